@@ -1,0 +1,77 @@
+"""Builds the compiled part with CMake, which holds the source list and the flags.
+
+    pip install --no-build-isolation .        # the environment's own torch is built against
+    pip install --no-build-isolation -e .     # the libraries then lie in torchopt_ext/
+
+Environment variables become CMake options: USE_CUDA=0 and FORCE_CUDA=1 (default: CUDA when nvcc
+is found), TORCH_CUDA_ARCH_LIST, CMAKE_BUILD_PARALLEL_LEVEL, TORCHOPT_EXT_BUILD_DIR.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+try:
+    import torch
+except ImportError:
+    sys.exit("torchopt_ext is built against an installed torch, and this Python has none: "
+             "pip install torch, then pip install --no-build-isolation .")
+
+ROOT = Path(__file__).parent.resolve()
+SUPPORTED_MINORS = range(11, 16)
+major, minor = (int(part) for part in torch.__version__.split(".")[:2])
+if major != 2 or minor not in SUPPORTED_MINORS:
+    sys.exit(f"torchopt_ext supports torch 2.{SUPPORTED_MINORS[0]} to 2.{SUPPORTED_MINORS[-1]}; "
+             f"this Python has {torch.__version__}")
+
+use_cuda = "AUTO"
+if os.environ.get("USE_CUDA", "").upper() in ("0", "OFF", "NO", "FALSE"):
+    use_cuda = "OFF"
+elif os.environ.get("FORCE_CUDA", "").upper() in ("1", "ON", "YES", "TRUE"):
+    use_cuda = "ON"
+# Kept between builds, so that only changed files are compiled again.
+variant = f"torch-{torch.__version__}-{sys.implementation.cache_tag}" + "-cpu" * (use_cuda == "OFF")
+build_dir = Path(os.environ.get("TORCHOPT_EXT_BUILD_DIR", ROOT / "build" / variant)).resolve()
+
+
+def tool(name: str) -> str:
+    """The tool of this environment (from PyPI) rather than the system's, which may be too old."""
+    path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")])
+    found = shutil.which(name, path=path)
+    return found or sys.exit(f"torchopt_ext is built with {name}: pip install cmake ninja")
+
+
+class CMakeBuild(build_ext):
+    """Configures, builds and installs with CMake into the package's directory."""
+
+    def run(self) -> None:
+        prefix = ROOT if self.inplace else Path(self.build_lib).resolve()
+        cmake = tool("cmake")
+        configure = [
+            cmake, "-S", str(ROOT), "-B", str(build_dir), "-G", "Ninja",
+            f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}",
+            f"-DPython_EXECUTABLE={sys.executable}",
+            f"-DUSE_CUDA={use_cuda}",
+            f"-DTORCH_CUDA_ARCH_LIST={os.environ.get('TORCH_CUDA_ARCH_LIST', '')}",
+        ]
+        jobs = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL", str(len(os.sched_getaffinity(0))))
+        build = [cmake, "--build", str(build_dir), "--target", "_C", "--parallel", jobs]
+        for command in (configure, build, [cmake, "--install", str(build_dir), "--prefix", str(prefix)]):
+            if subprocess.run(command).returncode:
+                sys.exit(f"torchopt_ext: {' '.join(command[:2])} failed; its message is above")
+
+
+setup(
+    ext_modules=[Extension("torchopt_ext._C", sources=[])],
+    cmdclass={"build_ext": CMakeBuild},
+    # The binaries hold for the torch minor they were built against.
+    install_requires=[f"torch=={major}.{minor}.*"],
+    # setuptools' staging copy: one per build, as a kept one would keep deleted modules.
+    options={"build": {"build_base": str(build_dir / "package")}},
+)
