@@ -1,0 +1,33 @@
+// Pass A on one chunk.
+#pragma once
+
+#include <algorithm>
+
+#include "cpu/kernel_table.h"
+#include "kernels/sum_of_squares.h"
+#include "plan/chunk_table.h"
+
+namespace torchopt_ext {
+
+inline void add_chunk(const KernelTable& table, const TensorWork& work, const Chunk& chunk,
+                      ExactAccumulator& acc) {
+  const auto dtype = static_cast<int>(work.param_dtype);
+  const auto* grad = static_cast<const char*>(work.grad);
+  const int64_t size = element_size(work.param_dtype);
+  if (work.row_length < kShortRow) {
+    for (int64_t i = chunk.begin; i < chunk.end; i += kBlockElements) {
+      const int64_t n = std::min(kBlockElements, chunk.end - i);
+      table.exact_sum_of_squares[dtype](grad + i * size, n, acc);
+    }
+    return;
+  }
+  int64_t left_in_row = work.row_length - chunk.begin % work.row_length;
+  for (int64_t i = chunk.begin; i < chunk.end;) {
+    const int64_t n = std::min(kBlockElements, left_in_row);
+    accumulator_add(acc, table.block_sum_of_squares[dtype](grad + i * size, n));
+    i += n;
+    left_in_row = left_in_row == n ? work.row_length : left_in_row - n;
+  }
+}
+
+}  // namespace torchopt_ext

@@ -1,0 +1,114 @@
+// The Adam and AdamW update: docs/numerics.md section 2. One written formula, a template over the
+// lane type (lane.h), shared by every CPU build and by the CUDA kernel.
+#pragma once
+
+#include "kernels/lane.h"
+
+namespace torchopt_ext {
+
+// One param group's arguments.
+struct AdamHyper {
+  double lr;
+  double beta1;
+  double beta2;
+  double eps;
+  double weight_decay;
+  bool decoupled_weight_decay;  // AdamW; otherwise the decay is added to the gradient (Adam)
+  bool maximize;
+};
+
+// What an element needs, rounded once to the compute type.
+template <class T>
+struct AdamScalars {
+  T grad_factor, l2, beta1, beta2, w1, w2, eps_hat, decay, step_size;
+  bool maximize, has_l2, has_decay, small_w1, small_w2;
+};
+
+namespace {
+
+// base**exponent by repeated squaring: libm's pow differs between hosts and CUDA.
+TORCHOPT_HD inline double pow_by_squaring(double base, int64_t exponent) {
+  using L = ScalarLane<double>;
+  double result = 1.0;
+  for (; exponent > 0; exponent /= 2) {
+    if (exponent % 2 == 1) {
+      result = L::mul(result, base);
+    }
+    base = L::mul(base, base);
+  }
+  return result;
+}
+
+template <class T>
+TORCHOPT_HD inline AdamScalars<T> adam_scalars(const AdamHyper& hyper, int64_t step,
+                                               double grad_factor) {
+  using L = ScalarLane<double>;
+  const double bias_correction1 = L::sub(1.0, pow_by_squaring(hyper.beta1, step));
+  const double bias_correction2 = L::sub(1.0, pow_by_squaring(hyper.beta2, step));
+  const double root = L::sqrt(bias_correction2);
+  const double w1 = L::sub(1.0, hyper.beta1);
+  const double w2 = L::sub(1.0, hyper.beta2);
+  const double decay =
+      hyper.decoupled_weight_decay ? L::mul(hyper.lr, hyper.weight_decay) : 0.0;
+  const double l2 = hyper.decoupled_weight_decay ? 0.0 : hyper.weight_decay;
+  AdamScalars<T> s;
+  s.grad_factor = static_cast<T>(grad_factor);
+  s.l2 = static_cast<T>(l2);
+  s.beta1 = static_cast<T>(hyper.beta1);
+  s.beta2 = static_cast<T>(hyper.beta2);
+  s.w1 = static_cast<T>(w1);
+  s.w2 = static_cast<T>(w2);
+  s.eps_hat = static_cast<T>(L::mul(hyper.eps, root));
+  s.decay = static_cast<T>(decay);
+  s.step_size = static_cast<T>(L::mul(L::div(hyper.lr, bias_correction1), root));
+  s.maximize = hyper.maximize;
+  s.has_l2 = l2 != 0.0;
+  s.has_decay = decay != 0.0;
+  s.small_w1 = w1 < 0.5;
+  s.small_w2 = w2 < 0.5;
+  return s;
+}
+
+// Updates one register of elements in memory; max_exp_avg_sq is null without amsgrad. The
+// conditions depend on scalars alone, so the branch predictor makes them free.
+template <class L>
+TORCHOPT_HD inline void adam_update(const AdamScalars<typename L::scalar>& s,
+                                    typename L::scalar* param, const typename L::scalar* grad,
+                                    typename L::scalar* exp_avg, typename L::scalar* exp_avg_sq,
+                                    typename L::scalar* max_exp_avg_sq) {
+  using R = typename L::reg;
+  const R p = L::load(param);
+  R m = L::load(exp_avg);
+  R v = L::load(exp_avg_sq);
+  R g = L::mul(L::load(grad), L::set1(s.grad_factor));
+  if (s.maximize) {
+    g = L::neg(g);
+  }
+  if (s.has_l2) {
+    g = L::add(g, L::mul(L::set1(s.l2), p));
+  }
+  const R from_m = L::sub(g, m);
+  m = s.small_w1 ? L::add(m, L::mul(L::set1(s.w1), from_m))
+                 : L::sub(g, L::mul(L::set1(s.beta1), from_m));
+  const R weighted_square = L::mul(L::mul(L::set1(s.w2), g), g);
+  v = s.small_w2 ? L::add(v, L::sub(weighted_square, L::mul(L::set1(s.w2), v)))
+                 : L::add(weighted_square, L::mul(L::set1(s.beta2), v));
+  m = L::canonical(m);
+  v = L::canonical(v);
+  R d = v;
+  if (max_exp_avg_sq != nullptr) {
+    d = L::canonical(L::max_keep_nan(L::load(max_exp_avg_sq), v));
+    L::store(max_exp_avg_sq, d);
+  }
+  const R u = L::div(m, L::add(L::sqrt(d), L::set1(s.eps_hat)));
+  R change = L::mul(L::set1(s.step_size), u);
+  if (s.has_decay) {
+    change = L::add(L::mul(L::set1(s.decay), p), change);
+  }
+  L::store(exp_avg, m);
+  L::store(exp_avg_sq, v);
+  L::store(param, L::canonical(L::sub(p, change)));
+}
+
+}  // namespace
+}  // namespace torchopt_ext

@@ -1,0 +1,139 @@
+// An exact sum of doubles: docs/numerics.md section 3. A fixed-point number with 32-bit digits in
+// signed 64-bit limbs, wide enough for any finite double, so that neither the order of addition
+// nor the number of threads, blocks or ranks can change the result. (Kulisch's long accumulator;
+// the redundant digits postpone carries as in Neal, arXiv:1505.05571.)
+#pragma once
+
+#include "kernels/dtype.h"
+
+namespace torchopt_ext {
+
+// Also the layout of the int64[70] accumulator tensor.
+struct ExactAccumulator {
+  static constexpr int kLimbs = 68;
+  static constexpr int kBaseExponent = -1088;  // weight of limb 0's lowest bit
+  static constexpr int kSize = kLimbs + 2;
+  // An addition moves a limb by less than 2**32, so normalise at least this often.
+  static constexpr int64_t kMaxPendingAdds = int64_t{1} << 30;
+
+  int64_t limb[kLimbs];
+  int64_t infinities;  // addends that were infinite
+  int64_t nans;        // addends that were NaN
+};
+static_assert(sizeof(ExactAccumulator) == ExactAccumulator::kSize * sizeof(int64_t));
+
+namespace {
+
+// Splits x into the changes it makes: sink(index, change) for up to three limbs or one counter.
+// The sink adds plainly on the CPU and atomically in a CUDA block.
+template <class Sink>
+TORCHOPT_HD inline void accumulator_digits(double x, Sink&& sink) {
+  const auto bits = bit_cast<uint64_t>(x);
+  const int exponent = static_cast<int>((bits >> 52) & 0x7ff);
+  uint64_t mantissa = bits & ((uint64_t{1} << 52) - 1);
+  if (exponent == 0x7ff) {
+    sink(ExactAccumulator::kLimbs + (mantissa != 0 ? 1 : 0), 1);
+    return;
+  }
+  mantissa |= exponent != 0 ? uint64_t{1} << 52 : 0;
+  if (mantissa == 0) {
+    return;
+  }
+  // x = mantissa * 2**(max(exponent, 1) - 1075)
+  const int shift = (exponent != 0 ? exponent : 1) - 1075 - ExactAccumulator::kBaseExponent;
+  const int index = shift / 32;
+  const int offset = shift % 32;
+  const uint64_t low = mantissa << offset;
+  const uint64_t high = offset != 0 ? mantissa >> (64 - offset) : 0;
+  const int64_t sign = (bits >> 63) != 0 ? -1 : 1;
+  sink(index, sign * static_cast<int64_t>(low & 0xffffffffu));
+  sink(index + 1, sign * static_cast<int64_t>(low >> 32));
+  if (high != 0) {
+    sink(index + 2, sign * static_cast<int64_t>(high));
+  }
+}
+
+inline void accumulator_add(ExactAccumulator& acc, double x) {
+  accumulator_digits(x, [&acc](int index, int64_t change) {
+    int64_t& slot = index < ExactAccumulator::kLimbs   ? acc.limb[index]
+                    : index == ExactAccumulator::kLimbs ? acc.infinities
+                                                        : acc.nans;
+    slot += change;
+  });
+}
+
+// Carries, so that every limb but the last is in [0, 2**32). The value stays.
+TORCHOPT_HD inline void accumulator_normalize(ExactAccumulator& acc) {
+  int64_t carry = 0;
+  for (int k = 0; k < ExactAccumulator::kLimbs - 1; ++k) {
+    const int64_t digit = acc.limb[k] + carry;
+    acc.limb[k] = digit & 0xffffffff;
+    carry = digit >> 32;
+  }
+  acc.limb[ExactAccumulator::kLimbs - 1] += carry;
+}
+
+inline void accumulator_merge(ExactAccumulator& into, const ExactAccumulator& from) {
+  for (int k = 0; k < ExactAccumulator::kLimbs; ++k) {
+    into.limb[k] += from.limb[k];
+  }
+  into.infinities += from.infinities;
+  into.nans += from.nans;
+}
+
+// The sum, rounded once to nearest even.
+TORCHOPT_HD inline double accumulator_total(ExactAccumulator acc) {
+  constexpr int kTop = ExactAccumulator::kLimbs - 1;
+  if (acc.nans != 0 || acc.infinities != 0) {
+    return bit_cast<double>(acc.nans != 0 ? uint64_t{0x7ff8000000000000}
+                                          : uint64_t{0x7ff0000000000000});
+  }
+  accumulator_normalize(acc);
+  const uint64_t sign = acc.limb[kTop] < 0 ? uint64_t{1} << 63 : 0;
+  if (sign != 0) {
+    for (int64_t& limb : acc.limb) {
+      limb = -limb;
+    }
+    accumulator_normalize(acc);
+  }
+  int top = kTop;
+  while (top > 0 && acc.limb[top] == 0) {
+    --top;
+  }
+  if (acc.limb[top] == 0) {
+    return 0.0;
+  }
+  if (top == kTop) {  // 2**1056 and above
+    return bit_cast<double>(sign | 0x7ff0000000000000u);
+  }
+  // The 64 bits from the leading one down, and whether anything lies below them.
+  const uint64_t first = static_cast<uint64_t>(acc.limb[top]);
+  const uint64_t second = top >= 1 ? static_cast<uint64_t>(acc.limb[top - 1]) : 0;
+  const uint64_t third = top >= 2 ? static_cast<uint64_t>(acc.limb[top - 2]) : 0;
+  int lead = 0;
+  while (((first << lead) & 0x80000000u) == 0) {
+    ++lead;
+  }
+  const uint64_t significand = (((first << 32) | second) << lead) | ((third << lead) >> 32);
+  bool below = ((third << lead) & 0xffffffffu) != 0;
+  for (int k = top - 3; k >= 0; --k) {
+    below = below || acc.limb[k] != 0;
+  }
+  // Exponent of the leading one.
+  const int exponent = 63 + 32 * (top - 1) + ExactAccumulator::kBaseExponent - lead;
+  if (exponent > 1023) {
+    return bit_cast<double>(sign | 0x7ff0000000000000u);
+  }
+  if (exponent < -1022) {  // a sum of doubles is a multiple of 2**-1074: exact
+    return bit_cast<double>(sign | (significand >> (11 - 1022 - exponent)));
+  }
+  const uint64_t kept = significand >> 11;
+  const uint64_t rest = significand & 0x7ff;
+  const bool up = rest > 0x400 || (rest == 0x400 && (below || (kept & 1) != 0));
+  // A carry out of the significand moves into the exponent, up to infinity, as it should.
+  const uint64_t magnitude = (static_cast<uint64_t>(exponent + 1022) << 52) + kept;
+  return bit_cast<double>(sign | (magnitude + (up ? 1 : 0)));
+}
+
+}  // namespace
+}  // namespace torchopt_ext

@@ -1,0 +1,53 @@
+// The lane type: the only arithmetic the formulas use. A lane type offers load, store, set1, add,
+// sub, mul, div, sqrt, neg, max_keep_nan and canonical on a register of `width` elements. Every
+// operation is correctly rounded and none is fused, which is what makes the bits the same on every
+// instruction set. This is the one-element lane, for the host and for CUDA threads; lane_avx2.h
+// and lane_avx512.h hold the others.
+#pragma once
+
+#include "kernels/dtype.h"
+
+namespace torchopt_ext {
+namespace {
+
+TORCHOPT_HD inline float canonical_nan(float) { return bit_cast<float>(0x7fc00000u); }
+TORCHOPT_HD inline double canonical_nan(double) {
+  return bit_cast<double>(static_cast<uint64_t>(0x7ff8000000000000u));
+}
+
+template <class T>
+struct ScalarLane {
+  using scalar = T;
+  using reg = T;
+  static constexpr int width = 1;
+
+  TORCHOPT_HD static T load(const T* x) { return *x; }
+  TORCHOPT_HD static void store(T* x, T a) { *x = a; }
+  TORCHOPT_HD static T set1(T a) { return a; }
+  TORCHOPT_HD static T neg(T a) { return -a; }
+  TORCHOPT_HD static T sub(T a, T b) { return add(a, -b); }
+  // vmax unless v is larger or a NaN; a NaN in either is kept.
+  TORCHOPT_HD static T max_keep_nan(T vmax, T v) { return vmax > v || vmax != vmax ? vmax : v; }
+  TORCHOPT_HD static T canonical(T a) { return a == a ? a : canonical_nan(a); }
+
+#ifdef __CUDA_ARCH__
+  // The intrinsics are never contracted, whatever the compiler's flags.
+  __device__ static float add(float a, float b) { return __fadd_rn(a, b); }
+  __device__ static float mul(float a, float b) { return __fmul_rn(a, b); }
+  __device__ static float div(float a, float b) { return __fdiv_rn(a, b); }
+  __device__ static float sqrt(float a) { return __fsqrt_rn(a); }
+  __device__ static double add(double a, double b) { return __dadd_rn(a, b); }
+  __device__ static double mul(double a, double b) { return __dmul_rn(a, b); }
+  __device__ static double div(double a, double b) { return __ddiv_rn(a, b); }
+  __device__ static double sqrt(double a) { return __dsqrt_rn(a); }
+#else
+  TORCHOPT_HD static T add(T a, T b) { return a + b; }
+  TORCHOPT_HD static T mul(T a, T b) { return a * b; }
+  TORCHOPT_HD static T div(T a, T b) { return a / b; }
+  TORCHOPT_HD static float sqrt(float a) { return __builtin_sqrtf(a); }
+  TORCHOPT_HD static double sqrt(double a) { return __builtin_sqrt(a); }
+#endif
+};
+
+}  // namespace
+}  // namespace torchopt_ext

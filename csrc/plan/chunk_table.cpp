@@ -1,0 +1,54 @@
+#include "plan/chunk_table.h"
+
+#include <algorithm>
+
+#include "kernels/sum_of_squares.h"
+
+namespace torchopt_ext {
+
+std::vector<Chunk> make_chunks(const std::vector<TensorWork>& tensors, int64_t chunk_elements) {
+  std::vector<Chunk> chunks;
+  for (size_t t = 0; t < tensors.size(); ++t) {
+    const int64_t numel = tensors[t].numel;
+    const int64_t row = tensors[t].row_length;
+    const bool by_element = row < kShortRow;
+    // Whole rows where they are short enough, otherwise whole blocks of one row.
+    const bool whole_rows = !by_element && row <= chunk_elements;
+    const int64_t length =
+        whole_rows ? chunk_elements / row * row
+                   : std::max<int64_t>(1, chunk_elements / kBlockElements) * kBlockElements;
+    for (int64_t begin = 0; begin < numel;) {
+      const int64_t limit = by_element || whole_rows ? numel : begin - begin % row + row;
+      const int64_t end = std::min(begin + length, limit);
+      chunks.push_back({static_cast<int32_t>(t), begin, end});
+      begin = end;
+    }
+  }
+  return chunks;
+}
+
+std::vector<int64_t> cumulative_bytes(const std::vector<TensorWork>& tensors,
+                                      const std::vector<Chunk>& chunks) {
+  std::vector<int64_t> cumulative(chunks.size() + 1, 0);
+  for (size_t i = 0; i < chunks.size(); ++i) {
+    const DType dtype = tensors[static_cast<size_t>(chunks[i].tensor)].param_dtype;
+    cumulative[i + 1] =
+        cumulative[i] + (chunks[i].end - chunks[i].begin) * element_size(dtype);
+  }
+  return cumulative;
+}
+
+std::pair<size_t, size_t> share_of(const std::vector<int64_t>& cumulative, int64_t index,
+                                   int64_t shares) {
+  const auto bound = [&](int64_t share) {
+    const int64_t target = cumulative.back() / shares * share;
+    if (share == shares) {
+      return cumulative.size() - 1;
+    }
+    return static_cast<size_t>(std::lower_bound(cumulative.begin(), cumulative.end(), target) -
+                               cumulative.begin());
+  };
+  return {bound(index), bound(index + 1)};
+}
+
+}  // namespace torchopt_ext

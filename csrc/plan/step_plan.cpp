@@ -1,0 +1,202 @@
+#include "plan/step_plan.h"
+
+#include <ATen/ATen.h>
+#include <ATen/MemoryOverlap.h>
+
+#include <array>
+#include <utility>
+
+#include "plan/tensor_checks.h"
+
+namespace torchopt_ext {
+namespace {
+
+std::array<Backend, static_cast<size_t>(at::COMPILE_TIME_MAX_DEVICE_TYPES)>& backends() {
+  static std::array<Backend, static_cast<size_t>(at::COMPILE_TIME_MAX_DEVICE_TYPES)> table{};
+  return table;
+}
+
+void check_state(const at::Tensor& state, const char* role, size_t i,
+                 const StepPlan::Entry& entry, const at::Tensor& dense_param) {
+  const std::string what = describe(role, i, entry.name);
+  check_supported(state, what);
+  check_dense(state, what);
+  check_matches(state, what, dense_param, describe("parameter", i, entry.name));
+  const bool same_width = (state.scalar_type() == at::kDouble) ==
+                          (entry.param.scalar_type() == at::kDouble);
+  TORCH_CHECK(same_width, what, " has dtype ", state.scalar_type(), ", its parameter has ",
+              entry.param.scalar_type(), "; float64 goes with float64 only");
+  TORCH_CHECK(state.scalar_type() == entry.exp_avg.scalar_type(), what, " has dtype ",
+              state.scalar_type(), ", expected ", entry.exp_avg.scalar_type(),
+              " as exp_avg of the same parameter");
+}
+
+// Counts as an in-place change for autograd, as torch's own optimizers do.
+void bump_version(const at::Tensor& tensor) {
+  if (tensor.defined() && !tensor.is_inference()) {
+    tensor.unsafeGetTensorImpl()->bump_version();
+  }
+}
+
+void* data(const at::Tensor& tensor) {
+  return tensor.defined() ? const_cast<void*>(tensor.const_data_ptr()) : nullptr;
+}
+
+}  // namespace
+
+void register_backend(at::DeviceType device, const Backend& backend) {
+  backends()[static_cast<size_t>(device)] = backend;
+}
+
+const Backend& backend_for(at::Device device) {
+  const Backend& backend = backends()[static_cast<size_t>(device.type())];
+  TORCH_CHECK(backend.adam != nullptr, "torchopt_ext was built without support for ",
+              device.type(), " tensors");
+  return backend;
+}
+
+StepPlan::StepPlan(std::vector<Entry> entries, at::Device device)
+    : entries_(std::move(entries)), device_(device) {
+  std::vector<NamedTensor> written;
+  for (size_t i = 0; i < entries_.size(); ++i) {
+    const Entry& entry = entries_[i];
+    const std::string param_what = describe("parameter", i, entry.name);
+    check_supported(entry.param, param_what);
+    TORCH_CHECK(entry.param.device() == device_, param_what, " is on ", entry.param.device(),
+                ", expected ", device_);
+    at::Tensor dense = entry.param;
+    if (!is_dense(entry.param)) {
+      TORCH_CHECK(at::has_internal_overlap(entry.param) != at::MemOverlap::Yes, param_what,
+                  " with shape ", entry.param.sizes(), " and strides ", entry.param.strides(),
+                  " has elements that share memory");
+      dense = at::empty_like(entry.param, at::MemoryFormat::Preserve);
+    }
+    check_state(entry.exp_avg, "exp_avg", i, entry, dense);
+    check_state(entry.exp_avg_sq, "exp_avg_sq", i, entry, dense);
+    if (entry.max_exp_avg_sq.defined()) {
+      check_state(entry.max_exp_avg_sq, "max_exp_avg_sq", i, entry, dense);
+    }
+    const std::string step_what = describe("state step", i, entry.name);
+    TORCH_CHECK(entry.step.defined() && entry.step.scalar_type() == at::kFloat &&
+                    entry.step.numel() == 1 && entry.step.device() == device_,
+                step_what, " is not one float32 element on ", device_);
+
+    written.push_back({entry.param, param_what, true});
+    written.push_back({entry.exp_avg, describe("exp_avg", i, entry.name), true});
+    written.push_back({entry.exp_avg_sq, describe("exp_avg_sq", i, entry.name), true});
+    written.push_back({entry.max_exp_avg_sq, describe("max_exp_avg_sq", i, entry.name), true});
+    written.push_back({entry.step, step_what, true});
+
+    work_.tensors.push_back({.param = data(dense),
+                             .grad = nullptr,
+                             .exp_avg = data(entry.exp_avg),
+                             .exp_avg_sq = data(entry.exp_avg_sq),
+                             .max_exp_avg_sq = data(entry.max_exp_avg_sq),
+                             .step = static_cast<float*>(data(entry.step)),
+                             .numel = dense.numel(),
+                             .row_length = row_length(dense),
+                             .param_dtype = dtype_of(dense),
+                             .state_dtype = dtype_of(entry.exp_avg),
+                             .group = entry.group});
+    dense_params_.push_back(std::move(dense));
+  }
+  check_no_overlap(written);
+  work_.chunks = make_chunks(work_.tensors);
+  work_.cumulative = cumulative_bytes(work_.tensors, work_.chunks);
+  gradients_.resize(entries_.size());
+}
+
+bool StepPlan::unchanged() const {
+  for (size_t i = 0; i < entries_.size(); ++i) {
+    const Entry& entry = entries_[i];
+    const TensorWork& work = work_.tensors[i];
+    const bool dense = dense_params_[i].is_same(entry.param);
+    if ((dense && entry.param.const_data_ptr() != work.param) ||
+        entry.param.numel() != work.numel || dtype_of(entry.param) != work.param_dtype ||
+        entry.param.device() != device_ || !same_layout(entry.exp_avg, dense_params_[i]) ||
+        data(entry.exp_avg) != work.exp_avg || data(entry.exp_avg_sq) != work.exp_avg_sq ||
+        data(entry.max_exp_avg_sq) != work.max_exp_avg_sq || data(entry.step) != work.step ||
+        dtype_of(entry.exp_avg) != work.state_dtype) {
+      return false;
+    }
+  }
+  return true;
+}
+
+void StepPlan::set_gradient(size_t i, const at::Tensor& gradient) {
+  TensorWork& work = work_.tensors[i];
+  if (!gradient.defined()) {
+    work.grad = nullptr;
+    gradients_[i] = at::Tensor();
+    return;
+  }
+  const at::Tensor& param = dense_params_[i];
+  const auto what = [&] { return describe("gradient", i, entries_[i].name); };
+  if (gradient.layout() != at::kStrided || gradient.scalar_type() != param.scalar_type() ||
+      gradient.is_meta()) {
+    check_supported(gradient, what());
+    TORCH_CHECK(false, what(), " has dtype ", gradient.scalar_type(), ", expected ",
+                param.scalar_type());
+  }
+  TORCH_CHECK(gradient.sizes() == param.sizes(), what(), " has shape ", gradient.sizes(),
+              ", expected ", param.sizes());
+  TORCH_CHECK(gradient.device() == device_, what(), " is on ", gradient.device(), ", expected ",
+              device_);
+  if (same_layout(gradient, param)) {
+    gradients_[i] = gradient;
+  } else {
+    gradients_[i] = at::empty_like(param).copy_(gradient.detach());
+    ++gradients_copied_;
+  }
+  work.grad = gradients_[i].const_data_ptr();
+}
+
+void StepPlan::set_gradients(const std::vector<at::Tensor>& gradients) {
+  TORCH_CHECK(gradients.size() == entries_.size(), "got ", gradients.size(), " gradients for ",
+              entries_.size(), " parameters");
+  for (size_t i = 0; i < entries_.size(); ++i) {
+    set_gradient(i, gradients[i]);
+  }
+}
+
+void StepPlan::collect_gradients() {
+  for (size_t i = 0; i < entries_.size(); ++i) {
+    set_gradient(i, entries_[i].param.grad());
+  }
+}
+
+void StepPlan::drop_gradients() {
+  for (size_t i = 0; i < entries_.size(); ++i) {
+    gradients_[i] = at::Tensor();
+    work_.tensors[i].grad = nullptr;
+  }
+}
+
+void StepPlan::accumulate(const at::Tensor& accumulator) const {
+  backend_for(device_).sum_of_squares(work_, accumulator);
+}
+
+void StepPlan::update(const std::vector<GroupHyper>& groups, const at::Tensor& control) {
+  std::vector<size_t> copies;
+  for (size_t i = 0; i < entries_.size(); ++i) {
+    if (gradients_[i].defined() && !dense_params_[i].is_same(entries_[i].param)) {
+      copies.push_back(i);
+      dense_params_[i].copy_(entries_[i].param.detach());
+    }
+  }
+  backend_for(device_).adam(work_, groups, control);
+  for (const size_t i : copies) {
+    entries_[i].param.detach().copy_(dense_params_[i]);
+  }
+  for (size_t i = 0; i < entries_.size(); ++i) {
+    if (gradients_[i].defined()) {
+      const Entry& entry = entries_[i];
+      for (const at::Tensor* tensor :
+           {&entry.param, &entry.exp_avg, &entry.exp_avg_sq, &entry.max_exp_avg_sq, &entry.step}) {
+        bump_version(*tensor);
+      }
+    }
+  }
+}
+
+}  // namespace torchopt_ext

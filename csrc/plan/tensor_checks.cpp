@@ -1,0 +1,122 @@
+#include "plan/tensor_checks.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+
+namespace torchopt_ext {
+
+std::string describe(const char* role, size_t index, const std::string& name) {
+  std::string text = std::string(role) + " " + std::to_string(index);
+  return name.empty() ? text : text + " ('" + name + "')";
+}
+
+DType dtype_of(const at::Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kFloat:
+      return DType::kFloat32;
+    case at::kDouble:
+      return DType::kFloat64;
+    case at::kBFloat16:
+      return DType::kBFloat16;
+    case at::kHalf:
+      return DType::kFloat16;
+    default:
+      TORCH_CHECK(false, "dtype ", tensor.scalar_type(), " is not supported");
+  }
+}
+
+void check_supported(const at::Tensor& tensor, const std::string& what) {
+  TORCH_CHECK(tensor.defined(), what, " is not defined");
+  TORCH_CHECK(tensor.layout() == at::kStrided, what, " has layout ", tensor.layout(),
+              ", expected a dense (strided) tensor; sparse gradients are not supported");
+  TORCH_CHECK(!tensor.is_complex(), what, " has dtype ", tensor.scalar_type(),
+              "; complex tensors are not supported");
+  const auto dtype = tensor.scalar_type();
+  TORCH_CHECK(dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 ||
+                  dtype == at::kHalf,
+              what, " has dtype ", dtype, ", expected float32, float64, bfloat16 or float16");
+  TORCH_CHECK(!tensor.is_meta(), what, " is on the meta device and has no data");
+  TORCH_CHECK(tensor.numel() == 0 || tensor.has_storage(), what, " has no storage");
+  TORCH_CHECK(tensor.numel() == 0 || tensor.const_data_ptr() != nullptr, what,
+              " has had its storage freed");
+}
+
+void check_matches(const at::Tensor& tensor, const std::string& what, const at::Tensor& param,
+                   const std::string& param_what) {
+  TORCH_CHECK(tensor.sizes() == param.sizes(), what, " has shape ", tensor.sizes(), ", expected ",
+              param.sizes(), " as ", param_what);
+  TORCH_CHECK(tensor.device() == param.device(), what, " is on ", tensor.device(), ", expected ",
+              param.device(), " as ", param_what);
+  TORCH_CHECK(same_layout(tensor, param), what, " has strides ", tensor.strides(), ", expected ",
+              param.strides(), " as ", param_what);
+}
+
+bool is_dense(const at::Tensor& tensor) { return tensor.is_non_overlapping_and_dense(); }
+
+void check_dense(const at::Tensor& tensor, const std::string& what) {
+  TORCH_CHECK(is_dense(tensor), what, " with shape ", tensor.sizes(), " and strides ",
+              tensor.strides(), " is not dense: its elements overlap or leave gaps");
+}
+
+bool same_layout(const at::Tensor& a, const at::Tensor& b) {
+  if (a.numel() <= 1) {
+    return true;
+  }
+  for (int64_t d = 0; d < a.dim(); ++d) {
+    if (a.size(d) > 1 && a.stride(d) != b.stride(d)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+void check_no_overlap(const std::vector<NamedTensor>& tensors) {
+  struct Range {
+    const char* begin;
+    const char* end;
+    const NamedTensor* source;
+  };
+  std::vector<Range> ranges;
+  ranges.reserve(tensors.size());
+  for (const NamedTensor& named : tensors) {
+    if (named.tensor.defined() && named.tensor.numel() > 0) {
+      const auto* begin = static_cast<const char*>(named.tensor.const_data_ptr());
+      ranges.push_back({begin, begin + named.tensor.nbytes(), &named});
+    }
+  }
+  std::sort(ranges.begin(), ranges.end(),
+            [](const Range& a, const Range& b) { return a.begin < b.begin; });
+  // The ranges that reach furthest so far, among the written ones and among all.
+  const Range* written = nullptr;
+  const Range* any = nullptr;
+  for (const Range& range : ranges) {
+    const Range* other = range.source->written ? any : written;
+    TORCH_CHECK(other == nullptr || range.begin >= other->end, range.source->what,
+                " shares memory with ", other->source->what);
+    if (range.source->written && (written == nullptr || range.end > written->end)) {
+      written = &range;
+    }
+    if (any == nullptr || range.end > any->end) {
+      any = &range;
+    }
+  }
+}
+
+int64_t row_length(const at::Tensor& tensor) {
+  if (tensor.dim() == 0 || tensor.numel() == 0) {
+    return 1;
+  }
+  int64_t outer = 0;
+  if (!tensor.is_contiguous()) {
+    for (int64_t d = 0; d < tensor.dim(); ++d) {
+      const bool candidate = tensor.size(d) > 1;
+      if (candidate && (tensor.size(outer) <= 1 || tensor.stride(d) > tensor.stride(outer))) {
+        outer = d;
+      }
+    }
+  }
+  return tensor.numel() / tensor.size(outer);
+}
+
+}  // namespace torchopt_ext

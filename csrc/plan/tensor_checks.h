@@ -1,0 +1,44 @@
+// Checks on the tensors of a step, all made before anything is written. Messages name the tensor's
+// role, position and, where known, the parameter's name.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <string>
+#include <vector>
+
+#include "kernels/dtype.h"
+
+namespace torchopt_ext {
+
+// "gradient 3 ('layers.0.wq.weight')"
+std::string describe(const char* role, size_t index, const std::string& name = {});
+
+DType dtype_of(const at::Tensor& tensor);
+
+// Strided, floating point, not complex, no meta or fake tensor without storage.
+void check_supported(const at::Tensor& tensor, const std::string& what);
+
+// Same shape, device and strides as the parameter, so that element index means the same in both.
+void check_matches(const at::Tensor& tensor, const std::string& what, const at::Tensor& param,
+                   const std::string& param_what);
+
+// Elements are not shared and leave no gaps: storage order covers every element once.
+void check_dense(const at::Tensor& tensor, const std::string& what);
+bool is_dense(const at::Tensor& tensor);
+
+// Same strides wherever a dimension has more than one element.
+bool same_layout(const at::Tensor& a, const at::Tensor& b);
+
+// No tensor that a step writes shares memory with another of the list.
+struct NamedTensor {
+  at::Tensor tensor;
+  std::string what;
+  bool written;
+};
+void check_no_overlap(const std::vector<NamedTensor>& tensors);
+
+// The unit that blocks of the sum of squares never cross: docs/numerics.md section 3.
+int64_t row_length(const at::Tensor& tensor);
+
+}  // namespace torchopt_ext
