@@ -30,7 +30,7 @@ from formulas import (
     partition_greedy,
     row_length,
 )
-from softfloat import FORMATS, FP64, Format, Number, decode, encode, number
+from softfloat import FORMATS, FP64, Format, Number, decode, encode, hexed, number, special_bits
 
 HERE = Path(__file__).resolve().parent
 
@@ -66,15 +66,6 @@ def random_bits(rng: SplitMix64, fmt: Format, low: int, high: int, *, signed: bo
     return sign | ((fmt.hidden | fraction) >> (fmt.emin - exponent))
 
 
-def special_bits(fmt: Format) -> list[int]:
-    """±0, ±smallest, ±largest subnormal, ±smallest normal, ±1, ±largest, ±infinity, NaNs."""
-    top = fmt.exponent_mask << (fmt.precision - 1)
-    one = fmt.emax << (fmt.precision - 1)
-    plain = [0, 1, fmt.hidden - 1, fmt.hidden, one, top - 1, top]
-    sign = 1 << (fmt.width - 1)
-    return plain + [sign | x for x in plain] + [top | 1, sign | top | (fmt.hidden >> 1) | 1]
-
-
 def tensor_elements(fmt: Format, count: int, seed: int, values: dict[str, Any]) -> list[int]:
     """Elements in storage order: exponents in [low, high], or any finite bits with "any"; each
     `every`-th element of a tensor, from `offset` on, is replaced by the special of that index."""
@@ -92,15 +83,6 @@ def tensor_elements(fmt: Format, count: int, seed: int, values: dict[str, Any]) 
         for i in range(values.get("offset", 0), count, values["every"]):
             result[i] = special_bits(fmt)[values["special"]]
     return result
-
-
-def hexed(fmt: Format, bits: Iterable[int]) -> str:
-    return "".join(f"{b:0{fmt.digits}x}" for b in bits)
-
-
-def unhexed(fmt: Format, text: str) -> list[int]:
-    n = fmt.digits
-    return [int(text[i : i + n], 16) for i in range(0, len(text), n)]
 
 
 def double_hex(x: Number) -> str:

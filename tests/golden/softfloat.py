@@ -6,6 +6,7 @@ A number is a pair (sign, magnitude): sign 0 or 1, magnitude a nonnegative Fract
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -179,3 +180,21 @@ def less(a: Number, b: Number) -> bool:
 
 def is_zero(a: Number) -> bool:
     return a[1] is not NAN and a[1] is not INF and a[1] == 0
+
+
+def hexed(fmt: Format, bits: Iterable[int]) -> str:
+    return "".join(f"{b:0{fmt.digits}x}" for b in bits)
+
+
+def unhexed(fmt: Format, text: str) -> list[int]:
+    n = fmt.digits
+    return [int(text[i : i + n], 16) for i in range(0, len(text), n)]
+
+
+def special_bits(fmt: Format) -> list[int]:
+    """±0, ±smallest, ±largest subnormal, ±smallest normal, ±1, ±largest, ±infinity, NaNs."""
+    top = fmt.exponent_mask << (fmt.precision - 1)
+    one = fmt.emax << (fmt.precision - 1)
+    plain = [0, 1, fmt.hidden - 1, fmt.hidden, one, top - 1, top]
+    sign = 1 << (fmt.width - 1)
+    return plain + [sign | x for x in plain] + [top | 1, sign | top | (fmt.hidden >> 1) | 1]

@@ -1,0 +1,101 @@
+"""Prints a digest of what the operators compute, for comparing instruction sets and float modes.
+
+Run by test_capabilities.py in processes of their own: torch reads ATEN_CPU_CAPABILITY once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1] / "golden")]
+
+from exact_reference import DTYPES, name_of, random_elements, raw  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from torchopt_ext import _C, ops  # noqa: E402
+
+SHAPES = [(40_001,), (700, 63), (9, 64), (5, 9001), (3, 4096), (1, 129)]
+FE_TOWARDZERO = 0xC00  # x86-64's <fenv.h>
+
+
+def digest(tensors: list[Tensor]) -> str:
+    result = hashlib.sha256()
+    for tensor in tensors:
+        result.update(bytes(raw(tensor).contiguous().view(torch.uint8).tolist()))
+    return result.hexdigest()[:16]
+
+
+def adam_inputs(dtype: torch.dtype, shape: tuple[int, ...]) -> list[Tensor]:
+    count = torch.Size(shape).numel()
+    return [
+        random_elements(dtype, count, k, -60, 3, signed=k not in (3, 4), specials=True).view(shape)
+        for k in range(5)
+    ]
+
+
+def compute() -> dict[str, str]:
+    digests = {}
+    # made before the float mode is changed: torch's own operations follow it
+    sources = {dtype: [adam_inputs(dtype, shape) for shape in SHAPES] for dtype in DTYPES}
+    finite = {
+        (dtype, shape, low): random_elements(
+            dtype, torch.Size(shape).numel(), 9, low, low + 30
+        ).view(shape)
+        for dtype in DTYPES
+        for shape in SHAPES
+        for low in (-20, -149)
+    }
+    control = ops.new_control(max_grad_norm=0.3)
+    steps = torch.arange(10 * len(SHAPES), dtype=torch.int64).tolist()
+    schedule = {"warmup_steps": 7, "stable_steps": 5, "decay_steps": 40, "decay_type": "cosine"}
+    mode = sys.argv[1]
+    if mode == "flush":
+        torch.set_flush_denormal(True)
+    elif mode == "truncate":
+        assert ctypes.CDLL("libm.so.6").fesetround(FE_TOWARDZERO) == 0
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        for dtype in DTYPES:
+            name = f"{name_of(dtype)}, {threads} threads"
+            for decoupled in (True, False):
+                work = [[x.clone() for x in tensors] for tensors in sources[dtype]]
+                counts = [torch.tensor(float(3 * k)) for k in range(len(work))]
+                for beta1, maximize in ((0.9, False), (0.4, True)):
+                    p, g, m, v, vmax = (list(column) for column in zip(*work, strict=True))
+                    ops.adam_(
+                        p, g, m, v, vmax if decoupled else [], counts, ops.new_control(),
+                        lr=1e-3, beta1=beta1, beta2=0.99, eps=1e-8, weight_decay=0.1,
+                        decoupled_weight_decay=decoupled, maximize=maximize,
+                    )  # fmt: skip
+                digests[f"adam {decoupled}, {name}"] = digest(
+                    [x for tensors in work for x in tensors] + counts
+                )
+            found = []
+            for shape in SHAPES:
+                for grads in (
+                    [finite[dtype, shape, -20]],
+                    [finite[dtype, shape, -149]],
+                    [finite[dtype, shape, -149], *sources[dtype][0][:1]],
+                ):
+                    accumulator = ops.new_accumulator()
+                    ops.grad_sumsq_(grads, accumulator)
+                    total = ops.accumulator_total(accumulator)
+                    ops.control_update_(control, accumulator, torch.tensor(3.0))
+                    _C.accumulator_normalize(accumulator)
+                    found += [accumulator, total, control.clone()]
+            digests[f"sumsq {name}"] = digest(found)
+    factors = [ops.lr_factor(s, **schedule) for s in steps]
+    digests["lr_factor"] = digest([torch.tensor(factors, dtype=torch.float64)])
+    return digests
+
+
+if __name__ == "__main__":
+    digests = compute()
+    print(json.dumps({"capability": torch.backends.cpu.get_cpu_capability(), **digests}))

@@ -1,0 +1,21 @@
+"""Puts the golden program (tests/golden) and exact_reference on the path; keeps global state."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).resolve().parent
+for folder in (HERE, HERE.parents[1] / "golden"):
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+@pytest.fixture(autouse=True)
+def _keep_threads_and_float_mode() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    torch.set_flush_denormal(False)

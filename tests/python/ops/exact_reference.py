@@ -1,0 +1,162 @@
+"""Bit patterns of tensors, and docs/numerics.md with torch's single operations, for large inputs.
+
+torch's separate add, sub, mul and div are correctly rounded and never fused, so running the
+formulas one operation at a time gives the specified bits for many elements at once. (torch.sqrt is
+not: on large contiguous tensors it is MKL's.) softfloat and formulas in tests/golden are the
+judges of both this module and the library.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from formulas import Accumulator, Adam, adam_scalars
+from softfloat import FORMATS, FP64, NAN, Format, Number, encode
+from torch import Tensor
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def format_of(dtype: torch.dtype) -> Format:
+    return FORMATS[name_of(dtype)]
+
+
+def raw(tensor: Tensor) -> Tensor:
+    """A dense tensor's bits in storage order, as signed integers."""
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    return flat.view(INTEGER[tensor.element_size()])
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(raw(a), raw(b))
+
+
+def to_bits(tensor: Tensor) -> list[int]:
+    width = 8 * tensor.element_size()
+    return [x % (1 << width) for x in raw(tensor).tolist()]
+
+
+def from_bits(dtype: torch.dtype, bits: Sequence[int]) -> Tensor:
+    """A 1-D tensor."""
+    width = format_of(dtype).width
+    signed = [b - (1 << width) if b >> (width - 1) else b for b in bits]
+    return torch.tensor(signed, dtype=INTEGER[width // 8]).view(dtype)
+
+
+def double(x: Number) -> float:
+    """A softfloat number as a Python float."""
+    if x[1] is NAN:
+        return math.nan
+    return float(from_bits(torch.float64, [encode(FP64, x)]))
+
+
+def canonical_nan(tensor: Tensor) -> Tensor:
+    nan = from_bits(tensor.dtype, [encode(format_of(tensor.dtype), (0, NAN))])
+    return torch.where(tensor.isnan(), nan, tensor)
+
+
+def exact_sqrt(x: Tensor) -> Tensor:
+    if x.dtype == torch.float32:
+        # rounding the double root again is harmless: roots of 24-bit numbers stay off ties
+        return x.double().sqrt().float()
+    roots = [math.sqrt(y) if y >= 0 else math.nan for y in x.flatten().tolist()]
+    return torch.tensor(roots, dtype=x.dtype).view_as(x)
+
+
+def adam_reference(
+    a: Adam, t: int, p: Tensor, g: Tensor, m: Tensor, v: Tensor, vmax: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """One step of many elements; `t` counts this step."""
+    dtype = p.dtype
+    compute = torch.float64 if dtype == torch.float64 else torch.float32
+    s = {k: double(x) for k, x in adam_scalars(a, t).items()}
+    c = {k: torch.tensor(x, dtype=compute) for k, x in s.items()}
+    p, g, m, v = (x.to(compute) for x in (p, g, m, v))
+    g = g * c["grad_factor"]
+    if a.maximize:
+        g = -g
+    if s["l2"] != 0:
+        g = g + c["l2"] * p
+    m = m + c["w1"] * (g - m) if s["w1"] < 0.5 else g - c["beta1"] * (g - m)
+    square = (c["w2"] * g) * g
+    v = v + (square - c["w2"] * v) if s["w2"] < 0.5 else square + c["beta2"] * v
+    d = v
+    if vmax is not None:
+        vmax = vmax.to(compute)
+        d = vmax = torch.where((vmax > v) | vmax.isnan(), vmax, v)
+    u = m / (exact_sqrt(d) + c["eps_hat"])
+    change = c["step_size"] * u
+    if s["decay"] != 0:
+        change = c["decay"] * p + change
+    p = p - change
+    stored = (canonical_nan(x.to(dtype)) for x in (p, m, v))
+    return (*stored, None if vmax is None else canonical_nan(vmax.to(dtype)))
+
+
+def accumulate(acc: Accumulator, doubles: Tensor) -> None:
+    """Adds many doubles exactly, by exponent."""
+    acc.nans += int(doubles.isnan().sum())
+    acc.infinities += int(doubles.isinf().sum())
+    fraction, exponent = torch.frexp(doubles[doubles.isfinite()])
+    significand = (fraction * 2**53).to(torch.int64)
+    for e in exponent.unique().tolist():
+        chosen = significand[exponent == e]
+        # two halves, so that 64 bits hold the sums
+        units = (int((chosen >> 27).sum()) << 27) + int((chosen & (2**27 - 1)).sum())
+        shift = e - 53 + 1088
+        acc.units += units << shift if shift >= 0 else units >> -shift
+
+
+def sumsq_reference(acc: Accumulator, elements: Tensor, row: int) -> None:
+    """Adds the squares of a 1-D tensor of elements in storage order."""
+    wide = elements.double()
+    squares = wide * wide
+    if row < 64:
+        accumulate(acc, squares)
+        return
+    rows = squares.view(-1, row)
+    for first in range(0, row, 4096):
+        block = rows[:, first : first + 4096]
+        lanes = torch.zeros(block.shape[0], 64, dtype=torch.float64)
+        for i in range(0, block.shape[1], 64):
+            part = block[:, i : i + 64]
+            lanes[:, : part.shape[1]] += part
+        while lanes.shape[1] > 1:
+            half = lanes.shape[1] // 2
+            lanes = lanes[:, :half] + lanes[:, half:]
+        accumulate(acc, lanes[:, 0])
+
+
+def random_elements(
+    dtype: torch.dtype,
+    count: int,
+    seed: int,
+    low: int = -20,
+    high: int = 0,
+    *,
+    signed: bool = True,
+    specials: bool = False,
+) -> Tensor:
+    """A 1-D tensor of random significands at binary exponents in [low, high]; with `specials`,
+    one element in eight is any bit pattern at all (NaN payloads, infinities, subnormals)."""
+    generator = torch.Generator().manual_seed(seed)
+    exponents = torch.randint(low, high + 1, (count,), generator=generator, dtype=torch.float64)
+    significands = 1 + torch.rand(count, generator=generator, dtype=torch.float64)
+    if signed:
+        significands *= 1 - 2 * torch.randint(0, 2, (count,), generator=generator).double()
+    elements = torch.ldexp(significands, exponents).to(dtype)
+    if specials:
+        width = elements.element_size()
+        limit = 1 << (8 * width - 1)
+        bits = torch.randint(-limit, limit - 1, (count,), generator=generator, dtype=torch.int64)
+        chosen = torch.rand(count, generator=generator) < 0.125
+        any_bits = bits.to(INTEGER[width]).view(dtype)
+        elements = torch.where(chosen, any_bits, elements)
+    return elements

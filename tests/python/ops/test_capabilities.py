@@ -1,0 +1,54 @@
+"""The same bits from every CPU build of the kernels, thread count and outer float mode."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+WORKER = Path(__file__).resolve().parent / "capability_digests.py"
+FASTEST = {"DEFAULT": 0, "AVX2": 1, "AVX512": 2}
+
+
+@cache
+def digests(capability: str, mode: str) -> dict[str, str]:
+    finished = subprocess.run(
+        [sys.executable, str(WORKER), mode],
+        env={**os.environ, "ATEN_CPU_CAPABILITY": capability, "OMP_NUM_THREADS": "2"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert finished.returncode == 0, finished.stderr
+    result: dict[str, str] = json.loads(finished.stdout.splitlines()[-1])
+    assert result.pop("capability") == capability.upper()
+    return result
+
+
+@pytest.mark.parametrize(
+    ("capability", "mode"),
+    [
+        ("avx2", "plain"),
+        ("avx512", "plain"),
+        ("default", "flush"),
+        ("avx512", "flush"),
+        ("avx512", "truncate"),
+    ],
+)
+def test_same_bits(capability: str, mode: str) -> None:
+    if FASTEST.get(torch.backends.cpu.get_cpu_capability(), 0) < FASTEST[capability.upper()]:
+        pytest.skip(f"this CPU has no {capability}")
+    assert digests(capability, mode) == digests("default", "plain")
+
+
+def test_same_bits_with_one_and_two_threads() -> None:
+    found = digests("default", "plain")
+    one = {k: x for k, x in found.items() if k.endswith("1 threads")}
+    assert one
+    assert one == {k.replace("2 threads", "1 threads"): found[k.replace("1 t", "2 t")] for k in one}

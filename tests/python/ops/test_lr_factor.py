@@ -1,0 +1,164 @@
+"""The learning-rate factor against its transcription in Python doubles, and against mpmath."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import mpmath
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchopt_ext import ops
+
+KINDS = ("linear", "sqrt", "cosine")
+
+
+def horner(z: float, coefficients: list[float]) -> float:
+    result = 0.0
+    for c in reversed(coefficients):
+        result = result * z + c
+    return result
+
+
+def cospi(x: float) -> float:
+    """docs/numerics.md section 5; Python's doubles are IEEE and it never fuses."""
+    if x > 0.5:
+        return -cospi(1.0 - x)
+    y = math.pi * (x if x <= 0.25 else 0.5 - x)
+    first = 0 if x <= 0.25 else 1
+    signed = [(-1) ** k / math.factorial(2 * k + first) for k in range(10)]
+    value = horner(y * y, signed)
+    return value if x <= 0.25 else y * value
+
+
+def transcription(
+    step: int,
+    *,
+    warmup_steps: int,
+    stable_steps: int,
+    decay_steps: int,
+    decay_type: str,
+    min_factor: float,
+    generation: int,
+) -> float:
+    extra = 1 if generation == 1 else 0
+    before_decay = warmup_steps + stable_steps
+    if step < warmup_steps:
+        return (step + 1) / (warmup_steps + extra)
+    if step < before_decay or decay_steps + extra == 0:
+        return 1.0
+    progress = min(1.0, (step + 1 - before_decay) / (decay_steps + extra))
+    shape = {
+        "linear": 1.0 - progress,
+        "sqrt": 1.0 - math.sqrt(progress),
+        "cosine": 0.5 * (1.0 + cospi(progress)),
+    }
+    return min_factor + (1.0 - min_factor) * shape[decay_type]
+
+
+schedules = st.fixed_dictionaries(
+    {
+        "warmup_steps": st.integers(0, 10_000),
+        "stable_steps": st.integers(0, 10_000),
+        "decay_steps": st.integers(0, 100_000),
+        "decay_type": st.sampled_from(KINDS),
+        "min_factor": st.one_of(st.just(0.0), st.floats(0, 1)),
+        "generation": st.sampled_from([1, 2]),
+    }
+)
+
+
+@given(schedules, st.lists(st.integers(0, 200_000), min_size=1, max_size=20))
+@settings(max_examples=150, deadline=None)
+def test_transcription(schedule: dict[str, Any], steps: list[int]) -> None:
+    warmup, stable = schedule["warmup_steps"], schedule["stable_steps"]
+    length = warmup + stable + schedule["decay_steps"]
+    corners = [warmup - 1, warmup, warmup + stable - 1, warmup + stable, length - 1, length]
+    steps += [s for s in corners if s >= 0]
+    expected = [transcription(s, **schedule) for s in steps]
+    got = [ops.lr_factor(s, **schedule) for s in steps]
+    assert all(isinstance(x, float) for x in got)
+    assert got == expected
+    tensor = ops.lr_factor(torch.tensor(steps), **schedule)
+    assert tensor.dtype == torch.float64
+    assert tensor.tolist() == expected
+
+
+def test_defaults_are_linear_to_zero_of_generation_1() -> None:
+    got = [ops.lr_factor(s, warmup_steps=2, stable_steps=1, decay_steps=3) for s in range(7)]
+    assert got == [1 / 3, 2 / 3, 1.0, 0.75, 0.5, 0.25, 0.0]
+
+
+def test_tensor_keeps_the_shape() -> None:
+    schedule = {"warmup_steps": 3, "stable_steps": 0, "decay_steps": 9}
+    steps = torch.arange(12).view(3, 4).t()
+    got = ops.lr_factor(steps, **schedule)
+    assert got.shape == (4, 3)
+    assert got.tolist() == [[ops.lr_factor(s, **schedule) for s in row] for row in steps.tolist()]
+    assert ops.lr_factor(torch.tensor(1), **schedule).shape == ()
+    assert ops.lr_factor(torch.empty(0, 2, dtype=torch.int64), **schedule).shape == (0, 2)
+
+
+@pytest.mark.parametrize("generation", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_past_the_end_the_factor_stays(kind: str, generation: int) -> None:
+    schedule = {"warmup_steps": 5, "stable_steps": 4, "decay_steps": 10, "decay_type": kind}
+    for step in (19, 20, 21, 1000, 2**40, 2**62):
+        got = ops.lr_factor(step, **schedule, generation=generation, min_factor=0.125)
+        assert got == 0.125
+
+
+@pytest.mark.parametrize("generation", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rises_then_stays_then_falls(kind: str, generation: int) -> None:
+    schedule = {"warmup_steps": 50, "stable_steps": 70, "decay_steps": 80, "decay_type": kind}
+    f = ops.lr_factor(torch.arange(230), **schedule, generation=generation)
+    assert ((f >= 0) & (f <= 1)).all()
+    assert (f[:50].diff() > 0).all()
+    assert (f[50:120] == 1).all()
+    assert (f[119:200].diff() < 0).all()
+    assert (f[200:] == 0).all()
+
+
+def test_cosine_is_accurate_and_symmetric() -> None:
+    """With min_factor 0 and generation 2, 2 f - 1 is cospi(progress); the rounding of 1 + cospi
+    and of 0.5 * (...) adds up to 2**-53."""
+    n = 20_000
+    schedule = {"warmup_steps": 0, "stable_steps": 0, "decay_steps": n, "decay_type": "cosine"}
+    factors = ops.lr_factor(torch.arange(n), **schedule, generation=2).tolist()
+    with mpmath.workprec(100):
+        for step in range(0, n, 7):
+            exact = mpmath.cospi(mpmath.mpf((step + 1) / n))
+            assert abs(mpmath.mpf(cospi((step + 1) / n)) - exact) < 1e-15
+            assert abs(mpmath.mpf(factors[step]) - (1 + exact) / 2) < 1e-15
+    assert factors[n // 2 - 1] == 0.5
+    assert factors[-1] == 0.0
+    assert factors[n // 4 - 1] + factors[3 * n // 4 - 1] == pytest.approx(1.0, abs=2**-52)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"decay_type": "exponential"}, "exponential"),
+        ({"generation": 3}, "generation"),
+        ({"warmup_steps": -1}, "warmup_steps"),
+        ({"stable_steps": -2}, "stable_steps"),
+        ({"decay_steps": -1}, "decay_steps"),
+    ],
+)
+def test_bad_arguments(change: dict[str, Any], message: str) -> None:
+    schedule = {"warmup_steps": 1, "stable_steps": 1, "decay_steps": 1} | change
+    for step in (0, torch.tensor([0])):
+        with pytest.raises((ValueError, RuntimeError), match=message):
+            ops.lr_factor(step, **schedule)
+
+
+def test_bad_steps() -> None:
+    schedule = {"warmup_steps": 1, "stable_steps": 1, "decay_steps": 1}
+    with pytest.raises((ValueError, RuntimeError), match="step"):
+        ops.lr_factor(-1, **schedule)
+    with pytest.raises((ValueError, RuntimeError), match="int64"):
+        ops.lr_factor(torch.tensor([0.5]), **schedule)

@@ -1,0 +1,151 @@
+"""The library against the golden vectors of tests/golden, to the bit."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torchopt_ext import _C, ops
+
+TESTS = Path(__file__).resolve().parents[1]
+for folder in (TESTS / "golden", TESTS / "python" / "ops"):
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+generate = importlib.import_module("generate")
+softfloat = importlib.import_module("softfloat")
+exact_reference = importlib.import_module("exact_reference")
+
+FIELD = {name: index for index, name in enumerate(ops.CONTROL_FIELDS)}
+
+
+def cases(name: str) -> list[dict[str, Any]]:
+    result = json.loads((TESTS / "golden" / f"{name}.json").read_text())
+    assert result
+    return result
+
+
+def tensor(dtype: str, text: str) -> torch.Tensor:
+    bits = softfloat.unhexed(softfloat.FORMATS[dtype], text)
+    return exact_reference.from_bits(getattr(torch, dtype), bits)
+
+
+def hexed(tensor: torch.Tensor) -> str:
+    fmt = exact_reference.format_of(tensor.dtype)
+    return softfloat.hexed(fmt, exact_reference.to_bits(tensor))
+
+
+def filled_accumulator(doubles: torch.Tensor) -> torch.Tensor:
+    accumulator = ops.new_accumulator()
+    _C.accumulator_add(accumulator, doubles)
+    return accumulator
+
+
+def check_accumulator(accumulator: torch.Tensor, case: dict[str, Any]) -> None:
+    assert hexed(ops.accumulator_total(accumulator)) == case["total"]
+    _C.accumulator_normalize(accumulator)
+    entries = {str(k): x for k, x in enumerate(accumulator.tolist()) if x}
+    assert entries == case["accumulator"]
+
+
+def label(case: dict[str, Any]) -> str:
+    return "-".join(f"{v}" for k, v in case.items() if k in ("dtype", "shape", "strides", "values"))
+
+
+@pytest.mark.parametrize("index", range(len(generate.ADAM_CASES)))
+def test_adam(index: int) -> None:
+    matching = cases("adam")[4 * index : 4 * index + 4]
+    assert [c["dtype"] for c in matching] == ["float32", "float64", "bfloat16", "float16"]
+    for case in matching:
+        state = {k: tensor(case["dtype"], x) for k, x in case["before"].items()}
+        step = torch.tensor(float(case["t"]))
+        control = ops.new_control()
+        control[FIELD["grad_factor"]] = case["grad_factor"]
+        for text in case["grads"]:
+            ops.adam_(
+                [state["p"]],
+                [tensor(case["dtype"], text)],
+                [state["m"]],
+                [state["v"]],
+                [state["vmax"]] if case["amsgrad"] else [],
+                [step],
+                control,
+                lr=case["lr"],
+                beta1=case["beta1"],
+                beta2=case["beta2"],
+                eps=case["eps"],
+                weight_decay=case["weight_decay"],
+                decoupled_weight_decay=case["decoupled"],
+                maximize=case["maximize"],
+            )
+        assert {k: hexed(x) for k, x in state.items()} == case["after"]
+        assert step.item() == case["t"] + len(case["grads"])
+
+
+@pytest.mark.parametrize("case", cases("sumsq"), ids=label)
+def test_sum_of_squares(case: dict[str, Any]) -> None:
+    fmt = softfloat.FORMATS[case["dtype"]]
+    bits = generate.tensor_elements(fmt, math.prod(case["shape"]), case["seed"], case["values"])
+    flat = exact_reference.from_bits(getattr(torch, case["dtype"]), bits)
+    accumulator = ops.new_accumulator()
+    ops.grad_sumsq_([flat.as_strided(case["shape"], case["strides"])], accumulator)
+    check_accumulator(accumulator, case)
+
+
+def test_accumulator() -> None:
+    for case in cases("accumulator"):
+        check_accumulator(filled_accumulator(tensor("float64", case["doubles"])), case)
+
+
+def test_control() -> None:
+    for case in cases("control"):
+        control = ops.new_control(
+            max_grad_norm=tensor("float64", case["max_grad_norm"]).item(),
+            skip_nonfinite=case["skip_nonfinite"],
+        )
+        scaler = {
+            "grad_scale": case["grad_scale"],
+            "found_inf": case["scaler_found_inf"],
+        }
+        ops.control_update_(
+            control,
+            filled_accumulator(tensor("float64", case["doubles"])),
+            **{k: None if x is None else torch.tensor(float(x)) for k, x in scaler.items()},
+        )
+        fields = ("grad_norm", "clip_factor", "grad_factor", "found_inf", "skip")
+        got = {name: hexed(control[FIELD[name]]) for name in fields}
+        assert got == {name: case[name] for name in fields}, case
+
+
+def test_lr_factor() -> None:
+    for case in cases("lr_factor"):
+        arguments = {k: x for k, x in case.items() if k not in ("steps", "factors")}
+        factors = [ops.lr_factor(step, **arguments) for step in case["steps"]]
+        assert hexed(torch.tensor(factors, dtype=torch.float64)) == case["factors"], case
+        assert hexed(ops.lr_factor(torch.tensor(case["steps"]), **arguments)) == case["factors"]
+
+
+def test_partition() -> None:
+    for case in cases("partition"):
+        ranks = ops.partition_greedy(case["numels"], case["world_size"], case["initial_loads"])
+        assert list(ranks) == case["ranks"], case
+
+
+def test_files_are_what_the_program_writes() -> None:
+    for name, expected in generate.FILES.items():
+        if name in ("adam.json", "sumsq.json"):
+            continue  # seconds each: `python tests/golden/generate.py --check` compares them too
+        assert (TESTS / "golden" / name).read_text() == generate.text_of(expected())
+
+
+@pytest.mark.slow
+def test_large_files_are_what_the_program_writes() -> None:
+    for name in ("adam.json", "sumsq.json"):
+        expected = generate.text_of(generate.FILES[name]())
+        assert (TESTS / "golden" / name).read_text() == expected
