@@ -1,0 +1,102 @@
+# make help lists the targets. TORCH=2.11.0 chooses another torch, in an environment of its own.
+TORCH ?= 2.15.0
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+
+VENV := .venv$(if $(filter-out 2.15.0,$(TORCH)),-$(TORCH))
+BIN := $(VENV)/bin
+PY := $(BIN)/python
+REQUIREMENTS := .ci/requirements-$(TORCH).txt
+export TORCHOPT_EXT_BUILD_DIR := $(CURDIR)/build/torch-$(TORCH)$(if $(filter 0,$(USE_CUDA)),-cpu)
+BUILD = $(TORCHOPT_EXT_BUILD_DIR)
+
+SOURCES := CMakeLists.txt setup.py pyproject.toml $(shell find csrc torchopt_ext -type f \
+	! -name '*.pyc' ! -name '*.so' ! -name _build_info.py)
+CXX_SOURCES = $(shell git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' 'csrc/*.cuh' 'tests/cpp/*.cpp' \
+	'tests/cpp/*.h' 'examples/*.cpp')
+TIER ?= not slow and not gpu
+DIST ?= dist
+JOBS := $(shell nproc)
+
+.PHONY: help install demo test test-all test-cpp test-sanitize bench lint format wheel clean FORCE
+.DEFAULT_GOAL := help
+
+help: ## List the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+	@echo "Variables: TORCH=$(TORCH) PYTHON=$(PYTHON) USE_CUDA=0 TORCH_CUDA_ARCH_LIST=..."
+
+# ---- environment and package -------------------------------------------------------------------
+$(VENV)/.requirements: $(REQUIREMENTS)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "torchopt_ext needs Python 3.11 or newer: make PYTHON=/path/to/python3.11"; exit 1; }
+	@test -x $(PY) || $(PYTHON) -c 'import ensurepip' 2>/dev/null || \
+		{ echo "This Python cannot make virtual environments: apt install python3-venv"; exit 1; }
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install -r $<
+	@touch $@
+
+.ci/requirements-%.txt:
+	@echo "No pinned environment for torch $*; there are:"; ls .ci/requirements-*; exit 1
+
+# Not editable, so that each environment keeps libraries for its own torch. Installed again when a
+# source changed, or when something else, such as pip install -e, has taken the package's place.
+INSTALLED := $(wildcard $(VENV)/lib/python3.*/site-packages/torchopt_ext/_build_info.py)
+$(VENV)/.installed: $(VENV)/.requirements $(SOURCES) $(if $(INSTALLED),,FORCE)
+	$(PY) -m pip install --no-build-isolation --no-deps --force-reinstall .
+	@touch $@
+
+install: $(VENV)/.installed ## Make the environment and install the package into it
+
+# ---- running ------------------------------------------------------------------------------------
+demo: $(VENV)/.installed ## Train a small language model on two ranks
+	$(PY) examples/run_demo.py --out out/demo
+
+bench: $(VENV)/.installed ## Time the step beside torch's
+	$(PY) benchmarks/run.py --out out/bench
+
+# ---- checks -------------------------------------------------------------------------------------
+test-cpp: $(VENV)/.installed ## Build and run the C++ tests
+	$(BIN)/cmake -DBUILD_TESTS=ON $(BUILD) >$(BUILD)/configure.log || { cat $(BUILD)/configure.log; exit 1; }
+	$(BIN)/cmake --build $(BUILD) --parallel $(JOBS)
+	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure --parallel $(JOBS)
+
+test: test-cpp ## Run the fast tests, C++ and Python
+	$(BIN)/pytest -m "$(TIER)" $(PYTEST_ARGS)
+
+test-sanitize: $(VENV)/.requirements ## Run the C++ tests under AddressSanitizer and UBSan
+	$(BIN)/cmake -S . -B build/sanitize -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
+		-DPython_EXECUTABLE=$(CURDIR)/$(PY) -DUSE_CUDA=OFF -DBUILD_TESTS=ON -DSANITIZE=address,undefined
+	$(BIN)/cmake --build build/sanitize --parallel $(JOBS)
+	$(BIN)/ctest --test-dir build/sanitize --output-on-failure --parallel $(JOBS)
+
+test-all: ## Run everything: lint, sanitizers, both torch versions, each instruction set, slow tests
+	$(MAKE) lint
+	$(MAKE) test-sanitize
+	ATEN_CPU_CAPABILITY=default $(MAKE) test
+	ATEN_CPU_CAPABILITY=avx2 $(MAKE) test
+	$(MAKE) test TORCH=2.11.0 TIER="not gpu"
+	$(MAKE) test TORCH=2.15.0 TIER="not gpu"
+
+# clang-tidy reads the commands of a CPU build: it knows no nvcc.
+lint: $(VENV)/.requirements ## Check formatting and types, and run clang-tidy and ruff
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(CXX_SOURCES)
+	$(BIN)/mypy
+	$(BIN)/cmake -S . -B build/lint -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
+		-DPython_EXECUTABLE=$(CURDIR)/$(PY) -DUSE_CUDA=OFF -DBUILD_TESTS=ON >/dev/null
+	printf '%s\n' $(filter-out csrc/cuda/% examples/%,$(filter %.cpp,$(CXX_SOURCES))) | \
+		xargs -P $(JOBS) -n 1 $(BIN)/clang-tidy -p build/lint --quiet
+
+format: $(VENV)/.requirements ## Format the sources and mend what ruff can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CXX_SOURCES)
+
+# ---- distribution -------------------------------------------------------------------------------
+wheel: $(VENV)/.requirements ## Build a wheel for this torch into dist/
+	$(PY) -m pip wheel --no-build-isolation --no-deps --wheel-dir $(DIST) .
+
+clean: ## Remove everything built, except the environments
+	rm -rf build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf torchopt_ext/_C.*.so torchopt_ext/lib torchopt_ext/_build_info.py
+	find torchopt_ext tests examples benchmarks -name __pycache__ -exec rm -rf {} +

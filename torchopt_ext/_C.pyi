@@ -1,0 +1,48 @@
+"""The compiled module (csrc/python/); importing it registers the operators."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ACCUMULATOR_SIZE: int
+CONTROL_FIELDS: tuple[str, ...]
+
+def cpu_kernels() -> str: ...
+def accumulator_add(accumulator: Tensor, values: Tensor) -> None: ...
+def accumulator_normalize(accumulator: Tensor) -> None: ...
+
+class OptimizerPlan:
+    def __init__(
+        self,
+        param_groups: list[dict[str, Any]],
+        state: Mapping[Tensor, Any],
+        # Parameter, its local tensor, exp_avg, exp_avg_sq, max_exp_avg_sq, step, group, name, part
+        params: Sequence[
+            tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, int, str, int]
+        ],
+        part_devices: Sequence[torch.device],
+        idle: Sequence[Tensor],
+        decoupled_weight_decay: bool,
+        local_gradient: Callable[[Tensor], Tensor | None],
+    ) -> None: ...
+    def collect(self, param_groups: list[dict[str, Any]], state: Mapping[Tensor, Any]) -> bool: ...
+    def accumulate(self, part: int, accumulator: Tensor) -> None: ...
+    def update(
+        self, param_groups: list[dict[str, Any]], part_controls: Sequence[Tensor]
+    ) -> None: ...
+    def step(
+        self,
+        param_groups: list[dict[str, Any]],
+        state: Mapping[Tensor, Any],
+        control: Tensor,
+        accumulator: Tensor,
+        with_norm: bool,
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> bool: ...
+    @property
+    def parts(self) -> int: ...
+    @property
+    def gradients_copied(self) -> int: ...
