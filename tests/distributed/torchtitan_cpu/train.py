@@ -1,0 +1,52 @@
+"""torchtitan's own command line on a CPU: METRICS_FILE=PATH torchrun train.py <torchtitan options>
+
+Each rank appends one JSON line per step to PATH.rank<r>: loss, gradient norm and learning rate as
+the Trainer hands them to its metrics logger, in full precision, and whose classes are at work.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import cpu_shim
+
+cpu_shim.install()
+
+from torchtitan.config import JobConfig  # noqa: E402
+from torchtitan.train import Trainer, main  # noqa: E402
+
+
+class RecordingTrainer(Trainer):
+    def __init__(self, job_config: JobConfig) -> None:
+        super().__init__(job_config)
+        path = f"{os.environ['METRICS_FILE']}.rank{os.environ['RANK']}"
+        workers = (self.optimizers, self.optimizers.optimizers[0], self.lr_schedulers)
+        classes = [f"{type(worker).__module__}.{type(worker).__qualname__}" for worker in workers]
+        log = self.metrics_processor.log
+
+        def log_and_write(
+            step: int,
+            avg_loss: float,
+            max_loss: float,
+            grad_norm: float,
+            extra_metrics: dict[str, Any],
+        ) -> None:
+            line = {
+                "step": step,
+                "loss": avg_loss,
+                "max_loss": max_loss,
+                "grad_norm": grad_norm,
+                "lr": extra_metrics["lr"],
+                "classes": classes,
+            }
+            with open(path, "a") as file:
+                file.write(json.dumps(line) + "\n")
+            log(step, avg_loss, max_loss, grad_norm, extra_metrics)
+
+        self.metrics_processor.log = log_and_write
+
+
+if __name__ == "__main__":
+    main(RecordingTrainer)
