@@ -282,12 +282,12 @@ def lr_factor(
         return div(FP64, number(step + 1), number(warmup + extra))
     if step < warmup + stable:
         return ONE
-    progress = ONE
-    if decay + extra > 0:
-        done = number(step + 1 - (warmup + stable))
-        progress = div(FP64, done, number(decay + extra))
-        if less(ONE, progress):
-            progress = ONE
+    if decay + extra == 0:
+        return ONE
+    done = number(step + 1 - (warmup + stable))
+    progress = div(FP64, done, number(decay + extra))
+    if less(ONE, progress):
+        progress = ONE
     if kind == "linear":
         f = sub(FP64, ONE, progress)
     elif kind == "sqrt":

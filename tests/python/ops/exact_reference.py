@@ -73,9 +73,9 @@ def exact_sqrt(x: Tensor) -> Tensor:
 def adam_reference(
     a: Adam, t: int, p: Tensor, g: Tensor, m: Tensor, v: Tensor, vmax: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """One step of many elements; `t` counts this step."""
-    dtype = p.dtype
-    compute = torch.float64 if dtype == torch.float64 else torch.float32
+    """One step of many elements; `t` counts this step. State may have a type of its own."""
+    param_dtype, state_dtype = p.dtype, m.dtype
+    compute = torch.float64 if param_dtype == torch.float64 else torch.float32
     s = {k: double(x) for k, x in adam_scalars(a, t).items()}
     c = {k: torch.tensor(x, dtype=compute) for k, x in s.items()}
     p, g, m, v = (x.to(compute) for x in (p, g, m, v))
@@ -96,8 +96,9 @@ def adam_reference(
     if s["decay"] != 0:
         change = c["decay"] * p + change
     p = p - change
-    stored = (canonical_nan(x.to(dtype)) for x in (p, m, v))
-    return (*stored, None if vmax is None else canonical_nan(vmax.to(dtype)))
+    new_vmax = None if vmax is None else canonical_nan(vmax.to(state_dtype))
+    new_m, new_v = (canonical_nan(x.to(state_dtype)) for x in (m, v))
+    return canonical_nan(p.to(param_dtype)), new_m, new_v, new_vmax
 
 
 def accumulate(acc: Accumulator, doubles: Tensor) -> None:

@@ -295,6 +295,20 @@ def test_zero_dimensional_and_empty_tensors(dtype: torch.dtype, case: Adam) -> N
     step(case, [])
 
 
+@pytest.mark.parametrize("param_dtype", [d for d in DTYPES if d != torch.float64], ids=name_of)
+@pytest.mark.parametrize("state_dtype", [d for d in DTYPES if d != torch.float64], ids=name_of)
+@by_case
+def test_state_of_another_type(
+    param_dtype: torch.dtype, state_dtype: torch.dtype, case: Adam
+) -> None:
+    params = random_state(param_dtype, 1500, 20, case.amsgrad)
+    states = random_state(state_dtype, 1500, 21, case.amsgrad)
+    before = replace(params, m=states.m, v=states.v, vmax=states.vmax)
+    after = before.clone()
+    step(case, [after])
+    assert_reference(case, before, after)
+
+
 def test_mixed_dtypes_in_one_call() -> None:
     case = CASES["amsgrad"]
     before = [random_state(dtype, 777, 9, amsgrad=True) for dtype in DTYPES]
