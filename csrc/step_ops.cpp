@@ -49,6 +49,7 @@ void adam_lists(at::TensorList params, at::TensorList grads, at::TensorList exp_
     entry.exp_avg = exp_avgs[i];
     entry.exp_avg_sq = exp_avg_sqs[i];
     entry.step = state_steps[i];
+    entry.position = i;
     if (!max_exp_avg_sqs.empty()) {
       entry.max_exp_avg_sq = max_exp_avg_sqs[i];
     }

@@ -16,12 +16,12 @@ std::array<Backend, static_cast<size_t>(at::COMPILE_TIME_MAX_DEVICE_TYPES)>& bac
   return table;
 }
 
-void check_state(const at::Tensor& state, const char* role, size_t i,
-                 const StepPlan::Entry& entry, const at::Tensor& dense_param) {
-  const std::string what = describe(role, i, entry.name);
+void check_state(const at::Tensor& state, const char* role, const StepPlan::Entry& entry,
+                 const at::Tensor& dense_param) {
+  const std::string what = describe(role, entry.position, entry.name);
   check_supported(state, what);
   check_dense(state, what);
-  check_matches(state, what, dense_param, describe("parameter", i, entry.name));
+  check_matches(state, what, dense_param, describe("parameter", entry.position, entry.name));
   const bool same_width = (state.scalar_type() == at::kDouble) ==
                           (entry.param.scalar_type() == at::kDouble);
   TORCH_CHECK(same_width, what, " has dtype ", state.scalar_type(), ", its parameter has ",
@@ -60,7 +60,7 @@ StepPlan::StepPlan(std::vector<Entry> entries, at::Device device)
   std::vector<NamedTensor> written;
   for (size_t i = 0; i < entries_.size(); ++i) {
     const Entry& entry = entries_[i];
-    const std::string param_what = describe("parameter", i, entry.name);
+    const std::string param_what = what("parameter", i);
     check_supported(entry.param, param_what);
     TORCH_CHECK(entry.param.device() == device_, param_what, " is on ", entry.param.device(),
                 ", expected ", device_);
@@ -71,20 +71,20 @@ StepPlan::StepPlan(std::vector<Entry> entries, at::Device device)
                   " has elements that share memory");
       dense = at::empty_like(entry.param, at::MemoryFormat::Preserve);
     }
-    check_state(entry.exp_avg, "exp_avg", i, entry, dense);
-    check_state(entry.exp_avg_sq, "exp_avg_sq", i, entry, dense);
+    check_state(entry.exp_avg, "exp_avg", entry, dense);
+    check_state(entry.exp_avg_sq, "exp_avg_sq", entry, dense);
     if (entry.max_exp_avg_sq.defined()) {
-      check_state(entry.max_exp_avg_sq, "max_exp_avg_sq", i, entry, dense);
+      check_state(entry.max_exp_avg_sq, "max_exp_avg_sq", entry, dense);
     }
-    const std::string step_what = describe("state step", i, entry.name);
+    const std::string step_what = what("state step", i);
     TORCH_CHECK(entry.step.defined() && entry.step.scalar_type() == at::kFloat &&
                     entry.step.numel() == 1 && entry.step.device() == device_,
                 step_what, " is not one float32 element on ", device_);
 
     written.push_back({entry.param, param_what, true});
-    written.push_back({entry.exp_avg, describe("exp_avg", i, entry.name), true});
-    written.push_back({entry.exp_avg_sq, describe("exp_avg_sq", i, entry.name), true});
-    written.push_back({entry.max_exp_avg_sq, describe("max_exp_avg_sq", i, entry.name), true});
+    written.push_back({entry.exp_avg, what("exp_avg", i), true});
+    written.push_back({entry.exp_avg_sq, what("exp_avg_sq", i), true});
+    written.push_back({entry.max_exp_avg_sq, what("max_exp_avg_sq", i), true});
     written.push_back({entry.step, step_what, true});
 
     work_.tensors.push_back({.param = data(dense),
@@ -104,6 +104,10 @@ StepPlan::StepPlan(std::vector<Entry> entries, at::Device device)
   work_.chunks = make_chunks(work_.tensors);
   work_.cumulative = cumulative_bytes(work_.tensors, work_.chunks);
   gradients_.resize(entries_.size());
+}
+
+std::string StepPlan::what(const char* role, size_t i) const {
+  return describe(role, entries_[i].position, entries_[i].name);
 }
 
 bool StepPlan::unchanged() const {
@@ -131,16 +135,15 @@ void StepPlan::set_gradient(size_t i, const at::Tensor& gradient) {
     return;
   }
   const at::Tensor& param = dense_params_[i];
-  const auto what = [&] { return describe("gradient", i, entries_[i].name); };
   if (gradient.layout() != at::kStrided || gradient.scalar_type() != param.scalar_type() ||
       gradient.is_meta()) {
-    check_supported(gradient, what());
-    TORCH_CHECK(false, what(), " has dtype ", gradient.scalar_type(), ", expected ",
+    check_supported(gradient, what("gradient", i));
+    TORCH_CHECK(false, what("gradient", i), " has dtype ", gradient.scalar_type(), ", expected ",
                 param.scalar_type());
   }
-  TORCH_CHECK(gradient.sizes() == param.sizes(), what(), " has shape ", gradient.sizes(),
+  TORCH_CHECK(gradient.sizes() == param.sizes(), what("gradient", i), " has shape ", gradient.sizes(),
               ", expected ", param.sizes());
-  TORCH_CHECK(gradient.device() == device_, what(), " is on ", gradient.device(), ", expected ",
+  TORCH_CHECK(gradient.device() == device_, what("gradient", i), " is on ", gradient.device(), ", expected ",
               device_);
   if (same_layout(gradient, param)) {
     gradients_[i] = gradient;

@@ -19,6 +19,7 @@ class StepPlan {
     at::Tensor step;            // one fp32 element
     int32_t group = 0;          // index into update()'s hyperparameters
     std::string name;           // for messages; may be empty
+    size_t position = 0;        // for messages: index in the caller's list
   };
 
   // Checks shapes, dtypes, devices, strides and overlap. A parameter that is not dense is stepped
@@ -28,8 +29,9 @@ class StepPlan {
   // Whether every parameter and state tensor still has the memory the plan was built for.
   bool unchanged() const;
 
-  // This step's gradient of each entry, undefined where it has none. A gradient with other strides
+  // This step's gradient of an entry, undefined where it has none. A gradient with other strides
   // than its parameter is copied.
+  void set_gradient(size_t i, const at::Tensor& gradient);
   void set_gradients(const std::vector<at::Tensor>& gradients);
   // The same with each parameter's .grad.
   void collect_gradients();
@@ -43,7 +45,7 @@ class StepPlan {
   int64_t gradients_copied() const { return gradients_copied_; }
 
  private:
-  void set_gradient(size_t i, const at::Tensor& gradient);
+  std::string what(const char* role, size_t i) const;
 
   std::vector<Entry> entries_;
   std::vector<at::Tensor> dense_params_;  // what is stepped: the parameter, or its dense copy

@@ -1,0 +1,91 @@
+// The Python module: build information, the optimizers' plan, and the accumulator's parts that no
+// operator needs. Importing it registers the operators.
+#include <torch/extension.h>
+
+#include "cpu/kernel_table.h"
+#include "kernels/control.h"
+#include "python/optimizer_plan.h"
+#include "step_ops.h"
+
+namespace torchopt_ext {
+namespace {
+
+namespace py = pybind11;
+
+ExactAccumulator& as_accumulator(const at::Tensor& tensor) {
+  check_accumulator(tensor);
+  TORCH_CHECK(tensor.is_cpu(), "accumulator is on ", tensor.device(), ", expected the CPU");
+  return *static_cast<ExactAccumulator*>(tensor.data_ptr());
+}
+
+void add_values(const at::Tensor& accumulator, const at::Tensor& values) {
+  ExactAccumulator& acc = as_accumulator(accumulator);
+  const at::Tensor list = values.to(at::kDouble).contiguous().cpu();
+  const auto* x = list.const_data_ptr<double>();
+  for (int64_t i = 0; i < list.numel(); ++i) {
+    accumulator_add(acc, x[i]);
+    if (i % ExactAccumulator::kMaxPendingAdds == 0) {
+      accumulator_normalize(acc);
+    }
+  }
+  accumulator_normalize(acc);
+}
+
+using ParamTuple =
+    std::tuple<py::object, at::Tensor, at::Tensor, at::Tensor, std::optional<at::Tensor>,
+               at::Tensor, int32_t, std::string, size_t>;
+
+std::unique_ptr<OptimizerPlan> make_plan(const py::list& param_groups, const py::dict& state,
+                                         const std::vector<ParamTuple>& params,
+                                         const std::vector<at::Device>& part_devices,
+                                         std::vector<at::Tensor> idle,
+                                         bool decoupled_weight_decay,
+                                         const py::object& local_gradient) {
+  std::vector<OptimizerPlan::Param> list;
+  list.reserve(params.size());
+  for (const auto& [param, local, exp_avg, exp_avg_sq, max_exp_avg_sq, step, group, name, part] :
+       params) {
+    list.push_back(
+        {param, local, exp_avg, exp_avg_sq, max_exp_avg_sq, step, group, name, part});
+  }
+  return std::make_unique<OptimizerPlan>(param_groups, state, std::move(list), part_devices,
+                                         std::move(idle), decoupled_weight_decay, local_gradient);
+}
+
+}  // namespace
+}  // namespace torchopt_ext
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  using namespace torchopt_ext;
+
+  m.attr("ACCUMULATOR_SIZE") = ExactAccumulator::kSize;
+  m.attr("CONTROL_FIELDS") = [] {
+    py::tuple names(kControlSize);
+    for (int i = 0; i < kControlSize; ++i) {
+      names[static_cast<size_t>(i)] = kControlFields[i];
+    }
+    return names;
+  }();
+  m.def("cpu_kernels", [] { return kernels().name; },
+        "The instruction set in use: 'default', 'avx2' or 'avx512'.");
+  m.def("accumulator_add", add_values, py::arg("accumulator"), py::arg("values"),
+        "Adds every value, as a double, to a CPU accumulator, exactly.");
+  m.def(
+      "accumulator_normalize",
+      [](const at::Tensor& accumulator) { accumulator_normalize(as_accumulator(accumulator)); },
+      py::arg("accumulator"), "Carries a CPU accumulator's digits; its value stays.");
+
+  py::class_<OptimizerPlan>(m, "OptimizerPlan")
+      .def(py::init(&make_plan), py::arg("param_groups"), py::arg("state"), py::arg("params"),
+           py::arg("part_devices"), py::arg("idle"), py::arg("decoupled_weight_decay"),
+           py::arg("local_gradient"))
+      .def("collect", &OptimizerPlan::collect, py::arg("param_groups"), py::arg("state"))
+      .def("accumulate", &OptimizerPlan::accumulate, py::arg("part"), py::arg("accumulator"))
+      .def("update", &OptimizerPlan::update, py::arg("param_groups"), py::arg("part_controls"))
+      .def("step", &OptimizerPlan::step, py::arg("param_groups"), py::arg("state"),
+           py::arg("control"), py::arg("accumulator"), py::arg("with_norm"),
+           py::arg("grad_scale"), py::arg("found_inf"))
+      .def_property_readonly("parts", &OptimizerPlan::parts)
+      .def_property_readonly("part_devices", &OptimizerPlan::part_devices)
+      .def_property_readonly("gradients_copied", &OptimizerPlan::gradients_copied);
+}

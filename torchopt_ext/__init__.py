@@ -1,0 +1,12 @@
+"""The optimizer half of a PyTorch training step, in C++ and CUDA.
+
+FusedAdam and FusedAdamW stand where torch.optim's do, the containers where torchtitan's do, and
+``torchopt_ext.ops`` holds the operators they are made of. docs/numerics.md states what is computed.
+"""
+
+from torchopt_ext._library import cuda_built
+from torchopt_ext import ops
+from torchopt_ext.optim import FusedAdam, FusedAdamW
+
+__all__ = ["FusedAdam", "FusedAdamW", "cuda_built", "ops"]
+__version__ = "0.1.0"

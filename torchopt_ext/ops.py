@@ -1,0 +1,170 @@
+"""Typed wrappers of the operators in csrc/ops.cpp. docs/numerics.md states what they compute."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torchopt_ext import _library  # noqa: F401  loads the operators
+from torchopt_ext import _C
+
+CONTROL_FIELDS: tuple[str, ...] = _C.CONTROL_FIELDS
+"""Names of the control block's fields, in order (csrc/kernels/control.h says what each means)."""
+
+_ops = torch.ops.torchopt_ext
+
+
+def new_accumulator(device: torch.device | str = "cpu") -> Tensor:
+    """An exact accumulator that holds zero: int64, on ``device``."""
+    return torch.zeros(_C.ACCUMULATOR_SIZE, dtype=torch.int64, device=device)
+
+
+def new_control(
+    device: torch.device | str = "cpu",
+    *,
+    max_grad_norm: float = 0.0,
+    skip_nonfinite: bool = False,
+) -> Tensor:
+    """A control block: float64, one element for each of :data:`CONTROL_FIELDS`.
+
+    Args:
+        device: where the parameters are.
+        max_grad_norm: clip threshold; 0 or less leaves gradients as they are.
+        skip_nonfinite: skip a step that has a non-finite gradient.
+    """
+    fields = dict.fromkeys(CONTROL_FIELDS, 0.0)
+    fields |= {"clip_factor": 1.0, "grad_factor": 1.0}
+    fields |= {"max_grad_norm": max_grad_norm, "skip_nonfinite": float(skip_nonfinite)}
+    return torch.tensor(list(fields.values()), dtype=torch.float64, device=device)
+
+
+def grad_sumsq_(grads: Sequence[Tensor], accumulator: Tensor) -> None:
+    """Adds the sum of squares of every gradient to ``accumulator``, in place (pass A).
+
+    Args:
+        grads: float32, float64, bfloat16 or float16, of any shape, on the accumulator's device.
+        accumulator: from :func:`new_accumulator`.
+
+    Raises:
+        RuntimeError: a gradient is sparse, complex or elsewhere; names its position.
+    """
+    _ops.grad_sumsq_.default(grads, accumulator)
+
+
+def accumulator_total(accumulator: Tensor) -> Tensor:
+    """The accumulator's sum rounded once to float64, 0-dim; NaN or infinity if one was added."""
+    return _ops.accumulator_total.default(accumulator)
+
+
+def control_update_(
+    control: Tensor,
+    accumulator: Tensor,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """Decides norm, clip factor and skip from the accumulated squares, in place.
+
+    Args:
+        control: from :func:`new_control`, on the accumulator's device.
+        accumulator: the squares of all gradients, reduced over ranks where they are sharded.
+        grad_scale: one float32; gradients are that many times too large (torch.amp.GradScaler).
+        found_inf: one float32; nonzero skips the step.
+    """
+    _ops.control_update_.default(control, accumulator, grad_scale, found_inf)
+
+
+def adam_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    max_exp_avg_sqs: Sequence[Tensor],
+    state_steps: Sequence[Tensor],
+    control: Tensor,
+    *,
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    decoupled_weight_decay: bool,
+    maximize: bool,
+) -> None:
+    """One Adam (or, with ``decoupled_weight_decay``, AdamW) step, in place (pass B).
+
+    Args:
+        params: dense tensors of float32, float64, bfloat16 or float16 on one device.
+        grads: of each parameter's shape and dtype; read only.
+        exp_avgs, exp_avg_sqs: of each parameter's shape and strides.
+        max_exp_avg_sqs: likewise; empty without amsgrad.
+        state_steps: one float32 each, the steps done before this one; advanced by one.
+        control: says what to multiply gradients with and whether to skip.
+        lr: a number, or one float32 or float64 element on the CPU or the parameters' device.
+
+    Raises:
+        RuntimeError: lists that do not match; names the tensor's position. Nothing is changed.
+        ValueError: an argument out of range.
+    """
+    overload = _ops.adam_.tensor_lr if isinstance(lr, Tensor) else _ops.adam_.default
+    overload(
+        params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps, control,
+        lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay,
+        decoupled_weight_decay=decoupled_weight_decay, maximize=maximize,
+    )  # fmt: skip
+
+
+def lr_factor(
+    step: int | Tensor,
+    *,
+    warmup_steps: int,
+    stable_steps: int,
+    decay_steps: int,
+    decay_type: str = "linear",
+    min_factor: float = 0.0,
+    generation: int = 1,
+) -> float | Tensor:
+    """Learning-rate factor after ``step`` steps of a warmup-stable-decay schedule.
+
+    Args:
+        step: steps done, 0 or more; an int64 tensor gives a float64 tensor of its shape.
+        warmup_steps, stable_steps, decay_steps: lengths of the three parts.
+        decay_type: "linear", "sqrt" or "cosine".
+        min_factor: where the decay ends, 0 to 1.
+        generation: 1 for torchtitan's formula before 0.1, 2 for the later one.
+
+    Raises:
+        ValueError: an argument out of range, an unknown decay type.
+    """
+    overload = _ops.lr_factor.tensor if isinstance(step, Tensor) else _ops.lr_factor.default
+    return overload(
+        step,
+        warmup_steps=warmup_steps,
+        stable_steps=stable_steps,
+        decay_steps=decay_steps,
+        decay_type=decay_type,
+        min_factor=min_factor,
+        generation=generation,
+    )
+
+
+def partition_greedy(
+    numels: Sequence[int], world_size: int, initial_loads: Sequence[int] | None = None
+) -> list[int]:
+    """The rank of each tensor: largest first, each to the first rank with the least load.
+
+    Args:
+        numels: elements of each tensor.
+        world_size: number of ranks.
+        initial_loads: elements each rank already has; zeros by default.
+    """
+    return _ops.partition_greedy.default(numels, world_size, initial_loads)
+
+
+@torch.library.register_fake("torchopt_ext::accumulator_total")
+def _(accumulator: Tensor) -> Tensor:
+    return accumulator.new_empty((), dtype=torch.float64)
+
+
+@torch.library.register_fake("torchopt_ext::lr_factor.tensor")
+def _(step: Tensor, **_: object) -> Tensor:
+    return torch.empty_like(step, dtype=torch.float64)
