@@ -1,0 +1,130 @@
+"""Small models, fixed gradients, and the optimizers that every container test runs with."""
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torchopt_ext import FusedAdam, FusedAdamW
+from torchopt_ext.containers import OptimizersContainer
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An optimizer class with arguments."""
+
+    cls: type[torch.optim.Optimizer]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def all_kwargs(self) -> dict[str, Any]:
+        return {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1, **self.kwargs}
+
+    def optimizer(self, params: Iterable[Any]) -> torch.optim.Optimizer:
+        return self.cls(params, **self.all_kwargs())
+
+    def container(self, parts: list[nn.Module]) -> OptimizersContainer[Any]:
+        return OptimizersContainer(parts, self.cls, self.all_kwargs())
+
+
+CHOICES = {
+    "FusedAdamW": Choice(FusedAdamW, {"fused": True, "foreach": False}),
+    "FusedAdam": Choice(FusedAdam),
+    "FusedAdamW-amsgrad": Choice(FusedAdamW, {"amsgrad": True}),
+    "AdamW-foreach": Choice(torch.optim.AdamW, {"foreach": True}),
+    "AdamW-for-loop": Choice(torch.optim.AdamW, {"foreach": False}),
+    "AdamW-fused": Choice(torch.optim.AdamW, {"fused": True}),
+    "AdamW-amsgrad": Choice(torch.optim.AdamW, {"amsgrad": True}),
+    "Adam": Choice(torch.optim.Adam),
+}
+
+
+@pytest.fixture(params=CHOICES)
+def choice(request: pytest.FixtureRequest) -> Choice:
+    return CHOICES[request.param]
+
+
+class Model(nn.Module):
+    """Layers whose names start at `first`, so that parts have names of their own."""
+
+    def __init__(self, layers: int = 2, first: int = 0) -> None:
+        super().__init__()
+        width = 5
+        self.layers = nn.ModuleDict(
+            {
+                str(i): nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width))
+                for i in range(first, first + layers)
+            }
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers.values():
+            x = layer(x).tanh()
+        return x
+
+
+@pytest.fixture
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model()
+
+
+@pytest.fixture
+def parts() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [Model(2, first=0), Model(1, first=2)]
+
+
+@pytest.fixture
+def set_grads() -> Callable[[Iterable[nn.Module], int], None]:
+    """Gives every trainable parameter the gradient of this seed."""
+
+    def set_grads(modules: Iterable[nn.Module], seed: int, scale: float = 1.0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for module in modules:
+            for param in module.parameters():
+                grad = torch.randn(param.shape, generator=generator) * scale
+                param.grad = grad.to(param.dtype) if param.requires_grad else None
+
+    return set_grads
+
+
+@pytest.fixture
+def train(set_grads: Callable[..., None]) -> Callable[..., None]:
+    """Steps with the gradients of these seeds."""
+
+    def train(optimizer: Any, modules: list[nn.Module], seeds: Iterable[int]) -> None:
+        for seed in seeds:
+            set_grads(modules, seed)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return train
+
+
+@pytest.fixture
+def assert_same() -> Callable[[Any, Any], None]:
+    """Bitwise equality of modules or of (nested) dicts, with the name of what differs."""
+
+    def assert_same(left: Any, right: Any) -> None:
+        if isinstance(left, nn.Module):
+            left, right = left.state_dict(), right.state_dict()
+        assert set(left) == set(right)
+        for key, value in left.items():
+            if isinstance(value, dict):
+                assert_same(value, right[key])
+            elif isinstance(value, torch.Tensor):
+                assert value.dtype == right[key].dtype, key
+                assert torch.equal(value, right[key]), key
+            else:
+                assert value == right[key], key
+
+    return assert_same
+
+
+@pytest.fixture
+def snapshot() -> Callable[[Any], Any]:
+    return copy.deepcopy

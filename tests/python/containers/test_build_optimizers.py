@@ -1,0 +1,216 @@
+"""build_optimizers with the signatures and configurations of two generations of torchtitan."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from torchopt_ext import FusedAdam, FusedAdamW
+from torchopt_ext.containers import (
+    OptimizersContainer,
+    OptimizersInBackwardContainer,
+    build_optimizers,
+)
+
+
+def section(**changes):
+    """An optimizer section with torchtitan's defaults."""
+    values = {
+        "name": "AdamW",
+        "lr": 8e-4,
+        "eps": 1e-8,
+        "implementation": "fused",
+        "early_step_in_backward": False,
+    }
+    return SimpleNamespace(**{**values, **changes})
+
+
+def first_generation(parts, *, pp=1, ft=False, **changes):
+    job_config = SimpleNamespace(
+        optimizer=section(**changes),
+        parallelism=SimpleNamespace(pipeline_parallel_degree=pp),
+    )
+    return build_optimizers(parts, job_config, SimpleNamespace(enabled=ft, manager=None))
+
+
+def second_generation(parts, *, pp=1, ep=1, ft=False, **changes):
+    parallel_dims = SimpleNamespace(pp_enabled=pp > 1, ep_enabled=ep > 1)
+    ft_manager = SimpleNamespace(enabled=ft, manager=None)
+    return build_optimizers(parts, section(**changes), parallel_dims, ft_manager)
+
+
+GENERATIONS = pytest.mark.parametrize("build", [first_generation, second_generation])
+
+
+@GENERATIONS
+@pytest.mark.parametrize(
+    ("name", "implementation", "cls"),
+    [
+        ("Adam", "fused", FusedAdam),
+        ("AdamW", "fused", FusedAdamW),
+        ("Adam", "foreach", torch.optim.Adam),
+        ("AdamW", "foreach", torch.optim.AdamW),
+        ("Adam", "for-loop", torch.optim.Adam),
+        ("AdamW", "for-loop", torch.optim.AdamW),
+    ],
+)
+def test_name_and_implementation(build, parts, name, implementation, cls):
+    container = build(parts, name=name, implementation=implementation, lr=0.5, eps=1e-5)
+    assert type(container) is OptimizersContainer
+    assert [type(optimizer) for optimizer in container] == [cls, cls]
+    for group in container.param_groups:
+        assert (group["lr"], group["eps"]) == (0.5, 1e-5)
+        assert (group["betas"], group["weight_decay"]) == ((0.9, 0.95), 0.1)
+        assert bool(group["foreach"]) == (implementation == "foreach")
+        assert group["decoupled_weight_decay"] == (name == "AdamW")
+
+
+@GENERATIONS
+def test_betas_and_weight_decay_can_be_configured(build, parts):
+    container = build(parts, beta1=0.8, beta2=0.9, weight_decay=0.0)
+    assert container.param_groups[0]["betas"] == (0.8, 0.9)
+    assert container.param_groups[0]["weight_decay"] == 0.0
+
+
+@GENERATIONS
+def test_one_part_steps(build, model, set_grads):
+    container = build([model])
+    before = model.layers["0"][0].weight.clone()
+    set_grads([model], 0)
+    container.step()
+    assert not torch.equal(before, model.layers["0"][0].weight)
+
+
+@GENERATIONS
+@pytest.mark.parametrize("max_grad_norm", [None, 0.0, 0.25])
+@pytest.mark.parametrize("skip_nonfinite", [None, False, True])
+def test_clipping_and_skipping_can_be_configured(
+    build, parts, set_grads, max_grad_norm, skip_nonfinite
+):
+    container = build(parts, max_grad_norm=max_grad_norm, skip_nonfinite=skip_nonfinite)
+    set_grads(parts, 0)
+    grads = [p.grad for part in parts for p in part.parameters()]
+    norm = torch.linalg.vector_norm(torch.cat([g.flatten() for g in grads]))
+    container.step()
+    factor = 0.25 / norm if max_grad_norm else 1.0
+    bias = parts[1].layers["2"][1].bias
+    torch.testing.assert_close(
+        container.state[bias]["exp_avg"], 0.1 * factor * bias.grad, rtol=1e-5, atol=1e-9
+    )
+    before = bias.clone()
+    bias.grad[0] = torch.nan
+    container.step()
+    assert torch.equal(before, bias) == bool(skip_nonfinite)
+
+
+@GENERATIONS
+@pytest.mark.parametrize("implementation", ["foreach", "for-loop"])
+@pytest.mark.parametrize("wanted", [{"max_grad_norm": 1.0}, {"skip_nonfinite": True}])
+def test_clipping_needs_our_implementation(build, parts, implementation, wanted):
+    with pytest.raises(ValueError, match=f"{next(iter(wanted))} needs implementation 'fused'"):
+        build(parts, implementation=implementation, **wanted)
+
+
+@GENERATIONS
+@pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
+def test_in_backward(build, parts, implementation):
+    container = build(parts, early_step_in_backward=True, implementation=implementation)
+    assert type(container) is OptimizersInBackwardContainer
+    assert len(container) == 12
+
+
+# Errors, by the seed's types
+
+
+@GENERATIONS
+def test_unknown_name(build, parts):
+    with pytest.raises(NotImplementedError, match="Optimizer Lion is not available"):
+        build(parts, name="Lion")
+
+
+@GENERATIONS
+@pytest.mark.parametrize("implementation", ["fast", "Fused", None])
+def test_unknown_implementation(build, parts, implementation):
+    with pytest.raises(AssertionError, match=f"implementation is {implementation!r}, expected"):
+        build(parts, implementation=implementation)
+
+
+@GENERATIONS
+def test_in_backward_with_pipeline_parallelism(build, parts):
+    with pytest.raises(NotImplementedError, match="in backward .* pipeline"):
+        build(parts, early_step_in_backward=True, pp=2)
+    build(parts, pp=2)
+
+
+def test_in_backward_with_expert_parallelism(parts):
+    with pytest.raises(NotImplementedError, match="in backward .* expert"):
+        second_generation(parts, early_step_in_backward=True, ep=2)
+    second_generation(parts, ep=2)
+
+
+@GENERATIONS
+def test_in_backward_with_fault_tolerance(build, parts):
+    with pytest.raises(ValueError, match="Fault tolerance .* in backward"):
+        build(parts, early_step_in_backward=True, ft=True)
+
+
+@GENERATIONS
+def test_in_backward_with_clipping(build, parts):
+    with pytest.raises(ValueError, match="max_grad_norm needs every gradient"):
+        build(parts, early_step_in_backward=True, max_grad_norm=1.0)
+
+
+@GENERATIONS
+def test_fault_tolerance_names_what_is_missing(build, parts):
+    with pytest.raises(NotImplementedError, match="FTOptimizersContainer"):
+        build(parts, ft=True)
+
+
+# Ways to call it
+
+
+def test_every_way_to_pass_the_arguments(parts):
+    job_config = SimpleNamespace(optimizer=section(lr=0.5), parallelism=None)
+    dims = SimpleNamespace(pp_enabled=False, ep_enabled=False)
+    disabled = SimpleNamespace(enabled=False)
+    for container in (
+        build_optimizers(parts, job_config),
+        build_optimizers(parts, job_config, None),
+        build_optimizers(parts, job_config, ft_manager=disabled),
+        build_optimizers(model_parts=parts, job_config=job_config, ft_manager=disabled),
+        build_optimizers(parts, section(lr=0.5), dims),
+        build_optimizers(parts, section(lr=0.5), dims, None),
+        build_optimizers(
+            model_parts=parts,
+            optimizer_config=section(lr=0.5),
+            parallel_dims=dims,
+            ft_manager=disabled,
+        ),
+    ):
+        assert container.param_groups[0]["lr"] == 0.5
+
+
+def test_a_wrong_call_is_pythons_own_error(parts):
+    with pytest.raises(TypeError, match="parallel_dims"):
+        build_optimizers(parts, section())
+    with pytest.raises(TypeError, match="unknown"):
+        build_optimizers(parts, section(), None, unknown=1)
+    with pytest.raises(AttributeError, match="implementation"):
+        build_optimizers(
+            parts, SimpleNamespace(name="AdamW", lr=1.0, early_step_in_backward=False), None
+        )
+
+
+@pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
+def test_optim_hook(implementation):
+    """What a model converter relies on: a post hook of the container has run after its step."""
+    model = nn.Linear(4, 2)
+    container = first_generation([model], implementation=implementation, name="Adam")
+    ran = []
+    container.register_step_post_hook(lambda optimizer, args, kwargs: ran.append(optimizer))
+    for expected in (1, 2):
+        model(torch.ones(1, 4)).sum().backward()
+        container.step()
+        container.zero_grad()
+        assert ran == [container] * expected

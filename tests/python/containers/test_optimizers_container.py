@@ -1,0 +1,452 @@
+"""OptimizersContainer: behaves as the optimizers it holds, and as one optimizer."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.optim.lr_scheduler import LambdaLR
+
+from torchopt_ext import FusedAdamW
+from torchopt_ext.containers import LRSchedulersContainer, OptimizersContainer
+
+
+def test_is_an_optimizer_and_stateful_with_one_optimizer_per_part(choice, parts):
+    container = choice.container(parts)
+    assert isinstance(container, torch.optim.Optimizer)
+    assert isinstance(container, Stateful)
+    assert len(container) == 2
+    assert list(container) == container.optimizers
+    assert container.model_parts is parts
+    assert all(type(optimizer) is choice.cls for optimizer in container)
+    for part, optimizer in zip(parts, container, strict=True):
+        assert [id(p) for p in optimizer.param_groups[0]["params"]] == [
+            id(p) for p in part.parameters()
+        ]
+    assert container.defaults["lr"] == 1e-2
+    assert container.init_cache_state_dict() is None
+
+
+def test_steps_like_separate_optimizers(choice, parts, set_grads, assert_same):
+    copies = copy.deepcopy(parts)
+    container = choice.container(parts)
+    separate = [choice.optimizer(part.parameters()) for part in copies]
+    for seed in range(4):
+        set_grads(parts, seed)
+        set_grads(copies, seed)
+        assert container.step() is None
+        for optimizer in separate:
+            optimizer.step()
+    for part, other in zip(parts, copies, strict=True):
+        assert_same(part, other)
+
+
+def test_zero_grad_forwards_its_arguments(choice, parts, set_grads):
+    container = choice.container(parts)
+    set_grads(parts, 0)
+    container.zero_grad(set_to_none=False)
+    assert all(not p.grad.any() for part in parts for p in part.parameters())
+    container.zero_grad()
+    assert all(p.grad is None for part in parts for p in part.parameters())
+
+
+# Hooks
+
+
+def test_hooks_fire_once_per_step_around_the_update(choice, parts, set_grads):
+    container = choice.container(parts)
+    weight = next(parts[1].parameters())
+    seen = []
+    container.register_step_pre_hook(lambda *args: seen.append(("pre", args, weight.clone())))
+    container.register_step_post_hook(lambda *args: seen.append(("post", args, weight.clone())))
+    set_grads(parts, 0)
+    before = weight.clone()
+    container.step()
+    assert [name for name, _, _ in seen] == ["pre", "post"]
+    assert torch.equal(seen[0][2], before)
+    assert torch.equal(seen[1][2], weight)
+    assert not torch.equal(before, weight)
+    # The arguments are the optimizer, and then those of step, which torch passes with self.
+    assert all(args[0] is container and args[2] == {} for _, args, _ in seen)
+
+
+def test_hooks_of_inner_optimizers_fire_once_per_step(choice, parts, set_grads):
+    container = choice.container(parts)
+    seen = []
+    for optimizer in container:
+        optimizer.register_step_pre_hook(lambda opt, *_: seen.append(("pre", opt)))
+        optimizer.register_step_post_hook(lambda opt, *_: seen.append(("post", opt)))
+    set_grads(parts, 0)
+    container.step()
+    for optimizer in container:
+        assert [name for name, opt in seen if opt is optimizer] == ["pre", "post"]
+    assert len(seen) == 4
+
+
+def test_a_removed_hook_does_not_fire(choice, parts, set_grads):
+    container = choice.container(parts)
+    seen = []
+    container.register_step_post_hook(lambda *_: seen.append(1)).remove()
+    set_grads(parts, 0)
+    container.step()
+    assert seen == []
+
+
+class Counting(OptimizersContainer):
+    """A subclass as users write it."""
+
+    calls = 0
+
+    def step(self, *args, **kwargs):
+        self.calls += 1
+        return super().step(*args, **kwargs)
+
+
+class CountingTwice(Counting):
+    def step(self, *args, **kwargs):
+        return super().step(*args, **kwargs)
+
+
+@pytest.mark.parametrize("cls", [Counting, CountingTwice])
+def test_seed_bug_hooks_of_a_subclass_that_calls_super_fired_twice(choice, parts, set_grads, cls):
+    choice.container(parts)  # torch patches a class's step when the first instance is made
+    container = cls(parts, choice.cls, choice.all_kwargs())
+    seen = []
+    container.register_step_pre_hook(lambda *_: seen.append("pre"))
+    container.register_step_post_hook(lambda *_: seen.append("post"))
+    for seed in range(2):
+        set_grads(parts, seed)
+        container.step()
+    assert seen == ["pre", "post"] * 2
+    assert container.calls == 2
+
+
+def test_hooks_fire_again_after_a_step_that_raised(choice, parts, set_grads):
+    container = choice.container(parts)
+    seen = []
+
+    def refuse(*_):
+        seen.append(1)
+        if len(seen) == 1:
+            raise RuntimeError("refused")
+
+    container.register_step_pre_hook(refuse)
+    set_grads(parts, 0)
+    with pytest.raises(RuntimeError, match="refused"):
+        container.step()
+    container.step()
+    assert seen == [1, 1]
+
+
+# Closures
+
+
+def test_a_closure_runs_once_with_one_optimizer_and_its_loss_is_returned(choice, model):
+    container = choice.container([model])
+    before = copy.deepcopy(model.state_dict())
+    calls = []
+
+    def closure():
+        calls.append(1)
+        container.zero_grad()
+        loss = model(torch.ones(3, 5)).square().sum()
+        loss.backward()
+        return loss
+
+    assert container.step(closure) > 0
+    assert container.step(closure=closure) > 0
+    assert len(calls) == 2
+    assert not torch.equal(before["layers.0.0.weight"], model.layers["0"][0].weight)
+
+
+@pytest.mark.parametrize("as_keyword", [False, True])
+def test_a_closure_is_refused_with_several_optimizers(choice, parts, as_keyword, assert_same):
+    container = choice.container(parts)
+    before = copy.deepcopy(parts[0])
+    with pytest.raises(ValueError, match="closure cannot be honoured by 2 optimizers"):
+        container.step(closure=lambda: 0) if as_keyword else container.step(lambda: 0)
+    assert_same(parts[0], before)
+    container.step(None)
+    container.step(closure=None)
+
+
+# The container's own param_groups and state
+
+
+def test_seed_bug_lr_of_the_containers_param_groups_did_not_follow_the_schedule(
+    choice, parts, set_grads
+):
+    container = choice.container(parts)
+    schedulers = LRSchedulersContainer(container, lambda step: 1 / (step + 1))
+    set_grads(parts, 0)
+    container.step()
+    schedulers.step()
+    assert [group["lr"] for group in container.param_groups] == [5e-3, 5e-3]
+    assert all(group["initial_lr"] == 1e-2 for group in container.param_groups)
+
+
+def test_param_groups_are_the_inner_optimizers_own(choice, parts, train):
+    container = choice.container(parts)
+    assert [p for group in container.param_groups for p in group["params"]] == [
+        p for part in parts for p in part.parameters()
+    ]
+    for group in container.param_groups:
+        group["lr"] = 0.0
+        group["weight_decay"] = 0.0
+    before = [p.clone() for p in parts[1].parameters()]
+    train(container, parts, [0])
+    for param, old in zip(parts[1].parameters(), before, strict=True):
+        assert torch.equal(param, old)
+
+
+def test_param_groups_follow_a_load_into_an_inner_optimizer(choice, parts, train):
+    container = choice.container(parts)
+    train(container, parts, [0])
+    saved = copy.deepcopy(container.optimizers[0].state_dict())
+    saved["param_groups"][0]["lr"] = 0.5
+    container.optimizers[0].load_state_dict(saved)
+    assert [group["lr"] for group in container.param_groups] == [0.5, 1e-2]
+
+
+def test_a_scheduler_of_the_container_itself_reaches_the_inner_optimizers(
+    choice, parts, set_grads
+):
+    container = choice.container(parts)
+    scheduler = LambdaLR(container, lambda step: 0.5**step)
+    set_grads(parts, 0)
+    container.step()
+    scheduler.step()
+    assert [group["lr"] for opt in container for group in opt.param_groups] == [5e-3, 5e-3]
+
+
+def test_state_shows_the_inner_optimizers_state(choice, parts, train):
+    container = choice.container(parts)
+    assert container.state == {}
+    train(container, parts, [0, 1])
+    params = [p for part in parts for p in part.parameters()]
+    assert set(container.state) == set(params)
+    for optimizer in container:
+        for param in optimizer.param_groups[0]["params"]:
+            assert container.state[param]["exp_avg"] is optimizer.state[param]["exp_avg"]
+            assert container.state[param]["step"] == 2
+
+
+def test_add_param_group_is_left_to_the_inner_optimizers(choice, parts):
+    container = choice.container(parts)
+    extra = nn.Parameter(torch.ones(3))
+    with pytest.raises(NotImplementedError, match=r"container\.optimizers"):
+        container.add_param_group({"params": [extra]})
+    container.optimizers[1].add_param_group({"params": [extra], "lr": 0.25})
+    assert [group["lr"] for group in container.param_groups] == [1e-2, 1e-2, 0.25]
+
+
+def test_works_under_torchs_grad_scaler(parts):
+    # unscale_ reads container.param_groups, and step asks for the gradients it found there.
+    container = OptimizersContainer(parts, FusedAdamW, {"lr": 1e-2})
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for part in parts:
+        scaler.scale(part(torch.ones(3, 5)).sum()).backward()
+    grads = [p.grad.clone() for part in parts for p in part.parameters()]
+    scaler.unscale_(container)
+    for part_grad, grad in zip(
+        (p.grad for part in parts for p in part.parameters()), grads, strict=True
+    ):
+        assert torch.equal(part_grad, grad / 8)
+    before = next(parts[0].parameters()).clone()
+    scaler.step(container)
+    scaler.update()
+    assert not torch.equal(before, next(parts[0].parameters()))
+
+    for part in parts:
+        scaler.scale(part(torch.ones(3, 5)).sum()).backward()
+    next(parts[1].parameters()).grad.fill_(torch.inf)
+    before = next(parts[0].parameters()).clone()
+    scaler.step(container)
+    assert torch.equal(before, next(parts[0].parameters()))
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, pickle.dumps])
+def test_copying_a_container_is_refused(choice, parts, how):
+    with pytest.raises(TypeError, match="cannot be pickled or deep-copied"):
+        how(choice.container(parts))
+
+
+# Which parameters
+
+
+def test_frozen_parameters_are_left_out(choice, parts, train):
+    parts[0].layers["1"].requires_grad_(False)
+    container = choice.container(parts)
+    trained = {p for group in container.param_groups for p in group["params"]}
+    assert trained == {p for part in parts for p in part.parameters() if p.requires_grad}
+    train(container, parts, [0])
+
+
+def test_seed_bug_a_part_without_trainable_parameters_raised(choice, parts, train):
+    parts[0].requires_grad_(False)
+    container = choice.container(parts)
+    schedulers = LRSchedulersContainer(container, lambda step: 0.5**step)
+    before = copy.deepcopy(parts)
+    assert len(container) == len(schedulers) == 2
+    train(container, parts, [0])
+    schedulers.step()
+    assert all(map(torch.equal, parts[0].parameters(), before[0].parameters()))
+    assert not any(map(torch.equal, parts[1].parameters(), before[1].parameters()))
+    assert {key.split(".")[2] for key in container.state_dict()} == {"2"}
+    container.load_state_dict(container.state_dict())
+
+
+def test_nothing_to_train_at_all(choice, parts):
+    for part in parts:
+        part.requires_grad_(False)
+    container = choice.container(parts)
+    container.step()
+    container.zero_grad()
+    assert container.state_dict() == {}
+    container.load_state_dict({})
+
+
+def test_a_tied_parameter_is_in_its_part_once(choice, model, train):
+    model.layers["1"][0].weight = model.layers["0"][0].weight
+    container = choice.container([model])
+    (group,) = container.param_groups
+    assert len(group["params"]) == len(set(group["params"])) == 7
+    train(container, [model], [0])
+    assert container.state[model.layers["0"][0].weight]["step"] == 1
+
+
+def test_a_parameter_shared_by_two_parts_is_refused(choice, parts):
+    parts[1].layers["2"][0].weight = parts[0].layers["1"][0].weight
+    with pytest.raises(
+        ValueError,
+        match=r"'layers\.2\.0\.weight' of model part 1 is also 'layers\.1\.0\.weight' of model "
+        "part 0: two optimizers would step it",
+    ):
+        choice.container(parts)
+
+
+def test_a_meta_parameter_is_refused(choice, parts):
+    parts[1].to("meta")
+    with pytest.raises(
+        ValueError, match=r"'layers\.2\.0\.weight' of model part 1 is on the meta device"
+    ):
+        choice.container(parts)
+    parts[1].requires_grad_(False)  # a frozen one is no matter of the optimizer's
+    choice.container(parts)
+
+
+# What subclasses rely on
+
+
+def test_validate_length_names_both_counts(choice, parts):
+    container = choice.container(parts)
+    container._validate_length(2)
+    with pytest.raises(AssertionError, match="expected 3 optimizers, got 2"):
+        container._validate_length(3)
+
+
+def test_post_init_can_be_overridden_as_in_torchtitan(choice, parts, set_grads):
+    seen = []
+
+    class Own(OptimizersContainer):
+        def _post_init(self, all_params, optimizer_kwargs):
+            seen.append((len(all_params), optimizer_kwargs))
+            torch.optim.Optimizer.__init__(self, all_params, optimizer_kwargs)
+
+    kwargs = choice.all_kwargs()
+    container = Own(parts, choice.cls, kwargs)
+    assert seen == [(12, kwargs)]
+    fired = []
+    container.register_step_post_hook(lambda *_: fired.append(1))
+    set_grads(parts, 0)
+    container.step()
+    assert fired == [1]
+    assert len(container.param_groups) == 2
+
+
+def test_the_arguments_are_not_kept_or_changed(choice, parts):
+    kwargs = choice.all_kwargs()
+    before = dict(kwargs)
+    container = OptimizersContainer(parts, choice.cls, kwargs)
+    assert kwargs == before
+    container.defaults["lr"] = 7.0
+    assert kwargs == before
+
+
+# One norm over all parts
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1e3])
+def test_clipping_is_one_decision_over_all_parts(parts, set_grads, max_norm):
+    copies = copy.deepcopy(parts)
+    kwargs = {"lr": 1e-2, "weight_decay": 0.1}
+    container = OptimizersContainer(parts, FusedAdamW, {**kwargs, "max_grad_norm": max_norm})
+    expected = torch.optim.AdamW([p for part in copies for p in part.parameters()], **kwargs)
+    for seed in range(3):
+        # The parts' norms differ widely, so that separate norms would clip differently.
+        set_grads(parts[:1], seed, scale=3.0)
+        set_grads(parts[1:], seed, scale=0.03)
+        set_grads(copies[:1], seed, scale=3.0)
+        set_grads(copies[1:], seed, scale=0.03)
+        grads = [p.grad.clone() for part in parts for p in part.parameters()]
+        params = [p for part in copies for p in part.parameters()]
+        torch.nn.utils.clip_grad_norm_(params, max_norm)
+        expected.step()
+        container.step()
+        for param, grad in zip(
+            (p for part in parts for p in part.parameters()), grads, strict=True
+        ):
+            assert torch.equal(param.grad, grad)  # gradients are read, not rewritten
+    for part, other in zip(parts, copies, strict=True):
+        torch.testing.assert_close(part.state_dict(), other.state_dict(), rtol=2e-6, atol=1e-7)
+        torch.testing.assert_close(
+            [container.state[p]["exp_avg"] for p in part.parameters()],
+            [expected.state[p]["exp_avg"] for p in other.parameters()],
+            rtol=2e-6,
+            atol=1e-8,
+        )
+
+
+def test_a_nonfinite_gradient_in_one_part_skips_all_parts(parts, set_grads, assert_same):
+    container = OptimizersContainer(parts, FusedAdamW, {"lr": 1e-2, "skip_nonfinite": True})
+    set_grads(parts, 0)
+    container.step()
+    before = copy.deepcopy(parts)
+    for value in (torch.nan, torch.inf, -torch.inf):
+        set_grads(parts, 1)
+        parts[1].layers["2"][1].bias.grad[3] = value
+        container.step()
+        for part, other in zip(parts, before, strict=True):
+            assert_same(part, other)
+        assert all(state["step"] == 1 for state in container.state.values())
+    set_grads(parts, 1)
+    container.step()
+    assert all(state["step"] == 2 for state in container.state.values())
+
+
+@pytest.mark.parametrize("kwargs", [{"max_grad_norm": 1.0}, {"skip_nonfinite": True}])
+def test_the_joint_step_fires_hooks_and_follows_a_schedule(parts, set_grads, recwarn, kwargs):
+    container = OptimizersContainer(parts, FusedAdamW, {"lr": 1e-2, **kwargs})
+    schedulers = LRSchedulersContainer(container, lambda step: 0.0 if step else 1.0)
+    seen = []
+    container.register_step_post_hook(lambda *_: seen.append("container"))
+    for optimizer in container:
+        optimizer.register_step_pre_hook(lambda *_: seen.append("pre"))
+        optimizer.register_step_post_hook(lambda *_: seen.append("post"))
+    set_grads(parts, 0)
+    container.step()
+    assert sorted(seen) == ["container", "post", "post", "pre", "pre"]
+    assert seen[-1] == "container"
+    schedulers.step()
+    assert [str(warning.message) for warning in recwarn] == []
+    before = [p.clone() for part in parts for p in part.parameters()]
+    container.step()  # the factor is now 0
+    after = [p for part in parts for p in part.parameters()]
+    assert all(map(torch.equal, before, after))
+
+
+def test_clipping_arguments_are_torchs_typeerror_with_torchs_classes(parts):
+    with pytest.raises(TypeError, match="max_grad_norm"):
+        OptimizersContainer(parts, torch.optim.AdamW, {"max_grad_norm": 1.0})

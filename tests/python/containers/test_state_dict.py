@@ -1,0 +1,522 @@
+"""The containers' flat state dict: its keys, its exchange with torch, and what loading refuses."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from torchopt_ext import FusedAdam, FusedAdamW
+from torchopt_ext.containers import LRSchedulersContainer, OptimizersContainer
+
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+HYPERS = {
+    "lr",
+    "betas",
+    "eps",
+    "weight_decay",
+    "amsgrad",
+    "maximize",
+    "foreach",
+    "capturable",
+    "differentiable",
+    "fused",
+    "decoupled_weight_decay",
+}
+
+
+def expected_keys(parts, amsgrad=False, initial_lr=False):
+    names = [n for part in parts for n, p in part.named_parameters() if p.requires_grad]
+    state = ["step", "exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * amsgrad
+    hypers = HYPERS | ({"initial_lr"} if initial_lr else set())
+    return {f"state.{name}.{key}" for name in names for key in state} | {
+        f"param_groups.{name}.{key}" for name in names for key in hypers
+    }
+
+
+def with_value(state_dict, key, value):
+    return {**state_dict, key: value}
+
+
+# Keys and values
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_keys_are_exactly_torchs(choice, parts, train, steps):
+    container = choice.container(parts)
+    train(container, parts, range(steps))
+    amsgrad = choice.kwargs.get("amsgrad", False)
+    assert set(container.state_dict()) == expected_keys(parts, amsgrad)
+    LRSchedulersContainer(container, lambda step: 1.0)
+    assert set(container.state_dict()) == expected_keys(parts, amsgrad, initial_lr=True)
+
+
+def test_values_are_torchs_own_flat_dict(choice, parts, train, assert_same):
+    container = choice.container(parts)
+    train(container, parts, [0, 1])
+    merged = {}
+    for part, optimizer in zip(parts, container, strict=True):
+        merged.update(get_optimizer_state_dict(part, optimizer, options=FLAT))
+    assert_same(container.state_dict(), merged)
+    assert merged["state.layers.2.1.bias.step"] == 2
+    assert merged["param_groups.layers.2.1.bias.betas"] == (0.9, 0.95)
+
+
+def test_wrappers_leave_no_trace_in_the_keys(choice, parts):
+    compiled = torch.compile(parts[0])
+    assert "_orig_mod" in next(iter(compiled.state_dict()))
+    container = choice.container([compiled, parts[1]])
+    assert set(container.state_dict()) == expected_keys(parts, choice.kwargs.get("amsgrad", False))
+    container.load_state_dict(container.state_dict())
+
+
+def test_seed_bug_state_dict_before_the_first_step_advanced_the_step(
+    choice, parts, train, assert_same
+):
+    copies = copy.deepcopy(parts)
+    container, undisturbed = choice.container(parts), choice.container(copies)
+    state_dict = container.state_dict()
+    for key, value in state_dict.items():
+        if key.startswith("state."):
+            assert not value.any(), key
+        if key.endswith(".step"):
+            assert value.shape == ()
+            assert value.dtype == torch.float32
+    assert all(p.grad is None for part in parts for p in part.parameters())
+    assert container.param_groups[0]["lr"] == 1e-2
+    train(container, parts, range(3))
+    train(undisturbed, copies, range(3))
+    assert_same(container.state_dict(), undisturbed.state_dict())
+    for part, other in zip(parts, copies, strict=True):
+        assert_same(part, other)
+
+
+def test_state_dict_fires_no_step_hook(choice, parts):
+    container = choice.container(parts)
+    seen = []
+    for optimizer in [container, *container]:
+        optimizer.register_step_post_hook(lambda *_: seen.append(1))
+    container.load_state_dict(container.state_dict())
+    assert seen == []
+
+
+def test_state_dict_between_backward_and_step_leaves_gradients(
+    choice, parts, set_grads, assert_same
+):
+    copies = copy.deepcopy(parts)
+    container, undisturbed = choice.container(parts), choice.container(copies)
+    for modules in (parts, copies):
+        set_grads(modules, 0)
+    grads = [p.grad for part in parts for p in part.parameters()]
+    values = copy.deepcopy(grads)
+    assert set(container.state_dict()) == expected_keys(parts, choice.kwargs.get("amsgrad", False))
+    assert all(p.grad is g for p, g in zip(
+        (p for part in parts for p in part.parameters()), grads, strict=True))
+    assert all(map(torch.equal, grads, values))
+    container.step()
+    undisturbed.step()
+    for part, other in zip(parts, copies, strict=True):
+        assert_same(part, other)
+
+
+@pytest.mark.parametrize("default", [torch.float32, torch.float64])
+@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.AdamW])
+def test_state_made_for_torchs_classes_is_what_their_first_step_makes(
+    model, set_grads, cls, fused, capturable, default
+):
+    model.layers["0"].to(torch.bfloat16)
+    model.layers["1"][0].weight = nn.Parameter(torch.ones(5, 4, 3, 3).to(
+        memory_format=torch.channels_last))
+    kwargs = {"fused": fused, "capturable": capturable, "amsgrad": True}
+    torch.set_default_dtype(default)
+    try:
+        ours = OptimizersContainer([model], cls, kwargs)
+        ours.state_dict()
+        stepped = cls(model.parameters(), **{**kwargs, "capturable": False})
+        set_grads([model], 0)
+        stepped.step()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert set(ours.state) == set(stepped.state)
+    for param, state in stepped.state.items():
+        assert list(ours.state[param]) == list(state)
+        for name, value in state.items():
+            made = ours.state[param][name]
+            assert (made.shape, made.dtype, made.device) == (value.shape, value.dtype, value.device)
+            assert made.stride() == value.stride()
+            assert not made.any()
+
+
+def test_an_optimizer_of_another_kind_is_left_to_torch(parts, train, assert_same):
+    kwargs = {"lr": 0.1, "momentum": 0.9}
+    container = OptimizersContainer(parts, torch.optim.SGD, kwargs)
+    train(container, parts, [0])
+    saved = copy.deepcopy(container.state_dict())
+    assert "state.layers.2.1.bias.momentum_buffer" in saved
+    other = OptimizersContainer(copy.deepcopy(parts), torch.optim.SGD, kwargs)
+    other.load_state_dict(saved)
+    assert_same(other.state_dict(), saved)
+
+
+# Frozen, tied, without gradient, same names
+
+
+def test_frozen_parameters_have_no_keys(choice, parts):
+    parts[0].layers["1"].requires_grad_(False)
+    container = choice.container(parts)
+    assert set(container.state_dict()) == expected_keys(parts, choice.kwargs.get("amsgrad", False))
+
+
+def test_seed_bug_a_parameter_without_gradient_had_no_state_keys(
+    choice, parts, set_grads, assert_same
+):
+    copies = copy.deepcopy(parts)
+    container = choice.container(parts)
+    set_grads(parts, 0)
+    unused = parts[0].layers["0"][0].weight
+    unused.grad = None
+    container.step()
+    saved = copy.deepcopy(container.state_dict())
+    assert set(saved) == expected_keys(parts, choice.kwargs.get("amsgrad", False))
+    assert saved["state.layers.0.0.weight.step"] == 0
+    assert saved["state.layers.0.0.bias.step"] == 1
+    other = choice.container(copies)
+    other.load_state_dict(saved)
+    assert_same(other.state_dict(), saved)
+    # Its first gradient still counts as its first step.
+    set_grads(parts, 1)
+    container.step()
+    assert container.state[unused]["step"] == 1
+
+
+def test_a_tied_parameter_goes_by_its_first_name(choice, model, train, assert_same):
+    model.layers["1"][0].weight = model.layers["0"][0].weight
+    fresh = copy.deepcopy(model)
+    container = choice.container([model])
+    train(container, [model], [0, 1])
+    saved = copy.deepcopy(container.state_dict())
+    assert set(saved) == expected_keys([model], choice.kwargs.get("amsgrad", False))
+    assert not any(key.startswith("state.layers.1.0.weight") for key in saved)
+    other = choice.container([fresh])
+    other.load_state_dict(saved)
+    assert_same(other.state_dict(), saved)
+
+
+def test_seed_bug_the_same_name_in_two_parts_lost_the_first(choice, model, assert_same):
+    parts = [model, copy.deepcopy(model)]
+    container = choice.container(parts)
+    saved = choice.container([copy.deepcopy(model)]).state_dict()
+    with pytest.raises(ValueError, match=r"layers\.0\.0\.bias.* is in more than one model part"):
+        container.state_dict()
+    with pytest.raises(ValueError, match=r"'layers\.0\.0\.weight' is in more than one model part"):
+        container.load_state_dict(saved)
+    container.step()  # training such a pair is fine
+
+
+def test_seed_bug_a_parameter_frozen_after_stepping_lost_its_state_on_load(
+    choice, parts, train, assert_same
+):
+    copies = copy.deepcopy(parts)
+    container, never_frozen = choice.container(parts), choice.container(copies)
+    train(container, parts, [0, 1])
+    train(never_frozen, copies, [0, 1])
+    frozen = parts[0].layers["0"]
+    frozen.requires_grad_(False)
+    saved = copy.deepcopy(container.state_dict())
+    assert saved["state.layers.0.0.weight.step"] == 2
+    train(container, parts, [2])  # the others go on
+    container.load_state_dict(saved)
+    assert_same(container.state_dict(), saved)
+    frozen.requires_grad_(True)
+    for module in (parts, copies):
+        for part in module:
+            part.load_state_dict(copies[0 if part is module[0] else 1].state_dict())
+    train(container, parts, [3])
+    train(never_frozen, copies, [3])
+    for part, other in zip(parts, copies, strict=True):
+        assert_same(part, other)
+
+
+def test_state_of_a_frozen_parameter_is_not_demanded(choice, parts, train):
+    container = choice.container(parts)
+    parts[0].layers["0"].requires_grad_(False)
+    train(container, parts, [0])
+    saved = {
+        key: value
+        for key, value in container.state_dict().items()
+        if not key.startswith("state.layers.0.")
+    }
+    container.load_state_dict(saved)
+
+
+# Loading
+
+
+def test_round_trip(choice, parts, train, assert_same):
+    copies = copy.deepcopy(parts)
+    container = choice.container(parts)
+    train(container, parts, [0, 1])
+    for part, other in zip(parts, copies, strict=True):
+        other.load_state_dict(part.state_dict())
+    other = choice.container(copies)
+    other.load_state_dict(container.state_dict())
+    assert_same(other.state_dict(), container.state_dict())
+    train(container, parts, [2, 3])
+    train(other, copies, [2, 3])
+    assert_same(other.state_dict(), container.state_dict())
+    for part, other_part in zip(parts, copies, strict=True):
+        assert_same(part, other_part)
+
+
+def test_parts_can_be_merged_and_split(choice, parts, train, assert_same):
+    container = choice.container(parts)
+    train(container, parts, [0, 1])
+    whole = copy.deepcopy(parts[0])
+    whole.layers.update(copy.deepcopy(parts[1].layers))
+    merged = choice.container([whole])
+    merged.load_state_dict(container.state_dict())
+    assert_same(merged.state_dict(), container.state_dict())
+    split = choice.container(copy.deepcopy(parts))
+    split.load_state_dict(merged.state_dict())
+    assert_same(split.state_dict(), container.state_dict())
+
+
+PAIRS = [
+    pytest.param(FusedAdamW, torch.optim.AdamW, id="AdamW"),
+    pytest.param(FusedAdam, torch.optim.Adam, id="Adam"),
+]
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("ours", "torchs"), PAIRS)
+@pytest.mark.parametrize("steps", [0, 2])
+def test_state_moves_from_torch_to_ours_and_back_bitwise(
+    parts, train, assert_same, ours, torchs, fused, amsgrad, steps
+):
+    kwargs = {"lr": 3e-3, "betas": (0.8, 0.99), "eps": 1e-7, "amsgrad": amsgrad}
+    source = OptimizersContainer(parts, torchs, {**kwargs, "fused": fused})
+    train(source, parts, range(steps))
+    saved = copy.deepcopy(source.state_dict())
+    middle = OptimizersContainer(copy.deepcopy(parts), ours, {"amsgrad": amsgrad})
+    middle.load_state_dict(saved)
+    back = OptimizersContainer(
+        copy.deepcopy(parts), torchs, {"amsgrad": amsgrad, "fused": fused}
+    )
+    back.load_state_dict(middle.state_dict())
+    assert_same(back.state_dict(), saved)
+    assert middle.param_groups[0]["betas"] == (0.8, 0.99)
+
+
+@pytest.mark.parametrize(("ours", "torchs"), PAIRS)
+def test_torchs_own_functions_read_and_write_our_dict(parts, train, assert_same, ours, torchs):
+    """As a stock container does it: set_optimizer_state_dict for each part and optimizer."""
+    container = OptimizersContainer(parts, ours, {"lr": 3e-3, "fused": True, "foreach": False})
+    train(container, parts, [0, 1])
+    copies = copy.deepcopy(parts)
+    stock = [torchs(part.parameters(), fused=True, foreach=False) for part in copies]
+    saved = copy.deepcopy(container.state_dict())
+    for part, optimizer in zip(copies, stock, strict=True):
+        set_optimizer_state_dict(part, optimizer, saved, options=FLAT)
+    merged = {}
+    for part, optimizer in zip(copies, stock, strict=True):
+        merged.update(get_optimizer_state_dict(part, optimizer, options=FLAT))
+    assert_same(merged, saved)
+    fresh = OptimizersContainer(
+        copy.deepcopy(parts), ours, {"lr": 1.0, "fused": True, "foreach": False}
+    )
+    fresh.load_state_dict(merged)
+    assert_same(fresh.state_dict(), saved)
+
+
+def test_foreign_keys_are_ignored(choice, parts, train, assert_same):
+    container = choice.container(parts)
+    train(container, parts, [0])
+    saved = copy.deepcopy(container.state_dict())
+    more = {
+        **saved,
+        "state.other.weight.exp_avg": torch.ones(3),
+        "param_groups.other.weight.lr": 7.0,
+        "state.layers.0.0.weight.row_sum": torch.ones(3),
+        "param_groups.layers.0.0.weight.momentum": 0.5,
+    }
+    container.load_state_dict(more)
+    assert_same(container.state_dict(), saved)
+
+
+def test_the_loaded_dict_is_neither_changed_nor_kept(choice, parts, train, assert_same):
+    source = choice.container(copy.deepcopy(parts))
+    train(source, source.model_parts, [0])
+    loaded = copy.deepcopy(source.state_dict())
+    before = dict(loaded)
+    values = copy.deepcopy(loaded)
+    container = choice.container(parts)
+    container.load_state_dict(loaded)
+    train(container, parts, [1])
+    assert all(loaded[key] is before[key] for key in before)
+    assert_same(loaded, values)
+
+
+def test_state_tensors_keep_their_identity_and_dtype(choice, parts, train):
+    container = choice.container(parts)
+    train(container, parts, [0])
+    tensors = {p: dict(state) for p, state in container.state.items()}
+    loaded = {
+        key: value.double() if isinstance(value, torch.Tensor) else value
+        for key, value in container.state_dict().items()
+    }
+    container.load_state_dict(loaded)
+    for param, state in tensors.items():
+        for name, tensor in state.items():
+            assert container.state[param][name] is tensor
+            assert tensor.dtype == torch.float32
+
+
+def test_a_python_number_serves_as_step(choice, parts):
+    container = choice.container(parts)
+    saved = {
+        key: 7.0 if key.endswith(".step") else value
+        for key, value in container.state_dict().items()
+    }
+    container.load_state_dict(saved)
+    assert all(torch.equal(s["step"], torch.tensor(7.0)) for s in container.state.values())
+
+
+def test_hyperparameters_come_from_the_dict_but_not_how_to_compute(parts):
+    saving = {"lr": 0.5, "betas": (0.1, 0.2), "eps": 1e-3, "weight_decay": 0.25, "maximize": True}
+    source = OptimizersContainer(
+        copy.deepcopy(parts), torch.optim.AdamW, {**saving, "foreach": True}
+    )
+    container = OptimizersContainer(parts, torch.optim.AdamW, {"lr": 1.0, "fused": True})
+    container.load_state_dict(source.state_dict())
+    for group in container.param_groups:
+        assert {name: group[name] for name in saving} == saving
+        assert group["fused"] is True
+        assert group["foreach"] is None
+
+
+def test_a_tensor_lr_stays_the_same_tensor(parts):
+    lr = torch.tensor(0.5)
+    container = OptimizersContainer(parts, FusedAdamW, {"lr": lr})
+    for group in container.param_groups:
+        group["lr"] = lr
+    saved = OptimizersContainer(copy.deepcopy(parts), FusedAdamW, {"lr": 0.25}).state_dict()
+    container.load_state_dict(saved)
+    assert all(group["lr"] is lr for group in container.param_groups)
+    assert lr == 0.25
+    plain = OptimizersContainer(copy.deepcopy(parts), FusedAdamW, {"lr": 1.0})
+    plain.load_state_dict(container.state_dict())
+    assert plain.param_groups[0]["lr"] == 0.25
+    assert isinstance(plain.param_groups[0]["lr"], float)
+
+
+def test_initial_lr_is_loaded_if_there_and_kept_if_not(choice, parts):
+    container = choice.container(parts)
+    without = copy.deepcopy(container.state_dict())
+    LRSchedulersContainer(container, lambda step: 0.5)
+    with_initial = copy.deepcopy(container.state_dict())
+    assert with_initial["param_groups.layers.0.0.weight.initial_lr"] == 1e-2
+    container.load_state_dict(without)
+    assert container.param_groups[0]["initial_lr"] == 1e-2
+    assert container.param_groups[0]["lr"] == 1e-2
+    for key in with_initial:
+        if key.endswith("initial_lr"):
+            with_initial[key] = 0.75
+    container.load_state_dict(with_initial)
+    assert container.param_groups[1]["initial_lr"] == 0.75
+
+
+BIAS = "layers.2.1.bias"
+WRONG = {
+    "shape": (
+        f"state.{BIAS}.exp_avg",
+        torch.zeros(5, 1),
+        rf"'state\.{BIAS}\.exp_avg' has shape \[5, 1\], expected \[5\]",
+    ),
+    "kind": (
+        f"state.{BIAS}.exp_avg",
+        {},
+        rf"'state\.{BIAS}\.exp_avg' is a dict, expected a tensor of shape \[5\]",
+    ),
+    "number": (f"state.{BIAS}.exp_avg", 0.0, "is a float, expected a tensor"),
+    "step": (f"state.{BIAS}.step", torch.zeros(1), r"has shape \[1\], expected \[\]"),
+    "lr": (f"param_groups.{BIAS}.lr", "fast", r"lr' is 'fast', expected a value like 0\.01"),
+    "betas": (f"param_groups.{BIAS}.betas", (0.9,), r"betas' is \(0\.9,\), expected"),
+    "amsgrad": (
+        f"param_groups.{BIAS}.maximize",
+        True,
+        rf"'param_groups\.{BIAS}\.maximize' is True but 'param_groups\.layers\.2\.0\.weight\."
+        "maximize' is False, and both parameters are in one group here",
+    ),
+}
+
+
+@pytest.mark.parametrize(("key", "value", "message"), WRONG.values(), ids=WRONG)
+def test_a_value_that_does_not_fit_is_named_and_nothing_changes(
+    choice, parts, train, assert_same, key, value, message
+):
+    source = choice.container(copy.deepcopy(parts))
+    train(source, source.model_parts, [0, 1])
+    container = choice.container(parts)
+    train(container, parts, [2])
+    before = copy.deepcopy(container.state_dict())
+    with pytest.raises(ValueError, match=message):
+        container.load_state_dict(with_value(source.state_dict(), key, value))
+    assert_same(container.state_dict(), before)
+
+
+@pytest.mark.parametrize(
+    "key", [f"state.{BIAS}.step", f"state.{BIAS}.exp_avg_sq", f"param_groups.{BIAS}.eps"]
+)
+def test_a_missing_key_is_named_and_nothing_changes(choice, parts, train, assert_same, key):
+    source = choice.container(copy.deepcopy(parts))
+    train(source, source.model_parts, [0, 1])
+    saved = source.state_dict()
+    del saved[key]
+    container = choice.container(parts)
+    train(container, parts, [2])
+    before = copy.deepcopy(container.state_dict())
+    with pytest.raises(KeyError, match=key):
+        container.load_state_dict(saved)
+    assert_same(container.state_dict(), before)
+
+
+def test_missing_keys_are_counted(choice, parts):
+    container = choice.container(parts)
+    total = len([key for key in container.state_dict() if not key.endswith(
+        ("foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"))])
+    with pytest.raises(KeyError, match=f"lacks .* and {total - 1} more"):
+        container.load_state_dict({})
+
+
+@pytest.mark.parametrize(
+    ("saved_as", "loaded_as", "name"),
+    [
+        ((FusedAdamW, {"amsgrad": True}), (FusedAdamW, {}), "amsgrad"),
+        ((FusedAdamW, {}), (FusedAdam, {}), "decoupled_weight_decay"),
+        ((torch.optim.Adam, {}), (torch.optim.AdamW, {}), "decoupled_weight_decay"),
+    ],
+)
+def test_a_dict_of_another_algorithm_is_refused(parts, saved_as, loaded_as, name):
+    saved = OptimizersContainer(copy.deepcopy(parts), *saved_as).state_dict()
+    container = OptimizersContainer(parts, *loaded_as)
+    with pytest.raises(ValueError, match=f"{name}' is .*, this optimizer was built with"):
+        container.load_state_dict(saved)
+
+
+def test_a_failed_load_leaves_the_container_usable(choice, parts, train, assert_same):
+    copies = copy.deepcopy(parts)
+    container, undisturbed = choice.container(parts), choice.container(copies)
+    with pytest.raises(KeyError):
+        container.load_state_dict({})
+    train(container, parts, [0, 1])
+    train(undisturbed, copies, [0, 1])
+    for part, other in zip(parts, copies, strict=True):
+        assert_same(part, other)

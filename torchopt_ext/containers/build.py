@@ -1,0 +1,121 @@
+"""build_optimizers: from a job configuration to a container, for two generations of torchtitan."""
+
+from typing import Any, overload
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from torchopt_ext.containers.in_backward import OptimizersInBackwardContainer
+from torchopt_ext.containers.optimizers import OptimizersContainer
+from torchopt_ext.optim import FusedAdam, FusedAdamW
+
+_FUSED: dict[str, type[Optimizer]] = {"Adam": FusedAdam, "AdamW": FusedAdamW}
+_TORCH: dict[str, type[Optimizer]] = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
+
+
+@overload
+def build_optimizers(
+    model_parts: list[nn.Module], job_config: Any, ft_manager: Any = None
+) -> OptimizersContainer[Any]: ...
+@overload
+def build_optimizers(
+    model_parts: list[nn.Module],
+    optimizer_config: Any,
+    parallel_dims: Any,
+    ft_manager: Any = None,
+) -> OptimizersContainer[Any]: ...
+def build_optimizers(
+    model_parts: list[nn.Module], *args: Any, **kwargs: Any
+) -> OptimizersContainer[Any]:
+    """Build the optimizers that a configuration asks for.
+
+    Takes `(model_parts, job_config, ft_manager)`, as torchtitan before 0.1, or `(model_parts,
+    optimizer_config, parallel_dims, ft_manager=None)`, as torchtitan 0.1 to 0.2: a configuration
+    with an attribute `optimizer` is a job configuration. Any objects with these attributes serve:
+
+    - the optimizer section: `name` ("Adam" or "AdamW"), `lr`, `eps`, `early_step_in_backward`,
+      `implementation` ("fused" is ours, "foreach" and "for-loop" are torch's) and, if present,
+      `beta1` (0.9), `beta2` (0.95), `weight_decay` (0.1), `max_grad_norm`, `skip_nonfinite`;
+    - `job_config.parallelism.pipeline_parallel_degree`, or `parallel_dims.pp_enabled` and
+      `parallel_dims.ep_enabled`: read for an early step in backward;
+    - `ft_manager.enabled`.
+
+    Raises:
+        NotImplementedError: unknown name; early step in backward with pipeline or expert
+            parallelism; fault tolerance.
+        AssertionError: unknown implementation.
+        ValueError: early step in backward with fault tolerance or clipping; clipping with an
+            implementation of torch's.
+    """
+    config = args[0] if args else kwargs.get("job_config", kwargs.get("optimizer_config"))
+    build = _from_job_config if hasattr(config, "optimizer") else _from_optimizer_config
+    return build(model_parts, *args, **kwargs)
+
+
+def _from_job_config(
+    model_parts: list[nn.Module], job_config: Any, ft_manager: Any = None
+) -> OptimizersContainer[Any]:
+    config = job_config.optimizer
+    if config.early_step_in_backward and job_config.parallelism.pipeline_parallel_degree > 1:
+        raise _no_in_backward("pipeline parallelism")
+    return _build(model_parts, config, ft_manager)
+
+
+def _from_optimizer_config(
+    model_parts: list[nn.Module],
+    optimizer_config: Any,
+    parallel_dims: Any,
+    ft_manager: Any = None,
+) -> OptimizersContainer[Any]:
+    if optimizer_config.early_step_in_backward:
+        if parallel_dims.ep_enabled:
+            raise _no_in_backward("expert parallelism")
+        if parallel_dims.pp_enabled:
+            raise _no_in_backward("pipeline parallelism")
+    return _build(model_parts, optimizer_config, ft_manager)
+
+
+def _build(model_parts: list[nn.Module], config: Any, ft_manager: Any) -> OptimizersContainer[Any]:
+    if config.implementation not in ("fused", "foreach", "for-loop"):
+        raise AssertionError(
+            f"implementation is {config.implementation!r}, "
+            "expected 'fused', 'foreach' or 'for-loop'"
+        )
+    fused = config.implementation == "fused"
+    classes = _FUSED if fused else _TORCH
+    if config.name not in classes:
+        raise NotImplementedError(f"Optimizer {config.name} is not available: use Adam or AdamW.")
+    if ft_manager is not None and ft_manager.enabled:
+        if config.early_step_in_backward:
+            raise ValueError("Fault tolerance is not supported with optimizers in backward.")
+        raise NotImplementedError(
+            "Fault tolerance needs FTOptimizersContainer, which torchopt_ext does not have."
+        )
+
+    optimizer_kwargs = {
+        "lr": config.lr,
+        "betas": (getattr(config, "beta1", 0.9), getattr(config, "beta2", 0.95)),
+        "eps": config.eps,
+        "weight_decay": getattr(config, "weight_decay", 0.1),
+        "fused": fused,
+        "foreach": config.implementation == "foreach",
+    }
+    for name in ("max_grad_norm", "skip_nonfinite"):
+        value = getattr(config, name, None)
+        if not value:
+            continue
+        if not fused:
+            raise ValueError(
+                f"{name} needs implementation 'fused', found {config.implementation!r}: "
+                "torch's optimizers have no such argument"
+            )
+        optimizer_kwargs[name] = value
+    container = (
+        OptimizersInBackwardContainer if config.early_step_in_backward else OptimizersContainer
+    )
+    return container(model_parts, classes[config.name], optimizer_kwargs)
+
+
+def _no_in_backward(what: str) -> NotImplementedError:
+    return NotImplementedError(f"Optimizers in backward are not supported with {what}.")

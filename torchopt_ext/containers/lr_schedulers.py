@@ -1,0 +1,195 @@
+"""LRSchedulersContainer, and the warmup-stable-decay schedule of two generations of torchtitan."""
+
+import copy
+import functools
+import logging
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, overload
+
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from torchopt_ext import ops
+from torchopt_ext.containers.optimizers import OptimizersContainer
+
+logger = logging.getLogger(__name__)
+
+_DECAY_TYPES = ("linear", "sqrt", "cosine")
+
+
+class LRSchedulersContainer(Stateful):
+    """One LambdaLR per optimizer of a container, all with the same factor of the step.
+
+    Args:
+        optimizers: the optimizers, usually an OptimizersContainer; at least one.
+        lr_lambda: from the number of steps done to the factor of each group's initial lr.
+    """
+
+    schedulers: list[LRScheduler]
+
+    def __init__(
+        self,
+        optimizers: OptimizersContainer[Any] | list[Optimizer],
+        lr_lambda: Callable[[int], float],
+    ) -> None:
+        if len(optimizers) == 0:
+            raise AssertionError("Must have at least one optimizer to create LRScheduler")
+        self.schedulers = [LambdaLR(optimizer, lr_lambda) for optimizer in optimizers]
+
+    def __iter__(self) -> Iterator[LRScheduler]:
+        return iter(self.schedulers)
+
+    def __len__(self) -> int:
+        return len(self.schedulers)
+
+    def step(self) -> None:
+        for scheduler in self.schedulers:
+            scheduler.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The first scheduler's state dict, which stands for all: only base_lrs may differ."""
+        return self.schedulers[0].state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a saved step, and set each group's lr to its base lr times the factor.
+
+        Takes what `state_dict` returns, or `{"last_epoch": n}` as torchtitan from 0.3 writes it.
+        Saved base_lrs replace the present ones if all schedulers here have the same ones; a dict
+        holds only one scheduler's, so schedulers that differ keep their own.
+
+        Raises:
+            KeyError: no last_epoch. ValueError: it is not a count of steps.
+        """
+        last_epoch = state_dict["last_epoch"]
+        if not isinstance(last_epoch, int) or last_epoch < 0:
+            raise ValueError(f"last_epoch is {last_epoch!r}, expected a number of steps, 0 or more")
+        own = [scheduler.base_lrs for scheduler in self.schedulers]
+        saved = state_dict.get("base_lrs", own[0])
+        same = all(base_lrs == own[0] for base_lrs in own) and len(saved) == len(own[0])
+        for scheduler, base_lrs in zip(self.schedulers, own, strict=True):
+            if len(state_dict) > 1:
+                state = {"lr_lambdas": [], **state_dict}
+                scheduler.load_state_dict(copy.deepcopy(state))
+            scheduler.base_lrs = copy.deepcopy(saved) if same else base_lrs
+            scheduler.last_epoch = last_epoch - 1
+            # step() computes the lr of last_epoch. It warns where the count says that it is called
+            # a second time before the optimizer's step: this is no such call.
+            scheduler._step_count = 0
+            scheduler.step()
+            scheduler._step_count = last_epoch + 1
+
+    def get_metrics(self) -> dict[str, float]:
+        """The present learning rates, as "lr/AdamW", or "lr/AdamW/0" and on if there are several.
+
+        Schedulers of equal base_lrs share their entries. Ours go by the name of torch's class.
+        """
+        lrs: dict[str, dict[tuple[float, ...], list[float]]] = {}
+        for scheduler in self.schedulers:
+            name = type(scheduler.optimizer).__name__.removeprefix("Fused")
+            base_lrs = tuple(float(lr) for lr in scheduler.base_lrs)
+            lrs.setdefault(name, {})[base_lrs] = [float(lr) for lr in scheduler.get_last_lr()]
+        metrics: dict[str, float] = {}
+        for name, by_base_lrs in lrs.items():
+            values = [lr for last_lrs in by_base_lrs.values() for lr in last_lrs]
+            for i, lr in enumerate(values):
+                metrics[f"lr/{name}" if len(values) == 1 else f"lr/{name}/{i}"] = lr
+        return metrics
+
+
+@overload
+def build_lr_schedulers(
+    optimizers: OptimizersContainer[Any], job_config: Any
+) -> LRSchedulersContainer: ...
+@overload
+def build_lr_schedulers(
+    optimizers: OptimizersContainer[Any], lr_scheduler_config: Any, training_steps: int
+) -> LRSchedulersContainer: ...
+def build_lr_schedulers(
+    optimizers: OptimizersContainer[Any], *args: Any, **kwargs: Any
+) -> LRSchedulersContainer:
+    """Build the schedule that a configuration asks for: warm up, stay, decay.
+
+    Takes `(optimizers, job_config)`, as torchtitan before 0.1, or `(optimizers,
+    lr_scheduler_config, training_steps)`, as torchtitan 0.1 to 0.2: a configuration with an
+    attribute `lr_scheduler` is a job configuration. Any objects with these attributes serve:
+
+    - `job_config.training.steps`, and `job_config.lr_scheduler` with `warmup_steps`,
+      `decay_ratio` (None: decay follows warmup), `decay_type` ("linear", "sqrt" or "cosine") and
+      `lr_min`, the factor at the end. The formula is generation 1 of docs/numerics.md;
+    - `lr_scheduler_config` with `min_lr_factor` for `lr_min`, and `total_steps`, which replaces
+      `training_steps` unless None. The formula is generation 2.
+
+    Raises:
+        ValueError: unknown decay type; a negative or non-finite number; a factor above 1.
+    """
+    config = args[0] if args else kwargs.get("job_config", kwargs.get("lr_scheduler_config"))
+    build = _from_job_config if hasattr(config, "lr_scheduler") else _from_lr_scheduler_config
+    return LRSchedulersContainer(optimizers, build(*args, **kwargs))
+
+
+def _from_job_config(job_config: Any) -> Callable[[int], float]:
+    config = job_config.lr_scheduler
+    return _schedule(config, job_config.training.steps, "lr_min", generation=1)
+
+
+def _from_lr_scheduler_config(
+    lr_scheduler_config: Any, training_steps: int
+) -> Callable[[int], float]:
+    total_steps = lr_scheduler_config.total_steps
+    total_steps = training_steps if total_steps is None else total_steps
+    return _schedule(lr_scheduler_config, total_steps, "min_lr_factor", generation=2)
+
+
+def _schedule(
+    config: Any, total_steps: int, min_factor_name: str, generation: int
+) -> Callable[[int], float]:
+    total = int(_number("training steps", total_steps))
+    warmup = int(_number("warmup_steps", config.warmup_steps))
+    min_factor = _number(min_factor_name, getattr(config, min_factor_name), maximum=1.0)
+    if config.decay_type not in _DECAY_TYPES:
+        raise ValueError(f"decay_type is {config.decay_type!r}, expected one of {_DECAY_TYPES}")
+    if warmup > total:
+        logger.warning(
+            "Warmup (%d steps) is longer than the training (%d steps)%s.",
+            warmup,
+            total,
+            f": shortened to {total} steps" if generation == 2 else " and will not be completed",
+        )
+        warmup = total if generation == 2 else warmup
+
+    room = max(0, total - warmup)
+    decay = room
+    if config.decay_ratio is not None:
+        decay = round(total * _number("decay_ratio", config.decay_ratio))
+        if decay > room:
+            logger.warning(
+                "Warmup (%d steps) and decay (%d steps) are longer than the training (%d steps): "
+                "decay is shortened to %d steps.",
+                warmup,
+                decay,
+                total,
+                room,
+            )
+            decay = room
+    stable = room - decay
+    if generation == 2:
+        stable += 1  # a virtual last step, so that the last real one does not have factor 0
+    # A partial has no attributes of its own, so a scheduler saves none, and it can be pickled.
+    return functools.partial(
+        ops.lr_factor,
+        warmup_steps=warmup,
+        stable_steps=stable,
+        decay_steps=decay,
+        decay_type=config.decay_type,
+        min_factor=min_factor,
+        generation=generation,
+    )
+
+
+def _number(name: str, value: float, maximum: float = math.inf) -> float:
+    if not (math.isfinite(value) and 0 <= value <= maximum):
+        limits = "0 or more" if maximum == math.inf else f"from 0 to {maximum:g}"
+        raise ValueError(f"{name} is {value}, expected a finite number, {limits}")
+    return value

@@ -1,0 +1,232 @@
+"""OptimizersContainer: one optimizer per model part, behind the face of a single one."""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.optim import Optimizer
+
+from torchopt_ext.containers import state_dict as flat_state_dict
+from torchopt_ext.optim import FusedAdam, FusedAdamW, fused_step
+
+T = TypeVar("T", bound=Optimizer)
+
+
+def _hooks_once(step: Callable[..., Any]) -> Callable[..., Any]:
+    """`step` with its hooks, fired by the outermost of nested calls only.
+
+    torch patches each class's own `step` (torch/optim/optimizer.py, _patch_step_function), so that
+    a subclass whose `step` calls `super().step()` would fire every hook twice.
+    """
+    with_hooks = Optimizer.profile_hook_step(step)
+
+    @functools.wraps(step)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._stepping:
+            return step(self, *args, **kwargs)
+        self._stepping = True
+        try:
+            return with_hooks(self, *args, **kwargs)
+        finally:
+            self._stepping = False
+
+    wrapper.hooked = True  # type: ignore[attr-defined]  # torch patches no step that says so
+    return wrapper
+
+
+class OptimizersContainer(Optimizer, Stateful, Generic[T]):
+    """One optimizer per model part, used as if it were one optimizer.
+
+    Frozen parameters (`requires_grad` False) are left out; a part with nothing to train gets an
+    optimizer without parameters, so that optimizers and parts correspond. `param_groups` and
+    `state` show those of the inner optimizers. Step hooks registered here fire once per step.
+
+    If the class is FusedAdam or FusedAdamW, `optimizer_kwargs` may hold `max_grad_norm` and
+    `skip_nonfinite`: norm, clipping and skipping are then one decision over all parts.
+
+    Args:
+        model_parts: the modules to train.
+        optimizer_cls: class of each inner optimizer.
+        optimizer_kwargs: its arguments, the same for every part.
+
+    Raises:
+        ValueError: a trainable parameter is on the meta device, or belongs to two parts.
+    """
+
+    optimizers: list[T]
+    model_parts: list[nn.Module]
+    _stepping = False
+    _built = False
+
+    def __init__(
+        self,
+        model_parts: list[nn.Module],
+        optimizer_cls: type[T],
+        optimizer_kwargs: dict[str, Any],
+    ) -> None:
+        self.model_parts = model_parts
+        params = trainable_parameters(model_parts)
+        self.optimizers = [optimizer_cls([{"params": part}], **optimizer_kwargs) for part in params]
+        self._validate_length(len(self.model_parts))
+        self._post_init([param for part in params for param in part], optimizer_kwargs)
+        self._built = True
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "step" in cls.__dict__:
+            cls.step = _hooks_once(cls.__dict__["step"])  # type: ignore[method-assign]
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self.optimizers)
+
+    def __len__(self) -> int:
+        return len(self.optimizers)
+
+    @_hooks_once
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Step every inner optimizer with these arguments.
+
+        A closure would run once for each optimizer, so it is taken, and its loss returned, only
+        where there is one; with several it raises ValueError.
+        """
+        if len(self.optimizers) == 1:
+            return self.optimizers[0].step(*args, **kwargs)
+        if kwargs.get("closure", args[0] if args else None) is not None:
+            raise ValueError(
+                f"a closure cannot be honoured by {len(self.optimizers)} optimizers, since each "
+                "would run it: compute loss and gradients first, then call step()"
+            )
+        if fused := _deciding_jointly(self.optimizers):
+            _step_jointly(fused)
+        else:
+            for optimizer in self.optimizers:
+                optimizer.step(*args, **kwargs)
+        return None
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(*args, **kwargs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All optimizers' state as one flat dict: `state.{fqn}.*` and `param_groups.{fqn}.*`.
+
+        The keys are complete before the first step, too: missing state is created with step 0.
+        Gradients are left alone. As with torch, the tensors are the optimizers' own.
+
+        Raises:
+            ValueError: two parts have a trained parameter of the same name.
+        """
+        return flat_state_dict.get_state_dict(self._parts())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Copy a flat state dict into the optimizers, after checking all of it.
+
+        Keys of parameters that are not here are ignored, the dict is not changed, and none of its
+        tensors is kept. docs/containers.md says how frozen parameters and options are treated.
+
+        Raises:
+            KeyError: a key is missing.
+            ValueError: a value has the wrong shape, kind or placement.
+        """
+        flat_state_dict.load_state_dict(self._parts(), state_dict)
+
+    def init_cache_state_dict(self) -> None:
+        """Nothing to do: only a fault-tolerant container caches its state dict."""
+
+    def _parts(self) -> list[flat_state_dict.Part]:
+        """Each model part with the optimizers of its parameters."""
+        pairs = zip(self.model_parts, self.optimizers, strict=True)
+        return [(part, [optimizer]) for part, optimizer in pairs]
+
+    def _validate_length(self, expected_length: int) -> None:
+        if expected_length != len(self.optimizers):
+            raise AssertionError(
+                "Must pass one optimizer per model part, or per trainable parameter with "
+                f"OptimizersInBackwardContainer: expected {expected_length} optimizers, "
+                f"got {len(self.optimizers)}."
+            )
+
+    def _post_init(self, all_params: list[nn.Parameter], optimizer_kwargs: dict[str, Any]) -> None:
+        """Make this container an Optimizer itself, with hooks and defaults of its own."""
+        Optimizer.__init__(self, [{"params": all_params}], dict(optimizer_kwargs))
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The inner optimizers' own param groups, part by part."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        """Ignored: Optimizer.__init__ assigns an empty list, but the groups are the inner ones."""
+
+    @property
+    def state(self) -> dict[torch.Tensor, Any]:  # type: ignore[override]
+        """The inner optimizers' state by parameter, for reading."""
+        return {
+            key: value for optimizer in self.optimizers for key, value in optimizer.state.items()
+        }
+
+    @state.setter
+    def state(self, state: dict[torch.Tensor, Any]) -> None:
+        """Ignored, as for param_groups."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self._built:
+            raise NotImplementedError(
+                "a container cannot tell which model part a group belongs to: call "
+                "add_param_group on one of container.optimizers"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            f"{type(self).__name__} cannot be pickled or deep-copied, since it shares parameters "
+            "with the model: build one for the copied model and load this one's state_dict()"
+        )
+
+
+def trainable_parameters(model_parts: Sequence[nn.Module]) -> list[list[nn.Parameter]]:
+    """Each part's trainable parameters, tied ones once; refuses what no optimizer can train."""
+    owner: dict[nn.Parameter, str] = {}
+    params: list[list[nn.Parameter]] = []
+    for i, part in enumerate(model_parts):
+        named = [(name, param) for name, param in part.named_parameters() if param.requires_grad]
+        for name, param in named:
+            text = f"'{name}' of model part {i}"
+            if param in owner:
+                raise ValueError(
+                    f"parameter {text} is also {owner[param]}: two optimizers would step it"
+                )
+            if param.is_meta:
+                raise ValueError(
+                    f"parameter {text} is on the meta device: give it storage "
+                    "(module.to_empty(device=...)) before building its optimizer"
+                )
+            owner[param] = text
+        params.append([param for _, param in named])
+    return params
+
+
+def _deciding_jointly(optimizers: Sequence[Optimizer]) -> list[FusedAdam | FusedAdamW]:
+    """The optimizers, if gradient norm and skipping are one decision over them all."""
+    fused = [opt for opt in optimizers if isinstance(opt, FusedAdam | FusedAdamW)]
+    joint = len(fused) == len(optimizers) and any(opt.wants_norm for opt in fused)
+    return fused if joint else []
+
+
+def _step_jointly(optimizers: Sequence[FusedAdam | FusedAdamW]) -> None:
+    """fused_step inside the step hooks of every optimizer, which it does not run itself."""
+
+    def step(*_: Any) -> None:
+        fused_step(optimizers)
+
+    for optimizer in optimizers:
+        optimizer._opt_called = True  # torch's schedulers warn if no step() has set it
+        step = functools.partial(_within_hooks, optimizer, step)
+    step()
+
+
+def _within_hooks(optimizer: Optimizer, step: Callable[[], None]) -> None:
+    Optimizer.profile_hook_step(lambda _: step())(optimizer)
