@@ -1,0 +1,16 @@
+"""Fixtures of the optimizer tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from .subject import optimizer_inputs
+
+
+@pytest.fixture
+def kwargs(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Keyword arguments of one of torch's configurations, a fresh copy for each test."""
+    name, index = request.param
+    return dict(optimizer_inputs(name)[index].kwargs)

@@ -1,0 +1,400 @@
+"""State dicts: exchange with torch's optimizers, independence of copies, refusal as a whole."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from .subject import (
+    OURS,
+    TESTING_TORCH,
+    TORCH,
+    assert_close_to_torch,
+    assert_equal_nested,
+    assert_same_bits,
+    bits,
+    copy_params,
+    each_class,
+    make_params,
+    ours_only,
+    set_gradients,
+    snapshot,
+    train,
+)
+
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "amsgrad": {"amsgrad": True, "weight_decay": 0.1},
+    "maximize": {"maximize": True, "betas": (0.8, 0.95), "eps": 1e-6},
+    "tensor lr": {"lr": 0.01},
+}
+IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
+    "fused": {"fused": True},
+    "foreach": {"foreach": True},
+    "for-loop": {"foreach": False, "fused": False},
+}
+each_configuration = pytest.mark.parametrize("configuration", CONFIGURATIONS)
+each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+
+
+def kwargs_of(configuration: str, implementation: str = "fused") -> dict[str, Any]:
+    kwargs = dict(CONFIGURATIONS[configuration])
+    if configuration == "tensor lr" and implementation != "foreach":
+        kwargs["lr"] = torch.tensor(kwargs["lr"])
+    return kwargs
+
+
+def assert_same_state(ours: torch.optim.Optimizer, theirs: torch.optim.Optimizer) -> None:
+    """Parameters and state of both agree up to rounding, and step counts exactly."""
+    for mine, reference in zip(ours.param_groups, theirs.param_groups, strict=True):
+        for p, q in zip(mine["params"], reference["params"], strict=True):
+            assert_close_to_torch([p], [q])
+            assert ours.state[p].keys() == theirs.state[q].keys()
+            if not ours.state[p]:
+                continue
+            assert float(ours.state[p]["step"]) == float(theirs.state[q]["step"])
+            for key in ours.state[p].keys() - {"step"}:
+                assert_close_to_torch([ours.state[p][key]], [theirs.state[q][key]])
+
+
+@each_class
+@each_configuration
+@each_implementation
+@pytest.mark.parametrize("start_with", ["torch", "ours"])
+def test_exchange_with_torch(
+    name: str, configuration: str, implementation: str, start_with: str
+) -> None:
+    """Three steps with one, its state into the other, four more with both: the same training."""
+    makers: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+        "torch": lambda params: TORCH[name](
+            params, **kwargs_of(configuration, implementation), **IMPLEMENTATIONS[implementation]
+        ),
+        "ours": lambda params: OURS[name](params, **kwargs_of(configuration, implementation)),
+    }
+    continue_with = "ours" if start_with == "torch" else "torch"
+    params = make_params()
+    first = makers[start_with](params)
+    params[2].requires_grad_(False)  # a parameter that never steps has no state to exchange
+    trained = [p for p in params if p.requires_grad]
+    train([first], [trained], 3)
+
+    copies = copy_params(params)
+    second = makers[continue_with](copies)
+    second.load_state_dict(deepcopy(first.state_dict()))  # torch's loading shares memory
+    assert second.state_dict()["state"].keys() == first.state_dict()["state"].keys()
+    others = [c for p, c in zip(params, copies, strict=True) if p.requires_grad]
+    assert_same_state(first, second)
+    train([first, second], [trained, others], 4, first_seed=3)
+    assert_same_state(first, second)
+    assert second.state[copies[0]]["step"] == 7
+
+
+@each_class
+def test_exchange_through_a_file(name: str) -> None:
+    """What torch saved loads here with weights_only=True, and the other way round."""
+    for source, target in ((OURS, TORCH), (TORCH, OURS)):
+        params = make_params()
+        first = source[name](params)
+        train([first], [params], 3)
+        file = io.BytesIO()
+        torch.save(first.state_dict(), file)
+        file.seek(0)
+        copies = copy_params(params)
+        second = target[name](copies)
+        second.load_state_dict(torch.load(file, weights_only=True))
+        train([first, second], [params, copies], 2, first_seed=3)
+        assert_close_to_torch(params, copies)
+
+
+@each_class
+def test_loading_leaves_the_dict_alone(name: str) -> None:
+    """The dict is not changed, and, other than with torch, later steps do not write to it."""
+    params = make_params()
+    first = OURS[name](params, amsgrad=True)
+    train([first], [params], 2)
+    given = deepcopy(first.state_dict())
+    kept = deepcopy(given)
+    copies = copy_params(params)
+    second = OURS[name](copies, amsgrad=True)
+    second.load_state_dict(given)
+    assert_equal_nested(given, kept)
+    if not TESTING_TORCH:
+        train([second], [copies], 2)
+        assert_equal_nested(given, kept)
+
+
+@each_class
+def test_two_optimizers_loaded_from_one_dict(name: str) -> None:
+    """They share no memory: training one leaves the other."""
+    params = make_params()
+    source = OURS[name](params)
+    train([source], [params], 2)
+    state_dict = deepcopy(source.state_dict())
+    copies = [copy_params(params), copy_params(params)]
+    both = [OURS[name](c) for c in copies]
+    for optimizer in both:
+        optimizer.load_state_dict(deepcopy(state_dict))
+    still = snapshot(both[1])
+    train(both[:1], copies[:1], 3)
+    assert snapshot(both[1]) == still
+    train(both[1:], copies[1:], 3)
+    assert snapshot(both[0]) == snapshot(both[1])
+
+
+@ours_only  # torch's optimizers take over the dict's tensors of matching dtype
+@each_class
+def test_loading_does_not_alias(name: str) -> None:
+    params = make_params()
+    source = OURS[name](params)
+    train([source], [params], 2)
+    copies = copy_params(params)
+    loaded = OURS[name](copies)
+    loaded.load_state_dict(source.state_dict())
+    still = snapshot(source)
+    train([loaded], [copies], 2)
+    assert snapshot(source) == still
+
+
+@each_class
+@each_configuration
+def test_deepcopy_continues_identically(name: str, configuration: str) -> None:
+    """A copy owns its parameters and state, and goes on with the same bits."""
+    params = make_params()
+    optimizer = OURS[name](params, **kwargs_of(configuration))
+    train([optimizer], [params], 3)
+    copy = deepcopy(optimizer)
+    copied = [p for group in copy.param_groups for p in group["params"]]
+    still = snapshot(copy)
+    train([optimizer], [params], 2, first_seed=3)
+    assert snapshot(copy) == still
+    train([copy], [copied], 2, first_seed=3)
+    assert snapshot(copy) == snapshot(optimizer)
+    still = snapshot(optimizer)
+    train([copy], [copied], 1)
+    assert snapshot(optimizer) == still
+
+
+@each_class
+def test_deepcopy_with_the_model(name: str) -> None:
+    """Copied together, the optimizer's parameters are the copied model's."""
+    model = nn.Linear(3, 2)
+    optimizer = OURS[name](model.named_parameters())
+    train([optimizer], [list(model.parameters())], 2)
+    other_model, other = deepcopy((model, optimizer))
+    assert other.param_groups[0]["params"][0] is other_model.weight
+    train([optimizer], [list(model.parameters())], 2)
+    train([other], [list(other_model.parameters())], 2)
+    assert_same_bits(model.parameters(), other_model.parameters())
+
+
+@each_class
+@pytest.mark.parametrize("stepped", [False, True])
+def test_pickle(name: str, stepped: bool) -> None:
+    params = make_params()
+    optimizer = OURS[name](params, lr=0.1, amsgrad=True)
+    if stepped:
+        train([optimizer], [params], 2)
+    copy = pickle.loads(pickle.dumps(optimizer))
+    copied = copy.param_groups[0]["params"]
+    train([optimizer, copy], [params, copied], 2, first_seed=2)
+    assert snapshot(copy) == snapshot(optimizer)
+    copy.zero_grad()
+    assert repr(copy) == repr(optimizer)
+
+
+@ours_only
+@each_class
+def test_pickle_keeps_clipping(name: str) -> None:
+    params = make_params()
+    optimizer = OURS[name](params, max_grad_norm=0.1, skip_nonfinite=True)
+    copies = [deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
+    optimizers = [optimizer, *copies]
+    lists = [o.param_groups[0]["params"] for o in optimizers]
+    train(optimizers, lists, 2)
+    for other in lists[1:]:
+        assert_same_bits(lists[0], other)
+    assert all(0 < float(o.control.clip_factor) < 1 for o in optimizers)
+
+
+def saved_size(thing: object) -> int:
+    file = io.BytesIO()
+    torch.save(thing, file)
+    return file.getbuffer().nbytes
+
+
+@ours_only
+@each_class
+def test_step_counts_carry_no_other_memory(name: str) -> None:
+    """One parameter's state, saved alone, does not drag every parameter's step count along."""
+    params = [nn.Parameter(torch.ones(1)) for _ in range(4000)]
+    optimizer = OURS[name](params)
+    train([optimizer], [params], 1)
+    entry = optimizer.state_dict()["state"][17]
+    assert entry["step"].untyped_storage().nbytes() <= 64
+    assert saved_size(entry) < 8000
+    copy = deepcopy(optimizer.state[params[17]])
+    assert copy["step"] == 1
+    train([optimizer], [params], 1)
+    assert copy["step"] == 1
+    assert optimizer.state[params[17]]["step"] == 2
+
+
+@each_class
+def test_state_dict_before_the_first_step(name: str) -> None:
+    """It has no state, changes nothing, and loads."""
+    params, reference = make_params(), make_params()
+    optimizer, same = OURS[name](params), OURS[name](reference)
+    state_dict = optimizer.state_dict()
+    assert state_dict["state"] == {}
+    optimizer.load_state_dict(state_dict)
+    train([optimizer, same], [params, reference], 2)
+    assert snapshot(optimizer) == snapshot(same)
+
+
+@each_class
+def test_loading_twice_and_back(name: str) -> None:
+    """Rewinding a running optimizer: load an earlier state into the same object."""
+    params = make_params()
+    optimizer = OURS[name](params)
+    train([optimizer], [params], 2)
+    weights, state = [p.detach().clone() for p in params], deepcopy(optimizer.state_dict())
+    train([optimizer], [params], 3, first_seed=2)
+    end = snapshot(optimizer)
+    with torch.no_grad():
+        for p, w in zip(params, weights, strict=True):
+            p.copy_(w)
+    optimizer.load_state_dict(state)
+    train([optimizer], [params], 3, first_seed=2)
+    assert snapshot(optimizer) == end
+
+
+@each_class
+def test_hyperparameters_come_with_the_state(name: str) -> None:
+    params, copies = make_params(), make_params()
+    source = OURS[name](params, lr=0.05, betas=(0.5, 0.6), eps=1e-3, weight_decay=0.2)
+    train([source], [params], 1)
+    target = OURS[name](copies)
+    with torch.no_grad():
+        for p, q in zip(copies, params, strict=True):
+            p.copy_(q)
+    target.load_state_dict(deepcopy(source.state_dict()))
+    train([source, target], [params, copies], 2, first_seed=1)
+    assert_same_bits(params, copies)
+
+
+@each_class
+def test_dtype_follows_the_parameter(name: str) -> None:
+    """Moments are cast to the parameter's dtype, as torch does; step counts are not."""
+    params = make_params(dtype=torch.float64)
+    source = OURS[name](params)
+    train([source], [params], 2)
+    narrow = make_params(dtype=torch.float32)
+    target = OURS[name](narrow)
+    target.load_state_dict(source.state_dict())
+    for p, q in zip(narrow, params, strict=True):
+        assert target.state[p]["step"].dtype == torch.float32
+        expected = source.state[q]["exp_avg"].to(torch.float32)
+        assert bits(target.state[p]["exp_avg"]) == bits(expected)
+    train([target], [narrow], 1)
+
+
+@ours_only  # torch's fused kernels go through such state in the wrong order
+@each_class
+def test_state_with_other_strides(name: str) -> None:
+    """Moments saved in another memory order are brought into the parameter's."""
+    params = make_params([(4, 6)])
+    source = OURS[name](params)
+    train([source], [params], 2)
+    state_dict = deepcopy(source.state_dict())
+    for key in ("exp_avg", "exp_avg_sq"):
+        state_dict["state"][0][key] = state_dict["state"][0][key].t().contiguous().t()
+    copies = copy_params(params)
+    target = OURS[name](copies)
+    target.load_state_dict(state_dict)
+    train([source, target], [params, copies], 2, first_seed=2)
+    assert_same_bits(params, copies)
+
+
+def without(key: str) -> Callable[[dict[str, Any]], None]:
+    def edit(state_dict: dict[str, Any]) -> None:
+        del state_dict["state"][1][key]
+
+    return edit
+
+
+def replaced(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    def edit(state_dict: dict[str, Any]) -> None:
+        state_dict["state"][1][key] = value
+
+    return edit
+
+
+def group_removed(state_dict: dict[str, Any]) -> None:
+    state_dict["param_groups"].clear()
+
+
+def parameter_removed(state_dict: dict[str, Any]) -> None:
+    state_dict["param_groups"][0]["params"].pop()
+
+
+BAD_DICTS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+    "no groups": (group_removed, "parameter groups"),
+    "parameter missing": (parameter_removed, "size of optimizer's group"),
+    "wrong shape": (replaced("exp_avg", torch.zeros(3)), "exp_avg"),
+    "wrong shape of the second moment": (replaced("exp_avg_sq", torch.zeros(3)), "exp_avg_sq"),
+    "not a tensor": (replaced("exp_avg_sq", "text"), "exp_avg_sq"),
+    "complex": (replaced("exp_avg", torch.zeros(7, dtype=torch.complex64)), "exp_avg"),
+    "missing": (without("exp_avg_sq"), "exp_avg_sq"),
+    "no step": (without("step"), "step"),
+    "step with several elements": (replaced("step", torch.ones(2)), "step"),
+}
+
+
+@ours_only  # torch notices some of these only in the next step, after writing
+@each_class
+@pytest.mark.parametrize("kind", BAD_DICTS)
+def test_bad_state_dict_changes_nothing(name: str, kind: str) -> None:
+    """Refused as a whole, naming parameter and key; the optimizer goes on."""
+    edit, pattern = BAD_DICTS[kind]
+    params, reference = make_params(), make_params()
+    optimizer = OURS[name]([(f"p{i}", p) for i, p in enumerate(params)], lr=0.01)
+    same = OURS[name](reference, lr=0.01)
+    train([optimizer, same], [params, reference], 2)
+    bad = deepcopy(optimizer.state_dict())
+    for entry in bad["state"].values():
+        entry["exp_avg"].fill_(7)
+    bad["param_groups"][0]["lr"] = 99.0
+    edit(bad)
+    before = snapshot(optimizer)
+    with pytest.raises((KeyError, TypeError, ValueError, RuntimeError), match=pattern) as error:
+        optimizer.load_state_dict(bad)
+    if "state" in pattern or "exp" in pattern or "step" in pattern:
+        assert "p1" in str(error.value)
+    assert snapshot(optimizer) == before
+    assert optimizer.param_groups[0]["lr"] == 0.01
+    train([optimizer, same], [params, reference], 2, first_seed=2)
+    assert_same_bits(params, reference)
+
+
+@each_class
+def test_loaded_state_is_used_by_a_step_with_fewer_gradients(name: str) -> None:
+    """State that was loaded for a parameter without a gradient stays as it is."""
+    params = make_params()
+    source = OURS[name](params)
+    train([source], [params], 2)
+    copies = copy_params(params)
+    target = OURS[name](copies)
+    target.load_state_dict(deepcopy(source.state_dict()))
+    set_gradients(copies)
+    copies[1].grad = None
+    still = [bits(v) for v in target.state[copies[1]].values()]
+    target.step()
+    assert [bits(v) for v in target.state[copies[1]].values()] == still
+    assert float(target.state[copies[0]]["step"]) == 3

@@ -1,0 +1,296 @@
+"""torch's own checks of state dicts, hooks and copies; test_torch_conformance.py has the table."""
+
+from __future__ import annotations
+
+import io
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from .subject import (
+    OURS,
+    TORCH,
+    assert_close_to_torch,
+    assert_equal_nested,
+    bits,
+    copy_params,
+    each_class,
+    inputs,
+    make_params,
+    optimizer_info,
+    set_gradients,
+    small_model,
+    train,
+)
+
+
+def named(params: list[nn.Parameter], with_names: bool) -> list[Any]:
+    return [(f"name{i}", p) for i, p in enumerate(params)] if with_names else params
+
+
+def without_names(state_dict: dict[str, Any]) -> dict[str, Any]:
+    copy = deepcopy(state_dict)
+    for group in copy["param_groups"]:
+        group.pop("param_names", None)
+    return copy
+
+
+@inputs()
+@pytest.mark.parametrize(("first_named", "second_named"), [(0, 0), (0, 1), (1, 0), (1, 1)])
+def test_state_dict_deterministic(
+    name: str, kwargs: dict[str, Any], first_named: bool, second_named: bool
+) -> None:
+    """An optimizer built on copies and loaded goes on with the same bits."""
+    params = make_params()
+    first = OURS[name](named(params, first_named), **deepcopy(kwargs))
+    train([first], [params], 10)
+    copies = copy_params(params)
+    second = OURS[name](named(copies, second_named), **deepcopy(kwargs))
+    second.load_state_dict(deepcopy(first.state_dict()))
+    train([first, second], [params, copies], 10, first_seed=10)
+    assert all(bits(p) == bits(q) for p, q in zip(params, copies, strict=True))
+    assert_equal_nested(without_names(first.state_dict()), without_names(second.state_dict()))
+    # a group listed twice has the same representation
+    second.param_groups.extend(second.param_groups)
+    assert_equal_nested(
+        without_names(first.state_dict())["param_groups"][-1],
+        without_names(second.state_dict())["param_groups"][-1],
+    )
+
+
+@inputs()
+def test_older_state_dict(name: str, kwargs: dict[str, Any]) -> None:
+    """State dicts written before the newer flags existed load, and steps go on the same."""
+    params, reference = make_params(), make_params()
+    optimizer = OURS[name](params, **deepcopy(kwargs))
+    untouched = OURS[name](reference, **deepcopy(kwargs))
+    train([optimizer, untouched], [params, reference], 3)
+    older = deepcopy(optimizer.state_dict())
+    for group in older["param_groups"]:
+        for flag in optimizer_info(name).not_og_supported_flags:
+            if flag == "maximize" and group.get("maximize"):
+                continue  # without it the direction itself would be lost
+            group.pop(flag, None)
+        group.pop("decoupled_weight_decay", None)
+    optimizer.load_state_dict(older)
+    assert optimizer.param_groups[0]["decoupled_weight_decay"] == (name == "AdamW")
+    train([optimizer, untouched], [params, reference], 2, first_seed=3)
+    assert_close_to_torch(params, reference)
+
+
+@each_class
+@pytest.mark.parametrize(("first_named", "second_named"), [(0, 0), (0, 1), (1, 0), (1, 1)])
+def test_named_parameters(name: str, first_named: bool, second_named: bool) -> None:
+    models = [small_model(), small_model()]
+    both = [first_named, second_named]
+    first, second = (
+        OURS[name](m.named_parameters() if with_names else m.parameters())
+        for m, with_names in zip(models, both, strict=True)
+    )
+    train([first], [list(models[0].parameters())], 3)
+    second.load_state_dict(deepcopy(first.state_dict()))
+    train([second], [list(models[1].parameters())], 1)
+    group = second.state_dict()["param_groups"][0]
+    expected = ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert group.get("param_names") == (expected if any(both) else None)
+
+
+@inputs()
+@pytest.mark.parametrize("with_names", [True, False])
+def test_weights_only(name: str, kwargs: dict[str, Any], with_names: bool) -> None:
+    params = make_params()
+    optimizer = OURS[name](named(params, with_names), **kwargs)
+    train([optimizer], [params], 3)
+    saved = optimizer.state_dict()
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    assert_equal_nested(torch.load(file, weights_only=True), saved)
+
+
+@inputs()
+def test_load_nontensor_step(name: str, kwargs: dict[str, Any]) -> None:
+    params = make_params()
+    optimizer = OURS[name](params, **kwargs)
+    train([optimizer], [params], 3)
+    state_dict = deepcopy(optimizer.state_dict())
+    for entry in state_dict["state"].values():
+        entry["step"] = entry["step"].item()
+    optimizer.load_state_dict(state_dict)
+    train([optimizer], [params], 1)
+    for p in params:
+        step = optimizer.state[p]["step"]
+        assert step == 4
+        assert step.shape == ()
+        assert step.dtype == torch.float32
+
+
+@each_class
+def test_state_dict_hooks(name: str) -> None:
+    def before(optimizer: torch.optim.Optimizer) -> None:
+        optimizer.state["test"] = 1  # type: ignore[index, assignment]
+
+    def after(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return {**state_dict, "seen": state_dict["state"].pop("test", None)}
+
+    params = make_params()
+    optimizer = OURS[name](params)
+    handle = optimizer.register_state_dict_post_hook(after)
+    assert optimizer.state_dict()["seen"] is None
+    handle.remove()
+    optimizer.register_state_dict_pre_hook(before)
+    assert optimizer.state_dict()["state"]["test"] == 1
+    optimizer.register_state_dict_post_hook(after)
+    assert optimizer.state_dict()["seen"] == 1
+    train([optimizer], [params], 1)  # a foreign entry in the state does not disturb a step
+    assert optimizer.state[params[0]]["step"] == 1
+
+
+@each_class
+def test_load_state_dict_hooks(name: str) -> None:
+    def set_lr(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        state_dict["param_groups"][0]["lr"] = 0.002
+
+    def copy_with_lr(
+        optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
+    ) -> dict[str, Any]:
+        copy = deepcopy(state_dict)
+        copy["param_groups"][0]["lr"] = 0.003
+        return copy
+
+    def after(optimizer: torch.optim.Optimizer) -> None:
+        seen.append(optimizer.param_groups[0]["lr"])
+
+    seen: list[float] = []
+    params = make_params()
+    optimizer = OURS[name](params)
+    optimizer.register_load_state_dict_post_hook(after)
+    optimizer.load_state_dict(optimizer.state_dict())
+    handle = optimizer.register_load_state_dict_pre_hook(copy_with_lr)
+    optimizer.load_state_dict(optimizer.state_dict())
+    handle.remove()
+    optimizer.register_load_state_dict_pre_hook(set_lr)
+    optimizer.register_load_state_dict_pre_hook(copy_with_lr, prepend=True)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert seen == [1e-3, 0.003, 0.002]
+    train([optimizer], [params], 1)
+
+
+@each_class
+def test_step_hooks(name: str) -> None:
+    params = make_params()
+    optimizer = OURS[name](params)
+    calls: list[str] = []
+
+    def before(
+        opt: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        calls.append("before")
+        return (opt, lambda: 7), kwargs  # arguments that the hook returns are used
+
+    handles = [
+        optimizer.register_step_pre_hook(before),
+        optimizer.register_step_post_hook(lambda *_: calls.append("after")),
+    ]
+    set_gradients(params)
+    assert optimizer.step() == 7
+    optimizer.step()
+    assert calls == ["before", "after"] * 2
+    for handle in handles:
+        handle.remove()
+    assert optimizer.step() is None
+    assert len(calls) == 4
+    assert optimizer.state[params[0]]["step"] == 3
+
+
+@each_class
+def test_step_hooks_order(name: str) -> None:
+    calls: list[str] = []
+    params = make_params()
+    ours, sgd = OURS[name](params), torch.optim.SGD(params)
+    handles = [
+        register_optimizer_step_pre_hook(lambda *_: calls.append("pre")),
+        register_optimizer_step_post_hook(lambda *_: calls.append("post")),
+    ]
+    for optimizer in (ours, sgd):
+        handles.append(optimizer.register_step_pre_hook(lambda *_: calls.append("own pre")))
+        handles.append(optimizer.register_step_post_hook(lambda *_: calls.append("own post")))
+    try:
+        for optimizer in (ours, sgd, ours):
+            optimizer.step()
+            assert calls == ["pre", "own pre", "own post", "post"]
+            calls.clear()
+    finally:
+        for handle in handles:
+            handle.remove()
+    ours.step()
+    assert calls == []
+
+
+def public_attributes(thing: object) -> set[str]:
+    return {key for key in vars(thing) if not key.startswith("_")}
+
+
+@inputs()
+def test_deepcopy_public_attributes(name: str, kwargs: dict[str, Any]) -> None:
+    params = make_params()
+    optimizer = OURS[name](params, **kwargs)
+    train([optimizer], [params], 3)
+    assert public_attributes(optimizer) == public_attributes(deepcopy(optimizer))
+
+
+@inputs()
+def test_state_after_a_step(name: str, kwargs: dict[str, Any]) -> None:
+    """State looks like torch's: keys in order, shapes, dtypes, strides, devices."""
+    params, reference = make_params(), make_params()
+    flags = {k: v for k, v in kwargs.items() if k != "fused"}
+    ours, theirs = OURS[name](params, **flags), TORCH[name](reference, **flags, fused=True)
+    train([ours, theirs], [params, reference], 1)
+    for p, q in zip(params, reference, strict=True):
+        assert list(ours.state[p]) == list(theirs.state[q])
+        for key, value in theirs.state[q].items():
+            mine = ours.state[p][key]
+            assert (mine.shape, mine.dtype, mine.device) == (value.shape, value.dtype, value.device)
+            assert key == "step" or mine.stride() == value.stride() == p.stride()
+            assert not mine.requires_grad
+
+
+@each_class
+def test_param_group_keys(name: str) -> None:
+    ours, theirs = OURS[name](make_params()), TORCH[name](make_params())
+    assert ours.param_groups[0].keys() == theirs.param_groups[0].keys()
+    assert ours.defaults.keys() == theirs.defaults.keys()
+    different = {"params", "fused"}
+    for key in theirs.param_groups[0].keys() - different:
+        assert ours.param_groups[0][key] == theirs.param_groups[0][key], key
+
+
+def test_decoupled_weight_decay_key() -> None:
+    """FusedAdam follows the key of a loaded AdamW state; FusedAdamW always decouples."""
+    params = [make_params() for _ in range(3)]
+    adamw = OURS["AdamW"](params[0], weight_decay=0.1)
+    train([adamw], params[:1], 2)
+    adam = OURS["Adam"](params[1])
+    with torch.no_grad():
+        for p, q in zip(params[1], params[0], strict=True):
+            p.copy_(q)
+    adam.load_state_dict(deepcopy(adamw.state_dict()))
+    assert adam.param_groups[0]["decoupled_weight_decay"] is True
+    train([adamw, adam], params[:2], 2, first_seed=2)
+    assert all(bits(p) == bits(q) for p, q in zip(params[0], params[1], strict=True))
+
+    state_dict = OURS["Adam"](make_params()).state_dict()
+    assert state_dict["param_groups"][0]["decoupled_weight_decay"] is False
+    loaded = OURS["AdamW"](params[2])
+    loaded.load_state_dict(state_dict)
+    assert loaded.param_groups[0]["decoupled_weight_decay"] is True
+    del state_dict["param_groups"][0]["decoupled_weight_decay"]
+    loaded.load_state_dict(state_dict)
+    assert loaded.param_groups[0]["decoupled_weight_decay"] is True
