@@ -51,9 +51,10 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
         self._post_init(all_params, optimizer_kwargs)
         self._built = True
         for param, optimizer in zip(all_params, self.optimizers, strict=True):
-            param.register_post_accumulate_grad_hook(functools.partial(_step_now, optimizer))
+            hook = functools.partial(_step_now, optimizer)
+            param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
-    def step(self, *args: Any, **kwargs: Any) -> None:
+    def step(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         """Does nothing but fire the step hooks: backward has stepped."""
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:

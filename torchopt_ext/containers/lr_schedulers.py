@@ -129,14 +129,14 @@ def build_lr_schedulers(
     return LRSchedulersContainer(optimizers, build(*args, **kwargs))
 
 
-def _from_job_config(job_config: Any) -> Callable[[int], float]:
+def _from_job_config(job_config: Any) -> Callable[[int], Any]:
     config = job_config.lr_scheduler
     return _schedule(config, job_config.training.steps, "lr_min", generation=1)
 
 
 def _from_lr_scheduler_config(
     lr_scheduler_config: Any, training_steps: int
-) -> Callable[[int], float]:
+) -> Callable[[int], Any]:
     total_steps = lr_scheduler_config.total_steps
     total_steps = training_steps if total_steps is None else total_steps
     return _schedule(lr_scheduler_config, total_steps, "min_lr_factor", generation=2)
@@ -144,7 +144,7 @@ def _from_lr_scheduler_config(
 
 def _schedule(
     config: Any, total_steps: int, min_factor_name: str, generation: int
-) -> Callable[[int], float]:
+) -> Callable[[int], Any]:
     total = int(_number("training steps", total_steps))
     warmup = int(_number("warmup_steps", config.warmup_steps))
     min_factor = _number(min_factor_name, getattr(config, min_factor_name), maximum=1.0)

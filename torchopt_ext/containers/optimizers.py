@@ -1,6 +1,7 @@
 """OptimizersContainer: one optimizer per model part, behind the face of a single one."""
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -154,7 +155,7 @@ class OptimizersContainer(Optimizer, Stateful, Generic[T]):
         Optimizer.__init__(self, [{"params": all_params}], dict(optimizer_kwargs))
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         """The inner optimizers' own param groups, part by part."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
@@ -163,14 +164,15 @@ class OptimizersContainer(Optimizer, Stateful, Generic[T]):
         """Ignored: Optimizer.__init__ assigns an empty list, but the groups are the inner ones."""
 
     @property
-    def state(self) -> dict[torch.Tensor, Any]:  # type: ignore[override]
-        """The inner optimizers' state by parameter, for reading."""
-        return {
-            key: value for optimizer in self.optimizers for key, value in optimizer.state.items()
-        }
+    def state(self) -> defaultdict[torch.Tensor, Any]:
+        """The inner optimizers' state by parameter, to be read."""
+        merged: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+        for optimizer in self.optimizers:
+            merged.update(optimizer.state)
+        return merged
 
     @state.setter
-    def state(self, state: dict[torch.Tensor, Any]) -> None:
+    def state(self, state: defaultdict[torch.Tensor, Any]) -> None:
         """Ignored, as for param_groups."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -223,7 +225,8 @@ def _step_jointly(optimizers: Sequence[FusedAdam | FusedAdamW]) -> None:
         fused_step(optimizers)
 
     for optimizer in optimizers:
-        optimizer._opt_called = True  # torch's schedulers warn if no step() has set it
+        # torch's schedulers warn if no step() has set it.
+        optimizer._opt_called = True  # type: ignore[union-attr]
         step = functools.partial(_within_hooks, optimizer, step)
     step()
 

@@ -138,20 +138,20 @@ def test_unknown_implementation(build, parts, implementation):
 
 @GENERATIONS
 def test_in_backward_with_pipeline_parallelism(build, parts):
-    with pytest.raises(NotImplementedError, match="in backward .* pipeline"):
+    with pytest.raises(NotImplementedError, match=r"in backward .* pipeline"):
         build(parts, early_step_in_backward=True, pp=2)
     build(parts, pp=2)
 
 
 def test_in_backward_with_expert_parallelism(parts):
-    with pytest.raises(NotImplementedError, match="in backward .* expert"):
+    with pytest.raises(NotImplementedError, match=r"in backward .* expert"):
         second_generation(parts, early_step_in_backward=True, ep=2)
     second_generation(parts, ep=2)
 
 
 @GENERATIONS
 def test_in_backward_with_fault_tolerance(build, parts):
-    with pytest.raises(ValueError, match="Fault tolerance .* in backward"):
+    with pytest.raises(ValueError, match=r"Fault tolerance .* in backward"):
         build(parts, early_step_in_backward=True, ft=True)
 
 

@@ -115,8 +115,10 @@ def test_state_dict_between_backward_and_step_leaves_gradients(
     grads = [p.grad for part in parts for p in part.parameters()]
     values = copy.deepcopy(grads)
     assert set(container.state_dict()) == expected_keys(parts, choice.kwargs.get("amsgrad", False))
-    assert all(p.grad is g for p, g in zip(
-        (p for part in parts for p in part.parameters()), grads, strict=True))
+    assert all(
+        p.grad is g
+        for p, g in zip((p for part in parts for p in part.parameters()), grads, strict=True)
+    )
     assert all(map(torch.equal, grads, values))
     container.step()
     undisturbed.step()
@@ -132,8 +134,9 @@ def test_state_made_for_torchs_classes_is_what_their_first_step_makes(
     model, set_grads, cls, fused, capturable, default
 ):
     model.layers["0"].to(torch.bfloat16)
-    model.layers["1"][0].weight = nn.Parameter(torch.ones(5, 4, 3, 3).to(
-        memory_format=torch.channels_last))
+    model.layers["1"][0].weight = nn.Parameter(
+        torch.ones(5, 4, 3, 3).to(memory_format=torch.channels_last)
+    )
     kwargs = {"fused": fused, "capturable": capturable, "amsgrad": True}
     torch.set_default_dtype(default)
     try:
@@ -307,9 +310,7 @@ def test_state_moves_from_torch_to_ours_and_back_bitwise(
     saved = copy.deepcopy(source.state_dict())
     middle = OptimizersContainer(copy.deepcopy(parts), ours, {"amsgrad": amsgrad})
     middle.load_state_dict(saved)
-    back = OptimizersContainer(
-        copy.deepcopy(parts), torchs, {"amsgrad": amsgrad, "fused": fused}
-    )
+    back = OptimizersContainer(copy.deepcopy(parts), torchs, {"amsgrad": amsgrad, "fused": fused})
     back.load_state_dict(middle.state_dict())
     assert_same(back.state_dict(), saved)
     assert middle.param_groups[0]["betas"] == (0.8, 0.99)
@@ -490,8 +491,15 @@ def test_a_missing_key_is_named_and_nothing_changes(choice, parts, train, assert
 
 def test_missing_keys_are_counted(choice, parts):
     container = choice.container(parts)
-    total = len([key for key in container.state_dict() if not key.endswith(
-        ("foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"))])
+    total = len(
+        [
+            key
+            for key in container.state_dict()
+            if not key.endswith(
+                ("foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay")
+            )
+        ]
+    )
     with pytest.raises(KeyError, match=f"lacks .* and {total - 1} more"):
         container.load_state_dict({})
 

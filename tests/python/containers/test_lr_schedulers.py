@@ -1,0 +1,537 @@
+"""Learning-rate schedules: the formulas of two generations of torchtitan, and the container."""
+
+import copy
+import logging
+import math
+import pickle
+from fractions import Fraction
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.optim.lr_scheduler import LambdaLR
+
+from torchopt_ext import FusedAdamW
+from torchopt_ext.containers import (
+    LRSchedulersContainer,
+    OptimizersContainer,
+    build_lr_schedulers,
+)
+
+BASE_LR = 0.5  # factors times a power of two are exact
+
+
+@pytest.fixture
+def optimizers(parts):
+    return OptimizersContainer(parts, FusedAdamW, {"lr": BASE_LR})
+
+
+def section(minimum, **changes):
+    values = {"warmup_steps": 0, "decay_ratio": None, "decay_type": "linear", minimum: 0.0}
+    return SimpleNamespace(**{**values, **changes})
+
+
+def first_generation(optimizers, steps, *, min_factor=0.0, **changes):
+    job_config = SimpleNamespace(
+        training=SimpleNamespace(steps=steps),
+        lr_scheduler=section("lr_min", lr_min=min_factor, **changes),
+    )
+    return build_lr_schedulers(optimizers, job_config)
+
+
+def second_generation(optimizers, steps, *, min_factor=0.0, total_steps=None, **changes):
+    config = section("min_lr_factor", min_lr_factor=min_factor, total_steps=total_steps, **changes)
+    return build_lr_schedulers(optimizers, config, steps)
+
+
+GENERATIONS = pytest.mark.parametrize("build", [first_generation, second_generation])
+
+
+def factors(schedulers, count):
+    """The factors of the first `count` steps, by stepping."""
+    found = []
+    for _ in range(count):
+        found.append(schedulers.schedulers[0].get_last_lr()[0] / BASE_LR)
+        for scheduler in schedulers:
+            scheduler.optimizer.step()
+        schedulers.step()
+    return found
+
+
+# The published tables
+
+
+def fractions_of(text):
+    return [Fraction(item) for item in text.split()]
+
+
+def down_from(first, count, step):
+    return [Fraction(first) - i * Fraction(step) for i in range(count)]
+
+
+ONES = [Fraction(1)]
+# (steps, warmup, decay ratio, min factor, factors after 0..steps steps of generations 1 and 2)
+TABLE = {
+    "10-2": (
+        (10, 2, None, 0.0),
+        fractions_of("1/3 2/3") + down_from("8/9", 9, "1/9"),
+        fractions_of("1/2 1 1") + down_from("7/8", 8, "1/8"),
+    ),
+    "10-0": (
+        (10, 0, None, 0.0),
+        down_from("10/11", 11, "1/11"),
+        ONES + down_from("9/10", 10, "1/10"),
+    ),
+    "10-2-half": (
+        (10, 2, 0.5, 0.0),
+        fractions_of("1/3 2/3 1 1 1") + down_from("5/6", 6, "1/6"),
+        fractions_of("1/2 1 1 1 1 1") + down_from("4/5", 5, "1/5"),
+    ),
+    "10-5-0.8": (
+        (10, 5, 0.8, 0.0),
+        fractions_of("1/6 2/6 3/6 4/6 5/6") + down_from("5/6", 6, "1/6"),
+        fractions_of("1/5 2/5 3/5 4/5 1 1") + down_from("4/5", 5, "1/5"),
+    ),
+    "10-0-0": ((10, 0, 0.0, 0.0), ONES * 10 + [Fraction(0)], ONES * 11),
+    "5-10": (
+        (5, 10, None, 0.0),
+        fractions_of("1/11 2/11 3/11 4/11 5/11 6/11"),
+        fractions_of("1/5 2/5 3/5 4/5 1 1"),
+    ),
+    "5-5": (
+        (5, 5, None, 0.0),
+        fractions_of("1/6 2/6 3/6 4/6 5/6 0"),
+        fractions_of("1/5 2/5 3/5 4/5 1 1"),
+    ),
+    "10-2-min": (
+        (10, 2, None, 0.2),
+        fractions_of("1/3 2/3")
+        + [Fraction(1, 5) + Fraction(4, 5) * Fraction(i, 9) for i in range(8, -1, -1)],
+        fractions_of("1/2 1 1") + down_from("9/10", 8, "1/10"),
+    ),
+}
+
+
+@pytest.mark.parametrize("generation", [1, 2])
+@pytest.mark.parametrize(("arguments", *("first", "second")), TABLE.values(), ids=TABLE)
+def test_published_factors(optimizers, arguments, first, second, generation):
+    steps, warmup, ratio, minimum = arguments
+    build = first_generation if generation == 1 else second_generation
+    schedulers = build(
+        optimizers, steps, warmup_steps=warmup, decay_ratio=ratio, min_factor=minimum
+    )
+    expected = [float(f) for f in (first if generation == 1 else second)]
+    assert len(expected) == steps + 1
+    assert factors(schedulers, steps + 1) == pytest.approx(expected, rel=1e-15, abs=1e-16)
+
+
+# The formula, in plain Python
+
+
+def transcription(s, *, warmup, stable, decay, decay_type, minimum, generation):
+    """docs/numerics.md section 5, with the math module's cosine."""
+    if s < warmup:
+        return (s + 1) / (warmup + 1 if generation == 1 else warmup)
+    if s < warmup + stable:
+        return 1.0
+    length = decay + 1 if generation == 1 else decay
+    if length == 0:
+        return 1.0
+    progress = min(1.0, (s + 1 - (warmup + stable)) / length)
+    f = {
+        "linear": 1 - progress,
+        "sqrt": 1 - math.sqrt(progress),
+        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
+    }[decay_type]
+    return minimum + (1 - minimum) * f
+
+
+@given(
+    steps=st.integers(1, 60),
+    warmup=st.integers(0, 70),
+    ratio=st.none() | st.floats(0, 1.5),
+    decay_type=st.sampled_from(["linear", "sqrt", "cosine"]),
+    minimum=st.floats(0, 1),
+    generation=st.sampled_from([1, 2]),
+)
+def test_whole_schedules(steps, warmup, ratio, decay_type, minimum, generation):
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=BASE_LR)
+    build = first_generation if generation == 1 else second_generation
+    schedulers = build(
+        [optimizer],
+        steps,
+        warmup_steps=warmup,
+        decay_ratio=ratio,
+        decay_type=decay_type,
+        min_factor=minimum,
+    )
+    # The lengths as torchtitan computes them, cut off at 0 where it lets them go negative.
+    if generation == 2:
+        warmup = min(warmup, steps)
+    decay = steps - warmup if ratio is None else min(round(steps * ratio), steps - warmup)
+    stable = steps - warmup - max(decay, 0)
+    expected = [
+        transcription(
+            s,
+            warmup=warmup,
+            stable=max(stable, 0) + (generation == 2),
+            decay=max(decay, 0),
+            decay_type=decay_type,
+            minimum=minimum,
+            generation=generation,
+        )
+        for s in range(steps + 10)
+    ]
+    found = factors(schedulers, steps + 10)
+    assert found == pytest.approx(expected, rel=1e-14, abs=1e-15)
+    assert all(0 <= factor <= 1 for factor in found)
+
+
+@GENERATIONS
+def test_half_a_step_of_decay_rounds_to_even(optimizers, build):
+    schedulers = build(optimizers, 5, decay_ratio=0.5)  # 2.5 steps: 2
+    lambdas = schedulers.schedulers[0].lr_lambdas
+    assert lambdas[0].keywords["decay_steps"] == 2
+
+
+@GENERATIONS
+def test_warmup_is_not_raised_to_the_minimum(optimizers, build):
+    schedulers = build(optimizers, 10, warmup_steps=4, min_factor=0.9)
+    assert schedulers.schedulers[0].get_last_lr()[0] / BASE_LR < 0.5
+
+
+def test_total_steps_replaces_training_steps(optimizers):
+    schedulers = second_generation(optimizers, 10, total_steps=20)
+    assert factors(schedulers, 21)[-2:] == pytest.approx([1 / 20, 0])
+
+
+# Fixed faults of the seed
+
+
+@GENERATIONS
+@pytest.mark.parametrize("decay_type", ["linear", "sqrt"])
+def test_seed_bug_factor_went_negative_past_the_end(optimizers, build, decay_type):
+    schedulers = build(optimizers, 4, decay_type=decay_type)
+    assert factors(schedulers, 12)[4:] == [0] * 8
+
+
+@GENERATIONS
+def test_seed_bug_cosine_rose_again_past_the_end(optimizers, build):
+    schedulers = build(optimizers, 4, decay_type="cosine", min_factor=0.25)
+    assert factors(schedulers, 12)[4:] == [0.25] * 8
+
+
+def test_seed_bug_warmup_one_longer_than_training_divided_by_zero(optimizers):
+    schedulers = first_generation(optimizers, 5, warmup_steps=6)
+    assert factors(schedulers, 9) == pytest.approx([i / 7 for i in range(1, 7)] + [0, 0, 0])
+
+
+def test_seed_bug_warmup_longer_than_training_ended_above_one(optimizers):
+    schedulers = first_generation(optimizers, 2, warmup_steps=6, decay_ratio=0.5)
+    assert factors(schedulers, 9) == pytest.approx([i / 7 for i in range(1, 7)] + [0, 0, 0])
+
+
+def test_seed_bug_a_second_generation_schedule_without_decay_asserted_past_the_end(optimizers):
+    assert factors(second_generation(optimizers, 3, decay_ratio=0.0), 6) == [1] * 6
+
+
+@GENERATIONS
+@pytest.mark.parametrize("decay_type", ["exponential", "Linear", "", None])
+def test_seed_bug_an_unknown_decay_type_failed_only_when_decay_began(optimizers, build, decay_type):
+    with pytest.raises(ValueError, match=f"decay_type is {decay_type!r}, expected one of"):
+        build(optimizers, 10, warmup_steps=5, decay_type=decay_type)
+
+
+@GENERATIONS
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ({"warmup_steps": -1}, "warmup_steps is -1"),
+        ({"warmup_steps": math.nan}, "warmup_steps is nan"),
+        ({"decay_ratio": -0.5}, r"decay_ratio is -0\.5"),
+        ({"decay_ratio": math.nan}, "decay_ratio is nan"),
+        ({"decay_ratio": math.inf}, "decay_ratio is inf"),
+        ({"min_factor": -0.1}, r"(lr_min|min_lr_factor) is -0\.1"),
+        ({"min_factor": math.nan}, "(lr_min|min_lr_factor) is nan"),
+        ({"min_factor": 1.5}, r"(lr_min|min_lr_factor) is 1\.5, expected .* from 0 to 1"),
+        ({"steps": -5}, "training steps is -5"),
+        ({"steps": math.nan}, "training steps is nan"),
+    ],
+)
+def test_seed_bug_senseless_numbers_were_accepted(optimizers, build, arguments, name):
+    with pytest.raises(ValueError, match=name):
+        build(optimizers, **{"steps": 10, **arguments})
+    assert optimizers.param_groups[0]["lr"] == BASE_LR
+    assert "initial_lr" not in optimizers.param_groups[0]
+
+
+@GENERATIONS
+def test_what_is_cut_is_warned_about(optimizers, build, caplog):
+    with caplog.at_level(logging.WARNING):
+        build(optimizers, 10, warmup_steps=5, decay_ratio=0.8)
+        assert "decay is shortened to 5 steps" in caplog.text
+        assert "Warmup (5 steps) and decay (8 steps)" in caplog.text
+        caplog.clear()
+        build(optimizers, 5, warmup_steps=10)
+        assert "Warmup (10 steps) is longer than the training (5 steps)" in caplog.text
+        caplog.clear()
+        build(optimizers, 10, warmup_steps=5, decay_ratio=0.5)
+        build(optimizers, 10, warmup_steps=10)
+        assert caplog.text == ""
+
+
+# Ways to build
+
+
+def test_every_way_to_pass_the_arguments(optimizers):
+    config = section("min_lr_factor", total_steps=None)
+    job_config = SimpleNamespace(training=SimpleNamespace(steps=4), lr_scheduler=section("lr_min"))
+    first = [
+        build_lr_schedulers(optimizers, job_config),
+        build_lr_schedulers(optimizers=optimizers, job_config=job_config),
+    ]
+    second = [
+        build_lr_schedulers(optimizers, config, 4),
+        build_lr_schedulers(optimizers=optimizers, lr_scheduler_config=config, training_steps=4),
+    ]
+    for schedulers, generation in [(s, 1) for s in first] + [(s, 2) for s in second]:
+        assert schedulers.schedulers[0].lr_lambdas[0].keywords["generation"] == generation
+
+
+def test_a_wrong_call_is_pythons_own_error(optimizers):
+    with pytest.raises(TypeError, match="training_steps"):
+        build_lr_schedulers(optimizers, section("min_lr_factor", total_steps=None))
+    with pytest.raises(AttributeError, match="min_lr_factor"):
+        build_lr_schedulers(optimizers, section("lr_min", total_steps=None), 10)
+
+
+def test_no_optimizer_is_refused():
+    with pytest.raises(AssertionError, match="at least one optimizer"):
+        LRSchedulersContainer([], lambda step: 1.0)
+
+
+# The container
+
+
+def test_one_scheduler_per_optimizer_stepping_together(optimizers):
+    schedulers = LRSchedulersContainer(optimizers, lambda step: 0.5**step)
+    assert isinstance(schedulers, Stateful)
+    assert len(schedulers) == len(list(schedulers)) == 2
+    assert all(isinstance(scheduler, LambdaLR) for scheduler in schedulers)
+    for expected in (BASE_LR, BASE_LR / 2, BASE_LR / 4):
+        assert [opt.param_groups[0]["lr"] for opt in optimizers] == [expected] * 2
+        assert [scheduler.get_last_lr() for scheduler in schedulers] == [[expected]] * 2
+        optimizers.step()
+        schedulers.step()
+
+
+@GENERATIONS
+def test_a_job_runs_without_warnings(parts, build, recwarn, train):
+    container = OptimizersContainer(parts, FusedAdamW, {"lr": BASE_LR})
+    schedulers = build(container, 4, warmup_steps=1)
+    for seed in range(6):
+        train(container, parts, [seed])
+        schedulers.step()
+    assert [str(warning.message) for warning in recwarn] == []
+
+
+@GENERATIONS
+def test_the_lambda_can_be_pickled(optimizers, build):
+    schedulers = build(optimizers, 10, warmup_steps=2, decay_type="cosine", min_factor=0.1)
+    function = schedulers.schedulers[0].lr_lambdas[0]
+    again = pickle.loads(pickle.dumps(function))
+    assert [again(s) for s in range(15)] == [function(s) for s in range(15)]
+
+
+def test_a_tensor_lr_is_filled_in_place(parts):
+    lr = torch.tensor(BASE_LR)
+    container = OptimizersContainer(parts[:1], FusedAdamW, {"lr": lr})
+    (group,) = container.param_groups
+    held = group["lr"]
+    schedulers = LRSchedulersContainer(container, lambda step: 0.5**step)
+    container.step()
+    schedulers.step()
+    assert group["lr"] is held
+    assert held == BASE_LR / 2
+    schedulers.load_state_dict({"last_epoch": 3})
+    assert group["lr"] is held
+    assert held == BASE_LR / 8
+    assert schedulers.get_metrics() == {"lr/AdamW": BASE_LR / 8}
+
+
+# State dict
+
+
+@GENERATIONS
+def test_state_dict_is_that_of_a_stock_scheduler(optimizers, build):
+    schedulers = build(optimizers, 10, warmup_steps=2)
+    stock_optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=BASE_LR)
+
+    def stock_lambda(step):
+        return schedulers.schedulers[0].lr_lambdas[0](step)
+
+    stock = LambdaLR(stock_optimizer, stock_lambda)
+    for _ in range(4):
+        optimizers.step()
+        stock_optimizer.step()
+        schedulers.step()
+        stock.step()
+    saved = schedulers.state_dict()
+    # The attributes of a callable lambda would be saved and demanded: ours has none.
+    assert saved["lr_lambdas"] == [{}]
+    expected = stock.state_dict()
+    assert expected["lr_lambdas"] == [None]
+    assert {**saved, "lr_lambdas": None} == {**expected, "lr_lambdas": None}
+    assert saved["last_epoch"] == 4
+
+
+def make(parts, lrs=(BASE_LR, BASE_LR)):
+    container = OptimizersContainer(parts, FusedAdamW, {"lr": BASE_LR})
+    for group, lr in zip(container.param_groups, lrs, strict=True):
+        group["lr"] = lr
+    return container, first_generation(container, 20, warmup_steps=5, decay_type="sqrt")
+
+
+def run(container, schedulers, parts, train, seeds):
+    lrs = []
+    for seed in seeds:
+        lrs.append([group["lr"] for group in container.param_groups])
+        train(container, parts, [seed])
+        schedulers.step()
+    return lrs
+
+
+@pytest.mark.parametrize("form", ["seed", "newer"])
+@pytest.mark.parametrize("done", [0, 1, 3, 25])
+def test_seed_bug_the_lr_after_loading_was_left_to_the_optimizers_state(
+    parts, train, form, done, recwarn
+):
+    """Only the schedule is loaded, not the optimizer, and the next step has the right lr."""
+    copies = copy.deepcopy(parts)
+    container, schedulers = make(parts)
+    run(container, schedulers, parts, train, range(done))
+    saved = schedulers.state_dict() if form == "seed" else {"last_epoch": done}
+    before = copy.deepcopy(saved)
+    resumed_container, resumed = make(copies)
+    resumed.load_state_dict(saved)
+    assert saved == before
+    assert [group["lr"] for group in resumed_container.param_groups] == [
+        group["lr"] for group in container.param_groups
+    ]
+    assert resumed.state_dict() == schedulers.state_dict()
+    assert run(resumed_container, resumed, copies, train, range(3)) == run(
+        container, schedulers, parts, train, range(3)
+    )
+    assert [str(warning.message) for warning in recwarn] == []
+
+
+@pytest.mark.parametrize("optimizer_first", [False, True])
+def test_order_of_loading_optimizer_and_schedule_does_not_matter(
+    parts, train, optimizer_first, assert_same
+):
+    copies = copy.deepcopy(parts)
+    container, schedulers = make(parts)
+    run(container, schedulers, parts, train, range(3))
+    for part, other in zip(parts, copies, strict=True):
+        other.load_state_dict(part.state_dict())
+    resumed_container, resumed = make(copies)
+    pairs = [
+        (resumed_container, copy.deepcopy(container.state_dict())),
+        (resumed, copy.deepcopy(schedulers.state_dict())),
+    ]
+    for target, saved in pairs if optimizer_first else reversed(pairs):
+        target.load_state_dict(saved)
+    assert_same(resumed_container.state_dict(), container.state_dict())
+    assert run(resumed_container, resumed, copies, train, range(4)) == run(
+        container, schedulers, parts, train, range(4)
+    )
+    for part, other in zip(parts, copies, strict=True):
+        assert_same(part, other)
+
+
+def test_seed_bug_different_base_lrs_were_overwritten_by_the_first(parts, train):
+    copies = copy.deepcopy(parts)
+    container, schedulers = make(parts, lrs=(0.5, 0.25))
+    run(container, schedulers, parts, train, range(3))
+    resumed_container, resumed = make(copies, lrs=(0.5, 0.25))
+    resumed.load_state_dict(schedulers.state_dict())
+    assert [scheduler.base_lrs for scheduler in resumed] == [[0.5], [0.25]]
+    assert [group["lr"] for group in resumed_container.param_groups] == [
+        group["lr"] for group in container.param_groups
+    ]
+
+
+def test_a_common_base_lr_comes_from_the_dict(parts, train):
+    container, schedulers = make(parts, lrs=(0.5, 0.5))
+    run(container, schedulers, parts, train, range(3))
+    saved = schedulers.state_dict()
+    resumed_container, resumed = make(copy.deepcopy(parts), lrs=(0.125, 0.125))
+    resumed.load_state_dict(saved)
+    assert [scheduler.base_lrs for scheduler in resumed] == [[0.5], [0.5]]
+    assert resumed_container.param_groups[1]["lr"] == container.param_groups[1]["lr"]
+    resumed.schedulers[0].base_lrs[0] = 7.0
+    assert resumed.schedulers[1].base_lrs == saved["base_lrs"] == [0.5]
+
+
+def test_another_number_of_parts_can_load_it(parts, model, train):
+    container, schedulers = make(parts)
+    run(container, schedulers, parts, train, range(3))
+    single = OptimizersContainer([model], FusedAdamW, {"lr": BASE_LR})
+    resumed = first_generation(single, 20, warmup_steps=5, decay_type="sqrt")
+    resumed.load_state_dict(schedulers.state_dict())
+    assert single.param_groups[0]["lr"] == container.param_groups[0]["lr"]
+
+
+def test_a_lambda_with_state_is_restored(optimizers, parts):
+    class Scaled:
+        def __init__(self, scale):
+            self.scale = scale
+
+        def __call__(self, step):
+            return self.scale
+
+    saved = LRSchedulersContainer(optimizers, Scaled(0.25)).state_dict()
+    assert saved["lr_lambdas"] == [{"scale": 0.25}]
+    resumed = LRSchedulersContainer(optimizers, Scaled(1.0))
+    resumed.load_state_dict(saved)
+    assert [group["lr"] for group in optimizers.param_groups] == [BASE_LR / 4] * 2
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, "3", None])
+def test_a_senseless_step_is_refused(optimizers, value):
+    schedulers = LRSchedulersContainer(optimizers, lambda step: 0.5**step)
+    before = copy.deepcopy(schedulers.state_dict())
+    with pytest.raises(ValueError, match=f"last_epoch is {value!r}, expected a number of steps"):
+        schedulers.load_state_dict({**before, "last_epoch": value})
+    with pytest.raises(KeyError, match="last_epoch"):
+        schedulers.load_state_dict({"base_lrs": [1.0]})
+    assert schedulers.state_dict() == before
+
+
+# Metrics
+
+
+def test_metrics_name_one_lr_after_the_optimizer(optimizers):
+    schedulers = LRSchedulersContainer(optimizers, lambda step: 0.5**step)
+    assert schedulers.get_metrics() == {"lr/AdamW": BASE_LR}
+    optimizers.step()
+    schedulers.step()
+    assert schedulers.get_metrics() == {"lr/AdamW": BASE_LR / 2}
+
+
+def test_metrics_number_the_groups(parts):
+    container = OptimizersContainer(parts, torch.optim.Adam, {"lr": BASE_LR})
+    for optimizer in container:
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "lr": 0.25})
+    schedulers = LRSchedulersContainer(container, lambda step: 0.5)
+    assert schedulers.get_metrics() == {"lr/Adam/0": BASE_LR / 2, "lr/Adam/1": 0.125}
+
+
+def test_metrics_of_parts_that_differ(optimizers):
+    optimizers.param_groups[1]["lr"] = 0.25
+    schedulers = LRSchedulersContainer(optimizers, lambda step: 0.0)
+    assert schedulers.get_metrics() == {"lr/AdamW/0": 0.0, "lr/AdamW/1": 0.0}
