@@ -86,7 +86,10 @@ def adam_reference(
         g = g + c["l2"] * p
     m = m + c["w1"] * (g - m) if s["w1"] < 0.5 else g - c["beta1"] * (g - m)
     square = (c["w2"] * g) * g
-    v = v + (square - c["w2"] * v) if s["w2"] < 0.5 else square + c["beta2"] * v
+    largest = torch.tensor(torch.finfo(compute).max, dtype=compute)
+    forgotten = c["w2"] * v
+    forgotten = torch.where(forgotten < largest, forgotten, largest)
+    v = v + (square - forgotten) if s["w2"] < 0.5 else square + c["beta2"] * v
     d = v
     if vmax is not None:
         vmax = vmax.to(compute)
