@@ -32,13 +32,10 @@ class Choice:
 
 CHOICES = {
     "FusedAdamW": Choice(FusedAdamW, {"fused": True, "foreach": False}),
-    "FusedAdam": Choice(FusedAdam),
-    "FusedAdamW-amsgrad": Choice(FusedAdamW, {"amsgrad": True}),
+    "FusedAdam-amsgrad": Choice(FusedAdam, {"amsgrad": True}),
     "AdamW-foreach": Choice(torch.optim.AdamW, {"foreach": True}),
-    "AdamW-for-loop": Choice(torch.optim.AdamW, {"foreach": False}),
-    "AdamW-fused": Choice(torch.optim.AdamW, {"fused": True}),
-    "AdamW-amsgrad": Choice(torch.optim.AdamW, {"amsgrad": True}),
-    "Adam": Choice(torch.optim.Adam),
+    "AdamW-fused-amsgrad": Choice(torch.optim.AdamW, {"fused": True, "amsgrad": True}),
+    "Adam-for-loop": Choice(torch.optim.Adam, {"foreach": False}),
 }
 
 

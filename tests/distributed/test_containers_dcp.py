@@ -1,0 +1,217 @@
+"""Checkpoints of the containers between one process and FSDP2 on two, bit for bit.
+
+Every process is given the same gradients, in shards where the parameters are sharded: backward
+under FSDP2 sums the ranks' gradients in another order than one process does.
+"""
+
+import os
+import subprocess
+import sys
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from torchopt_ext import FusedAdamW
+from torchopt_ext.containers import (
+    LRSchedulersContainer,
+    OptimizersContainer,
+    OptimizersInBackwardContainer,
+)
+
+TIMEOUT = 100  # seconds; a process that hangs is killed and the test fails
+SAVED_AT, STEPS = 3, 5
+
+
+class Part(nn.Module):
+    def __init__(self, name: str, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        # 7 rows do not divide by two ranks, and one row leaves the second rank nothing.
+        self.add_module(name, nn.Sequential(nn.Linear(9, 7), nn.LayerNorm(7), nn.Linear(7, 1)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return next(self.children())(x)
+
+
+class Job:
+    """Two parts, one container with a joint norm, one schedule; sharded if there are ranks."""
+
+    def __init__(self, container=OptimizersContainer, **kwargs) -> None:
+        self.parts = [Part("first", 1), Part("second", 2)]
+        if dist.is_initialized():
+            for part in self.parts:
+                # gloo has no PREMUL_SUM, with which FSDP2 divides gradients otherwise.
+                fully_shard(part).set_force_sum_reduction_for_comms(True)
+        self.optimizer = container(self.parts, FusedAdamW, {"lr": 1e-2, **kwargs})
+        self.lr_scheduler = LRSchedulersContainer(self.optimizer, lambda step: 1 / (step + 1))
+
+    def step(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for part in self.parts:
+            for param in part.parameters():
+                grad = torch.randn(param.shape, generator=generator)
+                if isinstance(param, DTensor):
+                    grad = distribute_tensor(grad, param.device_mesh, param.placements)
+                param.grad = grad
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.lr_scheduler.step()
+
+    def states(self) -> dict:
+        models = {f"part{i}": part for i, part in enumerate(self.parts)}
+        return {**models, "optimizer": self.optimizer, "lr_scheduler": self.lr_scheduler}
+
+
+def run_job(first: int, last: int, load: Path | None, save: Path | None) -> Job:
+    job = Job(max_grad_norm=0.5)
+    if load:
+        dcp.load(job.states(), checkpoint_id=load)
+    for seed in range(first, last):
+        job.step(seed)
+    if save:
+        dcp.save(job.states(), checkpoint_id=save)
+    return job
+
+
+def flat(job: Job) -> dict:
+    values = {**job.optimizer.state_dict(), **job.lr_scheduler.state_dict()}
+    for part in job.parts:
+        values.update(part.state_dict())
+    return values
+
+
+def assert_same(left: Job, right: Job) -> None:
+    left, right = flat(left), flat(right)
+    assert set(left) == set(right)
+    for key, value in left.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, right[key]), key
+        else:
+            assert value == right[key], key
+
+
+# What the two processes do
+
+
+def train_and_save(path: Path) -> None:
+    run_job(0, SAVED_AT, load=None, save=path / "two_before")
+
+
+def resume_and_save(path: Path) -> None:
+    run_job(SAVED_AT, STEPS, load=path / "one_before", save=path / "two_after")
+
+
+def step_in_backward(path: Path) -> None:
+    plain, in_backward = Job(), Job(container=OptimizersInBackwardContainer)
+    for seed in range(STEPS):
+        x = torch.randn(4, 9, generator=torch.Generator().manual_seed(seed + 10 * dist.get_rank()))
+        for job in (plain, in_backward):
+            sum(part(x).square().sum() for part in job.parts).backward()
+            job.optimizer.step()
+            job.optimizer.zero_grad()
+            job.lr_scheduler.step()
+    assert len(in_backward.optimizer) == 12
+    assert in_backward.optimizer.state_dict()["state.second.0.weight.step"] == STEPS
+    for part, other in zip(plain.parts, in_backward.parts, strict=True):
+        for (name, value), changed in zip(part.named_parameters(), other.parameters(), strict=True):
+            assert torch.equal(value.full_tensor(), changed.full_tensor()), name
+    saved = in_backward.optimizer.state_dict()
+    for key, value in plain.optimizer.state_dict().items():
+        if isinstance(value, DTensor):
+            assert torch.equal(value.full_tensor(), saved[key].full_tensor()), key
+        else:
+            assert value == saved[key], key
+
+
+def refuse_plain_state(path: Path) -> None:
+    job = Job()
+    wrong = {
+        key: value.full_tensor() if isinstance(value, DTensor) else value
+        for key, value in job.optimizer.state_dict().items()
+    }
+    with pytest.raises(ValueError, match="is a plain tensor, expected a DTensor of placements"):
+        job.optimizer.load_state_dict(wrong)
+
+
+# One start of two processes serves all tests: starting them takes longer than what they do.
+
+WORK = [train_and_save, resume_and_save, step_in_backward, refuse_plain_state]
+
+
+def work(rank: int, path: Path) -> None:
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{path / 'rendezvous'}",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=TIMEOUT / 3),
+    )
+    for function in WORK:
+        try:
+            function(path)
+        except BaseException:
+            (path / f"{function.__name__}.{rank}.failed").write_text(traceback.format_exc())
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory in which two ranks have done all of WORK."""
+    path = tmp_path_factory.mktemp("containers")
+    run_job(0, SAVED_AT, load=None, save=path / "one_before")
+    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    logs = [path / "rank0.log", path / "rank1.log"]
+    ranks = []
+    try:
+        for rank, log in enumerate(logs):
+            command = [sys.executable, __file__, str(rank), str(path)]
+            with log.open("w") as out:
+                ranks.append(subprocess.Popen(command, env=env, stdout=out, stderr=out))
+        codes = [process.wait(TIMEOUT) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    assert codes == [0, 0], "".join(log.read_text() for log in logs)
+    return path
+
+
+def assert_done(function, path: Path) -> None:
+    failures = path.glob(f"{function.__name__}.*.failed")
+    assert "".join(failure.read_text() for failure in failures) == ""
+
+
+pytestmark = pytest.mark.timeout(TIMEOUT + 60)
+
+
+def test_saved_on_two_ranks_and_loaded_on_one(path):
+    assert_done(train_and_save, path)
+    uninterrupted = run_job(0, STEPS, load=None, save=None)
+    assert_same(run_job(SAVED_AT, STEPS, load=path / "two_before", save=None), uninterrupted)
+
+
+def test_saved_on_one_rank_and_resumed_on_two(path):
+    assert_done(resume_and_save, path)
+    uninterrupted = run_job(0, STEPS, load=None, save=None)
+    assert_same(run_job(STEPS, STEPS, load=path / "two_after", save=None), uninterrupted)
+
+
+def test_in_backward_under_fsdp2_trains_like_the_plain_container(path):
+    assert_done(step_in_backward, path)
+
+
+def test_unsharded_state_is_refused_by_a_sharded_job(path):
+    assert_done(refuse_plain_state, path)
+
+
+if __name__ == "__main__":
+    work(int(sys.argv[1]), Path(sys.argv[2]))
