@@ -1,0 +1,140 @@
+"""Adam and AdamW in float64 from float32 inputs, and the RMS error of a training run against it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Run:
+    """100 steps from random float32 parameters with random float32 gradients.
+
+    ``p`` and ``g`` are the magnitudes of parameters and gradients; with ``drift`` a gradient has a
+    part that is the same in every step, so that parameters move steadily.
+    """
+
+    name: str = "AdamW"
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 1e-2
+    amsgrad: bool = False
+    maximize: bool = False
+    p: float = 1.0
+    g: float = 1.0
+    drift: bool = False
+    steps: int = 100
+
+    def __str__(self) -> str:
+        changed = {k: v for k, v in vars(self).items() if v != getattr(Run, k)}
+        return ",".join(f"{k}={v}" for k, v in changed.items()) or "defaults"
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        keys = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
+        return {key: getattr(self, key) for key in keys}
+
+    def initial(self, numel: int) -> Tensor:
+        generator = torch.Generator().manual_seed(1)
+        return (torch.randn(numel, generator=generator, dtype=torch.float64) * self.p).float()
+
+    def gradients(self, numel: int) -> Iterator[Tensor]:
+        generator = torch.Generator().manual_seed(2)
+        steady = torch.randn(numel, generator=generator)
+        for _ in range(self.steps):
+            noise = torch.randn(numel, generator=generator)
+            if self.drift:
+                noise = steady + 0.3 * noise
+            # through float64, so that neither tiny nor huge magnitudes are rounded twice
+            yield (noise.double() * self.g).float()
+
+
+class Reference:
+    """The update of Kingma & Ba and of Loshchilov & Hutter as torch documents it, in float64.
+
+    With ``storage=torch.float32`` parameters and moments are rounded to float32 after each step:
+    what no kernel that keeps them in float32 can improve on but by luck.
+    """
+
+    def __init__(self, run: Run, param: Tensor, storage: torch.dtype = torch.float64) -> None:
+        self.run, self.storage, self.steps = run, storage, 0
+        self.param = param.to(storage)
+        self.exp_avg = torch.zeros_like(self.param)
+        self.exp_avg_sq = torch.zeros_like(self.param)
+        self.max_exp_avg_sq = torch.zeros_like(self.param)
+
+    def step(self, gradient: Tensor) -> None:
+        run = self.run
+        self.steps += 1
+        beta1, beta2 = run.betas
+        g = gradient.double()
+        p, m, v = self.param.double(), self.exp_avg.double(), self.exp_avg_sq.double()
+        if run.maximize:
+            g = -g
+        if run.weight_decay and run.name == "Adam":
+            g = g + run.weight_decay * p
+        m = beta1 * m + (1 - beta1) * g
+        v = beta2 * v + (1 - beta2) * g.square()
+        largest = v
+        if run.amsgrad:
+            largest = torch.maximum(self.max_exp_avg_sq.double(), v)
+            self.max_exp_avg_sq = largest.to(self.storage)
+        denominator = largest.sqrt() / math.sqrt(1 - beta2**self.steps) + run.eps
+        update = run.lr / (1 - beta1**self.steps) * m / denominator
+        if run.weight_decay and run.name == "AdamW":
+            update = update + run.lr * run.weight_decay * p
+        self.param, self.exp_avg, self.exp_avg_sq = (x.to(self.storage) for x in (p - update, m, v))
+
+
+@dataclass(frozen=True)
+class Errors:
+    """RMS errors of the parameters against float64, and what the moments said.
+
+    ``floor`` is that of float64 arithmetic on float32 storage.
+    """
+
+    ours: float
+    torch: float
+    floor: float
+    torch_overflowed: bool
+
+
+def measure(
+    run: Run,
+    numel: int,
+    ours: Callable[..., torch.optim.Optimizer],
+    theirs: Callable[..., torch.optim.Optimizer],
+) -> Errors:
+    """Trains the float64 reference, ours, torch's fused class and the floor side by side."""
+    start = run.initial(numel)
+    exact, floor = Reference(run, start), Reference(run, start, torch.float32)
+    params = [start.clone().requires_grad_(True) for _ in range(2)]
+    optimizers = [
+        ours([params[0]], **run.kwargs),
+        theirs([params[1]], fused=True, **run.kwargs),
+    ]
+    for gradient in run.gradients(numel):
+        for param, optimizer in zip(params, optimizers, strict=True):
+            param.grad = gradient
+            optimizer.step()
+        exact.step(gradient)
+        floor.step(gradient)
+    state = optimizers[1].state[params[1]]
+    assert exact.param.isfinite().all()
+    assert params[1].isfinite().all(), f"torch's parameters are not finite: {run}"
+
+    def rms(result: Tensor) -> float:
+        return (result.detach().double() - exact.param).square().mean().sqrt().item()
+
+    return Errors(
+        ours=rms(params[0]),
+        torch=rms(params[1]),
+        floor=rms(floor.param),
+        torch_overflowed=not all(bool(s.isfinite().all()) for s in state.values()),
+    )
