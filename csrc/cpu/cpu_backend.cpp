@@ -7,6 +7,7 @@
 
 #include "cpu/adam_slice.h"
 #include "cpu/sum_of_squares_chunk.h"
+#include "kernels/adam.h"
 #include "kernels/float_mode.h"
 #include "plan/backend.h"
 

@@ -2,7 +2,7 @@
 // table; kernel_table.cpp picks among them.
 #pragma once
 
-#include "kernels/adam.h"
+#include "kernels/adam_args.h"
 #include "kernels/exact_accumulator.h"
 
 namespace torchopt_ext {

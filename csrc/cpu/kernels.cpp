@@ -2,6 +2,7 @@
 // TORCHOPT_KERNELS names the getter. Everything else stays in anonymous namespaces
 // (kernels/host_device.h).
 #include "cpu/kernel_table.h"
+#include "kernels/adam.h"
 #include "kernels/sum_of_squares.h"
 #if defined(__AVX512F__)
 #include "kernels/lane_avx512.h"

@@ -2,27 +2,10 @@
 // lane type (lane.h), shared by every CPU build and by the CUDA kernel.
 #pragma once
 
+#include "kernels/adam_args.h"
 #include "kernels/lane.h"
 
 namespace torchopt_ext {
-
-// One param group's arguments.
-struct AdamHyper {
-  double lr;
-  double beta1;
-  double beta2;
-  double eps;
-  double weight_decay;
-  bool decoupled_weight_decay;  // AdamW; otherwise the decay is added to the gradient (Adam)
-  bool maximize;
-};
-
-// What an element needs, rounded once to the compute type.
-template <class T>
-struct AdamScalars {
-  T grad_factor, l2, beta1, beta2, w1, w2, eps_hat, decay, step_size;
-  bool maximize, has_l2, has_decay, small_w1, small_w2;
-};
 
 namespace {
 
@@ -77,6 +60,7 @@ TORCHOPT_HD inline void adam_update(const AdamScalars<typename L::scalar>& s,
                                     typename L::scalar* exp_avg, typename L::scalar* exp_avg_sq,
                                     typename L::scalar* max_exp_avg_sq) {
   using R = typename L::reg;
+  using T = typename L::scalar;
   const R p = L::load(param);
   R m = L::load(exp_avg);
   R v = L::load(exp_avg_sq);
@@ -91,7 +75,9 @@ TORCHOPT_HD inline void adam_update(const AdamScalars<typename L::scalar>& s,
   m = s.small_w1 ? L::add(m, L::mul(L::set1(s.w1), from_m))
                  : L::sub(g, L::mul(L::set1(s.beta1), from_m));
   const R weighted_square = L::mul(L::mul(L::set1(s.w2), g), g);
-  v = s.small_w2 ? L::add(v, L::sub(weighted_square, L::mul(L::set1(s.w2), v)))
+  // Once v has overflowed, v - w2*v would be infinity - infinity; the bound keeps it infinite.
+  const R forgotten = L::min(L::mul(L::set1(s.w2), v), L::set1(largest_finite<T>));
+  v = s.small_w2 ? L::add(v, L::sub(weighted_square, forgotten))
                  : L::add(weighted_square, L::mul(L::set1(s.beta2), v));
   m = L::canonical(m);
   v = L::canonical(v);

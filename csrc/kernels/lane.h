@@ -1,5 +1,5 @@
 // The lane type: the only arithmetic the formulas use. A lane type offers load, store, set1, add,
-// sub, mul, div, sqrt, neg, max_keep_nan and canonical on a register of `width` elements. Every
+// sub, mul, div, sqrt, neg, min, max_keep_nan and canonical on a register of `width` elements. Every
 // operation is correctly rounded and none is fused, which is what makes the bits the same on every
 // instruction set. This is the one-element lane, for the host and for CUDA threads; lane_avx2.h
 // and lane_avx512.h hold the others.
@@ -16,6 +16,13 @@ TORCHOPT_HD inline double canonical_nan(double) {
 }
 
 template <class T>
+inline constexpr T largest_finite = T{};
+template <>
+inline constexpr float largest_finite<float> = 0x1.fffffep127f;
+template <>
+inline constexpr double largest_finite<double> = 0x1.fffffffffffffp1023;
+
+template <class T>
 struct ScalarLane {
   using scalar = T;
   using reg = T;
@@ -26,6 +33,8 @@ struct ScalarLane {
   TORCHOPT_HD static T set1(T a) { return a; }
   TORCHOPT_HD static T neg(T a) { return -a; }
   TORCHOPT_HD static T sub(T a, T b) { return add(a, -b); }
+  // b if either is a NaN.
+  TORCHOPT_HD static T min(T a, T b) { return a < b ? a : b; }
   // vmax unless v is larger or a NaN; a NaN in either is kept.
   TORCHOPT_HD static T max_keep_nan(T vmax, T v) { return vmax > v || vmax != vmax ? vmax : v; }
   TORCHOPT_HD static T canonical(T a) { return a == a ? a : canonical_nan(a); }

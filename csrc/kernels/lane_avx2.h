@@ -20,6 +20,7 @@ struct Avx2Float {
   static reg mul(reg a, reg b) { return _mm256_mul_ps(a, b); }
   static reg div(reg a, reg b) { return _mm256_div_ps(a, b); }
   static reg sqrt(reg a) { return _mm256_sqrt_ps(a); }
+  static reg min(reg a, reg b) { return _mm256_min_ps(a, b); }
   static reg neg(reg a) { return _mm256_xor_ps(a, set1(-0.0f)); }
   static reg max_keep_nan(reg vmax, reg v) {
     const reg keep = _mm256_or_ps(_mm256_cmp_ps(vmax, v, _CMP_GT_OQ),
@@ -43,6 +44,7 @@ struct Avx2Double {
   static reg mul(reg a, reg b) { return _mm256_mul_pd(a, b); }
   static reg div(reg a, reg b) { return _mm256_div_pd(a, b); }
   static reg sqrt(reg a) { return _mm256_sqrt_pd(a); }
+  static reg min(reg a, reg b) { return _mm256_min_pd(a, b); }
   static reg neg(reg a) { return _mm256_xor_pd(a, set1(-0.0)); }
   static reg max_keep_nan(reg vmax, reg v) {
     const reg keep = _mm256_or_pd(_mm256_cmp_pd(vmax, v, _CMP_GT_OQ),

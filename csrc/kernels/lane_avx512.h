@@ -20,6 +20,7 @@ struct Avx512Float {
   static reg mul(reg a, reg b) { return _mm512_mul_ps(a, b); }
   static reg div(reg a, reg b) { return _mm512_div_ps(a, b); }
   static reg sqrt(reg a) { return _mm512_sqrt_ps(a); }
+  static reg min(reg a, reg b) { return _mm512_min_ps(a, b); }
   static reg neg(reg a) { return _mm512_xor_ps(a, set1(-0.0f)); }
   static reg max_keep_nan(reg vmax, reg v) {
     const __mmask16 keep = _mm512_cmp_ps_mask(vmax, v, _CMP_GT_OQ) |
@@ -44,6 +45,7 @@ struct Avx512Double {
   static reg mul(reg a, reg b) { return _mm512_mul_pd(a, b); }
   static reg div(reg a, reg b) { return _mm512_div_pd(a, b); }
   static reg sqrt(reg a) { return _mm512_sqrt_pd(a); }
+  static reg min(reg a, reg b) { return _mm512_min_pd(a, b); }
   static reg neg(reg a) { return _mm512_xor_pd(a, set1(-0.0)); }
   static reg max_keep_nan(reg vmax, reg v) {
     const __mmask8 keep = _mm512_cmp_pd_mask(vmax, v, _CMP_GT_OQ) |

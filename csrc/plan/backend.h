@@ -6,6 +6,7 @@
 
 #include <vector>
 
+#include "kernels/adam_args.h"
 #include "kernels/control.h"
 #include "plan/chunk_table.h"
 

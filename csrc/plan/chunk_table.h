@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "kernels/adam.h"
+#include "kernels/dtype.h"
 
 namespace torchopt_ext {
 

@@ -101,7 +101,9 @@ def adam_element(
         mt = sub(t, gt, mul(t, s["beta1"], sub(t, gt, mt)))
     square = mul(t, mul(t, s["w2"], gt), gt)
     if less(scalars["w2"], HALF):
-        vt = add(t, vt, sub(t, square, mul(t, s["w2"], vt)))
+        forgotten = mul(t, s["w2"], vt)
+        largest = decode(t, 0x7F7FFFFF if t is FP32 else 0x7FEFFFFFFFFFFFFF)
+        vt = add(t, vt, sub(t, square, forgotten if less(forgotten, largest) else largest))
     else:
         vt = add(t, square, mul(t, s["beta2"], vt))
     d = vt

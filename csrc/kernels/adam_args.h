@@ -1,0 +1,24 @@
+// The arguments of an Adam step: as a param group has them, and as an element needs them.
+#pragma once
+
+namespace torchopt_ext {
+
+// One param group's arguments.
+struct AdamHyper {
+  double lr;
+  double beta1;
+  double beta2;
+  double eps;
+  double weight_decay;
+  bool decoupled_weight_decay;  // AdamW; otherwise the decay is added to the gradient (Adam)
+  bool maximize;
+};
+
+// What an element needs, rounded once to the compute type.
+template <class T>
+struct AdamScalars {
+  T grad_factor, l2, beta1, beta2, w1, w2, eps_hat, decay, step_size;
+  bool maximize, has_l2, has_decay, small_w1, small_w2;
+};
+
+}  // namespace torchopt_ext
