@@ -76,7 +76,7 @@ test-all: ## Run everything: lint, sanitizers, both torch versions, each instruc
 	$(MAKE) test TORCH=2.11.0 TIER="not gpu"
 	$(MAKE) test TORCH=2.15.0 TIER="not gpu"
 
-# clang-tidy reads the commands of a CPU build: it knows no nvcc.
+# clang-tidy reads the commands of a CPU build, as it knows no nvcc, and has no omp.h.
 lint: $(VENV)/.requirements ## Check formatting and types, and run clang-tidy and ruff
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -85,7 +85,7 @@ lint: $(VENV)/.requirements ## Check formatting and types, and run clang-tidy an
 	$(BIN)/cmake -S . -B build/lint -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
 		-DPython_EXECUTABLE=$(CURDIR)/$(PY) -DUSE_CUDA=OFF -DBUILD_TESTS=ON >/dev/null
 	printf '%s\n' $(filter-out csrc/cuda/% examples/%,$(filter %.cpp,$(CXX_SOURCES))) | \
-		xargs -P $(JOBS) -n 1 $(BIN)/clang-tidy -p build/lint --quiet
+		xargs -P $(JOBS) -n 1 $(BIN)/clang-tidy -p build/lint --quiet --extra-arg=-fno-openmp
 
 format: $(VENV)/.requirements ## Format the sources and mend what ruff can
 	$(BIN)/ruff check --fix .

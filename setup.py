@@ -20,15 +20,19 @@ from setuptools.command.build_ext import build_ext
 try:
     import torch
 except ImportError:
-    sys.exit("torchopt_ext is built against an installed torch, and this Python has none: "
-             "pip install torch, then pip install --no-build-isolation .")
+    sys.exit(
+        "torchopt_ext is built against an installed torch, and this Python has none: "
+        "pip install torch, then pip install --no-build-isolation ."
+    )
 
 ROOT = Path(__file__).parent.resolve()
 SUPPORTED_MINORS = range(11, 16)
 major, minor = (int(part) for part in torch.__version__.split(".")[:2])
 if major != 2 or minor not in SUPPORTED_MINORS:
-    sys.exit(f"torchopt_ext supports torch 2.{SUPPORTED_MINORS[0]} to 2.{SUPPORTED_MINORS[-1]}; "
-             f"this Python has {torch.__version__}")
+    sys.exit(
+        f"torchopt_ext supports torch 2.{SUPPORTED_MINORS[0]} to 2.{SUPPORTED_MINORS[-1]}; "
+        f"this Python has {torch.__version__}"
+    )
 
 use_cuda = "AUTO"
 if os.environ.get("USE_CUDA", "").upper() in ("0", "OFF", "NO", "FALSE"):
@@ -51,27 +55,31 @@ class CMakeBuild(build_ext):
     """Configures, builds and installs with CMake into the package's directory."""
 
     def run(self) -> None:
-        prefix = ROOT if self.inplace else Path(self.build_lib).resolve()
-        cmake = tool("cmake")
-        configure = [
-            cmake, "-S", str(ROOT), "-B", str(build_dir), "-G", "Ninja",
-            f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}",
-            f"-DPython_EXECUTABLE={sys.executable}",
-            f"-DUSE_CUDA={use_cuda}",
-            f"-DTORCH_CUDA_ARCH_LIST={os.environ.get('TORCH_CUDA_ARCH_LIST', '')}",
+        cmake, source, binary = tool("cmake"), str(ROOT), str(build_dir)
+        configure = [cmake, "-S", source, "-B", binary, "-G", "Ninja"] + [
+            f"-D{option}={value}"
+            for option, value in {
+                "CMAKE_MAKE_PROGRAM": tool("ninja"),
+                "Python_EXECUTABLE": sys.executable,
+                "USE_CUDA": use_cuda,
+                "TORCH_CUDA_ARCH_LIST": os.environ.get("TORCH_CUDA_ARCH_LIST", ""),
+            }.items()
         ]
         jobs = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL", str(len(os.sched_getaffinity(0))))
-        build = [cmake, "--build", str(build_dir), "--target", "_C", "--parallel", jobs]
-        for command in (configure, build, [cmake, "--install", str(build_dir), "--prefix", str(prefix)]):
+        build = [cmake, "--build", binary, "--target", "_C", "--parallel", jobs]
+        prefix = source if self.inplace else str(Path(self.build_lib).resolve())
+        for command in (configure, build, [cmake, "--install", binary, "--prefix", prefix]):
             if subprocess.run(command).returncode:
                 sys.exit(f"torchopt_ext: {' '.join(command[:2])} failed; its message is above")
 
 
+# setuptools' staging copy of the package, made anew: a kept one would keep deleted modules.
+staging = build_dir / "package"
+shutil.rmtree(staging, ignore_errors=True)
 setup(
     ext_modules=[Extension("torchopt_ext._C", sources=[])],
     cmdclass={"build_ext": CMakeBuild},
     # The binaries hold for the torch minor they were built against.
     install_requires=[f"torch=={major}.{minor}.*"],
-    # setuptools' staging copy: one per build, as a kept one would keep deleted modules.
-    options={"build": {"build_base": str(build_dir / "package")}},
+    options={"build": {"build_base": str(staging)}},
 )

@@ -15,6 +15,10 @@ def _minor(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
+def _major(version: str) -> str:
+    return version.split(".")[0]
+
+
 def mismatch(
     built_torch: str, built_cuda: str | None, torch_version: str, torch_cuda: str | None
 ) -> str | None:
@@ -26,14 +30,16 @@ def mismatch(
         torch_version: ``torch.__version__`` now.
         torch_cuda: ``torch.version.cuda`` now; None for a CPU build of torch.
     """
-    same_cuda = built_cuda is None or (
-        torch_cuda is not None and built_cuda.split(".")[0] == torch_cuda.split(".")[0]
-    )
-    if _minor(built_torch) == _minor(torch_version) and same_cuda:
+    built, running = f"torch {built_torch}", f"torch {torch_version}"
+    same = _minor(built_torch) == _minor(torch_version)
+    if built_cuda is not None:
+        built += f" and CUDA {built_cuda}"
+        running += f" and CUDA {torch_cuda}" if torch_cuda else " and no CUDA"
+        same = same and torch_cuda is not None and _major(built_cuda) == _major(torch_cuda)
+    if same:
         return None
-    built = f"torch {built_torch}" + (f" and CUDA {built_cuda}" if built_cuda else "")
     return (
-        f"torchopt_ext was built against {built}, but torch {torch_version} is running; "
+        f"torchopt_ext was built against {built}, but {running} is running; "
         f"rebuild it in its source directory with: {_MEND}"
     )
 
@@ -59,5 +65,5 @@ _CUDA_VERSION = _load()
 
 
 def cuda_built() -> bool:
-    """Whether the operators were built for CUDA; ``torch.cuda.is_available()`` is another matter."""
+    """Whether the operators were built for CUDA, be there a GPU or not."""
     return _CUDA_VERSION is not None

@@ -1,0 +1,129 @@
+"""The installed package: what it refuses to load under, what it ships, and what it loads."""
+
+import ast
+import importlib
+import importlib.metadata
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+import torchopt_ext
+from torchopt_ext import _C, _build_info, _library
+
+PACKAGE = Path(torchopt_ext.__file__).parent
+
+
+def import_again(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """Import `_library` anew, for this test only; it checks and loads as the first import did."""
+    monkeypatch.delitem(sys.modules, "torchopt_ext._library")
+    monkeypatch.setattr(torchopt_ext, "_library", _library)
+    return importlib.import_module("torchopt_ext._library")
+
+
+class TestVersionCheck:
+    def test_other_torch_minor_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch, "__version__", "2.10.1+cpu")
+        with pytest.raises(ImportError) as caught:
+            import_again(monkeypatch)
+        message = str(caught.value)
+        assert f"built against torch {_build_info.TORCH_VERSION}" in message
+        assert "torch 2.10.1+cpu" in message
+        assert "pip install --no-build-isolation --force-reinstall" in message
+        assert "\n" not in message
+
+    def test_another_patch_of_the_minor_is_accepted(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        minor = ".".join(torch.__version__.split(".")[:2])
+        monkeypatch.setattr(torch, "__version__", f"{minor}.9+elsewhere")
+        assert import_again(monkeypatch).cuda_built() == torchopt_ext.cuda_built()
+
+    @pytest.mark.parametrize(
+        ("built_cuda", "torch_cuda", "fits"),
+        [
+            (None, None, True),
+            (None, "13.2", True),
+            ("13.0.88", "13.2", True),
+            ("13.0.88", "12.9", False),
+            ("13.0.88", None, False),
+        ],
+    )
+    def test_cuda_counts_by_its_major_and_only_if_built_with(
+        self, built_cuda: str | None, torch_cuda: str | None, fits: bool
+    ) -> None:
+        reason = _library.mismatch("2.15.0+cu132", built_cuda, "2.15.1", torch_cuda)
+        assert (reason is None) == fits
+        if reason is not None:
+            assert f"torch 2.15.0+cu132 and CUDA {built_cuda}" in reason
+            assert f"torch 2.15.1 and {'CUDA 12.9' if torch_cuda else 'no CUDA'}" in reason
+
+    def test_minors_are_compared_whole(self) -> None:
+        assert _library.mismatch("2.1.0", None, "2.15.0", None) is not None
+
+    def test_a_missing_build_is_one_sentence(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "torchopt_ext._build_info", None)
+        with pytest.raises(ImportError, match=r"no compiled library; .* pip install [^\n]*$"):
+            import_again(monkeypatch)
+
+
+class TestContents:
+    @pytest.mark.parametrize("name", ["py.typed", "_C.pyi", "lib/libtorchopt_ext.so"])
+    def test_ships(self, name: str) -> None:
+        assert (PACKAGE / name).is_file()
+
+    def test_requires_the_torch_minor_it_was_built_against(self) -> None:
+        minor = ".".join(_build_info.TORCH_VERSION.split(".")[:2])
+        assert f"torch=={minor}.*" in (importlib.metadata.requires("torchopt_ext") or [])
+
+    def test_versions_agree(self) -> None:
+        assert importlib.metadata.version("torchopt_ext") == torchopt_ext.__version__
+
+    def test_stub_lists_exactly_what_the_module_has(self) -> None:
+        stub = ast.parse((PACKAGE / "_C.pyi").read_text()).body
+        classes = [node for node in stub if isinstance(node, ast.ClassDef)]
+        assert defined(stub) == public(_C)
+        for node in classes:
+            assert defined(node.body) == public(getattr(_C, node.name))
+
+
+def defined(body: list[ast.stmt]) -> set[str]:
+    names = {node.target.id for node in body if isinstance(node, ast.AnnAssign)}  # type: ignore
+    names |= {n.name for n in body if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+    return {name for name in names if not name.startswith("_")}
+
+
+def public(owner: object) -> set[str]:
+    return {name for name in vars(owner) if not name.startswith("_")}
+
+
+def run(program: str) -> list[str]:
+    """The lines that a program prints in a process of its own."""
+    command = [sys.executable, "-P", "-c", program]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=100)
+    return done.stdout.splitlines()
+
+
+class TestThreads:
+    def test_one_openmp_library_is_loaded(self) -> None:
+        paths = run(
+            "import torchopt_ext\n"
+            "for path in {line.split()[-1] for line in open('/proc/self/maps')}: print(path)"
+        )
+        assert len([p for p in paths if Path(p).name.startswith(("libgomp", "libomp"))]) == 1
+
+    @pytest.mark.parametrize("threads", [1, 2])
+    def test_an_operator_uses_the_threads_it_is_given(self, threads: int) -> None:
+        """OpenMP starts its workers in the first parallel region, here the operator's."""
+        (started,) = run(
+            "import os, torch\n"
+            "from torchopt_ext import ops\n"
+            "torch.set_num_threads(1)\n"
+            "gradient, accumulator = torch.ones(1000, 1000), ops.new_accumulator()\n"
+            f"torch.set_num_threads({threads})\n"
+            "before = len(os.listdir('/proc/self/task'))\n"
+            "ops.grad_sumsq_([gradient], accumulator)\n"
+            "print(len(os.listdir('/proc/self/task')) - before)"
+        )
+        assert int(started) == threads - 1
