@@ -10,9 +10,9 @@ namespace {
 double lr_factor_op(int64_t step, int64_t warmup_steps, int64_t stable_steps, int64_t decay_steps,
                     c10::string_view decay_type, double min_factor, int64_t generation) {
   TORCH_CHECK_VALUE(step >= 0, "step is ", step, ", expected 0 or more");
-  return lr_factor(make_schedule(warmup_steps, stable_steps, decay_steps, decay_type, min_factor,
-                                 generation),
-                   step);
+  return lr_factor(
+      make_schedule(warmup_steps, stable_steps, decay_steps, decay_type, min_factor, generation),
+      step);
 }
 
 std::vector<int64_t> partition_greedy_op(at::IntArrayRef numels, int64_t world_size,

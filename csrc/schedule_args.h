@@ -10,8 +10,7 @@
 namespace torchopt_ext {
 
 inline Schedule make_schedule(int64_t warmup_steps, int64_t stable_steps, int64_t decay_steps,
-                              std::string_view decay_type, double min_factor,
-                              int64_t generation) {
+                              std::string_view decay_type, double min_factor, int64_t generation) {
   TORCH_CHECK_VALUE(warmup_steps >= 0, "warmup_steps is ", warmup_steps, ", expected 0 or more");
   TORCH_CHECK_VALUE(stable_steps >= 0, "stable_steps is ", stable_steps, ", expected 0 or more");
   TORCH_CHECK_VALUE(decay_steps >= 0, "decay_steps is ", decay_steps, ", expected 0 or more");
@@ -28,8 +27,7 @@ inline Schedule make_schedule(int64_t warmup_steps, int64_t stable_steps, int64_
     TORCH_CHECK_VALUE(decay_type == "linear", "decay_type is '", decay_type,
                       "', expected 'linear', 'sqrt' or 'cosine'");
   }
-  return {warmup_steps, stable_steps, decay_steps, type, min_factor,
-          static_cast<int>(generation)};
+  return {warmup_steps, stable_steps, decay_steps, type, min_factor, static_cast<int>(generation)};
 }
 
 }  // namespace torchopt_ext

@@ -57,8 +57,8 @@ void adam_lists(at::TensorList params, at::TensorList grads, at::TensorList exp_
     check_dense(params[i], describe("parameter", i));
     check_supported(grads[i], describe("gradient", i));
     memory.push_back({grads[i], describe("gradient", i), false});
-    for (const at::Tensor* written : {&entry.param, &entry.exp_avg, &entry.exp_avg_sq,
-                                      &entry.max_exp_avg_sq, &entry.step}) {
+    for (const at::Tensor* written :
+         {&entry.param, &entry.exp_avg, &entry.exp_avg_sq, &entry.max_exp_avg_sq, &entry.step}) {
       memory.push_back({*written, describe("a tensor that is written for parameter", i), true});
     }
   }
@@ -86,8 +86,7 @@ void check_hyper(const AdamHyper& hyper) {
   TORCH_CHECK_VALUE(hyper.beta2 >= 0.0 && hyper.beta2 < 1.0,
                     "Invalid beta parameter at index 1: ", hyper.beta2);
   TORCH_CHECK_VALUE(hyper.eps >= 0.0, "Invalid epsilon value: ", hyper.eps);
-  TORCH_CHECK_VALUE(hyper.weight_decay >= 0.0, "Invalid weight_decay value: ",
-                    hyper.weight_decay);
+  TORCH_CHECK_VALUE(hyper.weight_decay >= 0.0, "Invalid weight_decay value: ", hyper.weight_decay);
 }
 
 void check_lr(const at::Tensor& lr, at::Device device) {

@@ -11,8 +11,8 @@ namespace {
 at::Tensor lr_factor_tensor(const at::Tensor& step, int64_t warmup_steps, int64_t stable_steps,
                             int64_t decay_steps, c10::string_view decay_type, double min_factor,
                             int64_t generation) {
-  const Schedule schedule = make_schedule(warmup_steps, stable_steps, decay_steps, decay_type,
-                                          min_factor, generation);
+  const Schedule schedule =
+      make_schedule(warmup_steps, stable_steps, decay_steps, decay_type, min_factor, generation);
   TORCH_CHECK(step.scalar_type() == at::kLong, "step has dtype ", step.scalar_type(),
               ", expected int64");
   const at::Tensor steps = step.contiguous();

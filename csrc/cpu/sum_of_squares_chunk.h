@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "cpu/kernel_table.h"
-#include "kernels/sum_of_squares.h"
+#include "kernels/block_rule.h"
 #include "plan/chunk_table.h"
 
 namespace torchopt_ext {

@@ -31,8 +31,7 @@ TORCHOPT_HD inline AdamScalars<T> adam_scalars(const AdamHyper& hyper, int64_t s
   const double root = L::sqrt(bias_correction2);
   const double w1 = L::sub(1.0, hyper.beta1);
   const double w2 = L::sub(1.0, hyper.beta2);
-  const double decay =
-      hyper.decoupled_weight_decay ? L::mul(hyper.lr, hyper.weight_decay) : 0.0;
+  const double decay = hyper.decoupled_weight_decay ? L::mul(hyper.lr, hyper.weight_decay) : 0.0;
   const double l2 = hyper.decoupled_weight_decay ? 0.0 : hyper.weight_decay;
   AdamScalars<T> s;
   s.grad_factor = static_cast<T>(grad_factor);

@@ -24,7 +24,7 @@ struct Control {
   double skipped_steps;  // of them, skipped
 };
 inline constexpr const char* kControlFields[] = {
-    "max_grad_norm", "skip_nonfinite", "grad_norm", "clip_factor", "grad_factor",
+    "max_grad_norm", "skip_nonfinite", "grad_norm", "clip_factor",  "grad_factor",
     "found_inf",     "skip",           "steps",     "skipped_steps"};
 inline constexpr int kControlSize = sizeof(Control) / sizeof(double);
 static_assert(sizeof(kControlFields) / sizeof(kControlFields[0]) == kControlSize);

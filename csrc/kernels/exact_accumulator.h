@@ -53,9 +53,9 @@ TORCHOPT_HD inline void accumulator_digits(double x, Sink&& sink) {
   }
 }
 
-inline void accumulator_add(ExactAccumulator& acc, double x) {
+TORCHOPT_HD inline void accumulator_add(ExactAccumulator& acc, double x) {
   accumulator_digits(x, [&acc](int index, int64_t change) {
-    int64_t& slot = index < ExactAccumulator::kLimbs   ? acc.limb[index]
+    int64_t& slot = index < ExactAccumulator::kLimbs    ? acc.limb[index]
                     : index == ExactAccumulator::kLimbs ? acc.infinities
                                                         : acc.nans;
     slot += change;

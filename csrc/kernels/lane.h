@@ -1,8 +1,8 @@
 // The lane type: the only arithmetic the formulas use. A lane type offers load, store, set1, add,
-// sub, mul, div, sqrt, neg, min, max_keep_nan and canonical on a register of `width` elements. Every
-// operation is correctly rounded and none is fused, which is what makes the bits the same on every
-// instruction set. This is the one-element lane, for the host and for CUDA threads; lane_avx2.h
-// and lane_avx512.h hold the others.
+// sub, mul, div, sqrt, neg, min, max_keep_nan and canonical on a register of `width` elements.
+// Every operation is correctly rounded and none is fused, which is what makes the bits the same on
+// every instruction set. This is the one-element lane, for the host and for CUDA threads;
+// lane_avx2.h and lane_avx512.h hold the others.
 #pragma once
 
 #include "kernels/dtype.h"

@@ -23,8 +23,8 @@ struct Avx2Float {
   static reg min(reg a, reg b) { return _mm256_min_ps(a, b); }
   static reg neg(reg a) { return _mm256_xor_ps(a, set1(-0.0f)); }
   static reg max_keep_nan(reg vmax, reg v) {
-    const reg keep = _mm256_or_ps(_mm256_cmp_ps(vmax, v, _CMP_GT_OQ),
-                                  _mm256_cmp_ps(vmax, vmax, _CMP_UNORD_Q));
+    const reg keep =
+        _mm256_or_ps(_mm256_cmp_ps(vmax, v, _CMP_GT_OQ), _mm256_cmp_ps(vmax, vmax, _CMP_UNORD_Q));
     return _mm256_blendv_ps(v, vmax, keep);
   }
   static reg canonical(reg a) {
@@ -47,8 +47,8 @@ struct Avx2Double {
   static reg min(reg a, reg b) { return _mm256_min_pd(a, b); }
   static reg neg(reg a) { return _mm256_xor_pd(a, set1(-0.0)); }
   static reg max_keep_nan(reg vmax, reg v) {
-    const reg keep = _mm256_or_pd(_mm256_cmp_pd(vmax, v, _CMP_GT_OQ),
-                                  _mm256_cmp_pd(vmax, vmax, _CMP_UNORD_Q));
+    const reg keep =
+        _mm256_or_pd(_mm256_cmp_pd(vmax, v, _CMP_GT_OQ), _mm256_cmp_pd(vmax, vmax, _CMP_UNORD_Q));
     return _mm256_blendv_pd(v, vmax, keep);
   }
   static reg canonical(reg a) {
@@ -78,9 +78,9 @@ inline void narrow8(BFloat16* x, __m256 a) {
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
   const __m256i rounded = _mm256_srli_epi32(
       _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(x),
-                   _mm_packus_epi32(_mm256_castsi256_si128(rounded),
-                                    _mm256_extracti128_si256(rounded, 1)));
+  _mm_storeu_si128(
+      reinterpret_cast<__m128i*>(x),
+      _mm_packus_epi32(_mm256_castsi256_si128(rounded), _mm256_extracti128_si256(rounded, 1)));
 }
 inline void narrow8(Float16* x, __m256 a) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(x),

@@ -23,8 +23,8 @@ struct Avx512Float {
   static reg min(reg a, reg b) { return _mm512_min_ps(a, b); }
   static reg neg(reg a) { return _mm512_xor_ps(a, set1(-0.0f)); }
   static reg max_keep_nan(reg vmax, reg v) {
-    const __mmask16 keep = _mm512_cmp_ps_mask(vmax, v, _CMP_GT_OQ) |
-                           _mm512_cmp_ps_mask(vmax, vmax, _CMP_UNORD_Q);
+    const __mmask16 keep =
+        _mm512_cmp_ps_mask(vmax, v, _CMP_GT_OQ) | _mm512_cmp_ps_mask(vmax, vmax, _CMP_UNORD_Q);
     return _mm512_mask_blend_ps(keep, v, vmax);
   }
   static reg canonical(reg a) {
@@ -48,8 +48,8 @@ struct Avx512Double {
   static reg min(reg a, reg b) { return _mm512_min_pd(a, b); }
   static reg neg(reg a) { return _mm512_xor_pd(a, set1(-0.0)); }
   static reg max_keep_nan(reg vmax, reg v) {
-    const __mmask8 keep = _mm512_cmp_pd_mask(vmax, v, _CMP_GT_OQ) |
-                          _mm512_cmp_pd_mask(vmax, vmax, _CMP_UNORD_Q);
+    const __mmask8 keep =
+        _mm512_cmp_pd_mask(vmax, v, _CMP_GT_OQ) | _mm512_cmp_pd_mask(vmax, vmax, _CMP_UNORD_Q);
     return _mm512_mask_blend_pd(keep, v, vmax);
   }
   static reg canonical(reg a) {

@@ -1,5 +1,6 @@
 // Sum of squares of a gradient: docs/numerics.md section 3. Long rows are cut into blocks with a
-// fixed lane map and a fixed fold; rows below 64 elements, 1-D tensors included, are summed exactly.
+// fixed lane map and a fixed fold; rows below 64 elements, 1-D tensors included, are summed
+// exactly.
 //
 // 64 lanes are 8 AVX-512 or 16 AVX2 registers of doubles, and 2 lanes a thread of a CUDA warp.
 // Adding every element of a short row to the exact accumulator would cost several times the memory
@@ -8,22 +9,12 @@
 // exact, the way it is done does not show in the result.
 #pragma once
 
+#include "kernels/block_rule.h"
 #include "kernels/exact_accumulator.h"
-#include "kernels/lane.h"
 
 namespace torchopt_ext {
 
-inline constexpr int64_t kBlockElements = 4096;
-inline constexpr int kBlockLanes = 64;
-inline constexpr int64_t kShortRow = 64;
-
 namespace {
-
-template <class T>
-TORCHOPT_HD inline double square(T x) {
-  const auto wide = static_cast<double>(widen(x));
-  return ScalarLane<double>::mul(wide, wide);
-}
 
 // One block of at most 4,096 elements of a row. L is a lane type of doubles.
 template <class L, class T>

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "kernels/sum_of_squares.h"
+#include "kernels/block_rule.h"
 
 namespace torchopt_ext {
 
@@ -32,8 +32,7 @@ std::vector<int64_t> cumulative_bytes(const std::vector<TensorWork>& tensors,
   std::vector<int64_t> cumulative(chunks.size() + 1, 0);
   for (size_t i = 0; i < chunks.size(); ++i) {
     const DType dtype = tensors[static_cast<size_t>(chunks[i].tensor)].param_dtype;
-    cumulative[i + 1] =
-        cumulative[i] + (chunks[i].end - chunks[i].begin) * element_size(dtype);
+    cumulative[i + 1] = cumulative[i] + (chunks[i].end - chunks[i].begin) * element_size(dtype);
   }
   return cumulative;
 }

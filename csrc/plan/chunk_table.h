@@ -20,7 +20,7 @@ struct TensorWork {
   void* max_exp_avg_sq;  // null without amsgrad
   float* step;
   int64_t numel;
-  int64_t row_length;  // the unit that blocks never cross: kernels/sum_of_squares.h
+  int64_t row_length;  // the unit that blocks never cross: kernels/block_rule.h
   DType param_dtype;   // of the gradient too
   DType state_dtype;
   int32_t group;  // index of its hyperparameters

@@ -22,8 +22,8 @@ void check_state(const at::Tensor& state, const char* role, const StepPlan::Entr
   check_supported(state, what);
   check_dense(state, what);
   check_matches(state, what, dense_param, describe("parameter", entry.position, entry.name));
-  const bool same_width = (state.scalar_type() == at::kDouble) ==
-                          (entry.param.scalar_type() == at::kDouble);
+  const bool same_width =
+      (state.scalar_type() == at::kDouble) == (entry.param.scalar_type() == at::kDouble);
   TORCH_CHECK(same_width, what, " has dtype ", state.scalar_type(), ", its parameter has ",
               entry.param.scalar_type(), "; float64 goes with float64 only");
   TORCH_CHECK(state.scalar_type() == entry.exp_avg.scalar_type(), what, " has dtype ",
@@ -50,8 +50,8 @@ void register_backend(at::DeviceType device, const Backend& backend) {
 
 const Backend& backend_for(at::Device device) {
   const Backend& backend = backends()[static_cast<size_t>(device.type())];
-  TORCH_CHECK(backend.adam != nullptr, "torchopt_ext was built without support for ",
-              device.type(), " tensors");
+  TORCH_CHECK(backend.adam != nullptr, "torchopt_ext was built without support for ", device.type(),
+              " tensors");
   return backend;
 }
 
@@ -141,10 +141,10 @@ void StepPlan::set_gradient(size_t i, const at::Tensor& gradient) {
     TORCH_CHECK(false, what("gradient", i), " has dtype ", gradient.scalar_type(), ", expected ",
                 param.scalar_type());
   }
-  TORCH_CHECK(gradient.sizes() == param.sizes(), what("gradient", i), " has shape ", gradient.sizes(),
-              ", expected ", param.sizes());
-  TORCH_CHECK(gradient.device() == device_, what("gradient", i), " is on ", gradient.device(), ", expected ",
-              device_);
+  TORCH_CHECK(gradient.sizes() == param.sizes(), what("gradient", i), " has shape ",
+              gradient.sizes(), ", expected ", param.sizes());
+  TORCH_CHECK(gradient.device() == device_, what("gradient", i), " is on ", gradient.device(),
+              ", expected ", device_);
   if (same_layout(gradient, param)) {
     gradients_[i] = gradient;
   } else {

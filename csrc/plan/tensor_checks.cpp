@@ -33,9 +33,9 @@ void check_supported(const at::Tensor& tensor, const std::string& what) {
   TORCH_CHECK(!tensor.is_complex(), what, " has dtype ", tensor.scalar_type(),
               "; complex tensors are not supported");
   const auto dtype = tensor.scalar_type();
-  TORCH_CHECK(dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 ||
-                  dtype == at::kHalf,
-              what, " has dtype ", dtype, ", expected float32, float64, bfloat16 or float16");
+  TORCH_CHECK(
+      dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf,
+      what, " has dtype ", dtype, ", expected float32, float64, bfloat16 or float16");
   TORCH_CHECK(!tensor.is_meta(), what, " is on the meta device and has no data");
   TORCH_CHECK(tensor.numel() == 0 || tensor.has_storage(), what, " has no storage");
   TORCH_CHECK(tensor.numel() == 0 || tensor.const_data_ptr() != nullptr, what,

@@ -31,22 +31,19 @@ void add_values(const at::Tensor& accumulator, const at::Tensor& values) {
   accumulator_normalize(acc);
 }
 
-using ParamTuple =
-    std::tuple<py::object, at::Tensor, at::Tensor, at::Tensor, std::optional<at::Tensor>,
-               at::Tensor, int32_t, std::string, size_t>;
+using ParamTuple = std::tuple<py::object, at::Tensor, at::Tensor, at::Tensor,
+                              std::optional<at::Tensor>, at::Tensor, int32_t, std::string, size_t>;
 
 std::unique_ptr<OptimizerPlan> make_plan(const py::list& param_groups, const py::dict& state,
                                          const std::vector<ParamTuple>& params,
                                          const std::vector<at::Device>& part_devices,
-                                         std::vector<at::Tensor> idle,
-                                         bool decoupled_weight_decay,
+                                         std::vector<at::Tensor> idle, bool decoupled_weight_decay,
                                          const py::object& local_gradient) {
   std::vector<OptimizerPlan::Param> list;
   list.reserve(params.size());
   for (const auto& [param, local, exp_avg, exp_avg_sq, max_exp_avg_sq, step, group, name, part] :
        params) {
-    list.push_back(
-        {param, local, exp_avg, exp_avg_sq, max_exp_avg_sq, step, group, name, part});
+    list.push_back({param, local, exp_avg, exp_avg_sq, max_exp_avg_sq, step, group, name, part});
   }
   return std::make_unique<OptimizerPlan>(param_groups, state, std::move(list), part_devices,
                                          std::move(idle), decoupled_weight_decay, local_gradient);
@@ -66,8 +63,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     }
     return names;
   }();
-  m.def("cpu_kernels", [] { return kernels().name; },
-        "The instruction set in use: 'default', 'avx2' or 'avx512'.");
+  m.def(
+      "cpu_kernels", [] { return kernels().name; },
+      "The instruction set in use: 'default', 'avx2' or 'avx512'.");
   m.def("accumulator_add", add_values, py::arg("accumulator"), py::arg("values"),
         "Adds every value, as a double, to a CPU accumulator, exactly.");
   m.def(
@@ -83,8 +81,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("accumulate", &OptimizerPlan::accumulate, py::arg("part"), py::arg("accumulator"))
       .def("update", &OptimizerPlan::update, py::arg("param_groups"), py::arg("part_controls"))
       .def("step", &OptimizerPlan::step, py::arg("param_groups"), py::arg("state"),
-           py::arg("control"), py::arg("accumulator"), py::arg("with_norm"),
-           py::arg("grad_scale"), py::arg("found_inf"))
+           py::arg("control"), py::arg("accumulator"), py::arg("with_norm"), py::arg("grad_scale"),
+           py::arg("found_inf"))
       .def_property_readonly("parts", &OptimizerPlan::parts)
       .def_property_readonly("part_devices", &OptimizerPlan::part_devices)
       .def_property_readonly("gradients_copied", &OptimizerPlan::gradients_copied);

@@ -33,8 +33,7 @@ GroupHyper read_group(const py::handle& group, bool decoupled_weight_decay, at::
 }  // namespace
 
 OptimizerPlan::OptimizerPlan(const py::list& param_groups, const py::dict& state,
-                             std::vector<Param> params,
-                             const std::vector<at::Device>& part_devices,
+                             std::vector<Param> params, const std::vector<at::Device>& part_devices,
                              std::vector<at::Tensor> idle, bool decoupled_weight_decay,
                              py::object local_gradient)
     : snapshot_(param_groups, state),
@@ -46,8 +45,7 @@ OptimizerPlan::OptimizerPlan(const py::list& param_groups, const py::dict& state
     Param& param = params[i];
     auto& part = entries.at(param.part);
     if (py::hasattr(param.param, "_local_tensor")) {
-      wrapped_.push_back(
-          {param.param, param.param.attr("_local_tensor"), param.part, part.size()});
+      wrapped_.push_back({param.param, param.param.attr("_local_tensor"), param.part, part.size()});
     }
     part.push_back({.param = param.local,
                     .exp_avg = param.exp_avg,
@@ -89,8 +87,7 @@ bool OptimizerPlan::collect(const py::list& param_groups, const py::dict& state)
   for (const Wrapped& wrapped : wrapped_) {
     const py::object gradient = local_gradient_(wrapped.param);
     plans_[wrapped.part].set_gradient(
-        wrapped.index,
-        gradient.is_none() ? at::Tensor() : THPVariable_Unpack(gradient.ptr()));
+        wrapped.index, gradient.is_none() ? at::Tensor() : THPVariable_Unpack(gradient.ptr()));
   }
   return true;
 }

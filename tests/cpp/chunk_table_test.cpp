@@ -1,0 +1,110 @@
+// The index arithmetic of both back ends, exhaustively over small sizes.
+#include "plan/chunk_table.h"
+
+#include <gtest/gtest.h>
+
+#include "kernels/block_rule.h"
+
+namespace torchopt_ext {
+namespace {
+
+TensorWork tensor_of(int64_t rows, int64_t row_length) {
+  TensorWork work{};
+  work.numel = rows * row_length;
+  work.row_length = row_length;
+  return work;
+}
+
+// Every block of a tensor by the rule itself: rows cut every 4,096 elements.
+std::vector<BlockRange> blocks_by_the_rule(int64_t rows, int64_t row_length) {
+  std::vector<BlockRange> blocks;
+  for (int64_t row = 0; row < rows; ++row) {
+    for (int64_t i = 0; i < row_length; i += kBlockElements) {
+      blocks.push_back({row * row_length + i, std::min(kBlockElements, row_length - i)});
+    }
+  }
+  return blocks;
+}
+
+const int64_t kRowLengths[] = {1,    2,    63,   64,   65,   100,   4095,  4096,
+                               4097, 5000, 8192, 8193, 9000, 32768, 32769, 70000};
+const int64_t kRowCounts[] = {1, 2, 3, 7, 40};
+const int64_t kChunkSizes[] = {1, 4096, 5000, 8192, 32768, 1 << 20};
+
+TEST(ChunkTable, CoversEveryElementOnceInOrder) {
+  for (const int64_t row_length : kRowLengths) {
+    for (const int64_t rows : kRowCounts) {
+      for (const int64_t size : kChunkSizes) {
+        const std::vector<TensorWork> tensors{tensor_of(rows, row_length), tensor_of(0, 1),
+                                              tensor_of(1, row_length)};
+        const std::vector<Chunk> chunks = make_chunks(tensors, size);
+        size_t c = 0;
+        for (const int32_t t : {0, 2}) {
+          int64_t next = 0;
+          for (; c < chunks.size() && chunks[c].tensor == t; ++c) {
+            ASSERT_EQ(chunks[c].begin, next);
+            ASSERT_GT(chunks[c].end, chunks[c].begin);
+            next = chunks[c].end;
+          }
+          ASSERT_EQ(next, tensors[static_cast<size_t>(t)].numel);
+        }
+        ASSERT_EQ(c, chunks.size());  // the empty tensor has none
+      }
+    }
+  }
+}
+
+TEST(ChunkTable, BlocksOfChunksAreTheBlocksOfTheRule) {
+  for (const int64_t row_length : kRowLengths) {
+    if (row_length < kShortRow) {
+      continue;  // summed by element: no blocks
+    }
+    for (const int64_t rows : kRowCounts) {
+      const std::vector<BlockRange> expected = blocks_by_the_rule(rows, row_length);
+      for (const int64_t size : kChunkSizes) {
+        std::vector<BlockRange> found;
+        for (const Chunk& chunk : make_chunks({tensor_of(rows, row_length)}, size)) {
+          for (int64_t b = 0; b < block_count(row_length, chunk.begin, chunk.end); ++b) {
+            found.push_back(block_range(row_length, chunk.begin, chunk.end, b));
+          }
+        }
+        ASSERT_EQ(found.size(), expected.size()) << rows << " x " << row_length << " by " << size;
+        for (size_t i = 0; i < found.size(); ++i) {
+          ASSERT_EQ(found[i].begin, expected[i].begin);
+          ASSERT_EQ(found[i].length, expected[i].length);
+        }
+      }
+    }
+  }
+}
+
+TEST(ChunkTable, SharesAreDisjointCompleteAndBalanced) {
+  std::vector<TensorWork> tensors;
+  for (int64_t i = 0; i < 50; ++i) {
+    tensors.push_back(tensor_of(1 + i % 3, 1000 * i + 1));
+  }
+  const std::vector<Chunk> chunks = make_chunks(tensors);
+  const std::vector<int64_t> cumulative = cumulative_bytes(tensors, chunks);
+  for (int64_t shares = 1; shares <= 64; ++shares) {
+    size_t next = 0;
+    for (int64_t share = 0; share < shares; ++share) {
+      const auto [first, last] = share_of(cumulative, share, shares);
+      ASSERT_EQ(first, next);
+      ASSERT_GE(last, first);
+      const int64_t bytes = cumulative[last] - cumulative[first];
+      ASSERT_LE(bytes, cumulative.back() / shares + 2 * 4 * kChunkElements);
+      next = last;
+    }
+    ASSERT_EQ(next, chunks.size());
+  }
+}
+
+TEST(ChunkTable, MoreThanTwoToThe31Elements) {
+  const int64_t rows = (int64_t{1} << 31) / 4096 + 5;
+  const std::vector<Chunk> chunks = make_chunks({tensor_of(rows, 4096)});
+  EXPECT_EQ(chunks.back().end, rows * 4096);
+  EXPECT_EQ(cumulative_bytes({tensor_of(rows, 4096)}, chunks).back(), rows * 4096 * 4);
+}
+
+}  // namespace
+}  // namespace torchopt_ext

@@ -1,0 +1,105 @@
+// 16-bit conversions against c10's, over every half and over floats around every rounding boundary,
+// in the scalar header and in each instruction set's kernels.
+#include "kernels/dtype.h"
+
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "support.h"
+
+namespace torchopt_ext {
+namespace {
+
+template <class Ours, class Theirs>
+void widen_agrees() {
+  for (uint32_t bits = 0; bits < 65536; ++bits) {
+    const auto half = static_cast<uint16_t>(bits);
+    const float theirs = static_cast<float>(Theirs(half, Theirs::from_bits()));
+    const float ours = widen(Ours{half});
+    if (std::isnan(theirs)) {
+      ASSERT_TRUE(std::isnan(ours)) << bits;
+    } else {
+      ASSERT_EQ(bit_cast<uint32_t>(ours), bit_cast<uint32_t>(theirs)) << bits;
+    }
+  }
+}
+
+// Every half, its neighbours' midpoint, and a few floats on each side of both.
+template <class Ours>
+std::vector<float> boundary_floats() {
+  std::vector<float> values;
+  for (uint32_t bits = 0; bits < 65536; ++bits) {
+    const float value = widen(Ours{static_cast<uint16_t>(bits)});
+    if (std::isnan(value)) {
+      continue;
+    }
+    const auto below = static_cast<uint16_t>((bits & 0x7fff) == 0 ? bits : bits - 1);
+    const float middle = value / 2 + widen(Ours{below}) / 2;
+    for (const float center : {value, middle}) {
+      const auto pattern = bit_cast<uint32_t>(center);
+      for (uint32_t offset = 0; offset <= 4; ++offset) {
+        const float near = bit_cast<float>(pattern + offset - 2);
+        if (!std::isnan(near)) {
+          values.push_back(near);
+        }
+      }
+    }
+  }
+  values.push_back(canonical_nan(0.0f));
+  return values;
+}
+
+template <class Ours, class Theirs>
+void narrow_agrees(DType dtype) {
+  const std::vector<float> values = boundary_floats<Ours>();
+  std::vector<uint16_t> converted(values.size());
+  for (const KernelTable* table : runnable_tables()) {
+    table->narrow[static_cast<int>(dtype)](values.data(), converted.data(),
+                                           static_cast<int64_t>(values.size()));
+    for (size_t i = 0; i < values.size(); ++i) {
+      const uint16_t scalar = narrow<Ours>(values[i]).bits;
+      ASSERT_EQ(converted[i], scalar) << table->name << " " << values[i];
+      if (!std::isnan(values[i])) {
+        ASSERT_EQ(scalar, Theirs(values[i]).x) << values[i];
+      }
+    }
+  }
+  EXPECT_EQ(narrow<Ours>(canonical_nan(0.0f)).bits, dtype == DType::kFloat16 ? 0x7e00 : 0x7fc0);
+}
+
+TEST(DType, WidenIsExact) {
+  widen_agrees<Float16, c10::Half>();
+  widen_agrees<BFloat16, c10::BFloat16>();
+}
+
+TEST(DType, KernelsWidenAsTheHeaderDoes) {
+  std::vector<uint16_t> all(65536);
+  for (size_t i = 0; i < all.size(); ++i) {
+    all[i] = static_cast<uint16_t>(i);
+  }
+  std::vector<float> wide(all.size());
+  for (const KernelTable* table : runnable_tables()) {
+    table->widen[static_cast<int>(DType::kBFloat16)](all.data(), wide.data(), 65536);
+    for (size_t i = 0; i < all.size(); ++i) {
+      ASSERT_EQ(bit_cast<uint32_t>(wide[i]), bit_cast<uint32_t>(widen(BFloat16{all[i]})));
+    }
+    table->widen[static_cast<int>(DType::kFloat16)](all.data(), wide.data(), 65536);
+    for (size_t i = 0; i < all.size(); ++i) {
+      const float expected = widen(Float16{all[i]});
+      ASSERT_TRUE(bit_cast<uint32_t>(wide[i]) == bit_cast<uint32_t>(expected) ||
+                  (std::isnan(wide[i]) && std::isnan(expected)))
+          << table->name << " " << i;
+    }
+  }
+}
+
+TEST(DType, NarrowRoundsToNearestEven) {
+  narrow_agrees<Float16, c10::Half>(DType::kFloat16);
+  narrow_agrees<BFloat16, c10::BFloat16>(DType::kBFloat16);
+}
+
+}  // namespace
+}  // namespace torchopt_ext

@@ -1,0 +1,106 @@
+// The accumulator against sums that are known exactly. tests/python/ops compares it with fractions.
+#include "kernels/exact_accumulator.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <random>
+#include <vector>
+
+namespace torchopt_ext {
+namespace {
+
+double total_of(const std::vector<double>& values) {
+  ExactAccumulator acc{};
+  for (const double x : values) {
+    accumulator_add(acc, x);
+  }
+  return accumulator_total(acc);
+}
+
+TEST(ExactAccumulator, OneValueComesBack) {
+  std::mt19937_64 random(1);
+  for (int i = 0; i < 100000; ++i) {
+    const double x = bit_cast<double>(static_cast<uint64_t>(random()));
+    if (std::isfinite(x)) {
+      ASSERT_EQ(bit_cast<uint64_t>(total_of({x})), bit_cast<uint64_t>(x == 0.0 ? 0.0 : x));
+    }
+  }
+}
+
+TEST(ExactAccumulator, CancelsExactly) {
+  EXPECT_EQ(total_of({1e300, 1.0, -1e300}), 1.0);
+  EXPECT_EQ(total_of({1e300, 5e-324, -1e300}), 5e-324);
+  EXPECT_EQ(total_of({-1e300, 1.0, 1e300, -1.0}), 0.0);
+}
+
+TEST(ExactAccumulator, RoundsOnceToNearestEven) {
+  const double half_ulp = 0x1p-53;
+  EXPECT_EQ(total_of({1.0, half_ulp}), 1.0);  // a tie, to even
+  EXPECT_EQ(total_of({1.0 + 0x1p-52, half_ulp}), 1.0 + 0x1p-51);
+  EXPECT_EQ(total_of({1.0, half_ulp, 5e-324}), 1.0 + 0x1p-52);  // just above the tie
+  EXPECT_EQ(total_of({1.0, half_ulp, -5e-324}), 1.0);
+  EXPECT_EQ(total_of({-1.0, -half_ulp, -5e-324}), -1.0 - 0x1p-52);
+}
+
+TEST(ExactAccumulator, OverflowsToInfinityOnlyInTheEnd) {
+  const double huge = std::numeric_limits<double>::max();
+  EXPECT_EQ(total_of({huge, huge, -huge}), huge);
+  EXPECT_TRUE(std::isinf(total_of({huge, huge})));
+  EXPECT_EQ(total_of({-huge, -huge}), -std::numeric_limits<double>::infinity());
+  EXPECT_TRUE(std::isinf(total_of(std::vector<double>(1000000, huge))));
+}
+
+TEST(ExactAccumulator, NonFiniteAddendsAreCounted) {
+  const double infinity = std::numeric_limits<double>::infinity();
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  EXPECT_TRUE(std::isinf(total_of({1.0, infinity})));
+  EXPECT_TRUE(std::isnan(total_of({infinity, nan})));
+  ExactAccumulator acc{};
+  accumulator_add(acc, infinity);
+  accumulator_add(acc, -infinity);
+  accumulator_add(acc, nan);
+  EXPECT_EQ(acc.infinities, 2);
+  EXPECT_EQ(acc.nans, 1);
+}
+
+TEST(ExactAccumulator, OrderAndGroupingDoNotShow) {
+  std::mt19937_64 random(2);
+  std::vector<double> values;
+  for (int i = 0; i < 5000; ++i) {
+    values.push_back(std::ldexp(std::normal_distribution<double>()(random),
+                                static_cast<int>(random() % 600) - 300));
+  }
+  const double expected = total_of(values);
+  for (int round = 0; round < 10; ++round) {
+    std::shuffle(values.begin(), values.end(), random);
+    ExactAccumulator merged{};
+    for (size_t begin = 0; begin < values.size();) {
+      const size_t end = std::min(values.size(), begin + 1 + random() % 900);
+      ExactAccumulator part{};
+      for (; begin < end; ++begin) {
+        accumulator_add(part, values[begin]);
+      }
+      accumulator_normalize(part);
+      accumulator_merge(merged, part);
+    }
+    ASSERT_EQ(accumulator_total(merged), expected);
+  }
+}
+
+TEST(ExactAccumulator, NormalisedLimbsAreDigits) {
+  ExactAccumulator acc{};
+  for (const double x : {-1.0, 3.0, -1e-300, 1e200}) {
+    accumulator_add(acc, x);
+  }
+  accumulator_normalize(acc);
+  for (int k = 0; k < ExactAccumulator::kLimbs - 1; ++k) {
+    ASSERT_GE(acc.limb[k], 0);
+    ASSERT_LT(acc.limb[k], int64_t{1} << 32);
+  }
+}
+
+}  // namespace
+}  // namespace torchopt_ext

@@ -1,0 +1,52 @@
+// Shared by the test programs: the kernel tables this machine can run, and gradients of every type.
+#pragma once
+
+#include <cmath>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "cpu/kernel_table.h"
+#include "kernels/lane.h"
+
+namespace torchopt_ext {
+
+inline std::vector<const KernelTable*> runnable_tables() {
+  std::vector<const KernelTable*> tables{&default_kernels()};
+  if (__builtin_cpu_supports("avx2")) {
+    tables.push_back(&avx2_kernels());
+  }
+  if (__builtin_cpu_supports("avx512bw")) {
+    tables.push_back(&avx512_kernels());
+  }
+  return tables;
+}
+
+constexpr DType kAllDTypes[] = {DType::kFloat32, DType::kFloat64, DType::kBFloat16,
+                                DType::kFloat16};
+
+// `n` elements of a type as raw memory: normal values of the given spread in powers of two.
+inline std::vector<unsigned char> random_elements(DType dtype, int64_t n, int spread,
+                                                  unsigned seed) {
+  std::mt19937_64 random(seed);
+  std::normal_distribution<double> normal;
+  std::uniform_int_distribution<int> exponent(-spread, spread);
+  std::vector<unsigned char> memory(static_cast<size_t>(n * element_size(dtype)));
+  for (int64_t i = 0; i < n; ++i) {
+    const double value = std::ldexp(normal(random), exponent(random));
+    unsigned char* to = memory.data() + i * element_size(dtype);
+    const auto single = static_cast<float>(value);
+    if (dtype == DType::kFloat64) {
+      std::memcpy(to, &value, sizeof(value));
+    } else if (dtype == DType::kFloat32) {
+      std::memcpy(to, &single, sizeof(single));
+    } else {
+      const uint16_t half =
+          dtype == DType::kBFloat16 ? narrow<BFloat16>(single).bits : narrow<Float16>(single).bits;
+      std::memcpy(to, &half, sizeof(half));
+    }
+  }
+  return memory;
+}
+
+}  // namespace torchopt_ext
