@@ -35,6 +35,18 @@ pytestmark = pytest.mark.timeout(400)
 HERE = Path(__file__).parent / "torchtitan_cpu"
 INTEGRATION = "torchopt_ext.integrations.torchtitan_0_2"
 STEPS, SAVED = 10, 5
+LAYOUTS = {  # processes, and options
+    "single": (1, ()),
+    "fsdp": (2, ()),
+    "tp": (2, ("--parallelism.tensor_parallel_degree=2",)),
+    "ddp": (
+        2,
+        (
+            "--parallelism.data_parallel_replicate_degree=2",
+            "--parallelism.data_parallel_shard_degree=1",
+        ),
+    ),
+}
 RUN_TIMEOUT = 180  # seconds; a run takes about 10 on an idle machine
 
 
@@ -51,9 +63,9 @@ class Runs:
     folder: Path
     done: dict[str, Run] = field(default_factory=dict)
 
-    def get(self, world_size: int, ours: bool, resume: str = "") -> Run:
+    def get(self, layout: str, ours: bool, resume: str = "") -> Run:
         """Train to step 10; `resume` = "ours" or "stock": continue that run's step 5."""
-        name = f"{world_size}-{'ours' if ours else 'stock'}" + (f"-from-{resume}" if resume else "")
+        name = f"{layout}-{'ours' if ours else 'stock'}" + (f"-from-{resume}" if resume else "")
         if name in self.done:
             return self.done[name]
         folder = self.folder / name
@@ -62,13 +74,14 @@ class Runs:
         checkpoints = folder / "checkpoint"
         checkpoints.mkdir(parents=True)
         if resume:
-            saved = self.get(world_size, resume == "ours").checkpoints / f"step-{SAVED}"
+            saved = self.get(layout, resume == "ours").checkpoints / f"step-{SAVED}"
             (checkpoints / saved.name).symlink_to(saved)
+        world_size, parallelism = LAYOUTS[layout]
         command = [
             # Loopback only, on a port of torchrun's choosing.
             *[sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={world_size}"],
             *["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"],
-            *[str(HERE / "train.py"), *self.options(folder)],
+            *[str(HERE / "train.py"), *self.options(folder), *parallelism],
         ]
         if ours:
             command.append(f"--experimental.custom_import={INTEGRATION}")
@@ -79,7 +92,7 @@ class Runs:
         return self.done[name]
 
     def options(self, folder: Path) -> list[str]:
-        # The seed gives every run of one world size the same initial weights. Without mixed
+        # The seed gives every run of one layout the same initial weights. Without mixed
         # precision: under bf16 one flipped rounding moves the loss by more than 1e-5.
         return [
             f"--job.dump_folder={folder}",
@@ -155,6 +168,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory):
     shutil.rmtree(folder)  # the checkpoints are some 70 MB each
 
 
+def slow(layout: str) -> Any:
+    return pytest.param(layout, marks=pytest.mark.slow)
+
+
 def assert_same_training(run: Run, expected: Run, first_step: int = 1) -> None:
     assert list(run.metrics) == list(range(first_step, STEPS + 1))
     for step, line in run.metrics.items():
@@ -163,10 +180,10 @@ def assert_same_training(run: Run, expected: Run, first_step: int = 1) -> None:
             assert abs(line[name] - reference[name]) <= tolerance, f"{name} of step {step}"
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_training_equals_stock(runs: Runs, world_size: int) -> None:
+@pytest.mark.parametrize("layout", ["single", "fsdp", slow("tp"), slow("ddp")])
+def test_training_equals_stock(runs: Runs, layout: str) -> None:
     with ThreadPoolExecutor() as pool:
-        stock, ours = pool.map(lambda ours: runs.get(world_size, ours), (False, True))
+        stock, ours = pool.map(lambda ours: runs.get(layout, ours), (False, True))
     assert stock.metrics[1]["classes"][1] == "torch.optim.adamw.AdamW"
     assert all(name.startswith("torchopt_ext.") for name in ours.metrics[1]["classes"])
     # The same weights to begin with, and a model that learns.
@@ -175,10 +192,10 @@ def test_training_equals_stock(runs: Runs, world_size: int) -> None:
     assert_same_training(ours, stock)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_checkpoint_has_stock_keys(runs: Runs, world_size: int) -> None:
+@pytest.mark.parametrize("layout", ["single", "fsdp"])
+def test_checkpoint_has_stock_keys(runs: Runs, layout: str) -> None:
     def entries(ours: bool) -> dict[str, Any]:
-        checkpoint = runs.get(world_size, ours).checkpoints / f"step-{SAVED}"
+        checkpoint = runs.get(layout, ours).checkpoints / f"step-{SAVED}"
         return FileSystemReader(checkpoint).read_metadata().state_dict_metadata
 
     ours, stock = entries(True), entries(False)
@@ -186,10 +203,10 @@ def test_checkpoint_has_stock_keys(runs: Runs, world_size: int) -> None:
     assert ours == stock  # names, dtypes, sizes, and how tensors are cut among the ranks
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_resume_repeats_every_digit(runs: Runs, world_size: int) -> None:
-    whole = runs.get(world_size, ours=True)
-    resumed = runs.get(world_size, ours=True, resume="ours")
+@pytest.mark.parametrize("layout", [slow("single"), "fsdp"])
+def test_resume_repeats_every_digit(runs: Runs, layout: str) -> None:
+    whole = runs.get(layout, ours=True)
+    resumed = runs.get(layout, ours=True, resume="ours")
     assert resumed.metrics == {s: whole.metrics[s] for s in range(SAVED + 1, STEPS + 1)}
     expected, found = read_checkpoint(whole, STEPS), read_checkpoint(resumed, STEPS)
     assert "optimizer.state.layers.0.attention.wq.weight.exp_avg" in expected
@@ -199,11 +216,11 @@ def test_resume_repeats_every_digit(runs: Runs, world_size: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("layout", ["single", "fsdp"])
 @pytest.mark.parametrize("ours", [True, False], ids=["ours from stock", "stock from ours"])
-def test_checkpoints_are_exchanged(runs: Runs, world_size: int, ours: bool) -> None:
-    resumed = runs.get(world_size, ours, resume="stock" if ours else "ours")
-    assert_same_training(resumed, runs.get(world_size, not ours), first_step=SAVED + 1)
+def test_checkpoints_are_exchanged(runs: Runs, layout: str, ours: bool) -> None:
+    resumed = runs.get(layout, ours, resume="stock" if ours else "ours")
+    assert_same_training(resumed, runs.get(layout, not ours), first_step=SAVED + 1)
 
 
 @pytest.mark.slow
