@@ -171,6 +171,15 @@ def test_order_splits_offsets_and_threads(dtype: torch.dtype) -> None:
 
 
 @by_dtype
+def test_permuted_tensors_may_be_sharded_by_rows(dtype: torch.dtype) -> None:
+    flat = random_elements(dtype, 5 * 6 * 20 * 10, 12)
+    weight = flat.as_strided((5, 6, 20, 10), strides_of((5, 6, 20, 10), (0, 2, 3, 1)))
+    whole = limbs([weight])
+    for size in (4, 3, 2, 1):
+        assert limbs(weight.split(size)) == whole
+
+
+@by_dtype
 def test_every_length_of_a_row_and_its_tail(dtype: torch.dtype) -> None:
     flat = random_elements(dtype, 4096 + 200, 5, -30, 10)
     for n in [*range(1, 200), *range(4090, 4100), *range(4159, 4164), 4096 + 200]:
