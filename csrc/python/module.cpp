@@ -1,6 +1,8 @@
 // The Python module: build information, the optimizers' plan, and the accumulator's parts that no
 // operator needs. Importing it registers the operators.
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <ATen/ATen.h>
 
 #include "cpu/kernel_table.h"
 #include "kernels/control.h"
