@@ -4,9 +4,10 @@ FusedAdam and FusedAdamW stand where torch.optim's do, the containers where torc
 ``torchopt_ext.ops`` holds the operators they are made of. docs/numerics.md states what is computed.
 """
 
-from torchopt_ext._library import cuda_built
-from torchopt_ext import ops
+from torchopt_ext import _library, ops  # _library first: it checks what it loads
 from torchopt_ext.optim import FusedAdam, FusedAdamW
+
+cuda_built = _library.cuda_built
 
 __all__ = ["FusedAdam", "FusedAdamW", "cuda_built", "ops"]
 __version__ = "0.1.0"

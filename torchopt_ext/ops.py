@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchopt_ext import _library  # noqa: F401  loads the operators
 from torchopt_ext import _C
 
 CONTROL_FIELDS: tuple[str, ...] = _C.CONTROL_FIELDS

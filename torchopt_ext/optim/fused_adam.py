@@ -1,7 +1,8 @@
 """FusedAdam and FusedAdamW: torch.optim.Adam and AdamW in two passes over memory."""
 
+import copy
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -154,14 +155,29 @@ class FusedAdamBase(Optimizer):
                         f"expected {tuple(param.shape)}"
                     )
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(self._portable_state(), memo))
+        copied.process_group = self.process_group
+        return copied
+
     def __getstate__(self) -> dict[str, Any]:
+        if self.process_group is not None:
+            raise TypeError(
+                f"a {type(self).__name__} with a process_group cannot be pickled: its ranks exist "
+                f"in this run only; save its state_dict()"
+            )
+        return self._portable_state()
+
+    def _portable_state(self) -> dict[str, Any]:
         return super().__getstate__() | {
             "_max_grad_norm": self._max_grad_norm,
             "skip_nonfinite": self.skip_nonfinite,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if "_plan" not in self.__dict__:  # a copy or an unpickled optimizer; groups stay local
+        if "_plan" not in self.__dict__:  # a copy or an unpickled optimizer
             self._init_runtime(None, False, None)
         super().__setstate__(state)
         for group in self.param_groups:  # state dicts of older torch versions lack some keys

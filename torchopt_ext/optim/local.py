@@ -9,14 +9,14 @@ NormKey: TypeAlias = tuple[Any, ...]
 """Parameters with an equal key have their squares summed over the same ranks; () is this rank."""
 
 
-def is_dtensor(tensor: Tensor) -> bool:
+def is_dtensor(tensor: Any) -> bool:
     """Whether ``tensor`` is a DTensor, without importing torch.distributed for plain tensors."""
     return hasattr(tensor, "_local_tensor") and hasattr(tensor, "placements")
 
 
 def local_tensor(tensor: Any) -> Any:
     """This rank's shard of a DTensor; anything else as it is."""
-    return tensor._local_tensor if isinstance(tensor, Tensor) and is_dtensor(tensor) else tensor
+    return tensor._local_tensor if is_dtensor(tensor) else tensor
 
 
 def norm_key(param: Tensor) -> NormKey:
