@@ -486,19 +486,20 @@ def test_another_number_of_parts_can_load_it(parts, model, train):
     assert single.param_groups[0]["lr"] == container.param_groups[0]["lr"]
 
 
-def test_a_lambda_with_state_is_restored(optimizers, parts):
-    class Scaled:
-        def __init__(self, scale):
-            self.scale = scale
+def test_a_lambda_with_state_is_restored(optimizers):
+    class Table:
+        def __init__(self, factors):
+            self.factors = factors
 
         def __call__(self, step):
-            return self.scale
+            return self.factors[step]
 
-    saved = LRSchedulersContainer(optimizers, Scaled(0.25)).state_dict()
-    assert saved["lr_lambdas"] == [{"scale": 0.25}]
-    resumed = LRSchedulersContainer(optimizers, Scaled(1.0))
+    saved = LRSchedulersContainer(optimizers, Table([0.25, 0.5])).state_dict()
+    assert saved["lr_lambdas"] == [{"factors": [0.25, 0.5]}]
+    resumed = LRSchedulersContainer(optimizers, Table([1.0, 1.0]))
     resumed.load_state_dict(saved)
     assert [group["lr"] for group in optimizers.param_groups] == [BASE_LR / 4] * 2
+    assert resumed.schedulers[0].lr_lambdas[0].factors is not saved["lr_lambdas"][0]["factors"]
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, "3", None])

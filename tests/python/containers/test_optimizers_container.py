@@ -445,6 +445,18 @@ def test_the_joint_step_fires_hooks_and_follows_a_schedule(parts, set_grads, rec
     assert all(map(torch.equal, before, after))
 
 
+def test_without_a_norm_each_optimizer_makes_its_own_step(parts):
+    calls = []
+
+    class Own(FusedAdamW):
+        def step(self, closure=None):
+            calls.append(self)
+
+    container = OptimizersContainer(parts, Own, {"lr": 1e-2})
+    container.step()
+    assert calls == container.optimizers
+
+
 def test_clipping_arguments_are_torchs_typeerror_with_torchs_classes(parts):
     with pytest.raises(TypeError, match="max_grad_norm"):
         OptimizersContainer(parts, torch.optim.AdamW, {"max_grad_norm": 1.0})

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from torchopt_ext import FusedAdam, FusedAdamW
 from torchopt_ext.containers import LRSchedulersContainer, OptimizersContainer
+from torchopt_ext.containers.state_dict import init_state
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 HYPERS = {
@@ -155,6 +156,16 @@ def test_state_made_for_torchs_classes_is_what_their_first_step_makes(
             assert (made.shape, made.dtype, made.device) == (value.shape, value.dtype, value.device)
             assert made.stride() == value.stride()
             assert not made.any()
+
+
+@pytest.mark.parametrize("kwargs", [{"fused": True}, {"capturable": True}, {}])
+def test_step_counts_are_where_torchs_step_reads_them(kwargs):
+    """The meta device stands for any that is not the CPU."""
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.empty(3, device="meta"))], **kwargs)
+    init_state(optimizer)
+    (state,) = optimizer.state.values()
+    assert state["step"].device.type == ("meta" if kwargs else "cpu")
+    assert state["exp_avg"].device.type == "meta"
 
 
 def test_an_optimizer_of_another_kind_is_left_to_torch(parts, train, assert_same):
