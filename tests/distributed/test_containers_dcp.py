@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from torchopt_ext import FusedAdamW
@@ -141,9 +141,23 @@ def refuse_plain_state(path: Path) -> None:
         job.optimizer.load_state_dict(wrong)
 
 
+def refuse_flat_parameters(path: Path) -> None:
+    part = FullyShardedDataParallel(Part("first", 1), device_id=torch.device("cpu"))
+    container = OptimizersContainer([part], FusedAdamW, {"lr": 1e-2})
+    for call in (container.state_dict, lambda: container.load_state_dict({})):
+        with pytest.raises(NotImplementedError, match="fully_shard instead"):
+            call()
+
+
 # One start of two processes serves all tests: starting them takes longer than what they do.
 
-WORK = [train_and_save, resume_and_save, step_in_backward, refuse_plain_state]
+WORK = [
+    train_and_save,
+    resume_and_save,
+    step_in_backward,
+    refuse_plain_state,
+    refuse_flat_parameters,
+]
 
 
 def work(rank: int, path: Path) -> None:
@@ -211,6 +225,10 @@ def test_in_backward_under_fsdp2_trains_like_the_plain_container(path):
 
 def test_unsharded_state_is_refused_by_a_sharded_job(path):
     assert_done(refuse_plain_state, path)
+
+
+def test_the_first_generation_of_fsdp_is_refused(path):
+    assert_done(refuse_flat_parameters, path)
 
 
 if __name__ == "__main__":

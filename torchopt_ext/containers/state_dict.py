@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.optim import Adam, AdamW, Optimizer
 
@@ -33,6 +34,7 @@ def get_state_dict(parts: Sequence[Part]) -> dict[str, Any]:
 
     Raises:
         ValueError: two parts have a trained parameter of the same name.
+        NotImplementedError: a part is wrapped by FullyShardedDataParallel.
     """
     flat: dict[str, Any] = {}
     for part, optimizers in _trained(parts):
@@ -53,6 +55,7 @@ def load_state_dict(parts: Sequence[Part], state_dict: Mapping[str, Any]) -> Non
     Raises:
         KeyError: a key is missing.
         ValueError: a value does not fit, or two parts have a parameter of the same name.
+        NotImplementedError: a part is wrapped by FullyShardedDataParallel.
     """
     slots = [slot for part in _trained(parts) for slot in _slots(*part)]
     names: set[str] = set()
@@ -109,6 +112,11 @@ def _adam_state(param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
 def _trained(parts: Sequence[Part]) -> Iterator[Part]:
     """The parts that have something to train, with complete state."""
     for part, optimizers in parts:
+        if any(isinstance(module, FullyShardedDataParallel) for module in part.modules()):
+            raise NotImplementedError(
+                f"{type(part).__name__} has flat parameters, each of which stands for several of "
+                "the model's: shard it with torch.distributed.fsdp.fully_shard instead"
+            )
         if any(group["params"] for optimizer in optimizers for group in optimizer.param_groups):
             for optimizer in optimizers:
                 init_state(optimizer)
@@ -193,11 +201,6 @@ def _slots(part: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[_Slot]:
     named: dict[str, Any] = get_optimizer_state_dict(part, _as_one(optimizers))
     groups = [(opt, group) for opt in optimizers for group in opt.param_groups]
     for (optimizer, group), saved in zip(groups, named["param_groups"], strict=True):
-        if len(saved["params"]) != len(group["params"]):
-            raise NotImplementedError(
-                f"{type(part).__name__} has flat parameters that stand for several of the model's; "
-                "shard it with torch.distributed.fsdp.fully_shard instead"
-            )
         for fqn, param in zip(saved["params"], group["params"], strict=True):
             state = optimizer.state.get(param, {})
             yield _Slot(fqn, not param.requires_grad, state, group)
