@@ -45,8 +45,8 @@ from .subject import (
 
 CUDA = "needs CUDA; tests/python/ops runs the bodies of the CUDA kernels"
 FOREACH = "tests torch's foreach implementation, which foreach=True would ask for: test_flags"
-COMPLEX = "complex parameters are refused: test_step_inputs.py::test_refused_tensors"
-SPARSE = "refused, as by torch's Adam: test_step_inputs.py::test_refused_gradients"
+COMPLEX = "complex parameters are refused: test_refused_inputs.py::test_refused_tensors"
+SPARSE = "refused, as by torch's Adam: test_refused_inputs.py::test_refused_gradients"
 SECOND_ORDER = "only for LBFGS"
 
 COVERAGE = {

@@ -1,0 +1,117 @@
+"""What is refused: by name, before anything is changed, leaving the optimizer usable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from .subject import (
+    OURS,
+    assert_same_bits,
+    bits,
+    each_class,
+    make_params,
+    ours_only,
+    set_gradients,
+    snapshot,
+    train,
+)
+
+BAD_GRADIENTS: dict[str, tuple[Callable[[nn.Parameter], torch.Tensor], str]] = {
+    "sparse": (lambda p: torch.ones(p.shape).to_sparse(), "sparse"),
+}
+BAD_PARAMETERS: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
+    "complex": (lambda: torch.ones(3, 2, dtype=torch.complex64), "(?i)complex"),
+    "integer": (lambda: torch.ones(3, 2, dtype=torch.int32), "int"),
+    "float8": (lambda: torch.ones(3, 2).to(torch.float8_e4m3fn), "(?i)float8"),
+    "meta": (lambda: torch.ones(3, 2, device="meta"), "meta"),
+    "expanded": (lambda: torch.ones(1, 2).expand(3, 2), "(?i)overlap|dense|share"),
+}
+
+
+@ours_only
+@each_class
+@pytest.mark.parametrize("kind", BAD_PARAMETERS)
+def test_refused_tensors(name: str, kind: str) -> None:
+    """Named with its position and kind, at construction or at the first step with a gradient."""
+    make, pattern = BAD_PARAMETERS[kind]
+    good = nn.Parameter(torch.ones(4))
+    bad = make().requires_grad_(kind != "integer")
+    before = bits(good)
+    for p in (good, bad):
+        p.grad = torch.ones_like(p)
+
+    def construct_and_step() -> None:
+        OURS[name]([("first", good), ("second.weight", bad)]).step()
+
+    with pytest.raises((TypeError, ValueError, RuntimeError), match=pattern) as error:
+        construct_and_step()
+    assert "second.weight" in str(error.value)
+    assert bits(good) == before
+
+
+@ours_only
+@each_class
+@pytest.mark.parametrize("kind", BAD_GRADIENTS)
+def test_refused_gradients(name: str, kind: str) -> None:
+    """Nothing is changed, and the optimizer goes on as if the step had not been tried."""
+    make, pattern = BAD_GRADIENTS[kind]
+    params, reference = make_params(), make_params()
+    named = [(f"p{i}", p) for i, p in enumerate(params)]
+    optimizer, same = OURS[name](named), OURS[name](reference)
+    train([optimizer, same], [params, reference], 2)
+    set_gradients(params)
+    params[1].grad = make(params[1])
+    before = snapshot(optimizer)
+    with pytest.raises((TypeError, ValueError, RuntimeError), match=pattern) as error:
+        optimizer.step()
+    assert "p1" in str(error.value)
+    assert snapshot(optimizer) == before
+    train([optimizer, same], [params, reference], 2, first_seed=2)
+    assert_same_bits(params, reference)
+
+
+@ours_only  # torch warns when it is built, and steps such a parameter twice
+@each_class
+def test_duplicate_parameters_are_refused(name: str) -> None:
+    p = nn.Parameter(torch.ones(3))
+    with pytest.warns(UserWarning, match="duplicate"):
+        optimizer = OURS[name]([p, p])
+    p.grad = torch.ones(3)
+    with pytest.raises((ValueError, RuntimeError), match=r"parameter.*parameter"):
+        optimizer.step()
+    assert torch.equal(p, torch.ones(3))
+
+
+@ours_only
+@each_class
+def test_overlapping_parameters_are_refused(name: str) -> None:
+    memory = torch.ones(10)
+    params = [("a", nn.Parameter(memory[:6])), ("b", nn.Parameter(memory[4:]))]
+    for _, p in params:
+        p.grad = torch.ones_like(p)
+    with pytest.raises((ValueError, RuntimeError), match=r"(?i)overlap|share"):
+        OURS[name](params).step()
+    assert torch.equal(memory, torch.ones(10))
+
+
+@ours_only
+@each_class
+@pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq", "step"])
+def test_bad_state_is_refused(name: str, key: str) -> None:
+    params = make_params()
+    optimizer = OURS[name]([(f"p{i}", p) for i, p in enumerate(params)])
+    train([optimizer], [params], 1)
+    good = optimizer.state[params[1]][key]
+    optimizer.state[params[1]][key] = torch.ones(8)
+    set_gradients(params)
+    others = [bits(p) for p in params]
+    with pytest.raises((TypeError, ValueError, RuntimeError), match=key):
+        optimizer.step()
+    assert [bits(p) for p in params] == others
+    optimizer.state[params[1]][key] = good
+    optimizer.step()
+    assert all(optimizer.state[p]["step"] == 2 for p in params)
