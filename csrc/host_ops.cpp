@@ -1,6 +1,7 @@
 // Operators on plain numbers, which run on the host whatever the device.
 #include <torch/library.h>
 
+#include "kernels/float_mode.h"
 #include "kernels/partition.h"
 #include "schedule_args.h"
 
@@ -10,6 +11,7 @@ namespace {
 double lr_factor_op(int64_t step, int64_t warmup_steps, int64_t stable_steps, int64_t decay_steps,
                     c10::string_view decay_type, double min_factor, int64_t generation) {
   TORCH_CHECK_VALUE(step >= 0, "step is ", step, ", expected 0 or more");
+  const FloatMode mode;
   return lr_factor(
       make_schedule(warmup_steps, stable_steps, decay_steps, decay_type, min_factor, generation),
       step);

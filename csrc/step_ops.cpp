@@ -10,14 +10,16 @@ namespace torchopt_ext {
 namespace {
 
 void check_block(const at::Tensor& tensor, const char* what, at::ScalarType dtype, int64_t numel) {
+  TORCH_CHECK(tensor.layout() == at::kStrided && !tensor.is_meta(), what, " has layout ",
+              tensor.layout(), " on ", tensor.device(), ", expected a dense tensor with memory");
   TORCH_CHECK(tensor.scalar_type() == dtype && tensor.numel() == numel && tensor.is_contiguous(),
               what, " is ", tensor.scalar_type(), tensor.sizes(), ", expected contiguous ", dtype,
               "[", numel, "]");
 }
 
 void check_scalar(const std::optional<at::Tensor>& tensor, const char* what, at::Device device) {
-  TORCH_CHECK(!tensor || (tensor->scalar_type() == at::kFloat && tensor->numel() == 1 &&
-                          tensor->device() == device),
+  TORCH_CHECK(!tensor || (tensor->layout() == at::kStrided && tensor->scalar_type() == at::kFloat &&
+                          tensor->numel() == 1 && tensor->device() == device),
               what, " is not one float32 element on ", device);
 }
 
@@ -97,6 +99,21 @@ void check_lr(const at::Tensor& lr, at::Device device) {
               ", expected the CPU or ", device);
 }
 
+void control_update_(const at::Tensor& control, const at::Tensor& accumulator,
+                     const std::optional<at::Tensor>& grad_scale,
+                     const std::optional<at::Tensor>& found_inf) {
+  check_control(control);
+  check_accumulator(accumulator);
+  TORCH_CHECK(control.device() == accumulator.device(), "control is on ", control.device(),
+              ", the accumulator on ", accumulator.device());
+  check_scalar(grad_scale, "grad_scale", control.device());
+  check_scalar(found_inf, "found_inf", control.device());
+  backend_for(control.device()).control_update(control, accumulator, grad_scale, found_inf);
+  bump_version(control);
+}
+
+namespace {
+
 void grad_sumsq_(at::TensorList grads, const at::Tensor& accumulator) {
   check_accumulator(accumulator);
   WorkList work;
@@ -118,23 +135,12 @@ void grad_sumsq_(at::TensorList grads, const at::Tensor& accumulator) {
   work.chunks = make_chunks(work.tensors);
   work.cumulative = cumulative_bytes(work.tensors, work.chunks);
   backend_for(accumulator.device()).sum_of_squares(work, accumulator);
+  bump_version(accumulator);
 }
 
-at::Tensor accumulator_total(const at::Tensor& accumulator) {
+at::Tensor rounded_total(const at::Tensor& accumulator) {
   check_accumulator(accumulator);
   return backend_for(accumulator.device()).accumulator_total(accumulator);
-}
-
-void control_update_(const at::Tensor& control, const at::Tensor& accumulator,
-                     const std::optional<at::Tensor>& grad_scale,
-                     const std::optional<at::Tensor>& found_inf) {
-  check_control(control);
-  check_accumulator(accumulator);
-  TORCH_CHECK(control.device() == accumulator.device(), "control is on ", control.device(),
-              ", the accumulator on ", accumulator.device());
-  check_scalar(grad_scale, "grad_scale", control.device());
-  check_scalar(found_inf, "found_inf", control.device());
-  backend_for(control.device()).control_update(control, accumulator, grad_scale, found_inf);
 }
 
 void adam_(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs,
@@ -152,6 +158,55 @@ void adam_tensor_lr_(at::TensorList params, at::TensorList grads, at::TensorList
                      bool decoupled_weight_decay, bool maximize) {
   adam_lists(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps, control,
              {{0.0, beta1, beta2, eps, weight_decay, decoupled_weight_decay, maximize}, lr});
+}
+
+// Under tracing all tensors are without memory and there is nothing to compute. A mixture is a
+// caller's error.
+void shapes_only(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const auto& arguments = op.schema().arguments();
+  bool some_have_memory = false;
+  std::string first_meta;
+  const auto visit = [&](const at::Tensor& tensor, const std::string& what) {
+    some_have_memory = some_have_memory || !tensor.is_meta();
+    if (tensor.is_meta() && first_meta.empty()) {
+      first_meta = what;
+    }
+  };
+  const auto values = torch::jit::last(*stack, arguments.size());
+  for (size_t a = 0; a < arguments.size(); ++a) {
+    if (values[a].isTensor()) {
+      visit(values[a].toTensor(), arguments[a].name());
+    } else if (values[a].isTensorList()) {
+      const auto list = values[a].toTensorVector();
+      for (size_t i = 0; i < list.size(); ++i) {
+        visit(list[i], arguments[a].name() + "[" + std::to_string(i) + "]");
+      }
+    }
+  }
+  TORCH_CHECK(!some_have_memory, first_meta, " is on the meta device and has no data");
+  torch::jit::drop(*stack, arguments.size());
+}
+
+}  // namespace
+
+void register_step_ops(torch::Library& m) {
+  m.impl("grad_sumsq_", grad_sumsq_);
+  m.impl("accumulator_total", rounded_total);
+  m.impl("control_update_", control_update_);
+  m.impl("adam_", adam_);
+  m.impl("adam_.tensor_lr", adam_tensor_lr_);
+}
+
+// Sparse tensors come here to be refused with their position.
+TORCH_LIBRARY_IMPL(torchopt_ext, SparseCPU, m) { register_step_ops(m); }
+TORCH_LIBRARY_IMPL(torchopt_ext, SparseCsrCPU, m) { register_step_ops(m); }
+TORCH_LIBRARY_IMPL(torchopt_ext, SparseCUDA, m) { register_step_ops(m); }
+TORCH_LIBRARY_IMPL(torchopt_ext, SparseCsrCUDA, m) { register_step_ops(m); }
+
+TORCH_LIBRARY_IMPL(torchopt_ext, Meta, m) {
+  for (const char* name : {"grad_sumsq_", "control_update_", "adam_", "adam_.tensor_lr"}) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&shapes_only>());
+  }
 }
 
 }  // namespace torchopt_ext

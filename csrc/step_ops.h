@@ -3,29 +3,18 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <torch/library.h>
 
 #include "kernels/adam_args.h"
 
 namespace torchopt_ext {
 
-void grad_sumsq_(at::TensorList grads, const at::Tensor& accumulator);
-
-at::Tensor accumulator_total(const at::Tensor& accumulator);
+// Registers the operators with the library fragment of one dispatch key.
+void register_step_ops(torch::Library& m);
 
 void control_update_(const at::Tensor& control, const at::Tensor& accumulator,
                      const std::optional<at::Tensor>& grad_scale,
                      const std::optional<at::Tensor>& found_inf);
-
-void adam_(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs,
-           at::TensorList exp_avg_sqs, at::TensorList max_exp_avg_sqs, at::TensorList state_steps,
-           const at::Tensor& control, double lr, double beta1, double beta2, double eps,
-           double weight_decay, bool decoupled_weight_decay, bool maximize);
-
-void adam_tensor_lr_(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs,
-                     at::TensorList exp_avg_sqs, at::TensorList max_exp_avg_sqs,
-                     at::TensorList state_steps, const at::Tensor& control, const at::Tensor& lr,
-                     double beta1, double beta2, double eps, double weight_decay,
-                     bool decoupled_weight_decay, bool maximize);
 
 // Shared with the optimizer classes (python/optimizer_plan.cpp).
 void check_accumulator(const at::Tensor& accumulator);

@@ -1,6 +1,7 @@
 """Typed wrappers of the operators in csrc/ops.cpp. docs/numerics.md states what they compute."""
 
 from collections.abc import Sequence
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -112,6 +113,32 @@ def adam_(
     )  # fmt: skip
 
 
+@overload
+def lr_factor(
+    step: int,
+    *,
+    warmup_steps: int,
+    stable_steps: int,
+    decay_steps: int,
+    decay_type: str = ...,
+    min_factor: float = ...,
+    generation: int = ...,
+) -> float: ...
+
+
+@overload
+def lr_factor(
+    step: Tensor,
+    *,
+    warmup_steps: int,
+    stable_steps: int,
+    decay_steps: int,
+    decay_type: str = ...,
+    min_factor: float = ...,
+    generation: int = ...,
+) -> Tensor: ...
+
+
 def lr_factor(
     step: int | Tensor,
     *,
@@ -166,4 +193,4 @@ def _(accumulator: Tensor) -> Tensor:
 
 @torch.library.register_fake("torchopt_ext::lr_factor.tensor")
 def _(step: Tensor, **_: object) -> Tensor:
-    return torch.empty_like(step, dtype=torch.float64)
+    return step.new_empty(step.shape, dtype=torch.float64)

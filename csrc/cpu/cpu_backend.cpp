@@ -90,6 +90,11 @@ void adam(const WorkList& work, const std::vector<GroupHyper>& groups, const at:
       hypers.back().lr = group.lr.item<double>();
     }
   }
+  for (size_t t = 0; t < work.tensors.size(); ++t) {
+    const TensorWork& tensor = work.tensors[t];
+    TORCH_CHECK(tensor.grad == nullptr || (*tensor.step >= 0.0f && *tensor.step < 0x1p62f),
+                "state step ", t, " is ", *tensor.step, ", expected a count of steps");
+  }
   // Which scalars each tensor uses. Kept between steps, so that a step does not allocate them.
   static thread_local std::vector<Scalars> scalars;
   static thread_local std::vector<size_t> scalars_of;

@@ -2,6 +2,7 @@
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
+#include "kernels/float_mode.h"
 #include "schedule_args.h"
 #include "step_ops.h"
 
@@ -19,6 +20,7 @@ at::Tensor lr_factor_tensor(const at::Tensor& step, int64_t warmup_steps, int64_
   at::Tensor factors = at::empty(step.sizes(), step.options().dtype(at::kDouble));
   const auto* from = steps.const_data_ptr<int64_t>();
   auto* to = factors.data_ptr<double>();
+  const FloatMode mode;
   for (int64_t i = 0; i < steps.numel(); ++i) {
     TORCH_CHECK_VALUE(from[i] >= 0, "step ", i, " is ", from[i], ", expected 0 or more");
     to[i] = lr_factor(schedule, from[i]);
@@ -29,11 +31,7 @@ at::Tensor lr_factor_tensor(const at::Tensor& step, int64_t warmup_steps, int64_
 }  // namespace
 
 TORCH_LIBRARY_IMPL(torchopt_ext, CPU, m) {
-  m.impl("grad_sumsq_", grad_sumsq_);
-  m.impl("accumulator_total", accumulator_total);
-  m.impl("control_update_", control_update_);
-  m.impl("adam_", adam_);
-  m.impl("adam_.tensor_lr", adam_tensor_lr_);
+  register_step_ops(m);
   m.impl("lr_factor.tensor", lr_factor_tensor);
 }
 

@@ -120,13 +120,7 @@ const bool registered = [] {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(torchopt_ext, CUDA, m) {
-  m.impl("grad_sumsq_", grad_sumsq_);
-  // kernels/exact_accumulator.h has a function of this name too.
-  m.impl("accumulator_total",
-         [](const at::Tensor& accumulator) { return accumulator_total(accumulator); });
-  m.impl("control_update_", control_update_);
-  m.impl("adam_", adam_);
-  m.impl("adam_.tensor_lr", adam_tensor_lr_);
+  register_step_ops(m);
   m.impl("lr_factor.tensor", lr_factor_tensor);
 }
 

@@ -37,14 +37,15 @@ TORCHOPT_HD inline void control_update(Control& control, const ExactAccumulator&
   using L = ScalarLane<double>;
   const double scale = grad_scale != nullptr ? static_cast<double>(*grad_scale) : 1.0;
   const bool scaler_says_skip = found_inf != nullptr && *found_inf != 0.0f;
-  control.grad_norm = L::div(L::sqrt(accumulator_total(accumulator)), scale);
+  const double total = accumulator_total(accumulator);
+  control.grad_norm = L::div(L::sqrt(total), scale);
   control.clip_factor = 1.0;
   if (control.max_grad_norm > 0.0) {
     const double factor = L::div(control.max_grad_norm, L::add(control.grad_norm, 1e-6));
     control.clip_factor = factor > 1.0 ? 1.0 : factor;  // a NaN stays
   }
   control.grad_factor = L::mul(control.clip_factor, L::div(1.0, scale));
-  const bool nonfinite = accumulator.infinities != 0 || accumulator.nans != 0;
+  const bool nonfinite = !(total <= largest_finite<double>);
   const bool skip = scaler_says_skip || (nonfinite && control.skip_nonfinite != 0.0);
   control.found_inf = nonfinite || scaler_says_skip ? 1.0 : 0.0;
   control.skip = skip ? 1.0 : 0.0;

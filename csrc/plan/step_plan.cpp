@@ -31,12 +31,7 @@ void check_state(const at::Tensor& state, const char* role, const StepPlan::Entr
               " as exp_avg of the same parameter");
 }
 
-// Counts as an in-place change for autograd, as torch's own optimizers do.
-void bump_version(const at::Tensor& tensor) {
-  if (tensor.defined() && !tensor.is_inference()) {
-    tensor.unsafeGetTensorImpl()->bump_version();
-  }
-}
+constexpr char kEmptyGradient = 0;
 
 void* data(const at::Tensor& tensor) {
   return tensor.defined() ? const_cast<void*>(tensor.const_data_ptr()) : nullptr;
@@ -81,7 +76,10 @@ StepPlan::StepPlan(std::vector<Entry> entries, at::Device device)
                     entry.step.numel() == 1 && entry.step.device() == device_,
                 step_what, " is not one float32 element on ", device_);
 
-    written.push_back({entry.param, param_what, true});
+    // One with gaps may share its range, though no element, with another column of a matrix.
+    if (dense.is_same(entry.param)) {
+      written.push_back({entry.param, param_what, true});
+    }
     written.push_back({entry.exp_avg, what("exp_avg", i), true});
     written.push_back({entry.exp_avg_sq, what("exp_avg_sq", i), true});
     written.push_back({entry.max_exp_avg_sq, what("max_exp_avg_sq", i), true});
@@ -151,7 +149,8 @@ void StepPlan::set_gradient(size_t i, const at::Tensor& gradient) {
     gradients_[i] = at::empty_like(param).copy_(gradient.detach());
     ++gradients_copied_;
   }
-  work.grad = gradients_[i].const_data_ptr();
+  // An empty gradient may have no memory, but its parameter takes part: its step counts.
+  work.grad = gradients_[i].numel() > 0 ? gradients_[i].const_data_ptr() : &kEmptyGradient;
 }
 
 void StepPlan::set_gradients(const std::vector<at::Tensor>& gradients) {

@@ -103,17 +103,21 @@ void check_no_overlap(const std::vector<NamedTensor>& tensors) {
   }
 }
 
+void bump_version(const at::Tensor& tensor) {
+  if (tensor.defined() && !tensor.is_inference()) {
+    tensor.unsafeGetTensorImpl()->bump_version();
+  }
+}
+
 int64_t row_length(const at::Tensor& tensor) {
   if (tensor.dim() == 0 || tensor.numel() == 0) {
     return 1;
   }
+  // One row stays one row, however its elements are permuted: it may be a shard of several.
   int64_t outer = 0;
-  if (!tensor.is_contiguous()) {
-    for (int64_t d = 0; d < tensor.dim(); ++d) {
-      const bool candidate = tensor.size(d) > 1;
-      if (candidate && (tensor.size(outer) <= 1 || tensor.stride(d) > tensor.stride(outer))) {
-        outer = d;
-      }
+  for (int64_t d = 1; d < tensor.dim() && tensor.size(0) > 1; ++d) {
+    if (tensor.size(d) > 1 && tensor.stride(d) > tensor.stride(outer)) {
+      outer = d;
     }
   }
   return tensor.numel() / tensor.size(outer);

@@ -38,6 +38,9 @@ struct NamedTensor {
 };
 void check_no_overlap(const std::vector<NamedTensor>& tensors);
 
+// Counts as an in-place change for autograd, as torch's own operators do.
+void bump_version(const at::Tensor& tensor);
+
 // The unit that blocks of the sum of squares never cross: docs/numerics.md section 3.
 int64_t row_length(const at::Tensor& tensor);
 

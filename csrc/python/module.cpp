@@ -1,8 +1,7 @@
 // The Python module: build information, the optimizers' plan, and the accumulator's parts that no
 // operator needs. Importing it registers the operators.
-#include <torch/csrc/utils/pybind.h>
-
 #include <ATen/ATen.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include "cpu/kernel_table.h"
 #include "kernels/control.h"

@@ -186,14 +186,8 @@ def row_length(shape: list[int], strides: list[int]) -> int:
     if not shape:
         return 1
     count = math.prod(shape)
-    expected = 1
-    contiguous = True
-    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if size != 1:
-            contiguous = contiguous and stride == expected
-            expected *= size
-    if contiguous:
-        return count // shape[0]
+    if shape[0] == 1:
+        return count
     outer = max((d for d in range(len(shape)) if shape[d] > 1), key=lambda d: strides[d])
     return count // shape[outer]
 
@@ -230,13 +224,14 @@ def control(
     scaler_found_inf: bool,
 ) -> dict[str, Number]:
     scale = ONE if scale is None else scale
-    grad_norm = div(FP64, sqrt(FP64, acc.total()), scale)
+    total = acc.total()
+    grad_norm = div(FP64, sqrt(FP64, total), scale)
     clip_factor = ONE
     if less(ZERO, max_grad_norm):
         clip_factor = div(FP64, max_grad_norm, add(FP64, grad_norm, number(1e-6)))
         if less(ONE, clip_factor):
             clip_factor = ONE
-    found_inf = acc.infinities > 0 or acc.nans > 0 or scaler_found_inf
+    found_inf = total[1] in (INF, NAN) or scaler_found_inf
     skip = found_inf and (skip_nonfinite or scaler_found_inf)
     return {
         "grad_norm": grad_norm,

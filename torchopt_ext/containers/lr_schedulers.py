@@ -137,7 +137,7 @@ def _from_job_config(job_config: Any) -> Callable[[int], Any]:
 def _from_lr_scheduler_config(
     lr_scheduler_config: Any, training_steps: int
 ) -> Callable[[int], Any]:
-    total_steps = lr_scheduler_config.total_steps
+    total_steps = getattr(lr_scheduler_config, "total_steps", None)  # torchtitan 0.2.2 has it
     total_steps = training_steps if total_steps is None else total_steps
     return _schedule(lr_scheduler_config, total_steps, "min_lr_factor", generation=2)
 

@@ -213,12 +213,13 @@ class FusedAdamBase(Optimizer):
         return self._copied_before + (self._plan.gradients_copied if self._plan else 0)
 
     def init_state(self) -> None:
-        """Creates the state a first step would create, with step 0, for every parameter.
+        """Creates the state a first step would create, with step 0, for trainable parameters.
 
         A state dict taken before the first step is then complete, and taking it changes nothing.
         """
         for _, group, _, param in param_state.named_group_params(self):
-            param_state.init_param_state(group, param, self.state[param])
+            if param.requires_grad:
+                param_state.init_param_state(group, param, self.state[param])
 
     # ---- the parts of fused_step ------------------------------------------------------------
 

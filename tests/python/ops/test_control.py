@@ -51,7 +51,7 @@ def transcription(
         clip_factor = max_grad_norm / (grad_norm + 1e-6)
         clip_factor = 1.0 if clip_factor > 1 else clip_factor
     scaler = bool(found_inf)
-    nonfinite = not all(math.isfinite(x) for x in doubles) or scaler
+    nonfinite = not math.isfinite(exact_total(doubles)) or scaler
     return {
         "grad_norm": grad_norm,
         "clip_factor": clip_factor,
