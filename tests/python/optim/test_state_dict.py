@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import pickle
 from collections.abc import Callable
 from copy import deepcopy
@@ -221,6 +222,11 @@ def test_pickle_keeps_clipping(name: str) -> None:
     for other in lists[1:]:
         assert_same_bits(lists[0], other)
     assert all(0 < float(o.control.clip_factor) < 1 for o in optimizers)
+    before = [snapshot(o) for o in optimizers]
+    set_gradients(*lists, scale=math.inf)
+    for o in optimizers:
+        o.step()
+    assert [snapshot(o) for o in optimizers] == before
 
 
 def saved_size(thing: object) -> int:

@@ -206,6 +206,11 @@ def test_gradient_with_other_strides(name: str) -> None:
         same.step()
         assert ours.gradients_copied == step
     assert same.gradients_copied == 0
+    ours.state.clear()
+    ours.step()
+    same.state.clear()
+    same.step()
+    assert ours.gradients_copied == 3
     assert_same_bits(mine, reference)
 
 

@@ -319,6 +319,10 @@ def test_default_dtype(name: str, default: torch.dtype) -> None:
         assert_close_to_torch(params, reference)
         for p, q in zip(params, reference, strict=True):
             assert ours.state[p]["step"].dtype == theirs.state[q]["step"].dtype == torch.float32
+        if not TESTING_TORCH:
+            ours.state.clear()
+            ours.init_state()
+            assert all(ours.state[p]["step"].dtype == torch.float32 for p in params)
 
 
 @each_class
