@@ -13,7 +13,7 @@ from pathlib import Path
 
 import report
 import torch
-from cases import BYTES, Case, build_cases
+from cases import BYTES, OPERATIONS, Case, build_cases
 from shapes import QUICK_SETS, SETS, Shapes
 from timing import Flush, Times, time_in_turn
 from tqdm import tqdm
@@ -54,7 +54,7 @@ def rows_of(name: str, shapes: Shapes, cases: list[Case], times: list[Times]) ->
                 "speedup_over_torch_fused": statistics.median(f / mine for f, mine in pairs),
             }
         )
-    return rows
+    return sorted(rows, key=lambda row: OPERATIONS.index(row["operation"]))
 
 
 def measure(sets: dict[str, Shapes], rounds: int, flush_megabytes: int) -> list[report.Row]:
