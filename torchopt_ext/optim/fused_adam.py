@@ -85,7 +85,7 @@ class FusedAdamBase(Optimizer):
         process_group: torch.distributed.ProcessGroup | None,
     ) -> None:
         self._max_grad_norm = max_grad_norm
-        self.skip_nonfinite = skip_nonfinite
+        self._skip_nonfinite = skip_nonfinite
         self.process_group = process_group
         self._plan: OptimizerPlan | None = None
         self._norm_keys: list[NormKey] = []
@@ -173,7 +173,7 @@ class FusedAdamBase(Optimizer):
     def _portable_state(self) -> dict[str, Any]:
         return super().__getstate__() | {
             "_max_grad_norm": self._max_grad_norm,
-            "skip_nonfinite": self.skip_nonfinite,
+            "_skip_nonfinite": self._skip_nonfinite,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -197,8 +197,17 @@ class FusedAdamBase(Optimizer):
         if value is not None and not value > 0.0:
             raise ValueError(f"Invalid max_grad_norm: {value}; None leaves gradients alone")
         self._max_grad_norm = value
-        for control, _ in self._blocks.values():
-            control[ops.CONTROL_FIELDS.index("max_grad_norm")] = value or 0.0
+        self._set_control("max_grad_norm", value or 0.0)
+
+    @property
+    def skip_nonfinite(self) -> bool:
+        """Whether a step in which a gradient is not finite changes nothing."""
+        return self._skip_nonfinite
+
+    @skip_nonfinite.setter
+    def skip_nonfinite(self, value: bool) -> None:
+        self._skip_nonfinite = value
+        self._set_control("skip_nonfinite", float(value))
 
     @property
     def control(self) -> ControlView:
@@ -294,6 +303,10 @@ class FusedAdamBase(Optimizer):
             )
             self._blocks[device] = control, ops.new_accumulator(device)
         return self._blocks[device]
+
+    def _set_control(self, field: str, value: float) -> None:
+        for control, _ in self._blocks.values():
+            control[ops.CONTROL_FIELDS.index(field)] = value
 
     def _plan_or_raise(self) -> OptimizerPlan:
         if self._plan is None:
