@@ -330,3 +330,23 @@ def test_joint_step_takes_one_decision() -> None:
     assert [snapshot(o) for o in pair] == before
     with pytest.raises(ValueError, match="max_grad_norm"):
         fused_step([pair[0], whole, OURS["AdamW"](make_params(), max_grad_norm=0.1)])
+
+
+@each_class
+def test_settings_can_be_changed_between_steps(name: str) -> None:
+    param = torch.nn.Parameter(torch.ones(100))
+    optimizer = OURS[name]([param])
+    param.grad = torch.full_like(param, 10.0)
+    optimizer.step()
+    assert optimizer.control.clip_factor == 1
+    optimizer.max_grad_norm = 1.0
+    optimizer.step()
+    assert optimizer.control.clip_factor == pytest.approx(0.01)
+    optimizer.skip_nonfinite = True
+    param.grad[3] = float("nan")
+    before = param.detach().clone()
+    optimizer.step()
+    assert torch.equal(param, before) and optimizer.control.skipped_steps == 1
+    optimizer.skip_nonfinite = False
+    optimizer.step()
+    assert param.isnan().all()
