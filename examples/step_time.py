@@ -22,7 +22,7 @@ def copy_with_gradients(model: nn.Module) -> nn.Module:
 
 
 def compare_step_times(
-    model: nn.Module, options: dict[str, Any], max_grad_norm: float, repeats: int = 30
+    model: nn.Module, options: dict[str, Any], max_grad_norm: float, repeats: int = 100
 ) -> dict[str, float]:
     """Median milliseconds of one clipped AdamW step on copies of `model` and its gradients.
 

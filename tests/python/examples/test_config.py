@@ -38,12 +38,12 @@ def test_a_whole_number_serves_as_a_float_and_an_absent_option_as_none(
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("steps = 500", "", r"training\.steps is missing"),
-        ("steps = 500", "stepz = 500", r"training\.stepz is not a known key; known: steps, "),
-        ("steps = 500", "steps = 5e2", r"training\.steps is 500\.0 \(float\), expected int"),
-        ("steps = 500", "steps = true", r"training\.steps is True \(bool\), expected int"),
+        ("steps = 400", "", r"training\.steps is missing"),
+        ("steps = 400", "stepz = 500", r"training\.stepz is not a known key; known: steps, "),
+        ("steps = 400", "steps = 5e2", r"training\.steps is 500\.0 \(float\), expected int"),
+        ("steps = 400", "steps = true", r"training\.steps is True \(bool\), expected int"),
         ("lr = 1.2e-3", "lr = '1.2e-3'", r"optimizer\.lr is '1\.2e-3' \(str\), expected float"),
-        ("decay_ratio = 0.5", "decay_ratio = 'no'", r"lr_scheduler\.decay_ratio is 'no'"),
+        ("decay_ratio = 0.4", "decay_ratio = 'no'", r"lr_scheduler\.decay_ratio is 'no'"),
         ("[checkpoint]", "[checkpoints]", r"checkpoints is not a known key"),
         ("[parallelism]", "[training.parallelism]", r"training\.parallelism is not a known key"),
         ("eps = 1e-8", "eps = ", r"Invalid value"),

@@ -14,7 +14,7 @@ import pytest
 TINY = {
     "dim = 192": "dim = 16",
     "n_layers = 5": "n_layers = 1",
-    "steps = 500": "steps = 2",
+    "steps = 400": "steps = 2",
     "interval = 100": "interval = 1",
     "batches = 16": "batches = 1",
     "seq_len = 128": "seq_len = 16",
