@@ -1,7 +1,5 @@
 #include "step_ops.h"
 
-#include <ATen/ATen.h>
-
 #include "plan/backend.h"
 #include "plan/step_plan.h"
 #include "plan/tensor_checks.h"
@@ -66,7 +64,9 @@ void adam_lists(at::TensorList params, at::TensorList grads, at::TensorList exp_
   }
   StepPlan plan(std::move(entries), control.device());
   check_no_overlap(memory);  // after the plan's own, whose messages are more precise
-  plan.set_gradients(grads.vec());
+  for (size_t i = 0; i < n; ++i) {
+    plan.set_gradient(i, grads[i]);
+  }
   plan.update({hyper}, control);
 }
 

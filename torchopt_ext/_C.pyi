@@ -18,20 +18,17 @@ class OptimizerPlan:
         self,
         param_groups: list[dict[str, Any]],
         state: Mapping[Tensor, Any],
-        # Parameter, its local tensor, exp_avg, exp_avg_sq, max_exp_avg_sq, step, group, name, part
-        params: Sequence[
-            tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, int, str, int]
-        ],
+        # Parameter; local parameter, moments (None without amsgrad) and step; group, name, part
+        params: Sequence[tuple[Tensor, tuple[Tensor | None, ...], int, str, int]],
         part_devices: Sequence[torch.device],
         idle: Sequence[Tensor],
-        decoupled_weight_decay: bool,
         local_gradient: Callable[[Tensor], Tensor | None],
     ) -> None: ...
+    def objects(self) -> list[object]: ...
+    def release(self) -> None: ...
     def collect(self, param_groups: list[dict[str, Any]], state: Mapping[Tensor, Any]) -> bool: ...
     def accumulate(self, part: int, accumulator: Tensor) -> None: ...
-    def update(
-        self, param_groups: list[dict[str, Any]], part_controls: Sequence[Tensor]
-    ) -> None: ...
+    def update(self, part_controls: Sequence[Tensor]) -> None: ...
     def step(
         self,
         param_groups: list[dict[str, Any]],

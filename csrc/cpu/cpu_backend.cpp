@@ -1,7 +1,7 @@
 // The CPU back end of a step: one parallel region per pass over the whole work list, balanced by
 // bytes rather than tensor by tensor.
-#include <ATen/ATen.h>
 #include <ATen/Parallel.h>
+#include <ATen/ops/scalar_tensor.h>
 
 #include <mutex>
 
@@ -89,11 +89,6 @@ void adam(const WorkList& work, const std::vector<GroupHyper>& groups, const at:
     if (group.lr.defined()) {
       hypers.back().lr = group.lr.item<double>();
     }
-  }
-  for (size_t t = 0; t < work.tensors.size(); ++t) {
-    const TensorWork& tensor = work.tensors[t];
-    TORCH_CHECK(tensor.grad == nullptr || (*tensor.step >= 0.0f && *tensor.step < 0x1p62f),
-                "state step ", t, " is ", *tensor.step, ", expected a count of steps");
   }
   // Which scalars each tensor uses. Kept between steps, so that a step does not allocate them.
   static thread_local std::vector<Scalars> scalars;

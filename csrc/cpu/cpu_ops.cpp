@@ -1,5 +1,5 @@
 // Registers the step operators for CPU tensors.
-#include <ATen/ATen.h>
+#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include "kernels/float_mode.h"

@@ -1,8 +1,8 @@
 // The CUDA back end of a step, and the step operators for CUDA tensors. Nothing here waits for the
 // device: tables go up through pinned memory, and every scalar a kernel needs is read on the
 // device.
-#include <ATen/ATen.h>
 #include <ATen/cuda/CUDAContext.h>
+#include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>

@@ -1,7 +1,6 @@
 #include "plan/step_plan.h"
 
-#include <ATen/ATen.h>
-#include <ATen/MemoryOverlap.h>
+#include <ATen/ops/empty_like.h>
 
 #include <array>
 #include <utility>
@@ -51,7 +50,10 @@ const Backend& backend_for(at::Device device) {
 }
 
 StepPlan::StepPlan(std::vector<Entry> entries, at::Device device)
-    : entries_(std::move(entries)), device_(device) {
+    : entries_(std::move(entries)),
+      dense_copies_(entries_.size()),
+      gradients_(entries_.size()),
+      device_(device) {
   std::vector<NamedTensor> written;
   for (size_t i = 0; i < entries_.size(); ++i) {
     const Entry& entry = entries_[i];
@@ -59,13 +61,11 @@ StepPlan::StepPlan(std::vector<Entry> entries, at::Device device)
     check_supported(entry.param, param_what);
     TORCH_CHECK(entry.param.device() == device_, param_what, " is on ", entry.param.device(),
                 ", expected ", device_);
-    at::Tensor dense = entry.param;
     if (!is_dense(entry.param)) {
-      TORCH_CHECK(at::has_internal_overlap(entry.param) != at::MemOverlap::Yes, param_what,
-                  " with shape ", entry.param.sizes(), " and strides ", entry.param.strides(),
-                  " has elements that share memory");
-      dense = at::empty_like(entry.param, at::MemoryFormat::Preserve);
+      check_no_internal_overlap(entry.param, param_what);
+      dense_copies_[i] = at::empty_like(entry.param, at::MemoryFormat::Preserve);
     }
+    const at::Tensor& dense = dense_param(i);
     check_state(entry.exp_avg, "exp_avg", entry, dense);
     check_state(entry.exp_avg_sq, "exp_avg_sq", entry, dense);
     if (entry.max_exp_avg_sq.defined()) {
@@ -77,7 +77,7 @@ StepPlan::StepPlan(std::vector<Entry> entries, at::Device device)
                 step_what, " is not one float32 element on ", device_);
 
     // One with gaps may share its range, though no element, with another column of a matrix.
-    if (dense.is_same(entry.param)) {
+    if (!dense_copies_[i].defined()) {
       written.push_back({entry.param, param_what, true});
     }
     written.push_back({entry.exp_avg, what("exp_avg", i), true});
@@ -96,43 +96,68 @@ StepPlan::StepPlan(std::vector<Entry> entries, at::Device device)
                              .param_dtype = dtype_of(dense),
                              .state_dtype = dtype_of(entry.exp_avg),
                              .group = entry.group});
-    dense_params_.push_back(std::move(dense));
   }
   check_no_overlap(written);
   work_.chunks = make_chunks(work_.tensors);
   work_.cumulative = cumulative_bytes(work_.tensors, work_.chunks);
-  gradients_.resize(entries_.size());
 }
 
 std::string StepPlan::what(const char* role, size_t i) const {
   return describe(role, entries_[i].position, entries_[i].name);
 }
 
+const at::Tensor& StepPlan::dense_param(size_t i) const {
+  return dense_copies_[i].defined() ? dense_copies_[i] : entries_[i].param;
+}
+
 bool StepPlan::unchanged() const {
   for (size_t i = 0; i < entries_.size(); ++i) {
     const Entry& entry = entries_[i];
     const TensorWork& work = work_.tensors[i];
-    const bool dense = dense_params_[i].is_same(entry.param);
-    if ((dense && entry.param.const_data_ptr() != work.param) ||
-        entry.param.numel() != work.numel || dtype_of(entry.param) != work.param_dtype ||
-        entry.param.device() != device_ || !same_layout(entry.exp_avg, dense_params_[i]) ||
+    if (data(dense_param(i)) != work.param || entry.param.numel() != work.numel ||
+        dtype_of(entry.param) != work.param_dtype || entry.param.device() != device_ ||
+        is_dense(entry.param) == dense_copies_[i].defined() ||
         data(entry.exp_avg) != work.exp_avg || data(entry.exp_avg_sq) != work.exp_avg_sq ||
         data(entry.max_exp_avg_sq) != work.max_exp_avg_sq || data(entry.step) != work.step ||
         dtype_of(entry.exp_avg) != work.state_dtype) {
       return false;
     }
+    for (const at::Tensor* moment : {&entry.exp_avg, &entry.exp_avg_sq, &entry.max_exp_avg_sq}) {
+      if (moment->defined() &&
+          (moment->sizes() != dense_param(i).sizes() || !same_layout(*moment, dense_param(i)))) {
+        return false;
+      }
+    }
   }
   return true;
+}
+
+void StepPlan::attach(size_t i, std::array<at::Tensor, 5> param_moments_step) {
+  Entry& entry = entries_[i];
+  auto& [param, exp_avg, exp_avg_sq, max_exp_avg_sq, step] = param_moments_step;
+  entry.param = std::move(param);
+  entry.exp_avg = std::move(exp_avg);
+  entry.exp_avg_sq = std::move(exp_avg_sq);
+  entry.max_exp_avg_sq = std::move(max_exp_avg_sq);
+  entry.step = std::move(step);
+}
+
+void StepPlan::release() {
+  for (size_t i = 0; i < entries_.size(); ++i) {
+    attach(i, {});
+    gradients_[i].reset();
+    work_.tensors[i].grad = nullptr;
+  }
 }
 
 void StepPlan::set_gradient(size_t i, const at::Tensor& gradient) {
   TensorWork& work = work_.tensors[i];
   if (!gradient.defined()) {
     work.grad = nullptr;
-    gradients_[i] = at::Tensor();
+    gradients_[i].reset();
     return;
   }
-  const at::Tensor& param = dense_params_[i];
+  const at::Tensor& param = dense_param(i);
   if (gradient.layout() != at::kStrided || gradient.scalar_type() != param.scalar_type() ||
       gradient.is_meta()) {
     check_supported(gradient, what("gradient", i));
@@ -143,35 +168,19 @@ void StepPlan::set_gradient(size_t i, const at::Tensor& gradient) {
               gradient.sizes(), ", expected ", param.sizes());
   TORCH_CHECK(gradient.device() == device_, what("gradient", i), " is on ", gradient.device(),
               ", expected ", device_);
-  if (same_layout(gradient, param)) {
+  if (device_.is_cpu()) {
+    TORCH_CHECK(*work.step >= 0.0f && *work.step < 0x1p62f, what("state step", i), " is ",
+                *work.step, ", expected a count of steps");
+  }
+  if (same_layout(gradient, param) && !is_lazy(gradient)) {
     gradients_[i] = gradient;
   } else {
     gradients_[i] = at::empty_like(param).copy_(gradient.detach());
     ++gradients_copied_;
   }
   // An empty gradient may have no memory, but its parameter takes part: its step counts.
-  work.grad = gradients_[i].numel() > 0 ? gradients_[i].const_data_ptr() : &kEmptyGradient;
-}
-
-void StepPlan::set_gradients(const std::vector<at::Tensor>& gradients) {
-  TORCH_CHECK(gradients.size() == entries_.size(), "got ", gradients.size(), " gradients for ",
-              entries_.size(), " parameters");
-  for (size_t i = 0; i < entries_.size(); ++i) {
-    set_gradient(i, gradients[i]);
-  }
-}
-
-void StepPlan::collect_gradients() {
-  for (size_t i = 0; i < entries_.size(); ++i) {
-    set_gradient(i, entries_[i].param.grad());
-  }
-}
-
-void StepPlan::drop_gradients() {
-  for (size_t i = 0; i < entries_.size(); ++i) {
-    gradients_[i] = at::Tensor();
-    work_.tensors[i].grad = nullptr;
-  }
+  work.grad = gradient.numel() > 0 ? gradients_[i].const_data_ptr() : &kEmptyGradient;
+  TORCH_CHECK(work.grad != nullptr, what("gradient", i), " has had its storage freed");
 }
 
 void StepPlan::accumulate(const at::Tensor& accumulator) const {
@@ -181,14 +190,14 @@ void StepPlan::accumulate(const at::Tensor& accumulator) const {
 void StepPlan::update(const std::vector<GroupHyper>& groups, const at::Tensor& control) {
   std::vector<size_t> copies;
   for (size_t i = 0; i < entries_.size(); ++i) {
-    if (gradients_[i].defined() && !dense_params_[i].is_same(entries_[i].param)) {
+    if (gradients_[i].defined() && dense_copies_[i].defined()) {
       copies.push_back(i);
-      dense_params_[i].copy_(entries_[i].param.detach());
+      dense_copies_[i].copy_(entries_[i].param.detach());
     }
   }
   backend_for(device_).adam(work_, groups, control);
   for (const size_t i : copies) {
-    entries_[i].param.detach().copy_(dense_params_[i]);
+    entries_[i].param.detach().copy_(dense_copies_[i]);
   }
   for (size_t i = 0; i < entries_.size(); ++i) {
     if (gradients_[i].defined()) {

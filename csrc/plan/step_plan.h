@@ -2,6 +2,7 @@
 // gradients. Operators and optimizer classes both run their passes through it.
 #pragma once
 
+#include <array>
 #include <string>
 #include <vector>
 
@@ -26,29 +27,33 @@ class StepPlan {
   // through a dense copy; the operators refuse it beforehand.
   StepPlan(std::vector<Entry> entries, at::Device device);
 
-  // Whether every parameter and state tensor still has the memory the plan was built for.
+  // Whether every tensor still has the memory, shape and type the plan was built for.
   bool unchanged() const;
+
+  // An optimizer's plan holds its tensors only during a step: torch.utils.swap_tensors, which
+  // nn.Module.to() may use, refuses to swap a tensor that something else refers to.
+  void attach(size_t i, std::array<at::Tensor, 5> param_moments_step);
+  // Lets go of all tensors, gradients included, but for dense copies.
+  void release();
 
   // This step's gradient of an entry, undefined where it has none. A gradient with other strides
   // than its parameter is copied.
   void set_gradient(size_t i, const at::Tensor& gradient);
-  void set_gradients(const std::vector<at::Tensor>& gradients);
-  // The same with each parameter's .grad.
-  void collect_gradients();
-  void drop_gradients();
 
   void accumulate(const at::Tensor& accumulator) const;
   void update(const std::vector<GroupHyper>& groups, const at::Tensor& control);
 
-  const std::vector<Entry>& entries() const { return entries_; }
+  size_t size() const { return entries_.size(); }
+  const at::Tensor& param(size_t i) const { return entries_[i].param; }
   at::Device device() const { return device_; }
   int64_t gradients_copied() const { return gradients_copied_; }
 
  private:
   std::string what(const char* role, size_t i) const;
+  const at::Tensor& dense_param(size_t i) const;
 
   std::vector<Entry> entries_;
-  std::vector<at::Tensor> dense_params_;  // what is stepped: the parameter, or its dense copy
+  std::vector<at::Tensor> dense_copies_;  // stepped instead of a parameter that is not dense
   std::vector<at::Tensor> gradients_;     // keeps this step's gradients alive
   WorkList work_;
   at::Device device_;

@@ -1,7 +1,5 @@
 #include "plan/tensor_checks.h"
 
-#include <ATen/ATen.h>
-
 #include <algorithm>
 
 namespace torchopt_ext {
@@ -37,6 +35,7 @@ void check_supported(const at::Tensor& tensor, const std::string& what) {
       dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf,
       what, " has dtype ", dtype, ", expected float32, float64, bfloat16 or float16");
   TORCH_CHECK(!tensor.is_meta(), what, " is on the meta device and has no data");
+  TORCH_CHECK(!is_lazy(tensor), what, " is a lazy view; call resolve_neg() first");
   TORCH_CHECK(tensor.numel() == 0 || tensor.has_storage(), what, " has no storage");
   TORCH_CHECK(tensor.numel() == 0 || tensor.const_data_ptr() != nullptr, what,
               " has had its storage freed");
@@ -57,6 +56,26 @@ bool is_dense(const at::Tensor& tensor) { return tensor.is_non_overlapping_and_d
 void check_dense(const at::Tensor& tensor, const std::string& what) {
   TORCH_CHECK(is_dense(tensor), what, " with shape ", tensor.sizes(), " and strides ",
               tensor.strides(), " is not dense: its elements overlap or leave gaps");
+}
+
+void check_no_internal_overlap(const at::Tensor& tensor, const std::string& what) {
+  std::vector<std::pair<int64_t, int64_t>> stride_and_size;
+  for (int64_t d = 0; d < tensor.dim(); ++d) {
+    if (tensor.size(d) > 1) {
+      stride_and_size.emplace_back(tensor.stride(d), tensor.size(d));
+    }
+  }
+  std::sort(stride_and_size.begin(), stride_and_size.end());
+  int64_t last = 0;  // offset of the last element spanned so far
+  for (const auto& [stride, size] : stride_and_size) {
+    TORCH_CHECK(tensor.numel() == 0 || stride > last, what, " with shape ", tensor.sizes(),
+                " and strides ", tensor.strides(), " has elements that may share memory");
+    last += stride * (size - 1);
+  }
+}
+
+bool is_lazy(const at::Tensor& tensor) {
+  return tensor.is_neg() || tensor.is_conj() || tensor._is_zerotensor();
 }
 
 bool same_layout(const at::Tensor& a, const at::Tensor& b) {

@@ -26,6 +26,11 @@ void check_matches(const at::Tensor& tensor, const std::string& what, const at::
 // Elements are not shared and leave no gaps: storage order covers every element once.
 void check_dense(const at::Tensor& tensor, const std::string& what);
 bool is_dense(const at::Tensor& tensor);
+// The same for a tensor with gaps, sufficiently: every stride spans all smaller ones.
+void check_no_internal_overlap(const at::Tensor& tensor, const std::string& what);
+
+// Memory does not hold the values as they are: negation, conjugation or zeros yet to be done.
+bool is_lazy(const at::Tensor& tensor);
 
 // Same strides wherever a dimension has more than one element.
 bool same_layout(const at::Tensor& a, const at::Tensor& b);

@@ -1,6 +1,5 @@
 // The Python module: build information, the optimizers' plan, and the accumulator's parts that no
 // operator needs. Importing it registers the operators.
-#include <ATen/ATen.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "cpu/kernel_table.h"
@@ -32,22 +31,19 @@ void add_values(const at::Tensor& accumulator, const at::Tensor& values) {
   accumulator_normalize(acc);
 }
 
-using ParamTuple = std::tuple<py::object, at::Tensor, at::Tensor, at::Tensor,
-                              std::optional<at::Tensor>, at::Tensor, int32_t, std::string, size_t>;
+using ParamTuple = std::tuple<py::object, std::array<py::object, 5>, int32_t, std::string, size_t>;
 
 std::unique_ptr<OptimizerPlan> make_plan(const py::list& param_groups, const py::dict& state,
                                          const std::vector<ParamTuple>& params,
                                          const std::vector<at::Device>& part_devices,
-                                         std::vector<at::Tensor> idle, bool decoupled_weight_decay,
-                                         const py::object& local_gradient) {
+                                         const py::list& idle, const py::object& local_gradient) {
   std::vector<OptimizerPlan::Param> list;
   list.reserve(params.size());
-  for (const auto& [param, local, exp_avg, exp_avg_sq, max_exp_avg_sq, step, group, name, part] :
-       params) {
-    list.push_back({param, local, exp_avg, exp_avg_sq, max_exp_avg_sq, step, group, name, part});
+  for (const auto& [param, local, group, name, part] : params) {
+    list.push_back({param, local, group, name, part});
   }
-  return std::make_unique<OptimizerPlan>(param_groups, state, std::move(list), part_devices,
-                                         std::move(idle), decoupled_weight_decay, local_gradient);
+  return std::make_unique<OptimizerPlan>(param_groups, state, list, part_devices, idle,
+                                         local_gradient);
 }
 
 }  // namespace
@@ -76,11 +72,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   py::class_<OptimizerPlan>(m, "OptimizerPlan")
       .def(py::init(&make_plan), py::arg("param_groups"), py::arg("state"), py::arg("params"),
-           py::arg("part_devices"), py::arg("idle"), py::arg("decoupled_weight_decay"),
-           py::arg("local_gradient"))
+           py::arg("part_devices"), py::arg("idle"), py::arg("local_gradient"))
+      .def("objects", &OptimizerPlan::objects)
+      .def("release", &OptimizerPlan::release)
       .def("collect", &OptimizerPlan::collect, py::arg("param_groups"), py::arg("state"))
       .def("accumulate", &OptimizerPlan::accumulate, py::arg("part"), py::arg("accumulator"))
-      .def("update", &OptimizerPlan::update, py::arg("param_groups"), py::arg("part_controls"))
+      .def("update", &OptimizerPlan::update, py::arg("part_controls"))
       .def("step", &OptimizerPlan::step, py::arg("param_groups"), py::arg("state"),
            py::arg("control"), py::arg("accumulator"), py::arg("with_norm"), py::arg("grad_scale"),
            py::arg("found_inf"))

@@ -1,9 +1,14 @@
 // The plan of one optimizer: its step plans (one for each device and norm group) and the snapshot
 // of the Python objects they were built from. One call makes a whole step.
+//
+// Between steps it holds no tensor and no Python object, only addresses, which the snapshot's
+// objects() keep valid: so tensors can be swapped, and reference cycles through an optimizer are
+// the garbage collector's business as with torch's.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
 
+#include <array>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -15,35 +20,39 @@ namespace torchopt_ext {
 
 class OptimizerPlan {
  public:
-  // A parameter with its state, as local tensors.
+  // A parameter with its state, as Python objects: what the optimizer holds (a DTensor, or the
+  // local tensor itself) and the local tensors; max_exp_avg_sq is None without amsgrad.
   struct Param {
-    pybind11::object param;  // what the optimizer holds; a DTensor or the local tensor itself
-    at::Tensor local;
-    at::Tensor exp_avg;
-    at::Tensor exp_avg_sq;
-    std::optional<at::Tensor> max_exp_avg_sq;
-    at::Tensor step;
+    pybind11::object param;
+    std::array<pybind11::object, 5> local;  // param, moments, step, as StepPlan::attach takes them
     int32_t group;
     std::string name;
     size_t part;  // parts share a device and the ranks that sum their norm
   };
 
-  // `idle`: parameters without state. `local_gradient(param)`: the local gradient of a DTensor
-  // parameter, or None. Raises what StepPlan raises.
+  // `idle`: parameters without state. `local_gradient(param)`: the local gradient, or None, of a
+  // parameter that is, or whose gradient is, a tensor subclass. Raises what StepPlan raises.
   OptimizerPlan(const pybind11::list& param_groups, const pybind11::dict& state,
-                std::vector<Param> params, const std::vector<at::Device>& part_devices,
-                std::vector<at::Tensor> idle, bool decoupled_weight_decay,
-                pybind11::object local_gradient);
+                const std::vector<Param>& params, const std::vector<at::Device>& part_devices,
+                const pybind11::list& idle, pybind11::object local_gradient);
 
-  // Takes this step's gradients. False, with nothing changed, if the plan no longer fits: objects
-  // or memory were replaced, or a parameter without state has a gradient.
+  // What has to be kept alive as long as the plan is used.
+  pybind11::list objects() const;
+
+  // Takes this step's tensors, gradients and hyperparameters; every check of a step is made here,
+  // so that of several optimizers none is updated when one cannot be. False, with nothing changed,
+  // if the plan no longer fits: objects or memory were replaced, or a parameter without state has a
+  // gradient.
   bool collect(const pybind11::list& param_groups, const pybind11::dict& state);
 
   // Pass A of one part, after collect().
-  void accumulate(size_t part, const at::Tensor& accumulator) const;
+  void accumulate(size_t part, const at::Tensor& accumulator);
 
-  // Pass B of every part, with its device's control block; then lets go of the gradients.
-  void update(const pybind11::list& param_groups, const std::vector<at::Tensor>& part_controls);
+  // Pass B of every part, with its device's control block; then lets go of the tensors.
+  void update(const std::vector<at::Tensor>& part_controls);
+
+  // Lets go of what collect() took.
+  void release();
 
   // All of a step for one part whose norm is its own: collect, pass A if `with_norm`, control,
   // pass B. Overwrites the accumulator.
@@ -57,19 +66,22 @@ class OptimizerPlan {
   int64_t gradients_copied() const;
 
  private:
-  struct Wrapped {
-    pybind11::object param;
-    pybind11::object local;  // param._local_tensor when the plan was built
-    size_t part;
-    size_t index;
+  // Addresses of one entry's Python objects.
+  struct Objects {
+    PyObject* param;
+    std::array<PyObject*, 5> local;
+    bool wrapped;  // param is a DTensor
   };
 
+  void check_idle() const;
+
+  bool running_ = false;
   StateSnapshot snapshot_;
   std::vector<StepPlan> plans_;
-  std::vector<Wrapped> wrapped_;
-  std::vector<at::Tensor> idle_;
-  bool decoupled_weight_decay_;
-  pybind11::object local_gradient_;
+  std::vector<std::vector<Objects>> objects_;    // of each plan's entries
+  std::vector<std::vector<GroupHyper>> hypers_;  // of each plan, this step's
+  std::vector<PyObject*> idle_;
+  pybind11::object local_gradient_;  // a function of a module
 };
 
 }  // namespace torchopt_ext

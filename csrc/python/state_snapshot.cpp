@@ -1,9 +1,25 @@
 #include "python/state_snapshot.h"
 
+#include <algorithm>
+#include <array>
+
 namespace torchopt_ext {
 namespace {
 
 namespace py = pybind11;
+
+// Whether a state entry is one that a step reads; users may keep others and replace them at will.
+bool is_read(PyObject* name) {
+  static const std::array<PyObject*, 4> names = {
+      PyUnicode_InternFromString("step"), PyUnicode_InternFromString("exp_avg"),
+      PyUnicode_InternFromString("exp_avg_sq"), PyUnicode_InternFromString("max_exp_avg_sq")};
+  if (std::find(names.begin(), names.end(), name) != names.end()) {
+    return true;
+  }
+  return std::any_of(names.begin(), names.end(), [name](PyObject* known) {
+    return PyUnicode_Check(name) && PyUnicode_Compare(name, known) == 0;
+  });
+}
 
 // Calls visit(object) on every parameter and every key, entry and value of state, in order, until
 // it returns false. Returns whether it never did.
@@ -11,7 +27,10 @@ template <class Visit>
 bool walk(const py::list& param_groups, const py::dict& state, const Visit& visit) {
   for (const py::handle group : param_groups) {
     PyObject* params = PyDict_GetItemString(group.ptr(), "params");
-    if (params == nullptr || !PyList_Check(params) || !visit(params)) {
+    PyObject* amsgrad =
+        PyDict_GetItemString(group.ptr(), "amsgrad");  // decides which state is used
+    if (params == nullptr || !PyList_Check(params) || !visit(params) || amsgrad == nullptr ||
+        !visit(amsgrad)) {
       return false;
     }
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(params); ++i) {
@@ -30,7 +49,7 @@ bool walk(const py::list& param_groups, const py::dict& state, const Visit& visi
     PyObject* value = nullptr;
     for (Py_ssize_t inner = 0;
          PyDict_Check(entry) && PyDict_Next(entry, &inner, &name, &value) != 0;) {
-      if (!visit(value)) {
+      if (is_read(name) && !visit(value)) {
         return false;
       }
     }
@@ -42,7 +61,7 @@ bool walk(const py::list& param_groups, const py::dict& state, const Visit& visi
 
 StateSnapshot::StateSnapshot(const py::list& param_groups, const py::dict& state) {
   walk(param_groups, state, [this](PyObject* object) {
-    seen_.push_back(py::reinterpret_borrow<py::object>(object));
+    seen_.push_back(object);
     return true;
   });
 }
@@ -50,9 +69,17 @@ StateSnapshot::StateSnapshot(const py::list& param_groups, const py::dict& state
 bool StateSnapshot::matches(const py::list& param_groups, const py::dict& state) const {
   size_t next = 0;
   const bool same = walk(param_groups, state, [&](PyObject* object) {
-    return next < seen_.size() && seen_[next++].ptr() == object;
+    return next < seen_.size() && seen_[next++] == object;
   });
   return same && next == seen_.size();
+}
+
+py::list StateSnapshot::objects() const {
+  py::list list;
+  for (PyObject* object : seen_) {
+    list.append(py::handle(object));
+  }
+  return list;
 }
 
 }  // namespace torchopt_ext

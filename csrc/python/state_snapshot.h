@@ -16,9 +16,12 @@ class StateSnapshot {
 
   bool matches(const pybind11::list& param_groups, const pybind11::dict& state) const;
 
+  // Every object the snapshot compares, for Python to keep: were one freed, its address could be
+  // used again. Python keeps them, and not this class, because its garbage collector must see them.
+  pybind11::list objects() const;
+
  private:
-  // Every object met, in order: strong references, so that no address is used again.
-  std::vector<pybind11::object> seen_;
+  std::vector<PyObject*> seen_;
 };
 
 }  // namespace torchopt_ext

@@ -1,6 +1,7 @@
 """OptimizersInBackwardContainer: each parameter is stepped as soon as its gradient is complete."""
 
 import functools
+import weakref
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,6 +13,8 @@ from torchopt_ext.containers.state_dict import Part
 
 class OptimizersInBackwardContainer(OptimizersContainer[T]):
     """One optimizer per trainable parameter, stepped inside backward.
+
+    The parameters' hooks do not keep the container alive: keep it as long as it is to step.
 
     A gradient lives only from its accumulation to the step that follows at once, so that all
     gradients never exist together. `step()` and `zero_grad()` do nothing, but step hooks fire in
@@ -51,7 +54,8 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
         self._post_init(all_params, optimizer_kwargs)
         self._built = True
         for param, optimizer in zip(all_params, self.optimizers, strict=True):
-            hook = functools.partial(_step_now, optimizer)
+            # Weak: the garbage collector cannot see through a tensor's hooks.
+            hook = functools.partial(_step_now, weakref.ref(optimizer))
             param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def step(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
@@ -64,6 +68,8 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
         return list(zip(self.model_parts, self._by_part, strict=True))
 
 
-def _step_now(optimizer: Optimizer, param: Tensor) -> None:
-    optimizer.step()
-    optimizer.zero_grad()
+def _step_now(reference: weakref.ref[Optimizer], param: Tensor) -> None:
+    optimizer = reference()
+    if optimizer is not None:  # else the container is gone
+        optimizer.step()
+        optimizer.zero_grad()

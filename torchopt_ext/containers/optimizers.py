@@ -1,6 +1,7 @@
 """OptimizersContainer: one optimizer per model part, behind the face of a single one."""
 
 import functools
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 
 from torchopt_ext.containers import state_dict as flat_state_dict
 from torchopt_ext.optim import FusedAdam, FusedAdamW, fused_step
+from torchopt_ext.optim.fused_adam import FusedAdamBase
 
 T = TypeVar("T", bound=Optimizer)
 
@@ -214,8 +216,16 @@ def trainable_parameters(model_parts: Sequence[nn.Module]) -> list[list[nn.Param
 def _deciding_jointly(optimizers: Sequence[Optimizer]) -> list[FusedAdam | FusedAdamW]:
     """The optimizers, if gradient norm and skipping are one decision over them all."""
     fused = [opt for opt in optimizers if isinstance(opt, FusedAdam | FusedAdamW)]
-    joint = len(fused) == len(optimizers) and any(opt.wants_norm for opt in fused)
-    return fused if joint else []
+    alone = len(optimizers) < 2 or len(fused) < len(optimizers)  # then step() decides by itself
+    if alone or not any(opt.wants_norm for opt in fused):
+        return []
+    for opt in fused:
+        if inspect.unwrap(type(opt).step) is not inspect.unwrap(FusedAdamBase.step):
+            raise TypeError(
+                f"{type(opt).__name__} overrides step(), which one decision over "
+                f"{len(fused)} optimizers cannot call: leave out max_grad_norm and skip_nonfinite"
+            )
+    return fused
 
 
 def _step_jointly(optimizers: Sequence[FusedAdam | FusedAdamW]) -> None:

@@ -16,6 +16,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.optim import Adam, AdamW, Optimizer
 
+from torchopt_ext.optim.local import local_tensor
+
 # A model part and the optimizers that share its parameters.
 Part = tuple[nn.Module, Sequence[Optimizer]]
 
@@ -215,6 +217,9 @@ def _state_problem(live: Any, value: Any) -> str | None:
         return f"has shape {list(value.shape)}, expected {list(live.shape)}"
     if _layout(value) != _layout(live):
         return f"is {_layout_text(value)}, expected {_layout_text(live)}"
+    local = local_tensor(value)
+    if local.layout is not torch.strided or local.is_meta or value.is_complex():
+        return f"is {value.dtype}, {local.layout}, on {value.device}, expected a dense real one"
     return None
 
 
@@ -255,7 +260,11 @@ def _plain(value: Any) -> Any:
 
 def _same_kind(value: Any, live: Any) -> bool:
     if isinstance(live, tuple):
-        return isinstance(value, tuple) and len(value) == len(live)
+        return (
+            isinstance(value, tuple)
+            and len(value) == len(live)
+            and all(_same_kind(a, b) for a, b in zip(value, live, strict=True))
+        )
     if isinstance(live, int | float):
         return isinstance(value, int | float)
     return type(value) is type(live)

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -12,14 +12,13 @@ from torchopt_ext import ops
 from torchopt_ext._C import OptimizerPlan
 from torchopt_ext.optim import state as param_state
 from torchopt_ext.optim.control import ControlView
-from torchopt_ext.optim.local import NormKey, local_tensor
+from torchopt_ext.optim.local import NormKey, local_tensor, moved
 from torchopt_ext.optim.step import fused_step
 
 
 class FusedAdamBase(Optimizer):
     """What FusedAdam and FusedAdamW share; they differ in where the weight decay goes."""
 
-    decoupled_weight_decay: ClassVar[bool]
     # torch.amp.GradScaler then sets grad_scale and found_inf instead of unscaling gradients.
     _step_supports_amp_scaling = True
 
@@ -40,14 +39,18 @@ class FusedAdamBase(Optimizer):
         max_grad_norm: float | None = None,
         skip_nonfinite: bool = False,
         process_group: torch.distributed.ProcessGroup | None = None,
+        decoupled_weight_decay: bool = False,
     ) -> None:
         name = type(self).__name__
         if isinstance(lr, Tensor) and lr.numel() != 1:
             raise ValueError("Tensor lr must be 1-element")
+        if isinstance(lr, Tensor) and lr.dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"Tensor lr has dtype {lr.dtype}, expected float32 or float64")
         if not 0.0 <= lr:
             raise ValueError(f"Invalid learning rate: {lr}")
         if not 0.0 <= eps:
             raise ValueError(f"Invalid epsilon value: {eps}")
+        betas = (float(betas[0]), float(betas[1]))
         for index, beta in enumerate(betas):
             if not 0.0 <= beta < 1.0:
                 raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
@@ -74,7 +77,7 @@ class FusedAdamBase(Optimizer):
             "capturable": capturable,
             "differentiable": differentiable,
             "fused": True,
-            "decoupled_weight_decay": self.decoupled_weight_decay,
+            "decoupled_weight_decay": decoupled_weight_decay,
         }
         super().__init__(params, defaults)
 
@@ -88,6 +91,7 @@ class FusedAdamBase(Optimizer):
         self._skip_nonfinite = skip_nonfinite
         self.process_group = process_group
         self._plan: OptimizerPlan | None = None
+        self._plan_objects: list[Any] = []
         self._norm_keys: list[NormKey] = []
         self._blocks: dict[torch.device, tuple[Tensor, Tensor]] = {}  # control, accumulator
         self._copied_before = 0
@@ -131,9 +135,19 @@ class FusedAdamBase(Optimizer):
         Raises:
             ValueError: groups or shapes do not fit this optimizer.
         """
-        given = {id(value) for entry in state_dict["state"].values() for value in entry.values()}
-        self._check_shapes(state_dict)
-        super().load_state_dict(state_dict)
+        given: set[int] = set()
+
+        def check(_: Optimizer, hooked: dict[str, Any]) -> None:
+            entries = hooked["state"].values()
+            given.update(id(value) for entry in entries for value in entry.values())
+            self._check_shapes(hooked)
+
+        # As the last of the load hooks, which may adapt the dict.
+        handle = self.register_load_state_dict_pre_hook(check)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
         # torch keeps the given tensors where device and dtype agree; stepping would change them.
         for entry in self.state.values():
             for name, value in entry.items():
@@ -146,14 +160,13 @@ class FusedAdamBase(Optimizer):
         if len(ids) != len(params):
             return  # torch's own message says which group differs
         for index, (_, _, name, param) in zip(ids, params, strict=True):
+            entry = state_dict["state"].get(index, {})
+            what = f"parameter {index}" + (f" ({name!r})" if name else "")
             for moment in param_state.MOMENTS:
-                value = state_dict["state"].get(index, {}).get(moment)
-                if isinstance(value, Tensor) and value.shape != param.shape:
-                    what = f" ({name!r})" if name else ""
-                    raise ValueError(
-                        f"{moment} of parameter {index}{what} has shape {tuple(value.shape)}, "
-                        f"expected {tuple(param.shape)}"
-                    )
+                if moment in entry:
+                    param_state.check_loaded_moment(entry[moment], param, f"{moment} of {what}")
+            if "step" in entry:
+                param_state.check_loaded_step(entry["step"], f"step of {what}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = type(self).__new__(type(self))
@@ -266,8 +279,7 @@ class FusedAdamBase(Optimizer):
                     control,
                     accumulator,
                     self.wants_norm,
-                    getattr(self, "grad_scale", None),
-                    getattr(self, "found_inf", None),
+                    *self._scaler_tensors(plan.part_devices[0]),
                 ):
                     return True
             self._rebuild()
@@ -280,6 +292,11 @@ class FusedAdamBase(Optimizer):
             if not self._plan_or_raise().collect(self.param_groups, self.state):
                 raise RuntimeError("the parameters' gradients changed while the step was prepared")
 
+    def release(self) -> None:
+        """Lets go of what collect() took, when a step is given up."""
+        if self._plan is not None:
+            self._plan.release()
+
     def accumulate(self, part: int, accumulator: Tensor) -> None:
         """Pass A of one part."""
         self._plan_or_raise().accumulate(part, accumulator)
@@ -287,22 +304,35 @@ class FusedAdamBase(Optimizer):
     def update(self, total: dict[torch.device, Tensor]) -> None:
         """Control and pass B, given all gradients' squares by device (none without a norm)."""
         plan = self._plan_or_raise()
-        scalars = [getattr(self, "grad_scale", None), getattr(self, "found_inf", None)]
         for device in dict.fromkeys(plan.part_devices):
             control, accumulator = self._block(device)
-            on_device = [None if s is None else s.to(device, non_blocking=True) for s in scalars]
-            ops.control_update_(control, total.get(device, accumulator.zero_()), *on_device)
-        plan.update(self.param_groups, [self._block(device)[0] for device in plan.part_devices])
+            accumulated = total.get(device, accumulator.zero_())
+            ops.control_update_(control, accumulated, *self._scaler_tensors(device))
+        plan.update([self._block(device)[0] for device in plan.part_devices])
 
     def _block(self, device: torch.device) -> tuple[Tensor, Tensor]:
         if device not in self._blocks:
-            control = ops.new_control(
-                device,
-                max_grad_norm=self._max_grad_norm or 0.0,
-                skip_nonfinite=self.skip_nonfinite,
-            )
-            self._blocks[device] = control, ops.new_accumulator(device)
+            with torch.inference_mode(False):  # steps will change them
+                control = ops.new_control(
+                    device,
+                    max_grad_norm=self._max_grad_norm or 0.0,
+                    skip_nonfinite=self.skip_nonfinite,
+                )
+                self._blocks[device] = control, ops.new_accumulator(device)
         return self._blocks[device]
+
+    def _scaler_tensors(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+        """grad_scale and found_inf, where torch.amp.GradScaler has set them, on ``device``."""
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if found_inf is not None and (self.process_group is not None or any(self._norm_keys)):
+            raise RuntimeError(
+                "torch.amp.GradScaler keeps each rank's overflow to itself, so ranks that hold "
+                "shards of the gradients would part; use skip_nonfinite=True instead"
+            )
+        return (
+            None if scale is None else moved(scale, device),
+            None if found_inf is None else moved(found_inf, device),
+        )
 
     def _set_control(self, field: str, value: float) -> None:
         for control, _ in self._blocks.values():
@@ -320,7 +350,8 @@ class FusedAdamBase(Optimizer):
         for _, group, _, param in param_state.named_group_params(self):
             if param.grad is not None and not self.state.get(param):
                 param_state.init_param_state(group, param, self.state[param])
-        self._plan, self._norm_keys = param_state.build_plan(self, self.decoupled_weight_decay)
+        self._plan, self._norm_keys = param_state.build_plan(self)
+        self._plan_objects = self._plan.objects()  # the plan itself holds addresses only
 
 
 class FusedAdam(FusedAdamBase):
@@ -336,6 +367,7 @@ class FusedAdam(FusedAdamBase):
         max_grad_norm: clips the gradients, inside the step, to this 2-norm over all of them, as
             ``torch.nn.utils.clip_grad_norm_`` would; the gradients themselves are not changed.
         skip_nonfinite: a step in which any gradient is not finite changes nothing.
+        decoupled_weight_decay: AdamW instead, as in torch.optim.Adam.
         process_group: ranks whose gradients are disjoint shards; norm and skip decision are taken
             over all of them. Leave it out under DDP (gradients are replicated) and for DTensors
             (the mesh is known).
@@ -345,8 +377,6 @@ class FusedAdam(FusedAdamBase):
         ValueError: an argument out of range.
     """
 
-    decoupled_weight_decay = False
-
 
 class FusedAdamW(FusedAdamBase):
     """torch.optim.AdamW (Loshchilov & Hutter, arXiv:1711.05101), fused as :class:`FusedAdam` is.
@@ -354,8 +384,6 @@ class FusedAdamW(FusedAdamBase):
     ``weight_decay`` multiplies the parameter, apart from the gradient; everything else is as in
     :class:`FusedAdam`.
     """
-
-    decoupled_weight_decay = True
 
     def __init__(
         self,
@@ -367,4 +395,10 @@ class FusedAdamW(FusedAdamBase):
         amsgrad: bool = False,
         **keyword_only: Any,
     ) -> None:
+        keyword_only["decoupled_weight_decay"] = True
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **keyword_only)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:  # a state dict of Adam's says otherwise
+            group["decoupled_weight_decay"] = True

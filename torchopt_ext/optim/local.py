@@ -35,7 +35,7 @@ def norm_key(param: Tensor) -> NormKey:
 
 
 def local_gradient(param: Any) -> Tensor | None:
-    """This rank's shard of a DTensor parameter's gradient, placed as the parameter is.
+    """A parameter's gradient as a plain tensor: of a DTensor this rank's shard, placed as it is.
 
     A gradient may be placed otherwise: sequence parallel gives a replicated weight a Partial one,
     whose local part is not the gradient.
@@ -43,11 +43,23 @@ def local_gradient(param: Any) -> Tensor | None:
     grad = param.grad
     if grad is None:
         return None
-    if grad.placements != param.placements:
+    if is_dtensor(grad) != is_dtensor(param):
+        raise RuntimeError(
+            f"a {type(param).__name__} parameter has a {type(grad).__name__} gradient"
+        )
+    if is_dtensor(grad) and grad.placements != param.placements:
         grad = grad.redistribute(placements=param.placements)
-    local = grad._local_tensor
+    local = local_tensor(grad)
     # A collective still under way hides in an AsyncCollectiveTensor.
     return local.wait() if type(local) is not Tensor and hasattr(local, "wait") else local
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """``tensor`` on ``device``, ready to be read there.
+
+    A copy to the host has to be waited for: torch makes one that does not block asynchronous.
+    """
+    return tensor.to(device, non_blocking=device.type != "cpu")
 
 
 def all_reduce_(accumulator: Tensor, key: NormKey) -> None:

@@ -55,8 +55,30 @@ def init_param_state(group: dict[str, Any], param: Tensor, state: dict[str, Any]
             state[name] = zeros.requires_grad_(False)
 
 
+def check_loaded_step(step: Any, what: str) -> None:
+    """Raises ValueError unless ``step`` is a count: a number, or a tensor of one."""
+    value = step.item() if isinstance(step, Tensor) and step.numel() == 1 else step
+    if isinstance(value, bool | complex) or not isinstance(value, int | float) or not value >= 0:
+        raise ValueError(f"{what} is {step!r}, expected a count of steps")
+
+
+def check_loaded_moment(moment: Any, param: Tensor, what: str) -> None:
+    """Raises ValueError unless ``moment`` is a real tensor with memory, shaped as the parameter."""
+    if not isinstance(moment, Tensor):
+        raise ValueError(f"{what} is a {type(moment).__name__}, expected a tensor")
+    if moment.shape != param.shape:
+        raise ValueError(f"{what} has shape {tuple(moment.shape)}, expected {tuple(param.shape)}")
+    local = local_tensor(moment)
+    if local.layout is not torch.strided or not local.is_floating_point() or local.is_meta:
+        raise ValueError(
+            f"{what} is {moment.dtype}, {local.layout}, on {moment.device}; expected a dense real "
+            f"tensor with memory"
+        )
+
+
 def _fit_step(step: Any, device: torch.device) -> Tensor:
     """A step count as one float32 element on ``device``, whatever an older state dict holds."""
+    check_loaded_step(local_tensor(step), "step")
     if not isinstance(step, Tensor):
         return torch.tensor(float(step), dtype=torch.float32, device=device)
     step = local_tensor(step)
@@ -66,8 +88,7 @@ def _fit_step(step: Any, device: torch.device) -> Tensor:
 
 def _fit_moment(moment: Tensor, param: Tensor, what: str) -> Tensor:
     """A moment on the parameter's device and in its storage order, copied only if it was not."""
-    if moment.shape != param.shape:
-        raise ValueError(f"{what} has shape {tuple(moment.shape)}, expected {tuple(param.shape)}")
+    check_loaded_moment(moment, param, what)
     local, like = local_tensor(moment), local_tensor(param)
     dense = torch.empty_like(like, dtype=local.dtype, memory_format=torch.preserve_format)
     if local.device == like.device and local.stride() == dense.stride():
@@ -77,7 +98,7 @@ def _fit_moment(moment: Tensor, param: Tensor, what: str) -> Tensor:
     return fitted.requires_grad_(False)
 
 
-def build_plan(optimizer: Optimizer, decoupled: bool) -> tuple[OptimizerPlan, list[NormKey]]:
+def build_plan(optimizer: Optimizer) -> tuple[OptimizerPlan, list[NormKey]]:
     """A plan for every parameter that has state, and the norm key of each of its parts.
 
     State entries that do not fit their parameter (other device, other strides, a step that is a
@@ -104,14 +125,13 @@ def build_plan(optimizer: Optimizer, decoupled: bool) -> tuple[OptimizerPlan, li
         moments = [local_tensor(state[moment]) for moment in moments_of(group)]
         moments += [None] * (len(MOMENTS) - len(moments))
         part = parts.setdefault((local.device, norm_key(param)), len(parts))
-        params.append((param, local, *moments, state["step"], index, name, part))
+        params.append((param, (local, *moments, state["step"]), index, name, part))
     plan = OptimizerPlan(
         optimizer.param_groups,
         optimizer.state,
         params,
         [device for device, _ in parts],
         idle,
-        decoupled,
         local_gradient,
     )
     return plan, [key for _, key in parts]

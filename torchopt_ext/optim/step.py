@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchopt_ext import _C, ops
-from torchopt_ext.optim.local import NormKey, all_reduce_
+from torchopt_ext.optim.local import NormKey, all_reduce_, moved
 
 if TYPE_CHECKING:
     from torchopt_ext.optim.fused_adam import FusedAdamBase
@@ -39,11 +39,15 @@ def fused_step(optimizers: Sequence[FusedAdamBase]) -> None:
             )
     if len(optimizers) == 1 and first.step_alone():
         return
-    for optimizer in optimizers:
-        optimizer.collect()
-    total = _accumulate(optimizers) if first.wants_norm else {}
-    for optimizer in optimizers:
-        optimizer.update(total)
+    try:
+        for optimizer in optimizers:
+            optimizer.collect()
+        total = _accumulate(optimizers) if first.wants_norm else {}
+        for optimizer in optimizers:
+            optimizer.update(total)
+    finally:
+        for optimizer in optimizers:
+            optimizer.release()
 
 
 def _accumulate(optimizers: Sequence[FusedAdamBase]) -> dict[torch.device, Tensor]:
@@ -68,13 +72,13 @@ def _accumulate(optimizers: Sequence[FusedAdamBase]) -> dict[torch.device, Tenso
     for key, on_device in by_key.items():
         subtotal = ops.new_accumulator(home)
         for accumulator in on_device.values():
-            subtotal += accumulator.to(home, non_blocking=True)
+            subtotal += moved(accumulator, home)
         all_reduce_(subtotal, key)
         total += subtotal
     group = optimizers[0].process_group
     if group is not None:
         torch.distributed.all_reduce(total, group=group)
-    return {device: total.to(device, non_blocking=True) for device in devices}
+    return {device: moved(total, device) for device in devices}
 
 
 def cpu_kernels() -> str:
