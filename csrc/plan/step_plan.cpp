@@ -54,6 +54,7 @@ StepPlan::StepPlan(std::vector<Entry> entries, at::Device device)
       dense_copies_(entries_.size()),
       gradients_(entries_.size()),
       device_(device) {
+  std::vector<NamedTensor> params;  // by themselves first, for the message
   std::vector<NamedTensor> written;
   for (size_t i = 0; i < entries_.size(); ++i) {
     const Entry& entry = entries_[i];
@@ -78,7 +79,8 @@ StepPlan::StepPlan(std::vector<Entry> entries, at::Device device)
 
     // One with gaps may share its range, though no element, with another column of a matrix.
     if (!dense_copies_[i].defined()) {
-      written.push_back({entry.param, param_what, true});
+      params.push_back({entry.param, param_what, true});
+      written.push_back(params.back());
     }
     written.push_back({entry.exp_avg, what("exp_avg", i), true});
     written.push_back({entry.exp_avg_sq, what("exp_avg_sq", i), true});
@@ -97,6 +99,7 @@ StepPlan::StepPlan(std::vector<Entry> entries, at::Device device)
                              .state_dtype = dtype_of(entry.exp_avg),
                              .group = entry.group});
   }
+  check_no_overlap(params);
   check_no_overlap(written);
   work_.chunks = make_chunks(work_.tensors);
   work_.cumulative = cumulative_bytes(work_.tensors, work_.chunks);

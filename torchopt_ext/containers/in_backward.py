@@ -1,7 +1,6 @@
 """OptimizersInBackwardContainer: each parameter is stepped as soon as its gradient is complete."""
 
 import functools
-import weakref
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,7 +13,8 @@ from torchopt_ext.containers.state_dict import Part
 class OptimizersInBackwardContainer(OptimizersContainer[T]):
     """One optimizer per trainable parameter, stepped inside backward.
 
-    The parameters' hooks do not keep the container alive: keep it as long as it is to step.
+    The parameters' hooks keep the optimizers alive, and Python's garbage collector does not see
+    through hooks: model and state are freed when the process ends.
 
     A gradient lives only from its accumulation to the step that follows at once, so that all
     gradients never exist together. `step()` and `zero_grad()` do nothing, but step hooks fire in
@@ -54,8 +54,7 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
         self._post_init(all_params, optimizer_kwargs)
         self._built = True
         for param, optimizer in zip(all_params, self.optimizers, strict=True):
-            # Weak: the garbage collector cannot see through a tensor's hooks.
-            hook = functools.partial(_step_now, weakref.ref(optimizer))
+            hook = functools.partial(_step_now, optimizer)
             param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def step(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
@@ -68,8 +67,6 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
         return list(zip(self.model_parts, self._by_part, strict=True))
 
 
-def _step_now(reference: weakref.ref[Optimizer], param: Tensor) -> None:
-    optimizer = reference()
-    if optimizer is not None:  # else the container is gone
-        optimizer.step()
-        optimizer.zero_grad()
+def _step_now(optimizer: Optimizer, param: Tensor) -> None:
+    optimizer.step()
+    optimizer.zero_grad()

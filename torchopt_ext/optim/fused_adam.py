@@ -50,6 +50,8 @@ class FusedAdamBase(Optimizer):
             raise ValueError(f"Invalid learning rate: {lr}")
         if not 0.0 <= eps:
             raise ValueError(f"Invalid epsilon value: {eps}")
+        if isinstance(betas[0], Tensor) != isinstance(betas[1], Tensor):
+            raise ValueError("betas must be either both floats or both Tensors")
         betas = (float(betas[0]), float(betas[1]))
         for index, beta in enumerate(betas):
             if not 0.0 <= beta < 1.0:
@@ -160,13 +162,16 @@ class FusedAdamBase(Optimizer):
         if len(ids) != len(params):
             return  # torch's own message says which group differs
         for index, (_, _, name, param) in zip(ids, params, strict=True):
-            entry = state_dict["state"].get(index, {})
+            entry = state_dict["state"].get(index)
+            if not entry:
+                continue
             what = f"parameter {index}" + (f" ({name!r})" if name else "")
+            if missing := {"step", "exp_avg", "exp_avg_sq"} - entry.keys():
+                raise ValueError(f"the state of {what} lacks {', '.join(sorted(missing))}")
+            param_state.check_loaded_step(entry["step"], f"step of {what}")
             for moment in param_state.MOMENTS:
                 if moment in entry:
                     param_state.check_loaded_moment(entry[moment], param, f"{moment} of {what}")
-            if "step" in entry:
-                param_state.check_loaded_step(entry["step"], f"step of {what}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = type(self).__new__(type(self))
@@ -225,9 +230,7 @@ class FusedAdamBase(Optimizer):
     @property
     def control(self) -> ControlView:
         """The last step's decision, such as ``control.grad_norm``; reading it is lazy."""
-        params = [param for group in self.param_groups for param in group["params"]]
-        device = local_tensor(params[0]).device if params else torch.device("cpu")
-        return ControlView(self._block(device)[0])
+        return ControlView(self._block(self.home)[0])
 
     @property
     def gradients_copied(self) -> int:
@@ -244,6 +247,12 @@ class FusedAdamBase(Optimizer):
                 param_state.init_param_state(group, param, self.state[param])
 
     # ---- the parts of fused_step ------------------------------------------------------------
+
+    @property
+    def home(self) -> torch.device:
+        """The first parameter's device."""
+        params = [param for group in self.param_groups for param in group["params"]]
+        return local_tensor(params[0]).device if params else torch.device("cpu")
 
     @property
     def norm_settings(self) -> tuple[Any, ...]:
@@ -304,7 +313,7 @@ class FusedAdamBase(Optimizer):
     def update(self, total: dict[torch.device, Tensor]) -> None:
         """Control and pass B, given all gradients' squares by device (none without a norm)."""
         plan = self._plan_or_raise()
-        for device in dict.fromkeys(plan.part_devices):
+        for device in dict.fromkeys(plan.part_devices or [self.home]):
             control, accumulator = self._block(device)
             accumulated = total.get(device, accumulator.zero_())
             ops.control_update_(control, accumulated, *self._scaler_tensors(device))
@@ -393,10 +402,33 @@ class FusedAdamW(FusedAdamBase):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         amsgrad: bool = False,
-        **keyword_only: Any,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        max_grad_norm: float | None = None,
+        skip_nonfinite: bool = False,
+        process_group: torch.distributed.ProcessGroup | None = None,
     ) -> None:
-        keyword_only["decoupled_weight_decay"] = True
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **keyword_only)
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+            max_grad_norm=max_grad_norm,
+            skip_nonfinite=skip_nonfinite,
+            process_group=process_group,
+            decoupled_weight_decay=True,
+        )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -31,6 +31,8 @@ def refuse_param(param: Tensor, what: str) -> None:
 
     Torch's optimizers accept some of these and fail in ``step``; here the message comes at once.
     """
+    if torch.nn.parameter.is_lazy(param):
+        return  # its first forward gives it a shape
     wrapped = torch.utils._python_dispatch.is_traceable_wrapper_subclass(param)
     if wrapped and not is_dtensor(param):
         raise TypeError(f"{what} is a {type(param).__name__}, expected a plain tensor or a DTensor")

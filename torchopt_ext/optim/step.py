@@ -66,7 +66,7 @@ def _accumulate(optimizers: Sequence[FusedAdamBase]) -> dict[torch.device, Tenso
             optimizer.accumulate(part, on_device[device])
             devices[device] = None
     if not devices:  # a process group is waiting for this rank, even with nothing to add
-        devices[torch.device("cpu")] = None
+        devices[optimizers[0].home] = None
     home = next(iter(devices))
     total = ops.new_accumulator(home)
     for key, on_device in by_key.items():
