@@ -1,0 +1,236 @@
+"""What surrounds a step: swapped and freed memory, lazy gradients, threads, failures half way."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from torchopt_ext import FusedAdam, FusedAdamW
+from torchopt_ext.containers import OptimizersContainer
+
+
+def stepped(model: nn.Module, **kwargs: Any) -> FusedAdamW:
+    optimizer = FusedAdamW(model.parameters(), lr=0.1, **kwargs)
+    backward(model)
+    optimizer.step()
+    return optimizer
+
+
+def backward(model: nn.Module) -> None:
+    weight = next(model.parameters())
+    model(torch.ones(2, weight.shape[1], dtype=weight.dtype)).sum().backward()
+
+
+def test_module_may_swap_its_parameters_after_a_step() -> None:
+    model = nn.Linear(4, 3)
+    optimizer = stepped(model)
+    optimizer.zero_grad()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.load_state_dict({name: torch.ones_like(p) for name, p in model.state_dict().items()})
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    backward(model)
+    optimizer.step()
+    assert not torch.equal(model.weight, torch.ones(3, 4))
+
+
+def test_cycle_through_the_optimizer_is_collected() -> None:
+    model = nn.Linear(4, 3)
+    optimizer = stepped(model)
+    model.weight.owner = optimizer
+    weight = weakref.ref(model.weight)
+    del model, optimizer
+    gc.collect()
+    assert weight() is None
+
+
+def test_step_keeps_no_gradient_alive() -> None:
+    param = nn.Parameter(torch.ones(100))
+    optimizer = FusedAdamW([param])
+    param.grad = torch.ones(100)
+    optimizer.step()
+    optimizer.param_groups[0]["betas"] = ("x", 0.9)
+    with pytest.raises((TypeError, ValueError, RuntimeError)):
+        optimizer.step()
+    freed = weakref.ref(param.grad)
+    optimizer.zero_grad()
+    gc.collect()
+    assert freed() is None
+
+
+def test_lazily_negated_gradient() -> None:
+    param, reference = (nn.Parameter(torch.ones(5)) for _ in range(2))
+    param.grad = torch._neg_view(torch.ones(5))
+    reference.grad = -torch.ones(5)
+    for optimizer in (FusedAdamW([param]), FusedAdamW([reference])):
+        optimizer.step()
+    assert torch.equal(param, reference)
+
+
+def test_zero_tensor_as_gradient_is_a_step() -> None:
+    param = nn.Parameter(torch.ones(5))
+    optimizer = FusedAdamW([param], lr=0.1, weight_decay=0.5)
+    param.grad = torch._efficientzerotensor(5)
+    optimizer.step()
+    assert optimizer.state[param]["step"] == 1 and torch.allclose(param, torch.tensor(0.95))
+
+
+def test_gradient_without_memory_is_refused() -> None:
+    param = nn.Parameter(torch.ones(5))
+    optimizer = FusedAdamW([("weight", param)])
+    param.grad = torch.ones(5)
+    param.grad.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=r"gradient 0 \('weight'\).*freed"):
+        optimizer.step()
+
+
+def test_amsgrad_switched_at_run_time() -> None:
+    param, reference = (nn.Parameter(torch.full((70,), 0.5)) for _ in range(2))
+    ours = FusedAdamW([param], amsgrad=True)
+    torchs = torch.optim.AdamW([reference], amsgrad=True)
+    for step in range(4):
+        for p, optimizer in ((param, ours), (reference, torchs)):
+            p.grad = torch.full((70,), 1.0 / (step + 1) ** 2)
+            optimizer.param_groups[0]["amsgrad"] = step < 2
+            optimizer.step()
+    torch.testing.assert_close(param, reference, rtol=1e-6, atol=1e-7)
+
+
+def test_adam_follows_the_group_in_where_the_decay_goes() -> None:
+    param, reference = (nn.Parameter(torch.full((70,), 0.5)) for _ in range(2))
+    ours = FusedAdam([param], lr=0.1, weight_decay=0.3, decoupled_weight_decay=True)
+    for p, optimizer in (
+        (param, ours),
+        (reference, FusedAdamW([reference], 0.1, weight_decay=0.3)),
+    ):
+        p.grad = torch.ones(70)
+        optimizer.step()
+    assert torch.equal(param, reference)
+
+
+def test_load_hook_may_mend_a_state_dict() -> None:
+    param = nn.Parameter(torch.ones(2, 3))
+    optimizer = FusedAdamW([param])
+    param.grad = torch.ones(2, 3)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    moments = ("exp_avg", "exp_avg_sq")
+    transposed = {k: v.t() if k in moments else v for k, v in saved["state"][0].items()}
+
+    def mend(_: Any, given: dict[str, Any]) -> dict[str, Any]:
+        mended = {k: v.t() if k in moments else v for k, v in given["state"][0].items()}
+        return {**given, "state": {0: mended}}
+
+    optimizer.register_load_state_dict_pre_hook(mend)
+    optimizer.load_state_dict({**saved, "state": {0: transposed}})
+    assert optimizer.state[param]["exp_avg"].shape == (2, 3)
+
+
+def test_foreign_state_entries_may_change_at_will() -> None:
+    param = nn.Parameter(torch.ones(5))
+    optimizer = FusedAdamW([param])
+    param.grad = torch.ones(5)
+    optimizer.step()
+    plan = optimizer._plan
+    for count in range(3):
+        optimizer.state[param]["seen"] = count
+        optimizer.step()
+    optimizer.state[param]["seen"] = "often"
+    optimizer.step()
+    # A new key moves dictionary entries but replaces none that a step reads.
+    assert optimizer._plan is plan and optimizer.state[param]["step"] == 5
+
+
+def test_moment_transposed_in_place_is_put_right() -> None:
+    param, reference = (nn.Parameter(torch.arange(9.0).view(3, 3)) for _ in range(2))
+    optimizers = [FusedAdamW([p], lr=0.1) for p in (param, reference)]
+    for _ in range(3):
+        for p, optimizer in zip((param, reference), optimizers, strict=True):
+            p.grad = torch.arange(9.0).view(3, 3) + p.detach()
+            optimizer.step()
+        optimizers[0].state[param]["exp_avg"].t_().t_()
+        moment = optimizers[0].state[param]["exp_avg_sq"]
+        values = moment.clone()
+        moment.t_()  # the same memory, read in another order
+        moment.copy_(values)
+    assert torch.equal(param, reference)
+
+
+def test_control_may_be_read_in_inference_mode_first() -> None:
+    param = nn.Parameter(torch.ones(5))
+    optimizer = FusedAdamW([param], max_grad_norm=1.0)
+    with torch.inference_mode():
+        assert optimizer.control.steps == 0
+    param.grad = torch.ones(5)
+    optimizer.step()
+    assert optimizer.control.steps == 1
+
+
+def test_threads_stepping_one_optimizer_do_not_corrupt_it() -> None:
+    params = [nn.Parameter(torch.ones(1000)) for _ in range(10)]
+    optimizer = FusedAdamW(params)
+    for param in params:
+        param.grad = torch.ones(1000)
+    done: list[bool] = []
+    refused: list[str] = []
+
+    def run() -> None:
+        for _ in range(100):
+            try:
+                optimizer.step()
+                done.append(True)
+            except RuntimeError as error:
+                refused.append(str(error))
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all("another thread" in message for message in refused)
+    assert done and all(optimizer.state[p]["step"] <= len(done) for p in params)
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda optimizer, param: optimizer.param_groups[0].update(lr=torch.tensor(1)),
+        lambda optimizer, param: optimizer.state[param]["step"].fill_(float("nan")),
+        lambda optimizer, param: param.grad.untyped_storage().resize_(0),
+    ],
+    ids=["lr", "step", "gradient"],
+)
+def test_joint_step_changes_no_part_when_one_cannot_be_stepped(spoil: Any) -> None:
+    parts = [nn.Linear(4, 3), nn.Linear(4, 3)]
+    container = OptimizersContainer(parts, FusedAdamW, {"lr": 0.1, "max_grad_norm": 1.0})
+    for part in parts:
+        backward(part)
+    container.step()
+    spoil(container.optimizers[1], parts[1].weight)
+    before: list[Tensor] = [p.detach().clone() for part in parts for p in part.parameters()]
+    with pytest.raises((RuntimeError, ValueError)):
+        container.step()
+    after = [p for part in parts for p in part.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert container.optimizers[0].control.steps == 1
+
+
+def test_joint_step_refuses_a_subclass_with_its_own_step() -> None:
+    class Mine(FusedAdamW):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    parts = [nn.Linear(4, 3), nn.Linear(4, 3)]
+    container = OptimizersContainer(parts, Mine, {"max_grad_norm": 1.0})
+    for part in parts:
+        backward(part)
+    with pytest.raises(TypeError, match="Mine overrides step"):
+        container.step()
