@@ -221,6 +221,7 @@ bool OptimizerPlan::step(const py::list& param_groups, const py::dict& state,
 
 std::vector<at::Device> OptimizerPlan::part_devices() const {
   std::vector<at::Device> devices;
+  devices.reserve(plans_.size());
   for (const StepPlan& plan : plans_) {
     devices.push_back(plan.device());
   }

@@ -69,6 +69,7 @@ TEST(ExactAccumulator, NonFiniteAddendsAreCounted) {
 TEST(ExactAccumulator, OrderAndGroupingDoNotShow) {
   std::mt19937_64 random(2);
   std::vector<double> values;
+  values.reserve(5000);
   for (int i = 0; i < 5000; ++i) {
     values.push_back(std::ldexp(std::normal_distribution<double>()(random),
                                 static_cast<int>(random() % 600) - 300));
