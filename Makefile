@@ -17,7 +17,7 @@ TIER ?= not slow and not gpu
 DIST ?= dist
 JOBS := $(shell nproc)
 
-.PHONY: help install demo test test-all test-cpp test-sanitize bench lint format wheel clean FORCE
+.PHONY: help install demo test test-all test-cpp test-sanitize test-gpu bench bench-gpu lint format wheel clean FORCE
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -91,6 +91,31 @@ format: $(VENV)/.requirements ## Format the sources and mend what ruff can
 	$(BIN)/ruff check --fix --exit-zero .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_SOURCES)
+
+# ---- on a GPU ---------------------------------------------------------------------------------
+# In this Makefile's environment; or, on a machine that cannot fetch packages, with SYSTEM=1 in
+# PYTHON's own, which then has torch, pytest, cmake and ninja already. -P: this folder's package
+# has no library in it. The addopts spare pytest-timeout.
+ifdef SYSTEM
+GPU_INSTALLED := build/gpu-site/.installed
+GPU_PY := PYTHONPATH=$(CURDIR)/build/gpu-site $(PYTHON)
+else
+GPU_INSTALLED := $(VENV)/.installed
+GPU_PY := $(PY)
+endif
+
+build/gpu-site/.installed: $(SOURCES)
+	FORCE_CUDA=1 $(PYTHON) -m pip install --no-build-isolation --no-deps --upgrade \
+		--target $(@D) .
+	@touch $@
+
+test-gpu: $(GPU_INSTALLED) ## Run the tests that need a GPU; results go to out/gpu
+	mkdir -p out/gpu
+	$(GPU_PY) -P -m torch.utils.collect_env >out/gpu/environment.txt
+	$(GPU_PY) -P -m pytest -o addopts=--import-mode=importlib -m gpu -ra --junitxml=out/gpu/tests.xml tests/gpu
+
+bench-gpu: $(GPU_INSTALLED) ## Time the step on a GPU; results go to out/bench-gpu
+	$(GPU_PY) benchmarks/run.py --device cuda --out out/bench-gpu
 
 # ---- distribution -------------------------------------------------------------------------------
 wheel: $(VENV)/.requirements ## Build a wheel for this torch into dist/

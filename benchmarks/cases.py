@@ -1,81 +1,159 @@
-"""The implementations that are timed, what they do in each operation, and the bytes that takes."""
+"""AdamW in float32: ours and torch's, what they do in each operation, and the bytes that takes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
+from group import Case, Group
+from roofline import loop_case
 from shapes import Shapes
 from torch import nn
 
-from torchopt_ext import FusedAdamW
+from torchopt_ext import FusedAdamW, GradScaler
 
+Calls = dict[str, Callable[[], object]]
+
+OURS, FUSED, FOREACH = "torchopt_ext", "torch fused", "torch foreach"
+STEP, CLIP, SCALER = "step", "clip+step", "scaler+clip+step"
 MAX_NORM = 1.0
-OPERATIONS = ("step", "clip+step")
+# With any other scale, unscaling the same gradients again and again would end in subnormals, which
+# take processors longer. The scale does not grow either.
+SCALER_SETTINGS: dict[str, Any] = {"init_scale": 1.0, "growth_interval": 1_000_000}
 
 # Bytes read and written per float32 parameter. A fused step reads p, g, m, v and writes p, m, v.
 # The foreach step makes eight passes: decay 8, lerp of m 12, v*beta2 8, addcmul 12, sqrt 8, div 8,
-# add eps 8, addcdiv 16. clip_grad_norm_ reads the gradients, then reads and writes them.
-FUSED, FOREACH, TORCH_CLIP, NORM = 28, 80, 12, 4
+# add eps 8, addcdiv 16. clip_grad_norm_ reads the gradients, then reads and writes them;
+# GradScaler.unscale_ reads and writes them; ours reads them once for either.
+FUSED_STEP, FOREACH_STEP, TORCH_CLIP, TORCH_UNSCALE, NORM = 28, 80, 12, 8, 4
 BYTES = {
-    ("torchopt_ext", "step"): FUSED,
-    ("torchopt_ext", "clip+step"): NORM + FUSED,
-    ("torch fused", "step"): FUSED,
-    ("torch fused", "clip+step"): TORCH_CLIP + FUSED,
-    ("torch foreach", "step"): FOREACH,
-    ("torch foreach", "clip+step"): TORCH_CLIP + FOREACH,
+    (OURS, STEP): FUSED_STEP,
+    (OURS, CLIP): NORM + FUSED_STEP,
+    (OURS, SCALER): NORM + FUSED_STEP,
+    (FUSED, STEP): FUSED_STEP,
+    (FUSED, CLIP): TORCH_CLIP + FUSED_STEP,
+    (FUSED, SCALER): TORCH_UNSCALE + TORCH_CLIP + FUSED_STEP,
+    (FOREACH, STEP): FOREACH_STEP,
+    (FOREACH, CLIP): TORCH_CLIP + FOREACH_STEP,
 }
-IMPLEMENTATIONS = ("torchopt_ext", "torch fused", "torch foreach")
+READ, UPDATE = "read_fp32", "update_fp32"
+ROOFLINE = {STEP: (UPDATE,), CLIP: (READ, UPDATE), SCALER: (READ, UPDATE)}
 
 
-@dataclass(frozen=True)
-class Case:
-    """One thing to time: ``call`` does it once."""
-
-    implementation: str
-    operation: str
-    call: Callable[[], None]
+def gradients_of(shapes: Shapes, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
+    generator = torch.Generator(device).manual_seed(0)
+    return [torch.randn(s, generator=generator, dtype=dtype, device=device) for s in shapes]
 
 
-def build_cases(shapes: Shapes) -> list[Case]:
-    """Every implementation and operation on the set, each implementation with its own parameters.
+def params_with(gradients: list[torch.Tensor]) -> list[nn.Parameter]:
+    """Parameters that share the gradients, which stay where they are.
 
-    Gradients are shared and stay where they are; clipping them again and again leaves them as
-    they are after the first time.
+    Clipping gradients again and again leaves them as they are after the first time.
     """
-    generator = torch.Generator().manual_seed(0)
-    gradients = [torch.randn(shape, generator=generator) for shape in shapes]
-    cases = []
-    for implementation in IMPLEMENTATIONS:
-        params = [nn.Parameter(torch.full(shape, 0.02)) for shape in shapes]
-        for p, gradient in zip(params, gradients, strict=True):
-            p.grad = gradient
-        make = our_calls if implementation == "torchopt_ext" else torch_calls
-        calls = make(params, implementation)
-        cases += [Case(implementation, op, calls[op]) for op in OPERATIONS]
-    return cases
+    params = [nn.Parameter(torch.full_like(gradient, 0.02)) for gradient in gradients]
+    for p, gradient in zip(params, gradients, strict=True):
+        p.grad = gradient
+    return params
 
 
-def our_calls(params: list[nn.Parameter], _: str) -> dict[str, Callable[[], None]]:
-    optimizer = FusedAdamW(params)
+def build_fp32(
+    name: str,
+    shapes: Shapes,
+    device: str = "cpu",
+    implementations: tuple[str, ...] = (OURS, FUSED, FOREACH),
+    operations: tuple[str, ...] = (STEP, CLIP, SCALER),
+    flushed: bool = False,
+    loops: bool = True,
+) -> Group:
+    """Every implementation and operation, each implementation with its own parameters."""
+    gradients = gradients_of(shapes, torch.float32, device)
+    cases = [
+        case
+        for implementation in implementations
+        for case in fp32_cases(implementation, gradients, device, operations, loops)
+    ]
+    return Group(name, shapes, cases, baseline=FUSED, flushed=flushed)
 
-    def step() -> None:
-        optimizer.max_grad_norm = None
+
+def fp32_cases(
+    implementation: str,
+    gradients: list[torch.Tensor],
+    device: str,
+    operations: tuple[str, ...],
+    loops: bool = True,
+) -> list[Case]:
+    """One implementation's operations, and with ours on the CPU the roofline's loops."""
+    params = params_with(gradients)
+    plain: list[Case] = []
+    if implementation == OURS:
+        optimizer = FusedAdamW(params)
+        calls = our_calls(optimizer, device)
+        if loops and device == "cpu":
+            plain = fp32_loops(optimizer)
+    else:
+        calls = torch_calls(params, implementation, device)
+    return [
+        Case(
+            implementation,
+            operation,
+            calls[operation],
+            BYTES[implementation, operation],
+            ROOFLINE[operation] if implementation == OURS else (),
+        )
+        for operation in operations
+        if (implementation, operation) in BYTES
+    ] + plain
+
+
+def fp32_loops(optimizer: FusedAdamW) -> list[Case]:
+    """The roofline's loops, over the optimizer's own tensors, whose values they keep."""
+    optimizer.step()  # creates the state
+    params = optimizer.param_groups[0]["params"]
+    gradients = [p.grad for p in params]
+    state = [optimizer.state[p] for p in params]
+    moments = [[entry[name] for entry in state] for name in ("exp_avg", "exp_avg_sq")]
+    return [loop_case(READ, gradients), loop_case(UPDATE, gradients, params, *moments)]
+
+
+def ready_scaler(scaler: torch.amp.GradScaler, device: str) -> torch.amp.GradScaler:
+    """The scaler as it is after scaling a loss, which creates its tensors."""
+    scaler.scale(torch.zeros((), device=device))
+    return scaler
+
+
+def our_calls(optimizer: FusedAdamW, device: str) -> Calls:
+    scaler = ready_scaler(GradScaler(device, **SCALER_SETTINGS), device)
+
+    def set_clipping(max_norm: float | None) -> None:
+        if optimizer.max_grad_norm != max_norm:  # only in the call before those that are timed
+            optimizer.max_grad_norm = max_norm
+
+    def step(max_norm: float | None) -> None:
+        set_clipping(max_norm)
         optimizer.step()
 
-    def clip_and_step() -> None:
-        optimizer.max_grad_norm = MAX_NORM
-        optimizer.step()
+    def scaler_step() -> None:
+        set_clipping(MAX_NORM)
+        scaler.step(optimizer)
+        scaler.update()
 
-    return dict(zip(OPERATIONS, (step, clip_and_step), strict=True))
+    return {STEP: partial(step, None), CLIP: partial(step, MAX_NORM), SCALER: scaler_step}
 
 
-def torch_calls(params: list[nn.Parameter], name: str) -> dict[str, Callable[[], None]]:
-    optimizer = torch.optim.AdamW(params, **{name.removeprefix("torch "): True})
+def torch_calls(params: list[nn.Parameter], implementation: str, device: str) -> Calls:
+    optimizer = torch.optim.AdamW(params, **{implementation.removeprefix("torch "): True})
+    scaler = ready_scaler(torch.amp.GradScaler(device, **SCALER_SETTINGS), device)
 
     def clip_and_step() -> None:
         nn.utils.clip_grad_norm_(params, MAX_NORM)
         optimizer.step()
 
-    return dict(zip(OPERATIONS, (optimizer.step, clip_and_step), strict=True))
+    def scaler_step() -> None:
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(params, MAX_NORM)
+        scaler.step(optimizer)
+        scaler.update()
+
+    return {STEP: optimizer.step, CLIP: clip_and_step, SCALER: scaler_step}

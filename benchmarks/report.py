@@ -8,19 +8,31 @@ import os
 import platform
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import torch
-from cases import IMPLEMENTATIONS, OPERATIONS
+from chart import chart
+from rows import Row
 
 import torchopt_ext
 from torchopt_ext import _build_info
 from torchopt_ext.optim.step import cpu_kernels
 
-Row = dict[str, Any]
-COLORS = {"torchopt_ext": "#1b6ca8", "torch fused": "#e08e45", "torch foreach": "#b8b8b8"}
+TEXT_COLUMNS = 3  # columns of text, then columns of numbers
+HEADER = (
+    "tensors",
+    "operation",
+    "implementation",
+    "n",
+    "ms",
+    "quartiles",
+    "B/param",
+    "GB/s",
+    "x base",
+    "/roof",
+)
 
 
 def cpu_model() -> str:
@@ -30,9 +42,9 @@ def cpu_model() -> str:
     return platform.processor()
 
 
-def environment() -> dict[str, Any]:
+def environment(device: str = "cpu") -> dict[str, Any]:
     """Versions, hardware, date and command."""
-    return {
+    about: dict[str, Any] = {
         "torchopt_ext": torchopt_ext.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -48,88 +60,100 @@ def environment() -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["python", *sys.argv]),
     }
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties(0)
+        about["gpu"] = properties.name
+        about["gpu_memory_gib"] = round(properties.total_memory / 2**30, 1)
+        about["cuda"] = torch.version.cuda
+    about["device"] = about.get("gpu", about["cpu"])
+    return about
 
 
-def table(rows: list[Row], about: dict[str, Any]) -> str:
-    """Medians with quartiles; the last column is how many times as fast as torch fused."""
-    header = ("tensors", "operation", "implementation", "ms", "quartiles", "GB/s", "x fused")
-    lines = [header]
-    for row in rows:
-        ms = row["milliseconds"]
-        lines.append(
-            (
-                row["set"],
-                row["operation"],
-                row["implementation"],
-                f"{ms['median']:.2f}",
-                f"{ms['q25']:.2f}-{ms['q75']:.2f}",
-                f"{row['gigabytes_per_second']:.1f}",
-                f"{row['speedup_over_torch_fused']:.2f}",
-            )
-        )
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    left = 3  # columns of text, then columns of numbers
+def number(value: float | None, digits: int = 2) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def milliseconds(value: float) -> str:
+    return f"{value:.2f}" if value >= 1 else f"{value:.3f}"
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    ms, per_parameter, roofline = row["milliseconds"], row["bytes_per_parameter"], row["roofline"]
+    return (
+        row["set"],
+        row["operation"],
+        row["implementation"],
+        str(len(ms["samples"])),
+        milliseconds(ms["median"]),
+        f"{milliseconds(ms['q25'])}-{milliseconds(ms['q75'])}",
+        "-" if per_parameter is None else f"{per_parameter:g}",
+        number(row["gigabytes_per_second"], 1),
+        number(row["times_as_fast_as"].get(row["baseline"])),
+        number(roofline and roofline["ratio"], 3),
+    )
+
+
+def aligned(lines: Sequence[tuple[str, ...]], text_columns: int) -> list[str]:
+    """A header and rows of cells as lines of text, with a rule below the header."""
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     text = [
         "  ".join(
-            cell.ljust(width) if i < left else cell.rjust(width)
+            cell.ljust(width) if i < text_columns else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
         for line in lines
     ]
     text.insert(1, "-" * max(map(len, text)))
-    facts = [f"{key}: {value}" for key, value in about.items()]
-    return "\n".join([*facts, "", *text]) + "\n"
+    return text
 
 
-def chart(rows: list[Row], about: dict[str, Any], path: Path) -> None:
-    """One panel for each tensor set: bars with quartiles, labelled with their medians."""
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    sets = list(dict.fromkeys(row["set"] for row in rows))
-    figure, panels = plt.subplots(1, len(sets), figsize=(3.4 * len(sets), 4.2), squeeze=False)
-    for panel, name in zip(panels[0], sets, strict=True):
-        for position, implementation in enumerate(IMPLEMENTATIONS):
-            mine = [r for r in rows if r["set"] == name and r["implementation"] == implementation]
-            ms = [row["milliseconds"] for row in mine]
-            medians = [m["median"] for m in ms]
-            spread = [
-                [m["median"] - m["q25"] for m in ms],
-                [m["q75"] - m["median"] for m in ms],
-            ]
-            bars = panel.bar(
-                [i + 0.28 * (position - 1) for i in range(len(mine))],
-                medians,
-                width=0.26,
-                yerr=spread,
-                capsize=2,
-                color=COLORS[implementation],
-                label=implementation,
-            )
-            panel.bar_label(bars, fmt="%.3g", fontsize=8, padding=2)
-        panel.set_xticks(range(len(OPERATIONS)), OPERATIONS)
-        panel.set_title(name, fontsize=10)
-        # a quartile of a disturbed run may lie far above; the bars are what to look at
-        highest = max(row["milliseconds"]["median"] for row in rows if row["set"] == name)
-        panel.set_ylim(0, 1.2 * highest)
-        panel.spines[["top", "right"]].set_visible(False)
-    panels[0][0].set_ylabel("milliseconds, lower is better")
-    panels[0][0].legend(frameon=False, fontsize=8)
-    figure.suptitle(
-        f"AdamW, float32, {about['cpu']}, {about['threads']} threads, torch {about['torch']}",
-        fontsize=10,
-    )
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+def table(rows: list[Row]) -> list[str]:
+    """Medians with quartiles; a rule before each other tensor set."""
+    text = aligned([HEADER, *map(cells, rows)], TEXT_COLUMNS)
+    out = text[:2]
+    for index, row in enumerate(rows):
+        if index and row["set"] != rows[index - 1]["set"]:
+            out.append("")
+        out.append(text[2 + index])
+    return out
 
 
-def write(rows: list[Row], about: dict[str, Any], settings: dict[str, Any], folder: Path) -> str:
-    """Writes results.txt, results.json and results.png, and returns the table."""
+def allocation_table(counted: list[Row]) -> list[str]:
+    header = ("implementation", "operation", "tensors", "allocations", "peak bytes")
+    lines = [
+        (
+            row["implementation"],
+            row["operation"],
+            f"{row['tensors']:,}",
+            f"{row['allocations']:,}",
+            f"{row['peak_bytes']:,}",
+        )
+        for row in counted
+    ]
+    return aligned([header, *lines], 2)
+
+
+def write(
+    sections: dict[str, list[str]],
+    rows: list[Row],
+    about: dict[str, Any],
+    content: dict[str, Any],
+    folder: Path,
+) -> str:
+    """Writes results.txt, results.json and results.png, and returns the text.
+
+    Args:
+        sections: lines under a heading, after the table.
+        content: what the JSON holds beside the environment and the rows.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    text = table(rows, about)
+    lines = [*[f"{key}: {value}" for key, value in about.items()], "", *table(rows)]
+    for heading, body in sections.items():
+        if body:
+            lines += ["", heading, *[f"  {line}" for line in body]]
+    text = "\n".join(lines) + "\n"
     (folder / "results.txt").write_text(text)
-    content = {"environment": about, "settings": settings, "results": rows}
-    (folder / "results.json").write_text(json.dumps(content, indent=1) + "\n")
+    everything = {"environment": about, **content, "results": rows}
+    (folder / "results.json").write_text(json.dumps(everything, indent=1) + "\n")
     chart(rows, about, folder / "results.png")
     return text

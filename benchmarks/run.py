@@ -1,4 +1,4 @@
-"""Times the step, and clipping and the step, beside torch's AdamW. See README.md.
+"""Times the optimizer step beside torch's and other libraries'. See README.md.
 
 python benchmarks/run.py --out out/bench
 """
@@ -6,93 +6,77 @@ python benchmarks/run.py --out out/bench
 from __future__ import annotations
 
 import argparse
-import gc
-import math
-import statistics
+from functools import partial
 from pathlib import Path
 
+import gpu
 import report
 import torch
-from cases import BYTES, OPERATIONS, Case, build_cases
-from shapes import QUICK_SETS, SETS, Shapes
-from timing import Flush, Times, time_in_turn
-from tqdm import tqdm
-
-SMALL = 10_000_000  # parameters; a set below fits into the caches of some machines
-
-
-def rows_of(name: str, shapes: Shapes, cases: list[Case], times: list[Times]) -> list[report.Row]:
-    """One row for each case, with its speed against torch fused in the same rounds."""
-    parameters = sum(math.prod(shape) for shape in shapes)
-    fused = {
-        case.operation: t.samples
-        for case, t in zip(cases, times, strict=True)
-        if case.implementation == "torch fused"
-    }
-    rows = []
-    for case, t in zip(cases, times, strict=True):
-        bytes_per_parameter = BYTES[case.implementation, case.operation]
-        pairs = zip(fused[case.operation], t.samples, strict=True)
-        low, high = t.quartiles
-        rows.append(
-            {
-                "set": name,
-                "operation": case.operation,
-                "implementation": case.implementation,
-                "tensors": len(shapes),
-                "parameters": parameters,
-                "bytes_per_parameter": bytes_per_parameter,
-                "milliseconds": {
-                    "median": t.median,
-                    "min": min(t.samples),
-                    "max": max(t.samples),
-                    "q25": low,
-                    "q75": high,
-                    "samples": t.samples,
-                },
-                "gigabytes_per_second": bytes_per_parameter * parameters / t.median / 1e6,
-                "speedup_over_torch_fused": statistics.median(f / mine for f, mine in pairs),
-            }
-        )
-    return sorted(rows, key=lambda row: OPERATIONS.index(row["operation"]))
+from allocations import measure_allocations
+from bf16_cases import build_masters, build_plain
+from cases import FUSED, OURS, STEP, build_fp32
+from measure import Build, measure
+from peers import PEERS, build_peer
+from shapes import GPT2, LARGE, ONES, QUICK_SETS, SETS, SMALL, Shapes
+from targets import targets
+from timing import Flush, wall_milliseconds
 
 
-def measure(sets: dict[str, Shapes], rounds: int, flush_megabytes: int) -> list[report.Row]:
-    rows = []
-    for name, shapes in tqdm(sets.items(), desc="tensor sets"):
-        cases = build_cases(shapes)
-        small = sum(math.prod(shape) for shape in shapes) < SMALL
-        rows += rows_of(name, shapes, cases, time_in_turn(cases, rounds, calls=5 if small else 1))
-        if small:
-            times = time_in_turn(cases, rounds, calls=3, flush=Flush(flush_megabytes))
-            rows += rows_of(f"{name}, caches flushed", shapes, cases, times)
-        del cases
-        gc.collect()
-    return rows
+def cpu_builds(sets: dict[str, Shapes]) -> list[Build]:
+    """What to time on the CPU."""
+    return [
+        partial(build_fp32, LARGE, sets[LARGE]),
+        partial(build_fp32, GPT2, sets[GPT2]),
+        partial(build_fp32, SMALL, sets[SMALL], flushed=True),
+        partial(
+            build_fp32,
+            ONES,
+            sets[ONES],
+            implementations=(OURS, FUSED),
+            operations=(STEP,),
+            loops=False,
+        ),
+        partial(build_masters, f"{GPT2}, bf16", sets[GPT2]),
+        partial(build_plain, f"{GPT2}, bf16 throughout", sets[GPT2]),
+        *[partial(build_peer, peer, name, sets[name]) for name in (GPT2, SMALL) for peer in PEERS],
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("out/bench"), help="folder for results")
-    parser.add_argument("--rounds", type=int, default=15, help="samples of each case")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--rounds", type=int, default=15, help="samples of each case, at most")
     parser.add_argument("--threads", type=int, default=2, help="threads of torch and of ours")
     parser.add_argument("--flush-megabytes", type=int, default=256, help="more than the caches")
     parser.add_argument("--quick", action="store_true", help="tiny tensors, to try the program")
     options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda needs a GPU, and torch.cuda.is_available() is False")
     torch.set_num_threads(options.threads)
-    about = report.environment()
+    about = report.environment(options.device)
     if options.quick:
         options.rounds, options.flush_megabytes = 2, 8
+        about["quick"] = "tiny tensors stand in for the sets below; the times mean nothing"
+    settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()}
     sets = QUICK_SETS if options.quick else SETS
-    rows = measure(sets, options.rounds, options.flush_megabytes)
-    settings = {
-        "rounds": options.rounds,
-        "threads": options.threads,
-        "flush_megabytes": options.flush_megabytes,
-        "quick": options.quick,
-        "dtype": "float32",
-    }
-    print(report.write(rows, about, settings, options.out))
+    flush = partial(Flush, options.flush_megabytes, options.device)
+    if options.device == "cuda":
+        rows, sections, content = gpu.measure_all(sets, options.rounds, flush, options.quick)
+    else:
+        rows, missing = measure(cpu_builds(sets), options.rounds, wall_milliseconds, flush)
+        counts = (len(sets[ONES]) // 10, len(sets[ONES]))
+        counted = measure_allocations(counts, options.threads)
+        # Those of tiny tensors would only mislead.
+        reached = [] if options.quick else targets(rows, counted)
+        sections = {
+            "Other libraries": [*[f"{p.name}: {p.lacks}" for p in PEERS], *missing],
+            "Memory that one step allocates": report.allocation_table(counted),
+            "Targets": [str(target) for target in reached],
+        }
+        content = {"allocations": counted, "targets": [vars(target) for target in reached]}
+    content["settings"] = settings
+    print(report.write(sections, rows, about, content, options.out))
     print(f"written to {options.out}: results.txt, results.json, results.png")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 Shapes = list[tuple[int, ...]]
 
 
@@ -16,14 +18,26 @@ def gpt2(vocabulary: int, context: int, width: int, layers: int) -> Shapes:
     return [(vocabulary, width), (context, width), *block * layers, (width,), (width,)]
 
 
+LARGE, GPT2, SMALL, ONES = "4 of 16 M", "GPT-2 124 M", "2,000 of 1,000", "2,000 of 1"
+BILLION = "30 of 32 M"
+
 SETS: dict[str, Shapes] = {
-    "4 of 16 M": [(4096, 4096)] * 4,
-    "GPT-2 124 M": gpt2(50257, 1024, 768, 12),
-    "2,000 of 1,000": [(1000,)] * 2000,
+    LARGE: [(4096, 4096)] * 4,
+    GPT2: gpt2(50257, 1024, 768, 12),
+    SMALL: [(1000,)] * 2000,
+    ONES: [(1,)] * 2000,
+    BILLION: [(4096, 8192)] * 30,
 }
 
+# The same sets in small, to try the program.
 QUICK_SETS: dict[str, Shapes] = {
-    "4 of 64 k": [(256, 256)] * 4,
-    "GPT-2 tiny": gpt2(500, 32, 48, 2),
-    "200 of 100": [(100,)] * 200,
+    LARGE: [(256, 256)] * 4,
+    GPT2: gpt2(500, 32, 48, 2),
+    SMALL: [(100,)] * 200,
+    ONES: [(1,)] * 200,
+    BILLION: [(256, 512)] * 3,
 }
+
+
+def parameters(shapes: Shapes) -> int:
+    return sum(math.prod(shape) for shape in shapes)

@@ -2,39 +2,39 @@
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from cases import Case
+from group import Case
 from tqdm import tqdm
 
+Samples = list[float]  # milliseconds per call, one for each round
+Clock = Callable[[Callable[[], object]], float]
 
-@dataclass(frozen=True)
-class Times:
-    """Milliseconds per call, one for each round."""
 
-    samples: list[float]
+def wall_milliseconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter_ns()
+    call()
+    return (time.perf_counter_ns() - start) / 1e6
 
-    @property
-    def median(self) -> float:
-        return statistics.median(self.samples)
 
-    @property
-    def quartiles(self) -> tuple[float, float]:
-        if len(self.samples) < 2:
-            return self.samples[0], self.samples[0]
-        low, _, high = statistics.quantiles(self.samples, n=4, method="inclusive")
-        return low, high
+def cuda_milliseconds(call: Callable[[], object]) -> float:
+    """From an idle device to an idle device; the host's time counts where the device waits."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
 
 
 class Flush:
     """Touches more memory than the caches hold, from every thread."""
 
-    def __init__(self, megabytes: int) -> None:
-        self.memory = torch.zeros(megabytes << 18)
+    def __init__(self, megabytes: int, device: str = "cpu") -> None:
+        self.memory = torch.zeros(megabytes << 18, device=device)
 
     def __call__(self) -> None:
         self.memory.add_(1.0)
@@ -49,27 +49,24 @@ def orders(count: int, rounds: int) -> Iterator[list[int]]:
 
 
 def time_in_turn(
-    cases: Sequence[Case], rounds: int, calls: int, flush: Flush | None = None
-) -> list[Times]:
+    cases: Sequence[Case], rounds: int, calls: int, clock: Clock, flush: Flush | None = None
+) -> list[Samples]:
     """Times every case once per round.
 
     Args:
-        calls: calls in a row whose mean is one sample, after one that is not timed. With ``flush``
-            each call is timed alone, with caches flushed before it.
+        calls: calls in a row whose mean is one sample, after one that is not timed.
+        flush: called before each of them.
     """
     for case in cases:  # creates state and plans
         case.call()
-    samples: list[list[float]] = [[] for _ in cases]
+    samples: list[Samples] = [[] for _ in cases]
     for order in tqdm(list(orders(len(cases), rounds)), leave=False, desc="rounds"):
         for index in order:
-            call, spent = cases[index].call, 0
-            if flush is None:
-                call()
+            call, spent = cases[index].call, 0.0
+            call()
             for _ in range(calls):
                 if flush is not None:
                     flush()
-                start = time.perf_counter_ns()
-                call()
-                spent += time.perf_counter_ns() - start
-            samples[index].append(spent / calls / 1e6)
-    return [Times(s) for s in samples]
+                spent += clock(call)
+            samples[index].append(spent / calls)
+    return samples

@@ -19,6 +19,10 @@ TORCH_LIBRARY(torchopt_ext, m) {
       "control_update_(Tensor(a!) control, Tensor accumulator, Tensor? grad_scale=None, "
       "Tensor? found_inf=None) -> ()");
 
+  // After a step under a gradient scaler: `scale` (one float32 element) becomes the control block's
+  // loss scale, backs off or grows by its settings, and is written back.
+  m.def("loss_scale_update_(Tensor(a!) control, Tensor found_inf, Tensor(b!) scale) -> ()");
+
   // Pass B: one Adam or AdamW step over lists of tensors. max_exp_avg_sqs is empty without amsgrad.
   // Reads grad_factor and skip from the control block; gradients are read only.
   m.def(

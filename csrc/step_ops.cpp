@@ -43,26 +43,23 @@ void adam_lists(at::TensorList params, at::TensorList grads, at::TensorList exp_
   }
   std::vector<StepPlan::Entry> entries(n);
   std::vector<NamedTensor> memory;
+  memory.reserve(n * (1 + StepPlan::kParts));
   for (size_t i = 0; i < n; ++i) {
     StepPlan::Entry& entry = entries[i];
-    entry.param = params[i];
-    entry.exp_avg = exp_avgs[i];
-    entry.exp_avg_sq = exp_avg_sqs[i];
-    entry.step = state_steps[i];
     entry.position = i;
-    if (!max_exp_avg_sqs.empty()) {
-      entry.max_exp_avg_sq = max_exp_avg_sqs[i];
-    }
+    entry.place.index = static_cast<uint32_t>(i);
+    entry.tensors = {params[i],      exp_avgs[i],
+                     exp_avg_sqs[i], max_exp_avg_sqs.empty() ? at::Tensor() : max_exp_avg_sqs[i],
+                     at::Tensor(),   state_steps[i]};
     check_supported(params[i], describe("parameter", i));
     check_dense(params[i], describe("parameter", i));
     check_supported(grads[i], describe("gradient", i));
     memory.push_back({grads[i], describe("gradient", i), false});
-    for (const at::Tensor* written :
-         {&entry.param, &entry.exp_avg, &entry.exp_avg_sq, &entry.max_exp_avg_sq, &entry.step}) {
-      memory.push_back({*written, describe("a tensor that is written for parameter", i), true});
+    for (const at::Tensor& written : entry.tensors) {
+      memory.push_back({written, describe("a tensor that is written for parameter", i), true});
     }
   }
-  StepPlan plan(std::move(entries), control.device());
+  StepPlan plan(entries, control.device());
   check_no_overlap(memory);  // after the plan's own, whose messages are more precise
   for (size_t i = 0; i < n; ++i) {
     plan.set_gradient(i, grads[i]);
@@ -112,6 +109,20 @@ void control_update_(const at::Tensor& control, const at::Tensor& accumulator,
   bump_version(control);
 }
 
+void loss_scale_update_(const at::Tensor& control, const at::Tensor& found_inf,
+                        const at::Tensor& scale) {
+  check_control(control);
+  check_scalar(scale, "scale", control.device());
+  TORCH_CHECK(
+      found_inf.layout() == at::kStrided && found_inf.numel() == 1 &&
+          (found_inf.scalar_type() == at::kFloat || found_inf.scalar_type() == at::kDouble) &&
+          found_inf.device() == control.device(),
+      "found_inf is not one float32 or float64 element on ", control.device());
+  backend_for(control.device()).loss_scale_update(control, found_inf, scale);
+  bump_version(control);
+  bump_version(scale);
+}
+
 namespace {
 
 void grad_sumsq_(at::TensorList grads, const at::Tensor& accumulator) {
@@ -126,15 +137,16 @@ void grad_sumsq_(at::TensorList grads, const at::Tensor& accumulator) {
     kept.push_back(is_dense(grads[i]) ? grads[i] : grads[i].contiguous());
     const at::Tensor& grad = kept.back();
     TensorWork tensor{};
-    tensor.grad = grad.const_data_ptr();
+    tensor.grad = const_cast<void*>(grad.const_data_ptr());  // read only in pass A
     tensor.numel = grad.numel();
     tensor.row_length = row_length(grad);
     tensor.param_dtype = dtype_of(grad);
+    tensor.grad_dtype = tensor.param_dtype;
     work.tensors.push_back(tensor);
   }
   work.chunks = make_chunks(work.tensors);
   work.cumulative = cumulative_bytes(work.tensors, work.chunks);
-  backend_for(accumulator.device()).sum_of_squares(work, accumulator);
+  backend_for(accumulator.device()).sum_of_squares(work, accumulator, /*normalize=*/true);
   bump_version(accumulator);
 }
 
@@ -193,6 +205,7 @@ void register_step_ops(torch::Library& m) {
   m.impl("grad_sumsq_", grad_sumsq_);
   m.impl("accumulator_total", rounded_total);
   m.impl("control_update_", control_update_);
+  m.impl("loss_scale_update_", loss_scale_update_);
   m.impl("adam_", adam_);
   m.impl("adam_.tensor_lr", adam_tensor_lr_);
 }
@@ -204,7 +217,8 @@ TORCH_LIBRARY_IMPL(torchopt_ext, SparseCUDA, m) { register_step_ops(m); }
 TORCH_LIBRARY_IMPL(torchopt_ext, SparseCsrCUDA, m) { register_step_ops(m); }
 
 TORCH_LIBRARY_IMPL(torchopt_ext, Meta, m) {
-  for (const char* name : {"grad_sumsq_", "control_update_", "adam_", "adam_.tensor_lr"}) {
+  for (const char* name :
+       {"grad_sumsq_", "control_update_", "loss_scale_update_", "adam_", "adam_.tensor_lr"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&shapes_only>());
   }
 }

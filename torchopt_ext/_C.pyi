@@ -18,16 +18,24 @@ class OptimizerPlan:
         self,
         param_groups: list[dict[str, Any]],
         state: Mapping[Tensor, Any],
-        # Parameter; local parameter, moments (None without amsgrad) and step; group, name, part
-        params: Sequence[tuple[Tensor, tuple[Tensor | None, ...], int, str, int]],
+        # Parameter; local parameter, moments (None without amsgrad), master (or None) and step;
+        # group, name, part; place (optim/storage.py)
+        params: Sequence[
+            tuple[Tensor, tuple[Tensor | None, ...], int, str, int, tuple[int, int, int, int]]
+        ],
         part_devices: Sequence[torch.device],
         idle: Sequence[Tensor],
-        local_gradient: Callable[[Tensor], Tensor | None],
+        local_gradients: Callable[[list[Any]], list[Tensor | None]],
+        stochastic_rounding: bool,
+        rounding_seed: int,
+        write_back_gradients: bool,
+        track: int,  # bits of csrc/plan/chunk_table.h, Track
     ) -> None: ...
     def objects(self) -> list[object]: ...
     def release(self) -> None: ...
     def collect(self, param_groups: list[dict[str, Any]], state: Mapping[Tensor, Any]) -> bool: ...
-    def accumulate(self, part: int, accumulator: Tensor) -> None: ...
+    def accumulate(self, part: int, accumulator: Tensor, normalize: bool) -> None: ...
+    def traces(self) -> list[tuple[Tensor, Tensor, list[int]]]: ...
     def update(self, part_controls: Sequence[Tensor]) -> None: ...
     def step(
         self,

@@ -1,13 +1,15 @@
 """The optimizer half of a PyTorch training step, in C++ and CUDA.
 
-FusedAdam and FusedAdamW stand where torch.optim's do, the containers where torchtitan's do, and
+FusedAdam and FusedAdamW stand where torch.optim's do, GradScaler where torch.amp's does, the
+containers where torchtitan's do, and
 ``torchopt_ext.ops`` holds the operators they are made of. docs/numerics.md states what is computed.
 """
 
 from torchopt_ext import _library, ops  # _library first: it checks what it loads
+from torchopt_ext.mixed_precision import GradScaler
 from torchopt_ext.optim import FusedAdam, FusedAdamW
 
 cuda_built = _library.cuda_built
 
-__all__ = ["FusedAdam", "FusedAdamW", "cuda_built", "ops"]
+__all__ = ["FusedAdam", "FusedAdamW", "GradScaler", "cuda_built", "ops"]
 __version__ = "0.1.0"

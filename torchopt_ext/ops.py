@@ -24,6 +24,7 @@ def new_control(
     *,
     max_grad_norm: float = 0.0,
     skip_nonfinite: bool = False,
+    **fields: float,
 ) -> Tensor:
     """A control block: float64, one element for each of :data:`CONTROL_FIELDS`.
 
@@ -31,11 +32,18 @@ def new_control(
         device: where the parameters are.
         max_grad_norm: clip threshold; 0 or less leaves gradients as they are.
         skip_nonfinite: skip a step that has a non-finite gradient.
+        fields: first values of other fields; factors and scales are 1 by default, the rest 0.
+
+    Raises:
+        ValueError: there is no such field.
     """
-    fields = dict.fromkeys(CONTROL_FIELDS, 0.0)
-    fields |= {"clip_factor": 1.0, "grad_factor": 1.0}
-    fields |= {"max_grad_norm": max_grad_norm, "skip_nonfinite": float(skip_nonfinite)}
-    return torch.tensor(list(fields.values()), dtype=torch.float64, device=device)
+    if unknown := fields.keys() - set(CONTROL_FIELDS):
+        raise ValueError(f"a control block has no field {min(unknown)!r}")
+    values = dict.fromkeys(CONTROL_FIELDS, 0.0)
+    ones = ("clip_factor", "grad_factor", "grad_scale", "loss_scale", "lr_factor")
+    values |= dict.fromkeys(ones, 1.0)
+    values |= {"max_grad_norm": max_grad_norm, "skip_nonfinite": float(skip_nonfinite)}
+    return torch.tensor(list((values | fields).values()), dtype=torch.float64, device=device)
 
 
 def grad_sumsq_(grads: Sequence[Tensor], accumulator: Tensor) -> None:
@@ -71,6 +79,17 @@ def control_update_(
         found_inf: one float32; nonzero skips the step.
     """
     _ops.control_update_.default(control, accumulator, grad_scale, found_inf)
+
+
+def loss_scale_update_(control: Tensor, found_inf: Tensor, scale: Tensor) -> None:
+    """Lets the loss scale back off or grow after a step, in place.
+
+    Args:
+        control: has the settings for growth, backoff and hysteresis, and counts.
+        found_inf: one float32 or float64; nonzero for a step whose gradients overflowed.
+        scale: one float32, the loss scale.
+    """
+    _ops.loss_scale_update_.default(control, found_inf, scale)
 
 
 def adam_(

@@ -1,75 +1,196 @@
-// Pass B on a slice of one tensor. 16-bit parameters and states are converted in tiles that stay
-// in the first-level cache, around one compute kernel: element types add kernels, they do not
-// multiply them.
+// Pass B on a chunk of one tensor: one call of a kernel where the update is all there is to do.
+// Otherwise tile by tile, so that what else a step does finds the values in the first-level cache.
 #pragma once
 
+#include <cstring>
+
 #include "cpu/kernel_table.h"
+#include "kernels/digest.h"
 #include "plan/chunk_table.h"
 
 namespace torchopt_ext {
 
-class Tile {
- public:
-  static constexpr int64_t kElements = 512;
+template <class T>
+inline constexpr DType dtype_for = DType::kFloat32;
+template <>
+inline constexpr DType dtype_for<double> = DType::kFloat64;
 
-  // The elements of `memory` from `begin` as floats: in place when they are floats already.
-  float* open(const KernelTable& table, void* memory, DType dtype, int64_t begin, int64_t n) {
-    memory_ = static_cast<char*>(memory) + begin * element_size(dtype);
-    dtype_ = dtype;
-    if (dtype == DType::kFloat32) {
-      return static_cast<float*>(memory_);
-    }
-    table.widen[static_cast<int>(dtype)](memory_, buffer_, n);
-    return buffer_;
+template <class Void>
+Void* element(Void* memory, int64_t size, int64_t i) {
+  using Byte = std::conditional_t<std::is_const_v<Void>, const char, char>;
+  return memory == nullptr ? nullptr : static_cast<Byte*>(memory) + i * size;
+}
+
+// Random bits of elements [begin, begin + n) of a tensor.
+inline void tile_random_bits(const KernelTable& table, const RoundingKey& key,
+                             const TensorWork& work, int64_t begin, int64_t n, uint64_t* to) {
+  for (int64_t i = 0; i < n;) {
+    const int64_t run = work.run == 0 ? n - i : work.run - (begin + i) % work.run;
+    const int64_t length = run < n - i ? run : n - i;
+    table.random_bits(key, global_element(work, begin + i), to + i, length);
+    i += length;
   }
-  void close(const KernelTable& table, int64_t n) const {
-    if (dtype_ != DType::kFloat32) {
-      table.narrow[static_cast<int>(dtype_)](buffer_, memory_, n);
+}
+
+// Digest of elements [begin, begin + n) of one of a tensor's arrays.
+inline uint64_t tile_digest(const KernelTable& table, const TensorWork& work, Role role,
+                            const void* memory, int64_t size, int64_t begin, int64_t n) {
+  const int log2_size = size == 8 ? 3 : size == 4 ? 2 : 1;
+  uint64_t sum = 0;
+  for (int64_t i = begin; memory != nullptr && i < begin + n;) {
+    const int64_t run = work.run == 0 ? begin + n - i : work.run - i % work.run;
+    const int64_t length = run < begin + n - i ? run : begin + n - i;
+    sum += table.digest[log2_size](element(memory, size, i), digest_salt(work.index, role),
+                                   global_element(work, i), length);
+    i += length;
+  }
+  return sum;
+}
+
+// All that a step stores of elements [begin, begin + n) of a tensor.
+inline uint64_t digest_of(const KernelTable& table, const TensorWork& work, int64_t begin,
+                          int64_t n) {
+  const int64_t param = element_size(work.param_dtype);
+  const int64_t state = element_size(work.state_dtype);
+  const int64_t master = work.weights == Weights::kMaster ? 4 : 2;
+  return tile_digest(table, work, kRoleParam, work.param, param, begin, n) +
+         tile_digest(table, work, kRoleExpAvg, work.exp_avg, state, begin, n) +
+         tile_digest(table, work, kRoleExpAvgSq, work.exp_avg_sq, state, begin, n) +
+         tile_digest(table, work, kRoleMaxExpAvgSq, work.max_exp_avg_sq, state, begin, n) +
+         tile_digest(table, work, kRoleMaster, work.master, master, begin, n);
+}
+
+// A tensor's arrays from element `begin` on.
+inline AdamStreams streams_of(const TensorWork& work, int64_t begin) {
+  const int64_t state = element_size(work.state_dtype);
+  return {.param = element(work.param, element_size(work.param_dtype), begin),
+          .grad = element(work.grad, element_size(work.grad_dtype), begin),
+          .exp_avg = element(work.exp_avg, state, begin),
+          .exp_avg_sq = element(work.exp_avg_sq, state, begin),
+          .max_exp_avg_sq = element(work.max_exp_avg_sq, state, begin),
+          .master = element(work.master, work.weights == Weights::kMaster ? 4 : 2, begin),
+          .random = nullptr,
+          .param_dtype = work.param_dtype,
+          .grad_dtype = work.grad_dtype,
+          .state_dtype = work.state_dtype,
+          .weights = work.weights};
+}
+
+template <class T>
+class AdamSlice {
+ public:
+  AdamSlice(const KernelTable& table, const StepOptions& options, const AdamScalars<T>& scalars,
+            const TensorWork& work)
+      : table_(table), options_(options), scalars_(scalars), work_(work) {
+    rounds_randomly_ = options.stochastic_rounding &&
+                       ((work.param_dtype == DType::kBFloat16 && work.weights == Weights::kPlain) ||
+                        work.state_dtype == DType::kBFloat16);
+  }
+
+  // Elements [begin, end). `trace` is null if it is not wanted.
+  void run(int64_t begin, int64_t end, ChunkTrace* trace) {
+    if (trace == nullptr && !rounds_randomly_ && !options_.write_back_gradients) {
+      update(streams_of(work_, begin), end - begin);
+      return;
+    }
+    if (trace != nullptr) {
+      *trace = {};
+    }
+    for (int64_t i = begin; i < end; i += kTileElements) {
+      tile(i, end - i < kTileElements ? end - i : kTileElements, trace);
     }
   }
 
  private:
-  void* memory_ = nullptr;
-  DType dtype_ = DType::kFloat32;
-  alignas(64) float buffer_[kElements];
-};
-
-inline void adam_slice(const KernelTable& table, const AdamScalars<float>& scalars,
-                       const TensorWork& work, int64_t begin, int64_t end) {
-  const bool plain = work.param_dtype == DType::kFloat32 && work.state_dtype == DType::kFloat32;
-  const int64_t tile = plain ? end - begin : Tile::kElements;
-  Tile param;
-  Tile grad;
-  Tile exp_avg;
-  Tile exp_avg_sq;
-  Tile max_exp_avg_sq;
-  for (int64_t i = begin; i < end; i += tile) {
-    const int64_t n = end - i < tile ? end - i : tile;
-    float* p = param.open(table, work.param, work.param_dtype, i, n);
-    // The tile of a gradient is read only: it is never closed.
-    const float* g = grad.open(table, const_cast<void*>(work.grad), work.param_dtype, i, n);
-    float* m = exp_avg.open(table, work.exp_avg, work.state_dtype, i, n);
-    float* v = exp_avg_sq.open(table, work.exp_avg_sq, work.state_dtype, i, n);
-    float* vmax = work.max_exp_avg_sq == nullptr
-                      ? nullptr
-                      : max_exp_avg_sq.open(table, work.max_exp_avg_sq, work.state_dtype, i, n);
-    table.adam_float(scalars, p, g, m, v, vmax, n);
-    param.close(table, n);
-    exp_avg.close(table, n);
-    exp_avg_sq.close(table, n);
-    if (vmax != nullptr) {
-      max_exp_avg_sq.close(table, n);
+  void update(const AdamStreams& x, int64_t n) const {
+    if constexpr (sizeof(T) == sizeof(double)) {
+      table_.adam_double(scalars_, static_cast<double*>(x.param),
+                         static_cast<const double*>(x.grad), static_cast<double*>(x.exp_avg),
+                         static_cast<double*>(x.exp_avg_sq), static_cast<double*>(x.max_exp_avg_sq),
+                         n);
+    } else if (x.random == nullptr && x.weights == Weights::kPlain &&
+               x.param_dtype == DType::kFloat32 && x.grad_dtype == DType::kFloat32 &&
+               x.state_dtype == DType::kFloat32) {
+      table_.adam_float(scalars_, static_cast<float*>(x.param), static_cast<const float*>(x.grad),
+                        static_cast<float*>(x.exp_avg), static_cast<float*>(x.exp_avg_sq),
+                        static_cast<float*>(x.max_exp_avg_sq), n);
+    } else {
+      table_.adam_streams(scalars_, x, n);
     }
   }
-}
 
-inline void adam_slice(const KernelTable& table, const AdamScalars<double>& scalars,
-                       const TensorWork& work, int64_t begin, int64_t end) {
-  const auto at = [begin](void* memory) {
-    return memory == nullptr ? nullptr : static_cast<double*>(memory) + begin;
-  };
-  table.adam_double(scalars, at(work.param), at(const_cast<void*>(work.grad)), at(work.exp_avg),
-                    at(work.exp_avg_sq), at(work.max_exp_avg_sq), end - begin);
-}
+  void copy_weights(const AdamStreams& x, T* to, int64_t n) const {
+    if constexpr (sizeof(T) == sizeof(double)) {
+      std::memcpy(to, x.param, static_cast<size_t>(n) * sizeof(T));
+    } else {
+      table_.load_weights(x, to, n);
+    }
+  }
+
+  void tile(int64_t begin, int64_t n, ChunkTrace* trace) const {
+    AdamStreams x = streams_of(work_, begin);
+    uint64_t random[kTileElements];
+    if (rounds_randomly_) {
+      const auto step = static_cast<uint32_t>(static_cast<int64_t>(*work_.step));
+      tile_random_bits(table_, {options_.rounding_seed, step, work_.index}, work_, begin, n,
+                       random);
+      x.random = random;
+    }
+    alignas(64) T before[kTileElements];
+    alignas(64) T after[kTileElements];
+    const bool norms = (options_.track & kTrackNorms) != 0;
+    const bool counts_lost = (options_.track & kTrackLost) != 0;
+    if (norms || counts_lost) {
+      copy_weights(x, before, n);
+    }
+    if (norms) {
+      trace->grad_sumsq +=
+          table_.block_sum_of_squares[static_cast<int>(work_.grad_dtype)](x.grad, n);
+    }
+    update(x, n);
+    if (options_.write_back_gradients) {
+      table_.scale[static_cast<int>(work_.grad_dtype)](
+          element(work_.grad, element_size(work_.grad_dtype), begin),
+          static_cast<double>(scalars_.grad_factor), n);
+    }
+    if (norms || counts_lost) {
+      copy_weights(x, after, n);
+    }
+    if (counts_lost) {
+      trace->lost += lost(before, after, x, n);
+    }
+    if (norms) {
+      difference(before, after, after, n);
+      trace->update_sumsq += table_.block_sum_of_squares[static_cast<int>(dtype_for<T>)](after, n);
+    }
+    if ((options_.track & kTrackDigest) != 0) {
+      trace->digest += digest_of(table_, work_, begin, n);
+    }
+  }
+
+  int64_t lost(const T* before, const T* after, const AdamStreams& x, int64_t n) const {
+    const bool decays = scalars_.has_decay;
+    if constexpr (sizeof(T) == sizeof(double)) {
+      return table_.count_lost_double(before, after, x.exp_avg, n, decays);
+    } else {
+      return table_.count_lost_float[static_cast<int>(x.state_dtype)](before, after, x.exp_avg, n,
+                                                                      decays);
+    }
+  }
+
+  void difference(const T* before, const T* after, T* to, int64_t n) const {
+    if constexpr (sizeof(T) == sizeof(double)) {
+      table_.difference_double(before, after, to, n);
+    } else {
+      table_.difference_float(before, after, to, n);
+    }
+  }
+
+  const KernelTable& table_;
+  const StepOptions& options_;
+  const AdamScalars<T>& scalars_;
+  const TensorWork& work_;
+  bool rounds_randomly_;
+};
 
 }  // namespace torchopt_ext

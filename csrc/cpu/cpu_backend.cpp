@@ -10,6 +10,7 @@
 #include "kernels/adam.h"
 #include "kernels/float_mode.h"
 #include "plan/backend.h"
+#include "plan/trace.h"
 
 namespace torchopt_ext {
 namespace {
@@ -34,23 +35,58 @@ void for_each_share(const WorkList& work, const Body& body) {
   });
 }
 
-void sum_of_squares(const WorkList& work, const at::Tensor& accumulator) {
+// Asks for the first lines of a chunk while another is in work. The processor's own prefetcher has
+// to learn every small tensor's streams anew.
+void prefetch_start(const WorkList& work, const Chunk& chunk, bool all_streams) {
+  const int64_t kBytes = all_streams ? 1024 : 4096;  // measured; the latter is all of a small one
+  const TensorWork& tensor = work.tensors[static_cast<size_t>(chunk.tensor)];
+  const auto ask = [&](const void* memory, DType dtype) {
+    const char* from = static_cast<const char*>(memory) + chunk.begin * element_size(dtype);
+    for (int64_t at = 0; at < kBytes; at += 64) {
+      __builtin_prefetch(from + at);
+    }
+  };
+  if (tensor.grad == nullptr) {
+    return;
+  }
+  ask(tensor.grad, tensor.grad_dtype);
+  if (all_streams) {
+    ask(tensor.param, tensor.param_dtype);
+    ask(tensor.exp_avg, tensor.state_dtype);
+    ask(tensor.exp_avg_sq, tensor.state_dtype);
+  }
+}
+
+void sum_of_squares(const WorkList& work, const at::Tensor& accumulator, bool /*normalize*/) {
   auto& total = *static_cast<ExactAccumulator*>(accumulator.data_ptr());
   std::mutex mutex;
   for_each_share(work, [&](size_t first, size_t last) {
     ExactAccumulator acc{};
+    int64_t pending = 0;  // at most one addition an element
     for (size_t i = first; i < last; ++i) {
       const Chunk& chunk = work.chunks[i];
       const TensorWork& tensor = work.tensors[static_cast<size_t>(chunk.tensor)];
+      if (i + 1 < last) {
+        prefetch_start(work, work.chunks[i + 1], /*all_streams=*/false);
+      }
       if (tensor.grad != nullptr) {
+        pending += chunk.end - chunk.begin;
+        if (pending > ExactAccumulator::kMaxPendingAdds) {
+          accumulator_normalize(acc);
+          pending = chunk.end - chunk.begin;
+        }
         add_chunk(kernels(), tensor, chunk, acc);
-        accumulator_normalize(acc);  // a chunk adds far fewer than kMaxPendingAdds
       }
     }
+    accumulator_normalize(acc);
     const std::lock_guard<std::mutex> lock(mutex);
     accumulator_merge(total, acc);
   });
   accumulator_normalize(total);
+}
+
+void clear(const at::Tensor& accumulator) {
+  *static_cast<ExactAccumulator*>(accumulator.data_ptr()) = {};
 }
 
 at::Tensor total(const at::Tensor& accumulator) {
@@ -69,6 +105,17 @@ void control_update_cpu(const at::Tensor& control, const at::Tensor& accumulator
                  found_inf ? found_inf->const_data_ptr<float>() : nullptr);
 }
 
+void loss_scale_update_cpu(const at::Tensor& control, const at::Tensor& found_inf,
+                           const at::Tensor& scale) {
+  const FloatMode mode;
+  auto& block = *static_cast<Control*>(control.data_ptr());
+  block.loss_scale = static_cast<double>(*scale.const_data_ptr<float>());
+  loss_scale_update(block, found_inf.scalar_type() == at::kFloat
+                               ? *found_inf.const_data_ptr<float>() != 0.0f
+                               : *found_inf.const_data_ptr<double>() != 0.0);
+  *scale.data_ptr<float>() = static_cast<float>(block.loss_scale);
+}
+
 // The scalars of a param group at a step count; tensors that share both share these.
 struct Scalars {
   int32_t group;
@@ -77,26 +124,50 @@ struct Scalars {
   AdamScalars<double> as_double;
 };
 
-void adam(const WorkList& work, const std::vector<GroupHyper>& groups, const at::Tensor& control) {
+std::vector<AdamHyper> with_learning_rates(const std::vector<GroupHyper>& groups,
+                                           double lr_factor) {
+  std::vector<AdamHyper> hypers;
+  hypers.reserve(groups.size());
+  for (const GroupHyper& group : groups) {
+    AdamHyper hyper = group.adam;
+    if (group.lr.defined()) {
+      hyper.lr = group.lr.item<double>();
+    }
+    hyper.lr *= lr_factor;
+    hypers.push_back(hyper);
+  }
+  return hypers;
+}
+
+// What the chunks saw, tensor by tensor. A tensor without gradient keeps its digest.
+void sum_traces(const WorkList& work, const Control& control, const Traces& traces) {
+  const auto* chunk_traces = static_cast<const ChunkTrace*>(traces.chunks.const_data_ptr());
+  auto* norms = traces.norms.data_ptr<double>();
+  auto* counts = traces.counts.data_ptr<int64_t>();
+  size_t c = 0;
+  for (size_t t = 0; t < work.tensors.size(); ++t) {
+    ChunkTrace sum{};
+    for (; c < work.chunks.size() && static_cast<size_t>(work.chunks[c].tensor) == t; ++c) {
+      add_trace(sum, chunk_traces[c]);
+    }
+    finish_trace(sum, control, work.tensors[t].grad != nullptr, norms + 2 * t, counts + 2 * t);
+  }
+}
+
+void adam(const WorkList& work, const std::vector<GroupHyper>& groups, const at::Tensor& control,
+          const Traces& traces) {
   const auto& decision = *static_cast<const Control*>(control.const_data_ptr());
   if (decision.skip != 0.0) {
     return;
   }
-  std::vector<AdamHyper> hypers;
-  hypers.reserve(groups.size());
-  for (const GroupHyper& group : groups) {
-    hypers.push_back(group.adam);
-    if (group.lr.defined()) {
-      hypers.back().lr = group.lr.item<double>();
-    }
-  }
-  // Which scalars each tensor uses. Kept between steps, so that a step does not allocate them.
+  // Kept between steps, so that a step does not allocate what grows with the model.
   static thread_local std::vector<Scalars> scalars;
-  static thread_local std::vector<size_t> scalars_of;
+  static thread_local std::vector<uint32_t> scalars_of;  // which of them each tensor uses
   scalars.clear();
-  scalars_of.assign(work.tensors.size(), 0);
+  scalars_of.resize(work.tensors.size());
   {
     const FloatMode mode;
+    const std::vector<AdamHyper> hypers = with_learning_rates(groups, decision.lr_factor);
     size_t current = 0;
     for (size_t t = 0; t < work.tensors.size(); ++t) {
       const TensorWork& tensor = work.tensors[t];
@@ -114,31 +185,46 @@ void adam(const WorkList& work, const std::vector<GroupHyper>& groups, const at:
                            adam_scalars<float>(hyper, count, decision.grad_factor),
                            adam_scalars<double>(hyper, count, decision.grad_factor)});
       }
-      scalars_of[t] = current;
+      scalars_of[t] = static_cast<uint32_t>(current);
     }
   }
   // Worker threads have their own thread_local copies: hand them this thread's.
   const Scalars* const all = scalars.data();
-  const size_t* const index = scalars_of.data();
+  const uint32_t* const index = scalars_of.data();
+  auto* chunk_traces = work.options.track != 0 ? static_cast<ChunkTrace*>(traces.chunks.data_ptr())
+                                               : static_cast<ChunkTrace*>(nullptr);
   for_each_share(work, [&, all, index](size_t first, size_t last) {
     for (size_t i = first; i < last; ++i) {
       const Chunk& chunk = work.chunks[i];
       const auto t = static_cast<size_t>(chunk.tensor);
       const TensorWork& tensor = work.tensors[t];
+      if (i + 1 < last) {
+        prefetch_start(work, work.chunks[i + 1], /*all_streams=*/true);
+      }
       if (tensor.grad == nullptr) {
         continue;
       }
+      ChunkTrace* trace = chunk_traces == nullptr ? nullptr : chunk_traces + i;
+      const Scalars& s = all[index[t]];
       if (tensor.param_dtype == DType::kFloat64) {
-        adam_slice(kernels(), all[index[t]].as_double, tensor, chunk.begin, chunk.end);
+        AdamSlice<double>(kernels(), work.options, s.as_double, tensor)
+            .run(chunk.begin, chunk.end, trace);
       } else {
-        adam_slice(kernels(), all[index[t]].as_float, tensor, chunk.begin, chunk.end);
+        AdamSlice<float>(kernels(), work.options, s.as_float, tensor)
+            .run(chunk.begin, chunk.end, trace);
       }
     }
+    _mm_sfence();  // stores past the caches (cpu/kernels.cpp) are seen by who comes next
   });
+  if (work.options.track != 0) {
+    const FloatMode mode;
+    sum_traces(work, decision, traces);
+  }
 }
 
 const bool registered = [] {
-  register_backend(at::kCPU, {sum_of_squares, total, control_update_cpu, adam});
+  register_backend(at::kCPU,
+                   {sum_of_squares, clear, total, control_update_cpu, loss_scale_update_cpu, adam});
   return true;
 }();
 

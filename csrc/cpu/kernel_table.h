@@ -2,7 +2,7 @@
 // table; kernel_table.cpp picks among them.
 #pragma once
 
-#include "kernels/adam_args.h"
+#include "kernels/adam_streams.h"
 #include "kernels/exact_accumulator.h"
 
 namespace torchopt_ext {
@@ -13,6 +13,7 @@ struct KernelTable {
   // n elements; max_exp_avg_sq is null without amsgrad.
   void (*adam_float)(const AdamScalars<float>&, float* param, const float* grad, float* exp_avg,
                      float* exp_avg_sq, float* max_exp_avg_sq, int64_t n);
+  void (*adam_streams)(const AdamScalars<float>&, const AdamStreams&, int64_t n);
   void (*adam_double)(const AdamScalars<double>&, double* param, const double* grad,
                       double* exp_avg, double* exp_avg_sq, double* max_exp_avg_sq, int64_t n);
 
@@ -20,10 +21,29 @@ struct KernelTable {
   double (*block_sum_of_squares[kDTypes])(const void* x, int64_t n);
   void (*exact_sum_of_squares[kDTypes])(const void* x, int64_t n, ExactAccumulator& acc);
 
-  // By DType; 16-bit types only.
-  void (*widen[kDTypes])(const void* from, float* to, int64_t n);
-  void (*narrow[kDTypes])(const float* from, void* to, int64_t n);
+  // Weights as float, by AdamStreams' types.
+  void (*load_weights)(const AdamStreams&, float* to, int64_t n);
+
+  // Random bits of n elements that follow one another in the parameter (kernels/stochastic.h).
+  void (*random_bits)(const RoundingKey& key, int64_t first_element, uint64_t* to, int64_t n);
+
+  // By DType: multiplies in place, rounding to nearest; a NaN becomes canonical.
+  void (*scale[kDTypes])(void* x, double factor, int64_t n);
+
+  // What a step can see of a tile on its way (plan/chunk_table.h, ChunkTrace); `to` may be `after`.
+  void (*difference_float)(const float* before, const float* after, float* to, int64_t n);
+  void (*difference_double)(const double* before, const double* after, double* to, int64_t n);
+  // Elements that did not change although something was to be added; exp_avg as stored, by DType.
+  int64_t (*count_lost_float[kDTypes])(const float* before, const float* after, const void* exp_avg,
+                                       int64_t n, bool decays);
+  int64_t (*count_lost_double)(const double* before, const double* after, const void* exp_avg,
+                               int64_t n, bool decays);
+  // By the elements' size, 2, 4 or 8 bytes: index 1, 2 or 3.
+  uint64_t (*digest[4])(const void* x, uint32_t salt, int64_t first_element, int64_t n);
 };
+
+// Elements that pass B takes at a time where it does more than update them.
+inline constexpr int64_t kTileElements = 512;
 
 const KernelTable& default_kernels();
 const KernelTable& avx2_kernels();

@@ -2,7 +2,7 @@
 // TORCHOPT_KERNELS names the getter. Everything else stays in anonymous namespaces
 // (kernels/host_device.h).
 #include "cpu/kernel_table.h"
-#include "kernels/adam.h"
+#include "kernels/digest.h"
 #include "kernels/sum_of_squares.h"
 #if defined(__AVX512F__)
 #include "kernels/lane_avx512.h"
@@ -55,32 +55,170 @@ void exact_sum(const void* x, int64_t n, ExactAccumulator& acc) {
   exact_sum_of_squares<DoubleLane>(static_cast<const T*>(x), n, acc);
 }
 
-template <class T>
-void widen_all(const void* from, float* to, int64_t n) {
-  const auto* x = static_cast<const T*>(from);
+// Inlined into every caller: where types are constants, the branches on them go.
+[[gnu::always_inline]] inline void adam_loop(const AdamScalars<float>& scalars, AdamStreams x,
+                                             int64_t n) {
+  const AdamScalars<float> s = scalars;
+  // The parameter beside a master weight is written and not read, and nothing else would bring its
+  // lines in before a store waits for them. (Stores past the caches were slower.)
+  const bool write_only = x.weights == Weights::kMaster;
+  const auto* ahead = static_cast<const char*>(x.param) + 1024;
   int64_t i = 0;
-#if defined(__AVX2__)
-  for (; i + 8 <= n; i += 8) {
-    Avx2Float::store(to + i, widen8(x + i));
+  for (; i + FloatLane::width <= n; i += FloatLane::width) {
+    if (write_only) {
+      __builtin_prefetch(ahead + 2 * i);
+    }
+    adam_streams<FloatLane>(s, x, i);
   }
-#endif
   for (; i < n; ++i) {
-    to[i] = widen(x[i]);
+    adam_streams<ScalarLane<float>>(s, x, i);
+  }
+}
+
+// Any types, and without branches on them those that large models are trained in.
+[[gnu::flatten]] void adam_any(const AdamScalars<float>& scalars, const AdamStreams& streams,
+                               int64_t n) {
+  AdamStreams x = streams;
+  const bool usual = x.param_dtype == DType::kBFloat16 && x.grad_dtype == DType::kBFloat16 &&
+                     x.state_dtype == DType::kFloat32 && x.random == nullptr &&
+                     x.max_exp_avg_sq == nullptr;
+  if (!usual || x.weights == Weights::kPlain) {
+    adam_loop(scalars, x, n);
+    return;
+  }
+  x.param_dtype = x.grad_dtype = DType::kBFloat16;
+  x.state_dtype = DType::kFloat32;
+  x.random = nullptr;
+  x.max_exp_avg_sq = nullptr;
+  if (streams.weights == Weights::kMaster) {
+    x.weights = Weights::kMaster;
+    adam_loop(scalars, x, n);
+  } else {
+    x.weights = Weights::kRemainder;
+    adam_loop(scalars, x, n);
+  }
+}
+
+void load_weights(const AdamStreams& x, float* to, int64_t n) {
+  int64_t i = 0;
+  for (; i + FloatLane::width <= n; i += FloatLane::width) {
+    FloatLane::store(to + i, load_weight<FloatLane>(x, i));
+  }
+  for (; i < n; ++i) {
+    to[i] = load_weight<ScalarLane<float>>(x, i);
+  }
+}
+
+// 32 elements at a time, whose blocks' numbers share their upper half.
+#if defined(__AVX512F__)
+int64_t random_bits_fast(const RoundingKey& key, uint64_t first, uint64_t* to, int64_t n) {
+  const __m512i kLanes = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  const auto multiply = [](__m512i x, uint32_t factor, __m512i& high) {
+    const __m512i f = _mm512_set1_epi64(factor);
+    const __m512i even = _mm512_mul_epu32(x, f);
+    const __m512i odd = _mm512_mul_epu32(_mm512_srli_epi64(x, 32), f);
+    high = _mm512_mask_blend_epi32(0xaaaa, _mm512_srli_epi64(even, 32), odd);
+    return _mm512_mask_blend_epi32(0xaaaa, even, _mm512_slli_epi64(odd, 32));
+  };
+  int64_t i = 0;
+  for (; i + 32 <= n; i += 32) {
+    const uint64_t block = (first + static_cast<uint64_t>(i)) / 2;
+    if ((block & 0xffffffffu) > 0xffffffffu - 16) {
+      break;
+    }
+    __m512i c0 = _mm512_add_epi32(_mm512_set1_epi32(static_cast<int>(block)), kLanes);
+    __m512i c1 = _mm512_set1_epi32(static_cast<int>(block >> 32));
+    __m512i c2 = _mm512_set1_epi32(static_cast<int>(key.step));
+    __m512i c3 = _mm512_set1_epi32(static_cast<int>(key.parameter));
+    auto k0 = static_cast<uint32_t>(key.seed);
+    auto k1 = static_cast<uint32_t>(key.seed >> 32);
+    for (int round = 0; round < 10; ++round) {
+      __m512i high0;
+      __m512i high2;
+      const __m512i low0 = multiply(c0, 0xd2511f53u, high0);
+      const __m512i low2 = multiply(c2, 0xcd9e8d57u, high2);
+      c0 = _mm512_xor_si512(_mm512_xor_si512(high2, c1), _mm512_set1_epi32(static_cast<int>(k0)));
+      c2 = _mm512_xor_si512(_mm512_xor_si512(high0, c3), _mm512_set1_epi32(static_cast<int>(k1)));
+      c1 = low2;
+      c3 = low0;
+      k0 += 0x9e3779b9u;
+      k1 += 0xbb67ae85u;
+    }
+    // Lane 4q + j has block 4j + q, so that transposing quarters leaves the blocks in order.
+    const __m512i a = _mm512_unpacklo_epi32(c0, c1);
+    const __m512i b = _mm512_unpackhi_epi32(c0, c1);
+    const __m512i c = _mm512_unpacklo_epi32(c2, c3);
+    const __m512i d = _mm512_unpackhi_epi32(c2, c3);
+    _mm512_storeu_si512(to + i, _mm512_unpacklo_epi64(a, c));
+    _mm512_storeu_si512(to + i + 8, _mm512_unpackhi_epi64(a, c));
+    _mm512_storeu_si512(to + i + 16, _mm512_unpacklo_epi64(b, d));
+    _mm512_storeu_si512(to + i + 24, _mm512_unpackhi_epi64(b, d));
+  }
+  return i;
+}
+#else
+int64_t random_bits_fast(const RoundingKey&, uint64_t, uint64_t*, int64_t) { return 0; }
+#endif
+
+void random_bits(const RoundingKey& key, int64_t first_element, uint64_t* to, int64_t n) {
+  const auto first = static_cast<uint64_t>(first_element);
+  int64_t i = 0;
+  if (n > 0 && first % 2 == 1) {
+    to[i++] = random_of(key, first);
+  }
+  i += random_bits_fast(key, first + static_cast<uint64_t>(i), to + i, n - i);
+  for (; i + 2 <= n; i += 2) {
+    const PhiloxBlock block = philox(key, (first + static_cast<uint64_t>(i)) / 2);
+    to[i] = random_of(block, false);
+    to[i + 1] = random_of(block, true);
+  }
+  if (i < n) {
+    to[i] = random_of(key, first + static_cast<uint64_t>(i));
   }
 }
 
 template <class T>
-void narrow_all(const float* from, void* to, int64_t n) {
-  auto* x = static_cast<T*>(to);
-  int64_t i = 0;
-#if defined(__AVX2__)
-  for (; i + 8 <= n; i += 8) {
-    narrow8(x + i, Avx2Float::load(from + i));
+void scale(void* memory, double factor, int64_t n) {
+  using Wide = decltype(widen(T{}));
+  using L = ScalarLane<Wide>;
+  auto* x = static_cast<T*>(memory);
+  for (int64_t i = 0; i < n; ++i) {
+    L::store(x + i, L::canonical(L::load(x + i) * static_cast<Wide>(factor)));
   }
-#endif
-  for (; i < n; ++i) {
-    x[i] = narrow<T>(from[i]);
+}
+
+template <class T>
+void difference(const T* before, const T* after, T* to, int64_t n) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < n; ++i) {
+    to[i] = after[i] - before[i];
   }
+}
+
+template <class T, class M>
+int64_t count_lost(const T* __restrict before, const T* __restrict after, const void* exp_avg,
+                   int64_t n, bool decays) {
+  const auto* __restrict m = static_cast<const M*>(exp_avg);
+  int32_t count = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const bool moves = (widen(m[i]) != 0) | (decays & (before[i] != T{0}));
+    count += (after[i] == before[i]) & moves ? 1 : 0;
+  }
+  return count;
+}
+
+template <class Bits>
+uint64_t digest(const void* x, uint32_t salt, int64_t first_element, int64_t n) {
+  const auto* bits = static_cast<const Bits*>(x);
+  uint64_t sum = 0;
+  for (int64_t i = 0; i < n;) {
+    const auto element = static_cast<uint64_t>(first_element + i);
+    const int64_t same_high = (int64_t{1} << 32) - static_cast<int64_t>(element & 0xffffffffu);
+    const int64_t length = same_high < n - i ? same_high : n - i;
+    sum += digest_run(salt, element, bits + i, length);
+    i += length;
+  }
+  return sum;
 }
 
 }  // namespace
@@ -89,14 +227,22 @@ const KernelTable& TORCHOPT_KERNELS() {
   static constexpr KernelTable table = {
       .name = kName,
       .adam_float = adam<FloatLane>,
+      .adam_streams = adam_any,
       .adam_double = adam<DoubleLane>,
       // In the order of DType.
       .block_sum_of_squares = {block_sum<float>, block_sum<double>, block_sum<BFloat16>,
                                block_sum<Float16>},
       .exact_sum_of_squares = {exact_sum<float>, exact_sum<double>, exact_sum<BFloat16>,
                                exact_sum<Float16>},
-      .widen = {nullptr, nullptr, widen_all<BFloat16>, widen_all<Float16>},
-      .narrow = {nullptr, nullptr, narrow_all<BFloat16>, narrow_all<Float16>},
+      .load_weights = load_weights,
+      .random_bits = random_bits,
+      .scale = {scale<float>, scale<double>, scale<BFloat16>, scale<Float16>},
+      .difference_float = difference<float>,
+      .difference_double = difference<double>,
+      .count_lost_float = {count_lost<float, float>, nullptr, count_lost<float, BFloat16>,
+                           count_lost<float, Float16>},
+      .count_lost_double = count_lost<double, double>,
+      .digest = {nullptr, digest<uint16_t>, digest<uint32_t>, digest<uint64_t>},
   };
   return table;
 }

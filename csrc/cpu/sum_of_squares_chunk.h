@@ -11,9 +11,9 @@ namespace torchopt_ext {
 
 inline void add_chunk(const KernelTable& table, const TensorWork& work, const Chunk& chunk,
                       ExactAccumulator& acc) {
-  const auto dtype = static_cast<int>(work.param_dtype);
+  const auto dtype = static_cast<int>(work.grad_dtype);
   const auto* grad = static_cast<const char*>(work.grad);
-  const int64_t size = element_size(work.param_dtype);
+  const int64_t size = element_size(work.grad_dtype);
   if (work.row_length < kShortRow) {
     for (int64_t i = chunk.begin; i < chunk.end; i += kBlockElements) {
       const int64_t n = std::min(kBlockElements, chunk.end - i);

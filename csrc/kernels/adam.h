@@ -51,19 +51,13 @@ TORCHOPT_HD inline AdamScalars<T> adam_scalars(const AdamHyper& hyper, int64_t s
   return s;
 }
 
-// Updates one register of elements in memory; max_exp_avg_sq is null without amsgrad. The
-// conditions depend on scalars alone, so the branch predictor makes them free.
-template <class L>
-TORCHOPT_HD inline void adam_update(const AdamScalars<typename L::scalar>& s,
-                                    typename L::scalar* param, const typename L::scalar* grad,
-                                    typename L::scalar* exp_avg, typename L::scalar* exp_avg_sq,
-                                    typename L::scalar* max_exp_avg_sq) {
-  using R = typename L::reg;
+// Updates one register of elements; max_exp_avg_sq is null without amsgrad. The conditions depend
+// on scalars alone, so the branch predictor makes them free.
+template <class L, class R = typename L::reg>
+TORCHOPT_HD inline void adam_registers(const AdamScalars<typename L::scalar>& s, R& p, R g, R& m,
+                                       R& v, R* max_exp_avg_sq) {
   using T = typename L::scalar;
-  const R p = L::load(param);
-  R m = L::load(exp_avg);
-  R v = L::load(exp_avg_sq);
-  R g = L::mul(L::load(grad), L::set1(s.grad_factor));
+  g = L::mul(g, L::set1(s.grad_factor));
   if (s.maximize) {
     g = L::neg(g);
   }
@@ -82,17 +76,36 @@ TORCHOPT_HD inline void adam_update(const AdamScalars<typename L::scalar>& s,
   v = L::canonical(v);
   R d = v;
   if (max_exp_avg_sq != nullptr) {
-    d = L::canonical(L::max_keep_nan(L::load(max_exp_avg_sq), v));
-    L::store(max_exp_avg_sq, d);
+    d = L::canonical(L::max_keep_nan(*max_exp_avg_sq, v));
+    *max_exp_avg_sq = d;
   }
   const R u = L::div(m, L::add(L::sqrt(d), L::set1(s.eps_hat)));
   R change = L::mul(L::set1(s.step_size), u);
   if (s.has_decay) {
     change = L::add(L::mul(L::set1(s.decay), p), change);
   }
+  p = L::canonical(L::sub(p, change));
+}
+
+// The same in memory.
+template <class L>
+TORCHOPT_HD inline void adam_update(const AdamScalars<typename L::scalar>& s,
+                                    typename L::scalar* param, const typename L::scalar* grad,
+                                    typename L::scalar* exp_avg, typename L::scalar* exp_avg_sq,
+                                    typename L::scalar* max_exp_avg_sq) {
+  using R = typename L::reg;
+  R p = L::load(param);
+  R m = L::load(exp_avg);
+  R v = L::load(exp_avg_sq);
+  const bool amsgrad = max_exp_avg_sq != nullptr;
+  R vmax = amsgrad ? L::load(max_exp_avg_sq) : L::set1(0);
+  adam_registers<L>(s, p, L::load(grad), m, v, amsgrad ? &vmax : nullptr);
   L::store(exp_avg, m);
   L::store(exp_avg_sq, v);
-  L::store(param, L::canonical(L::sub(p, change)));
+  L::store(param, p);
+  if (amsgrad) {
+    L::store(max_exp_avg_sq, vmax);
+  }
 }
 
 }  // namespace

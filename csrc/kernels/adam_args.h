@@ -1,7 +1,16 @@
 // The arguments of an Adam step: as a param group has them, and as an element needs them.
 #pragma once
 
+#include "kernels/dtype.h"
+
 namespace torchopt_ext {
+
+// How the value that a step updates is held.
+enum class Weights : int32_t {
+  kPlain,      // the parameter itself
+  kMaster,     // fp32 master weight; the 16-bit parameter is written only
+  kRemainder,  // bf16 parameter and int16 remainder (remainder.h)
+};
 
 // One param group's arguments.
 struct AdamHyper {

@@ -5,6 +5,7 @@
 
 #include "kernels/exact_accumulator.h"
 #include "kernels/lane.h"
+#include "kernels/schedule.h"
 
 namespace torchopt_ext {
 
@@ -19,23 +20,115 @@ struct Control {
   double grad_factor;  // clip_factor / loss scale: what pass B multiplies gradients with
   double found_inf;    // 1: a gradient was not finite
   double skip;         // 1: pass B changes nothing
+  double grad_scale;   // what gradients in memory are too large by
   // Counters.
   double steps;          // decisions made, skipped ones included
   double skipped_steps;  // of them, skipped
+  // Loss scale: its state, then its settings (loss_scale_update).
+  double loss_scale;          // what gradients are too large by, unless a scaler's tensor says it
+  double growth_tracker;      // good steps since the scale last changed
+  double hysteresis_tracker;  // overflows that count against hysteresis
+  double growth_factor;
+  double backoff_factor;
+  double growth_interval;         // good steps until the scale grows; 0: the scale stays
+  double hysteresis;              // overflows until the scale backs off; 0 and 1: at the first
+  double consecutive_hysteresis;  // 1: a good step forgives overflows; 0: only growth does
+  double min_scale;               // 0: none
+  double max_scale;               // 0: none
+  // Schedule of the learning rate (schedule.h), counted in steps that were not skipped.
+  double lr_factor;  // what pass B multiplies the learning rate with
+  double scheduled;  // 1: lr_factor follows the schedule; 0: it stays
+  double warmup_steps;
+  double stable_steps;
+  double decay_steps;
+  double decay_type;  // as DecayType
+  double min_lr_factor;
+  double schedule_generation;
 };
-inline constexpr const char* kControlFields[] = {
-    "max_grad_norm", "skip_nonfinite", "grad_norm", "clip_factor",  "grad_factor",
-    "found_inf",     "skip",           "steps",     "skipped_steps"};
+inline constexpr const char* kControlFields[] = {"max_grad_norm",
+                                                 "skip_nonfinite",
+                                                 "grad_norm",
+                                                 "clip_factor",
+                                                 "grad_factor",
+                                                 "found_inf",
+                                                 "skip",
+                                                 "grad_scale",
+                                                 "steps",
+                                                 "skipped_steps",
+                                                 "loss_scale",
+                                                 "growth_tracker",
+                                                 "hysteresis_tracker",
+                                                 "growth_factor",
+                                                 "backoff_factor",
+                                                 "growth_interval",
+                                                 "hysteresis",
+                                                 "consecutive_hysteresis",
+                                                 "min_scale",
+                                                 "max_scale",
+                                                 "lr_factor",
+                                                 "scheduled",
+                                                 "warmup_steps",
+                                                 "stable_steps",
+                                                 "decay_steps",
+                                                 "decay_type",
+                                                 "min_lr_factor",
+                                                 "schedule_generation"};
 inline constexpr int kControlSize = sizeof(Control) / sizeof(double);
 static_assert(sizeof(kControlFields) / sizeof(kControlFields[0]) == kControlSize);
 
 namespace {
 
-// grad_scale and found_inf are what torch.amp.GradScaler hands to an optimizer, or null.
+// After a step: back off on overflow, grow after enough good steps. The scale is rounded to float,
+// as torch.amp's is, and never grows to infinity. With hysteresis 1 this is torch.amp's rule
+// (aten/src/ATen/native/cuda/AmpKernels.cu); otherwise that of Megatron, DeepSpeed and InternEvo,
+// or with `consecutive_hysteresis` apex's, which a good step resets.
+TORCHOPT_HD inline void loss_scale_update(Control& control, bool overflow) {
+  using L = ScalarLane<double>;
+  const auto rounded = [](double x) { return static_cast<double>(static_cast<float>(x)); };
+  if (overflow) {
+    control.growth_tracker = 0.0;
+    control.hysteresis_tracker = L::add(control.hysteresis_tracker, 1.0);
+    if (control.hysteresis_tracker >= control.hysteresis) {
+      const double scale = rounded(L::mul(control.loss_scale, control.backoff_factor));
+      control.loss_scale = scale < control.min_scale ? control.min_scale : scale;
+    }
+    return;
+  }
+  if (control.consecutive_hysteresis != 0.0) {
+    control.hysteresis_tracker = 0.0;
+  }
+  control.growth_tracker = L::add(control.growth_tracker, 1.0);
+  if (control.growth_tracker >= control.growth_interval) {
+    control.growth_tracker = 0.0;
+    control.hysteresis_tracker = 0.0;
+    double scale = rounded(L::mul(control.loss_scale, control.growth_factor));
+    if (control.max_scale > 0.0 && scale > control.max_scale) {
+      scale = control.max_scale;
+    }
+    if (scale <= static_cast<double>(largest_finite<float>)) {
+      control.loss_scale = scale;
+    }
+  }
+}
+
+TORCHOPT_HD inline double scheduled_lr_factor(const Control& control) {
+  const Schedule schedule{static_cast<int64_t>(control.warmup_steps),
+                          static_cast<int64_t>(control.stable_steps),
+                          static_cast<int64_t>(control.decay_steps),
+                          static_cast<DecayType>(static_cast<int32_t>(control.decay_type)),
+                          control.min_lr_factor,
+                          static_cast<int>(control.schedule_generation)};
+  return lr_factor(schedule, static_cast<int64_t>(control.steps - control.skipped_steps));
+}
+
+// grad_scale and found_inf are what a gradient scaler hands to an optimizer, or null. Without
+// grad_scale the block's own loss scale counts, and follows the overflows where it is dynamic.
 TORCHOPT_HD inline void control_update(Control& control, const ExactAccumulator& accumulator,
                                        const float* grad_scale, const float* found_inf) {
   using L = ScalarLane<double>;
-  const double scale = grad_scale != nullptr ? static_cast<double>(*grad_scale) : 1.0;
+  const double scale =
+      grad_scale != nullptr ? static_cast<double>(*grad_scale) : control.loss_scale;
+  control.grad_scale = scale;
   const bool scaler_says_skip = found_inf != nullptr && *found_inf != 0.0f;
   const double total = accumulator_total(accumulator);
   control.grad_norm = L::div(L::sqrt(total), scale);
@@ -45,12 +138,18 @@ TORCHOPT_HD inline void control_update(Control& control, const ExactAccumulator&
     control.clip_factor = factor > 1.0 ? 1.0 : factor;  // a NaN stays
   }
   control.grad_factor = L::mul(control.clip_factor, L::div(1.0, scale));
+  if (control.scheduled != 0.0) {
+    control.lr_factor = scheduled_lr_factor(control);
+  }
   const bool nonfinite = !(total <= largest_finite<double>);
   const bool skip = scaler_says_skip || (nonfinite && control.skip_nonfinite != 0.0);
   control.found_inf = nonfinite || scaler_says_skip ? 1.0 : 0.0;
   control.skip = skip ? 1.0 : 0.0;
   control.steps = L::add(control.steps, 1.0);
   control.skipped_steps = L::add(control.skipped_steps, control.skip);
+  if (grad_scale == nullptr && control.growth_interval > 0.0) {
+    loss_scale_update(control, nonfinite || scaler_says_skip);
+  }
 }
 
 }  // namespace

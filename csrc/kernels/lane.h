@@ -2,10 +2,12 @@
 // sub, mul, div, sqrt, neg, min, max_keep_nan and canonical on a register of `width` elements.
 // Every operation is correctly rounded and none is fused, which is what makes the bits the same on
 // every instruction set. This is the one-element lane, for the host and for CUDA threads;
-// lane_avx2.h and lane_avx512.h hold the others.
+// lane_avx2.h and lane_avx512.h hold the others. Float lanes also load and store 16-bit elements:
+// rounded to nearest, with a remainder, or stochastically.
 #pragma once
 
-#include "kernels/dtype.h"
+#include "kernels/remainder.h"
+#include "kernels/stochastic.h"
 
 namespace torchopt_ext {
 namespace {
@@ -31,7 +33,28 @@ struct ScalarLane {
   TORCHOPT_HD static T load(const T* x) { return *x; }
   TORCHOPT_HD static void store(T* x, T a) { *x = a; }
   TORCHOPT_HD static T set1(T a) { return a; }
+  // 16-bit elements (float lanes only).
+  template <class Half>
+  TORCHOPT_HD static T load(const Half* x) {
+    return widen(*x);
+  }
+  template <class Half>
+  TORCHOPT_HD static void store(Half* x, T a) {
+    *x = narrow<Half>(a);
+  }
+  TORCHOPT_HD static T joined(const BFloat16* weight, const int16_t* remainder) {
+    return join(*weight, *remainder);
+  }
+  TORCHOPT_HD static void store_split(BFloat16* weight, int16_t* remainder, T a) {
+    const SplitFloat parts = split(a);
+    *weight = parts.weight;
+    *remainder = parts.remainder;
+  }
+  TORCHOPT_HD static void store_stochastic(BFloat16* x, T a, const uint64_t* random, Draw draw) {
+    *x = narrow_stochastic(a, *random, draw);
+  }
   TORCHOPT_HD static T neg(T a) { return -a; }
+  TORCHOPT_HD static T add_exact_square(T sum, T x) { return add(sum, mul(x, x)); }
   TORCHOPT_HD static T sub(T a, T b) { return add(a, -b); }
   // b if either is a NaN.
   TORCHOPT_HD static T min(T a, T b) { return a < b ? a : b; }

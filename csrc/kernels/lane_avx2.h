@@ -8,6 +8,30 @@
 namespace torchopt_ext {
 namespace {
 
+// Eight 16-bit elements to float and back (see dtype.h).
+inline __m256 widen8(const BFloat16* x) {
+  const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
+}
+inline __m256 widen8(const Float16* x) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
+}
+// The low halves of eight 32-bit integers whose high halves are zero.
+inline __m128i pack8(__m256i a) {
+  return _mm_packus_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+}
+inline __m256i nearest_upper_half(__m256i bits) {
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  return _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))),
+                           16);
+}
+inline __m128i narrow8(__m256 a, BFloat16) {
+  return pack8(nearest_upper_half(_mm256_castps_si256(a)));
+}
+inline __m128i narrow8(__m256 a, Float16) {
+  return _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+
 struct Avx2Float {
   using scalar = float;
   using reg = __m256;
@@ -15,6 +39,33 @@ struct Avx2Float {
   static reg load(const float* x) { return _mm256_loadu_ps(x); }
   static void store(float* x, reg a) { _mm256_storeu_ps(x, a); }
   static reg set1(float a) { return _mm256_set1_ps(a); }
+  static reg load(const BFloat16* x) { return widen8(x); }
+  static reg load(const Float16* x) { return widen8(x); }
+  template <class Half>
+  static void store(Half* x, reg a) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(x), narrow8(a, Half{}));
+  }
+  static reg joined(const BFloat16* weight, const int16_t* remainder) {
+    const __m128i low = _mm_loadu_si128(reinterpret_cast<const __m128i*>(remainder));
+    return _mm256_castsi256_ps(
+        _mm256_add_epi32(_mm256_castps_si256(widen8(weight)), _mm256_cvtepi16_epi32(low)));
+  }
+  static void store_split(BFloat16* weight, int16_t* remainder, reg a) {
+    __m256i bits = _mm256_castps_si256(a);
+    const __m256i tie = _mm256_cmpeq_epi32(_mm256_and_si256(bits, _mm256_set1_epi32(0x1ffff)),
+                                           _mm256_set1_epi32(0x08000));
+    bits = _mm256_add_epi32(bits, tie);  // a mask of ones is minus one
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(weight), pack8(nearest_upper_half(bits)));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(remainder),
+                     pack8(_mm256_and_si256(bits, _mm256_set1_epi32(0xffff))));
+  }
+  static void store_stochastic(BFloat16* x, reg a, const uint64_t* random, Draw draw) {
+    alignas(32) float values[width];
+    store(values, a);
+    for (int i = 0; i < width; ++i) {
+      x[i] = narrow_stochastic(values[i], random[i], draw);
+    }
+  }
   static reg add(reg a, reg b) { return _mm256_add_ps(a, b); }
   static reg sub(reg a, reg b) { return _mm256_sub_ps(a, b); }
   static reg mul(reg a, reg b) { return _mm256_mul_ps(a, b); }
@@ -45,6 +96,9 @@ struct Avx2Double {
   static reg div(reg a, reg b) { return _mm256_div_pd(a, b); }
   static reg sqrt(reg a) { return _mm256_sqrt_pd(a); }
   static reg min(reg a, reg b) { return _mm256_min_pd(a, b); }
+  // sum + x*x for a square that is exact, where a fused operation rounds as separate ones do.
+  static reg add_exact_square(reg sum, reg x) { return _mm256_fmadd_pd(x, x, sum); }
+  static reg bit_or(reg a, reg b) { return _mm256_or_pd(a, b); }
   static reg neg(reg a) { return _mm256_xor_pd(a, set1(-0.0)); }
   static reg max_keep_nan(reg vmax, reg v) {
     const reg keep =
@@ -64,28 +118,6 @@ struct Avx2Double {
     return _mm256_cvtps_pd(_mm_cvtph_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(x))));
   }
 };
-
-// Eight 16-bit elements to float and back (see dtype.h).
-inline __m256 widen8(const BFloat16* x) {
-  const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x));
-  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
-}
-inline __m256 widen8(const Float16* x) {
-  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
-}
-inline void narrow8(BFloat16* x, __m256 a) {
-  const __m256i bits = _mm256_castps_si256(a);
-  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-  const __m256i rounded = _mm256_srli_epi32(
-      _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
-  _mm_storeu_si128(
-      reinterpret_cast<__m128i*>(x),
-      _mm_packus_epi32(_mm256_castsi256_si128(rounded), _mm256_extracti128_si256(rounded, 1)));
-}
-inline void narrow8(Float16* x, __m256 a) {
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(x),
-                   _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-}
 
 }  // namespace
 }  // namespace torchopt_ext

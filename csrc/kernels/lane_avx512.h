@@ -8,6 +8,18 @@
 namespace torchopt_ext {
 namespace {
 
+inline __m512i nearest_upper_half(__m512i bits) {
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  return _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))),
+                           16);
+}
+inline __m256i narrow16(__m512 a, BFloat16) {
+  return _mm512_cvtepi32_epi16(nearest_upper_half(_mm512_castps_si512(a)));
+}
+inline __m256i narrow16(__m512 a, Float16) {
+  return _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+
 struct Avx512Float {
   using scalar = float;
   using reg = __m512;
@@ -15,6 +27,47 @@ struct Avx512Float {
   static reg load(const float* x) { return _mm512_loadu_ps(x); }
   static void store(float* x, reg a) { _mm512_storeu_ps(x, a); }
   static reg set1(float a) { return _mm512_set1_ps(a); }
+  static reg load(const BFloat16* x) {
+    const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+  }
+  static reg load(const Float16* x) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
+  }
+  template <class Half>
+  static void store(Half* x, reg a) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(x), narrow16(a, Half{}));
+  }
+  static reg joined(const BFloat16* weight, const int16_t* remainder) {
+    const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(remainder));
+    return _mm512_castsi512_ps(
+        _mm512_add_epi32(_mm512_castps_si512(load(weight)), _mm512_cvtepi16_epi32(low)));
+  }
+  static void store_split(BFloat16* weight, int16_t* remainder, reg a) {
+    __m512i bits = _mm512_castps_si512(a);
+    const __mmask16 tie = _mm512_cmpeq_epi32_mask(
+        _mm512_and_si512(bits, _mm512_set1_epi32(0x1ffff)), _mm512_set1_epi32(0x08000));
+    bits = _mm512_mask_sub_epi32(bits, tie, bits, _mm512_set1_epi32(1));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(weight),
+                        _mm512_cvtepi32_epi16(nearest_upper_half(bits)));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(remainder), _mm512_cvtepi32_epi16(bits));
+  }
+  static void store_stochastic(BFloat16* x, reg a, const uint64_t* random, Draw draw) {
+    const __m128i shift = _mm_cvtsi32_si128(16 * draw);
+    const __m256i low = _mm512_cvtepi64_epi32(_mm512_srl_epi64(_mm512_loadu_si512(random), shift));
+    const __m256i high =
+        _mm512_cvtepi64_epi32(_mm512_srl_epi64(_mm512_loadu_si512(random + 8), shift));
+    const __m512i draws = _mm512_and_si512(_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1),
+                                           _mm512_set1_epi32(0xffff));
+    const __m512i bits = _mm512_castps_si512(a);
+    __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, draws), 16);
+    const __mmask16 infinite = _mm512_cmpeq_epi32_mask(
+        _mm512_and_si512(rounded, _mm512_set1_epi32(0x7fff)), _mm512_set1_epi32(0x7f80));
+    const __mmask16 was_finite = _mm512_cmplt_epi32_mask(
+        _mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff)), _mm512_set1_epi32(0x7f800000));
+    rounded = _mm512_mask_sub_epi32(rounded, infinite & was_finite, rounded, _mm512_set1_epi32(1));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(x), _mm512_cvtepi32_epi16(rounded));
+  }
   static reg add(reg a, reg b) { return _mm512_add_ps(a, b); }
   static reg sub(reg a, reg b) { return _mm512_sub_ps(a, b); }
   static reg mul(reg a, reg b) { return _mm512_mul_ps(a, b); }
@@ -46,6 +99,9 @@ struct Avx512Double {
   static reg div(reg a, reg b) { return _mm512_div_pd(a, b); }
   static reg sqrt(reg a) { return _mm512_sqrt_pd(a); }
   static reg min(reg a, reg b) { return _mm512_min_pd(a, b); }
+  // sum + x*x for a square that is exact, where a fused operation rounds as separate ones do.
+  static reg add_exact_square(reg sum, reg x) { return _mm512_fmadd_pd(x, x, sum); }
+  static reg bit_or(reg a, reg b) { return _mm512_or_pd(a, b); }
   static reg neg(reg a) { return _mm512_xor_pd(a, set1(-0.0)); }
   static reg max_keep_nan(reg vmax, reg v) {
     const __mmask8 keep =

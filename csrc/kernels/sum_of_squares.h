@@ -4,11 +4,11 @@
 //
 // 64 lanes are 8 AVX-512 or 16 AVX2 registers of doubles, and 2 lanes a thread of a CUDA warp.
 // Adding every element of a short row to the exact accumulator would cost several times the memory
-// traffic, so squares are first extracted onto a fixed grid of bins (Demmel & Hida's and ReproBLAS'
-// splitting, x + M - M with a large M), where up to 4,096 of them add without rounding. Being
-// exact, the way it is done does not show in the result.
+// traffic, so squares are first gathered in bins, where up to 4,096 of them add without rounding.
+// Being exact, the way it is done does not show in the result.
 #pragma once
 
+#include "kernels/bins.h"
 #include "kernels/block_rule.h"
 #include "kernels/exact_accumulator.h"
 
@@ -34,7 +34,8 @@ inline double block_sum_of_squares(const T* x, int64_t n) {
       } else {
         wide = L::load(x + i + r * L::width);
       }
-      sums[r] = L::add(sums[r], L::mul(wide, wide));
+      sums[r] = sizeof(T) < sizeof(double) ? L::add_exact_square(sums[r], wide)
+                                           : L::add(sums[r], L::mul(wide, wide));
     }
   }
   double lane[kBlockLanes];
@@ -71,36 +72,27 @@ inline float max_magnitude(const Half* x, int64_t n) {
   return widen(Half{bits});
 }
 
-inline int exponent_of(double x) {
-  return static_cast<int>((bit_cast<uint64_t>(x) >> 52) & 0x7ff) - 1023;
-}
-inline double power_of_two(int exponent) {
-  return bit_cast<double>(static_cast<uint64_t>(exponent + 1023) << 52);
-}
-
-inline constexpr int kBinBits = 40;  // 4,096 addends of 40 bits fit the 53 of a double
-
-// Adds the squares, all below 2**(40 * (top_bin + 1)), in Bins bins from the top one down.
-// Returns false, with nothing added, if a square has bits below the last bin.
+// Adds the squares, all below 2**(exponent + 1), in Bins bins. Returns false, with nothing added,
+// if a square has bits below the last bin's unit.
 template <class L, int Bins, class T>
-inline bool add_squares_in_bins(const T* x, int64_t n, int top_bin, ExactAccumulator& acc) {
-  typename L::reg magic[Bins];
+inline bool add_squares_in_bins(const T* x, int64_t n, int exponent, ExactAccumulator& acc) {
   typename L::reg sums[Bins];
+  double bias[Bins];
   for (int b = 0; b < Bins; ++b) {
-    magic[b] = L::set1(1.5 * power_of_two(kBinBits * (top_bin - b) + 52));
-    sums[b] = L::set1(0.0);
+    bias[b] = bin_bias(exponent, b);
+    sums[b] = L::set1(bias[b]);
   }
-  typename L::reg left = L::set1(0.0);  // sum of squared residuals: zero only if all are
+  typename L::reg left = L::set1(0.0);
   for (int64_t i = 0; i < n; i += L::width) {
     const auto wide = L::load(x + i);
     auto rest = L::mul(wide, wide);
 #pragma GCC unroll 16
     for (int b = 0; b < Bins; ++b) {
-      const auto high = L::sub(L::add(rest, magic[b]), magic[b]);
-      rest = L::sub(rest, high);
-      sums[b] = L::add(sums[b], high);
+      const auto sum = L::add(sums[b], rest);
+      rest = L::sub(rest, L::sub(sum, sums[b]));
+      sums[b] = sum;
     }
-    left = L::add(left, L::mul(rest, rest));
+    left = L::bit_or(left, rest);
   }
   double lane[L::width];
   L::store(lane, left);
@@ -111,9 +103,9 @@ inline bool add_squares_in_bins(const T* x, int64_t n, int top_bin, ExactAccumul
   }
   for (int b = 0; b < Bins; ++b) {
     L::store(lane, sums[b]);
-    double total = 0.0;  // at most 4,096 addends of 40 bits in all: still exact
+    double total = 0.0;
     for (const double sum : lane) {
-      total += sum;
+      total += sum - bias[b];  // exact, as is the total: below 2**52 units
     }
     accumulator_add(acc, total);
   }
@@ -140,11 +132,11 @@ inline void exact_sum_of_squares(const T* x, int64_t n, ExactAccumulator& acc) {
       vectorised = 0;  // infinities and NaNs are counted one by one
     } else {
       const int exponent = exponent_of(static_cast<double>(largest) * static_cast<double>(largest));
-      const int top_bin = (exponent + 16 * kBinBits) / kBinBits - 16;  // floor division
-      // Squares have 48 bits: 3 bins hold gradients of usual spread, 16 all of fp32's range.
-      if (!add_squares_in_bins<L, 3>(x, vectorised, top_bin, acc) &&
-          !add_squares_in_bins<L, 6>(x, vectorised, top_bin, acc)) {
-        add_squares_in_bins<L, 16>(x, vectorised, top_bin, acc);
+      // Squares have 48 bits: 2 bins hold gradients within 2**16 of the largest, 14 all of fp32's.
+      if (!add_squares_in_bins<L, 2>(x, vectorised, exponent, acc) &&
+          !add_squares_in_bins<L, 3>(x, vectorised, exponent, acc) &&
+          !add_squares_in_bins<L, 14>(x, vectorised, exponent, acc)) {
+        vectorised = 0;
       }
     }
   }

@@ -7,23 +7,59 @@
 #include <utility>
 #include <vector>
 
-#include "kernels/dtype.h"
+#include "kernels/adam_args.h"
 
 namespace torchopt_ext {
 
 // One parameter of a step. Pointers are to dense storage; element index is storage order.
 struct TensorWork {
   void* param;
-  const void* grad;  // null: no gradient in this step, the tensor stays as it is
+  void* grad;  // null: no gradient in this step, the tensor stays as it is
   void* exp_avg;
   void* exp_avg_sq;
   void* max_exp_avg_sq;  // null without amsgrad
+  void* master;          // fp32 master weight or int16 remainder; null if the parameter is all
   float* step;
   int64_t numel;
   int64_t row_length;  // the unit that blocks never cross: kernels/block_rule.h
-  DType param_dtype;   // of the gradient too
+  DType param_dtype;
+  DType grad_dtype;
   DType state_dtype;
+  Weights weights;
   int32_t group;  // index of its hyperparameters
+  // The whole parameter's index and this shard's place in it, for draws and digests, which do not
+  // depend on sharding: element i is element global_element(work, i) of parameter `index`.
+  uint32_t index;
+  int64_t first_element;
+  int64_t run;     // elements of the shard that follow one another in the parameter; 0: all do
+  int64_t stride;  // from one such run to the next
+};
+
+namespace {
+
+TORCHOPT_HD inline int64_t global_element(const TensorWork& work, int64_t i) {
+  return work.first_element + (work.run == 0 ? i : i / work.run * work.stride + i % work.run);
+}
+
+}  // namespace
+
+// What a step may note of each tensor (ChunkTrace), as bits of StepOptions::track.
+enum Track : uint32_t { kTrackNorms = 1, kTrackLost = 2, kTrackDigest = 4 };
+
+// What a step does beyond the update, the same for all its tensors.
+struct StepOptions {
+  bool stochastic_rounding = false;   // bf16 parameters without master, and bf16 moments
+  bool write_back_gradients = false;  // gradients become unscaled and clipped in memory, too
+  uint32_t track = 0;                 // what to note in a ChunkTrace of each chunk
+  uint64_t rounding_seed = 0;
+};
+
+// What a step saw of one chunk while its values were in the cache.
+struct ChunkTrace {
+  double grad_sumsq;    // of the gradient as it is in memory, scaled
+  double update_sumsq;  // of what was added to the stored weight
+  int64_t lost;         // elements whose update rounded to nothing
+  uint64_t digest;      // kernels/digest.h
 };
 
 // Elements [begin, end) of a tensor. Both ends are block boundaries, so that pass A gives the same

@@ -1,8 +1,10 @@
 #include "plan/step_plan.h"
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/ScalarTypeToTypeMeta.h>
 
-#include <array>
 #include <utility>
 
 #include "plan/tensor_checks.h"
@@ -10,206 +12,362 @@
 namespace torchopt_ext {
 namespace {
 
-std::array<Backend, static_cast<size_t>(at::COMPILE_TIME_MAX_DEVICE_TYPES)>& backends() {
-  static std::array<Backend, static_cast<size_t>(at::COMPILE_TIME_MAX_DEVICE_TYPES)> table{};
-  return table;
-}
-
-void check_state(const at::Tensor& state, const char* role, const StepPlan::Entry& entry,
-                 const at::Tensor& dense_param) {
-  const std::string what = describe(role, entry.position, entry.name);
-  check_supported(state, what);
-  check_dense(state, what);
-  check_matches(state, what, dense_param, describe("parameter", entry.position, entry.name));
-  const bool same_width =
-      (state.scalar_type() == at::kDouble) == (entry.param.scalar_type() == at::kDouble);
-  TORCH_CHECK(same_width, what, " has dtype ", state.scalar_type(), ", its parameter has ",
-              entry.param.scalar_type(), "; float64 goes with float64 only");
-  TORCH_CHECK(state.scalar_type() == entry.exp_avg.scalar_type(), what, " has dtype ",
-              state.scalar_type(), ", expected ", entry.exp_avg.scalar_type(),
-              " as exp_avg of the same parameter");
-}
-
 constexpr char kEmptyGradient = 0;
+constexpr const char* kRoleNames[] = {"parameter",      "exp_avg",       "exp_avg_sq",
+                                      "max_exp_avg_sq", "master weight", "state step"};
 
-void* data(const at::Tensor& tensor) {
-  return tensor.defined() ? const_cast<void*>(tensor.const_data_ptr()) : nullptr;
+at::Tensor to_tensor(c10::TensorImpl* impl) {
+  return impl == nullptr
+             ? at::Tensor()
+             : at::Tensor(
+                   c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(
+                       impl));
 }
 
-}  // namespace
+bool is_16_bit(at::ScalarType dtype) { return dtype == at::kBFloat16 || dtype == at::kHalf; }
 
-void register_backend(at::DeviceType device, const Backend& backend) {
-  backends()[static_cast<size_t>(device)] = backend;
-}
-
-const Backend& backend_for(at::Device device) {
-  const Backend& backend = backends()[static_cast<size_t>(device.type())];
-  TORCH_CHECK(backend.adam != nullptr, "torchopt_ext was built without support for ", device.type(),
-              " tensors");
-  return backend;
-}
-
-StepPlan::StepPlan(std::vector<Entry> entries, at::Device device)
-    : entries_(std::move(entries)),
-      dense_copies_(entries_.size()),
-      gradients_(entries_.size()),
-      device_(device) {
-  std::vector<NamedTensor> params;  // by themselves first, for the message
-  std::vector<NamedTensor> written;
-  for (size_t i = 0; i < entries_.size(); ++i) {
-    const Entry& entry = entries_[i];
-    const std::string param_what = what("parameter", i);
-    check_supported(entry.param, param_what);
-    TORCH_CHECK(entry.param.device() == device_, param_what, " is on ", entry.param.device(),
-                ", expected ", device_);
-    if (!is_dense(entry.param)) {
-      check_no_internal_overlap(entry.param, param_what);
-      dense_copies_[i] = at::empty_like(entry.param, at::MemoryFormat::Preserve);
-    }
-    const at::Tensor& dense = dense_param(i);
-    check_state(entry.exp_avg, "exp_avg", entry, dense);
-    check_state(entry.exp_avg_sq, "exp_avg_sq", entry, dense);
-    if (entry.max_exp_avg_sq.defined()) {
-      check_state(entry.max_exp_avg_sq, "max_exp_avg_sq", entry, dense);
-    }
-    const std::string step_what = what("state step", i);
-    TORCH_CHECK(entry.step.defined() && entry.step.scalar_type() == at::kFloat &&
-                    entry.step.numel() == 1 && entry.step.device() == device_,
-                step_what, " is not one float32 element on ", device_);
-
-    // One with gaps may share its range, though no element, with another column of a matrix.
-    if (!dense_copies_[i].defined()) {
-      params.push_back({entry.param, param_what, true});
-      written.push_back(params.back());
-    }
-    written.push_back({entry.exp_avg, what("exp_avg", i), true});
-    written.push_back({entry.exp_avg_sq, what("exp_avg_sq", i), true});
-    written.push_back({entry.max_exp_avg_sq, what("max_exp_avg_sq", i), true});
-    written.push_back({entry.step, step_what, true});
-
-    work_.tensors.push_back({.param = data(dense),
-                             .grad = nullptr,
-                             .exp_avg = data(entry.exp_avg),
-                             .exp_avg_sq = data(entry.exp_avg_sq),
-                             .max_exp_avg_sq = data(entry.max_exp_avg_sq),
-                             .step = static_cast<float*>(data(entry.step)),
-                             .numel = dense.numel(),
-                             .row_length = row_length(dense),
-                             .param_dtype = dtype_of(dense),
-                             .state_dtype = dtype_of(entry.exp_avg),
-                             .group = entry.group});
+// The memory of a tensor; null if it has none.
+const void* address(const c10::TensorImpl& tensor) {
+  const c10::Storage& storage = tensor.unsafe_storage();
+  if (!storage || storage.data() == nullptr) {
+    return nullptr;
   }
-  check_no_overlap(params);
-  check_no_overlap(written);
-  work_.chunks = make_chunks(work_.tensors);
-  work_.cumulative = cumulative_bytes(work_.tensors, work_.chunks);
+  return static_cast<const char*>(storage.data()) +
+         static_cast<size_t>(tensor.storage_offset()) * tensor.dtype().itemsize();
 }
 
-std::string StepPlan::what(const char* role, size_t i) const {
-  return describe(role, entries_[i].position, entries_[i].name);
+void* writable(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.numel() > 0 ? tensor.mutable_data_ptr() : nullptr;
 }
 
-const at::Tensor& StepPlan::dense_param(size_t i) const {
-  return dense_copies_[i].defined() ? dense_copies_[i] : entries_[i].param;
+c10::SmallVector<int64_t, 8> shape_of(const at::Tensor& tensor) {
+  c10::SmallVector<int64_t, 8> shape(tensor.sizes().begin(), tensor.sizes().end());
+  shape.append(tensor.strides().begin(), tensor.strides().end());
+  return shape;
 }
 
-bool StepPlan::unchanged() const {
-  for (size_t i = 0; i < entries_.size(); ++i) {
-    const Entry& entry = entries_[i];
-    const TensorWork& work = work_.tensors[i];
-    if (data(dense_param(i)) != work.param || entry.param.numel() != work.numel ||
-        dtype_of(entry.param) != work.param_dtype || entry.param.device() != device_ ||
-        is_dense(entry.param) == dense_copies_[i].defined() ||
-        data(entry.exp_avg) != work.exp_avg || data(entry.exp_avg_sq) != work.exp_avg_sq ||
-        data(entry.max_exp_avg_sq) != work.max_exp_avg_sq || data(entry.step) != work.step ||
-        dtype_of(entry.exp_avg) != work.state_dtype) {
+// Same sizes, and same strides wherever a dimension has more than one element.
+bool has_shape(const c10::TensorImpl& tensor, const c10::SmallVector<int64_t, 8>& shape) {
+  const at::IntArrayRef sizes = tensor.sizes();
+  const at::IntArrayRef strides = tensor.strides();
+  const size_t dims = sizes.size();
+  if (2 * dims != shape.size()) {
+    return false;
+  }
+  for (size_t d = 0; d < dims; ++d) {
+    if (sizes[d] != shape[d] || (sizes[d] > 1 && strides[d] != shape[dims + d])) {
       return false;
-    }
-    for (const at::Tensor* moment : {&entry.exp_avg, &entry.exp_avg_sq, &entry.max_exp_avg_sq}) {
-      if (moment->defined() &&
-          (moment->sizes() != dense_param(i).sizes() || !same_layout(*moment, dense_param(i)))) {
-        return false;
-      }
     }
   }
   return true;
 }
 
-void StepPlan::attach(size_t i, std::array<at::Tensor, 5> param_moments_step) {
-  Entry& entry = entries_[i];
-  auto& [param, exp_avg, exp_avg_sq, max_exp_avg_sq, step] = param_moments_step;
-  entry.param = std::move(param);
-  entry.exp_avg = std::move(exp_avg);
-  entry.exp_avg_sq = std::move(exp_avg_sq);
-  entry.max_exp_avg_sq = std::move(max_exp_avg_sq);
-  entry.step = std::move(step);
+void check_master(const at::Tensor& master, const std::string& what, const at::Tensor& param,
+                  const std::string& param_what) {
+  const at::ScalarType dtype = master.scalar_type();
+  if (dtype == at::kShort) {
+    TORCH_CHECK(param.scalar_type() == at::kBFloat16, what, " is a remainder (int16), but ",
+                param_what, " has dtype ", param.scalar_type(), ", expected bfloat16");
+    TORCH_CHECK(master.layout() == at::kStrided && !master.is_meta(), what, " has no memory");
+  } else {
+    check_supported(master, what);
+    TORCH_CHECK(dtype == at::kFloat && is_16_bit(param.scalar_type()), what, " has dtype ", dtype,
+                " and ", param_what, " ", param.scalar_type(),
+                "; expected float32 for bfloat16 or float16");
+  }
+  check_dense(master, what);
+  check_matches(master, what, param, param_what);
+}
+
+}  // namespace
+
+StepPlan::StepPlan(const std::vector<Entry>& entries, at::Device device, const StepOptions& options)
+    : known_(entries.size()),
+      borrowed_(entries.size()),
+      gradients_(entries.size()),
+      dense_copies_(entries.size()),
+      device_(device) {
+  work_.options = options;
+  work_.tensors.resize(entries.size());
+  labels_.reserve(entries.size());
+  for (size_t i = 0; i < entries.size(); ++i) {
+    const Entry& entry = entries[i];
+    labels_.push_back({entry.name, entry.position});
+    TensorWork& work = work_.tensors[i];
+    work.group = entry.group;
+    work.index = entry.place.index;
+    work.first_element = entry.place.first_element;
+    work.run = entry.place.run;
+    work.stride = entry.place.stride;
+    check_entry(i, entry.tensors);
+    for (size_t part = 0; part < kParts; ++part) {
+      const at::Tensor& tensor = entry.tensors[part];
+      borrowed_[i][part] = tensor.defined() ? tensor.unsafeGetTensorImpl() : nullptr;
+    }
+  }
+  check_overlap();
+  cut();
+}
+
+std::string StepPlan::what(const char* role, size_t i) const {
+  return describe(role, labels_[i].position, labels_[i].name);
+}
+
+void StepPlan::check_entry(size_t i, const Tensors& tensors) {
+  const at::Tensor& param = tensors[kParam];
+  const std::string param_what = what("parameter", i);
+  check_supported(param, param_what);
+  TORCH_CHECK(param.device() == device_, param_what, " is on ", param.device(), ", expected ",
+              device_);
+  dense_copies_[i].reset();
+  if (!is_dense(param)) {
+    check_no_internal_overlap(param, param_what);
+    dense_copies_[i] = at::empty_like(param, at::MemoryFormat::Preserve);
+  }
+  const at::Tensor& dense = dense_copies_[i].defined() ? dense_copies_[i] : param;
+  for (const Part part : {kExpAvg, kExpAvgSq, kMaxExpAvgSq}) {
+    const at::Tensor& moment = tensors[part];
+    if (!moment.defined() && part == kMaxExpAvgSq) {
+      continue;
+    }
+    const std::string moment_what = what(kRoleNames[part], i);
+    check_supported(moment, moment_what);
+    check_dense(moment, moment_what);
+    check_matches(moment, moment_what, dense, param_what);
+    TORCH_CHECK((moment.scalar_type() == at::kDouble) == (param.scalar_type() == at::kDouble),
+                moment_what, " has dtype ", moment.scalar_type(), ", its parameter has ",
+                param.scalar_type(), "; float64 goes with float64 only");
+    TORCH_CHECK(moment.scalar_type() == tensors[kExpAvg].scalar_type(), moment_what, " has dtype ",
+                moment.scalar_type(), ", expected ", tensors[kExpAvg].scalar_type(),
+                " as exp_avg of the same parameter");
+  }
+  if (tensors[kMaster].defined()) {
+    check_master(tensors[kMaster], what(kRoleNames[kMaster], i), dense, param_what);
+  }
+  const at::Tensor& step = tensors[kStep];
+  TORCH_CHECK(step.defined() && step.scalar_type() == at::kFloat && step.numel() == 1 &&
+                  step.device() == device_,
+              what(kRoleNames[kStep], i), " is not one float32 element on ", device_);
+
+  TensorWork& work = work_.tensors[i];
+  work.param = writable(dense);
+  work.exp_avg = writable(tensors[kExpAvg]);
+  work.exp_avg_sq = writable(tensors[kExpAvgSq]);
+  work.max_exp_avg_sq = writable(tensors[kMaxExpAvgSq]);
+  work.master = writable(tensors[kMaster]);
+  work.step = static_cast<float*>(writable(step));
+  work.numel = dense.numel();
+  work.row_length = row_length(dense);
+  work.param_dtype = dtype_of(dense);
+  work.grad_dtype = work.param_dtype;
+  work.state_dtype = dtype_of(tensors[kExpAvg]);
+  work.weights = !tensors[kMaster].defined()                    ? Weights::kPlain
+                 : tensors[kMaster].scalar_type() == at::kShort ? Weights::kRemainder
+                                                                : Weights::kMaster;
+  known_[i] = {};
+  known_[i].shape = shape_of(dense);
+  known_[i].param_type = param.dtype();
+  known_[i].state_type = tensors[kExpAvg].dtype();
+  if (dense_copies_[i].defined()) {
+    known_[i].strided_memory = address(*param.unsafeGetTensorImpl());
+    known_[i].strided_shape = shape_of(param);
+  }
+}
+
+void StepPlan::check_overlap() const {
+  std::vector<NamedTensor> params;  // by themselves first, for the message
+  std::vector<NamedTensor> written;
+  params.reserve(size());
+  written.reserve(size() * kParts);
+  for (size_t i = 0; i < size(); ++i) {
+    for (size_t part = 0; part < kParts; ++part) {
+      // A parameter with gaps may share its range, though no element, with another one's.
+      if (borrowed_[i][part] == nullptr || (part == kParam && dense_copies_[i].defined())) {
+        continue;
+      }
+      written.push_back({to_tensor(borrowed_[i][part]), what(kRoleNames[part], i), true});
+      if (part == kParam) {
+        params.push_back(written.back());
+      }
+    }
+  }
+  check_no_overlap(params);
+  check_no_overlap(written);
+}
+
+void StepPlan::cut() {
+  const auto storage = [this](size_t i) {
+    return borrowed_[i][kStep]->unsafe_storage().unsafeGetStorageImpl();
+  };
+  steps_in_one_ = size() > 1;
+  for (size_t i = 1; i < size() && steps_in_one_; ++i) {
+    steps_in_one_ = storage(i) == storage(0);
+  }
+  work_.chunks = make_chunks(work_.tensors);
+  work_.cumulative = cumulative_bytes(work_.tensors, work_.chunks);
+  work_.device_tables.reset();
+  if (work_.options.track != 0) {
+    const auto on_device = at::TensorOptions().device(device_);
+    const auto n = static_cast<int64_t>(size());
+    traces_.chunks =
+        at::zeros({static_cast<int64_t>(work_.chunks.size()), 4}, on_device.dtype(at::kLong));
+    traces_.norms = at::zeros({n, 2}, on_device.dtype(at::kDouble));
+    traces_.counts = at::zeros({n, 2}, on_device.dtype(at::kLong));
+  }
+}
+
+bool StepPlan::attach(size_t i, const Borrowed& tensors) {
+  borrowed_[i] = tensors;
+  const TensorWork& work = work_.tensors[i];
+  const Known& known = known_[i];
+  const auto fits = [&](Part part, const void* memory, caffe2::TypeMeta type,
+                        const c10::SmallVector<int64_t, 8>& shape) {
+    const c10::TensorImpl& tensor = *tensors[part];
+    return tensor.dtype() == type && (work.numel == 0 || address(tensor) == memory) &&
+           has_shape(tensor, shape);
+  };
+  const bool strided = dense_copies_[i].defined();
+  const caffe2::TypeMeta master_type =
+      c10::scalarTypeToTypeMeta(work.weights == Weights::kRemainder ? at::kShort : at::kFloat);
+  return address(*tensors[kStep]) == work.step &&
+         fits(kParam, strided ? known.strided_memory : work.param, known.param_type,
+              strided ? known.strided_shape : known.shape) &&
+         fits(kExpAvg, work.exp_avg, known.state_type, known.shape) &&
+         fits(kExpAvgSq, work.exp_avg_sq, known.state_type, known.shape) &&
+         (tensors[kMaxExpAvgSq] == nullptr ||
+          fits(kMaxExpAvgSq, work.max_exp_avg_sq, known.state_type, known.shape)) &&
+         (tensors[kMaster] == nullptr || fits(kMaster, work.master, master_type, known.shape));
+}
+
+void StepPlan::renew(const std::vector<size_t>& changed) {
+  for (const size_t i : changed) {
+    Tensors tensors;
+    for (size_t part = 0; part < kParts; ++part) {
+      tensors[part] = to_tensor(borrowed_[i][part]);
+    }
+    TORCH_CHECK(tensors[kParam].dtype() == known_[i].param_type, what("parameter", i),
+                " is of another dtype, which decides what state it needs");
+    check_entry(i, tensors);
+  }
+  check_overlap();
+  const at::Tensor counts = traces_.counts;  // digests of tensors without gradient stay
+  cut();
+  if (counts.defined()) {
+    traces_.counts.copy_(counts);
+  }
 }
 
 void StepPlan::release() {
-  for (size_t i = 0; i < entries_.size(); ++i) {
-    attach(i, {});
+  for (size_t i = 0; i < size(); ++i) {
     gradients_[i].reset();
     work_.tensors[i].grad = nullptr;
   }
 }
 
+void StepPlan::prefetch(size_t i) const {
+  const auto ask = [](const void* memory) {
+    __builtin_prefetch(memory);
+    __builtin_prefetch(static_cast<const char*>(memory) + 64);
+    __builtin_prefetch(static_cast<const char*>(memory) + 128);
+  };
+  for (const c10::TensorImpl* tensor : borrowed_[i]) {
+    if (tensor != nullptr) {
+      ask(tensor);
+    }
+  }
+  if (known_[i].gradient != nullptr) {
+    ask(known_[i].gradient);
+  }
+}
+
 void StepPlan::set_gradient(size_t i, const at::Tensor& gradient) {
   TensorWork& work = work_.tensors[i];
+  Known& known = known_[i];
   if (!gradient.defined()) {
-    work.grad = nullptr;
-    gradients_[i].reset();
-    return;
+    return;  // release() has cleared what was there
   }
-  const at::Tensor& param = dense_param(i);
-  if (gradient.layout() != at::kStrided || gradient.scalar_type() != param.scalar_type() ||
-      gradient.is_meta()) {
-    check_supported(gradient, what("gradient", i));
-    TORCH_CHECK(false, what("gradient", i), " has dtype ", gradient.scalar_type(), ", expected ",
-                param.scalar_type());
+  const c10::TensorImpl* impl = gradient.unsafeGetTensorImpl();
+  known.gradient = impl;
+  const at::ScalarType dtype = gradient.scalar_type();
+  bool as_is = impl->key_set() == known.gradient_keys &&
+               static_cast<int32_t>(dtype) == known.gradient_type && impl->device() == device_ &&
+               has_shape(*impl, known.shape);
+  if (!as_is) {
+    const at::Tensor param = to_tensor(borrowed_[i][kParam]);
+    const at::ScalarType expected = param.scalar_type();
+    const bool wider = dtype == at::kFloat && is_16_bit(expected);
+    if (gradient.layout() != at::kStrided || !(dtype == expected || wider) || gradient.is_meta()) {
+      check_supported(gradient, what("gradient", i));
+      TORCH_CHECK(false, what("gradient", i), " has dtype ", dtype, ", expected ", expected);
+    }
+    TORCH_CHECK(gradient.sizes() == param.sizes(), what("gradient", i), " has shape ",
+                gradient.sizes(), ", expected ", param.sizes());
+    TORCH_CHECK(gradient.device() == device_, what("gradient", i), " is on ", gradient.device(),
+                ", expected ", device_);
+    as_is = has_shape(*impl, known.shape) && !is_lazy(gradient);
+    if (as_is) {
+      known.gradient_keys = impl->key_set();
+      known.gradient_type = static_cast<int32_t>(dtype);
+    }
   }
-  TORCH_CHECK(gradient.sizes() == param.sizes(), what("gradient", i), " has shape ",
-              gradient.sizes(), ", expected ", param.sizes());
-  TORCH_CHECK(gradient.device() == device_, what("gradient", i), " is on ", gradient.device(),
-              ", expected ", device_);
   if (device_.is_cpu()) {
     TORCH_CHECK(*work.step >= 0.0f && *work.step < 0x1p62f, what("state step", i), " is ",
                 *work.step, ", expected a count of steps");
   }
-  if (same_layout(gradient, param) && !is_lazy(gradient)) {
+  if (as_is) {
     gradients_[i] = gradient;
   } else {
-    gradients_[i] = at::empty_like(param).copy_(gradient.detach());
+    TORCH_CHECK(!work_.options.write_back_gradients, what("gradient", i), " has strides ",
+                gradient.strides(),
+                ", not its parameter's, and cannot be written back while it is stepped");
+    const at::Tensor param =
+        dense_copies_[i].defined() ? dense_copies_[i] : to_tensor(borrowed_[i][kParam]);
+    gradients_[i] = at::empty_like(param, param.options().dtype(dtype)).copy_(gradient.detach());
     ++gradients_copied_;
   }
   // An empty gradient may have no memory, but its parameter takes part: its step counts.
-  work.grad = gradient.numel() > 0 ? gradients_[i].const_data_ptr() : &kEmptyGradient;
+  work.grad_dtype = dtype == at::kFloat ? DType::kFloat32 : work.param_dtype;
+  work.grad = const_cast<void*>(gradient.numel() > 0 ? address(*gradients_[i].unsafeGetTensorImpl())
+                                                     : &kEmptyGradient);
   TORCH_CHECK(work.grad != nullptr, what("gradient", i), " has had its storage freed");
 }
 
-void StepPlan::accumulate(const at::Tensor& accumulator) const {
-  backend_for(device_).sum_of_squares(work_, accumulator);
+void StepPlan::accumulate(const at::Tensor& accumulator, bool normalize) const {
+  backend_for(device_).sum_of_squares(work_, accumulator, normalize);
+}
+
+void StepPlan::count_as_changed(size_t i) const {
+  const int parts = steps_in_one_ ? kStep : kParts;
+  for (int part = 0; part < parts; ++part) {
+    c10::TensorImpl* tensor = borrowed_[i][static_cast<size_t>(part)];
+    if (tensor != nullptr && !tensor->is_inference()) {
+      tensor->bump_version();
+    }
+  }
+  if (work_.options.write_back_gradients) {
+    bump_version(gradients_[i]);
+  }
 }
 
 void StepPlan::update(const std::vector<GroupHyper>& groups, const at::Tensor& control) {
   std::vector<size_t> copies;
-  for (size_t i = 0; i < entries_.size(); ++i) {
-    if (gradients_[i].defined() && dense_copies_[i].defined()) {
+  for (size_t i = 0; i < size(); ++i) {
+    if (dense_copies_[i].defined() && work_.tensors[i].grad != nullptr) {
       copies.push_back(i);
-      dense_copies_[i].copy_(entries_[i].param.detach());
+      dense_copies_[i].copy_(to_tensor(borrowed_[i][kParam]).detach());
     }
   }
-  backend_for(device_).adam(work_, groups, control);
+  backend_for(device_).adam(work_, groups, control, traces_);
   for (const size_t i : copies) {
-    entries_[i].param.detach().copy_(dense_copies_[i]);
+    to_tensor(borrowed_[i][kParam]).detach().copy_(dense_copies_[i]);
   }
-  for (size_t i = 0; i < entries_.size(); ++i) {
-    if (gradients_[i].defined()) {
-      const Entry& entry = entries_[i];
-      for (const at::Tensor* tensor :
-           {&entry.param, &entry.exp_avg, &entry.exp_avg_sq, &entry.max_exp_avg_sq, &entry.step}) {
-        bump_version(*tensor);
-      }
+  for (size_t i = 0; i < size(); ++i) {
+    if (work_.tensors[i].grad != nullptr) {
+      count_as_changed(i);
     }
+  }
+  if (steps_in_one_) {
+    bump_version(to_tensor(borrowed_[0][kStep]));
   }
 }
 

@@ -1,5 +1,10 @@
 // A step plan: the parameters of one device with their state, checked once, and this step's
 // gradients. Operators and optimizer classes both run their passes through it.
+//
+// It owns no tensor but this step's gradients: torch.utils.swap_tensors, which nn.Module.to() may
+// use, refuses to swap a tensor that something else refers to, and reference counting alone would
+// take longer than a step over small tensors may. Whoever holds the plan keeps the tensors alive
+// while one of its methods runs.
 #pragma once
 
 #include <array>
@@ -12,52 +17,92 @@ namespace torchopt_ext {
 
 class StepPlan {
  public:
+  // The tensors of a parameter, in the order of every array below. Undefined: no amsgrad, no
+  // master. The master is an fp32 master weight or an int16 remainder.
+  enum Part { kParam, kExpAvg, kExpAvgSq, kMaxExpAvgSq, kMaster, kStep, kParts };
+  using Tensors = std::array<at::Tensor, kParts>;
+  using Borrowed = std::array<c10::TensorImpl*, kParts>;  // null where undefined
+
+  // Where a shard lies in its parameter: TensorWork says what the fields mean.
+  struct Place {
+    uint32_t index = 0;
+    int64_t first_element = 0;
+    int64_t run = 0;
+    int64_t stride = 0;
+  };
+
   struct Entry {
-    at::Tensor param;
-    at::Tensor exp_avg;
-    at::Tensor exp_avg_sq;
-    at::Tensor max_exp_avg_sq;  // undefined without amsgrad
-    at::Tensor step;            // one fp32 element
-    int32_t group = 0;          // index into update()'s hyperparameters
-    std::string name;           // for messages; may be empty
-    size_t position = 0;        // for messages: index in the caller's list
+    Tensors tensors;
+    int32_t group = 0;    // index into update()'s hyperparameters
+    std::string name;     // for messages; may be empty
+    size_t position = 0;  // for messages: index in the caller's list
+    Place place;
   };
 
   // Checks shapes, dtypes, devices, strides and overlap. A parameter that is not dense is stepped
   // through a dense copy; the operators refuse it beforehand.
-  StepPlan(std::vector<Entry> entries, at::Device device);
+  StepPlan(const std::vector<Entry>& entries, at::Device device, const StepOptions& options = {});
 
-  // Whether every tensor still has the memory, shape and type the plan was built for.
-  bool unchanged() const;
+  // Notes where an entry's tensors are now; false if memory, shape or type are not those known.
+  bool attach(size_t i, const Borrowed& tensors);
 
-  // An optimizer's plan holds its tensors only during a step: torch.utils.swap_tensors, which
-  // nn.Module.to() may use, refuses to swap a tensor that something else refers to.
-  void attach(size_t i, std::array<at::Tensor, 5> param_moments_step);
-  // Lets go of all tensors, gradients included, but for dense copies.
-  void release();
+  // Takes what the entries' tensors are now, checked as at first. `changed` is in ascending order;
+  // all tensors must be attached.
+  void renew(const std::vector<size_t>& changed);
 
   // This step's gradient of an entry, undefined where it has none. A gradient with other strides
   // than its parameter is copied.
   void set_gradient(size_t i, const at::Tensor& gradient);
 
-  void accumulate(const at::Tensor& accumulator) const;
+  // Lets go of the gradients.
+  void release();
+
+  void accumulate(const at::Tensor& accumulator, bool normalize) const;
   void update(const std::vector<GroupHyper>& groups, const at::Tensor& control);
 
-  size_t size() const { return entries_.size(); }
-  const at::Tensor& param(size_t i) const { return entries_[i].param; }
+  size_t size() const { return work_.tensors.size(); }
   at::Device device() const { return device_; }
   int64_t gradients_copied() const { return gradients_copied_; }
+  const Traces& traces() const { return traces_; }
+  const c10::TensorImpl* param(size_t i) const { return borrowed_[i][kParam]; }
+
+  // Asks the processor for the memory that attach() and set_gradient() of an entry will read.
+  void prefetch(size_t i) const;
 
  private:
-  std::string what(const char* role, size_t i) const;
-  const at::Tensor& dense_param(size_t i) const;
+  // What is known of an entry besides its TensorWork.
+  struct Known {
+    c10::SmallVector<int64_t, 8> shape;  // sizes, then strides, of the parameter or its dense copy
+    caffe2::TypeMeta param_type;
+    caffe2::TypeMeta state_type;
+    // Of a parameter that is not dense.
+    const void* strided_memory = nullptr;
+    c10::SmallVector<int64_t, 8> strided_shape;
+    c10::DispatchKeySet gradient_keys;          // of a gradient that needed no closer look
+    int32_t gradient_type = -1;                 // its ScalarType
+    const c10::TensorImpl* gradient = nullptr;  // the last one, for prefetch only
+  };
+  struct Label {
+    std::string name;
+    size_t position;
+  };
 
-  std::vector<Entry> entries_;
-  std::vector<at::Tensor> dense_copies_;  // stepped instead of a parameter that is not dense
-  std::vector<at::Tensor> gradients_;     // keeps this step's gradients alive
+  std::string what(const char* role, size_t i) const;
+  void check_entry(size_t i, const Tensors& tensors);
+  void check_overlap() const;
+  void cut();
+  void count_as_changed(size_t i) const;
+
   WorkList work_;
+  std::vector<Known> known_;
+  std::vector<Borrowed> borrowed_;
+  std::vector<at::Tensor> gradients_;     // keeps this step's gradients alive
+  std::vector<at::Tensor> dense_copies_;  // stepped instead of a parameter that is not dense
+  std::vector<Label> labels_;
+  Traces traces_;
   at::Device device_;
   int64_t gradients_copied_ = 0;
+  bool steps_in_one_ = false;  // all steps are views into one tensor and share its version
 };
 
 }  // namespace torchopt_ext

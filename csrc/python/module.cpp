@@ -31,19 +31,28 @@ void add_values(const at::Tensor& accumulator, const at::Tensor& values) {
   accumulator_normalize(acc);
 }
 
-using ParamTuple = std::tuple<py::object, std::array<py::object, 5>, int32_t, std::string, size_t>;
+using PlaceTuple = std::tuple<uint32_t, int64_t, int64_t, int64_t>;
+using ParamTuple =
+    std::tuple<py::object, OptimizerPlan::LocalObjects, int32_t, std::string, size_t, PlaceTuple>;
 
 std::unique_ptr<OptimizerPlan> make_plan(const py::list& param_groups, const py::dict& state,
                                          const std::vector<ParamTuple>& params,
                                          const std::vector<at::Device>& part_devices,
-                                         const py::list& idle, const py::object& local_gradient) {
+                                         const py::list& idle, const py::object& local_gradients,
+                                         bool stochastic_rounding, uint64_t rounding_seed,
+                                         bool write_back_gradients, uint32_t track) {
   std::vector<OptimizerPlan::Param> list;
   list.reserve(params.size());
-  for (const auto& [param, local, group, name, part] : params) {
-    list.push_back({param, local, group, name, part});
+  for (const auto& [param, local, group, name, part, place] : params) {
+    const auto& [index, first_element, run, stride] = place;
+    list.push_back({param, local, group, name, part, {index, first_element, run, stride}});
   }
+  const StepOptions options{.stochastic_rounding = stochastic_rounding,
+                            .write_back_gradients = write_back_gradients,
+                            .track = track,
+                            .rounding_seed = rounding_seed};
   return std::make_unique<OptimizerPlan>(param_groups, state, list, part_devices, idle,
-                                         local_gradient);
+                                         local_gradients, options);
 }
 
 }  // namespace
@@ -72,15 +81,19 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   py::class_<OptimizerPlan>(m, "OptimizerPlan")
       .def(py::init(&make_plan), py::arg("param_groups"), py::arg("state"), py::arg("params"),
-           py::arg("part_devices"), py::arg("idle"), py::arg("local_gradient"))
+           py::arg("part_devices"), py::arg("idle"), py::arg("local_gradients"),
+           py::arg("stochastic_rounding"), py::arg("rounding_seed"),
+           py::arg("write_back_gradients"), py::arg("track"))
       .def("objects", &OptimizerPlan::objects)
       .def("release", &OptimizerPlan::release)
       .def("collect", &OptimizerPlan::collect, py::arg("param_groups"), py::arg("state"))
-      .def("accumulate", &OptimizerPlan::accumulate, py::arg("part"), py::arg("accumulator"))
+      .def("accumulate", &OptimizerPlan::accumulate, py::arg("part"), py::arg("accumulator"),
+           py::arg("normalize"))
       .def("update", &OptimizerPlan::update, py::arg("part_controls"))
       .def("step", &OptimizerPlan::step, py::arg("param_groups"), py::arg("state"),
            py::arg("control"), py::arg("accumulator"), py::arg("with_norm"), py::arg("grad_scale"),
            py::arg("found_inf"))
+      .def("traces", &OptimizerPlan::traces)
       .def_property_readonly("parts", &OptimizerPlan::parts)
       .def_property_readonly("part_devices", &OptimizerPlan::part_devices)
       .def_property_readonly("gradients_copied", &OptimizerPlan::gradients_copied);

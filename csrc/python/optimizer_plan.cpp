@@ -66,40 +66,80 @@ class ReleaseAtEnd {
 
 }  // namespace
 
+namespace {
+
+// A DTensor's attribute; an error if it is missing.
+py::object attribute(PyObject* object, PyObject* name) {
+  PyObject* value = PyObject_GetAttr(object, name);
+  if (value == nullptr) {
+    throw py::error_already_set();
+  }
+  return py::reinterpret_steal<py::object>(value);
+}
+
+// The local tensor of a DTensor's gradient that is placed as its parameter is and complete, which
+// most are; None otherwise. Two gradients of a mesh share its object, their placements may differ.
+py::object plain_local_gradient(PyObject* param, PyObject* gradient) {
+  static PyObject* const kSpec = PyUnicode_InternFromString("_spec");
+  static PyObject* const kPlacements = PyUnicode_InternFromString("placements");
+  static PyObject* const kMesh = PyUnicode_InternFromString("mesh");
+  static PyObject* const kLocal = PyUnicode_InternFromString("_local_tensor");
+  if (Py_TYPE(gradient) == reinterpret_cast<PyTypeObject*>(THPVariableClass) ||
+      PyObject_HasAttr(gradient, kSpec) == 0) {
+    return py::none();
+  }
+  const py::object wanted = attribute(param, kSpec);
+  const py::object found = attribute(gradient, kSpec);
+  if (!wanted.is(found)) {
+    const int same =
+        attribute(wanted.ptr(), kMesh).is(attribute(found.ptr(), kMesh))
+            ? PyObject_RichCompareBool(attribute(wanted.ptr(), kPlacements).ptr(),
+                                       attribute(found.ptr(), kPlacements).ptr(), Py_EQ)
+            : 0;
+    if (same < 0) {
+      throw py::error_already_set();
+    }
+    if (same == 0) {
+      return py::none();
+    }
+  }
+  const py::object local = attribute(gradient, kLocal);
+  const bool complete = Py_TYPE(local.ptr()) == reinterpret_cast<PyTypeObject*>(THPVariableClass);
+  return complete ? local : py::none();
+}
+
+constexpr size_t kAhead = 8;  // entries; their memory is asked for before it is read
+
+}  // namespace
+
 OptimizerPlan::OptimizerPlan(const py::list& param_groups, const py::dict& state,
                              const std::vector<Param>& params,
                              const std::vector<at::Device>& part_devices, const py::list& idle,
-                             py::object local_gradient)
+                             py::object local_gradients, const StepOptions& options)
     : snapshot_(param_groups, state),
       objects_(part_devices.size()),
       hypers_(part_devices.size()),
-      local_gradient_(std::move(local_gradient)) {
+      local_gradients_(std::move(local_gradients)) {
   std::vector<std::vector<StepPlan::Entry>> entries(part_devices.size());
   for (size_t i = 0; i < params.size(); ++i) {
     const Param& param = params[i];
-    std::array<at::Tensor, 5> local;
-    Objects objects{param.param.ptr(), {}, !param.param.is(param.local[0])};
-    for (size_t k = 0; k < local.size(); ++k) {
+    StepPlan::Entry entry{
+        .group = param.group, .name = param.name, .position = i, .place = param.place};
+    Objects objects{
+        param.param.ptr(), {}, !param.param.is(param.local[0]), static_cast<int64_t>(i)};
+    for (size_t k = 0; k < param.local.size(); ++k) {
       objects.local[k] = param.local[k].ptr();
-      local[k] = unpack(objects.local[k]);
+      entry.tensors[k] = unpack(objects.local[k]);
     }
     objects_.at(param.part).push_back(objects);
-    entries[param.part].push_back({.param = local[0],
-                                   .exp_avg = local[1],
-                                   .exp_avg_sq = local[2],
-                                   .max_exp_avg_sq = local[3],
-                                   .step = local[4],
-                                   .group = param.group,
-                                   .name = param.name,
-                                   .position = i});
+    entries[param.part].push_back(std::move(entry));
   }
   for (const py::handle param : idle) {
     idle_.push_back(param.ptr());
   }
   for (size_t i = 0; i < entries.size(); ++i) {
-    plans_.emplace_back(std::move(entries[i]), part_devices[i]);
+    plans_.emplace_back(entries[i], part_devices[i], options);
   }
-  release();
 }
 
 py::list OptimizerPlan::objects() const {
@@ -114,6 +154,76 @@ py::list OptimizerPlan::objects() const {
   return list;
 }
 
+// False if a DTensor has another local tensor than before. Memory that was replaced under a tensor
+// is taken as it is now.
+bool OptimizerPlan::attach(size_t part) {
+  static PyObject* const kLocal = PyUnicode_InternFromString("_local_tensor");
+  const std::vector<Objects>& objects = objects_[part];
+  StepPlan& plan = plans_[part];
+  changed_.clear();
+  for (size_t i = 0; i < objects.size(); ++i) {
+    if (i + kAhead < objects.size()) {
+      for (PyObject* object : objects[i + kAhead].local) {
+        __builtin_prefetch(object);
+      }
+      plan.prefetch(i + kAhead);
+    }
+    if (objects[i].wrapped &&
+        attribute(objects[i].param, kLocal).ptr() != objects[i].local[StepPlan::kParam]) {
+      return false;
+    }
+    StepPlan::Borrowed borrowed;
+    for (size_t k = 0; k < borrowed.size(); ++k) {
+      PyObject* object = objects[i].local[k];
+      borrowed[k] = object == Py_None ? nullptr : THPVariable_Unpack(object).unsafeGetTensorImpl();
+    }
+    if (!plan.attach(i, borrowed)) {
+      changed_.push_back(i);
+    }
+  }
+  if (changed_.empty()) {
+    return true;
+  }
+  try {
+    plan.renew(changed_);
+  } catch (const c10::Error&) {
+    return false;  // the optimizer makes the state fit, or finds what is wrong
+  }
+  return true;
+}
+
+void OptimizerPlan::set_gradients(size_t part) {
+  const std::vector<Objects>& objects = objects_[part];
+  StepPlan& plan = plans_[part];
+  py::list placed_otherwise;
+  std::vector<size_t> their_index;
+  for (size_t i = 0; i < objects.size(); ++i) {
+    // Not at::Tensor::grad(), which looks for non-leaf tensors to warn about.
+    const at::Tensor& gradient = THPVariable_Unpack(objects[i].param).unsafeGetTensorImpl()->grad();
+    if (!gradient.defined() ||
+        !(objects[i].wrapped || gradient.unsafeGetTensorImpl()->is_python_dispatch())) {
+      plan.set_gradient(i, gradient);
+      continue;
+    }
+    py::object local = py::none();
+    if (objects[i].wrapped) {
+      local = plain_local_gradient(objects[i].param, py::cast(gradient).ptr());
+    }
+    if (local.is_none()) {
+      placed_otherwise.append(py::handle(objects[i].param));
+      their_index.push_back(i);
+    } else {
+      plan.set_gradient(i, THPVariable_Unpack(local.ptr()));
+    }
+  }
+  if (!their_index.empty()) {
+    const py::list locals = local_gradients_(placed_otherwise);
+    for (size_t k = 0; k < their_index.size(); ++k) {
+      plan.set_gradient(their_index[k], unpack(py::object(locals[k]).ptr()));
+    }
+  }
+}
+
 bool OptimizerPlan::collect(const py::list& param_groups, const py::dict& state) {
   check_idle();
   if (!snapshot_.matches(param_groups, state)) {
@@ -124,39 +234,16 @@ bool OptimizerPlan::collect(const py::list& param_groups, const py::dict& state)
       return false;
     }
   }
+  release();
   ReleaseAtEnd releasing(*this);
   for (size_t part = 0; part < plans_.size(); ++part) {
-    for (size_t i = 0; i < objects_[part].size(); ++i) {
-      const Objects& objects = objects_[part][i];
-      if (objects.wrapped) {
-        const py::object local = py::handle(objects.param).attr("_local_tensor");
-        if (local.ptr() != objects.local[0]) {
-          return false;
-        }
-      }
-      std::array<at::Tensor, 5> local;
-      for (size_t k = 0; k < local.size(); ++k) {
-        local[k] = unpack(objects.local[k]);
-      }
-      plans_[part].attach(i, std::move(local));
-    }
-    if (!plans_[part].unchanged()) {
+    if (!attach(part)) {
       return false;
     }
   }
+  collected_ = true;
   for (size_t part = 0; part < plans_.size(); ++part) {
-    for (size_t i = 0; i < objects_[part].size(); ++i) {
-      const Objects& objects = objects_[part][i];
-      const at::Tensor& gradient = plans_[part].param(i).grad();
-      // Python knows what a DTensor or a collective still under way stands for.
-      if (objects.wrapped || (gradient.defined() && gradient.unsafeGetTensorImpl()->key_set().has(
-                                                        c10::DispatchKey::Python))) {
-        const py::object local = local_gradient_(py::handle(objects.param));
-        plans_[part].set_gradient(i, unpack(local.ptr()));
-      } else {
-        plans_[part].set_gradient(i, gradient);
-      }
-    }
+    set_gradients(part);
     hypers_[part].clear();
     for (const py::handle group : param_groups) {
       hypers_[part].push_back(read_group(group, plans_[part].device()));
@@ -170,12 +257,12 @@ void OptimizerPlan::check_idle() const {
   TORCH_CHECK(!running_, "another thread is stepping this optimizer");
 }
 
-void OptimizerPlan::accumulate(size_t part, const at::Tensor& accumulator) {
+void OptimizerPlan::accumulate(size_t part, const at::Tensor& accumulator, bool normalize) {
   check_idle();
   check_accumulator(accumulator);
   const Running running(running_);
   const py::gil_scoped_release unlocked;
-  plans_.at(part).accumulate(accumulator);
+  plans_.at(part).accumulate(accumulator, normalize);
 }
 
 void OptimizerPlan::update(const std::vector<at::Tensor>& part_controls) {
@@ -194,9 +281,10 @@ void OptimizerPlan::update(const std::vector<at::Tensor>& part_controls) {
 }
 
 void OptimizerPlan::release() {
-  if (running_) {
+  if (running_ || !collected_) {
     return;  // the thread that is stepping will
   }
+  collected_ = false;
   for (StepPlan& plan : plans_) {
     plan.release();
   }
@@ -210,9 +298,10 @@ bool OptimizerPlan::step(const py::list& param_groups, const py::dict& state,
     return false;
   }
   const ReleaseAtEnd releasing(*this);
-  accumulator.zero_();
+  check_accumulator(accumulator);
+  backend_for(accumulator.device()).clear(accumulator);
   if (with_norm) {
-    accumulate(0, accumulator);
+    accumulate(0, accumulator, /*normalize=*/false);
   }
   control_update_(control, accumulator, grad_scale, found_inf);
   update({control});
@@ -234,6 +323,22 @@ int64_t OptimizerPlan::gradients_copied() const {
     copied += plan.gradients_copied();
   }
   return copied;
+}
+
+std::vector<std::tuple<at::Tensor, at::Tensor, std::vector<int64_t>>> OptimizerPlan::traces()
+    const {
+  std::vector<std::tuple<at::Tensor, at::Tensor, std::vector<int64_t>>> all;
+  all.reserve(plans_.size());
+  for (size_t part = 0; part < plans_.size(); ++part) {
+    std::vector<int64_t> positions;
+    positions.reserve(objects_[part].size());
+    for (const Objects& objects : objects_[part]) {
+      positions.push_back(objects.position);
+    }
+    const Traces& traces = plans_[part].traces();
+    all.emplace_back(traces.norms, traces.counts, std::move(positions));
+  }
+  return all;
 }
 
 }  // namespace torchopt_ext

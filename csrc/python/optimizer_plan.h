@@ -1,9 +1,9 @@
 // The plan of one optimizer: its step plans (one for each device and norm group) and the snapshot
 // of the Python objects they were built from. One call makes a whole step.
 //
-// Between steps it holds no tensor and no Python object, only addresses, which the snapshot's
-// objects() keep valid: so tensors can be swapped, and reference cycles through an optimizer are
-// the garbage collector's business as with torch's.
+// It holds no tensor and no Python object, only addresses, which the snapshot's objects() keep
+// valid: so tensors can be swapped, and reference cycles through an optimizer are the garbage
+// collector's business as with torch's.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -20,35 +20,38 @@ namespace torchopt_ext {
 
 class OptimizerPlan {
  public:
+  using LocalObjects = std::array<pybind11::object, StepPlan::kParts>;
+
   // A parameter with its state, as Python objects: what the optimizer holds (a DTensor, or the
-  // local tensor itself) and the local tensors; max_exp_avg_sq is None without amsgrad.
+  // local tensor itself) and the local tensors in the order of StepPlan::Part, None where absent.
   struct Param {
     pybind11::object param;
-    std::array<pybind11::object, 5> local;  // param, moments, step, as StepPlan::attach takes them
+    LocalObjects local;
     int32_t group;
     std::string name;
     size_t part;  // parts share a device and the ranks that sum their norm
+    StepPlan::Place place;
   };
 
-  // `idle`: parameters without state. `local_gradient(param)`: the local gradient, or None, of a
-  // parameter that is, or whose gradient is, a tensor subclass. Raises what StepPlan raises.
+  // `idle`: parameters without state. `local_gradients(params)`: the local gradients of DTensor
+  // parameters whose gradient is placed otherwise or not yet complete. Raises what StepPlan raises.
   OptimizerPlan(const pybind11::list& param_groups, const pybind11::dict& state,
                 const std::vector<Param>& params, const std::vector<at::Device>& part_devices,
-                const pybind11::list& idle, pybind11::object local_gradient);
+                const pybind11::list& idle, pybind11::object local_gradients,
+                const StepOptions& options);
 
   // What has to be kept alive as long as the plan is used.
   pybind11::list objects() const;
 
   // Takes this step's tensors, gradients and hyperparameters; every check of a step is made here,
   // so that of several optimizers none is updated when one cannot be. False, with nothing changed,
-  // if the plan no longer fits: objects or memory were replaced, or a parameter without state has a
-  // gradient.
+  // if the plan no longer fits: objects were replaced, or a parameter without state has a gradient.
   bool collect(const pybind11::list& param_groups, const pybind11::dict& state);
 
-  // Pass A of one part, after collect().
-  void accumulate(size_t part, const at::Tensor& accumulator);
+  // Pass A of one part, after collect(). `normalize`: see Backend::sum_of_squares.
+  void accumulate(size_t part, const at::Tensor& accumulator, bool normalize);
 
-  // Pass B of every part, with its device's control block; then lets go of the tensors.
+  // Pass B of every part, with its device's control block; then lets go of the gradients.
   void update(const std::vector<at::Tensor>& part_controls);
 
   // Lets go of what collect() took.
@@ -64,24 +67,31 @@ class OptimizerPlan {
   size_t parts() const { return plans_.size(); }
   std::vector<at::Device> part_devices() const;
   int64_t gradients_copied() const;
+  // Of each part, norms and counts (plan/backend.h), and which parameters its rows are.
+  std::vector<std::tuple<at::Tensor, at::Tensor, std::vector<int64_t>>> traces() const;
 
  private:
   // Addresses of one entry's Python objects.
   struct Objects {
     PyObject* param;
-    std::array<PyObject*, 5> local;
+    std::array<PyObject*, StepPlan::kParts> local;
     bool wrapped;  // param is a DTensor
+    int64_t position;
   };
 
   void check_idle() const;
+  bool attach(size_t part);
+  void set_gradients(size_t part);
 
   bool running_ = false;
+  bool collected_ = false;
   StateSnapshot snapshot_;
   std::vector<StepPlan> plans_;
   std::vector<std::vector<Objects>> objects_;    // of each plan's entries
   std::vector<std::vector<GroupHyper>> hypers_;  // of each plan, this step's
   std::vector<PyObject*> idle_;
-  pybind11::object local_gradient_;  // a function of a module
+  std::vector<size_t> changed_;
+  pybind11::object local_gradients_;  // a function of a module
 };
 
 }  // namespace torchopt_ext

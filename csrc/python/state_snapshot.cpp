@@ -10,9 +10,10 @@ namespace py = pybind11;
 
 // Whether a state entry is one that a step reads; users may keep others and replace them at will.
 bool is_read(PyObject* name) {
-  static const std::array<PyObject*, 4> names = {
-      PyUnicode_InternFromString("step"), PyUnicode_InternFromString("exp_avg"),
-      PyUnicode_InternFromString("exp_avg_sq"), PyUnicode_InternFromString("max_exp_avg_sq")};
+  static const std::array<PyObject*, 6> names = {
+      PyUnicode_InternFromString("step"),          PyUnicode_InternFromString("exp_avg"),
+      PyUnicode_InternFromString("exp_avg_sq"),    PyUnicode_InternFromString("max_exp_avg_sq"),
+      PyUnicode_InternFromString("master_weight"), PyUnicode_InternFromString("remainder")};
   if (std::find(names.begin(), names.end(), name) != names.end()) {
     return true;
   }

@@ -55,10 +55,15 @@ std::vector<float> boundary_floats() {
 template <class Ours, class Theirs>
 void narrow_agrees(DType dtype) {
   const std::vector<float> values = boundary_floats<Ours>();
-  std::vector<uint16_t> converted(values.size());
   for (const KernelTable* table : runnable_tables()) {
-    table->narrow[static_cast<int>(dtype)](values.data(), converted.data(),
-                                           static_cast<int64_t>(values.size()));
+    std::vector<float> master = values;
+    std::vector<uint16_t> converted(values.size());
+    subtract(*table,
+             {.param = converted.data(),
+              .master = master.data(),
+              .param_dtype = dtype,
+              .weights = Weights::kMaster},
+             std::vector<float>(values.size()));
     for (size_t i = 0; i < values.size(); ++i) {
       const uint16_t scalar = narrow<Ours>(values[i]).bits;
       ASSERT_EQ(converted[i], scalar) << table->name << " " << values[i];
@@ -82,11 +87,11 @@ TEST(DType, KernelsWidenAsTheHeaderDoes) {
   }
   std::vector<float> wide(all.size());
   for (const KernelTable* table : runnable_tables()) {
-    table->widen[static_cast<int>(DType::kBFloat16)](all.data(), wide.data(), 65536);
+    table->load_weights({.param = all.data(), .param_dtype = DType::kBFloat16}, wide.data(), 65536);
     for (size_t i = 0; i < all.size(); ++i) {
       ASSERT_EQ(bit_cast<uint32_t>(wide[i]), bit_cast<uint32_t>(widen(BFloat16{all[i]})));
     }
-    table->widen[static_cast<int>(DType::kFloat16)](all.data(), wide.data(), 65536);
+    table->load_weights({.param = all.data(), .param_dtype = DType::kFloat16}, wide.data(), 65536);
     for (size_t i = 0; i < all.size(); ++i) {
       const float expected = widen(Float16{all[i]});
       ASSERT_TRUE(bit_cast<uint32_t>(wide[i]) == bit_cast<uint32_t>(expected) ||

@@ -1,221 +1,142 @@
-// The bitwise contract: every instruction set's kernels and the bodies of the CUDA kernels, run on
-// the host through loops over grid, block and thread, give the same bits.
+// The bitwise contract of pass B: every instruction set's kernels and the bodies of the CUDA
+// kernels give the same bits, whatever a parameter and its state are held in and wherever they lie.
 #include <gtest/gtest.h>
 
-#include <cmath>
-#include <limits>
+#include <algorithm>
 
-#include "cpu/adam_slice.h"
-#include "cpu/sum_of_squares_chunk.h"
-#include "cuda/bodies.h"
-#include "kernels/adam.h"
-#include "support.h"
+#include "step_support.h"
 
 namespace torchopt_ext {
 namespace {
 
-using Memory = std::vector<unsigned char>;
-
-// One tensor's memory for a step.
-struct Tensor {
-  Memory param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq;
-  float step = 3.0f;
-  TensorWork work{};
-
-  Tensor(DType param_dtype, DType state_dtype, int64_t rows, int64_t row_length, bool amsgrad,
-         unsigned seed)
-      : param(random_elements(param_dtype, rows * row_length, 2, seed)),
-        grad(random_elements(param_dtype, rows * row_length, 12, seed + 1)),
-        exp_avg(random_elements(state_dtype, rows * row_length, 10, seed + 2)),
-        exp_avg_sq(random_elements(state_dtype, rows * row_length, 10, seed + 3)),
-        max_exp_avg_sq(random_elements(state_dtype, rows * row_length, 10, seed + 4)) {
-    for (Memory* squares : {&exp_avg_sq, &max_exp_avg_sq}) {  // not negative: clear sign bits
-      for (size_t i = static_cast<size_t>(element_size(state_dtype)) - 1; i < squares->size();
-           i += static_cast<size_t>(element_size(state_dtype))) {
-        (*squares)[i] &= 0x7f;
+// The CPU's scalar kernels are what the others are held to.
+void expect_same_bits(const Case& c, int variant) {
+  const AdamHyper hyper = hyper_of(variant);
+  const Control control = control_of_a_step();
+  const Tensor start(c);
+  Tensor expected = start;
+  const Report expected_report = step_on_cpu(default_kernels(), expected, hyper, control);
+  ASSERT_FALSE(expected.same_bits(start)) << describe(c);
+  for (const KernelTable* table : runnable_tables()) {
+    for (const int64_t chunk : {int64_t{4096}, kChunkElements}) {
+      if (c.options.track != 0 && chunk != kChunkElements) {
+        continue;  // a trace adds up chunk by chunk
       }
-    }
-    work.numel = rows * row_length;
-    work.row_length = row_length;
-    work.param_dtype = param_dtype;
-    work.state_dtype = state_dtype;
-    with_amsgrad_ = amsgrad;
-  }
-  void point() {
-    work.param = param.data();
-    work.grad = grad.data();
-    work.exp_avg = exp_avg.data();
-    work.exp_avg_sq = exp_avg_sq.data();
-    work.max_exp_avg_sq = with_amsgrad_ ? max_exp_avg_sq.data() : nullptr;
-    work.step = &step;
-  }
-  bool same_bits(const Tensor& other) const {
-    return param == other.param && exp_avg == other.exp_avg && exp_avg_sq == other.exp_avg_sq &&
-           max_exp_avg_sq == other.max_exp_avg_sq && step == other.step;
-  }
-
- private:
-  bool with_amsgrad_ = false;
-};
-
-AdamHyper hyper_of(int variant) {
-  return {.lr = 1e-2,
-          .beta1 = variant % 2 == 0 ? 0.9 : 0.3,
-          .beta2 = variant % 3 == 0 ? 0.3 : 0.999,
-          .eps = 1e-8,
-          .weight_decay = variant % 4 == 3 ? 0.0 : 0.1,
-          .decoupled_weight_decay = variant % 5 != 0,
-          .maximize = variant % 7 == 0};
-}
-
-void step_on_cpu(const KernelTable& table, Tensor& tensor, const AdamHyper& hyper, double factor,
-                 int64_t chunk_elements) {
-  tensor.point();
-  tensor.step += 1.0f;
-  for (const Chunk& chunk : make_chunks({tensor.work}, chunk_elements)) {
-    const auto step = static_cast<int64_t>(tensor.step);
-    if (tensor.work.param_dtype == DType::kFloat64) {
-      adam_slice(table, adam_scalars<double>(hyper, step, factor), tensor.work, chunk.begin,
-                 chunk.end);
-    } else {
-      adam_slice(table, adam_scalars<float>(hyper, step, factor), tensor.work, chunk.begin,
-                 chunk.end);
+      Tensor actual = start;
+      const Report report = step_on_cpu(*table, actual, hyper, control, chunk);
+      ASSERT_TRUE(actual.same_bits(expected)) << table->name << " " << describe(c);
+      ASSERT_TRUE(report.same_bits(expected_report)) << table->name << " " << describe(c);
     }
   }
-}
-
-void step_as_cuda(Tensor& tensor, const AdamHyper& hyper, const Control& control, int threads) {
-  tensor.point();
-  const std::vector<Chunk> chunks = make_chunks({tensor.work});
-  const GroupArgs group{hyper, nullptr, DType::kFloat64};
-  const AdamArgs args{&tensor.work, chunks.data(), &group, &control, 1};
-  for (int64_t i = 0; i < 256; ++i) {  // one block of threads over one tensor
-    advance_steps_body(i, args);
-  }
-  for (size_t block = 0; block < chunks.size(); ++block) {
-    HostCta cta(static_cast<int64_t>(block), threads);
-    adam_body(cta, args);
+  for (const int threads : {32, 256}) {
+    Tensor actual = start;
+    const int64_t chunk = threads == 32 && c.options.track == 0 ? 4096 : kChunkElements;
+    const Report report = step_as_cuda(actual, hyper, control, threads, chunk);
+    ASSERT_TRUE(actual.same_bits(expected)) << threads << " CUDA threads " << describe(c);
+    ASSERT_TRUE(report.same_bits(expected_report)) << threads << " CUDA threads " << describe(c);
   }
 }
 
-TEST(Adam, SameBitsOnEveryInstructionSetAndInTheCudaBody) {
+TEST(Adam, SameBitsHoweverAStepIsMade) {
   int variant = 0;
-  for (const DType param_dtype : kAllDTypes) {
-    for (const DType state_dtype : kAllDTypes) {
-      if ((param_dtype == DType::kFloat64) != (state_dtype == DType::kFloat64)) {
-        continue;
-      }
-      for (const int64_t numel : {1, 7, 16, 31, 100, 513, 40000}) {
+  for (Case c : every_way_to_hold()) {
+    for (int options = 0; options < 16; ++options) {
+      c.amsgrad = (options & 1) != 0;
+      c.options.stochastic_rounding = (options & 2) != 0;
+      c.options.write_back_gradients = (options & 4) != 0;
+      c.options.track = (options & 8) != 0 ? 7u : 0u;
+      c.options.rounding_seed = 11;
+      for (const int64_t numel : {1, 31, 513, 4700}) {
         ++variant;
-        const bool amsgrad = variant % 2 == 1;
-        const AdamHyper hyper = hyper_of(variant);
-        Control control{};
-        control.grad_factor = 0.37;
-        const Tensor start(param_dtype, state_dtype, 1, numel, amsgrad,
-                           static_cast<unsigned>(variant));
-        Tensor expected = start;
-        step_on_cpu(default_kernels(), expected, hyper, control.grad_factor, kChunkElements);
-        ASSERT_FALSE(expected.same_bits(start));
-        for (const KernelTable* table : runnable_tables()) {
-          for (const int64_t chunk : {int64_t{4096}, kChunkElements}) {
-            Tensor actual = start;
-            step_on_cpu(*table, actual, hyper, control.grad_factor, chunk);
-            ASSERT_TRUE(actual.same_bits(expected)) << table->name << " variant " << variant;
+        c.row_length = numel;
+        c.seed = static_cast<unsigned>(variant);
+        for (size_t a = 0; a < c.offsets.size(); ++a) {
+          c.offsets[a] = variant % 3 == 0 ? 0 : variant * static_cast<int64_t>(a + 1) % 16;
+        }
+        expect_same_bits(c, variant);
+        if (HasFatalFailure()) {
+          return;
+        }
+      }
+    }
+  }
+}
+
+TEST(Adam, SameBitsWhereverArraysStart) {
+  const Case ways[] = {
+      {},
+      {.param = DType::kFloat64, .grad = DType::kFloat64, .state = DType::kFloat64},
+      {.param = DType::kBFloat16, .grad = DType::kBFloat16, .weights = Weights::kRemainder},
+      {.param = DType::kFloat16, .weights = Weights::kMaster}};
+  for (Case c : ways) {
+    c.amsgrad = true;
+    for (const int64_t numel : {3, 45, 100}) {
+      c.row_length = numel;
+      for (int64_t offset = 0; offset < 16; ++offset) {
+        for (size_t moved = 0; moved <= c.offsets.size(); ++moved) {
+          for (size_t a = 0; a < c.offsets.size(); ++a) {  // one array alone, or all
+            c.offsets[a] = moved == a || moved == c.offsets.size() ? offset : 0;
+          }
+          for (const uint32_t track : {0u, 1u, 2u, 4u, 7u}) {
+            c.options.track = track;
+            expect_same_bits(c, 1);
+            if (HasFatalFailure()) {
+              return;
+            }
           }
         }
-        for (const int threads : {32, 256}) {
-          Tensor actual = start;
-          step_as_cuda(actual, hyper, control, threads);
-          ASSERT_TRUE(actual.same_bits(expected)) << "cuda body, variant " << variant;
-        }
       }
     }
+  }
+}
+
+TEST(Adam, SameBitsOverManyChunks) {
+  for (const uint32_t track : {0u, 1u, 2u, 4u, 7u}) {
+    Case c{.param = DType::kBFloat16, .grad = DType::kBFloat16, .weights = Weights::kRemainder};
+    c.rows = 71;
+    c.row_length = 1999;  // chunks start at odd elements
+    c.options.track = track;
+    expect_same_bits(c, 2);
+    expect_same_bits({.options = {.track = track}, .rows = 71, .row_length = 1999}, 2);
   }
 }
 
 TEST(Adam, ASkippedStepChangesNothingInTheCudaBody) {
-  Control control{};
-  control.grad_factor = 1.0;
+  Control control = control_of_a_step();
   control.skip = 1.0;
-  Tensor tensor(DType::kFloat32, DType::kFloat32, 3, 700, true, 5);
-  const Tensor start = tensor;
-  step_as_cuda(tensor, hyper_of(1), control, 256);
-  EXPECT_TRUE(tensor.same_bits(start));
-}
-
-ExactAccumulator sum_on_cpu(const KernelTable& table, const TensorWork& work, int64_t chunk) {
-  ExactAccumulator acc{};
-  for (const Chunk& piece : make_chunks({work}, chunk)) {
-    add_chunk(table, work, piece, acc);
-  }
-  accumulator_normalize(acc);
-  return acc;
-}
-
-ExactAccumulator sum_as_cuda(const TensorWork& work, int threads) {
-  ExactAccumulator acc{};
-  const std::vector<Chunk> chunks = make_chunks({work});
-  const SumOfSquaresArgs args{&work, chunks.data(), reinterpret_cast<int64_t*>(&acc)};
-  for (size_t block = 0; block < chunks.size(); ++block) {
-    HostCta cta(static_cast<int64_t>(block), threads);
-    sum_of_squares_body(cta, args);
-  }
-  accumulator_normalize(acc);
-  return acc;
-}
-
-void expect_same_sum(const TensorWork& work, const char* what) {
-  const ExactAccumulator expected = sum_on_cpu(default_kernels(), work, kChunkElements);
-  for (const KernelTable* table : runnable_tables()) {
-    for (const int64_t chunk : {int64_t{1}, int64_t{8192}, kChunkElements}) {
-      const ExactAccumulator actual = sum_on_cpu(*table, work, chunk);
-      ASSERT_EQ(std::memcmp(&actual, &expected, sizeof(actual)), 0) << table->name << what;
-    }
-  }
-  for (const int threads : {32, 256}) {
-    const ExactAccumulator actual = sum_as_cuda(work, threads);
-    ASSERT_EQ(std::memcmp(&actual, &expected, sizeof(actual)), 0) << "cuda body" << what;
+  for (const uint32_t track : {0u, 1u, 2u, 4u, 7u}) {
+    Tensor tensor({.amsgrad = true, .options = {.track = track}, .rows = 3, .row_length = 700});
+    const Tensor start = tensor;
+    const Report report = step_as_cuda(tensor, hyper_of(1), control, 256);
+    EXPECT_TRUE(tensor.same_bits(start));
+    EXPECT_EQ(report.counts[1], 0);
   }
 }
 
-TEST(SumOfSquares, SameBitsOnEveryInstructionSetAndInTheCudaBody) {
-  unsigned seed = 0;
-  for (const DType dtype : kAllDTypes) {
-    for (const int64_t row_length : {1, 3, 63, 64, 65, 129, 4096, 4097, 9000}) {
-      for (const int64_t rows : {1, 5, 70}) {
-        for (const int spread : {0, 12, 100}) {
-          const Memory grad = random_elements(dtype, rows * row_length, spread, ++seed);
-          TensorWork work{};
-          work.grad = grad.data();
-          work.numel = rows * row_length;
-          work.row_length = row_length;
-          work.param_dtype = dtype;
-          expect_same_sum(work, " by row length");
-        }
-      }
-    }
+// Nothing but a decay that is too small for bf16: every element loses its update.
+TEST(Adam, LostUpdatesAreCounted) {
+  Case c{.param = DType::kBFloat16, .grad = DType::kBFloat16};
+  c.options.track = 7;
+  c.row_length = 600;
+  AdamHyper hyper = hyper_of(1);
+  hyper.weight_decay = 0.01;
+  Tensor start(c);
+  for (const auto array : {TensorArrays::kGrad, TensorArrays::kExpAvg, TensorArrays::kExpAvgSq}) {
+    std::fill(start.memory(array).begin(), start.memory(array).end(), '\0');
   }
+  Tensor on_cpu = start;
+  Tensor as_cuda = start;
+  EXPECT_EQ(step_on_cpu(kernels(), on_cpu, hyper, control_of_a_step()).counts[0], 600);
+  EXPECT_EQ(step_as_cuda(as_cuda, hyper, control_of_a_step(), 256).counts[0], 600);
+  EXPECT_EQ(on_cpu.memory(TensorArrays::kParam), start.memory(TensorArrays::kParam));
 }
 
-TEST(SumOfSquares, FindsNonFiniteElementsWhereverTheyAre) {
-  for (const int64_t row_length : {1, 300}) {
-    for (const float bad :
-         {std::numeric_limits<float>::infinity(), -std::numeric_limits<float>::infinity(),
-          std::numeric_limits<float>::quiet_NaN()}) {
-      for (const int64_t at : {0, 1, 63, 64, 255, 256, 298, 299}) {
-        std::vector<float> grad(300, 1.0f);
-        grad[static_cast<size_t>(at)] = bad;
-        TensorWork work{};
-        work.grad = grad.data();
-        work.numel = 300;
-        work.row_length = row_length;
-        expect_same_sum(work, " with a non-finite element");
-        const ExactAccumulator acc = sum_on_cpu(default_kernels(), work, kChunkElements);
-        ASSERT_EQ(acc.nans, std::isnan(bad) ? 1 : 0);
-        ASSERT_EQ(acc.infinities, std::isnan(bad) ? 0 : 1);
-      }
-    }
-  }
+TEST(Adam, ALearningRateOnTheDeviceReplacesTheNumber) {
+  const float single = 0.125f;
+  const double exact = 0.1;
+  EXPECT_EQ(learning_rate({hyper_of(1), nullptr, DType::kFloat64}), 1e-2);
+  EXPECT_EQ(learning_rate({hyper_of(1), &single, DType::kFloat32}), 0.125);
+  EXPECT_EQ(learning_rate({hyper_of(1), &exact, DType::kFloat64}), 0.1);
 }
 
 }  // namespace

@@ -49,4 +49,20 @@ inline std::vector<unsigned char> random_elements(DType dtype, int64_t n, int sp
   return memory;
 }
 
+// Param minus `amounts`, through pass B's kernel for arrays of any type: it stores what a test
+// wants to see stored. Moments and gradient of `streams` are overwritten.
+inline void subtract(const KernelTable& table, AdamStreams streams, std::vector<float> amounts) {
+  AdamScalars<float> scalars{};  // exp_avg stays, exp_avg_sq becomes 0, and the update is exp_avg
+  scalars.small_w1 = true;
+  scalars.eps_hat = 1.0f;
+  scalars.step_size = 1.0f;
+  scalars.beta2 = 0.0f;
+  const std::vector<float> grad(amounts.size());
+  std::vector<float> exp_avg_sq(amounts.size());
+  streams.grad = grad.data();
+  streams.exp_avg = amounts.data();
+  streams.exp_avg_sq = exp_avg_sq.data();
+  table.adam_streams(scalars, streams, static_cast<int64_t>(amounts.size()));
+}
+
 }  // namespace torchopt_ext

@@ -30,7 +30,20 @@ from formulas import (
     partition_greedy,
     row_length,
 )
-from softfloat import FORMATS, FP64, Format, Number, decode, encode, hexed, number, special_bits
+from softfloat import (
+    BF16,
+    FORMATS,
+    FP32,
+    FP64,
+    Format,
+    Number,
+    decode,
+    encode,
+    hexed,
+    number,
+    special_bits,
+)
+from storage_formulas import digest, loss_scales, random_of, round_stochastically, split
 
 HERE = Path(__file__).resolve().parent
 
@@ -433,6 +446,79 @@ def partition_file() -> Iterator[dict[str, Any]]:
         yield case(numels, world_size, [rng.below(1000000) for _ in range(world_size)])
 
 
+def remainder_file() -> Iterator[dict[str, Any]]:
+    uppers = [0, 1, 2, 0x7F, 0x80, 0x3F80, 0x3F81, 0x7F7E, 0x7F7F]
+    lowers = [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF]
+    bits = [sign | u << 16 | low for sign in (0, 1 << 31) for u in uppers for low in lowers]
+    rng = SplitMix64(12)
+    bits += [random_bits(rng, FP32, -20, 20) for _ in range(200)]
+    bits += [b & ~0xFFFF | 0x8000 for b in bits[-50:]] + [0x7F800000, 0xFF800000]
+    parts = [split(b) for b in bits]
+    yield {
+        "weights": hexed(FP32, bits),
+        "parameters": hexed(BF16, (weight for weight, _ in parts)),
+        "remainders": [remainder for _, remainder in parts],
+    }
+
+
+def stochastic_file() -> Iterator[dict[str, Any]]:
+    """exp_avg after one step with beta1 = 0.5 is half the gradient, exactly."""
+    rng = SplitMix64(13)
+    for seed, parameter, steps in ((0, 0, 1), (1, 2, 3), (2**64 - 1, 1, 2)):
+        halves = [random_bits(rng, FP32, -20, 20) for _ in range(61)]
+        halves += [0, 1 << 31, 0x7F7FFFFF, 0xFF7FFFFF, 0x3F800000, 0x00000001]
+        draws = [random_of(seed, steps, parameter, e) for e in range(len(halves))]
+        pairs = list(zip(halves, draws, strict=True))
+        yield {
+            "seed": seed,
+            "parameter": parameter,
+            "step": steps,
+            "random": [f"{r:016x}" for r in draws],
+            "before": hexed(FP32, halves),
+            "after": [
+                hexed(BF16, (round_stochastically(b, r, draw) for b, r in pairs))
+                for draw in range(4)
+            ],
+        }
+
+
+def digest_file() -> Iterator[dict[str, Any]]:
+    """Of a parameter whose moments are zero, whose words count for nothing."""
+    rng = SplitMix64(14)
+    for fmt in FORMATS.values():
+        for parameter in (0, 3):
+            bits = [random_bits(rng, fmt, -10, 10) for _ in range(37)]
+            yield {
+                "dtype": fmt.name,
+                "parameter": parameter,
+                "bits": hexed(fmt, bits),
+                "digest": digest(parameter, 0, fmt.width, bits),
+            }
+
+
+def loss_scale_file() -> Iterator[dict[str, Any]]:
+    rng = SplitMix64(15)
+    usual = {"loss_scale": 65536, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3}
+    none = {"hysteresis": 1, "consecutive_hysteresis": 0, "min_scale": 0, "max_scale": 0}
+    variants: list[dict[str, Any]] = [
+        {},
+        {"hysteresis": 2},
+        {"hysteresis": 2, "consecutive_hysteresis": 1},
+        {"hysteresis": 0, "min_scale": 4096, "max_scale": 131072},
+        {"growth_factor": 1.7, "backoff_factor": 0.3, "growth_interval": 1},
+        {"loss_scale": 2**126, "growth_interval": 1},
+    ]
+    for variant in variants:
+        for share in (1, 3):  # of four steps
+            overflows = [rng.below(4) < share for _ in range(60)]
+            settings = usual | none | variant
+            yield {
+                "settings": settings,
+                "overflows": overflows,
+                "scales": hexed(FP32, loss_scales(settings, overflows)),
+            }
+
+
 FILES: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
     "adam.json": adam_file,
     "sumsq.json": sumsq_file,
@@ -440,6 +526,10 @@ FILES: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
     "control.json": control_file,
     "lr_factor.json": lr_factor_file,
     "partition.json": partition_file,
+    "remainder.json": remainder_file,
+    "stochastic.json": stochastic_file,
+    "digest.json": digest_file,
+    "loss_scale.json": loss_scale_file,
 }
 
 

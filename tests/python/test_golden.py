@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from torchopt_ext import _C, ops
+from torchopt_ext import _C, FusedAdamW, ops
+from torchopt_ext.optim.storage import split_master
 
 TESTS = Path(__file__).resolve().parents[1]
 for folder in (TESTS / "golden", TESTS / "python" / "ops"):
@@ -135,6 +136,79 @@ def test_partition() -> None:
     for case in cases("partition"):
         ranks = ops.partition_greedy(case["numels"], case["world_size"], case["initial_loads"])
         assert list(ranks) == case["ranks"], case
+
+
+def bfloat16_step(
+    weights: torch.Tensor, state: dict[str, torch.Tensor], **options: Any
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """A step that leaves the weights as they are: lr 0, decay 0, gradient 0."""
+    param = torch.nn.Parameter(weights.clone())
+    optimizer = FusedAdamW([param], lr=0.0, weight_decay=0.0, **options)
+    optimizer.init_state()
+    optimizer.state[param].update(state)
+    param.grad = torch.zeros_like(param)
+    optimizer.step()
+    return param.detach(), optimizer.state[param]
+
+
+def test_remainder() -> None:
+    for case in cases("remainder"):
+        weights, want = tensor("float32", case["weights"]), tensor("bfloat16", case["parameters"])
+        remainders = torch.tensor(case["remainders"], dtype=torch.int16)
+        from_python = split_master(weights)
+        assert hexed(from_python[0]) == case["parameters"]
+        assert from_python[1].equal(remainders)
+        got, state = bfloat16_step(want, {"remainder": remainders}, master_weights="remainder")
+        assert hexed(got) == case["parameters"]  # joined and split by the step
+        assert state["remainder"].equal(remainders)
+
+
+def test_stochastic_rounding() -> None:
+    for case in cases("stochastic"):
+        before = tensor("float32", case["before"])
+        params = [torch.nn.Parameter(torch.ones(before.shape)) for _ in range(3)]
+        optimizer = FusedAdamW(
+            params,
+            lr=0.0,
+            weight_decay=0.0,
+            betas=(0.5, 0.5),
+            state_dtype=torch.bfloat16,
+            stochastic_rounding=True,
+            rounding_seed=case["seed"],
+        )
+        param = params[case["parameter"]]
+        optimizer.init_state()
+        optimizer.state[param]["step"].fill_(case["step"] - 1)
+        finite = torch.isfinite(before * 2)
+        # exp_avg becomes g - 0.5 * (g - 0), which is `before` exactly
+        param.grad = torch.where(finite, before * 2, 0.0)
+        optimizer.step()
+        got = optimizer.state[param]["exp_avg"]
+        assert got[finite].equal(tensor("bfloat16", case["after"][1])[finite])
+        assert finite.sum() > 60
+
+
+def test_digest() -> None:
+    for case in cases("digest"):
+        values = tensor(case["dtype"], case["bits"])
+        params = [torch.nn.Parameter(torch.zeros_like(values)) for _ in range(4)]
+        optimizer = FusedAdamW(params, lr=0.0, weight_decay=0.0, track=True)
+        param = params[case["parameter"]]
+        param.data.copy_(values)
+        param.grad = torch.zeros_like(param)
+        optimizer.step()
+        assert optimizer.telemetry.digest() == case["digest"], case
+
+
+def test_loss_scale() -> None:
+    for case in cases("loss_scale"):
+        control = ops.new_control(**case["settings"])
+        scale = torch.tensor(float(case["settings"]["loss_scale"]))
+        scales = []
+        for overflow in case["overflows"]:
+            ops.loss_scale_update_(control, torch.tensor(float(overflow)), scale)
+            scales.append(scale.item())
+        assert hexed(torch.tensor(scales)) == case["scales"], case["settings"]
 
 
 def test_files_are_what_the_program_writes() -> None:

@@ -31,6 +31,10 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
             parameter is trainable.
     """
 
+    # Backward has stepped before a scaler could unscale or check a gradient: scalers then refuse.
+    _step_supports_amp_scaling = False
+    checks_overflow_in_step = False
+
     def __init__(
         self,
         model_parts: list[nn.Module],

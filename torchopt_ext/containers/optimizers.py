@@ -1,5 +1,6 @@
 """OptimizersContainer: one optimizer per model part, behind the face of a single one."""
 
+import contextlib
 import functools
 import inspect
 from collections import defaultdict
@@ -13,7 +14,9 @@ from torch.optim import Optimizer
 
 from torchopt_ext.containers import state_dict as flat_state_dict
 from torchopt_ext.optim import FusedAdam, FusedAdamW, fused_step
-from torchopt_ext.optim.fused_adam import FusedAdamBase
+from torchopt_ext.optim.base import FusedAdamBase
+from torchopt_ext.optim.control import ControlView
+from torchopt_ext.optim.saved import CONTROL_KEY, check_control
 
 T = TypeVar("T", bound=Optimizer)
 
@@ -95,6 +98,10 @@ class OptimizersContainer(Optimizer, Stateful, Generic[T]):
         A closure would run once for each optimizer, so it is taken, and its loss returned, only
         where there is one; with several it raises ValueError.
         """
+        with _scaling_of(self, self.optimizers):
+            return self._step(*args, **kwargs)
+
+    def _step(self, *args: Any, **kwargs: Any) -> Any:
         if len(self.optimizers) == 1:
             return self.optimizers[0].step(*args, **kwargs)
         if kwargs.get("closure", args[0] if args else None) is not None:
@@ -109,6 +116,28 @@ class OptimizersContainer(Optimizer, Stateful, Generic[T]):
                 optimizer.step(*args, **kwargs)
         return None
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether torch.amp.GradScaler may leave the unscaling to the inner optimizers' steps."""
+        return all(getattr(opt, "_step_supports_amp_scaling", False) for opt in self.optimizers)
+
+    @property
+    def checks_overflow_in_step(self) -> bool:
+        """Whether torchopt_ext.GradScaler may leave the overflow check to step()."""
+        return all(isinstance(opt, FusedAdamBase) for opt in self.optimizers)
+
+    @property
+    def control(self) -> ControlView:
+        """The decision of the last step over all parts, such as ``control.grad_norm``.
+
+        Raises:
+            AttributeError: the inner optimizers are not FusedAdam or FusedAdamW.
+        """
+        for optimizer in sorted(self.optimizers, key=lambda opt: not opt.param_groups[0]["params"]):
+            if isinstance(optimizer, FusedAdamBase):
+                return optimizer.control
+        raise AttributeError(f"{type(self.optimizers[0]).__name__} has no control block")
+
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         for optimizer in self.optimizers:
             optimizer.zero_grad(*args, **kwargs)
@@ -122,7 +151,12 @@ class OptimizersContainer(Optimizer, Stateful, Generic[T]):
         Raises:
             ValueError: two parts have a trained parameter of the same name.
         """
-        return flat_state_dict.get_state_dict(self._parts())
+        flat = flat_state_dict.get_state_dict(self._parts())
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, FusedAdamBase):  # all have the same, as they step together
+                for name, value in optimizer.saved_control().items():
+                    flat[f"{CONTROL_KEY}.{name}"] = value
+        return flat
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy a flat state dict into the optimizers, after checking all of it.
@@ -134,7 +168,19 @@ class OptimizersContainer(Optimizer, Stateful, Generic[T]):
             KeyError: a key is missing.
             ValueError: a value has the wrong shape, kind or placement.
         """
+        prefix = f"{CONTROL_KEY}."
+        control = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
+        check_control(control)
         flat_state_dict.load_state_dict(self._parts(), state_dict)
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, FusedAdamBase):
+                optimizer.load_control(control)
+
+    def refresh_masters(self) -> None:
+        """Makes every fused optimizer's master weights what the parameters are now."""
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, FusedAdamBase):
+                optimizer.refresh_masters()
 
     def init_cache_state_dict(self) -> None:
         """Nothing to do: only a fault-tolerant container caches its state dict."""
@@ -211,6 +257,24 @@ def trainable_parameters(model_parts: Sequence[nn.Module]) -> list[list[nn.Param
             owner[param] = text
         params.append([param for _, param in named])
     return params
+
+
+@contextlib.contextmanager
+def _scaling_of(container: Any, optimizers: Sequence[Any]) -> Iterator[None]:
+    """Hands what a gradient scaler has set on the container to its optimizers, for one step."""
+    given = {
+        name: vars(container)[name]
+        for name in ("grad_scale", "found_inf", "check_overflow")
+        if name in vars(container)
+    }
+    for optimizer in optimizers:
+        vars(optimizer).update(given)
+    try:
+        yield
+    finally:
+        for optimizer in optimizers:
+            for name in given:
+                vars(optimizer).pop(name, None)
 
 
 def _deciding_jointly(optimizers: Sequence[Optimizer]) -> list[FusedAdam | FusedAdamW]:

@@ -17,6 +17,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Adam, AdamW, Optimizer
 
 from torchopt_ext.optim.local import local_tensor
+from torchopt_ext.optim.storage import MASTER, REMAINDER, with_own_steps
+
+# What completes a 16-bit parameter: one is made from the other, or from the parameter, when the
+# next step needs it (optim/state.py, fit_master), so a checkpoint may hold either or none.
+_MASTERS = (MASTER, REMAINDER)
 
 # A model part and the optimizers that share its parameters.
 Part = tuple[nn.Module, Sequence[Optimizer]]
@@ -139,7 +144,7 @@ class _View(Optimizer):
         super().__init__([{"params": []}], {})
         self.param_groups = [group for opt in optimizers for group in opt.param_groups]
         for optimizer in optimizers:
-            self.state.update(optimizer.state)
+            self.state.update(with_own_steps(optimizer.state))
 
 
 @dataclass
@@ -147,6 +152,7 @@ class _Slot:
     """One parameter's place: its name, its state, and the group it is in."""
 
     fqn: str
+    param: Tensor
     frozen: bool
     state: dict[str, Any]
     group: dict[str, Any]
@@ -157,13 +163,16 @@ class _Slot:
     def required(self) -> Iterator[str]:
         # torch saves no state for a parameter that was frozen before its first step.
         if not self.frozen:
-            yield from (f"state.{self.fqn}.{name}" for name in self.state)
+            for name in self.state:
+                if name not in _MASTERS:
+                    yield f"state.{self.fqn}.{name}"
         for name in self.hypers():
             if name not in _OPTIONAL:
                 yield f"param_groups.{self.fqn}.{name}"
 
     def problems(self, state_dict: Mapping[str, Any]) -> Iterator[str]:
-        for name, live in self.state.items():
+        expected = self.state | dict.fromkeys(_MASTERS, self.param)
+        for name, live in expected.items():
             key = f"state.{self.fqn}.{name}"
             problem = key in state_dict and _state_problem(live, state_dict[key])
             if problem:
@@ -179,6 +188,13 @@ class _Slot:
                 yield f"'{key}' is {value!r}, this optimizer was built with {live!r}"
 
     def load(self, state_dict: Mapping[str, Any]) -> None:
+        if any(name in self.state for name in _MASTERS):
+            for name in _MASTERS:
+                key = f"state.{self.fqn}.{name}"
+                if key not in state_dict:
+                    self.state.pop(name, None)
+                elif name not in self.state:
+                    self.state[name] = state_dict[key].clone()
         for name, live in self.state.items():
             key = f"state.{self.fqn}.{name}"
             if key not in state_dict:
@@ -205,7 +221,7 @@ def _slots(part: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[_Slot]:
     for (optimizer, group), saved in zip(groups, named["param_groups"], strict=True):
         for fqn, param in zip(saved["params"], group["params"], strict=True):
             state = optimizer.state.get(param, {})
-            yield _Slot(fqn, not param.requires_grad, state, group)
+            yield _Slot(fqn, param, not param.requires_grad, state, group)
 
 
 def _state_problem(live: Any, value: Any) -> str | None:

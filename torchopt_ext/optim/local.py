@@ -34,24 +34,66 @@ def norm_key(param: Tensor) -> NormKey:
     return (param.device_mesh, split) if split else ()  # type: ignore[attr-defined]
 
 
-def local_gradient(param: Any) -> Tensor | None:
-    """A parameter's gradient as a plain tensor: of a DTensor this rank's shard, placed as it is.
+def local_gradients(params: list[Any], *, written: bool = False) -> list[Tensor | None]:
+    """The parameters' gradients as plain tensors: of a DTensor this rank's shard, placed as it is.
 
     A gradient may be placed otherwise: sequence parallel gives a replicated weight a Partial one,
-    whose local part is not the gradient.
+    whose local part is not the gradient. All redistributions are started before any is waited for,
+    and those that only sum over one mesh dimension travel together.
+
+    Args:
+        params: parameters, not all of them DTensors.
+        written: the gradients are to be written, which cannot reach those that are redistributed.
+
+    Raises:
+        RuntimeError: a gradient is of another kind than its parameter, or cannot be written.
     """
+    grads = [_checked_gradient(param) for param in params]
+    summed: dict[NormKey, list[int]] = {}
+    for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
+        if is_dtensor(grad) and grad.placements != param.placements:
+            if written:
+                raise RuntimeError(
+                    f"a gradient with placements {grad.placements} is redistributed for its "
+                    f"parameter with {param.placements}, and cannot be written back"
+                )
+            dimension = _sum_over(grad.placements, param.placements)
+            if dimension is None:
+                grads[i] = grad.redistribute(placements=param.placements, async_op=True)
+            else:
+                key = grad.device_mesh, dimension, grad.dtype
+                summed.setdefault(key, []).append(i)
+    for (mesh, dimension, _), indices in summed.items():
+        from torch.distributed._functional_collectives import all_reduce_coalesced
+
+        locals_ = [_complete(local_tensor(grads[i])) for i in indices]
+        totals = all_reduce_coalesced(locals_, "sum", mesh.get_group(dimension))
+        for i, total in zip(indices, totals, strict=True):
+            grads[i] = total
+    return [None if grad is None else _complete(local_tensor(grad)) for grad in grads]
+
+
+def _checked_gradient(param: Any) -> Any:
     grad = param.grad
-    if grad is None:
-        return None
-    if is_dtensor(grad) != is_dtensor(param):
+    if grad is not None and is_dtensor(grad) != is_dtensor(param):
         raise RuntimeError(
             f"a {type(param).__name__} parameter has a {type(grad).__name__} gradient"
         )
-    if is_dtensor(grad) and grad.placements != param.placements:
-        grad = grad.redistribute(placements=param.placements)
-    local = local_tensor(grad)
-    # A collective still under way hides in an AsyncCollectiveTensor.
-    return local.wait() if type(local) is not Tensor and hasattr(local, "wait") else local
+    return grad
+
+
+def _sum_over(found: Any, wanted: Any) -> int | None:
+    """The mesh dimension whose Partial sum is all that separates the placements, if one is."""
+    differing = [d for d, (a, b) in enumerate(zip(found, wanted, strict=True)) if a != b]
+    if len(differing) != 1:
+        return None
+    d = differing[0]
+    return d if found[d].is_partial("sum") and wanted[d].is_replicate() else None
+
+
+def _complete(tensor: Any) -> Tensor:
+    """A tensor whose collective has ended: one still under way is an AsyncCollectiveTensor."""
+    return tensor.wait() if type(tensor) is not Tensor and hasattr(tensor, "wait") else tensor
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:

@@ -1,6 +1,8 @@
 """Per-parameter state that looks like torch's, and the plan built from it."""
 
+import functools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,7 +10,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchopt_ext._C import OptimizerPlan
-from torchopt_ext.optim.local import NormKey, is_dtensor, local_gradient, local_tensor, norm_key
+from torchopt_ext.optim.local import NormKey, is_dtensor, local_gradients, local_tensor, norm_key
+from torchopt_ext.optim.storage import (
+    MASTER,
+    REMAINDER,
+    Storage,
+    join_master,
+    packed_steps,
+    place_of,
+    split_master,
+)
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
@@ -47,14 +58,54 @@ def refuse_param(param: Tensor, what: str) -> None:
         raise TypeError(f"{what} is on the meta device; materialise it before building optimizers")
 
 
-def init_param_state(group: dict[str, Any], param: Tensor, state: dict[str, Any]) -> None:
-    """Adds what is missing of a parameter's state: zeros of its dtype, and step 0."""
+def init_param_state(
+    group: dict[str, Any], param: Tensor, state: dict[str, Any], storage: Storage
+) -> None:
+    """Adds what is missing of a parameter's state: step 0, moments of zeros, the master weight."""
     if "step" not in state:
         state["step"] = torch.zeros((), dtype=torch.float32, device=local_tensor(param).device)
     for name in moments_of(group):
         if name not in state:
-            zeros = torch.zeros_like(param, memory_format=torch.preserve_format)
-            state[name] = zeros.requires_grad_(False)
+            state[name] = _zeros_like(param, storage.moment_dtype(param))
+    fit_master(param, state, storage)
+
+
+def fit_master(param: Tensor, state: dict[str, Any], storage: Storage) -> None:
+    """Leaves in ``state`` the one master entry that ``storage`` asks for, made from what is there.
+
+    A remainder belongs to the parameter as it is now, so a checkpoint's is completed only here,
+    when a step is near, and not when it is loaded, which may be before the model is.
+    """
+    wanted = storage.master_of(param)
+    if wanted is None:
+        state.pop(MASTER, None)
+        state.pop(REMAINDER, None)
+    elif wanted == MASTER and MASTER not in state:
+        master = _zeros_like(param, torch.float32)
+        local, target = local_tensor(param), local_tensor(master)
+        remainder = state.pop(REMAINDER, None)
+        target.copy_(local if remainder is None else join_master(local, local_tensor(remainder)))
+        state[MASTER] = master
+    elif wanted == REMAINDER and REMAINDER not in state:
+        remainder = _zeros_like(param, torch.int16)
+        if MASTER in state:
+            weight, rest = split_master(local_tensor(state.pop(MASTER)))
+            local_tensor(param).copy_(weight)  # what the master is rounded to, ties as documented
+            local_tensor(remainder).copy_(rest)
+        state[REMAINDER] = remainder
+
+
+def refresh_master(param: Tensor, state: dict[str, Any]) -> None:
+    """Makes the master weight what the parameter is now."""
+    if MASTER in state:
+        local_tensor(state[MASTER]).copy_(local_tensor(param))
+    if REMAINDER in state:
+        local_tensor(state[REMAINDER]).zero_()
+
+
+def _zeros_like(param: Tensor, dtype: torch.dtype) -> Tensor:
+    zeros = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+    return zeros.requires_grad_(False) if zeros.is_floating_point() else zeros
 
 
 def check_loaded_step(step: Any, what: str) -> None:
@@ -64,12 +115,17 @@ def check_loaded_step(step: Any, what: str) -> None:
         raise ValueError(f"{what} is {step!r}, expected a count of steps")
 
 
+def check_shape(value: Any, param: Tensor, what: str) -> None:
+    """Raises ValueError unless ``value`` is a tensor shaped as the parameter."""
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{what} is a {type(value).__name__}, expected a tensor")
+    if value.shape != param.shape:
+        raise ValueError(f"{what} has shape {tuple(value.shape)}, expected {tuple(param.shape)}")
+
+
 def check_loaded_moment(moment: Any, param: Tensor, what: str) -> None:
     """Raises ValueError unless ``moment`` is a real tensor with memory, shaped as the parameter."""
-    if not isinstance(moment, Tensor):
-        raise ValueError(f"{what} is a {type(moment).__name__}, expected a tensor")
-    if moment.shape != param.shape:
-        raise ValueError(f"{what} has shape {tuple(moment.shape)}, expected {tuple(param.shape)}")
+    check_shape(moment, param, what)
     local = local_tensor(moment)
     if local.layout is not torch.strided or not local.is_floating_point() or local.is_meta:
         raise ValueError(
@@ -80,31 +136,53 @@ def check_loaded_moment(moment: Any, param: Tensor, what: str) -> None:
 
 def _fit_step(step: Any, device: torch.device) -> Tensor:
     """A step count as one float32 element on ``device``, whatever an older state dict holds."""
-    check_loaded_step(local_tensor(step), "step")
+    if isinstance(step, Tensor):
+        step = local_tensor(step)
+        if step.dtype == torch.float32 and step.device == device and step.numel() == 1:
+            return step  # unread: reading would wait for the device
+    check_loaded_step(step, "step")
     if not isinstance(step, Tensor):
         return torch.tensor(float(step), dtype=torch.float32, device=device)
-    step = local_tensor(step)
-    fits = step.dtype == torch.float32 and step.device == device and step.numel() == 1
-    return step if fits else step.detach().to(device, torch.float32).reshape(())
+    return step.detach().to(device, torch.float32).reshape(())
 
 
-def _fit_moment(moment: Tensor, param: Tensor, what: str) -> Tensor:
-    """A moment on the parameter's device and in its storage order, copied only if it was not."""
+def _fit_moment(moment: Tensor, param: Tensor, what: str, dtype: torch.dtype | None) -> Tensor:
+    """A moment on the parameter's device, in its storage order and of ``dtype``, None for any.
+
+    It is copied only if it was not so.
+    """
     check_loaded_moment(moment, param, what)
-    local, like = local_tensor(moment), local_tensor(param)
-    dense = torch.empty_like(like, dtype=local.dtype, memory_format=torch.preserve_format)
-    if local.device == like.device and local.stride() == dense.stride():
-        return moment
-    fitted = torch.zeros_like(param, dtype=moment.dtype, memory_format=torch.preserve_format)
+    return _fit(moment, param, dtype or moment.dtype)
+
+
+def _fit(value: Tensor, param: Tensor, dtype: torch.dtype) -> Tensor:
+    local, like = local_tensor(value), local_tensor(param)
+    dense = torch.empty_like(like, dtype=dtype, memory_format=torch.preserve_format)
+    same = local.device == like.device and local.stride() == dense.stride()
+    if same and local.dtype == dtype:
+        return value
+    fitted = _zeros_like(param, dtype)
     local_tensor(fitted).copy_(local)
-    return fitted.requires_grad_(False)
+    return fitted
 
 
-def build_plan(optimizer: Optimizer) -> tuple[OptimizerPlan, list[NormKey]]:
+@dataclass(frozen=True)
+class PlanOptions:
+    """What an optimizer's steps do beyond the update: csrc/plan/chunk_table.h, StepOptions."""
+
+    stochastic_rounding: bool = False
+    rounding_seed: int = 0
+    write_back_gradients: bool = False
+    track: int = 0
+
+
+def build_plan(
+    optimizer: Optimizer, storage: Storage, options: PlanOptions
+) -> tuple[OptimizerPlan, list[NormKey]]:
     """A plan for every parameter that has state, and the norm key of each of its parts.
 
-    State entries that do not fit their parameter (other device, other strides, a step that is a
-    number) are replaced in ``optimizer.state`` by ones that do.
+    State entries that do not fit (other device, strides or dtype, a step that is a number) are
+    replaced in ``optimizer.state`` by ones that do.
 
     Raises:
         ValueError: a state entry has another shape than its parameter.
@@ -112,28 +190,47 @@ def build_plan(optimizer: Optimizer) -> tuple[OptimizerPlan, list[NormKey]]:
     """
     params: list[tuple[Any, ...]] = []
     parts: dict[tuple[torch.device, NormKey], int] = {}
+    by_device: dict[torch.device, list[dict[str, Any]]] = {}
+    entries: list[tuple[int, int, dict[str, Any], str, Tensor]] = []
     idle: list[Tensor] = []
-    for index, group, name, param in named_group_params(optimizer):
+    needs_place = options.stochastic_rounding or options.track
+    for number, (index, group, name, param) in enumerate(named_group_params(optimizer)):
         state = optimizer.state.get(param)
         if not state:
             idle.append(param)
             continue
-        init_param_state(group, param, state)
+        init_param_state(group, param, state, storage)
         local = local_tensor(param)
-        what = repr(name) if name else f"parameter {len(params)}"
+        what = repr(name) if name else f"parameter {len(entries)}"
         state["step"] = _fit_step(state["step"], local.device)
+        dtype = storage.moment_dtype(param) if storage.says_moment_dtype else None
         for moment in moments_of(group):
-            state[moment] = _fit_moment(state[moment], param, f"{moment} of {what}")
+            state[moment] = _fit_moment(state[moment], param, f"{moment} of {what}", dtype)
+        for master, master_dtype in ((MASTER, torch.float32), (REMAINDER, torch.int16)):
+            if master in state:
+                check_shape(state[master], param, f"{master} of {what}")
+                state[master] = _fit(state[master], param, master_dtype)
+        by_device.setdefault(local.device, []).append(state)
+        entries.append((number, index, group, name, param))
+    for states in by_device.values():
+        packed_steps(states)
+    for number, index, group, name, param in entries:
+        state, local = optimizer.state[param], local_tensor(param)
         moments = [local_tensor(state[moment]) for moment in moments_of(group)]
         moments += [None] * (len(MOMENTS) - len(moments))
+        held = storage.master_of(param)
+        master_local = local_tensor(state[held]) if held else None
         part = parts.setdefault((local.device, norm_key(param)), len(parts))
-        params.append((param, (local, *moments, state["step"]), index, name, part))
+        place = place_of(number, param) if needs_place else (number, 0, 0, 0)
+        tensors = (local, *moments, master_local, state["step"])
+        params.append((param, tensors, index, name, part, place))
     plan = OptimizerPlan(
         optimizer.param_groups,
         optimizer.state,
         params,
         [device for device, _ in parts],
         idle,
-        local_gradient,
+        functools.partial(local_gradients, written=options.write_back_gradients),
+        **vars(options),
     )
     return plan, [key for _, key in parts]

@@ -12,7 +12,7 @@ from torchopt_ext import _C, ops
 from torchopt_ext.optim.local import NormKey, all_reduce_, moved
 
 if TYPE_CHECKING:
-    from torchopt_ext.optim.fused_adam import FusedAdamBase
+    from torchopt_ext.optim.base import FusedAdamBase
 
 
 @torch.no_grad()
@@ -69,16 +69,26 @@ def _accumulate(optimizers: Sequence[FusedAdamBase]) -> dict[torch.device, Tenso
         devices[optimizers[0].home] = None
     home = next(iter(devices))
     total = ops.new_accumulator(home)
+    _count_overflow(optimizers, total)
     for key, on_device in by_key.items():
         subtotal = ops.new_accumulator(home)
         for accumulator in on_device.values():
             subtotal += moved(accumulator, home)
+        _count_overflow(optimizers, subtotal)
         all_reduce_(subtotal, key)
         total += subtotal
     group = optimizers[0].process_group
     if group is not None:
         torch.distributed.all_reduce(total, group=group)
     return {device: moved(total, device) for device in devices}
+
+
+def _count_overflow(optimizers: Sequence[FusedAdamBase], accumulator: Tensor) -> None:
+    """Counts as a NaN what a scaler found when it unscaled this rank's gradients."""
+    for optimizer in optimizers:
+        found_inf = getattr(optimizer, "found_inf", None)
+        if optimizer.check_overflow and found_inf is not None:
+            accumulator[-1] += (moved(found_inf, accumulator.device) != 0).sum()
 
 
 def cpu_kernels() -> str:

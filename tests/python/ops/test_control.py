@@ -101,10 +101,12 @@ def test_transcription(
 def test_new_control_multiplies_by_one_and_does_not_skip() -> None:
     control = ops.new_control()
     assert control.dtype == torch.float64
-    got = fields(control)
-    assert got["grad_factor"] == 1
-    assert got["clip_factor"] == 1
-    assert all(x == 0 for k, x in got.items() if k not in ("grad_factor", "clip_factor"))
+    ones = {"clip_factor", "grad_factor", "grad_scale", "loss_scale", "lr_factor"}
+    assert fields(control) == {name: float(name in ones) for name in ops.CONTROL_FIELDS}
+    given = fields(ops.new_control(growth_interval=5.0, loss_scale=8.0))
+    assert (given["growth_interval"], given["loss_scale"]) == (5, 8)
+    with pytest.raises(ValueError, match="no field 'growth'"):
+        ops.new_control(growth=1.0)
 
 
 def test_counters() -> None:

@@ -1,0 +1,170 @@
+"""bfloat16 parameters and gradients: ours, and float32 masters kept with torch's operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from cases import (
+    MAX_NORM,
+    OURS,
+    SCALER,
+    SCALER_SETTINGS,
+    gradients_of,
+    params_with,
+    ready_scaler,
+)
+from group import Case, Group
+from roofline import loop_case
+from shapes import Shapes
+from torch import Tensor, nn
+
+from torchopt_ext import FusedAdamW, GradScaler
+
+MASTERS, REMAINDER = f"{OURS}, fp32 masters", f"{OURS}, remainder"
+PLAIN, STOCHASTIC = f"{OURS}, bf16 moments", f"{OURS}, stochastic rounding"
+OPERATORS, PREALLOCATED = "torch operators", "torch foreach, preallocated"
+
+# Bytes per parameter. Pass A reads g, 2. Pass B with masters: g 2, master, m, v 24, p written 2;
+# with remainders: g 2, p, remainder 8, m, v 16; with bf16 moments: g 2, p, m, v 12.
+# Torch: cast 6, norm 4, scaling 8, fused step 28, copy back 6.
+BYTES = {MASTERS: 30, REMAINDER: 28, PLAIN: 16, STOCHASTIC: 16, OPERATORS: 52, PREALLOCATED: 52}
+READ = "read_bf16"
+UPDATE = {
+    MASTERS: "update_bf16_master",
+    REMAINDER: "update_bf16_remainder",
+    PLAIN: "update_bf16",
+    STOCHASTIC: "update_bf16",
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    MASTERS: {"master_weights": "fp32"},
+    REMAINDER: {"master_weights": "remainder"},
+    PLAIN: {},
+    STOCHASTIC: {"stochastic_rounding": True, "state_dtype": torch.bfloat16},
+}
+
+
+def build_masters(name: str, shapes: Shapes, device: str = "cpu") -> Group:
+    """float32 accuracy: ours with masters and with remainders, beside torch's operators."""
+    gradients = gradients_of(shapes, torch.bfloat16, device)
+    cases = [*our_cases(MASTERS, gradients, device), *our_cases(REMAINDER, gradients, device)]
+    masters = TorchMasters(params_with(gradients))
+    cases += [
+        Case(OPERATORS, SCALER, masters.step_by_operators, BYTES[OPERATORS]),
+        Case(PREALLOCATED, SCALER, masters.step_preallocated, BYTES[PREALLOCATED]),
+    ]
+    return Group(name, shapes, cases, baseline=OPERATORS)
+
+
+def build_plain(name: str, shapes: Shapes, device: str = "cpu") -> Group:
+    """Everything in bfloat16, rounded to nearest and stochastically."""
+    gradients = gradients_of(shapes, torch.bfloat16, device)
+    cases = our_cases(PLAIN, gradients, device)
+    loops = {case.operation for case in cases}
+    more = our_cases(STOCHASTIC, gradients, device)
+    cases += [case for case in more if case.operation not in loops - {SCALER}]
+    return Group(name, shapes, cases, baseline=None)
+
+
+def our_cases(implementation: str, gradients: list[Tensor], device: str) -> list[Case]:
+    """The step, and on the CPU the roofline's loops over the same tensors."""
+    params = params_with(gradients)
+    optimizer = FusedAdamW(params, max_grad_norm=MAX_NORM, **OPTIONS[implementation])
+    scaler = ready_scaler(GradScaler(device, **SCALER_SETTINGS), device)
+
+    def call() -> None:
+        scaler.step(optimizer)
+        scaler.update()
+
+    update = UPDATE[implementation]
+    step = Case(implementation, SCALER, call, BYTES[implementation], (READ, update))
+    if device != "cpu":
+        return [step]
+    call()  # creates the state
+    streams = streams_of(implementation, optimizer, gradients)
+    loops = [loop_case(update, *streams)]
+    if implementation in (MASTERS, PLAIN):  # the first of their groups
+        loops.insert(0, loop_case(READ, gradients))
+    return [step, *loops]
+
+
+def streams_of(
+    implementation: str, optimizer: FusedAdamW, gradients: list[Tensor]
+) -> list[list[Tensor]]:
+    """The tensors of pass B, in the order of the loop in roofline.cpp."""
+    params = optimizer.param_groups[0]["params"]
+    state = [optimizer.state[p] for p in params]
+    moments = [[entry[name] for entry in state] for name in ("exp_avg", "exp_avg_sq")]
+    if implementation == MASTERS:
+        return [gradients, [kept_beside(entry) for entry in state], *moments, params]
+    if implementation == REMAINDER:
+        return [gradients, params, [kept_beside(entry) for entry in state], *moments]
+    return [gradients, params, *moments]
+
+
+def kept_beside(entry: dict[str, Tensor]) -> Tensor:
+    """The master or remainder: what a parameter's state holds beside torch's entries."""
+    (tensor,) = [entry[name] for name in entry.keys() - {"step", "exp_avg", "exp_avg_sq"}]
+    return tensor
+
+
+class TorchMasters:
+    """bf16 weights and their fp32 masters in torch.optim.AdamW(fused=True), stepped in two ways.
+
+    Both check for overflow and multiply by the combined factor of scale and clipping. The
+    gradients of the weights are left as they are; what is clipped are fp32 copies.
+    """
+
+    scale = 1.0
+
+    def __init__(self, weights: list[nn.Parameter]) -> None:
+        self.weights = weights
+        self.masters = [nn.Parameter(weight.detach().float()) for weight in weights]
+        self.gradients = [torch.empty_like(master) for master in self.masters]
+        self.optimizer = torch.optim.AdamW(self.masters, fused=True)
+
+    @torch.no_grad()
+    def step_by_operators(self) -> None:
+        """One operator a tensor, gradients cast into new memory."""
+        gradients = [weight.grad.to(torch.float32) for weight in self.weights]
+
+        def scale_(factor: Tensor) -> None:
+            for gradient in gradients:
+                gradient.mul_(factor)
+
+        def copy_back() -> None:
+            for weight, master in zip(self.weights, self.masters, strict=True):
+                weight.copy_(master)
+
+        self._finish(gradients, [gradient.norm() for gradient in gradients], scale_, copy_back)
+
+    @torch.no_grad()
+    def step_preallocated(self) -> None:
+        """foreach operators, gradients cast into memory that is kept."""
+        torch._foreach_copy_(self.gradients, [weight.grad for weight in self.weights])
+        self._finish(
+            self.gradients,
+            torch._foreach_norm(self.gradients),
+            lambda factor: torch._foreach_mul_(self.gradients, factor),
+            lambda: torch._foreach_copy_(self.weights, self.masters),
+        )
+
+    def _finish(
+        self,
+        gradients: list[Tensor],
+        norms: list[Tensor],
+        scale_: Callable[[Tensor], object],
+        copy_back: Callable[[], object],
+    ) -> None:
+        norm = torch.linalg.vector_norm(torch.stack(norms)) / self.scale
+        if not torch.isfinite(norm):
+            return
+        clip = torch.clamp((norm + 1e-6) / MAX_NORM, min=1.0)
+        scale_(1.0 / (clip * self.scale))
+        for master, gradient in zip(self.masters, gradients, strict=True):
+            master.grad = gradient
+        self.optimizer.step()
+        for master in self.masters:
+            master.grad = None
+        copy_back()

@@ -1,0 +1,96 @@
+"""Other libraries' AdamW on the CPU, where they are installed. None of them clips in its step."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from cases import FUSED, OURS, STEP, fp32_cases, gradients_of, params_with
+from group import Case, Group
+from shapes import Shapes
+from torch import nn
+from torch.optim import Optimizer
+
+LR, DECAY = 1e-3, 1e-2  # torch's defaults; the libraries' differ
+
+
+@dataclass(frozen=True)
+class Peer:
+    """An optimizer of another library; ``make`` raises ImportError where that is missing."""
+
+    name: str
+    package: str
+    lacks: str
+    make: Callable[[list[nn.Parameter]], Optimizer]
+    rounds: int
+
+
+def torchao(params: list[nn.Parameter]) -> Optimizer:
+    from torchao.optim import AdamW8bit
+
+    return AdamW8bit(params, lr=LR, weight_decay=DECAY)
+
+
+def bitsandbytes(params: list[nn.Parameter]) -> Optimizer:
+    import bitsandbytes as bnb
+
+    return bnb.optim.AdamW(params, lr=LR, weight_decay=DECAY)
+
+
+def deepspeed(params: list[nn.Parameter]) -> Optimizer:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    # It compiles itself and looks for ninja, which pip puts beside python, on the path.
+    beside = str(Path(sys.executable).parent)
+    if beside not in os.environ["PATH"].split(os.pathsep):
+        os.environ["PATH"] += os.pathsep + beside
+    return DeepSpeedCPUAdam(params, lr=LR, weight_decay=DECAY)
+
+
+PEERS = [
+    Peer(
+        "DeepSpeedCPUAdam",
+        "deepspeed",
+        "the step alone, without clipping or overflow check; one call for each tensor; compiles "
+        "itself on first use",
+        deepspeed,
+        rounds=15,
+    ),
+    Peer(
+        "bitsandbytes AdamW",
+        "bitsandbytes",
+        "the 32-bit step alone, without clipping or overflow check; made for GPUs, on the CPU "
+        "it is written in torch operators",
+        bitsandbytes,
+        rounds=5,
+    ),
+    Peer(
+        "torchao AdamW8bit",
+        "torchao",
+        "the step alone, without clipping or overflow check; moments of 8 bits (32 in tensors "
+        "below 4,096 elements), so it saves memory where the others are accurate; made for GPUs",
+        torchao,
+        rounds=3,
+    ),
+]
+
+
+def build_peer(peer: Peer, name: str, shapes: Shapes) -> Group:
+    """The peer's step, in turn with ours and torch fused, of which only the peer's gets a row.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    gradients = gradients_of(shapes, torch.float32, "cpu")
+    try:
+        optimizer = peer.make(params_with(gradients))
+    except ImportError as error:
+        raise ImportError(f"{peer.name}: not installed: pip install {peer.package}") from error
+    cases = [Case(peer.name, STEP, optimizer.step, None)]
+    for implementation in (OURS, FUSED):
+        cases += fp32_cases(implementation, gradients, "cpu", (STEP,), loops=False)
+    return Group(name, shapes, cases, baseline=FUSED, shown=(peer.name,), rounds=peer.rounds)

@@ -1,0 +1,153 @@
+// What memory allows: plain loops over the streams of the two passes of a step, and nothing else.
+//
+// Every loop has the same signature. streams[s][t] is tensor t of stream s, in the order named at
+// the loop. Each thread takes one equal, contiguous share of all elements.
+#include <omp.h>
+
+#include <algorithm>
+#include <atomic>
+#include <bit>
+#include <cstdint>
+
+using Streams = void* const* const*;
+
+namespace {
+
+// 0, which the compiler cannot know: the loops have to read, compute and write, and the tensors
+// keep their values.
+volatile uint16_t zero = 0;
+std::atomic<uint64_t> sink{0};
+
+// Calls body(tensor, first, last) for the parts of each thread's share.
+template <typename Body>
+void for_each_share(const int64_t* sizes, int64_t tensors, int threads, const Body& body) {
+  int64_t total = 0;
+  for (int64_t t = 0; t < tensors; ++t) total += sizes[t];
+#pragma omp parallel num_threads(threads)
+  {
+    const int64_t first = total * omp_get_thread_num() / omp_get_num_threads();
+    const int64_t last = total * (omp_get_thread_num() + 1) / omp_get_num_threads();
+    int64_t start = 0;
+    for (int64_t t = 0; t < tensors && start < last; start += sizes[t++]) {
+      const int64_t from = std::max(first - start, int64_t{0});
+      const int64_t to = std::min(last - start, sizes[t]);
+      if (from < to) body(t, from, to);
+    }
+  }
+}
+
+template <typename T>
+T* at(Streams streams, int stream, int64_t tensor, int64_t element) {
+  return static_cast<T*>(streams[stream][tensor]) + element;
+}
+
+// Integer sums vectorise without permission to reorder floating point.
+template <typename Word>
+void read(Streams streams, const int64_t* sizes, int64_t tensors, int threads) {
+  for_each_share(sizes, tensors, threads, [&](int64_t t, int64_t from, int64_t to) {
+    const Word* g = at<Word>(streams, 0, t, from);
+    Word sum = 0;
+    for (int64_t i = 0; i < to - from; ++i) sum += g[i];
+    sink.fetch_add(sum, std::memory_order_relaxed);
+  });
+}
+
+float widen(uint16_t x) { return std::bit_cast<float>(uint32_t{x} << 16); }
+
+uint16_t narrow(float x) {  // to nearest even
+  const auto bits = std::bit_cast<uint32_t>(x);
+  return static_cast<uint16_t>((bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16);
+}
+
+void fp32(const float* __restrict g, float* __restrict p, float* __restrict m, float* __restrict v,
+          int64_t n, float k) {
+  for (int64_t i = 0; i < n; ++i) {
+    const float x = k * g[i];
+    p[i] += x;
+    m[i] += x;
+    v[i] += x;
+  }
+}
+
+void bf16_master(const uint16_t* __restrict g, float* __restrict master, float* __restrict m,
+                 float* __restrict v, uint16_t* __restrict p, int64_t n, float k) {
+  for (int64_t i = 0; i < n; ++i) {
+    const float x = k * widen(g[i]);
+    const float w = master[i] + x;
+    master[i] = w;
+    p[i] = narrow(w);
+    m[i] += x;
+    v[i] += x;
+  }
+}
+
+void bf16_remainder(const uint16_t* __restrict g, uint16_t* __restrict p, uint16_t* __restrict r,
+                    float* __restrict m, float* __restrict v, int64_t n, uint16_t k) {
+  for (int64_t i = 0; i < n; ++i) {
+    const auto bits = static_cast<uint16_t>(g[i] & k);
+    const float x = widen(bits);
+    p[i] ^= bits;
+    r[i] ^= bits;
+    m[i] += x;
+    v[i] += x;
+  }
+}
+
+void bf16(const uint16_t* __restrict g, uint16_t* __restrict p, uint16_t* __restrict m,
+          uint16_t* __restrict v, int64_t n, uint16_t k) {
+  for (int64_t i = 0; i < n; ++i) {
+    const auto bits = static_cast<uint16_t>(g[i] & k);
+    p[i] ^= bits;
+    m[i] ^= bits;
+    v[i] ^= bits;
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+// Streams: g.
+void read_fp32(Streams s, const int64_t* sizes, int64_t tensors, int threads) {
+  read<uint32_t>(s, sizes, tensors, threads);
+}
+
+// Streams: g.
+void read_bf16(Streams s, const int64_t* sizes, int64_t tensors, int threads) {
+  read<uint16_t>(s, sizes, tensors, threads);
+}
+
+// Streams: g, p, m, v.
+void update_fp32(Streams s, const int64_t* sizes, int64_t tensors, int threads) {
+  for_each_share(sizes, tensors, threads, [&](int64_t t, int64_t from, int64_t to) {
+    fp32(at<float>(s, 0, t, from), at<float>(s, 1, t, from), at<float>(s, 2, t, from),
+         at<float>(s, 3, t, from), to - from, zero);
+  });
+}
+
+// Streams: g, master, m, v, p; p is only written.
+void update_bf16_master(Streams s, const int64_t* sizes, int64_t tensors, int threads) {
+  for_each_share(sizes, tensors, threads, [&](int64_t t, int64_t from, int64_t to) {
+    bf16_master(at<uint16_t>(s, 0, t, from), at<float>(s, 1, t, from), at<float>(s, 2, t, from),
+                at<float>(s, 3, t, from), at<uint16_t>(s, 4, t, from), to - from, zero);
+  });
+}
+
+// Streams: g, p, remainder, m, v.
+void update_bf16_remainder(Streams s, const int64_t* sizes, int64_t tensors, int threads) {
+  for_each_share(sizes, tensors, threads, [&](int64_t t, int64_t from, int64_t to) {
+    bf16_remainder(at<uint16_t>(s, 0, t, from), at<uint16_t>(s, 1, t, from),
+                   at<uint16_t>(s, 2, t, from), at<float>(s, 3, t, from), at<float>(s, 4, t, from),
+                   to - from, zero);
+  });
+}
+
+// Streams: g, p, m, v.
+void update_bf16(Streams s, const int64_t* sizes, int64_t tensors, int threads) {
+  for_each_share(sizes, tensors, threads, [&](int64_t t, int64_t from, int64_t to) {
+    bf16(at<uint16_t>(s, 0, t, from), at<uint16_t>(s, 1, t, from), at<uint16_t>(s, 2, t, from),
+         at<uint16_t>(s, 3, t, from), to - from, zero);
+  });
+}
+
+}  // extern "C"

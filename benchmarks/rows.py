@@ -1,0 +1,87 @@
+"""From samples to rows: medians, ratios to the other cases of the group, ratio to the roofline."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from group import Case, Group
+from shapes import parameters
+from timing import Samples
+
+Row = dict[str, Any]
+LOOP = "plain loop"  # the implementation of the roofline's own cases
+
+
+def paired(numerator: Samples, denominator: Samples) -> float:
+    """Median of the ratios within rounds: a change of the machine's speed hits both halves."""
+    return statistics.median(n / d for n, d in zip(numerator, denominator, strict=True))
+
+
+def quartiles(samples: Samples) -> tuple[float, float]:
+    if len(samples) < 2:
+        return samples[0], samples[0]
+    low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return low, high
+
+
+def rows_of(name: str, group: Group, samples: list[Samples]) -> list[Row]:
+    """One row for each case that is shown, the operations together."""
+    timed = list(zip(group.cases, samples, strict=True))
+    count = parameters(group.shapes)
+    rows = []
+    for case, mine in timed:
+        if group.shown is not None and case.implementation not in group.shown:
+            continue
+        low, high = quartiles(mine)
+        median = statistics.median(mine)
+        rows.append(
+            {
+                "set": name,
+                "operation": case.operation,
+                "implementation": case.implementation,
+                "tensors": len(group.shapes),
+                "parameters": count,
+                "bytes_per_parameter": case.bytes_per_parameter,
+                "milliseconds": {
+                    "median": median,
+                    "min": min(mine),
+                    "max": max(mine),
+                    "q25": low,
+                    "q75": high,
+                    "samples": mine,
+                },
+                "gigabytes_per_second": (case.bytes_per_parameter or 0) * count / median / 1e6
+                or None,
+                "baseline": group.baseline,
+                "times_as_fast_as": {
+                    other.implementation: paired(theirs, mine)
+                    for other, theirs in timed
+                    if other.operation == case.operation
+                },
+                "roofline": roofline(case, mine, timed),
+            }
+        )
+    operations = list(dict.fromkeys(case.operation for case in group.cases))
+    return sorted(rows, key=lambda row: operations.index(row["operation"]))
+
+
+def roofline(case: Case, mine: Samples, timed: list[tuple[Case, Samples]]) -> Row | None:
+    """The time of the case's plain loops, and how many times that the case takes."""
+    loops = [
+        samples
+        for loop, samples in timed
+        if loop.implementation == LOOP and loop.operation in case.roofline
+    ]
+    if not loops:
+        return None
+    total = [sum(parts) for parts in zip(*loops, strict=True)]
+    return {"milliseconds": statistics.median(total), "ratio": paired(mine, total)}
+
+
+def find(rows: list[Row], name: str, operation: str, implementation: str) -> Row | None:
+    key = (name, operation, implementation)
+    for row in rows:
+        if (row["set"], row["operation"], row["implementation"]) == key:
+            return row
+    return None

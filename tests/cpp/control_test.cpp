@@ -1,0 +1,127 @@
+// The control block: loss scales as those of torch.amp, Megatron, DeepSpeed and apex, and the
+// schedule. tests/python/test_golden.py holds norm, clipping and skipping.
+#include "kernels/control.h"
+
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+namespace torchopt_ext {
+namespace {
+
+Control scaler(double scale, double interval, double hysteresis) {
+  Control control{};
+  control.loss_scale = scale;
+  control.growth_factor = 2.0;
+  control.backoff_factor = 0.5;
+  control.growth_interval = interval;
+  control.hysteresis = hysteresis;
+  control.lr_factor = 1.0;
+  return control;
+}
+
+// The scale after each step of `steps`: 'g' is a good one, 'o' an overflow.
+std::vector<double> scales(Control control, const std::string& steps) {
+  std::vector<double> all;
+  for (const char step : steps) {
+    loss_scale_update(control, step == 'o');
+    all.push_back(control.loss_scale);
+  }
+  return all;
+}
+
+using Scales = std::vector<double>;
+
+// torch.amp: every overflow backs off, every `interval` good steps in a row grow.
+TEST(LossScale, WithHysteresisOneIsTorchs) {
+  EXPECT_EQ(scales(scaler(8, 2, 1), "gggoggog"), (Scales{8, 16, 16, 8, 8, 16, 8, 8}));
+  EXPECT_EQ(scales(scaler(8, 2, 0), "oo"), (Scales{4, 2}));  // 0 means 1
+}
+
+// Megatron, DeepSpeed: overflows use up the hysteresis, further ones each back off, and only growth
+// forgives them.
+TEST(LossScale, WithHysteresisTwoTheSecondOverflowBacksOff) {
+  EXPECT_EQ(scales(scaler(8, 3, 2), "ooo"), (Scales{8, 4, 2}));
+  EXPECT_EQ(scales(scaler(8, 3, 2), "oggo"), (Scales{8, 8, 8, 4}));
+  EXPECT_EQ(scales(scaler(8, 3, 2), "ogggoo"), (Scales{8, 8, 8, 16, 16, 8}));
+}
+
+// apex: a good step forgives overflows.
+TEST(LossScale, ConsecutiveHysteresisIsForgivenByAGoodStep) {
+  Control control = scaler(8, 100, 2);
+  control.consecutive_hysteresis = 1.0;
+  EXPECT_EQ(scales(control, "ogogoo"), (Scales{8, 8, 8, 8, 8, 4}));
+}
+
+TEST(LossScale, StaysWithinItsBounds) {
+  Control control = scaler(8, 1, 1);
+  control.min_scale = 3.0;
+  control.max_scale = 20.0;
+  EXPECT_EQ(scales(control, "ggg"), (Scales{16, 20, 20}));
+  EXPECT_EQ(scales(control, "ooo"), (Scales{4, 3, 3}));
+}
+
+TEST(LossScale, NeverGrowsToInfinity) {
+  EXPECT_EQ(scales(scaler(0x1p126, 1, 1), "ggg"), (Scales{0x1p127, 0x1p127, 0x1p127}));
+}
+
+TEST(LossScale, IsAFloat) {
+  Control control = scaler(1, 1, 1);
+  control.growth_factor = 1.1;
+  EXPECT_EQ(scales(control, "g"), (Scales{static_cast<double>(1.1f)}));
+}
+
+void step(Control& control, double square, const float* grad_scale, const float* found_inf) {
+  ExactAccumulator accumulator{};
+  accumulator_add(accumulator, square);
+  control_update(control, accumulator, grad_scale, found_inf);
+}
+
+TEST(Control, TheBlocksOwnScaleUnscalesAndFollowsOverflows) {
+  Control control = scaler(8, 2, 1);
+  control.skip_nonfinite = 1.0;
+  step(control, 64.0, nullptr, nullptr);
+  EXPECT_EQ(control.grad_norm, 1.0);
+  EXPECT_EQ(control.grad_factor, 0.125);
+  step(control, 64.0, nullptr, nullptr);
+  EXPECT_EQ(control.grad_scale, 8.0);   // what the gradients had
+  EXPECT_EQ(control.loss_scale, 16.0);  // what the next ones will have
+  step(control, bit_cast<double>(uint64_t{0x7ff0000000000000}), nullptr, nullptr);
+  EXPECT_EQ(control.skip, 1.0);
+  EXPECT_EQ(control.loss_scale, 8.0);
+  EXPECT_EQ(control.skipped_steps, 1.0);
+}
+
+TEST(Control, AScalersTensorsLeaveTheBlocksScaleAlone) {
+  Control control = scaler(8, 1, 1);
+  const float scale = 4.0f;
+  const float found = 1.0f;
+  step(control, 16.0, &scale, &found);
+  EXPECT_EQ(control.grad_norm, 1.0);
+  EXPECT_EQ(control.skip, 1.0);
+  EXPECT_EQ(control.loss_scale, 8.0);
+}
+
+TEST(Control, TheScheduleCountsStepsThatWereMade) {
+  Control control = scaler(1, 0, 1);
+  control.skip_nonfinite = 1.0;
+  control.scheduled = 1.0;
+  control.warmup_steps = 4.0;
+  control.decay_steps = 2.0;
+  control.schedule_generation = 2.0;
+  std::vector<double> factors;
+  for (const double square :
+       {1.0, bit_cast<double>(uint64_t{0x7ff0000000000000}), 1.0, 1.0, 1.0, 1.0, 1.0}) {
+    step(control, square, nullptr, nullptr);
+    factors.push_back(control.lr_factor);
+  }
+  EXPECT_EQ(factors, (Scales{0.25, 0.5, 0.5, 0.75, 1.0, 0.5, 0.0}));
+  control.scheduled = 0.0;
+  control.lr_factor = 0.3;
+  step(control, 1.0, nullptr, nullptr);
+  EXPECT_EQ(control.lr_factor, 0.3);
+}
+
+}  // namespace
+}  // namespace torchopt_ext

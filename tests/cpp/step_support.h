@@ -1,0 +1,254 @@
+// One tensor's memory, and a step on it: by the kernels of one instruction set, and by the bodies
+// of the CUDA kernels, run on the host through loops over grid, block and thread.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <sstream>
+#include <string>
+
+#include "cpu/adam_slice.h"
+#include "cuda/adam_body.h"
+#include "kernels/adam.h"
+#include "plan/trace.h"
+#include "support.h"
+
+namespace torchopt_ext {
+
+// What a step is tried with.
+struct Case {
+  DType param = DType::kFloat32;
+  DType grad = DType::kFloat32;
+  DType state = DType::kFloat32;
+  Weights weights = Weights::kPlain;
+  bool amsgrad = false;
+  StepOptions options{};
+  int64_t rows = 1;
+  int64_t row_length = 1;
+  unsigned seed = 1;
+  // Where each array starts in its allocation, in elements, by TensorArrays::Index.
+  std::array<int64_t, TensorArrays::kCount> offsets{};
+};
+
+inline std::string describe(const Case& c) {
+  std::ostringstream text;
+  text << "param " << static_cast<int>(c.param) << " grad " << static_cast<int>(c.grad) << " state "
+       << static_cast<int>(c.state) << " weights " << static_cast<int>(c.weights) << " amsgrad "
+       << c.amsgrad << " random " << c.options.stochastic_rounding << " write back "
+       << c.options.write_back_gradients << " track " << c.options.track << " rows " << c.rows
+       << " x " << c.row_length << " offsets";
+  for (const int64_t offset : c.offsets) {
+    text << " " << offset;
+  }
+  return text.str();
+}
+
+// Every way to hold a parameter with its gradient and state.
+inline std::vector<Case> every_way_to_hold() {
+  std::vector<Case> all;
+  for (const DType param : kAllDTypes) {
+    const bool is_half = param == DType::kBFloat16 || param == DType::kFloat16;
+    for (const DType grad : kAllDTypes) {
+      for (const DType state : kAllDTypes) {
+        for (const Weights weights : {Weights::kPlain, Weights::kMaster, Weights::kRemainder}) {
+          const bool grad_fits = grad == param || (is_half && grad == DType::kFloat32);
+          const bool state_fits = (state == DType::kFloat64) == (param == DType::kFloat64);
+          const bool weights_fit = weights == Weights::kPlain ||
+                                   (weights == Weights::kMaster && is_half) ||
+                                   (weights == Weights::kRemainder && param == DType::kBFloat16);
+          if (grad_fits && state_fits && weights_fit) {
+            all.push_back({.param = param, .grad = grad, .state = state, .weights = weights});
+          }
+        }
+      }
+    }
+  }
+  return all;
+}
+
+class Tensor {
+ public:
+  using A = TensorArrays;
+
+  explicit Tensor(const Case& c) : case_(c) {
+    const int64_t n = c.rows * c.row_length;
+    const DType master = c.weights == Weights::kRemainder ? DType::kBFloat16 : DType::kFloat32;
+    const DType dtypes[] = {c.param, c.grad, c.state, c.state, c.state, master};
+    const int spreads[] = {2, 12, 10, 10, 10, 2};
+    for (unsigned a = 0; a < A::kCount; ++a) {
+      size_[a] = element_size(dtypes[a]);
+      memory_[a] = random_elements(dtypes[a], n + kSlack, spreads[a], c.seed + a);
+    }
+    for (const A::Index squares : {A::kExpAvgSq, A::kMaxExpAvgSq}) {  // clear sign bits
+      for (size_t i = static_cast<size_t>(size_[squares]) - 1; i < memory_[squares].size();
+           i += static_cast<size_t>(size_[squares])) {
+        memory_[squares][i] &= 0x7f;
+      }
+    }
+    work.numel = n;
+    work.row_length = c.row_length;
+    work.param_dtype = c.param;
+    work.grad_dtype = c.grad;
+    work.state_dtype = c.state;
+    work.weights = c.weights;
+    work.index = 7;
+    if (c.weights == Weights::kRemainder) {
+      point();
+      const std::vector<unsigned char> floats = random_elements(DType::kFloat32, n, 2, c.seed);
+      for (int64_t i = 0; i < n; ++i) {
+        float x = 0.0f;
+        std::memcpy(&x, floats.data() + i * 4, 4);
+        const SplitFloat parts = split(x);
+        static_cast<BFloat16*>(work.param)[i] = parts.weight;
+        static_cast<int16_t*>(work.master)[i] = parts.remainder;
+      }
+    }
+  }
+
+  // Of the memory as it is now: a copy has its own.
+  void point() {
+    const auto at = [this](A::Index a) -> void* {
+      return memory_[a].data() + case_.offsets[a] * size_[a];
+    };
+    work.param = at(A::kParam);
+    work.grad = at(A::kGrad);
+    work.exp_avg = at(A::kExpAvg);
+    work.exp_avg_sq = at(A::kExpAvgSq);
+    work.max_exp_avg_sq = case_.amsgrad ? at(A::kMaxExpAvgSq) : nullptr;
+    work.master = case_.weights == Weights::kPlain ? nullptr : at(A::kMaster);
+    work.step = &step;
+  }
+
+  // Also outside of the elements.
+  bool same_bits(const Tensor& other) const {
+    return memory_ == other.memory_ && step == other.step;
+  }
+  const std::vector<unsigned char>& memory(A::Index a) const { return memory_[a]; }
+  std::vector<unsigned char>& memory(A::Index a) { return memory_[a]; }
+  int64_t size(A::Index a) const { return size_[a]; }
+  const StepOptions& options() const { return case_.options; }
+
+  float step = 3.0f;
+  TensorWork work{};
+
+ private:
+  static constexpr int64_t kSlack = 16;
+
+  Case case_;
+  std::array<std::vector<unsigned char>, A::kCount> memory_;
+  std::array<int64_t, A::kCount> size_{};
+};
+
+inline AdamHyper hyper_of(int variant) {
+  return {.lr = 1e-2,
+          .beta1 = variant % 2 == 0 ? 0.9 : 0.3,
+          .beta2 = variant % 3 == 0 ? 0.3 : 0.999,
+          .eps = 1e-8,
+          .weight_decay = variant % 4 == 3 ? 0.0 : 0.1,
+          .decoupled_weight_decay = variant % 5 != 0,
+          .maximize = variant % 7 == 0};
+}
+
+inline Control control_of_a_step() {
+  Control control{};
+  control.grad_factor = 0.37;
+  control.lr_factor = 0.75;
+  control.grad_scale = 2.0;
+  return control;
+}
+
+// What a step reported of a tensor.
+struct Report {
+  std::vector<ChunkTrace> chunks;
+  std::array<double, 2> norms{};
+  std::array<int64_t, 2> counts{};
+
+  bool same_bits(const Report& other) const {
+    const auto same = [](double a, double b) {
+      return bit_cast<uint64_t>(a) == bit_cast<uint64_t>(b);
+    };
+    const auto same_trace = [&](const ChunkTrace& a, const ChunkTrace& b) {
+      return same(a.grad_sumsq, b.grad_sumsq) && same(a.update_sumsq, b.update_sumsq) &&
+             a.lost == b.lost && a.digest == b.digest;
+    };
+    return std::ranges::equal(chunks, other.chunks, same_trace) &&
+           std::ranges::equal(norms, other.norms, same) && counts == other.counts;
+  }
+};
+
+inline Report step_on_cpu(const KernelTable& table, Tensor& tensor, AdamHyper hyper,
+                          const Control& control, int64_t chunk_elements = kChunkElements) {
+  tensor.point();
+  tensor.step += 1.0f;
+  hyper.lr *= control.lr_factor;
+  const auto step = static_cast<int64_t>(tensor.step);
+  const AdamScalars<float> as_float = adam_scalars<float>(hyper, step, control.grad_factor);
+  const AdamScalars<double> as_double = adam_scalars<double>(hyper, step, control.grad_factor);
+  Report report;
+  ChunkTrace sum{};
+  for (const Chunk& chunk : make_chunks({tensor.work}, chunk_elements)) {
+    ChunkTrace trace{};
+    ChunkTrace* wanted = tensor.options().track != 0 ? &trace : nullptr;
+    if (tensor.work.param_dtype == DType::kFloat64) {
+      AdamSlice<double>(table, tensor.options(), as_double, tensor.work)
+          .run(chunk.begin, chunk.end, wanted);
+    } else {
+      AdamSlice<float>(table, tensor.options(), as_float, tensor.work)
+          .run(chunk.begin, chunk.end, wanted);
+    }
+    if (tensor.options().track != 0) {
+      report.chunks.push_back(trace);
+      add_trace(sum, trace);
+    }
+  }
+  if (tensor.options().track != 0) {
+    finish_trace(sum, control, true, report.norms.data(), report.counts.data());
+  }
+  return report;
+}
+
+inline Report step_as_cuda(Tensor& tensor, const AdamHyper& hyper, const Control& control,
+                           int threads, int64_t chunk_elements = kChunkElements) {
+  tensor.point();
+  const std::vector<Chunk> chunks = make_chunks({tensor.work}, chunk_elements);
+  const GroupArgs group{hyper, nullptr, DType::kFloat64};
+  TensorScalars scalars{};
+  Report report;
+  AdamArgs args{};
+  args.tensors = &tensor.work;
+  args.chunks = chunks.data();
+  args.groups = &group;
+  args.control = &control;
+  args.scalars = &scalars;
+  args.tensor_count = 1;
+  args.chunk_count = static_cast<int64_t>(chunks.size());
+  args.options = tensor.options();
+  if (args.options.track != 0) {
+    report.chunks.resize(chunks.size());
+    args.traces = report.chunks.data();
+    args.norms = report.norms.data();
+    args.counts = report.counts.data();
+  }
+  for (int64_t i = 0; i < 256; ++i) {  // one block of threads over one tensor
+    prepare_body(i, args);
+  }
+  constexpr int64_t kBlocks = 3;  // fewer than there are chunks: blocks stride
+  for (int64_t block = 0; block < kBlocks; ++block) {
+    HostCta cta(block, kBlocks, threads);
+    if (args.options.track != 0) {
+      adam_traced_body<float>(cta, args);
+      adam_traced_body<double>(cta, args);
+    } else {
+      adam_body<float>(cta, args);
+      adam_body<double>(cta, args);
+    }
+  }
+  if (args.options.track != 0) {
+    for (int64_t i = 0; i < 256; ++i) {
+      sum_traces_body(i, args);
+    }
+  }
+  return report;
+}
+
+}  // namespace torchopt_ext

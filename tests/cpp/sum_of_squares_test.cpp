@@ -1,0 +1,113 @@
+// The bitwise contract of pass A: every instruction set's kernels and the body of the CUDA kernel
+// give the same accumulator.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+
+#include "cpu/sum_of_squares_chunk.h"
+#include "cuda/sum_of_squares_body.h"
+#include "support.h"
+
+namespace torchopt_ext {
+namespace {
+
+ExactAccumulator sum_on_cpu(const KernelTable& table, const TensorWork& work, int64_t chunk) {
+  ExactAccumulator acc{};
+  for (const Chunk& piece : make_chunks({work}, chunk)) {
+    add_chunk(table, work, piece, acc);
+  }
+  accumulator_normalize(acc);
+  return acc;
+}
+
+ExactAccumulator sum_as_cuda(const TensorWork& work, int threads) {
+  ExactAccumulator acc{};
+  const std::vector<Chunk> chunks = make_chunks({work});
+  const SumOfSquaresArgs args{&work, chunks.data(), static_cast<int64_t>(chunks.size()),
+                              reinterpret_cast<int64_t*>(&acc)};
+  constexpr int64_t kBlocks = 2;  // fewer than there are chunks: blocks stride
+  for (int64_t block = 0; block < kBlocks; ++block) {
+    HostCta cta(block, kBlocks, threads);
+    sum_of_squares_body(cta, args);
+  }
+  EXPECT_EQ(std::isnan(accumulator_total(acc)), acc.nans != 0);  // of digits with carries to come
+  const double total = accumulator_total(acc);
+  accumulator_normalize(acc);
+  EXPECT_EQ(bit_cast<uint64_t>(accumulator_total(acc)), bit_cast<uint64_t>(total));
+  return acc;
+}
+
+TensorWork gradient(const void* memory, DType dtype, int64_t rows, int64_t row_length) {
+  TensorWork work{};
+  work.grad = const_cast<void*>(memory);
+  work.numel = rows * row_length;
+  work.row_length = row_length;
+  work.param_dtype = dtype;
+  work.grad_dtype = dtype;
+  return work;
+}
+
+void expect_same_sum(const TensorWork& work, const char* what) {
+  const ExactAccumulator expected = sum_on_cpu(default_kernels(), work, kChunkElements);
+  for (const KernelTable* table : runnable_tables()) {
+    for (const int64_t chunk : {int64_t{1}, int64_t{8192}, kChunkElements}) {
+      const ExactAccumulator actual = sum_on_cpu(*table, work, chunk);
+      ASSERT_EQ(std::memcmp(&actual, &expected, sizeof(actual)), 0) << table->name << what;
+    }
+  }
+  for (const int threads : {32, 256}) {
+    const ExactAccumulator actual = sum_as_cuda(work, threads);
+    ASSERT_EQ(std::memcmp(&actual, &expected, sizeof(actual)), 0) << "cuda body" << what;
+  }
+}
+
+TEST(SumOfSquares, SameBitsOnEveryInstructionSetAndInTheCudaBody) {
+  unsigned seed = 0;
+  for (const DType dtype : kAllDTypes) {
+    for (const int64_t row_length : {1, 3, 63, 64, 65, 129, 4096, 4097, 9000}) {
+      for (const int64_t rows : {1, 5, 70}) {
+        for (const int spread : {0, 12, 100}) {
+          const auto grad = random_elements(dtype, rows * row_length, spread, ++seed);
+          expect_same_sum(gradient(grad.data(), dtype, rows, row_length), " by row length");
+        }
+      }
+    }
+  }
+}
+
+TEST(SumOfSquares, SameBitsWhereverAGradientStarts) {
+  for (const DType dtype : kAllDTypes) {
+    for (const int64_t row_length : {1, 577, 5000}) {
+      const int64_t rows = row_length == 1 ? 1500 : 3;
+      const auto grad = random_elements(dtype, rows * row_length + 16, 12, 3);
+      for (int64_t offset = 0; offset < 16; ++offset) {
+        expect_same_sum(
+            gradient(grad.data() + offset * element_size(dtype), dtype, rows, row_length),
+            " by offset");
+      }
+    }
+  }
+}
+
+TEST(SumOfSquares, FindsNonFiniteElementsWhereverTheyAre) {
+  for (const int64_t row_length : {1, 300}) {
+    for (const float bad :
+         {std::numeric_limits<float>::infinity(), -std::numeric_limits<float>::infinity(),
+          std::numeric_limits<float>::quiet_NaN()}) {
+      for (const int64_t at : {0, 1, 63, 64, 255, 256, 298, 299}) {
+        std::vector<float> grad(300, 1.0f);
+        grad[static_cast<size_t>(at)] = bad;
+        const TensorWork work =
+            gradient(grad.data(), DType::kFloat32, 300 / row_length, row_length);
+        expect_same_sum(work, " with a non-finite element");
+        const ExactAccumulator acc = sum_on_cpu(default_kernels(), work, kChunkElements);
+        ASSERT_EQ(acc.nans, std::isnan(bad) ? 1 : 0);
+        ASSERT_EQ(acc.infinities, std::isnan(bad) ? 0 : 1);
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace torchopt_ext

@@ -1,0 +1,489 @@
+"""One rank of tests/distributed/test_step_engine.py; writes what it saw as JSON.
+
+Usage: torchrun ... step_engine_worker.py FOLDER
+"""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import hashlib
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchopt_ext import FusedAdamW, GradScaler
+
+Result = dict[str, Any]
+Placements = Callable[[int], list[Placement]]
+
+BF16 = torch.bfloat16
+MAX_NORM = 0.5
+# uneven rows, rows of one element, fewer rows than ranks, several chunks, three dimensions
+SHAPES = [(7, 100), (51,), (1, 130), (9, 9000), (3, 5), (4, 6, 33)]
+STEPS = 4
+
+
+def make(dtype: torch.dtype) -> tuple[list[Tensor], list[list[Tensor]]]:
+    """The same parameters, and gradients for every step, on every rank."""
+    generator = torch.Generator().manual_seed(0)
+
+    def randn() -> list[Tensor]:
+        return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+
+    return randn(), [randn() for _ in range(STEPS)]
+
+
+def whole(tensor: Any) -> Tensor:
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().contiguous()
+    if tensor.dtype == torch.int16:  # gloo does not gather it
+        local = tensor.to_local().view(BF16)
+        tensor = DTensor.from_local(
+            local, tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride()
+        )
+    return tensor.full_tensor().detach().contiguous()
+
+
+def fingerprint(tensor: Any) -> str:
+    data = whole(tensor).flatten().view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def describe(optimizer: FusedAdamW) -> Result:
+    """The last decision, exactly, and the bits of whole parameters and their state."""
+    names = ("grad_norm", "clip_factor", "found_inf", "skipped_steps")
+    result: Result = {n: float(getattr(optimizer.control, n)).hex() for n in names}
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    result["params"] = [fingerprint(p) for p in params]
+    result["state"] = [
+        {k: fingerprint(v) for k, v in sorted(optimizer.state[p].items())} for p in params
+    ]
+    return result
+
+
+def seen(optimizer: FusedAdamW) -> Result:
+    """What telemetry says of this rank's shards."""
+    telemetry = optimizer.telemetry
+    return {
+        "digests": [d % 2**64 for d in telemetry.digests.tolist()],
+        "lost": telemetry.lost_updates.tolist(),
+        "grad_squares": telemetry.grad_norms.square().tolist(),
+        "update_squares": telemetry.update_norms.square().tolist(),
+    }
+
+
+def train(
+    place: Placements | None,
+    dtype: torch.dtype = torch.float32,
+    mesh: DeviceMesh | None = None,
+    clip: bool = True,
+    resume: bool = False,
+    **kwargs: Any,
+) -> Result:
+    """All steps, of plain tensors or of DTensors; optionally a new optimizer goes on halfway."""
+    values, gradients = make(dtype)
+    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def placed(tensor: Tensor, i: int) -> Tensor:
+        return tensor if place is None else distribute_tensor(tensor, mesh, place(i))
+
+    params = [nn.Parameter(placed(v, i)) for i, v in enumerate(values)]
+    if clip:
+        kwargs["max_grad_norm"] = MAX_NORM
+    optimizer = FusedAdamW(params, lr=0.01, track=True, **kwargs)
+    for number, step in enumerate(gradients):
+        if resume and number == STEPS // 2:
+            saved = optimizer.state_dict()
+            optimizer = FusedAdamW(params, lr=0.01, track=True, **kwargs)
+            optimizer.load_state_dict(saved)
+        for i, (p, gradient) in enumerate(zip(params, step, strict=True)):
+            p.grad = placed(gradient, i)
+        optimizer.step()
+    return {**describe(optimizer), "local": seen(optimizer)}
+
+
+def rows(_: int) -> list[Placement]:
+    return [Shard(0)]
+
+
+def last_dimension(i: int) -> list[Placement]:
+    return [Shard(len(SHAPES[i]) - 1)]
+
+
+def mixed(i: int) -> list[Placement]:
+    """As tensor parallel does: rows, columns, replicas."""
+    return [([Shard(0), Shard(len(SHAPES[i]) - 1), Replicate()])[i % 3]]
+
+
+def mixed_rows(i: int) -> list[Placement]:
+    return [Shard(0) if i % 2 else Replicate()]
+
+
+def hybrid(shape: tuple[int, int]) -> Result:
+    """HSDP: replicated over the first dimension of the mesh, split by rows over the second."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    return train(lambda _: [Replicate(), Shard(0)], mesh=mesh)
+
+
+def two_meshes() -> Result:
+    """Parameters of a one- and of a two-dimensional mesh in one norm."""
+    values, gradients = make(torch.float32)
+    line = init_device_mesh("cpu", (2,))
+    grid = init_device_mesh("cpu", (2, 1), mesh_dim_names=("shard", "other"))
+    where: list[tuple[DeviceMesh, list[Placement]] | None] = [
+        (line, [Shard(0)]), (grid, [Shard(0), Replicate()]), (line, [Replicate()]),
+        (grid, [Shard(0), Shard(0)]), None, (grid, [Replicate(), Shard(0)]),
+    ]  # fmt: skip
+
+    def placed(tensor: Tensor, i: int) -> Tensor:
+        at = where[i]
+        return tensor if at is None else distribute_tensor(tensor, *at)
+
+    params = [nn.Parameter(placed(v, i)) for i, v in enumerate(values)]
+    optimizer = FusedAdamW(params, lr=0.01, max_grad_norm=MAX_NORM)
+    for step in gradients:
+        for i, p in enumerate(params):
+            p.grad = placed(step[i], i)
+        optimizer.step()
+    return describe(optimizer)
+
+
+# ---- one rank overflows --------------------------------------------------------------------------
+
+
+def scaled(params: Sequence[Any], optimizer: FusedAdamW, backward: Callable[[int, float], None],
+           unscale: bool = False) -> Result:  # fmt: skip
+    """Eight steps under our scaler; in 2 and 5 one rank has a bad element in its own shard."""
+    scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    scaler.scale(torch.ones(1))
+    scales, moved = [], []
+    for step in range(8):
+        backward(step, scaler.get_scale())
+        bad = {2: 1, 5: 0}.get(step)
+        if bad == dist.get_rank():
+            gradient = params[0].grad
+            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            local.view(-1)[-1] = math.inf if step == 2 else math.nan
+        before = [fingerprint(p) for p in params]
+        if unscale:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        moved.append([fingerprint(p) for p in params] != before)
+    steps = [float(optimizer.state[p]["step"]) for p in params]
+    return {"scales": scales, "moved": moved, "steps": steps}
+
+
+def overflow_in_process_group() -> Result:
+    """Every rank owns other parameters, as under ZeRO."""
+    params = [nn.Parameter(torch.ones(3, 5)), nn.Parameter(torch.ones(7))]
+    optimizer = FusedAdamW(params, lr=0.01, process_group=dist.group.WORLD)
+
+    def backward(step: int, scale: float) -> None:
+        for p in params:
+            p.grad = torch.full_like(p, scale * (step + 1) * (1 + dist.get_rank()))
+
+    return scaled(params, optimizer, backward)
+
+
+def overflow_in_shards(unscale: bool) -> Result:
+    values, gradients = make(torch.float32)
+    mesh = init_device_mesh("cpu", (2,))
+    params = [nn.Parameter(distribute_tensor(v, mesh, [Shard(0)])) for v in values]
+    optimizer = FusedAdamW(params, lr=0.01)
+
+    def backward(step: int, scale: float) -> None:
+        for p, gradient in zip(params, gradients[step % STEPS], strict=True):
+            p.grad = distribute_tensor(gradient * scale, mesh, [Shard(0)])
+
+    return scaled(params, optimizer, backward, unscale)
+
+
+def small_model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).to(dtype)
+
+
+def sharded_model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """FSDP2, with sums instead of averages, which gloo does not have."""
+    model = small_model(dtype)
+    for module in (model[0], model[2], model):
+        fully_shard(module).set_force_sum_reduction_for_comms(True)
+    return model
+
+
+def overflow_under_fsdp() -> Result:
+    model = sharded_model()
+    optimizer = FusedAdamW(model.parameters(), lr=0.01)
+    data = torch.randn(4, 5, generator=torch.Generator().manual_seed(1))
+
+    def backward(step: int, scale: float) -> None:
+        optimizer.zero_grad()
+        (model(data + step).square().mean() * scale).backward()
+
+    return scaled(list(model.parameters()), optimizer, backward)
+
+
+def stock_scaler_is_refused() -> Result:
+    """Its flag is this rank's alone."""
+    mesh = init_device_mesh("cpu", (2,))
+    p = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+    optimizer = FusedAdamW([p])
+    p.grad = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+    optimizer.grad_scale, optimizer.found_inf = torch.ones(()), torch.zeros(())
+    message = ""
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        message = str(error)
+    return {"message": message, "params": fingerprint(p)}
+
+
+# ---- FSDP2 in 16 bit -----------------------------------------------------------------------------
+
+
+def model_run(sharded: bool, **kwargs: Any) -> Result:
+    """Both ranks have the same data, so reduced gradients are those of one process, exactly."""
+    model = sharded_model(BF16) if sharded else small_model(BF16)
+    optimizer = FusedAdamW(model.parameters(), lr=0.01, max_grad_norm=0.05, track=True, **kwargs)
+    data = torch.randn(4, 5, generator=torch.Generator().manual_seed(1)).to(BF16)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        model(data).float().square().mean().backward()
+        optimizer.step()
+    return {**describe(optimizer), "local": seen(optimizer)}
+
+
+# ---- gradients placed otherwise ------------------------------------------------------------------
+
+
+class Collectives(TorchDispatchMode):
+    """Counts collectives by operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: collections.Counter[str] = collections.Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        if "c10d" in name and "wait" not in name and "wrap" not in name:
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def eighths(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Numbers of few bits, whose sums are exact."""
+    return torch.randint(-64, 64, shape, generator=generator) / 8
+
+
+def partial_gradients(place: Placements | None, numbers: int = 1) -> Result:
+    """Every rank holds another part of the sum; its own part alone would be another gradient."""
+    generator = torch.Generator().manual_seed(3)
+    values = [eighths(shape, generator) for shape in SHAPES * numbers]
+    parts = [[eighths(v.shape, generator) for v in values] for _ in range(2)]
+    mesh = init_device_mesh("cpu", (2,))
+    if place is None:
+        params = [nn.Parameter(v) for v in values]
+    else:
+        params = [
+            nn.Parameter(distribute_tensor(v, mesh, place(i % len(SHAPES))))
+            for i, v in enumerate(values)
+        ]
+    optimizer = FusedAdamW(params, lr=0.01, max_grad_norm=MAX_NORM)
+    for _ in range(2):
+        for i, p in enumerate(params):
+            if place is None:
+                p.grad = parts[0][i] + parts[1][i]
+            else:
+                mine = parts[dist.get_rank()][i]
+                p.grad = DTensor.from_local(mine, mesh, [Partial()], run_check=False)
+        with Collectives() as collectives:
+            optimizer.step()
+    return {**describe(optimizer), "collectives": dict(collectives.counts)}
+
+
+def written_back(gradient: list[Placement]) -> Result:
+    """What becomes of a sharded gradient, or of one that has to be redistributed first."""
+    mesh = init_device_mesh("cpu", (2,))
+    p = nn.Parameter(distribute_tensor(torch.zeros(4, 6), mesh, [Shard(0)]))
+    optimizer = FusedAdamW([p], lr=0.01, max_grad_norm=1.0, write_back_gradients=True)
+    p.grad = distribute_tensor(torch.ones(4, 6), mesh, gradient)
+    message = ""
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        message = str(error)
+    norm = float(whole(p.grad).norm())
+    return {"message": message, "norm": norm, "moved": bool(whole(p).any())}
+
+
+def resharded_gradients() -> Result:
+    """Parameters by rows, gradients by columns and replicated: all of it is known somewhere."""
+    values, gradients = make(torch.float32)
+    mesh = init_device_mesh("cpu", (2,))
+    params = [nn.Parameter(distribute_tensor(v, mesh, [Shard(0)])) for v in values]
+    optimizer = FusedAdamW(params, lr=0.01, max_grad_norm=MAX_NORM, track=True)
+    for step in gradients:
+        for i, (p, gradient) in enumerate(zip(params, step, strict=True)):
+            where = last_dimension(i) if i % 2 else [Replicate()]
+            p.grad = distribute_tensor(gradient, mesh, where)
+        optimizer.step()
+    return describe(optimizer)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def sequence_parallel(parallel: bool) -> Result:
+    """A block of a transformer: its norm's weight is Replicate, with gradients that are Partial."""
+    torch.manual_seed(0)
+    model = Block()
+    mesh = init_device_mesh("cpu", (2,))
+    if parallel:
+        plan = {
+            "norm": SequenceParallel(),
+            "up": ColwiseParallel(input_layouts=Shard(1)),
+            "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+        }
+        parallelize_module(model, mesh, plan)
+        distribute_module(model, mesh)
+    optimizer = FusedAdamW(model.parameters(), lr=0.05, max_grad_norm=0.01)
+    x = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(1))
+    kinds: list[str] = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        given = distribute_tensor(x, mesh, [Shard(1)]) if parallel else x
+        out = model(given)
+        out = out.full_tensor() if isinstance(out, DTensor) else out
+        out.square().mean().backward()
+        kinds = [str(getattr(p.grad, "placements", "")) for p in model.parameters()]
+        optimizer.step()
+    return {
+        "kinds": kinds,
+        "grad_norm": float(optimizer.control.grad_norm),
+        "clip_factor": float(optimizer.control.clip_factor),
+        "values": [whole(p).flatten().tolist() for p in model.parameters()],
+    }
+
+
+def unfinished_gradients(wrapped: bool) -> Result:
+    """Rank 0 steps while the all-reduce of its gradient still waits for rank 1."""
+    value = torch.ones(3, 4)
+    mesh = init_device_mesh("cpu", (2,))
+    p = nn.Parameter(distribute_tensor(value, mesh, [Replicate()]) if wrapped else value)
+    optimizer = FusedAdamW([p], lr=0.1, max_grad_norm=1.0)
+    mine = torch.full((3, 4), 1.0 if dist.get_rank() == 0 else -3.0)  # the sum has another sign
+    if dist.get_rank() == 1:
+        time.sleep(0.3)
+    gradient = funcol.all_reduce(mine, "sum", dist.group.WORLD)
+    kind = type(gradient).__name__
+    if wrapped:
+        gradient = DTensor.from_local(gradient, mesh, [Replicate()], run_check=False)
+    p.grad = gradient
+    optimizer.step()
+    grad_norm = float(optimizer.control.grad_norm)
+    return {"kind": kind, "grad_norm": grad_norm, "moved_up": float(whole(p)[0, 0]) > 1}
+
+
+MASTERS: dict[str, dict[str, Any]] = {
+    "master": {"master_weights": "fp32"},
+    "remainder": {"master_weights": "remainder"},
+    "stochastic": {"stochastic_rounding": True, "rounding_seed": 11},
+    "stochastic moments": {
+        "master_weights": "remainder", "state_dtype": BF16, "stochastic_rounding": True,
+        "amsgrad": True,
+    },
+}  # fmt: skip
+
+
+def cases() -> dict[str, Callable[[], Result]]:
+    found: dict[str, Callable[[], Result]] = {
+        "unsharded": lambda: train(None),
+        "rows": lambda: train(rows),
+        "mixed rows": lambda: train(mixed_rows),
+        "mixed": lambda: train(mixed),
+        "hybrid 2x1": lambda: hybrid((2, 1)),
+        "hybrid 1x2": lambda: hybrid((1, 2)),
+        "two meshes": two_meshes,
+        "overflow process group": overflow_in_process_group,
+        "overflow rows": lambda: overflow_in_shards(False),
+        "overflow rows, unscaled before": lambda: overflow_in_shards(True),
+        "overflow fsdp": overflow_under_fsdp,
+        "stock scaler": stock_scaler_is_refused,
+        "summed gradients": lambda: partial_gradients(None),
+        "partial, replicated": lambda: partial_gradients(lambda _: [Replicate()]),
+        "partial, mixed rows": lambda: partial_gradients(mixed_rows),
+        "partial, many": lambda: partial_gradients(lambda _: [Replicate()], numbers=5),
+        "resharded gradients": resharded_gradients,
+        "written back": lambda: written_back([Shard(0)]),
+        "written back, resharded": lambda: written_back([Replicate()]),
+        "one process": lambda: sequence_parallel(False),
+        "sequence parallel": lambda: sequence_parallel(True),
+        "unfinished": lambda: unfinished_gradients(False),
+        "unfinished in a DTensor": lambda: unfinished_gradients(True),
+    }
+    for name, kwargs in MASTERS.items():
+        for clip in (True, False):
+            how = f"{name}{'' if clip else ', unclipped'}"
+            found[f"unsharded {how}"] = lambda k=kwargs, c=clip: train(None, BF16, clip=c, **k)
+            found[f"rows {how}"] = lambda k=kwargs, c=clip: train(rows, BF16, clip=c, **k)
+        found[f"columns {name}, unclipped"] = lambda k=kwargs: train(
+            last_dimension, BF16, clip=False, **k
+        )
+        found[f"rows {name}, resumed"] = lambda k=kwargs: train(rows, BF16, resume=True, **k)
+        found[f"model {name}"] = lambda k=kwargs: model_run(False, **k)
+        found[f"fsdp {name}"] = lambda k=kwargs: model_run(True, **k)
+    return found
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    results = {}
+    for name, case in cases().items():
+        try:
+            results[name] = case()
+        except Exception as error:
+            results[name] = {"error": f"{type(error).__name__}: {error}"}
+        dist.barrier()
+    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

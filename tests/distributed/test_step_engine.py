@@ -1,0 +1,203 @@
+"""The step engine over two gloo ranks: one decision, and the bits of one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.timeout(150)
+
+RUN_TIMEOUT = 120  # seconds; the run takes about 10 on an idle machine
+
+Results = list[dict[str, dict[str, Any]]]  # by rank and case
+
+HELD = ("master", "remainder", "stochastic", "stochastic moments")  # ways to hold bf16 weights
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """All cases of step_engine_worker.py, in one run of two processes."""
+    folder = tmp_path_factory.mktemp("engine")
+    command = [
+        *[sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"],
+        *["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"],
+        *[str(Path(__file__).with_name("step_engine_worker.py")), str(folder)],
+    ]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        output, _ = process.communicate(timeout=RUN_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        pytest.fail(f"two ranks still ran after {RUN_TIMEOUT} s:\n{process.communicate()[0]}")
+    assert process.returncode == 0, output
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+def case(results: Results, name: str) -> dict[str, Any]:
+    """The case's result, which both ranks must agree on but for what is local."""
+    for rank in results:
+        assert "error" not in rank[name], rank[name]["error"]
+    first, second = ({k: v for k, v in r[name].items() if k != "local"} for r in results)
+    assert first == second
+    return first
+
+
+def number(result: dict[str, Any], field: str) -> float:
+    return float.fromhex(result[field])
+
+
+BITWISE = {
+    "rows": "unsharded",
+    "mixed rows": "unsharded",
+    "hybrid 2x1": "unsharded",
+    "hybrid 1x2": "unsharded",
+    "two meshes": "unsharded",
+    "resharded gradients": "unsharded",
+    "partial, replicated": "summed gradients",
+    "partial, mixed rows": "summed gradients",
+    **{f"rows {held}": f"unsharded {held}" for held in HELD},
+    **{f"rows {held}, resumed": f"unsharded {held}" for held in HELD},
+    **{f"fsdp {held}": f"model {held}" for held in HELD},
+}
+
+
+@pytest.mark.parametrize("name", BITWISE)
+def test_bits_are_those_of_one_process(results: Results, name: str) -> None:
+    """Norm, clip factor and, after clipped steps, every parameter, master, moment and count."""
+    sharded, whole = case(results, name), case(results, BITWISE[name])
+    assert 0 < number(whole, "clip_factor") < 1
+    for field in ("grad_norm", "clip_factor", "params", "state"):
+        assert sharded[field] == whole[field]
+
+
+@pytest.mark.parametrize("held", HELD)
+@pytest.mark.parametrize("split", ["rows", "columns"])
+def test_random_rounding_does_not_depend_on_sharding(
+    results: Results, held: str, split: str
+) -> None:
+    """Draws belong to an element of the parameter: a split by columns has them, too."""
+    sharded = case(results, f"{split} {held}, unclipped")
+    whole = case(results, f"unsharded {held}, unclipped")
+    assert sharded["params"] == whole["params"]
+    assert sharded["state"] == whole["state"]
+
+
+def test_the_ways_to_hold_weights_differ(results: Results) -> None:
+    """Or the tests above would say nothing about them."""
+    params = {held: tuple(case(results, f"unsharded {held}")["params"]) for held in HELD}
+    assert len(set(params.values())) >= 3
+    assert all(p != tuple(case(results, "unsharded")["params"]) for p in params.values())
+
+
+@pytest.mark.parametrize(
+    ("sharded", "whole"),
+    [
+        ("rows", "unsharded"),
+        *[(f"rows {held}", f"unsharded {held}") for held in HELD],
+        *[(f"columns {held}, unclipped", f"unsharded {held}, unclipped") for held in HELD],
+        *[(f"fsdp {held}", f"model {held}") for held in HELD],
+    ],
+)
+def test_what_shards_see_adds_up(results: Results, sharded: str, whole: str) -> None:
+    """Digests modulo 2**64 and counts exactly, squares of norms up to rounding."""
+    mine = [rank[sharded]["local"] for rank in results]
+    exact = results[0][whole]["local"]
+    digests = [sum(pair) % 2**64 for pair in zip(*[m["digests"] for m in mine], strict=True)]
+    assert digests == exact["digests"]
+    assert len(set(digests)) == len(digests)
+    assert [sum(pair) for pair in zip(*[m["lost"] for m in mine], strict=True)] == exact["lost"]
+    for squares in ("grad_squares", "update_squares"):
+        summed = [sum(pair) for pair in zip(*[m[squares] for m in mine], strict=True)]
+        assert summed == pytest.approx(exact[squares], rel=1e-12)
+        assert min(summed) > 0
+
+
+def test_replicas_have_equal_digests(results: Results) -> None:
+    """A replicated parameter's digest is that of the whole on every rank."""
+    whole = results[0]["unsharded"]["local"]["digests"]
+    for rank in results:
+        local = rank["mixed rows"]["local"]["digests"]
+        assert [local[i] for i in (0, 2, 4)] == [whole[i] for i in (0, 2, 4)]
+
+
+def test_columns_and_rows_and_replicas_in_one_norm(results: Results) -> None:
+    """Blocks of the sum of squares are cut differently: equal to 2**-50."""
+    mixed, whole = case(results, "mixed"), case(results, "unsharded")
+    expected = number(whole, "grad_norm")
+    assert abs(number(mixed, "grad_norm") - expected) <= 2**-50 * expected
+
+
+@pytest.mark.parametrize("name", ["process group", "rows", "rows, unscaled before", "fsdp"])
+def test_an_overflow_on_one_rank_skips_on_all(results: Results, name: str) -> None:
+    """Steps 2 and 5 of 8, on one rank each; case() has compared both ranks' scales and weights."""
+    found = [rank[f"overflow {name}"] for rank in results]
+    for rank in found:
+        assert "error" not in rank, rank["error"]
+    assert found[0]["scales"] == found[1]["scales"]
+    # grows after every second good step in a row
+    exponents = [10, 11, 10, 10, 11, 10, 10, 11]
+    assert found[0]["scales"] == [2.0**e for e in exponents]
+    for rank in found:
+        assert rank["moved"] == [step not in (2, 5) for step in range(8)]
+        assert set(rank["steps"]) == {6.0}
+
+
+def test_stock_scaler_is_refused_with_shards(results: Results) -> None:
+    result = case(results, "stock scaler")
+    assert "shards" in result["message"]
+
+
+def test_partial_gradients_travel_together(results: Results) -> None:
+    """Five times as many of them take no more collectives."""
+    few, many = (case(results, name) for name in ("partial, replicated", "partial, many"))
+    assert sum(few["collectives"].values()) == sum(many["collectives"].values()) == 1
+
+
+def test_gradients_of_shards_are_written_back(results: Results) -> None:
+    result = case(results, "written back")
+    assert not result["message"]
+    assert result["moved"]
+    assert result["norm"] == pytest.approx(1.0, rel=1e-5)
+
+
+def test_redistributed_gradients_are_not_left_as_they_were(results: Results) -> None:
+    """The step sees a copy of them: it says so, as it does of other strides, or writes it back."""
+    result = case(results, "written back, resharded")
+    if result["message"]:
+        assert "gradient" in result["message"]
+        assert not result["moved"]
+    else:
+        assert result["norm"] == pytest.approx(1.0, rel=1e-5)
+
+
+def test_sequence_parallel_block(results: Results) -> None:
+    """DTensors as tensor parallelism makes them, up to the rounding of its sums."""
+    parallel, single = case(results, "sequence parallel"), case(results, "one process")
+    assert any("Partial" in kind for kind in parallel["kinds"])
+    assert any("Shard(dim=1)" in kind for kind in parallel["kinds"])
+    assert 0 < single["clip_factor"] < 1
+    assert parallel["grad_norm"] == pytest.approx(single["grad_norm"], rel=1e-5)
+    for mine, theirs in zip(parallel["values"], single["values"], strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["unfinished", "unfinished in a DTensor"])
+def test_a_gradient_still_on_its_way_is_waited_for(results: Results, name: str) -> None:
+    result = case(results, name)
+    assert result["kind"] == "AsyncCollectiveTensor"
+    assert result["grad_norm"] == pytest.approx(2 * 12**0.5)  # of the sum, 1 - 3, in 12 elements
+    assert result["moved_up"]

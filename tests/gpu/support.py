@@ -1,0 +1,63 @@
+"""Parameters that lie anywhere in memory, the same on the CPU and on the GPU, and their steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+marks = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="torch.cuda.is_available() is False: no GPU"
+    ),
+]
+
+# Long rows and short ones, scalars, nothing; odd sizes, so that what follows is misaligned.
+SHAPES = [(300, 257), (3, 4096), (70001,), (7, 63), (1,), (), (0, 3), (129, 65)]
+
+
+def carved(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, seed: int) -> list[Tensor]:
+    """Tensors that lie one after another in one allocation, from its second element on."""
+    generator = torch.Generator().manual_seed(seed)
+    numels = [torch.Size(shape).numel() for shape in shapes]
+    flat = torch.randn(1 + sum(numels), generator=generator).to(dtype)
+    pieces = flat[1:].split(numels)
+    return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+
+
+def on(device: str, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors on ``device``, each where it lay in its allocation."""
+    flat = tensors[0]._base
+    assert flat is not None
+    moved = torch.empty_like(flat, device=device).copy_(flat)
+    return [moved.as_strided(t.shape, t.stride(), t.storage_offset()) for t in tensors]
+
+
+def make_params(device: str, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    return [nn.Parameter(t) for t in on(device, carved(SHAPES, dtype, 0))]
+
+
+def set_gradients(params: Sequence[nn.Parameter], seed: int, scale: float = 1.0) -> None:
+    """The same gradients on any device; scales that are powers of two are exact."""
+    device = params[0].device.type
+    grads = carved([tuple(p.shape) for p in params], params[0].dtype, 1000 + seed)
+    for param, grad in zip(params, on(device, grads), strict=True):
+        param.grad = grad * scale if scale != 1.0 else grad
+
+
+def bits(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def everything(params: Sequence[nn.Parameter], optimizer: Optimizer) -> list[bytes]:
+    """All bits of parameters and state."""
+    found = []
+    for param in params:
+        state: dict[str, Any] = optimizer.state.get(param, {})
+        found += [bits(param)] + [bits(state[name]) for name in sorted(state)]
+    return found

@@ -1,0 +1,156 @@
+"""What a step asks of the host: nothing to wait for, few launches, and CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from torchopt_ext import FusedAdamW
+
+from .support import everything, make_params, marks, set_gradients
+
+pytestmark = marks
+
+
+def lr_tensor(value: float = 1e-2) -> torch.Tensor:
+    return torch.tensor(value, device="cuda")
+
+
+def warmed_up(**kwargs: Any) -> tuple[list[nn.Parameter], FusedAdamW]:
+    params = make_params("cuda")
+    optimizer = FusedAdamW(params, **{"lr": lr_tensor(), "max_grad_norm": 1.0, **kwargs})
+    for step in range(2):
+        set_gradients(params, step)
+        optimizer.step()
+    return params, optimizer
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"skip_nonfinite": True}, {"track": True}])
+def test_a_step_does_not_wait_for_the_device(kwargs: dict[str, Any]) -> None:
+    params, optimizer = warmed_up(**kwargs)
+    set_gradients(params, 2)  # elsewhere in memory: the tables go up again
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def calls_of(call: Callable[[], object]) -> dict[str, int]:
+    """How often CUDA functions are called."""
+    for _ in range(2):  # the first time starts the profiler
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+            call()
+    return {event.key: event.count for event in profiled.key_averages()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_step_has_at_most_four_launches(dtype: torch.dtype) -> None:
+    params = make_params("cuda", dtype)
+    masters = None if dtype is torch.float32 else "remainder"
+    optimizer = FusedAdamW(params, max_grad_norm=1.0, master_weights=masters)
+    set_gradients(params, 0)
+    optimizer.step()
+    calls = calls_of(optimizer.step)
+    launches = sum(count for name, count in calls.items() if "LaunchKernel" in name)
+    assert 0 < launches <= 4, calls
+    assert "cudaStreamSynchronize" not in calls
+
+
+def test_a_steady_step_allocates_nothing() -> None:
+    params, optimizer = warmed_up(track=True)
+    set_gradients(params, 3)
+    optimizer.step()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    for _ in range(10):
+        optimizer.step()
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+def change(lr: torch.Tensor, params: list[nn.Parameter], step: int) -> None:
+    """The learning rate and the gradients of a step, in the memory they already have."""
+    lr.fill_(1e-2 / (1 + step))
+    kept = [p.grad for p in params]
+    set_gradients(params, step)
+    for param, grad in zip(params, kept, strict=True):
+        assert grad is not None and param.grad is not None
+        grad.copy_(param.grad)
+        param.grad = grad
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"track": True}], ids=["", "tracked"])
+def test_a_captured_step_gives_the_bits_of_eager_ones(kwargs: dict[str, Any]) -> None:
+    lr, eager_lr = lr_tensor(), lr_tensor()
+    params, optimizer = warmed_up(lr=lr, **kwargs)
+    eager_params, eager = warmed_up(lr=eager_lr, **kwargs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    assert everything(params, optimizer) == everything(eager_params, eager)  # only captured
+    for step in range(20):
+        change(lr, params, step)
+        change(eager_lr, eager_params, step)
+        graph.replay()
+        eager.step()
+        if step % 7 == 3:  # an eager step in between, with gradients elsewhere in memory
+            kept = [p.grad for p in params]
+            set_gradients(params, 50 + step)
+            optimizer.step()
+            for param, grad in zip(params, kept, strict=True):
+                param.grad = grad
+            kept = [p.grad for p in eager_params]
+            set_gradients(eager_params, 50 + step)
+            eager.step()
+            for param, grad in zip(eager_params, kept, strict=True):
+                param.grad = grad
+    assert everything(params, optimizer) == everything(eager_params, eager)
+
+
+def test_a_step_without_some_gradients_can_be_captured() -> None:
+    """Also one whose tables changed just before; an eager step follows a replay."""
+    found = []
+    for captured in (False, True):
+        params = make_params("cuda")
+        optimizer = FusedAdamW(params, lr=lr_tensor(), max_grad_norm=1.0)
+        optimizer.init_state()
+        set_gradients(params, 0)
+        optimizer.step()  # the control block is copied from the host
+        params[0].grad = None  # other tables from here on
+        if captured:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                optimizer.step()
+            graph.replay()
+        else:
+            optimizer.step()
+        optimizer.step()
+        found.append(everything(params, optimizer))
+    assert found[0] == found[1]
+
+
+def test_a_step_runs_on_the_current_stream() -> None:
+    params, optimizer = warmed_up()
+    other_params, other = warmed_up()
+    set_gradients(params, 4)
+    set_gradients(other_params, 4)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)
+        for grad in (p.grad for p in params):
+            assert grad is not None
+            grad.mul_(0.5)  # seen by the step only in the stream's order
+        optimizer.step()
+    torch.cuda.current_stream().wait_stream(stream)
+    for grad in (p.grad for p in other_params):
+        assert grad is not None
+        grad.mul_(0.5)
+    other.step()
+    assert everything(params, optimizer) == everything(other_params, other)

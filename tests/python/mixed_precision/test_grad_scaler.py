@@ -1,0 +1,383 @@
+"""torchopt_ext.GradScaler beside torch.amp.GradScaler, alone and with each other's optimizers."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torchopt_ext import FusedAdamW, GradScaler
+from torchopt_ext.containers import OptimizersContainer, OptimizersInBackwardContainer
+
+from ..optim.subject import (
+    assert_same_bits,
+    bits,
+    copy_params,
+    make_params,
+    set_gradients,
+    snapshot,
+)
+from .scaling import PATTERN, SPECIALS, drive, plant, scaler_of
+
+
+def parts_of(seed: int = 0) -> list[nn.Module]:
+    torch.manual_seed(seed)
+    return [nn.Linear(5, 4), nn.Linear(4, 3), nn.Linear(3, 70)]
+
+
+def container_of(parts: list[nn.Module], **kwargs: Any) -> OptimizersContainer[Any]:
+    return OptimizersContainer(parts, FusedAdamW, {"lr": 0.02, **kwargs})
+
+
+def all_params(parts: Sequence[nn.Module]) -> list[nn.Parameter]:
+    return [p for part in parts for p in part.parameters()]
+
+
+# ---- as torch's ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"growth_interval": 1},
+        {"growth_interval": 3, "growth_factor": 1.7, "backoff_factor": 0.3},
+        {"init_scale": 2.0**126},  # growth to infinity is refused
+        {"init_scale": 2.0**-146, "growth_interval": 100},  # backs off to zero
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kwargs", [{}, {"max_grad_norm": 0.5}], ids=str)
+def test_scales_and_steps_are_torchs(settings: dict[str, Any], kwargs: dict[str, Any]) -> None:
+    """Over 40 steps, with our optimizer under either scaler, and torch's under torch's."""
+    extreme = "init_scale" in settings  # gradients over- or underflow by themselves, alike
+    mine, under_torchs, theirs = make_params(), make_params(), make_params()
+    ours = FusedAdamW(mine, lr=0.02, **kwargs)
+    other = FusedAdamW(under_torchs, lr=0.02, **kwargs)
+    torchs = torch.optim.AdamW(theirs, lr=0.02, fused=True)
+    trace = drive(scaler_of(GradScaler, **settings), ours, mine, PATTERN)
+    expected = drive(scaler_of(torch.amp.GradScaler, **settings), torchs, theirs, PATTERN)
+    assert trace == expected
+    assert len({scale for scale, _ in trace}) > 1
+    stock = scaler_of(torch.amp.GradScaler, **settings)
+    assert drive(stock, other, under_torchs, PATTERN) == expected
+    assert snapshot(ours) == snapshot(other)
+    for p, q in zip(mine, theirs, strict=True):
+        assert float(ours.state[p]["step"]) == float(torchs.state[q]["step"])
+    if not kwargs and not extreme:
+        for p, q in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"max_grad_norm": 0.5}], ids=str)
+@pytest.mark.parametrize("scaler_class", [GradScaler, torch.amp.GradScaler])
+def test_parts_of_a_container_decide_jointly(scaler_class: Any, kwargs: dict[str, Any]) -> None:
+    """An overflow in one part skips all parts, as in one optimizer over all parameters."""
+    parts, reference = parts_of(), parts_of()
+    container, params = container_of(parts, **kwargs), all_params(parts)
+    whole = all_params(reference)
+    single = FusedAdamW(whole, lr=0.02, **kwargs)
+    trace = drive(scaler_of(scaler_class), container, params, PATTERN)
+    assert trace == drive(scaler_of(torch.amp.GradScaler), single, whole, PATTERN)
+    assert_same_bits(params, whole)
+    good = PATTERN.count(False)
+    assert {float(container.state[p]["step"]) for p in params} == {float(good)}
+    for optimizer in [container, *container.optimizers]:
+        assert not {"grad_scale", "found_inf"} & vars(optimizer).keys()
+        assert not optimizer.__dict__.get("check_overflow", False)
+    # the norm of the unscaled gradients of all parts
+    set_gradients(params, seed=50, scale=2.0**10)
+    scaler = scaler_of(scaler_class)
+    scaler.step(container)
+    if scaler_class is GradScaler or kwargs:
+        exact = sum(p.grad.double().square().sum() for p in params).sqrt() / 2.0**10
+        torch.testing.assert_close(container.control.grad_norm, exact, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("scaler_class", [GradScaler, torch.amp.GradScaler])
+@pytest.mark.parametrize("special", SPECIALS)
+def test_an_overflow_leaves_every_byte(scaler_class: Any, special: float) -> None:
+    parts = parts_of()
+    container, params = container_of(parts, amsgrad=True), all_params(parts)
+    scaler = scaler_of(scaler_class, growth_interval=100)
+    drive(scaler, container, params, [False, False])
+    before = [snapshot(optimizer) for optimizer in container.optimizers]
+    for p in params:
+        for at in (0, p.numel() // 2, p.numel() - 1):
+            set_gradients(params, seed=9)
+            p.grad.view(-1)[at] = special
+            scaler.step(container)
+            scaler.update()
+            assert [snapshot(optimizer) for optimizer in container.optimizers] == before
+    assert scaler.get_scale() == 2.0 ** (10 - 3 * len(params))
+
+
+def test_a_step_without_scaler_afterwards_does_not_skip() -> None:
+    params = make_params()
+    optimizer = FusedAdamW(params)
+    drive(scaler_of(GradScaler), optimizer, params, [False, True])
+    set_gradients(params)
+    params[0].grad[0, 0] = math.nan
+    optimizer.step()
+    assert params[0].isnan().any()
+    assert optimizer.skip_nonfinite is False
+    assert float(optimizer.control.skipped_steps) == 1
+
+
+def test_own_skipping_stays_on_after_a_scaled_step() -> None:
+    params = make_params()
+    optimizer = FusedAdamW(params, skip_nonfinite=True)
+    drive(scaler_of(GradScaler), optimizer, params, [False, True])
+    before = snapshot(optimizer)
+    set_gradients(params)
+    params[0].grad[0, 0] = math.nan
+    optimizer.step()
+    assert snapshot(optimizer) == before
+
+
+# ---- gradients in memory -------------------------------------------------------------------------
+
+
+def test_gradients_stay_as_they_are() -> None:
+    params = make_params()
+    optimizer = FusedAdamW(params, max_grad_norm=0.1)
+    scaler = scaler_of(GradScaler)
+    set_gradients(params, scale=2.0**10)
+    before = [bits(p.grad) for p in params]
+    memory = [p.grad.data_ptr() for p in params]
+    scaler.step(optimizer)
+    scaler.update()
+    assert [bits(p.grad) for p in params] == before
+    assert [p.grad.data_ptr() for p in params] == memory
+    assert float(optimizer.control.clip_factor) < 1
+
+
+def test_unscaled_and_clipped_when_written_back() -> None:
+    params, plain = make_params(), make_params()
+    optimizer = FusedAdamW(params, max_grad_norm=0.5, write_back_gradients=True)
+    scaler = scaler_of(GradScaler)
+    set_gradients(params, scale=2.0**10)
+    set_gradients(plain)
+    scaler.step(optimizer)
+    torch.nn.utils.clip_grad_norm_(plain, 0.5)
+    for p, q in zip(params, plain, strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("overflow", [False, True])
+def test_unscale_then_torchs_clipping_then_step(overflow: bool) -> None:
+    """As under torch's scaler, where a found overflow skips even though gradients look clipped."""
+    results = []
+    for scaler_class in (GradScaler, torch.amp.GradScaler):
+        params = make_params()
+        optimizer = FusedAdamW(params, lr=0.02)
+        scaler = scaler_of(scaler_class)
+        drive(scaler, optimizer, params, [False])
+        set_gradients(params, seed=4, scale=scaler.get_scale())
+        if overflow:
+            plant(params, 3)
+        scaler.unscale_(optimizer)
+        assert overflow or params[0].grad.abs().max() < 10
+        norm = torch.nn.utils.clip_grad_norm_(params, 0.3)
+        scaler.step(optimizer)
+        scaler.update()
+        results.append((float(norm), scaler.get_scale(), snapshot(optimizer)))
+    assert results[0][1:] == results[1][1:]
+    assert results[0][0] == results[1][0] or overflow
+    assert results[0][1] == (2.0**9 if overflow else 2.0**11)
+
+
+@pytest.mark.parametrize("repair", ["clip_grad_value_", "nan_to_num_", "zero"])
+def test_an_overflow_seen_by_unscale_is_not_forgotten(repair: str) -> None:
+    """What happens to the gradients afterwards does not make the step a good one."""
+    results = []
+    for scaler_class in (GradScaler, torch.amp.GradScaler):
+        params = make_params()
+        optimizer = FusedAdamW(params, lr=0.02)
+        scaler = scaler_of(scaler_class)
+        drive(scaler, optimizer, params, [False])
+        before = snapshot(optimizer)
+        set_gradients(params, seed=4, scale=scaler.get_scale())
+        params[-1].grad.view(-1)[-1] = math.inf
+        scaler.unscale_(optimizer)
+        if repair == "clip_grad_value_":
+            torch.nn.utils.clip_grad_value_(params, 1.0)
+        elif repair == "nan_to_num_":
+            params[-1].grad.nan_to_num_(posinf=0.0)
+        else:
+            params[-1].grad.zero_()
+        scaler.step(optimizer)
+        scaler.update()
+        results.append((scaler.get_scale(), snapshot(optimizer) == before))
+    assert results[1] == (2.0**9, True)
+    assert results[0] == results[1]
+
+
+def test_a_scale_set_on_the_optimizer_multiplies() -> None:
+    """torch takes the product, for gradients that something else has scaled as well."""
+    results = []
+    for scaler_class in (GradScaler, torch.amp.GradScaler):
+        params = make_params()
+        optimizer = FusedAdamW(params, lr=0.02)
+        scaler = scaler_of(scaler_class)
+        set_gradients(params, scale=2.0**13)
+        optimizer.grad_scale = torch.tensor(8.0)
+        scaler.step(optimizer)
+        assert not hasattr(optimizer, "grad_scale")
+        results.append(snapshot(optimizer))
+    plain = make_params()
+    reference = FusedAdamW(plain, lr=0.02)
+    set_gradients(plain)
+    reference.step()
+    assert results[0] == results[1] == snapshot(reference)
+
+
+def test_float16_gradients() -> None:
+    """Stock scalers refuse them; with a master weight they need no float32 copy."""
+    low = make_params(dtype=torch.float16)
+    wide = [nn.Parameter(p.detach().float()) for p in low]
+    ours = FusedAdamW(low, lr=0.02, master_weights="fp32")
+    twin = FusedAdamW(wide, lr=0.02)
+    for p, w in zip(low, wide, strict=True):
+        w.grad = torch.full(w.shape, 2.0**-26)  # nothing, in float16
+        p.grad = (w.grad * 2.0**10).half()
+    scaler_of(GradScaler).step(ours)
+    twin.step()
+    assert_same_bits([ours.state[p]["master_weight"] for p in low], wide)
+
+
+# ---- several optimizers --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [None, 0, 1])
+def test_optimizers_of_different_kinds_under_one_scaler(bad: int | None) -> None:
+    """Each skips by itself, an overflow of either backs the scale off: as torch's."""
+    results = []
+    for scaler_class in (GradScaler, torch.amp.GradScaler):
+        groups = [make_params(seed=0), make_params(seed=1)]
+        optimizers = [FusedAdamW(groups[0], lr=0.02), torch.optim.SGD(groups[1], lr=0.02)]
+        scaler = scaler_of(scaler_class)
+        trace = []
+        for step in range(6):
+            set_gradients(*groups, seed=step, scale=scaler.get_scale())
+            if bad is not None and step in (2, 3):
+                plant(groups[bad], step)
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+            trace.append((scaler.get_scale(), scaler._get_growth_tracker()))
+        results.append((trace, [bits(p) for group in groups for p in group]))
+    assert results[0] == results[1]
+    assert (results[0][0][2][0] < 2.0**11) == (bad is not None)
+
+
+def test_two_fused_optimizers_and_one_overflow() -> None:
+    groups = [make_params(seed=0), make_params(seed=1)]
+    optimizers = [FusedAdamW(group, lr=0.02) for group in groups]
+    for optimizer in optimizers:
+        optimizer.init_state()
+    for bad in (0, 1):
+        scaler = scaler_of(GradScaler)
+        set_gradients(*groups, scale=scaler.get_scale())
+        plant(groups[bad], 0)
+        before = [snapshot(optimizer) for optimizer in optimizers]
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 2.0**9
+        changed = [snapshot(o) != b for o, b in zip(optimizers, before, strict=True)]
+        assert changed == [bad == 1, bad == 0]
+
+
+# ---- misuse --------------------------------------------------------------------------------------
+
+
+def test_disabled_scaler() -> None:
+    params, plain = make_params(), make_params()
+    optimizer, reference = FusedAdamW(params), FusedAdamW(plain)
+    scaler = GradScaler("cpu", enabled=False, hysteresis=2)
+    set_gradients(params, plain)
+    assert scaler.scale(params[0]) is params[0]
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    reference.step()
+    assert snapshot(optimizer) == snapshot(reference)
+    assert scaler.get_scale() == 1.0
+    assert scaler.state_dict() == {}
+    assert not scaler.is_enabled()
+    scaler.load_state_dict({})
+    pickle.loads(pickle.dumps(scaler))
+
+
+def test_calls_in_the_wrong_order() -> None:
+    params = make_params()
+    optimizer, scaler = FusedAdamW(params), GradScaler("cpu")
+    set_gradients(params)
+    with pytest.raises(AssertionError):  # no loss was scaled yet
+        scaler.step(optimizer)
+    scaler.scale(torch.ones(1))
+    with pytest.raises(AssertionError, match="No inf checks"):
+        scaler.update()
+    before = [bits(p) for p in params]
+    with pytest.raises(RuntimeError, match="closure"):
+        scaler.step(optimizer, closure=lambda: 0.0)
+    assert [bits(p) for p in params] == before
+    scaler.step(optimizer)
+    after = snapshot(optimizer)
+    with pytest.raises(RuntimeError, match="already been called"):
+        scaler.step(optimizer)
+    with pytest.raises(RuntimeError, match=r"after step\(\)"):
+        scaler.unscale_(optimizer)
+    assert snapshot(optimizer) == after
+    scaler.update()
+    scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match="already been called"):
+        scaler.unscale_(optimizer)
+
+
+def test_a_failed_step_leaves_scaler_and_optimizer_usable() -> None:
+    params, plain = make_params(), make_params()
+    optimizer, scaler = FusedAdamW(params), scaler_of(GradScaler)
+    reference = FusedAdamW(plain)
+    set_gradients(params, scale=2.0**10)
+    good = params[1].grad
+    params[1].grad = None
+    params[1].grad_dtype = None
+    params[1].grad = good.double()
+    with pytest.raises(RuntimeError, match="dtype"):
+        scaler.step(optimizer)
+    assert not hasattr(optimizer, "grad_scale")
+    assert not optimizer.check_overflow
+    params[1].grad = good
+    scaler.step(optimizer)
+    scaler.update()
+    set_gradients(plain)
+    reference.step()
+    assert_same_bits(params, plain)
+
+
+def test_optimizers_in_backward_cannot_be_scaled() -> None:
+    """They have stepped with scaled gradients before a scaler could say anything: an error, not a
+    wrong result. (Adam hides the scale, eps apart; an overflow it does not.)"""
+    model = nn.Linear(3, 2)
+    container = OptimizersInBackwardContainer([model], FusedAdamW, {"lr": 0.02})
+    scaler = scaler_of(GradScaler)
+    scaler.scale(model(torch.ones(3)).sum()).backward()
+    with pytest.raises(AssertionError, match="No inf checks"):
+        scaler.step(container)
+
+
+def test_copied_parameters_do_not_matter() -> None:
+    """A scaler belongs to no optimizer: another one may take over between updates."""
+    params = make_params()
+    scaler = scaler_of(GradScaler)
+    drive(scaler, FusedAdamW(params), params, [False])
+    others = copy_params(params)
+    trace = drive(scaler, FusedAdamW(others), others, [False, True])
+    assert [float.fromhex(scale) for scale, _ in trace] == [2.0**11, 2.0**10]

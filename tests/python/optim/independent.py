@@ -1,0 +1,142 @@
+"""What csrc/kernels/{remainder,stochastic,digest}.h compute, written again in numpy integers.
+
+Nothing here calls the library, so that a test against it can fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Words = NDArray[np.uint64]
+
+MASK32 = np.uint64(0xFFFFFFFF)
+
+
+def words(tensor: Tensor) -> Words:
+    """The elements' bits in storage order of a contiguous tensor."""
+    flat = tensor.detach().contiguous().flatten()
+    signed = {2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
+    unsigned = {2: np.uint16, 4: np.uint32, 8: np.uint64}[flat.element_size()]
+    return flat.view(signed).numpy().view(unsigned).astype(np.uint64)
+
+
+def floats(bits: Words) -> Tensor:
+    return torch.from_numpy(bits.astype(np.uint32).view(np.float32).copy())
+
+
+def round_to_bf16(bits: Words) -> Words:
+    """float32 bits to bfloat16 bits, to nearest even, by looking at what is cut off."""
+    high, low = bits >> np.uint64(16), bits & np.uint64(0xFFFF)
+    odd = high & np.uint64(1)
+    up = (low > 0x8000) | ((low == 0x8000) & (odd == 1))
+    return high + up.astype(np.uint64)
+
+
+def is_upper_tie(bits: Words) -> NDArray[np.bool_]:
+    """Exact ties whose even neighbour is the lower one: the only values a remainder moves."""
+    return (bits & np.uint64(0x1FFFF)) == 0x8000
+
+
+def split(bits: Words) -> tuple[Words, NDArray[np.int64]]:
+    """Weight bits and remainder of float32 bits; upper ties become the float below them."""
+    exact = bits - is_upper_tie(bits).astype(np.uint64)
+    weight = round_to_bf16(exact)
+    return weight, exact.astype(np.int64) - (weight << np.uint64(16)).astype(np.int64)
+
+
+def join(weight: Tensor, remainder: Tensor) -> Words:
+    high = words(weight).astype(np.int64) << 16
+    low = remainder.detach().flatten().numpy().astype(np.int64)
+    return ((high + low) & 0xFFFFFFFF).astype(np.uint64)
+
+
+# ---- Philox4x32-10, from Salmon et al., SC11 ------------------------------------------------
+
+PHILOX_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
+PHILOX_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+
+
+def philox(counter: Sequence[Words], key: tuple[int, int]) -> list[Words]:
+    c = [np.asarray(x, np.uint64) for x in counter]
+    k = list(key)
+    for _ in range(10):
+        product0 = PHILOX_MULTIPLIERS[0] * c[0]
+        product1 = PHILOX_MULTIPLIERS[1] * c[2]
+        c = [
+            (product1 >> np.uint64(32)) ^ c[1] ^ np.uint64(k[0]),
+            product1 & MASK32,
+            (product0 >> np.uint64(32)) ^ c[3] ^ np.uint64(k[1]),
+            product0 & MASK32,
+        ]
+        k = [(k[i] + PHILOX_KEY_STEPS[i]) % 2**32 for i in range(2)]
+    return c
+
+
+PARAM, EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ, MASTER = range(5)
+
+
+def draws(seed: int, step: int, parameter: int, elements: Words, what: int) -> Words:
+    """The 16 random bits that decide about one stored value of each element."""
+    elements = np.asarray(elements, np.uint64)
+    pair = elements >> np.uint64(1)
+    counter = [pair & MASK32, pair >> np.uint64(32), *np.broadcast_arrays(step, parameter)]
+    counter[2:] = [np.full(pair.shape, x, np.uint64) for x in (step, parameter)]
+    block = philox(counter, (seed % 2**32, seed >> 32))
+    odd = (elements & np.uint64(1)) == 1
+    low, high = np.where(odd, block[2], block[0]), np.where(odd, block[3], block[1])
+    return ((low | high << np.uint64(32)) >> np.uint64(16 * what)) & np.uint64(0xFFFF)
+
+
+def round_stochastically(bits: Words, random: Words) -> Words:
+    """float32 bits to bfloat16 bits: up where the cut-off part and the draw make a carry."""
+    rounded = (bits + random) >> np.uint64(16)
+    finite = (bits & np.uint64(0x7FFFFFFF)) < 0x7F800000
+    overflowed = finite & ((rounded & np.uint64(0x7FFF)) == 0x7F80)
+    return rounded - overflowed.astype(np.uint64)
+
+
+# ---- digest ------------------------------------------------------------------------------------
+
+
+def mix(x: Words) -> Words:
+    x = np.asarray(x, np.uint64) & MASK32
+    x = ((x ^ (x >> np.uint64(16))) * np.uint64(0x21F0AAAD)) & MASK32
+    x = ((x ^ (x >> np.uint64(15))) * np.uint64(0xD35A2D97)) & MASK32
+    return x ^ (x >> np.uint64(15))
+
+
+def digest_array(tensor: Tensor, parameter: int, role: int) -> int:
+    """Of one contiguous tensor: every 32-bit word times the odd number of its place, summed."""
+    values = words(tensor)
+    salt = mix(np.uint64((parameter * 5 + role + 1) % 2**32))
+    element = np.arange(values.size, dtype=np.uint64)
+    pieces = [(values & MASK32, salt)]
+    if tensor.element_size() == 8:
+        pieces.append((values >> np.uint64(32), mix(salt)))
+    total = 0
+    for word, piece_salt in pieces:
+        place = mix(element ^ mix(piece_salt + (element >> np.uint64(32)))) | np.uint64(1)
+        with np.errstate(over="ignore"):
+            total += int((word * place).sum(dtype=np.uint64))
+    return total % 2**64
+
+
+ROLES = {
+    "exp_avg": EXP_AVG,
+    "exp_avg_sq": EXP_AVG_SQ,
+    "max_exp_avg_sq": MAX_EXP_AVG_SQ,
+    "master_weight": MASTER,
+    "remainder": MASTER,
+}
+
+
+def digest(parameter: int, weight: Tensor, state: dict[str, Tensor]) -> int:
+    """Of a parameter and all of its state but the step count, modulo 2**64."""
+    total = digest_array(weight, parameter, PARAM)
+    total += sum(digest_array(state[k], parameter, r) for k, r in ROLES.items() if k in state)
+    return total % 2**64

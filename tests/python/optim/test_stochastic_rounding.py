@@ -1,0 +1,337 @@
+"""Stochastic rounding: the documented bits, an exact mean, and draws that belong to elements."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from .independent import (
+    EXP_AVG,
+    EXP_AVG_SQ,
+    MAX_EXP_AVG_SQ,
+    PARAM,
+    draws,
+    philox,
+    round_stochastically,
+    round_to_bf16,
+    words,
+)
+from .subject import OURS, assert_same_bits, bits, make_params, ours_only, set_gradients, snapshot
+
+pytestmark = ours_only
+
+BF16, FP32 = torch.bfloat16, torch.float32
+# One element, odd sizes, more than a tile (512) and more than a chunk (32,768).
+SHAPES = ((3, 4), (7,), (), (2, 1031), (1, 33_003))
+DRAWS = {
+    "exp_avg": EXP_AVG,
+    "exp_avg_sq": EXP_AVG_SQ,
+    "max_exp_avg_sq": MAX_EXP_AVG_SQ,
+}
+
+
+@pytest.fixture
+def _keep_threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_this_philox_is_the_published_one() -> None:
+    """Known answers of Random123 (kat_vectors, philox4x32 10)."""
+    full = 0xFFFFFFFF
+    known = [
+        ((0, 0, 0, 0), (0, 0), "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        ((full,) * 4, (full, full), "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            "d16cfe09 94fdcceb 5001e420 24126ea1",
+        ),
+    ]
+    for counter, key, answer in known:
+        block = philox([np.array([c], np.uint64) for c in counter], key)
+        assert " ".join(f"{int(word[0]):08x}" for word in block) == answer
+
+
+def float32_twin(
+    params: list[nn.Parameter], optimizer: Any, **kwargs: Any
+) -> tuple[list[nn.Parameter], Any]:
+    """An optimizer without any rounding to bfloat16, in the state this one is in."""
+    wide = [nn.Parameter(p.detach().float()) for p in params]
+    twin = OURS["AdamW"](wide, **kwargs)
+    twin.load_state_dict(optimizer.state_dict())
+    for p, w in zip(params, wide, strict=True):
+        w.grad = None if p.grad is None else p.grad.float()
+    return wide, twin
+
+
+@pytest.mark.parametrize(
+    ("seed", "state_dtype", "amsgrad"),
+    [(0, BF16, False), (12345, None, True), (2**32, FP32, True), (2**64 - 3, BF16, True)],
+    ids=str,
+)
+def test_bits_of_a_step(seed: int, state_dtype: torch.dtype | None, amsgrad: bool) -> None:
+    """What a float32 step arrives at, rounded with the draws of seed, step, number and element."""
+    params = make_params(SHAPES, BF16)
+    kwargs: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "amsgrad": amsgrad}
+    optimizer = OURS["AdamW"](
+        params, stochastic_rounding=True, rounding_seed=seed, state_dtype=state_dtype, **kwargs
+    )
+    differing = 0
+    for step in range(1, 5):
+        set_gradients(params, seed=step)
+        wide, twin = float32_twin(params, optimizer, **kwargs)
+        twin.step()
+        optimizer.step()
+        for number, (p, w) in enumerate(zip(params, wide, strict=True)):
+            elements = np.arange(p.numel(), dtype=np.uint64)
+            exact = words(w)
+            expected = round_stochastically(exact, draws(seed, step, number, elements, PARAM))
+            assert (words(p) == expected).all()
+            differing += int((expected != round_to_bf16(exact)).sum())
+            for key in twin.state[w].keys() - {"step"}:
+                found, exact = optimizer.state[p][key], words(twin.state[w][key])
+                if state_dtype == FP32:
+                    assert (words(found) == exact).all()
+                else:
+                    random = draws(seed, step, number, elements, DRAWS[key])
+                    assert (words(found) == round_stochastically(exact, random)).all()
+    assert differing > 1000
+
+
+@pytest.mark.parametrize("kind", ["fp32", "remainder"])
+def test_a_parameter_with_a_master_is_rounded_to_nearest(kind: str) -> None:
+    """Its bfloat16 moments are rounded at random."""
+    params, others = make_params(SHAPES, BF16), make_params(SHAPES, BF16)
+    kwargs: dict[str, Any] = {"lr": 0.02, "master_weights": kind}
+    ours = OURS["AdamW"](params, stochastic_rounding=True, state_dtype=BF16, **kwargs)
+    wide = OURS["AdamW"](others, state_dtype=FP32, **kwargs)
+    for step in range(1, 4):
+        wide.load_state_dict(ours.state_dict())
+        set_gradients(params, others, seed=step)
+        ours.step()
+        wide.step()
+        assert_same_bits(params, others)
+        for number, (p, q) in enumerate(zip(params, others, strict=True)):
+            elements = np.arange(p.numel(), dtype=np.uint64)
+            for key in ("exp_avg", "exp_avg_sq"):
+                exact, random = words(wide.state[q][key]), draws(0, step, number, elements,
+                                                                 DRAWS[key])  # fmt: skip
+                assert (words(ours.state[p][key]) == round_stochastically(exact, random)).all()
+
+
+def test_numbers_count_over_groups_and_over_parameters_without_gradient() -> None:
+    """So that freezing one parameter does not change what the others draw."""
+    params = make_params(((40,), (41,), (42,)), BF16)
+    kwargs: dict[str, Any] = {"lr": 0.02, "stochastic_rounding": True, "rounding_seed": 7}
+    optimizer = OURS["AdamW"]([{"params": params[:2]}, {"params": params[2:]}], **kwargs)
+    start = [nn.Parameter(p.detach().float()) for p in params]
+    set_gradients(params)
+    params[0].grad = None
+    twin = OURS["AdamW"](start, lr=0.02)
+    for p, w in zip(params[1:], start[1:], strict=True):
+        w.grad = p.grad.float()
+    optimizer.step()
+    twin.step()
+    for number in (1, 2):
+        elements = np.arange(params[number].numel(), dtype=np.uint64)
+        random = draws(7, 1, number, elements, PARAM)
+        assert (words(params[number]) == round_stochastically(words(start[number]), random)).all()
+
+
+# ---- the mean ------------------------------------------------------------------------------------
+
+MANY = 100_000
+
+
+def rounded_copies(value: float, lr: float, seed: int = 0, count: int = MANY) -> tuple[Any, ...]:
+    """Stored parameters and moments of equal elements, and the float32 values before rounding."""
+    p = nn.Parameter(torch.full((count,), value, dtype=BF16))
+    w = nn.Parameter(torch.full((1,), value))
+    ours = OURS["AdamW"]([p], lr=lr, weight_decay=0.0, stochastic_rounding=True,
+                         rounding_seed=seed)  # fmt: skip
+    exact = OURS["AdamW"]([w], lr=lr, weight_decay=0.0)
+    p.grad, w.grad = torch.full_like(p, 0.3), torch.full_like(p[:1], 0.3).float()
+    ours.step()
+    exact.step()
+    return (p.detach(), ours.state[p]), (w.detach(), exact.state[w])
+
+
+def neighbours(exact: Tensor) -> tuple[float, float, float]:
+    """The bfloat16 values around a float32 value, and how far it is from the one nearer to zero."""
+    high = int(words(exact)[0]) >> 16
+    low, up = (torch.tensor([h], dtype=torch.int32).to(torch.int16).view(BF16).double().item()
+               for h in (high, high + 1))  # fmt: skip
+    return low, up, (exact.double().item() - low) / (up - low)
+
+
+@pytest.mark.parametrize("value", [1.0, -1.0, 0.75, 1.5 * 2.0**-15])
+@pytest.mark.parametrize("lr", [1e-5, 1.1e-3, 2.3e-3])
+def test_the_mean_is_exact(value: float, lr: float) -> None:
+    """100,000 draws: both neighbours and nothing else, and a mean within five standard errors."""
+    stored, exact = rounded_copies(value, lr * abs(value))
+    pairs = [(stored[0], exact[0])]
+    pairs += [(stored[1][key], exact[1][key]) for key in ("exp_avg", "exp_avg_sq")]
+    ups = []
+    for found, wanted in pairs:
+        low, up, fraction = neighbours(wanted)
+        values = found.double()
+        assert set(values.unique().tolist()) == {low, up}
+        ups.append(values == up)
+        mean = ups[-1].double().mean().item()
+        assert abs(mean - fraction) < 5 * (fraction * (1 - fraction) / MANY) ** 0.5
+        assert values.mean().item() == pytest.approx(wanted.item(), rel=2.0**-8 / 50)
+    for other in ups[1:]:  # a moment's draw says nothing about the parameter's
+        both = (ups[0] & other).double().mean().item()
+        expected = ups[0].double().mean().item() * other.double().mean().item()
+        assert abs(both - expected) < 5 * (expected / MANY) ** 0.5
+
+
+def test_the_mean_over_seeds_is_exact() -> None:
+    """Seeds are as good as elements: 1,000 of them with 100 elements each."""
+    total = np.zeros(100)
+    for seed in range(1000):
+        (p, _), (exact, _) = rounded_copies(1.0, 1.1e-3, seed=seed, count=100)
+        total += p.double().numpy()
+    low, up, fraction = neighbours(exact)
+    sigma = abs(up - low) * (fraction * (1 - fraction)) ** 0.5
+    assert abs(total.mean() / 1000 - exact.item()) < 5 * sigma / MANY**0.5
+    assert np.abs(total / 1000 - exact.item()).max() < 5 * sigma / 1000**0.5
+
+
+def test_what_bf16_holds_stays() -> None:
+    """No drift: with lr 0 nothing moves, whatever is drawn."""
+    every = torch.arange(-(2**15), 2**15).to(torch.int16).view(BF16)
+    p = nn.Parameter(every[every.isfinite()].clone())
+    before = bits(p)
+    optimizer = OURS["AdamW"]([p], lr=0.0, stochastic_rounding=True, state_dtype=FP32)
+    for _ in range(3):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+    assert bits(p) == before
+
+
+def test_specials() -> None:
+    """A finite value stays finite; infinity and NaN are not made into something else."""
+    largest = torch.finfo(BF16).max
+    p = nn.Parameter(torch.full((3000,), largest, dtype=BF16))
+    w = nn.Parameter(torch.full((1,), largest))
+    optimizers = [OURS["AdamW"]([q], lr=1e36, weight_decay=0.0, maximize=True,
+                                stochastic_rounding=q is p) for q in (p, w)]  # fmt: skip
+    p.grad, w.grad = torch.ones_like(p), torch.ones_like(w)
+    for optimizer in optimizers:
+        optimizer.step()
+    assert int(words(w)[0]) & 0xFFFF > 0x4000  # far beyond the largest bfloat16, yet finite
+    assert w.isfinite().all()
+    assert (p == largest).all()
+
+    for special, expected in ((float("nan"), 0x7FC0), (float("inf"), 0x7F80)):
+        q = nn.Parameter(torch.full((3000,), special, dtype=BF16))
+        optimizer = OURS["AdamW"]([q], lr=1e-3, weight_decay=0.0, stochastic_rounding=True)
+        q.grad = torch.ones_like(q)
+        optimizer.step()
+        assert (words(q) == expected).all()
+
+
+# ---- what draws depend on ------------------------------------------------------------------------
+
+
+def run(seed: int, steps: int, **kwargs: Any) -> tuple[list[nn.Parameter], Any]:
+    params = make_params(SHAPES, BF16)
+    optimizer = OURS["AdamW"](
+        params, lr=0.02, stochastic_rounding=True, rounding_seed=seed, **kwargs
+    )
+    for step in range(steps):
+        set_gradients(params, seed=step)
+        optimizer.step()
+    return params, optimizer
+
+
+def test_seed_step_parameter_and_element_all_matter() -> None:
+    """Equal values in another place, or in another step, are rounded otherwise."""
+
+    def ups(seed: int, skip: int, number: int) -> np.ndarray:
+        params = [nn.Parameter(torch.ones(4000, dtype=BF16)) for _ in range(3)]
+        optimizer = OURS["AdamW"](params, lr=1e-3, weight_decay=0.0, stochastic_rounding=True,
+                                  rounding_seed=seed, betas=(0.0, 0.0))  # fmt: skip
+        for _ in range(skip + 1):
+            for p in params:  # betas of 0: every step is the same update of the same value
+                p.data.fill_(1.0)
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+        return (params[number].detach() == 1).numpy()
+
+    patterns = [ups(0, 0, 0), ups(1, 0, 0), ups(2**32, 0, 0), ups(0, 1, 0), ups(0, 0, 1)]
+    patterns.append(np.roll(patterns[0], 1))
+    for i, a in enumerate(patterns):
+        for b in patterns[:i]:
+            agreement = (a == b).mean()
+            share = a.mean()
+            by_chance = share**2 + (1 - share) ** 2
+            assert abs(agreement - by_chance) < 0.05
+    assert (patterns[0] == ups(0, 0, 0)).all()
+
+
+@pytest.mark.usefixtures("_keep_threads")
+def test_threads_do_not_matter() -> None:
+    results = []
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        results.append(snapshot(run(3, 3, state_dtype=BF16)[1]))
+    assert results[0] == results[1] == results[2]
+
+
+@pytest.mark.parametrize("how", ["state dict", "deepcopy"])
+def test_a_resumed_run_draws_the_same(how: str) -> None:
+    """Nothing but seed and step count has to be remembered."""
+    _, straight = run(5, 5)
+    params, optimizer = run(5, 3)
+    if how == "deepcopy":
+        optimizer = copy.deepcopy(optimizer)
+        params = optimizer.param_groups[0]["params"]
+    else:
+        saved = optimizer.state_dict()
+        optimizer = OURS["AdamW"](params, lr=0.02, stochastic_rounding=True, rounding_seed=5)
+        optimizer.load_state_dict(saved)
+    for step in (3, 4):
+        set_gradients(params, seed=step)
+        optimizer.step()
+    assert snapshot(optimizer) == snapshot(straight)
+
+
+def test_other_dtypes_are_not_rounded_at_random() -> None:
+    for dtype in (FP32, torch.float64):
+        params, others = make_params(SHAPES, dtype), make_params(SHAPES, dtype)
+        optimizers = [OURS["AdamW"](params, stochastic_rounding=True), OURS["AdamW"](others)]
+        for step in range(2):
+            set_gradients(params, others, seed=step)
+            for optimizer in optimizers:
+                optimizer.step()
+        assert snapshot(optimizers[0]) == snapshot(optimizers[1])
+
+
+def test_training_that_nearest_rounding_stalls() -> None:
+    """Updates of a fortieth of half an ulp are lost one by one, and kept on average."""
+    moved = {}
+    for kind, dtype, kwargs in (
+        ("nearest", BF16, {}),
+        ("stochastic", BF16, {"stochastic_rounding": True}),
+        ("float32", FP32, {}),
+    ):
+        weight = nn.Parameter(torch.ones(2000, dtype=dtype))
+        optimizer = OURS["AdamW"]([weight], lr=2.5e-5, weight_decay=0.0, **kwargs)
+        for _ in range(400):
+            optimizer.zero_grad()
+            weight.float().square().sum().backward()
+            optimizer.step()
+        moved[kind] = 1 - weight.detach().double().mean().item()
+    assert moved["nearest"] == 0
+    assert moved["float32"] == pytest.approx(0.01, rel=0.01)
+    assert moved["stochastic"] == pytest.approx(moved["float32"], rel=0.05)

@@ -1,0 +1,322 @@
+"""What a tracked step reports: norms, lost updates, digests; and that it costs no bit."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from .independent import digest, floats, join, words
+from .subject import OURS, make_params, ours_only, set_gradients, snapshot
+
+pytestmark = ours_only
+
+FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
+# One element, none, odd sizes, more than a tile (512) and more than a chunk (32,768).
+SHAPES = ((3, 4), (7,), (), (0, 2), (2, 1031), (1, 33_003))
+
+WAYS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "fp32": (FP32, {}),
+    "fp32 amsgrad": (FP32, {"amsgrad": True}),
+    "fp32 bf16 moments": (FP32, {"state_dtype": BF16}),
+    "fp64": (FP64, {}),
+    "bf16": (BF16, {}),
+    "bf16 stochastic": (BF16, {"stochastic_rounding": True, "amsgrad": True}),
+    "bf16 master": (BF16, {"master_weights": "fp32"}),
+    "bf16 remainder": (BF16, {"master_weights": "remainder", "state_dtype": BF16}),
+    "fp16": (FP16, {}),
+    "fp16 master": (FP16, {"master_weights": "fp32", "amsgrad": True}),
+}
+each_way = pytest.mark.parametrize("way", WAYS)
+
+
+@pytest.fixture
+def _keep_threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def build(way: str, shapes: Any = SHAPES, **more: Any) -> tuple[list[nn.Parameter], Any]:
+    dtype, kwargs = WAYS[way]
+    params = make_params(shapes, dtype)
+    kwargs = {"lr": 0.02, "max_grad_norm": 3.0, "track": True, **kwargs, **more}
+    return params, OURS["AdamW"](params, **kwargs)
+
+
+def stored(p: Tensor, state: dict[str, Tensor]) -> Tensor:
+    """The weight as a step keeps it, exactly, in float64."""
+    if "master_weight" in state:
+        return state["master_weight"].double()
+    if "remainder" in state:
+        return floats(join(p, state["remainder"])).view(p.shape).double()
+    return p.detach().double()
+
+
+def norms(tensors: list[Tensor]) -> Tensor:
+    return torch.stack([t.double().norm() for t in tensors])
+
+
+@each_way
+@pytest.mark.parametrize("scale", [None, 2.0**6])
+def test_norms_digests_and_names(way: str, scale: float | None) -> None:
+    """Gradients unscaled and unclipped, the update as it was stored, all that is in memory."""
+    params, optimizer = build(way)
+    optimizer.init_state()
+    for step in range(3):
+        set_gradients(params, seed=step, scale=scale or 1.0)
+        before = [stored(p, optimizer.state[p]).clone() for p in params]
+        if scale is not None:
+            optimizer.grad_scale, optimizer.found_inf = torch.tensor(scale), torch.zeros(())
+        optimizer.step()
+        assert float(optimizer.control.clip_factor) < 1
+        seen = optimizer.telemetry
+        expected = norms([p.grad for p in params]) / (scale or 1.0)
+        torch.testing.assert_close(seen.grad_norms, expected, rtol=1e-13, atol=0)
+        after = [stored(p, optimizer.state[p]) for p in params]
+        moved = norms([a - b for a, b in zip(after, before, strict=True)])
+        torch.testing.assert_close(seen.update_norms, moved, rtol=1e-6, atol=0)
+        assert [d % 2**64 for d in seen.digests.tolist()] == [
+            digest(number, p, optimizer.state[p]) for number, p in enumerate(params)
+        ]
+        assert seen.digest() == sum(seen.digests.tolist()) % 2**64
+    assert seen.names == [str(i) for i in range(len(params))]
+    total = seen.grad_norms.norm()
+    torch.testing.assert_close(total, optimizer.control.grad_norm, rtol=1e-13, atol=0)
+
+
+@each_way
+def test_tracking_changes_no_bit(way: str) -> None:
+    """Clipped, with gradients written back, over fewer and more elements than a chunk."""
+    runs = []
+    for track in (False, True):
+        params, optimizer = build(way, track=track, write_back_gradients=True)
+        for step in range(4):
+            set_gradients(params, seed=step)
+            optimizer.step()
+        runs.append((snapshot(optimizer), [words(p.grad).tolist() for p in params]))
+    assert runs[0] == runs[1]
+
+
+@each_way
+@pytest.mark.usefixtures("_keep_threads")
+def test_threads_do_not_matter(way: str) -> None:
+    found = []
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        params, optimizer = build(way)
+        for step in range(2):
+            set_gradients(params, seed=step)
+            optimizer.step()
+        seen = optimizer.telemetry
+        found.append([seen.grad_norms.tolist(), seen.update_norms.tolist(),
+                      seen.lost_updates.tolist(), seen.digests.tolist()])  # fmt: skip
+    assert found[0] == found[1] == found[2]
+
+
+# ---- replicas and flipped bits -------------------------------------------------------------------
+
+
+def flip(tensor: Tensor, element: int, bit: int) -> None:
+    kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    flat = tensor.detach().view(-1).view(kind)
+    width = 8 * tensor.element_size()
+    mask = 1 << bit if bit < width - 1 else -(1 << bit)
+    flat[element] ^= mask
+
+
+@each_way
+def test_any_flipped_bit_changes_the_digest(way: str) -> None:
+    """Each bit of each kind of memory in turn, at random elements; also exchanging two elements
+    and moving a value from one array to another does, though sums of words stay the same."""
+    params, optimizer = build(way, shapes=((300,), (5, 7)))
+    set_gradients(params)
+    optimizer.step()
+    whole = [d % 2**64 for d in optimizer.telemetry.digests.tolist()]
+    assert whole == [digest(i, p, optimizer.state[p]) for i, p in enumerate(params)]
+    generator = random.Random(0)
+    p, state = params[1], optimizer.state[params[1]]
+    arrays = [p.detach(), *(value for key, value in state.items() if key != "step")]
+    for array in arrays:
+        for bit in range(8 * array.element_size()):
+            element = generator.randrange(p.numel())
+            flip(array, element, bit)
+            assert digest(1, p, state) != whole[1]
+            flip(array, element, bit)
+        flat = array.view(-1)
+        flat[[2, 9]] = flat[[9, 2]]
+        assert digest(1, p, state) != whole[1]
+        flat[[2, 9]] = flat[[9, 2]]
+    assert digest(1, p, state) == whole[1]
+    assert digest(0, p, state) != whole[1]  # the number of a parameter counts, too
+
+
+@each_way
+def test_replicas_agree_until_a_bit_flips(way: str) -> None:
+    """The library's own digests: equal, then different for good after a fault in either array."""
+    entries = ["param", "exp_avg", "exp_avg_sq", "master_weight", "remainder", "max_exp_avg_sq"]
+    tried = 0
+    for entry in entries:
+        replicas = [build(way, shapes=((64,), (9,)), lr=0.0, weight_decay=0.0,
+                          max_grad_norm=None) for _ in range(2)]  # fmt: skip
+        for step in range(4):
+            for params, optimizer in replicas:
+                set_gradients(params, seed=step)
+                optimizer.step()
+            first, second = (optimizer.telemetry.digest() for _, optimizer in replicas)
+            assert (first == second) == (step < 2)
+            if step == 1:
+                params, optimizer = replicas[1]
+                state = optimizer.state[params[0]]
+                held = {"master_weight", "remainder"} & state.keys()
+                if entry == "param" and held == {"master_weight"}:
+                    break  # written only: the next step makes it whole from the master
+                array = params[0] if entry == "param" else state.get(entry)
+                if array is None:
+                    break
+                # a maximum that shrinks heals in the next step, so make it grow
+                flip(array, 17, 8 * array.element_size() - 2 if "max" in entry else 6)
+                tried += 1
+    assert tried >= 2
+
+
+# ---- lost updates --------------------------------------------------------------------------------
+
+
+def test_lost_updates_are_those_a_float32_run_would_have_made() -> None:
+    """Elements whose bfloat16 weight stays though the exact one moves."""
+    params, optimizer = build("bf16", lr=2e-3, weight_decay=0.0, max_grad_norm=None)
+    for step in range(3):
+        set_gradients(params, seed=step)
+        before = [p.detach().clone() for p in params]
+        wide = [nn.Parameter(p.detach().float()) for p in params]
+        twin = OURS["AdamW"](wide, lr=2e-3, weight_decay=0.0)
+        twin.load_state_dict(optimizer.state_dict())
+        for p, w in zip(params, wide, strict=True):
+            w.grad = p.grad.float()
+        optimizer.step()
+        twin.step()
+        expected = [
+            int(((p == b) & (w != b.float())).sum())
+            for p, b, w in zip(params, before, wide, strict=True)
+        ]
+        assert optimizer.telemetry.lost_updates.tolist() == expected
+        assert 0 < expected[-1] < params[-1].numel()
+
+
+@pytest.mark.parametrize(
+    ("way", "lr", "lost"),
+    [
+        ("fp32", 1e-3, 0),
+        ("fp32", 1e-9, 1000),
+        ("fp64", 1e-9, 0),
+        ("bf16", 1e-5, 1000),
+        ("bf16 master", 1e-5, 0),
+        ("bf16 remainder", 1e-5, 0),
+    ],
+)
+def test_lost_updates(way: str, lr: float, lost: int) -> None:
+    params, optimizer = build(way, shapes=((1000,),), lr=lr, weight_decay=0.0)
+    params[0].data.fill_(1.0)
+    params[0].grad = torch.ones_like(params[0])
+    optimizer.step()
+    assert optimizer.telemetry.lost_updates.tolist() == [lost]
+
+
+def test_an_update_of_zero_is_not_lost() -> None:
+    params, optimizer = build("fp32", shapes=((1000,),), weight_decay=0.0)
+    params[0].grad = torch.zeros(1000)
+    params[0].grad[:10] = 1.0
+    optimizer.step()
+    assert optimizer.telemetry.lost_updates.tolist() == [0]
+    # weight decay alone is an update, which is lost where it is too small
+    params, optimizer = build("fp32", shapes=((1000,),), weight_decay=1e-9)
+    params[0].grad = torch.zeros(1000)
+    params[0].data[:100] = 0.0
+    optimizer.step()
+    assert optimizer.telemetry.lost_updates.tolist() == [900]
+
+
+# ---- when and of what ----------------------------------------------------------------------------
+
+
+def test_without_tracking_there_is_none() -> None:
+    params, optimizer = build("fp32", track=False)
+    set_gradients(params)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="no telemetry"):
+        _ = optimizer.telemetry
+    _, optimizer = build("fp32")
+    with pytest.raises(RuntimeError, match="first step"):
+        _ = optimizer.telemetry
+
+
+def test_a_skipped_step_leaves_what_the_last_one_saw() -> None:
+    params, optimizer = build("bf16 remainder", skip_nonfinite=True)
+    set_gradients(params)
+    optimizer.step()
+    seen = optimizer.telemetry
+    before = [t.tolist() for t in (seen.grad_norms, seen.update_norms, seen.digests)]
+    set_gradients(params, seed=1)
+    params[-1].grad[0, -1] = math.nan
+    optimizer.step()
+    seen = optimizer.telemetry
+    assert [t.tolist() for t in (seen.grad_norms, seen.update_norms, seen.digests)] == before
+
+
+@pytest.mark.parametrize("change", ["nothing", "new parameter", "new memory"])
+def test_a_parameter_without_gradient_keeps_its_digest(change: str) -> None:
+    """It holds what it held, also if the step had to look at its tensors anew."""
+    params, optimizer = build("fp32", shapes=((3, 4), (7,), (600,)))
+    set_gradients(params)
+    optimizer.step()
+    set_gradients(params, seed=1)
+    params[1].grad = None
+    if change == "new memory":
+        params[0].data = params[0].detach().clone()
+    elif change == "new parameter":
+        more = make_params(((4,),), seed=5)
+        optimizer.add_param_group({"params": more})
+        params = params + more
+        set_gradients(more)
+    optimizer.step()
+    seen = optimizer.telemetry
+    assert seen.grad_norms[1] == seen.update_norms[1] == 0
+    assert seen.lost_updates[1] == 0
+    assert [d % 2**64 for d in seen.digests.tolist()] == [
+        digest(i, p, optimizer.state[p]) for i, p in enumerate(params)
+    ]
+
+
+def test_parameters_without_state_are_left_out_and_names_are_theirs() -> None:
+    params = make_params(((3,), (4,), (5,)))
+    named = [(f"layer{i}.weight", p) for i, p in enumerate(params)]
+    optimizer = OURS["AdamW"]([{"params": named[:2]}, {"params": named[2:]}], track=True)
+    set_gradients(params)
+    params[1].grad = None
+    optimizer.step()
+    seen = optimizer.telemetry
+    assert seen.names == ["layer0.weight", "layer2.weight"]
+    expected = norms([params[0].grad, params[2].grad])
+    torch.testing.assert_close(seen.grad_norms, expected, rtol=1e-13, atol=0)
+    assert int(seen.digests[1]) % 2**64 == digest(2, params[2], optimizer.state[params[2]])
+
+
+def test_mixed_dtypes_in_one_optimizer() -> None:
+    """In the order of the param groups, whatever the kernels they take."""
+    params = [p for dtype in (BF16, FP32, FP64) for p in make_params(((40,), (600,)), dtype)]
+    params = params[::2] + params[1::2]
+    optimizer = OURS["AdamW"](params, track=True, master_weights="remainder")
+    set_gradients(params)
+    optimizer.step()
+    seen = optimizer.telemetry
+    expected = norms([p.grad for p in params])
+    torch.testing.assert_close(seen.grad_norms, expected, rtol=1e-13, atol=0)
+    assert [d % 2**64 for d in seen.digests.tolist()] == [
+        digest(i, p, optimizer.state[p]) for i, p in enumerate(params)
+    ]

@@ -1,0 +1,190 @@
+"""GradScaler: torch.amp.GradScaler without its pass over the gradients."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+from torch.optim import Optimizer
+
+from torchopt_ext import ops
+from torchopt_ext.optim.local import moved
+
+_GROWTH = ops.CONTROL_FIELDS.index("growth_tracker")
+_HYSTERESIS = ops.CONTROL_FIELDS.index("hysteresis_tracker")
+
+
+class GradScaler(torch.amp.GradScaler):
+    """torch.amp.GradScaler whose check and unscaling are part of a fused optimizer's step.
+
+    Stock GradScaler reads and writes every gradient before the step, and its flag is this rank's
+    alone. With FusedAdam, FusedAdamW and containers of them, this one hands over the scale, and the
+    step's own norm pass says whether a gradient overflowed, on any rank that holds a shard. With
+    other optimizers it works as stock does. Gradients in memory stay scaled; ``unscale_`` unscales
+    them there, as stock's, for those who want to see them.
+
+    Args:
+        device, init_scale, growth_factor, backoff_factor, growth_interval, enabled: as
+            torch.amp.GradScaler.
+        hysteresis: overflows until the scale backs off; 1 for stock's behaviour. Growth forgives
+            overflows (Megatron-LM, DeepSpeed).
+        consecutive_hysteresis: every step without overflow forgives them (apex).
+        min_scale, max_scale: limits of the scale; 0 for none.
+
+    Raises:
+        ValueError: an argument out of range.
+    """
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        hysteresis: int = 1,
+        consecutive_hysteresis: bool = False,
+        min_scale: float = 0.0,
+        max_scale: float = 0.0,
+    ) -> None:
+        if hysteresis < 0:
+            raise ValueError(f"Invalid hysteresis: {hysteresis}")
+        if not 0.0 <= min_scale or not 0.0 <= max_scale or 0.0 < max_scale < min_scale:
+            raise ValueError(f"Invalid min_scale and max_scale: {min_scale}, {max_scale}")
+        self._block: Tensor | None = None
+        self._init_hysteresis_tracker = 0
+        self._limits = {
+            "hysteresis": float(hysteresis),
+            "consecutive_hysteresis": float(consecutive_hysteresis),
+            "min_scale": float(min_scale),
+            "max_scale": float(max_scale),
+        }
+        super().__init__(
+            device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
+        )
+
+    # torch's methods read and fill these; they are views into the control block.
+    @property
+    def _growth_tracker(self) -> Tensor | None:
+        return None if self._block is None else self._block[_GROWTH]
+
+    @_growth_tracker.setter
+    def _growth_tracker(self, value: Tensor | None) -> None:
+        self._block = None  # torch sets None only
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=dev)
+        self._block = ops.new_control(
+            dev,
+            loss_scale=self._init_scale,
+            growth_tracker=self._init_growth_tracker,
+            hysteresis_tracker=self._init_hysteresis_tracker,
+            **self._block_settings(),  # type: ignore[arg-type]
+        )
+        self._written = self._block_settings()
+
+    def _block_settings(self) -> dict[str, float]:
+        return self._limits | {
+            "growth_factor": self._growth_factor,
+            "backoff_factor": self._backoff_factor,
+            "growth_interval": float(self._growth_interval),
+        }
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Steps the optimizer with unscaled gradients, or not at all if one overflowed.
+
+        Returns what ``optimizer.step(*args, **kwargs)`` returns.
+
+        Raises:
+            RuntimeError: called twice since the last ``update()``, or with a closure.
+        """
+        if not self._enabled or not getattr(optimizer, "checks_overflow_in_step", False):
+            return super().step(optimizer, *args, **kwargs)
+        if "closure" in kwargs:
+            raise RuntimeError("a closure cannot be used while gradients are scaled")
+        scale, _ = self._check_scale_growth_tracker("step")
+        mine = self._per_optimizer_states[id(optimizer)]
+        if mine["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        fused: Any = optimizer
+        if mine["stage"] is OptState.READY:
+            own = getattr(fused, "grad_scale", None)
+            fused.grad_scale = scale if own is None else scale * own
+        else:  # what unscale_ saw counts, whatever became of the gradients since
+            found = [moved(f, scale.device) for f in mine["found_inf_per_device"].values()]
+            fused.found_inf = torch.stack(found).sum() if found else torch.zeros_like(scale)
+        fused.check_overflow = True
+        try:
+            result = fused.step(*args, **kwargs)
+        finally:
+            fused.check_overflow = False
+            for name in ("grad_scale", "found_inf"):
+                vars(fused).pop(name, None)
+        found_inf = fused.control.found_inf
+        mine["found_inf_per_device"] = {found_inf.device: found_inf}
+        mine["stage"] = OptState.STEPPED
+        return result
+
+    @torch.no_grad()
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Backs the scale off after an overflow, or grows it after enough steps without one.
+
+        Args:
+            new_scale: the scale from now on, instead.
+        """
+        if not self._enabled or new_scale is not None:
+            super().update(new_scale)
+            return
+        scale, _ = self._check_scale_growth_tracker("update")
+        found = [
+            moved(found_inf, scale.device)
+            for state in self._per_optimizer_states.values()
+            for found_inf in state["found_inf_per_device"].values()
+        ]
+        if not found:
+            raise AssertionError("No inf checks were recorded prior to update.")
+        block = self._block
+        assert block is not None
+        if self._written != self._block_settings():
+            self._written = self._block_settings()
+            for name, value in self._written.items():
+                block[ops.CONTROL_FIELDS.index(name)] = value
+        found_inf = found[0] if len(found) == 1 else torch.stack([f.double() for f in found]).sum()
+        ops.loss_scale_update_(block, found_inf, scale)
+        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch.amp.GradScaler's five entries, and with hysteresis ``_hysteresis_tracker``."""
+        state = super().state_dict()
+        if state:
+            state["_growth_tracker"] = int(state["_growth_tracker"])
+            if self._limits["hysteresis"] > 1.0:
+                state["_hysteresis_tracker"] = self._get_hysteresis_tracker()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state dict of this class or of torch.amp.GradScaler."""
+        super().load_state_dict(state_dict)
+        self._init_hysteresis_tracker = int(state_dict.get("_hysteresis_tracker", 0))
+        if self._block is not None:
+            self._block[_HYSTERESIS] = self._init_hysteresis_tracker
+
+    def _get_growth_tracker(self) -> int:
+        return int(super()._get_growth_tracker())
+
+    def _get_hysteresis_tracker(self) -> int:
+        if self._block is None:
+            return self._init_hysteresis_tracker
+        return int(self._block[_HYSTERESIS].item())
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        state["_init_hysteresis_tracker"] = self._get_hysteresis_tracker()
+        state["_block"] = None
+        state.pop("_growth_tracker", None)  # a property here; a disabled scaler has none
+        return state

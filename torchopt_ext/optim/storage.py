@@ -1,0 +1,149 @@
+"""How an optimizer holds weights and moments, and where a shard lies in its parameter."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchopt_ext.optim.local import is_dtensor, local_tensor
+
+MASTER, REMAINDER = "master_weight", "remainder"
+SIXTEEN_BIT = (torch.bfloat16, torch.float16)
+
+Place = tuple[int, int, int, int]
+"""Parameter index, first element, run and stride: csrc/plan/chunk_table.h says what they mean."""
+
+
+@dataclass(frozen=True)
+class Storage:
+    """What is kept for a parameter besides itself.
+
+    Args:
+        master_weights: None; "fp32", a float32 copy that 16-bit parameters are rounded from; or
+            "remainder", the 16 bits that a bfloat16 parameter lacks.
+        state_dtype: of the moments; None for float32 under a master weight and otherwise the
+            parameter's own.
+    """
+
+    master_weights: str | None = None
+    state_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        if self.master_weights not in (None, "fp32", "remainder"):
+            raise ValueError(
+                f"Invalid master_weights: {self.master_weights!r}, "
+                "expected None, 'fp32' or 'remainder'"
+            )
+        if self.state_dtype not in (None, torch.float32, torch.bfloat16):
+            raise ValueError(
+                f"Invalid state_dtype: {self.state_dtype}, "
+                "expected None, torch.float32 or torch.bfloat16"
+            )
+
+    def master_of(self, param: Tensor) -> str | None:
+        """The state entry that completes a parameter: MASTER, REMAINDER or None."""
+        if self.master_weights is None or param.dtype not in SIXTEEN_BIT:
+            return None
+        return MASTER if self.master_weights == "fp32" else REMAINDER
+
+    def moment_dtype(self, param: Tensor) -> torch.dtype:
+        if self.state_dtype is not None:
+            return self.state_dtype
+        return param.dtype if self.master_of(param) is None else torch.float32
+
+    @property
+    def says_moment_dtype(self) -> bool:
+        """Whether moments of another dtype are converted; otherwise they are taken as they are."""
+        return self.master_weights is not None or self.state_dtype is not None
+
+    def refuse(self, param: Tensor, what: str, stochastic_rounding: bool) -> None:
+        """Raises TypeError for a parameter that cannot be held this way."""
+        if self.master_weights == "remainder" and param.dtype == torch.float16:
+            raise TypeError(
+                f"{what} has dtype float16, but a remainder completes bfloat16 only: "
+                "use master_weights='fp32'"
+            )
+        if stochastic_rounding and param.dtype == torch.float16 and self.master_weights is None:
+            raise TypeError(f"{what} has dtype float16; only bfloat16 is rounded stochastically")
+        if self.state_dtype is not None and param.dtype == torch.float64:
+            raise TypeError(f"{what} has dtype float64, and so have its moments: no state_dtype")
+
+
+def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
+    """A float32 tensor as bfloat16 weight and int16 remainder (csrc/kernels/remainder.h).
+
+    Exact but for ties between two bfloat16 of which the even one is nearer to zero: those move by
+    one float32 towards it.
+    """
+    bits = master.view(torch.int32)
+    bits = bits - ((bits & 0x1FFFF) == 0x8000).to(torch.int32)
+    weight = bits.view(torch.float32).to(torch.bfloat16)
+    high = weight.view(torch.int16).to(torch.int32) << 16
+    return weight, (bits - high).to(torch.int16)
+
+
+def join_master(weight: Tensor, remainder: Tensor) -> Tensor:
+    """The float32 tensor that a bfloat16 weight and its int16 remainder stand for, exactly."""
+    high = weight.view(torch.int16).to(torch.int32) << 16
+    return (high + remainder.to(torch.int32)).view(torch.float32)
+
+
+def place_of(index: int, param: Any) -> Place:
+    """Where this rank's shard lies in parameter ``index``.
+
+    Raises:
+        ValueError: it is split over two dimensions other than the first, or is not contiguous.
+    """
+    if not is_dtensor(param):
+        return index, 0, 0, 0
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    local, offset = compute_local_shape_and_global_offset(
+        param.shape, param.device_mesh, param.placements
+    )
+    sizes = list(param.shape)
+    inner = [1] * (len(sizes) + 1)  # elements from one index of a dimension to the next
+    for d in reversed(range(len(sizes))):
+        inner[d] = inner[d + 1] * sizes[d]
+    split = [d for d in range(1, len(sizes)) if local[d] != sizes[d]]
+    if len(split) > 1 or not local_tensor(param).is_contiguous():
+        raise ValueError(
+            f"draws and digests do not know the elements of a shard with placements "
+            f"{param.placements} and strides {local_tensor(param).stride()}"
+        )
+    first = sum(o * inner[d + 1] for d, o in enumerate(offset) if local[d] != sizes[d])
+    if not split or 0 in local:
+        return index, first, 0, 0
+    d = split[0]
+    return index, first, local[d] * inner[d + 1], inner[d]
+
+
+def packed_steps(states: Sequence[dict[str, Any]]) -> None:
+    """Makes the steps of parameters on one device views into one vector.
+
+    Counting them then costs one pass over contiguous memory. They are not to leave the optimizer
+    as they are: whoever saves or copies one alone would carry the vector along.
+    """
+    if not states:
+        return
+    steps = [state["step"] for state in states]
+    first: int = steps[0].data_ptr()
+    if any(step.data_ptr() != first + 4 * i for i, step in enumerate(steps)):
+        vector = torch.stack([step.reshape(()) for step in steps])
+        for state, step in zip(states, vector.unbind(), strict=True):
+            state["step"] = step
+
+
+def with_own_steps(state: dict[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
+    """A copy of an optimizer's state in which every step has memory of its own."""
+    return {
+        key: {
+            name: value.clone() if name == "step" and isinstance(value, Tensor) else value
+            for name, value in entry.items()
+        }
+        if isinstance(entry, dict)
+        else entry
+        for key, entry in state.items()
+    }

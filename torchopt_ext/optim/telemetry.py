@@ -1,0 +1,72 @@
+"""What a tracked step saw of each parameter while its values were in registers."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchopt_ext._C import OptimizerPlan
+from torchopt_ext.optim.local import moved
+
+TRACKED = {"norms": 1, "lost_updates": 2, "digest": 4}
+"""What can be tracked, and its bit in csrc/plan/chunk_table.h, Track."""
+
+
+def track_bits(track: bool | Collection[str]) -> int:
+    """The bits of what is to be tracked: names of :data:`TRACKED`, or True for all.
+
+    Raises:
+        ValueError: a name is unknown.
+    """
+    names = (TRACKED if track else ()) if isinstance(track, bool) else track
+    if isinstance(names, str) or (unknown := set(names) - TRACKED.keys()):
+        unknown = {names} if isinstance(names, str) else unknown
+        raise ValueError(f"Invalid track: {sorted(unknown)}, expected some of {list(TRACKED)}")
+    return sum(TRACKED[name] for name in set(names))
+
+
+@dataclass(frozen=True)
+class Telemetry:
+    """Of every parameter that has state, in the order of the param groups, on the first's device.
+
+    It is of the last step that was not skipped. Reading a value is what synchronises. Of a DTensor
+    it is this rank's shard: squares of norms, counts and digests of all shards add up.
+    """
+
+    names: list[str]
+    """The parameters' names, or their numbers where they have none."""
+    grad_norms: Tensor
+    """float64: 2-norm of the unscaled, unclipped gradient; 0 without one."""
+    update_norms: Tensor
+    """float64: 2-norm of what the step added to the weight as it is stored."""
+    lost_updates: Tensor
+    """int64: elements whose update was not zero but rounded to nothing."""
+    digests: Tensor
+    """int64: order-independent digest of parameter, master weight and moments after the step,
+    modulo 2**64; of a parameter without gradient that of its last step."""
+
+    def digest(self) -> int:
+        """All digests as one number below 2**64, equal on ranks that hold the same."""
+        return int(self.digests.sum().item()) % 2**64
+
+
+def keep_digests(plan: OptimizerPlan, digests: Mapping[int, Tensor]) -> None:
+    """Gives a new plan the digests of an old one, by position among the parameters with state."""
+    for _, counts, positions in plan.traces():
+        for row, position in enumerate(positions):
+            if position in digests:
+                counts[row, 1] = digests[position]
+
+
+def telemetry_of(plan: OptimizerPlan, names: Sequence[str]) -> Telemetry:
+    """The plan's traces by parameter; ``names`` are in the order the plan was given them."""
+    traces = plan.traces()
+    home = traces[0][0].device if traces else torch.device("cpu")
+    norms = torch.zeros(len(names), 2, dtype=torch.float64, device=home)
+    counts = torch.zeros(len(names), 2, dtype=torch.int64, device=home)
+    for part_norms, part_counts, positions in traces:
+        rows = torch.tensor(positions, device=home)
+        norms[rows] = moved(part_norms, home)
+        counts[rows] = moved(part_counts, home)
+    return Telemetry(list(names), norms[:, 0], norms[:, 1], counts[:, 0], counts[:, 1])
