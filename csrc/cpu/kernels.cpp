@@ -32,16 +32,30 @@ void adam(const AdamScalars<T>& scalars, T* __restrict param, const T* __restric
           T* __restrict exp_avg, T* __restrict exp_avg_sq, T* __restrict max_exp_avg_sq,
           int64_t n) {
   const AdamScalars<T> s = scalars;
-  const auto update = [&]<class Lane>(int64_t i) {
-    adam_update<Lane>(s, param + i, grad + i, exp_avg + i, exp_avg_sq + i,
-                      max_exp_avg_sq != nullptr ? max_exp_avg_sq + i : nullptr);
-  };
   int64_t i = 0;
   for (; i + L::width <= n; i += L::width) {
-    update.template operator()<L>(i);
+    adam_update<L>(s, param + i, grad + i, exp_avg + i, exp_avg_sq + i,
+                   max_exp_avg_sq != nullptr ? max_exp_avg_sq + i : nullptr);
   }
-  for (; i < n; ++i) {
-    update.template operator()<ScalarLane<T>>(i);
+  if (i == n) {
+    return;
+  }
+  // What is left, in one register: a small tensor would spend much on single elements' roots and
+  // divisions.
+  if constexpr (L::width > 1) {
+    const auto left = static_cast<int>(n - i);
+    const bool amsgrad = max_exp_avg_sq != nullptr;
+    auto p = L::load_part(param + i, left);
+    auto m = L::load_part(exp_avg + i, left);
+    auto v = L::load_part(exp_avg_sq + i, left);
+    auto vmax = amsgrad ? L::load_part(max_exp_avg_sq + i, left) : L::set1(0);
+    adam_registers<L>(s, p, L::load_part(grad + i, left), m, v, amsgrad ? &vmax : nullptr);
+    L::store_part(param + i, p, left);
+    L::store_part(exp_avg + i, m, left);
+    L::store_part(exp_avg_sq + i, v, left);
+    if (amsgrad) {
+      L::store_part(max_exp_avg_sq + i, vmax, left);
+    }
   }
 }
 

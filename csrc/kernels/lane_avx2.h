@@ -38,6 +38,12 @@ struct Avx2Float {
   static constexpr int width = 8;
   static reg load(const float* x) { return _mm256_loadu_ps(x); }
   static void store(float* x, reg a) { _mm256_storeu_ps(x, a); }
+  // The first n elements, n < width; nothing beyond them is touched.
+  static __m256i first(int n) {
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+  }
+  static reg load_part(const float* x, int n) { return _mm256_maskload_ps(x, first(n)); }
+  static void store_part(float* x, reg a, int n) { _mm256_maskstore_ps(x, first(n), a); }
   static reg set1(float a) { return _mm256_set1_ps(a); }
   static reg load(const BFloat16* x) { return widen8(x); }
   static reg load(const Float16* x) { return widen8(x); }
@@ -89,6 +95,12 @@ struct Avx2Double {
   static constexpr int width = 4;
   static reg load(const double* x) { return _mm256_loadu_pd(x); }
   static void store(double* x, reg a) { _mm256_storeu_pd(x, a); }
+  // The first n elements, n < width; nothing beyond them is touched.
+  static __m256i first(int n) {
+    return _mm256_cmpgt_epi64(_mm256_set1_epi64x(n), _mm256_setr_epi64x(0, 1, 2, 3));
+  }
+  static reg load_part(const double* x, int n) { return _mm256_maskload_pd(x, first(n)); }
+  static void store_part(double* x, reg a, int n) { _mm256_maskstore_pd(x, first(n), a); }
   static reg set1(double a) { return _mm256_set1_pd(a); }
   static reg add(reg a, reg b) { return _mm256_add_pd(a, b); }
   static reg sub(reg a, reg b) { return _mm256_sub_pd(a, b); }
@@ -98,6 +110,7 @@ struct Avx2Double {
   static reg min(reg a, reg b) { return _mm256_min_pd(a, b); }
   // sum + x*x for a square that is exact, where a fused operation rounds as separate ones do.
   static reg add_exact_square(reg sum, reg x) { return _mm256_fmadd_pd(x, x, sum); }
+  static reg exact_square_minus(reg x, reg a) { return _mm256_fmsub_pd(x, x, a); }
   static reg bit_or(reg a, reg b) { return _mm256_or_pd(a, b); }
   static reg neg(reg a) { return _mm256_xor_pd(a, set1(-0.0)); }
   static reg max_keep_nan(reg vmax, reg v) {

@@ -26,6 +26,13 @@ struct Avx512Float {
   static constexpr int width = 16;
   static reg load(const float* x) { return _mm512_loadu_ps(x); }
   static void store(float* x, reg a) { _mm512_storeu_ps(x, a); }
+  // The first n elements, n < width; nothing beyond them is touched.
+  static reg load_part(const float* x, int n) {
+    return _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << n) - 1), x);
+  }
+  static void store_part(float* x, reg a, int n) {
+    _mm512_mask_storeu_ps(x, static_cast<__mmask16>((1u << n) - 1), a);
+  }
   static reg set1(float a) { return _mm512_set1_ps(a); }
   static reg load(const BFloat16* x) {
     const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
@@ -92,6 +99,13 @@ struct Avx512Double {
   static constexpr int width = 8;
   static reg load(const double* x) { return _mm512_loadu_pd(x); }
   static void store(double* x, reg a) { _mm512_storeu_pd(x, a); }
+  // The first n elements, n < width; nothing beyond them is touched.
+  static reg load_part(const double* x, int n) {
+    return _mm512_maskz_loadu_pd(static_cast<__mmask8>((1u << n) - 1), x);
+  }
+  static void store_part(double* x, reg a, int n) {
+    _mm512_mask_storeu_pd(x, static_cast<__mmask8>((1u << n) - 1), a);
+  }
   static reg set1(double a) { return _mm512_set1_pd(a); }
   static reg add(reg a, reg b) { return _mm512_add_pd(a, b); }
   static reg sub(reg a, reg b) { return _mm512_sub_pd(a, b); }
@@ -101,6 +115,7 @@ struct Avx512Double {
   static reg min(reg a, reg b) { return _mm512_min_pd(a, b); }
   // sum + x*x for a square that is exact, where a fused operation rounds as separate ones do.
   static reg add_exact_square(reg sum, reg x) { return _mm512_fmadd_pd(x, x, sum); }
+  static reg exact_square_minus(reg x, reg a) { return _mm512_fmsub_pd(x, x, a); }
   static reg bit_or(reg a, reg b) { return _mm512_or_pd(a, b); }
   static reg neg(reg a) { return _mm512_xor_pd(a, set1(-0.0)); }
   static reg max_keep_nan(reg vmax, reg v) {

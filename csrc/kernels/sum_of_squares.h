@@ -85,9 +85,11 @@ inline bool add_squares_in_bins(const T* x, int64_t n, int exponent, ExactAccumu
   typename L::reg left = L::set1(0.0);
   for (int64_t i = 0; i < n; i += L::width) {
     const auto wide = L::load(x + i);
-    auto rest = L::mul(wide, wide);
+    const auto first = L::add_exact_square(sums[0], wide);
+    auto rest = L::exact_square_minus(wide, L::sub(first, sums[0]));
+    sums[0] = first;
 #pragma GCC unroll 16
-    for (int b = 0; b < Bins; ++b) {
+    for (int b = 1; b < Bins; ++b) {
       const auto sum = L::add(sums[b], rest);
       rest = L::sub(rest, L::sub(sum, sums[b]));
       sums[b] = sum;

@@ -280,53 +280,69 @@ void StepPlan::prefetch(size_t i) const {
   }
 }
 
-void StepPlan::set_gradient(size_t i, const at::Tensor& gradient) {
-  TensorWork& work = work_.tensors[i];
+void StepPlan::check_step(size_t i) const {
+  if (device_.is_cpu()) {
+    const float step = *work_.tensors[i].step;
+    TORCH_CHECK(step >= 0.0f && step < 0x1p62f, what("state step", i), " is ", step,
+                ", expected a count of steps");
+  }
+}
+
+bool StepPlan::take_gradient(size_t i, const at::Tensor& gradient) {
   Known& known = known_[i];
   if (!gradient.defined()) {
-    return;  // release() has cleared what was there
+    return true;  // release() has cleared what was there
   }
   const c10::TensorImpl* impl = gradient.unsafeGetTensorImpl();
   known.gradient = impl;
+  if (!(impl->key_set() == known.gradient_keys) ||
+      static_cast<int32_t>(gradient.scalar_type()) != known.gradient_type ||
+      impl->device() != device_ || !has_shape(*impl, known.shape)) {
+    return false;
+  }
+  const void* memory = address(*impl);
+  if (memory == nullptr) {
+    return false;
+  }
+  check_step(i);
+  gradients_[i] = gradient;
+  work_.tensors[i].grad = const_cast<void*>(memory);
+  return true;
+}
+
+void StepPlan::set_gradient(size_t i, const at::Tensor& gradient) {
+  if (take_gradient(i, gradient)) {
+    return;
+  }
+  TensorWork& work = work_.tensors[i];
+  Known& known = known_[i];
   const at::ScalarType dtype = gradient.scalar_type();
-  bool as_is = impl->key_set() == known.gradient_keys &&
-               static_cast<int32_t>(dtype) == known.gradient_type && impl->device() == device_ &&
-               has_shape(*impl, known.shape);
-  if (!as_is) {
-    const at::Tensor param = to_tensor(borrowed_[i][kParam]);
-    const at::ScalarType expected = param.scalar_type();
-    const bool wider = dtype == at::kFloat && is_16_bit(expected);
-    if (gradient.layout() != at::kStrided || !(dtype == expected || wider) || gradient.is_meta()) {
-      check_supported(gradient, what("gradient", i));
-      TORCH_CHECK(false, what("gradient", i), " has dtype ", dtype, ", expected ", expected);
-    }
-    TORCH_CHECK(gradient.sizes() == param.sizes(), what("gradient", i), " has shape ",
-                gradient.sizes(), ", expected ", param.sizes());
-    TORCH_CHECK(gradient.device() == device_, what("gradient", i), " is on ", gradient.device(),
-                ", expected ", device_);
-    as_is = has_shape(*impl, known.shape) && !is_lazy(gradient);
-    if (as_is) {
-      known.gradient_keys = impl->key_set();
-      known.gradient_type = static_cast<int32_t>(dtype);
-    }
+  const at::Tensor param =
+      dense_copies_[i].defined() ? dense_copies_[i] : to_tensor(borrowed_[i][kParam]);
+  const at::ScalarType expected = param.scalar_type();
+  const bool wider = dtype == at::kFloat && is_16_bit(expected);
+  if (gradient.layout() != at::kStrided || !(dtype == expected || wider) || gradient.is_meta()) {
+    check_supported(gradient, what("gradient", i));
+    TORCH_CHECK(false, what("gradient", i), " has dtype ", dtype, ", expected ", expected);
   }
-  if (device_.is_cpu()) {
-    TORCH_CHECK(*work.step >= 0.0f && *work.step < 0x1p62f, what("state step", i), " is ",
-                *work.step, ", expected a count of steps");
-  }
-  if (as_is) {
+  TORCH_CHECK(gradient.sizes() == param.sizes(), what("gradient", i), " has shape ",
+              gradient.sizes(), ", expected ", param.sizes());
+  TORCH_CHECK(gradient.device() == device_, what("gradient", i), " is on ", gradient.device(),
+              ", expected ", device_);
+  check_step(i);
+  if (has_shape(*gradient.unsafeGetTensorImpl(), known.shape) && !is_lazy(gradient)) {
+    known.gradient_keys = gradient.key_set();
+    known.gradient_type = static_cast<int32_t>(dtype);
     gradients_[i] = gradient;
   } else {
     TORCH_CHECK(!work_.options.write_back_gradients, what("gradient", i), " has strides ",
                 gradient.strides(),
                 ", not its parameter's, and cannot be written back while it is stepped");
-    const at::Tensor param =
-        dense_copies_[i].defined() ? dense_copies_[i] : to_tensor(borrowed_[i][kParam]);
     gradients_[i] = at::empty_like(param, param.options().dtype(dtype)).copy_(gradient.detach());
     ++gradients_copied_;
   }
-  // An empty gradient may have no memory, but its parameter takes part: its step counts.
   work.grad_dtype = dtype == at::kFloat ? DType::kFloat32 : work.param_dtype;
+  // An empty gradient may have no memory, but its parameter takes part: its step counts.
   work.grad = const_cast<void*>(gradient.numel() > 0 ? address(*gradients_[i].unsafeGetTensorImpl())
                                                      : &kEmptyGradient);
   TORCH_CHECK(work.grad != nullptr, what("gradient", i), " has had its storage freed");

@@ -44,14 +44,19 @@ class StepPlan {
   StepPlan(const std::vector<Entry>& entries, at::Device device, const StepOptions& options = {});
 
   // Notes where an entry's tensors are now; false if memory, shape or type are not those known.
+  // Entries may be attached by several threads at once.
   bool attach(size_t i, const Borrowed& tensors);
 
   // Takes what the entries' tensors are now, checked as at first. `changed` is in ascending order;
   // all tensors must be attached.
   void renew(const std::vector<size_t>& changed);
 
-  // This step's gradient of an entry, undefined where it has none. A gradient with other strides
-  // than its parameter is copied.
+  // This step's gradient of an entry, undefined where it has none, if it is like the one before;
+  // otherwise returns false, and set_gradient() is to look at it. Entries may be taken by several
+  // threads at once.
+  bool take_gradient(size_t i, const at::Tensor& gradient);
+
+  // The same for any gradient; one with other strides than its parameter is copied.
   void set_gradient(size_t i, const at::Tensor& gradient);
 
   // Lets go of the gradients.
@@ -92,6 +97,7 @@ class StepPlan {
   void check_overlap() const;
   void cut();
   void count_as_changed(size_t i) const;
+  void check_step(size_t i) const;
 
   WorkList work_;
   std::vector<Known> known_;

@@ -1,5 +1,6 @@
 #include "python/optimizer_plan.h"
 
+#include <ATen/Parallel.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include "step_ops.h"
@@ -108,6 +109,7 @@ py::object plain_local_gradient(PyObject* param, PyObject* gradient) {
   return complete ? local : py::none();
 }
 
+constexpr int64_t kEntriesPerThread = 512;
 constexpr size_t kAhead = 8;  // entries; their memory is asked for before it is read
 
 }  // namespace
@@ -154,30 +156,56 @@ py::list OptimizerPlan::objects() const {
   return list;
 }
 
+// What most entries need, which is reading memory, by all threads: the state of an entry's tensors
+// and its gradient, if nothing changed and no Python is involved. Notes in what_is_left_ what
+// remains to be done for others.
+void OptimizerPlan::look(size_t part) {
+  const std::vector<Objects>& objects = objects_[part];
+  StepPlan& plan = plans_[part];
+  what_is_left_.resize(objects.size());
+  at::parallel_for(
+      0, static_cast<int64_t>(objects.size()), kEntriesPerThread, [&](int64_t begin, int64_t end) {
+        for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i) {
+          if (i + kAhead < static_cast<size_t>(end)) {
+            for (PyObject* object : objects[i + kAhead].local) {
+              __builtin_prefetch(object);
+            }
+            plan.prefetch(i + kAhead);
+          }
+          StepPlan::Borrowed borrowed;
+          for (size_t k = 0; k < borrowed.size(); ++k) {
+            PyObject* object = objects[i].local[k];
+            borrowed[k] =
+                object == Py_None ? nullptr : THPVariable_Unpack(object).unsafeGetTensorImpl();
+          }
+          if (!plan.attach(i, borrowed)) {
+            what_is_left_[i] = Left::kAll;
+          } else if (objects[i].wrapped) {
+            what_is_left_[i] = Left::kGradient;
+          } else {
+            // Not at::Tensor::grad(), which looks for non-leaf tensors to warn about.
+            const at::Tensor& gradient = borrowed[StepPlan::kParam]->grad();
+            what_is_left_[i] = plan.take_gradient(i, gradient) ? Left::kNothing : Left::kGradient;
+          }
+        }
+      });
+}
+
 // False if a DTensor has another local tensor than before. Memory that was replaced under a tensor
 // is taken as it is now.
 bool OptimizerPlan::attach(size_t part) {
   static PyObject* const kLocal = PyUnicode_InternFromString("_local_tensor");
   const std::vector<Objects>& objects = objects_[part];
-  StepPlan& plan = plans_[part];
   changed_.clear();
   for (size_t i = 0; i < objects.size(); ++i) {
-    if (i + kAhead < objects.size()) {
-      for (PyObject* object : objects[i + kAhead].local) {
-        __builtin_prefetch(object);
-      }
-      plan.prefetch(i + kAhead);
+    if (what_is_left_[i] == Left::kNothing) {
+      continue;
     }
     if (objects[i].wrapped &&
         attribute(objects[i].param, kLocal).ptr() != objects[i].local[StepPlan::kParam]) {
       return false;
     }
-    StepPlan::Borrowed borrowed;
-    for (size_t k = 0; k < borrowed.size(); ++k) {
-      PyObject* object = objects[i].local[k];
-      borrowed[k] = object == Py_None ? nullptr : THPVariable_Unpack(object).unsafeGetTensorImpl();
-    }
-    if (!plan.attach(i, borrowed)) {
+    if (what_is_left_[i] == Left::kAll) {
       changed_.push_back(i);
     }
   }
@@ -185,20 +213,23 @@ bool OptimizerPlan::attach(size_t part) {
     return true;
   }
   try {
-    plan.renew(changed_);
+    plans_[part].renew(changed_);
   } catch (const c10::Error&) {
     return false;  // the optimizer makes the state fit, or finds what is wrong
   }
   return true;
 }
 
+// The gradients that look() has left.
 void OptimizerPlan::set_gradients(size_t part) {
   const std::vector<Objects>& objects = objects_[part];
   StepPlan& plan = plans_[part];
   py::list placed_otherwise;
   std::vector<size_t> their_index;
   for (size_t i = 0; i < objects.size(); ++i) {
-    // Not at::Tensor::grad(), which looks for non-leaf tensors to warn about.
+    if (what_is_left_[i] == Left::kNothing) {
+      continue;
+    }
     const at::Tensor& gradient = THPVariable_Unpack(objects[i].param).unsafeGetTensorImpl()->grad();
     if (!gradient.defined() ||
         !(objects[i].wrapped || gradient.unsafeGetTensorImpl()->is_python_dispatch())) {
@@ -235,14 +266,13 @@ bool OptimizerPlan::collect(const py::list& param_groups, const py::dict& state)
     }
   }
   release();
+  collected_ = true;
   ReleaseAtEnd releasing(*this);
   for (size_t part = 0; part < plans_.size(); ++part) {
+    look(part);
     if (!attach(part)) {
       return false;
     }
-  }
-  collected_ = true;
-  for (size_t part = 0; part < plans_.size(); ++part) {
     set_gradients(part);
     hypers_[part].clear();
     for (const py::handle group : param_groups) {

@@ -79,7 +79,10 @@ class OptimizerPlan {
     int64_t position;
   };
 
+  enum class Left : uint8_t { kNothing, kGradient, kAll };
+
   void check_idle() const;
+  void look(size_t part);
   bool attach(size_t part);
   void set_gradients(size_t part);
 
@@ -90,6 +93,7 @@ class OptimizerPlan {
   std::vector<std::vector<Objects>> objects_;    // of each plan's entries
   std::vector<std::vector<GroupHyper>> hypers_;  // of each plan, this step's
   std::vector<PyObject*> idle_;
+  std::vector<Left> what_is_left_;  // of the part in work
   std::vector<size_t> changed_;
   pybind11::object local_gradients_;  // a function of a module
 };

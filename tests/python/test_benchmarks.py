@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")
 
+OURS = "torchopt_ext"
 RUN = Path(__file__).parents[2] / "benchmarks" / "run.py"
 
 
@@ -31,22 +32,28 @@ def test_quick_run(tmp_path: Path) -> None:
 
     rows = result["results"]
     sets = dict.fromkeys(row["set"] for row in rows)
-    assert len(sets) == 6  # every quick set is small, so each is timed with flushed caches too
     keys = {(row["set"], row["operation"], row["implementation"]) for row in rows}
-    assert len(keys) == len(rows) == len(sets) * 2 * 3
+    assert len(keys) == len(rows)
+    ours = {(row["set"], row["operation"]) for row in rows if row["implementation"] == OURS}
+    for operation in ("step", "clip+step", "scaler+clip+step"):
+        assert sum(op == operation for _, op in ours) >= 3
     for row in rows:
         times = row["milliseconds"]
         assert 0 < times["min"] <= times["q25"] <= times["median"] <= times["q75"] <= times["max"]
-        assert len(times["samples"]) == result["settings"]["rounds"]
-        moved = row["bytes_per_parameter"] * row["parameters"]
-        assert row["gigabytes_per_second"] == pytest.approx(moved / times["median"] / 1e6)
-        if row["implementation"] == "torch fused":
-            assert row["speedup_over_torch_fused"] == 1.0
-        assert row["speedup_over_torch_fused"] > 0
-    expected = {("torchopt_ext", "clip+step"): 32, ("torch fused", "clip+step"): 40}
-    for row in rows:
-        key = row["implementation"], row["operation"]
-        assert row["bytes_per_parameter"] == expected.get(key, row["bytes_per_parameter"])
+        assert 1 <= len(times["samples"]) <= result["settings"]["rounds"]
+    expected = {
+        (OURS, "step"): 28,
+        (OURS, "clip+step"): 32,
+        ("torch fused", "clip+step"): 40,
+        ("torch fused", "scaler+clip+step"): 48,
+        (f"{OURS}, fp32 masters", "scaler+clip+step"): 30,
+        (f"{OURS}, remainder", "scaler+clip+step"): 28,
+    }
+    counted = {
+        (row["implementation"], row["operation"]): row["bytes_per_parameter"] for row in rows
+    }
+    assert {key: counted[key] for key in expected} == expected
+    assert any(row["implementation"] == "plain loop" for row in rows)
 
     table = (tmp_path / "results.txt").read_text()
     assert table in done.stdout

@@ -351,8 +351,10 @@ class FusedAdamBase(Optimizer):
     @property
     def home(self) -> torch.device:
         """The first parameter's device."""
-        params = [param for group in self.param_groups for param in group["params"]]
-        return local_tensor(params[0]).device if params else torch.device("cpu")
+        for group in self.param_groups:
+            for param in group["params"]:
+                return torch.device(local_tensor(param).device)
+        return torch.device("cpu")
 
     @property
     def norm_settings(self) -> tuple[Any, ...]:

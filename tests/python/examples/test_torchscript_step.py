@@ -1,0 +1,90 @@
+"""The scripted step: from Python, and from a C++ program without Python."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import torchopt_ext
+from torchopt_ext.ops import lr_factor
+
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+
+
+def norms(text: str) -> list[float]:
+    found = [float(x) for x in re.findall(r"gradient norm ([\d.e+-]+)", text)]
+    assert len(found) == 10, text
+    return found
+
+
+def expected() -> list[float]:
+    params = [nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(5))]
+    optimizer = torch.optim.AdamW(params, lr=0.1)
+    result = []
+    for step in range(10):
+        for p in params:
+            p.grad = 2 * p.detach()
+        result.append(float(nn.utils.clip_grad_norm_(params, 1.0)))
+        factor = lr_factor(step, warmup_steps=2, stable_steps=4, decay_steps=4)
+        optimizer.param_groups[0]["lr"] = 0.1 * factor
+        optimizer.step()
+    return result
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    path = tmp_path_factory.mktemp("script") / "step.pt"
+    command = [sys.executable, "-W", "ignore", str(EXAMPLES / "torchscript_step.py")]
+    done = subprocess.run(
+        [*command, "--out", str(path)], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return path, done.stdout
+
+
+def test_from_python(script: tuple[Path, str]) -> None:
+    assert norms(script[1]) == pytest.approx(expected(), rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_from_cpp(script: tuple[Path, str], tmp_path: Path) -> None:
+    if shutil.which("g++") is None:
+        pytest.skip("no g++")
+    root = Path(torch.__file__).parent
+    library = Path(torchopt_ext.__file__).parent / "lib"
+    program = tmp_path / "torchscript_step"
+    done = subprocess.run(
+        [
+            *[
+                "g++",
+                "-std=c++20",
+                "-w",
+                str(EXAMPLES / "torchscript_step.cpp"),
+                "-o",
+                str(program),
+            ],
+            *[f"-I{root}/include", f"-I{root}/include/torch/csrc/api/include"],
+            *[f"-L{root}/lib", f"-Wl,-rpath,{root}/lib", "-Wl,--no-as-needed,--disable-new-dtags"],
+            *[f"-L{library}", f"-Wl,-rpath,{library}", "-ltorchopt_ext"],
+            *["-ltorch", "-ltorch_cpu", "-lc10"],
+            *(["-Wl,--allow-shlib-undefined"]),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    run = subprocess.run(
+        [str(program), str(script[0])], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert norms(run.stdout) == pytest.approx(norms(script[1]), rel=1e-3)
