@@ -203,7 +203,6 @@ void scale(void* memory, double factor, int64_t n) {
 
 template <class T>
 void difference(const T* before, const T* after, T* to, int64_t n) {
-#pragma GCC ivdep
   for (int64_t i = 0; i < n; ++i) {
     to[i] = after[i] - before[i];
   }
@@ -216,7 +215,7 @@ int64_t count_lost(const T* __restrict before, const T* __restrict after, const 
   int32_t count = 0;
   for (int64_t i = 0; i < n; ++i) {
     const bool moves = (widen(m[i]) != 0) | (decays & (before[i] != T{0}));
-    count += (after[i] == before[i]) & moves ? 1 : 0;
+    count += static_cast<int32_t>((after[i] == before[i]) & moves);
   }
   return count;
 }

@@ -125,8 +125,11 @@ OptimizerPlan::OptimizerPlan(const py::list& param_groups, const py::dict& state
   std::vector<std::vector<StepPlan::Entry>> entries(part_devices.size());
   for (size_t i = 0; i < params.size(); ++i) {
     const Param& param = params[i];
-    StepPlan::Entry entry{
-        .group = param.group, .name = param.name, .position = i, .place = param.place};
+    StepPlan::Entry entry;
+    entry.group = param.group;
+    entry.name = param.name;
+    entry.position = i;
+    entry.place = param.place;
     Objects objects{
         param.param.ptr(), {}, !param.param.is(param.local[0]), static_cast<int64_t>(i)};
     for (size_t k = 0; k < param.local.size(); ++k) {
