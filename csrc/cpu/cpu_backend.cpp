@@ -108,12 +108,10 @@ void control_update_cpu(const at::Tensor& control, const at::Tensor& accumulator
 void loss_scale_update_cpu(const at::Tensor& control, const at::Tensor& found_inf,
                            const at::Tensor& scale) {
   const FloatMode mode;
-  auto& block = *static_cast<Control*>(control.data_ptr());
-  block.loss_scale = static_cast<double>(*scale.const_data_ptr<float>());
-  loss_scale_update(block, found_inf.scalar_type() == at::kFloat
-                               ? *found_inf.const_data_ptr<float>() != 0.0f
-                               : *found_inf.const_data_ptr<double>() != 0.0);
-  *scale.data_ptr<float>() = static_cast<float>(block.loss_scale);
+  const bool overflow = found_inf.scalar_type() == at::kFloat
+                            ? *found_inf.const_data_ptr<float>() != 0.0f
+                            : *found_inf.const_data_ptr<double>() != 0.0;
+  scaler_update(*static_cast<Control*>(control.data_ptr()), overflow, *scale.data_ptr<float>());
 }
 
 // The scalars of a param group at a step count; tensors that share both share these.

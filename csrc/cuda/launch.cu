@@ -34,8 +34,7 @@ __global__ void loss_scale_update_kernel(Control* control, const void* found_inf
   const bool overflow = found_inf_dtype == DType::kFloat64
                             ? *static_cast<const double*>(found_inf) != 0.0
                             : *static_cast<const float*>(found_inf) != 0.0f;
-  loss_scale_update(*control, overflow);
-  *scale = static_cast<float>(control->loss_scale);
+  scaler_update(*control, overflow, *scale);
 }
 
 __device__ int64_t grid_thread() {

@@ -98,7 +98,7 @@ TORCHOPT_HD inline void loss_scale_update(Control& control, bool overflow) {
     control.hysteresis_tracker = 0.0;
   }
   control.growth_tracker = L::add(control.growth_tracker, 1.0);
-  if (control.growth_tracker >= control.growth_interval) {
+  if (control.growth_interval > 0.0 && control.growth_tracker >= control.growth_interval) {
     control.growth_tracker = 0.0;
     control.hysteresis_tracker = 0.0;
     double scale = rounded(L::mul(control.loss_scale, control.growth_factor));
@@ -109,6 +109,13 @@ TORCHOPT_HD inline void loss_scale_update(Control& control, bool overflow) {
       control.loss_scale = scale;
     }
   }
+}
+
+// The same for a scale that a scaler keeps in a float of its own.
+TORCHOPT_HD inline void scaler_update(Control& control, bool overflow, float& scale) {
+  control.loss_scale = static_cast<double>(scale);
+  loss_scale_update(control, overflow);
+  scale = static_cast<float>(control.loss_scale);
 }
 
 TORCHOPT_HD inline double scheduled_lr_factor(const Control& control) {

@@ -16,6 +16,8 @@ constexpr char kEmptyGradient = 0;
 constexpr const char* kRoleNames[] = {"parameter",      "exp_avg",       "exp_avg_sq",
                                       "max_exp_avg_sq", "master weight", "state step"};
 
+// Only with Python's interpreter locked, if the tensor may be Python's: the second reference to a
+// tensor counts as one to its Python object (c10/util/intrusive_ptr.h, PyObject preservation).
 at::Tensor to_tensor(c10::TensorImpl* impl) {
   return impl == nullptr
              ? at::Tensor()
@@ -68,7 +70,7 @@ void check_master(const at::Tensor& master, const std::string& what, const at::T
   if (dtype == at::kShort) {
     TORCH_CHECK(param.scalar_type() == at::kBFloat16, what, " is a remainder (int16), but ",
                 param_what, " has dtype ", param.scalar_type(), ", expected bfloat16");
-    TORCH_CHECK(master.layout() == at::kStrided && !master.is_meta(), what, " has no memory");
+    check_memory(master, what);
   } else {
     check_supported(master, what);
     TORCH_CHECK(dtype == at::kFloat && is_16_bit(param.scalar_type()), what, " has dtype ", dtype,
@@ -85,6 +87,7 @@ StepPlan::StepPlan(const std::vector<Entry>& entries, at::Device device, const S
     : known_(entries.size()),
       borrowed_(entries.size()),
       gradients_(entries.size()),
+      strided_params_(entries.size()),
       dense_copies_(entries.size()),
       device_(device) {
   work_.options = options;
@@ -148,6 +151,7 @@ void StepPlan::check_entry(size_t i, const Tensors& tensors) {
   TORCH_CHECK(step.defined() && step.scalar_type() == at::kFloat && step.numel() == 1 &&
                   step.device() == device_,
               what(kRoleNames[kStep], i), " is not one float32 element on ", device_);
+  check_memory(step, what(kRoleNames[kStep], i));
 
   TensorWork& work = work_.tensors[i];
   work.param = writable(dense);
@@ -260,6 +264,7 @@ void StepPlan::renew(const std::vector<size_t>& changed) {
 void StepPlan::release() {
   for (size_t i = 0; i < size(); ++i) {
     gradients_[i].reset();
+    strided_params_[i].reset();
     work_.tensors[i].grad = nullptr;
   }
 }
@@ -295,7 +300,7 @@ bool StepPlan::take_gradient(size_t i, const at::Tensor& gradient) {
   }
   const c10::TensorImpl* impl = gradient.unsafeGetTensorImpl();
   known.gradient = impl;
-  if (!(impl->key_set() == known.gradient_keys) ||
+  if (dense_copies_[i].defined() || !(impl->key_set() == known.gradient_keys) ||
       static_cast<int32_t>(gradient.scalar_type()) != known.gradient_type ||
       impl->device() != device_ || !has_shape(*impl, known.shape)) {
     return false;
@@ -317,6 +322,9 @@ void StepPlan::set_gradient(size_t i, const at::Tensor& gradient) {
   TensorWork& work = work_.tensors[i];
   Known& known = known_[i];
   const at::ScalarType dtype = gradient.scalar_type();
+  if (dense_copies_[i].defined()) {
+    strided_params_[i] = to_tensor(borrowed_[i][kParam]);
+  }
   const at::Tensor param =
       dense_copies_[i].defined() ? dense_copies_[i] : to_tensor(borrowed_[i][kParam]);
   const at::ScalarType expected = param.scalar_type();
@@ -340,12 +348,27 @@ void StepPlan::set_gradient(size_t i, const at::Tensor& gradient) {
                 ", not its parameter's, and cannot be written back while it is stepped");
     gradients_[i] = at::empty_like(param, param.options().dtype(dtype)).copy_(gradient.detach());
     ++gradients_copied_;
+    known.gradient_type = -1;  // the next is looked at closely, whatever it is
   }
   work.grad_dtype = dtype == at::kFloat ? DType::kFloat32 : work.param_dtype;
   // An empty gradient may have no memory, but its parameter takes part: its step counts.
   work.grad = const_cast<void*>(gradient.numel() > 0 ? address(*gradients_[i].unsafeGetTensorImpl())
                                                      : &kEmptyGradient);
   TORCH_CHECK(work.grad != nullptr, what("gradient", i), " has had its storage freed");
+}
+
+void StepPlan::check_gradients_apart() const {
+  if (!work_.options.write_back_gradients) {
+    return;
+  }
+  std::vector<NamedTensor> gradients;
+  gradients.reserve(size());
+  for (size_t i = 0; i < size(); ++i) {
+    if (gradients_[i].defined()) {
+      gradients.push_back({gradients_[i], what("gradient", i), true});
+    }
+  }
+  check_no_overlap(gradients);
 }
 
 void StepPlan::accumulate(const at::Tensor& accumulator, bool normalize) const {
@@ -370,20 +393,20 @@ void StepPlan::update(const std::vector<GroupHyper>& groups, const at::Tensor& c
   for (size_t i = 0; i < size(); ++i) {
     if (dense_copies_[i].defined() && work_.tensors[i].grad != nullptr) {
       copies.push_back(i);
-      dense_copies_[i].copy_(to_tensor(borrowed_[i][kParam]).detach());
+      dense_copies_[i].copy_(strided_params_[i].detach());
     }
   }
   backend_for(device_).adam(work_, groups, control, traces_);
   for (const size_t i : copies) {
-    to_tensor(borrowed_[i][kParam]).detach().copy_(dense_copies_[i]);
+    strided_params_[i].detach().copy_(dense_copies_[i]);
   }
   for (size_t i = 0; i < size(); ++i) {
     if (work_.tensors[i].grad != nullptr) {
       count_as_changed(i);
     }
   }
-  if (steps_in_one_) {
-    bump_version(to_tensor(borrowed_[0][kStep]));
+  if (steps_in_one_ && !borrowed_[0][kStep]->is_inference()) {
+    borrowed_[0][kStep]->bump_version();
   }
 }
 

@@ -1,10 +1,10 @@
 // A step plan: the parameters of one device with their state, checked once, and this step's
 // gradients. Operators and optimizer classes both run their passes through it.
 //
-// It owns no tensor but this step's gradients: torch.utils.swap_tensors, which nn.Module.to() may
-// use, refuses to swap a tensor that something else refers to, and reference counting alone would
-// take longer than a step over small tensors may. Whoever holds the plan keeps the tensors alive
-// while one of its methods runs.
+// It owns none of the tensors it was given but this step's gradients: torch.utils.swap_tensors,
+// which nn.Module.to() may use, refuses to swap a tensor that something else refers to, and
+// reference counting alone would take longer than a step over small tensors may. Whoever holds the
+// plan keeps the tensors alive while one of its methods runs.
 #pragma once
 
 #include <array>
@@ -53,11 +53,14 @@ class StepPlan {
 
   // This step's gradient of an entry, undefined where it has none, if it is like the one before;
   // otherwise returns false, and set_gradient() is to look at it. Entries may be taken by several
-  // threads at once.
+  // threads at once, which need not hold Python's lock: a gradient is its parameter's as well.
   bool take_gradient(size_t i, const at::Tensor& gradient);
 
   // The same for any gradient; one with other strides than its parameter is copied.
   void set_gradient(size_t i, const at::Tensor& gradient);
+
+  // Raises if gradients that are to be written share memory.
+  void check_gradients_apart() const;
 
   // Lets go of the gradients.
   void release();
@@ -102,8 +105,9 @@ class StepPlan {
   WorkList work_;
   std::vector<Known> known_;
   std::vector<Borrowed> borrowed_;
-  std::vector<at::Tensor> gradients_;     // keeps this step's gradients alive
-  std::vector<at::Tensor> dense_copies_;  // stepped instead of a parameter that is not dense
+  std::vector<at::Tensor> gradients_;       // keeps this step's gradients alive
+  std::vector<at::Tensor> strided_params_;  // during a step, of parameters that are not dense
+  std::vector<at::Tensor> dense_copies_;    // stepped instead of a parameter that is not dense
   std::vector<Label> labels_;
   Traces traces_;
   at::Device device_;

@@ -34,6 +34,12 @@ void check_supported(const at::Tensor& tensor, const std::string& what) {
   TORCH_CHECK(
       dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf,
       what, " has dtype ", dtype, ", expected float32, float64, bfloat16 or float16");
+  check_memory(tensor, what);
+}
+
+void check_memory(const at::Tensor& tensor, const std::string& what) {
+  TORCH_CHECK(tensor.layout() == at::kStrided, what, " has layout ", tensor.layout(),
+              ", expected a dense (strided) tensor");
   TORCH_CHECK(!tensor.is_meta(), what, " is on the meta device and has no data");
   TORCH_CHECK(!is_lazy(tensor), what, " is a lazy view; call resolve_neg() first");
   TORCH_CHECK(tensor.numel() == 0 || tensor.has_storage(), what, " has no storage");

@@ -19,6 +19,9 @@ DType dtype_of(const at::Tensor& tensor);
 // Strided, floating point, not complex, no meta or fake tensor without storage.
 void check_supported(const at::Tensor& tensor, const std::string& what);
 
+// Strided memory that holds the values as they are.
+void check_memory(const at::Tensor& tensor, const std::string& what);
+
 // Same shape, device and strides as the parameter, so that element index means the same in both.
 void check_matches(const at::Tensor& tensor, const std::string& what, const at::Tensor& param,
                    const std::string& param_what);

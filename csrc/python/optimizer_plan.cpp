@@ -121,6 +121,7 @@ OptimizerPlan::OptimizerPlan(const py::list& param_groups, const py::dict& state
     : snapshot_(param_groups, state),
       objects_(part_devices.size()),
       hypers_(part_devices.size()),
+      uses_group_(part_devices.size(), std::vector<bool>(param_groups.size())),
       local_gradients_(std::move(local_gradients)) {
   std::vector<std::vector<StepPlan::Entry>> entries(part_devices.size());
   for (size_t i = 0; i < params.size(); ++i) {
@@ -137,6 +138,7 @@ OptimizerPlan::OptimizerPlan(const py::list& param_groups, const py::dict& state
       entry.tensors[k] = unpack(objects.local[k]);
     }
     objects_.at(param.part).push_back(objects);
+    uses_group_[param.part].at(static_cast<size_t>(param.group)) = true;
     entries[param.part].push_back(std::move(entry));
   }
   for (const py::handle param : idle) {
@@ -277,9 +279,12 @@ bool OptimizerPlan::collect(const py::list& param_groups, const py::dict& state)
       return false;
     }
     set_gradients(part);
+    plans_[part].check_gradients_apart();
     hypers_[part].clear();
-    for (const py::handle group : param_groups) {
-      hypers_[part].push_back(read_group(group, plans_[part].device()));
+    for (size_t group = 0; group < uses_group_[part].size(); ++group) {
+      hypers_[part].push_back(uses_group_[part][group]
+                                  ? read_group(param_groups[group], plans_[part].device())
+                                  : GroupHyper{});
     }
   }
   releasing.cancel();

@@ -1,9 +1,9 @@
 // The plan of one optimizer: its step plans (one for each device and norm group) and the snapshot
 // of the Python objects they were built from. One call makes a whole step.
 //
-// It holds no tensor and no Python object, only addresses, which the snapshot's objects() keep
-// valid: so tensors can be swapped, and reference cycles through an optimizer are the garbage
-// collector's business as with torch's.
+// Of the optimizer it holds no tensor and no Python object, only addresses, which the snapshot's
+// objects() keep valid: so tensors can be swapped, and reference cycles through an optimizer are
+// the garbage collector's business as with torch's.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -92,6 +92,7 @@ class OptimizerPlan {
   std::vector<StepPlan> plans_;
   std::vector<std::vector<Objects>> objects_;    // of each plan's entries
   std::vector<std::vector<GroupHyper>> hypers_;  // of each plan, this step's
+  std::vector<std::vector<bool>> uses_group_;    // of each plan, by group
   std::vector<PyObject*> idle_;
   std::vector<Left> what_is_left_;  // of the part in work
   std::vector<size_t> changed_;

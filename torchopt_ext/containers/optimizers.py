@@ -133,7 +133,7 @@ class OptimizersContainer(Optimizer, Stateful, Generic[T]):
         Raises:
             AttributeError: the inner optimizers are not FusedAdam or FusedAdamW.
         """
-        for optimizer in sorted(self.optimizers, key=lambda opt: not opt.param_groups[0]["params"]):
+        for optimizer in self._by_size():
             if isinstance(optimizer, FusedAdamBase):
                 return optimizer.control
         raise AttributeError(f"{type(self.optimizers[0]).__name__} has no control block")
@@ -152,10 +152,11 @@ class OptimizersContainer(Optimizer, Stateful, Generic[T]):
             ValueError: two parts have a trained parameter of the same name.
         """
         flat = flat_state_dict.get_state_dict(self._parts())
-        for optimizer in self.optimizers:
+        for optimizer in self._by_size():
             if isinstance(optimizer, FusedAdamBase):  # all have the same, as they step together
                 for name, value in optimizer.saved_control().items():
                     flat[f"{CONTROL_KEY}.{name}"] = value
+                break
         return flat
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -185,6 +186,10 @@ class OptimizersContainer(Optimizer, Stateful, Generic[T]):
     def init_cache_state_dict(self) -> None:
         """Nothing to do: only a fault-tolerant container caches its state dict."""
 
+    def _by_size(self) -> list[T]:
+        """The optimizers, those without parameters last."""
+        return sorted(self.optimizers, key=lambda opt: not opt.param_groups[0]["params"])
+
     def _parts(self) -> list[flat_state_dict.Part]:
         """Each model part with the optimizers of its parameters."""
         pairs = zip(self.model_parts, self.optimizers, strict=True)
@@ -200,6 +205,11 @@ class OptimizersContainer(Optimizer, Stateful, Generic[T]):
 
     def _post_init(self, all_params: list[nn.Parameter], optimizer_kwargs: dict[str, Any]) -> None:
         """Make this container an Optimizer itself, with hooks and defaults of its own."""
+        number = 0
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, FusedAdamBase):
+                optimizer.first_parameter_number = number
+            number += sum(len(group["params"]) for group in optimizer.param_groups)
         Optimizer.__init__(self, [{"params": all_params}], dict(optimizer_kwargs))
 
     @property

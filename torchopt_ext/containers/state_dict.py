@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Adam, AdamW, Optimizer
 
 from torchopt_ext.optim.local import local_tensor
+from torchopt_ext.optim.state import check_loaded_master
 from torchopt_ext.optim.storage import MASTER, REMAINDER, with_own_steps
 
 # What completes a 16-bit parameter: one is made from the other, or from the parameter, when the
@@ -175,6 +176,12 @@ class _Slot:
         for name, live in expected.items():
             key = f"state.{self.fqn}.{name}"
             problem = key in state_dict and _state_problem(live, state_dict[key])
+            if not problem and key in state_dict and name in _MASTERS:
+                try:
+                    dtype = torch.int16 if name == REMAINDER else torch.float32
+                    check_loaded_master(state_dict[key], self.param, "it", dtype)
+                except ValueError as error:
+                    problem = f"does not fit: {error}"
             if problem:
                 yield f"'{key}' {problem}"
         for name in self.hypers():
@@ -194,7 +201,9 @@ class _Slot:
                 if key not in state_dict:
                     self.state.pop(name, None)
                 elif name not in self.state:
-                    self.state[name] = state_dict[key].clone()
+                    self.state[name] = state_dict[key].to(
+                        local_tensor(self.param).device, copy=True
+                    )
         for name, live in self.state.items():
             key = f"state.{self.fqn}.{name}"
             if key not in state_dict:

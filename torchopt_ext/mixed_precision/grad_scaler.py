@@ -105,7 +105,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled or not getattr(optimizer, "checks_overflow_in_step", False):
             return super().step(optimizer, *args, **kwargs)
-        if "closure" in kwargs:
+        if "closure" in kwargs or args:
             raise RuntimeError("a closure cannot be used while gradients are scaled")
         scale, _ = self._check_scale_growth_tracker("step")
         mine = self._per_optimizer_states[id(optimizer)]
@@ -125,7 +125,7 @@ class GradScaler(torch.amp.GradScaler):
             fused.check_overflow = False
             for name in ("grad_scale", "found_inf"):
                 vars(fused).pop(name, None)
-        found_inf = fused.control.found_inf
+        found_inf = fused.control.found_inf.clone()  # another step would change the block
         mine["found_inf_per_device"] = {found_inf.device: found_inf}
         mine["stage"] = OptState.STEPPED
         return result

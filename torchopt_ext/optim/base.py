@@ -2,7 +2,7 @@
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Self
 
 import torch
@@ -13,14 +13,14 @@ from torchopt_ext import ops
 from torchopt_ext._C import OptimizerPlan
 from torchopt_ext.optim import saved
 from torchopt_ext.optim import state as param_state
-from torchopt_ext.optim.control import ControlView
-from torchopt_ext.optim.local import NormKey, local_tensor, moved
+from torchopt_ext.optim.control import Controlled
+from torchopt_ext.optim.local import NormKey, moved
 from torchopt_ext.optim.step import fused_step
 from torchopt_ext.optim.storage import Storage, with_own_steps
 from torchopt_ext.optim.telemetry import Telemetry, keep_digests, telemetry_of, track_bits
 
 
-class FusedAdamBase(Optimizer):
+class FusedAdamBase(Controlled, Optimizer):
     """What FusedAdam and FusedAdamW share; they differ in where the weight decay goes."""
 
     # torch.amp.GradScaler then sets grad_scale and found_inf instead of unscaling gradients.
@@ -28,6 +28,9 @@ class FusedAdamBase(Optimizer):
     # torchopt_ext.GradScaler then leaves the overflow check to the step, and sets check_overflow.
     checks_overflow_in_step = True
     check_overflow = False
+    # The number of the first parameter, in draws and digests (docs/numerics.md sections 8 and 9):
+    # a container numbers its optimizers' parameters through.
+    first_parameter_number = 0
 
     def __init__(
         self,
@@ -108,12 +111,11 @@ class FusedAdamBase(Optimizer):
 
     def _init_runtime(self, process_group: torch.distributed.ProcessGroup | None) -> None:
         self.process_group = process_group
-        self._plan: OptimizerPlan | None = None
-        self._plan_objects: list[Any] = []
+        # A plan, and the objects whose addresses are all it holds: whoever uses it keeps both.
+        self._built: tuple[OptimizerPlan, list[Any]] | None = None
         self._norm_keys: list[NormKey] = []
-        self._blocks: dict[torch.device, tuple[Tensor, Tensor]] = {}  # control, accumulator
-        self._skips_for_scaler = False
-        self._planned: list[Tensor] = []  # the plan's parameters, if it tracks them
+        self._init_control()
+        self._planned: list[tuple[str, Tensor]] = []  # the plan's parameters, if it tracks them
         self._loading: dict[str, Any] | None = None
         self._copied_before = 0
 
@@ -162,20 +164,6 @@ class FusedAdamBase(Optimizer):
         if control := self.saved_control():
             packed[saved.CONTROL_KEY] = control
         return packed
-
-    def saved_control(self) -> dict[str, float]:
-        """What a checkpoint has to hold of the control block: its counts and loss scale.
-
-        Empty without a schedule or a loss scale of its own, which alone depend on them.
-        """
-        if not (self._settings.get("scheduled") or self._settings.get("growth_interval")):
-            return {}
-        values = dict(zip(ops.CONTROL_FIELDS, self._block(self.home)[0].tolist(), strict=True))
-        return {name: values[name] for name in saved.PERSISTENT}
-
-    def load_control(self, control: Mapping[str, float]) -> None:
-        """Takes what :meth:`saved_control` gave."""
-        self._set_control(**{k: float(v) for k, v in control.items() if k in saved.PERSISTENT})
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -227,11 +215,12 @@ class FusedAdamBase(Optimizer):
             "_storage": self._storage,
             "_options": self._options,
             "_settings": self._settings,
+            "_counters": self._counters,
             "_control": {device: block for device, (block, _) in self._blocks.items()},
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if "_plan" not in self.__dict__:  # a copy or an unpickled optimizer
+        if "_built" not in self.__dict__:  # a copy or an unpickled optimizer
             self._init_runtime(None)
             controls: dict[torch.device, Tensor] = state.pop("_control", {})
             self._blocks = {d: (block, ops.new_accumulator(d)) for d, block in controls.items()}
@@ -242,63 +231,9 @@ class FusedAdamBase(Optimizer):
         for group in self.param_groups:  # state dicts of older torch versions lack some keys
             for key, default in self.defaults.items():
                 group.setdefault(key, default)
-        self._plan = None
+        self._built = None
 
     # ---- beyond torch -----------------------------------------------------------------------
-
-    @property
-    def max_grad_norm(self) -> float | None:
-        """Clip threshold for the norm of all gradients; None for no clipping."""
-        return self._settings["max_grad_norm"] or None
-
-    @max_grad_norm.setter
-    def max_grad_norm(self, value: float | None) -> None:
-        if value is not None and not value > 0.0:
-            raise ValueError(f"Invalid max_grad_norm: {value}; None leaves gradients alone")
-        self._set_control(max_grad_norm=value or 0.0)
-
-    @property
-    def skip_nonfinite(self) -> bool:
-        """Whether a step in which a gradient is not finite changes nothing."""
-        return bool(self._settings["skip_nonfinite"])
-
-    @skip_nonfinite.setter
-    def skip_nonfinite(self, value: bool) -> None:
-        self._set_control(skip_nonfinite=float(value))
-
-    def set_schedule(
-        self,
-        *,
-        warmup_steps: int,
-        stable_steps: int,
-        decay_steps: int,
-        decay_type: str = "linear",
-        min_factor: float = 0.0,
-        generation: int = 1,
-    ) -> None:
-        """Lets a warmup-stable-decay factor, computed on the device, multiply the learning rate.
-
-        Skipped steps do not count. ``group["lr"]`` stays the base value; no other scheduler should
-        change it. Arguments as :func:`torchopt_ext.ops.lr_factor`.
-
-        Raises:
-            ValueError: an argument out of range.
-        """
-        schedule = {
-            "warmup_steps": warmup_steps,
-            "stable_steps": stable_steps,
-            "decay_steps": decay_steps,
-        }
-        ops.lr_factor(
-            0, **schedule, decay_type=decay_type, min_factor=min_factor, generation=generation
-        )  # checks the arguments
-        self._set_control(
-            **schedule,
-            decay_type=float(("linear", "sqrt", "cosine").index(decay_type)),
-            min_lr_factor=min_factor,
-            schedule_generation=float(generation),
-            scheduled=1.0,
-        )
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
@@ -318,18 +253,10 @@ class FusedAdamBase(Optimizer):
             RuntimeError: ``track`` is off, or there was no step yet.
         """
         if not self._options.track or self._plan is None:
-            raise RuntimeError("there is no telemetry without track= and before the first step")
-        names = [
-            name or str(number)
-            for number, (_, _, name, param) in enumerate(param_state.named_group_params(self))
-            if self.state.get(param)
-        ]
-        return telemetry_of(self._plan, names)
-
-    @property
-    def control(self) -> ControlView:
-        """The last step's decision, such as ``control.grad_norm``; reading it is lazy."""
-        return ControlView(self._block(self.home)[0])
+            raise RuntimeError(
+                "there is no telemetry without track= and before the first step with this state"
+            )
+        return telemetry_of(self._plan, [name for name, _ in self._planned])
 
     @property
     def gradients_copied(self) -> int:
@@ -340,21 +267,14 @@ class FusedAdamBase(Optimizer):
     def init_state(self) -> None:
         """Creates the state a first step would create, with step 0, for trainable parameters.
 
-        A state dict taken before the first step is then complete, and taking it changes nothing.
+        A state dict taken before the first step is then complete, and taking it changes nothing:
+        a loaded master weight or remainder of the other kind is left for the next step.
         """
         for _, group, _, param in param_state.named_group_params(self):
             if param.requires_grad:
                 param_state.init_param_state(group, param, self.state[param], self._storage)
 
     # ---- the parts of fused_step ------------------------------------------------------------
-
-    @property
-    def home(self) -> torch.device:
-        """The first parameter's device."""
-        for group in self.param_groups:
-            for param in group["params"]:
-                return torch.device(local_tensor(param).device)
-        return torch.device("cpu")
 
     @property
     def norm_settings(self) -> tuple[Any, ...]:
@@ -372,17 +292,31 @@ class FusedAdamBase(Optimizer):
         """Device and norm key of each part of the plan."""
         return list(zip(self._plan_or_raise().part_devices, self._norm_keys, strict=True))
 
+    @property
+    def devices(self) -> list[torch.device]:
+        """Where a control block has to know the decision: the first parameter's device, from
+        which it is read, and those of the plan's parts; none without parameters."""
+        home = [self.home] if any(group["params"] for group in self.param_groups) else []
+        return list(dict.fromkeys(home + self._plan_or_raise().part_devices))
+
+    def check_scaler(self) -> None:
+        """Raises what a gradient scaler's tensors would raise in update()."""
+        for device in self.devices:
+            self._scaler_tensors(device)
+
     def step_alone(self) -> bool:
         """The whole step in one call into C++, if one part with a norm of its own is all there is.
 
         Returns False, with nothing changed, if the step has to be made piece by piece.
         """
         for _ in range(2):
-            plan = self._plan
-            if plan is not None:
-                if plan.parts != 1 or (
-                    self.wants_norm and (self._norm_keys[0] or self.process_group is not None)
-                ):
+            built = self._built  # kept while it is used, whatever other threads do
+            if built is not None:
+                plan = built[0]
+                shared = self._norm_keys and (self._norm_keys[0] or self.process_group is not None)
+                if plan.parts != 1 or (self.wants_norm and shared):
+                    return False
+                if plan.part_devices[0] != self.home:
                     return False
                 self._apply_overflow_check()
                 control, accumulator = self._block(plan.part_devices[0])
@@ -405,6 +339,10 @@ class FusedAdamBase(Optimizer):
             if not self._plan_or_raise().collect(self.param_groups, self.state):
                 raise RuntimeError("the parameters' gradients changed while the step was prepared")
 
+    def kept(self) -> object:
+        """What has to live as long as the collected step is under way."""
+        return self._built
+
     def release(self) -> None:
         """Lets go of what collect() took, when a step is given up."""
         if self._plan is not None:
@@ -418,35 +356,11 @@ class FusedAdamBase(Optimizer):
         """Control and pass B, given all gradients' squares by device (none without a norm)."""
         plan = self._plan_or_raise()
         self._apply_overflow_check()
-        for device in dict.fromkeys(plan.part_devices or [self.home]):
+        for device in self.devices:
             control, accumulator = self._block(device)
             accumulated = total.get(device, accumulator.zero_())
             ops.control_update_(control, accumulated, *self._scaler_tensors(device))
         plan.update([self._block(device)[0] for device in plan.part_devices])
-
-    def _block(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        if device not in self._blocks:
-            with torch.inference_mode(False):  # steps will change them
-                settings = dict(self._settings)
-                if self._skips_for_scaler:
-                    settings["skip_nonfinite"] = 1.0
-                control = ops.new_control(device, **settings)  # type: ignore[arg-type]
-                self._blocks[device] = control, ops.new_accumulator(device)
-        return self._blocks[device]
-
-    def _set_control(self, **fields: float) -> None:
-        self._settings |= fields
-        for control, _ in self._blocks.values():
-            for name, value in fields.items():
-                control[ops.CONTROL_FIELDS.index(name)] = value
-
-    def _apply_overflow_check(self) -> None:
-        """Lets an overflow skip the step while a scaler asks for it, whatever skip_nonfinite is."""
-        if self.check_overflow != self._skips_for_scaler:
-            self._skips_for_scaler = self.check_overflow
-            skip = float(self.skip_nonfinite or self.check_overflow)
-            for control, _ in self._blocks.values():
-                control[ops.CONTROL_FIELDS.index("skip_nonfinite")] = skip
 
     @property
     def _sharded(self) -> bool:
@@ -467,6 +381,10 @@ class FusedAdamBase(Optimizer):
             None if found_inf is None else moved(found_inf, device),
         )
 
+    @property
+    def _plan(self) -> OptimizerPlan | None:
+        return None if self._built is None else self._built[0]
+
     def _plan_or_raise(self) -> OptimizerPlan:
         if self._plan is None:
             raise RuntimeError(f"{type(self).__name__}: collect() has not been called")
@@ -476,17 +394,19 @@ class FusedAdamBase(Optimizer):
         digests: dict[Tensor, Tensor] = {}
         if self._plan is not None:
             if self._options.track:
-                seen = telemetry_of(self._plan, [""] * len(self._planned)).digests
-                digests = dict(zip(self._planned, seen, strict=True))
+                seen = telemetry_of(self._plan, [name for name, _ in self._planned]).digests
+                digests = dict(zip((p for _, p in self._planned), seen, strict=True))
             self._copied_before += self._plan.gradients_copied
-            self._plan = None
+            self._built = None
         for _, group, _, param in param_state.named_group_params(self):
             if param.grad is not None and not self.state.get(param):
                 param_state.init_param_state(group, param, self.state[param], self._storage)
-        self._plan, self._norm_keys = param_state.build_plan(self, self._storage, self._options)
-        self._plan_objects = self._plan.objects()  # the plan itself holds addresses only
+        plan, self._norm_keys = param_state.build_plan(self, self._storage, self._options)
+        self._built = plan, plan.objects()
         if self._options.track:
-            named = param_state.named_group_params(self)
-            self._planned = [param for _, _, _, param in named if self.state.get(param)]
-            kept = {i: digests[p] for i, p in enumerate(self._planned) if p in digests}
-            keep_digests(self._plan, kept)
+            named = enumerate(param_state.named_group_params(self))
+            self._planned = [
+                (name or str(i), param) for i, (_, _, name, param) in named if self.state.get(param)
+            ]
+            kept = {i: digests[p] for i, (_, p) in enumerate(self._planned) if p in digests}
+            keep_digests(plan, kept)

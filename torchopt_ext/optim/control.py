@@ -1,8 +1,17 @@
-"""Read access to the control block by field name."""
+"""The control block of an optimizer: its settings, and read access by field name."""
 
+from collections.abc import Mapping
+from typing import Any
+
+import torch
 from torch import Tensor
 
+from torchopt_ext import ops
 from torchopt_ext.ops import CONTROL_FIELDS
+from torchopt_ext.optim.local import local_tensor
+
+PERSISTENT = ("steps", "skipped_steps", "loss_scale", "growth_tracker", "hysteresis_tracker")
+"""The fields that a checkpoint decides; the others are settings of the run that loads it."""
 
 
 class ControlView:
@@ -27,3 +36,169 @@ class ControlView:
     def __repr__(self) -> str:
         pairs = zip(CONTROL_FIELDS, self._block.tolist(), strict=True)
         return "ControlView(" + ", ".join(f"{name}={value:g}" for name, value in pairs) + ")"
+
+
+class Controlled:
+    """An optimizer's control blocks, one for each device, and the settings they are made from."""
+
+    param_groups: list[dict[str, Any]]
+    check_overflow: bool
+    _settings: dict[str, float]
+
+    def _init_control(self) -> None:
+        self._blocks: dict[torch.device, tuple[Tensor, Tensor]] = {}  # control, accumulator
+        self._written_skip: float | None = None  # what the control blocks say
+        self._counters: dict[str, float] = {}  # loaded, for control blocks yet to be made
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        """Clip threshold for the norm of all gradients; None for no clipping."""
+        return self._settings["max_grad_norm"] or None
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float | None) -> None:
+        if value is not None and not value > 0.0:
+            raise ValueError(f"Invalid max_grad_norm: {value}; None leaves gradients alone")
+        self._set_control(max_grad_norm=value or 0.0)
+
+    @property
+    def skip_nonfinite(self) -> bool:
+        """Whether a step in which a gradient is not finite changes nothing."""
+        return bool(self._settings["skip_nonfinite"])
+
+    @skip_nonfinite.setter
+    def skip_nonfinite(self, value: bool) -> None:
+        self._set_control(skip_nonfinite=float(value))
+
+    def set_schedule(
+        self,
+        *,
+        warmup_steps: int,
+        stable_steps: int,
+        decay_steps: int,
+        decay_type: str = "linear",
+        min_factor: float = 0.0,
+        generation: int = 1,
+    ) -> None:
+        """Lets a warmup-stable-decay factor, computed on the device, multiply the learning rate.
+
+        Skipped steps do not count. ``group["lr"]`` stays the base value; no other scheduler should
+        change it. Arguments as :func:`torchopt_ext.ops.lr_factor`.
+
+        Raises:
+            ValueError: an argument out of range.
+        """
+        schedule = {
+            "warmup_steps": warmup_steps,
+            "stable_steps": stable_steps,
+            "decay_steps": decay_steps,
+        }
+        ops.lr_factor(
+            0, **schedule, decay_type=decay_type, min_factor=min_factor, generation=generation
+        )  # checks the arguments
+        self._set_control(
+            **schedule,
+            decay_type=float(("linear", "sqrt", "cosine").index(decay_type)),
+            min_lr_factor=min_factor,
+            schedule_generation=float(generation),
+            scheduled=1.0,
+        )
+
+    def set_loss_scale(
+        self,
+        init_scale: float = 2.0**16,
+        *,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        hysteresis: int = 1,
+        consecutive_hysteresis: bool = False,
+        min_scale: float = 0.0,
+        max_scale: float = 0.0,
+    ) -> None:
+        """Lets the control block keep a loss scale that follows overflows, without a scaler.
+
+        Multiply losses with ``optimizer.control.loss_scale`` before backward. Steps with overflow
+        are skipped. Arguments as :class:`torchopt_ext.GradScaler`.
+
+        Raises:
+            ValueError: an argument out of range.
+        """
+        if not init_scale > 0 or growth_interval < 1 or hysteresis < 0:
+            raise ValueError(
+                f"Invalid loss scale: init_scale={init_scale}, growth_interval={growth_interval}, "
+                f"hysteresis={hysteresis}"
+            )
+        self._set_control(
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=float(growth_interval),
+            hysteresis=float(hysteresis),
+            consecutive_hysteresis=float(consecutive_hysteresis),
+            min_scale=min_scale,
+            max_scale=max_scale,
+        )
+        self.load_control({"loss_scale": init_scale})
+
+    def saved_control(self) -> dict[str, float]:
+        """What a checkpoint has to hold of the control block: its counts and loss scale.
+
+        Empty without a schedule or a loss scale of its own, which alone depend on them.
+        """
+        if not (self._settings.get("scheduled") or self._settings.get("growth_interval")):
+            return {}
+        values = dict(zip(CONTROL_FIELDS, self._block(self.home)[0].tolist(), strict=True))
+        return {name: values[name] for name in PERSISTENT}
+
+    def load_control(self, control: Mapping[str, float]) -> None:
+        """Takes what :meth:`saved_control` gave."""
+        self._counters = {k: float(v) for k, v in control.items() if k in PERSISTENT}
+        self._write_control(self._counters)
+
+    @property
+    def control(self) -> ControlView:
+        """The last step's decision, such as ``control.grad_norm``; reading it is lazy."""
+        return ControlView(self._block(self.home)[0])
+
+    @property
+    def home(self) -> torch.device:
+        """The first parameter's device."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                return torch.device(local_tensor(param).device)
+        return torch.device("cpu")
+
+    def _block(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        if device not in self._blocks:
+            fields = self._settings | self._counters
+            for block, _ in self._blocks.values():  # one that has counted, on another device
+                values = dict(zip(CONTROL_FIELDS, block.tolist(), strict=True))
+                fields |= {name: values[name] for name in PERSISTENT}
+            if self._written_skip is not None:
+                fields["skip_nonfinite"] = self._written_skip
+            with torch.inference_mode(False):  # steps will change them
+                control = ops.new_control(device, **fields)  # type: ignore[arg-type]
+                self._blocks[device] = control, ops.new_accumulator(device)
+        return self._blocks[device]
+
+    def _set_control(self, **fields: float) -> None:
+        self._settings = self._settings | fields  # a copy may share the old dict
+        self._written_skip = None
+        self._write_control(fields)
+
+    def _write_control(self, fields: Mapping[str, float]) -> None:
+        for control, _ in self._blocks.values():
+            for name, value in fields.items():
+                control[CONTROL_FIELDS.index(name)] = value
+
+    def _apply_overflow_check(self) -> None:
+        """Lets an overflow skip the step while a loss scale asks for it, too."""
+        skip = float(
+            self.skip_nonfinite
+            or self.check_overflow
+            or bool(self._settings.get("growth_interval"))
+        )
+        if skip != self._written_skip:
+            self._written_skip = skip
+            for control, _ in self._blocks.values():
+                control[CONTROL_FIELDS.index("skip_nonfinite")] = skip

@@ -10,19 +10,15 @@ from torch.optim import Optimizer
 from torchopt_ext.optim.local import local_tensor
 from torchopt_ext.optim.state import (
     MOMENTS,
+    check_loaded_master,
     check_loaded_moment,
     check_loaded_step,
-    check_shape,
     named_group_params,
 )
 from torchopt_ext.optim.storage import MASTER, REMAINDER, Storage
 
 CONTROL_KEY = "torchopt_ext.control"
 """Top-level key of the control block's fields, kept where a loss scale or schedule uses them."""
-
-
-PERSISTENT = ("steps", "skipped_steps", "loss_scale", "growth_tracker", "hysteresis_tracker")
-"""The fields that a checkpoint decides; the others are settings of the run that loads it."""
 
 
 def check_saved(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
@@ -43,13 +39,9 @@ def check_saved(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
         for moment in MOMENTS:
             if moment in entry:
                 check_loaded_moment(entry[moment], param, f"{moment} of {what}")
-        for name_, dtypes in ((MASTER, (torch.float32,)), (REMAINDER, (torch.int16,))):
-            if name_ in entry:
-                check_shape(entry[name_], param, f"{name_} of {what}")
-                if entry[name_].dtype not in dtypes:
-                    raise ValueError(
-                        f"{name_} of {what} has dtype {entry[name_].dtype}, expected {dtypes[0]}"
-                    )
+        for master, dtype in ((MASTER, torch.float32), (REMAINDER, torch.int16)):
+            if master in entry:
+                check_loaded_master(entry[master], param, f"{master} of {what}", dtype)
 
 
 def check_control(control: Any) -> None:
@@ -57,8 +49,9 @@ def check_control(control: Any) -> None:
     if not isinstance(control, Mapping):
         raise ValueError(f"'{CONTROL_KEY}' is {control!r}, expected a dict of numbers")
     for name, value in control.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"'{CONTROL_KEY}' has {name} = {value!r}, expected a number")
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not 0 <= value < float("inf"):
+            raise ValueError(f"'{CONTROL_KEY}' has {name} = {value!r}, expected a number from 0 on")
 
 
 def loaded_state(

@@ -67,7 +67,8 @@ def init_param_state(
     for name in moments_of(group):
         if name not in state:
             state[name] = _zeros_like(param, storage.moment_dtype(param))
-    fit_master(param, state, storage)
+    if MASTER not in state and REMAINDER not in state:
+        fit_master(param, state, storage)
 
 
 def fit_master(param: Tensor, state: dict[str, Any], storage: Storage) -> None:
@@ -80,17 +81,24 @@ def fit_master(param: Tensor, state: dict[str, Any], storage: Storage) -> None:
     if wanted is None:
         state.pop(MASTER, None)
         state.pop(REMAINDER, None)
-    elif wanted == MASTER and MASTER not in state:
-        master = _zeros_like(param, torch.float32)
-        local, target = local_tensor(param), local_tensor(master)
+    elif wanted == MASTER:
         remainder = state.pop(REMAINDER, None)
-        target.copy_(local if remainder is None else join_master(local, local_tensor(remainder)))
-        state[MASTER] = master
-    elif wanted == REMAINDER and REMAINDER not in state:
-        remainder = _zeros_like(param, torch.int16)
         if MASTER in state:
-            weight, rest = split_master(local_tensor(state.pop(MASTER)))
-            local_tensor(param).copy_(weight)  # what the master is rounded to, ties as documented
+            return
+        local, master = local_tensor(param), _zeros_like(param, torch.float32)
+        if remainder is not None and local.dtype != torch.bfloat16:
+            raise ValueError(f"a remainder completes a bfloat16 parameter, not {local.dtype}")
+        exact = local if remainder is None else join_master(local, local_tensor(remainder))
+        local_tensor(master).copy_(exact)
+        state[MASTER] = master
+    else:
+        saved_master = state.pop(MASTER, None)
+        if REMAINDER in state:
+            return
+        remainder = _zeros_like(param, torch.int16)
+        if saved_master is not None:
+            weight, rest = split_master(local_tensor(saved_master))
+            local_tensor(param).copy_(weight)  # nothing new, unless the model was changed since
             local_tensor(remainder).copy_(rest)
         state[REMAINDER] = remainder
 
@@ -132,6 +140,19 @@ def check_loaded_moment(moment: Any, param: Tensor, what: str) -> None:
             f"{what} is {moment.dtype}, {local.layout}, on {moment.device}; expected a dense real "
             f"tensor with memory"
         )
+
+
+def check_loaded_master(master: Any, param: Tensor, what: str, dtype: torch.dtype) -> None:
+    """Raises ValueError unless ``master`` is dense, of ``dtype`` and shaped as the parameter."""
+    check_shape(master, param, what)
+    local = local_tensor(master)
+    if local.dtype != dtype or local.layout is not torch.strided or local.is_meta:
+        raise ValueError(
+            f"{what} has dtype {local.dtype}, {local.layout}, on {local.device}; expected a dense "
+            f"{dtype} tensor with memory"
+        )
+    if dtype == torch.int16 and param.dtype == torch.float16:
+        raise ValueError(f"{what} completes a bfloat16 parameter, not a float16 one")
 
 
 def _fit_step(step: Any, device: torch.device) -> Tensor:
@@ -194,12 +215,16 @@ def build_plan(
     entries: list[tuple[int, int, dict[str, Any], str, Tensor]] = []
     idle: list[Tensor] = []
     needs_place = options.stochastic_rounding or options.track
-    for number, (index, group, name, param) in enumerate(named_group_params(optimizer)):
+    first_number: int = getattr(optimizer, "first_parameter_number", 0)
+    for number, (index, group, name, param) in enumerate(
+        named_group_params(optimizer), start=first_number
+    ):
         state = optimizer.state.get(param)
         if not state:
             idle.append(param)
             continue
         init_param_state(group, param, state, storage)
+        fit_master(param, state, storage)
         local = local_tensor(param)
         what = repr(name) if name else f"parameter {len(entries)}"
         state["step"] = _fit_step(state["step"], local.device)
@@ -208,7 +233,7 @@ def build_plan(
             state[moment] = _fit_moment(state[moment], param, f"{moment} of {what}", dtype)
         for master, master_dtype in ((MASTER, torch.float32), (REMAINDER, torch.int16)):
             if master in state:
-                check_shape(state[master], param, f"{master} of {what}")
+                check_loaded_master(state[master], param, f"{master} of {what}", master_dtype)
                 state[master] = _fit(state[master], param, master_dtype)
         by_device.setdefault(local.device, []).append(state)
         entries.append((number, index, group, name, param))

@@ -42,9 +42,13 @@ def fused_step(optimizers: Sequence[FusedAdamBase]) -> None:
     try:
         for optimizer in optimizers:
             optimizer.collect()
+        kept = [optimizer.kept() for optimizer in optimizers]
+        for optimizer in optimizers:
+            optimizer.check_scaler()
         total = _accumulate(optimizers) if first.wants_norm else {}
         for optimizer in optimizers:
             optimizer.update(total)
+        del kept
     finally:
         for optimizer in optimizers:
             optimizer.release()
@@ -64,7 +68,7 @@ def _accumulate(optimizers: Sequence[FusedAdamBase]) -> dict[torch.device, Tenso
             if device not in on_device:
                 on_device[device] = ops.new_accumulator(device)
             optimizer.accumulate(part, on_device[device])
-            devices[device] = None
+        devices |= dict.fromkeys(optimizer.devices)
     if not devices:  # a process group is waiting for this rank, even with nothing to add
         devices[optimizers[0].home] = None
     home = next(iter(devices))

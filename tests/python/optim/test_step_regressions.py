@@ -1,0 +1,213 @@
+"""What a step once got wrong, each with the shortest way to see it."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from torchopt_ext import FusedAdamW, GradScaler
+from torchopt_ext.containers import OptimizersContainer, OptimizersInBackwardContainer
+
+BF16 = torch.bfloat16
+
+
+def param(*shape: int, value: float = 1.0, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    p = nn.Parameter(torch.full(shape, value, dtype=dtype))
+    p.grad = torch.full(shape, 0.5, dtype=dtype)
+    return p
+
+
+def scaled_step(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    scaler.scale(torch.zeros(1))
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def test_a_setting_changed_between_scaled_steps_does_not_switch_the_check_off() -> None:
+    p = param(3)
+    optimizer, scaler = FusedAdamW([p]), GradScaler("cpu")
+    scaled_step(scaler, optimizer)
+    optimizer.skip_nonfinite = False
+    before = p.detach().clone()
+    p.grad.fill_(math.inf)
+    scaled_step(scaler, optimizer)
+    assert p.equal(before)
+    optimizer.step()  # and without a scaler nothing is skipped
+    assert not p.isfinite().all()
+
+
+@pytest.mark.parametrize("in_between", ["deepcopy", "nothing"])
+def test_what_a_scaler_asked_for_does_not_outlive_it(in_between: str) -> None:
+    p = param(3)
+    optimizer = FusedAdamW([p], max_grad_norm=1.0)
+    scaled_step(GradScaler("cpu"), optimizer)
+    if in_between == "deepcopy":
+        optimizer = copy.deepcopy(optimizer)
+        (p,) = optimizer.param_groups[0]["params"]
+        p.grad = torch.ones(3)
+    p.grad.fill_(math.nan)
+    optimizer.step()
+    assert optimizer.control.skip == 0
+    assert p.isnan().all()
+
+
+@pytest.mark.skipif(not hasattr(nn.Parameter, "grad_dtype"), reason="this torch has no grad_dtype")
+@pytest.mark.parametrize("first", [BF16, torch.float32])
+def test_a_gradient_of_another_type_after_a_copied_one(first: torch.dtype) -> None:
+    second = torch.float32 if first == BF16 else BF16
+    results = []
+    for layouts in (("dense", "dense", "dense"), ("dense", "transposed", "dense")):
+        p = nn.Parameter(torch.ones(4, 6, dtype=BF16))
+        p.grad_dtype = None
+        optimizer = FusedAdamW([p], state_dtype=torch.float32)
+        for dtype, layout in zip((first, second, first), layouts, strict=True):
+            g = torch.linspace(-1, 1, 24).view(4, 6).to(BF16).to(dtype)
+            p.grad = g if layout == "dense" else g.t().contiguous().t()
+            optimizer.step()
+        results.append(optimizer.state[p]["exp_avg"])
+    assert results[0].equal(results[1])
+
+
+@pytest.mark.parametrize("name", ["step", "remainder", "exp_avg"])
+def test_freed_state_is_refused(name: str) -> None:
+    p = param(8, dtype=BF16)
+    optimizer = FusedAdamW([p], master_weights="remainder")
+    optimizer.step()
+    optimizer.state[p][name] = optimizer.state[p][name].clone()
+    optimizer.step()
+    optimizer.state[p][name].untyped_storage().resize_(0)
+    with pytest.raises((RuntimeError, ValueError), match=r"freed|storage|step"):
+        optimizer.step()
+
+
+def test_a_remainder_does_not_complete_a_float16_parameter() -> None:
+    p, q = param(4, dtype=BF16), param(4, dtype=torch.float16)
+    saved = FusedAdamW([p], master_weights="remainder")
+    saved.step()
+    optimizer = FusedAdamW([q], master_weights="fp32")
+    with pytest.raises(ValueError, match="float16"):
+        optimizer.load_state_dict(saved.state_dict())
+    optimizer.step()
+
+
+def test_gradients_that_share_memory_cannot_be_written_back() -> None:
+    p, q = param(4), param(4)
+    q.grad = p.grad
+    before = p.grad.clone(), p.detach().clone()
+    optimizer = FusedAdamW([p, q], max_grad_norm=0.1, write_back_gradients=True)
+    with pytest.raises(RuntimeError, match="gradient 1 shares memory with gradient 0"):
+        optimizer.step()
+    assert p.grad.equal(before[0])
+    assert p.equal(before[1])
+
+
+def test_a_master_weight_is_converted_by_a_step_and_not_by_looking() -> None:
+    p = param(4, value=1.0, dtype=BF16)
+    saved = FusedAdamW([p], lr=0.01, master_weights="fp32")
+    saved.step()
+    q = param(4, value=3.0, dtype=BF16)  # its model is loaded only later
+    optimizer = FusedAdamW([q], lr=0.01, master_weights="remainder")
+    optimizer.load_state_dict(saved.state_dict())
+    optimizer.init_state()
+    assert q.eq(3).all()
+    assert set(optimizer.state_dict()["state"][0]) >= {"master_weight"}
+    q.data.copy_(p)
+    for one in (p, q):
+        one.grad = torch.full((4,), 0.25, dtype=BF16)
+    saved.step()
+    optimizer.step()
+    assert q.equal(p)
+    assert "master_weight" not in optimizer.state[q]
+
+
+def test_of_two_master_entries_the_one_that_is_used_stays() -> None:
+    p = param(4, dtype=BF16)
+    optimizer = FusedAdamW([p], master_weights="fp32")
+    optimizer.step()
+    optimizer.state[p]["remainder"] = torch.zeros(4, dtype=torch.int16)
+    optimizer.step()
+    assert "remainder" not in optimizer.state[p]
+
+
+def test_telemetry_keeps_its_names_when_state_is_added() -> None:
+    p, q = param(2), param(3)
+    p.grad = None
+    optimizer = FusedAdamW([("p", p), ("q", q)], track=True)
+    optimizer.step()
+    optimizer.init_state()
+    assert optimizer.telemetry.names == ["q"]
+    optimizer.state.clear()
+    assert optimizer.telemetry.names == ["q"]
+
+
+def test_parameters_of_a_container_draw_differently() -> None:
+    model = nn.ModuleList([nn.Linear(64, 64, bias=False) for _ in range(2)]).to(BF16)
+    for layer in model:
+        nn.init.constant_(layer.weight, 1.0)
+    OptimizersInBackwardContainer([model], FusedAdamW, {"lr": 1e-3, "stochastic_rounding": True})
+    sum(layer.weight.float().sum() for layer in model).backward()
+    assert not model[0].weight.equal(model[1].weight)
+
+
+def test_an_interval_of_zero_does_not_grow() -> None:
+    scaler = GradScaler("cpu", init_scale=2.0, growth_interval=0)
+    p = param(2)
+    for _ in range(3):
+        scaled_step(scaler, FusedAdamW([p]))
+    assert scaler.get_scale() == 2.0
+
+
+def test_a_step_before_update_does_not_hide_an_overflow() -> None:
+    p = param(2)
+    optimizer, scaler = FusedAdamW([p]), GradScaler("cpu", init_scale=2.0)
+    scaler.scale(torch.zeros(1))
+    p.grad.fill_(math.inf)
+    scaler.step(optimizer)
+    p.grad.fill_(1.0)
+    optimizer.step()
+    scaler.update()
+    assert scaler.get_scale() == 1.0
+
+
+def test_a_closure_is_refused_wherever_it_stands() -> None:
+    optimizer, scaler = FusedAdamW([param(2)]), GradScaler("cpu")
+    scaler.scale(torch.zeros(1))
+    with pytest.raises(RuntimeError, match="closure"):
+        scaler.step(optimizer, lambda: 0.0)
+
+
+def test_a_part_without_gradients_knows_the_decision() -> None:
+    parts = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    container = OptimizersContainer(parts, FusedAdamW, {"max_grad_norm": 1.0})
+    for p in parts[1].parameters():
+        p.grad = torch.full_like(p, math.inf)
+    scaler = GradScaler("cpu", init_scale=2.0)
+    scaled_step(scaler, container)
+    assert [float(opt.control.found_inf) for opt in container.optimizers] == [1.0, 1.0]
+    assert scaler.get_scale() == 1.0
+
+
+def test_the_own_loss_scale_follows_overflows() -> None:
+    p = param(2)
+    optimizer = FusedAdamW([p], lr=0.1)
+    optimizer.set_loss_scale(8.0, growth_interval=2)
+    reference = param(2)
+    plain = FusedAdamW([reference], lr=0.1)
+    scales = []
+    for overflow in (False, False, True, False, False):
+        scale = float(optimizer.control.loss_scale)
+        p.grad = torch.full((2,), math.inf if overflow else 0.5 * scale)
+        optimizer.step()
+        if not overflow:
+            plain.step()
+        scales.append(float(optimizer.control.loss_scale))
+    assert scales == [8.0, 16.0, 8.0, 8.0, 16.0]
+    assert p.equal(reference)
+    resumed = FusedAdamW([param(2)])
+    resumed.set_loss_scale(1.0)
+    resumed.load_state_dict(optimizer.state_dict())
+    assert float(resumed.control.loss_scale) == 16.0
