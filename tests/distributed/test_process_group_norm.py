@@ -2,47 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 pytestmark = pytest.mark.timeout(150)
 
-RUN_TIMEOUT = 120  # seconds; the run takes about 10 on an idle machine
-
 Results = list[dict[str, dict[str, Any]]]  # by rank and case
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """All cases of norm_worker.py, in one run of two processes."""
-    folder = tmp_path_factory.mktemp("norm")
-    command = [
-        *[sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"],
-        *["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"],
-        *[str(Path(__file__).with_name("norm_worker.py")), str(folder)],
-    ]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    try:
-        output, _ = process.communicate(timeout=RUN_TIMEOUT)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        pytest.fail(f"two ranks still ran after {RUN_TIMEOUT} s:\n{process.communicate()[0]}")
-    assert process.returncode == 0, output
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+def results(run_two_ranks: Callable[[str], Results]) -> Results:
+    return run_two_ranks("norm_worker.py")
 
 
 def case(results: Results, name: str) -> dict[str, Any]:

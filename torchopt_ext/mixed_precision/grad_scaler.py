@@ -11,6 +11,7 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.optim import Optimizer
 
 from torchopt_ext import ops
+from torchopt_ext.optim.control import write_fields
 from torchopt_ext.optim.local import moved
 
 _GROWTH = ops.CONTROL_FIELDS.index("growth_tracker")
@@ -152,8 +153,7 @@ class GradScaler(torch.amp.GradScaler):
         assert block is not None
         if self._written != self._block_settings():
             self._written = self._block_settings()
-            for name, value in self._written.items():
-                block[ops.CONTROL_FIELDS.index(name)] = value
+            write_fields(block, self._written)
         found_inf = found[0] if len(found) == 1 else torch.stack([f.double() for f in found]).sum()
         ops.loss_scale_update_(block, found_inf, scale)
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)

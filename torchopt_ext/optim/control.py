@@ -14,6 +14,17 @@ PERSISTENT = ("steps", "skipped_steps", "loss_scale", "growth_tracker", "hystere
 """The fields that a checkpoint decides; the others are settings of the run that loads it."""
 
 
+def read_fields(block: Tensor) -> dict[str, float]:
+    """A control block's fields by name; waits for its device."""
+    return dict(zip(CONTROL_FIELDS, block.tolist(), strict=True))
+
+
+def write_fields(block: Tensor, fields: Mapping[str, float]) -> None:
+    """Sets fields of a control block, in place."""
+    for name, value in fields.items():
+        block[CONTROL_FIELDS.index(name)] = value
+
+
 class ControlView:
     """The decision of an optimizer's last step: ``control.grad_norm`` and so on.
 
@@ -34,8 +45,8 @@ class ControlView:
         return [*super().__dir__(), *CONTROL_FIELDS]
 
     def __repr__(self) -> str:
-        pairs = zip(CONTROL_FIELDS, self._block.tolist(), strict=True)
-        return "ControlView(" + ", ".join(f"{name}={value:g}" for name, value in pairs) + ")"
+        pairs = (f"{name}={value:g}" for name, value in read_fields(self._block).items())
+        return f"ControlView({', '.join(pairs)})"
 
 
 class Controlled:
@@ -147,7 +158,7 @@ class Controlled:
         """
         if not (self._settings.get("scheduled") or self._settings.get("growth_interval")):
             return {}
-        values = dict(zip(CONTROL_FIELDS, self._block(self.home)[0].tolist(), strict=True))
+        values = read_fields(self._block(self.home)[0])
         return {name: values[name] for name in PERSISTENT}
 
     def load_control(self, control: Mapping[str, float]) -> None:
@@ -172,7 +183,7 @@ class Controlled:
         if device not in self._blocks:
             fields = self._settings | self._counters
             for block, _ in self._blocks.values():  # one that has counted, on another device
-                values = dict(zip(CONTROL_FIELDS, block.tolist(), strict=True))
+                values = read_fields(block)
                 fields |= {name: values[name] for name in PERSISTENT}
             if self._written_skip is not None:
                 fields["skip_nonfinite"] = self._written_skip
@@ -188,8 +199,7 @@ class Controlled:
 
     def _write_control(self, fields: Mapping[str, float]) -> None:
         for control, _ in self._blocks.values():
-            for name, value in fields.items():
-                control[CONTROL_FIELDS.index(name)] = value
+            write_fields(control, fields)
 
     def _apply_overflow_check(self) -> None:
         """Lets an overflow skip the step while a loss scale asks for it, too."""
@@ -200,5 +210,4 @@ class Controlled:
         )
         if skip != self._written_skip:
             self._written_skip = skip
-            for control, _ in self._blocks.values():
-                control[CONTROL_FIELDS.index("skip_nonfinite")] = skip
+            self._write_control({"skip_nonfinite": skip})
