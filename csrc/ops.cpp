@@ -47,6 +47,23 @@ TORCH_LIBRARY(torchopt_ext, m) {
       "str decay_type=\"linear\", float min_factor=0.0, int generation=1) -> Tensor");
 
   // Greedy partition of whole tensors, largest first, each to the least loaded rank: the rank of
-  // every tensor, in the order given. `initial_loads` are elements that ranks already hold.
-  m.def("partition_greedy(int[] numels, int world_size, int[]? initial_loads=None) -> int[]");
+  // every tensor, in the order given. `initial_loads` are elements that ranks already hold; ranks
+  // of equal load come in the order of `tie_loads`.
+  m.def(
+      "partition_greedy(int[] numels, int world_size, int[]? initial_loads=None, "
+      "int[]? tie_loads=None) -> int[]");
+
+  // Which rank steps which parameters of DistributedDataParallel's gradient buckets, as torch's
+  // ZeroRedundancyOptimizer decides it: rows of bucket, first parameter, number of parameters and
+  // rank. `numels` are the parameters' sizes, bucket by bucket.
+  m.def(
+      "partition_buckets(int[] numels, int[] bucket_lengths, int world_size, bool shard_buckets) "
+      "-> int[]");
+
+  // Tensors laid one after the other into buckets, each bucket cut into one interval a rank: the
+  // tensors' buckets and starts, the buckets' lengths, and world_size + 1 cuts for each bucket.
+  m.def(
+      "partition_balanced(int[] numels, int[] row_lengths, int world_size, "
+      "int bucket_elements=8388608, int alignment=64) "
+      "-> (int[] buckets, int[] starts, int[] lengths, int[] cuts)");
 }

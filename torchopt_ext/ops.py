@@ -1,7 +1,7 @@
 """Typed wrappers of the operators in csrc/ops.cpp. docs/numerics.md states what they compute."""
 
 from collections.abc import Sequence
-from typing import overload
+from typing import NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -193,7 +193,10 @@ def lr_factor(
 
 
 def partition_greedy(
-    numels: Sequence[int], world_size: int, initial_loads: Sequence[int] | None = None
+    numels: Sequence[int],
+    world_size: int,
+    initial_loads: Sequence[int] | None = None,
+    tie_loads: Sequence[int] | None = None,
 ) -> list[int]:
     """The rank of each tensor: largest first, each to the first rank with the least load.
 
@@ -201,8 +204,87 @@ def partition_greedy(
         numels: elements of each tensor.
         world_size: number of ranks.
         initial_loads: elements each rank already has; zeros by default.
+        tie_loads: which of the ranks with the least load comes first: the first with the least
+            of these, which stay as given. Spreads tensors that weigh nothing, such as frozen ones.
+
+    Raises:
+        ValueError: an argument out of range, or loads that are not one for each rank.
     """
-    return _ops.partition_greedy.default(numels, world_size, initial_loads)
+    return _ops.partition_greedy.default(numels, world_size, initial_loads, tie_loads)
+
+
+def partition_buckets(
+    numels: Sequence[int], bucket_lengths: Sequence[int], world_size: int, shard_buckets: bool
+) -> list[tuple[int, int, int, int]]:
+    """Which rank steps which parameters of DistributedDataParallel's buckets, where steps overlap.
+
+    Each row is a bucket, the offset in it of the first parameter, the number of parameters and
+    their group rank. The rows are the assignments of torch's
+    ``ZeroRedundancyOptimizer(overlap_with_ddp=True)``, in the order in which it makes them.
+
+    Args:
+        numels: elements of each parameter, bucket by bucket.
+        bucket_lengths: number of parameters in each bucket, 1 or more.
+        world_size: number of ranks.
+        shard_buckets: whether several ranks may share a bucket, each taking about
+            ``sum(numels) / world_size`` elements; otherwise rank ``bucket % world_size`` takes all.
+
+    Raises:
+        ValueError: an argument out of range, or lengths that do not add up to ``len(numels)``.
+        RuntimeError: a bucket needs more ranks than there are; torch fails there, too.
+    """
+    rows = _ops.partition_buckets.default(numels, bucket_lengths, world_size, shard_buckets)
+    return list(zip(rows[::4], rows[1::4], rows[2::4], rows[3::4], strict=True))
+
+
+class BalancedPlan(NamedTuple):
+    """Where tensors lie in buckets, and which part of a bucket each rank owns; all in elements.
+
+    Tensor ``i`` lies at ``starts[i]`` of bucket ``buckets[i]``; bucket ``b`` ends with its last
+    tensor, at ``lengths[b]``; rank ``r`` owns elements ``cuts[b][r]`` to ``cuts[b][r + 1]`` of it.
+    """
+
+    buckets: list[int]
+    starts: list[int]
+    lengths: list[int]
+    cuts: list[list[int]]
+
+
+def partition_balanced(
+    numels: Sequence[int],
+    row_lengths: Sequence[int],
+    world_size: int,
+    bucket_elements: int = 8388608,
+    alignment: int = 64,
+) -> BalancedPlan:
+    """Lays tensors one after the other into buckets and cuts each bucket evenly among the ranks.
+
+    A bucket is cut only where the blocks of the sum of squares allow it (docs/numerics.md
+    section 3): at a tensor's start; in a tensor of rows below 64 elements, at multiples of
+    ``alignment`` from its start; in one of longer rows, at a row's start, and every 4,096 elements
+    from there unless fewer than 64 of the row are left. So the ranks' shares of a bucket differ by
+    one such block at most, 4,159 elements with padding aside, or by ``alignment`` if that is more.
+
+    Args:
+        numels: elements of each tensor, in forward order.
+        row_lengths: elements of each tensor's rows; 1 for a 1-D tensor.
+        world_size: number of ranks.
+        bucket_elements: a bucket ends before the tensor that would take it beyond this or beyond
+            ``world_size * 2**20`` elements, whichever is more; a last one of less than half of
+            that joins the one before.
+        alignment: every tensor starts at a multiple of this in its bucket.
+
+    Raises:
+        ValueError: an argument out of range, a row length that does not divide its tensor's
+            elements; names the position.
+    """
+    buckets, starts, lengths, cuts = _ops.partition_balanced.default(
+        numels, row_lengths, world_size, bucket_elements, alignment
+    )
+    ends = range(world_size + 1, len(cuts) + 1, world_size + 1)
+    return BalancedPlan(
+        buckets, starts, lengths, [cuts[end - world_size - 1 : end] for end in ends]
+    )
 
 
 @torch.library.register_fake("torchopt_ext::accumulator_total")

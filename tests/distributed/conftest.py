@@ -1,4 +1,4 @@
-"""Runs a worker script on two gloo ranks."""
+"""Runs a worker script on a few gloo ranks."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Results = list[dict[str, dict[str, Any]]]  # by rank and case
 
 
 @pytest.fixture(scope="session")
-def run_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Results]:
-    """All cases of a worker script of this folder, in one run of two processes."""
+def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Results]:
+    """All cases of a worker script of this folder, in one run of so many processes."""
 
-    def run(worker: str) -> Results:
+    def run(worker: str, ranks: int) -> Results:
         folder = tmp_path_factory.mktemp(Path(worker).stem)
         command = [
-            *[sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"],
+            *[sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"],
             *["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"],
             *[str(Path(__file__).with_name(worker)), str(folder)],
         ]
@@ -41,8 +41,15 @@ def run_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], R
             output, _ = process.communicate(timeout=RUN_TIMEOUT)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-            pytest.fail(f"two ranks still ran after {RUN_TIMEOUT} s:\n{process.communicate()[0]}")
+            pytest.fail(
+                f"{ranks} ranks still ran after {RUN_TIMEOUT} s:\n{process.communicate()[0]}"
+            )
         assert process.returncode == 0, output
-        return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+        return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
 
     return run
+
+
+@pytest.fixture(scope="session")
+def run_two_ranks(run_ranks: Callable[[str, int], Results]) -> Callable[[str], Results]:
+    return lambda worker: run_ranks(worker, 2)

@@ -2,7 +2,7 @@
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Self
 
 import torch
@@ -16,7 +16,7 @@ from torchopt_ext.optim import state as param_state
 from torchopt_ext.optim.control import Controlled
 from torchopt_ext.optim.local import NormKey, moved
 from torchopt_ext.optim.step import fused_step
-from torchopt_ext.optim.storage import Storage, with_own_steps
+from torchopt_ext.optim.storage import Place, Storage, with_own_steps
 from torchopt_ext.optim.telemetry import Telemetry, keep_digests, telemetry_of, track_bits
 
 
@@ -31,6 +31,8 @@ class FusedAdamBase(Controlled, Optimizer):
     # The number of the first parameter, in draws and digests (docs/numerics.md sections 8 and 9):
     # a container numbers its optimizers' parameters through.
     first_parameter_number = 0
+    # Parameters that are parts of a larger model's, and where: set by ZeroRedundancyOptimizer.
+    parameter_places: Mapping[Tensor, Place] = {}
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Per-parameter state that looks like torch's, and the plan built from it."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from torchopt_ext.optim.local import NormKey, is_dtensor, local_gradients, local
 from torchopt_ext.optim.storage import (
     MASTER,
     REMAINDER,
+    Place,
     Storage,
     join_master,
     packed_steps,
@@ -216,6 +217,7 @@ def build_plan(
     idle: list[Tensor] = []
     needs_place = options.stochastic_rounding or options.track
     first_number: int = getattr(optimizer, "first_parameter_number", 0)
+    places: Mapping[Tensor, Place] = getattr(optimizer, "parameter_places", {})
     for number, (index, group, name, param) in enumerate(
         named_group_params(optimizer), start=first_number
     ):
@@ -246,7 +248,9 @@ def build_plan(
         held = storage.master_of(param)
         master_local = local_tensor(state[held]) if held else None
         part = parts.setdefault((local.device, norm_key(param)), len(parts))
-        place = place_of(number, param) if needs_place else (number, 0, 0, 0)
+        place = places.get(param) or (number, 0, 0, 0)
+        if needs_place and param not in places:
+            place = place_of(number, param)
         tensors = (local, *moments, master_local, state["step"])
         params.append((param, tensors, index, name, part, place))
     plan = OptimizerPlan(

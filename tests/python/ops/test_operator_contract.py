@@ -376,7 +376,9 @@ def test_opcheck_the_others() -> None:
     for steps in (torch.arange(5), torch.arange(6).view(2, 3).t(), torch.tensor(3)):
         torch.library.opcheck(operators.lr_factor.tensor, (steps,), SCHEDULE)
     torch.library.opcheck(operators.lr_factor.default, (5,), SCHEDULE)
-    torch.library.opcheck(operators.partition_greedy.default, ([5, 3, 9], 2, [0, 1]))
+    torch.library.opcheck(operators.partition_greedy.default, ([5, 3, 9], 2, [0, 1], [1, 0]))
+    torch.library.opcheck(operators.partition_buckets.default, ([5, 3, 9], [1, 2], 2, True))
+    torch.library.opcheck(operators.partition_balanced.default, ([5, 140], [1, 70], 2))
 
 
 @torch.jit.script
@@ -412,6 +414,23 @@ def scripted_step(
     sizes = [p.numel() for p in params]
     ranks = torch.ops.torchopt_ext.partition_greedy(sizes, 2)
     return torch.ops.torchopt_ext.accumulator_total(accumulator), ranks
+
+
+@torch.jit.script
+def scripted_plans(
+    numels: list[int], row_lengths: list[int]
+) -> tuple[list[int], list[int], tuple[list[int], list[int], list[int], list[int]]]:
+    ranks = torch.ops.torchopt_ext.partition_greedy(numels, 2, tie_loads=[1, 0])
+    rows = torch.ops.torchopt_ext.partition_buckets(numels, [1, 2], 2, shard_buckets=True)
+    plan = torch.ops.torchopt_ext.partition_balanced(numels, row_lengths, 2, alignment=8)
+    return ranks, rows, plan
+
+
+def test_torchscript_plans() -> None:
+    ranks, rows, plan = scripted_plans([5, 140, 9], [1, 70, 1])
+    assert ranks == [0, 1, 0]
+    assert rows == [0, 0, 1, 0, 1, 0, 1, 1, 1, 1, 1, 0]
+    assert plan == ([0, 0, 0], [0, 8, 152], [161], [0, 78, 161])
 
 
 def eager_step(lists: Lists, accumulator: Tensor, control: Tensor, step: int) -> Tensor:

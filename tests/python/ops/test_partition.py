@@ -1,4 +1,4 @@
-"""The greedy partition against torch's ZeroRedundancyOptimizer itself."""
+"""The partitions of whole tensors and of buckets against torch's ZeroRedundancyOptimizer itself."""
 
 from __future__ import annotations
 
@@ -10,21 +10,31 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.optim.zero_redundancy_optimizer import _OverlapInfo, _OverlapStatus
 
 from torchopt_ext import ops
 
 
-def torch_ranks(groups: list[list[int]], world_size: int) -> list[list[int]]:
-    """Ranks by torch's own method, on an object that has just what the method needs."""
-    params = [[torch.empty(n, device="meta") for n in group] for group in groups]
-    light: Any = SimpleNamespace(
-        _partition_parameters_cache=[],
-        world_size=world_size,
-        param_groups=[{"params": group} for group in params],
-    )
-    for name in ("_get_min_index", "_partition_param_group"):
+def with_methods(light: Any, *names: str) -> Any:
+    """Lends torch's own methods to an object that has just what they need."""
+    for name in names:
         method = ZeroRedundancyOptimizer.__dict__[name]
         setattr(light, name, method.__get__(light, ZeroRedundancyOptimizer))
+    return light
+
+
+def torch_ranks(groups: list[list[int]], world_size: int) -> list[list[int]]:
+    """Ranks by torch's own method."""
+    params = [[torch.empty(n, device="meta") for n in group] for group in groups]
+    light = with_methods(
+        SimpleNamespace(
+            _partition_parameters_cache=[],
+            world_size=world_size,
+            param_groups=[{"params": group} for group in params],
+        ),
+        "_get_min_index",
+        "_partition_param_group",
+    )
     parts = ZeroRedundancyOptimizer._partition_parameters(light)
     owner = {
         id(param): rank
@@ -57,6 +67,95 @@ def test_same_ranks_as_torch(groups: list[list[int]], world_size: int) -> None:
         assert list(ops.partition_greedy(groups[0], world_size)) == our_ranks(groups, world_size)[0]
 
 
+@given(st.lists(numels, max_size=30), st.integers(1, 9), st.data())
+@settings(max_examples=100, deadline=None)
+def test_ties_go_to_the_least_tie_load(
+    sizes: list[int], world_size: int, data: st.DataObject
+) -> None:
+    loads, ties = data.draw(
+        st.tuples(*[st.lists(st.integers(0, 3), min_size=world_size, max_size=world_size)] * 2)
+    )
+    ranks = list(ops.partition_greedy(sizes, world_size, loads, ties))
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        assert ranks[i] == min(range(world_size), key=lambda r: (loads[r], ties[r], r))
+        loads[ranks[i]] += sizes[i]
+
+
+def test_tie_loads_do_not_change() -> None:
+    assert list(ops.partition_greedy([0, 0, 0], 3, tie_loads=[2, 1, 1])) == [1, 1, 1]
+    assert list(ops.partition_greedy([4, 4, 4], 3, tie_loads=[2, 1, 1])) == [1, 2, 0]
+
+
+def torch_assignments(
+    buckets: list[list[int]], world_size: int, shard_buckets: bool
+) -> list[tuple[int, int, int, int]] | None:
+    """Bucket, offset, length and rank of torch's assignments, in order; None where it fails."""
+    params = [[torch.empty(n, device="meta") for n in bucket] for bucket in buckets]
+    light = with_methods(
+        SimpleNamespace(
+            world_size=world_size,
+            global_rank=0,
+            _overlap_with_ddp=True,
+            _overlap_info=_OverlapInfo(world_size),
+            _bucket_assignments_per_rank_cache=[],
+        ),
+        "_get_min_index",
+        "_get_assigned_rank",
+        "_assign_bucket_subset_to_rank",
+    )
+    info = light._overlap_info
+    info.status = _OverlapStatus.INITIALIZED
+    info.shard_buckets = shard_buckets
+    info.params_per_bucket = params
+    info.params_per_rank = [[] for _ in range(world_size)]
+    info.total_size = sum(sum(bucket) for bucket in buckets)
+    made = []
+    assign = light._assign_bucket_subset_to_rank
+
+    def record(bucket: int, subset: list[torch.Tensor], offset: int, rank: int, seen: Any) -> None:
+        made.append((bucket, offset, len(subset), rank))
+        assign(bucket, subset, offset, rank, seen)
+
+    light._assign_bucket_subset_to_rank = record
+    assignments: Any = ZeroRedundancyOptimizer.__dict__["_bucket_assignments_per_rank"]
+    try:
+        assignments.fget(light)
+    except AssertionError as error:
+        if "All indices are disallowed" in str(error):
+            return None
+        raise
+    return made
+
+
+@given(
+    st.lists(st.lists(numels, min_size=1, max_size=8), max_size=8),
+    st.integers(1, 9),
+    st.booleans(),
+)
+@settings(max_examples=300, deadline=None)
+def test_same_assignments_as_torch(
+    buckets: list[list[int]], world_size: int, shard_buckets: bool
+) -> None:
+    arguments = ([n for bucket in buckets for n in bucket], [len(bucket) for bucket in buckets])
+    expected = torch_assignments(buckets, world_size, shard_buckets)
+    if expected is None:
+        with pytest.raises(RuntimeError, match=r"bucket \d needs more than \d ranks"):
+            ops.partition_buckets(*arguments, world_size, shard_buckets)
+    else:
+        assert ops.partition_buckets(*arguments, world_size, shard_buckets) == expected
+
+
+def test_an_equal_share_ends_a_run_of_parameters() -> None:
+    assert ops.partition_buckets([1, 1, 1, 1], [4], 4, True) == [(0, i, 1, i) for i in range(4)]
+    rows = ops.partition_buckets([3, 1, 2], [1, 2], 2, True)
+    assert rows == [(0, 0, 1, 0), (1, 0, 1, 1), (1, 1, 1, 0)]
+
+
+def test_a_bucket_that_needs_too_many_ranks() -> None:
+    with pytest.raises(RuntimeError, match="bucket 1 needs more than 2 ranks"):
+        ops.partition_buckets([0, 0, 3, 0, 3], [1, 4], 2, True)
+
+
 def test_large_numbers_of_elements() -> None:
     assert list(ops.partition_greedy([2**40, 2**61, 2**40 + 1], 2)) == [1, 0, 1]
 
@@ -69,8 +168,26 @@ def test_large_numbers_of_elements() -> None:
         (([1, -2], 2), "numels"),
         (([1, 2], 2, [0]), "initial_loads"),
         (([1, 2], 2, [0, 0, 0]), "initial_loads"),
+        (([1, 2], 2, None, [0]), "tie_loads"),
     ],
 )
 def test_bad_arguments(arguments: tuple[Any, ...], message: str) -> None:
     with pytest.raises((ValueError, RuntimeError), match=message):
         ops.partition_greedy(*arguments)
+
+
+@pytest.mark.parametrize("shard_buckets", [False, True])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([1, 2], [2], 0), "world_size is 0"),
+        (([1, -2], [2], 2), r"numels\[1\] is -2"),
+        (([2**52, 2**53], [2], 2), r"numels\[1\]"),
+        (([1, 2], [2, 0], 2), r"bucket_lengths\[1\] is 0"),
+        (([1, 2], [1, 2], 2), r"bucket_lengths\[1\] is 2, but 1 of 2 numels"),
+        (([1, 2], [1], 2), "bucket_lengths leave out 1 of 2 numels"),
+    ],
+)
+def test_bad_buckets(arguments: tuple[Any, ...], message: str, shard_buckets: bool) -> None:
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        ops.partition_buckets(*arguments, shard_buckets)

@@ -1,0 +1,226 @@
+// Balanced plan: tensors laid one after the other into buckets, and each bucket cut into one
+// interval a rank, of about equal length. A pure function of sizes and world size.
+//
+// Cuts respect the blocks of the sum of squares (docs/numerics.md section 3), so that the ranks'
+// sums are those of whole tensors. Bárány & Grinberg, "Block partitions of sequences" (Israel J.
+// Math. 206, 2015): items in a row can be split into any number of runs whose sums differ by at
+// most the largest item. The items here are what lies between two possible cuts.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "kernels/block_rule.h"
+
+namespace torchopt_ext {
+
+// Every rank's share of a full bucket is at least this, so that the one block by which shares
+// differ (4,096 elements) is at most 0.4% of it.
+inline constexpr int64_t kLeastShare = int64_t{1} << 20;
+
+struct BucketLayout {
+  std::vector<int64_t> buckets;  // of each tensor
+  std::vector<int64_t> starts;   // of each tensor in its bucket, in elements
+  std::vector<int64_t> lengths;  // of each bucket: where its last tensor ends
+};
+
+// A bucket with elements ends before the tensor that would take it beyond `target` elements; a last
+// one of less than half of that joins the one before.
+inline BucketLayout lay_out_buckets(const std::vector<int64_t>& numels, int64_t target,
+                                    int64_t alignment) {
+  const auto align = [&](int64_t x) { return (x + alignment - 1) / alignment * alignment; };
+  BucketLayout layout;
+  std::vector<int64_t>& lengths = layout.lengths;
+  for (const int64_t numel : numels) {
+    if (lengths.empty() || (lengths.back() > 0 && align(lengths.back()) + numel > target)) {
+      lengths.push_back(0);
+    }
+    const int64_t start = align(lengths.back());
+    layout.buckets.push_back(static_cast<int64_t>(lengths.size()) - 1);
+    layout.starts.push_back(start);
+    lengths.back() = start + numel;
+  }
+  if (lengths.size() > 1 && 2 * lengths.back() < target) {
+    const auto last = static_cast<int64_t>(lengths.size()) - 1;
+    const int64_t shift = align(lengths[lengths.size() - 2]);
+    for (size_t i = numels.size(); i-- > 0 && layout.buckets[i] == last;) {
+      layout.buckets[i] -= 1;
+      layout.starts[i] += shift;
+    }
+    const int64_t length = shift + lengths.back();
+    lengths.pop_back();
+    lengths.back() = length;
+  }
+  return layout;
+}
+
+// Where one bucket may be cut: at its tensors' starts, at its end, and inside a tensor where the
+// sum of squares has a block's boundary. Nothing is listed, as a bucket has very many such places.
+class CutPlaces {
+ public:
+  // Of each of the bucket's `count` tensors, its start, elements and row length; the arrays must
+  // outlive this. The bucket has `length` elements.
+  CutPlaces(const int64_t* starts, const int64_t* numels, const int64_t* row_lengths, size_t count,
+            int64_t length, int64_t alignment)
+      : starts_(starts),
+        numels_(numels),
+        row_lengths_(row_lengths),
+        count_(count),
+        length_(length),
+        alignment_(alignment) {}
+
+  int64_t length() const { return length_; }
+
+  // The nearest places at or before, and at or after, a position in [0, length].
+  struct Neighbours {
+    int64_t before;
+    int64_t after;
+  };
+  Neighbours around(int64_t position) const {
+    if (position == length_) {
+      return {length_, length_};
+    }
+    const size_t i = std::upper_bound(starts_, starts_ + count_, position) - starts_ - 1;
+    // The padding after a tensor belongs to its last item.
+    const int64_t offset = std::min(position - starts_[i], numels_[i] - 1);
+    const int64_t row_length = row_lengths_[i];
+    int64_t before = 0;
+    int64_t after = 0;
+    if (row_length < kShortRow) {
+      before = offset / alignment_ * alignment_;
+      after = before + alignment_;
+    } else {
+      const int64_t row = offset / row_length * row_length;
+      const int64_t block = std::min((offset - row) / kBlockElements, last_block(row_length));
+      before = row + block * kBlockElements;
+      after = block < last_block(row_length) ? before + kBlockElements : row + row_length;
+    }
+    before += starts_[i];
+    if (before == position) {
+      return {before, before};
+    }
+    return {before, after < numels_[i] ? starts_[i] + after : end_of(i)};
+  }
+  int64_t before(int64_t position) const { return around(position).before; }
+  int64_t after(int64_t position) const { return around(position).after; }
+  int64_t nearest(int64_t position) const {
+    const Neighbours near = around(position);
+    return position - near.before <= near.after - position ? near.before : near.after;
+  }
+
+  // The longest distance between one place and the next.
+  int64_t largest_item() const {
+    int64_t largest = 0;
+    for (size_t i = 0; i < count_; ++i) {
+      const int64_t extent = end_of(i) - starts_[i];
+      int64_t item = alignment_;
+      if (row_lengths_[i] >= kShortRow) {
+        const int64_t last = last_block(row_lengths_[i]);
+        const int64_t tail = row_lengths_[i] - last * kBlockElements + extent - numels_[i];
+        item = last > 0 ? std::max(kBlockElements, tail) : tail;
+      }
+      largest = std::max(largest, std::min(item, extent));
+    }
+    return largest;
+  }
+
+ private:
+  // The last block of a row that may be a rank's first: a shorter rest would be a short row, which
+  // the block rule sums by element.
+  static int64_t last_block(int64_t row_length) {
+    return (row_length - kShortRow) / kBlockElements;
+  }
+  int64_t end_of(size_t i) const { return i + 1 < count_ ? starts_[i + 1] : length_; }
+
+  const int64_t* starts_;
+  const int64_t* numels_;
+  const int64_t* row_lengths_;
+  size_t count_;
+  int64_t length_;
+  int64_t alignment_;
+};
+
+// The world_size + 1 cuts of one bucket.
+//
+// If every part is to have from `least` to `most` elements, the places that cut r can take are all
+// those from lows[r] to highs[r]: the places that follow from one place are a run of neighbours,
+// and as `most - least` is the largest item, neighbours' runs leave nothing out between them. So a
+// range [least, most] can be had if the bucket's end is in [lows[world_size], highs[world_size]].
+// Both ends rise with the range: bisection finds one, which Bárány & Grinberg show to exist. From
+// the end backwards each cut is then placed near its ideal place among those that remain.
+inline std::vector<int64_t> balanced_cuts(const CutPlaces& places, int64_t world_size) {
+  const int64_t length = places.length();
+  const int64_t item = places.largest_item();
+  const auto ranks = static_cast<size_t>(world_size);
+  std::vector<int64_t> lows(ranks + 1, 0);
+  std::vector<int64_t> highs(ranks + 1, 0);
+  // Once a part of `least` elements would end behind the bucket, so do all after it.
+  const auto find_lows = [&](int64_t least) {
+    for (size_t r = 0; r < ranks; ++r) {
+      const int64_t low = lows[r] + least;
+      lows[r + 1] = low > length ? low : places.after(low);
+    }
+    return lows[ranks];
+  };
+  const auto find_highs = [&](int64_t most) {
+    for (size_t r = 0; r < ranks; ++r) {
+      highs[r + 1] = places.before(std::min(length, highs[r] + most));
+    }
+    return highs[ranks];
+  };
+
+  int64_t bottom = (length + world_size - 1) / world_size;
+  int64_t top = length / world_size + item;
+  int64_t most = 0;
+  int64_t least = 0;
+  while (true) {
+    most = bottom + (top - bottom) / 2;
+    least = std::max<int64_t>(0, most - item);
+    if (find_highs(most) < length) {
+      bottom = most + 1;
+    } else if (find_lows(least) > length) {
+      top = most - 1;
+    } else {
+      break;
+    }
+  }
+
+  std::vector<int64_t> cuts(ranks + 1, 0);
+  cuts[ranks] = length;
+  for (size_t r = ranks - 1; r > 0; --r) {
+    const auto rank = static_cast<int64_t>(r);
+    const int64_t ideal = length / world_size * rank + length % world_size * rank / world_size;
+    const int64_t first = std::max(lows[r], places.after(std::max<int64_t>(0, cuts[r + 1] - most)));
+    const int64_t last = std::min(highs[r], places.before(cuts[r + 1] - least));
+    cuts[r] = std::clamp(places.nearest(ideal), first, last);
+  }
+  return cuts;
+}
+
+struct BalancedPlan {
+  BucketLayout layout;
+  std::vector<int64_t> cuts;  // world_size + 1 for each bucket
+};
+
+inline BalancedPlan partition_balanced(const std::vector<int64_t>& numels,
+                                       const std::vector<int64_t>& row_lengths, int64_t world_size,
+                                       int64_t bucket_elements, int64_t alignment) {
+  const int64_t target = std::max(bucket_elements, world_size * kLeastShare);
+  BalancedPlan plan{lay_out_buckets(numels, target, alignment), {}};
+  size_t begin = 0;
+  for (size_t b = 0; b < plan.layout.lengths.size(); ++b) {
+    size_t end = begin;
+    while (end < numels.size() && plan.layout.buckets[end] == static_cast<int64_t>(b)) {
+      ++end;
+    }
+    const CutPlaces places(&plan.layout.starts[begin], &numels[begin], &row_lengths[begin],
+                           end - begin, plan.layout.lengths[b], alignment);
+    const std::vector<int64_t> cuts = balanced_cuts(places, world_size);
+    plan.cuts.insert(plan.cuts.end(), cuts.begin(), cuts.end());
+    begin = end;
+  }
+  return plan;
+}
+
+}  // namespace torchopt_ext

@@ -1,0 +1,62 @@
+// The balanced cuts of small buckets, for the sanitizers' sake too; the contract is tested in
+// Python.
+#include <gtest/gtest.h>
+
+#include "kernels/partition_balanced.h"
+
+namespace torchopt_ext {
+namespace {
+
+const int64_t kRowLengths[] = {1, 63, 64, 4095, 4096, 4097, 4160, 9000};
+const int64_t kRowCounts[] = {0, 1, 3, 70};
+const int64_t kWorldSizes[] = {1, 2, 3, 8, 50};
+
+// The bucket's places by asking for each position in turn.
+std::vector<int64_t> walk(const CutPlaces& places) {
+  std::vector<int64_t> found{0};
+  while (found.back() < places.length()) {
+    found.push_back(places.after(found.back() + 1));
+  }
+  return found;
+}
+
+TEST(PartitionBalanced, SharesDifferByTheLargestItemAtMost) {
+  for (const int64_t first : kRowLengths) {
+    for (const int64_t second : kRowLengths) {
+      for (const int64_t rows : kRowCounts) {
+        const std::vector<int64_t> row_lengths{first, second, first};
+        const std::vector<int64_t> numels{rows * first, second, first};
+        const int64_t target = int64_t{1} << 20;
+        const BucketLayout layout = lay_out_buckets(numels, target, 64);
+        ASSERT_EQ(layout.lengths.size(), 1);
+        const CutPlaces places(layout.starts.data(), numels.data(), row_lengths.data(), 3,
+                               layout.lengths[0], 64);
+        const std::vector<int64_t> all = walk(places);
+        int64_t largest = 0;
+        for (size_t i = 1; i < all.size(); ++i) {
+          largest = std::max(largest, all[i] - all[i - 1]);
+          EXPECT_EQ(places.before(all[i] - 1), all[i - 1]);
+        }
+        EXPECT_EQ(places.largest_item(), largest);
+        for (const int64_t world_size : kWorldSizes) {
+          const std::vector<int64_t> cuts = balanced_cuts(places, world_size);
+          ASSERT_EQ(cuts.size(), world_size + 1);
+          EXPECT_EQ(cuts.front(), 0);
+          EXPECT_EQ(cuts.back(), layout.lengths[0]);
+          int64_t least = layout.lengths[0];
+          int64_t most = 0;
+          for (size_t r = 1; r < cuts.size(); ++r) {
+            EXPECT_TRUE(std::binary_search(all.begin(), all.end(), cuts[r]));
+            least = std::min(least, cuts[r] - cuts[r - 1]);
+            most = std::max(most, cuts[r] - cuts[r - 1]);
+          }
+          EXPECT_GE(least, 0);
+          EXPECT_LE(most - least, largest);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace torchopt_ext

@@ -1,0 +1,179 @@
+"""What gloo ranks tell each other: text, errors, and optimizer state for one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.timeout(150)
+
+Results = list[dict[str, dict[str, Any]]]  # by rank and case
+
+QUICK = 20  # seconds; the group's own limit is 60, and a call takes well below one
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def results(request: pytest.FixtureRequest, run_ranks: Callable[[str, int], Results]) -> Results:
+    return run_ranks("zero_exchange_worker.py", request.param)
+
+
+def case(results: Results, name: str) -> list[dict[str, Any]]:
+    found = [rank[name] for rank in results]
+    for result in found:
+        assert "error" not in result, result["error"]
+    return found
+
+
+def raised(results: Results, name: str, kind: str) -> str:
+    """The message, which all ranks must raise alike and soon."""
+    found = case(results, name)
+    for result in found:
+        assert result.get("raised") == kind, result
+        assert result["message"] == found[0]["message"]
+        assert result["seconds"] < QUICK
+    return found[0]["message"]
+
+
+def test_text_of_every_rank(results: Results) -> None:
+    assert case(results, "text") == [{"found": True, "empty": True}] * len(results)
+
+
+def test_agreement_costs_one_length(results: Results) -> None:
+    for result in case(results, "agree"):
+        assert result["returned"] is None
+        assert result["traffic"] == [8]
+
+
+def test_one_rank_with_an_error_is_named_on_all(results: Results) -> None:
+    last = len(results) - 1
+    assert raised(results, "disagree", "RuntimeError") == f"rank {last}: no space"
+    assert raised(results, "disagree silently", "RuntimeError").startswith(f"rank {last}: ")
+
+
+@pytest.mark.parametrize("name", ["same", "same, none"])
+def test_the_same_parameters_cost_a_count_and_a_digest(results: Results, name: str) -> None:
+    for result in case(results, name):
+        assert result["returned"] is None
+        assert result["traffic"] == [16]
+
+
+@pytest.mark.parametrize(
+    ("name", "position", "first", "last"),
+    [
+        ("other shape", 1, "'b': float32 (3,)", "'b': float32 (4,)"),
+        ("other order", 0, "'a': float32 (2,)", "'c': float32 (4,)"),
+        ("one more", 3, "nothing", "'d': float32 (1,)"),
+        ("one less", 2, "'c': float32 (4,)", "nothing"),
+        ("split otherwise", 0, "a", "a, b"),
+    ],
+)
+def test_other_parameters_on_one_rank(
+    results: Results, name: str, position: int, first: str, last: str
+) -> None:
+    message = raised(results, name, "ValueError")
+    others = "0" if len(results) == 2 else "0, 1"
+    has = f"{first} on rank {others}; {last} on rank {len(results) - 1}"
+    assert "differ in their parameters" in message
+    assert message.endswith(f"position {position}: {has}")
+
+
+@pytest.mark.parametrize("name", ["whole", "large", "parts"])
+@pytest.mark.parametrize("to", ["first", "last"])
+def test_state_of_all_ranks_on_one(results: Results, name: str, to: str) -> None:
+    """Bit by bit, with strides, in order, on the target alone."""
+    found = case(results, f"{name} to {to}")
+    target = 0 if to == "first" else len(results) - 1
+    assert [result["target"] for result in found] == [r == target for r in range(len(results))]
+    assert [result["difference"] for result in found] == [""] * len(results)
+
+
+@pytest.mark.parametrize("name", ["other values", "parts, not contiguous", "nothing"])
+def test_less_common_state(results: Results, name: str) -> None:
+    assert [result["difference"] for result in case(results, name)] == [""] * len(results)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("overlap", "overlap at element 5"),
+        ("hole", "leave a hole at element 4"),
+        ("no begin", "leave a hole at element 0"),
+        ("no end", "end at element 9, expected 10"),
+        ("same twice", "overlap at element 0"),
+        ("too far", "has elements [5, 11) of a tensor of 10"),
+        ("negative", "has elements [-1, 10) of a tensor of 10"),
+        ("shape", "of shape (5, 2)"),
+        ("dtype", "torch.float64"),
+        ("large dtype", "torch.float64"),
+        ("whole and part", "has a part of it"),
+        ("part and whole", "has all of it"),
+    ],
+)
+def test_parts_that_do_not_fit(results: Results, name: str, says: str) -> None:
+    """The target says so after it has received everything."""
+    target, *others = case(results, f"wrong: {name}")
+    assert target.get("raised") == "ValueError", target
+    assert "parameter 4 ['exp_avg']" in target["message"]
+    assert says in target["message"]
+    for other in others:
+        assert other["returned"] is None
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("function", "cannot send a function; state may hold tensors, numbers"),
+        ("sparse", "layout torch.sparse_coo"),
+        ("meta", "on meta"),
+        ("subclass", "cannot send a UninitializedParameter"),
+        ("part of a float", "is a float, expected a tensor"),
+    ],
+)
+def test_what_one_rank_cannot_send_is_named_on_all(results: Results, name: str, says: str) -> None:
+    message = raised(results, name, "RuntimeError")
+    start = f"rank {len(results) - 1}: consolidating the optimizer state: state of parameter 3"
+    assert message.startswith(f"{start} ['hook']: ")
+    assert says in message
+
+
+def test_sending_takes_little_memory(results: Results) -> None:
+    """128 MB: far less than a copy on the sender, one copy and little else on the target."""
+    assert min(result["grown"] for result in case(results, "growth")) > 60
+    target, *others = case(results, "memory")
+    assert target["target"]
+    assert 120 < target["grown"] < 128 + 40
+    for other in others:
+        assert not other["target"]
+        assert other["grown"] < 40
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("late state", "consolidating the optimizer state"),
+        ("late agreement", "agreeing on whether every rank can go on"),
+        ("late check", "comparing the parameters of the ranks"),
+    ],
+)
+def test_a_rank_that_does_not_answer(results: Results, name: str, what: str) -> None:
+    target = case(results, name)[0]
+    assert target.get("raised") == "RuntimeError", target
+    assert target["message"].startswith(f"{what}: a rank of the group died or is late")
+    assert target["cause"] != "NoneType"
+    assert target["seconds"] < QUICK
+
+
+def test_subgroup(results: Results) -> None:
+    """Ranks 1 and 2 of three, by their ranks in the group."""
+    if len(results) == 2:
+        pytest.skip("needs three ranks")
+    _, first, second = case(results, "subgroup")
+    assert [first["target"], second["target"]] == [False, True]
+    assert second["difference"] == ""
+    for rank in (first, second):
+        assert rank["device"] == "cpu"
+        assert rank["texts"] == ["global 1", "global 2"]
+        assert rank["agree"]["message"] == "rank 1: bad 1"
+        assert rank["check_same"]["message"].endswith("position 0: 0 on rank 0; 1 on rank 1")

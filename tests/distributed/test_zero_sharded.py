@@ -1,0 +1,106 @@
+"""The sharded step: one set of bits for every world size, partition and way to reduce."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.timeout(150)
+
+Results = list[dict[str, dict[str, Any]]]  # by rank and case
+
+WORLD_SIZES = (1, 2, 3, 4)
+HELD = ("fp32", "master", "remainder", "stochastic")
+WAYS = (
+    "greedy, averaged",
+    "greedy, ddp",
+    "balanced, averaged",
+    "balanced, ddp",
+    "balanced, hook",
+    "balanced, sharded",
+)
+
+
+@pytest.fixture(scope="module")
+def runs(run_ranks: Callable[[str, int], Results]) -> dict[int, Results]:
+    return {size: run_ranks("zero_sharded_worker.py", size) for size in WORLD_SIZES}
+
+
+def case(results: Results, name: str) -> list[dict[str, Any]]:
+    """Every rank's result; they must agree on all but what is local."""
+    for rank in results:
+        assert "error" not in rank[name], rank[name]["error"]
+    common = [{k: v for k, v in rank[name].items() if k != "local"} for rank in results]
+    assert all(other == common[0] for other in common)
+    return [rank[name] for rank in results]
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert one["norms"] == other["norms"]
+    assert one["params"] == other["params"]
+    assert one["local"] == other["local"]
+    assert one["strides"] == other["strides"]
+
+
+@pytest.mark.parametrize("size", WORLD_SIZES)
+@pytest.mark.parametrize("held", HELD)
+@pytest.mark.parametrize("way", WAYS)
+def test_bits_are_those_of_one_process(
+    runs: dict[int, Results], size: int, held: str, way: str
+) -> None:
+    """Norms, parameters and the consolidated state after clipped steps and a skipped one."""
+    alone = case(runs[1], f"{held}: none, averaged")[0]
+    assert len({n for n in alone["norms"] if n != "nan"}) > 1 and "nan" in alone["norms"]
+    sharded = case(runs[size], f"{held}: {way}")[0]
+    if size == 3 and "ddp" in way:  # DDP divides by 3 before it adds: its averages are rounded
+        same(sharded, case(runs[size], f"{held}: greedy, ddp")[0])
+    else:
+        same(sharded, alone)
+
+
+@pytest.mark.parametrize("size", WORLD_SIZES)
+def test_gradients_accumulate_over_backward_passes(runs: dict[int, Results], size: int) -> None:
+    alone = case(runs[1], "twice: none, averaged")[0]
+    assert alone["params"] != case(runs[1], "fp32: none, averaged")[0]["params"]
+    same(case(runs[size], "twice: balanced, sharded")[0], alone)
+
+
+@pytest.mark.parametrize("size", WORLD_SIZES)
+@pytest.mark.parametrize("way", ["greedy, averaged", "balanced, averaged", "balanced, sharded"])
+def test_frozen_thawed_and_unused_parameters(runs: dict[int, Results], size: int, way: str) -> None:
+    same(case(runs[size], f"frozen: {way}")[0], case(runs[1], "frozen: none, averaged")[0])
+
+
+@pytest.mark.parametrize("size", WORLD_SIZES)
+def test_a_parameter_used_on_one_rank_is_updated_on_all(
+    runs: dict[int, Results], size: int
+) -> None:
+    assert case(runs[size], "unused on one rank")[0]["moved"]
+
+
+@pytest.mark.parametrize("size", WORLD_SIZES)
+def test_parameters_may_arrive_during_the_next_forward(runs: dict[int, Results], size: int) -> None:
+    result = case(runs[size], "lazily")[0]
+    assert result["under_way"]
+    assert result["params"] == case(runs[1], "lazily")[0]["params"]
+
+
+@pytest.mark.parametrize("size", WORLD_SIZES)
+def test_every_rank_holds_its_share_and_no_more(runs: dict[int, Results], size: int) -> None:
+    """In every bucket the shares differ by a block of 4,096 elements at most."""
+    results = case(runs[size], "shares")
+    held = [result["local"]["elements"] for result in results]
+    assert sum(held) == results[0]["total"]
+    buckets = len(results[0]["local"]["windows"])
+    assert max(held) - min(held) <= buckets * (4096 + 64)
+    for result in results:
+        assert result["local"]["storage"] == 8 * result["local"]["elements"]  # two fp32 moments
+        assert result["aligned"]
+
+
+@pytest.mark.parametrize("size", WORLD_SIZES)
+def test_replaced_memory_is_taken_over(runs: dict[int, Results], size: int) -> None:
+    result = case(runs[size], "replaced memory")[0]
+    assert result["params"] == result["plain"]

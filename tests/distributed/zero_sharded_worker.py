@@ -1,0 +1,277 @@
+"""Cases of the sharded step, run on every rank by test_zero_sharded.py.
+
+Gradients are small integers, so that averages over ranks are exact and every world size, partition
+and way to reduce has to end with the same bits.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from torchopt_ext import FusedAdamW
+from torchopt_ext.zero import ZeroRedundancyOptimizer, reduce_scatter_hook
+
+# Long rows that blocks cut, short rows, channels last, scalars, more ranks than rows.
+SHAPES = [(3, 9000), (70, 100), (5,), (333,), (8, 4, 3, 3), (), (2, 3, 5000), (40, 7), (1, 130)]
+STEPS = 6
+OVERFLOW_STEP = 3
+
+
+class Model(torch.nn.Module):
+    """Parameters whose gradient is what ``forward`` is given."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weights = torch.nn.ParameterList()
+        for shape in SHAPES:
+            weight = torch.randn(shape)
+            if len(shape) == 4:
+                weight = weight.to(memory_format=torch.channels_last)
+            self.weights.append(torch.nn.Parameter(weight.to(dtype)))
+
+    def forward(self, grads: list[Tensor | None]) -> Tensor:
+        used = [(w * g).sum() for w, g in zip(self.weights, grads, strict=True) if g is not None]
+        return torch.stack(used).sum()
+
+
+def gradients(model: Model, step: int, rank: int, world_size: int) -> list[Tensor | None]:
+    """Rank ``rank``'s gradients: their mean over ranks is the same for every world size."""
+    generator = torch.Generator().manual_seed(step)
+    found: list[Tensor | None] = []
+    for weight in model.weights:
+        mean = torch.randint(-4, 5, weight.shape, generator=generator)
+        sign = 0 if world_size % 2 and rank == world_size - 1 else 1 - 2 * (rank % 2)
+        found.append((mean + sign).to(weight.dtype))
+    if step == OVERFLOW_STEP and rank == 0:
+        last = found[-1]
+        assert last is not None
+        last[0, -1] = float("nan")
+    return found
+
+
+def mean(model: Model, step: int, world_size: int) -> list[Tensor | None]:
+    """The average of all ranks' gradients."""
+    ranks = [gradients(model, step, rank, world_size) for rank in range(world_size)]
+    return [
+        (torch.stack([g for g in same if g is not None]).double().sum(0) / world_size).to(w.dtype)
+        for same, w in zip(zip(*ranks, strict=True), model.weights, strict=True)
+    ]
+
+
+def settings(held: str) -> tuple[torch.dtype, dict[str, Any]]:
+    common: dict[str, Any] = {"lr": 1e-2, "max_grad_norm": 20.0, "skip_nonfinite": True}
+    if held == "fp32":
+        return torch.float32, common
+    if held == "stochastic":
+        return torch.bfloat16, common | {"stochastic_rounding": True, "rounding_seed": 7}
+    return torch.bfloat16, common | {"master_weights": {"master": "fp32"}.get(held, held)}
+
+
+def digest(tensors: list[Tensor]) -> str:
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def outcome(model: Model, optimizer: Any, norms: list[float]) -> dict[str, Any]:
+    state = optimizer.state_dict()["state"] if isinstance(optimizer, FusedAdamW) else None
+    if state is None:
+        optimizer.consolidate_state_dict(to=0)
+        state = optimizer.state_dict()["state"] if dist.get_rank() == 0 else {}
+    entries = [state[i][name] for i in sorted(state) for name in sorted(state[i])]
+    return {
+        "params": digest(list(model.parameters())),
+        "local": {"state": digest(entries), "entries": len(entries)},
+        "norms": [norm.hex() for norm in norms],
+        "strides": [list(p.stride()) for p in model.parameters()],
+    }
+
+
+def build(model: Model, held: str, partition: str, **further: Any) -> Any:
+    kwargs = settings(held)[1]
+    groups: list[dict[str, Any]] = [
+        {"params": list(model.weights)[:4], "weight_decay": 0.1},
+        {"params": list(model.weights)[4:], "weight_decay": 0.0},
+    ]
+    if partition == "none":
+        return FusedAdamW(groups, **kwargs)
+    return ZeroRedundancyOptimizer(
+        groups, FusedAdamW, partition=partition, bucket_elements=1 << 12, **further, **kwargs
+    )
+
+
+def train(held: str, partition: str, how: str = "averaged", passes: int = 1) -> dict[str, Any]:
+    """``how``: gradients averaged beforehand, by DDP, by its hook, or as backward makes them."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model = Model(settings(held)[0])
+    further = {"sharded_gradients": True} if how == "sharded" else {}
+    optimizer = build(model, held, partition, **further)
+    run: Any = model
+    if how in ("ddp", "hook"):
+        run = DDP(model, gradient_as_bucket_view=how == "hook")
+        if how == "hook":
+            run.register_comm_hook(None, reduce_scatter_hook(optimizer))
+    norms = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for number in range(passes):
+            draw = step + 100 * number
+            if how == "averaged":
+                run(mean(model, draw, size)).backward()
+            else:
+                run(gradients(model, draw, rank, size)).backward()
+        if how == "sharded":
+            assert all(p.grad is None for p in model.parameters())
+        optimizer.step()
+        norms.append(float(optimizer.control.grad_norm))
+    return outcome(model, optimizer, norms)
+
+
+def frozen_and_unused(partition: str, how: str) -> dict[str, Any]:
+    """Parameters that are frozen, thawed, and unused on some or all ranks."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model = Model()
+    model.weights[1].requires_grad_(False)
+    further = {"sharded_gradients": True} if how == "sharded" else {}
+    optimizer = build(model, "fp32", partition, **further)
+    norms = []
+    for step in range(STEPS):
+        if step == 2:
+            model.weights[1].requires_grad_(True)
+        if step == 4:
+            model.weights[0].requires_grad_(False)
+        optimizer.zero_grad()
+        grads = gradients(model, step, rank, size) if how == "sharded" else mean(model, step, size)
+        for i, weight in enumerate(model.weights):
+            if not weight.requires_grad or (i == 3 and step % 2):
+                grads[i] = None
+        model(grads).backward()
+        optimizer.step()
+        norms.append(float(optimizer.control.grad_norm))
+    return outcome(model, optimizer, norms)
+
+
+def unused_on_one_rank() -> dict[str, Any]:
+    """A parameter that only the last rank uses has its gradient, divided by the world size."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model = Model()
+    optimizer = build(model, "fp32", "balanced", sharded_gradients=True)
+    grads = gradients(model, 0, rank, size)
+    if rank != size - 1:
+        grads[2] = None
+    model(grads).backward()
+    optimizer.step()
+    moved = (model.weights[2] != Model().weights[2]).all()
+    return {"moved": bool(moved), "params": digest(list(model.parameters()))}
+
+
+def lazily() -> dict[str, Any]:
+    """Parameters that arrive during the next forward; the model's state dict waits for them."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(70, 70) for _ in range(3)))
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), FusedAdamW, partition="balanced", bucket_elements=64, lr=0.1
+    )
+    optimizer.parts.overlap_forward(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.full((4, 70), 0.1 * step)).sum().backward()
+        optimizer.step()
+    under_way = len(optimizer.parts._returning)
+    params = digest(list(model.state_dict().values()))
+    return {"params": params, "under_way": under_way > 0 or dist.get_world_size() == 1}
+
+
+def shares() -> dict[str, Any]:
+    """How much this rank holds, in elements and bytes of state."""
+    model = Model()
+    optimizer = build(model, "fp32", "balanced")
+    model(gradients(model, 0, 0, 1)).backward()
+    optimizer.step()
+    held = [t for state in optimizer.state.values() for n, t in state.items() if n != "step"]
+    return {
+        "local": {
+            "elements": sum(t.numel() for t in held) // 2,
+            "storage": sum(t.untyped_storage().nbytes() for t in held),
+            "windows": [b.window for b in optimizer.parts.all_buckets],
+        },
+        "total": sum(p.numel() for p in model.parameters()),
+        "aligned": all(p.data_ptr() % 64 == 0 for p in model.parameters()),
+    }
+
+
+def replaced_memory() -> dict[str, Any]:
+    """Weights replaced by ``p.data`` are what the next step starts from."""
+    found = []
+    for partition in ("none", "balanced"):
+        model = Model()
+        optimizer = build(model, "fp32", partition)
+        for step in range(2):
+            with torch.no_grad():
+                for weight in model.weights:
+                    weight.data = weight.data * 2 + step
+            optimizer.zero_grad()
+            model(gradients(model, step, 0, 1)).backward()
+            optimizer.step()
+        found.append(digest(list(model.parameters())))
+    return {"plain": found[0], "params": found[1]}
+
+
+def cases() -> dict[str, Callable[[], dict[str, Any]]]:
+    found: dict[str, Callable[[], dict[str, Any]]] = {}
+    for held in ("fp32", "master", "remainder", "stochastic"):
+        for partition, how in (
+            ("none", "averaged"),
+            ("greedy", "averaged"),
+            ("greedy", "ddp"),
+            ("balanced", "averaged"),
+            ("balanced", "ddp"),
+            ("balanced", "hook"),
+            ("balanced", "sharded"),
+        ):
+            found[f"{held}: {partition}, {how}"] = lambda h=held, p=partition, w=how: train(h, p, w)
+    found["twice: none, averaged"] = lambda: train("fp32", "none", passes=2)
+    found["twice: balanced, sharded"] = lambda: train("fp32", "balanced", "sharded", passes=2)
+    for partition, how in (
+        ("none", "averaged"),
+        ("greedy", "averaged"),
+        ("balanced", "averaged"),
+        ("balanced", "sharded"),
+    ):
+        found[f"frozen: {partition}, {how}"] = lambda p=partition, w=how: frozen_and_unused(p, w)
+    found["unused on one rank"] = unused_on_one_rank
+    found["lazily"] = lazily
+    found["shares"] = shares
+    found["replaced memory"] = replaced_memory
+    return found
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    results = {}
+    for name, case in cases().items():
+        try:
+            results[name] = case()
+        except Exception as error:
+            results[name] = {"error": f"{type(error).__name__}: {error}"}
+        dist.barrier()
+    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

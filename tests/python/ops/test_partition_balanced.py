@@ -1,0 +1,207 @@
+"""The balanced partition against its contract, every place where a bucket may be cut listed."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchopt_ext import ops
+
+BLOCK = 4096
+SHORT_ROW = 64
+MEBI = 2**20
+Tensors = list[tuple[int, int]]
+"""(elements, row length) of each tensor"""
+
+
+def places_inside(numel: int, row_length: int, alignment: int) -> set[int]:
+    """Where the contract lets a tensor be cut, from its start."""
+    if row_length < SHORT_ROW:
+        return set(range(0, numel, alignment))
+    in_row = [k for k in range(0, row_length, BLOCK) if k == 0 or row_length - k >= SHORT_ROW]
+    return {row + k for row in range(0, numel, row_length) for k in in_row}
+
+
+def check(
+    tensors: Tensors,
+    plan: ops.BalancedPlan,
+    world_size: int,
+    target: int,
+    alignment: int,
+) -> None:
+    buckets, starts, lengths, cuts = plan
+    assert len(buckets) == len(starts) == len(tensors)
+    assert len(cuts) == len(lengths)
+    assert buckets == sorted(buckets)
+    assert sorted(set(buckets)) == list(range(len(lengths)))
+    assert all(start % alignment == 0 for start in starts)
+
+    for b, length in enumerate(lengths):
+        inside = [i for i in range(len(tensors)) if buckets[i] == b]
+        ends = [starts[i] + tensors[i][0] for i in inside]
+        assert starts[inside[0]] == 0
+        assert all(
+            0 <= starts[i] - end < alignment for i, end in zip(inside[1:], ends, strict=False)
+        )
+        assert length == ends[-1]
+        own = cuts[b]
+        assert len(own) == world_size + 1
+        assert own[0] == 0
+        assert own[-1] == length
+        assert own == sorted(own)
+
+        places = {length} | {starts[i] for i in inside}
+        for i in inside:
+            places |= {starts[i] + k for k in places_inside(*tensors[i], alignment)}
+        assert set(own) <= places
+        # Bárány and Grinberg's bound, and that of the contract.
+        items = [b - a for a, b in pairwise(sorted(places))]
+        owned = [b - a for a, b in pairwise(own)]
+        assert max(owned) - min(owned) <= max(items, default=0)
+        assert max(owned) - min(owned) <= max(alignment, BLOCK + SHORT_ROW - 1 + alignment - 1)
+
+    for i in range(1, len(tensors)):
+        if buckets[i] != buckets[i - 1]:  # the bucket was closed because it had to be
+            end = starts[i - 1] + tensors[i - 1][0]
+            padded = -(-end // alignment) * alignment
+            assert padded + tensors[i][0] > target
+    for b, length in enumerate(lengths):
+        sizes = [n for (n, _), bucket in zip(tensors, buckets, strict=True) if bucket == b and n]
+        if length > target and len(sizes) > 1:  # the last one took in one of less than half
+            assert b == len(lengths) - 1
+            assert length < max(target, *sizes) + target / 2 + alignment
+    assert len(lengths) < 2 or 2 * lengths[-1] >= target
+
+
+@st.composite
+def tensor_lists(draw: st.DrawFn) -> Tensors:
+    row_length = st.one_of(
+        st.just(1),
+        st.integers(1, 200),
+        st.sampled_from([63, 64, 65, 4095, 4096, 4097, 4159, 4160, 8191, 8255, 8256, 14336, 30000]),
+    )
+    rows = st.one_of(st.integers(0, 12), st.integers(0, 300))
+    shapes = draw(st.lists(st.tuples(rows, row_length), max_size=14))
+    return [(min(rows, 400_000 // length) * length, length) for rows, length in shapes]
+
+
+alignments = st.one_of(st.just(64), st.sampled_from([1, 2, 3, 100, 4096, 5000]))
+
+
+@given(tensor_lists(), st.one_of(st.integers(1, 40), st.just(700)), alignments)
+@settings(max_examples=300, deadline=None)
+def test_one_bucket(tensors: Tensors, world_size: int, alignment: int) -> None:
+    numels, rows = [n for n, _ in tensors], [length for _, length in tensors]
+    plan = ops.partition_balanced(numels, rows, world_size, alignment=alignment)
+    check(tensors, plan, world_size, max(8 * MEBI, world_size * MEBI), alignment)
+
+
+@given(
+    st.lists(
+        st.sampled_from(
+            [(0, 1), (7, 1), (MEBI, 1024), (700_000, 100), (300 * 5000, 5000), (4 * MEBI, 2 * MEBI)]
+        ),
+        max_size=12,
+    ),
+    st.integers(1, 3),
+    st.one_of(st.integers(1, 5 * MEBI), st.just(2**62)),
+    st.sampled_from([64, 1000]),
+)
+@settings(max_examples=60, deadline=None)
+def test_several_buckets(
+    tensors: Tensors, world_size: int, bucket_elements: int, alignment: int
+) -> None:
+    numels, rows = [n for n, _ in tensors], [length for _, length in tensors]
+    plan = ops.partition_balanced(numels, rows, world_size, bucket_elements, alignment)
+    check(tensors, plan, world_size, max(bucket_elements, world_size * MEBI), alignment)
+
+
+def test_no_tensors() -> None:
+    assert ops.partition_balanced([], [], 3) == ([], [], [], [])
+
+
+def test_no_elements() -> None:
+    plan = ops.partition_balanced([0, 0], [1, 70], 3)
+    assert plan == ([0, 0], [0, 0], [0], [[0, 0, 0, 0]])
+
+
+def test_a_small_plan() -> None:
+    # Two rows of 4,100 are not cut at 4,096, as 4 elements would be left; the 10 elements after
+    # them start at the next multiple of 64.
+    plan = ops.partition_balanced([8200, 10, 10], [4100, 1, 1], 2)
+    assert plan == ([0, 0, 0], [0, 8256, 8320], [8330], [[0, 4100, 8330]])
+    plan = ops.partition_balanced([10, 10, 10], [1, 1, 1], 3)
+    assert plan.cuts == [[0, 64, 128, 138]]
+
+
+def llama3_8b() -> Tensors:
+    hidden, kv, mlp, vocab = 4096, 1024, 14336, 128256
+    layer = [
+        (hidden * hidden, hidden),
+        (kv * hidden, hidden),
+        (kv * hidden, hidden),
+        (hidden * hidden, hidden),
+        (mlp * hidden, hidden),
+        (hidden * mlp, mlp),
+        (mlp * hidden, hidden),
+        (hidden, 1),
+        (hidden, 1),
+    ]
+    embedding = (vocab * hidden, hidden)
+    return [embedding, *layer * 32, (hidden, 1), embedding]
+
+
+@pytest.mark.parametrize("world_size", [8, 64, 1024])
+def test_largest_share_of_llama3_8b(world_size: int) -> None:
+    """What the slowest rank has, bucket by bucket, is within 0.5% of an equal share."""
+    tensors = llama3_8b()
+    numels = [n for n, _ in tensors]
+    assert sum(numels) == 8_030_261_248
+    plan = ops.partition_balanced(numels, [length for _, length in tensors], world_size)
+    largest = sum(max(b - a for a, b in pairwise(own)) for own in plan.cuts)
+    loads = [0] * world_size
+    for n, rank in zip(numels, ops.partition_greedy(numels, world_size), strict=True):
+        loads[rank] += n
+    equal = sum(numels) / world_size
+    print(f"{world_size} ranks, {len(plan.lengths)} buckets: the largest share is "
+          f"{largest / equal:.5f} of an equal one, by greedy {max(loads) / equal:.2f}")  # fmt: skip
+    assert largest / equal < 1.005
+    assert max(loads) / equal > largest / equal
+
+
+def test_a_large_plan_is_quick() -> None:
+    hidden = 2048
+    numels, rows = [hidden * hidden, hidden] * 5000, [hidden, 1] * 5000
+    start = time.perf_counter()
+    plan = ops.partition_balanced(numels, rows, 1024)
+    seconds = time.perf_counter() - start
+    print(f"{len(plan.lengths)} buckets in {seconds * 1e3:.1f} ms")
+    assert seconds < 1  # some tens of milliseconds; the machine may be busy
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([1, -2], [1, 1], 2), r"numels\[1\] is -2"),
+        (([1, 2**53], [1, 1], 2), r"numels\[1\]"),
+        (([1, 2], [1], 2), "1 row_lengths for 2 numels"),
+        (([1, 2], [1, 1, 1], 2), "3 row_lengths for 2 numels"),
+        (([0, 2], [0, 1], 2), r"row_lengths\[0\] is 0"),
+        (([1, 2], [1, -1], 2), r"row_lengths\[1\] is -1"),
+        (([1, 8], [1, 3], 2), r"row_lengths\[1\] is 3.*numels\[1\]"),
+        (([1], [1], 0), "world_size is 0"),
+        (([1], [1], -1), "world_size is -1"),
+        (([1], [1], 2**40), "world_size"),
+        (([1], [1], 2, 0), "bucket_elements is 0"),
+        (([1], [1], 2, 1, 0), "alignment is 0"),
+        (([1], [1], 2, 1, 2**40), "alignment"),
+    ],
+)
+def test_bad_arguments(arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        ops.partition_balanced(*arguments)

@@ -1,0 +1,189 @@
+"""Optimizer metadata as JSON: what comes back is what went in, and nothing is run."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import json
+import math
+from collections import Counter, OrderedDict, defaultdict, namedtuple
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from torchopt_ext.zero.metadata import decode, encode
+
+WHERE = "state of parameter 3"
+
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(min_value=2**60, max_value=2**200)
+    | st.floats()
+    | st.text(st.characters(exclude_categories=()))  # surrogates, too
+)
+KEYS = st.recursive(SCALARS, lambda k: st.lists(k, max_size=3).map(tuple), max_leaves=4)
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.int16, torch.bool, torch.complex64])
+DEVICES = st.sampled_from(["cpu", "cuda", "cuda:3", "meta"]).map(torch.device)
+TENSORS = st.integers(0, 3).map(torch.zeros)
+LEAVES = SCALARS | st.complex_numbers() | DTYPES | DEVICES | TENSORS
+VALUES = st.recursive(
+    LEAVES,
+    lambda v: st.lists(v) | st.lists(v).map(tuple) | st.dictionaries(KEYS, v, max_size=4),
+    max_leaves=20,
+)
+
+
+def exactly(value: Any) -> Any:
+    """Equal if and only if types, order, signs of zero, nan and identity of tensors are."""
+    if isinstance(value, Tensor):
+        return (Tensor, id(value))
+    if isinstance(value, float):
+        return (float, "nan" if math.isnan(value) else value.hex())
+    if isinstance(value, complex):
+        return (complex, exactly(value.real), exactly(value.imag))
+    if isinstance(value, list | tuple):
+        return (type(value), [exactly(item) for item in value])
+    if isinstance(value, dict):
+        return (dict, [(exactly(key), exactly(item)) for key, item in value.items()])
+    return (type(value), value)
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value
+    return (
+        [t for v in items for t in tensors_of(v)] if isinstance(value, dict | list | tuple) else []
+    )
+
+
+@given(VALUES)
+def test_what_comes_back_is_what_went_in(value: Any) -> None:
+    text, tensors = encode(value, WHERE)
+    assert [id(t) for t in tensors] == [id(t) for t in tensors_of(value)]
+    text = text.encode("utf-8", "surrogatepass").decode("utf-8", "surrogatepass")
+    assert exactly(decode(text, tensors)) == exactly(value)
+
+
+@pytest.mark.parametrize(
+    "value", [0.0, -0.0, math.inf, -math.inf, math.nan, 5e-324, 0.1, 2**63, -(2**63), 2**200]
+)
+def test_numbers_exactly(value: float) -> None:
+    assert exactly(decode(encode(value, WHERE)[0], ())) == exactly(value)
+    assert exactly(decode(encode({value: 1}, WHERE)[0], ())) == exactly({value: 1})
+
+
+def test_numbers_longer_than_python_prints() -> None:
+    assert decode(encode(-(1 << 20000), WHERE)[0], ()) == -(1 << 20000)
+
+
+def test_text_is_standard_json() -> None:
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    text, _ = encode([math.inf, math.nan, {-math.inf: 1}, complex(0, math.inf)], WHERE)
+    json.loads(text, parse_constant=refuse)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (torch.Size([2, 3]), (2, 3)),
+        (OrderedDict([("b", 1), ("a", 2)]), {"b": 1, "a": 2}),
+        (defaultdict(list, {"a": [1]}), {"a": [1]}),
+    ],
+)
+def test_near_relatives_of_tuple_and_dict(value: Any, expected: Any) -> None:
+    assert exactly(decode(encode(value, WHERE)[0], ())) == exactly(expected)
+
+
+def test_tensors_are_replaced() -> None:
+    first, second = torch.ones(2), torch.zeros(())
+    text, tensors = encode({"a": [first, {"b": second}], "c": first}, WHERE)
+    assert [id(t) for t in tensors] == [id(first), id(second), id(first)]
+    assert decode(text, ["x", "y", "z"]) == {"a": ["x", {"b": "y"}], "c": "z"}
+
+
+class Color(enum.IntEnum):
+    RED = 1
+
+
+Point = namedtuple("Point", "x y")
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        (lambda: None, "function"),
+        ({1, 2}, "set"),
+        (b"bytes", "bytes"),
+        (np.ones(2), "numpy.ndarray"),
+        (np.float64(1.0), "numpy.float64"),
+        (Color.RED, "Color"),
+        (Point(1, 2), "Point"),
+        (Counter(a=1), "collections.Counter"),
+        (object(), "object"),
+        (range(3), "range"),
+        (torch.Generator(), "Generator"),
+    ],
+)
+def test_anything_else_is_named(value: Any, name: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        encode({"hook": [0, (value,)]}, WHERE)
+    message = str(caught.value)
+    assert message.startswith("state of parameter 3 ['hook'][1][0]: cannot send a ")
+    assert name in message
+    assert "state may hold tensors, numbers, strings, lists, tuples, dicts" in message
+
+
+@pytest.mark.parametrize("key", [torch.float32, Color.RED, (1, Color.RED), b"a", frozenset()])
+def test_keys_that_cannot_be_sent(key: Any) -> None:
+    with pytest.raises(TypeError, match=r"state of parameter 3 \['a'\]: .* key of type"):
+        encode({"a": {key: 1}}, WHERE)
+
+
+def test_reference_cycles_end() -> None:
+    items: list[Any] = []
+    items += [items, items]
+    own: dict[str, Any] = {}
+    own["self"] = (own,)
+    for value in (items, own):
+        with pytest.raises(TypeError, match=r"state of parameter 3.*refers to itself"):
+            encode(value, WHERE)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "[", "nope", "{}", "NaN", "Infinity", "[1, 2, 3]", "[]", '["list"]', '["list", 3]',
+        '["tuple", "ab"]', '["set", []]', '["dict", [[1]]]', '["dict", [[["list", []], 1]]]',
+        '["dict", [[1, 2], [1, 3]]]', '["float", "1; import os"]', '["float", 1]', '["int", "xyz"]',
+        '["complex", [1]]', '["complex", ["a", "b"]]', '["dtype", "torch.nn"]',
+        '["dtype", "torch.load"]', '["dtype", 1]', '["device", "nowhere"]', '["tensor", 1]',
+        '["tensor", -1]', '["tensor", "0"]', '["tensor", true]', "[" * 100000,
+    ],
+)  # fmt: skip
+def test_malformed_text(text: str) -> None:
+    with pytest.raises(ValueError, match="malformed optimizer metadata"):
+        decode(text, [torch.ones(1)])
+
+
+def test_tensors_that_do_not_match() -> None:
+    text, tensors = encode([torch.ones(1), torch.ones(2)], WHERE)
+    for given_tensors in (tensors[:1], [*tensors, torch.ones(3)], []):
+        with pytest.raises(ValueError, match="malformed"):
+            decode(text, given_tensors)
+
+
+def test_any_change_of_the_text_is_read_or_refused() -> None:
+    text, tensors = encode({"a": [1.5, math.inf, torch.ones(1)], (1, "b"): torch.float32}, WHERE)
+    for position in range(len(text)):
+        with contextlib.suppress(ValueError):
+            decode(text[:position] + text[position + 1 :], tensors)

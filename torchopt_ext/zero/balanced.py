@@ -1,0 +1,319 @@
+"""Balanced buckets: every communication bucket divided evenly among the ranks.
+
+Parameters become views of buckets, in forward order. A bucket is cut at places where the sum of
+squares of its gradients may be cut without a trace (docs/numerics.md section 3), so that ranks'
+shares differ by a block at most, and any number of ranks computes the same bits.
+"""
+
+import copy
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchopt_ext import ops
+from torchopt_ext.optim.storage import Place
+from torchopt_ext.zero.part import Part, in_memory_order, in_param_order, memory_order
+from torchopt_ext.zero.ranks import Ranks
+from torchopt_ext.zero.reducer import Reducer
+
+SHORT_ROW = 64
+"""Rows of fewer elements are summed element by element (csrc/kernels/block_rule.h)."""
+
+
+@dataclass(eq=False)
+class Bucket:
+    """One communication bucket.
+
+    Attributes:
+        flat: 1-D; holds the parameters, and room behind them for the last rank's window.
+        cuts: rank r owns elements [cuts[r], cuts[r + 1]).
+        window: the largest rank's number of elements, which every rank sends.
+        params: parameters and where they begin.
+        parts: this rank's parts of them.
+        grad: this rank's elements of the reduced gradient, while sharded_gradients holds them.
+        returned: whether parameters were trainable at some step, so that others need them.
+    """
+
+    flat: Tensor
+    cuts: list[int]
+    window: int
+    params: list[tuple[Tensor, int]]
+    parts: list[Part] = field(default_factory=list)
+    grad: Tensor | None = None
+    returned: bool = False
+
+
+class BalancedBuckets:
+    """Who owns which elements, and how updated parameters reach the other ranks.
+
+    Args:
+        ranks: among whom.
+        bucket_elements: of a bucket, at least; more where there are many ranks.
+        sharded_gradients: reduce gradients as backward makes them (reducer.py).
+    """
+
+    takes_gradients = True
+
+    def __init__(self, ranks: Ranks, bucket_elements: int, sharded_gradients: bool) -> None:
+        self.ranks = ranks
+        self.bucket_elements = bucket_elements
+        self.all_buckets: list[Bucket] = []
+        self.params: list[list[list[Tensor]]] = []  # by group and rank; only this rank's is filled
+        self.reducer = Reducer(ranks, hooks=sharded_gradients)
+        self._part_of: dict[Tensor, Part] = {}
+        self._returning: dict[int, tuple[Any, Tensor]] = {}  # by bucket: what to wait for
+        self._lazy = False
+
+    @property
+    def owner(self) -> dict[Tensor, int]:
+        raise AttributeError("with partition='balanced' a parameter has no single owner")
+
+    @property
+    def buckets(self) -> list[list[Tensor]]:
+        """Each bucket's intervals by rank."""
+        return [[b.flat[lo:hi] for lo, hi in itertools.pairwise(b.cuts)] for b in self.all_buckets]
+
+    @property
+    def mine(self) -> list[list[Tensor]]:
+        """This rank's parts, group by group."""
+        return [group[self.ranks.rank] for group in self.params]
+
+    def part_of(self, tensor: Tensor) -> Part:
+        return self._part_of[tensor]
+
+    def origin(self, tensor: Tensor) -> Tensor:
+        """The parameter that a tensor of the local optimizer is a part of."""
+        return self._part_of[tensor].param
+
+    def in_param_order(self, param: Tensor, value: Any) -> Any:
+        shape = tuple(param.shape[d] for d in memory_order(param))
+        return in_param_order(param, value) if getattr(value, "shape", None) == shape else value
+
+    def places(self, index_of: Mapping[Tensor, int]) -> dict[Tensor, Place]:
+        """Where in the model each part of this rank is."""
+        return {t: (index_of[part.param], part.begin, 0, 0) for t, part in self._part_of.items()}
+
+    # ---- layout -----------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def add_group(
+        self, params: Sequence[Tensor], per_rank: Sequence[Sequence[Tensor]] | None = None
+    ) -> None:
+        """Lays one more group's parameters into buckets of their own."""
+        assert per_rank is None, "balanced buckets have no owners to choose"
+        kinds: dict[tuple[torch.device, torch.dtype, bool], list[Tensor]] = {}
+        for param in params:
+            kinds.setdefault((param.device, param.dtype, param.requires_grad), []).append(param)
+        first = len(self.all_buckets)
+        for (device, dtype, _), alike in kinds.items():
+            plan = ops.partition_balanced(
+                [param.numel() for param in alike],
+                [row_length(param) for param in alike],
+                self.ranks.size,
+                self.bucket_elements,
+            )
+            for number, cuts in enumerate(plan.cuts):
+                window = max(hi - lo for lo, hi in itertools.pairwise(cuts))
+                length = max(cuts[:-1]) + window
+                flat = torch.zeros(length, dtype=dtype, device=device)
+                laid = [
+                    (param, start)
+                    for param, b, start in zip(alike, plan.buckets, plan.starts, strict=True)
+                    if b == number
+                ]
+                for param, start in laid:
+                    param.data = view_in(flat, start, param).copy_(param.detach())
+                self.all_buckets.append(Bucket(flat, list(cuts), window, laid))
+        parts: dict[Tensor, list[Part]] = {}
+        for bucket in self.all_buckets[first:]:
+            self._make_parts(bucket)
+            for part in bucket.parts:
+                parts.setdefault(part.param, []).append(part)
+        own = [part.tensor for param in params for part in parts.get(param, [])]
+        self.params.append([own if r == self.ranks.rank else [] for r in range(self.ranks.size)])
+        self.reducer.watch(self.all_buckets[first:])
+        self.build_buckets()
+
+    def _make_parts(self, bucket: Bucket) -> None:
+        lo, hi = bucket.cuts[self.ranks.rank], bucket.cuts[self.ranks.rank + 1]
+        for param, start in bucket.params:
+            begin, end = max(lo - start, 0), min(hi - start, param.numel())
+            for a, b, shape in pieces(param, begin, end):
+                if shape is None:
+                    tensor = view_in(bucket.flat, start, param)
+                else:
+                    tensor = bucket.flat[start + a : start + b].view(shape)
+                part = Part(param, a, b, tensor.requires_grad_(param.requires_grad))
+                bucket.parts.append(part)
+                self._part_of[tensor] = part
+
+    def build_buckets(self) -> None:
+        """Notes which parameters are trainable now; the buckets stay as they are."""
+        for bucket in self.all_buckets:
+            bucket.returned |= any(param.requires_grad for param, _ in bucket.params)
+            for part in bucket.parts:
+                part.tensor.requires_grad_(part.param.requires_grad)
+        self.reducer.hook_trainable()
+
+    def copied(self, memo: dict[int, Any]) -> "BalancedBuckets":
+        """The same for copied parameters (``memo`` is of copy.deepcopy)."""
+        self.finish_returns()
+        other = BalancedBuckets(self.ranks, self.bucket_elements, self.reducer.hooks)
+        for bucket in self.all_buckets:
+            laid = [(copy.deepcopy(param, memo), start) for param, start in bucket.params]
+            flat = bucket.flat.clone()
+            for param, start in laid:
+                param.data = view_in(flat, start, param)
+            twin = Bucket(flat, bucket.cuts, bucket.window, laid, returned=bucket.returned)
+            other._make_parts(twin)
+            other.all_buckets.append(twin)
+            for part, new in zip(bucket.parts, twin.parts, strict=True):
+                memo[id(part.tensor)] = new.tensor
+                memo[id(new.tensor)] = new.tensor
+        other.params = [
+            [[memo[id(t)] for t in own] for own in per_rank] for per_rank in self.params
+        ]
+        other.reducer.watch(other.all_buckets)
+        return other
+
+    # ---- gradients --------------------------------------------------------------------------
+
+    def take_gradients(self) -> None:
+        """Gives every part its gradient: cut out of the parameter's, or reduced to here."""
+        self.finish_returns()
+        for bucket in self.all_buckets:
+            adopt(bucket)
+        if self.reducer.active:
+            self.reducer.finish()
+            return
+        for part in self._part_of.values():
+            grad = part.param.grad
+            part.tensor.grad = None if grad is None else part.cut(grad)
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        self.reducer.zero_grad(set_to_none)
+        if set_to_none:
+            for tensor in self._part_of:
+                tensor.grad = None
+
+    # ---- returning parameters ---------------------------------------------------------------
+
+    @torch.no_grad()
+    def return_params(self) -> None:
+        """Every rank gets every parameter as its owners have it now: one all-gather a bucket."""
+        if self.ranks.size == 1:
+            return
+        with self.ranks.together("returning the updated parameters"):
+            for number, bucket in enumerate(self.all_buckets):
+                if not bucket.returned:
+                    continue
+                first = bucket.cuts[self.ranks.rank]
+                gathered = bucket.flat.new_empty(self.ranks.size * bucket.window)
+                work = dist.all_gather_into_tensor(
+                    gathered.view(torch.uint8),
+                    bucket.flat[first : first + bucket.window].view(torch.uint8),
+                    group=self.ranks.group,
+                    async_op=True,
+                )
+                self._returning[number] = (work, gathered)
+        if not self._lazy:
+            self.finish_returns()
+
+    @torch.no_grad()
+    def finish_returns(self, numbers: Sequence[int] | None = None) -> None:
+        """Waits for parameters under way: those of some buckets, or all."""
+        for number in list(self._returning) if numbers is None else numbers:
+            if number not in self._returning:
+                continue
+            work, gathered = self._returning.pop(number)
+            with self.ranks.together("returning the updated parameters"):
+                work.wait()
+            bucket = self.all_buckets[number]
+            others = [r for r in range(self.ranks.size) if r != self.ranks.rank]
+            targets = [bucket.flat[bucket.cuts[r] : bucket.cuts[r + 1]] for r in others]
+            sources = [
+                gathered[r * bucket.window : r * bucket.window + target.numel()]
+                for r, target in zip(others, targets, strict=True)
+            ]
+            torch._foreach_copy_(targets, sources)
+
+    def overlap_forward(self, module: torch.nn.Module) -> None:
+        """Lets ``step`` return before parameters have arrived: each submodule waits for its own."""
+        self._lazy = True
+        number_of = {
+            param: number
+            for number, bucket in enumerate(self.all_buckets)
+            for param, _ in bucket.params
+        }
+        for child in module.modules():
+            own = [number_of[p] for p in child.parameters(recurse=False) if p in number_of]
+            if own:
+                numbers = tuple(sorted(set(own)))
+                child.register_forward_pre_hook(lambda *_, n=numbers: self.finish_returns(n))
+            hooked: Any = child
+            hooked.register_state_dict_pre_hook(lambda *_: self.finish_returns())
+
+
+def row_length(param: Tensor) -> int:
+    """Elements of one index of the outermost dimension in memory; 1 for 1-D and scalars."""
+    if param.dim() < 2 or not param.numel():
+        return 1
+    return param.numel() // param.shape[memory_order(param)[0]]
+
+
+def pieces(param: Tensor, begin: int, end: int) -> Iterator[tuple[int, int, list[int] | None]]:
+    """The elements [begin, end) of a parameter as runs (begin, end, shape).
+
+    Whole rows stay rows and a part of a long row is one: the sum of squares goes by rows. A shape
+    of None stands for the whole parameter.
+    """
+    if end <= begin:
+        return
+    row = row_length(param)
+    if end - begin == param.numel():
+        yield begin, end, None
+    elif row < SHORT_ROW:
+        yield begin, end, [end - begin]
+    else:
+        head = min(end, -(-begin // row) * row)
+        tail = max(head, end // row * row)
+        if begin < head:
+            yield begin, head, [1, head - begin]
+        if head < tail:
+            yield head, tail, [(tail - head) // row, row]
+        if tail < end:
+            yield tail, end, [1, end - tail]
+
+
+def view_in(flat: Tensor, start: int, param: Tensor) -> Tensor:
+    """The place of a parameter in a bucket, in the parameter's own order of dimensions."""
+    if torch.ops.aten.is_non_overlapping_and_dense(param):
+        return flat.as_strided(param.shape, param.stride(), start)
+    return flat[start : start + param.numel()].view(param.shape)
+
+
+@torch.no_grad()
+def adopt(bucket: Bucket) -> None:
+    """Takes up weights whose memory was replaced (``p.data = ...``) into the bucket again.
+
+    Raises:
+        RuntimeError: a parameter has become another: shape, dtype or device differ.
+    """
+    base, size = bucket.flat.data_ptr(), bucket.flat.element_size()
+    for param, start in bucket.params:
+        if param.data_ptr() == base + start * size or not param.numel():
+            continue
+        if param.dtype != bucket.flat.dtype or param.device != bucket.flat.device:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(param.shape)} is now {param.dtype} on "
+                f"{param.device}; its bucket holds {bucket.flat.dtype} on {bucket.flat.device}. "
+                f"Build the optimizer after changing the model"
+            )
+        place = bucket.flat[start : start + param.numel()]
+        place.copy_(in_memory_order(param.detach(), param))
+        param.data = view_in(bucket.flat, start, param)

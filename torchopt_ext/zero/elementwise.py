@@ -1,0 +1,39 @@
+"""Optimizers that treat every element by itself: they may step any part of a parameter."""
+
+from typing import Any
+
+import torch
+
+from torchopt_ext.optim.base import FusedAdamBase
+
+ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.Adamax,
+    torch.optim.AdamW,
+    torch.optim.ASGD,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+)
+
+
+def is_elementwise(optimizer_class: Any) -> bool:
+    """Whether the class is known to be; a subclass may do anything and is not."""
+    if not isinstance(optimizer_class, type):
+        return False
+    return optimizer_class in ELEMENTWISE or issubclass(optimizer_class, FusedAdamBase)
+
+
+def check_elementwise(optimizer_class: Any, promised: bool) -> None:
+    """Raises ValueError for an optimizer that is not known to be elementwise, nor said to be."""
+    if not promised and not is_elementwise(optimizer_class):
+        known = ", ".join(cls.__name__ for cls in ELEMENTWISE)
+        raise ValueError(
+            f"partition='balanced' divides parameters among ranks, which suits FusedAdam, "
+            f"FusedAdamW, {known}; {optimizer_class} may look at whole parameters. If it does not, "
+            f"say so with elementwise=True"
+        )

@@ -1,0 +1,42 @@
+"""The norm of gradients of which every rank holds a part."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchopt_ext import ops
+from torchopt_ext.zero.ranks import Ranks
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    params: Sequence[Tensor], max_norm: float, ranks: Ranks, home: torch.device
+) -> Tensor:
+    """Clips the gradients of this rank's ``params`` by the norm over all ranks' (exactly summed).
+
+    Args:
+        params: whose gradients; none are another rank's as well.
+        max_norm: of all gradients together.
+        ranks: that hold the others.
+        home: a device that ``ranks`` can communicate from.
+
+    Returns:
+        The norm before clipping: float64, 0-dim; as torch.nn.utils.clip_grad_norm_, the gradients
+        are multiplied by ``max_norm / (norm + 1e-6)`` where that is below 1.
+    """
+    grads = [param.grad for param in params if param.grad is not None]
+    total = ops.new_accumulator(home)
+    for device in dict.fromkeys(grad.device for grad in grads):
+        subtotal = ops.new_accumulator(device)
+        ops.grad_sumsq_([grad for grad in grads if grad.device == device], subtotal)
+        total += subtotal.to(home)
+    if ranks.size > 1:
+        with ranks.together("adding up the gradient norm"):
+            dist.all_reduce(total, group=ranks.group)
+    norm = ops.accumulator_total(total).sqrt()
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for device in dict.fromkeys(grad.device for grad in grads):
+        torch._foreach_mul_([g for g in grads if g.device == device], factor.to(device))
+    return norm

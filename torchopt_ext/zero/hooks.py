@@ -1,0 +1,199 @@
+"""DDP communication hooks that step a ZeroRedundancyOptimizer inside the backward pass.
+
+Interfaces of torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook. All stepping and all
+broadcasts happen in the autograd thread, in the order of DDP's buckets, which is the same on every
+rank: gloo's worker threads finish reductions in an order of their own (pytorch#62300).
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.nn.parallel import DistributedDataParallel
+
+from torchopt_ext.zero.balanced import BalancedBuckets
+from torchopt_ext.zero.optimizer import ZeroRedundancyOptimizer
+from torchopt_ext.zero.overlap import OverlapStatus
+
+Future = torch.futures.Future[torch.Tensor]
+Hook = Callable[[Any, GradBucket], Future]
+
+
+def hook_with_zero_step(
+    hook: Hook,
+    ddp: DistributedDataParallel,
+    zero: ZeroRedundancyOptimizer,
+    shard_buckets: bool = False,
+) -> Hook:
+    """Wraps ``hook`` so that the step follows the last bucket's gradients.
+
+    The step overlaps with gradient reductions that are still under way. The first two backward
+    passes (three with a static graph) do not step: DDP has not decided on its buckets yet.
+
+    Args:
+        hook: a DDP communication hook that averages a bucket's gradients.
+        ddp: the wrapped model.
+        zero: built with ``overlap_with_ddp=True`` from the model's parameters.
+        shard_buckets: divide buckets among ranks for equal shares; else a bucket has one owner.
+
+    Returns:
+        A communication hook for ``ddp.register_comm_hook``.
+
+    Raises:
+        ValueError: ``zero`` was built without ``overlap_with_ddp=True``.
+    """
+    return _overlapping(hook, ddp, zero, shard_buckets, interleaved=False)
+
+
+def hook_with_zero_step_interleaved(
+    hook: Hook,
+    ddp: DistributedDataParallel,
+    zero: ZeroRedundancyOptimizer,
+    shard_buckets: bool = False,
+) -> Hook:
+    """As :func:`hook_with_zero_step`, but steps each bucket once the next one has its gradients.
+
+    Reductions and parameter broadcasts then overlap with the rest of the backward pass.
+    """
+    return _overlapping(hook, ddp, zero, shard_buckets, interleaved=True)
+
+
+def _overlapping(
+    hook: Hook,
+    ddp: DistributedDataParallel,
+    zero: ZeroRedundancyOptimizer,
+    shard_buckets: bool,
+    interleaved: bool,
+) -> Hook:
+    if not zero._overlap_with_ddp:
+        raise ValueError(
+            "ZeroRedundancyOptimizer must be constructed with `overlap_with_ddp=True` to use this "
+            "hook properly"
+        )
+    ddp_ref = weakref.ref(ddp)
+    info = zero._overlap_info
+    zero._steps_by_group_rank = True
+    if shard_buckets:
+        info.shard_buckets = True
+        info.total_size = 0
+
+    def overlapping_hook(state: Any, bucket: GradBucket) -> Future:
+        future = hook(state, bucket)
+        if not _prepared(ddp_ref, zero, bucket):
+            return future
+        index = bucket.index()
+        if index != len(info.bucket_indices_seen):
+            raise RuntimeError(
+                f"DDP reduced bucket {index} after {len(info.bucket_indices_seen)} others; "
+                f"overlapping steps need its buckets in order"
+            )
+        info.bucket_indices_seen.append(index)
+        info.bucket_index_to_bucket[index] = bucket
+        info.bucket_index_to_future[index] = future
+        last = index == len(info.params_per_bucket) - 1
+        if interleaved and index > 0:
+            _step_bucket(zero, index - 1)
+        if last:
+            for ready in range(index if interleaved else 0, index + 1):
+                _step_bucket(zero, ready)
+            with zero.ranks.together("returning the updated parameters"):
+                info.wait_for_broadcasts()
+            info.clear_per_iter_info()
+        return future
+
+    return overlapping_hook
+
+
+def _prepared(
+    ddp_ref: "weakref.ReferenceType[DistributedDataParallel]",
+    zero: ZeroRedundancyOptimizer,
+    bucket: GradBucket,
+) -> bool:
+    """Whether the optimizer knows DDP's final buckets; notes this one if it does not."""
+    info = zero._overlap_info
+    ddp = ddp_ref()
+    if ddp is None or not ddp._has_rebuilt_buckets:
+        return False
+    if info.status == OverlapStatus.UNINITIALIZED:
+        info.status = OverlapStatus.DDP_HAS_REBUILT_BUCKETS
+    if info.status == OverlapStatus.DDP_HAS_REBUILT_BUCKETS:
+        if bucket.index() == 0 and info.params_per_bucket:
+            zero._init_zero_for_overlap()
+        else:
+            info.params_per_bucket.append(bucket.parameters())
+            if info.total_size is not None:
+                info.total_size += sum(param.numel() for param in bucket.parameters())
+    return info.status == OverlapStatus.INITIALIZED
+
+
+def _gradients(bucket: GradBucket) -> list[Tensor]:
+    """A bucket's gradients as its parameters are laid out.
+
+    DDP's bucket holds a dense gradient in the parameter's own order of dimensions, which
+    ``bucket.gradients()`` takes for the plain order (torch/csrc/distributed/c10d/reducer.cpp and
+    comm.hpp): channels_last gradients would come out shuffled.
+    """
+    return [
+        gradient.as_strided(param.shape, param.stride(), gradient.storage_offset())
+        if torch.ops.aten.is_non_overlapping_and_dense(param)
+        else gradient
+        for param, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True)
+    ]
+
+
+def _step_bucket(zero: ZeroRedundancyOptimizer, index: int) -> None:
+    """Waits for a bucket's gradients, updates this rank's part, and starts sending all parts."""
+    info = zero._overlap_info
+    with zero.ranks.together(f"reducing the gradients of bucket {index}"):
+        info.bucket_index_to_future[index].wait()
+    assigned = zero._bucket_assignments_per_rank
+    mine = assigned[zero.rank].get(index)
+    if mine is not None:
+        reduced = _gradients(info.bucket_index_to_bucket[index])
+        gradients: list[Tensor | None] = [None] * len(info.params_per_rank[zero.rank])
+        first = info.offsets[index]
+        count = len(mine.parameters)
+        gradients[first : first + count] = reduced[mine.offset : mine.offset + count]
+        zero._local_step(gradients)
+    with zero.ranks.together(f"sending the parameters of bucket {index}"):
+        for rank in sorted(info.assigned_ranks_per_bucket[index]):
+            tensor = assigned[rank][index].tensor
+            assert tensor is not None
+            info.broadcast_handles.append(
+                dist.broadcast(
+                    tensor.view(torch.uint8),
+                    zero.ranks.global_rank(rank),
+                    group=zero.process_group,
+                    async_op=True,
+                )
+            )
+
+
+def reduce_scatter_hook(zero: ZeroRedundancyOptimizer) -> Hook:
+    """A communication hook that reduces every gradient to the ranks that own its elements.
+
+    For ``partition="balanced"``: moves half of what DDP's all-reduce moves. DDP keeps its
+    gradients, which are this rank's own and not averaged: ``zero.step()`` has the reduced ones.
+
+    Raises:
+        ValueError: ``zero`` has another partition, or takes gradients by itself.
+    """
+    if not isinstance(zero.parts, BalancedBuckets):
+        raise ValueError("reduce_scatter_hook needs partition='balanced'")
+    reducer = zero.parts.reducer
+    if reducer.hooks:
+        raise ValueError("sharded_gradients=True takes gradients by itself: use no hook, or no DDP")
+    reducer.active = True
+
+    def scattering_hook(state: Any, bucket: GradBucket) -> Future:
+        for param, gradient in zip(bucket.parameters(), _gradients(bucket), strict=True):
+            reducer.take(param, gradient)
+        future: Future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    return scattering_hook

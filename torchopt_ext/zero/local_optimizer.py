@@ -1,0 +1,141 @@
+"""The optimizer that steps this rank's part: how it is built, and what it is told."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.distributed.optim.utils import functional_optim_map
+from torch.optim import optimizer as torch_optimizer
+
+from torchopt_ext.optim.base import FusedAdamBase
+from torchopt_ext.zero.functional import register
+
+if TYPE_CHECKING:
+    from torchopt_ext.zero.optimizer import ZeroRedundancyOptimizer
+
+SCALER_ATTRIBUTES = ("grad_scale", "found_inf", "check_overflow")
+
+register()
+
+
+def constructor_of(optimizer_class: Any, overlap_with_ddp: bool) -> Any:
+    """What builds the local optimizer: the class, or its functional counterpart to overlap.
+
+    Raises:
+        ValueError: a functional optimizer without overlap, or no counterpart with it.
+    """
+    functional_optims = functional_optim_map.values()
+    if not overlap_with_ddp:
+        if optimizer_class in functional_optims:
+            raise ValueError(
+                f"Passing in a functional optimizer {optimizer_class} when `overlap_with_ddp=False`"
+            )
+        return optimizer_class
+    if optimizer_class in functional_optims:
+        return optimizer_class
+    if optimizer_class in functional_optim_map:
+        return functional_optim_map[optimizer_class]
+    raise ValueError(
+        "Using `ddp_with_overlap=True` requires using a functional optimizer, but there is no "
+        f"supported functional optimizer equivalent for {optimizer_class}"
+    )
+
+
+def local_group(
+    zero: ZeroRedundancyOptimizer, group: dict[str, Any], params: list[Tensor]
+) -> dict[str, Any]:
+    """A group as the local optimizer gets it: this rank's part, with the names it belongs to."""
+    local = {key: value for key, value in group.items() if key != "param_names"}
+    local["params"] = params
+    if names := group.get("param_names"):
+        name_of = dict(zip(group["params"], names, strict=True))
+        local["params"] = [(name_of[zero.parts.origin(param)], param) for param in params]
+    return local
+
+
+def build(zero: ZeroRedundancyOptimizer) -> None:
+    """Makes ``zero.optim``, and lets the groups say what its groups say."""
+    defaults = dict(zero._optim_defaults)
+    constructor = zero._optim_constructor
+    if zero._overlap_with_ddp:
+        if "_allow_empty_param_list" in inspect.signature(constructor).parameters:
+            defaults["_allow_empty_param_list"] = True
+        zero.optim = constructor(zero.parts.mine[0], **defaults)
+        if not hasattr(zero.optim, "param_groups"):
+            zero.optim.param_groups = [zero.optim.param_group]
+        zero._sync_param_groups(zero.optim.param_groups, zero.param_groups)
+        return
+    if isinstance(constructor, type) and issubclass(constructor, FusedAdamBase):
+        defaults["process_group"] = zero.process_group
+    groups = [
+        local_group(zero, group, mine)
+        for group, mine in zip(zero.param_groups, zero.parts.mine, strict=True)
+    ]
+    zero.optim = constructor(groups, **defaults)
+    zero.defaults = dict(zero.optim.defaults)
+    set_places(zero)
+    sync_groups_from(zero)
+
+
+def set_places(zero: ZeroRedundancyOptimizer) -> None:
+    """Random rounding and digests count elements of whole parameters, not of this rank's."""
+    if isinstance(zero.optim, FusedAdamBase):
+        zero.optim.parameter_places = zero.parts.places(zero._param_to_index)
+
+
+def sync_groups_from(zero: ZeroRedundancyOptimizer) -> None:
+    """Groups say what the local optimizer's say, in its order, so that state dicts do."""
+    for group, local in zip(zero.param_groups, zero.optim.param_groups, strict=True):
+        own = {key: group[key] for key in ("params", "param_names") if key in group}
+        merged = {key: own.get(key, value) for key, value in local.items()} | own
+        group.clear()
+        group.update(merged)
+
+
+def sync_functional_defaults(zero: ZeroRedundancyOptimizer) -> None:
+    """Torch's functional optimizers read ``defaults``, where no schedule would reach them."""
+    defaults = getattr(zero.optim, "defaults", {})
+    for key in defaults.keys() & zero.param_groups[0].keys():
+        defaults[key] = zero.param_groups[0][key]
+
+
+@contextmanager
+def alone(zero: ZeroRedundancyOptimizer, kwargs: dict[str, Any]) -> Iterator[None]:
+    """For the local step: it gets gradients and scale; global step hooks have seen the wrapper.
+
+    A closure in ``kwargs`` makes the gradients, so they are taken after it.
+    """
+    closure = kwargs.get("closure")
+    if callable(closure) and zero.parts.takes_gradients:
+        kwargs["closure"] = _with_gradients(zero, closure)
+    else:
+        zero.parts.take_gradients()
+    given = {name: vars(zero)[name] for name in SCALER_ATTRIBUTES if name in vars(zero)}
+    registered: list[Any] = [
+        torch_optimizer._global_optimizer_pre_hooks,
+        torch_optimizer._global_optimizer_post_hooks,
+    ]
+    before = [dict(hooks) for hooks in registered]
+    for hooks in registered:
+        hooks.clear()
+    vars(zero.optim).update(given)
+    try:
+        yield
+    finally:
+        for name in given:
+            vars(zero.optim).pop(name, None)
+        for hooks, kept in zip(registered, before, strict=True):
+            hooks.update(kept)
+
+
+def _with_gradients(zero: ZeroRedundancyOptimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def evaluate() -> Any:
+        loss = closure()
+        zero.parts.take_gradients()
+        return loss
+
+    return evaluate

@@ -1,0 +1,404 @@
+"""ZeroRedundancyOptimizer: optimizer state divided among the ranks of a process group."""
+
+import copy
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.optim import Optimizer
+
+from torchopt_ext.zero import local_optimizer
+from torchopt_ext.zero import state as zero_state
+from torchopt_ext.zero.balanced import BalancedBuckets
+from torchopt_ext.zero.elementwise import check_elementwise
+from torchopt_ext.zero.exchange import check_same
+from torchopt_ext.zero.gradients import clip_grad_norm_
+from torchopt_ext.zero.inputs import check_dense, described, listed
+from torchopt_ext.zero.overlap import BucketAssignment, OverlapInfo, OverlapStatus
+from torchopt_ext.zero.ranks import Ranks
+from torchopt_ext.zero.torch_names import TorchNames
+from torchopt_ext.zero.whole import WholeTensors
+
+logger = logging.getLogger(__name__)
+
+
+class _ZeROJoinHook(JoinHook):
+    def __init__(self, zero: "ZeroRedundancyOptimizer") -> None:
+        self.zero = zero
+        super().__init__()
+
+    def main_hook(self) -> None:
+        """Steps along with the ranks that still have data: they wait for this rank's parameters."""
+        self.zero.step()
+
+
+class ZeroRedundancyOptimizer(TorchNames, Optimizer, Joinable):
+    """Divides an optimizer's state, and the work of its step, among the ranks of a group.
+
+    torch.distributed.optim.ZeroRedundancyOptimizer (ZeRO stage 1, arXiv:1910.02054): every rank
+    steps its part of the parameters and then gets the others' parts from the other ranks.
+
+    Args:
+        params: parameters, named parameters or param groups; the same on all ranks, which is
+            checked.
+        optimizer_class: any torch.optim.Optimizer; under ``overlap_with_ddp`` a functional one, or
+            one that has a functional counterpart.
+        process_group: the ranks; all by default.
+        parameters_as_bucket_view: parameters of a rank become views of one tensor, and travel as
+            one. Their strides are kept.
+        overlap_with_ddp: step inside DDP's backward, by one of the hooks in
+            :mod:`torchopt_ext.zero`.
+        partition: "greedy" gives whole parameters to ranks as torch does; "balanced" divides
+            communication buckets evenly, parameters included (docs/zero.md).
+        compat: "torch" lets frozen parameters count in the greedy partition as torch does.
+        params_per_rank: who owns which parameter, instead of the greedy rule; one param group only.
+        allow_mixed_dtypes: shard parameters of each dtype by themselves.
+        sharded_gradients: with "balanced": reduce gradients while backward runs and keep only this
+            rank's part of them (ZeRO stage 2); without DDP.
+        elementwise: with "balanced": the optimizer treats every element by itself, although it is
+            not one that is known to.
+        bucket_elements: with "balanced": elements of a communication bucket, at least.
+        defaults: arguments of ``optimizer_class``. With FusedAdam and FusedAdamW, ``max_grad_norm``
+            and ``skip_nonfinite`` decide over the gradients of all ranks' parts.
+
+    Raises:
+        TypeError: ``params`` is not what it should be.
+        ValueError: empty or sparse parameters, dtypes that differ, arguments that exclude each
+            other, or parameters that differ between ranks; says which.
+    """
+
+    optim: Any
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer_class: Any,
+        process_group: Any = None,
+        parameters_as_bucket_view: bool = False,
+        overlap_with_ddp: bool = False,
+        *,
+        partition: str = "greedy",
+        compat: str | None = None,
+        params_per_rank: Sequence[Sequence[Tensor]] | None = None,
+        allow_mixed_dtypes: bool = False,
+        sharded_gradients: bool = False,
+        elementwise: bool = False,
+        bucket_elements: int = 1 << 23,
+        **defaults: Any,
+    ) -> None:
+        given, self._all_params = listed(params)
+        check_dense(self._all_params, allow_mixed_dtypes)
+        balanced = partition == "balanced"
+        if partition not in ("greedy", "balanced"):
+            raise ValueError(f"Invalid partition: {partition!r}, expected 'greedy' or 'balanced'")
+        if compat not in (None, "torch"):
+            raise ValueError(f"Invalid compat: {compat!r}, expected None or 'torch'")
+        if balanced and (overlap_with_ddp or params_per_rank is not None):
+            raise ValueError(
+                "partition='balanced' divides parameters among ranks: neither overlap_with_ddp, "
+                "whose buckets have owners, nor params_per_rank goes with it"
+            )
+        if sharded_gradients and not balanced:
+            raise ValueError("sharded_gradients=True needs partition='balanced'")
+        if balanced:
+            check_elementwise(optimizer_class, elementwise)
+        self.initialized = False
+        self._allow_mixed_dtypes = allow_mixed_dtypes
+        self._optim_defaults = defaults
+        self._overlap_with_ddp = overlap_with_ddp
+        self._steps_by_group_rank = False
+        self._optim_constructor = local_optimizer.constructor_of(optimizer_class, overlap_with_ddp)
+        # The local optimizer completes the groups, in the order of its own arguments.
+        Optimizer.__init__(self, given, defaults if overlap_with_ddp else {})
+        Joinable.__init__(self)
+        self.ranks = Ranks.of(process_group)
+        self._set_group_attributes()
+        check_same(described(self.param_groups), "parameters", self.process_group)
+        self._is_trainable_mask = self._get_is_trainable_mask()
+        self.parameters_as_bucket_view = parameters_as_bucket_view
+        self._consolidated: dict[str, Any] | None = None
+        self._overlap_info = OverlapInfo(self.world_size)
+        self._bucket_assignments_per_rank_cache: list[dict[int, BucketAssignment]] = []
+        self.parts: WholeTensors | BalancedBuckets
+        if balanced:
+            self.parts = BalancedBuckets(self.ranks, bucket_elements, sharded_gradients)
+        else:
+            view = parameters_as_bucket_view and not overlap_with_ddp
+            self.parts = WholeTensors(self.ranks, bucket_view=view, count_frozen=compat == "torch")
+        if overlap_with_ddp:
+            if len(self.param_groups) != 1:
+                raise ValueError("overlap_with_ddp=True supports one param group only")
+            if parameters_as_bucket_view:
+                logger.warning(
+                    "`parameters_as_bucket_view=True` will be ignored since "
+                    "`overlap_with_ddp=True`; instead, a different bucketing strategy will be used"
+                )
+        else:
+            self._assign_groups(params_per_rank)
+            local_optimizer.build(self)
+        self.initialized = True
+
+    def _set_group_attributes(self) -> None:
+        self.process_group = self.ranks.group
+        self.rank = self.ranks.rank
+        self.world_size = self.ranks.size
+        self.global_rank = self.ranks.global_rank(self.rank)
+        self._default_device = self._all_params[0].device
+
+    # ---- torch.optim.Optimizer --------------------------------------------------------------
+
+    @property
+    def state(self) -> Any:
+        """The local optimizer's state: that of this rank's parameters."""
+        return self.__dict__["optim"].state if "optim" in self.__dict__ else defaultdict(dict)
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        """torch.optim.Optimizer sets an empty state before there is a local optimizer."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, on all ranks; parameters of other groups stay where they are.
+
+        Raises:
+            RuntimeError: under ``overlap_with_ddp``.
+            ValueError: a dtype that differs, a parameter that is here already, or groups that
+                differ between ranks. Nothing is changed.
+        """
+        if not self.initialized:
+            super().add_param_group(param_group)
+            return
+        if self._overlap_with_ddp:
+            raise RuntimeError(
+                "ZeroRedundancyOptimizer with `overlap_with_ddp=True` only supports a single "
+                "parameter group"
+            )
+        (group,), params = listed([param_group])
+        check_dense(self._all_params + params, self._allow_mixed_dtypes)
+        count = len(self.param_groups)
+        try:
+            super().add_param_group(group)
+            check_same(described(self.param_groups), "parameters", self.process_group)
+        except ValueError:
+            del self.param_groups[count:]
+            raise
+        self._all_params = self._all_params + params
+        self._is_trainable_mask = self._get_is_trainable_mask()
+        self.parts.add_group(params)
+        self.optim.add_param_group(
+            local_optimizer.local_group(self, self.param_groups[-1], self.parts.mine[-1])
+        )
+        local_optimizer.set_places(self)
+        self._consolidated = None
+        local_optimizer.sync_groups_from(self)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch.optim.Optimizer's; this rank's parts of the gradients included."""
+        super().zero_grad(set_to_none)
+        self.parts.zero_grad(set_to_none)
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Steps this rank's part of the parameters and returns every part to all ranks.
+
+        Args:
+            closure: evaluates the model again and returns the loss.
+            kwargs: further arguments of the local optimizer's ``step``.
+
+        Returns:
+            What the local optimizer's ``step`` returns; None under ``overlap_with_ddp``.
+
+        Raises:
+            RuntimeError: a rank died or is late, or a gradient does not fit its parameter.
+        """
+        if self._overlap_with_ddp:
+            logger.warning(
+                "`step()` should not be included in the training loop when `overlap_with_ddp=True`"
+            )
+            return None
+        loss = self._local_step(closure=closure, **kwargs)
+        self.parts.return_params()
+        return loss
+
+    def _local_step(
+        self,
+        gradients: Sequence[Tensor | None] | None = None,
+        closure: Callable[[], Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Steps this rank's part; ``gradients`` is for DDP hooks (overlap_with_ddp)."""
+        Join.notify_join_context(self)
+        self._consolidated = None
+        trainable = self._get_is_trainable_mask()
+        if trainable != self._is_trainable_mask:
+            if self._overlap_with_ddp:
+                raise RuntimeError(
+                    "ZeroRedundancyOptimizer with `overlap_with_ddp=True` does not support "
+                    "changing parameter trainability at run time"
+                )
+            self.parts.build_buckets()
+            self._is_trainable_mask = trainable
+        self._sync_param_groups(self.param_groups, self.optim.param_groups)
+        if gradients is not None:
+            assert self._overlap_with_ddp and closure is None, "gradients are for DDP hooks"
+            local_optimizer.sync_functional_defaults(self)
+            loss = self.optim.step(gradients=gradients)
+        else:
+            if closure is not None:
+                kwargs["closure"] = closure
+            with local_optimizer.alone(self, kwargs):
+                loss = self.optim.step(**kwargs)
+        self._sync_param_groups(self.optim.param_groups, self.param_groups)
+        return loss
+
+    # ---- state dicts ------------------------------------------------------------------------
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Collects every rank's state on rank ``to`` of the group, in CPU memory.
+
+        Call it on all ranks. Tensors travel as they are and only to that rank, straight into their
+        final place; the next step drops the copy.
+
+        Raises:
+            RuntimeError: under ``overlap_with_ddp`` before the buckets are known, or a rank has
+                state that is neither tensors nor plain values; all ranks raise, naming it.
+        """
+        self._check_overlap_initialized()
+        if not 0 <= to < self.world_size:
+            raise ValueError(f"Invalid rank: to={to}, expected 0 to {self.world_size - 1}")
+        self._sync_param_groups(self.param_groups, self.optim.param_groups)
+        self._consolidated = zero_state.consolidated(self, to)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The consolidated state dict: keys, order and values of the unsharded optimizer's.
+
+        Raises:
+            RuntimeError: nothing was consolidated to this rank, or there was a step since.
+        """
+        self._check_overlap_initialized()
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        if self._consolidated is None:
+            raise RuntimeError(
+                "Optimizer state has not been consolidated on this rank since the last step. "
+                f"Please call `consolidate_state_dict(to={self.rank})` on all ranks beforehand if "
+                "you meant to save the global state."
+            )
+        result = zero_state.packed(self, self._consolidated)
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            hooked = post_hook(self, result)
+            result = result if hooked is None else hooked
+        return result
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads this rank's part of an unsharded state dict; call it on all ranks.
+
+        The dict may be from :meth:`state_dict`, from torch's class or from the unsharded
+        optimizer; it is not changed, and checked whole before anything else is.
+
+        Raises:
+            RuntimeError: under ``overlap_with_ddp`` before the buckets are known.
+            ValueError: groups or shapes do not fit; names the parameter.
+        """
+        self._check_overlap_initialized()
+        state_dict = state_dict.copy()
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            hooked = pre_hook(self, state_dict)
+            state_dict = state_dict if hooked is None else hooked
+        zero_state.load(self, state_dict)
+        self._consolidated = None
+        local_optimizer.set_places(self)
+        local_optimizer.sync_groups_from(self)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        if self._overlap_with_ddp:
+            raise TypeError("an optimizer that overlaps with a DDP instance cannot be copied")
+        for key, value in vars(self).items():
+            if key.startswith("_optimizer_") or key in ("parts", "optim"):
+                continue  # hooks belong to the original, as with torch's optimizers
+            shared = key in ("process_group", "ranks", "_join_config", "_optim_constructor")
+            vars(copied)[key] = value if shared else copy.deepcopy(value, memo)
+        copied._consolidated = None
+        copied.parts = self.parts.copied(memo)
+        copied.optim = copy.deepcopy(self.optim, memo)
+        Optimizer.__setstate__(copied, {})
+        local_optimizer.set_places(copied)
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "a ZeroRedundancyOptimizer cannot be pickled: its ranks exist in this run only; "
+            "consolidate and save its state_dict()"
+        )
+
+    # ---- Join -------------------------------------------------------------------------------
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """For torch.distributed.algorithms.Join: ranks out of data keep stepping their part."""
+        return _ZeROJoinHook(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        return self._default_device
+
+    @property
+    def join_process_group(self) -> Any:
+        return self.process_group
+
+    # ---- gradient scalers and clipping ------------------------------------------------------
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        return bool(getattr(self.optim, "_step_supports_amp_scaling", False))
+
+    @property
+    def checks_overflow_in_step(self) -> bool:
+        """Whether the local optimizer lets torchopt_ext.GradScaler leave the check to the step."""
+        return bool(getattr(self.optim, "checks_overflow_in_step", False))
+
+    @property
+    def control(self) -> Any:
+        """The local FusedAdam's decision, which is that of all ranks."""
+        return self.optim.control
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scales this rank's parts of the gradients to a norm of at most ``max_norm`` over all.
+
+        Reads only this rank's parts, each once; one small all-reduce joins the ranks. With
+        ``FusedAdamW(max_grad_norm=...)`` inside, not even that is needed.
+
+        Returns:
+            The norm before, float64, 0-dim.
+        """
+        self.parts.take_gradients()
+        mine = [param for own in self.parts.mine for param in own]
+        return clip_grad_norm_(mine, max_norm, self.ranks, self._default_device)
+
+    # ---- overlap with DDP -------------------------------------------------------------------
+
+    def _init_zero_for_overlap(self) -> None:
+        """Builds the local optimizer once a hook has seen all of DDP's final buckets."""
+        if self.rank != self.global_rank and not self._steps_by_group_rank:
+            raise RuntimeError(
+                "torch's hook takes the global rank for the rank of the group: use "
+                "torchopt_ext.zero.hook_with_zero_step in a subgroup"
+            )
+        info = self._overlap_info
+        info.status = OverlapStatus.INITIALIZED
+        self._bucket_assignments_per_rank_cache = info.assign(self.ranks)
+        self._assign_groups(info.params_per_rank)
+        info.build_buckets(self._bucket_assignments_per_rank_cache)
+        local_optimizer.build(self)
+
+    def _check_overlap_initialized(self) -> None:
+        if self._overlap_with_ddp and self._overlap_info.status != OverlapStatus.INITIALIZED:
+            raise RuntimeError(
+                "This method should not be called until this ZeroRedundancyOptimizer instance has "
+                "been fully initialized"
+            )

@@ -1,0 +1,75 @@
+"""A part of a parameter, as one rank's optimizer sees it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Elements [begin, end) of a parameter, in the order in which they lie in memory.
+
+    Attributes:
+        param: the parameter.
+        begin, end: of its elements in memory order.
+        tensor: what the local optimizer steps; the parameter itself where parameters stay whole.
+        divided: whether state of this part is cut out of the parameter's.
+    """
+
+    param: Tensor
+    begin: int
+    end: int
+    tensor: Tensor
+    divided: bool = True
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        return memory_order(self.param)
+
+    @property
+    def memory_shape(self) -> tuple[int, ...]:
+        return tuple(self.param.shape[d] for d in self.order)
+
+    def divides(self, value: Any) -> bool:
+        """Whether a state entry of this part holds one value for each of its elements."""
+        return self.divided and isinstance(value, Tensor) and value.shape == self.tensor.shape
+
+    def in_memory_order(self, value: Tensor) -> Tensor:
+        """A state entry of this part as 1-D tensor."""
+        return in_memory_order(value, self.tensor)
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """This part of a tensor of the parameter's shape, shaped as ``tensor``; mostly a view."""
+        if self.is_whole:
+            return whole
+        return whole.permute(self.order).reshape(-1)[self.begin : self.end].view(self.tensor.shape)
+
+    def of(self, value: Any) -> Any:
+        """This part of a whole parameter's state entry; entries of other shapes as they are."""
+        whole = isinstance(value, Tensor) and value.shape == self.param.shape and value.dim() > 0
+        return self.cut(value) if self.divided and whole else value
+
+    @property
+    def is_whole(self) -> bool:
+        return self.tensor.shape == self.param.shape and self.end - self.begin == self.param.numel()
+
+
+def memory_order(tensor: Tensor) -> tuple[int, ...]:
+    """A dense tensor's dimensions, outermost in memory first; rising for other tensors."""
+    if tensor.is_contiguous() or not torch.ops.aten.is_non_overlapping_and_dense(tensor):
+        return tuple(range(tensor.dim()))
+    strides = tensor.stride()
+    return tuple(sorted(range(tensor.dim()), key=lambda d: (-strides[d], -tensor.shape[d], d)))
+
+
+def in_memory_order(value: Tensor, like: Tensor) -> Tensor:
+    """``value`` as 1-D tensor in the order in which ``like``, of its shape, lies in memory."""
+    return value.permute(memory_order(like)).reshape(-1)
+
+
+def in_param_order(param: Tensor, value: Tensor) -> Tensor:
+    """The inverse: a tensor shaped in ``param``'s memory order, as ``param`` is shaped."""
+    order = memory_order(param)
+    return value.permute([order.index(d) for d in range(len(order))])

@@ -1,0 +1,178 @@
+"""State dicts of a sharded optimizer: the unsharded optimizer's, in parts on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from torchopt_ext.optim import saved
+from torchopt_ext.optim.base import FusedAdamBase
+from torchopt_ext.zero.elementwise import is_elementwise
+from torchopt_ext.zero.exchange import Entry, gather_entries
+from torchopt_ext.zero.part import Part
+
+if TYPE_CHECKING:
+    from torchopt_ext.zero.optimizer import ZeroRedundancyOptimizer
+
+
+def local_state_dict(zero: ZeroRedundancyOptimizer) -> dict[str, Any]:
+    """The local optimizer's state dict; functional optimizers only have their state."""
+    if hasattr(zero.optim, "state_dict"):
+        return dict(zero.optim.state_dict())
+    number = {param: i for i, param in enumerate(p for own in zero.parts.mine for p in own)}
+    return {"state": {number[param]: entry for param, entry in zero.optim.state.items()}}
+
+
+def local_parts(zero: ZeroRedundancyOptimizer) -> list[Part]:
+    """What this rank's parameters are parts of, in the order in which its state is numbered."""
+    return [zero.parts.part_of(param) for own in zero.parts.mine for param in own]
+
+
+def consolidated(zero: ZeroRedundancyOptimizer, to: int) -> dict[str, Any] | None:
+    """State and further top-level entries on rank ``to``; None elsewhere."""
+    local = local_state_dict(zero)
+    parts = local_parts(zero)
+    entries = []
+    index_of = zero._param_to_index
+    for number, state in local["state"].items():
+        if not isinstance(number, int) or not 0 <= number < len(parts):
+            continue  # not a parameter's
+        part = parts[number]
+        for name, value in (state or {}).items():
+            entry = Entry(index_of[part.param], name, value)
+            if part.divides(value):
+                entry.shape, entry.begin = part.memory_shape, part.begin
+                entry.value = part.in_memory_order(value)
+            entries.append(entry)
+    gathered = gather_entries(entries, to, zero.process_group)
+    if gathered is None:
+        return None
+    for index, state in gathered.items():
+        param = zero._index_to_param[index]
+        for name, value in state.items():
+            state[name] = zero.parts.in_param_order(param, value)
+    extra = {key: value for key, value in local.items() if key not in ("state", "param_groups")}
+    return {"state": gathered, "extra": extra}
+
+
+def packed(zero: ZeroRedundancyOptimizer, collected: Mapping[str, Any]) -> dict[str, Any]:
+    """The state dict that the unsharded optimizer would give."""
+    groups, first = [], 0
+    for group in zero.param_groups:
+        saved_group = {key: value for key, value in group.items() if key != "params"}
+        saved_group["params"] = list(range(first, first + len(group["params"])))
+        first += len(group["params"])
+        groups.append(saved_group)
+    state = {index: dict(entry) for index, entry in collected["state"].items()}
+    return {"state": state, "param_groups": groups} | collected["extra"]
+
+
+def check(zero: ZeroRedundancyOptimizer, state_dict: Mapping[str, Any]) -> None:
+    """Raises ValueError on every rank alike unless groups, and shapes where known, fit."""
+    groups = state_dict["param_groups"]
+    if len(groups) != len(zero.param_groups):
+        raise ValueError(
+            f"loaded state dict has a different number of parameter groups: {len(groups)}, "
+            f"expected {len(zero.param_groups)}"
+        )
+    for number, (group, own) in enumerate(zip(groups, zero.param_groups, strict=True)):
+        if len(group["params"]) != len(own["params"]):
+            raise ValueError(
+                f"loaded state dict contains a parameter group that doesn't match the size of "
+                f"optimizer's group: group {number} has {len(group['params'])} parameters, "
+                f"expected {len(own['params'])}"
+            )
+    if isinstance(zero.optim, FusedAdamBase):
+        saved.check_saved(zero, state_dict)
+    ids = [index for group in groups for index in group["params"]]
+    for index, param in zip(ids, zero._index_to_param, strict=True):
+        entry = state_dict["state"].get(index)
+        if entry is None:
+            continue
+        if not isinstance(entry, Mapping):
+            raise ValueError(
+                f"the state of parameter {index} is {type(entry).__name__}, expected a dict"
+            )
+        if not is_elementwise(type(zero.optim)):
+            continue
+        for name, value in entry.items():
+            if isinstance(value, Tensor) and value.numel() != 1 and value.shape != param.shape:
+                raise ValueError(
+                    f"{name} of parameter {index} has shape {tuple(value.shape)}, expected "
+                    f"{tuple(param.shape)}"
+                )
+
+
+def load(zero: ZeroRedundancyOptimizer, state_dict: Mapping[str, Any]) -> None:
+    """Hands this rank's part of an unsharded state dict to the local optimizer."""
+    check(zero, state_dict)
+    groups = state_dict["param_groups"]
+    ids = [index for group in groups for index in group["params"]]
+    id_of = dict(zip(zero._index_to_param, ids, strict=True))
+    state = {}
+    for number, part in enumerate(local_parts(zero)):
+        entry = state_dict["state"].get(id_of[part.param])
+        if entry is not None:
+            state[number] = {name: part.of(value) for name, value in entry.items()}
+    extra = {k: v for k, v in state_dict.items() if k not in ("state", "param_groups")}
+    load_local(zero, groups, state, extra)
+
+
+def load_local(
+    zero: ZeroRedundancyOptimizer,
+    groups: Sequence[Mapping[str, Any]],
+    state: Mapping[int, Mapping[str, Any]],
+    extra: Mapping[str, Any],
+) -> None:
+    """Lets the local optimizer continue with loaded groups and state, which are copied.
+
+    Args:
+        groups: of the unsharded optimizer, checked.
+        state: of this rank's parts, by their place in :func:`local_parts`.
+        extra: further top-level entries of the state dict.
+    """
+    local_groups, first = [], 0
+    for group, own in zip(groups, zero.parts.mine, strict=True):
+        local = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        local["params"] = list(range(first, first + len(own)))
+        first += len(own)
+        local_groups.append(local)
+    if hasattr(zero.optim, "load_state_dict"):
+        if not isinstance(zero.optim, FusedAdamBase):  # which copies by itself
+            state = {number: own_memory(entry) for number, entry in state.items()}
+        loaded = {"state": dict(state), "param_groups": local_groups, **extra}
+        zero.optim.load_state_dict(loaded)
+    else:
+        (params,) = zero.parts.mine
+        zero.optim.state.clear()
+        for number, entry in state.items():
+            param = params[number]
+            zero.optim.state[param] = {name: fitted(param, name, v) for name, v in entry.items()}
+        zero._sync_param_groups(local_groups, zero.optim.param_groups)
+    zero._consolidated = None
+    zero._set_places()
+    zero._sync_groups_from_local()
+
+
+def own_memory(value: Any) -> Any:
+    """A copy of nested state that shares no tensor with it."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, Mapping):
+        return {key: own_memory(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(own_memory(item) for item in value)
+    return value
+
+
+def fitted(param: Tensor, name: str, value: Any) -> Any:
+    """A functional optimizer's state entry: torch keeps its steps on the CPU."""
+    if not isinstance(value, Tensor):
+        return value
+    if name == "step":
+        return value.detach().to("cpu", torch.float32, copy=True)
+    dtype = param.dtype if value.is_floating_point() else value.dtype
+    return value.detach().to(param.device, dtype, copy=True)
