@@ -17,6 +17,7 @@ WAYS = (
     "greedy, averaged",
     "greedy, ddp",
     "balanced, averaged",
+    "balanced, gathered",
     "balanced, ddp",
     "balanced, hook",
     "balanced, sharded",

@@ -114,11 +114,13 @@ def build(model: Model, held: str, partition: str, **further: Any) -> Any:
 
 
 def train(held: str, partition: str, how: str = "averaged", passes: int = 1) -> dict[str, Any]:
-    """``how``: gradients averaged beforehand, by DDP, by its hook, or as backward makes them."""
+    """``how`` gradients are averaged ("gathered": parameters return as on NCCL)."""
     rank, size = dist.get_rank(), dist.get_world_size()
     model = Model(settings(held)[0])
     further = {"sharded_gradients": True} if how == "sharded" else {}
     optimizer = build(model, held, partition, **further)
+    if how == "gathered":
+        optimizer.parts.gathers = True  # as on NCCL
     run: Any = model
     if how in ("ddp", "hook"):
         run = DDP(model, gradient_as_bucket_view=how == "hook")
@@ -129,7 +131,7 @@ def train(held: str, partition: str, how: str = "averaged", passes: int = 1) -> 
         optimizer.zero_grad()
         for number in range(passes):
             draw = step + 100 * number
-            if how == "averaged":
+            if how in ("averaged", "gathered"):
                 run(mean(model, draw, size)).backward()
             else:
                 run(gradients(model, draw, rank, size)).backward()
@@ -238,6 +240,7 @@ def cases() -> dict[str, Callable[[], dict[str, Any]]]:
             ("greedy", "averaged"),
             ("greedy", "ddp"),
             ("balanced", "averaged"),
+            ("balanced", "gathered"),
             ("balanced", "ddp"),
             ("balanced", "hook"),
             ("balanced", "sharded"),

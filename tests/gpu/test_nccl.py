@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchopt_ext import FusedAdamW
+from torchopt_ext.zero import ZeroRedundancyOptimizer
 
 from .support import everything, make_params, marks, set_gradients
 
@@ -50,10 +52,39 @@ def test_dtensors_on_a_mesh_of_one_change_no_bit() -> None:
     optimizers = [FusedAdamW(ps, max_grad_norm=0.5) for ps in (params, sharded)]
     for step in range(3):
         set_gradients(params, step)
-        for param, copy in zip(params, sharded, strict=True):
+        for param, shard in zip(params, sharded, strict=True):
             assert param.grad is not None
-            copy.grad = distribute_tensor(param.grad, mesh, [Shard(0)])
+            shard.grad = distribute_tensor(param.grad, mesh, [Shard(0)])
         for optimizer in optimizers:
             optimizer.step()
-    for param, copy in zip(params, sharded, strict=True):
-        assert torch.equal(param, copy.to_local())
+    for param, shard in zip(params, sharded, strict=True):
+        assert torch.equal(param, shard.to_local())
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("partition", ["greedy", "balanced", "sharded"])
+def test_sharded_optimizer(partition: str) -> None:
+    """One rank of NCCL steps, consolidates and loads as the plain optimizer does."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(300, 90), torch.nn.Linear(90, 7)).cuda()
+    twin = copy.deepcopy(model)
+    plain = FusedAdamW(twin.parameters(), lr=1e-2, max_grad_norm=1.0)
+    zero = ZeroRedundancyOptimizer(
+        model.parameters(),
+        FusedAdamW,
+        partition="greedy" if partition == "greedy" else "balanced",
+        sharded_gradients=partition == "sharded",
+        lr=1e-2,
+        max_grad_norm=1.0,
+    )
+    for step in range(4):
+        data = torch.randn(5, 300, device="cuda")
+        for net, optimizer in ((model, zero), (twin, plain)):
+            optimizer.zero_grad()
+            net(data).square().mean().backward()
+            optimizer.step()
+        if step == 2:
+            zero.consolidate_state_dict(to=0)
+            zero.load_state_dict(zero.state_dict())
+    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(mine, theirs)

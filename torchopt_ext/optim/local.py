@@ -5,6 +5,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from torchopt_ext.optim.collective import collective
+
 NormKey: TypeAlias = tuple[Any, ...]
 """Parameters with an equal key have their squares summed over the same ranks; () is this rank."""
 
@@ -108,5 +110,6 @@ def all_reduce_(accumulator: Tensor, key: NormKey) -> None:
     """Sums normalised accumulators over the ranks that share a split parameter, in place."""
     if key:
         mesh, split = key
-        for dimension in split:
-            torch.distributed.all_reduce(accumulator, group=mesh.get_group(dimension))
+        with collective("adding up the gradient norm"):
+            for dimension in split:
+                torch.distributed.all_reduce(accumulator, group=mesh.get_group(dimension))

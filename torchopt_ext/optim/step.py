@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torchopt_ext import _C, ops
+from torchopt_ext.optim.collective import collective
 from torchopt_ext.optim.local import NormKey, all_reduce_, moved
 
 if TYPE_CHECKING:
@@ -83,7 +84,8 @@ def _accumulate(optimizers: Sequence[FusedAdamBase]) -> dict[torch.device, Tenso
         total += subtotal
     group = optimizers[0].process_group
     if group is not None:
-        torch.distributed.all_reduce(total, group=group)
+        with collective("adding up the gradient norm"):
+            torch.distributed.all_reduce(total, group=group)
     return {device: moved(total, device) for device in devices}
 
 

@@ -16,7 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchopt_ext import ops
+from torchopt_ext.optim.collective import collective
 from torchopt_ext.optim.storage import Place
+from torchopt_ext.zero.exchange import comm_device
 from torchopt_ext.zero.part import Part, in_memory_order, in_param_order, memory_order
 from torchopt_ext.zero.ranks import Ranks
 from torchopt_ext.zero.reducer import Reducer
@@ -66,7 +68,10 @@ class BalancedBuckets:
         self.params: list[list[list[Tensor]]] = []  # by group and rank; only this rank's is filled
         self.reducer = Reducer(ranks, hooks=sharded_gradients)
         self._part_of: dict[Tensor, Part] = {}
-        self._returning: dict[int, tuple[Any, Tensor]] = {}  # by bucket: what to wait for
+        self._whole: list[tuple[Tensor, Tensor]] = []  # parts that are whole, and their parameters
+        self._cut: list[Part] = []  # the other parts
+        self._returning: dict[int, tuple[list[Any], Tensor | None]] = {}  # by bucket
+        self.gathers = comm_device(ranks.group).type != "cpu"
         self._lazy = False
 
     @property
@@ -151,6 +156,10 @@ class BalancedBuckets:
                 part = Part(param, a, b, tensor.requires_grad_(param.requires_grad))
                 bucket.parts.append(part)
                 self._part_of[tensor] = part
+                if part.is_whole:
+                    self._whole.append((tensor, param))
+                else:
+                    self._cut.append(part)
 
     def build_buckets(self) -> None:
         """Notes which parameters are trainable now; the buckets stay as they are."""
@@ -191,7 +200,10 @@ class BalancedBuckets:
         if self.reducer.active:
             self.reducer.finish()
             return
-        for part in self._part_of.values():
+        for tensor, param in self._whole:
+            if tensor.grad is not param.grad:
+                tensor.grad = param.grad
+        for part in self._cut:
             grad = part.param.grad
             part.tensor.grad = None if grad is None else part.cut(grad)
 
@@ -205,24 +217,38 @@ class BalancedBuckets:
 
     @torch.no_grad()
     def return_params(self) -> None:
-        """Every rank gets every parameter as its owners have it now: one all-gather a bucket."""
+        """Every rank gets every parameter as its owners have it now."""
         if self.ranks.size == 1:
             return
-        with self.ranks.together("returning the updated parameters"):
+        with collective("returning the updated parameters"):
             for number, bucket in enumerate(self.all_buckets):
-                if not bucket.returned:
-                    continue
-                first = bucket.cuts[self.ranks.rank]
-                gathered = bucket.flat.new_empty(self.ranks.size * bucket.window)
-                work = dist.all_gather_into_tensor(
-                    gathered.view(torch.uint8),
-                    bucket.flat[first : first + bucket.window].view(torch.uint8),
-                    group=self.ranks.group,
-                    async_op=True,
-                )
-                self._returning[number] = (work, gathered)
+                if bucket.returned:
+                    start = self._gather if self.gathers else self._broadcast
+                    self._returning[number] = start(bucket)
         if not self._lazy:
             self.finish_returns()
+
+    def _gather(self, bucket: Bucket) -> tuple[list[Any], Tensor | None]:
+        """One all-gather of windows of one size, which are copied to their places after it."""
+        first = bucket.cuts[self.ranks.rank]
+        gathered = bucket.flat.new_empty(self.ranks.size * bucket.window)
+        work = dist.all_gather_into_tensor(
+            gathered.view(torch.uint8),
+            bucket.flat[first : first + bucket.window].view(torch.uint8),
+            group=self.ranks.group,
+            async_op=True,
+        )
+        return [work], gathered
+
+    def _broadcast(self, bucket: Bucket) -> tuple[list[Any], Tensor | None]:
+        """Every rank's elements from and to their places; gloo's all-gather takes twice as long."""
+        works = []
+        for rank, (lo, hi) in enumerate(itertools.pairwise(bucket.cuts)):
+            if lo < hi:
+                memory = bucket.flat[lo:hi].view(torch.uint8)
+                source = self.ranks.global_rank(rank)
+                works.append(dist.broadcast(memory, source, group=self.ranks.group, async_op=True))
+        return works, None
 
     @torch.no_grad()
     def finish_returns(self, numbers: Sequence[int] | None = None) -> None:
@@ -230,9 +256,12 @@ class BalancedBuckets:
         for number in list(self._returning) if numbers is None else numbers:
             if number not in self._returning:
                 continue
-            work, gathered = self._returning.pop(number)
-            with self.ranks.together("returning the updated parameters"):
-                work.wait()
+            works, gathered = self._returning.pop(number)
+            with collective("returning the updated parameters"):
+                for work in works:
+                    work.wait()
+            if gathered is None:
+                continue
             bucket = self.all_buckets[number]
             others = [r for r in range(self.ranks.size) if r != self.ranks.rank]
             targets = [bucket.flat[bucket.cuts[r] : bucket.cuts[r + 1]] for r in others]

@@ -7,7 +7,6 @@ Tensors travel as bytes: gloo does not know every dtype.
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torchopt_ext.optim.collective import collective
 from torchopt_ext.zero import metadata
 
 STAGING_BYTES = 16 << 20  # the most that one message carries
@@ -428,29 +428,21 @@ def _bytes_text(data: Tensor) -> str:
     return data.numpy().tobytes().decode("utf-8", "surrogatepass")
 
 
-@contextmanager
-def _reported(what: str) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise RuntimeError(f"{what}: a rank of the group died or is late: {error}") from error
-
-
 def _all_gather(tensor: Tensor, group: dist.ProcessGroup, what: str) -> list[Tensor]:
     mine = tensor.to(comm_device(group))
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    with _reported(what):
+    with collective(what):
         dist.all_gather(gathered, mine, group=group)
         return [part.cpu() for part in gathered]
 
 
 def _send(data: Tensor, to: int, group: dist.ProcessGroup) -> None:
-    with _reported(_CONSOLIDATING):
+    with collective(_CONSOLIDATING):
         dist.send(data, group=group, group_dst=to)
 
 
 def _receive(data: Tensor, source: int, group: dist.ProcessGroup) -> None:
-    with _reported(_CONSOLIDATING):
+    with collective(_CONSOLIDATING):
         dist.recv(data, group=group, group_src=source)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
+from torchopt_ext.optim.collective import collective
 from torchopt_ext.zero.balanced import BalancedBuckets
 from torchopt_ext.zero.optimizer import ZeroRedundancyOptimizer
 from torchopt_ext.zero.overlap import OverlapStatus
@@ -100,7 +101,7 @@ def _overlapping(
         if last:
             for ready in range(index if interleaved else 0, index + 1):
                 _step_bucket(zero, ready)
-            with zero.ranks.together("returning the updated parameters"):
+            with collective("returning the updated parameters"):
                 info.wait_for_broadcasts()
             info.clear_per_iter_info()
         return future
@@ -148,7 +149,7 @@ def _gradients(bucket: GradBucket) -> list[Tensor]:
 def _step_bucket(zero: ZeroRedundancyOptimizer, index: int) -> None:
     """Waits for a bucket's gradients, updates this rank's part, and starts sending all parts."""
     info = zero._overlap_info
-    with zero.ranks.together(f"reducing the gradients of bucket {index}"):
+    with collective(f"reducing the gradients of bucket {index}"):
         info.bucket_index_to_future[index].wait()
     assigned = zero._bucket_assignments_per_rank
     mine = assigned[zero.rank].get(index)
@@ -159,7 +160,7 @@ def _step_bucket(zero: ZeroRedundancyOptimizer, index: int) -> None:
         count = len(mine.parameters)
         gradients[first : first + count] = reduced[mine.offset : mine.offset + count]
         zero._local_step(gradients)
-    with zero.ranks.together(f"sending the parameters of bucket {index}"):
+    with collective(f"sending the parameters of bucket {index}"):
         for rank in sorted(info.assigned_ranks_per_bucket[index]):
             tensor = assigned[rank][index].tensor
             assert tensor is not None

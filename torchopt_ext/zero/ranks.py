@@ -1,7 +1,5 @@
-"""The ranks that share one optimizer, and what befalls them together."""
+"""The ranks that share one optimizer."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,21 +24,6 @@ class Ranks:
     def global_rank(self, rank: int) -> int:
         """The rank in the default group of rank ``rank`` of this group."""
         return dist.get_global_rank(self.group, rank)
-
-    @contextmanager
-    def together(self, what: str) -> Iterator[None]:
-        """Says which collective failed when a rank of the group died or is late.
-
-        Raises:
-            RuntimeError: torch.distributed raised one; that one is its cause.
-        """
-        try:
-            yield
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"{what}: a rank of the group died, is late or does something else (this is rank "
-                f"{self.rank} of {self.size}): {error}"
-            ) from error
 
 
 def flat_memory(tensor: Tensor) -> Tensor | None:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchopt_ext.optim.collective import collective
 from torchopt_ext.zero.exchange import comm_device
 from torchopt_ext.zero.part import in_memory_order
 from torchopt_ext.zero.ranks import Ranks
@@ -157,7 +158,7 @@ class Reducer:
         if staging is None:
             staging = bucket.flat.new_zeros(self.ranks.size * bucket.window)
         reduction.staging, reduction.arrived = None, set()
-        with self.ranks.together("reducing gradients"):
+        with collective("reducing gradients"):
             if comm_device(self.ranks.group).type == "cpu":
                 # gloo reduces-scatters by an all-reduce; this moves what is needed, and no more.
                 reduction.received = torch.empty_like(staging)
@@ -175,7 +176,7 @@ class Reducer:
 
     def _accumulate(self, reduction: Reduction) -> None:
         """Waits for a reduction and adds its average to this rank's gradient."""
-        with self.ranks.together("reducing gradients"):
+        with collective("reducing gradients"):
             reduction.work.wait()
         received, bucket = reduction.received, reduction.bucket
         assert received is not None
@@ -220,7 +221,7 @@ class Reducer:
             return []
         seen = torch.tensor([p in self._present for p in params], dtype=torch.int32)
         seen = seen.to(comm_device(self.ranks.group))
-        with self.ranks.together("agreeing on which parameters have gradients"):
+        with collective("agreeing on which parameters have gradients"):
             dist.all_reduce(seen, dist.ReduceOp.MAX, group=self.ranks.group)
         return [p for p, here in zip(params, seen.tolist(), strict=True) if here]
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchopt_ext.optim import saved
 from torchopt_ext.optim.base import FusedAdamBase
+from torchopt_ext.zero import local_optimizer
 from torchopt_ext.zero.elementwise import is_elementwise
 from torchopt_ext.zero.exchange import Entry, gather_entries
 from torchopt_ext.zero.part import Part
@@ -153,8 +154,8 @@ def load_local(
             zero.optim.state[param] = {name: fitted(param, name, v) for name, v in entry.items()}
         zero._sync_param_groups(local_groups, zero.optim.param_groups)
     zero._consolidated = None
-    zero._set_places()
-    zero._sync_groups_from_local()
+    local_optimizer.set_places(zero)
+    local_optimizer.sync_groups_from(zero)
 
 
 def own_memory(value: Any) -> Any:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchopt_ext import ops
+from torchopt_ext.optim.collective import collective
 from torchopt_ext.optim.storage import Place
 from torchopt_ext.zero.part import Part
 from torchopt_ext.zero.ranks import Ranks, flat_memory
@@ -167,7 +168,7 @@ class WholeTensors:
         """Every rank gets every parameter as its owner has it now."""
         if self.ranks.size == 1:
             return
-        with self.ranks.together("returning the updated parameters"):
+        with collective("returning the updated parameters"):
             works: list[Any] = []
             unpack: list[tuple[list[Tensor], list[Tensor]]] = []
             for rank in range(self.ranks.size):

@@ -1,0 +1,141 @@
+"""Times ZeroRedundancyOptimizer beside torch's, on gloo ranks of one machine. See README.md.
+
+python benchmarks/zero.py --out out/bench-zero
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import report
+from zero_worker import BALANCED, FULL, GREEDY, GREEDY_VIEW, LOCAL
+
+Run = dict[str, Any]
+
+
+def run(ranks: int, rounds: int, width: int, state_mib: int) -> Run:
+    """The measurements of one world size."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "result.json"
+        worker = Path(__file__).with_name("zero_worker.py")
+        command = [
+            *[sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"],
+            *["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"],
+            *[str(worker), str(out), str(rounds), str(width), str(state_mib)],
+        ]
+        subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True)
+        return dict(json.loads(out.read_text()))
+
+
+def traffic(ranks: int) -> list[str]:
+    """Bytes that a rank sends for each fp32 parameter and step, by the algorithms' counts."""
+    share = 4 * (ranks - 1) / ranks
+    rows = [
+        ("torch: DDP's all-reduce, broadcast of parameters", 3 * share),
+        ("ours: DDP's all-reduce, all-gather of parameters", 3 * share),
+        ("ours: reduce-scatter (DDP hook or sharded_gradients), all-gather", 2 * share),
+    ]
+    return [f"{ranks} ranks  {what:<66}{count:6.2f} bytes" for what, count in rows]
+
+
+def table(runs: list[Run]) -> list[str]:
+    lines = [
+        f"{'ranks':<6}{'tensors':<22}{'operation':<30}{'implementation':<22}"
+        f"{'ms':>9}{'x torch':>9}{'x view':>8}{'state/share':>13}"
+    ]
+    for result in runs:
+        for row in result["rows"]:
+            lines.append(
+                f"{result['world_size']:<6}{row['set']:<22}{row['operation']:<30}"
+                f"{row['implementation']:<22}{row['milliseconds']:>9.2f}"
+                f"{row['times_as_fast']:>9.2f}{row['times_as_fast_as_view']:>8.2f}"
+                f"{row['state_over_share']:>13.4f}"
+            )
+    return lines
+
+
+def consolidation(runs: list[Run]) -> list[str]:
+    lines = [f"{'ranks':<6}{'implementation':<22}{'ms':>9}{'x torch':>9}{'sender + MB':>13}"]
+    for result in runs:
+        for row in result["consolidation"]:
+            lines.append(
+                f"{result['world_size']:<6}{row['implementation']:<22}"
+                f"{row['milliseconds']:>9.0f}{row['times_as_fast']:>9.2f}"
+                f"{row['sender_peak_bytes'] / 1e6:>13.1f}"
+            )
+    return lines
+
+
+def targets(runs: list[Run]) -> list[str]:
+    """Each figure that ZeRO is to reach, and whether this run did."""
+    lines = []
+
+    def judge(what: str, value: float, least: float | None, at_most: float | None = None) -> None:
+        good = (least is None or value >= least) and (at_most is None or value <= at_most)
+        bound = f"at least {least}" if at_most is None else f"at most {at_most}"
+        lines.append(f"{'ok' if good else 'MISSED':<8}{what:<72}{value:9.3f}  {bound}")
+
+    for result in runs:
+        ranks = result["world_size"]
+        rows = {(r["set"], r["operation"], r["implementation"]): r for r in result["rows"]}
+        for name in dict.fromkeys(r["set"] for r in result["rows"]):
+            small = not name.startswith("GPT-2")
+            least = 8.0 if small else (1.8 if ranks == 2 else 2.5)
+            local = rows[name, LOCAL, BALANCED]["times_as_fast"]
+            judge(f"{ranks} ranks, {name}: {LOCAL}, times as fast", local, least)
+            for kind in (GREEDY, GREEDY_VIEW, BALANCED):
+                row = rows[name, FULL, kind]
+                figure = "times_as_fast_as_view" if kind == GREEDY_VIEW else "times_as_fast"
+                least = 3.0 if small and kind != GREEDY_VIEW else 1.0
+                judge(f"{ranks} ranks, {name}: {FULL}, {kind}", row[figure], least)
+            held = rows[name, FULL, BALANCED]
+            extra = 2 * 4 * 4160 * 16 / held["state_bytes"]
+            judge(
+                f"{ranks} ranks, {name}: state over 1/{ranks}",
+                held["state_over_share"],
+                None,
+                round(1 + extra, 4),
+            )
+        for row in result["consolidation"][1:]:
+            kind = row["implementation"]
+            judge(f"{ranks} ranks, consolidation, {kind}", row["times_as_fast"], 3.0)
+            peak = row["sender_peak_bytes"] / 1e6
+            judge(f"{ranks} ranks, consolidation, {kind}: senders' MB", peak, None, 64.0)
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("out/bench-zero"))
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--width", type=int, default=512, help="of the GPT-2-like model")
+    parser.add_argument("--state-mib", type=int, default=1024, help="state to consolidate")
+    options = parser.parse_args()
+    about = report.environment()
+    about["threads"] = "1 for each rank"
+    runs = [run(n, options.rounds, options.width, options.state_mib) for n in options.ranks]
+    sections = {
+        "Steps: median of the slowest rank": table(runs),
+        "Consolidation of the state on rank 0": consolidation(runs),
+        "Traffic, computed": [line for n in options.ranks for line in traffic(n)],
+        "Targets": targets(runs),
+    }
+    text = "\n".join(f"{key}: {value}" for key, value in about.items())
+    for title, lines in sections.items():
+        text += f"\n\n{title}\n\n" + "\n".join(lines)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "zero.txt").write_text(text + "\n")
+    (options.out / "zero.json").write_text(json.dumps({"about": about, "runs": runs}, indent=1))
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

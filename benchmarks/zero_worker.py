@@ -1,0 +1,215 @@
+"""What zero.py times, run on every rank: torch's ZeroRedundancyOptimizer and ours in turn.
+
+Every sample begins after a barrier and ends when the slowest rank is done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rows import paired
+from shapes import SETS, SMALL, Shapes, gpt2, parameters
+from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
+from torch.nn.utils import clip_grad_norm_
+
+from torchopt_ext import FusedAdamW
+from torchopt_ext.zero import ZeroRedundancyOptimizer
+
+TORCH = "torch"
+TORCH_VIEW = "torch, bucket view"
+GREEDY, GREEDY_VIEW, BALANCED = "greedy", "greedy, bucket view", "balanced"
+LOCAL, STEP, FULL = "clip + step", "clip + step, norm agreed on", "and parameters returned"
+Samples = list[float]
+
+
+def params_of(shapes: Shapes) -> list[torch.nn.Parameter]:
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
+    for param in params:
+        param.grad = torch.randn_like(param)
+    return params
+
+
+class Subject:
+    """One implementation on parameters of its own, with gradients that all ranks have."""
+
+    def __init__(self, name: str, shapes: Shapes) -> None:
+        self.name = name
+        self.params = params_of(shapes)
+        view = name in (TORCH_VIEW, GREEDY_VIEW)
+        self.zero: Any
+        if name in (TORCH, TORCH_VIEW):
+            self.zero = TorchZero(
+                self.params,
+                torch.optim.AdamW,
+                parameters_as_bucket_view=view,
+                lr=1e-4,
+                weight_decay=0.1,
+                fused=True,
+            )
+            return
+        self.zero = ZeroRedundancyOptimizer(
+            self.params,
+            FusedAdamW,
+            parameters_as_bucket_view=view,
+            partition="balanced" if name == BALANCED else "greedy",
+            lr=1e-4,
+            weight_decay=0.1,
+            max_grad_norm=1.0,
+        )
+
+    def run(self, operation: str) -> None:
+        if self.name in (TORCH, TORCH_VIEW):
+            clip_grad_norm_(self.params, 1.0)
+            if operation == FULL:
+                self.zero.step()
+            else:
+                self.zero._local_step()
+            return
+        # "clip + step" alone leaves out the small all-reduce in the middle of ours.
+        self.zero.optim.process_group = None if operation == LOCAL else self.zero.process_group
+        if operation == FULL:
+            self.zero.step()
+        else:
+            self.zero._local_step()
+
+    def state_bytes(self) -> int:
+        return sum(
+            t.numel() * t.element_size()
+            for state in self.zero.optim.state.values()
+            for t in state.values()
+            if isinstance(t, torch.Tensor)
+        )
+
+
+def sample(call: Callable[[], object]) -> float:
+    """Milliseconds from a barrier until the slowest rank is done."""
+    dist.barrier()
+    start = time.perf_counter()
+    call()
+    spent = torch.tensor((time.perf_counter() - start) * 1e3, dtype=torch.float64)
+    dist.all_reduce(spent, dist.ReduceOp.MAX)
+    return float(spent)
+
+
+def most(value: int) -> int:
+    found = torch.tensor(value)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return int(found)
+
+
+def timed(name: str, shapes: Shapes, rounds: int) -> list[dict[str, Any]]:
+    subjects = [
+        Subject(kind, shapes) for kind in (TORCH, TORCH_VIEW, GREEDY, GREEDY_VIEW, BALANCED)
+    ]
+    samples: dict[tuple[str, str], Samples] = {
+        (s.name, operation): [] for s in subjects for operation in (LOCAL, STEP, FULL)
+    }
+    for number in range(rounds + 1):
+        for subject in subjects if number % 2 else subjects[::-1]:
+            for operation in (LOCAL, STEP, FULL):
+                spent = sample(lambda s=subject, o=operation: s.run(o))  # type: ignore[misc]
+                if number:  # the first creates state and plans
+                    samples[subject.name, operation].append(spent)
+    held = {s.name: most(s.state_bytes()) for s in subjects}
+    share = 8 * parameters(shapes) / dist.get_world_size()
+    return [
+        {
+            "set": name,
+            "implementation": kind,
+            "operation": operation,
+            "milliseconds": statistics.median(mine),
+            "samples": mine,
+            "times_as_fast": paired(samples[TORCH, operation], mine),
+            "times_as_fast_as_view": paired(samples[TORCH_VIEW, operation], mine),
+            "state_bytes": held[kind],
+            "state_over_share": held[kind] / share,
+        }
+        for (kind, operation), mine in samples.items()
+    ]
+
+
+@contextlib.contextmanager
+def peak_memory(result: dict[str, int]) -> Iterator[None]:
+    """How far the resident set rises above what it is at the beginning (Linux)."""
+
+    def field(name: str) -> int:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(name):
+                return int(line.split()[1]) * 1024
+        raise RuntimeError(f"no {name} in /proc/self/status")
+
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = field("VmRSS")
+    yield
+    result["peak"] = field("VmHWM") - before
+
+
+def consolidated(elements: int, rounds: int) -> list[dict[str, Any]]:
+    """Consolidation of the state of ``elements`` parameters, in tensors of a million each."""
+    shapes = [(1024, 1024)] * (elements >> 20)
+    samples: dict[str, Samples] = {}
+    peaks: dict[str, list[int]] = {}
+    for name in (TORCH, GREEDY, BALANCED):
+        subject = Subject(name, shapes)
+        subject.run(LOCAL)
+        subject.zero.zero_grad()
+        samples[name], peaks[name] = [], []
+        for _ in range(rounds):
+            found: dict[str, int] = {}
+            with peak_memory(found):
+                samples[name].append(sample(lambda s=subject: s.zero.consolidate_state_dict(to=0)))  # type: ignore[misc]
+            peaks[name].append(most(found["peak"] if dist.get_rank() else 0))
+            subject.zero._all_state_dicts = []
+            if name != TORCH:
+                subject.zero._consolidated = None
+        del subject
+        gc.collect()
+    return [
+        {
+            "implementation": name,
+            "state_bytes": 8 * elements,
+            "milliseconds": statistics.median(mine),
+            "samples": mine,
+            "times_as_fast": statistics.median(samples[TORCH]) / statistics.median(mine),
+            "sender_peak_bytes": max(peaks[name]),
+        }
+        for name, mine in samples.items()
+    ]
+
+
+def main() -> None:
+    out, rounds, width, state_mib = Path(sys.argv[1]), *map(int, sys.argv[2:])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    large = f"GPT-2 of width {width}"
+    sets: dict[str, Shapes] = {
+        large: gpt2(50257, 1024, width, 12),
+        SMALL: SETS[SMALL],
+    }
+    result: dict[str, Any] = {"world_size": dist.get_world_size(), "rows": []}
+    for name, shapes in sets.items():
+        result["rows"] += timed(name, shapes, rounds)
+        gc.collect()
+    result["consolidation"] = consolidated(state_mib << 17, 3)
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()

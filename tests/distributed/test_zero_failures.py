@@ -1,0 +1,78 @@
+"""A rank that dies or is late: the other raises in time, and a restart ends with the same bits."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.timeout(150)
+
+STEPS = 5
+WORKER = Path(__file__).with_name("zero_failures_worker.py")
+
+
+def run(folder: Path, event: str, partition: str) -> list[tuple[int, str]]:
+    """Exit status and output of both ranks."""
+    folder.mkdir(exist_ok=True)
+    store = folder / f"store-{event}"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(WORKER), str(folder), event, partition, str(STEPS)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=os.environ | {"RANK": str(rank), "STORE": str(store), "OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=60)[0] for process in processes[:1]]
+        outputs.append("")
+        if event != "none":
+            processes[1].kill()
+        outputs[1] = processes[1].communicate(timeout=60)[0]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(p.returncode, output) for p, output in zip(processes, outputs, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[torch.Tensor]:
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    for status, output in run(folder, "none", "greedy"):
+        assert status == 0, output
+    weights: list[torch.Tensor] = torch.load(folder / "rank0.pt")
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("event", "partition"),
+    [
+        ("killed", "greedy"),
+        ("killed", "sharded"),
+        ("late", "greedy"),
+        pytest.param("killed", "balanced", marks=pytest.mark.slow),
+        pytest.param("late", "sharded", marks=pytest.mark.slow),
+    ],
+)
+def test_others_raise_and_a_restart_has_the_same_bits(
+    event: str, partition: str, tmp_path: Path, uninterrupted: list[torch.Tensor]
+) -> None:
+    (status, output), _ = run(tmp_path, event, partition)
+    assert status == 7, output
+    said = re.search(r"raised after ([\d.]+) s: (.*)", output)
+    assert said, output
+    assert float(said[1]) < 15
+    assert "rank of the group died, is late" in said[2]
+    for status, output in run(tmp_path, "none", partition):
+        assert status == 0, output
+    for rank in range(2):
+        found = torch.load(tmp_path / f"rank{rank}.pt")
+        assert all(torch.equal(a, b) for a, b in zip(found, uninterrupted, strict=True))
