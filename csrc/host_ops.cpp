@@ -88,7 +88,7 @@ std::vector<int64_t> partition_buckets_op(at::IntArrayRef numels, at::IntArrayRe
 
 std::tuple<std::vector<int64_t>, std::vector<int64_t>, std::vector<int64_t>, std::vector<int64_t>>
 partition_balanced_op(at::IntArrayRef numels, at::IntArrayRef row_lengths, int64_t world_size,
-                      int64_t bucket_elements, int64_t alignment) {
+                      std::optional<int64_t> bucket_elements, int64_t alignment) {
   check_world_size(world_size);
   check_numels(numels);
   check_total(numels);
@@ -100,13 +100,13 @@ partition_balanced_op(at::IntArrayRef numels, at::IntArrayRef row_lengths, int64
     TORCH_CHECK_VALUE(numels[i] % row_lengths[i] == 0, "row_lengths[", i, "] is ", row_lengths[i],
                       ", which does not divide numels[", i, "], ", numels[i]);
   }
-  TORCH_CHECK_VALUE(bucket_elements > 0, "bucket_elements is ", bucket_elements,
-                    ", expected 1 or more");
+  const int64_t target = bucket_elements.value_or(usual_bucket_elements(world_size));
+  TORCH_CHECK_VALUE(target > 0, "bucket_elements is ", target, ", expected 1 or more");
   // 2**31 paddings of 2**31 elements still fit.
   TORCH_CHECK_VALUE(alignment > 0 && alignment < kInt32End, "alignment is ", alignment,
                     ", expected 1 or more and less than 2**31");
   BalancedPlan plan = partition_balanced(numels.vec(), row_lengths.vec(), world_size,
-                                         std::min(bucket_elements, kMostElements), alignment);
+                                         std::min(target, kMostElements), alignment);
   return {std::move(plan.layout.buckets), std::move(plan.layout.starts),
           std::move(plan.layout.lengths), std::move(plan.cuts)};
 }

@@ -64,6 +64,6 @@ TORCH_LIBRARY(torchopt_ext, m) {
   // tensors' buckets and starts, the buckets' lengths, and world_size + 1 cuts for each bucket.
   m.def(
       "partition_balanced(int[] numels, int[] row_lengths, int world_size, "
-      "int bucket_elements=8388608, int alignment=64) "
+      "int? bucket_elements=None, int alignment=64) "
       "-> (int[] buckets, int[] starts, int[] lengths, int[] cuts)");
 }

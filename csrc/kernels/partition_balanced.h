@@ -15,9 +15,11 @@
 
 namespace torchopt_ext {
 
-// Every rank's share of a full bucket is at least this, so that the one block by which shares
-// differ (4,096 elements) is at most 0.4% of it.
-inline constexpr int64_t kLeastShare = int64_t{1} << 20;
+// The size of buckets that nobody chose: enough to be worth a collective, and for every rank a
+// share of which the one block by which shares differ (4,096 elements) is at most 0.4%.
+inline int64_t usual_bucket_elements(int64_t world_size) {
+  return std::max(int64_t{1} << 23, world_size << 20);
+}
 
 struct BucketLayout {
   std::vector<int64_t> buckets;  // of each tensor
@@ -206,8 +208,7 @@ struct BalancedPlan {
 inline BalancedPlan partition_balanced(const std::vector<int64_t>& numels,
                                        const std::vector<int64_t>& row_lengths, int64_t world_size,
                                        int64_t bucket_elements, int64_t alignment) {
-  const int64_t target = std::max(bucket_elements, world_size * kLeastShare);
-  BalancedPlan plan{lay_out_buckets(numels, target, alignment), {}};
+  BalancedPlan plan{lay_out_buckets(numels, bucket_elements, alignment), {}};
   size_t begin = 0;
   for (size_t b = 0; b < plan.layout.lengths.size(); ++b) {
     size_t end = begin;

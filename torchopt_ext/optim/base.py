@@ -31,6 +31,8 @@ class FusedAdamBase(Controlled, Optimizer):
     # The number of the first parameter, in draws and digests (docs/numerics.md sections 8 and 9):
     # a container numbers its optimizers' parameters through.
     first_parameter_number = 0
+    # What torch.amp.GradScaler found is the same on all ranks, although each steps a part.
+    scaler_sees_all_gradients = False
     # Parameters that are parts of a larger model's, and where: set by ZeroRedundancyOptimizer.
     parameter_places: Mapping[Tensor, Place] = {}
 
@@ -371,7 +373,7 @@ class FusedAdamBase(Controlled, Optimizer):
     def _scaler_tensors(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
         """grad_scale and found_inf, where a gradient scaler has set them, on ``device``."""
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        if found_inf is not None and self._sharded:
+        if found_inf is not None and self._sharded and not self.scaler_sees_all_gradients:
             if not self.check_overflow:
                 raise RuntimeError(
                     "torch.amp.GradScaler keeps each rank's overflow to itself, so ranks that hold "

@@ -55,13 +55,13 @@ class BalancedBuckets:
 
     Args:
         ranks: among whom.
-        bucket_elements: of a bucket, at least; more where there are many ranks.
+        bucket_elements: of a bucket; None for the planner's choice.
         sharded_gradients: reduce gradients as backward makes them (reducer.py).
     """
 
     takes_gradients = True
 
-    def __init__(self, ranks: Ranks, bucket_elements: int, sharded_gradients: bool) -> None:
+    def __init__(self, ranks: Ranks, bucket_elements: int | None, sharded_gradients: bool) -> None:
         self.ranks = ranks
         self.bucket_elements = bucket_elements
         self.all_buckets: list[Bucket] = []
@@ -73,6 +73,11 @@ class BalancedBuckets:
         self._returning: dict[int, tuple[list[Any], Tensor | None]] = {}  # by bucket
         self.gathers = comm_device(ranks.group).type != "cpu"
         self._lazy = False
+
+    @property
+    def hides_gradients(self) -> bool:
+        """Whether parameters' own gradients are not those that steps take."""
+        return self.reducer.active
 
     @property
     def owner(self) -> dict[Tensor, int]:

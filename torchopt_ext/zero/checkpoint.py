@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from torchopt_ext.zero import metadata
 from torchopt_ext.zero import state as zero_state
-from torchopt_ext.zero.exchange import agree
+from torchopt_ext.zero.exchange import agree, all_gather_text
 from torchopt_ext.zero.part import Part, in_param_order
 
 if TYPE_CHECKING:
@@ -57,7 +57,8 @@ def sharded_state_dict(zero: ZeroRedundancyOptimizer) -> dict[str, Any]:
 
     ``dcp.save({"optimizer": sharded_state_dict(zero)}, checkpoint_id=...)``. Tensors are the
     optimizer's own; ``dcp.async_save`` copies them before it returns, and needs a process group of
-    its own, as steps use the other one meanwhile. Load with :func:`load_sharded`.
+    its own, as steps use the other one meanwhile. :func:`load_sharded` and unsharded optimizers
+    load it.
 
     Raises:
         RuntimeError: on all ranks, if one has an entry that DCP would not give back as it is.
@@ -76,6 +77,9 @@ def sharded_state_dict(zero: ZeroRedundancyOptimizer) -> dict[str, Any]:
         for index, own in sorted(pieces.items())
     }
     extra = {key: value for key, value in local.items() if key not in ("state", "param_groups")}
+    # A control block counts no steps where there is nothing to step, and DCP may write any rank's.
+    if any(all_gather_text("state" if state else "", zero.process_group)) and not state:
+        extra = {}
     result = zero_state.packed(zero, {"state": state, "extra": extra})
     error = None
     try:
@@ -281,10 +285,8 @@ def load_sharded(
     common = {fqn: entry for fqn, entry in entries.items() if entry.path[0] != "state"}
     top = nested(read({fqn: room(entry) for fqn, entry in common.items()}, reader, group), common)
     groups = top.pop("param_groups")
-    for of_group in groups:
-        of_group["params"] = [
-            str(index) for index in of_group["params"]
-        ]  # as the keys of the state
+    for of_group in groups:  # DCP made text of the state's keys
+        of_group["params"] = [str(index) for index in of_group["params"]]
     sketch = nested({fqn: without_memory(entry) for fqn, entry in entries.items()}, entries)
     state = sketch.get("state", {})
     zero_state.check(zero, {**top, "state": state, "param_groups": groups})
@@ -387,5 +389,6 @@ def read(values: dict[str, Any], reader: StorageReader, group: dist.ProcessGroup
     try:
         load(values, storage_reader=reader, planner=_Planner(), process_group=group)
     except CheckpointException as error:  # a BaseException, which callers would not expect
-        raise RuntimeError(f"reading the optimizer state from the checkpoint: {error}") from error
+        found = [f"rank {rank}: {problem!r}" for rank, (problem, _) in error.failures.items()]
+        raise RuntimeError(f"reading the optimizer state: {'; '.join(found)}") from error
     return values

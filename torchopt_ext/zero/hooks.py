@@ -177,8 +177,8 @@ def _step_bucket(zero: ZeroRedundancyOptimizer, index: int) -> None:
 def reduce_scatter_hook(zero: ZeroRedundancyOptimizer) -> Hook:
     """A communication hook that reduces every gradient to the ranks that own its elements.
 
-    For ``partition="balanced"``: moves half of what DDP's all-reduce moves. DDP keeps its
-    gradients, which are this rank's own and not averaged: ``zero.step()`` has the reduced ones.
+    For ``partition="balanced"``: moves half of what DDP's all-reduce moves. DDP keeps room
+    for all gradients, but they are zero after backward: ``zero.step()`` has the reduced ones.
 
     Raises:
         ValueError: ``zero`` has another partition, or takes gradients by itself.
@@ -193,6 +193,7 @@ def reduce_scatter_hook(zero: ZeroRedundancyOptimizer) -> Hook:
     def scattering_hook(state: Any, bucket: GradBucket) -> Future:
         for param, gradient in zip(bucket.parameters(), _gradients(bucket), strict=True):
             reducer.take(param, gradient)
+        bucket.buffer().zero_()  # or the next pass would bring what this one has brought
         future: Future = torch.futures.Future()
         future.set_result(bucket.buffer())
         return future

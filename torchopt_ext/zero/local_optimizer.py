@@ -114,6 +114,9 @@ def alone(zero: ZeroRedundancyOptimizer, kwargs: dict[str, Any]) -> Iterator[Non
         kwargs["closure"] = _with_gradients(zero, closure)
     else:
         zero.parts.take_gradients()
+    if isinstance(zero.optim, FusedAdamBase):
+        # A scaler then sees the same gradients, and overflows, on every rank.
+        zero.optim.scaler_sees_all_gradients = not zero.parts.hides_gradients
     given = {name: vars(zero)[name] for name in SCALER_ATTRIBUTES if name in vars(zero)}
     registered: list[Any] = [
         torch_optimizer._global_optimizer_pre_hooks,

@@ -61,7 +61,8 @@ class ZeroRedundancyOptimizer(TorchNames, Optimizer, Joinable):
             rank's part of them (ZeRO stage 2); without DDP.
         elementwise: with "balanced": the optimizer treats every element by itself, although it is
             not one that is known to.
-        bucket_elements: with "balanced": elements of a communication bucket, at least.
+        bucket_elements: with "balanced": elements of a communication bucket; by default as
+            :func:`torchopt_ext.ops.partition_balanced` chooses.
         defaults: arguments of ``optimizer_class``. With FusedAdam and FusedAdamW, ``max_grad_norm``
             and ``skip_nonfinite`` decide over the gradients of all ranks' parts.
 
@@ -87,7 +88,7 @@ class ZeroRedundancyOptimizer(TorchNames, Optimizer, Joinable):
         allow_mixed_dtypes: bool = False,
         sharded_gradients: bool = False,
         elementwise: bool = False,
-        bucket_elements: int = 1 << 23,
+        bucket_elements: int | None = None,
         **defaults: Any,
     ) -> None:
         given, self._all_params = listed(params)
@@ -355,6 +356,16 @@ class ZeroRedundancyOptimizer(TorchNames, Optimizer, Joinable):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
+        """Asked by torch.amp.GradScaler, which then reads every parameter's gradient.
+
+        Raises:
+            RuntimeError: gradients go to their owners only, so that there are none to read.
+        """
+        if self.parts.hides_gradients:
+            raise RuntimeError(
+                "gradients are reduced to the ranks that own them, so a gradient scaler has none "
+                "to check: use torchopt_ext.GradScaler with FusedAdam or FusedAdamW"
+            )
         return bool(getattr(self.optim, "_step_supports_amp_scaling", False))
 
     @property
@@ -366,6 +377,19 @@ class ZeroRedundancyOptimizer(TorchNames, Optimizer, Joinable):
     def control(self) -> Any:
         """The local FusedAdam's decision, which is that of all ranks."""
         return self.optim.control
+
+    def overlap_forward(self, module: torch.nn.Module) -> None:
+        """Lets ``step`` return before parameters have arrived: each submodule waits for its own.
+
+        Outside ``module``'s forward and ``state_dict``, parameters may be out of date until the
+        next :meth:`step` or forward.
+
+        Raises:
+            ValueError: not with ``partition="balanced"``.
+        """
+        if not isinstance(self.parts, BalancedBuckets):
+            raise ValueError("overlap_forward needs partition='balanced'")
+        self.parts.overlap_forward(module)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scales this rank's parts of the gradients to a norm of at most ``max_norm`` over all.

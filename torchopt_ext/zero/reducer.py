@@ -16,6 +16,9 @@ from torchopt_ext.zero.ranks import Ranks
 if TYPE_CHECKING:
     from torchopt_ext.zero.balanced import Bucket
 
+IN_FLIGHT = 2
+"""Reductions under way at a time: each holds a bucket's gradients of all ranks."""
+
 
 class Reduction:
     """A bucket's gradients of one backward pass on their way.
@@ -52,6 +55,7 @@ class Reducer:
         self.active = hooks
         self._reductions: list[Reduction] = []
         self._of: dict[Tensor, tuple[Reduction, int]] = {}
+        self._under_way: list[Reduction] = []  # oldest first
         self._present: set[Tensor] = set()
         self._next = -1  # the bucket to reduce next, in this backward pass
         self._in_backward = False
@@ -100,8 +104,6 @@ class Reducer:
         self._begin()
         reduction, start = self._of[param]
         bucket = reduction.bucket
-        if reduction.work is not None:  # of an earlier backward pass
-            self._accumulate(reduction)
         if reduction.staging is None:
             size = self.ranks.size * bucket.window
             reduction.staging = torch.zeros(size, dtype=param.dtype, device=param.device)
@@ -152,12 +154,13 @@ class Reducer:
         bucket = reduction.bucket
         if not bucket.returned:
             return
-        if reduction.work is not None:
-            self._accumulate(reduction)
+        while len(self._under_way) == IN_FLIGHT or reduction in self._under_way:
+            self._accumulate(self._under_way[0])
         staging = reduction.staging
         if staging is None:
             staging = bucket.flat.new_zeros(self.ranks.size * bucket.window)
         reduction.staging, reduction.arrived = None, set()
+        self._under_way.append(reduction)
         with collective("reducing gradients"):
             if comm_device(self.ranks.group).type == "cpu":
                 # gloo reduces-scatters by an all-reduce; this moves what is needed, and no more.
@@ -174,10 +177,15 @@ class Reducer:
                     reduction.received, staging, group=self.ranks.group, async_op=True
                 )
 
+    def _accumulate_all(self) -> None:
+        while self._under_way:
+            self._accumulate(self._under_way[0])
+
     def _accumulate(self, reduction: Reduction) -> None:
         """Waits for a reduction and adds its average to this rank's gradient."""
         with collective("reducing gradients"):
             reduction.work.wait()
+        self._under_way.remove(reduction)
         received, bucket = reduction.received, reduction.bucket
         assert received is not None
         reduction.work, reduction.received = None, None
@@ -196,9 +204,7 @@ class Reducer:
         """Waits for all reductions and gives parts their gradients; None where no rank had one."""
         if self._thawed:
             self._take_thawed()
-        for reduction in self._reductions:
-            if reduction.work is not None:
-                self._accumulate(reduction)
+        self._accumulate_all()
         for param in self._anywhere():
             self._present.add(param)
         for reduction in self._reductions:
@@ -227,9 +233,8 @@ class Reducer:
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Drops the reduced gradients, or sets them to zero."""
+        self._accumulate_all()
         for reduction in self._reductions:
-            if reduction.work is not None:
-                self._accumulate(reduction)
             if set_to_none:
                 reduction.bucket.grad = None
             elif reduction.bucket.grad is not None:

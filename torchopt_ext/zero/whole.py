@@ -92,6 +92,7 @@ class WholeTensors:
 
     # Gradients are the parameters' own: nothing to take or to clear.
     takes_gradients = False
+    hides_gradients = False
 
     def take_gradients(self) -> None:
         """There is nothing to do before the local step."""

@@ -118,7 +118,7 @@ def test_several_buckets(
 ) -> None:
     numels, rows = [n for n, _ in tensors], [length for _, length in tensors]
     plan = ops.partition_balanced(numels, rows, world_size, bucket_elements, alignment)
-    check(tensors, plan, world_size, max(bucket_elements, world_size * MEBI), alignment)
+    check(tensors, plan, world_size, bucket_elements, alignment)
 
 
 def test_no_tensors() -> None:

@@ -1,0 +1,497 @@
+"""One rank of tests/distributed/test_zero_checkpoint.py; writes what it saw as JSON.
+
+Usage: torchrun ... zero_checkpoint_worker.py FOLDER
+
+A checkpoint goes from world size to world size, so checkpoints are in a folder of all runs.
+"""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from torchopt_ext import FusedAdamW
+from torchopt_ext.zero import ZeroRedundancyOptimizer, checkpoint
+from torchopt_ext.zero.checkpoint import StateShard, load_sharded, sharded_state_dict
+
+Result = dict[str, Any]
+
+# Rows long enough to be cut inside (2-D, 3-D, channels last), short ones, and tensors of fewer
+# elements than there are ranks.
+SHAPES = [
+    (3, 10000), (70, 130), (2, 50, 200), (8, 16, 3, 3), (3, 64, 16, 15), (1000,), (3,), (), (5, 5),
+    (1,), (6, 6),
+]  # fmt: skip
+IDLE, FROZEN = 8, 10  # without gradient, so without state
+
+OPTIMIZERS: dict[str, tuple[torch.dtype, Any, dict[str, Any]]] = {
+    "fused": (torch.float32, FusedAdamW, {"amsgrad": True}),
+    "fp32": (torch.bfloat16, FusedAdamW, {"master_weights": "fp32"}),
+    "remainder": (torch.bfloat16, FusedAdamW, {"master_weights": "remainder"}),
+    "adamw": (torch.float32, torch.optim.AdamW, {}),
+    "sgd": (torch.float32, torch.optim.SGD, {"momentum": 0.9}),
+}
+
+# By world size: whose checkpoint it loads, and with which partition.
+CHAIN = {1: ("plain", "balanced"), 4: ("1", "balanced"), 3: ("4", "greedy"), 2: ("3", "balanced")}
+
+folder = Path(sys.argv[1]).parent / "zero_checkpoints"
+
+
+def make_params(dtype: torch.dtype, seed: int, shapes: Any = SHAPES) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    params = []
+    for number, shape in enumerate(shapes):
+        weight = torch.randn(shape, generator=generator).to(dtype)
+        if len(shape) == 4:
+            weight = weight.to(memory_format=torch.channels_last)
+        params.append(torch.nn.Parameter(weight, requires_grad=number != FROZEN))
+    return params
+
+
+def groups_of(params: list[Tensor]) -> list[dict[str, Any]]:
+    return [
+        {"params": params[::2], "lr": 1e-2, "weight_decay": 0.1},
+        {"params": params[1::2], "lr": 3e-3, "weight_decay": 0.0},
+    ]
+
+
+def set_gradients(params: list[Tensor], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for number, param in enumerate(params):
+        grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+        param.grad = None if number in (IDLE, FROZEN) else grad
+
+
+def plain(name: str, seed: int, steps: int) -> tuple[list[Tensor], torch.optim.Optimizer]:
+    dtype, optimizer_class, arguments = OPTIMIZERS[name]
+    params = make_params(dtype, seed)
+    optimizer = optimizer_class(groups_of(params), **arguments)
+    if name == "fused":
+        optimizer.set_schedule(warmup_steps=3, stable_steps=5, decay_steps=9)
+    for step in range(steps):
+        set_gradients(params, seed + step)
+        optimizer.step()
+    return params, optimizer
+
+
+def sharded(
+    name: str, seed: int, partition: str, shapes: Any = SHAPES, one_group: bool = False
+) -> tuple[list[Tensor], ZeroRedundancyOptimizer]:
+    dtype, optimizer_class, arguments = OPTIMIZERS[name]
+    params = make_params(dtype, seed, shapes)
+    zero = ZeroRedundancyOptimizer(
+        params if one_group else groups_of(params),
+        optimizer_class,
+        partition=partition,
+        bucket_elements=1 << 12,
+        **({"lr": 1e-3} if one_group else {}),
+        **arguments,
+    )
+    if name == "fused":
+        zero.optim.set_schedule(warmup_steps=3, stable_steps=5, decay_steps=9)
+    return params, zero
+
+
+def stepped(name: str, partition: str = "balanced") -> tuple[list[Tensor], ZeroRedundancyOptimizer]:
+    params, zero = sharded(name, 1, partition)
+    set_gradients(params, 1)
+    zero.step()
+    return params, zero
+
+
+def weights(params: list[Tensor]) -> dict[str, Tensor]:
+    return {f"weight{number}": param.detach() for number, param in enumerate(params)}
+
+
+def difference(found: Any, expected: Any, where: str = "") -> str:
+    """The first difference, of bits, types or order; or ""."""
+    if type(found) is not type(expected):
+        return f"{where}: {type(found)} instead of {type(expected)}"
+    if isinstance(expected, dict):
+        if list(found) != list(expected):
+            return f"{where}: keys {list(found)} instead of {list(expected)}"
+        keys = list(expected)
+    elif isinstance(expected, list):
+        if len(found) != len(expected):
+            return f"{where}: {len(found)} items instead of {len(expected)}"
+        keys = list(range(len(expected)))
+    elif isinstance(expected, Tensor):
+        if found.dtype != expected.dtype or found.shape != expected.shape:
+            return f"{where}: {found.dtype} {found.shape}, not {expected.dtype} {expected.shape}"
+        bits = [t.detach().contiguous().view(-1).view(torch.uint8) for t in (found, expected)]
+        return "" if torch.equal(*bits) else f"{where}: other bits"
+    else:
+        return "" if found == expected else f"{where}: {found!r} instead of {expected!r}"
+    parts = (difference(found[key], expected[key], f"{where}[{key!r}]") for key in keys)
+    return next(filter(None, parts), "")
+
+
+def whole_state(zero: ZeroRedundancyOptimizer) -> Any:
+    """The unsharded state dict on rank 0, None on other ranks."""
+    zero.consolidate_state_dict(0)
+    return copy.deepcopy(zero.state_dict()) if dist.get_rank() == 0 else None
+
+
+def local_state(zero: ZeroRedundancyOptimizer) -> Any:
+    return copy.deepcopy(zero.optim.state_dict())
+
+
+def outcome(call: Callable[[], Any], zero: ZeroRedundancyOptimizer, params: list[Tensor]) -> Result:
+    """What it raises; whether it changed anything; whether the optimizer still steps."""
+    before = copy.deepcopy([zero.optim.state_dict(), weights(params)])
+    result: Result = {}
+    try:
+        call()
+    except Exception as error:
+        result = {"raised": type(error).__name__, "message": str(error)}
+    result["changed"] = difference([zero.optim.state_dict(), weights(params)], before)
+    set_gradients(params, 5)
+    zero.step()
+    result["steps"] = difference(weights(params), before[1]) != ""
+    return result
+
+
+def keys_and_shapes(path: Path) -> dict[str, Any]:
+    found = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    return {
+        key: list(md.size) if isinstance(md, TensorStorageMetadata) else "value"
+        for key, md in found.items()
+    }
+
+
+def save(zero: ZeroRedundancyOptimizer, path: Path) -> Path:
+    dcp.save({"optimizer": sharded_state_dict(zero)}, checkpoint_id=path)
+    return path
+
+
+# ---- from world size to world size ---------------------------------------------------------------
+
+
+def start(name: str) -> Result:
+    """What the chain begins with: an unsharded optimizer's checkpoint."""
+    params, optimizer = plain(name, 1, 2)
+    state = optimizer.state_dict()
+    dcp.save({"optimizer": state, "model": weights(params)}, checkpoint_id=folder / f"{name}-plain")
+    torch.save({"optimizer": state, "model": weights(params)}, folder / f"{name}.pt")
+    return {}
+
+
+def chain(name: str) -> Result:
+    size = dist.get_world_size()
+    source, partition = CHAIN[size]
+    expected = torch.load(folder / f"{name}.pt", weights_only=True)
+    params, zero = sharded(name, 2, partition)
+    source_path, path = folder / f"{name}-{source}", folder / f"{name}-{size}"
+    dcp.load({"model": weights(params)}, checkpoint_id=source_path)
+
+    allocated = 0
+    room = checkpoint.room
+
+    def counted(entry: Any, part: Any = None) -> Any:
+        nonlocal allocated
+        tensor = room(entry, part)
+        allocated += tensor.numel() if isinstance(tensor, Tensor) and tensor.dim() else 0
+        return tensor
+
+    checkpoint.room = counted
+    load_sharded(zero, source_path)
+    checkpoint.room = room
+    state = sharded_state_dict(zero)
+    held = sum(
+        shard.numel()
+        for entry in state["state"].values()
+        for value in entry.values()
+        if value.dim()
+        for shard in (value.shards if isinstance(value, StateShard) else [value])
+    )
+    dcp.save({"optimizer": state, "model": weights(params)}, checkpoint_id=path)
+
+    whole = whole_state(zero)
+    result: Result = {"local": {"allocated": allocated, "held": held}}
+    entries = [v for entry in expected["optimizer"]["state"].values() for v in entry.values()]
+    result["whole"] = sum(value.numel() for value in entries if value.dim())
+    set_gradients(params, 9)
+    zero.step()
+    same_params, optimizer = plain(name, 1, 0)
+    for param, weight in zip(same_params, expected["model"].values(), strict=True):
+        param.data.copy_(weight)
+    optimizer.load_state_dict(copy.deepcopy(expected["optimizer"]))
+    set_gradients(same_params, 9)
+    optimizer.step()
+    result["next step"] = difference(weights(params), weights(same_params))
+    if dist.get_rank() == 0:
+        result["local"]["state"] = difference(whole, expected["optimizer"])
+        result["local"]["unsharded"] = loaded_unsharded(name, path, expected)
+        keys = keys_and_shapes(path)
+        result["local"]["keys"] = difference(
+            dict(sorted(keys.items())),
+            dict(sorted(keys_and_shapes(folder / f"{name}-plain").items())),
+        )
+        result["local"]["cut inside a row"] = cut_inside_a_row(path)
+    return result
+
+
+def loaded_unsharded(name: str, path: Path, expected: Any) -> str:
+    """What an unsharded optimizer has after loading a checkpoint of ours as DCP's users do."""
+    _, optimizer = plain(name, 3, 1)
+    state = {"optimizer": optimizer.state_dict()}
+    dcp.load(state, checkpoint_id=path, no_dist=True)
+    optimizer.load_state_dict(state["optimizer"])
+    return difference(optimizer.state_dict(), expected["optimizer"])
+
+
+def cut_inside_a_row(path: Path) -> list[list[int]]:
+    """Shapes of which a rank holds a part that begins or ends inside a row of memory."""
+    found = []
+    for key, md in dcp.FileSystemReader(path).read_metadata().state_dict_metadata.items():
+        if not key.startswith("optimizer.state.") or not isinstance(md, TensorStorageMetadata):
+            continue
+        if any(list(c.sizes[1:]) != list(md.size[1:]) for c in md.chunks if md.size):
+            found.append(list(md.size))
+    return sorted(map(list, {tuple(shape) for shape in found}))
+
+
+def tiny(partition: str) -> Result:
+    """Fewer elements than ranks: most have no parameter, but the schedule's count of steps."""
+
+    def build() -> tuple[list[Tensor], ZeroRedundancyOptimizer]:
+        return sharded("fused", 1, partition, [(3,)], one_group=True)
+
+    params, zero = build()
+    set_gradients(params, 1)
+    zero.step()
+    path = save(zero, folder / f"tiny-{partition}-{dist.get_world_size()}")
+    _, again = build()
+    load_sharded(again, path)
+    return {
+        "difference": difference(local_state(again)["state"], local_state(zero)["state"]),
+        "steps": local_state(again)["torchopt_ext.control"]["steps"],
+        "local": len(zero.optim.state),
+    }
+
+
+def without_state() -> Result:
+    """An optimizer that has stepped loads one that has not."""
+    _, fresh = sharded("adamw", 1, "greedy")
+    path = save(fresh, folder / f"fresh-{dist.get_world_size()}")
+    _, zero = stepped("adamw")
+    before = len(zero.optim.state)
+    load_sharded(zero, path)
+    return {"before": before > 0, "after": len(zero.optim.state)}
+
+
+def other_masters() -> Result:
+    """A checkpoint with fp32 master weights goes on with remainders, as unsharded."""
+    expected = torch.load(folder / "fp32.pt", weights_only=True)
+    same_params, optimizer = plain("remainder", 3, 0)
+    optimizer.load_state_dict(expected["optimizer"])
+    params, zero = sharded("remainder", 4, "balanced")
+    load_sharded(zero, folder / "fp32-3")
+    for both in (same_params, params):
+        for param, weight in zip(both, expected["model"].values(), strict=True):
+            param.data.copy_(weight)
+        set_gradients(both, 9)
+    optimizer.step()
+    zero.step()
+    whole = whole_state(zero)
+    return {
+        "weights": difference(weights(params), weights(same_params)),
+        "local": difference(whole, optimizer.state_dict()) if whole else "",
+    }
+
+
+# ---- saving --------------------------------------------------------------------------------------
+
+
+def asynchronous(writer: bool) -> Result:
+    """Steps after async_save, of an optimizer that updates its state in place."""
+    params, zero = stepped("fused")
+    path = folder / f"async-{writer}-{dist.get_world_size()}"
+    expected = whole_state(zero)
+    state = {"optimizer": sharded_state_dict(zero)}
+    group = dist.new_group()  # as the steps use the other meanwhile
+    if writer:  # which stages in another way
+        storage = dcp.FileSystemWriter(path)
+        future = dcp.async_save(state, storage_writer=storage, process_group=group)
+    else:
+        future = dcp.async_save(state, checkpoint_id=path, process_group=group)
+    for step in range(3):
+        set_gradients(params, 20 + step)
+        zero.step()
+    moved = whole_state(zero)
+    future.result()
+    _, other = sharded("fused", 4, "greedy")
+    load_sharded(other, path)
+    found = whole_state(other)
+    if dist.get_rank():
+        return {}
+    return {"saved": difference(found, expected), "moved": difference(moved, expected) != ""}
+
+
+def unstorable(value: Any) -> Result:
+    """The last rank has a state entry that DCP would not give back."""
+    _, zero = stepped("adamw")
+    extra = {}
+    if dist.get_rank() == dist.get_world_size() - 1:
+        extra = next(iter(zero.optim.state.values()))
+        extra["extra"] = value
+    result: Result = {}
+    try:
+        sharded_state_dict(zero)
+    except Exception as error:
+        result = {"raised": type(error).__name__, "message": str(error)}
+    extra.pop("extra", None)
+    return result
+
+
+# ---- loading what does not fit -------------------------------------------------------------------
+
+
+def refused(name: str, **other: Any) -> Result:
+    """A checkpoint of another model, or of another optimizer."""
+    _, zero = stepped("fused")
+    path = save(zero, folder / f"refused-{dist.get_world_size()}")
+    params, wrong = sharded(name, 2, "balanced", **other)
+    set_gradients(params, 3)
+    wrong.step()
+    return outcome(lambda: load_sharded(wrong, path), wrong, params)
+
+
+def with_shape(index: int, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    return [*SHAPES[:index], shape, *SHAPES[index + 1 :]]
+
+
+def other_key() -> Result:
+    params, zero = stepped("fused")
+    path = save(zero, folder / f"key-{dist.get_world_size()}")
+    return outcome(lambda: load_sharded(zero, path, key="optim"), zero, params)
+
+
+def damaged(how: Callable[[Path], object]) -> Result:
+    """A checkpoint of which something happened to the last rank's file."""
+    params, zero = stepped("fused")
+    path = folder / f"damaged-{dist.get_world_size()}"
+    shutil.rmtree(path, ignore_errors=True) if dist.get_rank() == 0 else None
+    dist.barrier()
+    save(zero, path)
+    if dist.get_rank() == 0:
+        how(sorted(path.glob("*.distcp"))[-1])
+    dist.barrier()
+    return outcome(lambda: load_sharded(zero, path), zero, params)
+
+
+def incomplete() -> Result:
+    """A checkpoint that only the first rank wrote."""
+    params, zero = stepped("fused")
+    path = folder / f"incomplete-{dist.get_world_size()}"
+    state = sharded_state_dict(zero)
+    if dist.get_rank() == 0:
+        dcp.save({"optimizer": state}, checkpoint_id=path, no_dist=True)
+    dist.barrier()
+    return outcome(lambda: load_sharded(zero, path), zero, params)
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(folder / f"evil-{dist.get_rank()}"),)
+
+
+def pickled_code() -> Result:
+    params, zero = stepped("fused")
+    _, optimizer = plain("fused", 1, 1)
+    state = optimizer.state_dict()
+    state["param_groups"][0]["lr"] = Evil()
+    path = folder / f"pickled-{dist.get_world_size()}"
+    dcp.save({"optimizer": state}, checkpoint_id=path)
+    result = outcome(lambda: load_sharded(zero, path), zero, params)
+    return result | {"ran": list(map(str, folder.glob("evil-*")))}
+
+
+def subgroup() -> Result:
+    """Ranks 1 and 2 of three have an optimizer of their own."""
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return {}
+    params = make_params(torch.float32, 1)
+
+    def build() -> ZeroRedundancyOptimizer:
+        return ZeroRedundancyOptimizer(
+            params, torch.optim.AdamW, process_group=group, partition="balanced", lr=1e-3
+        )
+
+    zero = build()
+    set_gradients(params, 1)
+    zero.step()
+    expected = local_state(zero)
+    path = folder / "subgroup"
+    state = {"optimizer": sharded_state_dict(zero)}
+    dcp.save(state, checkpoint_id=path, process_group=group)
+    again = build()
+    load_sharded(again, dcp.FileSystemReader(path))
+    return {"difference": difference(local_state(again), expected)}
+
+
+def cases() -> dict[str, Callable[[], Result]]:
+    found: dict[str, Callable[[], Result]] = {}
+    size = dist.get_world_size()
+    for name in OPTIMIZERS:
+        if size == 1:
+            found[f"start {name}"] = lambda name=name: start(name)
+        found[f"chain {name}"] = lambda name=name: chain(name)
+    found |= {f"tiny {p}": lambda p=p: tiny(p) for p in ("greedy", "balanced")}
+    if size == 3:
+        found["subgroup"] = subgroup
+    if size == 2:
+        found |= {
+            "without state": without_state,
+            "other masters": other_masters,
+            "async": lambda: asynchronous(False),
+            "async, writer": lambda: asynchronous(True),
+            "function": lambda: unstorable(lambda: None),
+            "sparse": lambda: unstorable(torch.ones(3).to_sparse()),
+            "number as key": lambda: unstorable({1: 2.0}),
+            "other shape": lambda: refused("fused", shapes=with_shape(1, (70, 131))),
+            "transposed": lambda: refused("adamw", shapes=with_shape(1, (130, 70))),
+            "fewer parameters": lambda: refused("fused", shapes=SHAPES[:-2]),
+            "other groups": lambda: refused("fused", one_group=True),
+            "other key": other_key,
+            "missing file": lambda: damaged(Path.unlink),
+            "truncated file": lambda: damaged(lambda p: os.truncate(p, p.stat().st_size // 2)),
+            "no metadata": lambda: damaged(lambda p: p.with_name(".metadata").unlink()),
+            "incomplete": incomplete,
+            "pickled code": pickled_code,
+        }
+    return found
+
+
+def main(own_folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    folder.mkdir(exist_ok=True)
+    results = {}
+    for name, case in cases().items():
+        try:
+            results[name] = case()
+        except Exception as error:
+            results[name] = {"error": f"{type(error).__name__}: {error}"}
+        dist.barrier()
+    (own_folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
