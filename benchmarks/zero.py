@@ -34,15 +34,21 @@ def run(ranks: int, rounds: int, width: int, state_mib: int) -> Run:
         return dict(json.loads(out.read_text()))
 
 
-def traffic(ranks: int) -> list[str]:
-    """Bytes that a rank sends for each fp32 parameter and step, by the algorithms' counts."""
-    share = 4 * (ranks - 1) / ranks
-    rows = [
-        ("torch: DDP's all-reduce, broadcast of parameters", 3 * share),
-        ("ours: DDP's all-reduce, all-gather of parameters", 3 * share),
-        ("ours: reduce-scatter (DDP hook or sharded_gradients), all-gather", 2 * share),
+def training(runs: list[Run]) -> list[str]:
+    """Whole training steps; bytes sent are counted at the loopback device, frames included."""
+    lines = [
+        f"{'ranks':<6}{'way':<30}{'ms':>9}{'B/param sent':>14}{'computed':>10}{'peak B/param':>14}"
     ]
-    return [f"{ranks} ranks  {what:<66}{count:6.2f} bytes" for what, count in rows]
+    for result in runs:
+        share = 4 * (result["world_size"] - 1) / result["world_size"]
+        for row in result["training"]:
+            halves = 2 if "hook" in row["way"] or "sharded" in row["way"] else 3
+            lines.append(
+                f"{result['world_size']:<6}{row['way']:<30}{row['milliseconds']:>9.1f}"
+                f"{row['sent_bytes_per_parameter']:>14.2f}{halves * share:>10.2f}"
+                f"{row['peak_bytes_per_parameter']:>14.2f}"
+            )
+    return lines
 
 
 def table(runs: list[Run]) -> list[str]:
@@ -103,6 +109,10 @@ def targets(runs: list[Run]) -> list[str]:
                 None,
                 round(1 + extra, 4),
             )
+        ways = {row["way"]: row for row in result["training"]}
+        sent = ways["balanced, sharded_gradients"]["sent_bytes_per_parameter"]
+        share = sent / ways["torch, DDP"]["sent_bytes_per_parameter"]
+        judge(f"{ranks} ranks, bytes sent, of torch's", share, None, 0.68)
         for row in result["consolidation"][1:]:
             kind = row["implementation"]
             judge(f"{ranks} ranks, consolidation, {kind}", row["times_as_fast"], 3.0)
@@ -125,7 +135,7 @@ def main() -> None:
     sections = {
         "Steps: median of the slowest rank": table(runs),
         "Consolidation of the state on rank 0": consolidation(runs),
-        "Traffic, computed": [line for n in options.ranks for line in traffic(n)],
+        "Training steps: traffic and memory above the model's own": training(runs),
         "Targets": targets(runs),
     }
     text = "\n".join(f"{key}: {value}" for key, value in about.items())

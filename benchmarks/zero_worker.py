@@ -6,6 +6,7 @@ Every sample begins after a barrier and ends when the slowest rank is done.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import json
 import os
@@ -21,10 +22,11 @@ import torch.distributed as dist
 from rows import paired
 from shapes import SETS, SMALL, Shapes, gpt2, parameters
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from torchopt_ext import FusedAdamW
-from torchopt_ext.zero import ZeroRedundancyOptimizer
+from torchopt_ext.zero import ZeroRedundancyOptimizer, reduce_scatter_hook
 
 TORCH = "torch"
 TORCH_VIEW = "torch, bucket view"
@@ -151,6 +153,7 @@ def peak_memory(result: dict[str, int]) -> Iterator[None]:
         raise RuntimeError(f"no {name} in /proc/self/status")
 
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # memory that was freed is not there to be used again
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     before = field("VmRSS")
     yield
@@ -190,6 +193,84 @@ def consolidated(elements: int, rounds: int) -> list[dict[str, Any]]:
     ]
 
 
+def loopback_bytes() -> int:
+    """Bytes that the loopback device has sent: those of all ranks of this machine (Linux)."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        if line.strip().startswith("lo:"):
+            return int(line.split(":")[1].split()[8])
+    raise RuntimeError("no lo in /proc/net/dev")
+
+
+WAYS = {
+    "torch, DDP": (TORCH, "ddp"),
+    "greedy, DDP": (GREEDY, "ddp"),
+    "balanced, DDP": (BALANCED, "ddp"),
+    "balanced, DDP hook": (BALANCED, "hook"),
+    "balanced, sharded_gradients": (BALANCED, "sharded"),
+}
+
+
+def trained(width: int, depth: int, rounds: int) -> list[dict[str, Any]]:
+    """Whole training steps: time, bytes that travel, and how far memory rises above the model."""
+    rows = []
+    for name, (kind, how) in WAYS.items():
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(width, width, bias=False) for _ in range(depth)]
+        model: torch.nn.Module = torch.nn.Sequential(*layers)
+        params = list(model.parameters())
+        count = sum(p.numel() for p in params)
+        settings: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.1}
+        zero: Any
+        if kind == TORCH:
+            zero = TorchZero(params, torch.optim.AdamW, fused=True, **settings)
+        else:
+            zero = ZeroRedundancyOptimizer(
+                params,
+                FusedAdamW,
+                partition=kind,
+                sharded_gradients=how == "sharded",
+                max_grad_norm=1.0,
+                **settings,
+            )
+        run = model
+        if how != "sharded":
+            run = DistributedDataParallel(model, gradient_as_bucket_view=True)
+            if how == "hook":
+                run.register_comm_hook(None, reduce_scatter_hook(zero))
+        data = torch.randn(4, width)
+
+        def step(zero: Any = zero, run: Any = run, kind: str = kind, data: Any = data) -> None:
+            zero.zero_grad()
+            run(data).square().mean().backward()
+            if kind == TORCH:
+                clip_grad_norm_(zero._all_params, 1.0)
+            zero.step()
+
+        found: dict[str, int] = {}
+        with peak_memory(found):
+            for _ in range(3):  # DDP decides on its buckets in the second
+                step()
+        samples, sent = [], []
+        for _ in range(rounds):
+            dist.barrier()
+            before = loopback_bytes()
+            samples.append(sample(step))
+            sent.append(loopback_bytes() - before)
+        rows.append(
+            {
+                "way": name,
+                "parameters": count,
+                "milliseconds": statistics.median(samples),
+                "samples": samples,
+                "sent_bytes_per_parameter": statistics.median(sent) / count / dist.get_world_size(),
+                "peak_bytes_per_parameter": most(found["peak"]) / count,
+            }
+        )
+        del zero, run, model, params, layers, step
+        gc.collect()
+    return rows
+
+
 def main() -> None:
     out, rounds, width, state_mib = Path(sys.argv[1]), *map(int, sys.argv[2:])
     torch.set_num_threads(1)
@@ -203,6 +284,7 @@ def main() -> None:
     for name, shapes in sets.items():
         result["rows"] += timed(name, shapes, rounds)
         gc.collect()
+    result["training"] = trained(width * 4, 12, rounds)
     result["consolidation"] = consolidated(state_mib << 17, 3)
     if dist.get_rank() == 0:
         out.write_text(json.dumps(result))

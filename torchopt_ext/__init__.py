@@ -1,15 +1,36 @@
 """The optimizer half of a PyTorch training step, in C++ and CUDA.
 
-FusedAdam and FusedAdamW stand where torch.optim's do, GradScaler where torch.amp's does, the
-containers where torchtitan's do, and
-``torchopt_ext.ops`` holds the operators they are made of. docs/numerics.md states what is computed.
+FusedAdam and FusedAdamW stand where torch.optim's do, GradScaler where torch.amp's does,
+ZeroRedundancyOptimizer where torch.distributed.optim's does, the containers where torchtitan's do,
+and ``torchopt_ext.ops`` holds the operators they are made of. docs/numerics.md states what is computed.
 """
+
+from typing import TYPE_CHECKING, Any
 
 from torchopt_ext import _library, ops  # _library first: it checks what it loads
 from torchopt_ext.mixed_precision import GradScaler
 from torchopt_ext.optim import FusedAdam, FusedAdamW
 
+if TYPE_CHECKING:
+    from torchopt_ext.zero import ZeroRedundancyOptimizer
+
 cuda_built = _library.cuda_built
 
-__all__ = ["FusedAdam", "FusedAdamW", "GradScaler", "cuda_built", "ops"]
+__all__ = [
+    "FusedAdam",
+    "FusedAdamW",
+    "GradScaler",
+    "ZeroRedundancyOptimizer",
+    "cuda_built",
+    "ops",
+]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """ZeroRedundancyOptimizer, which takes torch.distributed along, is imported when asked for."""
+    if name == "ZeroRedundancyOptimizer":
+        from torchopt_ext.zero import ZeroRedundancyOptimizer
+
+        return ZeroRedundancyOptimizer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

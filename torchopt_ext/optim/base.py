@@ -299,9 +299,8 @@ class FusedAdamBase(Controlled, Optimizer):
     @property
     def devices(self) -> list[torch.device]:
         """Where a control block has to know the decision: the first parameter's device, from
-        which it is read, and those of the plan's parts; none without parameters."""
-        home = [self.home] if any(group["params"] for group in self.param_groups) else []
-        return list(dict.fromkeys(home + self._plan_or_raise().part_devices))
+        which it is read, and those of the plan's parts."""
+        return list(dict.fromkeys([self.home, *self._plan_or_raise().part_devices]))
 
     def check_scaler(self) -> None:
         """Raises what a gradient scaler's tensors would raise in update()."""

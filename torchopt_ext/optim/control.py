@@ -54,6 +54,8 @@ class Controlled:
 
     param_groups: list[dict[str, Any]]
     check_overflow: bool
+    # Where a rank that holds no parameters takes part in the others' norm.
+    home_without_params = torch.device("cpu")
     _settings: dict[str, float]
 
     def _init_control(self) -> None:
@@ -177,7 +179,7 @@ class Controlled:
         for group in self.param_groups:
             for param in group["params"]:
                 return torch.device(local_tensor(param).device)
-        return torch.device("cpu")
+        return self.home_without_params
 
     def _block(self, device: torch.device) -> tuple[Tensor, Tensor]:
         if device not in self._blocks:

@@ -70,8 +70,6 @@ def _accumulate(optimizers: Sequence[FusedAdamBase]) -> dict[torch.device, Tenso
                 on_device[device] = ops.new_accumulator(device)
             optimizer.accumulate(part, on_device[device])
         devices |= dict.fromkeys(optimizer.devices)
-    if not devices:  # a process group is waiting for this rank, even with nothing to add
-        devices[optimizers[0].home] = None
     home = next(iter(devices))
     total = ops.new_accumulator(home)
     _count_overflow(optimizers, total)

@@ -150,10 +150,14 @@ class BalancedBuckets:
         self.build_buckets()
 
     def _make_parts(self, bucket: Bucket) -> None:
+        """Parts for this rank's elements; a parameter without any is the first rank's."""
         lo, hi = bucket.cuts[self.ranks.rank], bucket.cuts[self.ranks.rank + 1]
         for param, start in bucket.params:
             begin, end = max(lo - start, 0), min(hi - start, param.numel())
-            for a, b, shape in pieces(param, begin, end):
+            runs = pieces(param, begin, end)
+            if not param.numel() and self.ranks.rank == 0:
+                runs = iter([(0, 0, None)])
+            for a, b, shape in runs:
                 if shape is None:
                     tensor = view_in(bucket.flat, start, param)
                 else:

@@ -6,19 +6,22 @@ import torch
 
 from torchopt_ext.optim.base import FusedAdamBase
 
-ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
-    torch.optim.Adadelta,
-    torch.optim.Adagrad,
-    torch.optim.Adam,
-    torch.optim.Adamax,
-    torch.optim.AdamW,
-    torch.optim.ASGD,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.SGD,
-)
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+
+ELEMENTWISE: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
+    torch.optim.Adadelta: ("step", "square_avg", "acc_delta"),
+    torch.optim.Adagrad: ("step", "sum"),
+    torch.optim.Adam: _MOMENTS,
+    torch.optim.Adamax: ("step", "exp_avg", "exp_inf"),
+    torch.optim.AdamW: _MOMENTS,
+    torch.optim.ASGD: ("step", "eta", "mu", "ax"),
+    torch.optim.NAdam: (*_MOMENTS, "mu_product"),
+    torch.optim.RAdam: _MOMENTS,
+    torch.optim.RMSprop: ("step", "square_avg"),
+    torch.optim.Rprop: ("step", "prev", "step_size"),
+    torch.optim.SGD: (),
+}
+"""What a parameter's state holds in any case, by class."""
 
 
 def is_elementwise(optimizer_class: Any) -> bool:

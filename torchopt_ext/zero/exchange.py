@@ -7,6 +7,7 @@ Tensors travel as bytes: gloo does not know every dtype.
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -54,16 +55,35 @@ def all_gather_text(
     return [_bytes_text(part[:n]) for part, n in zip(gathered, lengths, strict=True)]
 
 
-def agree(error: str | None, group: dist.ProcessGroup) -> None:
+def agree(
+    error: str | None, group: dist.ProcessGroup, kind: type[Exception] = RuntimeError
+) -> None:
     """Raise on every rank if any rank has an error. All ranks call it, before what may hang.
 
     Raises:
-        RuntimeError: what is wrong on which rank; or a rank died or is late.
+        kind: what is wrong on which rank.
+        RuntimeError: a rank died or is late.
     """
     mine = "" if error is None else error or "an error without a message"
     errors = all_gather_text(mine, group, "agreeing on whether every rank can go on")
     if any(errors):
-        raise RuntimeError("; ".join(f"rank {r}: {e}" for r, e in enumerate(errors) if e))
+        raise kind("; ".join(f"rank {r}: {e}" for r, e in enumerate(errors) if e))
+
+
+@contextmanager
+def all_or_none(group: dist.ProcessGroup) -> Iterator[None]:
+    """For local work of which no rank may be the only one to fail: the others raise with it.
+
+    Raises:
+        ValueError: another rank's work failed; says which rank's, and how.
+    """
+    try:
+        yield
+    except Exception as error:
+        with suppress(RuntimeError, ValueError):
+            agree(f"{type(error).__name__}: {error}", group, ValueError)
+        raise
+    agree(None, group, ValueError)
 
 
 def check_same(descriptions: Sequence[str], what: str, group: dist.ProcessGroup) -> None:

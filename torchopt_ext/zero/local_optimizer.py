@@ -53,7 +53,7 @@ def local_group(
     local["params"] = params
     if names := group.get("param_names"):
         name_of = dict(zip(group["params"], names, strict=True))
-        local["params"] = [(name_of[zero.parts.origin(param)], param) for param in params]
+        local["param_names"] = [name_of[zero.parts.origin(param)] for param in params]
     return local
 
 
@@ -67,7 +67,8 @@ def build(zero: ZeroRedundancyOptimizer) -> None:
         zero.optim = constructor(zero.parts.mine[0], **defaults)
         if not hasattr(zero.optim, "param_groups"):
             zero.optim.param_groups = [zero.optim.param_group]
-        zero._sync_param_groups(zero.optim.param_groups, zero.param_groups)
+        for key, value in zero.optim.param_groups[0].items():
+            zero.param_groups[0].setdefault(key, value)  # a schedule may have changed others
         return
     if isinstance(constructor, type) and issubclass(constructor, FusedAdamBase):
         defaults["process_group"] = zero.process_group
@@ -76,6 +77,8 @@ def build(zero: ZeroRedundancyOptimizer) -> None:
         for group, mine in zip(zero.param_groups, zero.parts.mine, strict=True)
     ]
     zero.optim = constructor(groups, **defaults)
+    if isinstance(zero.optim, FusedAdamBase):
+        zero.optim.home_without_params = zero._default_device
     zero.defaults = dict(zero.optim.defaults)
     set_places(zero)
     sync_groups_from(zero)

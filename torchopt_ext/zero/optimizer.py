@@ -15,7 +15,7 @@ from torchopt_ext.zero import local_optimizer
 from torchopt_ext.zero import state as zero_state
 from torchopt_ext.zero.balanced import BalancedBuckets
 from torchopt_ext.zero.elementwise import check_elementwise
-from torchopt_ext.zero.exchange import check_same
+from torchopt_ext.zero.exchange import all_or_none, check_same
 from torchopt_ext.zero.gradients import clip_grad_norm_
 from torchopt_ext.zero.inputs import check_dense, described, listed
 from torchopt_ext.zero.overlap import BucketAssignment, OverlapInfo, OverlapStatus
@@ -91,36 +91,43 @@ class ZeroRedundancyOptimizer(TorchNames, Optimizer, Joinable):
         bucket_elements: int | None = None,
         **defaults: Any,
     ) -> None:
-        given, self._all_params = listed(params)
-        check_dense(self._all_params, allow_mixed_dtypes)
-        balanced = partition == "balanced"
-        if partition not in ("greedy", "balanced"):
-            raise ValueError(f"Invalid partition: {partition!r}, expected 'greedy' or 'balanced'")
-        if compat not in (None, "torch"):
-            raise ValueError(f"Invalid compat: {compat!r}, expected None or 'torch'")
-        if balanced and (overlap_with_ddp or params_per_rank is not None):
-            raise ValueError(
-                "partition='balanced' divides parameters among ranks: neither overlap_with_ddp, "
-                "whose buckets have owners, nor params_per_rank goes with it"
-            )
-        if sharded_gradients and not balanced:
-            raise ValueError("sharded_gradients=True needs partition='balanced'")
-        if balanced:
-            check_elementwise(optimizer_class, elementwise)
+        self.ranks = Ranks.of(process_group)
         self.initialized = False
         self._allow_mixed_dtypes = allow_mixed_dtypes
         self._optim_defaults = defaults
         self._overlap_with_ddp = overlap_with_ddp
         self._steps_by_group_rank = False
-        self._optim_constructor = local_optimizer.constructor_of(optimizer_class, overlap_with_ddp)
-        # The local optimizer completes the groups, in the order of its own arguments.
-        Optimizer.__init__(self, given, defaults if overlap_with_ddp else {})
-        Joinable.__init__(self)
-        self.ranks = Ranks.of(process_group)
+        self.parameters_as_bucket_view = parameters_as_bucket_view
+        with all_or_none(self.ranks.group):
+            balanced = partition == "balanced"
+            if partition not in ("greedy", "balanced"):
+                raise ValueError(
+                    f"Invalid partition: {partition!r}, expected 'greedy' or 'balanced'"
+                )
+            if compat not in (None, "torch"):
+                raise ValueError(f"Invalid compat: {compat!r}, expected None or 'torch'")
+            if balanced and (overlap_with_ddp or params_per_rank is not None):
+                raise ValueError(
+                    "partition='balanced' divides parameters among ranks: neither "
+                    "overlap_with_ddp, whose buckets have owners, nor params_per_rank goes with it"
+                )
+            if sharded_gradients and not balanced:
+                raise ValueError("sharded_gradients=True needs partition='balanced'")
+            if balanced:
+                check_elementwise(optimizer_class, elementwise)
+            given, self._all_params = listed(params)
+            check_dense(self._all_params, allow_mixed_dtypes)
+            self._optim_constructor = local_optimizer.constructor_of(
+                optimizer_class, overlap_with_ddp
+            )
+            # The local optimizer completes the groups, in the order of its own arguments.
+            Optimizer.__init__(self, given, defaults if overlap_with_ddp else {})
+            Joinable.__init__(self)
+            if overlap_with_ddp and len(self.param_groups) != 1:
+                raise ValueError("overlap_with_ddp=True supports one param group only")
         self._set_group_attributes()
         check_same(described(self.param_groups), "parameters", self.process_group)
         self._is_trainable_mask = self._get_is_trainable_mask()
-        self.parameters_as_bucket_view = parameters_as_bucket_view
         self._consolidated: dict[str, Any] | None = None
         self._overlap_info = OverlapInfo(self.world_size)
         self._bucket_assignments_per_rank_cache: list[dict[int, BucketAssignment]] = []
@@ -130,17 +137,15 @@ class ZeroRedundancyOptimizer(TorchNames, Optimizer, Joinable):
         else:
             view = parameters_as_bucket_view and not overlap_with_ddp
             self.parts = WholeTensors(self.ranks, bucket_view=view, count_frozen=compat == "torch")
-        if overlap_with_ddp:
-            if len(self.param_groups) != 1:
-                raise ValueError("overlap_with_ddp=True supports one param group only")
-            if parameters_as_bucket_view:
-                logger.warning(
-                    "`parameters_as_bucket_view=True` will be ignored since "
-                    "`overlap_with_ddp=True`; instead, a different bucketing strategy will be used"
-                )
-        else:
-            self._assign_groups(params_per_rank)
-            local_optimizer.build(self)
+        if not overlap_with_ddp:
+            with all_or_none(self.process_group):
+                self._assign_groups(params_per_rank)
+                local_optimizer.build(self)
+        elif parameters_as_bucket_view:
+            logger.warning(
+                "`parameters_as_bucket_view=True` will be ignored since `overlap_with_ddp=True`; "
+                "instead, a different bucketing strategy will be used"
+            )
         self.initialized = True
 
     def _set_group_attributes(self) -> None:
@@ -177,23 +182,23 @@ class ZeroRedundancyOptimizer(TorchNames, Optimizer, Joinable):
                 "ZeroRedundancyOptimizer with `overlap_with_ddp=True` only supports a single "
                 "parameter group"
             )
-        (group,), params = listed([param_group])
-        check_dense(self._all_params + params, self._allow_mixed_dtypes)
         count = len(self.param_groups)
         try:
-            super().add_param_group(group)
+            with all_or_none(self.process_group):
+                (group,), params = listed([param_group])
+                check_dense(self._all_params + params, self._allow_mixed_dtypes)
+                super().add_param_group(group)
             check_same(described(self.param_groups), "parameters", self.process_group)
-        except ValueError:
+        except Exception:
             del self.param_groups[count:]
             raise
         self._all_params = self._all_params + params
         self._is_trainable_mask = self._get_is_trainable_mask()
         self.parts.add_group(params)
-        self.optim.add_param_group(
-            local_optimizer.local_group(self, self.param_groups[-1], self.parts.mine[-1])
-        )
-        local_optimizer.set_places(self)
+        local = local_optimizer.local_group(self, self.param_groups[-1], self.parts.mine[-1])
+        self.optim.add_param_group(local)
         self._consolidated = None
+        local_optimizer.set_places(self)
         local_optimizer.sync_groups_from(self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -301,17 +306,15 @@ class ZeroRedundancyOptimizer(TorchNames, Optimizer, Joinable):
 
         Raises:
             RuntimeError: under ``overlap_with_ddp`` before the buckets are known.
-            ValueError: groups or shapes do not fit; names the parameter.
+            ValueError: groups or shapes do not fit; names the parameter. Nothing is changed.
         """
         self._check_overlap_initialized()
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             hooked = pre_hook(self, state_dict)
             state_dict = state_dict if hooked is None else hooked
-        zero_state.load(self, state_dict)
-        self._consolidated = None
-        local_optimizer.set_places(self)
-        local_optimizer.sync_groups_from(self)
+        with all_or_none(self.process_group):
+            zero_state.load(self, state_dict)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torchopt_ext.optim import saved
 from torchopt_ext.optim.base import FusedAdamBase
 from torchopt_ext.zero import local_optimizer
-from torchopt_ext.zero.elementwise import is_elementwise
+from torchopt_ext.zero.elementwise import ELEMENTWISE, is_elementwise
 from torchopt_ext.zero.exchange import Entry, gather_entries
 from torchopt_ext.zero.part import Part
 
@@ -73,6 +73,9 @@ def packed(zero: ZeroRedundancyOptimizer, collected: Mapping[str, Any]) -> dict[
 
 def check(zero: ZeroRedundancyOptimizer, state_dict: Mapping[str, Any]) -> None:
     """Raises ValueError on every rank alike unless groups, and shapes where known, fit."""
+    for key, kind in (("state", Mapping), ("param_groups", list)):
+        if not isinstance(state_dict.get(key), kind):
+            raise ValueError(f"the state dict's {key!r} is {state_dict.get(key)!r}")
     groups = state_dict["param_groups"]
     if len(groups) != len(zero.param_groups):
         raise ValueError(
@@ -80,31 +83,36 @@ def check(zero: ZeroRedundancyOptimizer, state_dict: Mapping[str, Any]) -> None:
             f"expected {len(zero.param_groups)}"
         )
     for number, (group, own) in enumerate(zip(groups, zero.param_groups, strict=True)):
+        if not isinstance(group, Mapping) or not isinstance(group.get("params"), list):
+            raise ValueError(f"group {number} of the loaded state dict has no list of params")
         if len(group["params"]) != len(own["params"]):
             raise ValueError(
                 f"loaded state dict contains a parameter group that doesn't match the size of "
                 f"optimizer's group: group {number} has {len(group['params'])} parameters, "
                 f"expected {len(own['params'])}"
             )
-    if isinstance(zero.optim, FusedAdamBase):
-        saved.check_saved(zero, state_dict)
     ids = [index for group in groups for index in group["params"]]
+    required = ELEMENTWISE.get(type(zero.optim), ())
     for index, param in zip(ids, zero._index_to_param, strict=True):
         entry = state_dict["state"].get(index)
         if entry is None:
             continue
+        what = f"parameter {index}"
         if not isinstance(entry, Mapping):
-            raise ValueError(
-                f"the state of parameter {index} is {type(entry).__name__}, expected a dict"
-            )
+            raise ValueError(f"the state of {what} is {type(entry).__name__}, expected a dict")
+        if missing := [name for name in required if entry and entry.get(name) is None]:
+            raise ValueError(f"the state of {what} lacks {', '.join(missing)}")
         if not is_elementwise(type(zero.optim)):
             continue
         for name, value in entry.items():
-            if isinstance(value, Tensor) and value.numel() != 1 and value.shape != param.shape:
+            scalar = name == "step" or not isinstance(value, Tensor) or value.dim() == 0
+            if not scalar and value.shape != param.shape:
                 raise ValueError(
-                    f"{name} of parameter {index} has shape {tuple(value.shape)}, expected "
+                    f"{name} of {what} has shape {tuple(value.shape)}, expected "
                     f"{tuple(param.shape)}"
                 )
+    if isinstance(zero.optim, FusedAdamBase):
+        saved.check_saved(zero, state_dict)
 
 
 def load(zero: ZeroRedundancyOptimizer, state_dict: Mapping[str, Any]) -> None:
@@ -144,8 +152,14 @@ def load_local(
     if hasattr(zero.optim, "load_state_dict"):
         if not isinstance(zero.optim, FusedAdamBase):  # which copies by itself
             state = {number: own_memory(entry) for number, entry in state.items()}
-        loaded = {"state": dict(state), "param_groups": local_groups, **extra}
-        zero.optim.load_state_dict(loaded)
+        before = zero.optim.state, [dict(group) for group in zero.optim.param_groups]
+        try:
+            zero.optim.load_state_dict(
+                {"state": dict(state), "param_groups": local_groups, **extra}
+            )
+        except Exception:  # torch's classes may raise after they have taken part of it
+            zero.optim.state, zero.optim.param_groups = before
+            raise
     else:
         (params,) = zero.parts.mine
         zero.optim.state.clear()

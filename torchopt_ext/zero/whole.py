@@ -49,6 +49,7 @@ class WholeTensors:
         # Parameters that were trainable at some step: a frozen one may still have a gradient that
         # its owner applies, so once returned, always returned.
         self._returned: dict[Tensor, None] = {}
+        self._places: list[tuple[Tensor, int]] = []  # where the parameters of buckets are
         self._outgoing: list[tuple[list[Tensor], list[list[Tensor]]]] = []
 
     def add_group(
@@ -95,7 +96,9 @@ class WholeTensors:
     hides_gradients = False
 
     def take_gradients(self) -> None:
-        """There is nothing to do before the local step."""
+        """Takes weights whose memory was replaced (``p.data = ...``) into their bucket again."""
+        if any(param.data_ptr() != place for param, place in self._places):
+            self.build_buckets()
 
     def zero_grad(self, set_to_none: bool) -> None:
         """There are no gradients but the parameters'."""
@@ -151,16 +154,16 @@ class WholeTensors:
             self._plan_sends()
             return
         old = {bucket.untyped_storage().data_ptr() for kind in self.buckets for bucket in kind}
-        self.buckets = []
+        self.buckets, self._places = [], []
         for (device, dtype), per_rank in self.kinds().items():
             self.buckets.append([])
             for own in per_rank:
                 for param in own:
                     if param not in self._returned and param.untyped_storage().data_ptr() in old:
                         param.data = param.data.clone()
-                self.buckets[-1].append(
-                    bucket_of([p for p in own if p in self._returned], dtype, device)
-                )
+                viewed = [param for param in own if param in self._returned]
+                self.buckets[-1].append(bucket_of(viewed, dtype, device))
+                self._places += [(p, p.data_ptr()) for p in viewed if p.numel()]
 
     # ---- returning parameters ---------------------------------------------------------------
 

@@ -1,0 +1,207 @@
+"""What the cases of zero_faults_worker.py and zero_faults_training.py share."""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import time
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchopt_ext import FusedAdamW
+from torchopt_ext.zero import ZeroRedundancyOptimizer
+
+Result = dict[str, Any]
+Params = list[nn.Parameter]
+Cases = dict[str, Callable[[], Result]]
+
+# One element, an odd number of bytes in 16 bit, several dimensions, one that outweighs the others.
+SHAPES = [(7, 5), (33,), (4, 3, 2), (64, 3), (1,), (129,)]
+
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "AdamW": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+    "FusedAdamW": (FusedAdamW, {"lr": 0.01, "weight_decay": 0.1}),
+    "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+}
+
+PARTITIONS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "bucket view": {"parameters_as_bucket_view": True},
+    "balanced": {"partition": "balanced", "bucket_elements": 128},
+}
+
+_group: Any = None
+
+
+def place() -> tuple[int, int]:
+    return dist.get_rank(), dist.get_world_size()
+
+
+def parameters(
+    shapes: Sequence[tuple[int, ...]] = SHAPES, dtype: torch.dtype = torch.float32
+) -> Params:
+    """The same on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in shapes]
+
+
+def give_gradients(params: Sequence[Tensor], step: int) -> None:
+    """The same on every rank; other ones in every step."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    for param in params:
+        gradient = torch.randn(param.shape, generator=generator).to(param.dtype)
+        param.grad = gradient if param.requires_grad else None
+
+
+def train(optimizer: Any, params: Sequence[Tensor], steps: range) -> None:
+    for step in steps:
+        give_gradients(params, step)
+        optimizer.step()
+
+
+def named_groups(params: Params, named: bool = True) -> list[dict[str, Any]]:
+    """Two groups with settings of their own."""
+    items: list[Any] = [(f"p{i}", p) for i, p in enumerate(params)] if named else list(params)
+    return [{"params": items[:4], "lr": 0.02}, {"params": items[4:], "weight_decay": 0.0}]
+
+
+@contextmanager
+def own_group(seconds: int = 10) -> Iterator[None]:
+    """All ranks, in a group of its own: where one case leaves a rank waiting, the others go on."""
+    global _group
+    _group = dist.new_group(timeout=datetime.timedelta(seconds=seconds))
+    try:
+        yield
+    finally:
+        dist.barrier()
+        dist.destroy_process_group(_group)
+        _group = None
+
+
+def zero_over(params: Any, kind: str, **options: Any) -> ZeroRedundancyOptimizer:
+    optimizer_class, defaults = KINDS[kind]
+    defaults = {"process_group": _group, **defaults}
+    return ZeroRedundancyOptimizer(params, optimizer_class, **{**defaults, **options})
+
+
+def plain_over(params: Any, kind: str, **options: Any) -> Any:
+    optimizer_class, defaults = KINDS[kind]
+    return optimizer_class(params, **{**defaults, **options})
+
+
+def difference(found: Any, expected: Any, where: str = "") -> str:
+    """The first difference: of types, of order of keys, of dtypes, shapes and bits; or nothing."""
+    if isinstance(expected, Tensor):
+        if not isinstance(found, Tensor):
+            return f"{where}: {type(found).__name__}, expected a tensor"
+        kinds = [(t.dtype, tuple(t.shape), t.device) for t in (found, expected)]
+        if kinds[0] != kinds[1]:
+            return f"{where}: {kinds[0]}, expected {kinds[1]}"
+        flat = [t.detach().contiguous().flatten().view(torch.uint8) for t in (found, expected)]
+        return "" if torch.equal(*flat) else f"{where}: other values"
+    if isinstance(expected, Mapping):
+        if not isinstance(found, Mapping) or list(found) != list(expected):
+            keys = list(found) if isinstance(found, Mapping) else type(found).__name__
+            return f"{where}: {keys}, expected {list(expected)}"
+        pairs = [(key, found[key], expected[key]) for key in expected]
+    elif isinstance(expected, list | tuple):
+        if type(found) is not type(expected) or len(found) != len(expected):
+            return f"{where}: {found!r}, expected {expected!r}"
+        pairs = [(i, a, b) for i, (a, b) in enumerate(zip(found, expected, strict=True))]
+    else:
+        alike = type(found) is type(expected) and repr(found) == repr(expected)
+        return "" if alike else f"{where}: {found!r}, expected {expected!r}"
+    return next(filter(None, (difference(a, b, f"{where}[{k!r}]") for k, a, b in pairs)), "")
+
+
+def clones(value: Any) -> Any:
+    """A copy of nested containers and tensors."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, Mapping):
+        return {key: clones(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(clones(item) for item in value)
+    return value
+
+
+def snapshot(zero: ZeroRedundancyOptimizer) -> Result:
+    """All that a refused call must not change."""
+    local = [p for group in zero.optim.param_groups for p in group["params"]]
+    groups = [zero.param_groups, zero.optim.param_groups]
+    return clones(
+        {
+            "settings": [
+                [{k: v for k, v in group.items() if k != "params"} for group in of] for of in groups
+            ],
+            "sizes": [[len(group["params"]) for group in of] for of in groups],
+            "state": {i: dict(zero.optim.state.get(p, {})) for i, p in enumerate(local)},
+            "params": [p.detach() for group in zero.param_groups for p in group["params"]],
+        }
+    )
+
+
+def outcome(call: Callable[[], Any]) -> Result:
+    """What it raises, and how long it takes."""
+    start = time.monotonic()
+    result: Result = {"raised": "", "message": ""}
+    try:
+        call()
+    except Exception as error:
+        result = {"raised": type(error).__name__, "message": str(error)}
+    return {**result, "seconds": time.monotonic() - start}
+
+
+def state_dict_of(zero: Any, rank: int, size: int) -> Any:
+    """The consolidated state dict, for every rank."""
+    found = None
+    for to in range(size):
+        zero.consolidate_state_dict(to)
+        if to == rank:
+            found = clones(zero.state_dict())
+    return found
+
+
+def reachable_bytes(root: Any, without: Sequence[Tensor]) -> int:
+    """Bytes of all tensors an object keeps alive, but for some and their gradients."""
+    given = [t for p in without for t in (p, p.grad) if t is not None]
+    known = {t.untyped_storage().data_ptr() for t in given}
+    sizes: dict[int, int] = {}
+    seen: set[int] = set()
+    todo = [root]
+    while todo:
+        item = todo.pop()
+        unowned = isinstance(item, type | types.ModuleType | types.FunctionType)
+        if id(item) in seen or unowned:
+            continue
+        seen.add(id(item))
+        if isinstance(item, Tensor):
+            storage = item.untyped_storage()
+            if storage.data_ptr() not in known:
+                sizes[storage.data_ptr()] = storage.nbytes()
+        else:
+            todo += gc.get_referents(item)
+    return sum(sizes.values())
+
+
+class Traffic(TorchDispatchMode):
+    """Bytes by collective, as this rank takes part in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func).split(".")
+        if name[0] == "c10d":
+            tensors = torch.utils._pytree.tree_leaves(args)
+            self.bytes[name[1]] += sum(t.nbytes for t in tensors if isinstance(t, Tensor))
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,259 @@
+"""Cases of zero_faults_worker.py about who owns what, and on which parameters ranks agree."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed.optim as stock
+from torch import Tensor, nn
+from zero_faults_common import (
+    KINDS,
+    PARTITIONS,
+    Cases,
+    Params,
+    Result,
+    Traffic,
+    clones,
+    difference,
+    named_groups,
+    outcome,
+    parameters,
+    place,
+    plain_over,
+    snapshot,
+    state_dict_of,
+    train,
+    zero_over,
+)
+
+from torchopt_ext.zero import ZeroRedundancyOptimizer
+
+BF16 = torch.bfloat16
+
+
+FREEZABLE = [(400,), (30, 10), (300,), (100,), (100,), (50,)]
+FROZEN = (0, 5)
+
+
+def frozen(**options: Any) -> Result:
+    """Some parameters are frozen, thaw, and freeze again."""
+    _, size = place()
+    params, plain_params = parameters(FREEZABLE), parameters(FREEZABLE)
+    for of in (params, plain_params):
+        for i in FROZEN:
+            of[i].requires_grad_(False)
+    zero, plain = zero_over(params, "AdamW", **options), plain_over(plain_params, "AdamW")
+    loads = [0] * size
+    for param, rank in zero._param_to_rank.items():
+        loads[rank] += param.numel() if param.requires_grad else 0
+    owners = [zero._param_to_rank[p] for p in params]
+    with Traffic() as traffic:
+        train(zero, params, range(2))
+    train(plain, plain_params, range(2))
+    for turn, thawed in ((2, True), (3, False), (4, True)):
+        for of in (params, plain_params):
+            of[0].requires_grad_(thawed)
+        train(zero, params, range(turn, turn + 1))
+        train(plain, plain_params, range(turn, turn + 1))
+    return {
+        "loads": loads,
+        "owners": owners,
+        "owners since": [zero._param_to_rank[p] for p in params],
+        "sent": traffic.bytes.total(),
+        "params": difference(params, plain_params),
+    }
+
+
+PLANS: list[list[list[tuple[int, ...]]]] = [
+    [[(400,), (300,), (300,), (100,), (100,)]],
+    [[(3, 3)] * 9, [(5,), (0,), (7, 2)], [(1,)]],
+    [[(i * 37 % 101,) for i in range(40)], [(i * 53 % 97, 2) for i in range(30)]],
+    [[(2,)]],
+]
+
+
+def torch_plan() -> Result:
+    """Who owns what, of torch's class and of ours with compat="torch"."""
+    found = []
+    for shapes in PLANS:
+        params = [parameters(of) for of in shapes]
+        for of in params:
+            for param in of[::3]:
+                param.requires_grad_(False)
+        groups = [{"params": of} for of in params]
+        plans = []
+        theirs: Any = stock.ZeroRedundancyOptimizer(copy.copy(groups), torch.optim.SGD, lr=0.1)
+        ours = ZeroRedundancyOptimizer(copy.copy(groups), torch.optim.SGD, lr=0.1, compat="torch")
+        index = {p: i for i, p in enumerate(p for of in params for p in of)}
+        for zero in (theirs, ours):
+            plan = [
+                [[index[p] for p in group["params"]] for group in of_rank]
+                for of_rank in zero._partition_parameters()
+            ]
+            plans.append(plan)
+        found.append({"theirs": plans[0], "ours": plans[1]})
+    return {"plans": found}
+
+
+def buckets() -> Result:
+    """Strides and places of parameters that are views of a bucket."""
+    found: Result = {}
+    for dtype in (torch.float32, BF16):
+        params: Params = []
+        plain_params: Params = []
+        for of in (params, plain_params):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Conv2d(3, 5, 3), nn.Conv2d(5, 7, 1), nn.Conv2d(7, 3, 3))
+            of += model.to(dtype).to(memory_format=torch.channels_last).parameters()
+        strides = [p.stride() for p in params]
+        zero = zero_over(params, "FusedAdamW", parameters_as_bucket_view=True)
+        plain = plain_over(plain_params, "FusedAdamW")
+        train(zero, params, range(3))
+        train(plain, plain_params, range(3))
+        found[str(dtype)] = {
+            "strides": [p.stride() for p in params] == strides,
+            "channels last": params[0].is_contiguous(memory_format=torch.channels_last),
+            "storages": len({p.untyped_storage().data_ptr() for p in params}),
+            "misaligned": max(p.data_ptr() % 64 for p in params),
+            "params": difference(params, plain_params),
+        }
+    return found
+
+
+def chosen_owners() -> Result:
+    rank, size = place()
+    params, plain_params = parameters(), parameters()
+    per_rank: list[list[Tensor]] = [[] for _ in range(size)]
+    for i, param in enumerate(params):
+        per_rank[(i // 2) % size].append(param)
+    zero = zero_over(params, "AdamW", params_per_rank=per_rank)
+    plain = plain_over(plain_params, "AdamW")
+    train(zero, params, range(3))
+    train(plain, plain_params, range(3))
+    saved = state_dict_of(zero, rank, size)
+
+    def refuse(given: Any, per_rank: Any) -> Result:
+        return outcome(lambda: zero_over(given, "AdamW", params_per_rank=per_rank))
+
+    stranger = [*per_rank[:-1], [nn.Parameter(torch.ones(3))]]
+    return {
+        "owners": [zero._param_to_rank[p] for p in params],
+        "held": [i for i, p in enumerate(params) if p in zero.state],
+        "params": difference(params, plain_params),
+        "state": difference(saved, clones(plain.state_dict())),
+        "too short": refuse(params, per_rank[:-1]),
+        "stranger": refuse(params, stranger),
+        "twice": refuse(params, [per_rank[0]] * size),
+        "groups": refuse(named_groups(params), per_rank),
+        "balanced": outcome(
+            lambda: zero_over(params, "AdamW", params_per_rank=per_rank, partition="balanced")
+        ),
+    }
+
+
+def other_parameters(how: str, named: bool = True) -> Result:
+    """The last rank has other parameters."""
+    rank, size = place()
+    shapes = [(2, 3), (4,), (5,)]
+    names = ["one", "two", "three"]
+    params = parameters(shapes)
+    if rank == size - 1:
+        if how == "order":
+            params[1], params[2] = params[2], params[1]
+        elif how == "names":
+            names[1], names[2] = names[2], names[1]
+        elif how == "shape":
+            params[1] = nn.Parameter(torch.ones(2, 2))
+        elif how == "dtype":
+            params = [nn.Parameter(p.detach().to(BF16)) for p in params]
+        elif how == "count":
+            del params[2]
+        elif how == "frozen":
+            params[1].requires_grad_(False)
+        elif how == "mixed dtypes":
+            params[1] = nn.Parameter(params[1].detach().to(BF16))
+        elif how == "none":
+            params.clear()
+    given: Any = list(zip(names, params, strict=False)) if named else params
+    result = outcome(lambda: zero_over(given, "AdamW"))
+    return {"rank": rank, **result}
+
+
+def other_group(how: str) -> Result:
+    """The last rank adds another one."""
+    rank, size = place()
+    params: list[Any] = [*parameters([(2, 3), (4,)])]
+    zero = zero_over(parameters([(1,)]), "AdamW")
+    before = snapshot(zero)
+    if rank == size - 1:
+        if how == "shape":
+            params[1] = nn.Parameter(torch.ones(2, 2))
+        elif how == "dtype":
+            params = [nn.Parameter(p.detach().to(BF16)) for p in params]
+        elif how == "known":
+            params[1] = zero._all_params[0]
+        elif how == "count":
+            del params[1]
+    result = outcome(lambda: zero.add_param_group({"params": params}))
+    return {**result, "changed": difference(snapshot(zero), before)}
+
+
+def named_few() -> Result:
+    """Named parameters in groups of which some rank has none."""
+    params, plain_params = parameters(), parameters()
+    zero = zero_over(named_groups(params), "AdamW")
+    plain = plain_over(named_groups(plain_params), "AdamW")
+    train(zero, params, range(2))
+    train(plain, plain_params, range(2))
+    saved = state_dict_of(zero, *place())
+    return {
+        "params": difference(params, plain_params),
+        "state": difference(saved, clones(plain.state_dict())),
+    }
+
+
+def few_parameters(count: int, **options: Any) -> Result:
+    """Fewer than ranks."""
+    rank, size = place()
+    shapes = [(3,), (70, 2)][:count]
+    params, plain_params = parameters(shapes), parameters(shapes)
+    found: Result = {}
+    for kind in KINDS:
+        zero, plain = zero_over(params, kind, **options), plain_over(plain_params, kind)
+        train(zero, params, range(3))
+        train(plain, plain_params, range(3))
+        saved = state_dict_of(zero, rank, size)
+        zero.load_state_dict(saved)
+        train(zero, params, range(3, 5))
+        state = difference(saved, clones(plain.state_dict()))
+        train(plain, plain_params, range(3, 5))
+        found[kind] = {"state": state, "params": difference(params, plain_params)}
+    return found
+
+
+# ---- all of them ---------------------------------------------------------------------------------
+
+ODDITIES = ("order", "names", "shape", "dtype", "count", "frozen", "mixed dtypes", "none")
+
+
+def cases_of_two() -> Cases:
+    found: Cases = {"buckets": buckets, "params_per_rank": chosen_owners}
+    for how in ODDITIES:
+        found[f"other {how}"] = partial(other_parameters, how)
+    found["other shape, unnamed"] = partial(other_parameters, "shape", named=False)
+    for how in ("shape", "count", "dtype", "known"):
+        found[f"added other {how}"] = partial(other_group, how)
+    return found
+
+
+def cases_of_four() -> Cases:
+    found: Cases = {"plan": torch_plan, "params_per_rank": chosen_owners, "named": named_few}
+    for name, options in PARTITIONS.items():
+        for count in (1, 2):
+            found[f"{count} parameters, {name}"] = partial(few_parameters, count, **options)
+        if name != "balanced":
+            found[f"frozen {name}"] = partial(frozen, **options)
+    return found

@@ -1,0 +1,369 @@
+"""Cases of zero_faults_worker.py about steps: overlap, scalers, schedules, copies, Join."""
+
+from __future__ import annotations
+
+import copy
+import math
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.nn.parallel import DistributedDataParallel
+from zero_faults_common import (
+    KINDS,
+    PARTITIONS,
+    Cases,
+    Params,
+    Result,
+    clones,
+    difference,
+    give_gradients,
+    outcome,
+    parameters,
+    plain_over,
+    state_dict_of,
+    train,
+    zero_over,
+)
+
+from torchopt_ext import GradScaler
+from torchopt_ext.zero import (
+    ZeroRedundancyOptimizer,
+    hook_with_zero_step,
+    hook_with_zero_step_interleaved,
+)
+
+BF16 = torch.bfloat16
+STEPS = 7
+IDLE = 2  # backward passes until DDP has its final buckets
+
+
+def small_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 40), nn.Tanh(), nn.Linear(40, 9), nn.Tanh(), nn.Linear(9, 3))
+
+
+def data_of(step: int) -> Tensor:
+    """Other data on every rank."""
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    return torch.randn(6, 5, generator=generator)
+
+
+# ---- overlap with DDP ----------------------------------------------------------------------------
+
+
+def overlap(
+    kind: str,
+    interleaved: bool,
+    shard_buckets: bool,
+    group: Any = None,
+    schedule: bool = False,
+    **defaults: Any,
+) -> Result:
+    """Weights of overlapped steps, and of DDP with the plain optimizer."""
+    group = dist.group.WORLD if group is None else group
+    models = [small_model() for _ in range(2)]
+    ddp, plain_ddp = (
+        DistributedDataParallel(m, process_group=group, bucket_cap_mb=0.0004) for m in models
+    )
+    zero = zero_over(ddp.parameters(), kind, process_group=group, overlap_with_ddp=True, **defaults)
+    early = {"step": outcome(zero.step), "state_dict": outcome(zero.state_dict)}
+    early["consolidate"] = outcome(zero.consolidate_state_dict)
+    early["load"] = outcome(lambda: zero.load_state_dict({"state": {}, "param_groups": []}))
+    seen: set[int] = set()
+
+    def average(state: Any, bucket: Any) -> Any:
+        seen.add(bucket.index())
+        return allreduce_hook(state, bucket)
+
+    wrap = hook_with_zero_step_interleaved if interleaved else hook_with_zero_step
+    ddp.register_comm_hook(group, wrap(average, ddp, zero, shard_buckets=shard_buckets))
+    plain = plain_over(plain_ddp.parameters(), kind, **defaults)
+    optimizers = (zero, plain)
+    schedules = [torch.optim.lr_scheduler.StepLR(o, 2, gamma=0.25) for o in optimizers * schedule]
+    start = clones([p.detach() for p in models[0].parameters()])
+    for step in range(STEPS):
+        for model, optimizer in ((ddp, zero), (plain_ddp, plain)):
+            optimizer.zero_grad()
+            model(data_of(step)).square().mean().backward()
+            if optimizer is zero or step >= IDLE:
+                optimizer.step()
+        for scheduler in schedules:
+            scheduler.step()
+    ours, expected = ([p.detach() for p in m.parameters()] for m in models)
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    saved = state_dict_of(zero, rank, size)["state"]
+    plain_state = plain.state_dict()["state"]
+    return {
+        "early": early,
+        "buckets": len(seen),
+        "moved": any(not torch.equal(a, b) for a, b in zip(ours, start, strict=True)),
+        "params": difference(ours, expected),
+        "distance": max(float((a - b).abs().max()) for a, b in zip(ours, expected, strict=True)),
+        "held": len(zero.state),
+        "indices": list(saved) == list(plain_state),
+        "moments": max(
+            float((saved[i][name].float() - entry[name].float()).abs().max())
+            for i, entry in plain_state.items()
+            for name in entry
+        ),
+    }
+
+
+def overlap_subgroup(interleaved: bool, shard_buckets: bool, kind: str) -> Result:
+    """Among ranks 2 and 3, whose ranks in the group are others."""
+    group = dist.new_group([2, 3])
+    if dist.get_rank() < 2:
+        return {"outside": True}
+    return overlap(kind, interleaved, shard_buckets, group)
+
+
+def hook_over_plain_zero() -> Result:
+    ddp = DistributedDataParallel(small_model())
+    zero = zero_over(ddp.parameters(), "AdamW")
+    return outcome(lambda: hook_with_zero_step(allreduce_hook, ddp, zero))
+
+
+# ---- gradient scalers ----------------------------------------------------------------------------
+
+
+class Counted:
+    """How often the scaler took the path that reads the flag on the host."""
+
+    def __init__(self, scaler: Any) -> None:
+        self.calls, self.original = 0, scaler._maybe_opt_step
+        scaler._maybe_opt_step = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return self.original(*args, **kwargs)
+
+
+def scaled(scaler_class: Any, kind: str, bad: str, unscale: bool = False, **options: Any) -> Result:
+    """Five steps; in the third, gradients of one parameter overflow: on its owner, or on all."""
+    params, plain_params = parameters(), parameters()
+    fused = {"fused": options["fused"]} if "fused" in options else {}
+    zero, plain = zero_over(params, kind, **options), plain_over(plain_params, kind, **fused)
+    scaler = scaler_class("cpu", init_scale=1.0 if bad == "none" else 1024.0, growth_interval=100)
+    counted = Counted(scaler)
+    scaler.scale(torch.ones(1))
+    moved, scales = [], []
+    owner = zero._param_to_rank[params[3]] if "partition" not in options else 0
+    for step in range(5):
+        before = clones([p.detach() for p in params])
+        give_gradients(params, step)
+        for param in params:
+            assert param.grad is not None
+            param.grad *= scaler.get_scale()
+        if step == 2 and (bad == "all" or (bad == "owner" and dist.get_rank() == owner)):
+            assert params[3].grad is not None
+            params[3].grad.view(-1)[0] = math.inf
+        if unscale:
+            scaler.unscale_(zero)
+        scaler.step(zero)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        moved.append(bool(difference([p.detach() for p in params], before)))
+        if step != 2 or bad == "none":
+            give_gradients(plain_params, step)
+            plain.step()
+    left = [name for name in ("grad_scale", "found_inf") if hasattr(zero.optim, name)]
+    return {
+        "moved": moved,
+        "scales": scales,
+        "read on the host": counted.calls,
+        "left": left,
+        "params": difference(params, plain_params),
+    }
+
+
+# ---- copies, replaced weights, rounding ----------------------------------------------------------
+
+
+def copied_pair(kind: str, **options: Any) -> Result:
+    """A model and its optimizer are copied together; the copy trains first."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model, plain_model = small_model(), small_model()
+    zero = zero_over(model.parameters(), kind, **options)
+    plain = plain_over(plain_model.parameters(), kind)
+    train(zero, list(model.parameters()), range(2))
+    train(plain, list(plain_model.parameters()), range(2))
+    before = clones([p.detach() for p in model.parameters()])
+    state_before = state_dict_of(zero, rank, size)
+    twin, twin_zero = copy.deepcopy((model, zero))
+    train(twin_zero, list(twin.parameters()), range(2, 4))
+    untouched = difference([p.detach() for p in model.parameters()], before)
+    state_untouched = difference(state_dict_of(zero, rank, size), state_before)
+    train(zero, list(model.parameters()), range(2, 4))
+    train(plain, list(plain_model.parameters()), range(2, 4))
+    expected = list(plain_model.parameters())
+    return {
+        "untouched": untouched,
+        "state untouched": state_untouched,
+        "original": difference(list(model.parameters()), expected),
+        "copy": difference(list(twin.parameters()), expected),
+        "copy's state": difference(
+            state_dict_of(twin_zero, rank, size), clones(plain.state_dict())
+        ),
+    }
+
+
+def copied_alone(kind: str, **options: Any) -> Result:
+    model, plain_model = small_model(), small_model()
+    params = list(model.parameters())
+    zero = zero_over(params, kind, **options)
+    plain = plain_over(plain_model.parameters(), kind)
+    train(zero, params, range(2))
+    train(plain, list(plain_model.parameters()), range(2))
+    before = clones([p.detach() for p in params])
+    twin = copy.deepcopy(zero)
+    own = [p for group in twin.param_groups for p in group["params"]]
+    shared = len({p.data_ptr() for p in own} & {p.data_ptr() for p in params})
+    train(twin, own, range(2, 4))
+    untouched = difference([p.detach() for p in params], before)
+    train(zero, params, range(2, 4))
+    train(plain, list(plain_model.parameters()), range(2, 4))
+    expected = list(plain_model.parameters())
+    return {
+        "shared": shared,
+        "untouched": untouched,
+        "original": difference(params, expected),
+        "copy": difference(own, expected),
+    }
+
+
+def replaced_weights(kind: str, **options: Any) -> Result:
+    """Weights in other memory than when the optimizer was built."""
+    params, plain_params = parameters(), parameters()
+    zero, plain = zero_over(params, kind, **options), plain_over(plain_params, kind)
+    for turn in range(2):
+        for of in (params, plain_params):
+            generator = torch.Generator().manual_seed(50 + turn)
+            for param in of:
+                param.data = torch.randn(param.shape, generator=generator)
+        train(zero, params, range(2 * turn, 2 * turn + 2))
+        train(plain, plain_params, range(2 * turn, 2 * turn + 2))
+    return {"params": difference(params, plain_params)}
+
+
+def random_rounding(**options: Any) -> Result:
+    params, plain_params, nearest = (parameters(dtype=BF16) for _ in range(3))
+    asked = {"stochastic_rounding": True, "rounding_seed": 7, "lr": 1e-3}
+    zero = zero_over(params, "FusedAdamW", **asked, **options)
+    train(zero, params, range(4))
+    train(plain_over(plain_params, "FusedAdamW", **asked), plain_params, range(4))
+    train(plain_over(nearest, "FusedAdamW", lr=1e-3), nearest, range(4))
+    return {
+        "params": difference(params, plain_params),
+        "differs from nearest": bool(difference(params, nearest)),
+    }
+
+
+# ---- uneven inputs -------------------------------------------------------------------------------
+
+
+class _SetGradients(JoinHook):
+    def __init__(self, gradients: Gradients) -> None:
+        self.gradients = gradients
+
+    def main_hook(self) -> None:
+        self.gradients.set()
+
+
+class Gradients(Joinable):
+    """Gives a rank that is out of data the averaged gradients that the others step with."""
+
+    def __init__(self, params: Params, steps: list[list[Tensor]], group: Any) -> None:
+        super().__init__()
+        self.group = group
+        self.params, self.steps, self.number = params, steps, 0
+
+    def set(self) -> None:
+        for param, gradient in zip(self.params, self.steps[self.number], strict=True):
+            param.grad = gradient.clone()
+        self.number += 1
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        return _SetGradients(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def join_process_group(self) -> Any:
+        return self.group
+
+
+def uneven_inputs(kind: str, **options: Any) -> Result:
+    """Rank 0 runs out of data two steps before the last rank."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    total = 3 + size
+    model, plain_params = small_model(), list(small_model().parameters())
+    params = list(model.parameters())
+    steps: list[list[Tensor]] = []
+    plain = plain_over(plain_params, kind)
+    for step in range(total):
+        give_gradients(plain_params, step)
+        steps.append([clones(p.grad) for p in plain_params])
+        plain.step()
+    zero: ZeroRedundancyOptimizer = zero_over(params, kind, **options)
+    gradients = Gradients(params, steps, zero.process_group)
+    mine = total - (size - 1 - rank)
+    with Join([gradients, zero]):
+        for _ in range(mine):
+            Join.notify_join_context(gradients)
+            gradients.set()
+            zero.step()
+    saved = state_dict_of(zero, rank, size)
+    return {
+        "steps": gradients.number,
+        "mine": mine,
+        "params": difference(params, plain_params),
+        "state": difference(saved, clones(plain.state_dict())),
+    }
+
+
+# ---- all of them ---------------------------------------------------------------------------------
+
+
+def cases_of_two() -> Cases:
+    found: Cases = {"hook over plain zero": hook_over_plain_zero}
+    for kind in KINDS:
+        for name, options in PARTITIONS.items():
+            where = f"{kind}, {name}"
+            found[f"copied pair {where}"] = partial(copied_pair, kind, **options)
+            found[f"copied alone {where}"] = partial(copied_alone, kind, **options)
+            found[f"replaced weights {where}"] = partial(replaced_weights, kind, **options)
+            found[f"uneven {where}"] = partial(uneven_inputs, kind, **options)
+        for interleaved in (False, True):
+            for schedule in (False, True):
+                how = ", interleaved" * interleaved + ", schedule" * schedule
+                case = partial(overlap, kind, interleaved, True, schedule=schedule)
+                found[f"overlap {kind}{how}"] = case
+    for name, options in PARTITIONS.items():
+        found[f"random rounding {name}"] = partial(random_rounding, **options)
+        ours = partial(scaled, GradScaler, "FusedAdamW", **options)
+        found[f"our scaler {name}"] = partial(ours, "owner")
+        found[f"our scaler {name}, unscaled before"] = partial(ours, "owner", unscale=True)
+        found[f"our scaler, all well, {name}"] = partial(ours, "none")
+    for bad in ("none", "all"):
+        theirs = partial(scaled, torch.amp.GradScaler)
+        found[f"stock scaler, FusedAdamW, {bad}"] = partial(theirs, "FusedAdamW", bad)
+        found[f"stock scaler, fused AdamW, {bad}"] = partial(theirs, "AdamW", bad, fused=True)
+    return found
+
+
+def cases_of_four() -> Cases:
+    found: Cases = {}
+    for kind in ("AdamW", "FusedAdamW"):
+        found[f"uneven {kind}"] = partial(uneven_inputs, kind)
+        for interleaved in (False, True):
+            for shard in (False, True):
+                how = f"{kind}{', interleaved' * interleaved}{', shards' * shard}"
+                found[f"subgroup {how}"] = partial(overlap_subgroup, interleaved, shard, kind)
+    return found

@@ -1,0 +1,356 @@
+"""One rank of tests/distributed/test_zero_faults.py; writes what it saw as JSON.
+
+Usage: torchrun ... zero_faults_worker.py FOLDER
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import sys
+import traceback
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.optim as stock
+import zero_faults_partition as partition
+import zero_faults_training as training
+from torch import Tensor
+from zero_faults_common import (
+    KINDS,
+    PARTITIONS,
+    Cases,
+    Params,
+    Result,
+    Traffic,
+    clones,
+    difference,
+    named_groups,
+    outcome,
+    own_group,
+    parameters,
+    place,
+    plain_over,
+    reachable_bytes,
+    snapshot,
+    state_dict_of,
+    train,
+    zero_over,
+)
+
+from torchopt_ext.zero import ZeroRedundancyOptimizer
+
+BF16 = torch.bfloat16
+
+
+# ---- loading -------------------------------------------------------------------------------------
+
+
+def load_leaves_the_dict(kind: str, **options: Any) -> Result:
+    plain_params, params = parameters(), parameters()
+    plain = plain_over(plain_params, kind)
+    train(plain, plain_params, range(2))
+    given = plain.state_dict()
+    before = clones(given)
+    zero = zero_over(params, kind, **options)
+    zero.load_state_dict(given)
+    loaded = difference(given, before)
+    train(zero, params, range(2))
+    return {"loaded": loaded, "stepped": difference(given, before)}
+
+
+def narrower_parameters(kind: str, **options: Any) -> Result:
+    """State of float32 parameters, loaded for bfloat16 ones."""
+    wide, plain_params, params = parameters(), parameters(dtype=BF16), parameters(dtype=BF16)
+    saved = plain_over(wide, kind)
+    train(saved, wide, range(2))
+    plain, zero = plain_over(plain_params, kind), zero_over(params, kind, **options)
+    plain.load_state_dict(saved.state_dict())
+    zero.load_state_dict(saved.state_dict())
+    dtypes = {
+        str(value.dtype)
+        for entry in zero.state.values()
+        for name, value in entry.items()
+        if name != "step"
+    }
+    train(plain, plain_params, range(3))
+    train(zero, params, range(3))
+    return {"dtypes": sorted(dtypes), "params": difference(params, plain_params)}
+
+
+def held_once(kind: str) -> Result:
+    """Bytes of state, beside the parameters and gradients, that the optimizer keeps alive."""
+    shapes = [(128, 64)] * 8
+    plain_params, params = parameters(shapes), parameters(shapes)
+    plain = plain_over(plain_params, kind)
+    train(plain, plain_params, range(1))
+    saved = clones(plain.state_dict())
+    total = sum(t.nbytes for entry in saved["state"].values() for t in entry.values())
+    zero = zero_over(params, kind)
+    found = {"total": total, "empty": reachable_bytes(zero, params)}
+    zero.load_state_dict(saved)
+    del saved
+    found["loaded"] = reachable_bytes(zero, params)
+    found["own"] = sum(t.nbytes for entry in zero.state.values() for t in entry.values())
+    zero.consolidate_state_dict(to=0)
+    found["consolidated"] = reachable_bytes(zero, params)
+    train(zero, params, range(1))
+    found["stepped"] = reachable_bytes(zero, params)
+    return found
+
+
+def damaged(saved: Any, how: str) -> Any:
+    """A state dict that does not fit."""
+    bad = clones(saved)
+    kind, _, number = how.partition(" ")
+    if kind == "shape":
+        entry = bad["state"][int(number)]
+        name = next(name for name in entry if name != "step")
+        entry[name] = torch.ones(2, *entry[name].shape)
+    elif kind == "missing":
+        del bad["state"][int(number)]["step"]
+    elif kind == "sizes":
+        bad["param_groups"][1]["params"].insert(0, bad["param_groups"][0]["params"].pop())
+    elif kind == "fewer":
+        bad["param_groups"].pop()
+    elif kind == "more":
+        bad["param_groups"].append({**bad["param_groups"][1], "params": [99]})
+    return bad
+
+
+def refused(kind: str, how: str, **options: Any) -> Result:
+    plain_params, params = parameters(), parameters()
+    plain = plain_over(named_groups(plain_params), kind)
+    train(plain, plain_params, range(3))
+    saved = plain.state_dict()
+    saved["param_groups"][0]["lr"] = 0.5
+    zero = zero_over(named_groups(params), kind, **options)
+    train(zero, params, range(2))
+    before = snapshot(zero)
+    result = outcome(lambda: zero.load_state_dict(damaged(saved, how)))
+    return {**result, "changed": difference(snapshot(zero), before)}
+
+
+def other_dtype(allow: bool, **options: Any) -> Result:
+    params, plain_params = ([*parameters(), *parameters(dtype=BF16)] for _ in range(2))
+    zero = zero_over(params[:6], "AdamW", allow_mixed_dtypes=allow, **options)
+    plain = plain_over(plain_params[:6], "AdamW")
+    train(zero, params, range(1))
+    train(plain, plain_params, range(1))
+    before = snapshot(zero)
+    result = outcome(lambda: zero.add_param_group({"params": params[6:], "lr": 0.02}))
+    result["changed"] = difference(snapshot(zero), before)
+    if not result["raised"]:
+        plain.add_param_group({"params": plain_params[6:], "lr": 0.02})
+    train(zero, params, range(1, 4))
+    train(plain, plain_params, range(1, 4))
+    return {**result, "params": difference(params, plain_params)}
+
+
+# ---- state dicts ---------------------------------------------------------------------------------
+
+
+def goes_on(optimizer: Any, params: Params, saved: Any, weights: list[Tensor]) -> list[Tensor]:
+    """The weights after three more steps from a state dict."""
+    with torch.no_grad():
+        for param, weight in zip(params, weights, strict=True):
+            param.copy_(weight)
+    optimizer.load_state_dict(clones(saved))
+    train(optimizer, params, range(3, 6))
+    return clones([p.detach() for p in params])
+
+
+def state_dicts(kind: str, named: bool, **options: Any) -> Result:
+    rank, size = place()
+    optimizer_class, defaults = KINDS[kind]
+    params, plain_params, stock_params = (parameters() for _ in range(3))
+    zero = zero_over(named_groups(params, named), kind, **options)
+    plain = plain_over(named_groups(plain_params, named), kind)
+    train(zero, params, range(3))
+    train(plain, plain_params, range(3))
+    weights = clones([p.detach() for p in plain_params])
+
+    found: Result = {"before": outcome(zero.state_dict)}
+    zero.consolidate_state_dict(to=0)
+    found["not the target"] = outcome(zero.state_dict) if rank else {"raised": "", "message": ""}
+    saved = state_dict_of(zero, rank, size)
+    found["difference"] = difference(saved, clones(plain.state_dict()))
+
+    def groups(of: Params) -> Any:
+        return named_groups(of, named)
+
+    into_plain, from_plain = parameters(), parameters()
+    plain_after = goes_on(plain_over(groups(into_plain), kind), into_plain, saved, weights)
+    fresh = zero_over(groups(from_plain), kind, **options)
+    zero_after = goes_on(fresh, from_plain, plain.state_dict(), weights)
+    train(plain, plain_params, range(3, 6))
+    expected = [p.detach() for p in plain_params]
+    found["into plain"] = difference(plain_after, expected)
+    found["from plain"] = difference(zero_after, expected)
+    if not named:
+        theirs = stock.ZeroRedundancyOptimizer(groups(stock_params), optimizer_class, **defaults)
+        found["into torch's"] = difference(goes_on(theirs, stock_params, saved, weights), expected)
+        # torch's own state after its own consolidation, and back into ours
+        theirs_saved = state_dict_of(theirs, rank, size)
+        again, ours = parameters(), parameters()
+        reference = plain_over(groups(again), kind)
+        mine = zero_over(groups(ours), kind, **options)
+        found["from torch's"] = difference(
+            goes_on(mine, ours, theirs_saved, expected),
+            goes_on(reference, again, plain.state_dict(), expected),
+        )
+
+    for to in range(size):
+        zero.consolidate_state_dict(to)
+    train(zero, params, range(3, 4))
+    found["stale"] = outcome(zero.state_dict)
+    zero.consolidate_state_dict(to=0)
+    zero.load_state_dict(saved)
+    found["loaded since"] = outcome(zero.state_dict)
+    found["no such rank"] = outcome(lambda: zero.consolidate_state_dict(to=size))
+    return found
+
+
+def consolidation_traffic(to: int) -> Result:
+    """Bytes by collective, and of the state that has to move to the target."""
+    rank, size = place()
+    params = parameters([(256, 128)] * 8)
+    zero = zero_over(params, "AdamW")
+    train(zero, params, range(1))
+    own = sum(t.nbytes for entry in zero.state.values() for t in entry.values())
+    with Traffic() as traffic:
+        zero.consolidate_state_dict(to)
+    return {"bytes": dict(traffic.bytes), "own": own, "target": rank == to, "size": size}
+
+
+class Peculiar(torch.optim.Optimizer):
+    """Keeps state of many kinds."""
+
+    def __init__(self, params: Any, extra: Any = None) -> None:
+        self.extra = extra
+        super().__init__(params, {"lr": 1.0, "range": (0.5, 2)})
+
+    def step(self, closure: Any = None) -> Any:
+        for param in (p for group in self.param_groups for p in group["params"]):
+            entry = self.state[param]
+            entry["count"] = entry.get("count", 0) + 1
+            entry["pair"] = (entry["count"], [0.5, None, True])
+            entry["limits"] = {0: math.inf, -1: -math.inf, "n": math.nan, (1, 2): 2**70}
+            entry[7] = torch.arange(3) * param.numel()
+            entry["nested"] = {"a": {"b": torch.full((), float("nan"))}, "dtype": BF16}
+            if self.extra is not None:
+                entry["extra"] = self.extra
+
+
+def peculiar_state() -> Result:
+    rank, size = place()
+    params, plain_params = parameters(), parameters()
+    zero, plain = ZeroRedundancyOptimizer(params, Peculiar), Peculiar(plain_params)
+    for _ in range(2):
+        zero.step()
+        plain.step()
+    saved = state_dict_of(zero, rank, size)
+    again, plain_again = ZeroRedundancyOptimizer(parameters(), Peculiar), Peculiar(parameters())
+    again.load_state_dict(saved)
+    plain_again.load_state_dict(clones(saved))
+    return {
+        "difference": difference(saved, plain.state_dict()),
+        "loaded": difference(state_dict_of(again, rank, size), plain_again.state_dict()),
+    }
+
+
+def object_in_state() -> Result:
+    """The last rank's only."""
+    rank, size = place()
+    zero = ZeroRedundancyOptimizer(parameters(), Peculiar)
+    zero.optim.extra = object() if rank == size - 1 else None
+    zero.step()
+    result = outcome(lambda: zero.consolidate_state_dict(to=0))
+    return {**result, "state_dict": outcome(zero.state_dict)}
+
+
+def other_world_size(folder: Path, **options: Any) -> Result:
+    """From four ranks to two and back, through files."""
+    rank, size = place()
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    pair = pairs[rank // 2]
+    file = folder / f"saved{len(options)}.pt"
+    params, plain_params = parameters(), parameters()
+    plain = plain_over(named_groups(plain_params, named=False), "FusedAdamW")
+    train(plain, plain_params, range(6))
+    zero: Any = None
+    for number, group in enumerate((None, pair, None)):
+        groups = named_groups(params, named=False)
+        zero = zero_over(groups, "FusedAdamW", process_group=group, **options)
+        if number:
+            zero.load_state_dict(torch.load(file, weights_only=True))
+            dist.barrier()
+        train(zero, params, range(2 * number, 2 * number + 2))
+        zero.consolidate_state_dict(to=1)
+        if rank == 1:
+            torch.save(zero.state_dict(), file)
+        dist.barrier()
+    state = state_dict_of(zero, rank, size)
+    return {
+        "params": difference(params, plain_params),
+        "state": difference(state, clones(plain.state_dict())),
+    }
+
+
+# ---- all of them ---------------------------------------------------------------------------------
+
+HOWS = ["shape 0", "shape 1", "shape 3", "shape 5", "sizes", "fewer", "more"]
+
+
+def cases_of_two() -> Cases:
+    found: Cases = {"peculiar": peculiar_state, "object": object_in_state}
+    for kind in KINDS:
+        found[f"held once {kind}"] = partial(held_once, kind)
+        for how in HOWS:
+            found[f"refused {kind}, {how}"] = partial(refused, kind, how)
+        for number in range(6 if kind != "SGD" else 0):
+            found[f"refused {kind}, missing {number}"] = partial(refused, kind, f"missing {number}")
+        balanced = PARTITIONS["balanced"]
+        found[f"refused {kind}, balanced"] = partial(refused, kind, "shape 3", **balanced)
+        for name, options in PARTITIONS.items():
+            where = f"{kind}, {name}"
+            for case in (load_leaves_the_dict, narrower_parameters):
+                found[f"{case.__name__} {where}"] = partial(case, kind, **options)
+            found[f"state dict {where}"] = partial(state_dicts, kind, False, **options)
+            found[f"state dict {where}, named"] = partial(state_dicts, kind, True, **options)
+    for name, options in PARTITIONS.items():
+        for allow in (True, False):
+            found[f"other dtype {name}, {allow}"] = partial(other_dtype, allow, **options)
+    return found | partition.cases_of_two() | training.cases_of_two()
+
+
+def cases_of_four(folder: Path) -> Cases:
+    found: Cases = {"peculiar": peculiar_state, "object": object_in_state}
+    for to in range(4):
+        found[f"traffic to {to}"] = partial(consolidation_traffic, to)
+    for name, options in PARTITIONS.items():
+        found[f"other world size {name}"] = partial(other_world_size, folder, **options)
+    return found | partition.cases_of_four() | training.cases_of_four()
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    cases = cases_of_two() if dist.get_world_size() == 2 else cases_of_four(folder)
+    results = {}
+    for name, case in cases.items():
+        with own_group():
+            try:
+                results[name] = case()
+            except Exception:
+                results[name] = {"error": traceback.format_exc(limit=-3)}
+    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

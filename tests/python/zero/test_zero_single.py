@@ -1,0 +1,500 @@
+"""ZeroRedundancyOptimizer on one rank: it behaves as the optimizer it wraps."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import datetime
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.optim.utils import functional_optim_map
+from torch.optim import lr_scheduler
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from torchopt_ext import FusedAdam, FusedAdamW
+from torchopt_ext.zero import ZeroRedundancyOptimizer
+
+SHAPES = [(7, 5), (33,), (4, 3), (64,)]
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "AdamW": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+    "FusedAdamW": (FusedAdamW, {"lr": 0.01, "weight_decay": 0.1}),
+    "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+}
+PARTITIONS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "bucket view": {"parameters_as_bucket_view": True},
+    "balanced": {"partition": "balanced", "bucket_elements": 64},
+}
+
+every_kind = pytest.mark.parametrize("kind", KINDS)
+every_partition = pytest.mark.parametrize("partition", PARTITIONS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _group() -> Iterator[None]:
+    timeout = datetime.timedelta(seconds=20)
+    store = torch._C._distributed_c10d.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timeout)
+    yield
+    dist.destroy_process_group()
+
+
+def parameters(shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+
+
+def give_gradients(params: Sequence[Tensor], step: int) -> None:
+    generator = torch.Generator().manual_seed(1000 + step)
+    for param in params:
+        param.grad = torch.randn(param.shape, generator=generator)
+
+
+def train(optimizer: Any, params: Sequence[Tensor], steps: range) -> None:
+    for step in steps:
+        give_gradients(params, step)
+        optimizer.step()
+
+
+def pair(kind: str, partition: str = "greedy", groups: bool = False, **kwargs: Any) -> Any:
+    """Ours and the plain optimizer over parameters of their own."""
+    optimizer_class, defaults = KINDS[kind]
+    of = [parameters(), parameters()]
+    params: list[Any] = of
+    if groups:
+        params = [[{"params": p[:3], "lr": 0.02}, {"params": p[3:], "lr": 0.03}] for p in of]
+    defaults = {**defaults, **kwargs}
+    zero = ZeroRedundancyOptimizer(
+        params[0], optimizer_class, **{**PARTITIONS[partition], **defaults}
+    )
+    return zero, of[0], optimizer_class(params[1], **defaults), of[1]
+
+
+def state_dict_of(zero: Any) -> Any:
+    zero.consolidate_state_dict()
+    return zero.state_dict()
+
+
+def check_same(found: Any, expected: Any) -> None:
+    """Types, order of keys, dtypes, shapes and bits."""
+    if isinstance(expected, Tensor):
+        assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+        bits = [t.detach().flatten().contiguous().view(torch.uint8) for t in (found, expected)]
+        assert torch.equal(*bits)
+    elif isinstance(expected, Mapping):
+        assert list(found) == list(expected)
+        for key in expected:
+            check_same(found[key], expected[key])
+    elif isinstance(expected, list | tuple):
+        assert type(found) is type(expected) and len(found) == len(expected)
+        for a, b in zip(found, expected, strict=True):
+            check_same(a, b)
+    else:
+        assert type(found) is type(expected) and repr(found) == repr(expected)
+
+
+# ---- what is accepted ----------------------------------------------------------------------------
+
+
+class Unknown(torch.optim.SGD):
+    """Neither known to be elementwise nor functional."""
+
+
+@pytest.mark.parametrize(
+    ("params", "kwargs", "error", "message"),
+    [
+        (torch.ones(3), {}, TypeError, "iterable of Tensors"),
+        (3, {}, TypeError, "iterable"),
+        ([], {}, ValueError, "empty parameter list"),
+        ([torch.ones(2), 1.5], {}, TypeError, "item 1"),
+        ([{"lr": 1.0}], {}, ValueError, "'params' key"),
+        ([torch.ones(2), {"params": [torch.ones(2)]}], {}, TypeError, "not of both"),
+        ([torch.ones(2), torch.ones(2).bfloat16()], {}, ValueError, "bfloat16"),
+        ([torch.eye(2).to_sparse()], {}, ValueError, "dense"),
+        ("good", {"partition": "even"}, ValueError, "'even'"),
+        ("good", {"compat": "jax"}, ValueError, "'jax'"),
+        ("good", {"partition": "balanced", "overlap_with_ddp": True}, ValueError, "overlap"),
+        ("good", {"sharded_gradients": True}, ValueError, "balanced"),
+        ("twice", {}, ValueError, "more than one parameter group"),
+    ],
+)
+def test_arguments_are_checked(
+    params: Any, kwargs: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    if params == "good" or params == "twice":
+        p = parameters()
+        params = [{"params": p}, {"params": p[:1]}] if params == "twice" else p
+    with pytest.raises(error, match=message):
+        ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1, **kwargs)
+
+
+def test_functional_optimizers_are_for_overlap() -> None:
+    functional = functional_optim_map[torch.optim.AdamW]
+    with pytest.raises(ValueError, match="functional optimizer"):
+        ZeroRedundancyOptimizer(parameters(), functional, lr=0.1)
+    with pytest.raises(ValueError, match="Unknown"):
+        ZeroRedundancyOptimizer(parameters(), Unknown, overlap_with_ddp=True, lr=0.1)
+    groups = [{"params": [p]} for p in parameters()]
+    with pytest.raises(ValueError, match="one param group"):
+        ZeroRedundancyOptimizer(groups, torch.optim.AdamW, overlap_with_ddp=True, lr=0.1)
+    for known in (functional, torch.optim.AdamW, FusedAdam, FusedAdamW):
+        zero = ZeroRedundancyOptimizer(parameters(), known, overlap_with_ddp=True, lr=0.1)
+        before = [p.detach().clone() for p in zero.param_groups[0]["params"]]
+        give_gradients(zero.param_groups[0]["params"], 0)
+        assert zero.step() is None
+        check_same([p.detach() for p in zero.param_groups[0]["params"]], before)
+        with pytest.raises(RuntimeError, match="fully initialized"):
+            zero.consolidate_state_dict()
+
+
+def test_balanced_wants_elementwise_optimizers() -> None:
+    with pytest.raises(ValueError, match="elementwise=True"):
+        ZeroRedundancyOptimizer(parameters(), Unknown, partition="balanced", lr=0.1)
+    params, plain_params = parameters(), parameters()
+    zero = ZeroRedundancyOptimizer(params, Unknown, partition="balanced", elementwise=True, lr=0.1)
+    train(zero, params, range(2))
+    train(Unknown(plain_params, lr=0.1), plain_params, range(2))
+    check_same([p.detach() for p in params], [p.detach() for p in plain_params])
+
+
+@every_partition
+@every_kind
+def test_named_parameters(kind: str, partition: str) -> None:
+    optimizer_class, defaults = KINDS[kind]
+    for grouped in (False, True):
+        of = [parameters(), parameters()]
+        given: list[Any] = [[(f"layer.{i}", p) for i, p in enumerate(params)] for params in of]
+        if grouped:
+            given = [[{"params": g[:1], "lr": 0.5}, {"params": iter(g[1:])}] for g in given]
+        zero = ZeroRedundancyOptimizer(
+            given[0], optimizer_class, **PARTITIONS[partition], **defaults
+        )
+        plain = optimizer_class(given[1], **defaults)
+        train(zero, of[0], range(2))
+        train(plain, of[1], range(2))
+        saved = state_dict_of(zero)
+        assert saved["param_groups"][0]["param_names"][0] == "layer.0"
+        check_same(saved, plain.state_dict())
+
+
+def test_pickling_is_refused() -> None:
+    with pytest.raises(TypeError, match="state_dict"):
+        pickle.dumps(pair("AdamW")[0])
+
+
+# ---- hooks ---------------------------------------------------------------------------------------
+
+
+@every_kind
+def test_step_hooks(kind: str) -> None:
+    """Global ones once a step, for the wrapper; its own likewise."""
+    zero, params, _, _ = pair(kind)
+    seen: list[tuple[str, Any]] = []
+
+    def noted(what: str) -> Any:
+        return lambda optimizer, args, kwargs: seen.append((what, optimizer))
+
+    handles = [
+        register_optimizer_step_pre_hook(noted("pre")),
+        register_optimizer_step_post_hook(noted("post")),
+        zero.register_step_pre_hook(noted("own pre")),
+        zero.register_step_post_hook(noted("own post")),
+    ]
+    try:
+        train(zero, params, range(2))
+    finally:
+        for handle in handles:
+            handle.remove()
+    once = ["pre", "own pre", "own post", "post"]
+    assert sorted(what for what, _ in seen[:4]) == sorted(once)
+    assert [what for what, _ in seen[:4]] == [what for what, _ in seen[4:]]
+    assert len(seen) == 8
+    assert all(optimizer is zero for _, optimizer in seen)
+    train(zero, params, range(2, 3))
+    assert len(seen) == 8
+
+
+@every_kind
+def test_global_hooks_survive_a_step_that_raises(kind: str) -> None:
+    zero = pair(kind)[0]
+    seen: list[Any] = []
+    handle = register_optimizer_step_pre_hook(lambda optimizer, *_: seen.append(optimizer))
+
+    def fails() -> float:
+        raise KeyError("no batch")
+
+    try:
+        with pytest.raises(KeyError, match="no batch"):
+            zero.step(fails)
+        other = torch.optim.SGD(parameters(), lr=0.1)
+        other.step()
+    finally:
+        handle.remove()
+    assert seen == [zero, other]
+
+
+@every_kind
+def test_state_dict_hooks(kind: str) -> None:
+    zero, params, _, _ = pair(kind)
+    train(zero, params, range(1))
+    order: list[str] = []
+
+    def post(optimizer: Any, saved: dict[str, Any]) -> dict[str, Any]:
+        assert optimizer is zero and list(saved) == ["state", "param_groups"]
+        order.append("post")
+        return {**saved, "note": 1}
+
+    zero.register_state_dict_pre_hook(lambda optimizer: order.append("pre"))
+    zero.register_state_dict_post_hook(post)
+    saved = state_dict_of(zero)
+    assert order == ["pre", "post"]
+    assert saved["note"] == 1
+
+
+@every_partition
+@every_kind
+def test_load_hooks_may_adapt_the_dict(kind: str, partition: str) -> None:
+    zero, _, plain, plain_params = pair(kind, partition)
+    train(plain, plain_params, range(2))
+    given = plain.state_dict()
+    order: list[str] = []
+
+    def rename(optimizer: Any, saved: dict[str, Any]) -> dict[str, Any]:
+        assert optimizer is zero and saved is not wrapped
+        order.append("pre")
+        return dict(saved["inner"])
+
+    wrapped = {"inner": given}
+    zero.register_load_state_dict_pre_hook(rename)
+    zero.register_load_state_dict_post_hook(lambda optimizer: order.append("post"))
+    zero.load_state_dict(wrapped)
+    assert order == ["pre", "post"]
+    assert list(wrapped) == ["inner"]
+    check_same(state_dict_of(zero), given)
+
+
+# ---- steps ---------------------------------------------------------------------------------------
+
+
+@every_partition
+@every_kind
+def test_closures(kind: str, partition: str) -> None:
+    zero, params, plain, plain_params = pair(kind, partition)
+    for optimizer, of in ((zero, params), (plain, plain_params)):
+
+        def closure(optimizer: Any = optimizer, of: Any = of) -> Tensor:
+            optimizer.zero_grad()
+            assert torch.is_grad_enabled()
+            loss = torch.stack([p.square().sum() for p in of]).sum()
+            torch.autograd.backward(loss)
+            return loss
+
+        losses = [optimizer.step(closure).item() for _ in range(3)]
+        assert losses == sorted(losses, reverse=True)
+        losses += [optimizer.step(closure=closure).item()]
+        if optimizer is zero:
+            expected = losses
+    assert losses == expected
+    check_same([p.detach() for p in params], [p.detach() for p in plain_params])
+
+
+class Verbose(torch.optim.SGD):
+    """Takes arguments in its step, and leaves notes in its groups."""
+
+    def step(self, closure: Any = None, *, calls: Any = None, **kwargs: Any) -> Any:
+        for group in self.param_groups:
+            group["rounds"] = group.get("rounds", 0) + 1
+        if calls is not None:
+            calls.append((len(self.param_groups), kwargs))
+        return super().step(closure)
+
+
+def test_step_arguments_and_new_keys() -> None:
+    params = parameters()
+    zero = ZeroRedundancyOptimizer(
+        [{"params": params[:2]}, {"params": params[2:], "tag": "b"}], Verbose, lr=0.1
+    )
+    calls: list[Any] = []
+    for step in range(2):
+        give_gradients(params, step)
+        assert zero.step(calls=calls, scale=2) is None
+    assert calls == [(2, {"scale": 2})] * 2
+    assert [group["rounds"] for group in zero.param_groups] == [2, 2]
+    assert [group.get("tag") for group in zero.param_groups] == [None, "b"]
+    assert state_dict_of(zero)["param_groups"][1]["rounds"] == 2
+
+
+SCHEDULES: dict[str, Any] = {
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 2, gamma=0.5),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, max_lr=[0.05, 0.1], total_steps=8),
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 5),
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@every_partition
+@every_kind
+def test_schedules(kind: str, partition: str, schedule: str) -> None:
+    """Learning rates, and with OneCycleLR momentum and betas."""
+    zero, params, plain, plain_params = pair(kind, partition, groups=True)
+    for optimizer, of in ((zero, params), (plain, plain_params)):
+        scheduler = SCHEDULES[schedule](optimizer)
+        for step in range(6):
+            give_gradients(of, step)
+            optimizer.step()
+            scheduler.step()
+    check_same([p.detach() for p in params], [p.detach() for p in plain_params])
+    check_same(state_dict_of(zero), plain.state_dict())
+
+
+@pytest.mark.parametrize(("saved_as", "loaded_as"), [(True, True), (True, False), (False, True)])
+@every_partition
+def test_torchs_fused_adamw_resumes(partition: str, saved_as: bool, loaded_as: bool) -> None:
+    """Its steps stay tensors where the local optimizer wants them."""
+    _, _, plain, plain_params = pair("AdamW", fused=saved_as)
+    zero, params, again, again_params = pair("AdamW", partition, fused=loaded_as)
+    train(plain, plain_params, range(2))
+    saved = plain.state_dict()
+    with torch.no_grad():
+        for p, q, r in zip(plain_params, params, again_params, strict=True):
+            q.copy_(p)
+            r.copy_(p)
+    zero.load_state_dict(saved)
+    again.load_state_dict(copy.deepcopy(saved))
+    for theirs, mine in zip(again.state.values(), zero.state.values(), strict=True):
+        kinds = [(s.dtype, s.device, s.shape) for s in (theirs["step"], mine["step"])]
+        assert kinds[0] == kinds[1]
+    train(zero, params, range(2, 5))
+    train(again, again_params, range(2, 5))
+    check_same(state_dict_of(zero), again.state_dict())
+    check_same([p.detach() for p in params], [p.detach() for p in again_params])
+
+
+# ---- damaged state dicts -------------------------------------------------------------------------
+
+
+@every_partition
+@every_kind
+def test_the_state_dict_of_another_model(kind: str, partition: str) -> None:
+    zero, params, _, _ = pair(kind, partition)
+    train(zero, params, range(1))
+    before = copy.deepcopy(state_dict_of(zero))
+    optimizer_class, defaults = KINDS[kind]
+    for shapes in ([(7, 5)], [*SHAPES, (2,)], [(5, 7), (33,), (4, 3), (64,)]):
+        others = parameters(shapes)
+        other = optimizer_class(others, **defaults)
+        train(other, others, range(1))
+        with pytest.raises(ValueError, match="param"):
+            zero.load_state_dict(other.state_dict())
+        check_same(state_dict_of(zero), before)
+
+
+@every_partition
+@pytest.mark.parametrize(("kind", "name"), [("AdamW", "exp_avg"), ("SGD", "momentum_buffer")])
+def test_one_element_does_not_fit_many(kind: str, name: str, partition: str) -> None:
+    """It would be broadcast, or fail in the next step."""
+    zero, _, plain, plain_params = pair(kind, partition)
+    train(plain, plain_params, range(1))
+    saved = plain.state_dict()
+    saved["state"][1][name] = torch.ones(1)
+    with pytest.raises(ValueError, match=rf"{name} of parameter 1"):
+        zero.load_state_dict(saved)
+
+
+JUNK: st.SearchStrategy[Any] = st.sampled_from(
+    [None, 0, -1.5, float("nan"), "text", [], {}, [1], (), True, torch.ones(2), torch.ones(())]
+)
+PATH = st.lists(st.integers(0, 30), min_size=1, max_size=5)
+DAMAGE = st.tuples(PATH, st.sampled_from(["delete", "replace", "double", "reverse"]), JUNK)
+
+
+def damage(root: Any, path: Sequence[int], how: str, junk: Any) -> None:
+    """Walks down by positions and damages the item it arrives at."""
+    value: Any = root
+    for depth, position in enumerate(path):
+        if not isinstance(value, dict | list) or not value:
+            return
+        keys: list[Any] = list(value) if isinstance(value, dict) else list(range(len(value)))
+        key = keys[position % len(keys)]
+        inner: Any = value[key]
+        if depth < len(path) - 1 and isinstance(inner, dict | list) and inner:
+            value = inner
+            continue
+        if how == "delete":
+            del value[key]
+        elif how == "replace":
+            value[key] = junk
+        elif how == "double" and isinstance(value, list):
+            value.append(copy.deepcopy(inner))
+        elif how == "double" and isinstance(value, dict):
+            value[junk if isinstance(junk, int | str) else 99] = copy.deepcopy(inner)
+        elif isinstance(inner, Tensor):
+            value[key] = inner.t() if inner.dim() == 2 else inner.reshape(1, -1)
+        elif isinstance(inner, list):
+            inner.reverse()
+        return
+
+
+def kept(zero: Any) -> Any:
+    settings = [
+        [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        for groups in (zero.param_groups, zero.optim.param_groups)
+    ]
+    params = [p.detach() for group in zero.param_groups for p in group["params"]]
+    return copy.deepcopy([settings, [dict(entry) for entry in zero.state.values()], params])
+
+
+some_damage = given(damages=st.lists(DAMAGE, min_size=1, max_size=3))
+quickly = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+def damaged_pair(kind: str, partition: str, damages: list[Any]) -> tuple[Any, Any]:
+    """A trained optimizer, and a damaged state dict of its plain counterpart."""
+    zero, params, plain, plain_params = pair(kind, partition, groups=True)
+    train(plain, plain_params, range(2))
+    train(zero, params, range(1))
+    bad = copy.deepcopy(plain.state_dict())
+    for path, how, junk in damages:
+        damage(bad, path, how, junk)
+    return zero, bad
+
+
+@every_partition
+@every_kind
+@quickly
+@some_damage
+def test_a_refused_state_dict_changes_nothing(
+    kind: str, partition: str, damages: list[Any]
+) -> None:
+    zero, bad = damaged_pair(kind, partition, damages)
+    before = kept(zero)
+    try:
+        zero.load_state_dict(bad)
+    except Exception:  # of what kind, the next test says
+        check_same(kept(zero), before)
+
+
+@every_partition
+@every_kind
+@quickly
+@some_damage
+def test_damaged_state_dicts_load_or_are_refused(
+    kind: str, partition: str, damages: list[Any]
+) -> None:
+    zero, bad = damaged_pair(kind, partition, damages)
+    with contextlib.suppress(ValueError, TypeError, KeyError):
+        zero.load_state_dict(bad)
