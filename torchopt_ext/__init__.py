@@ -2,7 +2,8 @@
 
 FusedAdam and FusedAdamW stand where torch.optim's do, GradScaler where torch.amp's does,
 ZeroRedundancyOptimizer where torch.distributed.optim's does, the containers where torchtitan's do,
-and ``torchopt_ext.ops`` holds the operators they are made of. docs/numerics.md states what is computed.
+and ``torchopt_ext.ops`` holds the operators they are made of. docs/numerics.md states what is
+computed.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -160,7 +160,7 @@ def test_sending_takes_little_memory(results: Results) -> None:
 def test_a_rank_that_does_not_answer(results: Results, name: str, what: str) -> None:
     target = case(results, name)[0]
     assert target.get("raised") == "RuntimeError", target
-    assert target["message"].startswith(f"{what}: a rank of the group died or is late")
+    assert target["message"].startswith(f"{what}: a rank of the group died, is late")
     assert target["cause"] != "NoneType"
     assert target["seconds"] < QUICK
 

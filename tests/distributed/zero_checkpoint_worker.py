@@ -97,7 +97,7 @@ def sharded(
         params if one_group else groups_of(params),
         optimizer_class,
         partition=partition,
-        bucket_elements=1 << 12,
+        bucket_elements=1 << 22,
         **({"lr": 1e-3} if one_group else {}),
         **arguments,
     )
