@@ -17,7 +17,7 @@ TIER ?= not slow and not gpu
 DIST ?= dist
 JOBS := $(shell nproc)
 
-.PHONY: help install demo test test-all test-cpp test-sanitize test-gpu bench bench-gpu lint format wheel clean FORCE
+.PHONY: help install demo test test-all test-cpp test-sanitize test-gpu bench bench-zero bench-gpu lint format wheel clean FORCE
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -52,6 +52,9 @@ demo: $(VENV)/.installed ## Train a small language model on two ranks
 
 bench: $(VENV)/.installed ## Time the step beside torch's
 	$(PY) benchmarks/run.py --out out/bench
+
+bench-zero: $(VENV)/.installed ## Time ZeroRedundancyOptimizer beside torch's, on 2 and 4 ranks
+	$(PY) benchmarks/zero.py --out out/bench-zero
 
 # ---- checks -------------------------------------------------------------------------------------
 test-cpp: $(VENV)/.installed ## Build and run the C++ tests

@@ -125,7 +125,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("out/bench-zero"))
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--width", type=int, default=512, help="of the GPT-2-like model")
     parser.add_argument("--state-mib", type=int, default=1024, help="state to consolidate")
     options = parser.parse_args()

@@ -5,7 +5,6 @@ Every sample begins after a barrier and ends when the slowest rank is done.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
 import json
@@ -13,7 +12,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -142,22 +141,29 @@ def timed(name: str, shapes: Shapes, rounds: int) -> list[dict[str, Any]]:
     ]
 
 
-@contextlib.contextmanager
-def peak_memory(result: dict[str, int]) -> Iterator[None]:
-    """How far the resident set rises above what it is at the beginning (Linux)."""
+class PeakMemory:
+    """How far the resident set rises above what it was when this was made (Linux)."""
 
-    def field(name: str) -> int:
+    def __init__(self) -> None:
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # memory that was freed is not there to be used again
+        self.before = self._field("VmRSS")
+        self.start()
+
+    def start(self) -> None:
+        """Lets the peak begin anew, from what there is now."""
+        Path("/proc/self/clear_refs").write_text("5")
+
+    def rise(self) -> int:
+        """Bytes from the beginning to the peak."""
+        return self._field("VmHWM") - self.before
+
+    @staticmethod
+    def _field(name: str) -> int:
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith(name):
                 return int(line.split()[1]) * 1024
         raise RuntimeError(f"no {name} in /proc/self/status")
-
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # memory that was freed is not there to be used again
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-    before = field("VmRSS")
-    yield
-    result["peak"] = field("VmHWM") - before
 
 
 def consolidated(elements: int, rounds: int) -> list[dict[str, Any]]:
@@ -170,11 +176,10 @@ def consolidated(elements: int, rounds: int) -> list[dict[str, Any]]:
         subject.run(LOCAL)
         subject.zero.zero_grad()
         samples[name], peaks[name] = [], []
-        for _ in range(rounds):
-            found: dict[str, int] = {}
-            with peak_memory(found):
-                samples[name].append(sample(lambda s=subject: s.zero.consolidate_state_dict(to=0)))  # type: ignore[misc]
-            peaks[name].append(most(found["peak"] if dist.get_rank() else 0))
+        for _ in range(1 if name == TORCH else rounds):  # which takes a minute for a gigabyte
+            above = PeakMemory()
+            samples[name].append(sample(lambda s=subject: s.zero.consolidate_state_dict(to=0)))  # type: ignore[misc]
+            peaks[name].append(most(above.rise() if dist.get_rank() else 0))
             subject.zero._all_state_dicts = []
             if name != TORCH:
                 subject.zero._consolidated = None
@@ -219,6 +224,7 @@ def trained(width: int, depth: int, rounds: int) -> list[dict[str, Any]]:
         model: torch.nn.Module = torch.nn.Sequential(*layers)
         params = list(model.parameters())
         count = sum(p.numel() for p in params)
+        above = PeakMemory()
         settings: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.1}
         zero: Any
         if kind == TORCH:
@@ -246,10 +252,10 @@ def trained(width: int, depth: int, rounds: int) -> list[dict[str, Any]]:
                 clip_grad_norm_(zero._all_params, 1.0)
             zero.step()
 
-        found: dict[str, int] = {}
-        with peak_memory(found):
-            for _ in range(3):  # DDP decides on its buckets in the second
-                step()
+        above.start()
+        for _ in range(3):  # DDP decides on its buckets in the second
+            step()
+        peak = most(above.rise())
         samples, sent = [], []
         for _ in range(rounds):
             dist.barrier()
@@ -263,7 +269,7 @@ def trained(width: int, depth: int, rounds: int) -> list[dict[str, Any]]:
                 "milliseconds": statistics.median(samples),
                 "samples": samples,
                 "sent_bytes_per_parameter": statistics.median(sent) / count / dist.get_world_size(),
-                "peak_bytes_per_parameter": most(found["peak"]) / count,
+                "peak_bytes_per_parameter": peak / count,
             }
         )
         del zero, run, model, params, layers, step
@@ -284,7 +290,7 @@ def main() -> None:
     for name, shapes in sets.items():
         result["rows"] += timed(name, shapes, rounds)
         gc.collect()
-    result["training"] = trained(width * 4, 12, rounds)
+    result["training"] = trained(width * 4, 12, min(rounds, 5))
     result["consolidation"] = consolidated(state_mib << 17, 3)
     if dist.get_rank() == 0:
         out.write_text(json.dumps(result))

@@ -5,6 +5,7 @@
 #include "cpu/kernel_table.h"
 #include "kernels/control.h"
 #include "python/optimizer_plan.h"
+#include "python/param_lists.h"
 #include "step_ops.h"
 
 namespace torchopt_ext {
@@ -78,6 +79,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       "accumulator_normalize",
       [](const at::Tensor& accumulator) { accumulator_normalize(as_accumulator(accumulator)); },
       py::arg("accumulator"), "Carries a CPU accumulator's digits; its value stays.");
+  m.def("requires_grad", requires_grad, py::arg("tensors"),
+        "One byte for each tensor: whether it requires a gradient.");
+  m.def("addresses", addresses, py::arg("tensors"), "Eight bytes for each tensor: its address.");
+  m.def("share_gradients", share_gradients, py::arg("tensors"), py::arg("params"),
+        "Gives each tensor the gradient, or its absence, of the parameter at its position.");
 
   py::class_<OptimizerPlan>(m, "OptimizerPlan")
       .def(py::init(&make_plan), py::arg("param_groups"), py::arg("state"), py::arg("params"),

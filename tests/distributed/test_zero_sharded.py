@@ -66,6 +66,22 @@ def test_gradients_accumulate_over_backward_passes(runs: dict[int, Results], siz
     alone = case(runs[1], "twice: none, averaged")[0]
     assert alone["params"] != case(runs[1], "fp32: none, averaged")[0]["params"]
     same(case(runs[size], "twice: balanced, sharded")[0], alone)
+    same(case(runs[size], "twice: balanced, hook")[0], alone)
+
+
+@pytest.mark.parametrize("size", WORLD_SIZES)
+@pytest.mark.parametrize(
+    "way", ["greedy, averaged", "balanced, averaged", "balanced, hook", "balanced, sharded"]
+)
+def test_gradient_scaler(runs: dict[int, Results], size: int, way: str) -> None:
+    """All ranks' scales back off when one rank overflows; torch's scaler finds nothing to check."""
+    alone = case(runs[1], "scaled: none, averaged")[0]
+    found = case(runs[size], f"scaled: {way}")[0]
+    same(found, alone)
+    assert found["scale"] == alone["scale"] == 32.0
+    if "averaged" not in way:
+        assert "leave unscale_() out" in found["refused"]
+        assert "use torchopt_ext.GradScaler" in found["refused"]
 
 
 @pytest.mark.parametrize("size", WORLD_SIZES)

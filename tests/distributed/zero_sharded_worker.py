@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from torchopt_ext import FusedAdamW
+from torchopt_ext import FusedAdamW, GradScaler
 from torchopt_ext.zero import ZeroRedundancyOptimizer, reduce_scatter_hook
 
 # Long rows that blocks cut, short rows, channels last, scalars, more ranks than rows.
@@ -166,6 +166,42 @@ def frozen_and_unused(partition: str, how: str) -> dict[str, Any]:
     return outcome(model, optimizer, norms)
 
 
+def scaled(partition: str, how: str) -> dict[str, Any]:
+    """Under our gradient scaler, whose scale is a power of two and backs off after the overflow."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model = Model()
+    further = {"sharded_gradients": True} if how == "sharded" else {}
+    optimizer = build(model, "fp32", partition, **further)
+    run: Any = model
+    if how == "hook":
+        run = DDP(model)
+        run.register_comm_hook(None, reduce_scatter_hook(optimizer))
+    scaler = GradScaler("cpu", init_scale=64.0)
+    refused = ""
+    norms = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        grads = mean(model, step, size) if how == "averaged" else gradients(model, step, rank, size)
+        scaler.scale(run(grads)).backward()
+        if how != "averaged":
+            try:
+                scaler.unscale_(optimizer)
+            except RuntimeError as error:
+                refused = str(error)
+        scaler.step(optimizer)
+        scaler.update()
+        norms.append(float(optimizer.control.grad_norm))
+    if how != "averaged":
+        stock = torch.amp.GradScaler("cpu", init_scale=1.0)
+        stock.scale(torch.zeros(()))
+        try:
+            stock.step(optimizer)
+        except RuntimeError as error:
+            refused += str(error)
+    result = outcome(model, optimizer, norms)
+    return result | {"scale": scaler.get_scale(), "refused": refused}
+
+
 def unused_on_one_rank() -> dict[str, Any]:
     """A parameter that only the last rank uses has its gradient, divided by the world size."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -255,6 +291,15 @@ def cases() -> dict[str, Callable[[], dict[str, Any]]]:
         ("balanced", "sharded"),
     ):
         found[f"frozen: {partition}, {how}"] = lambda p=partition, w=how: frozen_and_unused(p, w)
+    found["twice: balanced, hook"] = lambda: train("fp32", "balanced", "hook", passes=2)
+    for partition, how in (
+        ("none", "averaged"),
+        ("greedy", "averaged"),
+        ("balanced", "averaged"),
+        ("balanced", "hook"),
+        ("balanced", "sharded"),
+    ):
+        found[f"scaled: {partition}, {how}"] = lambda p=partition, w=how: scaled(p, w)
     found["unused on one rank"] = unused_on_one_rank
     found["lazily"] = lazily
     found["shares"] = shares

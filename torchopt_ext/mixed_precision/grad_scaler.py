@@ -131,6 +131,20 @@ class GradScaler(torch.amp.GradScaler):
         mine["stage"] = OptState.STEPPED
         return result
 
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Unscales the optimizer's gradients in memory, as torch's.
+
+        Raises:
+            RuntimeError: the optimizer's gradients are not those of its parameters
+                (ZeroRedundancyOptimizer with sharded gradients): its step unscales them.
+        """
+        if self._enabled and getattr(optimizer, "hides_gradients", False):
+            raise RuntimeError(
+                f"the gradients of {type(optimizer).__name__} went to the ranks that own them; "
+                f"leave unscale_() out: step() unscales, checks and clips them"
+            )
+        super().unscale_(optimizer)
+
     @torch.no_grad()
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Backs the scale off after an overflow, or grows it after enough steps without one.

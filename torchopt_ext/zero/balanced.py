@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchopt_ext import ops
+from torchopt_ext import _C, ops
 from torchopt_ext.optim.collective import collective
 from torchopt_ext.optim.storage import Place
 from torchopt_ext.zero.exchange import comm_device
@@ -68,8 +68,10 @@ class BalancedBuckets:
         self.params: list[list[list[Tensor]]] = []  # by group and rank; only this rank's is filled
         self.reducer = Reducer(ranks, hooks=sharded_gradients)
         self._part_of: dict[Tensor, Part] = {}
-        self._whole: list[tuple[Tensor, Tensor]] = []  # parts that are whole, and their parameters
+        self._whole: tuple[list[Tensor], list[Tensor]] = [], []  # whole parts, their parameters
         self._cut: list[Part] = []  # the other parts
+        self._laid: list[Tensor] = []  # all parameters
+        self._places = b""  # and where they are
         self._returning: dict[int, tuple[list[Any], Tensor | None]] = {}  # by bucket
         self.gathers = comm_device(ranks.group).type != "cpu"
         self._lazy = False
@@ -151,6 +153,9 @@ class BalancedBuckets:
 
     def _make_parts(self, bucket: Bucket) -> None:
         """Parts for this rank's elements; a parameter without any is the first rank's."""
+        laid = [param for param, _ in bucket.params]
+        self._laid += laid
+        self._places += _C.addresses(laid)
         lo, hi = bucket.cuts[self.ranks.rank], bucket.cuts[self.ranks.rank + 1]
         for param, start in bucket.params:
             begin, end = max(lo - start, 0), min(hi - start, param.numel())
@@ -166,7 +171,8 @@ class BalancedBuckets:
                 bucket.parts.append(part)
                 self._part_of[tensor] = part
                 if part.is_whole:
-                    self._whole.append((tensor, param))
+                    self._whole[0].append(tensor)
+                    self._whole[1].append(param)
                 else:
                     self._cut.append(part)
 
@@ -204,14 +210,13 @@ class BalancedBuckets:
     def take_gradients(self) -> None:
         """Gives every part its gradient: cut out of the parameter's, or reduced to here."""
         self.finish_returns()
-        for bucket in self.all_buckets:
-            adopt(bucket)
+        if _C.addresses(self._laid) != self._places:
+            for bucket in self.all_buckets:
+                adopt(bucket)
         if self.reducer.active:
             self.reducer.finish()
             return
-        for tensor, param in self._whole:
-            if tensor.grad is not param.grad:
-                tensor.grad = param.grad
+        _C.share_gradients(*self._whole)
         for part in self._cut:
             grad = part.param.grad
             part.tensor.grad = None if grad is None else part.cut(grad)

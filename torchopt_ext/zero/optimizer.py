@@ -377,6 +377,11 @@ class ZeroRedundancyOptimizer(TorchNames, Optimizer, Joinable):
         return bool(getattr(self.optim, "checks_overflow_in_step", False))
 
     @property
+    def hides_gradients(self) -> bool:
+        """Whether gradients go to their owners, so that a scaler cannot unscale them by itself."""
+        return self.parts.hides_gradients
+
+    @property
     def control(self) -> Any:
         """The local FusedAdam's decision, which is that of all ranks."""
         return self.optim.control

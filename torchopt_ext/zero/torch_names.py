@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from torchopt_ext import _C
 from torchopt_ext.zero.balanced import BalancedBuckets
 from torchopt_ext.zero.overlap import BucketAssignment
 from torchopt_ext.zero.whole import WholeTensors
@@ -93,5 +94,6 @@ class TorchNames:
                 if key not in ("params", "param_names"):
                     target[key] = value
 
-    def _get_is_trainable_mask(self) -> list[bool]:
-        return [param.requires_grad for param in self._all_params]
+    def _get_is_trainable_mask(self) -> bytes:
+        """One byte for each parameter."""
+        return _C.requires_grad(self._all_params)

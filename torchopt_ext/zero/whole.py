@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchopt_ext import ops
+from torchopt_ext import _C, ops
 from torchopt_ext.optim.collective import collective
 from torchopt_ext.optim.storage import Place
 from torchopt_ext.zero.part import Part
@@ -49,7 +49,8 @@ class WholeTensors:
         # Parameters that were trainable at some step: a frozen one may still have a gradient that
         # its owner applies, so once returned, always returned.
         self._returned: dict[Tensor, None] = {}
-        self._places: list[tuple[Tensor, int]] = []  # where the parameters of buckets are
+        self._viewed: list[Tensor] = []  # the parameters that are views of buckets
+        self._places = b""  # and where they are
         self._outgoing: list[tuple[list[Tensor], list[list[Tensor]]]] = []
 
     def add_group(
@@ -97,7 +98,7 @@ class WholeTensors:
 
     def take_gradients(self) -> None:
         """Takes weights whose memory was replaced (``p.data = ...``) into their bucket again."""
-        if any(param.data_ptr() != place for param, place in self._places):
+        if _C.addresses(self._viewed) != self._places:
             self.build_buckets()
 
     def zero_grad(self, set_to_none: bool) -> None:
@@ -154,7 +155,7 @@ class WholeTensors:
             self._plan_sends()
             return
         old = {bucket.untyped_storage().data_ptr() for kind in self.buckets for bucket in kind}
-        self.buckets, self._places = [], []
+        self.buckets, self._viewed = [], []
         for (device, dtype), per_rank in self.kinds().items():
             self.buckets.append([])
             for own in per_rank:
@@ -163,7 +164,8 @@ class WholeTensors:
                         param.data = param.data.clone()
                 viewed = [param for param in own if param in self._returned]
                 self.buckets[-1].append(bucket_of(viewed, dtype, device))
-                self._places += [(p, p.data_ptr()) for p in viewed if p.numel()]
+                self._viewed += viewed
+        self._places = _C.addresses(self._viewed)
 
     # ---- returning parameters ---------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = [pytest.mark.timeout(200), pytest.mark.processes]
 
 TIME_LIMIT = 170  # seconds; a run takes about 25 on two free cores
 BLOCK = 4159  # elements by which two ranks' shares of a bucket may differ
