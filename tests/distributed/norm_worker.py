@@ -5,16 +5,13 @@ Usage: torchrun ... norm_worker.py FOLDER
 
 from __future__ import annotations
 
-import datetime
-import json
 import math
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from rank_cases import run_cases
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import (
@@ -176,19 +173,5 @@ CASES: dict[str, Callable[[], Result]] = {
 }
 
 
-def main(folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
-    results = {}
-    for name, case in CASES.items():
-        try:
-            results[name] = case()
-        except Exception as error:
-            results[name] = {"error": f"{type(error).__name__}: {error}"}
-        dist.barrier()
-    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    run_cases(lambda: CASES)

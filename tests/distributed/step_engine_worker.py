@@ -6,19 +6,16 @@ Usage: torchrun ... step_engine_worker.py FOLDER
 from __future__ import annotations
 
 import collections
-import datetime
 import hashlib
-import json
 import math
-import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+from rank_cases import run_cases
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -471,19 +468,5 @@ def cases() -> dict[str, Callable[[], Result]]:
     return found
 
 
-def main(folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
-    results = {}
-    for name, case in cases().items():
-        try:
-            results[name] = case()
-        except Exception as error:
-            results[name] = {"error": f"{type(error).__name__}: {error}"}
-        dist.barrier()
-    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    run_cases(cases)

@@ -8,8 +8,6 @@ A checkpoint goes from world size to world size, so checkpoints are in a folder 
 from __future__ import annotations
 
 import copy
-import datetime
-import json
 import os
 import shutil
 import sys
@@ -20,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from rank_cases import run_cases
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -478,20 +477,6 @@ def cases() -> dict[str, Callable[[], Result]]:
     return found
 
 
-def main(own_folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
-    folder.mkdir(exist_ok=True)
-    results = {}
-    for name, case in cases().items():
-        try:
-            results[name] = case()
-        except Exception as error:
-            results[name] = {"error": f"{type(error).__name__}: {error}"}
-        dist.barrier()
-    (own_folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    folder.mkdir(exist_ok=True)
+    run_cases(cases)

@@ -8,8 +8,6 @@ from __future__ import annotations
 import ctypes
 import datetime
 import gc
-import json
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rank_cases import run_cases
 from torch import Tensor
 
 from torchopt_ext.zero import exchange
@@ -442,19 +441,5 @@ def cases() -> dict[str, Callable[[], Result]]:
     return found
 
 
-def main(folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
-    results = {}
-    for name, case in cases().items():
-        try:
-            results[name] = case()
-        except Exception as error:
-            results[name] = {"error": f"{type(error).__name__}: {error}"}
-        dist.barrier()
-    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    run_cases(cases)

@@ -6,16 +6,13 @@ and way to reduce has to end with the same bits.
 
 from __future__ import annotations
 
-import datetime
 import hashlib
-import json
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from rank_cases import run_cases
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -307,19 +304,5 @@ def cases() -> dict[str, Callable[[], dict[str, Any]]]:
     return found
 
 
-def main(folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
-    results = {}
-    for name, case in cases().items():
-        try:
-            results[name] = case()
-        except Exception as error:
-            results[name] = {"error": f"{type(error).__name__}: {error}"}
-        dist.barrier()
-    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    run_cases(cases)
