@@ -50,4 +50,13 @@ void share_gradients(const py::list& tensors, const py::list& params) {
   }
 }
 
+void clear_gradients(const py::list& tensors) {
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const at::Tensor& tensor = tensor_at(tensors, i);
+    if (tensor.grad().defined()) {
+      tensor.mutable_grad().reset();
+    }
+  }
+}
+
 }  // namespace torchopt_ext

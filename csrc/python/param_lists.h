@@ -15,4 +15,7 @@ pybind11::bytes addresses(const pybind11::list& tensors);
 // Gives each of `tensors` the gradient, or its absence, of the parameter at the same position.
 void share_gradients(const pybind11::list& tensors, const pybind11::list& params);
 
+// Drops the gradient of each tensor.
+void clear_gradients(const pybind11::list& tensors);
+
 }  // namespace torchopt_ext

@@ -220,7 +220,7 @@ def lazily() -> dict[str, Any]:
     optimizer = ZeroRedundancyOptimizer(
         model.parameters(), FusedAdamW, partition="balanced", bucket_elements=64, lr=0.1
     )
-    optimizer.overlap_forward(model)
+    optimizer.overlap_forward(*model)
     for step in range(3):
         optimizer.zero_grad()
         model(torch.full((4, 70), 0.1 * step)).sum().backward()

@@ -18,10 +18,9 @@ from torch import Tensor
 from torchopt_ext import _C, ops
 from torchopt_ext.optim.collective import collective
 from torchopt_ext.optim.storage import Place
-from torchopt_ext.zero.exchange import comm_device
-from torchopt_ext.zero.part import Part, in_memory_order, in_param_order, memory_order
+from torchopt_ext.zero.part import Part, in_param_order, memory_order
 from torchopt_ext.zero.ranks import Ranks
-from torchopt_ext.zero.reducer import Reducer
+from torchopt_ext.zero.reducer import IN_FLIGHT, Reducer
 
 SHORT_ROW = 64
 """Rows of fewer elements are summed element by element (csrc/kernels/block_rule.h)."""
@@ -36,6 +35,7 @@ class Bucket:
         cuts: rank r owns elements [cuts[r], cuts[r + 1]).
         window: the largest rank's number of elements, which every rank sends.
         params: parameters and where they begin.
+        layouts: their shapes and strides.
         parts: this rank's parts of them.
         grad: this rank's elements of the reduced gradient, while sharded_gradients holds them.
         returned: whether parameters were trainable at some step, so that others need them.
@@ -45,6 +45,7 @@ class Bucket:
     cuts: list[int]
     window: int
     params: list[tuple[Tensor, int]]
+    layouts: list[tuple[torch.Size, tuple[int, ...]]]
     parts: list[Part] = field(default_factory=list)
     grad: Tensor | None = None
     returned: bool = False
@@ -59,8 +60,6 @@ class BalancedBuckets:
         sharded_gradients: reduce gradients as backward makes them (reducer.py).
     """
 
-    takes_gradients = True
-
     def __init__(self, ranks: Ranks, bucket_elements: int | None, sharded_gradients: bool) -> None:
         self.ranks = ranks
         self.bucket_elements = bucket_elements
@@ -70,11 +69,13 @@ class BalancedBuckets:
         self._part_of: dict[Tensor, Part] = {}
         self._whole: tuple[list[Tensor], list[Tensor]] = [], []  # whole parts, their parameters
         self._cut: list[Part] = []  # the other parts
+        # What the gradients of cut parts were cut out of: clipping may have changed a copy since.
+        self._sources: dict[Part, tuple[Tensor, int]] = {}
         self._laid: list[Tensor] = []  # all parameters
         self._places = b""  # and where they are
         self._returning: dict[int, tuple[list[Any], Tensor | None]] = {}  # by bucket
-        self.gathers = comm_device(ranks.group).type != "cpu"
-        self._lazy = False
+        self.gathers = False  # parameters on the CPU as well
+        self._lazy: dict[Tensor, None] = {}  # parameters whose modules wait for them
 
     @property
     def hides_gradients(self) -> bool:
@@ -140,7 +141,8 @@ class BalancedBuckets:
                 ]
                 for param, start in laid:
                     param.data = view_in(flat, start, param).copy_(param.detach())
-                self.all_buckets.append(Bucket(flat, list(cuts), window, laid))
+                layouts = [(param.shape, param.stride()) for param, _ in laid]
+                self.all_buckets.append(Bucket(flat, list(cuts), window, laid, layouts))
         parts: dict[Tensor, list[Part]] = {}
         for bucket in self.all_buckets[first:]:
             self._make_parts(bucket)
@@ -149,7 +151,7 @@ class BalancedBuckets:
         own = [part.tensor for param in params for part in parts.get(param, [])]
         self.params.append([own if r == self.ranks.rank else [] for r in range(self.ranks.size)])
         self.reducer.watch(self.all_buckets[first:])
-        self.build_buckets()
+        self._note_trainable()
 
     def _make_parts(self, bucket: Bucket) -> None:
         """Parts for this rank's elements; a parameter without any is the first rank's."""
@@ -176,24 +178,35 @@ class BalancedBuckets:
                 else:
                     self._cut.append(part)
 
+    def ready(self) -> None:
+        """The local optimizer took what add_group made: parameters may get hooks."""
+        self.reducer.install()
+
     def build_buckets(self) -> None:
         """Notes which parameters are trainable now; the buckets stay as they are."""
+        self._note_trainable()
+        self.reducer.hook_trainable()
+
+    def _note_trainable(self) -> None:
         for bucket in self.all_buckets:
             bucket.returned |= any(param.requires_grad for param, _ in bucket.params)
             for part in bucket.parts:
                 part.tensor.requires_grad_(part.param.requires_grad)
-        self.reducer.hook_trainable()
 
     def copied(self, memo: dict[int, Any]) -> "BalancedBuckets":
         """The same for copied parameters (``memo`` is of copy.deepcopy)."""
         self.finish_returns()
-        other = BalancedBuckets(self.ranks, self.bucket_elements, self.reducer.hooks)
+        other = BalancedBuckets(self.ranks, self.bucket_elements, False)
+        other.reducer.hooks = self.reducer.hooks
+        copies: dict[Tensor, Tensor] = {}
         for bucket in self.all_buckets:
             laid = [(copy.deepcopy(param, memo), start) for param, start in bucket.params]
+            copies |= {old: new for (old, _), (new, _) in zip(bucket.params, laid, strict=True)}
             flat = bucket.flat.clone()
             for param, start in laid:
                 param.data = view_in(flat, start, param)
-            twin = Bucket(flat, bucket.cuts, bucket.window, laid, returned=bucket.returned)
+            layouts = list(bucket.layouts)
+            twin = Bucket(flat, bucket.cuts, bucket.window, laid, layouts, returned=bucket.returned)
             other._make_parts(twin)
             other.all_buckets.append(twin)
             for part, new in zip(bucket.parts, twin.parts, strict=True):
@@ -203,6 +216,8 @@ class BalancedBuckets:
             [[memo[id(t)] for t in own] for own in per_rank] for per_rank in self.params
         ]
         other.reducer.watch(other.all_buckets)
+        other.reducer.copy_gradients_of(self.reducer, copies)
+        other.ready()
         return other
 
     # ---- gradients --------------------------------------------------------------------------
@@ -219,13 +234,29 @@ class BalancedBuckets:
         _C.share_gradients(*self._whole)
         for part in self._cut:
             grad = part.param.grad
-            part.tensor.grad = None if grad is None else part.cut(grad)
+            if grad is None:
+                part.tensor.grad = None
+                continue
+            source = (grad, grad._version)
+            known = self._sources.get(part)
+            if known is None or known[0] is not grad or known[1] != grad._version:
+                part.tensor.grad = part.cut(grad)
+                self._sources[part] = source
+
+    def finish_step(self) -> None:
+        """Lets go of gradients that are the parameters', and tells autograd of the new weights."""
+        if self.reducer.active:
+            self.reducer.mark_stepped()
+        else:
+            self._sources.clear()
+            _C.clear_gradients(list(self._part_of))
+        torch.autograd.graph.increment_version(self._laid)
 
     def zero_grad(self, set_to_none: bool) -> None:
         self.reducer.zero_grad(set_to_none)
+        self._sources.clear()
         if set_to_none:
-            for tensor in self._part_of:
-                tensor.grad = None
+            _C.clear_gradients(list(self._part_of))
 
     # ---- returning parameters ---------------------------------------------------------------
 
@@ -236,11 +267,21 @@ class BalancedBuckets:
             return
         with collective("returning the updated parameters"):
             for number, bucket in enumerate(self.all_buckets):
-                if bucket.returned:
-                    start = self._gather if self.gathers else self._broadcast
-                    self._returning[number] = start(bucket)
-        if not self._lazy:
-            self.finish_returns()
+                if not bucket.returned:
+                    continue
+                if not self.gathers and bucket.flat.is_cpu:
+                    self._returning[number] = self._broadcast(bucket)
+                    continue
+                if len(self._returning) >= IN_FLIGHT:  # each holds a bucket's parameters twice
+                    self.finish_returns(list(self._returning)[:1])
+                self._returning[number] = self._gather(bucket)
+        self.finish_returns(
+            [
+                number
+                for number in self._returning
+                if any(p not in self._lazy for p, _ in self.all_buckets[number].params)
+            ]
+        )
 
     def _gather(self, bucket: Bucket) -> tuple[list[Any], Tensor | None]:
         """One all-gather of windows of one size, which are copied to their places after it."""
@@ -285,21 +326,23 @@ class BalancedBuckets:
             ]
             torch._foreach_copy_(targets, sources)
 
-    def overlap_forward(self, module: torch.nn.Module) -> None:
-        """Lets ``step`` return before parameters have arrived: each submodule waits for its own."""
-        self._lazy = True
-        number_of = {
-            param: number
-            for number, bucket in enumerate(self.all_buckets)
-            for param, _ in bucket.params
-        }
-        for child in module.modules():
-            own = [number_of[p] for p in child.parameters(recurse=False) if p in number_of]
-            if own:
-                numbers = tuple(sorted(set(own)))
-                child.register_forward_pre_hook(lambda *_, n=numbers: self.finish_returns(n))
-            hooked: Any = child
-            hooked.register_state_dict_pre_hook(lambda *_: self.finish_returns())
+    def overlap_forward(self, modules: Sequence[torch.nn.Module]) -> None:
+        """Lets ``step`` return before the modules' parameters have arrived: they wait for them."""
+        for module in modules:
+            self._lazy |= dict.fromkeys(module.parameters())
+            hooked: Any = module
+            hooked.register_forward_pre_hook(lambda child, *_: self._wait_for(child))
+            for child in module.modules():
+                hooked = child
+                hooked.register_state_dict_pre_hook(lambda *_: self.finish_returns())
+                hooked.register_load_state_dict_pre_hook(lambda *_: self.finish_returns())
+
+    def _wait_for(self, module: torch.nn.Module) -> None:
+        if self._returning:
+            own = set(module.parameters())
+            self.finish_returns(
+                [n for n in self._returning if any(p in own for p, _ in self.all_buckets[n].params)]
+            )
 
 
 def row_length(param: Tensor) -> int:
@@ -348,15 +391,18 @@ def adopt(bucket: Bucket) -> None:
         RuntimeError: a parameter has become another: shape, dtype or device differ.
     """
     base, size = bucket.flat.data_ptr(), bucket.flat.element_size()
-    for param, start in bucket.params:
-        if param.data_ptr() == base + start * size or not param.numel():
-            continue
-        if param.dtype != bucket.flat.dtype or param.device != bucket.flat.device:
+    for (param, start), (shape, strides) in zip(bucket.params, bucket.layouts, strict=True):
+        if param.shape != shape or param.dtype != bucket.flat.dtype:
             raise RuntimeError(
-                f"a parameter of shape {tuple(param.shape)} is now {param.dtype} on "
-                f"{param.device}; its bucket holds {bucket.flat.dtype} on {bucket.flat.device}. "
-                f"Build the optimizer after changing the model"
+                f"a parameter of shape {tuple(shape)} and {bucket.flat.dtype} is now of shape "
+                f"{tuple(param.shape)} and {param.dtype}: build the optimizer after changing the "
+                f"model"
             )
-        place = bucket.flat[start : start + param.numel()]
-        place.copy_(in_memory_order(param.detach(), param))
-        param.data = view_in(bucket.flat, start, param)
+        if param.device != bucket.flat.device:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(shape)} is now on {param.device}, its optimizer's "
+                f"bucket on {bucket.flat.device}: build the optimizer after moving the model"
+            )
+        if param.numel() and param.data_ptr() != base + start * size:
+            place = bucket.flat.as_strided(shape, strides, start)
+            param.data = place.copy_(param.detach())

@@ -27,11 +27,20 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: tor
 _CONSOLIDATING = "consolidating the optimizer state"
 
 
+_devices: dict[Any, torch.device] = {}
+
+
+def use_device(group: Any, device: torch.device) -> None:
+    """Says which CUDA device this rank's tensors of ``group`` are on, if not the current one."""
+    if device.type == "cuda":
+        _devices[group] = device
+
+
 def comm_device(group: dist.ProcessGroup) -> torch.device:
     """Where tensors have to be that `group` communicates: the CPU if it can, else the GPU."""
     if "cpu:" in dist.get_backend_config(group):
         return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    return _devices.get(group) or torch.device("cuda", torch.cuda.current_device())
 
 
 def all_gather_text(

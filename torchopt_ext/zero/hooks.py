@@ -188,9 +188,10 @@ def reduce_scatter_hook(zero: ZeroRedundancyOptimizer) -> Hook:
     reducer = zero.parts.reducer
     if reducer.hooks:
         raise ValueError("sharded_gradients=True takes gradients by itself: use no hook, or no DDP")
-    reducer.active = True
+    reducer.serve_hook()
 
     def scattering_hook(state: Any, bucket: GradBucket) -> Future:
+        reducer.active = True
         for param, gradient in zip(bucket.parameters(), _gradients(bucket), strict=True):
             reducer.take(param, gradient)
         bucket.buffer().zero_()  # or the next pass would bring what this one has brought

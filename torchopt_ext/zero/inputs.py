@@ -39,7 +39,10 @@ def listed(params: Any) -> tuple[list[Any], list[Tensor]]:
                 )
             inner = group["params"]
             group["params"] = inner if isinstance(inner, Tensor | set) else list(inner)
-        return given, [param for group in given for param in tensors_of(group["params"])]
+        params = [param for group in given for param in tensors_of(group["params"])]
+        if not params:
+            raise ValueError("ZeroRedundancyOptimizer got an empty parameter list")
+        return given, params
     if any(isinstance(item, dict) for item in given):
         raise TypeError("`params` argument should be an iterable of Tensors or dicts, not of both")
     return given, tensors_of(given)

@@ -113,7 +113,7 @@ def alone(zero: ZeroRedundancyOptimizer, kwargs: dict[str, Any]) -> Iterator[Non
     A closure in ``kwargs`` makes the gradients, so they are taken after it.
     """
     closure = kwargs.get("closure")
-    if callable(closure) and zero.parts.takes_gradients:
+    if callable(closure):
         kwargs["closure"] = _with_gradients(zero, closure)
     else:
         zero.parts.take_gradients()
@@ -131,6 +131,7 @@ def alone(zero: ZeroRedundancyOptimizer, kwargs: dict[str, Any]) -> Iterator[Non
     vars(zero.optim).update(given)
     try:
         yield
+        zero.parts.finish_step()
     finally:
         for name in given:
             vars(zero.optim).pop(name, None)

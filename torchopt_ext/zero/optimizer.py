@@ -15,7 +15,7 @@ from torchopt_ext.zero import local_optimizer
 from torchopt_ext.zero import state as zero_state
 from torchopt_ext.zero.balanced import BalancedBuckets
 from torchopt_ext.zero.elementwise import check_elementwise
-from torchopt_ext.zero.exchange import all_or_none, check_same
+from torchopt_ext.zero.exchange import all_or_none, check_same, use_device
 from torchopt_ext.zero.gradients import clip_grad_norm_
 from torchopt_ext.zero.inputs import check_dense, described, listed
 from torchopt_ext.zero.overlap import BucketAssignment, OverlapInfo, OverlapStatus
@@ -98,6 +98,12 @@ class ZeroRedundancyOptimizer(TorchNames, Optimizer, Joinable):
         self._overlap_with_ddp = overlap_with_ddp
         self._steps_by_group_rank = False
         self.parameters_as_bucket_view = parameters_as_bucket_view
+        refused: Exception | None = None
+        try:
+            given, self._all_params = listed(params)
+            use_device(self.ranks.group, self._all_params[0].device)
+        except (TypeError, ValueError) as error:  # told to the other ranks below
+            refused = error
         with all_or_none(self.ranks.group):
             balanced = partition == "balanced"
             if partition not in ("greedy", "balanced"):
@@ -115,7 +121,8 @@ class ZeroRedundancyOptimizer(TorchNames, Optimizer, Joinable):
                 raise ValueError("sharded_gradients=True needs partition='balanced'")
             if balanced:
                 check_elementwise(optimizer_class, elementwise)
-            given, self._all_params = listed(params)
+            if refused is not None:
+                raise refused
             check_dense(self._all_params, allow_mixed_dtypes)
             self._optim_constructor = local_optimizer.constructor_of(
                 optimizer_class, overlap_with_ddp
@@ -141,6 +148,7 @@ class ZeroRedundancyOptimizer(TorchNames, Optimizer, Joinable):
             with all_or_none(self.process_group):
                 self._assign_groups(params_per_rank)
                 local_optimizer.build(self)
+            self.parts.ready()
         elif parameters_as_bucket_view:
             logger.warning(
                 "`parameters_as_bucket_view=True` will be ignored since `overlap_with_ddp=True`; "
@@ -188,6 +196,7 @@ class ZeroRedundancyOptimizer(TorchNames, Optimizer, Joinable):
                 (group,), params = listed([param_group])
                 check_dense(self._all_params + params, self._allow_mixed_dtypes)
                 super().add_param_group(group)
+                self._optim_constructor([dict(self.param_groups[-1])], **self._optim_defaults)
             check_same(described(self.param_groups), "parameters", self.process_group)
         except Exception:
             del self.param_groups[count:]
@@ -197,6 +206,7 @@ class ZeroRedundancyOptimizer(TorchNames, Optimizer, Joinable):
         self.parts.add_group(params)
         local = local_optimizer.local_group(self, self.param_groups[-1], self.parts.mine[-1])
         self.optim.add_param_group(local)
+        self.parts.ready()
         self._consolidated = None
         local_optimizer.set_places(self)
         local_optimizer.sync_groups_from(self)
@@ -237,15 +247,7 @@ class ZeroRedundancyOptimizer(TorchNames, Optimizer, Joinable):
         """Steps this rank's part; ``gradients`` is for DDP hooks (overlap_with_ddp)."""
         Join.notify_join_context(self)
         self._consolidated = None
-        trainable = self._get_is_trainable_mask()
-        if trainable != self._is_trainable_mask:
-            if self._overlap_with_ddp:
-                raise RuntimeError(
-                    "ZeroRedundancyOptimizer with `overlap_with_ddp=True` does not support "
-                    "changing parameter trainability at run time"
-                )
-            self.parts.build_buckets()
-            self._is_trainable_mask = trainable
+        self._notice_trainability()
         self._sync_param_groups(self.param_groups, self.optim.param_groups)
         if gradients is not None:
             assert self._overlap_with_ddp and closure is None, "gradients are for DDP hooks"
@@ -258,6 +260,17 @@ class ZeroRedundancyOptimizer(TorchNames, Optimizer, Joinable):
                 loss = self.optim.step(**kwargs)
         self._sync_param_groups(self.optim.param_groups, self.param_groups)
         return loss
+
+    def _notice_trainability(self) -> None:
+        trainable = self._get_is_trainable_mask()
+        if trainable != self._is_trainable_mask:
+            if self._overlap_with_ddp:
+                raise RuntimeError(
+                    "ZeroRedundancyOptimizer with `overlap_with_ddp=True` does not support "
+                    "changing parameter trainability at run time"
+                )
+            self.parts.build_buckets()
+            self._is_trainable_mask = trainable
 
     # ---- state dicts ------------------------------------------------------------------------
 
@@ -309,12 +322,13 @@ class ZeroRedundancyOptimizer(TorchNames, Optimizer, Joinable):
             ValueError: groups or shapes do not fit; names the parameter. Nothing is changed.
         """
         self._check_overlap_initialized()
-        state_dict = state_dict.copy()
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            hooked = pre_hook(self, state_dict)
-            state_dict = state_dict if hooked is None else hooked
         with all_or_none(self.process_group):
-            zero_state.load(self, state_dict)
+            state_dict = state_dict.copy()
+            for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+                hooked = pre_hook(self, state_dict)
+                state_dict = state_dict if hooked is None else hooked
+            zero_state.check(self, state_dict)
+        zero_state.load(self, state_dict)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -324,7 +338,8 @@ class ZeroRedundancyOptimizer(TorchNames, Optimizer, Joinable):
         if self._overlap_with_ddp:
             raise TypeError("an optimizer that overlaps with a DDP instance cannot be copied")
         for key, value in vars(self).items():
-            if key.startswith("_optimizer_") or key in ("parts", "optim"):
+            patched = callable(getattr(type(self), key, None))  # by a scheduler, say
+            if key.startswith("_optimizer_") or patched or key in ("parts", "optim"):
                 continue  # hooks belong to the original, as with torch's optimizers
             shared = key in ("process_group", "ranks", "_join_config", "_optim_constructor")
             vars(copied)[key] = value if shared else copy.deepcopy(value, memo)
@@ -344,7 +359,13 @@ class ZeroRedundancyOptimizer(TorchNames, Optimizer, Joinable):
     # ---- Join -------------------------------------------------------------------------------
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """For torch.distributed.algorithms.Join: ranks out of data keep stepping their part."""
+        """For torch.distributed.algorithms.Join: ranks out of data keep stepping their part.
+
+        Raises:
+            RuntimeError: ranks out of data could not take part in reducing sharded gradients.
+        """
+        if self.parts.hides_gradients:
+            raise RuntimeError("Join does not go with sharded gradients: let DDP average them")
         return _ZeROJoinHook(self)
 
     @property
@@ -386,18 +407,24 @@ class ZeroRedundancyOptimizer(TorchNames, Optimizer, Joinable):
         """The local FusedAdam's decision, which is that of all ranks."""
         return self.optim.control
 
-    def overlap_forward(self, module: torch.nn.Module) -> None:
-        """Lets ``step`` return before parameters have arrived: each submodule waits for its own.
+    def overlap_forward(self, *modules: torch.nn.Module) -> None:
+        """Lets ``step`` return before the modules' parameters have arrived.
 
-        Outside ``module``'s forward and ``state_dict``, parameters may be out of date until the
-        next :meth:`step` or forward.
+        Each module, say a layer, waits for its parameters when its forward begins; whatever else
+        reads them, but for ``state_dict`` and ``load_state_dict``, is to call
+        :meth:`wait_for_params` first. Parameters of no such module have arrived after ``step``.
 
         Raises:
             ValueError: not with ``partition="balanced"``.
         """
         if not isinstance(self.parts, BalancedBuckets):
             raise ValueError("overlap_forward needs partition='balanced'")
-        self.parts.overlap_forward(module)
+        self.parts.overlap_forward(modules)
+
+    def wait_for_params(self) -> None:
+        """Waits until all parameters are as the last step left them (:meth:`overlap_forward`)."""
+        if isinstance(self.parts, BalancedBuckets):
+            self.parts.finish_returns()
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scales this rank's parts of the gradients to a norm of at most ``max_norm`` over all.
@@ -408,6 +435,7 @@ class ZeroRedundancyOptimizer(TorchNames, Optimizer, Joinable):
         Returns:
             The norm before, float64, 0-dim.
         """
+        self._notice_trainability()
         self.parts.take_gradients()
         mine = [param for own in self.parts.mine for param in own]
         return clip_grad_norm_(mine, max_norm, self.ranks, self._default_device)

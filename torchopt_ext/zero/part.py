@@ -42,6 +42,11 @@ class Part:
 
     def cut(self, whole: Tensor) -> Tensor:
         """This part of a tensor of the parameter's shape, shaped as ``tensor``; mostly a view."""
+        if whole.layout is not torch.strided:
+            raise RuntimeError(
+                f"the gradient of a parameter of shape {tuple(self.param.shape)} has layout "
+                f"{whole.layout}, expected a dense tensor"
+            )
         if self.is_whole:
             return whole
         return whole.permute(self.order).reshape(-1)[self.begin : self.end].view(self.tensor.shape)

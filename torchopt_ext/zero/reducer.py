@@ -1,7 +1,8 @@
 """Gradients reduced to their owners while backward runs: one reduction a bucket."""
 
-import itertools
-from collections.abc import Sequence
+import bisect
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,12 +30,18 @@ class Reduction:
         work, received: the collective under way, and what it fills.
     """
 
-    def __init__(self, bucket: "Bucket") -> None:
+    def __init__(self, bucket: "Bucket", number: int) -> None:
         self.bucket = bucket
+        self.number = number
         self.staging: Tensor | None = None
         self.arrived: set[Tensor] = set()
         self.work: Any = None
         self.received: Tensor | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every trainable parameter's gradient has arrived."""
+        return all(p in self.arrived or not p.requires_grad for p, _ in self.bucket.params)
 
 
 class Reducer:
@@ -42,51 +49,78 @@ class Reducer:
 
     Gradients come from post-accumulate hooks, which free them at once (``hooks``), or from a DDP
     communication hook, in either case in the order of backward. Buckets are reduced in the order
-    last to first, on every rank alike, and all of them in every backward pass.
+    last to first, on every rank alike, and all of them in every backward pass, in a group of their
+    own: reductions of two optimizers would otherwise meet each other's.
 
     Args:
         ranks: among whom.
-        hooks: register hooks on the parameters.
+        hooks: put hooks on the parameters.
     """
 
     def __init__(self, ranks: Ranks, hooks: bool) -> None:
         self.ranks = ranks
         self.hooks = hooks
         self.active = hooks
+        self.group: Any = own_group(ranks) if hooks else None
         self._reductions: list[Reduction] = []
         self._of: dict[Tensor, tuple[Reduction, int]] = {}
         self._under_way: list[Reduction] = []  # oldest first
         self._present: set[Tensor] = set()
+        self._stepped = False  # whether a step has used the gradients that are there
         self._next = -1  # the bucket to reduce next, in this backward pass
-        self._in_backward = False
-        self._hooked: set[Tensor] = set()
+        self._task: int | None = None  # the autograd engine's number of this backward pass
+        self._hooked: dict[Tensor, Any] = {}
         self._thawed: list[Tensor] = []  # whose first gradient came before their hook
+        self._handles: list[Any] = []
+        weakref.finalize(self, remove_all, self._handles)
 
     def watch(self, buckets: Sequence["Bucket"]) -> None:
         """Takes charge of further buckets."""
         for bucket in buckets:
-            reduction = Reduction(bucket)
+            reduction = Reduction(bucket, len(self._reductions))
             self._reductions.append(reduction)
             for param, start in bucket.params:
                 self._of[param] = (reduction, start)
+
+    def install(self) -> None:
+        """Puts hooks on the trainable parameters, before any backward pass."""
         self.hook_trainable()
         self._thawed.clear()
+
+    def serve_hook(self) -> None:
+        """Prepares for gradients from a DDP communication hook, which brings those of unused
+        parameters, too: parameters themselves say which were used."""
+        self.group = own_group(self.ranks)
+        note = weak_method(self, "_note_used")
+        for param in self._of:
+            if param.requires_grad:
+                hooked: Any = param
+                self._handles.append(hooked.register_post_accumulate_grad_hook(note))
+
+    def _note_used(self, param: Tensor) -> None:
+        self._present.add(param)
 
     def hook_trainable(self) -> None:
         """Puts hooks on parameters that have become trainable."""
         if not self.hooks:
             return
+        take = weak_method(self, "_on_gradient")
         for param in self._of:
             if param.requires_grad and param not in self._hooked:
                 hooked: Any = param
-                hooked.register_post_accumulate_grad_hook(self._on_gradient)
-                self._hooked.add(param)
+                self._hooked[param] = hooked.register_post_accumulate_grad_hook(take)
+                self._handles.append(self._hooked[param])
                 self._thawed.append(param)
 
     def _on_gradient(self, param: Tensor) -> None:
         gradient = param.grad
+        if gradient is None:
+            raise RuntimeError(
+                f"another optimizer has taken the gradient of a parameter of shape "
+                f"{tuple(param.shape)}: only one may have sharded_gradients=True for it"
+            )
         param.grad = None
-        assert gradient is not None
+        self._present.add(param)
         self.take(param, gradient)
 
     @torch.no_grad()
@@ -94,8 +128,14 @@ class Reducer:
         """Takes a parameter's gradient of the backward pass under way; it may be freed after this.
 
         Raises:
-            RuntimeError: its shape, dtype or layout is not the parameter's.
+            RuntimeError: its dtype or layout is not the parameter's, the parameter is unknown, or
+                gradients of the last step were not cleared.
         """
+        if param not in self._of:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(param.shape)} has a gradient but is not in the "
+                f"sharded optimizer: give it all of the model's parameters"
+            )
         if gradient.layout is not torch.strided or gradient.dtype != param.dtype:
             raise RuntimeError(
                 f"the gradient of a parameter of shape {tuple(param.shape)} is {gradient.dtype}, "
@@ -104,49 +144,59 @@ class Reducer:
         self._begin()
         reduction, start = self._of[param]
         bucket = reduction.bucket
+        if reduction.number > self._next:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(param.shape)} has a second gradient in one backward "
+                f"pass, after its bucket was reduced"
+            )
         if reduction.staging is None:
             size = self.ranks.size * bucket.window
             reduction.staging = torch.zeros(size, dtype=param.dtype, device=param.device)
         flat = in_memory_order(gradient, param)
-        for rank, (lo, hi) in enumerate(itertools.pairwise(bucket.cuts)):
+        rank = bisect.bisect_right(bucket.cuts, start) - 1
+        while rank < self.ranks.size and bucket.cuts[rank] < start + flat.numel():
+            lo, hi = bucket.cuts[rank], bucket.cuts[rank + 1]
             begin, end = max(lo - start, 0), min(hi - start, flat.numel())
             if begin < end:
                 first = rank * bucket.window + start + begin - lo
                 reduction.staging[first : first + end - begin] += flat[begin:end]
+            rank += 1
         reduction.arrived.add(param)
-        self._present.add(param)
-        self._reduce_complete()
+        while self._next >= 0 and self._reductions[self._next].is_complete:
+            self._start(self._reductions[self._next])
 
     def _begin(self) -> None:
-        if not self._in_backward:
-            self._in_backward = True
-            self._next = len(self._reductions) - 1
+        """Notices the beginning of a backward pass; one inside another is a pass of its own."""
+        task = torch._C._current_graph_task_id()
+        if task == self._task:
+            return
+        self.end_pass()  # one that was interrupted, by another or by an error
+        if self._stepped:
+            raise RuntimeError(
+                "the gradients of the last step are still there: call the optimizer's "
+                "zero_grad() after each step; the model's does not reach them"
+            )
+        self._task = task
+        self._next = len(self._reductions) - 1
+        if task >= 0:
             engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(self._end_of_backward)
+            engine.queue_callback(weak_method(self, "end_pass"))
+
+    def end_pass(self) -> None:
+        """Starts what the backward pass has left, so that all ranks reduce all buckets."""
+        while self._next >= 0:
+            self._start(self._reductions[self._next])
+        self._task = None
 
     def _take_thawed(self) -> None:
         """Reduces the gradients that thawed parameters got before they had hooks."""
-        self._in_backward = True
         self._next = len(self._reductions) - 1
+        self._task = torch._C._current_graph_task_id()
         for param in self._thawed:
             if param.grad is not None:
                 self._on_gradient(param)
         self._thawed.clear()
-        self._end_of_backward()
-
-    def _end_of_backward(self) -> None:
-        while self._next >= 0:
-            self._start(self._reductions[self._next])
-        self._in_backward = False
-
-    def _reduce_complete(self) -> None:
-        while self._next >= 0:
-            reduction = self._reductions[self._next]
-            if any(
-                p.requires_grad and p not in reduction.arrived for p, _ in reduction.bucket.params
-            ):
-                return
-            self._start(reduction)
+        self.end_pass()
 
     def _start(self, reduction: Reduction) -> None:
         """Starts the reduction of the next bucket; frozen buckets have none."""
@@ -162,19 +212,21 @@ class Reducer:
         reduction.staging, reduction.arrived = None, set()
         self._under_way.append(reduction)
         with collective("reducing gradients"):
-            if comm_device(self.ranks.group).type == "cpu":
+            if staging.is_cpu:
                 # gloo reduces-scatters by an all-reduce; this moves what is needed, and no more.
                 reduction.received = torch.empty_like(staging)
                 reduction.work = dist.all_to_all_single(
                     reduction.received.view(torch.uint8),
                     staging.view(torch.uint8),
-                    group=self.ranks.group,
+                    group=self.group,
                     async_op=True,
                 )
             else:
+                if staging.dtype == torch.float16:  # whose sum could overflow; as DDP does
+                    staging.div_(self.ranks.size)
                 reduction.received = staging.new_empty(bucket.window)
                 reduction.work = dist.reduce_scatter_tensor(
-                    reduction.received, staging, group=self.ranks.group, async_op=True
+                    reduction.received, staging, group=self.group, async_op=True
                 )
 
     def _accumulate_all(self) -> None:
@@ -196,17 +248,20 @@ class Reducer:
         total = windows[0].to(wide, copy=True)
         for window in windows[1:]:  # in the order of ranks
             total += window
-        total = total.div_(self.ranks.size).to(received.dtype)
+        if received.is_cpu or received.dtype != torch.float16:
+            total.div_(self.ranks.size)
+        total = total.to(received.dtype)
         bucket.grad = total if bucket.grad is None else bucket.grad.add_(total)
 
     @torch.no_grad()
     def finish(self) -> None:
         """Waits for all reductions and gives parts their gradients; None where no rank had one."""
+        if self._task is not None:
+            self.end_pass()
         if self._thawed:
             self._take_thawed()
         self._accumulate_all()
-        for param in self._anywhere():
-            self._present.add(param)
+        self._present |= self._used_elsewhere()
         for reduction in self._reductions:
             bucket = reduction.bucket
             first = bucket.cuts[self.ranks.rank]
@@ -220,20 +275,39 @@ class Reducer:
                         part.tensor.shape, part.tensor.stride(), run.storage_offset()
                     )
 
-    def _anywhere(self) -> list[Tensor]:
-        """Parameters that had a gradient on some rank since gradients were cleared."""
+    def _used_elsewhere(self) -> set[Tensor]:
+        """Parameters that other ranks used since gradients were cleared, and this one did not."""
         params = list(self._of)
         if self.ranks.size == 1 or not params:
-            return []
+            return set()
         seen = torch.tensor([p in self._present for p in params], dtype=torch.int32)
+        complete = all(p in self._present or not p.requires_grad for p in params)
         seen = seen.to(comm_device(self.ranks.group))
         with collective("agreeing on which parameters have gradients"):
             dist.all_reduce(seen, dist.ReduceOp.MAX, group=self.ranks.group)
-        return [p for p, here in zip(params, seen.tolist(), strict=True) if here]
+        if complete:  # then the answer is known, and nobody waits for the device
+            return set()
+        return {p for p, here in zip(params, seen.tolist(), strict=True) if here}
+
+    def mark_stepped(self) -> None:
+        """Says that a step has used the gradients."""
+        self._stepped = self.active
+
+    def copy_gradients_of(self, other: "Reducer", copies: Mapping[Tensor, Tensor]) -> None:
+        """Takes over what ``other`` has reduced; ``copies`` of its parameters are ours."""
+        other.end_pass()
+        other._accumulate_all()
+        self.active, self.group = other.active, other.group
+        self._present = {copies[param] for param in other._present}
+        for mine, theirs in zip(self._reductions, other._reductions, strict=True):
+            grad = theirs.bucket.grad
+            mine.bucket.grad = None if grad is None else grad.clone()
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Drops the reduced gradients, or sets them to zero."""
+        self.end_pass()
         self._accumulate_all()
+        self._stepped = False
         for reduction in self._reductions:
             if set_to_none:
                 reduction.bucket.grad = None
@@ -241,3 +315,33 @@ class Reducer:
                 reduction.bucket.grad.zero_()
         if set_to_none:
             self._present.clear()
+
+
+def own_group(ranks: Ranks) -> Any:
+    """A process group of the same ranks, back end and timeout."""
+    if ranks.size == 1:
+        return ranks.group
+    options = getattr(ranks.group._get_backend(comm_device(ranks.group)), "options", None)
+    return dist.new_group(
+        [ranks.global_rank(rank) for rank in range(ranks.size)],
+        timeout=getattr(options, "_timeout", None),
+        backend=dist.get_backend_config(ranks.group),
+        use_local_synchronization=True,
+    )
+
+
+def weak_method(owner: Any, name: str) -> Callable[..., None]:
+    """A method that keeps its owner from nothing: hooks and callbacks may outlive it."""
+    reference = weakref.ref(owner)
+
+    def call(*arguments: Any) -> None:
+        alive = reference()
+        if alive is not None:
+            getattr(alive, name)(*arguments)
+
+    return call
+
+
+def remove_all(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()

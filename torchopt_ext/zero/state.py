@@ -12,7 +12,7 @@ from torchopt_ext.optim import saved
 from torchopt_ext.optim.base import FusedAdamBase
 from torchopt_ext.zero import local_optimizer
 from torchopt_ext.zero.elementwise import ELEMENTWISE, is_elementwise
-from torchopt_ext.zero.exchange import Entry, gather_entries
+from torchopt_ext.zero.exchange import Entry, all_or_none, gather_entries
 from torchopt_ext.zero.part import Part
 
 if TYPE_CHECKING:
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 def local_state_dict(zero: ZeroRedundancyOptimizer) -> dict[str, Any]:
     """The local optimizer's state dict; functional optimizers only have their state."""
+    mine = {param for own in zero.parts.mine for param in own}
+    for key in [k for k in zero.optim.state if isinstance(k, Tensor) and k not in mine]:
+        if not zero.optim.state[key]:  # looking up another rank's parameter has made it
+            del zero.optim.state[key]
     if hasattr(zero.optim, "state_dict"):
         return dict(zero.optim.state_dict())
     number = {param: i for i, param in enumerate(p for own in zero.parts.mine for p in own)}
@@ -34,7 +38,8 @@ def local_parts(zero: ZeroRedundancyOptimizer) -> list[Part]:
 
 def consolidated(zero: ZeroRedundancyOptimizer, to: int) -> dict[str, Any] | None:
     """State and further top-level entries on rank ``to``; None elsewhere."""
-    local = local_state_dict(zero)
+    with all_or_none(zero.process_group):
+        local = local_state_dict(zero)
     parts = local_parts(zero)
     entries = []
     index_of = zero._param_to_index
@@ -116,8 +121,7 @@ def check(zero: ZeroRedundancyOptimizer, state_dict: Mapping[str, Any]) -> None:
 
 
 def load(zero: ZeroRedundancyOptimizer, state_dict: Mapping[str, Any]) -> None:
-    """Hands this rank's part of an unsharded state dict to the local optimizer."""
-    check(zero, state_dict)
+    """Hands this rank's part of a checked, unsharded state dict to the local optimizer."""
     groups = state_dict["param_groups"]
     ids = [index for group in groups for index in group["params"]]
     id_of = dict(zip(zero._index_to_param, ids, strict=True))
@@ -149,24 +153,25 @@ def load_local(
         local["params"] = list(range(first, first + len(own)))
         first += len(own)
         local_groups.append(local)
-    if hasattr(zero.optim, "load_state_dict"):
-        if not isinstance(zero.optim, FusedAdamBase):  # which copies by itself
-            state = {number: own_memory(entry) for number, entry in state.items()}
-        before = zero.optim.state, [dict(group) for group in zero.optim.param_groups]
-        try:
-            zero.optim.load_state_dict(
-                {"state": dict(state), "param_groups": local_groups, **extra}
-            )
-        except Exception:  # torch's classes may raise after they have taken part of it
-            zero.optim.state, zero.optim.param_groups = before
-            raise
-    else:
-        (params,) = zero.parts.mine
-        zero.optim.state.clear()
-        for number, entry in state.items():
-            param = params[number]
-            zero.optim.state[param] = {name: fitted(param, name, v) for name, v in entry.items()}
-        zero._sync_param_groups(local_groups, zero.optim.param_groups)
+    before = zero.optim.state, [dict(group) for group in zero.optim.param_groups]
+    try:
+        with all_or_none(zero.process_group):
+            if hasattr(zero.optim, "load_state_dict"):
+                if not isinstance(zero.optim, FusedAdamBase):  # which copies by itself
+                    state = {number: own_memory(entry) for number, entry in state.items()}
+                zero.optim.load_state_dict(
+                    {"state": dict(state), "param_groups": local_groups, **extra}
+                )
+            else:
+                (params,) = zero.parts.mine
+                zero.optim.state = {
+                    params[number]: {k: fitted(params[number], k, v) for k, v in entry.items()}
+                    for number, entry in state.items()
+                }
+                zero._sync_param_groups(local_groups, zero.optim.param_groups)
+    except Exception:  # torch's classes may raise after they have taken part of it
+        zero.optim.state, zero.optim.param_groups = before
+        raise
     zero._consolidated = None
     local_optimizer.set_places(zero)
     local_optimizer.sync_groups_from(zero)

@@ -76,6 +76,19 @@ class TorchNames:
         return [param for group in self.param_groups for param in group["params"]]
 
     @property
+    def _device_to_params_per_rank(self) -> dict[Any, list[list[Tensor]]]:
+        assert isinstance(self.parts, WholeTensors), "parameters have no single owner"
+        found: dict[Any, list[list[Tensor]]] = {}
+        for (device, _), per_rank in self.parts.kinds().items():
+            known = found.setdefault(device, [[] for _ in per_rank])
+            for own, more in zip(known, per_rank, strict=True):
+                own += more
+        return found
+
+    def _sync_params(self) -> None:
+        self.parts.return_params()
+
+    @property
     def _buckets(self) -> list[list[Tensor]]:
         return self.parts.buckets
 

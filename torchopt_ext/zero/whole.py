@@ -92,9 +92,14 @@ class WholeTensors:
         """This rank's parameters, group by group."""
         return [group[self.ranks.rank] for group in self.params]
 
-    # Gradients are the parameters' own: nothing to take or to clear.
-    takes_gradients = False
+    # Gradients are the parameters' own.
     hides_gradients = False
+
+    def ready(self) -> None:
+        """There is nothing to do once there is a local optimizer."""
+
+    def finish_step(self) -> None:
+        """There is nothing to do after the local step."""
 
     def take_gradients(self) -> None:
         """Takes weights whose memory was replaced (``p.data = ...``) into their bucket again."""
