@@ -1,0 +1,87 @@
+"""What a script may do around a sharded optimizer's steps: right results or clear errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.timeout(150)
+
+Results = list[dict[str, dict[str, Any]]]  # by rank and case
+
+ROUNDING = 1e-5  # averages of equal gradients, and other orders of summing
+
+
+@pytest.fixture(scope="module")
+def results(run_two_ranks: Callable[[str], Results]) -> Results:
+    return run_two_ranks("zero_misuse_worker.py")
+
+
+def case(results: Results, name: str) -> dict[str, Any]:
+    """The case's result, which both ranks must agree on but for what is local."""
+    for rank in results:
+        assert "error" not in rank[name], rank[name]["error"]
+    first, second = ({k: v for k, v in r[name].items() if k != "local"} for r in results)
+    assert first == second
+    return results[0][name]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "failed_backward",
+        "reentrant_and_tied",
+        "two_optimizers",
+        "other_layout",
+        "closure_replaces_memory",
+        "clipped_copies",
+    ],
+)
+def test_ends_where_the_plain_optimizer_ends(results: Results, name: str) -> None:
+    assert case(results, name)["off"] <= ROUNDING
+
+
+def test_another_shape_is_refused(results: Results) -> None:
+    assert "is now of shape (131, 8, 3, 3)" in case(results, "other_layout")["raised"]
+
+
+def test_gradients_of_the_last_step_are_not_added_to(results: Results) -> None:
+    assert "call the optimizer's zero_grad()" in case(results, "without_zero_grad")["raised"]
+
+
+def test_a_copy_with_a_scheduler_steps_itself(results: Results) -> None:
+    found = case(results, "copied_with_scheduler")
+    assert found["original_moved"] == 0.0
+    assert found["copy_moved"]
+    assert found["off"] == 0.0
+
+
+def test_reading_foreign_state_changes_nothing(results: Results) -> None:
+    assert case(results, "foreign_state")["entries"] == 8
+
+
+def test_a_refused_optimizer_leaves_no_hooks(results: Results) -> None:
+    found = case(results, "second_optimizer")
+    assert "learning rate" in found["refused"]
+    assert found["kept"]
+    assert "another optimizer has taken the gradient" in found["twice"]
+
+
+def test_a_load_refused_on_one_rank_changes_none(results: Results) -> None:
+    found = case(results, "load_refused_on_one_rank")
+    for rank in results:
+        assert "exp_avg" in rank["load_refused_on_one_rank"]["local"]["raised"]
+    assert (found["lr"], found["entries"]) == (0.1, 0)
+
+
+def test_a_group_that_the_local_optimizer_refuses(results: Results) -> None:
+    found = case(results, "group_refused")
+    assert "remainder" in found["raised"]
+    assert found["groups"] == [1, 1]
+
+
+def test_two_buckets_of_parameters_are_under_way_at_most(results: Results) -> None:
+    found = case(results, "gathers_two_buckets")
+    assert found["buckets"] > found["most"] == 2

@@ -1,0 +1,306 @@
+"""Cases of test_zero_misuse.py: what a script may do around a sharded optimizer's steps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rank_cases import run_cases
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from torchopt_ext import FusedAdamW
+from torchopt_ext.zero import ZeroRedundancyOptimizer
+
+SGD = {"lr": 0.5, "momentum": 0.9}
+
+
+def layers(count: int = 4) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(70, 70) for _ in range(count)))
+
+
+def sharded(params: Any, **kwargs: Any) -> Any:
+    return ZeroRedundancyOptimizer(
+        params,
+        torch.optim.SGD,
+        partition="balanced",
+        sharded_gradients=True,
+        bucket_elements=64,
+        **{**SGD, **kwargs},
+    )
+
+
+def furthest(one: nn.Module, other: nn.Module) -> float:
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return max(float((a - b).abs().max()) for a, b in pairs)
+
+
+def raised(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise MemoryError("as if memory were short")
+
+
+def against_plain(steps: Callable[[nn.Sequential, Any], None]) -> dict[str, Any]:
+    """How far sharded training ends from plain training, all ranks with the same data."""
+    model, twin = layers(), layers()
+    steps(model, sharded(model.parameters()))
+    steps(twin, torch.optim.SGD(twin.parameters(), **SGD))
+    return {"off": furthest(model, twin)}
+
+
+def failed_backward() -> dict[str, Any]:
+    def steps(model: nn.Sequential, optimizer: Any) -> None:
+        data = torch.ones(2, 70)
+        raised(lambda: model[2:](Failing.apply(model[:2](data))).sum().backward())
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(data).square().mean().backward()
+            optimizer.step()
+
+    return against_plain(steps)
+
+
+def reentrant_and_tied() -> dict[str, Any]:
+    def steps(model: nn.Sequential, optimizer: Any) -> None:
+        for _ in range(2):
+            optimizer.zero_grad()
+            x = torch.ones(2, 70, requires_grad=True)
+            for _ in range(2):  # the same layers twice, in segments of their own
+                x = checkpoint(model[:2], x, use_reentrant=True)
+            model[2:](x).square().mean().backward()
+            optimizer.step()
+
+    return against_plain(steps)
+
+
+def two_optimizers() -> dict[str, Any]:
+    """One backward pass through two models; one rank leaves out a layer of the first."""
+    models = [layers(), layers()]
+    optimizers = [sharded(model.parameters()) for model in models]
+    data = torch.ones(2, 70)
+    first = models[0] if dist.get_rank() == 0 else models[0][:-1]
+    (first(data).sum() + models[1](data).sum()).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    twin = layers()
+    plain = torch.optim.SGD(twin.parameters(), **SGD)
+    twin(data).sum().backward()
+    plain.step()
+    return {"off": furthest(models[1], twin)}
+
+
+def without_zero_grad() -> dict[str, Any]:
+    model = layers()
+    optimizer = sharded(model.parameters())
+    data = torch.ones(2, 70)
+    model(data).sum().backward()
+    optimizer.step()
+    model.zero_grad()
+    found = raised(lambda: model(data).sum().backward())
+    optimizer.zero_grad()
+    model(data).sum().backward()
+    optimizer.step()
+    return {"raised": found}
+
+
+def other_layout() -> dict[str, Any]:
+    """Memory replaced by another order of dimensions, and by another shape."""
+    found: dict[str, Any] = {}
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(8, 130, 3), nn.Conv2d(130, 8, 3))
+    twin = copy.deepcopy(model)
+    zero = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.AdamW, partition="balanced", lr=0.1
+    )
+    plain = torch.optim.AdamW(twin.parameters(), lr=0.1)
+    for step in range(3):
+        for net, optimizer in ((model, zero), (twin, plain)):
+            if step == 1:
+                net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            optimizer.zero_grad()
+            net(torch.ones(1, 8, 9, 9)).sum().backward()
+            optimizer.step()
+    found["off"] = furthest(model, twin)
+    weight = model[0].weight
+    weight.data = torch.zeros(131, 8, 3, 3)
+    weight.grad = torch.ones(131, 8, 3, 3)
+    found["raised"] = raised(zero.step)
+    return found
+
+
+def copied_with_scheduler() -> dict[str, Any]:
+    model = layers()
+    zero = sharded(model.parameters())
+    torch.optim.lr_scheduler.StepLR(zero, 1)
+    data = torch.ones(2, 70)
+    model(data).sum().backward()
+    twin, second = copy.deepcopy((model, zero))
+    second.step()
+    moved = furthest(model, layers()), furthest(twin, layers()) > 0
+    zero.step()
+    return {"original_moved": moved[0], "copy_moved": moved[1], "off": furthest(model, twin)}
+
+
+def closure_replaces_memory() -> dict[str, Any]:
+    model = layers()
+    zero = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.SGD, parameters_as_bucket_view=True, **SGD
+    )
+
+    def closure() -> Tensor:
+        for param in model.parameters():
+            param.data = param.data.clone()
+        zero.zero_grad()
+        loss = model(torch.ones(2, 70)).sum()
+        loss.backward()
+        return loss
+
+    zero.step(closure)
+    twin = layers()
+    plain = torch.optim.SGD(twin.parameters(), **SGD)
+    twin(torch.ones(2, 70)).sum().backward()
+    plain.step()
+    return {"off": furthest(model, twin)}
+
+
+def clipped_copies() -> dict[str, Any]:
+    """Gradients in another order of dimensions are cut by copying; clipping must reach the step."""
+    torch.manual_seed(0)
+    weight = torch.randn(10, 80, 3, 3).contiguous(memory_format=torch.channels_last)
+    found = []
+    for plain in (False, True):
+        param = nn.Parameter(weight.clone(memory_format=torch.preserve_format))
+        if plain:
+            optimizer: Any = torch.optim.SGD([param], lr=0.5)
+        else:
+            optimizer = ZeroRedundancyOptimizer(
+                [param], torch.optim.SGD, partition="balanced", lr=0.5
+            )
+        param.grad = torch.arange(7200.0).view(10, 80, 3, 3)
+        if plain:
+            nn.utils.clip_grad_norm_([param], 1.0)
+        else:
+            optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        found.append(param.detach())
+    return {"off": float((found[0] - found[1]).abs().max())}
+
+
+def foreign_state() -> dict[str, Any]:
+    """Reading the state of other ranks' parameters changes nothing."""
+    model = layers()
+    zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, **SGD)
+    model(torch.ones(2, 70)).sum().backward()
+    zero.step()
+    if dist.get_rank() == 0:
+        for param in model.parameters():
+            _ = zero.state[param]
+    zero.consolidate_state_dict(to=0)
+    count = len(zero.state_dict()["state"]) if dist.get_rank() == 0 else 8
+    return {"entries": count}
+
+
+def second_optimizer() -> dict[str, Any]:
+    """A refused optimizer leaves no hooks; a second one says what is wrong, or works."""
+    model = layers()
+    found = raised(lambda: sharded(model.parameters(), lr=-1.0))
+    data = torch.ones(2, 70)
+    model(data).sum().backward()
+    kept = all(p.grad is not None for p in model.parameters())
+    model.zero_grad()
+    first = sharded(model.parameters())
+    second = sharded(model.parameters())
+    twice = raised(lambda: model(data).sum().backward())
+    del first, second
+    model.zero_grad()
+    return {"refused": found, "kept": kept, "twice": twice}
+
+
+def load_refused_on_one_rank() -> dict[str, Any]:
+    model = layers()
+    zero = ZeroRedundancyOptimizer(model.parameters(), FusedAdamW, lr=0.1)
+    plain = torch.optim.AdamW(model.parameters(), lr=0.5)
+    model(torch.ones(2, 70)).sum().backward()
+    plain.step()
+    state = plain.state_dict()
+    if dist.get_rank() == 1:
+        state["state"][0] = {"step": torch.tensor(1.0)}
+    found = raised(lambda: zero.load_state_dict(state))
+    return {
+        "local": {"raised": found},
+        "lr": zero.param_groups[0]["lr"],
+        "entries": len(zero.optim.state),
+    }
+
+
+def group_refused() -> dict[str, Any]:
+    """What the local optimizer refuses leaves all ranks as they were."""
+    params = [nn.Parameter(torch.ones(70, dtype=torch.bfloat16)) for _ in range(4)]
+    zero = ZeroRedundancyOptimizer(
+        params, FusedAdamW, allow_mixed_dtypes=True, master_weights="remainder"
+    )
+    half = nn.Parameter(torch.ones(70, dtype=torch.float16))
+    found = raised(lambda: zero.add_param_group({"params": [half]}))
+    for param in params:
+        param.grad = torch.ones_like(param)
+    zero.step()
+    return {"raised": found, "groups": [len(zero.param_groups), len(zero.optim.param_groups)]}
+
+
+def gathers_two_buckets() -> dict[str, Any]:
+    """The most buckets whose parameters are under way at a time, as on NCCL."""
+    model = layers(6)
+    zero = sharded(model.parameters())
+    zero.parts.gathers = True
+    most = 0
+    gather = zero.parts._gather
+
+    def counted(bucket: Any) -> Any:
+        nonlocal most
+        most = max(most, len(zero.parts._returning) + 1)
+        return gather(bucket)
+
+    zero.parts._gather = counted
+    model(torch.ones(2, 70)).sum().backward()
+    zero.step()
+    return {"most": most, "buckets": len(zero.parts.all_buckets)}
+
+
+CASES: dict[str, Callable[[], dict[str, Any]]] = {
+    case.__name__: case
+    for case in (
+        failed_backward,
+        reentrant_and_tied,
+        two_optimizers,
+        without_zero_grad,
+        other_layout,
+        copied_with_scheduler,
+        closure_replaces_memory,
+        clipped_copies,
+        foreign_state,
+        second_optimizer,
+        load_refused_on_one_rank,
+        group_refused,
+        gathers_two_buckets,
+    )
+}
+
+if __name__ == "__main__":
+    run_cases(lambda: CASES)
