@@ -84,6 +84,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("addresses", addresses, py::arg("tensors"), "Eight bytes for each tensor: its address.");
   m.def("share_gradients", share_gradients, py::arg("tensors"), py::arg("params"),
         "Gives each tensor the gradient, or its absence, of the parameter at its position.");
+  m.def("increment_versions", increment_versions, py::arg("tensors"),
+        "Lets autograd notice that each tensor was written to.");
   m.def("clear_gradients", clear_gradients, py::arg("tensors"),
         "Drops the gradient of each tensor.");
 

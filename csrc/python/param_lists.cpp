@@ -1,6 +1,7 @@
 #include "python/param_lists.h"
 
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <string>
 
@@ -56,6 +57,12 @@ void clear_gradients(const py::list& tensors) {
     if (tensor.grad().defined()) {
       tensor.mutable_grad().reset();
     }
+  }
+}
+
+void increment_versions(const py::list& tensors) {
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    torch::autograd::impl::bump_version(tensor_at(tensors, i));
   }
 }
 

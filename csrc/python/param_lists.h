@@ -18,4 +18,7 @@ void share_gradients(const pybind11::list& tensors, const pybind11::list& params
 // Drops the gradient of each tensor.
 void clear_gradients(const pybind11::list& tensors);
 
+// Lets autograd notice that each tensor was written to (torch.autograd.graph.increment_version).
+void increment_versions(const pybind11::list& tensors);
+
 }  // namespace torchopt_ext

@@ -249,8 +249,10 @@ class BalancedBuckets:
             self.reducer.mark_stepped()
         else:
             self._sources.clear()
-            _C.clear_gradients(list(self._part_of))
-        torch.autograd.graph.increment_version(self._laid)
+            _C.clear_gradients(self._whole[0])
+            for part in self._cut:
+                part.tensor.grad = None
+        _C.increment_versions(self._laid)
 
     def zero_grad(self, set_to_none: bool) -> None:
         self.reducer.zero_grad(set_to_none)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -64,7 +65,11 @@ def build(zero: ZeroRedundancyOptimizer) -> None:
     if zero._overlap_with_ddp:
         if "_allow_empty_param_list" in inspect.signature(constructor).parameters:
             defaults["_allow_empty_param_list"] = True
-        zero.optim = constructor(zero.parts.mine[0], **defaults)
+        with (
+            warnings.catch_warnings()
+        ):  # torch's classes warn of TorchScript, which nobody uses here
+            warnings.filterwarnings("ignore", "`TorchScript` support for functional optimizers")
+            zero.optim = constructor(zero.parts.mine[0], **defaults)
         if not hasattr(zero.optim, "param_groups"):
             zero.optim.param_groups = [zero.optim.param_group]
         for key, value in zero.optim.param_groups[0].items():

@@ -498,3 +498,46 @@ def test_damaged_state_dicts_load_or_are_refused(
     zero, bad = damaged_pair(kind, partition, damages)
     with contextlib.suppress(ValueError, TypeError, KeyError):
         zero.load_state_dict(bad)
+
+
+@every_partition
+@pytest.mark.parametrize("kind", ["AdamW", "FusedAdamW"])
+def test_autograd_notices_that_weights_have_changed(kind: str, partition: str) -> None:
+    """A second backward through a graph made before the step would use the new weights."""
+    cls, kwargs = KINDS[kind]
+    params = [nn.Parameter(torch.ones(3, 64)), nn.Parameter(torch.ones(64, 3))]
+    zero = ZeroRedundancyOptimizer(params, cls, **PARTITIONS[partition], **kwargs)
+    loss = (torch.ones(2, 3) @ params[0] @ params[1]).sum()
+    loss.backward(retain_graph=True)
+    zero.step()
+    zero.zero_grad()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_lists_of_parameters() -> None:
+    """What the steps' loops over parameters see and do."""
+    from torchopt_ext import _C
+
+    params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(0))]
+    params[1].requires_grad_(False)
+    assert _C.requires_grad(params) == bytes([1, 0, 1])
+    before = _C.addresses(params)
+    params[0].data = torch.zeros(3)
+    assert _C.addresses(params) != before
+    assert len(before) == 24 and before[16:] == bytes(8)
+    parts = [torch.zeros(3), torch.zeros(2)]
+    params[0].grad = torch.ones(3)
+    parts[1].grad = torch.ones(2)
+    _C.share_gradients(parts, params[:2])
+    assert parts[0].grad is params[0].grad and parts[1].grad is None
+    _C.clear_gradients(parts)
+    assert parts[0].grad is None and params[0].grad is not None
+    version = params[0]._version
+    _C.increment_versions(params)
+    assert params[0]._version == version + 1
+    for call in (_C.requires_grad, _C.addresses, _C.clear_gradients, _C.increment_versions):
+        with pytest.raises(TypeError, match="item 0 is no tensor"):
+            call([1])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="2 tensors for 3 params"):
+        _C.share_gradients(parts, params)
