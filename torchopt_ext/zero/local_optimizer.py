@@ -64,11 +64,7 @@ def build(zero: ZeroRedundancyOptimizer) -> None:
     if zero._overlap_with_ddp:
         if "_allow_empty_param_list" in inspect.signature(constructor).parameters:
             defaults["_allow_empty_param_list"] = True
-        with (
-            warnings.catch_warnings()
-        ):  # torch's classes warn of TorchScript, which nobody uses here
-            warnings.filterwarnings("ignore", "`TorchScript` support for functional optimizers")
-            zero.optim = constructor(zero.parts.mine[0], **defaults)
+        zero.optim = constructor(zero.parts.mine[0], **defaults)
         if not hasattr(zero.optim, "param_groups"):
             zero.optim.param_groups = [zero.optim.param_group]
         for key, value in zero.optim.param_groups[0].items():
