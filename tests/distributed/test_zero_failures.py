@@ -55,9 +55,9 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[torch.Tensor
 @pytest.mark.parametrize(
     ("event", "partition"),
     [
-        ("killed", "greedy"),
         ("killed", "sharded"),
         ("late", "greedy"),
+        pytest.param("killed", "greedy", marks=pytest.mark.slow),
         pytest.param("killed", "balanced", marks=pytest.mark.slow),
         pytest.param("late", "sharded", marks=pytest.mark.slow),
     ],
