@@ -107,6 +107,11 @@ def check(zero: ZeroRedundancyOptimizer, state_dict: Mapping[str, Any]) -> None:
             raise ValueError(f"the state of {what} is {type(entry).__name__}, expected a dict")
         if missing := [name for name in required if entry and entry.get(name) is None]:
             raise ValueError(f"the state of {what} lacks {', '.join(missing)}")
+        for name in required if entry else ():
+            if not isinstance(entry[name], Tensor | int | float):
+                raise ValueError(
+                    f"{name} of {what} is {type(entry[name]).__name__}, expected a tensor"
+                )
         if not is_elementwise(type(zero.optim)):
             continue
         for name, value in entry.items():
@@ -177,14 +182,20 @@ def load_local(
     local_optimizer.sync_groups_from(zero)
 
 
-def own_memory(value: Any) -> Any:
-    """A copy of nested state that shares no tensor with it."""
+def own_memory(value: Any, depth: int = 0) -> Any:
+    """A copy of nested state that shares no tensor with it.
+
+    Raises:
+        ValueError: it is nested without an end.
+    """
+    if depth > 64:
+        raise ValueError("a state entry holds itself, or is nested more than 64 deep")
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, Mapping):
-        return {key: own_memory(item) for key, item in value.items()}
+        return {key: own_memory(item, depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(own_memory(item) for item in value)
+        return type(value)(own_memory(item, depth + 1) for item in value)
     return value
 
 

@@ -541,3 +541,19 @@ def test_lists_of_parameters() -> None:
             call([1])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="2 tensors for 3 params"):
         _C.share_gradients(parts, params)
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+def test_state_that_holds_itself_is_refused(kind: str) -> None:
+    cls, kwargs = KINDS[kind]
+    zero = ZeroRedundancyOptimizer(parameters(), cls, **kwargs)
+    plain = cls(parameters(), **kwargs)
+    endless: list[Any] = []
+    endless.append(endless)
+    state = plain.state_dict()
+    entry = {"step": 1.0, "exp_avg": torch.ones(7, 5), "exp_avg_sq": torch.ones(7, 5)}
+    name = "step" if kind == "AdamW" else "momentum_buffer"
+    state["state"][0] = entry | {name: endless}
+    with pytest.raises(ValueError, match=r"step of parameter 0 is list|holds itself"):
+        zero.load_state_dict(state)
+    assert not zero.optim.state
