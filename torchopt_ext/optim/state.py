@@ -248,9 +248,9 @@ def build_plan(
         held = storage.master_of(param)
         master_local = local_tensor(state[held]) if held else None
         part = parts.setdefault((local.device, norm_key(param)), len(parts))
-        place = places.get(param) or (number, 0, 0, 0)
-        if needs_place and param not in places:
-            place = place_of(number, param)
+        place = places.get(param)
+        if place is None:
+            place = place_of(number, param) if needs_place else (number, 0, 0, 0)
         tensors = (local, *moments, master_local, state["step"])
         params.append((param, tensors, index, name, part, place))
     plan = OptimizerPlan(

@@ -18,7 +18,7 @@ from torch import Tensor
 from torchopt_ext import _C, ops
 from torchopt_ext.optim.collective import collective
 from torchopt_ext.optim.storage import Place
-from torchopt_ext.zero.part import Part, in_param_order, memory_order
+from torchopt_ext.zero.part import Part, in_param_order, memory_order, view_in
 from torchopt_ext.zero.ranks import Ranks
 from torchopt_ext.zero.reducer import IN_FLIGHT, Reducer
 
@@ -376,13 +376,6 @@ def pieces(param: Tensor, begin: int, end: int) -> Iterator[tuple[int, int, list
             yield head, tail, [(tail - head) // row, row]
         if tail < end:
             yield tail, end, [1, end - tail]
-
-
-def view_in(flat: Tensor, start: int, param: Tensor) -> Tensor:
-    """The place of a parameter in a bucket, in the parameter's own order of dimensions."""
-    if torch.ops.aten.is_non_overlapping_and_dense(param):
-        return flat.as_strided(param.shape, param.stride(), start)
-    return flat[start : start + param.numel()].view(param.shape)
 
 
 @torch.no_grad()

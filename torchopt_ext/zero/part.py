@@ -78,3 +78,10 @@ def in_param_order(param: Tensor, value: Tensor) -> Tensor:
     """The inverse: a tensor shaped in ``param``'s memory order, as ``param`` is shaped."""
     order = memory_order(param)
     return value.permute([order.index(d) for d in range(len(order))])
+
+
+def view_in(flat: Tensor, start: int, param: Tensor) -> Tensor:
+    """The place of a parameter in a bucket, in the parameter's own order of dimensions."""
+    if torch.ops.aten.is_non_overlapping_and_dense(param):
+        return flat.as_strided(param.shape, param.stride(), start)
+    return flat[start : start + param.numel()].view(param.shape)

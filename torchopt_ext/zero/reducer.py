@@ -69,7 +69,7 @@ class Reducer:
         self._stepped = False  # whether a step has used the gradients that are there
         self._next = -1  # the bucket to reduce next, in this backward pass
         self._task: int | None = None  # the autograd engine's number of this backward pass
-        self._hooked: dict[Tensor, Any] = {}
+        self._hooked: set[Tensor] = set()
         self._thawed: list[Tensor] = []  # whose first gradient came before their hook
         self._handles: list[Any] = []
         weakref.finalize(self, remove_all, self._handles)
@@ -108,8 +108,8 @@ class Reducer:
         for param in self._of:
             if param.requires_grad and param not in self._hooked:
                 hooked: Any = param
-                self._hooked[param] = hooked.register_post_accumulate_grad_hook(take)
-                self._handles.append(self._hooked[param])
+                self._handles.append(hooked.register_post_accumulate_grad_hook(take))
+                self._hooked.add(param)
                 self._thawed.append(param)
 
     def _on_gradient(self, param: Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,19 +22,18 @@ if TYPE_CHECKING:
 
 def local_state_dict(zero: ZeroRedundancyOptimizer) -> dict[str, Any]:
     """The local optimizer's state dict; functional optimizers only have their state."""
-    mine = {param for own in zero.parts.mine for param in own}
+    mine = {param: number for number, param in enumerate(chain(*zero.parts.mine))}
     for key in [k for k in zero.optim.state if isinstance(k, Tensor) and k not in mine]:
         if not zero.optim.state[key]:  # looking up another rank's parameter has made it
             del zero.optim.state[key]
     if hasattr(zero.optim, "state_dict"):
         return dict(zero.optim.state_dict())
-    number = {param: i for i, param in enumerate(p for own in zero.parts.mine for p in own)}
-    return {"state": {number[param]: entry for param, entry in zero.optim.state.items()}}
+    return {"state": {mine[param]: entry for param, entry in zero.optim.state.items()}}
 
 
 def local_parts(zero: ZeroRedundancyOptimizer) -> list[Part]:
     """What this rank's parameters are parts of, in the order in which its state is numbered."""
-    return [zero.parts.part_of(param) for own in zero.parts.mine for param in own]
+    return [zero.parts.part_of(param) for param in chain(*zero.parts.mine)]
 
 
 def consolidated(zero: ZeroRedundancyOptimizer, to: int) -> dict[str, Any] | None:
@@ -56,10 +56,10 @@ def consolidated(zero: ZeroRedundancyOptimizer, to: int) -> dict[str, Any] | Non
     gathered = gather_entries(entries, to, zero.process_group)
     if gathered is None:
         return None
+    params = zero._index_to_param
     for index, state in gathered.items():
-        param = zero._index_to_param[index]
         for name, value in state.items():
-            state[name] = zero.parts.in_param_order(param, value)
+            state[name] = zero.parts.in_param_order(params[index], value)
     extra = {key: value for key, value in local.items() if key not in ("state", "param_groups")}
     return {"state": gathered, "extra": extra}
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torchopt_ext import _C, ops
 from torchopt_ext.optim.collective import collective
 from torchopt_ext.optim.storage import Place
-from torchopt_ext.zero.part import Part
+from torchopt_ext.zero.part import Part, view_in
 from torchopt_ext.zero.ranks import Ranks, flat_memory
 
 ALIGNMENT = 64
@@ -218,10 +218,11 @@ class WholeTensors:
     def _plan_sends(self) -> None:
         """For every rank, the parameters it sends as they are, and the batches it packs."""
         self._outgoing = []
+        kinds = self.kinds()
         for rank in range(self.ranks.size):
             large: list[Tensor] = []
             small: list[list[Tensor]] = []
-            for per_rank in self.kinds().values():
+            for per_rank in kinds.values():
                 sent = [p for p in per_rank[rank] if p in self._returned and p.numel()]
                 as_it_is = [nbytes(p) >= SMALL and flat_memory(p) is not None for p in sent]
                 large += [p for p, whole in zip(sent, as_it_is, strict=True) if whole]
@@ -254,9 +255,5 @@ def bucket_of(params: Sequence[Tensor], dtype: torch.dtype, device: torch.device
         starts.append(-(-(starts[-1] + param.numel()) // step) * step)
     bucket = torch.zeros(starts[-1], dtype=dtype, device=device)
     for param, start in zip(params, starts, strict=False):
-        if torch.ops.aten.is_non_overlapping_and_dense(param):
-            view = bucket.as_strided(param.shape, param.stride(), start)
-        else:
-            view = bucket[start : start + param.numel()].view(param.shape)
-        param.data = view.copy_(param.detach())
+        param.data = view_in(bucket, start, param).copy_(param.detach())
     return bucket
