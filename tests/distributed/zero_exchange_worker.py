@@ -20,6 +20,7 @@ import torch.distributed as dist
 from rank_cases import run_cases
 from torch import Tensor
 
+from torchopt_ext.optim import agreement
 from torchopt_ext.zero import exchange
 from torchopt_ext.zero.exchange import Entry
 
@@ -107,8 +108,8 @@ TEXTS = ["", "any\u00efthing \U0001f600 \ud800", "x" * 5000]
 
 def all_gather_text() -> Result:
     size = dist.get_world_size()
-    found = exchange.all_gather_text(TEXTS[dist.get_rank()], world())
-    empty = exchange.all_gather_text("", world())
+    found = agreement.all_gather_text(TEXTS[dist.get_rank()], world())
+    empty = agreement.all_gather_text("", world())
     return {"found": found == TEXTS[:size], "empty": empty == [""] * size}
 
 
@@ -133,7 +134,7 @@ def agree(error: str | None) -> Result:
     """The last rank has an error."""
     mine = error if dist.get_rank() == dist.get_world_size() - 1 else None
     with traffic() as sizes:
-        result = outcome(lambda: exchange.agree(mine, world()))
+        result = outcome(lambda: agreement.agree(mine, world()))
     return {**result, "traffic": sizes}
 
 
@@ -264,7 +265,7 @@ def wrong_parts(first: Entry, last: Entry) -> Result:
     entries = {0: [first], size - 1: [last]}.get(rank, [])
     entries = [*entries, Entry(9 + rank, "large", torch.ones(2 * MB))]
     result = outcome(lambda: exchange.gather_entries(entries, 0, world()))
-    exchange.agree(None, world())  # works, so nothing is left in the way
+    agreement.agree(None, world())  # works, so nothing is left in the way
     return result
 
 
@@ -314,9 +315,9 @@ def subgroup() -> Result:
         5: {"part": torch.tensor([0.0, 0, 0, 1, 1, 1])},
     }
     return {
-        "device": str(exchange.comm_device(group)),
-        "texts": exchange.all_gather_text(f"global {dist.get_rank()}", group),
-        "agree": outcome(lambda: exchange.agree(f"bad {mine}" if mine else None, group)),
+        "device": str(agreement.comm_device(group)),
+        "texts": agreement.all_gather_text(f"global {dist.get_rank()}", group),
+        "agree": outcome(lambda: agreement.agree(f"bad {mine}" if mine else None, group)),
         "check_same": outcome(lambda: exchange.check_same([str(mine)], "parameters", group)),
         "target": state is not None,
         "difference": difference(state, expected) if mine == 1 else "",
@@ -329,11 +330,11 @@ def subgroup() -> Result:
 def late(collective: Callable[[dist.ProcessGroup], Any], agreed: bool = False) -> Result:
     """The last rank does not take part, or only in agreeing that it could."""
     group = dist.new_group(timeout=datetime.timedelta(seconds=1))
-    exchange.agree(None, group)  # connects, with all time it needs
+    agreement.agree(None, group)  # connects, with all time it needs
     dist.barrier()
     if dist.get_rank() == dist.get_world_size() - 1:
         if agreed:
-            exchange.agree(None, group)
+            agreement.agree(None, group)
         dist.barrier()
         return {}
     result = outcome(lambda: collective(group))

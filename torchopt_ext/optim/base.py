@@ -14,7 +14,7 @@ from torchopt_ext._C import OptimizerPlan
 from torchopt_ext.optim import saved
 from torchopt_ext.optim import state as param_state
 from torchopt_ext.optim.control import Controlled
-from torchopt_ext.optim.local import NormKey, moved
+from torchopt_ext.optim.local import NormKey, is_split, moved
 from torchopt_ext.optim.step import fused_step
 from torchopt_ext.optim.storage import Place, Storage, with_own_steps
 from torchopt_ext.optim.telemetry import Telemetry, keep_digests, telemetry_of, track_bits
@@ -316,8 +316,7 @@ class FusedAdamBase(Controlled, Optimizer):
             built = self._built  # kept while it is used, whatever other threads do
             if built is not None:
                 plan = built[0]
-                shared = self._norm_keys and (self._norm_keys[0] or self.process_group is not None)
-                if plan.parts != 1 or (self.wants_norm and shared):
+                if plan.parts != 1 or (self.wants_norm and self._sharded):
                     return False
                 if plan.part_devices[0] != self.home:
                     return False
@@ -367,7 +366,7 @@ class FusedAdamBase(Controlled, Optimizer):
 
     @property
     def _sharded(self) -> bool:
-        return self.process_group is not None or any(self._norm_keys)
+        return self.process_group is not None or any(map(is_split, self._norm_keys))
 
     def _scaler_tensors(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
         """grad_scale and found_inf, where a gradient scaler has set them, on ``device``."""

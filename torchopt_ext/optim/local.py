@@ -5,6 +5,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from torchopt_ext.optim.agreement import comm_device, speaks
 from torchopt_ext.optim.collective import collective
 
 NormKey: TypeAlias = tuple[Any, ...]
@@ -33,7 +34,24 @@ def norm_key(param: Tensor) -> NormKey:
     if any(placement.is_partial() for placement in placements):
         raise ValueError(f"cannot step a DTensor parameter with placements {placements}")
     split = tuple(d for d, placement in enumerate(placements) if not placement.is_replicate())
-    return (param.device_mesh, split) if split else ()  # type: ignore[attr-defined]
+    return param.device_mesh, split  # type: ignore[attr-defined]
+
+
+def is_split(key: NormKey) -> bool:
+    """Whether parameters with this key are split over ranks."""
+    return bool(key) and bool(key[1])
+
+
+def counts_here(key: NormKey) -> bool:
+    """Whether this rank's shard, of all its replicas, is the one that a sum over all ranks counts.
+
+    Plain tensors always do: ranks that are summed over hold others.
+    """
+    if not key:
+        return True
+    mesh, split = key
+    coordinate = mesh.get_coordinate() or []
+    return all(index == 0 for d, index in enumerate(coordinate) if d not in split)
 
 
 def local_gradients(params: list[Any], *, written: bool = False) -> list[Tensor | None]:
@@ -106,10 +124,23 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
-def all_reduce_(accumulator: Tensor, key: NormKey) -> None:
+def all_reduce_(accumulator: Tensor, group: Any) -> None:
+    """Sums normalised accumulators over the ranks of a group, in place.
+
+    Parameters may be on the CPU (FSDP2's CPUOffloadPolicy) while their ranks speak through NCCL.
+    """
+    sent = moved(
+        accumulator, accumulator.device if speaks(group, accumulator) else comm_device(group)
+    )
+    with collective("adding up the gradient norm"):
+        torch.distributed.all_reduce(sent, group=group)
+    if sent is not accumulator:
+        accumulator.copy_(sent)
+
+
+def all_reduce_over_mesh_(accumulator: Tensor, key: NormKey) -> None:
     """Sums normalised accumulators over the ranks that share a split parameter, in place."""
     if key:
         mesh, split = key
-        with collective("adding up the gradient norm"):
-            for dimension in split:
-                torch.distributed.all_reduce(accumulator, group=mesh.get_group(dimension))
+        for dimension in split:
+            all_reduce_(accumulator, mesh.get_group(dimension))

@@ -224,6 +224,9 @@ def build_plan(
         state = optimizer.state.get(param)
         if not state:
             idle.append(param)
+            if param.requires_grad:  # other ranks may have a gradient, and sum over its mesh
+                key = local_tensor(param).device, norm_key(param)
+                parts.setdefault(key, len(parts))
             continue
         init_param_state(group, param, state, storage)
         fit_master(param, state, storage)

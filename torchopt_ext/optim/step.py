@@ -3,17 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from torchopt_ext import _C, ops
-from torchopt_ext.optim.collective import collective
-from torchopt_ext.optim.local import NormKey, all_reduce_, moved
+from torchopt_ext.optim.local import (
+    NormKey,
+    all_reduce_,
+    all_reduce_over_mesh_,
+    counts_here,
+    moved,
+)
 
 if TYPE_CHECKING:
     from torchopt_ext.optim.base import FusedAdamBase
+
+
+class HasNorm(Protocol):
+    """What takes part in a gradient norm: fused optimizers, their gradients collected."""
+
+    process_group: Any
+
+    @property
+    def parts(self) -> list[tuple[torch.device, NormKey]]:
+        """Device and norm key of each part; the same keys in the same order on all ranks."""
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """Where the norm has to be known."""
+
+    def accumulate(self, part: int, accumulator: Tensor) -> None:
+        """Adds the squares of a part's gradients."""
 
 
 @torch.no_grad()
@@ -46,7 +68,7 @@ def fused_step(optimizers: Sequence[FusedAdamBase]) -> None:
         kept = [optimizer.kept() for optimizer in optimizers]
         for optimizer in optimizers:
             optimizer.check_scaler()
-        total = _accumulate(optimizers) if first.wants_norm else {}
+        total = accumulated_norm(optimizers) if first.wants_norm else {}
         for optimizer in optimizers:
             optimizer.update(total)
         del kept
@@ -55,12 +77,14 @@ def fused_step(optimizers: Sequence[FusedAdamBase]) -> None:
             optimizer.release()
 
 
-def _accumulate(optimizers: Sequence[FusedAdamBase]) -> dict[torch.device, Tensor]:
+def accumulated_norm(optimizers: Sequence[HasNorm]) -> dict[torch.device, Tensor]:
     """The squares of all gradients, on every device that has some.
 
-    Parts whose parameters are split over the same ranks are summed here first and then over those
-    ranks; the sum is exact, so neither order nor grouping shows.
+    Without a process group, parameters that are split over the same ranks are summed here first and
+    then over those ranks. With one, every rank adds what no other rank of the group does, and one
+    all-reduce joins them. The sum is exact, so neither order nor grouping shows.
     """
+    group = optimizers[0].process_group
     by_key: dict[NormKey, dict[torch.device, Tensor]] = {}
     devices: dict[torch.device, None] = {}
     for optimizer in optimizers:
@@ -68,7 +92,8 @@ def _accumulate(optimizers: Sequence[FusedAdamBase]) -> dict[torch.device, Tenso
             on_device = by_key.setdefault(key, {})
             if device not in on_device:
                 on_device[device] = ops.new_accumulator(device)
-            optimizer.accumulate(part, on_device[device])
+            if group is None or counts_here(key):
+                optimizer.accumulate(part, on_device[device])
         devices |= dict.fromkeys(optimizer.devices)
     home = next(iter(devices))
     total = ops.new_accumulator(home)
@@ -77,21 +102,20 @@ def _accumulate(optimizers: Sequence[FusedAdamBase]) -> dict[torch.device, Tenso
         subtotal = ops.new_accumulator(home)
         for accumulator in on_device.values():
             subtotal += moved(accumulator, home)
-        _count_overflow(optimizers, subtotal)
-        all_reduce_(subtotal, key)
+        if group is None:
+            _count_overflow(optimizers, subtotal)
+            all_reduce_over_mesh_(subtotal, key)
         total += subtotal
-    group = optimizers[0].process_group
     if group is not None:
-        with collective("adding up the gradient norm"):
-            torch.distributed.all_reduce(total, group=group)
+        all_reduce_(total, group)
     return {device: moved(total, device) for device in devices}
 
 
-def _count_overflow(optimizers: Sequence[FusedAdamBase], accumulator: Tensor) -> None:
+def _count_overflow(optimizers: Sequence[HasNorm], accumulator: Tensor) -> None:
     """Counts as a NaN what a scaler found when it unscaled this rank's gradients."""
     for optimizer in optimizers:
         found_inf = getattr(optimizer, "found_inf", None)
-        if optimizer.check_overflow and found_inf is not None:
+        if found_inf is not None and getattr(optimizer, "check_overflow", False):
             accumulator[-1] += (moved(found_inf, accumulator.device) != 0).sum()
 
 

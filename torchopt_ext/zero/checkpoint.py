@@ -6,18 +6,13 @@ unsharded optimizer's, so any world size, either partition and the unsharded opt
 
 from __future__ import annotations
 
-import io
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -26,17 +21,16 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
-    ReadItem,
     TensorWriteData,
     WriteItem,
     WriteItemType,
 )
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import StorageReader
 
+from torchopt_ext.optim.agreement import agree, all_gather_text
+from torchopt_ext.optim.dcp import Saved, nested, read, saved_entries, without_memory
 from torchopt_ext.zero import metadata
 from torchopt_ext.zero import state as zero_state
-from torchopt_ext.zero.exchange import agree, all_gather_text
 from torchopt_ext.zero.part import Part, in_param_order
 
 if TYPE_CHECKING:
@@ -44,9 +38,6 @@ if TYPE_CHECKING:
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes."""
-
-Path = tuple[str | int, ...]
-"""Keys and list positions that lead to an entry of a nested state dict."""
 
 
 # ---- saving --------------------------------------------------------------------------------------
@@ -245,13 +236,6 @@ def boxes(begin: int, end: int, shape: Sequence[int]) -> Iterator[Box]:
 # ---- loading -------------------------------------------------------------------------------------
 
 
-class Saved(NamedTuple):
-    """An entry of a checkpoint: where it belongs in the state dict, and what DCP knows of it."""
-
-    path: Path
-    stored: Any
-
-
 @torch.no_grad()
 def load_sharded(
     zero: ZeroRedundancyOptimizer,
@@ -280,7 +264,7 @@ def load_sharded(
     reader = checkpoint
     if not isinstance(reader, StorageReader):
         reader = FileSystemReader(reader)
-    entries = saved_entries(reader, key, group)
+    entries = saved_entries(reader, key, "param_groups", group)
 
     common = {fqn: entry for fqn, entry in entries.items() if entry.path[0] != "state"}
     top = nested(read({fqn: room(entry) for fqn, entry in common.items()}, reader, group), common)
@@ -315,39 +299,6 @@ def load_sharded(
     zero_state.load_local(zero, groups, local, top)
 
 
-def saved_entries(reader: StorageReader, key: str, group: Any) -> dict[str, Saved]:
-    """The entries below ``key`` by their DCP keys, in the order of the state dict.
-
-    Raises:
-        RuntimeError: on all ranks, if one cannot read the checkpoint's metadata.
-        ValueError: there is no optimizer's state dict at ``key``, or some elements are missing.
-    """
-    error = None
-    try:
-        found = reader.read_metadata()
-    except Exception as problem:  # whatever it is, the other ranks must not wait for this one
-        error = f"reading the metadata of the checkpoint: {type(problem).__name__}: {problem}"
-    agree(error, group)
-    entries: dict[str, Saved] = {}
-    paths: Mapping[str, Path] = found.planner_data or {}
-    for fqn, path in paths.items():
-        depth = next((n for n in range(len(path)) if ".".join(map(str, path[:n])) == key), None)
-        if depth is not None and fqn in found.state_dict_metadata:
-            entries[fqn] = Saved(tuple(path[depth:]), found.state_dict_metadata[fqn])
-    if not any(entry.path[0] == "param_groups" for entry in entries.values()):
-        tops = sorted({str(path[0]) for path in paths.values()})
-        raise ValueError(f"the checkpoint has no '{key}.param_groups'; it has {tops}")
-    for fqn, (_, stored) in entries.items():
-        if isinstance(stored, TensorStorageMetadata):
-            held = sum(math.prod(chunk.sizes) for chunk in stored.chunks)
-            if held != stored.size.numel():
-                raise ValueError(
-                    f"'{fqn}' is incomplete: the checkpoint has {held} of its "
-                    f"{stored.size.numel()} elements, so not all ranks saved theirs"
-                )
-    return entries
-
-
 def room(entry: Saved, part: Part | None = None) -> Tensor | None:
     """A tensor to read an entry into, that of a part if it is a parameter's; None for a value."""
     stored = entry.stored
@@ -358,37 +309,3 @@ def room(entry: Saved, part: Part | None = None) -> Tensor | None:
         like = part.tensor if part.divided else part.param
         return torch.empty_like(like, dtype=dtype, requires_grad=False)
     return torch.empty(stored.size, dtype=dtype)
-
-
-def without_memory(entry: Saved) -> Any:
-    """What has an entry's shape and dtype, to check entries that other ranks read."""
-    stored = entry.stored
-    if not isinstance(stored, TensorStorageMetadata):
-        return 0
-    return torch.zeros((), dtype=stored.properties.dtype).expand(stored.size)
-
-
-def nested(values: Mapping[str, Any], entries: Mapping[str, Saved]) -> dict[str, Any]:
-    """Values by DCP key as the state dict they are of, in the order of ``entries``."""
-    paths = {fqn: entry.path for fqn, entry in entries.items()}
-    return unflatten_state_dict({fqn: values[fqn] for fqn in paths}, paths)
-
-
-class _Planner(DefaultLoadPlanner):
-    """Takes DCP keys as they are, and unpickles plain values only, where torch's runs any code."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
-
-
-def read(values: dict[str, Any], reader: StorageReader, group: dist.ProcessGroup) -> dict[str, Any]:
-    """Fills tensors, and replaces None by values, all by their DCP keys; returns ``values``."""
-    try:
-        load(values, storage_reader=reader, planner=_Planner(), process_group=group)
-    except CheckpointException as error:  # a BaseException, which callers would not expect
-        found = [f"rank {rank}: {problem!r}" for rank, (problem, _) in error.failures.items()]
-        raise RuntimeError(f"reading the optimizer state: {'; '.join(found)}") from error
-    return values

@@ -1,13 +1,12 @@
 """What the ranks of one process group tell each other outside of a step.
 
-Text, agreement on errors, and optimizer state on its way to one rank. Ranks are ranks of the group.
-Tensors travel as bytes: gloo does not know every dtype.
+Comparison of what all must have, and optimizer state on its way to one rank. Ranks are ranks of the
+group. Tensors travel as bytes: gloo does not know every dtype.
 """
 
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -16,6 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torchopt_ext.optim.agreement import (
+    agree,
+    all_gather,
+    all_gather_text,
+    bytes_text,
+    comm_device,
+    text_bytes,
+)
 from torchopt_ext.optim.collective import collective
 from torchopt_ext.zero import metadata
 
@@ -25,74 +32,6 @@ _ALIGNMENT = 16  # of tensors in a message: the largest element, complex128
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 _CONSOLIDATING = "consolidating the optimizer state"
-
-
-_devices: dict[Any, torch.device] = {}
-
-
-def use_device(group: Any, device: torch.device) -> None:
-    """Says which CUDA device this rank's tensors of ``group`` are on, if not the current one."""
-    if device.type == "cuda":
-        _devices[group] = device
-
-
-def comm_device(group: dist.ProcessGroup) -> torch.device:
-    """Where tensors have to be that `group` communicates: the CPU if it can, else the GPU."""
-    if "cpu:" in dist.get_backend_config(group):
-        return torch.device("cpu")
-    return _devices.get(group) or torch.device("cuda", torch.cuda.current_device())
-
-
-def all_gather_text(
-    text: str, group: dist.ProcessGroup, what: str = "exchanging text"
-) -> list[str]:
-    """The `text` of every rank, by rank. All ranks call it.
-
-    Args:
-        what: what it is for, for errors.
-
-    Raises:
-        RuntimeError: a rank died or is late.
-    """
-    data = _text_bytes(text)
-    lengths = [int(n) for n in _all_gather(torch.tensor([data.numel()]), group, what)]
-    if not any(lengths):
-        return [""] * len(lengths)
-    padded = torch.zeros(max(lengths), dtype=torch.uint8)
-    padded[: data.numel()] = data
-    gathered = _all_gather(padded, group, what)
-    return [_bytes_text(part[:n]) for part, n in zip(gathered, lengths, strict=True)]
-
-
-def agree(
-    error: str | None, group: dist.ProcessGroup, kind: type[Exception] = RuntimeError
-) -> None:
-    """Raise on every rank if any rank has an error. All ranks call it, before what may hang.
-
-    Raises:
-        kind: what is wrong on which rank.
-        RuntimeError: a rank died or is late.
-    """
-    mine = "" if error is None else error or "an error without a message"
-    errors = all_gather_text(mine, group, "agreeing on whether every rank can go on")
-    if any(errors):
-        raise kind("; ".join(f"rank {r}: {e}" for r, e in enumerate(errors) if e))
-
-
-@contextmanager
-def all_or_none(group: dist.ProcessGroup) -> Iterator[None]:
-    """For local work of which no rank may be the only one to fail: the others raise with it.
-
-    Raises:
-        ValueError: another rank's work failed; says which rank's, and how.
-    """
-    try:
-        yield
-    except Exception as error:
-        with suppress(RuntimeError, ValueError):
-            agree(f"{type(error).__name__}: {error}", group, ValueError)
-        raise
-    agree(None, group, ValueError)
 
 
 def check_same(descriptions: Sequence[str], what: str, group: dist.ProcessGroup) -> None:
@@ -112,7 +51,7 @@ def check_same(descriptions: Sequence[str], what: str, group: dist.ProcessGroup)
     text = json.dumps(list(descriptions))
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     mine = torch.tensor([len(descriptions), int.from_bytes(digest, "little", signed=True)])
-    first, *others = _all_gather(mine, group, purpose)
+    first, *others = all_gather(mine, group, purpose)
     if all(torch.equal(first, other) for other in others):
         return
     lists: list[list[str]] = [json.loads(t) for t in all_gather_text(text, group, purpose)]
@@ -448,23 +387,6 @@ class _Result:
 # ---- torch.distributed ---------------------------------------------------------------------------
 
 
-def _text_bytes(text: str) -> Tensor:
-    data = bytearray(text.encode("utf-8", "surrogatepass"))
-    return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-
-
-def _bytes_text(data: Tensor) -> str:
-    return data.numpy().tobytes().decode("utf-8", "surrogatepass")
-
-
-def _all_gather(tensor: Tensor, group: dist.ProcessGroup, what: str) -> list[Tensor]:
-    mine = tensor.to(comm_device(group))
-    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    with collective(what):
-        dist.all_gather(gathered, mine, group=group)
-        return [part.cpu() for part in gathered]
-
-
 def _send(data: Tensor, to: int, group: dist.ProcessGroup) -> None:
     with collective(_CONSOLIDATING):
         dist.send(data, group=group, group_dst=to)
@@ -476,7 +398,7 @@ def _receive(data: Tensor, source: int, group: dist.ProcessGroup) -> None:
 
 
 def _send_text(text: str, to: int, group: dist.ProcessGroup) -> None:
-    data, device = _text_bytes(text), comm_device(group)
+    data, device = text_bytes(text), comm_device(group)
     _send(torch.tensor([data.numel()], device=device), to, group)
     _send(data.to(device), to, group)
 
@@ -486,4 +408,4 @@ def _receive_text(source: int, group: dist.ProcessGroup) -> str:
     _receive(length, source, group)
     data = torch.empty(int(length), dtype=torch.uint8, device=length.device)
     _receive(data, source, group)
-    return _bytes_text(data.cpu())
+    return bytes_text(data.cpu())

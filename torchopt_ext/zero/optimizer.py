@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
+from torchopt_ext.optim.agreement import all_or_none, use_device
 from torchopt_ext.zero import local_optimizer
 from torchopt_ext.zero import state as zero_state
 from torchopt_ext.zero.balanced import BalancedBuckets
 from torchopt_ext.zero.elementwise import check_elementwise
-from torchopt_ext.zero.exchange import all_or_none, check_same, use_device
+from torchopt_ext.zero.exchange import check_same
 from torchopt_ext.zero.gradients import clip_grad_norm_
 from torchopt_ext.zero.inputs import check_dense, described, listed
 from torchopt_ext.zero.overlap import BucketAssignment, OverlapInfo, OverlapStatus

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchopt_ext.optim.agreement import comm_device
 from torchopt_ext.optim.collective import collective
-from torchopt_ext.zero.exchange import comm_device
 from torchopt_ext.zero.part import in_memory_order
 from torchopt_ext.zero.ranks import Ranks
 

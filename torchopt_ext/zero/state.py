@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from torchopt_ext.optim import saved
+from torchopt_ext.optim.agreement import all_or_none
 from torchopt_ext.optim.base import FusedAdamBase
 from torchopt_ext.zero import local_optimizer
 from torchopt_ext.zero.elementwise import ELEMENTWISE, is_elementwise
-from torchopt_ext.zero.exchange import Entry, all_or_none, gather_entries
+from torchopt_ext.zero.exchange import Entry, gather_entries
 from torchopt_ext.zero.part import Part
 
 if TYPE_CHECKING:
