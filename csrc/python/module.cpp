@@ -88,6 +88,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         "Lets autograd notice that each tensor was written to.");
   m.def("clear_gradients", clear_gradients, py::arg("tensors"),
         "Drops the gradient of each tensor.");
+  m.def("check_step", check_step, py::arg("params"), py::arg("masters"), py::arg("gradients"),
+        py::arg("names"), "Raises unless gradients and masters fit their parameters.");
 
   py::class_<OptimizerPlan>(m, "OptimizerPlan")
       .def(py::init(&make_plan), py::arg("param_groups"), py::arg("state"), py::arg("params"),

@@ -60,6 +60,41 @@ void clear_gradients(const py::list& tensors) {
   }
 }
 
+void check_step(const py::list& params, const py::list& masters, const py::list& gradients,
+                const py::list& names) {
+  TORCH_CHECK_VALUE(masters.size() == params.size() && gradients.size() == params.size() &&
+                        names.size() == params.size(),
+                    "got ", masters.size(), " masters, ", gradients.size(), " gradients and ",
+                    names.size(), " names for ", params.size(), " params");
+  for (size_t i = 0; i < params.size(); ++i) {
+    if (py::handle(PyList_GET_ITEM(gradients.ptr(), static_cast<Py_ssize_t>(i))).is_none()) {
+      continue;
+    }
+    const at::Tensor& param = tensor_at(params, i);
+    const at::Tensor& master = tensor_at(masters, i);
+    const at::Tensor& gradient = tensor_at(gradients, i);
+    const auto name = [&] { return py::cast<std::string>(names[i]); };
+    const at::ScalarType dtype = gradient.scalar_type();
+    const bool wider = dtype == at::kFloat && c10::elementSize(param.scalar_type()) == 2;
+    TORCH_CHECK(gradient.layout() == at::kStrided, "the gradient of parameter ", name(),
+                " has layout ", gradient.layout(), ", expected a dense tensor");
+    TORCH_CHECK(dtype == param.scalar_type() || wider, "the gradient of parameter ", name(),
+                " has dtype ", dtype, ", expected ", param.scalar_type());
+    TORCH_CHECK(gradient.sizes() == param.sizes(), "the gradient of parameter ", name(),
+                " has shape ", gradient.sizes(), ", expected ", param.sizes());
+    TORCH_CHECK(gradient.device() == param.device(), "the gradient of parameter ", name(),
+                " is on ", gradient.device(), ", expected ", param.device());
+    TORCH_CHECK(master.sizes() == param.sizes(), "parameter ", name(), " has shape ", param.sizes(),
+                ", and had ", master.sizes(), " when its master was made");
+    TORCH_CHECK(master.device() == param.device(), "parameter ", name(), " is on ", param.device(),
+                ", its master on ", master.device());
+    for (const at::Tensor* tensor : {&param, &master, &gradient}) {
+      TORCH_CHECK(tensor->numel() == 0 || tensor->storage().nbytes() > 0, "parameter ", name(),
+                  ", its master or its gradient has had its storage freed");
+    }
+  }
+}
+
 void increment_versions(const py::list& tensors) {
   for (size_t i = 0; i < tensors.size(); ++i) {
     torch::autograd::impl::bump_version(tensor_at(tensors, i));

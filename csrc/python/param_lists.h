@@ -21,4 +21,10 @@ void clear_gradients(const pybind11::list& tensors);
 // Lets autograd notice that each tensor was written to (torch.autograd.graph.increment_version).
 void increment_versions(const pybind11::list& tensors);
 
+// Raises unless parameters that have a gradient can be stepped through their masters (the parameter
+// itself where it has none): same shape and device, a gradient of the parameter's dtype or float32,
+// and memory behind all three. `gradients` has None for parameters without.
+void check_step(const pybind11::list& params, const pybind11::list& masters,
+                const pybind11::list& gradients, const pybind11::list& names);
+
 }  // namespace torchopt_ext

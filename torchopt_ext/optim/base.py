@@ -249,6 +249,16 @@ class FusedAdamBase(Controlled, Optimizer):
         for _, _, _, param in param_state.named_group_params(self):
             param_state.refresh_master(param, self.state.get(param, {}))
 
+    def keep_masters(self) -> None:
+        """Lets 16-bit parameters have fp32 masters from the next step on.
+
+        Unless the arguments said how to keep them: by masters, remainders or random rounding, or
+        with moments of some dtype.
+        """
+        if self._storage == Storage() and not self._options.stochastic_rounding:
+            self._storage = Storage("fp32")
+            self._built = None
+
     @property
     def telemetry(self) -> Telemetry:
         """What the last step saw of each parameter; for optimizers built with ``track``.

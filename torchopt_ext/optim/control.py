@@ -173,6 +173,11 @@ class Controlled:
         """The last step's decision, such as ``control.grad_norm``; reading it is lazy."""
         return ControlView(self._block(self.home)[0])
 
+    def known(self, name: str) -> float | None:
+        """A field's value if no device has to be waited for; else None."""
+        block = self._block(self.home)[0]
+        return float(block.numpy()[CONTROL_FIELDS.index(name)]) if block.is_cpu else None
+
     @property
     def home(self) -> torch.device:
         """The first parameter's device."""

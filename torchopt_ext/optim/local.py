@@ -22,6 +22,20 @@ def local_tensor(tensor: Any) -> Any:
     return tensor._local_tensor if is_dtensor(tensor) else tensor
 
 
+def same_placement(a: Any, b: Any) -> bool:
+    """Whether two tensors lie on the same ranks in the same way; plain ones do."""
+    if not is_dtensor(a) or not is_dtensor(b):
+        return is_dtensor(a) == is_dtensor(b)
+    return bool(a.device_mesh == b.device_mesh and a.placements == b.placements)
+
+
+def placed(tensor: Any) -> str:
+    """How a tensor lies on which ranks, for messages."""
+    if not is_dtensor(tensor):
+        return "a plain tensor"
+    return f"placed {tuple(tensor.placements)} over ranks {tensor.device_mesh.mesh.tolist()}"
+
+
 def norm_key(param: Tensor) -> NormKey:
     """The mesh and the dimensions of it over which a parameter is split; () for a plain tensor.
 

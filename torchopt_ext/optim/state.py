@@ -10,10 +10,19 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchopt_ext._C import OptimizerPlan
-from torchopt_ext.optim.local import NormKey, is_dtensor, local_gradients, local_tensor, norm_key
+from torchopt_ext.optim.local import (
+    NormKey,
+    is_dtensor,
+    local_gradients,
+    local_tensor,
+    norm_key,
+    placed,
+    same_placement,
+)
 from torchopt_ext.optim.storage import (
     MASTER,
     REMAINDER,
+    SIXTEEN_BIT,
     Place,
     Storage,
     join_master,
@@ -112,6 +121,39 @@ def refresh_master(param: Tensor, state: dict[str, Any]) -> None:
         local_tensor(state[REMAINDER]).zero_()
 
 
+def weight_of(param: Tensor, state: dict[str, Any]) -> Tensor:
+    """What a 16-bit parameter is rounded from, as float32; of others, the parameter itself.
+
+    The master weight itself if there is one.
+    """
+    if MASTER in state:
+        master: Tensor = state[MASTER]
+        return master
+    if REMAINDER in state:
+        joined = _zeros_like(param, torch.float32)
+        exact = join_master(local_tensor(param), local_tensor(state[REMAINDER]))
+        local_tensor(joined).copy_(exact)
+        return joined
+    return param.detach().float() if param.dtype in SIXTEEN_BIT else param.detach()
+
+
+def set_weight(param: Tensor, state: dict[str, Any], weight: Tensor, storage: Storage) -> None:
+    """Sets a parameter and its master to ``weight``, which has its shape and placements."""
+    local = local_tensor(weight)
+    local_tensor(param).copy_(local)
+    wanted = storage.master_of(param)
+    if wanted == MASTER:
+        if MASTER not in state:
+            state[MASTER] = _zeros_like(param, torch.float32)
+        local_tensor(state[MASTER]).copy_(local)
+    elif wanted == REMAINDER:
+        if REMAINDER not in state:
+            state[REMAINDER] = _zeros_like(param, torch.int16)
+        rounded, rest = split_master(local.to(local_tensor(param).device, torch.float32))
+        local_tensor(param).copy_(rounded)
+        local_tensor(state[REMAINDER]).copy_(rest)
+
+
 def _zeros_like(param: Tensor, dtype: torch.dtype) -> Tensor:
     zeros = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
     return zeros.requires_grad_(False) if zeros.is_floating_point() else zeros
@@ -130,6 +172,11 @@ def check_shape(value: Any, param: Tensor, what: str) -> None:
         raise ValueError(f"{what} is a {type(value).__name__}, expected a tensor")
     if value.shape != param.shape:
         raise ValueError(f"{what} has shape {tuple(value.shape)}, expected {tuple(param.shape)}")
+    if not same_placement(value, param):
+        raise ValueError(
+            f"{what} is {placed(value)}, its parameter {placed(param)}: "
+            f"torch.distributed.checkpoint can redistribute it"
+        )
 
 
 def check_loaded_moment(moment: Any, param: Tensor, what: str) -> None:

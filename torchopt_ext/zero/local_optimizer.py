@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.distributed.optim.utils import functional_optim_map
-from torch.optim import optimizer as torch_optimizer
 
 from torchopt_ext.optim.base import FusedAdamBase
+from torchopt_ext.optim.hooks import without_global_step_hooks
 from torchopt_ext.zero.functional import register
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def sync_functional_defaults(zero: ZeroRedundancyOptimizer) -> None:
 
 @contextmanager
 def alone(zero: ZeroRedundancyOptimizer, kwargs: dict[str, Any]) -> Iterator[None]:
-    """For the local step: it gets gradients and scale; global step hooks have seen the wrapper.
+    """For the local step: it gets gradients and scale, and runs no hooks of all optimizers.
 
     A closure in ``kwargs`` makes the gradients, so they are taken after it.
     """
@@ -121,22 +121,14 @@ def alone(zero: ZeroRedundancyOptimizer, kwargs: dict[str, Any]) -> Iterator[Non
         # A scaler then sees the same gradients, and overflows, on every rank.
         zero.optim.scaler_sees_all_gradients = not zero.parts.hides_gradients
     given = {name: vars(zero)[name] for name in SCALER_ATTRIBUTES if name in vars(zero)}
-    registered: list[Any] = [
-        torch_optimizer._global_optimizer_pre_hooks,
-        torch_optimizer._global_optimizer_post_hooks,
-    ]
-    before = [dict(hooks) for hooks in registered]
-    for hooks in registered:
-        hooks.clear()
     vars(zero.optim).update(given)
     try:
-        yield
+        with without_global_step_hooks():
+            yield
         zero.parts.finish_step()
     finally:
         for name in given:
             vars(zero.optim).pop(name, None)
-        for hooks, kept in zip(registered, before, strict=True):
-            hooks.update(kept)
 
 
 def _with_gradients(zero: ZeroRedundancyOptimizer, closure: Callable[[], Any]) -> Callable[[], Any]:

@@ -12,6 +12,12 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
 from torchopt_ext.optim.agreement import all_or_none, use_device
+from torchopt_ext.optim.hooks import (
+    run_load_state_dict_post_hooks,
+    run_load_state_dict_pre_hooks,
+    run_state_dict_post_hooks,
+    run_state_dict_pre_hooks,
+)
 from torchopt_ext.zero import local_optimizer
 from torchopt_ext.zero import state as zero_state
 from torchopt_ext.zero.balanced import BalancedBuckets
@@ -298,19 +304,14 @@ class ZeroRedundancyOptimizer(TorchNames, Optimizer, Joinable):
             RuntimeError: nothing was consolidated to this rank, or there was a step since.
         """
         self._check_overlap_initialized()
-        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
-            pre_hook(self)
+        run_state_dict_pre_hooks(self)
         if self._consolidated is None:
             raise RuntimeError(
                 "Optimizer state has not been consolidated on this rank since the last step. "
                 f"Please call `consolidate_state_dict(to={self.rank})` on all ranks beforehand if "
                 "you meant to save the global state."
             )
-        result = zero_state.packed(self, self._consolidated)
-        for post_hook in self._optimizer_state_dict_post_hooks.values():
-            hooked = post_hook(self, result)
-            result = result if hooked is None else hooked
-        return result
+        return run_state_dict_post_hooks(self, zero_state.packed(self, self._consolidated))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads this rank's part of an unsharded state dict; call it on all ranks.
@@ -324,14 +325,10 @@ class ZeroRedundancyOptimizer(TorchNames, Optimizer, Joinable):
         """
         self._check_overlap_initialized()
         with all_or_none(self.process_group):
-            state_dict = state_dict.copy()
-            for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-                hooked = pre_hook(self, state_dict)
-                state_dict = state_dict if hooked is None else hooked
+            state_dict = run_load_state_dict_pre_hooks(self, state_dict)
             zero_state.check(self, state_dict)
         zero_state.load(self, state_dict)
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
+        run_load_state_dict_post_hooks(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = type(self).__new__(type(self))

@@ -1,0 +1,87 @@
+"""FusedAdam and FusedAdamW under FSDPadaptOptimizer: masters in their state, two passes a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from torchopt_ext.optim import saved
+from torchopt_ext.optim import state as param_state
+from torchopt_ext.optim.base import FusedAdamBase
+from torchopt_ext.optim.control import Controlled
+from torchopt_ext.optim.storage import MASTER, REMAINDER
+
+
+class FusedBase:
+    """Lets a fused optimizer unscale, check, clip, step and keep masters by itself.
+
+    Args:
+        optim: told to keep fp32 masters unless it was built to keep weights otherwise.
+        process_group: ranks that agree on norm and overflow; None for the optimizer's own.
+    """
+
+    def __init__(self, optim: FusedAdamBase, process_group: Any) -> None:
+        self.optim = optim
+        if process_group is not None:
+            optim.process_group = process_group
+        optim.skip_nonfinite = True
+        optim.keep_masters()
+
+    @property
+    def controlled(self) -> Controlled:
+        """Whose control block has the last step's decision."""
+        return self.optim
+
+    @property
+    def params(self) -> list[list[Tensor]]:
+        """The model's parameters, by group."""
+        return [group["params"] for group in self.optim.param_groups]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.optim.add_param_group(param_group)
+
+    def step(self, scale: Tensor) -> None:
+        """One step with gradients that are ``scale``, one float32 element, times too large."""
+        optim: Any = self.optim
+        optim.grad_scale, optim.check_overflow = scale, True
+        try:
+            optim.step()
+        finally:
+            optim.check_overflow = False
+            vars(optim).pop("grad_scale", None)
+
+    def refresh_masters(self) -> None:
+        self.optim.refresh_masters()
+
+    # ---- state --------------------------------------------------------------------------------
+
+    def weights(self) -> list[list[Tensor]]:
+        """What parameters are rounded from, by group."""
+        state = self.optim.state
+        return [[param_state.weight_of(p, state.get(p, {})) for p in own] for own in self.params]
+
+    def base_state(self) -> dict[str, Any]:
+        """The optimizer's state dict without masters, which :meth:`weights` has."""
+        packed = self.optim.state_dict()
+        state = {
+            index: {name: v for name, v in entry.items() if name not in (MASTER, REMAINDER)}
+            for index, entry in packed["state"].items()
+        }
+        packed["state"] = {index: entry for index, entry in state.items() if entry}
+        return packed
+
+    def check_base_state(self, states: dict[str, Any]) -> None:
+        """Raises ValueError unless :meth:`load` takes it."""
+        saved.check_saved(self.optim, states)
+
+    def load(self, states: dict[str, Any], weights: list[list[Tensor]]) -> None:
+        """Takes state and weights that were checked."""
+        self.optim.load_state_dict(states)
+        for own, loaded in zip(self.params, weights, strict=True):
+            for param, weight in zip(own, loaded, strict=True):
+                if param.requires_grad or self.optim.state.get(param):
+                    state = self.optim.state[param]
+                else:  # frozen, and without a master
+                    state = {}
+                param_state.set_weight(param, state, weight, self.optim._storage)
