@@ -9,20 +9,35 @@
 namespace torchopt_ext {
 namespace {
 
+// Whether a tensor needs no closer look. Thousands of them are looked at in every step, and naming
+// each for a message that is not written would take longer than the rest.
+bool is_plain(const at::Tensor& tensor, at::Device device) {
+  const at::ScalarType dtype = tensor.scalar_type();
+  return tensor.layout() == at::kStrided && tensor.device() == device && !is_lazy(tensor) &&
+         (dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf ||
+          dtype == at::kDouble) &&
+         tensor.has_storage() && tensor.const_data_ptr() != nullptr;
+}
+
+void check_tensor(const at::Tensor& tensor, const std::string& what, at::Device device) {
+  check_supported(tensor, what);
+  TORCH_CHECK(tensor.device() == device, what, " is on ", tensor.device(), ", expected ", device,
+              " as the control block");
+}
+
 void check_pair(const at::Tensor& to, const at::Tensor& from, size_t i, at::Device device) {
-  const std::string to_what = describe("to", i);
-  const std::string from_what = describe("from", i);
-  check_supported(to, to_what);
-  check_supported(from, from_what);
-  TORCH_CHECK(to.device() == device, to_what, " is on ", to.device(), ", expected ", device,
-              " as the control block");
-  TORCH_CHECK(from.device() == device, from_what, " is on ", from.device(), ", expected ", device,
-              " as the control block");
-  check_dense(to, to_what);
-  TORCH_CHECK(from.sizes() == to.sizes(), from_what, " has shape ", from.sizes(), ", expected ",
-              to.sizes());
-  TORCH_CHECK(can_copy(dtype_of(to), dtype_of(from)), from_what, " has dtype ", from.scalar_type(),
-              " and ", to_what, " ", to.scalar_type(), "; float64 goes with float64 only");
+  if (!is_plain(to, device) || !is_plain(from, device)) {
+    check_tensor(to, describe("to", i), device);
+    check_tensor(from, describe("from", i), device);
+  }
+  if (!is_dense(to)) {
+    check_dense(to, describe("to", i));
+  }
+  TORCH_CHECK(from.sizes() == to.sizes(), describe("from", i), " has shape ", from.sizes(),
+              ", expected ", to.sizes());
+  TORCH_CHECK(can_copy(dtype_of(to), dtype_of(from)), describe("from", i), " has dtype ",
+              from.scalar_type(), " and ", describe("to", i), " ", to.scalar_type(),
+              "; float64 goes with float64 only");
 }
 
 // to[i] may be from[i] itself, and what is only read may be read twice.
@@ -68,12 +83,12 @@ void scaled_copy_(at::TensorList to, at::TensorList from, const at::Tensor& cont
     if (x.numel == 0) {
       continue;
     }
-    at::Tensor source = from[i];
-    if (!same_layout(from[i], to[i])) {
-      source = at::empty_like(to[i], from[i].options(), at::MemoryFormat::Preserve);
-      source.copy_(from[i].detach());
-      restrided.push_back(source);
+    const bool as_it_is = same_layout(from[i], to[i]);
+    if (!as_it_is) {
+      restrided.push_back(at::empty_like(to[i], from[i].options(), at::MemoryFormat::Preserve));
+      restrided.back().copy_(from[i].detach());
     }
+    const at::Tensor& source = as_it_is ? from[i] : restrided.back();
     x.param = to[i].mutable_data_ptr();
     x.grad = const_cast<void*>(source.const_data_ptr());  // read only
     x.param_dtype = dtype_of(to[i]);

@@ -112,8 +112,12 @@ MemoryRange memory_of(const at::Tensor& tensor, size_t source, bool written) {
 
 std::optional<std::pair<size_t, size_t>> find_overlap(std::vector<MemoryRange>& ranges) {
   std::erase_if(ranges, [](const MemoryRange& range) { return range.begin == range.end; });
-  std::sort(ranges.begin(), ranges.end(),
-            [](const MemoryRange& a, const MemoryRange& b) { return a.begin < b.begin; });
+  const auto lies_before = [](const MemoryRange& a, const MemoryRange& b) {
+    return a.begin < b.begin;
+  };
+  if (!std::is_sorted(ranges.begin(), ranges.end(), lies_before)) {
+    std::sort(ranges.begin(), ranges.end(), lies_before);
+  }
   // The ranges that reach furthest so far, among the written ones and among all.
   const MemoryRange* written = nullptr;
   const MemoryRange* any = nullptr;
