@@ -208,6 +208,7 @@ void register_step_ops(torch::Library& m) {
   m.impl("loss_scale_update_", loss_scale_update_);
   m.impl("adam_", adam_);
   m.impl("adam_.tensor_lr", adam_tensor_lr_);
+  m.impl("scaled_copy_", scaled_copy_);
 }
 
 // Sparse tensors come here to be refused with their position.
@@ -217,8 +218,8 @@ TORCH_LIBRARY_IMPL(torchopt_ext, SparseCUDA, m) { register_step_ops(m); }
 TORCH_LIBRARY_IMPL(torchopt_ext, SparseCsrCUDA, m) { register_step_ops(m); }
 
 TORCH_LIBRARY_IMPL(torchopt_ext, Meta, m) {
-  for (const char* name :
-       {"grad_sumsq_", "control_update_", "loss_scale_update_", "adam_", "adam_.tensor_lr"}) {
+  for (const char* name : {"grad_sumsq_", "control_update_", "loss_scale_update_", "adam_",
+                           "adam_.tensor_lr", "scaled_copy_"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&shapes_only>());
   }
 }

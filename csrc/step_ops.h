@@ -16,6 +16,8 @@ void control_update_(const at::Tensor& control, const at::Tensor& accumulator,
                      const std::optional<at::Tensor>& grad_scale,
                      const std::optional<at::Tensor>& found_inf);
 
+void scaled_copy_(at::TensorList to, at::TensorList from, const at::Tensor& control, bool unscale);
+
 // Shared with the optimizer classes (python/optimizer_plan.cpp).
 void check_accumulator(const at::Tensor& accumulator);
 void check_control(const at::Tensor& control);

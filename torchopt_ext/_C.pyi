@@ -24,6 +24,16 @@ def check_step(
     names: list[str],
 ) -> None: ...
 
+# Uninitialised tensors with the sizes and strides of each of `like`, and `dtype` or its own, one
+# after the other at multiples of 64 bytes of `block`: a contiguous uint8 tensor of carved_bytes()
+# or more, whose device is theirs and which can no longer be resized. Without one, of an allocation
+# on their device. Each has a storage of its own, of its own bytes, that cannot be resized and keeps
+# the block's memory; so recording a stream does nothing for it, and has to be done to the block.
+def carve(
+    like: list[Tensor], dtype: torch.dtype | None = None, block: Tensor | None = None
+) -> list[Tensor]: ...
+def carved_bytes(like: list[Tensor], dtype: torch.dtype | None = None) -> int: ...
+
 class OptimizerPlan:
     def __init__(
         self,

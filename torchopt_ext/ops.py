@@ -132,6 +132,29 @@ def adam_(
     )  # fmt: skip
 
 
+def scaled_copy_(
+    to: Sequence[Tensor], from_: Sequence[Tensor], control: Tensor, *, unscale: bool
+) -> None:
+    """Copies every tensor of ``from_`` into the one of ``to`` at its position, converting it.
+
+    With ``unscale`` each element is first multiplied by the control block's ``grad_factor``, so that
+    gradients arrive unscaled and clipped; without it, master weights arrive rounded to nearest even.
+    Where the control block says skip, nothing is written.
+
+    Args:
+        to: dense tensors of float32, bfloat16 or float16, or of float64 if their sources are.
+        from_: of each one's shape, in any of these types; with other strides it is copied first.
+            May be the very tensor at its position in ``to``, and shares no other memory with any
+            there. In place, a factor of exactly 1 leaves memory alone, payloads of NaNs included.
+        control: from :func:`new_control`, on the device of all the tensors.
+        unscale: whether to multiply.
+
+    Raises:
+        RuntimeError: lists that do not match; names the tensor's position. Nothing is changed.
+    """
+    _ops.scaled_copy_.default(to, from_, control, unscale=unscale)
+
+
 @overload
 def lr_factor(
     step: int,

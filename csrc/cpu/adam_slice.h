@@ -149,9 +149,10 @@ class AdamSlice {
     }
     update(x, n);
     if (options_.write_back_gradients) {
-      table_.scale[static_cast<int>(work_.grad_dtype)](
-          element(work_.grad, element_size(work_.grad_dtype), begin),
-          static_cast<double>(scalars_.grad_factor), n);
+      const auto dtype = static_cast<int>(work_.grad_dtype);
+      void* grad = element(work_.grad, element_size(work_.grad_dtype), begin);
+      table_.scaled_copy[dtype][dtype](grad, grad, static_cast<double>(scalars_.grad_factor), n,
+                                       /*past_caches=*/false);
     }
     if (norms || counts_lost) {
       copy_weights(x, after, n);

@@ -1,39 +1,17 @@
-// The CPU back end of a step: one parallel region per pass over the whole work list, balanced by
-// bytes rather than tensor by tensor.
-#include <ATen/Parallel.h>
+// The CPU back end of a step: one parallel region per pass over the whole work list.
 #include <ATen/ops/scalar_tensor.h>
 
 #include <mutex>
 
 #include "cpu/adam_slice.h"
+#include "cpu/for_each_share.h"
+#include "cpu/scaled_copy.h"
 #include "cpu/sum_of_squares_chunk.h"
 #include "kernels/adam.h"
-#include "kernels/float_mode.h"
-#include "plan/backend.h"
 #include "plan/trace.h"
 
 namespace torchopt_ext {
 namespace {
-
-// Below this a second thread costs more than it brings.
-constexpr int64_t kBytesPerThread = 32768;
-
-// Calls body(first, last) on ranges of chunks, in parallel and in the pinned floating-point mode.
-template <class Body>
-void for_each_share(const WorkList& work, const Body& body) {
-  if (work.chunks.empty()) {
-    return;
-  }
-  const int64_t useful = work.cumulative.back() / kBytesPerThread + 1;
-  const int64_t shares = std::min<int64_t>(at::get_num_threads(), useful);
-  at::parallel_for(0, shares, 1, [&](int64_t begin, int64_t end) {
-    const FloatMode mode;
-    for (int64_t share = begin; share < end; ++share) {
-      const auto [first, last] = share_of(work.cumulative, share, shares);
-      body(first, last);
-    }
-  });
-}
 
 // Asks for the first lines of a chunk while another is in work. The processor's own prefetcher has
 // to learn every small tensor's streams anew.
@@ -221,8 +199,8 @@ void adam(const WorkList& work, const std::vector<GroupHyper>& groups, const at:
 }
 
 const bool registered = [] {
-  register_backend(at::kCPU,
-                   {sum_of_squares, clear, total, control_update_cpu, loss_scale_update_cpu, adam});
+  register_backend(at::kCPU, {sum_of_squares, clear, total, control_update_cpu,
+                              loss_scale_update_cpu, adam, scaled_copy_cpu});
   return true;
 }();
 

@@ -27,8 +27,10 @@ struct KernelTable {
   // Random bits of n elements that follow one another in the parameter (kernels/stochastic.h).
   void (*random_bits)(const RoundingKey& key, int64_t first_element, uint64_t* to, int64_t n);
 
-  // By DType: multiplies in place, rounding to nearest; a NaN becomes canonical.
-  void (*scale[kDTypes])(void* x, double factor, int64_t n);
+  // By DType of `to`, which may be `from`, and of `from`; null where one is float64 and the other
+  // is not. `past_caches`: for more than the caches hold.
+  void (*scaled_copy[kDTypes][kDTypes])(void* to, const void* from, double factor, int64_t n,
+                                        bool past_caches);
 
   // What a step can see of a tile on its way (plan/chunk_table.h, ChunkTrace); `to` may be `after`.
   void (*difference_float)(const float* before, const float* after, float* to, int64_t n);

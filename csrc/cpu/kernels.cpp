@@ -1,8 +1,11 @@
 // Compiled once per instruction set, without torch; the compiler's flags choose the lanes and
 // TORCHOPT_KERNELS names the getter. Everything else stays in anonymous namespaces
 // (kernels/host_device.h).
+#include <type_traits>
+
 #include "cpu/kernel_table.h"
 #include "kernels/digest.h"
+#include "kernels/scaled_copy.h"
 #include "kernels/sum_of_squares.h"
 #if defined(__AVX512F__)
 #include "kernels/lane_avx512.h"
@@ -191,13 +194,25 @@ void random_bits(const RoundingKey& key, int64_t first_element, uint64_t* to, in
   }
 }
 
-template <class T>
-void scale(void* memory, double factor, int64_t n) {
-  using Wide = decltype(widen(T{}));
-  using L = ScalarLane<Wide>;
-  auto* x = static_cast<T*>(memory);
-  for (int64_t i = 0; i < n; ++i) {
-    L::store(x + i, L::canonical(L::load(x + i) * static_cast<Wide>(factor)));
+template <class To, class From>
+void scaled_copy(void* to_memory, const void* from_memory, double factor, int64_t n,
+                 bool past_caches) {
+  using L = std::conditional_t<std::is_same_v<To, double>, DoubleLane, FloatLane>;
+  using Scalar = ScalarLane<typename L::scalar>;
+  const auto rounded = static_cast<typename L::scalar>(factor);
+  auto* to = static_cast<To*>(to_memory);
+  const auto* from = static_cast<const From*>(from_memory);
+  int64_t i = 0;
+  if (past_caches && reinterpret_cast<uintptr_t>(to) % (L::width * sizeof(To)) == 0) {
+    for (; i + L::width <= n; i += L::width) {
+      L::stream(to + i, scaled<L>(L::load(from + i), rounded));
+    }
+  }
+  for (; i + L::width <= n; i += L::width) {
+    L::store(to + i, scaled<L>(L::load(from + i), rounded));
+  }
+  for (; i < n; ++i) {
+    Scalar::store(to + i, scaled<Scalar>(Scalar::load(from + i), rounded));
   }
 }
 
@@ -249,7 +264,13 @@ const KernelTable& TORCHOPT_KERNELS() {
                                exact_sum<Float16>},
       .load_weights = load_weights,
       .random_bits = random_bits,
-      .scale = {scale<float>, scale<double>, scale<BFloat16>, scale<Float16>},
+      .scaled_copy = {{scaled_copy<float, float>, nullptr, scaled_copy<float, BFloat16>,
+                       scaled_copy<float, Float16>},
+                      {nullptr, scaled_copy<double, double>, nullptr, nullptr},
+                      {scaled_copy<BFloat16, float>, nullptr, scaled_copy<BFloat16, BFloat16>,
+                       scaled_copy<BFloat16, Float16>},
+                      {scaled_copy<Float16, float>, nullptr, scaled_copy<Float16, BFloat16>,
+                       scaled_copy<Float16, Float16>}},
       .difference_float = difference<float>,
       .difference_double = difference<double>,
       .count_lost_float = {count_lost<float, float>, nullptr, count_lost<float, BFloat16>,

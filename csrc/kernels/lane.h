@@ -42,6 +42,11 @@ struct ScalarLane {
   TORCHOPT_HD static void store(Half* x, T a) {
     *x = narrow<Half>(a);
   }
+  // Aligned, and past the caches where there is such a store.
+  template <class Element>
+  static void stream(Element* x, T a) {
+    store(x, a);
+  }
   TORCHOPT_HD static T joined(const BFloat16* weight, const int16_t* remainder) {
     return join(*weight, *remainder);
   }

@@ -51,6 +51,11 @@ struct Avx2Float {
   static void store(Half* x, reg a) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(x), narrow8(a, Half{}));
   }
+  static void stream(float* x, reg a) { _mm256_stream_ps(x, a); }
+  template <class Half>
+  static void stream(Half* x, reg a) {
+    _mm_stream_si128(reinterpret_cast<__m128i*>(x), narrow8(a, Half{}));
+  }
   static reg joined(const BFloat16* weight, const int16_t* remainder) {
     const __m128i low = _mm_loadu_si128(reinterpret_cast<const __m128i*>(remainder));
     return _mm256_castsi256_ps(
@@ -95,6 +100,7 @@ struct Avx2Double {
   static constexpr int width = 4;
   static reg load(const double* x) { return _mm256_loadu_pd(x); }
   static void store(double* x, reg a) { _mm256_storeu_pd(x, a); }
+  static void stream(double* x, reg a) { _mm256_stream_pd(x, a); }
   // The first n elements, n < width; nothing beyond them is touched.
   static __m256i first(int n) {
     return _mm256_cmpgt_epi64(_mm256_set1_epi64x(n), _mm256_setr_epi64x(0, 1, 2, 3));

@@ -45,6 +45,11 @@ struct Avx512Float {
   static void store(Half* x, reg a) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(x), narrow16(a, Half{}));
   }
+  static void stream(float* x, reg a) { _mm512_stream_ps(x, a); }
+  template <class Half>
+  static void stream(Half* x, reg a) {
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(x), narrow16(a, Half{}));
+  }
   static reg joined(const BFloat16* weight, const int16_t* remainder) {
     const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(remainder));
     return _mm512_castsi512_ps(
@@ -99,6 +104,7 @@ struct Avx512Double {
   static constexpr int width = 8;
   static reg load(const double* x) { return _mm512_loadu_pd(x); }
   static void store(double* x, reg a) { _mm512_storeu_pd(x, a); }
+  static void stream(double* x, reg a) { _mm512_stream_pd(x, a); }
   // The first n elements, n < width; nothing beyond them is touched.
   static reg load_part(const double* x, int n) {
     return _mm512_maskz_loadu_pd(static_cast<__mmask8>((1u << n) - 1), x);

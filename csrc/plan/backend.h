@@ -55,6 +55,9 @@ struct Backend {
   // block says skip. Fills `traces` if the options ask for it.
   void (*adam)(const WorkList& work, const std::vector<GroupHyper>& groups,
                const at::Tensor& control, const Traces& traces);
+  // Every `param` of the list becomes its `grad`, times grad_factor if `unscale`, unless the
+  // control block says skip.
+  void (*scaled_copy)(const WorkList& work, const at::Tensor& control, bool unscale);
 };
 
 void register_backend(at::DeviceType device, const Backend& backend);

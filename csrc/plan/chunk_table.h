@@ -11,7 +11,8 @@
 
 namespace torchopt_ext {
 
-// One parameter of a step. Pointers are to dense storage; element index is storage order.
+// One parameter of a step. Pointers are to dense storage; element index is storage order. A scaled
+// copy uses `param`, which it writes, `grad`, which it reads, their dtypes and numel.
 struct TensorWork {
   void* param;
   void* grad;  // null: no gradient in this step, the tensor stays as it is

@@ -96,35 +96,57 @@ bool same_layout(const at::Tensor& a, const at::Tensor& b) {
   return true;
 }
 
-void check_no_overlap(const std::vector<NamedTensor>& tensors) {
-  struct Range {
-    const char* begin;
-    const char* end;
-    const NamedTensor* source;
-  };
-  std::vector<Range> ranges;
-  ranges.reserve(tensors.size());
-  for (const NamedTensor& named : tensors) {
-    if (named.tensor.defined() && named.tensor.numel() > 0) {
-      const auto* begin = static_cast<const char*>(named.tensor.const_data_ptr());
-      ranges.push_back({begin, begin + named.tensor.nbytes(), &named});
-    }
+MemoryRange memory_of(const at::Tensor& tensor, size_t source, bool written) {
+  if (tensor.numel() == 0) {
+    return {nullptr, nullptr, source, written};
   }
-  std::sort(ranges.begin(), ranges.end(),
-            [](const Range& a, const Range& b) { return a.begin < b.begin; });
+  const at::IntArrayRef sizes = tensor.sizes();
+  const at::IntArrayRef strides = tensor.strides();
+  int64_t elements = 1;
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    elements += (sizes[d] - 1) * strides[d];
+  }
+  const auto* begin = static_cast<const char*>(tensor.const_data_ptr());
+  return {begin, begin + elements * static_cast<int64_t>(tensor.itemsize()), source, written};
+}
+
+std::optional<std::pair<size_t, size_t>> find_overlap(std::vector<MemoryRange>& ranges) {
+  std::erase_if(ranges, [](const MemoryRange& range) { return range.begin == range.end; });
+  const auto lies_before = [](const MemoryRange& a, const MemoryRange& b) {
+    return a.begin < b.begin;
+  };
+  if (!std::is_sorted(ranges.begin(), ranges.end(), lies_before)) {
+    std::sort(ranges.begin(), ranges.end(), lies_before);
+  }
   // The ranges that reach furthest so far, among the written ones and among all.
-  const Range* written = nullptr;
-  const Range* any = nullptr;
-  for (const Range& range : ranges) {
-    const Range* other = range.source->written ? any : written;
-    TORCH_CHECK(other == nullptr || range.begin >= other->end, range.source->what,
-                " shares memory with ", other->source->what);
-    if (range.source->written && (written == nullptr || range.end > written->end)) {
+  const MemoryRange* written = nullptr;
+  const MemoryRange* any = nullptr;
+  for (const MemoryRange& range : ranges) {
+    const MemoryRange* other = range.written ? any : written;
+    if (other != nullptr && range.begin < other->end) {
+      return std::pair(range.source, other->source);
+    }
+    if (range.written && (written == nullptr || range.end > written->end)) {
       written = &range;
     }
     if (any == nullptr || range.end > any->end) {
       any = &range;
     }
+  }
+  return std::nullopt;
+}
+
+void check_no_overlap(const std::vector<NamedTensor>& tensors) {
+  std::vector<MemoryRange> ranges;
+  ranges.reserve(tensors.size());
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (tensors[i].tensor.defined()) {
+      ranges.push_back(memory_of(tensors[i].tensor, i, tensors[i].written));
+    }
+  }
+  if (const auto overlap = find_overlap(ranges)) {
+    TORCH_CHECK(false, tensors[overlap->first].what, " shares memory with ",
+                tensors[overlap->second].what);
   }
 }
 

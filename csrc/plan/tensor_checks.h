@@ -4,7 +4,9 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "kernels/dtype.h"
@@ -45,6 +47,18 @@ struct NamedTensor {
   bool written;
 };
 void check_no_overlap(const std::vector<NamedTensor>& tensors);
+
+// Where the elements of tensor number `source` lie, with the gaps between them.
+struct MemoryRange {
+  const char* begin;
+  const char* end;
+  size_t source;
+  bool written;
+};
+MemoryRange memory_of(const at::Tensor& tensor, size_t source, bool written);
+
+// The sources of two ranges, of which one is written, that share memory. Sorts the ranges.
+std::optional<std::pair<size_t, size_t>> find_overlap(std::vector<MemoryRange>& ranges);
 
 // Counts as an in-place change for autograd, as torch's own operators do.
 void bump_version(const at::Tensor& tensor);

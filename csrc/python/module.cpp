@@ -4,6 +4,7 @@
 
 #include "cpu/kernel_table.h"
 #include "kernels/control.h"
+#include "python/carve.h"
 #include "python/optimizer_plan.h"
 #include "python/param_lists.h"
 #include "step_ops.h"
@@ -90,6 +91,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         "Drops the gradient of each tensor.");
   m.def("check_step", check_step, py::arg("params"), py::arg("masters"), py::arg("gradients"),
         py::arg("names"), "Raises unless gradients and masters fit their parameters.");
+
+  m.def("carve", carve, py::arg("like"), py::arg("dtype") = py::none(),
+        py::arg("block") = py::none(),
+        "Uninitialised tensors with the sizes and strides of `like`, in one block of memory.");
+  m.def("carved_bytes", carved_bytes, py::arg("like"), py::arg("dtype") = py::none(),
+        "How many bytes of a block carve() takes.");
 
   py::class_<OptimizerPlan>(m, "OptimizerPlan")
       .def(py::init(&make_plan), py::arg("param_groups"), py::arg("state"), py::arg("params"),

@@ -10,12 +10,6 @@ namespace {
 
 namespace py = pybind11;
 
-const at::Tensor& tensor_at(const py::list& tensors, size_t i) {
-  PyObject* object = PyList_GET_ITEM(tensors.ptr(), static_cast<Py_ssize_t>(i));
-  TORCH_CHECK_TYPE(THPVariable_Check(object), "item ", i, " is no tensor");
-  return THPVariable_Unpack(object);
-}
-
 // Value(tensor) of every tensor, one after the other.
 template <class Value>
 py::bytes packed(const py::list& tensors, const Value& value) {
@@ -28,6 +22,12 @@ py::bytes packed(const py::list& tensors, const Value& value) {
 }
 
 }  // namespace
+
+const at::Tensor& tensor_at(const py::list& tensors, size_t i) {
+  PyObject* object = PyList_GET_ITEM(tensors.ptr(), static_cast<Py_ssize_t>(i));
+  TORCH_CHECK_TYPE(THPVariable_Check(object), "item ", i, " is no tensor");
+  return THPVariable_Unpack(object);
+}
 
 py::bytes requires_grad(const py::list& tensors) {
   return packed(tensors, [](const at::Tensor& tensor) { return tensor.requires_grad(); });

@@ -6,6 +6,9 @@
 
 namespace torchopt_ext {
 
+// Raises if the item is no tensor.
+const at::Tensor& tensor_at(const pybind11::list& tensors, size_t i);
+
 // One byte for each tensor: whether it requires a gradient.
 pybind11::bytes requires_grad(const pybind11::list& tensors);
 

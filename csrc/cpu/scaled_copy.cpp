@@ -1,0 +1,62 @@
+#include "cpu/scaled_copy.h"
+
+#include "cpu/for_each_share.h"
+#include "cpu/kernel_table.h"
+#include "kernels/control.h"
+#include "kernels/scaled_copy.h"
+
+namespace torchopt_ext {
+namespace {
+
+// A list that writes more than this leaves little of itself in the caches: stores past them spare
+// reading the lines first.
+constexpr int64_t kPastCaches = int64_t{64} << 20;
+
+// Asks for the first lines of a chunk while another is in work. The processor's own prefetcher has
+// to learn every small tensor's streams anew.
+void prefetch_start(const Chunk& chunk, const TensorWork& tensor) {
+  constexpr int64_t kBytes = 2048;
+  const char* from =
+      static_cast<const char*>(tensor.grad) + chunk.begin * element_size(tensor.grad_dtype);
+  const char* to =
+      static_cast<const char*>(tensor.param) + chunk.begin * element_size(tensor.param_dtype);
+  for (int64_t at = 0; at < kBytes; at += 64) {
+    __builtin_prefetch(from + at);
+    __builtin_prefetch(to + at, 1);
+  }
+}
+
+}  // namespace
+
+void scaled_copy_cpu(const WorkList& work, const at::Tensor& control, bool unscale) {
+  const auto& decision = *static_cast<const Control*>(control.const_data_ptr());
+  if (decision.skip != 0.0 || work.chunks.empty()) {
+    return;
+  }
+  const double factor = unscale ? decision.grad_factor : 1.0;
+  const bool past_caches = work.cumulative.back() > kPastCaches;
+  for_each_share(work, [&](size_t first, size_t last) {
+    const KernelTable& table = kernels();
+    for (size_t i = first; i < last; ++i) {
+      const Chunk& chunk = work.chunks[i];
+      const TensorWork& x = work.tensors[static_cast<size_t>(chunk.tensor)];
+      if (i + 1 < last && !past_caches) {
+        const Chunk& next = work.chunks[i + 1];
+        prefetch_start(next, work.tensors[static_cast<size_t>(next.tensor)]);
+      }
+      if (is_idle_copy(x.param, x.grad, x.param_dtype, factor)) {
+        continue;
+      }
+      char* to = static_cast<char*>(x.param) + chunk.begin * element_size(x.param_dtype);
+      const char* from =
+          static_cast<const char*>(x.grad) + chunk.begin * element_size(x.grad_dtype);
+      table.scaled_copy[static_cast<int>(x.param_dtype)][static_cast<int>(x.grad_dtype)](
+          to, from, factor, chunk.end - chunk.begin, past_caches && to != from);
+    }
+    if (past_caches) {
+      _mm_sfence();  // who comes next sees the stores past the caches
+    }
+  });
+}
+
+}  // namespace torchopt_ext

@@ -1,0 +1,105 @@
+// scaled_copy_: checks the two lists, then one pass of the device's back end over all of them.
+#include <ATen/ops/empty_like.h>
+
+#include "kernels/scaled_copy.h"
+#include "plan/backend.h"
+#include "plan/tensor_checks.h"
+#include "step_ops.h"
+
+namespace torchopt_ext {
+namespace {
+
+// Whether a tensor needs no closer look. Thousands of them are looked at in every step, and naming
+// each for a message that is not written would take longer than the rest.
+bool is_plain(const at::Tensor& tensor, at::Device device) {
+  const at::ScalarType dtype = tensor.scalar_type();
+  return tensor.layout() == at::kStrided && tensor.device() == device && !is_lazy(tensor) &&
+         (dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf ||
+          dtype == at::kDouble) &&
+         tensor.has_storage() && tensor.const_data_ptr() != nullptr;
+}
+
+void check_tensor(const at::Tensor& tensor, const std::string& what, at::Device device) {
+  check_supported(tensor, what);
+  TORCH_CHECK(tensor.device() == device, what, " is on ", tensor.device(), ", expected ", device,
+              " as the control block");
+}
+
+void check_pair(const at::Tensor& to, const at::Tensor& from, size_t i, at::Device device) {
+  if (!is_plain(to, device) || !is_plain(from, device)) {
+    check_tensor(to, describe("to", i), device);
+    check_tensor(from, describe("from", i), device);
+  }
+  if (!is_dense(to)) {
+    check_dense(to, describe("to", i));
+  }
+  TORCH_CHECK(from.sizes() == to.sizes(), describe("from", i), " has shape ", from.sizes(),
+              ", expected ", to.sizes());
+  TORCH_CHECK(can_copy(dtype_of(to), dtype_of(from)), describe("from", i), " has dtype ",
+              from.scalar_type(), " and ", describe("to", i), " ", to.scalar_type(),
+              "; float64 goes with float64 only");
+}
+
+// to[i] may be from[i] itself, and what is only read may be read twice.
+void check_apart(at::TensorList to, at::TensorList from) {
+  std::vector<MemoryRange> ranges;
+  ranges.reserve(2 * to.size());
+  for (size_t i = 0; i < to.size(); ++i) {
+    const MemoryRange target = memory_of(to[i], 2 * i, /*written=*/true);
+    const MemoryRange source = memory_of(from[i], 2 * i + 1, /*written=*/false);
+    const bool in_place = source.begin == target.begin &&
+                          to[i].scalar_type() == from[i].scalar_type() &&
+                          same_layout(to[i], from[i]);
+    ranges.push_back(target);
+    if (!in_place) {
+      ranges.push_back(source);
+    }
+  }
+  const auto name = [](size_t source) {
+    return describe(source % 2 == 0 ? "to" : "from", source / 2);
+  };
+  if (const auto overlap = find_overlap(ranges)) {
+    TORCH_CHECK(false, name(overlap->first), " shares memory with ", name(overlap->second));
+  }
+}
+
+}  // namespace
+
+void scaled_copy_(at::TensorList to, at::TensorList from, const at::Tensor& control, bool unscale) {
+  check_control(control);
+  TORCH_CHECK(from.size() == to.size(), "got ", from.size(), " tensors in from for ", to.size(),
+              " in to");
+  for (size_t i = 0; i < to.size(); ++i) {
+    check_pair(to[i], from[i], i, control.device());
+  }
+  check_apart(to, from);
+  WorkList work;
+  work.tensors.resize(to.size());
+  std::vector<at::Tensor> restrided;
+  for (size_t i = 0; i < to.size(); ++i) {
+    TensorWork& x = work.tensors[i];
+    x.numel = to[i].numel();
+    x.row_length = 1;
+    if (x.numel == 0) {
+      continue;
+    }
+    const bool as_it_is = same_layout(from[i], to[i]);
+    if (!as_it_is) {
+      restrided.push_back(at::empty_like(to[i], from[i].options(), at::MemoryFormat::Preserve));
+      restrided.back().copy_(from[i].detach());
+    }
+    const at::Tensor& source = as_it_is ? from[i] : restrided.back();
+    x.param = to[i].mutable_data_ptr();
+    x.grad = const_cast<void*>(source.const_data_ptr());  // read only
+    x.param_dtype = dtype_of(to[i]);
+    x.grad_dtype = dtype_of(source);
+  }
+  work.chunks = make_chunks(work.tensors);
+  work.cumulative = cumulative_bytes(work.tensors, work.chunks);
+  backend_for(control.device()).scaled_copy(work, control, unscale);
+  for (const at::Tensor& tensor : to) {
+    bump_version(tensor);
+  }
+}
+
+}  // namespace torchopt_ext
