@@ -137,8 +137,9 @@ def scaled_copy_(
 ) -> None:
     """Copies every tensor of ``from_`` into the one of ``to`` at its position, converting it.
 
-    With ``unscale`` each element is first multiplied by the control block's ``grad_factor``, so that
-    gradients arrive unscaled and clipped; without it, master weights arrive rounded to nearest even.
+    With ``unscale`` each element is first multiplied by the control block's ``grad_factor``, so
+    that gradients arrive unscaled and clipped; without it, master weights arrive rounded to nearest
+    even.
     Where the control block says skip, nothing is written.
 
     Args:

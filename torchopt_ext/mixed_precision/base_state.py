@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 from torchopt_ext.optim.local import is_dtensor
 from torchopt_ext.optim.state import check_shape
 
-SHAPED_LIKE_PARAM = frozenset(
-    "exp_avg exp_avg_sq max_exp_avg_sq exp_inf momentum_buffer square_avg grad_avg acc_delta sum ax "
-    "prev step_size".split()
+SHAPED_LIKE_PARAM = (
+    *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg"),
+    *("grad_avg", "acc_delta", "sum", "ax", "prev", "step_size"),
 )
 """Entries of torch's optimizers that are shaped as their parameter, where they are no numbers."""
 

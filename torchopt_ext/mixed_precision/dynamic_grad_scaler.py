@@ -78,6 +78,7 @@ class DynamicGradScaler:
         with torch.inference_mode(False):
             self._scale = torch.tensor([initial_scale], dtype=torch.float32, device=device)
             self._block = ops.new_control(device, **self._settings)  # type: ignore[arg-type]
+        self._constant: float | None = None  # the scale, if it was read
 
     @property
     def scale(self) -> Tensor:
@@ -89,10 +90,12 @@ class DynamicGradScaler:
         """1 / scale, rounded once to float32."""
         return self._scale.double().reciprocal().float()
 
-    @property
-    def moves(self) -> bool:
-        """Whether :meth:`update` can change the scale."""
-        return self._settings["growth_factor"] != 1.0 or self._settings["backoff_factor"] != 1.0
+    def is_one(self) -> bool:
+        """Whether the scale is 1; waits for its device only if :meth:`update` can change it."""
+        moves = self._settings["growth_factor"] != 1.0 or self._settings["backoff_factor"] != 1.0
+        if moves or self._constant is None:
+            self._constant = self._scale.item()
+        return self._constant == 1.0
 
     @torch.no_grad()
     def update(self, overflow: bool | Tensor) -> None:
@@ -127,6 +130,7 @@ class DynamicGradScaler:
         """
         self.check_state_dict(state_dict)
         self._scale.fill_(float(state_dict["_scale"]))
+        self._constant = None
         counts = {name: float(state_dict[key]) for key, name in _STATE_KEYS.items()}
         write_fields(self._block, counts)
 

@@ -34,6 +34,10 @@ class FusedBase:
         return self.optim
 
     @property
+    def process_group(self) -> Any:
+        return self.optim.process_group
+
+    @property
     def params(self) -> list[list[Tensor]]:
         """The model's parameters, by group."""
         return [group["params"] for group in self.optim.param_groups]

@@ -295,7 +295,8 @@ class MasterWeights(Controlled):
                 "an optimizer with a process_group cannot be pickled or copied: its ranks exist in "
                 "this run only; save its state_dict()"
             )
-        return vars(self) | {"_names": [], "_keys": [], "_gradients": {}}
+        empty: dict[str, Any] = {"_names": [], "_keys": [], "_gradients": {}}
+        return vars(self) | empty | {"_view": None, "_read": None}
 
 
 def names_of(number: int, group: dict[str, Any]) -> list[str]:

@@ -39,7 +39,9 @@ class ControlView:
     def __getattr__(self, name: str) -> Tensor:
         if name not in CONTROL_FIELDS:
             raise AttributeError(f"no field {name!r}; the fields are {', '.join(CONTROL_FIELDS)}")
-        return self._block[CONTROL_FIELDS.index(name)]
+        view = self._block[CONTROL_FIELDS.index(name)]
+        setattr(self, name, view)  # making one is an operator of its own
+        return view
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *CONTROL_FIELDS]
@@ -60,6 +62,8 @@ class Controlled:
 
     def _init_control(self) -> None:
         self._blocks: dict[torch.device, tuple[Tensor, Tensor]] = {}  # control, accumulator
+        self._view: ControlView | None = None
+        self._read: tuple[Tensor, Any] | None = None  # a block on the host and its memory
         self._written_skip: float | None = None  # what the control blocks say
         self._counters: dict[str, float] = {}  # loaded, for control blocks yet to be made
 
@@ -171,12 +175,19 @@ class Controlled:
     @property
     def control(self) -> ControlView:
         """The last step's decision, such as ``control.grad_norm``; reading it is lazy."""
-        return ControlView(self._block(self.home)[0])
+        block = self._block(self.home)[0]
+        if self._view is None or self._view._block is not block:
+            self._view = ControlView(block)
+        return self._view
 
     def known(self, name: str) -> float | None:
         """A field's value if no device has to be waited for; else None."""
         block = self._block(self.home)[0]
-        return float(block.numpy()[CONTROL_FIELDS.index(name)]) if block.is_cpu else None
+        if not block.is_cpu:
+            return None
+        if self._read is None or self._read[0] is not block:
+            self._read = block, block.numpy()
+        return float(self._read[1][CONTROL_FIELDS.index(name)])
 
     @property
     def home(self) -> torch.device:

@@ -76,7 +76,7 @@ def init_param_state(
         state["step"] = torch.zeros((), dtype=torch.float32, device=local_tensor(param).device)
     for name in moments_of(group):
         if name not in state:
-            state[name] = _zeros_like(param, storage.moment_dtype(param))
+            state[name] = zeros_like(param, storage.moment_dtype(param))
     if MASTER not in state and REMAINDER not in state:
         fit_master(param, state, storage)
 
@@ -95,7 +95,7 @@ def fit_master(param: Tensor, state: dict[str, Any], storage: Storage) -> None:
         remainder = state.pop(REMAINDER, None)
         if MASTER in state:
             return
-        local, master = local_tensor(param), _zeros_like(param, torch.float32)
+        local, master = local_tensor(param), zeros_like(param, torch.float32)
         if remainder is not None and local.dtype != torch.bfloat16:
             raise ValueError(f"a remainder completes a bfloat16 parameter, not {local.dtype}")
         exact = local if remainder is None else join_master(local, local_tensor(remainder))
@@ -105,7 +105,7 @@ def fit_master(param: Tensor, state: dict[str, Any], storage: Storage) -> None:
         saved_master = state.pop(MASTER, None)
         if REMAINDER in state:
             return
-        remainder = _zeros_like(param, torch.int16)
+        remainder = zeros_like(param, torch.int16)
         if saved_master is not None:
             weight, rest = split_master(local_tensor(saved_master))
             local_tensor(param).copy_(weight)  # nothing new, unless the model was changed since
@@ -130,7 +130,7 @@ def weight_of(param: Tensor, state: dict[str, Any]) -> Tensor:
         master: Tensor = state[MASTER]
         return master
     if REMAINDER in state:
-        joined = _zeros_like(param, torch.float32)
+        joined = zeros_like(param, torch.float32)
         exact = join_master(local_tensor(param), local_tensor(state[REMAINDER]))
         local_tensor(joined).copy_(exact)
         return joined
@@ -144,17 +144,18 @@ def set_weight(param: Tensor, state: dict[str, Any], weight: Tensor, storage: St
     wanted = storage.master_of(param)
     if wanted == MASTER:
         if MASTER not in state:
-            state[MASTER] = _zeros_like(param, torch.float32)
+            state[MASTER] = zeros_like(param, torch.float32)
         local_tensor(state[MASTER]).copy_(local)
     elif wanted == REMAINDER:
         if REMAINDER not in state:
-            state[REMAINDER] = _zeros_like(param, torch.int16)
+            state[REMAINDER] = zeros_like(param, torch.int16)
         rounded, rest = split_master(local.to(local_tensor(param).device, torch.float32))
         local_tensor(param).copy_(rounded)
         local_tensor(state[REMAINDER]).copy_(rest)
 
 
-def _zeros_like(param: Tensor, dtype: torch.dtype) -> Tensor:
+def zeros_like(param: Tensor, dtype: torch.dtype) -> Tensor:
+    """Zeros in the parameter's layout, on its device and placed as it is."""
     zeros = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
     return zeros.requires_grad_(False) if zeros.is_floating_point() else zeros
 
@@ -230,7 +231,7 @@ def _fit(value: Tensor, param: Tensor, dtype: torch.dtype) -> Tensor:
     same = local.device == like.device and local.stride() == dense.stride()
     if same and local.dtype == dtype:
         return value
-    fitted = _zeros_like(param, dtype)
+    fitted = zeros_like(param, dtype)
     local_tensor(fitted).copy_(local)
     return fitted
 

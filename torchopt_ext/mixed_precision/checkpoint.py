@@ -1,0 +1,180 @@
+"""Checkpoints of an FSDPadaptOptimizer on disk, which another number of ranks can load.
+
+A folder is replaced as a whole: whenever the job dies, the old checkpoint or the new one is there.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from torchopt_ext.optim.agreement import agree, all_or_none
+from torchopt_ext.optim.dcp import Saved, nested, read, saved_entries
+from torchopt_ext.optim.local import is_dtensor
+from torchopt_ext.optim.state import zeros_like
+
+if TYPE_CHECKING:
+    from torchopt_ext.mixed_precision.fsdp_optimizer import FSDPadaptOptimizer
+
+KEY = "optimizer"
+WEIGHTS = "flat_fp32_weights"
+SAVING, PREVIOUS = ".saving", ".previous"
+
+
+def save_checkpoint(
+    optimizer: FSDPadaptOptimizer, folder: str | os.PathLike[str], process_group: Any = None
+) -> None:
+    """Saves through torch.distributed.checkpoint (DCP); call it on all ranks.
+
+    Every rank writes its shards of DTensors; plain tensors, taken for replicas, one rank. What was
+    in ``folder`` stays usable until all is written.
+
+    Args:
+        folder: on a disk that all ranks share.
+        process_group: the ranks that call this; all of them by default.
+
+    Raises:
+        ValueError: plain parameters are shards that ranks of a process group hold: save the
+            state dict of each rank instead.
+        RuntimeError: on all ranks, if one cannot write.
+    """
+    group = ranks_of(process_group)
+    folder = Path(folder)
+    plain = [p for own in optimizer.params_by_group for p in own if not is_dtensor(p)]
+    if plain and optimizer.process_group is not None:
+        raise ValueError(
+            "plain parameters of an optimizer with a process_group are shards, whose places in "
+            "the whole are not known: save each rank's state_dict()"
+        )
+    saving = folder.with_name(folder.name + SAVING)
+    with all_or_none(group):
+        if is_first(group):
+            recover(folder)
+            shutil.rmtree(saving, ignore_errors=True)
+    error = None
+    try:
+        states = {KEY: optimizer.state_dict()}
+        save(states, checkpoint_id=saving, process_group=group, no_dist=group is None)
+    except BaseException as problem:  # DCP's is no Exception, and the same on all ranks
+        if not isinstance(problem, Exception) and "Checkpoint" not in type(problem).__name__:
+            raise
+        error = f"saving the optimizer: {problem}"
+    agree(error, group)
+    with all_or_none(group):
+        if is_first(group):
+            replace(folder, saving)
+
+
+def load_checkpoint(
+    optimizer: FSDPadaptOptimizer, folder: str | os.PathLike[str], process_group: Any = None
+) -> None:
+    """Loads what :func:`save_checkpoint` or LightRFT's ``save_ckpt`` wrote; call it on all ranks.
+
+    The number of ranks and the meshes may be others than those that saved. Only LightRFT's files,
+    ``_rank0`` and so on, one for each rank, need the same. All is read and checked before anything
+    changes; nothing but tensors and plain values is unpickled.
+
+    Raises:
+        AssertionError, ValueError: on all ranks, if something does not fit; names it.
+        RuntimeError: on all ranks, if one cannot read.
+    """
+    group = ranks_of(process_group)
+    folder = Path(folder)
+    with all_or_none(group):
+        if is_first(group):
+            recover(folder)
+        if not folder.is_dir():
+            raise FileNotFoundError(f"there is no checkpoint {folder}")
+    rank = dist.get_rank(group) if group is not None else 0
+    own_file = folder / f"_rank{rank}"
+    if not (folder / ".metadata").is_file():
+        with all_or_none(group):
+            states = torch.load(own_file, map_location="cpu", weights_only=True)
+            optimizer.check_state_dict(states)
+    else:
+        reader = FileSystemReader(folder)
+        entries = saved_entries(reader, KEY, WEIGHTS, group)
+        with all_or_none(group):
+            values = {name: room(optimizer, entry) for name, entry in entries.items()}
+        states = with_indices(nested(read(values, reader, group), entries))
+        with all_or_none(group):
+            optimizer.check_state_dict(states)
+    optimizer.load_state_dict(states)
+
+
+def room(optimizer: FSDPadaptOptimizer, entry: Saved) -> Any:
+    """A tensor to read an entry into, placed as the parameter if it is shaped so; None for a value.
+
+    Raises:
+        ValueError: there is no parameter that the entry could be of.
+    """
+    if not isinstance(entry.stored, TensorStorageMetadata):
+        return None
+    size, dtype = entry.stored.size, entry.stored.properties.dtype
+    param = param_of(optimizer, entry.path)
+    if param is not None and size == param.shape and entry.path[-1] != "step":
+        return zeros_like(param.detach(), dtype)
+    return torch.empty(size, dtype=dtype)
+
+
+def param_of(optimizer: FSDPadaptOptimizer, path: tuple[str | int, ...]) -> Tensor | None:
+    """The parameter that an entry of the state dict belongs to, if it belongs to one."""
+    groups = optimizer.params_by_group
+    try:
+        if path[0] == WEIGHTS:
+            return groups[int(path[1])][int(path[2])]
+        if path[:2] == ("base_optim_states", "state"):
+            return [param for own in groups for param in own][int(path[2])]
+    except IndexError:
+        shown = ".".join(map(str, path))
+        raise ValueError(f"the optimizer has no parameter for '{shown}'") from None
+    return None
+
+
+def with_indices(states: dict[str, Any]) -> dict[str, Any]:
+    """The state dict with the integer keys that DCP made text of."""
+
+    def by_index(entries: Mapping[Any, Any]) -> dict[int, Any]:
+        return {int(index): entry for index, entry in entries.items()}
+
+    base = states["base_optim_states"]
+    base = base | {"state": by_index(base.get("state", {}))}
+    return states | {"base_optim_states": base, WEIGHTS: by_index(states[WEIGHTS])}
+
+
+def ranks_of(process_group: Any) -> Any:
+    """The group to communicate in; None for a single process."""
+    if process_group is None and dist.is_available() and dist.is_initialized():
+        return dist.group.WORLD
+    return process_group
+
+
+def is_first(group: Any) -> bool:
+    return group is None or dist.get_rank(group) == 0
+
+
+def replace(folder: Path, saving: Path) -> None:
+    """Puts a finished checkpoint in the place of ``folder``."""
+    previous = folder.with_name(folder.name + PREVIOUS)
+    shutil.rmtree(previous, ignore_errors=True)
+    if folder.exists():
+        folder.rename(previous)
+    saving.rename(folder)
+    shutil.rmtree(previous, ignore_errors=True)
+
+
+def recover(folder: Path) -> None:
+    """Takes up the old checkpoint again if the job died between :func:`replace`'s two renames."""
+    previous = folder.with_name(folder.name + PREVIOUS)
+    if previous.exists() and not folder.exists():
+        previous.rename(folder)

@@ -1,0 +1,300 @@
+"""FSDPadaptOptimizer: mixed precision around any optimizer, for FSDP2, DDP and one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+from torch.utils._pytree import tree_map_only
+
+from torchopt_ext import _C
+from torchopt_ext.mixed_precision.base_optimizer import BaseOptimizer
+from torchopt_ext.mixed_precision.dynamic_grad_scaler import DynamicGradScaler
+from torchopt_ext.mixed_precision.fused_base import FusedBase
+from torchopt_ext.mixed_precision.master_weights import MasterWeights
+from torchopt_ext.mixed_precision.saved_weights import check_weights
+from torchopt_ext.mixed_precision.step_result import StepResult
+from torchopt_ext.optim.base import FusedAdamBase
+from torchopt_ext.optim.hooks import (
+    run_load_state_dict_post_hooks,
+    run_load_state_dict_pre_hooks,
+    run_state_dict_post_hooks,
+    run_state_dict_pre_hooks,
+    without_global_step_hooks,
+)
+from torchopt_ext.optim.local import moved
+
+STATIC = {"initial_scale": 1.0, "growth_factor": 1.0, "backoff_factor": 1.0, "max_scale": 1.0}
+
+
+class FSDPadaptOptimizer(BaseOptimizer):
+    """Loss scale, overflow check, clipping and fp32 master weights around an optimizer.
+
+    A step finds the norm of all gradients, of all groups and ranks, skips if one is not finite, and
+    otherwise divides them by ``loss_scale * max(1, (norm + 1e-6) / clip_grad_norm)`` on their way
+    into the optimizer; then it clears them. LightRFT's class, whose interface and state dict this
+    one has, steps fp32 masters in the optimizer's groups; so does this one, but for
+    :class:`~torchopt_ext.FusedAdam` and :class:`~torchopt_ext.FusedAdamW`: they do all of it in two
+    passes over memory, step the model's parameters, and keep masters in
+    ``state[p]["master_weight"]``.
+
+    Parameters may be plain tensors or DTensors of any meshes (FSDP2, HSDP, tensor parallel). After
+    weights were changed from outside call :meth:`refresh_masters`.
+
+    Args:
+        optimizer: the base. Masters of bf16 and fp16 parameters replace them in its groups; fp32
+            and fp64 parameters are stepped themselves.
+        grad_scal_cfg: arguments of :class:`DynamicGradScaler`, or InternEvo's form of them, with
+            some of them under "fp16". None for a constant scale of 1, and for a dynamic one if a
+            trainable parameter is fp16.
+        clip_grad_norm: threshold for the 2-norm of all gradients; 0 or less for none. None for the
+            base's ``max_grad_norm`` if it has one, else 1.0.
+        process_group: ranks that take norm and skip decision together, where DTensors do not say
+            it: plain parameters are then disjoint shards, and DTensors, whose meshes lie within
+            the group, are counted once. None: every DTensor is summed over its own mesh, and plain
+            parameters are taken for replicas.
+
+    Raises:
+        TypeError: the base cannot be wrapped, or a parameter cannot be stepped; names it.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        grad_scal_cfg: Mapping[str, Any] | None = None,
+        clip_grad_norm: float | None = None,
+        process_group: Any = None,
+    ) -> None:
+        refuse_base(optimizer)
+        super().__init__(optimizer)
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        config = scaler_config(grad_scal_cfg, params)
+        home = params[0].device if params else "cpu"
+        scaler = DynamicGradScaler(**config, device=home)
+        if clip_grad_norm is None:
+            clip_grad_norm = getattr(optimizer, "max_grad_norm", None) or 1.0
+        self._base: FusedBase | MasterWeights
+        if isinstance(optimizer, FusedAdamBase):
+            self._base = FusedBase(optimizer, process_group)
+        else:
+            self._base = MasterWeights(optimizer, process_group)
+        self.grad_scaler = scaler
+        self._clip_grad_norm = float(clip_grad_norm)
+        self._scaled = False  # whether there are gradients that backward() has scaled
+        self._stepping = False
+
+    # ---- scale --------------------------------------------------------------------------------
+
+    @property
+    def loss_scale(self) -> Tensor:
+        """The scale of the loss, float32, one element."""
+        return self.grad_scaler.scale
+
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        """The gradients of ``loss``, one element, times the loss scale; they add up to a step."""
+        scale = moved(self.loss_scale, loss.device)
+        super().backward(scale * loss.float(), retain_graph=retain_graph)
+        self._scaled = True
+
+    def backward_by_grad(self, tensor: Any, grad: Any) -> None:
+        """Goes on with the gradients ``grad`` of ``tensor``, which the loss scale is in already."""
+        super().backward_by_grad(tensor, grad)
+        self._scaled = True
+
+    def clip_grad_norm(self, model: Any = None, max_norm: float = 1.0) -> None:
+        """Sets the threshold of clipping, which :meth:`step` does.
+
+        Args:
+            model: not used; all of the optimizer's gradients are clipped together.
+            max_norm: of all gradients; 0 or less for no clipping.
+        """
+        self._clip_grad_norm = float(max_norm)
+
+    @property
+    def params_by_group(self) -> list[list[Tensor]]:
+        """The model's parameters, by group."""
+        return self._base.params
+
+    def masters_in_groups(self) -> list[Tensor]:
+        """The masters that are not in the state of the base but in its groups."""
+        base = self._base
+        pairs = base.pairs() if isinstance(base, MasterWeights) else []
+        return [master for param, master in pairs if master is not param]
+
+    @property
+    def process_group(self) -> Any:
+        """The ranks that take norm and skip decision together, if they were given."""
+        return self._base.process_group
+
+    @property
+    def grad_norm(self) -> Tensor:
+        """The last step's norm of all gradients, unscaled and before clipping; float64, 0-dim."""
+        return self._base.controlled.control.grad_norm
+
+    @property
+    def skipped_steps(self) -> Tensor:
+        """Steps that were skipped so far, float64, 0-dim."""
+        return self._base.controlled.control.skipped_steps
+
+    # ---- torch.optim.Optimizer ----------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> StepResult:  # type: ignore[override]
+        """One step with the gradients there are, which it clears.
+
+        Args:
+            closure: clears gradients, evaluates the model and calls :meth:`backward`.
+
+        Returns:
+            What is true if the step was made, and false if a gradient on any rank was not finite,
+            in which case only the loss scale has changed. Asking waits for a GPU.
+
+        Raises:
+            RuntimeError: gradients that were not scaled; a gradient or parameter does not fit;
+                names it. Nothing is changed.
+        """
+        with self._under_way():
+            result: StepResult = self._step(closure)
+            return result
+
+    step.hooked = True  # type: ignore[attr-defined]  # torch is not to add them: _step has the hooks
+
+    @Optimizer.profile_hook_step
+    @torch.no_grad()
+    def _step(self, closure: Callable[[], Any] | None) -> StepResult:
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        self._check_scaled()
+        controlled = self._base.controlled
+        clip = self._clip_grad_norm if self._clip_grad_norm > 0.0 else None
+        if controlled.max_grad_norm != clip:
+            controlled.max_grad_norm = clip
+        with without_global_step_hooks():
+            self._base.step(self.loss_scale)
+        self.grad_scaler.update(moved(controlled.control.found_inf, self.loss_scale.device))
+        self.zero_grad()
+        known = controlled.known("skip")
+        return StepResult(controlled.control.skip.clone() if known is None else known)
+
+    def _check_scaled(self) -> None:
+        scaled = self._scaled or all(p.grad is None for own in self._base.params for p in own)
+        if not scaled and not self.grad_scaler.is_one():
+            raise RuntimeError(
+                f"there are gradients that this optimizer's backward() did not scale, but the loss "
+                f"scale is {self.loss_scale.item():g}, by which step() divides: call "
+                f"optimizer.backward(loss) instead of loss.backward()"
+            )
+
+    @contextmanager
+    def _under_way(self) -> Iterator[None]:
+        if self._stepping:
+            raise RuntimeError("a step of this optimizer is under way")
+        self._stepping = True
+        try:
+            yield
+        finally:
+            self._stepping = False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients of the model's parameters."""
+        params = [param for own in self._base.params for param in own]
+        if set_to_none:
+            _C.clear_gradients(params)
+        else:
+            for param in params:
+                if param.grad is not None:
+                    param.grad.detach_().zero_()
+        self._scaled = False
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, and masters for its parameters."""
+        self._base.add_param_group(param_group)
+
+    def refresh_masters(self) -> None:
+        """Makes the masters what the parameters are now.
+
+        Call it after weights were changed from outside, such as by loading a model's checkpoint
+        without the optimizer's: the next step would otherwise go on from the old masters.
+        """
+        self._base.refresh_masters()
+
+    def state_dict(self, *, snapshot: bool = False) -> dict[str, Any]:
+        """``grad_scaler``, ``base_optim_states`` and ``flat_fp32_weights``.
+
+        The last maps group indices to lists of what each parameter is rounded from.
+
+        Args:
+            snapshot: copies on the CPU instead of the optimizer's own tensors.
+        """
+        run_state_dict_pre_hooks(self)
+        states = {
+            "grad_scaler": self.grad_scaler.state_dict(),
+            "base_optim_states": self._base.base_state(),
+            "flat_fp32_weights": dict(enumerate(self._base.weights())),
+        }
+        states = run_state_dict_post_hooks(self, states)
+        return tree_map_only(Tensor, copy_on_cpu, states) if snapshot else states
+
+    @torch.no_grad()
+    def load_state_dict(self, states: dict[str, Any]) -> None:
+        """Loads a state dict of this class or of LightRFT's, and sets the model's parameters.
+
+        Checked whole before anything changes; nothing of the given dict is kept.
+
+        Raises:
+            AssertionError: a part is missing, or groups have other numbers of tensors.
+            ValueError: a tensor has another shape or placement; names the parameter.
+        """
+        states = run_load_state_dict_pre_hooks(self, states)
+        weights = self.check_state_dict(states)
+        self._base.load(states["base_optim_states"], weights)
+        self.grad_scaler.load_state_dict(states["grad_scaler"])
+        run_load_state_dict_post_hooks(self)
+
+    def check_state_dict(self, states: Mapping[str, Any]) -> list[list[Tensor]]:
+        """Raises what :meth:`load_state_dict` would; returns the saved weights by group."""
+        for part in ("grad_scaler", "base_optim_states", "flat_fp32_weights"):
+            assert part in states, f"Not found {part} state!"
+        self.grad_scaler.check_state_dict(states["grad_scaler"])
+        weights = check_weights(
+            states["flat_fp32_weights"], self.params_by_group, self.param_groups
+        )
+        self._base.check_base_state(states["base_optim_states"])
+        return weights
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_stepping": False, "_scaled": False}
+
+
+def refuse_base(optimizer: Any) -> None:
+    """Raises TypeError for an optimizer that cannot be wrapped."""
+    name = type(optimizer).__name__
+    if isinstance(optimizer, BaseOptimizer):
+        raise TypeError(f"the optimizer is a {name} already: wrap the one in it")
+    if isinstance(optimizer, LBFGS):
+        raise TypeError("LBFGS evaluates the model within a step; its gradients cannot be scaled")
+    if hasattr(optimizer, "consolidate_state_dict"):
+        raise TypeError(
+            f"a {name} shards parameters by itself: give it master weights "
+            f"(optimizer_class=FusedAdamW, master_weights='fp32') and torchopt_ext.GradScaler"
+        )
+
+
+def scaler_config(given: Mapping[str, Any] | None, params: list[Tensor]) -> dict[str, Any]:
+    """DynamicGradScaler's arguments."""
+    if given is not None:
+        nested = given.get("fp16", {})
+        config = {**nested, **{key: value for key, value in given.items() if key != "fp16"}}
+        return {"dtype": torch.float16 if nested else torch.bfloat16} | config
+    if any(param.dtype == torch.float16 and param.requires_grad for param in params):
+        return {"dtype": torch.float16}
+    return dict(STATIC)
+
+
+def copy_on_cpu(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
