@@ -99,8 +99,7 @@ def load_checkpoint(
     own_file = folder / f"_rank{rank}"
     if not (folder / ".metadata").is_file():
         with all_or_none(group):
-            states = torch.load(own_file, map_location="cpu", weights_only=True)
-            optimizer.check_state_dict(states)
+            optimizer.check_state_dict(states := read_rank_file(own_file))
     else:
         reader = FileSystemReader(folder)
         entries = saved_entries(reader, KEY, WEIGHTS, group)
@@ -110,6 +109,19 @@ def load_checkpoint(
         with all_or_none(group):
             optimizer.check_state_dict(states)
     optimizer.load_state_dict(states)
+
+
+def read_rank_file(path: Path) -> dict[str, Any]:
+    """The state dict in one rank's file.
+
+    Raises:
+        RuntimeError: it cannot be read; names the file.
+    """
+    try:
+        states: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise RuntimeError(f"reading {path}: {type(error).__name__}: {error}") from error
+    return states
 
 
 def room(optimizer: FSDPadaptOptimizer, entry: Saved) -> Any:

@@ -1,0 +1,441 @@
+"""One rank of tests/distributed/test_mixed_precision.py; writes what it saw as JSON.
+
+Usage: torchrun ... mixed_precision_worker.py FOLDER
+
+Gradients are given, equal at every world size, so that sharded and unsharded steps can be compared
+to the last bit.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rank_cases import run_cases
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from torchopt_ext import FusedAdamW
+from torchopt_ext.mixed_precision import (
+    FSDPadaptOptimizer,
+    load_checkpoint,
+    offload_fsdp_optimizer,
+    optimizer_on_device,
+    save_checkpoint,
+)
+
+Result = dict[str, Any]
+
+folder = Path(sys.argv[1]).parent / "mixed_precision_checkpoints"  # of all world sizes
+
+# Rows that do not divide evenly, fewer rows than ranks, long rows, vectors, a single element.
+SHAPES = [(33, 70), (3, 40), (5,), (1,), (64, 4, 3), (130,)]
+BASES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "fused": lambda params: FusedAdamW(params, lr=1e-2, weight_decay=0.1),
+    "remainder": lambda params: FusedAdamW(params, lr=1e-2, master_weights="remainder"),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
+    "sgd": lambda params: torch.optim.SGD(params, lr=1e-1, momentum=0.9),
+}
+DYNAMIC = {"initial_scale": 16.0, "growth_interval": 3, "hysteresis": 1, "dtype": torch.float16}
+
+
+def full_weights(dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+
+
+def full_gradients(step: int, dtype: torch.dtype, scale: float = 1.0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    return [(scale * torch.randn(shape, generator=generator)).to(dtype) for shape in SHAPES]
+
+
+def one_mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def placed(full: Tensor, mesh: DeviceMesh | None, placements: Sequence[Placement]) -> Tensor:
+    return full.clone() if mesh is None else distribute_tensor(full, mesh, placements)
+
+
+class Job:
+    """An optimizer over parameters placed in some way, stepped with given gradients."""
+
+    def __init__(
+        self,
+        base: str,
+        dtype: torch.dtype = torch.bfloat16,
+        mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] = (Shard(0),),
+        **options: Any,
+    ) -> None:
+        self.dtype, self.mesh, self.placements = dtype, mesh, placements
+        self.params = [nn.Parameter(placed(w, mesh, placements)) for w in full_weights(dtype)]
+        self.optimizer = FSDPadaptOptimizer(BASES[base](self.params), **options)
+
+    def give(self, step: int) -> None:
+        """The gradients of a step, scaled."""
+        scale = self.optimizer.loss_scale.item()
+        for param, grad in zip(self.params, full_gradients(step, self.dtype, scale), strict=True):
+            param.grad = placed(grad, self.mesh, self.placements)
+        self.optimizer._scaled = True
+
+    def step(self, step: int) -> bool:
+        self.give(step)
+        return bool(self.optimizer.step())
+
+    def run(self, steps: range) -> Job:
+        for step in steps:
+            self.step(step)
+        return self
+
+    def values(self) -> list[Tensor]:
+        """Weights, their masters and moments in full."""
+        state = self.optimizer.state_dict()
+        tensors = [*self.params, *[w for own in state["flat_fp32_weights"].values() for w in own]]
+        for _, entry in sorted(state["base_optim_states"]["state"].items()):
+            tensors += [entry[name] for name in sorted(entry) if isinstance(entry[name], Tensor)]
+        return [in_full(tensor) for tensor in tensors]
+
+
+def in_full(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def differing(found: Sequence[Tensor], expected: Sequence[Tensor]) -> str:
+    """Says which tensors differ; "" if none do."""
+    if len(found) != len(expected):
+        return f"{len(found)} tensors, expected {len(expected)}"
+    pairs = enumerate(zip(found, expected, strict=True))
+    return ", ".join(str(i) for i, (a, b) in pairs if a.dtype != b.dtype or not a.equal(b))
+
+
+def largest(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """The largest difference in float32 tensors: masters and moments."""
+    pairs = [(a, b) for a, b in zip(found, expected, strict=True) if a.dtype == torch.float32]
+    return max((a - b).abs().max().item() for a, b in pairs)
+
+
+def refused(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "not refused"
+
+
+# ---- bits --------------------------------------------------------------------------------------
+
+
+def bits(base: str, dtype: torch.dtype) -> Result:
+    """Five steps, sharded by rows, beside the same steps on whole tensors."""
+    config = DYNAMIC if dtype == torch.float16 else None
+    sharded = Job(base, dtype, one_mesh(), grad_scal_cfg=config).run(range(5))
+    whole = Job(base, dtype, grad_scal_cfg=config).run(range(5))
+    norms = [job.optimizer.grad_norm.item().hex() for job in (sharded, whole)]
+    return {
+        "differing": differing(sharded.values(), whole.values()),
+        "difference": largest(sharded.values(), whole.values()),
+        "norms": norms,
+        "scales": [job.optimizer.loss_scale.item() for job in (sharded, whole)],
+        "moved": differing(whole.params, full_weights(dtype)) != "",
+    }
+
+
+def placements(kind: str) -> Result:
+    """Norms of other placements: every element counts once."""
+    size = dist.get_world_size()
+    if kind == "replicated":
+        mesh, how = one_mesh(), [Replicate()]
+    elif kind == "rows":
+        mesh, how = one_mesh(), [Shard(0)]
+    else:
+        mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
+        how = [Replicate(), Shard(0)]
+    found = {}
+    for group in (None, dist.group.WORLD):
+        job = Job("adamw", mesh=mesh, placements=how, process_group=group)
+        fused = Job("fused", mesh=mesh, placements=how, process_group=group)
+        job.step(0)
+        fused.step(0)
+        name = "group" if group is not None else "meshes"
+        found[name] = [job.optimizer.grad_norm.item(), fused.optimizer.grad_norm.item()]
+    whole = Job("fused")
+    whole.step(0)
+    return {**found, "whole": whole.optimizer.grad_norm.item()}
+
+
+# ---- decisions ---------------------------------------------------------------------------------
+
+
+def planted(base: str, value: float) -> Result:
+    """A gradient that is not finite on one rank, each in turn: what every rank decides."""
+    job = Job(base, torch.float16, one_mesh(), grad_scal_cfg=DYNAMIC)
+    job.run(range(2))
+    before = job.values()
+    scale = job.optimizer.loss_scale.item()
+    outcomes = []
+    for rank in range(dist.get_world_size()):
+        job.give(10 + rank)
+        if dist.get_rank() == rank:
+            job.params[0].grad._local_tensor.view(-1)[3] = value
+        outcomes.append(bool(job.optimizer.step()))
+    after = job.optimizer.loss_scale.item()
+    unchanged = differing(job.values(), before)
+    again = job.step(50)
+    return {
+        "outcomes": outcomes,
+        "unchanged": unchanged,
+        "backed off": after == scale * 0.5 ** dist.get_world_size(),
+        "skipped": job.optimizer.skipped_steps.item(),
+        "again": again,
+        "norm is finite": bool(job.optimizer.grad_norm.isfinite()),
+    }
+
+
+def two_meshes(base: str) -> Result:
+    """A dense part over all ranks, and experts, of which each half of the ranks has its own."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    world = one_mesh()
+    halves = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("expert", "shard"))
+    mine = halves["shard"]
+    half = rank // (size // 2)
+    experts = [torch.full((6, 80), float(n + 1), dtype=torch.bfloat16) for n in range(2)]
+    dense = torch.ones(10, 70, dtype=torch.bfloat16)
+    of_experts = [torch.full_like(expert, 0.25 * expert[0, 0]) for expert in experts]
+    gradients = [torch.full_like(dense, 0.5), *of_experts]
+    params = [
+        nn.Parameter(distribute_tensor(dense, world, [Shard(0)])),
+        nn.Parameter(distribute_tensor(experts[half], mine, [Shard(0)])),
+    ]
+    optimizer = FSDPadaptOptimizer(BASES[base](params), process_group=dist.group.WORLD)
+    outcomes, norms = [], []
+    for step in range(3):
+        params[0].grad = distribute_tensor(gradients[0], world, [Shard(0)])
+        params[1].grad = distribute_tensor(gradients[1 + half], mine, [Shard(0)])
+        if step == 1 and rank == size - 1:  # in an expert that only half of the ranks know of
+            params[1].grad._local_tensor[0, 0] = float("nan")
+        outcomes.append(bool(optimizer.step()))
+        norms.append(optimizer.grad_norm.item())
+    whole = FSDPadaptOptimizer(BASES[base]([nn.Parameter(t.clone()) for t in (dense, *experts)]))
+    for param, grad in zip(whole.params_by_group[0], gradients, strict=True):
+        param.grad = grad.clone()
+    whole.step()
+    return {"outcomes": outcomes, "norms": norms[::2], "whole": whole.grad_norm.item()}
+
+
+def plain_shards() -> Result:
+    """Plain tensors that are shards, and a rank that holds none of them."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    found = []
+    for base in ("fused", "sgd"):
+        params = [nn.Parameter(torch.ones(8, dtype=torch.bfloat16))] if rank < size - 1 else []
+        groups = [{"params": params}]
+        optimizer = FSDPadaptOptimizer(BASES[base](groups), process_group=dist.group.WORLD)
+        outcomes = []
+        for step in range(3):
+            for param in params:
+                param.grad = torch.full_like(param, 2.0)
+                if step == 1 and rank == 0:
+                    param.grad[0] = float("inf")
+            outcomes.append(bool(optimizer.step()))
+        found.append({"outcomes": outcomes, "norm": optimizer.grad_norm.item()})
+    return {"found": found, "expected": (4.0 * 8 * (size - 1)) ** 0.5}
+
+
+def without_gradient(base: str) -> Result:
+    """The last rank has no gradient for a parameter that the others have one for."""
+    world = one_mesh()
+    wide = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("one", "all"))
+    params = [
+        nn.Parameter(distribute_tensor(torch.ones(8, 8, dtype=torch.bfloat16), mesh, [Shard(0)]))
+        for mesh in (wide["all"], world)
+    ]
+    optimizer = FSDPadaptOptimizer(BASES[base](params))
+    outcomes = []
+    for _ in range(2):
+        ones = torch.ones(8, 8, dtype=torch.bfloat16)
+        params[1].grad = distribute_tensor(ones, world, [Shard(0)])
+        if dist.get_rank() != dist.get_world_size() - 1:
+            local = torch.ones_like(params[0].to_local())
+            params[0].grad = DTensor.from_local(local, wide["all"], [Shard(0)], run_check=False)
+        outcomes.append(bool(optimizer.step()))
+    return {"outcomes": outcomes, "norm": optimizer.grad_norm.item()}
+
+
+# ---- FSDP2 and DDP -----------------------------------------------------------------------------
+
+
+def network(dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
+    torch.manual_seed(3)
+    layers = [nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 8)]
+    return nn.Sequential(*layers).to(dtype)
+
+
+def batch(step: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    return torch.randn(4, 16, generator=generator).bfloat16()
+
+
+def train(model: nn.Module, optimizer: FSDPadaptOptimizer, ranks: Sequence[int]) -> None:
+    for step in range(4):
+        for accumulated in range(2):
+            for rank in ranks:
+                loss = model(batch(2 * step + accumulated, rank)).square().mean()
+                optimizer.backward(loss / len(ranks))
+        optimizer.step()
+
+
+def real_training(kind: str, base: str) -> Result:
+    """A model trained by FSDP2 or DDP, beside one that sees all ranks' batches."""
+    ranks = range(dist.get_world_size())
+    alone = network()
+    reference = FSDPadaptOptimizer(BASES[base](alone.parameters()))
+    train(alone, reference, ranks)
+    model: nn.Module = network()
+    if kind == "ddp":
+        wrapped: nn.Module = DistributedDataParallel(model)
+    else:
+        policy = CPUOffloadPolicy(pin_memory=False) if kind == "offloaded fsdp" else None
+        wrap = functools.partial(fully_shard, mesh=one_mesh())
+        if policy is not None:
+            wrap = functools.partial(wrap, offload_policy=policy)
+        for layer in model:
+            if isinstance(layer, nn.Linear):
+                wrap(layer)
+        wrapped = wrap(model)
+    optimizer = FSDPadaptOptimizer(BASES[base](model.parameters()))
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    train(wrapped, optimizer, [dist.get_rank()])
+    scheduler.step()
+    weights = [in_full(p).float() for p in model.parameters()]
+    expected = [p.detach().float() for p in alone.parameters()]
+    starts = [p.detach().float() for p in network().parameters()]
+    return {
+        "distance": max((a - b).abs().max().item() for a, b in zip(weights, expected, strict=True)),
+        "moved": min((a - b).abs().max().item() for a, b in zip(expected, starts, strict=True)),
+    } | offload_cycle(optimizer)
+
+
+def offload_cycle(optimizer: FSDPadaptOptimizer) -> Result:
+    def weights() -> list[Tensor]:
+        saved = optimizer.state_dict()["flat_fp32_weights"]
+        return [in_full(weight) for own in saved.values() for weight in own]
+
+    before = weights()
+    offload_fsdp_optimizer(optimizer)
+    with optimizer_on_device(optimizer):
+        return {"offloaded": differing(weights(), before)}
+
+
+# ---- checkpoints -------------------------------------------------------------------------------
+
+
+def chain(base: str) -> Result:
+    """4 ranks train and save, 2 go on, then 1: as one that was never interrupted."""
+    size = dist.get_world_size()
+    steps = {4: range(3), 2: range(3, 6), 1: range(6, 9)}[size]
+    dtype = torch.bfloat16 if base == "remainder" else torch.float16
+    job = Job(base, dtype, one_mesh(), grad_scal_cfg=DYNAMIC)
+    path = folder / base
+    if steps.start:
+        load_checkpoint(job.optimizer, path)
+    job.run(steps)
+    save_checkpoint(job.optimizer, path)
+    whole = Job(base, dtype, grad_scal_cfg=DYNAMIC).run(range(steps.stop))
+    unsharded = Job(base, dtype, grad_scal_cfg=DYNAMIC)
+    load_checkpoint(unsharded.optimizer, path)
+    scalers = [j.optimizer.grad_scaler.state_dict() for j in (job, whole)]
+    return {
+        "differing": differing(job.values(), whole.values()),
+        "difference": largest(job.values(), whole.values()),
+        "scaler": scalers[0] == scalers[1],
+        "unsharded": differing(unsharded.values(), job.values()),
+        "left behind": sorted(p.name for p in folder.glob(f"{base}.*")),
+    }
+
+
+def rank_files(base: str) -> Result:
+    """The seed's files, one a rank, are read; a rank that cannot read its own stops all."""
+    path = folder / f"ranks-{base}-{dist.get_world_size()}"
+    path.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    job = Job(base, mesh=one_mesh()).run(range(3))
+    torch.save(job.optimizer.state_dict(), path / f"_rank{dist.get_rank()}")
+    dist.barrier()
+    fresh = Job(base, mesh=one_mesh())
+    load_checkpoint(fresh.optimizer, path)
+    loaded = differing(fresh.values(), job.values())
+    dist.barrier()
+    last = dist.get_world_size() - 1
+    if dist.get_rank() == last:
+        whole = (path / f"_rank{last}").read_bytes()
+        (path / f"_rank{last}").write_bytes(whole[: len(whole) // 2])
+    before = fresh.values()
+    error = refused(lambda: load_checkpoint(fresh.optimizer, path))
+    return {"loaded": loaded, "refused": error, "unchanged": differing(fresh.values(), before)}
+
+
+def bad_loads() -> Result:
+    job = Job("fused", mesh=one_mesh()).run(range(2))
+    other = Job("fused", mesh=one_mesh(), placements=[Replicate()]).run(range(2))
+    before = job.values()
+    states = other.optimizer.state_dict()
+    found = {"other placement": refused(lambda: job.optimizer.load_state_dict(states))}
+    found["no folder"] = refused(lambda: load_checkpoint(job.optimizer, folder / "nothing"))
+    found["unchanged"] = differing(job.values(), before)
+    return found
+
+
+def resharded(base: str) -> Result:
+    """A parameter is given another placement behind the optimizer's back."""
+    job = Job(base, mesh=one_mesh()).run(range(1))
+    param = job.params[0]
+    moved = distribute_tensor(full_weights(job.dtype)[0], one_mesh(), [Shard(1)])
+    torch.utils.swap_tensors(param, nn.Parameter(moved))
+    job.give(1)
+    param.grad = distribute_tensor(full_gradients(1, job.dtype)[0], one_mesh(), [Shard(1)])
+    before = [in_full(p).clone() for p in job.params]
+    error = refused(job.optimizer.step)
+    return {"refused": error, "unchanged": differing([in_full(p) for p in job.params], before)}
+
+
+def cases() -> dict[str, Callable[[], Result]]:
+    size = dist.get_world_size()
+    folder.mkdir(exist_ok=True)
+    found: dict[str, Callable[[], Result]] = {}
+    for base in BASES:
+        found[f"chain {base}"] = functools.partial(chain, base)
+        found[f"bits {base} bfloat16"] = functools.partial(bits, base, torch.bfloat16)
+        if base != "remainder":
+            found[f"bits {base} float16"] = functools.partial(bits, base, torch.float16)
+        if base in ("fused", "adamw", "sgd"):
+            found[f"planted nan {base}"] = functools.partial(planted, base, float("nan"))
+            found[f"planted inf {base}"] = functools.partial(planted, base, float("inf"))
+    if size == 1:
+        return found
+    for kind in ("replicated", "rows", *(["hybrid"] if size == 4 else [])):
+        found[f"placements {kind}"] = functools.partial(placements, kind)
+    found["plain shards"] = plain_shards
+    found["bad loads"] = bad_loads
+    for base in ("fused", "sgd"):
+        found[f"without gradient {base}"] = functools.partial(without_gradient, base)
+        found[f"rank files {base}"] = functools.partial(rank_files, base)
+        found[f"resharded {base}"] = functools.partial(resharded, base)
+        for kind in ("fsdp", "offloaded fsdp", "ddp"):
+            found[f"{kind} {base}"] = functools.partial(real_training, kind, base)
+        if size == 4:
+            found[f"two meshes {base}"] = functools.partial(two_meshes, base)
+    return found
+
+
+if __name__ == "__main__":
+    run_cases(cases)

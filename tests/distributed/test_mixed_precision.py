@@ -1,0 +1,169 @@
+"""FSDPadaptOptimizer on 1, 2 and 4 gloo ranks: equal bits, one decision, checkpoints that move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.timeout(240), pytest.mark.processes]
+
+Results = list[dict[str, dict[str, Any]]]  # by rank and case
+
+WORLD_SIZES = (4, 2, 1)  # in this order: a checkpoint goes from one to the next
+SHARDED = (4, 2)
+FUSED = ("fused", "remainder")
+BASES = (*FUSED, "adamw", "sgd")
+
+
+@pytest.fixture(scope="module")
+def runs(run_ranks: Callable[[str, int], Results]) -> dict[int, Results]:
+    return {size: run_ranks("mixed_precision_worker.py", size) for size in WORLD_SIZES}
+
+
+def case(results: Results, name: str) -> dict[str, Any]:
+    """The case's result, which all ranks must agree on."""
+    for rank in results:
+        assert "error" not in rank[name], rank[name]["error"]
+        # What is wrong is said by all, in the words of the rank that noticed or as its report.
+        assert {**rank[name], "refused": ""} == {**results[0][name], "refused": ""}
+    return results[0][name]
+
+
+sizes = pytest.mark.parametrize("size", WORLD_SIZES)
+sharded = pytest.mark.parametrize("size", SHARDED)
+wrapped = pytest.mark.parametrize("base", ["fused", "sgd"])
+INEXACT = 1e-6  # torch's AdamW rounds the last elements of a shard otherwise than those before
+
+
+@sizes
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("base", BASES)
+def test_rows_give_the_bits_of_whole_tensors(
+    runs: dict[int, Results], size: int, base: str, dtype: str
+) -> None:
+    if base == "remainder" and dtype == "float16":
+        pytest.skip("remainders complete bfloat16 only")
+    found = case(runs[size], f"bits {base} {dtype}")
+    assert found["norms"][0] == found["norms"][1]
+    assert found["scales"][0] == found["scales"][1]
+    assert found["moved"]
+    if base == "adamw":
+        assert found["difference"] < INEXACT
+    else:
+        assert found["differing"] == ""
+
+
+@sharded
+@pytest.mark.parametrize("kind", ["replicated", "rows", "hybrid"])
+def test_every_element_counts_once(runs: dict[int, Results], size: int, kind: str) -> None:
+    """Rows 6 and 7: replicas once, shards over their mesh, whether or not a group is given."""
+    if kind == "hybrid" and size == 2:
+        pytest.skip("needs four ranks")
+    found = case(runs[size], f"placements {kind}")
+    assert found["meshes"] == found["group"] == [found["whole"]] * 2
+
+
+@sizes
+@pytest.mark.parametrize("value", ["nan", "inf"])
+@pytest.mark.parametrize("base", ["fused", "adamw", "sgd"])
+def test_one_rank_overflows_and_all_skip(
+    runs: dict[int, Results], size: int, base: str, value: str
+) -> None:
+    """Rows 1 and 9: the decision is everybody's, and nothing but the scale has changed."""
+    found = case(runs[size], f"planted {value} {base}")
+    assert found["outcomes"] == [False] * size
+    assert found["unchanged"] == ""
+    assert found["backed off"]
+    assert found["skipped"] == size
+    assert found["again"] and found["norm is finite"]
+
+
+@wrapped
+def test_dense_and_experts_on_meshes_of_their_own(runs: dict[int, Results], base: str) -> None:
+    """Row 9: half of the ranks have a NaN that the others never see, and all skip."""
+    found = case(runs[4], f"two meshes {base}")
+    assert found["outcomes"] == [True, False, True]
+    assert found["norms"] == [found["whole"]] * 2
+
+
+@sharded
+def test_plain_shards_and_a_rank_without_any(runs: dict[int, Results], size: int) -> None:
+    """Row 3: a rank that holds nothing takes part in every collective."""
+    result = case(runs[size], "plain shards")
+    for found in result["found"]:
+        assert found["outcomes"] == [True, False, True]
+        assert found["norm"] == pytest.approx(result["expected"], rel=1e-14)
+
+
+@sharded
+@wrapped
+def test_a_gradient_that_only_some_ranks_have(
+    runs: dict[int, Results], size: int, base: str
+) -> None:
+    """Rows 7 and 12: it counts where it is, and nobody waits for a collective in vain."""
+    found = case(runs[size], f"without gradient {base}")
+    assert found["outcomes"] == [True, True]
+    rows_there = 8 - 8 // size
+    assert found["norm"] == pytest.approx((64 + 8 * rows_there) ** 0.5, rel=1e-14)
+
+
+@sharded
+@wrapped
+@pytest.mark.parametrize("kind", ["fsdp", "offloaded fsdp", "ddp"])
+def test_training_under_fsdp_and_ddp(
+    runs: dict[int, Results], size: int, base: str, kind: str
+) -> None:
+    """Row 24 with CPUOffloadPolicy. bf16 gradients are summed in another order than alone."""
+    found = case(runs[size], f"{kind} {base}")
+    assert found["moved"] > 0.005
+    assert found["distance"] < 0.3 * found["moved"]
+    assert found["offloaded"] == ""
+
+
+@sizes
+@pytest.mark.parametrize("base", BASES)
+def test_a_checkpoint_goes_from_four_ranks_to_two_to_one(
+    runs: dict[int, Results], size: int, base: str
+) -> None:
+    """Trained with reloads in between as without, and an unsharded optimizer loads it, too."""
+    found = case(runs[size], f"chain {base}")
+    assert found["scaler"]
+    assert found["unsharded"] == ""
+    assert found["left behind"] == []
+    if base == "adamw":
+        assert found["difference"] < INEXACT
+    else:
+        assert found["differing"] == ""
+
+
+@sharded
+@wrapped
+def test_files_of_each_rank(runs: dict[int, Results], size: int, base: str) -> None:
+    """LightRFT's layout loads; if one rank cannot read its file, no rank has changed."""
+    found = case(runs[size], f"rank files {base}")
+    assert found["loaded"] == ""
+    assert found["unchanged"] == ""
+    for rank in runs[size]:
+        assert f"_rank{size - 1}" in rank[f"rank files {base}"]["refused"]
+
+
+@sharded
+def test_refused_loads(runs: dict[int, Results], size: int) -> None:
+    found = case(runs[size], "bad loads")
+    assert "parameter 0 of group 0" in found["other placement"]
+    assert "Replicate()" in found["other placement"]
+    assert "no checkpoint" in found["no folder"]
+    assert found["unchanged"] == ""
+
+
+@sharded
+@wrapped
+def test_a_parameter_on_another_mesh_is_refused(
+    runs: dict[int, Results], size: int, base: str
+) -> None:
+    found = case(runs[size], f"resharded {base}")
+    assert "parameter 0" in found["refused"]
+    assert "Shard(dim=1)" in found["refused"]
+    assert found["unchanged"] == ""
