@@ -1,15 +1,22 @@
 """The optimizer half of a PyTorch training step, in C++ and CUDA.
 
 FusedAdam and FusedAdamW stand where torch.optim's do, GradScaler where torch.amp's does,
-ZeroRedundancyOptimizer where torch.distributed.optim's does, the containers where torchtitan's do,
-and ``torchopt_ext.ops`` holds the operators they are made of. docs/numerics.md states what is
-computed.
+ZeroRedundancyOptimizer where torch.distributed.optim's does, FSDPadaptOptimizer where LightRFT's
+does, the containers where torchtitan's do, and ``torchopt_ext.ops`` holds the operators they are
+made of. docs/numerics.md states what is computed.
 """
 
 from typing import TYPE_CHECKING, Any
 
 from torchopt_ext import _library, ops  # _library first: it checks what it loads
-from torchopt_ext.mixed_precision import GradScaler
+from torchopt_ext.mixed_precision import (
+    DynamicGradScaler,
+    FSDPadaptOptimizer,
+    GradScaler,
+    load_fsdp_optimizer,
+    offload_fsdp_optimizer,
+    optimizer_on_device,
+)
 from torchopt_ext.optim import FusedAdam, FusedAdamW
 
 if TYPE_CHECKING:
@@ -18,12 +25,17 @@ if TYPE_CHECKING:
 cuda_built = _library.cuda_built
 
 __all__ = [
+    "DynamicGradScaler",
+    "FSDPadaptOptimizer",
     "FusedAdam",
     "FusedAdamW",
     "GradScaler",
     "ZeroRedundancyOptimizer",
     "cuda_built",
+    "load_fsdp_optimizer",
+    "offload_fsdp_optimizer",
     "ops",
+    "optimizer_on_device",
 ]
 __version__ = "0.1.0"
 

@@ -79,6 +79,7 @@ def optimizer_on_device(
 
     Args: as :func:`load_fsdp_optimizer` and :func:`offload_fsdp_optimizer`.
     """
+    check_kinds(include)
     load_fsdp_optimizer(optimizer, device_id)
     try:
         yield
@@ -93,6 +94,13 @@ def _offloader_of(optimizer: Optimizer) -> Offloader:
     if optimizer not in _offloaders:
         _offloaders[optimizer] = Offloader(optimizer)
     return _offloaders[optimizer]
+
+
+def check_kinds(include: Collection[str]) -> None:
+    """Raises ValueError unless ``include`` has nothing but kinds."""
+    if isinstance(include, str) or (unknown := [kind for kind in include if kind not in KINDS]):
+        found = include if isinstance(include, str) else unknown[0]
+        raise ValueError(f"Invalid include: {found!r}, expected any of {KINDS}")
 
 
 def is_on_device(tensor: Tensor) -> bool:
@@ -131,8 +139,7 @@ class Offloader:
     @torch.no_grad()
     def offload(self, include: Collection[str]) -> None:
         optimizer = self._idle()
-        if unknown := set(include) - set(KINDS):
-            raise ValueError(f"Invalid include: {min(unknown)!r}, expected any of {KINDS}")
+        check_kinds(include)
         for kind in KINDS:
             if kind not in include:
                 continue
