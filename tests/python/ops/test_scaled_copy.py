@@ -23,7 +23,7 @@ from exact_reference import (
 from softfloat import FORMATS, INF, NAN, Number, decode, encode, round_to
 from torch import Tensor
 
-from torchopt_ext import ops
+from torchopt_ext import _C, ops
 
 PAIRS = [
     (to, source)
@@ -241,6 +241,23 @@ def test_a_list_and_threads() -> None:
     for one, two, source in zip(*found, sources, strict=True):
         assert same_bits(one, two)
         assert same_bits(one, expected(one.dtype, source, 0.3))
+
+
+def test_without_the_dispatcher() -> None:
+    (to, sources), (direct, same_sources) = lists_of_many(4), lists_of_many(4)
+    control = control_of(0.3)
+    ops.scaled_copy_(to, sources, control, unscale=True)
+    _C.scaled_copy_(direct, same_sources, control, unscale=True)
+    assert all(same_bits(a, b) for a, b in zip(to, direct, strict=True))
+    assert [x._version for x in direct] == [x._version for x in to]
+    with pytest.raises(RuntimeError, match=r"from 1 has shape \[1\], expected \[7\]"):
+        _C.scaled_copy_(
+            [direct[0], torch.ones(7)], [sources[0], torch.ones(1)], control, unscale=True
+        )
+    with pytest.raises(RuntimeError, match="to 0 is on the meta device"):
+        _C.scaled_copy_([torch.ones(2, device="meta")], [torch.ones(2)], control, unscale=True)
+    with pytest.raises(TypeError, match="item 1 is no tensor"):
+        _C.scaled_copy_([direct[0], None], sources[:2], control, unscale=True)  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
