@@ -37,9 +37,9 @@ TORCH_LIBRARY(torchopt_ext, m) {
       "Tensor control, *, Tensor lr, float beta1, float beta2, float eps, float weight_decay, "
       "bool decoupled_weight_decay, bool maximize) -> ()");
 
-  // to[i] = from[i], times the control block's grad_factor if `unscale`, converted; nothing if it
-  // says skip. to[i] may be from[i].
-  m.def("scaled_copy_(Tensor(a!)[] to, Tensor[] from, Tensor control, *, bool unscale) -> ()");
+  // to[i] = from_[i], times the control block's grad_factor if `unscale`, converted; nothing if it
+  // says skip. to[i] may be from_[i]. (Python's keyword would break the code torch.compile writes.)
+  m.def("scaled_copy_(Tensor(a!)[] to, Tensor[] from_, Tensor control, *, bool unscale) -> ()");
 
   // Learning-rate factor of the warmup-stable-decay family after `step` steps.
   m.def(

@@ -137,10 +137,9 @@ def scaled_copy_(
 ) -> None:
     """Copies every tensor of ``from_`` into the one of ``to`` at its position, converting it.
 
-    With ``unscale`` each element is first multiplied by the control block's ``grad_factor``, so
-    that gradients arrive unscaled and clipped; without it, master weights arrive rounded to nearest
-    even.
-    Where the control block says skip, nothing is written.
+    With ``unscale`` each element is first multiplied by the control block's ``grad_factor``:
+    gradients arrive unscaled and clipped. Values are rounded to nearest even. Where the control
+    block says skip, nothing is written.
 
     Args:
         to: dense tensors of float32, bfloat16 or float16, or of float64 if their sources are.

@@ -12,20 +12,6 @@ namespace {
 // reading the lines first.
 constexpr int64_t kPastCaches = int64_t{64} << 20;
 
-// Asks for the first lines of a chunk while another is in work. The processor's own prefetcher has
-// to learn every small tensor's streams anew.
-void prefetch_start(const Chunk& chunk, const TensorWork& tensor) {
-  constexpr int64_t kBytes = 2048;
-  const char* from =
-      static_cast<const char*>(tensor.grad) + chunk.begin * element_size(tensor.grad_dtype);
-  const char* to =
-      static_cast<const char*>(tensor.param) + chunk.begin * element_size(tensor.param_dtype);
-  for (int64_t at = 0; at < kBytes; at += 64) {
-    __builtin_prefetch(from + at);
-    __builtin_prefetch(to + at, 1);
-  }
-}
-
 }  // namespace
 
 void scaled_copy_cpu(const WorkList& work, const at::Tensor& control, bool unscale) {
@@ -40,10 +26,6 @@ void scaled_copy_cpu(const WorkList& work, const at::Tensor& control, bool unsca
     for (size_t i = first; i < last; ++i) {
       const Chunk& chunk = work.chunks[i];
       const TensorWork& x = work.tensors[static_cast<size_t>(chunk.tensor)];
-      if (i + 1 < last && !past_caches) {
-        const Chunk& next = work.chunks[i + 1];
-        prefetch_start(next, work.tensors[static_cast<size_t>(next.tensor)]);
-      }
       if (is_idle_copy(x.param, x.grad, x.param_dtype, factor)) {
         continue;
       }

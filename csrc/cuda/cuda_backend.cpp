@@ -141,9 +141,24 @@ void adam(const WorkList& work, const std::vector<GroupHyper>& groups, const at:
   }
 }
 
+void scaled_copy(const WorkList& work, const at::Tensor& control, bool unscale) {
+  if (work.chunks.empty()) {
+    return;
+  }
+  const c10::cuda::CUDAGuard guard(control.device());
+  const c10::cuda::CUDAStream stream = at::cuda::getCurrentCUDAStream();
+  CudaTables& tables = tables_of(work);
+  launch_scaled_copy(
+      {tables.tensors.upload(work.tensors, stream), tables.chunks.upload(work.chunks, stream),
+       static_cast<const Control*>(control.const_data_ptr()),
+       static_cast<int64_t>(work.chunks.size()), unscale},
+      stream);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
 const bool registered = [] {
-  register_backend(
-      at::kCUDA, {sum_of_squares, clear, total, control_update_cuda, loss_scale_update_cuda, adam});
+  register_backend(at::kCUDA, {sum_of_squares, clear, total, control_update_cuda,
+                               loss_scale_update_cuda, adam, scaled_copy});
   return true;
 }();
 

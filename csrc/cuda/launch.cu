@@ -61,6 +61,12 @@ __global__ void __launch_bounds__(kThreads) adam_traced_kernel(AdamArgs args) {
 
 __global__ void sum_traces_kernel(AdamArgs args) { sum_traces_body(grid_thread(), args); }
 
+__global__ void __launch_bounds__(kThreads) scaled_copy_kernel(ScaledCopyArgs args) {
+  __shared__ CtaShared shared;
+  DeviceCta cta(shared);
+  scaled_copy_body(cta, args);
+}
+
 __global__ void lr_factor_kernel(Schedule schedule, const int64_t* steps, double* factors,
                                  int64_t n) {
   const int64_t i = grid_thread();
@@ -140,6 +146,11 @@ template void launch_adam<double>(const AdamArgs& args, cudaStream_t stream);
 
 void launch_sum_traces(const AdamArgs& args, cudaStream_t stream) {
   sum_traces_kernel<<<grid_for(args.tensor_count), kThreads, 0, stream>>>(args);
+}
+
+void launch_scaled_copy(const ScaledCopyArgs& args, cudaStream_t stream) {
+  const unsigned grid = resident_grid<scaled_copy_kernel>(args.chunk_count);
+  scaled_copy_kernel<<<grid, kThreads, 0, stream>>>(args);
 }
 
 void launch_lr_factor(const Schedule& schedule, const int64_t* steps, double* factors, int64_t n,

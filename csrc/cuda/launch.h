@@ -5,6 +5,7 @@
 #include <cuda_runtime_api.h>
 
 #include "cuda/adam_body.h"
+#include "cuda/scaled_copy_body.h"
 #include "cuda/sum_of_squares_body.h"
 #include "kernels/schedule.h"
 
@@ -24,6 +25,8 @@ void launch_prepare(const AdamArgs& args, cudaStream_t stream);
 template <class T>  // float or double
 void launch_adam(const AdamArgs& args, cudaStream_t stream);
 void launch_sum_traces(const AdamArgs& args, cudaStream_t stream);
+
+void launch_scaled_copy(const ScaledCopyArgs& args, cudaStream_t stream);
 
 void launch_lr_factor(const Schedule& schedule, const int64_t* steps, double* factors, int64_t n,
                       cudaStream_t stream);

@@ -92,6 +92,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("check_step", check_step, py::arg("params"), py::arg("masters"), py::arg("gradients"),
         py::arg("names"), "Raises unless gradients and masters fit their parameters.");
 
+  m.def("scaled_copy_", scaled_copy_list, py::arg("to"), py::arg("from_"), py::arg("control"),
+        py::kw_only(), py::arg("unscale"), "The operator of this name, without the dispatcher.");
   m.def("carve", carve, py::arg("like"), py::arg("dtype") = py::none(),
         py::arg("block") = py::none(),
         "Uninitialised tensors with the sizes and strides of `like`, in one block of memory.");

@@ -4,6 +4,9 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <string>
+#include <vector>
+
+#include "step_ops.h"
 
 namespace torchopt_ext {
 namespace {
@@ -93,6 +96,20 @@ void check_step(const py::list& params, const py::list& masters, const py::list&
                   ", its master or its gradient has had its storage freed");
     }
   }
+}
+
+void scaled_copy_list(const py::list& to, const py::list& from, const at::Tensor& control,
+                      bool unscale) {
+  std::vector<at::Tensor> tensors;
+  tensors.reserve(to.size() + from.size());
+  for (const py::list& list : {to, from}) {
+    for (size_t i = 0; i < list.size(); ++i) {
+      tensors.push_back(tensor_at(list, i));
+    }
+  }
+  const at::TensorList all(tensors);
+  const py::gil_scoped_release others_may_run;
+  scaled_copy_(all.slice(0, to.size()), all.slice(to.size()), control, unscale);
 }
 
 void increment_versions(const py::list& tensors) {

@@ -30,4 +30,9 @@ void increment_versions(const pybind11::list& tensors);
 void check_step(const pybind11::list& params, const pybind11::list& masters,
                 const pybind11::list& gradients, const pybind11::list& names);
 
+// The operator of the same name without the dispatcher, which takes longer over thousands of small
+// tensors than copying them.
+void scaled_copy_list(const pybind11::list& to, const pybind11::list& from,
+                      const at::Tensor& control, bool unscale);
+
 }  // namespace torchopt_ext

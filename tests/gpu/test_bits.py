@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import torchopt_ext
-from torchopt_ext import FusedAdamW
+from torchopt_ext import FusedAdamW, ops
 
-from .support import bits, everything, make_params, marks, set_gradients
+from .support import SHAPES, bits, carved, everything, make_params, marks, on, set_gradients
 
 pytestmark = marks
 
@@ -106,3 +106,23 @@ def test_schedule_on_the_device_gives_the_cpus_bits() -> None:
             optimizer.step()
         found[device] = everything(params, optimizer)
     assert found["cpu"] == found["cuda"]
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+def test_scaled_copy_gives_the_cpus_bits(unscale: bool) -> None:
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    pairs = [(a, b) for a in dtypes for b in dtypes] + [(torch.float64, torch.float64)]
+    for to_dtype, from_dtype in pairs:
+        found = {}
+        for device in ("cpu", "cuda"):
+            sources = on(device, carved(SHAPES, from_dtype, seed=3))
+            to = on(device, carved(SHAPES, to_dtype, seed=4))
+            control = ops.new_control(device, grad_factor=0.3)
+            ops.scaled_copy_(to, sources, control, unscale=unscale)
+            ops.scaled_copy_(to, to, control, unscale=unscale)
+            before = [bits(x) for x in to]
+            control[ops.CONTROL_FIELDS.index("skip")] = 1.0
+            ops.scaled_copy_(to, sources, control, unscale=unscale)
+            assert [bits(x) for x in to] == before
+            found[device] = before
+        assert found["cpu"] == found["cuda"]

@@ -92,6 +92,18 @@ def compute() -> dict[str, str]:
                     _C.accumulator_normalize(accumulator)
                     found += [accumulator, total, control]
             digests[f"sumsq {name}"] = digest(found)
+            found = []
+            for to_dtype in DTYPES:
+                if (to_dtype == torch.float64) == (dtype == torch.float64):
+                    for unscale in (True, False):
+                        found += [torch.empty(x[0].shape, dtype=to_dtype) for x in sources[dtype]]
+                        ops.scaled_copy_(
+                            found[-len(SHAPES) :],
+                            [x[0] for x in sources[dtype]],
+                            ops.new_control(grad_factor=0.3),
+                            unscale=unscale,
+                        )
+            digests[f"scaled copy {name}"] = digest(found)
     factors = [ops.lr_factor(s, **schedule) for s in steps]
     digests["lr_factor"] = digest([torch.tensor(factors, dtype=torch.float64)])
     return digests

@@ -1,0 +1,262 @@
+"""Tensors carved out of one block of memory: ordinary ones, with storages of their own."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import random
+import resource
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchopt_ext import _C
+
+
+def shapes() -> list[Tensor]:
+    return [
+        torch.zeros(3, 5),
+        torch.zeros(7, dtype=torch.bfloat16),
+        torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.zeros(4, 6, dtype=torch.float64).t(),
+        torch.zeros(()),
+        torch.zeros(0, 3),
+        nn.Parameter(torch.zeros(1, 9)),
+        torch.zeros(5, dtype=torch.complex64),
+        torch.zeros(10, 4)[3:7],
+    ]
+
+
+def filled(tensors: list[Tensor]) -> list[Tensor]:
+    for i, tensor in enumerate(tensors):
+        tensor.fill_(i + 1)
+    return tensors
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16, torch.int64], ids=str)
+@pytest.mark.parametrize("given", [False, True], ids=["allocated", "block"])
+def test_layout(dtype: torch.dtype | None, given: bool) -> None:
+    like = shapes()
+    size = _C.carved_bytes(like, dtype)
+    block = torch.empty(size + 100, dtype=torch.uint8) if given else None
+    carved = _C.carve(like, dtype, block)
+    start = carved[0].data_ptr() if block is None else block.data_ptr()
+    for i, (tensor, x) in enumerate(zip(carved, like, strict=True)):
+        assert type(tensor) is Tensor and not tensor.requires_grad and tensor.is_leaf
+        assert tensor.dtype == (dtype or x.dtype)
+        assert (tensor.shape, tensor.stride()) == (x.shape, x.stride())
+        assert tensor.is_contiguous() == x.is_contiguous()
+        assert (
+            tensor.is_contiguous(memory_format=torch.channels_last) == (i == 2) or tensor.dim() < 4
+        )
+        assert tensor.storage_offset() == 0 and tensor._base is None
+        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+        if tensor.numel() > 0:
+            assert tensor.data_ptr() == start
+        start += -(-tensor.nbytes // 64) * 64
+    assert start - (carved[0].data_ptr() if block is None else block.data_ptr()) == size
+    filled(carved)
+    assert all((tensor == i + 1).all() for i, tensor in enumerate(carved))
+
+
+def test_bytes_of_two_lists_add_up() -> None:
+    like = shapes()
+    assert _C.carved_bytes(like) == _C.carved_bytes(like[:4]) + _C.carved_bytes(like[4:])
+    assert _C.carved_bytes([]) == 0 and _C.carve([]) == []
+
+
+def test_values_are_in_the_block() -> None:
+    block = torch.zeros(256, dtype=torch.uint8)
+    first, second = _C.carve([torch.empty(3), torch.empty(2)], torch.float32, block[64:])
+    first.fill_(1)
+    second.fill_(2)
+    floats = block.view(torch.float32).tolist()
+    assert floats == [0] * 16 + [1] * 3 + [0] * 13 + [2] * 2 + [0] * 30
+
+
+class Counter(TorchDispatchMode):
+    calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        Counter.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_is_dispatched() -> None:
+    like, block = shapes(), torch.empty(10_000, dtype=torch.uint8)
+    Counter.calls = 0
+    with Counter():
+        _C.carve(like)
+        _C.carve(like, torch.float32, block)
+    assert Counter.calls == 0
+
+
+def test_ordinary_tensors() -> None:
+    weight, other = _C.carve([torch.empty(4, 3), torch.empty(3, 2)])
+    weight.fill_(1.0)
+    other.fill_(2.0)
+    weight.requires_grad_()
+    (weight @ other).sum().backward()
+    assert torch.equal(weight.grad, torch.full((4, 3), 4.0))
+    with torch.no_grad():
+        version = weight._version
+        weight.add_(1)
+        assert weight._version == version + 1 and other._version == 1
+    assert torch.equal(weight.detach().view(-1)[2:5], torch.full((3,), 2.0))
+    assert weight.detach().numpy().sum() == 24.0
+    assert nn.Parameter(other).data_ptr() == other.data_ptr()
+    with torch.inference_mode():
+        assert _C.carve([torch.empty(2)])[0].is_inference()
+
+
+def test_resizing_is_refused() -> None:
+    block = torch.zeros(128, dtype=torch.uint8)
+    for given in (None, block):
+        (tensor,) = _C.carve([torch.empty(3)], block=given)
+        with pytest.raises(RuntimeError, match="resiz"):
+            tensor.resize_(100)
+        with pytest.raises(RuntimeError, match="resiz"):
+            tensor.untyped_storage().resize_(0)
+        assert tensor.resize_(2).shape == (2,)
+    with pytest.raises(RuntimeError, match="resiz"):  # its memory is others' as well
+        block.untyped_storage().resize_(0)
+
+
+def test_saving_writes_only_a_tensors_own_bytes() -> None:
+    like = [torch.empty(100_000), torch.empty(10)]
+    carved = filled(_C.carve(like))
+    for make in (torch.save, pickle.dump):
+        buffer = io.BytesIO()
+        make(carved[1], buffer)
+        assert buffer.tell() < 5000
+    buffer = io.BytesIO()
+    torch.save({"a": carved[0], "b": carved[1], "c": carved[1][2:4]}, buffer)
+    assert buffer.tell() < 410_000
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=True)
+    assert torch.equal(loaded["a"], carved[0]) and torch.equal(loaded["b"], carved[1])
+    loaded["b"][2] = 7.0
+    assert loaded["c"][0] == 7.0
+
+
+def test_copies_have_memory_of_their_own() -> None:
+    carved = filled(_C.carve([torch.empty(6, 2).t(), torch.empty(3)]))
+    for copied in (copy.deepcopy(carved), pickle.loads(pickle.dumps(carved))):
+        for a, b in zip(carved, copied, strict=True):
+            assert torch.equal(a, b) and a.stride() == b.stride()
+            assert a.data_ptr() != b.data_ptr()
+            assert b.untyped_storage().nbytes() == b.nbytes
+    first = carved[0].clone()
+    carved[0].share_memory_()
+    assert torch.equal(carved[0], first) and carved[0].is_shared() and not carved[1].is_shared()
+
+
+def resident() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def test_memory_lives_as_long_as_its_tensors() -> None:
+    """In whatever order they and the block die."""
+    order = random.Random(1)
+    like = [torch.empty(n) for n in (100_000, 1, 0, 50_000, 3000)]
+    size = _C.carved_bytes(like)
+    before = None
+    for i in range(300):
+        block = torch.empty(size, dtype=torch.uint8) if i % 2 else None
+        carved = filled(_C.carve(like, None, block))
+        alive = dict(enumerate(carved))
+        del carved
+        block = None
+        order.shuffle(keys := list(alive))
+        for key in keys:
+            tensor = alive.pop(key)
+            view = tensor.view(-1)[:1]
+            del tensor
+            assert (view == key + 1).all()
+            assert all((x == k + 1).all() for k, x in alive.items())
+        if i == 20:
+            before = resident()
+    assert before is not None and resident() - before < 20 * size
+
+
+def test_the_block_is_freed_with_the_last_tensor() -> None:
+    block = torch.empty(1000, dtype=torch.uint8)
+    storage = weakref.ref(block.untyped_storage())
+    carved = _C.carve([torch.empty(5), torch.empty(6)], None, block)
+    del block
+    gc.collect()
+    carved.pop(0)
+    assert storage() is not None
+    carved.clear()
+    gc.collect()
+    assert storage() is None
+
+
+@pytest.mark.parametrize("position", [0, 2])
+@pytest.mark.parametrize(
+    ("wrong", "word"),
+    [
+        (torch.zeros(4, 4)[:, ::2], "dense"),
+        (torch.zeros(1).expand(3), "dense"),
+        (torch.eye(3).to_sparse(), "dense"),
+    ],
+    ids=["gaps", "expanded", "sparse"],
+)
+def test_refuses_what_is_not_dense(wrong: Tensor, word: str, position: int) -> None:
+    like = [torch.empty(3) for _ in range(3)]
+    like[position] = wrong
+    for call in (_C.carve, _C.carved_bytes):
+        with pytest.raises(RuntimeError, match=f"like {position} .*{word}"):
+            call(like)
+
+
+class Wrapper(torch.Tensor):
+    @staticmethod
+    def __new__(cls) -> Wrapper:
+        return torch.Tensor._make_wrapper_subclass(cls, (3,))
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        raise AssertionError
+
+
+def test_refuses_other_things() -> None:
+    like = [torch.empty(3), torch.empty(4)]
+    with pytest.raises(TypeError, match="item 1 is no tensor"):
+        _C.carve([like[0], None])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="quantized"):
+        _C.carve(like, torch.qint8)
+    with pytest.raises(RuntimeError, match="like 1 is of a subclass"):
+        _C.carve([like[0], Wrapper()])
+    with pytest.raises(RuntimeError, match="like 1 is on meta, expected cpu"):
+        _C.carve([like[0], like[1].to("meta")])
+    with pytest.raises(RuntimeError, match=r"meta device.*pass a block"):
+        _C.carve([like[0].to("meta")])
+
+
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [
+        (torch.empty(127, dtype=torch.uint8), "block has 127 bytes, expected 128"),
+        (torch.empty(200, dtype=torch.int8), "block is Char"),
+        (torch.empty(400, dtype=torch.uint8)[::2], "contiguous uint8"),
+        (torch.empty(200, dtype=torch.uint8, device="meta"), "meta"),
+        (torch.empty(200, dtype=torch.uint8)[4:], "4 bytes after a multiple of 64"),
+    ],
+    ids=["short", "dtype", "strides", "meta", "alignment"],
+)
+def test_refuses_a_bad_block(block: Tensor, words: str) -> None:
+    with pytest.raises(RuntimeError, match=words):
+        _C.carve([torch.empty(3), torch.empty(4)], None, block)
+
+
+def test_shapes_may_be_on_another_device() -> None:
+    like = [torch.empty(3, 2, device="meta"), torch.empty(4)]
+    block = torch.zeros(_C.carved_bytes(like), dtype=torch.uint8)
+    assert [x.tolist() for x in _C.carve(like, None, block)] == [[[0, 0]] * 3, [0] * 4]

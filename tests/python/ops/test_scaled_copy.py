@@ -1,0 +1,428 @@
+"""The scaled copy: bits against single torch operations and Python's fractions, in any layout."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from exact_reference import (
+    DTYPES,
+    canonical_nan,
+    format_of,
+    from_bits,
+    name_of,
+    random_elements,
+    same_bits,
+    to_bits,
+)
+from softfloat import FORMATS, INF, NAN, Number, decode, encode, round_to
+from torch import Tensor
+
+from torchopt_ext import _C, ops
+
+PAIRS = [
+    (to, source)
+    for to in DTYPES
+    for source in DTYPES
+    if (to == torch.float64) == (source == torch.float64)
+]
+each_pair = pytest.mark.parametrize(
+    ("to_dtype", "from_dtype"), PAIRS, ids=lambda dtype: name_of(dtype)
+)
+
+
+def control_of(factor: float = 1.0, *, skip: bool = False) -> Tensor:
+    return ops.new_control(grad_factor=factor, skip=float(skip))
+
+
+def copied(
+    to_dtype: torch.dtype,
+    source: Tensor,
+    factor: float | None = None,
+    control: Tensor | None = None,
+) -> Tensor:
+    to = torch.empty_like(source, dtype=to_dtype)
+    if control is None:
+        control = control_of(1.0 if factor is None else factor)
+    ops.scaled_copy_([to], [source], control, unscale=factor is not None)
+    return to
+
+
+def expected(to_dtype: torch.dtype, source: Tensor, factor: float = 1.0) -> Tensor:
+    """One correctly rounded operation after the other, with numpy: product, then conversion."""
+    compute = torch.float64 if source.dtype == torch.float64 else torch.float32
+    wide = source.to(compute)  # exact
+    with np.errstate(all="ignore"):
+        rounded = wide.numpy() * wide.numpy().dtype.type(factor)
+    product = torch.from_numpy(np.asarray(rounded))
+    return canonical_nan(product.to(to_dtype))
+
+
+def exactly(to_dtype: torch.dtype, element: Number, factor: float, compute: str) -> int:
+    """The same of one element, with fractions."""
+    sign, magnitude = element
+    if magnitude is NAN:
+        return encode(format_of(to_dtype), (0, NAN))
+    _, exact = decode(
+        FORMATS[compute], to_bits(torch.tensor([factor], dtype=getattr(torch, compute)))[0]
+    )
+    if magnitude is not INF:
+        magnitude = Fraction(magnitude) * exact
+    product = round_to(FORMATS[compute], (sign, magnitude))
+    return encode(format_of(to_dtype), round_to(format_of(to_dtype), product))
+
+
+def edges(dtype: torch.dtype) -> Tensor:
+    """Elements of a type at which a conversion to any type, or a product, rounds differently."""
+    f = torch.finfo(dtype)
+    values = [0.0, 1.0, f.tiny, f.smallest_normal, f.max, math.inf, math.nan, 1 + f.eps, 3.0]
+    fp16 = [65504.0, 65519.0, 65520.0, 65536.0, 2.0**-14, 2.0**-24, 2.0**-25, 1.5 * 2.0**-24]
+    ties = [1 + 2.0**-8, 1 + 3 * 2.0**-8, 1 + 2.0**-11, 1 + 3 * 2.0**-11, 2.0**-133 * 1.5]
+    near = [t + e for t in (1 + 2.0**-8, 1 + 2.0**-11) for e in (2.0**-23, -(2.0**-23))]
+    both = torch.tensor([s * x for x in values + fp16 + ties + near for s in (1, -1)])
+    width = format_of(dtype).width
+    patterns = [1, 2, 3, (1 << (width - 1)) + 1, (1 << width) - 1, (1 << width - 1) - 1]
+    exponent = to_bits(torch.tensor([math.inf], dtype=dtype))[0]
+    patterns += [exponent + 1, exponent - 1]  # a signalling NaN; the largest
+    return torch.cat([both.double().to(dtype), from_bits(dtype, patterns)])
+
+
+@each_pair
+@pytest.mark.parametrize("factor", [None, 1.0, 0.3, 2.0**-16, 1e-30, 3.0, 1e30])
+def test_edges_against_fractions(
+    to_dtype: torch.dtype, from_dtype: torch.dtype, factor: float | None
+) -> None:
+    source = edges(from_dtype)
+    compute = "float64" if from_dtype == torch.float64 else "float32"
+    fmt = format_of(from_dtype)
+    reference = [
+        exactly(to_dtype, decode(fmt, b), 1.0 if factor is None else factor, compute)
+        for b in to_bits(source)
+    ]
+    found = to_bits(copied(to_dtype, source, factor))
+    wrong = [
+        f"{a:#x}: {b:#x} instead of {c:#x}"
+        for a, b, c in zip(to_bits(source), found, reference, strict=True)
+        if b != c
+    ]
+    assert not wrong
+
+
+@each_pair
+@pytest.mark.parametrize("numel", [1, 15, 16, 17, 1000, 100_003])
+def test_many_elements(to_dtype: torch.dtype, from_dtype: torch.dtype, numel: int) -> None:
+    source = random_elements(from_dtype, numel, numel, -30, 17, specials=True)
+    assert same_bits(copied(to_dtype, source), expected(to_dtype, source))
+    for factor in (0.37, 2.0**-7):
+        assert same_bits(copied(to_dtype, source, factor), expected(to_dtype, source, factor))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=name_of)
+def test_all_16_bit_elements(dtype: torch.dtype) -> None:
+    source = from_bits(dtype, range(1 << 16))
+    for to_dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for factor in (None, 0.3, 2.0**-10):
+            found = copied(to_dtype, source, factor)
+            assert same_bits(found, expected(to_dtype, source, 1.0 if factor is None else factor))
+
+
+def test_the_factor_is_rounded_once_to_the_compute_type() -> None:
+    factor = 1 + 2.0**-24 + 2.0**-40  # float32: 1 + 2**-23
+    source = random_elements(torch.float32, 100, 1)
+    assert same_bits(copied(torch.float32, source, factor), source * torch.tensor(1 + 2.0**-23))
+    doubles = source.double()
+    assert same_bits(copied(torch.float64, doubles, factor), doubles * factor)
+
+
+@each_pair
+def test_misaligned_views(to_dtype: torch.dtype, from_dtype: torch.dtype) -> None:
+    control = control_of(0.3)
+    room = torch.zeros(3000, dtype=to_dtype)
+    for to_offset in (0, 1, 5):
+        for from_offset in (0, 1, 3):
+            source = random_elements(from_dtype, 1100, 3)[from_offset:][:1003]
+            room.zero_()
+            to = room[100 + to_offset :][:1003]
+            ops.scaled_copy_([to], [source], control, unscale=True)
+            assert same_bits(to.clone(), expected(to_dtype, source.clone(), 0.3))
+            assert not room[: 100 + to_offset].any() and not room[1103 + to_offset :].any()
+
+
+LAYOUTS = {
+    "contiguous": lambda x: x.clone(memory_format=torch.contiguous_format),
+    "channels_last": lambda x: x.clone(memory_format=torch.channels_last),
+    "transposed": lambda x: x.transpose(0, 3).contiguous().transpose(0, 3),
+    "gaps": lambda x: torch.stack([x, x], -1)[..., 0],
+    "expanded": lambda x: x[:1].expand(x.shape),
+}
+
+
+@pytest.mark.parametrize("to_layout", ["contiguous", "channels_last", "transposed"])
+@pytest.mark.parametrize("from_layout", LAYOUTS)
+def test_strides(to_layout: str, from_layout: str) -> None:
+    values = random_elements(torch.bfloat16, 5 * 3 * 7 * 2, 4).view(5, 3, 7, 2)
+    source = LAYOUTS[from_layout](values)
+    to = LAYOUTS[to_layout](torch.zeros(5, 3, 7, 2))
+    strides = to.stride()
+    ops.scaled_copy_([torch.zeros(3), to], [torch.ones(3), source], control_of(0.3), unscale=True)
+    assert to.stride() == strides
+    reference = expected(torch.float32, source.contiguous(), 0.3)
+    assert same_bits(to.contiguous(), reference)
+
+
+def test_a_view_that_negates_lazily() -> None:
+    source = torch.randn(70)
+    assert same_bits(copied(torch.bfloat16, torch._neg_view(source)), (-source).bfloat16())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_in_place(dtype: torch.dtype) -> None:
+    source = random_elements(dtype, 1000, 8, specials=True)
+    to = source.clone()
+    alias = to.view(-1)
+    ops.scaled_copy_([to], [alias], control_of(0.3), unscale=True)
+    assert same_bits(to, expected(dtype, source, 0.3))
+    # Nothing to do: not even a NaN changes its form.
+    payloads = source.clone()
+    for unscale in (False, True):
+        ops.scaled_copy_([payloads], [payloads], control_of(1.0), unscale=unscale)
+        assert same_bits(payloads, source)
+    ops.scaled_copy_([payloads], [payloads], control_of(0.5), unscale=False)
+    assert same_bits(payloads, source)
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+def test_skip_writes_nothing(unscale: bool) -> None:
+    to, in_place = torch.full((100,), 3.0), torch.full((5,), 7.0)
+    sources = [torch.ones(100, dtype=torch.bfloat16), in_place]
+    ops.scaled_copy_([to, in_place], sources, control_of(0.5, skip=True), unscale=unscale)
+    assert (to == 3.0).all() and (in_place == 7.0).all()
+
+
+def test_empty_lists_and_tensors() -> None:
+    control = control_of(0.5)
+    ops.scaled_copy_([], [], control, unscale=True)
+    to = [torch.zeros(0), torch.zeros(3), torch.zeros(2, 0, 5), torch.zeros(())]
+    sources = [x.bfloat16() + 1 for x in to]
+    ops.scaled_copy_(to, sources, control, unscale=True)
+    assert [x.flatten().tolist() for x in to] == [[], [0.5] * 3, [], [0.5]]
+
+
+def test_one_source_for_two_targets() -> None:
+    source = torch.randn(50)
+    to = [torch.zeros(50, dtype=torch.bfloat16), torch.zeros(50)]
+    ops.scaled_copy_(to, [source, source], control_of(), unscale=False)
+    assert torch.equal(to[0], source.bfloat16()) and torch.equal(to[1], source)
+
+
+def lists_of_many(seed: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Tensors of all pairs of types and of sizes from one element to several chunks."""
+    sizes = [1, 7, 1000, 4097, 70_001, 3, 0, 300_000]
+    pairs = [(n, *pair) for n in sizes for pair in PAIRS]
+    sources = [
+        random_elements(source, n, seed + i, specials=True)
+        for i, (n, _, source) in enumerate(pairs)
+    ]
+    return [torch.zeros(n, dtype=to) for n, to, _ in pairs], sources
+
+
+def test_a_list_and_threads() -> None:
+    found = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        to, sources = lists_of_many(3)
+        ops.scaled_copy_(to, sources, control_of(0.3), unscale=True)
+        found.append(to)
+    for one, two, source in zip(*found, sources, strict=True):
+        assert same_bits(one, two)
+        assert same_bits(one, expected(one.dtype, source, 0.3))
+
+
+def test_without_the_dispatcher() -> None:
+    (to, sources), (direct, same_sources) = lists_of_many(4), lists_of_many(4)
+    control = control_of(0.3)
+    ops.scaled_copy_(to, sources, control, unscale=True)
+    _C.scaled_copy_(direct, same_sources, control, unscale=True)
+    assert all(same_bits(a, b) for a, b in zip(to, direct, strict=True))
+    assert [x._version for x in direct] == [x._version for x in to]
+    with pytest.raises(RuntimeError, match=r"from 1 has shape \[1\], expected \[7\]"):
+        _C.scaled_copy_(
+            [direct[0], torch.ones(7)], [sources[0], torch.ones(1)], control, unscale=True
+        )
+    with pytest.raises(RuntimeError, match="to 0 is on the meta device"):
+        _C.scaled_copy_([torch.ones(2, device="meta")], [torch.ones(2)], control, unscale=True)
+    with pytest.raises(TypeError, match="item 1 is no tensor"):
+        _C.scaled_copy_([direct[0], None], sources[:2], control, unscale=True)  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
+def test_more_than_the_caches_hold(dtype: torch.dtype) -> None:
+    """Stores past the caches, from tensors' odd starts as well."""
+    torch.set_num_threads(2)
+    numel = (68 << 20) // torch.empty((), dtype=dtype).element_size()
+    room = torch.zeros(numel + 4, dtype=dtype)
+    pattern = random_elements(torch.float32, 1 << 20, 5)
+    source = pattern.repeat(numel // pattern.numel() + 1)[: numel + 4]
+    for first in (0, 1):
+        to = [room[first : first + 100], room[first + 100 : first + numel]]
+        ops.scaled_copy_(to, [source[:100], source[100:numel]], control_of(0.3), unscale=True)
+        wanted = expected(dtype, source[:numel], 0.3)
+        assert torch.equal(room[first : first + numel], wanted)
+
+
+def test_torchs_own_modes_do_not_reach_it() -> None:
+    source = torch.full((100,), 2.0**-130)
+    wanted = expected(torch.bfloat16, source, 0.5)
+    torch.set_flush_denormal(True)
+    assert torch.equal(
+        copied(torch.bfloat16, source, 0.5).view(torch.int16), wanted.view(torch.int16)
+    )
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+
+def memory(tensor: Tensor) -> bytes:
+    storage = tensor.untyped_storage()
+    return ctypes.string_at(storage.data_ptr(), storage.nbytes())
+
+
+def refused(to: Sequence[Tensor], sources: Sequence[Tensor], *words: str) -> None:
+    """Raises, every word is in the message, no tensor and no version changes."""
+    visible = [x for x in [*to, *sources] if x.layout == torch.strided and not x.is_meta]
+    before = [(memory(x), x._version) for x in visible]
+    with pytest.raises((RuntimeError, NotImplementedError)) as info:
+        ops.scaled_copy_(to, sources, control_of(0.5), unscale=True)
+    for word in words:
+        assert word in str(info.value), str(info.value)
+    assert [(memory(x), x._version) for x in visible] == before
+
+
+def lists() -> tuple[list[Tensor], list[Tensor]]:
+    shapes = [(5,), (4, 6), (7,), (3,)]
+    return [torch.zeros(s) for s in shapes], [torch.ones(s, dtype=torch.bfloat16) for s in shapes]
+
+
+WRONG = {
+    "shape": (lambda x: x[:2].clone(), "shape"),
+    "sparse": (lambda x: x.to_sparse(), "parse"),
+    "complex": (lambda x: x.to(torch.complex64), "omplex"),
+    "integer": (lambda x: x.to(torch.int32), "Int"),
+    "float64": (lambda x: x.double(), "float64"),
+    "meta": (lambda x: x.to("meta"), "meta"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("position", [0, 3])
+@pytest.mark.parametrize("role", ["to", "from"])
+def test_refuses_a_bad_tensor(role: str, position: int, wrong: str) -> None:
+    to, sources = lists()
+    change, word = WRONG[wrong]
+    changed = to if role == "to" else sources
+    changed[position] = change(changed[position])
+    refused(to, sources, str(position), word)
+
+
+def test_names_shapes() -> None:
+    to, sources = lists()
+    sources[3] = sources[3][:2]
+    refused(to, sources, "from 3 has shape [2], expected [3]")
+
+
+def test_refuses_lists_of_other_lengths() -> None:
+    to, sources = lists()
+    refused(to, sources[:2], "got 2 tensors in from for 4 in to")
+
+
+@pytest.mark.parametrize("layout", ["gaps", "expanded"])
+def test_refuses_a_target_that_is_not_dense(layout: str) -> None:
+    to, sources = lists()
+    to[1] = LAYOUTS[layout](to[1])
+    refused(to, sources, "to 1", "strides")
+
+
+def test_refuses_freed_memory() -> None:
+    to, sources = lists()
+    sources[2].untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="from 2 has had its storage freed"):
+        ops.scaled_copy_(to, sources, control_of(), unscale=True)
+
+
+def test_refuses_shared_memory() -> None:
+    room = torch.zeros(100)
+    to, sources = [room[:10], room[10:20]], [torch.ones(10), torch.ones(10)]
+    refused([to[0], room[5:15]], sources, "to 1 shares memory with to 0")
+    refused(to, [to[1], torch.ones(10)], "to 1 shares memory with from 0")
+    refused(to, [torch.ones(10), room[11:21]], "from 1 shares memory with to 1")
+    refused(to, [room.bfloat16()[:10], room[:20].view(torch.bfloat16)[:10]], "from 1", "to 0")
+    square = torch.zeros(4, 4)
+    refused([square], [square.t()], "from 0", "to 0")
+    refused([room[90:]], [room[80:].view(10, 2)[:, 0]], "to 0", "from 0")
+
+
+@pytest.mark.parametrize(
+    "control",
+    [torch.zeros(3, dtype=torch.float64), torch.zeros(len(ops.CONTROL_FIELDS))],
+    ids=["length", "dtype"],
+)
+def test_refuses_a_bad_control_block(control: Tensor) -> None:
+    to, sources = lists()
+    with pytest.raises(RuntimeError, match="control is"):
+        ops.scaled_copy_(to, sources, control, unscale=True)
+
+
+# ---- tracing -------------------------------------------------------------------------------------
+
+
+def test_version_counters() -> None:
+    to, sources = lists()
+    to.append(torch.zeros(0))
+    sources.append(torch.zeros(0))
+    control = control_of(0.5)
+    ops.scaled_copy_(to, sources, control, unscale=True)
+    assert [x._version for x in to] == [1] * 5
+    assert [x._version for x in [*sources, control]] == [0] * 6
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+def test_opcheck(unscale: bool) -> None:
+    operator = torch.ops.torchopt_ext.scaled_copy_.default
+    for to, sources in (lists(), ([], [])):
+        torch.library.opcheck(operator, (to, sources, control_of(0.5)), {"unscale": unscale})
+    same = torch.ones(5)
+    ops.scaled_copy_([same], [same], control_of(0.5), unscale=True)
+    assert (same == 0.5).all()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compile_traces_one_graph(backend: str) -> None:
+    def run(to: list[Tensor], sources: list[Tensor], control: Tensor) -> Tensor:
+        ops.scaled_copy_(to, [s * 2 for s in sources], control, unscale=True)
+        ops.scaled_copy_(sources, to, control, unscale=False)
+        return to[0] + 1
+
+    torch.compiler.reset()
+    compiled = torch.compile(run, fullgraph=True, backend=backend)
+    for _ in range(2):
+        (to, sources), (to_eager, sources_eager) = lists(), lists()
+        found = compiled(to, sources, control_of(0.3))
+        assert torch.equal(found, run(to_eager, sources_eager, control_of(0.3)))
+        for a, b in zip([*to, *sources], [*to_eager, *sources_eager], strict=True):
+            assert torch.equal(a, b)
+
+
+@torch.jit.script
+def scripted(to: list[Tensor], sources: list[Tensor], control: Tensor) -> None:
+    torch.ops.torchopt_ext.scaled_copy_(to, sources, control, unscale=True)
+
+
+def test_torchscript() -> None:
+    to, sources = lists()
+    scripted(to, sources, control_of(0.5))
+    assert all((x == 0.5).all() for x in to)
