@@ -6,7 +6,6 @@ masters, lets the optimizer step, and rounds the masters to the parameters.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,23 +14,18 @@ from torch.optim import Optimizer
 
 from torchopt_ext import _C, ops
 from torchopt_ext.mixed_precision import base_state
-from torchopt_ext.optim.control import Controlled
-from torchopt_ext.optim.local import (
-    NormKey,
-    is_dtensor,
-    is_split,
-    local_gradients,
-    local_tensor,
-    moved,
-    norm_key,
-    placed,
-    same_placement,
+from torchopt_ext.mixed_precision.master_table import (
+    MasterTable,
+    Part,
+    all_names,
+    as_placed,
+    names_of,
 )
+from torchopt_ext.optim.control import Controlled
+from torchopt_ext.optim.local import is_split, local_tensor, moved
 from torchopt_ext.optim.state import refuse_param
 from torchopt_ext.optim.step import accumulated_norm
 from torchopt_ext.optim.storage import SIXTEEN_BIT
-
-Part = tuple[torch.device, NormKey]
 
 
 class MasterWeights(Controlled):
@@ -63,9 +57,9 @@ class MasterWeights(Controlled):
             self._adopt(group)
 
     def _init_tables(self) -> None:
-        self._names: list[str] = []
-        self._keys: list[Part] = []
-        self._gradients: dict[Part, list[Tensor]] = {}  # this step's
+        self._table: MasterTable | None = None
+        self._kept_room: list[Tensor] = []  # for the masters' gradients
+        self._room_shapes: list[torch.Size] = []
 
     @property
     def controlled(self) -> Controlled:
@@ -100,7 +94,7 @@ class MasterWeights(Controlled):
         group["params"] = [
             self._master_of(p) if p.requires_grad and p.dtype in SIXTEEN_BIT else p for p in params
         ]
-        self._init_tables()
+        self._table = None
 
     @torch.no_grad()
     def _master_of(self, param: Tensor) -> Tensor:
@@ -123,11 +117,6 @@ class MasterWeights(Controlled):
             for pair in zip(own, group["params"], strict=True)
         ]
 
-    def names(self) -> list[str]:
-        """What messages call the parameters, in the order of :meth:`pairs`."""
-        groups = enumerate(self.optim.param_groups)
-        return [name for number, group in groups for name in names_of(number, group)]
-
     @torch.no_grad()
     def refresh_masters(self) -> None:
         """Makes the masters what the parameters are now."""
@@ -144,70 +133,49 @@ class MasterWeights(Controlled):
         Raises:
             RuntimeError: a gradient or parameter does not fit; names it. Nothing is changed.
         """
-        pairs, grads = self._collect()
+        table = self._collect()
         try:
-            self._decide(scale)
-        finally:
-            self._gradients = {}
-        optim: Any = self.optim
-        found_inf = None
-        if (skip := self.known("skip")) is None:
-            if getattr(optim, "_step_supports_amp_scaling", False):  # it leaves all as it is
-                found_inf = self.control.found_inf.float()
-            else:
-                skip = self.control.skip.item()
-        if skip:
-            return
-        of_device: dict[torch.device, list[int]] = {}
-        for i, grad in enumerate(grads):
-            if grad is not None:
-                of_device.setdefault(self._keys[i][0], []).append(i)
-        try:
-            for device, indices in of_device.items():
-                self._hand_over(device, [(*pairs[i], grads[i]) for i in indices])
+            self._decide(table, scale)
+            optim: Any = self.optim
+            found_inf = None
+            if (skip := self.known("skip")) is None:
+                if getattr(optim, "_step_supports_amp_scaling", False):  # it leaves all as it is
+                    found_inf = self.control.found_inf.float()
+                else:
+                    skip = self.control.skip.item()
+            if skip:
+                return
+            for device in table.devices:
+                self._hand_over(table, device)
             if found_inf is not None:
                 optim.grad_scale, optim.found_inf = None, found_inf
-            optim.step()
+            try:
+                optim.step()
+            except BaseException:  # some gradients have been unscaled, or are gone
+                _C.clear_gradients(table.params)
+                raise
+            finally:
+                if found_inf is not None:
+                    vars(optim).pop("grad_scale", None)
+                    vars(optim).pop("found_inf", None)
+            for device in table.devices:
+                wide = table.with_masters(device)
+                params = [table.local_params[i] for i in wide]
+                masters = [table.local_masters[i] for i in wide]
+                _C.scaled_copy_(params, masters, self._block(device)[0], unscale=False)
         finally:
-            if found_inf is not None:
-                vars(optim).pop("grad_scale", None)
-                vars(optim).pop("found_inf", None)
-            _C.clear_gradients([master for param, master in pairs if master is not param])
-        for device, indices in of_device.items():
-            wide = [pairs[i] for i in indices if pairs[i][1] is not pairs[i][0]]
-            params = [local_tensor(param) for param, _ in wide]
-            masters = [local_tensor(master) for _, master in wide]
-            ops.scaled_copy_(params, masters, self._block(device)[0], unscale=False)
+            _C.clear_gradients(table.own_masters)
+            table.gradients = []
 
-    def _collect(self) -> tuple[list[tuple[Tensor, Tensor]], list[Tensor | None]]:
-        """All pairs and this rank's parts of their gradients, checked."""
-        if any(
-            master is param and param.grad is not None and param.dtype in SIXTEEN_BIT
-            for param, master in self.pairs()
-        ):
+    def _collect(self) -> MasterTable:
+        """The table of all parameters with this step's gradients, checked."""
+        if self._table is None or not self._table.is_for(self.params, self.optim):
+            self._table = MasterTable(self.params, self.optim)
+        if self._table.thawed():
             self._thaw()
-        pairs = self.pairs()
-        if not self._keys:
-            self._keys = [(local_tensor(param).device, norm_key(param)) for param, _ in pairs]
-            self._names = self.names()
-        grads: list[Tensor | None] = [param.grad for param, _ in pairs]
-        sharded = [i for i, (param, _) in enumerate(pairs) if is_dtensor(param)]
-        for i in sharded:
-            param, master = pairs[i]
-            if not same_placement(param, master):
-                raise RuntimeError(
-                    f"parameter {self._names[i]} is {placed(param)}, and was {placed(master)} when "
-                    f"its master was made"
-                )
-        for i, local in zip(sharded, local_gradients([pairs[i][0] for i in sharded]), strict=True):
-            grads[i] = local
-        params = [local_tensor(param) for param, _ in pairs]
-        _C.check_step(params, [local_tensor(master) for _, master in pairs], grads, self._names)
-        self._gradients = {key: [] for key in self._keys}
-        for key, grad in zip(self._keys, grads, strict=True):
-            if grad is not None:
-                self._gradients[key].append(grad)
-        return pairs, grads
+            self._table = MasterTable(self.params, self.optim)
+        self._table.take_gradients()
+        return self._table
 
     def _thaw(self) -> None:
         """Gives parameters that were frozen until now their masters."""
@@ -217,49 +185,60 @@ class MasterWeights(Controlled):
                 if frozen and param.grad is not None:
                     group["params"][i] = self._master_of(param)
 
-    def _decide(self, scale: Tensor) -> None:
-        shared = self.process_group is not None or any(is_split(key) for _, key in self.parts)
-        if len(self.parts) == 1 and not shared:
+    def _decide(self, table: MasterTable, scale: Tensor) -> None:
+        if len(table.parts) == 1 and self.process_group is None and not is_split(table.parts[0][1]):
             control, accumulator = self._block(self.home)
-            ops.grad_sumsq_(next(iter(self._gradients.values())), accumulator.zero_())
+            ops.grad_sumsq_(table.gradients_of(0), accumulator.zero_())
             ops.control_update_(control, accumulator, moved(scale, self.home))
             return
         total = accumulated_norm([self])
         for device in self.devices:
             ops.control_update_(self._block(device)[0], total[device], moved(scale, device))
 
-    def _hand_over(
-        self, device: torch.device, stepped: Sequence[tuple[Tensor, Tensor, Any]]
-    ) -> None:
+    def _hand_over(self, table: MasterTable, device: torch.device) -> None:
         """Gives masters their gradients, unscaled and clipped, and lets go of the parameters'.
 
         So gradients of 16 and of 32 bits are there together for this long only.
         """
-        wide = [(p, master, grad) for p, master, grad in stepped if master is not p]
-        itself = [own_gradient(p, grad) for p, master, grad in stepped if master is p]
-        made = _C.carve([local_tensor(master) for _, master, _ in wide])
-        sources = [grad for _, _, grad in wide]
+        wide = table.with_masters(device)
+        made = self._room(device, [table.local_masters[i] for i in wide])
+        itself = table.own_gradients(device)
+        sources = [table.gradients[i] for i in wide]
         control = self._block(device)[0]
-        ops.scaled_copy_([*made, *itself], [*sources, *itself], control, unscale=True)
-        for (_, master, _), grad in zip(wide, made, strict=True):
-            master.grad = as_placed(grad, master)
-        _C.clear_gradients([param for param, _, _ in wide])
+        _C.scaled_copy_([*made, *itself], [*sources, *itself], control, unscale=True)
+        for i, grad in zip(wide, made, strict=True):
+            table.masters[i].grad = as_placed(grad, table.masters[i])
+        _C.clear_gradients([table.params[i] for i in wide])
+
+    def _room(self, device: torch.device, masters: list[Tensor]) -> list[Tensor]:
+        """Memory for the masters' gradients.
+
+        A GPU's allocator has it at hand. The host's would get it from the system, page by page, at
+        several times the cost of the step, so there it is kept.
+        """
+        if device.type != "cpu":
+            return _C.carve(masters)
+        shapes = [master.shape for master in masters]
+        if shapes != self._room_shapes:
+            self._kept_room, self._room_shapes = _C.carve(masters), shapes
+        return self._kept_room
 
     # ---- what accumulated_norm() needs --------------------------------------------------------
 
     @property
     def parts(self) -> list[Part]:
         """Device and norm key of the parameters' parts, the same on all ranks."""
-        return list(dict.fromkeys(self._keys))
+        return self._table.parts if self._table is not None else []
 
     @property
     def devices(self) -> list[torch.device]:
         """Where a control block has to know the decision."""
-        return list(dict.fromkeys([self.home, *(device for device, _ in self._keys)]))
+        return list(dict.fromkeys([self.home, *(device for device, _ in self.parts)]))
 
     def accumulate(self, part: int, accumulator: Tensor) -> None:
         """Pass A of one part."""
-        ops.grad_sumsq_(self._gradients[self.parts[part]], accumulator)
+        assert self._table is not None
+        ops.grad_sumsq_(self._table.gradients_of(part), accumulator)
 
     # ---- state --------------------------------------------------------------------------------
 
@@ -279,7 +258,7 @@ class MasterWeights(Controlled):
 
     def check_base_state(self, states: dict[str, Any]) -> None:
         """Raises ValueError unless :meth:`load` takes it."""
-        base_state.check(self.optim, states, self.names())
+        base_state.check(self.optim, states, all_names(self.optim))
 
     def load(self, states: dict[str, Any], weights: list[list[Tensor]]) -> None:
         """Takes state and weights that were checked."""
@@ -295,39 +274,5 @@ class MasterWeights(Controlled):
                 "an optimizer with a process_group cannot be pickled or copied: its ranks exist in "
                 "this run only; save its state_dict()"
             )
-        empty: dict[str, Any] = {"_names": [], "_keys": [], "_gradients": {}}
-        return vars(self) | empty | {"_view": None, "_read": None}
-
-
-def names_of(number: int, group: dict[str, Any]) -> list[str]:
-    """What messages call the parameters of a group."""
-    given = group.get("param_names")
-    return [
-        repr(given[i]) if given else f"{i} of group {number}" for i in range(len(group["params"]))
-    ]
-
-
-def own_gradient(param: Any, grad: Tensor) -> Tensor:
-    """The gradient of a parameter that is stepped itself, as memory that may be written."""
-    local = local_tensor(param)
-    if grad is local_tensor(param.grad) and grad.stride() == local.stride():
-        return grad
-    own = torch.empty_like(local, dtype=grad.dtype).copy_(grad)
-    param.grad = as_placed(own, param)
-    return own
-
-
-def as_placed(local: Tensor, like: Any) -> Any:
-    """A rank's part of a tensor as a DTensor placed as ``like`` is; itself if that is plain."""
-    if not is_dtensor(like):
-        return local
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(
-        local,
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
+        made_anew: dict[str, Any] = {"_table": None, "_kept_room": [], "_room_shapes": []}
+        return vars(self) | made_anew | {"_view": None, "_read": None}

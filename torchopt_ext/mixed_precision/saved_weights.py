@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchopt_ext.mixed_precision.master_weights import names_of
+from torchopt_ext.mixed_precision.master_table import names_of
 from torchopt_ext.optim.local import local_tensor
 from torchopt_ext.optim.state import check_shape
 
