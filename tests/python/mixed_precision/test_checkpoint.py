@@ -1,0 +1,226 @@
+"""save_checkpoint and load_checkpoint in one process; several ranks are in tests/distributed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from torchopt_ext import FusedAdamW
+from torchopt_ext.mixed_precision import (
+    FSDPadaptOptimizer,
+    checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
+
+BASES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "fused": FusedAdamW,
+    "adamw": torch.optim.AdamW,
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+}
+every_base = pytest.mark.parametrize("base", BASES)
+SHAPES = [(4, 3), (), (5,), (1,)]
+
+
+def job(base: str = "fused") -> tuple[list[nn.Parameter], FSDPadaptOptimizer]:
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(shape, dtype=torch.bfloat16)) for shape in SHAPES]
+    groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.05}]
+    return params, FSDPadaptOptimizer(BASES[base](groups))
+
+
+def train(params: list[nn.Parameter], optimizer: FSDPadaptOptimizer, seeds: range) -> None:
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(seed)
+        for param in params:
+            param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+        optimizer.step()
+
+
+def content(optimizer: FSDPadaptOptimizer) -> Any:
+    """All of the weights and state, to compare."""
+
+    def plain(tensor: Tensor) -> tuple[Any, ...]:
+        return tensor.dtype, tuple(tensor.shape), tensor.detach().flatten().tolist()
+
+    params = [p for own in optimizer.params_by_group for p in own]
+    return tree_map_only(Tensor, plain, (params, optimizer.state_dict()))
+
+
+@every_base
+def test_training_goes_on_as_if_never_interrupted(base: str, tmp_path: Path) -> None:
+    params, optimizer = job(base)
+    train(params, optimizer, range(3))
+    save_checkpoint(optimizer, tmp_path / "one")
+    others, resumed = job(base)
+    load_checkpoint(resumed, tmp_path / "one")
+    assert content(resumed) == content(optimizer)
+    train(params, optimizer, range(3, 6))
+    train(others, resumed, range(3, 6))
+    assert content(resumed) == content(optimizer)
+    assert [path.name for path in tmp_path.iterdir()] == ["one"]
+
+
+@every_base
+def test_before_the_first_step(base: str, tmp_path: Path) -> None:
+    _, optimizer = job(base)
+    save_checkpoint(optimizer, tmp_path / "new")
+    params, other = job(base)
+    train(params, other, range(1))
+    load_checkpoint(other, tmp_path / "new")
+    assert content(other) == content(optimizer)
+
+
+def test_a_parameter_too_few_or_of_another_shape(tmp_path: Path) -> None:
+    params, optimizer = job()
+    train(params, optimizer, range(2))
+    save_checkpoint(optimizer, tmp_path / "one")
+    fewer = FSDPadaptOptimizer(FusedAdamW([{"params": params[:2]}, {"params": params[2:3]}]))
+    before = content(fewer)
+    with pytest.raises((ValueError, AssertionError), match=r"flat_fp32_weights\.1\.1|state\.3"):
+        load_checkpoint(fewer, tmp_path / "one")
+    assert content(fewer) == before
+    others = [nn.Parameter(torch.zeros(6 - i, dtype=torch.bfloat16)) for i in range(4)]
+    wrong = FSDPadaptOptimizer(FusedAdamW([{"params": others[:2]}, {"params": others[2:]}]))
+    before = content(wrong)
+    with pytest.raises(ValueError, match="parameter 0 of group 0 has shape"):
+        load_checkpoint(wrong, tmp_path / "one")
+    assert content(wrong) == before
+
+
+def test_a_truncated_checkpoint_changes_nothing(tmp_path: Path) -> None:
+    params, optimizer = job()
+    train(params, optimizer, range(2))
+    save_checkpoint(optimizer, tmp_path / "one")
+    data = max((tmp_path / "one").glob("*.distcp"), key=lambda path: path.stat().st_size)
+    data.write_bytes(data.read_bytes()[:200])
+    train(params, optimizer, range(2, 3))
+    before = content(optimizer)
+    with pytest.raises(RuntimeError, match="reading the optimizer state"):
+        load_checkpoint(optimizer, tmp_path / "one")
+    assert content(optimizer) == before
+    train(params, optimizer, range(3, 4))
+
+
+def test_a_file_that_would_run_something_is_refused(tmp_path: Path) -> None:
+    """Of LightRFT's layout, which is pickled: nothing but tensors and plain values is."""
+
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    _, optimizer = job()
+    (tmp_path / "seed").mkdir()
+    torch.save({"grad_scaler": Evil()}, tmp_path / "seed" / "_rank0")
+    with pytest.raises(RuntimeError, match="_rank0"):
+        load_checkpoint(optimizer, tmp_path / "seed")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_full_disk_leaves_the_old_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params, optimizer = job()
+    train(params, optimizer, range(2))
+    save_checkpoint(optimizer, tmp_path / "one")
+    saved = content(optimizer)
+    train(params, optimizer, range(2, 3))
+    monkeypatch.setattr(checkpoint, "save", full_disk)
+    with pytest.raises(RuntimeError, match="No space left"):
+        save_checkpoint(optimizer, tmp_path / "one")
+    monkeypatch.undo()
+    load_checkpoint(optimizer, tmp_path / "one")
+    assert content(optimizer) == saved
+    save_checkpoint(optimizer, tmp_path / "one")
+
+
+def full_disk(*_: Any, checkpoint_id: Path, **__: Any) -> None:
+    checkpoint_id.mkdir()
+    (checkpoint_id / "__0_0.distcp").write_bytes(b"half")
+    raise OSError(28, "No space left on device")
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+sys.path[:0] = [{folder!r}]
+from test_checkpoint import job, train
+from torchopt_ext.mixed_precision import checkpoint, save_checkpoint
+
+def killed(*args, **kwargs):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+params, optimizer = job()
+train(params, optimizer, range(2))
+save_checkpoint(optimizer, {path!r})
+train(params, optimizer, range(2, 3))
+real_save, real_rename = checkpoint.save, Path.rename
+moment = {moment!r}
+if moment == "while it writes":
+    def save(*args, checkpoint_id, **kwargs):
+        real_save(*args, checkpoint_id=checkpoint_id, **kwargs)
+        (checkpoint_id / ".metadata").unlink()
+        killed()
+    checkpoint.save = save
+elif moment == "before it replaces":
+    checkpoint.replace = killed
+elif moment == "between two renames":
+    def rename(self, target):
+        real_rename(self, target)
+        killed()
+    Path.rename = rename
+elif moment == "before it cleans up":
+    def rename(self, target):
+        real_rename(self, target)
+        if self.name.endswith(checkpoint.SAVING):
+            killed()
+    Path.rename = rename
+save_checkpoint(optimizer, {path!r})
+"""
+
+
+@pytest.mark.parametrize(
+    ("moment", "steps"),
+    [
+        ("while it writes", 2),
+        ("before it replaces", 2),
+        ("between two renames", 2),
+        ("before it cleans up", 3),
+    ],
+)
+def test_kill_while_saving(moment: str, steps: int, tmp_path: Path) -> None:
+    """The old checkpoint loads, or the new one where it was complete, and the next save works."""
+    path = tmp_path / "one"
+    script = KILLED.format(folder=str(Path(__file__).parent), path=str(path), moment=moment)
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=100)
+    assert ended.returncode == -9, ended.stderr.decode()
+    params, expected = job()
+    train(params, expected, range(steps))
+    _, optimizer = job()
+    load_checkpoint(optimizer, path)
+    assert content(optimizer) == content(expected)
+    save_checkpoint(optimizer, path)
+    load_checkpoint(optimizer, path)
+    assert content(optimizer) == content(expected)
+    assert [p.name for p in tmp_path.iterdir()] == ["one"]
+
+
+def test_a_checkpoint_of_many_kinds_of_values(tmp_path: Path) -> None:
+    """Group settings come back with their types."""
+    params, optimizer = job("adamw")
+    train(params, optimizer, range(1))
+    optimizer.param_groups[0]["note"] = ("text", 3, None, 1.5)
+    save_checkpoint(optimizer, tmp_path / "one")
+    optimizer.param_groups[0]["note"] = None
+    load_checkpoint(optimizer, tmp_path / "one")
+    assert optimizer.param_groups[0]["note"] == ("text", 3, None, 1.5)
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)

@@ -1,0 +1,221 @@
+"""Offloading where there is something to move: part of the host stands in for a device.
+
+What a GPU adds, streams and pinned memory, is in tests/gpu/test_offload.py.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from torchopt_ext import FusedAdamW
+from torchopt_ext.mixed_precision import (
+    FSDPadaptOptimizer,
+    load_fsdp_optimizer,
+    offload,
+    offload_fsdp_optimizer,
+    optimizer_on_device,
+)
+
+BASES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "fused": FusedAdamW,
+    "remainder": lambda params: FusedAdamW(params, master_weights="remainder"),
+    "adamw": lambda params: torch.optim.AdamW(params, fused=True),
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+}
+every_base = pytest.mark.parametrize("base", BASES)
+SHAPES = [(40, 30), (7,), (3, 5, 2)]
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Memory that offloading keeps is the host, all other memory the device."""
+    host: set[int] = set()  # addresses
+    kept_init = offload._Kept.__init__
+
+    def init(self: Any, tensors: Any) -> None:
+        kept_init(self, tensors)
+        host.update(memory.data_ptr() for memory in self.memory)
+
+    monkeypatch.setattr(offload._Kept, "__init__", init)
+    monkeypatch.setattr(
+        offload, "is_on_device", lambda t: t.numel() > 1 and t.data_ptr() not in host
+    )
+    return host
+
+
+def job(base: str) -> tuple[list[nn.Parameter], FSDPadaptOptimizer]:
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(shape, dtype=torch.bfloat16)) for shape in SHAPES]
+    return params, FSDPadaptOptimizer(BASES[base](params))
+
+
+def step(params: list[nn.Parameter], optimizer: torch.optim.Optimizer, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for param in params:
+        param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+    optimizer.step()
+
+
+def held(optimizer: Any) -> list[Tensor]:
+    """What offloading moves."""
+    return [
+        t for kind in offload.KINDS for t in offload.tensors_of(optimizer, kind) if t.numel() > 1
+    ]
+
+
+def where(tensors: list[Tensor], host: set[int]) -> list[bool]:
+    return [t.data_ptr() in host for t in tensors]
+
+
+def values(optimizer: Any) -> list[Tensor]:
+    return [t.detach().clone() for t in held(optimizer)]
+
+
+def equal(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(x.equal(y) for x, y in zip(a, b, strict=True))
+
+
+@every_base
+def test_everything_moves_and_comes_back(device: set[int], base: str) -> None:
+    params, optimizer = job(base)
+    step(params, optimizer, 0)
+    before, objects = values(optimizer), held(optimizer)
+    assert objects and not any(where(objects, device))
+    offload_fsdp_optimizer(optimizer)
+    assert all(where(held(optimizer), device))
+    assert equal(values(optimizer), before)
+    load_fsdp_optimizer(optimizer)
+    assert not any(where(held(optimizer), device))
+    assert equal(values(optimizer), before)
+    assert all(a is b for a, b in zip(held(optimizer), objects, strict=True))
+
+
+@every_base
+def test_training_with_a_cycle_after_every_step_is_as_without(base: str) -> None:
+    params, optimizer = job(base)
+    others, plain = job(base)
+    for seed in range(5):
+        with optimizer_on_device(optimizer):
+            step(params, optimizer, seed)
+        step(others, plain, seed)
+    load_fsdp_optimizer(optimizer)
+    assert equal(values(optimizer), values(plain))
+    assert equal([p.detach() for p in params], [p.detach() for p in others])
+
+
+@every_base
+def test_a_step_brings_the_state_back_first(device: set[int], base: str) -> None:
+    params, optimizer = job(base)
+    others, plain = job(base)
+    for seed in range(2):
+        step(params, optimizer, seed)
+        step(others, plain, seed)
+        offload_fsdp_optimizer(optimizer)
+    step(params, optimizer, 2)
+    step(others, plain, 2)
+    assert not any(where(held(optimizer), device))
+    assert equal(values(optimizer), values(plain))
+
+
+@every_base
+@pytest.mark.parametrize("include", [("states",), ("masters",)])
+def test_include(device: set[int], base: str, include: tuple[str]) -> None:
+    params, optimizer = job(base)
+    step(params, optimizer, 0)
+    before = values(optimizer)
+    offload_fsdp_optimizer(optimizer, include=include)
+    for kind in offload.KINDS:
+        moved = where([t for t in offload.tensors_of(optimizer, kind) if t.numel() > 1], device)
+        assert all(moved) if kind in include else not any(moved)
+    offload_fsdp_optimizer(optimizer)  # the rest follows
+    assert all(where(held(optimizer), device))
+    load_fsdp_optimizer(optimizer)
+    assert equal(values(optimizer), before)
+
+
+def test_host_memory_is_kept_and_of_exact_size(device: set[int]) -> None:
+    """Row 15: no new buffers each cycle, not rounded to powers of two."""
+    params, optimizer = job("fused")
+    step(params, optimizer, 0)
+    offload_fsdp_optimizer(optimizer)
+    addresses = [t.data_ptr() for t in held(optimizer)]
+    sizes = [(t.nbytes + 63) // 64 * 64 for t in held(optimizer)]
+    for seed in range(3):
+        step(params, optimizer, seed)
+        offload_fsdp_optimizer(optimizer)
+        assert [t.data_ptr() for t in held(optimizer)] == addresses
+    kept = offload._offloader_of(optimizer)._kept
+    assert sum(k._pinned.block.nbytes for k in kept.values()) <= sum(sizes)
+    assert offload_twice(optimizer) == addresses
+
+
+def offload_twice(optimizer: FSDPadaptOptimizer) -> list[int]:
+    offload_fsdp_optimizer(optimizer)
+    offload_fsdp_optimizer(optimizer)
+    return [t.data_ptr() for t in held(optimizer)]
+
+
+@every_base
+def test_state_dicts_while_offloaded(device: set[int], base: str) -> None:
+    """Saved with its own bytes only, and loaded."""
+    params, optimizer = job(base)
+    step(params, optimizer, 0)
+    offload_fsdp_optimizer(optimizer)
+    states = optimizer.state_dict(snapshot=True)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    bytes_of_tensors = sum(t.nbytes for t in held(optimizer))
+    assert len(file.getvalue()) < 3 * bytes_of_tensors + 30_000
+    step(params, optimizer, 1)
+    expected = values(optimizer)
+    offload_fsdp_optimizer(optimizer)
+    optimizer.load_state_dict(states)
+    step(params, optimizer, 1)
+    assert equal(values(optimizer), expected)
+    offload_fsdp_optimizer(optimizer)
+    assert all(where(held(optimizer), device))
+
+
+def test_state_that_is_new_gets_host_memory_of_its_own(device: set[int]) -> None:
+    params, optimizer = job("fused")
+    step(params, optimizer, 0)
+    offload_fsdp_optimizer(optimizer)
+    load_fsdp_optimizer(optimizer)
+    extra = nn.Parameter(torch.ones(11, dtype=torch.bfloat16))
+    optimizer.add_param_group({"params": [extra]})
+    step([*params, extra], optimizer, 1)
+    before = values(optimizer)
+    offload_fsdp_optimizer(optimizer)
+    assert all(where(held(optimizer), device))
+    assert equal(values(optimizer), before)
+
+
+def test_an_optimizer_of_torch_alone(device: set[int]) -> None:
+    """Rows 2 and 16: any optimizer, by its state; no empty entries appear."""
+    params = [nn.Parameter(torch.randn(20)) for _ in range(3)]
+    optimizer = torch.optim.AdamW(params)
+    params[0].grad = torch.ones(20)
+    optimizer.step()
+    offload_fsdp_optimizer(optimizer)
+    assert len(optimizer.state) == 1
+    assert all(where(held(optimizer), device))
+    optimizer.step()
+    assert not any(where(held(optimizer), device))
+    assert not any(p.data_ptr() in device for p in params)
+
+
+def test_an_offloaded_optimizer_is_let_go_of() -> None:
+    params, optimizer = job("fused")
+    step(params, optimizer, 0)
+    offload_fsdp_optimizer(optimizer)
+    count = len(offload._offloaders)
+    del params, optimizer
+    gc.collect()
+    assert len(offload._offloaders) == count - 1
