@@ -10,7 +10,6 @@ import argparse
 import math
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from config import JobConfig, load_config
 from data import TrainingData, load_text
+from launch import start_ranks
 from model import Transformer
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
@@ -199,20 +199,13 @@ def train(steps: int, checkpoint: Path | None) -> None:
         print("\n".join([title, *lines]))
 
 
-def start_ranks() -> int:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--local-addr=127.0.0.1", f"--nproc-per-node={RANKS}", *sys.argv]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    return subprocess.run(command, env=env, check=False).returncode
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--checkpoint", type=Path, help="folder to save to and resume from")
     args = parser.parse_args()
     if "RANK" not in os.environ:  # not under torchrun
-        return start_ranks()
+        return start_ranks(RANKS)
     dist.init_process_group("gloo")
     try:
         train(args.steps, args.checkpoint)
