@@ -17,11 +17,12 @@ TIER ?= not slow and not gpu
 DIST ?= dist
 JOBS := $(shell nproc)
 
-.PHONY: help install demo test test-all test-cpp test-sanitize test-gpu bench bench-zero bench-gpu lint format wheel clean FORCE
+.PHONY: help install demo test test-all test-cpp test-sanitize test-gpu bench bench-zero \
+	bench-mixed-precision bench-gpu lint format wheel clean FORCE
 .DEFAULT_GOAL := help
 
 help: ## List the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 24
 	@echo "Variables: TORCH=$(TORCH) PYTHON=$(PYTHON) USE_CUDA=0 TORCH_CUDA_ARCH_LIST=..."
 
 # ---- environment and package -------------------------------------------------------------------
@@ -52,6 +53,9 @@ demo: $(VENV)/.installed ## Train a small language model on two ranks
 
 bench: $(VENV)/.installed ## Time the step beside torch's
 	$(PY) benchmarks/run.py --out out/bench
+
+bench-mixed-precision: $(VENV)/.installed ## Time FSDPadaptOptimizer beside torch operators
+	$(PY) benchmarks/mixed_precision.py --out out/bench-mixed-precision
 
 bench-zero: $(VENV)/.installed ## Time ZeroRedundancyOptimizer beside torch's, on 2 and 4 ranks
 	$(PY) benchmarks/zero.py --out out/bench-zero
