@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from torchopt_ext.optim.local import is_dtensor
 from torchopt_ext.optim.state import check_shape
@@ -15,7 +16,7 @@ SHAPED_LIKE_PARAM = (
     *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg"),
     *("grad_avg", "acc_delta", "sum", "ax", "prev", "step_size"),
 )
-"""Entries of torch's optimizers that are shaped as their parameter, where they are no numbers."""
+"""Entries of torch.optim's classes that are shaped as their parameter, if they are no numbers."""
 
 
 def check(optim: Optimizer, states: Any, names: Sequence[str]) -> None:
@@ -35,7 +36,8 @@ def check(optim: Optimizer, states: Any, names: Sequence[str]) -> None:
                 continue
             held = optim.state.get(param, {}).get(key)
             what = f"{key} of parameter {name}"
-            if key in SHAPED_LIKE_PARAM or is_dtensor(value):
+            torchs = type(optim).__module__.startswith("torch.optim.")
+            if (torchs and key in SHAPED_LIKE_PARAM) or is_dtensor(value):
                 check_shape(value, param, what)
             elif isinstance(held, Tensor) and held.shape != value.shape:
                 raise ValueError(
@@ -45,13 +47,7 @@ def check(optim: Optimizer, states: Any, names: Sequence[str]) -> None:
 
 def load(optim: Optimizer, states: Mapping[str, Any]) -> None:
     """Loads a copy of ``states``; whatever the optimizer raises, it is then as it was."""
-    copied = {
-        index: {
-            key: value.detach().clone() if isinstance(value, Tensor) else value
-            for key, value in entry.items()
-        }
-        for index, entry in states["state"].items()
-    }
+    copied = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), states["state"])
     state, groups = optim.state, optim.param_groups
     contents = [dict(group) for group in groups]
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -84,7 +85,7 @@ class FSDPadaptOptimizer(BaseOptimizer):
         else:
             self._base = MasterWeights(optimizer, process_group)
         self.grad_scaler = scaler
-        self._clip_grad_norm = float(clip_grad_norm)
+        self.clip_grad_norm(max_norm=clip_grad_norm)
         self._scaled = False  # whether there are gradients that backward() has scaled
         self._stepping = False
 
@@ -112,7 +113,12 @@ class FSDPadaptOptimizer(BaseOptimizer):
         Args:
             model: not used; all of the optimizer's gradients are clipped together.
             max_norm: of all gradients; 0 or less for no clipping.
+
+        Raises:
+            ValueError: ``max_norm`` is NaN.
         """
+        if math.isnan(max_norm):
+            raise ValueError("Invalid max_norm: nan; 0 or less leaves gradients alone")
         self._clip_grad_norm = float(max_norm)
 
     @property
@@ -134,12 +140,12 @@ class FSDPadaptOptimizer(BaseOptimizer):
     @property
     def grad_norm(self) -> Tensor:
         """The last step's norm of all gradients, unscaled and before clipping; float64, 0-dim."""
-        return self._base.controlled.control.grad_norm
+        return self._base.controlled.control.grad_norm.clone()
 
     @property
     def skipped_steps(self) -> Tensor:
         """Steps that were skipped so far, float64, 0-dim."""
-        return self._base.controlled.control.skipped_steps
+        return self._base.controlled.control.skipped_steps.clone()
 
     # ---- torch.optim.Optimizer ----------------------------------------------------------------
 

@@ -44,7 +44,7 @@ def offload_fsdp_optimizer(
 
     Raises:
         ValueError: there is no such kind to include.
-        RuntimeError: a step of the optimizer is under way.
+        RuntimeError: a step of the optimizer, an :class:`FSDPadaptOptimizer`, is under way.
     """
     _offloader_of(optimizer).offload(include)
     if empty_cache:
@@ -60,12 +60,9 @@ def load_fsdp_optimizer(
 
     Args:
         device_id: where to; None for where each tensor was.
-
-    Raises:
-        RuntimeError: a step of the optimizer is under way.
     """
     device = None if device_id is None else torch.device(device_id)
-    _offloader_of(optimizer).load(device)
+    _offloader_of(optimizer).bring_back(device)
 
 
 @contextmanager
@@ -149,11 +146,6 @@ class Offloader:
             if kind not in self._kept or not self._kept[kind].is_for(moving):
                 self._kept[kind] = _Kept(moving)
             self._move(moving, self._kept[kind].memory)
-
-    @torch.no_grad()
-    def load(self, device: torch.device | None = None) -> None:
-        self._idle()
-        self.bring_back(device)
 
     @torch.no_grad()
     def bring_back(self, device: torch.device | None = None) -> None:

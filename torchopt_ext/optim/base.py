@@ -252,11 +252,10 @@ class FusedAdamBase(Controlled, Optimizer):
     def keep_masters(self) -> None:
         """Lets 16-bit parameters have fp32 masters from the next step on.
 
-        Unless the arguments said how to keep them: by masters, remainders or random rounding, or
-        with moments of some dtype.
+        Unless the arguments said how to keep them: by masters, remainders or random rounding.
         """
-        if self._storage == Storage() and not self._options.stochastic_rounding:
-            self._storage = Storage("fp32")
+        if self._storage.master_weights is None and not self._options.stochastic_rounding:
+            self._storage = Storage("fp32", self._storage.state_dtype)
             self._built = None
 
     @property

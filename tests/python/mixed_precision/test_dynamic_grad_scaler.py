@@ -1,0 +1,395 @@
+"""DynamicGradScaler: the scale's path in the scenarios of four projects, and by random ones."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchopt_ext.mixed_precision import DynamicGradScaler
+
+from .plain_reference import ReferenceScaler, float32
+
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+
+# Configuration, sequence (x: overflow, o: none) and the binary logarithm of the scale after each.
+Scenario = tuple[dict[str, Any], str, list[float]]
+
+# tests/unit/runtime/half_precision/test_dynamic_loss_scale.py: a window of growth, no hysteresis.
+# There a window that follows an overflow lasts one step longer.
+DEEPSPEED: dict[str, Scenario] = {
+    "no overflow": (
+        {"initial_scale": 2.0**8, "growth_interval": 2, "hysteresis": 1},
+        "oooooooooo",
+        [8, 9, 9, 10, 10, 11, 11, 12, 12, 13],
+    ),
+    "all overflow, down to the smallest": (
+        {"initial_scale": 2.0**4, "growth_interval": 2, "hysteresis": 1},
+        "xxxxxxx",
+        [3, 2, 1, 0, 0, 0, 0],
+    ),
+    "some overflow": (
+        {"initial_scale": 2.0**8, "growth_interval": 2, "hysteresis": 1},
+        "xxooooxoxoo",
+        [7, 6, 6, 7, 7, 8, 7, 7, 6, 6, 7],
+    ),
+    "delayed shift": (  # hysteresis forgives the first overflow, and only that
+        {"initial_scale": 2.0**16, "hysteresis": 2},
+        "xxxoxx",
+        [16, 15, 14, 14, 13, 12],
+    ),
+    "consecutive hysteresis": (  # every step without overflow refills it
+        {"initial_scale": 2.0**16, "hysteresis": 2, "consecutive_hysteresis": True},
+        "xxxoxxoxox",
+        [16, 15, 14, 14, 14, 13, 13, 13, 13, 13],
+    ),
+    "consecutive hysteresis of one": (
+        {"initial_scale": 2.0**16, "hysteresis": 1, "consecutive_hysteresis": True},
+        "xoxx",
+        [15, 15, 14, 13],
+    ),
+}
+
+# megatron/core/optimizer/grad_scaler.py: from 2**32, without a largest scale.
+MEGATRON: dict[str, Scenario] = {
+    "two overflows back off": (
+        {"initial_scale": 2.0**32, "max_scale": None, "growth_interval": 4},
+        "xoxxo",
+        [32, 32, 31, 30, 30],
+    ),
+    "growth refills hysteresis": (
+        {"initial_scale": 2.0**32, "max_scale": None, "growth_interval": 3},
+        "xxoooxxooo",
+        [32, 31, 31, 31, 32, 32, 31, 31, 31, 32],
+    ),
+    "an overflow restarts the interval": (
+        {"initial_scale": 2.0**32, "max_scale": None, "growth_interval": 3, "hysteresis": 4},
+        "ooxooxooo",
+        [32, 32, 32, 32, 32, 32, 32, 32, 33],
+    ),
+    "never below the smallest": (
+        {"initial_scale": 4.0, "min_scale": 2.0, "hysteresis": 1},
+        "xxxx",
+        [1, 1, 1, 1],
+    ),
+}
+
+# internlm/solver/optimizer/utils.py: limits both ways.
+INTERNEVO: dict[str, Scenario] = {
+    "further overflows each back off": (
+        {"initial_scale": 2.0**16, "growth_interval": 1000, "hysteresis": 2},
+        "xxxxooox",
+        [16, 15, 14, 13, 13, 13, 13, 12],
+    ),
+    "never above the largest": (
+        {"initial_scale": 2.0**23, "growth_interval": 1},
+        "ooxxoo",
+        [24, 24, 24, 23, 24, 24],
+    ),
+    "static": (
+        {"initial_scale": 1.0, "growth_factor": 1.0, "backoff_factor": 1.0, "max_scale": 1.0,
+         "growth_interval": 2},
+        "oooxxxooo",
+        [0] * 9,
+    ),
+    "hysteresis of zero is one": (
+        {"initial_scale": 2.0**16, "hysteresis": 0},
+        "xox",
+        [15, 15, 14],
+    ),
+    "other factors": (
+        {"initial_scale": 2.0**10, "growth_factor": 8.0, "backoff_factor": 0.25,
+         "growth_interval": 2, "hysteresis": 1},
+        "ooxooo",
+        [10, 13, 11, 11, 14, 14],
+    ),
+}  # fmt: skip
+
+# apex/csrc/update_scale_hysteresis.cu: refilled by every step without overflow.
+APEX: dict[str, Scenario] = {
+    "single overflows never back off": (
+        {"initial_scale": 2.0**12, "growth_interval": 4, "hysteresis": 2},
+        "xoxoxooox",
+        [12, 12, 12, 12, 12, 12, 12, 12, 12],
+    ),
+    "three in a row": (
+        {"initial_scale": 2.0**12, "growth_interval": 2, "hysteresis": 3},
+        "xxxxoxxoox",
+        [12, 12, 11, 10, 10, 10, 10, 10, 11, 11],
+    ),
+    "no limits": (
+        {"initial_scale": 2.0, "growth_interval": 1, "hysteresis": 1, "min_scale": None},
+        "xxxxoo",
+        [0, -1, -2, -3, -2, -1],
+    ),
+}
+APEX = {
+    name: (config | {"consecutive_hysteresis": True}, sequence, expected)
+    for name, (config, sequence, expected) in APEX.items()
+}
+
+SCENARIOS = [
+    pytest.param(*scenario, dtype, id=f"{project}: {name}-{dtype}")
+    for project, table in (
+        ("DeepSpeed", DEEPSPEED),
+        ("Megatron", MEGATRON),
+        ("InternEvo", INTERNEVO),
+        ("apex", APEX),
+    )
+    for name, scenario in table.items()
+    for dtype in ((BF16,) if name == "static" else (BF16, FP16))
+]
+
+
+@pytest.mark.parametrize(("config", "sequence", "expected", "dtype"), SCENARIOS)
+def test_scenarios(
+    config: dict[str, Any], sequence: str, expected: list[float], dtype: torch.dtype
+) -> None:
+    scaler = DynamicGradScaler(**config, dtype=dtype)
+    plain = ReferenceScaler(**config, dtype=dtype)
+    trace, reference = [], []
+    for letter in sequence:
+        scaler.update(letter == "x")
+        plain.update(letter == "x")
+        trace.append(math.log2(float(scaler.scale)))
+        reference.append(math.log2(plain.scale))
+    assert trace == expected
+    assert reference == expected
+
+
+# ---- random configurations -----------------------------------------------------------------------
+
+
+def exactly(low: float, high: float, **kwargs: Any) -> st.SearchStrategy[float]:
+    """Numbers that float32 holds, so that one rounding decides a product."""
+    return st.floats(float32(low), float32(high), width=32, **kwargs)
+
+
+@st.composite
+def configurations(draw: st.DrawFn) -> dict[str, Any]:
+    initial = draw(exactly(2.0**-10, 2.0**30))
+    largest = draw(st.one_of(st.sampled_from([None, 0, 0.0]), exactly(initial, 2.0**40)))
+    smallest = draw(st.one_of(st.sampled_from([None, 0, 0.0]), exactly(2.0**-30, initial)))
+    dtype = draw(st.sampled_from([FP16, BF16, FP32]))
+    limits: dict[str, Any] = {"exclude_min": True} if dtype == FP16 else {}
+    top: dict[str, Any] = {"exclude_max": True} if dtype == FP16 else {}
+    return {
+        "initial_scale": initial,
+        "growth_factor": draw(exactly(1.0, 4.0, **limits)),
+        "backoff_factor": draw(exactly(0.125, 1.0, **top)),
+        "growth_interval": draw(st.integers(1, 5)),
+        "min_scale": smallest,
+        "max_scale": largest,
+        "hysteresis": draw(st.integers(0, 4)),
+        "dtype": dtype,
+        "consecutive_hysteresis": draw(st.booleans()),
+    }
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(configurations(), st.lists(st.booleans(), max_size=25), st.booleans())
+def test_random_sequences(config: dict[str, Any], sequence: list[bool], tensors: bool) -> None:
+    """Scale and both counters after every update, whether it is told by bool or by tensor."""
+    scaler, plain = DynamicGradScaler(**config), ReferenceScaler(**config)
+    assert scaler.state_dict() == plain.state_dict()
+    for overflow in sequence:
+        scaler.update(torch.tensor(overflow) if tensors else overflow)
+        plain.update(overflow)
+        assert scaler.state_dict() == plain.state_dict()
+        assert float(scaler.scale) == plain.scale
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(configurations(), st.lists(st.booleans(), max_size=12), st.lists(st.booleans(), min_size=8))
+def test_a_loaded_scaler_goes_on(
+    config: dict[str, Any], sequence: list[bool], rest: list[bool]
+) -> None:
+    """State dicts move between ours and the reference; configurations are not part of them."""
+    scaler, plain = DynamicGradScaler(**config), ReferenceScaler(**config)
+    for overflow in sequence:
+        scaler.update(overflow)
+        plain.update(overflow)
+    later = DynamicGradScaler(**config)
+    later.load_state_dict(plain.state_dict())
+    back = ReferenceScaler(**config)
+    back.load_state_dict(scaler.state_dict())
+    for overflow in rest[:8]:
+        for each in (scaler, plain, later, back):
+            each.update(overflow)
+        assert later.state_dict() == scaler.state_dict() == back.state_dict() == plain.state_dict()
+
+
+# ---- limits, defaults, arguments -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("none", [None, 0, 0.0])
+def test_no_limits(none: float | None) -> None:
+    """None and 0 both leave the scale free, below one and above the default's 2**24."""
+    scaler = DynamicGradScaler(
+        2.0**20, growth_interval=1, min_scale=none, max_scale=none, hysteresis=1
+    )
+    for _ in range(30):
+        scaler.update(False)
+    assert float(scaler.scale) == 2.0**50
+    for _ in range(60):
+        scaler.update(True)
+    assert float(scaler.scale) == 2.0**-10
+
+
+def test_defaults() -> None:
+    scaler = DynamicGradScaler()
+    assert scaler.state_dict() == {"_scale": 2.0**16, "_growth_step": 0, "_hysteresis_step": 0}
+    plain = ReferenceScaler()
+    for overflow in [False] * 999 + [True] + [False] * 1001 + [True] * 20:
+        scaler.update(overflow)
+        plain.update(overflow)
+        assert float(scaler.scale) == plain.scale
+    assert float(scaler.scale) == 1.0  # and no lower
+    for _ in range(30 * 1000):
+        plain.update(False)
+    assert plain.scale == 2.0**24
+    scaler.load_state_dict({"_scale": 2.0**24, "_growth_step": 999, "_hysteresis_step": 0})
+    scaler.update(False)
+    assert float(scaler.scale) == 2.0**24  # and no higher
+
+
+def test_scale_and_its_inverse() -> None:
+    """Float32 tensors of one element; one scale tensor for good; the inverse through double."""
+    scaler = DynamicGradScaler(3.0, growth_factor=1.7, growth_interval=1, max_scale=None)
+    scale = scaler.scale
+    assert scale.shape == (1,) and scale.dtype == torch.float32
+    for _ in range(20):
+        scaler.update(False)
+        assert float(scale) == float(scaler.scale)
+        assert float(scaler.inv_scale) == float32(1.0 / float(scale))
+        assert scaler.inv_scale.dtype == torch.float32
+    scaler.load_state_dict({"_scale": 5.0, "_growth_step": 0, "_hysteresis_step": 0})
+    assert float(scale) == 5.0
+
+
+def test_factors_that_are_no_powers_of_two() -> None:
+    scaler = DynamicGradScaler(
+        1000.0, growth_factor=1.1, backoff_factor=0.3, growth_interval=1, hysteresis=1
+    )
+    expected = 1000.0
+    for overflow in (False, False, True, False, True):
+        scaler.update(overflow)
+        expected *= 0.3 if overflow else 1.1
+        assert float(scaler.scale) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        lambda flag: flag,
+        lambda flag: torch.tensor(flag),
+        lambda flag: torch.tensor([flag]),
+        lambda flag: torch.tensor(float(flag)),
+        lambda flag: torch.tensor([float(flag)], dtype=torch.float64),
+        lambda flag: torch.tensor(int(flag), dtype=torch.uint8),
+    ],
+    ids=["bool", "bool tensor", "of one element", "float32", "float64", "uint8"],
+)
+def test_kinds_of_flags(told: Any) -> None:
+    """What a norm, a found_inf or an all-reduced byte says; counts of ranks included."""
+    scaler, plain = (
+        make(2.0**8, growth_interval=2) for make in (DynamicGradScaler, ReferenceScaler)
+    )
+    for overflow in (True, True, False, False, False, True, False):
+        flag = told(overflow)
+        kept = copy.deepcopy(flag)
+        scaler.update(flag)
+        plain.update(overflow)
+        assert scaler.state_dict() == plain.state_dict()
+        assert flag == kept
+
+
+def test_an_overflow_counted_on_several_ranks_is_one() -> None:
+    scaler = DynamicGradScaler(2.0**8)
+    scaler.update(torch.tensor(3.0))
+    assert scaler.state_dict() == {"_scale": 2.0**8, "_growth_step": 0, "_hysteresis_step": 1}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wrong"),
+    [
+        (FP16, {"growth_factor": 1.0}),
+        (FP16, {"growth_factor": 0.5}),
+        (FP16, {"backoff_factor": 1.0}),
+        (FP16, {"backoff_factor": 0.0}),
+        (FP16, {"backoff_factor": -0.5}),
+        (FP16, {"backoff_factor": 2.0}),
+        (BF16, {"growth_factor": 0.5}),
+        (BF16, {"backoff_factor": 0.0}),
+        (BF16, {"backoff_factor": 1.5}),
+        (FP32, {"growth_factor": 0.5}),
+        (FP32, {"backoff_factor": 1.5}),
+    ],
+    ids=str,
+)
+def test_refused_factors(dtype: torch.dtype, wrong: dict[str, Any]) -> None:
+    with pytest.raises(AssertionError if dtype == FP16 else (AssertionError, ValueError)):
+        DynamicGradScaler(**wrong, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_wide_dtypes_may_keep_their_scale(dtype: torch.dtype) -> None:
+    scaler = DynamicGradScaler(
+        4.0, growth_factor=1.0, backoff_factor=1.0, growth_interval=1, dtype=dtype
+    )
+    for overflow in (True, True, True, False, False):
+        scaler.update(overflow)
+        assert float(scaler.scale) == 4.0
+
+
+# ---- state ---------------------------------------------------------------------------------------
+
+
+def test_state_dict_is_of_plain_numbers() -> None:
+    scaler = DynamicGradScaler(2.0**8, growth_interval=9)
+    for overflow in (True, True, False, False, False):
+        scaler.update(overflow)
+    saved = scaler.state_dict()
+    assert saved == {"_scale": 2.0**7, "_growth_step": 3, "_hysteresis_step": 2}
+    assert [type(value) for value in saved.values()] == [float, int, int]
+    scaler.update(False)
+    assert saved["_growth_step"] == 3
+
+
+@pytest.mark.parametrize("how", ["pickle", "deepcopy"])
+def test_copies_go_on_by_themselves(how: str) -> None:
+    scaler = DynamicGradScaler(2.0**8, growth_interval=2, consecutive_hysteresis=True)
+    for overflow in (True, False):
+        scaler.update(overflow)
+    other = pickle.loads(pickle.dumps(scaler)) if how == "pickle" else copy.deepcopy(scaler)
+    before = scaler.state_dict()
+    assert other.state_dict() == before
+    traces = []
+    for each in (other, scaler):
+        trace = []
+        for overflow in (False, True, True, True, False, False):
+            each.update(overflow)
+            trace.append(each.state_dict())
+        traces.append(trace)
+        if each is other:
+            assert scaler.state_dict() == before
+    assert traces[0] == traces[1]
+    assert traces[0][-1] != before
+
+
+@pytest.mark.parametrize("missing", ["_scale", "_growth_step", "_hysteresis_step"])
+def test_a_state_dict_without_an_entry_changes_nothing(missing: str) -> None:
+    scaler = DynamicGradScaler(2.0**8)
+    scaler.update(True)
+    before = scaler.state_dict()
+    given = {"_scale": 2.0, "_growth_step": 7, "_hysteresis_step": 8}
+    del given[missing]
+    with pytest.raises((AssertionError, KeyError, ValueError), match=missing):
+        scaler.load_state_dict(given)
+    assert scaler.state_dict() == before

@@ -1,0 +1,170 @@
+"""State dicts of FSDPadaptOptimizer: the format of the class it replaces, live and apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ..optim.subject import assert_same_bits, bits
+from .training import (
+    BASES,
+    BF16,
+    DYNAMIC,
+    FP16,
+    FP32,
+    SHORT,
+    content,
+    parameters,
+    reference_of,
+    train,
+    trained,
+    weights_of,
+)
+
+every_base = pytest.mark.parametrize("kind", BASES)
+
+
+@every_base
+def test_state_dict_has_the_format_of_the_replaced_class(kind: str) -> None:
+    """Three keys; masters by group, as many as parameters; the base's own state dict."""
+    params, ours = trained(kind)
+    saved = ours.state_dict()
+    assert list(saved) == ["grad_scaler", "base_optim_states", "flat_fp32_weights"]
+    assert saved["grad_scaler"] == ours.grad_scaler.state_dict()
+    assert saved["grad_scaler"].keys() == {"_scale", "_growth_step", "_hysteresis_step"}
+    base = saved["base_optim_states"]
+    assert base.keys() >= {"state", "param_groups"}
+    assert [group["params"] for group in base["param_groups"]] == [[0], [1, 2]]
+    assert all("master_weight" not in entry for entry in base["state"].values())
+    weights = saved["flat_fp32_weights"]
+    assert list(weights) == [0, 1]
+    assert [[tuple(w.shape) for w in weights[i]] for i in (0, 1)] == [[(3, 4)], [(7,), (2, 70)]]
+    assert all(w.dtype == FP32 for group in weights.values() for w in group)
+    assert_same_bits(params, [w.to(BF16) for group in weights.values() for w in group])
+
+
+@every_base
+@pytest.mark.parametrize("used", [False, True])
+def test_state_dicts_of_the_plain_reference_load(kind: str, used: bool) -> None:
+    """And ours load into it: the same weights, moments, counts and scale come out."""
+    params, ours = trained(kind, 2 if used else 0, seed=3)
+    others = parameters(BF16, SHORT)
+    plain = reference_of(kind, [{"params": others[:1]}, {"params": others[1:]}], DYNAMIC)
+    train(plain, others, range(5))
+    ours.load_state_dict(plain.state_dict())
+    assert_same_bits(params, others)
+    assert_same_bits(weights_of(ours), [w for _, w in plain.pairs()])
+    assert ours.grad_scaler.state_dict() == plain.grad_scaler.state_dict()
+    held = [p for group in ours.param_groups for p in group["params"]]
+    for p, (_, w) in zip(held, plain.pairs(), strict=True):
+        for name, value in plain.optim.state[w].items():
+            assert float((ours.state[p][name] - value).abs().max()) == 0, name
+            assert ours.state[p][name].data_ptr() != value.data_ptr()
+    empty = parameters(BF16, SHORT, seed=4)
+    back = reference_of(kind, [{"params": empty[:1]}, {"params": empty[1:]}], DYNAMIC)
+    back.load_state_dict(ours.state_dict())
+    assert_same_bits(empty, others)
+    for (_, w), (_, v) in zip(back.pairs(), plain.pairs(), strict=True):
+        assert_same_bits([w], [v])
+        for name, value in plain.optim.state[v].items():
+            assert float((back.optim.state[w][name] - value).abs().max()) == 0, name
+    train(back, empty, range(7, 9))
+    train(plain, others, range(7, 9))
+    assert_same_bits(empty, others)
+
+
+@every_base
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize(("steps", "snapshot"), [(4, False), (4, True), (0, False)])
+def test_a_saved_optimizer_goes_on(
+    kind: str, dtype: torch.dtype, steps: int, snapshot: bool, tmp_path: Any
+) -> None:
+    """Through a file read with weights_only, into a used optimizer and a fresh one."""
+    params, ours = trained(kind, steps, dtype)
+    torch.save(ours.state_dict(snapshot=snapshot), tmp_path / "saved")
+    loaded = torch.load(tmp_path / "saved", weights_only=True)
+    pairs = [trained(kind, used, dtype, seed=6) for used in (0, 3)]
+    for others, other in pairs:
+        skipped = float(other.skipped_steps) - float(ours.skipped_steps)
+        other.load_state_dict(loaded)
+        assert_same_bits(others, params)
+        assert_same_bits(weights_of(other), weights_of(ours))
+        for p in others:
+            assert p.grad is None
+        train(other, others, range(50, 53))
+        assert float(other.skipped_steps) - skipped == float(ours.skipped_steps)
+    train(ours, params, range(50, 53))
+    for others, other in pairs:
+        assert_same_bits(others, params)
+        for part in ("weights", "state", "groups", "scaler"):
+            assert content(other, others)[part] == content(ours, params)[part], part
+
+
+@every_base
+def test_row_17_snapshots_and_live_tensors(kind: str) -> None:
+    """A snapshot is apart from what trains on; without it, the tensors are the live ones."""
+    params, ours = trained(kind)
+    live, kept = ours.state_dict(), ours.state_dict(snapshot=True)
+
+    def tensors(saved: dict[str, Any]) -> list[Tensor]:
+        entries = saved["base_optim_states"]["state"].values()
+        moments = [v for e in entries for v in e.values() if isinstance(v, Tensor) and v.dim()]
+        return [*[w for group in saved["flat_fp32_weights"].values() for w in group], *moments]
+
+    before = [bits(t) for t in tensors(live)]
+    assert [bits(t) for t in tensors(kept)] == before
+    assert len(before) >= 6
+    addresses = {t.untyped_storage().data_ptr() for t in tensors(live)}
+    for t in tensors(kept):
+        assert t.device.type == "cpu" and not t.requires_grad
+        assert t.untyped_storage().data_ptr() not in addresses
+    entry_steps = [
+        e["step"].clone() for e in kept["base_optim_states"]["state"].values() if "step" in e
+    ]
+    train(ours, params, [7])
+    assert [bits(t) for t in tensors(kept)] == before
+    assert all(bits(now) != old for now, old in zip(tensors(live), before, strict=True))
+    assert entry_steps == [
+        e["step"] for e in kept["base_optim_states"]["state"].values() if "step" in e
+    ]
+    ours.load_state_dict(kept)
+    assert_same_bits(weights_of(ours), tensors(kept)[:3])
+    train(ours, params, [8])
+    assert [bits(t) for t in tensors(kept)] == before  # loading copied them
+
+
+@every_base
+def test_row_18_loading_takes_other_dtypes_of_the_same_values(kind: str) -> None:
+    """The model follows the loaded masters at once, also where they are saved in double."""
+    params, ours = trained(kind)
+    saved = ours.state_dict(snapshot=True)
+    saved["flat_fp32_weights"] = {
+        index: [w.double() for w in group] for index, group in saved["flat_fp32_weights"].items()
+    }
+    others, other = trained(kind, 1, seed=9)
+    other.load_state_dict(saved)
+    assert_same_bits(others, params)
+    assert_same_bits(weights_of(other), weights_of(ours))
+    assert all(w.dtype == FP32 for w in weights_of(other))
+
+
+def test_a_state_dict_of_another_base_moves_over() -> None:
+    """torch's AdamW and FusedAdamW keep the same state: a run may change from one to the other."""
+    params, ours = trained("AdamW-fused", 4)
+    others, other = trained("FusedAdamW", 1, seed=5)
+    other.load_state_dict(ours.state_dict())
+    back_params, back = trained("AdamW-foreach", 1, seed=6)
+    back.load_state_dict(other.state_dict())
+    assert_same_bits(others, params)
+    assert_same_bits(back_params, params)
+    for mine in (others, back_params):
+        optimizer = other if mine is others else back
+        assert_same_bits(weights_of(optimizer), weights_of(ours))
+        train(optimizer, mine, range(20, 24))
+    train(ours, params, range(20, 24))
+    for optimizer in (other, back):
+        for w, v in zip(weights_of(optimizer), weights_of(ours), strict=True):
+            torch.testing.assert_close(w, v, rtol=2e-6, atol=2e-7)

@@ -1,0 +1,312 @@
+"""FSDPadaptOptimizer and the plain reference take the same 50 steps, overflows included."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ..optim.subject import assert_same_bits
+from .plain_reference import PlainFSDPOptimizer
+from .training import (
+    BASES,
+    BF16,
+    FP16,
+    FP32,
+    FP64,
+    SHAPES,
+    SHORT,
+    Coefficients,
+    backward,
+    coefficients,
+    gradients,
+    loss_of,
+    ours_of,
+    overflows,
+    parameters,
+    plant,
+    reference_of,
+    train,
+    weights_of,
+)
+
+STEPS = 50
+CLIP = 8.0  # gradients of norm 25 are clipped, those of norm 0.25 not
+DYNAMIC: dict[str, Any] = {
+    "initial_scale": 2.0**16,  # overflows float16 by itself
+    "growth_interval": 5,
+    "hysteresis": 2,
+    "dtype": FP16,
+}
+RTOL, ATOL = 2e-6, 2e-7  # what FusedAdamW's and torch's roundings come to in 50 steps
+
+every_base = pytest.mark.parametrize("kind", BASES)
+
+
+class Twins:
+    """Ours and the reference over equal parameters; ``step`` checks that they agree."""
+
+    def __init__(
+        self,
+        kind: str,
+        make: Callable[[], list[nn.Parameter]],
+        scaler: dict[str, Any] | None = None,
+        clip: float = 1.0,
+        grouped: Callable[[list[nn.Parameter]], Any] = lambda params: params,
+    ) -> None:
+        self.exact = kind != "FusedAdamW"  # the other bases are the same code on both sides
+        self.params, self.others = make(), make()
+        self.ours = ours_of(kind, grouped(self.params), grad_scal_cfg=scaler, clip_grad_norm=clip)
+        self.plain = reference_of(kind, grouped(self.others), scaler, clip)
+        self.steps = self.clipped = 0
+
+    def backward(self, given: Coefficients) -> None:
+        backward(self.ours, self.params, given)
+        backward(self.plain, self.others, given)
+
+    def step(self) -> bool:
+        assert_same_bits(gradients(self.params), gradients(self.others))
+        result, expected = self.ours.step(), self.plain.step()
+        self.steps += 1
+        assert bool(result) == expected
+        assert all(p.grad is None for p in self.params)
+        assert self.ours.grad_scaler.state_dict() == self.plain.grad_scaler.state_dict()
+        assert float(self.ours.loss_scale) == self.plain.grad_scaler.scale
+        assert int(self.ours.skipped_steps) == self.plain.skipped_steps
+        norm = float(self.ours.grad_norm)
+        if expected:
+            assert norm == pytest.approx(self.plain.grad_norm, rel=1e-6, abs=0)
+            self.clipped += norm > self.plain.clip_grad_norm > 0
+        else:
+            assert not math.isfinite(norm)
+        self.compare()
+        return expected
+
+    def compare(self) -> None:
+        mine, theirs = weights_of(self.ours), [w for _, w in self.plain.pairs()]
+        if self.exact:  # but for float64, in which the norms' last bits show
+            narrow = [i for i, w in enumerate(theirs) if w.dtype != FP64]
+            for ours, plain in ((mine, theirs), (self.params, self.others)):
+                assert_same_bits([ours[i] for i in narrow], [plain[i] for i in narrow])
+                torch.testing.assert_close(list(ours), list(plain), rtol=1e-12, atol=1e-14)
+            return
+        assert_rounded_alike(mine, theirs, self.params, self.others)
+
+
+def assert_rounded_alike(
+    mine: Sequence[Tensor], theirs: Sequence[Tensor], params: Sequence[Tensor],
+    others: Sequence[Tensor],
+) -> None:  # fmt: skip
+    """Weights equal to a few float32 ulps; parameters equal unless a border lies between."""
+    borders = total = 0
+    for w, v, p, q in zip(mine, theirs, params, others, strict=True):
+        torch.testing.assert_close(w, v, rtol=RTOL, atol=ATOL)
+        assert_same_bits([p], [w.to(p.dtype)])
+        assert_same_bits([q], [v.to(q.dtype)])
+        if p.dtype in (BF16, FP16):
+            near = v.abs() * RTOL + ATOL
+            border = (v - near).to(p.dtype) != (v + near).to(p.dtype)
+            assert_same_bits([p[~border]], [q[~border]])
+            borders, total = borders + int(border.sum()), total + border.numel()
+    assert borders <= 0.05 * total
+
+
+def two_groups(params: list[nn.Parameter]) -> list[dict[str, Any]]:
+    return [{"params": params[:3]}, {"params": params[3:], "lr": 0.002}]
+
+
+# ---- the 50 steps --------------------------------------------------------------------------------
+
+
+@every_base
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("clip", [0.0, CLIP], ids=["unclipped", "clipped"])
+def test_fifty_steps(kind: str, dtype: torch.dtype, clip: float) -> None:
+    """Two groups, odd, empty and 0-d tensors, one frozen and one at times without gradient."""
+
+    def make() -> list[nn.Parameter]:
+        params = parameters(dtype)
+        params[1].requires_grad_(False)
+        return params
+
+    scaler = DYNAMIC if dtype == FP16 else None
+    twins = Twins(kind, make, scaler, clip, two_groups)
+    results, scales = [], set()
+    for step, overflow in enumerate(overflows(STEPS)):
+        given = coefficients(twins.params, step, size=1.0 if step % 3 else 0.01)
+        if overflow:
+            plant(given, step)
+        if step % 4 == 1:
+            given[4] = None
+        twins.backward(given)
+        results.append(twins.step())
+        scales.add(float(twins.ours.loss_scale))
+        assert not overflow or not results[-1]
+    assert 10 < sum(results) < STEPS - 5
+    assert (len(scales) > 4) == (dtype == FP16)
+    assert (twins.clipped > 5) == (clip > 0)
+    assert_same_bits([twins.params[1]], [parameters(dtype)[1]])
+
+
+@every_base
+@pytest.mark.parametrize("clip", [0.0, CLIP], ids=["unclipped", "clipped"])
+def test_full_precision_passes_through(kind: str, clip: float) -> None:
+    """float32 parameters, the scale kept at one: the same decisions, the parameters stepped."""
+    twins = Twins(kind, lambda: parameters(FP32), None, clip, two_groups)
+    for step, overflow in enumerate(overflows(20)):
+        given = coefficients(twins.params, step)
+        if overflow:
+            plant(given, step)
+        twins.backward(given)
+        twins.step()
+    assert 0 < twins.plain.skipped_steps < 10
+    assert_same_bits(twins.params, weights_of(twins.ours))
+
+
+@every_base
+def test_dtypes_side_by_side(kind: str) -> None:
+    """float32 norms among 16-bit weights, and a float64 tensor, in one group."""
+
+    def make() -> list[nn.Parameter]:
+        dtypes = (BF16, FP32, FP16, FP64)
+        return [parameters(dtype, ((4, 5),), seed)[0] for seed, dtype in enumerate(dtypes)]
+
+    twins = Twins(kind, make, DYNAMIC | {"initial_scale": 2.0**10}, 2.0)
+    for step, overflow in enumerate(overflows(20)):
+        given = coefficients(twins.params, step)
+        if overflow:
+            plant(given, step)
+        twins.backward(given)
+        twins.step()
+    assert 0 < twins.plain.skipped_steps < 10
+
+
+@every_base
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_gradients_accumulate(kind: str, dtype: torch.dtype) -> None:
+    """Three backward calls a step, the overflow in one of them."""
+    scaler = DYNAMIC | {"initial_scale": 2.0**9}
+    twins = Twins(kind, lambda: parameters(dtype, SHORT), scaler, CLIP)
+    for step, overflow in enumerate(overflows(15)):
+        for micro in range(3):
+            given = coefficients(twins.params, 3 * step + micro)
+            if overflow and micro == step % 3:
+                plant(given, step)
+            twins.backward(given)
+        assert twins.step() == (not overflow)
+    assert twins.clipped > 5
+
+
+@every_base
+def test_scale_at_its_limits(kind: str) -> None:
+    """float16 at the smallest and the largest scale that the configuration allows."""
+    scaler = DYNAMIC | {
+        "initial_scale": 32.0,
+        "min_scale": 16.0,
+        "max_scale": 64.0,
+        "growth_interval": 2,
+        "hysteresis": 1,
+    }
+    twins = Twins(kind, lambda: parameters(FP16, SHORT), scaler)
+    pattern = [False] * 6 + [True] * 5 + [False] * 8
+    scales = []
+    for step, overflow in enumerate(pattern):
+        given = coefficients(twins.params, step)
+        if overflow:
+            plant(given, step)
+        twins.backward(given)
+        twins.step()
+        scales.append(float(twins.ours.loss_scale))
+    assert min(scales) == 16.0 and max(scales) == 64.0
+
+
+@every_base
+def test_schedule_and_threshold_change_on_the_way(kind: str) -> None:
+    """The learning rate of each group and the threshold are those of the moment."""
+    scaler = DYNAMIC | {"initial_scale": 8.0}
+    twins = Twins(kind, lambda: parameters(BF16), scaler, CLIP, two_groups)
+    for step in range(12):
+        for optimizer in (twins.ours, twins.plain):
+            for index, group in enumerate(optimizer.param_groups):
+                group["lr"] = 0.01 / (1 + step + 3 * index)
+        clip = (CLIP, 0.5, 0.0)[step % 3]
+        assert twins.ours.clip_grad_norm(None, clip) is None
+        twins.plain.clip_grad_norm = clip
+        twins.backward(coefficients(twins.params, step))
+        assert twins.step()
+
+
+@every_base
+def test_a_state_dict_of_the_other_continues(kind: str) -> None:
+    """After ten steps each takes over the other's state dict; ten more steps agree."""
+    scaler = DYNAMIC | {"initial_scale": 2.0**9, "dtype": BF16}
+    twins = Twins(kind, lambda: parameters(BF16), scaler, CLIP, two_groups)
+    for step, overflow in enumerate([False, True, *[False] * 8]):
+        given = coefficients(twins.params, step)
+        if overflow:
+            plant(given, step)
+        twins.backward(given)
+        twins.step()
+    crossed = Twins(kind, lambda: parameters(BF16, seed=5), scaler, CLIP, two_groups)
+    crossed.ours.load_state_dict(twins.plain.state_dict())
+    crossed.plain.load_state_dict(twins.ours.state_dict())
+    assert_same_bits(crossed.params, twins.others)
+    assert_same_bits(crossed.others, twins.params)
+    crossed.plain.skipped_steps = int(crossed.ours.skipped_steps)
+    crossed.compare()
+    for step in range(10, 20):
+        crossed.backward(coefficients(crossed.params, step))
+        assert crossed.step()
+
+
+# ---- the reference itself ------------------------------------------------------------------------
+
+
+@every_base
+def test_reference_in_float32_is_the_base_with_torchs_clipping(kind: str) -> None:
+    """Without scaling and overflow the reference is clip_grad_norm_ and the base's step."""
+    params, others = parameters(FP32, SHORT), parameters(FP32, SHORT)
+    plain = reference_of(kind, params, clip=2.0)
+    base = BASES[kind][1](others)
+    for step in range(10):
+        given = coefficients(params, step)
+        backward(plain, params, given)
+        assert plain.step()
+        base.zero_grad()
+        loss_of(others, given).backward()
+        torch.nn.utils.clip_grad_norm_(others, 2.0)
+        base.step()
+    for p, q in zip(params, others, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**7])
+def test_reference_does_not_depend_on_the_scale(scale: float) -> None:
+    params, others = parameters(BF16, SHORT), parameters(BF16, SHORT)
+    scaled = reference_of("SGD", params, {"initial_scale": scale}, clip=1.0)
+    plain = reference_of("SGD", others)
+    for optimizer, mine in ((scaled, params), (plain, others)):
+        train(optimizer, mine, range(10))
+    assert isinstance(plain, PlainFSDPOptimizer)
+    for (p, w), (q, v) in zip(scaled.pairs(), plain.pairs(), strict=True):
+        torch.testing.assert_close(w, v, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(p, q, rtol=2e-2, atol=1e-2)
+
+
+def test_reference_skips_whole_steps() -> None:
+    params = parameters(FP16, SHAPES)
+    plain = reference_of("AdamW-fused", params, DYNAMIC | {"initial_scale": 64.0})
+    train(plain, params, range(2))
+    before = [p.detach().clone() for pair in plain.pairs() for p in pair]
+    for step in range(2, 6):
+        given = coefficients(params, step)
+        plant(given, step)
+        backward(plain, params, given)
+        assert not plain.step()
+    assert_same_bits(before, [p for pair in plain.pairs() for p in pair])
+    assert plain.skipped_steps == 4
+    assert plain.grad_scaler.scale == 8.0  # the first of four overflows is forgiven

@@ -1,0 +1,174 @@
+"""Problems for FSDPadaptOptimizer: parameters, gradients that backward makes, and every byte."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchopt_ext import FusedAdamW
+from torchopt_ext.mixed_precision import FSDPadaptOptimizer
+
+from ..optim.subject import bits
+from .plain_reference import PlainFSDPOptimizer, ReferenceScaler, static_scaler
+
+FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+SHAPES = ((3, 4), (7,), (), (0,), (2, 3, 5), (1, 517), (4, 0))
+SHORT = ((3, 4), (7,), (2, 70))
+DYNAMIC: dict[str, Any] = {"initial_scale": 2.0**8, "growth_interval": 4}
+SPECIALS = (math.inf, math.nan, -math.inf)
+
+Coefficients = Sequence[Any]  # tensors, or None for no gradient
+Base = Callable[[Any], torch.optim.Optimizer]
+
+_ADAM: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.95), "weight_decay": 0.1}
+
+
+def _sgd(groups: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=0.05, momentum=0.9, weight_decay=0.01)
+
+
+def _adamw_fused(groups: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, fused=True, **_ADAM)
+
+
+def _adamw_foreach(groups: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, foreach=True, **_ADAM)
+
+
+def _fused_adamw(groups: Any) -> torch.optim.Optimizer:
+    return FusedAdamW(groups, **_ADAM)
+
+
+# The optimizer under FSDPadaptOptimizer, and the one under the plain reference.
+BASES: dict[str, tuple[Base, Base]] = {
+    "SGD": (_sgd, _sgd),
+    "AdamW-fused": (_adamw_fused, _adamw_fused),
+    "AdamW-foreach": (_adamw_foreach, _adamw_foreach),
+    "FusedAdamW": (_fused_adamw, _adamw_fused),
+}
+KINDS = ("SGD", "FusedAdamW")  # one base of each path
+
+
+def parameters(
+    dtype: torch.dtype = BF16, shapes: Iterable[tuple[int, ...]] = SHAPES, seed: int = 0
+) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in shapes]
+
+
+def ours_of(kind: str, params: Any, **kwargs: Any) -> Any:
+    return FSDPadaptOptimizer(BASES[kind][0](params), **kwargs)
+
+
+def reference_of(
+    kind: str, params: Any, scaler: dict[str, Any] | None = None, clip: float = 1.0
+) -> PlainFSDPOptimizer:
+    made = static_scaler() if scaler is None else ReferenceScaler(**scaler)
+    return PlainFSDPOptimizer(BASES[kind][1](params), made, clip)
+
+
+# ---- gradients -----------------------------------------------------------------------------------
+
+
+def coefficients(params: Sequence[Tensor], seed: int, size: float = 1.0) -> list[Any]:
+    """Random gradients of an unscaled loss; none for frozen parameters."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = [torch.randn(p.shape, generator=generator) * size for p in params]
+    return [c if p.requires_grad else None for p, c in zip(params, drawn, strict=True)]
+
+
+def plant(given: Coefficients, step: int) -> None:
+    """An infinity or NaN, in another tensor and at another end each time."""
+    tensors = [c for c in given if c is not None and c.numel()]
+    tensors[step % len(tensors)].view(-1)[-(step % 2)] = SPECIALS[step % 3]
+
+
+def gradients(params: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.zeros(0) if p.grad is None else p.grad for p in params]
+
+
+def overflows(steps: int, share: float = 0.3, seed: int = 3) -> list[bool]:
+    generator = random.Random(seed)
+    return [generator.random() < share for _ in range(steps)]
+
+
+def loss_of(params: Sequence[Tensor], given: Coefficients) -> Tensor:
+    """A loss whose gradients are the coefficients."""
+    terms = [(p.float() * c).sum() for p, c in zip(params, given, strict=True) if c is not None]
+    return torch.stack(terms).sum()
+
+
+def backward(optimizer: Any, params: Sequence[Tensor], given: Coefficients) -> None:
+    optimizer.backward(loss_of(params, given))
+
+
+def train(optimizer: Any, params: Sequence[Tensor], steps: Iterable[int], **kwargs: Any) -> None:
+    for step in steps:
+        backward(optimizer, params, coefficients(params, step, **kwargs))
+        optimizer.step()
+
+
+def trained(
+    kind: str, steps: int = 3, dtype: torch.dtype = BF16, seed: int = 0, **kwargs: Any
+) -> tuple[list[nn.Parameter], Any]:
+    """Two groups under a dynamic scale; the second step overflows."""
+    params = parameters(dtype, SHORT, seed)
+    groups = [{"params": params[:1]}, {"params": params[1:], "lr": 0.003}]
+    ours = ours_of(kind, groups, **{"grad_scal_cfg": DYNAMIC, **kwargs})
+    for step in range(steps):
+        given = coefficients(params, seed + step)
+        if step == 1:
+            plant(given, step)
+        backward(ours, params, given)
+        ours.step()
+    return params, ours
+
+
+# ---- what there is -------------------------------------------------------------------------------
+
+
+def weights_of(optimizer: Any) -> list[Tensor]:
+    """The weights that are stepped, in the order of the groups."""
+    groups = optimizer.state_dict()["flat_fp32_weights"]
+    return [w for index in sorted(groups) for w in groups[index]]
+
+
+def state_of(optimizer: Any) -> list[Any]:
+    """Every byte of the base's per-parameter state."""
+    return [
+        (name, bits(value) if isinstance(value, Tensor) else value)
+        for entry in optimizer.state.values()
+        for name, value in sorted(entry.items())
+    ]
+
+
+def everything(optimizer: FSDPadaptOptimizer, params: Sequence[Tensor]) -> dict[str, Any]:
+    """Every byte of parameters, gradients, weights, state, scaler and counters."""
+    return {
+        "parameters": [bits(p) for p in params],
+        "gradients": [None if p.grad is None else (id(p.grad), bits(p.grad)) for p in params],
+        "weights": [bits(w) for w in weights_of(optimizer)],
+        "state": state_of(optimizer),
+        "groups": [
+            {key: repr(value) for key, value in group.items() if key != "params"}
+            | {"params": [id(p) for p in group["params"]]}
+            for group in optimizer.param_groups
+        ],
+        "scaler": optimizer.grad_scaler.state_dict(),
+        "clip": optimizer._clip_grad_norm,
+        "norm": repr(float(optimizer.grad_norm)),
+        "skipped": float(optimizer.skipped_steps),
+    }
+
+
+def content(optimizer: FSDPadaptOptimizer, params: Sequence[Tensor]) -> dict[str, Any]:
+    """What two optimizers over parameters of their own have in common when they are alike."""
+    found = everything(optimizer, params)
+    for group in found["groups"]:
+        del group["params"]
+    return found
