@@ -283,9 +283,15 @@ class FusedAdamBase(Controlled, Optimizer):
         A state dict taken before the first step is then complete, and taking it changes nothing:
         a loaded master weight or remainder of the other kind is left for the next step.
         """
-        for _, group, _, param in param_state.named_group_params(self):
-            if param.requires_grad:
-                param_state.init_param_state(group, param, self.state[param], self._storage)
+        self._init_states(lambda param: param.requires_grad)
+
+    def _init_states(self, wanted: Callable[[Tensor], bool]) -> None:
+        entries = [
+            (group, param, self.state[param])
+            for _, group, _, param in param_state.named_group_params(self)
+            if wanted(param)
+        ]
+        param_state.init_param_states(entries, self._storage)
 
     # ---- the parts of fused_step ------------------------------------------------------------
 
@@ -409,9 +415,7 @@ class FusedAdamBase(Controlled, Optimizer):
                 digests = dict(zip((p for _, p in self._planned), seen, strict=True))
             self._copied_before += self._plan.gradients_copied
             self._built = None
-        for _, group, _, param in param_state.named_group_params(self):
-            if param.grad is not None and not self.state.get(param):
-                param_state.init_param_state(group, param, self.state[param], self._storage)
+        self._init_states(lambda param: param.grad is not None and not self.state.get(param))
         plan, self._norm_keys = param_state.build_plan(self, self._storage, self._options)
         self._built = plan, plan.objects()
         if self._options.track:
