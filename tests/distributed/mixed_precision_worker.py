@@ -201,6 +201,65 @@ def planted(base: str, value: float) -> Result:
     }
 
 
+def planted_on_replicas(base: str, whole_group: bool) -> Result:
+    """Under HSDP: a NaN that only one replica's rank has, each in turn."""
+    size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
+    group = dist.group.WORLD if whole_group else None
+    job = Job(base, mesh=mesh, placements=[Replicate(), Shard(0)], process_group=group)
+    outcomes = []
+    for rank in range(size):
+        job.give(rank)
+        if dist.get_rank() == rank:
+            job.params[0].grad._local_tensor.view(-1)[1] = float("nan")
+        outcomes.append(bool(job.optimizer.step()))
+    weights = [in_full(param) for param in job.params]
+    return {"outcomes": outcomes, "unchanged": differing(weights, full_weights(job.dtype))}
+
+
+def separate_experts(base: str) -> Result:
+    """Experts on meshes of their own, a dense part on all ranks, no process group given."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    mine = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("expert", "shard"))["shard"]
+    params = [
+        nn.Parameter(distribute_tensor(torch.ones(8, 70, dtype=torch.bfloat16), mesh, [Shard(0)]))
+        for mesh in (one_mesh(), mine)
+    ]
+    optimizer = FSDPadaptOptimizer(BASES[base](params))
+    outcomes = []
+    for step in range(3):
+        for param, mesh in zip(params, (one_mesh(), mine), strict=True):
+            ones = torch.ones(8, 70, dtype=torch.bfloat16)
+            param.grad = distribute_tensor(ones, mesh, [Shard(0)])
+        if step == 1 and rank == size - 1:
+            params[1].grad._local_tensor[0, 0] = float("inf")
+        outcomes.append(bool(optimizer.step()))
+    return {"outcomes": outcomes}
+
+
+def small_group() -> Result:
+    """A process group that lacks ranks of a parameter's mesh."""
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    job = Job("fused", mesh=one_mesh(), process_group=alone[dist.get_rank()])
+    job.give(0)
+    return {"refused": refused(job.optimizer.step)}
+
+
+def hook_that_fails() -> Result:
+    """One rank cannot make its state dict: all say so, and the old checkpoint stays."""
+    job = Job("fused", mesh=one_mesh()).run(range(2))
+    path = folder / f"hook-{dist.get_world_size()}"
+    save_checkpoint(job.optimizer, path)
+    saved = job.values()
+    job.run(range(2, 3))
+    if dist.get_rank() == 1:
+        job.optimizer.register_state_dict_pre_hook(lambda _: 1 / 0)
+    error = refused(lambda: save_checkpoint(job.optimizer, path))
+    fresh = Job("fused", mesh=one_mesh())
+    load_checkpoint(fresh.optimizer, path)
+    return {"refused": error, "unchanged": differing(fresh.values(), saved)}
+
+
 def two_meshes(base: str) -> Result:
     """A dense part over all ranks, and experts, of which each half of the ranks has its own."""
     size, rank = dist.get_world_size(), dist.get_rank()
@@ -426,6 +485,8 @@ def cases() -> dict[str, Callable[[], Result]]:
         found[f"placements {kind}"] = functools.partial(placements, kind)
     found["plain shards"] = plain_shards
     found["bad loads"] = bad_loads
+    found["small group"] = small_group
+    found["hook that fails"] = hook_that_fails
     for base in ("fused", "sgd"):
         found[f"without gradient {base}"] = functools.partial(without_gradient, base)
         found[f"rank files {base}"] = functools.partial(rank_files, base)
@@ -433,6 +494,11 @@ def cases() -> dict[str, Callable[[], Result]]:
         for kind in ("fsdp", "offloaded fsdp", "ddp"):
             found[f"{kind} {base}"] = functools.partial(real_training, kind, base)
         if size == 4:
+            found[f"replicas {base}"] = functools.partial(planted_on_replicas, base, False)
+            found[f"replicas in a group {base}"] = functools.partial(
+                planted_on_replicas, base, True
+            )
+            found[f"separate experts {base}"] = functools.partial(separate_experts, base)
             found[f"two meshes {base}"] = functools.partial(two_meshes, base)
     return found
 

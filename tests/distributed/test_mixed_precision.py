@@ -88,6 +88,35 @@ def test_dense_and_experts_on_meshes_of_their_own(runs: dict[int, Results], base
     assert found["norms"] == [found["whole"]] * 2
 
 
+@wrapped
+@pytest.mark.parametrize("kind", ["replicas", "replicas in a group"])
+def test_a_broken_replica(runs: dict[int, Results], base: str, kind: str) -> None:
+    """Row 9: replicas count once in the norm, but all of them in the decision."""
+    found = case(runs[4], f"{kind} {base}")
+    assert found["outcomes"] == [False] * 4
+    assert found["unchanged"] == ""
+
+
+@wrapped
+def test_experts_of_which_the_others_do_not_know(runs: dict[int, Results], base: str) -> None:
+    """Row 9: the dense part's mesh lets them agree on the decision, though not on the norm."""
+    assert case(runs[4], f"separate experts {base}")["outcomes"] == [True, False, True]
+
+
+@sharded
+def test_a_group_smaller_than_a_mesh_is_refused(runs: dict[int, Results], size: int) -> None:
+    for rank, results in enumerate(runs[size]):
+        assert f"process_group has the ranks [{rank}]" in results["small group"]["refused"]
+
+
+@sharded
+def test_one_rank_cannot_make_its_state_dict(runs: dict[int, Results], size: int) -> None:
+    found = case(runs[size], "hook that fails")
+    assert found["unchanged"] == ""
+    for rank in runs[size]:
+        assert "ZeroDivisionError" in rank["hook that fails"]["refused"]
+
+
 @sharded
 def test_plain_shards_and_a_rank_without_any(runs: dict[int, Results], size: int) -> None:
     """Row 3: a rank that holds nothing takes part in every collective."""

@@ -19,10 +19,23 @@ SHAPED_LIKE_PARAM = (
 """Entries of torch.optim's classes that are shaped as their parameter, if they are no numbers."""
 
 
-def check(optim: Optimizer, states: Any, names: Sequence[str]) -> None:
-    """Raises ValueError unless ``states`` fits the optimizer's groups and parameters."""
+def check_structure(states: Any) -> None:
+    """Raises ValueError unless ``states`` is made as an optimizer's state dict."""
     if not isinstance(states, Mapping) or not {"state", "param_groups"} <= states.keys():
         raise ValueError(f"a base optimizer's state has 'state' and 'param_groups'; got {states!r}")
+    state, groups = states["state"], states["param_groups"]
+    good = isinstance(state, Mapping) and isinstance(groups, list | tuple)
+    good = good and all(isinstance(g, Mapping) and "params" in g for g in groups)
+    if not good or not all(isinstance(entry, Mapping) for entry in state.values()):
+        raise ValueError(
+            "a base optimizer's 'state' maps indices to dicts, and its 'param_groups' are dicts "
+            "with 'params'"
+        )
+
+
+def check(optim: Optimizer, states: Any, names: Sequence[str]) -> None:
+    """Raises ValueError unless ``states`` fits the optimizer's groups and parameters."""
+    check_structure(states)
     groups, found = optim.param_groups, states["param_groups"]
     sizes = [len(group["params"]) for group in groups]
     saved_sizes = [len(group["params"]) for group in found]
@@ -52,6 +65,12 @@ def load(optim: Optimizer, states: Mapping[str, Any]) -> None:
     contents = [dict(group) for group in groups]
     try:
         optim.load_state_dict({**states, "state": copied})
+        for number, (group, before) in enumerate(zip(optim.param_groups, contents, strict=True)):
+            if lacking := (optim.defaults.keys() & before.keys()) - group.keys():
+                raise ValueError(
+                    f"group {number} of the state dict lacks {', '.join(sorted(lacking))}, which "
+                    f"{type(optim).__name__} needs: it is another optimizer's"
+                )
     except Exception:
         optim.state, optim.param_groups = state, groups
         for group, content in zip(groups, contents, strict=True):

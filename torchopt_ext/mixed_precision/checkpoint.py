@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -46,33 +47,72 @@ def save_checkpoint(
     Raises:
         ValueError: plain parameters are shards that ranks of a process group hold: save the
             state dict of each rank instead.
+        TypeError: a value in the state would not load again; names its key.
+        FileExistsError: ``folder`` has other files.
         RuntimeError: on all ranks, if one cannot write.
     """
     group = ranks_of(process_group)
-    folder = Path(folder)
+    folder = Path(folder).resolve()  # not to replace a link to it
+    saving = folder.with_name(folder.name + SAVING)
+    with all_or_none(group):
+        states = storable_state(optimizer)
+        if is_first(group):
+            recover(folder)
+            refuse_other_files(folder)
+            shutil.rmtree(saving, ignore_errors=True)
+    error = None
+    try:
+        save({KEY: states}, checkpoint_id=saving, process_group=group, no_dist=group is None)
+    except (Exception, CheckpointException) as problem:
+        error = f"saving the optimizer: {problem}"
+    agree(error, group)
+    with all_or_none(group):
+        if is_first(group):
+            replace(folder, saving)
+
+
+def storable_state(optimizer: FSDPadaptOptimizer) -> dict[str, Any]:
+    """The state dict, if it can be saved so that it loads again.
+
+    Raises:
+        ValueError: plain parameters are shards.
+        TypeError: a value is neither a tensor nor plain; names its key.
+    """
     plain = [p for own in optimizer.params_by_group for p in own if not is_dtensor(p)]
     if plain and optimizer.process_group is not None:
         raise ValueError(
             "plain parameters of an optimizer with a process_group are shards, whose places in "
             "the whole are not known: save each rank's state_dict()"
         )
-    saving = folder.with_name(folder.name + SAVING)
-    with all_or_none(group):
-        if is_first(group):
-            recover(folder)
-            shutil.rmtree(saving, ignore_errors=True)
-    error = None
-    try:
-        states = {KEY: optimizer.state_dict()}
-        save(states, checkpoint_id=saving, process_group=group, no_dist=group is None)
-    except BaseException as problem:  # DCP's is no Exception, and the same on all ranks
-        if not isinstance(problem, Exception) and "Checkpoint" not in type(problem).__name__:
-            raise
-        error = f"saving the optimizer: {problem}"
-    agree(error, group)
-    with all_or_none(group):
-        if is_first(group):
-            replace(folder, saving)
+    states: dict[str, Any] = plain_values(optimizer.state_dict(), "")
+    return states
+
+
+def plain_values(value: Any, where: str) -> Any:
+    """``value`` with numbers of numpy and the like as Python's; nothing else is unpickled later."""
+    if value is None or isinstance(value, Tensor | torch.dtype | torch.device):
+        return value
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    if isinstance(value, Mapping):
+        return {key: plain_values(item, f"{where}.{key}") for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [plain_values(item, f"{where}.{i}") for i, item in enumerate(value)]
+        return tuple(items) if isinstance(value, tuple) else items
+    raise TypeError(f"'{where.lstrip('.')}' is a {type(value).__name__}, expected a plain value")
+
+
+def refuse_other_files(folder: Path) -> None:
+    """Raises FileExistsError where replacing a checkpoint would delete something else."""
+    if folder.exists() and not folder.is_dir():
+        raise FileExistsError(f"{folder} is a file")
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.name != ".metadata" and path.suffix != ".distcp" and "_rank" not in path.name:
+            raise FileExistsError(
+                f"{folder} has '{path.name}' beside a checkpoint, which is replaced as a whole: "
+                f"give the optimizer a folder of its own"
+            )
 
 
 def load_checkpoint(
@@ -89,10 +129,11 @@ def load_checkpoint(
         RuntimeError: on all ranks, if one cannot read.
     """
     group = ranks_of(process_group)
-    folder = Path(folder)
+    folder = Path(folder).resolve()
     with all_or_none(group):
         if is_first(group):
             recover(folder)
+    with all_or_none(group):
         if not folder.is_dir():
             raise FileNotFoundError(f"there is no checkpoint {folder}")
     rank = dist.get_rank(group) if group is not None else 0

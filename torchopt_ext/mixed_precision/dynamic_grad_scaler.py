@@ -56,11 +56,11 @@ class DynamicGradScaler:
             assert 0.0 < backoff_factor < 1.0, (
                 f"backoff_factor is {backoff_factor}, expected between 0 and 1"
             )
-        if not 0.0 < initial_scale <= torch.finfo(torch.float32).max:
+        if not is_scale(initial_scale):
             raise ValueError(f"Invalid initial_scale: {initial_scale}")
         if not growth_factor >= 1.0 or not 0.0 < backoff_factor <= 1.0:
             raise ValueError(f"Invalid factors: {growth_factor=}, {backoff_factor=}")
-        if growth_interval < 1 or hysteresis < 0:
+        if not growth_interval >= 1 or not hysteresis >= 0:
             raise ValueError(f"Invalid counts: {growth_interval=}, {hysteresis=}")
         low, high = min_scale or 0.0, max_scale or 0.0
         if not low >= 0.0 or not high >= 0.0 or 0.0 < high < low:
@@ -142,9 +142,14 @@ class DynamicGradScaler:
             raise ValueError(
                 f"a scaler's state has {', '.join(sorted(expected))}; got {state_dict!r}"
             )
-        scale = float(state_dict["_scale"])
-        if not 0.0 < scale <= torch.finfo(torch.float32).max:
-            raise ValueError(f"'_scale' is {scale}, expected a positive number")
+        if not is_scale(float(state_dict["_scale"])):
+            raise ValueError(f"'_scale' is {state_dict['_scale']!r}, expected a positive number")
         for key in _STATE_KEYS:
-            if not float(state_dict[key]) >= 0:
+            if not 0 <= float(state_dict[key]) < 2**53:
                 raise ValueError(f"{key!r} is {state_dict[key]!r}, expected a count")
+
+
+def is_scale(value: float) -> bool:
+    """Whether float32 has something positive and finite for ``value``."""
+    numbers = torch.finfo(torch.float32)
+    return numbers.smallest_normal <= value <= numbers.max

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +29,9 @@ from torchopt_ext.optim.hooks import (
     without_global_step_hooks,
 )
 from torchopt_ext.optim.local import moved
+
+# The wrapper of each base, to refuse a second one.
+_wrappers: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
 
 STATIC = {"initial_scale": 1.0, "growth_factor": 1.0, "backoff_factor": 1.0, "max_scale": 1.0}
 
@@ -79,15 +83,16 @@ class FSDPadaptOptimizer(BaseOptimizer):
         scaler = DynamicGradScaler(**config, device=home)
         if clip_grad_norm is None:
             clip_grad_norm = getattr(optimizer, "max_grad_norm", None) or 1.0
+        self.clip_grad_norm(max_norm=clip_grad_norm)
         self._base: FusedBase | MasterWeights
         if isinstance(optimizer, FusedAdamBase):
             self._base = FusedBase(optimizer, process_group)
         else:
             self._base = MasterWeights(optimizer, process_group)
         self.grad_scaler = scaler
-        self.clip_grad_norm(max_norm=clip_grad_norm)
         self._scaled = False  # whether there are gradients that backward() has scaled
         self._stepping = False
+        _wrappers[optimizer] = weakref.ref(self)
 
     # ---- scale --------------------------------------------------------------------------------
 
@@ -180,21 +185,27 @@ class FSDPadaptOptimizer(BaseOptimizer):
         clip = self._clip_grad_norm if self._clip_grad_norm > 0.0 else None
         if controlled.max_grad_norm != clip:
             controlled.max_grad_norm = clip
-        with without_global_step_hooks():
-            self._base.step(self.loss_scale)
+        try:
+            with without_global_step_hooks():
+                self._base.step(self.loss_scale)
+        except BaseException:
+            self._scaled &= self._has_gradients()
+            raise
         self.grad_scaler.update(moved(controlled.control.found_inf, self.loss_scale.device))
         self.zero_grad()
         known = controlled.known("skip")
         return StepResult(controlled.control.skip.clone() if known is None else known)
 
     def _check_scaled(self) -> None:
-        scaled = self._scaled or all(p.grad is None for own in self._base.params for p in own)
-        if not scaled and not self.grad_scaler.is_one():
+        if not self._scaled and self._has_gradients() and not self.grad_scaler.is_one():
             raise RuntimeError(
                 f"there are gradients that this optimizer's backward() did not scale, but the loss "
                 f"scale is {self.loss_scale.item():g}, by which step() divides: call "
                 f"optimizer.backward(loss) instead of loss.backward()"
             )
+
+    def _has_gradients(self) -> bool:
+        return any(param.grad is not None for own in self._base.params for param in own)
 
     @contextmanager
     def _under_way(self) -> Iterator[None]:
@@ -282,6 +293,8 @@ def refuse_base(optimizer: Any) -> None:
     name = type(optimizer).__name__
     if isinstance(optimizer, BaseOptimizer):
         raise TypeError(f"the optimizer is a {name} already: wrap the one in it")
+    if (wrapper := _wrappers.get(optimizer)) is not None and wrapper() is not None:
+        raise TypeError(f"the {name} is wrapped by another FSDPadaptOptimizer already")
     if isinstance(optimizer, LBFGS):
         raise TypeError("LBFGS evaluates the model within a step; its gradients cannot be scaled")
     if hasattr(optimizer, "consolidate_state_dict"):

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from torchopt_ext.mixed_precision import base_state
 from torchopt_ext.optim import saved
 from torchopt_ext.optim import state as param_state
 from torchopt_ext.optim.base import FusedAdamBase
@@ -77,6 +78,7 @@ class FusedBase:
 
     def check_base_state(self, states: dict[str, Any]) -> None:
         """Raises ValueError unless :meth:`load` takes it."""
+        base_state.check_structure(states)
         saved.check_saved(self.optim, states)
 
     def load(self, states: dict[str, Any], weights: list[list[Tensor]]) -> None:

@@ -42,7 +42,7 @@ class MasterTable:
         pairs = list(zip(self.params, self.masters, strict=True))
         self._is_wide = [master is not param for param, master in pairs]
         self.own_masters = [master for param, master in pairs if master is not param]
-        self._frozen = [p for p, m in pairs if m is p and p.dtype in SIXTEEN_BIT]
+        self._without_master = [param for param, master in pairs if master is param]
         self._sharded = [i for i, param in enumerate(self.params) if is_dtensor(param)]
         # This rank's parts; those of DTensors may be replaced between steps.
         self.local_params: list[Tensor] = [local_tensor(param) for param in self.params]
@@ -53,18 +53,17 @@ class MasterTable:
         self._of_part = {part: [i for i, k in enumerate(keys) if k == part] for part in self.parts}
         self.gradients: list[Any] = []  # this step's by parameter, None where there is none
 
-    def is_for(self, params: list[list[Tensor]], optim: Optimizer) -> bool:
+    def is_for(self, optim: Optimizer) -> bool:
         """Whether the groups have the same parameters still."""
-        groups = optim.param_groups
-        return (
-            len(groups) == len(self._lists)
-            and all(g["params"] is known for g, known in zip(groups, self._lists, strict=True))
-            and sum(map(len, params)) == len(self.params) == sum(map(len, self._lists))
-        )
+        lists = [group["params"] for group in optim.param_groups]
+        same = len(lists) == len(self._lists)
+        return same and all(a is b for a, b in zip(lists, self._lists, strict=True))
 
     def thawed(self) -> bool:
         """Whether a parameter without master has a gradient that it needs one for."""
-        return any(param.grad is not None for param in self._frozen)
+        return any(
+            param.grad is not None and param.dtype in SIXTEEN_BIT for param in self._without_master
+        )
 
     def take_gradients(self) -> None:
         """Takes this rank's parts of the gradients.

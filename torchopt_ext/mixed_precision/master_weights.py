@@ -87,6 +87,8 @@ class MasterWeights(Controlled):
     def _refuse(self, number: int, group: dict[str, Any]) -> None:
         for name, param in zip(names_of(number, group), group["params"], strict=True):
             refuse_param(param, f"parameter {name} of {type(self.optim).__name__}")
+        if len(set(group["params"])) != len(group["params"]):
+            raise ValueError(f"group {number} has a parameter twice")
 
     def _adopt(self, group: dict[str, Any]) -> None:
         params = list(group["params"])
@@ -139,7 +141,7 @@ class MasterWeights(Controlled):
             optim: Any = self.optim
             found_inf = None
             if (skip := self.known("skip")) is None:
-                if getattr(optim, "_step_supports_amp_scaling", False):  # it leaves all as it is
+                if skips_by_itself(optim):
                     found_inf = self.control.found_inf.float()
                 else:
                     skip = self.control.skip.item()
@@ -169,7 +171,14 @@ class MasterWeights(Controlled):
 
     def _collect(self) -> MasterTable:
         """The table of all parameters with this step's gradients, checked."""
-        if self._table is None or not self._table.is_for(self.params, self.optim):
+        sizes = [len(group["params"]) for group in self.optim.param_groups]
+        if sizes != [len(own) for own in self.params]:
+            expected = [len(own) for own in self.params]
+            raise RuntimeError(
+                f"the base's groups have {sizes} parameters, expected {expected}: "
+                f"FSDPadaptOptimizer.add_param_group() is what adds a group"
+            )
+        if self._table is None or not self._table.is_for(self.optim):
             self._table = MasterTable(self.params, self.optim)
         if self._table.thawed():
             self._thaw()
@@ -216,7 +225,7 @@ class MasterWeights(Controlled):
         A GPU's allocator has it at hand. The host's would get it from the system, page by page, at
         several times the cost of the step, so there it is kept.
         """
-        if device.type != "cpu":
+        if device.type != "cpu" or not is_torchs(self.optim):  # others may keep gradients
             return _C.carve(masters)
         shapes = [master.shape for master in masters]
         if shapes != self._room_shapes:
@@ -276,3 +285,18 @@ class MasterWeights(Controlled):
             )
         made_anew: dict[str, Any] = {"_table": None, "_kept_room": [], "_room_shapes": []}
         return vars(self) | made_anew | {"_view": None, "_read": None}
+
+
+def is_torchs(optim: Optimizer) -> bool:
+    """Whether an optimizer is one of torch.optim."""
+    return type(optim).__module__.startswith("torch.optim.")
+
+
+def skips_by_itself(optim: Optimizer) -> bool:
+    """Whether a step with ``found_inf`` leaves all as it is, without the host having to know.
+
+    torch's fused Adam and AdamW do; its fused SGD leaves momentum that a skipped first step made
+    uninitialised (torch/optim/sgd.py).
+    """
+    fused = all(group.get("fused") for group in optim.param_groups)
+    return fused and type(optim) in (torch.optim.Adam, torch.optim.AdamW)

@@ -62,6 +62,8 @@ def load_fsdp_optimizer(
         device_id: where to; None for where each tensor was.
     """
     device = None if device_id is None else torch.device(device_id)
+    if device is not None and device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", cuda.current_device())
     _offloader_of(optimizer).bring_back(device)
 
 
@@ -193,13 +195,15 @@ class Offloader:
         self, device: torch.device, sources: Sequence[Tensor], targets: Sequence[Tensor]
     ) -> None:
         if device.type != "cuda":
+            self.wait()
             for source, target in zip(sources, targets, strict=True):
                 target.copy_(source)
             return
         if device not in self._streams:
             self._streams[device] = cuda.Stream(device)
         stream = self._streams[device]
-        stream.wait_stream(cuda.current_stream(device))
+        for other in (cuda.current_stream(device), *self._streams.values()):
+            stream.wait_stream(other)
         with cuda.stream(stream):
             for source, target in zip(sources, targets, strict=True):
                 target.copy_(source, non_blocking=True)

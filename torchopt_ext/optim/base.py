@@ -331,7 +331,8 @@ class FusedAdamBase(Controlled, Optimizer):
             built = self._built  # kept while it is used, whatever other threads do
             if built is not None:
                 plan = built[0]
-                if plan.parts != 1 or (self.wants_norm and self._sharded):
+                alone = self.process_group is None and not any(self._norm_keys)
+                if plan.parts != 1 or (self.wants_norm and not alone):
                     return False
                 if plan.part_devices[0] != self.home:
                     return False

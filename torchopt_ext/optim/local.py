@@ -56,14 +56,22 @@ def is_split(key: NormKey) -> bool:
     return bool(key) and bool(key[1])
 
 
-def counts_here(key: NormKey) -> bool:
-    """Whether this rank's shard, of all its replicas, is the one that a sum over all ranks counts.
+def counts_here(key: NormKey, group: Any) -> bool:
+    """Whether this rank's shard, of all its replicas, is the one that a sum over a group counts.
 
     Plain tensors always do: ranks that are summed over hold others.
+
+    Raises:
+        ValueError: the parameter's mesh has ranks outside of the group.
     """
     if not key:
         return True
     mesh, split = key
+    ranks = set(mesh.mesh.flatten().tolist())
+    if not ranks.issubset(members := torch.distributed.get_process_group_ranks(group)):
+        raise ValueError(
+            f"process_group has the ranks {members}, a parameter's mesh {sorted(ranks)}"
+        )
     coordinate = mesh.get_coordinate() or []
     return all(index == 0 for d, index in enumerate(coordinate) if d not in split)
 
@@ -138,8 +146,8 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
-def all_reduce_(accumulator: Tensor, group: Any) -> None:
-    """Sums normalised accumulators over the ranks of a group, in place.
+def all_reduce_(accumulator: Tensor, group: Any, op: Any = None) -> None:
+    """Sums normalised accumulators, or whatever ``op`` is, over the ranks of a group, in place.
 
     Parameters may be on the CPU (FSDP2's CPUOffloadPolicy) while their ranks speak through NCCL.
     """
@@ -147,7 +155,7 @@ def all_reduce_(accumulator: Tensor, group: Any) -> None:
         accumulator, accumulator.device if speaks(group, accumulator) else comm_device(group)
     )
     with collective("adding up the gradient norm"):
-        torch.distributed.all_reduce(sent, group=group)
+        torch.distributed.all_reduce(sent, op or torch.distributed.ReduceOp.SUM, group=group)
     if sent is not accumulator:
         accumulator.copy_(sent)
 

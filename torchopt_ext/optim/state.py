@@ -166,8 +166,8 @@ def weight_of(param: Tensor, state: dict[str, Any]) -> Tensor:
         return master
     if REMAINDER in state:
         joined = zeros_like(param, torch.float32)
-        exact = join_master(local_tensor(param), local_tensor(state[REMAINDER]))
-        local_tensor(joined).copy_(exact)
+        rest = local_tensor(state[REMAINDER])  # on the host while it is offloaded
+        local_tensor(joined).copy_(join_master(local_tensor(param).to(rest.device), rest))
         return joined
     return param.detach().float() if param.dtype in SIXTEEN_BIT else param.detach()
 

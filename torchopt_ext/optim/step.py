@@ -20,6 +20,9 @@ from torchopt_ext.optim.local import (
 if TYPE_CHECKING:
     from torchopt_ext.optim.base import FusedAdamBase
 
+FLAGS = slice(-2, None)
+"""Where an accumulator counts what was infinite and what was a NaN (docs/numerics.md section 3)."""
+
 
 class HasNorm(Protocol):
     """What takes part in a gradient norm: fused optimizers, their gradients collected."""
@@ -92,8 +95,12 @@ def accumulated_norm(optimizers: Sequence[HasNorm]) -> dict[torch.device, Tensor
             on_device = by_key.setdefault(key, {})
             if device not in on_device:
                 on_device[device] = ops.new_accumulator(device)
-            if group is None or counts_here(key):
+            if group is None or counts_here(key, group):
                 optimizer.accumulate(part, on_device[device])
+            else:  # another replica's squares count, but what is not finite here has to be known
+                replica = ops.new_accumulator(device)
+                optimizer.accumulate(part, replica)
+                on_device[device][FLAGS] += replica[FLAGS]
         devices |= dict.fromkeys(optimizer.devices)
     home = next(iter(devices))
     total = ops.new_accumulator(home)
@@ -108,7 +115,26 @@ def accumulated_norm(optimizers: Sequence[HasNorm]) -> dict[torch.device, Tensor
         total += subtotal
     if group is not None:
         all_reduce_(total, group)
+    else:
+        _agree_on_overflow(total, list(by_key))
     return {device: moved(total, device) for device in devices}
+
+
+def _agree_on_overflow(total: Tensor, keys: Sequence[NormKey]) -> None:
+    """Lets every rank know what is not finite on any rank of the parameters' meshes.
+
+    Sums over the dimensions that split a parameter reach neither replicas, of which one may be
+    broken, nor the ranks of another parameter's mesh.
+    """
+    reached = [{(key[0], d) for d in key[1]} if key else set() for key in keys]
+    meshes = dict.fromkeys(key[0] for key in keys if key)
+    joined = [(mesh, d) for mesh in meshes for d in range(mesh.ndim) if mesh.size(d) > 1]
+    if all(reach.issuperset(joined) for reach in reached):
+        return
+    for mesh, dimension in joined:
+        flags = total[FLAGS].clone()
+        all_reduce_(flags, mesh.get_group(dimension), torch.distributed.ReduceOp.MAX)
+        total[FLAGS] = flags
 
 
 def _count_overflow(optimizers: Sequence[HasNorm], accumulator: Tensor) -> None:

@@ -1,0 +1,243 @@
+"""What goes wrong around FSDPadaptOptimizer in scripts: said at once, or done right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from torchopt_ext import DynamicGradScaler, FSDPadaptOptimizer, FusedAdamW
+from torchopt_ext.mixed_precision import load_checkpoint, save_checkpoint
+from torchopt_ext.mixed_precision.master_weights import skips_by_itself
+
+BASES: dict[str, Any] = {"fused": FusedAdamW, "adamw": AdamW}
+every_base = pytest.mark.parametrize("base", BASES)
+
+
+def parameters(dtype: torch.dtype = torch.bfloat16) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(3, 4, dtype=dtype)), nn.Parameter(torch.ones(5, dtype=dtype))]
+
+
+def give(params: list[nn.Parameter], value: float = 0.5) -> None:
+    for param in params:
+        param.grad = torch.full_like(param, value)
+
+
+@every_base
+def test_a_second_wrapper_of_one_base(base: str) -> None:
+    params = parameters()
+    first = FSDPadaptOptimizer(BASES[base](params))
+    with pytest.raises(TypeError, match="another FSDPadaptOptimizer already"):
+        FSDPadaptOptimizer(first.optim)
+    give(params)
+    assert first.step()
+
+
+def test_a_base_outlives_its_wrapper() -> None:
+    params = parameters()
+    base = FusedAdamW(params)
+    del base
+    base = FusedAdamW(params)
+    wrapper = FSDPadaptOptimizer(base)
+    del wrapper
+    FSDPadaptOptimizer(base)
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+def test_a_parameter_twice() -> None:
+    params = parameters()
+    with pytest.raises(ValueError, match="group 0 has a parameter twice"):
+        FSDPadaptOptimizer(SGD([params[0], params[0]], lr=0.1))
+
+
+def test_a_group_added_to_the_base() -> None:
+    params = parameters()
+    optimizer = FSDPadaptOptimizer(SGD(params[:1], lr=0.1))
+    optimizer.optim.add_param_group({"params": params[1:]})
+    give(params)
+    before = params[0].detach().clone()
+    with pytest.raises(RuntimeError, match=r"add_param_group\(\)"):
+        optimizer.step()
+    assert params[0].detach().equal(before)
+
+
+@every_base
+def test_a_threshold_that_is_none(base: str) -> None:
+    """Refused before the base is changed."""
+    params = parameters()
+    optimizer = BASES[base](params)
+    for clip in (float("nan"), "much"):
+        with pytest.raises((ValueError, TypeError)):
+            FSDPadaptOptimizer(optimizer, clip_grad_norm=clip)  # type: ignore[arg-type]
+    assert optimizer.param_groups[0]["params"][0] is params[0]
+    FSDPadaptOptimizer(optimizer)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"initial_scale": 1e-50}, {"growth_interval": float("nan")}, {"hysteresis": float("nan")}],
+)
+def test_numbers_that_float32_does_not_have(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="Invalid"):
+        DynamicGradScaler(**arguments)
+
+
+@pytest.mark.parametrize("key", ["_scale", "_growth_step", "_hysteresis_step"])
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), -1.0])
+def test_a_scalers_state_out_of_range(key: str, value: float) -> None:
+    scaler = DynamicGradScaler()
+    state = scaler.state_dict()
+    with pytest.raises(ValueError, match=key):
+        scaler.load_state_dict(state | {key: value})
+    assert scaler.state_dict() == state
+
+
+def test_plain_backward_after_a_failed_step() -> None:
+    """The gradients of the failed step are gone, and so is what is known of them."""
+
+    class Fails(SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            raise RuntimeError("failed")
+
+    params = parameters()
+    optimizer = FSDPadaptOptimizer(Fails(params, lr=0.1), grad_scal_cfg={"initial_scale": 8.0})
+    optimizer.backward(sum(p.square().sum() for p in params))  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="failed"):
+        optimizer.step()
+    torch.stack([p.square().sum() for p in params]).sum().backward()
+    with pytest.raises(RuntimeError, match=r"optimizer\.backward"):
+        optimizer.step()
+
+
+def test_a_model_that_becomes_bf16_later() -> None:
+    """It gets masters from then on."""
+    model = nn.Linear(4, 3)
+    optimizer = FSDPadaptOptimizer(SGD(model.parameters(), lr=1e-4))
+    give(list(model.parameters()))
+    assert optimizer.step()
+    model.bfloat16()
+    start = model.weight.detach().clone()
+    for _ in range(40):  # each step below half of the last bit of a weight
+        give(list(model.parameters()), 1.0)
+        assert optimizer.step()
+    assert not model.weight.detach().equal(start)
+    masters = optimizer.state_dict()["flat_fp32_weights"][0]
+    assert all(master.dtype == torch.float32 for master in masters)
+
+
+def test_a_base_that_keeps_its_gradients() -> None:
+    """They are not the next step's memory."""
+
+    class Keeps(Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {"lr": 1.0})
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for p in self.param_groups[0]["params"]:
+                self.state[p].setdefault("seen", []).append(p.grad)
+
+    params = parameters()
+    optimizer = FSDPadaptOptimizer(Keeps(params), clip_grad_norm=0.0)
+    for value in (0.25, 0.5):
+        give(params, value)
+        optimizer.step()
+    for entry in optimizer.state.values():
+        assert [grad.unique().tolist() for grad in entry["seen"]] == [[0.25], [0.5]]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "expected"),
+    [
+        (lambda p: AdamW(p, fused=True), True),
+        (lambda p: AdamW(p), False),
+        (lambda p: torch.optim.Adam(p, fused=True), True),
+        (lambda p: SGD(p, lr=0.1, momentum=0.9, fused=True), False),
+    ],
+)
+def test_whose_steps_skip_without_the_host(optimizer: Any, expected: bool) -> None:
+    assert skips_by_itself(optimizer(parameters())) == expected
+
+
+@every_base
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"state": {}},
+        {"state": [], "param_groups": []},
+        {"state": {0: None}, "param_groups": [{"params": [0, 1]}]},
+        {"state": {}, "param_groups": [{"lr": 1.0}]},
+        None,
+    ],
+)
+def test_a_base_state_that_is_none(base: str, broken: Any) -> None:
+    params = parameters()
+    optimizer = FSDPadaptOptimizer(BASES[base](params))
+    give(params)
+    optimizer.step()
+    states = optimizer.state_dict(snapshot=True)
+    with pytest.raises(ValueError, match="base optimizer's"):
+        optimizer.load_state_dict({**states, "base_optim_states": broken})
+    optimizer.load_state_dict(states)
+
+
+def test_the_state_of_another_kind_of_optimizer() -> None:
+    params = parameters()
+    adamw, sgd = FSDPadaptOptimizer(AdamW(params)), FSDPadaptOptimizer(SGD(parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="momentum"):
+        sgd.load_state_dict(adamw.state_dict())
+    assert sgd.param_groups[0]["momentum"] == 0
+
+
+# ---- checkpoints -------------------------------------------------------------------------------
+
+
+def job() -> FSDPadaptOptimizer:
+    params = parameters()
+    optimizer = FSDPadaptOptimizer(AdamW(params))
+    give(params)
+    optimizer.step()
+    return optimizer
+
+
+def test_numbers_of_numpy_are_saved_as_pythons(tmp_path: Path) -> None:
+    optimizer = job()
+    optimizer.param_groups[0]["lr"] = np.float64(0.125)
+    save_checkpoint(optimizer, tmp_path / "one")
+    other = job()
+    load_checkpoint(other, tmp_path / "one")
+    assert other.param_groups[0]["lr"] == 0.125
+
+
+def test_what_would_not_load_is_not_saved(tmp_path: Path) -> None:
+    optimizer = job()
+    save_checkpoint(optimizer, tmp_path / "one")
+    optimizer.param_groups[0]["note"] = object()
+    with pytest.raises(TypeError, match=r"base_optim_states\.param_groups\.0\.note"):
+        save_checkpoint(optimizer, tmp_path / "one")
+    load_checkpoint(job(), tmp_path / "one")
+
+
+def test_a_link_to_a_checkpoint_stays_one(tmp_path: Path) -> None:
+    optimizer = job()
+    save_checkpoint(optimizer, tmp_path / "step-1")
+    (tmp_path / "latest").symlink_to("step-1")
+    for _ in range(2):
+        save_checkpoint(optimizer, tmp_path / "latest")
+        load_checkpoint(optimizer, tmp_path / "latest")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-1"]
+    assert (tmp_path / "latest").is_symlink()
+
+
+def test_other_files_are_not_deleted(tmp_path: Path) -> None:
+    optimizer = job()
+    (tmp_path / "model.safetensors").write_text("weights")
+    with pytest.raises(FileExistsError, match=r"model\.safetensors"):
+        save_checkpoint(optimizer, tmp_path)
+    with pytest.raises(FileExistsError, match="is a file"):
+        save_checkpoint(optimizer, tmp_path / "model.safetensors")
+    assert (tmp_path / "model.safetensors").read_text() == "weights"
