@@ -27,6 +27,7 @@ from torchopt_ext import FusedAdamW
 from torchopt_ext.mixed_precision import (
     FSDPadaptOptimizer,
     load_checkpoint,
+    offload,
     offload_fsdp_optimizer,
     optimizer_on_device,
     save_checkpoint,
@@ -201,12 +202,15 @@ def planted(base: str, value: float) -> Result:
     }
 
 
-def planted_on_replicas(base: str, whole_group: bool) -> Result:
-    """Under HSDP: a NaN that only one replica's rank has, each in turn."""
+def planted_on_replicas(base: str, whole_group: bool, hybrid: bool) -> Result:
+    """A NaN that only one replica's rank has, each in turn."""
     size = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
+    mesh, how = one_mesh(), [Replicate()]
+    if hybrid:
+        mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
+        how = [Replicate(), Shard(0)]
     group = dist.group.WORLD if whole_group else None
-    job = Job(base, mesh=mesh, placements=[Replicate(), Shard(0)], process_group=group)
+    job = Job(base, mesh=mesh, placements=how, process_group=group)
     outcomes = []
     for rank in range(size):
         job.give(rank)
@@ -310,15 +314,15 @@ def plain_shards() -> Result:
     return {"found": found, "expected": (4.0 * 8 * (size - 1)) ** 0.5}
 
 
-def without_gradient(base: str) -> Result:
-    """The last rank has no gradient for a parameter that the others have one for."""
+def without_gradient(base: str, last: bool) -> Result:
+    """The last rank has no gradient for a parameter, the first or last, that the others have."""
     world = one_mesh()
     wide = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("one", "all"))
     params = [
         nn.Parameter(distribute_tensor(torch.ones(8, 8, dtype=torch.bfloat16), mesh, [Shard(0)]))
         for mesh in (wide["all"], world)
     ]
-    optimizer = FSDPadaptOptimizer(BASES[base](params))
+    optimizer = FSDPadaptOptimizer(BASES[base](params[::-1] if last else params))
     outcomes = []
     for _ in range(2):
         ones = torch.ones(8, 8, dtype=torch.bfloat16)
@@ -393,6 +397,35 @@ def offload_cycle(optimizer: FSDPadaptOptimizer) -> Result:
     offload_fsdp_optimizer(optimizer)
     with optimizer_on_device(optimizer):
         return {"offloaded": differing(weights(), before)}
+
+
+def moved_shards(base: str) -> Result:
+    """Offloaded after every step, where part of the host stands in for a device."""
+    kept: set[int] = set()
+    real_init, real_test = offload._Kept.__init__, offload.is_on_device
+
+    def init(self: Any, tensors: Any) -> None:
+        real_init(self, tensors)
+        kept.update(memory.data_ptr() for memory in self.memory)
+
+    job, plain = Job(base, mesh=one_mesh()), Job(base, mesh=one_mesh())
+    offload._Kept.__init__ = init  # type: ignore[method-assign]
+    offload.is_on_device = lambda t: t.numel() > 1 and t.data_ptr() not in kept
+    moved = []
+    try:
+        for step in range(4):
+            job.step(step)
+            plain.step(step)
+            offload_fsdp_optimizer(job.optimizer)
+            tensors = [t for kind in offload.KINDS for t in offload.tensors_of(job.optimizer, kind)]
+            local = [t.to_local() for t in tensors if isinstance(t, DTensor)]
+            moved.append(all(t.data_ptr() in kept for t in local if t.numel() > 1))
+        saved = differing(job.values(), plain.values())
+        job.step(4)
+        plain.step(4)
+    finally:
+        offload._Kept.__init__, offload.is_on_device = real_init, real_test  # type: ignore[method-assign]
+    return {"moved": all(moved), "saved": saved, "after": differing(job.values(), plain.values())}
 
 
 # ---- checkpoints -------------------------------------------------------------------------------
@@ -485,19 +518,25 @@ def cases() -> dict[str, Callable[[], Result]]:
         found[f"placements {kind}"] = functools.partial(placements, kind)
     found["plain shards"] = plain_shards
     found["bad loads"] = bad_loads
+    for base in ("fused", "remainder", "sgd"):
+        found[f"moved shards {base}"] = functools.partial(moved_shards, base)
     found["small group"] = small_group
     found["hook that fails"] = hook_that_fails
     for base in ("fused", "sgd"):
-        found[f"without gradient {base}"] = functools.partial(without_gradient, base)
+        for last in (False, True):
+            name = f"without {'last' if last else 'first'} gradient {base}"
+            found[name] = functools.partial(without_gradient, base, last)
         found[f"rank files {base}"] = functools.partial(rank_files, base)
         found[f"resharded {base}"] = functools.partial(resharded, base)
         for kind in ("fsdp", "offloaded fsdp", "ddp"):
             found[f"{kind} {base}"] = functools.partial(real_training, kind, base)
         if size == 4:
-            found[f"replicas {base}"] = functools.partial(planted_on_replicas, base, False)
-            found[f"replicas in a group {base}"] = functools.partial(
-                planted_on_replicas, base, True
-            )
+            for in_group in (False, True):
+                for kind in ("hybrid", "replicated"):
+                    name = f"{kind} replicas{' in a group' if in_group else ''} {base}"
+                    found[name] = functools.partial(
+                        planted_on_replicas, base, in_group, kind == "hybrid"
+                    )
             found[f"separate experts {base}"] = functools.partial(separate_experts, base)
             found[f"two meshes {base}"] = functools.partial(two_meshes, base)
     return found

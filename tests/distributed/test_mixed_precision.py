@@ -89,10 +89,11 @@ def test_dense_and_experts_on_meshes_of_their_own(runs: dict[int, Results], base
 
 
 @wrapped
-@pytest.mark.parametrize("kind", ["replicas", "replicas in a group"])
-def test_a_broken_replica(runs: dict[int, Results], base: str, kind: str) -> None:
+@pytest.mark.parametrize("group", ["", " in a group"])
+@pytest.mark.parametrize("kind", ["hybrid", "replicated"])
+def test_a_broken_replica(runs: dict[int, Results], base: str, kind: str, group: str) -> None:
     """Row 9: replicas count once in the norm, but all of them in the decision."""
-    found = case(runs[4], f"{kind} {base}")
+    found = case(runs[4], f"{kind} replicas{group} {base}")
     assert found["outcomes"] == [False] * 4
     assert found["unchanged"] == ""
 
@@ -128,11 +129,12 @@ def test_plain_shards_and_a_rank_without_any(runs: dict[int, Results], size: int
 
 @sharded
 @wrapped
+@pytest.mark.parametrize("which", ["first", "last"])
 def test_a_gradient_that_only_some_ranks_have(
-    runs: dict[int, Results], size: int, base: str
+    runs: dict[int, Results], size: int, base: str, which: str
 ) -> None:
     """Rows 7 and 12: it counts where it is, and nobody waits for a collective in vain."""
-    found = case(runs[size], f"without gradient {base}")
+    found = case(runs[size], f"without {which} gradient {base}")
     assert found["outcomes"] == [True, True]
     rows_there = 8 - 8 // size
     assert found["norm"] == pytest.approx((64 + 8 * rows_there) ** 0.5, rel=1e-14)
@@ -149,6 +151,14 @@ def test_training_under_fsdp_and_ddp(
     assert found["moved"] > 0.005
     assert found["distance"] < 0.3 * found["moved"]
     assert found["offloaded"] == ""
+
+
+@sharded
+@pytest.mark.parametrize("base", ["fused", "remainder", "sgd"])
+def test_shards_move_and_come_back(runs: dict[int, Results], size: int, base: str) -> None:
+    found = case(runs[size], f"moved shards {base}")
+    assert found["moved"]
+    assert found["saved"] == found["after"] == ""
 
 
 @sizes

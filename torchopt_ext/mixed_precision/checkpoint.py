@@ -6,11 +6,13 @@ A folder is replaced as a whole: whenever the job dies, the old checkpoint or th
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
 KEY = "optimizer"
 WEIGHTS = "flat_fp32_weights"
+OWN_FILES = re.compile(r"\.metadata|__\d+_\d+\.distcp|_rank\d+")
 SAVING, PREVIOUS = ".saving", ".previous"
 
 
@@ -95,6 +98,8 @@ def plain_values(value: Any, where: str) -> Any:
     for kind in (bool, int, float, str):
         if isinstance(value, kind):
             return kind(value)
+    if isinstance(value, numpy.generic):
+        return plain_values(value.item(), where)
     if isinstance(value, Mapping):
         return {key: plain_values(item, f"{where}.{key}") for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -108,10 +113,17 @@ def refuse_other_files(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"{folder} is a file")
     for path in folder.iterdir() if folder.is_dir() else ():
-        if path.name != ".metadata" and path.suffix != ".distcp" and "_rank" not in path.name:
+        if not OWN_FILES.fullmatch(path.name):
             raise FileExistsError(
                 f"{folder} has '{path.name}' beside a checkpoint, which is replaced as a whole: "
                 f"give the optimizer a folder of its own"
+            )
+    if (folder / ".metadata").is_file():
+        entries = FileSystemReader(folder).read_metadata().state_dict_metadata
+        if other := [name for name in entries if not name.startswith(f"{KEY}.")]:
+            raise FileExistsError(
+                f"{folder} is a checkpoint with '{min(other)}', which is not an optimizer's: give "
+                f"the optimizer a folder of its own"
             )
 
 
@@ -140,7 +152,7 @@ def load_checkpoint(
     own_file = folder / f"_rank{rank}"
     if not (folder / ".metadata").is_file():
         with all_or_none(group):
-            optimizer.check_state_dict(states := read_rank_file(own_file))
+            checked = optimizer.check_state_dict(read_rank_file(own_file))
     else:
         reader = FileSystemReader(folder)
         entries = saved_entries(reader, KEY, WEIGHTS, group)
@@ -148,8 +160,9 @@ def load_checkpoint(
             values = {name: room(optimizer, entry) for name, entry in entries.items()}
         states = with_indices(nested(read(values, reader, group), entries))
         with all_or_none(group):
-            optimizer.check_state_dict(states)
-    optimizer.load_state_dict(states)
+            checked = optimizer.check_state_dict(states)
+    with all_or_none(group):
+        optimizer.load_checked(*checked)
 
 
 def read_rank_file(path: Path) -> dict[str, Any]:

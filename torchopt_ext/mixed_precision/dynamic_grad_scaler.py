@@ -111,11 +111,6 @@ class DynamicGradScaler:
             overflow = overflow.double()
         ops.loss_scale_update_(self._block, overflow, self._scale)
 
-    def to(self, device: torch.device) -> DynamicGradScaler:
-        """Moves the scale, in place."""
-        self._scale, self._block = self._scale.to(device), self._block.to(device)
-        return self
-
     def state_dict(self) -> dict[str, Any]:
         """``_scale``, ``_growth_step`` and ``_hysteresis_step`` as numbers; no settings."""
         fields = read_fields(self._block)

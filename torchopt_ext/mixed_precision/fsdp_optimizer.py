@@ -92,6 +92,7 @@ class FSDPadaptOptimizer(BaseOptimizer):
         self.grad_scaler = scaler
         self._scaled = False  # whether there are gradients that backward() has scaled
         self._stepping = False
+        self._offloader: Any = None  # of mixed_precision/offload.py, once there is one
         _wrappers[optimizer] = weakref.ref(self)
 
     # ---- scale --------------------------------------------------------------------------------
@@ -103,7 +104,7 @@ class FSDPadaptOptimizer(BaseOptimizer):
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """The gradients of ``loss``, one element, times the loss scale; they add up to a step."""
-        scale = moved(self.loss_scale, loss.device)
+        scale = moved(self.loss_scale, loss.device).reshape(())
         super().backward(scale * loss.float(), retain_graph=retain_graph)
         self._scaled = True
 
@@ -187,14 +188,13 @@ class FSDPadaptOptimizer(BaseOptimizer):
             controlled.max_grad_norm = clip
         try:
             with without_global_step_hooks():
-                self._base.step(self.loss_scale)
+                skipped = self._base.step(self.loss_scale)
         except BaseException:
             self._scaled &= self._has_gradients()
             raise
         self.grad_scaler.update(moved(controlled.control.found_inf, self.loss_scale.device))
         self.zero_grad()
-        known = controlled.known("skip")
-        return StepResult(controlled.control.skip.clone() if known is None else known)
+        return StepResult(controlled.control.skip.clone() if skipped is None else skipped)
 
     def _check_scaled(self) -> None:
         if not self._scaled and self._has_gradients() and not self.grad_scaler.is_one():
@@ -238,6 +238,8 @@ class FSDPadaptOptimizer(BaseOptimizer):
         Call it after weights were changed from outside, such as by loading a model's checkpoint
         without the optimizer's: the next step would otherwise go on from the old masters.
         """
+        if self._offloader is not None:
+            self._offloader.bring_back()
         self._base.refresh_masters()
 
     def state_dict(self, *, snapshot: bool = False) -> dict[str, Any]:
@@ -267,14 +269,18 @@ class FSDPadaptOptimizer(BaseOptimizer):
             AssertionError: a part is missing, or groups have other numbers of tensors.
             ValueError: a tensor has another shape or placement; names the parameter.
         """
-        states = run_load_state_dict_pre_hooks(self, states)
-        weights = self.check_state_dict(states)
+        self.load_checked(*self.check_state_dict(states))
+
+    @torch.no_grad()
+    def load_checked(self, states: dict[str, Any], weights: list[list[Tensor]]) -> None:
+        """Takes what :meth:`check_state_dict` has returned."""
         self._base.load(states["base_optim_states"], weights)
         self.grad_scaler.load_state_dict(states["grad_scaler"])
         run_load_state_dict_post_hooks(self)
 
-    def check_state_dict(self, states: Mapping[str, Any]) -> list[list[Tensor]]:
-        """Raises what :meth:`load_state_dict` would; returns the saved weights by group."""
+    def check_state_dict(self, states: dict[str, Any]) -> tuple[dict[str, Any], list[list[Tensor]]]:
+        """Raises what :meth:`load_state_dict` would; the dict after its hooks, weights by group."""
+        states = run_load_state_dict_pre_hooks(self, states)
         for part in ("grad_scaler", "base_optim_states", "flat_fp32_weights"):
             assert part in states, f"Not found {part} state!"
         self.grad_scaler.check_state_dict(states["grad_scaler"])
@@ -282,15 +288,26 @@ class FSDPadaptOptimizer(BaseOptimizer):
             states["flat_fp32_weights"], self.params_by_group, self.param_groups
         )
         self._base.check_base_state(states["base_optim_states"])
-        return weights
+        return states, weights
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_stepping": False, "_scaled": False}
+        if self._offloader is not None:  # a copy has no host memory of its own
+            self._offloader.bring_back()
+        return super().__getstate__() | {"_stepping": False, "_scaled": False, "_offloader": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        _wrappers[self.optim] = weakref.ref(self)
 
 
 def refuse_base(optimizer: Any) -> None:
     """Raises TypeError for an optimizer that cannot be wrapped."""
     name = type(optimizer).__name__
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"expected a torch.optim.Optimizer, got a {name}")
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if any(getattr(param, "is_master_weight", False) for param in params):
+        raise TypeError(f"the {name} has the masters of another FSDPadaptOptimizer in its groups")
     if isinstance(optimizer, BaseOptimizer):
         raise TypeError(f"the optimizer is a {name} already: wrap the one in it")
     if (wrapper := _wrappers.get(optimizer)) is not None and wrapper() is not None:

@@ -46,8 +46,12 @@ class FusedBase:
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self.optim.add_param_group(param_group)
 
-    def step(self, scale: Tensor) -> None:
-        """One step with gradients that are ``scale``, one float32 element, times too large."""
+    def step(self, scale: Tensor) -> float | None:
+        """One step with gradients that are ``scale``, one float32 element, times too large.
+
+        Returns:
+            Nonzero if the step was skipped; None if only the device knows.
+        """
         optim: Any = self.optim
         optim.grad_scale, optim.check_overflow = scale, True
         try:
@@ -55,6 +59,7 @@ class FusedBase:
         finally:
             optim.check_overflow = False
             vars(optim).pop("grad_scale", None)
+        return self.optim.known("skip")
 
     def refresh_masters(self) -> None:
         self.optim.refresh_masters()
@@ -86,8 +91,7 @@ class FusedBase:
         self.optim.load_state_dict(states)
         for own, loaded in zip(self.params, weights, strict=True):
             for param, weight in zip(own, loaded, strict=True):
-                if param.requires_grad or self.optim.state.get(param):
-                    state = self.optim.state[param]
-                else:  # frozen, and without a master
-                    state = {}
+                state = self.optim.state.get(param, {})
                 param_state.set_weight(param, state, weight, self.optim._storage)
+                if state and param.requires_grad:  # frozen ones get a master when they need it
+                    self.optim.state[param] = state

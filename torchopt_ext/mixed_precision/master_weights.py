@@ -22,7 +22,7 @@ from torchopt_ext.mixed_precision.master_table import (
     names_of,
 )
 from torchopt_ext.optim.control import Controlled
-from torchopt_ext.optim.local import is_split, local_tensor, moved
+from torchopt_ext.optim.local import local_tensor, moved
 from torchopt_ext.optim.state import refuse_param
 from torchopt_ext.optim.step import accumulated_norm
 from torchopt_ext.optim.storage import SIXTEEN_BIT
@@ -86,7 +86,10 @@ class MasterWeights(Controlled):
 
     def _refuse(self, number: int, group: dict[str, Any]) -> None:
         for name, param in zip(names_of(number, group), group["params"], strict=True):
-            refuse_param(param, f"parameter {name} of {type(self.optim).__name__}")
+            what = f"parameter {name} of {type(self.optim).__name__}"
+            refuse_param(param, what)
+            if torch.nn.parameter.is_lazy(param):
+                raise TypeError(f"{what} has no shape yet: run the model once before")
         if len(set(group["params"])) != len(group["params"]):
             raise ValueError(f"group {number} has a parameter twice")
 
@@ -101,7 +104,8 @@ class MasterWeights(Controlled):
     @torch.no_grad()
     def _master_of(self, param: Tensor) -> Tensor:
         """A new master, which takes over the state that the parameter had."""
-        master = param.detach().float()
+        master: Any = param.detach().float()
+        master.is_master_weight = True  # copies of the base keep it, too
         if param in self.optim.state:
             self.optim.state[master] = {
                 name: value.float()
@@ -109,7 +113,8 @@ class MasterWeights(Controlled):
                 else value
                 for name, value in self.optim.state.pop(param).items()
             }
-        return master
+        made: Tensor = master
+        return made
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Every parameter of the model, and what the optimizer steps for it."""
@@ -129,8 +134,11 @@ class MasterWeights(Controlled):
     # ---- step ---------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, scale: Tensor) -> None:
+    def step(self, scale: Tensor) -> float | None:
         """One step with gradients that are ``scale``, one float32 element, times too large.
+
+        Returns:
+            Nonzero if the step was skipped; None if only the device knows.
 
         Raises:
             RuntimeError: a gradient or parameter does not fit; names it. Nothing is changed.
@@ -146,7 +154,7 @@ class MasterWeights(Controlled):
                 else:
                     skip = self.control.skip.item()
             if skip:
-                return
+                return skip
             for device in table.devices:
                 self._hand_over(table, device)
             if found_inf is not None:
@@ -165,6 +173,7 @@ class MasterWeights(Controlled):
                 params = [table.local_params[i] for i in wide]
                 masters = [table.local_masters[i] for i in wide]
                 _C.scaled_copy_(params, masters, self._block(device)[0], unscale=False)
+            return skip
         finally:
             _C.clear_gradients(table.own_masters)
             table.gradients = []
@@ -195,7 +204,7 @@ class MasterWeights(Controlled):
                     group["params"][i] = self._master_of(param)
 
     def _decide(self, table: MasterTable, scale: Tensor) -> None:
-        if len(table.parts) == 1 and self.process_group is None and not is_split(table.parts[0][1]):
+        if len(table.parts) == 1 and self.process_group is None and not table.parts[0][1]:
             control, accumulator = self._block(self.home)
             ops.grad_sumsq_(table.gradients_of(0), accumulator.zero_())
             ops.control_update_(control, accumulator, moved(scale, self.home))

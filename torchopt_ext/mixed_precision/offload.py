@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchopt_ext import _C
 from torchopt_ext.mixed_precision.fsdp_optimizer import FSDPadaptOptimizer
 from torchopt_ext.mixed_precision.host_memory import HostMemory
-from torchopt_ext.optim.local import is_dtensor, local_tensor
+from torchopt_ext.optim.local import local_tensor
 from torchopt_ext.optim.storage import MASTER, REMAINDER
 
 cuda: Any = torch.cuda
@@ -62,8 +63,6 @@ def load_fsdp_optimizer(
         device_id: where to; None for where each tensor was.
     """
     device = None if device_id is None else torch.device(device_id)
-    if device is not None and device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", cuda.current_device())
     _offloader_of(optimizer).bring_back(device)
 
 
@@ -80,19 +79,22 @@ def optimizer_on_device(
     """
     check_kinds(include)
     load_fsdp_optimizer(optimizer, device_id)
+    offloader = _offloader_of(optimizer)
+    offloader.users += 1
     try:
         yield
     finally:
-        offload_fsdp_optimizer(optimizer, include=include)
+        offloader.users -= 1
+        if not offloader.users:  # or an outer block still needs it
+            offload_fsdp_optimizer(optimizer, include=include)
 
 
-_offloaders: weakref.WeakKeyDictionary[Optimizer, Offloader] = weakref.WeakKeyDictionary()
-
-
-def _offloader_of(optimizer: Optimizer) -> Offloader:
-    if optimizer not in _offloaders:
-        _offloaders[optimizer] = Offloader(optimizer)
-    return _offloaders[optimizer]
+def _offloader_of(optimizer: Any) -> Offloader:
+    """The optimizer's, made when it is first asked for."""
+    offloader: Offloader | None = getattr(optimizer, "_offloader", None)
+    if offloader is None:
+        offloader = optimizer._offloader = Offloader(optimizer)
+    return offloader
 
 
 def check_kinds(include: Collection[str]) -> None:
@@ -104,7 +106,8 @@ def check_kinds(include: Collection[str]) -> None:
 
 def is_on_device(tensor: Tensor) -> bool:
     """Whether offloading moves a tensor. Counts of steps stay: they are small and read at once."""
-    return tensor.device.type not in ("cpu", "meta") and tensor.numel() > 1
+    moves = tensor.device.type not in ("cpu", "meta") and tensor.numel() > 1
+    return moves and bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
 
 
 class Offloader:
@@ -116,6 +119,7 @@ class Offloader:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
+        self.users = 0  # blocks of optimizer_on_device() that are under way
         self._kept: dict[str, _Kept] = {}  # host memory, by kind
         self._home: Any = WeakTensorKeyDictionary()  # where tensors that are on the host came from
         self._streams: dict[torch.device, Any] = {}
@@ -129,9 +133,20 @@ class Offloader:
             if (offloader := me()) is not None:
                 offloader.wait()
 
+        def own_copies(_: Any, states: dict[str, Any]) -> dict[str, Any] | None:
+            """Host memory is written anew the next time; a state dict is not to change then."""
+            if (offloader := me()) is None or not len(offloader._home):
+                return None
+            copied: dict[str, Any] = tree_map_only(Tensor, Tensor.clone, states)
+            return copied
+
         optimizer.register_step_pre_hook(back)
         optimizer.register_state_dict_pre_hook(wait)
+        optimizer.register_state_dict_post_hook(own_copies)
         optimizer.register_load_state_dict_pre_hook(back)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of the optimizer has none."""
 
     # ---- to the host and back -----------------------------------------------------------------
 
@@ -154,6 +169,8 @@ class Offloader:
         """Moves back what is on the host."""
         if not len(self._home):
             return
+        if device is not None and device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", cuda.current_device())
         here = list(self._home.items())
         self._home = WeakTensorKeyDictionary()
         by_device: dict[torch.device, list[Tensor]] = {}
@@ -235,19 +252,15 @@ def tensors_of(optimizer: Optimizer, kind: str) -> Iterator[Tensor]:
     """An optimizer's own tensors: its "states", or its "masters"."""
     base = optimizer.optim if isinstance(optimizer, FSDPadaptOptimizer) else optimizer
     for entry in base.state.values():
-        if isinstance(entry, dict):
-            for name, value in entry.items():
-                if isinstance(value, Tensor) and (name in (MASTER, REMAINDER)) == (
-                    kind == "masters"
-                ):
-                    yield value
+        for name, value in entry.items() if isinstance(entry, dict) else ():
+            if (name in (MASTER, REMAINDER)) == (kind == "masters"):
+                for leaf in tree_leaves(value):  # lists of tensors, in some optimizers
+                    if isinstance(leaf, Tensor):
+                        yield leaf
     if kind == "masters" and isinstance(optimizer, FSDPadaptOptimizer):
         yield from optimizer.masters_in_groups()
 
 
 def replace_memory(tensor: Any, memory: Tensor) -> None:
     """Lets a tensor, or this rank's part of a DTensor, be what ``memory`` holds."""
-    if is_dtensor(tensor):
-        tensor._local_tensor = memory
-    else:
-        tensor.data = memory
+    local_tensor(tensor).data = memory  # the same object: steps know it

@@ -121,6 +121,8 @@ def _checked_gradient(param: Any) -> Any:
         raise RuntimeError(
             f"a {type(param).__name__} parameter has a {type(grad).__name__} gradient"
         )
+    if is_dtensor(grad) and grad.device_mesh != param.device_mesh:
+        raise RuntimeError(f"a gradient is {placed(grad)}, its parameter {placed(param)}")
     return grad
 
 

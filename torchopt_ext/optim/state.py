@@ -305,11 +305,10 @@ def build_plan(
         named_group_params(optimizer), start=first_number
     ):
         state = optimizer.state.get(param)
+        if state or param.requires_grad:  # other ranks may have a gradient, and sum over its mesh
+            parts.setdefault((local_tensor(param).device, norm_key(param)), len(parts))
         if not state:
             idle.append(param)
-            if param.requires_grad:  # other ranks may have a gradient, and sum over its mesh
-                key = local_tensor(param).device, norm_key(param)
-                parts.setdefault(key, len(parts))
             continue
         init_param_state(group, param, state, storage)
         fit_master(param, state, storage)
@@ -333,7 +332,7 @@ def build_plan(
         moments += [None] * (len(MOMENTS) - len(moments))
         held = storage.master_of(param)
         master_local = local_tensor(state[held]) if held else None
-        part = parts.setdefault((local.device, norm_key(param)), len(parts))
+        part = parts[local.device, norm_key(param)]
         place = places.get(param)
         if place is None:
             place = place_of(number, param) if needs_place else (number, 0, 0, 0)

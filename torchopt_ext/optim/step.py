@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,6 +15,7 @@ from torchopt_ext.optim.local import (
     all_reduce_,
     all_reduce_over_mesh_,
     counts_here,
+    is_split,
     moved,
 )
 
@@ -103,38 +105,58 @@ def accumulated_norm(optimizers: Sequence[HasNorm]) -> dict[torch.device, Tensor
                 on_device[device][FLAGS] += replica[FLAGS]
         devices |= dict.fromkeys(optimizer.devices)
     home = next(iter(devices))
+    sums: dict[NormKey, Tensor] = {}
+    for key, on_device in by_key.items():
+        sums[key] = ops.new_accumulator(home)
+        for accumulator in on_device.values():
+            sums[key] += moved(accumulator, home)
     total = ops.new_accumulator(home)
     _count_overflow(optimizers, total)
-    for key, on_device in by_key.items():
-        subtotal = ops.new_accumulator(home)
-        for accumulator in on_device.values():
-            subtotal += moved(accumulator, home)
-        if group is None:
-            _count_overflow(optimizers, subtotal)
-            all_reduce_over_mesh_(subtotal, key)
+    if group is None:
+        _sum_over_meshes(sums, total)
+    for subtotal in sums.values():
         total += subtotal
     if group is not None:
         all_reduce_(total, group)
-    else:
-        _agree_on_overflow(total, list(by_key))
     return {device: moved(total, device) for device in devices}
 
 
-def _agree_on_overflow(total: Tensor, keys: Sequence[NormKey]) -> None:
-    """Lets every rank know what is not finite on any rank of the parameters' meshes.
+def _sum_over_meshes(sums: dict[NormKey, Tensor], own: Tensor) -> None:
+    """Sums over the dimensions that split parameters, and lets all ranks of the meshes know flags.
 
-    Sums over the dimensions that split a parameter reach neither replicas, of which one may be
-    broken, nor the ranks of another parameter's mesh.
+    The sums alone reach neither replicas, of which one may be broken, nor the ranks of another
+    parameter's mesh. Where one sum reaches everybody, the other flags travel with it.
+
+    Args:
+        sums: this rank's squares by norm key.
+        own: flags of this rank's own.
     """
-    reached = [{(key[0], d) for d in key[1]} if key else set() for key in keys]
-    meshes = dict.fromkeys(key[0] for key in keys if key)
+    meshes = dict.fromkeys(key[0] for key in sums if key)
     joined = [(mesh, d) for mesh in meshes for d in range(mesh.ndim) if mesh.size(d) > 1]
-    if all(reach.issuperset(joined) for reach in reached):
-        return
-    for mesh, dimension in joined:
-        flags = total[FLAGS].clone()
-        all_reduce_(flags, mesh.get_group(dimension), torch.distributed.ReduceOp.MAX)
-        total[FLAGS] = flags
+    reached = {key: {(key[0], d) for d in key[1]} if key else set() for key in sums}
+    flags = own[FLAGS] + sum(subtotal[FLAGS] for subtotal in sums.values())
+    carrier = next((key for key in sums if joined and reached[key].issuperset(joined)), None)
+    if carrier is not None:
+        sums[carrier][FLAGS] = flags
+    for key, subtotal in sums.items():
+        all_reduce_over_mesh_(subtotal, key)
+    if carrier is None:
+        _warn_of_different_norms(list(sums))
+        for mesh, dimension in joined:
+            all_reduce_(flags, mesh.get_group(dimension), torch.distributed.ReduceOp.MAX)
+        own[FLAGS] = torch.maximum(own[FLAGS], flags)
+
+
+def _warn_of_different_norms(keys: Sequence[NormKey]) -> None:
+    """Says so where ranks of one parameter know other norms, and clip it by other factors."""
+    split = [key[0] for key in keys if is_split(key)]
+    ranks = [frozenset(mesh.mesh.flatten().tolist()) for mesh in dict.fromkeys(split)]
+    if len(set(ranks)) > 1:
+        warnings.warn(
+            f"parameters are split over different ranks, {[sorted(own) for own in ranks]}, so the "
+            f"gradient norm is not the same on all of them: process_group= says who agrees on one",
+            stacklevel=2,
+        )
 
 
 def _count_overflow(optimizers: Sequence[HasNorm], accumulator: Tensor) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -32,20 +34,39 @@ def give(params: list[nn.Parameter], value: float = 0.5) -> None:
 def test_a_second_wrapper_of_one_base(base: str) -> None:
     params = parameters()
     first = FSDPadaptOptimizer(BASES[base](params))
-    with pytest.raises(TypeError, match="another FSDPadaptOptimizer already"):
+    with pytest.raises(TypeError, match="another FSDPadaptOptimizer"):
         FSDPadaptOptimizer(first.optim)
     give(params)
     assert first.step()
 
 
-def test_a_base_outlives_its_wrapper() -> None:
+@every_base
+def test_a_base_outlives_its_wrapper(base: str) -> None:
+    """The fused ones have the model's parameters still, the others masters of nobody's."""
     params = parameters()
-    base = FusedAdamW(params)
-    del base
-    base = FusedAdamW(params)
-    wrapper = FSDPadaptOptimizer(base)
+    optimizer = BASES[base](params)
+    wrapper = FSDPadaptOptimizer(optimizer)
+    copied = copy.deepcopy(wrapper)
+    with pytest.raises(TypeError, match="another FSDPadaptOptimizer"):
+        FSDPadaptOptimizer(copied.optim)
     del wrapper
-    FSDPadaptOptimizer(base)
+    if base == "fused":
+        FSDPadaptOptimizer(optimizer)
+    else:
+        with pytest.raises(TypeError, match="masters of another"):
+            FSDPadaptOptimizer(optimizer)
+
+
+@pytest.mark.parametrize("base", [None, 3, nn.Linear(1, 1)])
+def test_no_optimizer(base: Any) -> None:
+    with pytest.raises(TypeError, match=r"expected a torch\.optim\.Optimizer"):
+        FSDPadaptOptimizer(base)
+
+
+def test_a_parameter_without_shape() -> None:
+    model = nn.LazyLinear(3, dtype=torch.bfloat16)
+    with pytest.raises(TypeError, match="run the model once"):
+        FSDPadaptOptimizer(SGD(model.parameters(), lr=0.1))
 
 
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
@@ -206,11 +227,12 @@ def job() -> FSDPadaptOptimizer:
 
 def test_numbers_of_numpy_are_saved_as_pythons(tmp_path: Path) -> None:
     optimizer = job()
-    optimizer.param_groups[0]["lr"] = np.float64(0.125)
+    optimizer.param_groups[0] |= {"lr": np.float64(0.125), "note": (np.int64(3), np.bool_(True))}
     save_checkpoint(optimizer, tmp_path / "one")
     other = job()
     load_checkpoint(other, tmp_path / "one")
     assert other.param_groups[0]["lr"] == 0.125
+    assert other.param_groups[0]["note"] == (3, True)
 
 
 def test_what_would_not_load_is_not_saved(tmp_path: Path) -> None:
@@ -238,6 +260,10 @@ def test_other_files_are_not_deleted(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_text("weights")
     with pytest.raises(FileExistsError, match=r"model\.safetensors"):
         save_checkpoint(optimizer, tmp_path)
+    (tmp_path / "model").mkdir()
+    dcp.save({"model": {"weight": torch.ones(3)}}, checkpoint_id=tmp_path / "model")
+    with pytest.raises(FileExistsError, match=r"model\.weight"):
+        save_checkpoint(optimizer, tmp_path / "model")
     with pytest.raises(FileExistsError, match="is a file"):
         save_checkpoint(optimizer, tmp_path / "model.safetensors")
     assert (tmp_path / "model.safetensors").read_text() == "weights"
