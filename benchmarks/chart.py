@@ -13,6 +13,7 @@ from rows import LOOP, Row
 COLORS = {OURS: "#1b6ca8", FUSED: "#e08e45", FOREACH: "#b8b8b8"}
 OUR_COLORS = ["#1b6ca8", "#5aa2d6", "#0b3c5d", "#93c6e8"]
 PEER_COLORS = ["#e08e45", "#b8b8b8", "#8c6bb1", "#6b9e5b", "#c25b56"]
+OUR_NAMES = (OURS, "FSDPadaptOptimizer")
 COLUMNS = 3
 CUT = 2.5  # times the largest median of ours and the baseline; longer bars are cut there
 
@@ -20,9 +21,10 @@ CUT = 2.5  # times the largest median of ours and the baseline; longer bars are 
 def chart(rows: list[Row], about: dict[str, Any], path: Path) -> None:
     """One panel for each tensor set."""
     sets = list(dict.fromkeys(row["set"] for row in rows))
-    lines = -(-len(sets) // COLUMNS)
-    figure = Figure(figsize=(6.0 * COLUMNS, 4.2 * lines))
-    panels = figure.subplots(lines, COLUMNS, squeeze=False)
+    columns = min(COLUMNS, len(sets))
+    lines = -(-len(sets) // columns)
+    figure = Figure(figsize=(6.0 * columns, 4.2 * lines))
+    panels = figure.subplots(lines, columns, squeeze=False)
     for panel, name in zip(panels.flat, sets, strict=False):
         draw(panel, [row for row in rows if row["set"] == name and row["implementation"] != LOOP])
         panel.set_title(name, fontsize=10)
@@ -40,7 +42,7 @@ def colors_of(implementations: list[str]) -> dict[str, str]:
     ours = (color for color in OUR_COLORS if color not in taken)
     others = (color for color in PEER_COLORS if color not in taken)
     return {
-        name: COLORS.get(name) or next(ours if name.startswith(OURS) else others)
+        name: COLORS.get(name) or next(ours if name.startswith(OUR_NAMES) else others)
         for name in implementations
     }
 
@@ -54,7 +56,7 @@ def draw(panel: Axes, rows: list[Row]) -> None:
     colors = colors_of(list(dict.fromkeys(row["implementation"] for row in rows)))
     compared = [r for r in rows if r["implementation"] in (r["baseline"], OURS)] or rows
     limit = CUT * max(row["milliseconds"]["median"] for row in compared)
-    x, ticks, labelled = 0.0, [], set()
+    x, ticks, labelled, highest = 0.0, [], set(), 0.0
     for operation in operations:
         mine = [row for row in rows if row["operation"] == operation]
         ticks.append(x + (len(mine) - 1) / 2)
@@ -74,8 +76,9 @@ def draw(panel: Axes, rows: list[Row]) -> None:
                 edgecolor="white",
             )
             labelled.add(name)
-            text = f"{median:.3g}" + ("\u2191" if cut else "")
-            panel.text(x, min(median, limit), text, ha="center", va="bottom", fontsize=7)
+            text, top = f"{median:.3g}" + ("\u2191" if cut else ""), limit if cut else ms["q75"]
+            highest = max(highest, top)
+            panel.text(x, top, text, ha="center", va="bottom", fontsize=7)
             if row["roofline"] is not None:
                 height = row["roofline"]["milliseconds"]
                 label = None if LOOP in labelled else "roofline"
@@ -84,7 +87,6 @@ def draw(panel: Axes, rows: list[Row]) -> None:
             x += 1
         x += 0.7
     panel.set_xticks(ticks, operations, fontsize=8)
-    highest = max(min(row["milliseconds"]["median"], limit) for row in rows)
     panel.set_ylim(0, (1.15 + 0.07 * len(labelled)) * highest)  # the legend stands above
     panel.set_ylabel("milliseconds, lower is better", fontsize=8)
     panel.spines[["top", "right"]].set_visible(False)
