@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from adapt_cases import build_adapters
 from bf16_cases import build_masters, build_plain
 from cases import CLIP, FUSED, OURS, SCALER, STEP, build_fp32, fp32_cases, gradients_of
 from measure import measure
@@ -107,6 +108,10 @@ def measure_all(
             partial(build, f"{name}, {what}", sets[name], device="cuda")
             for name in (BILLION, GPT2)
             for build, what in ((build_masters, "bf16"), (build_plain, "bf16 throughout"))
+        ],
+        *[
+            partial(build_adapters, f"{name}, FSDPadaptOptimizer", sets[name], device="cuda")
+            for name in (GPT2, SMALL)
         ],
     ]
     rows, _ = measure(builds, rounds, cuda_milliseconds, flush)

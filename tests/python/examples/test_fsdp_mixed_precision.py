@@ -1,41 +1,16 @@
 """A few steps of the three ways on two ranks, in both dtypes."""
 
-import os
 import re
-import signal
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.processes]
 
-TIME_LIMIT = 170  # seconds; a run takes about 20 on two free cores
-
-
-def run(examples: Path, dtype: str) -> str:
-    command = [sys.executable, "-W", "ignore", str(examples / "fsdp_mixed_precision.py")]
-    process = subprocess.Popen(
-        [*command, "--steps=4", f"--dtype={dtype}"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        env={key: value for key, value in os.environ.items() if key != "RANK"},
-    )
-    try:
-        output, _ = process.communicate(timeout=TIME_LIMIT)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        pytest.fail(f"two ranks still ran after {TIME_LIMIT} s:\n{process.communicate()[0]}")
-    assert process.returncode == 0, output
-    return output
-
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
-def test_moving_and_resuming_change_nothing(examples: Path, dtype: str) -> None:
-    output = run(examples, dtype)
+def test_moving_and_resuming_change_nothing(run_example: Callable[..., str], dtype: str) -> None:
+    output = run_example("fsdp_mixed_precision.py", "--steps=4", f"--dtype={dtype}")
     assert re.search(r"the same sha256, [0-9a-f]{16}$", output, re.MULTILINE), output
     rows = re.findall(r"^(\S.*?) {2,}((?:[\d.]+ *){5})$", output, re.MULTILINE)
     assert len(rows) == 3, output

@@ -1,40 +1,21 @@
 """A few steps of the four ways on two ranks, and a resume from a sharded checkpoint."""
 
-import os
 import re
-import signal
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.processes]
 
-TIME_LIMIT = 170  # seconds; a run takes about 25 on two free cores
 BLOCK = 4159  # elements by which two ranks' shares of a bucket may differ
 
 
 @pytest.fixture(scope="module")
-def output(examples: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+def output(run_example: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> str:
     checkpoint = tmp_path_factory.mktemp("zero") / "checkpoint"
-    command = [sys.executable, "-W", "ignore", str(examples / "zero_ddp.py"), "--steps=3"]
-    process = subprocess.Popen(
-        [*command, f"--checkpoint={checkpoint}"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        env={key: value for key, value in os.environ.items() if key != "RANK"},
-    )
-    try:
-        output, _ = process.communicate(timeout=TIME_LIMIT)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        pytest.fail(f"two ranks still ran after {TIME_LIMIT} s:\n{process.communicate()[0]}")
-    assert process.returncode == 0, output
+    printed = run_example("zero_ddp.py", "--steps=3", f"--checkpoint={checkpoint}")
     assert (checkpoint / ".metadata").is_file()
-    return output
+    return printed
 
 
 @pytest.fixture(scope="module")
