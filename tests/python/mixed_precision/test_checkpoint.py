@@ -201,7 +201,13 @@ def test_kill_while_saving(moment: str, steps: int, tmp_path: Path) -> None:
     """The old checkpoint loads, or the new one where it was complete, and the next save works."""
     path = tmp_path / "one"
     script = KILLED.format(folder=str(Path(__file__).parent), path=str(path), moment=moment)
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=100)
+    command = [
+        sys.executable,
+        "-P",
+        "-c",
+        script,
+    ]  # not this folder's package, which has no library
+    ended = subprocess.run(command, capture_output=True, timeout=100, cwd=tmp_path)
     assert ended.returncode == -9, ended.stderr.decode()
     params, expected = job()
     train(params, expected, range(steps))
