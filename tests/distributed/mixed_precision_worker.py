@@ -202,6 +202,31 @@ def planted(base: str, value: float) -> Result:
     }
 
 
+def tensor_parallel(base: str) -> Result:
+    """FSDP by tensor parallelism: rows over one dimension of the mesh, columns over the other."""
+    size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("fsdp", "tp"))
+    matrices = [(33, 70), (8, 6), (5, 3)]  # the last leaves ranks without any
+    generator = torch.Generator().manual_seed(5)
+    values = [torch.randn(shape, generator=generator).bfloat16() for shape in matrices * 4]
+    how = [Shard(0), Shard(1)]
+    sharded = [nn.Parameter(distribute_tensor(v, mesh, how)) for v in values[:3]]
+    whole = [nn.Parameter(value.clone()) for value in values[:3]]
+    norms = []
+    for params in (sharded, whole):
+        optimizer = FSDPadaptOptimizer(BASES[base](params))
+        for step in range(1, 4):
+            for param, value in zip(params, values[3 * step :], strict=False):
+                plain = not isinstance(param, DTensor)
+                param.grad = value.clone() if plain else distribute_tensor(value, mesh, how)
+            optimizer.step()
+        norms.append(optimizer.grad_norm.item())
+    return {
+        "norms": norms,
+        "differing": differing([in_full(p) for p in sharded], [p.detach() for p in whole]),
+    }
+
+
 def planted_on_replicas(base: str, whole_group: bool, hybrid: bool) -> Result:
     """A NaN that only one replica's rank has, each in turn."""
     size = dist.get_world_size()
@@ -537,6 +562,7 @@ def cases() -> dict[str, Callable[[], Result]]:
                     found[name] = functools.partial(
                         planted_on_replicas, base, in_group, kind == "hybrid"
                     )
+            found[f"tensor parallel {base}"] = functools.partial(tensor_parallel, base)
             found[f"separate experts {base}"] = functools.partial(separate_experts, base)
             found[f"two meshes {base}"] = functools.partial(two_meshes, base)
     return found

@@ -89,6 +89,14 @@ def test_dense_and_experts_on_meshes_of_their_own(runs: dict[int, Results], base
 
 
 @wrapped
+def test_tensor_parallel(runs: dict[int, Results], base: str) -> None:
+    """Columns agree in the norm to 2^-50, so that the bf16 weights are the same."""
+    found = case(runs[4], f"tensor parallel {base}")
+    assert found["norms"][0] == pytest.approx(found["norms"][1], rel=2**-50)
+    assert found["differing"] == ""
+
+
+@wrapped
 @pytest.mark.parametrize("group", ["", " in a group"])
 @pytest.mark.parametrize("kind", ["hybrid", "replicated"])
 def test_a_broken_replica(runs: dict[int, Results], base: str, kind: str, group: str) -> None:

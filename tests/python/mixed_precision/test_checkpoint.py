@@ -188,6 +188,7 @@ save_checkpoint(optimizer, {path!r})
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("moment", "steps"),
     [
