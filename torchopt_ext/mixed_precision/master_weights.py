@@ -42,24 +42,19 @@ class MasterWeights(Controlled):
         TypeError: a parameter that no step could update; names it. Nothing is changed.
     """
 
-    check_overflow = True
-
     def __init__(self, optim: Optimizer, process_group: Any) -> None:
         self.optim = optim
         self.process_group = process_group
         self.params: list[list[Tensor]] = []  # the model's, by group
         self._settings = {"max_grad_norm": 0.0, "skip_nonfinite": 1.0}
         self._init_control()
-        self._init_tables()
+        self._table: MasterTable | None = None
+        self._kept_room: list[Tensor] = []  # for the masters' gradients
+        self._room_shapes: list[torch.Size] = []
         for number, group in enumerate(optim.param_groups):
             self._refuse(number, group)
         for group in optim.param_groups:
             self._adopt(group)
-
-    def _init_tables(self) -> None:
-        self._table: MasterTable | None = None
-        self._kept_room: list[Tensor] = []  # for the masters' gradients
-        self._room_shapes: list[torch.Size] = []
 
     @property
     def controlled(self) -> Controlled:
@@ -155,8 +150,9 @@ class MasterWeights(Controlled):
                     skip = self.control.skip.item()
             if skip:
                 return skip
-            for device in table.devices:
-                self._hand_over(table, device)
+            stepped = {device: table.with_masters(device) for device in table.devices}
+            for device, wide in stepped.items():
+                self._hand_over(table, device, wide)
             if found_inf is not None:
                 optim.grad_scale, optim.found_inf = None, found_inf
             try:
@@ -168,8 +164,7 @@ class MasterWeights(Controlled):
                 if found_inf is not None:
                     vars(optim).pop("grad_scale", None)
                     vars(optim).pop("found_inf", None)
-            for device in table.devices:
-                wide = table.with_masters(device)
+            for device, wide in stepped.items():
                 params = [table.local_params[i] for i in wide]
                 masters = [table.local_masters[i] for i in wide]
                 _C.scaled_copy_(params, masters, self._block(device)[0], unscale=False)
@@ -213,12 +208,11 @@ class MasterWeights(Controlled):
         for device in self.devices:
             ops.control_update_(self._block(device)[0], total[device], moved(scale, device))
 
-    def _hand_over(self, table: MasterTable, device: torch.device) -> None:
+    def _hand_over(self, table: MasterTable, device: torch.device, wide: list[int]) -> None:
         """Gives masters their gradients, unscaled and clipped, and lets go of the parameters'.
 
         So gradients of 16 and of 32 bits are there together for this long only.
         """
-        wide = table.with_masters(device)
         made = self._room(device, [table.local_masters[i] for i in wide])
         itself = table.own_gradients(device)
         sources = [table.gradients[i] for i in wide]

@@ -153,9 +153,7 @@ def all_reduce_(accumulator: Tensor, group: Any, op: Any = None) -> None:
 
     Parameters may be on the CPU (FSDP2's CPUOffloadPolicy) while their ranks speak through NCCL.
     """
-    sent = moved(
-        accumulator, accumulator.device if speaks(group, accumulator) else comm_device(group)
-    )
+    sent = accumulator if speaks(group, accumulator) else moved(accumulator, comm_device(group))
     with collective("adding up the gradient norm"):
         torch.distributed.all_reduce(sent, op or torch.distributed.ReduceOp.SUM, group=group)
     if sent is not accumulator:
