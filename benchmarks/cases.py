@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from group import Case, Group
-from roofline import loop_case
+from roofline import OBJECTS, loop_case, objects_case
 from shapes import Shapes
 from torch import nn
 
@@ -18,6 +18,7 @@ Calls = dict[str, Callable[[], object]]
 
 OURS, FUSED, FOREACH = "torchopt_ext", "torch fused", "torch foreach"
 STEP, CLIP, SCALER = "step", "clip+step", "scaler+clip+step"
+HOST = "host, before pass A"  # checks and gathering alone, which a step does first
 MAX_NORM = 1.0
 # With any other scale, unscaling the same gradients again and again would end in subnormals, which
 # take processors longer. The scale does not grow either.
@@ -37,9 +38,15 @@ BYTES = {
     (FUSED, SCALER): TORCH_UNSCALE + TORCH_CLIP + FUSED_STEP,
     (FOREACH, STEP): FOREACH_STEP,
     (FOREACH, CLIP): TORCH_CLIP + FOREACH_STEP,
+    (OURS, HOST): None,
 }
 READ, UPDATE = "read_fp32", "update_fp32"
-ROOFLINE = {STEP: (UPDATE,), CLIP: (READ, UPDATE), SCALER: (READ, UPDATE)}
+ROOFLINE = {
+    STEP: (OBJECTS, UPDATE),
+    CLIP: (OBJECTS, READ, UPDATE),
+    SCALER: (OBJECTS, READ, UPDATE),
+    HOST: (OBJECTS,),
+}
 
 
 def gradients_of(shapes: Shapes, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
@@ -114,7 +121,11 @@ def fp32_loops(optimizer: FusedAdamW) -> list[Case]:
     gradients = [p.grad for p in params]
     state = [optimizer.state[p] for p in params]
     moments = [[entry[name] for entry in state] for name in ("exp_avg", "exp_avg_sq")]
-    return [loop_case(READ, gradients), loop_case(UPDATE, gradients, params, *moments)]
+    return [
+        objects_case(gradients, params, *moments, [entry["step"] for entry in state]),
+        loop_case(READ, gradients),
+        loop_case(UPDATE, gradients, params, *moments),
+    ]
 
 
 def ready_scaler(scaler: torch.amp.GradScaler, device: str) -> torch.amp.GradScaler:
@@ -139,7 +150,16 @@ def our_calls(optimizer: FusedAdamW, device: str) -> Calls:
         scaler.step(optimizer)
         scaler.update()
 
-    return {STEP: partial(step, None), CLIP: partial(step, MAX_NORM), SCALER: scaler_step}
+    def before_work() -> None:
+        optimizer.collect()
+        optimizer.release()
+
+    return {
+        STEP: partial(step, None),
+        CLIP: partial(step, MAX_NORM),
+        SCALER: scaler_step,
+        HOST: before_work,
+    }
 
 
 def torch_calls(params: list[nn.Parameter], implementation: str, device: str) -> Calls:

@@ -117,6 +117,22 @@ void read_bf16(Streams s, const int64_t* sizes, int64_t tensors, int threads) {
   read<uint16_t>(s, sizes, tensors, threads);
 }
 
+// What a step has to look at before it may touch a tensor's memory. Streams: of g, p, m, v and the
+// step count in turn, each tensor's c10::TensorImpl and its c10::StorageImpl.
+void read_objects(Streams s, const int64_t* sizes, int64_t tensors, int threads) {
+  constexpr int64_t kTensorWords = 24, kStorageWords = 8;  // the cache lines in which fields lie
+  for_each_share(sizes, tensors, threads, [&](int64_t t, int64_t, int64_t) {
+    uint64_t sum = 0;
+    for (int stream = 0; stream < 10; ++stream) {
+      const uint64_t* object = at<uint64_t>(s, stream, t, 0);
+      for (int64_t i = 0; i < (stream % 2 == 0 ? kTensorWords : kStorageWords); ++i) {
+        sum += object[i];
+      }
+    }
+    sink.fetch_add(sum, std::memory_order_relaxed);
+  });
+}
+
 // Streams: g, p, m, v.
 void update_fp32(Streams s, const int64_t* sizes, int64_t tensors, int threads) {
   for_each_share(sizes, tensors, threads, [&](int64_t t, int64_t from, int64_t to) {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from group import Case
@@ -21,6 +21,8 @@ BYTES = {
     "update_bf16_remainder": 26,
     "update_bf16": 14,
 }
+OBJECTS = "read_objects"
+OBJECT_BYTES = 256  # of a tensor and its storage
 
 
 @functools.cache
@@ -31,16 +33,36 @@ def library() -> ctypes.CDLL:
 
 def loop_case(name: str, *streams: Sequence[Tensor]) -> Case:
     """A case that runs the loop ``name`` over lists of tensors, with torch's number of threads."""
+    kept = [[tensor.detach() for tensor in stream] for stream in streams]
+    addresses = [[tensor.data_ptr() for tensor in stream] for stream in kept]
+    call = loop_call(name, addresses, [tensor.numel() for tensor in kept[0]], kept)
+    return Case(LOOP, name, call, BYTES[name])
+
+
+def objects_case(*streams: Sequence[Tensor]) -> Case:
+    """A case that reads the tensors' own fields instead of their elements."""
+    addresses = []
+    for stream in streams:
+        addresses.append([tensor._cdata for tensor in stream])
+        addresses.append([tensor.untyped_storage()._cdata for tensor in stream])
+    parameters = sum(tensor.numel() for tensor in streams[0])
+    size = OBJECT_BYTES * sum(map(len, streams)) / parameters
+    return Case(LOOP, OBJECTS, loop_call(OBJECTS, addresses, [1] * len(streams[0]), streams), size)
+
+
+def loop_call(
+    name: str, addresses: Sequence[Sequence[int]], sizes: Sequence[int], alive: object
+) -> Callable[[], None]:
+    """Calls the loop ``name`` on streams of addresses, for which ``alive`` is kept."""
     function = getattr(library(), name)
     function.restype = None
-    kept = [[tensor.detach() for tensor in stream] for stream in streams]
-    count = len(kept[0])
-    pointers = [(ctypes.c_void_p * count)(*[t.data_ptr() for t in stream]) for stream in kept]
-    table = (ctypes.c_void_p * len(kept))(*[ctypes.addressof(array) for array in pointers])
-    sizes = (ctypes.c_int64 * count)(*[tensor.numel() for tensor in kept[0]])
+    count = len(sizes)
+    pointers = [(ctypes.c_void_p * count)(*stream) for stream in addresses]
+    table = (ctypes.c_void_p * len(pointers))(*[ctypes.addressof(array) for array in pointers])
+    lengths = (ctypes.c_int64 * count)(*sizes)
     tensors, threads = ctypes.c_int64(count), ctypes.c_int(torch.get_num_threads())
 
-    def call(_alive: object = (kept, pointers)) -> None:
-        function(table, sizes, tensors, threads)
+    def call(_alive: object = (alive, pointers)) -> None:
+        function(table, lengths, tensors, threads)
 
-    return Case(LOOP, name, call, BYTES[name])
+    return call

@@ -14,28 +14,25 @@ import report
 import torch
 from allocations import measure_allocations
 from bf16_cases import build_masters, build_plain
-from cases import FUSED, OURS, STEP, build_fp32
+from cases import CLIP, FUSED, HOST, OURS, SCALER, STEP, build_fp32
 from measure import Build, measure
 from peers import PEERS, build_peer
-from shapes import GPT2, LARGE, ONES, QUICK_SETS, SETS, SMALL, Shapes
+from shapes import FEWER, GPT2, LARGE, ONES, QUICK_SETS, SETS, SMALL, Shapes
 from targets import targets
 from timing import Flush, wall_milliseconds
 
 
 def cpu_builds(sets: dict[str, Shapes]) -> list[Build]:
     """What to time on the CPU."""
+    pair = partial(build_fp32, implementations=(OURS, FUSED))
     return [
         partial(build_fp32, LARGE, sets[LARGE]),
         partial(build_fp32, GPT2, sets[GPT2]),
-        partial(build_fp32, SMALL, sets[SMALL], flushed=True),
         partial(
-            build_fp32,
-            ONES,
-            sets[ONES],
-            implementations=(OURS, FUSED),
-            operations=(STEP,),
-            loops=False,
+            build_fp32, SMALL, sets[SMALL], operations=(STEP, CLIP, SCALER, HOST), flushed=True
         ),
+        *[partial(pair, name, sets[name], operations=(CLIP,)) for name in FEWER],
+        partial(pair, ONES, sets[ONES], operations=(STEP,), loops=False),
         partial(build_masters, f"{GPT2}, bf16", sets[GPT2]),
         partial(build_plain, f"{GPT2}, bf16 throughout", sets[GPT2]),
         *[partial(build_peer, peer, name, sets[name]) for name in (GPT2, SMALL) for peer in PEERS],

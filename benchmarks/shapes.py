@@ -19,12 +19,15 @@ def gpt2(vocabulary: int, context: int, width: int, layers: int) -> Shapes:
 
 
 LARGE, GPT2, SMALL, ONES = "4 of 16 M", "GPT-2 124 M", "2,000 of 1,000", "2,000 of 1"
+FEWER = ("500 of 1,000", "1,000 of 1,000")  # 8 and 16 MB, where SMALL has 32
 BILLION = "30 of 32 M"
 
 SETS: dict[str, Shapes] = {
     LARGE: [(4096, 4096)] * 4,
     GPT2: gpt2(50257, 1024, 768, 12),
     SMALL: [(1000,)] * 2000,
+    FEWER[0]: [(1000,)] * 500,
+    FEWER[1]: [(1000,)] * 1000,
     ONES: [(1,)] * 2000,
     BILLION: [(4096, 8192)] * 30,
 }
@@ -34,6 +37,8 @@ QUICK_SETS: dict[str, Shapes] = {
     LARGE: [(256, 256)] * 4,
     GPT2: gpt2(500, 32, 48, 2),
     SMALL: [(100,)] * 200,
+    FEWER[0]: [(100,)] * 50,
+    FEWER[1]: [(100,)] * 100,
     ONES: [(1,)] * 200,
     BILLION: [(256, 512)] * 3,
 }

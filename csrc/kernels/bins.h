@@ -20,9 +20,18 @@ TORCHOPT_HD inline double power_of_two(int exponent) {
 // unit.
 inline constexpr int kBinBits = 40;
 
-// What the sum of bin `bin` starts from, for addends below 2**(exponent + 1).
+// The unit of bin `bin`, for addends below 2**(exponent + 1), is 2 to the power of this.
+TORCHOPT_HD inline int bin_unit(int exponent, int bin) {
+  return exponent + 1 - kBinBits - (kBinBits + 1) * bin;
+}
+// What the sum of that bin starts from.
 TORCHOPT_HD inline double bin_bias(int exponent, int bin) {
-  return 1.5 * power_of_two(exponent + 1 - kBinBits - (kBinBits + 1) * bin + 52);
+  return 1.5 * power_of_two(bin_unit(exponent, bin) + 52);
+}
+// A finite fp32 number other than zero is a multiple of 2 to the power of this.
+TORCHOPT_HD inline int last_bit_of(float x) {
+  const int exponent = exponent_of(static_cast<double>(x));
+  return (exponent < -126 ? -126 : exponent) - 23;
 }
 
 }  // namespace

@@ -53,56 +53,55 @@ inline double block_sum_of_squares(const T* x, int64_t n) {
   return lane[0];
 }
 
-// The largest magnitude; a NaN counts above infinity.
-inline float max_magnitude(const float* x, int64_t n) {
-  uint32_t bits = 0;
+// The magnitudes that are not zero: from where to where they go; a NaN counts above infinity.
+struct Magnitudes {
+  float smallest;
+  float largest;  // 0: all are zero
+};
+template <class Bits, class T>
+inline Magnitudes magnitudes_of_bits(const T* x, int64_t n, Bits sign) {
+  Bits largest = 0;
+  Bits smallest_but_one = static_cast<Bits>(~Bits{0});  // which a zero, less one, is as well
   for (int64_t i = 0; i < n; ++i) {
-    const uint32_t magnitude = bit_cast<uint32_t>(x[i]) & 0x7fffffffu;
-    bits = magnitude > bits ? magnitude : bits;
+    const auto magnitude = static_cast<Bits>(bit_cast<Bits>(x[i]) & static_cast<Bits>(~sign));
+    const auto but_one = static_cast<Bits>(magnitude - 1);
+    largest = magnitude > largest ? magnitude : largest;
+    smallest_but_one = but_one < smallest_but_one ? but_one : smallest_but_one;
   }
-  return bit_cast<float>(bits);
+  const auto smallest = static_cast<Bits>(smallest_but_one + 1);
+  return {widen(bit_cast<T>(smallest)), widen(bit_cast<T>(largest))};
+}
+inline Magnitudes magnitudes(const float* x, int64_t n) {
+  return magnitudes_of_bits<uint32_t>(x, n, 0x80000000u);
 }
 template <class Half>
-inline float max_magnitude(const Half* x, int64_t n) {
-  uint16_t bits = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    const auto magnitude = static_cast<uint16_t>(x[i].bits & 0x7fffu);
-    bits = magnitude > bits ? magnitude : bits;
-  }
-  return widen(Half{bits});
+inline Magnitudes magnitudes(const Half* x, int64_t n) {
+  return magnitudes_of_bits<uint16_t>(x, n, 0x8000u);
 }
 
-// Adds the squares, all below 2**(exponent + 1), in Bins bins. Returns false, with nothing added,
-// if a square has bits below the last bin's unit.
+// Adds the squares, all below 2**(exponent + 1) and multiples of the last of Bins bins' unit.
 template <class L, int Bins, class T>
-inline bool add_squares_in_bins(const T* x, int64_t n, int exponent, ExactAccumulator& acc) {
+inline void add_squares_in_bins(const T* x, int64_t n, int exponent, ExactAccumulator& acc) {
   typename L::reg sums[Bins];
   double bias[Bins];
   for (int b = 0; b < Bins; ++b) {
     bias[b] = bin_bias(exponent, b);
     sums[b] = L::set1(bias[b]);
   }
-  typename L::reg left = L::set1(0.0);
   for (int64_t i = 0; i < n; i += L::width) {
     const auto wide = L::load(x + i);
     const auto first = L::add_exact_square(sums[0], wide);
     auto rest = L::exact_square_minus(wide, L::sub(first, sums[0]));
     sums[0] = first;
 #pragma GCC unroll 16
-    for (int b = 1; b < Bins; ++b) {
+    for (int b = 1; b < Bins - 1; ++b) {
       const auto sum = L::add(sums[b], rest);
       rest = L::sub(rest, L::sub(sum, sums[b]));
       sums[b] = sum;
     }
-    left = L::bit_or(left, rest);
+    sums[Bins - 1] = L::add(sums[Bins - 1], rest);
   }
   double lane[L::width];
-  L::store(lane, left);
-  for (const double residual : lane) {
-    if (residual != 0.0) {
-      return false;
-    }
-  }
   for (int b = 0; b < Bins; ++b) {
     L::store(lane, sums[b]);
     double total = 0.0;
@@ -111,7 +110,6 @@ inline bool add_squares_in_bins(const T* x, int64_t n, int exponent, ExactAccumu
     }
     accumulator_add(acc, total);
   }
-  return true;
 }
 
 template <class T>
@@ -127,18 +125,21 @@ inline void exact_sum_of_squares(const T* x, int64_t n, ExactAccumulator& acc) {
   int64_t vectorised = 0;
   if constexpr (L::width > 1 && sizeof(T) < sizeof(double)) {
     vectorised = n - n % L::width;
-    const float largest = max_magnitude(x, vectorised);
-    if (largest == 0.0f) {
+    const Magnitudes range = magnitudes(x, vectorised);
+    if (range.largest == 0.0f) {
       // all squares are zero
-    } else if (!(largest <= 0x1.fffffep127f)) {
+    } else if (!(range.largest <= 0x1.fffffep127f)) {
       vectorised = 0;  // infinities and NaNs are counted one by one
     } else {
-      const int exponent = exponent_of(static_cast<double>(largest) * static_cast<double>(largest));
-      // Squares have 48 bits: 2 bins hold gradients within 2**16 of the largest, 14 all of fp32's.
-      if (!add_squares_in_bins<L, 2>(x, vectorised, exponent, acc) &&
-          !add_squares_in_bins<L, 3>(x, vectorised, exponent, acc) &&
-          !add_squares_in_bins<L, 14>(x, vectorised, exponent, acc)) {
-        vectorised = 0;
+      const int exponent = exponent_of(square(range.largest));
+      // Gradients within 2**17 of the largest take 2 bins, all of fp32's take 14.
+      const int last_bit = 2 * last_bit_of(range.smallest);
+      if (last_bit >= bin_unit(exponent, 1)) {
+        add_squares_in_bins<L, 2>(x, vectorised, exponent, acc);
+      } else if (last_bit >= bin_unit(exponent, 2)) {
+        add_squares_in_bins<L, 3>(x, vectorised, exponent, acc);
+      } else {
+        add_squares_in_bins<L, 14>(x, vectorised, exponent, acc);
       }
     }
   }

@@ -109,7 +109,6 @@ py::object plain_local_gradient(PyObject* param, PyObject* gradient) {
   return complete ? local : py::none();
 }
 
-constexpr int64_t kEntriesPerThread = 512;
 constexpr size_t kAhead = 8;  // entries; their memory is asked for before it is read
 
 }  // namespace

@@ -1,7 +1,12 @@
 #include "python/state_snapshot.h"
 
+#include <ATen/Parallel.h>
+
 #include <algorithm>
 #include <array>
+#include <atomic>
+
+#include "plan/step_plan.h"
 
 namespace torchopt_ext {
 namespace {
@@ -22,8 +27,8 @@ bool is_read(PyObject* name) {
   });
 }
 
-// Calls visit(object) on every parameter and every key, entry and value of state, in order, until
-// it returns false. Returns whether it never did.
+// Calls visit(object) on every parameter and every key and entry of state, in order, until it
+// returns false. Returns whether it never did.
 template <class Visit>
 bool walk(const py::list& param_groups, const py::dict& state, const Visit& visit) {
   for (const py::handle group : param_groups) {
@@ -46,38 +51,98 @@ bool walk(const py::list& param_groups, const py::dict& state, const Visit& visi
     if (!visit(key) || !visit(entry)) {
       return false;
     }
-    PyObject* name = nullptr;
-    PyObject* value = nullptr;
-    for (Py_ssize_t inner = 0;
-         PyDict_Check(entry) && PyDict_Next(entry, &inner, &name, &value) != 0;) {
-      if (is_read(name) && !visit(value)) {
-        return false;
-      }
+  }
+  return true;
+}
+
+// The same for the values of an entry that a step reads. It changes nothing, reference counts
+// included: several threads may walk while one holds the interpreter's lock for all of them.
+template <class Visit>
+bool walk_entry(PyObject* entry, const Visit& visit) {
+  if (!PyDict_Check(entry)) {
+    return true;
+  }
+  PyObject* name = nullptr;
+  PyObject* value = nullptr;
+  for (Py_ssize_t at = 0; PyDict_Next(entry, &at, &name, &value) != 0;) {
+    if (is_read(name) && !visit(value)) {
+      return false;
     }
   }
   return true;
 }
 
+constexpr size_t kAhead = 8;  // entries; their memory is asked for before it is read
+
 }  // namespace
 
 StateSnapshot::StateSnapshot(const py::list& param_groups, const py::dict& state) {
   walk(param_groups, state, [this](PyObject* object) {
-    seen_.push_back(object);
+    outer_.push_back(object);
     return true;
   });
+  for (const auto& [key, entry] : state) {
+    Entry known{entry.ptr(), values_.size(), 0};
+    walk_entry(known.dict, [this](PyObject* value) {
+      values_.push_back(value);
+      return true;
+    });
+    known.count = values_.size() - known.first;
+    entries_.push_back(known);
+  }
+}
+
+bool StateSnapshot::entry_matches(const Entry& entry) const {
+  size_t count = 0;
+  return walk_entry(entry.dict,
+                    [&](PyObject* value) {
+                      return count < entry.count && values_[entry.first + count++] == value;
+                    }) &&
+         count == entry.count;
+}
+
+// First the dictionary, then what it refers to.
+void StateSnapshot::prefetch(size_t i) const {
+  if (i + kAhead < entries_.size()) {
+    __builtin_prefetch(entries_[i + kAhead].dict);
+  }
+  if (i < entries_.size() && PyDict_Check(entries_[i].dict)) {
+    const auto* keys = reinterpret_cast<const char*>(
+        reinterpret_cast<const PyDictObject*>(entries_[i].dict)->ma_keys);
+    for (const int line : {0, 64, 128}) {
+      __builtin_prefetch(keys + line);
+    }
+  }
 }
 
 bool StateSnapshot::matches(const py::list& param_groups, const py::dict& state) const {
   size_t next = 0;
   const bool same = walk(param_groups, state, [&](PyObject* object) {
-    return next < seen_.size() && seen_[next++] == object;
+    return next < outer_.size() && outer_[next++] == object;
   });
-  return same && next == seen_.size();
+  if (!same || next != outer_.size()) {
+    return false;
+  }
+  std::atomic<bool> matching{true};
+  at::parallel_for(0, static_cast<int64_t>(entries_.size()), kEntriesPerThread,
+                   [&](int64_t begin, int64_t end) {
+                     for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i) {
+                       prefetch(i + kAhead);
+                       if (!entry_matches(entries_[i])) {
+                         matching = false;
+                         return;
+                       }
+                     }
+                   });
+  return matching;
 }
 
 py::list StateSnapshot::objects() const {
   py::list list;
-  for (PyObject* object : seen_) {
+  for (PyObject* object : outer_) {
+    list.append(py::handle(object));
+  }
+  for (PyObject* object : values_) {
     list.append(py::handle(object));
   }
   return list;
