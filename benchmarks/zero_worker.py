@@ -128,6 +128,7 @@ def timed(name: str, shapes: Shapes, rounds: int) -> list[dict[str, Any]]:
     return [
         {
             "set": name,
+            "parameters": parameters(shapes),
             "implementation": kind,
             "operation": operation,
             "milliseconds": statistics.median(mine),

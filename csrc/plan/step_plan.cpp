@@ -8,60 +8,16 @@
 #include <utility>
 
 #include "plan/tensor_checks.h"
+#include "plan/tensor_fields.h"
 
 namespace torchopt_ext {
 namespace {
 
-constexpr char kEmptyGradient = 0;
 constexpr const char* kRoleNames[] = {"parameter",      "exp_avg",       "exp_avg_sq",
                                       "max_exp_avg_sq", "master weight", "state step"};
 
-// Only with Python's interpreter locked, if the tensor may be Python's: the second reference to a
-// tensor counts as one to its Python object (c10/util/intrusive_ptr.h, PyObject preservation).
-at::Tensor to_tensor(c10::TensorImpl* impl) {
-  return impl == nullptr
-             ? at::Tensor()
-             : at::Tensor(
-                   c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(
-                       impl));
-}
-
-bool is_16_bit(at::ScalarType dtype) { return dtype == at::kBFloat16 || dtype == at::kHalf; }
-
-// The memory of a tensor; null if it has none.
-const void* address(const c10::TensorImpl& tensor) {
-  const c10::Storage& storage = tensor.unsafe_storage();
-  if (!storage || storage.data() == nullptr) {
-    return nullptr;
-  }
-  return static_cast<const char*>(storage.data()) +
-         static_cast<size_t>(tensor.storage_offset()) * tensor.dtype().itemsize();
-}
-
 void* writable(const at::Tensor& tensor) {
   return tensor.defined() && tensor.numel() > 0 ? tensor.mutable_data_ptr() : nullptr;
-}
-
-c10::SmallVector<int64_t, 8> shape_of(const at::Tensor& tensor) {
-  c10::SmallVector<int64_t, 8> shape(tensor.sizes().begin(), tensor.sizes().end());
-  shape.append(tensor.strides().begin(), tensor.strides().end());
-  return shape;
-}
-
-// Same sizes, and same strides wherever a dimension has more than one element.
-bool has_shape(const c10::TensorImpl& tensor, const c10::SmallVector<int64_t, 8>& shape) {
-  const at::IntArrayRef sizes = tensor.sizes();
-  const at::IntArrayRef strides = tensor.strides();
-  const size_t dims = sizes.size();
-  if (2 * dims != shape.size()) {
-    return false;
-  }
-  for (size_t d = 0; d < dims; ++d) {
-    if (sizes[d] != shape[d] || (sizes[d] > 1 && strides[d] != shape[dims + d])) {
-      return false;
-    }
-  }
-  return true;
 }
 
 void check_master(const at::Tensor& master, const std::string& what, const at::Tensor& param,
@@ -261,14 +217,6 @@ void StepPlan::renew(const std::vector<size_t>& changed) {
   }
 }
 
-void StepPlan::release() {
-  for (size_t i = 0; i < size(); ++i) {
-    gradients_[i].reset();
-    strided_params_[i].reset();
-    work_.tensors[i].grad = nullptr;
-  }
-}
-
 void StepPlan::prefetch(size_t i) const {
   const auto ask = [](const void* memory) {
     __builtin_prefetch(memory);
@@ -282,131 +230,6 @@ void StepPlan::prefetch(size_t i) const {
   }
   if (known_[i].gradient != nullptr) {
     ask(known_[i].gradient);
-  }
-}
-
-void StepPlan::check_step(size_t i) const {
-  if (device_.is_cpu()) {
-    const float step = *work_.tensors[i].step;
-    TORCH_CHECK(step >= 0.0f && step < 0x1p62f, what("state step", i), " is ", step,
-                ", expected a count of steps");
-  }
-}
-
-bool StepPlan::take_gradient(size_t i, const at::Tensor& gradient) {
-  Known& known = known_[i];
-  if (!gradient.defined()) {
-    return true;  // release() has cleared what was there
-  }
-  const c10::TensorImpl* impl = gradient.unsafeGetTensorImpl();
-  known.gradient = impl;
-  if (dense_copies_[i].defined() || !(impl->key_set() == known.gradient_keys) ||
-      static_cast<int32_t>(gradient.scalar_type()) != known.gradient_type ||
-      impl->device() != device_ || !has_shape(*impl, known.shape)) {
-    return false;
-  }
-  const void* memory = address(*impl);
-  if (memory == nullptr) {
-    return false;
-  }
-  check_step(i);
-  gradients_[i] = gradient;
-  work_.tensors[i].grad = const_cast<void*>(memory);
-  return true;
-}
-
-void StepPlan::set_gradient(size_t i, const at::Tensor& gradient) {
-  if (take_gradient(i, gradient)) {
-    return;
-  }
-  TensorWork& work = work_.tensors[i];
-  Known& known = known_[i];
-  const at::ScalarType dtype = gradient.scalar_type();
-  if (dense_copies_[i].defined()) {
-    strided_params_[i] = to_tensor(borrowed_[i][kParam]);
-  }
-  const at::Tensor param =
-      dense_copies_[i].defined() ? dense_copies_[i] : to_tensor(borrowed_[i][kParam]);
-  const at::ScalarType expected = param.scalar_type();
-  const bool wider = dtype == at::kFloat && is_16_bit(expected);
-  if (gradient.layout() != at::kStrided || !(dtype == expected || wider) || gradient.is_meta()) {
-    check_supported(gradient, what("gradient", i));
-    TORCH_CHECK(false, what("gradient", i), " has dtype ", dtype, ", expected ", expected);
-  }
-  TORCH_CHECK(gradient.sizes() == param.sizes(), what("gradient", i), " has shape ",
-              gradient.sizes(), ", expected ", param.sizes());
-  TORCH_CHECK(gradient.device() == device_, what("gradient", i), " is on ", gradient.device(),
-              ", expected ", device_);
-  check_step(i);
-  if (has_shape(*gradient.unsafeGetTensorImpl(), known.shape) && !is_lazy(gradient)) {
-    known.gradient_keys = gradient.key_set();
-    known.gradient_type = static_cast<int32_t>(dtype);
-    gradients_[i] = gradient;
-  } else {
-    TORCH_CHECK(!work_.options.write_back_gradients, what("gradient", i), " has strides ",
-                gradient.strides(),
-                ", not its parameter's, and cannot be written back while it is stepped");
-    gradients_[i] = at::empty_like(param, param.options().dtype(dtype)).copy_(gradient.detach());
-    ++gradients_copied_;
-    known.gradient_type = -1;  // the next is looked at closely, whatever it is
-  }
-  work.grad_dtype = dtype == at::kFloat ? DType::kFloat32 : work.param_dtype;
-  // An empty gradient may have no memory, but its parameter takes part: its step counts.
-  work.grad = const_cast<void*>(gradient.numel() > 0 ? address(*gradients_[i].unsafeGetTensorImpl())
-                                                     : &kEmptyGradient);
-  TORCH_CHECK(work.grad != nullptr, what("gradient", i), " has had its storage freed");
-}
-
-void StepPlan::check_gradients_apart() const {
-  if (!work_.options.write_back_gradients) {
-    return;
-  }
-  std::vector<NamedTensor> gradients;
-  gradients.reserve(size());
-  for (size_t i = 0; i < size(); ++i) {
-    if (gradients_[i].defined()) {
-      gradients.push_back({gradients_[i], what("gradient", i), true});
-    }
-  }
-  check_no_overlap(gradients);
-}
-
-void StepPlan::accumulate(const at::Tensor& accumulator, bool normalize) const {
-  backend_for(device_).sum_of_squares(work_, accumulator, normalize);
-}
-
-void StepPlan::count_as_changed(size_t i) const {
-  const int parts = steps_in_one_ ? kStep : kParts;
-  for (int part = 0; part < parts; ++part) {
-    c10::TensorImpl* tensor = borrowed_[i][static_cast<size_t>(part)];
-    if (tensor != nullptr && !tensor->is_inference()) {
-      tensor->bump_version();
-    }
-  }
-  if (work_.options.write_back_gradients) {
-    bump_version(gradients_[i]);
-  }
-}
-
-void StepPlan::update(const std::vector<GroupHyper>& groups, const at::Tensor& control) {
-  std::vector<size_t> copies;
-  for (size_t i = 0; i < size(); ++i) {
-    if (dense_copies_[i].defined() && work_.tensors[i].grad != nullptr) {
-      copies.push_back(i);
-      dense_copies_[i].copy_(strided_params_[i].detach());
-    }
-  }
-  backend_for(device_).adam(work_, groups, control, traces_);
-  for (const size_t i : copies) {
-    strided_params_[i].detach().copy_(dense_copies_[i]);
-  }
-  for (size_t i = 0; i < size(); ++i) {
-    if (work_.tensors[i].grad != nullptr) {
-      count_as_changed(i);
-    }
-  }
-  if (steps_in_one_ && !borrowed_[0][kStep]->is_inference()) {
-    borrowed_[0][kStep]->bump_version();
   }
 }
 

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "plan/backend.h"
+#include "plan/tensor_fields.h"
 
 namespace torchopt_ext {
 
@@ -83,12 +84,12 @@ class StepPlan {
  private:
   // What is known of an entry besides its TensorWork.
   struct Known {
-    c10::SmallVector<int64_t, 8> shape;  // sizes, then strides, of the parameter or its dense copy
+    Shape shape;  // of the parameter or its dense copy
     caffe2::TypeMeta param_type;
     caffe2::TypeMeta state_type;
     // Of a parameter that is not dense.
     const void* strided_memory = nullptr;
-    c10::SmallVector<int64_t, 8> strided_shape;
+    Shape strided_shape;
     c10::DispatchKeySet gradient_keys;          // of a gradient that needed no closer look
     int32_t gradient_type = -1;                 // its ScalarType
     const c10::TensorImpl* gradient = nullptr;  // the last one, for prefetch only

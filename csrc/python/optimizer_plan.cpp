@@ -3,32 +3,14 @@
 #include <ATen/Parallel.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include "python/dtensor.h"
+#include "python/param_group.h"
 #include "step_ops.h"
 
 namespace torchopt_ext {
 namespace {
 
 namespace py = pybind11;
-
-// A param group's arguments, under the keys of torch.optim.AdamW.
-GroupHyper read_group(const py::handle& group, at::Device device) {
-  GroupHyper hyper{};
-  const py::object lr = group["lr"];
-  if (THPVariable_Check(lr.ptr())) {
-    hyper.lr = THPVariable_Unpack(lr.ptr());
-    check_lr(hyper.lr, device);
-  } else {
-    hyper.adam.lr = py::float_(lr);
-  }
-  const py::sequence betas = group["betas"];
-  hyper.adam.beta1 = py::float_(betas[0]);
-  hyper.adam.beta2 = py::float_(betas[1]);
-  hyper.adam.eps = py::float_(group["eps"]);
-  hyper.adam.weight_decay = py::float_(group["weight_decay"]);
-  hyper.adam.maximize = py::bool_(group["maximize"]);
-  hyper.adam.decoupled_weight_decay = py::bool_(group["decoupled_weight_decay"]);
-  return hyper;
-}
 
 // An undefined tensor for None.
 at::Tensor unpack(PyObject* object) {
@@ -64,50 +46,6 @@ class ReleaseAtEnd {
  private:
   OptimizerPlan* plan_;
 };
-
-}  // namespace
-
-namespace {
-
-// A DTensor's attribute; an error if it is missing.
-py::object attribute(PyObject* object, PyObject* name) {
-  PyObject* value = PyObject_GetAttr(object, name);
-  if (value == nullptr) {
-    throw py::error_already_set();
-  }
-  return py::reinterpret_steal<py::object>(value);
-}
-
-// The local tensor of a DTensor's gradient that is placed as its parameter is and complete, which
-// most are; None otherwise. Two gradients of a mesh share its object, their placements may differ.
-py::object plain_local_gradient(PyObject* param, PyObject* gradient) {
-  static PyObject* const kSpec = PyUnicode_InternFromString("_spec");
-  static PyObject* const kPlacements = PyUnicode_InternFromString("placements");
-  static PyObject* const kMesh = PyUnicode_InternFromString("mesh");
-  static PyObject* const kLocal = PyUnicode_InternFromString("_local_tensor");
-  if (Py_TYPE(gradient) == reinterpret_cast<PyTypeObject*>(THPVariableClass) ||
-      PyObject_HasAttr(gradient, kSpec) == 0) {
-    return py::none();
-  }
-  const py::object wanted = attribute(param, kSpec);
-  const py::object found = attribute(gradient, kSpec);
-  if (!wanted.is(found)) {
-    const int same =
-        attribute(wanted.ptr(), kMesh).is(attribute(found.ptr(), kMesh))
-            ? PyObject_RichCompareBool(attribute(wanted.ptr(), kPlacements).ptr(),
-                                       attribute(found.ptr(), kPlacements).ptr(), Py_EQ)
-            : 0;
-    if (same < 0) {
-      throw py::error_already_set();
-    }
-    if (same == 0) {
-      return py::none();
-    }
-  }
-  const py::object local = attribute(gradient, kLocal);
-  const bool complete = Py_TYPE(local.ptr()) == reinterpret_cast<PyTypeObject*>(THPVariableClass);
-  return complete ? local : py::none();
-}
 
 constexpr size_t kAhead = 8;  // entries; their memory is asked for before it is read
 
@@ -198,7 +136,6 @@ void OptimizerPlan::look(size_t part) {
 // False if a DTensor has another local tensor than before. Memory that was replaced under a tensor
 // is taken as it is now.
 bool OptimizerPlan::attach(size_t part) {
-  static PyObject* const kLocal = PyUnicode_InternFromString("_local_tensor");
   const std::vector<Objects>& objects = objects_[part];
   changed_.clear();
   for (size_t i = 0; i < objects.size(); ++i) {
@@ -206,7 +143,7 @@ bool OptimizerPlan::attach(size_t part) {
       continue;
     }
     if (objects[i].wrapped &&
-        attribute(objects[i].param, kLocal).ptr() != objects[i].local[StepPlan::kParam]) {
+        local_tensor(objects[i].param).ptr() != objects[i].local[StepPlan::kParam]) {
       return false;
     }
     if (what_is_left_[i] == Left::kAll) {

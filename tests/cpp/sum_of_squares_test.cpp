@@ -2,6 +2,7 @@
 // give the same accumulator.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -85,6 +86,25 @@ TEST(SumOfSquares, SameBitsWhereverAGradientStarts) {
         expect_same_sum(
             gradient(grad.data() + offset * element_size(dtype), dtype, rows, row_length),
             " by offset");
+      }
+    }
+  }
+}
+
+// Few bins hold gradients of about the same size, more those that are far apart; every last bit of
+// the smallest counts.
+TEST(SumOfSquares, SameBitsHoweverFarGradientsAreApart) {
+  constexpr float kOdd = 0x1.fffffep0f;
+  for (const int largest : {127, 60, 0, -60, -126}) {
+    for (int apart = 0; apart < 277 && largest - apart >= -149; ++apart) {
+      for (const int64_t n : {9, 4096}) {
+        std::vector<float> grad(static_cast<size_t>(n), std::ldexp(kOdd, largest - apart));
+        grad[0] = std::ldexp(kOdd, largest);
+        grad[3] = 0.0f;
+        expect_same_sum(gradient(grad.data(), DType::kFloat32, n, 1), " of one large element");
+        std::fill(grad.begin(), grad.end(), -std::ldexp(kOdd, largest));
+        grad[1] = std::ldexp(1.0f, std::max(largest - apart, -149));
+        expect_same_sum(gradient(grad.data(), DType::kFloat32, n, 1), " of one small element");
       }
     }
   }

@@ -1,0 +1,148 @@
+// What a step plan does in a step: takes the gradients, and runs the two passes.
+#include <ATen/ops/empty_like.h>
+
+#include "plan/step_plan.h"
+#include "plan/tensor_checks.h"
+#include "plan/tensor_fields.h"
+
+namespace torchopt_ext {
+namespace {
+
+constexpr char kEmptyGradient = 0;
+
+}  // namespace
+
+void StepPlan::check_step(size_t i) const {
+  if (device_.is_cpu()) {
+    const float step = *work_.tensors[i].step;
+    TORCH_CHECK(step >= 0.0f && step < 0x1p62f, what("state step", i), " is ", step,
+                ", expected a count of steps");
+  }
+}
+
+bool StepPlan::take_gradient(size_t i, const at::Tensor& gradient) {
+  Known& known = known_[i];
+  if (!gradient.defined()) {
+    return true;  // release() has cleared what was there
+  }
+  const c10::TensorImpl* impl = gradient.unsafeGetTensorImpl();
+  known.gradient = impl;
+  if (dense_copies_[i].defined() || !(impl->key_set() == known.gradient_keys) ||
+      static_cast<int32_t>(gradient.scalar_type()) != known.gradient_type ||
+      impl->device() != device_ || !has_shape(*impl, known.shape)) {
+    return false;
+  }
+  const void* memory = address(*impl);
+  if (memory == nullptr) {
+    return false;
+  }
+  check_step(i);
+  gradients_[i] = gradient;
+  work_.tensors[i].grad = const_cast<void*>(memory);
+  return true;
+}
+
+void StepPlan::set_gradient(size_t i, const at::Tensor& gradient) {
+  if (take_gradient(i, gradient)) {
+    return;
+  }
+  TensorWork& work = work_.tensors[i];
+  Known& known = known_[i];
+  const at::ScalarType dtype = gradient.scalar_type();
+  if (dense_copies_[i].defined()) {
+    strided_params_[i] = to_tensor(borrowed_[i][kParam]);
+  }
+  const at::Tensor param =
+      dense_copies_[i].defined() ? dense_copies_[i] : to_tensor(borrowed_[i][kParam]);
+  const at::ScalarType expected = param.scalar_type();
+  const bool wider = dtype == at::kFloat && is_16_bit(expected);
+  if (gradient.layout() != at::kStrided || !(dtype == expected || wider) || gradient.is_meta()) {
+    check_supported(gradient, what("gradient", i));
+    TORCH_CHECK(false, what("gradient", i), " has dtype ", dtype, ", expected ", expected);
+  }
+  TORCH_CHECK(gradient.sizes() == param.sizes(), what("gradient", i), " has shape ",
+              gradient.sizes(), ", expected ", param.sizes());
+  TORCH_CHECK(gradient.device() == device_, what("gradient", i), " is on ", gradient.device(),
+              ", expected ", device_);
+  check_step(i);
+  if (has_shape(*gradient.unsafeGetTensorImpl(), known.shape) && !is_lazy(gradient)) {
+    known.gradient_keys = gradient.key_set();
+    known.gradient_type = static_cast<int32_t>(dtype);
+    gradients_[i] = gradient;
+  } else {
+    TORCH_CHECK(!work_.options.write_back_gradients, what("gradient", i), " has strides ",
+                gradient.strides(),
+                ", not its parameter's, and cannot be written back while it is stepped");
+    gradients_[i] = at::empty_like(param, param.options().dtype(dtype)).copy_(gradient.detach());
+    ++gradients_copied_;
+    known.gradient_type = -1;  // the next is looked at closely, whatever it is
+  }
+  work.grad_dtype = dtype == at::kFloat ? DType::kFloat32 : work.param_dtype;
+  // An empty gradient may have no memory, but its parameter takes part: its step counts.
+  work.grad = const_cast<void*>(gradient.numel() > 0 ? address(*gradients_[i].unsafeGetTensorImpl())
+                                                     : &kEmptyGradient);
+  TORCH_CHECK(work.grad != nullptr, what("gradient", i), " has had its storage freed");
+}
+
+void StepPlan::check_gradients_apart() const {
+  if (!work_.options.write_back_gradients) {
+    return;
+  }
+  std::vector<NamedTensor> gradients;
+  gradients.reserve(size());
+  for (size_t i = 0; i < size(); ++i) {
+    if (gradients_[i].defined()) {
+      gradients.push_back({gradients_[i], what("gradient", i), true});
+    }
+  }
+  check_no_overlap(gradients);
+}
+
+void StepPlan::accumulate(const at::Tensor& accumulator, bool normalize) const {
+  backend_for(device_).sum_of_squares(work_, accumulator, normalize);
+}
+
+void StepPlan::count_as_changed(size_t i) const {
+  const int parts = steps_in_one_ ? kStep : kParts;
+  for (int part = 0; part < parts; ++part) {
+    c10::TensorImpl* tensor = borrowed_[i][static_cast<size_t>(part)];
+    if (tensor != nullptr && !tensor->is_inference()) {
+      tensor->bump_version();
+    }
+  }
+  if (work_.options.write_back_gradients) {
+    bump_version(gradients_[i]);
+  }
+}
+
+void StepPlan::update(const std::vector<GroupHyper>& groups, const at::Tensor& control) {
+  std::vector<size_t> copies;
+  for (size_t i = 0; i < size(); ++i) {
+    if (dense_copies_[i].defined() && work_.tensors[i].grad != nullptr) {
+      copies.push_back(i);
+      dense_copies_[i].copy_(strided_params_[i].detach());
+    }
+  }
+  backend_for(device_).adam(work_, groups, control, traces_);
+  for (const size_t i : copies) {
+    strided_params_[i].detach().copy_(dense_copies_[i]);
+  }
+  for (size_t i = 0; i < size(); ++i) {
+    if (work_.tensors[i].grad != nullptr) {
+      count_as_changed(i);
+    }
+  }
+  if (steps_in_one_ && !borrowed_[0][kStep]->is_inference()) {
+    borrowed_[0][kStep]->bump_version();
+  }
+}
+
+void StepPlan::release() {
+  for (size_t i = 0; i < size(); ++i) {
+    gradients_[i].reset();
+    strided_params_[i].reset();
+    work_.tensors[i].grad = nullptr;
+  }
+}
+
+}  // namespace torchopt_ext

@@ -1,0 +1,54 @@
+// Fields of tensors that a step plan reads and compares, step after step.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace torchopt_ext {
+
+using Shape = c10::SmallVector<int64_t, 8>;  // sizes, then strides
+
+// Only with Python's interpreter locked, if the tensor may be Python's: the second reference to a
+// tensor counts as one to its Python object (c10/util/intrusive_ptr.h, PyObject preservation).
+inline at::Tensor to_tensor(c10::TensorImpl* impl) {
+  return impl == nullptr
+             ? at::Tensor()
+             : at::Tensor(
+                   c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(
+                       impl));
+}
+
+inline bool is_16_bit(at::ScalarType dtype) { return dtype == at::kBFloat16 || dtype == at::kHalf; }
+
+// The memory of a tensor; null if it has none.
+inline const void* address(const c10::TensorImpl& tensor) {
+  const c10::Storage& storage = tensor.unsafe_storage();
+  if (!storage || storage.data() == nullptr) {
+    return nullptr;
+  }
+  return static_cast<const char*>(storage.data()) +
+         static_cast<size_t>(tensor.storage_offset()) * tensor.dtype().itemsize();
+}
+
+inline Shape shape_of(const at::Tensor& tensor) {
+  Shape shape(tensor.sizes().begin(), tensor.sizes().end());
+  shape.append(tensor.strides().begin(), tensor.strides().end());
+  return shape;
+}
+
+// Same sizes, and same strides wherever a dimension has more than one element.
+inline bool has_shape(const c10::TensorImpl& tensor, const Shape& shape) {
+  const at::IntArrayRef sizes = tensor.sizes();
+  const at::IntArrayRef strides = tensor.strides();
+  const size_t dims = sizes.size();
+  if (2 * dims != shape.size()) {
+    return false;
+  }
+  for (size_t d = 0; d < dims; ++d) {
+    if (sizes[d] != shape[d] || (sizes[d] > 1 && strides[d] != shape[dims + d])) {
+      return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace torchopt_ext
