@@ -18,7 +18,7 @@ Calls = dict[str, Callable[[], object]]
 
 OURS, FUSED, FOREACH = "torchopt_ext", "torch fused", "torch foreach"
 STEP, CLIP, SCALER = "step", "clip+step", "scaler+clip+step"
-HOST = "host, before pass A"  # checks and gathering alone, which a step does first
+HOST = "before pass A"  # what the host does first in a step: checks, and gathering of gradients
 MAX_NORM = 1.0
 # With any other scale, unscaling the same gradients again and again would end in subnormals, which
 # take processors longer. The scale does not grow either.

@@ -76,7 +76,8 @@ def draw(panel: Axes, rows: list[Row]) -> None:
                 edgecolor="white",
             )
             labelled.add(name)
-            text, top = f"{median:.3g}" + ("\u2191" if cut else ""), limit if cut else ms["q75"]
+            text = f"{median:,.0f}" if median >= 1000 else f"{median:.3g}"
+            text, top = text + ("\u2191" if cut else ""), limit if cut else ms["q75"]
             highest = max(highest, top)
             panel.text(x, top, text, ha="center", va="bottom", fontsize=7)
             if row["roofline"] is not None:

@@ -22,7 +22,6 @@ BYTES = {
     "update_bf16": 14,
 }
 OBJECTS = "read_objects"
-OBJECT_BYTES = 256  # of a tensor and its storage
 
 
 @functools.cache
@@ -45,9 +44,7 @@ def objects_case(*streams: Sequence[Tensor]) -> Case:
     for stream in streams:
         addresses.append([tensor._cdata for tensor in stream])
         addresses.append([tensor.untyped_storage()._cdata for tensor in stream])
-    parameters = sum(tensor.numel() for tensor in streams[0])
-    size = OBJECT_BYTES * sum(map(len, streams)) / parameters
-    return Case(LOOP, OBJECTS, loop_call(OBJECTS, addresses, [1] * len(streams[0]), streams), size)
+    return Case(LOOP, OBJECTS, loop_call(OBJECTS, addresses, [1] * len(streams[0]), streams), None)
 
 
 def loop_call(

@@ -80,7 +80,7 @@ def host(rows: list[Row]) -> Iterable[Target]:
     row = find(rows, SMALL, HOST, OURS)
     if row is not None:
         ms = row["milliseconds"]["median"]
-        text = f"{SMALL}, {HOST}, at most {HOST_MILLISECONDS:g} ms"
+        text = f"{SMALL}, host {HOST}, at most {HOST_MILLISECONDS:g} ms"
         yield Target(text, f"{ms:.3f} ms", ms <= HOST_MILLISECONDS)
 
 
