@@ -5,6 +5,8 @@ import sysconfig
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from config import Training
 from torch import Tensor
 
 MIN_BYTES = 5_000_000
@@ -86,3 +88,15 @@ class TrainingData:
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         self.position = state_dict["position"]
+
+
+def training_data(text: Tensor, job: Training) -> TrainingData:
+    """This rank's share of the training text."""
+    return TrainingData(
+        text,
+        batch_size=job.batch_size,
+        seq_len=job.seq_len,
+        seed=job.seed,
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+    )

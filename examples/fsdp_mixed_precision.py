@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from checkpoint import fingerprint
 from config import JobConfig, load_config
-from data import TrainingData, load_text
+from data import TrainingData, load_text, training_data
 from launch import start_ranks
 from model import Transformer
 from torch import Tensor
@@ -115,14 +115,7 @@ def build(name: str, config: JobConfig, text: Tensor, dtype: torch.dtype) -> Way
         model.parameters(), lr=config.optimizer.lr, eps=config.optimizer.eps, fused=True
     )
     optimizer = FSDPadaptOptimizer(base, clip_grad_norm=config.optimizer.max_grad_norm)
-    data = TrainingData(
-        text,
-        batch_size=job.batch_size,
-        seq_len=job.seq_len,
-        seed=job.seed,
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-    )
+    data = training_data(text, job)
     warm_up = LinearLR(optimizer, 0.1, total_iters=config.lr_scheduler.warmup_steps)
     return Way(name, model, optimizer, warm_up, data)
 

@@ -21,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from checkpoint import fingerprint, newest_checkpoint, step_folder
 from config import JobConfig, load_config
-from data import TrainingData, load_text, windows
+from data import load_text, training_data, windows
 from model import Transformer
 from step_time import compare_step_times
 from torch import Tensor, nn
@@ -72,16 +72,9 @@ def train(config: JobConfig, out: Path, label: str) -> None:
     torch.set_num_threads(1)  # each rank has a core
 
     # Model, optimizer, schedule and data: the parts of the job that a checkpoint holds.
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     train_text, held_out_text = load_text()
-    data = TrainingData(
-        train_text,
-        batch_size=config.training.batch_size,
-        seq_len=config.training.seq_len,
-        seed=config.training.seed,
-        rank=rank,
-        world_size=world_size,
-    )
+    data = training_data(train_text, config.training)
     validation = validation_batches(held_out_text, config)
     model = Transformer(**vars(config.model), max_seq_len=config.training.seq_len)
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from config import JobConfig, load_config
-from data import TrainingData, load_text
+from data import TrainingData, load_text, training_data
 from launch import start_ranks
 from model import Transformer
 from torch import Tensor, nn
@@ -118,14 +118,7 @@ def build(name: str, config: JobConfig, text: Tensor) -> Way:
     job, max_norm = config.training, config.optimizer.max_grad_norm
     torch.manual_seed(job.seed)  # without DDP nothing else makes the ranks' weights equal
     model = Transformer(**vars(config.model), max_seq_len=job.seq_len)
-    data = TrainingData(
-        text,
-        batch_size=job.batch_size,
-        seq_len=job.seq_len,
-        seed=job.seed,
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-    )
+    data = training_data(text, job)
     forward: nn.Module = model
     if name != SHARDED:
         forward = DistributedDataParallel(model, gradient_as_bucket_view=True)

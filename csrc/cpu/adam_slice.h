@@ -21,29 +21,39 @@ Void* element(Void* memory, int64_t size, int64_t i) {
   return memory == nullptr ? nullptr : static_cast<Byte*>(memory) + i * size;
 }
 
+// Calls visit(i, its global element, length) for the runs of elements [begin, begin + n) of a
+// tensor that follow one another in the whole parameter.
+template <class Visit>
+void for_each_run(const TensorWork& work, int64_t begin, int64_t n, const Visit& visit) {
+  for (int64_t i = begin; i < begin + n;) {
+    const int64_t left = begin + n - i;
+    const int64_t run = work.run == 0 ? left : work.run - i % work.run;
+    const int64_t length = run < left ? run : left;
+    visit(i, global_element(work, i), length);
+    i += length;
+  }
+}
+
 // Random bits of elements [begin, begin + n) of a tensor.
 inline void tile_random_bits(const KernelTable& table, const RoundingKey& key,
                              const TensorWork& work, int64_t begin, int64_t n, uint64_t* to) {
-  for (int64_t i = 0; i < n;) {
-    const int64_t run = work.run == 0 ? n - i : work.run - (begin + i) % work.run;
-    const int64_t length = run < n - i ? run : n - i;
-    table.random_bits(key, global_element(work, begin + i), to + i, length);
-    i += length;
-  }
+  for_each_run(work, begin, n, [&](int64_t i, int64_t global, int64_t length) {
+    table.random_bits(key, global, to + (i - begin), length);
+  });
 }
 
 // Digest of elements [begin, begin + n) of one of a tensor's arrays.
 inline uint64_t tile_digest(const KernelTable& table, const TensorWork& work, Role role,
                             const void* memory, int64_t size, int64_t begin, int64_t n) {
+  if (memory == nullptr) {
+    return 0;
+  }
   const int log2_size = size == 8 ? 3 : size == 4 ? 2 : 1;
   uint64_t sum = 0;
-  for (int64_t i = begin; memory != nullptr && i < begin + n;) {
-    const int64_t run = work.run == 0 ? begin + n - i : work.run - i % work.run;
-    const int64_t length = run < begin + n - i ? run : begin + n - i;
-    sum += table.digest[log2_size](element(memory, size, i), digest_salt(work.index, role),
-                                   global_element(work, i), length);
-    i += length;
-  }
+  for_each_run(work, begin, n, [&](int64_t i, int64_t global, int64_t length) {
+    sum += table.digest[log2_size](element(memory, size, i), digest_salt(work.index, role), global,
+                                   length);
+  });
   return sum;
 }
 
@@ -81,11 +91,11 @@ class AdamSlice {
  public:
   AdamSlice(const KernelTable& table, const StepOptions& options, const AdamScalars<T>& scalars,
             const TensorWork& work)
-      : table_(table), options_(options), scalars_(scalars), work_(work) {
-    rounds_randomly_ = options.stochastic_rounding &&
-                       ((work.param_dtype == DType::kBFloat16 && work.weights == Weights::kPlain) ||
-                        work.state_dtype == DType::kBFloat16);
-  }
+      : table_(table),
+        options_(options),
+        scalars_(scalars),
+        work_(work),
+        rounds_randomly_(rounds_randomly(options, work)) {}
 
   // Elements [begin, end). `trace` is null if it is not wanted.
   void run(int64_t begin, int64_t end, ChunkTrace* trace) {

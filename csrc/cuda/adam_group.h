@@ -53,9 +53,7 @@ class AdamGroups {
   TORCHOPT_HD AdamGroups(const TensorWork& work, const StepOptions& options,
                          const AdamScalars<T>& scalars)
       : work_(work), scalars_(scalars), write_back_(options.write_back_gradients) {
-    rounds_randomly_ = options.stochastic_rounding &&
-                       ((work.param_dtype == DType::kBFloat16 && work.weights == Weights::kPlain) ||
-                        work.state_dtype == DType::kBFloat16);
+    rounds_randomly_ = rounds_randomly(options, work);
     key_ = {options.rounding_seed,
             rounds_randomly_ ? static_cast<uint32_t>(static_cast<int64_t>(*work.step)) : 0,
             work.index};

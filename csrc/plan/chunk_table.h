@@ -55,6 +55,18 @@ struct StepOptions {
   uint64_t rounding_seed = 0;
 };
 
+namespace {
+
+// Whether what a step stores of a tensor takes random bits: not where an fp32 master or a remainder
+// keeps what the parameter loses.
+TORCHOPT_HD inline bool rounds_randomly(const StepOptions& options, const TensorWork& work) {
+  return options.stochastic_rounding &&
+         ((work.param_dtype == DType::kBFloat16 && work.weights == Weights::kPlain) ||
+          work.state_dtype == DType::kBFloat16);
+}
+
+}  // namespace
+
 // What a step saw of one chunk while its values were in the cache.
 struct ChunkTrace {
   double grad_sumsq;    // of the gradient as it is in memory, scaled

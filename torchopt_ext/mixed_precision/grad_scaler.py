@@ -11,7 +11,7 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.optim import Optimizer
 
 from torchopt_ext import ops
-from torchopt_ext.optim.control import write_fields
+from torchopt_ext.optim.control import check_scale_limits, write_fields
 from torchopt_ext.optim.local import moved
 
 _GROWTH = ops.CONTROL_FIELDS.index("growth_tracker")
@@ -53,10 +53,7 @@ class GradScaler(torch.amp.GradScaler):
         min_scale: float = 0.0,
         max_scale: float = 0.0,
     ) -> None:
-        if hysteresis < 0:
-            raise ValueError(f"Invalid hysteresis: {hysteresis}")
-        if not 0.0 <= min_scale or not 0.0 <= max_scale or 0.0 < max_scale < min_scale:
-            raise ValueError(f"Invalid min_scale and max_scale: {min_scale}, {max_scale}")
+        check_scale_limits(hysteresis, min_scale, max_scale)
         self._block: Tensor | None = None
         self._init_hysteresis_tracker = 0
         self._limits = {

@@ -51,6 +51,14 @@ class ControlView:
         return f"ControlView({', '.join(pairs)})"
 
 
+def check_scale_limits(hysteresis: int, min_scale: float, max_scale: float) -> None:
+    """Raises ValueError unless a loss scale can follow these limits, of which 0 is none."""
+    if hysteresis < 0:
+        raise ValueError(f"Invalid hysteresis: {hysteresis}")
+    if not 0.0 <= min_scale or not 0.0 <= max_scale or 0.0 < max_scale < min_scale:
+        raise ValueError(f"Invalid min_scale and max_scale: {min_scale}, {max_scale}")
+
+
 class Controlled:
     """An optimizer's control blocks, one for each device, and the settings they are made from."""
 
@@ -141,11 +149,15 @@ class Controlled:
         Raises:
             ValueError: an argument out of range.
         """
-        if not init_scale > 0 or growth_interval < 1 or hysteresis < 0:
+        if not init_scale > 0 or growth_interval < 1:
             raise ValueError(
-                f"Invalid loss scale: init_scale={init_scale}, growth_interval={growth_interval}, "
-                f"hysteresis={hysteresis}"
+                f"Invalid loss scale: init_scale={init_scale}, growth_interval={growth_interval}"
             )
+        if not growth_factor > 1 or not 0 < backoff_factor < 1:
+            raise ValueError(
+                f"Invalid factors: {growth_factor} to grow, {backoff_factor} to back off"
+            )
+        check_scale_limits(hysteresis, min_scale, max_scale)
         self._set_control(
             growth_factor=growth_factor,
             backoff_factor=backoff_factor,

@@ -464,3 +464,30 @@ def test_fused_step_of_differing_settings_is_refused() -> None:
     with pytest.raises(ValueError, match="differ"):
         fused_step([first, second])
     assert (snapshot(first), snapshot(second)) == before
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"init_scale": 0.0},
+        {"growth_interval": 0},
+        {"growth_factor": 1.0},
+        {"backoff_factor": 1.0},
+        {"backoff_factor": 0.0},
+        {"hysteresis": -1},
+        {"min_scale": -1.0},
+        {"max_scale": math.nan},
+        {"min_scale": 4.0, "max_scale": 2.0},
+    ],
+    ids=str,
+)
+def test_a_loss_scale_that_cannot_be_followed_is_refused(wrong: dict[str, Any]) -> None:
+    params = make_params([(3,)])
+    optimizer = OURS["AdamW"](params, lr=0.1)
+    set_gradients(params)
+    optimizer.step()
+    before = snapshot(optimizer)
+    with pytest.raises(ValueError, match="Invalid"):
+        optimizer.set_loss_scale(**{"init_scale": 8.0, **wrong})
+    assert snapshot(optimizer) == before
+    assert optimizer.control.loss_scale == 1.0
