@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from bf16_cases import MASTERS, OPERATORS, PREALLOCATED, REMAINDER
 from cases import CLIP, FUSED, HOST, OURS, SCALER, STEP, UPDATE
 from rows import LOOP, Row, find
-from shapes import GPT2, LARGE, SMALL
+from shapes import GPT2, LARGE, ONES, SMALL
 
 BF16, FLUSHED = f"{GPT2}, bf16", f"{SMALL}, caches flushed"
 # Memory of some machines has two modes, which give pass B's streams about 60 and 100 GB/s. The fast
@@ -69,7 +69,7 @@ def roofline(rows: list[Row]) -> Iterable[Target]:
         ratio, what = row["roofline"]["ratio"], f"{row['set']}, {row['operation']}"
         what += row["implementation"].removeprefix(OURS)
         if row["operation"] == STEP:
-            text = f"{what}, pass B at least {PASS_B_PERCENT:g} % of its plain loop"
+            text = f"{what}, pass B at least {PASS_B_PERCENT:g} % of its plain loops"
             yield Target(text, f"{100 / ratio:.1f} %", 100 / ratio >= PASS_B_PERCENT)
         else:
             text = f"{what}, at most {OVER_ROOFLINE:g} times the roofline"
@@ -77,11 +77,13 @@ def roofline(rows: list[Row]) -> Iterable[Target]:
 
 
 def host(rows: list[Row]) -> Iterable[Target]:
-    row = find(rows, SMALL, HOST, OURS)
-    if row is not None:
-        ms = row["milliseconds"]["median"]
-        text = f"{SMALL}, host {HOST}, at most {HOST_MILLISECONDS:g} ms"
-        yield Target(text, f"{ms:.3f} ms", ms <= HOST_MILLISECONDS)
+    """The host's part of a step by itself, and a whole step with next to nothing else in it."""
+    for name, operation in ((SMALL, HOST), (ONES, STEP)):
+        row = find(rows, name, operation, OURS)
+        if row is not None:
+            ms = row["milliseconds"]["median"]
+            text = f"{name}, {operation}, host time at most {HOST_MILLISECONDS:g} ms"
+            yield Target(text, f"{ms:.3f} ms", ms <= HOST_MILLISECONDS)
 
 
 def allocations(counted: list[Row]) -> Iterable[Target]:

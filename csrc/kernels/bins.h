@@ -3,6 +3,8 @@
 // what was added (Demmel & Nguyen's and ReproBLAS' indexed sums).
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/dtype.h"
 
 namespace torchopt_ext {
@@ -28,10 +30,14 @@ TORCHOPT_HD inline int bin_unit(int exponent, int bin) {
 TORCHOPT_HD inline double bin_bias(int exponent, int bin) {
   return 1.5 * power_of_two(bin_unit(exponent, bin) + 52);
 }
-// A finite fp32 number other than zero is a multiple of 2 to the power of this.
+// A finite number of type T other than zero is a multiple of 2 to the power of this.
+template <class T>
 TORCHOPT_HD inline int last_bit_of(float x) {
+  constexpr bool kHalf = std::is_same_v<T, Float16>;
+  constexpr int kFractionBits = kHalf ? 10 : std::is_same_v<T, BFloat16> ? 7 : 23;
+  constexpr int kSmallestExponent = kHalf ? -14 : -126;
   const int exponent = exponent_of(static_cast<double>(x));
-  return (exponent < -126 ? -126 : exponent) - 23;
+  return (exponent < kSmallestExponent ? kSmallestExponent : exponent) - kFractionBits;
 }
 
 }  // namespace

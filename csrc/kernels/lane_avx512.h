@@ -122,7 +122,6 @@ struct Avx512Double {
   // sum + x*x for a square that is exact, where a fused operation rounds as separate ones do.
   static reg add_exact_square(reg sum, reg x) { return _mm512_fmadd_pd(x, x, sum); }
   static reg exact_square_minus(reg x, reg a) { return _mm512_fmsub_pd(x, x, a); }
-  static reg bit_or(reg a, reg b) { return _mm512_or_pd(a, b); }
   static reg neg(reg a) { return _mm512_xor_pd(a, set1(-0.0)); }
   static reg max_keep_nan(reg vmax, reg v) {
     const __mmask8 keep =

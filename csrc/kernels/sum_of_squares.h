@@ -132,8 +132,8 @@ inline void exact_sum_of_squares(const T* x, int64_t n, ExactAccumulator& acc) {
       vectorised = 0;  // infinities and NaNs are counted one by one
     } else {
       const int exponent = exponent_of(square(range.largest));
-      // Gradients within 2**17 of the largest take 2 bins, all of fp32's take 14.
-      const int last_bit = 2 * last_bit_of(range.smallest);
+      // fp32 gradients within 2**16 of the largest take 2 bins, all of fp32's take 14.
+      const int last_bit = 2 * last_bit_of<T>(range.smallest);
       if (last_bit >= bin_unit(exponent, 1)) {
         add_squares_in_bins<L, 2>(x, vectorised, exponent, acc);
       } else if (last_bit >= bin_unit(exponent, 2)) {

@@ -16,9 +16,6 @@
 
 namespace torchopt_ext {
 
-// Parameters that are worth a thread where a few lines of memory are read of each.
-inline constexpr int64_t kEntriesPerThread = 512;
-
 class StepPlan {
  public:
   // The tensors of a parameter, in the order of every array below. Undefined: no amsgrad, no

@@ -6,25 +6,32 @@
 #include <array>
 #include <atomic>
 
-#include "plan/step_plan.h"
-
 namespace torchopt_ext {
 namespace {
 
 namespace py = pybind11;
 
-// Whether a state entry is one that a step reads; users may keep others and replace them at will.
-bool is_read(PyObject* name) {
-  static const std::array<PyObject*, 6> names = {
+constexpr size_t kNames = 6;
+using Names = std::array<PyObject*, kNames>;
+
+// The state entries that a step reads; users may keep others and replace them at will. To be called
+// first by a thread that holds the interpreter's lock.
+const Names& read_names() {
+  static const Names names = {
       PyUnicode_InternFromString("step"),          PyUnicode_InternFromString("exp_avg"),
       PyUnicode_InternFromString("exp_avg_sq"),    PyUnicode_InternFromString("max_exp_avg_sq"),
       PyUnicode_InternFromString("master_weight"), PyUnicode_InternFromString("remainder")};
-  if (std::find(names.begin(), names.end(), name) != names.end()) {
-    return true;
+  return names;
+}
+
+// Which of the names it is; kNames for any other.
+size_t index_of(PyObject* name, const Names& names) {
+  auto found = std::find(names.begin(), names.end(), name);
+  if (found == names.end() && PyUnicode_Check(name)) {
+    found = std::find_if(names.begin(), names.end(),
+                         [name](PyObject* known) { return PyUnicode_Compare(name, known) == 0; });
   }
-  return std::any_of(names.begin(), names.end(), [name](PyObject* known) {
-    return PyUnicode_Check(name) && PyUnicode_Compare(name, known) == 0;
-  });
+  return static_cast<size_t>(found - names.begin());
 }
 
 // Calls visit(object) on every parameter and every key and entry of state, in order, until it
@@ -55,17 +62,19 @@ bool walk(const py::list& param_groups, const py::dict& state, const Visit& visi
   return true;
 }
 
-// The same for the values of an entry that a step reads. It changes nothing, reference counts
-// included: several threads may walk while one holds the interpreter's lock for all of them.
+// The same for the values of an entry that a step reads, as visit(which name, value). It changes
+// nothing, reference counts included: several threads may walk while one holds the interpreter's
+// lock for all of them.
 template <class Visit>
-bool walk_entry(PyObject* entry, const Visit& visit) {
+bool walk_entry(PyObject* entry, const Names& names, const Visit& visit) {
   if (!PyDict_Check(entry)) {
     return true;
   }
   PyObject* name = nullptr;
   PyObject* value = nullptr;
   for (Py_ssize_t at = 0; PyDict_Next(entry, &at, &name, &value) != 0;) {
-    if (is_read(name) && !visit(value)) {
+    const size_t which = index_of(name, names);
+    if (which != kNames && !visit(which, value)) {
       return false;
     }
   }
@@ -81,10 +90,11 @@ StateSnapshot::StateSnapshot(const py::list& param_groups, const py::dict& state
     outer_.push_back(object);
     return true;
   });
+  const Names& names = read_names();
   for (const auto& [key, entry] : state) {
     Entry known{entry.ptr(), values_.size(), 0};
-    walk_entry(known.dict, [this](PyObject* value) {
-      values_.push_back(value);
+    walk_entry(known.dict, names, [this](size_t name, PyObject* value) {
+      values_.push_back({name, value});
       return true;
     });
     known.count = values_.size() - known.first;
@@ -94,11 +104,11 @@ StateSnapshot::StateSnapshot(const py::list& param_groups, const py::dict& state
 
 bool StateSnapshot::entry_matches(const Entry& entry) const {
   size_t count = 0;
-  return walk_entry(entry.dict,
-                    [&](PyObject* value) {
-                      return count < entry.count && values_[entry.first + count++] == value;
-                    }) &&
-         count == entry.count;
+  const auto is_next = [&](size_t name, PyObject* value) {
+    const Value* known = count < entry.count ? &values_[entry.first + count++] : nullptr;
+    return known != nullptr && known->name == name && known->object == value;
+  };
+  return walk_entry(entry.dict, read_names(), is_next) && count == entry.count;
 }
 
 // First the dictionary, then what it refers to.
@@ -142,8 +152,8 @@ py::list StateSnapshot::objects() const {
   for (PyObject* object : outer_) {
     list.append(py::handle(object));
   }
-  for (PyObject* object : values_) {
-    list.append(py::handle(object));
+  for (const Value& value : values_) {
+    list.append(py::handle(value.object));
   }
   return list;
 }

@@ -9,6 +9,9 @@
 
 namespace torchopt_ext {
 
+// Parameters that are worth a thread where a few lines of memory are read of each.
+inline constexpr int64_t kEntriesPerThread = 512;
+
 class StateSnapshot {
  public:
   // param_groups: list of dicts with a list under "params"; state: dict of dicts.
@@ -21,7 +24,11 @@ class StateSnapshot {
   pybind11::list objects() const;
 
  private:
-  // The values that a step reads of one parameter's state, values_[first] and on.
+  struct Value {
+    size_t name;  // which of the names that a step reads
+    PyObject* object;
+  };
+  // What a step reads of one parameter's state, values_[first] and on.
   struct Entry {
     PyObject* dict;
     size_t first;
@@ -32,7 +39,7 @@ class StateSnapshot {
 
   std::vector<PyObject*> outer_;  // of the groups, and the state's keys and entries
   std::vector<Entry> entries_;
-  std::vector<PyObject*> values_;
+  std::vector<Value> values_;
 };
 
 }  // namespace torchopt_ext

@@ -51,11 +51,16 @@ class ControlView:
         return f"ControlView({', '.join(pairs)})"
 
 
+LARGEST_SCALE: float = torch.finfo(torch.float32).max
+"""What a loss scale is kept in has no more."""
+
+
 def check_scale_limits(hysteresis: int, min_scale: float, max_scale: float) -> None:
     """Raises ValueError unless a loss scale can follow these limits, of which 0 is none."""
-    if hysteresis < 0:
+    if not hysteresis >= 0:
         raise ValueError(f"Invalid hysteresis: {hysteresis}")
-    if not 0.0 <= min_scale or not 0.0 <= max_scale or 0.0 < max_scale < min_scale:
+    in_range = 0.0 <= min_scale <= LARGEST_SCALE and 0.0 <= max_scale
+    if not in_range or 0.0 < max_scale < min_scale:
         raise ValueError(f"Invalid min_scale and max_scale: {min_scale}, {max_scale}")
 
 
@@ -149,11 +154,11 @@ class Controlled:
         Raises:
             ValueError: an argument out of range.
         """
-        if not init_scale > 0 or growth_interval < 1:
+        if not 0 < init_scale <= LARGEST_SCALE or not growth_interval >= 1:
             raise ValueError(
                 f"Invalid loss scale: init_scale={init_scale}, growth_interval={growth_interval}"
             )
-        if not growth_factor > 1 or not 0 < backoff_factor < 1:
+        if not 1 < growth_factor <= LARGEST_SCALE or not 0 < backoff_factor < 1:
             raise ValueError(
                 f"Invalid factors: {growth_factor} to grow, {backoff_factor} to back off"
             )

@@ -433,3 +433,30 @@ def test_soak(kwargs: dict[str, Any]) -> None:
     gc.collect()
     assert abs(len(gc.get_objects()) - objects) < 50
     assert resident_pages() - pages < 256  # 1 MB; 10,000 steps of 100 bytes each would show
+
+
+@pytest.mark.parametrize("count", [3, 2500])
+def test_moments_that_changed_roles_in_place_are_noticed(count: int) -> None:
+    params = make_params([(2,)] * count)
+    optimizer = OURS["AdamW"](params, **KWARGS)
+    set_gradients(params)
+    optimizer.step()
+    entry = optimizer.state[params[count // 2]]
+    step, first, second = entry["step"], entry["exp_avg"], entry["exp_avg_sq"]
+    entry.clear()
+    entry["step"], entry["exp_avg_sq"], entry["exp_avg"] = step, first.abs_(), second
+    set_gradients(params, seed=1)
+    assert_steps_as_a_fresh_one(optimizer)
+
+
+def test_entries_that_were_empty_at_first_are_noticed_among_thousands() -> None:
+    params = make_params([(2,)] * 2500)
+    optimizer = OURS["AdamW"](params, **KWARGS)
+    assert not any(optimizer.state[param] for param in params)
+    optimizer.step()
+    for param in params[2000:]:
+        optimizer.state[param]["note"] = torch.zeros(())
+    set_gradients(params)
+    optimizer.step()
+    assert all(optimizer.state[param]["step"].item() == 1.0 for param in params)
+    assert_steps_as_a_fresh_one(optimizer)
