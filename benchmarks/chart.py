@@ -87,7 +87,8 @@ def draw(panel: Axes, rows: list[Row]) -> None:
                 labelled.add(LOOP)
             x += 1
         x += 0.7
-    panel.set_xticks(ticks, operations, fontsize=8)
+    labels = [operation.replace("scaler+", "scaler+\n") for operation in operations]
+    panel.set_xticks(ticks, labels, fontsize=8)
     panel.set_ylim(0, (1.15 + 0.07 * len(labelled)) * highest)  # the legend stands above
     panel.set_ylabel("milliseconds, lower is better", fontsize=8)
     panel.spines[["top", "right"]].set_visible(False)
