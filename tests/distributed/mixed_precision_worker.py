@@ -1,137 +1,43 @@
 """One rank of tests/distributed/test_mixed_precision.py; writes what it saw as JSON.
 
 Usage: torchrun ... mixed_precision_worker.py FOLDER
-
-Gradients are given, equal at every world size, so that sharded and unsharded steps can be compared
-to the last bit.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from mixed_precision_checkpoints import checkpoint_cases
+from mixed_precision_common import (
+    BASES,
+    DYNAMIC,
+    Job,
+    Result,
+    differing,
+    full_gradients,
+    full_weights,
+    in_full,
+    largest,
+    one_mesh,
+    refused,
+)
 from rank_cases import run_cases
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from torchopt_ext import FusedAdamW
 from torchopt_ext.mixed_precision import (
     FSDPadaptOptimizer,
-    load_checkpoint,
     offload,
     offload_fsdp_optimizer,
     optimizer_on_device,
-    save_checkpoint,
 )
-
-Result = dict[str, Any]
-
-folder = Path(sys.argv[1]).parent / "mixed_precision_checkpoints"  # of all world sizes
-
-# Rows that do not divide evenly, fewer rows than ranks, long rows, vectors, a single element.
-SHAPES = [(33, 70), (3, 40), (5,), (1,), (64, 4, 3), (130,)]
-BASES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "fused": lambda params: FusedAdamW(params, lr=1e-2, weight_decay=0.1),
-    "remainder": lambda params: FusedAdamW(params, lr=1e-2, master_weights="remainder"),
-    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
-    "sgd": lambda params: torch.optim.SGD(params, lr=1e-1, momentum=0.9),
-}
-DYNAMIC = {"initial_scale": 16.0, "growth_interval": 3, "hysteresis": 1, "dtype": torch.float16}
-
-
-def full_weights(dtype: torch.dtype) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
-
-
-def full_gradients(step: int, dtype: torch.dtype, scale: float = 1.0) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(100 + step)
-    return [(scale * torch.randn(shape, generator=generator)).to(dtype) for shape in SHAPES]
-
-
-def one_mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),))
-
-
-def placed(full: Tensor, mesh: DeviceMesh | None, placements: Sequence[Placement]) -> Tensor:
-    return full.clone() if mesh is None else distribute_tensor(full, mesh, placements)
-
-
-class Job:
-    """An optimizer over parameters placed in some way, stepped with given gradients."""
-
-    def __init__(
-        self,
-        base: str,
-        dtype: torch.dtype = torch.bfloat16,
-        mesh: DeviceMesh | None = None,
-        placements: Sequence[Placement] = (Shard(0),),
-        **options: Any,
-    ) -> None:
-        self.dtype, self.mesh, self.placements = dtype, mesh, placements
-        self.params = [nn.Parameter(placed(w, mesh, placements)) for w in full_weights(dtype)]
-        self.optimizer = FSDPadaptOptimizer(BASES[base](self.params), **options)
-
-    def give(self, step: int) -> None:
-        """The gradients of a step, scaled."""
-        scale = self.optimizer.loss_scale.item()
-        for param, grad in zip(self.params, full_gradients(step, self.dtype, scale), strict=True):
-            param.grad = placed(grad, self.mesh, self.placements)
-        self.optimizer._scaled = True
-
-    def step(self, step: int) -> bool:
-        self.give(step)
-        return bool(self.optimizer.step())
-
-    def run(self, steps: range) -> Job:
-        for step in steps:
-            self.step(step)
-        return self
-
-    def values(self) -> list[Tensor]:
-        """Weights, their masters and moments in full."""
-        state = self.optimizer.state_dict()
-        tensors = [*self.params, *[w for own in state["flat_fp32_weights"].values() for w in own]]
-        for _, entry in sorted(state["base_optim_states"]["state"].items()):
-            tensors += [entry[name] for name in sorted(entry) if isinstance(entry[name], Tensor)]
-        return [in_full(tensor) for tensor in tensors]
-
-
-def in_full(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def differing(found: Sequence[Tensor], expected: Sequence[Tensor]) -> str:
-    """Says which tensors differ; "" if none do."""
-    if len(found) != len(expected):
-        return f"{len(found)} tensors, expected {len(expected)}"
-    pairs = enumerate(zip(found, expected, strict=True))
-    return ", ".join(str(i) for i, (a, b) in pairs if a.dtype != b.dtype or not a.equal(b))
-
-
-def largest(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """The largest difference in float32 tensors: masters and moments."""
-    pairs = [(a, b) for a, b in zip(found, expected, strict=True) if a.dtype == torch.float32]
-    return max((a - b).abs().max().item() for a, b in pairs)
-
-
-def refused(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "not refused"
-
 
 # ---- bits --------------------------------------------------------------------------------------
 
@@ -272,21 +178,6 @@ def small_group() -> Result:
     job = Job("fused", mesh=one_mesh(), process_group=alone[dist.get_rank()])
     job.give(0)
     return {"refused": refused(job.optimizer.step)}
-
-
-def hook_that_fails() -> Result:
-    """One rank cannot make its state dict: all say so, and the old checkpoint stays."""
-    job = Job("fused", mesh=one_mesh()).run(range(2))
-    path = folder / f"hook-{dist.get_world_size()}"
-    save_checkpoint(job.optimizer, path)
-    saved = job.values()
-    job.run(range(2, 3))
-    if dist.get_rank() == 1:
-        job.optimizer.register_state_dict_pre_hook(lambda _: 1 / 0)
-    error = refused(lambda: save_checkpoint(job.optimizer, path))
-    fresh = Job("fused", mesh=one_mesh())
-    load_checkpoint(fresh.optimizer, path)
-    return {"refused": error, "unchanged": differing(fresh.values(), saved)}
 
 
 def two_meshes(base: str) -> Result:
@@ -453,65 +344,6 @@ def moved_shards(base: str) -> Result:
     return {"moved": all(moved), "saved": saved, "after": differing(job.values(), plain.values())}
 
 
-# ---- checkpoints -------------------------------------------------------------------------------
-
-
-def chain(base: str) -> Result:
-    """4 ranks train and save, 2 go on, then 1: as one that was never interrupted."""
-    size = dist.get_world_size()
-    steps = {4: range(3), 2: range(3, 6), 1: range(6, 9)}[size]
-    dtype = torch.bfloat16 if base == "remainder" else torch.float16
-    job = Job(base, dtype, one_mesh(), grad_scal_cfg=DYNAMIC)
-    path = folder / base
-    if steps.start:
-        load_checkpoint(job.optimizer, path)
-    job.run(steps)
-    save_checkpoint(job.optimizer, path)
-    whole = Job(base, dtype, grad_scal_cfg=DYNAMIC).run(range(steps.stop))
-    unsharded = Job(base, dtype, grad_scal_cfg=DYNAMIC)
-    load_checkpoint(unsharded.optimizer, path)
-    scalers = [j.optimizer.grad_scaler.state_dict() for j in (job, whole)]
-    return {
-        "differing": differing(job.values(), whole.values()),
-        "difference": largest(job.values(), whole.values()),
-        "scaler": scalers[0] == scalers[1],
-        "unsharded": differing(unsharded.values(), job.values()),
-        "left behind": sorted(p.name for p in folder.glob(f"{base}.*")),
-    }
-
-
-def rank_files(base: str) -> Result:
-    """The seed's files, one a rank, are read; a rank that cannot read its own stops all."""
-    path = folder / f"ranks-{base}-{dist.get_world_size()}"
-    path.mkdir(parents=True, exist_ok=True)
-    dist.barrier()
-    job = Job(base, mesh=one_mesh()).run(range(3))
-    torch.save(job.optimizer.state_dict(), path / f"_rank{dist.get_rank()}")
-    dist.barrier()
-    fresh = Job(base, mesh=one_mesh())
-    load_checkpoint(fresh.optimizer, path)
-    loaded = differing(fresh.values(), job.values())
-    dist.barrier()
-    last = dist.get_world_size() - 1
-    if dist.get_rank() == last:
-        whole = (path / f"_rank{last}").read_bytes()
-        (path / f"_rank{last}").write_bytes(whole[: len(whole) // 2])
-    before = fresh.values()
-    error = refused(lambda: load_checkpoint(fresh.optimizer, path))
-    return {"loaded": loaded, "refused": error, "unchanged": differing(fresh.values(), before)}
-
-
-def bad_loads() -> Result:
-    job = Job("fused", mesh=one_mesh()).run(range(2))
-    other = Job("fused", mesh=one_mesh(), placements=[Replicate()]).run(range(2))
-    before = job.values()
-    states = other.optimizer.state_dict()
-    found = {"other placement": refused(lambda: job.optimizer.load_state_dict(states))}
-    found["no folder"] = refused(lambda: load_checkpoint(job.optimizer, folder / "nothing"))
-    found["unchanged"] = differing(job.values(), before)
-    return found
-
-
 def resharded(base: str) -> Result:
     """A parameter is given another placement behind the optimizer's back."""
     job = Job(base, mesh=one_mesh()).run(range(1))
@@ -527,10 +359,8 @@ def resharded(base: str) -> Result:
 
 def cases() -> dict[str, Callable[[], Result]]:
     size = dist.get_world_size()
-    folder.mkdir(exist_ok=True)
-    found: dict[str, Callable[[], Result]] = {}
+    found = checkpoint_cases()
     for base in BASES:
-        found[f"chain {base}"] = functools.partial(chain, base)
         found[f"bits {base} bfloat16"] = functools.partial(bits, base, torch.bfloat16)
         if base != "remainder":
             found[f"bits {base} float16"] = functools.partial(bits, base, torch.float16)
@@ -542,16 +372,13 @@ def cases() -> dict[str, Callable[[], Result]]:
     for kind in ("replicated", "rows", *(["hybrid"] if size == 4 else [])):
         found[f"placements {kind}"] = functools.partial(placements, kind)
     found["plain shards"] = plain_shards
-    found["bad loads"] = bad_loads
     for base in ("fused", "remainder", "sgd"):
         found[f"moved shards {base}"] = functools.partial(moved_shards, base)
     found["small group"] = small_group
-    found["hook that fails"] = hook_that_fails
     for base in ("fused", "sgd"):
         for last in (False, True):
             name = f"without {'last' if last else 'first'} gradient {base}"
             found[name] = functools.partial(without_gradient, base, last)
-        found[f"rank files {base}"] = functools.partial(rank_files, base)
         found[f"resharded {base}"] = functools.partial(resharded, base)
         for kind in ("fsdp", "offloaded fsdp", "ddp"):
             found[f"{kind} {base}"] = functools.partial(real_training, kind, base)

@@ -1,0 +1,110 @@
+"""Cases of test_mixed_precision.py that save, load and refuse to load."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from mixed_precision_common import (
+    BASES,
+    DYNAMIC,
+    Job,
+    Result,
+    differing,
+    largest,
+    one_mesh,
+    refused,
+)
+from torch.distributed.tensor import Replicate
+
+from torchopt_ext.mixed_precision import load_checkpoint, save_checkpoint
+
+folder = Path(sys.argv[1]).parent / "mixed_precision_checkpoints"  # of all world sizes
+
+
+def chain(base: str) -> Result:
+    """4 ranks train and save, 2 go on, then 1: as one that was never interrupted."""
+    size = dist.get_world_size()
+    steps = {4: range(3), 2: range(3, 6), 1: range(6, 9)}[size]
+    dtype = torch.bfloat16 if base == "remainder" else torch.float16
+    job = Job(base, dtype, one_mesh(), grad_scal_cfg=DYNAMIC)
+    path = folder / base
+    if steps.start:
+        load_checkpoint(job.optimizer, path)
+    job.run(steps)
+    save_checkpoint(job.optimizer, path)
+    whole = Job(base, dtype, grad_scal_cfg=DYNAMIC).run(range(steps.stop))
+    unsharded = Job(base, dtype, grad_scal_cfg=DYNAMIC)
+    load_checkpoint(unsharded.optimizer, path)
+    scalers = [j.optimizer.grad_scaler.state_dict() for j in (job, whole)]
+    return {
+        "differing": differing(job.values(), whole.values()),
+        "difference": largest(job.values(), whole.values()),
+        "scaler": scalers[0] == scalers[1],
+        "unsharded": differing(unsharded.values(), job.values()),
+        "left behind": sorted(p.name for p in folder.glob(f"{base}.*")),
+    }
+
+
+def rank_files(base: str) -> Result:
+    """The seed's files, one a rank, are read; a rank that cannot read its own stops all."""
+    path = folder / f"ranks-{base}-{dist.get_world_size()}"
+    path.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    job = Job(base, mesh=one_mesh()).run(range(3))
+    torch.save(job.optimizer.state_dict(), path / f"_rank{dist.get_rank()}")
+    dist.barrier()
+    fresh = Job(base, mesh=one_mesh())
+    load_checkpoint(fresh.optimizer, path)
+    loaded = differing(fresh.values(), job.values())
+    dist.barrier()
+    last = dist.get_world_size() - 1
+    if dist.get_rank() == last:
+        whole = (path / f"_rank{last}").read_bytes()
+        (path / f"_rank{last}").write_bytes(whole[: len(whole) // 2])
+    before = fresh.values()
+    error = refused(lambda: load_checkpoint(fresh.optimizer, path))
+    return {"loaded": loaded, "refused": error, "unchanged": differing(fresh.values(), before)}
+
+
+def bad_loads() -> Result:
+    job = Job("fused", mesh=one_mesh()).run(range(2))
+    other = Job("fused", mesh=one_mesh(), placements=[Replicate()]).run(range(2))
+    before = job.values()
+    states = other.optimizer.state_dict()
+    found = {"other placement": refused(lambda: job.optimizer.load_state_dict(states))}
+    found["no folder"] = refused(lambda: load_checkpoint(job.optimizer, folder / "nothing"))
+    found["unchanged"] = differing(job.values(), before)
+    return found
+
+
+def hook_that_fails() -> Result:
+    """One rank cannot make its state dict: all say so, and the old checkpoint stays."""
+    job = Job("fused", mesh=one_mesh()).run(range(2))
+    path = folder / f"hook-{dist.get_world_size()}"
+    save_checkpoint(job.optimizer, path)
+    saved = job.values()
+    job.run(range(2, 3))
+    if dist.get_rank() == 1:
+        job.optimizer.register_state_dict_pre_hook(lambda _: 1 / 0)
+    error = refused(lambda: save_checkpoint(job.optimizer, path))
+    fresh = Job("fused", mesh=one_mesh())
+    load_checkpoint(fresh.optimizer, path)
+    return {"refused": error, "unchanged": differing(fresh.values(), saved)}
+
+
+def checkpoint_cases() -> dict[str, Callable[[], Result]]:
+    folder.mkdir(exist_ok=True)
+    found: dict[str, Callable[[], Result]] = {
+        f"chain {base}": functools.partial(chain, base) for base in BASES
+    }
+    if dist.get_world_size() > 1:
+        found["bad loads"] = bad_loads
+        found["hook that fails"] = hook_that_fails
+        for base in ("fused", "sgd"):
+            found[f"rank files {base}"] = functools.partial(rank_files, base)
+    return found
