@@ -6,6 +6,7 @@
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 
 #include <cstring>
+#include <mutex>
 #include <utility>
 
 namespace torchopt_ext {
@@ -19,14 +20,32 @@ unsigned long long capture_of(cudaStream_t stream) {
   return status == cudaStreamCaptureStatusActive ? id : 0;
 }
 
+void keep_for_good(c10::DataPtr memory) {
+  static std::mutex mutex;
+  static auto& kept = *new std::vector<c10::DataPtr>();  // outlives CUDA's own end
+  const std::lock_guard<std::mutex> lock(mutex);
+  kept.push_back(std::move(memory));
+}
+
 }  // namespace
+
+DeviceTable::~DeviceTable() {
+  if (in_graphs_) {
+    keep_for_good(std::move(memory_));
+  }
+}
 
 void* DeviceTable::reserve(size_t bytes, c10::cuda::CUDAStream stream) {
   if (bytes > capacity_) {
+    if (in_graphs_) {
+      keep_for_good(std::move(memory_));
+      in_graphs_ = false;
+    }
     memory_ = c10::cuda::CUDACachingAllocator::get()->allocate(bytes);
     capacity_ = bytes;
     uploaded_.clear();
   }
+  in_graphs_ = in_graphs_ || capture_of(stream) != 0;
   // The allocator reuses memory in the order of the stream that it was allocated on.
   c10::cuda::CUDACachingAllocator::recordStream(memory_, stream);
   return memory_.get();
@@ -37,7 +56,7 @@ const void* DeviceTable::upload(const void* values, size_t bytes, c10::cuda::CUD
   const unsigned long long capture = capture_of(stream);
   // A graph uploads whatever it needs itself, as it is replayed after other steps. And when it is
   // replayed, it changes the table unseen.
-  const bool known = capture != 0 ? capture == uploaded_by_ : captured_.empty();
+  const bool known = capture != 0 ? capture == uploaded_by_ : !in_graphs_;
   if (known && uploaded_.size() == bytes && std::memcmp(uploaded_.data(), values, bytes) == 0) {
     return memory;
   }
@@ -48,7 +67,7 @@ const void* DeviceTable::upload(const void* values, size_t bytes, c10::cuda::CUD
   std::memcpy(pinned.get(), values, bytes);
   C10_CUDA_CHECK(cudaMemcpyAsync(memory, pinned.get(), bytes, cudaMemcpyHostToDevice, stream));
   if (capture != 0) {
-    captured_.push_back(std::move(pinned));
+    keep_for_good(std::move(pinned));
   } else {
     host.record_event(pinned.get(), pinned.get_context(), stream.unwrap());  // not reused before
   }

@@ -1,5 +1,9 @@
 // A table of plain values in a device's memory, kept between steps and uploaded when it changes:
 // asynchronously, from pinned memory, without waiting for the device.
+//
+// A captured CUDA graph uploads it again whenever it is replayed, and nothing tells when that was
+// the last time. So what a graph reads and writes is kept for good: of an operator's call, whose
+// table is gone when it returns, as of a plan that was rebuilt.
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -11,6 +15,11 @@ namespace torchopt_ext {
 
 class DeviceTable {
  public:
+  DeviceTable() = default;
+  ~DeviceTable();
+  DeviceTable(const DeviceTable&) = delete;
+  DeviceTable& operator=(const DeviceTable&) = delete;
+
   // Where work on the stream finds these values from now on.
   template <class T>
   const T* upload(const std::vector<T>& values, c10::cuda::CUDAStream stream) {
@@ -27,8 +36,7 @@ class DeviceTable {
   size_t capacity_ = 0;
   std::vector<char> uploaded_;          // what was sent last
   unsigned long long uploaded_by_ = 0;  // the capture that did; 0: none
-  // The sources of uploads that CUDA graphs repeat: kept, and never written again.
-  std::vector<c10::DataPtr> captured_;
+  bool in_graphs_ = false;              // some graph reads or writes memory_
 };
 
 }  // namespace torchopt_ext

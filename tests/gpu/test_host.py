@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from torchopt_ext import FusedAdamW
+from torchopt_ext import FusedAdamW, ops
 
-from .support import everything, make_params, marks, set_gradients
+from .support import SHAPES, bits, carved, everything, make_params, marks, on, set_gradients
 
 pytestmark = marks
 
@@ -133,6 +133,26 @@ def test_a_step_without_some_gradients_can_be_captured() -> None:
         optimizer.step()
         found.append(everything(params, optimizer))
     assert found[0] == found[1]
+
+
+def test_captured_operators_are_replayed_when_their_call_is_long_over() -> None:
+    """Pinned memory that held their tables would by then hold something else."""
+    gradients = on("cuda", carved(SHAPES, torch.float32, 5))
+    accumulator = ops.new_accumulator("cuda")
+    ops.grad_sumsq_(gradients, accumulator)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        accumulator.zero_()
+        ops.grad_sumsq_(gradients, accumulator)
+    for size in range(20):
+        torch.full((1 << size,), 7, dtype=torch.uint8).pin_memory()
+    for _ in range(3):
+        for gradient in gradients:
+            gradient.mul_(0.5)
+        graph.replay()
+        expected = ops.new_accumulator("cuda")
+        ops.grad_sumsq_(gradients, expected)
+        assert bits(accumulator) == bits(expected)
 
 
 def test_a_step_runs_on_the_current_stream() -> None:
