@@ -8,6 +8,8 @@
 // Being exact, the way it is done does not show in the result.
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/bins.h"
 #include "kernels/block_rule.h"
 #include "kernels/exact_accumulator.h"
@@ -58,25 +60,21 @@ struct Magnitudes {
   float smallest;
   float largest;  // 0: all are zero
 };
-template <class Bits, class T>
-inline Magnitudes magnitudes_of_bits(const T* x, int64_t n, Bits sign) {
+template <class T>
+inline Magnitudes magnitudes(const T* x, int64_t n) {
+  using Bits = std::conditional_t<sizeof(T) == sizeof(uint32_t), uint32_t, uint16_t>;
+  constexpr auto kAllBits = static_cast<Bits>(~Bits{0});
+  constexpr auto kAllButSign = static_cast<Bits>(kAllBits >> 1);
   Bits largest = 0;
-  Bits smallest_but_one = static_cast<Bits>(~Bits{0});  // which a zero, less one, is as well
+  Bits smallest_but_one = kAllBits;  // which a zero, less one, is as well
   for (int64_t i = 0; i < n; ++i) {
-    const auto magnitude = static_cast<Bits>(bit_cast<Bits>(x[i]) & static_cast<Bits>(~sign));
+    const auto magnitude = static_cast<Bits>(bit_cast<Bits>(x[i]) & kAllButSign);
     const auto but_one = static_cast<Bits>(magnitude - 1);
     largest = magnitude > largest ? magnitude : largest;
     smallest_but_one = but_one < smallest_but_one ? but_one : smallest_but_one;
   }
   const auto smallest = static_cast<Bits>(smallest_but_one + 1);
   return {widen(bit_cast<T>(smallest)), widen(bit_cast<T>(largest))};
-}
-inline Magnitudes magnitudes(const float* x, int64_t n) {
-  return magnitudes_of_bits<uint32_t>(x, n, 0x80000000u);
-}
-template <class Half>
-inline Magnitudes magnitudes(const Half* x, int64_t n) {
-  return magnitudes_of_bits<uint16_t>(x, n, 0x8000u);
 }
 
 // Adds the squares, all below 2**(exponent + 1) and multiples of the last of Bins bins' unit.

@@ -47,8 +47,6 @@ class ReleaseAtEnd {
   OptimizerPlan* plan_;
 };
 
-constexpr size_t kAhead = 8;  // entries; their memory is asked for before it is read
-
 }  // namespace
 
 OptimizerPlan::OptimizerPlan(const py::list& param_groups, const py::dict& state,

@@ -81,8 +81,6 @@ bool walk_entry(PyObject* entry, const Names& names, const Visit& visit) {
   return true;
 }
 
-constexpr size_t kAhead = 8;  // entries; their memory is asked for before it is read
-
 }  // namespace
 
 StateSnapshot::StateSnapshot(const py::list& param_groups, const py::dict& state) {
