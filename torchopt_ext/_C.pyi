@@ -34,8 +34,13 @@ def scaled_copy_(
 # or more, whose device is theirs and which can no longer be resized. Without one, of an allocation
 # on their device. Each has a storage of its own, of its own bytes, that cannot be resized and keeps
 # the block's memory; so recording a stream does nothing for it, and has to be done to the block.
+# With `one_version` they share a version counter, as views of one tensor do.
 def carve(
-    like: list[Tensor], dtype: torch.dtype | None = None, block: Tensor | None = None
+    like: list[Tensor],
+    dtype: torch.dtype | None = None,
+    block: Tensor | None = None,
+    *,
+    one_version: bool = False,
 ) -> list[Tensor]: ...
 def carved_bytes(like: list[Tensor], dtype: torch.dtype | None = None) -> int: ...
 

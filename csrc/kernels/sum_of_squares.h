@@ -77,34 +77,48 @@ inline Magnitudes magnitudes(const T* x, int64_t n) {
   return {widen(bit_cast<T>(smallest)), widen(bit_cast<T>(largest))};
 }
 
-// Adds the squares, all below 2**(exponent + 1) and multiples of the last of Bins bins' unit.
+// Adds the square of one register to its bins.
+template <class L, int Bins>
+inline void add_square(typename L::reg wide, typename L::reg (&sums)[Bins]) {
+  const auto first = L::add_exact_square(sums[0], wide);
+  auto rest = L::exact_square_minus(wide, L::sub(first, sums[0]));
+  sums[0] = first;
+#pragma GCC unroll 16
+  for (int b = 1; b < Bins - 1; ++b) {
+    const auto sum = L::add(sums[b], rest);
+    rest = L::sub(rest, L::sub(sum, sums[b]));
+    sums[b] = sum;
+  }
+  sums[Bins - 1] = L::add(sums[Bins - 1], rest);
+}
+
+// Adds the squares, all below 2**(exponent + 1) and multiples of the last of Bins bins' unit; n is
+// a multiple of the width.
 template <class L, int Bins, class T>
 inline void add_squares_in_bins(const T* x, int64_t n, int exponent, ExactAccumulator& acc) {
-  typename L::reg sums[Bins];
+  // Even and odd registers apart where few bins would wait for one another.
+  typename L::reg even[Bins];
+  typename L::reg odd[Bins];
   double bias[Bins];
   for (int b = 0; b < Bins; ++b) {
     bias[b] = bin_bias(exponent, b);
-    sums[b] = L::set1(bias[b]);
+    even[b] = odd[b] = L::set1(bias[b]);
   }
-  for (int64_t i = 0; i < n; i += L::width) {
-    const auto wide = L::load(x + i);
-    const auto first = L::add_exact_square(sums[0], wide);
-    auto rest = L::exact_square_minus(wide, L::sub(first, sums[0]));
-    sums[0] = first;
-#pragma GCC unroll 16
-    for (int b = 1; b < Bins - 1; ++b) {
-      const auto sum = L::add(sums[b], rest);
-      rest = L::sub(rest, L::sub(sum, sums[b]));
-      sums[b] = sum;
-    }
-    sums[Bins - 1] = L::add(sums[Bins - 1], rest);
+  int64_t i = 0;
+  for (; Bins == 2 && i + 2 * L::width <= n; i += 2 * L::width) {
+    add_square<L>(L::load(x + i), even);
+    add_square<L>(L::load(x + i + L::width), odd);
+  }
+  for (; i < n; i += L::width) {
+    add_square<L>(L::load(x + i), even);
   }
   double lane[L::width];
   for (int b = 0; b < Bins; ++b) {
-    L::store(lane, sums[b]);
+    const auto start = L::set1(bias[b]);
+    L::store(lane, L::add(L::sub(even[b], start), L::sub(odd[b], start)));
     double total = 0.0;
     for (const double sum : lane) {
-      total += sum - bias[b];  // exact, as is the total: below 2**52 units
+      total += sum;  // exact, as are the differences before: below 2**52 units
     }
     accumulator_add(acc, total);
   }

@@ -102,16 +102,25 @@ void StepPlan::accumulate(const at::Tensor& accumulator, bool normalize) const {
   backend_for(device_).sum_of_squares(work_, accumulator, normalize);
 }
 
-void StepPlan::count_as_changed(size_t i) const {
-  const int parts = steps_in_one_ ? kStep : kParts;
-  for (int part = 0; part < parts; ++part) {
-    c10::TensorImpl* tensor = borrowed_[i][static_cast<size_t>(part)];
-    if (tensor != nullptr && !tensor->is_inference()) {
-      tensor->bump_version();
+void StepPlan::count_as_changed() const {
+  for (size_t i = 0; i < size(); ++i) {
+    if (work_.tensors[i].grad == nullptr) {
+      continue;
+    }
+    for (size_t part = 0; part < kParts; ++part) {
+      c10::TensorImpl* tensor = borrowed_[i][part];
+      if (tensor != nullptr && !one_version_[part] && !tensor->is_inference()) {
+        tensor->bump_version();
+      }
+    }
+    if (work_.options.write_back_gradients) {
+      bump_version(gradients_[i]);
     }
   }
-  if (work_.options.write_back_gradients) {
-    bump_version(gradients_[i]);
+  for (size_t part = 0; part < kParts; ++part) {
+    if (one_version_[part] && !borrowed_[0][part]->is_inference()) {
+      borrowed_[0][part]->bump_version();
+    }
   }
 }
 
@@ -127,14 +136,7 @@ void StepPlan::update(const std::vector<GroupHyper>& groups, const at::Tensor& c
   for (const size_t i : copies) {
     strided_params_[i].detach().copy_(dense_copies_[i]);
   }
-  for (size_t i = 0; i < size(); ++i) {
-    if (work_.tensors[i].grad != nullptr) {
-      count_as_changed(i);
-    }
-  }
-  if (steps_in_one_ && !borrowed_[0][kStep]->is_inference()) {
-    borrowed_[0][kStep]->bump_version();
-  }
+  count_as_changed();
 }
 
 void StepPlan::release() {

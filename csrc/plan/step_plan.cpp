@@ -156,12 +156,14 @@ void StepPlan::check_overlap() const {
 }
 
 void StepPlan::cut() {
-  const auto storage = [this](size_t i) {
-    return borrowed_[i][kStep]->unsafe_storage().unsafeGetStorageImpl();
-  };
-  steps_in_one_ = size() > 1;
-  for (size_t i = 1; i < size() && steps_in_one_; ++i) {
-    steps_in_one_ = storage(i) == storage(0);
+  for (size_t part = 0; part < kParts; ++part) {
+    one_version_[part] = size() > 1;
+    for (size_t i = 0; i < size() && one_version_[part]; ++i) {
+      const c10::TensorImpl* first = borrowed_[0][part];
+      const c10::TensorImpl* tensor = borrowed_[i][part];
+      one_version_[part] = first != nullptr && tensor != nullptr &&
+                           version_counter_of(*tensor) == version_counter_of(*first);
+    }
   }
   work_.chunks = make_chunks(work_.tensors);
   work_.cumulative = cumulative_bytes(work_.tensors, work_.chunks);
@@ -177,6 +179,7 @@ void StepPlan::cut() {
 }
 
 bool StepPlan::attach(size_t i, const Borrowed& tensors) {
+  const bool swapped = borrowed_[i] != tensors;  // torch.utils.swap_tensors
   borrowed_[i] = tensors;
   const TensorWork& work = work_.tensors[i];
   const Known& known = known_[i];
@@ -189,7 +192,7 @@ bool StepPlan::attach(size_t i, const Borrowed& tensors) {
   const bool strided = dense_copies_[i].defined();
   const caffe2::TypeMeta master_type =
       c10::scalarTypeToTypeMeta(work.weights == Weights::kRemainder ? at::kShort : at::kFloat);
-  return address(*tensors[kStep]) == work.step &&
+  return !swapped && address(*tensors[kStep]) == work.step &&
          fits(kParam, strided ? known.strided_memory : work.param, known.param_type,
               strided ? known.strided_shape : known.shape) &&
          fits(kExpAvg, work.exp_avg, known.state_type, known.shape) &&

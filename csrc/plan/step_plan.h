@@ -100,7 +100,7 @@ class StepPlan {
   void check_entry(size_t i, const Tensors& tensors);
   void check_overlap() const;
   void cut();
-  void count_as_changed(size_t i) const;
+  void count_as_changed() const;
   void check_step(size_t i) const;
 
   WorkList work_;
@@ -113,7 +113,7 @@ class StepPlan {
   Traces traces_;
   at::Device device_;
   int64_t gradients_copied_ = 0;
-  bool steps_in_one_ = false;  // all steps are views into one tensor and share its version
+  std::array<bool, kParts> one_version_{};  // all entries' tensors of a part share a version
 };
 
 }  // namespace torchopt_ext

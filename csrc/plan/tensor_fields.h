@@ -3,6 +3,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstring>
+
 namespace torchopt_ext {
 
 using Shape = c10::SmallVector<int64_t, 8>;  // sizes, then strides
@@ -18,6 +20,14 @@ inline at::Tensor to_tensor(c10::TensorImpl* impl) {
 }
 
 inline bool is_16_bit(at::ScalarType dtype) { return dtype == at::kBFloat16 || dtype == at::kHalf; }
+
+// What tensors share that share a version counter; null for inference tensors.
+inline const void* version_counter_of(const c10::TensorImpl& tensor) {
+  static_assert(sizeof(c10::VariableVersion) == sizeof(void*), "holds a pointer and nothing else");
+  const void* counter = nullptr;
+  std::memcpy(&counter, &tensor.version_counter(), sizeof(counter));
+  return counter;
+}
 
 // The memory of a tensor; null if it has none.
 inline const void* address(const c10::TensorImpl& tensor) {

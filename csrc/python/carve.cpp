@@ -120,7 +120,7 @@ int64_t carved_bytes(const py::list& like, std::optional<at::ScalarType> dtype) 
 }
 
 py::list carve(const py::list& like, std::optional<at::ScalarType> dtype,
-               const std::optional<at::Tensor>& block) {
+               const std::optional<at::Tensor>& block, bool one_version) {
   const int64_t bytes = carved_bytes(like, dtype);
   at::Device device = at::kCPU;
   for (size_t i = 0; i < like.size() && !block; ++i) {
@@ -132,10 +132,17 @@ py::list carve(const py::list& like, std::optional<at::ScalarType> dtype,
   const Block memory = block ? block_of(*block, bytes) : allocate(device, bytes);
   py::list carved(like.size());
   int64_t offset = 0;
+  c10::VariableVersion version;
   for (size_t i = 0; i < like.size(); ++i) {
     const at::Tensor& tensor = tensor_at(like, i);
     const at::ScalarType type = dtype.value_or(tensor.scalar_type());
-    PyObject* object = THPVariable_Wrap(tensor_in(memory, offset, tensor, type));
+    const at::Tensor made = tensor_in(memory, offset, tensor, type);
+    if (one_version && i == 0) {
+      version = made.unsafeGetTensorImpl()->version_counter();
+    } else if (one_version) {
+      made.unsafeGetTensorImpl()->set_version_counter(version);
+    }
+    PyObject* object = THPVariable_Wrap(made);
     if (object == nullptr) {
       throw py::error_already_set();
     }

@@ -9,10 +9,11 @@ namespace torchopt_ext {
 // Uninitialised tensors with the sizes and strides of each of `like` and a given dtype, or its own,
 // one after the other at multiples of kCarveAlignment bytes of `block`, a contiguous uint8 tensor;
 // or, without one, of an allocation on the device of `like`. Each has a storage of its own, which
-// is its bytes and no more and keeps the block's memory.
+// is its bytes and no more and keeps the block's memory. With `one_version` they share a version
+// counter, as views of the block would, and a change of all is counted once.
 inline constexpr int64_t kCarveAlignment = 64;
 pybind11::list carve(const pybind11::list& like, std::optional<at::ScalarType> dtype,
-                     const std::optional<at::Tensor>& block);
+                     const std::optional<at::Tensor>& block, bool one_version);
 
 // What they take of a block; that of two lists is their sum.
 int64_t carved_bytes(const pybind11::list& like, std::optional<at::ScalarType> dtype);

@@ -95,7 +95,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("scaled_copy_", scaled_copy_list, py::arg("to"), py::arg("from_"), py::arg("control"),
         py::kw_only(), py::arg("unscale"), "The operator of this name, without the dispatcher.");
   m.def("carve", carve, py::arg("like"), py::arg("dtype") = py::none(),
-        py::arg("block") = py::none(),
+        py::arg("block") = py::none(), py::kw_only(), py::arg("one_version") = false,
         "Uninitialised tensors with the sizes and strides of `like`, in one block of memory.");
   m.def("carved_bytes", carved_bytes, py::arg("like"), py::arg("dtype") = py::none(),
         "How many bytes of a block carve() takes.");

@@ -34,10 +34,10 @@ size_t index_of(PyObject* name, const Names& names) {
   return static_cast<size_t>(found - names.begin());
 }
 
-// Calls visit(object) on every parameter and every key and entry of state, in order, until it
-// returns false. Returns whether it never did.
+// Calls visit(object) on every parameter, in order, until it returns false. Returns whether it never
+// did.
 template <class Visit>
-bool walk(const py::list& param_groups, const py::dict& state, const Visit& visit) {
+bool walk_groups(const py::list& param_groups, Visit&& visit) {
   for (const py::handle group : param_groups) {
     PyObject* params = PyDict_GetItemString(group.ptr(), "params");
     PyObject* amsgrad =
@@ -52,6 +52,12 @@ bool walk(const py::list& param_groups, const py::dict& state, const Visit& visi
       }
     }
   }
+  return true;
+}
+
+// The same for every key and entry of state.
+template <class Visit>
+bool walk_state(const py::dict& state, Visit&& visit) {
   PyObject* key = nullptr;
   PyObject* entry = nullptr;
   for (Py_ssize_t at = 0; PyDict_Next(state.ptr(), &at, &key, &entry) != 0;) {
@@ -81,16 +87,48 @@ bool walk_entry(PyObject* entry, const Names& names, const Visit& visit) {
   return true;
 }
 
+// A number that no other dictionary has had, nor this one before its last change (PEP 509); 0 where
+// Python does not tell.
+uint64_t version_of(PyObject* dict) {
+#if PY_VERSION_HEX < 0x030c0000
+  return PyDict_Check(dict) ? reinterpret_cast<PyDictObject*>(dict)->ma_version_tag : 0;
+#else
+  static_cast<void>(dict);
+  return 0;
+#endif
+}
+
+bool is_version(PyObject* dict, uint64_t version) {
+  return version != 0 && version_of(dict) == version;
+}
+
+// Visits what should be the same objects as before.
+class Compare {
+ public:
+  explicit Compare(const std::vector<PyObject*>& known) : known_(known) {}
+  bool operator()(PyObject* object) { return next_ < known_.size() && known_[next_++] == object; }
+  bool complete() const { return next_ == known_.size(); }
+
+ private:
+  const std::vector<PyObject*>& known_;
+  size_t next_ = 0;
+};
+
 }  // namespace
 
-StateSnapshot::StateSnapshot(const py::list& param_groups, const py::dict& state) {
-  walk(param_groups, state, [this](PyObject* object) {
-    outer_.push_back(object);
+StateSnapshot::StateSnapshot(const py::list& param_groups, const py::dict& state)
+    : state_version_(version_of(state.ptr())) {
+  walk_groups(param_groups, [this](PyObject* object) {
+    in_groups_.push_back(object);
+    return true;
+  });
+  walk_state(state, [this](PyObject* object) {
+    in_state_.push_back(object);
     return true;
   });
   const Names& names = read_names();
   for (const auto& [key, entry] : state) {
-    Entry known{entry.ptr(), values_.size(), 0};
+    Entry known{entry.ptr(), version_of(entry.ptr()), values_.size(), 0};
     walk_entry(known.dict, names, [this](size_t name, PyObject* value) {
       values_.push_back({name, value});
       return true;
@@ -100,42 +138,41 @@ StateSnapshot::StateSnapshot(const py::list& param_groups, const py::dict& state
   }
 }
 
-bool StateSnapshot::entry_matches(const Entry& entry) const {
+bool StateSnapshot::entry_matches(Entry& entry) const {
+  if (is_version(entry.dict, entry.version)) {
+    return true;
+  }
   size_t count = 0;
   const auto is_next = [&](size_t name, PyObject* value) {
     const Value* known = count < entry.count ? &values_[entry.first + count++] : nullptr;
     return known != nullptr && known->name == name && known->object == value;
   };
-  return walk_entry(entry.dict, read_names(), is_next) && count == entry.count;
-}
-
-// First the dictionary, then what it refers to.
-void StateSnapshot::prefetch(size_t i) const {
-  if (i + kAhead < entries_.size()) {
-    __builtin_prefetch(entries_[i + kAhead].dict);
-  }
-  if (i < entries_.size() && PyDict_Check(entries_[i].dict)) {
-    const auto* keys = reinterpret_cast<const char*>(
-        reinterpret_cast<const PyDictObject*>(entries_[i].dict)->ma_keys);
-    for (const int line : {0, 64, 128}) {
-      __builtin_prefetch(keys + line);
-    }
-  }
-}
-
-bool StateSnapshot::matches(const py::list& param_groups, const py::dict& state) const {
-  size_t next = 0;
-  const bool same = walk(param_groups, state, [&](PyObject* object) {
-    return next < outer_.size() && outer_[next++] == object;
-  });
-  if (!same || next != outer_.size()) {
+  if (!walk_entry(entry.dict, read_names(), is_next) || count != entry.count) {
     return false;
+  }
+  entry.version = version_of(entry.dict);
+  return true;
+}
+
+bool StateSnapshot::matches(const py::list& param_groups, const py::dict& state) {
+  Compare groups(in_groups_);
+  if (!walk_groups(param_groups, groups) || !groups.complete()) {
+    return false;
+  }
+  if (!is_version(state.ptr(), state_version_)) {
+    Compare entries(in_state_);
+    if (!walk_state(state, entries) || !entries.complete()) {
+      return false;
+    }
+    state_version_ = version_of(state.ptr());
   }
   std::atomic<bool> matching{true};
   at::parallel_for(0, static_cast<int64_t>(entries_.size()), kEntriesPerThread,
                    [&](int64_t begin, int64_t end) {
                      for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i) {
-                       prefetch(i + kAhead);
+                       if (i + kAhead < static_cast<size_t>(end)) {
+                         __builtin_prefetch(entries_[i + kAhead].dict);
+                       }
                        if (!entry_matches(entries_[i])) {
                          matching = false;
                          return;
@@ -147,8 +184,10 @@ bool StateSnapshot::matches(const py::list& param_groups, const py::dict& state)
 
 py::list StateSnapshot::objects() const {
   py::list list;
-  for (PyObject* object : outer_) {
-    list.append(py::handle(object));
+  for (const auto* objects : {&in_groups_, &in_state_}) {
+    for (PyObject* object : *objects) {
+      list.append(py::handle(object));
+    }
   }
   for (const Value& value : values_) {
     list.append(py::handle(value.object));

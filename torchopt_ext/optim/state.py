@@ -85,7 +85,8 @@ def init_param_states(
             if moment in moments_of(group) and moment not in state and _lies_with_others(param):
                 by_dtype.setdefault(storage.moment_dtype(param), []).append((param, state))
         for dtype, members in by_dtype.items():
-            made = carve([param.detach() for param, _ in members], dtype)
+            # A step changes all of them: counting that once saves it a look at each.
+            made = carve([param.detach() for param, _ in members], dtype, one_version=True)
             torch._foreach_zero_(made)
             for (_, state), tensor in zip(members, made, strict=True):
                 state[moment] = tensor
