@@ -16,7 +16,7 @@ from cases import (
     ready_scaler,
 )
 from group import Case, Group
-from roofline import loop_case
+from roofline import in_turn, loop_case
 from shapes import Shapes
 from torch import Tensor, nn
 
@@ -78,15 +78,12 @@ def our_cases(implementation: str, gradients: list[Tensor], device: str) -> list
         scaler.update()
 
     update = UPDATE[implementation]
-    step = Case(implementation, SCALER, call, BYTES[implementation], (READ, update))
+    step = Case(implementation, SCALER, call, BYTES[implementation], f"{READ} + {update}")
     if device != "cpu":
         return [step]
     call()  # creates the state
     streams = streams_of(implementation, optimizer, gradients)
-    loops = [loop_case(update, *streams)]
-    if implementation in (MASTERS, PLAIN):  # the first of their groups
-        loops.insert(0, loop_case(READ, gradients))
-    return [step, *loops]
+    return [step, in_turn(loop_case(READ, gradients), loop_case(update, *streams))]
 
 
 def streams_of(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from group import Case, Group
-from roofline import OBJECTS, loop_case, objects_case
+from roofline import OBJECTS, in_turn, loop_case, objects_case
 from shapes import Shapes
 from torch import nn
 
@@ -42,10 +42,10 @@ BYTES = {
 }
 READ, UPDATE = "read_fp32", "update_fp32"
 ROOFLINE = {
-    STEP: (OBJECTS, UPDATE),
-    CLIP: (OBJECTS, READ, UPDATE),
-    SCALER: (OBJECTS, READ, UPDATE),
-    HOST: (OBJECTS,),
+    STEP: f"{OBJECTS} + {UPDATE}",
+    CLIP: f"{OBJECTS} + {READ} + {UPDATE}",
+    SCALER: f"{OBJECTS} + {READ} + {UPDATE}",
+    HOST: OBJECTS,
 }
 
 
@@ -107,7 +107,7 @@ def fp32_cases(
             operation,
             calls[operation],
             BYTES[implementation, operation],
-            ROOFLINE[operation] if implementation == OURS else (),
+            ROOFLINE[operation] if implementation == OURS else None,
         )
         for operation in operations
         if (implementation, operation) in BYTES
@@ -121,11 +121,9 @@ def fp32_loops(optimizer: FusedAdamW) -> list[Case]:
     gradients = [p.grad for p in params]
     state = [optimizer.state[p] for p in params]
     moments = [[entry[name] for entry in state] for name in ("exp_avg", "exp_avg_sq")]
-    return [
-        objects_case(gradients, params, *moments, [entry["step"] for entry in state]),
-        loop_case(READ, gradients),
-        loop_case(UPDATE, gradients, params, *moments),
-    ]
+    objects = objects_case(gradients, params, *moments, [entry["step"] for entry in state])
+    read, update = loop_case(READ, gradients), loop_case(UPDATE, gradients, params, *moments)
+    return [objects, update, in_turn(objects, update), in_turn(objects, read, update)]
 
 
 def ready_scaler(scaler: torch.amp.GradScaler, device: str) -> torch.amp.GradScaler:

@@ -14,15 +14,15 @@ class Case:
 
     ``bytes_per_parameter`` is what its passes read and write, counted from the algorithm; None for
     another library's.
-    ``roofline`` names the loops (operations of a group's plain-loop cases) whose times add up to
-    what memory allows it.
+    ``roofline`` names the plain-loop case of the group (by its operation) that takes what memory
+    allows.
     """
 
     implementation: str
     operation: str
     call: Callable[[], object]
     bytes_per_parameter: float | None
-    roofline: tuple[str, ...] = ()
+    roofline: str | None = None
 
 
 @dataclass

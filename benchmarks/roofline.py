@@ -47,6 +47,21 @@ def objects_case(*streams: Sequence[Tensor]) -> Case:
     return Case(LOOP, OBJECTS, loop_call(OBJECTS, addresses, [1] * len(streams[0]), streams), None)
 
 
+def in_turn(*loops: Case) -> Case:
+    """A case that runs one loop after the other, as a step does its passes.
+
+    What the caches keep of one for the next is then the same. Each by itself would find its own
+    last streams in them.
+    """
+
+    def call() -> None:
+        for loop in loops:
+            loop.call()
+
+    moved = [loop.bytes_per_parameter for loop in loops if loop.bytes_per_parameter is not None]
+    return Case(LOOP, " + ".join(loop.operation for loop in loops), call, sum(moved))
+
+
 def loop_call(
     name: str, addresses: Sequence[Sequence[int]], sizes: Sequence[int], alive: object
 ) -> Callable[[], None]:

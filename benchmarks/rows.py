@@ -68,15 +68,10 @@ def rows_of(name: str, group: Group, samples: list[Samples]) -> list[Row]:
 
 def roofline(case: Case, mine: Samples, timed: list[tuple[Case, Samples]]) -> Row | None:
     """The time of the case's plain loops, and how many times that the case takes."""
-    loops = [
-        samples
-        for loop, samples in timed
-        if loop.implementation == LOOP and loop.operation in case.roofline
-    ]
-    if not loops:
-        return None
-    total = [sum(parts) for parts in zip(*loops, strict=True)]
-    return {"milliseconds": statistics.median(total), "ratio": paired(mine, total)}
+    for loop, samples in timed:
+        if loop.implementation == LOOP and loop.operation == case.roofline:
+            return {"milliseconds": statistics.median(samples), "ratio": paired(mine, samples)}
+    return None
 
 
 def find(rows: list[Row], name: str, operation: str, implementation: str) -> Row | None:

@@ -24,6 +24,9 @@ def check_step(
     names: list[str],
 ) -> None: ...
 
+# Whether anything, such as a profiler, is told of operators and records (at::hasCallbacks).
+def observed() -> bool: ...
+
 # ops.scaled_copy_ without the dispatcher, in half the time over thousands of small tensors.
 def scaled_copy_(
     to: list[Tensor], from_: list[Tensor], control: Tensor, *, unscale: bool

@@ -13,22 +13,6 @@
 namespace torchopt_ext {
 namespace {
 
-// Asks for the first lines of a chunk's gradient while another is summed: the processor's own
-// prefetcher has to learn every small tensor anew. (The same for the four streams of pass B delays
-// what it has already asked for: a fifth of the pass over 2,000 tensors of 1,000 elements.)
-void prefetch_start(const WorkList& work, const Chunk& chunk) {
-  constexpr int64_t kBytes = 4096;
-  const TensorWork& tensor = work.tensors[static_cast<size_t>(chunk.tensor)];
-  if (tensor.grad == nullptr) {
-    return;
-  }
-  const char* from =
-      static_cast<const char*>(tensor.grad) + chunk.begin * element_size(tensor.grad_dtype);
-  for (int64_t at = 0; at < kBytes; at += 64) {
-    __builtin_prefetch(from + at);
-  }
-}
-
 void sum_of_squares(const WorkList& work, const at::Tensor& accumulator, bool /*normalize*/) {
   auto& total = *static_cast<ExactAccumulator*>(accumulator.data_ptr());
   std::mutex mutex;
@@ -38,9 +22,6 @@ void sum_of_squares(const WorkList& work, const at::Tensor& accumulator, bool /*
     for (size_t i = first; i < last; ++i) {
       const Chunk& chunk = work.chunks[i];
       const TensorWork& tensor = work.tensors[static_cast<size_t>(chunk.tensor)];
-      if (i + 1 < last) {
-        prefetch_start(work, work.chunks[i + 1]);
-      }
       if (tensor.grad != nullptr) {
         pending += chunk.end - chunk.begin;
         if (pending > ExactAccumulator::kMaxPendingAdds) {

@@ -1,6 +1,7 @@
 // What a step plan does in a step: takes the gradients, and runs the two passes.
 #include <ATen/ops/empty_like.h>
 
+#include "plan/for_each_entry.h"
 #include "plan/step_plan.h"
 #include "plan/tensor_checks.h"
 #include "plan/tensor_fields.h"
@@ -23,7 +24,8 @@ void StepPlan::check_step(size_t i) const {
 bool StepPlan::take_gradient(size_t i, const at::Tensor& gradient) {
   Known& known = known_[i];
   if (!gradient.defined()) {
-    return true;  // release() has cleared what was there
+    work_.tensors[i].grad = nullptr;
+    return true;
   }
   const c10::TensorImpl* impl = gradient.unsafeGetTensorImpl();
   known.gradient = impl;
@@ -102,21 +104,35 @@ void StepPlan::accumulate(const at::Tensor& accumulator, bool normalize) const {
   backend_for(device_).sum_of_squares(work_, accumulator, normalize);
 }
 
+// Asks for what count_as_changed() of entry i + kAhead will read, first the tensor and then its
+// version counter: an atomic increment waits for its line.
+void StepPlan::prefetch_version(size_t i, size_t end) const {
+  if (i + 2 * kAhead < end) {
+    __builtin_prefetch(borrowed_[i + 2 * kAhead][kParam]);
+  }
+  if (i + kAhead < end) {
+    __builtin_prefetch(version_counter_of(*borrowed_[i + kAhead][kParam]));
+  }
+}
+
 void StepPlan::count_as_changed() const {
-  for (size_t i = 0; i < size(); ++i) {
-    if (work_.tensors[i].grad == nullptr) {
-      continue;
-    }
-    for (size_t part = 0; part < kParts; ++part) {
-      c10::TensorImpl* tensor = borrowed_[i][part];
-      if (tensor != nullptr && !one_version_[part] && !tensor->is_inference()) {
-        tensor->bump_version();
+  for_each_entry(size(), [this](size_t begin, size_t end) {
+    for (size_t i = begin; i < end; ++i) {
+      prefetch_version(i, end);
+      if (work_.tensors[i].grad == nullptr) {
+        continue;
+      }
+      for (size_t part = 0; part < kParts; ++part) {
+        c10::TensorImpl* tensor = borrowed_[i][part];
+        if (tensor != nullptr && !one_version_[part] && !tensor->is_inference()) {
+          tensor->bump_version();
+        }
+      }
+      if (work_.options.write_back_gradients) {
+        bump_version(gradients_[i]);
       }
     }
-    if (work_.options.write_back_gradients) {
-      bump_version(gradients_[i]);
-    }
-  }
+  });
   for (size_t part = 0; part < kParts; ++part) {
     if (one_version_[part] && !borrowed_[0][part]->is_inference()) {
       borrowed_[0][part]->bump_version();
@@ -140,11 +156,12 @@ void StepPlan::update(const std::vector<GroupHyper>& groups, const at::Tensor& c
 }
 
 void StepPlan::release() {
-  for (size_t i = 0; i < size(); ++i) {
-    gradients_[i].reset();
-    strided_params_[i].reset();
-    work_.tensors[i].grad = nullptr;
-  }
+  for_each_entry(size(), [this](size_t begin, size_t end) {
+    for (size_t i = begin; i < end; ++i) {
+      gradients_[i].reset();
+      strided_params_[i].reset();
+    }
+  });
 }
 
 }  // namespace torchopt_ext

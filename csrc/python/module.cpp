@@ -1,5 +1,6 @@
 // The Python module: build information, the optimizers' plan, and the accumulator's parts that no
 // operator needs. Importing it registers the operators.
+#include <ATen/record_function.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "cpu/kernel_table.h"
@@ -92,6 +93,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("check_step", check_step, py::arg("params"), py::arg("masters"), py::arg("gradients"),
         py::arg("names"), "Raises unless gradients and masters fit their parameters.");
 
+  m.def("observed", at::hasCallbacks,
+        "Whether anything, such as a profiler, is told of operators and records.");
   m.def("scaled_copy_", scaled_copy_list, py::arg("to"), py::arg("from_"), py::arg("control"),
         py::kw_only(), py::arg("unscale"), "The operator of this name, without the dispatcher.");
   m.def("carve", carve, py::arg("like"), py::arg("dtype") = py::none(),

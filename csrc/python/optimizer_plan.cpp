@@ -1,8 +1,8 @@
 #include "python/optimizer_plan.h"
 
-#include <ATen/Parallel.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include "plan/for_each_entry.h"
 #include "python/dtensor.h"
 #include "python/param_group.h"
 #include "step_ops.h"
@@ -103,32 +103,31 @@ void OptimizerPlan::look(size_t part) {
   const std::vector<Objects>& objects = objects_[part];
   StepPlan& plan = plans_[part];
   what_is_left_.resize(objects.size());
-  at::parallel_for(
-      0, static_cast<int64_t>(objects.size()), kEntriesPerThread, [&](int64_t begin, int64_t end) {
-        for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i) {
-          if (i + kAhead < static_cast<size_t>(end)) {
-            for (PyObject* object : objects[i + kAhead].local) {
-              __builtin_prefetch(object);
-            }
-            plan.prefetch(i + kAhead);
-          }
-          StepPlan::Borrowed borrowed;
-          for (size_t k = 0; k < borrowed.size(); ++k) {
-            PyObject* object = objects[i].local[k];
-            borrowed[k] =
-                object == Py_None ? nullptr : THPVariable_Unpack(object).unsafeGetTensorImpl();
-          }
-          if (!plan.attach(i, borrowed)) {
-            what_is_left_[i] = Left::kAll;
-          } else if (objects[i].wrapped) {
-            what_is_left_[i] = Left::kGradient;
-          } else {
-            // Not at::Tensor::grad(), which looks for non-leaf tensors to warn about.
-            const at::Tensor& gradient = borrowed[StepPlan::kParam]->grad();
-            what_is_left_[i] = plan.take_gradient(i, gradient) ? Left::kNothing : Left::kGradient;
-          }
+  for_each_entry(objects.size(), [&](size_t begin, size_t end) {
+    for (size_t i = begin; i < end; ++i) {
+      if (i + kAhead < end) {
+        for (PyObject* object : objects[i + kAhead].local) {
+          __builtin_prefetch(object);
         }
-      });
+        plan.prefetch(i + kAhead);
+      }
+      StepPlan::Borrowed borrowed;
+      for (size_t k = 0; k < borrowed.size(); ++k) {
+        PyObject* object = objects[i].local[k];
+        borrowed[k] =
+            object == Py_None ? nullptr : THPVariable_Unpack(object).unsafeGetTensorImpl();
+      }
+      if (!plan.attach(i, borrowed)) {
+        what_is_left_[i] = Left::kAll;
+      } else if (objects[i].wrapped) {
+        what_is_left_[i] = Left::kGradient;
+      } else {
+        // Not at::Tensor::grad(), which looks for non-leaf tensors to warn about.
+        const at::Tensor& gradient = borrowed[StepPlan::kParam]->grad();
+        what_is_left_[i] = plan.take_gradient(i, gradient) ? Left::kNothing : Left::kGradient;
+      }
+    }
+  });
 }
 
 // False if a DTensor has another local tensor than before. Memory that was replaced under a tensor
@@ -229,8 +228,14 @@ void OptimizerPlan::check_idle() const {
   TORCH_CHECK(!running_, "another thread is stepping this optimizer");
 }
 
-void OptimizerPlan::accumulate(size_t part, const at::Tensor& accumulator, bool normalize) {
+// Between steps the table of gradients is what the last one left.
+void OptimizerPlan::check_collected() const {
   check_idle();
+  TORCH_CHECK(collected_, "gradients have not been collected");
+}
+
+void OptimizerPlan::accumulate(size_t part, const at::Tensor& accumulator, bool normalize) {
+  check_collected();
   check_accumulator(accumulator);
   const Running running(running_);
   const py::gil_scoped_release unlocked;
@@ -238,7 +243,7 @@ void OptimizerPlan::accumulate(size_t part, const at::Tensor& accumulator, bool 
 }
 
 void OptimizerPlan::update(const std::vector<at::Tensor>& part_controls) {
-  check_idle();
+  check_collected();
   const ReleaseAtEnd releasing(*this);
   TORCH_CHECK(part_controls.size() == plans_.size(), "got ", part_controls.size(),
               " control blocks for ", plans_.size(), " parts");
@@ -257,6 +262,9 @@ void OptimizerPlan::release() {
     return;  // the thread that is stepping will
   }
   collected_ = false;
+  // By all threads, one of which may need the lock for a gradient's Python object.
+  const Running running(running_);
+  const py::gil_scoped_release unlocked;
   for (StepPlan& plan : plans_) {
     plan.release();
   }

@@ -82,6 +82,7 @@ class OptimizerPlan {
   enum class Left : uint8_t { kNothing, kGradient, kAll };
 
   void check_idle() const;
+  void check_collected() const;
   void look(size_t part);
   bool attach(size_t part);
   void set_gradients(size_t part);

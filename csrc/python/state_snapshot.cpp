@@ -1,10 +1,10 @@
 #include "python/state_snapshot.h"
 
-#include <ATen/Parallel.h>
-
 #include <algorithm>
 #include <array>
 #include <atomic>
+
+#include "plan/for_each_entry.h"
 
 namespace torchopt_ext {
 namespace {
@@ -34,8 +34,8 @@ size_t index_of(PyObject* name, const Names& names) {
   return static_cast<size_t>(found - names.begin());
 }
 
-// Calls visit(object) on every parameter, in order, until it returns false. Returns whether it never
-// did.
+// Calls visit(object) on every parameter, in order, until it returns false. Returns whether it
+// never did.
 template <class Visit>
 bool walk_groups(const py::list& param_groups, Visit&& visit) {
   for (const py::handle group : param_groups) {
@@ -167,18 +167,17 @@ bool StateSnapshot::matches(const py::list& param_groups, const py::dict& state)
     state_version_ = version_of(state.ptr());
   }
   std::atomic<bool> matching{true};
-  at::parallel_for(0, static_cast<int64_t>(entries_.size()), kEntriesPerThread,
-                   [&](int64_t begin, int64_t end) {
-                     for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i) {
-                       if (i + kAhead < static_cast<size_t>(end)) {
-                         __builtin_prefetch(entries_[i + kAhead].dict);
-                       }
-                       if (!entry_matches(entries_[i])) {
-                         matching = false;
-                         return;
-                       }
-                     }
-                   });
+  for_each_entry(entries_.size(), [&](size_t begin, size_t end) {
+    for (size_t i = begin; i < end; ++i) {
+      if (i + kAhead < end) {
+        __builtin_prefetch(entries_[i + kAhead].dict);
+      }
+      if (!entry_matches(entries_[i])) {
+        matching = false;
+        return;
+      }
+    }
+  });
   return matching;
 }
 

@@ -9,11 +9,6 @@
 
 namespace torchopt_ext {
 
-// Parameters that are worth a thread where a few lines of memory are read of each.
-inline constexpr int64_t kEntriesPerThread = 512;
-// So many of them before it is read, that memory is asked for.
-inline constexpr size_t kAhead = 8;
-
 class StateSnapshot {
  public:
   // param_groups: list of dicts with a list under "params"; state: dict of dicts.

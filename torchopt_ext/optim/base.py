@@ -14,6 +14,7 @@ from torchopt_ext._C import OptimizerPlan
 from torchopt_ext.optim import saved
 from torchopt_ext.optim import state as param_state
 from torchopt_ext.optim.control import Controlled
+from torchopt_ext.optim.hooks import with_step_hooks
 from torchopt_ext.optim.local import NormKey, is_split, moved
 from torchopt_ext.optim.step import fused_step
 from torchopt_ext.optim.storage import Place, Storage, with_own_steps
@@ -125,6 +126,7 @@ class FusedAdamBase(Controlled, Optimizer):
 
     # ---- torch.optim.Optimizer --------------------------------------------------------------
 
+    @with_step_hooks
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One optimization step.

@@ -1,11 +1,43 @@
 """Hooks of torch.optim.Optimizer around a wrapper and the optimizer in it."""
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
+
+from torchopt_ext import _C
+
+Step = TypeVar("Step", bound=Callable[..., Any])
+
+
+def with_step_hooks(step: Step) -> Step:
+    """``step`` within its hooks and a profiler's record, as torch wraps it.
+
+    torch (torch/optim/optimizer.py, profile_hook_step) makes the record even if nobody observes
+    it, which takes a twentieth of a step over 2,000 small tensors; here only if somebody does. A
+    subclass's own ``step``, which torch wraps, calls this one without firing hooks once more.
+    """
+    by_torch = Optimizer.profile_hook_step(step)
+
+    @functools.wraps(step)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if type(self).step is not wrapper:
+            return step(self, *args, **kwargs)
+        if (
+            _C.observed()
+            or self._optimizer_step_pre_hooks
+            or self._optimizer_step_post_hooks
+            or torch_optimizer._global_optimizer_pre_hooks
+            or torch_optimizer._global_optimizer_post_hooks
+        ):
+            return by_torch(self, *args, **kwargs)
+        return step(self, *args, **kwargs)
+
+    wrapper.hooked = True  # type: ignore[attr-defined]  # torch patches no step that says so
+    return cast("Step", wrapper)
 
 
 @contextmanager

@@ -1,0 +1,23 @@
+// Work on a step plan's entries, of each of which a few lines of memory are read or written.
+#pragma once
+
+#include <ATen/Parallel.h>
+
+namespace torchopt_ext {
+
+// Entries that are worth a thread.
+inline constexpr int64_t kEntriesPerThread = 512;
+// So many of them before it is read, that memory is asked for.
+inline constexpr size_t kAhead = 8;
+
+// Calls body(begin, end) on ranges of entries, in parallel. The same entries are the same thread's
+// each time, whose caches then hold what it wrote of them.
+template <class Body>
+void for_each_entry(size_t entries, const Body& body) {
+  at::parallel_for(0, static_cast<int64_t>(entries), kEntriesPerThread,
+                   [&](int64_t begin, int64_t end) {
+                     body(static_cast<size_t>(begin), static_cast<size_t>(end));
+                   });
+}
+
+}  // namespace torchopt_ext
