@@ -114,6 +114,17 @@ def test_ordinary_tensors() -> None:
         assert _C.carve([torch.empty(2)])[0].is_inference()
 
 
+def test_one_version_for_all() -> None:
+    like = shapes()
+    apart, together = _C.carve(like), _C.carve(like, one_version=True)
+    apart[0].zero_()
+    together[0].zero_()
+    assert [t._version for t in apart] == [1] + [0] * (len(like) - 1)
+    assert [t._version for t in together] == [1] * len(like)
+    with torch.inference_mode():
+        assert all(t.is_inference() for t in _C.carve(like, one_version=True))
+
+
 def test_resizing_is_refused() -> None:
     block = torch.zeros(128, dtype=torch.uint8)
     for given in (None, block):

@@ -460,3 +460,15 @@ def test_entries_that_were_empty_at_first_are_noticed_among_thousands() -> None:
     optimizer.step()
     assert all(optimizer.state[param]["step"].item() == 1.0 for param in params)
     assert_steps_as_a_fresh_one(optimizer)
+
+
+def test_entries_of_the_users_own_change_no_plan(builds: list[int]) -> None:
+    params, optimizer = started(steps=0)
+    entries = [optimizer.state[p] for p in params]
+    for step in range(4):
+        set_gradients(params, seed=step)
+        optimizer.step()
+        for entry in entries:
+            entry["mine"] = torch.tensor(float(step))
+    assert len(builds) == 1
+    assert_steps_as_a_fresh_one(optimizer)

@@ -1,0 +1,144 @@
+"""What a step tells others: autograd by version counters, hooks, profilers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from .subject import OURS, make_params, ours_only, set_gradients
+
+pytestmark = ours_only
+
+MANY = [(2,)] * 1500  # several threads' worth
+KWARGS: dict[str, Any] = {"lr": 0.02, "max_grad_norm": 1.0}
+
+
+def stepped(shapes: Any = MANY, dtype: torch.dtype = torch.float32, **kwargs: Any) -> Any:
+    params = make_params(shapes, dtype=dtype)
+    optimizer = OURS["AdamW"](params, **KWARGS, **kwargs)
+    set_gradients(params)
+    optimizer.step()
+    return params, optimizer
+
+
+def written(params: list[nn.Parameter], optimizer: Any) -> list[torch.Tensor]:
+    return [t for p in params for t in (p, *optimizer.state[p].values())]
+
+
+# ---- versions ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shapes", [MANY, [(3, 5), (300, 300), (7,)]], ids=["many", "sizes"])
+@pytest.mark.parametrize("kwargs", [{}, {"amsgrad": True}, {"master_weights": "fp32"}])
+def test_all_that_a_step_writes_has_another_version(shapes: Any, kwargs: dict[str, Any]) -> None:
+    dtype = torch.bfloat16 if "master_weights" in kwargs else torch.float32
+    params, optimizer = stepped(shapes, dtype, **kwargs)
+    for _ in range(2):
+        before = [t._version for t in written(params, optimizer)]
+        optimizer.step()
+        after = [t._version for t in written(params, optimizer)]
+        assert all(new > old for new, old in zip(after, before, strict=True))
+
+
+def test_parameters_without_gradient_keep_theirs() -> None:
+    params, optimizer = stepped()
+    for p in params[::3]:
+        p.grad = None
+    before = [p._version for p in params]
+    optimizer.step()
+    changed = [p._version != version for p, version in zip(params, before, strict=True)]
+    assert changed == [p.grad is not None for p in params]
+
+
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq", "step"])
+@pytest.mark.parametrize("how", ["entry", "swap"])
+@pytest.mark.parametrize("which", [0, 700])
+def test_one_that_shares_no_version_with_others(name: str, how: str, which: int) -> None:
+    params, optimizer = stepped()
+    entry = optimizer.state[params[which]]
+    mine = entry[name].clone()
+    if how == "entry":
+        entry[name] = mine
+    else:
+        torch.utils.swap_tensors(entry[name], mine)
+    if name == "step":
+        optimizer.step()  # the plan packs the steps anew
+    for _ in range(2):
+        before = [t._version for t in written(params, optimizer)]
+        optimizer.step()
+        after = [t._version for t in written(params, optimizer)]
+        assert all(new > old for new, old in zip(after, before, strict=True))
+
+
+@pytest.mark.parametrize("saved", ["param", "exp_avg"])
+def test_backward_through_what_a_step_has_changed_is_refused(saved: str) -> None:
+    params, optimizer = stepped([(4,), (4,)])
+    factor = torch.ones(4, requires_grad=True)
+    tensor = params[1] if saved == "param" else optimizer.state[params[1]][saved]
+    loss = (factor * tensor).sum()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_plan_takes_no_pass_without_gradients() -> None:
+    _, optimizer = stepped()
+    plan = optimizer._built[0]
+    control, accumulator = optimizer._block(torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="have not been collected"):
+        plan.accumulate(0, accumulator, True)
+    with pytest.raises(RuntimeError, match="have not been collected"):
+        plan.update([control])
+
+
+# ---- hooks and profilers -------------------------------------------------------------------------
+
+
+def record_names(optimizer: Any) -> list[str]:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        optimizer.step()
+    return [event.name for event in profile.events() if event.name.startswith("Optimizer.step#")]
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+def test_a_profiler_sees_the_step_as_torch_names_it(name: str) -> None:
+    optimizer = OURS[name](make_params())
+    optimizer.step()
+    class_name = type(optimizer).__name__
+    assert record_names(optimizer) == [f"Optimizer.step#{class_name}.step"]
+
+
+@pytest.mark.parametrize("of", ["all optimizers", "this one"])
+@pytest.mark.parametrize("overridden", [False, True])
+def test_hooks_fire_once_in_subclasses(of: str, overridden: bool) -> None:
+    base: Any = OURS["AdamW"]
+
+    class Plain(base):  # type: ignore[misc]
+        pass
+
+    class Overriding(base):  # type: ignore[misc]
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    base(make_params())  # torch wraps a class's own step when the first is made
+    params = make_params()
+    optimizer = (Overriding if overridden else Plain)(params)
+    calls: list[Any] = []
+    if of == "this one":
+        handle = optimizer.register_step_pre_hook(lambda opt, *_: calls.append(opt))
+    else:
+        handle = register_optimizer_step_pre_hook(lambda opt, *_: calls.append(opt))
+    try:
+        set_gradients(params)
+        optimizer.step()
+        assert calls == [optimizer]
+    finally:
+        handle.remove()
+    optimizer.step()
+    assert calls == [optimizer]
+    assert optimizer.state[params[0]]["step"] == 2
+    assert record_names(optimizer) == [f"Optimizer.step#{type(optimizer).__name__}.step"]
