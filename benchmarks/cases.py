@@ -41,6 +41,8 @@ BYTES = {
     (OURS, HOST): None,
 }
 READ, UPDATE = "read_fp32", "update_fp32"
+NORM_LOOP, ADAMW_LOOP = "norm_fp32", "adamw_fp32"
+ARITHMETIC = f"{OBJECTS} + {NORM_LOOP} + {ADAMW_LOOP}"
 ROOFLINE = {
     STEP: f"{OBJECTS} + {UPDATE}",
     CLIP: f"{OBJECTS} + {READ} + {UPDATE}",
@@ -123,7 +125,17 @@ def fp32_loops(optimizer: FusedAdamW) -> list[Case]:
     moments = [[entry[name] for entry in state] for name in ("exp_avg", "exp_avg_sq")]
     objects = objects_case(gradients, params, *moments, [entry["step"] for entry in state])
     read, update = loop_case(READ, gradients), loop_case(UPDATE, gradients, params, *moments)
-    return [objects, update, in_turn(objects, update), in_turn(objects, read, update)]
+    norm, adamw = (
+        loop_case(NORM_LOOP, gradients),
+        loop_case(ADAMW_LOOP, gradients, params, *moments),
+    )
+    return [
+        objects,
+        update,
+        in_turn(objects, update),
+        in_turn(objects, read, update),
+        in_turn(objects, norm, adamw),
+    ]
 
 
 def ready_scaler(scaler: torch.amp.GradScaler, device: str) -> torch.amp.GradScaler:

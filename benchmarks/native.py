@@ -19,7 +19,8 @@ def shared_library(source: str) -> Iterator[Path]:
     """
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "library.so"
-        flags = ["-std=c++20", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"]
+        flags = ["-std=c++20", "-O3", "-march=native", "-fno-math-errno", "-fopenmp"]
+        flags += ["-shared", "-fPIC"]
         command = [os.environ.get("CXX", "g++"), *flags, "-o", str(library)]
         path = Path(__file__).with_name(source)
         done = subprocess.run([*command, str(path)], capture_output=True, text=True, check=False)

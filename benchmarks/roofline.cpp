@@ -1,4 +1,5 @@
-// What memory allows: plain loops over the streams of the two passes of a step, and nothing else.
+// What memory allows: plain loops over the streams of the two passes of a step, and nothing else. The
+// last two compute as well what a step cannot do without, in the plainest way: a norm and AdamW.
 //
 // Every loop has the same signature. streams[s][t] is tensor t of stream s, in the order named at
 // the loop. Each thread takes one equal, contiguous share of all elements.
@@ -7,6 +8,7 @@
 #include <algorithm>
 #include <atomic>
 #include <bit>
+#include <cmath>
 #include <cstdint>
 
 using Streams = void* const* const*;
@@ -67,6 +69,33 @@ void fp32(const float* __restrict g, float* __restrict p, float* __restrict m, f
     m[i] += x;
     v[i] += x;
   }
+}
+
+// AdamW with a learning rate and weights that leave everything as it is.
+void adamw(const float* __restrict g, float* __restrict p, float* __restrict m,
+           float* __restrict v, int64_t n, float k) {
+  for (int64_t i = 0; i < n; ++i) {
+    const float x = (1.0F - k) * g[i];
+    m[i] += k * (x - m[i]);
+    v[i] += k * (x * x - v[i]);
+    p[i] -= k * p[i] + k * (m[i] / (std::sqrt(v[i]) + 1e-8F));
+  }
+}
+
+double sum_of_squares(const float* g, int64_t n) {
+  constexpr int kLanes = 32;  // independent sums, which vectorise
+  double sums[kLanes] = {};
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const double x = g[i + lane];
+      sums[lane] += x * x;
+    }
+  }
+  double total = 0.0;
+  for (; i < n; ++i) total += double{g[i]} * g[i];
+  for (const double sum : sums) total += sum;
+  return total;
 }
 
 void bf16_master(const uint16_t* __restrict g, float* __restrict master, float* __restrict m,
@@ -163,6 +192,22 @@ void update_bf16(Streams s, const int64_t* sizes, int64_t tensors, int threads) 
   for_each_share(sizes, tensors, threads, [&](int64_t t, int64_t from, int64_t to) {
     bf16(at<uint16_t>(s, 0, t, from), at<uint16_t>(s, 1, t, from), at<uint16_t>(s, 2, t, from),
          at<uint16_t>(s, 3, t, from), to - from, zero);
+  });
+}
+
+// Streams: g.
+void norm_fp32(Streams s, const int64_t* sizes, int64_t tensors, int threads) {
+  for_each_share(sizes, tensors, threads, [&](int64_t t, int64_t from, int64_t to) {
+    const double sum = sum_of_squares(at<float>(s, 0, t, from), to - from);
+    sink.fetch_add(std::bit_cast<uint64_t>(sum), std::memory_order_relaxed);
+  });
+}
+
+// Streams: g, p, m, v.
+void adamw_fp32(Streams s, const int64_t* sizes, int64_t tensors, int threads) {
+  for_each_share(sizes, tensors, threads, [&](int64_t t, int64_t from, int64_t to) {
+    adamw(at<float>(s, 0, t, from), at<float>(s, 1, t, from), at<float>(s, 2, t, from),
+          at<float>(s, 3, t, from), to - from, zero);
   });
 }
 

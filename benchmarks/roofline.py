@@ -17,6 +17,8 @@ BYTES = {
     "read_fp32": 4,
     "read_bf16": 2,
     "update_fp32": 28,
+    "norm_fp32": 4,
+    "adamw_fp32": 28,
     "update_bf16_master": 28,
     "update_bf16_remainder": 26,
     "update_bf16": 14,
