@@ -156,12 +156,10 @@ void StepPlan::update(const std::vector<GroupHyper>& groups, const at::Tensor& c
 }
 
 void StepPlan::release() {
-  for_each_entry(size(), [this](size_t begin, size_t end) {
-    for (size_t i = begin; i < end; ++i) {
-      gradients_[i].reset();
-      strided_params_[i].reset();
-    }
-  });
+  for (size_t i = 0; i < size(); ++i) {  // by this thread: a gradient's finalizer may run
+    gradients_[i].reset();
+    strided_params_[i].reset();
+  }
 }
 
 }  // namespace torchopt_ext

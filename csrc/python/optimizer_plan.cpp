@@ -262,9 +262,6 @@ void OptimizerPlan::release() {
     return;  // the thread that is stepping will
   }
   collected_ = false;
-  // By all threads, one of which may need the lock for a gradient's Python object.
-  const Running running(running_);
-  const py::gil_scoped_release unlocked;
   for (StepPlan& plan : plans_) {
     plan.release();
   }
