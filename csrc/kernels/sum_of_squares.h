@@ -96,7 +96,7 @@ inline void add_square(typename L::reg wide, typename L::reg (&sums)[Bins]) {
 // a multiple of the width.
 template <class L, int Bins, class T>
 inline void add_squares_in_bins(const T* x, int64_t n, int exponent, ExactAccumulator& acc) {
-  // Even and odd registers apart where few bins would wait for one another.
+  // With 2 bins, even and odd registers apart: one sum would wait for the other.
   typename L::reg even[Bins];
   typename L::reg odd[Bins];
   double bias[Bins];

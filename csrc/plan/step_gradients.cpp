@@ -104,8 +104,8 @@ void StepPlan::accumulate(const at::Tensor& accumulator, bool normalize) const {
   backend_for(device_).sum_of_squares(work_, accumulator, normalize);
 }
 
-// Asks for what count_as_changed() of entry i + kAhead will read, first the tensor and then its
-// version counter: an atomic increment waits for its line.
+// Asks for an entry's parameter and then for its version counter, which an atomic increment would
+// wait for. Most moments share theirs.
 void StepPlan::prefetch_version(size_t i, size_t end) const {
   if (i + 2 * kAhead < end) {
     __builtin_prefetch(borrowed_[i + 2 * kAhead][kParam]);
@@ -117,14 +117,17 @@ void StepPlan::prefetch_version(size_t i, size_t end) const {
 
 void StepPlan::count_as_changed() const {
   for_each_entry(size(), [this](size_t begin, size_t end) {
+    std::array<bool, kParts> counted{};  // already, of this entry's part or one that shares with it
     for (size_t i = begin; i < end; ++i) {
       prefetch_version(i, end);
-      if (work_.tensors[i].grad == nullptr) {
-        continue;
-      }
       for (size_t part = 0; part < kParts; ++part) {
+        counted[part] = counted[part] && shares_version_[i][part];
         c10::TensorImpl* tensor = borrowed_[i][part];
-        if (tensor != nullptr && !one_version_[part] && !tensor->is_inference()) {
+        if (counted[part] || tensor == nullptr || work_.tensors[i].grad == nullptr) {
+          continue;
+        }
+        counted[part] = true;
+        if (!tensor->is_inference()) {
           tensor->bump_version();
         }
       }
@@ -133,11 +136,6 @@ void StepPlan::count_as_changed() const {
       }
     }
   });
-  for (size_t part = 0; part < kParts; ++part) {
-    if (one_version_[part] && !borrowed_[0][part]->is_inference()) {
-      borrowed_[0][part]->bump_version();
-    }
-  }
 }
 
 void StepPlan::update(const std::vector<GroupHyper>& groups, const at::Tensor& control) {

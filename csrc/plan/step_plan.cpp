@@ -156,13 +156,13 @@ void StepPlan::check_overlap() const {
 }
 
 void StepPlan::cut() {
-  for (size_t part = 0; part < kParts; ++part) {
-    one_version_[part] = size() > 1;
-    for (size_t i = 0; i < size() && one_version_[part]; ++i) {
-      const c10::TensorImpl* first = borrowed_[0][part];
+  shares_version_.assign(size(), {});
+  for (size_t i = 1; i < size(); ++i) {
+    for (size_t part = 0; part < kParts; ++part) {
       const c10::TensorImpl* tensor = borrowed_[i][part];
-      one_version_[part] = first != nullptr && tensor != nullptr &&
-                           version_counter_of(*tensor) == version_counter_of(*first);
+      const c10::TensorImpl* before = borrowed_[i - 1][part];
+      shares_version_[i][part] = tensor != nullptr && before != nullptr &&
+                                 version_counter_of(*tensor) == version_counter_of(*before);
     }
   }
   work_.chunks = make_chunks(work_.tensors);
@@ -179,7 +179,7 @@ void StepPlan::cut() {
 }
 
 bool StepPlan::attach(size_t i, const Borrowed& tensors) {
-  const bool swapped = borrowed_[i] != tensors;  // torch.utils.swap_tensors
+  known_[i].swapped = known_[i].swapped || borrowed_[i] != tensors;
   borrowed_[i] = tensors;
   const TensorWork& work = work_.tensors[i];
   const Known& known = known_[i];
@@ -192,7 +192,7 @@ bool StepPlan::attach(size_t i, const Borrowed& tensors) {
   const bool strided = dense_copies_[i].defined();
   const caffe2::TypeMeta master_type =
       c10::scalarTypeToTypeMeta(work.weights == Weights::kRemainder ? at::kShort : at::kFloat);
-  return !swapped && address(*tensors[kStep]) == work.step &&
+  return !known.swapped && address(*tensors[kStep]) == work.step &&
          fits(kParam, strided ? known.strided_memory : work.param, known.param_type,
               strided ? known.strided_shape : known.shape) &&
          fits(kExpAvg, work.exp_avg, known.state_type, known.shape) &&

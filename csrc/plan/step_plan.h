@@ -44,7 +44,8 @@ class StepPlan {
   // through a dense copy; the operators refuse it beforehand.
   StepPlan(const std::vector<Entry>& entries, at::Device device, const StepOptions& options = {});
 
-  // Notes where an entry's tensors are now; false if memory, shape or type are not those known.
+  // Notes where an entry's tensors are now; false if these are others than those known (not only
+  // behind the same Python objects), or their memory, shape or type.
   // Entries may be attached by several threads at once.
   bool attach(size_t i, const Borrowed& tensors);
 
@@ -84,6 +85,7 @@ class StepPlan {
     Shape shape;  // of the parameter or its dense copy
     caffe2::TypeMeta param_type;
     caffe2::TypeMeta state_type;
+    bool swapped = false;  // a tensor for another: torch.utils.swap_tensors
     // Of a parameter that is not dense.
     const void* strided_memory = nullptr;
     Shape strided_shape;
@@ -114,7 +116,8 @@ class StepPlan {
   Traces traces_;
   at::Device device_;
   int64_t gradients_copied_ = 0;
-  std::array<bool, kParts> one_version_{};  // all entries' tensors of a part share a version
+  // Whether an entry's tensor of a part has the version counter of the entry's before.
+  std::vector<std::array<bool, kParts>> shares_version_;
 };
 
 }  // namespace torchopt_ext

@@ -1,6 +1,6 @@
 // Notices, without hashing a single key, that an optimizer's param groups or state hold other
 // objects than before: groups added, parameters swapped, entries of state replaced, cleared or
-// loaded. Of a dictionary that has not changed only its version is read.
+// loaded. Of a dictionary that has not changed only its version is read, where Python has one.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>

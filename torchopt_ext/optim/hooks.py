@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
+import torch
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
@@ -17,17 +18,21 @@ def with_step_hooks(step: Step) -> Step:
     """``step`` within its hooks and a profiler's record, as torch wraps it.
 
     torch (torch/optim/optimizer.py, profile_hook_step) makes the record even if nobody observes
-    it, which takes a twentieth of a step over 2,000 small tensors; here only if somebody does. A
-    subclass's own ``step``, which torch wraps, calls this one without firing hooks once more.
+    it, which takes a twentieth of a step over 2,000 small tensors; here only if somebody does.
+    Where torch has wrapped a subclass's own ``step``, hooks have fired before that calls this one.
     """
-    by_torch = Optimizer.profile_hook_step(step)
+    by_torch: Any = Optimizer.profile_hook_step(step)
 
     @functools.wraps(step)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if type(self).step is not wrapper:
+        outermost: Any = type(self).step
+        if outermost is not wrapper and getattr(outermost, "__code__", None) is by_torch.__code__:
             return step(self, *args, **kwargs)
         if (
-            _C.observed()
+            args  # a closure may do anything
+            or kwargs
+            or torch.compiler.is_compiling()
+            or _C.observed()
             or self._optimizer_step_pre_hooks
             or self._optimizer_step_post_hooks
             or torch_optimizer._global_optimizer_pre_hooks

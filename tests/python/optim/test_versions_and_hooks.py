@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -52,6 +53,28 @@ def test_parameters_without_gradient_keep_theirs() -> None:
     optimizer.step()
     changed = [p._version != version for p, version in zip(params, before, strict=True)]
     assert changed == [p.grad is not None for p in params]
+
+
+def test_a_step_without_gradients_changes_no_version() -> None:
+    params, optimizer = stepped()
+    flat = torch.zeros(8)
+    views = [nn.Parameter(part) for part in flat.split(2)]  # share a version
+    optimizer.add_param_group({"params": views})
+    set_gradients(views)
+    optimizer.step()
+    optimizer.zero_grad()
+    before = [t._version for t in written(params + views, optimizer)]
+    optimizer.step()
+    assert [t._version for t in written(params + views, optimizer)] == before
+
+
+def test_what_shares_a_version_is_counted_once() -> None:
+    shapes = [(2,)] * 300 + [(70_000,)] + [(2,)] * 300  # the large one's moments have their own
+    params, optimizer = stepped(shapes)
+    moment = optimizer.state[params[0]]["exp_avg"]
+    version = moment._version
+    optimizer.step()
+    assert version < moment._version <= version + 2 * torch.get_num_threads()
 
 
 @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq", "step"])
@@ -112,21 +135,27 @@ def test_a_profiler_sees_the_step_as_torch_names_it(name: str) -> None:
     assert record_names(optimizer) == [f"Optimizer.step#{class_name}.step"]
 
 
+def subclass(base: Any, kind: str) -> Any:
+    if kind == "plain":
+        return type("Plain", (base,), {})
+
+    def step(self: Any, closure: Any = None) -> Any:
+        return base.step(self) if closure is None else base.step(self, closure)
+
+    if kind == "wraps":  # which copies torch's mark of a step that needs no patching
+        step = functools.wraps(base.step)(step)
+    elif kind == "decorated":
+        step = torch.no_grad()(base.step)
+    return type("Overriding", (base,), {"step": step})
+
+
 @pytest.mark.parametrize("of", ["all optimizers", "this one"])
-@pytest.mark.parametrize("overridden", [False, True])
-def test_hooks_fire_once_in_subclasses(of: str, overridden: bool) -> None:
+@pytest.mark.parametrize("kind", ["plain", "overridden", "wraps", "decorated"])
+def test_hooks_fire_once_in_subclasses(of: str, kind: str) -> None:
     base: Any = OURS["AdamW"]
-
-    class Plain(base):  # type: ignore[misc]
-        pass
-
-    class Overriding(base):  # type: ignore[misc]
-        def step(self, closure: Any = None) -> Any:
-            return super().step(closure)
-
     base(make_params())  # torch wraps a class's own step when the first is made
     params = make_params()
-    optimizer = (Overriding if overridden else Plain)(params)
+    optimizer = subclass(base, kind)(params)
     calls: list[Any] = []
     if of == "this one":
         handle = optimizer.register_step_pre_hook(lambda opt, *_: calls.append(opt))
@@ -142,3 +171,24 @@ def test_hooks_fire_once_in_subclasses(of: str, overridden: bool) -> None:
     assert calls == [optimizer]
     assert optimizer.state[params[0]]["step"] == 2
     assert record_names(optimizer) == [f"Optimizer.step#{type(optimizer).__name__}.step"]
+
+
+def test_a_hook_that_a_closure_registers_fires() -> None:
+    params = make_params()
+    optimizer = OURS["AdamW"](params)
+    calls: list[str] = []
+
+    def closure() -> None:
+        optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+
+    optimizer.step(closure)
+    assert calls == ["post"]
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_compiled_step_sees_no_more_than_torch_shows_it() -> None:
+    params = make_params()
+    optimizer = OURS["AdamW"](params)
+    set_gradients(params)
+    torch.compile(optimizer.step, backend="eager")()
+    assert optimizer.state[params[0]]["step"] == 1
