@@ -25,7 +25,8 @@ inline bool is_16_bit(at::ScalarType dtype) { return dtype == at::kBFloat16 || d
 inline const void* version_counter_of(const c10::TensorImpl& tensor) {
   static_assert(sizeof(c10::VariableVersion) == sizeof(void*), "holds a pointer and nothing else");
   const void* counter = nullptr;
-  std::memcpy(&counter, &tensor.version_counter(), sizeof(counter));
+  std::memcpy(reinterpret_cast<void*>(&counter),
+              static_cast<const void*>(&tensor.version_counter()), sizeof(counter));
   return counter;
 }
 
