@@ -30,6 +30,14 @@ def written(params: list[nn.Parameter], optimizer: Any) -> list[torch.Tensor]:
     return [t for p in params for t in (p, *optimizer.state[p].values())]
 
 
+def assert_steps_are_counted(params: list[nn.Parameter], optimizer: Any) -> None:
+    for _ in range(2):
+        before = [t._version for t in written(params, optimizer)]
+        optimizer.step()
+        after = [t._version for t in written(params, optimizer)]
+        assert all(new > old for new, old in zip(after, before, strict=True))
+
+
 # ---- versions ------------------------------------------------------------------------------------
 
 
@@ -38,11 +46,7 @@ def written(params: list[nn.Parameter], optimizer: Any) -> list[torch.Tensor]:
 def test_all_that_a_step_writes_has_another_version(shapes: Any, kwargs: dict[str, Any]) -> None:
     dtype = torch.bfloat16 if "master_weights" in kwargs else torch.float32
     params, optimizer = stepped(shapes, dtype, **kwargs)
-    for _ in range(2):
-        before = [t._version for t in written(params, optimizer)]
-        optimizer.step()
-        after = [t._version for t in written(params, optimizer)]
-        assert all(new > old for new, old in zip(after, before, strict=True))
+    assert_steps_are_counted(params, optimizer)
 
 
 def test_parameters_without_gradient_keep_theirs() -> None:
@@ -90,11 +94,7 @@ def test_one_that_shares_no_version_with_others(name: str, how: str, which: int)
         torch.utils.swap_tensors(entry[name], mine)
     if name == "step":
         optimizer.step()  # the plan packs the steps anew
-    for _ in range(2):
-        before = [t._version for t in written(params, optimizer)]
-        optimizer.step()
-        after = [t._version for t in written(params, optimizer)]
-        assert all(new > old for new, old in zip(after, before, strict=True))
+    assert_steps_are_counted(params, optimizer)
 
 
 @pytest.mark.parametrize("saved", ["param", "exp_avg"])
