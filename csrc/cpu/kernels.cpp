@@ -4,7 +4,9 @@
 #include <type_traits>
 
 #include "cpu/kernel_table.h"
+#include "cpu/random_bits.h"
 #include "kernels/digest.h"
+#include "kernels/fetch_ahead.h"
 #include "kernels/scaled_copy.h"
 #include "kernels/sum_of_squares.h"
 #if defined(__AVX512F__)
@@ -20,14 +22,17 @@ namespace {
 constexpr const char* kName = "avx512";
 using FloatLane = Avx512Float;
 using DoubleLane = Avx512Double;
+using Words = Avx512Words;
 #elif defined(__AVX2__)
 constexpr const char* kName = "avx2";
 using FloatLane = Avx2Float;
 using DoubleLane = Avx2Double;
+using Words = Avx2Words;
 #else
 constexpr const char* kName = "default";
 using FloatLane = ScalarLane<float>;
 using DoubleLane = ScalarLane<double>;
+using Words = void;
 #endif
 
 template <class L, class T = typename L::scalar>
@@ -37,6 +42,11 @@ void adam(const AdamScalars<T>& scalars, T* __restrict param, const T* __restric
   const AdamScalars<T> s = scalars;
   int64_t i = 0;
   for (; i + L::width <= n; i += L::width) {
+    const auto at = static_cast<int64_t>(sizeof(T)) * i;
+    fetch_ahead<L>(param, at);
+    fetch_ahead<L>(grad, at);
+    fetch_ahead<L>(exp_avg, at);
+    fetch_ahead<L>(exp_avg_sq, at);
     adam_update<L>(s, param + i, grad + i, exp_avg + i, exp_avg_sq + i,
                    max_exp_avg_sq != nullptr ? max_exp_avg_sq + i : nullptr);
   }
@@ -76,14 +86,18 @@ void exact_sum(const void* x, int64_t n, ExactAccumulator& acc) {
 [[gnu::always_inline]] inline void adam_loop(const AdamScalars<float>& scalars, AdamStreams x,
                                              int64_t n) {
   const AdamScalars<float> s = scalars;
-  // The parameter beside a master weight is written and not read, and nothing else would bring its
-  // lines in before a store waits for them. (Stores past the caches were slower.)
-  const bool write_only = x.weights == Weights::kMaster;
-  const auto* ahead = static_cast<const char*>(x.param) + 1024;
+  const int64_t param_size = element_size(x.param_dtype);
+  const int64_t grad_size = element_size(x.grad_dtype);
+  const int64_t state_size = element_size(x.state_dtype);
+  const int64_t master_size = x.weights == Weights::kMaster ? 4 : 2;
   int64_t i = 0;
   for (; i + FloatLane::width <= n; i += FloatLane::width) {
-    if (write_only) {
-      __builtin_prefetch(ahead + 2 * i);
+    fetch_ahead<FloatLane>(x.param, param_size * i);
+    fetch_ahead<FloatLane>(x.grad, grad_size * i);
+    fetch_ahead<FloatLane>(x.exp_avg, state_size * i);
+    fetch_ahead<FloatLane>(x.exp_avg_sq, state_size * i);
+    if (x.weights != Weights::kPlain) {
+      fetch_ahead<FloatLane>(x.master, master_size * i);
     }
     adam_streams<FloatLane>(s, x, i);
   }
@@ -92,26 +106,30 @@ void exact_sum(const void* x, int64_t n, ExactAccumulator& acc) {
   }
 }
 
-// Any types, and without branches on them those that large models are trained in.
-[[gnu::flatten]] void adam_any(const AdamScalars<float>& scalars, const AdamStreams& streams,
-                               int64_t n) {
+// bf16 parameters and gradients, rounded to nearest, without amsgrad.
+template <Weights kWeights, DType kState>
+[[gnu::flatten]] void adam_bf16(const AdamScalars<float>& scalars, const AdamStreams& streams,
+                                int64_t n) {
   AdamStreams x = streams;
-  const bool usual = x.param_dtype == DType::kBFloat16 && x.grad_dtype == DType::kBFloat16 &&
-                     x.state_dtype == DType::kFloat32 && x.random == nullptr &&
-                     x.max_exp_avg_sq == nullptr;
-  if (!usual || x.weights == Weights::kPlain) {
-    adam_loop(scalars, x, n);
-    return;
-  }
   x.param_dtype = x.grad_dtype = DType::kBFloat16;
-  x.state_dtype = DType::kFloat32;
+  x.state_dtype = kState;
+  x.weights = kWeights;
   x.random = nullptr;
   x.max_exp_avg_sq = nullptr;
-  if (streams.weights == Weights::kMaster) {
-    x.weights = Weights::kMaster;
-    adam_loop(scalars, x, n);
+  adam_loop(scalars, x, n);
+}
+
+// Any types, and without branches on them those that large models are trained in.
+[[gnu::flatten]] void adam_any(const AdamScalars<float>& scalars, const AdamStreams& x, int64_t n) {
+  const bool usual = x.param_dtype == DType::kBFloat16 && x.grad_dtype == DType::kBFloat16 &&
+                     x.random == nullptr && x.max_exp_avg_sq == nullptr;
+  if (usual && x.weights == Weights::kPlain && x.state_dtype == DType::kBFloat16) {
+    adam_bf16<Weights::kPlain, DType::kBFloat16>(scalars, x, n);
+  } else if (usual && x.weights == Weights::kMaster && x.state_dtype == DType::kFloat32) {
+    adam_bf16<Weights::kMaster, DType::kFloat32>(scalars, x, n);
+  } else if (usual && x.weights == Weights::kRemainder && x.state_dtype == DType::kFloat32) {
+    adam_bf16<Weights::kRemainder, DType::kFloat32>(scalars, x, n);
   } else {
-    x.weights = Weights::kRemainder;
     adam_loop(scalars, x, n);
   }
 }
@@ -123,74 +141,6 @@ void load_weights(const AdamStreams& x, float* to, int64_t n) {
   }
   for (; i < n; ++i) {
     to[i] = load_weight<ScalarLane<float>>(x, i);
-  }
-}
-
-// 32 elements at a time, whose blocks' numbers share their upper half.
-#if defined(__AVX512F__)
-int64_t random_bits_fast(const RoundingKey& key, uint64_t first, uint64_t* to, int64_t n) {
-  const __m512i kLanes = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  const auto multiply = [](__m512i x, uint32_t factor, __m512i& high) {
-    const __m512i f = _mm512_set1_epi64(factor);
-    const __m512i even = _mm512_mul_epu32(x, f);
-    const __m512i odd = _mm512_mul_epu32(_mm512_srli_epi64(x, 32), f);
-    high = _mm512_mask_blend_epi32(0xaaaa, _mm512_srli_epi64(even, 32), odd);
-    return _mm512_mask_blend_epi32(0xaaaa, even, _mm512_slli_epi64(odd, 32));
-  };
-  int64_t i = 0;
-  for (; i + 32 <= n; i += 32) {
-    const uint64_t block = (first + static_cast<uint64_t>(i)) / 2;
-    if ((block & 0xffffffffu) > 0xffffffffu - 16) {
-      break;
-    }
-    __m512i c0 = _mm512_add_epi32(_mm512_set1_epi32(static_cast<int>(block)), kLanes);
-    __m512i c1 = _mm512_set1_epi32(static_cast<int>(block >> 32));
-    __m512i c2 = _mm512_set1_epi32(static_cast<int>(key.step));
-    __m512i c3 = _mm512_set1_epi32(static_cast<int>(key.parameter));
-    auto k0 = static_cast<uint32_t>(key.seed);
-    auto k1 = static_cast<uint32_t>(key.seed >> 32);
-    for (int round = 0; round < 10; ++round) {
-      __m512i high0;
-      __m512i high2;
-      const __m512i low0 = multiply(c0, 0xd2511f53u, high0);
-      const __m512i low2 = multiply(c2, 0xcd9e8d57u, high2);
-      c0 = _mm512_xor_si512(_mm512_xor_si512(high2, c1), _mm512_set1_epi32(static_cast<int>(k0)));
-      c2 = _mm512_xor_si512(_mm512_xor_si512(high0, c3), _mm512_set1_epi32(static_cast<int>(k1)));
-      c1 = low2;
-      c3 = low0;
-      k0 += 0x9e3779b9u;
-      k1 += 0xbb67ae85u;
-    }
-    // Lane 4q + j has block 4j + q, so that transposing quarters leaves the blocks in order.
-    const __m512i a = _mm512_unpacklo_epi32(c0, c1);
-    const __m512i b = _mm512_unpackhi_epi32(c0, c1);
-    const __m512i c = _mm512_unpacklo_epi32(c2, c3);
-    const __m512i d = _mm512_unpackhi_epi32(c2, c3);
-    _mm512_storeu_si512(to + i, _mm512_unpacklo_epi64(a, c));
-    _mm512_storeu_si512(to + i + 8, _mm512_unpackhi_epi64(a, c));
-    _mm512_storeu_si512(to + i + 16, _mm512_unpacklo_epi64(b, d));
-    _mm512_storeu_si512(to + i + 24, _mm512_unpackhi_epi64(b, d));
-  }
-  return i;
-}
-#else
-int64_t random_bits_fast(const RoundingKey&, uint64_t, uint64_t*, int64_t) { return 0; }
-#endif
-
-void random_bits(const RoundingKey& key, int64_t first_element, uint64_t* to, int64_t n) {
-  const auto first = static_cast<uint64_t>(first_element);
-  int64_t i = 0;
-  if (n > 0 && first % 2 == 1) {
-    to[i++] = random_of(key, first);
-  }
-  i += random_bits_fast(key, first + static_cast<uint64_t>(i), to + i, n - i);
-  for (; i + 2 <= n; i += 2) {
-    const PhiloxBlock block = philox(key, (first + static_cast<uint64_t>(i)) / 2);
-    to[i] = random_of(block, false);
-    to[i + 1] = random_of(block, true);
-  }
-  if (i < n) {
-    to[i] = random_of(key, first + static_cast<uint64_t>(i));
   }
 }
 
@@ -263,7 +213,7 @@ const KernelTable& TORCHOPT_KERNELS() {
       .exact_sum_of_squares = {exact_sum<float>, exact_sum<double>, exact_sum<BFloat16>,
                                exact_sum<Float16>},
       .load_weights = load_weights,
-      .random_bits = random_bits,
+      .random_bits = random_bits<Words>,
       .scaled_copy = {{scaled_copy<float, float>, nullptr, scaled_copy<float, BFloat16>,
                        scaled_copy<float, Float16>},
                       {nullptr, scaled_copy<double, double>, nullptr, nullptr},

@@ -21,9 +21,6 @@ struct AdamStreams {
   DType grad_dtype = DType::kFloat32;
   DType state_dtype = DType::kFloat32;
   Weights weights = Weights::kPlain;
-  // The parameter beside a master weight is written and not read: stores past the caches spare
-  // reading its lines first.
-  bool stream_param = false;
 };
 
 namespace {

@@ -137,5 +137,28 @@ struct Avx2Double {
   }
 };
 
+// Integers of 64 bits, for random numbers (cpu/random_bits.h).
+struct Avx2Words {
+  using reg = __m256i;
+  static constexpr int width = 4;
+  static reg set1(uint64_t a) { return _mm256_set1_epi64x(static_cast<int64_t>(a)); }
+  // 0 to width - 1, in the order that store_pairs undoes.
+  static reg numbers_to_pair() { return _mm256_setr_epi64x(0, 2, 1, 3); }
+  static reg add(reg a, reg b) { return _mm256_add_epi64(a, b); }
+  static reg bit_xor(reg a, reg b) { return _mm256_xor_si256(a, b); }
+  // The product of the lower halves.
+  static reg multiply_low(reg a, reg b) { return _mm256_mul_epu32(a, b); }
+  static reg high(reg a) { return _mm256_srli_epi64(a, 32); }
+  // The lower halves of both.
+  static reg joined(reg low, reg high) {
+    return _mm256_blend_epi32(low, _mm256_slli_epi64(high, 32), 0xaa);
+  }
+  // x[2 * k] and x[2 * k + 1] become what a and b have for number k.
+  static void store_pairs(uint64_t* x, reg a, reg b) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(x), _mm256_unpacklo_epi64(a, b));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(x + width), _mm256_unpackhi_epi64(a, b));
+  }
+};
+
 }  // namespace
 }  // namespace torchopt_ext

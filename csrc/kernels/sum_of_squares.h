@@ -13,6 +13,7 @@
 #include "kernels/bins.h"
 #include "kernels/block_rule.h"
 #include "kernels/exact_accumulator.h"
+#include "kernels/fetch_ahead.h"
 
 namespace torchopt_ext {
 
@@ -28,6 +29,10 @@ inline double block_sum_of_squares(const T* x, int64_t n) {
   }
   int64_t i = 0;
   for (; i + kBlockLanes <= n; i += kBlockLanes) {
+    if constexpr (sizeof(T) == 2) {
+      fetch_ahead<L>(x, 2 * i, 1024);
+      fetch_ahead<L>(x, 2 * i, 1024 + 64);
+    }
 #pragma GCC unroll 16
     for (int r = 0; r < kRegisters; ++r) {
       typename L::reg wide;

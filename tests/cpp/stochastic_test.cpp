@@ -43,15 +43,22 @@ TEST(Stochastic, ABlockServesTwoElements) {
   const PhiloxBlock block = philox(key, 10);
   EXPECT_EQ(random_of(key, 20), block.word[0] | static_cast<uint64_t>(block.word[1]) << 32);
   EXPECT_EQ(random_of(key, 21), block.word[2] | static_cast<uint64_t>(block.word[3]) << 32);
+}
+
+TEST(Stochastic, EveryTableDrawsTheSame) {
+  const RoundingKey key{0x123456789abcdef0, 0xf0000001, 0x80000002};
+  const int64_t carry = (int64_t{1} << 33) - 21;  // a block's number outgrows 32 bits on the way
   for (const KernelTable* table : runnable_tables()) {
-    for (const int64_t first : {0, 1, 7, 8}) {
-      for (const int64_t n : {0, 1, 2, 3, 50}) {
-        std::vector<uint64_t> random(static_cast<size_t>(n));
+    for (const int64_t first : {int64_t{0}, int64_t{1}, int64_t{7}, int64_t{8}, carry, carry + 1}) {
+      for (const int64_t n : {0, 1, 2, 3, 50, 67}) {
+        std::vector<uint64_t> random(static_cast<size_t>(n) + 1, 0x5555);
         table->random_bits(key, first, random.data(), n);
         for (int64_t i = 0; i < n; ++i) {
           ASSERT_EQ(random[static_cast<size_t>(i)],
-                    random_of(key, static_cast<uint64_t>(first + i)));
+                    random_of(key, static_cast<uint64_t>(first + i)))
+              << table->name << " " << first << " " << i;
         }
+        ASSERT_EQ(random.back(), 0x5555u);
       }
     }
   }
