@@ -13,6 +13,17 @@
 namespace torchopt_ext {
 namespace {
 
+// Where pass A reads when it comes to chunk i; null at the end of a share.
+const void* gradient_at(const WorkList& work, size_t i, size_t last) {
+  if (i >= last) {
+    return nullptr;
+  }
+  const Chunk& chunk = work.chunks[i];
+  const TensorWork& tensor = work.tensors[static_cast<size_t>(chunk.tensor)];
+  return element(static_cast<const void*>(tensor.grad), element_size(tensor.grad_dtype),
+                 chunk.begin);
+}
+
 void sum_of_squares(const WorkList& work, const at::Tensor& accumulator, bool /*normalize*/) {
   auto& total = *static_cast<ExactAccumulator*>(accumulator.data_ptr());
   std::mutex mutex;
@@ -28,7 +39,8 @@ void sum_of_squares(const WorkList& work, const at::Tensor& accumulator, bool /*
           accumulator_normalize(acc);
           pending = chunk.end - chunk.begin;
         }
-        add_chunk(kernels(), tensor, chunk, acc);
+        // Of small tensors the next but one: one is too short a time.
+        add_chunk(kernels(), tensor, chunk, gradient_at(work, i + 2, last), acc);
       }
     }
     accumulator_normalize(acc);

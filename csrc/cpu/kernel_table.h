@@ -17,9 +17,11 @@ struct KernelTable {
   void (*adam_double)(const AdamScalars<double>&, double* param, const double* grad,
                       double* exp_avg, double* exp_avg_sq, double* max_exp_avg_sq, int64_t n);
 
-  // By DType; at most kBlockElements elements.
+  // By DType; at most kBlockElements elements. `next`, which may be null, is what will be read
+  // soon.
   double (*block_sum_of_squares[kDTypes])(const void* x, int64_t n);
-  void (*exact_sum_of_squares[kDTypes])(const void* x, int64_t n, ExactAccumulator& acc);
+  void (*exact_sum_of_squares[kDTypes])(const void* x, int64_t n, const void* next,
+                                        ExactAccumulator& acc);
 
   // Weights as float, by AdamStreams' types.
   void (*load_weights)(const AdamStreams&, float* to, int64_t n);

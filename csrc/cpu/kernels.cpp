@@ -78,8 +78,8 @@ double block_sum(const void* x, int64_t n) {
 }
 
 template <class T>
-void exact_sum(const void* x, int64_t n, ExactAccumulator& acc) {
-  exact_sum_of_squares<DoubleLane>(static_cast<const T*>(x), n, acc);
+void exact_sum(const void* x, int64_t n, const void* next, ExactAccumulator& acc) {
+  exact_sum_of_squares<DoubleLane>(static_cast<const T*>(x), n, next, acc);
 }
 
 // Inlined into every caller: where types are constants, the branches on them go.

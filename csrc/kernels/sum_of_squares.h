@@ -98,9 +98,11 @@ inline void add_square(typename L::reg wide, typename L::reg (&sums)[Bins]) {
 }
 
 // Adds the squares, all below 2**(exponent + 1) and multiples of the last of Bins bins' unit; n is
-// a multiple of the width.
+// a multiple of the width. Asks for as much at `next`.
 template <class L, int Bins, class T>
-inline void add_squares_in_bins(const T* x, int64_t n, int exponent, ExactAccumulator& acc) {
+inline void add_squares_in_bins(const T* x, int64_t n, int exponent, const void* next,
+                                ExactAccumulator& acc) {
+  constexpr int64_t size = sizeof(T);
   // With 2 bins, even and odd registers apart: one sum would wait for the other.
   typename L::reg even[Bins];
   typename L::reg odd[Bins];
@@ -111,10 +113,12 @@ inline void add_squares_in_bins(const T* x, int64_t n, int exponent, ExactAccumu
   }
   int64_t i = 0;
   for (; Bins == 2 && i + 2 * L::width <= n; i += 2 * L::width) {
+    fetch_ahead<L>(next, size * i, 0);
     add_square<L>(L::load(x + i), even);
     add_square<L>(L::load(x + i + L::width), odd);
   }
   for (; i < n; i += L::width) {
+    fetch_ahead<L>(next, size * i, 0);
     add_square<L>(L::load(x + i), even);
   }
   double lane[L::width];
@@ -136,13 +140,17 @@ inline void add_squares_one_by_one(const T* x, int64_t n, ExactAccumulator& acc)
   }
 }
 
-// Adds the exact square of each of at most 4,096 elements.
+// Adds the exact square of each of at most 4,096 elements. `next`, which may be null, is what the
+// caller will come to: memory would be idle while squares are added, and asking for it then, line
+// by line, spares pass A over 2,000 tensors of 1,000 a third of its time. (All at once brought
+// nothing.)
 template <class L, class T>
-inline void exact_sum_of_squares(const T* x, int64_t n, ExactAccumulator& acc) {
+inline void exact_sum_of_squares(const T* x, int64_t n, const void* next, ExactAccumulator& acc) {
   int64_t vectorised = 0;
   if constexpr (L::width > 1 && sizeof(T) < sizeof(double)) {
     vectorised = n - n % L::width;
     const Magnitudes range = magnitudes(x, vectorised);
+    next = next == nullptr ? x : next;
     if (range.largest == 0.0f) {
       // all squares are zero
     } else if (!(range.largest <= 0x1.fffffep127f)) {
@@ -152,11 +160,11 @@ inline void exact_sum_of_squares(const T* x, int64_t n, ExactAccumulator& acc) {
       // fp32 gradients within 2**16 of the largest take 2 bins, all of fp32's take 14.
       const int last_bit = 2 * last_bit_of<T>(range.smallest);
       if (last_bit >= bin_unit(exponent, 1)) {
-        add_squares_in_bins<L, 2>(x, vectorised, exponent, acc);
+        add_squares_in_bins<L, 2>(x, vectorised, exponent, next, acc);
       } else if (last_bit >= bin_unit(exponent, 2)) {
-        add_squares_in_bins<L, 3>(x, vectorised, exponent, acc);
+        add_squares_in_bins<L, 3>(x, vectorised, exponent, next, acc);
       } else {
-        add_squares_in_bins<L, 14>(x, vectorised, exponent, acc);
+        add_squares_in_bins<L, 14>(x, vectorised, exponent, next, acc);
       }
     }
   }

@@ -16,7 +16,7 @@ namespace {
 ExactAccumulator sum_on_cpu(const KernelTable& table, const TensorWork& work, int64_t chunk) {
   ExactAccumulator acc{};
   for (const Chunk& piece : make_chunks({work}, chunk)) {
-    add_chunk(table, work, piece, acc);
+    add_chunk(table, work, piece, /*next=*/nullptr, acc);
   }
   accumulator_normalize(acc);
   return acc;
