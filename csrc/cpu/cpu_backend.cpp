@@ -13,15 +13,14 @@
 namespace torchopt_ext {
 namespace {
 
-// Where pass A reads when it comes to chunk i; null at the end of a share.
+// Where pass A reads when it comes to chunk i; null if that is beyond the share or has no gradient.
 const void* gradient_at(const WorkList& work, size_t i, size_t last) {
   if (i >= last) {
     return nullptr;
   }
   const Chunk& chunk = work.chunks[i];
   const TensorWork& tensor = work.tensors[static_cast<size_t>(chunk.tensor)];
-  return element(static_cast<const void*>(tensor.grad), element_size(tensor.grad_dtype),
-                 chunk.begin);
+  return element(tensor.grad, element_size(tensor.grad_dtype), chunk.begin);
 }
 
 void sum_of_squares(const WorkList& work, const at::Tensor& accumulator, bool /*normalize*/) {
@@ -39,7 +38,8 @@ void sum_of_squares(const WorkList& work, const at::Tensor& accumulator, bool /*
           accumulator_normalize(acc);
           pending = chunk.end - chunk.begin;
         }
-        // Of small tensors the next but one: one is too short a time.
+        // The next chunk but one, which of small tensors is a whole tensor: one is too short a
+        // time.
         add_chunk(kernels(), tensor, chunk, gradient_at(work, i + 2, last), acc);
       }
     }

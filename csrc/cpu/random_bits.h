@@ -8,12 +8,15 @@
 namespace torchopt_ext {
 namespace {
 
-// Elements from an even one on, as many as fill registers; returns how many. W is a lane type of 64
-// bits, in which a block has a lane for each of its four words. Only lower halves count until the
+// Elements from an even one on, as many as fill registers; returns how many. Four registers hold
+// the four words of W::width blocks, a block a lane of 64 bits. Only lower halves count until the
 // end, so that what a product leaves in the upper ones can stay.
 template <class W>
 int64_t random_bits_of_blocks(const RoundingKey& key, uint64_t first, uint64_t* to, int64_t n) {
   using R = typename W::reg;
+  if (n < 2 * W::width) {
+    return 0;
+  }
   const R m0 = W::set1(0xd2511f53u);
   const R m2 = W::set1(0xcd9e8d57u);
   R keys[10][2];
@@ -33,8 +36,8 @@ int64_t random_bits_of_blocks(const RoundingKey& key, uint64_t first, uint64_t* 
     R c2 = W::set1(key.step);
     R c3 = W::set1(key.parameter);
     for (const auto& round : keys) {
-      const R a = W::multiply_low(c0, m0);
-      const R b = W::multiply_low(c2, m2);
+      const R a = W::multiply_lower_halves(c0, m0);
+      const R b = W::multiply_lower_halves(c2, m2);
       c0 = W::bit_xor(W::bit_xor(W::high(b), c1), round[0]);
       c1 = b;
       c2 = W::bit_xor(W::bit_xor(W::high(a), c3), round[1]);

@@ -1,8 +1,8 @@
 // Adam on arrays of any element type: the formula of adam.h between loads and stores that convert
 // in registers. Types are told apart while it runs, by branches that go the same way throughout a
-// tensor and so cost next to nothing: element types and ways to hold a weight add cases here, they
-// do not multiply kernels. Converting in tiles beside the fp32 kernel instead left memory idle
-// while a tile was converted.
+// tensor and so cost little: element types and ways to hold a weight add cases here, they do not
+// multiply kernels (cpu/kernels.cpp takes the branches out for the usual types). Converting in
+// tiles beside the fp32 kernel instead left memory idle while a tile was converted.
 #pragma once
 
 #include "kernels/adam.h"

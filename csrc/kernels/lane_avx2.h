@@ -137,8 +137,8 @@ struct Avx2Double {
   }
 };
 
-// Integers of 64 bits, for random numbers (cpu/random_bits.h).
-struct Avx2Words {
+// Integers of 64 bits, not a lane type as lane.h has it: for random numbers (cpu/random_bits.h).
+struct Avx2Integers {
   using reg = __m256i;
   static constexpr int width = 4;
   static reg set1(uint64_t a) { return _mm256_set1_epi64x(static_cast<int64_t>(a)); }
@@ -146,8 +146,7 @@ struct Avx2Words {
   static reg numbers_to_pair() { return _mm256_setr_epi64x(0, 2, 1, 3); }
   static reg add(reg a, reg b) { return _mm256_add_epi64(a, b); }
   static reg bit_xor(reg a, reg b) { return _mm256_xor_si256(a, b); }
-  // The product of the lower halves.
-  static reg multiply_low(reg a, reg b) { return _mm256_mul_epu32(a, b); }
+  static reg multiply_lower_halves(reg a, reg b) { return _mm256_mul_epu32(a, b); }
   static reg high(reg a) { return _mm256_srli_epi64(a, 32); }
   // The lower halves of both.
   static reg joined(reg low, reg high) {

@@ -138,14 +138,14 @@ struct Avx512Double {
   static reg load(const Float16* x) { return _mm512_cvtps_pd(widen8(x)); }
 };
 
-struct Avx512Words {
+struct Avx512Integers {
   using reg = __m512i;
   static constexpr int width = 8;
   static reg set1(uint64_t a) { return _mm512_set1_epi64(static_cast<int64_t>(a)); }
   static reg numbers_to_pair() { return _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7); }
   static reg add(reg a, reg b) { return _mm512_add_epi64(a, b); }
   static reg bit_xor(reg a, reg b) { return _mm512_xor_si512(a, b); }
-  static reg multiply_low(reg a, reg b) { return _mm512_mul_epu32(a, b); }
+  static reg multiply_lower_halves(reg a, reg b) { return _mm512_mul_epu32(a, b); }
   static reg high(reg a) { return _mm512_srli_epi64(a, 32); }
   static reg joined(reg low, reg high) {
     return _mm512_mask_blend_epi32(0xaaaa, low, _mm512_slli_epi64(high, 32));
