@@ -25,7 +25,7 @@ import torch.distributed as dist
 from checkpoint import fingerprint
 from config import JobConfig, load_config
 from data import TrainingData, load_text, training_data
-from launch import start_ranks
+from launch import gloo_ranks, start_ranks
 from model import Transformer
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -177,11 +177,8 @@ def main() -> int:
     args = parser.parse_args()
     if "RANK" not in os.environ:  # not under torchrun
         return start_ranks(RANKS)
-    dist.init_process_group("gloo")
-    try:
+    with gloo_ranks():
         train(args.steps, getattr(torch, args.dtype))
-    finally:
-        dist.destroy_process_group()
     return 0
 
 

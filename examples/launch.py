@@ -1,8 +1,12 @@
-"""Starts an example on several ranks of this machine."""
+"""Starts an example on several ranks of this machine, and joins them."""
 
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
 
 
 def start_ranks(count: int) -> int:
@@ -11,3 +15,18 @@ def start_ranks(count: int) -> int:
     command += ["--local-addr=127.0.0.1", f"--nproc-per-node={count}", *sys.argv]
     env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     return subprocess.run(command, env=env, check=False).returncode
+
+
+@contextmanager
+def gloo_ranks() -> Iterator[None]:
+    """The default process group, on gloo. Ranks that succeed leave it together.
+
+    A thread of gloo that still holds the tensors of the last collective when the interpreter ends
+    aborts the process (pytorch/pytorch#179291). While the ranks wait for one another it lets go.
+    """
+    dist.init_process_group("gloo")
+    try:
+        yield
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from checkpoint import fingerprint, newest_checkpoint, step_folder
 from config import JobConfig, load_config
 from data import load_text, training_data, windows
+from launch import gloo_ranks
 from model import Transformer
 from step_time import compare_step_times
 from torch import Tensor, nn
@@ -143,11 +144,8 @@ def main() -> None:
     args = parser.parse_args()
     config = load_config(args.job)
     args.out.mkdir(parents=True, exist_ok=True)
-    dist.init_process_group("gloo")
-    try:
+    with gloo_ranks():
         train(config, args.out, args.label)
-    finally:
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

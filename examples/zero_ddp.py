@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from config import JobConfig, load_config
 from data import TrainingData, load_text, training_data
-from launch import start_ranks
+from launch import gloo_ranks, start_ranks
 from model import Transformer
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
@@ -199,11 +199,8 @@ def main() -> int:
     args = parser.parse_args()
     if "RANK" not in os.environ:  # not under torchrun
         return start_ranks(RANKS)
-    dist.init_process_group("gloo")
-    try:
+    with gloo_ranks():
         train(args.steps, args.checkpoint)
-    finally:
-        dist.destroy_process_group()
     return 0
 
 
