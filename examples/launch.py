@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -22,11 +23,12 @@ def gloo_ranks() -> Iterator[None]:
     """The default process group, on gloo. Ranks that succeed leave it together.
 
     A thread of gloo that still holds the tensors of the last collective when the interpreter ends
-    aborts the process (pytorch/pytorch#179291). While the ranks wait for one another it lets go.
+    aborts the process (pytorch/pytorch#179291). While this thread waits it lets go.
     """
     dist.init_process_group("gloo")
     try:
         yield
         dist.barrier()
+        time.sleep(0.2)  # without the interpreter's lock, which such a thread may be waiting for
     finally:
         dist.destroy_process_group()
