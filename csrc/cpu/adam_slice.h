@@ -62,7 +62,7 @@ inline uint64_t digest_of(const KernelTable& table, const TensorWork& work, int6
                           int64_t n) {
   const int64_t param = element_size(work.param_dtype);
   const int64_t state = element_size(work.state_dtype);
-  const int64_t master = work.weights == Weights::kMaster ? 4 : 2;
+  const int64_t master = master_size(work.weights);
   return tile_digest(table, work, kRoleParam, work.param, param, begin, n) +
          tile_digest(table, work, kRoleExpAvg, work.exp_avg, state, begin, n) +
          tile_digest(table, work, kRoleExpAvgSq, work.exp_avg_sq, state, begin, n) +
@@ -78,7 +78,7 @@ inline AdamStreams streams_of(const TensorWork& work, int64_t begin) {
           .exp_avg = element(work.exp_avg, state, begin),
           .exp_avg_sq = element(work.exp_avg_sq, state, begin),
           .max_exp_avg_sq = element(work.max_exp_avg_sq, state, begin),
-          .master = element(work.master, work.weights == Weights::kMaster ? 4 : 2, begin),
+          .master = element(work.master, master_size(work.weights), begin),
           .random = nullptr,
           .param_dtype = work.param_dtype,
           .grad_dtype = work.grad_dtype,

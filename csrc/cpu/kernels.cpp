@@ -92,7 +92,7 @@ void exact_sum(const void* x, int64_t n, const void* next, ExactAccumulator& acc
   const int64_t param_size = element_size(x.param_dtype);
   const int64_t grad_size = element_size(x.grad_dtype);
   const int64_t state_size = element_size(x.state_dtype);
-  const int64_t master_size = x.weights == Weights::kMaster ? 4 : 2;
+  const int64_t kept_size = master_size(x.weights);
   int64_t i = 0;
   for (; i + FloatLane::width <= n; i += FloatLane::width) {
     fetch_ahead<FloatLane>(x.param, param_size * i);
@@ -103,7 +103,7 @@ void exact_sum(const void* x, int64_t n, const void* next, ExactAccumulator& acc
       fetch_ahead<FloatLane>(x.max_exp_avg_sq, state_size * i);
     }
     if (x.weights != Weights::kPlain) {
-      fetch_ahead<FloatLane>(x.master, master_size * i);
+      fetch_ahead<FloatLane>(x.master, kept_size * i);
     }
     adam_streams<FloatLane>(s, x, i);
   }

@@ -17,16 +17,16 @@ int64_t random_bits_of_blocks(const RoundingKey& key, uint64_t first, uint64_t* 
   if (n < 2 * W::width) {
     return 0;
   }
-  const R m0 = W::set1(0xd2511f53u);
-  const R m2 = W::set1(0xcd9e8d57u);
-  R keys[10][2];
+  const R m0 = W::set1(kPhiloxMultiplier0);
+  const R m2 = W::set1(kPhiloxMultiplier2);
+  R keys[kPhiloxRounds][2];
   auto k0 = static_cast<uint32_t>(key.seed);
   auto k1 = static_cast<uint32_t>(key.seed >> 32);
   for (auto& round : keys) {
     round[0] = W::set1(k0);
     round[1] = W::set1(k1);
-    k0 += 0x9e3779b9u;
-    k1 += 0xbb67ae85u;
+    k0 += kPhiloxKeyStep0;
+    k1 += kPhiloxKeyStep1;
   }
   int64_t i = 0;
   for (; i + 2 * W::width <= n; i += 2 * W::width) {

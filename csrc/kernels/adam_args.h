@@ -12,6 +12,15 @@ enum class Weights : int32_t {
   kRemainder,  // bf16 parameter and int16 remainder (remainder.h)
 };
 
+namespace {
+
+// Bytes of an element of what is kept beside the parameter; no weight is kept beside a plain one.
+TORCHOPT_HD inline int64_t master_size(Weights weights) {
+  return weights == Weights::kMaster ? 4 : 2;
+}
+
+}  // namespace
+
 // One param group's arguments.
 struct AdamHyper {
   double lr;

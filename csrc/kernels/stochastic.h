@@ -23,6 +23,12 @@ struct PhiloxBlock {
 namespace {
 
 // Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11).
+inline constexpr int kPhiloxRounds = 10;
+inline constexpr uint32_t kPhiloxMultiplier0 = 0xd2511f53u;
+inline constexpr uint32_t kPhiloxMultiplier2 = 0xcd9e8d57u;
+inline constexpr uint32_t kPhiloxKeyStep0 = 0x9e3779b9u;
+inline constexpr uint32_t kPhiloxKeyStep1 = 0xbb67ae85u;
+
 TORCHOPT_HD inline PhiloxBlock philox(const RoundingKey& key, uint64_t index) {
   auto c0 = static_cast<uint32_t>(index);
   auto c1 = static_cast<uint32_t>(index >> 32);
@@ -30,15 +36,15 @@ TORCHOPT_HD inline PhiloxBlock philox(const RoundingKey& key, uint64_t index) {
   uint32_t c3 = key.parameter;
   auto k0 = static_cast<uint32_t>(key.seed);
   auto k1 = static_cast<uint32_t>(key.seed >> 32);
-  for (int round = 0; round < 10; ++round) {
-    const uint64_t a = uint64_t{0xd2511f53u} * c0;
-    const uint64_t b = uint64_t{0xcd9e8d57u} * c2;
+  for (int round = 0; round < kPhiloxRounds; ++round) {
+    const uint64_t a = uint64_t{kPhiloxMultiplier0} * c0;
+    const uint64_t b = uint64_t{kPhiloxMultiplier2} * c2;
     c0 = static_cast<uint32_t>(b >> 32) ^ c1 ^ k0;
     c1 = static_cast<uint32_t>(b);
     c2 = static_cast<uint32_t>(a >> 32) ^ c3 ^ k1;
     c3 = static_cast<uint32_t>(a);
-    k0 += 0x9e3779b9u;
-    k1 += 0xbb67ae85u;
+    k0 += kPhiloxKeyStep0;
+    k1 += kPhiloxKeyStep1;
   }
   return {{c0, c1, c2, c3}};
 }
