@@ -89,18 +89,22 @@ inline AdamStreams streams_of(const TensorWork& work, int64_t begin) {
 template <class T>
 class AdamSlice {
  public:
+  // `past_caches`: for more than the caches hold.
   AdamSlice(const KernelTable& table, const StepOptions& options, const AdamScalars<T>& scalars,
-            const TensorWork& work)
+            const TensorWork& work, bool past_caches = false)
       : table_(table),
         options_(options),
         scalars_(scalars),
         work_(work),
+        past_caches_(past_caches),
         rounds_randomly_(rounds_randomly(options, work)) {}
 
   // Elements [begin, end). `trace` is null if it is not wanted.
   void run(int64_t begin, int64_t end, ChunkTrace* trace) {
     if (trace == nullptr && !rounds_randomly_ && !options_.write_back_gradients) {
-      update(streams_of(work_, begin), end - begin);
+      AdamStreams x = streams_of(work_, begin);
+      x.param_past_caches = past_caches_;
+      update(x, end - begin);
       return;
     }
     if (trace != nullptr) {
@@ -201,6 +205,7 @@ class AdamSlice {
   const StepOptions& options_;
   const AdamScalars<T>& scalars_;
   const TensorWork& work_;
+  bool past_caches_;
   bool rounds_randomly_;
 };
 

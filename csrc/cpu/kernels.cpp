@@ -93,9 +93,15 @@ void exact_sum(const void* x, int64_t n, const void* next, ExactAccumulator& acc
   const int64_t grad_size = element_size(x.grad_dtype);
   const int64_t state_size = element_size(x.state_dtype);
   const int64_t kept_size = master_size(x.weights);
+  x.param_past_caches = x.param_past_caches && x.weights == Weights::kMaster &&
+                        reinterpret_cast<uintptr_t>(x.param) %
+                                static_cast<uintptr_t>(FloatLane::width * param_size) ==
+                            0;
   int64_t i = 0;
   for (; i + FloatLane::width <= n; i += FloatLane::width) {
-    fetch_ahead<FloatLane>(x.param, param_size * i);
+    if (!x.param_past_caches) {
+      fetch_ahead<FloatLane>(x.param, param_size * i);
+    }
     fetch_ahead<FloatLane>(x.grad, grad_size * i);
     fetch_ahead<FloatLane>(x.exp_avg, state_size * i);
     fetch_ahead<FloatLane>(x.exp_avg_sq, state_size * i);

@@ -21,6 +21,9 @@ struct AdamStreams {
   DType grad_dtype = DType::kFloat32;
   DType state_dtype = DType::kFloat32;
   Weights weights = Weights::kPlain;
+  // Beside a master the parameter is written and not read: aligned stores past the caches spare
+  // reading its lines first.
+  bool param_past_caches = false;
 };
 
 namespace {
@@ -57,6 +60,20 @@ TORCHOPT_HD inline void store_any(void* x, DType dtype, int64_t i, typename L::r
 }
 
 template <class L>
+TORCHOPT_HD inline void stream_any(void* x, DType dtype, int64_t i, typename L::reg a) {
+  switch (dtype) {
+    case DType::kBFloat16:
+      L::stream(static_cast<BFloat16*>(x) + i, a);
+      break;
+    case DType::kFloat16:
+      L::stream(static_cast<Float16*>(x) + i, a);
+      break;
+    default:
+      L::stream(static_cast<float*>(x) + i, a);
+  }
+}
+
+template <class L>
 TORCHOPT_HD inline typename L::reg load_weight(const AdamStreams& x, int64_t i) {
   switch (x.weights) {
     case Weights::kMaster:
@@ -74,7 +91,11 @@ TORCHOPT_HD inline void store_weight(const AdamStreams& x, int64_t i, typename L
   switch (x.weights) {
     case Weights::kMaster:
       L::store(static_cast<float*>(x.master) + i, p);
-      store_any<L>(x.param, x.param_dtype, i, p, nullptr, kDrawParam);
+      if (x.param_past_caches) {
+        stream_any<L>(x.param, x.param_dtype, i, p);
+      } else {
+        store_any<L>(x.param, x.param_dtype, i, p, nullptr, kDrawParam);
+      }
       break;
     case Weights::kRemainder:
       L::store_split(static_cast<BFloat16*>(x.param) + i, static_cast<int16_t*>(x.master) + i, p);

@@ -44,7 +44,7 @@ struct ScalarLane {
   }
   // Aligned, and past the caches where there is such a store.
   template <class Element>
-  static void stream(Element* x, T a) {
+  TORCHOPT_HD static void stream(Element* x, T a) {
     store(x, a);
   }
   TORCHOPT_HD static T joined(const BFloat16* weight, const int16_t* remainder) {

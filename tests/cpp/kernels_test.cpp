@@ -22,10 +22,12 @@ void expect_same_bits(const Case& c, int variant) {
       if (c.options.track != 0 && chunk != kChunkElements) {
         continue;  // a trace adds up chunk by chunk
       }
-      Tensor actual = start;
-      const Report report = step_on_cpu(*table, actual, hyper, control, chunk);
-      ASSERT_TRUE(actual.same_bits(expected)) << table->name << " " << describe(c);
-      ASSERT_TRUE(report.same_bits(expected_report)) << table->name << " " << describe(c);
+      for (const bool past_caches : {false, true}) {
+        Tensor actual = start;
+        const Report report = step_on_cpu(*table, actual, hyper, control, chunk, past_caches);
+        ASSERT_TRUE(actual.same_bits(expected)) << table->name << " " << describe(c);
+        ASSERT_TRUE(report.same_bits(expected_report)) << table->name << " " << describe(c);
+      }
     }
   }
   for (const int threads : {32, 256}) {
@@ -67,7 +69,8 @@ TEST(Adam, SameBitsWhereverArraysStart) {
       {},
       {.param = DType::kFloat64, .grad = DType::kFloat64, .state = DType::kFloat64},
       {.param = DType::kBFloat16, .grad = DType::kBFloat16, .weights = Weights::kRemainder},
-      {.param = DType::kFloat16, .weights = Weights::kMaster}};
+      {.param = DType::kFloat16, .weights = Weights::kMaster},
+      {.param = DType::kBFloat16, .grad = DType::kBFloat16, .weights = Weights::kMaster}};
   for (Case c : ways) {
     c.amsgrad = true;
     for (const int64_t numel : {3, 45, 100}) {

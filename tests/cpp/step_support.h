@@ -177,7 +177,8 @@ struct Report {
 };
 
 inline Report step_on_cpu(const KernelTable& table, Tensor& tensor, AdamHyper hyper,
-                          const Control& control, int64_t chunk_elements = kChunkElements) {
+                          const Control& control, int64_t chunk_elements = kChunkElements,
+                          bool past_caches = false) {
   tensor.point();
   tensor.step += 1.0f;
   hyper.lr *= control.lr_factor;
@@ -193,7 +194,7 @@ inline Report step_on_cpu(const KernelTable& table, Tensor& tensor, AdamHyper hy
       AdamSlice<double>(table, tensor.options(), as_double, tensor.work)
           .run(chunk.begin, chunk.end, wanted);
     } else {
-      AdamSlice<float>(table, tensor.options(), as_float, tensor.work)
+      AdamSlice<float>(table, tensor.options(), as_float, tensor.work, past_caches)
           .run(chunk.begin, chunk.end, wanted);
     }
     if (tensor.options().track != 0) {
