@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from bf16_cases import MASTERS, OPERATORS, PREALLOCATED, REMAINDER
-from cases import ARITHMETIC, CLIP, FUSED, HOST, OURS, SCALER, STEP, UPDATE
+from cases import ARITHMETIC, CLIP, FUSED, HOST, OBJECTS, OURS, SCALER, STEP, UPDATE
 from rows import LOOP, Row, find
 from shapes import GPT2, LARGE, ONES, SMALL
 
@@ -76,6 +76,19 @@ def speed(rows: list[Row]) -> Iterable[Target]:
         yield Target(what, f"{saved:g}", saved == 2)
 
 
+def over_limit(rows: list[Row], row: Row) -> str:
+    """Of small tensors, which arithmetic and the host's own work bound rather than memory."""
+    name = row["set"]
+    computing = find(rows, name, ARITHMETIC, LOOP)
+    objects = find(rows, name, OBJECTS, LOOP)  # the host reads them as well
+    host = find(rows, name, HOST, OURS)
+    if computing is None or objects is None or host is None:
+        return ""
+    limit = milliseconds(computing) - milliseconds(objects) + milliseconds(host)
+    times = milliseconds(row) / limit
+    return f"; {times:.3f} times loops that compute and what the host does before pass A"
+
+
 def roofline(rows: list[Row]) -> Iterable[Target]:
     for row in rows:
         if row["set"] not in (LARGE, GPT2, BF16, SMALL, FLUSHED) or row["roofline"] is None:
@@ -89,7 +102,8 @@ def roofline(rows: list[Row]) -> Iterable[Target]:
             yield Target(text, f"{100 / ratio:.1f} %", 100 / ratio >= PASS_B_PERCENT)
         else:
             text = f"{what}, at most {OVER_ROOFLINE:g} times the roofline"
-            yield Target(text, f"{ratio:.3f}", ratio <= OVER_ROOFLINE)
+            measured = f"{ratio:.3f}{over_limit(rows, row)}"
+            yield Target(text, measured, ratio <= OVER_ROOFLINE)
 
 
 def host(rows: list[Row]) -> Iterable[Target]:
