@@ -89,7 +89,7 @@ inline AdamStreams streams_of(const TensorWork& work, int64_t begin) {
 template <class T>
 class AdamSlice {
  public:
-  // `past_caches`: for more than the caches hold.
+  // `past_caches`: the parameters beside masters are stored past the caches (adam_streams.h).
   AdamSlice(const KernelTable& table, const StepOptions& options, const AdamScalars<T>& scalars,
             const TensorWork& work, bool past_caches = false)
       : table_(table),

@@ -79,9 +79,9 @@ void loss_scale_update_cpu(const at::Tensor& control, const at::Tensor& found_in
   scaler_update(*static_cast<Control*>(control.data_ptr()), overflow, *scale.data_ptr<float>());
 }
 
-// After a list with more bytes of parameters than this, caches hold little of them: a step moves
-// eight to fifteen times as much.
-constexpr int64_t kPastCaches = int64_t{16} << 20;
+// With more bytes of parameters than this, of which a step moves at least ten times as many, caches
+// hold little of what the step wrote first.
+constexpr int64_t kStreamedParameters = int64_t{16} << 20;
 
 // The scalars of a param group at a step count; tensors that share both share these.
 struct Scalars {
@@ -160,7 +160,7 @@ void adam(const WorkList& work, const std::vector<GroupHyper>& groups, const at:
   const uint32_t* const index = scalars_of.data();
   auto* chunk_traces = work.options.track != 0 ? static_cast<ChunkTrace*>(traces.chunks.data_ptr())
                                                : static_cast<ChunkTrace*>(nullptr);
-  const bool past_caches = work.cumulative.back() > kPastCaches;
+  const bool past_caches = work.cumulative.back() > kStreamedParameters;
   for_each_share(work, [&, all, index](size_t first, size_t last) {
     for (size_t i = first; i < last; ++i) {
       const Chunk& chunk = work.chunks[i];

@@ -93,11 +93,17 @@ void exact_sum(const void* x, int64_t n, const void* next, ExactAccumulator& acc
   const int64_t grad_size = element_size(x.grad_dtype);
   const int64_t state_size = element_size(x.state_dtype);
   const int64_t kept_size = master_size(x.weights);
-  x.param_past_caches = x.param_past_caches && x.weights == Weights::kMaster &&
-                        reinterpret_cast<uintptr_t>(x.param) %
-                                static_cast<uintptr_t>(FloatLane::width * param_size) ==
-                            0;
+  x.param_past_caches = x.param_past_caches && x.weights == Weights::kMaster;
   int64_t i = 0;
+  if (x.param_past_caches) {  // up to where a register of the parameter is aligned
+    const auto misaligned = [&] {
+      const auto at = reinterpret_cast<uintptr_t>(x.param) + static_cast<uintptr_t>(param_size * i);
+      return at % static_cast<uintptr_t>(FloatLane::width * param_size) != 0;
+    };
+    for (; i < n && misaligned(); ++i) {
+      adam_streams<ScalarLane<float>>(s, x, i);
+    }
+  }
   for (; i + FloatLane::width <= n; i += FloatLane::width) {
     if (!x.param_past_caches) {
       fetch_ahead<FloatLane>(x.param, param_size * i);

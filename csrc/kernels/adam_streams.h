@@ -59,17 +59,13 @@ TORCHOPT_HD inline void store_any(void* x, DType dtype, int64_t i, typename L::r
   }
 }
 
+// 16-bit types, as only those have masters.
 template <class L>
 TORCHOPT_HD inline void stream_any(void* x, DType dtype, int64_t i, typename L::reg a) {
-  switch (dtype) {
-    case DType::kBFloat16:
-      L::stream(static_cast<BFloat16*>(x) + i, a);
-      break;
-    case DType::kFloat16:
-      L::stream(static_cast<Float16*>(x) + i, a);
-      break;
-    default:
-      L::stream(static_cast<float*>(x) + i, a);
+  if (dtype == DType::kBFloat16) {
+    L::stream(static_cast<BFloat16*>(x) + i, a);
+  } else {
+    L::stream(static_cast<Float16*>(x) + i, a);
   }
 }
 

@@ -83,7 +83,10 @@ void StepPlan::set_gradient(size_t i, const at::Tensor& gradient) {
   // An empty gradient may have no memory, but its parameter takes part: its step counts.
   work.grad = const_cast<void*>(gradient.numel() > 0 ? address(*gradients_[i].unsafeGetTensorImpl())
                                                      : &kEmptyGradient);
-  TORCH_CHECK(work.grad != nullptr, what("gradient", i), " has had its storage freed");
+  TORCH_CHECK(work.grad != nullptr, what("gradient", i),
+              gradient.unsafeGetTensorImpl()->is_python_dispatch()
+                  ? " is a tensor subclass without memory of its own, expected a plain tensor"
+                  : " has had its storage freed");
 }
 
 void StepPlan::check_gradients_apart() const {

@@ -121,6 +121,7 @@ class FusedAdamBase(Controlled, Optimizer):
         self._norm_keys: list[NormKey] = []
         self._init_control()
         self._planned: list[tuple[str, Tensor]] = []  # the plan's parameters, if it tracks them
+        self._digests: dict[Tensor, Tensor] = {}  # while there is no plan, for the next one
         self._loading: dict[str, Any] | None = None
         self._copied_before = 0
 
@@ -138,7 +139,8 @@ class FusedAdamBase(Controlled, Optimizer):
             The closure's loss, or None.
 
         Raises:
-            RuntimeError: a gradient does not fit its parameter; names it. Nothing is changed.
+            RuntimeError: a gradient does not fit its parameter; names it. Nothing is changed, but
+                parameters without state may have got that of step 0.
         """
         loss = None
         if closure is not None:
@@ -238,6 +240,7 @@ class FusedAdamBase(Controlled, Optimizer):
             for key, default in self.defaults.items():
                 group.setdefault(key, default)
         self._built = None
+        self._digests = {}
 
     # ---- beyond torch -----------------------------------------------------------------------
 
@@ -322,7 +325,10 @@ class FusedAdamBase(Controlled, Optimizer):
     def check_scaler(self) -> None:
         """Raises what a gradient scaler's tensors would raise in update()."""
         for device in self.devices:
-            self._scaler_tensors(device)
+            tensors = self._scaler_tensors(device)
+            for name, tensor in zip(("grad_scale", "found_inf"), tensors, strict=True):
+                if tensor is not None and (tensor.dtype != torch.float32 or tensor.numel() != 1):
+                    raise RuntimeError(f"{name} is not one float32 element on {device}")
 
     def step_alone(self) -> bool:
         """The whole step in one call into C++, if one part with a norm of its own is all there is.
@@ -411,11 +417,10 @@ class FusedAdamBase(Controlled, Optimizer):
         return self._plan
 
     def _rebuild(self) -> None:
-        digests: dict[Tensor, Tensor] = {}
         if self._plan is not None:
             if self._options.track:
                 seen = telemetry_of(self._plan, [name for name, _ in self._planned]).digests
-                digests = dict(zip((p for _, p in self._planned), seen, strict=True))
+                self._digests = dict(zip((p for _, p in self._planned), seen, strict=True))
             self._copied_before += self._plan.gradients_copied
             self._built = None
         self._init_states(lambda param: param.grad is not None and not self.state.get(param))
@@ -426,5 +431,8 @@ class FusedAdamBase(Controlled, Optimizer):
             self._planned = [
                 (name or str(i), param) for i, (_, _, name, param) in named if self.state.get(param)
             ]
-            kept = {i: digests[p] for i, (_, p) in enumerate(self._planned) if p in digests}
-            keep_digests(plan, kept)
+            known = self._digests
+            keep_digests(
+                plan, {i: known[p] for i, (_, p) in enumerate(self._planned) if p in known}
+            )
+            self._digests = {}

@@ -56,7 +56,8 @@ def fused_step(optimizers: Sequence[FusedAdamBase]) -> None:
 
     Raises:
         ValueError: the optimizers' settings differ.
-        RuntimeError: a gradient does not fit its parameter; names it. Nothing is changed.
+        RuntimeError: a gradient does not fit its parameter; names it. Nothing is changed, but
+            parameters without state may have got that of step 0.
     """
     first = optimizers[0]
     for other in optimizers[1:]:

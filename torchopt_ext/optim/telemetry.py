@@ -66,7 +66,7 @@ def telemetry_of(plan: OptimizerPlan, names: Sequence[str]) -> Telemetry:
     norms = torch.zeros(len(names), 2, dtype=torch.float64, device=home)
     counts = torch.zeros(len(names), 2, dtype=torch.int64, device=home)
     for part_norms, part_counts, positions in traces:
-        rows = torch.tensor(positions, device=home)
+        rows = torch.tensor(positions, dtype=torch.long, device=home)
         norms[rows] = moved(part_norms, home)
         counts[rows] = moved(part_counts, home)
     return Telemetry(list(names), norms[:, 0], norms[:, 1], counts[:, 0], counts[:, 1])

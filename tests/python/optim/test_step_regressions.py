@@ -8,9 +8,11 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from torchopt_ext import FusedAdamW, GradScaler
 from torchopt_ext.containers import OptimizersContainer, OptimizersInBackwardContainer
+from torchopt_ext.optim import fused_step
 
 BF16 = torch.bfloat16
 
@@ -211,3 +213,23 @@ def test_the_own_loss_scale_follows_overflows() -> None:
     resumed.set_loss_scale(1.0)
     resumed.load_state_dict(optimizer.state_dict())
     assert float(resumed.control.loss_scale) == 16.0
+
+
+@pytest.mark.parametrize("name", ["grad_scale", "found_inf"])
+@pytest.mark.parametrize("bad", [torch.ones((), dtype=torch.float64), torch.ones(2)], ids=str)
+def test_a_bad_scaler_tensor_of_one_optimizer_stops_all(name: str, bad: torch.Tensor) -> None:
+    params = [param(2), param(2)]
+    optimizers = [FusedAdamW([p]) for p in params]
+    setattr(optimizers[1], name, bad)
+    with pytest.raises(RuntimeError, match=f"{name} is not one float32 element on cpu"):
+        fused_step(optimizers)
+    assert all(p.equal(torch.ones(2)) for p in params)
+
+
+def test_a_gradient_without_memory_of_its_own_is_refused_by_name() -> None:
+    p = param(2)
+    p.grad = TwoTensor(torch.ones(2), torch.ones(2))
+    optimizer = FusedAdamW([("layer.weight", p)])
+    message = r"gradient 0 \('layer.weight'\) is a tensor subclass without memory of its own"
+    with pytest.raises(RuntimeError, match=message):
+        optimizer.step()

@@ -320,3 +320,33 @@ def test_mixed_dtypes_in_one_optimizer() -> None:
     assert [d % 2**64 for d in seen.digests.tolist()] == [
         digest(i, p, optimizer.state[p]) for i, p in enumerate(params)
     ]
+
+
+def test_a_first_step_without_gradients() -> None:
+    """A part of the plan may have no entries yet."""
+    params = make_params(SHAPES, FP32)
+    optimizer = OURS["AdamW"](params, track=True)
+    optimizer.step()
+    assert optimizer.telemetry.names == []
+    for _ in range(2):
+        set_gradients(params)
+        optimizer.step()
+    assert len(optimizer.telemetry.names) == len(params)
+    assert optimizer.telemetry.digest() != 0
+
+
+def test_digests_outlive_a_refused_step() -> None:
+    params = make_params(SHAPES, FP32)
+    optimizer = OURS["AdamW"](params, track=True)
+    set_gradients(params)
+    optimizer.step()
+    digests = optimizer.telemetry.digests.tolist()
+    params[0].grad = None
+    state = optimizer.state[params[1]]
+    moment, state["exp_avg"] = state["exp_avg"], torch.zeros(5)
+    with pytest.raises(ValueError, match="exp_avg of parameter 1"):
+        optimizer.step()
+    state["exp_avg"] = moment
+    optimizer.step()
+    assert optimizer.telemetry.digests[0] == digests[0]
+    assert optimizer.telemetry.digests[1] != digests[1]
