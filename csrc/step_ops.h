@@ -16,6 +16,9 @@ void control_update_(const at::Tensor& control, const at::Tensor& accumulator,
                      const std::optional<at::Tensor>& grad_scale,
                      const std::optional<at::Tensor>& found_inf);
 
+void loss_scale_update_(const at::Tensor& control, const at::Tensor& found_inf,
+                        const at::Tensor& scale);
+
 void scaled_copy_(at::TensorList to, at::TensorList from, const at::Tensor& control, bool unscale);
 
 // Shared with the optimizer classes (python/optimizer_plan.cpp).

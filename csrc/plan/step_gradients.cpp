@@ -158,6 +158,9 @@ void StepPlan::update(const std::vector<GroupHyper>& groups, const at::Tensor& c
 
 void StepPlan::release() {
   for (size_t i = 0; i < size(); ++i) {  // by this thread: a gradient's finalizer may run
+    if (i + 2 * kAhead < size()) {
+      __builtin_prefetch(gradients_[i + 2 * kAhead].unsafeGetTensorImpl());
+    }
     gradients_[i].reset();
     strided_params_[i].reset();
   }

@@ -97,6 +97,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         "Whether anything, such as a profiler, is told of operators and records.");
   m.def("scaled_copy_", scaled_copy_list, py::arg("to"), py::arg("from_"), py::arg("control"),
         py::kw_only(), py::arg("unscale"), "The operator of this name, without the dispatcher.");
+  m.def("loss_scale_update_", loss_scale_update_, py::arg("control"), py::arg("found_inf"),
+        py::arg("scale"), "The operator of this name, without the dispatcher.");
   m.def("carve", carve, py::arg("like"), py::arg("dtype") = py::none(),
         py::arg("block") = py::none(), py::kw_only(), py::arg("one_version") = false,
         "Uninitialised tensors with the sizes and strides of `like`, in one block of memory.");

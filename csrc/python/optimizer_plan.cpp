@@ -1,5 +1,6 @@
 #include "python/optimizer_plan.h"
 
+#include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include "plan/for_each_entry.h"
@@ -271,6 +272,7 @@ bool OptimizerPlan::step(const py::list& param_groups, const py::dict& state,
                          const at::Tensor& control, const at::Tensor& accumulator, bool with_norm,
                          const std::optional<at::Tensor>& grad_scale,
                          const std::optional<at::Tensor>& found_inf) {
+  const at::NoGradGuard no_grad;
   if (!collect(param_groups, state)) {
     return false;
   }

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.optim import Optimizer
 
-from torchopt_ext import ops
+from torchopt_ext import _C, ops
 from torchopt_ext.optim.control import check_scale_limits, write_fields
 from torchopt_ext.optim.local import moved
 
@@ -66,28 +66,20 @@ class GradScaler(torch.amp.GradScaler):
             device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
 
-    # torch's methods read and fill these; they are views into the control block.
-    @property
-    def _growth_tracker(self) -> Tensor | None:
-        return None if self._block is None else self._block[_GROWTH]
-
-    @_growth_tracker.setter
-    def _growth_tracker(self, value: Tensor | None) -> None:
-        self._block = None  # torch sets None only
-
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=dev)
+        self._written = self._growth_settings()
         self._block = ops.new_control(
             dev,
             loss_scale=self._init_scale,
             growth_tracker=self._init_growth_tracker,
             hysteresis_tracker=self._init_hysteresis_tracker,
-            **self._block_settings(),  # type: ignore[arg-type]
+            **self._limits | self._written,  # type: ignore[arg-type]
         )
-        self._written = self._block_settings()
+        self._growth_tracker = self._block[_GROWTH]  # a view, which torch's methods read and fill
 
-    def _block_settings(self) -> dict[str, float]:
-        return self._limits | {
+    def _growth_settings(self) -> dict[str, float]:
+        return {
             "growth_factor": self._growth_factor,
             "backoff_factor": self._backoff_factor,
             "growth_interval": float(self._growth_interval),
@@ -142,7 +134,6 @@ class GradScaler(torch.amp.GradScaler):
             )
         super().unscale_(optimizer)
 
-    @torch.no_grad()
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Backs the scale off after an overflow, or grows it after enough steps without one.
 
@@ -162,11 +153,11 @@ class GradScaler(torch.amp.GradScaler):
             raise AssertionError("No inf checks were recorded prior to update.")
         block = self._block
         assert block is not None
-        if self._written != self._block_settings():
-            self._written = self._block_settings()
+        if self._written != self._growth_settings():  # torch has setters for them
+            self._written = self._growth_settings()
             write_fields(block, self._written)
         found_inf = found[0] if len(found) == 1 else torch.stack([f.double() for f in found]).sum()
-        ops.loss_scale_update_(block, found_inf, scale)
+        _C.loss_scale_update_(block, found_inf, scale)
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
 
     def state_dict(self) -> dict[str, Any]:
@@ -197,5 +188,4 @@ class GradScaler(torch.amp.GradScaler):
         state = super().__getstate__()
         state["_init_hysteresis_tracker"] = self._get_hysteresis_tracker()
         state["_block"] = None
-        state.pop("_growth_tracker", None)  # a property here; a disabled scaler has none
         return state

@@ -3,7 +3,7 @@
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -19,6 +19,14 @@ from torchopt_ext.optim.local import NormKey, is_split, moved
 from torchopt_ext.optim.step import fused_step
 from torchopt_ext.optim.storage import Place, Storage, with_own_steps
 from torchopt_ext.optim.telemetry import Telemetry, keep_digests, telemetry_of, track_bits
+
+
+class _Built(NamedTuple):
+    """A plan, and the objects whose addresses are all it holds: whoever uses it keeps both."""
+
+    plan: OptimizerPlan
+    objects: list[Any]
+    only_device: torch.device | None  # the home device, if all the plan has is one part there
 
 
 class FusedAdamBase(Controlled, Optimizer):
@@ -116,8 +124,7 @@ class FusedAdamBase(Controlled, Optimizer):
 
     def _init_runtime(self, process_group: torch.distributed.ProcessGroup | None) -> None:
         self.process_group = process_group
-        # A plan, and the objects whose addresses are all it holds: whoever uses it keeps both.
-        self._built: tuple[OptimizerPlan, list[Any]] | None = None
+        self._built: _Built | None = None
         self._norm_keys: list[NormKey] = []
         self._init_control()
         self._planned: list[tuple[str, Tensor]] = []  # the plan's parameters, if it tracks them
@@ -128,7 +135,6 @@ class FusedAdamBase(Controlled, Optimizer):
     # ---- torch.optim.Optimizer --------------------------------------------------------------
 
     @with_step_hooks
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One optimization step.
 
@@ -338,22 +344,13 @@ class FusedAdamBase(Controlled, Optimizer):
         for _ in range(2):
             built = self._built  # kept while it is used, whatever other threads do
             if built is not None:
-                plan = built[0]
-                alone = self.process_group is None and not any(self._norm_keys)
-                if plan.parts != 1 or (self.wants_norm and not alone):
-                    return False
-                if plan.part_devices[0] != self.home:
+                device, with_norm = built.only_device, self.wants_norm
+                own_norm = self.process_group is None and not any(self._norm_keys)
+                if device is None or (with_norm and not own_norm):
                     return False
                 self._apply_overflow_check()
-                control, accumulator = self._block(plan.part_devices[0])
-                if plan.step(
-                    self.param_groups,
-                    self.state,
-                    control,
-                    accumulator,
-                    self.wants_norm,
-                    *self._scaler_tensors(plan.part_devices[0]),
-                ):
+                blocks, scaler = self._block(device), self._scaler_tensors(device)
+                if built.plan.step(self.param_groups, self.state, *blocks, with_norm, *scaler):
                     return True
             self._rebuild()
         return False
@@ -409,13 +406,14 @@ class FusedAdamBase(Controlled, Optimizer):
 
     @property
     def _plan(self) -> OptimizerPlan | None:
-        return None if self._built is None else self._built[0]
+        return None if self._built is None else self._built.plan
 
     def _plan_or_raise(self) -> OptimizerPlan:
         if self._plan is None:
             raise RuntimeError(f"{type(self).__name__}: collect() has not been called")
         return self._plan
 
+    @torch.no_grad()
     def _rebuild(self) -> None:
         if self._plan is not None:
             if self._options.track:
@@ -425,7 +423,8 @@ class FusedAdamBase(Controlled, Optimizer):
             self._built = None
         self._init_states(lambda param: param.grad is not None and not self.state.get(param))
         plan, self._norm_keys = param_state.build_plan(self, self._storage, self._options)
-        self._built = plan, plan.objects()
+        only = plan.part_devices == [self.home]
+        self._built = _Built(plan, plan.objects(), self.home if only else None)
         if self._options.track:
             named = enumerate(param_state.named_group_params(self))
             self._planned = [

@@ -145,6 +145,8 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
 
     A copy to the host has to be waited for: torch makes one that does not block asynchronous.
     """
+    if tensor.device == device:
+        return tensor  # sooner than to(), which makes a call into torch to find it so
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
