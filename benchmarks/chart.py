@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from rows import LOOP, Row
 
 COLORS = {OURS: "#1b6ca8", FUSED: "#e08e45", FOREACH: "#b8b8b8"}
-OUR_COLORS = ["#1b6ca8", "#5aa2d6", "#0b3c5d", "#93c6e8"]
+OUR_COLORS = ["#1b6ca8", "#5aa2d6", "#0b3c5d", "#93c6e8", "#4b8f8c"]
 PEER_COLORS = ["#e08e45", "#b8b8b8", "#8c6bb1", "#6b9e5b", "#c25b56"]
 OUR_NAMES = (OURS, "FSDPadaptOptimizer")
 COLUMNS = 3

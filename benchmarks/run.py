@@ -20,6 +20,7 @@ from peers import PEERS, build_peer
 from shapes import FEWER, GPT2, LARGE, ONES, QUICK_SETS, SETS, SMALL, Shapes
 from targets import targets
 from timing import Flush, wall_milliseconds
+from tracked_cases import build_tracked
 
 
 def cpu_builds(sets: dict[str, Shapes]) -> list[Build]:
@@ -35,6 +36,7 @@ def cpu_builds(sets: dict[str, Shapes]) -> list[Build]:
         partial(pair, ONES, sets[ONES], operations=(STEP,), loops=False),
         partial(build_masters, f"{GPT2}, bf16", sets[GPT2]),
         partial(build_plain, f"{GPT2}, bf16 throughout", sets[GPT2]),
+        partial(build_tracked, f"{GPT2}, tracked", sets[GPT2]),
         *[partial(build_peer, peer, name, sets[name]) for name in (GPT2, SMALL) for peer in PEERS],
     ]
 

@@ -133,11 +133,15 @@ class AdamSlice {
     }
   }
 
-  void copy_weights(const AdamStreams& x, T* to, int64_t n) const {
+  // The same for a tile, with what was added to each weight. Returns how many updates were lost.
+  int64_t traced_update(const AdamStreams& x, T* change, int64_t n) const {
     if constexpr (sizeof(T) == sizeof(double)) {
-      std::memcpy(to, x.param, static_cast<size_t>(n) * sizeof(T));
+      return table_.adam_traced_double(
+          scalars_, static_cast<double*>(x.param), static_cast<const double*>(x.grad),
+          static_cast<double*>(x.exp_avg), static_cast<double*>(x.exp_avg_sq),
+          static_cast<double*>(x.max_exp_avg_sq), change, n);
     } else {
-      table_.load_weights(x, to, n);
+      return table_.adam_traced_float(scalars_, x, change, n);
     }
   }
 
@@ -150,55 +154,34 @@ class AdamSlice {
                        random);
       x.random = random;
     }
-    alignas(64) T before[kTileElements];
-    alignas(64) T after[kTileElements];
     const bool norms = (options_.track & kTrackNorms) != 0;
     const bool counts_lost = (options_.track & kTrackLost) != 0;
     if (norms || counts_lost) {
-      copy_weights(x, before, n);
+      alignas(64) T change[kTileElements];
+      const int64_t lost = traced_update(x, change, n);
+      if (counts_lost) {
+        trace->lost += lost;
+      }
+      if (norms) {
+        trace->grad_sumsq += sum_of_squares(x.grad, work_.grad_dtype, n);
+        trace->update_sumsq += sum_of_squares(change, dtype_for<T>, n);
+      }
+    } else {
+      update(x, n);
     }
-    if (norms) {
-      trace->grad_sumsq +=
-          table_.block_sum_of_squares[static_cast<int>(work_.grad_dtype)](x.grad, n);
-    }
-    update(x, n);
     if (options_.write_back_gradients) {
       const auto dtype = static_cast<int>(work_.grad_dtype);
       void* grad = element(work_.grad, element_size(work_.grad_dtype), begin);
       table_.scaled_copy[dtype][dtype](grad, grad, static_cast<double>(scalars_.grad_factor), n,
                                        /*past_caches=*/false);
     }
-    if (norms || counts_lost) {
-      copy_weights(x, after, n);
-    }
-    if (counts_lost) {
-      trace->lost += lost(before, after, x, n);
-    }
-    if (norms) {
-      difference(before, after, after, n);
-      trace->update_sumsq += table_.block_sum_of_squares[static_cast<int>(dtype_for<T>)](after, n);
-    }
     if ((options_.track & kTrackDigest) != 0) {
       trace->digest += digest_of(table_, work_, begin, n);
     }
   }
 
-  int64_t lost(const T* before, const T* after, const AdamStreams& x, int64_t n) const {
-    const bool decays = scalars_.has_decay;
-    if constexpr (sizeof(T) == sizeof(double)) {
-      return table_.count_lost_double(before, after, x.exp_avg, n, decays);
-    } else {
-      return table_.count_lost_float[static_cast<int>(x.state_dtype)](before, after, x.exp_avg, n,
-                                                                      decays);
-    }
-  }
-
-  void difference(const T* before, const T* after, T* to, int64_t n) const {
-    if constexpr (sizeof(T) == sizeof(double)) {
-      table_.difference_double(before, after, to, n);
-    } else {
-      table_.difference_float(before, after, to, n);
-    }
+  double sum_of_squares(const void* x, DType dtype, int64_t n) const {
+    return table_.block_sum_of_squares[static_cast<int>(dtype)](x, n);
   }
 
   const KernelTable& table_;

@@ -16,15 +16,19 @@ struct KernelTable {
   void (*adam_streams)(const AdamScalars<float>&, const AdamStreams&, int64_t n);
   void (*adam_double)(const AdamScalars<double>&, double* param, const double* grad,
                       double* exp_avg, double* exp_avg_sq, double* max_exp_avg_sq, int64_t n);
+  // The same, noting what was added to each weight as it is stored. They return how many did not
+  // change although something was to be added.
+  int64_t (*adam_traced_float)(const AdamScalars<float>&, const AdamStreams&, float* change,
+                               int64_t n);
+  int64_t (*adam_traced_double)(const AdamScalars<double>&, double* param, const double* grad,
+                                double* exp_avg, double* exp_avg_sq, double* max_exp_avg_sq,
+                                double* change, int64_t n);
 
   // By DType; at most kBlockElements elements. `next`, which may be null, is what will be read
   // soon.
   double (*block_sum_of_squares[kDTypes])(const void* x, int64_t n);
   void (*exact_sum_of_squares[kDTypes])(const void* x, int64_t n, const void* next,
                                         ExactAccumulator& acc);
-
-  // Weights as float, by AdamStreams' types.
-  void (*load_weights)(const AdamStreams&, float* to, int64_t n);
 
   // Random bits of n elements that follow one another in the parameter (kernels/stochastic.h).
   void (*random_bits)(const RoundingKey& key, int64_t first_element, uint64_t* to, int64_t n);
@@ -34,15 +38,7 @@ struct KernelTable {
   void (*scaled_copy[kDTypes][kDTypes])(void* to, const void* from, double factor, int64_t n,
                                         bool past_caches);
 
-  // What a step can see of a tile on its way (plan/chunk_table.h, ChunkTrace); `to` may be `after`.
-  void (*difference_float)(const float* before, const float* after, float* to, int64_t n);
-  void (*difference_double)(const double* before, const double* after, double* to, int64_t n);
-  // Elements that did not change although something was to be added; exp_avg as stored, by DType.
-  int64_t (*count_lost_float[kDTypes])(const float* before, const float* after, const void* exp_avg,
-                                       int64_t n, bool decays);
-  int64_t (*count_lost_double)(const double* before, const double* after, const void* exp_avg,
-                               int64_t n, bool decays);
-  // By the elements' size, 2, 4 or 8 bytes: index 1, 2 or 3.
+  // By the elements' size, 2, 4 or 8 bytes: index 1, 2 or 3 (kernels/digest.h).
   uint64_t (*digest[4])(const void* x, uint32_t salt, int64_t first_element, int64_t n);
 };
 

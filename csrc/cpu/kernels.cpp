@@ -3,9 +3,9 @@
 // (kernels/host_device.h).
 #include <type_traits>
 
+#include "cpu/digest_words.h"
 #include "cpu/kernel_table.h"
 #include "cpu/random_bits.h"
-#include "kernels/digest.h"
 #include "kernels/fetch_ahead.h"
 #include "kernels/scaled_copy.h"
 #include "kernels/sum_of_squares.h"
@@ -85,14 +85,28 @@ void exact_sum(const void* x, int64_t n, const void* next, ExactAccumulator& acc
   exact_sum_of_squares<DoubleLane>(static_cast<const T*>(x), n, next, acc);
 }
 
+// Asks for what a loop over the streams comes to after element i.
+[[gnu::always_inline]] inline void fetch_streams_ahead(const AdamStreams& x, int64_t i) {
+  using L = FloatLane;
+  if (!x.param_past_caches) {
+    fetch_ahead<L>(x.param, element_size(x.param_dtype) * i);
+  }
+  fetch_ahead<L>(x.grad, element_size(x.grad_dtype) * i);
+  fetch_ahead<L>(x.exp_avg, element_size(x.state_dtype) * i);
+  fetch_ahead<L>(x.exp_avg_sq, element_size(x.state_dtype) * i);
+  if (x.max_exp_avg_sq != nullptr) {
+    fetch_ahead<L>(x.max_exp_avg_sq, element_size(x.state_dtype) * i);
+  }
+  if (x.weights != Weights::kPlain) {
+    fetch_ahead<L>(x.master, master_size(x.weights) * i);
+  }
+}
+
 // Inlined into every caller: where types are constants, the branches on them go.
 [[gnu::always_inline]] inline void adam_loop(const AdamScalars<float>& scalars, AdamStreams x,
                                              int64_t n) {
   const AdamScalars<float> s = scalars;
   const int64_t param_size = element_size(x.param_dtype);
-  const int64_t grad_size = element_size(x.grad_dtype);
-  const int64_t state_size = element_size(x.state_dtype);
-  const int64_t kept_size = master_size(x.weights);
   x.param_past_caches = x.param_past_caches && x.weights == Weights::kMaster;
   int64_t i = 0;
   if (x.param_past_caches) {  // up to where a register of the parameter is aligned
@@ -105,18 +119,7 @@ void exact_sum(const void* x, int64_t n, const void* next, ExactAccumulator& acc
     }
   }
   for (; i + FloatLane::width <= n; i += FloatLane::width) {
-    if (!x.param_past_caches) {
-      fetch_ahead<FloatLane>(x.param, param_size * i);
-    }
-    fetch_ahead<FloatLane>(x.grad, grad_size * i);
-    fetch_ahead<FloatLane>(x.exp_avg, state_size * i);
-    fetch_ahead<FloatLane>(x.exp_avg_sq, state_size * i);
-    if (x.max_exp_avg_sq != nullptr) {
-      fetch_ahead<FloatLane>(x.max_exp_avg_sq, state_size * i);
-    }
-    if (x.weights != Weights::kPlain) {
-      fetch_ahead<FloatLane>(x.master, kept_size * i);
-    }
+    fetch_streams_ahead(x, i);
     adam_streams<FloatLane>(s, x, i);
   }
   for (; i < n; ++i) {
@@ -152,14 +155,75 @@ void adam_bf16(const AdamScalars<float>& scalars, const AdamStreams& streams, in
   }
 }
 
-void load_weights(const AdamStreams& x, float* to, int64_t n) {
+// One register of a traced update. Weights and exp_avg are taken as they are stored, from the
+// first-level cache.
+template <class L>
+[[gnu::always_inline]] inline int64_t traced_streams(const AdamScalars<float>& s,
+                                                     const AdamStreams& x, int64_t i,
+                                                     float* change) {
+  const auto before = load_weight<L>(x, i);
+  adam_streams<L>(s, x, i);
+  const auto after = load_weight<L>(x, i);
+  L::store(change + i, L::sub(after, before));
+  return L::count_lost(before, after, load_any<L>(x.exp_avg, x.state_dtype, i), s.has_decay);
+}
+
+[[gnu::always_inline]] inline int64_t traced_loop(const AdamScalars<float>& scalars,
+                                                  const AdamStreams& x, float* change, int64_t n) {
+  const AdamScalars<float> s = scalars;
+  int64_t lost = 0;
   int64_t i = 0;
   for (; i + FloatLane::width <= n; i += FloatLane::width) {
-    FloatLane::store(to + i, load_weight<FloatLane>(x, i));
+    fetch_streams_ahead(x, i);
+    lost += traced_streams<FloatLane>(s, x, i, change);
   }
   for (; i < n; ++i) {
-    to[i] = load_weight<ScalarLane<float>>(x, i);
+    lost += traced_streams<ScalarLane<float>>(s, x, i, change);
   }
+  return lost;
+}
+
+// Without branches on the types where all are fp32.
+[[gnu::flatten]] int64_t adam_traced(const AdamScalars<float>& scalars, const AdamStreams& streams,
+                                     float* change, int64_t n) {
+  AdamStreams x = streams;
+  if (x.weights == Weights::kPlain && x.param_dtype == DType::kFloat32 &&
+      x.grad_dtype == DType::kFloat32 && x.state_dtype == DType::kFloat32) {
+    x.weights = Weights::kPlain;
+    x.param_dtype = x.grad_dtype = x.state_dtype = DType::kFloat32;
+    x.random = nullptr;
+    x.param_past_caches = false;
+    return traced_loop(scalars, x, change, n);
+  }
+  return traced_loop(scalars, x, change, n);
+}
+
+template <class L>
+int64_t traced_update(const AdamScalars<double>& s, double* param, const double* grad,
+                      double* exp_avg, double* exp_avg_sq, double* max_exp_avg_sq, double* change) {
+  const auto before = L::load(param);
+  adam_update<L>(s, param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq);
+  const auto after = L::load(param);
+  L::store(change, L::sub(after, before));
+  return L::count_lost(before, after, L::load(exp_avg), s.has_decay);
+}
+
+int64_t adam_traced_double(const AdamScalars<double>& s, double* param, const double* grad,
+                           double* exp_avg, double* exp_avg_sq, double* max_exp_avg_sq,
+                           double* change, int64_t n) {
+  int64_t lost = 0;
+  int64_t i = 0;
+  const auto update = [&]<class L>(L) {
+    lost += traced_update<L>(s, param + i, grad + i, exp_avg + i, exp_avg_sq + i,
+                             max_exp_avg_sq == nullptr ? nullptr : max_exp_avg_sq + i, change + i);
+  };
+  for (; i + DoubleLane::width <= n; i += DoubleLane::width) {
+    update(DoubleLane{});
+  }
+  for (; i < n; ++i) {
+    update(ScalarLane<double>{});
+  }
+  return lost;
 }
 
 template <class To, class From>
@@ -184,39 +248,6 @@ void scaled_copy(void* to_memory, const void* from_memory, double factor, int64_
   }
 }
 
-template <class T>
-void difference(const T* before, const T* after, T* to, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) {
-    to[i] = after[i] - before[i];
-  }
-}
-
-template <class T, class M>
-int64_t count_lost(const T* __restrict before, const T* __restrict after, const void* exp_avg,
-                   int64_t n, bool decays) {
-  const auto* __restrict m = static_cast<const M*>(exp_avg);
-  int32_t count = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    const bool moves = (widen(m[i]) != 0) | (decays & (before[i] != T{0}));
-    count += static_cast<int32_t>((after[i] == before[i]) & moves);
-  }
-  return count;
-}
-
-template <class Bits>
-uint64_t digest(const void* x, uint32_t salt, int64_t first_element, int64_t n) {
-  const auto* bits = static_cast<const Bits*>(x);
-  uint64_t sum = 0;
-  for (int64_t i = 0; i < n;) {
-    const auto element = static_cast<uint64_t>(first_element + i);
-    const int64_t same_high = (int64_t{1} << 32) - static_cast<int64_t>(element & 0xffffffffu);
-    const int64_t length = same_high < n - i ? same_high : n - i;
-    sum += digest_run(salt, element, bits + i, length);
-    i += length;
-  }
-  return sum;
-}
-
 }  // namespace
 
 const KernelTable& TORCHOPT_KERNELS() {
@@ -225,12 +256,13 @@ const KernelTable& TORCHOPT_KERNELS() {
       .adam_float = adam<FloatLane>,
       .adam_streams = adam_any,
       .adam_double = adam<DoubleLane>,
+      .adam_traced_float = adam_traced,
+      .adam_traced_double = adam_traced_double,
       // In the order of DType.
       .block_sum_of_squares = {block_sum<float>, block_sum<double>, block_sum<BFloat16>,
                                block_sum<Float16>},
       .exact_sum_of_squares = {exact_sum<float>, exact_sum<double>, exact_sum<BFloat16>,
                                exact_sum<Float16>},
-      .load_weights = load_weights,
       .random_bits = random_bits<Integers>,
       .scaled_copy = {{scaled_copy<float, float>, nullptr, scaled_copy<float, BFloat16>,
                        scaled_copy<float, Float16>},
@@ -239,12 +271,8 @@ const KernelTable& TORCHOPT_KERNELS() {
                        scaled_copy<BFloat16, Float16>},
                       {scaled_copy<Float16, float>, nullptr, scaled_copy<Float16, BFloat16>,
                        scaled_copy<Float16, Float16>}},
-      .difference_float = difference<float>,
-      .difference_double = difference<double>,
-      .count_lost_float = {count_lost<float, float>, nullptr, count_lost<float, BFloat16>,
-                           count_lost<float, Float16>},
-      .count_lost_double = count_lost<double, double>,
-      .digest = {nullptr, digest<uint16_t>, digest<uint32_t>, digest<uint64_t>},
+      .digest = {nullptr, digest<Integers, uint16_t>, digest<Integers, uint32_t>,
+                 digest<Integers, uint64_t>},
   };
   return table;
 }

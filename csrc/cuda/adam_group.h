@@ -211,8 +211,7 @@ class AdamGroups {
     for (int k = 0; k < Width; ++k) {
       trace.grad_square[k] = square(g[k]);
       trace.update_square[k] = square(L::sub(after[k], before[k]));
-      const bool moves = m[k] != T{0} || (scalars_.has_decay && before[k] != T{0});
-      trace.lost += after[k] == before[k] && moves ? 1 : 0;
+      trace.lost += L::count_lost(before[k], after[k], m[k], scalars_.has_decay);
     }
   }
 

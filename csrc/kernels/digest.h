@@ -21,9 +21,12 @@ enum Role : uint32_t {
 namespace {
 
 // The finaliser "lowbias32" (C. Wellons, "Prospecting for hash functions").
+inline constexpr uint32_t kMixFirst = 0x21f0aaadu;
+inline constexpr uint32_t kMixSecond = 0xd35a2d97u;
+
 TORCHOPT_HD inline uint32_t mix(uint32_t x) {
-  x = (x ^ (x >> 16)) * 0x21f0aaadu;
-  x = (x ^ (x >> 15)) * 0xd35a2d97u;
+  x = (x ^ (x >> 16)) * kMixFirst;
+  x = (x ^ (x >> 15)) * kMixSecond;
   return x ^ (x >> 15);
 }
 

@@ -1,9 +1,9 @@
 // The lane type: the only arithmetic the formulas use. A lane type offers load, store, set1, add,
-// sub, mul, div, sqrt, neg, min, max_keep_nan and canonical on a register of `width` elements.
-// Every operation is correctly rounded and none is fused, which is what makes the bits the same on
-// every instruction set. This is the one-element lane, for the host and for CUDA threads;
-// lane_avx2.h and lane_avx512.h hold the others. Float lanes also load and store 16-bit elements:
-// rounded to nearest, with a remainder, or stochastically.
+// sub, mul, div, sqrt, neg, min, max_keep_nan, count_lost and canonical on a register of `width`
+// elements. Every operation is correctly rounded and none is fused, which is what makes the bits
+// the same on every instruction set. This is the one-element lane, for the host and for CUDA
+// threads; lane_avx2.h and lane_avx512.h hold the others. Float lanes also load and store 16-bit
+// elements: rounded to nearest, with a remainder, or stochastically.
 #pragma once
 
 #include "kernels/remainder.h"
@@ -65,6 +65,11 @@ struct ScalarLane {
   TORCHOPT_HD static T min(T a, T b) { return a < b ? a : b; }
   // vmax unless v is larger or a NaN; a NaN in either is kept.
   TORCHOPT_HD static T max_keep_nan(T vmax, T v) { return vmax > v || vmax != vmax ? vmax : v; }
+  // How many elements (of one) are what they were, although something was to be added to them.
+  TORCHOPT_HD static int count_lost(T before, T after, T exp_avg, bool decays) {
+    const bool moves = (exp_avg != T{0}) | (decays & (before != T{0}));
+    return static_cast<int>((after == before) & moves);
+  }
   TORCHOPT_HD static T canonical(T a) { return a == a ? a : canonical_nan(a); }
 
 #ifdef __CUDA_ARCH__

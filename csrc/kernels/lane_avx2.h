@@ -89,6 +89,15 @@ struct Avx2Float {
         _mm256_or_ps(_mm256_cmp_ps(vmax, v, _CMP_GT_OQ), _mm256_cmp_ps(vmax, vmax, _CMP_UNORD_Q));
     return _mm256_blendv_ps(v, vmax, keep);
   }
+  static int count_lost(reg before, reg after, reg exp_avg, bool decays) {
+    const reg zero = _mm256_setzero_ps();
+    reg moves = _mm256_cmp_ps(exp_avg, zero, _CMP_NEQ_UQ);
+    if (decays) {
+      moves = _mm256_or_ps(moves, _mm256_cmp_ps(before, zero, _CMP_NEQ_UQ));
+    }
+    const reg lost = _mm256_and_ps(moves, _mm256_cmp_ps(after, before, _CMP_EQ_OQ));
+    return __builtin_popcount(static_cast<unsigned>(_mm256_movemask_ps(lost)));
+  }
   static reg canonical(reg a) {
     return _mm256_blendv_ps(a, set1(canonical_nan(0.0f)), _mm256_cmp_ps(a, a, _CMP_UNORD_Q));
   }
@@ -123,6 +132,15 @@ struct Avx2Double {
         _mm256_or_pd(_mm256_cmp_pd(vmax, v, _CMP_GT_OQ), _mm256_cmp_pd(vmax, vmax, _CMP_UNORD_Q));
     return _mm256_blendv_pd(v, vmax, keep);
   }
+  static int count_lost(reg before, reg after, reg exp_avg, bool decays) {
+    const reg zero = _mm256_setzero_pd();
+    reg moves = _mm256_cmp_pd(exp_avg, zero, _CMP_NEQ_UQ);
+    if (decays) {
+      moves = _mm256_or_pd(moves, _mm256_cmp_pd(before, zero, _CMP_NEQ_UQ));
+    }
+    const reg lost = _mm256_and_pd(moves, _mm256_cmp_pd(after, before, _CMP_EQ_OQ));
+    return __builtin_popcount(static_cast<unsigned>(_mm256_movemask_pd(lost)));
+  }
   static reg canonical(reg a) {
     return _mm256_blendv_pd(a, set1(canonical_nan(0.0)), _mm256_cmp_pd(a, a, _CMP_UNORD_Q));
   }
@@ -137,7 +155,8 @@ struct Avx2Double {
   }
 };
 
-// Integers of 64 bits, not a lane type as lane.h has it: for random numbers (cpu/random_bits.h).
+// Integers of 64 bits, not a lane type as lane.h has it: for random numbers (cpu/random_bits.h)
+// and digests (cpu/digest_words.h).
 struct Avx2Integers {
   using reg = __m256i;
   static constexpr int width = 4;
@@ -156,6 +175,23 @@ struct Avx2Integers {
   static void store_pairs(uint64_t* x, reg a, reg b) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(x), _mm256_unpacklo_epi64(a, b));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(x + width), _mm256_unpackhi_epi64(a, b));
+  }
+  static void store(uint64_t* x, reg a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(x), a); }
+  static reg bit_or(reg a, reg b) { return _mm256_or_si256(a, b); }
+  // Words of 32 bits, two a lane.
+  static reg set1_word(uint32_t a) { return _mm256_set1_epi32(static_cast<int>(a)); }
+  static reg word_numbers() { return _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7); }
+  static reg load_words(const uint32_t* x) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
+  }
+  static reg load_words(const uint16_t* x) {
+    return _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
+  }
+  static reg add_words(reg a, reg b) { return _mm256_add_epi32(a, b); }
+  static reg multiply_words(reg a, reg b) { return _mm256_mullo_epi32(a, b); }
+  template <int Bits>
+  static reg words_shifted(reg a) {
+    return _mm256_srli_epi32(a, Bits);
   }
 };
 

@@ -92,6 +92,12 @@ struct Avx512Float {
         _mm512_cmp_ps_mask(vmax, v, _CMP_GT_OQ) | _mm512_cmp_ps_mask(vmax, vmax, _CMP_UNORD_Q);
     return _mm512_mask_blend_ps(keep, v, vmax);
   }
+  static int count_lost(reg before, reg after, reg exp_avg, bool decays) {
+    const reg zero = _mm512_setzero_ps();
+    const __mmask16 moves = _mm512_cmp_ps_mask(exp_avg, zero, _CMP_NEQ_UQ) |
+                            (decays ? _mm512_cmp_ps_mask(before, zero, _CMP_NEQ_UQ) : __mmask16{0});
+    return __builtin_popcount(_mm512_mask_cmp_ps_mask(moves, after, before, _CMP_EQ_OQ));
+  }
   static reg canonical(reg a) {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), a,
                                 set1(canonical_nan(0.0f)));
@@ -128,6 +134,13 @@ struct Avx512Double {
         _mm512_cmp_pd_mask(vmax, v, _CMP_GT_OQ) | _mm512_cmp_pd_mask(vmax, vmax, _CMP_UNORD_Q);
     return _mm512_mask_blend_pd(keep, v, vmax);
   }
+  static int count_lost(reg before, reg after, reg exp_avg, bool decays) {
+    const reg zero = _mm512_setzero_pd();
+    const __mmask8 moves = static_cast<__mmask8>(
+        _mm512_cmp_pd_mask(exp_avg, zero, _CMP_NEQ_UQ) |
+        (decays ? _mm512_cmp_pd_mask(before, zero, _CMP_NEQ_UQ) : __mmask8{0}));
+    return __builtin_popcount(_mm512_mask_cmp_pd_mask(moves, after, before, _CMP_EQ_OQ));
+  }
   static reg canonical(reg a) {
     return _mm512_mask_blend_pd(_mm512_cmp_pd_mask(a, a, _CMP_UNORD_Q), a,
                                 set1(canonical_nan(0.0)));
@@ -153,6 +166,22 @@ struct Avx512Integers {
   static void store_pairs(uint64_t* x, reg a, reg b) {
     _mm512_storeu_si512(x, _mm512_unpacklo_epi64(a, b));
     _mm512_storeu_si512(x + width, _mm512_unpackhi_epi64(a, b));
+  }
+  static void store(uint64_t* x, reg a) { _mm512_storeu_si512(x, a); }
+  static reg bit_or(reg a, reg b) { return _mm512_or_si512(a, b); }
+  static reg set1_word(uint32_t a) { return _mm512_set1_epi32(static_cast<int>(a)); }
+  static reg word_numbers() {
+    return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  }
+  static reg load_words(const uint32_t* x) { return _mm512_loadu_si512(x); }
+  static reg load_words(const uint16_t* x) {
+    return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
+  }
+  static reg add_words(reg a, reg b) { return _mm512_add_epi32(a, b); }
+  static reg multiply_words(reg a, reg b) { return _mm512_mullo_epi32(a, b); }
+  template <int Bits>
+  static reg words_shifted(reg a) {
+    return _mm512_srli_epi32(a, Bits);
   }
 };
 

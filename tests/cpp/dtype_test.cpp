@@ -87,16 +87,16 @@ TEST(DType, KernelsWidenAsTheHeaderDoes) {
   }
   std::vector<float> wide(all.size());
   for (const KernelTable* table : runnable_tables()) {
-    table->load_weights({.param = all.data(), .param_dtype = DType::kBFloat16}, wide.data(), 65536);
-    for (size_t i = 0; i < all.size(); ++i) {
-      ASSERT_EQ(bit_cast<uint32_t>(wide[i]), bit_cast<uint32_t>(widen(BFloat16{all[i]})));
-    }
-    table->load_weights({.param = all.data(), .param_dtype = DType::kFloat16}, wide.data(), 65536);
-    for (size_t i = 0; i < all.size(); ++i) {
-      const float expected = widen(Float16{all[i]});
-      ASSERT_TRUE(bit_cast<uint32_t>(wide[i]) == bit_cast<uint32_t>(expected) ||
-                  (std::isnan(wide[i]) && std::isnan(expected)))
-          << table->name << " " << i;
+    for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
+      const auto& to_float = table->scaled_copy[static_cast<int>(DType::kFloat32)];
+      to_float[static_cast<int>(dtype)](wide.data(), all.data(), 1.0, 65536, false);
+      for (size_t i = 0; i < all.size(); ++i) {
+        const float expected =
+            dtype == DType::kBFloat16 ? widen(BFloat16{all[i]}) : widen(Float16{all[i]});
+        ASSERT_TRUE(bit_cast<uint32_t>(wide[i]) == bit_cast<uint32_t>(expected) ||
+                    (std::isnan(wide[i]) && std::isnan(expected)))
+            << table->name << " " << i;
+      }
     }
   }
 }

@@ -134,6 +134,51 @@ TEST(Adam, LostUpdatesAreCounted) {
   EXPECT_EQ(on_cpu.memory(TensorArrays::kParam), start.memory(TensorArrays::kParam));
 }
 
+TEST(Adam, LostUpdatesAreCountedAroundZerosInfinitiesAndNaNs) {
+  const float values[] = {0.0f, -0.0f, 1.0f, -0x1p-149f, 0x1p127f, INFINITY, -INFINITY, NAN};
+  std::vector<float> params;
+  std::vector<float> exp_avgs;
+  for (const float param : values) {
+    for (const float exp_avg : values) {
+      params.push_back(param);
+      exp_avgs.push_back(exp_avg);
+    }
+  }
+  for (const bool decays : {false, true}) {
+    AdamScalars<float> scalars{};  // moments stay, and weights as far as 0 times anything is 0
+    scalars.small_w1 = scalars.small_w2 = true;
+    scalars.eps_hat = 1.0f;
+    scalars.has_decay = decays;
+    for (const KernelTable* table : runnable_tables()) {
+      int64_t expected = 0;
+      int64_t lost = 0;
+      for (size_t first = 0; first < params.size(); first += 8) {  // a register at a time, and less
+        for (const size_t n : {size_t{8}, params.size() - first}) {
+          std::vector<float> p(params.begin() + first, params.begin() + first + n);
+          std::vector<float> m(exp_avgs.begin() + first, exp_avgs.begin() + first + n);
+          std::vector<float> g = m;  // so that m + 0 * (g - m) is m, or a NaN
+          std::vector<float> v(n);
+          std::vector<float> change(n);
+          const std::vector<float> before = p;
+          lost += table->adam_traced_float(
+              scalars,
+              {.param = p.data(), .grad = g.data(), .exp_avg = m.data(), .exp_avg_sq = v.data()},
+              change.data(), static_cast<int64_t>(n));
+          for (size_t i = 0; i < n; ++i) {
+            const bool moves = m[i] != 0.0f || (decays && before[i] != 0.0f);
+            expected += p[i] == before[i] && moves ? 1 : 0;
+            const float difference = p[i] - before[i];
+            ASSERT_TRUE(change[i] == difference ||
+                        (std::isnan(change[i]) && std::isnan(difference)));
+          }
+        }
+      }
+      EXPECT_EQ(lost, expected) << table->name;
+      EXPECT_GT(lost, 0);
+    }
+  }
+}
+
 TEST(Adam, ALearningRateOnTheDeviceReplacesTheNumber) {
   const float single = 0.125f;
   const double exact = 0.1;

@@ -1,0 +1,28 @@
+"""What a step notes of its parameters on the way, beside the same step without."""
+
+from __future__ import annotations
+
+import torch
+from cases import BYTES, CLIP, MAX_NORM, OURS, gradients_of, params_with
+from group import Case, Group
+from shapes import Shapes
+
+from torchopt_ext import FusedAdamW
+
+TRACKED = {
+    OURS: (),
+    f"{OURS}, norms": ("norms",),
+    f"{OURS}, lost updates": ("lost_updates",),
+    f"{OURS}, digest": ("digest",),
+    f"{OURS}, all three": ("norms", "lost_updates", "digest"),
+}
+
+
+def build_tracked(name: str, shapes: Shapes, device: str = "cpu") -> Group:
+    """float32; each case has its own parameters and state, all share the gradients."""
+    gradients = gradients_of(shapes, torch.float32, device)
+    cases = []
+    for implementation, track in TRACKED.items():
+        optimizer = FusedAdamW(params_with(gradients), max_grad_norm=MAX_NORM, track=track)
+        cases.append(Case(implementation, CLIP, optimizer.step, BYTES[OURS, CLIP]))
+    return Group(name, shapes, cases, baseline=OURS)
