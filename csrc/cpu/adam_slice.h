@@ -2,8 +2,6 @@
 // Otherwise tile by tile, so that what else a step does finds the values in the first-level cache.
 #pragma once
 
-#include <cstring>
-
 #include "cpu/kernel_table.h"
 #include "kernels/digest.h"
 #include "plan/chunk_table.h"

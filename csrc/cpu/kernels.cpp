@@ -189,9 +189,9 @@ template <class L>
   AdamStreams x = streams;
   if (x.weights == Weights::kPlain && x.param_dtype == DType::kFloat32 &&
       x.grad_dtype == DType::kFloat32 && x.state_dtype == DType::kFloat32) {
-    x.weights = Weights::kPlain;
+    x.weights = Weights::kPlain;  // what it is, as constants: the loop's branches on them go
     x.param_dtype = x.grad_dtype = x.state_dtype = DType::kFloat32;
-    x.random = nullptr;
+    x.random = nullptr;  // fp32 is not rounded
     x.param_past_caches = false;
     return traced_loop(scalars, x, change, n);
   }

@@ -18,6 +18,12 @@ _GROWTH = ops.CONTROL_FIELDS.index("growth_tracker")
 _HYSTERESIS = ops.CONTROL_FIELDS.index("hysteresis_tracker")
 
 
+def _update_loss_scale(block: Tensor, found_inf: Tensor, scale: Tensor) -> None:
+    """ops.loss_scale_update_, without the dispatcher where nobody would see it there."""
+    unseen = type(block) is Tensor and not (torch.compiler.is_compiling() or _C.observed())
+    (_C if unseen else ops).loss_scale_update_(block, found_inf, scale)
+
+
 class GradScaler(torch.amp.GradScaler):
     """torch.amp.GradScaler whose check and unscaling are part of a fused optimizer's step.
 
@@ -157,7 +163,7 @@ class GradScaler(torch.amp.GradScaler):
             self._written = self._growth_settings()
             write_fields(block, self._written)
         found_inf = found[0] if len(found) == 1 else torch.stack([f.double() for f in found]).sum()
-        _C.loss_scale_update_(block, found_inf, scale)
+        _update_loss_scale(block, found_inf, scale)
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
 
     def state_dict(self) -> dict[str, Any]:

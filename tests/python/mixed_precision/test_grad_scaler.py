@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torchopt_ext import FusedAdamW, GradScaler
 from torchopt_ext.containers import OptimizersContainer, OptimizersInBackwardContainer
@@ -371,6 +372,36 @@ def test_optimizers_in_backward_cannot_be_scaled() -> None:
     scaler.scale(model(torch.ones(3)).sum()).backward()
     with pytest.raises(AssertionError, match="No inf checks"):
         scaler.step(container)
+
+
+def test_an_update_without_memory() -> None:
+    """A dry run, around an optimizer that takes part in one."""
+    with FakeTensorMode():
+        weight = nn.Parameter(torch.randn(5))
+        scaler = GradScaler("cpu")
+        scaler.scale(weight.sum()).backward()
+        scaler.step(torch.optim.AdamW([weight], fused=True))
+        scaler.update()
+
+
+def test_a_profiler_sees_the_update() -> None:
+    weight = nn.Parameter(torch.ones(5))
+    optimizer, scaler = FusedAdamW([weight]), GradScaler("cpu")
+    scaler.scale(weight.sum()).backward()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        scaler.step(optimizer)
+        scaler.update()
+    assert "torchopt_ext::loss_scale_update_" in {event.name for event in profile.events()}
+
+
+def test_what_is_written_to_the_growth_tracker_counts() -> None:
+    weight = nn.Parameter(torch.ones(5))
+    optimizer, scaler = FusedAdamW([weight]), GradScaler("cpu", growth_interval=3)
+    scaler.scale(weight.sum()).backward()
+    scaler._growth_tracker.fill_(2)  # type: ignore[attr-defined]  # as torch's load_state_dict
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**17
 
 
 def test_copied_parameters_do_not_matter() -> None:
