@@ -6,20 +6,22 @@ does, the containers where torchtitan's do, and ``torchopt_ext.ops`` holds the o
 made of. docs/numerics.md states what is computed.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from torchopt_ext import _library, ops  # _library first: it checks what it loads
-from torchopt_ext.mixed_precision import (
-    DynamicGradScaler,
-    FSDPadaptOptimizer,
-    GradScaler,
-    load_fsdp_optimizer,
-    offload_fsdp_optimizer,
-    optimizer_on_device,
-)
 from torchopt_ext.optim import FusedAdam, FusedAdamW
 
 if TYPE_CHECKING:
+    from torchopt_ext import containers, mixed_precision, zero
+    from torchopt_ext.mixed_precision import (
+        DynamicGradScaler,
+        FSDPadaptOptimizer,
+        GradScaler,
+        load_fsdp_optimizer,
+        offload_fsdp_optimizer,
+        optimizer_on_device,
+    )
     from torchopt_ext.zero import ZeroRedundancyOptimizer
 
 cuda_built = _library.cuda_built
@@ -31,19 +33,23 @@ __all__ = [
     "FusedAdamW",
     "GradScaler",
     "ZeroRedundancyOptimizer",
+    "containers",
     "cuda_built",
     "load_fsdp_optimizer",
+    "mixed_precision",
     "offload_fsdp_optimizer",
     "ops",
     "optimizer_on_device",
+    "zero",
 ]
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """ZeroRedundancyOptimizer, which takes torch.distributed along, is imported when asked for."""
-    if name == "ZeroRedundancyOptimizer":
-        from torchopt_ext.zero import ZeroRedundancyOptimizer
-
-        return ZeroRedundancyOptimizer
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """Imports a subpackage when it, or a name of it, is first used: some take long to import."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in ("containers", "mixed_precision", "zero"):
+        return importlib.import_module(f"{__name__}.{name}")
+    package = "zero" if name == "ZeroRedundancyOptimizer" else "mixed_precision"
+    return getattr(importlib.import_module(f"{__name__}.{package}"), name)

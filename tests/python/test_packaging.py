@@ -98,11 +98,27 @@ def public(owner: object) -> set[str]:
     return {name for name in vars(owner) if not name.startswith("_")}
 
 
-def run(program: str) -> list[str]:
+def run(program: str, *arguments: str) -> list[str]:
     """The lines that a program prints in a process of its own."""
-    command = [sys.executable, "-P", "-c", program]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=100)
+    command = [sys.executable, "-P", "-c", program, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
+
+
+class TestImport:
+    def test_brings_nothing_beside_torch_and_the_standard_library(self) -> None:
+        """What torch imports on demand takes a second (torch._dynamo, DCP with its sympy)."""
+        more = run(
+            "import sys, torch\n"
+            "before = set(sys.modules)\n"
+            "import torchopt_ext, torchopt_ext.mixed_precision\n"
+            "for name in {name.partition('.')[0] for name in {*sys.modules} - before}: print(name)"
+        )
+        assert set(more) <= {"torchopt_ext", *sys.stdlib_module_names}
+
+    def test_everything_works_without_numpy(self, tmp_path: Path) -> None:
+        run(Path(__file__).with_name("without_numpy.py").read_text(), str(tmp_path / "checkpoint"))
 
 
 class TestThreads:

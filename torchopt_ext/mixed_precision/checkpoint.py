@@ -8,11 +8,11 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -93,12 +93,13 @@ def storable_state(optimizer: FSDPadaptOptimizer) -> dict[str, Any]:
 
 def plain_values(value: Any, where: str) -> Any:
     """``value`` with numbers of numpy and the like as Python's; nothing else is unpickled later."""
+    numpy = sys.modules.get("numpy")  # torch does not need it, nor does this package
     if value is None or isinstance(value, Tensor | torch.dtype | torch.device):
         return value
     for kind in (bool, int, float, str):
         if isinstance(value, kind):
             return kind(value)
-    if isinstance(value, numpy.generic):
+    if numpy is not None and isinstance(value, numpy.generic):
         return plain_values(value.item(), where)
     if isinstance(value, Mapping):
         return {key: plain_values(item, f"{where}.{key}") for key, item in value.items()}

@@ -3,6 +3,7 @@
 Text, and whether all can go on. Ranks are ranks of the group.
 """
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -99,7 +100,8 @@ def text_bytes(text: str) -> Tensor:
 
 
 def bytes_text(data: Tensor) -> str:
-    return data.numpy().tobytes().decode("utf-8", "surrogatepass")
+    """The text in a contiguous uint8 tensor on the CPU."""
+    return ctypes.string_at(data.data_ptr(), data.numel()).decode("utf-8", "surrogatepass")
 
 
 def all_gather(tensor: Tensor, group: dist.ProcessGroup, what: str) -> list[Tensor]:

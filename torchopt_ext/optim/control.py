@@ -1,5 +1,6 @@
 """The control block of an optimizer: its settings, and read access by field name."""
 
+import ctypes
 from collections.abc import Mapping
 from typing import Any
 
@@ -203,7 +204,8 @@ class Controlled:
         if not block.is_cpu:
             return None
         if self._read is None or self._read[0] is not block:
-            self._read = block, block.numpy()
+            values = ctypes.c_double * len(CONTROL_FIELDS)
+            self._read = block, values.from_address(block.data_ptr())
         return float(self._read[1][CONTROL_FIELDS.index(name)])
 
     @property
