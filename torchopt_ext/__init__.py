@@ -6,6 +6,8 @@ does, the containers where torchtitan's do, and ``torchopt_ext.ops`` holds the o
 made of. docs/numerics.md states what is computed.
 """
 
+__version__ = "0.1.0"
+
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +44,6 @@ __all__ = [
     "optimizer_on_device",
     "zero",
 ]
-__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:

@@ -1,14 +1,17 @@
-"""Loads the compiled operators, once it is certain that they were built for this torch.
+"""Finds and loads the compiled operators, if they were built for this torch.
 
-The libraries use torch's C++ interface, which changes with every minor version: loading them
-under another one would end in an undefined symbol, or in a crash later.
+The libraries use torch's C++ interface, which changes with every minor version. Loaded under
+another version they would end in an undefined symbol, or in a crash later.
 """
 
 import importlib
+import sys
+from importlib.machinery import PathFinder
+from pathlib import Path
 
 import torch
 
-_MEND = "pip install --no-build-isolation --force-reinstall --no-deps ."
+_REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps ."
 
 
 def _minor(version: str) -> str:
@@ -40,19 +43,41 @@ def mismatch(
         return None
     return (
         f"torchopt_ext was built against {built}, but {running} is running; "
-        f"rebuild it in its source directory with: {_MEND}"
+        f"rebuild it in its source directory with: {_REBUILD}"
+    )
+
+
+def _find() -> None:
+    """Lets a source folder without libraries use those of the installed package.
+
+    Python started in a clone's root imports the source folder, which shadows the installed package.
+
+    Raises:
+        ImportError: there are no libraries, or only those of another version.
+    """
+    here = Path(__file__).resolve().parent
+    if (here / "_build_info.py").exists():
+        return
+    package = sys.modules["torchopt_ext"]
+    others = [entry for entry in sys.path if Path(entry).resolve() != here.parent]
+    spec = PathFinder.find_spec("torchopt_ext", others)
+    installed = Path(spec.origin).parent if spec and spec.origin else here
+    problem = f"and none is installed for {sys.executable}"
+    if (installed / "_build_info.py").exists():
+        if f'__version__ = "{package.__version__}"\n' in (installed / "__init__.py").read_text():
+            package.__path__.append(str(installed))
+            return
+        problem = f"and {installed} is not of its version, {package.__version__}"
+    raise ImportError(
+        f"torchopt_ext at {here} has no compiled library, {problem}; "
+        f"build it in its source directory with: {_REBUILD}"
     )
 
 
 def _load() -> str | None:
     """Checks and loads the libraries; returns the CUDA version they were built with."""
-    try:
-        info = importlib.import_module("torchopt_ext._build_info")
-    except ModuleNotFoundError:
-        raise ImportError(
-            f"torchopt_ext at {__file__} has no compiled library; "
-            f"build it in its source directory with: {_MEND}"
-        ) from None
+    _find()
+    info = importlib.import_module("torchopt_ext._build_info")
     cuda: str | None = info.CUDA_VERSION
     reason = mismatch(info.TORCH_VERSION, cuda, torch.__version__, torch.version.cuda)
     if reason is not None:
@@ -65,5 +90,5 @@ _CUDA_VERSION = _load()
 
 
 def cuda_built() -> bool:
-    """Whether the operators were built for CUDA, be there a GPU or not."""
+    """Whether the operators were built for CUDA; says nothing of a GPU."""
     return _CUDA_VERSION is not None

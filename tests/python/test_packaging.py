@@ -3,6 +3,7 @@
 import ast
 import importlib
 import importlib.metadata
+import shutil
 import subprocess
 import sys
 import types
@@ -62,10 +63,43 @@ class TestVersionCheck:
     def test_minors_are_compared_whole(self) -> None:
         assert _library.mismatch("2.1.0", None, "2.15.0", None) is not None
 
-    def test_a_missing_build_is_one_sentence(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(sys.modules, "torchopt_ext._build_info", None)
-        with pytest.raises(ImportError, match=r"no compiled library; .* pip install [^\n]*$"):
-            import_again(monkeypatch)
+
+FROM_A_CLONE = """
+import os, pathlib, re, sys, torch
+
+def fails():
+    try:
+        import torchopt_ext
+    except ImportError as error:
+        print(error)
+
+path, init = sys.path, pathlib.Path("torchopt_ext/__init__.py")
+text = init.read_text()
+sys.path = [p for p in path if not p or not os.path.exists(f"{p}/torchopt_ext")]
+fails()
+sys.path = path
+init.write_text(re.sub('__version__ = ".*"', '__version__ = "0.0.7"', text))
+fails()
+init.write_text(text)
+model, data, loss = torch.nn.Linear(2, 2), [torch.ones(2)], lambda model, batch: model(batch).sum()
+exec(sys.argv[1])
+import torchopt_ext.ops
+print(torchopt_ext.ops.__file__)
+"""
+
+
+def test_from_the_root_of_a_clone(tmp_path: Path) -> None:
+    """The clone's sources run with the installed libraries, or the message says what to do."""
+    clone = Path(__file__).parents[2]
+    built = shutil.ignore_patterns("_build_info.py", "*.so", "lib", "__pycache__")
+    shutil.copytree(clone / "torchopt_ext", tmp_path / "torchopt_ext", ignore=built)
+    snippet = (clone / "README.md").read_text().split("```")[1].removeprefix("python")
+    none, other, norm, file = run(FROM_A_CLONE, snippet, cwd=tmp_path)
+    advice = "build it in its source directory with: pip install"
+    assert f"no compiled library, and none is installed for {sys.executable}; {advice}" in none
+    assert f"{PACKAGE} is not of its version, 0.0.7; {advice}" in other
+    assert norm.startswith("tensor(")
+    assert Path(file) == tmp_path / "torchopt_ext" / "ops.py"
 
 
 class TestContents:
@@ -98,10 +132,10 @@ def public(owner: object) -> set[str]:
     return {name for name in vars(owner) if not name.startswith("_")}
 
 
-def run(program: str, *arguments: str) -> list[str]:
-    """The lines that a program prints in a process of its own."""
-    command = [sys.executable, "-P", "-c", program, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+def run(program: str, *arguments: str, cwd: Path | None = None) -> list[str]:
+    """The lines that a program prints in a process of its own, started in ``cwd`` if given."""
+    command = [sys.executable, *([] if cwd else ["-P"]), "-c", program, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=cwd)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
