@@ -1,6 +1,9 @@
 // Operators on plain numbers, which run on the host whatever the device.
 #include <torch/library.h>
 
+#include <algorithm>
+#include <limits>
+
 #include "kernels/float_mode.h"
 #include "kernels/partition_balanced.h"
 #include "kernels/partition_buckets.h"
@@ -34,12 +37,12 @@ void check_numels(at::IntArrayRef numels) {
   }
 }
 
-void check_total(at::IntArrayRef numels) {
-  int64_t total = 0;
+// `sum` is what the numels are added to, `most` what they may reach, described by `limit`.
+void check_total(at::IntArrayRef numels, int64_t sum = 0, int64_t most = kMostElements,
+                 const char* limit = "all numels together are more than 2**53") {
   for (size_t i = 0; i < numels.size(); ++i) {
-    TORCH_CHECK_VALUE(numels[i] <= kMostElements - total, "numels[", i, "] is ", numels[i],
-                      ": all numels together are more than 2**53");
-    total += numels[i];
+    TORCH_CHECK_VALUE(numels[i] <= most - sum, "numels[", i, "] is ", numels[i], ": ", limit);
+    sum += numels[i];
   }
 }
 
@@ -51,6 +54,10 @@ std::vector<int64_t> loads_or_zeros(at::OptionalIntArrayRef loads, const char* n
   }
   TORCH_CHECK_VALUE(loads->size() == ranks, "got ", loads->size(), " ", name, " for world_size ",
                     world_size);
+  for (size_t rank = 0; rank < ranks; ++rank) {
+    TORCH_CHECK_VALUE((*loads)[rank] >= 0, name, "[", rank, "] is ", (*loads)[rank],
+                      ", expected 0 or more");
+  }
   return loads->vec();
 }
 
@@ -60,6 +67,9 @@ std::vector<int64_t> partition_greedy_op(at::IntArrayRef numels, int64_t world_s
   check_world_size(world_size);
   check_numels(numels);
   std::vector<int64_t> loads = loads_or_zeros(initial_loads, "initial_loads", world_size);
+  check_total(numels, *std::max_element(loads.begin(), loads.end()),
+              std::numeric_limits<int64_t>::max(),
+              "all numels together, added to the largest of initial_loads, are 2**63 or more");
   return partition_greedy(numels.vec(), loads, loads_or_zeros(tie_loads, "tie_loads", world_size));
 }
 

@@ -231,7 +231,8 @@ def partition_greedy(
             of these, which stay as given. Spreads tensors that weigh nothing, such as frozen ones.
 
     Raises:
-        ValueError: an argument out of range, or loads that are not one for each rank.
+        ValueError: an argument out of range, loads that are negative or not one for each rank, or
+            all numels together with the largest initial load are 2**63 or more.
     """
     return _ops.partition_greedy.default(numels, world_size, initial_loads, tie_loads)
 

@@ -1,8 +1,11 @@
-// The balanced cuts of small buckets, for the sanitizers' sake too; the contract is tested in
-// Python.
+// The balanced cuts of small buckets, and greedy loads up to the end of int64_t, for the
+// sanitizers' sake too; the contracts are tested in Python.
 #include <gtest/gtest.h>
 
+#include <limits>
+
 #include "kernels/partition_balanced.h"
+#include "kernels/partition_greedy.h"
 
 namespace torchopt_ext {
 namespace {
@@ -56,6 +59,14 @@ TEST(PartitionBalanced, SharesDifferByTheLargestItemAtMost) {
       }
     }
   }
+}
+
+TEST(PartitionGreedy, LoadsReachTheEndOfInt64) {
+  const int64_t most = std::numeric_limits<int64_t>::max();
+  std::vector<int64_t> loads{most / 2, most / 2};
+  const std::vector<int64_t> ranks = partition_greedy({most / 2, 1, most / 2}, loads, {1, 0});
+  EXPECT_EQ(ranks, (std::vector<int64_t>{1, 1, 0}));
+  EXPECT_EQ(loads, (std::vector<int64_t>{most - 1, most}));
 }
 
 }  // namespace

@@ -158,6 +158,7 @@ def test_a_bucket_that_needs_too_many_ranks() -> None:
 
 def test_large_numbers_of_elements() -> None:
     assert list(ops.partition_greedy([2**40, 2**61, 2**40 + 1], 2)) == [1, 0, 1]
+    assert list(ops.partition_greedy([2, 1], 2, [2**63 - 4, 2**63 - 4])) == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -169,6 +170,10 @@ def test_large_numbers_of_elements() -> None:
         (([1, 2], 2, [0]), "initial_loads"),
         (([1, 2], 2, [0, 0, 0]), "initial_loads"),
         (([1, 2], 2, None, [0]), "tie_loads"),
+        (([1, 2], 2, [0, -1]), r"initial_loads\[1\] is -1"),
+        (([1, 2], 2, None, [-1, 0]), r"tie_loads\[0\] is -1"),
+        (([2**62, 2**62], 1), r"numels\[1\].*2\*\*63"),
+        (([1, 2], 2, [0, 2**63 - 3]), r"numels\[1\].*2\*\*63"),
     ],
 )
 def test_bad_arguments(arguments: tuple[Any, ...], message: str) -> None:
