@@ -19,6 +19,7 @@ from rank_cases import run_cases
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import (
     DTensor,
     Partial,
@@ -177,9 +178,9 @@ def two_meshes() -> Result:
 
 
 def scaled(params: Sequence[Any], optimizer: FusedAdamW, backward: Callable[[int, float], None],
-           unscale: bool = False) -> Result:  # fmt: skip
-    """Eight steps under our scaler; in 2 and 5 one rank has a bad element in its own shard."""
-    scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+           unscale: bool = False, scaler_class: Any = GradScaler) -> Result:  # fmt: skip
+    """Eight steps under a scaler; in 2 and 5 one rank has a bad element in its own shard."""
+    scaler = scaler_class("cpu", init_scale=2.0**10, growth_interval=2)
     scaler.scale(torch.ones(1))
     scales, moved = [], []
     for step in range(8):
@@ -212,7 +213,7 @@ def overflow_in_process_group() -> Result:
     return scaled(params, optimizer, backward)
 
 
-def overflow_in_shards(unscale: bool) -> Result:
+def overflow_in_shards(unscale: bool = False, scaler_class: Any = GradScaler) -> Result:
     values, gradients = make(torch.float32)
     mesh = init_device_mesh("cpu", (2,))
     params = [nn.Parameter(distribute_tensor(v, mesh, [Shard(0)])) for v in values]
@@ -222,7 +223,7 @@ def overflow_in_shards(unscale: bool) -> Result:
         for p, gradient in zip(params, gradients[step % STEPS], strict=True):
             p.grad = distribute_tensor(gradient * scale, mesh, [Shard(0)])
 
-    return scaled(params, optimizer, backward, unscale)
+    return scaled(params, optimizer, backward, unscale, scaler_class)
 
 
 def small_model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -238,7 +239,7 @@ def sharded_model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
     return model
 
 
-def overflow_under_fsdp() -> Result:
+def overflow_under_fsdp(scaler_class: Any = GradScaler) -> Result:
     model = sharded_model()
     optimizer = FusedAdamW(model.parameters(), lr=0.01)
     data = torch.randn(4, 5, generator=torch.Generator().manual_seed(1))
@@ -247,15 +248,14 @@ def overflow_under_fsdp() -> Result:
         optimizer.zero_grad()
         (model(data + step).square().mean() * scale).backward()
 
-    return scaled(list(model.parameters()), optimizer, backward)
+    return scaled(list(model.parameters()), optimizer, backward, scaler_class=scaler_class)
 
 
-def stock_scaler_is_refused() -> Result:
+def stock_scaler_with_plain_shards() -> Result:
     """Its flag is this rank's alone."""
-    mesh = init_device_mesh("cpu", (2,))
-    p = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
-    optimizer = FusedAdamW([p])
-    p.grad = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+    p = nn.Parameter(torch.ones(4))
+    optimizer = FusedAdamW([p], process_group=dist.group.WORLD)
+    p.grad = torch.ones(4)
     optimizer.grad_scale, optimizer.found_inf = torch.ones(()), torch.zeros(())
     message = ""
     try:
@@ -438,10 +438,13 @@ def cases() -> dict[str, Callable[[], Result]]:
         "hybrid 1x2": lambda: hybrid((1, 2)),
         "two meshes": two_meshes,
         "overflow process group": overflow_in_process_group,
-        "overflow rows": lambda: overflow_in_shards(False),
+        "overflow rows": overflow_in_shards,
+        "overflow rows, stock scaler": lambda: overflow_in_shards(False, torch.amp.GradScaler),
+        "overflow rows, sharded scaler": lambda: overflow_in_shards(False, ShardedGradScaler),
         "overflow rows, unscaled before": lambda: overflow_in_shards(True),
         "overflow fsdp": overflow_under_fsdp,
-        "stock scaler": stock_scaler_is_refused,
+        "overflow fsdp, stock scaler": lambda: overflow_under_fsdp(torch.amp.GradScaler),
+        "stock scaler, plain shards": stock_scaler_with_plain_shards,
         "summed gradients": lambda: partial_gradients(None),
         "partial, replicated": lambda: partial_gradients(lambda _: [Replicate()]),
         "partial, mixed rows": lambda: partial_gradients(mixed_rows),

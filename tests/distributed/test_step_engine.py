@@ -113,7 +113,13 @@ def test_columns_and_rows_and_replicas_in_one_norm(results: Results) -> None:
     assert abs(number(mixed, "grad_norm") - expected) <= 2**-50 * expected
 
 
-@pytest.mark.parametrize("name", ["process group", "rows", "rows, unscaled before", "fsdp"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("process group", "rows", "rows, unscaled before", "fsdp"),
+        *("rows, stock scaler", "rows, sharded scaler", "fsdp, stock scaler"),
+    ],
+)
 def test_an_overflow_on_one_rank_skips_on_all(results: Results, name: str) -> None:
     """Steps 2 and 5 of 8, on one rank each; case() has compared both ranks' scales and weights."""
     found = [rank[f"overflow {name}"] for rank in results]
@@ -128,9 +134,9 @@ def test_an_overflow_on_one_rank_skips_on_all(results: Results, name: str) -> No
         assert set(rank["steps"]) == {6.0}
 
 
-def test_stock_scaler_is_refused_with_shards(results: Results) -> None:
-    result = case(results, "stock scaler")
-    assert "shards" in result["message"]
+def test_stock_scaler_is_rejected_with_plain_shards(results: Results) -> None:
+    result = case(results, "stock scaler, plain shards")
+    assert "use torchopt_ext.GradScaler" in result["message"]
 
 
 def test_partial_gradients_travel_together(results: Results) -> None:

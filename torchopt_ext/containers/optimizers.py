@@ -1,6 +1,5 @@
 """OptimizersContainer: one optimizer per model part, behind the face of a single one."""
 
-import contextlib
 import functools
 import inspect
 from collections import defaultdict
@@ -15,35 +14,15 @@ from torch.optim import Optimizer
 from torchopt_ext.containers import state_dict as flat_state_dict
 from torchopt_ext.optim import FusedAdam, FusedAdamW, fused_step
 from torchopt_ext.optim.base import FusedAdamBase
+from torchopt_ext.optim.context import ALONE, StepContext
 from torchopt_ext.optim.control import ControlView
+from torchopt_ext.optim.hooks import HookedStep, inner_step, with_own_hooks
 from torchopt_ext.optim.saved import CONTROL_KEY, check_control
 
 T = TypeVar("T", bound=Optimizer)
 
 
-def _hooks_once(step: Callable[..., Any]) -> Callable[..., Any]:
-    """`step` with its hooks, fired by the outermost of nested calls only.
-
-    torch patches each class's own `step` (torch/optim/optimizer.py, _patch_step_function), so that
-    a subclass whose `step` calls `super().step()` would fire every hook twice.
-    """
-    with_hooks = Optimizer.profile_hook_step(step)
-
-    @functools.wraps(step)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._stepping:
-            return step(self, *args, **kwargs)
-        self._stepping = True
-        try:
-            return with_hooks(self, *args, **kwargs)
-        finally:
-            self._stepping = False
-
-    wrapper.hooked = True  # type: ignore[attr-defined]  # torch patches no step that says so
-    return wrapper
-
-
-class OptimizersContainer(Optimizer, Stateful, Generic[T]):
+class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
     """One optimizer per model part, used as if it were one optimizer.
 
     Frozen parameters (`requires_grad` False) are left out; a part with nothing to train gets an
@@ -64,7 +43,6 @@ class OptimizersContainer(Optimizer, Stateful, Generic[T]):
 
     optimizers: list[T]
     model_parts: list[nn.Module]
-    _stepping = False
     _built = False
 
     def __init__(
@@ -80,40 +58,34 @@ class OptimizersContainer(Optimizer, Stateful, Generic[T]):
         self._post_init([param for part in params for param in part], optimizer_kwargs)
         self._built = True
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "step" in cls.__dict__:
-            cls.step = _hooks_once(cls.__dict__["step"])  # type: ignore[method-assign]
-
     def __iter__(self) -> Iterator[T]:
         return iter(self.optimizers)
 
     def __len__(self) -> int:
         return len(self.optimizers)
 
-    @_hooks_once
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Step every inner optimizer with these arguments.
 
         A closure would run once for each optimizer, so it is taken, and its loss returned, only
         where there is one; with several it raises ValueError.
-        """
-        with _scaling_of(self, self.optimizers):
-            return self._step(*args, **kwargs)
 
-    def _step(self, *args: Any, **kwargs: Any) -> Any:
+        Step hooks of the container fire, then those of each inner optimizer; global step hooks
+        fire once, with the container.
+        """
+        context = self._context or ALONE
         if len(self.optimizers) == 1:
-            return self.optimizers[0].step(*args, **kwargs)
+            return inner_step(self.optimizers[0], context, *args, **kwargs)
         if kwargs.get("closure", args[0] if args else None) is not None:
             raise ValueError(
                 f"a closure cannot be honoured by {len(self.optimizers)} optimizers, since each "
                 "would run it: compute loss and gradients first, then call step()"
             )
-        if fused := _deciding_jointly(self.optimizers):
-            _step_jointly(fused)
+        if fused := _deciding_jointly(self.optimizers, context):
+            _step_jointly(fused, context)
         else:
             for optimizer in self.optimizers:
-                optimizer.step(*args, **kwargs)
+                inner_step(optimizer, context, *args, **kwargs)
         return None
 
     @property
@@ -269,29 +241,13 @@ def trainable_parameters(model_parts: Sequence[nn.Module]) -> list[list[nn.Param
     return params
 
 
-@contextlib.contextmanager
-def _scaling_of(container: Any, optimizers: Sequence[Any]) -> Iterator[None]:
-    """Hands what a gradient scaler has set on the container to its optimizers, for one step."""
-    given = {
-        name: vars(container)[name]
-        for name in ("grad_scale", "found_inf", "check_overflow")
-        if name in vars(container)
-    }
-    for optimizer in optimizers:
-        vars(optimizer).update(given)
-    try:
-        yield
-    finally:
-        for optimizer in optimizers:
-            for name in given:
-                vars(optimizer).pop(name, None)
-
-
-def _deciding_jointly(optimizers: Sequence[Optimizer]) -> list[FusedAdam | FusedAdamW]:
+def _deciding_jointly(
+    optimizers: Sequence[Optimizer], context: StepContext
+) -> list[FusedAdam | FusedAdamW]:
     """The optimizers, if gradient norm and skipping are one decision over them all."""
     fused = [opt for opt in optimizers if isinstance(opt, FusedAdam | FusedAdamW)]
     alone = len(optimizers) < 2 or len(fused) < len(optimizers)  # then step() decides by itself
-    if alone or not any(opt.wants_norm for opt in fused):
+    if alone or not any(opt.wants_norm(context) for opt in fused):
         return []
     for opt in fused:
         if inspect.unwrap(type(opt).step) is not inspect.unwrap(FusedAdamBase.step):
@@ -302,18 +258,18 @@ def _deciding_jointly(optimizers: Sequence[Optimizer]) -> list[FusedAdam | Fused
     return fused
 
 
-def _step_jointly(optimizers: Sequence[FusedAdam | FusedAdamW]) -> None:
-    """fused_step inside the step hooks of every optimizer, which it does not run itself."""
+def _step_jointly(optimizers: Sequence[FusedAdam | FusedAdamW], context: StepContext) -> None:
+    """fused_step between the step hooks of every optimizer, which it does not fire itself."""
 
-    def step(*_: Any) -> None:
-        fused_step(optimizers)
+    def step(*_: Any, **__: Any) -> None:
+        fused_step(optimizers, context)
 
     for optimizer in optimizers:
         # torch's schedulers warn if no step() has set it.
         optimizer._opt_called = True  # type: ignore[union-attr]
-        step = functools.partial(_within_hooks, optimizer, step)
+        step = functools.partial(_between_hooks, optimizer, step)
     step()
 
 
-def _within_hooks(optimizer: Optimizer, step: Callable[[], None]) -> None:
-    Optimizer.profile_hook_step(lambda _: step())(optimizer)
+def _between_hooks(optimizer: Optimizer, step: Callable[..., None], *_: Any, **__: Any) -> None:
+    with_own_hooks(optimizer, step, (), {})

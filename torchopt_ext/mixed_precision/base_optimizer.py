@@ -8,16 +8,18 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from torchopt_ext.optim.context import ALONE
 from torchopt_ext.optim.hooks import (
+    HookedStep,
+    inner_step,
     run_load_state_dict_post_hooks,
     run_load_state_dict_pre_hooks,
     run_state_dict_post_hooks,
     run_state_dict_pre_hooks,
-    without_global_step_hooks,
 )
 
 
-class BaseOptimizer(Optimizer):
+class BaseOptimizer(HookedStep, Optimizer):
     """An optimizer whose groups, state and defaults are those of the one in it, ``optim``.
 
     The interface of InternEvo's and LightRFT's class; it is a torch.optim.Optimizer, so that
@@ -65,8 +67,7 @@ class BaseOptimizer(Optimizer):
         self.optim.add_param_group(param_group)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        with without_global_step_hooks():
-            return self.optim.step(*args, **kwargs)
+        return inner_step(self.optim, self._context or ALONE, *args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optim.zero_grad(set_to_none=set_to_none)

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchopt_ext import ops
-from torchopt_ext.optim.control import read_fields, write_fields
+from torchopt_ext.optim.loss_scale import LossScale, is_scale, scale_settings
 
-_STATE_KEYS = {"_growth_step": "growth_tracker", "_hysteresis_step": "hysteresis_tracker"}
+_COUNTS = ("_growth_step", "_hysteresis_step")
 
 
 class DynamicGradScaler:
@@ -58,43 +57,35 @@ class DynamicGradScaler:
             )
         if not is_scale(initial_scale):
             raise ValueError(f"Invalid initial_scale: {initial_scale}")
-        if not growth_factor >= 1.0 or not 0.0 < backoff_factor <= 1.0:
-            raise ValueError(f"Invalid factors: {growth_factor=}, {backoff_factor=}")
-        if not growth_interval >= 1 or not hysteresis >= 0:
-            raise ValueError(f"Invalid counts: {growth_interval=}, {hysteresis=}")
-        low, high = min_scale or 0.0, max_scale or 0.0
-        if not low >= 0.0 or not high >= 0.0 or 0.0 < high < low:
-            raise ValueError(f"Invalid limits: {min_scale=}, {max_scale=}")
-        self._settings = {
-            "growth_factor": float(growth_factor),
-            "backoff_factor": float(backoff_factor),
-            "growth_interval": float(growth_interval),
-            "hysteresis": float(hysteresis),
-            "consecutive_hysteresis": float(consecutive_hysteresis),
-            "min_scale": float(low),
-            "max_scale": float(high),
-        }
-        device = torch.device("cpu" if device is None else device)
+        self._moves = growth_factor != 1.0 or backoff_factor != 1.0
+        settings = scale_settings(
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            hysteresis=hysteresis,
+            consecutive_hysteresis=consecutive_hysteresis,
+            min_scale=min_scale,
+            max_scale=max_scale,
+        )
         with torch.inference_mode(False):
-            self._scale = torch.tensor([initial_scale], dtype=torch.float32, device=device)
-            self._block = ops.new_control(device, **self._settings)  # type: ignore[arg-type]
+            scale = torch.tensor([initial_scale], dtype=torch.float32, device=device)
+        self._loss_scale = LossScale(scale, settings)
         self._constant: float | None = None  # the scale, if it was read
 
     @property
     def scale(self) -> Tensor:
         """float32, one element; :meth:`update` changes it in place."""
-        return self._scale
+        return self._loss_scale.scale
 
     @property
     def inv_scale(self) -> Tensor:
         """1 / scale, rounded once to float32."""
-        return self._scale.double().reciprocal().float()
+        return self.scale.double().reciprocal().float()
 
     def is_one(self) -> bool:
         """Whether the scale is 1; waits for its device only if :meth:`update` can change it."""
-        moves = self._settings["growth_factor"] != 1.0 or self._settings["backoff_factor"] != 1.0
-        if moves or self._constant is None:
-            self._constant = self._scale.item()
+        if self._moves or self._constant is None:
+            self._constant = self.scale.item()
         return self._constant == 1.0
 
     @torch.no_grad()
@@ -106,16 +97,20 @@ class DynamicGradScaler:
                 on the scale's device, nonzero for yes, which is not waited for.
         """
         if not isinstance(overflow, Tensor):
-            overflow = torch.tensor(float(overflow), dtype=torch.float64, device=self._scale.device)
+            overflow = torch.tensor(float(overflow), dtype=torch.float64, device=self.scale.device)
         elif overflow.dtype not in (torch.float32, torch.float64):
             overflow = overflow.double()
-        ops.loss_scale_update_(self._block, overflow, self._scale)
+        self._loss_scale.update(overflow)
 
     def state_dict(self) -> dict[str, Any]:
         """``_scale``, ``_growth_step`` and ``_hysteresis_step`` as numbers; no settings."""
-        fields = read_fields(self._block)
-        counts = {key: int(fields[name]) for key, name in _STATE_KEYS.items()}
-        return {"_scale": self._scale.item(), **counts}
+        counts = {key: int(tracker.item()) for key, tracker in self._trackers().items()}
+        return {"_scale": self.scale.item(), **counts}
+
+    def _trackers(self) -> dict[str, Tensor]:
+        loss_scale = self._loss_scale
+        trackers = loss_scale.growth_tracker, loss_scale.hysteresis_tracker
+        return dict(zip(_COUNTS, trackers, strict=True))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes what :meth:`state_dict` gave.
@@ -124,27 +119,21 @@ class DynamicGradScaler:
             ValueError: a number is missing or out of range. Nothing is changed.
         """
         self.check_state_dict(state_dict)
-        self._scale.fill_(float(state_dict["_scale"]))
+        self.scale.fill_(float(state_dict["_scale"]))
         self._constant = None
-        counts = {name: float(state_dict[key]) for key, name in _STATE_KEYS.items()}
-        write_fields(self._block, counts)
+        for key, tracker in self._trackers().items():
+            tracker.fill_(float(state_dict[key]))
 
     @staticmethod
     def check_state_dict(state_dict: Any) -> None:
         """Raises ValueError unless it is what :meth:`load_state_dict` takes."""
-        expected = {"_scale", *_STATE_KEYS}
+        expected = {"_scale", *_COUNTS}
         if not isinstance(state_dict, Mapping) or not expected <= state_dict.keys():
             raise ValueError(
                 f"a scaler's state has {', '.join(sorted(expected))}; got {state_dict!r}"
             )
         if not is_scale(float(state_dict["_scale"])):
             raise ValueError(f"'_scale' is {state_dict['_scale']!r}, expected a positive number")
-        for key in _STATE_KEYS:
+        for key in _COUNTS:
             if not 0 <= float(state_dict[key]) < 2**53:
                 raise ValueError(f"{key!r} is {state_dict[key]!r}, expected a count")
-
-
-def is_scale(value: float) -> bool:
-    """Whether float32 has something positive and finite for ``value``."""
-    numbers = torch.finfo(torch.float32)
-    return numbers.smallest_normal <= value <= numbers.max

@@ -19,14 +19,13 @@ from torchopt_ext.mixed_precision.dynamic_grad_scaler import DynamicGradScaler
 from torchopt_ext.mixed_precision.fused_base import FusedBase
 from torchopt_ext.mixed_precision.master_weights import MasterWeights
 from torchopt_ext.mixed_precision.saved_weights import check_weights
-from torchopt_ext.mixed_precision.step_result import StepResult
+from torchopt_ext.mixed_precision.skip_log import SkipLog, log_if
 from torchopt_ext.optim.base import FusedAdamBase
 from torchopt_ext.optim.hooks import (
     run_load_state_dict_post_hooks,
     run_load_state_dict_pre_hooks,
     run_state_dict_post_hooks,
     run_state_dict_pre_hooks,
-    without_global_step_hooks,
 )
 from torchopt_ext.optim.local import moved
 
@@ -56,8 +55,9 @@ class FSDPadaptOptimizer(BaseOptimizer):
         grad_scal_cfg: arguments of :class:`DynamicGradScaler`, or InternEvo's form of them, with
             some of them under "fp16". None for a constant scale of 1, and for a dynamic one if a
             trainable parameter is fp16.
-        clip_grad_norm: threshold for the 2-norm of all gradients; 0 or less for none. None for the
-            base's ``max_grad_norm`` if it has one, else 1.0.
+        clip_grad_norm: threshold for the 2-norm of all gradients; 0 or less for no clipping. None
+            for the base's ``max_grad_norm`` if it has one, else 1.0: as LightRFT's class does, this
+            one clips unless it is told not to.
         process_group: ranks that take norm and skip decision together, where DTensors do not say
             it: plain parameters are then disjoint shards, and DTensors, whose meshes lie within
             the group, are counted once. None: every DTensor is summed over its own mesh, and plain
@@ -92,6 +92,7 @@ class FSDPadaptOptimizer(BaseOptimizer):
         self.grad_scaler = scaler
         self._scaled = False  # whether there are gradients that backward() has scaled
         self._stepping = False
+        self._skip_log = SkipLog()
         self._offloader: Any = None  # of mixed_precision/offload.py, once there is one
         _wrappers[optimizer] = weakref.ref(self)
 
@@ -146,55 +147,58 @@ class FSDPadaptOptimizer(BaseOptimizer):
     @property
     def grad_norm(self) -> Tensor:
         """The last step's norm of all gradients, unscaled and before clipping; float64, 0-dim."""
-        return self._base.controlled.control.grad_norm.clone()
+        return self._base.controlled.control.grad_norm
 
     @property
     def skipped_steps(self) -> Tensor:
         """Steps that were skipped so far, float64, 0-dim."""
-        return self._base.controlled.control.skipped_steps.clone()
+        return self._base.controlled.control.skipped_steps
 
     # ---- torch.optim.Optimizer ----------------------------------------------------------------
 
-    def step(self, closure: Callable[[], Any] | None = None) -> StepResult:  # type: ignore[override]
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], Any] | None = None, *, wait: bool = True
+    ) -> bool | None:
         """One step with the gradients there are, which it clears.
 
         Args:
             closure: clears gradients, evaluates the model and calls :meth:`backward`.
+            wait: False: do not wait for a GPU to know whether the step was made.
 
         Returns:
-            What is true if the step was made, and false if a gradient on any rank was not finite,
-            in which case only the loss scale has changed. Asking waits for a GPU.
+            Whether the step was made: False if a gradient on any rank was not finite, in which case
+            only the loss scale has changed. None if only a GPU knows and ``wait`` is False:
+            :attr:`skipped_steps` counts it, and the next step logs it.
 
         Raises:
             RuntimeError: gradients that were not scaled; a gradient or parameter does not fit;
                 names it. Nothing is changed.
         """
         with self._under_way():
-            result: StepResult = self._step(closure)
-            return result
-
-    step.hooked = True  # type: ignore[attr-defined]  # torch is not to add them: _step has the hooks
-
-    @Optimizer.profile_hook_step
-    @torch.no_grad()
-    def _step(self, closure: Callable[[], Any] | None) -> StepResult:
-        if closure is not None:
-            with torch.enable_grad():
-                closure()
-        self._check_scaled()
-        controlled = self._base.controlled
-        clip = self._clip_grad_norm if self._clip_grad_norm > 0.0 else None
-        if controlled.max_grad_norm != clip:
-            controlled.max_grad_norm = clip
-        try:
-            with without_global_step_hooks():
+            self._skip_log.flush()
+            if closure is not None:
+                with torch.enable_grad():
+                    closure()
+            self._check_scaled()
+            controlled = self._base.controlled
+            clip = self._clip_grad_norm if self._clip_grad_norm > 0.0 else None
+            if controlled.max_grad_norm != clip:
+                controlled.max_grad_norm = clip
+            try:
                 skipped = self._base.step(self.loss_scale)
-        except BaseException:
-            self._scaled &= self._has_gradients()
-            raise
-        self.grad_scaler.update(moved(controlled.control.found_inf, self.loss_scale.device))
-        self.zero_grad()
-        return StepResult(controlled.control.skip.clone() if skipped is None else skipped)
+            except BaseException:
+                self._scaled &= self._has_gradients()
+                raise
+            self.grad_scaler.update(moved(controlled.control.found_inf, self.loss_scale.device))
+            self.zero_grad()
+            if skipped is None and not wait:
+                self._skip_log.add(controlled.control.skip)
+                return None
+            if skipped is None:
+                skipped = controlled.control.skip.item()
+            log_if(skipped)
+            return not skipped
 
     def _check_scaled(self) -> None:
         if not self._scaled and self._has_gradients() and not self.grad_scaler.is_one():
@@ -293,7 +297,13 @@ class FSDPadaptOptimizer(BaseOptimizer):
     def __getstate__(self) -> dict[str, Any]:
         if self._offloader is not None:  # a copy has no host memory of its own
             self._offloader.bring_back()
-        return super().__getstate__() | {"_stepping": False, "_scaled": False, "_offloader": None}
+        made_anew = {
+            "_stepping": False,
+            "_scaled": False,
+            "_offloader": None,
+            "_skip_log": SkipLog(),
+        }
+        return super().__getstate__() | made_anew
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -10,7 +10,9 @@ from torchopt_ext.mixed_precision import base_state
 from torchopt_ext.optim import saved
 from torchopt_ext.optim import state as param_state
 from torchopt_ext.optim.base import FusedAdamBase
+from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.control import Controlled
+from torchopt_ext.optim.hooks import inner_step
 from torchopt_ext.optim.storage import MASTER, REMAINDER
 
 
@@ -52,13 +54,7 @@ class FusedBase:
         Returns:
             Nonzero if the step was skipped; None if only the device knows.
         """
-        optim: Any = self.optim
-        optim.grad_scale, optim.check_overflow = scale, True
-        try:
-            optim.step()
-        finally:
-            optim.check_overflow = False
-            vars(optim).pop("grad_scale", None)
+        inner_step(self.optim, StepContext(grad_scale=scale, check_overflow=True))
         return self.optim.known("skip")
 
     def refresh_masters(self) -> None:

@@ -10,18 +10,9 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.optim import Optimizer
 
-from torchopt_ext import _C, ops
-from torchopt_ext.optim.control import check_scale_limits, write_fields
+from torchopt_ext.optim.context import StepContext, taken_grad_scale
 from torchopt_ext.optim.local import moved
-
-_GROWTH = ops.CONTROL_FIELDS.index("growth_tracker")
-_HYSTERESIS = ops.CONTROL_FIELDS.index("hysteresis_tracker")
-
-
-def _update_loss_scale(block: Tensor, found_inf: Tensor, scale: Tensor) -> None:
-    """ops.loss_scale_update_, without the dispatcher where nobody would see it there."""
-    unseen = type(block) is Tensor and not (torch.compiler.is_compiling() or _C.observed())
-    (_C if unseen else ops).loss_scale_update_(block, found_inf, scale)
+from torchopt_ext.optim.loss_scale import LossScale, scale_settings
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -59,30 +50,26 @@ class GradScaler(torch.amp.GradScaler):
         min_scale: float = 0.0,
         max_scale: float = 0.0,
     ) -> None:
-        check_scale_limits(hysteresis, min_scale, max_scale)
-        self._block: Tensor | None = None
+        settings = scale_settings(
+            hysteresis=hysteresis,
+            consecutive_hysteresis=consecutive_hysteresis,
+            min_scale=min_scale,
+            max_scale=max_scale,
+        )
+        self._settings = settings  # those of growth are set when they are needed
+        self._loss_scale: LossScale | None = None
         self._init_hysteresis_tracker = 0
-        self._limits = {
-            "hysteresis": float(hysteresis),
-            "consecutive_hysteresis": float(consecutive_hysteresis),
-            "min_scale": float(min_scale),
-            "max_scale": float(max_scale),
-        }
         super().__init__(
             device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=dev)
-        self._written = self._growth_settings()
-        self._block = ops.new_control(
-            dev,
-            loss_scale=self._init_scale,
-            growth_tracker=self._init_growth_tracker,
-            hysteresis_tracker=self._init_hysteresis_tracker,
-            **self._limits | self._written,  # type: ignore[arg-type]
+        self._settings |= self._growth_settings()
+        self._loss_scale = LossScale(
+            self._scale, self._settings, self._init_growth_tracker, self._init_hysteresis_tracker
         )
-        self._growth_tracker = self._block[_GROWTH]  # a view, which torch's methods read and fill
+        self._growth_tracker = self._loss_scale.growth_tracker  # torch's methods read and fill it
 
     def _growth_settings(self) -> dict[str, float]:
         return {
@@ -97,31 +84,30 @@ class GradScaler(torch.amp.GradScaler):
         Returns what ``optimizer.step(*args, **kwargs)`` returns.
 
         Raises:
-            RuntimeError: called twice since the last ``update()``, or with a closure.
+            RuntimeError: called twice since the last ``update()``, or with a closure other than
+                None, while the scaler is enabled.
         """
-        if not self._enabled or not getattr(optimizer, "checks_overflow_in_step", False):
-            return super().step(optimizer, *args, **kwargs)
-        if "closure" in kwargs or args:
+        closure = kwargs.pop("closure", args[0] if args else None)
+        if not self._enabled:
+            return optimizer.step(*args, **kwargs) if closure is None else optimizer.step(closure)
+        if closure is not None:
             raise RuntimeError("a closure cannot be used while gradients are scaled")
+        if not getattr(optimizer, "checks_overflow_in_step", False):
+            return super().step(optimizer, *args[1:], **kwargs)
         scale, _ = self._check_scale_growth_tracker("step")
         mine = self._per_optimizer_states[id(optimizer)]
         if mine["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        fused: Any = optimizer
         if mine["stage"] is OptState.READY:
-            own = getattr(fused, "grad_scale", None)
-            fused.grad_scale = scale if own is None else scale * own
+            own = taken_grad_scale(optimizer)
+            context = StepContext(scale if own is None else scale * own, check_overflow=True)
         else:  # what unscale_ saw counts, whatever became of the gradients since
             found = [moved(f, scale.device) for f in mine["found_inf_per_device"].values()]
-            fused.found_inf = torch.stack(found).sum() if found else torch.zeros_like(scale)
-        fused.check_overflow = True
-        try:
-            result = fused.step(*args, **kwargs)
-        finally:
-            fused.check_overflow = False
-            for name in ("grad_scale", "found_inf"):
-                vars(fused).pop(name, None)
-        found_inf = fused.control.found_inf.clone()  # another step would change the block
+            total = torch.stack(found).sum() if found else torch.zeros_like(scale)
+            context = StepContext(found_inf=total, check_overflow=True)
+        fused: Any = optimizer
+        result = fused.step(*args[1:], context=context, **kwargs)
+        found_inf = fused.control.found_inf
         mine["found_inf_per_device"] = {found_inf.device: found_inf}
         mine["stage"] = OptState.STEPPED
         return result
@@ -157,13 +143,13 @@ class GradScaler(torch.amp.GradScaler):
         ]
         if not found:
             raise AssertionError("No inf checks were recorded prior to update.")
-        block = self._block
-        assert block is not None
-        if self._written != self._growth_settings():  # torch has setters for them
-            self._written = self._growth_settings()
-            write_fields(block, self._written)
+        loss_scale, growth = self._loss_scale, self._growth_settings()
+        assert loss_scale is not None
+        if self._settings | growth != self._settings:  # torch has setters for them
+            self._settings |= growth
+            loss_scale.change(growth)
         found_inf = found[0] if len(found) == 1 else torch.stack([f.double() for f in found]).sum()
-        _update_loss_scale(block, found_inf, scale)
+        loss_scale.update(found_inf)
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
 
     def state_dict(self) -> dict[str, Any]:
@@ -171,7 +157,7 @@ class GradScaler(torch.amp.GradScaler):
         state = super().state_dict()
         if state:
             state["_growth_tracker"] = int(state["_growth_tracker"])
-            if self._limits["hysteresis"] > 1.0:
+            if self._settings["hysteresis"] > 1.0:
                 state["_hysteresis_tracker"] = self._get_hysteresis_tracker()
         return state
 
@@ -179,19 +165,19 @@ class GradScaler(torch.amp.GradScaler):
         """Loads a state dict of this class or of torch.amp.GradScaler."""
         super().load_state_dict(state_dict)
         self._init_hysteresis_tracker = int(state_dict.get("_hysteresis_tracker", 0))
-        if self._block is not None:
-            self._block[_HYSTERESIS] = self._init_hysteresis_tracker
+        if self._loss_scale is not None:
+            self._loss_scale.hysteresis_tracker.fill_(self._init_hysteresis_tracker)
 
     def _get_growth_tracker(self) -> int:
         return int(super()._get_growth_tracker())
 
     def _get_hysteresis_tracker(self) -> int:
-        if self._block is None:
+        if self._loss_scale is None:
             return self._init_hysteresis_tracker
-        return int(self._block[_HYSTERESIS].item())
+        return int(self._loss_scale.hysteresis_tracker.item())
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         state["_init_hysteresis_tracker"] = self._get_hysteresis_tracker()
-        state["_block"] = None
+        state["_loss_scale"] = None
         return state

@@ -21,7 +21,9 @@ from torchopt_ext.mixed_precision.master_table import (
     as_placed,
     names_of,
 )
+from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.control import Controlled
+from torchopt_ext.optim.hooks import inner_step
 from torchopt_ext.optim.local import local_tensor, moved
 from torchopt_ext.optim.state import refuse_param
 from torchopt_ext.optim.step import accumulated_norm
@@ -153,17 +155,11 @@ class MasterWeights(Controlled):
             stepped = {device: table.with_masters(device) for device in table.devices}
             for device, wide in stepped.items():
                 self._hand_over(table, device, wide)
-            if found_inf is not None:
-                optim.grad_scale, optim.found_inf = None, found_inf
             try:
-                optim.step()
+                inner_step(optim, StepContext(found_inf=found_inf))
             except BaseException:  # some gradients have been unscaled, or are gone
                 _C.clear_gradients(table.params)
                 raise
-            finally:
-                if found_inf is not None:
-                    vars(optim).pop("grad_scale", None)
-                    vars(optim).pop("found_inf", None)
             for device, wide in stepped.items():
                 params = [table.local_params[i] for i in wide]
                 masters = [table.local_masters[i] for i in wide]
@@ -199,6 +195,7 @@ class MasterWeights(Controlled):
                     group["params"][i] = self._master_of(param)
 
     def _decide(self, table: MasterTable, scale: Tensor) -> None:
+        self._norm_measured = True
         if len(table.parts) == 1 and self.process_group is None and not table.parts[0][1]:
             control, accumulator = self._block(self.home)
             ops.grad_sumsq_(table.gradients_of(0), accumulator.zero_())

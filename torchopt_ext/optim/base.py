@@ -13,8 +13,9 @@ from torchopt_ext import ops
 from torchopt_ext._C import OptimizerPlan
 from torchopt_ext.optim import saved
 from torchopt_ext.optim import state as param_state
-from torchopt_ext.optim.control import Controlled
-from torchopt_ext.optim.hooks import with_step_hooks
+from torchopt_ext.optim.context import ALONE, StepContext
+from torchopt_ext.optim.control import Controlled, checked_max_grad_norm
+from torchopt_ext.optim.hooks import HookedStep
 from torchopt_ext.optim.local import NormKey, is_split, moved
 from torchopt_ext.optim.step import fused_step
 from torchopt_ext.optim.storage import Place, Storage, with_own_steps
@@ -26,22 +27,19 @@ class _Built(NamedTuple):
 
     plan: OptimizerPlan
     objects: list[Any]
-    only_device: torch.device | None  # the home device, if all the plan has is one part there
+    only_device: torch.device | None  # the default device, if all the plan has is one part there
 
 
-class FusedAdamBase(Controlled, Optimizer):
+class FusedAdamBase(HookedStep, Controlled, Optimizer):
     """What FusedAdam and FusedAdamW share; they differ in where the weight decay goes."""
 
     # torch.amp.GradScaler then sets grad_scale and found_inf instead of unscaling gradients.
     _step_supports_amp_scaling = True
-    # torchopt_ext.GradScaler then leaves the overflow check to the step, and sets check_overflow.
+    # torchopt_ext.GradScaler then leaves the overflow check to the step.
     checks_overflow_in_step = True
-    check_overflow = False
     # The number of the first parameter, in draws and digests (docs/numerics.md sections 8 and 9):
     # a container numbers its optimizers' parameters through.
     first_parameter_number = 0
-    # What torch.amp.GradScaler found is the same on all ranks, although each steps a part.
-    scaler_sees_all_gradients = False
     # Parameters that are parts of a larger model's, and where: set by ZeroRedundancyOptimizer.
     parameter_places: Mapping[Tensor, Place] = {}
 
@@ -93,8 +91,6 @@ class FusedAdamBase(Controlled, Optimizer):
                 f"{name} is always fused and not differentiable; got {asked}. "
                 f"Use torch.optim for the other implementations."
             )
-        if max_grad_norm is not None and not max_grad_norm > 0.0:
-            raise ValueError(f"Invalid max_grad_norm: {max_grad_norm}; None leaves gradients alone")
         if not 0 <= rounding_seed < 2**64:
             raise ValueError(f"Invalid rounding_seed: {rounding_seed}, expected 64 bits")
         self._storage = Storage(master_weights, state_dtype)
@@ -102,7 +98,7 @@ class FusedAdamBase(Controlled, Optimizer):
             stochastic_rounding, rounding_seed, write_back_gradients, track_bits(track)
         )
         self._settings = {
-            "max_grad_norm": max_grad_norm or 0.0,
+            "max_grad_norm": checked_max_grad_norm(max_grad_norm),
             "skip_nonfinite": float(skip_nonfinite),
         }
         self._init_runtime(process_group)
@@ -134,7 +130,6 @@ class FusedAdamBase(Controlled, Optimizer):
 
     # ---- torch.optim.Optimizer --------------------------------------------------------------
 
-    @with_step_hooks
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One optimization step.
 
@@ -152,7 +147,7 @@ class FusedAdamBase(Controlled, Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        fused_step([self])
+        fused_step([self], self._context or ALONE)
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -311,11 +306,9 @@ class FusedAdamBase(Controlled, Optimizer):
         """What optimizers that step together must agree on."""
         return self.max_grad_norm, self.skip_nonfinite, self.process_group
 
-    @property
-    def wants_norm(self) -> bool:
+    def wants_norm(self, context: StepContext) -> bool:
         """Whether a step needs pass A."""
-        reasons = ("max_grad_norm", "skip_nonfinite", "growth_interval")
-        return self.check_overflow or any(self._settings.get(reason) for reason in reasons)
+        return context.check_overflow or self.needs_norm
 
     @property
     def parts(self) -> list[tuple[torch.device, NormKey]]:
@@ -328,15 +321,15 @@ class FusedAdamBase(Controlled, Optimizer):
         which it is read, and those of the plan's parts."""
         return list(dict.fromkeys([self.home, *self._plan_or_raise().part_devices]))
 
-    def check_scaler(self) -> None:
+    def check_scaler(self, context: StepContext) -> None:
         """Raises what a gradient scaler's tensors would raise in update()."""
         for device in self.devices:
-            tensors = self._scaler_tensors(device)
+            tensors = self._scaler_tensors(context, device)
             for name, tensor in zip(("grad_scale", "found_inf"), tensors, strict=True):
                 if tensor is not None and (tensor.dtype != torch.float32 or tensor.numel() != 1):
                     raise RuntimeError(f"{name} is not one float32 element on {device}")
 
-    def step_alone(self) -> bool:
+    def step_alone(self, context: StepContext) -> bool:
         """The whole step in one call into C++, if one part with a norm of its own is all there is.
 
         Returns False, with nothing changed, if the step has to be made piece by piece.
@@ -344,12 +337,12 @@ class FusedAdamBase(Controlled, Optimizer):
         for _ in range(2):
             built = self._built  # kept while it is used, whatever other threads do
             if built is not None:
-                device, with_norm = built.only_device, self.wants_norm
+                device, with_norm = built.only_device, self.wants_norm(context)
                 own_norm = self.process_group is None and not any(self._norm_keys)
                 if device is None or (with_norm and not own_norm):
                     return False
-                self._apply_overflow_check()
-                blocks, scaler = self._block(device), self._scaler_tensors(device)
+                self._begin_step(context.check_overflow, with_norm)
+                blocks, scaler = self._block(device), self._scaler_tensors(context, device)
                 if built.plan.step(self.param_groups, self.state, *blocks, with_norm, *scaler):
                     return True
             self._rebuild()
@@ -375,30 +368,37 @@ class FusedAdamBase(Controlled, Optimizer):
         """Pass A of one part."""
         self._plan_or_raise().accumulate(part, accumulator, normalize=True)
 
-    def update(self, total: dict[torch.device, Tensor]) -> None:
+    def update(self, total: dict[torch.device, Tensor], context: StepContext) -> None:
         """Control and pass B, given all gradients' squares by device (none without a norm)."""
         plan = self._plan_or_raise()
-        self._apply_overflow_check()
+        self._begin_step(context.check_overflow, bool(total))
         for device in self.devices:
             control, accumulator = self._block(device)
             accumulated = total.get(device, accumulator.zero_())
-            ops.control_update_(control, accumulated, *self._scaler_tensors(device))
+            ops.control_update_(control, accumulated, *self._scaler_tensors(context, device))
         plan.update([self._block(device)[0] for device in plan.part_devices])
 
-    @property
-    def _sharded(self) -> bool:
-        return self.process_group is not None or any(map(is_split, self._norm_keys))
+    def _scaler_tensors(
+        self, context: StepContext, device: torch.device
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The context's grad_scale and found_inf on ``device``.
 
-    def _scaler_tensors(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-        """grad_scale and found_inf, where a gradient scaler has set them, on ``device``."""
-        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        if found_inf is not None and self._sharded and not self.scaler_sees_all_gradients:
-            if not self.check_overflow:
+        torch.amp.GradScaler reduces its flag over the mesh of DTensor gradients, but keeps that of
+        plain tensors to its rank. A flag under ``check_overflow`` is summed with the squares.
+
+        Raises:
+            RuntimeError: ranks that hold plain shards of the gradients would decide differently.
+        """
+        scale, found_inf = context.grad_scale, context.found_inf
+        if found_inf is not None and not context.agreed:
+            if context.check_overflow:
+                if self.process_group is not None or any(map(is_split, self._norm_keys)):
+                    found_inf = None
+            elif self.process_group is not None:
                 raise RuntimeError(
-                    "torch.amp.GradScaler keeps each rank's overflow to itself, so ranks that hold "
-                    "shards of the gradients would part; use torchopt_ext.GradScaler instead"
+                    "torch.amp.GradScaler keeps the overflow flag of plain tensors to one rank, so "
+                    "ranks of a process_group would decide differently: use torchopt_ext.GradScaler"
                 )
-            found_inf = None  # summed over the ranks with the squares (step.py)
         return (
             None if scale is None else moved(scale, device),
             None if found_inf is None else moved(found_inf, device),

@@ -1,6 +1,8 @@
 """The control block of an optimizer: its settings, and read access by field name."""
 
 import ctypes
+import math
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +12,7 @@ from torch import Tensor
 from torchopt_ext import ops
 from torchopt_ext.ops import CONTROL_FIELDS
 from torchopt_ext.optim.local import local_tensor
+from torchopt_ext.optim.loss_scale import is_scale, scale_settings
 
 PERSISTENT = ("steps", "skipped_steps", "loss_scale", "growth_tracker", "hysteresis_tracker")
 """The fields that a checkpoint decides; the others are settings of the run that loads it."""
@@ -29,47 +32,54 @@ def write_fields(block: Tensor, fields: Mapping[str, float]) -> None:
 class ControlView:
     """The decision of an optimizer's last step: ``control.grad_norm`` and so on.
 
-    Every field is a 0-dim float64 view into the control block on the parameters' device, so that
-    reading one costs no synchronisation until its value is asked for; the next step overwrites it.
-    csrc/kernels/control.h says what each field means.
+    Reading a field copies it on the parameters' device: a 0-dim float64 tensor that later steps
+    leave alone, and that synchronises only when its value is asked for. ``grad_norm`` is NaN if
+    the last step measured none. csrc/kernels/control.h says what each field means.
     """
 
-    def __init__(self, block: Tensor) -> None:
+    def __init__(self, block: Tensor, owner: "Controlled") -> None:
         self._block = block
+        self._owner = weakref.ref(owner)
+        self._views: dict[str, Tensor] = {}
 
     def __getattr__(self, name: str) -> Tensor:
         if name not in CONTROL_FIELDS:
             raise AttributeError(f"no field {name!r}; the fields are {', '.join(CONTROL_FIELDS)}")
-        view = self._block[CONTROL_FIELDS.index(name)]
-        setattr(self, name, view)  # making one is an operator of its own
-        return view
+        if name not in self._views:  # making one is an operator of its own
+            self._views[name] = self._block[CONTROL_FIELDS.index(name)]
+        value = self._views[name].clone()
+        return value.fill_(math.nan) if name == "grad_norm" and not self._has_norm else value
+
+    @property
+    def _has_norm(self) -> bool:
+        owner = self._owner()
+        return owner is None or owner._norm_measured
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *CONTROL_FIELDS]
 
     def __repr__(self) -> str:
-        pairs = (f"{name}={value:g}" for name, value in read_fields(self._block).items())
-        return f"ControlView({', '.join(pairs)})"
+        fields = read_fields(self._block)
+        if not self._has_norm:
+            fields["grad_norm"] = math.nan
+        return f"ControlView({', '.join(f'{name}={value:g}' for name, value in fields.items())})"
 
 
-LARGEST_SCALE: float = torch.finfo(torch.float32).max
-"""What a loss scale is kept in has no more."""
+def checked_max_grad_norm(value: float | None) -> float:
+    """A clip threshold: 0 for None.
 
-
-def check_scale_limits(hysteresis: int, min_scale: float, max_scale: float) -> None:
-    """Raises ValueError unless a loss scale can follow these limits, of which 0 is none."""
-    if not hysteresis >= 0:
-        raise ValueError(f"Invalid hysteresis: {hysteresis}")
-    in_range = 0.0 <= min_scale <= LARGEST_SCALE and 0.0 <= max_scale
-    if not in_range or 0.0 < max_scale < min_scale:
-        raise ValueError(f"Invalid min_scale and max_scale: {min_scale}, {max_scale}")
+    Raises:
+        ValueError: it is negative or NaN.
+    """
+    if value is not None and not value >= 0.0:
+        raise ValueError(f"Invalid max_grad_norm: {value}, expected None or a number from 0 on")
+    return float(value or 0.0)
 
 
 class Controlled:
     """An optimizer's control blocks, one for each device, and the settings they are made from."""
 
     param_groups: list[dict[str, Any]]
-    check_overflow: bool
     # Where a rank that holds no parameters takes part in the others' norm.
     home_without_params = torch.device("cpu")
     _settings: dict[str, float]
@@ -77,20 +87,22 @@ class Controlled:
     def _init_control(self) -> None:
         self._blocks: dict[torch.device, tuple[Tensor, Tensor]] = {}  # control, accumulator
         self._view: ControlView | None = None
+        self._norm_measured = False  # by the last step
         self._read: tuple[Tensor, Any] | None = None  # a block on the host and its memory
         self._written_skip: float | None = None  # what the control blocks say
         self._counters: dict[str, float] = {}  # loaded, for control blocks yet to be made
 
     @property
     def max_grad_norm(self) -> float | None:
-        """Clip threshold for the norm of all gradients; None for no clipping."""
+        """Clip threshold for the norm of all gradients.
+
+        None or 0: off. ``math.inf``: the norm is measured, and nothing clipped.
+        """
         return self._settings["max_grad_norm"] or None
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | None) -> None:
-        if value is not None and not value > 0.0:
-            raise ValueError(f"Invalid max_grad_norm: {value}; None leaves gradients alone")
-        self._set_control(max_grad_norm=value or 0.0)
+        self._set_control(max_grad_norm=checked_max_grad_norm(value))
 
     @property
     def skip_nonfinite(self) -> bool:
@@ -155,23 +167,18 @@ class Controlled:
         Raises:
             ValueError: an argument out of range.
         """
-        if not 0 < init_scale <= LARGEST_SCALE or not growth_interval >= 1:
-            raise ValueError(
-                f"Invalid loss scale: init_scale={init_scale}, growth_interval={growth_interval}"
-            )
-        if not 1 < growth_factor <= LARGEST_SCALE or not 0 < backoff_factor < 1:
-            raise ValueError(
-                f"Invalid factors: {growth_factor} to grow, {backoff_factor} to back off"
-            )
-        check_scale_limits(hysteresis, min_scale, max_scale)
+        if not is_scale(init_scale):
+            raise ValueError(f"Invalid init_scale: {init_scale}")
         self._set_control(
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            growth_interval=float(growth_interval),
-            hysteresis=float(hysteresis),
-            consecutive_hysteresis=float(consecutive_hysteresis),
-            min_scale=min_scale,
-            max_scale=max_scale,
+            **scale_settings(
+                growth_factor=growth_factor,
+                backoff_factor=backoff_factor,
+                growth_interval=growth_interval,
+                hysteresis=hysteresis,
+                consecutive_hysteresis=consecutive_hysteresis,
+                min_scale=min_scale,
+                max_scale=max_scale,
+            )
         )
         self.load_control({"loss_scale": init_scale})
 
@@ -195,7 +202,7 @@ class Controlled:
         """The last step's decision, such as ``control.grad_norm``; reading it is lazy."""
         block = self._block(self.home)[0]
         if self._view is None or self._view._block is not block:
-            self._view = ControlView(block)
+            self._view = ControlView(block, self)
         return self._view
 
     def known(self, name: str) -> float | None:
@@ -225,7 +232,7 @@ class Controlled:
             if self._written_skip is not None:
                 fields["skip_nonfinite"] = self._written_skip
             with torch.inference_mode(False):  # steps will change them
-                control = ops.new_control(device, **fields)  # type: ignore[arg-type]
+                control = ops.new_control(device, **_as_stored(fields))  # type: ignore[arg-type]
                 self._blocks[device] = control, ops.new_accumulator(device)
         return self._blocks[device]
 
@@ -236,15 +243,25 @@ class Controlled:
 
     def _write_control(self, fields: Mapping[str, float]) -> None:
         for control, _ in self._blocks.values():
-            write_fields(control, fields)
+            write_fields(control, _as_stored(fields))
 
-    def _apply_overflow_check(self) -> None:
-        """Lets an overflow skip the step while a loss scale asks for it, too."""
+    @property
+    def needs_norm(self) -> bool:
+        """Whether a setting asks for the norm of the gradients, or whether they are finite."""
+        reasons = ("max_grad_norm", "skip_nonfinite", "growth_interval")
+        return any(self._settings.get(reason) for reason in reasons)
+
+    def _begin_step(self, check_overflow: bool, with_norm: bool) -> None:
+        """Lets an overflow skip the step if a loss scale asks for it, too."""
+        self._norm_measured = with_norm
         skip = float(
-            self.skip_nonfinite
-            or self.check_overflow
-            or bool(self._settings.get("growth_interval"))
+            self.skip_nonfinite or check_overflow or bool(self._settings.get("growth_interval"))
         )
         if skip != self._written_skip:
             self._written_skip = skip
             self._write_control({"skip_nonfinite": skip})
+
+
+def _as_stored(fields: Mapping[str, float]) -> Mapping[str, float]:
+    """Fields as the control block has them: an infinite threshold does not clip."""
+    return {**fields, "max_grad_norm": 0.0} if fields.get("max_grad_norm") == math.inf else fields

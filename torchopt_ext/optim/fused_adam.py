@@ -21,6 +21,7 @@ class FusedAdam(FusedAdamBase):
             float16, dense; DTensors are stepped by their local shards.
         max_grad_norm: clips the gradients, inside the step, to this 2-norm over all of them, as
             ``torch.nn.utils.clip_grad_norm_`` would; the gradients themselves are not changed.
+            None or 0: off. ``math.inf``: measures ``control.grad_norm`` without clipping.
         skip_nonfinite: a step in which any gradient is not finite changes nothing.
         decoupled_weight_decay: AdamW instead, as in torch.optim.Adam.
         process_group: ranks that take norm and skip decision together, where DTensors do not say

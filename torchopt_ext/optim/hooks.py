@@ -1,65 +1,116 @@
-"""Hooks of torch.optim.Optimizer around a wrapper and the optimizer in it."""
+"""Hooks of torch.optim.Optimizer around a wrapper and the optimizer in it.
+
+A step fires global step hooks once, with the object on which ``step`` was called. Every optimizer
+that takes part fires its own hooks once, also where a subclass's ``step`` calls ``super().step()``.
+"""
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import torch
+from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from torchopt_ext import _C
+from torchopt_ext.optim.context import StepContext, amp_attributes, amp_context
 
 Step = TypeVar("Step", bound=Callable[..., Any])
 
+_WRAPPER = Optimizer.profile_hook_step(lambda _: None).__code__
 
-def with_step_hooks(step: Step) -> Step:
-    """``step`` within its hooks and a profiler's record, as torch wraps it.
+
+def hooked_step(step: Step) -> Step:
+    """Wraps ``step`` in its hooks and a profiler's record, as torch does, once in nested calls.
+
+    The wrapper takes the step's ``context`` and keeps it in ``self._context`` while the step is
+    under way, so that a subclass's ``step`` needs no argument for it.
 
     torch (torch/optim/optimizer.py, profile_hook_step) makes the record even if nobody observes
     it, which takes a twentieth of a step over 2,000 small tensors; here only if somebody does.
-    Where torch has wrapped a subclass's own ``step``, hooks have fired before that calls this one.
     """
-    by_torch: Any = Optimizer.profile_hook_step(step)
+    by_torch = Optimizer.profile_hook_step(step)
 
     @functools.wraps(step)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        outermost: Any = type(self).step
-        if outermost is not wrapper and getattr(outermost, "__code__", None) is by_torch.__code__:
+    def wrapper(self: Any, *args: Any, context: StepContext | None = None, **kwargs: Any) -> Any:
+        if self._context is not None:  # a subclass has called super().step()
             return step(self, *args, **kwargs)
-        if (
-            args  # a closure may do anything
-            or kwargs
-            or torch.compiler.is_compiling()
-            or _C.observed()
-            or self._optimizer_step_pre_hooks
-            or self._optimizer_step_post_hooks
-            or torch_optimizer._global_optimizer_pre_hooks
-            or torch_optimizer._global_optimizer_post_hooks
-        ):
-            return by_torch(self, *args, **kwargs)
-        return step(self, *args, **kwargs)
+        self._context = amp_context(self) if context is None else context
+        try:
+            if self._context.inner:
+                return with_own_hooks(self, step, args, kwargs)
+            if (
+                args  # a closure may do anything
+                or kwargs
+                or torch_optimizer._global_optimizer_pre_hooks
+                or torch_optimizer._global_optimizer_post_hooks
+                or _observed(self)
+            ):
+                return by_torch(self, *args, **kwargs)
+            return step(self)
+        finally:
+            self._context = None
 
     wrapper.hooked = True  # type: ignore[attr-defined]  # torch patches no step that says so
     return cast("Step", wrapper)
 
 
-@contextmanager
-def without_global_step_hooks() -> Iterator[None]:
-    """For the inner optimizer's step: hooks on all optimizers have seen the wrapper's."""
-    registered: list[Any] = [
-        torch_optimizer._global_optimizer_pre_hooks,
-        torch_optimizer._global_optimizer_post_hooks,
-    ]
-    before = [dict(hooks) for hooks in registered]
-    for hooks in registered:
-        hooks.clear()
-    try:
-        yield
-    finally:
-        for hooks, kept in zip(registered, before, strict=True):
-            hooks.update(kept)
+class HookedStep:
+    """Applies :func:`hooked_step` to the ``step`` of every subclass."""
+
+    _context: StepContext | None = None  # of the step under way
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "step" in vars(cls):
+            cls.step = hooked_step(vars(cls)["step"])  # type: ignore[attr-defined]
+
+
+def inner_step(optimizer: Any, context: StepContext, *args: Any, **kwargs: Any) -> Any:
+    """``optimizer.step(...)`` as a part of another optimizer's step: fires no global hooks.
+
+    The tables of global hooks stay as they are, since other threads' optimizers use them: of
+    torch's optimizers, what torch has wrapped in hooks is called.
+    """
+    if isinstance(optimizer, HookedStep):
+        return optimizer.step(  # type: ignore[attr-defined]
+            *args, context=replace(context, inner=True), **kwargs
+        )
+    step = type(optimizer).step
+    while getattr(step, "__code__", None) is _WRAPPER:
+        step = step.__wrapped__
+    optimizer._opt_called = True  # what a learning-rate scheduler's patch of step() notes
+    with amp_attributes(optimizer, context):
+        return with_own_hooks(optimizer, step, args, kwargs)
+
+
+def _observed(optimizer: Any) -> bool:
+    return bool(
+        torch.compiler.is_compiling()
+        or _C.observed()
+        or optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+    )
+
+
+def with_own_hooks(
+    optimizer: Any, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """profile_hook_step of torch/optim/optimizer.py without the global hooks."""
+    if not _observed(optimizer):
+        return step(optimizer, *args, **kwargs)
+    args = (optimizer, *args)
+    with record_function(f"Optimizer.step#{type(optimizer).__name__}.step"):
+        for hook in list(optimizer._optimizer_step_pre_hooks.values()):
+            if (changed := hook(optimizer, args, kwargs)) is not None:
+                args, kwargs = changed
+        result = step(*args, **kwargs)
+        optimizer._optimizer_step_code()
+        for hook in list(optimizer._optimizer_step_post_hooks.values()):
+            hook(optimizer, args, kwargs)
+    return result
 
 
 def run_state_dict_pre_hooks(optimizer: Optimizer) -> None:

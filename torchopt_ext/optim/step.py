@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from torchopt_ext import _C, ops
+from torchopt_ext.optim.context import ALONE, StepContext
 from torchopt_ext.optim.local import (
     NormKey,
     all_reduce_,
@@ -44,7 +45,7 @@ class HasNorm(Protocol):
         """Adds the squares of a part's gradients."""
 
 
-def fused_step(optimizers: Sequence[FusedAdamBase]) -> None:
+def fused_step(optimizers: Sequence[FusedAdamBase], context: StepContext = ALONE) -> None:
     """Steps several optimizers with one gradient norm, one clip factor and one skip decision.
 
     Closures and step hooks are the callers' business: ``Optimizer.step`` runs them, this does not.
@@ -52,6 +53,7 @@ def fused_step(optimizers: Sequence[FusedAdamBase]) -> None:
     Args:
         optimizers: fused optimizers, all with the same ``max_grad_norm``, ``skip_nonfinite`` and
             ``process_group``.
+        context: of the scaler or optimizer that this step is part of.
 
     Raises:
         ValueError: the optimizers' settings differ.
@@ -59,14 +61,14 @@ def fused_step(optimizers: Sequence[FusedAdamBase]) -> None:
             parameters without state may have got that of step 0.
     """
     # Not within torch's contexts, which take a thirtieth of a step over 2,000 small tensors.
-    if len(optimizers) == 1 and not torch.compiler.is_compiling() and optimizers[0].step_alone():
-        return
-    _step_together(optimizers)
+    alone = len(optimizers) == 1 and not torch.compiler.is_compiling()
+    if not (alone and optimizers[0].step_alone(context)):
+        _step_together(optimizers, context)
 
 
 @torch.no_grad()
 @_disable_dynamo  # torch.compiler.disable imports torch._dynamo at once, which takes 1.3 s
-def _step_together(optimizers: Sequence[FusedAdamBase]) -> None:
+def _step_together(optimizers: Sequence[FusedAdamBase], context: StepContext) -> None:
     first = optimizers[0]
     for other in optimizers[1:]:
         if other.norm_settings != first.norm_settings:
@@ -79,17 +81,19 @@ def _step_together(optimizers: Sequence[FusedAdamBase]) -> None:
             optimizer.collect()
         kept = [optimizer.kept() for optimizer in optimizers]
         for optimizer in optimizers:
-            optimizer.check_scaler()
-        total = accumulated_norm(optimizers) if first.wants_norm else {}
+            optimizer.check_scaler(context)
+        total = accumulated_norm(optimizers, context) if first.wants_norm(context) else {}
         for optimizer in optimizers:
-            optimizer.update(total)
+            optimizer.update(total, context)
         del kept
     finally:
         for optimizer in optimizers:
             optimizer.release()
 
 
-def accumulated_norm(optimizers: Sequence[HasNorm]) -> dict[torch.device, Tensor]:
+def accumulated_norm(
+    optimizers: Sequence[HasNorm], context: StepContext = ALONE
+) -> dict[torch.device, Tensor]:
     """The squares of all gradients, on every device that has some.
 
     Without a process group, parameters that are split over the same ranks are summed here first and
@@ -118,7 +122,9 @@ def accumulated_norm(optimizers: Sequence[HasNorm]) -> dict[torch.device, Tensor
         for accumulator in on_device.values():
             sums[key] += moved(accumulator, home)
     total = ops.new_accumulator(home)
-    _count_overflow(optimizers, total)
+    if context.check_overflow and context.found_inf is not None:
+        # What a scaler found when it unscaled this rank's gradients counts as a NaN.
+        total[-1] += (moved(context.found_inf, home) != 0).sum()
     if group is None:
         _sum_over_meshes(sums, total)
     for subtotal in sums.values():
@@ -164,14 +170,6 @@ def _warn_of_different_norms(keys: Sequence[NormKey]) -> None:
             f"gradient norm is not the same on all of them: process_group= says who agrees on one",
             stacklevel=2,
         )
-
-
-def _count_overflow(optimizers: Sequence[HasNorm], accumulator: Tensor) -> None:
-    """Counts as a NaN what a scaler found when it unscaled this rank's gradients."""
-    for optimizer in optimizers:
-        found_inf = getattr(optimizer, "found_inf", None)
-        if found_inf is not None and getattr(optimizer, "check_overflow", False):
-            accumulator[-1] += (moved(found_inf, accumulator.device) != 0).sum()
 
 
 def cpu_kernels() -> str:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.distributed.optim.utils import functional_optim_map
 
 from torchopt_ext.optim.base import FusedAdamBase
-from torchopt_ext.optim.hooks import without_global_step_hooks
+from torchopt_ext.optim.context import StepContext
+from torchopt_ext.optim.hooks import inner_step
 from torchopt_ext.zero.functional import register
 
 if TYPE_CHECKING:
     from torchopt_ext.zero.optimizer import ZeroRedundancyOptimizer
-
-SCALER_ATTRIBUTES = ("grad_scale", "found_inf", "check_overflow")
 
 register()
 
@@ -106,9 +105,8 @@ def sync_functional_defaults(zero: ZeroRedundancyOptimizer) -> None:
         defaults[key] = zero.param_groups[0][key]
 
 
-@contextmanager
-def alone(zero: ZeroRedundancyOptimizer, kwargs: dict[str, Any]) -> Iterator[None]:
-    """For the local step: it gets gradients and scale, and runs no hooks of all optimizers.
+def step_alone(zero: ZeroRedundancyOptimizer, context: StepContext, kwargs: dict[str, Any]) -> Any:
+    """The local step: takes this rank's gradients, and fires no global hooks.
 
     A closure in ``kwargs`` makes the gradients, so they are taken after it.
     """
@@ -117,18 +115,11 @@ def alone(zero: ZeroRedundancyOptimizer, kwargs: dict[str, Any]) -> Iterator[Non
         kwargs["closure"] = _with_gradients(zero, closure)
     else:
         zero.parts.take_gradients()
-    if isinstance(zero.optim, FusedAdamBase):
-        # A scaler then sees the same gradients, and overflows, on every rank.
-        zero.optim.scaler_sees_all_gradients = not zero.parts.hides_gradients
-    given = {name: vars(zero)[name] for name in SCALER_ATTRIBUTES if name in vars(zero)}
-    vars(zero.optim).update(given)
-    try:
-        with without_global_step_hooks():
-            yield
-        zero.parts.finish_step()
-    finally:
-        for name in given:
-            vars(zero.optim).pop(name, None)
+    if not zero.parts.hides_gradients:  # a scaler has seen the same gradients on every rank
+        context = replace(context, agreed=True)
+    result = inner_step(zero.optim, context, **kwargs)
+    zero.parts.finish_step()
+    return result
 
 
 def _with_gradients(zero: ZeroRedundancyOptimizer, closure: Callable[[], Any]) -> Callable[[], Any]:

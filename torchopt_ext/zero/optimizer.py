@@ -12,7 +12,9 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
 from torchopt_ext.optim.agreement import all_or_none, use_device
+from torchopt_ext.optim.context import ALONE
 from torchopt_ext.optim.hooks import (
+    HookedStep,
     run_load_state_dict_post_hooks,
     run_load_state_dict_pre_hooks,
     run_state_dict_post_hooks,
@@ -43,7 +45,7 @@ class _ZeROJoinHook(JoinHook):
         self.zero.step()
 
 
-class ZeroRedundancyOptimizer(TorchNames, Optimizer, Joinable):
+class ZeroRedundancyOptimizer(TorchNames, HookedStep, Optimizer, Joinable):
     """Divides an optimizer's state, and the work of its step, among the ranks of a group.
 
     torch.distributed.optim.ZeroRedundancyOptimizer (ZeRO stage 1, arXiv:1910.02054): every rank
@@ -263,8 +265,7 @@ class ZeroRedundancyOptimizer(TorchNames, Optimizer, Joinable):
         else:
             if closure is not None:
                 kwargs["closure"] = closure
-            with local_optimizer.alone(self, kwargs):
-                loss = self.optim.step(**kwargs)
+            loss = local_optimizer.step_alone(self, self._context or ALONE, kwargs)
         self._sync_param_groups(self.optim.param_groups, self.param_groups)
         return loss
 

@@ -186,7 +186,7 @@ def test_norm_of_short_rows_is_exact(values: list[float], seed: int) -> None:
 
 @each_class
 def test_norm_changes_between_steps(name: str) -> None:
-    """A threshold set later counts from the next step; None switches clipping off."""
+    """A threshold set later counts from the next step; None and 0 switch clipping off."""
     mine, plain = make_params(SHAPES), make_params(SHAPES)
     optimizer, reference = OURS[name](mine), OURS[name](plain)
     train([optimizer, reference], [mine, plain], 2)
@@ -194,15 +194,28 @@ def test_norm_changes_between_steps(name: str) -> None:
     optimizer.max_grad_norm = 0.5
     train([optimizer], [mine], 1, first_seed=2)
     assert 0 < float(optimizer.control.clip_factor) < 1
-    optimizer.max_grad_norm = None
-    factors = []
-    train([optimizer], [mine], 1, each_step=lambda: factors.append(optimizer.control.clip_factor))
-    assert [float(f) for f in factors] == [1.0]
-    for bad in (0.0, -1.0, math.nan):
+    for off in (None, 0.0):
+        optimizer.max_grad_norm = off
+        train([optimizer], [mine], 1)
+        assert float(optimizer.control.clip_factor) == 1.0
+        assert math.isnan(optimizer.control.grad_norm), "no norm was measured"
+    for bad in (-1.0, math.nan):
         with pytest.raises(ValueError, match="max_grad_norm"):
             OURS[name](make_params(), max_grad_norm=bad)
         with pytest.raises(ValueError, match="max_grad_norm"):
             optimizer.max_grad_norm = bad
+
+
+@pytest.mark.parametrize("gradient", [3.0, math.inf])
+def test_an_infinite_threshold_measures_without_clipping(gradient: float) -> None:
+    mine, plain = make_params([(4,)]), make_params([(4,)])
+    optimizer, reference = OURS["AdamW"](mine, max_grad_norm=math.inf), OURS["AdamW"](plain)
+    for param in (*mine, *plain):
+        param.grad = torch.tensor([gradient, 4.0, 0.0, 0.0])
+    optimizer.step()
+    reference.step()
+    assert float(optimizer.control.grad_norm) == math.hypot(gradient, 4.0)
+    assert_same_bits(mine, plain)
 
 
 POSITIONS = [

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import threading
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from torchopt_ext import FSDPadaptOptimizer
 
 from .subject import OURS, make_params, ours_only, set_gradients
 
@@ -171,6 +174,37 @@ def test_hooks_fire_once_in_subclasses(of: str, kind: str) -> None:
     assert calls == [optimizer]
     assert optimizer.state[params[0]]["step"] == 2
     assert record_names(optimizer) == [f"Optimizer.step#{type(optimizer).__name__}.step"]
+
+
+class Twice(FSDPadaptOptimizer):
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        return super().step(*args, **kwargs)
+
+
+@pytest.mark.parametrize("cls", [FSDPadaptOptimizer, Twice])
+@pytest.mark.parametrize("base", [OURS["AdamW"], torch.optim.SGD])
+def test_global_hooks_fire_once_and_stay_for_other_threads(cls: Any, base: Any) -> None:
+    """The inner step takes the tables of hooks from nobody (torch keeps them in globals)."""
+    params, others = make_params(), make_params()
+    inner = base(params, lr=0.01)
+    outer, other = cls(inner), torch.optim.SGD(others, lr=0.1)
+    calls: list[Any] = []
+
+    def step_other(*_: Any) -> None:
+        thread = threading.Thread(target=other.step)
+        thread.start()
+        thread.join()
+
+    inner.register_step_pre_hook(step_other)
+    own = [outer.register_step_post_hook(lambda opt, *_: calls.append("own"))]
+    own.append(register_optimizer_step_pre_hook(lambda opt, *_: calls.append(opt)))
+    try:
+        set_gradients(params)
+        outer.step()
+    finally:
+        for handle in own:
+            handle.remove()
+    assert calls == [outer, other, "own"]
 
 
 def test_a_hook_that_a_closure_registers_fires() -> None:

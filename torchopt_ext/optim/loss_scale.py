@@ -1,0 +1,114 @@
+"""The loss scale: its limits, and one that lives in a tensor of its own beside a control block."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchopt_ext import _C, ops
+
+LARGEST_SCALE: float = torch.finfo(torch.float32).max
+SMALLEST_SCALE: float = torch.finfo(torch.float32).smallest_normal
+
+
+def is_scale(value: float) -> bool:
+    """Whether float32 holds ``value`` as a positive, normal and finite number."""
+    return SMALLEST_SCALE <= value <= LARGEST_SCALE
+
+
+def scale_settings(
+    *,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: float = 2000,
+    hysteresis: float = 1,
+    consecutive_hysteresis: bool = False,
+    min_scale: float | None = 0.0,
+    max_scale: float | None = 0.0,
+) -> dict[str, float]:
+    """The fields of a control block that say how a loss scale follows overflows.
+
+    Args:
+        growth_factor: multiplies the scale after ``growth_interval`` steps without overflow.
+        backoff_factor: multiplies the scale after an overflow.
+        hysteresis: overflows until the scale backs off; 0 and 1: at the first.
+        consecutive_hysteresis: every step without overflow resets the count; else growth does.
+        min_scale, max_scale: limits; None or 0 for none.
+
+    Raises:
+        ValueError: an argument out of range.
+    """
+    low, high = float(min_scale or 0.0), float(max_scale or 0.0)
+    if not 1.0 <= growth_factor <= LARGEST_SCALE or not 0.0 < backoff_factor <= 1.0:
+        raise ValueError(f"Invalid factors: {growth_factor=}, {backoff_factor=}")
+    if not growth_interval >= 1 or not hysteresis >= 0:
+        raise ValueError(f"Invalid counts: {growth_interval=}, {hysteresis=}")
+    if not 0.0 <= low <= LARGEST_SCALE or not high >= 0.0 or 0.0 < high < low:
+        raise ValueError(f"Invalid limits: {min_scale=}, {max_scale=}")
+    return {
+        "growth_factor": float(growth_factor),
+        "backoff_factor": float(backoff_factor),
+        "growth_interval": float(growth_interval),
+        "hysteresis": float(hysteresis),
+        "consecutive_hysteresis": float(consecutive_hysteresis),
+        "min_scale": low,
+        "max_scale": high,
+    }
+
+
+class LossScale:
+    """A scale that follows overflows by the rule of docs/numerics.md section 4.
+
+    Args:
+        scale: float32, one element; :meth:`update` changes it in place.
+        settings: from :func:`scale_settings`.
+        growth_tracker, hysteresis_tracker: counts to go on from.
+    """
+
+    def __init__(
+        self,
+        scale: Tensor,
+        settings: Mapping[str, float],
+        growth_tracker: float = 0.0,
+        hysteresis_tracker: float = 0.0,
+    ) -> None:
+        self.scale = scale
+        with torch.inference_mode(False):
+            self._block = ops.new_control(
+                scale.device,
+                growth_tracker=growth_tracker,
+                hysteresis_tracker=hysteresis_tracker,
+                **settings,  # type: ignore[arg-type]
+            )
+
+    @property
+    def growth_tracker(self) -> Tensor:
+        """Steps without overflow in a row; a view of the control block."""
+        return self._field("growth_tracker")
+
+    @property
+    def hysteresis_tracker(self) -> Tensor:
+        """Overflows that count against the hysteresis; a view of the control block."""
+        return self._field("hysteresis_tracker")
+
+    def _field(self, name: str) -> Tensor:
+        return self._block[ops.CONTROL_FIELDS.index(name)]
+
+    def change(self, settings: Mapping[str, float]) -> None:
+        """Sets some of the settings."""
+        for name, value in settings.items():
+            self._field(name).fill_(value)
+
+    def update(self, found_inf: Tensor) -> None:
+        """Counts a step, and lets the scale back off or grow.
+
+        Args:
+            found_inf: one float32 or float64 on the scale's device, nonzero for an overflow.
+        """
+        # Without the dispatcher where nobody would see the operator there.
+        unseen = type(self._block) is Tensor and not (
+            torch.compiler.is_compiling() or _C.observed()
+        )
+        update: Any = _C if unseen else ops
+        update.loss_scale_update_(self._block, found_inf, self.scale)
