@@ -191,7 +191,7 @@ class Offloader:
     def _idle(self) -> Optimizer:
         optimizer = self._optimizer()
         assert optimizer is not None
-        if getattr(optimizer, "_stepping", False):
+        if getattr(optimizer, "_context", None) is not None:
             raise RuntimeError("a step of this optimizer is under way: move its state afterwards")
         return optimizer
 
