@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch.distributed.tensor import (
 )
 
 from torchopt_ext import FusedAdamW
+from torchopt_ext.containers import build_optimizers
 
 Result = dict[str, Any]
 
@@ -156,6 +158,40 @@ def columns(index: int) -> Placement:
     return Shard(1) if len(SHAPES[index]) == 2 else Shard(0)
 
 
+def pipeline_stages() -> Result:
+    """Two stages of two ranks each: some parameters are sharded over a stage, some replicated.
+
+    build_optimizers takes the stages' group from torchtitan's parallel dimensions.
+    """
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "fsdp"))
+    dims = SimpleNamespace(pp_enabled=True, ep_enabled=False, get_mesh=mesh.__getitem__)
+    config = SimpleNamespace(
+        name="AdamW", lr=0.01, beta2=0.999, eps=1e-8, weight_decay=0.01, implementation="fused",
+        early_step_in_backward=False, max_grad_norm=MAX_NORM,
+    )  # fmt: skip
+    values, gradients = make()
+    mine = range(mesh["pp"].get_local_rank(), len(values), 2)
+
+    def placed(value: Tensor, i: int) -> Tensor:
+        return value if i == 2 else distribute_tensor(value, mesh["fsdp"], [Shard(0)])
+
+    part = nn.ParameterList(nn.Parameter(placed(values[i], i)) for i in mine)
+    container = build_optimizers([part], config, dims)
+    for step in gradients:
+        for i, p in zip(mine, part, strict=True):
+            p.grad = placed(step[i], i)
+        container.step()
+    whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in part]
+    owned: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(owned, dict(zip(mine, digest(whole), strict=True)))
+    stages = {**owned[0], **owned[2]}
+    return describe(container, []) | {"params": [stages[i] for i in range(len(values))]}
+
+
+FOUR_RANKS: dict[str, Callable[[], Result]] = {
+    "unsharded": unsharded,
+    "pipeline stages": pipeline_stages,
+}
 CASES: dict[str, Callable[[], Result]] = {
     "unsharded": unsharded,
     "unsharded bfloat16": lambda: unsharded(torch.bfloat16),
@@ -174,4 +210,4 @@ CASES: dict[str, Callable[[], Result]] = {
 
 
 if __name__ == "__main__":
-    run_cases(lambda: CASES)
+    run_cases(lambda: FOUR_RANKS if dist.get_world_size() == 4 else CASES)

@@ -50,6 +50,11 @@ def test_bits_are_those_of_one_process(results: Results, name: str) -> None:
     assert sharded["params"] == whole["params"]
 
 
+def test_pipeline_stages_clip_by_one_norm(run_ranks: Callable[[str, int], Results]) -> None:
+    found = run_ranks("norm_worker.py", 4)
+    assert all(rank["pipeline stages"] == rank["unsharded"] for rank in found), found
+
+
 def test_columns(results: Results) -> None:
     """Blocks of the sum of squares are cut differently: equal to 2**-50."""
     columns, whole = case(results, "columns"), case(results, "unsharded")

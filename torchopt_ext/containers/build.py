@@ -14,9 +14,20 @@ _FUSED: dict[str, type[Optimizer]] = {"Adam": FusedAdam, "AdamW": FusedAdamW}
 _TORCH: dict[str, type[Optimizer]] = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
 
 
+_OPTIONS = (
+    *("max_grad_norm", "skip_nonfinite", "master_weights", "state_dtype", "stochastic_rounding"),
+    *("rounding_seed", "write_back_gradients", "track"),
+)
+"""Arguments of FusedAdam and FusedAdamW that a configuration may have."""
+
+
 @overload
 def build_optimizers(
-    model_parts: list[nn.Module], job_config: Any, ft_manager: Any = None
+    model_parts: list[nn.Module],
+    job_config: Any,
+    ft_manager: Any = None,
+    *,
+    process_group: Any = None,
 ) -> OptimizersContainer[Any]: ...
 @overload
 def build_optimizers(
@@ -24,6 +35,8 @@ def build_optimizers(
     optimizer_config: Any,
     parallel_dims: Any,
     ft_manager: Any = None,
+    *,
+    process_group: Any = None,
 ) -> OptimizersContainer[Any]: ...
 def build_optimizers(
     model_parts: list[nn.Module], *args: Any, **kwargs: Any
@@ -36,17 +49,24 @@ def build_optimizers(
 
     - the optimizer section: `name` ("Adam" or "AdamW"), `lr`, `eps`, `early_step_in_backward`,
       `implementation` ("fused" is ours, "foreach" and "for-loop" are torch's) and, if present,
-      `beta1` (0.9), `beta2` (0.95), `weight_decay` (0.1), `max_grad_norm`, `skip_nonfinite`;
+      `beta1` (0.9), `beta2` (0.95), `weight_decay` (0.1), and these arguments of FusedAdamW:
+      `max_grad_norm`, `skip_nonfinite`, `master_weights`, `state_dtype` (a dtype or its name,
+      such as "bfloat16"), `stochastic_rounding`, `rounding_seed`, `write_back_gradients`, `track`;
     - `job_config.parallelism.pipeline_parallel_degree`, or `parallel_dims.pp_enabled` and
-      `parallel_dims.ep_enabled`: read for an early step in backward;
+      `parallel_dims.ep_enabled`; for one norm over all stages, the "pp" mesh of `parallel_dims`;
     - `ft_manager.enabled`.
+
+    Args:
+        process_group: ranks that take norm and skip decision together, as in FusedAdamW. By
+            default, with pipeline stages, the group of the "pp" mesh.
 
     Raises:
         NotImplementedError: unknown name; early step in backward with pipeline or expert
             parallelism; fault tolerance.
         AssertionError: unknown implementation.
-        ValueError: early step in backward with fault tolerance or clipping; clipping with an
-            implementation of torch's.
+        ValueError: early step in backward with fault tolerance or clipping; an argument of
+            FusedAdamW's with an implementation of torch's; a norm over pipeline stages whose group
+            is not known.
     """
     config = args[0] if args else kwargs.get("job_config", kwargs.get("optimizer_config"))
     build = _from_job_config if hasattr(config, "optimizer") else _from_optimizer_config
@@ -54,12 +74,24 @@ def build_optimizers(
 
 
 def _from_job_config(
-    model_parts: list[nn.Module], job_config: Any, ft_manager: Any = None
+    model_parts: list[nn.Module],
+    job_config: Any,
+    ft_manager: Any = None,
+    *,
+    process_group: Any = None,
 ) -> OptimizersContainer[Any]:
     config = job_config.optimizer
-    if config.early_step_in_backward and job_config.parallelism.pipeline_parallel_degree > 1:
-        raise _no_in_backward("pipeline parallelism")
-    return _build(model_parts, config, ft_manager)
+    needs_group = process_group is None and _needs_norm(config)
+    if config.early_step_in_backward or needs_group:
+        stages = job_config.parallelism.pipeline_parallel_degree > 1
+        if stages and config.early_step_in_backward:
+            raise _no_in_backward("pipeline parallelism")
+        if stages:
+            raise ValueError(
+                "max_grad_norm and skip_nonfinite need one decision of all pipeline stages, but a "
+                "job configuration has no mesh: pass process_group=, the group of the stages"
+            )
+    return _build(model_parts, config, ft_manager, process_group)
 
 
 def _from_optimizer_config(
@@ -67,16 +99,28 @@ def _from_optimizer_config(
     optimizer_config: Any,
     parallel_dims: Any,
     ft_manager: Any = None,
+    *,
+    process_group: Any = None,
 ) -> OptimizersContainer[Any]:
     if optimizer_config.early_step_in_backward:
         if parallel_dims.ep_enabled:
             raise _no_in_backward("expert parallelism")
         if parallel_dims.pp_enabled:
             raise _no_in_backward("pipeline parallelism")
-    return _build(model_parts, optimizer_config, ft_manager)
+    if process_group is None and _needs_norm(optimizer_config) and parallel_dims.pp_enabled:
+        by_name = getattr(parallel_dims, "get_mesh", None)  # from torchtitan 0.2.1 on
+        mesh = by_name("pp") if by_name is not None else parallel_dims.world_mesh["pp"]
+        process_group = mesh.get_group()
+    return _build(model_parts, optimizer_config, ft_manager, process_group)
 
 
-def _build(model_parts: list[nn.Module], config: Any, ft_manager: Any) -> OptimizersContainer[Any]:
+def _needs_norm(config: Any) -> bool:
+    return bool(getattr(config, "max_grad_norm", None) or getattr(config, "skip_nonfinite", None))
+
+
+def _build(
+    model_parts: list[nn.Module], config: Any, ft_manager: Any, process_group: Any
+) -> OptimizersContainer[Any]:
     if config.implementation not in ("fused", "foreach", "for-loop"):
         raise AssertionError(
             f"implementation is {config.implementation!r}, "
@@ -101,20 +145,20 @@ def _build(model_parts: list[nn.Module], config: Any, ft_manager: Any) -> Optimi
         "fused": fused,
         "foreach": config.implementation == "foreach",
     }
-    for name in ("max_grad_norm", "skip_nonfinite"):
-        value = getattr(config, name, None)
-        if not value:
-            continue
-        if not fused:
-            raise ValueError(
-                f"{name} needs implementation 'fused', found {config.implementation!r}: "
-                "torch's optimizers have no such argument"
-            )
-        optimizer_kwargs[name] = value
+    options = {name: value for name in _OPTIONS if (value := getattr(config, name, None))}
+    if process_group is not None:
+        options["process_group"] = process_group
+    if options and not fused:
+        raise ValueError(
+            f"{min(options)} needs implementation 'fused', found {config.implementation!r}: "
+            "torch's optimizers have no such argument"
+        )
+    if isinstance(dtype := options.get("state_dtype"), str):
+        options["state_dtype"] = getattr(torch, dtype, dtype)
     container = (
         OptimizersInBackwardContainer if config.early_step_in_backward else OptimizersContainer
     )
-    return container(model_parts, classes[config.name], optimizer_kwargs)
+    return container(model_parts, classes[config.name], optimizer_kwargs | options)
 
 
 def _no_in_backward(what: str) -> NotImplementedError:

@@ -25,9 +25,11 @@ class FusedAdam(FusedAdamBase):
         skip_nonfinite: a step in which any gradient is not finite changes nothing.
         decoupled_weight_decay: AdamW instead, as in torch.optim.Adam.
         process_group: ranks that take norm and skip decision together, where DTensors do not say
-            it: plain parameters are then disjoint shards, and DTensors, whose meshes lie within
-            the group, are counted once (pipeline stages, experts on meshes of their own). Leave
-            it out under DDP, whose gradients are replicated, and where DTensors' meshes are all.
+            it: plain parameters are then disjoint shards. DTensors whose meshes lie within the
+            group are counted once (experts on meshes of their own); those whose meshes share this
+            rank alone with it are summed over their meshes first (pipeline stages under FSDP).
+            Leave it out under DDP, whose gradients are replicated, and where DTensors' meshes are
+            all.
         master_weights: for bfloat16 and float16 parameters: "fp32" keeps a float32 copy in
             ``state[p]["master_weight"]`` which steps update and parameters are rounded from;
             "remainder", for bfloat16, keeps the 16 bits that complete the parameter to float32 in

@@ -56,22 +56,36 @@ def is_split(key: NormKey) -> bool:
     return bool(key) and bool(key[1])
 
 
+def crosses(key: NormKey, group: Any) -> bool:
+    """Whether a parameter's mesh has this rank alone in common with a group, as FSDP's has with
+    that of pipeline stages: the group then adds up what every mesh has summed over itself.
+
+    Raises:
+        ValueError: some, but not all, other ranks of the mesh are in the group.
+    """
+    if not key or group is None:
+        return False
+    ranks = set(key[0].mesh.flatten().tolist())
+    members = torch.distributed.get_process_group_ranks(group)
+    common = ranks.intersection(members)
+    if len(common) == 1 < len(ranks):
+        return True
+    if common != ranks:
+        raise ValueError(
+            f"process_group has the ranks {members}, a parameter's mesh {sorted(ranks)}: expected "
+            f"all of the mesh or this rank alone in the group"
+        )
+    return False
+
+
 def counts_here(key: NormKey, group: Any) -> bool:
     """Whether this rank's shard, of all its replicas, is the one that a sum over a group counts.
 
     Plain tensors always do: ranks that are summed over hold others.
-
-    Raises:
-        ValueError: the parameter's mesh has ranks outside of the group.
     """
-    if not key:
+    if not key or crosses(key, group):
         return True
     mesh, split = key
-    ranks = set(mesh.mesh.flatten().tolist())
-    if not ranks.issubset(members := torch.distributed.get_process_group_ranks(group)):
-        raise ValueError(
-            f"process_group has the ranks {members}, a parameter's mesh {sorted(ranks)}"
-        )
     coordinate = mesh.get_coordinate() or []
     return all(index == 0 for d, index in enumerate(coordinate) if d not in split)
 

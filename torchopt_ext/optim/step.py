@@ -17,6 +17,7 @@ from torchopt_ext.optim.local import (
     all_reduce_,
     all_reduce_over_mesh_,
     counts_here,
+    crosses,
     is_split,
     moved,
 )
@@ -98,7 +99,11 @@ def accumulated_norm(
 
     Without a process group, parameters that are split over the same ranks are summed here first and
     then over those ranks. With one, every rank adds what no other rank of the group does, and one
-    all-reduce joins them. The sum is exact, so neither order nor grouping shows.
+    all-reduce joins them; parameters whose meshes cross the group are summed over those first. The
+    sum is exact, so neither order nor grouping shows.
+
+    Raises:
+        ValueError: some parameters' meshes cross the process group and some lie within it.
     """
     group = optimizers[0].process_group
     by_key: dict[NormKey, dict[torch.device, Tensor]] = {}
@@ -125,7 +130,13 @@ def accumulated_norm(
     if context.check_overflow and context.found_inf is not None:
         # What a scaler found when it unscaled this rank's gradients counts as a NaN.
         total[-1] += (moved(context.found_inf, home) != 0).sum()
-    if group is None:
+    crossing = [crosses(key, group) for key in sums if key]
+    if group is not None and any(crossing) and not all(crossing):
+        raise ValueError(
+            "some parameters' meshes lie within process_group and some cross it, so that no order "
+            "of sums counts each once"
+        )
+    if group is None or any(crossing):
         _sum_over_meshes(sums, total)
     for subtotal in sums.values():
         total += subtotal

@@ -106,10 +106,46 @@ def test_clipping_and_skipping_can_be_configured(
 
 @GENERATIONS
 @pytest.mark.parametrize("implementation", ["foreach", "for-loop"])
-@pytest.mark.parametrize("wanted", [{"max_grad_norm": 1.0}, {"skip_nonfinite": True}])
-def test_clipping_needs_our_implementation(build, parts, implementation, wanted):
+@pytest.mark.parametrize("wanted", [{"max_grad_norm": 1.0}, {"master_weights": "fp32"}])
+def test_our_arguments_need_our_implementation(build, parts, implementation, wanted):
     with pytest.raises(ValueError, match=f"{next(iter(wanted))} needs implementation 'fused'"):
         build(parts, implementation=implementation, **wanted)
+
+
+@GENERATIONS
+@pytest.mark.parametrize("state_dtype", ["bfloat16", torch.bfloat16])
+def test_all_arguments_can_be_configured(build, model, set_grads, state_dtype):
+    """What each does is the optimizer's business: here, that it arrives."""
+    container = build(
+        [model.bfloat16()],
+        master_weights="remainder",
+        state_dtype=state_dtype,
+        stochastic_rounding=True,
+        rounding_seed=7,
+        write_back_gradients=True,
+        track=["norms"],
+        max_grad_norm=1e-3,
+    )
+    set_grads([model], 0)
+    container.step()
+    weight = model.layers["0"][0].weight
+    assert container.state[weight]["exp_avg"].dtype == torch.bfloat16
+    assert "remainder" in container.state[weight]
+    (optimizer,) = container
+    assert optimizer._options.stochastic_rounding
+    assert optimizer._options.rounding_seed == 7
+    assert optimizer.telemetry.grad_norms.gt(0).any()
+    total = sum(p.grad.double().square().sum() for p in model.parameters()).sqrt()
+    torch.testing.assert_close(float(total), 1e-3, rtol=0.02, atol=0)
+    with pytest.raises(ValueError, match="Invalid state_dtype"):
+        build([model], state_dtype="int3")
+
+
+@pytest.mark.parametrize("wanted", [{"max_grad_norm": 1.0}, {"skip_nonfinite": True}])
+def test_a_norm_over_stages_of_unknown_ranks_is_rejected(parts, wanted):
+    with pytest.raises(ValueError, match="pass process_group="):
+        first_generation(parts, pp=2, **wanted)
+    first_generation(parts, pp=2)
 
 
 @GENERATIONS
