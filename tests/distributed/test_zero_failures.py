@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -26,6 +27,7 @@ def run(folder: Path, event: str, partition: str) -> list[tuple[int, str]]:
             [sys.executable, str(WORKER), str(folder), event, partition, str(STEPS)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
+            stdin=subprocess.PIPE,
             text=True,
             env=os.environ | {"RANK": str(rank), "STORE": str(store), "OMP_NUM_THREADS": "1"},
         )
@@ -76,3 +78,11 @@ def test_others_raise_and_a_restart_has_the_same_bits(
     for rank in range(2):
         found = torch.load(tmp_path / f"rank{rank}.pt")
         assert all(torch.equal(a, b) for a, b in zip(found, uninterrupted, strict=True))
+
+
+def test_a_timeout_of_the_optimizer_bounds_every_wait(tmp_path: Path) -> None:
+    """The group's timeout is 600 seconds, and the other rank is alive."""
+    (status, output), _ = run(tmp_path, "alone", "all")
+    assert status == 7, output
+    for name, error in json.loads((tmp_path / "errors.json").read_text()).items():
+        assert "rank of the group died, is late" in error, name

@@ -1,17 +1,21 @@
 """One rank of a training run that loses a rank; started by test_zero_failures.py.
 
-Arguments: folder, what happens ("none", "killed", "late"), partition, steps. Each step is saved as
-a sharded checkpoint; a checkpoint that is there is continued.
+Arguments: folder, what happens ("none", "killed", "late", "alone"), partition, steps. Each step is
+saved as a sharded checkpoint; a checkpoint that is there is continued.
 """
 
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import signal
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,16 +28,73 @@ from torchopt_ext.zero.checkpoint import load_sharded, sharded_state_dict
 LOST_STEP = 3
 
 
-def main() -> None:
-    folder, event, partition, steps = Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
-    rank = int(os.environ["RANK"])
+def alone(folder: Path) -> None:
+    """Rank 0 makes every call that waits for rank 1, which does nothing; writes the errors down."""
+    join_group(600)
+
+    def built(call: Callable[[Any], Any], **options: Any) -> Callable[[], Any]:
+        params = [torch.nn.Parameter(torch.ones(200, 90)) for _ in range(2)]
+        group = dist.new_group(timeout=datetime.timedelta(seconds=600))
+        wait = datetime.timedelta(seconds=4)
+
+        def build() -> ZeroRedundancyOptimizer:
+            return ZeroRedundancyOptimizer(params, FusedAdamW, group, timeout=wait, **options)
+
+        if call is build_alone:
+            return build
+        zero = build()
+
+        def run() -> Any:
+            torch.stack(params).sum().backward()
+            return call(zero)
+
+        return run
+
+    def build_alone(_: Any) -> None: ...
+
+    group = {"params": [torch.nn.Parameter(torch.ones(3))]}
+    plain = FusedAdamW([torch.ones(3), torch.ones(3)]).state_dict()
+    balanced = {"partition": "balanced"}
+    calls = {
+        "constructor": built(build_alone),
+        "step with a norm": built(lambda zero: zero.step(), max_grad_norm=1.0),
+        "step": built(lambda zero: zero.step()),
+        "step, balanced": built(lambda zero: zero.step(), **balanced),
+        "step, sharded": built(lambda zero: zero.step(), sharded_gradients=True, **balanced),
+        "zero_grad": built(lambda zero: zero.zero_grad(), sharded_gradients=True, **balanced),
+        "clip": built(lambda zero: zero.clip_grad_norm_(1.0)),
+        "add_param_group": built(lambda zero: zero.add_param_group(group)),
+        "consolidate": built(lambda zero: zero.consolidate_state_dict()),
+        "load": built(lambda zero: zero.load_state_dict(plain)),
+        "save shards": built(sharded_state_dict),
+        "load shards": built(lambda zero: load_sharded(zero, folder)),
+    }
+    if dist.get_rank() == 0:
+        with ThreadPoolExecutor(len(calls)) as pool:
+            futures = {name: pool.submit(call) for name, call in calls.items()}
+        errors = folder / "errors.json"
+        errors.write_text(json.dumps({name: str(f.exception()) for name, f in futures.items()}))
+        print("done", flush=True)
+        os._exit(7)  # collectives are under way for ever
+    sys.stdin.read()
+
+
+def join_group(seconds: int) -> None:
     dist.init_process_group(
         "gloo",
         init_method=f"file://{os.environ['STORE']}",
-        rank=rank,
+        rank=int(os.environ["RANK"]),
         world_size=2,
-        timeout=datetime.timedelta(seconds=5),
+        timeout=datetime.timedelta(seconds=seconds),
     )
+
+
+def main() -> None:
+    folder, event, partition, steps = Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
+    if event == "alone":
+        alone(folder)
+    join_group(5)
+    rank = dist.get_rank()
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(70, 90), torch.nn.Linear(90, 30))
     sharded = partition == "sharded"

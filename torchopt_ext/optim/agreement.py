@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchopt_ext.optim.collective import collective
+from torchopt_ext.optim.collective import collective, run
 
 _devices: dict[Any, torch.device] = {}
 
@@ -108,5 +108,5 @@ def all_gather(tensor: Tensor, group: dist.ProcessGroup, what: str) -> list[Tens
     mine = tensor.to(comm_device(group))
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     with collective(what):
-        dist.all_gather(gathered, mine, group=group)
+        run(dist.all_gather, gathered, mine, group=group)
         return [part.cpu() for part in gathered]

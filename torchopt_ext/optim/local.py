@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from torchopt_ext.optim.agreement import comm_device, speaks
-from torchopt_ext.optim.collective import collective
+from torchopt_ext.optim.collective import collective, run
 
 NormKey: TypeAlias = tuple[Any, ...]
 """Parameters with an equal key have their squares summed over the same ranks; () is this rank."""
@@ -171,7 +171,8 @@ def all_reduce_(accumulator: Tensor, group: Any, op: Any = None) -> None:
     """
     sent = accumulator if speaks(group, accumulator) else moved(accumulator, comm_device(group))
     with collective("adding up the gradient norm"):
-        torch.distributed.all_reduce(sent, op or torch.distributed.ReduceOp.SUM, group=group)
+        op = op or torch.distributed.ReduceOp.SUM
+        run(torch.distributed.all_reduce, sent, op, group=group)
     if sent is not accumulator:
         accumulator.copy_(sent)
 

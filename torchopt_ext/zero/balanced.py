@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchopt_ext import _C, ops
-from torchopt_ext.optim.collective import collective
+from torchopt_ext.optim.collective import collective, wait
 from torchopt_ext.optim.storage import Place
 from torchopt_ext.zero.part import Part, in_param_order, memory_order, view_in
 from torchopt_ext.zero.ranks import Ranks
@@ -314,9 +314,9 @@ class BalancedBuckets:
             if number not in self._returning:
                 continue
             works, gathered = self._returning.pop(number)
-            with collective("returning the updated parameters"):
+            with collective("returning the updated parameters", self.ranks.timeout):
                 for work in works:
-                    work.wait()
+                    wait(work)
             if gathered is None:
                 continue
             bucket = self.all_buckets[number]

@@ -32,6 +32,7 @@ from torchopt_ext.optim.dcp import Saved, nested, read, saved_entries, without_m
 from torchopt_ext.zero import metadata
 from torchopt_ext.zero import state as zero_state
 from torchopt_ext.zero.part import Part, in_param_order
+from torchopt_ext.zero.ranks import bounded
 
 if TYPE_CHECKING:
     from torchopt_ext.zero.optimizer import ZeroRedundancyOptimizer
@@ -43,6 +44,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 # ---- saving --------------------------------------------------------------------------------------
 
 
+@bounded
 def sharded_state_dict(zero: ZeroRedundancyOptimizer) -> dict[str, Any]:
     """This rank's part of the unsharded optimizer's state dict, for DCP. Call it on all ranks.
 
@@ -236,6 +238,7 @@ def boxes(begin: int, end: int, shape: Sequence[int]) -> Iterator[Box]:
 # ---- loading -------------------------------------------------------------------------------------
 
 
+@bounded
 @torch.no_grad()
 def load_sharded(
     zero: ZeroRedundancyOptimizer,

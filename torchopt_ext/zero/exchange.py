@@ -23,7 +23,7 @@ from torchopt_ext.optim.agreement import (
     comm_device,
     text_bytes,
 )
-from torchopt_ext.optim.collective import collective
+from torchopt_ext.optim.collective import collective, wait
 from torchopt_ext.zero import metadata
 
 STAGING_BYTES = 16 << 20  # the most that one message carries
@@ -389,12 +389,12 @@ class _Result:
 
 def _send(data: Tensor, to: int, group: dist.ProcessGroup) -> None:
     with collective(_CONSOLIDATING):
-        dist.send(data, group=group, group_dst=to)
+        wait(dist.isend(data, group=group, group_dst=to))
 
 
 def _receive(data: Tensor, source: int, group: dist.ProcessGroup) -> None:
     with collective(_CONSOLIDATING):
-        dist.recv(data, group=group, group_src=source)
+        wait(dist.irecv(data, group=group, group_src=source))
 
 
 def _send_text(text: str, to: int, group: dist.ProcessGroup) -> None:

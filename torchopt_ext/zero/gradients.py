@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchopt_ext import ops
-from torchopt_ext.optim.collective import collective
+from torchopt_ext.optim.collective import collective, run
 from torchopt_ext.zero.ranks import Ranks
 
 
@@ -34,8 +34,8 @@ def clip_grad_norm_(
         ops.grad_sumsq_([grad for grad in grads if grad.device == device], subtotal)
         total += subtotal.to(home)
     if ranks.size > 1:
-        with collective("adding up the gradient norm"):
-            dist.all_reduce(total, group=ranks.group)
+        with collective("adding up the gradient norm", ranks.timeout):
+            run(dist.all_reduce, total, group=ranks.group)
     norm = ops.accumulator_total(total).sqrt()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for device in dict.fromkeys(grad.device for grad in grads):

@@ -101,7 +101,7 @@ def _overlapping(
         if last:
             for ready in range(index if interleaved else 0, index + 1):
                 _step_bucket(zero, ready)
-            with collective("returning the updated parameters"):
+            with collective("returning the updated parameters", zero.ranks.timeout):
                 info.wait_for_broadcasts()
             info.clear_per_iter_info()
         return future

@@ -4,6 +4,7 @@ import copy
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, Self
 
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
 from torchopt_ext.optim.agreement import all_or_none, use_device
+from torchopt_ext.optim.collective import waits_at_most
 from torchopt_ext.optim.context import ALONE
 from torchopt_ext.optim.hooks import (
     HookedStep,
@@ -28,7 +30,7 @@ from torchopt_ext.zero.exchange import check_same
 from torchopt_ext.zero.gradients import clip_grad_norm_
 from torchopt_ext.zero.inputs import check_dense, described, listed
 from torchopt_ext.zero.overlap import BucketAssignment, OverlapInfo, OverlapStatus
-from torchopt_ext.zero.ranks import Ranks
+from torchopt_ext.zero.ranks import Ranks, bounded
 from torchopt_ext.zero.torch_names import TorchNames
 from torchopt_ext.zero.whole import WholeTensors
 
@@ -72,6 +74,8 @@ class ZeroRedundancyOptimizer(TorchNames, HookedStep, Optimizer, Joinable):
             not one that is known to.
         bucket_elements: with "balanced": elements of a communication bucket; by default as
             :func:`torchopt_ext.ops.partition_balanced` chooses.
+        timeout: how long to wait for another rank in a collective, if that is to be less than the
+            group's timeout. On NCCL such a wait blocks the host.
         defaults: arguments of ``optimizer_class``. With FusedAdam and FusedAdamW, ``max_grad_norm``
             and ``skip_nonfinite`` decide over the gradients of all ranks' parts.
 
@@ -98,9 +102,12 @@ class ZeroRedundancyOptimizer(TorchNames, HookedStep, Optimizer, Joinable):
         sharded_gradients: bool = False,
         elementwise: bool = False,
         bucket_elements: int | None = None,
+        timeout: timedelta | None = None,
         **defaults: Any,
     ) -> None:
-        self.ranks = Ranks.of(process_group)
+        if timeout is not None and timeout <= timedelta(0):
+            raise ValueError(f"Invalid timeout: {timeout}, expected more than 0")
+        self.ranks = Ranks.of(process_group, timeout)
         self.initialized = False
         self._allow_mixed_dtypes = allow_mixed_dtypes
         self._optim_defaults = defaults
@@ -113,7 +120,7 @@ class ZeroRedundancyOptimizer(TorchNames, HookedStep, Optimizer, Joinable):
             use_device(self.ranks.group, self._all_params[0].device)
         except (TypeError, ValueError) as error:  # told to the other ranks below
             refused = error
-        with all_or_none(self.ranks.group):
+        with waits_at_most(timeout), all_or_none(self.ranks.group):
             balanced = partition == "balanced"
             if partition not in ("greedy", "balanced"):
                 raise ValueError(
@@ -142,7 +149,8 @@ class ZeroRedundancyOptimizer(TorchNames, HookedStep, Optimizer, Joinable):
             if overlap_with_ddp and len(self.param_groups) != 1:
                 raise ValueError("overlap_with_ddp=True supports one param group only")
         self._set_group_attributes()
-        check_same(described(self.param_groups), "parameters", self.process_group)
+        with waits_at_most(timeout):
+            check_same(described(self.param_groups), "parameters", self.process_group)
         self._is_trainable_mask = self._get_is_trainable_mask()
         self._consolidated: dict[str, Any] | None = None
         self._overlap_info = OverlapInfo(self.world_size)
@@ -154,7 +162,7 @@ class ZeroRedundancyOptimizer(TorchNames, HookedStep, Optimizer, Joinable):
             view = parameters_as_bucket_view and not overlap_with_ddp
             self.parts = WholeTensors(self.ranks, bucket_view=view, count_frozen=compat == "torch")
         if not overlap_with_ddp:
-            with all_or_none(self.process_group):
+            with waits_at_most(timeout), all_or_none(self.process_group):
                 self._assign_groups(params_per_rank)
                 local_optimizer.build(self)
             self.parts.ready()
@@ -183,6 +191,7 @@ class ZeroRedundancyOptimizer(TorchNames, HookedStep, Optimizer, Joinable):
     def state(self, value: Any) -> None:
         """torch.optim.Optimizer sets an empty state before there is a local optimizer."""
 
+    @bounded
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, on all ranks; parameters of other groups stay where they are.
 
@@ -225,6 +234,7 @@ class ZeroRedundancyOptimizer(TorchNames, HookedStep, Optimizer, Joinable):
         super().zero_grad(set_to_none)
         self.parts.zero_grad(set_to_none)
 
+    @bounded
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Steps this rank's part of the parameters and returns every part to all ranks.
 
@@ -282,6 +292,7 @@ class ZeroRedundancyOptimizer(TorchNames, HookedStep, Optimizer, Joinable):
 
     # ---- state dicts ------------------------------------------------------------------------
 
+    @bounded
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Collects every rank's state on rank ``to`` of the group, in CPU memory.
 
@@ -314,6 +325,7 @@ class ZeroRedundancyOptimizer(TorchNames, HookedStep, Optimizer, Joinable):
             )
         return run_state_dict_post_hooks(self, zero_state.packed(self, self._consolidated))
 
+    @bounded
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads this rank's part of an unsharded state dict; call it on all ranks.
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torchopt_ext import ops
+from torchopt_ext.optim.collective import wait
 from torchopt_ext.zero.ranks import Ranks
 from torchopt_ext.zero.whole import bucket_of
 
@@ -79,7 +80,7 @@ class OverlapInfo:
             f"{len(self.broadcast_handles)} of {self.num_bucket_assignments} broadcasts started"
         )
         for handle in self.broadcast_handles:
-            handle.wait()
+            wait(handle)
         self.broadcast_handles.clear()
 
     def clear_per_iter_info(self) -> None:

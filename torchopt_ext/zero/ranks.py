@@ -1,29 +1,53 @@
 """The ranks that share one optimizer."""
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from datetime import timedelta
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchopt_ext.optim.collective import waits_at_most
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
 
 @dataclass(frozen=True)
 class Ranks:
-    """A process group as this rank sees it; ``rank`` counts within the group."""
+    """A process group as this rank sees it.
+
+    Attributes:
+        rank, size: within the group.
+        timeout: how long to wait for one of its collectives; None for the group's own timeout.
+    """
 
     group: Any
     rank: int
     size: int
+    timeout: timedelta | None = None
 
     @classmethod
-    def of(cls, group: Any) -> "Ranks":
+    def of(cls, group: Any, timeout: timedelta | None = None) -> "Ranks":
         group = dist.group.WORLD if group is None else group
-        return cls(group, dist.get_rank(group), dist.get_world_size(group))
+        return cls(group, dist.get_rank(group), dist.get_world_size(group), timeout)
 
     def global_rank(self, rank: int) -> int:
         """The rank in the default group of rank ``rank`` of this group."""
         return dist.get_global_rank(self.group, rank)
+
+
+def bounded(method: Method) -> Method:
+    """``method`` with its waits bounded by the timeout in ``self.ranks``."""
+
+    @functools.wraps(method)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with waits_at_most(self.ranks.timeout):
+            return method(self, *args, **kwargs)
+
+    return cast("Method", wrapper)
 
 
 def flat_memory(tensor: Tensor) -> Tensor | None:

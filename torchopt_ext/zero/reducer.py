@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchopt_ext.optim.agreement import comm_device
-from torchopt_ext.optim.collective import collective
+from torchopt_ext.optim.collective import collective, run, wait
 from torchopt_ext.zero.part import in_memory_order
 from torchopt_ext.zero.ranks import Ranks
 
@@ -235,8 +235,8 @@ class Reducer:
 
     def _accumulate(self, reduction: Reduction) -> None:
         """Waits for a reduction and adds its average to this rank's gradient."""
-        with collective("reducing gradients"):
-            reduction.work.wait()
+        with collective("reducing gradients", self.ranks.timeout):
+            wait(reduction.work)
         self._under_way.remove(reduction)
         received, bucket = reduction.received, reduction.bucket
         assert received is not None
@@ -283,8 +283,8 @@ class Reducer:
         seen = torch.tensor([p in self._present for p in params], dtype=torch.int32)
         complete = all(p in self._present or not p.requires_grad for p in params)
         seen = seen.to(comm_device(self.ranks.group))
-        with collective("agreeing on which parameters have gradients"):
-            dist.all_reduce(seen, dist.ReduceOp.MAX, group=self.ranks.group)
+        with collective("agreeing on which parameters have gradients", self.ranks.timeout):
+            run(dist.all_reduce, seen, dist.ReduceOp.MAX, group=self.ranks.group)
         if complete:  # then the answer is known, and nobody waits for the device
             return set()
         return {p for p, here in zip(params, seen.tolist(), strict=True) if here}

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchopt_ext import _C, ops
-from torchopt_ext.optim.collective import collective
+from torchopt_ext.optim.collective import collective, wait
 from torchopt_ext.optim.storage import Place
 from torchopt_ext.zero.part import Part, view_in
 from torchopt_ext.zero.ranks import Ranks, flat_memory
@@ -179,13 +179,13 @@ class WholeTensors:
         """Every rank gets every parameter as its owner has it now."""
         if self.ranks.size == 1:
             return
-        with collective("returning the updated parameters"):
+        with collective("returning the updated parameters", self.ranks.timeout):
             works: list[Any] = []
             unpack: list[tuple[list[Tensor], list[Tensor]]] = []
             for rank in range(self.ranks.size):
                 self.send_from(rank, works, unpack)
             for work in works:
-                work.wait()
+                wait(work)
         for packed, params in unpack:
             torch._foreach_copy_(params, packed)
 
