@@ -145,7 +145,7 @@ class GradScaler(torch.amp.GradScaler):
             raise AssertionError("No inf checks were recorded prior to update.")
         loss_scale, growth = self._loss_scale, self._growth_settings()
         assert loss_scale is not None
-        if self._settings | growth != self._settings:  # torch has setters for them
+        if not growth.items() <= self._settings.items():  # torch has setters for them
             self._settings |= growth
             loss_scale.change(growth)
         found_inf = found[0] if len(found) == 1 else torch.stack([f.double() for f in found]).sum()
