@@ -47,9 +47,9 @@ def frozen(**options: Any) -> Result:
             of[i].requires_grad_(False)
     zero, plain = zero_over(params, "AdamW", **options), plain_over(plain_params, "AdamW")
     loads = [0] * size
-    for param, rank in zero._param_to_rank.items():
+    for param, rank in zero.parts.owner.items():
         loads[rank] += param.numel() if param.requires_grad else 0
-    owners = [zero._param_to_rank[p] for p in params]
+    owners = [zero.parts.owner[p] for p in params]
     with Traffic() as traffic:
         train(zero, params, range(2))
     train(plain, plain_params, range(2))
@@ -61,7 +61,7 @@ def frozen(**options: Any) -> Result:
     return {
         "loads": loads,
         "owners": owners,
-        "owners since": [zero._param_to_rank[p] for p in params],
+        "owners since": [zero.parts.owner[p] for p in params],
         "sent": traffic.bytes.total(),
         "params": difference(params, plain_params),
     }
@@ -84,17 +84,15 @@ def torch_plan() -> Result:
             for param in of[::3]:
                 param.requires_grad_(False)
         groups = [{"params": of} for of in params]
-        plans = []
         theirs: Any = stock.ZeroRedundancyOptimizer(copy.copy(groups), torch.optim.SGD, lr=0.1)
         ours = ZeroRedundancyOptimizer(copy.copy(groups), torch.optim.SGD, lr=0.1, compat="torch")
         index = {p: i for i, p in enumerate(p for of in params for p in of)}
-        for zero in (theirs, ours):
-            plan = [
-                [[index[p] for p in group["params"]] for group in of_rank]
-                for of_rank in zero._partition_parameters()
-            ]
-            plans.append(plan)
-        found.append({"theirs": plans[0], "ours": plans[1]})
+        plan = [
+            [[index[p] for p in group["params"]] for group in of_rank]
+            for of_rank in theirs._partition_parameters()
+        ]
+        own = [[[index[p] for p in of_rank] for of_rank in group] for group in ours.parts.params]
+        found.append({"theirs": plan, "ours": [list(groups) for groups in zip(*own, strict=True)]})
     return {"plans": found}
 
 
@@ -140,7 +138,7 @@ def chosen_owners() -> Result:
 
     stranger = [*per_rank[:-1], [nn.Parameter(torch.ones(3))]]
     return {
-        "owners": [zero._param_to_rank[p] for p in params],
+        "owners": [zero.parts.owner[p] for p in params],
         "held": [i for i, p in enumerate(params) if p in zero.state],
         "params": difference(params, plain_params),
         "state": difference(saved, clones(plain.state_dict())),

@@ -8,7 +8,6 @@ shares differ by a block at most, and any number of ranks computes the same bits
 import copy
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,37 +17,13 @@ from torch import Tensor
 from torchopt_ext import _C, ops
 from torchopt_ext.optim.collective import collective, wait
 from torchopt_ext.optim.storage import Place
+from torchopt_ext.zero.bucket import Bucket
 from torchopt_ext.zero.part import Part, in_param_order, memory_order, view_in
 from torchopt_ext.zero.ranks import Ranks
 from torchopt_ext.zero.reducer import IN_FLIGHT, Reducer
 
 SHORT_ROW = 64
 """Rows of fewer elements are summed element by element (csrc/kernels/block_rule.h)."""
-
-
-@dataclass(eq=False)
-class Bucket:
-    """One communication bucket.
-
-    Attributes:
-        flat: 1-D; holds the parameters, and room behind them for the last rank's window.
-        cuts: rank r owns elements [cuts[r], cuts[r + 1]).
-        window: the largest rank's number of elements, which every rank sends.
-        params: parameters and where they begin.
-        layouts: their shapes and strides.
-        parts: this rank's parts of them.
-        grad: this rank's elements of the reduced gradient, while sharded_gradients holds them.
-        returned: whether parameters were trainable at some step, so that others need them.
-    """
-
-    flat: Tensor
-    cuts: list[int]
-    window: int
-    params: list[tuple[Tensor, int]]
-    layouts: list[tuple[torch.Size, tuple[int, ...]]]
-    parts: list[Part] = field(default_factory=list)
-    grad: Tensor | None = None
-    returned: bool = False
 
 
 class BalancedBuckets:
@@ -81,15 +56,6 @@ class BalancedBuckets:
     def hides_gradients(self) -> bool:
         """Whether parameters' own gradients are not those that steps take."""
         return self.reducer.active
-
-    @property
-    def owner(self) -> dict[Tensor, int]:
-        raise AttributeError("with partition='balanced' a parameter has no single owner")
-
-    @property
-    def buckets(self) -> list[list[Tensor]]:
-        """Each bucket's intervals by rank."""
-        return [[b.flat[lo:hi] for lo, hi in itertools.pairwise(b.cuts)] for b in self.all_buckets]
 
     @property
     def mine(self) -> list[list[Tensor]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,11 +31,10 @@ from torchopt_ext.optim.agreement import agree, all_gather_text
 from torchopt_ext.optim.dcp import Saved, nested, read, saved_entries, without_memory
 from torchopt_ext.zero import metadata
 from torchopt_ext.zero import state as zero_state
+from torchopt_ext.zero.local_optimizer import index_of as numbered
 from torchopt_ext.zero.part import Part, in_param_order
 from torchopt_ext.zero.ranks import bounded
-
-if TYPE_CHECKING:
-    from torchopt_ext.zero.optimizer import ZeroRedundancyOptimizer
+from torchopt_ext.zero.sharded import ShardedOptimizer
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes."""
@@ -45,7 +44,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @bounded
-def sharded_state_dict(zero: ZeroRedundancyOptimizer) -> dict[str, Any]:
+def sharded_state_dict(zero: ShardedOptimizer) -> dict[str, Any]:
     """This rank's part of the unsharded optimizer's state dict, for DCP. Call it on all ranks.
 
     ``dcp.save({"optimizer": sharded_state_dict(zero)}, checkpoint_id=...)``. Tensors are the
@@ -58,7 +57,7 @@ def sharded_state_dict(zero: ZeroRedundancyOptimizer) -> dict[str, Any]:
     """
     zero._check_overlap_initialized()
     local = zero_state.local_state_dict(zero)
-    parts, index_of = zero_state.local_parts(zero), zero._param_to_index
+    parts, index_of = zero_state.local_parts(zero), numbered(zero._all_params)
     pieces: dict[int, dict[str, list[Piece]]] = {}
     for number, entry in local["state"].items():
         if isinstance(number, int) and 0 <= number < len(parts):
@@ -241,7 +240,7 @@ def boxes(begin: int, end: int, shape: Sequence[int]) -> Iterator[Box]:
 @bounded
 @torch.no_grad()
 def load_sharded(
-    zero: ZeroRedundancyOptimizer,
+    zero: ShardedOptimizer,
     checkpoint: str | os.PathLike[str] | StorageReader,
     key: str = "optimizer",
     process_group: Any = None,
@@ -279,7 +278,7 @@ def load_sharded(
     zero_state.check(zero, {**top, "state": state, "param_groups": groups})
 
     ids = [index for of_group in groups for index in of_group["params"]]
-    id_of = dict(zip(zero._index_to_param, ids, strict=True))
+    id_of = dict(zip(zero._all_params, ids, strict=True))
     by_id: dict[str, dict[str, Saved]] = {}
     for fqn, entry in entries.items():
         if entry.path[0] == "state":

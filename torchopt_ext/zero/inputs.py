@@ -1,6 +1,7 @@
 """What a sharded optimizer accepts as parameters."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -64,6 +65,24 @@ def tensors_of(items: Any) -> list[Tensor]:
             )
         found.append(tensor)
     return found
+
+
+def check_owners(
+    params_per_rank: Sequence[Sequence[Tensor]], params: Sequence[Tensor], world_size: int
+) -> None:
+    """Raises ValueError unless every rank has a list, and each parameter at most one owner."""
+    if len(params_per_rank) != world_size:
+        raise ValueError("`params_per_rank` must have length equal to the world size")
+    known, seen = set(params), set()
+    for param in chain(*params_per_rank):
+        if param not in known:
+            raise ValueError(
+                "Passing a new parameter in `params_per_rank` that was not passed into the "
+                "ZeroRedundancyOptimizer constructor"
+            )
+        if param in seen:
+            raise ValueError("`params_per_rank` has a parameter twice")
+        seen.add(param)
 
 
 def check_dense(params: list[Tensor], allow_mixed_dtypes: bool) -> None:

@@ -1,11 +1,9 @@
 """The optimizer that steps this rank's part: how it is built, and what it is told."""
 
-from __future__ import annotations
-
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.distributed.optim.utils import functional_optim_map
@@ -14,9 +12,7 @@ from torchopt_ext.optim.base import FusedAdamBase
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.hooks import inner_step
 from torchopt_ext.zero.functional import register
-
-if TYPE_CHECKING:
-    from torchopt_ext.zero.optimizer import ZeroRedundancyOptimizer
+from torchopt_ext.zero.sharded import ShardedOptimizer
 
 register()
 
@@ -45,7 +41,7 @@ def constructor_of(optimizer_class: Any, overlap_with_ddp: bool) -> Any:
 
 
 def local_group(
-    zero: ZeroRedundancyOptimizer, group: dict[str, Any], params: list[Tensor]
+    zero: ShardedOptimizer, group: dict[str, Any], params: list[Tensor]
 ) -> dict[str, Any]:
     """A group as the local optimizer gets it: this rank's part, with the names it belongs to."""
     local = {key: value for key, value in group.items() if key != "param_names"}
@@ -56,7 +52,7 @@ def local_group(
     return local
 
 
-def build(zero: ZeroRedundancyOptimizer) -> None:
+def build(zero: ShardedOptimizer) -> None:
     """Makes ``zero.optim``, and lets the groups say what its groups say."""
     defaults = dict(zero._optim_defaults)
     constructor = zero._optim_constructor
@@ -83,13 +79,13 @@ def build(zero: ZeroRedundancyOptimizer) -> None:
     sync_groups_from(zero)
 
 
-def set_places(zero: ZeroRedundancyOptimizer) -> None:
+def set_places(zero: ShardedOptimizer) -> None:
     """Random rounding and digests count elements of whole parameters, not of this rank's."""
     if isinstance(zero.optim, FusedAdamBase):
-        zero.optim.parameter_places = zero.parts.places(zero._param_to_index)
+        zero.optim.parameter_places = zero.parts.places(index_of(zero._all_params))
 
 
-def sync_groups_from(zero: ZeroRedundancyOptimizer) -> None:
+def sync_groups_from(zero: ShardedOptimizer) -> None:
     """Groups say what the local optimizer's say, in its order, so that state dicts do."""
     for group, local in zip(zero.param_groups, zero.optim.param_groups, strict=True):
         own = {key: group[key] for key in ("params", "param_names") if key in group}
@@ -98,14 +94,26 @@ def sync_groups_from(zero: ZeroRedundancyOptimizer) -> None:
         group.update(merged)
 
 
-def sync_functional_defaults(zero: ZeroRedundancyOptimizer) -> None:
+def copy_settings(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
+    """Copies what groups hold besides their parameters to another list of groups."""
+    for group, other in zip(source, target, strict=True):
+        for key, value in group.items():
+            if key not in ("params", "param_names"):
+                other[key] = value
+
+
+def index_of(params: Sequence[Tensor]) -> dict[Tensor, int]:
+    return {param: index for index, param in enumerate(params)}
+
+
+def sync_functional_defaults(zero: ShardedOptimizer) -> None:
     """Torch's functional optimizers read ``defaults``, where no schedule would reach them."""
     defaults = getattr(zero.optim, "defaults", {})
     for key in defaults.keys() & zero.param_groups[0].keys():
         defaults[key] = zero.param_groups[0][key]
 
 
-def step_alone(zero: ZeroRedundancyOptimizer, context: StepContext, kwargs: dict[str, Any]) -> Any:
+def step_alone(zero: ShardedOptimizer, context: StepContext, kwargs: dict[str, Any]) -> Any:
     """The local step: takes this rank's gradients, and fires no global hooks.
 
     A closure in ``kwargs`` makes the gradients, so they are taken after it.
@@ -122,7 +130,7 @@ def step_alone(zero: ZeroRedundancyOptimizer, context: StepContext, kwargs: dict
     return result
 
 
-def _with_gradients(zero: ZeroRedundancyOptimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+def _with_gradients(zero: ShardedOptimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
     def evaluate() -> Any:
         loss = closure()
         zero.parts.take_gradients()

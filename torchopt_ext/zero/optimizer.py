@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
+from torchopt_ext import _C
 from torchopt_ext.optim.agreement import all_or_none, use_device
 from torchopt_ext.optim.collective import waits_at_most
 from torchopt_ext.optim.context import ALONE
@@ -28,10 +29,9 @@ from torchopt_ext.zero.balanced import BalancedBuckets
 from torchopt_ext.zero.elementwise import check_elementwise
 from torchopt_ext.zero.exchange import check_same
 from torchopt_ext.zero.gradients import clip_grad_norm_
-from torchopt_ext.zero.inputs import check_dense, described, listed
+from torchopt_ext.zero.inputs import check_dense, check_owners, described, listed
 from torchopt_ext.zero.overlap import BucketAssignment, OverlapInfo, OverlapStatus
 from torchopt_ext.zero.ranks import Ranks, bounded
-from torchopt_ext.zero.torch_names import TorchNames
 from torchopt_ext.zero.whole import WholeTensors
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class _ZeROJoinHook(JoinHook):
         self.zero.step()
 
 
-class ZeroRedundancyOptimizer(TorchNames, HookedStep, Optimizer, Joinable):
+class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
     """Divides an optimizer's state, and the work of its step, among the ranks of a group.
 
     torch.distributed.optim.ZeroRedundancyOptimizer (ZeRO stage 1, arXiv:1910.02054): every rank
@@ -151,10 +151,10 @@ class ZeroRedundancyOptimizer(TorchNames, HookedStep, Optimizer, Joinable):
         self._set_group_attributes()
         with waits_at_most(timeout):
             check_same(described(self.param_groups), "parameters", self.process_group)
-        self._is_trainable_mask = self._get_is_trainable_mask()
+        self._is_trainable_mask = _C.requires_grad(self._all_params)
         self._consolidated: dict[str, Any] | None = None
         self._overlap_info = OverlapInfo(self.world_size)
-        self._bucket_assignments_per_rank_cache: list[dict[int, BucketAssignment]] = []
+        self._bucket_assignments_per_rank: list[dict[int, BucketAssignment]] = []
         self.parts: WholeTensors | BalancedBuckets
         if balanced:
             self.parts = BalancedBuckets(self.ranks, bucket_elements, sharded_gradients)
@@ -163,7 +163,7 @@ class ZeroRedundancyOptimizer(TorchNames, HookedStep, Optimizer, Joinable):
             self.parts = WholeTensors(self.ranks, bucket_view=view, count_frozen=compat == "torch")
         if not overlap_with_ddp:
             with waits_at_most(timeout), all_or_none(self.process_group):
-                self._assign_groups(params_per_rank)
+                self._assign(params_per_rank)
                 local_optimizer.build(self)
             self.parts.ready()
         elif parameters_as_bucket_view:
@@ -172,6 +172,19 @@ class ZeroRedundancyOptimizer(TorchNames, HookedStep, Optimizer, Joinable):
                 "instead, a different bucketing strategy will be used"
             )
         self.initialized = True
+
+    def _assign(self, params_per_rank: Sequence[Sequence[Tensor]] | None) -> None:
+        """Divides the groups' parameters among the ranks, or as ``params_per_rank`` says."""
+        if params_per_rank is None:
+            for group in self.param_groups:
+                self.parts.add_group(group["params"])
+            return
+        if len(self.param_groups) != 1:
+            raise RuntimeError(
+                "Specifying `params_per_rank` only supports a single parameter group"
+            )
+        check_owners(params_per_rank, self._all_params, self.world_size)
+        self.parts.add_group(self.param_groups[0]["params"], params_per_rank)
 
     def _set_group_attributes(self) -> None:
         self.process_group = self.ranks.group
@@ -220,7 +233,7 @@ class ZeroRedundancyOptimizer(TorchNames, HookedStep, Optimizer, Joinable):
             del self.param_groups[count:]
             raise
         self._all_params = self._all_params + params
-        self._is_trainable_mask = self._get_is_trainable_mask()
+        self._is_trainable_mask = _C.requires_grad(self._all_params)
         self.parts.add_group(params)
         local = local_optimizer.local_group(self, self.param_groups[-1], self.parts.mine[-1])
         self.optim.add_param_group(local)
@@ -267,7 +280,7 @@ class ZeroRedundancyOptimizer(TorchNames, HookedStep, Optimizer, Joinable):
         Join.notify_join_context(self)
         self._consolidated = None
         self._notice_trainability()
-        self._sync_param_groups(self.param_groups, self.optim.param_groups)
+        local_optimizer.copy_settings(self.param_groups, self.optim.param_groups)
         if gradients is not None:
             assert self._overlap_with_ddp and closure is None, "gradients are for DDP hooks"
             local_optimizer.sync_functional_defaults(self)
@@ -276,11 +289,11 @@ class ZeroRedundancyOptimizer(TorchNames, HookedStep, Optimizer, Joinable):
             if closure is not None:
                 kwargs["closure"] = closure
             loss = local_optimizer.step_alone(self, self._context or ALONE, kwargs)
-        self._sync_param_groups(self.optim.param_groups, self.param_groups)
+        local_optimizer.copy_settings(self.optim.param_groups, self.param_groups)
         return loss
 
     def _notice_trainability(self) -> None:
-        trainable = self._get_is_trainable_mask()
+        trainable = _C.requires_grad(self._all_params)
         if trainable != self._is_trainable_mask:
             if self._overlap_with_ddp:
                 raise RuntimeError(
@@ -306,7 +319,7 @@ class ZeroRedundancyOptimizer(TorchNames, HookedStep, Optimizer, Joinable):
         self._check_overlap_initialized()
         if not 0 <= to < self.world_size:
             raise ValueError(f"Invalid rank: to={to}, expected 0 to {self.world_size - 1}")
-        self._sync_param_groups(self.param_groups, self.optim.param_groups)
+        local_optimizer.copy_settings(self.param_groups, self.optim.param_groups)
         self._consolidated = zero_state.consolidated(self, to)
 
     def state_dict(self) -> dict[str, Any]:
@@ -462,9 +475,9 @@ class ZeroRedundancyOptimizer(TorchNames, HookedStep, Optimizer, Joinable):
             )
         info = self._overlap_info
         info.status = OverlapStatus.INITIALIZED
-        self._bucket_assignments_per_rank_cache = info.assign(self.ranks)
-        self._assign_groups(info.params_per_rank)
-        info.build_buckets(self._bucket_assignments_per_rank_cache)
+        self._bucket_assignments_per_rank = info.assign(self.ranks)
+        self._assign(info.params_per_rank)
+        info.build_buckets(self._bucket_assignments_per_rank)
         local_optimizer.build(self)
 
     def _check_overlap_initialized(self) -> None:

@@ -3,7 +3,7 @@
 import bisect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,11 +11,9 @@ from torch import Tensor
 
 from torchopt_ext.optim.agreement import comm_device
 from torchopt_ext.optim.collective import collective, run, wait
+from torchopt_ext.zero.bucket import Bucket
 from torchopt_ext.zero.part import in_memory_order
 from torchopt_ext.zero.ranks import Ranks
-
-if TYPE_CHECKING:
-    from torchopt_ext.zero.balanced import Bucket
 
 IN_FLIGHT = 2
 """Reductions under way at a time: each holds a bucket's gradients of all ranks."""
@@ -30,7 +28,7 @@ class Reduction:
         work, received: the collective under way, and what it fills.
     """
 
-    def __init__(self, bucket: "Bucket", number: int) -> None:
+    def __init__(self, bucket: Bucket, number: int) -> None:
         self.bucket = bucket
         self.number = number
         self.staging: Tensor | None = None
@@ -74,7 +72,7 @@ class Reducer:
         self._handles: list[Any] = []
         weakref.finalize(self, remove_all, self._handles)
 
-    def watch(self, buckets: Sequence["Bucket"]) -> None:
+    def watch(self, buckets: Sequence[Bucket]) -> None:
         """Takes charge of further buckets."""
         for bucket in buckets:
             reduction = Reduction(bucket, len(self._reductions))

@@ -1,13 +1,12 @@
 """State dicts of a sharded optimizer: the unsharded optimizer's, in parts on every rank."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from torchopt_ext.optim import saved
 from torchopt_ext.optim.agreement import all_or_none
@@ -16,12 +15,10 @@ from torchopt_ext.zero import local_optimizer
 from torchopt_ext.zero.elementwise import ELEMENTWISE, is_elementwise
 from torchopt_ext.zero.exchange import Entry, gather_entries
 from torchopt_ext.zero.part import Part
-
-if TYPE_CHECKING:
-    from torchopt_ext.zero.optimizer import ZeroRedundancyOptimizer
+from torchopt_ext.zero.sharded import ShardedOptimizer
 
 
-def local_state_dict(zero: ZeroRedundancyOptimizer) -> dict[str, Any]:
+def local_state_dict(zero: ShardedOptimizer) -> dict[str, Any]:
     """The local optimizer's state dict; functional optimizers only have their state."""
     mine = {param: number for number, param in enumerate(chain(*zero.parts.mine))}
     for key in [k for k in zero.optim.state if isinstance(k, Tensor) and k not in mine]:
@@ -32,18 +29,18 @@ def local_state_dict(zero: ZeroRedundancyOptimizer) -> dict[str, Any]:
     return {"state": {mine[param]: entry for param, entry in zero.optim.state.items()}}
 
 
-def local_parts(zero: ZeroRedundancyOptimizer) -> list[Part]:
+def local_parts(zero: ShardedOptimizer) -> list[Part]:
     """What this rank's parameters are parts of, in the order in which its state is numbered."""
     return [zero.parts.part_of(param) for param in chain(*zero.parts.mine)]
 
 
-def consolidated(zero: ZeroRedundancyOptimizer, to: int) -> dict[str, Any] | None:
+def consolidated(zero: ShardedOptimizer, to: int) -> dict[str, Any] | None:
     """State and further top-level entries on rank ``to``; None elsewhere."""
     with all_or_none(zero.process_group):
         local = local_state_dict(zero)
     parts = local_parts(zero)
     entries = []
-    index_of = zero._param_to_index
+    index_of = local_optimizer.index_of(zero._all_params)
     for number, state in local["state"].items():
         if not isinstance(number, int) or not 0 <= number < len(parts):
             continue  # not a parameter's
@@ -57,7 +54,7 @@ def consolidated(zero: ZeroRedundancyOptimizer, to: int) -> dict[str, Any] | Non
     gathered = gather_entries(entries, to, zero.process_group)
     if gathered is None:
         return None
-    params = zero._index_to_param
+    params = zero._all_params
     for index, state in gathered.items():
         for name, value in state.items():
             state[name] = zero.parts.in_param_order(params[index], value)
@@ -65,7 +62,7 @@ def consolidated(zero: ZeroRedundancyOptimizer, to: int) -> dict[str, Any] | Non
     return {"state": gathered, "extra": extra}
 
 
-def packed(zero: ZeroRedundancyOptimizer, collected: Mapping[str, Any]) -> dict[str, Any]:
+def packed(zero: ShardedOptimizer, collected: Mapping[str, Any]) -> dict[str, Any]:
     """The state dict that the unsharded optimizer would give."""
     groups, first = [], 0
     for group in zero.param_groups:
@@ -77,7 +74,7 @@ def packed(zero: ZeroRedundancyOptimizer, collected: Mapping[str, Any]) -> dict[
     return {"state": state, "param_groups": groups} | collected["extra"]
 
 
-def check(zero: ZeroRedundancyOptimizer, state_dict: Mapping[str, Any]) -> None:
+def check(zero: ShardedOptimizer, state_dict: Mapping[str, Any]) -> None:
     """Raises ValueError on every rank alike unless groups, and shapes where known, fit."""
     for key, kind in (("state", Mapping), ("param_groups", list)):
         if not isinstance(state_dict.get(key), kind):
@@ -99,7 +96,7 @@ def check(zero: ZeroRedundancyOptimizer, state_dict: Mapping[str, Any]) -> None:
             )
     ids = [index for group in groups for index in group["params"]]
     required = ELEMENTWISE.get(type(zero.optim), ())
-    for index, param in zip(ids, zero._index_to_param, strict=True):
+    for index, param in zip(ids, zero._all_params, strict=True):
         entry = state_dict["state"].get(index)
         if entry is None:
             continue
@@ -123,14 +120,14 @@ def check(zero: ZeroRedundancyOptimizer, state_dict: Mapping[str, Any]) -> None:
                     f"{tuple(param.shape)}"
                 )
     if isinstance(zero.optim, FusedAdamBase):
-        saved.check_saved(zero, state_dict)
+        saved.check_saved(cast(Optimizer, zero), state_dict)
 
 
-def load(zero: ZeroRedundancyOptimizer, state_dict: Mapping[str, Any]) -> None:
+def load(zero: ShardedOptimizer, state_dict: Mapping[str, Any]) -> None:
     """Hands this rank's part of a checked, unsharded state dict to the local optimizer."""
     groups = state_dict["param_groups"]
     ids = [index for group in groups for index in group["params"]]
-    id_of = dict(zip(zero._index_to_param, ids, strict=True))
+    id_of = dict(zip(zero._all_params, ids, strict=True))
     state = {}
     for number, part in enumerate(local_parts(zero)):
         entry = state_dict["state"].get(id_of[part.param])
@@ -141,7 +138,7 @@ def load(zero: ZeroRedundancyOptimizer, state_dict: Mapping[str, Any]) -> None:
 
 
 def load_local(
-    zero: ZeroRedundancyOptimizer,
+    zero: ShardedOptimizer,
     groups: Sequence[Mapping[str, Any]],
     state: Mapping[int, Mapping[str, Any]],
     extra: Mapping[str, Any],
@@ -174,7 +171,7 @@ def load_local(
                     params[number]: {k: fitted(params[number], k, v) for k, v in entry.items()}
                     for number, entry in state.items()
                 }
-                zero._sync_param_groups(local_groups, zero.optim.param_groups)
+                local_optimizer.copy_settings(local_groups, zero.optim.param_groups)
     except Exception:  # torch's classes may raise after they have taken part of it
         zero.optim.state, zero.optim.param_groups = before
         raise

@@ -1,0 +1,33 @@
+"""What the modules under ZeroRedundancyOptimizer need of it."""
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from torchopt_ext.zero.balanced import BalancedBuckets
+from torchopt_ext.zero.whole import WholeTensors
+
+
+class ShardedOptimizer(Protocol):
+    """A ZeroRedundancyOptimizer.
+
+    Attributes:
+        optim: the local optimizer, which steps this rank's part.
+        parts: who owns what.
+        _all_params: the parameters in the order of the groups.
+        _consolidated: the state of all ranks, until the next step.
+    """
+
+    optim: Any
+    parts: WholeTensors | BalancedBuckets
+    param_groups: list[dict[str, Any]]
+    defaults: dict[str, Any]
+    process_group: Any
+    _all_params: list[Tensor]
+    _consolidated: dict[str, Any] | None
+    _default_device: Any
+    _optim_constructor: Any
+    _optim_defaults: dict[str, Any]
+    _overlap_with_ddp: bool
+
+    def _check_overlap_initialized(self) -> None: ...
