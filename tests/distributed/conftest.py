@@ -4,47 +4,52 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+HERE = Path(__file__).parent
 RUN_TIMEOUT = 120  # seconds; a run takes about 10 on an idle machine
 
 Results = list[dict[str, dict[str, Any]]]  # by rank and case
 
 
 @pytest.fixture(scope="session")
-def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Results]:
+def start_ranks() -> Iterator[Callable[..., None]]:
+    """Runs a script of this folder on so many ranks."""
+    with subprocess.Popen(
+        [sys.executable, str(HERE / "rank_server.py")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    ) as server:
+        assert server.stdin and server.stdout
+        requests, answers = server.stdin, server.stdout
+
+        def start(worker: str, ranks: int, *arguments: str, seconds: float = RUN_TIMEOUT) -> None:
+            print(json.dumps([str(HERE / worker), arguments, ranks, seconds]), file=requests)
+            requests.flush()
+            problem, output = json.loads(answers.readline() or '["the rank server ended", ""]')
+            assert not problem, f"{worker} on {ranks} ranks: {problem}\n{output}"
+
+        yield start
+        requests.close()
+
+
+@pytest.fixture(scope="session")
+def run_ranks(
+    start_ranks: Callable[..., None], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, int], Results]:
     """All cases of a worker script of this folder, in one run of so many processes."""
 
     def run(worker: str, ranks: int) -> Results:
         folder = tmp_path_factory.mktemp(Path(worker).stem)
-        command = [
-            *[sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"],
-            *["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"],
-            *[str(Path(__file__).with_name(worker)), str(folder)],
-        ]
-        process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        try:
-            output, _ = process.communicate(timeout=RUN_TIMEOUT)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            pytest.fail(
-                f"{ranks} ranks still ran after {RUN_TIMEOUT} s:\n{process.communicate()[0]}"
-            )
-        assert process.returncode == 0, output
+        start_ranks(worker, ranks, str(folder))
         return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
 
     return run
