@@ -278,7 +278,7 @@ def tiny(partition: str) -> Result:
     load_sharded(again, path)
     return {
         "difference": difference(local_state(again)["state"], local_state(zero)["state"]),
-        "steps": local_state(again)["torchopt_ext.control"]["steps"],
+        "steps": float(again.control.steps),
         "local": len(zero.optim.state),
     }
 

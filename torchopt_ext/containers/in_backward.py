@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchopt_ext.containers.optimizers import OptimizersContainer, T, trainable_parameters
-from torchopt_ext.containers.state_dict import Part
+from torchopt_ext.statedict.flat import ModelPart
 
 
 class OptimizersInBackwardContainer(OptimizersContainer[T]):
@@ -67,7 +67,7 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Does nothing: backward has cleared the gradients."""
 
-    def _parts(self) -> list[Part]:
+    def _parts(self) -> list[ModelPart]:
         return list(zip(self.model_parts, self._by_part, strict=True))
 
 

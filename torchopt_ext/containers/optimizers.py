@@ -11,13 +11,12 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
-from torchopt_ext.containers import state_dict as flat_state_dict
 from torchopt_ext.optim import FusedAdam, FusedAdamW, fused_step
 from torchopt_ext.optim.base import FusedAdamBase
 from torchopt_ext.optim.context import ALONE, StepContext
 from torchopt_ext.optim.control import ControlView
 from torchopt_ext.optim.hooks import HookedStep, inner_step, with_own_hooks
-from torchopt_ext.optim.saved import CONTROL_KEY, check_control
+from torchopt_ext.statedict import flat
 
 T = TypeVar("T", bound=Optimizer)
 
@@ -123,13 +122,7 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
         Raises:
             ValueError: two parts have a trained parameter of the same name.
         """
-        flat = flat_state_dict.get_state_dict(self._parts())
-        for optimizer in self._by_size():
-            if isinstance(optimizer, FusedAdamBase):  # all have the same, as they step together
-                for name, value in optimizer.saved_control().items():
-                    flat[f"{CONTROL_KEY}.{name}"] = value
-                break
-        return flat
+        return flat.get_state_dict(self._parts())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy a flat state dict into the optimizers, after checking all of it.
@@ -141,13 +134,7 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
             KeyError: a key is missing.
             ValueError: a value has the wrong shape, kind or placement.
         """
-        prefix = f"{CONTROL_KEY}."
-        control = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
-        check_control(control)
-        flat_state_dict.load_state_dict(self._parts(), state_dict)
-        for optimizer in self.optimizers:
-            if isinstance(optimizer, FusedAdamBase):
-                optimizer.load_control(control)
+        flat.load_state_dict(self._parts(), state_dict)
 
     def refresh_masters(self) -> None:
         """Makes every fused optimizer's master weights what the parameters are now."""
@@ -162,7 +149,7 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
         """The optimizers, those without parameters last."""
         return sorted(self.optimizers, key=lambda opt: not opt.param_groups[0]["params"])
 
-    def _parts(self) -> list[flat_state_dict.Part]:
+    def _parts(self) -> list[flat.ModelPart]:
         """Each model part with the optimizers of its parameters."""
         pairs = zip(self.model_parts, self.optimizers, strict=True)
         return [(part, [optimizer]) for part, optimizer in pairs]

@@ -18,7 +18,7 @@ from torchopt_ext.mixed_precision.base_optimizer import BaseOptimizer
 from torchopt_ext.mixed_precision.dynamic_grad_scaler import DynamicGradScaler
 from torchopt_ext.mixed_precision.fused_base import FusedBase
 from torchopt_ext.mixed_precision.master_weights import MasterWeights
-from torchopt_ext.mixed_precision.saved_weights import check_weights
+from torchopt_ext.mixed_precision.saved_weights import read_weights
 from torchopt_ext.mixed_precision.skip_log import SkipLog, log_if
 from torchopt_ext.optim.base import FusedAdamBase
 from torchopt_ext.optim.hooks import (
@@ -28,6 +28,7 @@ from torchopt_ext.optim.hooks import (
     run_state_dict_pre_hooks,
 )
 from torchopt_ext.optim.local import moved
+from torchopt_ext.statedict.loaded import raise_problems, read_indexed
 
 # The wrapper of each base, to refuse a second one.
 _wrappers: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
@@ -288,10 +289,11 @@ class FSDPadaptOptimizer(BaseOptimizer):
         for part in ("grad_scaler", "base_optim_states", "flat_fp32_weights"):
             assert part in states, f"Not found {part} state!"
         self.grad_scaler.check_state_dict(states["grad_scaler"])
-        weights = check_weights(
+        weights, problems = read_weights(
             states["flat_fp32_weights"], self.params_by_group, self.param_groups
         )
-        self._base.check_base_state(states["base_optim_states"])
+        loaded = read_indexed(states["base_optim_states"], self.param_groups)
+        raise_problems([*problems, *loaded.problems(type(self.optim), self.optim.state)])
         return states, weights
 
     def __getstate__(self) -> dict[str, Any]:

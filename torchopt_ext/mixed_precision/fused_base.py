@@ -6,14 +6,12 @@ from typing import Any
 
 from torch import Tensor
 
-from torchopt_ext.mixed_precision import base_state
-from torchopt_ext.optim import saved
-from torchopt_ext.optim import state as param_state
 from torchopt_ext.optim.base import FusedAdamBase
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.control import Controlled
 from torchopt_ext.optim.hooks import inner_step
-from torchopt_ext.optim.storage import MASTER, REMAINDER
+from torchopt_ext.statedict.entries import MASTERS
+from torchopt_ext.statedict.masters import set_weight, weight_of
 
 
 class FusedBase:
@@ -65,22 +63,17 @@ class FusedBase:
     def weights(self) -> list[list[Tensor]]:
         """What parameters are rounded from, by group."""
         state = self.optim.state
-        return [[param_state.weight_of(p, state.get(p, {})) for p in own] for own in self.params]
+        return [[weight_of(p, state.get(p, {})) for p in own] for own in self.params]
 
     def base_state(self) -> dict[str, Any]:
         """The optimizer's state dict without masters, which :meth:`weights` has."""
         packed = self.optim.state_dict()
         state = {
-            index: {name: v for name, v in entry.items() if name not in (MASTER, REMAINDER)}
+            index: {name: v for name, v in entry.items() if name not in MASTERS}
             for index, entry in packed["state"].items()
         }
         packed["state"] = {index: entry for index, entry in state.items() if entry}
         return packed
-
-    def check_base_state(self, states: dict[str, Any]) -> None:
-        """Raises ValueError unless :meth:`load` takes it."""
-        base_state.check_structure(states)
-        saved.check_saved(self.optim, states)
 
     def load(self, states: dict[str, Any], weights: list[list[Tensor]]) -> None:
         """Takes state and weights that were checked."""
@@ -88,6 +81,6 @@ class FusedBase:
         for own, loaded in zip(self.params, weights, strict=True):
             for param, weight in zip(own, loaded, strict=True):
                 state = self.optim.state.get(param, {})
-                param_state.set_weight(param, state, weight, self.optim._storage)
+                set_weight(param, state, weight, self.optim._storage)
                 if state and param.requires_grad:  # frozen ones get a master when they need it
                     self.optim.state[param] = state

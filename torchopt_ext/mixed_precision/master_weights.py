@@ -13,11 +13,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchopt_ext import _C, ops
-from torchopt_ext.mixed_precision import base_state
 from torchopt_ext.mixed_precision.master_table import (
     MasterTable,
     Part,
-    all_names,
     as_placed,
     names_of,
 )
@@ -28,6 +26,7 @@ from torchopt_ext.optim.local import local_tensor, moved
 from torchopt_ext.optim.state import refuse_param
 from torchopt_ext.optim.step import accumulated_norm
 from torchopt_ext.optim.storage import SIXTEEN_BIT
+from torchopt_ext.statedict.whole import load_whole
 
 
 class MasterWeights(Controlled):
@@ -265,13 +264,9 @@ class MasterWeights(Controlled):
         """The optimizer's state dict."""
         return self.optim.state_dict()
 
-    def check_base_state(self, states: dict[str, Any]) -> None:
-        """Raises ValueError unless :meth:`load` takes it."""
-        base_state.check(self.optim, states, all_names(self.optim))
-
     def load(self, states: dict[str, Any], weights: list[list[Tensor]]) -> None:
         """Takes state and weights that were checked."""
-        base_state.load(self.optim, states)
+        load_whole(self.optim, states)
         flat = [weight for own in weights for weight in own]
         for (param, master), weight in zip(self.pairs(), flat, strict=True):
             for target in (param, master):

@@ -11,15 +11,22 @@ from torch.optim import Optimizer
 
 from torchopt_ext import ops
 from torchopt_ext._C import OptimizerPlan
-from torchopt_ext.optim import saved
 from torchopt_ext.optim import state as param_state
 from torchopt_ext.optim.context import ALONE, StepContext
 from torchopt_ext.optim.control import Controlled, checked_max_grad_norm
-from torchopt_ext.optim.hooks import HookedStep
+from torchopt_ext.optim.hooks import (
+    HookedStep,
+    run_load_state_dict_post_hooks,
+    run_load_state_dict_pre_hooks,
+)
 from torchopt_ext.optim.local import NormKey, is_split, moved
 from torchopt_ext.optim.step import fused_step
 from torchopt_ext.optim.storage import Place, Storage, with_own_steps
 from torchopt_ext.optim.telemetry import Telemetry, keep_digests, telemetry_of, track_bits
+from torchopt_ext.statedict.control import CONTROL_KEY
+from torchopt_ext.statedict.entries import converted
+from torchopt_ext.statedict.loaded import Loaded, raise_problems, read_indexed
+from torchopt_ext.statedict.masters import refresh_master
 
 
 class _Built(NamedTuple):
@@ -40,6 +47,7 @@ class FusedAdamBase(HookedStep, Controlled, Optimizer):
     # The number of the first parameter, in draws and digests (docs/numerics.md sections 8 and 9):
     # a container numbers its optimizers' parameters through.
     first_parameter_number = 0
+    required_state = ("step", "exp_avg", "exp_avg_sq")
     # Parameters that are parts of a larger model's, and where: set by ZeroRedundancyOptimizer.
     parameter_places: Mapping[Tensor, Place] = {}
 
@@ -125,7 +133,6 @@ class FusedAdamBase(HookedStep, Controlled, Optimizer):
         self._init_control()
         self._planned: list[tuple[str, Tensor]] = []  # the plan's parameters, if it tracks them
         self._digests: dict[Tensor, Tensor] = {}  # while there is no plan, for the next one
-        self._loading: dict[str, Any] | None = None
         self._copied_before = 0
 
     # ---- torch.optim.Optimizer --------------------------------------------------------------
@@ -164,14 +171,17 @@ class FusedAdamBase(HookedStep, Controlled, Optimizer):
             raise
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's; with a schedule or a loss scale of its own also ``torchopt_ext.control``.
+        """As torch's; with a schedule or a loss scale, the first parameter's state has also
+        ``torchopt_ext.control``.
 
         Tensors are the optimizer's own but for the steps, which are copies.
         """
+        self._mark_control()
         packed = super().state_dict()
         packed["state"] = with_own_steps(packed["state"])
-        if control := self.saved_control():
-            packed[saved.CONTROL_KEY] = control
+        for entry in packed["state"].values():
+            if isinstance(entry, dict) and CONTROL_KEY in entry:
+                entry[CONTROL_KEY] = self.saved_control()
         return packed
 
     @torch.no_grad()
@@ -180,27 +190,34 @@ class FusedAdamBase(HookedStep, Controlled, Optimizer):
 
         Nothing of the given dict is kept. Moments come in the dtype this optimizer keeps them in;
         a master weight, a remainder, or neither is converted to what this optimizer keeps, with
-        the parameter as it is when the next step begins.
+        the parameter as it is when the next step begins. Without the counts of a schedule, they
+        are derived from the parameters' steps.
 
         Raises:
-            ValueError: groups or shapes do not fit this optimizer.
+            ValueError: groups or entries do not fit this optimizer; says all that does not.
         """
+        hooked = run_load_state_dict_pre_hooks(self, state_dict)
+        loaded = read_indexed(hooked, self.param_groups)
+        raise_problems(loaded.problems(type(self), self.state))
+        self.take_loaded(loaded, loaded.counted)
+        run_load_state_dict_post_hooks(self)
 
-        def check(_: Optimizer, hooked: dict[str, Any]) -> dict[str, Any]:
-            saved.check_saved(self, hooked)
-            self._loading = hooked
-            # torch casts what it is given; __setstate__ takes the entries as they are.
-            return {**hooked, "state": {}}
+    def take_loaded(self, loaded: Loaded, counted: float) -> None:
+        """Continues with a state dict that was read and checked.
 
-        # As the last of the load hooks, which may adapt the dict.
-        handle = self.register_load_state_dict_pre_hook(check)
-        try:
-            super().load_state_dict(state_dict)
-            loaded = self._loading or {}
-        finally:
-            handle.remove()
-            self._loading = None
-        self.load_control(loaded.get(saved.CONTROL_KEY, {}))
+        Args:
+            counted: the largest step count of a parameter, on any rank.
+        """
+        state = loaded.foreign | {
+            slot.param: {
+                name: converted(name, value, slot.param, self._storage)
+                for name, value in slot.entry.items()
+            }
+            for slot in loaded.slots
+            if slot.entry
+        }
+        self.__setstate__({"state": defaultdict(dict, state), "param_groups": loaded.groups})
+        self.load_control(loaded.control, counted)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = type(self).__new__(type(self))
@@ -233,15 +250,13 @@ class FusedAdamBase(HookedStep, Controlled, Optimizer):
             self._init_runtime(None)
             controls: dict[torch.device, Tensor] = state.pop("_control", {})
             self._blocks = {d: (block, ops.new_accumulator(d)) for d, block in controls.items()}
-        if self._loading is not None:
-            loaded = saved.loaded_state(self._loading, state["param_groups"], self._storage)
-            state["state"] = defaultdict(dict, loaded)
         super().__setstate__(state)
         for group in self.param_groups:  # state dicts of older torch versions lack some keys
             for key, default in self.defaults.items():
                 group.setdefault(key, default)
         self._built = None
         self._digests = {}
+        self._mark_control()
 
     # ---- beyond torch -----------------------------------------------------------------------
 
@@ -253,7 +268,7 @@ class FusedAdamBase(HookedStep, Controlled, Optimizer):
         model alone: the next step would otherwise continue from the old master weights.
         """
         for _, _, _, param in param_state.named_group_params(self):
-            param_state.refresh_master(param, self.state.get(param, {}))
+            refresh_master(param, self.state.get(param, {}))
 
     def keep_masters(self) -> None:
         """Lets 16-bit parameters have fp32 masters from the next step on.
@@ -298,6 +313,22 @@ class FusedAdamBase(HookedStep, Controlled, Optimizer):
             if wanted(param)
         ]
         param_state.init_param_states(entries, self._storage)
+        self._mark_control()
+
+    def _mark_control(self) -> None:
+        """Gives the first state the entry for the control's fields, if they are to be saved.
+
+        torch's set_optimizer_state_dict takes from a flat dict only the entries that state has.
+        """
+        if self.keeps_counts:
+            for entry in self.state.values():
+                if isinstance(entry, dict) and "step" in entry:
+                    entry.setdefault(CONTROL_KEY, {})
+                    return
+
+    def _set_control(self, **fields: float) -> None:
+        super()._set_control(**fields)
+        self._mark_control()
 
     # ---- the parts of fused_step ------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import math
+import warnings
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -180,22 +181,48 @@ class Controlled:
                 max_scale=max_scale,
             )
         )
-        self.load_control({"loss_scale": init_scale})
+        first = {"loss_scale": init_scale, "growth_tracker": 0.0, "hysteresis_tracker": 0.0}
+        self._set_control(**first)
+        self._counters |= first
+
+    @property
+    def keeps_counts(self) -> bool:
+        """Whether a schedule or a loss scale depends on what the control block counts."""
+        return bool(self._settings.get("scheduled") or self._settings.get("growth_interval"))
 
     def saved_control(self) -> dict[str, float]:
         """What a checkpoint has to hold of the control block: its counts and loss scale.
 
         Empty without a schedule or a loss scale of its own, which alone depend on them.
         """
-        if not (self._settings.get("scheduled") or self._settings.get("growth_interval")):
+        if not self.keeps_counts:
             return {}
         values = read_fields(self._block(self.home)[0])
         return {name: values[name] for name in PERSISTENT}
 
-    def load_control(self, control: Mapping[str, float]) -> None:
-        """Takes what :meth:`saved_control` gave."""
-        self._counters = {k: float(v) for k, v in control.items() if k in PERSISTENT}
-        self._write_control(self._counters)
+    def load_control(self, control: Mapping[str, float], counted: float) -> None:
+        """Takes what :meth:`saved_control` gave; a field that is missing begins anew.
+
+        Args:
+            control: empty for the state dict of an optimizer that keeps no counts.
+            counted: the largest step count of a parameter. Steps that such an optimizer made are
+                counted there only, and added with a warning.
+        """
+        fields = dict.fromkeys(PERSISTENT, 0.0)
+        fields["loss_scale"] = self._settings.get("loss_scale", 1.0)
+        fields |= {name: float(value) for name, value in control.items() if name in PERSISTENT}
+        steps = counted + fields["skipped_steps"]
+        if fields["steps"] < steps:
+            fields["steps"] = steps
+            if self.keeps_counts:
+                warnings.warn(
+                    f"the state dict does not count all steps for the schedule and the loss scale: "
+                    f"they go on after {counted:g} steps, which its parameters have made, with the "
+                    f"loss scale {fields['loss_scale']:g}",
+                    stacklevel=3,
+                )
+        self._counters = fields
+        self._write_control(fields)
 
     @property
     def control(self) -> ControlView:

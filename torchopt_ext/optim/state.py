@@ -16,22 +16,11 @@ from torchopt_ext.optim.local import (
     local_gradients,
     local_tensor,
     norm_key,
-    placed,
-    same_placement,
 )
-from torchopt_ext.optim.storage import (
-    MASTER,
-    REMAINDER,
-    SIXTEEN_BIT,
-    Place,
-    Storage,
-    join_master,
-    packed_steps,
-    place_of,
-    split_master,
-)
+from torchopt_ext.optim.storage import MASTER, REMAINDER, Place, Storage, packed_steps, place_of
+from torchopt_ext.statedict.entries import MASTERS, MOMENTS, step_problem, tensor_problem
+from torchopt_ext.statedict.masters import fit_master, zeros_like
 
-MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 SMALL = 1 << 16  # elements; in larger ones the prefetcher has time to start
 
 
@@ -117,136 +106,14 @@ def init_param_state(
         fit_master(param, state, storage)
 
 
-def fit_master(param: Tensor, state: dict[str, Any], storage: Storage) -> None:
-    """Leaves in ``state`` the one master entry that ``storage`` asks for, made from what is there.
-
-    A remainder belongs to the parameter as it is now, so a checkpoint's is completed only here,
-    when a step is near, and not when it is loaded, which may be before the model is.
-    """
-    wanted = storage.master_of(param)
-    if wanted is None:
-        state.pop(MASTER, None)
-        state.pop(REMAINDER, None)
-    elif wanted == MASTER:
-        remainder = state.pop(REMAINDER, None)
-        if MASTER in state:
-            return
-        local, master = local_tensor(param), zeros_like(param, torch.float32)
-        if remainder is not None and local.dtype != torch.bfloat16:
-            raise ValueError(f"a remainder completes a bfloat16 parameter, not {local.dtype}")
-        exact = local if remainder is None else join_master(local, local_tensor(remainder))
-        local_tensor(master).copy_(exact)
-        state[MASTER] = master
-    else:
-        saved_master = state.pop(MASTER, None)
-        if REMAINDER in state:
-            return
-        remainder = zeros_like(param, torch.int16)
-        if saved_master is not None:
-            weight, rest = split_master(local_tensor(saved_master))
-            local_tensor(param).copy_(weight)  # nothing new, unless the model was changed since
-            local_tensor(remainder).copy_(rest)
-        state[REMAINDER] = remainder
-
-
-def refresh_master(param: Tensor, state: dict[str, Any]) -> None:
-    """Makes the master weight what the parameter is now."""
-    if MASTER in state:
-        local_tensor(state[MASTER]).copy_(local_tensor(param))
-    if REMAINDER in state:
-        local_tensor(state[REMAINDER]).zero_()
-
-
-def weight_of(param: Tensor, state: dict[str, Any]) -> Tensor:
-    """What a 16-bit parameter is rounded from, as float32; of others, the parameter itself.
-
-    The master weight itself if there is one.
-    """
-    if MASTER in state:
-        master: Tensor = state[MASTER]
-        return master
-    if REMAINDER in state:
-        joined = zeros_like(param, torch.float32)
-        rest = local_tensor(state[REMAINDER])  # on the host while it is offloaded
-        local_tensor(joined).copy_(join_master(local_tensor(param).to(rest.device), rest))
-        return joined
-    return param.detach().float() if param.dtype in SIXTEEN_BIT else param.detach()
-
-
-def set_weight(param: Tensor, state: dict[str, Any], weight: Tensor, storage: Storage) -> None:
-    """Sets a parameter and its master to ``weight``, which has its shape and placements."""
-    local = local_tensor(weight)
-    local_tensor(param).copy_(local)
-    wanted = storage.master_of(param)
-    if wanted == MASTER:
-        if MASTER not in state:
-            state[MASTER] = zeros_like(param, torch.float32)
-        local_tensor(state[MASTER]).copy_(local)
-    elif wanted == REMAINDER:
-        if REMAINDER not in state:
-            state[REMAINDER] = zeros_like(param, torch.int16)
-        rounded, rest = split_master(local.to(local_tensor(param).device, torch.float32))
-        local_tensor(param).copy_(rounded)
-        local_tensor(state[REMAINDER]).copy_(rest)
-
-
-def zeros_like(param: Tensor, dtype: torch.dtype) -> Tensor:
-    """Zeros in the parameter's layout, on its device and placed as it is."""
-    zeros = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
-    return zeros.requires_grad_(False) if zeros.is_floating_point() else zeros
-
-
-def check_loaded_step(step: Any, what: str) -> None:
-    """Raises ValueError unless ``step`` is a count: a number, or a tensor of one."""
-    value = step.item() if isinstance(step, Tensor) and step.numel() == 1 else step
-    if isinstance(value, bool | complex) or not isinstance(value, int | float) or not value >= 0:
-        raise ValueError(f"{what} is {step!r}, expected a count of steps")
-
-
-def check_shape(value: Any, param: Tensor, what: str) -> None:
-    """Raises ValueError unless ``value`` is a tensor shaped as the parameter."""
-    if not isinstance(value, Tensor):
-        raise ValueError(f"{what} is a {type(value).__name__}, expected a tensor")
-    if value.shape != param.shape:
-        raise ValueError(f"{what} has shape {tuple(value.shape)}, expected {tuple(param.shape)}")
-    if not same_placement(value, param):
-        raise ValueError(
-            f"{what} is {placed(value)}, its parameter {placed(param)}: "
-            f"torch.distributed.checkpoint can redistribute it"
-        )
-
-
-def check_loaded_moment(moment: Any, param: Tensor, what: str) -> None:
-    """Raises ValueError unless ``moment`` is a real tensor with memory, shaped as the parameter."""
-    check_shape(moment, param, what)
-    local = local_tensor(moment)
-    if local.layout is not torch.strided or not local.is_floating_point() or local.is_meta:
-        raise ValueError(
-            f"{what} is {moment.dtype}, {local.layout}, on {moment.device}; expected a dense real "
-            f"tensor with memory"
-        )
-
-
-def check_loaded_master(master: Any, param: Tensor, what: str, dtype: torch.dtype) -> None:
-    """Raises ValueError unless ``master`` is dense, of ``dtype`` and shaped as the parameter."""
-    check_shape(master, param, what)
-    local = local_tensor(master)
-    if local.dtype != dtype or local.layout is not torch.strided or local.is_meta:
-        raise ValueError(
-            f"{what} has dtype {local.dtype}, {local.layout}, on {local.device}; expected a dense "
-            f"{dtype} tensor with memory"
-        )
-    if dtype == torch.int16 and param.dtype == torch.float16:
-        raise ValueError(f"{what} completes a bfloat16 parameter, not a float16 one")
-
-
 def _fit_step(step: Any, device: torch.device) -> Tensor:
     """A step count as one float32 element on ``device``, whatever an older state dict holds."""
     if isinstance(step, Tensor):
         step = local_tensor(step)
         if step.dtype == torch.float32 and step.device == device and step.numel() == 1:
             return step  # unread: reading would wait for the device
-    check_loaded_step(step, "step")
+    if found := step_problem(step):
+        raise ValueError(f"step {found}")
     if not isinstance(step, Tensor):
         return torch.tensor(float(step), dtype=torch.float32, device=device)
     return step.detach().to(device, torch.float32).reshape(())
@@ -257,7 +124,8 @@ def _fit_moment(moment: Tensor, param: Tensor, what: str, dtype: torch.dtype | N
 
     It is copied only if it was not so.
     """
-    check_loaded_moment(moment, param, what)
+    if found := tensor_problem(moment, param):
+        raise ValueError(f"{what} {found}")
     return _fit(moment, param, dtype or moment.dtype)
 
 
@@ -319,10 +187,10 @@ def build_plan(
         dtype = storage.moment_dtype(param) if storage.says_moment_dtype else None
         for moment in moments_of(group):
             state[moment] = _fit_moment(state[moment], param, f"{moment} of {what}", dtype)
-        for master, master_dtype in ((MASTER, torch.float32), (REMAINDER, torch.int16)):
-            if master in state:
-                check_loaded_master(state[master], param, f"{master} of {what}", master_dtype)
-                state[master] = _fit(state[master], param, master_dtype)
+        for master in MASTERS.keys() & state.keys():
+            if found := tensor_problem(state[master], param, MASTERS[master]):
+                raise ValueError(f"{master} of {what} {found}")
+            state[master] = _fit(state[master], param, MASTERS[master])
         by_device.setdefault(local.device, []).append(state)
         entries.append((number, index, group, name, param))
     for states in by_device.values():

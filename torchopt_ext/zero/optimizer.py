@@ -352,8 +352,8 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
         self._check_overlap_initialized()
         with all_or_none(self.process_group):
             state_dict = run_load_state_dict_pre_hooks(self, state_dict)
-            zero_state.check(self, state_dict)
-        zero_state.load(self, state_dict)
+            loaded = zero_state.check(self, state_dict)
+        zero_state.load(self, loaded)
         run_load_state_dict_post_hooks(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

@@ -1,18 +1,20 @@
 """State dicts of a sharded optimizer: the unsharded optimizer's, in parts on every rank."""
 
+import json
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Any, cast
+from typing import Any
 
-import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from torchopt_ext.optim import saved
-from torchopt_ext.optim.agreement import all_or_none
+from torchopt_ext.optim.agreement import all_gather_text, all_or_none
 from torchopt_ext.optim.base import FusedAdamBase
+from torchopt_ext.optim.storage import Storage
+from torchopt_ext.statedict.control import CONTROL_KEY
+from torchopt_ext.statedict.entries import converted
+from torchopt_ext.statedict.loaded import Loaded, raise_problems, read_indexed
+from torchopt_ext.statedict.whole import load_whole
 from torchopt_ext.zero import local_optimizer
-from torchopt_ext.zero.elementwise import ELEMENTWISE, is_elementwise
 from torchopt_ext.zero.exchange import Entry, gather_entries
 from torchopt_ext.zero.part import Part
 from torchopt_ext.zero.sharded import ShardedOptimizer
@@ -71,70 +73,28 @@ def packed(zero: ShardedOptimizer, collected: Mapping[str, Any]) -> dict[str, An
         first += len(group["params"])
         groups.append(saved_group)
     state = {index: dict(entry) for index, entry in collected["state"].items()}
+    for entry in [entry for entry in state.values() if CONTROL_KEY in entry][1:]:
+        del entry[CONTROL_KEY]  # the first of every rank's parameters has it
     return {"state": state, "param_groups": groups} | collected["extra"]
 
 
-def check(zero: ShardedOptimizer, state_dict: Mapping[str, Any]) -> None:
-    """Raises ValueError on every rank alike unless groups, and shapes where known, fit."""
-    for key, kind in (("state", Mapping), ("param_groups", list)):
-        if not isinstance(state_dict.get(key), kind):
-            raise ValueError(f"the state dict's {key!r} is {state_dict.get(key)!r}")
-    groups = state_dict["param_groups"]
-    if len(groups) != len(zero.param_groups):
-        raise ValueError(
-            f"loaded state dict has a different number of parameter groups: {len(groups)}, "
-            f"expected {len(zero.param_groups)}"
-        )
-    for number, (group, own) in enumerate(zip(groups, zero.param_groups, strict=True)):
-        if not isinstance(group, Mapping) or not isinstance(group.get("params"), list):
-            raise ValueError(f"group {number} of the loaded state dict has no list of params")
-        if len(group["params"]) != len(own["params"]):
-            raise ValueError(
-                f"loaded state dict contains a parameter group that doesn't match the size of "
-                f"optimizer's group: group {number} has {len(group['params'])} parameters, "
-                f"expected {len(own['params'])}"
-            )
-    ids = [index for group in groups for index in group["params"]]
-    required = ELEMENTWISE.get(type(zero.optim), ())
-    for index, param in zip(ids, zero._all_params, strict=True):
-        entry = state_dict["state"].get(index)
-        if entry is None:
-            continue
-        what = f"parameter {index}"
-        if not isinstance(entry, Mapping):
-            raise ValueError(f"the state of {what} is {type(entry).__name__}, expected a dict")
-        if missing := [name for name in required if entry and entry.get(name) is None]:
-            raise ValueError(f"the state of {what} lacks {', '.join(missing)}")
-        for name in required if entry else ():
-            if not isinstance(entry[name], Tensor | int | float):
-                raise ValueError(
-                    f"{name} of {what} is {type(entry[name]).__name__}, expected a tensor"
-                )
-        if not is_elementwise(type(zero.optim)):
-            continue
-        for name, value in entry.items():
-            scalar = name == "step" or not isinstance(value, Tensor) or value.dim() == 0
-            if not scalar and value.shape != param.shape:
-                raise ValueError(
-                    f"{name} of {what} has shape {tuple(value.shape)}, expected "
-                    f"{tuple(param.shape)}"
-                )
-    if isinstance(zero.optim, FusedAdamBase):
-        saved.check_saved(cast(Optimizer, zero), state_dict)
+def check(zero: ShardedOptimizer, state_dict: Mapping[str, Any]) -> Loaded:
+    """The unsharded state dict as it was read; raises ValueError unless it fits."""
+    loaded = read_indexed(state_dict, zero.param_groups)
+    raise_problems(loaded.problems(type(zero.optim), {}))
+    return loaded
 
 
-def load(zero: ShardedOptimizer, state_dict: Mapping[str, Any]) -> None:
+def load(zero: ShardedOptimizer, loaded: Loaded) -> None:
     """Hands this rank's part of a checked, unsharded state dict to the local optimizer."""
-    groups = state_dict["param_groups"]
-    ids = [index for group in groups for index in group["params"]]
-    id_of = dict(zip(zero._all_params, ids, strict=True))
-    state = {}
-    for number, part in enumerate(local_parts(zero)):
-        entry = state_dict["state"].get(id_of[part.param])
-        if entry is not None:
-            state[number] = {name: part.of(value) for name, value in entry.items()}
-    extra = {k: v for k, v in state_dict.items() if k not in ("state", "param_groups")}
-    load_local(zero, groups, state, extra)
+    entry_of = {slot.param: slot.entry for slot in loaded.slots}
+    state = {
+        number: {name: part.of(value) for name, value in entry_of[part.param].items()}
+        for number, part in enumerate(local_parts(zero))
+        if entry_of[part.param]
+    }
+    extra = loaded.extra | {CONTROL_KEY: loaded.control}
+    load_local(zero, loaded.groups, state, extra)
 
 
 def load_local(
@@ -156,52 +116,29 @@ def load_local(
         local["params"] = list(range(first, first + len(own)))
         first += len(own)
         local_groups.append(local)
-    before = zero.optim.state, [dict(group) for group in zero.optim.param_groups]
-    try:
-        with all_or_none(zero.process_group):
-            if hasattr(zero.optim, "load_state_dict"):
-                if not isinstance(zero.optim, FusedAdamBase):  # which copies by itself
-                    state = {number: own_memory(entry) for number, entry in state.items()}
-                zero.optim.load_state_dict(
-                    {"state": dict(state), "param_groups": local_groups, **extra}
-                )
-            else:
-                (params,) = zero.parts.mine
-                zero.optim.state = {
-                    params[number]: {k: fitted(params[number], k, v) for k, v in entry.items()}
-                    for number, entry in state.items()
+    local = {**extra, "state": dict(state), "param_groups": local_groups}
+    is_fused = isinstance(zero.optim, FusedAdamBase)
+    if is_fused:  # which has the same counts on all ranks
+        loaded = read_indexed(local, zero.optim.param_groups)
+        mine = json.dumps([loaded.control, loaded.counted])
+        found = [json.loads(text) for text in all_gather_text(mine, zero.process_group)]
+        loaded.control = next((control for control, _ in found if control), {})
+        counted = max(counted for _, counted in found)
+    with all_or_none(zero.process_group):
+        if is_fused:
+            zero.optim.take_loaded(loaded, counted)
+        elif hasattr(zero.optim, "load_state_dict"):
+            load_whole(zero.optim, local)
+        else:  # a functional optimizer, whose steps torch keeps on the CPU
+            (params,) = zero.parts.mine
+            zero.optim.state = {
+                params[number]: {
+                    name: converted(name, value, params[number], Storage(), "cpu")
+                    for name, value in entry.items()
                 }
-                local_optimizer.copy_settings(local_groups, zero.optim.param_groups)
-    except Exception:  # torch's classes may raise after they have taken part of it
-        zero.optim.state, zero.optim.param_groups = before
-        raise
+                for number, entry in state.items()
+            }
+            zero._sync_param_groups(local_groups, zero.optim.param_groups)
     zero._consolidated = None
     local_optimizer.set_places(zero)
     local_optimizer.sync_groups_from(zero)
-
-
-def own_memory(value: Any, depth: int = 0) -> Any:
-    """A copy of nested state that shares no tensor with it.
-
-    Raises:
-        ValueError: it is nested without an end.
-    """
-    if depth > 64:
-        raise ValueError("a state entry holds itself, or is nested more than 64 deep")
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, Mapping):
-        return {key: own_memory(item, depth + 1) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(own_memory(item, depth + 1) for item in value)
-    return value
-
-
-def fitted(param: Tensor, name: str, value: Any) -> Any:
-    """A functional optimizer's state entry: torch keeps its steps on the CPU."""
-    if not isinstance(value, Tensor):
-        return value
-    if name == "step":
-        return value.detach().to("cpu", torch.float32, copy=True)
-    dtype = param.dtype if value.is_floating_point() else value.dtype
-    return value.detach().to(param.device, dtype, copy=True)

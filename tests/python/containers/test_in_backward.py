@@ -203,7 +203,7 @@ def test_a_wrong_state_dict_changes_nothing(choice, parts, assert_same):
     for key in wrong:
         if key.endswith(".lr"):
             wrong[key] = 0.5
-    with pytest.raises(ValueError, match=r"layers\.2\.1\.bias\.exp_avg' has shape \[2\]"):
+    with pytest.raises(ValueError, match=r"layers\.2\.1\.bias\.exp_avg' has shape \(2,\)"):
         container.load_state_dict(wrong)
     assert_same(container.state_dict(), before)
 

@@ -164,7 +164,8 @@ def snapshot(optimizer: torch.optim.Optimizer) -> list[bytes]:
         for p in group["params"]:
             content.append(bits(p))
             state = optimizer.state.get(p, {})
-            content += [key.encode() + bits(state[key]) for key in sorted(state)]
+            names = sorted(name for name, value in state.items() if isinstance(value, Tensor))
+            content += [name.encode() + bits(state[name]) for name in names]
     return content
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from torchopt_ext import ops
 from torchopt_ext.containers import OptimizersContainer
 from torchopt_ext.optim import fused_step
+from torchopt_ext.statedict.control import CONTROL_KEY
 
 from .subject import (
     OURS,
@@ -205,7 +206,7 @@ def test_a_schedule_is_resumed(how: str) -> None:
         saved = runs[1].state_dict()
         if how == "file":
             saved = through_file(saved)
-        assert all(type(value) is float for value in saved["torchopt_ext.control"].values())
+        assert all(type(value) is float for value in saved["state"][0][CONTROL_KEY].values())
         resumed = OURS["AdamW"](params, lr=0.1, skip_nonfinite=True)
         resumed.set_schedule(**SCHEDULE)
         resumed.load_state_dict(saved)
@@ -239,8 +240,9 @@ def test_a_wrong_control_entry_is_refused_before_anything_changes(wrong: Any) ->
     saved = through_file(optimizer.state_dict())
     optimizer.step()
     before, steps = snapshot(optimizer), float(optimizer.control.steps)
+    saved["state"][0][CONTROL_KEY] = wrong
     with pytest.raises(ValueError, match=r"torchopt_ext\.control"):
-        optimizer.load_state_dict({**saved, "torchopt_ext.control": wrong})
+        optimizer.load_state_dict(saved)
     assert snapshot(optimizer) == before
     assert float(optimizer.control.steps) == steps
 
@@ -250,13 +252,19 @@ def test_the_extra_key_is_there_only_when_used_and_torch_ignores_it() -> None:
     optimizer = OURS["AdamW"](params, max_grad_norm=1.0, skip_nonfinite=True, lr=1.0)
     set_gradients(params)
     optimizer.step()
-    assert optimizer.state_dict().keys() == {"state", "param_groups"}
+    assert CONTROL_KEY not in optimizer.state_dict()["state"][0]
     optimizer.set_schedule(**SCHEDULE)
     saved = optimizer.state_dict()
-    assert saved.keys() == {"state", "param_groups", "torchopt_ext.control"}
-    theirs = TORCH["AdamW"](make_params(), lr=1e-3, fused=True)
+    assert [CONTROL_KEY in entry for entry in saved["state"].values()] == [
+        True,
+        *[False] * (len(params) - 1),
+    ]
+    others = make_params()
+    theirs = TORCH["AdamW"](others, lr=1e-3, fused=True)
     theirs.load_state_dict(saved)
     assert theirs.param_groups[0]["lr"] == 1.0
+    set_gradients(others)
+    theirs.step()
 
 
 def test_a_schedule_set_late_continues_from_the_steps_done() -> None:

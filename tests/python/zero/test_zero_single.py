@@ -554,6 +554,6 @@ def test_state_that_holds_itself_is_refused(kind: str) -> None:
     entry = {"step": 1.0, "exp_avg": torch.ones(7, 5), "exp_avg_sq": torch.ones(7, 5)}
     name = "step" if kind == "AdamW" else "momentum_buffer"
     state["state"][0] = entry | {name: endless}
-    with pytest.raises(ValueError, match=r"step of parameter 0 is list|holds itself"):
+    with pytest.raises(ValueError, match=r"(step|momentum_buffer) of parameter 0 is"):
         zero.load_state_dict(state)
     assert not zero.optim.state

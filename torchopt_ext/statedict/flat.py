@@ -5,7 +5,7 @@ Keys are those of torch's `flatten_optimizer_state_dict`: `state.{fqn}.{name}` a
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,19 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 from torch.optim import Adam, AdamW, Optimizer
 
-from torchopt_ext.optim.local import local_tensor
-from torchopt_ext.optim.state import check_loaded_master
-from torchopt_ext.optim.storage import MASTER, REMAINDER, with_own_steps
+from torchopt_ext.optim.storage import Storage, with_own_steps
+from torchopt_ext.statedict import control
+from torchopt_ext.statedict.control import CONTROL_KEY
+from torchopt_ext.statedict.entries import MASTERS, converted
+from torchopt_ext.statedict.loaded import Slot, largest_step, raise_problems
 
-# What completes a 16-bit parameter: one is made from the other, or from the parameter, when the
-# next step needs it (optim/state.py, fit_master), so a checkpoint may hold either or none.
-_MASTERS = (MASTER, REMAINDER)
-
-# A model part and the optimizers that share its parameters.
-Part = tuple[nn.Module, Sequence[Optimizer]]
+ModelPart = tuple[nn.Module, Sequence[Optimizer]]
+"""A module and the optimizers that share its parameters."""
 
 # How a step is computed, not what: a checkpoint does not decide that.
 _SWITCHES = {"foreach", "fused", "capturable", "differentiable"}
@@ -35,10 +32,11 @@ _FIXED = {"amsgrad", "decoupled_weight_decay"}
 _OPTIONAL = {"initial_lr", "decoupled_weight_decay"}
 
 
-def get_state_dict(parts: Sequence[Part]) -> dict[str, Any]:
+def get_state_dict(parts: Sequence[ModelPart]) -> dict[str, Any]:
     """The flat state dict of all parts; its tensors are the optimizers' own, as torch's are.
 
     Missing state is created first, with step 0, so the keys are complete before the first step.
+    The control block's fields, which are the same in all parts, are `torchopt_ext.control.*`.
 
     Raises:
         ValueError: two parts have a trained parameter of the same name.
@@ -48,15 +46,19 @@ def get_state_dict(parts: Sequence[Part]) -> dict[str, Any]:
     for part, optimizers in _trained(parts):
         options = StateDictOptions(flatten_optimizer_state_dict=True)
         own: dict[str, Any] = get_optimizer_state_dict(part, _as_one(optimizers), options=options)
+        own = {key: value for key, value in own.items() if f".{CONTROL_KEY}." not in key}
         if clash := own.keys() & flat.keys():
             raise _same_name(min(clash))
-        flat.update(own)
+        flat |= own
+        for optimizer in optimizers:  # those that step together have the same
+            if saved_control := getattr(optimizer, "saved_control", None):
+                flat |= {f"{CONTROL_KEY}.{k}": v for k, v in saved_control().items()}
     return flat
 
 
 @torch.no_grad()
-def load_state_dict(parts: Sequence[Part], state_dict: Mapping[str, Any]) -> None:
-    """Copy `state_dict` into the optimizers' own tensors and param groups.
+def load_state_dict(parts: Sequence[ModelPart], state_dict: Mapping[str, Any]) -> None:
+    """Copies `state_dict` into the optimizers' own tensors and param groups.
 
     Everything is checked before anything is written. The dict is neither changed nor kept.
 
@@ -65,27 +67,34 @@ def load_state_dict(parts: Sequence[Part], state_dict: Mapping[str, Any]) -> Non
         ValueError: a value does not fit, or two parts have a parameter of the same name.
         NotImplementedError: a part is wrapped by FullyShardedDataParallel.
     """
-    slots = [slot for part in _trained(parts) for slot in _slots(*part)]
+    slots = [slot for part in _trained(parts) for slot in _slots(*part, state_dict)]
     names: set[str] = set()
     for slot in slots:
         if slot.fqn in names:
             raise _same_name(slot.fqn)
         names.add(slot.fqn)
 
-    missing = [key for slot in slots for key in slot.required() if key not in state_dict]
-    if missing:
-        raise KeyError(f"the state dict lacks {_first_of([repr(key) for key in missing])}")
-    problems = [problem for slot in slots for problem in slot.problems(state_dict)]
-    problems += _disagreements(slots, state_dict)
-    if problems:
-        raise ValueError(f"the state dict does not fit: {_first_of(problems)}")
+    fields = control.of_flat(state_dict)
+    missing = [f"'{key}' is missing" for slot in slots for key in slot.missing(state_dict)]
+    problems = [
+        found for slot in slots for found in slot.problems(slot.optimizer_class, slot.state)
+    ]
+    problems += [found for slot in slots for found in slot.option_problems()]
+    problems += _disagreements(slots)
+    if found := control.problem(fields):
+        problems.append(found)
+    raise_problems(missing + problems, KeyError if missing else ValueError)
 
     for slot in slots:
-        slot.load(state_dict)
+        slot.load()
+    for _, optimizers in parts:
+        for optimizer in optimizers:
+            if load_control := getattr(optimizer, "load_control", None):
+                load_control(fields, largest_step(slots))
 
 
 def init_state(optimizer: Optimizer) -> None:
-    """Create the state that the first step would create, with step 0, where it is missing.
+    """Creates the state that the first step would create, with step 0, where it is missing.
 
     Unlike torch's own way, a step with lr = 0, it advances no step count and touches no gradient.
     It knows torch's Adam and AdamW and optimizers with a method `init_state`; others are left.
@@ -117,7 +126,7 @@ def _adam_state(param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
     return state
 
 
-def _trained(parts: Sequence[Part]) -> Iterator[Part]:
+def _trained(parts: Sequence[ModelPart]) -> Iterator[ModelPart]:
     """The parts that have something to train, with complete state."""
     for part, optimizers in parts:
         if any(isinstance(module, FullyShardedDataParallel) for module in part.modules()):
@@ -148,134 +157,112 @@ class _View(Optimizer):
             self.state.update(with_own_steps(optimizer.state))
 
 
-@dataclass
-class _Slot:
-    """One parameter's place: its name, its state, and the group it is in."""
+@dataclass(frozen=True)
+class _FlatSlot(Slot):
+    """A parameter by name, with its own state and the group it is in.
+
+    Attributes:
+        options: the group's options in the dict, without tensors.
+    """
 
     fqn: str
-    param: Tensor
-    frozen: bool
+    optimizer_class: type[Optimizer]
     state: dict[str, Any]
     group: dict[str, Any]
+    options: dict[str, Any]
 
-    def hypers(self) -> list[str]:
-        return [key for key in self.group if key not in {"params", "param_names"} | _SWITCHES]
-
-    def required(self) -> Iterator[str]:
+    def missing(self, state_dict: Mapping[str, Any]) -> Iterator[str]:
+        """Keys that have to be there."""
         # torch saves no state for a parameter that was frozen before its first step.
-        if not self.frozen:
-            for name in self.state:
-                if name not in _MASTERS:
-                    yield f"state.{self.fqn}.{name}"
-        for name in self.hypers():
-            if name not in _OPTIONAL:
+        for name in self.state if self.param.requires_grad else ():
+            key = f"state.{self.fqn}.{name}"
+            if name not in MASTERS and name != CONTROL_KEY and key not in state_dict:
+                yield key
+        for name in _options_of(self.group):
+            if name not in _OPTIONAL and name not in self.options:
                 yield f"param_groups.{self.fqn}.{name}"
 
-    def problems(self, state_dict: Mapping[str, Any]) -> Iterator[str]:
-        expected = self.state | dict.fromkeys(_MASTERS, self.param)
-        for name, live in expected.items():
-            key = f"state.{self.fqn}.{name}"
-            problem = key in state_dict and _state_problem(live, state_dict[key])
-            if not problem and key in state_dict and name in _MASTERS:
-                try:
-                    dtype = torch.int16 if name == REMAINDER else torch.float32
-                    check_loaded_master(state_dict[key], self.param, "it", dtype)
-                except ValueError as error:
-                    problem = f"does not fit: {error}"
-            if problem:
-                yield f"'{key}' {problem}"
-        for name in self.hypers():
-            key = f"param_groups.{self.fqn}.{name}"
-            if key not in state_dict:
-                continue
-            value, live = _plain(state_dict[key]), _plain(self.group[name])
+    def option_problems(self) -> Iterator[str]:
+        for name, value in self.options.items():
+            live = _plain(self.group[name])
+            key = f"'param_groups.{self.fqn}.{name}'"
             if not _same_kind(value, live):
-                yield f"'{key}' is {value!r}, expected a value like {live!r}"
+                yield f"{key} is {value!r}, expected a value like {live!r}"
             elif name in _FIXED and value != live:
-                yield f"'{key}' is {value!r}, this optimizer was built with {live!r}"
+                yield f"{key} is {value!r}, this optimizer was built with {live!r}"
 
-    def load(self, state_dict: Mapping[str, Any]) -> None:
-        if any(name in self.state for name in _MASTERS):
-            for name in _MASTERS:
-                key = f"state.{self.fqn}.{name}"
-                if key not in state_dict:
-                    self.state.pop(name, None)
-                elif name not in self.state:
-                    self.state[name] = state_dict[key].to(
-                        local_tensor(self.param).device, copy=True
-                    )
-        for name, live in self.state.items():
-            key = f"state.{self.fqn}.{name}"
-            if key not in state_dict:
-                continue
-            if isinstance(live, Tensor):
-                value = state_dict[key]
-                live.copy_(value if isinstance(value, Tensor) else torch.tensor(value))
-            else:
-                self.state[name] = copy.deepcopy(state_dict[key])
-        for name in self.hypers():
-            key = f"param_groups.{self.fqn}.{name}"
-            if key not in state_dict:
-                continue
+    def load(self) -> None:
+        """Writes into the live tensors, which a captured graph may read."""
+        keeps_master = bool(MASTERS.keys() & self.state.keys())
+        for name in MASTERS.keys() - self.entry.keys() if self.entry else ():
+            self.state.pop(name, None)  # the next step makes it from what there is (fit_master)
+        for name, value in self.entry.items():
+            live = self.state.get(name)
+            if isinstance(live, Tensor) and isinstance(value, Tensor | int | float):
+                tensor = value if isinstance(value, Tensor) else torch.tensor(value)
+                live.copy_(tensor.reshape(live.shape) if tensor.numel() == 1 else tensor)
+            elif name not in MASTERS:
+                self.state[name] = copy.deepcopy(value)
+            elif keeps_master:
+                self.state[name] = converted(name, value, self.param, Storage())
+        for name, value in self.options.items():
             live = self.group[name]
-            if isinstance(live, Tensor):  # a captured graph reads this very tensor
-                live.fill_(_plain(state_dict[key]))
+            if isinstance(live, Tensor):
+                live.fill_(value)
             else:
-                self.group[name] = _plain(state_dict[key])
+                self.group[name] = value
 
 
-def _slots(part: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[_Slot]:
+def _slots(
+    part: nn.Module, optimizers: Sequence[Optimizer], state_dict: Mapping[str, Any]
+) -> Iterator[_FlatSlot]:
     named: dict[str, Any] = get_optimizer_state_dict(part, _as_one(optimizers))
     groups = [(opt, group) for opt in optimizers for group in opt.param_groups]
     for (optimizer, group), saved in zip(groups, named["param_groups"], strict=True):
         for fqn, param in zip(saved["params"], group["params"], strict=True):
             state = optimizer.state.get(param, {})
-            yield _Slot(fqn, param, not param.requires_grad, state, group)
+            names = dict.fromkeys([*state, *MASTERS] if state else ())
+            yield _FlatSlot(
+                param,
+                f"'state.{fqn}.{{}}'".format,
+                _found(state_dict, f"state.{fqn}.", names),
+                fqn,
+                type(optimizer),
+                state,
+                group,
+                {
+                    k: _plain(v)
+                    for k, v in _found(
+                        state_dict, f"param_groups.{fqn}.", _options_of(group)
+                    ).items()
+                },
+            )
 
 
-def _state_problem(live: Any, value: Any) -> str | None:
-    if not isinstance(live, Tensor) or (live.dim() == 0 and isinstance(value, int | float)):
-        return None
-    if not isinstance(value, Tensor):
-        return f"is a {type(value).__name__}, expected a tensor of shape {list(live.shape)}"
-    if value.shape != live.shape:
-        return f"has shape {list(value.shape)}, expected {list(live.shape)}"
-    if _layout(value) != _layout(live):
-        return f"is {_layout_text(value)}, expected {_layout_text(live)}"
-    local = local_tensor(value)
-    if local.layout is not torch.strided or local.is_meta or value.is_complex():
-        return f"is {value.dtype}, {local.layout}, on {value.device}, expected a dense real one"
-    return None
+def _found(state_dict: Mapping[str, Any], prefix: str, names: Iterable[str]) -> dict[str, Any]:
+    return {name: state_dict[prefix + name] for name in names if prefix + name in state_dict}
 
 
-def _layout(tensor: Tensor) -> Any:
-    return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+def _options_of(group: Mapping[str, Any]) -> list[str]:
+    return [name for name in group if name not in {"params", "param_names"} | _SWITCHES]
 
 
-def _layout_text(tensor: Tensor) -> str:
-    if isinstance(tensor, DTensor):
-        return f"a DTensor of placements {tensor.placements} on {tensor.device_mesh}"
-    return "a plain tensor"
-
-
-def _disagreements(slots: Sequence[_Slot], state_dict: Mapping[str, Any]) -> Iterator[str]:
-    """Parameters of one group here that were saved with different hyperparameters."""
-    first: dict[tuple[int, str], str] = {}
+def _disagreements(slots: Sequence[_FlatSlot]) -> Iterator[str]:
+    """Parameters of one group here that were saved with different options."""
+    first: dict[tuple[int, str], _FlatSlot] = {}
     for slot in slots:
-        for name in slot.hypers():
-            key = f"param_groups.{slot.fqn}.{name}"
-            if key not in state_dict:
-                continue
-            other = first.setdefault((id(slot.group), name), key)
-            if _plain(state_dict[key]) != _plain(state_dict[other]):
+        for name, value in slot.options.items():
+            other = first.setdefault((id(slot.group), name), slot)
+            if value != other.options[name]:
                 yield (
-                    f"'{key}' is {state_dict[key]!r} but '{other}' is {state_dict[other]!r}, "
+                    f"'param_groups.{slot.fqn}.{name}' is {value!r} but "
+                    f"'param_groups.{other.fqn}.{name}' is {other.options[name]!r}, "
                     "and both parameters are in one group here"
                 )
 
 
 def _plain(value: Any) -> Any:
-    """A copy that holds no tensor: hyperparameters may be tensors of one element."""
+    """A copy that holds no tensor: options may be tensors of one element."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
     if isinstance(value, list | tuple):
@@ -300,8 +287,3 @@ def _same_name(key: str) -> ValueError:
         f"'{key}' is in more than one model part, so one state dict cannot hold both: "
         "give the parts' parameters different names, or wrap the parts in one module"
     )
-
-
-def _first_of(items: Sequence[str]) -> str:
-    rest = len(items) - 1
-    return items[0] + (f" and {rest} more" if rest else "")

@@ -1,0 +1,14 @@
+"""State dicts: read in any layout, checked whole, converted, then committed.
+
+- :mod:`entries`: the kinds of entries, one check and one conversion for each.
+- :mod:`masters`: from a master weight to a remainder and back.
+- :mod:`loaded`: what a state dict has for each parameter; the reader of torch's indexed layout;
+  :func:`loaded.raise_problems`, the one place where a state dict is rejected.
+- :mod:`flat`: the layout by name, ``state.{fqn}.{name}`` and ``param_groups.{fqn}.{name}``.
+- :mod:`whole`: loads any optimizer whole or not at all.
+- :mod:`control`: where the control block's counts travel in a state dict.
+
+These modules import ``optim.local``, ``optim.storage`` and ``optim.agreement``, which import none
+of them; everything else in ``optim``, ``containers``, ``zero`` and ``mixed_precision`` may import
+these.
+"""

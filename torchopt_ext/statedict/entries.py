@@ -1,0 +1,138 @@
+"""Entries of a parameter's state: what each kind must be, and how it is kept."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from torchopt_ext.optim.local import is_dtensor, local_tensor, placed, same_placement
+from torchopt_ext.optim.storage import MASTER, REMAINDER, Storage
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+MASTERS = {MASTER: torch.float32, REMAINDER: torch.int16}
+"""What completes a 16-bit parameter, and its dtype. A state dict may hold either or neither."""
+
+_BY_ELEMENT = "exp_inf momentum_buffer square_avg grad_avg acc_delta sum ax prev step_size"
+SHAPED_LIKE_PARAM = frozenset([*MOMENTS, *_BY_ELEMENT.split()])
+"""Entries of torch.optim's classes that have one value for each element of the parameter."""
+
+_ADAM = ("step", "exp_avg", "exp_avg_sq")
+REQUIRED: dict[type[Optimizer], tuple[str, ...]] = {
+    torch.optim.Adadelta: ("step", "square_avg", "acc_delta"),
+    torch.optim.Adagrad: ("step", "sum"),
+    torch.optim.Adam: _ADAM,
+    torch.optim.Adamax: ("step", "exp_avg", "exp_inf"),
+    torch.optim.AdamW: _ADAM,
+    torch.optim.ASGD: ("step", "eta", "mu", "ax"),
+    torch.optim.NAdam: (*_ADAM, "mu_product"),
+    torch.optim.RAdam: _ADAM,
+    torch.optim.RMSprop: ("step", "square_avg"),
+    torch.optim.Rprop: ("step", "prev", "step_size"),
+    torch.optim.SGD: (),
+}
+"""What a parameter's state holds in any case, by class."""
+
+
+def required_of(optimizer_class: Any) -> tuple[str, ...] | None:
+    """What a parameter's state holds in any case; None for a class that is not known."""
+    own: tuple[str, ...] | None = getattr(optimizer_class, "required_state", None)
+    return REQUIRED.get(optimizer_class) if own is None else own
+
+
+def problem(name: str, value: Any, param: Tensor) -> str | None:
+    """What is wrong with an entry of a known class, to follow its name in a message.
+
+    Other optimizers' entries are the business of :func:`foreign_problem`.
+    """
+    if name == "step":
+        return step_problem(value)
+    if name in MASTERS:
+        return tensor_problem(value, param, MASTERS[name])
+    if name not in SHAPED_LIKE_PARAM or (name == "momentum_buffer" and value is None):
+        return None
+    return tensor_problem(value, param)
+
+
+def foreign_problem(value: Any, param: Tensor, held: Any) -> str | None:
+    """What is wrong with an entry whose meaning is not known.
+
+    Args:
+        held: the optimizer's own entry of this name, if it has one.
+    """
+    if not isinstance(held, Tensor):
+        return shape_problem(value, param) if is_dtensor(value) else None
+    if isinstance(value, Tensor | int | float) and held.numel() == 1:
+        return None if not isinstance(value, Tensor) or value.numel() == 1 else "is no number"
+    return None if value is None else shape_problem(value, held)
+
+
+def step_problem(step: Any) -> str | None:
+    """A step is a count: a number, or a tensor of one element."""
+    readable = isinstance(step, Tensor) and step.numel() == 1 and not local_tensor(step).is_meta
+    value = step.item() if readable else step
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return None if number and value >= 0 else f"is {step!r}, expected a count of steps"
+
+
+def shape_problem(value: Any, like: Tensor) -> str | None:
+    """A value for each element has the shape of ``like``, and lies where it lies."""
+    if not isinstance(value, Tensor):
+        return f"is a {type(value).__name__}, expected a tensor of shape {tuple(like.shape)}"
+    if value.shape != like.shape:
+        return f"has shape {tuple(value.shape)}, expected {tuple(like.shape)}"
+    if not same_placement(value, like):
+        return (
+            f"is {placed(value)}, its parameter {placed(like)}: "
+            f"torch.distributed.checkpoint can redistribute it"
+        )
+    return None
+
+
+def tensor_problem(value: Any, param: Tensor, dtype: torch.dtype | None = None) -> str | None:
+    """A moment or weight is dense, has memory and is floating-point, or of ``dtype``."""
+    if found := shape_problem(value, param):
+        return found
+    local = local_tensor(value)
+    if dtype is None:
+        fits = local.is_complex() if param.is_complex() else local.is_floating_point()
+    else:
+        fits = local.dtype == dtype
+    if not fits or local.layout is not torch.strided or local.is_meta:
+        return (
+            f"is {local.dtype}, {local.layout}, on {local.device}; expected a dense "
+            f"{dtype or 'real'} tensor with memory"
+        )
+    if dtype == torch.int16 and param.dtype == torch.float16:
+        return "completes a bfloat16 parameter, not a float16 one"
+    return None
+
+
+def converted(
+    name: str, value: Any, param: Tensor, storage: Storage, step_device: Any = None
+) -> Any:
+    """A checked entry in memory of its own, on the parameter's device.
+
+    torch casts every floating-point entry to the parameter's dtype, float32 moments of a bfloat16
+    parameter included. Here moments get the dtype that ``storage`` keeps them in, and masters
+    theirs.
+
+    Args:
+        step_device: where steps are kept, if not with the parameter.
+    """
+    if isinstance(value, Mapping):
+        return {k: converted(k, v, param, storage, step_device) for k, v in value.items()}
+    device = local_tensor(param).device
+    if name == "step":
+        held = isinstance(value, Tensor)
+        step = local_tensor(value).detach() if held else torch.tensor(float(value))
+        return step.to(step_device or device, torch.float32, copy=True).reshape(())
+    if not isinstance(value, Tensor):
+        return value
+    dtype = value.dtype
+    if name in MOMENTS:
+        dtype = storage.moment_dtype(param)
+    elif name not in MASTERS and value.is_floating_point() and not param.is_complex():
+        dtype = param.dtype
+    return value.detach().to(device, dtype, copy=True)

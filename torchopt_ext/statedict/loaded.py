@@ -1,0 +1,156 @@
+"""A state dict as it was read: what it has for each parameter, whatever its layout."""
+
+import copy
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from torchopt_ext.optim.local import local_tensor
+from torchopt_ext.statedict import control as control_state
+from torchopt_ext.statedict.control import CONTROL_KEY
+from torchopt_ext.statedict.entries import foreign_problem, problem, required_of
+
+SHOWN = 5
+"""Problems that a message has in full."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A parameter, and what a state dict has for it.
+
+    Attributes:
+        called: what messages call an entry of it.
+        entry: empty if there is no state.
+    """
+
+    param: Tensor
+    called: Callable[[str], str]
+    entry: Mapping[str, Any]
+
+    def problems(self, optimizer_class: Any, held: Mapping[str, Any]) -> Iterator[str]:
+        """Entries that do not fit.
+
+        Args:
+            optimizer_class: says what they mean.
+            held: the parameter's present state.
+        """
+        known = required_of(optimizer_class) is not None
+        for name, value in self.entry.items():
+            if found := (
+                problem(name, value, self.param)
+                if known
+                else foreign_problem(value, self.param, held.get(name))
+            ):
+                yield f"{self.called(name)} {found}"
+
+
+@dataclass
+class Loaded:
+    """A state dict by parameter.
+
+    Attributes:
+        slots: one for each parameter, in order.
+        groups: hyperparameters by group, with the optimizer's own parameters.
+        foreign: state that belongs to no parameter, as it was.
+        control: fields of a control block; empty if there are none.
+        extra: further top-level entries.
+    """
+
+    slots: list[Slot]
+    groups: list[dict[str, Any]]
+    foreign: dict[Any, Any] = field(default_factory=dict)
+    control: Mapping[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def counted(self) -> float:
+        """The largest step count of a parameter."""
+        return largest_step(self.slots)
+
+    def problems(self, optimizer_class: Any, held: Mapping[Tensor, Any]) -> Iterator[str]:
+        """All that does not fit; arguments as :meth:`Slot.problems`, states by parameter."""
+        if found := control_state.problem(self.control):
+            yield found
+        for slot in self.slots:
+            for name in required_of(optimizer_class) or () if slot.entry else ():
+                if name not in slot.entry:
+                    yield f"{slot.called(name)} is missing"
+            yield from slot.problems(optimizer_class, held.get(slot.param, {}))
+
+
+def largest_step(slots: Iterable[Slot]) -> float:
+    """The largest step count of a parameter; 0 without any. The entries have been checked."""
+    steps = [local_tensor(slot.entry["step"]) for slot in slots if "step" in slot.entry]
+    return max(map(float, steps), default=0.0)
+
+
+def raise_problems(found: Iterable[str], kind: type[Exception] = ValueError) -> None:
+    """Raises ``kind`` with all problems, the first of them in full; nothing if there is none."""
+    problems = list(found)
+    if problems:
+        more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+        raise kind(f"the state dict does not fit: {'; '.join(problems[:SHOWN])}{more}")
+
+
+def read_indexed(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> Loaded:
+    """What a state dict in torch's layout, ``state`` by index and ``param_groups``, has.
+
+    Args:
+        groups: of the optimizer that loads it, in which the parameters are found.
+
+    Raises:
+        ValueError: it is no such dict, or its groups have other sizes.
+    """
+    raise_problems(_structure_problems(state_dict, groups))
+    state, saved_groups = state_dict["state"], state_dict["param_groups"]
+    ids = [index for group in saved_groups for index in group["params"]]
+    own = [(group, i) for group in groups for i in range(len(group["params"]))]
+    control = state_dict.get(CONTROL_KEY, {})
+    slots = []
+    for index, (group, i) in zip(ids, own, strict=True):
+        name = group["param_names"][i] if group.get("param_names") else None
+        what = f"parameter {index}" + (f" ({name!r})" if name else "")
+        # torch's set_optimizer_state_dict makes {} of an entry that a flat dict lacks.
+        given = state.get(index, {}).items()
+        entry = {k: v for k, v in given if not (isinstance(v, Mapping) and not v)}
+        control = entry.pop(CONTROL_KEY, control)
+        slots.append(Slot(group["params"][i], functools.partial("{1} of {0}".format, what), entry))
+    loaded_groups = []
+    for group, saved in zip(groups, saved_groups, strict=True):
+        kept = {key: group[key] for key in ("params", "param_names") if key in group}
+        loaded = {key: copy.deepcopy(v) for key, v in saved.items() if key != "params"}
+        loaded_groups.append(kept | loaded)
+    known = set(ids)
+    return Loaded(
+        slots,
+        loaded_groups,
+        {key: value for key, value in state.items() if key not in known},
+        control,
+        {k: v for k, v in state_dict.items() if k not in ("state", "param_groups", CONTROL_KEY)},
+    )
+
+
+def _structure_problems(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    given = state_dict if isinstance(state_dict, Mapping) else {}
+    state, saved = given.get("state"), given.get("param_groups")
+    if not isinstance(state, Mapping) or not isinstance(saved, list | tuple):
+        yield f"'state' and 'param_groups' are to be a dict and a list, in {state_dict!r:.200}"
+        return
+    if len(saved) != len(groups):
+        yield f"it has {len(saved)} parameter groups, expected {len(groups)}"
+    for number, (group, own) in enumerate(zip(saved, groups, strict=False)):
+        ids = group.get("params") if isinstance(group, Mapping) else None
+        if not isinstance(ids, list | tuple) or not all(isinstance(i, int | str) for i in ids):
+            yield f"group {number} has no list 'params' of indices or names"
+            continue
+        if len(ids) != len(own["params"]):
+            yield (
+                f"group {number} has {len(ids)} parameters, which doesn't match the size of "
+                f"optimizer's group: {len(own['params'])}"
+            )
+        for index in ids:
+            if not isinstance(state.get(index, {}), Mapping):
+                yield f"the state of parameter {index} is {state[index]!r:.200}, expected a dict"

@@ -1,0 +1,95 @@
+"""From a master weight to a remainder and back, and from both to the weight they complete."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchopt_ext.optim.local import local_tensor
+from torchopt_ext.optim.storage import (
+    MASTER,
+    REMAINDER,
+    SIXTEEN_BIT,
+    Storage,
+    join_master,
+    split_master,
+)
+
+
+def fit_master(param: Tensor, state: dict[str, Any], storage: Storage) -> None:
+    """Leaves in ``state`` the one master entry that ``storage`` asks for, made from what is there.
+
+    A remainder belongs to the parameter as it is now, so a checkpoint's is completed only here,
+    when a step is near, and not when it is loaded, which may be before the model is.
+    """
+    wanted = storage.master_of(param)
+    if wanted is None:
+        state.pop(MASTER, None)
+        state.pop(REMAINDER, None)
+    elif wanted == MASTER:
+        remainder = state.pop(REMAINDER, None)
+        if MASTER in state:
+            return
+        local, master = local_tensor(param), zeros_like(param, torch.float32)
+        if remainder is not None and local.dtype != torch.bfloat16:
+            raise ValueError(f"a remainder completes a bfloat16 parameter, not {local.dtype}")
+        exact = local if remainder is None else join_master(local, local_tensor(remainder))
+        local_tensor(master).copy_(exact)
+        state[MASTER] = master
+    else:
+        saved_master = state.pop(MASTER, None)
+        if REMAINDER in state:
+            return
+        remainder = zeros_like(param, torch.int16)
+        if saved_master is not None:
+            weight, rest = split_master(local_tensor(saved_master))
+            local_tensor(param).copy_(weight)  # nothing new, unless the model was changed since
+            local_tensor(remainder).copy_(rest)
+        state[REMAINDER] = remainder
+
+
+def refresh_master(param: Tensor, state: dict[str, Any]) -> None:
+    """Makes the master weight what the parameter is now."""
+    if MASTER in state:
+        local_tensor(state[MASTER]).copy_(local_tensor(param))
+    if REMAINDER in state:
+        local_tensor(state[REMAINDER]).zero_()
+
+
+def weight_of(param: Tensor, state: dict[str, Any]) -> Tensor:
+    """What a 16-bit parameter is rounded from, as float32; of others, the parameter itself.
+
+    The master weight itself if there is one.
+    """
+    if MASTER in state:
+        master: Tensor = state[MASTER]
+        return master
+    if REMAINDER in state:
+        joined = zeros_like(param, torch.float32)
+        rest = local_tensor(state[REMAINDER])  # on the host while it is offloaded
+        local_tensor(joined).copy_(join_master(local_tensor(param).to(rest.device), rest))
+        return joined
+    return param.detach().float() if param.dtype in SIXTEEN_BIT else param.detach()
+
+
+def set_weight(param: Tensor, state: dict[str, Any], weight: Tensor, storage: Storage) -> None:
+    """Sets a parameter and its master to ``weight``, which has its shape and placements."""
+    local = local_tensor(weight)
+    local_tensor(param).copy_(local)
+    wanted = storage.master_of(param)
+    if wanted == MASTER:
+        if MASTER not in state:
+            state[MASTER] = zeros_like(param, torch.float32)
+        local_tensor(state[MASTER]).copy_(local)
+    elif wanted == REMAINDER:
+        if REMAINDER not in state:
+            state[REMAINDER] = zeros_like(param, torch.int16)
+        rounded, rest = split_master(local.to(local_tensor(param).device, torch.float32))
+        local_tensor(param).copy_(rounded)
+        local_tensor(state[REMAINDER]).copy_(rest)
+
+
+def zeros_like(param: Tensor, dtype: torch.dtype) -> Tensor:
+    """Zeros in the parameter's layout, on its device and placed as it is."""
+    zeros = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+    return zeros.requires_grad_(False) if zeros.is_floating_point() else zeros
