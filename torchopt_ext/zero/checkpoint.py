@@ -69,10 +69,9 @@ def sharded_state_dict(zero: ShardedOptimizer) -> dict[str, Any]:
         for index, own in sorted(pieces.items())
     }
     extra = {key: value for key, value in local.items() if key not in ("state", "param_groups")}
-    # A control block counts no steps where there is nothing to step, and DCP may write any rank's.
-    if any(all_gather_text("state" if state else "", zero.process_group)) and not state:
-        extra = {}
-    result = zero_state.packed(zero, {"state": state, "extra": extra})
+    firsts = all_gather_text(str(min(state, default="")), zero.process_group)
+    first = min((int(index) for index in firsts if index), default=None)
+    result = zero_state.packed(zero, {"state": state, "extra": extra}, first)
     error = None
     try:
         check_storable(result, "")

@@ -336,7 +336,9 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
                 f"Please call `consolidate_state_dict(to={self.rank})` on all ranks beforehand if "
                 "you meant to save the global state."
             )
-        return run_state_dict_post_hooks(self, zero_state.packed(self, self._consolidated))
+        first = min(self._consolidated["state"], default=None)
+        packed = zero_state.packed(self, self._consolidated, first)
+        return run_state_dict_post_hooks(self, packed)
 
     @bounded
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -64,17 +64,26 @@ def consolidated(zero: ShardedOptimizer, to: int) -> dict[str, Any] | None:
     return {"state": gathered, "extra": extra}
 
 
-def packed(zero: ShardedOptimizer, collected: Mapping[str, Any]) -> dict[str, Any]:
-    """The state dict that the unsharded optimizer would give."""
-    groups, first = [], 0
+def packed(
+    zero: ShardedOptimizer, collected: Mapping[str, Any], first: int | None
+) -> dict[str, Any]:
+    """The state dict that the unsharded optimizer would give.
+
+    Args:
+        collected: "state" by parameter's index, and "extra" top-level entries.
+        first: which of the parameters with state is the first on all ranks; None without any.
+    """
+    groups, count = [], 0
     for group in zero.param_groups:
         saved_group = {key: value for key, value in group.items() if key != "params"}
-        saved_group["params"] = list(range(first, first + len(group["params"])))
-        first += len(group["params"])
+        saved_group["params"] = list(range(count, count + len(group["params"])))
+        count += len(group["params"])
         groups.append(saved_group)
     state = {index: dict(entry) for index, entry in collected["state"].items()}
-    for entry in [entry for entry in state.values() if CONTROL_KEY in entry][1:]:
-        del entry[CONTROL_KEY]  # the first of every rank's parameters has it
+    # The first parameter of every rank has the control block's fields.
+    fields = [entry.pop(CONTROL_KEY) for entry in state.values() if CONTROL_KEY in entry]
+    if fields and first in state:
+        state[first][CONTROL_KEY] = fields[0]
     return {"state": state, "param_groups": groups} | collected["extra"]
 
 
