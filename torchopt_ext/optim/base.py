@@ -23,7 +23,7 @@ from torchopt_ext.optim.local import NormKey, is_split, moved
 from torchopt_ext.optim.step import fused_step
 from torchopt_ext.optim.storage import Place, Storage, with_own_steps
 from torchopt_ext.optim.telemetry import Telemetry, keep_digests, telemetry_of, track_bits
-from torchopt_ext.statedict.control import CONTROL_KEY
+from torchopt_ext.statedict.control import CONTROL_KEY, as_entry
 from torchopt_ext.statedict.entries import converted
 from torchopt_ext.statedict.loaded import Loaded, raise_problems, read_indexed
 from torchopt_ext.statedict.masters import refresh_master
@@ -181,7 +181,7 @@ class FusedAdamBase(HookedStep, Controlled, Optimizer):
         packed["state"] = with_own_steps(packed["state"])
         for entry in packed["state"].values():
             if isinstance(entry, dict) and CONTROL_KEY in entry:
-                entry[CONTROL_KEY] = self.saved_control()
+                entry[CONTROL_KEY] = as_entry(self.saved_control())
         return packed
 
     @torch.no_grad()

@@ -128,7 +128,7 @@ def read_indexed(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> Loaded
         slots,
         loaded_groups,
         {key: value for key, value in state.items() if key not in known},
-        control,
+        control_state.of_entry(control),
         {k: v for k, v in state_dict.items() if k not in ("state", "param_groups", CONTROL_KEY)},
     )
 

@@ -21,14 +21,21 @@ from torchopt_ext.zero.sharded import ShardedOptimizer
 
 
 def local_state_dict(zero: ShardedOptimizer) -> dict[str, Any]:
-    """The local optimizer's state dict; functional optimizers only have their state."""
+    """The local optimizer's state dict; functional optimizers only have their state.
+
+    The control block's fields are at the top, as they are not of a part of a parameter.
+    """
     mine = {param: number for number, param in enumerate(chain(*zero.parts.mine))}
     for key in [k for k in zero.optim.state if isinstance(k, Tensor) and k not in mine]:
         if not zero.optim.state[key]:  # looking up another rank's parameter has made it
             del zero.optim.state[key]
-    if hasattr(zero.optim, "state_dict"):
-        return dict(zero.optim.state_dict())
-    return {"state": {mine[param]: entry for param, entry in zero.optim.state.items()}}
+    if not hasattr(zero.optim, "state_dict"):
+        return {"state": {mine[param]: entry for param, entry in zero.optim.state.items()}}
+    local = dict(zero.optim.state_dict())
+    for entry in local["state"].values():
+        if isinstance(entry, dict) and CONTROL_KEY in entry:
+            local[CONTROL_KEY] = entry.pop(CONTROL_KEY)
+    return local
 
 
 def local_parts(zero: ShardedOptimizer) -> list[Part]:
@@ -80,11 +87,11 @@ def packed(
         count += len(group["params"])
         groups.append(saved_group)
     state = {index: dict(entry) for index, entry in collected["state"].items()}
-    # The first parameter of every rank has the control block's fields.
-    fields = [entry.pop(CONTROL_KEY) for entry in state.values() if CONTROL_KEY in entry]
+    extra = dict(collected["extra"])
+    fields = extra.pop(CONTROL_KEY, None)
     if fields and first in state:
-        state[first][CONTROL_KEY] = fields[0]
-    return {"state": state, "param_groups": groups} | collected["extra"]
+        state[first][CONTROL_KEY] = fields
+    return {"state": state, "param_groups": groups} | extra
 
 
 def check(zero: ShardedOptimizer, state_dict: Mapping[str, Any]) -> Loaded:
@@ -133,21 +140,26 @@ def load_local(
         found = [json.loads(text) for text in all_gather_text(mine, zero.process_group)]
         loaded.control = next((control for control, _ in found if control), {})
         counted = max(counted for _, counted in found)
-    with all_or_none(zero.process_group):
-        if is_fused:
-            zero.optim.take_loaded(loaded, counted)
-        elif hasattr(zero.optim, "load_state_dict"):
-            load_whole(zero.optim, local)
-        else:  # a functional optimizer, whose steps torch keeps on the CPU
-            (params,) = zero.parts.mine
-            zero.optim.state = {
-                params[number]: {
-                    name: converted(name, value, params[number], Storage(), "cpu")
-                    for name, value in entry.items()
+    before = zero.optim.state, zero.optim.param_groups
+    try:
+        with all_or_none(zero.process_group):
+            if is_fused:
+                zero.optim.take_loaded(loaded, counted)
+            elif hasattr(zero.optim, "load_state_dict"):
+                load_whole(zero.optim, local)
+            else:  # a functional optimizer, whose steps torch keeps on the CPU
+                (params,) = zero.parts.mine
+                zero.optim.state = {
+                    params[number]: {
+                        name: converted(name, value, params[number], Storage(), "cpu")
+                        for name, value in entry.items()
+                    }
+                    for number, entry in state.items()
                 }
-                for number, entry in state.items()
-            }
-            zero._sync_param_groups(local_groups, zero.optim.param_groups)
+                local_optimizer.copy_settings(local_groups, zero.optim.param_groups)
+    except Exception:  # maybe another rank's
+        zero.optim.state, zero.optim.param_groups = before
+        raise
     zero._consolidated = None
     local_optimizer.set_places(zero)
     local_optimizer.sync_groups_from(zero)

@@ -206,7 +206,6 @@ def test_a_schedule_is_resumed(how: str) -> None:
         saved = runs[1].state_dict()
         if how == "file":
             saved = through_file(saved)
-        assert all(type(value) is float for value in saved["state"][0][CONTROL_KEY].values())
         resumed = OURS["AdamW"](params, lr=0.1, skip_nonfinite=True)
         resumed.set_schedule(**SCHEDULE)
         resumed.load_state_dict(saved)
@@ -255,10 +254,7 @@ def test_the_extra_key_is_there_only_when_used_and_torch_ignores_it() -> None:
     assert CONTROL_KEY not in optimizer.state_dict()["state"][0]
     optimizer.set_schedule(**SCHEDULE)
     saved = optimizer.state_dict()
-    assert [CONTROL_KEY in entry for entry in saved["state"].values()] == [
-        True,
-        *[False] * (len(params) - 1),
-    ]
+    assert [i for i, entry in saved["state"].items() if CONTROL_KEY in entry] == [0]
     others = make_params()
     theirs = TORCH["AdamW"](others, lr=1e-3, fused=True)
     theirs.load_state_dict(saved)
