@@ -148,8 +148,8 @@ def _structure_problems(state_dict: Any, groups: Sequence[Mapping[str, Any]]) ->
             continue
         if len(ids) != len(own["params"]):
             yield (
-                f"group {number} has {len(ids)} parameters, which doesn't match the size of "
-                f"optimizer's group: {len(own['params'])}"
+                f"group {number} has {len(ids)} parameters, expected {len(own['params'])}, the "
+                f"size of optimizer's group"
             )
         for index in ids:
             if not isinstance(state.get(index, {}), Mapping):
