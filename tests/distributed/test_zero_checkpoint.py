@@ -105,7 +105,7 @@ def test_what_dcp_would_not_give_back_is_named(runs: dict[int, Results], value: 
         ("other shape", "ValueError", "exp_avg of parameter 6 has shape (70, 130), expected (70, "),
         ("transposed", "ValueError", "exp_avg of parameter 6 has shape (70, 130), expected (130, "),
         ("fewer parameters", "ValueError", "group 0 has 6 parameters, expected 5"),
-        ("other groups", "ValueError", "number of parameter groups: 2, expected 1"),
+        ("other groups", "ValueError", "2 parameter groups, expected 1"),
         ("other key", "ValueError", "no 'optim.param_groups'; it has ['optimizer']"),
         ("missing file", "RuntimeError", "reading the optimizer state: rank "),
         ("truncated file", "RuntimeError", "reading the optimizer state: rank "),
