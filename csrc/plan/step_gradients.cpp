@@ -57,9 +57,10 @@ void StepPlan::set_gradient(size_t i, const at::Tensor& gradient) {
   const at::Tensor param =
       dense_copies_[i].defined() ? dense_copies_[i] : to_tensor(borrowed_[i][kParam]);
   const at::ScalarType expected = param.scalar_type();
-  const bool wider = dtype == at::kFloat && is_16_bit(expected);
-  if (gradient.layout() != at::kStrided || !(dtype == expected || wider) || gradient.is_meta()) {
-    check_supported(gradient, what("gradient", i));
+  const bool fits = dtype == expected || (dtype == at::kFloat && is_16_bit(expected)) ||
+                    (is_16_bit(dtype) && expected == at::kFloat);
+  if (gradient.layout() != at::kStrided || !fits || gradient.is_meta()) {
+    check_supported(gradient, what("gradient", i), /*complex=*/true);
     TORCH_CHECK(false, what("gradient", i), " has dtype ", dtype, ", expected ", expected);
   }
   TORCH_CHECK(gradient.sizes() == param.sizes(), what("gradient", i), " has shape ",
@@ -79,7 +80,7 @@ void StepPlan::set_gradient(size_t i, const at::Tensor& gradient) {
     ++gradients_copied_;
     known.gradient_type = -1;  // the next is looked at closely, whatever it is
   }
-  work.grad_dtype = dtype == at::kFloat ? DType::kFloat32 : work.param_dtype;
+  work.grad_dtype = dtype_of(gradient);
   // An empty gradient may have no memory, but its parameter takes part: its step counts.
   work.grad = const_cast<void*>(gradient.numel() > 0 ? address(*gradients_[i].unsafeGetTensorImpl())
                                                      : &kEmptyGradient);

@@ -55,9 +55,10 @@ StepPlan::StepPlan(const std::vector<Entry>& entries, at::Device device, const S
     TensorWork& work = work_.tensors[i];
     work.group = entry.group;
     work.index = entry.place.index;
-    work.first_element = entry.place.first_element;
-    work.run = entry.place.run;
-    work.stride = entry.place.stride;
+    const int64_t reals = reals_per_element(entry.tensors[kParam]);
+    work.first_element = reals * entry.place.first_element;
+    work.run = reals * entry.place.run;
+    work.stride = reals * entry.place.stride;
     check_entry(i, entry.tensors);
     for (size_t part = 0; part < kParts; ++part) {
       const at::Tensor& tensor = entry.tensors[part];
@@ -75,7 +76,7 @@ std::string StepPlan::what(const char* role, size_t i) const {
 void StepPlan::check_entry(size_t i, const Tensors& tensors) {
   const at::Tensor& param = tensors[kParam];
   const std::string param_what = what("parameter", i);
-  check_supported(param, param_what);
+  check_supported(param, param_what, /*complex=*/true);
   TORCH_CHECK(param.device() == device_, param_what, " is on ", param.device(), ", expected ",
               device_);
   dense_copies_[i].reset();
@@ -90,12 +91,13 @@ void StepPlan::check_entry(size_t i, const Tensors& tensors) {
       continue;
     }
     const std::string moment_what = what(kRoleNames[part], i);
-    check_supported(moment, moment_what);
+    check_supported(moment, moment_what, /*complex=*/true);
     check_dense(moment, moment_what);
     check_matches(moment, moment_what, dense, param_what);
-    TORCH_CHECK((moment.scalar_type() == at::kDouble) == (param.scalar_type() == at::kDouble),
+    TORCH_CHECK((dtype_of(moment) == DType::kFloat64) == (dtype_of(param) == DType::kFloat64) &&
+                    moment.is_complex() == param.is_complex(),
                 moment_what, " has dtype ", moment.scalar_type(), ", its parameter has ",
-                param.scalar_type(), "; float64 goes with float64 only");
+                param.scalar_type(), "; float64 goes with float64 only, complex with complex");
     TORCH_CHECK(moment.scalar_type() == tensors[kExpAvg].scalar_type(), moment_what, " has dtype ",
                 moment.scalar_type(), ", expected ", tensors[kExpAvg].scalar_type(),
                 " as exp_avg of the same parameter");
@@ -116,7 +118,7 @@ void StepPlan::check_entry(size_t i, const Tensors& tensors) {
   work.max_exp_avg_sq = writable(tensors[kMaxExpAvgSq]);
   work.master = writable(tensors[kMaster]);
   work.step = static_cast<float*>(writable(step));
-  work.numel = dense.numel();
+  work.numel = reals_per_element(dense) * dense.numel();
   work.row_length = row_length(dense);
   work.param_dtype = dtype_of(dense);
   work.grad_dtype = work.param_dtype;

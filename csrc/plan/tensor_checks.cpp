@@ -12,8 +12,10 @@ std::string describe(const char* role, size_t index, const std::string& name) {
 DType dtype_of(const at::Tensor& tensor) {
   switch (tensor.scalar_type()) {
     case at::kFloat:
+    case at::kComplexFloat:
       return DType::kFloat32;
     case at::kDouble:
+    case at::kComplexDouble:
       return DType::kFloat64;
     case at::kBFloat16:
       return DType::kBFloat16;
@@ -24,16 +26,17 @@ DType dtype_of(const at::Tensor& tensor) {
   }
 }
 
-void check_supported(const at::Tensor& tensor, const std::string& what) {
+void check_supported(const at::Tensor& tensor, const std::string& what, bool complex) {
   TORCH_CHECK(tensor.defined(), what, " is not defined");
   TORCH_CHECK(tensor.layout() == at::kStrided, what, " has layout ", tensor.layout(),
               ", expected a dense (strided) tensor; sparse gradients are not supported");
-  TORCH_CHECK(!tensor.is_complex(), what, " has dtype ", tensor.scalar_type(),
-              "; complex tensors are not supported");
   const auto dtype = tensor.scalar_type();
-  TORCH_CHECK(
-      dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf,
-      what, " has dtype ", dtype, ", expected float32, float64, bfloat16 or float16");
+  TORCH_CHECK(complex || !tensor.is_complex(), what, " has dtype ", dtype,
+              "; complex tensors are not supported: pass torch.view_as_real() of it");
+  TORCH_CHECK(dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 ||
+                  dtype == at::kHalf || dtype == at::kComplexFloat || dtype == at::kComplexDouble,
+              what, " has dtype ", dtype, ", expected float32, float64, bfloat16 or float16",
+              complex ? ", complex64 or complex128" : "");
   check_memory(tensor, what);
 }
 
@@ -41,7 +44,8 @@ void check_memory(const at::Tensor& tensor, const std::string& what) {
   TORCH_CHECK(tensor.layout() == at::kStrided, what, " has layout ", tensor.layout(),
               ", expected a dense (strided) tensor");
   TORCH_CHECK(!tensor.is_meta(), what, " is on the meta device and has no data");
-  TORCH_CHECK(!is_lazy(tensor), what, " is a lazy view; call resolve_neg() first");
+  TORCH_CHECK(!is_lazy(tensor), what,
+              " is a lazy view; call resolve_neg() or resolve_conj() first");
   TORCH_CHECK(tensor.numel() == 0 || tensor.has_storage(), what, " has no storage");
   TORCH_CHECK(tensor.numel() == 0 || tensor.const_data_ptr() != nullptr, what,
               " has had its storage freed");
@@ -157,8 +161,9 @@ void bump_version(const at::Tensor& tensor) {
 }
 
 int64_t row_length(const at::Tensor& tensor) {
+  const int64_t reals = reals_per_element(tensor);
   if (tensor.dim() == 0 || tensor.numel() == 0) {
-    return 1;
+    return reals;
   }
   // One row stays one row, however its elements are permuted: it may be a shard of several.
   int64_t outer = 0;
@@ -167,7 +172,7 @@ int64_t row_length(const at::Tensor& tensor) {
       outer = d;
     }
   }
-  return tensor.numel() / tensor.size(outer);
+  return reals * (tensor.numel() / tensor.size(outer));
 }
 
 }  // namespace torchopt_ext

@@ -16,10 +16,12 @@ namespace torchopt_ext {
 // "gradient 3 ('layers.0.wq.weight')"
 std::string describe(const char* role, size_t index, const std::string& name = {});
 
+// Of the real numbers in memory: a complex tensor is stepped as torch::view_as_real() shows it.
 DType dtype_of(const at::Tensor& tensor);
+inline int64_t reals_per_element(const at::Tensor& tensor) { return tensor.is_complex() ? 2 : 1; }
 
-// Strided, floating point, not complex, no meta or fake tensor without storage.
-void check_supported(const at::Tensor& tensor, const std::string& what);
+// Strided, of a supported dtype, with memory. Complex tensors only if `complex`.
+void check_supported(const at::Tensor& tensor, const std::string& what, bool complex = false);
 
 // Strided memory that holds the values as they are.
 void check_memory(const at::Tensor& tensor, const std::string& what);
@@ -63,7 +65,8 @@ std::optional<std::pair<size_t, size_t>> find_overlap(std::vector<MemoryRange>& 
 // Counts as an in-place change for autograd, as torch's own operators do.
 void bump_version(const at::Tensor& tensor);
 
-// The unit that blocks of the sum of squares never cross: docs/numerics.md section 3.
+// The unit that blocks of the sum of squares never cross, in real numbers: docs/numerics.md
+// section 3.
 int64_t row_length(const at::Tensor& tensor);
 
 }  // namespace torchopt_ext

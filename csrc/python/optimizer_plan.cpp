@@ -3,8 +3,10 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
+#include <iterator>
+
 #include "plan/for_each_entry.h"
-#include "python/dtensor.h"
 #include "python/param_group.h"
 #include "step_ops.h"
 
@@ -68,7 +70,7 @@ OptimizerPlan::OptimizerPlan(const py::list& param_groups, const py::dict& state
     entry.position = i;
     entry.place = param.place;
     Objects objects{
-        param.param.ptr(), {}, !param.param.is(param.local[0]), static_cast<int64_t>(i)};
+        param.param.ptr(), {}, path_of(param.param, param.local[0]), static_cast<int64_t>(i)};
     for (size_t k = 0; k < param.local.size(); ++k) {
       objects.local[k] = param.local[k].ptr();
       entry.tensors[k] = unpack(objects.local[k]);
@@ -83,6 +85,17 @@ OptimizerPlan::OptimizerPlan(const py::list& param_groups, const py::dict& state
   for (size_t i = 0; i < entries.size(); ++i) {
     plans_.emplace_back(entries[i], part_devices[i], options);
   }
+}
+
+// The path's index in paths_, where parameters of the same kind share one.
+uint32_t OptimizerPlan::path_of(py::handle param, py::handle local) {
+  LocalPath path = local_path(param, local);
+  auto found = std::find(paths_.begin(), paths_.end(), path);
+  if (found == paths_.end()) {
+    paths_.push_back(std::move(path));
+    found = std::prev(paths_.end());
+  }
+  return static_cast<uint32_t>(found - paths_.begin());
 }
 
 py::list OptimizerPlan::objects() const {
@@ -120,7 +133,7 @@ void OptimizerPlan::look(size_t part) {
       }
       if (!plan.attach(i, borrowed)) {
         what_is_left_[i] = Left::kAll;
-      } else if (objects[i].wrapped) {
+      } else if (objects[i].path != 0) {
         what_is_left_[i] = Left::kGradient;
       } else {
         // Not at::Tensor::grad(), which looks for non-leaf tensors to warn about.
@@ -131,8 +144,8 @@ void OptimizerPlan::look(size_t part) {
   });
 }
 
-// False if a DTensor has another local tensor than before. Memory that was replaced under a tensor
-// is taken as it is now.
+// False if a parameter has another local tensor than before. Memory that was replaced under a
+// tensor is taken as it is now.
 bool OptimizerPlan::attach(size_t part) {
   const std::vector<Objects>& objects = objects_[part];
   changed_.clear();
@@ -140,8 +153,8 @@ bool OptimizerPlan::attach(size_t part) {
     if (what_is_left_[i] == Left::kNothing) {
       continue;
     }
-    if (objects[i].wrapped &&
-        local_tensor(objects[i].param).ptr() != objects[i].local[StepPlan::kParam]) {
+    if (objects[i].path != 0 && paths_[objects[i].path].follow(objects[i].param).ptr() !=
+                                    objects[i].local[StepPlan::kParam]) {
       return false;
     }
     if (what_is_left_[i] == Left::kAll) {
@@ -170,13 +183,14 @@ void OptimizerPlan::set_gradients(size_t part) {
       continue;
     }
     const at::Tensor& gradient = THPVariable_Unpack(objects[i].param).unsafeGetTensorImpl()->grad();
+    const bool distributed = paths_[objects[i].path].distributed;
     if (!gradient.defined() ||
-        !(objects[i].wrapped || gradient.unsafeGetTensorImpl()->is_python_dispatch())) {
+        !(distributed || gradient.unsafeGetTensorImpl()->is_python_dispatch())) {
       plan.set_gradient(i, gradient);
       continue;
     }
     py::object local = py::none();
-    if (objects[i].wrapped) {
+    if (distributed) {
       local = plain_local_gradient(objects[i].param, py::cast(gradient).ptr());
     }
     if (local.is_none()) {

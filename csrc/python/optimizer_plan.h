@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "plan/step_plan.h"
+#include "python/local_path.h"
 #include "python/state_snapshot.h"
 
 namespace torchopt_ext {
@@ -22,8 +23,9 @@ class OptimizerPlan {
  public:
   using LocalObjects = std::array<pybind11::object, StepPlan::kParts>;
 
-  // A parameter with its state, as Python objects: what the optimizer holds (a DTensor, or the
-  // local tensor itself) and the local tensors in the order of StepPlan::Part, None where absent.
+  // A parameter with its state, as Python objects: what the optimizer holds (a DTensor, a wrapper
+  // subclass, or the local tensor itself) and the local tensors in the order of StepPlan::Part,
+  // None where absent.
   struct Param {
     pybind11::object param;
     LocalObjects local;
@@ -75,12 +77,13 @@ class OptimizerPlan {
   struct Objects {
     PyObject* param;
     std::array<PyObject*, StepPlan::kParts> local;
-    bool wrapped;  // param is a DTensor
+    uint32_t path;  // from param to its local tensor, in paths_; 0: param is that tensor
     int64_t position;
   };
 
   enum class Left : uint8_t { kNothing, kGradient, kAll };
 
+  uint32_t path_of(pybind11::handle param, pybind11::handle local);
   void check_idle() const;
   void check_collected() const;
   void look(size_t part);
@@ -91,6 +94,7 @@ class OptimizerPlan {
   bool collected_ = false;
   StateSnapshot snapshot_;
   std::vector<StepPlan> plans_;
+  std::vector<LocalPath> paths_{LocalPath{}};
   std::vector<std::vector<Objects>> objects_;    // of each plan's entries
   std::vector<std::vector<GroupHyper>> hypers_;  // of each plan, this step's
   std::vector<std::vector<bool>> uses_group_;    // of each plan, by group

@@ -51,7 +51,9 @@ inline std::vector<Case> every_way_to_hold() {
     for (const DType grad : kAllDTypes) {
       for (const DType state : kAllDTypes) {
         for (const Weights weights : {Weights::kPlain, Weights::kMaster, Weights::kRemainder}) {
-          const bool grad_fits = grad == param || (is_half && grad == DType::kFloat32);
+          const bool one_is_wide = param == DType::kFloat64 || grad == DType::kFloat64;
+          const bool one_is_single = param == DType::kFloat32 || grad == DType::kFloat32;
+          const bool grad_fits = grad == param || (one_is_single && !one_is_wide);
           const bool state_fits = (state == DType::kFloat64) == (param == DType::kFloat64);
           const bool weights_fit = weights == Weights::kPlain ||
                                    (weights == Weights::kMaster && is_half) ||

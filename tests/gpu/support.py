@@ -25,7 +25,8 @@ def carved(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, seed: int) -> 
     """Tensors that lie one after another in one allocation, from its second element on."""
     generator = torch.Generator().manual_seed(seed)
     numels = [torch.Size(shape).numel() for shape in shapes]
-    flat = torch.randn(1 + sum(numels), generator=generator).to(dtype)
+    flat = torch.randn(1 + sum(numels), 1 + dtype.is_complex, generator=generator)
+    flat = (torch.view_as_complex(flat) if dtype.is_complex else flat[:, 0]).to(dtype, copy=True)
     pieces = flat[1:].split(numels)
     return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
@@ -45,7 +46,8 @@ def make_params(device: str, dtype: torch.dtype = torch.float32) -> list[nn.Para
 def set_gradients(params: Sequence[nn.Parameter], seed: int, scale: float = 1.0) -> None:
     """The same gradients on any device; scales that are powers of two are exact."""
     device = params[0].device.type
-    grads = carved([tuple(p.shape) for p in params], params[0].dtype, 1000 + seed)
+    dtype = params[0].grad_dtype
+    grads = carved([tuple(p.shape) for p in params], dtype or params[0].dtype, 1000 + seed)
     for param, grad in zip(params, on(device, grads), strict=True):
         param.grad = grad * scale if scale != 1.0 else grad
 

@@ -19,7 +19,10 @@ WAYS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "fp32": (torch.float32, {}),
     "fp32, amsgrad": (torch.float32, {"amsgrad": True}),
     "fp32, bf16 moments": (torch.float32, {"state_dtype": torch.bfloat16}),
+    "fp32, bf16 gradients": (torch.float32, {"amsgrad": True}),
     "fp64": (torch.float64, {}),
+    "complex64": (torch.complex64, {"amsgrad": True}),
+    "complex128": (torch.complex128, {}),
     "bf16": (torch.bfloat16, {}),
     "bf16, random": (torch.bfloat16, RANDOM),
     "bf16, master": (torch.bfloat16, {"master_weights": "fp32"}),
@@ -43,6 +46,8 @@ def test_bits_are_the_cpus(way: str, extras: bool) -> None:
     found = {}
     for device in ("cpu", "cuda"):
         params = make_params(device, dtype)
+        for p in params:
+            p.grad_dtype = torch.bfloat16 if "bf16 gradients" in way else dtype
         optimizer = FusedAdamW(params, lr=1e-2, weight_decay=0.1, **kwargs)
         for step in range(3):
             set_gradients(params, step)

@@ -10,6 +10,7 @@ from torchopt_ext.optim.base import FusedAdamBase
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.control import Controlled
 from torchopt_ext.optim.hooks import inner_step
+from torchopt_ext.optim.param_kinds import is_steppable
 from torchopt_ext.statedict.entries import MASTERS
 from torchopt_ext.statedict.masters import set_weight, weight_of
 
@@ -80,6 +81,8 @@ class FusedBase:
         self.optim.load_state_dict(states)
         for own, loaded in zip(self.params, weights, strict=True):
             for param, weight in zip(own, loaded, strict=True):
+                if not is_steppable(param):
+                    continue
                 state = self.optim.state.get(param, {})
                 set_weight(param, state, weight, self.optim._storage)
                 if state and param.requires_grad:  # frozen ones get a master when they need it

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torchopt_ext import _C
 from torchopt_ext.optim.local import (
     NormKey,
+    as_placed,
     is_dtensor,
     local_gradients,
     local_tensor,
@@ -18,6 +19,7 @@ from torchopt_ext.optim.local import (
     placed,
     same_placement,
 )
+from torchopt_ext.optim.param_kinds import is_steppable, refuse_param
 from torchopt_ext.optim.storage import SIXTEEN_BIT
 
 Part = tuple[torch.device, NormKey]
@@ -47,8 +49,13 @@ class MasterTable:
         # This rank's parts; those of DTensors may be replaced between steps.
         self.local_params: list[Tensor] = [local_tensor(param) for param in self.params]
         self.local_masters: list[Tensor] = [local_tensor(master) for master in self.masters]
-        keys = [(local_tensor(param).device, norm_key(param)) for param in self.params]
-        self.parts: list[Part] = list(dict.fromkeys(keys))
+        # Frozen parameters that no step can update, such as quantized weights.
+        self._frozen = {i for i, param in enumerate(self.params) if not is_steppable(param)}
+        keys = [
+            (local_tensor(param).device, norm_key(param)) if i not in self._frozen else None
+            for i, param in enumerate(self.params)
+        ]
+        self.parts: list[Part] = list(dict.fromkeys(key for key in keys if key is not None))
         self.devices = list(dict.fromkeys(device for device, _ in self.parts))
         self._of_part = {part: [i for i, k in enumerate(keys) if k == part] for part in self.parts}
         self.gradients: list[Any] = []  # this step's by parameter, None where there is none
@@ -59,7 +66,13 @@ class MasterTable:
         same = len(lists) == len(self._lists)
         return same and all(a is b for a, b in zip(lists, self._lists, strict=True))
 
-    def thawed(self) -> bool:
+    def check_unfrozen(self) -> None:
+        """Raises TypeError if a parameter that no step can update has a gradient."""
+        for i in self._frozen:
+            if self.params[i].grad is not None:
+                refuse_param(self.params[i], f"parameter {self.names[i]}")
+
+    def unfrozen(self) -> bool:
         """Whether a parameter without master has a gradient that it needs one for."""
         return any(
             param.grad is not None and param.dtype in SIXTEEN_BIT for param in self._without_master
@@ -130,19 +143,3 @@ def all_names(optim: Optimizer) -> list[str]:
     """The names of all groups' parameters, in order."""
     groups = enumerate(optim.param_groups)
     return [name for number, group in groups for name in names_of(number, group)]
-
-
-def as_placed(local: Tensor, like: Any) -> Any:
-    """A rank's part of a tensor as a DTensor placed as ``like`` is; itself if that is plain."""
-    if not is_dtensor(like):
-        return local
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(
-        local,
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )

@@ -16,16 +16,16 @@ from torchopt_ext import _C, ops
 from torchopt_ext.mixed_precision.master_table import (
     MasterTable,
     Part,
-    as_placed,
     names_of,
 )
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.control import Controlled
 from torchopt_ext.optim.hooks import inner_step
-from torchopt_ext.optim.local import local_tensor, moved
-from torchopt_ext.optim.state import refuse_param
+from torchopt_ext.optim.local import as_placed, local_tensor, moved
+from torchopt_ext.optim.param_kinds import is_steppable, refuse_param
 from torchopt_ext.optim.step import accumulated_norm
 from torchopt_ext.optim.storage import SIXTEEN_BIT
+from torchopt_ext.statedict.masters import weight_of
 from torchopt_ext.statedict.whole import load_whole
 
 
@@ -83,7 +83,10 @@ class MasterWeights(Controlled):
     def _refuse(self, number: int, group: dict[str, Any]) -> None:
         for name, param in zip(names_of(number, group), group["params"], strict=True):
             what = f"parameter {name} of {type(self.optim).__name__}"
-            refuse_param(param, what)
+            if param.requires_grad:
+                refuse_param(param, what)
+                if param.is_complex():
+                    raise TypeError(f"{what} is complex: only FusedAdam and FusedAdamW step those")
             if torch.nn.parameter.is_lazy(param):
                 raise TypeError(f"{what} has no shape yet: run the model once before")
         if len(set(group["params"])) != len(group["params"]):
@@ -100,7 +103,7 @@ class MasterWeights(Controlled):
     @torch.no_grad()
     def _master_of(self, param: Tensor) -> Tensor:
         """A new master, which takes over the state that the parameter had."""
-        master: Any = param.detach().float()
+        master: Any = as_placed(local_tensor(param).detach().float(), param)
         master.is_master_weight = True  # copies of the base keep it, too
         if param in self.optim.state:
             self.optim.state[master] = {
@@ -179,13 +182,14 @@ class MasterWeights(Controlled):
             )
         if self._table is None or not self._table.is_for(self.optim):
             self._table = MasterTable(self.params, self.optim)
-        if self._table.thawed():
-            self._thaw()
+        self._table.check_unfrozen()
+        if self._table.unfrozen():
+            self._unfreeze()
             self._table = MasterTable(self.params, self.optim)
         self._table.take_gradients()
         return self._table
 
-    def _thaw(self) -> None:
+    def _unfreeze(self) -> None:
         """Gives parameters that were frozen until now their masters."""
         for own, group in zip(self.params, self.optim.param_groups, strict=True):
             for i, param in enumerate(own):
@@ -251,14 +255,9 @@ class MasterWeights(Controlled):
     # ---- state --------------------------------------------------------------------------------
 
     def weights(self) -> list[list[Tensor]]:
-        """The masters by group; of parameters without one, the parameter as float32 or wider."""
-        return [
-            [
-                master.detach().float() if master.dtype in SIXTEEN_BIT else master.detach()
-                for master in group["params"]
-            ]
-            for group in self.optim.param_groups
-        ]
+        """The masters by group; of parameters without one, what :func:`weight_of` says."""
+        groups = self.optim.param_groups
+        return [[weight_of(master, {}) for master in group["params"]] for group in groups]
 
     def base_state(self) -> dict[str, Any]:
         """The optimizer's state dict."""
@@ -269,8 +268,9 @@ class MasterWeights(Controlled):
         load_whole(self.optim, states)
         flat = [weight for own in weights for weight in own]
         for (param, master), weight in zip(self.pairs(), flat, strict=True):
-            for target in (param, master):
-                local_tensor(target).copy_(local_tensor(weight))
+            if is_steppable(param):
+                for target in (param, master):
+                    local_tensor(target).copy_(local_tensor(weight))
 
     def __getstate__(self) -> dict[str, Any]:
         if self.process_group is not None:

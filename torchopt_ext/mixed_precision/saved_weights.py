@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from torchopt_ext.mixed_precision.master_table import names_of
+from torchopt_ext.optim.param_kinds import is_steppable
 from torchopt_ext.statedict.entries import tensor_problem
 
 
@@ -37,6 +38,6 @@ def read_weights(
         for name, param, weight in zip(
             names_of(index, groups[index]), own, weights[index], strict=True
         )
-        if (found := tensor_problem(weight, param))
+        if is_steppable(param) and (found := tensor_problem(weight, param))
     ]
     return weights, problems

@@ -20,6 +20,7 @@ from torchopt_ext.optim.hooks import (
     run_load_state_dict_pre_hooks,
 )
 from torchopt_ext.optim.local import NormKey, is_split, moved
+from torchopt_ext.optim.param_kinds import refuse_param
 from torchopt_ext.optim.step import fused_step
 from torchopt_ext.optim.storage import Place, Storage, with_own_steps
 from torchopt_ext.optim.telemetry import Telemetry, keep_digests, telemetry_of, track_bits
@@ -163,12 +164,17 @@ class FusedAdamBase(HookedStep, Controlled, Optimizer):
         names = group.get("param_names") or range(len(group["params"]))
         try:
             for name, param in zip(names, group["params"], strict=True):
-                what = f"parameter {name!r} of {type(self).__name__}"
-                param_state.refuse_param(param, what)
-                self._storage.refuse(param, what, self._options.stochastic_rounding)
+                if param.requires_grad:  # a frozen one is checked when it has a gradient
+                    self._check_param(param, name)
         except TypeError:
             self.param_groups.pop()
             raise
+
+    def _check_param(self, param: Tensor, name: str | int) -> None:
+        """Raises TypeError unless steps can update the parameter."""
+        what = f"parameter {name!r} of {type(self).__name__}"
+        refuse_param(param, what)
+        self._storage.refuse(param, what, self._options.stochastic_rounding)
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's; with a schedule or a loss scale, the first parameter's state has also
@@ -307,11 +313,11 @@ class FusedAdamBase(HookedStep, Controlled, Optimizer):
         self._init_states(lambda param: param.requires_grad)
 
     def _init_states(self, wanted: Callable[[Tensor], bool]) -> None:
-        entries = [
-            (group, param, self.state[param])
-            for _, group, _, param in param_state.named_group_params(self)
-            if wanted(param)
-        ]
+        named = enumerate(param_state.named_group_params(self))
+        chosen = [(group, n or i, param) for i, (_, group, n, param) in named if wanted(param)]
+        for _, name, param in chosen:
+            self._check_param(param, name)
+        entries = [(group, param, self.state[param]) for group, _, param in chosen]
         param_state.init_param_states(entries, self._storage)
         self._mark_control()
 

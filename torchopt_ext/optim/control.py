@@ -12,7 +12,6 @@ from torch import Tensor
 
 from torchopt_ext import ops
 from torchopt_ext.ops import CONTROL_FIELDS
-from torchopt_ext.optim.local import local_tensor
 from torchopt_ext.optim.loss_scale import is_scale, scale_settings
 
 PERSISTENT = ("steps", "skipped_steps", "loss_scale", "growth_tracker", "hysteresis_tracker")
@@ -244,10 +243,11 @@ class Controlled:
 
     @property
     def home(self) -> torch.device:
-        """The first parameter's device."""
+        """The first parameter's device; not of a frozen one on the meta device."""
         for group in self.param_groups:
             for param in group["params"]:
-                return torch.device(local_tensor(param).device)
+                if not param.is_meta:
+                    return torch.device(param.device)
         return self.home_without_params
 
     def _block(self, device: torch.device) -> tuple[Tensor, Tensor]:

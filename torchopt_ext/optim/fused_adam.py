@@ -17,8 +17,8 @@ class FusedAdam(FusedAdamBase):
     state is torch's: ``step``, ``exp_avg``, ``exp_avg_sq``, with amsgrad ``max_exp_avg_sq``.
 
     Args:
-        params: parameters, named parameters or param groups; float32, float64, bfloat16 or
-            float16, dense; DTensors are stepped by their local shards.
+        params: parameters, named parameters or param groups; docs/step.md says of which kinds.
+            DTensors are stepped by their local shards, frozen parameters may be anything.
         max_grad_norm: clips the gradients, inside the step, to this 2-norm over all of them, as
             ``torch.nn.utils.clip_grad_norm_`` would; the gradients themselves are not changed.
             None or 0: off. ``math.inf``: measures ``control.grad_norm`` without clipping.

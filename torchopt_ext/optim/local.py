@@ -1,4 +1,4 @@
-"""From a DTensor to what this rank holds of it, and to whom it has to talk about its norm."""
+"""From a parameter to the tensor that this rank steps, and to whom it talks about its norm."""
 
 from typing import Any, TypeAlias
 
@@ -18,8 +18,43 @@ def is_dtensor(tensor: Any) -> bool:
 
 
 def local_tensor(tensor: Any) -> Any:
-    """This rank's shard of a DTensor; anything else as it is."""
-    return tensor._local_tensor if is_dtensor(tensor) else tensor
+    """The plain tensor of this rank: a DTensor's shard, a wrapper subclass's inner tensor.
+
+    torchao's subclasses for float8 and int8 training hold the weight in one inner tensor of the
+    same shape and dtype, which their operators step. Any other subclass is returned as it is.
+    """
+    return _unwrapped(tensor._local_tensor if is_dtensor(tensor) else tensor)
+
+
+def _unwrapped(tensor: Any) -> Any:
+    if type(tensor) in (Tensor, torch.nn.Parameter) or not hasattr(tensor, "__tensor_flatten__"):
+        return tensor
+    inner = inner_tensors(tensor).values()
+    fitting = [t for t in inner if t.shape == tensor.shape and t.dtype == tensor.dtype]
+    return fitting[0] if len(fitting) == 1 else tensor
+
+
+def inner_tensors(tensor: Any) -> dict[str, Tensor]:
+    """The tensors in a wrapper subclass by attribute; none of a plain tensor."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return {}
+    return {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
+
+
+def as_placed(local: Tensor, like: Any) -> Any:
+    """A rank's part of a tensor as a DTensor placed as ``like`` is; itself if that is plain."""
+    if not is_dtensor(like):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        local,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
 
 
 def same_placement(a: Any, b: Any) -> bool:
@@ -122,11 +157,11 @@ def local_gradients(params: list[Any], *, written: bool = False) -> list[Tensor 
     for (mesh, dimension, _), indices in summed.items():
         from torch.distributed._functional_collectives import all_reduce_coalesced
 
-        locals_ = [_complete(local_tensor(grads[i])) for i in indices]
+        locals_ = [_complete(grads[i]) for i in indices]
         totals = all_reduce_coalesced(locals_, "sum", mesh.get_group(dimension))
         for i, total in zip(indices, totals, strict=True):
             grads[i] = total
-    return [None if grad is None else _complete(local_tensor(grad)) for grad in grads]
+    return [None if grad is None else _complete(grad) for grad in grads]
 
 
 def _checked_gradient(param: Any) -> Any:
@@ -149,9 +184,14 @@ def _sum_over(found: Any, wanted: Any) -> int | None:
     return d if found[d].is_partial("sum") and wanted[d].is_replicate() else None
 
 
-def _complete(tensor: Any) -> Tensor:
-    """A tensor whose collective has ended: one still under way is an AsyncCollectiveTensor."""
-    return tensor.wait() if type(tensor) is not Tensor and hasattr(tensor, "wait") else tensor
+def _complete(grad: Any) -> Any:
+    """A gradient's local tensor, after waiting for its collective (AsyncCollectiveTensor)."""
+    local = grad._local_tensor if is_dtensor(grad) else grad
+    return (
+        local.wait()
+        if type(local) is not Tensor and hasattr(local, "wait")
+        else local_tensor(local)
+    )
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:

@@ -37,27 +37,6 @@ def moments_of(group: dict[str, Any]) -> tuple[str, ...]:
     return MOMENTS if group["amsgrad"] else MOMENTS[:2]
 
 
-def refuse_param(param: Tensor, what: str) -> None:
-    """Raises TypeError for a parameter that no step could update.
-
-    Torch's optimizers accept some of these and fail in ``step``; here the message comes at once.
-    """
-    if torch.nn.parameter.is_lazy(param):
-        return  # its first forward gives it a shape
-    wrapped = torch.utils._python_dispatch.is_traceable_wrapper_subclass(param)
-    if wrapped and not is_dtensor(param):
-        raise TypeError(f"{what} is a {type(param).__name__}, expected a plain tensor or a DTensor")
-    local = local_tensor(param)
-    if local.layout is not torch.strided:
-        raise TypeError(f"{what} has layout {local.layout}, expected a dense tensor")
-    if local.is_complex() or not local.is_floating_point() or local.element_size() == 1:
-        raise TypeError(
-            f"{what} has dtype {param.dtype}, expected float32, float64, bfloat16 or float16"
-        )
-    if local.is_meta:
-        raise TypeError(f"{what} is on the meta device; materialise it before building optimizers")
-
-
 def init_param_states(
     entries: Sequence[tuple[dict[str, Any], Tensor, dict[str, Any]]], storage: Storage
 ) -> None:
@@ -75,7 +54,8 @@ def init_param_states(
                 by_dtype.setdefault(storage.moment_dtype(param), []).append((param, state))
         for dtype, members in by_dtype.items():
             # A step changes all of them: counting that once saves it a look at each.
-            made = carve([param.detach() for param, _ in members], dtype, one_version=True)
+            like = [local_tensor(param).detach() for param, _ in members]
+            made = carve(like, dtype, one_version=True)
             torch._foreach_zero_(made)
             for (_, state), tensor in zip(members, made, strict=True):
                 state[moment] = tensor
@@ -174,7 +154,8 @@ def build_plan(
         named_group_params(optimizer), start=first_number
     ):
         state = optimizer.state.get(param)
-        if state or param.requires_grad:  # other ranks may have a gradient, and sum over its mesh
+        awaited = param.requires_grad and not param.is_meta
+        if state or awaited:  # other ranks may have a gradient, and sum over its mesh
             parts.setdefault((local_tensor(param).device, norm_key(param)), len(parts))
         if not state:
             idle.append(param)

@@ -67,8 +67,10 @@ class Storage:
             )
         if stochastic_rounding and param.dtype == torch.float16 and self.master_weights is None:
             raise TypeError(f"{what} has dtype float16; only bfloat16 is rounded stochastically")
-        if self.state_dtype is not None and param.dtype == torch.float64:
-            raise TypeError(f"{what} has dtype float64, and so have its moments: no state_dtype")
+        if self.state_dtype is not None and param.dtype not in (*SIXTEEN_BIT, torch.float32):
+            raise TypeError(
+                f"{what} has dtype {param.dtype}, and so have its moments: no state_dtype"
+            )
 
 
 def split_master(master: Tensor) -> tuple[Tensor, Tensor]:

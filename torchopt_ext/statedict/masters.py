@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchopt_ext.optim.local import local_tensor
+from torchopt_ext.optim.local import as_placed, local_tensor
+from torchopt_ext.optim.param_kinds import is_steppable
 from torchopt_ext.optim.storage import (
     MASTER,
     REMAINDER,
@@ -57,10 +58,13 @@ def refresh_master(param: Tensor, state: dict[str, Any]) -> None:
 
 
 def weight_of(param: Tensor, state: dict[str, Any]) -> Tensor:
-    """What a 16-bit parameter is rounded from, as float32; of others, the parameter itself.
+    """What a 16-bit parameter is rounded from, as float32; of others, the parameter's values.
 
-    The master weight itself if there is one.
+    The master weight itself if there is one. An empty tensor for a frozen parameter that no step
+    could update: its checkpoint is the model's alone.
     """
+    if not is_steppable(param):
+        return torch.empty(0)
     if MASTER in state:
         master: Tensor = state[MASTER]
         return master
@@ -69,7 +73,9 @@ def weight_of(param: Tensor, state: dict[str, Any]) -> Tensor:
         rest = local_tensor(state[REMAINDER])  # on the host while it is offloaded
         local_tensor(joined).copy_(join_master(local_tensor(param).to(rest.device), rest))
         return joined
-    return param.detach().float() if param.dtype in SIXTEEN_BIT else param.detach()
+    local = local_tensor(param).detach()
+    weight: Tensor = as_placed(local.float() if local.dtype in SIXTEEN_BIT else local, param)
+    return weight
 
 
 def set_weight(param: Tensor, state: dict[str, Any], weight: Tensor, storage: Storage) -> None:
@@ -92,4 +98,4 @@ def set_weight(param: Tensor, state: dict[str, Any], weight: Tensor, storage: St
 def zeros_like(param: Tensor, dtype: torch.dtype) -> Tensor:
     """Zeros in the parameter's layout, on its device and placed as it is."""
     zeros = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
-    return zeros.requires_grad_(False) if zeros.is_floating_point() else zeros
+    return zeros.requires_grad_(False)

@@ -58,7 +58,6 @@ def optimizer_info(name: str) -> OptimizerInfo:
         supported_impls=(),
         not_og_supported_flags=info.not_og_supported_flags,
         has_capturable_arg=info.has_capturable_arg,
-        supports_complex=False,
         supports_fused_on=info.supports_fused_on,
     )
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from .subject import (
     OURS,
@@ -24,7 +25,8 @@ BAD_GRADIENTS: dict[str, tuple[Callable[[nn.Parameter], torch.Tensor], str]] = {
     "sparse": (lambda p: torch.ones(p.shape).to_sparse(), "sparse"),
 }
 BAD_PARAMETERS: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
-    "complex": (lambda: torch.ones(3, 2, dtype=torch.complex64), "(?i)complex"),
+    "complex of 16 bits": (lambda: torch.ones(3, 2, dtype=torch.complex32), "(?i)complex"),
+    "two inner tensors": (lambda: TwoTensor(torch.ones(3, 2), torch.ones(3, 2)), "TwoTensor"),
     "integer": (lambda: torch.ones(3, 2, dtype=torch.int32), "int"),
     "float8": (lambda: torch.ones(3, 2).to(torch.float8_e4m3fn), "(?i)float8"),
     "meta": (lambda: torch.ones(3, 2, device="meta"), "meta"),
@@ -39,7 +41,8 @@ def test_refused_tensors(name: str, kind: str) -> None:
     """Named with its position and kind, at construction or at the first step with a gradient."""
     make, pattern = BAD_PARAMETERS[kind]
     good = nn.Parameter(torch.ones(4))
-    bad = make().requires_grad_(kind != "integer")
+    bad = make()
+    bad.requires_grad_(bad.is_floating_point() or bad.is_complex())
     before = bits(good)
     for p in (good, bad):
         p.grad = torch.ones_like(p)

@@ -45,7 +45,6 @@ from .subject import (
 
 CUDA = "needs CUDA; tests/python/ops runs the bodies of the CUDA kernels"
 FOREACH = "tests torch's foreach implementation, which foreach=True would ask for: test_flags"
-COMPLEX = "complex parameters are refused: test_refused_inputs.py::test_refused_tensors"
 SPARSE = "refused, as by torch's Adam: test_refused_inputs.py::test_refused_gradients"
 SECOND_ORDER = "only for LBFGS"
 
@@ -57,8 +56,8 @@ COVERAGE = {
     "test_param_group_with_lrscheduler_goes_right_direction": "test_group_lr_with_schedulers",
     "test_tensor_lr": "test_tensor_lr",
     "test_rosenbrock_sparse": SPARSE,
-    "test_complex": COMPLEX,
-    "test_complex_2d": COMPLEX,
+    "test_complex": "test_parameter_kinds.py::test_complex",
+    "test_complex_2d": "test_parameter_kinds.py::test_complex",
     "test_foreach_matches_forloop": FOREACH,
     "test_mixed_device_dtype": "test_step_inputs.py::test_mixed_dtypes",
     "test_set_default_dtype_works_with_foreach": "test_default_dtype",

@@ -1,0 +1,90 @@
+#include "python/local_path.h"
+
+#include <torch/csrc/autograd/python_variable.h>
+
+namespace torchopt_ext {
+namespace {
+
+namespace py = pybind11;
+
+// An error if it is missing.
+py::object attribute(PyObject* object, PyObject* name) {
+  PyObject* value = PyObject_GetAttr(object, name);
+  if (value == nullptr) {
+    throw py::error_already_set();
+  }
+  return py::reinterpret_steal<py::object>(value);
+}
+
+// Names that many objects have; a reference to each is kept for good.
+PyObject* local_name() {
+  static PyObject* const kName = PyUnicode_InternFromString("_local_tensor");
+  return kName;
+}
+PyObject* spec_name() {
+  static PyObject* const kName = PyUnicode_InternFromString("_spec");
+  return kName;
+}
+
+}  // namespace
+
+py::object LocalPath::follow(PyObject* param) const {
+  py::object tensor = py::reinterpret_borrow<py::object>(param);
+  for (PyObject* name : attributes) {
+    tensor = attribute(tensor.ptr(), name);
+  }
+  return tensor;
+}
+
+LocalPath local_path(py::handle param, py::handle local) {
+  LocalPath path;
+  if (param.is(local)) {
+    return path;
+  }
+  path.distributed = PyObject_HasAttr(param.ptr(), spec_name()) != 0;
+  if (path.distributed) {
+    path.attributes.push_back(local_name());
+  }
+  const py::object shard = path.follow(param.ptr());
+  if (shard.is(local)) {
+    return path;
+  }
+  const py::tuple flat = shard.attr("__tensor_flatten__")();
+  for (const py::handle name : py::list(flat[0])) {
+    if (attribute(shard.ptr(), name.ptr()).is(local)) {
+      path.attributes.push_back(PyUnicode_InternFromString(py::cast<std::string>(name).c_str()));
+      return path;
+    }
+  }
+  TORCH_CHECK_TYPE(false, "the inner tensor of a ", Py_TYPE(shard.ptr())->tp_name,
+                   " is another object each time it is read");
+}
+
+py::object plain_local_gradient(PyObject* param, PyObject* gradient) {
+  static PyObject* const kPlacements = PyUnicode_InternFromString("placements");
+  static PyObject* const kMesh = PyUnicode_InternFromString("mesh");
+  if (Py_TYPE(gradient) == reinterpret_cast<PyTypeObject*>(THPVariableClass) ||
+      PyObject_HasAttr(gradient, spec_name()) == 0) {
+    return py::none();
+  }
+  const py::object wanted = attribute(param, spec_name());
+  const py::object found = attribute(gradient, spec_name());
+  if (!wanted.is(found)) {
+    const int same =
+        attribute(wanted.ptr(), kMesh).is(attribute(found.ptr(), kMesh))
+            ? PyObject_RichCompareBool(attribute(wanted.ptr(), kPlacements).ptr(),
+                                       attribute(found.ptr(), kPlacements).ptr(), Py_EQ)
+            : 0;
+    if (same < 0) {
+      throw py::error_already_set();
+    }
+    if (same == 0) {
+      return py::none();
+    }
+  }
+  const py::object local = attribute(gradient, local_name());
+  const bool complete = Py_TYPE(local.ptr()) == reinterpret_cast<PyTypeObject*>(THPVariableClass);
+  return complete ? local : py::none();
+}
+
+}  // namespace torchopt_ext

@@ -1,0 +1,378 @@
+"""Which parameters and gradients are taken: frozen ones of any kind, complex, wrapped, 16-bit."""
+
+from __future__ import annotations
+
+import copy
+import datetime
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils import _pytree as pytree
+
+from torchopt_ext.containers import OptimizersContainer
+from torchopt_ext.mixed_precision import FSDPadaptOptimizer
+
+from .subject import (
+    OURS,
+    TORCH,
+    assert_close_to_torch,
+    assert_equal_nested,
+    assert_same_bits,
+    bits,
+    copy_params,
+    each_class,
+    make_params,
+    ours_only,
+    set_gradients,
+    snapshot,
+    train,
+)
+
+# ---- frozen parameters ---------------------------------------------------------------------------
+
+FROZEN: dict[str, Callable[[], Tensor]] = {
+    "uint8": lambda: torch.arange(6, dtype=torch.uint8),
+    "int8": lambda: torch.arange(6, dtype=torch.int8),
+    "float8": lambda: torch.ones(6).to(torch.float8_e4m3fn),
+    "complex32": lambda: torch.ones(6, dtype=torch.complex32),
+    "meta": lambda: torch.ones(6, device="meta"),
+    "subclass": lambda: TwoTensor(torch.ones(6), torch.ones(6)),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+}
+
+
+@ours_only
+@each_class
+@pytest.mark.parametrize("kind", FROZEN)
+def test_frozen_parameters_of_any_kind(name: str, kind: str) -> None:
+    """As first parameter, in steps, state dicts and whatever else looks at all parameters."""
+    frozen = nn.Parameter(FROZEN[kind](), requires_grad=False)
+    params, reference = make_params(), make_params()
+    optimizer, alone = OURS[name]([frozen, *params], track=True), OURS[name](reference, track=True)
+    optimizer.init_state()
+    train([optimizer, alone], [params, reference], 2)
+    assert optimizer.telemetry.digest() != alone.telemetry.digest()  # other parameter numbers
+    optimizer.refresh_masters()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train([optimizer, alone], [params, reference], 2)
+    assert_same_bits(params, reference)
+    assert frozen not in optimizer.state
+    assert set(optimizer.state_dict()["state"]) == {1, 2, 3, 4}
+    assert optimizer.control.skipped_steps == 0
+
+
+@ours_only
+@pytest.mark.parametrize("kind", FROZEN)
+@pytest.mark.parametrize("base", [OURS["AdamW"], torch.optim.AdamW])
+def test_frozen_parameters_of_any_kind_under_wrappers(kind: str, base: Any) -> None:
+    model = nn.Module()
+    model.frozen = nn.Parameter(FROZEN[kind](), requires_grad=False)
+    model.weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    optimizer = FSDPadaptOptimizer(base(model.parameters(), lr=0.1))
+    for _ in range(2):
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert model.weight[0] < 0.9
+    if base is not torch.optim.AdamW:
+        container = OptimizersContainer([model], base, {"lr": 0.1})
+        model.weight.grad = torch.ones_like(model.weight)
+        container.step()
+        container.load_state_dict(container.state_dict())
+
+
+@ours_only
+@each_class
+@pytest.mark.parametrize("kind", ["float8", "meta", "subclass"])
+def test_unfrozen_parameters_are_checked(name: str, kind: str) -> None:
+    """With the first gradient, by name and before anything is changed."""
+    bad, params = nn.Parameter(FROZEN[kind](), requires_grad=False), make_params()
+    optimizer = OURS[name]([("bad", bad), *((str(i), p) for i, p in enumerate(params))])
+    train([optimizer], [params], 1)
+    bad.requires_grad_()
+    train([optimizer], [params], 1)
+    before = snapshot(OURS[name](params)), optimizer.state_dict()["state"]
+    bad.grad = torch.ones_like(bad)
+    with pytest.raises(TypeError, match="'bad'"):
+        optimizer.step()
+    assert (snapshot(OURS[name](params)), bad in optimizer.state) == (before[0], False)
+    assert_equal_nested(optimizer.state_dict()["state"], before[1])
+    bad.grad = None
+    train([optimizer], [params], 1)
+    assert all(optimizer.state[p]["step"] == 3 for p in params)
+
+
+# ---- complex parameters --------------------------------------------------------------------------
+
+COMPLEX_OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"weight_decay": 0.1, "amsgrad": True, "maximize": True},
+    {"max_grad_norm": 0.5, "skip_nonfinite": True},
+]
+
+
+def complex_params(dtype: torch.dtype) -> list[nn.Parameter]:
+    """Rows of one block, long and short ones, a scalar, a transposed matrix, one with gaps."""
+    generator = torch.Generator().manual_seed(0)
+    shapes: list[tuple[int, ...]] = [(2, 3000), (7,), (), (5, 40), (3, 4), (6, 2)]
+    values = [torch.randn(shape, dtype=dtype, generator=generator) for shape in shapes]
+    values[4], values[5] = values[4].t(), values[5][:, 0]
+    return [nn.Parameter(value) for value in values]
+
+
+def set_complex_gradients(params: list[nn.Parameter], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for p in params:
+        p.grad = torch.randn(p.shape, dtype=p.dtype, generator=generator)
+
+
+@each_class
+@pytest.mark.parametrize("options", COMPLEX_OPTIONS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
+def test_complex(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
+    """The bits of a step over the real and imaginary parts, and torch's values and state."""
+    mine = complex_params(dtype)
+    parts = [nn.Parameter(torch.view_as_real(p.detach()).clone()) for p in mine]
+    theirs = copy_params(mine)
+    ours, real = OURS[name](mine, **options, track=True), OURS[name](parts, **options, track=True)
+    kept = {k: v for k, v in options.items() if k not in ("max_grad_norm", "skip_nonfinite")}
+    reference = TORCH[name](theirs, **kept)
+    for step in range(4):
+        set_complex_gradients(mine, step)
+        for p, part, other in zip(mine, parts, theirs, strict=True):
+            part.grad, other.grad = torch.view_as_real(p.grad), p.grad.clone()
+        if "max_grad_norm" in options:
+            nn.utils.clip_grad_norm_(theirs, options["max_grad_norm"])
+        ours.step()
+        real.step()
+        reference.step()
+        if step == 1:  # state goes to torch and back
+            reference.load_state_dict(copy.deepcopy(ours.state_dict()))
+            reference.param_groups[0]["fused"] = None  # on a CPU torch's has no complex kernel
+            ours.load_state_dict(copy.deepcopy(reference.state_dict()))
+    assert_same_bits([torch.view_as_real(p.detach()) for p in mine], parts)
+    assert bits(ours.control.grad_norm) == bits(real.control.grad_norm)
+    assert ours.telemetry.digests.equal(real.telemetry.digests)
+    assert ours.telemetry.grad_norms.equal(real.telemetry.grad_norms)
+    for p, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(p, other, rtol=3e-6, atol=1e-6)
+        for key, value in reference.state[other].items():
+            assert ours.state[p][key].dtype == value.dtype
+            torch.testing.assert_close(ours.state[p][key], value, rtol=3e-6, atol=1e-6)
+
+
+@ours_only
+@each_class
+def test_complex_gradients_that_are_not_as_their_parameter(name: str) -> None:
+    """A conjugate that is not in memory yet is; other dtypes are named."""
+    mine, reference = [nn.Parameter(torch.ones(5, dtype=torch.complex64)) for _ in range(2)]
+    gradient = torch.randn(5, dtype=torch.complex64)
+    mine.grad, reference.grad = gradient.conj(), gradient.conj().resolve_conj()
+    optimizers = [OURS[name]([("weight", p)]) for p in (mine, reference)]
+    for optimizer in optimizers:
+        optimizer.step()
+    assert_same_bits([torch.view_as_real(mine.detach())], [torch.view_as_real(reference.detach())])
+    mine.grad_dtype, before = None, mine.detach().clone()
+    for wrong in (torch.float32, torch.complex128):
+        mine.grad = torch.ones(5, dtype=wrong)
+        with pytest.raises(RuntimeError, match=r"'weight'.*dtype.*expected ComplexFloat"):
+            optimizers[0].step()
+    assert torch.equal(mine, before)
+    with pytest.raises(TypeError, match=r"complex64.*state_dtype"):
+        OURS[name]([mine], state_dtype=torch.bfloat16)
+
+
+# ---- gradients of 16 bits ------------------------------------------------------------------------
+
+
+@ours_only
+@each_class
+@pytest.mark.parametrize("gradient", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"max_grad_norm": 0.5, "amsgrad": True}, {"track": True}, {"state_dtype": torch.bfloat16}],
+    ids=str,
+)
+def test_gradients_of_16_bits(name: str, gradient: torch.dtype, options: dict[str, Any]) -> None:
+    """The bits of a step with the same gradients as float32."""
+    shapes = ((3, 5000), (7,), (40, 70))
+    mine, reference = make_params(shapes), make_params(shapes)
+    optimizers = [OURS[name](params, **options) for params in (mine, reference)]
+    for step in range(3):
+        set_gradients(reference, seed=step)
+        for p, q in zip(mine, reference, strict=True):
+            rounded = q.grad.to(gradient)
+            q.grad, p.grad_dtype = rounded.float(), gradient
+            p.grad = rounded if step < 2 else None
+            if step == 2:  # the dtype may change between steps
+                p.grad_dtype, p.grad = None, rounded.float()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert snapshot(optimizers[0]) == snapshot(optimizers[1])
+    assert bits(optimizers[0].control.grad_norm) == bits(optimizers[1].control.grad_norm)
+    if "track" in options:
+        assert_equal_nested(vars(optimizers[0].telemetry), vars(optimizers[1].telemetry))
+
+
+@ours_only
+@each_class
+def test_gradients_of_16_bits_from_autograd(name: str) -> None:
+    """As docs/step.md says; they can be written back, and float64 parameters need float64."""
+    wide, double = nn.Parameter(torch.ones(3, 5)), nn.Parameter(torch.ones(3, dtype=torch.float64))
+    optimizer = OURS[name]([wide, double], max_grad_norm=1.0, write_back_gradients=True)
+    wide.grad_dtype = torch.bfloat16
+    (wide.sum() * 2).backward()
+    optimizer.step()
+    assert wide.grad is not None
+    assert wide.grad.dtype == torch.bfloat16
+    torch.testing.assert_close(wide.grad.float().norm(), torch.tensor(1.0), rtol=1e-2, atol=0)
+    double.grad_dtype = None
+    for dtype in (torch.float32, torch.bfloat16):
+        double.grad = torch.ones(3, dtype=dtype)
+        with pytest.raises(RuntimeError, match=r"gradient 1.*expected Double"):
+            optimizer.step()
+
+
+# ---- wrapper subclasses --------------------------------------------------------------------------
+
+
+class Wrapped(Tensor):
+    """A weight as torchao's float8 and int8 training hold it: memory is that of an inner tensor.
+
+    ``scale`` stands for what is computed once a step for all weights; operators return plain
+    tensors, but for those that FSDP2 makes shards with.
+    """
+
+    KEPT = ("empty_like", "new_zeros", "slice", "view", "as_strided", "_to_copy", "split", "clone")
+
+    @staticmethod
+    def __new__(cls, data: Tensor, scale: Tensor | None = None) -> Wrapped:
+        made: Wrapped = Tensor._make_wrapper_subclass(
+            cls, data.shape, data.stride(), data.storage_offset(), dtype=data.dtype
+        )
+        return made
+
+    def __init__(self, data: Tensor, scale: Tensor | None = None) -> None:
+        self._data, self._scale = data, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["_data"] + ["_scale"] * (self._scale is not None), None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: Any, meta: Any, size: Any, stride: Any) -> Wrapped:
+        return cls(inner["_data"], inner.get("_scale"))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name == "detach":
+            return cls(args[0]._data, args[0]._scale)
+        plain = pytree.tree_map_only(cls, lambda t: t._data, (args, kwargs or {}))
+        result = func(*plain[0], **plain[1])
+        if name == "copy_":
+            return args[0]
+        if name in cls.KEPT:
+            return pytree.tree_map_only(Tensor, cls, result)
+        return result
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        return (self._data,), None
+
+    def fsdp_post_all_gather(
+        self, gathered: Any, metadata: Any, dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        if out is None:
+            return gathered[0], gathered
+        return None  # the same memory
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    store = torch._C._distributed_c10d.HashStore()
+    timeout = datetime.timedelta(seconds=20)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timeout)
+    yield
+    dist.destroy_process_group()
+
+
+def linear_model(wrapped: bool, sharded: bool, dtype: torch.dtype) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5)).to(dtype)
+    for layer in model:
+        data = layer.weight.detach()
+        layer.weight = nn.Parameter(Wrapped(data, torch.ones(())) if wrapped else data)
+    if sharded:
+        fully_shard(model).set_force_sum_reduction_for_comms(True)
+    return model
+
+
+def plain(tensor: Any) -> Tensor:
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    inner: Tensor = local._data if isinstance(local, Wrapped) else local
+    return inner.detach()
+
+
+@ours_only
+@pytest.mark.parametrize("sharded", [False, True], ids=["plain", "fsdp"])
+@pytest.mark.parametrize("held", ["fp32", "master", "torch under FSDPadaptOptimizer"])
+def test_wrapper_subclasses(held: str, sharded: bool, one_rank: None) -> None:
+    """The inner tensor is stepped: the bits of the same weights without the subclass."""
+    dtype = torch.float32 if held == "fp32" else torch.bfloat16
+    models = [linear_model(wrapped, sharded, dtype) for wrapped in (False, True)]
+    optimizers: list[Any] = []
+    for model in models:
+        if held.startswith("torch"):
+            base: Any = torch.optim.AdamW(model.parameters(), lr=0.1)
+            optimizers.append(FSDPadaptOptimizer(base))
+        else:
+            kwargs: Any = {"master_weights": "fp32"} if held == "master" else {}
+            named = model.named_parameters()
+            optimizers.append(OURS["AdamW"](named, lr=0.1, max_grad_norm=1.0, **kwargs))
+    for step in range(4):
+        if step == 2:  # through a state dict
+            for optimizer in optimizers:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        generator = torch.Generator().manual_seed(step)
+        for pair in zip(*(model.parameters() for model in models), strict=True):
+            gradient = torch.randn(pair[0].shape, generator=generator).to(dtype)
+            for p in pair:
+                placed: Any = type(plain(p))(gradient)
+                if sharded:
+                    placed = dist.tensor.DTensor.from_local(placed, p.device_mesh, p.placements)
+                p.grad = placed
+        for optimizer in optimizers:
+            optimizer.step()
+    params = [[plain(p) for p in model.parameters()] for model in models]
+    assert_same_bits(*params)
+    assert not torch.equal(params[0][0], plain(linear_model(False, False, dtype)[0].weight))
+    for model, optimizer in zip(models, optimizers, strict=True):
+        if held == "fp32":
+            reference = torch.optim.AdamW(model.parameters())
+            reference.load_state_dict(optimizer.state_dict())
+            types = {type(v) for s in reference.state.values() for v in s.values()}
+            assert Wrapped not in types
+
+
+@ours_only
+def test_wrapper_subclasses_under_fsdp_train(one_rank: None) -> None:
+    """Forward and backward through FSDP2's all-gather of the subclass, as torch's AdamW trains."""
+    data = torch.randn(4, 5, generator=torch.Generator().manual_seed(1))
+    found = []
+    for make in (OURS["AdamW"], torch.optim.AdamW):
+        model = linear_model(True, True, torch.float32)
+        optimizer = make(model.parameters(), lr=0.01)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(data).square().mean().backward()
+            optimizer.step()
+        found.append([plain(p) for p in model.parameters()])
+        types = {type(plain(v)) for s in optimizer.state.values() for v in s.values()}
+        assert types == {Tensor}
+    assert_close_to_torch(*found)
+    assert bits(found[0][0]) != bits(plain(linear_model(True, False, torch.float32)[0].weight))
