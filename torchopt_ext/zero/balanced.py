@@ -162,8 +162,7 @@ class BalancedBuckets:
     def copied(self, memo: dict[int, Any]) -> "BalancedBuckets":
         """The same for copied parameters (``memo`` is of copy.deepcopy)."""
         self.finish_returns()
-        other = BalancedBuckets(self.ranks, self.bucket_elements, False)
-        other.reducer.hooks = self.reducer.hooks
+        other = BalancedBuckets(self.ranks, self.bucket_elements, self.reducer.hooks)
         copies: dict[Tensor, Tensor] = {}
         for bucket in self.all_buckets:
             laid = [(copy.deepcopy(param, memo), start) for param, start in bucket.params]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from torchopt_ext.optim.agreement import comm_device
 from torchopt_ext.optim.collective import collective, run, wait
+from torchopt_ext.zero.backward import BackwardPasses
 from torchopt_ext.zero.bucket import Bucket
 from torchopt_ext.zero.part import in_memory_order
 from torchopt_ext.zero.ranks import Ranks
@@ -47,28 +48,33 @@ class Reducer:
 
     Gradients come from post-accumulate hooks, which free them at once (``hooks``), or from a DDP
     communication hook, in either case in the order of backward. Buckets are reduced in the order
-    last to first, on every rank alike, and all of them in every backward pass, in a group of their
-    own: reductions of two optimizers would otherwise meet each other's.
+    last to first, on every rank alike, and all of them in every backward pass.
 
     Args:
         ranks: among whom.
         hooks: put hooks on the parameters.
+
+    Attributes:
+        active: gradients come here.
+        number, alone, early: see backward.Reduces.
     """
 
     def __init__(self, ranks: Ranks, hooks: bool) -> None:
         self.ranks = ranks
         self.hooks = hooks
         self.active = hooks
-        self.group: Any = own_group(ranks) if hooks else None
+        self.passes = BackwardPasses.of(ranks.group)
+        self.number = self.passes.number() if hooks else 0
+        self.alone = False
+        self.early = False
         self._reductions: list[Reduction] = []
         self._of: dict[Tensor, tuple[Reduction, int]] = {}
         self._under_way: list[Reduction] = []  # oldest first
         self._present: set[Tensor] = set()
         self._stepped = False  # whether a step has used the gradients that are there
         self._next = -1  # the bucket to reduce next, in this backward pass
-        self._task: int | None = None  # the autograd engine's number of this backward pass
         self._hooked: set[Tensor] = set()
-        self._thawed: list[Tensor] = []  # whose first gradient came before their hook
+        self._unfrozen: list[Tensor] = []  # whose first gradient came before their hook
         self._handles: list[Any] = []
         weakref.finalize(self, remove_all, self._handles)
 
@@ -83,12 +89,12 @@ class Reducer:
     def install(self) -> None:
         """Puts hooks on the trainable parameters, before any backward pass."""
         self.hook_trainable()
-        self._thawed.clear()
+        self._unfrozen.clear()
 
     def serve_hook(self) -> None:
         """Prepares for gradients from a DDP communication hook, which brings those of unused
         parameters, too: parameters themselves say which were used."""
-        self.group = own_group(self.ranks)
+        self.number = self.passes.number()
         note = weak_method(self, "_note_used")
         for param in self._of:
             if param.requires_grad:
@@ -108,7 +114,7 @@ class Reducer:
                 hooked: Any = param
                 self._handles.append(hooked.register_post_accumulate_grad_hook(take))
                 self._hooked.add(param)
-                self._thawed.append(param)
+                self._unfrozen.append(param)
 
     def _on_gradient(self, param: Tensor) -> None:
         gradient = param.grad
@@ -142,11 +148,9 @@ class Reducer:
         self._begin()
         reduction, start = self._of[param]
         bucket = reduction.bucket
-        if reduction.number > self._next:
-            raise RuntimeError(
-                f"a parameter of shape {tuple(param.shape)} has a second gradient in one backward "
-                f"pass, after its bucket was reduced"
-            )
+        if reduction.number > self._next:  # reduced already: reentrant segments share the parameter
+            self.reduce_rest()
+            self._next = len(self._reductions) - 1
         if reduction.staging is None:
             size = self.ranks.size * bucket.window
             reduction.staging = torch.zeros(size, dtype=param.dtype, device=param.device)
@@ -160,41 +164,33 @@ class Reducer:
                 reduction.staging[first : first + end - begin] += flat[begin:end]
             rank += 1
         reduction.arrived.add(param)
-        while self._next >= 0 and self._reductions[self._next].is_complete:
+        while self.early and self._next >= 0 and self._reductions[self._next].is_complete:
             self._start(self._reductions[self._next])
 
     def _begin(self) -> None:
-        """Notices the beginning of a backward pass; one inside another is a pass of its own."""
-        task = torch._C._current_graph_task_id()
-        if task == self._task:
+        """Notices the beginning of a backward pass."""
+        if not self.passes.enter(self):
             return
-        self.end_pass()  # one that was interrupted, by another or by an error
         if self._stepped:
             raise RuntimeError(
                 "the gradients of the last step are still there: call the optimizer's "
                 "zero_grad() after each step; the model's does not reach them"
             )
-        self._task = task
         self._next = len(self._reductions) - 1
-        if task >= 0:
-            engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(weak_method(self, "end_pass"))
 
-    def end_pass(self) -> None:
+    def reduce_rest(self) -> None:
         """Starts what the backward pass has left, so that all ranks reduce all buckets."""
         while self._next >= 0:
             self._start(self._reductions[self._next])
-        self._task = None
 
-    def _take_thawed(self) -> None:
-        """Reduces the gradients that thawed parameters got before they had hooks."""
-        self._next = len(self._reductions) - 1
-        self._task = torch._C._current_graph_task_id()
-        for param in self._thawed:
+    def _take_unfrozen(self) -> None:
+        """Reduces the gradients that unfrozen parameters got before they had hooks."""
+        self._begin()
+        for param in self._unfrozen:
             if param.grad is not None:
                 self._on_gradient(param)
-        self._thawed.clear()
-        self.end_pass()
+        self._unfrozen.clear()
+        self.passes.end()
 
     def _start(self, reduction: Reduction) -> None:
         """Starts the reduction of the next bucket; frozen buckets have none."""
@@ -216,7 +212,7 @@ class Reducer:
                 reduction.work = dist.all_to_all_single(
                     reduction.received.view(torch.uint8),
                     staging.view(torch.uint8),
-                    group=self.group,
+                    group=self.ranks.group,
                     async_op=True,
                 )
             else:
@@ -224,7 +220,7 @@ class Reducer:
                     staging.div_(self.ranks.size)
                 reduction.received = staging.new_empty(bucket.window)
                 reduction.work = dist.reduce_scatter_tensor(
-                    reduction.received, staging, group=self.group, async_op=True
+                    reduction.received, staging, group=self.ranks.group, async_op=True
                 )
 
     def _accumulate_all(self) -> None:
@@ -254,10 +250,9 @@ class Reducer:
     @torch.no_grad()
     def finish(self) -> None:
         """Waits for all reductions and gives parts their gradients; None where no rank had one."""
-        if self._task is not None:
-            self.end_pass()
-        if self._thawed:
-            self._take_thawed()
+        self.passes.end()
+        if self._unfrozen:
+            self._take_unfrozen()
         self._accumulate_all()
         self._present |= self._used_elsewhere()
         for reduction in self._reductions:
@@ -293,9 +288,9 @@ class Reducer:
 
     def copy_gradients_of(self, other: "Reducer", copies: Mapping[Tensor, Tensor]) -> None:
         """Takes over what ``other`` has reduced; ``copies`` of its parameters are ours."""
-        other.end_pass()
+        other.passes.end()
         other._accumulate_all()
-        self.active, self.group = other.active, other.group
+        self.active = other.active
         self._present = {copies[param] for param in other._present}
         for mine, theirs in zip(self._reductions, other._reductions, strict=True):
             grad = theirs.bucket.grad
@@ -303,7 +298,7 @@ class Reducer:
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Drops the reduced gradients, or sets them to zero."""
-        self.end_pass()
+        self.passes.end()
         self._accumulate_all()
         self._stepped = False
         for reduction in self._reductions:
@@ -313,19 +308,6 @@ class Reducer:
                 reduction.bucket.grad.zero_()
         if set_to_none:
             self._present.clear()
-
-
-def own_group(ranks: Ranks) -> Any:
-    """A process group of the same ranks, back end and timeout."""
-    if ranks.size == 1:
-        return ranks.group
-    options = getattr(ranks.group._get_backend(comm_device(ranks.group)), "options", None)
-    return dist.new_group(
-        [ranks.global_rank(rank) for rank in range(ranks.size)],
-        timeout=getattr(options, "_timeout", None),
-        backend=dist.get_backend_config(ranks.group),
-        use_local_synchronization=True,
-    )
 
 
 def weak_method(owner: Any, name: str) -> Callable[..., None]:

@@ -1,0 +1,125 @@
+"""Cases of test_zero_groups.py: what ranks of one group do at different times, or not at all."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from rank_cases import run_cases
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from torchopt_ext import FusedAdamW
+from torchopt_ext.zero import (
+    ZeroRedundancyOptimizer,
+    load_sharded,
+    sharded_state_dict,
+)
+
+BALANCED = {"partition": "balanced", "bucket_elements": 64}
+SHARDED = {**BALANCED, "sharded_gradients": True}
+
+
+def layers(count: int = 7) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(70, 70) for _ in range(count)))
+
+
+def adam(params: Any, optimizer: Any = FusedAdamW, **options: Any) -> Any:
+    return ZeroRedundancyOptimizer(params, optimizer, lr=1e-2, **options)
+
+
+def off(one: nn.Module, other: nn.Module) -> float:
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return max(float((a - b).detach().abs().max()) for a, b in pairs)
+
+
+# ---- reentrant activation checkpointing ----------------------------------------------------------
+
+
+def in_segments(run: Callable[[nn.Sequential, Tensor, int], Tensor], used: int) -> dict[str, Any]:
+    """Three backward passes, two of them of one step; the last rank uses ``used`` layers."""
+    model, twin, rank = layers(), layers(), dist.get_rank()
+    zero = adam(model.parameters(), **SHARDED)
+    plain = FusedAdamW(twin.parameters(), lr=1e-2)
+    last = dist.get_world_size() - 1
+    data = torch.ones(2, 70)
+    with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as reductions:
+        for passes in (2, 1):
+            zero.zero_grad()
+            plain.zero_grad()
+            for _ in range(passes):
+                x = data.clone().requires_grad_()
+                run(model[:used] if rank == last else model, x, rank).square().mean().backward()
+                for r in range(last + 1):
+                    of_rank = twin[:used] if r == last else twin
+                    (of_rank(data).square().mean() / (last + 1)).backward()
+            zero.step()
+            plain.step()
+    return {
+        "off": off(model, twin),
+        "buckets": len(zero.parts.all_buckets),
+        "reductions": reductions.call_count,
+    }
+
+
+def segments(model: nn.Sequential, x: Tensor, rank: int) -> Tensor:
+    """Segments of rank + 1 layers: no parameter has its gradient in the outermost graph task."""
+    for start in range(0, len(model), rank + 1):
+        x = checkpoint(model[start : start + rank + 1], x, use_reentrant=True)
+    return x
+
+
+def nested(model: nn.Sequential, x: Tensor, rank: int) -> Tensor:
+    """Segments in segments on odd ranks; on all, layers outside of them."""
+    inner = (lambda x: segments(model[1:-1], x, 0)) if rank % 2 else model[1:-1]
+    return model[-1](checkpoint(inner, model[0](x), use_reentrant=True))
+
+
+# ---- groups --------------------------------------------------------------------------------------
+
+
+def worlds() -> dict[str, Any]:
+    """Sub-groups of 2, 3, 4 and 1 ranks step, save, and load what the last one saved."""
+    rank, path, plain = dist.get_rank(), Path(sys.argv[1]) / "worlds", layers(2)
+    optimizer = FusedAdamW(plain.parameters(), lr=1e-2)
+    found: dict[str, Any] = {}
+    model = layers(2)
+    for world in ([2, 3], [1, 2, 3], [0, 1, 2, 3], [1]):
+        group = dist.new_group(world)
+        model.load_state_dict(plain.state_dict())
+        if rank in world:
+            zero = adam(model.parameters(), process_group=group, **SHARDED)
+            if len(world) != 2:
+                load_sharded(zero, dcp.FileSystemReader(path))
+        plain(torch.ones(2, 70)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if rank in world:
+            model(torch.ones(2, 70)).sum().backward()
+            zero.step()
+            state = {"optimizer": sharded_state_dict(zero)}
+            dcp.save(state, checkpoint_id=path, process_group=group)
+            found[str(len(world))] = off(model, plain)
+        dist.barrier()
+    return {"local": found}
+
+
+def cases() -> dict[str, Callable[[], dict[str, Any]]]:
+    return {
+        "segments": lambda: in_segments(segments, 7),
+        "segments, unused": lambda: in_segments(segments, 5),
+        "nested": lambda: in_segments(nested, 7),
+        "nested, unused": lambda: in_segments(nested, 5),
+        "worlds": worlds,
+    }
+
+
+if __name__ == "__main__":
+    run_cases(cases)

@@ -1,0 +1,103 @@
+"""Backward passes of the optimizers that reduce gradients in one process group."""
+
+import weakref
+from typing import Any, ClassVar, Protocol
+
+import torch
+
+
+class Reduces(Protocol):
+    """A reducer.
+
+    Attributes:
+        number: its place among the group's reducers, the same on all ranks.
+        alone: whether no other reducer was in its last pass.
+        early: whether it starts reductions before the pass ends.
+    """
+
+    number: int
+    alone: bool
+    early: bool
+
+    def reduce_rest(self) -> None:
+        """Starts what the pass has left."""
+
+
+class BackwardPasses:
+    """Tells when a backward pass begins and ends, and in which order reducers go.
+
+    A pass ends with the outermost backward call. Reentrant activation checkpointing runs a graph
+    task inside a node of another one; its final callbacks see that node as the current one
+    (NodeGuard in torch/csrc/autograd/engine.cpp), while those of the outermost task see none.
+
+    All ranks start a group's collectives in one order. Ranks may use different parameters, so they
+    may complete the buckets of several reducers in different orders: these wait for the end of the
+    pass. A reducer goes before it if it was alone in its last pass, or is the group's first.
+    """
+
+    _of: ClassVar[weakref.WeakKeyDictionary[Any, "BackwardPasses"]] = weakref.WeakKeyDictionary()
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._members: weakref.WeakSet[Any] = weakref.WeakSet()  # of the pass under way
+        self._task: int | None = None  # the graph task of the last gradient
+        # What graph tasks call at their end, by task. They alone keep it: an error drops it.
+        self._callbacks: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+    @classmethod
+    def of(cls, group: Any) -> "BackwardPasses":
+        return cls._of.setdefault(group, cls())
+
+    def number(self) -> int:
+        """The next reducer's."""
+        self._count += 1
+        return self._count - 1
+
+    def enter(self, reducer: Reduces) -> bool:
+        """Takes note of a gradient; returns whether it is the reducer's first in this pass."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            if not self._callbacks:  # an error has ended the pass before
+                self.end()
+            self._task = task
+            self._call_at_end_of(task)
+        if reducer in self._members:
+            return False
+        reducer.early = not self._members and (reducer.alone or reducer.number == 0)
+        self._members.add(reducer)
+        return True
+
+    def _call_at_end_of(self, task: int) -> None:
+        if task < 0 or task in self._callbacks:
+            return
+        here = weakref.ref(self)
+
+        def ended() -> None:
+            passes, node = here(), torch._C._current_autograd_node()
+            if passes is None:
+                return
+            if node is None:
+                passes.end()
+                return
+
+            def left(*_: Any) -> None:
+                passes = here()
+                if passes is not None:
+                    passes._callbacks.pop(-1, None)
+                    passes._call_at_end_of(torch._C._current_graph_task_id())
+
+            node.register_hook(left)
+            passes._callbacks[-1] = left
+
+        self._callbacks[task] = ended
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(ended)
+
+    def end(self) -> None:
+        """Lets every reducer of the pass start what it has left."""
+        members = sorted(self._members, key=lambda member: (not member.early, member.number))
+        self._members.clear()
+        self._task = None
+        for reducer in members:
+            reducer.alone = len(members) == 1
+            reducer.reduce_rest()
