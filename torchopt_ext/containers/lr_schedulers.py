@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from torchopt_ext import ops
+from torchopt_ext._torch import set_step_count
 from torchopt_ext.containers.optimizers import OptimizersContainer
 
 logger = logging.getLogger(__name__)
@@ -76,9 +77,9 @@ class LRSchedulersContainer(Stateful):
             scheduler.last_epoch = last_epoch - 1
             # step() computes the lr of last_epoch. It warns where the count says that it is called
             # a second time before the optimizer's step: this is no such call.
-            scheduler._step_count = 0
+            set_step_count(scheduler, 0)
             scheduler.step()
-            scheduler._step_count = last_epoch + 1
+            set_step_count(scheduler, last_epoch + 1)
 
     def get_metrics(self) -> dict[str, float]:
         """The present learning rates, as "lr/AdamW", or "lr/AdamW/0" and on if there are several.

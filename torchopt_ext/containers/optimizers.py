@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
+from torchopt_ext._torch import note_step
 from torchopt_ext.optim import FusedAdam, FusedAdamW, fused_step
 from torchopt_ext.optim.base import FusedAdamBase
 from torchopt_ext.optim.context import ALONE, StepContext
@@ -252,8 +253,7 @@ def _step_jointly(optimizers: Sequence[FusedAdam | FusedAdamW], context: StepCon
         fused_step(optimizers, context)
 
     for optimizer in optimizers:
-        # torch's schedulers warn if no step() has set it.
-        optimizer._opt_called = True  # type: ignore[union-attr]
+        note_step(optimizer)
         step = functools.partial(_between_hooks, optimizer, step)
     step()
 

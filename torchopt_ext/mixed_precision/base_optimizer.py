@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from torchopt_ext._torch import is_hook_table
 from torchopt_ext.optim.context import ALONE
 from torchopt_ext.optim.hooks import (
     HookedStep,
@@ -96,7 +97,7 @@ class BaseOptimizer(HookedStep, Optimizer):
 
         def left_out(key: str) -> bool:
             patched = callable(getattr(type(self), key, None))  # by a scheduler, say
-            return patched or key.startswith("_optimizer_")
+            return patched or is_hook_table(key)
 
         return {key: value for key, value in vars(self).items() if not left_out(key)}
 

@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from torchopt_ext._torch import is_dtensor
 from torchopt_ext.optim.agreement import agree, all_or_none
 from torchopt_ext.optim.dcp import Saved, nested, read, saved_entries
-from torchopt_ext.optim.local import is_dtensor
 from torchopt_ext.statedict.masters import zeros_like
 
 if TYPE_CHECKING:

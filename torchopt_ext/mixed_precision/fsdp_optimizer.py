@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
-from torch.utils._pytree import tree_map_only
 
 from torchopt_ext import _C
+from torchopt_ext._torch import tree_map_only
 from torchopt_ext.mixed_precision.base_optimizer import BaseOptimizer
 from torchopt_ext.mixed_precision.dynamic_grad_scaler import DynamicGradScaler
 from torchopt_ext.mixed_precision.fused_base import FusedBase

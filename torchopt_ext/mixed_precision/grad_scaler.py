@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.optim import Optimizer
 
+from torchopt_ext._torch import OptState, fresh_optimizer_state
 from torchopt_ext.optim.context import StepContext, taken_grad_scale
 from torchopt_ext.optim.local import moved
 from torchopt_ext.optim.loss_scale import LossScale, scale_settings
@@ -150,7 +150,7 @@ class GradScaler(torch.amp.GradScaler):
             loss_scale.change(growth)
         found_inf = found[0] if len(found) == 1 else torch.stack([f.double() for f in found]).sum()
         loss_scale.update(found_inf)
-        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        self._per_optimizer_states = defaultdict(fresh_optimizer_state)
 
     def state_dict(self) -> dict[str, Any]:
         """torch.amp.GradScaler's five entries, and with hysteresis ``_hysteresis_tracker``."""

@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchopt_ext import _C
+from torchopt_ext._torch import is_dtensor
 from torchopt_ext.optim.local import (
     NormKey,
     as_placed,
-    is_dtensor,
     local_gradients,
     local_tensor,
     norm_key,

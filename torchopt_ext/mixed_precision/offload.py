@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchopt_ext import _C
+from torchopt_ext._torch import tree_leaves, tree_map_only
 from torchopt_ext.mixed_precision.fsdp_optimizer import FSDPadaptOptimizer
 from torchopt_ext.mixed_precision.host_memory import HostMemory
 from torchopt_ext.optim.local import local_tensor

@@ -12,14 +12,11 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
-from torch.optim import optimizer as torch_optimizer
 
-from torchopt_ext import _C
+from torchopt_ext import _C, _torch
 from torchopt_ext.optim.context import StepContext, amp_attributes, amp_context
 
 Step = TypeVar("Step", bound=Callable[..., Any])
-
-_WRAPPER = Optimizer.profile_hook_step(lambda _: None).__code__
 
 
 def hooked_step(step: Step) -> Step:
@@ -44,8 +41,7 @@ def hooked_step(step: Step) -> Step:
             if (
                 args  # a closure may do anything
                 or kwargs
-                or torch_optimizer._global_optimizer_pre_hooks
-                or torch_optimizer._global_optimizer_post_hooks
+                or _torch.has_global_step_hooks()
                 or _observed(self)
             ):
                 return by_torch(self, *args, **kwargs)
@@ -78,21 +74,13 @@ def inner_step(optimizer: Any, context: StepContext, *args: Any, **kwargs: Any) 
         return optimizer.step(  # type: ignore[attr-defined]
             *args, context=replace(context, inner=True), **kwargs
         )
-    step = type(optimizer).step
-    while getattr(step, "__code__", None) is _WRAPPER:
-        step = step.__wrapped__
-    optimizer._opt_called = True  # what a learning-rate scheduler's patch of step() notes
+    _torch.note_step(optimizer)
     with amp_attributes(optimizer, context):
-        return with_own_hooks(optimizer, step, args, kwargs)
+        return with_own_hooks(optimizer, _torch.step_without_hooks(optimizer), args, kwargs)
 
 
 def _observed(optimizer: Any) -> bool:
-    return bool(
-        torch.compiler.is_compiling()
-        or _C.observed()
-        or optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-    )
+    return bool(torch.compiler.is_compiling() or _C.observed() or _torch.has_step_hooks(optimizer))
 
 
 def with_own_hooks(
@@ -103,24 +91,23 @@ def with_own_hooks(
         return step(optimizer, *args, **kwargs)
     args = (optimizer, *args)
     with record_function(f"Optimizer.step#{type(optimizer).__name__}.step"):
-        for hook in list(optimizer._optimizer_step_pre_hooks.values()):
+        for hook in _torch.step_pre_hooks(optimizer):
             if (changed := hook(optimizer, args, kwargs)) is not None:
                 args, kwargs = changed
         result = step(*args, **kwargs)
-        optimizer._optimizer_step_code()
-        for hook in list(optimizer._optimizer_step_post_hooks.values()):
+        for hook in _torch.step_post_hooks(optimizer):
             hook(optimizer, args, kwargs)
     return result
 
 
 def run_state_dict_pre_hooks(optimizer: Optimizer) -> None:
-    for hook in optimizer._optimizer_state_dict_pre_hooks.values():
+    for hook in _torch.state_dict_hooks(optimizer, "pre"):
         hook(optimizer)
 
 
 def run_state_dict_post_hooks(optimizer: Optimizer, result: dict[str, Any]) -> dict[str, Any]:
     """The state dict as its hooks leave it."""
-    for hook in optimizer._optimizer_state_dict_post_hooks.values():
+    for hook in _torch.state_dict_hooks(optimizer, "post"):
         hooked = hook(optimizer, result)
         result = result if hooked is None else hooked
     return result
@@ -131,12 +118,12 @@ def run_load_state_dict_pre_hooks(
 ) -> dict[str, Any]:
     """The state dict to load, as its hooks leave it; the one that was given stays."""
     state_dict = state_dict.copy()
-    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+    for hook in _torch.load_state_dict_hooks(optimizer, "pre"):
         hooked = hook(optimizer, state_dict)
         state_dict = state_dict if hooked is None else hooked
     return state_dict
 
 
 def run_load_state_dict_post_hooks(optimizer: Optimizer) -> None:
-    for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+    for hook in _torch.load_state_dict_hooks(optimizer, "post"):
         hook(optimizer)

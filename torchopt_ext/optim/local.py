@@ -5,16 +5,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from torchopt_ext._torch import all_reduce_coalesced, is_dtensor, local_shard
 from torchopt_ext.optim.agreement import comm_device, speaks
 from torchopt_ext.optim.collective import collective, run
 
 NormKey: TypeAlias = tuple[Any, ...]
 """Parameters with an equal key have their squares summed over the same ranks; () is this rank."""
-
-
-def is_dtensor(tensor: Any) -> bool:
-    """Whether ``tensor`` is a DTensor, without importing torch.distributed for plain tensors."""
-    return hasattr(tensor, "_local_tensor") and hasattr(tensor, "placements")
 
 
 def local_tensor(tensor: Any) -> Any:
@@ -23,7 +19,7 @@ def local_tensor(tensor: Any) -> Any:
     torchao's subclasses for float8 and int8 training hold the weight in one inner tensor of the
     same shape and dtype, which their operators step. Any other subclass is returned as it is.
     """
-    return _unwrapped(tensor._local_tensor if is_dtensor(tensor) else tensor)
+    return _unwrapped(local_shard(tensor) if is_dtensor(tensor) else tensor)
 
 
 def _unwrapped(tensor: Any) -> Any:
@@ -155,10 +151,8 @@ def local_gradients(params: list[Any], *, written: bool = False) -> list[Tensor 
                 key = grad.device_mesh, dimension, grad.dtype
                 summed.setdefault(key, []).append(i)
     for (mesh, dimension, _), indices in summed.items():
-        from torch.distributed._functional_collectives import all_reduce_coalesced
-
         locals_ = [_complete(grads[i]) for i in indices]
-        totals = all_reduce_coalesced(locals_, "sum", mesh.get_group(dimension))
+        totals = all_reduce_coalesced(locals_, mesh.get_group(dimension))
         for i, total in zip(indices, totals, strict=True):
             grads[i] = total
     return [None if grad is None else _complete(grad) for grad in grads]
@@ -186,7 +180,7 @@ def _sum_over(found: Any, wanted: Any) -> int | None:
 
 def _complete(grad: Any) -> Any:
     """A gradient's local tensor, after waiting for its collective (AsyncCollectiveTensor)."""
-    local = grad._local_tensor if is_dtensor(grad) else grad
+    local = local_shard(grad) if is_dtensor(grad) else grad
     return (
         local.wait()
         if type(local) is not Tensor and hasattr(local, "wait")

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchopt_ext._C import OptimizerPlan, carve
+from torchopt_ext._torch import is_dtensor
 from torchopt_ext.optim.local import (
     NormKey,
-    is_dtensor,
     local_gradients,
     local_tensor,
     norm_key,

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchopt_ext.optim.local import is_dtensor, local_tensor
+from torchopt_ext._torch import is_dtensor, local_shape_and_offset
+from torchopt_ext.optim.local import local_tensor
 
 MASTER, REMAINDER = "master_weight", "remainder"
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
@@ -100,11 +101,7 @@ def place_of(index: int, param: Any) -> Place:
     """
     if not is_dtensor(param):
         return index, 0, 0, 0
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    local, offset = compute_local_shape_and_global_offset(
-        param.shape, param.device_mesh, param.placements
-    )
+    local, offset = local_shape_and_offset(param)
     sizes = list(param.shape)
     inner = [1] * (len(sizes) + 1)  # elements from one index of a dimension to the next
     for d in reversed(range(len(sizes))):

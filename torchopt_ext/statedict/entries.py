@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchopt_ext.optim.local import is_dtensor, local_tensor, placed, same_placement
+from torchopt_ext._torch import is_dtensor
+from torchopt_ext.optim.local import local_tensor, placed, same_placement
 from torchopt_ext.optim.storage import MASTER, REMAINDER, Storage
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")

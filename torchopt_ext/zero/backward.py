@@ -3,7 +3,7 @@
 import weakref
 from typing import Any, ClassVar, Protocol
 
-import torch
+from torchopt_ext._torch import call_at_end_of_backward, current_node, graph_task
 
 
 class Reduces(Protocol):
@@ -55,7 +55,7 @@ class BackwardPasses:
 
     def enter(self, reducer: Reduces) -> bool:
         """Takes note of a gradient; returns whether it is the reducer's first in this pass."""
-        task = torch._C._current_graph_task_id()
+        task = graph_task()
         if task != self._task:
             if not self._callbacks:  # an error has ended the pass before
                 self.end()
@@ -73,7 +73,7 @@ class BackwardPasses:
         here = weakref.ref(self)
 
         def ended() -> None:
-            passes, node = here(), torch._C._current_autograd_node()
+            passes, node = here(), current_node()
             if passes is None:
                 return
             if node is None:
@@ -84,14 +84,13 @@ class BackwardPasses:
                 passes = here()
                 if passes is not None:
                     passes._callbacks.pop(-1, None)
-                    passes._call_at_end_of(torch._C._current_graph_task_id())
+                    passes._call_at_end_of(graph_task())
 
             node.register_hook(left)
             passes._callbacks[-1] = left
 
         self._callbacks[task] = ended
-        engine: Any = torch.autograd.Variable._execution_engine
-        engine.queue_callback(ended)
+        call_at_end_of_backward(ended)
 
     def end(self) -> None:
         """Lets every reducer of the pass start what it has left."""

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchopt_ext import _C, ops
+from torchopt_ext._torch import version
 from torchopt_ext.optim.collective import collective, wait
 from torchopt_ext.optim.storage import Place
 from torchopt_ext.zero.bucket import Bucket
@@ -202,9 +203,9 @@ class BalancedBuckets:
             if grad is None:
                 part.tensor.grad = None
                 continue
-            source = (grad, grad._version)
+            source = (grad, version(grad))
             known = self._sources.get(part)
-            if known is None or known[0] is not grad or known[1] != grad._version:
+            if known is None or known[0] is not grad or known[1] != source[1]:
                 part.tensor.grad = part.cut(grad)
                 self._sources[part] = source
 

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import StorageReader
 
+from torchopt_ext._torch import make_wrapper_subclass
 from torchopt_ext.optim.agreement import agree, all_gather_text
 from torchopt_ext.optim.dcp import Saved, nested, read, saved_entries, without_memory
 from torchopt_ext.zero import metadata
@@ -127,7 +128,7 @@ class StateShard(Tensor):
     def __new__(
         cls, shape: Sequence[int], shards: list[Tensor], chunks: list[ChunkStorageMetadata]
     ) -> StateShard:
-        made: StateShard = Tensor._make_wrapper_subclass(
+        made: StateShard = make_wrapper_subclass(
             cls, torch.Size(shape), dtype=shards[0].dtype, device=shards[0].device
         )
         made.shards, made.chunks = shards, chunks

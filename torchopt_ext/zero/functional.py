@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.optim.utils import functional_optim_map
+from torch.distributed.optim.utils import register_functional_optim
 
 from torchopt_ext import ops
 from torchopt_ext.optim import FusedAdam, FusedAdamW
@@ -111,5 +111,6 @@ class FunctionalFusedAdamW(FunctionalFusedAdam):
 
 def register() -> None:
     """Makes them known to torch.distributed.optim."""
-    functional_optim_map.setdefault(FusedAdam, FunctionalFusedAdam)
-    functional_optim_map.setdefault(FusedAdamW, FunctionalFusedAdamW)
+    known: Any = register_functional_optim
+    known(FusedAdam, FunctionalFusedAdam)
+    known(FusedAdamW, FunctionalFusedAdamW)

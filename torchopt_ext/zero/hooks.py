@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
+from torchopt_ext._torch import has_final_buckets
 from torchopt_ext.optim.collective import collective
 from torchopt_ext.zero.balanced import BalancedBuckets
 from torchopt_ext.zero.optimizer import ZeroRedundancyOptimizer
@@ -117,7 +118,7 @@ def _prepared(
     """Whether the optimizer knows DDP's final buckets; notes this one if it does not."""
     info = zero._overlap_info
     ddp = ddp_ref()
-    if ddp is None or not ddp._has_rebuilt_buckets:
+    if ddp is None or not has_final_buckets(ddp):
         return False
     if info.status == OverlapStatus.UNINITIALIZED:
         info.status = OverlapStatus.DDP_HAS_REBUILT_BUCKETS

@@ -13,6 +13,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
 from torchopt_ext import _C
+from torchopt_ext._torch import is_hook_table
 from torchopt_ext.optim.agreement import all_or_none, use_device
 from torchopt_ext.optim.collective import waits_at_most
 from torchopt_ext.optim.context import ALONE
@@ -365,7 +366,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
             raise TypeError("an optimizer that overlaps with a DDP instance cannot be copied")
         for key, value in vars(self).items():
             patched = callable(getattr(type(self), key, None))  # by a scheduler, say
-            if key.startswith("_optimizer_") or patched or key in ("parts", "optim"):
+            if is_hook_table(key) or patched or key in ("parts", "optim"):
                 continue  # hooks belong to the original, as with torch's optimizers
             shared = key in ("process_group", "ranks", "_join_config", "_optim_constructor")
             vars(copied)[key] = value if shared else copy.deepcopy(value, memo)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchopt_ext import _C, ops
+from torchopt_ext._torch import flatten_dense, unflatten_dense
 from torchopt_ext.optim.collective import collective, wait
 from torchopt_ext.optim.storage import Place
 from torchopt_ext.zero.part import Part, view_in
@@ -210,10 +211,10 @@ class WholeTensors:
             assert memory is not None
             send(memory)
         for batch in small:
-            flat = torch._C._nn.flatten_dense_tensors([p.detach() for p in batch])
+            flat = flatten_dense([p.detach() for p in batch])
             send(flat.view(torch.uint8))
             if rank != self.ranks.rank:
-                unpack.append((list(torch._C._nn.unflatten_dense_tensors(flat, batch)), batch))
+                unpack.append((unflatten_dense(flat, batch), batch))
 
     def _plan_sends(self) -> None:
         """For every rank, the parameters it sends as they are, and the batches it packs."""

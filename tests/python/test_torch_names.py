@@ -1,0 +1,133 @@
+"""torch's private names: all in one module, and all there in this version of torch."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Optimizer
+from torch.optim import optimizer as optimizer_module
+from torch.optim.lr_scheduler import LambdaLR
+
+import torchopt_ext
+from torchopt_ext import _torch
+
+PACKAGE = Path(torchopt_ext.__file__).parent
+PRIVATE = re.compile(
+    r"from torch(?:\.\w+)* import [^#\n]*\b_\w+|from torch\b[\w.]*\._\w+"
+    r"|\btorch(?:\.\w+)*\._[a-zA-Z]\w*"
+    r"|\._(?:global_optimizer|optimizer_(?:step|state|load)|opt_called|step_count|local_tensor|spec"
+    r"|version|make_wrapper_subclass|execution_engine|has_rebuilt_buckets|get_backend|timeout)\b"
+)
+
+
+def test_no_other_module_uses_private_names() -> None:
+    allowed = re.compile(r"torchopt_ext\._C|torchopt_ext import|torch\._foreach_\w+")
+    found = [
+        f"{path.relative_to(PACKAGE)}: {line.strip()}"
+        for path in PACKAGE.rglob("*.py")
+        if path.name != "_torch.py"
+        for line in path.read_text().splitlines()
+        if PRIVATE.search(allowed.sub("", line.partition("#")[0]))
+    ]
+    assert found == []
+
+
+def a_step(optimizer: Any) -> None:
+    optimizer.step()
+
+
+def test_hooks() -> None:
+    """Each table is the one that torch's public functions fill."""
+    optimizer = SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    assert not _torch.has_step_hooks(optimizer)
+    assert not _torch.has_global_step_hooks()
+
+    def hook(*_: Any) -> None:
+        """Never called."""
+
+    for registered, held in (
+        (optimizer.register_step_pre_hook, lambda: _torch.step_pre_hooks(optimizer)),
+        (optimizer.register_step_post_hook, lambda: _torch.step_post_hooks(optimizer)),
+        *(
+            (
+                getattr(optimizer, f"register_{kind}_{when}_hook"),
+                lambda f=f, w=when: f(optimizer, w),
+            )
+            for kind, f in (
+                ("state_dict", _torch.state_dict_hooks),
+                ("load_state_dict", _torch.load_state_dict_hooks),
+            )
+            for when in ("pre", "post")
+        ),
+    ):
+        handle = registered(hook)
+        assert held() == [hook]
+        handle.remove()
+        assert held() == []
+    for register in ("register_optimizer_step_pre_hook", "register_optimizer_step_post_hook"):
+        handle = getattr(optimizer_module, register)(hook)
+        assert _torch.has_global_step_hooks()
+        handle.remove()
+    assert {key for key in vars(optimizer) if _torch.is_hook_table(key)} >= {
+        "_optimizer_step_pre_hooks",
+        "_optimizer_load_state_dict_post_hooks",
+    }
+    inner = _torch.step_without_hooks(optimizer)
+    assert type(optimizer).step is not inner
+    assert inner.__code__ is not Optimizer.profile_hook_step(a_step).__code__
+
+
+@pytest.mark.filterwarnings("error")
+def test_schedulers() -> None:
+    optimizer = SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    scheduler = LambdaLR(optimizer, lambda _: 1.0)
+    _torch.note_step(optimizer)
+    scheduler.step()  # warns of a step() that was not called
+    _torch.set_step_count(scheduler, 7)
+    assert scheduler.state_dict()["_step_count"] == 7
+
+
+def test_tensors_and_autograd() -> None:
+    tensor = torch.ones(3, requires_grad=True)
+    seen: list[Any] = []
+
+    def hook(_: Any) -> None:
+        seen.append((_torch.graph_task() >= 0, _torch.current_node() is not None))
+        _torch.call_at_end_of_backward(lambda: seen.append("ended"))
+
+    tensor.register_hook(hook)
+    tensor.sum().backward()
+    assert seen == [(True, True), "ended"]
+    assert (_torch.graph_task(), _torch.current_node()) == (-1, None)
+    assert _torch.version(torch.zeros(2).add_(1)) == 1
+    parts = [torch.ones(2, 3), torch.zeros(4)]
+    flat = _torch.flatten_dense(parts)
+    assert [p.shape for p in _torch.unflatten_dense(flat, parts)] == [p.shape for p in parts]
+
+    class Wrapper(torch.Tensor):
+        """Has no memory."""
+
+        @classmethod
+        def __torch_dispatch__(cls, *_: Any) -> Any:
+            raise NotImplementedError
+
+    made = _torch.make_wrapper_subclass(Wrapper, torch.Size([5]), dtype=torch.float32)
+    assert (type(made), made.shape) == (Wrapper, (5,))
+
+
+def test_names_of_scaler_and_ddp() -> None:
+    """GradScaler extends torch's by its private names; DDP sets its mark in the constructor."""
+    scaler = torch.amp.GradScaler("cpu")
+    for name in ("_per_optimizer_states", "_scale", "_growth_tracker", "_init_scale", "_enabled",
+                 "_check_scale_growth_tracker", "_lazy_init_scale_growth_tracker",
+                 "_init_growth_tracker", "_get_growth_tracker", "_growth_factor"):  # fmt: skip
+        assert hasattr(scaler, name)
+    assert _torch.fresh_optimizer_state()["stage"] is _torch.OptState.READY
+    assert "_has_rebuilt_buckets" in inspect.getsource(DistributedDataParallel)

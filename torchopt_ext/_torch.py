@@ -1,0 +1,168 @@
+"""Every private name of torch that this package uses, with the reason why no public one serves.
+
+Nothing else in the package imports or reads one, but for the classes that extend torch's own:
+GradScaler (torch/amp/grad_scaler.py) and ZeroRedundancyOptimizer's names that torch's hooks read.
+tests/python/test_torch_names.py holds the package to it and touches each name.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+from torch.optim import Optimizer
+from torch.optim import optimizer as _optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+__all__ = [
+    "OptState",
+    "disable_dynamo",
+    "fresh_optimizer_state",
+    "tree_leaves",
+    "tree_map_only",
+]
+
+disable_dynamo = _disable_dynamo
+"""torch.compiler.disable imports torch._dynamo at once, which takes more than a second."""
+
+fresh_optimizer_state = _refresh_per_optimizer_state
+"""What torch.amp.GradScaler keeps of an optimizer between updates; a subclass has to renew it."""
+
+
+# ---- torch.optim.Optimizer: hooks can be registered by public functions, but not fired -----------
+
+_WRAPPER = Optimizer.profile_hook_step(lambda _: None).__code__
+
+
+def has_global_step_hooks() -> bool:
+    """Whether hooks on the steps of all optimizers are registered."""
+    return bool(_optimizer._global_optimizer_pre_hooks or _optimizer._global_optimizer_post_hooks)
+
+
+def has_step_hooks(optimizer: Any) -> bool:
+    """Whether an optimizer has step hooks of its own."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def step_pre_hooks(optimizer: Any) -> list[Callable[..., Any]]:
+    return list(optimizer._optimizer_step_pre_hooks.values())
+
+
+def step_post_hooks(optimizer: Any) -> list[Callable[..., Any]]:
+    """The hooks after a step, once torch.profiler has been told of the optimizer's parameters."""
+    optimizer._optimizer_step_code()
+    return list(optimizer._optimizer_step_post_hooks.values())
+
+
+def step_without_hooks(optimizer: Any) -> Callable[..., Any]:
+    """The ``step`` of an optimizer's class inside what torch has wrapped around it."""
+    step: Any = type(optimizer).step
+    while getattr(step, "__code__", None) is _WRAPPER:
+        step = step.__wrapped__
+    return step
+
+
+def note_step(optimizer: Any) -> None:
+    """Notes a step that learning-rate schedulers' patch of ``step`` does not see: they warn."""
+    optimizer._opt_called = True
+
+
+def state_dict_hooks(optimizer: Any, when: str) -> list[Callable[..., Any]]:
+    """Hooks "pre" or "post" of ``state_dict``."""
+    return list(getattr(optimizer, f"_optimizer_state_dict_{when}_hooks").values())
+
+
+def load_state_dict_hooks(optimizer: Any, when: str) -> list[Callable[..., Any]]:
+    """Hooks "pre" or "post" of ``load_state_dict``."""
+    return list(getattr(optimizer, f"_optimizer_load_state_dict_{when}_hooks").values())
+
+
+def is_hook_table(attribute: str) -> bool:
+    """Whether an optimizer's attribute holds hooks, which copies do not take along."""
+    return attribute.startswith("_optimizer_")
+
+
+def set_step_count(scheduler: Any, count: int) -> None:
+    """Says how often a scheduler was stepped, by which it judges the order of calls."""
+    scheduler._step_count = count
+
+
+# ---- tensors -------------------------------------------------------------------------------------
+
+
+def is_dtensor(tensor: Any) -> bool:
+    """Whether ``tensor`` is a DTensor, without importing torch.distributed for plain tensors."""
+    return hasattr(tensor, "_local_tensor") and hasattr(tensor, "placements")
+
+
+def local_shard(dtensor: Any) -> Any:
+    """The tensor object in a DTensor, whose memory offloading replaces.
+
+    ``to_local()`` makes a Parameter of it (pytorch issue 166156), and a view under autograd.
+    """
+    return dtensor._local_tensor
+
+
+def version(tensor: Tensor) -> int:
+    """How often a tensor was changed in place; torch documents it, under this name only."""
+    return tensor._version
+
+
+def make_wrapper_subclass(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """A tensor of a subclass without memory of its own, as torch's wrapper subclasses are made."""
+    return Tensor._make_wrapper_subclass(cls, *args, **kwargs)
+
+
+def flatten_dense(tensors: list[Tensor]) -> Tensor:
+    """The elements of many tensors in one; a reshape and a cat in Python take ten times as long."""
+    return torch._C._nn.flatten_dense_tensors(tensors)
+
+
+def unflatten_dense(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
+    """Views of :func:`flatten_dense`'s result, shaped as ``like``."""
+    return list(torch._C._nn.unflatten_dense_tensors(flat, like))
+
+
+# ---- autograd ------------------------------------------------------------------------------------
+
+
+def graph_task() -> int:
+    """The number of the backward pass that this thread runs, -1 outside of one."""
+    return torch._C._current_graph_task_id()
+
+
+def current_node() -> Any:
+    """The autograd node that this thread evaluates, or None."""
+    return torch._C._current_autograd_node()
+
+
+def call_at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Calls back when the backward pass that this thread runs has ended (FSDP2 does it so)."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(callback)
+
+
+# ---- torch.distributed, imported when used -------------------------------------------------------
+
+
+def local_shape_and_offset(dtensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Sizes of a DTensor's shard, and where in the whole it begins."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return compute_local_shape_and_global_offset(
+        dtensor.shape, dtensor.device_mesh, dtensor.placements
+    )
+
+
+def all_reduce_coalesced(tensors: list[Tensor], group: Any) -> list[Tensor]:
+    """Sums of many tensors in one collective that the next read waits for."""
+    from torch.distributed._functional_collectives import all_reduce_coalesced as reduce
+
+    return reduce(tensors, "sum", group)
+
+
+def has_final_buckets(ddp: Any) -> bool:
+    """Whether a DistributedDataParallel has chosen its buckets after the first backward passes."""
+    return bool(ddp._has_rebuilt_buckets)
