@@ -166,3 +166,17 @@ def all_reduce_coalesced(tensors: list[Tensor], group: Any) -> list[Tensor]:
 def has_final_buckets(ddp: Any) -> bool:
     """Whether a DistributedDataParallel has chosen its buckets after the first backward passes."""
     return bool(ddp._has_rebuilt_buckets)
+
+
+def unflatten_state_dict(flat: dict[str, Any], paths: Any) -> dict[str, Any]:
+    """A nested state dict from DCP's flat one and the paths that its metadata holds."""
+    from torch.distributed.checkpoint._nested_dict import unflatten_state_dict as unflatten
+
+    return unflatten(flat, paths)
+
+
+def set_element(nested: dict[str, Any], path: tuple[str | int, ...], value: Any) -> None:
+    """Sets the entry of a nested state dict that DCP's path leads to, and makes what leads there."""
+    from torch.distributed.checkpoint._traverse import set_element as set_at
+
+    set_at(nested, path, value)

@@ -122,6 +122,14 @@ def test_tensors_and_autograd() -> None:
     assert (type(made), made.shape) == (Wrapper, (5,))
 
 
+def test_names_of_distributed_checkpoints() -> None:
+    nested: dict[str, Any] = {}
+    _torch.set_element(nested, ("a", 1), 5)
+    assert nested == {"a": [None, 5]}
+    paths = {"a.0": ("a", 0), "a.1": ("a", 1)}
+    assert _torch.unflatten_state_dict({"a.0": 1, "a.1": 2}, paths) == {"a": [1, 2]}
+
+
 def test_names_of_scaler_and_ddp() -> None:
     """GradScaler extends torch's by its private names; DDP sets its mark in the constructor."""
     scaler = torch.amp.GradScaler("cpu")
