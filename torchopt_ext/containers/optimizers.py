@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -18,6 +18,7 @@ from torchopt_ext.optim.context import ALONE, StepContext
 from torchopt_ext.optim.control import ControlView
 from torchopt_ext.optim.hooks import HookedStep, inner_step, with_own_hooks
 from torchopt_ext.statedict import flat
+from torchopt_ext.statedict.masters import read_weights
 
 T = TypeVar("T", bound=Optimizer)
 
@@ -137,11 +138,25 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
         """
         flat.load_state_dict(self._parts(), state_dict)
 
-    def refresh_masters(self) -> None:
-        """Makes every fused optimizer's master weights what the parameters are now."""
-        for optimizer in self.optimizers:
-            if isinstance(optimizer, FusedAdamBase):
+    def refresh_masters(self, from_: Mapping[Any, torch.Tensor] | None = None) -> None:
+        """As :meth:`torchopt_ext.FusedAdamW.refresh_masters`, for the optimizers of all parts.
+
+        Args:
+            from_: float32 weights by parameter, or by name in the state dict; all of them are
+                checked before any is set.
+        """
+        fused = [optimizer for optimizer in self.optimizers if isinstance(optimizer, FusedAdamBase)]
+        if from_ is None:
+            for optimizer in fused:
                 optimizer.refresh_masters()
+            return
+        keeping = {p: o for o in fused for g in o.param_groups for p in g["params"]}
+        named = flat.named_parameters(self._parts())
+        for param, weight in read_weights(
+            from_, named, lambda p: p in keeping and keeping[p].keeps_master(p)
+        ):
+            if param in keeping:
+                keeping[param].set_weights([(param, weight)])
 
     def init_cache_state_dict(self) -> None:
         """Nothing to do: only a fault-tolerant container caches its state dict."""

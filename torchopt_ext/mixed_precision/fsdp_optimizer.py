@@ -237,15 +237,18 @@ class FSDPadaptOptimizer(BaseOptimizer):
         """Adds a group, and masters for its parameters."""
         self._base.add_param_group(param_group)
 
-    def refresh_masters(self) -> None:
-        """Makes the masters what the parameters are now.
+    def refresh_masters(self, from_: Mapping[Any, Tensor] | None = None) -> None:
+        """Makes the masters what the parameters are now, or sets both from float32 weights.
 
         Call it after weights were changed from outside, such as by loading a model's checkpoint
         without the optimizer's: the next step would otherwise go on from the old masters.
+
+        Args:
+            from_: as :meth:`torchopt_ext.FusedAdamW.refresh_masters` has it.
         """
         if self._offloader is not None:
             self._offloader.bring_back()
-        self._base.refresh_masters()
+        self._base.refresh_masters(from_)
 
     def state_dict(self, *, snapshot: bool = False) -> dict[str, Any]:
         """``grad_scaler``, ``base_optim_states`` and ``flat_fp32_weights``.

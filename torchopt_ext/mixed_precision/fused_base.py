@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -10,9 +12,8 @@ from torchopt_ext.optim.base import FusedAdamBase
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.control import Controlled
 from torchopt_ext.optim.hooks import inner_step
-from torchopt_ext.optim.param_kinds import is_steppable
 from torchopt_ext.statedict.entries import MASTERS
-from torchopt_ext.statedict.masters import set_weight, weight_of
+from torchopt_ext.statedict.masters import weight_of
 
 
 class FusedBase:
@@ -56,8 +57,8 @@ class FusedBase:
         inner_step(self.optim, StepContext(grad_scale=scale, check_overflow=True))
         return self.optim.known("skip")
 
-    def refresh_masters(self) -> None:
-        self.optim.refresh_masters()
+    def refresh_masters(self, from_: Mapping[Any, Tensor] | None) -> None:
+        self.optim.refresh_masters(from_)
 
     # ---- state --------------------------------------------------------------------------------
 
@@ -79,11 +80,4 @@ class FusedBase:
     def load(self, states: dict[str, Any], weights: list[list[Tensor]]) -> None:
         """Takes state and weights that were checked."""
         self.optim.load_state_dict(states)
-        for own, loaded in zip(self.params, weights, strict=True):
-            for param, weight in zip(own, loaded, strict=True):
-                if not is_steppable(param):
-                    continue
-                state = self.optim.state.get(param, {})
-                set_weight(param, state, weight, self.optim._storage)
-                if state and param.requires_grad:  # frozen ones get a master when they need it
-                    self.optim.state[param] = state
+        self.optim.set_weights(zip(chain(*self.params), chain(*weights), strict=True))

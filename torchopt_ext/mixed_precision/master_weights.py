@@ -6,6 +6,8 @@ masters, lets the optimizer step, and rounds the masters to the parameters.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ from torchopt_ext.optim.local import as_placed, local_tensor, moved
 from torchopt_ext.optim.param_kinds import is_steppable, refuse_param
 from torchopt_ext.optim.step import accumulated_norm
 from torchopt_ext.optim.storage import SIXTEEN_BIT
-from torchopt_ext.statedict.masters import weight_of
+from torchopt_ext.statedict.masters import read_weights, weight_of
 from torchopt_ext.statedict.whole import load_whole
 
 
@@ -124,11 +126,27 @@ class MasterWeights(Controlled):
         ]
 
     @torch.no_grad()
-    def refresh_masters(self) -> None:
-        """Makes the masters what the parameters are now."""
+    def refresh_masters(self, from_: Mapping[Any, Tensor] | None) -> None:
+        """Makes the masters what the parameters are now, or sets both from float32 weights."""
+        if from_ is not None:
+            master_of = dict(self.pairs())
+            params = [param for own in self.params for param in own]
+            names = chain(
+                *(g.get("param_names") or [""] * len(g["params"]) for g in self.optim.param_groups)
+            )
+            named = zip(names, params, strict=True)
+            self.set_weights(read_weights(from_, named, lambda p: master_of[p] is not p))
+            return
         for param, master in self.pairs():
             if master is not param:
                 local_tensor(master).copy_(local_tensor(param))
+
+    def set_weights(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Sets parameters and their masters to weights that fit them."""
+        master_of = dict(self.pairs())
+        for param, weight in pairs:
+            for target in (param, master_of[param]) if is_steppable(param) else ():
+                local_tensor(target).copy_(local_tensor(weight))
 
     # ---- step ---------------------------------------------------------------------------------
 
@@ -266,11 +284,7 @@ class MasterWeights(Controlled):
     def load(self, states: dict[str, Any], weights: list[list[Tensor]]) -> None:
         """Takes state and weights that were checked."""
         load_whole(self.optim, states)
-        flat = [weight for own in weights for weight in own]
-        for (param, master), weight in zip(self.pairs(), flat, strict=True):
-            if is_steppable(param):
-                for target in (param, master):
-                    local_tensor(target).copy_(local_tensor(weight))
+        self.set_weights(zip(chain(*self.params), chain(*weights), strict=True))
 
     def __getstate__(self) -> dict[str, Any]:
         if self.process_group is not None:

@@ -27,7 +27,7 @@ from torchopt_ext.optim.telemetry import Telemetry, keep_digests, telemetry_of, 
 from torchopt_ext.statedict.control import CONTROL_KEY, as_entry
 from torchopt_ext.statedict.entries import converted
 from torchopt_ext.statedict.loaded import Loaded, raise_problems, read_indexed
-from torchopt_ext.statedict.masters import refresh_master
+from torchopt_ext.statedict.masters import read_weights, refresh_master, set_weight
 
 
 class _Built(NamedTuple):
@@ -267,14 +267,40 @@ class FusedAdamBase(HookedStep, Controlled, Optimizer):
     # ---- beyond torch -----------------------------------------------------------------------
 
     @torch.no_grad()
-    def refresh_masters(self) -> None:
-        """Makes the master weights what the parameters are now.
+    def refresh_masters(self, from_: Mapping[Any, Tensor] | None = None) -> None:
+        """Makes the master weights what the parameters are now, or sets both from float32 weights.
 
         Call it after weights were changed from outside, such as by loading a checkpoint of the
         model alone: the next step would otherwise continue from the old master weights.
+
+        Args:
+            from_: float32 weights by parameter, or by name if the optimizer was given names, such
+                as an fp32 model's state dict. Masters and remainders then have all their bits, and
+                16-bit parameters are their rounding.
+
+        Raises:
+            ValueError: a weight is missing or does not fit; says all that is wrong. Nothing is
+                changed.
         """
-        for _, _, _, param in param_state.named_group_params(self):
+        named = [(name, param) for _, _, name, param in param_state.named_group_params(self)]
+        if from_ is not None:
+            self.set_weights(read_weights(from_, named, self.keeps_master))
+            return
+        for _, param in named:
             refresh_master(param, self.state.get(param, {}))
+
+    def keeps_master(self, param: Tensor) -> bool:
+        """Whether a parameter has a master weight or a remainder."""
+        return self._storage.master_of(param) is not None
+
+    @torch.no_grad()
+    def set_weights(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Sets parameters and their masters to float32 weights that fit them."""
+        for param, weight in pairs:
+            state = self.state.get(param, {})
+            set_weight(param, state, weight, self._storage)
+            if state and param.requires_grad:  # frozen ones get a master when they need it
+                self.state[param] = state
 
     def keep_masters(self) -> None:
         """Lets 16-bit parameters have fp32 masters from the next step on.
@@ -458,7 +484,9 @@ class FusedAdamBase(HookedStep, Controlled, Optimizer):
                 self._digests = dict(zip((p for _, p in self._planned), seen, strict=True))
             self._copied_before += self._plan.gradients_copied
             self._built = None
-        self._init_states(lambda param: param.grad is not None and not self.state.get(param))
+        self._init_states(
+            lambda param: param.grad is not None and "step" not in self.state.get(param, ())
+        )
         plan, self._norm_keys = param_state.build_plan(self, self._storage, self._options)
         only = plan.part_devices == [self.home]
         self._built = _Built(plan, plan.objects(), self.home if only else None)

@@ -207,12 +207,15 @@ class Controlled:
             counted: the largest step count of a parameter. Steps that such an optimizer made are
                 counted there only, and added with a warning.
         """
+        kept = {name: float(value) for name, value in control.items() if name in PERSISTENT}
+        done = kept.get("steps", 0.0) - kept.get("skipped_steps", 0.0)
+        if done != counted and kept == self.saved_control():
+            # torch's set_optimizer_state_dict fills what a full state dict lacks with our own.
+            kept, done = {}, 0.0
         fields = dict.fromkeys(PERSISTENT, 0.0)
-        fields["loss_scale"] = self._settings.get("loss_scale", 1.0)
-        fields |= {name: float(value) for name, value in control.items() if name in PERSISTENT}
-        steps = counted + fields["skipped_steps"]
-        if fields["steps"] < steps:
-            fields["steps"] = steps
+        fields |= {"loss_scale": self._settings.get("loss_scale", 1.0)} | kept
+        if done < counted:
+            fields["steps"] = counted + fields["skipped_steps"]
             if self.keeps_counts:
                 warnings.warn(
                     f"the state dict does not count all steps for the schedule and the loss scale: "

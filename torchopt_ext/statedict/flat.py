@@ -93,6 +93,11 @@ def load_state_dict(parts: Sequence[ModelPart], state_dict: Mapping[str, Any]) -
                 load_control(fields, largest_step(slots))
 
 
+def named_parameters(parts: Sequence[ModelPart]) -> list[tuple[str, Tensor]]:
+    """The trained parameters by their names in a flat state dict."""
+    return [(slot.fqn, slot.param) for part in _trained(parts) for slot in _slots(*part, {})]
+
+
 def init_state(optimizer: Optimizer) -> None:
     """Creates the state that the first step would create, with step 0, where it is missing.
 

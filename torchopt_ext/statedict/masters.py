@@ -1,11 +1,12 @@
 """From a master weight to a remainder and back, and from both to the weight they complete."""
 
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchopt_ext.optim.local import as_placed, local_tensor
+from torchopt_ext.optim.local import as_placed, is_dtensor, local_tensor
 from torchopt_ext.optim.param_kinds import is_steppable
 from torchopt_ext.optim.storage import (
     MASTER,
@@ -15,6 +16,8 @@ from torchopt_ext.optim.storage import (
     join_master,
     split_master,
 )
+from torchopt_ext.statedict.entries import MASTERS, tensor_problem
+from torchopt_ext.statedict.loaded import raise_problems
 
 
 def fit_master(param: Tensor, state: dict[str, Any], storage: Storage) -> None:
@@ -79,10 +82,17 @@ def weight_of(param: Tensor, state: dict[str, Any]) -> Tensor:
 
 
 def set_weight(param: Tensor, state: dict[str, Any], weight: Tensor, storage: Storage) -> None:
-    """Sets a parameter and its master to ``weight``, which has its shape and placements."""
+    """Sets a parameter and its master to ``weight``, which has its shape and placements.
+
+    A parameter that no step could update stays.
+    """
+    if not is_steppable(param):
+        return
     local = local_tensor(weight)
     local_tensor(param).copy_(local)
     wanted = storage.master_of(param)
+    for other in MASTERS.keys() - {wanted}:
+        state.pop(other, None)
     if wanted == MASTER:
         if MASTER not in state:
             state[MASTER] = zeros_like(param, torch.float32)
@@ -93,6 +103,56 @@ def set_weight(param: Tensor, state: dict[str, Any], weight: Tensor, storage: St
         rounded, rest = split_master(local.to(local_tensor(param).device, torch.float32))
         local_tensor(param).copy_(rounded)
         local_tensor(state[REMAINDER]).copy_(rest)
+
+
+def read_weights(
+    given: Mapping[Any, Any], named: Iterable[tuple[str, Tensor]], keeps: Callable[[Tensor], bool]
+) -> list[tuple[Tensor, Tensor]]:
+    """The parameters and the float32 weights that ``given`` has for them, each placed as its one.
+
+    Args:
+        given: weights by parameter or name. Other names are ignored, so that a model's whole state
+            dict will do; a plain tensor for a DTensor is the whole weight.
+        named: an optimizer's parameters, "" where it knows no name.
+        keeps: whether a parameter has a master weight; of those that are trained none may lack.
+
+    Raises:
+        ValueError: what is missing or does not fit.
+    """
+    pairs, problems = [], []
+    known = set()
+    for number, (name, param) in enumerate(named):
+        what = repr(name) if name else f"parameter {number}, of which the optimizer has no name,"
+        known.add(param)
+        if not is_steppable(param):
+            continue
+        weight = given.get(param, given.get(name) if name else None)
+        exact = param.requires_grad and param.dtype in SIXTEEN_BIT
+        if weight is None:
+            if exact and keeps(param):
+                problems.append(f"{what} is missing")
+            continue
+        whole = isinstance(weight, Tensor) and weight.shape == param.shape
+        if is_dtensor(param) and not is_dtensor(weight) and whole:
+            weight = _placed_as(weight, param)
+        if found := tensor_problem(weight, param, torch.float32):
+            problems.append(f"{what} {found}")
+        elif exact and not keeps(param):
+            problems.append(f"{what} has no master weight, which master_weights= would give it")
+        pairs.append((param, weight))
+    strangers = [key for key in given if isinstance(key, Tensor) and key not in known]
+    problems += [f"a {tuple(key.shape)} tensor is none of the parameters" for key in strangers]
+    raise_problems(problems)
+    return pairs
+
+
+def _placed_as(weight: Tensor, param: Any) -> Tensor:
+    """This rank's shard of a whole tensor, without communication."""
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh = param.device_mesh
+    whole = weight.detach().to(mesh.device_type)
+    return distribute_tensor(whole, mesh, param.placements, src_data_rank=None)
 
 
 def zeros_like(param: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,173 @@
+"""The control block's counts and loss scale in every form of a state dict, and without them."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from torchopt_ext import FusedAdamW, ops
+from torchopt_ext.containers import OptimizersContainer
+
+SCHEDULE: dict[str, int] = {"warmup_steps": 10, "stable_steps": 4, "decay_steps": 6}
+FORMS = {
+    "nested": StateDictOptions(),
+    "flattened": StateDictOptions(flatten_optimizer_state_dict=True),
+    "full": StateDictOptions(full_state_dict=True),
+}
+each_form = pytest.mark.parametrize("form", ["indexed", *FORMS])
+WARNING = "does not count all steps"
+
+
+def job(cls: Any = FusedAdamW, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).to(dtype)
+    optimizer: Any = cls(model.parameters(), lr=0.1, fused=True)
+    if cls is FusedAdamW:
+        scheduled(optimizer)
+    return model, optimizer
+
+
+def scheduled(optimizer: Any) -> Any:
+    optimizer.set_schedule(**SCHEDULE)
+    optimizer.set_loss_scale(256.0, growth_interval=3)
+    return optimizer
+
+
+def train(model: nn.Module, optimizer: Any, steps: int, overflow: int | None = None) -> None:
+    for step in range(steps):
+        for param in model.parameters():
+            param.grad = torch.full_like(param, torch.inf if step == overflow else 1.0)
+        optimizer.step()
+
+
+def saved(model: nn.Module, optimizer: Any, form: str) -> Any:
+    if form == "indexed":
+        return copy.deepcopy(optimizer.state_dict())
+    return copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=FORMS[form]))
+
+
+def load(model: nn.Module, optimizer: Any, state_dict: Any, form: str) -> None:
+    if form == "indexed":
+        optimizer.load_state_dict(state_dict)
+    else:
+        set_optimizer_state_dict(model, optimizer, state_dict, options=FORMS[form])
+
+
+def fields(optimizer: Any) -> dict[str, float]:
+    names = ("steps", "skipped_steps", "loss_scale", "growth_tracker")
+    return {name: float(getattr(optimizer.control, name)) for name in names}
+
+
+@each_form
+@pytest.mark.parametrize("used", [0, 20])
+def test_counts_and_scale_travel_in_every_form(form: str, used: int) -> None:
+    model, optimizer = job()
+    train(model, optimizer, 9, overflow=4)
+    other, resumed = job()
+    train(other, resumed, used)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load(other, resumed, saved(model, optimizer, form), form)
+    assert fields(resumed) == fields(optimizer)
+    assert fields(resumed)["steps"] == 9 and fields(resumed)["loss_scale"] == 512
+    for each in ((model, optimizer), (other, resumed)):
+        train(*each, 1)
+    assert float(resumed.control.lr_factor) == float(optimizer.control.lr_factor) < 1
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("form", ["indexed", "nested", "flattened"])
+def test_counts_and_scale_travel_through_a_distributed_checkpoint(
+    form: str, tmp_path: Path
+) -> None:
+    model, optimizer = job()
+    train(model, optimizer, 9, overflow=4)
+    dcp.save({"optimizer": saved(model, optimizer, form)}, checkpoint_id=tmp_path)
+    other, resumed = job()
+    train(other, resumed, 1)
+    template = saved(other, resumed, form)
+    dcp.load({"optimizer": template}, checkpoint_id=tmp_path)
+    load(other, resumed, template, form)
+    assert fields(resumed) == fields(optimizer)
+
+
+@each_form
+@pytest.mark.parametrize("used", [0, 20])
+@pytest.mark.parametrize("when", ["before loading", "after loading"])
+def test_without_counts_they_are_derived_from_the_steps(form: str, used: int, when: str) -> None:
+    """torch's state: the warmup goes on, the loss scale begins anew, and one warning says so."""
+    model, theirs = job(torch.optim.AdamW)
+    train(model, theirs, 7)
+    other, optimizer = job()
+    if when == "after loading":
+        optimizer = FusedAdamW(other.parameters(), lr=0.1)
+    train(other, optimizer, used)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        load(other, optimizer, saved(model, theirs, form), form)
+    found = [str(each.message) for each in caught if WARNING in str(each.message)]
+    assert len(found) == (when == "before loading")
+    if when == "after loading":
+        scheduled(optimizer)
+    assert fields(optimizer) == {
+        "steps": 7, "skipped_steps": 0, "loss_scale": 256, "growth_tracker": 0,
+    }  # fmt: skip
+    train(other, optimizer, 1)
+    assert float(optimizer.control.lr_factor) == ops.lr_factor(7, **SCHEDULE)
+
+
+@pytest.mark.parametrize("form", ["indexed", "nested"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_torchs_optimizer_takes_the_fields_and_its_steps_count(
+    form: str, dtype: torch.dtype
+) -> None:
+    """It hands the fields on as they are: older than its parameters' steps."""
+    model, optimizer = job(dtype=dtype)
+    train(model, optimizer, 6, overflow=0)
+    other, theirs = job(torch.optim.AdamW, dtype)
+    load(other, theirs, saved(model, optimizer, form), form)
+    train(other, theirs, 3)
+    back_model, back = job(dtype=dtype)
+    with pytest.warns(UserWarning, match=WARNING):
+        load(back_model, back, saved(other, theirs, form), form)
+    assert fields(back) == fields(optimizer) | {"steps": 9}
+
+
+@pytest.mark.parametrize("source", [FusedAdamW, torch.optim.AdamW], ids=["ours", "torch's"])
+@pytest.mark.parametrize("layout", ["container's", "flattened"])
+def test_a_containers_optimizers_all_get_the_counts(source: Any, layout: str) -> None:
+    """Its own flat dict has them at the top; one of torch's functions, in a parameter's state."""
+    model, optimizer = job(source)
+    train(model, optimizer, 7)
+    if layout == "flattened":
+        given = saved(model, optimizer, layout)
+    else:
+        container = OptimizersContainer([model], source, {"lr": 0.1, "fused": True})
+        container.optimizers[0] = optimizer
+        given = copy.deepcopy(container.state_dict())
+    parts = [nn.Sequential(copy.deepcopy(model[0])), nn.ModuleDict({"1": copy.deepcopy(model[1])})]  # type: ignore[index]
+    container = OptimizersContainer(parts, FusedAdamW, {"lr": 0.1})
+    for each in container:
+        scheduled(each)
+    expect: Callable[[], Any] = warnings.catch_warnings
+    if source is torch.optim.AdamW:
+        expect = lambda: pytest.warns(UserWarning, match=WARNING)  # noqa: E731
+    with expect():
+        container.load_state_dict(given)
+    expected = fields(optimizer) if source is FusedAdamW else None
+    for each in container:
+        assert fields(each)["steps"] == 7
+        assert expected is None or fields(each) == expected

@@ -1,0 +1,180 @@
+"""refresh_masters(from_=...): masters and remainders from float32 weights, with all their bits."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from torchopt_ext import FusedAdamW
+from torchopt_ext.containers import OptimizersContainer
+from torchopt_ext.mixed_precision import FSDPadaptOptimizer
+
+from ..optim.independent import is_upper_tie, join, words
+from ..optim.subject import assert_same_bits, bits
+
+BF16 = torch.bfloat16
+ADAM: dict[str, Any] = {"lr": 0.02}
+
+
+def fp32_model(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(30, 40), nn.BatchNorm1d(40), nn.Linear(40, 3))
+
+
+def container(model: Any, **kwargs: Any) -> OptimizersContainer[Any]:
+    parts = [nn.ModuleDict({str(i): model[i]}) for i in range(3)]
+    return OptimizersContainer(parts, FusedAdamW, ADAM | kwargs)
+
+
+def wrapped(cls: Any) -> Callable[..., Any]:
+    return lambda model: FSDPadaptOptimizer(cls(model.named_parameters(), **ADAM))
+
+
+KINDS: dict[str, Callable[[nn.Module], Any]] = {
+    "masters": lambda m: FusedAdamW(m.named_parameters(), master_weights="fp32", **ADAM),
+    "remainders": lambda m: FusedAdamW(m.named_parameters(), master_weights="remainder", **ADAM),
+    "container": lambda m: container(m, master_weights="fp32"),
+    "container of remainders": lambda m: container(m, master_weights="remainder"),
+    "wrapped FusedAdamW": wrapped(FusedAdamW),
+    "wrapped AdamW": wrapped(torch.optim.AdamW),
+}
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def train(model: nn.Module, optimizer: Any, seeds: Any) -> None:
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(seed)
+        for param in model.parameters():
+            param.grad = torch.randn(param.shape, generator=generator).to(BF16).to(param.dtype)
+        optimizer.step()
+
+
+def exact_weights(model: nn.Module, optimizer: Any) -> list[Tensor]:
+    """What the parameters are rounded from."""
+    if isinstance(optimizer, FSDPadaptOptimizer):
+        return [w for own in optimizer.state_dict()["flat_fp32_weights"].values() for w in own]
+    states = [optimizer.state[param] for param in model.parameters()]
+    if "master_weight" in states[0]:
+        return [state["master_weight"] for state in states]
+    pairs = zip(model.parameters(), states, strict=True)
+    joined = [(p, torch.from_numpy(join(p, s["remainder"]).astype("uint32"))) for p, s in pairs]
+    return [j.view(torch.float32).reshape(p.shape) for p, j in joined]
+
+
+@each_kind
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("by", ["name", "parameter"])
+def test_an_fp32_model_becomes_a_bf16_one_with_all_bits(kind: str, steps: int, by: str) -> None:
+    """Its whole state dict, buffers included, will do; then training goes on as in float32."""
+    source = fp32_model(seed=1)
+    given: Any = {name: value.clone() for name, value in source.state_dict().items()}
+    for value in source.parameters():  # a remainder moves these, by one float32
+        assert not is_upper_tie(words(value)).any()
+    model = fp32_model().to(BF16)
+    optimizer = KINDS[kind](model)
+    train(model, optimizer, range(steps))
+    if by == "parameter":
+        pairs = zip(model.parameters(), source.parameters(), strict=True)
+        given = {param: value.detach() for param, value in pairs}
+    assert optimizer.refresh_masters(from_=given) is None
+    assert_same_bits(model.parameters(), [p.to(BF16) for p in source.parameters()])
+    if not steps:
+        twin = FusedAdamW(source.parameters(), **ADAM, max_grad_norm=optimizer_clip(optimizer))
+        train(model, optimizer, [5])
+        train(source, twin, [5])
+        if kind == "wrapped AdamW":  # torch's formula rounds in another order
+            for mine, theirs in zip(
+                exact_weights(model, optimizer), source.parameters(), strict=True
+            ):
+                torch.testing.assert_close(mine, theirs.detach(), rtol=1e-6, atol=1e-7)
+            return
+    assert_same_bits(exact_weights(model, optimizer), source.parameters())
+
+
+def optimizer_clip(optimizer: Any) -> float | None:
+    return 1.0 if isinstance(optimizer, FSDPadaptOptimizer) else None
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "missing": (lambda given: given.pop("2.bias"), "'2.bias' is missing"),
+    "shape": (lambda given: given.update({"2.bias": torch.ones(1)}), r"'2.bias' has shape \(1,\)"),
+    "dtype": (
+        lambda given: given.update({"2.bias": torch.ones(3, dtype=BF16)}),
+        "'2.bias' is torch.bfloat16.*float32",
+    ),
+    "no tensor": (lambda given: given.update({"2.bias": 1.0}), "'2.bias' is a float"),
+    "stranger": (lambda given: given.update({torch.ones(7): torch.ones(7)}), r"a \(7,\) tensor"),
+}
+
+
+@each_kind
+@pytest.mark.parametrize("wrong", WRONG)
+def test_weights_that_do_not_fit_change_nothing(kind: str, wrong: str) -> None:
+    """All that is wrong is named, and nothing is set."""
+    model = fp32_model().to(BF16)
+    optimizer = KINDS[kind](model)
+    train(model, optimizer, range(2))
+    given: dict[Any, Any] = dict(fp32_model(seed=1).state_dict())
+    change, message = WRONG[wrong]
+    change(given)
+    given["0.bias"] = torch.ones(2)
+    tensors = [*model.parameters(), *exact_weights(model, optimizer)]
+    before = [bits(tensor) for tensor in tensors]
+    with pytest.raises(ValueError, match=rf"'0.bias' has shape \(2,\).*{message}"):
+        optimizer.refresh_masters(from_=given)
+    assert [bits(tensor) for tensor in tensors] == before
+
+
+def test_names_and_masters_have_to_be_there() -> None:
+    model = fp32_model().to(BF16)
+    given = fp32_model(seed=1).state_dict()
+    with pytest.raises(
+        ValueError, match=r"parameter 0, of which the optimizer has no name, is mis"
+    ):
+        FusedAdamW(model.parameters(), master_weights="fp32").refresh_masters(from_=given)
+    with pytest.raises(ValueError, match=r"'0.weight' has no master weight, which master_weights="):
+        FusedAdamW(model.named_parameters()).refresh_masters(from_=given)
+    with pytest.raises(ValueError, match=r"'0.weight' has no master weight"):
+        OptimizersContainer([model], torch.optim.AdamW, {}).refresh_masters(from_=given)
+    model[2].requires_grad_(False)  # type: ignore[index]
+    optimizer = FusedAdamW(model.named_parameters(), master_weights="fp32")
+    optimizer.refresh_masters(from_=given)  # sets frozen ones, too, which have no master yet
+    assert_same_bits([model[2].weight], [given["2.weight"].to(BF16)])  # type: ignore[index]
+    assert len(optimizer.state) == 4
+
+
+@pytest.fixture
+def second_of_two_ranks() -> Iterator[Any]:
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    yield init_device_mesh("cpu", (2,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
+def test_a_sharded_parameter_takes_its_shard(second_of_two_ranks: Any, placement: Any) -> None:
+    """Of a whole tensor or of a DTensor placed alike; any other placement is rejected."""
+    mesh = second_of_two_ranks
+    whole = torch.randn(5, 6)
+    placed = distribute_tensor(whole.clone(), mesh, [placement], src_data_rank=None)
+    for weight in (whole, placed):
+        param = nn.Parameter(torch.zeros_like(placed, dtype=BF16))
+        optimizer = FusedAdamW([("w", param)], master_weights="fp32")
+        optimizer.refresh_masters(from_={"w": weight})
+        assert_same_bits([optimizer.state[param]["master_weight"].to_local()], [placed.to_local()])
+        assert_same_bits([param.to_local()], [placed.to_local().to(BF16)])  # type: ignore[attr-defined]
+    other = Replicate() if placement != Replicate() else Shard(0)
+    wrong = distribute_tensor(whole, mesh, [other], src_data_rank=None)
+    with pytest.raises(ValueError, match="'w' is placed"):
+        optimizer.refresh_masters(from_={"w": wrong})
+    plain = FusedAdamW([("w", nn.Parameter(whole.to(BF16)))], master_weights="fp32")
+    with pytest.raises(ValueError, match=r"'w' is placed .* a plain tensor"):
+        plain.refresh_masters(from_={"w": copy.copy(placed)})
