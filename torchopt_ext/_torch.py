@@ -176,7 +176,7 @@ def unflatten_state_dict(flat: dict[str, Any], paths: Any) -> dict[str, Any]:
 
 
 def set_element(nested: dict[str, Any], path: tuple[str | int, ...], value: Any) -> None:
-    """Sets the entry of a nested state dict that DCP's path leads to, and makes what leads there."""
+    """Sets the entry that a path of DCP leads to in a nested state dict; makes what is between."""
     from torch.distributed.checkpoint._traverse import set_element as set_at
 
     set_at(nested, path, value)

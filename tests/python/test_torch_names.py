@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 from torch.optim import optimizer as optimizer_module
@@ -130,12 +132,31 @@ def test_names_of_distributed_checkpoints() -> None:
     assert _torch.unflatten_state_dict({"a.0": 1, "a.1": 2}, paths) == {"a": [1, 2]}
 
 
-def test_names_of_scaler_and_ddp() -> None:
-    """GradScaler extends torch's by its private names; DDP sets its mark in the constructor."""
+def test_names_of_dtensors() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        tensor = distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)])
+        assert _torch.is_dtensor(tensor)
+        assert not _torch.is_dtensor(torch.ones(1))
+        assert _torch.local_shard(tensor) is _torch.local_shard(tensor)
+        assert _torch.local_shape_and_offset(tensor) == ((4, 3), (0, 0))
+        (total,) = _torch.all_reduce_coalesced([torch.ones(2)], mesh.get_group(0))
+        assert total.tolist() == [1, 1]
+        ddp = DistributedDataParallel(nn.Linear(2, 2))
+        assert not _torch.has_final_buckets(ddp)
+        for _ in range(2):
+            ddp(torch.ones(2)).sum().backward()
+        assert _torch.has_final_buckets(ddp)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_names_of_gradient_scalers() -> None:
+    """GradScaler extends torch's by its private names."""
     scaler = torch.amp.GradScaler("cpu")
     for name in ("_per_optimizer_states", "_scale", "_growth_tracker", "_init_scale", "_enabled",
                  "_check_scale_growth_tracker", "_lazy_init_scale_growth_tracker",
                  "_init_growth_tracker", "_get_growth_tracker", "_growth_factor"):  # fmt: skip
         assert hasattr(scaler, name)
     assert _torch.fresh_optimizer_state()["stage"] is _torch.OptState.READY
-    assert "_has_rebuilt_buckets" in inspect.getsource(DistributedDataParallel)
