@@ -1,20 +1,18 @@
 """OptimizersInBackwardContainer: each parameter is stepped as soon as its gradient is complete."""
 
-import functools
 from typing import Any
 
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
 from torchopt_ext.containers.optimizers import OptimizersContainer, T, trainable_parameters
+from torchopt_ext.optim.weak_hooks import WeakHook, handles_of
 from torchopt_ext.statedict.flat import ModelPart
 
 
 class OptimizersInBackwardContainer(OptimizersContainer[T]):
     """One optimizer per trainable parameter, stepped inside backward.
 
-    The parameters' hooks keep the optimizers alive, and Python's garbage collector does not see
-    through hooks: model and state are freed when the process ends.
+    The container keeps the optimizers: once it is gone, so are their state and the hooks.
 
     A gradient lives only from its accumulation to the step that follows at once, so that all
     gradients never exist together. `step()` and `zero_grad()` do nothing, but step hooks fire in
@@ -22,7 +20,7 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
     step, so gradients cannot be accumulated over several.
 
     Afterwards no gradient is left to measure: `torch.nn.utils.clip_grad_norm_` returns 0 and clips
-    nothing, and `max_grad_norm` and `skip_nonfinite` are refused.
+    nothing, and `max_grad_norm` and `skip_nonfinite` raise ValueError.
 
     Args: as OptimizersContainer.
 
@@ -57,9 +55,11 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
         all_params = [param for part in params for param in part]
         self._post_init(all_params, optimizer_kwargs)
         self._built = True
-        for param, optimizer in zip(all_params, self.optimizers, strict=True):
-            hook = functools.partial(_step_now, optimizer)
-            param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        self._optimizer_of = dict(zip(all_params, self.optimizers, strict=True))
+        handles, step_now = handles_of(self), WeakHook(self, "_step_now")
+        for param in all_params:
+            hooked: Any = param
+            handles.append(hooked.register_post_accumulate_grad_hook(step_now))
 
     def step(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         """Does nothing but fire the step hooks: backward has stepped."""
@@ -70,7 +70,6 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
     def _parts(self) -> list[ModelPart]:
         return list(zip(self.model_parts, self._by_part, strict=True))
 
-
-def _step_now(optimizer: Optimizer, param: Tensor) -> None:
-    optimizer.step()
-    optimizer.zero_grad()
+    def _step_now(self, param: nn.Parameter) -> None:
+        self._optimizer_of[param].step()
+        self._optimizer_of[param].zero_grad()

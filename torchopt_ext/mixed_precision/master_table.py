@@ -22,7 +22,7 @@ from torchopt_ext.optim.local import (
 from torchopt_ext.optim.param_kinds import is_steppable, refuse_param
 from torchopt_ext.optim.storage import SIXTEEN_BIT
 
-Part = tuple[torch.device, NormKey]
+NormPart = tuple[torch.device, NormKey]
 
 
 class MasterTable:
@@ -55,7 +55,7 @@ class MasterTable:
             (local_tensor(param).device, norm_key(param)) if i not in self._frozen else None
             for i, param in enumerate(self.params)
         ]
-        self.parts: list[Part] = list(dict.fromkeys(key for key in keys if key is not None))
+        self.parts: list[NormPart] = list(dict.fromkeys(key for key in keys if key is not None))
         self.devices = list(dict.fromkeys(device for device, _ in self.parts))
         self._of_part = {part: [i for i, k in enumerate(keys) if k == part] for part in self.parts}
         self.gradients: list[Any] = []  # this step's by parameter, None where there is none

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torchopt_ext import _C, ops
 from torchopt_ext.mixed_precision.master_table import (
     MasterTable,
-    Part,
+    NormPart,
     names_of,
 )
 from torchopt_ext.optim.context import StepContext
@@ -256,7 +256,7 @@ class MasterWeights(Controlled):
     # ---- what accumulated_norm() needs --------------------------------------------------------
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[NormPart]:
         """Device and norm key of the parameters' parts, the same on all ranks."""
         return self._table.parts if self._table is not None else []
 

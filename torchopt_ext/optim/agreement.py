@@ -7,6 +7,7 @@ import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from torchopt_ext.optim.collective import collective, run
 
-_devices: dict[Any, torch.device] = {}
+_devices: "WeakKeyDictionary[Any, torch.device]" = WeakKeyDictionary()
 
 
 def use_device(group: Any, device: torch.device) -> None:

@@ -18,6 +18,7 @@ from torchopt_ext import _C, ops
 from torchopt_ext._torch import version
 from torchopt_ext.optim.collective import collective, wait
 from torchopt_ext.optim.storage import Place
+from torchopt_ext.optim.weak_hooks import WeakHook, handles_of
 from torchopt_ext.zero.bucket import Bucket
 from torchopt_ext.zero.part import Part, in_param_order, memory_order, view_in
 from torchopt_ext.zero.ranks import Ranks
@@ -52,6 +53,7 @@ class BalancedBuckets:
         self._returning: dict[int, tuple[list[Any], Tensor | None]] = {}  # by bucket
         self.gathers = False  # parameters on the CPU as well
         self._lazy: dict[Tensor, None] = {}  # parameters whose modules wait for them
+        self._handles = handles_of(self)
 
     @property
     def hides_gradients(self) -> bool:
@@ -296,16 +298,19 @@ class BalancedBuckets:
 
     def overlap_forward(self, modules: Sequence[torch.nn.Module]) -> None:
         """Lets ``step`` return before the modules' parameters have arrived: they wait for them."""
+        wait_for, wait = WeakHook(self, "_wait_for"), WeakHook(self, "_wait")
         for module in modules:
             self._lazy |= dict.fromkeys(module.parameters())
-            hooked: Any = module
-            hooked.register_forward_pre_hook(lambda child, *_: self._wait_for(child))
+            self._handles.append(module.register_forward_pre_hook(wait_for))
             for child in module.modules():
-                hooked = child
-                hooked.register_state_dict_pre_hook(lambda *_: self.finish_returns())
-                hooked.register_load_state_dict_pre_hook(lambda *_: self.finish_returns())
+                hooked: Any = child
+                self._handles.append(hooked.register_state_dict_pre_hook(wait))
+                self._handles.append(hooked.register_load_state_dict_pre_hook(wait))
 
-    def _wait_for(self, module: torch.nn.Module) -> None:
+    def _wait(self, *_: Any) -> None:
+        self.finish_returns()
+
+    def _wait_for(self, module: torch.nn.Module, *_: Any) -> None:
         if self._returning:
             own = set(module.parameters())
             self.finish_returns(

@@ -1,8 +1,7 @@
 """Gradients reduced to their owners while backward runs: one reduction a bucket."""
 
 import bisect
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from torchopt_ext.optim.agreement import comm_device
 from torchopt_ext.optim.collective import collective, run, wait
+from torchopt_ext.optim.weak_hooks import WeakHook, handles_of
 from torchopt_ext.zero.backward import BackwardPasses
 from torchopt_ext.zero.bucket import Bucket
 from torchopt_ext.zero.part import in_memory_order
@@ -75,8 +75,7 @@ class Reducer:
         self._next = -1  # the bucket to reduce next, in this backward pass
         self._hooked: set[Tensor] = set()
         self._unfrozen: list[Tensor] = []  # whose first gradient came before their hook
-        self._handles: list[Any] = []
-        weakref.finalize(self, remove_all, self._handles)
+        self._handles = handles_of(self)
 
     def watch(self, buckets: Sequence[Bucket]) -> None:
         """Takes charge of further buckets."""
@@ -95,7 +94,7 @@ class Reducer:
         """Prepares for gradients from a DDP communication hook, which brings those of unused
         parameters, too: parameters themselves say which were used."""
         self.number = self.passes.number()
-        note = weak_method(self, "_note_used")
+        note = WeakHook(self, "_note_used")
         for param in self._of:
             if param.requires_grad:
                 hooked: Any = param
@@ -108,7 +107,7 @@ class Reducer:
         """Puts hooks on parameters that have become trainable."""
         if not self.hooks:
             return
-        take = weak_method(self, "_on_gradient")
+        take = WeakHook(self, "_on_gradient")
         for param in self._of:
             if param.requires_grad and param not in self._hooked:
                 hooked: Any = param
@@ -308,20 +307,3 @@ class Reducer:
                 reduction.bucket.grad.zero_()
         if set_to_none:
             self._present.clear()
-
-
-def weak_method(owner: Any, name: str) -> Callable[..., None]:
-    """A method that keeps its owner from nothing: hooks and callbacks may outlive it."""
-    reference = weakref.ref(owner)
-
-    def call(*arguments: Any) -> None:
-        alive = reference()
-        if alive is not None:
-            getattr(alive, name)(*arguments)
-
-    return call
-
-
-def remove_all(handles: list[Any]) -> None:
-    for handle in handles:
-        handle.remove()

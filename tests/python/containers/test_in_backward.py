@@ -54,9 +54,10 @@ def test_trains_like_the_plain_container(same_training, parts):
 
 
 def test_gradients_are_gone_after_backward(choice, parts):
-    in_backward(choice, parts)
+    container = in_backward(choice, parts)
     before = copy.deepcopy(parts)
     backward(parts, 0)
+    container.step()
     params = [p for part in parts for p in part.parameters()]
     assert all(p.grad is None for p in params)
     assert not any(map(torch.equal, params, (p for part in before for p in part.parameters())))

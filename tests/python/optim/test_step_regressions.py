@@ -150,8 +150,10 @@ def test_parameters_of_a_container_draw_differently() -> None:
     model = nn.ModuleList([nn.Linear(64, 64, bias=False) for _ in range(2)]).to(BF16)
     for layer in model:
         nn.init.constant_(layer.weight, 1.0)
-    OptimizersInBackwardContainer([model], FusedAdamW, {"lr": 1e-3, "stochastic_rounding": True})
+    options = {"lr": 1e-3, "stochastic_rounding": True}
+    container = OptimizersInBackwardContainer([model], FusedAdamW, options)
     sum(layer.weight.float().sum() for layer in model).backward()
+    container.step()
     assert not model[0].weight.equal(model[1].weight)
 
 

@@ -1,0 +1,182 @@
+"""What is built, trained and dropped leaves nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import AdamW, lr_scheduler
+
+from torchopt_ext import FSDPadaptOptimizer, FusedAdamW, GradScaler
+from torchopt_ext.containers import (
+    LRSchedulersContainer,
+    OptimizersContainer,
+    OptimizersInBackwardContainer,
+)
+from torchopt_ext.zero import (
+    ZeroRedundancyOptimizer,
+    hook_with_zero_step,
+    reduce_scatter_hook,
+)
+
+TIMES = 20  # one object left each time is seen
+
+Make = Callable[[nn.Sequential], tuple[nn.Module, Any]]  # what runs, and its optimizer
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _group() -> Iterator[None]:
+    store = torch._C._distributed_c10d.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+
+def plain(**options: Any) -> Make:
+    return lambda model: (model, FusedAdamW(model.parameters(), **options))
+
+
+def container(kind: Any, optimizer: Any, **options: Any) -> Make:
+    return lambda model: (model, kind([model], optimizer, {"lr": 1e-3, **options}))
+
+
+def scheduled(model: nn.Sequential) -> tuple[nn.Module, Any]:
+    optimizers = OptimizersContainer([model], FusedAdamW, {"lr": 1e-3})
+    optimizers.schedulers = LRSchedulersContainer(optimizers, lambda step: 1.0)  # type: ignore[attr-defined]
+    return model, optimizers
+
+
+def with_scheduler(model: nn.Sequential) -> tuple[nn.Module, Any]:
+    optimizer = FusedAdamW(model.parameters())
+    lr_scheduler.StepLR(optimizer, 1)
+    return model, optimizer
+
+
+def adapted(base: Any, **options: Any) -> Make:
+    def make(model: nn.Sequential) -> tuple[nn.Module, Any]:
+        model = model.bfloat16()
+        return model, FSDPadaptOptimizer(base(model.parameters(), **options))
+
+    return make
+
+
+def zero(optimizer: Any = FusedAdamW, lazily: bool = False, **options: Any) -> Make:
+    def make(model: nn.Sequential) -> tuple[nn.Module, Any]:
+        sharded = ZeroRedundancyOptimizer(model.parameters(), optimizer, lr=1e-3, **options)
+        if lazily:
+            sharded.overlap_forward(*model)
+        return model, sharded
+
+    return make
+
+
+def hooked(hook: Callable[[DDP, Any], Any], **options: Any) -> Make:
+    def make(model: nn.Sequential) -> tuple[nn.Module, Any]:
+        ddp = DDP(model)
+        sharded = ZeroRedundancyOptimizer(model.parameters(), FusedAdamW, lr=1e-3, **options)
+        ddp.register_comm_hook(None, hook(ddp, sharded))
+        return ddp, sharded
+
+    return make
+
+
+def averaging(_: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+BALANCED = {"partition": "balanced", "bucket_elements": 64}
+KINDS: dict[str, Make] = {
+    "plain": plain(),
+    "norm": plain(max_grad_norm=1.0, skip_nonfinite=True, track=True),
+    "scheduler": with_scheduler,
+    "container": container(OptimizersContainer, FusedAdamW),
+    "container AdamW": container(OptimizersContainer, AdamW),
+    "schedulers": scheduled,
+    "in backward": container(OptimizersInBackwardContainer, FusedAdamW),
+    "in backward AdamW": container(OptimizersInBackwardContainer, AdamW),
+    "FSDP fused": adapted(FusedAdamW),
+    "FSDP AdamW": adapted(AdamW),
+    "greedy": zero(),
+    "greedy AdamW": zero(AdamW),
+    "bucket view": zero(parameters_as_bucket_view=True),
+    "balanced": zero(**BALANCED),
+    "sharded": zero(sharded_gradients=True, **BALANCED),
+    "lazily": zero(lazily=True, **BALANCED),
+    "reduce-scatter": hooked(lambda _, sharded: reduce_scatter_hook(sharded), **BALANCED),
+    "overlap": hooked(
+        lambda ddp, sharded: hook_with_zero_step(averaging, ddp, sharded), overlap_with_ddp=True
+    ),
+}
+
+
+def alive() -> dict[str, int]:
+    """Python's objects by type, bytes of tensors, and what the system has given."""
+    gc.collect()
+    objects = gc.get_objects()
+    found = Counter(f"{type(o).__module__}.{type(o).__qualname__}" for o in objects)
+    tensors = [o for o in objects if issubclass(type(o), Tensor) and o.layout is torch.strided]
+    found["bytes"] = sum(
+        {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values()
+    )
+    found["descriptors"] = len(os.listdir("/proc/self/fd"))
+    found["threads"] = len(os.listdir("/proc/self/task"))
+    found["groups"] = len(dist.distributed_c10d._world.pg_map)
+    return dict(found)  # which is no object of the garbage collector's
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_grows(kind: str) -> None:
+    """Neither with the model dropped, too, nor on one that stays."""
+    kept = layers()
+
+    def train(model: nn.Sequential) -> None:
+        run, optimizer = KINDS[kind](model)
+        scaler = GradScaler("cpu", enabled=kind == "norm")
+        for _ in range(3 if kind == "overlap" else 1):
+            optimizer.zero_grad()
+            loss = run(torch.ones(1, 8).to(model[0].weight.dtype)).sum()
+            if kind.startswith("FSDP"):
+                optimizer.backward(loss)
+            else:
+                scaler.scale(loss).backward()
+            if kind != "overlap":
+                scaler.step(optimizer)
+                scaler.update()
+
+    def rounds(times: int) -> dict[str, int]:
+        for _ in range(times):
+            train(kept)
+            train(layers())
+        kept.zero_grad()
+        return alive()
+
+    rounds(3)
+    before = rounds(2)
+    after = rounds(TIMES // 2)
+    grown = {name: after[name] - count for name, count in before.items() if after[name] > count}
+    grown |= {name: count for name, count in after.items() if name not in before}
+    assert grown == {}
+
+
+def test_a_model_whose_parameters_arrive_late_can_be_saved() -> None:
+    model = layers()
+    _, optimizer = zero(lazily=True, **BALANCED)(model)
+    copied = pickle.loads(pickle.dumps(model))
+    assert torch.equal(copied(torch.ones(1, 8)), model(torch.ones(1, 8)))
+    del optimizer
+    assert not any(child._forward_pre_hooks for child in model)
