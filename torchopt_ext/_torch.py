@@ -6,11 +6,11 @@ tests/python/test_torch_names.py holds the package to it and touches each name.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
+from torch._C._dynamo import eval_frame as _eval_frame
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.optim import Optimizer
 from torch.optim import optimizer as _optimizer
@@ -18,17 +18,31 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
     "OptState",
-    "disable_dynamo",
     "fresh_optimizer_state",
     "tree_leaves",
     "tree_map_only",
 ]
 
-disable_dynamo = _disable_dynamo
-"""torch.compiler.disable imports torch._dynamo at once, which takes more than a second."""
-
 fresh_optimizer_state = _refresh_per_optimizer_state
 """What torch.amp.GradScaler keeps of an optimizer between updates; a subclass has to renew it."""
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_SKIP = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.SKIP)
+
+
+def run_eagerly(function: _Function) -> _Function:
+    """Lets compiled code call ``function``, and what it calls, outside of its graphs.
+
+    torch.compiler.disable imports torch._dynamo at once, which takes more than a second, and wraps
+    the function, which eager calls pay for. Here a traced call becomes a graph break by the
+    attributes, and the interpreter passes over the frames by the mark on the code object.
+    """
+    marked: Any = function
+    _eval_frame.set_code_exec_strategy(marked.__code__, _SKIP)
+    marked._torchdynamo_disable = True
+    marked._torchdynamo_disable_msg = "an optimizer's step runs eagerly"
+    return function
 
 
 # ---- torch.optim.Optimizer: hooks can be registered by public functions, but not fired -----------

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchopt_ext._torch import OptState, fresh_optimizer_state
+from torchopt_ext._torch import OptState, fresh_optimizer_state, run_eagerly
 from torchopt_ext.optim.context import StepContext, taken_grad_scale
 from torchopt_ext.optim.local import moved
 from torchopt_ext.optim.loss_scale import LossScale, scale_settings
@@ -78,6 +78,7 @@ class GradScaler(torch.amp.GradScaler):
             "growth_interval": float(self._growth_interval),
         }
 
+    @run_eagerly
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Steps the optimizer with unscaled gradients, or not at all if one overflowed.
 
@@ -112,6 +113,7 @@ class GradScaler(torch.amp.GradScaler):
         mine["stage"] = OptState.STEPPED
         return result
 
+    @run_eagerly
     def unscale_(self, optimizer: Optimizer) -> None:
         """Unscales the optimizer's gradients in memory, as torch's.
 
@@ -126,6 +128,7 @@ class GradScaler(torch.amp.GradScaler):
             )
         super().unscale_(optimizer)
 
+    @run_eagerly
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Backs the scale off after an overflow, or grows it after enough steps without one.
 

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
-import torch
 from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
 
@@ -50,7 +49,7 @@ def hooked_step(step: Step) -> Step:
             self._context = None
 
     wrapper.hooked = True  # type: ignore[attr-defined]  # torch patches no step that says so
-    return cast("Step", wrapper)
+    return cast("Step", _torch.run_eagerly(wrapper))
 
 
 class HookedStep:
@@ -80,7 +79,7 @@ def inner_step(optimizer: Any, context: StepContext, *args: Any, **kwargs: Any) 
 
 
 def _observed(optimizer: Any) -> bool:
-    return bool(torch.compiler.is_compiling() or _C.observed() or _torch.has_step_hooks(optimizer))
+    return bool(_C.observed() or _torch.has_step_hooks(optimizer))
 
 
 def with_own_hooks(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchopt_ext import _C, ops
-from torchopt_ext._torch import disable_dynamo
+from torchopt_ext._torch import run_eagerly
 from torchopt_ext.optim.context import ALONE, StepContext
 from torchopt_ext.optim.local import (
     NormKey,
@@ -46,6 +46,7 @@ class HasNorm(Protocol):
         """Adds the squares of a part's gradients."""
 
 
+@run_eagerly
 def fused_step(optimizers: Sequence[FusedAdamBase], context: StepContext = ALONE) -> None:
     """Steps several optimizers with one gradient norm, one clip factor and one skip decision.
 
@@ -62,13 +63,11 @@ def fused_step(optimizers: Sequence[FusedAdamBase], context: StepContext = ALONE
             parameters without state may have got that of step 0.
     """
     # Not within torch's contexts, which take a thirtieth of a step over 2,000 small tensors.
-    alone = len(optimizers) == 1 and not torch.compiler.is_compiling()
-    if not (alone and optimizers[0].step_alone(context)):
+    if len(optimizers) != 1 or not optimizers[0].step_alone(context):
         _step_together(optimizers, context)
 
 
 @torch.no_grad()
-@disable_dynamo
 def _step_together(optimizers: Sequence[FusedAdamBase], context: StepContext) -> None:
     first = optimizers[0]
     for other in optimizers[1:]:

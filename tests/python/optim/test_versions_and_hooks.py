@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from torchopt_ext import FSDPadaptOptimizer
+from torchopt_ext import FSDPadaptOptimizer, GradScaler
+from torchopt_ext.containers import OptimizersContainer
 
 from .subject import OURS, make_params, ours_only, set_gradients
 
@@ -226,3 +229,51 @@ def test_a_compiled_step_sees_no_more_than_torch_shows_it() -> None:
     set_gradients(params)
     torch.compile(optimizer.step, backend="eager")()
     assert optimizer.state[params[0]]["step"] == 1
+
+
+COMPILED: dict[str, Callable[[nn.Module], Any]] = {
+    "plain": lambda model: OURS["AdamW"](model.parameters()),
+    "norm": lambda model: OURS["AdamW"](model.parameters(), max_grad_norm=1.0),
+    "container": lambda model: OptimizersContainer([model, nn.Linear(2, 2)], OURS["AdamW"], {}),
+    "masters": lambda model: FSDPadaptOptimizer(torch.optim.SGD(model.parameters(), lr=0.1)),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [(kind, "") for kind in COMPILED]
+    + [("plain", "hooked"), ("masters", "closure"), ("norm", "scaler"), ("container", "scaler")],
+)
+def test_compiled_code_calls_the_step_outside_of_its_graphs(kind: str, way: str) -> None:
+    """torch.compile compiles what is before and after the step, and looks at no frame of it."""
+    model = nn.Linear(3, 2)
+    optimizer = COMPILED[kind](model)
+    scaler = GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    calls = []
+    if way == "hooked":
+        optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+
+    def training(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin()
+        if way == "scaler":
+            scaler.step(optimizer)
+        elif way == "closure":
+            optimizer.step(lambda: x.sum())
+        else:
+            optimizer.step()
+        return y + 1
+
+    torch.compiler.reset()
+    counters.clear()
+    compiled = torch.compile(training, backend="eager")
+    before = model.weight.detach().clone()
+    for _ in range(2):
+        set_gradients(list(model.parameters()))
+        compiled(torch.ones(3))
+        if way == "scaler":
+            scaler.update()
+    assert counters["frames"]["total"] == 2
+    assert sum(counters["graph_break"].values()) == 1
+    assert len(calls) == 2 * (way == "hooked")
+    assert not torch.equal(model.weight, before)
