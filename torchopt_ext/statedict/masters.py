@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchopt_ext.optim.local import as_placed, is_dtensor, local_tensor
+from torchopt_ext._torch import is_dtensor
+from torchopt_ext.optim.local import as_placed, local_tensor
 from torchopt_ext.optim.param_kinds import is_steppable
 from torchopt_ext.optim.storage import (
     MASTER,
