@@ -31,8 +31,8 @@ from torch.nn.parallel import DistributedDataParallel
 from train import mean_over_ranks, next_byte_loss
 
 from torchopt_ext import FusedAdamW
+from torchopt_ext.statedict.dcp import load
 from torchopt_ext.zero import ZeroRedundancyOptimizer, reduce_scatter_hook
-from torchopt_ext.zero.checkpoint import load_sharded, sharded_state_dict
 
 JOB = Path(__file__).with_name("demo.toml")
 RANKS = 2  # when started without torchrun
@@ -157,11 +157,11 @@ def check_losses(ways: list[Way]) -> None:
 
 def save_and_resume(sharded: Way, folder: Path, config: JobConfig, text: Tensor) -> str:
     """Saves one way and resumes from it with another partition; both then train on alike."""
-    state = {"model": sharded.model.state_dict(), "optimizer": sharded_state_dict(sharded.zero)}
-    dcp.save(state, checkpoint_id=folder)
+    saved = {"model": sharded.model.state_dict(), "optimizer": sharded.zero}
+    dcp.save(saved, checkpoint_id=folder)
     resumed = build(GREEDY, config, text)
-    dcp.load({"model": resumed.model.state_dict()}, checkpoint_id=folder)
-    load_sharded(resumed.zero, folder)
+    loaded = {"model": resumed.model.state_dict(), "optimizer": resumed.zero}
+    load(loaded, checkpoint_id=folder)
     resumed.data.load_state_dict(sharded.data.state_dict())
     for _ in range(2):  # the second step's loss depends on the optimizer's state
         for way in (sharded, resumed):

@@ -119,6 +119,11 @@ def local_shard(dtensor: Any) -> Any:
     return dtensor._local_tensor
 
 
+def layout_of(dtensor: Any) -> Any:
+    """Mesh, placements, shape and strides of a DTensor; ``from_local`` makes no subclass of it."""
+    return dtensor._spec
+
+
 def version(tensor: Tensor) -> int:
     """How often a tensor was changed in place; torch documents it, under this name only."""
     return tensor._version

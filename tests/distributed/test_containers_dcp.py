@@ -4,6 +4,8 @@ Every process is given the same gradients, in shards where the parameters are sh
 under FSDP2 sums the ranks' gradients in another order than one process does.
 """
 
+import copy
+import itertools
 import os
 import subprocess
 import sys
@@ -16,6 +18,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+)
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -25,6 +31,7 @@ from torchopt_ext.containers import (
     OptimizersContainer,
     OptimizersInBackwardContainer,
 )
+from torchopt_ext.statedict.dcp import load
 
 TIMEOUT = 100  # seconds; a process that hangs is killed and the test fails
 SAVED_AT, STEPS = 3, 5
@@ -44,20 +51,22 @@ class Part(nn.Module):
 class Job:
     """Two parts, one container with a joint norm, one schedule; sharded if there are ranks."""
 
-    def __init__(self, container=OptimizersContainer, **kwargs) -> None:
-        self.parts = [Part("first", 1), Part("second", 2)]
+    def __init__(
+        self, container=OptimizersContainer, cls=FusedAdamW, dtype=torch.float32, **kwargs
+    ) -> None:
+        self.parts = [Part("first", 1).to(dtype), Part("second", 2).to(dtype)]
         if dist.is_initialized():
             for part in self.parts:
                 # gloo has no PREMUL_SUM, with which FSDP2 divides gradients otherwise.
                 fully_shard(part).set_force_sum_reduction_for_comms(True)
-        self.optimizer = container(self.parts, FusedAdamW, {"lr": 1e-2, **kwargs})
+        self.optimizer = container(self.parts, cls, {"lr": 1e-2, **kwargs})
         self.lr_scheduler = LRSchedulersContainer(self.optimizer, lambda step: 1 / (step + 1))
 
     def step(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         for part in self.parts:
             for param in part.parameters():
-                grad = torch.randn(param.shape, generator=generator)
+                grad = torch.randn(param.shape, generator=generator).to(param.dtype)
                 if isinstance(param, DTensor):
                     grad = distribute_tensor(grad, param.device_mesh, param.placements)
                 param.grad = grad
@@ -78,6 +87,20 @@ def run_job(first: int, last: int, load: Path | None, save: Path | None) -> Job:
         job.step(seed)
     if save:
         dcp.save(job.states(), checkpoint_id=save)
+    return job
+
+
+MIXED = {
+    "torch": {"cls": torch.optim.AdamW},
+    "fp32": {"master_weights": "fp32"},
+    "remainder": {"master_weights": "remainder"},
+}
+
+
+def mixed(kind: str, seeds: range) -> Job:
+    job = Job(dtype=torch.bfloat16, **MIXED[kind])
+    for seed in seeds:
+        job.step(seed)
     return job
 
 
@@ -131,6 +154,39 @@ def step_in_backward(path: Path) -> None:
             assert value == saved[key], key
 
 
+def convert_masters(path: Path) -> None:
+    for saved, kept in itertools.product(MIXED, MIXED):
+        job = mixed(kept, range(1))
+        load(job.states(), checkpoint_id=path / f"one_{saved}")
+        job.step(SAVED_AT)
+        dcp.save(job.states(), checkpoint_id=path / f"two_{saved}_{kept}")
+
+
+def gather_remainders(path: Path) -> None:
+    """Neither gloo nor NCCL sends int16."""
+    job, options = mixed("remainder", range(2)), StateDictOptions(full_state_dict=True)
+    part, optimizer = job.parts[0], job.optimizer.optimizers[0]
+    before = copy.deepcopy(optimizer.state_dict()["state"])
+    full = get_optimizer_state_dict(part, optimizer, options=options)
+    for param, (name, entry) in zip(part.parameters(), full["state"].items(), strict=True):
+        shards = optimizer.state[param]["remainder"].to(torch.int32)
+        assert torch.equal(entry["remainder"], shards.full_tensor().to(torch.int16)), name
+        assert entry["remainder"].dtype == torch.int16
+    if dist.get_rank() == 0:  # torch's set_optimizer_state_dict would scatter int16
+        dcp.save({"optim": full}, checkpoint_id=path / "full", no_dist=True)
+    dist.barrier()
+    optimizer.state.clear()
+    load({"optim": optimizer}, checkpoint_id=path / "full")
+    for index, entry in optimizer.state_dict()["state"].items():
+        for name, value in before[index].items():
+            local, expected = (getattr(v, "_local_tensor", v) for v in (entry[name], value))
+            assert torch.equal(local, expected), name
+    group = dist.new_group()
+    saved = {"optim": optimizer}
+    dcp.async_save(saved, checkpoint_id=path / "async", process_group=group).result()
+    load(saved, checkpoint_id=path / "async", process_group=group)
+
+
 def refuse_plain_state(path: Path) -> None:
     job = Job()
     wrong = {
@@ -154,6 +210,8 @@ def refuse_flat_parameters(path: Path) -> None:
 WORK = [
     train_and_save,
     resume_and_save,
+    convert_masters,
+    gather_remainders,
     step_in_backward,
     refuse_plain_state,
     refuse_flat_parameters,
@@ -182,6 +240,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory in which two ranks have done all of WORK."""
     path = tmp_path_factory.mktemp("containers")
     run_job(0, SAVED_AT, load=None, save=path / "one_before")
+    for kind in MIXED:
+        dcp.save(mixed(kind, range(SAVED_AT)).states(), checkpoint_id=path / f"one_{kind}")
     env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     logs = [path / "rank0.log", path / "rank1.log"]
     ranks = []
@@ -217,6 +277,29 @@ def test_saved_on_one_rank_and_resumed_on_two(path):
     assert_done(resume_and_save, path)
     uninterrupted = run_job(0, STEPS, load=None, save=None)
     assert_same(run_job(STEPS, STEPS, load=path / "two_after", save=None), uninterrupted)
+
+
+@pytest.mark.parametrize("saved", MIXED)
+@pytest.mark.parametrize("kept", MIXED)
+def test_masters_are_converted_between_one_rank_and_two(path, saved, kept):
+    """As by loading the state dict."""
+    assert_done(convert_masters, path)
+    source, expected, loaded = (
+        mixed(saved, range(SAVED_AT)),
+        mixed(kept, range(1)),
+        mixed(kept, range(0)),
+    )
+    expected.optimizer.load_state_dict(source.optimizer.state_dict())
+    expected.lr_scheduler.load_state_dict(source.lr_scheduler.state_dict())
+    for part, other in zip(expected.parts, source.parts, strict=True):
+        part.load_state_dict(other.state_dict())
+    expected.step(SAVED_AT)
+    load(loaded.states(), checkpoint_id=path / f"two_{saved}_{kept}")
+    assert_same(loaded, expected)
+
+
+def test_sharded_remainders_are_gathered(path):
+    assert_done(gather_remainders, path)
 
 
 def test_in_backward_under_fsdp2_trains_like_the_plain_container(path):

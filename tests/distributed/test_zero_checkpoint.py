@@ -92,6 +92,19 @@ def test_later_steps_do_not_change_what_is_written(runs: dict[int, Results], sta
     assert runs[2][0][stager] == {"saved": "", "moved": True}
 
 
+@pytest.mark.parametrize("partition", ["greedy", "balanced"])
+def test_a_consolidated_optimizer_saves_and_loads(runs: dict[int, Results], partition: str) -> None:
+    assert case(runs[2], f"consolidated {partition}")[0]["local"] == ["", ""]
+
+
+def test_a_part_of_the_state_loads_where_it_was_only(runs: dict[int, Results]) -> None:
+    same, other = case(runs[2], "part")[0], case(runs[2], "part of another")[0]
+    for found in (same, other):
+        assert "`consolidate_state_dict(to=...)` on all ranks" in found["torch.save"]
+    assert "raised" not in same and same["changed"] == ""
+    assert "but this rank owns" in other["local"] and other["changed"] == ""
+
+
 @pytest.mark.parametrize("value", ["function", "sparse", "number as key"])
 def test_what_dcp_would_not_give_back_is_named(runs: dict[int, Results], value: str) -> None:
     found = case(runs[2], value)[0]
@@ -106,12 +119,13 @@ def test_what_dcp_would_not_give_back_is_named(runs: dict[int, Results], value: 
         ("transposed", "ValueError", "exp_avg of parameter 6 has shape (70, 130), expected (130, "),
         ("fewer parameters", "ValueError", "group 0 has 6 parameters, expected 5"),
         ("other groups", "ValueError", "2 parameter groups, expected 1"),
-        ("other key", "ValueError", "no 'optim.param_groups'; it has ['optimizer']"),
+        ("other key", "ValueError", "no 'optim'; it has ['optimizer']"),
         ("missing file", "RuntimeError", "reading the optimizer state: rank "),
         ("truncated file", "RuntimeError", "reading the optimizer state: rank "),
         ("no metadata", "RuntimeError", "reading the metadata of the checkpoint: FileNotFound"),
         ("incomplete", "ValueError", "of its 20000 elements, so not all ranks saved theirs"),
         ("pickled code", "RuntimeError", "Weights only load failed"),
+        ("pickled metadata", "RuntimeError", ".metadata refers to posix.mkdir"),
     ],
 )  # fmt: skip
 def test_refusals_change_nothing(
@@ -125,4 +139,5 @@ def test_refusals_change_nothing(
 
 
 def test_no_pickled_code_runs(runs: dict[int, Results]) -> None:
-    assert case(runs[2], "pickled code")[0]["ran"] == []
+    for name in ("pickled code", "pickled metadata"):
+        assert case(runs[2], name)[0]["ran"] == []

@@ -139,6 +139,7 @@ def test_names_of_dtensors() -> None:
         tensor = distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)])
         assert _torch.is_dtensor(tensor)
         assert not _torch.is_dtensor(torch.ones(1))
+        assert _torch.layout_of(tensor).placements == tensor.placements
         assert _torch.local_shard(tensor) is _torch.local_shard(tensor)
         assert _torch.local_shape_and_offset(tensor) == ((4, 3), (0, 0))
         (total,) = _torch.all_reduce_coalesced([torch.ones(2)], mesh.get_group(0))

@@ -17,7 +17,7 @@ from torchopt_ext.optim.base import FusedAdamBase
 from torchopt_ext.optim.context import ALONE, StepContext
 from torchopt_ext.optim.control import ControlView
 from torchopt_ext.optim.hooks import HookedStep, inner_step, with_own_hooks
-from torchopt_ext.statedict import flat
+from torchopt_ext.statedict import dcp, flat
 from torchopt_ext.statedict.masters import read_weights
 
 T = TypeVar("T", bound=Optimizer)
@@ -137,6 +137,10 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
             ValueError: a value has the wrong shape, kind or placement.
         """
         flat.load_state_dict(self._parts(), state_dict)
+
+    def checkpoint_buffers(self) -> dcp.Buffers:
+        """For :func:`torchopt_ext.statedict.dcp.load`."""
+        return dcp.named_buffers(dict(flat.named_parameters(self._parts())))
 
     def refresh_masters(self, from_: Mapping[Any, torch.Tensor] | None = None) -> None:
         """As :meth:`torchopt_ext.FusedAdamW.refresh_masters`, for the optimizers of all parts.

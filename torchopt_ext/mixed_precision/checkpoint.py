@@ -8,8 +8,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +15,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from torchopt_ext._torch import is_dtensor
 from torchopt_ext.optim.agreement import agree, all_or_none
-from torchopt_ext.optim.dcp import Saved, nested, read, saved_entries
-from torchopt_ext.statedict.masters import zeros_like
+from torchopt_ext.statedict.dcp import (
+    Buffers,
+    buffer_like,
+    group_of,
+    indexed_buffer,
+    load,
+    storable,
+)
+from torchopt_ext.statedict.dcp_metadata import Path as EntryPath
+from torchopt_ext.statedict.dcp_metadata import Reader
 
 if TYPE_CHECKING:
     from torchopt_ext.mixed_precision.fsdp_optimizer import FSDPadaptOptimizer
@@ -38,7 +42,7 @@ SAVING, PREVIOUS = ".saving", ".previous"
 def save_checkpoint(
     optimizer: FSDPadaptOptimizer, folder: str | os.PathLike[str], process_group: Any = None
 ) -> None:
-    """Saves through torch.distributed.checkpoint (DCP); call it on all ranks.
+    """``dcp.save({"optimizer": optimizer})`` that replaces a folder; call it on all ranks.
 
     Every rank writes its shards of DTensors; plain tensors, taken for replicas, one rank. What was
     in ``folder`` stays usable until all is written.
@@ -54,7 +58,7 @@ def save_checkpoint(
         FileExistsError: ``folder`` has other files.
         RuntimeError: on all ranks, if one cannot write.
     """
-    group = ranks_of(process_group)
+    group = group_of(process_group)
     folder = Path(folder).resolve()  # not to replace a link to it
     saving = folder.with_name(folder.name + SAVING)
     with all_or_none(group):
@@ -87,26 +91,8 @@ def storable_state(optimizer: FSDPadaptOptimizer) -> dict[str, Any]:
             "plain parameters of an optimizer with a process_group are shards, whose places in "
             "the whole are not known: save each rank's state_dict()"
         )
-    states: dict[str, Any] = plain_values(optimizer.state_dict(), "")
+    states: dict[str, Any] = storable(optimizer.state_dict())
     return states
-
-
-def plain_values(value: Any, where: str) -> Any:
-    """``value`` with numbers of numpy and the like as Python's; nothing else is unpickled later."""
-    numpy = sys.modules.get("numpy")  # torch does not need it, nor does this package
-    if value is None or isinstance(value, Tensor | torch.dtype | torch.device):
-        return value
-    for kind in (bool, int, float, str):
-        if isinstance(value, kind):
-            return kind(value)
-    if numpy is not None and isinstance(value, numpy.generic):
-        return plain_values(value.item(), where)
-    if isinstance(value, Mapping):
-        return {key: plain_values(item, f"{where}.{key}") for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        items = [plain_values(item, f"{where}.{i}") for i, item in enumerate(value)]
-        return tuple(items) if isinstance(value, tuple) else items
-    raise TypeError(f"'{where.lstrip('.')}' is a {type(value).__name__}, expected a plain value")
 
 
 def refuse_other_files(folder: Path) -> None:
@@ -120,7 +106,7 @@ def refuse_other_files(folder: Path) -> None:
                 f"give the optimizer a folder of its own"
             )
     if (folder / ".metadata").is_file():
-        entries = FileSystemReader(folder).read_metadata().state_dict_metadata
+        entries = Reader(folder).read_metadata().state_dict_metadata
         if other := [name for name in entries if not name.startswith(f"{KEY}.")]:
             raise FileExistsError(
                 f"{folder} is a checkpoint with '{min(other)}', which is not an optimizer's: give "
@@ -133,15 +119,15 @@ def load_checkpoint(
 ) -> None:
     """Loads what :func:`save_checkpoint` or LightRFT's ``save_ckpt`` wrote; call it on all ranks.
 
-    The number of ranks and the meshes may be others than those that saved. Only LightRFT's files,
-    ``_rank0`` and so on, one for each rank, need the same. All is read and checked before anything
-    changes; nothing but tensors and plain values is unpickled.
+    :func:`torchopt_ext.statedict.dcp.load` loads the first, on any number of ranks. LightRFT's
+    files, ``_rank0`` and so on, need as many ranks as wrote them. All is read and checked before
+    anything changes. No code of the files runs.
 
     Raises:
         AssertionError, ValueError: on all ranks, if something does not fit; names it.
         RuntimeError: on all ranks, if one cannot read.
     """
-    group = ranks_of(process_group)
+    group = group_of(process_group)
     folder = Path(folder).resolve()
     with all_or_none(group):
         if is_first(group):
@@ -149,19 +135,12 @@ def load_checkpoint(
     with all_or_none(group):
         if not folder.is_dir():
             raise FileNotFoundError(f"there is no checkpoint {folder}")
+    if (folder / ".metadata").is_file():
+        load({KEY: optimizer}, checkpoint_id=folder, process_group=group)
+        return
     rank = dist.get_rank(group) if group is not None else 0
-    own_file = folder / f"_rank{rank}"
-    if not (folder / ".metadata").is_file():
-        with all_or_none(group):
-            checked = optimizer.check_state_dict(read_rank_file(own_file))
-    else:
-        reader = FileSystemReader(folder)
-        entries = saved_entries(reader, KEY, WEIGHTS, group)
-        with all_or_none(group):
-            values = {name: room(optimizer, entry) for name, entry in entries.items()}
-        states = with_indices(nested(read(values, reader, group), entries))
-        with all_or_none(group):
-            checked = optimizer.check_state_dict(states)
+    with all_or_none(group):
+        checked = optimizer.check_state_dict(read_rank_file(folder / f"_rank{rank}"))
     with all_or_none(group):
         optimizer.load_checked(*checked)
 
@@ -179,51 +158,20 @@ def read_rank_file(path: Path) -> dict[str, Any]:
     return states
 
 
-def room(optimizer: FSDPadaptOptimizer, entry: Saved) -> Any:
-    """A tensor to read an entry into, placed as the parameter if it is shaped so; None for a value.
-
-    Raises:
-        ValueError: there is no parameter that the entry could be of.
-    """
-    if not isinstance(entry.stored, TensorStorageMetadata):
-        return None
-    size, dtype = entry.stored.size, entry.stored.properties.dtype
-    param = param_of(optimizer, entry.path)
-    if param is not None and size == param.shape and entry.path[-1] != "step":
-        return zeros_like(param.detach(), dtype)
-    return torch.empty(size, dtype=dtype)
-
-
-def param_of(optimizer: FSDPadaptOptimizer, path: tuple[str | int, ...]) -> Tensor | None:
-    """The parameter that an entry of the state dict belongs to, if it belongs to one."""
+def buffers(optimizer: FSDPadaptOptimizer) -> Buffers:
+    """What to read the entries of a state dict into."""
     groups = optimizer.params_by_group
-    try:
-        if path[0] == WEIGHTS:
-            return groups[int(path[1])][int(path[2])]
-        if path[:2] == ("base_optim_states", "state"):
-            return [param for own in groups for param in own][int(path[2])]
-    except IndexError:
-        shown = ".".join(map(str, path))
-        raise ValueError(f"the optimizer has no parameter for '{shown}'") from None
-    return None
+    params = [param for own in groups for param in own]
+    places: dict[EntryPath, Tensor] = {
+        (str(g), i): param for g, own in enumerate(groups) for i, param in enumerate(own)
+    }
 
+    def buffer(path: EntryPath, like: Tensor) -> Tensor:
+        if path[0] == "base_optim_states":
+            return indexed_buffer(params, path[1:], like)
+        return buffer_like(places.get(path[1:]) if path[0] == WEIGHTS else None, path, like)
 
-def with_indices(states: dict[str, Any]) -> dict[str, Any]:
-    """The state dict with the integer keys that DCP made text of."""
-
-    def by_index(entries: Mapping[Any, Any]) -> dict[int, Any]:
-        return {int(index): entry for index, entry in entries.items()}
-
-    base = states["base_optim_states"]
-    base = base | {"state": by_index(base.get("state", {}))}
-    return states | {"base_optim_states": base, WEIGHTS: by_index(states[WEIGHTS])}
-
-
-def ranks_of(process_group: Any) -> Any:
-    """The group to communicate in; None for a single process."""
-    if process_group is None and dist.is_available() and dist.is_initialized():
-        return dist.group.WORLD
-    return process_group
+    return buffer
 
 
 def is_first(group: Any) -> bool:

@@ -279,6 +279,12 @@ class FSDPadaptOptimizer(BaseOptimizer):
         """
         self.load_checked(*self.check_state_dict(states))
 
+    def checkpoint_buffers(self) -> Any:
+        """For :func:`torchopt_ext.statedict.dcp.load`."""
+        from torchopt_ext.mixed_precision.checkpoint import buffers
+
+        return buffers(self)
+
     @torch.no_grad()
     def load_checked(self, states: dict[str, Any], weights: list[list[Tensor]]) -> None:
         """Takes what :meth:`check_state_dict` has returned."""

@@ -24,6 +24,7 @@ def read_weights(
     Raises:
         AssertionError: other groups, or another number of tensors.
     """
+    saved = {int(index): own for index, own in saved.items()}  # DCP makes text of them
     assert set(saved) == set(range(len(params))), (
         f"The groups of the saved weights are {sorted(saved)}, expected 0 to {len(params) - 1}"
     )

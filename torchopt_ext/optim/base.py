@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from torchopt_ext import ops
 from torchopt_ext._C import OptimizerPlan
+from torchopt_ext._torch import is_dtensor
 from torchopt_ext.optim import state as param_state
 from torchopt_ext.optim.context import ALONE, StepContext
 from torchopt_ext.optim.control import Controlled, checked_max_grad_norm
@@ -22,7 +23,7 @@ from torchopt_ext.optim.hooks import (
 from torchopt_ext.optim.local import NormKey, is_split, moved
 from torchopt_ext.optim.param_kinds import refuse_param
 from torchopt_ext.optim.step import fused_step
-from torchopt_ext.optim.storage import Place, Storage, with_own_steps
+from torchopt_ext.optim.storage import REMAINDER, Place, Storage, with_own_steps
 from torchopt_ext.optim.telemetry import Telemetry, keep_digests, telemetry_of, track_bits
 from torchopt_ext.statedict.control import CONTROL_KEY, as_entry
 from torchopt_ext.statedict.entries import converted
@@ -186,8 +187,14 @@ class FusedAdamBase(HookedStep, Controlled, Optimizer):
         packed = super().state_dict()
         packed["state"] = with_own_steps(packed["state"])
         for entry in packed["state"].values():
-            if isinstance(entry, dict) and CONTROL_KEY in entry:
+            if not isinstance(entry, dict):
+                continue
+            if CONTROL_KEY in entry:
                 entry[CONTROL_KEY] = as_entry(self.saved_control())
+            if is_dtensor(entry.get(REMAINDER)):
+                from torchopt_ext.optim.gathered import Remainder  # needs torch.distributed.tensor
+
+                entry[REMAINDER] = Remainder.of(entry[REMAINDER])
         return packed
 
     @torch.no_grad()

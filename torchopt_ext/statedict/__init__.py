@@ -6,6 +6,7 @@
   :func:`loaded.raise_problems`, the one place where a state dict is rejected.
 - :mod:`flat`: the layout by name, ``state.{fqn}.{name}`` and ``param_groups.{fqn}.{name}``.
 - :mod:`whole`: loads any optimizer whole or not at all.
+- :mod:`dcp`: loads distributed checkpoints; :mod:`dcp_metadata`: reads their metadata safely.
 - :mod:`control`: where the control block's counts travel in a state dict.
 
 These modules import ``optim.local``, ``optim.storage`` and ``optim.agreement``, which import none

@@ -24,7 +24,8 @@ from torchopt_ext.optim.hooks import (
     run_state_dict_post_hooks,
     run_state_dict_pre_hooks,
 )
-from torchopt_ext.zero import local_optimizer
+from torchopt_ext.statedict.dcp import Buffers
+from torchopt_ext.zero import checkpoint, local_optimizer
 from torchopt_ext.zero import state as zero_state
 from torchopt_ext.zero.balanced import BalancedBuckets
 from torchopt_ext.zero.elementwise import check_elementwise
@@ -153,6 +154,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
         with waits_at_most(timeout):
             check_same(described(self.param_groups), "parameters", self.process_group)
         self._is_trainable_mask = _C.requires_grad(self._all_params)
+        # {} if another rank has what was consolidated.
         self._consolidated: dict[str, Any] | None = None
         self._overlap_info = OverlapInfo(self.world_size)
         self._bucket_assignments_per_rank: list[dict[int, BucketAssignment]] = []
@@ -321,32 +323,39 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
         if not 0 <= to < self.world_size:
             raise ValueError(f"Invalid rank: to={to}, expected 0 to {self.world_size - 1}")
         local_optimizer.copy_settings(self.param_groups, self.optim.param_groups)
-        self._consolidated = zero_state.consolidated(self, to)
+        self._consolidated = zero_state.consolidated(self, to) or {}
 
     def state_dict(self) -> dict[str, Any]:
         """The consolidated state dict: keys, order and values of the unsharded optimizer's.
 
+        Where nothing was consolidated to this rank since the last step it is this rank's part, for
+        ``dcp.save({"optimizer": zero})``: tensors are StateShards, which torch.save rejects.
+
         Raises:
-            RuntimeError: nothing was consolidated to this rank, or there was a step since.
+            RuntimeError: under ``overlap_with_ddp`` before the buckets are known.
+            TypeError: DCP would not give back an entry as it is; names it.
         """
         self._check_overlap_initialized()
         run_state_dict_pre_hooks(self)
-        if self._consolidated is None:
-            raise RuntimeError(
-                "Optimizer state has not been consolidated on this rank since the last step. "
-                f"Please call `consolidate_state_dict(to={self.rank})` on all ranks beforehand if "
-                "you meant to save the global state."
-            )
-        first = min(self._consolidated["state"], default=None)
-        packed = zero_state.packed(self, self._consolidated, first)
-        return run_state_dict_post_hooks(self, packed)
+        if self._consolidated:
+            first = min(self._consolidated["state"], default=None)
+            result = zero_state.packed(self, self._consolidated, first)
+        else:
+            result = checkpoint.sharded(self, elsewhere=self._consolidated is not None)
+        return run_state_dict_post_hooks(self, result)
+
+    def checkpoint_buffers(self) -> Buffers:
+        """For :func:`torchopt_ext.statedict.dcp.load`."""
+        return checkpoint.buffers(self)
 
     @bounded
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads this rank's part of an unsharded state dict; call it on all ranks.
 
         The dict may be from :meth:`state_dict`, from torch's class or from the unsharded
-        optimizer; it is not changed, and checked whole before anything else is.
+        optimizer; it is not changed, and checked whole before anything else is. This rank's part
+        of one (:class:`~torchopt_ext.zero.state_shard.StateShard`) may be loaded, too, where the
+        ranks own what they owned.
 
         Raises:
             RuntimeError: under ``overlap_with_ddp`` before the buckets are known.

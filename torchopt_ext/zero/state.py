@@ -1,7 +1,7 @@
 """State dicts of a sharded optimizer: the unsharded optimizer's, in parts on every rank."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
@@ -18,6 +18,7 @@ from torchopt_ext.zero import local_optimizer
 from torchopt_ext.zero.exchange import Entry, gather_entries
 from torchopt_ext.zero.part import Part
 from torchopt_ext.zero.sharded import ShardedOptimizer
+from torchopt_ext.zero.state_shard import StateShard
 
 
 def local_state_dict(zero: ShardedOptimizer) -> dict[str, Any]:
@@ -94,6 +95,11 @@ def packed(
     return {"state": state, "param_groups": groups} | extra
 
 
+def of_part(value: Any, part: Part) -> Any:
+    """A part of a loaded entry, which is the parameter's or this rank's."""
+    return value.of_part(part) if isinstance(value, StateShard) else part.of(value)
+
+
 def check(zero: ShardedOptimizer, state_dict: Mapping[str, Any]) -> Loaded:
     """The unsharded state dict as it was read; raises ValueError unless it fits."""
     loaded = read_indexed(state_dict, zero.param_groups)
@@ -102,37 +108,24 @@ def check(zero: ShardedOptimizer, state_dict: Mapping[str, Any]) -> Loaded:
 
 
 def load(zero: ShardedOptimizer, loaded: Loaded) -> None:
-    """Hands this rank's part of a checked, unsharded state dict to the local optimizer."""
-    entry_of = {slot.param: slot.entry for slot in loaded.slots}
-    state = {
-        number: {name: part.of(value) for name, value in entry_of[part.param].items()}
-        for number, part in enumerate(local_parts(zero))
-        if entry_of[part.param]
-    }
-    extra = loaded.extra | {CONTROL_KEY: loaded.control}
-    load_local(zero, loaded.groups, state, extra)
+    """Lets the local optimizer continue with this rank's part of a checked, unsharded state dict.
 
-
-def load_local(
-    zero: ShardedOptimizer,
-    groups: Sequence[Mapping[str, Any]],
-    state: Mapping[int, Mapping[str, Any]],
-    extra: Mapping[str, Any],
-) -> None:
-    """Lets the local optimizer continue with loaded groups and state, which are copied.
-
-    Args:
-        groups: of the unsharded optimizer, checked.
-        state: of this rank's parts, by their place in :func:`local_parts`.
-        extra: further top-level entries of the state dict.
+    It is copied.
     """
     local_groups, first = [], 0
-    for group, own in zip(groups, zero.parts.mine, strict=True):
-        local = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-        local["params"] = list(range(first, first + len(own)))
+    for group, own in zip(loaded.groups, zero.parts.mine, strict=True):
+        options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        local_groups.append(options | {"params": list(range(first, first + len(own)))})
         first += len(own)
-        local_groups.append(local)
-    local = {**extra, "state": dict(state), "param_groups": local_groups}
+    entry_of = {slot.param: slot.entry for slot in loaded.slots}
+    with all_or_none(zero.process_group):
+        state = {
+            number: {name: of_part(value, part) for name, value in entry_of[part.param].items()}
+            for number, part in enumerate(local_parts(zero))
+            if entry_of[part.param]
+        }
+    control = {CONTROL_KEY: loaded.control}
+    local = {**loaded.extra, **control, "state": state, "param_groups": local_groups}
     is_fused = isinstance(zero.optim, FusedAdamBase)
     if is_fused:  # which has the same counts on all ranks
         loaded = read_indexed(local, zero.optim.param_groups)

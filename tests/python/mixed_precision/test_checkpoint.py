@@ -86,7 +86,7 @@ def test_a_parameter_too_few_or_of_another_shape(tmp_path: Path) -> None:
     save_checkpoint(optimizer, tmp_path / "one")
     fewer = FSDPadaptOptimizer(FusedAdamW([{"params": params[:2]}, {"params": params[2:3]}]))
     before = content(fewer)
-    with pytest.raises((ValueError, AssertionError), match=r"flat_fp32_weights\.1\.1|state\.3"):
+    with pytest.raises((ValueError, AssertionError), match="is inconsistent, 1 != 2"):
         load_checkpoint(fewer, tmp_path / "one")
     assert content(fewer) == before
     others = [nn.Parameter(torch.zeros(6 - i, dtype=torch.bfloat16)) for i in range(4)]

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchopt_ext.zero.checkpoint import StateShard, boxes
 from torchopt_ext.zero.part import Part, in_memory_order
+from torchopt_ext.zero.state_shard import StateShard, boxes
 
 
 @st.composite

@@ -1,0 +1,215 @@
+"""torch.distributed.checkpoint's save and our load of every optimizer, on one process."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from torchopt_ext import FSDPadaptOptimizer, FusedAdamW, GradScaler
+from torchopt_ext.containers import OptimizersContainer, OptimizersInBackwardContainer
+from torchopt_ext.mixed_precision import load_checkpoint, save_checkpoint
+from torchopt_ext.statedict.dcp import Reader, load
+
+MASTERS = {name: {"master_weights": name} for name in ("fp32", "remainder")} | {"none": {}}
+Build = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def fused(model: nn.Module, masters: str) -> FusedAdamW:
+    return FusedAdamW(model.parameters(), lr=0.1, **MASTERS[masters])
+
+
+def container(model: nn.Module, masters: str) -> OptimizersContainer[FusedAdamW]:
+    return OptimizersContainer([model], FusedAdamW, {"lr": 0.1, **MASTERS[masters]})
+
+
+KINDS: dict[str, Build] = {
+    "torch": lambda m: torch.optim.AdamW(m.parameters(), lr=0.1),
+    "torch container": lambda m: OptimizersContainer([m], torch.optim.AdamW, {"lr": 0.1}),
+    "in backward": lambda m: OptimizersInBackwardContainer([m], FusedAdamW, {"lr": 0.1}),
+    "FSDPadapt": lambda m: FSDPadaptOptimizer(fused(m, "none")),
+    "FSDPadapt, SGD": lambda m: FSDPadaptOptimizer(
+        torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)
+    ),
+}
+for masters in MASTERS:
+    KINDS[f"fused, {masters}"] = lambda m, masters=masters: fused(m, masters)
+    KINDS[f"container, {masters}"] = lambda m, masters=masters: container(m, masters)
+
+
+def job(kind: str, seed: int, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(9, 7), nn.LayerNorm(7)).bfloat16()
+    optimizer = KINDS[kind](model)
+    train(model, optimizer, steps)
+    return model, optimizer
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for _ in range(steps):
+        x = torch.randn(4, 9).bfloat16()
+        loss = model(x).square().sum()
+        optimizer.backward(loss) if hasattr(optimizer, "backward") else loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def content(*objects: Any) -> Any:
+    """Bits of state and weights."""
+    states = [copy.deepcopy(o if isinstance(o, dict) else o.state_dict()) for o in objects]
+    return torch.utils._pytree.tree_map_only(
+        Tensor, lambda t: (t.dtype, t.shape, t.reshape(-1).view(torch.uint8).tolist()), states
+    )
+
+
+def continued(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    torch.manual_seed(9)
+    train(model, optimizer, 2)
+    return content(model, optimizer)
+
+
+def kinds_of(word: str) -> list[str]:
+    return [kind for kind in KINDS if word in kind]
+
+
+PAIRS = [
+    *((saved, loaded) for saved in kinds_of("container") for loaded in kinds_of("container")),
+    *((saved, loaded) for saved in ("torch", *kinds_of("fused")) for loaded in kinds_of("fused")),
+    *(("fused, remainder", "torch"), ("in backward", "container, fp32")),
+    *(("container, remainder", "in backward"), ("FSDPadapt", "FSDPadapt")),
+    ("FSDPadapt, SGD", "FSDPadapt, SGD"),
+]
+
+
+@pytest.mark.parametrize("steps", [0, 2], ids=["fresh", "stepped"])
+@pytest.mark.parametrize(("saved", "loaded"), PAIRS)
+def test_a_checkpoint_loads_as_the_state_dict_does(
+    saved: str, loaded: str, steps: int, tmp_path: Path
+) -> None:
+    """Into an optimizer that has stepped or not, of the same kind or another."""
+    model, optimizer = job(saved, 1, 3)
+    dcp.save({"model": model, "optim": optimizer}, checkpoint_id=tmp_path)
+    expected_model, expected = job(loaded, 2, steps)
+    expected_model.load_state_dict(model.state_dict())
+    expected.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    resumed_model, resumed = job(loaded, 3, steps)
+    load({"model": resumed_model, "optim": resumed}, checkpoint_id=tmp_path)
+    assert continued(resumed_model, resumed) == continued(expected_model, expected)
+
+
+def test_schedulers_and_scalers_go_along(tmp_path: Path) -> None:
+    model, optimizer = job("fused, fp32", 1, 1)
+    states: dict[str, Any] = {"optim": optimizer, "model": model, "epoch": 3}
+    states |= {"lr": LambdaLR(optimizer, lambda n: 0.5**n), "scaler": GradScaler("cpu")}
+    states["lr"].step()
+    states["scaler"].load_state_dict(states["scaler"].state_dict() | {"scale": 8.0})
+    dcp.save(states, checkpoint_id=tmp_path)
+    model, optimizer = job("fused, fp32", 2, 0)
+    resumed: dict[str, Any] = {"optim": optimizer, "model": model, "epoch": 0}
+    resumed |= {"lr": LambdaLR(optimizer, lambda n: 0.5**n), "scaler": GradScaler("cpu")}
+    load(resumed, checkpoint_id=tmp_path)
+    assert resumed["epoch"] == 3
+    for key in ("optim", "model", "lr", "scaler"):
+        assert content(resumed[key]) == content(states[key])
+
+
+class Flat(torch.optim.SGD):
+    """An optimizer with a layout of its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), lr=0.1)
+        self.loaded: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"groups.weight": {"lr": 0.5, "count": torch.ones(3)}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.loaded = state_dict
+
+
+def test_other_layouts_are_loaded_as_torch_does(tmp_path: Path) -> None:
+    optimizer = Flat(nn.Linear(2, 2))
+    dcp.save({"optim": optimizer}, checkpoint_id=tmp_path)
+    load({"optim": optimizer}, checkpoint_id=tmp_path)
+    assert content(optimizer.loaded) == content(optimizer.state_dict())
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("ran",)
+
+
+def truncate(folder: Path) -> None:
+    (data,) = folder.glob("*.distcp")
+    os.truncate(data, data.stat().st_size // 2)
+
+
+def replace_metadata(folder: Path) -> None:
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    metadata.planner_data["evil"] = Evil()
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def other_shape(folder: Path) -> None:
+    model = nn.Sequential(nn.Linear(9, 8), nn.LayerNorm(8)).bfloat16()
+    dcp.save({"optim": container(model, "fp32")}, checkpoint_id=folder)
+
+
+def pickled_value(folder: Path) -> None:
+    _, optimizer = job("container, fp32", 2, 1)
+    optimizer.param_groups[0]["lr"] = Evil()
+    dcp.save({"optim": optimizer}, checkpoint_id=folder)
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "message"),
+    [
+        (truncate, RuntimeError, "reading the optimizer state: rank 0"),
+        (replace_metadata, RuntimeError, r"\.metadata refers to posix\.mkdir"),
+        (pickled_value, RuntimeError, "Weights only load failed"),
+        (other_shape, ValueError, r"exp_avg' has shape \(8, 9\), expected \(7, 9\)"),
+    ],
+)
+def test_a_bad_checkpoint_changes_nothing_and_runs_nothing(
+    damage: Callable[[Path], None],
+    error: type[Exception],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model, optimizer = job("container, fp32", 1, 2)
+    dcp.save({"optim": optimizer}, checkpoint_id=tmp_path / "saved")
+    damage(tmp_path / "saved")
+    before = content(optimizer.state_dict())
+    with pytest.raises(error, match=message):
+        load({"optim": optimizer, "model": model}, checkpoint_id=tmp_path / "saved")
+    assert content(optimizer.state_dict()) == before
+    assert not (tmp_path / "ran").exists()
+
+
+def test_no_reader_of_ours_runs_the_metadata(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model, optimizer = job("FSDPadapt", 1, 1)
+    folder = tmp_path / "saved"
+    save_checkpoint(optimizer, folder)
+    replace_metadata(folder)
+    for call in (
+        lambda: load_checkpoint(optimizer, folder),
+        lambda: save_checkpoint(optimizer, folder),
+        lambda: dcp.load({"model": model.state_dict()}, storage_reader=Reader(folder)),
+    ):
+        with pytest.raises(BaseException, match=r"\.metadata refers to posix\.mkdir"):
+            call()
+    assert not (tmp_path / "ran").exists()

@@ -1,0 +1,185 @@
+"""One rank's part of a state tensor, for torch.distributed.checkpoint (DCP)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from torchopt_ext._torch import make_wrapper_subclass
+from torchopt_ext.zero.part import Part, in_param_order
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes."""
+
+
+class StateShard(Tensor):
+    """This rank's boxes of one state tensor, as DCP's ``_Checkpointable`` protocol wants them.
+
+    It has the whole tensor's shape but only memory for the boxes. DCP stages, copies, writes and
+    fills it; it is not for computing, and not for torch.save.
+
+    Args:
+        shape: of the whole tensor.
+        shards: the boxes' elements, of one dtype and device.
+        chunks: where in the whole tensor they are.
+        elsewhere: another rank writes the whole tensor.
+    """
+
+    shards: list[Tensor]
+    chunks: list[ChunkStorageMetadata]
+    elsewhere: bool
+
+    @staticmethod
+    def __new__(
+        cls,
+        shape: Sequence[int],
+        shards: list[Tensor],
+        chunks: list[ChunkStorageMetadata],
+        elsewhere: bool = False,
+    ) -> StateShard:
+        made: StateShard = make_wrapper_subclass(
+            cls, torch.Size(shape), dtype=shards[0].dtype, device=shards[0].device
+        )
+        made.shards, made.chunks, made.elsewhere = shards, chunks, elsewhere
+        return made
+
+    @classmethod
+    def of(cls, pieces: Sequence[tuple[Part, Tensor]], elsewhere: bool = False) -> StateShard:
+        """Parts of a parameter with the values of one of their state entries."""
+        shards, chunks = [], []
+        for part, value in pieces:
+            if part.is_whole:  # and so is the entry, whatever its shape
+                whole = _chunk([0] * value.dim(), value.shape)
+                return cls(value.shape, [value], [whole], elsewhere)
+            flat, first = part.in_memory_order(value), 0
+            for offsets, sizes in boxes(part.begin, part.end, part.memory_shape):
+                count = math.prod(sizes)
+                box = flat[first : first + count].view(sizes)
+                shards.append(in_param_order(part.param, box))
+                place = [offsets[part.order.index(d)] for d in range(len(offsets))]
+                chunks.append(_chunk(place, shards[-1].shape))
+                first += count
+        return cls(pieces[0][0].param.shape, shards, chunks, elsewhere)
+
+    def of_part(self, part: Part) -> Tensor:
+        """The elements of a part, shaped as ``part.tensor``.
+
+        Raises:
+            ValueError: the shard is of other parts.
+        """
+        if part.is_whole and self.chunks[0].sizes == self.shape:
+            return self.shards[0]
+        by_offsets = {
+            tuple(chunk.offsets): shard
+            for chunk, shard in zip(self.chunks, self.shards, strict=True)
+        }
+        found = []
+        for offsets, sizes in boxes(part.begin, part.end, part.memory_shape):
+            shard = by_offsets.get(tuple(offsets[part.order.index(d)] for d in range(len(offsets))))
+            if shard is None or shard.permute(part.order).shape != sizes:
+                raise ValueError(
+                    f"it has {self!r}, but this rank owns elements {part.begin} to {part.end} of "
+                    f"memory: load the whole state dict, or a checkpoint"
+                )
+            found.append(shard.permute(part.order).reshape(-1))
+        return torch.cat(found).view(part.tensor.shape)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> StateShard:
+        """What DCP's stagers use (_state_dict_stager.py, _state_dict_utils.py), box by box."""
+        first, rest, kwargs = args[0], args[1:], kwargs or {}
+        aten = torch.ops.aten
+        if func is aten.copy_.default:
+            for shard, other in zip(first.shards, rest[0].shards, strict=True):
+                shard.copy_(other)
+            return first
+        if func is aten.new_empty.default:
+            shards = [func(shard, shard.shape, **kwargs) for shard in first.shards]
+        elif func in (
+            aten.clone.default,
+            aten.detach.default,
+            aten._to_copy.default,
+            aten.empty_like.default,
+            aten.zeros_like.default,
+        ):
+            shards = [func(shard, *rest, **kwargs) for shard in first.shards]
+        else:
+            raise NotImplementedError(f"{func} of a StateShard, which is for checkpoints only")
+        return cls(first.shape, shards, first.chunks, first.elsewhere)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in self.chunks]
+        return f"StateShard({tuple(self.shape)}, {self.dtype}, offsets and sizes {boxes})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError(
+            "Optimizer state has not been consolidated on this rank since the last step: its state "
+            "dict has this rank's part only. Please call `consolidate_state_dict(to=...)` on all "
+            "ranks beforehand if you meant to save the global state, or save with dcp.save"
+        )
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        properties = TensorProperties(dtype=self.dtype)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, self.shape),
+            )
+            for chunk in ([] if self.elsewhere else self.chunks)
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return self.chunks
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        for shard, chunk in zip(self.shards, self.chunks, strict=True):
+            if chunk.offsets == index.offset:
+                return shard
+        raise ValueError(f"'{index.fqn}' has nothing at {index.offset} on this rank, but {self!r}")
+
+
+# A process of DCP's own that writes (AsyncCheckpointerType.PROCESS) gets the state dict by pickle.
+ForkingPickler.register(
+    StateShard, lambda s: (StateShard, (s.shape, s.shards, s.chunks, s.elsewhere))
+)
+
+
+def _chunk(offsets: Sequence[int], sizes: Sequence[int]) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+
+
+def boxes(begin: int, end: int, shape: Sequence[int]) -> Iterator[Box]:
+    """Row-major elements [begin, end) of a tensor as the fewest boxes that are each contiguous."""
+    if end <= begin:
+        return
+    if not shape:
+        yield (), ()
+        return
+    row = math.prod(shape[1:])
+
+    def within(index: int, begin: int, end: int) -> Iterator[Box]:
+        for offsets, sizes in boxes(begin - index * row, end - index * row, shape[1:]):
+            yield (index, *offsets), (1, *sizes)
+
+    head, tail = -(-begin // row), end // row  # whole rows are [head, tail)
+    if head > tail:
+        yield from within(tail, begin, end)
+        return
+    yield from within(head - 1, begin, head * row)
+    if head < tail:
+        yield (head, *[0] * (len(shape) - 1)), (tail - head, *shape[1:])
+    yield from within(tail, tail * row, end)
