@@ -41,3 +41,19 @@ def test_worlds_made_of_sub_groups(results: Results) -> None:
         found = case(results, "worlds")[rank]["local"]
         assert list(found) == list(expected)
         assert max(found.values()) <= ROUNDING
+
+
+def test_dropped_optimizers_keep_no_group(results: Results) -> None:
+    for rank in case(results, "dropped"):
+        assert rank["local"] == {"descriptors": 0, "threads": 0, "groups": 0}
+
+
+@pytest.mark.parametrize("how", ["greedy", "AdamW", "balanced", "hook"])
+def test_ranks_out_of_data_step_with_the_averages_of_the_others(results: Results, how: str) -> None:
+    """Join([ddp, zero]) ends as Adam does over all ranks' batches."""
+    for rank in case(results, f"uneven {how}"):
+        assert max(rank["off"], rank["local"]) <= ROUNDING
+
+
+def test_sharded_gradients_do_not_go_with_join(results: Results) -> None:
+    assert "use DDP, with reduce_scatter_hook" in case(results, "sharded join")[0]["raised"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,12 +15,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from rank_cases import run_cases
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
 from torchopt_ext import FusedAdamW
 from torchopt_ext.zero import (
     ZeroRedundancyOptimizer,
     load_sharded,
+    reduce_scatter_hook,
     sharded_state_dict,
 )
 
@@ -38,6 +43,18 @@ def adam(params: Any, optimizer: Any = FusedAdamW, **options: Any) -> Any:
 def off(one: nn.Module, other: nn.Module) -> float:
     pairs = zip(one.parameters(), other.parameters(), strict=True)
     return max(float((a - b).detach().abs().max()) for a, b in pairs)
+
+
+def state_off(zero: Any, plain: Any) -> float:
+    zero.consolidate_state_dict()
+    if dist.get_rank():
+        return 0.0
+    found, expected = zero.state_dict()["state"], plain.state_dict()["state"]
+    return max(
+        float((found[i][name] - value).abs().max())
+        for i, entry in expected.items()
+        for name, value in entry.items()
+    )
 
 
 # ---- reentrant activation checkpointing ----------------------------------------------------------
@@ -111,6 +128,73 @@ def worlds() -> dict[str, Any]:
     return {"local": found}
 
 
+def handles() -> dict[str, int]:
+    gc.collect()
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "groups": len(dist.distributed_c10d._world.pg_map),
+    }
+
+
+def dropped() -> dict[str, Any]:
+    """What is left of optimizers that reduce gradients."""
+
+    def train() -> None:
+        models = layers(1), layers(1)
+        hooked = adam(models[0].parameters(), **BALANCED)
+        ddp = DDP(models[0])
+        ddp.register_comm_hook(None, reduce_scatter_hook(hooked))
+        zero = adam(models[1].parameters(), **SHARDED)
+        (ddp(torch.ones(2, 70)) + models[1](torch.ones(2, 70))).sum().backward()
+        hooked.step()
+        zero.step()
+
+    train()
+    before = handles()
+    for _ in range(10):
+        train()
+    return {"local": {name: after - before[name] for name, after in handles().items()}}
+
+
+# ---- uneven inputs -------------------------------------------------------------------------------
+
+
+def uneven(optimizer: Any = FusedAdamW, hook: bool = False, **options: Any) -> dict[str, Any]:
+    """Rank r has r batches more than rank 0, so that Adam steps on while ranks are out of data."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model, twin = layers(2), layers(2)
+    ddp = DDP(model, bucket_cap_mb=0.01)
+    zero = adam(model.parameters(), optimizer, **options)
+    if hook:
+        ddp.register_comm_hook(None, reduce_scatter_hook(zero))
+    plain = optimizer(twin.parameters(), lr=1e-2)
+
+    def batch(step: int, of_rank: int) -> Tensor:
+        return torch.full((1, 70), 0.1 * (step + 1) * (of_rank + 1))
+
+    with Join([ddp, zero]):
+        for step in range(2 + rank):
+            zero.zero_grad()
+            ddp(batch(step, rank)).square().mean().backward()
+            zero.step()
+    for step in range(1 + size):
+        plain.zero_grad()
+        for r in range(size):
+            if step < 2 + r:
+                (twin(batch(step, r)).square().mean() / size).backward()
+        plain.step()
+    return {"off": off(model, twin), "local": state_off(zero, plain)}
+
+
+def sharded_join() -> dict[str, Any]:
+    try:
+        Join([adam(layers(1).parameters(), **SHARDED)])
+    except RuntimeError as error:
+        return {"raised": str(error)}
+    return {}
+
+
 def cases() -> dict[str, Callable[[], dict[str, Any]]]:
     return {
         "segments": lambda: in_segments(segments, 7),
@@ -118,6 +202,12 @@ def cases() -> dict[str, Callable[[], dict[str, Any]]]:
         "nested": lambda: in_segments(nested, 7),
         "nested, unused": lambda: in_segments(nested, 5),
         "worlds": worlds,
+        "dropped": dropped,
+        "uneven greedy": uneven,
+        "uneven AdamW": lambda: uneven(torch.optim.AdamW),
+        "uneven balanced": lambda: uneven(**BALANCED),
+        "uneven hook": lambda: uneven(hook=True, **BALANCED),
+        "sharded join": sharded_join,
     }
 
 

@@ -192,7 +192,6 @@ def reduce_scatter_hook(zero: ZeroRedundancyOptimizer) -> Hook:
     reducer.serve_hook()
 
     def scattering_hook(state: Any, bucket: GradBucket) -> Future:
-        reducer.active = True
         for param, gradient in zip(bucket.parameters(), _gradients(bucket), strict=True):
             reducer.take(param, gradient)
         bucket.buffer().zero_()  # or the next pass would bring what this one has brought

@@ -122,7 +122,7 @@ def step_alone(zero: ShardedOptimizer, context: StepContext, kwargs: dict[str, A
     if callable(closure):
         kwargs["closure"] = _with_gradients(zero, closure)
     else:
-        zero.parts.take_gradients()
+        zero._take_gradients()
     if not zero.parts.hides_gradients:  # a scaler has seen the same gradients on every rank
         context = replace(context, agreed=True)
     result = inner_step(zero.optim, context, **kwargs)
@@ -133,7 +133,7 @@ def step_alone(zero: ShardedOptimizer, context: StepContext, kwargs: dict[str, A
 def _with_gradients(zero: ShardedOptimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
     def evaluate() -> Any:
         loss = closure()
-        zero.parts.take_gradients()
+        zero._take_gradients()
         return loss
 
     return evaluate

@@ -30,7 +30,7 @@ from torchopt_ext.zero import state as zero_state
 from torchopt_ext.zero.balanced import BalancedBuckets
 from torchopt_ext.zero.elementwise import check_elementwise
 from torchopt_ext.zero.exchange import check_same
-from torchopt_ext.zero.gradients import clip_grad_norm_
+from torchopt_ext.zero.gradients import clip_grad_norm_, share
 from torchopt_ext.zero.inputs import check_dense, check_owners, described, listed
 from torchopt_ext.zero.overlap import BucketAssignment, OverlapInfo, OverlapStatus
 from torchopt_ext.zero.ranks import Ranks, bounded
@@ -46,7 +46,15 @@ class _ZeROJoinHook(JoinHook):
 
     def main_hook(self) -> None:
         """Steps along with the ranks that still have data: they wait for this rank's parameters."""
-        self.zero.step()
+        if not self.zero._overlap_with_ddp:  # whose hook steps
+            self.zero._out_of_data = True
+            try:
+                self.zero.step()
+            finally:
+                self.zero._out_of_data = False
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        self.zero._uneven = False
 
 
 class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
@@ -115,6 +123,8 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
         self._optim_defaults = defaults
         self._overlap_with_ddp = overlap_with_ddp
         self._steps_by_group_rank = False
+        self._uneven = False  # in a Join context, whose ranks may run out of data
+        self._out_of_data = False  # as this rank has
         self.parameters_as_bucket_view = parameters_as_bucket_view
         refused: Exception | None = None
         try:
@@ -280,7 +290,8 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
         **kwargs: Any,
     ) -> Any:
         """Steps this rank's part; ``gradients`` is for DDP hooks (overlap_with_ddp)."""
-        Join.notify_join_context(self)
+        if not self._out_of_data:
+            Join.notify_join_context(self)
         self._consolidated = None
         self._notice_trainability()
         local_optimizer.copy_settings(self.param_groups, self.optim.param_groups)
@@ -294,6 +305,12 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
             loss = local_optimizer.step_alone(self, self._context or ALONE, kwargs)
         local_optimizer.copy_settings(self.optim.param_groups, self.param_groups)
         return loss
+
+    def _take_gradients(self) -> None:
+        """Gives this rank's parts their gradients, those of other ranks if it is out of data."""
+        if self._uneven and self._join_config.enable and not self.parts.hides_gradients:
+            share(self._all_params, self.ranks, self._out_of_data)
+        self.parts.take_gradients()
 
     def _notice_trainability(self) -> None:
         trainable = _C.requires_grad(self._all_params)
@@ -395,13 +412,19 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
     # ---- Join -------------------------------------------------------------------------------
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """For torch.distributed.algorithms.Join: ranks out of data keep stepping their part.
+        """For ``Join([ddp, optimizer])``: ranks out of data keep stepping their part.
+
+        They step with the averages of the ranks that have data, which DDP does not leave there.
 
         Raises:
-            RuntimeError: ranks out of data could not take part in reducing sharded gradients.
+            RuntimeError: with ``sharded_gradients``, where ranks out of data cannot reduce along.
         """
-        if self.parts.hides_gradients:
-            raise RuntimeError("Join does not go with sharded gradients: let DDP average them")
+        if isinstance(self.parts, BalancedBuckets) and self.parts.reducer.hooks:
+            raise RuntimeError(
+                "Join does not go with sharded_gradients=True: use DDP, with reduce_scatter_hook "
+                "if traffic is to stay low"
+            )
+        self._uneven = True
         return _ZeROJoinHook(self)
 
     @property
@@ -471,6 +494,11 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
         Returns:
             The norm before, float64, 0-dim.
         """
+        if self._uneven:
+            raise RuntimeError(
+                "in a Join context ranks out of data only step: clip in the step, with "
+                "max_grad_norm of FusedAdam or FusedAdamW"
+            )
         self._notice_trainability()
         self.parts.take_gradients()
         mine = [param for own in self.parts.mine for param in own]

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchopt_ext._torch import graph_task
 from torchopt_ext.optim.agreement import comm_device
 from torchopt_ext.optim.collective import collective, run, wait
 from torchopt_ext.optim.weak_hooks import WeakHook, handles_of
@@ -94,6 +95,7 @@ class Reducer:
         """Prepares for gradients from a DDP communication hook, which brings those of unused
         parameters, too: parameters themselves say which were used."""
         self.number = self.passes.number()
+        self.active = True
         note = WeakHook(self, "_note_used")
         for param in self._of:
             if param.requires_grad:
@@ -168,6 +170,8 @@ class Reducer:
 
     def _begin(self) -> None:
         """Notices the beginning of a backward pass."""
+        if self._stepped and graph_task() < 0:  # DDP's join hook, on a rank out of data
+            self.zero_grad(set_to_none=True)
         if not self.passes.enter(self):
             return
         if self._stepped:
