@@ -4,7 +4,8 @@
     pip install --no-build-isolation -e .     # the libraries then lie in torchopt_ext/
 
 Environment variables become CMake options: USE_CUDA=0 and FORCE_CUDA=1 (default: CUDA when nvcc
-is found), TORCH_CUDA_ARCH_LIST, CMAKE_BUILD_PARALLEL_LEVEL, TORCHOPT_EXT_BUILD_DIR.
+is found), TORCH_CUDA_ARCH_LIST, CMAKE_UNITY_BUILD, CMAKE_BUILD_PARALLEL_LEVEL,
+TORCHOPT_EXT_BUILD_DIR.
 """
 
 import os
@@ -63,6 +64,7 @@ class CMakeBuild(build_ext):
                 "Python_EXECUTABLE": sys.executable,
                 "USE_CUDA": use_cuda,
                 "TORCH_CUDA_ARCH_LIST": os.environ.get("TORCH_CUDA_ARCH_LIST", ""),
+                "CMAKE_UNITY_BUILD": os.environ.get("CMAKE_UNITY_BUILD", "OFF"),
             }.items()
         ]
         jobs = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL", str(len(os.sched_getaffinity(0))))

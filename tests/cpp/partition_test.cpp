@@ -10,8 +10,8 @@
 namespace torchopt_ext {
 namespace {
 
-const int64_t kRowLengths[] = {1, 63, 64, 4095, 4096, 4097, 4160, 9000};
-const int64_t kRowCounts[] = {0, 1, 3, 70};
+const int64_t kLengthsOfRows[] = {1, 63, 64, 4095, 4096, 4097, 4160, 9000};
+const int64_t kCountsOfRows[] = {0, 1, 3, 70};
 const int64_t kWorldSizes[] = {1, 2, 3, 8, 50};
 
 // The bucket's places by asking for each position in turn.
@@ -24,9 +24,9 @@ std::vector<int64_t> walk(const CutPlaces& places) {
 }
 
 TEST(PartitionBalanced, SharesDifferByTheLargestItemAtMost) {
-  for (const int64_t first : kRowLengths) {
-    for (const int64_t second : kRowLengths) {
-      for (const int64_t rows : kRowCounts) {
+  for (const int64_t first : kLengthsOfRows) {
+    for (const int64_t second : kLengthsOfRows) {
+      for (const int64_t rows : kCountsOfRows) {
         const std::vector<int64_t> row_lengths{first, second, first};
         const std::vector<int64_t> numels{rows * first, second, first};
         const int64_t target = int64_t{1} << 20;
