@@ -302,7 +302,7 @@ class FSDPadaptOptimizer(BaseOptimizer):
             states["flat_fp32_weights"], self.params_by_group, self.param_groups
         )
         loaded = read_indexed(states["base_optim_states"], self.param_groups)
-        raise_problems([*problems, *loaded.problems(type(self.optim), self.optim.state)])
+        raise_problems([*problems, *loaded.problems(self.optim)])
         return states, weights
 
     def __getstate__(self) -> dict[str, Any]:

@@ -211,7 +211,7 @@ class FusedAdamBase(HookedStep, Controlled, Optimizer):
         """
         hooked = run_load_state_dict_pre_hooks(self, state_dict)
         loaded = read_indexed(hooked, self.param_groups)
-        raise_problems(loaded.problems(type(self), self.state))
+        raise_problems(loaded.problems(self))
         self.take_loaded(loaded, loaded.counted)
         run_load_state_dict_post_hooks(self)
 

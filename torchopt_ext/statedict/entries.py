@@ -1,5 +1,6 @@
 """Entries of a parameter's state: what each kind must be, and how it is kept."""
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,8 @@ from torchopt_ext.optim.local import local_tensor, placed, same_placement
 from torchopt_ext.optim.storage import MASTER, REMAINDER, Storage
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+# How a step is computed, not what: a state dict does not decide that.
+SWITCHES = {"foreach", "fused", "capturable", "differentiable"}
 MASTERS = {MASTER: torch.float32, REMAINDER: torch.int16}
 """What completes a 16-bit parameter, and its dtype. A state dict may hold either or neither."""
 
@@ -108,6 +111,32 @@ def tensor_problem(value: Any, param: Tensor, dtype: torch.dtype | None = None) 
     if dtype == torch.int16 and param.dtype == torch.float16:
         return "completes a bfloat16 parameter, not a float16 one"
     return None
+
+
+def option_problem(name: str, value: Any, live: Any) -> str | None:
+    """What is wrong with an option of a group, ``live`` being the optimizer's own."""
+    value, live = plain(value), plain(live)
+    if name in SWITCHES:
+        return None if isinstance(value, bool | None) else f"is {value!r}, expected a bool or None"
+    if live is None or _same_kind(value, live):
+        return None
+    return f"is {value!r}, expected a value like {live!r}"
+
+
+def plain(value: Any, nested: bool = True) -> Any:
+    """A copy that holds no tensor: options may be tensors of one element, or a list of some."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, list | tuple) and nested:
+        return tuple(plain(item, nested=False) for item in value)
+    return copy.deepcopy(value)
+
+
+def _same_kind(value: Any, live: Any) -> bool:
+    if isinstance(live, tuple) and isinstance(value, tuple) and len(value) == len(live):
+        return all(map(_same_kind, value, live))
+    both = isinstance(value, int | float) and isinstance(live, int | float)
+    return both or (type(value) is type(live) and not isinstance(live, tuple))
 
 
 def converted(

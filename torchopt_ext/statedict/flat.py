@@ -18,14 +18,12 @@ from torch.optim import Adam, AdamW, Optimizer
 from torchopt_ext.optim.storage import Storage, with_own_steps
 from torchopt_ext.statedict import control
 from torchopt_ext.statedict.control import CONTROL_KEY
-from torchopt_ext.statedict.entries import MASTERS, converted
+from torchopt_ext.statedict.entries import MASTERS, SWITCHES, converted, option_problem, plain
 from torchopt_ext.statedict.loaded import Slot, largest_step, raise_problems
 
 ModelPart = tuple[nn.Module, Sequence[Optimizer]]
 """A module and the optimizers that share its parameters."""
 
-# How a step is computed, not what: a checkpoint does not decide that.
-_SWITCHES = {"foreach", "fused", "capturable", "differentiable"}
 # What decides which state exists or which algorithm runs: a checkpoint must agree.
 _FIXED = {"amsgrad", "decoupled_weight_decay"}
 # Absent without a learning-rate scheduler, and from older versions of torch.
@@ -189,10 +187,10 @@ class _FlatSlot(Slot):
 
     def option_problems(self) -> Iterator[str]:
         for name, value in self.options.items():
-            live = _plain(self.group[name])
+            live = plain(self.group[name])
             key = f"'param_groups.{self.fqn}.{name}'"
-            if not _same_kind(value, live):
-                yield f"{key} is {value!r}, expected a value like {live!r}"
+            if found := option_problem(name, value, live):
+                yield f"{key} {found}"
             elif name in _FIXED and value != live:
                 yield f"{key} is {value!r}, this optimizer was built with {live!r}"
 
@@ -236,7 +234,7 @@ def _slots(
                 state,
                 group,
                 {
-                    k: _plain(v)
+                    k: plain(v)
                     for k, v in _found(
                         state_dict, f"param_groups.{fqn}.", _options_of(group)
                     ).items()
@@ -249,7 +247,7 @@ def _found(state_dict: Mapping[str, Any], prefix: str, names: Iterable[str]) -> 
 
 
 def _options_of(group: Mapping[str, Any]) -> list[str]:
-    return [name for name in group if name not in {"params", "param_names"} | _SWITCHES]
+    return [name for name in group if name not in {"params", "param_names"} | SWITCHES]
 
 
 def _disagreements(slots: Sequence[_FlatSlot]) -> Iterator[str]:
@@ -264,27 +262,6 @@ def _disagreements(slots: Sequence[_FlatSlot]) -> Iterator[str]:
                     f"'param_groups.{other.fqn}.{name}' is {other.options[name]!r}, "
                     "and both parameters are in one group here"
                 )
-
-
-def _plain(value: Any) -> Any:
-    """A copy that holds no tensor: options may be tensors of one element."""
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return value.item()
-    if isinstance(value, list | tuple):
-        return tuple(_plain(item) for item in value)
-    return copy.deepcopy(value)
-
-
-def _same_kind(value: Any, live: Any) -> bool:
-    if isinstance(live, tuple):
-        return (
-            isinstance(value, tuple)
-            and len(value) == len(live)
-            and all(_same_kind(a, b) for a, b in zip(value, live, strict=True))
-        )
-    if isinstance(live, int | float):
-        return isinstance(value, int | float)
-    return type(value) is type(live)
 
 
 def _same_name(key: str) -> ValueError:

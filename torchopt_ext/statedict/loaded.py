@@ -11,7 +11,7 @@ from torch import Tensor
 from torchopt_ext.optim.local import local_tensor
 from torchopt_ext.statedict import control as control_state
 from torchopt_ext.statedict.control import CONTROL_KEY
-from torchopt_ext.statedict.entries import foreign_problem, problem, required_of
+from torchopt_ext.statedict.entries import foreign_problem, option_problem, problem, required_of
 
 SHOWN = 5
 """Problems that a message has in full."""
@@ -70,15 +70,22 @@ class Loaded:
         """The largest step count of a parameter."""
         return largest_step(self.slots)
 
-    def problems(self, optimizer_class: Any, held: Mapping[Tensor, Any]) -> Iterator[str]:
-        """All that does not fit; arguments as :meth:`Slot.problems`, states by parameter."""
+    def problems(self, optimizer: Any) -> Iterator[str]:
+        """All that does not fit the optimizer that is to take it."""
         if found := control_state.problem(self.control):
             yield found
+        required = required_of(type(optimizer))
         for slot in self.slots:
-            for name in required_of(optimizer_class) or () if slot.entry else ():
+            for name in required or () if slot.entry else ():
                 if name not in slot.entry:
                     yield f"{slot.called(name)} is missing"
-            yield from slot.problems(optimizer_class, held.get(slot.param, {}))
+            yield from slot.problems(type(optimizer), optimizer.state.get(slot.param, {}))
+        for number, (group, own) in enumerate(
+            zip(self.groups, optimizer.param_groups, strict=True)
+        ):
+            for name in group.keys() & own.keys() - {"params", "param_names"} if required else ():
+                if found := option_problem(name, group[name], own[name]):
+                    yield f"{name} of group {number} {found}"
 
 
 def largest_step(slots: Iterable[Slot]) -> float:

@@ -103,7 +103,7 @@ def of_part(value: Any, part: Part) -> Any:
 def check(zero: ShardedOptimizer, state_dict: Mapping[str, Any]) -> Loaded:
     """The unsharded state dict as it was read; raises ValueError unless it fits."""
     loaded = read_indexed(state_dict, zero.param_groups)
-    raise_problems(loaded.problems(type(zero.optim), {}))
+    raise_problems(loaded.problems(zero.optim))
     return loaded
 
 

@@ -1,0 +1,73 @@
+"""Whatever reads a state dict names all that does not fit at once, before the first write."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torchopt_ext import FusedAdamW
+from torchopt_ext.containers import OptimizersContainer
+from torchopt_ext.mixed_precision import FSDPadaptOptimizer
+from torchopt_ext.zero import ZeroRedundancyOptimizer
+
+from ..optim.subject import set_gradients, snapshot
+
+BASES = {"ours": FusedAdamW, "torch's": torch.optim.AdamW}
+KINDS: dict[str, Callable[[nn.Module, Any], Any]] = {
+    "optimizer": lambda model, _: FusedAdamW(model.named_parameters()),
+    "container": lambda model, cls: OptimizersContainer([model], cls, {}),
+    "wrapper": lambda model, cls: FSDPadaptOptimizer(cls(model.named_parameters())),
+    "sharded": lambda model, cls: ZeroRedundancyOptimizer(model.named_parameters(), cls),
+}
+
+
+@pytest.fixture
+def one_rank(tmp_path: Any) -> Any:
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_everything_wrong_is_reported_at_once(one_rank: Any, kind: str, base: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(2, 5))
+    optimizer = KINDS[kind](model, BASES[base])
+    params = list(model.parameters())
+    set_gradients(params)
+    optimizer.step()
+    if kind == "sharded":
+        optimizer.consolidate_state_dict()
+    saved = copy.deepcopy(optimizer.state_dict())
+    if kind == "container":
+        names = [f"state.{name}." for name, _ in model.named_parameters()]
+        wrong = {names[0] + "exp_avg": torch.ones(2), names[1] + "exp_avg_sq": 1.0}
+        wrong |= {name + "step": -1.0 for name in names[2:]}
+        wrong["param_groups.0.weight.lr"] = "fast"
+        saved |= wrong
+        shown = list(wrong)[:5]
+    else:
+        indexed = saved.get("base_optim_states", saved)
+        indexed["state"][0]["exp_avg"] = torch.ones(2)
+        indexed["state"][1]["exp_avg_sq"] = 1.0
+        for index in range(2, 6):
+            indexed["state"][index]["step"] = -1.0
+        indexed["param_groups"][0]["lr"] = "fast"
+        shown = ["exp_avg of parameter 0", "exp_avg_sq of parameter 1"]
+        shown += [f"step of parameter {index}" for index in range(2, 5)]
+    before = snapshot(optimizer), [group["lr"] for group in optimizer.param_groups]
+    with pytest.raises(ValueError, match=r"and \d more") as caught:
+        optimizer.load_state_dict(saved)
+    assert all(each in str(caught.value) for each in shown)
+    assert (snapshot(optimizer), [group["lr"] for group in optimizer.param_groups]) == before
+    if kind == "container":
+        del saved[names[2] + "step"]  # a missing key is a KeyError, which tells the others, too
+        with pytest.raises(KeyError, match=r"step' is missing; .*and \d more"):
+            optimizer.load_state_dict(saved)
