@@ -48,10 +48,10 @@ def get_state_dict(parts: Sequence[ModelPart]) -> dict[str, Any]:
         if clash := own.keys() & flat.keys():
             raise _same_name(min(clash))
         flat |= own
-        for optimizer in optimizers:  # those that step together have the same
-            if saved_control := getattr(optimizer, "saved_control", None):
-                flat |= {f"{CONTROL_KEY}.{k}": v for k, v in saved_control().items()}
-    return flat
+    every: list[Any] = [optimizer for _, own in parts for optimizer in own]
+    counting = [o for o in every if getattr(o, "keeps_counts", False) and o.state]
+    fields = counting[0].saved_control() if counting else {}  # all step together
+    return flat | {f"{CONTROL_KEY}.{name}": value for name, value in fields.items()}
 
 
 @torch.no_grad()
@@ -74,10 +74,7 @@ def load_state_dict(parts: Sequence[ModelPart], state_dict: Mapping[str, Any]) -
 
     fields = control.of_flat(state_dict)
     missing = [f"'{key}' is missing" for slot in slots for key in slot.missing(state_dict)]
-    problems = [
-        found for slot in slots for found in slot.problems(slot.optimizer_class, slot.state)
-    ]
-    problems += [found for slot in slots for found in slot.option_problems()]
+    problems = [found for slot in slots for found in slot.all_problems()]
     problems += _disagreements(slots)
     if found := control.problem(fields):
         problems.append(found)
@@ -85,10 +82,10 @@ def load_state_dict(parts: Sequence[ModelPart], state_dict: Mapping[str, Any]) -
 
     for slot in slots:
         slot.load()
-    for _, optimizers in parts:
-        for optimizer in optimizers:
-            if load_control := getattr(optimizer, "load_control", None):
-                load_control(fields, largest_step(slots))
+    counted = largest_step(slots)
+    for optimizer in [optimizer for _, own in parts for optimizer in own]:
+        if load_control := getattr(optimizer, "load_control", None):
+            load_control(fields, counted)
 
 
 def named_parameters(parts: Sequence[ModelPart]) -> list[tuple[str, Tensor]]:
@@ -185,7 +182,8 @@ class _FlatSlot(Slot):
             if name not in _OPTIONAL and name not in self.options:
                 yield f"param_groups.{self.fqn}.{name}"
 
-    def option_problems(self) -> Iterator[str]:
+    def all_problems(self) -> Iterator[str]:
+        yield from self.problems(self.optimizer_class, self.state)
         for name, value in self.options.items():
             live = plain(self.group[name])
             key = f"'param_groups.{self.fqn}.{name}'"

@@ -184,28 +184,6 @@ def test_whose_steps_skip_without_the_host(optimizer: Any, expected: bool) -> No
     assert skips_by_itself(optimizer(parameters())) == expected
 
 
-@every_base
-@pytest.mark.parametrize(
-    "broken",
-    [
-        {"state": {}},
-        {"state": [], "param_groups": []},
-        {"state": {0: None}, "param_groups": [{"params": [0, 1]}]},
-        {"state": {}, "param_groups": [{"lr": 1.0}]},
-        None,
-    ],
-)
-def test_a_base_state_that_is_none(base: str, broken: Any) -> None:
-    params = parameters()
-    optimizer = FSDPadaptOptimizer(BASES[base](params))
-    give(params)
-    optimizer.step()
-    states = optimizer.state_dict(snapshot=True)
-    with pytest.raises(ValueError, match="the state dict does not fit"):
-        optimizer.load_state_dict({**states, "base_optim_states": broken})
-    optimizer.load_state_dict(states)
-
-
 def test_the_state_of_another_kind_of_optimizer() -> None:
     params = parameters()
     adamw, sgd = FSDPadaptOptimizer(AdamW(params)), FSDPadaptOptimizer(SGD(parameters(), lr=0.1))

@@ -98,23 +98,6 @@ def test_exchange_with_torch(
 
 
 @each_class
-def test_exchange_through_a_file(name: str) -> None:
-    """What torch saved loads here with weights_only=True, and the other way round."""
-    for source, target in ((OURS, TORCH), (TORCH, OURS)):
-        params = make_params()
-        first = source[name](params)
-        train([first], [params], 3)
-        file = io.BytesIO()
-        torch.save(first.state_dict(), file)
-        file.seek(0)
-        copies = copy_params(params)
-        second = target[name](copies)
-        second.load_state_dict(torch.load(file, weights_only=True))
-        train([first, second], [params, copies], 2, first_seed=3)
-        assert_close_to_torch(params, copies)
-
-
-@each_class
 def test_loading_leaves_the_dict_alone(name: str) -> None:
     """The dict is not changed, and, other than with torch, later steps do not write to it."""
     params = make_params()
@@ -129,24 +112,6 @@ def test_loading_leaves_the_dict_alone(name: str) -> None:
     if not TESTING_TORCH:
         train([second], [copies], 2)
         assert_equal_nested(given, kept)
-
-
-@each_class
-def test_two_optimizers_loaded_from_one_dict(name: str) -> None:
-    """They share no memory: training one leaves the other."""
-    params = make_params()
-    source = OURS[name](params)
-    train([source], [params], 2)
-    state_dict = deepcopy(source.state_dict())
-    copies = [copy_params(params), copy_params(params)]
-    both = [OURS[name](c) for c in copies]
-    for optimizer in both:
-        optimizer.load_state_dict(deepcopy(state_dict))
-    still = snapshot(both[1])
-    train(both[:1], copies[:1], 3)
-    assert snapshot(both[1]) == still
-    train(both[1:], copies[1:], 3)
-    assert snapshot(both[0]) == snapshot(both[1])
 
 
 @ours_only  # torch's optimizers take over the dict's tensors of matching dtype
