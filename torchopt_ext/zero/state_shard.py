@@ -39,6 +39,7 @@ class StateShard(Tensor):
     shards: list[Tensor]
     chunks: list[ChunkStorageMetadata]
     elsewhere: bool
+    entries: dict[tuple[int, int], Tensor]  # of parts, by their elements; empty in copies
 
     @staticmethod
     def __new__(
@@ -51,17 +52,18 @@ class StateShard(Tensor):
         made: StateShard = make_wrapper_subclass(
             cls, torch.Size(shape), dtype=shards[0].dtype, device=shards[0].device
         )
-        made.shards, made.chunks, made.elsewhere = shards, chunks, elsewhere
+        made.shards, made.chunks, made.elsewhere, made.entries = shards, chunks, elsewhere, {}
         return made
 
     @classmethod
     def of(cls, pieces: Sequence[tuple[Part, Tensor]], elsewhere: bool = False) -> StateShard:
         """Parts of a parameter with the values of one of their state entries."""
-        shards, chunks = [], []
+        shards, chunks, shape = [], [], pieces[0][0].param.shape
         for part, value in pieces:
             if part.is_whole:  # and so is the entry, whatever its shape
-                whole = _chunk([0] * value.dim(), value.shape)
-                return cls(value.shape, [value], [whole], elsewhere)
+                shape = value.shape
+                shards, chunks = [value], [_chunk([0] * value.dim(), shape)]
+                continue
             flat, first = part.in_memory_order(value), 0
             for offsets, sizes in boxes(part.begin, part.end, part.memory_shape):
                 count = math.prod(sizes)
@@ -70,30 +72,23 @@ class StateShard(Tensor):
                 place = [offsets[part.order.index(d)] for d in range(len(offsets))]
                 chunks.append(_chunk(place, shards[-1].shape))
                 first += count
-        return cls(pieces[0][0].param.shape, shards, chunks, elsewhere)
+        made = cls(shape, shards, chunks, elsewhere)
+        made.entries = {(part.begin, part.end): value for part, value in pieces}
+        return made
 
     def of_part(self, part: Part) -> Tensor:
-        """The elements of a part, shaped as ``part.tensor``.
+        """The entry of a part, as :meth:`of` got it.
 
         Raises:
             ValueError: the shard is of other parts.
         """
-        if part.is_whole and self.chunks[0].sizes == self.shape:
-            return self.shards[0]
-        by_offsets = {
-            tuple(chunk.offsets): shard
-            for chunk, shard in zip(self.chunks, self.shards, strict=True)
-        }
-        found = []
-        for offsets, sizes in boxes(part.begin, part.end, part.memory_shape):
-            shard = by_offsets.get(tuple(offsets[part.order.index(d)] for d in range(len(offsets))))
-            if shard is None or shard.permute(part.order).shape != sizes:
-                raise ValueError(
-                    f"it has {self!r}, but this rank owns elements {part.begin} to {part.end} of "
-                    f"memory: load the whole state dict, or a checkpoint"
-                )
-            found.append(shard.permute(part.order).reshape(-1))
-        return torch.cat(found).view(part.tensor.shape)
+        value = self.entries.get((part.begin, part.end))
+        if value is None:
+            raise ValueError(
+                f"it has {self!r}, but this rank owns elements {part.begin} to {part.end} of "
+                f"memory: load the whole state dict, or a checkpoint"
+            )
+        return value
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
