@@ -67,12 +67,15 @@ def against_plain(steps: Callable[[nn.Sequential, Any], None]) -> dict[str, Any]
 
 def failed_backward() -> dict[str, Any]:
     def steps(model: nn.Sequential, optimizer: Any) -> None:
-        data = torch.ones(2, 70)
-        raised(lambda: model[2:](Failing.apply(model[:2](data))).sum().backward())
-        for _ in range(3):
+        data = torch.ones(2, 70, requires_grad=True)
+        for segment in (lambda x: x, lambda x: checkpoint(model[1], x, use_reentrant=True)):
+            raised(lambda: segment(model[2:](Failing.apply(model[:2](data)))).mean().backward())
+            for again in range(3):
+                if again:  # at first what the failed pass left is added to
+                    optimizer.zero_grad()
+                model(data).square().mean().backward()
+                optimizer.step()
             optimizer.zero_grad()
-            model(data).square().mean().backward()
-            optimizer.step()
 
     return against_plain(steps)
 
