@@ -215,8 +215,7 @@ def test_resume_repeats_every_digit(runs: Runs, layout: str) -> None:
         assert tensor.numpy().tobytes() == found[name].numpy().tobytes(), name
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["single", "fsdp"])
+@pytest.mark.parametrize("layout", [slow("single"), "fsdp"])
 @pytest.mark.parametrize("ours", [True, False], ids=["ours from stock", "stock from ours"])
 def test_checkpoints_are_exchanged(runs: Runs, layout: str, ours: bool) -> None:
     resumed = runs.get(layout, ours, resume="stock" if ours else "ours")

@@ -467,7 +467,7 @@ def compiled_step(lists: Lists, accumulator: Tensor, control: Tensor, steps: Ten
 
 
 @by_dtype
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compile_traces_one_graph(dtype: torch.dtype, backend: str) -> None:
     torch.compiler.reset()
     compiled = torch.compile(compiled_step, fullgraph=True, backend=backend)

@@ -92,9 +92,10 @@ def test_contract(run: Run) -> None:
     check(run, FAST)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("run", grid(), ids=str)
+@pytest.mark.parametrize(
+    "run", [grid()[0], *(pytest.param(r, marks=pytest.mark.slow) for r in grid()[1:])], ids=str
+)
 def test_contract_on_a_million_elements(run: Run) -> None:
     check(run, FULL)
 

@@ -394,7 +394,6 @@ def _collected() -> Iterator[None]:
     gc.collect()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("_collected")
 @pytest.mark.parametrize(
