@@ -71,7 +71,7 @@ def test_ranks_without_parameters(runs: dict[int, Results], size: int, partition
     ranks = case(runs[size], f"tiny {partition}")
     assert sorted(rank["local"] for rank in ranks) == [0] * (size - 1) + [1]
     assert ranks[0]["difference"] == ""
-    assert ranks[0]["steps"] == 1
+    assert ranks[0]["steps"] == [1, 1]
 
 
 def test_a_parameter_without_state_has_none(runs: dict[int, Results]) -> None:

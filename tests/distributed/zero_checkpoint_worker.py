@@ -284,9 +284,11 @@ def tiny(partition: str) -> Result:
     path = save(zero, folder / f"tiny-{partition}-{dist.get_world_size()}")
     _, again = build()
     load_sharded(again, path)
+    whole = whole_state(zero)
+    counts = whole["state"][0]["torchopt_ext.control"] if whole else {"steps": 1}
     return {
         "difference": difference(local_state(again)["state"], local_state(zero)["state"]),
-        "steps": float(again.control.steps),
+        "steps": [float(again.control.steps), float(counts["steps"])],
         "local": len(zero.optim.state),
     }
 

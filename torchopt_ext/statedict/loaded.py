@@ -80,10 +80,9 @@ class Loaded:
                 if name not in slot.entry:
                     yield f"{slot.called(name)} is missing"
             yield from slot.problems(type(optimizer), optimizer.state.get(slot.param, {}))
-        for number, (group, own) in enumerate(
-            zip(self.groups, optimizer.param_groups, strict=True)
-        ):
-            for name in group.keys() & own.keys() - {"params", "param_names"} if required else ():
+        pairs = zip(self.groups, optimizer.param_groups, strict=True)
+        for number, (group, own) in enumerate(pairs if required is not None else ()):
+            for name in sorted(own.keys() & group.keys() - {"params", "param_names"}):
                 if found := option_problem(name, group[name], own[name]):
                     yield f"{name} of group {number} {found}"
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torchopt_ext.optim.agreement import all_gather_text, all_or_none
 from torchopt_ext.optim.base import FusedAdamBase
 from torchopt_ext.optim.storage import Storage
-from torchopt_ext.statedict.control import CONTROL_KEY
+from torchopt_ext.statedict.control import CONTROL_KEY, as_entry
 from torchopt_ext.statedict.entries import converted
 from torchopt_ext.statedict.loaded import Loaded, raise_problems, read_indexed
 from torchopt_ext.statedict.whole import load_whole
@@ -24,7 +24,7 @@ from torchopt_ext.zero.state_shard import StateShard
 def local_state_dict(zero: ShardedOptimizer) -> dict[str, Any]:
     """The local optimizer's state dict; functional optimizers only have their state.
 
-    The control block's fields are at the top, as they are not of a part of a parameter.
+    The control block's fields are at the top, as a rank without parameters has them, too.
     """
     mine = {param: number for number, param in enumerate(chain(*zero.parts.mine))}
     for key in [k for k in zero.optim.state if isinstance(k, Tensor) and k not in mine]:
@@ -33,9 +33,11 @@ def local_state_dict(zero: ShardedOptimizer) -> dict[str, Any]:
     if not hasattr(zero.optim, "state_dict"):
         return {"state": {mine[param]: entry for param, entry in zero.optim.state.items()}}
     local = dict(zero.optim.state_dict())
-    for entry in local["state"].values():
-        if isinstance(entry, dict) and CONTROL_KEY in entry:
-            local[CONTROL_KEY] = entry.pop(CONTROL_KEY)
+    if isinstance(zero.optim, FusedAdamBase):
+        for entry in local["state"].values():
+            if isinstance(entry, dict):
+                entry.pop(CONTROL_KEY, None)
+        local[CONTROL_KEY] = as_entry(zero.optim.saved_control())
     return local
 
 
