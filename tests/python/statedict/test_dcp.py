@@ -210,6 +210,7 @@ def test_no_reader_of_ours_runs_the_metadata(
         lambda: save_checkpoint(optimizer, folder),
         lambda: dcp.load({"model": model.state_dict()}, storage_reader=Reader(folder)),
     ):
-        with pytest.raises(BaseException, match=r"\.metadata refers to posix\.mkdir"):
+        # torch 2.11's load does not say why there is no metadata.
+        with pytest.raises(BaseException, match=r"\.metadata refers to posix|metadata is None"):
             call()
     assert not (tmp_path / "ran").exists()
