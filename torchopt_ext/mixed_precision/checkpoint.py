@@ -13,28 +13,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from torchopt_ext._torch import is_dtensor
 from torchopt_ext.optim.agreement import agree, all_or_none
 from torchopt_ext.statedict.dcp import (
-    Buffers,
-    buffer_like,
     group_of,
-    indexed_buffer,
     load,
     storable,
 )
-from torchopt_ext.statedict.dcp_metadata import Path as EntryPath
 from torchopt_ext.statedict.dcp_metadata import Reader
 
 if TYPE_CHECKING:
     from torchopt_ext.mixed_precision.fsdp_optimizer import FSDPadaptOptimizer
 
 KEY = "optimizer"
-WEIGHTS = "flat_fp32_weights"
 OWN_FILES = re.compile(r"\.metadata|__\d+_\d+\.distcp|_rank\d+")
 SAVING, PREVIOUS = ".saving", ".previous"
 
@@ -156,22 +150,6 @@ def read_rank_file(path: Path) -> dict[str, Any]:
     except Exception as error:
         raise RuntimeError(f"reading {path}: {type(error).__name__}: {error}") from error
     return states
-
-
-def buffers(optimizer: FSDPadaptOptimizer) -> Buffers:
-    """What to read the entries of a state dict into."""
-    groups = optimizer.params_by_group
-    params = [param for own in groups for param in own]
-    places: dict[EntryPath, Tensor] = {
-        (str(g), i): param for g, own in enumerate(groups) for i, param in enumerate(own)
-    }
-
-    def buffer(path: EntryPath, like: Tensor) -> Tensor:
-        if path[0] == "base_optim_states":
-            return indexed_buffer(params, path[1:], like)
-        return buffer_like(places.get(path[1:]) if path[0] == WEIGHTS else None, path, like)
-
-    return buffer
 
 
 def is_first(group: Any) -> bool:

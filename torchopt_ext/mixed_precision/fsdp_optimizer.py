@@ -18,7 +18,7 @@ from torchopt_ext.mixed_precision.base_optimizer import BaseOptimizer
 from torchopt_ext.mixed_precision.dynamic_grad_scaler import DynamicGradScaler
 from torchopt_ext.mixed_precision.fused_base import FusedBase
 from torchopt_ext.mixed_precision.master_weights import MasterWeights
-from torchopt_ext.mixed_precision.saved_weights import read_weights
+from torchopt_ext.mixed_precision.saved_weights import checkpoint_buffers, read_weights
 from torchopt_ext.mixed_precision.skip_log import SkipLog, log_if
 from torchopt_ext.optim.base import FusedAdamBase
 from torchopt_ext.optim.hooks import (
@@ -281,9 +281,7 @@ class FSDPadaptOptimizer(BaseOptimizer):
 
     def checkpoint_buffers(self) -> Any:
         """For :func:`torchopt_ext.statedict.dcp.load`."""
-        from torchopt_ext.mixed_precision.checkpoint import buffers
-
-        return buffers(self)
+        return checkpoint_buffers(self.params_by_group)
 
     @torch.no_grad()
     def load_checked(self, states: dict[str, Any], weights: list[list[Tensor]]) -> None:
