@@ -21,6 +21,7 @@ from torchopt_ext.mixed_precision.master_weights import MasterWeights
 from torchopt_ext.mixed_precision.saved_weights import checkpoint_buffers, read_weights
 from torchopt_ext.mixed_precision.skip_log import SkipLog, log_if
 from torchopt_ext.optim.base import FusedAdamBase
+from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.hooks import (
     run_load_state_dict_post_hooks,
     run_load_state_dict_pre_hooks,
@@ -28,6 +29,8 @@ from torchopt_ext.optim.hooks import (
     run_state_dict_pre_hooks,
 )
 from torchopt_ext.optim.local import moved
+from torchopt_ext.optim.rejection import Agreement
+from torchopt_ext.optim.step import reject
 from torchopt_ext.statedict.loaded import raise_problems, read_indexed
 
 # The wrapper of each base, to refuse a second one.
@@ -178,11 +181,15 @@ class FSDPadaptOptimizer(BaseOptimizer):
         """
         with self._under_way():
             self._skip_log.flush()
+            controlled: Any = self._base.controlled
             if closure is not None:
                 with torch.enable_grad():
                     closure()
-            self._check_scaled()
-            controlled = self._base.controlled
+            try:
+                self._check_scaled()
+            except RuntimeError:
+                reject([controlled], StepContext(check_overflow=True), Agreement())
+                raise
             clip = self._clip_grad_norm if self._clip_grad_norm > 0.0 else None
             if controlled.max_grad_norm != clip:
                 controlled.max_grad_norm = clip
@@ -198,6 +205,7 @@ class FSDPadaptOptimizer(BaseOptimizer):
                 return None
             if skipped is None:
                 skipped = controlled.control.skip.item()
+                controlled.verdict.check()
             log_if(skipped)
             return not skipped
 

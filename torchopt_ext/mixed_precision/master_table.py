@@ -52,8 +52,7 @@ class MasterTable:
         # Frozen parameters that no step can update, such as quantized weights.
         self._frozen = {i for i, param in enumerate(self.params) if not is_steppable(param)}
         keys = [
-            (local_tensor(param).device, norm_key(param)) if i not in self._frozen else None
-            for i, param in enumerate(self.params)
+            part_of(param) if i not in self._frozen else None for i, param in enumerate(self.params)
         ]
         self.parts: list[NormPart] = list(dict.fromkeys(key for key in keys if key is not None))
         self.devices = list(dict.fromkeys(device for device, _ in self.parts))
@@ -129,6 +128,11 @@ class MasterTable:
         own = torch.empty_like(self.local_params[i], dtype=grad.dtype).copy_(grad)
         param.grad = as_placed(own, param)
         return own
+
+
+def part_of(param: Tensor) -> NormPart:
+    """The device and the norm key of a parameter."""
+    return local_tensor(param).device, norm_key(param)
 
 
 def names_of(number: int, group: dict[str, Any]) -> list[str]:

@@ -19,13 +19,15 @@ from torchopt_ext.mixed_precision.master_table import (
     MasterTable,
     NormPart,
     names_of,
+    part_of,
 )
-from torchopt_ext.optim.context import StepContext
+from torchopt_ext.optim.context import ALONE, StepContext
 from torchopt_ext.optim.control import Controlled
 from torchopt_ext.optim.hooks import inner_step
 from torchopt_ext.optim.local import as_placed, local_tensor, moved
 from torchopt_ext.optim.param_kinds import is_steppable, refuse_param
-from torchopt_ext.optim.step import accumulated_norm
+from torchopt_ext.optim.rejection import Agreement
+from torchopt_ext.optim.step import accumulated_norm, reject
 from torchopt_ext.optim.storage import SIXTEEN_BIT
 from torchopt_ext.statedict.masters import read_weights, weight_of
 from torchopt_ext.statedict.whole import load_whole
@@ -158,12 +160,14 @@ class MasterWeights(Controlled):
             Nonzero if the step was skipped; None if only the device knows.
 
         Raises:
-            RuntimeError: a gradient or parameter does not fit; names it. Nothing is changed.
+            RuntimeError: a gradient or parameter does not fit, here or on a rank that shares the
+                norm; names it. Nothing is changed.
         """
-        table = self._collect()
+        self.verdict.check()
+        agreement, optim = Agreement(), self.optim
         try:
-            self._decide(table, scale)
-            optim: Any = self.optim
+            table = self._collect()
+            self._decide(table, scale, agreement)
             found_inf = None
             if (skip := self.known("skip")) is None:
                 if skips_by_itself(optim):
@@ -185,9 +189,13 @@ class MasterWeights(Controlled):
                 masters = [table.local_masters[i] for i in wide]
                 _C.scaled_copy_(params, masters, self._block(device)[0], unscale=False)
             return skip
+        except Exception:
+            reject([self], ALONE, agreement)
+            raise
         finally:
-            _C.clear_gradients(table.own_masters)
-            table.gradients = []
+            if self._table is not None:
+                _C.clear_gradients(self._table.own_masters)
+                self._table.gradients = []
 
     def _collect(self) -> MasterTable:
         """The table of all parameters with this step's gradients, checked."""
@@ -215,14 +223,15 @@ class MasterWeights(Controlled):
                 if frozen and param.grad is not None:
                     group["params"][i] = self._master_of(param)
 
-    def _decide(self, table: MasterTable, scale: Tensor) -> None:
+    def _decide(self, table: MasterTable, scale: Tensor, agreement: Agreement) -> None:
         self._norm_measured = True
         if len(table.parts) == 1 and self.process_group is None and not table.parts[0][1]:
             control, accumulator = self._block(self.home)
             ops.grad_sumsq_(table.gradients_of(0), accumulator.zero_())
             ops.control_update_(control, accumulator, moved(scale, self.home))
+            agreement.pending = False
             return
-        total = accumulated_norm([self])
+        total = accumulated_norm([self], ALONE, agreement)
         for device in self.devices:
             ops.control_update_(self._block(device)[0], total[device], moved(scale, device))
 
@@ -255,10 +264,17 @@ class MasterWeights(Controlled):
 
     # ---- what accumulated_norm() needs --------------------------------------------------------
 
+    def wants_norm(self, context: StepContext) -> bool:
+        """Every step measures the norm."""
+        return True
+
     @property
     def parts(self) -> list[NormPart]:
         """Device and norm key of the parameters' parts, the same on all ranks."""
-        return self._table.parts if self._table is not None else []
+        if self._table is not None:
+            return self._table.parts
+        stepped = [param for own in self.params for param in own if is_steppable(param)]
+        return list(dict.fromkeys(map(part_of, stepped)))
 
     @property
     def devices(self) -> list[torch.device]:

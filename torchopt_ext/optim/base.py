@@ -382,14 +382,16 @@ class FusedAdamBase(HookedStep, Controlled, Optimizer):
 
     @property
     def parts(self) -> list[tuple[torch.device, NormKey]]:
-        """Device and norm key of each part of the plan."""
-        return list(zip(self._plan_or_raise().part_devices, self._norm_keys, strict=True))
+        """Device and norm key of each part of the plan, or of the plan that could not be made."""
+        if self._plan is None:
+            return list(param_state.norm_parts(self))
+        return list(zip(self._plan.part_devices, self._norm_keys, strict=True))
 
     @property
     def devices(self) -> list[torch.device]:
         """Where a control block has to know the decision: the first parameter's device, from
         which it is read, and those of the plan's parts."""
-        return list(dict.fromkeys([self.home, *self._plan_or_raise().part_devices]))
+        return list(dict.fromkeys([self.home, *(device for device, _ in self.parts)]))
 
     def check_scaler(self, context: StepContext) -> None:
         """Raises what a gradient scaler's tensors would raise in update()."""
@@ -409,7 +411,8 @@ class FusedAdamBase(HookedStep, Controlled, Optimizer):
             if built is not None:
                 device, with_norm = built.only_device, self.wants_norm(context)
                 own_norm = self.process_group is None and not any(self._norm_keys)
-                if device is None or (with_norm and not own_norm):
+                agrees = context.agreement is not None
+                if device is None or agrees or (with_norm and not own_norm):
                     return False
                 self._begin_step(context.check_overflow, with_norm)
                 blocks, scaler = self._block(device), self._scaler_tensors(context, device)

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from torchopt_ext.optim.rejection import Agreement
+
 
 @dataclass(frozen=True)
 class StepContext:
@@ -19,6 +21,7 @@ class StepContext:
         check_overflow: a gradient that is not finite skips the step.
         agreed: every rank that shares the decision has the same ``found_inf``.
         inner: the step is part of another optimizer's, for which global step hooks have fired.
+        agreement: all ranks of the process group agree to make the step, also without a norm.
     """
 
     grad_scale: Tensor | None = None
@@ -26,6 +29,7 @@ class StepContext:
     check_overflow: bool = False
     agreed: bool = False
     inner: bool = False
+    agreement: Agreement | None = None
 
 
 ALONE = StepContext()

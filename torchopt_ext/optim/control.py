@@ -13,6 +13,7 @@ from torch import Tensor
 from torchopt_ext import ops
 from torchopt_ext.ops import CONTROL_FIELDS
 from torchopt_ext.optim.loss_scale import is_scale, scale_settings
+from torchopt_ext.optim.rejection import Verdict
 
 PERSISTENT = ("steps", "skipped_steps", "loss_scale", "growth_tracker", "hysteresis_tracker")
 """The fields that a checkpoint decides; the others are settings of the run that loads it."""
@@ -88,6 +89,7 @@ class Controlled:
         self._blocks: dict[torch.device, tuple[Tensor, Tensor]] = {}  # control, accumulator
         self._view: ControlView | None = None
         self._norm_measured = False  # by the last step
+        self.verdict = Verdict()
         self._read: tuple[Tensor, Any] | None = None  # a block on the host and its memory
         self._written_skip: float | None = None  # what the control blocks say
         self._counters: dict[str, float] = {}  # loaded, for control blocks yet to be made

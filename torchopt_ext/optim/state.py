@@ -130,6 +130,16 @@ class PlanOptions:
     track: int = 0
 
 
+def norm_parts(optimizer: Optimizer) -> dict[tuple[torch.device, NormKey], int]:
+    """The number of each part of a plan: parameters of one device and norm key."""
+    parts: dict[tuple[torch.device, NormKey], int] = {}
+    for _, _, _, param in named_group_params(optimizer):
+        # Of parameters without a gradient, too: other ranks may have one, and sum over its mesh.
+        if optimizer.state.get(param) or (param.requires_grad and not param.is_meta):
+            parts.setdefault((local_tensor(param).device, norm_key(param)), len(parts))
+    return parts
+
+
 def build_plan(
     optimizer: Optimizer, storage: Storage, options: PlanOptions
 ) -> tuple[OptimizerPlan, list[NormKey]]:
@@ -143,7 +153,7 @@ def build_plan(
         RuntimeError: what csrc/plan/step_plan.h refuses.
     """
     params: list[tuple[Any, ...]] = []
-    parts: dict[tuple[torch.device, NormKey], int] = {}
+    parts = norm_parts(optimizer)
     by_device: dict[torch.device, list[dict[str, Any]]] = {}
     entries: list[tuple[int, int, dict[str, Any], str, Tensor]] = []
     idle: list[Tensor] = []
@@ -154,9 +164,6 @@ def build_plan(
         named_group_params(optimizer), start=first_number
     ):
         state = optimizer.state.get(param)
-        awaited = param.requires_grad and not param.is_meta
-        if state or awaited:  # other ranks may have a gradient, and sum over its mesh
-            parts.setdefault((local_tensor(param).device, norm_key(param)), len(parts))
         if not state:
             idle.append(param)
             continue

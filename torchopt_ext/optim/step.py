@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -21,18 +23,20 @@ from torchopt_ext.optim.local import (
     is_split,
     moved,
 )
+from torchopt_ext.optim.rejection import FLAGS, Agreement, Verdict, is_rejected, reject_in
 
 if TYPE_CHECKING:
     from torchopt_ext.optim.base import FusedAdamBase
-
-FLAGS = slice(-2, None)
-"""Where an accumulator counts what was infinite and what was a NaN (docs/numerics.md section 3)."""
 
 
 class HasNorm(Protocol):
     """What takes part in a gradient norm: fused optimizers, their gradients collected."""
 
     process_group: Any
+    verdict: Verdict
+
+    def wants_norm(self, context: StepContext) -> bool:
+        """Whether a step measures the norm."""
 
     @property
     def parts(self) -> list[tuple[torch.device, NormKey]]:
@@ -59,16 +63,27 @@ def fused_step(optimizers: Sequence[FusedAdamBase], context: StepContext = ALONE
 
     Raises:
         ValueError: the optimizers' settings differ.
-        RuntimeError: a gradient does not fit its parameter; names it. Nothing is changed, but
-            parameters without state may have got that of step 0.
+        RuntimeError: a gradient does not fit its parameter, here or on a rank that shares the
+            norm; names it. Nothing is changed, but parameters without state may have got that of
+            step 0.
     """
     # Not within torch's contexts, which take a thirtieth of a step over 2,000 small tensors.
-    if len(optimizers) != 1 or not optimizers[0].step_alone(context):
-        _step_together(optimizers, context)
+    agreement = context.agreement
+    if agreement is None:
+        optimizers[0].verdict.check()
+        agreement = Agreement()
+    try:
+        if len(optimizers) != 1 or not optimizers[0].step_alone(context):
+            _step_together(optimizers, context, agreement)
+    except Exception:
+        reject(optimizers, context, agreement)
+        raise
 
 
 @torch.no_grad()
-def _step_together(optimizers: Sequence[FusedAdamBase], context: StepContext) -> None:
+def _step_together(
+    optimizers: Sequence[FusedAdamBase], context: StepContext, agreement: Agreement
+) -> None:
     first = optimizers[0]
     for other in optimizers[1:]:
         if other.norm_settings != first.norm_settings:
@@ -82,17 +97,49 @@ def _step_together(optimizers: Sequence[FusedAdamBase], context: StepContext) ->
         kept = [optimizer.kept() for optimizer in optimizers]
         for optimizer in optimizers:
             optimizer.check_scaler(context)
-        total = accumulated_norm(optimizers, context) if first.wants_norm(context) else {}
+        total: dict[torch.device, Tensor] = {}
+        measured = first.wants_norm(context)
+        if measured or context.agreement is not None:
+            total = accumulated_norm(optimizers, context, agreement, measured=measured)
+            context = _unless_rejected(optimizers, total, context)
         for optimizer in optimizers:
-            optimizer.update(total, context)
+            optimizer.update(total if measured else {}, context)
         del kept
     finally:
         for optimizer in optimizers:
             optimizer.release()
 
 
+def _unless_rejected(
+    optimizers: Sequence[HasNorm], total: dict[torch.device, Tensor], context: StepContext
+) -> StepContext:
+    """Lets a GPU skip a step that another rank rejects; on the CPU :class:`Verdict` has raised."""
+    first = optimizers[0]
+    accumulator = next(iter(total.values()))
+    alone = first.process_group is None and not any(key for o in optimizers for _, key in o.parts)
+    if alone or first.verdict.is_known(accumulator):
+        return context
+    skip = is_rejected(accumulator)
+    if context.found_inf is not None:
+        skip += moved(context.found_inf, skip.device).reshape(())
+    return replace(context, found_inf=skip, agreed=True)
+
+
+@torch.no_grad()
+def reject(optimizers: Sequence[HasNorm], context: StepContext, agreement: Agreement) -> None:
+    """Tells the ranks that wait in this step's norm that this rank does not make the step."""
+    if agreement.pending and (context.agreement is not None or optimizers[0].wants_norm(context)):
+        with suppress(Exception):
+            accumulated_norm(optimizers, context, agreement, rejects=True)
+
+
 def accumulated_norm(
-    optimizers: Sequence[HasNorm], context: StepContext = ALONE
+    optimizers: Sequence[HasNorm],
+    context: StepContext,
+    agreement: Agreement,
+    *,
+    measured: bool = True,
+    rejects: bool = False,
 ) -> dict[torch.device, Tensor]:
     """The squares of all gradients, on every device that has some.
 
@@ -112,6 +159,8 @@ def accumulated_norm(
             on_device = by_key.setdefault(key, {})
             if device not in on_device:
                 on_device[device] = ops.new_accumulator(device)
+            if rejects or not measured:
+                continue
             if group is None or counts_here(key, group):
                 optimizer.accumulate(part, on_device[device])
             else:  # another replica's squares count, but what is not finite here has to be known
@@ -129,18 +178,23 @@ def accumulated_norm(
     if context.check_overflow and context.found_inf is not None:
         # What a scaler found when it unscaled this rank's gradients counts as a NaN.
         total[-1] += (moved(context.found_inf, home) != 0).sum()
+    if rejects:
+        reject_in(total)
     crossing = [crosses(key, group) for key in sums if key]
     if group is not None and any(crossing) and not all(crossing):
         raise ValueError(
             "some parameters' meshes lie within process_group and some cross it, so that no order "
             "of sums counts each once"
         )
+    agreement.pending = False
     if group is None or any(crossing):
         _sum_over_meshes(sums, total)
     for subtotal in sums.values():
         total += subtotal
     if group is not None:
         all_reduce_(total, group)
+    if not rejects and (group is not None or any(sums)):
+        optimizers[0].verdict.note(total)
     return {device: moved(total, device) for device in devices}
 
 

@@ -193,11 +193,12 @@ class BalancedBuckets:
     def take_gradients(self) -> None:
         """Gives every part its gradient: cut out of the parameter's, or reduced to here."""
         self.finish_returns()
+        if self.reducer.active:
+            self.reducer.finish()  # before what may raise on one rank: the others wait for it
         if _C.addresses(self._laid) != self._places:
             for bucket in self.all_buckets:
                 adopt(bucket)
         if self.reducer.active:
-            self.reducer.finish()
             return
         _C.share_gradients(*self._whole)
         for part in self._cut:

@@ -12,31 +12,26 @@ from torchopt_ext.optim.collective import collective, run
 from torchopt_ext.zero.ranks import Ranks
 
 
-@torch.no_grad()
-def clip_grad_norm_(
-    params: Sequence[Tensor], max_norm: float, ranks: Ranks, home: torch.device
-) -> Tensor:
-    """Clips the gradients of this rank's ``params`` by the norm over all ranks' (exactly summed).
+def sum_of_squares(params: Sequence[Tensor], device: torch.device) -> Tensor:
+    """An accumulator on ``device`` with the squares of the gradients of ``params``."""
+    grads = [param.grad for param in params if param.grad is not None]
+    total = ops.new_accumulator(device)
+    for own in dict.fromkeys(grad.device for grad in grads):
+        subtotal = ops.new_accumulator(own)
+        ops.grad_sumsq_([grad for grad in grads if grad.device == own], subtotal)
+        total += subtotal.to(device)
+    return total
 
-    Args:
-        params: whose gradients; none are another rank's as well.
-        max_norm: of all gradients together.
-        ranks: that hold the others.
-        home: a device that ``ranks`` can communicate from.
+
+@torch.no_grad()
+def clip(params: Sequence[Tensor], total: Tensor, max_norm: float) -> Tensor:
+    """Clips the gradients of ``params`` by the norm whose squares ``total`` has.
 
     Returns:
         The norm before clipping: float64, 0-dim; as torch.nn.utils.clip_grad_norm_, the gradients
         are multiplied by ``max_norm / (norm + 1e-6)`` where that is below 1.
     """
     grads = [param.grad for param in params if param.grad is not None]
-    total = ops.new_accumulator(home)
-    for device in dict.fromkeys(grad.device for grad in grads):
-        subtotal = ops.new_accumulator(device)
-        ops.grad_sumsq_([grad for grad in grads if grad.device == device], subtotal)
-        total += subtotal.to(home)
-    if ranks.size > 1:
-        with collective("adding up the gradient norm", ranks.timeout):
-            run(dist.all_reduce, total, group=ranks.group)
     norm = ops.accumulator_total(total).sqrt()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for device in dict.fromkeys(grad.device for grad in grads):

@@ -5,12 +5,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.optim.utils import functional_optim_map
 
 from torchopt_ext.optim.base import FusedAdamBase
+from torchopt_ext.optim.collective import collective, wait
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.hooks import inner_step
+from torchopt_ext.optim.rejection import Agreement, reject_in
 from torchopt_ext.zero.functional import register
 from torchopt_ext.zero.sharded import ShardedOptimizer
 
@@ -116,13 +120,30 @@ def sync_functional_defaults(zero: ShardedOptimizer) -> None:
 def step_alone(zero: ShardedOptimizer, context: StepContext, kwargs: dict[str, Any]) -> Any:
     """The local step: takes this rank's gradients, and fires no global hooks.
 
-    A closure in ``kwargs`` makes the gradients, so they are taken after it.
+    A closure in ``kwargs`` makes the gradients, so they are taken after it. The local optimizer
+    changes nothing before all ranks agree to make the step; ours agree within their norm.
     """
-    closure = kwargs.get("closure")
-    if callable(closure):
-        kwargs["closure"] = _with_gradients(zero, closure)
-    else:
+    agreement, closure = context.agreement, kwargs.get("closure")
+
+    def prepare() -> Any:
+        loss = None
+        if callable(closure):
+            if agreement is not None:
+                agreement.in_closure = True
+            loss = closure()
+        if agreement is not None:
+            agreement.in_closure = False
         zero._take_gradients()
+        if agreement is not None and not isinstance(zero.optim, FusedAdamBase):
+            if kwargs.keys() - {"closure"}:
+                inspect.signature(zero.optim.step).bind(**kwargs)
+            agree(zero, agreement)
+        return loss
+
+    if callable(closure):
+        kwargs["closure"] = prepare
+    else:
+        prepare()
     if not zero.parts.hides_gradients:  # a scaler has seen the same gradients on every rank
         context = replace(context, agreed=True)
     result = inner_step(zero.optim, context, **kwargs)
@@ -130,10 +151,36 @@ def step_alone(zero: ShardedOptimizer, context: StepContext, kwargs: dict[str, A
     return result
 
 
-def _with_gradients(zero: ShardedOptimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-    def evaluate() -> Any:
-        loss = closure()
-        zero._take_gradients()
-        return loss
+def agree(
+    zero: ShardedOptimizer,
+    agreement: Agreement,
+    *,
+    rejects: bool = False,
+    total: Tensor | None = None,
+    meanwhile: Callable[[], None] | None = None,
+) -> None:
+    """Lets the ranks know whether one of them does not go on. All ranks call it.
 
-    return evaluate
+    Args:
+        rejects: this rank does not.
+        total: what to sum over the ranks: an accumulator, or its flags alone, as by default.
+        meanwhile: what to do while the ranks tell each other.
+
+    Raises:
+        RuntimeError: another rank does not; says which. On a GPU a later step raises it.
+    """
+    agreement.pending = False
+    if total is None:
+        total = torch.zeros(2, dtype=torch.int64, device=zero._default_device)
+    if rejects:
+        reject_in(total)
+    with collective("agreeing to make the step", zero.ranks.timeout):
+        work = dist.all_reduce(total, group=zero.ranks.group, async_op=True)
+        if agreement.in_closure:  # the others may never come
+            return
+        if meanwhile is not None:
+            meanwhile()
+        wait(work)
+    if not rejects:
+        zero.verdict.note(total)
+        agreement.accepted = True

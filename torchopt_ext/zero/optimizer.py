@@ -4,6 +4,8 @@ import copy
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Self
 
@@ -12,11 +14,12 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
-from torchopt_ext import _C
+from torchopt_ext import _C, ops
 from torchopt_ext._torch import is_hook_table
 from torchopt_ext.optim.agreement import all_or_none, use_device
+from torchopt_ext.optim.base import FusedAdamBase
 from torchopt_ext.optim.collective import waits_at_most
-from torchopt_ext.optim.context import ALONE
+from torchopt_ext.optim.context import ALONE, StepContext
 from torchopt_ext.optim.hooks import (
     HookedStep,
     run_load_state_dict_post_hooks,
@@ -24,13 +27,14 @@ from torchopt_ext.optim.hooks import (
     run_state_dict_post_hooks,
     run_state_dict_pre_hooks,
 )
+from torchopt_ext.optim.rejection import Agreement, Verdict
 from torchopt_ext.statedict.dcp import Buffers
 from torchopt_ext.zero import checkpoint, local_optimizer
 from torchopt_ext.zero import state as zero_state
 from torchopt_ext.zero.balanced import BalancedBuckets
 from torchopt_ext.zero.elementwise import check_elementwise
 from torchopt_ext.zero.exchange import check_same
-from torchopt_ext.zero.gradients import clip_grad_norm_, share
+from torchopt_ext.zero.gradients import clip, share, sum_of_squares
 from torchopt_ext.zero.inputs import check_dense, check_owners, described, listed
 from torchopt_ext.zero.overlap import BucketAssignment, OverlapInfo, OverlapStatus
 from torchopt_ext.zero.ranks import Ranks, bounded
@@ -125,6 +129,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
         self._steps_by_group_rank = False
         self._uneven = False  # in a Join context, whose ranks may run out of data
         self._out_of_data = False  # as this rank has
+        self._verdict = Verdict()
         self.parameters_as_bucket_view = parameters_as_bucket_view
         refused: Exception | None = None
         try:
@@ -272,21 +277,59 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
             What the local optimizer's ``step`` returns; None under ``overlap_with_ddp``.
 
         Raises:
-            RuntimeError: a rank died or is late, or a gradient does not fit its parameter.
+            RuntimeError: a rank died or is late, or does not make the step, for example as a
+                gradient does not fit its parameter; all ranks raise and say which. Nothing is
+                changed, unless another optimizer than ours raises in the middle of its step.
         """
         if self._overlap_with_ddp:
             logger.warning(
                 "`step()` should not be included in the training loop when `overlap_with_ddp=True`"
             )
             return None
-        loss = self._local_step(closure=closure, **kwargs)
-        self.parts.return_params()
+        self.verdict.check()
+        context, agreement = self._context or ALONE, Agreement()
+        fused = isinstance(self.optim, FusedAdamBase)
+        if self.world_size > 1:
+            context = replace(context, agreement=agreement)
+        try:
+            loss = self._local_step(closure=closure, context=context, **kwargs)
+        except Exception:
+            self._reject(agreement, with_norm=fused)
+            raise
+        if self.world_size == 1 or fused:
+            self.parts.return_params()
+        else:
+            local_optimizer.agree(self, agreement, meanwhile=self.parts.return_params)
         return loss
+
+    @property
+    def verdict(self) -> Verdict:
+        """What the ranks have said about the steps so far."""
+        own: Verdict = getattr(self.optim, "verdict", self._verdict)
+        return own
+
+    def _reject(self, agreement: Agreement, with_norm: bool = False) -> None:
+        """Tells the ranks that wait for this one that it does not go on, wherever they wait.
+
+        Args:
+            with_norm: they wait for this rank's part of a norm, as our optimizers' steps do.
+        """
+        if self.world_size == 1 or (agreement.in_closure and self.parts.hides_gradients):
+            return  # in a closure, the others wait in its reductions
+        with suppress(Exception):
+            if agreement.pending:
+                total = ops.new_accumulator(self._default_device) if with_norm else None
+                local_optimizer.agree(self, agreement, rejects=True, total=total)
+            elif agreement.accepted:  # in the middle of its step: the others return parameters
+                local_optimizer.agree(
+                    self, agreement, rejects=True, meanwhile=self.parts.return_params
+                )
 
     def _local_step(
         self,
         gradients: Sequence[Tensor | None] | None = None,
         closure: Callable[[], Any] | None = None,
+        context: StepContext = ALONE,
         **kwargs: Any,
     ) -> Any:
         """Steps this rank's part; ``gradients`` is for DDP hooks (overlap_with_ddp)."""
@@ -302,7 +345,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
         else:
             if closure is not None:
                 kwargs["closure"] = closure
-            loss = local_optimizer.step_alone(self, self._context or ALONE, kwargs)
+            loss = local_optimizer.step_alone(self, context, kwargs)
         local_optimizer.copy_settings(self.optim.param_groups, self.param_groups)
         return loss
 
@@ -493,16 +536,27 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
 
         Returns:
             The norm before, float64, 0-dim.
+
+        Raises:
+            RuntimeError: a rank rejects its gradients; all ranks raise and say which.
         """
         if self._uneven:
             raise RuntimeError(
                 "in a Join context ranks out of data only step: clip in the step, with "
                 "max_grad_norm of FusedAdam or FusedAdamW"
             )
-        self._notice_trainability()
-        self.parts.take_gradients()
-        mine = [param for own in self.parts.mine for param in own]
-        return clip_grad_norm_(mine, max_norm, self.ranks, self._default_device)
+        agreement = Agreement()
+        try:
+            self._notice_trainability()
+            self.parts.take_gradients()
+            mine = [param for own in self.parts.mine for param in own]
+            total = sum_of_squares(mine, self._default_device)
+        except Exception:
+            self._reject(agreement, with_norm=True)
+            raise
+        if self.world_size > 1:
+            local_optimizer.agree(self, agreement, total=total)
+        return clip(mine, total, max_norm)
 
     # ---- overlap with DDP -------------------------------------------------------------------
 

@@ -72,6 +72,7 @@ class Reducer:
         self._of: dict[Tensor, tuple[Reduction, int]] = {}
         self._under_way: list[Reduction] = []  # oldest first
         self._present: set[Tensor] = set()
+        self._wrong: str | None = None  # what is wrong with a gradient
         self._stepped = False  # whether a step has used the gradients that are there
         self._next = -1  # the bucket to reduce next, in this backward pass
         self._hooked: set[Tensor] = set()
@@ -133,18 +134,13 @@ class Reducer:
         """Takes a parameter's gradient of the backward pass under way; it may be freed after this.
 
         Raises:
-            RuntimeError: its dtype or layout is not the parameter's, the parameter is unknown, or
-                gradients of the last step were not cleared.
+            RuntimeError: the parameter is unknown, or gradients of the last step were not cleared.
+                A gradient of another dtype or layout makes :meth:`finish` raise.
         """
         if param not in self._of:
             raise RuntimeError(
                 f"a parameter of shape {tuple(param.shape)} has a gradient but is not in the "
                 f"sharded optimizer: give it all of the model's parameters"
-            )
-        if gradient.layout is not torch.strided or gradient.dtype != param.dtype:
-            raise RuntimeError(
-                f"the gradient of a parameter of shape {tuple(param.shape)} is {gradient.dtype}, "
-                f"{gradient.layout}; expected {param.dtype}, dense"
             )
         self._begin()
         reduction, start = self._of[param]
@@ -155,6 +151,13 @@ class Reducer:
         if reduction.staging is None:
             size = self.ranks.size * bucket.window
             reduction.staging = torch.zeros(size, dtype=param.dtype, device=param.device)
+        if gradient.layout is not torch.strided or gradient.dtype != param.dtype:
+            # To raise here would leave the other ranks waiting for this one's reductions.
+            self._wrong = (
+                f"the gradient of a parameter of shape {tuple(param.shape)} is {gradient.dtype}, "
+                f"{gradient.layout}; expected {param.dtype}, dense"
+            )
+            gradient = torch.zeros_like(param)
         flat = in_memory_order(gradient, param)
         rank = bisect.bisect_right(bucket.cuts, start) - 1
         while rank < self.ranks.size and bucket.cuts[rank] < start + flat.numel():
@@ -252,12 +255,18 @@ class Reducer:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Waits for all reductions and gives parts their gradients; None where no rank had one."""
+        """Waits for all reductions and gives parts their gradients; None where no rank had one.
+
+        Raises:
+            RuntimeError: a gradient does not fit its parameter.
+        """
         self.passes.end()
         if self._unfrozen:
             self._take_unfrozen()
         self._accumulate_all()
         self._present |= self._used_elsewhere()
+        if self._wrong is not None:
+            raise RuntimeError(self._wrong)
         for reduction in self._reductions:
             bucket = reduction.bucket
             first = bucket.cuts[self.ranks.rank]
@@ -303,7 +312,7 @@ class Reducer:
         """Drops the reduced gradients, or sets them to zero."""
         self.passes.end()
         self._accumulate_all()
-        self._stepped = False
+        self._stepped, self._wrong = False, None
         for reduction in self._reductions:
             if set_to_none:
                 reduction.bucket.grad = None

@@ -4,7 +4,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from torchopt_ext.optim.rejection import Verdict
 from torchopt_ext.zero.balanced import BalancedBuckets
+from torchopt_ext.zero.ranks import Ranks
 from torchopt_ext.zero.whole import WholeTensors
 
 
@@ -19,6 +21,7 @@ class ShardedOptimizer(Protocol):
     """
 
     optim: Any
+    ranks: Ranks
     parts: WholeTensors | BalancedBuckets
     param_groups: list[dict[str, Any]]
     defaults: dict[str, Any]
@@ -30,6 +33,8 @@ class ShardedOptimizer(Protocol):
     _optim_defaults: dict[str, Any]
     _overlap_with_ddp: bool
 
+    @property
+    def verdict(self) -> Verdict: ...
     def _check_overlap_initialized(self) -> None: ...
 
     def _take_gradients(self) -> None: ...

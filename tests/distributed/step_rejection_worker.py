@@ -1,0 +1,191 @@
+"""One rank of tests/distributed/test_step_rejection.py: rank 1 rejects a step, rank 0 does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from rank_cases import run_cases
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.optim import SGD, AdamW
+from zero_faults_common import Result, clones, difference, give_gradients, outcome, parameters
+
+from torchopt_ext import FusedAdamW
+from torchopt_ext.mixed_precision import FSDPadaptOptimizer
+from torchopt_ext.optim.rejection import Verdict
+from torchopt_ext.zero import ZeroRedundancyOptimizer
+
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "FusedAdamW": (FusedAdamW, {}),
+    "clipping FusedAdamW": (FusedAdamW, {"max_grad_norm": 1.0}),
+    "AdamW": (AdamW, {}),
+    "SGD": (SGD, {}),
+}
+FAULTS = {  # and in which kinds, "" for all
+    "argument": "",
+    "closure": "",
+    "shape": "",
+    "sparse": "Adam",
+    "setting": "Fused",
+    "scaler": "Fused",
+    "clip": "Fused",
+}
+
+
+def failing() -> None:
+    raise ZeroDivisionError("the closure")
+
+
+def content(optimizer: Any) -> Any:
+    params = [local(param) for group in optimizer.param_groups for param in group["params"]]
+    state = getattr(optimizer, "optim", optimizer).state.values()
+    made = [entry for entry in state if entry and entry.get("step")]
+    return clones([params, [{name: local(value) for name, value in e.items()} for e in made]])
+
+
+def local(tensor: Any) -> Any:
+    """A DTensor's shard on this rank; anything else as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def spoil(optimizer: Any, params: Any, fault: str) -> Callable[[], Any]:
+    """What rank 1 does instead of a step."""
+    if fault == "setting":
+        optimizer.param_groups[0]["lr"] = torch.ones(2)
+    elif fault == "scaler":
+        optimizer.grad_scale = torch.ones(2)
+    elif fault == "shape":
+        params[0].data = torch.ones(1)
+    elif fault in ("sparse", "clip"):
+        for param in params:
+            param.grad = param.detach().to_sparse()
+    elif fault == "plain":
+        for param in params:
+            param.grad = torch.ones(param.shape)
+    if fault == "argument":
+        return lambda: optimizer.step(nonsense=True)
+    return partial(optimizer.step, failing) if fault == "closure" else optimizer.step
+
+
+def rejected(optimizer: Any, params: Any, fault: str, backward: Callable[[], Any]) -> Result:
+    """A step that rank 1 rejects, and a good step after it."""
+    backward()
+    before, memory = content(optimizer), params[0].data
+    call = spoil(optimizer, params, fault) if dist.get_rank() == 1 else optimizer.step
+    found = outcome(call if fault != "clip" else lambda: optimizer.clip_grad_norm_(1.0))
+    if fault == "shape":
+        params[0].data = memory
+    vars(optimizer).pop("grad_scale", None)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.01
+    found["changed"] = difference(content(optimizer), before)
+    optimizer.zero_grad()
+    backward()
+    optimizer.step()
+    return found | {"went on": difference(content(optimizer), before) != ""}
+
+
+def of_zero(kind: str, fault: str, options: dict[str, Any]) -> Result:
+    cls, defaults = KINDS[kind]
+    params = parameters()
+    zero = ZeroRedundancyOptimizer(params, cls, lr=0.01, **defaults, **options)
+    return rejected(zero, params, fault, partial(give_gradients, params, 0))
+
+
+def of_reducer() -> Result:
+    """A sparse gradient on rank 1, which backward hands to the reducer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 3))
+    zero = ZeroRedundancyOptimizer(
+        model.parameters(), FusedAdamW, partition="balanced", sharded_gradients=True
+    )
+    embedding: Any = model[0]
+
+    def backward() -> None:
+        embedding.sparse = dist.get_rank() == 1 and not embedding.sparse
+        model(torch.tensor([1, 2])).sum().backward()
+
+    return rejected(zero, list(model.parameters()), "", backward)
+
+
+def of_ours(base: str, where: str, fault: str) -> Result:
+    """FusedAdamW, and FSDPadaptOptimizer over it and over AdamW; by a group and by a mesh."""
+    params = parameters()
+    options: dict[str, Any] = {}
+    if where == "group":
+        options["process_group"] = dist.group.WORLD
+    else:
+        mesh = init_device_mesh("cpu", (2,))
+        params = [nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])) for p in params]
+    if base == "FusedAdamW":
+        optimizer: Any = FusedAdamW(params, lr=0.01, max_grad_norm=1.0, **options)
+    else:
+        inner: Any = {"adapted FusedAdamW": FusedAdamW, "adapted AdamW": AdamW}[base]
+        scale = {"initial_scale": 2.0}
+        optimizer = FSDPadaptOptimizer(inner(params, lr=0.01), grad_scal_cfg=scale, **options)
+    first = True
+
+    def backward() -> None:
+        nonlocal first
+        loss = torch.stack([local(param).square().sum() for param in params]).sum()
+        if base == "FusedAdamW" or (fault == "unscaled" and first and dist.get_rank() == 1):
+            loss.backward()
+        else:
+            optimizer.backward(loss)
+        first = False
+
+    return rejected(optimizer, params, fault, backward)
+
+
+def known_later() -> Result:
+    """As on a GPU: rank 0 does not know of the rejection within the step."""
+    params = parameters()
+    group = dist.new_group()
+    optimizer = FusedAdamW(params, max_grad_norm=1.0, process_group=group)
+    before = content(optimizer)
+    give_gradients(params, 0)
+    end = SimpleNamespace(query=lambda: True)
+    later = {
+        "is_known": staticmethod(lambda flags: False),
+        "_sent_to_host": staticmethod(lambda flags: [(flags.clone(), end)]),
+    }
+    with mock.patch.multiple(Verdict, **later):
+        if dist.get_rank() == 1:
+            return outcome(spoil(optimizer, params, "sparse")) | {"changed": "", "went on": True}
+        optimizer.step()
+        changed = difference(content(optimizer), before)
+        return outcome(optimizer.step) | {"changed": changed, "went on": True}
+
+
+def cases() -> dict[str, Callable[[], Result]]:
+    found: dict[str, Callable[[], Result]] = {"reducer": of_reducer, "later": known_later}
+    for kind in KINDS:
+        for fault, kinds in FAULTS.items():
+            if kinds in kind:
+                balanced = {"partition": "balanced"} if fault == "shape" else {}
+                found[f"{kind}, {fault}"] = partial(of_zero, kind, fault, balanced)
+    for fault in ("setting", "scaler", "sparse"):
+        found[f"FusedAdamW over a group, {fault}"] = partial(of_ours, "FusedAdamW", "group", fault)
+    for base, fault in (
+        ("FusedAdamW", "setting"),
+        ("adapted FusedAdamW", "setting"),
+        ("adapted FusedAdamW", "unscaled"),
+        ("adapted AdamW", "unscaled"),
+        ("adapted AdamW", "plain"),
+    ):
+        found[f"{base} over a mesh, {fault}"] = partial(of_ours, base, "mesh", fault)
+    found["adapted AdamW over a group, sparse"] = partial(
+        of_ours, "adapted AdamW", "group", "sparse"
+    )
+    return found
+
+
+if __name__ == "__main__":
+    run_cases(cases)

@@ -1,0 +1,36 @@
+"""A step that one rank rejects: the others raise with it, name it, and nothing is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.processes]
+
+Results = list[dict[str, dict[str, Any]]]  # by rank and case
+
+SOON = 20  # seconds; the group waits for 60
+
+
+def test_all_ranks_raise_and_go_on(run_two_ranks: Callable[[str], Results]) -> None:
+    wrong = {}
+    other_rank, rejecting_rank = run_two_ranks("step_rejection_worker.py")
+    for name, other in other_rank.items():
+        rejecting = rejecting_rank[name]
+        both = [other, rejecting]
+        fine = (
+            all("error" not in found and found["went on"] for found in both)
+            and all(found["seconds"] < SOON for found in both)
+            and other["raised"] == "RuntimeError"
+            and "rank 1 rejected the step" in other["message"]
+            and rejecting["raised"]
+            and "rejected the step" not in rejecting["message"]
+            # torch's AdamW finds sparse gradients in the middle of its step.
+            and (name == "AdamW, sparse" or not any(found["changed"] for found in both))
+        )
+        if not fine:
+            wrong[name] = both
+    assert len(other_rank) > 20
+    assert not wrong

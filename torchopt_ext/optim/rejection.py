@@ -1,0 +1,97 @@
+"""How a rank tells the others, in the collective they wait in, that it rejects a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FLAGS = slice(-2, None)
+"""Where an accumulator counts what was infinite and what was a NaN (docs/numerics.md section 3)."""
+
+_UNIT = 1 << 44
+"""More than any count of elements. NaNs from here on are ranks that reject, infinities their number
+in the default group, plus 1."""
+
+
+@dataclass
+class Agreement:
+    """How far this rank is in a step that ranks agree on.
+
+    Attributes:
+        pending: it has yet to take part in the collective in which they agree.
+        accepted: all ranks have agreed there to make the step.
+        in_closure: a closure is under way, in which other ranks may wait for this one.
+    """
+
+    pending: bool = True
+    accepted: bool = False
+    in_closure: bool = False
+
+
+def reject_in(accumulator: Tensor) -> None:
+    """Adds this rank to those that reject the step; no rank uses the sum then."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    rank = torch.distributed.get_rank() if distributed else 0
+    accumulator[-2] += (rank + 1) * _UNIT
+    accumulator[-1] += _UNIT
+
+
+def is_rejected(accumulator: Tensor) -> Tensor:
+    """1.0 on the accumulator's device if a rank rejects the step, else 0.0."""
+    return (accumulator[-1] >= _UNIT).float()
+
+
+class Verdict:
+    """What the ranks have said about an optimizer's steps.
+
+    On the CPU all ranks raise in the step itself. No step waits for a GPU, which skips a rejected
+    one: there a later step raises, the first that finds the answer on the host.
+    """
+
+    def __init__(self) -> None:
+        self._later: list[tuple[Tensor, Any]] = []  # flags on their way to the host, and its end
+
+    def note(self, total: Tensor) -> None:
+        """Takes the joined accumulator of a step that this rank makes.
+
+        Raises:
+            RuntimeError: another rank rejects the step; says which.
+        """
+        flags = total[FLAGS]
+        if self.is_known(flags):
+            _check(flags)
+        else:
+            self._later += self._sent_to_host(flags)
+
+    @staticmethod
+    def is_known(flags: Tensor) -> bool:
+        """Whether the host can read ``flags`` without waiting."""
+        return flags.is_cpu
+
+    @staticmethod
+    def _sent_to_host(flags: Tensor) -> list[tuple[Tensor, Any]]:
+        if torch.cuda.is_current_stream_capturing():  # replays tell the host nothing
+            return []
+        sent = torch.empty(2, dtype=flags.dtype, pin_memory=True)
+        sent.copy_(flags, non_blocking=True)
+        end: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        end.record(torch.cuda.current_stream(flags.device))
+        return [(sent, end)]
+
+    def check(self) -> None:
+        """Raises if an earlier step is known by now to have been rejected; does not wait."""
+        while self._later and self._later[0][1].query():
+            _check(self._later.pop(0)[0])
+
+    def __reduce__(self) -> Any:
+        return Verdict, ()
+
+
+def _check(flags: Tensor) -> None:
+    number, count = (flag // _UNIT for flag in flags.tolist())
+    if count:
+        who = f"rank {number - 1}" if count == 1 else f"{count} ranks"
+        raise RuntimeError(f"{who} rejected the step: the error there says why")
