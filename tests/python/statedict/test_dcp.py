@@ -90,8 +90,11 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize("steps", [0, 2], ids=["fresh", "stepped"])
-@pytest.mark.parametrize(("saved", "loaded"), PAIRS)
+# Containers make their state before they load; others may have none.
+@pytest.mark.parametrize(
+    ("saved", "loaded", "steps"),
+    [(*pair, steps) for pair in PAIRS for steps in ((2,) if "container" in pair[1] else (0, 2))],
+)
 def test_a_checkpoint_loads_as_the_state_dict_does(
     saved: str, loaded: str, steps: int, tmp_path: Path
 ) -> None:
