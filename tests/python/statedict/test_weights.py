@@ -152,6 +152,31 @@ def test_names_and_masters_have_to_be_there() -> None:
     assert len(optimizer.state) == 4
 
 
+@pytest.mark.parametrize("source", ["torch's", None, "fp32", "remainder"])
+@pytest.mark.parametrize("target", [None, "fp32", "remainder"])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_flat_dict_with_any_kind_of_master_loads(source: Any, target: Any, steps: int) -> None:
+    """Fresh or used, a container makes the master it keeps from the one there is, or the weight."""
+    model, other = fp32_model().to(BF16), fp32_model(seed=1).to(BF16)
+    cls = FusedAdamW if source != "torch's" else torch.optim.AdamW
+    kwargs = {"master_weights": source} if cls is FusedAdamW else {}
+    saving = OptimizersContainer([model], cls, ADAM | kwargs)
+    train(model, saving, range(2))
+    loading = OptimizersContainer([other], FusedAdamW, {"lr": 0.3, "master_weights": target})
+    train(other, loading, range(5, 5 + steps))
+    loading.load_state_dict(copy.deepcopy(saving.state_dict()))
+    other.load_state_dict(model.state_dict())
+    exact = [p.detach().float() for p in model.parameters()]
+    if source in ("fp32", "remainder"):
+        exact = [weight.clone() for weight in exact_weights(model, saving)]
+    loading.param_groups[0]["lr"] = 0.0
+    train(other, loading, [2])
+    assert_same_bits(other.parameters(), model.parameters())
+    if target is not None:
+        assert_same_bits(exact_weights(other, loading), exact)
+    assert all(float(state["step"]) == 3 for state in loading.state.values())
+
+
 @pytest.fixture
 def second_of_two_ranks() -> Iterator[Any]:
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
