@@ -6,10 +6,9 @@ under FSDP2 sums the ranks' gradients in another order than one process does.
 
 import copy
 import itertools
-import os
-import subprocess
 import sys
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -218,44 +217,26 @@ WORK = [
 ]
 
 
-def work(rank: int, path: Path) -> None:
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{path / 'rendezvous'}",
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=TIMEOUT / 3),
-    )
+def work(path: Path) -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT / 3))
     for function in WORK:
         try:
             function(path)
         except BaseException:
-            (path / f"{function.__name__}.{rank}.failed").write_text(traceback.format_exc())
+            failed = path / f"{function.__name__}.{dist.get_rank()}.failed"
+            failed.write_text(traceback.format_exc())
         dist.barrier()
     dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def path(tmp_path_factory: pytest.TempPathFactory, start_ranks: Callable[..., None]) -> Path:
     """The directory in which two ranks have done all of WORK."""
     path = tmp_path_factory.mktemp("containers")
     run_job(0, SAVED_AT, load=None, save=path / "one_before")
     for kind in MIXED:
         dcp.save(mixed(kind, range(SAVED_AT)).states(), checkpoint_id=path / f"one_{kind}")
-    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    logs = [path / "rank0.log", path / "rank1.log"]
-    ranks = []
-    try:
-        for rank, log in enumerate(logs):
-            command = [sys.executable, __file__, str(rank), str(path)]
-            with log.open("w") as out:
-                ranks.append(subprocess.Popen(command, env=env, stdout=out, stderr=out))
-        codes = [process.wait(TIMEOUT) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    assert codes == [0, 0], "".join(log.read_text() for log in logs)
+    start_ranks(Path(__file__).name, 2, str(path), seconds=TIMEOUT)
     return path
 
 
@@ -315,4 +296,4 @@ def test_the_first_generation_of_fsdp_is_refused(path):
 
 
 if __name__ == "__main__":
-    work(int(sys.argv[1]), Path(sys.argv[2]))
+    work(Path(sys.argv[1]))

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from rank_cases import run_cases
+from rank_cases import difference, run_cases
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -116,29 +116,6 @@ def stepped(name: str, partition: str = "balanced") -> tuple[list[Tensor], ZeroR
 
 def weights(params: list[Tensor]) -> dict[str, Tensor]:
     return {f"weight{number}": param.detach() for number, param in enumerate(params)}
-
-
-def difference(found: Any, expected: Any, where: str = "") -> str:
-    """The first difference, of bits, types or order; or ""."""
-    if type(found) is not type(expected):
-        return f"{where}: {type(found)} instead of {type(expected)}"
-    if isinstance(expected, dict):
-        if list(found) != list(expected):
-            return f"{where}: keys {list(found)} instead of {list(expected)}"
-        keys = list(expected)
-    elif isinstance(expected, list):
-        if len(found) != len(expected):
-            return f"{where}: {len(found)} items instead of {len(expected)}"
-        keys = list(range(len(expected)))
-    elif isinstance(expected, Tensor):
-        if found.dtype != expected.dtype or found.shape != expected.shape:
-            return f"{where}: {found.dtype} {found.shape}, not {expected.dtype} {expected.shape}"
-        bits = [t.detach().contiguous().view(-1).view(torch.uint8) for t in (found, expected)]
-        return "" if torch.equal(*bits) else f"{where}: other bits"
-    else:
-        return "" if found == expected else f"{where}: {found!r} instead of {expected!r}"
-    parts = (difference(found[key], expected[key], f"{where}[{key!r}]") for key in keys)
-    return next(filter(None, parts), "")
 
 
 def whole_state(zero: ZeroRedundancyOptimizer) -> Any:

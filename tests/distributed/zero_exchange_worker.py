@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rank_cases import run_cases
+from rank_cases import difference, run_cases
 from torch import Tensor
+from torch.utils._pytree import tree_flatten
 
 from torchopt_ext.optim import agreement
 from torchopt_ext.zero import exchange
@@ -50,36 +51,23 @@ def random(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
     return data.view(dtype).view(shape)
 
 
-def difference(found: Any, expected: Any, where: str = "") -> str:
-    """The first difference, of bits, types, order, layout, or of who owns the memory; or ""."""
-    if type(found) is not type(expected):
-        return f"{where}: {type(found)} instead of {type(expected)}"
-    if isinstance(expected, dict):
-        if list(found) != list(expected):
-            return f"{where}: keys {list(found)} instead of {list(expected)}"
-        keys = list(expected)
-    elif isinstance(expected, list | tuple):
-        if len(found) != len(expected):
-            return f"{where}: {len(found)} items instead of {len(expected)}"
-        keys = list(range(len(expected)))
-    elif isinstance(expected, Tensor):
-        for what in ("dtype", "shape", "device"):
-            if getattr(found, what) != getattr(expected, what):
-                return f"{where}: {what} {getattr(found, what)} instead of {what}"
-        if found.stride() != torch.empty_like(expected).stride():
-            return f"{where}: stride {found.stride()} of {expected.stride()}"
-        if found.untyped_storage().nbytes() != found.numel() * found.element_size():
-            return f"{where}: {found.untyped_storage().nbytes()} bytes of memory"
-        if found.numel() and found.data_ptr() == expected.data_ptr():
-            return f"{where}: not in memory of its own"
-        if found.requires_grad:
-            return f"{where}: requires grad"
-        bits = [t.detach().contiguous().view(-1).view(torch.uint8) for t in (found, expected)]
-        return "" if torch.equal(*bits) else f"{where}: other bits"
-    else:
-        return "" if found == expected else f"{where}: {found!r} instead of {expected!r}"
-    parts = (difference(found[key], expected[key], f"{where}[{key!r}]") for key in keys)
-    return next(filter(None, parts), "")
+def copy_difference(found: Any, expected: Any) -> str:
+    """The first difference, of structure, bits, layout, or of who owns the memory; or ""."""
+    (mine, structure), (theirs, other) = tree_flatten(found), tree_flatten(expected)
+    if structure != other:
+        return f"{structure} instead of {other}"
+    for copied, tensor in zip(mine, theirs, strict=True):
+        if not isinstance(tensor, Tensor) or not isinstance(copied, Tensor):
+            continue
+        if copied.stride() != torch.empty_like(tensor).stride():
+            return f"stride {copied.stride()} of {tensor.stride()}"
+        if copied.untyped_storage().nbytes() != copied.numel() * copied.element_size():
+            return f"{copied.untyped_storage().nbytes()} bytes of memory"
+        if copied.numel() and copied.data_ptr() == tensor.data_ptr():
+            return "not in memory of its own"
+        if copied.requires_grad:
+            return "requires grad"
+    return difference(found, expected)
 
 
 def outcome(call: Callable[[], Any]) -> Result:
@@ -97,7 +85,7 @@ def gathered(by_rank: list[list[Entry]], expected: State, to: int) -> Result:
     state = exchange.gather_entries(by_rank[dist.get_rank()], to, world())
     if dist.get_rank() != to:
         return {"target": False, "difference": "" if state is None else "not None"}
-    return {"target": True, "difference": difference(state, expected)}
+    return {"target": True, "difference": copy_difference(state, expected)}
 
 
 # ---- text and agreement --------------------------------------------------------------------------
@@ -320,7 +308,7 @@ def subgroup() -> Result:
         "agree": outcome(lambda: agreement.agree(f"bad {mine}" if mine else None, group)),
         "check_same": outcome(lambda: exchange.check_same([str(mine)], "parameters", group)),
         "target": state is not None,
-        "difference": difference(state, expected) if mine == 1 else "",
+        "difference": copy_difference(state, expected) if mine == 1 else "",
     }
 
 

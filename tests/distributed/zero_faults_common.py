@@ -97,31 +97,6 @@ def plain_over(params: Any, kind: str, **options: Any) -> Any:
     return optimizer_class(params, **{**defaults, **options})
 
 
-def difference(found: Any, expected: Any, where: str = "") -> str:
-    """The first difference: of types, of order of keys, of dtypes, shapes and bits; or nothing."""
-    if isinstance(expected, Tensor):
-        if not isinstance(found, Tensor):
-            return f"{where}: {type(found).__name__}, expected a tensor"
-        kinds = [(t.dtype, tuple(t.shape), t.device) for t in (found, expected)]
-        if kinds[0] != kinds[1]:
-            return f"{where}: {kinds[0]}, expected {kinds[1]}"
-        flat = [t.detach().contiguous().flatten().view(torch.uint8) for t in (found, expected)]
-        return "" if torch.equal(*flat) else f"{where}: other values"
-    if isinstance(expected, Mapping):
-        if not isinstance(found, Mapping) or list(found) != list(expected):
-            keys = list(found) if isinstance(found, Mapping) else type(found).__name__
-            return f"{where}: {keys}, expected {list(expected)}"
-        pairs = [(key, found[key], expected[key]) for key in expected]
-    elif isinstance(expected, list | tuple):
-        if type(found) is not type(expected) or len(found) != len(expected):
-            return f"{where}: {found!r}, expected {expected!r}"
-        pairs = [(i, a, b) for i, (a, b) in enumerate(zip(found, expected, strict=True))]
-    else:
-        alike = type(found) is type(expected) and repr(found) == repr(expected)
-        return "" if alike else f"{where}: {found!r}, expected {expected!r}"
-    return next(filter(None, (difference(a, b, f"{where}[{k!r}]") for k, a, b in pairs)), "")
-
-
 def clones(value: Any) -> Any:
     """A copy of nested containers and tensors."""
     if isinstance(value, Tensor):

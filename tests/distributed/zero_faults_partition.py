@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed.optim as stock
+from rank_cases import difference
 from torch import Tensor, nn
 from zero_faults_common import (
     KINDS,
@@ -17,7 +18,6 @@ from zero_faults_common import (
     Result,
     Traffic,
     clones,
-    difference,
     named_groups,
     outcome,
     parameters,

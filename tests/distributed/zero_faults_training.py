@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rank_cases import difference
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
@@ -20,7 +21,6 @@ from zero_faults_common import (
     Params,
     Result,
     clones,
-    difference,
     give_gradients,
     outcome,
     parameters,

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.distributed.optim as stock
 import zero_faults_partition as partition
 import zero_faults_training as training
+from rank_cases import difference
 from torch import Tensor
 from zero_faults_common import (
     KINDS,
@@ -28,7 +29,6 @@ from zero_faults_common import (
     Result,
     Traffic,
     clones,
-    difference,
     named_groups,
     outcome,
     own_group,
