@@ -127,7 +127,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
         self._optim_defaults = defaults
         self._overlap_with_ddp = overlap_with_ddp
         self._steps_by_group_rank = False
-        self._uneven = False  # in a Join context, whose ranks may run out of data
+        self._uneven = False  # given to a Join context, whose ranks may run out of data
         self._out_of_data = False  # as this rank has
         self._verdict = Verdict()
         self.parameters_as_bucket_view = parameters_as_bucket_view
@@ -351,7 +351,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
 
     def _take_gradients(self) -> None:
         """Gives this rank's parts their gradients, those of other ranks if it is out of data."""
-        if self._uneven and self._join_config.enable and not self.parts.hides_gradients:
+        if self._in_join and not self.parts.hides_gradients:
             share(self._all_params, self.ranks, self._out_of_data)
         self.parts.take_gradients()
 
@@ -471,6 +471,10 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
         return _ZeROJoinHook(self)
 
     @property
+    def _in_join(self) -> bool:
+        return self._uneven and self._join_config.enable
+
+    @property
     def join_device(self) -> torch.device:
         return self._default_device
 
@@ -540,7 +544,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
         Raises:
             RuntimeError: a rank rejects its gradients; all ranks raise and say which.
         """
-        if self._uneven:
+        if self._in_join:
             raise RuntimeError(
                 "in a Join context ranks out of data only step: clip in the step, with "
                 "max_grad_norm of FusedAdam or FusedAdamW"
