@@ -55,5 +55,11 @@ def test_ranks_out_of_data_step_with_the_averages_of_the_others(results: Results
         assert max(rank["off"], rank["local"]) <= ROUNDING
 
 
+def test_an_optimizer_left_out_of_join_raises_on_all_ranks(results: Results) -> None:
+    found = [rank["local"] for rank in case(results, "left out")]
+    assert "use Join([ddp, optimizer])" in found[0]
+    assert all("rank 0 rejected the step" in other for other in found[1:])
+
+
 def test_sharded_gradients_do_not_go_with_join(results: Results) -> None:
     assert "use DDP, with reduce_scatter_hook" in case(results, "sharded join")[0]["raised"]

@@ -187,6 +187,22 @@ def uneven(optimizer: Any = FusedAdamW, hook: bool = False, **options: Any) -> d
     return {"off": off(model, twin), "local": state_off(zero, plain)}
 
 
+def left_out() -> dict[str, Any]:
+    """DDP's own Join context, of which the optimizer does not know."""
+    ddp = DDP(layers(2))
+    zero = adam(ddp.parameters(), **BALANCED)
+    ddp.register_comm_hook(None, reduce_scatter_hook(zero))
+    try:
+        with ddp.join():
+            for _ in range(dist.get_rank() + 1):
+                zero.zero_grad()
+                ddp(torch.ones(2, 70)).sum().backward()
+                zero.step()
+    except RuntimeError as error:
+        return {"local": str(error)}
+    return {"local": ""}
+
+
 def sharded_join() -> dict[str, Any]:
     try:
         Join([adam(layers(1).parameters(), **SHARDED)])
@@ -207,6 +223,7 @@ def cases() -> dict[str, Callable[[], dict[str, Any]]]:
         "uneven AdamW": lambda: uneven(torch.optim.AdamW),
         "uneven balanced": lambda: uneven(**BALANCED),
         "uneven hook": lambda: uneven(hook=True, **BALANCED),
+        "left out": left_out,
         "sharded join": sharded_join,
     }
 

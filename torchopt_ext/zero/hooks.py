@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from torchopt_ext._torch import has_final_buckets
+from torchopt_ext._torch import graph_task, has_final_buckets
 from torchopt_ext.optim.collective import collective
 from torchopt_ext.zero.balanced import BalancedBuckets
 from torchopt_ext.zero.optimizer import ZeroRedundancyOptimizer
@@ -178,8 +178,10 @@ def _step_bucket(zero: ZeroRedundancyOptimizer, index: int) -> None:
 def reduce_scatter_hook(zero: ZeroRedundancyOptimizer) -> Hook:
     """A communication hook that reduces every gradient to the ranks that own its elements.
 
-    For ``partition="balanced"``: moves half of what DDP's all-reduce moves. DDP keeps room
+    For ``partition="balanced"``: moves half of what DDP's all-reduce moves. DDP keeps its buffers
     for all gradients, but they are zero after backward: ``zero.step()`` has the reduced ones.
+
+    Ranks out of data need ``Join([ddp, zero])``; without ``zero`` all ranks raise.
 
     Raises:
         ValueError: ``zero`` has another partition, or takes gradients by itself.
@@ -194,6 +196,12 @@ def reduce_scatter_hook(zero: ZeroRedundancyOptimizer) -> Hook:
     def scattering_hook(state: Any, bucket: GradBucket) -> Future:
         for param, gradient in zip(bucket.parameters(), _gradients(bucket), strict=True):
             reducer.take(param, gradient)
+        if bucket.is_last() and graph_task() < 0 and not zero._in_join:  # DDP's join hook
+            reducer.wrong = (
+                "this rank is out of data, and its sharded optimizer does not step along: use "
+                "Join([ddp, optimizer])"
+            )
+            zero.step()  # which raises on all ranks
         bucket.buffer().zero_()  # or the next pass would bring what this one has brought
         future: Future = torch.futures.Future()
         future.set_result(bucket.buffer())

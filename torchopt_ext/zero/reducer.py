@@ -58,6 +58,7 @@ class Reducer:
     Attributes:
         active: gradients come here.
         number, alone, early: see backward.Reduces.
+        wrong: what is wrong with a gradient, for :meth:`finish` to raise.
     """
 
     def __init__(self, ranks: Ranks, hooks: bool) -> None:
@@ -72,7 +73,7 @@ class Reducer:
         self._of: dict[Tensor, tuple[Reduction, int]] = {}
         self._under_way: list[Reduction] = []  # oldest first
         self._present: set[Tensor] = set()
-        self._wrong: str | None = None  # what is wrong with a gradient
+        self.wrong: str | None = None
         self._stepped = False  # whether a step has used the gradients that are there
         self._next = -1  # the bucket to reduce next, in this backward pass
         self._hooked: set[Tensor] = set()
@@ -153,7 +154,7 @@ class Reducer:
             reduction.staging = torch.zeros(size, dtype=param.dtype, device=param.device)
         if gradient.layout is not torch.strided or gradient.dtype != param.dtype:
             # To raise here would leave the other ranks waiting for this one's reductions.
-            self._wrong = (
+            self.wrong = (
                 f"the gradient of a parameter of shape {tuple(param.shape)} is {gradient.dtype}, "
                 f"{gradient.layout}; expected {param.dtype}, dense"
             )
@@ -265,8 +266,8 @@ class Reducer:
             self._take_unfrozen()
         self._accumulate_all()
         self._present |= self._used_elsewhere()
-        if self._wrong is not None:
-            raise RuntimeError(self._wrong)
+        if self.wrong is not None:
+            raise RuntimeError(self.wrong)
         for reduction in self._reductions:
             bucket = reduction.bucket
             first = bucket.cuts[self.ranks.rank]
@@ -312,7 +313,7 @@ class Reducer:
         """Drops the reduced gradients, or sets them to zero."""
         self.passes.end()
         self._accumulate_all()
-        self._stepped, self._wrong = False, None
+        self._stepped, self.wrong = False, None
         for reduction in self._reductions:
             if set_to_none:
                 reduction.bucket.grad = None
