@@ -1,15 +1,11 @@
-"""Gradients that ranks need of each other: their norm, and averages for ranks out of data."""
+"""The norm of gradients of which every rank holds a part."""
 
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from torchopt_ext import ops
-from torchopt_ext.optim.agreement import all_gather
-from torchopt_ext.optim.collective import collective, run
-from torchopt_ext.zero.ranks import Ranks
 
 
 def sum_of_squares(params: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -37,28 +33,3 @@ def clip(params: Sequence[Tensor], total: Tensor, max_norm: float) -> Tensor:
     for device in dict.fromkeys(grad.device for grad in grads):
         torch._foreach_mul_([g for g in grads if g.device == device], factor.to(device))
     return norm
-
-
-@torch.no_grad()
-def share(params: Sequence[Tensor], ranks: Ranks, out_of_data: bool) -> None:
-    """Gives ranks out of data the gradients of the first rank that has some. All ranks call it.
-
-    Every rank with data has the same averages. DDP's join hook computes them on the others as well,
-    in buffers that it drops.
-    """
-    mine = torch.tensor([not out_of_data, *(param.grad is not None for param in params)])
-    flags = all_gather(mine.to(torch.uint8), ranks.group, "exchanging which ranks have data")
-    source = next(rank for rank, of_rank in enumerate(flags) if of_rank[0])
-    if all(of_rank[0] for of_rank in flags):
-        return
-    for param, present in zip(params, flags[source][1:].tolist(), strict=True):
-        if out_of_data:
-            param.grad = torch.empty_like(param) if present else None
-        if present and param.numel():
-            assert param.grad is not None
-            sent = param.grad.to(param.dtype).contiguous()
-            with collective("sending gradients to ranks out of data"):
-                memory = sent.view(-1).view(torch.uint8)
-                run(dist.broadcast, memory, ranks.global_rank(source), group=ranks.group)
-            if out_of_data:
-                param.grad.copy_(sent)

@@ -11,7 +11,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
 from torchopt_ext import _C, ops
@@ -34,8 +33,9 @@ from torchopt_ext.zero import state as zero_state
 from torchopt_ext.zero.balanced import BalancedBuckets
 from torchopt_ext.zero.elementwise import check_elementwise
 from torchopt_ext.zero.exchange import check_same
-from torchopt_ext.zero.gradients import clip, share, sum_of_squares
+from torchopt_ext.zero.gradients import clip, sum_of_squares
 from torchopt_ext.zero.inputs import check_dense, check_owners, described, listed
+from torchopt_ext.zero.join import StepsAlong
 from torchopt_ext.zero.overlap import BucketAssignment, OverlapInfo, OverlapStatus
 from torchopt_ext.zero.ranks import Ranks, bounded
 from torchopt_ext.zero.whole import WholeTensors
@@ -43,25 +43,7 @@ from torchopt_ext.zero.whole import WholeTensors
 logger = logging.getLogger(__name__)
 
 
-class _ZeROJoinHook(JoinHook):
-    def __init__(self, zero: "ZeroRedundancyOptimizer") -> None:
-        self.zero = zero
-        super().__init__()
-
-    def main_hook(self) -> None:
-        """Steps along with the ranks that still have data: they wait for this rank's parameters."""
-        if not self.zero._overlap_with_ddp:  # whose hook steps
-            self.zero._out_of_data = True
-            try:
-                self.zero.step()
-            finally:
-                self.zero._out_of_data = False
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        self.zero._uneven = False
-
-
-class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
+class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
     """Divides an optimizer's state, and the work of its step, among the ranks of a group.
 
     torch.distributed.optim.ZeroRedundancyOptimizer (ZeRO stage 1, arXiv:1910.02054): every rank
@@ -127,8 +109,6 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
         self._optim_defaults = defaults
         self._overlap_with_ddp = overlap_with_ddp
         self._steps_by_group_rank = False
-        self._uneven = False  # given to a Join context, whose ranks may run out of data
-        self._out_of_data = False  # as this rank has
         self._verdict = Verdict()
         self.parameters_as_bucket_view = parameters_as_bucket_view
         refused: Exception | None = None
@@ -162,7 +142,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
             )
             # The local optimizer completes the groups, in the order of its own arguments.
             Optimizer.__init__(self, given, defaults if overlap_with_ddp else {})
-            Joinable.__init__(self)
+            StepsAlong.__init__(self)
             if overlap_with_ddp and len(self.param_groups) != 1:
                 raise ValueError("overlap_with_ddp=True supports one param group only")
         self._set_group_attributes()
@@ -333,8 +313,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
         **kwargs: Any,
     ) -> Any:
         """Steps this rank's part; ``gradients`` is for DDP hooks (overlap_with_ddp)."""
-        if not self._out_of_data:
-            Join.notify_join_context(self)
+        self._notify_join()
         self._consolidated = None
         self._notice_trainability()
         local_optimizer.copy_settings(self.param_groups, self.optim.param_groups)
@@ -348,12 +327,6 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
             loss = local_optimizer.step_alone(self, context, kwargs)
         local_optimizer.copy_settings(self.optim.param_groups, self.param_groups)
         return loss
-
-    def _take_gradients(self) -> None:
-        """Gives this rank's parts their gradients, those of other ranks if it is out of data."""
-        if self._in_join and not self.parts.hides_gradients:
-            share(self._all_params, self.ranks, self._out_of_data)
-        self.parts.take_gradients()
 
     def _notice_trainability(self) -> None:
         trainable = _C.requires_grad(self._all_params)
@@ -451,36 +424,6 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
             "a ZeroRedundancyOptimizer cannot be pickled: its ranks exist in this run only; "
             "consolidate and save its state_dict()"
         )
-
-    # ---- Join -------------------------------------------------------------------------------
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        """For ``Join([ddp, optimizer])``: ranks out of data keep stepping their part.
-
-        They step with the averages of the ranks that have data, which DDP does not leave there.
-
-        Raises:
-            RuntimeError: with ``sharded_gradients``, where ranks out of data cannot reduce along.
-        """
-        if isinstance(self.parts, BalancedBuckets) and self.parts.reducer.hooks:
-            raise RuntimeError(
-                "Join does not go with sharded_gradients=True: use DDP, with reduce_scatter_hook "
-                "if traffic is to stay low"
-            )
-        self._uneven = True
-        return _ZeROJoinHook(self)
-
-    @property
-    def _in_join(self) -> bool:
-        return self._uneven and self._join_config.enable
-
-    @property
-    def join_device(self) -> torch.device:
-        return self._default_device
-
-    @property
-    def join_process_group(self) -> Any:
-        return self.process_group
 
     # ---- gradient scalers and clipping ------------------------------------------------------
 
