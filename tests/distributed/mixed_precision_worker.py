@@ -173,9 +173,9 @@ def separate_experts(base: str) -> Result:
 
 
 def small_group() -> Result:
-    """A process group that lacks ranks of a parameter's mesh."""
-    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    job = Job("fused", mesh=one_mesh(), process_group=alone[dist.get_rank()])
+    """A process group that has two of four ranks of a parameter's mesh."""
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    job = Job("fused", mesh=one_mesh(), process_group=halves[dist.get_rank() // 2])
     job.give(0)
     return {"refused": refused(job.optimizer.step)}
 
@@ -374,7 +374,6 @@ def cases() -> dict[str, Callable[[], Result]]:
     found["plain shards"] = plain_shards
     for base in ("fused", "remainder", "sgd"):
         found[f"moved shards {base}"] = functools.partial(moved_shards, base)
-    found["small group"] = small_group
     for base in ("fused", "sgd"):
         for last in (False, True):
             name = f"without {'last' if last else 'first'} gradient {base}"
@@ -383,6 +382,7 @@ def cases() -> dict[str, Callable[[], Result]]:
         for kind in ("fsdp", "offloaded fsdp", "ddp"):
             found[f"{kind} {base}"] = functools.partial(real_training, kind, base)
         if size == 4:
+            found["small group"] = small_group
             for in_group in (False, True):
                 for kind in ("hybrid", "replicated"):
                     name = f"{kind} replicas{' in a group' if in_group else ''} {base}"
