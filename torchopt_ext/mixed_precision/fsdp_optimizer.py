@@ -83,8 +83,8 @@ class FSDPadaptOptimizer(BaseOptimizer):
         super().__init__(optimizer)
         params = [param for group in optimizer.param_groups for param in group["params"]]
         config = scaler_config(grad_scal_cfg, params)
-        home = next((param.device for param in params if not param.is_meta), "cpu")
-        scaler = DynamicGradScaler(**config, device=home)
+        device = next((param.device for param in params if not param.is_meta), "cpu")
+        scaler = DynamicGradScaler(**config, device=device)
         if clip_grad_norm is None:
             clip_grad_norm = getattr(optimizer, "max_grad_norm", None) or 1.0
         self.clip_grad_norm(max_norm=clip_grad_norm)

@@ -226,9 +226,9 @@ class MasterWeights(Controlled):
     def _decide(self, table: MasterTable, scale: Tensor, agreement: Agreement) -> None:
         self._norm_measured = True
         if len(table.parts) == 1 and self.process_group is None and not table.parts[0][1]:
-            control, accumulator = self._block(self.home)
+            control, accumulator = self._block(self.default_device)
             ops.grad_sumsq_(table.gradients_of(0), accumulator.zero_())
-            ops.control_update_(control, accumulator, moved(scale, self.home))
+            ops.control_update_(control, accumulator, moved(scale, self.default_device))
             agreement.pending = False
             return
         total = accumulated_norm([self], ALONE, agreement)
@@ -279,7 +279,7 @@ class MasterWeights(Controlled):
     @property
     def devices(self) -> list[torch.device]:
         """Where a control block has to know the decision."""
-        return list(dict.fromkeys([self.home, *(device for device, _ in self.parts)]))
+        return list(dict.fromkeys([self.default_device, *(device for device, _ in self.parts)]))
 
     def accumulate(self, part: int, accumulator: Tensor) -> None:
         """Pass A of one part."""

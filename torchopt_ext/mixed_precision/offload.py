@@ -121,7 +121,9 @@ class Offloader:
         self._optimizer = weakref.ref(optimizer)
         self.users = 0  # blocks of optimizer_on_device() that are under way
         self._kept: dict[str, _Kept] = {}  # host memory, by kind
-        self._home: Any = WeakTensorKeyDictionary()  # where tensors that are on the host came from
+        self._origin: Any = WeakTensorKeyDictionary()  # devices of tensors that are on the host
+            WeakTensorKeyDictionary()
+        )  # where tensors that are on the host came from
         self._streams: dict[torch.device, Any] = {}
         me = weakref.ref(self)
 
@@ -135,7 +137,7 @@ class Offloader:
 
         def own_copies(_: Any, states: dict[str, Any]) -> dict[str, Any] | None:
             """Host memory is written anew the next time; a state dict is not to change then."""
-            if (offloader := me()) is None or not len(offloader._home):
+            if (offloader := me()) is None or not len(offloader._origin):
                 return None
             copied: dict[str, Any] = tree_map_only(Tensor, Tensor.clone, states)
             return copied
@@ -167,15 +169,15 @@ class Offloader:
     @torch.no_grad()
     def bring_back(self, device: torch.device | None = None) -> None:
         """Moves back what is on the host."""
-        if not len(self._home):
+        if not len(self._origin):
             return
         if device is not None and device.type == "cuda" and device.index is None:
             device = torch.device("cuda", cuda.current_device())
-        here = list(self._home.items())
-        self._home = WeakTensorKeyDictionary()
+        here = list(self._origin.items())
+        self._origin = WeakTensorKeyDictionary()
         by_device: dict[torch.device, list[Tensor]] = {}
-        for tensor, home in here:
-            by_device.setdefault(device or home, []).append(tensor)
+        for tensor, origin in here:
+            by_device.setdefault(device or origin, []).append(tensor)
         for target, tensors in by_device.items():
             room = [torch.empty_like(local_tensor(t), device=target) for t in tensors]
             self._copy(target, [local_tensor(t) for t in tensors], room)
@@ -206,7 +208,7 @@ class Offloader:
                 if source.is_cuda:  # not to be reused before it was read
                     source.record_stream(self._streams[device])
                 replace_memory(tensors[i], memory[i])
-                self._home[tensors[i]] = device
+                self._origin[tensors[i]] = device
 
     def _copy(
         self, device: torch.device, sources: Sequence[Tensor], targets: Sequence[Tensor]

@@ -82,7 +82,7 @@ class Controlled:
 
     param_groups: list[dict[str, Any]]
     # Where a rank that holds no parameters takes part in the others' norm.
-    home_without_params = torch.device("cpu")
+    device_without_params = torch.device("cpu")
     _settings: dict[str, float]
 
     def _init_control(self) -> None:
@@ -198,7 +198,7 @@ class Controlled:
         """
         if not self.keeps_counts:
             return {}
-        values = read_fields(self._block(self.home)[0])
+        values = read_fields(self._block(self.default_device)[0])
         return {name: values[name] for name in PERSISTENT}
 
     def load_control(self, control: Mapping[str, float], counted: float) -> None:
@@ -231,14 +231,14 @@ class Controlled:
     @property
     def control(self) -> ControlView:
         """The last step's decision, such as ``control.grad_norm``; reading it is lazy."""
-        block = self._block(self.home)[0]
+        block = self._block(self.default_device)[0]
         if self._view is None or self._view._block is not block:
             self._view = ControlView(block, self)
         return self._view
 
     def known(self, name: str) -> float | None:
         """A field's value if no device has to be waited for; else None."""
-        block = self._block(self.home)[0]
+        block = self._block(self.default_device)[0]
         if not block.is_cpu:
             return None
         if self._read is None or self._read[0] is not block:
@@ -247,13 +247,13 @@ class Controlled:
         return float(self._read[1][CONTROL_FIELDS.index(name)])
 
     @property
-    def home(self) -> torch.device:
+    def default_device(self) -> torch.device:
         """The first parameter's device; not of a frozen one on the meta device."""
         for group in self.param_groups:
             for param in group["params"]:
                 if not param.is_meta:
                     return torch.device(param.device)
-        return self.home_without_params
+        return self.device_without_params
 
     def _block(self, device: torch.device) -> tuple[Tensor, Tensor]:
         if device not in self._blocks:

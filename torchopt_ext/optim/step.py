@@ -26,7 +26,7 @@ from torchopt_ext.optim.local import (
 from torchopt_ext.optim.rejection import FLAGS, Agreement, Verdict, is_rejected, reject_in
 
 if TYPE_CHECKING:
-    from torchopt_ext.optim.base import FusedAdamBase
+    from torchopt_ext.optim.planned import PlannedStep
 
 
 class HasNorm(Protocol):
@@ -51,7 +51,7 @@ class HasNorm(Protocol):
 
 
 @run_eagerly
-def fused_step(optimizers: Sequence[FusedAdamBase], context: StepContext = ALONE) -> None:
+def fused_step(optimizers: Sequence[PlannedStep], context: StepContext = ALONE) -> None:
     """Steps several optimizers with one gradient norm, one clip factor and one skip decision.
 
     Closures and step hooks are the callers' business: ``Optimizer.step`` runs them, this does not.
@@ -82,7 +82,7 @@ def fused_step(optimizers: Sequence[FusedAdamBase], context: StepContext = ALONE
 
 @torch.no_grad()
 def _step_together(
-    optimizers: Sequence[FusedAdamBase], context: StepContext, agreement: Agreement
+    optimizers: Sequence[PlannedStep], context: StepContext, agreement: Agreement
 ) -> None:
     first = optimizers[0]
     for other in optimizers[1:]:
@@ -168,16 +168,16 @@ def accumulated_norm(
                 optimizer.accumulate(part, replica)
                 on_device[device][FLAGS] += replica[FLAGS]
         devices |= dict.fromkeys(optimizer.devices)
-    home = next(iter(devices))
+    first = next(iter(devices))
     sums: dict[NormKey, Tensor] = {}
     for key, on_device in by_key.items():
-        sums[key] = ops.new_accumulator(home)
+        sums[key] = ops.new_accumulator(first)
         for accumulator in on_device.values():
-            sums[key] += moved(accumulator, home)
-    total = ops.new_accumulator(home)
+            sums[key] += moved(accumulator, first)
+    total = ops.new_accumulator(first)
     if context.check_overflow and context.found_inf is not None:
         # What a scaler found when it unscaled this rank's gradients counts as a NaN.
-        total[-1] += (moved(context.found_inf, home) != 0).sum()
+        total[-1] += (moved(context.found_inf, first) != 0).sum()
     if rejects:
         reject_in(total)
     crossing = [crosses(key, group) for key in sums if key]

@@ -62,11 +62,11 @@ def keep_digests(plan: OptimizerPlan, digests: Mapping[int, Tensor]) -> None:
 def telemetry_of(plan: OptimizerPlan, names: Sequence[str]) -> Telemetry:
     """The plan's traces by parameter; ``names`` are in the order the plan was given them."""
     traces = plan.traces()
-    home = traces[0][0].device if traces else torch.device("cpu")
-    norms = torch.zeros(len(names), 2, dtype=torch.float64, device=home)
-    counts = torch.zeros(len(names), 2, dtype=torch.int64, device=home)
+    device = traces[0][0].device if traces else torch.device("cpu")
+    norms = torch.zeros(len(names), 2, dtype=torch.float64, device=device)
+    counts = torch.zeros(len(names), 2, dtype=torch.int64, device=device)
     for part_norms, part_counts, positions in traces:
-        rows = torch.tensor(positions, dtype=torch.long, device=home)
-        norms[rows] = moved(part_norms, home)
-        counts[rows] = moved(part_counts, home)
+        rows = torch.tensor(positions, dtype=torch.long, device=device)
+        norms[rows] = moved(part_norms, device)
+        counts[rows] = moved(part_counts, device)
     return Telemetry(list(names), norms[:, 0], norms[:, 1], counts[:, 0], counts[:, 1])

@@ -77,7 +77,7 @@ def build(zero: ShardedOptimizer) -> None:
     ]
     zero.optim = constructor(groups, **defaults)
     if isinstance(zero.optim, FusedAdamBase):
-        zero.optim.home_without_params = zero._default_device
+        zero.optim.device_without_params = zero._default_device
     zero.defaults = dict(zero.optim.defaults)
     set_places(zero)
     sync_groups_from(zero)
