@@ -122,8 +122,6 @@ class Offloader:
         self.users = 0  # blocks of optimizer_on_device() that are under way
         self._kept: dict[str, _Kept] = {}  # host memory, by kind
         self._origin: Any = WeakTensorKeyDictionary()  # devices of tensors that are on the host
-            WeakTensorKeyDictionary()
-        )  # where tensors that are on the host came from
         self._streams: dict[torch.device, Any] = {}
         me = weakref.ref(self)
 
