@@ -29,11 +29,8 @@ PyObject* spec_name() {
 }  // namespace
 
 py::object LocalPath::follow(PyObject* param) const {
-  py::object tensor = py::reinterpret_borrow<py::object>(param);
-  for (PyObject* name : attributes) {
-    tensor = attribute(tensor.ptr(), name);
-  }
-  return tensor;
+  py::object tensor = attribute(param, attributes[0]);
+  return attributes[1] == nullptr ? tensor : attribute(tensor.ptr(), attributes[1]);
 }
 
 LocalPath local_path(py::handle param, py::handle local) {
@@ -42,17 +39,19 @@ LocalPath local_path(py::handle param, py::handle local) {
     return path;
   }
   path.distributed = PyObject_HasAttr(param.ptr(), spec_name()) != 0;
+  py::object shard = py::reinterpret_borrow<py::object>(param);
   if (path.distributed) {
-    path.attributes.push_back(local_name());
-  }
-  const py::object shard = path.follow(param.ptr());
-  if (shard.is(local)) {
-    return path;
+    path.attributes[0] = local_name();
+    shard = path.follow(param.ptr());
+    if (shard.is(local)) {
+      return path;
+    }
   }
   const py::tuple flat = shard.attr("__tensor_flatten__")();
   for (const py::handle name : py::list(flat[0])) {
     if (attribute(shard.ptr(), name.ptr()).is(local)) {
-      path.attributes.push_back(PyUnicode_InternFromString(py::cast<std::string>(name).c_str()));
+      path.attributes[path.distributed ? 1 : 0] =
+          PyUnicode_InternFromString(py::cast<std::string>(name).c_str());
       return path;
     }
   }

@@ -5,13 +5,13 @@
 
 #include <torch/csrc/utils/pybind.h>
 
-#include <vector>
+#include <array>
 
 namespace torchopt_ext {
 
 struct LocalPath {
-  std::vector<PyObject*> attributes;  // interned names, never freed
-  bool distributed = false;           // begins at a DTensor
+  std::array<PyObject*, 2> attributes{};  // interned names, never freed; those used come first
+  bool distributed = false;               // begins at a DTensor
 
   pybind11::object follow(PyObject* param) const;
   bool operator==(const LocalPath&) const = default;

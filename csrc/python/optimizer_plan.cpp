@@ -183,7 +183,7 @@ void OptimizerPlan::set_gradients(size_t part) {
       continue;
     }
     const at::Tensor& gradient = THPVariable_Unpack(objects[i].param).unsafeGetTensorImpl()->grad();
-    const bool distributed = paths_[objects[i].path].distributed;
+    const bool distributed = objects[i].path != 0 && paths_[objects[i].path].distributed;
     if (!gradient.defined() ||
         !(distributed || gradient.unsafeGetTensorImpl()->is_python_dispatch())) {
       plan.set_gradient(i, gradient);
