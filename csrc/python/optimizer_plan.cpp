@@ -89,10 +89,10 @@ OptimizerPlan::OptimizerPlan(const py::list& param_groups, const py::dict& state
 
 // The path's index in paths_, where parameters of the same kind share one.
 uint32_t OptimizerPlan::path_of(py::handle param, py::handle local) {
-  LocalPath path = local_path(param, local);
+  const LocalPath path = local_path(param, local);
   auto found = std::find(paths_.begin(), paths_.end(), path);
   if (found == paths_.end()) {
-    paths_.push_back(std::move(path));
+    paths_.push_back(path);
     found = std::prev(paths_.end());
   }
   return static_cast<uint32_t>(found - paths_.begin());
