@@ -10,12 +10,12 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from rank_cases import run_cases
+from rank_cases import difference, run_cases
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import SGD, AdamW
-from zero_faults_common import Result, clones, difference, give_gradients, outcome, parameters
+from zero_faults_common import Result, clones, give_gradients, outcome, parameters
 
 from torchopt_ext import FusedAdamW
 from torchopt_ext.mixed_precision import FSDPadaptOptimizer
