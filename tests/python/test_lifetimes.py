@@ -28,7 +28,7 @@ from torchopt_ext.zero import (
     reduce_scatter_hook,
 )
 
-TIMES = 20  # one object left each time is seen
+TIMES = 20  # trainings, on a new model and on one that stays
 
 Make = Callable[[nn.Sequential], tuple[nn.Module, Any]]  # what runs, and its optimizer
 
@@ -168,8 +168,8 @@ def test_nothing_grows(kind: str) -> None:
     rounds(3)
     before = rounds(2)
     after = rounds(TIMES // 2)
-    grown = {name: after[name] - count for name, count in before.items() if after[name] > count}
-    grown |= {name: count for name, count in after.items() if name not in before}
+    # A leak leaves an object each time; other tests in this process may leave one in between.
+    grown = {name: n for name, n in after.items() if n - before.get(name, 0) >= TIMES // 2}
     assert grown == {}
 
 
