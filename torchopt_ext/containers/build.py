@@ -154,7 +154,8 @@ def _build(
             "torch's optimizers have no such argument"
         )
     if isinstance(dtype := options.get("state_dtype"), str):
-        options["state_dtype"] = getattr(torch, dtype, dtype)
+        named = getattr(torch, dtype.removeprefix("torch."), None)
+        options["state_dtype"] = named if isinstance(named, torch.dtype) else dtype
     container = (
         OptimizersInBackwardContainer if config.early_step_in_backward else OptimizersContainer
     )

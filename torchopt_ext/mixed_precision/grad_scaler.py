@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from torchopt_ext._torch import OptState, fresh_optimizer_state, run_eagerly
 from torchopt_ext.optim.context import StepContext, taken_grad_scale
+from torchopt_ext.optim.hooks import HookedStep, step_in
 from torchopt_ext.optim.local import moved
 from torchopt_ext.optim.loss_scale import LossScale, scale_settings
 
@@ -95,6 +96,11 @@ class GradScaler(torch.amp.GradScaler):
             raise RuntimeError("a closure cannot be used while gradients are scaled")
         if not getattr(optimizer, "checks_overflow_in_step", False):
             return super().step(optimizer, *args[1:], **kwargs)
+        if not isinstance(optimizer, HookedStep):
+            raise TypeError(
+                f"a {type(optimizer).__name__} hands attributes of another optimizer on, but not "
+                f"the scale: pass the scaler that optimizer itself"
+            )
         scale, _ = self._check_scale_growth_tracker("step")
         mine = self._per_optimizer_states[id(optimizer)]
         if mine["stage"] is OptState.STEPPED:
@@ -107,7 +113,7 @@ class GradScaler(torch.amp.GradScaler):
             total = torch.stack(found).sum() if found else torch.zeros_like(scale)
             context = StepContext(found_inf=total, check_overflow=True)
         fused: Any = optimizer
-        result = fused.step(*args[1:], context=context, **kwargs)
+        result = step_in(fused, context, *args[1:], **kwargs)
         found_inf = fused.control.found_inf
         mine["found_inf_per_device"] = {found_inf.device: found_inf}
         mine["stage"] = OptState.STEPPED

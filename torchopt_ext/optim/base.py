@@ -24,7 +24,7 @@ from torchopt_ext.optim.storage import REMAINDER, Place, Storage, with_own_steps
 from torchopt_ext.optim.telemetry import track_bits
 from torchopt_ext.statedict.control import CONTROL_KEY, as_entry
 from torchopt_ext.statedict.entries import converted
-from torchopt_ext.statedict.loaded import Loaded, raise_problems, read_indexed
+from torchopt_ext.statedict.loaded import Loaded, largest_step, raise_problems, read_indexed
 from torchopt_ext.statedict.masters import read_weights, refresh_master, set_weight
 
 
@@ -208,8 +208,9 @@ class FusedAdamBase(HookedStep, PlannedStep):
             for slot in loaded.slots
             if slot.entry
         }
+        made = largest_step(self.state.values())
         self.__setstate__({"state": defaultdict(dict, state), "param_groups": loaded.groups})
-        self.load_control(loaded.control, counted)
+        self.load_control(loaded.control, counted, made)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = type(self).__new__(type(self))

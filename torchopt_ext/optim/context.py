@@ -12,8 +12,7 @@ from torchopt_ext.optim.rejection import Agreement
 
 @dataclass(frozen=True)
 class StepContext:
-    """Passed as ``optimizer.step(context=...)`` from GradScaler, container, ZeRO or
-    FSDPadaptOptimizer to the optimizers below them.
+    """Given to a step by GradScaler, container, ZeRO or FSDPadaptOptimizer (hooks.step_in).
 
     Args:
         grad_scale: gradients are this many times too large; one float32 element, None for 1.

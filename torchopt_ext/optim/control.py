@@ -201,18 +201,20 @@ class Controlled:
         values = read_fields(self._block(self.default_device)[0])
         return {name: values[name] for name in PERSISTENT}
 
-    def load_control(self, control: Mapping[str, float], counted: float) -> None:
+    def load_control(self, control: Mapping[str, float], counted: float, made: float) -> None:
         """Takes what :meth:`saved_control` gave; a field that is missing begins anew.
 
         Args:
             control: empty for the state dict of an optimizer that keeps no counts.
             counted: the largest step count of a parameter. Steps that such an optimizer made are
                 counted there only, and added with a warning.
+            made: the largest step count before loading.
         """
         kept = {name: float(value) for name, value in control.items() if name in PERSISTENT}
         done = kept.get("steps", 0.0) - kept.get("skipped_steps", 0.0)
-        if done != counted and kept == self.saved_control():
-            # torch's set_optimizer_state_dict fills what a full state dict lacks with our own.
+        if done != counted != made and kept == self.saved_control():
+            # torch's set_optimizer_state_dict fills what a full state dict lacks with our own, of
+            # other steps than were loaded.
             kept, done = {}, 0.0
         fields = dict.fromkeys(PERSISTENT, 0.0)
         fields |= {"loss_scale": self._settings.get("loss_scale", 1.0)} | kept

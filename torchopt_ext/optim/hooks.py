@@ -21,8 +21,8 @@ Step = TypeVar("Step", bound=Callable[..., Any])
 def hooked_step(step: Step) -> Step:
     """Wraps ``step`` in its hooks and a profiler's record, as torch does, once in nested calls.
 
-    The wrapper takes the step's ``context`` and keeps it in ``self._context`` while the step is
-    under way, so that a subclass's ``step`` needs no argument for it.
+    ``self._context`` holds the step's context while it is under way: what :func:`step_in` has
+    given, so that neither a subclass's ``step`` nor a patch of it needs an argument for it.
 
     torch (torch/optim/optimizer.py, profile_hook_step) makes the record even if nobody observes
     it, which takes a twentieth of a step over 2,000 small tensors; here only if somebody does.
@@ -30,10 +30,10 @@ def hooked_step(step: Step) -> Step:
     by_torch = Optimizer.profile_hook_step(step)
 
     @functools.wraps(step)
-    def wrapper(self: Any, *args: Any, context: StepContext | None = None, **kwargs: Any) -> Any:
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self._context is not None:  # a subclass has called super().step()
             return step(self, *args, **kwargs)
-        self._context = amp_context(self) if context is None else context
+        self._context = amp_context(self) if self._given is None else self._given
         try:
             if self._context.inner:
                 return with_own_hooks(self, step, args, kwargs)
@@ -53,28 +53,54 @@ def hooked_step(step: Step) -> Step:
 
 
 class HookedStep:
-    """Applies :func:`hooked_step` to the ``step`` of every subclass."""
+    """Applies :func:`hooked_step` to the ``step`` of every subclass, also one from a mixin."""
 
     _context: StepContext | None = None  # of the step under way
+    _given: StepContext | None = None  # for the next step
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "step" in vars(cls):
             cls.step = hooked_step(vars(cls)["step"])  # type: ignore[attr-defined]
+        cls._wrap_step()
+
+    @classmethod
+    def _wrap_step(cls) -> None:
+        step: Any = getattr(cls, "step", None)
+        if step is not None and not getattr(step, "hooked", False):
+            cls.step = hooked_step(step)  # type: ignore[attr-defined]
+
+    def _patch_step_function(self) -> None:
+        """Called by torch's constructor, which would wrap a step put on the class since then."""
+        self._wrap_step()
+        super()._patch_step_function()  # type: ignore[misc]
+
+
+def step_in(optimizer: HookedStep, context: StepContext, *args: Any, **kwargs: Any) -> Any:
+    """``optimizer.step(...)`` with what the step must know besides gradients."""
+    hooked: Any = optimizer
+    hooked._given = context
+    try:
+        return hooked.step(*args, **kwargs)
+    finally:
+        hooked._given = None
 
 
 def inner_step(optimizer: Any, context: StepContext, *args: Any, **kwargs: Any) -> Any:
     """``optimizer.step(...)`` as a part of another optimizer's step: fires no global hooks.
 
     The tables of global hooks stay as they are, since other threads' optimizers use them: of
-    torch's optimizers, what torch has wrapped in hooks is called.
+    torch's optimizers, what torch has wrapped in hooks is called. A ``step`` that somebody has
+    put on the object itself is called as it is.
     """
     if isinstance(optimizer, HookedStep):
-        return optimizer.step(  # type: ignore[attr-defined]
-            *args, context=replace(context, inner=True), **kwargs
-        )
-    _torch.note_step(optimizer)
+        return step_in(optimizer, replace(context, inner=True), *args, **kwargs)
+    patch = vars(optimizer).get("step")
     with amp_attributes(optimizer, context):
+        # Learning-rate schedulers patch it as well, to note its calls.
+        if patch is not None and getattr(patch, "__wrapped__", None) is not type(optimizer).step:
+            return optimizer.step(*args, **kwargs)
+        _torch.note_step(optimizer)
         return with_own_hooks(optimizer, _torch.step_without_hooks(optimizer), args, kwargs)
 
 

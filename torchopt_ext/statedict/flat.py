@@ -80,12 +80,13 @@ def load_state_dict(parts: Sequence[ModelPart], state_dict: Mapping[str, Any]) -
         problems.append(found)
     raise_problems(missing + problems, KeyError if missing else ValueError)
 
+    made = largest_step(slot.state for slot in slots)
     for slot in slots:
         slot.load()
-    counted = largest_step(slots)
+    counted = largest_step(slot.entry for slot in slots)
     for optimizer in [optimizer for _, own in parts for optimizer in own]:
         if load_control := getattr(optimizer, "load_control", None):
-            load_control(fields, counted)
+            load_control(fields, counted, made)
 
 
 def named_parameters(parts: Sequence[ModelPart]) -> list[tuple[str, Tensor]]:

@@ -68,7 +68,7 @@ class Loaded:
     @property
     def counted(self) -> float:
         """The largest step count of a parameter."""
-        return largest_step(self.slots)
+        return largest_step(slot.entry for slot in self.slots)
 
     def problems(self, optimizer: Any) -> Iterator[str]:
         """All that does not fit the optimizer that is to take it."""
@@ -87,9 +87,9 @@ class Loaded:
                     yield f"{name} of group {number} {found}"
 
 
-def largest_step(slots: Iterable[Slot]) -> float:
-    """The largest step count of a parameter; 0 without any. The entries have been checked."""
-    steps = [local_tensor(slot.entry["step"]) for slot in slots if "step" in slot.entry]
+def largest_step(entries: Iterable[Mapping[str, Any]]) -> float:
+    """The largest step count of parameters' checked states; 0 without any."""
+    steps = [local_tensor(entry["step"]) for entry in entries if "step" in entry]
     return max(map(float, steps), default=0.0)
 
 

@@ -136,7 +136,8 @@ def read_weights(
         whole = isinstance(weight, Tensor) and weight.shape == param.shape
         if is_dtensor(param) and not is_dtensor(weight) and whole:
             weight = _placed_as(weight, param)
-        if found := tensor_problem(weight, param, torch.float32):
+        own = not exact and isinstance(weight, Tensor) and weight.dtype == param.dtype
+        if found := tensor_problem(weight, param, param.dtype if own else torch.float32):
             problems.append(f"{what} {found}")
         elif exact and not keeps(param):
             problems.append(f"{what} has no master weight, which master_weights= would give it")

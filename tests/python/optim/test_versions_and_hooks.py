@@ -148,6 +148,13 @@ def subclass(base: Any, kind: str) -> Any:
     def step(self: Any, closure: Any = None) -> Any:
         return base.step(self) if closure is None else base.step(self, closure)
 
+    if kind == "mixin":
+        mixin = type("Mixin", (), {"step": lambda self, closure=None: super(mixin, self).step()})
+        return type("Mixed", (mixin, base), {})
+    if kind == "put on the class":
+        made = type("Late", (base,), {})
+        made.step = step
+        return made
     if kind == "wraps":  # which copies torch's mark of a step that needs no patching
         step = functools.wraps(base.step)(step)
     elif kind == "decorated":
@@ -156,7 +163,9 @@ def subclass(base: Any, kind: str) -> Any:
 
 
 @pytest.mark.parametrize("of", ["all optimizers", "this one"])
-@pytest.mark.parametrize("kind", ["plain", "overridden", "wraps", "decorated"])
+@pytest.mark.parametrize(
+    "kind", ["plain", "overridden", "wraps", "decorated", "mixin", "put on the class"]
+)
 def test_hooks_fire_once_in_subclasses(of: str, kind: str) -> None:
     base: Any = OURS["AdamW"]
     base(make_params())  # torch wraps a class's own step when the first is made
@@ -177,6 +186,31 @@ def test_hooks_fire_once_in_subclasses(of: str, kind: str) -> None:
     assert calls == [optimizer]
     assert optimizer.state[params[0]]["step"] == 2
     assert record_names(optimizer) == [f"Optimizer.step#{type(optimizer).__name__}.step"]
+
+
+@pytest.mark.parametrize("base", [OURS["AdamW"], torch.optim.SGD])
+def test_a_step_patched_on_an_inner_optimizer_is_called(base: Any) -> None:
+    """Accelerate and profilers patch the object; a patch need not take more than a closure."""
+    calls: list[str] = []
+
+    def patch(optimizer: Any) -> Any:
+        step = optimizer.step
+        optimizer.step = lambda closure=None: calls.append("patch") or step(closure)
+        return optimizer
+
+    params = make_params()
+    outer = FSDPadaptOptimizer(patch(base(params, lr=0.01)))
+    set_gradients(params)
+    outer.step()
+    assert calls == ["patch"]
+    if base is OURS["AdamW"]:
+        scaler = GradScaler("cpu", init_scale=1.0)
+        scaler.scale(torch.ones(()))
+        optimizer = patch(base(params))
+        set_gradients(params)
+        scaler.step(optimizer)
+        assert calls == ["patch"] * 2
+        assert float(optimizer.control.grad_norm) > 0, "the scaler's context arrived"
 
 
 class Twice(FSDPadaptOptimizer):

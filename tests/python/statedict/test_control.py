@@ -146,6 +146,25 @@ def test_torchs_optimizer_takes_the_fields_and_its_steps_count(
     assert fields(back) == fields(optimizer) | {"steps": 9}
 
 
+@pytest.mark.parametrize("containers", [False, True])
+def test_a_roll_back_restores_counts_that_no_parameter_has(containers: bool) -> None:
+    """Parameters that take turns have made fewer steps each than the optimizer has."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    container: Any = OptimizersContainer([model], FusedAdamW, {"lr": 0.1})
+    optimizer = scheduled(container.optimizers[0])
+    saving = container if containers else optimizer
+    for step in range(8):
+        for i, param in enumerate(model.parameters()):
+            param.grad = torch.ones_like(param) if i % 2 == step % 2 else None
+        saving.step()
+    before = fields(optimizer)
+    assert before["steps"] == 8
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        saving.load_state_dict(copy.deepcopy(saving.state_dict()))
+    assert fields(optimizer) == before
+
+
 @pytest.mark.parametrize("source", [FusedAdamW, torch.optim.AdamW], ids=["ours", "torch's"])
 @pytest.mark.parametrize("layout", ["container's", "flattened"])
 def test_a_containers_optimizers_all_get_the_counts(source: Any, layout: str) -> None:

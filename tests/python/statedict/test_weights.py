@@ -134,6 +134,21 @@ def test_weights_that_do_not_fit_change_nothing(kind: str, wrong: str) -> None:
     assert [bits(tensor) for tensor in tensors] == before
 
 
+def test_a_models_whole_state_dict_serves() -> None:
+    """Of frozen 16-bit, float64 and complex parameters it has what they are."""
+    frozen = nn.Parameter(torch.ones(3).bfloat16(), requires_grad=False)
+    others = [nn.Parameter(torch.ones(2, dtype=d)) for d in (torch.float64, torch.complex64)]
+    trained = nn.Parameter(torch.ones(4).bfloat16())
+    named = [(str(i), p) for i, p in enumerate([frozen, *others, trained])]
+    optimizer = FusedAdamW(named, master_weights="fp32")
+    given = {name: p.detach() + 1 for name, p in named} | {"3": torch.full((4,), 1 / 3)}
+    optimizer.refresh_masters(from_=given)
+    assert all(torch.equal(p, given[name].to(p.dtype)) for name, p in named)
+    optimizer.init_state()
+    with pytest.raises(ValueError, match=r"'3' is torch.bfloat16"):
+        optimizer.refresh_masters(from_={**given, "3": trained.detach()})
+
+
 def test_names_and_masters_have_to_be_there() -> None:
     model = fp32_model().to(BF16)
     given = fp32_model(seed=1).state_dict()
