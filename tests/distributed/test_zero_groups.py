@@ -48,7 +48,9 @@ def test_dropped_optimizers_keep_no_group(results: Results) -> None:
         assert rank["local"] == {"descriptors": 0, "threads": 0, "groups": 0}
 
 
-@pytest.mark.parametrize("how", ["greedy", "AdamW", "balanced", "hook"])
+@pytest.mark.parametrize(
+    "how", ["greedy", "AdamW", "balanced", "hook", "scaled", "scaled by torch", "scaled hook"]
+)
 def test_ranks_out_of_data_step_with_the_averages_of_the_others(results: Results, how: str) -> None:
     """Join([ddp, zero]) ends as Adam does over all ranks' batches."""
     for rank in case(results, f"uneven {how}"):

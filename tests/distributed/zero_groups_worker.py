@@ -19,7 +19,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
-from torchopt_ext import FusedAdamW
+from torchopt_ext import FusedAdamW, GradScaler
 from torchopt_ext.zero import (
     ZeroRedundancyOptimizer,
     load_sharded,
@@ -160,25 +160,34 @@ def dropped() -> dict[str, Any]:
 # ---- uneven inputs -------------------------------------------------------------------------------
 
 
-def uneven(optimizer: Any = FusedAdamW, hook: bool = False, **options: Any) -> dict[str, Any]:
-    """Rank r has r batches more than rank 0, so that Adam steps on while ranks are out of data."""
+def uneven(
+    optimizer: Any = FusedAdamW, hook: bool = False, scaler: Any = None, **options: Any
+) -> dict[str, Any]:
+    """Rank r has r batches more than rank 0, so that Adam steps on while ranks are out of data.
+
+    Under a scaler the last rank's last batch overflows; a large eps lets Adam see the scale.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     model, twin = layers(2), layers(2)
     ddp = DDP(model, bucket_cap_mb=0.01)
-    zero = adam(model.parameters(), optimizer, **options)
+    scale = (scaler or GradScaler)("cpu", init_scale=2.0**10, enabled=scaler is not None)
+    eps = 1.0 if scaler else 1e-8
+    zero = adam(model.parameters(), optimizer, eps=eps, **options)
     if hook:
         ddp.register_comm_hook(None, reduce_scatter_hook(zero))
-    plain = optimizer(twin.parameters(), lr=1e-2)
+    plain = optimizer(twin.parameters(), lr=1e-2, eps=eps)
 
     def batch(step: int, of_rank: int) -> Tensor:
-        return torch.full((1, 70), 0.1 * (step + 1) * (of_rank + 1))
+        overflows = scaler is not None and step == size
+        return torch.full((1, 70), 1e30 if overflows else 0.1 * (step + 1) * (of_rank + 1))
 
     with Join([ddp, zero]):
         for step in range(2 + rank):
             zero.zero_grad()
-            ddp(batch(step, rank)).square().mean().backward()
-            zero.step()
-    for step in range(1 + size):
+            scale.scale(ddp(batch(step, rank)).square().mean()).backward()
+            scale.step(zero)
+            scale.update()
+    for step in range(1 + size - (scaler is not None)):
         plain.zero_grad()
         for r in range(size):
             if step < 2 + r:
@@ -223,6 +232,9 @@ def cases() -> dict[str, Callable[[], dict[str, Any]]]:
         "uneven AdamW": lambda: uneven(torch.optim.AdamW),
         "uneven balanced": lambda: uneven(**BALANCED),
         "uneven hook": lambda: uneven(hook=True, **BALANCED),
+        "uneven scaled": lambda: uneven(scaler=GradScaler),
+        "uneven scaled by torch": lambda: uneven(scaler=torch.amp.GradScaler, **BALANCED),
+        "uneven scaled hook": lambda: uneven(scaler=GradScaler, hook=True, **BALANCED),
         "left out": left_out,
         "sharded join": sharded_join,
     }

@@ -1,6 +1,7 @@
 """Ranks that run out of data before others: torch.distributed.algorithms.join.Join."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from torchopt_ext.optim.agreement import all_gather
 from torchopt_ext.optim.collective import collective, run
+from torchopt_ext.optim.context import StepContext
 from torchopt_ext.zero.balanced import BalancedBuckets
 from torchopt_ext.zero.ranks import Ranks
 from torchopt_ext.zero.whole import WholeTensors
@@ -80,29 +82,47 @@ class StepsAlong(Joinable):
         if not self._out_of_data:
             Join.notify_join_context(self)
 
-    def _take_gradients(self) -> None:
-        """Gives this rank's parts their gradients, those of other ranks if it is out of data."""
-        if self._in_join and not self.parts.hides_gradients:
-            share(self._all_params, self.ranks, self._out_of_data)
+    def _take_gradients(self, context: StepContext) -> StepContext:
+        """Gives this rank's parts their gradients, those of other ranks if it is out of data.
+
+        Returns:
+            What is known of those gradients.
+        """
+        if self._in_join:
+            shared = [] if self.parts.hides_gradients else self._all_params
+            context = share(shared, self.ranks, self._out_of_data, context)
         self.parts.take_gradients()
+        return context
 
 
 @torch.no_grad()
-def share(params: Sequence[Tensor], ranks: Ranks, out_of_data: bool) -> None:
+def share(
+    params: Sequence[Tensor], ranks: Ranks, out_of_data: bool, context: StepContext
+) -> StepContext:
     """Gives ranks out of data the gradients of the first rank that has some. All ranks call it.
 
-    Every rank with data has the same averages. DDP's join hook computes them on the others as well,
-    in buffers that it drops.
+    Every rank with data has the same averages, and the same scale. DDP's join hook computes the
+    averages on the others as well, in buffers that it drops.
+
+    Args:
+        params: whose gradients; none if they reach their owners otherwise.
+
+    Returns:
+        The step's context, on ranks out of data with that rank's scale and flags.
     """
-    mine = torch.tensor([not out_of_data, *(param.grad is not None for param in params)])
-    flags = all_gather(mine.to(torch.uint8), ranks.group, "exchanging which ranks have data")
-    source = next(rank for rank, of_rank in enumerate(flags) if of_rank[0])
-    if all(of_rank[0] for of_rank in flags):
-        return
-    for param, present in zip(params, flags[source][1:].tolist(), strict=True):
+    scaling = [value for t in (context.grad_scale, context.found_inf) for value in known(t)]
+    present = [float(param.grad is not None) for param in params]
+    mine = torch.tensor([float(not out_of_data), *scaling, context.check_overflow, *present])
+    all_ranks = all_gather(mine, ranks.group, "exchanging which ranks have data")
+    found = [of_rank.tolist() for of_rank in all_ranks]
+    source = next(rank for rank, of_rank in enumerate(found) if of_rank[0])
+    if all(of_rank[0] for of_rank in found):
+        return context
+    _, has_scale, scale, has_flag, flag, check_overflow, *present = found[source]
+    for param, there in zip(params, present, strict=True):
         if out_of_data:
-            param.grad = torch.empty_like(param) if present else None
-        if present and param.numel():
+            param.grad = torch.empty_like(param) if there else None
+        if there and param.numel():
             assert param.grad is not None
             sent = param.grad.to(param.dtype).contiguous()
             with collective("sending gradients to ranks out of data"):
@@ -110,3 +130,16 @@ def share(params: Sequence[Tensor], ranks: Ranks, out_of_data: bool) -> None:
                 run(dist.broadcast, memory, ranks.global_rank(source), group=ranks.group)
             if out_of_data:
                 param.grad.copy_(sent)
+    if not out_of_data:
+        return context
+    return replace(
+        context,
+        grad_scale=torch.tensor(scale) if has_scale else None,
+        found_inf=torch.tensor(flag) if has_flag else None,
+        check_overflow=bool(check_overflow),
+    )
+
+
+def known(value: Tensor | None) -> tuple[float, float]:
+    """Whether there is a value, and what it is."""
+    return (0.0, 0.0) if value is None else (1.0, float(value))

@@ -126,6 +126,7 @@ def step_alone(zero: ShardedOptimizer, context: StepContext, kwargs: dict[str, A
     agreement, closure = context.agreement, kwargs.get("closure")
 
     def prepare() -> Any:
+        nonlocal context
         loss = None
         if callable(closure):
             if agreement is not None:
@@ -133,7 +134,7 @@ def step_alone(zero: ShardedOptimizer, context: StepContext, kwargs: dict[str, A
             loss = closure()
         if agreement is not None:
             agreement.in_closure = False
-        zero._take_gradients()
+        context = zero._take_gradients(context)
         if agreement is not None and not isinstance(zero.optim, FusedAdamBase):
             if kwargs.keys() - {"closure"}:
                 inspect.signature(zero.optim.step).bind(**kwargs)

@@ -4,6 +4,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.rejection import Verdict
 from torchopt_ext.zero.balanced import BalancedBuckets
 from torchopt_ext.zero.ranks import Ranks
@@ -37,4 +38,4 @@ class ShardedOptimizer(Protocol):
     def verdict(self) -> Verdict: ...
     def _check_overlap_initialized(self) -> None: ...
 
-    def _take_gradients(self) -> None: ...
+    def _take_gradients(self, context: StepContext) -> StepContext: ...
