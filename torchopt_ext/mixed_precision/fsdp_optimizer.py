@@ -60,8 +60,8 @@ class FSDPadaptOptimizer(BaseOptimizer):
             some of them under "fp16". None for a constant scale of 1, and for a dynamic one if a
             trainable parameter is fp16.
         clip_grad_norm: threshold for the 2-norm of all gradients; 0 or less for no clipping. None
-            for the base's ``max_grad_norm`` if it has one, else 1.0: as LightRFT's class does, this
-            one clips unless it is told not to.
+            for the base's ``max_grad_norm`` if that is above 0, else 1.0: as LightRFT's class does,
+            this one clips unless it is told not to.
         process_group: ranks that take norm and skip decision together, where DTensors do not say
             it: plain parameters are then disjoint shards, and DTensors, whose meshes lie within
             the group, are counted once. None: every DTensor is summed over its own mesh, and plain
