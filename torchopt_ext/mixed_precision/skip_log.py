@@ -6,8 +6,9 @@ import logging
 import os
 from typing import Any
 
-import torch
 from torch import Tensor
+
+from torchopt_ext.optim.local import sent_to_host
 
 logger = logging.getLogger(__name__)
 
@@ -26,10 +27,7 @@ class SkipLog:
 
     def add(self, skip: Tensor) -> None:
         """Starts copying a decision, one element on a GPU; nonzero for a skipped step."""
-        copied = skip.to("cpu", non_blocking=True)
-        event: Any = torch.Event(skip.device)
-        event.record(torch.accelerator.current_stream(skip.device))
-        self._pending = copied, event
+        self._pending = sent_to_host(skip)
 
     def flush(self) -> None:
         """Logs the decision, which the device has long made when the next step begins."""

@@ -198,6 +198,20 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
+def sent_to_host(tensor: Tensor) -> tuple[Tensor, Any] | None:
+    """A copy of a GPU's tensor on its way to pinned memory, and the event that ends it.
+
+    None while a graph is captured, whose replays tell the host nothing.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    sent = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    sent.copy_(tensor, non_blocking=True)
+    end: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    end.record(torch.cuda.current_stream(tensor.device))
+    return sent, end
+
+
 def all_reduce_(accumulator: Tensor, group: Any, op: Any = None) -> None:
     """Sums normalised accumulators, or whatever ``op`` is, over the ranks of a group, in place.
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchopt_ext.optim.local import sent_to_host
+
 FLAGS = slice(-2, None)
 """Where an accumulator counts what was infinite and what was a NaN (docs/numerics.md section 3)."""
 
@@ -73,13 +75,8 @@ class Verdict:
 
     @staticmethod
     def _sent_to_host(flags: Tensor) -> list[tuple[Tensor, Any]]:
-        if torch.cuda.is_current_stream_capturing():  # replays tell the host nothing
-            return []
-        sent = torch.empty(2, dtype=flags.dtype, pin_memory=True)
-        sent.copy_(flags, non_blocking=True)
-        end: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        end.record(torch.cuda.current_stream(flags.device))
-        return [(sent, end)]
+        sent = sent_to_host(flags)
+        return [] if sent is None else [sent]
 
     def check(self) -> None:
         """Raises if an earlier step is known by now to have been rejected; does not wait."""
