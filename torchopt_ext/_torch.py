@@ -50,24 +50,24 @@ def run_eagerly(function: _Function) -> _Function:
 _WRAPPER = Optimizer.profile_hook_step(lambda _: None).__code__
 
 
-def has_global_step_hooks() -> bool:
-    """Whether hooks on the steps of all optimizers are registered."""
-    return bool(_optimizer._global_optimizer_pre_hooks or _optimizer._global_optimizer_post_hooks)
+def has_step_hooks(optimizer: Any, *, own_only: bool = False) -> bool:
+    """Whether hooks on an optimizer's steps are registered: its own, or those on all optimizers."""
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or not own_only
+        and (_optimizer._global_optimizer_pre_hooks or _optimizer._global_optimizer_post_hooks)
+    )
 
 
-def has_step_hooks(optimizer: Any) -> bool:
-    """Whether an optimizer has step hooks of its own."""
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+def hooks(optimizer: Any, kind: str) -> list[Callable[..., Any]]:
+    """An optimizer's own hooks: ``step``, ``state_dict`` or ``load_state_dict``, _pre or _post."""
+    return list(getattr(optimizer, f"_optimizer_{kind}_hooks").values())
 
 
-def step_pre_hooks(optimizer: Any) -> list[Callable[..., Any]]:
-    return list(optimizer._optimizer_step_pre_hooks.values())
-
-
-def step_post_hooks(optimizer: Any) -> list[Callable[..., Any]]:
-    """The hooks after a step, once torch.profiler has been told of the optimizer's parameters."""
+def tell_profiler(optimizer: Any) -> None:
+    """Tells torch.profiler of a step, for the optimizer's parameters."""
     optimizer._optimizer_step_code()
-    return list(optimizer._optimizer_step_post_hooks.values())
 
 
 def step_without_hooks(optimizer: Any) -> Callable[..., Any]:
@@ -81,16 +81,6 @@ def step_without_hooks(optimizer: Any) -> Callable[..., Any]:
 def note_step(optimizer: Any) -> None:
     """Notes a step that learning-rate schedulers' patch of ``step`` does not see: they warn."""
     optimizer._opt_called = True
-
-
-def state_dict_hooks(optimizer: Any, when: str) -> list[Callable[..., Any]]:
-    """Hooks "pre" or "post" of ``state_dict``."""
-    return list(getattr(optimizer, f"_optimizer_state_dict_{when}_hooks").values())
-
-
-def load_state_dict_hooks(optimizer: Any, when: str) -> list[Callable[..., Any]]:
-    """Hooks "pre" or "post" of ``load_state_dict``."""
-    return list(getattr(optimizer, f"_optimizer_load_state_dict_{when}_hooks").values())
 
 
 def is_hook_table(attribute: str) -> bool:

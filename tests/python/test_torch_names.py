@@ -49,34 +49,23 @@ def test_hooks() -> None:
     """Each table is the one that torch's public functions fill."""
     optimizer = SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     assert not _torch.has_step_hooks(optimizer)
-    assert not _torch.has_global_step_hooks()
 
     def hook(*_: Any) -> None:
         """Never called."""
 
-    for registered, held in (
-        (optimizer.register_step_pre_hook, lambda: _torch.step_pre_hooks(optimizer)),
-        (optimizer.register_step_post_hook, lambda: _torch.step_post_hooks(optimizer)),
-        *(
-            (
-                getattr(optimizer, f"register_{kind}_{when}_hook"),
-                lambda f=f, w=when: f(optimizer, w),
-            )
-            for kind, f in (
-                ("state_dict", _torch.state_dict_hooks),
-                ("load_state_dict", _torch.load_state_dict_hooks),
-            )
-            for when in ("pre", "post")
-        ),
-    ):
-        handle = registered(hook)
-        assert held() == [hook]
-        handle.remove()
-        assert held() == []
+    for step in ("step", "state_dict", "load_state_dict"):
+        for kind in (f"{step}_pre", f"{step}_post"):
+            handle = getattr(optimizer, f"register_{kind}_hook")(hook)
+            assert _torch.hooks(optimizer, kind) == [hook]
+            assert _torch.has_step_hooks(optimizer, own_only=True) == (step == "step")
+            handle.remove()
+            assert _torch.hooks(optimizer, kind) == []
     for register in ("register_optimizer_step_pre_hook", "register_optimizer_step_post_hook"):
         handle = getattr(optimizer_module, register)(hook)
-        assert _torch.has_global_step_hooks()
+        assert _torch.has_step_hooks(optimizer)
+        assert not _torch.has_step_hooks(optimizer, own_only=True)
         handle.remove()
+    _torch.tell_profiler(optimizer)
     assert {key for key in vars(optimizer) if _torch.is_hook_table(key)} >= {
         "_optimizer_step_pre_hooks",
         "_optimizer_load_state_dict_post_hooks",

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torchopt_ext._torch import note_step
 from torchopt_ext.optim import FusedAdam, FusedAdamW, fused_step
 from torchopt_ext.optim.base import FusedAdamBase
-from torchopt_ext.optim.context import ALONE, StepContext
+from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.control import ControlView
 from torchopt_ext.optim.hooks import HookedStep, inner_step, with_own_hooks
 from torchopt_ext.statedict import dcp, flat
@@ -74,7 +74,7 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
         Step hooks of the container fire, then those of each inner optimizer; global step hooks
         fire once, with the container.
         """
-        context = self._context or ALONE
+        context = self._context
         if len(self.optimizers) == 1:
             return inner_step(self.optimizers[0], context, *args, **kwargs)
         if kwargs.get("closure", args[0] if args else None) is not None:

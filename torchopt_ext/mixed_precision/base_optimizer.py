@@ -9,15 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchopt_ext._torch import is_hook_table
-from torchopt_ext.optim.context import ALONE
-from torchopt_ext.optim.hooks import (
-    HookedStep,
-    inner_step,
-    run_load_state_dict_post_hooks,
-    run_load_state_dict_pre_hooks,
-    run_state_dict_post_hooks,
-    run_state_dict_pre_hooks,
-)
+from torchopt_ext.optim.hooks import HookedStep, inner_step, run_hooks
 
 
 class BaseOptimizer(HookedStep, Optimizer):
@@ -68,18 +60,19 @@ class BaseOptimizer(HookedStep, Optimizer):
         self.optim.add_param_group(param_group)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        return inner_step(self.optim, self._context or ALONE, *args, **kwargs)
+        return inner_step(self.optim, self._context, *args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optim.zero_grad(set_to_none=set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        run_state_dict_pre_hooks(self)
-        return run_state_dict_post_hooks(self, self.optim.state_dict())
+        run_hooks(self, "state_dict_pre")
+        return run_hooks(self, "state_dict_post", self.optim.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.optim.load_state_dict(run_load_state_dict_pre_hooks(self, state_dict))
-        run_load_state_dict_post_hooks(self)
+        state_dict = run_hooks(self, "load_state_dict_pre", state_dict.copy())
+        self.optim.load_state_dict(state_dict)
+        run_hooks(self, "load_state_dict_post")
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """The gradients of ``loss``, a tensor of one element."""

@@ -22,12 +22,7 @@ from torchopt_ext.mixed_precision.saved_weights import checkpoint_buffers, read_
 from torchopt_ext.mixed_precision.skip_log import SkipLog, log_if
 from torchopt_ext.optim.base import FusedAdamBase
 from torchopt_ext.optim.context import StepContext
-from torchopt_ext.optim.hooks import (
-    run_load_state_dict_post_hooks,
-    run_load_state_dict_pre_hooks,
-    run_state_dict_post_hooks,
-    run_state_dict_pre_hooks,
-)
+from torchopt_ext.optim.hooks import run_hooks
 from torchopt_ext.optim.local import moved
 from torchopt_ext.optim.rejection import Agreement
 from torchopt_ext.optim.step import reject
@@ -266,13 +261,13 @@ class FSDPadaptOptimizer(BaseOptimizer):
         Args:
             snapshot: copies on the CPU instead of the optimizer's own tensors.
         """
-        run_state_dict_pre_hooks(self)
+        run_hooks(self, "state_dict_pre")
         states = {
             "grad_scaler": self.grad_scaler.state_dict(),
             "base_optim_states": self._base.base_state(),
             "flat_fp32_weights": dict(enumerate(self._base.weights())),
         }
-        states = run_state_dict_post_hooks(self, states)
+        states = run_hooks(self, "state_dict_post", states)
         return tree_map_only(Tensor, copy_on_cpu, states) if snapshot else states
 
     @torch.no_grad()
@@ -296,11 +291,11 @@ class FSDPadaptOptimizer(BaseOptimizer):
         """Takes what :meth:`check_state_dict` has returned."""
         self._base.load(states["base_optim_states"], weights)
         self.grad_scaler.load_state_dict(states["grad_scaler"])
-        run_load_state_dict_post_hooks(self)
+        run_hooks(self, "load_state_dict_post")
 
     def check_state_dict(self, states: dict[str, Any]) -> tuple[dict[str, Any], list[list[Tensor]]]:
         """Raises what :meth:`load_state_dict` would; the dict after its hooks, weights by group."""
-        states = run_load_state_dict_pre_hooks(self, states)
+        states = run_hooks(self, "load_state_dict_pre", states.copy())
         for part in ("grad_scaler", "base_optim_states", "flat_fp32_weights"):
             assert part in states, f"Not found {part} state!"
         self.grad_scaler.check_state_dict(states["grad_scaler"])

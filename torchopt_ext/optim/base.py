@@ -11,13 +11,8 @@ from torch import Tensor
 from torchopt_ext import ops
 from torchopt_ext._torch import is_dtensor
 from torchopt_ext.optim import state as param_state
-from torchopt_ext.optim.context import ALONE
 from torchopt_ext.optim.control import checked_max_grad_norm
-from torchopt_ext.optim.hooks import (
-    HookedStep,
-    run_load_state_dict_post_hooks,
-    run_load_state_dict_pre_hooks,
-)
+from torchopt_ext.optim.hooks import HookedStep, run_hooks
 from torchopt_ext.optim.planned import PlannedStep
 from torchopt_ext.optim.step import fused_step
 from torchopt_ext.optim.storage import REMAINDER, Place, Storage, with_own_steps
@@ -141,7 +136,7 @@ class FusedAdamBase(HookedStep, PlannedStep):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        fused_step([self], self._context or ALONE)
+        fused_step([self], self._context)
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -188,11 +183,11 @@ class FusedAdamBase(HookedStep, PlannedStep):
         Raises:
             ValueError: groups or entries do not fit this optimizer; says all that does not.
         """
-        hooked = run_load_state_dict_pre_hooks(self, state_dict)
+        hooked = run_hooks(self, "load_state_dict_pre", state_dict.copy())
         loaded = read_indexed(hooked, self.param_groups)
         raise_problems(loaded.problems(self))
         self.take_loaded(loaded, loaded.counted)
-        run_load_state_dict_post_hooks(self)
+        run_hooks(self, "load_state_dict_post")
 
     def take_loaded(self, loaded: Loaded, counted: float) -> None:
         """Continues with a state dict that was read and checked.

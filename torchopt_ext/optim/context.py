@@ -32,6 +32,8 @@ class StepContext:
 
 
 ALONE = StepContext()
+IDLE = StepContext()
+"""While no step is under way."""
 
 
 def amp_context(optimizer: Any) -> StepContext:

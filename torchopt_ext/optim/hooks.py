@@ -13,7 +13,7 @@ from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
 
 from torchopt_ext import _C, _torch
-from torchopt_ext.optim.context import StepContext, amp_attributes, amp_context
+from torchopt_ext.optim.context import IDLE, StepContext, amp_attributes, amp_context
 
 Step = TypeVar("Step", bound=Callable[..., Any])
 
@@ -21,8 +21,8 @@ Step = TypeVar("Step", bound=Callable[..., Any])
 def hooked_step(step: Step) -> Step:
     """Wraps ``step`` in its hooks and a profiler's record, as torch does, once in nested calls.
 
-    ``self._context`` holds the step's context while it is under way: what :func:`step_in` has
-    given, so that neither a subclass's ``step`` nor a patch of it needs an argument for it.
+    ``self._context`` is the context of the step under way, which :func:`step_in` has given, so that
+    neither a subclass's ``step`` nor a patch of it needs an argument for it.
 
     torch (torch/optim/optimizer.py, profile_hook_step) makes the record even if nobody observes
     it, which takes a twentieth of a step over 2,000 small tensors; here only if somebody does.
@@ -31,22 +31,18 @@ def hooked_step(step: Step) -> Step:
 
     @functools.wraps(step)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._context is not None:  # a subclass has called super().step()
+        if self._context is not IDLE:  # a subclass has called super().step()
             return step(self, *args, **kwargs)
         self._context = amp_context(self) if self._given is None else self._given
         try:
             if self._context.inner:
                 return with_own_hooks(self, step, args, kwargs)
-            if (
-                args  # a closure may do anything
-                or kwargs
-                or _torch.has_global_step_hooks()
-                or _observed(self)
-            ):
+            # A closure may do anything.
+            if args or kwargs or _C.observed() or _torch.has_step_hooks(self):
                 return by_torch(self, *args, **kwargs)
             return step(self)
         finally:
-            self._context = None
+            self._context = IDLE
 
     wrapper.hooked = True  # type: ignore[attr-defined]  # torch patches no step that says so
     return cast("Step", _torch.run_eagerly(wrapper))
@@ -55,7 +51,7 @@ def hooked_step(step: Step) -> Step:
 class HookedStep:
     """Applies :func:`hooked_step` to the ``step`` of every subclass, also one from a mixin."""
 
-    _context: StepContext | None = None  # of the step under way
+    _context = IDLE
     _given: StepContext | None = None  # for the next step
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -104,51 +100,31 @@ def inner_step(optimizer: Any, context: StepContext, *args: Any, **kwargs: Any) 
         return with_own_hooks(optimizer, _torch.step_without_hooks(optimizer), args, kwargs)
 
 
-def _observed(optimizer: Any) -> bool:
-    return bool(_C.observed() or _torch.has_step_hooks(optimizer))
-
-
 def with_own_hooks(
     optimizer: Any, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """profile_hook_step of torch/optim/optimizer.py without the global hooks."""
-    if not _observed(optimizer):
+    if not (_C.observed() or _torch.has_step_hooks(optimizer, own_only=True)):
         return step(optimizer, *args, **kwargs)
     args = (optimizer, *args)
     with record_function(f"Optimizer.step#{type(optimizer).__name__}.step"):
-        for hook in _torch.step_pre_hooks(optimizer):
+        for hook in _torch.hooks(optimizer, "step_pre"):
             if (changed := hook(optimizer, args, kwargs)) is not None:
                 args, kwargs = changed
         result = step(*args, **kwargs)
-        for hook in _torch.step_post_hooks(optimizer):
+        _torch.tell_profiler(optimizer)
+        for hook in _torch.hooks(optimizer, "step_post"):
             hook(optimizer, args, kwargs)
     return result
 
 
-def run_state_dict_pre_hooks(optimizer: Optimizer) -> None:
-    for hook in _torch.state_dict_hooks(optimizer, "pre"):
-        hook(optimizer)
+def run_hooks(optimizer: Any, kind: str, *state_dict: Any) -> Any:
+    """Fires hooks on state dicts: ``state_dict_pre``, ``load_state_dict_post`` and so on.
 
-
-def run_state_dict_post_hooks(optimizer: Optimizer, result: dict[str, Any]) -> dict[str, Any]:
-    """The state dict as its hooks leave it."""
-    for hook in _torch.state_dict_hooks(optimizer, "post"):
-        hooked = hook(optimizer, result)
-        result = result if hooked is None else hooked
-    return result
-
-
-def run_load_state_dict_pre_hooks(
-    optimizer: Optimizer, state_dict: dict[str, Any]
-) -> dict[str, Any]:
-    """The state dict to load, as its hooks leave it; the one that was given stays."""
-    state_dict = state_dict.copy()
-    for hook in _torch.load_state_dict_hooks(optimizer, "pre"):
-        hooked = hook(optimizer, state_dict)
-        state_dict = state_dict if hooked is None else hooked
-    return state_dict
-
-
-def run_load_state_dict_post_hooks(optimizer: Optimizer) -> None:
-    for hook in _torch.load_state_dict_hooks(optimizer, "post"):
-        hook(optimizer)
+    Returns:
+        The state dict, if one is given, as the hooks leave it.
+    """
+    for hook in _torch.hooks(optimizer, kind):
+        if (changed := hook(optimizer, *state_dict)) is not None and state_dict:
+            state_dict = (changed,)
+    return state_dict[0] if state_dict else None

@@ -19,13 +19,7 @@ from torchopt_ext.optim.agreement import all_or_none, use_device
 from torchopt_ext.optim.base import FusedAdamBase
 from torchopt_ext.optim.collective import waits_at_most
 from torchopt_ext.optim.context import ALONE, StepContext
-from torchopt_ext.optim.hooks import (
-    HookedStep,
-    run_load_state_dict_post_hooks,
-    run_load_state_dict_pre_hooks,
-    run_state_dict_post_hooks,
-    run_state_dict_pre_hooks,
-)
+from torchopt_ext.optim.hooks import HookedStep, run_hooks
 from torchopt_ext.optim.rejection import Agreement, Verdict
 from torchopt_ext.statedict.dcp import Buffers
 from torchopt_ext.zero import checkpoint, local_optimizer
@@ -267,7 +261,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
             )
             return None
         self.verdict.check()
-        context, agreement = self._context or ALONE, Agreement()
+        context, agreement = self._context, Agreement()
         fused = isinstance(self.optim, FusedAdamBase)
         if self.world_size > 1:
             context = replace(context, agreement=agreement)
@@ -369,13 +363,13 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
             TypeError: DCP would not give back an entry as it is; names it.
         """
         self._check_overlap_initialized()
-        run_state_dict_pre_hooks(self)
+        run_hooks(self, "state_dict_pre")
         if self._consolidated:
             first = min(self._consolidated["state"], default=None)
             result = zero_state.packed(self, self._consolidated, first)
         else:
             result = checkpoint.sharded(self, elsewhere=self._consolidated is not None)
-        return run_state_dict_post_hooks(self, result)
+        return run_hooks(self, "state_dict_post", result)
 
     def checkpoint_buffers(self) -> Buffers:
         """For :func:`torchopt_ext.statedict.dcp.load`."""
@@ -396,10 +390,10 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
         """
         self._check_overlap_initialized()
         with all_or_none(self.process_group):
-            state_dict = run_load_state_dict_pre_hooks(self, state_dict)
+            state_dict = run_hooks(self, "load_state_dict_pre", state_dict.copy())
             loaded = zero_state.check(self, state_dict)
         zero_state.load(self, loaded)
-        run_load_state_dict_post_hooks(self)
+        run_hooks(self, "load_state_dict_post")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = type(self).__new__(type(self))

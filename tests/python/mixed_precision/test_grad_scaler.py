@@ -13,6 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torchopt_ext import FusedAdamW, GradScaler
+from torchopt_ext.optim.context import IDLE
 from torchopt_ext.containers import OptimizersContainer, OptimizersInBackwardContainer
 
 from ..optim.subject import (
@@ -356,7 +357,7 @@ def test_a_failed_step_leaves_scaler_and_optimizer_usable() -> None:
     with pytest.raises(RuntimeError, match="dtype"):
         scaler.step(optimizer)
     assert not hasattr(optimizer, "grad_scale")
-    assert optimizer._context is None
+    assert optimizer._context is IDLE
     params[1].grad = good
     scaler.step(optimizer)
     scaler.update()
