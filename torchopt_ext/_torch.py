@@ -55,8 +55,10 @@ def has_step_hooks(optimizer: Any, *, own_only: bool = False) -> bool:
     return bool(
         optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
-        or not own_only
-        and (_optimizer._global_optimizer_pre_hooks or _optimizer._global_optimizer_post_hooks)
+        or (
+            not own_only
+            and (_optimizer._global_optimizer_pre_hooks or _optimizer._global_optimizer_post_hooks)
+        )
     )
 
 

@@ -21,7 +21,7 @@ from rank_cases import difference, run_cases
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from torchopt_ext.optim import agreement
+from torchopt_ext.optim import collective
 from torchopt_ext.zero import exchange
 from torchopt_ext.zero.exchange import Entry
 
@@ -96,8 +96,8 @@ TEXTS = ["", "any\u00efthing \U0001f600 \ud800", "x" * 5000]
 
 def all_gather_text() -> Result:
     size = dist.get_world_size()
-    found = agreement.all_gather_text(TEXTS[dist.get_rank()], world())
-    empty = agreement.all_gather_text("", world())
+    found = collective.all_gather_text(TEXTS[dist.get_rank()], world())
+    empty = collective.all_gather_text("", world())
     return {"found": found == TEXTS[:size], "empty": empty == [""] * size}
 
 
@@ -122,7 +122,7 @@ def agree(error: str | None) -> Result:
     """The last rank has an error."""
     mine = error if dist.get_rank() == dist.get_world_size() - 1 else None
     with traffic() as sizes:
-        result = outcome(lambda: agreement.agree(mine, world()))
+        result = outcome(lambda: collective.agree(mine, world()))
     return {**result, "traffic": sizes}
 
 
@@ -253,7 +253,7 @@ def wrong_parts(first: Entry, last: Entry) -> Result:
     entries = {0: [first], size - 1: [last]}.get(rank, [])
     entries = [*entries, Entry(9 + rank, "large", torch.ones(2 * MB))]
     result = outcome(lambda: exchange.gather_entries(entries, 0, world()))
-    agreement.agree(None, world())  # works, so nothing is left in the way
+    collective.agree(None, world())  # works, so nothing is left in the way
     return result
 
 
@@ -303,9 +303,9 @@ def subgroup() -> Result:
         5: {"part": torch.tensor([0.0, 0, 0, 1, 1, 1])},
     }
     return {
-        "device": str(agreement.comm_device(group)),
-        "texts": agreement.all_gather_text(f"global {dist.get_rank()}", group),
-        "agree": outcome(lambda: agreement.agree(f"bad {mine}" if mine else None, group)),
+        "device": str(collective.comm_device(group)),
+        "texts": collective.all_gather_text(f"global {dist.get_rank()}", group),
+        "agree": outcome(lambda: collective.agree(f"bad {mine}" if mine else None, group)),
         "check_same": outcome(lambda: exchange.check_same([str(mine)], "parameters", group)),
         "target": state is not None,
         "difference": copy_difference(state, expected) if mine == 1 else "",
@@ -315,17 +315,17 @@ def subgroup() -> Result:
 # ---- a rank that fails, and memory ---------------------------------------------------------------
 
 
-def late(collective: Callable[[dist.ProcessGroup], Any], agreed: bool = False) -> Result:
+def late(call: Callable[[dist.ProcessGroup], Any], agreed: bool = False) -> Result:
     """The last rank does not take part, or only in agreeing that it could."""
     group = dist.new_group(timeout=datetime.timedelta(seconds=1))
-    agreement.agree(None, group)  # connects, with all time it needs
+    collective.agree(None, group)  # connects, with all time it needs
     dist.barrier()
     if dist.get_rank() == dist.get_world_size() - 1:
         if agreed:
-            agreement.agree(None, group)
+            collective.agree(None, group)
         dist.barrier()
         return {}
-    result = outcome(lambda: collective(group))
+    result = outcome(lambda: call(group))
     dist.barrier()
     return result
 

@@ -12,8 +12,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from torchopt_ext._torch import note_step
-from torchopt_ext.optim import FusedAdam, FusedAdamW, fused_step
-from torchopt_ext.optim.base import FusedAdamBase
+from torchopt_ext.optim import FusedAdam, fused_step
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.control import ControlView
 from torchopt_ext.optim.hooks import HookedStep, inner_step, with_own_hooks
@@ -97,7 +96,7 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
     @property
     def checks_overflow_in_step(self) -> bool:
         """Whether torchopt_ext.GradScaler may leave the overflow check to step()."""
-        return all(isinstance(opt, FusedAdamBase) for opt in self.optimizers)
+        return all(isinstance(opt, FusedAdam) for opt in self.optimizers)
 
     @property
     def control(self) -> ControlView:
@@ -107,7 +106,7 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
             AttributeError: the inner optimizers are not FusedAdam or FusedAdamW.
         """
         for optimizer in self._by_size():
-            if isinstance(optimizer, FusedAdamBase):
+            if isinstance(optimizer, FusedAdam):
                 return optimizer.control
         raise AttributeError(f"{type(self.optimizers[0]).__name__} has no control block")
 
@@ -149,7 +148,7 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
             from_: float32 weights by parameter, or by name in the state dict; all of them are
                 checked before any is set.
         """
-        fused = [optimizer for optimizer in self.optimizers if isinstance(optimizer, FusedAdamBase)]
+        fused = [optimizer for optimizer in self.optimizers if isinstance(optimizer, FusedAdam)]
         if from_ is None:
             for optimizer in fused:
                 optimizer.refresh_masters()
@@ -186,7 +185,7 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
         """Make this container an Optimizer itself, with hooks and defaults of its own."""
         number = 0
         for optimizer in self.optimizers:
-            if isinstance(optimizer, FusedAdamBase):
+            if isinstance(optimizer, FusedAdam):
                 optimizer.first_parameter_number = number
             number += sum(len(group["params"]) for group in optimizer.param_groups)
         Optimizer.__init__(self, [{"params": all_params}], dict(optimizer_kwargs))
@@ -250,14 +249,14 @@ def trainable_parameters(model_parts: Sequence[nn.Module]) -> list[list[nn.Param
 
 def _deciding_jointly(
     optimizers: Sequence[Optimizer], context: StepContext
-) -> list[FusedAdam | FusedAdamW]:
+) -> list[FusedAdam]:
     """The optimizers, if gradient norm and skipping are one decision over them all."""
-    fused = [opt for opt in optimizers if isinstance(opt, FusedAdam | FusedAdamW)]
+    fused = [opt for opt in optimizers if isinstance(opt, FusedAdam)]
     alone = len(optimizers) < 2 or len(fused) < len(optimizers)  # then step() decides by itself
     if alone or not any(opt.wants_norm(context) for opt in fused):
         return []
     for opt in fused:
-        if inspect.unwrap(type(opt).step) is not inspect.unwrap(FusedAdamBase.step):
+        if inspect.unwrap(type(opt).step) is not inspect.unwrap(FusedAdam.step):
             raise TypeError(
                 f"{type(opt).__name__} overrides step(), which one decision over "
                 f"{len(fused)} optimizers cannot call: leave out max_grad_norm and skip_nonfinite"
@@ -265,7 +264,7 @@ def _deciding_jointly(
     return fused
 
 
-def _step_jointly(optimizers: Sequence[FusedAdam | FusedAdamW], context: StepContext) -> None:
+def _step_jointly(optimizers: Sequence[FusedAdam], context: StepContext) -> None:
     """fused_step between the step hooks of every optimizer, which it does not fire itself."""
 
     def step(*_: Any, **__: Any) -> None:

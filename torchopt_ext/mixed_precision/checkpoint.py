@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from torchopt_ext._torch import is_dtensor
-from torchopt_ext.optim.agreement import agree, all_or_none
+from torchopt_ext.optim.collective import agree, all_or_none
 from torchopt_ext.statedict.dcp import (
     group_of,
     load,

@@ -20,7 +20,7 @@ from torchopt_ext.mixed_precision.fused_base import FusedBase
 from torchopt_ext.mixed_precision.master_weights import MasterWeights
 from torchopt_ext.mixed_precision.saved_weights import checkpoint_buffers, read_weights
 from torchopt_ext.mixed_precision.skip_log import SkipLog, log_if
-from torchopt_ext.optim.base import FusedAdamBase
+from torchopt_ext.optim import FusedAdam
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.hooks import run_hooks
 from torchopt_ext.optim.local import moved
@@ -84,7 +84,7 @@ class FSDPadaptOptimizer(BaseOptimizer):
             clip_grad_norm = getattr(optimizer, "max_grad_norm", None) or 1.0
         self.clip_grad_norm(max_norm=clip_grad_norm)
         self._base: FusedBase | MasterWeights
-        if isinstance(optimizer, FusedAdamBase):
+        if isinstance(optimizer, FusedAdam):
             self._base = FusedBase(optimizer, process_group)
         else:
             self._base = MasterWeights(optimizer, process_group)

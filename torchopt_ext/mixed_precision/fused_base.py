@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchopt_ext.optim.base import FusedAdamBase
+from torchopt_ext.optim import FusedAdam
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.control import Controlled
 from torchopt_ext.optim.hooks import inner_step
@@ -24,7 +24,7 @@ class FusedBase:
         process_group: ranks that agree on norm and overflow; None for the optimizer's own.
     """
 
-    def __init__(self, optim: FusedAdamBase, process_group: Any) -> None:
+    def __init__(self, optim: FusedAdam, process_group: Any) -> None:
         self.optim = optim
         if process_group is not None:
             optim.process_group = process_group

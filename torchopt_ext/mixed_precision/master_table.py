@@ -19,8 +19,7 @@ from torchopt_ext.optim.local import (
     placed,
     same_placement,
 )
-from torchopt_ext.optim.param_kinds import is_steppable, refuse_param
-from torchopt_ext.optim.storage import SIXTEEN_BIT
+from torchopt_ext.optim.storage import SIXTEEN_BIT, is_steppable, refuse_param
 
 NormPart = tuple[torch.device, NormKey]
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from torchopt_ext.mixed_precision.master_table import names_of
-from torchopt_ext.optim.param_kinds import is_steppable
+from torchopt_ext.optim.storage import is_steppable
 from torchopt_ext.statedict.entries import tensor_problem
 
 

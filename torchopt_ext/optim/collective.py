@@ -1,12 +1,22 @@
-"""How long to wait for a collective, and what to say when it fails."""
+"""Collectives: how long to wait, what to say when one fails, and how ranks exchange text and agree.
 
+Ranks are ranks of the group.
+"""
+
+import ctypes
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
 _timeout: ContextVar[timedelta | None] = ContextVar("timeout", default=None)
+_devices: "WeakKeyDictionary[Any, torch.device]" = WeakKeyDictionary()
 
 
 @contextmanager
@@ -54,3 +64,98 @@ def wait(work: Any) -> None:
         work.wait()  # NCCL makes the stream wait, not the host
     else:
         work.wait(timeout)
+
+
+def use_device(group: Any, device: torch.device) -> None:
+    """Says which CUDA device this rank's tensors of ``group`` are on, if not the current one."""
+    if device.type == "cuda":
+        _devices[group] = device
+
+
+def comm_device(group: dist.ProcessGroup) -> torch.device:
+    """Where tensors have to be that `group` communicates: the CPU if it can, else the GPU."""
+    if "cpu:" in dist.get_backend_config(group):
+        return torch.device("cpu")
+    return _devices.get(group) or torch.device("cuda", torch.cuda.current_device())
+
+
+def speaks(group: dist.ProcessGroup, tensor: Tensor) -> bool:
+    """Whether a tensor can be sent from where it is."""
+    return f"{tensor.device.type}:" in dist.get_backend_config(group)
+
+
+def all_gather_text(
+    text: str, group: dist.ProcessGroup, what: str = "exchanging text"
+) -> list[str]:
+    """The `text` of every rank, by rank. All ranks call it.
+
+    Args:
+        what: what it is for, for errors.
+
+    Raises:
+        RuntimeError: a rank died or is late.
+    """
+    data = text_bytes(text)
+    lengths = [int(n) for n in all_gather(torch.tensor([data.numel()]), group, what)]
+    if not any(lengths):
+        return [""] * len(lengths)
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded[: data.numel()] = data
+    gathered = all_gather(padded, group, what)
+    return [bytes_text(part[:n]) for part, n in zip(gathered, lengths, strict=True)]
+
+
+def agree(
+    error: str | None, group: dist.ProcessGroup | None, kind: type[Exception] = RuntimeError
+) -> None:
+    """Raise on every rank if any rank has an error. All ranks call it, before what may hang.
+
+    Args:
+        group: None for this process alone.
+
+    Raises:
+        kind: what is wrong on which rank.
+        RuntimeError: a rank died or is late.
+    """
+    mine = "" if error is None else error or "an error without a message"
+    if group is None:
+        if mine:
+            raise kind(mine)
+        return
+    errors = all_gather_text(mine, group, "agreeing on whether every rank can go on")
+    if any(errors):
+        raise kind("; ".join(f"rank {r}: {e}" for r, e in enumerate(errors) if e))
+
+
+@contextmanager
+def all_or_none(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """For local work of which no rank may be the only one to fail: the others raise with it.
+
+    Raises:
+        ValueError: another rank's work failed; says which rank's, and how.
+    """
+    try:
+        yield
+    except Exception as error:
+        with suppress(RuntimeError, ValueError):
+            agree(f"{type(error).__name__}: {error}", group, ValueError)
+        raise
+    agree(None, group, ValueError)
+
+
+def text_bytes(text: str) -> Tensor:
+    data = bytearray(text.encode("utf-8", "surrogatepass"))
+    return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def bytes_text(data: Tensor) -> str:
+    """The text in a contiguous uint8 tensor on the CPU."""
+    return ctypes.string_at(data.data_ptr(), data.numel()).decode("utf-8", "surrogatepass")
+
+
+def all_gather(tensor: Tensor, group: dist.ProcessGroup, what: str) -> list[Tensor]:
+    mine = tensor.to(comm_device(group))
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    with collective(what):
+        run(dist.all_gather, gathered, mine, group=group)
+        return [part.cpu() for part in gathered]

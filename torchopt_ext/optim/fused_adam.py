@@ -1,15 +1,29 @@
 """FusedAdam and FusedAdamW: torch.optim.Adam and AdamW in two passes over memory."""
 
-from collections.abc import Collection, Iterable
-from typing import Any
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from torchopt_ext.optim.base import FusedAdamBase
+from torchopt_ext import ops
+from torchopt_ext._torch import is_dtensor
+from torchopt_ext.optim import state as param_state
+from torchopt_ext.optim.control import checked_max_grad_norm
+from torchopt_ext.optim.hooks import HookedStep, run_hooks
+from torchopt_ext.optim.planned import PlannedStep
+from torchopt_ext.optim.step import fused_step
+from torchopt_ext.optim.storage import REMAINDER, Place, Storage, with_own_steps
+from torchopt_ext.optim.telemetry import track_bits
+from torchopt_ext.statedict.control import CONTROL_KEY, as_entry
+from torchopt_ext.statedict.entries import converted
+from torchopt_ext.statedict.loaded import Loaded, largest_step, raise_problems, read_indexed
+from torchopt_ext.statedict.masters import read_weights, refresh_master, set_weight
 
 
-class FusedAdam(FusedAdamBase):
+class FusedAdam(HookedStep, PlannedStep):
     """torch.optim.Adam (Kingma & Ba, arXiv:1412.6980), fused with clipping and overflow check.
 
     The arguments up to ``fused`` are torch.optim.Adam's; ``weight_decay`` is added to the gradient.
@@ -49,13 +63,16 @@ class FusedAdam(FusedAdamBase):
         ValueError: an argument out of range.
     """
 
-
-class FusedAdamW(FusedAdamBase):
-    """torch.optim.AdamW (Loshchilov & Hutter, arXiv:1711.05101), fused as :class:`FusedAdam` is.
-
-    ``weight_decay`` multiplies the parameter, apart from the gradient; everything else is as in
-    :class:`FusedAdam`.
-    """
+    # torch.amp.GradScaler then sets grad_scale and found_inf instead of unscaling gradients.
+    _step_supports_amp_scaling = True
+    # torchopt_ext.GradScaler then leaves the overflow check to the step.
+    checks_overflow_in_step = True
+    # The number of the first parameter, in draws and digests (docs/numerics.md sections 8 and 9):
+    # a container numbers its optimizers' parameters through.
+    first_parameter_number = 0
+    required_state = ("step", "exp_avg", "exp_avg_sq")
+    # Parameters that are parts of a larger model's, and where: set by ZeroRedundancyOptimizer.
+    parameter_places: Mapping[Tensor, Place] = {}
 
     def __init__(
         self,
@@ -63,7 +80,7 @@ class FusedAdamW(FusedAdamBase):
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-        weight_decay: float = 1e-2,
+        weight_decay: float = 0.0,
         amsgrad: bool = False,
         *,
         maximize: bool = False,
@@ -80,30 +97,287 @@ class FusedAdamW(FusedAdamBase):
         rounding_seed: int = 0,
         write_back_gradients: bool = False,
         track: bool | Collection[str] = False,
+        decoupled_weight_decay: bool = False,
+    ) -> None:
+        name = type(self).__name__
+        if isinstance(lr, Tensor) and lr.numel() != 1:
+            raise ValueError("Tensor lr must be 1-element")
+        if isinstance(lr, Tensor) and lr.dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"Tensor lr has dtype {lr.dtype}, expected float32 or float64")
+        if not 0.0 <= lr:
+            raise ValueError(f"Invalid learning rate: {lr}")
+        if not 0.0 <= eps:
+            raise ValueError(f"Invalid epsilon value: {eps}")
+        if isinstance(betas[0], Tensor) != isinstance(betas[1], Tensor):
+            raise ValueError("betas must be either both floats or both Tensors")
+        betas = (float(betas[0]), float(betas[1]))
+        for index, beta in enumerate(betas):
+            if not 0.0 <= beta < 1.0:
+                raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
+        if not 0.0 <= weight_decay:
+            raise ValueError(f"Invalid weight_decay value: {weight_decay}")
+        if foreach or fused is False or differentiable:
+            asked = {"foreach": foreach, "fused": fused, "differentiable": differentiable}
+            raise ValueError(
+                f"{name} is always fused and not differentiable; got {asked}. "
+                f"Use torch.optim for the other implementations."
+            )
+        if not 0 <= rounding_seed < 2**64:
+            raise ValueError(f"Invalid rounding_seed: {rounding_seed}, expected 64 bits")
+        self._storage = Storage(master_weights, state_dtype)
+        self._options = param_state.PlanOptions(
+            stochastic_rounding, rounding_seed, write_back_gradients, track_bits(track)
+        )
+        self._settings = {
+            "max_grad_norm": checked_max_grad_norm(max_grad_norm),
+            "skip_nonfinite": float(skip_nonfinite),
+        }
+        self._init_runtime(process_group)
+        # The keys of torch's Adam and AdamW, so that state dicts move both ways.
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "foreach": foreach,
+            "capturable": capturable,
+            "differentiable": differentiable,
+            "fused": True,
+            "decoupled_weight_decay": decoupled_weight_decay,
+        }
+        super().__init__(params, defaults)
+
+    def _init_runtime(self, process_group: torch.distributed.ProcessGroup | None) -> None:
+        self.process_group = process_group
+        self._init_control()
+        self._init_plan()
+
+    # ---- torch.optim.Optimizer --------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One optimization step.
+
+        Args:
+            closure: evaluates the model again and returns the loss.
+
+        Returns:
+            The closure's loss, or None.
+
+        Raises:
+            RuntimeError: a gradient does not fit its parameter; names it. Nothing is changed, but
+                parameters without state may have got that of step 0.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        fused_step([self], self._context)
+        return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        names = group.get("param_names") or range(len(group["params"]))
+        try:
+            for name, param in zip(names, group["params"], strict=True):
+                if param.requires_grad:  # a frozen one is checked when it has a gradient
+                    self._check_param(param, name)
+        except TypeError:
+            self.param_groups.pop()
+            raise
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's; with a schedule or a loss scale, the first parameter's state has also
+        ``torchopt_ext.control``.
+
+        Tensors are the optimizer's own but for the steps, which are copies.
+        """
+        self._mark_control()
+        packed = super().state_dict()
+        packed["state"] = with_own_steps(packed["state"])
+        for entry in packed["state"].values():
+            if not isinstance(entry, dict):
+                continue
+            if CONTROL_KEY in entry:
+                entry[CONTROL_KEY] = as_entry(self.saved_control())
+            if is_dtensor(entry.get(REMAINDER)):
+                from torchopt_ext.optim.gathered import Remainder  # needs torch.distributed.tensor
+
+                entry[REMAINDER] = Remainder.of(entry[REMAINDER])
+        return packed
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state dict of this class or of torch's; checked whole before anything changes.
+
+        Nothing of the given dict is kept. Moments come in the dtype this optimizer keeps them in;
+        a master weight, a remainder, or neither is converted to what this optimizer keeps, with
+        the parameter as it is when the next step begins. Without the counts of a schedule, they
+        are derived from the parameters' steps.
+
+        Raises:
+            ValueError: groups or entries do not fit this optimizer; says all that does not.
+        """
+        hooked = run_hooks(self, "load_state_dict_pre", state_dict.copy())
+        loaded = read_indexed(hooked, self.param_groups)
+        raise_problems(loaded.problems(self))
+        self.take_loaded(loaded, loaded.counted)
+        run_hooks(self, "load_state_dict_post")
+
+    def take_loaded(self, loaded: Loaded, counted: float) -> None:
+        """Continues with a state dict that was read and checked.
+
+        Args:
+            counted: the largest step count of a parameter, on any rank.
+        """
+        state = loaded.foreign | {
+            slot.param: {
+                name: converted(name, value, slot.param, self._storage)
+                for name, value in slot.entry.items()
+            }
+            for slot in loaded.slots
+            if slot.entry
+        }
+        made = largest_step(self.state.values())
+        self.__setstate__({"state": defaultdict(dict, state), "param_groups": loaded.groups})
+        self.load_control(loaded.control, counted, made)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(self._portable_state(), memo))
+        copied.process_group = self.process_group
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.process_group is not None:
+            raise TypeError(
+                f"a {type(self).__name__} with a process_group cannot be pickled: its ranks exist "
+                f"in this run only; save its state_dict()"
+            )
+        return self._portable_state()
+
+    def _portable_state(self) -> dict[str, Any]:
+        portable = super().__getstate__()
+        return portable | {
+            "state": defaultdict(dict, with_own_steps(portable["state"])),
+            "_storage": self._storage,
+            "_options": self._options,
+            "_settings": self._settings,
+            "_counters": self._counters,
+            "_control": {device: block for device, (block, _) in self._blocks.items()},
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_built" not in self.__dict__:  # a copy or an unpickled optimizer
+            self._init_runtime(None)
+            controls: dict[torch.device, Tensor] = state.pop("_control", {})
+            self._blocks = {d: (block, ops.new_accumulator(d)) for d, block in controls.items()}
+        super().__setstate__(state)
+        for group in self.param_groups:  # state dicts of older torch versions lack some keys
+            for key, default in self.defaults.items():
+                group.setdefault(key, default)
+        self._built = None
+        self._digests = {}
+        self._mark_control()
+
+    # ---- beyond torch -----------------------------------------------------------------------
+
+    @torch.no_grad()
+    def refresh_masters(self, from_: Mapping[Any, Tensor] | None = None) -> None:
+        """Makes the master weights what the parameters are now, or sets both from float32 weights.
+
+        Call it after weights were changed from outside, such as by loading a checkpoint of the
+        model alone: the next step would otherwise continue from the old master weights.
+
+        Args:
+            from_: float32 weights by parameter, or by name if the optimizer was given names, such
+                as an fp32 model's state dict. Masters and remainders then have all their bits, and
+                16-bit parameters are their rounding.
+
+        Raises:
+            ValueError: a weight is missing or does not fit; says all that is wrong. Nothing is
+                changed.
+        """
+        named = [(name, param) for _, _, name, param in param_state.named_group_params(self)]
+        if from_ is not None:
+            self.set_weights(read_weights(from_, named, self.keeps_master))
+            return
+        for _, param in named:
+            refresh_master(param, self.state.get(param, {}))
+
+    def keeps_master(self, param: Tensor) -> bool:
+        """Whether a parameter has a master weight or a remainder."""
+        return self._storage.master_of(param) is not None
+
+    @torch.no_grad()
+    def set_weights(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Sets parameters and their masters to float32 weights that fit them."""
+        for param, weight in pairs:
+            state = self.state.get(param, {})
+            set_weight(param, state, weight, self._storage)
+            if state and param.requires_grad:  # frozen ones get a master when they need it
+                self.state[param] = state
+
+    def keep_masters(self) -> None:
+        """Lets 16-bit parameters have fp32 masters from the next step on.
+
+        Unless the arguments said how to keep them: by masters, remainders or random rounding.
+        """
+        if self._storage.master_weights is None and not self._options.stochastic_rounding:
+            self._storage = Storage("fp32", self._storage.state_dtype)
+            self._built = None
+
+    def _init_states(self, wanted: Callable[[Tensor], bool]) -> None:
+        super()._init_states(wanted)
+        self._mark_control()
+
+    def _mark_control(self) -> None:
+        """Gives the first state the entry for the control's fields, if they are to be saved.
+
+        torch's set_optimizer_state_dict takes from a flat dict only the entries that state has.
+        """
+        if self.keeps_counts:
+            for entry in self.state.values():
+                if isinstance(entry, dict) and "step" in entry:
+                    entry.setdefault(CONTROL_KEY, {})
+                    return
+
+    def _set_control(self, **fields: float) -> None:
+        super()._set_control(**fields)
+        self._mark_control()
+
+
+class FusedAdamW(FusedAdam):
+    """torch.optim.AdamW (Loshchilov & Hutter, arXiv:1711.05101), fused as :class:`FusedAdam` is.
+
+    ``weight_decay`` multiplies the parameter, apart from the gradient; everything else, ``options``
+    included, is as in :class:`FusedAdam`.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        **options: Any,
     ) -> None:
         super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            maximize=maximize,
-            foreach=foreach,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-            max_grad_norm=max_grad_norm,
-            skip_nonfinite=skip_nonfinite,
-            process_group=process_group,
-            master_weights=master_weights,
-            state_dtype=state_dtype,
-            stochastic_rounding=stochastic_rounding,
-            rounding_seed=rounding_seed,
-            write_back_gradients=write_back_gradients,
-            track=track,
-            decoupled_weight_decay=True,
-        )
+            params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, foreach=foreach,
+            capturable=capturable, differentiable=differentiable, fused=fused,
+            decoupled_weight_decay=True, **options,
+        )  # fmt: skip
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from torchopt_ext._torch import all_reduce_coalesced, is_dtensor, local_shard
-from torchopt_ext.optim.agreement import comm_device, speaks
-from torchopt_ext.optim.collective import collective, run
+from torchopt_ext.optim.collective import collective, comm_device, run, speaks
 
 NormKey: TypeAlias = tuple[Any, ...]
 """Parameters with an equal key have their squares summed over the same ranks; () is this rank."""

@@ -13,8 +13,7 @@ from torchopt_ext.optim import state as param_state
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.control import Controlled
 from torchopt_ext.optim.local import NormKey, is_split, moved
-from torchopt_ext.optim.param_kinds import refuse_param
-from torchopt_ext.optim.storage import Storage
+from torchopt_ext.optim.storage import Storage, refuse_param
 from torchopt_ext.optim.telemetry import Telemetry, keep_digests, telemetry_of
 
 

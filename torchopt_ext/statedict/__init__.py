@@ -9,6 +9,6 @@
 - :mod:`dcp`: loads distributed checkpoints; :mod:`dcp_metadata`: reads their metadata safely.
 - :mod:`control`: where the control block's counts travel in a state dict.
 
-These modules import ``optim.local``, ``optim.storage``, ``optim.param_kinds`` and
-``optim.agreement``, which import none of them. All other modules may import these.
+These modules import ``optim.local``, ``optim.storage`` and ``optim.collective``, which import none
+of them. All other modules may import these.
 """

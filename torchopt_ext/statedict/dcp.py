@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from torchopt_ext._torch import set_element, unflatten_state_dict
-from torchopt_ext.optim.agreement import agree, all_or_none
+from torchopt_ext.optim.collective import agree, all_or_none
 from torchopt_ext.statedict.dcp_metadata import Path, Reader, Saved, entries_below
 from torchopt_ext.statedict.masters import zeros_like
 

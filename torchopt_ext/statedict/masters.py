@@ -8,12 +8,12 @@ from torch import Tensor
 
 from torchopt_ext._torch import is_dtensor
 from torchopt_ext.optim.local import as_placed, local_tensor
-from torchopt_ext.optim.param_kinds import is_steppable
 from torchopt_ext.optim.storage import (
     MASTER,
     REMAINDER,
     SIXTEEN_BIT,
     Storage,
+    is_steppable,
     join_master,
     split_master,
 )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.storage import StorageReader
 
-from torchopt_ext.optim.agreement import agree
+from torchopt_ext.optim.collective import agree
 from torchopt_ext.statedict import dcp
 from torchopt_ext.statedict.dcp_metadata import Path, Reader
 from torchopt_ext.zero import state as zero_state

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from torchopt_ext.optim.base import FusedAdamBase
+from torchopt_ext.optim import FusedAdam
 from torchopt_ext.statedict.entries import REQUIRED
 
 
@@ -10,7 +10,7 @@ def is_elementwise(optimizer_class: Any) -> bool:
     """Whether the class is known to be; a subclass may do anything and is not."""
     if not isinstance(optimizer_class, type):
         return False
-    return optimizer_class in REQUIRED or issubclass(optimizer_class, FusedAdamBase)
+    return optimizer_class in REQUIRED or issubclass(optimizer_class, FusedAdam)
 
 
 def check_elementwise(optimizer_class: Any, promised: bool) -> None:

@@ -15,15 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchopt_ext.optim.agreement import (
+from torchopt_ext.optim.collective import (
     agree,
     all_gather,
     all_gather_text,
     bytes_text,
+    collective,
     comm_device,
     text_bytes,
+    wait,
 )
-from torchopt_ext.optim.collective import collective, wait
 from torchopt_ext.zero import metadata
 
 STAGING_BYTES = 16 << 20  # the most that one message carries

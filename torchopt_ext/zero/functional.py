@@ -27,7 +27,7 @@ class FunctionalFusedAdam:
         ValueError: an argument that is not available here, or no parameters.
     """
 
-    optimizer_class: type[FusedAdam] | type[FusedAdamW] = FusedAdam
+    optimizer_class: type[FusedAdam] = FusedAdam
 
     def __init__(
         self, params: Sequence[Tensor], *, _allow_empty_param_list: bool = False, **defaults: Any

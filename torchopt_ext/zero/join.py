@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from torchopt_ext.optim.agreement import all_gather
-from torchopt_ext.optim.collective import collective, run
+from torchopt_ext.optim.collective import all_gather, collective, run
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.zero.balanced import BalancedBuckets
 from torchopt_ext.zero.ranks import Ranks

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.optim.utils import functional_optim_map
 
-from torchopt_ext.optim.base import FusedAdamBase
+from torchopt_ext.optim import FusedAdam
 from torchopt_ext.optim.collective import collective, wait
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.hooks import inner_step
@@ -69,14 +69,14 @@ def build(zero: ShardedOptimizer) -> None:
         for key, value in zero.optim.param_groups[0].items():
             zero.param_groups[0].setdefault(key, value)  # a schedule may have changed others
         return
-    if isinstance(constructor, type) and issubclass(constructor, FusedAdamBase):
+    if isinstance(constructor, type) and issubclass(constructor, FusedAdam):
         defaults["process_group"] = zero.process_group
     groups = [
         local_group(zero, group, mine)
         for group, mine in zip(zero.param_groups, zero.parts.mine, strict=True)
     ]
     zero.optim = constructor(groups, **defaults)
-    if isinstance(zero.optim, FusedAdamBase):
+    if isinstance(zero.optim, FusedAdam):
         zero.optim.device_without_params = zero._default_device
     zero.defaults = dict(zero.optim.defaults)
     set_places(zero)
@@ -85,7 +85,7 @@ def build(zero: ShardedOptimizer) -> None:
 
 def set_places(zero: ShardedOptimizer) -> None:
     """Random rounding and digests count elements of whole parameters, not of this rank's."""
-    if isinstance(zero.optim, FusedAdamBase):
+    if isinstance(zero.optim, FusedAdam):
         zero.optim.parameter_places = zero.parts.places(index_of(zero._all_params))
 
 
@@ -135,7 +135,7 @@ def step_alone(zero: ShardedOptimizer, context: StepContext, kwargs: dict[str, A
         if agreement is not None:
             agreement.in_closure = False
         context = zero._take_gradients(context)
-        if agreement is not None and not isinstance(zero.optim, FusedAdamBase):
+        if agreement is not None and not isinstance(zero.optim, FusedAdam):
             if kwargs.keys() - {"closure"}:
                 inspect.signature(zero.optim.step).bind(**kwargs)
             agree(zero, agreement)

@@ -15,9 +15,8 @@ from torch.optim import Optimizer
 
 from torchopt_ext import _C, ops
 from torchopt_ext._torch import is_hook_table
-from torchopt_ext.optim.agreement import all_or_none, use_device
-from torchopt_ext.optim.base import FusedAdamBase
-from torchopt_ext.optim.collective import waits_at_most
+from torchopt_ext.optim import FusedAdam
+from torchopt_ext.optim.collective import all_or_none, use_device, waits_at_most
 from torchopt_ext.optim.context import ALONE, StepContext
 from torchopt_ext.optim.hooks import HookedStep, run_hooks
 from torchopt_ext.optim.rejection import Agreement, Verdict
@@ -262,7 +261,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
             return None
         self.verdict.check()
         context, agreement = self._context, Agreement()
-        fused = isinstance(self.optim, FusedAdamBase)
+        fused = isinstance(self.optim, FusedAdam)
         if self.world_size > 1:
             context = replace(context, agreement=agreement)
         try:

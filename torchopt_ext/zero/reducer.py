@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchopt_ext._torch import graph_task
-from torchopt_ext.optim.agreement import comm_device
-from torchopt_ext.optim.collective import collective, run, wait
+from torchopt_ext.optim.collective import collective, comm_device, run, wait
 from torchopt_ext.optim.weak_hooks import WeakHook, handles_of
 from torchopt_ext.zero.backward import BackwardPasses
 from torchopt_ext.zero.bucket import Bucket

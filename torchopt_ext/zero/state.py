@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from torchopt_ext.optim.agreement import all_gather_text, all_or_none
-from torchopt_ext.optim.base import FusedAdamBase
+from torchopt_ext.optim import FusedAdam
+from torchopt_ext.optim.collective import all_gather_text, all_or_none
 from torchopt_ext.optim.storage import Storage
 from torchopt_ext.statedict.control import CONTROL_KEY, as_entry
 from torchopt_ext.statedict.entries import converted
@@ -33,7 +33,7 @@ def local_state_dict(zero: ShardedOptimizer) -> dict[str, Any]:
     if not hasattr(zero.optim, "state_dict"):
         return {"state": {mine[param]: entry for param, entry in zero.optim.state.items()}}
     local = dict(zero.optim.state_dict())
-    if isinstance(zero.optim, FusedAdamBase):
+    if isinstance(zero.optim, FusedAdam):
         for entry in local["state"].values():
             if isinstance(entry, dict):
                 entry.pop(CONTROL_KEY, None)
@@ -128,7 +128,7 @@ def load(zero: ShardedOptimizer, loaded: Loaded) -> None:
         }
     control = {CONTROL_KEY: loaded.control}
     local = {**loaded.extra, **control, "state": state, "param_groups": local_groups}
-    is_fused = isinstance(zero.optim, FusedAdamBase)
+    is_fused = isinstance(zero.optim, FusedAdam)
     if is_fused:  # which has the same counts on all ranks
         loaded = read_indexed(local, zero.optim.param_groups)
         mine = json.dumps([loaded.control, loaded.counted])

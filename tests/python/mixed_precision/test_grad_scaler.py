@@ -13,8 +13,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torchopt_ext import FusedAdamW, GradScaler
-from torchopt_ext.optim.context import IDLE
 from torchopt_ext.containers import OptimizersContainer, OptimizersInBackwardContainer
+from torchopt_ext.optim.context import IDLE
 
 from ..optim.subject import (
     assert_same_bits,
