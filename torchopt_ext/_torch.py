@@ -179,13 +179,6 @@ def has_final_buckets(ddp: Any) -> bool:
     return bool(ddp._has_rebuilt_buckets)
 
 
-def unflatten_state_dict(flat: dict[str, Any], paths: Any) -> dict[str, Any]:
-    """A nested state dict from DCP's flat one and the paths that its metadata holds."""
-    from torch.distributed.checkpoint._nested_dict import unflatten_state_dict as unflatten
-
-    return unflatten(flat, paths)
-
-
 def set_element(nested: dict[str, Any], path: tuple[str | int, ...], value: Any) -> None:
     """Sets the entry that a path of DCP leads to in a nested state dict; makes what is between."""
     from torch.distributed.checkpoint._traverse import set_element as set_at

@@ -177,8 +177,8 @@ def chain(name: str) -> Result:
     allocated = 0
     buffers = checkpoint.buffers
 
-    def counted(zero: ZeroRedundancyOptimizer) -> Any:
-        own = buffers(zero)
+    def counted(zero: ZeroRedundancyOptimizer, ids: list[str]) -> Any:
+        own = buffers(zero, ids)
 
         def buffer(path: Any, like: Tensor) -> Tensor:
             nonlocal allocated

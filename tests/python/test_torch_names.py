@@ -117,8 +117,6 @@ def test_names_of_distributed_checkpoints() -> None:
     nested: dict[str, Any] = {}
     _torch.set_element(nested, ("a", 1), 5)
     assert nested == {"a": [None, 5]}
-    paths = {"a.0": ("a", 0), "a.1": ("a", 1)}
-    assert _torch.unflatten_state_dict({"a.0": 1, "a.1": 2}, paths) == {"a": [1, 2]}
 
 
 def test_names_of_dtensors() -> None:

@@ -137,9 +137,10 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
         """
         flat.load_state_dict(self._parts(), state_dict)
 
-    def checkpoint_buffers(self) -> dcp.Buffers:
+    def checkpoint_buffers(self, ids: list[str]) -> dcp.Buffers:
         """For :func:`torchopt_ext.statedict.dcp.load`."""
-        return dcp.named_buffers(dict(flat.named_parameters(self._parts())))
+        named = flat.named_parameters(self._parts())
+        return dcp.buffers_by_key({f"state.{fqn}": param for fqn, param in named})
 
     def refresh_masters(self, from_: Mapping[Any, torch.Tensor] | None = None) -> None:
         """As :meth:`torchopt_ext.FusedAdamW.refresh_masters`, for the optimizers of all parts.
@@ -247,9 +248,7 @@ def trainable_parameters(model_parts: Sequence[nn.Module]) -> list[list[nn.Param
     return params
 
 
-def _deciding_jointly(
-    optimizers: Sequence[Optimizer], context: StepContext
-) -> list[FusedAdam]:
+def _deciding_jointly(optimizers: Sequence[Optimizer], context: StepContext) -> list[FusedAdam]:
     """The optimizers, if gradient norm and skipping are one decision over them all."""
     fused = [opt for opt in optimizers if isinstance(opt, FusedAdam)]
     alone = len(optimizers) < 2 or len(fused) < len(optimizers)  # then step() decides by itself

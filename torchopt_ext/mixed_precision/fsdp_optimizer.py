@@ -6,6 +6,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torchopt_ext.mixed_precision.base_optimizer import BaseOptimizer
 from torchopt_ext.mixed_precision.dynamic_grad_scaler import DynamicGradScaler
 from torchopt_ext.mixed_precision.fused_base import FusedBase
 from torchopt_ext.mixed_precision.master_weights import MasterWeights
-from torchopt_ext.mixed_precision.saved_weights import checkpoint_buffers, read_weights
+from torchopt_ext.mixed_precision.saved_weights import read_weights
 from torchopt_ext.mixed_precision.skip_log import SkipLog, log_if
 from torchopt_ext.optim import FusedAdam
 from torchopt_ext.optim.context import StepContext
@@ -282,9 +283,15 @@ class FSDPadaptOptimizer(BaseOptimizer):
         """
         self.load_checked(*self.check_state_dict(states))
 
-    def checkpoint_buffers(self) -> Any:
+    def checkpoint_buffers(self, ids: list[str]) -> Any:
         """For :func:`torchopt_ext.statedict.dcp.load`."""
-        return checkpoint_buffers(self.params_by_group)
+        from torchopt_ext.statedict.dcp import BASE, buffers_by_key
+
+        keys = [f"{BASE}.state.{i}" for i in ids]
+        params = dict(zip(keys, chain(*self.params_by_group), strict=False))
+        for group, own in enumerate(self.params_by_group):
+            params |= {f"flat_fp32_weights.{group}.{i}": param for i, param in enumerate(own)}
+        return buffers_by_key(params)
 
     @torch.no_grad()
     def load_checked(self, states: dict[str, Any], weights: list[list[Tensor]]) -> None:

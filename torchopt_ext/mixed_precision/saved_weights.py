@@ -42,25 +42,3 @@ def read_weights(
         if is_steppable(param) and (found := tensor_problem(weight, param))
     ]
     return weights, problems
-
-
-def checkpoint_buffers(groups: list[list[Tensor]]) -> Any:
-    """What a distributed checkpoint's entries of a state dict are read into (statedict/dcp.py).
-
-    Args:
-        groups: the model's parameters, by group.
-    """
-    from torchopt_ext.statedict.dcp import buffer_like, indexed_buffer
-
-    params = [param for own in groups for param in own]
-    places: dict[tuple[str | int, ...], Tensor] = {
-        (str(g), i): param for g, own in enumerate(groups) for i, param in enumerate(own)
-    }
-
-    def buffer(path: tuple[str | int, ...], like: Tensor) -> Tensor:
-        if path[0] == "base_optim_states":
-            return indexed_buffer(params, path[1:], like)
-        weights = path[0] == "flat_fp32_weights"
-        return buffer_like(places.get(path[1:]) if weights else None, path, like)
-
-    return buffer

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -23,17 +23,20 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from torchopt_ext._torch import set_element, unflatten_state_dict
+from torchopt_ext._torch import set_element
 from torchopt_ext.optim.collective import agree, all_or_none
-from torchopt_ext.statedict.dcp_metadata import Path, Reader, Saved, entries_below
+from torchopt_ext.statedict.dcp_metadata import Entries, Path, Reader, entries_below
 from torchopt_ext.statedict.masters import zeros_like
 
-Buffers = Callable[[Path, Tensor], Tensor | None]
+Buffers: TypeAlias = Callable[[Path, Tensor], Tensor | None]
 """What to read an entry into, given its path and a tensor of its shape without memory.
 
-The parameters' indices in a path are numbers, by order. The tensor itself stands for an entry that
-is to be checked but not read; None leaves the entry out.
+The tensor itself stands for an entry that is to be checked but not read; None leaves the entry out.
+An optimizer may say it by a method ``checkpoint_buffers(ids)``, given what the checkpoint calls its
+parameters, in order.
 """
+BASE = "base_optim_states"
+"""Where FSDPadaptOptimizer's state dict has its base's, which has torch's layout."""
 
 
 def load(
@@ -65,15 +68,20 @@ def load(
         RuntimeError: on all ranks, if one cannot read.
     """
     group = None if no_dist else group_of(process_group)
-    reader = reader_of(checkpoint_id, storage_reader)
+    if storage_reader is None:
+        if checkpoint_id is None:
+            raise ValueError("load() needs a checkpoint_id or a storage_reader")
+        storage_reader = Reader(checkpoint_id)
+    elif checkpoint_id is not None:
+        storage_reader.reset(checkpoint_id)
     optimizers = {key: value for key, value in state_dict.items() if isinstance(value, Optimizer)}
-    loaded = read_optimizers(optimizers, reader, group) if optimizers else {}
+    loaded = read_optimizers(optimizers, storage_reader, group) if optimizers else {}
     for key, states in loaded.items():
         with all_or_none(group):
             optimizers[key].load_state_dict(states)
     others = {key: value for key, value in state_dict.items() if key not in loaded}
     if others:
-        read(others, reader, group, "the checkpoint", nested=True)
+        read(others, storage_reader, group, "the checkpoint")
         state_dict.update(others)
 
 
@@ -82,16 +90,6 @@ def group_of(process_group: Any) -> Any:
     if process_group is None and dist.is_available() and dist.is_initialized():
         return dist.group.WORLD
     return process_group
-
-
-def reader_of(checkpoint: Any, reader: StorageReader | None) -> StorageReader:
-    if reader is None:
-        if checkpoint is None:
-            raise ValueError("load() needs a checkpoint_id or a storage_reader")
-        return Reader(checkpoint)
-    if checkpoint is not None:
-        reader.reset(checkpoint)
-    return reader
 
 
 def read_optimizers(
@@ -107,144 +105,97 @@ def read_optimizers(
     except Exception as problem:  # whatever it is, the other ranks must not wait for this one
         error = f"reading the metadata of the checkpoint: {type(problem).__name__}: {problem}"
     agree(error, group)
-    entries = {key: entries_below(metadata, key) for key in optimizers}
-    entries = {k: own for k, own in entries.items() if layout_known(optimizers[k], own.values())}
-    saved = {fqn: entry for own in entries.values() for fqn, entry in own.items()}
-    what = "the optimizer state"
-    values = {fqn: None for fqn, entry in saved.items() if entry.like is None}
-    found: dict[str, Any] = read(values, reader, group, what)
-    unread: dict[str, Tensor] = {}
+    saved = {}
+    for key, optimizer in optimizers.items():
+        entries = entries_below(metadata, key)
+        if hasattr(optimizer, "checkpoint_buffers") or id_lists(entries):
+            saved[key] = entries
+    every = {fqn: like for entries in saved.values() for fqn, (_, like) in entries.items()}
+    values: dict[str, Any] = {fqn: None for fqn, like in every.items() if like is None}
+    read(values, reader, group, "the optimizer state")
+    loaded: dict[str, dict[str, Any]] = {key: {} for key in saved}
+    tensors: dict[str, Any] = {}
     with all_or_none(group):
-        for key, own in entries.items():
-            ids = ids_of(nested(found, own))
-            numbers = {text: number for number, text in enumerate(ids)}
-            buffers = buffers_of(optimizers[key])
-            for fqn, entry in own.items():
-                if (like := entry.like) is None:
+        for key, entries in saved.items():
+            ids = {str(i): i for fqn in id_lists(entries) for i in values[fqn]}
+            own = getattr(optimizers[key], "checkpoint_buffers", None)
+            buffers = own(list(ids)) if own else indexed_buffers(optimizers[key], list(ids))
+            for fqn, (path, like) in entries.items():
+                if like is None:
+                    value = values[fqn]
+                elif (value := buffers(path, like)) is None:
                     continue
-                buffer = buffers(numbered(entry.path, numbers), like)
-                if buffer is like:
-                    unread[fqn] = like
-                elif buffer is not None:
-                    found[fqn] = buffer
-    tensors = {fqn: value for fqn, value in found.items() if saved[fqn].like is not None}
-    found |= read(tensors, reader, group, what) | unread
-    return {key: with_ids(nested(found, own)) for key, own in entries.items()}
+                elif value is not like:
+                    tensors[fqn] = value
+                set_element(loaded[key], path, value)
+            for states in (loaded[key], loaded[key].get("base_optim_states", {})):
+                if "param_groups" in states:
+                    by_text = states.get("state", {})
+                    states["state"] = {ids.get(text, text): by_text[text] for text in by_text}
+    read(tensors, reader, group, "the optimizer state")
+    return loaded
 
 
-# ---- where entries go ----------------------------------------------------------------------------
+def id_lists(entries: Entries) -> list[str]:
+    """DCP's keys of the groups' lists of parameters, in a state dict of torch's layout or ours."""
+    groups = {
+        path: fqn
+        for fqn, (path, _) in entries.items()
+        if path[-3:-2] == ("param_groups",) and path[-1] == "params"
+    }
+    return [groups[path] for path in sorted(groups) if path[0] in ("param_groups", BASE)]
 
 
-def layout_known(optimizer: Optimizer, entries: Iterable[Saved]) -> bool:
-    """Whether the optimizer says where entries go, or they are those of torch's state dicts."""
-    if hasattr(optimizer, "checkpoint_buffers"):
-        return True
-    groups = [e.path for e in entries if len(e.path) > 2 and e.path[0] == "param_groups"]
-    return any(isinstance(path[1], int) for path in groups)
-
-
-def buffers_of(optimizer: Optimizer) -> Buffers:
-    """The optimizer's own ``checkpoint_buffers()``, or those of torch's indexed state dicts."""
-    if own := getattr(optimizer, "checkpoint_buffers", None):
-        buffers: Buffers = own()
-        return buffers
+def indexed_buffers(optimizer: Optimizer, ids: list[str]) -> Buffers:
+    """For torch's layout: ``state``, index, name."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    return lambda path, like: indexed_buffer(params, path, like)
+    return buffers_by_key({f"state.{i}": param for i, param in zip(ids, params, strict=False)})
 
 
-def indexed_buffer(params: list[Tensor], path: Path, like: Tensor) -> Tensor:
-    """For an entry of a state dict in torch's layout: ``state``, index, name."""
-    at = path[1] if path[0] == "state" else None
-    known = isinstance(at, int) and at < len(params)
-    return buffer_like(params[at] if known else None, path, like)  # type: ignore[index]
+def buffers_by_key(params: Mapping[str, Tensor]) -> Buffers:
+    """Memory placed as the parameter if shaped so, otherwise on the host.
 
-
-def named_buffers(params: Mapping[str, Tensor]) -> Buffers:
-    """For flat state dicts (:mod:`flat`), without the entries of other parameters."""
+    Args:
+        params: by what is before the name in the keys of their entries, or by the whole key. Of
+            other parameters, flat dicts' entries are left out.
+    """
 
     def buffer(path: Path, like: Tensor) -> Tensor | None:
-        kind, _, key = ".".join(map(str, path)).partition(".")
-        fqn, _, name = key.rpartition(".")
-        if kind == "state" and fqn not in params:
+        key = ".".join(map(str, path))
+        before, _, name = key.rpartition(".")
+        param = params.get(key, params.get(before))
+        if param is None and len(path) == 1 and key.startswith("state."):
             return None
-        return buffer_like(params.get(fqn), (name,), like)
+        if param is None or name == "step" or like.shape != param.shape:
+            return torch.empty(like.shape, dtype=like.dtype)
+        return zeros_like(param.detach(), like.dtype)
 
     return buffer
 
 
-def buffer_like(param: Tensor | None, path: Path, like: Tensor) -> Tensor:
-    """Memory for an entry: placed as the parameter if shaped so, otherwise on the host."""
-    if param is None or path[-1] == "step" or like.shape != param.shape:
-        return torch.empty(like.shape, dtype=like.dtype)
-    return zeros_like(param.detach(), like.dtype)
-
-
-def nested(values: Mapping[str, Any], entries: Mapping[str, Saved]) -> dict[str, Any]:
-    """Values by DCP key as the state dict they are of, in the order of ``entries``."""
-    paths = {fqn: entry.path for fqn, entry in entries.items() if fqn in values}
-    return unflatten_state_dict({fqn: values[fqn] for fqn in paths}, paths)
-
-
-def indexed(states: Mapping[str, Any]) -> list[Any]:
-    """The indexed state dicts in a state dict: itself, or that of a base optimizer."""
-    return [s for s in (states, *states.values()) if isinstance(s, Mapping) and "param_groups" in s]
-
-
-def ids_of(states: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters' indices or names, by the text DCP made of them."""
-    return {str(i): i for s in indexed(states) for g in s["param_groups"] for i in g["params"]}
-
-
-def numbered(path: Path, numbers: Mapping[Any, int]) -> Path:
-    """A path with the place of the parameter instead of what the checkpoint calls it."""
-    for at in (1, 2):
-        if len(path) > at + 1 and path[at - 1] == "state" and path[at] in numbers:
-            return (*path[:at], numbers[path[at]], *path[at + 1 :])
-    return path
-
-
-def with_ids(states: dict[str, Any]) -> dict[str, Any]:
-    """A state dict with the keys of ``state`` as its groups have them."""
-    ids = ids_of(states)
-    for own in indexed(states):
-        own["state"] = {ids.get(key, key): entry for key, entry in own.get("state", {}).items()}
-    return states
-
-
-# ---- reading -------------------------------------------------------------------------------------
-
-
 class _Planner(DefaultLoadPlanner):
-    """Unpickles plain values only, where torch's planner runs any code."""
+    """Hands only plain values to torch's planner, which would run any code in unpickling them."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        fqn, loaded = read_item.dest_index.fqn, torch.load(value, weights_only=True)
-        if self.flatten_state_dict:
-            set_element(self.original_state_dict, self.mappings[fqn], loaded)
-        else:
-            self.state_dict[fqn] = loaded
+        plain = io.BytesIO()
+        torch.save(torch.load(value, weights_only=True), plain)
+        plain.seek(0)
+        super().load_bytes(read_item, plain)
 
 
-def read(
-    values: dict[str, Any], reader: StorageReader, group: Any, what: str, *, nested: bool = False
-) -> dict[str, Any]:
-    """Fills tensors and replaces other values, by their DCP keys unless ``nested``."""
-    planner = _Planner(flatten_state_dict=nested, flatten_sharded_tensors=nested)
+def read(values: dict[str, Any], reader: StorageReader, group: Any, what: str) -> None:
+    """``dcp.load`` into ``values``, without running code of the files."""
     alone = group is None
     try:
         load_in_place(
-            values, storage_reader=reader, planner=planner, process_group=group, no_dist=alone
+            values, storage_reader=reader, planner=_Planner(), process_group=group, no_dist=alone
         )
     except CheckpointException as error:  # a BaseException, which callers would not expect
         found = [f"rank {rank}: {problem!r}" for rank, (problem, _) in error.failures.items()]
         raise RuntimeError(f"reading {what}: {'; '.join(found)}") from error
-    return values
 
 
-# ---- saving --------------------------------------------------------------------------------------
-
-
-INDEXED = ("state", "base_optim_states.state", "flat_fp32_weights")
+INDEXED = ("state", f"{BASE}.state", "flat_fp32_weights")
 """Where state dicts have indices as keys."""
 
 

@@ -7,15 +7,21 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from pathlib import PurePath
+from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-Path = tuple[str | int, ...]
+Path: TypeAlias = tuple[str | int, ...]
 """Keys and list positions that lead to an entry of a nested state dict."""
+Entries: TypeAlias = dict[str, tuple[Path, Tensor | None]]
+"""By DCP's key the path, and a tensor of the entry's shape and dtype without memory.
+
+The tensor is None for other values.
+"""
 
 _METADATA = (
     *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata"),
@@ -39,8 +45,8 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in ALLOWED:
             raise pickle.UnpicklingError(
-                f"the checkpoint's .metadata refers to {module}.{name}, which is no part of a "
-                f"checkpoint's metadata and could run code"
+                f".metadata refers to {module}.{name}, which is no part of a checkpoint's metadata "
+                f"and could run code"
             )
         return super().find_class(module, name)
 
@@ -55,52 +61,50 @@ class Reader(FileSystemReader):
         """The metadata.
 
         Raises:
-            pickle.UnpicklingError: the file refers to something else than metadata.
+            ValueError: the file holds or refers to something else, or names files elsewhere.
         """
-        name = ".metadata" if kwargs.get("rank") is None else f"__{kwargs['rank']}.metadata"
-        with self.fs.create_stream(self.fs.concat_path(self.path, name), "rb") as file:
-            found: Metadata = _Unpickler(file).load()
-        if getattr(found, "storage_meta", None) is None:
-            found.storage_meta = StorageMeta()
-        found.storage_meta.load_id = self.load_id  # type: ignore[union-attr]
+        rank = kwargs.get("rank")
+        file = self.fs.concat_path(self.path, ".metadata" if rank is None else f"__{rank}.metadata")
+        with self.fs.create_stream(file, "rb") as stream:
+            try:
+                found = _Unpickler(stream).load()
+                if not isinstance(found, Metadata):
+                    raise TypeError(f"it is a {type(found).__name__}")
+                for stored in (found.storage_data or {}).values():
+                    data = PurePath(stored.relative_path)
+                    if data.is_absolute() or ".." in data.parts:
+                        raise ValueError(f"{data} is not in the checkpoint's folder")
+            except Exception as error:  # a damaged pickle raises any kind
+                raise ValueError(f"{file} is no checkpoint's metadata: {error}") from error
+        found.storage_meta = getattr(found, "storage_meta", None) or StorageMeta()
+        found.storage_meta.load_id = self.load_id
         return found
 
 
-class Saved(NamedTuple):
-    """An entry of a checkpoint: where it belongs in the state dict, and what DCP knows of it."""
-
-    path: Path
-    stored: Any
-
-    @property
-    def like(self) -> torch.Tensor | None:
-        """A tensor of its shape and dtype, without memory; None for a value."""
-        if not isinstance(self.stored, TensorStorageMetadata):
-            return None
-        return torch.zeros((), dtype=self.stored.properties.dtype).expand(self.stored.size)
-
-
-def entries_below(metadata: Metadata, key: str) -> dict[str, Saved]:
-    """The entries of the state dict saved as ``key`` by their DCP keys, in its order.
+def entries_below(metadata: Metadata, key: str) -> Entries:
+    """The entries of the state dict saved as ``key``, in its order, with paths in it.
 
     Raises:
         ValueError: there is nothing at ``key``, or some elements are missing.
     """
-    entries: dict[str, Saved] = {}
-    paths: Mapping[str, Path] = metadata.planner_data or {}
+    entries: Entries = {}
+    paths: dict[str, Path] = metadata.planner_data or {}
     for fqn, path in paths.items():
+        stored = metadata.state_dict_metadata.get(fqn)
         depth = next((n for n in range(len(path)) if ".".join(map(str, path[:n])) == key), None)
-        if depth is not None and fqn in metadata.state_dict_metadata:
-            entries[fqn] = Saved(tuple(path[depth:]), metadata.state_dict_metadata[fqn])
+        if depth is None or stored is None:
+            continue
+        like = None
+        if isinstance(stored, TensorStorageMetadata):
+            like = torch.zeros((), dtype=stored.properties.dtype).expand(stored.size)
+            held = sum(math.prod(chunk.sizes) for chunk in stored.chunks)
+            if held != like.numel():
+                raise ValueError(
+                    f"'{fqn}' is incomplete: the checkpoint has {held} of its {like.numel()} "
+                    f"elements, so not all ranks saved theirs"
+                )
+        entries[fqn] = path[depth:], like
     if not entries:
         tops = sorted({str(path[0]) for path in paths.values()})
         raise ValueError(f"the checkpoint has no '{key}'; it has {tops}")
-    for fqn, (_, stored) in entries.items():
-        if isinstance(stored, TensorStorageMetadata):
-            held = sum(math.prod(chunk.sizes) for chunk in stored.chunks)
-            if held != stored.size.numel():
-                raise ValueError(
-                    f"'{fqn}' is incomplete: the checkpoint has {held} of its "
-                    f"{stored.size.numel()} elements, so not all ranks saved theirs"
-                )
     return entries

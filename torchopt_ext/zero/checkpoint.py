@@ -115,19 +115,19 @@ def load_sharded(
     dcp.load({key: zero}, storage_reader=reader, process_group=group)
 
 
-def buffers(zero: ShardedOptimizer) -> dcp.Buffers:
+def buffers(zero: ShardedOptimizer, ids: list[str]) -> dcp.Buffers:
     """What this rank reads: of its own parameters their parts, of others nothing."""
     zero._check_overlap_initialized()
-    params = zero._all_params
+    of_id = zip(ids, zero._all_params, strict=False)
+    params: dict[Path, Tensor] = {("state", i): param for i, param in of_id}
     parts: dict[Tensor, list[Part]] = {}
     for param in chain(*zero.parts.mine):
         part = zero.parts.part_of(param)
         parts.setdefault(part.param, []).append(part)
 
     def buffer(path: Path, like: Tensor) -> Tensor:
-        at = path[1] if path[0] == "state" else None
-        param = params[at] if isinstance(at, int) and at < len(params) else None
-        if at is not None and param not in parts and len(path) == 3:
+        param = params.get(path[:2])
+        if param is not None and param not in parts and len(path) == 3:
             return like
         if param is None or path[-1] == "step" or like.shape != param.shape or len(path) > 3:
             return torch.empty(like.shape, dtype=like.dtype)

@@ -370,9 +370,9 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
             result = checkpoint.sharded(self, elsewhere=self._consolidated is not None)
         return run_hooks(self, "state_dict_post", result)
 
-    def checkpoint_buffers(self) -> Buffers:
+    def checkpoint_buffers(self, ids: list[str]) -> Buffers:
         """For :func:`torchopt_ext.statedict.dcp.load`."""
-        return checkpoint.buffers(self)
+        return checkpoint.buffers(self, ids)
 
     @bounded
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

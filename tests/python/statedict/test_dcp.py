@@ -173,9 +173,27 @@ def pickled_value(folder: Path) -> None:
     dcp.save({"optim": optimizer}, checkpoint_id=folder)
 
 
+def no_metadata(folder: Path) -> None:
+    (folder / ".metadata").write_bytes(pickle.dumps({"planner_data": {}}))
+
+
+def cut_metadata(folder: Path) -> None:
+    os.truncate(folder / ".metadata", 40)
+
+
+def file_elsewhere(folder: Path) -> None:
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        info.relative_path = f"../saved/{info.relative_path}"
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
 @pytest.mark.parametrize(
     ("damage", "error", "message"),
     [
+        (no_metadata, RuntimeError, r"ValueError: .*\.metadata is no .*: it is a dict"),
+        (cut_metadata, RuntimeError, r"ValueError: .*\.metadata is no checkpoint's metadata"),
+        (file_elsewhere, RuntimeError, r"\.\./saved/.* is not in the checkpoint's folder"),
         (truncate, RuntimeError, "reading the optimizer state: rank 0"),
         (replace_metadata, RuntimeError, r"\.metadata refers to posix\.mkdir"),
         (pickled_value, RuntimeError, "Weights only load failed"),
