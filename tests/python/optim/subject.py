@@ -1,13 +1,9 @@
-"""The optimizers under test beside torch's, and small problems to run them on.
-
-``TORCHOPT_EXT_TEST_SUBJECT=torch`` runs these tests on torch's own fused classes. A check that
-fails there is not one that a drop-in has to pass, so it is marked ``ours_only``.
-"""
+"""The optimizers under test beside torch's, and small problems to run them on."""
 
 from __future__ import annotations
 
 import functools
-import os
+import io
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -22,26 +18,12 @@ from torch.testing._internal.common_optimizers import (
 )
 from torch.testing._internal.common_utils import TestCase
 
-TESTING_TORCH = os.environ.get("TORCHOPT_EXT_TEST_SUBJECT") == "torch"
-
-if TESTING_TORCH:
-
-    class FusedAdam(torch.optim.Adam):
-        def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
-            super().__init__(params, *args, **{"fused": True, **kwargs})
-
-    class FusedAdamW(torch.optim.AdamW):
-        def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
-            super().__init__(params, *args, **{"fused": True, **kwargs})
-
-else:
-    from torchopt_ext import FusedAdam, FusedAdamW
+from torchopt_ext import FusedAdam, FusedAdamW
 
 OURS = {"Adam": FusedAdam, "AdamW": FusedAdamW}
 TORCH = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
 NAMES = tuple(OURS)
 
-ours_only = pytest.mark.skipif(TESTING_TORCH, reason="torch's classes do not promise this")
 CASE = TestCase()  # torch's comparison of nested containers, and its tolerances per dtype
 assert_equal_nested = functools.partial(CASE.assertEqual, rtol=0, atol=0)
 each_class = pytest.mark.parametrize("name", NAMES)
@@ -63,14 +45,10 @@ def optimizer_info(name: str) -> OptimizerInfo:
 
 
 def optimizer_inputs(name: str) -> list[OptimizerInput]:
-    """Every configuration torch tests Adam with on a CPU, plain and with ``fused=True``."""
-    info = optimizer_info(name)
-    plain = _get_optim_inputs_including_global_cliquey_kwargs("cpu", torch.float32, info)
-    fused = _get_optim_inputs_including_global_cliquey_kwargs("cpu", torch.float32, info)
-    for optim_input in fused:
-        optim_input.kwargs["fused"] = True
-        optim_input.desc += " & fused"
-    return plain + fused
+    """Every configuration torch tests Adam with on a CPU."""
+    return _get_optim_inputs_including_global_cliquey_kwargs(
+        "cpu", torch.float32, optimizer_info(name)
+    )
 
 
 def inputs() -> Any:
@@ -149,6 +127,13 @@ def train(
         for optimizer in optimizers:
             optimizer.step()
         each_step()
+
+
+def through_file(state_dict: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(state_dict, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
 
 
 def bits(tensor: Tensor) -> bytes:

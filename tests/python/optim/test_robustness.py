@@ -65,23 +65,6 @@ def test_step_keeps_no_gradient_alive() -> None:
     assert freed() is None
 
 
-def test_lazily_negated_gradient() -> None:
-    param, reference = (nn.Parameter(torch.ones(5)) for _ in range(2))
-    param.grad = torch._neg_view(torch.ones(5))
-    reference.grad = -torch.ones(5)
-    for optimizer in (FusedAdamW([param]), FusedAdamW([reference])):
-        optimizer.step()
-    assert torch.equal(param, reference)
-
-
-def test_zero_tensor_as_gradient_is_a_step() -> None:
-    param = nn.Parameter(torch.ones(5))
-    optimizer = FusedAdamW([param], lr=0.1, weight_decay=0.5)
-    param.grad = torch._efficientzerotensor(5)
-    optimizer.step()
-    assert optimizer.state[param]["step"] == 1 and torch.allclose(param, torch.tensor(0.95))
-
-
 def test_gradient_without_memory_is_refused() -> None:
     param = nn.Parameter(torch.ones(5))
     optimizer = FusedAdamW([("weight", param)])
@@ -131,21 +114,6 @@ def test_load_hook_may_mend_a_state_dict() -> None:
     optimizer.register_load_state_dict_pre_hook(mend)
     optimizer.load_state_dict({**saved, "state": {0: transposed}})
     assert optimizer.state[param]["exp_avg"].shape == (2, 3)
-
-
-def test_foreign_state_entries_may_change_at_will() -> None:
-    param = nn.Parameter(torch.ones(5))
-    optimizer = FusedAdamW([param])
-    param.grad = torch.ones(5)
-    optimizer.step()
-    plan = optimizer._plan
-    for count in range(3):
-        optimizer.state[param]["seen"] = count
-        optimizer.step()
-    optimizer.state[param]["seen"] = "often"
-    optimizer.step()
-    # A new key moves dictionary entries but replaces none that a step reads.
-    assert optimizer._plan is plan and optimizer.state[param]["step"] == 5
 
 
 def test_moment_transposed_in_place_is_put_right() -> None:

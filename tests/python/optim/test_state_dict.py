@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 import pickle
 from collections.abc import Callable
@@ -15,16 +14,13 @@ from torch import nn
 
 from .subject import (
     OURS,
-    TESTING_TORCH,
     TORCH,
     assert_close_to_torch,
-    assert_equal_nested,
     assert_same_bits,
     bits,
     copy_params,
     each_class,
     make_params,
-    ours_only,
     set_gradients,
     snapshot,
     train,
@@ -97,61 +93,10 @@ def test_exchange_with_torch(
     assert second.state[copies[0]]["step"] == 7
 
 
-@each_class
-def test_loading_leaves_the_dict_alone(name: str) -> None:
-    """The dict is not changed, and, other than with torch, later steps do not write to it."""
-    params = make_params()
-    first = OURS[name](params, amsgrad=True)
-    train([first], [params], 2)
-    given = deepcopy(first.state_dict())
-    kept = deepcopy(given)
-    copies = copy_params(params)
-    second = OURS[name](copies, amsgrad=True)
-    second.load_state_dict(given)
-    assert_equal_nested(given, kept)
-    if not TESTING_TORCH:
-        train([second], [copies], 2)
-        assert_equal_nested(given, kept)
-
-
-@ours_only  # torch's optimizers take over the dict's tensors of matching dtype
-@each_class
-def test_loading_does_not_alias(name: str) -> None:
-    params = make_params()
-    source = OURS[name](params)
-    train([source], [params], 2)
-    copies = copy_params(params)
-    loaded = OURS[name](copies)
-    loaded.load_state_dict(source.state_dict())
-    still = snapshot(source)
-    train([loaded], [copies], 2)
-    assert snapshot(source) == still
-
-
-@each_class
-@each_configuration
-def test_deepcopy_continues_identically(name: str, configuration: str) -> None:
-    """A copy owns its parameters and state, and goes on with the same bits."""
-    params = make_params()
-    optimizer = OURS[name](params, **kwargs_of(configuration))
-    train([optimizer], [params], 3)
-    copy = deepcopy(optimizer)
-    copied = [p for group in copy.param_groups for p in group["params"]]
-    still = snapshot(copy)
-    train([optimizer], [params], 2, first_seed=3)
-    assert snapshot(copy) == still
-    train([copy], [copied], 2, first_seed=3)
-    assert snapshot(copy) == snapshot(optimizer)
-    still = snapshot(optimizer)
-    train([copy], [copied], 1)
-    assert snapshot(optimizer) == still
-
-
-@each_class
-def test_deepcopy_with_the_model(name: str) -> None:
+def test_deepcopy_with_the_model() -> None:
     """Copied together, the optimizer's parameters are the copied model's."""
     model = nn.Linear(3, 2)
-    optimizer = OURS[name](model.named_parameters())
+    optimizer = OURS["AdamW"](model.named_parameters())
     train([optimizer], [list(model.parameters())], 2)
     other_model, other = deepcopy((model, optimizer))
     assert other.param_groups[0]["params"][0] is other_model.weight
@@ -160,26 +105,9 @@ def test_deepcopy_with_the_model(name: str) -> None:
     assert_same_bits(model.parameters(), other_model.parameters())
 
 
-@each_class
-@pytest.mark.parametrize("stepped", [False, True])
-def test_pickle(name: str, stepped: bool) -> None:
+def test_copies_keep_clipping() -> None:
     params = make_params()
-    optimizer = OURS[name](params, lr=0.1, amsgrad=True)
-    if stepped:
-        train([optimizer], [params], 2)
-    copy = pickle.loads(pickle.dumps(optimizer))
-    copied = copy.param_groups[0]["params"]
-    train([optimizer, copy], [params, copied], 2, first_seed=2)
-    assert snapshot(copy) == snapshot(optimizer)
-    copy.zero_grad()
-    assert repr(copy) == repr(optimizer)
-
-
-@ours_only
-@each_class
-def test_pickle_keeps_clipping(name: str) -> None:
-    params = make_params()
-    optimizer = OURS[name](params, max_grad_norm=0.1, skip_nonfinite=True)
+    optimizer = OURS["AdamW"](params, max_grad_norm=0.1, skip_nonfinite=True)
     copies = [deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
     optimizers = [optimizer, *copies]
     lists = [o.param_groups[0]["params"] for o in optimizers]
@@ -187,6 +115,7 @@ def test_pickle_keeps_clipping(name: str) -> None:
     for other in lists[1:]:
         assert_same_bits(lists[0], other)
     assert all(0 < float(o.control.clip_factor) < 1 for o in optimizers)
+    assert {repr(o) for o in copies} == {repr(optimizer)}
     before = [snapshot(o) for o in optimizers]
     set_gradients(*lists, scale=math.inf)
     for o in optimizers:
@@ -194,34 +123,10 @@ def test_pickle_keeps_clipping(name: str) -> None:
     assert [snapshot(o) for o in optimizers] == before
 
 
-def saved_size(thing: object) -> int:
-    file = io.BytesIO()
-    torch.save(thing, file)
-    return file.getbuffer().nbytes
-
-
-@ours_only
-@each_class
-def test_step_counts_carry_no_other_memory(name: str) -> None:
-    """One parameter's state, saved alone, does not drag every parameter's step count along."""
-    params = [nn.Parameter(torch.ones(1)) for _ in range(4000)]
-    optimizer = OURS[name](params)
-    train([optimizer], [params], 1)
-    entry = optimizer.state_dict()["state"][17]
-    assert entry["step"].untyped_storage().nbytes() <= 64
-    assert saved_size(entry) < 8000
-    copy = deepcopy(optimizer.state[params[17]])
-    assert copy["step"] == 1
-    train([optimizer], [params], 1)
-    assert copy["step"] == 1
-    assert optimizer.state[params[17]]["step"] == 2
-
-
-@each_class
-def test_state_dict_before_the_first_step(name: str) -> None:
+def test_state_dict_before_the_first_step() -> None:
     """It has no state, changes nothing, and loads."""
     params, reference = make_params(), make_params()
-    optimizer, same = OURS[name](params), OURS[name](reference)
+    optimizer, same = OURS["AdamW"](params), OURS["AdamW"](reference)
     state_dict = optimizer.state_dict()
     assert state_dict["state"] == {}
     optimizer.load_state_dict(state_dict)
@@ -229,29 +134,11 @@ def test_state_dict_before_the_first_step(name: str) -> None:
     assert snapshot(optimizer) == snapshot(same)
 
 
-@each_class
-def test_loading_twice_and_back(name: str) -> None:
-    """Rewinding a running optimizer: load an earlier state into the same object."""
-    params = make_params()
-    optimizer = OURS[name](params)
-    train([optimizer], [params], 2)
-    weights, state = [p.detach().clone() for p in params], deepcopy(optimizer.state_dict())
-    train([optimizer], [params], 3, first_seed=2)
-    end = snapshot(optimizer)
-    with torch.no_grad():
-        for p, w in zip(params, weights, strict=True):
-            p.copy_(w)
-    optimizer.load_state_dict(state)
-    train([optimizer], [params], 3, first_seed=2)
-    assert snapshot(optimizer) == end
-
-
-@each_class
-def test_hyperparameters_come_with_the_state(name: str) -> None:
+def test_hyperparameters_come_with_the_state() -> None:
     params, copies = make_params(), make_params()
-    source = OURS[name](params, lr=0.05, betas=(0.5, 0.6), eps=1e-3, weight_decay=0.2)
+    source = OURS["AdamW"](params, lr=0.05, betas=(0.5, 0.6), eps=1e-3, weight_decay=0.2)
     train([source], [params], 1)
-    target = OURS[name](copies)
+    target = OURS["AdamW"](copies)
     with torch.no_grad():
         for p, q in zip(copies, params, strict=True):
             p.copy_(q)
@@ -260,14 +147,13 @@ def test_hyperparameters_come_with_the_state(name: str) -> None:
     assert_same_bits(params, copies)
 
 
-@each_class
-def test_dtype_follows_the_parameter(name: str) -> None:
+def test_dtype_follows_the_parameter() -> None:
     """Moments are cast to the parameter's dtype, as torch does; step counts are not."""
     params = make_params(dtype=torch.float64)
-    source = OURS[name](params)
+    source = OURS["AdamW"](params)
     train([source], [params], 2)
     narrow = make_params(dtype=torch.float32)
-    target = OURS[name](narrow)
+    target = OURS["AdamW"](narrow)
     target.load_state_dict(source.state_dict())
     for p, q in zip(narrow, params, strict=True):
         assert target.state[p]["step"].dtype == torch.float32
@@ -276,18 +162,16 @@ def test_dtype_follows_the_parameter(name: str) -> None:
     train([target], [narrow], 1)
 
 
-@ours_only  # torch's fused kernels go through such state in the wrong order
-@each_class
-def test_state_with_other_strides(name: str) -> None:
-    """Moments saved in another memory order are brought into the parameter's."""
+def test_state_with_other_strides() -> None:
+    """Moments saved in another memory order, which torch's fused kernels misread."""
     params = make_params([(4, 6)])
-    source = OURS[name](params)
+    source = OURS["AdamW"](params)
     train([source], [params], 2)
     state_dict = deepcopy(source.state_dict())
     for key in ("exp_avg", "exp_avg_sq"):
         state_dict["state"][0][key] = state_dict["state"][0][key].t().contiguous().t()
     copies = copy_params(params)
-    target = OURS[name](copies)
+    target = OURS["AdamW"](copies)
     target.load_state_dict(state_dict)
     train([source, target], [params, copies], 2, first_seed=2)
     assert_same_bits(params, copies)
@@ -328,15 +212,13 @@ BAD_DICTS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
 }
 
 
-@ours_only  # torch notices some of these only in the next step, after writing
-@each_class
 @pytest.mark.parametrize("kind", BAD_DICTS)
-def test_bad_state_dict_changes_nothing(name: str, kind: str) -> None:
-    """Refused as a whole, naming parameter and key; the optimizer goes on."""
+def test_bad_state_dict_changes_nothing(kind: str) -> None:
+    """Refused as a whole, naming parameter and key, where torch notices some in the next step."""
     edit, pattern = BAD_DICTS[kind]
     params, reference = make_params(), make_params()
-    optimizer = OURS[name]([(f"p{i}", p) for i, p in enumerate(params)], lr=0.01)
-    same = OURS[name](reference, lr=0.01)
+    optimizer = OURS["AdamW"]([(f"p{i}", p) for i, p in enumerate(params)], lr=0.01)
+    same = OURS["AdamW"](reference, lr=0.01)
     train([optimizer, same], [params, reference], 2)
     bad = deepcopy(optimizer.state_dict())
     for entry in bad["state"].values():
@@ -352,20 +234,3 @@ def test_bad_state_dict_changes_nothing(name: str, kind: str) -> None:
     assert optimizer.param_groups[0]["lr"] == 0.01
     train([optimizer, same], [params, reference], 2, first_seed=2)
     assert_same_bits(params, reference)
-
-
-@each_class
-def test_loaded_state_is_used_by_a_step_with_fewer_gradients(name: str) -> None:
-    """State that was loaded for a parameter without a gradient stays as it is."""
-    params = make_params()
-    source = OURS[name](params)
-    train([source], [params], 2)
-    copies = copy_params(params)
-    target = OURS[name](copies)
-    target.load_state_dict(deepcopy(source.state_dict()))
-    set_gradients(copies)
-    copies[1].grad = None
-    still = [bits(v) for v in target.state[copies[1]].values()]
-    target.step()
-    assert [bits(v) for v in target.state[copies[1]].values()] == still
-    assert float(target.state[copies[0]]["step"]) == 3

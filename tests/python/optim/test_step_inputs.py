@@ -21,22 +21,20 @@ from .subject import (
     copy_params,
     each_class,
     make_params,
-    ours_only,
     set_gradients,
     train,
 )
 
 
-def pair(name: str, **kwargs: Any) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer, Any, Any]:
+def pair() -> tuple[torch.optim.Optimizer, torch.optim.Optimizer, Any, Any]:
     """Ours and torch's fused optimizer on equal parameters."""
     mine, theirs = make_params(), make_params()
-    return OURS[name](mine, **kwargs), TORCH[name](theirs, fused=True, **kwargs), mine, theirs
+    return OURS["AdamW"](mine), TORCH["AdamW"](theirs, fused=True), mine, theirs
 
 
-@each_class
-def test_frozen_parameters(name: str) -> None:
+def test_frozen_parameters() -> None:
     """A parameter without requires_grad is accepted, stays, and joins once it has a gradient."""
-    ours, reference, mine, theirs = pair(name)
+    ours, reference, mine, theirs = pair()
     for params in (mine, theirs):
         params[1].requires_grad_(False)
     frozen = bits(mine[1])
@@ -57,11 +55,10 @@ def test_frozen_parameters(name: str) -> None:
     assert [float(ours.state[p]["step"]) for p in mine] == [4, 2, 4, 4]
 
 
-@each_class
-def test_closure(name: str) -> None:
+def test_closure() -> None:
     """The closure runs once, with gradients enabled, and its value is returned."""
     problem = Regression()
-    optimizer = OURS[name](problem.params)
+    optimizer = OURS["AdamW"](problem.params)
     enabled = []
 
     def closure() -> torch.Tensor:
@@ -76,10 +73,9 @@ def test_closure(name: str) -> None:
     assert optimizer.state[problem.weight]["step"] == 2
 
 
-@each_class
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad(name: str, set_to_none: bool) -> None:
-    ours, reference, mine, theirs = pair(name)
+def test_zero_grad(set_to_none: bool) -> None:
+    ours, reference, mine, theirs = pair()
     for step in range(4):
         for optimizer, params in ((ours, mine), (reference, theirs)):
             optimizer.zero_grad(set_to_none=set_to_none)
@@ -92,111 +88,15 @@ def test_zero_grad(name: str, set_to_none: bool) -> None:
     assert all(ours.state[p]["step"] == expected for p in mine)
 
 
-@each_class
-def test_gradients_replaced_or_kept(name: str) -> None:
-    """New gradient tensors each step, and one tensor written in place, give the same bits."""
-    replaced, kept = make_params(), make_params()
-    optimizers = [OURS[name](replaced), OURS[name](kept)]
-    buffers = [torch.empty_like(p) for p in kept]
-    for step in range(4):
-        set_gradients(replaced, seed=step)
-        for p, q, buffer in zip(replaced, kept, buffers, strict=True):
-            q.grad = buffer.copy_(p.grad)
-        for optimizer in optimizers:
-            optimizer.step()
-    assert_same_bits(replaced, kept)
-
-
-@each_class
-def test_data_swap(name: str) -> None:
-    """``p.data`` set to another tensor is the parameter from then on; its state stays."""
-    ours, reference, mine, theirs = pair(name)
-    train([ours, reference], [mine, theirs], 2)
-    old = mine[0].data
-    old_bits = bits(old)
-    for params in (mine, theirs):
-        params[0].data = torch.full_like(params[0], 0.25)
-    train([ours, reference], [mine, theirs], 2, first_seed=2)
-    assert_close_to_torch(mine, theirs)
-    assert bits(old) == old_bits
-    assert ours.state[mine[0]]["step"] == 4
-
-
-@each_class
-def test_data_changed_in_place(name: str) -> None:
-    ours, reference, mine, theirs = pair(name)
-    train([ours, reference], [mine, theirs], 2)
-    with torch.no_grad():
-        for params in (mine, theirs):
-            params[0].mul_(0.5)
-    train([ours, reference], [mine, theirs], 2, first_seed=2)
-    assert_close_to_torch(mine, theirs)
-
-
-@each_class
-def test_cleared_state(name: str) -> None:
-    ours, reference, mine, theirs = pair(name, amsgrad=True)
-    train([ours, reference], [mine, theirs], 3)
-    ours.state.clear()
-    reference.state.clear()
-    train([ours, reference], [mine, theirs], 2, first_seed=3)
-    assert_close_to_torch(mine, theirs)
-    for p, q in zip(mine, theirs, strict=True):
-        assert ours.state[p]["step"] == reference.state[q]["step"] == 2
-        assert_close_to_torch(
-            [ours.state[p]["exp_avg"], ours.state[p]["max_exp_avg_sq"]],
-            [reference.state[q]["exp_avg"], reference.state[q]["max_exp_avg_sq"]],
-        )
-
-
-@each_class
-def test_state_of_one_parameter_removed(name: str) -> None:
-    ours, reference, mine, theirs = pair(name)
-    train([ours, reference], [mine, theirs], 3)
-    del ours.state[mine[1]]
-    del reference.state[theirs[1]]
-    train([ours, reference], [mine, theirs], 2, first_seed=3)
-    assert_close_to_torch(mine, theirs)
-    assert [float(ours.state[p]["step"]) for p in mine] == [5, 2, 5, 5]
-
-
-REPLACED = ["step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"]
-
-
-@each_class
-@pytest.mark.parametrize("key", REPLACED)
-@pytest.mark.parametrize("in_place", [True, False])
-def test_replaced_state_entry(name: str, key: str, in_place: bool) -> None:
-    """A state entry written in place or replaced by another tensor counts in the next step."""
-    ours, reference, mine, theirs = pair(name, amsgrad=True)
-    train([ours, reference], [mine, theirs], 2)
-    for optimizer, params in ((ours, mine), (reference, theirs)):
-        entry = optimizer.state[params[0]]
-        value = entry[key] * 3 + 0.5 if key != "step" else torch.tensor(100.0)
-        if in_place:
-            entry[key].copy_(value)
-        else:
-            entry[key] = value
-    train([ours, reference], [mine, theirs], 2, first_seed=2)
-    assert_close_to_torch(mine, theirs)
-    for p, q in zip(mine, theirs, strict=True):
-        for entry in REPLACED:
-            assert_close_to_torch([ours.state[p][entry]], [reference.state[q][entry]])
-    assert ours.state[mine[0]]["step"] == (102 if key == "step" else 4)
-    assert ours.state[mine[1]]["step"] == 4  # step counts do not run into each other
-
-
 def strided_like(tensor: torch.Tensor) -> torch.Tensor:
     """The same values with the last dimension outermost in memory."""
     return tensor.movedim(-1, 0).contiguous().movedim(0, -1)
 
 
-@ours_only  # torch's fused kernels read a gradient of other strides in the wrong order
-@each_class
-def test_gradient_with_other_strides(name: str) -> None:
-    """Such a gradient is copied for the step, and counted."""
+def test_gradient_with_other_strides() -> None:
+    """It is copied for the step, and counted; torch's fused kernels misread it."""
     mine, reference = make_params([(4, 6), (3,)]), make_params([(4, 6), (3,)])
-    ours, same = OURS[name](mine), OURS[name](reference)
+    ours, same = OURS["AdamW"](mine), OURS["AdamW"](reference)
     for step in range(3):
         set_gradients(mine, reference, seed=step)
         if step:
@@ -214,8 +114,6 @@ def test_gradient_with_other_strides(name: str) -> None:
     assert_same_bits(mine, reference)
 
 
-@ours_only
-@each_class
 @pytest.mark.parametrize(
     "make_gradient",
     [
@@ -225,27 +123,25 @@ def test_gradient_with_other_strides(name: str) -> None:
     ],
     ids=["expanded", "gaps", "offset"],
 )
-def test_gradient_of_any_layout(name: str, make_gradient: Callable[..., torch.Tensor]) -> None:
+def test_gradient_of_any_layout(make_gradient: Callable[..., torch.Tensor]) -> None:
     mine, reference = make_params([(4, 6)]), make_params([(4, 6)])
     mine[0].grad = make_gradient(mine[0])
     reference[0].grad = torch.ones(4, 6)
-    OURS[name](mine).step()
-    OURS[name](reference).step()
+    OURS["AdamW"](mine).step()
+    OURS["AdamW"](reference).step()
     assert_same_bits(mine, reference)
 
 
-@ours_only  # torch's fused kernels refuse both, its other implementations take them
-@each_class
 @pytest.mark.parametrize("sign", [-1.0, 0.0])
-def test_lazy_gradient(name: str, sign: float) -> None:
+def test_lazy_gradient(sign: float) -> None:
     """A gradient whose sign or zeros torch has not written out yet counts as what it stands for."""
     mine, reference = make_params([(4, 6)]), make_params([(4, 6)])
     values = torch.rand(4, 6)
     mine[0].grad = torch._neg_view(values) if sign else torch._efficientzerotensor(4, 6)
     reference[0].grad = sign * values
     for optimizer in (
-        OURS[name](mine, max_grad_norm=0.1),
-        OURS[name](reference, max_grad_norm=0.1),
+        OURS["AdamW"](mine, max_grad_norm=0.1),
+        OURS["AdamW"](reference, max_grad_norm=0.1),
     ):
         optimizer.step()
     assert_same_bits(mine, reference)
@@ -298,36 +194,10 @@ def test_empty_and_scalar_tensors(name: str) -> None:
     assert [float(ours.state[p]["step"]) for p in mine] == [3, 3, 3, 3]
 
 
-EDITS: dict[str, Any] = {
-    "lr": 0.05,
-    "betas": (0.5, 0.7),
-    "eps": 1e-2,
-    "weight_decay": 0.3,
-    "maximize": True,
-}
-
-
-@each_class
-@pytest.mark.parametrize("key", EDITS)
-def test_group_edited_in_place(name: str, key: str) -> None:
-    """A hyperparameter set in one group counts from the next step, in that group only."""
-    shapes = [(3, 4), (7,)]
-    mine, theirs = make_params(shapes), make_params(shapes)
-    ours = OURS[name]([{"params": [mine[0]]}, {"params": [mine[1]]}])
-    reference = TORCH[name]([{"params": [theirs[0]]}, {"params": [theirs[1]]}], fused=True)
-    train([ours, reference], [mine, theirs], 2)
-    for optimizer in (ours, reference):
-        optimizer.param_groups[1][key] = EDITS[key]
-    train([ours, reference], [mine, theirs], 3, first_seed=2)
-    assert_close_to_torch(mine, theirs)
-
-
-@ours_only  # torch raises KeyError at the next step
-@each_class
-def test_amsgrad_switched_on(name: str) -> None:
+def test_amsgrad_switched_on() -> None:
     """The maximum starts at the second moment's next value, as if it had been zero until then."""
     mine, reference = make_params(), make_params()
-    ours, same = OURS[name](mine), OURS[name](reference, amsgrad=True)
+    ours, same = OURS["AdamW"](mine), OURS["AdamW"](reference, amsgrad=True)
     train([ours, same], [mine, reference], 2)
     ours.param_groups[0]["amsgrad"] = True
     for p, q in zip(mine, reference, strict=True):
@@ -338,41 +208,9 @@ def test_amsgrad_switched_on(name: str) -> None:
     assert_same_bits(mine, reference)
 
 
-@each_class
-def test_group_replaced_or_parameters_moved(name: str) -> None:
-    """Groups are read at each step: a parameter may move to another group or leave."""
-    shapes = [(3, 4), (7,), (2,)]
-    mine, theirs = make_params(shapes), make_params(shapes)
-    ours, reference = OURS[name](mine), TORCH[name](theirs, fused=True)
-    train([ours, reference], [mine, theirs], 2)
-    for optimizer in (ours, reference):
-        group = optimizer.param_groups[0]
-        optimizer.param_groups.append({**group, "params": [group["params"].pop(0)], "lr": 0.1})
-        group["params"].pop(0)
-    train([ours, reference], [mine, theirs], 2, first_seed=2)
-    assert_close_to_torch(mine, theirs)
-    assert [float(ours.state[p]["step"]) for p in mine] == [4, 2, 4]
-
-
-@each_class
-def test_add_param_group(name: str) -> None:
-    """A group added later starts at step 0 with its own hyperparameters, others by default."""
-    ours, reference, mine, theirs = pair(name, weight_decay=0.1)
-    train([ours, reference], [mine, theirs], 2)
-    late = [make_params([(6, 2)], seed=9), make_params([(6, 2)], seed=9)]
-    for optimizer, params in zip((ours, reference), late, strict=True):
-        optimizer.add_param_group({"params": params, "lr": 0.02})
-    mine, theirs = mine + late[0], theirs + late[1]
-    train([ours, reference], [mine, theirs], 3, first_seed=2)
-    assert_close_to_torch(mine, theirs)
-    assert ours.param_groups[1]["weight_decay"] == 0.1
-    assert [float(ours.state[p]["step"]) for p in mine] == [5, 5, 5, 5, 3]
-
-
-@each_class
-def test_add_param_group_errors(name: str) -> None:
+def test_add_param_group_errors() -> None:
     params = make_params([(2,), (3,)])
-    optimizer = OURS[name](params[:1])
+    optimizer = OURS["AdamW"](params[:1])
     with pytest.raises(TypeError, match="must be a dict"):
         optimizer.add_param_group(params[1:])
     with pytest.raises(TypeError, match="ordered collections"):
@@ -435,17 +273,15 @@ def test_schedulers(name: str, schedule: str, tensor_lr: bool) -> None:
     assert_close_to_torch(mine, theirs)
 
 
-@each_class
-def test_lazy_modules(name: str) -> None:
+def test_lazy_modules() -> None:
     """A parameter may get its shape after the optimizer was built."""
     module = nn.LazyLinear(2)
-    optimizer = OURS[name](module.parameters())
+    optimizer = OURS["AdamW"](module.parameters())
     module(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     assert optimizer.state[module.weight]["exp_avg"].shape == (2, 3)
 
 
-@ours_only
 @pytest.mark.parametrize("name", NAMES)
 def test_init_state(name: str) -> None:
     """State without a step: counts at 0, moments zero; training then goes as without it."""
@@ -455,7 +291,7 @@ def test_init_state(name: str) -> None:
     optimizer.init_state()
     assert [bits(p) for p in params] == before
     for p in params:
-        assert list(optimizer.state[p]) == REPLACED
+        assert list(optimizer.state[p]) == ["step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"]
         assert all(not value.any() for value in optimizer.state[p].values())
     train([optimizer, same], [params, reference], 3)
     optimizer.init_state()  # existing state stays

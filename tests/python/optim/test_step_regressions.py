@@ -58,7 +58,6 @@ def test_what_a_scaler_asked_for_does_not_outlive_it(in_between: str) -> None:
     assert p.isnan().all()
 
 
-@pytest.mark.skipif(not hasattr(nn.Parameter, "grad_dtype"), reason="this torch has no grad_dtype")
 @pytest.mark.parametrize("first", [BF16, torch.float32])
 def test_a_gradient_of_another_type_after_a_copied_one(first: torch.dtype) -> None:
     second = torch.float32 if first == BF16 else BF16

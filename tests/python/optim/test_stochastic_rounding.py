@@ -22,9 +22,7 @@ from .independent import (
     round_to_bf16,
     words,
 )
-from .subject import OURS, assert_same_bits, bits, make_params, ours_only, set_gradients, snapshot
-
-pytestmark = ours_only
+from .subject import OURS, assert_same_bits, bits, make_params, set_gradients, snapshot
 
 BF16, FP32 = torch.bfloat16, torch.float32
 # One element, odd sizes, more than a tile (512) and more than a chunk (32,768).

@@ -12,9 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .independent import digest, floats, join, words
-from .subject import OURS, make_params, ours_only, set_gradients, snapshot
-
-pytestmark = ours_only
+from .subject import OURS, make_params, set_gradients, snapshot
 
 FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 # One element, none, odd sizes, more than a tile (512) and more than a chunk (32,768).

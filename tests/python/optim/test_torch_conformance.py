@@ -27,7 +27,6 @@ from .subject import (
     CASE,
     NAMES,
     OURS,
-    TESTING_TORCH,
     TORCH,
     Regression,
     assert_close_to_torch,
@@ -37,7 +36,6 @@ from .subject import (
     inputs,
     make_params,
     optimizer_info,
-    ours_only,
     set_gradients,
     small_model,
     train,
@@ -66,7 +64,7 @@ COVERAGE = {
     "test_fused_matches_forloop": "test_matches_forloop",
     "test_fused_error_on_params_on_meta": "test_meta_parameters",
     "test_fused_large_tensor": "tests/python/ops: an element count above 2**31 at operator level",
-    "test_fused_does_not_step_if_foundinf": "test_grad_scaler.py::test_found_inf_skips_the_step",
+    "test_fused_does_not_step_if_foundinf": "test_clipping.py::test_found_inf_skips_the_step",
     "test_cpu_load_state_dict": CUDA,
     "test_param_groups_weight_decay": "test_param_groups_weight_decay",
     "test_param_groups_lr": "test_param_groups_lr",
@@ -78,7 +76,7 @@ COVERAGE = {
     "test_can_load_from_to_named_state_dict": "test_torch_state.py::test_named_parameters",
     "test_save_load_equality_with_weights_only": "test_torch_state.py::test_weights_only",
     "test_load_nontensor_step": "test_torch_state.py::test_load_nontensor_step",
-    "test_state_dict_with_cuda_params": "test_state_dict.py::test_loading_leaves_the_dict_alone",
+    "test_state_dict_with_cuda_params": "test_master_weights_state.py::test_save_and_load",
     "test_state_dict_cross_device": CUDA,
     "test_state_dict_pre_hook": "test_torch_state.py::test_state_dict_hooks",
     "test_state_dict_post_hook": "test_torch_state.py::test_state_dict_hooks",
@@ -139,7 +137,7 @@ def test_errors(name: str, index: int) -> None:
             OURS[name](params, **given.kwargs)
         return
     # foreach=True is refused whatever else was asked for
-    refused = not TESTING_TORCH and given.kwargs.get("foreach")
+    refused = given.kwargs.get("foreach")
     with pytest.raises(
         (ValueError, RuntimeError) if refused else error.error_type,
         match="foreach" if refused else error.error_regex,
@@ -151,11 +149,10 @@ def test_errors(name: str, index: int) -> None:
 def test_flags(name: str) -> None:
     """What cannot be honoured raises and names the argument; the rest is accepted and steps."""
     accepted = [{}, {"foreach": None}, {"fused": None}, {"fused": True}, {"differentiable": False}]
-    if not TESTING_TORCH:
-        accepted += [{"foreach": False}, {"capturable": True}, {"capturable": False}]
-        for refused in ({"foreach": True}, {"fused": False}, {"differentiable": True}):
-            with pytest.raises((ValueError, RuntimeError), match=next(iter(refused))):
-                OURS[name](make_params(), **refused)
+    accepted += [{"foreach": False}, {"capturable": True}, {"capturable": False}]
+    for refused in ({"foreach": True}, {"fused": False}, {"differentiable": True}):
+        with pytest.raises((ValueError, RuntimeError), match=next(iter(refused))):
+            OURS[name](make_params(), **refused)
     for flags in accepted:
         params = make_params()
         before = copy_params(params)
@@ -208,9 +205,7 @@ def run_20_steps(
 
 
 @inputs()
-@pytest.mark.parametrize(
-    "contiguous", [True, pytest.param(False, marks=ours_only, id="non-contiguous")]
-)
+@pytest.mark.parametrize("contiguous", [True, pytest.param(False, id="non-contiguous")])
 @pytest.mark.parametrize("with_schedulers", [True, False])
 def test_goes_in_the_right_direction(
     name: str, kwargs: dict[str, Any], contiguous: bool, with_schedulers: bool
@@ -318,10 +313,9 @@ def test_default_dtype(name: str, default: torch.dtype) -> None:
         assert_close_to_torch(params, reference)
         for p, q in zip(params, reference, strict=True):
             assert ours.state[p]["step"].dtype == theirs.state[q]["step"].dtype == torch.float32
-        if not TESTING_TORCH:
-            ours.state.clear()
-            ours.init_state()
-            assert all(ours.state[p]["step"].dtype == torch.float32 for p in params)
+        ours.state.clear()
+        ours.init_state()
+        assert all(ours.state[p]["step"].dtype == torch.float32 for p in params)
 
 
 @each_class
@@ -412,8 +406,6 @@ def test_printing(name: str, kwargs: dict[str, Any]) -> None:
 def test_gradients_are_not_written(
     name: str, kwargs: dict[str, Any], extra: dict[str, Any]
 ) -> None:
-    if extra and TESTING_TORCH:
-        pytest.skip("torch's classes have no max_grad_norm")
     params = make_params()
     optimizer = OURS[name](params, **kwargs, **extra)
     set_gradients(params)
@@ -439,33 +431,6 @@ def test_step_counts(name: str, kwargs: dict[str, Any]) -> None:
     assert counts == [4, None, 2, 4]
 
 
-@each_class
-def test_profiler_sees_the_step(name: str) -> None:
-    params = make_params()
-    optimizer = OURS[name](params)
-    set_gradients(params)
-    with torch.profiler.profile() as profile:
-        optimizer.step()
-        optimizer.zero_grad()
-    events = {event.key for event in profile.key_averages()}
-    assert f"Optimizer.step#Fused{name}.step" in events
-    assert f"Optimizer.zero_grad#Fused{name}.zero_grad" in events
-
-
-@ours_only  # torch's fused kernels do not count up the version
-@each_class
-def test_step_is_seen_by_autograd(name: str) -> None:
-    """A parameter changed between forward and backward is noticed."""
-    p = nn.Parameter(torch.ones(3))
-    optimizer = OURS[name]([p])
-    loss = (p * p).sum()
-    p.grad = torch.ones(3)
-    optimizer.step()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
-@ours_only
 @each_class
 def test_is_an_optimizer(name: str) -> None:
     """Schedulers and trainers ask for torch.optim.Optimizer; signatures extend torch's."""
