@@ -8,14 +8,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from .rank_results import Results
+
 HERE = Path(__file__).parent
 RUN_TIMEOUT = 120  # seconds; a run takes about 10 on an idle machine
-
-Results = list[dict[str, dict[str, Any]]]  # by rank and case
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import datetime
 import json
 import sys
+import traceback
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,10 @@ def difference(found: Any, expected: Any, where: str = "") -> str:
     return next(filter(None, (difference(a, b, f"{where}[{k!r}]") for k, a, b in pairs)), "")
 
 
-def run_cases(cases: Callable[[], Mapping[str, Callable[[], Any]]]) -> None:
+def run_cases(
+    cases: Callable[[], Mapping[str, Callable[[], Any]]],
+    each_within: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> None:
     """A worker script's main program; its argument is the folder for ``rank<n>.json``.
 
     ``cases`` is called when there is a process group. What a case raises is its result.
@@ -49,10 +54,11 @@ def run_cases(cases: Callable[[], Mapping[str, Callable[[], Any]]]) -> None:
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     results = {}
     for name, case in cases().items():
-        try:
-            results[name] = case()
-        except Exception as error:
-            results[name] = {"error": f"{type(error).__name__}: {error}"}
+        with each_within():
+            try:
+                results[name] = case()
+            except Exception:
+                results[name] = {"error": traceback.format_exc(limit=-3)}
         dist.barrier()
     (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
     dist.destroy_process_group()

@@ -10,6 +10,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchopt_ext import FusedAdamW, GradScaler
+from torchopt_ext.containers import build_optimizers
 
 Result = dict[str, Any]
 Placements = Callable[[int], list[Placement]]
@@ -47,6 +49,7 @@ MAX_NORM = 0.5
 # uneven rows, rows of one element, fewer rows than ranks, several chunks, three dimensions
 SHAPES = [(7, 100), (51,), (1, 130), (9, 9000), (3, 5), (4, 6, 33)]
 STEPS = 4
+HELD = ("params", "state")
 
 
 def make(dtype: torch.dtype) -> tuple[list[Tensor], list[list[Tensor]]]:
@@ -75,7 +78,7 @@ def fingerprint(tensor: Any) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
 
 
-def describe(optimizer: FusedAdamW) -> Result:
+def describe(optimizer: Any) -> Result:
     """The last decision, exactly, and the bits of whole parameters and their state."""
     names = ("grad_norm", "clip_factor", "found_inf", "skipped_steps")
     result: Result = {n: float(getattr(optimizer.control, n)).hex() for n in names}
@@ -172,6 +175,68 @@ def two_meshes() -> Result:
             p.grad = placed(step[i], i)
         optimizer.step()
     return describe(optimizer)
+
+
+# ---- parameters that other ranks do not have -----------------------------------------------------
+
+
+def gathered(optimizer: Any, mine: Sequence[int]) -> Result:
+    """What all ranks hold together, each some of the parameters."""
+    found = describe(optimizer)
+    owned: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(owned, [dict(zip(mine, found[k], strict=True)) for k in HELD])
+    for number, kind in enumerate(HELD):
+        by_index = {i: held for rank in owned for i, held in rank[number].items()}
+        found[kind] = [by_index[i] for i in range(len(SHAPES))]
+    return found
+
+
+def process_group() -> Result:
+    """As under ZeRO: the group sums the squares."""
+    values, gradients = make(torch.float32)
+    mine = range(dist.get_rank(), len(values), dist.get_world_size())
+    params = [nn.Parameter(values[i]) for i in mine]
+    optimizer = FusedAdamW(params, lr=0.01, max_grad_norm=MAX_NORM, process_group=dist.group.WORLD)
+    for step in gradients:
+        for i, p in zip(mine, params, strict=True):
+            p.grad = step[i]
+        optimizer.step()
+    return gathered(optimizer, mine)
+
+
+def pipeline_stages() -> Result:
+    """Two stages of two ranks each: some parameters are sharded over a stage, some replicated.
+
+    build_optimizers takes the stages' group from torchtitan's parallel dimensions.
+    """
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "fsdp"))
+    dims = SimpleNamespace(pp_enabled=True, ep_enabled=False, get_mesh=mesh.__getitem__)
+    config = SimpleNamespace(
+        name="AdamW", lr=0.01, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01,
+        implementation="fused", early_step_in_backward=False, max_grad_norm=MAX_NORM,
+    )  # fmt: skip
+    values, gradients = make(torch.float32)
+    mine = range(mesh["pp"].get_local_rank(), len(values), 2)
+
+    def placed(value: Tensor, i: int) -> Tensor:
+        return value if i == 2 else distribute_tensor(value, mesh["fsdp"], [Shard(0)])
+
+    part = nn.ParameterList(nn.Parameter(placed(values[i], i)) for i in mine)
+    container = build_optimizers([part], config, dims)
+    for step in gradients:
+        for i, p in zip(mine, part, strict=True):
+            p.grad = placed(step[i], i)
+        container.step()
+    return gathered(container, mine)
+
+
+def rank_without_gradients() -> Result:
+    p = nn.Parameter(torch.ones(3, 4))
+    optimizer = FusedAdamW([p], max_grad_norm=MAX_NORM, process_group=dist.group.WORLD)
+    if dist.get_rank() == 0:
+        p.grad = torch.ones(3, 4)
+    optimizer.step()
+    return {"grad_norm": float(optimizer.control.grad_norm).hex()}
 
 
 # ---- one rank overflows --------------------------------------------------------------------------
@@ -429,8 +494,12 @@ MASTERS: dict[str, dict[str, Any]] = {
 
 
 def cases() -> dict[str, Callable[[], Result]]:
+    if dist.get_world_size() == 4:
+        return {"unsharded": lambda: train(None), "pipeline stages": pipeline_stages}
     found: dict[str, Callable[[], Result]] = {
         "unsharded": lambda: train(None),
+        "process group": process_group,
+        "rank without gradients": rank_without_gradients,
         "rows": lambda: train(rows),
         "mixed rows": lambda: train(mixed_rows),
         "mixed": lambda: train(mixed),

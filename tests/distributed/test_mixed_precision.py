@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.processes]
+from .rank_results import Results, agreed
 
-Results = list[dict[str, dict[str, Any]]]  # by rank and case
+pytestmark = [pytest.mark.timeout(240), pytest.mark.processes]
 
 WORLD_SIZES = (4, 2, 1)  # in this order: a checkpoint goes from one to the next
 SHARDED = (4, 2)
@@ -23,12 +23,8 @@ def runs(run_ranks: Callable[[str, int], Results]) -> dict[int, Results]:
 
 
 def case(results: Results, name: str) -> dict[str, Any]:
-    """The case's result, which all ranks must agree on."""
-    for rank in results:
-        assert "error" not in rank[name], rank[name]["error"]
-        # What is wrong is said by all, in the words of the rank that noticed or as its report.
-        assert {**rank[name], "refused": ""} == {**results[0][name], "refused": ""}
-    return results[0][name]
+    """What is wrong is said by all, in the words of the rank that noticed or as its report."""
+    return agreed(results, name, apart="refused")[0]
 
 
 sizes = pytest.mark.parametrize("size", WORLD_SIZES)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.timeout(150)
+from .rank_results import Results, case
 
-Results = list[dict[str, dict[str, Any]]]  # by rank and case
+pytestmark = pytest.mark.timeout(150)
 
 HELD = ("master", "remainder", "stochastic", "stochastic moments")  # ways to hold bf16 weights
 
@@ -19,20 +19,12 @@ def results(run_two_ranks: Callable[[str], Results]) -> Results:
     return run_two_ranks("step_engine_worker.py")
 
 
-def case(results: Results, name: str) -> dict[str, Any]:
-    """The case's result, which both ranks must agree on but for what is local."""
-    for rank in results:
-        assert "error" not in rank[name], rank[name]["error"]
-    first, second = ({k: v for k, v in r[name].items() if k != "local"} for r in results)
-    assert first == second
-    return first
-
-
 def number(result: dict[str, Any], field: str) -> float:
     return float.fromhex(result[field])
 
 
 BITWISE = {
+    "process group": "unsharded",
     "rows": "unsharded",
     "mixed rows": "unsharded",
     "hybrid 2x1": "unsharded",
@@ -54,6 +46,17 @@ def test_bits_are_those_of_one_process(results: Results, name: str) -> None:
     assert 0 < number(whole, "clip_factor") < 1
     for field in ("grad_norm", "clip_factor", "params", "state"):
         assert sharded[field] == whole[field]
+
+
+def test_pipeline_stages_clip_by_one_norm(run_ranks: Callable[[str, int], Results]) -> None:
+    found = run_ranks("step_engine_worker.py", 4)
+    staged, whole = case(found, "pipeline stages"), case(found, "unsharded")
+    assert staged == {k: v for k, v in whole.items() if k != "local"}
+
+
+def test_a_rank_without_gradients_takes_part(results: Results) -> None:
+    """It knows the norm, which is that of the rank that has gradients."""
+    assert number(case(results, "rank without gradients"), "grad_norm") == 12**0.5
 
 
 @pytest.mark.parametrize("held", HELD)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.processes]
+from .rank_results import Results
 
-Results = list[dict[str, dict[str, Any]]]  # by rank and case
+pytestmark = [pytest.mark.timeout(300), pytest.mark.processes]
 
 SOON = 20  # seconds; the group waits for 60
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.processes]
+from .rank_results import Results, agreed
 
-Results = list[dict[str, dict[str, Any]]]  # by rank and case
+pytestmark = [pytest.mark.timeout(240), pytest.mark.processes]
 
 WORLD_SIZES = (1, 4, 3, 2)  # in this order: a checkpoint goes from one to the next
 NAMES = ("fused", "fp32", "remainder", "adamw", "sgd")
@@ -20,15 +19,6 @@ def runs(run_ranks: Callable[[str, int], Results]) -> dict[int, Results]:
     return {size: run_ranks("zero_checkpoint_worker.py", size) for size in WORLD_SIZES}
 
 
-def case(results: Results, name: str) -> list[dict[str, Any]]:
-    """Every rank's result; they must agree on all but what is local."""
-    for rank in results:
-        assert "error" not in rank[name], rank[name]["error"]
-    common = [{k: v for k, v in rank[name].items() if k != "local"} for rank in results]
-    assert all(other == common[0] for other in common)
-    return [rank[name] for rank in results]
-
-
 chained = pytest.mark.parametrize("name", NAMES)
 sizes = pytest.mark.parametrize("size", WORLD_SIZES)
 
@@ -36,7 +26,7 @@ sizes = pytest.mark.parametrize("size", WORLD_SIZES)
 @chained
 @sizes
 def test_state_is_the_same_at_every_world_size(runs: dict[int, Results], size: int, name: str):
-    first = case(runs[size], f"chain {name}")[0]
+    first = agreed(runs[size], f"chain {name}")[0]
     assert first["local"]["state"] == ""
     assert first["next step"] == ""
 
@@ -44,7 +34,7 @@ def test_state_is_the_same_at_every_world_size(runs: dict[int, Results], size: i
 @chained
 @sizes
 def test_an_unsharded_optimizer_loads_it(runs: dict[int, Results], size: int, name: str) -> None:
-    local = case(runs[size], f"chain {name}")[0]["local"]
+    local = agreed(runs[size], f"chain {name}")[0]["local"]
     assert local["keys"] == ""
     assert local["unsharded"] == ""
 
@@ -52,7 +42,7 @@ def test_an_unsharded_optimizer_loads_it(runs: dict[int, Results], size: int, na
 @chained
 @sizes
 def test_ranks_write_and_read_their_parts_only(runs: dict[int, Results], size: int, name: str):
-    ranks = case(runs[size], f"chain {name}")
+    ranks = agreed(runs[size], f"chain {name}")
     for what in ("held", "allocated"):
         assert sum(rank["local"][what] for rank in ranks) == ranks[0]["whole"]
         assert max(rank["local"][what] for rank in ranks) <= 1.7 * ranks[0]["whole"] / size
@@ -61,30 +51,30 @@ def test_ranks_write_and_read_their_parts_only(runs: dict[int, Results], size: i
 @chained
 def test_rows_are_cut(runs: dict[int, Results], name: str) -> None:
     """Or the other tests show nothing: in 2-D, 3-D and channels last."""
-    found = case(runs[4], f"chain {name}")[0]["local"]["cut inside a row"]
+    found = agreed(runs[4], f"chain {name}")[0]["local"]["cut inside a row"]
     assert found == [[2, 50, 200], [3, 64, 16, 15], [3, 10000]]
 
 
 @sizes
 @pytest.mark.parametrize("partition", ["greedy", "balanced"])
 def test_ranks_without_parameters(runs: dict[int, Results], size: int, partition: str) -> None:
-    ranks = case(runs[size], f"tiny {partition}")
+    ranks = agreed(runs[size], f"tiny {partition}")
     assert sorted(rank["local"] for rank in ranks) == [0] * (size - 1) + [1]
     assert ranks[0]["difference"] == ""
     assert ranks[0]["steps"] == [1, 1]
 
 
 def test_a_parameter_without_state_has_none(runs: dict[int, Results]) -> None:
-    assert case(runs[2], "without state")[0] == {"before": True, "after": 0}
+    assert agreed(runs[2], "without state")[0] == {"before": True, "after": 0}
 
 
 def test_other_masters(runs: dict[int, Results]) -> None:
-    for rank in case(runs[2], "other masters"):
+    for rank in agreed(runs[2], "other masters"):
         assert rank == {"weights": "", "local": ""}
 
 
 def test_subgroup(runs: dict[int, Results]) -> None:
-    assert case(runs[3][1:], "subgroup")[0] == {"difference": ""}
+    assert agreed(runs[3][1:], "subgroup")[0] == {"difference": ""}
 
 
 @pytest.mark.parametrize("stager", ["async", "async, writer"])
@@ -94,11 +84,11 @@ def test_later_steps_do_not_change_what_is_written(runs: dict[int, Results], sta
 
 @pytest.mark.parametrize("partition", ["greedy", "balanced"])
 def test_a_consolidated_optimizer_saves_and_loads(runs: dict[int, Results], partition: str) -> None:
-    assert case(runs[2], f"consolidated {partition}")[0]["local"] == ["", ""]
+    assert agreed(runs[2], f"consolidated {partition}")[0]["local"] == ["", ""]
 
 
 def test_a_part_of_the_state_loads_where_it_was_only(runs: dict[int, Results]) -> None:
-    same, other = case(runs[2], "part")[0], case(runs[2], "part of another")[0]
+    same, other = agreed(runs[2], "part")[0], agreed(runs[2], "part of another")[0]
     for found in (same, other):
         assert "`consolidate_state_dict(to=...)` on all ranks" in found["torch.save"]
     assert "raised" not in same and same["changed"] == ""
@@ -107,7 +97,7 @@ def test_a_part_of_the_state_loads_where_it_was_only(runs: dict[int, Results]) -
 
 @pytest.mark.parametrize("value", ["function", "sparse", "number as key"])
 def test_what_dcp_would_not_give_back_is_named(runs: dict[int, Results], value: str) -> None:
-    found = case(runs[2], value)[0]
+    found = agreed(runs[2], value)[0]
     assert found["raised"] == "RuntimeError"
     assert found["message"].startswith("rank 1: saving the optimizer state: state.1.extra")
 
@@ -131,7 +121,7 @@ def test_what_dcp_would_not_give_back_is_named(runs: dict[int, Results], value: 
 def test_refusals_change_nothing(
     runs: dict[int, Results], name: str, error: str, message: str
 ) -> None:
-    found = case(runs[2], name)[0]
+    found = agreed(runs[2], name)[0]
     assert found["raised"] == error
     assert message in found["message"]
     assert found["changed"] == ""
@@ -140,4 +130,4 @@ def test_refusals_change_nothing(
 
 def test_no_pickled_code_runs(runs: dict[int, Results]) -> None:
     for name in ("pickled code", "pickled metadata"):
-        assert case(runs[2], name)[0]["ran"] == []
+        assert agreed(runs[2], name)[0]["ran"] == []

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.timeout(150), pytest.mark.processes]
+from .rank_results import Results, each_rank
 
-Results = list[dict[str, dict[str, Any]]]  # by rank and case
+pytestmark = [pytest.mark.timeout(150), pytest.mark.processes]
 
 QUICK = 20  # seconds; the group's own limit is 60, and a call takes well below one
 
@@ -19,16 +18,9 @@ def results(request: pytest.FixtureRequest, run_ranks: Callable[[str, int], Resu
     return run_ranks("zero_exchange_worker.py", request.param)
 
 
-def case(results: Results, name: str) -> list[dict[str, Any]]:
-    found = [rank[name] for rank in results]
-    for result in found:
-        assert "error" not in result, result["error"]
-    return found
-
-
 def raised(results: Results, name: str, kind: str) -> str:
     """The message, which all ranks must raise alike and soon."""
-    found = case(results, name)
+    found = each_rank(results, name)
     for result in found:
         assert result.get("raised") == kind, result
         assert result["message"] == found[0]["message"]
@@ -37,11 +29,11 @@ def raised(results: Results, name: str, kind: str) -> str:
 
 
 def test_text_of_every_rank(results: Results) -> None:
-    assert case(results, "text") == [{"found": True, "empty": True}] * len(results)
+    assert each_rank(results, "text") == [{"found": True, "empty": True}] * len(results)
 
 
 def test_agreement_costs_one_length(results: Results) -> None:
-    for result in case(results, "agree"):
+    for result in each_rank(results, "agree"):
         assert result["returned"] is None
         assert result["traffic"] == [8]
 
@@ -54,7 +46,7 @@ def test_one_rank_with_an_error_is_named_on_all(results: Results) -> None:
 
 @pytest.mark.parametrize("name", ["same", "same, none"])
 def test_the_same_parameters_cost_a_count_and_a_digest(results: Results, name: str) -> None:
-    for result in case(results, name):
+    for result in each_rank(results, name):
         assert result["returned"] is None
         assert result["traffic"] == [16]
 
@@ -83,7 +75,7 @@ def test_other_parameters_on_one_rank(
 @pytest.mark.parametrize("to", ["first", "last"])
 def test_state_of_all_ranks_on_one(results: Results, name: str, to: str) -> None:
     """Bit by bit, with strides, in order, on the target alone."""
-    found = case(results, f"{name} to {to}")
+    found = each_rank(results, f"{name} to {to}")
     target = 0 if to == "first" else len(results) - 1
     assert [result["target"] for result in found] == [r == target for r in range(len(results))]
     assert [result["difference"] for result in found] == [""] * len(results)
@@ -91,7 +83,7 @@ def test_state_of_all_ranks_on_one(results: Results, name: str, to: str) -> None
 
 @pytest.mark.parametrize("name", ["other values", "parts, not contiguous", "nothing"])
 def test_less_common_state(results: Results, name: str) -> None:
-    assert [result["difference"] for result in case(results, name)] == [""] * len(results)
+    assert [result["difference"] for result in each_rank(results, name)] == [""] * len(results)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +105,7 @@ def test_less_common_state(results: Results, name: str) -> None:
 )
 def test_parts_that_do_not_fit(results: Results, name: str, says: str) -> None:
     """The target says so after it has received everything."""
-    target, *others = case(results, f"wrong: {name}")
+    target, *others = each_rank(results, f"wrong: {name}")
     assert target.get("raised") == "ValueError", target
     assert "parameter 4 ['exp_avg']" in target["message"]
     assert says in target["message"]
@@ -140,8 +132,8 @@ def test_what_one_rank_cannot_send_is_named_on_all(results: Results, name: str, 
 
 def test_sending_takes_little_memory(results: Results) -> None:
     """128 MB: far less than a copy on the sender, one copy and little else on the target."""
-    assert min(result["grown"] for result in case(results, "growth")) > 60
-    target, *others = case(results, "memory")
+    assert min(result["grown"] for result in each_rank(results, "growth")) > 60
+    target, *others = each_rank(results, "memory")
     assert target["target"]
     assert 120 < target["grown"] < 128 + 40
     for other in others:
@@ -158,7 +150,7 @@ def test_sending_takes_little_memory(results: Results) -> None:
     ],
 )
 def test_a_rank_that_does_not_answer(results: Results, name: str, what: str) -> None:
-    target = case(results, name)[0]
+    target = each_rank(results, name)[0]
     assert target.get("raised") == "RuntimeError", target
     assert target["message"].startswith(f"{what}: a rank of the group died, is late")
     assert target["cause"] != "NoneType"
@@ -169,7 +161,7 @@ def test_subgroup(results: Results) -> None:
     """Ranks 1 and 2 of three, by their ranks in the group."""
     if len(results) == 2:
         pytest.skip("needs three ranks")
-    _, first, second = case(results, "subgroup")
+    _, first, second = each_rank(results, "subgroup")
     assert [first["target"], second["target"]] == [False, True]
     assert second["difference"] == ""
     for rank in (first, second):

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.timeout(150), pytest.mark.processes]
+from .rank_results import Results, each_rank
 
-Results = list[dict[str, dict[str, Any]]]  # by rank and case
+pytestmark = [pytest.mark.timeout(150), pytest.mark.processes]
 
 KINDS = ("AdamW", "FusedAdamW", "SGD")
 PARTITIONS = ("greedy", "bucket view", "balanced")
@@ -27,13 +27,6 @@ def two(run_ranks: Callable[[str, int], Results]) -> Results:
 @pytest.fixture(scope="module")
 def four(run_ranks: Callable[[str, int], Results]) -> Results:
     return run_ranks("zero_faults_worker.py", 4)
-
-
-def case(results: Results, name: str) -> list[dict[str, Any]]:
-    found = [rank[name] for rank in results]
-    errors = [(rank, f["error"]) for rank, f in enumerate(found) if "error" in f]
-    assert not errors, "\n".join(f"rank {rank}: {error}" for rank, error in errors)
-    return found
 
 
 def check_equal(found: list[dict[str, Any]], *fields: str) -> None:
@@ -59,14 +52,14 @@ def check_raised(outcomes: list[dict[str, Any]], kind: str, *parts: str) -> None
 def test_loading_and_stepping_leave_the_state_dict_alone(
     two: Results, kind: str, partition: str
 ) -> None:
-    check_equal(case(two, f"load_leaves_the_dict {kind}, {partition}"), "loaded", "stepped")
+    check_equal(each_rank(two, f"load_leaves_the_dict {kind}, {partition}"), "loaded", "stepped")
 
 
 @pytest.mark.parametrize("partition", PARTITIONS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_float32_state_for_bfloat16_parameters(two: Results, kind: str, partition: str) -> None:
     """It becomes what the unsharded optimizer makes of it, and training goes on."""
-    found = case(two, f"narrower_parameters {kind}, {partition}")
+    found = each_rank(two, f"narrower_parameters {kind}, {partition}")
     assert all(f["dtypes"] == ["torch.bfloat16"] for f in found)
     check_equal(found, "params")
 
@@ -74,7 +67,7 @@ def test_float32_state_for_bfloat16_parameters(two: Results, kind: str, partitio
 @pytest.mark.parametrize("kind", KINDS)
 def test_state_is_held_once(two: Results, kind: str) -> None:
     """After loading, this rank's half is all there is; a consolidated copy lasts until a step."""
-    found = case(two, f"held once {kind}")
+    found = each_rank(two, f"held once {kind}")
     for rank, f in enumerate(found):
         spare = 4096  # control blocks
         assert f["own"] == pytest.approx(f["total"] / 2)
@@ -89,7 +82,7 @@ def test_state_is_held_once(two: Results, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_wrong_shape_is_refused_on_all_ranks(two: Results, kind: str, how: str) -> None:
     """Whoever owns the parameter; nothing is changed."""
-    found = case(two, f"refused {kind}, {how}")
+    found = each_rank(two, f"refused {kind}, {how}")
     number = how.partition(" ")[2] or "3"
     check_raised(found, "ValueError", f"parameter {number}", "(2, ")
     check_equal(found, "changed")
@@ -98,7 +91,7 @@ def test_a_wrong_shape_is_refused_on_all_ranks(two: Results, kind: str, how: str
 @pytest.mark.parametrize("number", range(6))
 @pytest.mark.parametrize("kind", ["AdamW", "FusedAdamW"])
 def test_incomplete_state_is_refused_on_all_ranks(two: Results, kind: str, number: int) -> None:
-    found = case(two, f"refused {kind}, missing {number}")
+    found = each_rank(two, f"refused {kind}, missing {number}")
     check_raised(found, "ValueError", "step")
     check_equal(found, "changed")
 
@@ -106,7 +99,7 @@ def test_incomplete_state_is_refused_on_all_ranks(two: Results, kind: str, numbe
 @pytest.mark.parametrize("how", ["sizes", "fewer", "more"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_wrong_groups_are_refused_on_all_ranks(two: Results, kind: str, how: str) -> None:
-    found = case(two, f"refused {kind}, {how}")
+    found = each_rank(two, f"refused {kind}, {how}")
     check_raised(found, "ValueError", "group")
     check_equal(found, "changed")
 
@@ -114,7 +107,7 @@ def test_wrong_groups_are_refused_on_all_ranks(two: Results, kind: str, how: str
 @pytest.mark.parametrize("partition", PARTITIONS)
 def test_another_dtype_is_refused(two: Results, partition: str) -> None:
     """Nothing is changed, and training goes on without the group."""
-    found = case(two, f"other dtype {partition}, False")
+    found = each_rank(two, f"other dtype {partition}, False")
     check_raised(found, "ValueError", "bfloat16", "float32")
     check_equal(found, "changed")
     for f in found:
@@ -124,7 +117,7 @@ def test_another_dtype_is_refused(two: Results, partition: str) -> None:
 @pytest.mark.parametrize("partition", PARTITIONS)
 def test_another_dtype_where_it_is_allowed(two: Results, partition: str) -> None:
     """difference() compares dtypes, too."""
-    found = case(two, f"other dtype {partition}, True")
+    found = each_rank(two, f"other dtype {partition}, True")
     assert all(f["raised"] == "" and f["changed"] != "" for f in found)
     check_equal(found, "params")
 
@@ -139,7 +132,7 @@ def test_state_dicts_are_the_unsharded_optimizers(
     two: Results, kind: str, partition: str, named: bool
 ) -> None:
     """Keys, order, dtypes and bits; it loads there, here and, unnamed, into torch's class."""
-    found = case(two, f"state dict {kind}, {partition}{', named' * named}")
+    found = each_rank(two, f"state dict {kind}, {partition}{', named' * named}")
     check_equal(found, "difference", "into plain", "from plain")
     if not named:
         check_equal(found, "into torch's", "from torch's")
@@ -150,7 +143,7 @@ def test_state_dicts_are_the_unsharded_optimizers(
 def test_only_a_fresh_consolidation_gives_a_whole_state_dict(
     two: Results, kind: str, partition: str
 ) -> None:
-    found = case(two, f"state dict {kind}, {partition}")
+    found = each_rank(two, f"state dict {kind}, {partition}")
     for when in ("before", "stale", "loaded since"):
         check_raised([f[when] for f in found], "RuntimeError", "consolidate_state_dict")
     first, *others = (f["target"] for f in found)
@@ -162,7 +155,7 @@ def test_only_a_fresh_consolidation_gives_a_whole_state_dict(
 @pytest.mark.parametrize("to", range(4))
 def test_consolidation_sends_state_to_the_target_alone(four: Results, to: int) -> None:
     """And once: headers are all there is besides."""
-    for rank, f in enumerate(case(four, f"traffic to {to}")):
+    for rank, f in enumerate(each_rank(four, f"traffic to {to}")):
         assert f["target"] == (rank == to)
         given = f["bytes"].pop("send", 0)
         taken = sum(f["bytes"].values())
@@ -178,7 +171,7 @@ def test_consolidation_sends_state_to_the_target_alone(four: Results, to: int) -
 @pytest.mark.parametrize("ranks", ["two", "four"])
 def test_state_of_many_kinds(request: pytest.FixtureRequest, ranks: str) -> None:
     """Tuples, keys of all kinds, nested tensors, inf and nan."""
-    check_equal(case(request.getfixturevalue(ranks), "peculiar"), "difference", "loaded")
+    check_equal(each_rank(request.getfixturevalue(ranks), "peculiar"), "difference", "loaded")
 
 
 @pytest.mark.parametrize("ranks", ["two", "four"])
@@ -186,7 +179,7 @@ def test_an_object_in_one_ranks_state_raises_on_all(
     request: pytest.FixtureRequest, ranks: str
 ) -> None:
     results = request.getfixturevalue(ranks)
-    found = case(results, "object")
+    found = each_rank(results, "object")
     check_raised(found, "RuntimeError", "'extra'", f"rank {len(results) - 1}")
     check_raised([f["state_dict"] for f in found], "TypeError", "expected strings as keys")
 
@@ -194,7 +187,7 @@ def test_an_object_in_one_ranks_state_raises_on_all(
 @pytest.mark.parametrize("partition", PARTITIONS)
 def test_resuming_at_other_world_sizes(four: Results, partition: str) -> None:
     """Four ranks, then two, then four again, by files that weights_only=True loads."""
-    check_equal(case(four, f"other world size {partition}"), "params", "state")
+    check_equal(each_rank(four, f"other world size {partition}"), "params", "state")
 
 
 # ---- who owns what -------------------------------------------------------------------------------
@@ -203,7 +196,7 @@ def test_resuming_at_other_world_sizes(four: Results, partition: str) -> None:
 @pytest.mark.parametrize("partition", ["greedy", "bucket view"])
 def test_frozen_parameters(four: Results, partition: str) -> None:
     """Torch's rule would give ranks 0, 300, 300 and 200 trainable elements."""
-    found = case(four, f"frozen {partition}")
+    found = each_rank(four, f"frozen {partition}")
     for f in found:
         assert sorted(f["loads"]) == [100, 100, 300, 300]
         assert f["owners since"] == f["owners"] == found[0]["owners"]
@@ -216,7 +209,7 @@ def test_frozen_parameters(four: Results, partition: str) -> None:
 
 
 def test_torchs_partition(four: Results) -> None:
-    for f in case(four, "plan"):
+    for f in each_rank(four, "plan"):
         for plan in f["plans"]:
             assert plan["ours"] == plan["theirs"]
 
@@ -224,7 +217,7 @@ def test_torchs_partition(four: Results) -> None:
 @pytest.mark.parametrize("ranks", ["two", "four"])
 def test_chosen_owners(request: pytest.FixtureRequest, ranks: str) -> None:
     results = request.getfixturevalue(ranks)
-    found = case(results, "params_per_rank")
+    found = each_rank(results, "params_per_rank")
     size = len(results)
     owners = [i // 2 % size for i in range(6)]
     for rank, f in enumerate(found):
@@ -243,7 +236,7 @@ def test_chosen_owners(request: pytest.FixtureRequest, ranks: str) -> None:
 @pytest.mark.parametrize("dtype", ["torch.float32", "torch.bfloat16"])
 def test_buckets_keep_strides_and_alignment(two: Results, dtype: str) -> None:
     """Each parameter begins at a multiple of 64 bytes in one of two buckets."""
-    found = [f[dtype] for f in case(two, "buckets")]
+    found = [f[dtype] for f in each_rank(two, "buckets")]
     for f in found:
         assert f["strides"] and f["channels last"]
         assert f["storages"] == 2
@@ -255,12 +248,12 @@ def test_buckets_keep_strides_and_alignment(two: Results, dtype: str) -> None:
 @pytest.mark.parametrize("count", [1, 2])
 def test_fewer_parameters_than_ranks(four: Results, count: int, partition: str) -> None:
     for kind in KINDS:
-        found = [f[kind] for f in case(four, f"{count} parameters, {partition}")]
+        found = [f[kind] for f in each_rank(four, f"{count} parameters, {partition}")]
         check_equal(found, "state", "params")
 
 
 def test_named_parameters_where_a_rank_has_none_of_a_group(four: Results) -> None:
-    check_equal(case(four, "named"), "params", "state")
+    check_equal(each_rank(four, "named"), "params", "state")
 
 
 @pytest.mark.parametrize(
@@ -276,20 +269,20 @@ def test_named_parameters_where_a_rank_has_none_of_a_group(four: Results) -> Non
     ],
 )
 def test_other_parameters_on_one_rank(two: Results, how: str, name: str) -> None:
-    found = case(two, f"other {how}")
+    found = each_rank(two, f"other {how}")
     check_raised(found, "ValueError", name, "rank 0", "rank 1")
 
 
 @pytest.mark.parametrize("how", ["mixed dtypes", "none"])
 def test_what_one_rank_refuses_ends_all(two: Results, how: str) -> None:
     """A list that no rank would take."""
-    check_raised(case(two, f"other {how}"), "ValueError")
+    check_raised(each_rank(two, f"other {how}"), "ValueError")
 
 
 @pytest.mark.parametrize("how", ["shape", "count", "dtype", "known"])
 def test_another_group_on_one_rank(two: Results, how: str) -> None:
     """Nothing is changed on any rank."""
-    found = case(two, f"added other {how}")
+    found = each_rank(two, f"added other {how}")
     check_raised(found, "ValueError")
     check_equal(found, "changed")
 
@@ -314,7 +307,7 @@ def check_overlap(found: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("how", ["", ", shards", ", interleaved", ", interleaved, shards"])
 @pytest.mark.parametrize("kind", ["AdamW", "FusedAdamW"])
 def test_overlap_in_a_subgroup(four: Results, kind: str, how: str) -> None:
-    found = case(four, f"subgroup {kind}{how}")
+    found = each_rank(four, f"subgroup {kind}{how}")
     assert found[:2] == [{"outside": True}] * 2
     check_overlap(found[2:])
 
@@ -324,18 +317,18 @@ def test_overlap_in_a_subgroup(four: Results, kind: str, how: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_overlap(two: Results, kind: str, how: str, schedule: bool) -> None:
     """Bits of DDP and the plain optimizer, whose learning rate follows the same schedule."""
-    check_overlap(case(two, f"overlap {kind}{how}{', schedule' * schedule}"))
+    check_overlap(each_rank(two, f"overlap {kind}{how}{', schedule' * schedule}"))
 
 
 def test_hooks_want_an_optimizer_that_overlaps(two: Results) -> None:
-    check_raised(case(two, "hook over plain zero"), "ValueError", "overlap_with_ddp=True")
+    check_raised(each_rank(two, "hook over plain zero"), "ValueError", "overlap_with_ddp=True")
 
 
 @pytest.mark.parametrize("partition", PARTITIONS)
 @pytest.mark.parametrize("how", ["", ", unscaled before"])
 def test_an_overflow_on_one_rank_skips_on_all(two: Results, partition: str, how: str) -> None:
     """In the third of five steps."""
-    found = case(two, f"our scaler {partition}{how}")
+    found = each_rank(two, f"our scaler {partition}{how}")
     for f in found:
         assert f["moved"] == [True, True, False, True, True]
         assert f["scales"] == [1024.0] * 2 + [512.0] * 3
@@ -353,7 +346,7 @@ def test_an_overflow_on_one_rank_skips_on_all(two: Results, partition: str, how:
     ],
 )
 def test_scalers_leave_the_check_to_the_step(two: Results, name: str) -> None:
-    found = case(two, name)
+    found = each_rank(two, name)
     for f in found:
         assert f["moved"] == [True] * 5
         assert f["scales"] == [1.0] * 5
@@ -365,7 +358,7 @@ def test_scalers_leave_the_check_to_the_step(two: Results, name: str) -> None:
 @pytest.mark.parametrize("kind", ["FusedAdamW", "fused AdamW"])
 def test_torchs_scaler_skips_what_overflows_on_all(two: Results, kind: str) -> None:
     """As DDP's averages do."""
-    found = case(two, f"stock scaler, {kind}, all")
+    found = each_rank(two, f"stock scaler, {kind}, all")
     for f in found:
         assert f["moved"] == [True, True, False, True, True]
         assert f["scales"] == [1024.0] * 2 + [512.0] * 3
@@ -377,14 +370,14 @@ def test_torchs_scaler_skips_what_overflows_on_all(two: Results, kind: str) -> N
 @pytest.mark.parametrize("kind", KINDS)
 def test_copies(two: Results, kind: str, partition: str) -> None:
     """Of model and optimizer together: both train, neither disturbs the other."""
-    found = case(two, f"copied pair {kind}, {partition}")
+    found = each_rank(two, f"copied pair {kind}, {partition}")
     check_equal(found, "untouched", "state untouched", "original", "copy", "copy's state")
 
 
 @pytest.mark.parametrize("partition", PARTITIONS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_copy_of_the_optimizer_alone(two: Results, kind: str, partition: str) -> None:
-    found = case(two, f"copied alone {kind}, {partition}")
+    found = each_rank(two, f"copied alone {kind}, {partition}")
     assert [f["shared"] for f in found] == [0, 0]
     check_equal(found, "untouched", "original", "copy")
 
@@ -392,12 +385,12 @@ def test_a_copy_of_the_optimizer_alone(two: Results, kind: str, partition: str) 
 @pytest.mark.parametrize("partition", PARTITIONS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_in_other_memory_are_taken_over(two: Results, kind: str, partition: str) -> None:
-    check_equal(case(two, f"replaced weights {kind}, {partition}"), "params")
+    check_equal(each_rank(two, f"replaced weights {kind}, {partition}"), "params")
 
 
 @pytest.mark.parametrize("partition", PARTITIONS)
 def test_random_rounding_does_not_depend_on_the_partition(two: Results, partition: str) -> None:
-    found = case(two, f"random rounding {partition}")
+    found = each_rank(two, f"random rounding {partition}")
     assert all(f["differs from nearest"] for f in found)
     check_equal(found, "params")
 
@@ -408,7 +401,7 @@ UNEVEN = [("two", f"{kind}, {partition}") for kind in KINDS for partition in PAR
 @pytest.mark.parametrize(("ranks", "name"), [*UNEVEN, ("four", "AdamW"), ("four", "FusedAdamW")])
 def test_uneven_inputs(request: pytest.FixtureRequest, ranks: str, name: str) -> None:
     """Ranks without data step their part along with the others."""
-    found = case(request.getfixturevalue(ranks), f"uneven {name}")
+    found = each_rank(request.getfixturevalue(ranks), f"uneven {name}")
     total = found[-1]["mine"]
     assert [f["mine"] for f in found] == list(range(total - len(found) + 1, total + 1))
     assert [f["steps"] for f in found] == [total] * len(found)

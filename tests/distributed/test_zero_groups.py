@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.timeout(150)
+from .rank_results import Results, agreed
 
-Results = list[dict[str, dict[str, Any]]]  # by rank and case
+pytestmark = pytest.mark.timeout(150)
 
 ROUNDING = 1e-6  # averages of equal gradients, and other orders of summing
 
@@ -19,32 +18,23 @@ def results(run_ranks: Callable[[str, int], Results]) -> Results:
     return run_ranks("zero_groups_worker.py", 4)
 
 
-def case(results: Results, name: str) -> list[dict[str, Any]]:
-    """Every rank's result; they must agree on all but what is local."""
-    for rank in results:
-        assert "error" not in rank[name], rank[name]["error"]
-    common = [{k: v for k, v in rank[name].items() if k != "local"} for rank in results]
-    assert all(other == common[0] for other in common)
-    return [rank[name] for rank in results]
-
-
 @pytest.mark.parametrize("name", ["segments", "nested", "segments, unused", "nested, unused"])
 def test_a_backward_pass_reduces_every_bucket_once(results: Results, name: str) -> None:
     """Under reentrant checkpointing, in segments of other lengths on every rank."""
-    found = case(results, name)[0]
+    found = agreed(results, name)[0]
     assert found["off"] <= ROUNDING
     assert found["reductions"] == 3 * found["buckets"] > 3 * 7
 
 
 def test_worlds_made_of_sub_groups(results: Results) -> None:
     for rank, expected in enumerate(["4", "341", "234", "234"]):
-        found = case(results, "worlds")[rank]["local"]
+        found = agreed(results, "worlds")[rank]["local"]
         assert list(found) == list(expected)
         assert max(found.values()) <= ROUNDING
 
 
 def test_dropped_optimizers_keep_no_group(results: Results) -> None:
-    for rank in case(results, "dropped"):
+    for rank in agreed(results, "dropped"):
         assert rank["local"] == {"descriptors": 0, "threads": 0, "groups": 0}
 
 
@@ -53,15 +43,15 @@ def test_dropped_optimizers_keep_no_group(results: Results) -> None:
 )
 def test_ranks_out_of_data_step_with_the_averages_of_the_others(results: Results, how: str) -> None:
     """Join([ddp, zero]) ends as Adam does over all ranks' batches."""
-    for rank in case(results, f"uneven {how}"):
+    for rank in agreed(results, f"uneven {how}"):
         assert max(rank["off"], rank["local"]) <= ROUNDING
 
 
 def test_an_optimizer_left_out_of_join_raises_on_all_ranks(results: Results) -> None:
-    found = [rank["local"] for rank in case(results, "left out")]
+    found = [rank["local"] for rank in agreed(results, "left out")]
     assert "use Join([ddp, optimizer])" in found[0]
     assert all("rank 0 rejected the step" in other for other in found[1:])
 
 
 def test_sharded_gradients_do_not_go_with_join(results: Results) -> None:
-    assert "use DDP, with reduce_scatter_hook" in case(results, "sharded join")[0]["raised"]
+    assert "use DDP, with reduce_scatter_hook" in agreed(results, "sharded join")[0]["raised"]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.timeout(150)
+from .rank_results import Results, case
 
-Results = list[dict[str, dict[str, Any]]]  # by rank and case
+pytestmark = pytest.mark.timeout(150)
 
 ROUNDING = 1e-5  # averages of equal gradients, and other orders of summing
 
@@ -17,15 +16,6 @@ ROUNDING = 1e-5  # averages of equal gradients, and other orders of summing
 @pytest.fixture(scope="module")
 def results(run_two_ranks: Callable[[str], Results]) -> Results:
     return run_two_ranks("zero_misuse_worker.py")
-
-
-def case(results: Results, name: str) -> dict[str, Any]:
-    """The case's result, which both ranks must agree on but for what is local."""
-    for rank in results:
-        assert "error" not in rank[name], rank[name]["error"]
-    first, second = ({k: v for k, v in r[name].items() if k != "local"} for r in results)
-    assert first == second
-    return results[0][name]
 
 
 @pytest.mark.parametrize(

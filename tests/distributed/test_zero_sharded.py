@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.timeout(150)
+from .rank_results import Results, agreed
 
-Results = list[dict[str, dict[str, Any]]]  # by rank and case
+pytestmark = pytest.mark.timeout(150)
 
 WORLD_SIZES = (1, 2, 3, 4)
 HELD = ("fp32", "master", "remainder", "stochastic")
@@ -29,15 +29,6 @@ def runs(run_ranks: Callable[[str, int], Results]) -> dict[int, Results]:
     return {size: run_ranks("zero_sharded_worker.py", size) for size in WORLD_SIZES}
 
 
-def case(results: Results, name: str) -> list[dict[str, Any]]:
-    """Every rank's result; they must agree on all but what is local."""
-    for rank in results:
-        assert "error" not in rank[name], rank[name]["error"]
-    common = [{k: v for k, v in rank[name].items() if k != "local"} for rank in results]
-    assert all(other == common[0] for other in common)
-    return [rank[name] for rank in results]
-
-
 def same(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert one["norms"] == other["norms"]
     assert one["params"] == other["params"]
@@ -52,21 +43,21 @@ def test_bits_are_those_of_one_process(
     runs: dict[int, Results], size: int, held: str, way: str
 ) -> None:
     """Norms, parameters and the consolidated state after clipped steps and a skipped one."""
-    alone = case(runs[1], f"{held}: none, averaged")[0]
+    alone = agreed(runs[1], f"{held}: none, averaged")[0]
     assert len({n for n in alone["norms"] if n != "nan"}) > 1 and "nan" in alone["norms"]
-    sharded = case(runs[size], f"{held}: {way}")[0]
+    sharded = agreed(runs[size], f"{held}: {way}")[0]
     if size == 3 and "ddp" in way:  # DDP divides by 3 before it adds: its averages are rounded
-        same(sharded, case(runs[size], f"{held}: greedy, ddp")[0])
+        same(sharded, agreed(runs[size], f"{held}: greedy, ddp")[0])
     else:
         same(sharded, alone)
 
 
 @pytest.mark.parametrize("size", WORLD_SIZES)
 def test_gradients_accumulate_over_backward_passes(runs: dict[int, Results], size: int) -> None:
-    alone = case(runs[1], "twice: none, averaged")[0]
-    assert alone["params"] != case(runs[1], "fp32: none, averaged")[0]["params"]
-    same(case(runs[size], "twice: balanced, sharded")[0], alone)
-    same(case(runs[size], "twice: balanced, hook")[0], alone)
+    alone = agreed(runs[1], "twice: none, averaged")[0]
+    assert alone["params"] != agreed(runs[1], "fp32: none, averaged")[0]["params"]
+    same(agreed(runs[size], "twice: balanced, sharded")[0], alone)
+    same(agreed(runs[size], "twice: balanced, hook")[0], alone)
 
 
 @pytest.mark.parametrize("size", WORLD_SIZES)
@@ -75,8 +66,8 @@ def test_gradients_accumulate_over_backward_passes(runs: dict[int, Results], siz
 )
 def test_gradient_scaler(runs: dict[int, Results], size: int, way: str) -> None:
     """All ranks' scales back off when one rank overflows; torch's scaler finds nothing to check."""
-    alone = case(runs[1], "scaled: none, averaged")[0]
-    found = case(runs[size], f"scaled: {way}")[0]
+    alone = agreed(runs[1], "scaled: none, averaged")[0]
+    found = agreed(runs[size], f"scaled: {way}")[0]
     same(found, alone)
     assert found["scale"] == alone["scale"] == 32.0
     if "averaged" not in way:
@@ -87,27 +78,27 @@ def test_gradient_scaler(runs: dict[int, Results], size: int, way: str) -> None:
 @pytest.mark.parametrize("size", WORLD_SIZES)
 @pytest.mark.parametrize("way", ["greedy, averaged", "balanced, averaged", "balanced, sharded"])
 def test_frozen_thawed_and_unused_parameters(runs: dict[int, Results], size: int, way: str) -> None:
-    same(case(runs[size], f"frozen: {way}")[0], case(runs[1], "frozen: none, averaged")[0])
+    same(agreed(runs[size], f"frozen: {way}")[0], agreed(runs[1], "frozen: none, averaged")[0])
 
 
 @pytest.mark.parametrize("size", WORLD_SIZES)
 def test_a_parameter_used_on_one_rank_is_updated_on_all(
     runs: dict[int, Results], size: int
 ) -> None:
-    assert case(runs[size], "unused on one rank")[0]["moved"]
+    assert agreed(runs[size], "unused on one rank")[0]["moved"]
 
 
 @pytest.mark.parametrize("size", WORLD_SIZES)
 def test_parameters_may_arrive_during_the_next_forward(runs: dict[int, Results], size: int) -> None:
-    result = case(runs[size], "lazily")[0]
+    result = agreed(runs[size], "lazily")[0]
     assert result["under_way"]
-    assert result["params"] == case(runs[1], "lazily")[0]["params"]
+    assert result["params"] == agreed(runs[1], "lazily")[0]["params"]
 
 
 @pytest.mark.parametrize("size", WORLD_SIZES)
 def test_every_rank_holds_its_share_and_no_more(runs: dict[int, Results], size: int) -> None:
     """In every bucket the shares differ by a block of 4,096 elements at most."""
-    results = case(runs[size], "shares")
+    results = agreed(runs[size], "shares")
     held = [result["local"]["elements"] for result in results]
     assert sum(held) == results[0]["total"]
     buckets = len(results[0]["local"]["windows"])
@@ -119,5 +110,5 @@ def test_every_rank_holds_its_share_and_no_more(runs: dict[int, Results], size: 
 
 @pytest.mark.parametrize("size", WORLD_SIZES)
 def test_replaced_memory_is_taken_over(runs: dict[int, Results], size: int) -> None:
-    result = case(runs[size], "replaced memory")[0]
+    result = agreed(runs[size], "replaced memory")[0]
     assert result["params"] == result["plain"]

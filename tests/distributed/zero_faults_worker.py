@@ -5,12 +5,9 @@ Usage: torchrun ... zero_faults_worker.py FOLDER
 
 from __future__ import annotations
 
-import datetime
 import io
-import json
 import math
 import sys
-import traceback
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +17,7 @@ import torch.distributed as dist
 import torch.distributed.optim as stock
 import zero_faults_partition as partition
 import zero_faults_training as training
-from rank_cases import difference
+from rank_cases import difference, run_cases
 from torch import Tensor
 from zero_faults_common import (
     KINDS,
@@ -334,7 +331,8 @@ def cases_of_two() -> Cases:
     return found | partition.cases_of_two() | training.cases_of_two()
 
 
-def cases_of_four(folder: Path) -> Cases:
+def cases_of_four() -> Cases:
+    folder = Path(sys.argv[1])
     found: Cases = {"peculiar": peculiar_state, "object": object_in_state}
     for to in range(4):
         found[f"traffic to {to}"] = partial(consolidation_traffic, to)
@@ -343,20 +341,9 @@ def cases_of_four(folder: Path) -> Cases:
     return found | partition.cases_of_four() | training.cases_of_four()
 
 
-def main(folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
-    cases = cases_of_two() if dist.get_world_size() == 2 else cases_of_four(folder)
-    results = {}
-    for name, case in cases.items():
-        with own_group():
-            try:
-                results[name] = case()
-            except Exception:
-                results[name] = {"error": traceback.format_exc(limit=-3)}
-    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
-    dist.destroy_process_group()
+def cases() -> Cases:
+    return cases_of_two() if dist.get_world_size() == 2 else cases_of_four()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    run_cases(cases, own_group)

@@ -1,0 +1,28 @@
+"""Reads what the cases of rank_cases.py gave."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Results = list[dict[str, dict[str, Any]]]  # by rank and case
+
+
+def each_rank(results: Results, name: str) -> list[dict[str, Any]]:
+    """Every rank's result of a case, none of which is an error."""
+    found = [rank[name] for rank in results]
+    errors = [f"rank {rank}: {f['error']}" for rank, f in enumerate(found) if "error" in f]
+    assert not errors, "\n".join(errors)
+    return found
+
+
+def agreed(results: Results, name: str, apart: str = "local") -> list[dict[str, Any]]:
+    """Every rank's result; they must agree on all but what is ``apart``."""
+    found = each_rank(results, name)
+    common = [{k: v for k, v in rank.items() if k != apart} for rank in found]
+    assert all(other == common[0] for other in common), common
+    return found
+
+
+def case(results: Results, name: str) -> dict[str, Any]:
+    """The first rank's result, with which the others agree on all but what is local."""
+    return agreed(results, name)[0]
