@@ -66,9 +66,12 @@ class GradScaler(torch.amp.GradScaler):
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=dev)
-        self._settings |= self._growth_settings()
+        self._growth = self._growth_settings()
         self._loss_scale = LossScale(
-            self._scale, self._settings, self._init_growth_tracker, self._init_hysteresis_tracker
+            self._scale,
+            self._settings | self._growth,
+            self._init_growth_tracker,
+            self._init_hysteresis_tracker,
         )
         self._growth_tracker = self._loss_scale.growth_tracker  # torch's methods read and fill it
 
@@ -154,8 +157,8 @@ class GradScaler(torch.amp.GradScaler):
             raise AssertionError("No inf checks were recorded prior to update.")
         loss_scale, growth = self._loss_scale, self._growth_settings()
         assert loss_scale is not None
-        if not growth.items() <= self._settings.items():  # torch has setters for them
-            self._settings |= growth
+        if growth != self._growth:  # torch has setters for them
+            self._growth = growth
             loss_scale.change(growth)
         found_inf = found[0] if len(found) == 1 else torch.stack([f.double() for f in found]).sum()
         loss_scale.update(found_inf)

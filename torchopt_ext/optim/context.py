@@ -2,16 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from torchopt_ext.optim.rejection import Agreement
 
 
-@dataclass(frozen=True)
-class StepContext:
+class StepContext(NamedTuple):  # made in a third of a frozen dataclass's time
     """Given to a step by GradScaler, container, ZeRO or FSDPadaptOptimizer (hooks.step_in).
 
     Args:

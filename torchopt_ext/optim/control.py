@@ -41,29 +41,35 @@ class ControlView:
     def __init__(self, block: Tensor, owner: "Controlled") -> None:
         self._block = block
         self._owner = weakref.ref(owner)
-        self._views: dict[str, Tensor] = {}
+        self._views = block.unbind()  # making one is an operator of its own
 
     def __getattr__(self, name: str) -> Tensor:
-        if name not in CONTROL_FIELDS:
-            raise AttributeError(f"no field {name!r}; the fields are {', '.join(CONTROL_FIELDS)}")
-        if name not in self._views:  # making one is an operator of its own
-            self._views[name] = self._block[CONTROL_FIELDS.index(name)]
-        value = self._views[name].clone()
-        return value.fill_(math.nan) if name == "grad_norm" and not self._has_norm else value
+        raise AttributeError(f"no field {name!r}; the fields are {', '.join(CONTROL_FIELDS)}")
+
+    @property
+    def grad_norm(self) -> Tensor:
+        norm = self._views[CONTROL_FIELDS.index("grad_norm")].clone()
+        return norm if self._has_norm else norm.fill_(math.nan)
 
     @property
     def _has_norm(self) -> bool:
         owner = self._owner()
         return owner is None or owner._norm_measured
 
-    def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *CONTROL_FIELDS]
-
     def __repr__(self) -> str:
         fields = read_fields(self._block)
         if not self._has_norm:
             fields["grad_norm"] = math.nan
         return f"ControlView({', '.join(f'{name}={value:g}' for name, value in fields.items())})"
+
+
+def _field(index: int) -> property:
+    return property(lambda view: view._views[index].clone())
+
+
+for _index, _name in enumerate(CONTROL_FIELDS):
+    if _name != "grad_norm":
+        setattr(ControlView, _name, _field(_index))
 
 
 def checked_max_grad_norm(value: float | None) -> float:

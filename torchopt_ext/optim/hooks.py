@@ -6,7 +6,6 @@ that takes part fires its own hooks once, also where a subclass's ``step`` calls
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 from torch.autograd.profiler import record_function
@@ -90,7 +89,7 @@ def inner_step(optimizer: Any, context: StepContext, *args: Any, **kwargs: Any) 
     put on the object itself is called as it is.
     """
     if isinstance(optimizer, HookedStep):
-        return step_in(optimizer, replace(context, inner=True), *args, **kwargs)
+        return step_in(optimizer, context._replace(inner=True), *args, **kwargs)
     patch = vars(optimizer).get("step")
     with amp_attributes(optimizer, context):
         # Learning-rate schedulers patch it as well, to note its calls.

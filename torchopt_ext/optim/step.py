@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -122,7 +121,7 @@ def _unless_rejected(
     skip = is_rejected(accumulator)
     if context.found_inf is not None:
         skip += moved(context.found_inf, skip.device).reshape(())
-    return replace(context, found_inf=skip, agreed=True)
+    return context._replace(found_inf=skip, agreed=True)
 
 
 @torch.no_grad()

@@ -1,7 +1,6 @@
 """Ranks that run out of data before others: torch.distributed.algorithms.join.Join."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -131,8 +130,7 @@ def share(
                 param.grad.copy_(sent)
     if not out_of_data:
         return context
-    return replace(
-        context,
+    return context._replace(
         grad_scale=torch.tensor(scale) if has_scale else None,
         found_inf=torch.tensor(flag) if has_flag else None,
         check_overflow=bool(check_overflow),

@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -146,7 +145,7 @@ def step_alone(zero: ShardedOptimizer, context: StepContext, kwargs: dict[str, A
     else:
         prepare()
     if not zero.parts.hides_gradients:  # a scaler has seen the same gradients on every rank
-        context = replace(context, agreed=True)
+        context = context._replace(agreed=True)
     result = inner_step(zero.optim, context, **kwargs)
     zero.parts.finish_step()
     return result

@@ -5,7 +5,6 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Self
 
@@ -263,7 +262,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
         context, agreement = self._context, Agreement()
         fused = isinstance(self.optim, FusedAdam)
         if self.world_size > 1:
-            context = replace(context, agreement=agreement)
+            context = context._replace(agreement=agreement)
         try:
             loss = self._local_step(closure=closure, context=context, **kwargs)
         except Exception:
