@@ -372,7 +372,7 @@ def unstorable(value: Any) -> Result:
     except Exception as error:
         result = {"raised": type(error).__name__, "message": str(error)}
     extra.pop("extra", None)
-    return result
+    return {"local": result}
 
 
 # ---- loading what does not fit -------------------------------------------------------------------

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.storage import StorageReader
 
-from torchopt_ext.optim.collective import agree
+from torchopt_ext.optim.collective import all_or_none
 from torchopt_ext.statedict import dcp
 from torchopt_ext.statedict.dcp_metadata import Path, Reader
-from torchopt_ext.zero import state as zero_state
-from torchopt_ext.zero.local_optimizer import index_of
 from torchopt_ext.zero.part import Part
 from torchopt_ext.zero.ranks import bounded
 from torchopt_ext.zero.sharded import ShardedOptimizer
+from torchopt_ext.zero.state import local_parts, local_state, packed
 from torchopt_ext.zero.state_shard import StateShard
 
 
@@ -34,15 +32,11 @@ def sharded_state_dict(zero: ShardedOptimizer) -> dict[str, Any]:
     if one has an entry that DCP would not give back.
 
     Raises:
-        RuntimeError: on all ranks, if one has an entry that DCP would not give back as it is.
+        TypeError: DCP would not give back an entry as it is; names it.
+        ValueError: so it is on another rank; names the rank and the entry.
     """
-    error, result = None, {}
-    try:
-        result = sharded(zero, elsewhere=False)
-    except TypeError as problem:
-        error = str(problem)
-    agree(error, zero.process_group)
-    return result
+    with all_or_none(zero.process_group):
+        return sharded(zero, elsewhere=False)
 
 
 def sharded(zero: ShardedOptimizer, *, elsewhere: bool) -> dict[str, Any]:
@@ -55,39 +49,23 @@ def sharded(zero: ShardedOptimizer, *, elsewhere: bool) -> dict[str, Any]:
         TypeError: DCP would not give back an entry as it is; names it.
     """
     zero._check_overlap_initialized()
-    local = zero_state.local_state_dict(zero)
-    parts, numbers = zero_state.local_parts(zero), index_of(zero._all_params)
-    pieces: dict[int, dict[str, list[tuple[Part, Any]]]] = {}
-    for number, entry in local["state"].items():
-        if isinstance(number, int) and 0 <= number < len(parts):
-            own = pieces.setdefault(numbers[parts[number].param], {})
-            for name, value in (entry or {}).items():
-                own.setdefault(name, []).append((parts[number], value))
+    pieces, extra = local_state(zero)
     state = {
         index: {name: joined(of_name, elsewhere) for name, of_name in own.items()}
         for index, own in sorted(pieces.items())
     }
-    extra = {key: value for key, value in local.items() if key not in ("state", "param_groups")}
     # Every rank's first parameter has the control block's fields, which all ranks read.
-    collected = {"state": state, "extra": extra}
-    packed = zero_state.packed(zero, collected, min(state, default=None))
-    try:
-        result: dict[str, Any] = dcp.storable(packed)
-    except TypeError as problem:
-        raise TypeError(f"saving the optimizer state: {problem}") from None
+    result: dict[str, Any] = dcp.storable(packed(zero, state, extra))
     return result
 
 
 def joined(pieces: Sequence[tuple[Part, Any]], elsewhere: bool = False) -> Any:
     """One value for DCP of an entry of all of this rank's parts of a parameter."""
     part, value = pieces[0]
-    if (
-        not isinstance(value, Tensor)
-        or value.dim() == 0
-        or (part.divided and not part.divides(value))
-    ):
-        return value
-    return StateShard.of(pieces, elsewhere)
+    cut = part.divides(value) or not part.divided
+    if isinstance(value, Tensor) and value.dim() and cut:
+        return StateShard.of(pieces, elsewhere)
+    return value
 
 
 @bounded
@@ -121,8 +99,7 @@ def buffers(zero: ShardedOptimizer, ids: list[str]) -> dcp.Buffers:
     of_id = zip(ids, zero._all_params, strict=False)
     params: dict[Path, Tensor] = {("state", i): param for i, param in of_id}
     parts: dict[Tensor, list[Part]] = {}
-    for param in chain(*zero.parts.mine):
-        part = zero.parts.part_of(param)
+    for part in local_parts(zero):
         parts.setdefault(part.param, []).append(part)
 
     def buffer(path: Path, like: Tensor) -> Tensor:
@@ -131,11 +108,7 @@ def buffers(zero: ShardedOptimizer, ids: list[str]) -> dcp.Buffers:
             return like
         if param is None or path[-1] == "step" or like.shape != param.shape or len(path) > 3:
             return torch.empty(like.shape, dtype=like.dtype)
-        return joined(
-            [
-                (part, torch.empty_like(part.tensor, dtype=like.dtype, requires_grad=False))
-                for part in parts[param]
-            ]
-        )
+        own = parts[param]
+        return joined([(p, torch.empty_like(p.tensor, dtype=like.dtype)) for p in own])
 
     return buffer

@@ -139,9 +139,8 @@ def _describe(entries: Sequence[Entry]) -> tuple[str, list[Tensor]]:
     """The header, from which the target knows what follows, and what follows."""
     described, sent = [], list[Tensor]()
     for entry in entries:
-        where = f"state of parameter {entry.index}"
+        where = f"state of parameter {entry.index} [{entry.name!r}]"
         text, tensors = metadata.encode({entry.name: entry.value}, where)
-        where = f"{where} [{entry.name!r}]"
         if entry.shape is not None and not isinstance(entry.value, Tensor):
             kind = type(entry.value).__name__
             raise TypeError(f"{where}: is a {kind}, expected a tensor, as a part of one")

@@ -94,14 +94,6 @@ class FunctionalFusedAdam:
                 maximize=group["maximize"],
             )
 
-    def state_dict(self) -> dict[str, Any]:
-        """As torch.optim.Optimizer's."""
-        group = {key: value for key, value in self.param_group.items() if key != "params"}
-        group["params"] = list(range(len(self.param_group["params"])))
-        index = {param: i for i, param in enumerate(self.param_group["params"])}
-        state = {index[param]: entry for param, entry in self.state.items()}
-        return {"state": state, "param_groups": [group]}
-
 
 class FunctionalFusedAdamW(FunctionalFusedAdam):
     """FusedAdamW in the same form."""

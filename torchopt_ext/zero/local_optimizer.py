@@ -1,7 +1,8 @@
 """The optimizer that steps this rank's part: how it is built, and what it is told."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.optim.utils import functional_optim_map
 
+from torchopt_ext import ops
 from torchopt_ext.optim import FusedAdam
 from torchopt_ext.optim.collective import collective, wait
 from torchopt_ext.optim.context import StepContext
@@ -78,18 +80,17 @@ def build(zero: ShardedOptimizer) -> None:
     if isinstance(zero.optim, FusedAdam):
         zero.optim.device_without_params = zero._default_device
     zero.defaults = dict(zero.optim.defaults)
-    set_places(zero)
-    sync_groups_from(zero)
+    sync(zero)
 
 
-def set_places(zero: ShardedOptimizer) -> None:
-    """Random rounding and digests count elements of whole parameters, not of this rank's."""
+def sync(zero: ShardedOptimizer) -> None:
+    """Groups say what the local optimizer's say, in its order, so that state dicts do.
+
+    It learns where its parts are: random rounding and digests count elements of whole parameters.
+    """
     if isinstance(zero.optim, FusedAdam):
-        zero.optim.parameter_places = zero.parts.places(index_of(zero._all_params))
-
-
-def sync_groups_from(zero: ShardedOptimizer) -> None:
-    """Groups say what the local optimizer's say, in its order, so that state dicts do."""
+        index_of = {param: index for index, param in enumerate(zero._all_params)}
+        zero.optim.parameter_places = zero.parts.places(index_of)
     for group, local in zip(zero.param_groups, zero.optim.param_groups, strict=True):
         own = {key: group[key] for key in ("params", "param_names") if key in group}
         merged = {key: own.get(key, value) for key, value in local.items()} | own
@@ -105,36 +106,23 @@ def copy_settings(source: list[dict[str, Any]], target: list[dict[str, Any]]) ->
                 other[key] = value
 
 
-def index_of(params: Sequence[Tensor]) -> dict[Tensor, int]:
-    return {param: index for index, param in enumerate(params)}
-
-
-def sync_functional_defaults(zero: ShardedOptimizer) -> None:
-    """Torch's functional optimizers read ``defaults``, where no schedule would reach them."""
-    defaults = getattr(zero.optim, "defaults", {})
-    for key in defaults.keys() & zero.param_groups[0].keys():
-        defaults[key] = zero.param_groups[0][key]
-
-
 def step_alone(zero: ShardedOptimizer, context: StepContext, kwargs: dict[str, Any]) -> Any:
     """The local step: takes this rank's gradients, and fires no global hooks.
 
     A closure in ``kwargs`` makes the gradients, so they are taken after it. The local optimizer
     changes nothing before all ranks agree to make the step; ours agree within their norm.
     """
-    agreement, closure = context.agreement, kwargs.get("closure")
+    agreement, closure = context.agreement or Agreement(), kwargs.get("closure")
 
     def prepare() -> Any:
         nonlocal context
         loss = None
         if callable(closure):
-            if agreement is not None:
-                agreement.in_closure = True
+            agreement.in_closure = True
             loss = closure()
-        if agreement is not None:
             agreement.in_closure = False
         context = zero._take_gradients(context)
-        if agreement is not None and not isinstance(zero.optim, FusedAdam):
+        if context.agreement is not None and not isinstance(zero.optim, FusedAdam):
             if kwargs.keys() - {"closure"}:
                 inspect.signature(zero.optim.step).bind(**kwargs)
             agree(zero, agreement)
@@ -184,3 +172,19 @@ def agree(
     if not rejects:
         zero.verdict.note(total)
         agreement.accepted = True
+
+
+def reject(zero: ShardedOptimizer, agreement: Agreement, *, with_norm: bool) -> None:
+    """Tells the ranks that wait for this one that it does not go on, wherever they wait.
+
+    Args:
+        with_norm: they wait for this rank's part of a norm, as our optimizers' steps do.
+    """
+    if zero.ranks.size == 1 or (agreement.in_closure and zero.parts.hides_gradients):
+        return  # in a closure, the others wait in its reductions
+    with suppress(Exception):
+        if agreement.pending:
+            total = ops.new_accumulator(zero._default_device) if with_norm else None
+            agree(zero, agreement, rejects=True, total=total)
+        elif agreement.accepted:  # in the middle of its step: the others return parameters
+            agree(zero, agreement, rejects=True, meanwhile=zero.parts.return_params)

@@ -4,7 +4,6 @@ import copy
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Self
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchopt_ext import _C, ops
+from torchopt_ext import _C
 from torchopt_ext._torch import is_hook_table
 from torchopt_ext.optim import FusedAdam
 from torchopt_ext.optim.collective import all_or_none, use_device, waits_at_most
@@ -23,10 +22,9 @@ from torchopt_ext.statedict.dcp import Buffers
 from torchopt_ext.zero import checkpoint, local_optimizer
 from torchopt_ext.zero import state as zero_state
 from torchopt_ext.zero.balanced import BalancedBuckets
-from torchopt_ext.zero.elementwise import check_elementwise
 from torchopt_ext.zero.exchange import check_same
 from torchopt_ext.zero.gradients import clip, sum_of_squares
-from torchopt_ext.zero.inputs import check_dense, check_owners, described, listed
+from torchopt_ext.zero.inputs import check_dense, check_elementwise, check_owners, described
 from torchopt_ext.zero.join import StepsAlong
 from torchopt_ext.zero.overlap import BucketAssignment, OverlapInfo, OverlapStatus
 from torchopt_ext.zero.ranks import Ranks, bounded
@@ -96,92 +94,80 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
         if timeout is not None and timeout <= timedelta(0):
             raise ValueError(f"Invalid timeout: {timeout}, expected more than 0")
         self.ranks = Ranks.of(process_group, timeout)
+        self.process_group = self.ranks.group
+        self.rank, self.world_size = self.ranks.rank, self.ranks.size
+        self.global_rank = self.ranks.global_rank(self.rank)
         self.initialized = False
+        self.parameters_as_bucket_view = parameters_as_bucket_view
         self._allow_mixed_dtypes = allow_mixed_dtypes
         self._optim_defaults = defaults
         self._overlap_with_ddp = overlap_with_ddp
-        self._steps_by_group_rank = False
-        self._verdict = Verdict()
-        self.parameters_as_bucket_view = parameters_as_bucket_view
-        refused: Exception | None = None
-        try:
-            given, self._all_params = listed(params)
-            use_device(self.ranks.group, self._all_params[0].device)
-        except (TypeError, ValueError) as error:  # told to the other ranks below
-            refused = error
-        with waits_at_most(timeout), all_or_none(self.ranks.group):
-            balanced = partition == "balanced"
-            if partition not in ("greedy", "balanced"):
-                raise ValueError(
-                    f"Invalid partition: {partition!r}, expected 'greedy' or 'balanced'"
-                )
-            if compat not in (None, "torch"):
-                raise ValueError(f"Invalid compat: {compat!r}, expected None or 'torch'")
-            if balanced and (overlap_with_ddp or params_per_rank is not None):
-                raise ValueError(
-                    "partition='balanced' divides parameters among ranks: neither "
-                    "overlap_with_ddp, whose buckets have owners, nor params_per_rank goes with it"
-                )
-            if sharded_gradients and not balanced:
-                raise ValueError("sharded_gradients=True needs partition='balanced'")
-            if balanced:
-                check_elementwise(optimizer_class, elementwise)
-            if refused is not None:
-                raise refused
-            check_dense(self._all_params, allow_mixed_dtypes)
-            self._optim_constructor = local_optimizer.constructor_of(
-                optimizer_class, overlap_with_ddp
-            )
-            # The local optimizer completes the groups, in the order of its own arguments.
-            Optimizer.__init__(self, given, defaults if overlap_with_ddp else {})
-            StepsAlong.__init__(self)
-            if overlap_with_ddp and len(self.param_groups) != 1:
-                raise ValueError("overlap_with_ddp=True supports one param group only")
-        self._set_group_attributes()
-        with waits_at_most(timeout):
-            check_same(described(self.param_groups), "parameters", self.process_group)
-        self._is_trainable_mask = _C.requires_grad(self._all_params)
-        # {} if another rank has what was consolidated.
-        self._consolidated: dict[str, Any] | None = None
         self._overlap_info = OverlapInfo(self.world_size)
         self._bucket_assignments_per_rank: list[dict[int, BucketAssignment]] = []
-        self.parts: WholeTensors | BalancedBuckets
-        if balanced:
-            self.parts = BalancedBuckets(self.ranks, bucket_elements, sharded_gradients)
-        else:
-            view = parameters_as_bucket_view and not overlap_with_ddp
-            self.parts = WholeTensors(self.ranks, bucket_view=view, count_frozen=compat == "torch")
-        if not overlap_with_ddp:
-            with waits_at_most(timeout), all_or_none(self.process_group):
-                self._assign(params_per_rank)
-                local_optimizer.build(self)
-            self.parts.ready()
-        elif parameters_as_bucket_view:
-            logger.warning(
-                "`parameters_as_bucket_view=True` will be ignored since `overlap_with_ddp=True`; "
-                "instead, a different bucketing strategy will be used"
-            )
+        self._steps_by_group_rank = False
+        self._verdict = Verdict()
+        # What was consolidated since the last step; empty if another rank has it.
+        self._consolidated: tuple[Any, ...] | None = None
+        balanced = partition == "balanced"
+        with waits_at_most(timeout):
+            with all_or_none(self.process_group):
+                # The local optimizer completes the groups, in the order of its own arguments.
+                Optimizer.__init__(self, params, defaults if overlap_with_ddp else {})
+                StepsAlong.__init__(self)
+                self._all_params = [p for group in self.param_groups for p in group["params"]]
+                if not self._all_params:
+                    raise ValueError("ZeroRedundancyOptimizer got an empty parameter list")
+                self._default_device = self._all_params[0].device
+                use_device(self.process_group, self._default_device)
+                check_dense(self._all_params, allow_mixed_dtypes)
+                if partition not in ("greedy", "balanced"):
+                    raise ValueError(
+                        f"Invalid partition: {partition!r}, expected 'greedy' or 'balanced'"
+                    )
+                if compat not in (None, "torch"):
+                    raise ValueError(f"Invalid compat: {compat!r}, expected None or 'torch'")
+                if balanced and (overlap_with_ddp or params_per_rank is not None):
+                    raise ValueError(
+                        "partition='balanced' divides parameters among ranks: neither "
+                        "overlap_with_ddp, whose buckets have owners, nor params_per_rank goes "
+                        "with it"
+                    )
+                if sharded_gradients and not balanced:
+                    raise ValueError("sharded_gradients=True needs partition='balanced'")
+                if overlap_with_ddp and len(self.param_groups) != 1:
+                    raise ValueError("overlap_with_ddp=True supports one param group only")
+                if balanced and not elementwise:
+                    check_elementwise(optimizer_class)
+                self._optim_constructor = local_optimizer.constructor_of(
+                    optimizer_class, overlap_with_ddp
+                )
+            check_same(described(self.param_groups), "parameters", self.process_group)
+            self._is_trainable_mask = _C.requires_grad(self._all_params)
+            self.parts: WholeTensors | BalancedBuckets
+            if balanced:
+                self.parts = BalancedBuckets(self.ranks, bucket_elements, sharded_gradients)
+            else:
+                view = parameters_as_bucket_view and not overlap_with_ddp
+                self.parts = WholeTensors(
+                    self.ranks, bucket_view=view, count_frozen=compat == "torch"
+                )
+            if not overlap_with_ddp:
+                with all_or_none(self.process_group):
+                    self._assign(params_per_rank)
+                    local_optimizer.build(self)
+                self.parts.ready()
+            elif parameters_as_bucket_view:
+                logger.warning("overlap_with_ddp=True ignores parameters_as_bucket_view")
         self.initialized = True
 
     def _assign(self, params_per_rank: Sequence[Sequence[Tensor]] | None) -> None:
         """Divides the groups' parameters among the ranks, or as ``params_per_rank`` says."""
-        if params_per_rank is None:
-            for group in self.param_groups:
-                self.parts.add_group(group["params"])
-            return
-        if len(self.param_groups) != 1:
-            raise RuntimeError(
-                "Specifying `params_per_rank` only supports a single parameter group"
-            )
-        check_owners(params_per_rank, self._all_params, self.world_size)
-        self.parts.add_group(self.param_groups[0]["params"], params_per_rank)
-
-    def _set_group_attributes(self) -> None:
-        self.process_group = self.ranks.group
-        self.rank = self.ranks.rank
-        self.world_size = self.ranks.size
-        self.global_rank = self.ranks.global_rank(self.rank)
-        self._default_device = self._all_params[0].device
+        if params_per_rank is not None:
+            if len(self.param_groups) != 1:
+                raise RuntimeError("`params_per_rank` only supports a single parameter group")
+            check_owners(params_per_rank, self._all_params, self.world_size)
+        for group in self.param_groups:
+            self.parts.add_group(group["params"], params_per_rank)
 
     # ---- torch.optim.Optimizer --------------------------------------------------------------
 
@@ -204,33 +190,29 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
                 differ between ranks. Nothing is changed.
         """
         if not self.initialized:
-            super().add_param_group(param_group)
+            super().add_param_group(dict(param_group))
             return
         if self._overlap_with_ddp:
-            raise RuntimeError(
-                "ZeroRedundancyOptimizer with `overlap_with_ddp=True` only supports a single "
-                "parameter group"
-            )
+            raise RuntimeError("overlap_with_ddp=True supports one param group only")
         count = len(self.param_groups)
         try:
             with all_or_none(self.process_group):
-                (group,), params = listed([param_group])
-                check_dense(self._all_params + params, self._allow_mixed_dtypes)
-                super().add_param_group(group)
-                self._optim_constructor([dict(self.param_groups[-1])], **self._optim_defaults)
+                super().add_param_group(dict(param_group))
+                group = self.param_groups[-1]
+                params = self._all_params + group["params"]
+                check_dense(params, self._allow_mixed_dtypes)
+                self._optim_constructor([dict(group)], **self._optim_defaults)
             check_same(described(self.param_groups), "parameters", self.process_group)
         except Exception:
             del self.param_groups[count:]
             raise
-        self._all_params = self._all_params + params
-        self._is_trainable_mask = _C.requires_grad(self._all_params)
-        self.parts.add_group(params)
-        local = local_optimizer.local_group(self, self.param_groups[-1], self.parts.mine[-1])
-        self.optim.add_param_group(local)
+        self._all_params = params
+        self._is_trainable_mask = _C.requires_grad(params)
+        self.parts.add_group(group["params"])
+        self.optim.add_param_group(local_optimizer.local_group(self, group, self.parts.mine[-1]))
         self.parts.ready()
         self._consolidated = None
-        local_optimizer.set_places(self)
-        local_optimizer.sync_groups_from(self)
+        local_optimizer.sync(self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch.optim.Optimizer's; this rank's parts of the gradients included."""
@@ -254,9 +236,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
                 changed, unless another optimizer than ours raises in the middle of its step.
         """
         if self._overlap_with_ddp:
-            logger.warning(
-                "`step()` should not be included in the training loop when `overlap_with_ddp=True`"
-            )
+            logger.warning("overlap_with_ddp=True steps in backward: do not call step()")
             return None
         self.verdict.check()
         context, agreement = self._context, Agreement()
@@ -266,7 +246,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
         try:
             loss = self._local_step(closure=closure, context=context, **kwargs)
         except Exception:
-            self._reject(agreement, with_norm=fused)
+            local_optimizer.reject(self, agreement, with_norm=fused)
             raise
         if self.world_size == 1 or fused:
             self.parts.return_params()
@@ -279,23 +259,6 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
         """What the ranks have said about the steps so far."""
         own: Verdict = getattr(self.optim, "verdict", self._verdict)
         return own
-
-    def _reject(self, agreement: Agreement, with_norm: bool = False) -> None:
-        """Tells the ranks that wait for this one that it does not go on, wherever they wait.
-
-        Args:
-            with_norm: they wait for this rank's part of a norm, as our optimizers' steps do.
-        """
-        if self.world_size == 1 or (agreement.in_closure and self.parts.hides_gradients):
-            return  # in a closure, the others wait in its reductions
-        with suppress(Exception):
-            if agreement.pending:
-                total = ops.new_accumulator(self._default_device) if with_norm else None
-                local_optimizer.agree(self, agreement, rejects=True, total=total)
-            elif agreement.accepted:  # in the middle of its step: the others return parameters
-                local_optimizer.agree(
-                    self, agreement, rejects=True, meanwhile=self.parts.return_params
-                )
 
     def _local_step(
         self,
@@ -310,8 +273,10 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
         self._notice_trainability()
         local_optimizer.copy_settings(self.param_groups, self.optim.param_groups)
         if gradients is not None:
-            assert self._overlap_with_ddp and closure is None, "gradients are for DDP hooks"
-            local_optimizer.sync_functional_defaults(self)
+            # Torch's functional optimizers read ``defaults``, where no schedule would reach them.
+            defaults = getattr(self.optim, "defaults", {})
+            for key in defaults.keys() & self.param_groups[0].keys():
+                defaults[key] = self.param_groups[0][key]
             loss = self.optim.step(gradients=gradients)
         else:
             if closure is not None:
@@ -324,10 +289,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
         trainable = _C.requires_grad(self._all_params)
         if trainable != self._is_trainable_mask:
             if self._overlap_with_ddp:
-                raise RuntimeError(
-                    "ZeroRedundancyOptimizer with `overlap_with_ddp=True` does not support "
-                    "changing parameter trainability at run time"
-                )
+                raise RuntimeError("overlap_with_ddp=True: requires_grad must not change")
             self.parts.build_buckets()
             self._is_trainable_mask = trainable
 
@@ -348,7 +310,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
         if not 0 <= to < self.world_size:
             raise ValueError(f"Invalid rank: to={to}, expected 0 to {self.world_size - 1}")
         local_optimizer.copy_settings(self.param_groups, self.optim.param_groups)
-        self._consolidated = zero_state.consolidated(self, to) or {}
+        self._consolidated = zero_state.consolidated(self, to)
 
     def state_dict(self) -> dict[str, Any]:
         """The consolidated state dict: keys, order and values of the unsharded optimizer's.
@@ -360,11 +322,9 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
             RuntimeError: under ``overlap_with_ddp`` before the buckets are known.
             TypeError: DCP would not give back an entry as it is; names it.
         """
-        self._check_overlap_initialized()
         run_hooks(self, "state_dict_pre")
         if self._consolidated:
-            first = min(self._consolidated["state"], default=None)
-            result = zero_state.packed(self, self._consolidated, first)
+            result = zero_state.packed(self, *self._consolidated)
         else:
             result = checkpoint.sharded(self, elsewhere=self._consolidated is not None)
         return run_hooks(self, "state_dict_post", result)
@@ -387,10 +347,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
             ValueError: groups or shapes do not fit; names the parameter. Nothing is changed.
         """
         self._check_overlap_initialized()
-        with all_or_none(self.process_group):
-            state_dict = run_hooks(self, "load_state_dict_pre", state_dict.copy())
-            loaded = zero_state.check(self, state_dict)
-        zero_state.load(self, loaded)
+        zero_state.load(self, state_dict)
         run_hooks(self, "load_state_dict_post")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -408,7 +365,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
         copied.parts = self.parts.copied(memo)
         copied.optim = copy.deepcopy(self.optim, memo)
         Optimizer.__setstate__(copied, {})
-        local_optimizer.set_places(copied)
+        local_optimizer.sync(copied)
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
@@ -491,7 +448,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
             mine = [param for own in self.parts.mine for param in own]
             total = sum_of_squares(mine, self._default_device)
         except Exception:
-            self._reject(agreement, with_norm=True)
+            local_optimizer.reject(self, agreement, with_norm=True)
             raise
         if self.world_size > 1:
             local_optimizer.agree(self, agreement, total=total)
@@ -515,7 +472,4 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
 
     def _check_overlap_initialized(self) -> None:
         if self._overlap_with_ddp and self._overlap_info.status != OverlapStatus.INITIALIZED:
-            raise RuntimeError(
-                "This method should not be called until this ZeroRedundancyOptimizer instance has "
-                "been fully initialized"
-            )
+            raise RuntimeError("overlap_with_ddp=True: not fully initialized before the first step")

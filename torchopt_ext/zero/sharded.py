@@ -28,7 +28,7 @@ class ShardedOptimizer(Protocol):
     defaults: dict[str, Any]
     process_group: Any
     _all_params: list[Tensor]
-    _consolidated: dict[str, Any] | None
+    _consolidated: tuple[Any, ...] | None
     _default_device: Any
     _optim_constructor: Any
     _optim_defaults: dict[str, Any]

@@ -2,13 +2,15 @@
 
 import json
 from collections.abc import Mapping
-from itertools import chain
+from dataclasses import replace
+from itertools import chain, count, islice
 from typing import Any
 
 from torch import Tensor
 
 from torchopt_ext.optim import FusedAdam
 from torchopt_ext.optim.collective import all_gather_text, all_or_none
+from torchopt_ext.optim.hooks import run_hooks
 from torchopt_ext.optim.storage import Storage
 from torchopt_ext.statedict.control import CONTROL_KEY, as_entry
 from torchopt_ext.statedict.entries import converted
@@ -20,25 +22,8 @@ from torchopt_ext.zero.part import Part
 from torchopt_ext.zero.sharded import ShardedOptimizer
 from torchopt_ext.zero.state_shard import StateShard
 
-
-def local_state_dict(zero: ShardedOptimizer) -> dict[str, Any]:
-    """The local optimizer's state dict; functional optimizers only have their state.
-
-    The control block's fields are at the top, as a rank without parameters has them, too.
-    """
-    mine = {param: number for number, param in enumerate(chain(*zero.parts.mine))}
-    for key in [k for k in zero.optim.state if isinstance(k, Tensor) and k not in mine]:
-        if not zero.optim.state[key]:  # looking up another rank's parameter has made it
-            del zero.optim.state[key]
-    if not hasattr(zero.optim, "state_dict"):
-        return {"state": {mine[param]: entry for param, entry in zero.optim.state.items()}}
-    local = dict(zero.optim.state_dict())
-    if isinstance(zero.optim, FusedAdam):
-        for entry in local["state"].values():
-            if isinstance(entry, dict):
-                entry.pop(CONTROL_KEY, None)
-        local[CONTROL_KEY] = as_entry(zero.optim.saved_control())
-    return local
+Pieces = dict[int, dict[str, list[tuple[Part, Any]]]]
+"""A rank's state by the parameter's index and the entry's name: its parts and their values."""
 
 
 def local_parts(zero: ShardedOptimizer) -> list[Part]:
@@ -46,115 +31,124 @@ def local_parts(zero: ShardedOptimizer) -> list[Part]:
     return [zero.parts.part_of(param) for param in chain(*zero.parts.mine)]
 
 
-def consolidated(zero: ShardedOptimizer, to: int) -> dict[str, Any] | None:
-    """State and further top-level entries on rank ``to``; None elsewhere."""
+def local_state(zero: ShardedOptimizer) -> tuple[Pieces, dict[str, Any]]:
+    """This rank's state, and further top-level entries of its state dict.
+
+    Among these is the control block, as a rank without parameters has one, too.
+    """
+    numbers = {param: number for number, param in enumerate(chain(*zero.parts.mine))}
+    for key in [k for k in zero.optim.state if isinstance(k, Tensor) and k not in numbers]:
+        if not zero.optim.state[key]:  # looking up another rank's parameter has made it
+            del zero.optim.state[key]
+    if hasattr(zero.optim, "state_dict"):
+        extra = dict(zero.optim.state_dict())
+        state = extra.pop("state")
+        del extra["param_groups"]
+    else:  # a functional optimizer
+        extra, state = {}, {numbers[param]: entry for param, entry in zero.optim.state.items()}
+    if isinstance(zero.optim, FusedAdam):
+        extra[CONTROL_KEY] = as_entry(zero.optim.saved_control())
+    index_of = {param: index for index, param in enumerate(zero._all_params)}
+    pieces: Pieces = {}
+    for number, part in enumerate(local_parts(zero)):
+        for name, value in (state.get(number) or {}).items():
+            if name != CONTROL_KEY:
+                own = pieces.setdefault(index_of[part.param], {})
+                own.setdefault(name, []).append((part, value))
+    return pieces, extra
+
+
+def consolidated(zero: ShardedOptimizer, to: int) -> tuple[Any, ...]:
+    """On rank ``to`` the state by parameter's index, and further entries; empty elsewhere."""
     with all_or_none(zero.process_group):
-        local = local_state_dict(zero)
-    parts = local_parts(zero)
+        pieces, extra = local_state(zero)
     entries = []
-    index_of = local_optimizer.index_of(zero._all_params)
-    for number, state in local["state"].items():
-        if not isinstance(number, int) or not 0 <= number < len(parts):
-            continue  # not a parameter's
-        part = parts[number]
-        for name, value in (state or {}).items():
-            entry = Entry(index_of[part.param], name, value)
-            if part.divides(value):
-                entry.shape, entry.begin = part.memory_shape, part.begin
-                entry.value = part.in_memory_order(value)
-            entries.append(entry)
+    for index, own in pieces.items():
+        for name, of_name in own.items():
+            for part, value in of_name:
+                entry = Entry(index, name, value)
+                if part.divides(value):
+                    entry.shape, entry.begin = part.memory_shape, part.begin
+                    entry.value = part.in_memory_order(value)
+                entries.append(entry)
     gathered = gather_entries(entries, to, zero.process_group)
     if gathered is None:
-        return None
-    params = zero._all_params
+        return ()
     for index, state in gathered.items():
         for name, value in state.items():
-            state[name] = zero.parts.in_param_order(params[index], value)
-    extra = {key: value for key, value in local.items() if key not in ("state", "param_groups")}
-    return {"state": gathered, "extra": extra}
+            state[name] = zero.parts.in_param_order(zero._all_params[index], value)
+    return gathered, extra
 
 
 def packed(
-    zero: ShardedOptimizer, collected: Mapping[str, Any], first: int | None
+    zero: ShardedOptimizer, state: Mapping[int, dict[str, Any]], extra: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The state dict that the unsharded optimizer would give.
+    """The state dict that the unsharded optimizer would give."""
+    copied = {index: dict(entry) for index, entry in state.items()}
+    if extra.get(CONTROL_KEY) and copied:
+        copied[min(copied)][CONTROL_KEY] = extra[CONTROL_KEY]
+    others = {key: value for key, value in extra.items() if key != CONTROL_KEY}
+    return {"state": copied, "param_groups": numbered(zero.param_groups), **others}
 
-    Args:
-        collected: "state" by parameter's index, and "extra" top-level entries.
-        first: which of the parameters with state is the first on all ranks; None without any.
+
+def numbered(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Param groups as in a state dict: parameters are numbered through."""
+    numbers = count()
+    return [
+        {key: value for key, value in group.items() if key != "params"}
+        | {"params": list(islice(numbers, len(group["params"])))}
+        for group in groups
+    ]
+
+
+def load(zero: ShardedOptimizer, state_dict: dict[str, Any]) -> None:
+    """Lets the local optimizer continue with this rank's part of an unsharded state dict.
+
+    It is checked first and copied.
     """
-    groups, count = [], 0
-    for group in zero.param_groups:
-        saved_group = {key: value for key, value in group.items() if key != "params"}
-        saved_group["params"] = list(range(count, count + len(group["params"])))
-        count += len(group["params"])
-        groups.append(saved_group)
-    state = {index: dict(entry) for index, entry in collected["state"].items()}
-    extra = dict(collected["extra"])
-    fields = extra.pop(CONTROL_KEY, None)
-    if fields and first in state:
-        state[first][CONTROL_KEY] = fields
-    return {"state": state, "param_groups": groups} | extra
-
-
-def of_part(value: Any, part: Part) -> Any:
-    """A part of a loaded entry, which is the parameter's or this rank's."""
-    return value.of_part(part) if isinstance(value, StateShard) else part.of(value)
-
-
-def check(zero: ShardedOptimizer, state_dict: Mapping[str, Any]) -> Loaded:
-    """The unsharded state dict as it was read; raises ValueError unless it fits."""
-    loaded = read_indexed(state_dict, zero.param_groups)
-    raise_problems(loaded.problems(zero.optim))
-    return loaded
-
-
-def load(zero: ShardedOptimizer, loaded: Loaded) -> None:
-    """Lets the local optimizer continue with this rank's part of a checked, unsharded state dict.
-
-    It is copied.
-    """
-    local_groups, first = [], 0
-    for group, own in zip(loaded.groups, zero.parts.mine, strict=True):
-        options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-        local_groups.append(options | {"params": list(range(first, first + len(own)))})
-        first += len(own)
-    entry_of = {slot.param: slot.entry for slot in loaded.slots}
     with all_or_none(zero.process_group):
-        state = {
-            number: {name: of_part(value, part) for name, value in entry_of[part.param].items()}
-            for number, part in enumerate(local_parts(zero))
-            if entry_of[part.param]
-        }
-    control = {CONTROL_KEY: loaded.control}
-    local = {**loaded.extra, **control, "state": state, "param_groups": local_groups}
-    is_fused = isinstance(zero.optim, FusedAdam)
-    if is_fused:  # which has the same counts on all ranks
-        loaded = read_indexed(local, zero.optim.param_groups)
-        mine = json.dumps([loaded.control, loaded.counted])
-        found = [json.loads(text) for text in all_gather_text(mine, zero.process_group)]
-        loaded.control = next((control for control, _ in found if control), {})
+        hooked = run_hooks(zero, "load_state_dict_pre", state_dict.copy())
+        loaded = read_indexed(hooked, zero.param_groups)
+        raise_problems(loaded.problems(zero.optim))
+        slot_of = {slot.param: slot for slot in loaded.slots}
+        slots = []
+        for part in local_parts(zero):
+            slot = slot_of[part.param]
+            entry = {
+                name: value.of_part(part) if isinstance(value, StateShard) else part.of(value)
+                for name, value in slot.entry.items()
+            }
+            slots.append(replace(slot, param=part.tensor, entry=entry))
+    groups = [
+        group | {key: own[key] for key in ("params", "param_names") if key in own}
+        for group, own in zip(loaded.groups, zero.optim.param_groups, strict=True)
+    ]
+    if is_fused := isinstance(zero.optim, FusedAdam):  # which has one count on all ranks
+        text = json.dumps([loaded.control, loaded.counted])
+        found = [json.loads(t) for t in all_gather_text(text, zero.process_group)]
+        control: dict[str, Any] = next((control for control, _ in found if control), {})
         counted = max(counted for _, counted in found)
     before = zero.optim.state, zero.optim.param_groups
     try:
         with all_or_none(zero.process_group):
             if is_fused:
-                zero.optim.take_loaded(loaded, counted)
+                zero.optim.take_loaded(Loaded(slots, groups, control=control), counted)
             elif hasattr(zero.optim, "load_state_dict"):
-                load_whole(zero.optim, local)
+                state = {number: slot.entry for number, slot in enumerate(slots) if slot.entry}
+                local = {"state": state, "param_groups": numbered(groups)}
+                load_whole(zero.optim, loaded.extra | local)
             else:  # a functional optimizer, whose steps torch keeps on the CPU
-                (params,) = zero.parts.mine
                 zero.optim.state = {
-                    params[number]: {
-                        name: converted(name, value, params[number], Storage(), "cpu")
-                        for name, value in entry.items()
+                    slot.param: {
+                        name: converted(name, value, slot.param, Storage(), "cpu")
+                        for name, value in slot.entry.items()
                     }
-                    for number, entry in state.items()
+                    for slot in slots
+                    if slot.entry
                 }
-                local_optimizer.copy_settings(local_groups, zero.optim.param_groups)
+                local_optimizer.copy_settings(groups, zero.optim.param_groups)
     except Exception:  # maybe another rank's
         zero.optim.state, zero.optim.param_groups = before
         raise
     zero._consolidated = None
-    local_optimizer.set_places(zero)
-    local_optimizer.sync_groups_from(zero)
+    local_optimizer.sync(zero)

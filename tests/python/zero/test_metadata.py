@@ -1,11 +1,11 @@
-"""Optimizer metadata as JSON: what comes back is what went in, and nothing is run."""
+"""Optimizer metadata: what comes back is what went in, and nothing is run."""
 
 from __future__ import annotations
 
-import contextlib
 import enum
-import json
 import math
+import os
+import pickle
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 from typing import Any
 
@@ -73,35 +73,16 @@ def test_what_comes_back_is_what_went_in(value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [0.0, -0.0, math.inf, -math.inf, math.nan, 5e-324, 0.1, 2**63, -(2**63), 2**200]
-)
-def test_numbers_exactly(value: float) -> None:
-    assert exactly(decode(encode(value, WHERE)[0], ())) == exactly(value)
-    assert exactly(decode(encode({value: 1}, WHERE)[0], ())) == exactly({value: 1})
-
-
-def test_numbers_longer_than_python_prints() -> None:
-    assert decode(encode(-(1 << 20000), WHERE)[0], ()) == -(1 << 20000)
-
-
-def test_text_is_standard_json() -> None:
-    def refuse(constant: str) -> None:
-        raise AssertionError(constant)
-
-    text, _ = encode([math.inf, math.nan, {-math.inf: 1}, complex(0, math.inf)], WHERE)
-    json.loads(text, parse_constant=refuse)
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"),
+    "value",
     [
-        (torch.Size([2, 3]), (2, 3)),
-        (OrderedDict([("b", 1), ("a", 2)]), {"b": 1, "a": 2}),
-        (defaultdict(list, {"a": [1]}), {"a": [1]}),
+        *(0.0, -0.0, math.inf, -math.inf, math.nan, 5e-324, 0.1, 2**63, -(2**63), -(1 << 20000)),
+        *(torch.Size([2, 3]), OrderedDict([("b", 1), ("a", 2)]), defaultdict(list, {"a": [1]})),
     ],
+    ids=lambda value: type(value).__name__,
 )
-def test_near_relatives_of_tuple_and_dict(value: Any, expected: Any) -> None:
-    assert exactly(decode(encode(value, WHERE)[0], ())) == exactly(expected)
+def test_types_and_values_exactly(value: Any) -> None:
+    found = decode(encode(value, WHERE)[0], ())
+    assert exactly(found) == exactly(value) and type(found) is type(value)
 
 
 def test_tensors_are_replaced() -> None:
@@ -122,13 +103,12 @@ Point = namedtuple("Point", "x y")
     ("value", "name"),
     [
         (lambda: None, "function"),
-        ({1, 2}, "set"),
-        (b"bytes", "bytes"),
-        (np.ones(2), "numpy.ndarray"),
-        (np.float64(1.0), "numpy.float64"),
+        (torch.nn.Module, "type"),
+        (np.ones(2), "ndarray"),
+        (np.float64(1.0), "float64"),
         (Color.RED, "Color"),
         (Point(1, 2), "Point"),
-        (Counter(a=1), "collections.Counter"),
+        (Counter(a=1), "Counter"),
         (object(), "object"),
         (range(3), "range"),
         (torch.Generator(), "Generator"),
@@ -137,53 +117,33 @@ Point = namedtuple("Point", "x y")
 def test_anything_else_is_named(value: Any, name: str) -> None:
     with pytest.raises(TypeError) as caught:
         encode({"hook": [0, (value,)]}, WHERE)
-    message = str(caught.value)
-    assert message.startswith("state of parameter 3 ['hook'][1][0]: cannot send a ")
-    assert name in message
-    assert "state may hold tensors, numbers, strings, lists, tuples, dicts" in message
+    assert str(caught.value) == (
+        f"state of parameter 3: cannot send a {name}; state may hold tensors, numbers, strings, "
+        f"lists, tuples, dicts"
+    )
 
 
-@pytest.mark.parametrize("key", [torch.float32, Color.RED, (1, Color.RED), b"a", frozenset()])
-def test_keys_that_cannot_be_sent(key: Any) -> None:
-    with pytest.raises(TypeError, match=r"state of parameter 3 \['a'\]: .* key of type"):
-        encode({"a": {key: 1}}, WHERE)
-
-
-def test_reference_cycles_end() -> None:
+def test_cycles_come_back_and_depth_is_limited() -> None:
     items: list[Any] = []
-    items += [items, items]
-    own: dict[str, Any] = {}
-    own["self"] = (own,)
-    for value in (items, own):
-        with pytest.raises(TypeError, match=r"state of parameter 3.*refers to itself"):
-            encode(value, WHERE)
+    items += [items, 1]
+    found = decode(encode(items, WHERE)[0], ())
+    assert found[0] is found and found[1] == 1
+    for _ in range(100000):
+        items = [items]
+    with pytest.raises(RecursionError):
+        encode(items, WHERE)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "", "[", "nope", "{}", "NaN", "Infinity", "[1, 2, 3]", "[]", '["list"]', '["list", 3]',
-        '["tuple", "ab"]', '["set", []]', '["dict", [[1]]]', '["dict", [[["list", []], 1]]]',
-        '["dict", [[1, 2], [1, 3]]]', '["float", "1; import os"]', '["float", 1]', '["int", "xyz"]',
-        '["complex", [1]]', '["complex", ["a", "b"]]', '["dtype", "torch.nn"]',
-        '["dtype", "torch.load"]', '["dtype", 1]', '["device", "nowhere"]', '["tensor", 1]',
-        '["tensor", -1]', '["tensor", "0"]', '["tensor", true]', "[" * 100000,
-    ],
-)  # fmt: skip
-def test_malformed_text(text: str) -> None:
-    with pytest.raises(ValueError, match="malformed optimizer metadata"):
-        decode(text, [torch.ones(1)])
+class Evil:
+    def __init__(self, call: Any, *args: Any) -> None:
+        self.call = call, args
+
+    def __reduce__(self) -> Any:
+        return self.call
 
 
-def test_tensors_that_do_not_match() -> None:
-    text, tensors = encode([torch.ones(1), torch.ones(2)], WHERE)
-    for given_tensors in (tensors[:1], [*tensors, torch.ones(3)], []):
-        with pytest.raises(ValueError, match="malformed"):
-            decode(text, given_tensors)
-
-
-def test_any_change_of_the_text_is_read_or_refused() -> None:
-    text, tensors = encode({"a": [1.5, math.inf, torch.ones(1)], (1, "b"): torch.float32}, WHERE)
-    for position in range(len(text)):
-        with contextlib.suppress(ValueError):
-            decode(text[:position] + text[position + 1 :], tensors)
+@pytest.mark.parametrize("call", [os.mkdir, eval, torch.load, torch.nn.Linear, Point])
+def test_nothing_is_run(call: Any) -> None:
+    text = pickle.dumps([1, Evil(call, "0")]).decode("latin-1")
+    with pytest.raises(pickle.UnpicklingError, match=f"refers to .*{call.__name__}"):
+        decode(text, ())
