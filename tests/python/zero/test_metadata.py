@@ -1,11 +1,10 @@
-"""Optimizer metadata: what comes back is what went in, and nothing is run."""
+"""Optimizer metadata as JSON: what comes back is what went in, and nothing is run."""
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import math
-import os
-import pickle
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 from typing import Any
 
@@ -73,16 +72,23 @@ def test_what_comes_back_is_what_went_in(value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "value",
-    [
-        *(0.0, -0.0, math.inf, -math.inf, math.nan, 5e-324, 0.1, 2**63, -(2**63), -(1 << 20000)),
-        *(torch.Size([2, 3]), OrderedDict([("b", 1), ("a", 2)]), defaultdict(list, {"a": [1]})),
-    ],
-    ids=lambda value: type(value).__name__,
+    "value", [0.0, -0.0, math.inf, -math.inf, math.nan, 5e-324, 0.1, 2**63, -(2**63), 1 << 10000]
 )
-def test_types_and_values_exactly(value: Any) -> None:
-    found = decode(encode(value, WHERE)[0], ())
-    assert exactly(found) == exactly(value) and type(found) is type(value)
+def test_numbers_exactly(value: float) -> None:
+    assert exactly(decode(encode(value, WHERE)[0], ())) == exactly(value)
+    assert exactly(decode(encode({value: 1}, WHERE)[0], ())) == exactly({value: 1})
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (torch.Size([2, 3]), (2, 3)),
+        (OrderedDict([("b", 1), ("a", 2)]), {"b": 1, "a": 2}),
+        (defaultdict(list, {"a": [1]}), {"a": [1]}),
+    ],
+)
+def test_near_relatives_of_tuple_and_dict(value: Any, expected: Any) -> None:
+    assert exactly(decode(encode(value, WHERE)[0], ())) == exactly(expected)
 
 
 def test_tensors_are_replaced() -> None:
@@ -123,27 +129,31 @@ def test_anything_else_is_named(value: Any, name: str) -> None:
     )
 
 
-def test_cycles_come_back_and_depth_is_limited() -> None:
+def test_cycles_and_depth_end() -> None:
     items: list[Any] = []
     items += [items, 1]
-    found = decode(encode(items, WHERE)[0], ())
-    assert found[0] is found and found[1] == 1
-    for _ in range(100000):
-        items = [items]
     with pytest.raises(RecursionError):
         encode(items, WHERE)
+    with pytest.raises(ValueError, match="malformed optimizer metadata"):
+        decode("[" * 100000, ())
 
 
-class Evil:
-    def __init__(self, call: Any, *args: Any) -> None:
-        self.call = call, args
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "[", "nope", "{}", '{"set": []}', '{"tuple": 3}', '{"dict": [[1]]}'),
+        *('{"dict": [[[], 1]]}', '{"complex": ["a", "b"]}', '{"dtype": "torch.load"}'),
+        *('{"dtype": []}', '{"device": "nowhere"}', '{"tensor": 1}', '{"tensor": -1}'),
+        *('{"tensor": "0"}', '{"tensor": []}'),
+    ],
+)
+def test_malformed_text(text: str) -> None:
+    with pytest.raises(ValueError, match="malformed optimizer metadata"):
+        decode(text, [torch.ones(1)])
 
-    def __reduce__(self) -> Any:
-        return self.call
 
-
-@pytest.mark.parametrize("call", [os.mkdir, eval, torch.load, torch.nn.Linear, Point])
-def test_nothing_is_run(call: Any) -> None:
-    text = pickle.dumps([1, Evil(call, "0")]).decode("latin-1")
-    with pytest.raises(pickle.UnpicklingError, match=f"refers to .*{call.__name__}"):
-        decode(text, ())
+def test_any_change_of_the_text_is_read_or_rejected() -> None:
+    text, tensors = encode({"a": [1.5, math.inf, torch.ones(1)], (1, "b"): torch.float32}, WHERE)
+    for position in range(len(text)):
+        with contextlib.suppress(ValueError):
+            decode(text[:position] + text[position + 1 :], tensors)
