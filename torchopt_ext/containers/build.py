@@ -1,6 +1,7 @@
 """build_optimizers: from a job configuration to a container, for two generations of torchtitan."""
 
-from typing import Any, overload
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,8 +13,6 @@ from torchopt_ext.optim import FusedAdam, FusedAdamW
 
 _FUSED: dict[str, type[Optimizer]] = {"Adam": FusedAdam, "AdamW": FusedAdamW}
 _TORCH: dict[str, type[Optimizer]] = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
-
-
 _OPTIONS = (
     *("max_grad_norm", "skip_nonfinite", "master_weights", "state_dtype", "stochastic_rounding"),
     *("rounding_seed", "write_back_gradients", "track"),
@@ -21,25 +20,8 @@ _OPTIONS = (
 """Arguments of FusedAdam and FusedAdamW that a configuration may have."""
 
 
-@overload
 def build_optimizers(
-    model_parts: list[nn.Module],
-    job_config: Any,
-    ft_manager: Any = None,
-    *,
-    process_group: Any = None,
-) -> OptimizersContainer[Any]: ...
-@overload
-def build_optimizers(
-    model_parts: list[nn.Module],
-    optimizer_config: Any,
-    parallel_dims: Any,
-    ft_manager: Any = None,
-    *,
-    process_group: Any = None,
-) -> OptimizersContainer[Any]: ...
-def build_optimizers(
-    model_parts: list[nn.Module], *args: Any, **kwargs: Any
+    model_parts: list[nn.Module], *args: Any, process_group: Any = None, **kwargs: Any
 ) -> OptimizersContainer[Any]:
     """Build the optimizers that a configuration asks for.
 
@@ -68,84 +50,33 @@ def build_optimizers(
             FusedAdamW's with an implementation of torch's; a norm over pipeline stages whose group
             is not known.
     """
-    config = args[0] if args else kwargs.get("job_config", kwargs.get("optimizer_config"))
-    build = _from_job_config if hasattr(config, "optimizer") else _from_optimizer_config
-    return build(model_parts, *args, **kwargs)
-
-
-def _from_job_config(
-    model_parts: list[nn.Module],
-    job_config: Any,
-    ft_manager: Any = None,
-    *,
-    process_group: Any = None,
-) -> OptimizersContainer[Any]:
-    config = job_config.optimizer
-    needs_group = process_group is None and _needs_norm(config)
-    if config.early_step_in_backward or needs_group:
-        stages = job_config.parallelism.pipeline_parallel_degree > 1
-        if stages and config.early_step_in_backward:
-            raise _no_in_backward("pipeline parallelism")
-        if stages:
-            raise ValueError(
-                "max_grad_norm and skip_nonfinite need one decision of all pipeline stages, but a "
-                "job configuration has no mesh: pass process_group=, the group of the stages"
-            )
-    return _build(model_parts, config, ft_manager, process_group)
-
-
-def _from_optimizer_config(
-    model_parts: list[nn.Module],
-    optimizer_config: Any,
-    parallel_dims: Any,
-    ft_manager: Any = None,
-    *,
-    process_group: Any = None,
-) -> OptimizersContainer[Any]:
-    if optimizer_config.early_step_in_backward:
-        if parallel_dims.ep_enabled:
-            raise _no_in_backward("expert parallelism")
-        if parallel_dims.pp_enabled:
-            raise _no_in_backward("pipeline parallelism")
-    if process_group is None and _needs_norm(optimizer_config) and parallel_dims.pp_enabled:
-        by_name = getattr(parallel_dims, "get_mesh", None)  # from torchtitan 0.2.1 on
-        mesh = by_name("pp") if by_name is not None else parallel_dims.world_mesh["pp"]
-        process_group = mesh.get_group()
-    return _build(model_parts, optimizer_config, ft_manager, process_group)
-
-
-def _needs_norm(config: Any) -> bool:
-    return bool(getattr(config, "max_grad_norm", None) or getattr(config, "skip_nonfinite", None))
-
-
-def _build(
-    model_parts: list[nn.Module], config: Any, ft_manager: Any, process_group: Any
-) -> OptimizersContainer[Any]:
+    given = args[0] if args else kwargs.get("job_config", kwargs.get("optimizer_config"))
+    read = _of_job_config if hasattr(given, "optimizer") else _of_optimizer_config
+    config, dims, ft_manager = read(*args, **kwargs)
+    in_backward, fused = config.early_step_in_backward, config.implementation == "fused"
     if config.implementation not in ("fused", "foreach", "for-loop"):
         raise AssertionError(
             f"implementation is {config.implementation!r}, "
             "expected 'fused', 'foreach' or 'for-loop'"
         )
-    fused = config.implementation == "fused"
     classes = _FUSED if fused else _TORCH
     if config.name not in classes:
         raise NotImplementedError(f"Optimizer {config.name} is not available: use Adam or AdamW.")
     if ft_manager is not None and ft_manager.enabled:
-        if config.early_step_in_backward:
+        if in_backward:
             raise ValueError("Fault tolerance is not supported with optimizers in backward.")
         raise NotImplementedError(
             "Fault tolerance needs FTOptimizersContainer, which torchopt_ext does not have."
         )
+    if in_backward and (dims.ep_enabled or dims.pp_enabled):
+        kind = "expert" if dims.ep_enabled else "pipeline"
+        raise NotImplementedError(
+            f"Optimizers in backward are not supported with {kind} parallelism."
+        )
 
-    optimizer_kwargs = {
-        "lr": config.lr,
-        "betas": (getattr(config, "beta1", 0.9), getattr(config, "beta2", 0.95)),
-        "eps": config.eps,
-        "weight_decay": getattr(config, "weight_decay", 0.1),
-        "fused": fused,
-        "foreach": config.implementation == "foreach",
-    }
     options = {name: value for name in _OPTIONS if (value := getattr(config, name, None))}
+    if process_group is None and options.keys() & {"max_grad_norm", "skip_nonfinite"}:
+        process_group = _group_of_stages(dims)
     if process_group is not None:
         options["process_group"] = process_group
     if options and not fused:
@@ -156,11 +87,42 @@ def _build(
     if isinstance(dtype := options.get("state_dtype"), str):
         named = getattr(torch, dtype.removeprefix("torch."), None)
         options["state_dtype"] = named if isinstance(named, torch.dtype) else dtype
-    container = (
-        OptimizersInBackwardContainer if config.early_step_in_backward else OptimizersContainer
+    options |= {
+        "lr": config.lr,
+        "betas": (getattr(config, "beta1", 0.9), getattr(config, "beta2", 0.95)),
+        "eps": config.eps,
+        "weight_decay": getattr(config, "weight_decay", 0.1),
+        "fused": fused,
+        "foreach": config.implementation == "foreach",
+    }
+    container = OptimizersInBackwardContainer if in_backward else OptimizersContainer
+    return container(model_parts, classes[config.name], options)
+
+
+def _of_job_config(job_config: Any, ft_manager: Any = None) -> tuple[Any, Any, Any]:
+    stages = getattr(job_config.parallelism, "pipeline_parallel_degree", 1)
+    return (
+        job_config.optimizer,
+        SimpleNamespace(pp_enabled=stages > 1, ep_enabled=False),
+        ft_manager,
     )
-    return container(model_parts, classes[config.name], optimizer_kwargs | options)
 
 
-def _no_in_backward(what: str) -> NotImplementedError:
-    return NotImplementedError(f"Optimizers in backward are not supported with {what}.")
+def _of_optimizer_config(
+    optimizer_config: Any, parallel_dims: Any, ft_manager: Any = None
+) -> tuple[Any, Any, Any]:
+    return optimizer_config, parallel_dims, ft_manager
+
+
+def _group_of_stages(dims: Any) -> Any:
+    """The ranks that decide together on norm and skipping, if there are pipeline stages."""
+    if not dims.pp_enabled:
+        return None
+    if hasattr(dims, "get_mesh"):  # from torchtitan 0.2.1 on
+        return dims.get_mesh("pp").get_group()
+    if hasattr(dims, "world_mesh"):
+        return dims.world_mesh["pp"].get_group()
+    raise ValueError(
+        "max_grad_norm and skip_nonfinite need one decision of all pipeline stages, but a job "
+        "configuration has no mesh: pass process_group=, the group of the stages"
+    )

@@ -22,11 +22,7 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
     Afterwards no gradient is left to measure: `torch.nn.utils.clip_grad_norm_` returns 0 and clips
     nothing, and `max_grad_norm` and `skip_nonfinite` raise ValueError.
 
-    Args: as OptimizersContainer.
-
-    Raises:
-        ValueError: as OptimizersContainer; also if clipping or skipping is asked for, or if no
-            parameter is trainable.
+    Args and errors are those of OptimizersContainer; ValueError also if no parameter is trainable.
     """
 
     # Backward has stepped before a scaler could unscale or check a gradient: scalers then refuse.

@@ -5,7 +5,8 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, overload
+from itertools import chain
+from typing import Any
 
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
@@ -71,8 +72,7 @@ class LRSchedulersContainer(Stateful):
         same = all(base_lrs == own[0] for base_lrs in own) and len(saved) == len(own[0])
         for scheduler, base_lrs in zip(self.schedulers, own, strict=True):
             if len(state_dict) > 1:
-                state = {"lr_lambdas": [], **state_dict}
-                scheduler.load_state_dict(copy.deepcopy(state))
+                scheduler.load_state_dict(copy.deepcopy({"lr_lambdas": [], **state_dict}))
             scheduler.base_lrs = copy.deepcopy(saved) if same else base_lrs
             scheduler.last_epoch = last_epoch - 1
             # step() computes the lr of last_epoch. It warns where the count says that it is called
@@ -93,20 +93,12 @@ class LRSchedulersContainer(Stateful):
             lrs.setdefault(name, {})[base_lrs] = [float(lr) for lr in scheduler.get_last_lr()]
         metrics: dict[str, float] = {}
         for name, by_base_lrs in lrs.items():
-            values = [lr for last_lrs in by_base_lrs.values() for lr in last_lrs]
-            for i, lr in enumerate(values):
-                metrics[f"lr/{name}" if len(values) == 1 else f"lr/{name}/{i}"] = lr
+            values = list(chain(*by_base_lrs.values()))
+            keys = [f"lr/{name}/{i}" for i in range(len(values))] if values[1:] else [f"lr/{name}"]
+            metrics |= zip(keys, values, strict=True)
         return metrics
 
 
-@overload
-def build_lr_schedulers(
-    optimizers: OptimizersContainer[Any], job_config: Any
-) -> LRSchedulersContainer: ...
-@overload
-def build_lr_schedulers(
-    optimizers: OptimizersContainer[Any], lr_scheduler_config: Any, training_steps: int
-) -> LRSchedulersContainer: ...
 def build_lr_schedulers(
     optimizers: OptimizersContainer[Any], *args: Any, **kwargs: Any
 ) -> LRSchedulersContainer:
@@ -126,18 +118,15 @@ def build_lr_schedulers(
         ValueError: unknown decay type; a negative or non-finite number; a factor above 1.
     """
     config = args[0] if args else kwargs.get("job_config", kwargs.get("lr_scheduler_config"))
-    build = _from_job_config if hasattr(config, "lr_scheduler") else _from_lr_scheduler_config
-    return LRSchedulersContainer(optimizers, build(*args, **kwargs))
+    schedule = _of_job_config if hasattr(config, "lr_scheduler") else _of_lr_scheduler_config
+    return LRSchedulersContainer(optimizers, schedule(*args, **kwargs))
 
 
-def _from_job_config(job_config: Any) -> Callable[[int], Any]:
-    config = job_config.lr_scheduler
-    return _schedule(config, job_config.training.steps, "lr_min", generation=1)
+def _of_job_config(job_config: Any) -> Callable[[int], Any]:
+    return _schedule(job_config.lr_scheduler, job_config.training.steps, "lr_min", generation=1)
 
 
-def _from_lr_scheduler_config(
-    lr_scheduler_config: Any, training_steps: int
-) -> Callable[[int], Any]:
+def _of_lr_scheduler_config(lr_scheduler_config: Any, training_steps: int) -> Callable[[int], Any]:
     total_steps = getattr(lr_scheduler_config, "total_steps", None)  # torchtitan 0.2.2 has it
     total_steps = training_steps if total_steps is None else total_steps
     return _schedule(lr_scheduler_config, total_steps, "min_lr_factor", generation=2)
@@ -152,36 +141,26 @@ def _schedule(
     if config.decay_type not in _DECAY_TYPES:
         raise ValueError(f"decay_type is {config.decay_type!r}, expected one of {_DECAY_TYPES}")
     if warmup > total:
-        logger.warning(
-            "Warmup (%d steps) is longer than the training (%d steps)%s.",
-            warmup,
-            total,
-            f": shortened to {total} steps" if generation == 2 else " and will not be completed",
-        )
+        does = "is shortened" if generation == 2 else "will not be completed"
+        text = "Warmup (%d steps) is longer than the training (%d steps): it %s."
+        logger.warning(text, warmup, total, does)
         warmup = total if generation == 2 else warmup
-
-    room = max(0, total - warmup)
-    decay = room
+    decay = room = max(0, total - warmup)
     if config.decay_ratio is not None:
         decay = round(total * _number("decay_ratio", config.decay_ratio))
-        if decay > room:
-            logger.warning(
-                "Warmup (%d steps) and decay (%d steps) are longer than the training (%d steps): "
-                "decay is shortened to %d steps.",
-                warmup,
-                decay,
-                total,
-                room,
-            )
-            decay = room
-    stable = room - decay
-    if generation == 2:
-        stable += 1  # a virtual last step, so that the last real one does not have factor 0
+    if decay > room:
+        text = (
+            "Warmup (%d steps) and decay (%d steps) are longer than the training (%d steps): "
+            "decay is shortened to %d steps."
+        )
+        logger.warning(text, warmup, decay, total, room)
+        decay = room
     # A partial has no attributes of its own, so a scheduler saves none, and it can be pickled.
     return functools.partial(
         ops.lr_factor,
         warmup_steps=warmup,
-        stable_steps=stable,
+        # Generation 2 has a virtual last step, so that the last real one does not have factor 0.
+        stable_steps=room - decay + (generation == 2),
         decay_steps=decay,
         decay_type=config.decay_type,
         min_factor=min_factor,

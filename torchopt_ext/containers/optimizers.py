@@ -105,10 +105,11 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
         Raises:
             AttributeError: the inner optimizers are not FusedAdam or FusedAdamW.
         """
-        for optimizer in self._by_size():
-            if isinstance(optimizer, FusedAdam):
-                return optimizer.control
-        raise AttributeError(f"{type(self.optimizers[0]).__name__} has no control block")
+        fused = [optimizer for optimizer in self.optimizers if isinstance(optimizer, FusedAdam)]
+        if not fused:
+            raise AttributeError(f"{type(self.optimizers[0]).__name__} has no control block")
+        # All of them decide alike, but for one without parameters, whose step does nothing.
+        return min(fused, key=lambda optimizer: not optimizer.param_groups[0]["params"]).control
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         for optimizer in self.optimizers:
@@ -154,32 +155,25 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
             for optimizer in fused:
                 optimizer.refresh_masters()
             return
-        keeping = {p: o for o in fused for g in o.param_groups for p in g["params"]}
+        owner = {p: o for o in fused for group in o.param_groups for p in group["params"]}
         named = flat.named_parameters(self._parts())
-        for param, weight in read_weights(
-            from_, named, lambda p: p in keeping and keeping[p].keeps_master(p)
-        ):
-            if param in keeping:
-                keeping[param].set_weights([(param, weight)])
+        pairs = read_weights(from_, named, lambda p: p in owner and owner[p].keeps_master(p))
+        for param, weight in pairs:
+            if param in owner:
+                owner[param].set_weights([(param, weight)])
 
     def init_cache_state_dict(self) -> None:
         """Nothing to do: only a fault-tolerant container caches its state dict."""
 
-    def _by_size(self) -> list[T]:
-        """The optimizers, those without parameters last."""
-        return sorted(self.optimizers, key=lambda opt: not opt.param_groups[0]["params"])
-
     def _parts(self) -> list[flat.ModelPart]:
         """Each model part with the optimizers of its parameters."""
-        pairs = zip(self.model_parts, self.optimizers, strict=True)
-        return [(part, [optimizer]) for part, optimizer in pairs]
+        return [(p, [o]) for p, o in zip(self.model_parts, self.optimizers, strict=True)]
 
     def _validate_length(self, expected_length: int) -> None:
         if expected_length != len(self.optimizers):
             raise AssertionError(
-                "Must pass one optimizer per model part, or per trainable parameter with "
-                f"OptimizersInBackwardContainer: expected {expected_length} optimizers, "
-                f"got {len(self.optimizers)}."
+                "there is to be one optimizer for each model part, or in backward for each "
+                f"parameter: expected {expected_length} optimizers, got {len(self.optimizers)}"
             )
 
     def _post_init(self, all_params: list[nn.Parameter], optimizer_kwargs: dict[str, Any]) -> None:
@@ -251,8 +245,7 @@ def trainable_parameters(model_parts: Sequence[nn.Module]) -> list[list[nn.Param
 def _deciding_jointly(optimizers: Sequence[Optimizer], context: StepContext) -> list[FusedAdam]:
     """The optimizers, if gradient norm and skipping are one decision over them all."""
     fused = [opt for opt in optimizers if isinstance(opt, FusedAdam)]
-    alone = len(optimizers) < 2 or len(fused) < len(optimizers)  # then step() decides by itself
-    if alone or not any(opt.wants_norm(context) for opt in fused):
+    if len(fused) < len(optimizers) or not any(opt.wants_norm(context) for opt in fused):
         return []
     for opt in fused:
         if inspect.unwrap(type(opt).step) is not inspect.unwrap(FusedAdam.step):
