@@ -28,8 +28,8 @@ from torchopt_ext.optim.local import as_placed, local_tensor, moved
 from torchopt_ext.optim.rejection import Agreement
 from torchopt_ext.optim.step import accumulated_norm, reject
 from torchopt_ext.optim.storage import SIXTEEN_BIT, is_steppable, refuse_param
+from torchopt_ext.statedict.loaded import load_whole
 from torchopt_ext.statedict.masters import read_weights, weight_of
-from torchopt_ext.statedict.whole import load_whole
 
 
 class MasterWeights(Controlled):

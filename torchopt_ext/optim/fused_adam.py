@@ -17,8 +17,7 @@ from torchopt_ext.optim.planned import PlannedStep
 from torchopt_ext.optim.step import fused_step
 from torchopt_ext.optim.storage import REMAINDER, Place, Storage, with_own_steps
 from torchopt_ext.optim.telemetry import track_bits
-from torchopt_ext.statedict.control import CONTROL_KEY, as_entry
-from torchopt_ext.statedict.entries import converted
+from torchopt_ext.statedict.entries import CONTROL_KEY, control_entry, converted
 from torchopt_ext.statedict.loaded import Loaded, largest_step, raise_problems, read_indexed
 from torchopt_ext.statedict.masters import read_weights, refresh_master, set_weight
 
@@ -201,7 +200,7 @@ class FusedAdam(HookedStep, PlannedStep):
             if not isinstance(entry, dict):
                 continue
             if CONTROL_KEY in entry:
-                entry[CONTROL_KEY] = as_entry(self.saved_control())
+                entry[CONTROL_KEY] = control_entry(self.saved_control())
             if is_dtensor(entry.get(REMAINDER)):
                 from torchopt_ext.optim.gathered import Remainder  # needs torch.distributed.tensor
 

@@ -39,32 +39,56 @@ REQUIRED: dict[type[Optimizer], tuple[str, ...]] = {
 """What a parameter's state holds in any case, by class."""
 
 
+CONTROL_KEY = "torchopt_ext.control"
+"""Entry of the first parameter's state: the counts and the loss scale of a control block.
+
+torch's ``get_optimizer_state_dict`` and ``set_optimizer_state_dict`` drop top-level keys, and fail
+on a key of a parameter group that the dict lacks. They keep this one, and torch's optimizers load
+and ignore it. Containers have ``torchopt_ext.control.{field}`` keys.
+"""
+
+
+def control_entry(fields: Mapping[str, float]) -> dict[str, Tensor]:
+    """The fields as an entry of a state: dcp.load does not load numbers at integer keys."""
+    return {name: torch.tensor(v, dtype=torch.float64) for name, v in fields.items()}
+
+
+def control_fields(entry: Any) -> Any:
+    """The fields of an entry as numbers; anything else as it is."""
+    return {k: plain(v) for k, v in entry.items()} if isinstance(entry, Mapping) else entry
+
+
+def control_problem(fields: Any) -> str | None:
+    """What is wrong with a control block's fields as plain values."""
+    if not isinstance(fields, Mapping):
+        return f"'{CONTROL_KEY}' is {fields!r}, expected a dict of numbers"
+    for name, value in fields.items():
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not 0 <= value < float("inf") or (name == "loss_scale" and value == 0):
+            return f"'{CONTROL_KEY}' has {name} = {value!r}, expected a number from 0 on"
+    return None
+
+
 def required_of(optimizer_class: Any) -> tuple[str, ...] | None:
     """What a parameter's state holds in any case; None for a class that is not known."""
     own: tuple[str, ...] | None = getattr(optimizer_class, "required_state", None)
     return REQUIRED.get(optimizer_class) if own is None else own
 
 
-def problem(name: str, value: Any, param: Tensor) -> str | None:
-    """What is wrong with an entry of a known class, to follow its name in a message.
-
-    Other optimizers' entries are the business of :func:`foreign_problem`.
-    """
-    if name == "step":
-        return step_problem(value)
-    if name in MASTERS:
-        return tensor_problem(value, param, MASTERS[name])
-    if name not in SHAPED_LIKE_PARAM or (name == "momentum_buffer" and value is None):
-        return None
-    return tensor_problem(value, param)
-
-
-def foreign_problem(value: Any, param: Tensor, held: Any) -> str | None:
-    """What is wrong with an entry whose meaning is not known.
+def problem(optimizer_class: Any, name: str, value: Any, param: Tensor, held: Any) -> str | None:
+    """What is wrong with an entry of a parameter's state, to follow its name in a message.
 
     Args:
-        held: the optimizer's own entry of this name, if it has one.
+        held: the optimizer's own entry of this name, if any. It tells what is expected where name
+            and class do not.
     """
+    if required_of(optimizer_class) is not None:
+        if name == "step":
+            return step_problem(value)
+        if name in MASTERS:
+            return tensor_problem(value, param, MASTERS[name])
+        if name in SHAPED_LIKE_PARAM and not (name == "momentum_buffer" and value is None):
+            return tensor_problem(value, param)
     if not isinstance(held, Tensor):
         return shape_problem(value, param) if is_dtensor(value) else None
     if isinstance(value, Tensor | int | float) and held.numel() == 1:
@@ -99,9 +123,8 @@ def tensor_problem(value: Any, param: Tensor, dtype: torch.dtype | None = None) 
     if found := shape_problem(value, param):
         return found
     local = local_tensor(value)
-    if dtype is None:
-        fits = local.is_complex() if param.is_complex() else local.is_floating_point()
-    else:
+    fits = local.is_complex() if param.is_complex() else local.is_floating_point()
+    if dtype is not None:
         fits = local.dtype == dtype
     if not fits or local.layout is not torch.strided or local.is_meta:
         return (
@@ -159,7 +182,7 @@ def converted(
         step = local_tensor(value).detach() if held else torch.tensor(float(value))
         return step.to(step_device or device, torch.float32, copy=True).reshape(())
     if not isinstance(value, Tensor):
-        return value
+        return copy.deepcopy(value)
     dtype = value.dtype
     if name in MOMENTS:
         dtype = storage.moment_dtype(param)

@@ -4,30 +4,29 @@ Keys are those of torch's `flatten_optimizer_state_dict`: `state.{fqn}.{name}` a
 `param_groups.{fqn}.{name}`, where fqn is the parameter's name in its model part.
 """
 
-import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Adam, AdamW, Optimizer
 
 from torchopt_ext.optim.storage import Storage, with_own_steps
-from torchopt_ext.statedict import control
-from torchopt_ext.statedict.control import CONTROL_KEY
-from torchopt_ext.statedict.entries import MASTERS, SWITCHES, converted, option_problem, plain
+from torchopt_ext.statedict import entries
+from torchopt_ext.statedict.entries import CONTROL_KEY, MASTERS, plain
 from torchopt_ext.statedict.loaded import Slot, largest_step, raise_problems
 
-ModelPart = tuple[nn.Module, Sequence[Optimizer]]
+ModelPart: TypeAlias = tuple[nn.Module, Sequence[Optimizer]]
 """A module and the optimizers that share its parameters."""
 
 # What decides which state exists or which algorithm runs: a checkpoint must agree.
 _FIXED = {"amsgrad", "decoupled_weight_decay"}
 # Absent without a learning-rate scheduler, and from older versions of torch.
 _OPTIONAL = {"initial_lr", "decoupled_weight_decay"}
+_NOT_LOADED = {"params", "param_names"} | entries.SWITCHES
 
 
 def get_state_dict(parts: Sequence[ModelPart]) -> dict[str, Any]:
@@ -41,13 +40,12 @@ def get_state_dict(parts: Sequence[ModelPart]) -> dict[str, Any]:
         NotImplementedError: a part is wrapped by FullyShardedDataParallel.
     """
     flat: dict[str, Any] = {}
-    for part, optimizers in _trained(parts):
-        options = StateDictOptions(flatten_optimizer_state_dict=True)
-        own: dict[str, Any] = get_optimizer_state_dict(part, _as_one(optimizers), options=options)
-        own = {key: value for key, value in own.items() if f".{CONTROL_KEY}." not in key}
-        if clash := own.keys() & flat.keys():
-            raise _same_name(min(clash))
-        flat |= own
+    for named, _ in _trained(parts):
+        for fqn, entry in named["state"].items():
+            flat |= {f"state.{fqn}.{k}": v for k, v in entry.items() if k != CONTROL_KEY}
+        for group in named["param_groups"]:
+            for fqn in group.pop("params"):
+                flat |= {f"param_groups.{fqn}.{name}": value for name, value in group.items()}
     every: list[Any] = [optimizer for _, own in parts for optimizer in own]
     counting = [o for o in every if getattr(o, "keeps_counts", False) and o.state]
     fields = counting[0].saved_control() if counting else {}  # all step together
@@ -65,19 +63,13 @@ def load_state_dict(parts: Sequence[ModelPart], state_dict: Mapping[str, Any]) -
         ValueError: a value does not fit, or two parts have a parameter of the same name.
         NotImplementedError: a part is wrapped by FullyShardedDataParallel.
     """
-    slots = [slot for part in _trained(parts) for slot in _slots(*part, state_dict)]
-    names: set[str] = set()
-    for slot in slots:
-        if slot.fqn in names:
-            raise _same_name(slot.fqn)
-        names.add(slot.fqn)
-
-    fields = control.of_flat(state_dict)
+    slots = list(_slots(parts, state_dict))
+    # A container's own keys, or what torch's functions made of the first parameter's entry.
+    split = ((key.rpartition(f"{CONTROL_KEY}."), value) for key, value in state_dict.items())
+    fields = entries.control_fields({name: value for (_, found, name), value in split if found})
     missing = [f"'{key}' is missing" for slot in slots for key in slot.missing(state_dict)]
-    problems = [found for slot in slots for found in slot.all_problems()]
-    problems += _disagreements(slots)
-    if found := control.problem(fields):
-        problems.append(found)
+    problems = [found for slot in slots for found in slot.problems(slot.optimizer)]
+    problems += [*_disagreements(slots), *filter(None, [entries.control_problem(fields)])]
     raise_problems(missing + problems, KeyError if missing else ValueError)
 
     made = largest_step(slot.state for slot in slots)
@@ -91,7 +83,7 @@ def load_state_dict(parts: Sequence[ModelPart], state_dict: Mapping[str, Any]) -
 
 def named_parameters(parts: Sequence[ModelPart]) -> list[tuple[str, Tensor]]:
     """The trained parameters by their names in a flat state dict."""
-    return [(slot.fqn, slot.param) for part in _trained(parts) for slot in _slots(*part, {})]
+    return [(slot.label, slot.param) for slot in _slots(parts, {})]
 
 
 def init_state(optimizer: Optimizer) -> None:
@@ -100,8 +92,7 @@ def init_state(optimizer: Optimizer) -> None:
     Unlike torch's own way, a step with lr = 0, it advances no step count and touches no gradient.
     It knows torch's Adam and AdamW and optimizers with a method `init_state`; others are left.
     """
-    own = getattr(optimizer, "init_state", None)
-    if own is not None:
+    if own := getattr(optimizer, "init_state", None):
         own()
     elif type(optimizer) in (Adam, AdamW):
         for group in optimizer.param_groups:
@@ -112,37 +103,44 @@ def init_state(optimizer: Optimizer) -> None:
 
 def _adam_state(param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
     """As torch/optim/adam.py, Adam._init_group: the step is on the CPU unless a kernel reads it."""
-    on_device = group["capturable"] or group["fused"]
-    double = torch.get_default_dtype() == torch.float64 and not group["fused"]
-    moments = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * group["amsgrad"]
-    state = {
-        "step": torch.zeros(
-            (),
-            dtype=torch.float64 if double else torch.float32,
-            device=param.device if on_device else "cpu",
-        )
-    }
-    for name in moments:
-        state[name] = torch.zeros_like(param, memory_format=torch.preserve_format)
-    return state
+    device = param.device if group["capturable"] or group["fused"] else "cpu"
+    dtype = torch.float32 if group["fused"] else torch.get_default_dtype()
+    step = torch.zeros((), dtype=dtype if dtype == torch.float64 else torch.float32, device=device)
+    moments = entries.MOMENTS if group["amsgrad"] else entries.MOMENTS[:2]
+    return {"step": step} | {name: torch.zeros_like(param).detach() for name in moments}
 
 
-def _trained(parts: Sequence[ModelPart]) -> Iterator[ModelPart]:
-    """The parts that have something to train, with complete state."""
+def _trained(
+    parts: Sequence[ModelPart],
+) -> Iterator[tuple[dict[str, Any], list[tuple[Optimizer, dict[str, Any]]]]]:
+    """Of each part with something to train, torch's state dict by name, and the groups in it.
+
+    The state is complete.
+    """
+    names: set[str] = set()
     for part, optimizers in parts:
         if any(isinstance(module, FullyShardedDataParallel) for module in part.modules()):
             raise NotImplementedError(
                 f"{type(part).__name__} has flat parameters, each of which stands for several of "
                 "the model's: shard it with torch.distributed.fsdp.fully_shard instead"
             )
-        if any(group["params"] for optimizer in optimizers for group in optimizer.param_groups):
-            for optimizer in optimizers:
-                init_state(optimizer)
-            yield part, optimizers
-
-
-def _as_one(optimizers: Sequence[Optimizer]) -> Optimizer:
-    return optimizers[0] if len(optimizers) == 1 else _View(optimizers)
+        groups = [
+            (optimizer, group) for optimizer in optimizers for group in optimizer.param_groups
+        ]
+        if not any(group["params"] for _, group in groups):
+            continue
+        for optimizer in optimizers:
+            init_state(optimizer)
+        whole = optimizers[0] if len(optimizers) == 1 else _View(optimizers)
+        named: dict[str, Any] = get_optimizer_state_dict(part, whole)
+        for fqn in [fqn for group in named["param_groups"] for fqn in group["params"]]:
+            if fqn in names:
+                raise ValueError(
+                    f"'{fqn}' is in more than one model part, so one state dict cannot hold both: "
+                    "give the parts' parameters different names, or wrap the parts in one module"
+                )
+            names.add(fqn)
+        yield named, groups
 
 
 class _View(Optimizer):
@@ -166,29 +164,31 @@ class _FlatSlot(Slot):
         options: the group's options in the dict, without tensors.
     """
 
-    fqn: str
-    optimizer_class: type[Optimizer]
+    optimizer: Optimizer
     state: dict[str, Any]
     group: dict[str, Any]
     options: dict[str, Any]
+
+    def called(self, name: str) -> str:
+        return f"'state.{self.label}.{name}'"
 
     def missing(self, state_dict: Mapping[str, Any]) -> Iterator[str]:
         """Keys that have to be there."""
         # torch saves no state for a parameter that was frozen before its first step.
         for name in self.state if self.param.requires_grad else ():
-            key = f"state.{self.fqn}.{name}"
+            key = f"state.{self.label}.{name}"
             if name not in MASTERS and name != CONTROL_KEY and key not in state_dict:
                 yield key
-        for name in _options_of(self.group):
-            if name not in _OPTIONAL and name not in self.options:
-                yield f"param_groups.{self.fqn}.{name}"
+        for name in self.group:
+            if name not in self.options.keys() | _OPTIONAL | _NOT_LOADED:
+                yield f"param_groups.{self.label}.{name}"
 
-    def all_problems(self) -> Iterator[str]:
-        yield from self.problems(self.optimizer_class, self.state)
+    def problems(self, optimizer: Optimizer) -> Iterator[str]:
+        yield from super().problems(optimizer)
         for name, value in self.options.items():
             live = plain(self.group[name])
-            key = f"'param_groups.{self.fqn}.{name}'"
-            if found := option_problem(name, value, live):
+            key = f"'param_groups.{self.label}.{name}'"
+            if found := entries.option_problem(name, value, live):
                 yield f"{key} {found}"
             elif name in _FIXED and value != live:
                 yield f"{key} is {value!r}, this optimizer was built with {live!r}"
@@ -203,50 +203,27 @@ class _FlatSlot(Slot):
             if isinstance(live, Tensor) and isinstance(value, Tensor | int | float):
                 tensor = value if isinstance(value, Tensor) else torch.tensor(value)
                 live.copy_(tensor.reshape(live.shape) if tensor.numel() == 1 else tensor)
-            elif name not in MASTERS:
-                self.state[name] = copy.deepcopy(value)
-            elif keeps_master:
-                self.state[name] = converted(name, value, self.param, Storage())
+            elif name not in MASTERS or keeps_master:
+                self.state[name] = entries.converted(name, value, self.param, Storage())
         for name, value in self.options.items():
-            live = self.group[name]
-            if isinstance(live, Tensor):
-                live.fill_(value)
+            if isinstance(self.group[name], Tensor):
+                self.group[name].fill_(value)
             else:
                 self.group[name] = value
 
 
-def _slots(
-    part: nn.Module, optimizers: Sequence[Optimizer], state_dict: Mapping[str, Any]
-) -> Iterator[_FlatSlot]:
-    named: dict[str, Any] = get_optimizer_state_dict(part, _as_one(optimizers))
-    groups = [(opt, group) for opt in optimizers for group in opt.param_groups]
-    for (optimizer, group), saved in zip(groups, named["param_groups"], strict=True):
-        for fqn, param in zip(saved["params"], group["params"], strict=True):
-            state = optimizer.state.get(param, {})
-            names = dict.fromkeys([*state, *MASTERS] if state else ())
-            yield _FlatSlot(
-                param,
-                f"'state.{fqn}.{{}}'".format,
-                _found(state_dict, f"state.{fqn}.", names),
-                fqn,
-                type(optimizer),
-                state,
-                group,
-                {
-                    k: plain(v)
-                    for k, v in _found(
-                        state_dict, f"param_groups.{fqn}.", _options_of(group)
-                    ).items()
-                },
-            )
+def _slots(parts: Sequence[ModelPart], state_dict: Mapping[str, Any]) -> Iterator[_FlatSlot]:
+    def found(prefix: str, names: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: state_dict[prefix + name] for name in names if prefix + name in state_dict}
 
-
-def _found(state_dict: Mapping[str, Any], prefix: str, names: Iterable[str]) -> dict[str, Any]:
-    return {name: state_dict[prefix + name] for name in names if prefix + name in state_dict}
-
-
-def _options_of(group: Mapping[str, Any]) -> list[str]:
-    return [name for name in group if name not in {"params", "param_names"} | SWITCHES]
+    for named, groups in _trained(parts):
+        for (optimizer, group), saved in zip(groups, named["param_groups"], strict=True):
+            for fqn, param in zip(saved["params"], group["params"], strict=True):
+                state = optimizer.state.get(param, {})
+                entry = found(f"state.{fqn}.", {**state, **MASTERS} if state else {})
+                options = found(f"param_groups.{fqn}.", group)
+                options = {k: plain(v) for k, v in options.items() if k not in _NOT_LOADED}
+                yield _FlatSlot(param, fqn, entry, optimizer, state, group, options)
 
 
 def _disagreements(slots: Sequence[_FlatSlot]) -> Iterator[str]:
@@ -257,14 +234,7 @@ def _disagreements(slots: Sequence[_FlatSlot]) -> Iterator[str]:
             other = first.setdefault((id(slot.group), name), slot)
             if value != other.options[name]:
                 yield (
-                    f"'param_groups.{slot.fqn}.{name}' is {value!r} but "
-                    f"'param_groups.{other.fqn}.{name}' is {other.options[name]!r}, "
+                    f"'param_groups.{slot.label}.{name}' is {value!r} but "
+                    f"'param_groups.{other.label}.{name}' is {other.options[name]!r}, "
                     "and both parameters are in one group here"
                 )
-
-
-def _same_name(key: str) -> ValueError:
-    return ValueError(
-        f"'{key}' is in more than one model part, so one state dict cannot hold both: "
-        "give the parts' parameters different names, or wrap the parts in one module"
-    )

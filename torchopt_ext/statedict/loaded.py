@@ -1,17 +1,23 @@
 """A state dict as it was read: what it has for each parameter, whatever its layout."""
 
 import copy
-import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
+from torchopt_ext._torch import tree_map_only
 from torchopt_ext.optim.local import local_tensor
-from torchopt_ext.statedict import control as control_state
-from torchopt_ext.statedict.control import CONTROL_KEY
-from torchopt_ext.statedict.entries import foreign_problem, option_problem, problem, required_of
+from torchopt_ext.statedict.entries import (
+    CONTROL_KEY,
+    control_fields,
+    control_problem,
+    option_problem,
+    problem,
+    required_of,
+)
 
 SHOWN = 5
 """Problems that a message has in full."""
@@ -22,28 +28,23 @@ class Slot:
     """A parameter, and what a state dict has for it.
 
     Attributes:
-        called: what messages call an entry of it.
+        label: what messages call the parameter.
         entry: empty if there is no state.
     """
 
     param: Tensor
-    called: Callable[[str], str]
+    label: str
     entry: Mapping[str, Any]
 
-    def problems(self, optimizer_class: Any, held: Mapping[str, Any]) -> Iterator[str]:
-        """Entries that do not fit.
+    def called(self, name: str) -> str:
+        """What messages call an entry."""
+        return f"{name} of {self.label}"
 
-        Args:
-            optimizer_class: says what they mean.
-            held: the parameter's present state.
-        """
-        known = required_of(optimizer_class) is not None
+    def problems(self, optimizer: Optimizer) -> Iterator[str]:
+        """Entries that do not fit."""
+        held = optimizer.state.get(self.param, {})
         for name, value in self.entry.items():
-            if found := (
-                problem(name, value, self.param)
-                if known
-                else foreign_problem(value, self.param, held.get(name))
-            ):
+            if found := problem(type(optimizer), name, value, self.param, held.get(name)):
                 yield f"{self.called(name)} {found}"
 
 
@@ -72,14 +73,14 @@ class Loaded:
 
     def problems(self, optimizer: Any) -> Iterator[str]:
         """All that does not fit the optimizer that is to take it."""
-        if found := control_state.problem(self.control):
+        if found := control_problem(self.control):
             yield found
         required = required_of(type(optimizer))
         for slot in self.slots:
             for name in required or () if slot.entry else ():
                 if name not in slot.entry:
                     yield f"{slot.called(name)} is missing"
-            yield from slot.problems(type(optimizer), optimizer.state.get(slot.param, {}))
+            yield from slot.problems(optimizer)
         pairs = zip(self.groups, optimizer.param_groups, strict=True)
         for number, (group, own) in enumerate(pairs if required is not None else ()):
             for name in sorted(own.keys() & group.keys() - {"params", "param_names"}):
@@ -111,32 +112,25 @@ def read_indexed(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> Loaded
         ValueError: it is no such dict, or its groups have other sizes.
     """
     raise_problems(_structure_problems(state_dict, groups))
-    state, saved_groups = state_dict["state"], state_dict["param_groups"]
-    ids = [index for group in saved_groups for index in group["params"]]
-    own = [(group, i) for group in groups for i in range(len(group["params"]))]
-    control = state_dict.get(CONTROL_KEY, {})
-    slots = []
-    for index, (group, i) in zip(ids, own, strict=True):
-        name = group["param_names"][i] if group.get("param_names") else None
-        what = f"parameter {index}" + (f" ({name!r})" if name else "")
-        # torch's set_optimizer_state_dict makes {} of an entry that a flat dict lacks.
-        given = state.get(index, {}).items()
-        entry = {k: v for k, v in given if not (isinstance(v, Mapping) and not v)}
-        control = entry.pop(CONTROL_KEY, control)
-        slots.append(Slot(group["params"][i], functools.partial("{1} of {0}".format, what), entry))
-    loaded_groups = []
+    others = dict(state_dict)
+    state, saved_groups = others.pop("state"), others.pop("param_groups")
+    control = others.pop(CONTROL_KEY, {})
+    slots, loaded_groups = [], []
     for group, saved in zip(groups, saved_groups, strict=True):
+        names = group.get("param_names") or [""] * len(group["params"])
+        for index, param, name in zip(saved["params"], group["params"], names, strict=True):
+            label = f"parameter {index}" + (f" ({name!r})" if name else "")
+            # torch's set_optimizer_state_dict makes {} of an entry that a flat dict lacks.
+            given = state.get(index, {}).items()
+            entry = {k: v for k, v in given if not (isinstance(v, Mapping) and not v)}
+            control = entry.pop(CONTROL_KEY, control)
+            slots.append(Slot(param, label, entry))
         kept = {key: group[key] for key in ("params", "param_names") if key in group}
         loaded = {key: copy.deepcopy(v) for key, v in saved.items() if key != "params"}
         loaded_groups.append(kept | loaded)
-    known = set(ids)
-    return Loaded(
-        slots,
-        loaded_groups,
-        {key: value for key, value in state.items() if key not in known},
-        control_state.of_entry(control),
-        {k: v for k, v in state_dict.items() if k not in ("state", "param_groups", CONTROL_KEY)},
-    )
+    known = {index for saved in saved_groups for index in saved["params"]}
+    foreign = {key: value for key, value in state.items() if key not in known}
+    return Loaded(slots, loaded_groups, foreign, control_fields(control), others)
 
 
 def _structure_problems(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -160,3 +154,30 @@ def _structure_problems(state_dict: Any, groups: Sequence[Mapping[str, Any]]) ->
         for index in ids:
             if not isinstance(state.get(index, {}), Mapping):
                 yield f"the state of parameter {index} is {state[index]!r:.200}, expected a dict"
+
+
+def load_whole(optim: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Loads a copy into any optimizer; whatever that raises, the optimizer is then as it was.
+
+    torch's classes may raise after they have taken part of a dict, and share tensors with it.
+
+    Raises:
+        ValueError: the groups lack what the optimizer needs.
+    """
+    state, groups = optim.state, optim.param_groups
+    contents = [dict(group) for group in groups]
+    try:
+        own = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), state_dict["state"])
+        optim.load_state_dict({**state_dict, "state": own})
+        for number, (group, before) in enumerate(zip(optim.param_groups, contents, strict=True)):
+            if lacking := (optim.defaults.keys() & before.keys()) - group.keys():
+                raise ValueError(
+                    f"group {number} of the state dict lacks {', '.join(sorted(lacking))}, which "
+                    f"{type(optim).__name__} needs: it is another optimizer's"
+                )
+    except Exception:
+        optim.state, optim.param_groups = state, groups
+        for group, content in zip(groups, contents, strict=True):
+            group.clear()
+            group.update(content)
+        raise

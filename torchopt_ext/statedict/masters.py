@@ -28,29 +28,23 @@ def fit_master(param: Tensor, state: dict[str, Any], storage: Storage) -> None:
     when a step is near, and not when it is loaded, which may be before the model is.
     """
     wanted = storage.master_of(param)
-    if wanted is None:
-        state.pop(MASTER, None)
-        state.pop(REMAINDER, None)
-    elif wanted == MASTER:
-        remainder = state.pop(REMAINDER, None)
-        if MASTER in state:
-            return
-        local, master = local_tensor(param), zeros_like(param, torch.float32)
-        if remainder is not None and local.dtype != torch.bfloat16:
-            raise ValueError(f"a remainder completes a bfloat16 parameter, not {local.dtype}")
-        exact = local if remainder is None else join_master(local, local_tensor(remainder))
-        local_tensor(master).copy_(exact)
-        state[MASTER] = master
-    else:
-        saved_master = state.pop(MASTER, None)
-        if REMAINDER in state:
-            return
-        remainder = zeros_like(param, torch.int16)
-        if saved_master is not None:
-            weight, rest = split_master(local_tensor(saved_master))
-            local_tensor(param).copy_(weight)  # nothing new, unless the model was changed since
-            local_tensor(remainder).copy_(rest)
-        state[REMAINDER] = remainder
+    others = {name: state.pop(name) for name in MASTERS.keys() - {wanted} if name in state}
+    if wanted is None or wanted in state:
+        return
+    master, local = zeros_like(param, MASTERS[wanted]), local_tensor(param)
+    if wanted == MASTER and others and local.dtype != torch.bfloat16:
+        raise ValueError(f"a remainder completes a bfloat16 parameter, not {local.dtype}")
+    if wanted == MASTER:
+        rest = local_tensor(others[REMAINDER]) if others else None
+        local_tensor(master).copy_(local if rest is None else join_master(local, rest))
+    elif others:  # the weight is nothing new, unless the model was changed since
+        _split(local_tensor(others[MASTER]), local, local_tensor(master))
+    state[wanted] = master
+
+
+def _split(exact: Tensor, weight: Tensor, remainder: Tensor) -> None:
+    for to, part in zip((weight, remainder), split_master(exact), strict=True):
+        to.copy_(part)
 
 
 def refresh_master(param: Tensor, state: dict[str, Any]) -> None:
@@ -69,16 +63,16 @@ def weight_of(param: Tensor, state: dict[str, Any]) -> Tensor:
     """
     if not is_steppable(param):
         return torch.empty(0)
+    weight: Tensor
     if MASTER in state:
-        master: Tensor = state[MASTER]
-        return master
-    if REMAINDER in state:
-        joined = zeros_like(param, torch.float32)
+        weight = state[MASTER]
+    elif REMAINDER in state:
+        weight = zeros_like(param, torch.float32)
         rest = local_tensor(state[REMAINDER])  # on the host while it is offloaded
-        local_tensor(joined).copy_(join_master(local_tensor(param).to(rest.device), rest))
-        return joined
-    local = local_tensor(param).detach()
-    weight: Tensor = as_placed(local.float() if local.dtype in SIXTEEN_BIT else local, param)
+        local_tensor(weight).copy_(join_master(local_tensor(param).to(rest.device), rest))
+    else:
+        local = local_tensor(param).detach()
+        weight = as_placed(local.float() if local.dtype in SIXTEEN_BIT else local, param)
     return weight
 
 
@@ -94,16 +88,15 @@ def set_weight(param: Tensor, state: dict[str, Any], weight: Tensor, storage: St
     wanted = storage.master_of(param)
     for other in MASTERS.keys() - {wanted}:
         state.pop(other, None)
+    if wanted is None:
+        return
+    if wanted not in state:
+        state[wanted] = zeros_like(param, MASTERS[wanted])
+    master, held = local_tensor(state[wanted]), local_tensor(param)
     if wanted == MASTER:
-        if MASTER not in state:
-            state[MASTER] = zeros_like(param, torch.float32)
-        local_tensor(state[MASTER]).copy_(local)
-    elif wanted == REMAINDER:
-        if REMAINDER not in state:
-            state[REMAINDER] = zeros_like(param, torch.int16)
-        rounded, rest = split_master(local.to(local_tensor(param).device, torch.float32))
-        local_tensor(param).copy_(rounded)
-        local_tensor(state[REMAINDER]).copy_(rest)
+        master.copy_(local)
+    else:
+        _split(local.to(held.device, torch.float32), held, master)
 
 
 def read_weights(

@@ -12,10 +12,8 @@ from torchopt_ext.optim import FusedAdam
 from torchopt_ext.optim.collective import all_gather_text, all_or_none
 from torchopt_ext.optim.hooks import run_hooks
 from torchopt_ext.optim.storage import Storage
-from torchopt_ext.statedict.control import CONTROL_KEY, as_entry
-from torchopt_ext.statedict.entries import converted
-from torchopt_ext.statedict.loaded import Loaded, raise_problems, read_indexed
-from torchopt_ext.statedict.whole import load_whole
+from torchopt_ext.statedict.entries import CONTROL_KEY, control_entry, converted
+from torchopt_ext.statedict.loaded import Loaded, load_whole, raise_problems, read_indexed
 from torchopt_ext.zero import local_optimizer
 from torchopt_ext.zero.exchange import Entry, gather_entries
 from torchopt_ext.zero.part import Part
@@ -47,7 +45,7 @@ def local_state(zero: ShardedOptimizer) -> tuple[Pieces, dict[str, Any]]:
     else:  # a functional optimizer
         extra, state = {}, {numbers[param]: entry for param, entry in zero.optim.state.items()}
     if isinstance(zero.optim, FusedAdam):
-        extra[CONTROL_KEY] = as_entry(zero.optim.saved_control())
+        extra[CONTROL_KEY] = control_entry(zero.optim.saved_control())
     index_of = {param: index for index, param in enumerate(zero._all_params)}
     pieces: Pieces = {}
     for number, part in enumerate(local_parts(zero)):

@@ -14,7 +14,7 @@ from torch import nn
 from torchopt_ext import ops
 from torchopt_ext.containers import OptimizersContainer
 from torchopt_ext.optim import fused_step
-from torchopt_ext.statedict.control import CONTROL_KEY
+from torchopt_ext.statedict.entries import CONTROL_KEY
 
 from .subject import (
     OURS,
@@ -217,7 +217,9 @@ def test_a_checkpoint_does_not_decide_settings() -> None:
     assert float(second.control.warmup_steps) == 9
 
 
-@pytest.mark.parametrize("wrong", [{"steps": "many"}, {"steps": None}, [1.0], 3.0], ids=str)
+@pytest.mark.parametrize(
+    "wrong", [{"steps": "many"}, {"steps": None}, {"loss_scale": 0.0}, [1.0], 3.0], ids=str
+)
 def test_a_wrong_control_entry_is_refused_before_anything_changes(wrong: Any) -> None:
     params = make_params()
     optimizer = OURS["AdamW"](params, lr=0.1)
