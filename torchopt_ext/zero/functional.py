@@ -4,12 +4,13 @@ The form that torch.distributed.optim.utils.functional_optim_map asks for, and t
 DDP's backward need: one bucket's parameters at a time.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.optim.utils import register_functional_optim
+from torch.distributed.optim.utils import functional_optim_map, register_functional_optim
 
 from torchopt_ext import ops
 from torchopt_ext.optim import FusedAdam, FusedAdamW
@@ -44,55 +45,50 @@ class FunctionalFusedAdam:
                     f"rounding and tracking are not available; got {defaults}"
                 )
         self.defaults = checked.defaults
-        self.param_group: dict[str, Any] = {"params": list(params)}
-        self.param_group |= {k: v for k, v in checked.param_groups[0].items() if k != "params"}
+        self.param_group: dict[str, Any] = {**checked.param_groups[0], "params": list(params)}
         self.state: dict[Tensor, dict[str, Tensor]] = {}
-        self._controls: dict[torch.device, Tensor] = {}
+        self._control_on = functools.cache(ops.new_control)
 
     @torch.no_grad()
     def step(self, gradients: Sequence[Tensor | None]) -> None:
         """Updates the parameters that have a gradient.
 
         Args:
-            gradients: one for each parameter, of its shape and dtype, or None.
+            gradients: one for each parameter, of its shape and dtype, or None; on one device, as
+                those of a DDP bucket.
 
         Raises:
             ValueError: their number is not that of the parameters.
         """
         group = self.param_group
-        params: list[Tensor] = group["params"]
-        if len(params) != len(gradients):
-            raise ValueError(f"got {len(gradients)} gradients for {len(params)} parameters")
-        by_device: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
-        for param, gradient in zip(params, gradients, strict=True):
-            if gradient is not None:
-                by_device.setdefault(param.device, []).append((param, gradient))
+        given = zip(group["params"], gradients, strict=True)
+        pairs = [(param, gradient) for param, gradient in given if gradient is not None]
+        if not pairs:
+            return
+        device = pairs[0][0].device
         moments = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * bool(group["amsgrad"])
-        for device, pairs in by_device.items():
-            for param, _ in pairs:
-                if param not in self.state:
-                    step = torch.zeros((), dtype=torch.float32, device=device)
-                    zeros = {name: torch.zeros_like(param.detach()) for name in moments}
-                    self.state[param] = {"step": step} | zeros
-            entries = [self.state[param] for param, _ in pairs]
-            if device not in self._controls:
-                self._controls[device] = ops.new_control(device)
-            ops.adam_(
-                [param.detach() for param, _ in pairs],
-                [gradient for _, gradient in pairs],
-                [entry["exp_avg"] for entry in entries],
-                [entry["exp_avg_sq"] for entry in entries],
-                [entry["max_exp_avg_sq"] for entry in entries] if group["amsgrad"] else [],
-                [entry["step"] for entry in entries],
-                self._controls[device],
-                lr=group["lr"],
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                eps=group["eps"],
-                weight_decay=group["weight_decay"],
-                decoupled_weight_decay=group["decoupled_weight_decay"],
-                maximize=group["maximize"],
-            )
+        for param, _ in pairs:
+            if param not in self.state:
+                step = torch.zeros((), dtype=torch.float32, device=device)
+                zeros = {name: torch.zeros_like(param.detach()) for name in moments}
+                self.state[param] = {"step": step} | zeros
+        entries = [self.state[param] for param, _ in pairs]
+        ops.adam_(
+            [param.detach() for param, _ in pairs],
+            [gradient for _, gradient in pairs],
+            [entry["exp_avg"] for entry in entries],
+            [entry["exp_avg_sq"] for entry in entries],
+            [entry["max_exp_avg_sq"] for entry in entries] if group["amsgrad"] else [],
+            [entry["step"] for entry in entries],
+            self._control_on(device),
+            lr=group["lr"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            decoupled_weight_decay=group["decoupled_weight_decay"],
+            maximize=group["maximize"],
+        )
 
 
 class FunctionalFusedAdamW(FunctionalFusedAdam):
@@ -101,8 +97,22 @@ class FunctionalFusedAdamW(FunctionalFusedAdam):
     optimizer_class = FusedAdamW
 
 
-def register() -> None:
-    """Makes them known to torch.distributed.optim."""
-    known: Any = register_functional_optim
-    known(FusedAdam, FunctionalFusedAdam)
-    known(FusedAdamW, FunctionalFusedAdamW)
+register: Any = register_functional_optim
+register(FusedAdam, FunctionalFusedAdam)
+register(FusedAdamW, FunctionalFusedAdamW)
+
+
+def constructor_of(optimizer_class: Any, overlap_with_ddp: bool) -> Any:
+    """What builds the local optimizer: the class, or its functional counterpart to overlap.
+
+    Raises:
+        ValueError: a functional optimizer without overlap, or no counterpart with it.
+    """
+    functional = optimizer_class in functional_optim_map.values()
+    if functional and not overlap_with_ddp:
+        raise ValueError(f"{optimizer_class} is a functional optimizer: overlap_with_ddp=True only")
+    if functional or not overlap_with_ddp:
+        return optimizer_class
+    if optimizer_class not in functional_optim_map:
+        raise ValueError(f"overlap_with_ddp=True: {optimizer_class} has no functional counterpart")
+    return functional_optim_map[optimizer_class]

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.optim.utils import functional_optim_map
 
 from torchopt_ext import ops
 from torchopt_ext.optim import FusedAdam
@@ -16,44 +15,16 @@ from torchopt_ext.optim.collective import collective, wait
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.hooks import inner_step
 from torchopt_ext.optim.rejection import Agreement, reject_in
-from torchopt_ext.zero.functional import register
 from torchopt_ext.zero.sharded import ShardedOptimizer
 
-register()
 
-
-def constructor_of(optimizer_class: Any, overlap_with_ddp: bool) -> Any:
-    """What builds the local optimizer: the class, or its functional counterpart to overlap.
-
-    Raises:
-        ValueError: a functional optimizer without overlap, or no counterpart with it.
-    """
-    functional_optims = functional_optim_map.values()
-    if not overlap_with_ddp:
-        if optimizer_class in functional_optims:
-            raise ValueError(
-                f"Passing in a functional optimizer {optimizer_class} when `overlap_with_ddp=False`"
-            )
-        return optimizer_class
-    if optimizer_class in functional_optims:
-        return optimizer_class
-    if optimizer_class in functional_optim_map:
-        return functional_optim_map[optimizer_class]
-    raise ValueError(
-        "Using `ddp_with_overlap=True` requires using a functional optimizer, but there is no "
-        f"supported functional optimizer equivalent for {optimizer_class}"
-    )
-
-
-def local_group(
-    zero: ShardedOptimizer, group: dict[str, Any], params: list[Tensor]
-) -> dict[str, Any]:
+def local_group(zero: ShardedOptimizer, number: int) -> dict[str, Any]:
     """A group as the local optimizer gets it: this rank's part, with the names it belongs to."""
-    local = {key: value for key, value in group.items() if key != "param_names"}
-    local["params"] = params
-    if names := group.get("param_names"):
+    group, own = zero.param_groups[number], zero.parts.mine[number]
+    local = {**group, "params": own}
+    if names := local.get("param_names"):
         name_of = dict(zip(group["params"], names, strict=True))
-        local["param_names"] = [name_of[zero.parts.origin(param)] for param in params]
+        local["param_names"] = [name_of[zero.parts.part_of(param).param] for param in own]
     return local
 
 
@@ -72,11 +43,8 @@ def build(zero: ShardedOptimizer) -> None:
         return
     if isinstance(constructor, type) and issubclass(constructor, FusedAdam):
         defaults["process_group"] = zero.process_group
-    groups = [
-        local_group(zero, group, mine)
-        for group, mine in zip(zero.param_groups, zero.parts.mine, strict=True)
-    ]
-    zero.optim = constructor(groups, **defaults)
+    groups = range(len(zero.param_groups))
+    zero.optim = constructor([local_group(zero, number) for number in groups], **defaults)
     if isinstance(zero.optim, FusedAdam):
         zero.optim.device_without_params = zero._default_device
     zero.defaults = dict(zero.optim.defaults)
@@ -88,6 +56,7 @@ def sync(zero: ShardedOptimizer) -> None:
 
     It learns where its parts are: random rounding and digests count elements of whole parameters.
     """
+    zero.verdict = getattr(zero.optim, "verdict", zero.verdict)
     if isinstance(zero.optim, FusedAdam):
         index_of = {param: index for index, param in enumerate(zero._all_params)}
         zero.optim.parameter_places = zero.parts.places(index_of)
@@ -147,10 +116,9 @@ def agree(
     total: Tensor | None = None,
     meanwhile: Callable[[], None] | None = None,
 ) -> None:
-    """Lets the ranks know whether one of them does not go on. All ranks call it.
+    """Lets the ranks know whether one of them does not go on, as this one if it ``rejects``.
 
     Args:
-        rejects: this rank does not.
         total: what to sum over the ranks: an accumulator, or its flags alone, as by default.
         meanwhile: what to do while the ranks tell each other.
 
@@ -175,11 +143,7 @@ def agree(
 
 
 def reject(zero: ShardedOptimizer, agreement: Agreement, *, with_norm: bool) -> None:
-    """Tells the ranks that wait for this one that it does not go on, wherever they wait.
-
-    Args:
-        with_norm: they wait for this rank's part of a norm, as our optimizers' steps do.
-    """
+    """Tells the ranks that wait for this one, for its part of a norm or not, that it rejects."""
     if zero.ranks.size == 1 or (agreement.in_closure and zero.parts.hides_gradients):
         return  # in a closure, the others wait in its reductions
     with suppress(Exception):

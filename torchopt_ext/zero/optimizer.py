@@ -23,6 +23,7 @@ from torchopt_ext.zero import checkpoint, local_optimizer
 from torchopt_ext.zero import state as zero_state
 from torchopt_ext.zero.balanced import BalancedBuckets
 from torchopt_ext.zero.exchange import check_same
+from torchopt_ext.zero.functional import constructor_of
 from torchopt_ext.zero.gradients import clip, sum_of_squares
 from torchopt_ext.zero.inputs import check_dense, check_elementwise, check_owners, described
 from torchopt_ext.zero.join import StepsAlong
@@ -105,7 +106,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
         self._overlap_info = OverlapInfo(self.world_size)
         self._bucket_assignments_per_rank: list[dict[int, BucketAssignment]] = []
         self._steps_by_group_rank = False
-        self._verdict = Verdict()
+        self.verdict = Verdict()  # the local optimizer's, if it has one
         # What was consolidated since the last step; empty if another rank has it.
         self._consolidated: tuple[Any, ...] | None = None
         balanced = partition == "balanced"
@@ -138,9 +139,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
                     raise ValueError("overlap_with_ddp=True supports one param group only")
                 if balanced and not elementwise:
                     check_elementwise(optimizer_class)
-                self._optim_constructor = local_optimizer.constructor_of(
-                    optimizer_class, overlap_with_ddp
-                )
+                self._optim_constructor = constructor_of(optimizer_class, overlap_with_ddp)
             check_same(described(self.param_groups), "parameters", self.process_group)
             self._is_trainable_mask = _C.requires_grad(self._all_params)
             self.parts: WholeTensors | BalancedBuckets
@@ -209,7 +208,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
         self._all_params = params
         self._is_trainable_mask = _C.requires_grad(params)
         self.parts.add_group(group["params"])
-        self.optim.add_param_group(local_optimizer.local_group(self, group, self.parts.mine[-1]))
+        self.optim.add_param_group(local_optimizer.local_group(self, -1))
         self.parts.ready()
         self._consolidated = None
         local_optimizer.sync(self)
@@ -253,12 +252,6 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
         else:
             local_optimizer.agree(self, agreement, meanwhile=self.parts.return_params)
         return loss
-
-    @property
-    def verdict(self) -> Verdict:
-        """What the ranks have said about the steps so far."""
-        own: Verdict = getattr(self.optim, "verdict", self._verdict)
-        return own
 
     def _local_step(
         self,

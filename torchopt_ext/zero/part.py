@@ -36,10 +36,6 @@ class Part:
         """Whether a state entry of this part holds one value for each of its elements."""
         return self.divided and isinstance(value, Tensor) and value.shape == self.tensor.shape
 
-    def in_memory_order(self, value: Tensor) -> Tensor:
-        """A state entry of this part as 1-D tensor."""
-        return in_memory_order(value, self.tensor)
-
     def cut(self, whole: Tensor) -> Tensor:
         """This part of a tensor of the parameter's shape, shaped as ``tensor``; mostly a view."""
         if whole.layout is not torch.strided:

@@ -33,9 +33,8 @@ class ShardedOptimizer(Protocol):
     _optim_constructor: Any
     _optim_defaults: dict[str, Any]
     _overlap_with_ddp: bool
+    verdict: Verdict
 
-    @property
-    def verdict(self) -> Verdict: ...
     def _check_overlap_initialized(self) -> None: ...
 
     def _take_gradients(self, context: StepContext) -> StepContext: ...

@@ -16,7 +16,7 @@ from torchopt_ext.statedict.entries import CONTROL_KEY, control_entry, converted
 from torchopt_ext.statedict.loaded import Loaded, load_whole, raise_problems, read_indexed
 from torchopt_ext.zero import local_optimizer
 from torchopt_ext.zero.exchange import Entry, gather_entries
-from torchopt_ext.zero.part import Part
+from torchopt_ext.zero.part import Part, in_memory_order
 from torchopt_ext.zero.sharded import ShardedOptimizer
 from torchopt_ext.zero.state_shard import StateShard
 
@@ -67,7 +67,7 @@ def consolidated(zero: ShardedOptimizer, to: int) -> tuple[Any, ...]:
                 entry = Entry(index, name, value)
                 if part.divides(value):
                     entry.shape, entry.begin = part.memory_shape, part.begin
-                    entry.value = part.in_memory_order(value)
+                    entry.value = in_memory_order(value, part.tensor)
                 entries.append(entry)
     gathered = gather_entries(entries, to, zero.process_group)
     if gathered is None:

@@ -17,7 +17,12 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from torchopt_ext._torch import make_wrapper_subclass
-from torchopt_ext.zero.part import Part, in_param_order
+from torchopt_ext.zero.part import Part, in_memory_order, in_param_order
+
+_SHARD_BY_SHARD = {
+    *("clone.default", "detach.default", "_to_copy.default"),
+    *("empty_like.default", "zeros_like.default", "new_empty.default"),
+}
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes."""
@@ -64,7 +69,7 @@ class StateShard(Tensor):
                 shape = value.shape
                 shards, chunks = [value], [_chunk([0] * value.dim(), shape)]
                 continue
-            flat, first = part.in_memory_order(value), 0
+            flat, first = in_memory_order(value, part.tensor), 0
             for offsets, sizes in boxes(part.begin, part.end, part.memory_shape):
                 count = math.prod(sizes)
                 box = flat[first : first + count].view(sizes)
@@ -82,13 +87,12 @@ class StateShard(Tensor):
         Raises:
             ValueError: the shard is of other parts.
         """
-        value = self.entries.get((part.begin, part.end))
-        if value is None:
+        if (part.begin, part.end) not in self.entries:
             raise ValueError(
                 f"it has {self!r}, but this rank owns elements {part.begin} to {part.end} of "
                 f"memory: load the whole state dict, or a checkpoint"
             )
-        return value
+        return self.entries[part.begin, part.end]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -96,23 +100,15 @@ class StateShard(Tensor):
     ) -> StateShard:
         """What DCP's stagers use (_state_dict_stager.py, _state_dict_utils.py), box by box."""
         first, rest, kwargs = args[0], args[1:], kwargs or {}
-        aten = torch.ops.aten
-        if func is aten.copy_.default:
+        name = func.__name__
+        if name == "copy_.default":
             for shard, other in zip(first.shards, rest[0].shards, strict=True):
                 shard.copy_(other)
             return first
-        if func is aten.new_empty.default:
-            shards = [func(shard, shard.shape, **kwargs) for shard in first.shards]
-        elif func in (
-            aten.clone.default,
-            aten.detach.default,
-            aten._to_copy.default,
-            aten.empty_like.default,
-            aten.zeros_like.default,
-        ):
-            shards = [func(shard, *rest, **kwargs) for shard in first.shards]
-        else:
+        if name not in _SHARD_BY_SHARD:
             raise NotImplementedError(f"{func} of a StateShard, which is for checkpoints only")
+        new = name == "new_empty.default"  # whose argument is the whole tensor's shape
+        shards = [func(s, *((s.shape,) if new else rest), **kwargs) for s in first.shards]
         return cls(first.shape, shards, first.chunks, first.elsewhere)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
