@@ -154,7 +154,7 @@ def test_only_a_fresh_consolidation_gives_a_whole_state_dict(
 
 @pytest.mark.parametrize("to", range(4))
 def test_consolidation_sends_state_to_the_target_alone(four: Results, to: int) -> None:
-    """And once: headers are all there is besides."""
+    """And once: headers, which all ranks get, are all there is besides."""
     for rank, f in enumerate(each_rank(four, f"traffic to {to}")):
         assert f["target"] == (rank == to)
         given = f["bytes"].pop("send", 0)
@@ -165,7 +165,7 @@ def test_consolidation_sends_state_to_the_target_alone(four: Results, to: int) -
             assert 3 * f["own"] <= taken <= 3.03 * f["own"]
         else:
             assert f["own"] <= given <= 1.01 * f["own"]
-            assert taken < 1000
+            assert taken < 0.02 * f["own"]
 
 
 @pytest.mark.parametrize("ranks", ["two", "four"])

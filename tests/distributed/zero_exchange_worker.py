@@ -181,7 +181,7 @@ def large_tensors(to: int) -> Result:
             "small": random((5,), torch.bfloat16, rank),
         }
         for name in ("pieces", "channels_last", "strided", "strided columns"):
-            assert values[name].nbytes > exchange.STAGING_BYTES
+            assert values[name].nbytes > exchange.STAGING
         expected[rank] = values
         by_rank.append([Entry(rank, name, value) for name, value in values.items()])
     return gathered(by_rank, expected, to)
@@ -225,7 +225,7 @@ def parts(to: int) -> Result:
             begin, end = cuts[rank], cuts[rank + 1]
             # lower ranks hold later elements
             part = tensor.view(-1)[begin:end].clone()
-            entry = Entry(index, "exp_avg", part, tuple(tensor.shape), begin)
+            entry = Entry(index, "exp_avg", part, tensor, begin)
             by_rank[size - 1 - rank].append(entry)
     for rank in range(size):  # each has a step, of which that of rank 0 is taken, and its own
         by_rank[rank].append(Entry(0, "step", torch.tensor(float(rank))))
@@ -236,10 +236,12 @@ def parts(to: int) -> Result:
 
 
 def parts_not_contiguous() -> Result:
+    """Of a tensor in another order of dimensions."""
     size = dist.get_world_size()
-    full = random((size, 6, 4), torch.float32, 0)
-    columns = [full[r].reshape(4, 6).t().contiguous().t() for r in range(size)]
-    by_rank = [[Entry(7, "m", columns[r], tuple(full.shape), 24 * r)] for r in range(size)]
+    flat = random((size, 24), torch.float32, 0)
+    full = flat.view(size, 6, 4).permute(1, 2, 0)
+    spread = flat[:, :, None].expand(size, 24, 2).contiguous()[:, :, 0]
+    by_rank = [[Entry(7, "m", spread[r], full, 24 * r)] for r in range(size)]
     return gathered(by_rank, {7: {"m": full}}, to=0)
 
 
@@ -248,7 +250,7 @@ def nothing() -> Result:
 
 
 def wrong_parts(first: Entry, last: Entry) -> Result:
-    """Ranks between have none; large values follow, which must all be received."""
+    """Ranks between have none; large values follow, which nobody sends then."""
     rank, size = dist.get_rank(), dist.get_world_size()
     entries = {0: [first], size - 1: [last]}.get(rank, [])
     entries = [*entries, Entry(9 + rank, "large", torch.ones(2 * MB))]
@@ -258,7 +260,7 @@ def wrong_parts(first: Entry, last: Entry) -> Result:
 
 
 def part(begin: int, end: int, shape: tuple[int, ...] = (2, 5), **kwargs: Any) -> Entry:
-    return Entry(4, "exp_avg", torch.ones(end - begin, **kwargs), shape, begin)
+    return Entry(4, "exp_avg", torch.ones(end - begin, **kwargs), torch.empty(shape), begin)
 
 
 WRONG_PARTS: dict[str, tuple[Entry, Entry]] = {
@@ -295,7 +297,7 @@ def subgroup() -> Result:
     mine = dist.get_rank(group)
     entries = [
         Entry(mine, "whole", random((2 * MB,), torch.float32, mine)),
-        Entry(5, "part", torch.full((3,), float(mine)), (6,), 3 * mine),
+        Entry(5, "part", torch.full((3,), float(mine)), torch.empty(6), 3 * mine),
     ]
     state = exchange.gather_entries(entries, 1, group)
     expected: State = {
@@ -416,7 +418,7 @@ def cases() -> dict[str, Callable[[], Result]]:
         "sparse": lambda: unsendable([torch.ones(3).to_sparse()]),
         "meta": lambda: unsendable(torch.ones(3, device="meta")),
         "subclass": lambda: unsendable(torch.nn.UninitializedParameter()),
-        "part of a float": lambda: unsendable(1.0, shape=(3,)),
+        "part of a float": lambda: unsendable(1.0, whole=torch.empty(3)),
         "growth": growth_is_seen,
         "memory": memory,
         "late state": lambda: late(lambda g: exchange.gather_entries([], 0, g), agreed=True),

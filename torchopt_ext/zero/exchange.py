@@ -6,10 +6,10 @@ group. Tensors travel as bytes: gloo does not know every dtype.
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,18 +19,13 @@ from torchopt_ext.optim.collective import (
     agree,
     all_gather,
     all_gather_text,
-    bytes_text,
     collective,
     comm_device,
-    text_bytes,
     wait,
 )
 from torchopt_ext.zero import metadata
-
-STAGING_BYTES = 16 << 20  # the most that one message carries
-_ALONE_BYTES = 4 << 20  # tensors of this size share no message, so need no staging of their own
-_ALIGNMENT = 16  # of tensors in a message: the largest element, complex128
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+from torchopt_ext.zero.part import view_in
+from torchopt_ext.zero.ranks import STAGING, batches, flat_memory
 
 _CONSOLIDATING = "consolidating the optimizer state"
 
@@ -76,16 +71,16 @@ class Entry:
     Attributes:
         index: the parameter's index in the state dict.
         name: the key in the parameter's state.
-        value: anything `metadata.encode` takes; with `shape`, a tensor.
-        shape: of the full tensor, of which `value` holds the row-major elements [begin,
-            begin + value.numel()).
+        value: anything `metadata.encode` takes; with `whole`, a 1-D tensor.
+        whole: of the shape and strides of the full tensor, of which `value` holds elements [begin,
+            begin + value.numel()) in memory order.
         begin: where they begin.
     """
 
     index: int
     name: Any
     value: Any
-    shape: tuple[int, ...] | None = None
+    whole: Tensor | None = None
     begin: int = 0
 
 
@@ -94,58 +89,56 @@ def gather_entries(
 ) -> dict[int, dict[Any, Any]] | None:
     """Bring the entries of all ranks together on rank `to`. All ranks call it.
 
-    Beyond the result, a rank needs the memory of one message (STAGING_BYTES).
+    Beyond the result, a rank needs the memory of one message (STAGING), and of one tensor
+    that is not dense.
 
     Returns:
         On rank `to`, ``{index: {name: value}}`` by ascending index, names in the order of the
         lowest rank that has the index, tensors on the CPU in memory of their own, dense ones with
-        the strides they had. Of a value without `shape` that several ranks have, that of the lowest
+        the strides they had. Of a value without `whole` that several ranks have, that of the lowest
         rank. None on other ranks.
 
     Raises:
         RuntimeError: on every rank, if an entry cannot be sent; or a rank died or is late.
-        ValueError: on rank `to`, parts of a tensor do not make up all of it.
+        ValueError: on every rank, if parts of a tensor do not make up all of it.
     """
     header, tensors, error = "", list[Tensor](), None
     try:
-        header, tensors = _describe(entries)
+        header, tensors = _described(entries)
     except Exception as problem:  # whatever it is, the other ranks must not wait for this one
         error = f"{_CONSOLIDATING}: {problem}"
     agree(error, group)
-
-    device = comm_device(group)
-    staging = torch.empty(STAGING_BYTES, dtype=torch.uint8, device=device)
-    if dist.get_rank(group) != to:
-        _send_text(header, to, group)
-        _send_tensors(tensors, staging, to, group)
-        return None
-
-    result = _Result()
-    for rank in range(dist.get_world_size(group)):
-        if rank == to:
-            for tensor, place in zip(tensors, result.places(header, rank), strict=True):
-                if place is not None:
-                    _copy_elements(tensor, 0, tensor.numel(), place)
-        else:
-            places = result.places(_receive_text(rank, group), rank)
-            _receive_tensors(result.sizes, places, staging, rank, group)
-    return result.finish()
+    headers = all_gather_text(header, group, _CONSOLIDATING)
+    rank = dist.get_rank(group)
+    state, wanted = _result(headers, "cpu" if rank == to else "meta")
+    with collective(_CONSOLIDATING):
+        for source, of_rank in enumerate(wanted):
+            places = [place for _, place in of_rank]
+            if source == rank:
+                own = [tensors[number] for number, _ in of_rank]
+                if rank == to:
+                    for tensor, place in zip(own, places, strict=True):
+                        place.copy_(_memory(tensor))
+                else:
+                    _send(own, to, group)
+            elif rank == to:
+                _receive(places, source, group)
+    return {index: state[index] for index in sorted(state)} if rank == to else None
 
 
-# ---- what is sent --------------------------------------------------------------------------------
-
-
-def _describe(entries: Sequence[Entry]) -> tuple[str, list[Tensor]]:
-    """The header, from which the target knows what follows, and what follows."""
-    described, sent = [], list[Tensor]()
+def _described(entries: Sequence[Entry]) -> tuple[str, list[Tensor]]:
+    """The header, from which all ranks know what this one has, and the tensors in it."""
+    described, tensors = [], list[Tensor]()
     for entry in entries:
-        where = f"state of parameter {entry.index} [{entry.name!r}]"
-        text, tensors = metadata.encode({entry.name: entry.value}, where)
-        if entry.shape is not None and not isinstance(entry.value, Tensor):
-            kind = type(entry.value).__name__
-            raise TypeError(f"{where}: is a {kind}, expected a tensor, as a part of one")
-        layouts = []
-        for tensor in tensors:
+        where, full = f"state of parameter {entry.index} [{entry.name!r}]", None
+        text, own = metadata.encode({entry.name: entry.value}, where)
+        if entry.whole is not None:
+            if not isinstance(entry.value, Tensor):
+                kind = type(entry.value).__name__
+                raise TypeError(f"{where}: is a {kind}, expected a tensor, as a part of one")
+            like = view_in(torch.empty(entry.whole.numel(), device="meta"), 0, entry.whole)
+            full = like.shape, like.stride()
+        for tensor in own:
             # A subclass's bytes, and a sparse tensor's, are elsewhere.
             if (
                 type(tensor) not in (Tensor, nn.Parameter)
@@ -157,255 +150,85 @@ def _describe(entries: Sequence[Entry]) -> tuple[str, list[Tensor]]:
                     f"{where}: cannot send a {type(tensor).__name__} of layout {tensor.layout} on "
                     f"{tensor.device}; tensors must be plain and dense"
                 )
-            if entry.shape is None:
-                # as torch.clone lays it out: dense tensors keep their strides
-                strides = torch.empty_like(tensor, device="meta").stride()
-            else:
-                strides = torch.empty(tensor.shape, device="meta").stride()
-            layouts.append((tensor.dtype, tensor.shape, strides))
-            sent.append(_in_memory_order(_bits(tensor), strides))
-        described.append((entry.index, entry.name, entry.shape, entry.begin, text, layouts))
-    return metadata.encode(described, "header")[0], sent
+        # as torch.clone lays it out: dense tensors keep their strides
+        layouts = [(t.dtype, t.shape, torch.empty_like(t, device="meta").stride()) for t in own]
+        described.append((entry.index, entry.name, full, entry.begin, text, layouts))
+        tensors += own
+    return metadata.encode(described, "header")[0], tensors
 
 
-def _bits(tensor: Tensor) -> Tensor:
-    """The elements as numbers of the same size that every operator can copy."""
+def _send(tensors: Sequence[Tensor], to: int, group: dist.ProcessGroup) -> None:
+    device = comm_device(group)
+    for batch in batches(tensors):
+        data = [_memory(tensor) for tensor in batch]
+        packed = data[0] if len(data) == 1 else torch.cat([memory.to(device) for memory in data])
+        for piece in torch.split(packed, STAGING):
+            wait(dist.isend(piece.to(device), group=group, group_dst=to))
+
+
+def _receive(places: Sequence[Tensor], source: int, group: dist.ProcessGroup) -> None:
+    device = comm_device(group)
+    for batch in batches(places):
+        sizes = [place.numel() for place in batch]
+        packed = batch[0] if len(batch) == 1 else batch[0].new_empty(sum(sizes))
+        for piece in torch.split(packed, STAGING):
+            received = piece if device.type == "cpu" else torch.empty_like(piece, device=device)
+            wait(dist.irecv(received, group=group, group_src=source))
+            piece.copy_(received)
+        if len(batch) > 1:
+            torch._foreach_copy_(batch, list(torch.split(packed, sizes)))
+
+
+def _memory(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor as torch.clone lays it out."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
-    return tensor.view(_BITS[tensor.element_size()])
+    flat = flat_memory(tensor)
+    if flat is None:
+        flat = flat_memory(tensor.clone())
+        assert flat is not None
+    return flat
 
 
-def _in_memory_order(tensor: Tensor, strides: Sequence[int]) -> Tensor:
-    """A view whose row-major order is the order in memory of a dense tensor of these strides."""
-    return tensor.permute(sorted(range(tensor.dim()), key=lambda d: -strides[d]))
+def _result(
+    headers: Sequence[str], device: str
+) -> tuple[dict[int, dict[Any, Any]], list[list[tuple[int, Tensor]]]]:
+    """The state that the entries of all ranks make up, with tensors on ``device`` yet to be filled.
 
-
-def _copy_elements(tensor: Tensor, begin: int, end: int, out: Tensor) -> None:
-    """Row-major elements [begin, end), without a contiguous copy of the whole tensor."""
-    if tensor.is_contiguous():
-        out.copy_(tensor.view(-1)[begin:end])
-        return
-    row = tensor[0].numel()
-    at = begin
-    while at < end:
-        first, within = divmod(at, row)
-        last = end // row
-        if within == 0 and last > first:
-            stop = last * row
-            out[at - begin : stop - begin].view(-1, *tensor.shape[1:]).copy_(tensor[first:last])
-        else:
-            stop = min(end, (first + 1) * row)
-            part = out[at - begin : stop - begin]
-            _copy_elements(tensor[first], within, within + stop - at, part)
-        at = stop
-
-
-# ---- how it travels ------------------------------------------------------------------------------
-
-
-class _Piece(NamedTuple):
-    """Elements [begin, end) of one tensor, `at` bytes into a message."""
-
-    number: int
-    begin: int
-    end: int
-    at: int
-
-
-class _Size(NamedTuple):
-    """What of a tensor decides how it is cut into messages."""
-
-    numel: int
-    element_size: int
-
-
-def _messages(sizes: Sequence[_Size]) -> Iterator[tuple[list[_Piece], int]]:
-    """What travels together, with its bytes; the sender and the receiver find the same."""
-    shared: list[_Piece] = []
-    used = 0
-    for number, (numel, element_size) in enumerate(sizes):
-        nbytes = numel * element_size
-        if nbytes >= _ALONE_BYTES:
-            step = STAGING_BYTES // element_size
-            for begin in range(0, numel, step):
-                end = min(begin + step, numel)
-                yield [_Piece(number, begin, end, 0)], (end - begin) * element_size
-        elif nbytes:
-            at = -(-used // _ALIGNMENT) * _ALIGNMENT
-            if at + nbytes > STAGING_BYTES:
-                yield shared, used
-                shared, at = [], 0
-            shared.append(_Piece(number, 0, numel, at))
-            used = at + nbytes
-    if shared:
-        yield shared, used
-
-
-def _send_tensors(
-    tensors: Sequence[Tensor], staging: Tensor, to: int, group: dist.ProcessGroup
-) -> None:
-    sizes = [_Size(t.numel(), t.element_size()) for t in tensors]
-    for pieces, nbytes in _messages(sizes):
-        number, begin, end, _ = pieces[0]
-        tensor = tensors[number]
-        if len(pieces) == 1 and tensor.device == staging.device and tensor.is_contiguous():
-            message = tensor.view(-1)[begin:end].view(torch.uint8)
-        else:
-            for piece in pieces:
-                tensor = tensors[piece.number]
-                _copy_elements(tensor, piece.begin, piece.end, _staged(piece, staging, tensor))
-            message = staging[:nbytes]
-        _send(message, to, group)
-
-
-def _receive_tensors(
-    sizes: Sequence[_Size],
-    places: Sequence[Tensor | None],
-    staging: Tensor,
-    source: int,
-    group: dist.ProcessGroup,
-) -> None:
-    for pieces, nbytes in _messages(sizes):
-        number, begin, end, _ = pieces[0]
-        place = places[number]
-        if len(pieces) == 1 and place is not None and place.device == staging.device:
-            _receive(place[begin:end].view(torch.uint8), source, group)
-        else:
-            _receive(staging[:nbytes], source, group)
-            for piece in pieces:
-                place = places[piece.number]
-                if place is not None:
-                    place[piece.begin : piece.end].copy_(_staged(piece, staging, place))
-
-
-def _staged(piece: _Piece, staging: Tensor, like: Tensor) -> Tensor:
-    nbytes = (piece.end - piece.begin) * like.element_size()
-    return staging[piece.at : piece.at + nbytes].view(like.dtype)
-
-
-# ---- what is received ----------------------------------------------------------------------------
-
-
-@dataclass
-class _Full:
-    """A tensor of which ranks send parts."""
-
-    tensor: Tensor
-    parts: list[tuple[int, int, int]]  # begin, end, rank
-
-
-class _Result:
-    """The state as it grows, rank by rank, and what was found to be wrong with it."""
-
-    def __init__(self) -> None:
-        self.state: dict[int, dict[Any, Any]] = {}
-        self.full: dict[tuple[int, Any], _Full] = {}
-        self.problem: str | None = None  # the first
-        self.sizes: list[_Size] = []  # of what the rank sends whose header was read last
-
-    def places(self, header: str, rank: int) -> list[Tensor | None]:
-        """Where the tensors of a rank go, as bits in the order in which they travel.
-
-        None stands for a tensor that is not needed.
-        """
-        found: list[Tensor | None] = []
-        self.sizes = []
-        for index, name, shape, begin, text, layouts in metadata.decode(header, ()):
-            self.sizes += [_Size(torch.Size(s).numel(), dtype.itemsize) for dtype, s, _ in layouts]
-            state = self.state.setdefault(index, {})
-            if shape is not None:
-                ((dtype, part_shape, _),) = layouts
-                end = begin + torch.Size(part_shape).numel()
-                found.append(self._part(state, index, name, dtype, shape, begin, end, rank))
-            elif name in state:
-                if (index, name) in self.full:
-                    self._report(index, name, f"rank {rank} has all of it, lower ranks have parts")
-                found += [None] * len(layouts)
-            else:
-                tensors = [torch.empty_strided(s, strides, dtype=d) for d, s, strides in layouts]
-                state[name] = metadata.decode(text, tensors)[name]
-                found += [_in_memory_order(_bits(t), t.stride()).reshape(-1) for t in tensors]
-        return found
-
-    def _part(
-        self, state: dict[Any, Any], index: int, name: Any, dtype: torch.dtype,
-        shape: tuple[int, ...], begin: int, end: int, rank: int,
-    ) -> Tensor | None:  # fmt: skip
-        full = self.full.get((index, name))
-        if full is None:
-            if name in state:
-                self._report(index, name, f"rank {rank} has a part of it, a lower rank has all")
-                return None
-            state[name] = torch.empty(shape, dtype=dtype)
-            full = self.full[index, name] = _Full(state[name], [])
-        expected = (full.tensor.dtype, tuple(full.tensor.shape))
-        if (dtype, tuple(shape)) != expected:
-            self._report(
-                index,
-                name,
-                f"is a part of a {dtype} tensor of shape {tuple(shape)} on rank {rank}, expected "
-                f"{expected[0]} and {expected[1]} as on lower ranks",
-            )
-            return None
-        if not 0 <= begin <= end <= full.tensor.numel():
-            self._report(
-                index,
-                name,
-                f"rank {rank} has elements [{begin}, {end}) of a tensor of {full.tensor.numel()}",
-            )
-            return None
-        full.parts.append((begin, end, rank))
-        return _bits(full.tensor).view(-1)[begin:end]
-
-    def finish(self) -> dict[int, dict[Any, Any]]:
-        for (index, name), full in self.full.items():
-            covered = 0
-            for begin, end, rank in sorted(part for part in full.parts if part[0] < part[1]):
-                if begin != covered:
-                    how = "overlap" if begin < covered else "leave a hole"
-                    self._report(
-                        index,
-                        name,
-                        f"the parts {how} at element {min(begin, covered)}: rank {rank} has "
-                        f"[{begin}, {end}), expected one that begins at {covered}",
-                    )
-                covered = max(covered, end)
-            if covered != full.tensor.numel():
-                self._report(
-                    index,
-                    name,
-                    f"the parts end at element {covered}, expected {full.tensor.numel()}",
-                )
-        if self.problem is not None:
-            raise ValueError(self.problem)
-        return {index: self.state[index] for index in sorted(self.state)}
-
-    def _report(self, index: int, name: Any, problem: str) -> None:
-        if self.problem is None:
-            self.problem = f"{_CONSOLIDATING}: parameter {index} [{name!r}]: {problem}"
-
-
-# ---- torch.distributed ---------------------------------------------------------------------------
-
-
-def _send(data: Tensor, to: int, group: dist.ProcessGroup) -> None:
-    with collective(_CONSOLIDATING):
-        wait(dist.isend(data, group=group, group_dst=to))
-
-
-def _receive(data: Tensor, source: int, group: dist.ProcessGroup) -> None:
-    with collective(_CONSOLIDATING):
-        wait(dist.irecv(data, group=group, group_src=source))
-
-
-def _send_text(text: str, to: int, group: dist.ProcessGroup) -> None:
-    data, device = text_bytes(text), comm_device(group)
-    _send(torch.tensor([data.numel()], device=device), to, group)
-    _send(data.to(device), to, group)
-
-
-def _receive_text(source: int, group: dist.ProcessGroup) -> str:
-    length = torch.empty(1, dtype=torch.int64, device=comm_device(group))
-    _receive(length, source, group)
-    data = torch.empty(int(length), dtype=torch.uint8, device=length.device)
-    _receive(data, source, group)
-    return bytes_text(data.cpu())
+    Returns:
+        The state, and for each rank which of its tensors are wanted, and the bytes they go to.
+    """
+    state: dict[int, dict[Any, Any]] = {}
+    kinds: dict[str, str] = {}
+    memory: dict[str, list[Tensor]] = {}
+    runs: dict[str, list[tuple[int, int]]] = {}  # of parts, in bytes
+    wanted: list[list[tuple[int, Tensor]]] = []
+    for rank, header in enumerate(headers):
+        wanted.append([])
+        number = 0
+        for index, name, full, begin, text, layouts in metadata.decode(header, ()):
+            where, kind = f"{_CONSOLIDATING}: parameter {index} [{name!r}]", "all of it"
+            places, run = [], None
+            if full is not None:
+                ((dtype, (count,), _),) = layouts
+                kind = f"a part of it, of {dtype} and shape {full[0]}"
+                run = begin * dtype.itemsize, (begin + count) * dtype.itemsize
+                layouts = [(dtype, *full)]
+            if kinds.setdefault(where, kind) != kind:
+                raise ValueError(f"{where}: rank {rank} has {kind}, a lower rank {kinds[where]}")
+            if where not in memory:
+                tensors = [
+                    torch.empty_strided(s, st, dtype=d, device=device) for d, s, st in layouts
+                ]
+                state.setdefault(index, {}).update(metadata.decode(text, tensors))
+                places = memory[where] = [_memory(tensor) for tensor in tensors]
+            if run is not None:
+                runs.setdefault(where, []).append(run)
+                places = [memory[where][0][slice(*run)]]
+            wanted[-1] += [(number + i, place) for i, place in enumerate(places) if place.numel()]
+            number += len(layouts)
+    for where, found in runs.items():
+        found.sort()
+        nbytes = memory[where][0].numel()
+        if [0, *(end for _, end in found)] != [*(begin for begin, _ in found), nbytes]:
+            raise ValueError(f"{where}: ranks have bytes {found}, expected all {nbytes} once")
+    return state, wanted

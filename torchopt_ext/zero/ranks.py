@@ -1,7 +1,7 @@
 """The ranks that share one optimizer."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -13,6 +13,12 @@ from torch import Tensor
 from torchopt_ext.optim.collective import waits_at_most
 
 Method = TypeVar("Method", bound=Callable[..., Any])
+
+LARGE = 1 << 20
+"""Tensors of so many bytes travel alone."""
+
+STAGING = 16 << 20
+"""The most bytes that are packed into one message."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,9 @@ class Ranks:
     def of(cls, group: Any, timeout: timedelta | None = None) -> "Ranks":
         group = dist.group.WORLD if group is None else group
         return cls(group, dist.get_rank(group), dist.get_world_size(group), timeout)
+
+    def __deepcopy__(self, memo: Any) -> "Ranks":
+        return self
 
     def global_rank(self, rank: int) -> int:
         """The rank in the default group of rank ``rank`` of this group."""
@@ -59,3 +68,17 @@ def flat_memory(tensor: Tensor) -> Tensor | None:
         return None
     flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
     return flat.view(torch.uint8)
+
+
+def batches(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Which of the tensors travel together, in their order."""
+    found: list[list[Tensor]] = []
+    room = -1
+    for tensor in tensors:
+        large = tensor.nbytes >= LARGE
+        if large or tensor.nbytes > room:
+            found.append([])
+            room = STAGING
+        found[-1].append(tensor)
+        room = -1 if large else room - tensor.nbytes
+    return found

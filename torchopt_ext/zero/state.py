@@ -66,16 +66,11 @@ def consolidated(zero: ShardedOptimizer, to: int) -> tuple[Any, ...]:
             for part, value in of_name:
                 entry = Entry(index, name, value)
                 if part.divides(value):
-                    entry.shape, entry.begin = part.memory_shape, part.begin
+                    entry.whole, entry.begin = part.param, part.begin
                     entry.value = in_memory_order(value, part.tensor)
                 entries.append(entry)
     gathered = gather_entries(entries, to, zero.process_group)
-    if gathered is None:
-        return ()
-    for index, state in gathered.items():
-        for name, value in state.items():
-            state[name] = zero.parts.in_param_order(zero._all_params[index], value)
-    return gathered, extra
+    return () if gathered is None else (gathered, extra)
 
 
 def packed(
