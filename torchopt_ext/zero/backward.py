@@ -1,26 +1,9 @@
 """Backward passes of the optimizers that reduce gradients in one process group."""
 
 import weakref
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from torchopt_ext._torch import call_at_end_of_backward, current_node, graph_task
-
-
-class Reduces(Protocol):
-    """A reducer.
-
-    Attributes:
-        number: its place among the group's reducers, the same on all ranks.
-        alone: whether no other reducer was in its last pass.
-        early: whether it starts reductions before the pass ends.
-    """
-
-    number: int
-    alone: bool
-    early: bool
-
-    def reduce_rest(self) -> None:
-        """Starts what the pass has left."""
 
 
 class BackwardPasses:
@@ -53,7 +36,7 @@ class BackwardPasses:
         self._count += 1
         return self._count - 1
 
-    def enter(self, reducer: Reduces) -> bool:
+    def enter(self, reducer: Any) -> bool:
         """Takes note of a gradient; returns whether it is the reducer's first in this pass."""
         task = graph_task()
         if task != self._task:

@@ -7,8 +7,8 @@ shares differ by a block at most, and any number of ranks computes the same bits
 
 import copy
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -17,10 +17,9 @@ from torch import Tensor
 from torchopt_ext import _C, ops
 from torchopt_ext._torch import version
 from torchopt_ext.optim.collective import collective, wait
-from torchopt_ext.optim.storage import Place
 from torchopt_ext.optim.weak_hooks import WeakHook, handles_of
 from torchopt_ext.zero.bucket import Bucket
-from torchopt_ext.zero.part import Part, in_param_order, memory_order, view_in
+from torchopt_ext.zero.part import Part, memory_order, view_in
 from torchopt_ext.zero.ranks import Ranks
 from torchopt_ext.zero.reducer import IN_FLIGHT, Reducer
 
@@ -37,12 +36,14 @@ class BalancedBuckets:
         sharded_gradients: reduce gradients as backward makes them (reducer.py).
     """
 
+    gathers = False  # parameters on the CPU as well
+
     def __init__(self, ranks: Ranks, bucket_elements: int | None, sharded_gradients: bool) -> None:
         self.ranks = ranks
         self.bucket_elements = bucket_elements
         self.all_buckets: list[Bucket] = []
-        self.params: list[list[list[Tensor]]] = []  # by group and rank; only this rank's is filled
-        self.reducer = Reducer(ranks, hooks=sharded_gradients)
+        self.mine: list[list[Tensor]] = []  # this rank's parts, group by group
+        self.reducer = Reducer(ranks, self.all_buckets, hooks=sharded_gradients)
         self._part_of: dict[Tensor, Part] = {}
         self._whole: tuple[list[Tensor], list[Tensor]] = [], []  # whole parts, their parameters
         self._cut: list[Part] = []  # the other parts
@@ -50,35 +51,30 @@ class BalancedBuckets:
         self._sources: dict[Part, tuple[Tensor, int]] = {}
         self._laid: list[Tensor] = []  # all parameters
         self._places = b""  # and where they are
-        self._returning: dict[int, tuple[list[Any], Tensor | None]] = {}  # by bucket
-        self.gathers = False  # parameters on the CPU as well
+        # Collectives under way, and the windows they fill.
+        self._returning: dict[Bucket, tuple[list[Any], Tensor | None]] = {}
         self._lazy: dict[Tensor, None] = {}  # parameters whose modules wait for them
         self._handles = handles_of(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        self.finish_returns()
+        self.reducer.settle()
+        copied = type(self)(self.ranks, self.bucket_elements, sharded_gradients=False)
+        for key, value in vars(self).items():
+            if key not in ("_sources", "_lazy", "_handles"):
+                vars(copied)[key] = copy.deepcopy(value, memo)
+        for bucket in copied.all_buckets:  # copied parameters are views of nothing
+            bucket.adopt()
+        copied._places = _C.addresses(copied._laid)
+        return copied
 
     @property
     def hides_gradients(self) -> bool:
         """Whether parameters' own gradients are not those that steps take."""
         return self.reducer.active
 
-    @property
-    def mine(self) -> list[list[Tensor]]:
-        """This rank's parts, group by group."""
-        return [group[self.ranks.rank] for group in self.params]
-
     def part_of(self, tensor: Tensor) -> Part:
         return self._part_of[tensor]
-
-    def origin(self, tensor: Tensor) -> Tensor:
-        """The parameter that a tensor of the local optimizer is a part of."""
-        return self._part_of[tensor].param
-
-    def in_param_order(self, param: Tensor, value: Any) -> Any:
-        shape = tuple(param.shape[d] for d in memory_order(param))
-        return in_param_order(param, value) if getattr(value, "shape", None) == shape else value
-
-    def places(self, index_of: Mapping[Tensor, int]) -> dict[Tensor, Place]:
-        """Where in the model each part of this rank is."""
-        return {t: (index_of[part.param], part.begin, 0, 0) for t, part in self._part_of.items()}
 
     # ---- layout -----------------------------------------------------------------------------
 
@@ -91,7 +87,7 @@ class BalancedBuckets:
         kinds: dict[tuple[torch.device, torch.dtype, bool], list[Tensor]] = {}
         for param in params:
             kinds.setdefault((param.device, param.dtype, param.requires_grad), []).append(param)
-        first = len(self.all_buckets)
+        own: dict[Tensor, list[Tensor]] = {}
         for (device, dtype, _), alike in kinds.items():
             plan = ops.partition_balanced(
                 [param.numel() for param in alike],
@@ -99,94 +95,58 @@ class BalancedBuckets:
                 self.ranks.size,
                 self.bucket_elements,
             )
-            for number, cuts in enumerate(plan.cuts):
+            first = len(self.all_buckets)
+            for cuts in plan.cuts:
                 window = max(hi - lo for lo, hi in itertools.pairwise(cuts))
-                length = max(cuts[:-1]) + window
-                flat = torch.zeros(length, dtype=dtype, device=device)
-                laid = [
-                    (param, start)
-                    for param, b, start in zip(alike, plan.buckets, plan.starts, strict=True)
-                    if b == number
-                ]
-                for param, start in laid:
-                    param.data = view_in(flat, start, param).copy_(param.detach())
-                layouts = [(param.shape, param.stride()) for param, _ in laid]
-                self.all_buckets.append(Bucket(flat, list(cuts), window, laid, layouts))
-        parts: dict[Tensor, list[Part]] = {}
-        for bucket in self.all_buckets[first:]:
-            self._make_parts(bucket)
-            for part in bucket.parts:
-                parts.setdefault(part.param, []).append(part)
-        own = [part.tensor for param in params for part in parts.get(param, [])]
-        self.params.append([own if r == self.ranks.rank else [] for r in range(self.ranks.size)])
-        self.reducer.watch(self.all_buckets[first:])
-        self._note_trainable()
+                flat = torch.zeros(max(cuts[:-1]) + window, dtype=dtype, device=device)
+                self.all_buckets.append(Bucket(len(self.all_buckets), flat, list(cuts), window))
+            for param, number, start in zip(alike, plan.buckets, plan.starts, strict=True):
+                bucket = self.all_buckets[first + number]
+                bucket.lay(param, start)
+                own[param] = [part.tensor for part in self._make_parts(bucket, param, start)]
+                self.reducer.bucket_of[param] = bucket
+        self.mine.append([tensor for param in params for tensor in own[param]])
+        self._laid = list(self.reducer.bucket_of)
+        self._places = _C.addresses(self._laid)
 
-    def _make_parts(self, bucket: Bucket) -> None:
+    def _make_parts(self, bucket: Bucket, param: Tensor, start: int) -> list[Part]:
         """Parts for this rank's elements; a parameter without any is the first rank's."""
-        laid = [param for param, _ in bucket.params]
-        self._laid += laid
-        self._places += _C.addresses(laid)
         lo, hi = bucket.cuts[self.ranks.rank], bucket.cuts[self.ranks.rank + 1]
-        for param, start in bucket.params:
-            begin, end = max(lo - start, 0), min(hi - start, param.numel())
-            runs = pieces(param, begin, end)
-            if not param.numel() and self.ranks.rank == 0:
-                runs = iter([(0, 0, None)])
-            for a, b, shape in runs:
-                if shape is None:
-                    tensor = view_in(bucket.flat, start, param)
-                else:
-                    tensor = bucket.flat[start + a : start + b].view(shape)
-                part = Part(param, a, b, tensor.requires_grad_(param.requires_grad))
-                bucket.parts.append(part)
-                self._part_of[tensor] = part
-                if part.is_whole:
-                    self._whole[0].append(tensor)
-                    self._whole[1].append(param)
-                else:
-                    self._cut.append(part)
+        runs = pieces(param, max(lo - start, 0), min(hi - start, param.numel()))
+        if not param.numel() and self.ranks.rank == 0:
+            runs = iter([(0, 0, None)])
+        parts = []
+        for begin, end, shape in runs:
+            if shape is None:
+                tensor = view_in(bucket.flat, start, param)
+            else:
+                tensor = bucket.flat[start + begin : start + end].view(shape)
+            part = Part(param, begin, end, tensor.requires_grad_(param.requires_grad))
+            parts.append(part)
+            self._part_of[tensor] = part
+            if part.is_whole:
+                self._whole[0].append(tensor)
+                self._whole[1].append(param)
+            else:
+                self._cut.append(part)
+        bucket.parts += parts
+        return parts
 
     def ready(self) -> None:
         """The local optimizer took what add_group made: parameters may get hooks."""
-        self.reducer.install()
+        self._note_trainable()
+        self.reducer.hook_trainable()
 
     def build_buckets(self) -> None:
         """Notes which parameters are trainable now; the buckets stay as they are."""
         self._note_trainable()
-        self.reducer.hook_trainable()
+        self.reducer.unfrozen += self.reducer.hook_trainable()
 
     def _note_trainable(self) -> None:
         for bucket in self.all_buckets:
-            bucket.returned |= any(param.requires_grad for param, _ in bucket.params)
+            bucket.returned |= any(param.requires_grad for param in bucket.starts)
             for part in bucket.parts:
                 part.tensor.requires_grad_(part.param.requires_grad)
-
-    def copied(self, memo: dict[int, Any]) -> "BalancedBuckets":
-        """The same for copied parameters (``memo`` is of copy.deepcopy)."""
-        self.finish_returns()
-        other = BalancedBuckets(self.ranks, self.bucket_elements, self.reducer.hooks)
-        copies: dict[Tensor, Tensor] = {}
-        for bucket in self.all_buckets:
-            laid = [(copy.deepcopy(param, memo), start) for param, start in bucket.params]
-            copies |= {old: new for (old, _), (new, _) in zip(bucket.params, laid, strict=True)}
-            flat = bucket.flat.clone()
-            for param, start in laid:
-                param.data = view_in(flat, start, param)
-            layouts = list(bucket.layouts)
-            twin = Bucket(flat, bucket.cuts, bucket.window, laid, layouts, returned=bucket.returned)
-            other._make_parts(twin)
-            other.all_buckets.append(twin)
-            for part, new in zip(bucket.parts, twin.parts, strict=True):
-                memo[id(part.tensor)] = new.tensor
-                memo[id(new.tensor)] = new.tensor
-        other.params = [
-            [[memo[id(t)] for t in own] for own in per_rank] for per_rank in self.params
-        ]
-        other.reducer.watch(other.all_buckets)
-        other.reducer.copy_gradients_of(self.reducer, copies)
-        other.ready()
-        return other
 
     # ---- gradients --------------------------------------------------------------------------
 
@@ -197,7 +157,7 @@ class BalancedBuckets:
             self.reducer.finish()  # before what may raise on one rank: the others wait for it
         if _C.addresses(self._laid) != self._places:
             for bucket in self.all_buckets:
-                adopt(bucket)
+                bucket.adopt()
         if self.reducer.active:
             return
         _C.share_gradients(*self._whole)
@@ -237,21 +197,17 @@ class BalancedBuckets:
         if self.ranks.size == 1:
             return
         with collective("returning the updated parameters"):
-            for number, bucket in enumerate(self.all_buckets):
+            for bucket in self.all_buckets:
                 if not bucket.returned:
                     continue
                 if not self.gathers and bucket.flat.is_cpu:
-                    self._returning[number] = self._broadcast(bucket)
+                    self._returning[bucket] = self._broadcast(bucket)
                     continue
                 if len(self._returning) >= IN_FLIGHT:  # each holds a bucket's parameters twice
                     self.finish_returns(list(self._returning)[:1])
-                self._returning[number] = self._gather(bucket)
+                self._returning[bucket] = self._gather(bucket)
         self.finish_returns(
-            [
-                number
-                for number in self._returning
-                if any(p not in self._lazy for p, _ in self.all_buckets[number].params)
-            ]
+            [b for b in self._returning if not b.starts.keys() <= self._lazy.keys()]
         )
 
     def _gather(self, bucket: Bucket) -> tuple[list[Any], Tensor | None]:
@@ -277,25 +233,19 @@ class BalancedBuckets:
         return works, None
 
     @torch.no_grad()
-    def finish_returns(self, numbers: Sequence[int] | None = None) -> None:
+    def finish_returns(self, buckets: Iterable[Bucket] | None = None) -> None:
         """Waits for parameters under way: those of some buckets, or all."""
-        for number in list(self._returning) if numbers is None else numbers:
-            if number not in self._returning:
-                continue
-            works, gathered = self._returning.pop(number)
+        for bucket in list(self._returning) if buckets is None else buckets:
+            works, gathered = self._returning.pop(bucket)
             with collective("returning the updated parameters", self.ranks.timeout):
                 for work in works:
                     wait(work)
-            if gathered is None:
-                continue
-            bucket = self.all_buckets[number]
-            others = [r for r in range(self.ranks.size) if r != self.ranks.rank]
-            targets = [bucket.flat[bucket.cuts[r] : bucket.cuts[r + 1]] for r in others]
-            sources = [
-                gathered[r * bucket.window : r * bucket.window + target.numel()]
-                for r, target in zip(others, targets, strict=True)
-            ]
-            torch._foreach_copy_(targets, sources)
+            if gathered is not None:
+                windows = gathered.view(self.ranks.size, bucket.window)
+                others = [r for r in range(self.ranks.size) if r != self.ranks.rank]
+                targets = [bucket.flat[bucket.cuts[r] : bucket.cuts[r + 1]] for r in others]
+                sources = [windows[r][: t.numel()] for r, t in zip(others, targets, strict=True)]
+                torch._foreach_copy_(targets, sources)
 
     def overlap_forward(self, modules: Sequence[torch.nn.Module]) -> None:
         """Lets ``step`` return before the modules' parameters have arrived: they wait for them."""
@@ -314,9 +264,7 @@ class BalancedBuckets:
     def _wait_for(self, module: torch.nn.Module, *_: Any) -> None:
         if self._returning:
             own = set(module.parameters())
-            self.finish_returns(
-                [n for n in self._returning if any(p in own for p, _ in self.all_buckets[n].params)]
-            )
+            self.finish_returns([b for b in self._returning if not own.isdisjoint(b.starts)])
 
 
 def row_length(param: Tensor) -> int:
@@ -348,28 +296,3 @@ def pieces(param: Tensor, begin: int, end: int) -> Iterator[tuple[int, int, list
             yield head, tail, [(tail - head) // row, row]
         if tail < end:
             yield tail, end, [1, end - tail]
-
-
-@torch.no_grad()
-def adopt(bucket: Bucket) -> None:
-    """Takes up weights whose memory was replaced (``p.data = ...``) into the bucket again.
-
-    Raises:
-        RuntimeError: a parameter has become another: shape, dtype or device differ.
-    """
-    base, size = bucket.flat.data_ptr(), bucket.flat.element_size()
-    for (param, start), (shape, strides) in zip(bucket.params, bucket.layouts, strict=True):
-        if param.shape != shape or param.dtype != bucket.flat.dtype:
-            raise RuntimeError(
-                f"a parameter of shape {tuple(shape)} and {bucket.flat.dtype} is now of shape "
-                f"{tuple(param.shape)} and {param.dtype}: build the optimizer after changing the "
-                f"model"
-            )
-        if param.device != bucket.flat.device:
-            raise RuntimeError(
-                f"a parameter of shape {tuple(shape)} is now on {param.device}, its optimizer's "
-                f"bucket on {bucket.flat.device}: build the optimizer after moving the model"
-            )
-        if param.numel() and param.data_ptr() != base + start * size:
-            place = bucket.flat.as_strided(shape, strides, start)
-            param.data = place.copy_(param.detach())

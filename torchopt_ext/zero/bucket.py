@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from torchopt_ext.zero.part import Part
+from torchopt_ext.zero.part import Part, view_in
 
 
 @dataclass(eq=False)
@@ -13,21 +13,56 @@ class Bucket:
     """One communication bucket.
 
     Attributes:
+        number: its place among the optimizer's buckets.
         flat: 1-D; holds the parameters, padded at the end for the last rank's window.
         cuts: rank r owns elements [cuts[r], cuts[r + 1]).
         window: the largest rank's number of elements, which every rank sends.
-        params: parameters and where they begin.
-        layouts: their shapes and strides.
+        starts: parameters and where they begin.
+        places: the views of ``flat`` that they are.
         parts: this rank's parts of them.
-        grad: this rank's elements of the reduced gradient, while sharded_gradients holds them.
         returned: whether parameters were trainable at some step, so that others need them.
+        staging: gradients of the backward pass under way, for each rank a window with its elements.
+        arrived: parameters whose gradient is in ``staging``.
+        grad: this rank's elements of the reduced gradient.
     """
 
+    number: int
     flat: Tensor
     cuts: list[int]
     window: int
-    params: list[tuple[Tensor, int]]
-    layouts: list[tuple[torch.Size, tuple[int, ...]]]
+    starts: dict[Tensor, int] = field(default_factory=dict)
+    places: list[Tensor] = field(default_factory=list)
     parts: list[Part] = field(default_factory=list)
-    grad: Tensor | None = None
     returned: bool = False
+    staging: Tensor | None = None
+    arrived: set[Tensor] = field(default_factory=set)
+    grad: Tensor | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every trainable parameter's gradient has arrived."""
+        return all(p in self.arrived or not p.requires_grad for p in self.starts)
+
+    def lay(self, param: Tensor, start: int) -> None:
+        """Moves a parameter to its place."""
+        self.starts[param] = start
+        self.places.append(view_in(self.flat, start, param))
+        param.data = self.places[-1].copy_(param.detach())
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """Moves weights whose memory was replaced (``p.data = ...``) to their places again.
+
+        Raises:
+            RuntimeError: a parameter has become another: shape, dtype or device differ.
+        """
+        for param, place in zip(self.starts, self.places, strict=True):
+            is_now, was = ((t.shape, t.dtype, t.device) for t in (param, place))
+            if is_now != was:
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(place.shape)}, {place.dtype} on {place.device} "
+                    f"is now of shape {tuple(param.shape)}, {param.dtype} on {param.device}: build "
+                    f"the optimizer after changing or moving the model"
+                )
+            if param.numel() and param.data_ptr() != place.data_ptr():
+                param.data = place.copy_(param.detach())

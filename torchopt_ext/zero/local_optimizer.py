@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import chain
 from typing import Any
 
 import torch
@@ -58,8 +59,9 @@ def sync(zero: ShardedOptimizer) -> None:
     """
     zero.verdict = getattr(zero.optim, "verdict", zero.verdict)
     if isinstance(zero.optim, FusedAdam):
-        index_of = {param: index for index, param in enumerate(zero._all_params)}
-        zero.optim.parameter_places = zero.parts.places(index_of)
+        index = {param: index for index, param in enumerate(zero._all_params)}
+        parts = map(zero.parts.part_of, chain(*zero.parts.mine))
+        zero.optim.parameter_places = {p.tensor: (index[p.param], p.begin, 0, 0) for p in parts}
     for group, local in zip(zero.param_groups, zero.optim.param_groups, strict=True):
         own = {key: group[key] for key in ("params", "param_names") if key in group}
         merged = {key: own.get(key, value) for key, value in local.items()} | own

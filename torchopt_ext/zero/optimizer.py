@@ -350,13 +350,11 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
             raise TypeError("an optimizer that overlaps with a DDP instance cannot be copied")
         for key, value in vars(self).items():
             patched = callable(getattr(type(self), key, None))  # by a scheduler, say
-            if is_hook_table(key) or patched or key in ("parts", "optim"):
+            if is_hook_table(key) or patched:
                 continue  # hooks belong to the original, as with torch's optimizers
-            shared = key in ("process_group", "ranks", "_join_config", "_optim_constructor")
+            shared = key in ("process_group", "_join_config", "_optim_constructor")
             vars(copied)[key] = value if shared else copy.deepcopy(value, memo)
         copied._consolidated = None
-        copied.parts = self.parts.copied(memo)
-        copied.optim = copy.deepcopy(self.optim, memo)
         Optimizer.__setstate__(copied, {})
         local_optimizer.sync(copied)
         return copied

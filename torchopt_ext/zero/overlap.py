@@ -117,5 +117,4 @@ class OverlapInfo:
             for assignment in per_bucket.values():
                 for param in assignment.parameters:
                     assert param.requires_grad, "a parameter of a DDP bucket is frozen"
-                dtype = assignment.parameters[0].dtype
-                assignment.tensor = bucket_of(assignment.parameters, dtype, assignment.device)
+                assignment.tensor = bucket_of(assignment.parameters)

@@ -1,8 +1,8 @@
 """Gradients reduced to their owners while backward runs: one reduction a bucket."""
 
 import bisect
-from collections.abc import Mapping, Sequence
-from typing import Any
+import copy
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -20,29 +20,6 @@ IN_FLIGHT = 2
 """Reductions under way at a time: each holds a bucket's gradients of all ranks."""
 
 
-class Reduction:
-    """A bucket's gradients of one backward pass on their way.
-
-    Attributes:
-        staging: for each rank a window with its elements; freed once reduced.
-        arrived: parameters whose gradient is in it.
-        work, received: the collective under way, and what it fills.
-    """
-
-    def __init__(self, bucket: Bucket, number: int) -> None:
-        self.bucket = bucket
-        self.number = number
-        self.staging: Tensor | None = None
-        self.arrived: set[Tensor] = set()
-        self.work: Any = None
-        self.received: Tensor | None = None
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether every trainable parameter's gradient has arrived."""
-        return all(p in self.arrived or not p.requires_grad for p, _ in self.bucket.params)
-
-
 class Reducer:
     """Averages gradients over the ranks; each keeps its own elements only.
 
@@ -52,71 +29,69 @@ class Reducer:
 
     Args:
         ranks: among whom.
+        buckets: of the optimizer; groups that are added add to them.
         hooks: put hooks on the parameters.
 
     Attributes:
         active: gradients come here.
-        number, alone, early: see backward.Reduces.
+        bucket_of: the parameters, and their buckets.
+        unfrozen: parameters whose first gradient came before their hook.
+        number: its place among the group's reducers, the same on all ranks.
+        alone: no other reducer was in its last backward pass.
+        early: it starts reductions before the pass ends.
         wrong: what is wrong with a gradient, for :meth:`finish` to raise.
     """
 
-    def __init__(self, ranks: Ranks, hooks: bool) -> None:
+    def __init__(self, ranks: Ranks, buckets: list[Bucket], hooks: bool) -> None:
         self.ranks = ranks
+        self.buckets = buckets
         self.hooks = hooks
         self.active = hooks
+        self.bucket_of: dict[Tensor, Bucket] = {}
+        self.unfrozen: list[Tensor] = []
         self.passes = BackwardPasses.of(ranks.group)
         self.number = self.passes.number() if hooks else 0
         self.alone = False
         self.early = False
-        self._reductions: list[Reduction] = []
-        self._of: dict[Tensor, tuple[Reduction, int]] = {}
-        self._under_way: list[Reduction] = []  # oldest first
-        self._present: set[Tensor] = set()
         self.wrong: str | None = None
+        # Collectives and what they fill, oldest first.
+        self._under_way: list[tuple[Bucket, Any, Tensor]] = []
+        self._present: set[Tensor] = set()
         self._stepped = False  # whether a step has used the gradients that are there
         self._next = -1  # the bucket to reduce next, in this backward pass
         self._hooked: set[Tensor] = set()
-        self._unfrozen: list[Tensor] = []  # whose first gradient came before their hook
         self._handles = handles_of(self)
 
-    def watch(self, buckets: Sequence[Bucket]) -> None:
-        """Takes charge of further buckets."""
-        for bucket in buckets:
-            reduction = Reduction(bucket, len(self._reductions))
-            self._reductions.append(reduction)
-            for param, start in bucket.params:
-                self._of[param] = (reduction, start)
-
-    def install(self) -> None:
-        """Puts hooks on the trainable parameters, before any backward pass."""
-        self.hook_trainable()
-        self._unfrozen.clear()
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        copied = type(self)(self.ranks, copy.deepcopy(self.buckets, memo), self.hooks)
+        copied.active, copied._stepped = self.active, self._stepped
+        copied.bucket_of = copy.deepcopy(self.bucket_of, memo)
+        copied._present = copy.deepcopy(self._present, memo)
+        copied.hook_trainable()
+        return copied
 
     def serve_hook(self) -> None:
         """Prepares for gradients from a DDP communication hook, which brings those of unused
         parameters, too: parameters themselves say which were used."""
         self.number = self.passes.number()
         self.active = True
-        note = WeakHook(self, "_note_used")
-        for param in self._of:
-            if param.requires_grad:
-                hooked: Any = param
-                self._handles.append(hooked.register_post_accumulate_grad_hook(note))
+        self._hook("_note_used")
+
+    def hook_trainable(self) -> list[Tensor]:
+        """Puts hooks on parameters that have become trainable; returns them."""
+        return self._hook("_on_gradient") if self.hooks else []
+
+    def _hook(self, method: str) -> list[Tensor]:
+        hook = WeakHook(self, method)
+        found = [p for p in self.bucket_of if p.requires_grad and p not in self._hooked]
+        for param in found:
+            hooked: Any = param
+            self._handles.append(hooked.register_post_accumulate_grad_hook(hook))
+        self._hooked.update(found)
+        return found
 
     def _note_used(self, param: Tensor) -> None:
         self._present.add(param)
-
-    def hook_trainable(self) -> None:
-        """Puts hooks on parameters that have become trainable."""
-        if not self.hooks:
-            return
-        take = WeakHook(self, "_on_gradient")
-        for param in self._of:
-            if param.requires_grad and param not in self._hooked:
-                hooked: Any = param
-                self._handles.append(hooked.register_post_accumulate_grad_hook(take))
-                self._hooked.add(param)
-                self._unfrozen.append(param)
 
     def _on_gradient(self, param: Tensor) -> None:
         gradient = param.grad
@@ -137,20 +112,18 @@ class Reducer:
             RuntimeError: the parameter is unknown, or gradients of the last step were not cleared.
                 A gradient of another dtype or layout makes :meth:`finish` raise.
         """
-        if param not in self._of:
+        bucket = self.bucket_of.get(param)
+        if bucket is None:
             raise RuntimeError(
                 f"a parameter of shape {tuple(param.shape)} has a gradient but is not in the "
                 f"sharded optimizer: give it all of the model's parameters"
             )
         self._begin()
-        reduction, start = self._of[param]
-        bucket = reduction.bucket
-        if reduction.number > self._next:  # reduced already: reentrant segments share the parameter
+        if bucket.number > self._next:  # reduced already: reentrant segments share the parameter
             self.reduce_rest()
-            self._next = len(self._reductions) - 1
-        if reduction.staging is None:
-            size = self.ranks.size * bucket.window
-            reduction.staging = torch.zeros(size, dtype=param.dtype, device=param.device)
+            self._next = len(self.buckets) - 1
+        if bucket.staging is None:
+            bucket.staging = bucket.flat.new_zeros(self.ranks.size * bucket.window)
         if gradient.layout is not torch.strided or gradient.dtype != param.dtype:
             # To raise here would leave the other ranks waiting for this one's reductions.
             self.wrong = (
@@ -159,17 +132,16 @@ class Reducer:
             )
             gradient = torch.zeros_like(param)
         flat = in_memory_order(gradient, param)
-        rank = bisect.bisect_right(bucket.cuts, start) - 1
-        while rank < self.ranks.size and bucket.cuts[rank] < start + flat.numel():
-            lo, hi = bucket.cuts[rank], bucket.cuts[rank + 1]
-            begin, end = max(lo - start, 0), min(hi - start, flat.numel())
-            if begin < end:
-                first = rank * bucket.window + start + begin - lo
-                reduction.staging[first : first + end - begin] += flat[begin:end]
-            rank += 1
-        reduction.arrived.add(param)
-        while self.early and self._next >= 0 and self._reductions[self._next].is_complete:
-            self._start(self._reductions[self._next])
+        start = bucket.starts[param]
+        end = start + flat.numel()
+        cuts = bucket.cuts
+        for rank in range(bisect.bisect_right(cuts, start) - 1, bisect.bisect_left(cuts, end)):
+            lo, hi = max(cuts[rank], start), min(cuts[rank + 1], end)
+            first = rank * bucket.window + lo - cuts[rank]
+            bucket.staging[first : first + hi - lo] += flat[lo - start : hi - start]
+        bucket.arrived.add(param)
+        while self.early and self._next >= 0 and self.buckets[self._next].is_complete:
+            self._start_next()
 
     def _begin(self) -> None:
         """Notices the beginning of a backward pass."""
@@ -182,41 +154,31 @@ class Reducer:
                 "the gradients of the last step are still there: call the optimizer's "
                 "zero_grad() after each step; the model's does not reach them"
             )
-        self._next = len(self._reductions) - 1
+        self._next = len(self.buckets) - 1
 
     def reduce_rest(self) -> None:
         """Starts what the backward pass has left, so that all ranks reduce all buckets."""
         while self._next >= 0:
-            self._start(self._reductions[self._next])
+            self._start_next()
 
-    def _take_unfrozen(self) -> None:
-        """Reduces the gradients that unfrozen parameters got before they had hooks."""
-        self._begin()
-        for param in self._unfrozen:
-            if param.grad is not None:
-                self._on_gradient(param)
-        self._unfrozen.clear()
-        self.passes.end()
-
-    def _start(self, reduction: Reduction) -> None:
+    def _start_next(self) -> None:
         """Starts the reduction of the next bucket; frozen buckets have none."""
+        bucket = self.buckets[self._next]
         self._next -= 1
-        bucket = reduction.bucket
         if not bucket.returned:
             return
-        while len(self._under_way) == IN_FLIGHT or reduction in self._under_way:
-            self._accumulate(self._under_way[0])
-        staging = reduction.staging
+        if len(self._under_way) == IN_FLIGHT:
+            self._accumulate_oldest()
+        staging = bucket.staging
         if staging is None:
             staging = bucket.flat.new_zeros(self.ranks.size * bucket.window)
-        reduction.staging, reduction.arrived = None, set()
-        self._under_way.append(reduction)
+        bucket.staging, bucket.arrived = None, set()
         with collective("reducing gradients"):
             if staging.is_cpu:
                 # gloo reduces-scatters by an all-reduce; this moves what is needed, and no more.
-                reduction.received = torch.empty_like(staging)
-                reduction.work = dist.all_to_all_single(
-                    reduction.received.view(torch.uint8),
+                received = torch.empty_like(staging)
+                work = dist.all_to_all_single(
+                    received.view(torch.uint8),
                     staging.view(torch.uint8),
                     group=self.ranks.group,
                     async_op=True,
@@ -224,23 +186,17 @@ class Reducer:
             else:
                 if staging.dtype == torch.float16:  # whose sum could overflow; as DDP does
                     staging.div_(self.ranks.size)
-                reduction.received = staging.new_empty(bucket.window)
-                reduction.work = dist.reduce_scatter_tensor(
-                    reduction.received, staging, group=self.ranks.group, async_op=True
+                received = staging.new_empty(bucket.window)
+                work = dist.reduce_scatter_tensor(
+                    received, staging, group=self.ranks.group, async_op=True
                 )
+        self._under_way.append((bucket, work, received))
 
-    def _accumulate_all(self) -> None:
-        while self._under_way:
-            self._accumulate(self._under_way[0])
-
-    def _accumulate(self, reduction: Reduction) -> None:
+    def _accumulate_oldest(self) -> None:
         """Waits for a reduction and adds its average to this rank's gradient."""
+        bucket, work, received = self._under_way.pop(0)
         with collective("reducing gradients", self.ranks.timeout):
-            wait(reduction.work)
-        self._under_way.remove(reduction)
-        received, bucket = reduction.received, reduction.bucket
-        assert received is not None
-        reduction.work, reduction.received = None, None
+            wait(work)
         rank = self.ranks.rank
         count = bucket.cuts[rank + 1] - bucket.cuts[rank]
         windows = received.view(-1, bucket.window)[:, :count]
@@ -254,27 +210,36 @@ class Reducer:
         bucket.grad = total if bucket.grad is None else bucket.grad.add_(total)
 
     @torch.no_grad()
+    def settle(self) -> None:
+        """Ends the backward pass, and waits for all reductions."""
+        self.passes.end()
+        while self._under_way:
+            self._accumulate_oldest()
+
+    @torch.no_grad()
     def finish(self) -> None:
         """Waits for all reductions and gives parts their gradients; None where no rank had one.
 
         Raises:
             RuntimeError: a gradient does not fit its parameter.
         """
-        self.passes.end()
-        if self._unfrozen:
-            self._take_unfrozen()
-        self._accumulate_all()
+        if self.unfrozen:
+            self.passes.end()
+            self._begin()
+            for param in self.unfrozen:
+                if param.grad is not None:
+                    self._on_gradient(param)
+            self.unfrozen.clear()
+        self.settle()
         self._present |= self._used_elsewhere()
         if self.wrong is not None:
             raise RuntimeError(self.wrong)
-        for reduction in self._reductions:
-            bucket = reduction.bucket
+        for bucket in self.buckets:
             first = bucket.cuts[self.ranks.rank]
-            start_of = dict(bucket.params)
             for part in bucket.parts:
                 part.tensor.grad = None
                 if bucket.grad is not None and part.param in self._present:
-                    begin = start_of[part.param] + part.begin - first
+                    begin = bucket.starts[part.param] + part.begin - first
                     run = bucket.grad[begin : begin + part.end - part.begin]
                     part.tensor.grad = run.as_strided(
                         part.tensor.shape, part.tensor.stride(), run.storage_offset()
@@ -282,7 +247,7 @@ class Reducer:
 
     def _used_elsewhere(self) -> set[Tensor]:
         """Parameters that other ranks used since gradients were cleared, and this one did not."""
-        params = list(self._of)
+        params = list(self.bucket_of)
         if self.ranks.size == 1 or not params:
             return set()
         seen = torch.tensor([p in self._present for p in params], dtype=torch.int32)
@@ -298,25 +263,14 @@ class Reducer:
         """Says that a step has used the gradients."""
         self._stepped = self.active
 
-    def copy_gradients_of(self, other: "Reducer", copies: Mapping[Tensor, Tensor]) -> None:
-        """Takes over what ``other`` has reduced; ``copies`` of its parameters are ours."""
-        other.passes.end()
-        other._accumulate_all()
-        self.active = other.active
-        self._present = {copies[param] for param in other._present}
-        for mine, theirs in zip(self._reductions, other._reductions, strict=True):
-            grad = theirs.bucket.grad
-            mine.bucket.grad = None if grad is None else grad.clone()
-
     def zero_grad(self, set_to_none: bool) -> None:
         """Drops the reduced gradients, or sets them to zero."""
-        self.passes.end()
-        self._accumulate_all()
+        self.settle()
         self._stepped, self.wrong = False, None
-        for reduction in self._reductions:
+        for bucket in self.buckets:
             if set_to_none:
-                reduction.bucket.grad = None
-            elif reduction.bucket.grad is not None:
-                reduction.bucket.grad.zero_()
+                bucket.grad = None
+            elif bucket.grad is not None:
+                bucket.grad.zero_()
         if set_to_none:
             self._present.clear()
