@@ -211,7 +211,7 @@ void register_step_ops(torch::Library& m) {
   m.impl("scaled_copy_", scaled_copy_);
 }
 
-// Sparse tensors come here to be refused with their position.
+// Reject sparse tensors by their position.
 TORCH_LIBRARY_IMPL(torchopt_ext, SparseCPU, m) { register_step_ops(m); }
 TORCH_LIBRARY_IMPL(torchopt_ext, SparseCsrCPU, m) { register_step_ops(m); }
 TORCH_LIBRARY_IMPL(torchopt_ext, SparseCUDA, m) { register_step_ops(m); }

@@ -189,7 +189,7 @@ template <class L>
   AdamStreams x = streams;
   if (x.weights == Weights::kPlain && x.param_dtype == DType::kFloat32 &&
       x.grad_dtype == DType::kFloat32 && x.state_dtype == DType::kFloat32) {
-    x.weights = Weights::kPlain;  // what it is, as constants: the loop's branches on them go
+    x.weights = Weights::kPlain;  // a constant, so that the compiler drops the branches on it
     x.param_dtype = x.grad_dtype = x.state_dtype = DType::kFloat32;
     x.random = nullptr;  // fp32 is not rounded
     x.param_past_caches = false;

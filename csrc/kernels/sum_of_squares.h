@@ -5,7 +5,7 @@
 // 64 lanes are 8 AVX-512 or 16 AVX2 registers of doubles, and 2 lanes a thread of a CUDA warp.
 // Adding every element of a short row to the exact accumulator would cost several times the memory
 // traffic, so squares are first gathered in bins, where up to 4,096 of them add without rounding.
-// Being exact, the way it is done does not show in the result.
+// The sum is exact, so its order does not show in the result.
 #pragma once
 
 #include <type_traits>

@@ -7,7 +7,7 @@ namespace torchopt_ext {
 
 // Entries that are worth a thread.
 inline constexpr int64_t kEntriesPerThread = 512;
-// So many of them before it is read, that memory is asked for.
+// How many entries ahead memory is prefetched.
 inline constexpr size_t kAhead = 8;
 
 // Calls body(begin, end) on ranges of entries, in parallel. The same entries are the same thread's

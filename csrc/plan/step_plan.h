@@ -2,7 +2,7 @@
 // gradients. Operators and optimizer classes both run their passes through it.
 //
 // It owns none of the tensors it was given but this step's gradients: torch.utils.swap_tensors,
-// which nn.Module.to() may use, refuses to swap a tensor that something else refers to, and
+// which nn.Module.to() may use, rejects a tensor that something else refers to, and
 // reference counting alone would take longer than a step over small tensors may. Whoever holds the
 // plan keeps the tensors alive while one of its methods runs.
 #pragma once
@@ -41,7 +41,7 @@ class StepPlan {
   };
 
   // Checks shapes, dtypes, devices, strides and overlap. A parameter that is not dense is stepped
-  // through a dense copy; the operators refuse it beforehand.
+  // through a dense copy; the operators reject it beforehand.
   StepPlan(const std::vector<Entry>& entries, at::Device device, const StepOptions& options = {});
 
   // Notes where an entry's tensors are now; false if these are others than those known (not only
