@@ -17,8 +17,7 @@ from chart import chart
 from rows import Row
 
 import torchopt_ext
-from torchopt_ext import _build_info
-from torchopt_ext.optim.step import cpu_kernels
+from torchopt_ext import _C, _build_info
 
 TEXT_COLUMNS = 3  # columns of text, then columns of numbers
 HEADER = (
@@ -52,7 +51,7 @@ def environment(device: str = "cpu") -> dict[str, Any]:
         "cpu": cpu_model(),
         "cpus": os.cpu_count(),
         "torch_cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "torchopt_ext_kernels": cpu_kernels(),
+        "torchopt_ext_kernels": _C.cpu_kernels(),
         "threads": torch.get_num_threads(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": platform.platform(),

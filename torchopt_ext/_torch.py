@@ -6,6 +6,7 @@ tests/python/test_torch_names.py holds the package to it and touches each name.
 """
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -16,12 +17,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as _optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-__all__ = [
-    "OptState",
-    "fresh_optimizer_state",
-    "tree_leaves",
-    "tree_map_only",
-]
+__all__ = ["OptState", "tree_leaves", "tree_map_only"]
 
 fresh_optimizer_state = _refresh_per_optimizer_state
 """What torch.amp.GradScaler keeps of an optimizer between updates; a subclass has to renew it."""
@@ -103,32 +99,22 @@ def is_dtensor(tensor: Any) -> bool:
     return hasattr(tensor, "_local_tensor") and hasattr(tensor, "placements")
 
 
-def local_shard(dtensor: Any) -> Any:
-    """The tensor object in a DTensor, whose memory offloading replaces.
+local_shard = attrgetter("_local_tensor")
+"""The tensor object in a DTensor, whose memory offloading replaces.
 
-    ``to_local()`` makes a Parameter of it (pytorch issue 166156), and a view under autograd.
-    """
-    return dtensor._local_tensor
+``to_local()`` makes a Parameter of it (pytorch issue 166156), and a view under autograd."""
 
+layout_of = attrgetter("_spec")
+"""Mesh, placements, shape and strides of a DTensor; ``from_local`` makes no subclass of it."""
 
-def layout_of(dtensor: Any) -> Any:
-    """Mesh, placements, shape and strides of a DTensor; ``from_local`` makes no subclass of it."""
-    return dtensor._spec
+version = attrgetter("_version")
+"""How often a tensor was changed in place; torch documents it, under this name only."""
 
+make_wrapper_subclass: Callable[..., Any] = Tensor._make_wrapper_subclass
+"""A tensor of a subclass without memory of its own, as torch's wrapper subclasses are made."""
 
-def version(tensor: Tensor) -> int:
-    """How often a tensor was changed in place; torch documents it, under this name only."""
-    return tensor._version
-
-
-def make_wrapper_subclass(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    """A tensor of a subclass without memory of its own, as torch's wrapper subclasses are made."""
-    return Tensor._make_wrapper_subclass(cls, *args, **kwargs)
-
-
-def flatten_dense(tensors: list[Tensor]) -> Tensor:
-    """The elements of many tensors in one; a reshape and a cat in Python take ten times as long."""
-    return torch._C._nn.flatten_dense_tensors(tensors)
+flatten_dense = torch._C._nn.flatten_dense_tensors
+"""The elements of many tensors in one; a reshape and a cat in Python take ten times as long."""
 
 
 def unflatten_dense(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
@@ -139,14 +125,11 @@ def unflatten_dense(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
 # ---- autograd ------------------------------------------------------------------------------------
 
 
-def graph_task() -> int:
-    """The number of the backward pass that this thread runs, -1 outside of one."""
-    return torch._C._current_graph_task_id()
+graph_task = torch._C._current_graph_task_id
+"""The number of the backward pass that this thread runs, -1 outside of one."""
 
-
-def current_node() -> Any:
-    """The autograd node that this thread evaluates, or None."""
-    return torch._C._current_autograd_node()
+current_node = torch._C._current_autograd_node
+"""The autograd node that this thread evaluates, or None."""
 
 
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:

@@ -19,7 +19,7 @@ from zero_faults_common import Result, clones, give_gradients, outcome, paramete
 
 from torchopt_ext import FusedAdamW
 from torchopt_ext.mixed_precision import FSDPadaptOptimizer
-from torchopt_ext.optim.rejection import Verdict
+from torchopt_ext.optim import rejection
 from torchopt_ext.zero import ZeroRedundancyOptimizer
 
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -152,11 +152,10 @@ def known_later() -> Result:
     before = content(optimizer)
     give_gradients(params, 0)
     end = SimpleNamespace(query=lambda: True)
-    later = {
-        "is_known": staticmethod(lambda flags: False),
-        "_sent_to_host": staticmethod(lambda flags: [(flags.clone(), end)]),
-    }
-    with mock.patch.multiple(Verdict, **later):
+    with (
+        mock.patch.object(rejection.Verdict, "is_known", return_value=False),
+        mock.patch.object(rejection, "sent_to_host", lambda flags: (flags.clone(), end)),
+    ):
         if dist.get_rank() == 1:
             return outcome(spoil(optimizer, params, "sparse")) | {"changed": "", "went on": True}
         optimizer.step()

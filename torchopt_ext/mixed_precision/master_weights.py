@@ -263,10 +263,6 @@ class MasterWeights(Controlled):
 
     # ---- what accumulated_norm() needs --------------------------------------------------------
 
-    def wants_norm(self, context: StepContext) -> bool:
-        """Every step measures the norm."""
-        return True
-
     @property
     def parts(self) -> list[NormPart]:
         """Device and norm key of the parameters' parts, the same on all ranks."""
@@ -275,13 +271,7 @@ class MasterWeights(Controlled):
         stepped = [param for own in self.params for param in own if is_steppable(param)]
         return list(dict.fromkeys(map(part_of, stepped)))
 
-    @property
-    def devices(self) -> list[torch.device]:
-        """Where a control block has to know the decision."""
-        return list(dict.fromkeys([self.default_device, *(device for device, _ in self.parts)]))
-
     def accumulate(self, part: int, accumulator: Tensor) -> None:
-        """Pass A of one part."""
         assert self._table is not None
         ops.grad_sumsq_(self._table.gradients_of(part), accumulator)
 
@@ -308,7 +298,7 @@ class MasterWeights(Controlled):
                 "this run only; save its state_dict()"
             )
         made_anew: dict[str, Any] = {"_table": None, "_kept_room": [], "_room_shapes": []}
-        return vars(self) | made_anew | {"_view": None, "_read": None}
+        return vars(self) | made_anew | {"_view": None}
 
 
 def is_torchs(optim: Optimizer) -> bool:

@@ -19,6 +19,7 @@ from torchopt_ext import _C
 from torchopt_ext._torch import tree_leaves, tree_map_only
 from torchopt_ext.mixed_precision.fsdp_optimizer import FSDPadaptOptimizer
 from torchopt_ext.mixed_precision.host_memory import HostMemory
+from torchopt_ext.optim.context import IDLE
 from torchopt_ext.optim.local import local_tensor
 from torchopt_ext.optim.storage import MASTER, REMAINDER
 
@@ -191,7 +192,7 @@ class Offloader:
     def _idle(self) -> Optimizer:
         optimizer = self._optimizer()
         assert optimizer is not None
-        if getattr(optimizer, "_context", None) is not None:
+        if getattr(optimizer, "_context", IDLE) is not IDLE:
             raise RuntimeError("a step of this optimizer is under way: move its state afterwards")
         return optimizer
 

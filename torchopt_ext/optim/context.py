@@ -42,10 +42,9 @@ def amp_context(optimizer: Any) -> StepContext:
     return StepContext(attributes.get("grad_scale"), attributes.get("found_inf"))
 
 
-def taken_grad_scale(optimizer: Any) -> Tensor | None:
+def taken_grad_scale(optimizer: Any) -> Any:
     """A scale that the user has set for one step, which the scaler multiplies and removes."""
-    scale: Tensor | None = vars(optimizer).pop("grad_scale", None)
-    return scale
+    return vars(optimizer).pop("grad_scale", None)
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """The control block of an optimizer: its settings, and read access by field name."""
 
-import ctypes
 import math
 import warnings
 import weakref
@@ -12,6 +11,8 @@ from torch import Tensor
 
 from torchopt_ext import ops
 from torchopt_ext.ops import CONTROL_FIELDS
+from torchopt_ext.optim.context import StepContext
+from torchopt_ext.optim.local import NormKey
 from torchopt_ext.optim.loss_scale import is_scale, scale_settings
 from torchopt_ext.optim.rejection import Verdict
 
@@ -24,12 +25,6 @@ def read_fields(block: Tensor) -> dict[str, float]:
     return dict(zip(CONTROL_FIELDS, block.tolist(), strict=True))
 
 
-def write_fields(block: Tensor, fields: Mapping[str, float]) -> None:
-    """Sets fields of a control block, in place."""
-    for name, value in fields.items():
-        block[CONTROL_FIELDS.index(name)] = value
-
-
 class ControlView:
     """The decision of an optimizer's last step: ``control.grad_norm`` and so on.
 
@@ -40,26 +35,19 @@ class ControlView:
 
     def __init__(self, block: Tensor, owner: "Controlled") -> None:
         self._block = block
-        self._owner = weakref.ref(owner)
         self._views = block.unbind()  # making one is an operator of its own
+        self._owner = weakref.ref(owner)
 
     def __getattr__(self, name: str) -> Tensor:
         raise AttributeError(f"no field {name!r}; the fields are {', '.join(CONTROL_FIELDS)}")
 
     @property
     def grad_norm(self) -> Tensor:
-        norm = self._views[CONTROL_FIELDS.index("grad_norm")].clone()
-        return norm if self._has_norm else norm.fill_(math.nan)
-
-    @property
-    def _has_norm(self) -> bool:
-        owner = self._owner()
-        return owner is None or owner._norm_measured
+        norm, owner = self._views[CONTROL_FIELDS.index("grad_norm")].clone(), self._owner()
+        return norm if owner is None or owner._norm_measured else norm.fill_(math.nan)
 
     def __repr__(self) -> str:
-        fields = read_fields(self._block)
-        if not self._has_norm:
-            fields["grad_norm"] = math.nan
+        fields = read_fields(self._block) | {"grad_norm": self.grad_norm.item()}
         return f"ControlView({', '.join(f'{name}={value:g}' for name, value in fields.items())})"
 
 
@@ -84,21 +72,20 @@ def checked_max_grad_norm(value: float | None) -> float:
 
 
 class Controlled:
-    """An optimizer's control blocks, one for each device, and the settings they are made from."""
+    """What steps by a gradient norm: its settings, and a control block for each device."""
 
     param_groups: list[dict[str, Any]]
+    process_group: Any = None
     # Where a rank that holds no parameters takes part in the others' norm.
     device_without_params = torch.device("cpu")
     _settings: dict[str, float]
+    _view: ControlView | None = None
+    _norm_measured = False  # by the last step
+    _written_skip: bool | None = None  # what the control blocks say
 
     def _init_control(self) -> None:
         self._blocks: dict[torch.device, tuple[Tensor, Tensor]] = {}  # control, accumulator
-        self._view: ControlView | None = None
-        self._norm_measured = False  # by the last step
         self.verdict = Verdict()
-        self._read: tuple[Tensor, Any] | None = None  # a block on the host and its memory
-        self._written_skip: float | None = None  # what the control blocks say
-        self._counters: dict[str, float] = {}  # loaded, for control blocks yet to be made
 
     @property
     def max_grad_norm(self) -> float | None:
@@ -124,73 +111,50 @@ class Controlled:
     def set_schedule(
         self,
         *,
-        warmup_steps: int,
-        stable_steps: int,
-        decay_steps: int,
         decay_type: str = "linear",
         min_factor: float = 0.0,
         generation: int = 1,
+        **steps: int,
     ) -> None:
         """Lets a warmup-stable-decay factor, computed on the device, multiply the learning rate.
 
         Skipped steps do not count. ``group["lr"]`` stays the base value; no other scheduler should
-        change it. Arguments as :func:`torchopt_ext.ops.lr_factor`.
+        change it. Arguments as :func:`torchopt_ext.ops.lr_factor`: ``steps`` are ``warmup_steps``,
+        ``stable_steps`` and ``decay_steps``.
 
         Raises:
             ValueError: an argument out of range.
         """
-        schedule = {
-            "warmup_steps": warmup_steps,
-            "stable_steps": stable_steps,
-            "decay_steps": decay_steps,
-        }
         ops.lr_factor(
-            0, **schedule, decay_type=decay_type, min_factor=min_factor, generation=generation
+            0, decay_type=decay_type, min_factor=min_factor, generation=generation, **steps
         )  # checks the arguments
         self._set_control(
-            **schedule,
+            **steps,
             decay_type=float(("linear", "sqrt", "cosine").index(decay_type)),
             min_lr_factor=min_factor,
             schedule_generation=float(generation),
             scheduled=1.0,
         )
 
-    def set_loss_scale(
-        self,
-        init_scale: float = 2.0**16,
-        *,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        hysteresis: int = 1,
-        consecutive_hysteresis: bool = False,
-        min_scale: float = 0.0,
-        max_scale: float = 0.0,
-    ) -> None:
+    def set_loss_scale(self, init_scale: float = 2.0**16, **rule: Any) -> None:
         """Lets the control block keep a loss scale that follows overflows, without a scaler.
 
         Multiply losses with ``optimizer.control.loss_scale`` before backward. Steps with overflow
-        are skipped. Arguments as :class:`torchopt_ext.GradScaler`.
+        are skipped.
+
+        Args:
+            init_scale: the scale to begin with.
+            rule: ``growth_factor``, ``backoff_factor``, ``growth_interval``, ``hysteresis``,
+                ``consecutive_hysteresis``, ``min_scale`` and ``max_scale`` as
+                :class:`torchopt_ext.GradScaler`.
 
         Raises:
             ValueError: an argument out of range.
         """
         if not is_scale(init_scale):
             raise ValueError(f"Invalid init_scale: {init_scale}")
-        self._set_control(
-            **scale_settings(
-                growth_factor=growth_factor,
-                backoff_factor=backoff_factor,
-                growth_interval=growth_interval,
-                hysteresis=hysteresis,
-                consecutive_hysteresis=consecutive_hysteresis,
-                min_scale=min_scale,
-                max_scale=max_scale,
-            )
-        )
-        first = {"loss_scale": init_scale, "growth_tracker": 0.0, "hysteresis_tracker": 0.0}
-        self._set_control(**first)
-        self._counters |= first
+        counts = {"growth_tracker": 0.0, "hysteresis_tracker": 0.0}
+        self._set_control(**scale_settings(**rule), loss_scale=init_scale, **counts)
 
     @property
     def keeps_counts(self) -> bool:
@@ -233,7 +197,7 @@ class Controlled:
                     f"loss scale {fields['loss_scale']:g}",
                     stacklevel=3,
                 )
-        self._counters = fields
+        self._block(self.default_device)  # blocks made later take the counts from one that is there
         self._write_control(fields)
 
     @property
@@ -246,13 +210,8 @@ class Controlled:
 
     def known(self, name: str) -> float | None:
         """A field's value if no device has to be waited for; else None."""
-        block = self._block(self.default_device)[0]
-        if not block.is_cpu:
-            return None
-        if self._read is None or self._read[0] is not block:
-            values = ctypes.c_double * len(CONTROL_FIELDS)
-            self._read = block, values.from_address(block.data_ptr())
-        return float(self._read[1][CONTROL_FIELDS.index(name)])
+        value = self.control._views[CONTROL_FIELDS.index(name)]
+        return value.item() if value.is_cpu else None
 
     @property
     def default_device(self) -> torch.device:
@@ -264,16 +223,17 @@ class Controlled:
         return self.device_without_params
 
     def _block(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        if device not in self._blocks:
-            fields = self._settings | self._counters
-            for block, _ in self._blocks.values():  # one that has counted, on another device
-                values = read_fields(block)
-                fields |= {name: values[name] for name in PERSISTENT}
-            if self._written_skip is not None:
-                fields["skip_nonfinite"] = self._written_skip
-            with torch.inference_mode(False):  # steps will change them
-                control = ops.new_control(device, **_as_stored(fields))  # type: ignore[arg-type]
-                self._blocks[device] = control, ops.new_accumulator(device)
+        if (found := self._blocks.get(device)) is not None:
+            return found
+        fields = dict(self._settings)
+        for block, _ in self._blocks.values():  # one that has counted, on another device
+            values = read_fields(block)
+            fields |= {name: values[name] for name in PERSISTENT}
+        if self._written_skip is not None:
+            fields["skip_nonfinite"] = self._written_skip
+        with torch.inference_mode(False):  # steps will change them
+            control = ops.new_control(device, **_as_stored(fields))  # type: ignore[arg-type]
+            self._blocks[device] = control, ops.new_accumulator(device)
         return self._blocks[device]
 
     def _set_control(self, **fields: float) -> None:
@@ -283,23 +243,46 @@ class Controlled:
 
     def _write_control(self, fields: Mapping[str, float]) -> None:
         for control, _ in self._blocks.values():
-            write_fields(control, _as_stored(fields))
+            for name, value in _as_stored(fields).items():
+                control[CONTROL_FIELDS.index(name)] = value
 
-    @property
-    def needs_norm(self) -> bool:
-        """Whether a setting asks for the norm of the gradients, or whether they are finite."""
-        reasons = ("max_grad_norm", "skip_nonfinite", "growth_interval")
-        return any(self._settings.get(reason) for reason in reasons)
-
-    def _begin_step(self, check_overflow: bool, with_norm: bool) -> None:
-        """Lets an overflow skip the step if a loss scale asks for it, too."""
+    def _begin_step(self, context: StepContext, with_norm: bool) -> None:
+        """Lets an overflow skip the step if a scaler or loss scale asks for it, too."""
         self._norm_measured = with_norm
-        skip = float(
-            self.skip_nonfinite or check_overflow or bool(self._settings.get("growth_interval"))
+        settings = self._settings
+        skip = bool(
+            context.check_overflow or settings["skip_nonfinite"] or settings.get("growth_interval")
         )
-        if skip != self._written_skip:
+        if skip is not self._written_skip:
             self._written_skip = skip
             self._write_control({"skip_nonfinite": skip})
+
+    # ---- what optim.step.accumulated_norm needs ----------------------------------------------
+
+    def wants_norm(self, context: StepContext) -> bool:
+        """Whether a step measures the gradients' norm, or whether they are finite."""
+        settings = self._settings
+        return bool(
+            context.check_overflow
+            or settings["max_grad_norm"]
+            or settings["skip_nonfinite"]
+            or settings.get("growth_interval")
+        )
+
+    @property
+    def parts(self) -> list[tuple[torch.device, NormKey]]:
+        """Device and norm key of each part; the same keys in the same order on all ranks."""
+        raise NotImplementedError
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """Where a control block has to know the decision: the first parameter's device, from
+        which it is read, and those of the parts."""
+        return list(dict.fromkeys([self.default_device, *(device for device, _ in self.parts)]))
+
+    def accumulate(self, part: int, accumulator: Tensor) -> None:
+        """Adds the squares of a part's gradients (pass A)."""
+        raise NotImplementedError
 
 
 def _as_stored(fields: Mapping[str, float]) -> Mapping[str, float]:

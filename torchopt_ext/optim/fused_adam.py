@@ -7,15 +7,15 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.optim import Adam  # torch's own, also where a program replaces it by ours
 
-from torchopt_ext import ops
 from torchopt_ext._torch import is_dtensor
 from torchopt_ext.optim import state as param_state
 from torchopt_ext.optim.control import checked_max_grad_norm
 from torchopt_ext.optim.hooks import HookedStep, run_hooks
 from torchopt_ext.optim.planned import PlannedStep
 from torchopt_ext.optim.step import fused_step
-from torchopt_ext.optim.storage import REMAINDER, Place, Storage, with_own_steps
+from torchopt_ext.optim.storage import REMAINDER, Storage, with_own_steps
 from torchopt_ext.optim.telemetry import track_bits
 from torchopt_ext.statedict.entries import CONTROL_KEY, control_entry, converted
 from torchopt_ext.statedict.loaded import Loaded, largest_step, raise_problems, read_indexed
@@ -66,12 +66,7 @@ class FusedAdam(HookedStep, PlannedStep):
     _step_supports_amp_scaling = True
     # torchopt_ext.GradScaler then leaves the overflow check to the step.
     checks_overflow_in_step = True
-    # The number of the first parameter, in draws and digests (docs/numerics.md sections 8 and 9):
-    # a container numbers its optimizers' parameters through.
-    first_parameter_number = 0
     required_state = ("step", "exp_avg", "exp_avg_sq")
-    # Parameters that are parts of a larger model's, and where: set by ZeroRedundancyOptimizer.
-    parameter_places: Mapping[Tensor, Place] = {}
 
     def __init__(
         self,
@@ -98,27 +93,16 @@ class FusedAdam(HookedStep, PlannedStep):
         track: bool | Collection[str] = False,
         decoupled_weight_decay: bool = False,
     ) -> None:
-        name = type(self).__name__
-        if isinstance(lr, Tensor) and lr.numel() != 1:
-            raise ValueError("Tensor lr must be 1-element")
         if isinstance(lr, Tensor) and lr.dtype not in (torch.float32, torch.float64):
             raise ValueError(f"Tensor lr has dtype {lr.dtype}, expected float32 or float64")
-        if not 0.0 <= lr:
-            raise ValueError(f"Invalid learning rate: {lr}")
-        if not 0.0 <= eps:
-            raise ValueError(f"Invalid epsilon value: {eps}")
-        if isinstance(betas[0], Tensor) != isinstance(betas[1], Tensor):
-            raise ValueError("betas must be either both floats or both Tensors")
-        betas = (float(betas[0]), float(betas[1]))
-        for index, beta in enumerate(betas):
-            if not 0.0 <= beta < 1.0:
-                raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
-        if not 0.0 <= weight_decay:
-            raise ValueError(f"Invalid weight_decay value: {weight_decay}")
+        torchs = Adam(  # checks the arguments, and has the keys of state dicts
+            [torch.empty(0)], lr, betas, eps, weight_decay, amsgrad,
+            maximize=maximize, capturable=capturable,
+        )  # fmt: skip
         if foreach or fused is False or differentiable:
             asked = {"foreach": foreach, "fused": fused, "differentiable": differentiable}
             raise ValueError(
-                f"{name} is always fused and not differentiable; got {asked}. "
+                f"{type(self).__name__} is always fused and not differentiable; got {asked}. "
                 f"Use torch.optim for the other implementations."
             )
         if not 0 <= rounding_seed < 2**64:
@@ -131,27 +115,15 @@ class FusedAdam(HookedStep, PlannedStep):
             "max_grad_norm": checked_max_grad_norm(max_grad_norm),
             "skip_nonfinite": float(skip_nonfinite),
         }
-        self._init_runtime(process_group)
-        # The keys of torch's Adam and AdamW, so that state dicts move both ways.
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "maximize": maximize,
+        self.process_group = process_group
+        self._init_control()
+        own = {
+            "betas": (float(betas[0]), float(betas[1])),
             "foreach": foreach,
-            "capturable": capturable,
-            "differentiable": differentiable,
             "fused": True,
             "decoupled_weight_decay": decoupled_weight_decay,
         }
-        super().__init__(params, defaults)
-
-    def _init_runtime(self, process_group: torch.distributed.ProcessGroup | None) -> None:
-        self.process_group = process_group
-        self._init_control()
-        self._init_plan()
+        super().__init__(params, torchs.defaults | own)
 
     # ---- torch.optim.Optimizer --------------------------------------------------------------
 
@@ -265,15 +237,11 @@ class FusedAdam(HookedStep, PlannedStep):
             "_storage": self._storage,
             "_options": self._options,
             "_settings": self._settings,
-            "_counters": self._counters,
-            "_control": {device: block for device, (block, _) in self._blocks.items()},
+            "_blocks": self._blocks,
+            "verdict": self.verdict,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if "_built" not in self.__dict__:  # a copy or an unpickled optimizer
-            self._init_runtime(None)
-            controls: dict[torch.device, Tensor] = state.pop("_control", {})
-            self._blocks = {d: (block, ops.new_accumulator(d)) for d, block in controls.items()}
         super().__setstate__(state)
         for group in self.param_groups:  # state dicts of older torch versions lack some keys
             for key, default in self.defaults.items():
@@ -328,25 +296,6 @@ class FusedAdam(HookedStep, PlannedStep):
         if self._storage.master_weights is None and not self._options.stochastic_rounding:
             self._storage = Storage("fp32", self._storage.state_dtype)
             self._built = None
-
-    def _init_states(self, wanted: Callable[[Tensor], bool]) -> None:
-        super()._init_states(wanted)
-        self._mark_control()
-
-    def _mark_control(self) -> None:
-        """Gives the first state the entry for the control's fields, if they are to be saved.
-
-        torch's set_optimizer_state_dict takes from a flat dict only the entries that state has.
-        """
-        if self.keeps_counts:
-            for entry in self.state.values():
-                if isinstance(entry, dict) and "step" in entry:
-                    entry.setdefault(CONTROL_KEY, {})
-                    return
-
-    def _set_control(self, **fields: float) -> None:
-        super()._set_control(**fields)
-        self._mark_control()
 
 
 class FusedAdamW(FusedAdam):

@@ -18,19 +18,15 @@ class Remainder(DTensor):
     """
 
     @classmethod
-    def of(cls, tensor: Any) -> Remainder:
+    def of(cls, tensor: Any) -> Any:
         """A view of a DTensor."""
-        made: Remainder = cls(local_shard(tensor), layout_of(tensor), requires_grad=False)
-        return made
+        return cls(local_shard(tensor), layout_of(tensor), requires_grad=False)
 
     def plain(self) -> Any:
         return DTensor(local_shard(self), layout_of(self), requires_grad=False)
 
-    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
-        gathered: DTensor = (
-            self.plain().to(torch.int32).redistribute(*args, **kwargs).to(torch.int16)
-        )
-        return gathered
+    def redistribute(self, *args: Any, **kwargs: Any) -> Any:
+        return self.plain().to(torch.int32).redistribute(*args, **kwargs).to(torch.int16)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self.plain(), memo)

@@ -55,8 +55,6 @@ class HookedStep:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "step" in vars(cls):
-            cls.step = hooked_step(vars(cls)["step"])  # type: ignore[attr-defined]
         cls._wrap_step()
 
     @classmethod

@@ -18,10 +18,8 @@ def local_tensor(tensor: Any) -> Any:
     torchao's subclasses for float8 and int8 training hold the weight in one inner tensor of the
     same shape and dtype, which their operators step. Any other subclass is returned as it is.
     """
-    return _unwrapped(local_shard(tensor) if is_dtensor(tensor) else tensor)
-
-
-def _unwrapped(tensor: Any) -> Any:
+    if is_dtensor(tensor):
+        tensor = local_shard(tensor)
     if type(tensor) in (Tensor, torch.nn.Parameter) or not hasattr(tensor, "__tensor_flatten__"):
         return tensor
     inner = inner_tensors(tensor).values()
@@ -42,13 +40,9 @@ def as_placed(local: Tensor, like: Any) -> Any:
         return local
     from torch.distributed.tensor import DTensor
 
+    mesh, placements, whole = like.device_mesh, like.placements, (like.shape, like.stride())
     return DTensor.from_local(
-        local,
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
+        local, mesh, placements, run_check=False, shape=whole[0], stride=whole[1]
     )
 
 
@@ -79,11 +73,6 @@ def norm_key(param: Tensor) -> NormKey:
         raise ValueError(f"cannot step a DTensor parameter with placements {placements}")
     split = tuple(d for d, placement in enumerate(placements) if not placement.is_replicate())
     return param.device_mesh, split  # type: ignore[attr-defined]
-
-
-def is_split(key: NormKey) -> bool:
-    """Whether parameters with this key are split over ranks."""
-    return bool(key) and bool(key[1])
 
 
 def crosses(key: NormKey, group: Any) -> bool:
@@ -180,11 +169,9 @@ def _sum_over(found: Any, wanted: Any) -> int | None:
 def _complete(grad: Any) -> Any:
     """A gradient's local tensor, after waiting for its collective (AsyncCollectiveTensor)."""
     local = local_shard(grad) if is_dtensor(grad) else grad
-    return (
-        local.wait()
-        if type(local) is not Tensor and hasattr(local, "wait")
-        else local_tensor(local)
-    )
+    if type(local) is not Tensor and hasattr(local, "wait"):
+        return local.wait()
+    return local_tensor(local)
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
@@ -222,11 +209,3 @@ def all_reduce_(accumulator: Tensor, group: Any, op: Any = None) -> None:
         run(torch.distributed.all_reduce, sent, op, group=group)
     if sent is not accumulator:
         accumulator.copy_(sent)
-
-
-def all_reduce_over_mesh_(accumulator: Tensor, key: NormKey) -> None:
-    """Sums normalised accumulators over the ranks that share a split parameter, in place."""
-    if key:
-        mesh, split = key
-        for dimension in split:
-            all_reduce_(accumulator, mesh.get_group(dimension))

@@ -65,18 +65,13 @@ class Verdict:
         flags = total[FLAGS]
         if self.is_known(flags):
             _check(flags)
-        else:
-            self._later += self._sent_to_host(flags)
+        elif (sent := sent_to_host(flags)) is not None:
+            self._later.append(sent)
 
     @staticmethod
     def is_known(flags: Tensor) -> bool:
         """Whether the host can read ``flags`` without waiting."""
         return flags.is_cpu
-
-    @staticmethod
-    def _sent_to_host(flags: Tensor) -> list[tuple[Tensor, Any]]:
-        sent = sent_to_host(flags)
-        return [] if sent is None else [sent]
 
     def check(self) -> None:
         """Raises if an earlier step is known by now to have been rejected; does not wait."""

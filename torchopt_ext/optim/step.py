@@ -5,48 +5,20 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from torchopt_ext import _C, ops
+from torchopt_ext import ops
 from torchopt_ext._torch import run_eagerly
 from torchopt_ext.optim.context import ALONE, StepContext
-from torchopt_ext.optim.local import (
-    NormKey,
-    all_reduce_,
-    all_reduce_over_mesh_,
-    counts_here,
-    crosses,
-    is_split,
-    moved,
-)
-from torchopt_ext.optim.rejection import FLAGS, Agreement, Verdict, is_rejected, reject_in
+from torchopt_ext.optim.control import Controlled
+from torchopt_ext.optim.local import NormKey, all_reduce_, counts_here, crosses, moved
+from torchopt_ext.optim.rejection import FLAGS, Agreement, is_rejected, reject_in
 
 if TYPE_CHECKING:
     from torchopt_ext.optim.planned import PlannedStep
-
-
-class HasNorm(Protocol):
-    """What takes part in a gradient norm: fused optimizers, their gradients collected."""
-
-    process_group: Any
-    verdict: Verdict
-
-    def wants_norm(self, context: StepContext) -> bool:
-        """Whether a step measures the norm."""
-
-    @property
-    def parts(self) -> list[tuple[torch.device, NormKey]]:
-        """Device and norm key of each part; the same keys in the same order on all ranks."""
-
-    @property
-    def devices(self) -> list[torch.device]:
-        """Where the norm has to be known."""
-
-    def accumulate(self, part: int, accumulator: Tensor) -> None:
-        """Adds the squares of a part's gradients."""
 
 
 @run_eagerly
@@ -70,12 +42,13 @@ def fused_step(optimizers: Sequence[PlannedStep], context: StepContext = ALONE) 
     agreement = context.agreement
     if agreement is None:
         optimizers[0].verdict.check()
-        agreement = Agreement()
     try:
-        if len(optimizers) != 1 or not optimizers[0].step_alone(context):
-            _step_together(optimizers, context, agreement)
+        if len(optimizers) == 1 and optimizers[0].step_alone(context):
+            return
+        agreement = agreement or Agreement()
+        _step_together(optimizers, context, agreement)
     except Exception:
-        reject(optimizers, context, agreement)
+        reject(optimizers, context, agreement or Agreement())
         raise
 
 
@@ -91,15 +64,14 @@ def _step_together(
                 f"{first.norm_settings} and {other.norm_settings}"
             )
     try:
-        for optimizer in optimizers:
-            optimizer.collect()
-        kept = [optimizer.kept() for optimizer in optimizers]
-        for optimizer in optimizers:
-            optimizer.check_scaler(context)
+        kept = [optimizer.collect() for optimizer in optimizers]
+        first.check_scaler(context)
         total: dict[torch.device, Tensor] = {}
         measured = first.wants_norm(context)
         if measured or context.agreement is not None:
             total = accumulated_norm(optimizers, context, agreement, measured=measured)
+            if context.check_overflow:
+                context = context._replace(found_inf=None)  # counted with the squares
             context = _unless_rejected(optimizers, total, context)
         for optimizer in optimizers:
             optimizer.update(total if measured else {}, context)
@@ -110,7 +82,7 @@ def _step_together(
 
 
 def _unless_rejected(
-    optimizers: Sequence[HasNorm], total: dict[torch.device, Tensor], context: StepContext
+    optimizers: Sequence[Controlled], total: dict[torch.device, Tensor], context: StepContext
 ) -> StepContext:
     """Lets a GPU skip a step that another rank rejects; on the CPU :class:`Verdict` has raised."""
     first = optimizers[0]
@@ -125,7 +97,7 @@ def _unless_rejected(
 
 
 @torch.no_grad()
-def reject(optimizers: Sequence[HasNorm], context: StepContext, agreement: Agreement) -> None:
+def reject(optimizers: Sequence[Controlled], context: StepContext, agreement: Agreement) -> None:
     """Tells the ranks that wait in this step's norm that this rank does not make the step."""
     if agreement.pending and (context.agreement is not None or optimizers[0].wants_norm(context)):
         with suppress(Exception):
@@ -133,7 +105,7 @@ def reject(optimizers: Sequence[HasNorm], context: StepContext, agreement: Agree
 
 
 def accumulated_norm(
-    optimizers: Sequence[HasNorm],
+    optimizers: Sequence[Controlled],
     context: StepContext,
     agreement: Agreement,
     *,
@@ -215,7 +187,8 @@ def _sum_over_meshes(sums: dict[NormKey, Tensor], own: Tensor) -> None:
     if carrier is not None:
         sums[carrier][FLAGS] = flags
     for key, subtotal in sums.items():
-        all_reduce_over_mesh_(subtotal, key)
+        for dimension in key[1] if key else ():
+            all_reduce_(subtotal, key[0].get_group(dimension))
     if carrier is None:
         _warn_of_different_norms(list(sums))
         for mesh, dimension in joined:
@@ -225,7 +198,7 @@ def _sum_over_meshes(sums: dict[NormKey, Tensor], own: Tensor) -> None:
 
 def _warn_of_different_norms(keys: Sequence[NormKey]) -> None:
     """Says so where ranks of one parameter know other norms, and clip it by other factors."""
-    split = [key[0] for key in keys if is_split(key)]
+    split = [key[0] for key in keys if key and key[1]]
     ranks = [frozenset(mesh.mesh.flatten().tolist()) for mesh in dict.fromkeys(split)]
     if len(set(ranks)) > 1:
         warnings.warn(
@@ -233,8 +206,3 @@ def _warn_of_different_norms(keys: Sequence[NormKey]) -> None:
             f"gradient norm is not the same on all of them: process_group= says who agrees on one",
             stacklevel=2,
         )
-
-
-def cpu_kernels() -> str:
-    """The instruction set of the CPU kernels in use: "default", "avx2" or "avx512"."""
-    return _C.cpu_kernels()

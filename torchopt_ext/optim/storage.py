@@ -173,12 +173,8 @@ def packed_steps(states: Sequence[dict[str, Any]]) -> None:
 
 def with_own_steps(state: dict[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
     """A copy of an optimizer's state in which every step has memory of its own."""
-    return {
-        key: {
-            name: value.clone() if name == "step" and isinstance(value, Tensor) else value
-            for name, value in entry.items()
-        }
-        if isinstance(entry, dict)
-        else entry
-        for key, entry in state.items()
-    }
+    own = {key: dict(v) if isinstance(v, dict) else v for key, v in state.items()}
+    for entry in own.values():
+        if isinstance(entry, dict) and isinstance(entry.get("step"), Tensor):
+            entry["step"] = entry["step"].clone()
+    return own

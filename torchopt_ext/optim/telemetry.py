@@ -1,6 +1,6 @@
 """What a tracked step saw of each parameter while its values were in registers."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,12 +51,12 @@ class Telemetry:
         return int(self.digests.sum().item()) % 2**64
 
 
-def keep_digests(plan: OptimizerPlan, digests: Mapping[int, Tensor]) -> None:
-    """Gives a new plan the digests of an old one, by position among the parameters with state."""
+def keep_digests(plan: OptimizerPlan, digests: Sequence[Tensor | None]) -> None:
+    """Gives a new plan the digests of an old one, in the order of the parameters with state."""
     for _, counts, positions in plan.traces():
         for row, position in enumerate(positions):
-            if position in digests:
-                counts[row, 1] = digests[position]
+            if (known := digests[position]) is not None:
+                counts[row, 1] = known
 
 
 def telemetry_of(plan: OptimizerPlan, names: Sequence[str]) -> Telemetry:
