@@ -14,14 +14,6 @@ import torch
 _REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps ."
 
 
-def _minor(version: str) -> str:
-    return ".".join(version.split(".")[:2])
-
-
-def _major(version: str) -> str:
-    return version.split(".")[0]
-
-
 def mismatch(
     built_torch: str, built_cuda: str | None, torch_version: str, torch_cuda: str | None
 ) -> str | None:
@@ -34,11 +26,11 @@ def mismatch(
         torch_cuda: ``torch.version.cuda`` now; None for a CPU build of torch.
     """
     built, running = f"torch {built_torch}", f"torch {torch_version}"
-    same = _minor(built_torch) == _minor(torch_version)
+    same = built_torch.split(".")[:2] == torch_version.split(".")[:2]
     if built_cuda is not None:
         built += f" and CUDA {built_cuda}"
         running += f" and CUDA {torch_cuda}" if torch_cuda else " and no CUDA"
-        same = same and torch_cuda is not None and _major(built_cuda) == _major(torch_cuda)
+        same = same and built_cuda.split(".")[0] == (torch_cuda or "").split(".")[0]
     if same:
         return None
     return (

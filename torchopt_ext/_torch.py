@@ -48,14 +48,10 @@ _WRAPPER = Optimizer.profile_hook_step(lambda _: None).__code__
 
 def has_step_hooks(optimizer: Any, *, own_only: bool = False) -> bool:
     """Whether hooks on an optimizer's steps are registered: its own, or those on all optimizers."""
-    return bool(
-        optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or (
-            not own_only
-            and (_optimizer._global_optimizer_pre_hooks or _optimizer._global_optimizer_post_hooks)
-        )
-    )
+    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    if own or own_only:
+        return bool(own)
+    return bool(_optimizer._global_optimizer_pre_hooks or _optimizer._global_optimizer_post_hooks)
 
 
 def hooks(optimizer: Any, kind: str) -> list[Callable[..., Any]]:

@@ -1,7 +1,7 @@
 """Typed wrappers of the operators in csrc/ops.cpp. docs/numerics.md states what they compute."""
 
 from collections.abc import Sequence
-from typing import NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,31 +19,23 @@ def new_accumulator(device: torch.device | str = "cpu") -> Tensor:
     return torch.zeros(_C.ACCUMULATOR_SIZE, dtype=torch.int64, device=device)
 
 
-def new_control(
-    device: torch.device | str = "cpu",
-    *,
-    max_grad_norm: float = 0.0,
-    skip_nonfinite: bool = False,
-    **fields: float,
-) -> Tensor:
+def new_control(device: torch.device | str = "cpu", **fields: float) -> Tensor:
     """A control block: float64, one element for each of :data:`CONTROL_FIELDS`.
 
     Args:
         device: where the parameters are.
-        max_grad_norm: clip threshold; 0 or less leaves gradients as they are.
-        skip_nonfinite: skip a step that has a non-finite gradient.
-        fields: first values of other fields; factors and scales are 1 by default, the rest 0.
+        fields: first values; factors and scales are 1 by default, the rest 0. Gradients are clipped
+            with ``max_grad_norm`` above 0, and ``skip_nonfinite`` skips a step that has a
+            non-finite one.
 
     Raises:
         ValueError: there is no such field.
     """
     if unknown := fields.keys() - set(CONTROL_FIELDS):
         raise ValueError(f"a control block has no field {min(unknown)!r}")
-    values = dict.fromkeys(CONTROL_FIELDS, 0.0)
     ones = ("clip_factor", "grad_factor", "grad_scale", "loss_scale", "lr_factor")
-    values |= dict.fromkeys(ones, 1.0)
-    values |= {"max_grad_norm": max_grad_norm, "skip_nonfinite": float(skip_nonfinite)}
-    return torch.tensor(list((values | fields).values()), dtype=torch.float64, device=device)
+    values = dict.fromkeys(CONTROL_FIELDS, 0.0) | dict.fromkeys(ones, 1.0) | fields
+    return torch.tensor(list(values.values()), dtype=torch.float64, device=device)
 
 
 def grad_sumsq_(grads: Sequence[Tensor], accumulator: Tensor) -> None:
@@ -155,32 +147,6 @@ def scaled_copy_(
     _ops.scaled_copy_.default(to, from_, control, unscale=unscale)
 
 
-@overload
-def lr_factor(
-    step: int,
-    *,
-    warmup_steps: int,
-    stable_steps: int,
-    decay_steps: int,
-    decay_type: str = ...,
-    min_factor: float = ...,
-    generation: int = ...,
-) -> float: ...
-
-
-@overload
-def lr_factor(
-    step: Tensor,
-    *,
-    warmup_steps: int,
-    stable_steps: int,
-    decay_steps: int,
-    decay_type: str = ...,
-    min_factor: float = ...,
-    generation: int = ...,
-) -> Tensor: ...
-
-
 def lr_factor(
     step: int | Tensor,
     *,
@@ -190,11 +156,12 @@ def lr_factor(
     decay_type: str = "linear",
     min_factor: float = 0.0,
     generation: int = 1,
-) -> float | Tensor:
+) -> Any:
     """Learning-rate factor after ``step`` steps of a warmup-stable-decay schedule.
 
     Args:
-        step: steps done, 0 or more; an int64 tensor gives a float64 tensor of its shape.
+        step: steps done, 0 or more; an int64 tensor gives a float64 tensor of its shape, an int a
+            float.
         warmup_steps, stable_steps, decay_steps: lengths of the three parts.
         decay_type: "linear", "sqrt" or "cosine".
         min_factor: where the decay ends, 0 to 1.
@@ -205,14 +172,9 @@ def lr_factor(
     """
     overload = _ops.lr_factor.tensor if isinstance(step, Tensor) else _ops.lr_factor.default
     return overload(
-        step,
-        warmup_steps=warmup_steps,
-        stable_steps=stable_steps,
-        decay_steps=decay_steps,
-        decay_type=decay_type,
-        min_factor=min_factor,
-        generation=generation,
-    )
+        step, warmup_steps=warmup_steps, stable_steps=stable_steps, decay_steps=decay_steps,
+        decay_type=decay_type, min_factor=min_factor, generation=generation,
+    )  # fmt: skip
 
 
 def partition_greedy(
@@ -257,8 +219,8 @@ def partition_buckets(
         ValueError: an argument out of range, or lengths that do not add up to ``len(numels)``.
         RuntimeError: a bucket needs more ranks than there are; torch fails there, too.
     """
-    rows = _ops.partition_buckets.default(numels, bucket_lengths, world_size, shard_buckets)
-    return list(zip(rows[::4], rows[1::4], rows[2::4], rows[3::4], strict=True))
+    rows = iter(_ops.partition_buckets.default(numels, bucket_lengths, world_size, shard_buckets))
+    return list(zip(rows, rows, rows, rows, strict=True))
 
 
 class BalancedPlan(NamedTuple):
@@ -305,10 +267,8 @@ def partition_balanced(
     buckets, starts, lengths, cuts = _ops.partition_balanced.default(
         numels, row_lengths, world_size, bucket_elements, alignment
     )
-    ends = range(world_size + 1, len(cuts) + 1, world_size + 1)
-    return BalancedPlan(
-        buckets, starts, lengths, [cuts[end - world_size - 1 : end] for end in ends]
-    )
+    cut = [cuts[i : i + world_size + 1] for i in range(0, len(cuts), world_size + 1)]
+    return BalancedPlan(buckets, starts, lengths, cut)
 
 
 @torch.library.register_fake("torchopt_ext::accumulator_total")

@@ -109,7 +109,7 @@ class DynamicGradScaler:
 
     def _trackers(self) -> dict[str, Tensor]:
         loss_scale = self._loss_scale
-        trackers = loss_scale.growth_tracker, loss_scale.hysteresis_tracker
+        trackers = loss_scale.field("growth_tracker"), loss_scale.field("hysteresis_tracker")
         return dict(zip(_COUNTS, trackers, strict=True))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -73,7 +73,8 @@ class GradScaler(torch.amp.GradScaler):
             self._init_growth_tracker,
             self._init_hysteresis_tracker,
         )
-        self._growth_tracker = self._loss_scale.growth_tracker  # torch's methods read and fill it
+        # torch's methods read and fill it.
+        self._growth_tracker = self._loss_scale.field("growth_tracker")
 
     def _growth_settings(self) -> dict[str, float]:
         return {
@@ -159,7 +160,8 @@ class GradScaler(torch.amp.GradScaler):
         assert loss_scale is not None
         if growth != self._growth:  # torch has setters for them
             self._growth = growth
-            loss_scale.change(growth)
+            for name, value in growth.items():
+                loss_scale.field(name).fill_(value)
         found_inf = found[0] if len(found) == 1 else torch.stack([f.double() for f in found]).sum()
         loss_scale.update(found_inf)
         self._per_optimizer_states = defaultdict(fresh_optimizer_state)
@@ -178,7 +180,7 @@ class GradScaler(torch.amp.GradScaler):
         super().load_state_dict(state_dict)
         self._init_hysteresis_tracker = int(state_dict.get("_hysteresis_tracker", 0))
         if self._loss_scale is not None:
-            self._loss_scale.hysteresis_tracker.fill_(self._init_hysteresis_tracker)
+            self._loss_scale.field("hysteresis_tracker").fill_(self._init_hysteresis_tracker)
 
     def _get_growth_tracker(self) -> int:
         return int(super()._get_growth_tracker())
@@ -186,7 +188,7 @@ class GradScaler(torch.amp.GradScaler):
     def _get_hysteresis_tracker(self) -> int:
         if self._loss_scale is None:
             return self._init_hysteresis_tracker
-        return int(self._loss_scale.hysteresis_tracker.item())
+        return int(self._loss_scale.field("hysteresis_tracker").item())
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+CPU = torch.device("cpu")
 _timeout: ContextVar[timedelta | None] = ContextVar("timeout", default=None)
 _devices: "WeakKeyDictionary[Any, torch.device]" = WeakKeyDictionary()
 
@@ -72,16 +73,12 @@ def use_device(group: Any, device: torch.device) -> None:
         _devices[group] = device
 
 
-def comm_device(group: dist.ProcessGroup) -> torch.device:
-    """Where tensors have to be that `group` communicates: the CPU if it can, else the GPU."""
-    if "cpu:" in dist.get_backend_config(group):
-        return torch.device("cpu")
+def comm_device(group: dist.ProcessGroup, at: torch.device = CPU) -> torch.device:
+    """Where tensors that `group` communicates have to be: where they are, the CPU or the GPU."""
+    for device in (at, CPU):
+        if f"{device.type}:" in dist.get_backend_config(group):
+            return device
     return _devices.get(group) or torch.device("cuda", torch.cuda.current_device())
-
-
-def speaks(group: dist.ProcessGroup, tensor: Tensor) -> bool:
-    """Whether a tensor can be sent from where it is."""
-    return f"{tensor.device.type}:" in dist.get_backend_config(group)
 
 
 def all_gather_text(

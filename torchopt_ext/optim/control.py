@@ -232,7 +232,7 @@ class Controlled:
         if self._written_skip is not None:
             fields["skip_nonfinite"] = self._written_skip
         with torch.inference_mode(False):  # steps will change them
-            control = ops.new_control(device, **_as_stored(fields))  # type: ignore[arg-type]
+            control = ops.new_control(device, **_as_stored(fields))
             self._blocks[device] = control, ops.new_accumulator(device)
         return self._blocks[device]
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from torchopt_ext._torch import all_reduce_coalesced, is_dtensor, local_shard
-from torchopt_ext.optim.collective import collective, comm_device, run, speaks
+from torchopt_ext.optim.collective import collective, comm_device, run
 
 NormKey: TypeAlias = tuple[Any, ...]
 """Parameters with an equal key have their squares summed over the same ranks; () is this rank."""
@@ -29,9 +29,8 @@ def local_tensor(tensor: Any) -> Any:
 
 def inner_tensors(tensor: Any) -> dict[str, Tensor]:
     """The tensors in a wrapper subclass by attribute; none of a plain tensor."""
-    if not hasattr(tensor, "__tensor_flatten__"):
-        return {}
-    return {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
+    names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
+    return {name: getattr(tensor, name) for name in names}
 
 
 def as_placed(local: Tensor, like: Any) -> Any:
@@ -40,10 +39,11 @@ def as_placed(local: Tensor, like: Any) -> Any:
         return local
     from torch.distributed.tensor import DTensor
 
-    mesh, placements, whole = like.device_mesh, like.placements, (like.shape, like.stride())
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=whole[0], stride=whole[1]
+    where, whole = (
+        (like.device_mesh, like.placements),
+        {"shape": like.shape, "stride": like.stride()},
     )
+    return DTensor.from_local(local, *where, run_check=False, **whole)
 
 
 def same_placement(a: Any, b: Any) -> bool:
@@ -203,7 +203,7 @@ def all_reduce_(accumulator: Tensor, group: Any, op: Any = None) -> None:
 
     Parameters may be on the CPU (FSDP2's CPUOffloadPolicy) while their ranks speak through NCCL.
     """
-    sent = accumulator if speaks(group, accumulator) else moved(accumulator, comm_device(group))
+    sent = moved(accumulator, comm_device(group, accumulator.device))
     with collective("adding up the gradient norm"):
         op = op or torch.distributed.ReduceOp.SUM
         run(torch.distributed.all_reduce, sent, op, group=group)

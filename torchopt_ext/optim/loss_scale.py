@@ -79,26 +79,13 @@ class LossScale:
                 scale.device,
                 growth_tracker=growth_tracker,
                 hysteresis_tracker=hysteresis_tracker,
-                **settings,  # type: ignore[arg-type]
+                **settings,
             )
 
-    @property
-    def growth_tracker(self) -> Tensor:
-        """Steps without overflow in a row; a view of the control block."""
-        return self._field("growth_tracker")
-
-    @property
-    def hysteresis_tracker(self) -> Tensor:
-        """Overflows that count against the hysteresis; a view of the control block."""
-        return self._field("hysteresis_tracker")
-
-    def _field(self, name: str) -> Tensor:
+    def field(self, name: str) -> Tensor:
+        """A view of the control block: ``growth_tracker`` counts steps without overflow in a row,
+        ``hysteresis_tracker`` the overflows that count against the hysteresis."""
         return self._block[ops.CONTROL_FIELDS.index(name)]
-
-    def change(self, settings: Mapping[str, float]) -> None:
-        """Sets some of the settings."""
-        for name, value in settings.items():
-            self._field(name).fill_(value)
 
     def update(self, found_inf: Tensor) -> None:
         """Counts a step, and lets the scale back off or grow.

@@ -13,7 +13,7 @@ from torchopt_ext.optim import state as param_state
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.control import Controlled
 from torchopt_ext.optim.local import NormKey, moved
-from torchopt_ext.optim.storage import Place, Storage, refuse_param
+from torchopt_ext.optim.storage import Place, Storage, param_problem
 from torchopt_ext.optim.telemetry import Telemetry, keep_digests, telemetry_of
 from torchopt_ext.statedict.control import CONTROL_KEY
 
@@ -83,9 +83,9 @@ class PlannedStep(Controlled, Optimizer):
 
     def _check_param(self, param: Tensor, name: str | int) -> None:
         """Raises TypeError unless steps can update the parameter."""
-        what = f"parameter {name!r} of {type(self).__name__}"
-        refuse_param(param, what)
-        self._storage.refuse(param, what, self._options.stochastic_rounding)
+        rounding = self._options.stochastic_rounding
+        if found := param_problem(param) or self._storage.problem(param, rounding):
+            raise TypeError(f"parameter {name!r} of {type(self).__name__} {found}")
 
     def _mark_control(self) -> None:
         """Gives the first state the entry for the control's fields, if they are to be saved.
@@ -121,7 +121,7 @@ class PlannedStep(Controlled, Optimizer):
         for name in ("grad_scale", "found_inf"):
             value = getattr(context, name)
             if value is not None and (value.dtype != torch.float32 or value.numel() != 1):
-                raise RuntimeError(f"{name} is not one float32 element")
+                raise RuntimeError(f"{name} is not one float32 element on {self.default_device}")
         self._scaler_tensors(context, self.default_device)
 
     def step_alone(self, context: StepContext, again: bool = True) -> bool:

@@ -123,28 +123,25 @@ def accumulated_norm(
         ValueError: some parameters' meshes cross the process group and some lie within it.
     """
     group = optimizers[0].process_group
-    by_key: dict[NormKey, dict[torch.device, Tensor]] = {}
-    devices: dict[torch.device, None] = {}
+    devices = list(dict.fromkeys(device for o in optimizers for device in o.devices))
+    first = devices[0]
+    sums: dict[NormKey, Tensor] = {}
+    elsewhere: list[tuple[Tensor, Tensor]] = []
     for optimizer in optimizers:
         for part, (device, key) in enumerate(optimizer.parts):
-            on_device = by_key.setdefault(key, {})
-            if device not in on_device:
-                on_device[device] = ops.new_accumulator(device)
+            if key not in sums:
+                sums[key] = ops.new_accumulator(first)
             if rejects or not measured:
                 continue
-            if group is None or counts_here(key, group):
-                optimizer.accumulate(part, on_device[device])
-            else:  # another replica's squares count, but what is not finite here has to be known
-                replica = ops.new_accumulator(device)
-                optimizer.accumulate(part, replica)
-                on_device[device][FLAGS] += replica[FLAGS]
-        devices |= dict.fromkeys(optimizer.devices)
-    first = next(iter(devices))
-    sums: dict[NormKey, Tensor] = {}
-    for key, on_device in by_key.items():
-        sums[key] = ops.new_accumulator(first)
-        for accumulator in on_device.values():
-            sums[key] += moved(accumulator, first)
+            counts = group is None or counts_here(key, group)
+            own = sums[key] if counts and device == first else ops.new_accumulator(device)
+            optimizer.accumulate(part, own)
+            if not counts:  # another replica's squares do; what is not finite here has to be known
+                own[: FLAGS.start] = 0
+            if own is not sums[key]:
+                elsewhere.append((sums[key], own))
+    for subtotal, own in elsewhere:  # all devices are at work now
+        subtotal += moved(own, first)
     total = ops.new_accumulator(first)
     if context.check_overflow and context.found_inf is not None:
         # What a scaler found when it unscaled this rank's gradients counts as a NaN.

@@ -34,15 +34,11 @@ class Storage:
 
     def __post_init__(self) -> None:
         if self.master_weights not in (None, "fp32", "remainder"):
-            raise ValueError(
-                f"Invalid master_weights: {self.master_weights!r}, "
-                "expected None, 'fp32' or 'remainder'"
-            )
+            expected = "expected None, 'fp32' or 'remainder'"
+            raise ValueError(f"Invalid master_weights: {self.master_weights!r}, {expected}")
         if self.state_dtype not in (None, torch.float32, torch.bfloat16):
-            raise ValueError(
-                f"Invalid state_dtype: {self.state_dtype}, "
-                "expected None, torch.float32 or torch.bfloat16"
-            )
+            expected = "expected None, torch.float32 or torch.bfloat16"
+            raise ValueError(f"Invalid state_dtype: {self.state_dtype}, {expected}")
 
     def master_of(self, param: Tensor) -> str | None:
         """The state entry that completes a parameter: MASTER, REMAINDER or None."""
@@ -60,37 +56,37 @@ class Storage:
         """Whether moments of another dtype are converted; otherwise they are taken as they are."""
         return self.master_weights is not None or self.state_dtype is not None
 
-    def refuse(self, param: Tensor, what: str, stochastic_rounding: bool) -> None:
-        """Raises TypeError for a parameter that cannot be held this way."""
+    def problem(self, param: Tensor, stochastic_rounding: bool) -> str | None:
+        """Why a parameter cannot be held this way, to follow its name in a message."""
         if self.master_weights == "remainder" and param.dtype == torch.float16:
-            raise TypeError(
-                f"{what} has dtype float16, but a remainder completes bfloat16 only: "
+            return (
+                "has dtype float16, but a remainder completes bfloat16 only: "
                 "use master_weights='fp32'"
             )
         if stochastic_rounding and param.dtype == torch.float16 and self.master_weights is None:
-            raise TypeError(f"{what} has dtype float16; only bfloat16 is rounded stochastically")
+            return "has dtype float16; only bfloat16 is rounded stochastically"
         if self.state_dtype is not None and param.dtype not in (*SIXTEEN_BIT, torch.float32):
-            raise TypeError(
-                f"{what} has dtype {param.dtype}, and so have its moments: no state_dtype"
-            )
+            return f"has dtype {param.dtype}, and so have its moments: no state_dtype"
+        return None
 
 
 def refuse_param(param: Tensor, what: str) -> None:
-    """Raises TypeError for a parameter that no step could update.
-
-    Only parameters that require a gradient or have one are to be checked: a frozen one, such as a
-    quantized weight, may be anything.
-    """
-    if problem := _problem_of(param):
+    """Raises TypeError for a parameter that no step could update."""
+    if problem := param_problem(param):
         raise TypeError(f"{what} {problem}")
 
 
 def is_steppable(param: Tensor) -> bool:
     """Whether a step could update the parameter if it had a gradient."""
-    return _problem_of(param) is None
+    return param_problem(param) is None
 
 
-def _problem_of(param: Tensor) -> str | None:
+def param_problem(param: Tensor) -> str | None:
+    """Why no step could update a parameter, to follow its name in a message.
+
+    Only parameters that require a gradient or have one are to be checked: a frozen one, such as a
+    quantized weight, may be anything.
+    """
     if torch.nn.parameter.is_lazy(param):
         return None  # its first forward gives it a shape
     local = local_tensor(param)

@@ -19,11 +19,10 @@ def track_bits(track: bool | Collection[str]) -> int:
     Raises:
         ValueError: a name is unknown.
     """
-    names = (TRACKED if track else ()) if isinstance(track, bool) else track
-    if isinstance(names, str) or (unknown := set(names) - TRACKED.keys()):
-        unknown = {names} if isinstance(names, str) else unknown
-        raise ValueError(f"Invalid track: {sorted(unknown)}, expected some of {list(TRACKED)}")
-    return sum(TRACKED[name] for name in set(names))
+    names = set(TRACKED if track is True else track or ())
+    if not names <= TRACKED.keys():
+        raise ValueError(f"Invalid track: {track!r}, expected some of {list(TRACKED)}")
+    return sum(TRACKED[name] for name in names)
 
 
 @dataclass(frozen=True)
