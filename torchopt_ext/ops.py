@@ -1,4 +1,8 @@
-"""Typed wrappers of the operators in csrc/ops.cpp. docs/numerics.md states what they compute."""
+"""Typed wrappers of the operators in csrc/ops.cpp. docs/numerics.md states what they compute.
+
+An argument out of range raises ValueError. Tensors that do not fit raise RuntimeError, which names
+their position in a list. Nothing is changed then.
+"""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -42,11 +46,9 @@ def grad_sumsq_(grads: Sequence[Tensor], accumulator: Tensor) -> None:
     """Adds the sum of squares of every gradient to ``accumulator``, in place (pass A).
 
     Args:
-        grads: float32, float64, bfloat16 or float16, of any shape, on the accumulator's device.
+        grads: float32, float64, bfloat16 or float16, dense, of any shape, on the accumulator's
+            device.
         accumulator: from :func:`new_accumulator`.
-
-    Raises:
-        RuntimeError: a gradient is sparse, complex or elsewhere; names its position.
     """
     _ops.grad_sumsq_.default(grads, accumulator)
 
@@ -111,10 +113,6 @@ def adam_(
         state_steps: one float32 each, the steps done before this one; advanced by one.
         control: says what to multiply gradients with and whether to skip.
         lr: a number, or one float32 or float64 element on the CPU or the parameters' device.
-
-    Raises:
-        RuntimeError: lists that do not match; names the tensor's position. Nothing is changed.
-        ValueError: an argument out of range.
     """
     overload = _ops.adam_.tensor_lr if isinstance(lr, Tensor) else _ops.adam_.default
     overload(
@@ -140,9 +138,6 @@ def scaled_copy_(
             there. In place, a factor of exactly 1 leaves memory alone, payloads of NaNs included.
         control: from :func:`new_control`, on the device of all the tensors.
         unscale: whether to multiply.
-
-    Raises:
-        RuntimeError: lists that do not match; names the tensor's position. Nothing is changed.
     """
     _ops.scaled_copy_.default(to, from_, control, unscale=unscale)
 
@@ -166,9 +161,6 @@ def lr_factor(
         decay_type: "linear", "sqrt" or "cosine".
         min_factor: where the decay ends, 0 to 1.
         generation: 1 for torchtitan's formula before 0.1, 2 for the later one.
-
-    Raises:
-        ValueError: an argument out of range, an unknown decay type.
     """
     overload = _ops.lr_factor.tensor if isinstance(step, Tensor) else _ops.lr_factor.default
     return overload(
@@ -193,8 +185,8 @@ def partition_greedy(
             of these, which stay as given. Spreads tensors that weigh nothing, such as frozen ones.
 
     Raises:
-        ValueError: an argument out of range, loads that are negative or not one for each rank, or
-            all numels together with the largest initial load are 2**63 or more.
+        ValueError: loads that are negative or not one for each rank, or all numels together with
+            the largest initial load are 2**63 or more.
     """
     return _ops.partition_greedy.default(numels, world_size, initial_loads, tie_loads)
 
@@ -216,7 +208,7 @@ def partition_buckets(
             ``sum(numels) / world_size`` elements; otherwise rank ``bucket % world_size`` takes all.
 
     Raises:
-        ValueError: an argument out of range, or lengths that do not add up to ``len(numels)``.
+        ValueError: lengths that do not add up to ``len(numels)``.
         RuntimeError: a bucket needs more ranks than there are; torch fails there, too.
     """
     rows = iter(_ops.partition_buckets.default(numels, bucket_lengths, world_size, shard_buckets))
@@ -261,8 +253,7 @@ def partition_balanced(
         alignment: every tensor starts at a multiple of this in its bucket.
 
     Raises:
-        ValueError: an argument out of range, a row length that does not divide its tensor's
-            elements; names the position.
+        ValueError: a row length that does not divide its tensor's elements; names the position.
     """
     buckets, starts, lengths, cuts = _ops.partition_balanced.default(
         numels, row_lengths, world_size, bucket_elements, alignment

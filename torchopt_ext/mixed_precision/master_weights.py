@@ -50,8 +50,8 @@ class MasterWeights(Controlled):
         self.optim = optim
         self.process_group = process_group
         self.params: list[list[Tensor]] = []  # the model's, by group
-        self._settings = {"max_grad_norm": 0.0, "skip_nonfinite": 1.0}
         self._init_control()
+        self.skip_nonfinite = True
         self._table: MasterTable | None = None
         self._kept_room: list[Tensor] = []  # for the masters' gradients
         self._room_shapes: list[torch.Size] = []

@@ -1,6 +1,7 @@
 """Collectives: how long to wait, what to say when one fails, and how ranks exchange text and agree.
 
-Ranks are ranks of the group.
+Ranks are ranks of the group. Every function that communicates is called by all of them, and raises
+RuntimeError if one of them died or is late.
 """
 
 import ctypes
@@ -32,14 +33,10 @@ def waits_at_most(timeout: timedelta | None) -> Iterator[None]:
 
 @contextmanager
 def collective(what: str, timeout: timedelta | None = None) -> Iterator[None]:
-    """Says which collective failed when a rank of the group died or is late.
+    """Says what a collective was for when torch.distributed raises RuntimeError.
 
     Args:
-        what: what the collective is for.
         timeout: as :func:`waits_at_most`.
-
-    Raises:
-        RuntimeError: torch.distributed raised one; that one is its cause.
     """
     try:
         with waits_at_most(timeout):
@@ -84,14 +81,7 @@ def comm_device(group: dist.ProcessGroup, at: torch.device = CPU) -> torch.devic
 def all_gather_text(
     text: str, group: dist.ProcessGroup, what: str = "exchanging text"
 ) -> list[str]:
-    """The `text` of every rank, by rank. All ranks call it.
-
-    Args:
-        what: what it is for, for errors.
-
-    Raises:
-        RuntimeError: a rank died or is late.
-    """
+    """The `text` of every rank, by rank; `what` it is for, for errors."""
     data = text_bytes(text)
     lengths = [int(n) for n in all_gather(torch.tensor([data.numel()]), group, what)]
     if not any(lengths):
@@ -105,14 +95,10 @@ def all_gather_text(
 def agree(
     error: str | None, group: dist.ProcessGroup | None, kind: type[Exception] = RuntimeError
 ) -> None:
-    """Raise on every rank if any rank has an error. All ranks call it, before what may hang.
+    """Raises `kind` on every rank if any rank has an error, before what may hang; says which has.
 
     Args:
         group: None for this process alone.
-
-    Raises:
-        kind: what is wrong on which rank.
-        RuntimeError: a rank died or is late.
     """
     mine = "" if error is None else error or "an error without a message"
     if group is None:

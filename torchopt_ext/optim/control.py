@@ -60,17 +60,6 @@ for _index, _name in enumerate(CONTROL_FIELDS):
         setattr(ControlView, _name, _field(_index))
 
 
-def checked_max_grad_norm(value: float | None) -> float:
-    """A clip threshold: 0 for None.
-
-    Raises:
-        ValueError: it is negative or NaN.
-    """
-    if value is not None and not value >= 0.0:
-        raise ValueError(f"Invalid max_grad_norm: {value}, expected None or a number from 0 on")
-    return float(value or 0.0)
-
-
 class Controlled:
     """What steps by a gradient norm: its settings, and a control block for each device."""
 
@@ -78,12 +67,12 @@ class Controlled:
     process_group: Any = None
     # Where a rank that holds no parameters takes part in the others' norm.
     device_without_params = torch.device("cpu")
-    _settings: dict[str, float]
     _view: ControlView | None = None
     _norm_measured = False  # by the last step
     _written_skip: bool | None = None  # what the control blocks say
 
     def _init_control(self) -> None:
+        self._settings = {"max_grad_norm": 0.0, "skip_nonfinite": 0.0}
         self._blocks: dict[torch.device, tuple[Tensor, Tensor]] = {}  # control, accumulator
         self.verdict = Verdict()
 
@@ -91,13 +80,16 @@ class Controlled:
     def max_grad_norm(self) -> float | None:
         """Clip threshold for the norm of all gradients.
 
-        None or 0: off. ``math.inf``: the norm is measured, and nothing clipped.
+        None or 0: off. ``math.inf``: the norm is measured, and nothing clipped. Setting it to a
+        negative number or NaN raises ValueError.
         """
         return self._settings["max_grad_norm"] or None
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | None) -> None:
-        self._set_control(max_grad_norm=checked_max_grad_norm(value))
+        if value is not None and not value >= 0.0:
+            raise ValueError(f"Invalid max_grad_norm: {value}, expected None or a number from 0 on")
+        self._set_control(max_grad_norm=float(value or 0.0))
 
     @property
     def skip_nonfinite(self) -> bool:

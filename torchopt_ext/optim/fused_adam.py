@@ -11,7 +11,6 @@ from torch.optim import Adam  # torch's own, also where a program replaces it by
 
 from torchopt_ext._torch import is_dtensor
 from torchopt_ext.optim import state as param_state
-from torchopt_ext.optim.control import checked_max_grad_norm
 from torchopt_ext.optim.hooks import HookedStep, run_hooks
 from torchopt_ext.optim.planned import PlannedStep
 from torchopt_ext.optim.step import fused_step
@@ -111,12 +110,9 @@ class FusedAdam(HookedStep, PlannedStep):
         self._options = param_state.PlanOptions(
             stochastic_rounding, rounding_seed, write_back_gradients, track_bits(track)
         )
-        self._settings = {
-            "max_grad_norm": checked_max_grad_norm(max_grad_norm),
-            "skip_nonfinite": float(skip_nonfinite),
-        }
         self.process_group = process_group
         self._init_control()
+        self.max_grad_norm, self.skip_nonfinite = max_grad_norm, skip_nonfinite
         own = {
             "betas": (float(betas[0]), float(betas[1])),
             "foreach": foreach,

@@ -39,11 +39,8 @@ def as_placed(local: Tensor, like: Any) -> Any:
         return local
     from torch.distributed.tensor import DTensor
 
-    where, whole = (
-        (like.device_mesh, like.placements),
-        {"shape": like.shape, "stride": like.stride()},
-    )
-    return DTensor.from_local(local, *where, run_check=False, **whole)
+    whole = {"shape": like.shape, "stride": like.stride()}
+    return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, **whole)
 
 
 def same_placement(a: Any, b: Any) -> bool:

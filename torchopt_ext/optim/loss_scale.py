@@ -27,14 +27,7 @@ def scale_settings(
     min_scale: float | None = 0.0,
     max_scale: float | None = 0.0,
 ) -> dict[str, float]:
-    """The fields of a control block that say how a loss scale follows overflows.
-
-    Args:
-        growth_factor: multiplies the scale after ``growth_interval`` steps without overflow.
-        backoff_factor: multiplies the scale after an overflow.
-        hysteresis: overflows until the scale backs off; 0 and 1: at the first.
-        consecutive_hysteresis: every step without overflow resets the count; else growth does.
-        min_scale, max_scale: limits; None or 0 for none.
+    """The fields of a control block for the arguments of :class:`torchopt_ext.GradScaler`.
 
     Raises:
         ValueError: an argument out of range.

@@ -105,11 +105,6 @@ class PlannedStep(Controlled, Optimizer):
     # ---- the parts of fused_step ------------------------------------------------------------
 
     @property
-    def norm_settings(self) -> tuple[Any, ...]:
-        """What optimizers that step together must agree on."""
-        return self.max_grad_norm, self.skip_nonfinite, self.process_group
-
-    @property
     def parts(self) -> list[tuple[torch.device, NormKey]]:
         """Device and norm key of each part of the plan, or of the plan that could not be made."""
         if self._built is None:

@@ -1,11 +1,8 @@
 """The step that fused optimizers share: pass A, one decision, pass B (docs/numerics.md)."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,10 +12,8 @@ from torchopt_ext._torch import run_eagerly
 from torchopt_ext.optim.context import ALONE, StepContext
 from torchopt_ext.optim.control import Controlled
 from torchopt_ext.optim.local import NormKey, all_reduce_, counts_here, crosses, moved
+from torchopt_ext.optim.planned import PlannedStep
 from torchopt_ext.optim.rejection import FLAGS, Agreement, is_rejected, reject_in
-
-if TYPE_CHECKING:
-    from torchopt_ext.optim.planned import PlannedStep
 
 
 @run_eagerly
@@ -57,12 +52,12 @@ def _step_together(
     optimizers: Sequence[PlannedStep], context: StepContext, agreement: Agreement
 ) -> None:
     first = optimizers[0]
-    for other in optimizers[1:]:
-        if other.norm_settings != first.norm_settings:
-            raise ValueError(
-                f"optimizers of one step differ in (max_grad_norm, skip_nonfinite, process_group): "
-                f"{first.norm_settings} and {other.norm_settings}"
-            )
+    settings = [(o.max_grad_norm, o.skip_nonfinite, o.process_group) for o in optimizers]
+    if any(other != settings[0] for other in settings):
+        raise ValueError(
+            f"optimizers of one step differ in (max_grad_norm, skip_nonfinite, process_group): "
+            f"{settings}"
+        )
     try:
         kept = [optimizer.collect() for optimizer in optimizers]
         first.check_scaler(context)
