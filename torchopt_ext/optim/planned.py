@@ -15,7 +15,7 @@ from torchopt_ext.optim.control import Controlled
 from torchopt_ext.optim.local import NormKey, moved
 from torchopt_ext.optim.storage import Place, Storage, param_problem
 from torchopt_ext.optim.telemetry import Telemetry, keep_digests, telemetry_of
-from torchopt_ext.statedict.control import CONTROL_KEY
+from torchopt_ext.statedict.entries import CONTROL_KEY
 
 
 class _Built(NamedTuple):
