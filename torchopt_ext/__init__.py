@@ -29,21 +29,10 @@ if TYPE_CHECKING:
 cuda_built = _library.cuda_built
 
 __all__ = [
-    "DynamicGradScaler",
-    "FSDPadaptOptimizer",
-    "FusedAdam",
-    "FusedAdamW",
-    "GradScaler",
-    "ZeroRedundancyOptimizer",
-    "containers",
-    "cuda_built",
-    "load_fsdp_optimizer",
-    "mixed_precision",
-    "offload_fsdp_optimizer",
-    "ops",
-    "optimizer_on_device",
-    "zero",
-]
+    "DynamicGradScaler", "FSDPadaptOptimizer", "FusedAdam", "FusedAdamW", "GradScaler",
+    "ZeroRedundancyOptimizer", "containers", "cuda_built", "load_fsdp_optimizer", "mixed_precision",
+    "offload_fsdp_optimizer", "ops", "optimizer_on_device", "zero",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -128,10 +128,9 @@ current_node = torch._C._current_autograd_node
 """The autograd node that this thread evaluates, or None."""
 
 
-def call_at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Calls back when the backward pass that this thread runs has ended (FSDP2 does it so)."""
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(callback)
+_engine: Any = torch.autograd.Variable._execution_engine
+call_at_end_of_backward = _engine.queue_callback
+"""Calls back when the backward pass that this thread runs has ended (FSDP2 does it so)."""
 
 
 # ---- torch.distributed, imported when used -------------------------------------------------------
@@ -153,9 +152,8 @@ def all_reduce_coalesced(tensors: list[Tensor], group: Any) -> list[Tensor]:
     return reduce(tensors, "sum", group)
 
 
-def has_final_buckets(ddp: Any) -> bool:
-    """Whether a DistributedDataParallel has chosen its buckets after the first backward passes."""
-    return bool(ddp._has_rebuilt_buckets)
+has_final_buckets = attrgetter("_has_rebuilt_buckets")
+"""Whether a DistributedDataParallel has chosen its buckets after the first backward passes."""
 
 
 def set_element(nested: dict[str, Any], path: tuple[str | int, ...], value: Any) -> None:

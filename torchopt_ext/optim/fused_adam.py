@@ -124,17 +124,13 @@ class FusedAdam(HookedStep, PlannedStep):
     # ---- torch.optim.Optimizer --------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One optimization step.
-
-        Args:
-            closure: evaluates the model again and returns the loss.
+        """One optimization step; ``closure`` evaluates the model again and returns the loss.
 
         Returns:
             The closure's loss, or None.
 
         Raises:
-            RuntimeError: a gradient does not fit its parameter; names it. Nothing is changed, but
-                parameters without state may have got that of step 0.
+            RuntimeError: as :func:`torchopt_ext.optim.fused_step`.
         """
         loss = None
         if closure is not None:

@@ -1,5 +1,6 @@
 """Which parameters a step can update, how weights and moments are held, and where a shard lies."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -135,9 +136,7 @@ def place_of(index: int, param: Any) -> Place:
         return index, 0, 0, 0
     local, offset = local_shape_and_offset(param)
     sizes = list(param.shape)
-    inner = [1] * (len(sizes) + 1)  # elements from one index of a dimension to the next
-    for d in reversed(range(len(sizes))):
-        inner[d] = inner[d + 1] * sizes[d]
+    inner = [math.prod(sizes[d:]) for d in range(len(sizes) + 1)]  # elements of an index before d
     split = [d for d in range(1, len(sizes)) if local[d] != sizes[d]]
     if len(split) > 1 or not local_tensor(param).is_contiguous():
         raise ValueError(
