@@ -195,7 +195,7 @@ def test_files_of_each_rank(runs: dict[int, Results], size: int, base: str) -> N
 @sharded
 def test_refused_loads(runs: dict[int, Results], size: int) -> None:
     found = case(runs[size], "bad loads")
-    assert "parameter 0 of group 0" in found["other placement"]
+    assert "saved weight of parameter 0" in found["other placement"]
     assert "Replicate()" in found["other placement"]
     assert "no checkpoint" in found["no folder"]
     assert found["unchanged"] == ""

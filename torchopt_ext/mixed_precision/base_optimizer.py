@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -10,6 +11,13 @@ from torch.optim import Optimizer
 
 from torchopt_ext._torch import is_hook_table
 from torchopt_ext.optim.hooks import HookedStep, inner_step, run_hooks
+
+
+def _of_base(name: str) -> Any:
+    """An attribute that is the base's."""
+    return property(
+        attrgetter(f"optim.{name}"), lambda self, value: setattr(self.optim, name, value)
+    )
 
 
 class BaseOptimizer(HookedStep, Optimizer):
@@ -25,6 +33,8 @@ class BaseOptimizer(HookedStep, Optimizer):
         TypeError: ``optim`` is no optimizer.
     """
 
+    _offloader: Any = None  # of mixed_precision/offload.py, once there is one
+
     def __init__(self, optim: Optimizer) -> None:
         if not isinstance(optim, Optimizer):
             raise TypeError(f"expected a torch.optim.Optimizer, got a {type(optim).__name__}")
@@ -32,29 +42,9 @@ class BaseOptimizer(HookedStep, Optimizer):
         super().__setstate__({})  # hooks, without groups of its own
 
     # torch's Optimizer reads and sets these.
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.optim.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.optim.param_groups = groups
-
-    @property
-    def state(self) -> Any:
-        return self.optim.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.optim.state = state
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        return self.optim.defaults
-
-    @defaults.setter
-    def defaults(self, defaults: dict[str, Any]) -> None:
-        self.optim.defaults = defaults
+    param_groups = _of_base("param_groups")
+    state = _of_base("state")
+    defaults = _of_base("defaults")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self.optim.add_param_group(param_group)
@@ -90,9 +80,6 @@ class BaseOptimizer(HookedStep, Optimizer):
 
         def left_out(key: str) -> bool:
             patched = callable(getattr(type(self), key, None))  # by a scheduler, say
-            return patched or is_hook_table(key)
+            return patched or is_hook_table(key) or key == "_offloader"
 
         return {key: value for key, value in vars(self).items() if not left_out(key)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)

@@ -18,11 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from torchopt_ext._torch import is_dtensor
 from torchopt_ext.optim.collective import agree, all_or_none
-from torchopt_ext.statedict.dcp import (
-    group_of,
-    load,
-    storable,
-)
+from torchopt_ext.statedict.dcp import group_of, load, storable
 from torchopt_ext.statedict.dcp_metadata import Reader
 
 if TYPE_CHECKING:
@@ -53,11 +49,18 @@ def save_checkpoint(
         RuntimeError: on all ranks, if one cannot write.
     """
     group = group_of(process_group)
+    rank = 0 if group is None else dist.get_rank(group)
     folder = Path(folder).resolve()  # not to replace a link to it
     saving = folder.with_name(folder.name + SAVING)
     with all_or_none(group):
-        states = storable_state(optimizer)
-        if is_first(group):
+        plain = not all(is_dtensor(p) for own in optimizer.params_by_group for p in own)
+        if plain and optimizer.process_group is not None:
+            raise ValueError(
+                "plain parameters of an optimizer with a process_group are shards, whose places in "
+                "the whole are not known: save each rank's state_dict()"
+            )
+        states = storable(optimizer.state_dict())
+        if rank == 0:
             recover(folder)
             refuse_other_files(folder)
             shutil.rmtree(saving, ignore_errors=True)
@@ -68,25 +71,8 @@ def save_checkpoint(
         error = f"saving the optimizer: {problem}"
     agree(error, group)
     with all_or_none(group):
-        if is_first(group):
+        if rank == 0:
             replace(folder, saving)
-
-
-def storable_state(optimizer: FSDPadaptOptimizer) -> dict[str, Any]:
-    """The state dict, if it can be saved so that it loads again.
-
-    Raises:
-        ValueError: plain parameters are shards.
-        TypeError: a value is neither a tensor nor plain; names its key.
-    """
-    plain = [p for own in optimizer.params_by_group for p in own if not is_dtensor(p)]
-    if plain and optimizer.process_group is not None:
-        raise ValueError(
-            "plain parameters of an optimizer with a process_group are shards, whose places in "
-            "the whole are not known: save each rank's state_dict()"
-        )
-    states: dict[str, Any] = storable(optimizer.state_dict())
-    return states
 
 
 def refuse_other_files(folder: Path) -> None:
@@ -122,9 +108,10 @@ def load_checkpoint(
         RuntimeError: on all ranks, if one cannot read.
     """
     group = group_of(process_group)
+    rank = 0 if group is None else dist.get_rank(group)
     folder = Path(folder).resolve()
     with all_or_none(group):
-        if is_first(group):
+        if rank == 0:
             recover(folder)
     with all_or_none(group):
         if not folder.is_dir():
@@ -132,28 +119,15 @@ def load_checkpoint(
     if (folder / ".metadata").is_file():
         load({KEY: optimizer}, checkpoint_id=folder, process_group=group)
         return
-    rank = dist.get_rank(group) if group is not None else 0
+    path = folder / f"_rank{rank}"
     with all_or_none(group):
-        checked = optimizer.check_state_dict(read_rank_file(folder / f"_rank{rank}"))
+        try:
+            states = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise RuntimeError(f"reading {path}: {type(error).__name__}: {error}") from error
+        checked = optimizer.check_state_dict(states)
     with all_or_none(group):
         optimizer.load_checked(*checked)
-
-
-def read_rank_file(path: Path) -> dict[str, Any]:
-    """The state dict in one rank's file.
-
-    Raises:
-        RuntimeError: it cannot be read; names the file.
-    """
-    try:
-        states: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise RuntimeError(f"reading {path}: {type(error).__name__}: {error}") from error
-    return states
-
-
-def is_first(group: Any) -> bool:
-    return group is None or dist.get_rank(group) == 0
 
 
 def replace(folder: Path, saving: Path) -> None:

@@ -10,10 +10,8 @@ from torch import Tensor
 
 from torchopt_ext.optim.loss_scale import LossScale, is_scale, scale_settings
 
-_COUNTS = ("_growth_step", "_hysteresis_step")
 
-
-class DynamicGradScaler:
+class DynamicGradScaler(LossScale):
     """A loss scale on the device that backs off after overflows and grows after good steps.
 
     Overflows are counted until the scale next grows; from the ``hysteresis``-th on, each backs the
@@ -69,13 +67,8 @@ class DynamicGradScaler:
         )
         with torch.inference_mode(False):
             scale = torch.tensor([initial_scale], dtype=torch.float32, device=device)
-        self._loss_scale = LossScale(scale, settings)
+        super().__init__(scale, settings)
         self._constant: float | None = None  # the scale, if it was read
-
-    @property
-    def scale(self) -> Tensor:
-        """float32, one element; :meth:`update` changes it in place."""
-        return self._loss_scale.scale
 
     @property
     def inv_scale(self) -> Tensor:
@@ -100,17 +93,16 @@ class DynamicGradScaler:
             overflow = torch.tensor(float(overflow), dtype=torch.float64, device=self.scale.device)
         elif overflow.dtype not in (torch.float32, torch.float64):
             overflow = overflow.double()
-        self._loss_scale.update(overflow)
+        super().update(overflow)
 
     def state_dict(self) -> dict[str, Any]:
         """``_scale``, ``_growth_step`` and ``_hysteresis_step`` as numbers; no settings."""
-        counts = {key: int(tracker.item()) for key, tracker in self._trackers().items()}
-        return {"_scale": self.scale.item(), **counts}
+        counts = {key: int(count.item()) for key, count in self._counts().items()}
+        return {"_scale": self.scale.item()} | counts
 
-    def _trackers(self) -> dict[str, Tensor]:
-        loss_scale = self._loss_scale
-        trackers = loss_scale.field("growth_tracker"), loss_scale.field("hysteresis_tracker")
-        return dict(zip(_COUNTS, trackers, strict=True))
+    def _counts(self) -> dict[str, Tensor]:
+        names = {"_growth_step": "growth_tracker", "_hysteresis_step": "hysteresis_tracker"}
+        return {key: self.field(name) for key, name in names.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes what :meth:`state_dict` gave.
@@ -119,21 +111,19 @@ class DynamicGradScaler:
             ValueError: a number is missing or out of range. Nothing is changed.
         """
         self.check_state_dict(state_dict)
-        self.scale.fill_(float(state_dict["_scale"]))
         self._constant = None
-        for key, tracker in self._trackers().items():
-            tracker.fill_(float(state_dict[key]))
+        for key, tensor in ({"_scale": self.scale} | self._counts()).items():
+            tensor.fill_(float(state_dict[key]))
 
-    @staticmethod
-    def check_state_dict(state_dict: Any) -> None:
+    def check_state_dict(self, state_dict: Any) -> None:
         """Raises ValueError unless it is what :meth:`load_state_dict` takes."""
-        expected = {"_scale", *_COUNTS}
-        if not isinstance(state_dict, Mapping) or not expected <= state_dict.keys():
+        counts = self._counts()
+        if not isinstance(state_dict, Mapping) or not {"_scale", *counts} <= state_dict.keys():
             raise ValueError(
-                f"a scaler's state has {', '.join(sorted(expected))}; got {state_dict!r}"
+                f"a scaler's state has _scale, {', '.join(counts)}; got {state_dict!r}"
             )
         if not is_scale(float(state_dict["_scale"])):
             raise ValueError(f"'_scale' is {state_dict['_scale']!r}, expected a positive number")
-        for key in _COUNTS:
+        for key in counts:
             if not 0 <= float(state_dict[key]) < 2**53:
                 raise ValueError(f"{key!r} is {state_dict[key]!r}, expected a count")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -17,17 +18,19 @@ from torchopt_ext import _C
 from torchopt_ext._torch import tree_map_only
 from torchopt_ext.mixed_precision.base_optimizer import BaseOptimizer
 from torchopt_ext.mixed_precision.dynamic_grad_scaler import DynamicGradScaler
-from torchopt_ext.mixed_precision.fused_base import FusedBase
 from torchopt_ext.mixed_precision.master_weights import MasterWeights
-from torchopt_ext.mixed_precision.saved_weights import read_weights
-from torchopt_ext.mixed_precision.skip_log import SkipLog, log_if
 from torchopt_ext.optim import FusedAdam
 from torchopt_ext.optim.context import StepContext
-from torchopt_ext.optim.hooks import run_hooks
-from torchopt_ext.optim.local import moved
+from torchopt_ext.optim.hooks import inner_step, run_hooks
+from torchopt_ext.optim.local import moved, sent_to_host
 from torchopt_ext.optim.rejection import Agreement
 from torchopt_ext.optim.step import reject
-from torchopt_ext.statedict.loaded import raise_problems, read_indexed
+from torchopt_ext.optim.storage import is_steppable
+from torchopt_ext.statedict.entries import MASTERS, tensor_problem
+from torchopt_ext.statedict.loaded import load_whole, raise_problems, read_indexed
+from torchopt_ext.statedict.masters import weight_of
+
+logger = logging.getLogger(__name__)
 
 # The wrapper of each base, to refuse a second one.
 _wrappers: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
@@ -77,23 +80,27 @@ class FSDPadaptOptimizer(BaseOptimizer):
     ) -> None:
         refuse_base(optimizer)
         super().__init__(optimizer)
-        params = [param for group in optimizer.param_groups for param in group["params"]]
+        params = params_of(optimizer)
         config = scaler_config(grad_scal_cfg, params)
         device = next((param.device for param in params if not param.is_meta), "cpu")
-        scaler = DynamicGradScaler(**config, device=device)
+        self.grad_scaler = DynamicGradScaler(**config, device=device)
         if clip_grad_norm is None:
             clip_grad_norm = getattr(optimizer, "max_grad_norm", None) or 1.0
         self.clip_grad_norm(max_norm=clip_grad_norm)
-        self._base: FusedBase | MasterWeights
+        # What has the model's parameters in its groups, and the last step's decision.
+        self._base: FusedAdam | MasterWeights
         if isinstance(optimizer, FusedAdam):
-            self._base = FusedBase(optimizer, process_group)
+            self._base = optimizer
+            if process_group is not None:
+                optimizer.process_group = process_group
+            optimizer.skip_nonfinite = True
+            optimizer.keep_masters()
         else:
             self._base = MasterWeights(optimizer, process_group)
-        self.grad_scaler = scaler
         self._scaled = False  # whether there are gradients that backward() has scaled
         self._stepping = False
-        self._skip_log = SkipLog()
-        self._offloader: Any = None  # of mixed_precision/offload.py, once there is one
+        # The last step's decision on its way from a GPU to the host.
+        self._unlogged: tuple[Tensor, Any] | None = None
         _wrappers[optimizer] = weakref.ref(self)
 
     # ---- scale --------------------------------------------------------------------------------
@@ -131,12 +138,11 @@ class FSDPadaptOptimizer(BaseOptimizer):
     @property
     def params_by_group(self) -> list[list[Tensor]]:
         """The model's parameters, by group."""
-        return self._base.params
+        return [group["params"] for group in self._base.param_groups]
 
     def masters_in_groups(self) -> list[Tensor]:
         """The masters that are not in the state of the base but in its groups."""
-        base = self._base
-        pairs = base.pairs() if isinstance(base, MasterWeights) else []
+        pairs = zip(chain(*self.params_by_group), params_of(self.optim), strict=True)
         return [master for param, master in pairs if master is not param]
 
     @property
@@ -147,12 +153,12 @@ class FSDPadaptOptimizer(BaseOptimizer):
     @property
     def grad_norm(self) -> Tensor:
         """The last step's norm of all gradients, unscaled and before clipping; float64, 0-dim."""
-        return self._base.controlled.control.grad_norm
+        return self._base.control.grad_norm
 
     @property
     def skipped_steps(self) -> Tensor:
         """Steps that were skipped so far, float64, 0-dim."""
-        return self._base.controlled.control.skipped_steps
+        return self._base.control.skipped_steps
 
     # ---- torch.optim.Optimizer ----------------------------------------------------------------
 
@@ -175,35 +181,51 @@ class FSDPadaptOptimizer(BaseOptimizer):
             RuntimeError: gradients that were not scaled; a gradient or parameter does not fit;
                 names it. Nothing is changed.
         """
-        with self._under_way():
-            self._skip_log.flush()
-            controlled: Any = self._base.controlled
-            if closure is not None:
-                with torch.enable_grad():
-                    closure()
-            try:
-                self._check_scaled()
-            except RuntimeError:
-                reject([controlled], StepContext(check_overflow=True), Agreement())
-                raise
-            clip = self._clip_grad_norm if self._clip_grad_norm > 0.0 else None
-            if controlled.max_grad_norm != clip:
-                controlled.max_grad_norm = clip
-            try:
-                skipped = self._base.step(self.loss_scale)
-            except BaseException:
-                self._scaled &= self._has_gradients()
-                raise
-            self.grad_scaler.update(moved(controlled.control.found_inf, self.loss_scale.device))
-            self.zero_grad()
-            if skipped is None and not wait:
-                self._skip_log.add(controlled.control.skip)
-                return None
-            if skipped is None:
-                skipped = controlled.control.skip.item()
-                controlled.verdict.check()
-            log_if(skipped)
-            return not skipped
+        if self._stepping:
+            raise RuntimeError("a step of this optimizer is under way")
+        self._stepping = True
+        try:
+            return self._step(closure, wait)
+        finally:
+            self._stepping = False
+
+    def _step(self, closure: Callable[[], Any] | None, wait: bool) -> bool | None:
+        base = self._base
+        if self._unlogged is not None:  # the device has long made that decision
+            skip, copied = self._unlogged
+            self._unlogged = None
+            copied.synchronize()
+            log_if(skip.item())
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        try:
+            self._check_scaled()
+        except RuntimeError:
+            reject([base], StepContext(check_overflow=True), Agreement())
+            raise
+        clip = self._clip_grad_norm if self._clip_grad_norm > 0.0 else None
+        if base.max_grad_norm != clip:
+            base.max_grad_norm = clip
+        try:
+            if isinstance(base, MasterWeights):
+                skipped = base.step(self.loss_scale)
+            else:
+                inner_step(base, StepContext(grad_scale=self.loss_scale, check_overflow=True))
+                skipped = base.known("skip")
+        except BaseException:
+            self._scaled &= self._has_gradients()
+            raise
+        self.grad_scaler.update(moved(base.control.found_inf, self.loss_scale.device))
+        self.zero_grad()
+        if skipped is None and not wait:
+            self._unlogged = sent_to_host(base.control.skip)
+            return None
+        if skipped is None:
+            skipped = base.control.skip.item()
+            base.verdict.check()
+        log_if(skipped)
+        return not skipped
 
     def _check_scaled(self) -> None:
         if not self._scaled and self._has_gradients() and not self.grad_scaler.is_one():
@@ -214,21 +236,11 @@ class FSDPadaptOptimizer(BaseOptimizer):
             )
 
     def _has_gradients(self) -> bool:
-        return any(param.grad is not None for own in self._base.params for param in own)
-
-    @contextmanager
-    def _under_way(self) -> Iterator[None]:
-        if self._stepping:
-            raise RuntimeError("a step of this optimizer is under way")
-        self._stepping = True
-        try:
-            yield
-        finally:
-            self._stepping = False
+        return any(param.grad is not None for param in params_of(self._base))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of the model's parameters."""
-        params = [param for own in self._base.params for param in own]
+        params = params_of(self._base)
         if set_to_none:
             _C.clear_gradients(params)
         else:
@@ -263,10 +275,23 @@ class FSDPadaptOptimizer(BaseOptimizer):
             snapshot: copies on the CPU instead of the optimizer's own tensors.
         """
         run_hooks(self, "state_dict_pre")
+        packed = self.optim.state_dict()
+        masters: Mapping[Any, Any] = {}  # in the state, beside the parameters
+        if self._base is self.optim:
+            masters = self.optim.state
+            entries = {
+                index: {name: value for name, value in entry.items() if name not in MASTERS}
+                for index, entry in packed["state"].items()
+            }
+            packed["state"] = {index: entry for index, entry in entries.items() if entry}
+        weights = [
+            [weight_of(held, masters.get(held, {})) for held in group["params"]]
+            for group in self.param_groups
+        ]
         states = {
             "grad_scaler": self.grad_scaler.state_dict(),
-            "base_optim_states": self._base.base_state(),
-            "flat_fp32_weights": dict(enumerate(self._base.weights())),
+            "base_optim_states": packed,
+            "flat_fp32_weights": dict(enumerate(weights)),
         }
         states = run_hooks(self, "state_dict_post", states)
         return tree_map_only(Tensor, copy_on_cpu, states) if snapshot else states
@@ -294,34 +319,46 @@ class FSDPadaptOptimizer(BaseOptimizer):
         return buffers_by_key(params)
 
     @torch.no_grad()
-    def load_checked(self, states: dict[str, Any], weights: list[list[Tensor]]) -> None:
+    def load_checked(self, states: dict[str, Any], weights: list[Tensor]) -> None:
         """Takes what :meth:`check_state_dict` has returned."""
-        self._base.load(states["base_optim_states"], weights)
+        if self._base is self.optim:
+            self.optim.load_state_dict(states["base_optim_states"])
+        else:
+            load_whole(self.optim, states["base_optim_states"])
+        self._base.set_weights(zip(params_of(self._base), weights, strict=True))
         self.grad_scaler.load_state_dict(states["grad_scaler"])
         run_hooks(self, "load_state_dict_post")
 
-    def check_state_dict(self, states: dict[str, Any]) -> tuple[dict[str, Any], list[list[Tensor]]]:
-        """Raises what :meth:`load_state_dict` would; the dict after its hooks, weights by group."""
+    def check_state_dict(self, states: dict[str, Any]) -> tuple[dict[str, Any], list[Tensor]]:
+        """Raises what :meth:`load_state_dict` would; the dict after its hooks, and the weights."""
         states = run_hooks(self, "load_state_dict_pre", states.copy())
         for part in ("grad_scaler", "base_optim_states", "flat_fp32_weights"):
             assert part in states, f"Not found {part} state!"
         self.grad_scaler.check_state_dict(states["grad_scaler"])
-        weights, problems = read_weights(
-            states["flat_fp32_weights"], self.params_by_group, self.param_groups
+        # DCP makes text of indices.
+        saved = {int(index): list(own) for index, own in states["flat_fp32_weights"].items()}
+        groups = self.params_by_group
+        assert set(saved) == set(range(len(groups))), (
+            f"The groups of the saved weights are {sorted(saved)}, expected 0 to {len(groups) - 1}"
         )
+        for index, own in enumerate(groups):
+            assert len(saved[index]) == len(own), (
+                f"The number of flat tensor is inconsistent, {len(own)} != {len(saved[index])}"
+            )
+        weights = list(chain(*(saved[index] for index in range(len(groups)))))
         loaded = read_indexed(states["base_optim_states"], self.param_groups)
+        problems = [
+            f"{slot.called('the saved weight')} {found}"
+            for slot, weight in zip(loaded.slots, weights, strict=True)
+            if is_steppable(slot.param) and (found := tensor_problem(weight, slot.param))
+        ]
         raise_problems([*problems, *loaded.problems(self.optim)])
         return states, weights
 
     def __getstate__(self) -> dict[str, Any]:
         if self._offloader is not None:  # a copy has no host memory of its own
             self._offloader.bring_back()
-        made_anew = {
-            "_stepping": False,
-            "_scaled": False,
-            "_offloader": None,
-            "_skip_log": SkipLog(),
-        }
+        made_anew = {"_stepping": False, "_scaled": False, "_unlogged": None}
         return super().__getstate__() | made_anew
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -334,8 +371,7 @@ def refuse_base(optimizer: Any) -> None:
     name = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"expected a torch.optim.Optimizer, got a {name}")
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    if any(getattr(param, "is_master_weight", False) for param in params):
+    if any(getattr(param, "is_master_weight", False) for param in params_of(optimizer)):
         raise TypeError(f"the {name} has the masters of another FSDPadaptOptimizer in its groups")
     if isinstance(optimizer, BaseOptimizer):
         raise TypeError(f"the optimizer is a {name} already: wrap the one in it")
@@ -359,6 +395,16 @@ def scaler_config(given: Mapping[str, Any] | None, params: list[Tensor]) -> dict
     if any(param.dtype == torch.float16 and param.requires_grad for param in params):
         return {"dtype": torch.float16}
     return dict(STATIC)
+
+
+def params_of(optimizer: Any) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def log_if(skipped: float) -> None:
+    """Logs a skipped step, on rank 0."""
+    if skipped and os.environ.get("RANK", "0") == "0":
+        logger.warning("a gradient was not finite: the step was skipped")
 
 
 def copy_on_cpu(tensor: Tensor) -> Tensor:

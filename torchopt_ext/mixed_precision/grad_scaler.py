@@ -169,10 +169,8 @@ class GradScaler(torch.amp.GradScaler):
     def state_dict(self) -> dict[str, Any]:
         """torch.amp.GradScaler's five entries, and with hysteresis ``_hysteresis_tracker``."""
         state = super().state_dict()
-        if state:
-            state["_growth_tracker"] = int(state["_growth_tracker"])
-            if self._settings["hysteresis"] > 1.0:
-                state["_hysteresis_tracker"] = self._get_hysteresis_tracker()
+        if state and self._settings["hysteresis"] > 1.0:
+            state["_hysteresis_tracker"] = self._get_hysteresis_tracker()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -6,7 +6,8 @@ masters, lets the optimizer step, and rounds the masters to the parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import operator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -15,21 +16,27 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchopt_ext import _C, ops
-from torchopt_ext.mixed_precision.master_table import (
-    MasterTable,
-    NormPart,
-    names_of,
-    part_of,
-)
+from torchopt_ext._torch import is_dtensor
 from torchopt_ext.optim.context import ALONE, StepContext
 from torchopt_ext.optim.control import Controlled
 from torchopt_ext.optim.hooks import inner_step
-from torchopt_ext.optim.local import as_placed, local_tensor, moved
+from torchopt_ext.optim.local import (
+    NormKey,
+    as_placed,
+    local_gradients,
+    local_tensor,
+    moved,
+    norm_key,
+    placed,
+    same_placement,
+)
 from torchopt_ext.optim.rejection import Agreement
+from torchopt_ext.optim.state import named_group_params
 from torchopt_ext.optim.step import accumulated_norm, reject
 from torchopt_ext.optim.storage import SIXTEEN_BIT, is_steppable, refuse_param
-from torchopt_ext.statedict.loaded import load_whole
-from torchopt_ext.statedict.masters import read_weights, weight_of
+from torchopt_ext.statedict.masters import read_weights
+
+NormPart = tuple[torch.device, NormKey]
 
 
 class MasterWeights(Controlled):
@@ -49,10 +56,10 @@ class MasterWeights(Controlled):
     def __init__(self, optim: Optimizer, process_group: Any) -> None:
         self.optim = optim
         self.process_group = process_group
-        self.params: list[list[Tensor]] = []  # the model's, by group
+        self.param_groups = []  # the model's parameters and their names
         self._init_control()
         self.skip_nonfinite = True
-        self._table: MasterTable | None = None
+        self._table: _Table | None = None
         self._kept_room: list[Tensor] = []  # for the masters' gradients
         self._room_shapes: list[torch.Size] = []
         for number, group in enumerate(optim.param_groups):
@@ -60,22 +67,12 @@ class MasterWeights(Controlled):
         for group in optim.param_groups:
             self._adopt(group)
 
-    @property
-    def controlled(self) -> Controlled:
-        """Whose control block has the last step's decision."""
-        return self
-
-    # Where Controlled looks for the first parameter's device.
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        return [{"params": own} for own in self.params]
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        known = {param for own in self.params for param in own}
+        known = {param for param, _ in self._pairs()}
         self.optim.add_param_group(param_group)
         group = self.optim.param_groups[-1]
         try:
-            self._refuse(len(self.params), group)
+            self._refuse(len(self.param_groups), group)
             if known & set(group["params"]):
                 raise ValueError("some parameters appear in more than one parameter group")
         except (TypeError, ValueError):
@@ -96,8 +93,8 @@ class MasterWeights(Controlled):
             raise ValueError(f"group {number} has a parameter twice")
 
     def _adopt(self, group: dict[str, Any]) -> None:
-        params = list(group["params"])
-        self.params.append(params)
+        params = group["params"]
+        self.param_groups.append({"params": params, "param_names": group.get("param_names")})
         group["params"] = [
             self._master_of(p) if p.requires_grad and p.dtype in SIXTEEN_BIT else p for p in params
         ]
@@ -118,33 +115,27 @@ class MasterWeights(Controlled):
         made: Tensor = master
         return made
 
-    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Every parameter of the model, and what the optimizer steps for it."""
-        return [
-            pair
-            for own, group in zip(self.params, self.optim.param_groups, strict=True)
-            for pair in zip(own, group["params"], strict=True)
-        ]
+        for own, group in zip(self.param_groups, self.optim.param_groups, strict=True):
+            yield from zip(own["params"], group["params"], strict=True)
 
     @torch.no_grad()
     def refresh_masters(self, from_: Mapping[Any, Tensor] | None) -> None:
         """Makes the masters what the parameters are now, or sets both from float32 weights."""
         if from_ is not None:
-            master_of = dict(self.pairs())
-            params = [param for own in self.params for param in own]
-            names = chain(
-                *(g.get("param_names") or [""] * len(g["params"]) for g in self.optim.param_groups)
-            )
-            named = zip(names, params, strict=True)
+            master_of = dict(self._pairs())
+            every: Any = self
+            named = [(name, param) for _, _, name, param in named_group_params(every)]
             self.set_weights(read_weights(from_, named, lambda p: master_of[p] is not p))
             return
-        for param, master in self.pairs():
+        for param, master in self._pairs():
             if master is not param:
                 local_tensor(master).copy_(local_tensor(param))
 
     def set_weights(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Sets parameters and their masters to weights that fit them."""
-        master_of = dict(self.pairs())
+        master_of = dict(self._pairs())
         for param, weight in pairs:
             for target in (param, master_of[param]) if is_steppable(param) else ():
                 local_tensor(target).copy_(local_tensor(weight))
@@ -175,7 +166,7 @@ class MasterWeights(Controlled):
                     skip = self.control.skip.item()
             if skip:
                 return skip
-            stepped = {device: table.with_masters(device) for device in table.devices}
+            stepped = {device: table.stepped(device, wide=True) for device in table.devices}
             for device, wide in stepped.items():
                 self._hand_over(table, device, wide)
             try:
@@ -196,33 +187,30 @@ class MasterWeights(Controlled):
                 _C.clear_gradients(self._table.own_masters)
                 self._table.gradients = []
 
-    def _collect(self) -> MasterTable:
+    def _collect(self) -> _Table:
         """The table of all parameters with this step's gradients, checked."""
-        sizes = [len(group["params"]) for group in self.optim.param_groups]
-        if sizes != [len(own) for own in self.params]:
-            expected = [len(own) for own in self.params]
+        groups = [group["params"] for group in self.optim.param_groups]
+        own = [group["params"] for group in self.param_groups]
+        if list(map(len, groups)) != list(map(len, own)):
             raise RuntimeError(
-                f"the base's groups have {sizes} parameters, expected {expected}: "
-                f"FSDPadaptOptimizer.add_param_group() is what adds a group"
+                f"the base's groups have {[*map(len, groups)]} parameters, expected "
+                f"{[*map(len, own)]}: FSDPadaptOptimizer.add_param_group() is what adds a group"
             )
-        if self._table is None or not self._table.is_for(self.optim):
-            self._table = MasterTable(self.params, self.optim)
-        self._table.check_unfrozen()
-        if self._table.unfrozen():
-            self._unfreeze()
-            self._table = MasterTable(self.params, self.optim)
-        self._table.take_gradients()
-        return self._table
+        table = self._table
+        if table is None or not all(map(operator.is_, groups, table.groups)):
+            table = _Table(own, self.optim)
+        if table.unfrozen():
+            for params, held in zip(own, groups, strict=True):
+                for i, param in enumerate(params):
+                    frozen = held[i] is param and param.dtype in SIXTEEN_BIT
+                    if frozen and param.grad is not None:
+                        held[i] = self._master_of(param)
+            table = _Table(own, self.optim)
+        self._table = table
+        table.take_gradients()
+        return table
 
-    def _unfreeze(self) -> None:
-        """Gives parameters that were frozen until now their masters."""
-        for own, group in zip(self.params, self.optim.param_groups, strict=True):
-            for i, param in enumerate(own):
-                frozen = group["params"][i] is param and param.dtype in SIXTEEN_BIT
-                if frozen and param.grad is not None:
-                    group["params"][i] = self._master_of(param)
-
-    def _decide(self, table: MasterTable, scale: Tensor, agreement: Agreement) -> None:
+    def _decide(self, table: _Table, scale: Tensor, agreement: Agreement) -> None:
         self._norm_measured = True
         if len(table.parts) == 1 and self.process_group is None and not table.parts[0][1]:
             control, accumulator = self._block(self.default_device)
@@ -234,13 +222,13 @@ class MasterWeights(Controlled):
         for device in self.devices:
             ops.control_update_(self._block(device)[0], total[device], moved(scale, device))
 
-    def _hand_over(self, table: MasterTable, device: torch.device, wide: list[int]) -> None:
+    def _hand_over(self, table: _Table, device: torch.device, wide: list[int]) -> None:
         """Gives masters their gradients, unscaled and clipped, and lets go of the parameters'.
 
         So gradients of 16 and of 32 bits are there together for this long only.
         """
         made = self._room(device, [table.local_masters[i] for i in wide])
-        itself = table.own_gradients(device)
+        itself = [table.writable_gradient(i) for i in table.stepped(device, wide=False)]
         sources = [table.gradients[i] for i in wide]
         control = self._block(device)[0]
         _C.scaled_copy_([*made, *itself], [*sources, *itself], control, unscale=True)
@@ -252,9 +240,10 @@ class MasterWeights(Controlled):
         """Memory for the masters' gradients.
 
         A GPU's allocator has it at hand. The host's would get it from the system, page by page, at
-        several times the cost of the step, so there it is kept.
+        several times the cost of the step, so there it is kept, unless the optimizer is not one of
+        torch's and may keep gradients itself.
         """
-        if device.type != "cpu" or not is_torchs(self.optim):  # others may keep gradients
+        if device.type != "cpu" or not type(self.optim).__module__.startswith("torch.optim."):
             return _C.carve(masters)
         shapes = [master.shape for master in masters]
         if shapes != self._room_shapes:
@@ -268,28 +257,12 @@ class MasterWeights(Controlled):
         """Device and norm key of the parameters' parts, the same on all ranks."""
         if self._table is not None:
             return self._table.parts
-        stepped = [param for own in self.params for param in own if is_steppable(param)]
-        return list(dict.fromkeys(map(part_of, stepped)))
+        params = (param for param, _ in self._pairs())
+        return list(dict.fromkeys(map(part_of, filter(is_steppable, params))))
 
     def accumulate(self, part: int, accumulator: Tensor) -> None:
         assert self._table is not None
         ops.grad_sumsq_(self._table.gradients_of(part), accumulator)
-
-    # ---- state --------------------------------------------------------------------------------
-
-    def weights(self) -> list[list[Tensor]]:
-        """The masters by group; of parameters without one, what :func:`weight_of` says."""
-        groups = self.optim.param_groups
-        return [[weight_of(master, {}) for master in group["params"]] for group in groups]
-
-    def base_state(self) -> dict[str, Any]:
-        """The optimizer's state dict."""
-        return self.optim.state_dict()
-
-    def load(self, states: dict[str, Any], weights: list[list[Tensor]]) -> None:
-        """Takes state and weights that were checked."""
-        load_whole(self.optim, states)
-        self.set_weights(zip(chain(*self.params), chain(*weights), strict=True))
 
     def __getstate__(self) -> dict[str, Any]:
         if self.process_group is not None:
@@ -301,9 +274,113 @@ class MasterWeights(Controlled):
         return vars(self) | made_anew | {"_view": None}
 
 
-def is_torchs(optim: Optimizer) -> bool:
-    """Whether an optimizer is one of torch.optim."""
-    return type(optim).__module__.startswith("torch.optim.")
+class _Table:
+    """Parameters of the model, what the optimizer steps for each, and where; a step's gradients.
+
+    Whatever a step needs of thousands of parameters is worked out once, as Python takes longer
+    for it than memory for their updates.
+
+    Args:
+        params: the model's, by group.
+        optim: has masters or the parameters themselves in its groups.
+    """
+
+    def __init__(self, params: list[list[Tensor]], optim: Optimizer) -> None:
+        self.groups = [group["params"] for group in optim.param_groups]
+        self.params = list(chain(*params))
+        self.masters: list[Tensor] = list(chain(*self.groups))
+        self.names = list(chain(*(names_of(n, g) for n, g in enumerate(optim.param_groups))))
+        pairs = list(zip(self.params, self.masters, strict=True))
+        self._is_wide = [master is not param for param, master in pairs]
+        self.own_masters = [master for param, master in pairs if master is not param]
+        self._without_master = [param for param, master in pairs if master is param]
+        self._sharded = [i for i, param in enumerate(self.params) if is_dtensor(param)]
+        # This rank's parts; those of DTensors may be replaced between steps.
+        self.local_params: list[Tensor] = [local_tensor(param) for param in self.params]
+        self.local_masters: list[Tensor] = [local_tensor(master) for master in self.masters]
+        # Frozen parameters that no step can update, such as quantized weights.
+        self._frozen: list[int] = []
+        self._of_part: dict[NormPart, list[int]] = {}
+        for i, param in enumerate(self.params):
+            if is_steppable(param):
+                self._of_part.setdefault(part_of(param), []).append(i)
+            else:
+                self._frozen.append(i)
+        self.parts = list(self._of_part)
+        self.devices = list(dict.fromkeys(device for device, _ in self.parts))
+        self.gradients: list[Any] = []  # this step's by parameter, None where there is none
+
+    def unfrozen(self) -> bool:
+        """Whether a parameter without master has a gradient that it needs one for.
+
+        Raises:
+            TypeError: a parameter that no step can update has a gradient; names it.
+        """
+        for i in self._frozen:
+            if self.params[i].grad is not None:
+                refuse_param(self.params[i], f"parameter {self.names[i]}")
+        return any(
+            param.grad is not None and param.dtype in SIXTEEN_BIT for param in self._without_master
+        )
+
+    def take_gradients(self) -> None:
+        """Takes this rank's parts of the gradients.
+
+        Raises:
+            RuntimeError: a gradient or parameter does not fit; names the parameter.
+        """
+        grads: list[Any] = [param.grad for param in self.params]
+        for i in self._sharded:
+            param, master = self.params[i], self.masters[i]
+            if not same_placement(param, master):
+                raise RuntimeError(
+                    f"parameter {self.names[i]} is {placed(param)}, and was {placed(master)} when "
+                    f"its master was made"
+                )
+            self.local_params[i], self.local_masters[i] = local_tensor(param), local_tensor(master)
+        locals_ = local_gradients([self.params[i] for i in self._sharded])
+        for i, local in zip(self._sharded, locals_, strict=True):
+            grads[i] = local
+        _C.check_step(self.local_params, self.local_masters, grads, self.names)
+        self.gradients = grads
+
+    def gradients_of(self, part: int) -> list[Tensor]:
+        """The gradients of a part that there are."""
+        grads = self.gradients
+        return [grads[i] for i in self._of_part[self.parts[part]] if grads[i] is not None]
+
+    def stepped(self, device: torch.device, *, wide: bool) -> list[int]:
+        """Which parameters on a device have a gradient, and a master (``wide``) or none."""
+        return [
+            i
+            for part in self.parts
+            if part[0] == device
+            for i in self._of_part[part]
+            if self.gradients[i] is not None and self._is_wide[i] == wide
+        ]
+
+    def writable_gradient(self, i: int) -> Tensor:
+        """The gradient of a parameter that is stepped itself, copied if it cannot be written."""
+        param: Any = self.params[i]
+        grad: Tensor = self.gradients[i]
+        if grad is local_tensor(param.grad) and grad.stride() == self.local_params[i].stride():
+            return grad
+        own = torch.empty_like(self.local_params[i], dtype=grad.dtype).copy_(grad)
+        param.grad = as_placed(own, param)
+        return own
+
+
+def part_of(param: Tensor) -> NormPart:
+    """The device and the norm key of a parameter."""
+    return local_tensor(param).device, norm_key(param)
+
+
+def names_of(number: int, group: dict[str, Any]) -> list[str]:
+    """What messages call the parameters of a group."""
+    given = group.get("param_names")
+    return [
+        repr(given[i]) if given else f"{i} of group {number}" for i in range(len(group["params"]))
+    ]
 
 
 def skips_by_itself(optim: Optimizer) -> bool:

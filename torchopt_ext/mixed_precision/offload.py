@@ -6,8 +6,9 @@ Between the steps of reinforcement learning an inference engine generates sample
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from torchopt_ext import _C
 from torchopt_ext._torch import tree_leaves, tree_map_only
 from torchopt_ext.mixed_precision.fsdp_optimizer import FSDPadaptOptimizer
-from torchopt_ext.mixed_precision.host_memory import HostMemory
 from torchopt_ext.optim.context import IDLE
 from torchopt_ext.optim.local import local_tensor
 from torchopt_ext.optim.storage import MASTER, REMAINDER
@@ -48,9 +48,10 @@ def offload_fsdp_optimizer(
         ValueError: there is no such kind to include.
         RuntimeError: a step of the optimizer, an :class:`FSDPadaptOptimizer`, is under way.
     """
-    _offloader_of(optimizer).offload(include)
+    offloader = _offloader_of(optimizer)
+    offloader.offload(include)
     if empty_cache:
-        _offloader_of(optimizer).wait()
+        offloader.wait()
         if cuda.is_initialized():
             cuda.empty_cache()
 
@@ -92,17 +93,16 @@ def optimizer_on_device(
 
 def _offloader_of(optimizer: Any) -> Offloader:
     """The optimizer's, made when it is first asked for."""
-    offloader: Offloader | None = getattr(optimizer, "_offloader", None)
-    if offloader is None:
-        offloader = optimizer._offloader = Offloader(optimizer)
+    if getattr(optimizer, "_offloader", None) is None:
+        optimizer._offloader = Offloader(optimizer)
+    offloader: Offloader = optimizer._offloader
     return offloader
 
 
 def check_kinds(include: Collection[str]) -> None:
     """Raises ValueError unless ``include`` has nothing but kinds."""
-    if isinstance(include, str) or (unknown := [kind for kind in include if kind not in KINDS]):
-        found = include if isinstance(include, str) else unknown[0]
-        raise ValueError(f"Invalid include: {found!r}, expected any of {KINDS}")
+    if isinstance(include, str) or not set(include) <= set(KINDS):
+        raise ValueError(f"Invalid include: {include!r}, expected any of {KINDS}")
 
 
 def is_on_device(tensor: Tensor) -> bool:
@@ -119,51 +119,39 @@ class Offloader:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = weakref.ref(optimizer)
+        self._optimizer = weakref.ref(optimizer)  # which has the hooks, and they this object
         self.users = 0  # blocks of optimizer_on_device() that are under way
         self._kept: dict[str, _Kept] = {}  # host memory, by kind
         self._origin: Any = WeakTensorKeyDictionary()  # devices of tensors that are on the host
         self._streams: dict[torch.device, Any] = {}
-        me = weakref.ref(self)
+        optimizer.register_step_pre_hook(lambda *_: self.bring_back())
+        optimizer.register_state_dict_pre_hook(lambda _: self.wait())
+        optimizer.register_state_dict_post_hook(self._own_copies)
+        optimizer.register_load_state_dict_pre_hook(lambda *_: self.bring_back())
 
-        def back(*_: Any) -> None:
-            if (offloader := me()) is not None:
-                offloader.bring_back()
-
-        def wait(*_: Any) -> None:
-            if (offloader := me()) is not None:
-                offloader.wait()
-
-        def own_copies(_: Any, states: dict[str, Any]) -> dict[str, Any] | None:
-            """Host memory is written anew the next time; a state dict is not to change then."""
-            if (offloader := me()) is None or not len(offloader._origin):
-                return None
-            copied: dict[str, Any] = tree_map_only(Tensor, Tensor.clone, states)
-            return copied
-
-        optimizer.register_step_pre_hook(back)
-        optimizer.register_state_dict_pre_hook(wait)
-        optimizer.register_state_dict_post_hook(own_copies)
-        optimizer.register_load_state_dict_pre_hook(back)
+    def _own_copies(self, _: Any, states: dict[str, Any]) -> dict[str, Any]:
+        """Host memory is written anew the next time; a state dict is not to change then."""
+        return tree_map_only(Tensor, Tensor.clone, states) if len(self._origin) else states
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of the optimizer has none."""
 
-    # ---- to the host and back -----------------------------------------------------------------
-
     @torch.no_grad()
     def offload(self, include: Collection[str]) -> None:
-        optimizer = self._idle()
+        """Moves what is on a device, and of a kind in ``include``, to the host."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        if getattr(optimizer, "_context", IDLE) is not IDLE:
+            raise RuntimeError("a step of this optimizer is under way: move its state afterwards")
         check_kinds(include)
-        for kind in KINDS:
-            if kind not in include:
-                continue
+        for kind in include:
             moving = [t for t in tensors_of(optimizer, kind) if is_on_device(local_tensor(t))]
-            if not moving:
-                continue
-            if kind not in self._kept or not self._kept[kind].is_for(moving):
-                self._kept[kind] = _Kept(moving)
-            self._move(moving, self._kept[kind].memory)
+            if moving:
+                if kind not in self._kept or not self._kept[kind].is_for(moving):
+                    self._kept[kind] = _Kept(moving)
+                for tensor in moving:
+                    self._origin[tensor] = local_tensor(tensor).device
+                self._move(zip(moving, self._kept[kind].memory, strict=True))
 
     @torch.no_grad()
     def bring_back(self, device: torch.device | None = None) -> None:
@@ -174,79 +162,76 @@ class Offloader:
             device = torch.device("cuda", cuda.current_device())
         here = list(self._origin.items())
         self._origin = WeakTensorKeyDictionary()
-        by_device: dict[torch.device, list[Tensor]] = {}
-        for tensor, origin in here:
-            by_device.setdefault(device or origin, []).append(tensor)
-        for target, tensors in by_device.items():
-            room = [torch.empty_like(local_tensor(t), device=target) for t in tensors]
-            self._copy(target, [local_tensor(t) for t in tensors], room)
-            self._current_waits(target)
-            for tensor, memory in zip(tensors, room, strict=True):
-                replace_memory(tensor, memory)
+        self._move((t, torch.empty_like(local_tensor(t), device=device or of)) for t, of in here)
 
     def wait(self) -> None:
         """Until all copies to the host have ended."""
         for stream in self._streams.values():
             stream.synchronize()
 
-    def _idle(self) -> Optimizer:
-        optimizer = self._optimizer()
-        assert optimizer is not None
-        if getattr(optimizer, "_context", IDLE) is not IDLE:
-            raise RuntimeError("a step of this optimizer is under way: move its state afterwards")
-        return optimizer
+    def _move(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Copies tensors to memory, and lets them be what it holds.
 
-    def _move(self, tensors: Sequence[Tensor], memory: Sequence[Tensor]) -> None:
-        by_device: dict[torch.device, list[int]] = {}
-        for i, tensor in enumerate(tensors):
-            by_device.setdefault(local_tensor(tensor).device, []).append(i)
-        for device, indices in by_device.items():
-            sources = [local_tensor(tensors[i]) for i in indices]
-            self._copy(device, sources, [memory[i] for i in indices])
-            for i, source in zip(indices, sources, strict=True):
-                if source.is_cuda:  # not to be reused before it was read
-                    source.record_stream(self._streams[device])
-                replace_memory(tensors[i], memory[i])
-                self._origin[tensors[i]] = device
-
-    def _copy(
-        self, device: torch.device, sources: Sequence[Tensor], targets: Sequence[Tensor]
-    ) -> None:
-        if device.type != "cuda":
-            self.wait()
-            for source, target in zip(sources, targets, strict=True):
-                target.copy_(source)
-            return
-        if device not in self._streams:
-            self._streams[device] = cuda.Stream(device)
-        stream = self._streams[device]
-        for other in (cuda.current_stream(device), *self._streams.values()):
-            stream.wait_stream(other)
-        with cuda.stream(stream):
-            for source, target in zip(sources, targets, strict=True):
-                target.copy_(source, non_blocking=True)
-
-    def _current_waits(self, device: torch.device) -> None:
-        if device in self._streams:
-            cuda.current_stream(device).wait_stream(self._streams[device])
+        Copies from and to a GPU run on a stream of its own; the current one waits for those to it.
+        """
+        by_device: dict[torch.device, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        for tensor, memory in pairs:
+            source = local_tensor(tensor)
+            by_device[memory.device if source.is_cpu else source.device].append((tensor, memory))
+        for device, moving in by_device.items():
+            if device.type != "cuda":
+                self.wait()
+                for tensor, memory in moving:
+                    replace_memory(tensor, memory.copy_(local_tensor(tensor)))
+                continue
+            if device not in self._streams:
+                self._streams[device] = cuda.Stream(device)
+            stream, current = self._streams[device], cuda.current_stream(device)
+            for other in (current, *self._streams.values()):
+                stream.wait_stream(other)
+            with cuda.stream(stream):
+                for tensor, memory in moving:
+                    source = local_tensor(tensor)
+                    memory.copy_(source, non_blocking=True)
+                    if source.is_cuda:  # not to be reused before it was read
+                        source.record_stream(stream)
+                    replace_memory(tensor, memory)
+            if moving[0][1].is_cuda:
+                current.wait_stream(stream)
 
 
 class _Kept:
-    """Host memory for some tensors, as long as they are the same."""
+    """Host memory of exactly the size of some tensors, kept as long as they are the same.
+
+    It is pinned if CUDA is in use and its driver agrees. torch's allocator of pinned memory rounds
+    sizes up to powers of two.
+    """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = [weakref.ref(tensor) for tensor in tensors]
         locals_ = [local_tensor(tensor) for tensor in tensors]
-        self._pinned = HostMemory(_C.carved_bytes(locals_))
-        self.memory = _C.carve(locals_, block=self._pinned.block)
+        self.block = torch.empty(_C.carved_bytes(locals_), dtype=torch.uint8)
+        self.memory = _C.carve(locals_, block=self.block)
+        if self.block.numel() and cuda.is_initialized():
+            size = self.block.numel()
+            if int(cuda.cudart().cudaHostRegister(self.block.data_ptr(), size, 0)) == 0:
+                unpin = weakref.finalize(self, _unpin, self.block)
+                unpin.atexit = False  # the driver has let go of everything by then
+            else:
+                with suppress(RuntimeError):  # here, and not after whatever kernel comes next
+                    torch.zeros(1, device="cuda")
 
     def is_for(self, tensors: Sequence[Tensor]) -> bool:
-        same = [ref() is tensor for ref, tensor in zip(self._tensors, tensors, strict=False)]
-        fits = len(tensors) == len(self._tensors) and all(same)
-        return fits and all(
-            memory.shape == local_tensor(tensor).shape and memory.dtype == tensor.dtype
-            for memory, tensor in zip(self.memory, tensors, strict=True)
+        return len(tensors) == len(self._tensors) and all(
+            ref() is tensor
+            and memory.shape == local_tensor(tensor).shape
+            and memory.dtype == tensor.dtype
+            for ref, tensor, memory in zip(self._tensors, tensors, self.memory, strict=True)
         )
+
+
+def _unpin(block: Tensor) -> None:
+    cuda.cudart().cudaHostUnregister(block.data_ptr())
 
 
 def tensors_of(optimizer: Optimizer, kind: str) -> Iterator[Tensor]:

@@ -41,7 +41,7 @@ def hooked_step(step: Step) -> Step:
                 return by_torch(self, *args, **kwargs)
             return step(self)
         finally:
-            self._context = IDLE
+            del self._context  # copies do not take it along
 
     wrapper.hooked = True  # type: ignore[attr-defined]  # torch patches no step that says so
     return cast("Step", _torch.run_eagerly(wrapper))

@@ -92,7 +92,7 @@ def test_a_parameter_too_few_or_of_another_shape(tmp_path: Path) -> None:
     others = [nn.Parameter(torch.zeros(6 - i, dtype=torch.bfloat16)) for i in range(4)]
     wrong = FSDPadaptOptimizer(FusedAdamW([{"params": others[:2]}, {"params": others[2:]}]))
     before = content(wrong)
-    with pytest.raises(ValueError, match="parameter 0 of group 0 has shape"):
+    with pytest.raises(ValueError, match="saved weight of parameter 0 has shape"):
         load_checkpoint(wrong, tmp_path / "one")
     assert content(wrong) == before
 

@@ -247,6 +247,9 @@ def test_copies_of_one_with_scheduler_and_hooks(kind: str, how: str) -> None:
     train(ours, params, [6])
     assert seen == ["post"]
     assert_same_bits(params, others)
+    other.register_step_post_hook(lambda *_: seen.append("copy"))
+    train(other, others, [7])
+    assert seen == ["post", "copy"]
 
 
 @every_kind
