@@ -22,7 +22,7 @@ import torch.distributed.tensor  # noqa: F401
 
 import torchopt_ext.containers
 import torchopt_ext.mixed_precision
-import torchopt_ext.zero.checkpoint  # noqa: F401
+import torchopt_ext.zero  # noqa: F401
 
 
 def be_rank(output: IO[bytes], environment: dict[str, str], script: str, arguments: list[str]):

@@ -25,7 +25,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torchopt_ext import FusedAdamW
 from torchopt_ext.statedict.dcp import load
-from torchopt_ext.zero import ZeroRedundancyOptimizer, checkpoint, load_sharded, sharded_state_dict
+from torchopt_ext.zero import ZeroRedundancyOptimizer, load_sharded, sharded_state_dict
+from torchopt_ext.zero import state as zero_state
 from torchopt_ext.zero.state_shard import StateShard
 
 Result = dict[str, Any]
@@ -175,7 +176,7 @@ def chain(name: str) -> Result:
     params, zero = sharded(name, 2, partition)
     source_path, path = folder / f"{name}-{source}", folder / f"{name}-{size}"
     allocated = 0
-    buffers = checkpoint.buffers
+    buffers = zero_state.buffers
 
     def counted(zero: ZeroRedundancyOptimizer, ids: list[str]) -> Any:
         own = buffers(zero, ids)
@@ -188,9 +189,9 @@ def chain(name: str) -> Result:
 
         return buffer
 
-    checkpoint.buffers = counted
+    zero_state.buffers = counted
     load({"optimizer": zero, "model": weights(params)}, checkpoint_id=source_path)
-    checkpoint.buffers = buffers
+    zero_state.buffers = buffers
     state = sharded_state_dict(zero)
     held = sum(memory(v) for entry in state["state"].values() for v in entry.values())
     dcp.save({"optimizer": zero, "model": weights(params)}, checkpoint_id=path)

@@ -22,8 +22,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from torchopt_ext import FusedAdamW
-from torchopt_ext.zero import ZeroRedundancyOptimizer
-from torchopt_ext.zero.checkpoint import load_sharded, sharded_state_dict
+from torchopt_ext.zero import ZeroRedundancyOptimizer, load_sharded, sharded_state_dict
 
 LOST_STEP = 3
 

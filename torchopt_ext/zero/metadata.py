@@ -61,7 +61,7 @@ def decode(text: str, tensors: Sequence[Any]) -> Any:
     Raises:
         ValueError: the text is not from ``encode``, or refers to a tensor that is not there.
     """
-    by_position = dict(enumerate(tensors))
+    known: dict[str, Any] = {"tensor": dict(enumerate(tensors)), "dtype": DTYPES}
 
     def value_of(tag: str, content: Any) -> Any:
         """JSON's objects arrive here from the inside out."""
@@ -71,7 +71,7 @@ def decode(text: str, tensors: Sequence[Any]) -> Any:
             return tuple(content) if tag == "tuple" else complex(*content)
         if tag == "device":
             return torch.device(content)
-        return {"tensor": by_position, "dtype": DTYPES}[tag][content]
+        return known[tag][content]
 
     try:
         return json.loads(text, object_pairs_hook=lambda pairs: value_of(*pairs[0]))

@@ -19,7 +19,7 @@ from torchopt_ext.optim.context import ALONE, StepContext
 from torchopt_ext.optim.hooks import HookedStep, run_hooks
 from torchopt_ext.optim.rejection import Agreement, Verdict
 from torchopt_ext.statedict.dcp import Buffers
-from torchopt_ext.zero import checkpoint, local_optimizer
+from torchopt_ext.zero import local_optimizer
 from torchopt_ext.zero import state as zero_state
 from torchopt_ext.zero.balanced import BalancedBuckets
 from torchopt_ext.zero.exchange import check_same
@@ -299,10 +299,8 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
             RuntimeError: under ``overlap_with_ddp`` before the buckets are known, or a rank has
                 state that is neither tensors nor plain values; all ranks raise, naming it.
         """
-        self._check_overlap_initialized()
         if not 0 <= to < self.world_size:
             raise ValueError(f"Invalid rank: to={to}, expected 0 to {self.world_size - 1}")
-        local_optimizer.copy_settings(self.param_groups, self.optim.param_groups)
         self._consolidated = zero_state.consolidated(self, to)
 
     def state_dict(self) -> dict[str, Any]:
@@ -319,12 +317,12 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
         if self._consolidated:
             result = zero_state.packed(self, *self._consolidated)
         else:
-            result = checkpoint.sharded(self, elsewhere=self._consolidated is not None)
+            result = zero_state.sharded(self, elsewhere=self._consolidated is not None)
         return run_hooks(self, "state_dict_post", result)
 
     def checkpoint_buffers(self, ids: list[str]) -> Buffers:
         """For :func:`torchopt_ext.statedict.dcp.load`."""
-        return checkpoint.buffers(self, ids)
+        return zero_state.buffers(self, ids)
 
     @bounded
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -339,7 +337,6 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
             RuntimeError: under ``overlap_with_ddp`` before the buckets are known.
             ValueError: groups or shapes do not fit; names the parameter. Nothing is changed.
         """
-        self._check_overlap_initialized()
         zero_state.load(self, state_dict)
         run_hooks(self, "load_state_dict_post")
 
@@ -460,7 +457,3 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
         self._assign(info.params_per_rank)
         info.build_buckets(self._bucket_assignments_per_rank)
         local_optimizer.build(self)
-
-    def _check_overlap_initialized(self) -> None:
-        if self._overlap_with_ddp and self._overlap_info.status != OverlapStatus.INITIALIZED:
-            raise RuntimeError("overlap_with_ddp=True: not fully initialized before the first step")

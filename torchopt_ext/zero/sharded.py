@@ -35,6 +35,4 @@ class ShardedOptimizer(Protocol):
     _overlap_with_ddp: bool
     verdict: Verdict
 
-    def _check_overlap_initialized(self) -> None: ...
-
     def _take_gradients(self, context: StepContext) -> StepContext: ...

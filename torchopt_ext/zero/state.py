@@ -1,22 +1,34 @@
-"""State dicts of a sharded optimizer: the unsharded optimizer's, in parts on every rank."""
+"""State dicts of a sharded optimizer, whole and as distributed checkpoints (DCP).
+
+They have the keys and shapes of the unsharded optimizer's, so any world size, either partition and
+the unsharded optimizer can load them. In a checkpoint every rank writes and reads its own parts.
+"""
+
+from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, count, islice
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.distributed.checkpoint.storage import StorageReader
 
 from torchopt_ext.optim import FusedAdam
 from torchopt_ext.optim.collective import all_gather_text, all_or_none
 from torchopt_ext.optim.hooks import run_hooks
 from torchopt_ext.optim.storage import Storage
+from torchopt_ext.statedict import dcp
+from torchopt_ext.statedict.dcp_metadata import Path, Reader
 from torchopt_ext.statedict.entries import CONTROL_KEY, control_entry, converted
 from torchopt_ext.statedict.loaded import Loaded, load_whole, raise_problems, read_indexed
 from torchopt_ext.zero import local_optimizer
 from torchopt_ext.zero.exchange import Entry, gather_entries
 from torchopt_ext.zero.part import Part, in_memory_order
+from torchopt_ext.zero.ranks import bounded
 from torchopt_ext.zero.sharded import ShardedOptimizer
 from torchopt_ext.zero.state_shard import StateShard
 
@@ -25,7 +37,13 @@ Pieces = dict[int, dict[str, list[tuple[Part, Any]]]]
 
 
 def local_parts(zero: ShardedOptimizer) -> list[Part]:
-    """What this rank's parameters are parts of, in the order in which its state is numbered."""
+    """What this rank's parameters are parts of, in the order in which its state is numbered.
+
+    Raises:
+        RuntimeError: under ``overlap_with_ddp`` before the buckets are known.
+    """
+    if not hasattr(zero, "optim"):
+        raise RuntimeError("overlap_with_ddp=True: not fully initialized before the first step")
     return [zero.parts.part_of(param) for param in chain(*zero.parts.mine)]
 
 
@@ -34,7 +52,8 @@ def local_state(zero: ShardedOptimizer) -> tuple[Pieces, dict[str, Any]]:
 
     Among these is the control block, as a rank without parameters has one, too.
     """
-    numbers = {param: number for number, param in enumerate(chain(*zero.parts.mine))}
+    parts = local_parts(zero)
+    numbers = {part.tensor: number for number, part in enumerate(parts)}
     for key in [k for k in zero.optim.state if isinstance(k, Tensor) and k not in numbers]:
         if not zero.optim.state[key]:  # looking up another rank's parameter has made it
             del zero.optim.state[key]
@@ -48,7 +67,7 @@ def local_state(zero: ShardedOptimizer) -> tuple[Pieces, dict[str, Any]]:
         extra[CONTROL_KEY] = control_entry(zero.optim.saved_control())
     index_of = {param: index for index, param in enumerate(zero._all_params)}
     pieces: Pieces = {}
-    for number, part in enumerate(local_parts(zero)):
+    for number, part in enumerate(parts):
         for name, value in (state.get(number) or {}).items():
             if name != CONTROL_KEY:
                 own = pieces.setdefault(index_of[part.param], {})
@@ -100,12 +119,13 @@ def load(zero: ShardedOptimizer, state_dict: dict[str, Any]) -> None:
     It is checked first and copied.
     """
     with all_or_none(zero.process_group):
+        parts = local_parts(zero)
         hooked = run_hooks(zero, "load_state_dict_pre", state_dict.copy())
         loaded = read_indexed(hooked, zero.param_groups)
         raise_problems(loaded.problems(zero.optim))
         slot_of = {slot.param: slot for slot in loaded.slots}
         slots = []
-        for part in local_parts(zero):
+        for part in parts:
             slot = slot_of[part.param]
             entry = {
                 name: value.of_part(part) if isinstance(value, StateShard) else part.of(value)
@@ -145,3 +165,91 @@ def load(zero: ShardedOptimizer, state_dict: dict[str, Any]) -> None:
         raise
     zero._consolidated = None
     local_optimizer.sync(zero)
+
+
+# ---- torch.distributed.checkpoint ----------------------------------------------------------------
+
+
+@bounded
+def sharded_state_dict(zero: ShardedOptimizer) -> dict[str, Any]:
+    """This rank's part of a ZeroRedundancyOptimizer's state dict; call it on all ranks.
+
+    ``dcp.save({"optimizer": zero}, checkpoint_id=...)`` saves the same. Here all ranks learn of it
+    if one has an entry that DCP would not give back.
+
+    Raises:
+        TypeError: DCP would not give back an entry as it is; names it.
+        ValueError: so it is on another rank; names the rank and the entry.
+    """
+    with all_or_none(zero.process_group):
+        return sharded(zero, elsewhere=False)
+
+
+def sharded(zero: ShardedOptimizer, *, elsewhere: bool) -> dict[str, Any]:
+    """This rank's part of the state dict, with StateShards for tensors. No other rank takes part.
+
+    Args:
+        elsewhere: another rank gives the whole tensors to DCP.
+
+    Raises:
+        TypeError: DCP would not give back an entry as it is; names it.
+    """
+    pieces, extra = local_state(zero)
+    state = {
+        index: {name: joined(of_name, elsewhere) for name, of_name in own.items()}
+        for index, own in sorted(pieces.items())
+    }
+    # Every rank's first parameter has the control block's fields, which all ranks read.
+    result: dict[str, Any] = dcp.storable(packed(zero, state, extra))
+    return result
+
+
+def joined(pieces: Sequence[tuple[Part, Any]], elsewhere: bool = False) -> Any:
+    """One value for DCP of an entry of all of this rank's parts of a parameter."""
+    part, value = pieces[0]
+    cut = part.divides(value) or not part.divided
+    if isinstance(value, Tensor) and value.dim() and cut:
+        return StateShard.of(pieces, elsewhere)
+    return value
+
+
+@bounded
+@torch.no_grad()
+def load_sharded(
+    zero: ShardedOptimizer,
+    checkpoint: str | os.PathLike[str] | StorageReader,
+    key: str = "optimizer",
+) -> None:
+    """``load({key: zero})`` of :mod:`torchopt_ext.statedict.dcp`; call it on all ranks.
+
+    Args:
+        zero: the ZeroRedundancyOptimizer.
+        checkpoint: a folder, or a reader of another storage.
+        key: where the optimizer's state dict is in what was saved.
+
+    Raises:
+        ValueError: on all ranks, if groups, shapes or keys do not fit; names the parameter or key.
+        RuntimeError: on all ranks, if one cannot read its parts.
+    """
+    reader = checkpoint if isinstance(checkpoint, StorageReader) else Reader(checkpoint)
+    dcp.load({key: zero}, storage_reader=reader, process_group=zero.process_group)
+
+
+def buffers(zero: ShardedOptimizer, ids: list[str]) -> dcp.Buffers:
+    """What this rank reads: of its own parameters their parts, of others nothing."""
+    of_id = zip(ids, zero._all_params, strict=False)
+    params: dict[Path, Tensor] = {("state", i): param for i, param in of_id}
+    parts: dict[Tensor, list[Part]] = {}
+    for part in local_parts(zero):
+        parts.setdefault(part.param, []).append(part)
+
+    def buffer(path: Path, like: Tensor) -> Tensor:
+        param = params.get(path[:2])
+        if param is not None and param not in parts and len(path) == 3:
+            return like
+        if param is None or path[-1] == "step" or like.shape != param.shape or len(path) > 3:
+            return torch.empty(like.shape, dtype=like.dtype)
+        own = parts[param]
+        return joined([(p, torch.empty_like(p.tensor, dtype=like.dtype)) for p in own])
+
+    return buffer
