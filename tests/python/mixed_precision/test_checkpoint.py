@@ -9,8 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
@@ -231,3 +233,47 @@ def test_a_checkpoint_of_many_kinds_of_values(tmp_path: Path) -> None:
     load_checkpoint(optimizer, tmp_path / "one")
     assert optimizer.param_groups[0]["note"] == ("text", 3, None, 1.5)
     assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+
+
+def test_numbers_of_numpy_are_saved_as_pythons(tmp_path: Path) -> None:
+    _, optimizer = job()
+    optimizer.param_groups[0] |= {"lr": np.float64(0.125), "note": (np.int64(3), np.bool_(True))}
+    save_checkpoint(optimizer, tmp_path / "one")
+    _, other = job()
+    load_checkpoint(other, tmp_path / "one")
+    assert other.param_groups[0]["lr"] == 0.125
+    assert other.param_groups[0]["note"] == (3, True)
+
+
+def test_what_would_not_load_is_not_saved(tmp_path: Path) -> None:
+    _, optimizer = job()
+    save_checkpoint(optimizer, tmp_path / "one")
+    optimizer.param_groups[0]["note"] = object()
+    with pytest.raises(TypeError, match=r"base_optim_states\.param_groups\.0\.note"):
+        save_checkpoint(optimizer, tmp_path / "one")
+    load_checkpoint(job()[1], tmp_path / "one")
+
+
+def test_a_link_to_a_checkpoint_stays_one(tmp_path: Path) -> None:
+    _, optimizer = job()
+    save_checkpoint(optimizer, tmp_path / "step-1")
+    (tmp_path / "latest").symlink_to("step-1")
+    for _ in range(2):
+        save_checkpoint(optimizer, tmp_path / "latest")
+        load_checkpoint(optimizer, tmp_path / "latest")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-1"]
+    assert (tmp_path / "latest").is_symlink()
+
+
+def test_other_files_are_not_deleted(tmp_path: Path) -> None:
+    _, optimizer = job()
+    (tmp_path / "model.safetensors").write_text("weights")
+    with pytest.raises(FileExistsError, match=r"model\.safetensors"):
+        save_checkpoint(optimizer, tmp_path)
+    (tmp_path / "model").mkdir()
+    dcp.save({"model": {"weight": torch.ones(3)}}, checkpoint_id=tmp_path / "model")
+    with pytest.raises(FileExistsError, match=r"model\.weight"):
+        save_checkpoint(optimizer, tmp_path / "model")
+    with pytest.raises(FileExistsError, match="is a file"):
+        save_checkpoint(optimizer, tmp_path / "model.safetensors")
+    assert (tmp_path / "model.safetensors").read_text() == "weights"

@@ -1,9 +1,11 @@
-"""DynamicGradScaler: the scale's path in the scenarios of four projects, and by random ones."""
+"""DynamicGradScaler: its interface, and the scale's path by random settings.
+
+The sequences of other projects are in test_scale_sequences.py.
+"""
 
 from __future__ import annotations
 
 import copy
-import math
 import pickle
 from typing import Any
 
@@ -17,150 +19,6 @@ from torchopt_ext.mixed_precision import DynamicGradScaler
 from .plain_reference import ReferenceScaler, float32
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
-
-# Configuration, sequence (x: overflow, o: none) and the binary logarithm of the scale after each.
-Scenario = tuple[dict[str, Any], str, list[float]]
-
-# tests/unit/runtime/half_precision/test_dynamic_loss_scale.py: a window of growth, no hysteresis.
-# There a window that follows an overflow lasts one step longer.
-DEEPSPEED: dict[str, Scenario] = {
-    "no overflow": (
-        {"initial_scale": 2.0**8, "growth_interval": 2, "hysteresis": 1},
-        "oooooooooo",
-        [8, 9, 9, 10, 10, 11, 11, 12, 12, 13],
-    ),
-    "all overflow, down to the smallest": (
-        {"initial_scale": 2.0**4, "growth_interval": 2, "hysteresis": 1},
-        "xxxxxxx",
-        [3, 2, 1, 0, 0, 0, 0],
-    ),
-    "some overflow": (
-        {"initial_scale": 2.0**8, "growth_interval": 2, "hysteresis": 1},
-        "xxooooxoxoo",
-        [7, 6, 6, 7, 7, 8, 7, 7, 6, 6, 7],
-    ),
-    "delayed shift": (  # hysteresis forgives the first overflow, and only that
-        {"initial_scale": 2.0**16, "hysteresis": 2},
-        "xxxoxx",
-        [16, 15, 14, 14, 13, 12],
-    ),
-    "consecutive hysteresis": (  # every step without overflow refills it
-        {"initial_scale": 2.0**16, "hysteresis": 2, "consecutive_hysteresis": True},
-        "xxxoxxoxox",
-        [16, 15, 14, 14, 14, 13, 13, 13, 13, 13],
-    ),
-    "consecutive hysteresis of one": (
-        {"initial_scale": 2.0**16, "hysteresis": 1, "consecutive_hysteresis": True},
-        "xoxx",
-        [15, 15, 14, 13],
-    ),
-}
-
-# megatron/core/optimizer/grad_scaler.py: from 2**32, without a largest scale.
-MEGATRON: dict[str, Scenario] = {
-    "two overflows back off": (
-        {"initial_scale": 2.0**32, "max_scale": None, "growth_interval": 4},
-        "xoxxo",
-        [32, 32, 31, 30, 30],
-    ),
-    "growth refills hysteresis": (
-        {"initial_scale": 2.0**32, "max_scale": None, "growth_interval": 3},
-        "xxoooxxooo",
-        [32, 31, 31, 31, 32, 32, 31, 31, 31, 32],
-    ),
-    "an overflow restarts the interval": (
-        {"initial_scale": 2.0**32, "max_scale": None, "growth_interval": 3, "hysteresis": 4},
-        "ooxooxooo",
-        [32, 32, 32, 32, 32, 32, 32, 32, 33],
-    ),
-    "never below the smallest": (
-        {"initial_scale": 4.0, "min_scale": 2.0, "hysteresis": 1},
-        "xxxx",
-        [1, 1, 1, 1],
-    ),
-}
-
-# internlm/solver/optimizer/utils.py: limits both ways.
-INTERNEVO: dict[str, Scenario] = {
-    "further overflows each back off": (
-        {"initial_scale": 2.0**16, "growth_interval": 1000, "hysteresis": 2},
-        "xxxxooox",
-        [16, 15, 14, 13, 13, 13, 13, 12],
-    ),
-    "never above the largest": (
-        {"initial_scale": 2.0**23, "growth_interval": 1},
-        "ooxxoo",
-        [24, 24, 24, 23, 24, 24],
-    ),
-    "static": (
-        {"initial_scale": 1.0, "growth_factor": 1.0, "backoff_factor": 1.0, "max_scale": 1.0,
-         "growth_interval": 2},
-        "oooxxxooo",
-        [0] * 9,
-    ),
-    "hysteresis of zero is one": (
-        {"initial_scale": 2.0**16, "hysteresis": 0},
-        "xox",
-        [15, 15, 14],
-    ),
-    "other factors": (
-        {"initial_scale": 2.0**10, "growth_factor": 8.0, "backoff_factor": 0.25,
-         "growth_interval": 2, "hysteresis": 1},
-        "ooxooo",
-        [10, 13, 11, 11, 14, 14],
-    ),
-}  # fmt: skip
-
-# apex/csrc/update_scale_hysteresis.cu: refilled by every step without overflow.
-APEX: dict[str, Scenario] = {
-    "single overflows never back off": (
-        {"initial_scale": 2.0**12, "growth_interval": 4, "hysteresis": 2},
-        "xoxoxooox",
-        [12, 12, 12, 12, 12, 12, 12, 12, 12],
-    ),
-    "three in a row": (
-        {"initial_scale": 2.0**12, "growth_interval": 2, "hysteresis": 3},
-        "xxxxoxxoox",
-        [12, 12, 11, 10, 10, 10, 10, 10, 11, 11],
-    ),
-    "no limits": (
-        {"initial_scale": 2.0, "growth_interval": 1, "hysteresis": 1, "min_scale": None},
-        "xxxxoo",
-        [0, -1, -2, -3, -2, -1],
-    ),
-}
-APEX = {
-    name: (config | {"consecutive_hysteresis": True}, sequence, expected)
-    for name, (config, sequence, expected) in APEX.items()
-}
-
-SCENARIOS = [
-    pytest.param(*scenario, dtype, id=f"{project}: {name}-{dtype}")
-    for project, table in (
-        ("DeepSpeed", DEEPSPEED),
-        ("Megatron", MEGATRON),
-        ("InternEvo", INTERNEVO),
-        ("apex", APEX),
-    )
-    for name, scenario in table.items()
-    for dtype in ((BF16,) if name == "static" else (BF16, FP16))
-]
-
-
-@pytest.mark.parametrize(("config", "sequence", "expected", "dtype"), SCENARIOS)
-def test_scenarios(
-    config: dict[str, Any], sequence: str, expected: list[float], dtype: torch.dtype
-) -> None:
-    scaler = DynamicGradScaler(**config, dtype=dtype)
-    plain = ReferenceScaler(**config, dtype=dtype)
-    trace, reference = [], []
-    for letter in sequence:
-        scaler.update(letter == "x")
-        plain.update(letter == "x")
-        trace.append(math.log2(float(scaler.scale)))
-        reference.append(math.log2(plain.scale))
-    assert trace == expected
-    assert reference == expected
 
 
 # ---- random configurations -----------------------------------------------------------------------
@@ -393,3 +251,22 @@ def test_a_state_dict_without_an_entry_changes_nothing(missing: str) -> None:
     with pytest.raises((AssertionError, KeyError, ValueError), match=missing):
         scaler.load_state_dict(given)
     assert scaler.state_dict() == before
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"initial_scale": 1e-50}, {"growth_interval": float("nan")}, {"hysteresis": float("nan")}],
+)
+def test_numbers_that_float32_does_not_have(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="Invalid"):
+        DynamicGradScaler(**arguments)
+
+
+@pytest.mark.parametrize("key", ["_scale", "_growth_step", "_hysteresis_step"])
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), -1.0])
+def test_a_scalers_state_out_of_range(key: str, value: float) -> None:
+    scaler = DynamicGradScaler()
+    state = scaler.state_dict()
+    with pytest.raises(ValueError, match=key):
+        scaler.load_state_dict(state | {key: value})
+    assert scaler.state_dict() == state

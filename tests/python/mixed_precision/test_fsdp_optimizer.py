@@ -1,8 +1,9 @@
 """FSDPadaptOptimizer: the defects of the class it replaces, by their rows, on one process.
 
 The rows are those of the table in shared/reference/mixed_precision.md, section 2. Rows 7, 9 and 24
-need ranks or a GPU. Rows 4 and 5 are in test_fsdp_optimizer_cost.py; 13, 15 and 16 in
-test_offload.py; 17 and 18 in test_fsdp_optimizer_state_dict.py and test_fsdp_optimizer_refused.py.
+need ranks or a GPU. Rows 6, 8, 12, 22 and 23 are in test_trajectory.py, 4 and 5 in
+test_fsdp_optimizer_cost.py, 13, 15 and 16 in test_offload.py, 17 and 18 in
+test_fsdp_optimizer_state_dict.py and test_fsdp_optimizer_refused.py.
 """
 
 from __future__ import annotations
@@ -12,13 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchopt_ext import FusedAdamW
 from torchopt_ext.mixed_precision import FSDPadaptOptimizer
 
-from ..optim.subject import assert_same_bits, bits
+from ..optim.subject import assert_same_bits
 from .training import (
     BASES,
     BF16,
@@ -150,35 +150,6 @@ def test_row_05_the_norm_survives_the_range_of_bfloat16(kind: str) -> None:
         assert_same_bits(params, [w.to(BF16) for w in weights_of(ours)])
 
 
-@every_kind
-def test_row_06_no_process_group_is_needed(kind: str) -> None:
-    assert not dist.is_initialized()
-    params = parameters(BF16, SHORT)
-    ours = ours_of(kind, params, process_group=None)
-    given = coefficients(params, 0)
-    backward(ours, params, given)
-    assert ours.step()
-    exact = norm_of(*[None if c is None else c.to(BF16) for c in given])
-    assert float(ours.grad_norm) == pytest.approx(exact, rel=1e-12)
-
-
-@every_kind
-def test_row_08_empty_shards_between_others(kind: str) -> None:
-    """Every parameter keeps the master of its own, whatever is empty before it."""
-    shapes = ((0,), (3, 4), (0, 4), (4, 0), (7,), (), (0,))
-    params, others = parameters(BF16, shapes), parameters(BF16, shapes)
-    held = [p for p in others if p.numel()]
-    ours, plain = ours_of(kind, params), ours_of(kind, held)
-    for step in range(4):
-        given = coefficients(params, step)
-        backward(ours, params, given)
-        backward(plain, held, [c for c in given if c is not None and c.numel()])
-        assert ours.step() and plain.step()
-    assert_same_bits(params, others)
-    assert [w.shape for w in weights_of(ours)] == [p.shape for p in params]
-    assert_same_bits([w for w in weights_of(ours) if w.numel()], weights_of(plain))
-
-
 # ---- clipping and scaling ------------------------------------------------------------------------
 
 
@@ -289,27 +260,6 @@ def test_row_11_configurations() -> None:
 
 
 @every_kind
-def test_row_12_parameters_without_gradient(kind: str) -> None:
-    """Nothing to the norm, and no step for them: no decay, no moments; the others go on."""
-    params = parameters(BF16, SHORT)
-    ours = scaled(kind, params, clip_grad_norm=0)
-    given = coefficients(params, 0)
-    given[1] = None
-    before = bits(params[1])
-    for _ in range(3):
-        backward(ours, params, given)
-        assert ours.step()
-    exact = norm_of(*[None if c is None else c.to(BF16) for c in given])
-    assert float(ours.grad_norm) == pytest.approx(exact, rel=1e-6)
-    assert bits(params[1]) == before
-    assert_same_bits([weights_of(ours)[1]], [params[1].float()])
-    train(ours, params, [1])  # and now it has one
-    assert bits(params[1]) != before
-    if kind == "FusedAdamW":
-        assert [float(ours.state[p]["step"]) for p in params] == [4.0, 1.0, 4.0]
-
-
-@every_kind
 def test_row_14_nothing_is_printed(
     kind: str, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -395,36 +345,3 @@ def test_row_21_state_from_before(kind: str) -> None:
     assert ours.step()
     if "Adam" in kind:
         assert [float(ours.state[key]["step"]) for key in keys] == [4.0] * 3
-
-
-@every_kind
-def test_row_22_one_norm_over_all_groups(kind: str) -> None:
-    """Split into groups or not, the same gradients are clipped alike."""
-    params, others = parameters(BF16, SHORT), parameters(BF16, SHORT)
-    split = scaled(kind, [{"params": [p]} for p in params], clip_grad_norm=0.5)
-    whole = scaled(kind, others, clip_grad_norm=0.5)
-    for step in range(3):
-        for optimizer, mine in ((split, params), (whole, others)):
-            backward(optimizer, mine, coefficients(mine, step, size=10.0 ** -(step % 3)))
-            assert optimizer.step()
-        assert float(split.grad_norm) == float(whole.grad_norm)
-        assert_same_bits(params, others)
-        assert_same_bits(weights_of(split), weights_of(whole))
-
-
-@every_kind
-def test_row_23_gradients_are_unscaled_by_the_scale_they_have(kind: str) -> None:
-    """A scale that grows in every step does not show in the result."""
-    params, others = parameters(BF16, SHORT), parameters(BF16, SHORT)
-    growing = ours_of(
-        kind, params, grad_scal_cfg={"initial_scale": 4.0, "growth_interval": 1}, clip_grad_norm=2.0
-    )
-    still = ours_of(kind, others, clip_grad_norm=2.0)
-    for step in range(5):
-        for optimizer, mine in ((growing, params), (still, others)):
-            backward(optimizer, mine, coefficients(mine, step))
-            assert optimizer.step()
-        assert float(growing.loss_scale) == 2.0 ** (3 + step)
-        assert float(growing.grad_norm) == pytest.approx(float(still.grad_norm), rel=1e-15)
-    for w, v in zip(weights_of(growing), weights_of(still), strict=True):
-        torch.testing.assert_close(w, v, rtol=1e-6, atol=1e-7)

@@ -30,7 +30,6 @@ from .training import (
     parameters,
     plant,
     reference_of,
-    train,
     trained,
     weights_of,
 )
@@ -375,21 +374,3 @@ def test_two_of_them_know_nothing_of_each_other(kind: str) -> None:
     with pytest.raises(RuntimeError, match="backward"):
         pairs[1][1].step()
     assert pairs[0][1].step()
-
-
-@every_kind
-def test_accumulating_over_a_skip(kind: str) -> None:
-    """A skip clears the gradients, so that nothing of them is in the next step."""
-    params, ours = trained(kind)
-    others, other = trained(kind)
-    for step in (5, 6):
-        given = coefficients(params, step)
-        given[2][0, 0] = float("nan")
-        backward(ours, params, given)
-        backward(ours, params, coefficients(params, step))
-        assert not ours.step()
-    other.grad_scaler.load_state_dict(ours.grad_scaler.state_dict())
-    train(ours, params, [7])
-    train(other, others, [7])
-    assert_same_bits(params, others)
-    assert_same_bits(weights_of(ours), weights_of(other))

@@ -119,18 +119,6 @@ def test_an_overflow_leaves_every_byte(scaler_class: Any, special: float) -> Non
     assert scaler.get_scale() == 2.0 ** (10 - 3 * len(params))
 
 
-def test_a_step_without_scaler_afterwards_does_not_skip() -> None:
-    params = make_params()
-    optimizer = FusedAdamW(params)
-    drive(scaler_of(GradScaler), optimizer, params, [False, True])
-    set_gradients(params)
-    params[0].grad[0, 0] = math.nan
-    optimizer.step()
-    assert params[0].isnan().any()
-    assert optimizer.skip_nonfinite is False
-    assert float(optimizer.control.skipped_steps) == 1
-
-
 def test_own_skipping_stays_on_after_a_scaled_step() -> None:
     params = make_params()
     optimizer = FusedAdamW(params, skip_nonfinite=True)
@@ -157,18 +145,6 @@ def test_gradients_stay_as_they_are() -> None:
     assert [bits(p.grad) for p in params] == before
     assert [p.grad.data_ptr() for p in params] == memory
     assert float(optimizer.control.clip_factor) < 1
-
-
-def test_unscaled_and_clipped_when_written_back() -> None:
-    params, plain = make_params(), make_params()
-    optimizer = FusedAdamW(params, max_grad_norm=0.5, write_back_gradients=True)
-    scaler = scaler_of(GradScaler)
-    set_gradients(params, scale=2.0**10)
-    set_gradients(plain)
-    scaler.step(optimizer)
-    torch.nn.utils.clip_grad_norm_(plain, 0.5)
-    for p, q in zip(params, plain, strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("overflow", [False, True])
@@ -276,24 +252,6 @@ def test_optimizers_of_different_kinds_under_one_scaler(bad: int | None) -> None
         results.append((trace, [bits(p) for group in groups for p in group]))
     assert results[0] == results[1]
     assert (results[0][0][2][0] < 2.0**11) == (bad is not None)
-
-
-def test_two_fused_optimizers_and_one_overflow() -> None:
-    groups = [make_params(seed=0), make_params(seed=1)]
-    optimizers = [FusedAdamW(group, lr=0.02) for group in groups]
-    for optimizer in optimizers:
-        optimizer.init_state()
-    for bad in (0, 1):
-        scaler = scaler_of(GradScaler)
-        set_gradients(*groups, scale=scaler.get_scale())
-        plant(groups[bad], 0)
-        before = [snapshot(optimizer) for optimizer in optimizers]
-        for optimizer in optimizers:
-            scaler.step(optimizer)
-        scaler.update()
-        assert scaler.get_scale() == 2.0**9
-        changed = [snapshot(o) != b for o, b in zip(optimizers, before, strict=True)]
-        assert changed == [bad == 1, bad == 0]
 
 
 # ---- misuse --------------------------------------------------------------------------------------

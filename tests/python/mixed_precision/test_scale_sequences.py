@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from torchopt_ext import FusedAdamW, GradScaler
+from torchopt_ext import DynamicGradScaler, FusedAdamW, GradScaler
 
 from ..optim.subject import make_params
 from .scaling import PATTERN, drive, scaler_of
@@ -105,6 +105,17 @@ def test_hysteresis(model: Any, interval: int, min_scale: float, hysteresis: int
     trace = [float.fromhex(scale) for scale, _ in drive(scaler, optimizer, params, pattern)]
     assert trace == [oracle.update(overflow) for overflow in pattern]
     assert len(set(trace)) > 2
+    dynamic = DynamicGradScaler(
+        2.0**10,
+        growth_interval=interval,
+        hysteresis=hysteresis,
+        consecutive_hysteresis=model in (Apex, DeepSpeedConsecutive),
+        min_scale=min_scale,
+        max_scale=None,
+    )
+    for overflow, scale in zip(pattern, trace, strict=True):
+        dynamic.update(overflow)
+        assert float(dynamic.scale) == scale
 
 
 def test_limits_of_the_scale() -> None:
