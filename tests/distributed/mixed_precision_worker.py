@@ -360,6 +360,8 @@ def resharded(base: str) -> Result:
 def cases() -> dict[str, Callable[[], Result]]:
     size = dist.get_world_size()
     found = checkpoint_cases()
+    if size == 1:
+        return found
     for base in BASES:
         found[f"bits {base} bfloat16"] = functools.partial(bits, base, torch.bfloat16)
         if base != "remainder":
@@ -367,8 +369,6 @@ def cases() -> dict[str, Callable[[], Result]]:
         if base in ("fused", "adamw", "sgd"):
             found[f"planted nan {base}"] = functools.partial(planted, base, float("nan"))
             found[f"planted inf {base}"] = functools.partial(planted, base, float("inf"))
-    if size == 1:
-        return found
     for kind in ("replicated", "rows", *(["hybrid"] if size == 4 else [])):
         found[f"placements {kind}"] = functools.partial(placements, kind)
     found["plain shards"] = plain_shards

@@ -33,7 +33,7 @@ wrapped = pytest.mark.parametrize("base", ["fused", "sgd"])
 INEXACT = 1e-6  # torch's AdamW rounds the last elements of a shard otherwise than those before
 
 
-@sizes
+@sharded
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("base", BASES)
 def test_rows_give_the_bits_of_whole_tensors(
@@ -61,7 +61,7 @@ def test_every_element_counts_once(runs: dict[int, Results], size: int, kind: st
     assert found["meshes"] == found["group"] == [found["whole"]] * 2
 
 
-@sizes
+@sharded
 @pytest.mark.parametrize("value", ["nan", "inf"])
 @pytest.mark.parametrize("base", ["fused", "adamw", "sgd"])
 def test_one_rank_overflows_and_all_skip(

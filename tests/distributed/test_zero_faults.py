@@ -368,18 +368,12 @@ def test_torchs_scaler_skips_what_overflows_on_all(two: Results, kind: str) -> N
 
 @pytest.mark.parametrize("partition", PARTITIONS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_copies(two: Results, kind: str, partition: str) -> None:
-    """Of model and optimizer together: both train, neither disturbs the other."""
-    found = each_rank(two, f"copied pair {kind}, {partition}")
-    check_equal(found, "untouched", "state untouched", "original", "copy", "copy's state")
-
-
-@pytest.mark.parametrize("partition", PARTITIONS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_copy_of_the_optimizer_alone(two: Results, kind: str, partition: str) -> None:
-    found = each_rank(two, f"copied alone {kind}, {partition}")
+@pytest.mark.parametrize("alone", [False, True])
+def test_copies(two: Results, kind: str, partition: str, alone: bool) -> None:
+    """Original and copy both train, and neither disturbs the other."""
+    found = each_rank(two, f"copied {kind}, {partition}{', alone' * alone}")
     assert [f["shared"] for f in found] == [0, 0]
-    check_equal(found, "untouched", "original", "copy")
+    check_equal(found, "untouched", "state untouched", "original", "copy", "copy's state")
 
 
 @pytest.mark.parametrize("partition", PARTITIONS)
@@ -393,16 +387,3 @@ def test_random_rounding_does_not_depend_on_the_partition(two: Results, partitio
     found = each_rank(two, f"random rounding {partition}")
     assert all(f["differs from nearest"] for f in found)
     check_equal(found, "params")
-
-
-UNEVEN = [("two", f"{kind}, {partition}") for kind in KINDS for partition in PARTITIONS]
-
-
-@pytest.mark.parametrize(("ranks", "name"), [*UNEVEN, ("four", "AdamW"), ("four", "FusedAdamW")])
-def test_uneven_inputs(request: pytest.FixtureRequest, ranks: str, name: str) -> None:
-    """Ranks without data step their part along with the others."""
-    found = each_rank(request.getfixturevalue(ranks), f"uneven {name}")
-    total = found[-1]["mine"]
-    assert [f["mine"] for f in found] == list(range(total - len(found) + 1, total + 1))
-    assert [f["steps"] for f in found] == [total] * len(found)
-    check_equal(found, "params", "state")

@@ -106,9 +106,3 @@ def test_every_rank_holds_its_share_and_no_more(runs: dict[int, Results], size: 
     for result in results:
         assert result["local"]["storage"] == 8 * result["local"]["elements"]  # two fp32 moments
         assert result["aligned"]
-
-
-@pytest.mark.parametrize("size", WORLD_SIZES)
-def test_replaced_memory_is_taken_over(runs: dict[int, Results], size: int) -> None:
-    result = agreed(runs[size], "replaced memory")[0]
-    assert result["params"] == result["plain"]

@@ -424,11 +424,10 @@ def cases() -> dict[str, Callable[[], Result]]:
         "late state": lambda: late(lambda g: exchange.gather_entries([], 0, g), agreed=True),
         "late agreement": lambda: late(lambda g: exchange.gather_entries([], 0, g)),
         "late check": lambda: late(lambda g: exchange.check_same(NAMES, "parameters", g)),
+        "subgroup": subgroup,
     }
     for name, (first, other) in WRONG_PARTS.items():
         found[f"wrong: {name}"] = lambda f=first, o=other: wrong_parts(f, o)
-    if dist.get_world_size() == 3:
-        found["subgroup"] = subgroup
     return found
 
 

@@ -12,13 +12,11 @@ import torch.distributed as dist
 from rank_cases import difference
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from zero_faults_common import (
     KINDS,
     PARTITIONS,
     Cases,
-    Params,
     Result,
     clones,
     give_gradients,
@@ -32,7 +30,6 @@ from zero_faults_common import (
 
 from torchopt_ext import GradScaler
 from torchopt_ext.zero import (
-    ZeroRedundancyOptimizer,
     hook_with_zero_step,
     hook_with_zero_step_interleaved,
 )
@@ -184,55 +181,36 @@ def scaled(scaler_class: Any, kind: str, bad: str, unscale: bool = False, **opti
 # ---- copies, replaced weights, rounding ----------------------------------------------------------
 
 
-def copied_pair(kind: str, **options: Any) -> Result:
-    """A model and its optimizer are copied together; the copy trains first."""
+def copied(kind: str, alone: bool, **options: Any) -> Result:
+    """An optimizer is copied, alone or with its model; the copy trains first."""
     rank, size = dist.get_rank(), dist.get_world_size()
     model, plain_model = small_model(), small_model()
-    zero = zero_over(model.parameters(), kind, **options)
-    plain = plain_over(plain_model.parameters(), kind)
-    train(zero, list(model.parameters()), range(2))
-    train(plain, list(plain_model.parameters()), range(2))
-    before = clones([p.detach() for p in model.parameters()])
-    state_before = state_dict_of(zero, rank, size)
-    twin, twin_zero = copy.deepcopy((model, zero))
-    train(twin_zero, list(twin.parameters()), range(2, 4))
-    untouched = difference([p.detach() for p in model.parameters()], before)
-    state_untouched = difference(state_dict_of(zero, rank, size), state_before)
-    train(zero, list(model.parameters()), range(2, 4))
-    train(plain, list(plain_model.parameters()), range(2, 4))
-    expected = list(plain_model.parameters())
-    return {
-        "untouched": untouched,
-        "state untouched": state_untouched,
-        "original": difference(list(model.parameters()), expected),
-        "copy": difference(list(twin.parameters()), expected),
-        "copy's state": difference(
-            state_dict_of(twin_zero, rank, size), clones(plain.state_dict())
-        ),
-    }
-
-
-def copied_alone(kind: str, **options: Any) -> Result:
-    model, plain_model = small_model(), small_model()
-    params = list(model.parameters())
-    zero = zero_over(params, kind, **options)
-    plain = plain_over(plain_model.parameters(), kind)
+    params, plain_params = list(model.parameters()), list(plain_model.parameters())
+    zero, plain = zero_over(params, kind, **options), plain_over(plain_params, kind)
     train(zero, params, range(2))
-    train(plain, list(plain_model.parameters()), range(2))
+    train(plain, plain_params, range(2))
     before = clones([p.detach() for p in params])
-    twin = copy.deepcopy(zero)
-    own = [p for group in twin.param_groups for p in group["params"]]
+    state_before = state_dict_of(zero, rank, size)
+    if alone:
+        twin = copy.deepcopy(zero)
+        own = [p for group in twin.param_groups for p in group["params"]]
+    else:
+        twin_model, twin = copy.deepcopy((model, zero))
+        own = list(twin_model.parameters())
     shared = len({p.data_ptr() for p in own} & {p.data_ptr() for p in params})
     train(twin, own, range(2, 4))
     untouched = difference([p.detach() for p in params], before)
+    state_untouched = difference(state_dict_of(zero, rank, size), state_before)
     train(zero, params, range(2, 4))
-    train(plain, list(plain_model.parameters()), range(2, 4))
-    expected = list(plain_model.parameters())
+    train(plain, plain_params, range(2, 4))
+    state = clones(plain.state_dict())
     return {
         "shared": shared,
         "untouched": untouched,
-        "original": difference(params, expected),
-        "copy": difference(own, expected),
+        "state untouched": state_untouched,
+        "original": difference(params, plain_params),
+        "copy": difference(own, plain_params),
+        "copy's state": difference(state_dict_of(twin, rank, size), state),
     }
 
 
@@ -266,68 +244,6 @@ def random_rounding(**options: Any) -> Result:
 # ---- uneven inputs -------------------------------------------------------------------------------
 
 
-class _SetGradients(JoinHook):
-    def __init__(self, gradients: Gradients) -> None:
-        self.gradients = gradients
-
-    def main_hook(self) -> None:
-        self.gradients.set()
-
-
-class Gradients(Joinable):
-    """Gives a rank that is out of data the averaged gradients that the others step with."""
-
-    def __init__(self, params: Params, steps: list[list[Tensor]], group: Any) -> None:
-        super().__init__()
-        self.group = group
-        self.params, self.steps, self.number = params, steps, 0
-
-    def set(self) -> None:
-        for param, gradient in zip(self.params, self.steps[self.number], strict=True):
-            param.grad = gradient.clone()
-        self.number += 1
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        return _SetGradients(self)
-
-    @property
-    def join_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    @property
-    def join_process_group(self) -> Any:
-        return self.group
-
-
-def uneven_inputs(kind: str, **options: Any) -> Result:
-    """Rank 0 runs out of data two steps before the last rank."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    total = 3 + size
-    model, plain_params = small_model(), list(small_model().parameters())
-    params = list(model.parameters())
-    steps: list[list[Tensor]] = []
-    plain = plain_over(plain_params, kind)
-    for step in range(total):
-        give_gradients(plain_params, step)
-        steps.append([clones(p.grad) for p in plain_params])
-        plain.step()
-    zero: ZeroRedundancyOptimizer = zero_over(params, kind, **options)
-    gradients = Gradients(params, steps, zero.process_group)
-    mine = total - (size - 1 - rank)
-    with Join([gradients, zero]):
-        for _ in range(mine):
-            Join.notify_join_context(gradients)
-            gradients.set()
-            zero.step()
-    saved = state_dict_of(zero, rank, size)
-    return {
-        "steps": gradients.number,
-        "mine": mine,
-        "params": difference(params, plain_params),
-        "state": difference(saved, clones(plain.state_dict())),
-    }
-
-
 # ---- all of them ---------------------------------------------------------------------------------
 
 
@@ -336,10 +252,10 @@ def cases_of_two() -> Cases:
     for kind in KINDS:
         for name, options in PARTITIONS.items():
             where = f"{kind}, {name}"
-            found[f"copied pair {where}"] = partial(copied_pair, kind, **options)
-            found[f"copied alone {where}"] = partial(copied_alone, kind, **options)
+            for alone in (True, False):
+                name = f"copied {where}{', alone' * alone}"
+                found[name] = partial(copied, kind, alone, **options)
             found[f"replaced weights {where}"] = partial(replaced_weights, kind, **options)
-            found[f"uneven {where}"] = partial(uneven_inputs, kind, **options)
         for interleaved in (False, True):
             for schedule in (False, True):
                 how = ", interleaved" * interleaved + ", schedule" * schedule
@@ -361,7 +277,6 @@ def cases_of_two() -> Cases:
 def cases_of_four() -> Cases:
     found: Cases = {}
     for kind in ("AdamW", "FusedAdamW"):
-        found[f"uneven {kind}"] = partial(uneven_inputs, kind)
         for interleaved in (False, True):
             for shard in (False, True):
                 how = f"{kind}{', interleaved' * interleaved}{', shards' * shard}"

@@ -230,6 +230,7 @@ def cases() -> dict[str, Callable[[], dict[str, Any]]]:
         "dropped": dropped,
         "uneven greedy": uneven,
         "uneven AdamW": lambda: uneven(torch.optim.AdamW),
+        "uneven bucket view": lambda: uneven(parameters_as_bucket_view=True),
         "uneven balanced": lambda: uneven(**BALANCED),
         "uneven hook": lambda: uneven(hook=True, **BALANCED),
         "uneven scaled": lambda: uneven(scaler=GradScaler),

@@ -248,23 +248,6 @@ def shares() -> dict[str, Any]:
     }
 
 
-def replaced_memory() -> dict[str, Any]:
-    """Weights replaced by ``p.data`` are what the next step starts from."""
-    found = []
-    for partition in ("none", "balanced"):
-        model = Model()
-        optimizer = build(model, "fp32", partition)
-        for step in range(2):
-            with torch.no_grad():
-                for weight in model.weights:
-                    weight.data = weight.data * 2 + step
-            optimizer.zero_grad()
-            model(gradients(model, step, 0, 1)).backward()
-            optimizer.step()
-        found.append(digest(list(model.parameters())))
-    return {"plain": found[0], "params": found[1]}
-
-
 def cases() -> dict[str, Callable[[], dict[str, Any]]]:
     found: dict[str, Callable[[], dict[str, Any]]] = {}
     for held in ("fp32", "master", "remainder", "stochastic"):
@@ -300,7 +283,6 @@ def cases() -> dict[str, Callable[[], dict[str, Any]]]:
     found["unused on one rank"] = unused_on_one_rank
     found["lazily"] = lazily
     found["shares"] = shares
-    found["replaced memory"] = replaced_memory
     return found
 
 
