@@ -156,6 +156,13 @@ has_final_buckets = attrgetter("_has_rebuilt_buckets")
 """Whether a DistributedDataParallel has chosen its buckets after the first backward passes."""
 
 
+def overlap_classes() -> tuple[Any, Any, Any]:
+    """What torch's hooks that step inside DDP's backward read: info, bucket assignment, status."""
+    from torch.distributed.optim import zero_redundancy_optimizer as zero
+
+    return zero._OverlapInfo, zero._DDPBucketAssignment, zero._OverlapStatus
+
+
 def set_element(nested: dict[str, Any], path: tuple[str | int, ...], value: Any) -> None:
     """Sets the entry that a path of DCP leads to in a nested state dict; makes what is between."""
     from torch.distributed.checkpoint._traverse import set_element as set_at

@@ -136,6 +136,10 @@ def test_names_of_dtensors() -> None:
         for _ in range(2):
             ddp(torch.ones(2)).sum().backward()
         assert _torch.has_final_buckets(ddp)
+        info, assignment, status = _torch.overlap_classes()
+        assert info(2).params_per_rank == [[], []]
+        assert info(2).status != status.INITIALIZED
+        assert assignment(0, [torch.ones(3)], 0).tensor is None
     finally:
         dist.destroy_process_group()
 

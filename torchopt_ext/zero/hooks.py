@@ -16,7 +16,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from torchopt_ext._torch import graph_task, has_final_buckets
-from torchopt_ext.optim.collective import collective
+from torchopt_ext.optim.collective import collective, wait
 from torchopt_ext.zero.balanced import BalancedBuckets
 from torchopt_ext.zero.optimizer import ZeroRedundancyOptimizer
 from torchopt_ext.zero.overlap import OverlapStatus
@@ -30,6 +30,8 @@ def hook_with_zero_step(
     ddp: DistributedDataParallel,
     zero: ZeroRedundancyOptimizer,
     shard_buckets: bool = False,
+    *,
+    interleaved: bool = False,
 ) -> Hook:
     """Wraps ``hook`` so that the step follows the last bucket's gradients.
 
@@ -41,6 +43,7 @@ def hook_with_zero_step(
         ddp: the wrapped model.
         zero: built with ``overlap_with_ddp=True`` from the model's parameters.
         shard_buckets: divide buckets among ranks for equal shares; else a bucket has one owner.
+        interleaved: as :func:`hook_with_zero_step_interleaved`.
 
     Returns:
         A communication hook for ``ddp.register_comm_hook``.
@@ -48,7 +51,30 @@ def hook_with_zero_step(
     Raises:
         ValueError: ``zero`` was built without ``overlap_with_ddp=True``.
     """
-    return _overlapping(hook, ddp, zero, shard_buckets, interleaved=False)
+    if not zero._overlap_with_ddp:
+        raise ValueError("this hook needs a ZeroRedundancyOptimizer with overlap_with_ddp=True")
+    ddp_ref = weakref.ref(ddp)
+    zero._steps_by_group_rank = True
+    zero._overlap_info.shard_buckets = shard_buckets
+    waiting: list[tuple[GradBucket, Future]] = []
+    works: list[Any] = []
+
+    def overlapping_hook(state: Any, bucket: GradBucket) -> Future:
+        future = hook(state, bucket)
+        if not _prepared(ddp_ref(), zero, bucket):
+            return future
+        if bucket.index() == 0:  # an error may have ended the pass before
+            waiting.clear()
+        waiting.append((bucket, future))
+        while waiting and (bucket.is_last() or (interleaved and len(waiting) > 1)):
+            works.extend(_step_bucket(zero, *waiting.pop(0)))
+        if bucket.is_last():
+            with collective("returning the updated parameters", zero.ranks.timeout):
+                while works:
+                    wait(works.pop(0))
+        return future
+
+    return overlapping_hook
 
 
 def hook_with_zero_step_interleaved(
@@ -61,75 +87,23 @@ def hook_with_zero_step_interleaved(
 
     Reductions and parameter broadcasts then overlap with the rest of the backward pass.
     """
-    return _overlapping(hook, ddp, zero, shard_buckets, interleaved=True)
-
-
-def _overlapping(
-    hook: Hook,
-    ddp: DistributedDataParallel,
-    zero: ZeroRedundancyOptimizer,
-    shard_buckets: bool,
-    interleaved: bool,
-) -> Hook:
-    if not zero._overlap_with_ddp:
-        raise ValueError(
-            "ZeroRedundancyOptimizer must be constructed with `overlap_with_ddp=True` to use this "
-            "hook properly"
-        )
-    ddp_ref = weakref.ref(ddp)
-    info = zero._overlap_info
-    zero._steps_by_group_rank = True
-    if shard_buckets:
-        info.shard_buckets = True
-        info.total_size = 0
-
-    def overlapping_hook(state: Any, bucket: GradBucket) -> Future:
-        future = hook(state, bucket)
-        if not _prepared(ddp_ref, zero, bucket):
-            return future
-        index = bucket.index()
-        if index != len(info.bucket_indices_seen):
-            raise RuntimeError(
-                f"DDP reduced bucket {index} after {len(info.bucket_indices_seen)} others; "
-                f"overlapping steps need its buckets in order"
-            )
-        info.bucket_indices_seen.append(index)
-        info.bucket_index_to_bucket[index] = bucket
-        info.bucket_index_to_future[index] = future
-        last = index == len(info.params_per_bucket) - 1
-        if interleaved and index > 0:
-            _step_bucket(zero, index - 1)
-        if last:
-            for ready in range(index if interleaved else 0, index + 1):
-                _step_bucket(zero, ready)
-            with collective("returning the updated parameters", zero.ranks.timeout):
-                info.wait_for_broadcasts()
-            info.clear_per_iter_info()
-        return future
-
-    return overlapping_hook
+    return hook_with_zero_step(hook, ddp, zero, shard_buckets, interleaved=True)
 
 
 def _prepared(
-    ddp_ref: "weakref.ReferenceType[DistributedDataParallel]",
-    zero: ZeroRedundancyOptimizer,
-    bucket: GradBucket,
+    ddp: DistributedDataParallel | None, zero: ZeroRedundancyOptimizer, bucket: GradBucket
 ) -> bool:
     """Whether the optimizer knows DDP's final buckets; notes this one if it does not."""
     info = zero._overlap_info
-    ddp = ddp_ref()
+    if info.status == OverlapStatus.INITIALIZED:
+        return True
     if ddp is None or not has_final_buckets(ddp):
         return False
-    if info.status == OverlapStatus.UNINITIALIZED:
-        info.status = OverlapStatus.DDP_HAS_REBUILT_BUCKETS
-    if info.status == OverlapStatus.DDP_HAS_REBUILT_BUCKETS:
-        if bucket.index() == 0 and info.params_per_bucket:
-            zero._init_zero_for_overlap()
-        else:
-            info.params_per_bucket.append(bucket.parameters())
-            if info.total_size is not None:
-                info.total_size += sum(param.numel() for param in bucket.parameters())
-    return info.status == OverlapStatus.INITIALIZED
+    if bucket.index() == 0 and info.params_per_bucket:
+        zero._init_zero_for_overlap()
+        return True
+    info.params_per_bucket.append(bucket.parameters())
+    return False
 
 
 def _gradients(bucket: GradBucket) -> list[Tensor]:
@@ -147,32 +121,29 @@ def _gradients(bucket: GradBucket) -> list[Tensor]:
     ]
 
 
-def _step_bucket(zero: ZeroRedundancyOptimizer, index: int) -> None:
+def _step_bucket(zero: ZeroRedundancyOptimizer, bucket: GradBucket, future: Future) -> list[Any]:
     """Waits for a bucket's gradients, updates this rank's part, and starts sending all parts."""
-    info = zero._overlap_info
+    index, info = bucket.index(), zero._overlap_info
     with collective(f"reducing the gradients of bucket {index}"):
-        info.bucket_index_to_future[index].wait()
+        future.wait()
     assigned = zero._bucket_assignments_per_rank
     mine = assigned[zero.rank].get(index)
     if mine is not None:
-        reduced = _gradients(info.bucket_index_to_bucket[index])
         gradients: list[Tensor | None] = [None] * len(info.params_per_rank[zero.rank])
-        first = info.offsets[index]
-        count = len(mine.parameters)
-        gradients[first : first + count] = reduced[mine.offset : mine.offset + count]
+        first, count = info.offsets[index], len(mine.parameters)
+        gradients[first : first + count] = _gradients(bucket)[mine.offset : mine.offset + count]
         zero._local_step(gradients)
     with collective(f"sending the parameters of bucket {index}"):
-        for rank in sorted(info.assigned_ranks_per_bucket[index]):
-            tensor = assigned[rank][index].tensor
-            assert tensor is not None
-            info.broadcast_handles.append(
-                dist.broadcast(
-                    tensor.view(torch.uint8),
-                    zero.ranks.global_rank(rank),
-                    group=zero.process_group,
-                    async_op=True,
-                )
+        return [
+            dist.broadcast(
+                of_rank[index].tensor.view(torch.uint8),
+                zero.ranks.global_rank(rank),
+                group=zero.process_group,
+                async_op=True,
             )
+            for rank, of_rank in enumerate(assigned)
+            if index in of_rank
+        ]
 
 
 def reduce_scatter_hook(zero: ZeroRedundancyOptimizer) -> Hook:

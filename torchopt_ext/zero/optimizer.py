@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchopt_ext import _C
+from torchopt_ext import _C, ops
 from torchopt_ext._torch import is_hook_table
 from torchopt_ext.optim import FusedAdam
 from torchopt_ext.optim.collective import all_or_none, use_device, waits_at_most
@@ -24,10 +24,10 @@ from torchopt_ext.zero import state as zero_state
 from torchopt_ext.zero.balanced import BalancedBuckets
 from torchopt_ext.zero.exchange import check_same
 from torchopt_ext.zero.functional import constructor_of
-from torchopt_ext.zero.gradients import clip, sum_of_squares
+from torchopt_ext.zero.gradients import sum_of_squares
 from torchopt_ext.zero.inputs import check_dense, check_elementwise, check_owners, described
 from torchopt_ext.zero.join import StepsAlong
-from torchopt_ext.zero.overlap import BucketAssignment, OverlapInfo, OverlapStatus
+from torchopt_ext.zero.overlap import OverlapInfo, OverlapStatus, assign_buckets
 from torchopt_ext.zero.ranks import Ranks, bounded
 from torchopt_ext.zero.whole import WholeTensors
 
@@ -104,7 +104,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
         self._optim_defaults = defaults
         self._overlap_with_ddp = overlap_with_ddp
         self._overlap_info = OverlapInfo(self.world_size)
-        self._bucket_assignments_per_rank: list[dict[int, BucketAssignment]] = []
+        self._bucket_assignments_per_rank: list[dict[int, Any]] = []
         self._steps_by_group_rank = False
         self.verdict = Verdict()  # the local optimizer's, if it has one
         # What was consolidated since the last step; empty if another rank has it.
@@ -440,7 +440,9 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
             raise
         if self.world_size > 1:
             local_optimizer.agree(self, agreement, total=total)
-        return clip(mine, total, max_norm)
+        norm = ops.accumulator_total(total).sqrt()
+        torch.nn.utils.clip_grads_with_norm_(mine, max_norm, norm)
+        return norm
 
     # ---- overlap with DDP -------------------------------------------------------------------
 
@@ -453,7 +455,6 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
             )
         info = self._overlap_info
         info.status = OverlapStatus.INITIALIZED
-        self._bucket_assignments_per_rank = info.assign(self.ranks)
+        self._bucket_assignments_per_rank = assign_buckets(info, self.ranks)
         self._assign(info.params_per_rank)
-        info.build_buckets(self._bucket_assignments_per_rank)
         local_optimizer.build(self)
