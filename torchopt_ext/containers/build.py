@@ -7,8 +7,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchopt_ext.containers.in_backward import OptimizersInBackwardContainer
-from torchopt_ext.containers.optimizers import OptimizersContainer
+from torchopt_ext.containers.optimizers import OptimizersContainer, OptimizersInBackwardContainer
 from torchopt_ext.optim import FusedAdam, FusedAdamW
 
 _FUSED: dict[str, type[Optimizer]] = {"Adam": FusedAdam, "AdamW": FusedAdamW}

@@ -1,9 +1,10 @@
-"""OptimizersContainer: one optimizer per model part, behind the face of a single one."""
+"""OptimizersContainer: many optimizers behind the face of one, after backward or inside it."""
 
 import functools
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, islice
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -16,6 +17,7 @@ from torchopt_ext.optim import FusedAdam, fused_step
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.control import ControlView
 from torchopt_ext.optim.hooks import HookedStep, inner_step, with_own_hooks
+from torchopt_ext.optim.weak_hooks import WeakHook, handles_of
 from torchopt_ext.statedict import dcp, flat
 from torchopt_ext.statedict.masters import read_weights
 
@@ -46,17 +48,23 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
     _built = False
 
     def __init__(
-        self,
-        model_parts: list[nn.Module],
-        optimizer_cls: type[T],
-        optimizer_kwargs: dict[str, Any],
+        self, model_parts: list[nn.Module], optimizer_cls: type[T], optimizer_kwargs: dict[str, Any]
     ) -> None:
         self.model_parts = model_parts
         params = trainable_parameters(model_parts)
-        self.optimizers = [optimizer_cls([{"params": part}], **optimizer_kwargs) for part in params]
-        self._validate_length(len(self.model_parts))
-        self._post_init([param for part in params for param in part], optimizer_kwargs)
+        shares = [self._shares(part) for part in params]
+        self._sizes = [len(part) for part in shares]
+        self.optimizers = [
+            optimizer_cls([{"params": share}], **optimizer_kwargs) for share in chain(*shares)
+        ]
+        self._validate_length(sum(self._sizes))
+        self._post_init([*chain(*params)], optimizer_kwargs)
         self._built = True
+
+    @staticmethod
+    def _shares(params: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+        """The parameters of each optimizer of a model part."""
+        return [params]
 
     def __iter__(self) -> Iterator[T]:
         return iter(self.optimizers)
@@ -167,7 +175,9 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
 
     def _parts(self) -> list[flat.ModelPart]:
         """Each model part with the optimizers of its parameters."""
-        return [(p, [o]) for p, o in zip(self.model_parts, self.optimizers, strict=True)]
+        optimizers = iter(self.optimizers)
+        sized = zip(self.model_parts, self._sizes, strict=True)
+        return [(part, [*islice(optimizers, size)]) for part, size in sized]
 
     def _validate_length(self, expected_length: int) -> None:
         if expected_length != len(self.optimizers):
@@ -218,6 +228,59 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
             f"{type(self).__name__} cannot be pickled or deep-copied, since it shares parameters "
             "with the model: build one for the copied model and load this one's state_dict()"
         )
+
+
+class OptimizersInBackwardContainer(OptimizersContainer[T]):
+    """One optimizer per trainable parameter, stepped inside backward.
+
+    The container keeps the optimizers: once it is gone, so are their state and the hooks.
+
+    A gradient lives only from its accumulation to the step that follows at once, so that all
+    gradients never exist together. `step()` and `zero_grad()` do nothing, but step hooks fire in
+    `step()`: after backward, when the parameters have already been updated. Every backward is a
+    step, so gradients cannot be accumulated over several.
+
+    Afterwards no gradient is left to measure: `torch.nn.utils.clip_grad_norm_` returns 0 and clips
+    nothing, and `max_grad_norm` and `skip_nonfinite` raise ValueError.
+
+    Args and errors are those of OptimizersContainer; ValueError also if no parameter is trainable.
+    """
+
+    # Backward has stepped before a scaler could unscale or check a gradient: scalers then refuse.
+    _step_supports_amp_scaling = False
+    checks_overflow_in_step = False
+
+    def __init__(
+        self, model_parts: list[nn.Module], optimizer_cls: type[T], optimizer_kwargs: dict[str, Any]
+    ) -> None:
+        for name in ("max_grad_norm", "skip_nonfinite"):
+            if optimizer_kwargs.get(name):
+                raise ValueError(
+                    f"{name} needs every gradient before the first update, but in backward a "
+                    "parameter is updated before the other gradients exist"
+                )
+        super().__init__(model_parts, optimizer_cls, optimizer_kwargs)
+        if not self.optimizers:
+            raise ValueError("no parameter of the model parts is trainable")
+        groups = zip(self.param_groups, self.optimizers, strict=True)
+        self._optimizer_of = {group["params"][0]: optimizer for group, optimizer in groups}
+        handles, step_now = handles_of(self), WeakHook(self, "_step_now")
+        for param in self._optimizer_of:
+            handles.append(param.register_post_accumulate_grad_hook(step_now))
+
+    @staticmethod
+    def _shares(params: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+        return [[param] for param in params]
+
+    def step(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        """Does nothing but fire the step hooks: backward has stepped."""
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Does nothing: backward has cleared the gradients."""
+
+    def _step_now(self, param: nn.Parameter) -> None:
+        self._optimizer_of[param].step()
+        self._optimizer_of[param].zero_grad()
 
 
 def trainable_parameters(model_parts: Sequence[nn.Module]) -> list[list[nn.Parameter]]:
