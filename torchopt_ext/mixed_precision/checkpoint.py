@@ -18,8 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from torchopt_ext._torch import is_dtensor
 from torchopt_ext.optim.collective import agree, all_or_none
-from torchopt_ext.statedict.dcp import group_of, load, storable
-from torchopt_ext.statedict.dcp_metadata import Reader
+from torchopt_ext.statedict.dcp import Reader, group_of, load, storable
 
 if TYPE_CHECKING:
     from torchopt_ext.mixed_precision.fsdp_optimizer import FSDPadaptOptimizer

@@ -14,7 +14,7 @@ from torchopt_ext._torch import is_dtensor
 from torchopt_ext.optim.local import NormKey, local_gradients, local_tensor, norm_key
 from torchopt_ext.optim.storage import Storage, packed_steps, place_of
 from torchopt_ext.statedict.entries import MASTERS, MOMENTS, step_problem, tensor_problem
-from torchopt_ext.statedict.masters import fit_master, zeros_like
+from torchopt_ext.statedict.masters import fit_master
 
 SMALL = 1 << 16  # elements; in larger ones the prefetcher has time to start
 
@@ -55,7 +55,7 @@ def init_param_states(
                 if _lies_with_others(param):
                     small.setdefault(dtype, []).append((local_tensor(param).detach(), state))
                 else:
-                    state[moment] = zeros_like(param, dtype)
+                    state[moment] = torch.zeros_like(param, dtype=dtype)
         for dtype, members in small.items():
             # A step changes all of them: counting that once saves it a look at each.
             made = carve([like for like, _ in members], dtype, one_version=True)
@@ -94,7 +94,7 @@ def _fit(value: Tensor, param: Tensor, dtype: torch.dtype) -> Tensor:
     same = local.device == like.device and local.stride() == dense.stride()
     if same and local.dtype == dtype:
         return value
-    fitted = zeros_like(param, dtype)
+    fitted = torch.zeros_like(param, dtype=dtype)
     local_tensor(fitted).copy_(local)
     return fitted
 

@@ -6,7 +6,7 @@
   :func:`loaded.raise_problems`, the one place where a state dict is rejected;
   :func:`loaded.load_whole`, which loads any optimizer whole or not at all.
 - :mod:`flat`: the layout by name, ``state.{fqn}.{name}`` and ``param_groups.{fqn}.{name}``.
-- :mod:`dcp`: loads distributed checkpoints; :mod:`dcp_metadata`: reads their metadata safely.
+- :mod:`dcp`: loads distributed checkpoints, and reads their metadata safely.
 
 These modules import ``optim.local``, ``optim.storage`` and ``optim.collective``, which import none
 of them. All other modules may import these.

@@ -5,7 +5,6 @@ Keys are those of torch's `flatten_optimizer_state_dict`: `state.{fqn}.{name}` a
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -63,27 +62,80 @@ def load_state_dict(parts: Sequence[ModelPart], state_dict: Mapping[str, Any]) -
         ValueError: a value does not fit, or two parts have a parameter of the same name.
         NotImplementedError: a part is wrapped by FullyShardedDataParallel.
     """
-    slots = list(_slots(parts, state_dict))
+    missing: list[str] = []
+    problems: list[str] = []
+    slots: list[tuple[Slot, dict[str, Any]]] = []
+    options: list[tuple[dict[str, Any], str, Any]] = []
+    for optimizer, group, names in _groups(parts):
+        for fqn, param in zip(names, group["params"], strict=True):
+            state = optimizer.state.get(param, {})
+            keys = {k: f"state.{fqn}.{k}" for k in ({**state, **MASTERS} if state else {})}
+            entry = {name: state_dict[key] for name, key in keys.items() if key in state_dict}
+            slots.append((Slot(param, f"'state.{fqn}.{{}}'", entry), state))
+            problems += slots[-1][0].problems(optimizer)
+            # torch saves no state for a parameter that was frozen before its first step.
+            may_lack = {*entry, *MASTERS, CONTROL_KEY} if param.requires_grad else keys
+            missing += [key for name, key in keys.items() if name not in may_lack]
+        for name in [name for name in group if name not in _NOT_LOADED]:
+            wanted = [f"param_groups.{fqn}.{name}" for fqn in names]
+            values = {key: plain(state_dict[key]) for key in wanted if key in state_dict}
+            missing += [key for key in wanted if key not in values and name not in _OPTIONAL]
+            problems += _option_problems(name, values, plain(group[name]))
+            options += [(group, name, value) for value in [*values.values()][:1]]
     # A container's own keys, or what torch's functions made of the first parameter's entry.
     split = ((key.rpartition(f"{CONTROL_KEY}."), value) for key, value in state_dict.items())
-    fields = entries.control_fields({name: value for (_, found, name), value in split if found})
-    missing = [f"'{key}' is missing" for slot in slots for key in slot.missing(state_dict)]
-    problems = [found for slot in slots for found in slot.problems(slot.optimizer)]
-    problems += [*_disagreements(slots), *filter(None, [entries.control_problem(fields)])]
+    control = entries.control_fields({name: value for (_, found, name), value in split if found})
+    problems += filter(None, [entries.control_problem(control)])
+    missing = [f"'{key}' is missing" for key in missing]
     raise_problems(missing + problems, KeyError if missing else ValueError)
 
-    made = largest_step(slot.state for slot in slots)
-    for slot in slots:
-        slot.load()
-    counted = largest_step(slot.entry for slot in slots)
+    made = largest_step(state for _, state in slots)
+    for slot, state in slots:
+        _commit(slot, state)
+    for group, name, value in options:
+        if isinstance(group[name], Tensor):
+            group[name].fill_(value)
+        else:
+            group[name] = value
+    counted = largest_step(slot.entry for slot, _ in slots)
     for optimizer in [optimizer for _, own in parts for optimizer in own]:
         if load_control := getattr(optimizer, "load_control", None):
-            load_control(fields, counted, made)
+            load_control(control, counted, made)
+
+
+def _option_problems(name: str, values: Mapping[str, Any], live: Any) -> Iterator[str]:
+    """What is wrong with the values of an option, by key, that the parameters of a group have."""
+    for key, value in values.items():
+        other, first = next(iter(values.items()))
+        if found := entries.option_problem(name, value, live):
+            yield f"'{key}' {found}"
+        elif name in _FIXED and value != live:
+            yield f"'{key}' is {value!r}, this optimizer was built with {live!r}"
+        elif value != first:
+            yield (
+                f"'{key}' is {value!r} but '{other}' is {first!r}, and both parameters are in one "
+                f"group here"
+            )
+
+
+def _commit(slot: Slot, state: dict[str, Any]) -> None:
+    """Writes a checked entry into the live tensors, which a captured graph may read."""
+    keeps_master = bool(MASTERS.keys() & state.keys())
+    for name in MASTERS.keys() - slot.entry.keys() if slot.entry else ():
+        state.pop(name, None)  # the next step makes it from what there is (fit_master)
+    for name, value in slot.entry.items():
+        live = state.get(name)
+        if isinstance(live, Tensor) and isinstance(value, Tensor | int | float):
+            tensor = value if isinstance(value, Tensor) else torch.tensor(value)
+            live.copy_(tensor.reshape(live.shape) if tensor.numel() == 1 else tensor)
+        elif name not in MASTERS or keeps_master:
+            state[name] = entries.converted(name, value, slot.param, Storage())
 
 
 def named_parameters(parts: Sequence[ModelPart]) -> list[tuple[str, Tensor]]:
     """The trained parameters by their names in a flat state dict."""
-    return [(slot.label, slot.param) for slot in _slots(parts, {})]
+    groups = ((names, group["params"]) for _, group, names in _groups(parts))
+    return [pair for own in groups for pair in zip(*own, strict=True)]
 
 
 def init_state(optimizer: Optimizer) -> None:
@@ -143,6 +195,13 @@ def _trained(
         yield named, groups
 
 
+def _groups(parts: Sequence[ModelPart]) -> Iterator[tuple[Optimizer, dict[str, Any], list[str]]]:
+    """The groups with their optimizers and the names of their parameters."""
+    for named, groups in _trained(parts):
+        for (optimizer, group), saved in zip(groups, named["param_groups"], strict=True):
+            yield optimizer, group, saved["params"]
+
+
 class _View(Optimizer):
     """Several optimizers of one part seen as one, to be read only.
 
@@ -154,87 +213,3 @@ class _View(Optimizer):
         self.param_groups = [group for opt in optimizers for group in opt.param_groups]
         for optimizer in optimizers:
             self.state.update(with_own_steps(optimizer.state))
-
-
-@dataclass(frozen=True)
-class _FlatSlot(Slot):
-    """A parameter by name, with its own state and the group it is in.
-
-    Attributes:
-        options: the group's options in the dict, without tensors.
-    """
-
-    optimizer: Optimizer
-    state: dict[str, Any]
-    group: dict[str, Any]
-    options: dict[str, Any]
-
-    def called(self, name: str) -> str:
-        return f"'state.{self.label}.{name}'"
-
-    def missing(self, state_dict: Mapping[str, Any]) -> Iterator[str]:
-        """Keys that have to be there."""
-        # torch saves no state for a parameter that was frozen before its first step.
-        for name in self.state if self.param.requires_grad else ():
-            key = f"state.{self.label}.{name}"
-            if name not in MASTERS and name != CONTROL_KEY and key not in state_dict:
-                yield key
-        for name in self.group:
-            if name not in self.options.keys() | _OPTIONAL | _NOT_LOADED:
-                yield f"param_groups.{self.label}.{name}"
-
-    def problems(self, optimizer: Optimizer) -> Iterator[str]:
-        yield from super().problems(optimizer)
-        for name, value in self.options.items():
-            live = plain(self.group[name])
-            key = f"'param_groups.{self.label}.{name}'"
-            if found := entries.option_problem(name, value, live):
-                yield f"{key} {found}"
-            elif name in _FIXED and value != live:
-                yield f"{key} is {value!r}, this optimizer was built with {live!r}"
-
-    def load(self) -> None:
-        """Writes into the live tensors, which a captured graph may read."""
-        keeps_master = bool(MASTERS.keys() & self.state.keys())
-        for name in MASTERS.keys() - self.entry.keys() if self.entry else ():
-            self.state.pop(name, None)  # the next step makes it from what there is (fit_master)
-        for name, value in self.entry.items():
-            live = self.state.get(name)
-            if isinstance(live, Tensor) and isinstance(value, Tensor | int | float):
-                tensor = value if isinstance(value, Tensor) else torch.tensor(value)
-                live.copy_(tensor.reshape(live.shape) if tensor.numel() == 1 else tensor)
-            elif name not in MASTERS or keeps_master:
-                self.state[name] = entries.converted(name, value, self.param, Storage())
-        for name, value in self.options.items():
-            if isinstance(self.group[name], Tensor):
-                self.group[name].fill_(value)
-            else:
-                self.group[name] = value
-
-
-def _slots(parts: Sequence[ModelPart], state_dict: Mapping[str, Any]) -> Iterator[_FlatSlot]:
-    def found(prefix: str, names: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: state_dict[prefix + name] for name in names if prefix + name in state_dict}
-
-    for named, groups in _trained(parts):
-        for (optimizer, group), saved in zip(groups, named["param_groups"], strict=True):
-            for fqn, param in zip(saved["params"], group["params"], strict=True):
-                state = optimizer.state.get(param, {})
-                entry = found(f"state.{fqn}.", {**state, **MASTERS} if state else {})
-                options = found(f"param_groups.{fqn}.", group)
-                options = {k: plain(v) for k, v in options.items() if k not in _NOT_LOADED}
-                yield _FlatSlot(param, fqn, entry, optimizer, state, group, options)
-
-
-def _disagreements(slots: Sequence[_FlatSlot]) -> Iterator[str]:
-    """Parameters of one group here that were saved with different options."""
-    first: dict[tuple[int, str], _FlatSlot] = {}
-    for slot in slots:
-        for name, value in slot.options.items():
-            other = first.setdefault((id(slot.group), name), slot)
-            if value != other.options[name]:
-                yield (
-                    f"'param_groups.{slot.label}.{name}' is {value!r} but "
-                    f"'param_groups.{other.label}.{name}' is {other.options[name]!r}, "
-                    "and both parameters are in one group here"
-                )

@@ -28,7 +28,7 @@ class Slot:
     """A parameter, and what a state dict has for it.
 
     Attributes:
-        label: what messages call the parameter.
+        label: what messages call an entry, with {} for its name.
         entry: empty if there is no state.
     """
 
@@ -37,8 +37,7 @@ class Slot:
     entry: Mapping[str, Any]
 
     def called(self, name: str) -> str:
-        """What messages call an entry."""
-        return f"{name} of {self.label}"
+        return self.label.replace("{}", name)
 
     def problems(self, optimizer: Optimizer) -> Iterator[str]:
         """Entries that do not fit."""
@@ -119,7 +118,7 @@ def read_indexed(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> Loaded
     for group, saved in zip(groups, saved_groups, strict=True):
         names = group.get("param_names") or [""] * len(group["params"])
         for index, param, name in zip(saved["params"], group["params"], names, strict=True):
-            label = f"parameter {index}" + (f" ({name!r})" if name else "")
+            label = f"{{}} of parameter {index}" + (f" ({name!r})" if name else "")
             # torch's set_optimizer_state_dict makes {} of an entry that a flat dict lacks.
             given = state.get(index, {}).items()
             entry = {k: v for k, v in given if not (isinstance(v, Mapping) and not v)}

@@ -28,23 +28,16 @@ def fit_master(param: Tensor, state: dict[str, Any], storage: Storage) -> None:
     when a step is near, and not when it is loaded, which may be before the model is.
     """
     wanted = storage.master_of(param)
-    others = {name: state.pop(name) for name in MASTERS.keys() - {wanted} if name in state}
-    if wanted is None or wanted in state:
-        return
-    master, local = zeros_like(param, MASTERS[wanted]), local_tensor(param)
-    if wanted == MASTER and others and local.dtype != torch.bfloat16:
-        raise ValueError(f"a remainder completes a bfloat16 parameter, not {local.dtype}")
-    if wanted == MASTER:
-        rest = local_tensor(others[REMAINDER]) if others else None
-        local_tensor(master).copy_(local if rest is None else join_master(local, rest))
-    elif others:  # the weight is nothing new, unless the model was changed since
-        _split(local_tensor(others[MASTER]), local, local_tensor(master))
-    state[wanted] = master
-
-
-def _split(exact: Tensor, weight: Tensor, remainder: Tensor) -> None:
-    for to, part in zip((weight, remainder), split_master(exact), strict=True):
-        to.copy_(part)
+    if wanted is not None and wanted not in state:
+        if MASTER in state or REMAINDER in state:
+            if REMAINDER in state and param.dtype != torch.bfloat16:
+                raise ValueError(f"a remainder completes a bfloat16 parameter, not {param.dtype}")
+            set_weight(param, state, weight_of(param, state), storage)
+        else:
+            state[wanted] = torch.zeros_like(param, dtype=MASTERS[wanted])
+            refresh_master(param, state)
+    for other in MASTERS.keys() - {wanted}:
+        state.pop(other, None)
 
 
 def refresh_master(param: Tensor, state: dict[str, Any]) -> None:
@@ -67,7 +60,7 @@ def weight_of(param: Tensor, state: dict[str, Any]) -> Tensor:
     if MASTER in state:
         weight = state[MASTER]
     elif REMAINDER in state:
-        weight = zeros_like(param, torch.float32)
+        weight = torch.zeros_like(param, dtype=torch.float32)
         rest = local_tensor(state[REMAINDER])  # on the host while it is offloaded
         local_tensor(weight).copy_(join_master(local_tensor(param).to(rest.device), rest))
     else:
@@ -83,20 +76,21 @@ def set_weight(param: Tensor, state: dict[str, Any], weight: Tensor, storage: St
     """
     if not is_steppable(param):
         return
-    local = local_tensor(weight)
-    local_tensor(param).copy_(local)
+    local, exact = local_tensor(param), local_tensor(weight)
+    local.copy_(exact)
     wanted = storage.master_of(param)
     for other in MASTERS.keys() - {wanted}:
         state.pop(other, None)
     if wanted is None:
         return
     if wanted not in state:
-        state[wanted] = zeros_like(param, MASTERS[wanted])
-    master, held = local_tensor(state[wanted]), local_tensor(param)
+        state[wanted] = torch.zeros_like(param, dtype=MASTERS[wanted])
     if wanted == MASTER:
-        master.copy_(local)
+        local_tensor(state[MASTER]).copy_(exact)
     else:
-        _split(local.to(held.device, torch.float32), held, master)
+        rounded, rest = split_master(exact.to(local.device, torch.float32))
+        local.copy_(rounded)
+        local_tensor(state[REMAINDER]).copy_(rest)
 
 
 def read_weights(
@@ -148,9 +142,3 @@ def _placed_as(weight: Tensor, param: Any) -> Tensor:
     mesh = param.device_mesh
     whole = weight.detach().to(mesh.device_type)
     return distribute_tensor(whole, mesh, param.placements, src_data_rank=None)
-
-
-def zeros_like(param: Tensor, dtype: torch.dtype) -> Tensor:
-    """Zeros in the parameter's layout, on its device and placed as it is."""
-    zeros = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
-    return zeros.requires_grad_(False)

@@ -22,7 +22,6 @@ from torchopt_ext.optim.collective import all_gather_text, all_or_none
 from torchopt_ext.optim.hooks import run_hooks
 from torchopt_ext.optim.storage import Storage
 from torchopt_ext.statedict import dcp
-from torchopt_ext.statedict.dcp_metadata import Path, Reader
 from torchopt_ext.statedict.entries import CONTROL_KEY, control_entry, converted
 from torchopt_ext.statedict.loaded import Loaded, load_whole, raise_problems, read_indexed
 from torchopt_ext.zero import local_optimizer
@@ -231,19 +230,19 @@ def load_sharded(
         ValueError: on all ranks, if groups, shapes or keys do not fit; names the parameter or key.
         RuntimeError: on all ranks, if one cannot read its parts.
     """
-    reader = checkpoint if isinstance(checkpoint, StorageReader) else Reader(checkpoint)
+    reader = checkpoint if isinstance(checkpoint, StorageReader) else dcp.Reader(checkpoint)
     dcp.load({key: zero}, storage_reader=reader, process_group=zero.process_group)
 
 
 def buffers(zero: ShardedOptimizer, ids: list[str]) -> dcp.Buffers:
     """What this rank reads: of its own parameters their parts, of others nothing."""
     of_id = zip(ids, zero._all_params, strict=False)
-    params: dict[Path, Tensor] = {("state", i): param for i, param in of_id}
+    params: dict[dcp.Path, Tensor] = {("state", i): param for i, param in of_id}
     parts: dict[Tensor, list[Part]] = {}
     for part in local_parts(zero):
         parts.setdefault(part.param, []).append(part)
 
-    def buffer(path: Path, like: Tensor) -> Tensor:
+    def buffer(path: dcp.Path, like: Tensor) -> Tensor:
         param = params.get(path[:2])
         if param is not None and param not in parts and len(path) == 3:
             return like

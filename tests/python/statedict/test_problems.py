@@ -48,8 +48,8 @@ def test_everything_wrong_is_reported_at_once(one_rank: Any, kind: str, base: st
     saved = copy.deepcopy(optimizer.state_dict())
     if kind == "container":
         names = [f"state.{name}." for name, _ in model.named_parameters()]
-        wrong = {names[0] + "exp_avg": torch.ones(2), "param_groups.0.weight.lr": "fast"}
-        wrong |= {names[1] + "exp_avg_sq": 1.0} | {name + "step": -1.0 for name in names[2:]}
+        wrong = {names[0] + "exp_avg": torch.ones(2), names[1] + "exp_avg_sq": 1.0}
+        wrong |= {name + "step": -1.0 for name in names[2:]} | {"param_groups.0.weight.lr": "fast"}
         saved |= wrong
         shown = list(wrong)[:5]
     else:
