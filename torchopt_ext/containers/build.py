@@ -1,4 +1,4 @@
-"""build_optimizers: from a job configuration to a container, for two generations of torchtitan."""
+"""build_optimizers: from a configuration, as torchtitan's up to 0.2 have it, to a container."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -26,16 +26,8 @@ def build_optimizers(
 
     Takes `(model_parts, job_config, ft_manager)`, as torchtitan before 0.1, or `(model_parts,
     optimizer_config, parallel_dims, ft_manager=None)`, as torchtitan 0.1 to 0.2: a configuration
-    with an attribute `optimizer` is a job configuration. Any objects with these attributes serve:
-
-    - the optimizer section: `name` ("Adam" or "AdamW"), `lr`, `eps`, `early_step_in_backward`,
-      `implementation` ("fused" is ours, "foreach" and "for-loop" are torch's) and, if present,
-      `beta1` (0.9), `beta2` (0.95), `weight_decay` (0.1), and these arguments of FusedAdamW:
-      `max_grad_norm`, `skip_nonfinite`, `master_weights`, `state_dtype` (a dtype or its name,
-      such as "bfloat16"), `stochastic_rounding`, `rounding_seed`, `write_back_gradients`, `track`;
-    - `job_config.parallelism.pipeline_parallel_degree`, or `parallel_dims.pp_enabled` and
-      `parallel_dims.ep_enabled`; for one norm over all stages, the "pp" mesh of `parallel_dims`;
-    - `ft_manager.enabled`.
+    with an attribute `optimizer` is a job configuration. Any objects serve that have the attributes
+    listed in docs/containers.md.
 
     Args:
         process_group: ranks that take norm and skip decision together, as in FusedAdamW. By

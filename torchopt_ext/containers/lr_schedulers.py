@@ -1,4 +1,4 @@
-"""LRSchedulersContainer, and the warmup-stable-decay schedule of two generations of torchtitan."""
+"""LRSchedulersContainer, and the warmup-stable-decay schedules of torchtitan up to 0.3."""
 
 import copy
 import functools
@@ -106,13 +106,8 @@ def build_lr_schedulers(
 
     Takes `(optimizers, job_config)`, as torchtitan before 0.1, or `(optimizers,
     lr_scheduler_config, training_steps)`, as torchtitan 0.1 to 0.2: a configuration with an
-    attribute `lr_scheduler` is a job configuration. Any objects with these attributes serve:
-
-    - `job_config.training.steps`, and `job_config.lr_scheduler` with `warmup_steps`,
-      `decay_ratio` (None: decay follows warmup), `decay_type` ("linear", "sqrt" or "cosine") and
-      `lr_min`, the factor at the end. The formula is generation 1 of docs/numerics.md;
-    - `lr_scheduler_config` with `min_lr_factor` for `lr_min`, and `total_steps`, which replaces
-      `training_steps` unless None. The formula is generation 2.
+    attribute `lr_scheduler` is a job configuration. Any objects serve that have the attributes
+    listed in docs/containers.md.
 
     Raises:
         ValueError: unknown decay type; a negative or non-finite number; a factor above 1.
@@ -159,7 +154,7 @@ def _schedule(
     return functools.partial(
         ops.lr_factor,
         warmup_steps=warmup,
-        # Generation 2 has a virtual last step, so that the last real one does not have factor 0.
+        # Of the later formula one step more, so that the last real one does not have factor 0.
         stable_steps=room - decay + (generation == 2),
         decay_steps=decay,
         decay_type=config.decay_type,
@@ -170,6 +165,5 @@ def _schedule(
 
 def _number(name: str, value: float, maximum: float = math.inf) -> float:
     if not (math.isfinite(value) and 0 <= value <= maximum):
-        limits = "0 or more" if maximum == math.inf else f"from 0 to {maximum:g}"
-        raise ValueError(f"{name} is {value}, expected a finite number, {limits}")
+        raise ValueError(f"{name} is {value}, expected a finite number from 0 to {maximum:g}")
     return value

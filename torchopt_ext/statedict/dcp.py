@@ -120,8 +120,8 @@ def read_optimizers(
         entries = entries_below(metadata, key)
         if hasattr(optimizer, "checkpoint_buffers") or id_lists(entries):
             saved[key] = entries
-    every = {fqn: like for entries in saved.values() for fqn, (_, like) in entries.items()}
-    values: dict[str, Any] = {fqn: None for fqn, like in every.items() if like is None}
+    every = [entry for entries in saved.values() for entry in entries.items()]
+    values: dict[str, Any] = {fqn: None for fqn, (_, like) in every if like is None}
     read(values, reader, group, "the optimizer state")
     loaded: dict[str, dict[str, Any]] = {key: {} for key in saved}
     tensors: dict[str, Any] = {}
@@ -246,12 +246,10 @@ def storable(value: Any, where: str = "") -> Any:
 
 # ---- metadata: a pickle, which could run any code when torch's readers load it -------------------
 
-_METADATA = (
-    *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata"),
-    *("ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"),
-)
 ALLOWED = {
-    *(("torch.distributed.checkpoint.metadata", name) for name in _METADATA),
+    *(("torch.distributed.checkpoint.metadata", name) for name in (
+        "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "TensorProperties",
+        "BytesStorageMetadata", "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING")),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),

@@ -178,8 +178,7 @@ def converted(
         return {k: converted(k, v, param, storage, step_device) for k, v in value.items()}
     device = local_tensor(param).device
     if name == "step":
-        held = isinstance(value, Tensor)
-        step = local_tensor(value).detach() if held else torch.tensor(float(value))
+        step = torch.as_tensor(local_tensor(value)).detach()
         return step.to(step_device or device, torch.float32, copy=True).reshape(())
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)

@@ -39,12 +39,11 @@ def get_state_dict(parts: Sequence[ModelPart]) -> dict[str, Any]:
         NotImplementedError: a part is wrapped by FullyShardedDataParallel.
     """
     flat: dict[str, Any] = {}
-    for named, _ in _trained(parts):
-        for fqn, entry in named["state"].items():
+    for _, _, saved, states in _groups(parts):
+        for fqn in saved.pop("params"):
+            entry = states.get(fqn, {})
             flat |= {f"state.{fqn}.{k}": v for k, v in entry.items() if k != CONTROL_KEY}
-        for group in named["param_groups"]:
-            for fqn in group.pop("params"):
-                flat |= {f"param_groups.{fqn}.{name}": value for name, value in group.items()}
+            flat |= {f"param_groups.{fqn}.{name}": value for name, value in saved.items()}
     every: list[Any] = [optimizer for _, own in parts for optimizer in own]
     counting = [o for o in every if getattr(o, "keeps_counts", False) and o.state]
     fields = counting[0].saved_control() if counting else {}  # all step together
@@ -66,8 +65,8 @@ def load_state_dict(parts: Sequence[ModelPart], state_dict: Mapping[str, Any]) -
     problems: list[str] = []
     slots: list[tuple[Slot, dict[str, Any]]] = []
     options: list[tuple[dict[str, Any], str, Any]] = []
-    for optimizer, group, names in _groups(parts):
-        for fqn, param in zip(names, group["params"], strict=True):
+    for optimizer, group, saved, _ in _groups(parts):
+        for fqn, param in zip(saved["params"], group["params"], strict=True):
             state = optimizer.state.get(param, {})
             keys = {k: f"state.{fqn}.{k}" for k in ({**state, **MASTERS} if state else {})}
             entry = {name: state_dict[key] for name, key in keys.items() if key in state_dict}
@@ -77,7 +76,7 @@ def load_state_dict(parts: Sequence[ModelPart], state_dict: Mapping[str, Any]) -
             may_lack = {*entry, *MASTERS, CONTROL_KEY} if param.requires_grad else keys
             missing += [key for name, key in keys.items() if name not in may_lack]
         for name in [name for name in group if name not in _NOT_LOADED]:
-            wanted = [f"param_groups.{fqn}.{name}" for fqn in names]
+            wanted = [f"param_groups.{fqn}.{name}" for fqn in saved["params"]]
             values = {key: plain(state_dict[key]) for key in wanted if key in state_dict}
             missing += [key for key in wanted if key not in values and name not in _OPTIONAL]
             problems += _option_problems(name, values, plain(group[name]))
@@ -134,7 +133,7 @@ def _commit(slot: Slot, state: dict[str, Any]) -> None:
 
 def named_parameters(parts: Sequence[ModelPart]) -> list[tuple[str, Tensor]]:
     """The trained parameters by their names in a flat state dict."""
-    groups = ((names, group["params"]) for _, group, names in _groups(parts))
+    groups = ((saved["params"], group["params"]) for _, group, saved, _ in _groups(parts))
     return [pair for own in groups for pair in zip(*own, strict=True)]
 
 
@@ -159,15 +158,15 @@ def _adam_state(param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
     dtype = torch.float32 if group["fused"] else torch.get_default_dtype()
     step = torch.zeros((), dtype=dtype if dtype == torch.float64 else torch.float32, device=device)
     moments = entries.MOMENTS if group["amsgrad"] else entries.MOMENTS[:2]
-    return {"step": step} | {name: torch.zeros_like(param).detach() for name in moments}
+    return {"step": step} | {name: torch.zeros_like(param) for name in moments}
 
 
-def _trained(
+def _groups(
     parts: Sequence[ModelPart],
-) -> Iterator[tuple[dict[str, Any], list[tuple[Optimizer, dict[str, Any]]]]]:
-    """Of each part with something to train, torch's state dict by name, and the groups in it.
+) -> Iterator[tuple[Optimizer, dict[str, Any], dict[str, Any], dict[str, Any]]]:
+    """Each optimizer's groups, as they are and as torch saves them, and the saved state by name.
 
-    The state is complete.
+    Names stand for parameters in what torch saves. The state is complete.
     """
     names: set[str] = set()
     for part, optimizers in parts:
@@ -176,9 +175,7 @@ def _trained(
                 f"{type(part).__name__} has flat parameters, each of which stands for several of "
                 "the model's: shard it with torch.distributed.fsdp.fully_shard instead"
             )
-        groups = [
-            (optimizer, group) for optimizer in optimizers for group in optimizer.param_groups
-        ]
+        groups = [(opt, group) for opt in optimizers for group in opt.param_groups]
         if not any(group["params"] for _, group in groups):
             continue
         for optimizer in optimizers:
@@ -192,14 +189,8 @@ def _trained(
                     "give the parts' parameters different names, or wrap the parts in one module"
                 )
             names.add(fqn)
-        yield named, groups
-
-
-def _groups(parts: Sequence[ModelPart]) -> Iterator[tuple[Optimizer, dict[str, Any], list[str]]]:
-    """The groups with their optimizers and the names of their parameters."""
-    for named, groups in _trained(parts):
         for (optimizer, group), saved in zip(groups, named["param_groups"], strict=True):
-            yield optimizer, group, saved["params"]
+            yield optimizer, group, saved, named["state"]
 
 
 class _View(Optimizer):
