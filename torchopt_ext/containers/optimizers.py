@@ -131,6 +131,7 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
 
         Raises:
             ValueError: two parts have a trained parameter of the same name.
+            NotImplementedError: a part is wrapped by FullyShardedDataParallel.
         """
         return flat.get_state_dict(self._parts())
 
@@ -142,7 +143,8 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
 
         Raises:
             KeyError: a key is missing.
-            ValueError: a value has the wrong shape, kind or placement.
+            ValueError: a value has the wrong shape, kind or placement, or as in `state_dict`.
+            NotImplementedError: as in `state_dict`.
         """
         flat.load_state_dict(self._parts(), state_dict)
 

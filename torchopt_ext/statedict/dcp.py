@@ -138,7 +138,7 @@ def read_optimizers(
                 elif value is not like:
                     tensors[fqn] = value
                 set_element(loaded[key], path, value)
-            for states in (loaded[key], loaded[key].get("base_optim_states", {})):
+            for states in (loaded[key], loaded[key].get(BASE, {})):
                 if "param_groups" in states:
                     by_text = states.get("state", {})
                     states["state"] = {ids.get(text, text): by_text[text] for text in by_text}

@@ -29,14 +29,9 @@ _NOT_LOADED = {"params", "param_names"} | entries.SWITCHES
 
 
 def get_state_dict(parts: Sequence[ModelPart]) -> dict[str, Any]:
-    """The flat state dict of all parts; its tensors are the optimizers' own, as torch's are.
+    """:meth:`OptimizersContainer.state_dict` of all parts.
 
-    Missing state is created first, with step 0, so the keys are complete before the first step.
     The control block's fields, which are the same in all parts, are `torchopt_ext.control.*`.
-
-    Raises:
-        ValueError: two parts have a trained parameter of the same name.
-        NotImplementedError: a part is wrapped by FullyShardedDataParallel.
     """
     flat: dict[str, Any] = {}
     for _, _, saved, states in _groups(parts):
@@ -52,15 +47,7 @@ def get_state_dict(parts: Sequence[ModelPart]) -> dict[str, Any]:
 
 @torch.no_grad()
 def load_state_dict(parts: Sequence[ModelPart], state_dict: Mapping[str, Any]) -> None:
-    """Copies `state_dict` into the optimizers' own tensors and param groups.
-
-    Everything is checked before anything is written. The dict is neither changed nor kept.
-
-    Raises:
-        KeyError: a key is missing.
-        ValueError: a value does not fit, or two parts have a parameter of the same name.
-        NotImplementedError: a part is wrapped by FullyShardedDataParallel.
-    """
+    """:meth:`OptimizersContainer.load_state_dict`: checks everything before it writes anything."""
     missing: list[str] = []
     problems: list[str] = []
     slots: list[tuple[Slot, dict[str, Any]]] = []

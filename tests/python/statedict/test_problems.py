@@ -70,3 +70,16 @@ def test_everything_wrong_is_reported_at_once(one_rank: Any, kind: str, base: st
         del saved[names[2] + "step"]  # a missing key is a KeyError, which tells the others, too
         with pytest.raises(KeyError, match=r"step' is missing; .*and \d more"):
             optimizer.load_state_dict(saved)
+
+
+def test_entries_of_no_known_meaning_are_checked_by_those_held() -> None:
+    model = nn.Linear(3, 4)
+    container = OptimizersContainer([model], torch.optim.NAdam, {})
+    set_gradients(list(model.parameters()))
+    container.step()
+    wrong = copy.deepcopy(container.state_dict()) | {"state.bias.mu_product": torch.ones(3)}
+    wrong["state.weight.exp_avg"] += 1
+    before = snapshot(container)
+    with pytest.raises(ValueError, match=r"'state\.bias\.mu_product' has shape|is no number"):
+        container.load_state_dict(wrong)
+    assert snapshot(container) == before
