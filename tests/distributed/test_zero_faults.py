@@ -244,14 +244,6 @@ def test_buckets_keep_strides_and_alignment(two: Results, dtype: str) -> None:
     check_equal(found, "params")
 
 
-@pytest.mark.parametrize("partition", PARTITIONS)
-@pytest.mark.parametrize("count", [1, 2])
-def test_fewer_parameters_than_ranks(four: Results, count: int, partition: str) -> None:
-    for kind in KINDS:
-        found = [f[kind] for f in each_rank(four, f"{count} parameters, {partition}")]
-        check_equal(found, "state", "params")
-
-
 def test_named_parameters_where_a_rank_has_none_of_a_group(four: Results) -> None:
     check_equal(each_rank(four, "named"), "params", "state")
 

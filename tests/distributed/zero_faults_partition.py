@@ -11,7 +11,6 @@ import torch.distributed.optim as stock
 from rank_cases import difference
 from torch import Tensor, nn
 from zero_faults_common import (
-    KINDS,
     PARTITIONS,
     Cases,
     Params,
@@ -213,25 +212,6 @@ def named_few() -> Result:
     }
 
 
-def few_parameters(count: int, **options: Any) -> Result:
-    """Fewer than ranks."""
-    rank, size = place()
-    shapes = [(3,), (70, 2)][:count]
-    params, plain_params = parameters(shapes), parameters(shapes)
-    found: Result = {}
-    for kind in KINDS:
-        zero, plain = zero_over(params, kind, **options), plain_over(plain_params, kind)
-        train(zero, params, range(3))
-        train(plain, plain_params, range(3))
-        saved = state_dict_of(zero, rank, size)
-        zero.load_state_dict(saved)
-        train(zero, params, range(3, 5))
-        state = difference(saved, clones(plain.state_dict()))
-        train(plain, plain_params, range(3, 5))
-        found[kind] = {"state": state, "params": difference(params, plain_params)}
-    return found
-
-
 # ---- all of them ---------------------------------------------------------------------------------
 
 ODDITIES = ("order", "names", "shape", "dtype", "count", "frozen", "mixed dtypes", "none")
@@ -250,8 +230,6 @@ def cases_of_two() -> Cases:
 def cases_of_four() -> Cases:
     found: Cases = {"plan": torch_plan, "params_per_rank": chosen_owners, "named": named_few}
     for name, options in PARTITIONS.items():
-        for count in (1, 2):
-            found[f"{count} parameters, {name}"] = partial(few_parameters, count, **options)
         if name != "balanced":
             found[f"frozen {name}"] = partial(frozen, **options)
     return found

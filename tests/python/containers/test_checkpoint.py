@@ -11,7 +11,6 @@ from torchopt_ext import FusedAdamW
 from torchopt_ext.containers import (
     LRSchedulersContainer,
     OptimizersContainer,
-    OptimizersInBackwardContainer,
 )
 
 
@@ -62,38 +61,12 @@ def test_a_resumed_job_ends_as_an_uninterrupted_one(parts, train, tmp_path, save
     compare(resumed, job)
 
 
-@pytest.mark.parametrize(
-    ("saving", "loading"),
-    [(FusedAdamW, torch.optim.AdamW), (torch.optim.AdamW, FusedAdamW)],
-)
-def test_a_checkpoint_moves_between_ours_and_torchs(
-    parts, train, tmp_path, saving, loading, compare
-):
-    job = Job(copy.deepcopy(parts), optimizer_cls=saving).run(train, range(3))
-    job.save(tmp_path)
-    resumed = Job(parts, optimizer_cls=loading, lr=1.0)
-    resumed.load(tmp_path)
-    compare(resumed, job)
-
-
 def test_a_checkpoint_without_optimizer_still_sets_the_lr(parts, train, tmp_path):
     job = Job(copy.deepcopy(parts)).run(train, range(3))
     job.save(tmp_path)
     resumed = Job(parts)
     dcp.load({"lr_scheduler": resumed.lr_scheduler}, checkpoint_id=tmp_path)
     assert [g["lr"] for g in resumed.optimizer.param_groups] == [1e-2 / 4] * 2
-
-
-def test_in_backward_reads_and_writes_the_same_checkpoint(parts, train, tmp_path, assert_same):
-    job = Job(copy.deepcopy(parts)).run(train, range(2))
-    job.save(tmp_path / "plain")
-    in_backward = Job(copy.deepcopy(parts), cls=OptimizersInBackwardContainer, lr=1.0)
-    in_backward.load(tmp_path / "plain")
-    assert_same(in_backward.optimizer.state_dict(), job.optimizer.state_dict())
-    in_backward.save(tmp_path / "in_backward")
-    plain = Job(parts, lr=1.0)
-    plain.load(tmp_path / "in_backward")
-    assert_same(plain.optimizer.state_dict(), job.optimizer.state_dict())
 
 
 def test_parts_of_a_pipeline_load_from_one_whole_model(parts, train, tmp_path, assert_same):

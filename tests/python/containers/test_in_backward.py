@@ -179,15 +179,6 @@ def test_seed_bug_only_the_first_parameters_state_was_loaded(choice, parts, trai
         assert_same(part, other)
 
 
-def test_its_state_loads_into_the_plain_container(choice, parts, assert_same):
-    container = in_backward(choice, parts)
-    backward(parts, 0)
-    saved = copy.deepcopy(container.state_dict())
-    plain = choice.container(copy.deepcopy(parts))
-    plain.load_state_dict(saved)
-    assert_same(plain.state_dict(), saved)
-
-
 def test_parameters_may_have_hyperparameters_of_their_own(choice, parts):
     container = in_backward(choice, parts)
     saved = container.state_dict()

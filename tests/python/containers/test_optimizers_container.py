@@ -85,15 +85,6 @@ def test_hooks_of_inner_optimizers_fire_once_per_step(choice, parts, set_grads):
     assert len(seen) == 4
 
 
-def test_a_removed_hook_does_not_fire(choice, parts, set_grads):
-    container = choice.container(parts)
-    seen = []
-    container.register_step_post_hook(lambda *_: seen.append(1)).remove()
-    set_grads(parts, 0)
-    container.step()
-    assert seen == []
-
-
 class Counting(OptimizersContainer):
     """A subclass as users write it."""
 
@@ -374,37 +365,6 @@ def test_the_arguments_are_not_kept_or_changed(choice, parts):
 
 
 # One norm over all parts
-
-
-@pytest.mark.parametrize("max_norm", [0.5, 1e3])
-def test_clipping_is_one_decision_over_all_parts(parts, set_grads, max_norm):
-    copies = copy.deepcopy(parts)
-    kwargs = {"lr": 1e-2, "weight_decay": 0.1}
-    container = OptimizersContainer(parts, FusedAdamW, {**kwargs, "max_grad_norm": max_norm})
-    expected = torch.optim.AdamW([p for part in copies for p in part.parameters()], **kwargs)
-    for seed in range(3):
-        # The parts' norms differ widely, so that separate norms would clip differently.
-        set_grads(parts[:1], seed, scale=3.0)
-        set_grads(parts[1:], seed, scale=0.03)
-        set_grads(copies[:1], seed, scale=3.0)
-        set_grads(copies[1:], seed, scale=0.03)
-        grads = [p.grad.clone() for part in parts for p in part.parameters()]
-        params = [p for part in copies for p in part.parameters()]
-        torch.nn.utils.clip_grad_norm_(params, max_norm)
-        expected.step()
-        container.step()
-        for param, grad in zip(
-            (p for part in parts for p in part.parameters()), grads, strict=True
-        ):
-            assert torch.equal(param.grad, grad)  # gradients are read, not rewritten
-    for part, other in zip(parts, copies, strict=True):
-        torch.testing.assert_close(part.state_dict(), other.state_dict(), rtol=2e-6, atol=1e-7)
-        torch.testing.assert_close(
-            [container.state[p]["exp_avg"] for p in part.parameters()],
-            [expected.state[p]["exp_avg"] for p in other.parameters()],
-            rtol=2e-6,
-            atol=1e-7,
-        )
 
 
 def test_a_nonfinite_gradient_in_one_part_skips_all_parts(parts, set_grads, assert_same):

@@ -273,35 +273,6 @@ def test_state_of_a_frozen_parameter_is_not_demanded(choice, parts, train):
 # Loading
 
 
-def test_round_trip(choice, parts, train, assert_same):
-    copies = copy.deepcopy(parts)
-    container = choice.container(parts)
-    train(container, parts, [0, 1])
-    for part, other in zip(parts, copies, strict=True):
-        other.load_state_dict(part.state_dict())
-    other = choice.container(copies)
-    other.load_state_dict(container.state_dict())
-    assert_same(other.state_dict(), container.state_dict())
-    train(container, parts, [2, 3])
-    train(other, copies, [2, 3])
-    assert_same(other.state_dict(), container.state_dict())
-    for part, other_part in zip(parts, copies, strict=True):
-        assert_same(part, other_part)
-
-
-def test_parts_can_be_merged_and_split(choice, parts, train, assert_same):
-    container = choice.container(parts)
-    train(container, parts, [0, 1])
-    whole = copy.deepcopy(parts[0])
-    whole.layers.update(copy.deepcopy(parts[1].layers))
-    merged = choice.container([whole])
-    merged.load_state_dict(container.state_dict())
-    assert_same(merged.state_dict(), container.state_dict())
-    split = choice.container(copy.deepcopy(parts))
-    split.load_state_dict(merged.state_dict())
-    assert_same(split.state_dict(), container.state_dict())
-
-
 PAIRS = [
     pytest.param(FusedAdamW, torch.optim.AdamW, id="AdamW"),
     pytest.param(FusedAdam, torch.optim.Adam, id="Adam"),

@@ -18,7 +18,6 @@ from .training import (
     BASES,
     BF16,
     DYNAMIC,
-    FP16,
     FP32,
     KINDS,
     SHORT,
@@ -261,27 +260,6 @@ def test_strides(kind: str, dtype: torch.dtype) -> None:
     for w, (_, v) in zip(weights_of(ours), plain.pairs(), strict=True):
         torch.testing.assert_close(w, v, rtol=2e-6, atol=2e-7)
     assert [p.stride() for p in params] == [q.stride() for q in others]
-
-
-@pytest.mark.parametrize("kind", BASES)
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-def test_large_tensors(kind: str, dtype: torch.dtype) -> None:
-    """More than a chunk of the kernels, with an odd rest; an overflow in the very last element."""
-    shapes = ((1, 40_003), (33_000,), (3, 11_111), (70_001,))
-    params, others = parameters(dtype, shapes), parameters(dtype, shapes)
-    ours = ours_of(kind, params, grad_scal_cfg=DYNAMIC)
-    plain = reference_of(kind, others, DYNAMIC)
-    for step in range(3):
-        given = coefficients(params, step)
-        if step == 1:
-            given[-1][-1] = float("inf")
-        for optimizer, mine in ((ours, params), (plain, others)):
-            backward(optimizer, mine, given)
-            assert bool(optimizer.step()) == (step != 1)
-        assert float(ours.grad_norm) == pytest.approx(plain.grad_norm, rel=1e-6)
-    for w, (_, v) in zip(weights_of(ours), plain.pairs(), strict=True):
-        torch.testing.assert_close(w, v, rtol=2e-6, atol=2e-7)
-    assert_same_bits(params, [w.to(dtype) for w in weights_of(ours)])
 
 
 @every_kind

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import datetime
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from torchopt_ext.mixed_precision import FSDPadaptOptimizer
@@ -78,15 +76,6 @@ def test_optimizers_that_evaluate_the_model_themselves() -> None:
     with pytest.raises(TypeError, match="LBFGS"):
         FSDPadaptOptimizer(base)
     assert [id(p) for p in base.param_groups[0]["params"]] == held
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    timeout = datetime.timedelta(seconds=20)
-    store = torch._C._distributed_c10d.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timeout)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("whose", ["torch", "torchopt_ext"])

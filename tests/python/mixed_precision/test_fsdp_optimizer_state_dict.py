@@ -12,13 +12,9 @@ from ..optim.subject import assert_same_bits, bits
 from .training import (
     BASES,
     BF16,
-    DYNAMIC,
     FP16,
     FP32,
-    SHORT,
     content,
-    parameters,
-    reference_of,
     train,
     trained,
     weights_of,
@@ -44,36 +40,6 @@ def test_state_dict_has_the_format_of_the_replaced_class(kind: str) -> None:
     assert [[tuple(w.shape) for w in weights[i]] for i in (0, 1)] == [[(3, 4)], [(7,), (2, 70)]]
     assert all(w.dtype == FP32 for group in weights.values() for w in group)
     assert_same_bits(params, [w.to(BF16) for group in weights.values() for w in group])
-
-
-@every_base
-@pytest.mark.parametrize("used", [False, True])
-def test_state_dicts_of_the_plain_reference_load(kind: str, used: bool) -> None:
-    """And ours load into it: the same weights, moments, counts and scale come out."""
-    params, ours = trained(kind, 2 if used else 0, seed=3)
-    others = parameters(BF16, SHORT)
-    plain = reference_of(kind, [{"params": others[:1]}, {"params": others[1:]}], DYNAMIC)
-    train(plain, others, range(5))
-    ours.load_state_dict(plain.state_dict())
-    assert_same_bits(params, others)
-    assert_same_bits(weights_of(ours), [w for _, w in plain.pairs()])
-    assert ours.grad_scaler.state_dict() == plain.grad_scaler.state_dict()
-    held = [p for group in ours.param_groups for p in group["params"]]
-    for p, (_, w) in zip(held, plain.pairs(), strict=True):
-        for name, value in plain.optim.state[w].items():
-            assert float((ours.state[p][name] - value).abs().max()) == 0, name
-            assert ours.state[p][name].data_ptr() != value.data_ptr()
-    empty = parameters(BF16, SHORT, seed=4)
-    back = reference_of(kind, [{"params": empty[:1]}, {"params": empty[1:]}], DYNAMIC)
-    back.load_state_dict(ours.state_dict())
-    assert_same_bits(empty, others)
-    for (_, w), (_, v) in zip(back.pairs(), plain.pairs(), strict=True):
-        assert_same_bits([w], [v])
-        for name, value in plain.optim.state[v].items():
-            assert float((back.optim.state[w][name] - value).abs().max()) == 0, name
-    train(back, empty, range(7, 9))
-    train(plain, others, range(7, 9))
-    assert_same_bits(empty, others)
 
 
 @every_base

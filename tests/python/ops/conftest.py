@@ -16,8 +16,6 @@ for folder in (HERE, HERE.parents[1] / "golden"):
 @pytest.fixture(autouse=True)
 def _one_thread_and_the_usual_float_mode() -> Iterator[None]:
     """Tests that are about threads ask for them."""
-    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
-    torch.set_num_threads(threads)
     torch.set_flush_denormal(False)

@@ -139,20 +139,6 @@ def test_the_factor_is_rounded_once_to_the_compute_type() -> None:
     assert same_bits(copied(torch.float64, doubles, factor), doubles * factor)
 
 
-@each_pair
-def test_misaligned_views(to_dtype: torch.dtype, from_dtype: torch.dtype) -> None:
-    control = control_of(0.3)
-    room = torch.zeros(3000, dtype=to_dtype)
-    for to_offset in (0, 1, 5):
-        for from_offset in (0, 1, 3):
-            source = random_elements(from_dtype, 1100, 3)[from_offset:][:1003]
-            room.zero_()
-            to = room[100 + to_offset :][:1003]
-            ops.scaled_copy_([to], [source], control, unscale=True)
-            assert same_bits(to.clone(), expected(to_dtype, source.clone(), 0.3))
-            assert not room[: 100 + to_offset].any() and not room[1103 + to_offset :].any()
-
-
 LAYOUTS = {
     "contiguous": lambda x: x.clone(memory_format=torch.contiguous_format),
     "channels_last": lambda x: x.clone(memory_format=torch.channels_last),
@@ -178,22 +164,6 @@ def test_strides(to_layout: str, from_layout: str) -> None:
 def test_a_view_that_negates_lazily() -> None:
     source = torch.randn(70)
     assert same_bits(copied(torch.bfloat16, torch._neg_view(source)), (-source).bfloat16())
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-def test_in_place(dtype: torch.dtype) -> None:
-    source = random_elements(dtype, 1000, 8, specials=True)
-    to = source.clone()
-    alias = to.view(-1)
-    ops.scaled_copy_([to], [alias], control_of(0.3), unscale=True)
-    assert same_bits(to, expected(dtype, source, 0.3))
-    # Nothing to do: not even a NaN changes its form.
-    payloads = source.clone()
-    for unscale in (False, True):
-        ops.scaled_copy_([payloads], [payloads], control_of(1.0), unscale=unscale)
-        assert same_bits(payloads, source)
-    ops.scaled_copy_([payloads], [payloads], control_of(0.5), unscale=False)
-    assert same_bits(payloads, source)
 
 
 @pytest.mark.parametrize("unscale", [False, True])
@@ -258,30 +228,6 @@ def test_without_the_dispatcher() -> None:
         _C.scaled_copy_([torch.ones(2, device="meta")], [torch.ones(2)], control, unscale=True)
     with pytest.raises(TypeError, match="item 1 is no tensor"):
         _C.scaled_copy_([direct[0], None], sources[:2], control, unscale=True)  # type: ignore[list-item]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
-def test_more_than_the_caches_hold(dtype: torch.dtype) -> None:
-    """Stores past the caches, from tensors' odd starts as well."""
-    torch.set_num_threads(2)
-    numel = (68 << 20) // torch.empty((), dtype=dtype).element_size()
-    room = torch.zeros(numel + 4, dtype=dtype)
-    pattern = random_elements(torch.float32, 1 << 20, 5)
-    source = pattern.repeat(numel // pattern.numel() + 1)[: numel + 4]
-    for first in (0, 1):
-        to = [room[first : first + 100], room[first + 100 : first + numel]]
-        ops.scaled_copy_(to, [source[:100], source[100:numel]], control_of(0.3), unscale=True)
-        wanted = expected(dtype, source[:numel], 0.3)
-        assert torch.equal(room[first : first + numel], wanted)
-
-
-def test_torchs_own_modes_do_not_reach_it() -> None:
-    source = torch.full((100,), 2.0**-130)
-    wanted = expected(torch.bfloat16, source, 0.5)
-    torch.set_flush_denormal(True)
-    assert torch.equal(
-        copied(torch.bfloat16, source, 0.5).view(torch.int16), wanted.view(torch.int16)
-    )
 
 
 # ---- refusals ------------------------------------------------------------------------------------

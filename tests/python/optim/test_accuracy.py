@@ -8,7 +8,6 @@ about as exact as float32 storage allows, nothing could halve its error; those r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -68,13 +67,10 @@ AT_THE_FLOOR = [
 
 
 @pytest.fixture(autouse=True)
-def _one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
+def _one_thread(request: pytest.FixtureRequest) -> None:
     """The bits do not depend on threads, and small tensors are quicker without them."""
-    before = torch.get_num_threads()
     if "million" not in request.node.name:
         torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def check(run: Run, numel: int) -> Errors:

@@ -63,13 +63,13 @@ def give(params: list[nn.Parameter], grads: list[Tensor]) -> None:
 def test_fp32_master_is_the_float32_run(
     dtype: torch.dtype, grad32: bool, kwargs: dict[str, Any]
 ) -> None:
-    """50 clipped steps: master and moments have the bits of the twin, the parameter is its cast."""
+    """20 clipped steps: master and moments have the bits of the twin, the parameter is its cast."""
     grad_dtype = FP32 if grad32 else dtype
     low, wide = twins(dtype, grad_dtype)
     arguments = {"lr": 0.03, "weight_decay": 0.1, "max_grad_norm": 50.0, **kwargs}
     ours = OURS["AdamW"](low, master_weights="fp32", **arguments)
     twin = OURS["AdamW"](wide, **arguments)
-    for step in range(50):
+    for step in range(20):
         grads = gradients(SHAPES, step, grad_dtype)
         give(low, grads)
         give(wide, [g.float() for g in grads])

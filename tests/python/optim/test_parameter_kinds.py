@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import datetime
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -281,15 +280,6 @@ class Wrapped(Tensor):
         if out is None:
             return gathered[0], gathered
         return None  # the same memory
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    store = torch._C._distributed_c10d.HashStore()
-    timeout = datetime.timedelta(seconds=20)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timeout)
-    yield
-    dist.destroy_process_group()
 
 
 def linear_model(wrapped: bool, sharded: bool, dtype: torch.dtype) -> nn.Sequential:

@@ -26,35 +26,6 @@ from .subject import (
 )
 
 
-def pair() -> tuple[torch.optim.Optimizer, torch.optim.Optimizer, Any, Any]:
-    """Ours and torch's fused optimizer on equal parameters."""
-    mine, theirs = make_params(), make_params()
-    return OURS["AdamW"](mine), TORCH["AdamW"](theirs, fused=True), mine, theirs
-
-
-def test_frozen_parameters() -> None:
-    """A parameter without requires_grad is accepted, stays, and joins once it has a gradient."""
-    ours, reference, mine, theirs = pair()
-    for params in (mine, theirs):
-        params[1].requires_grad_(False)
-    frozen = bits(mine[1])
-    for step in range(4):
-        if step == 2:
-            for params in (mine, theirs):
-                params[1].requires_grad_(True)
-        set_gradients(mine, theirs, seed=step)
-        for params in (mine, theirs):
-            if step < 2:
-                params[1].grad = None
-        ours.step()
-        reference.step()
-        if step < 2:
-            assert bits(mine[1]) == frozen
-            assert mine[1] not in ours.state
-    assert_close_to_torch(mine, theirs)
-    assert [float(ours.state[p]["step"]) for p in mine] == [4, 2, 4, 4]
-
-
 def test_closure() -> None:
     """The closure runs once, with gradients enabled, and its value is returned."""
     problem = Regression()
@@ -71,21 +42,6 @@ def test_closure() -> None:
     assert enabled == [True, True]
     assert second < first
     assert optimizer.state[problem.weight]["step"] == 2
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad(set_to_none: bool) -> None:
-    ours, reference, mine, theirs = pair()
-    for step in range(4):
-        for optimizer, params in ((ours, mine), (reference, theirs)):
-            optimizer.zero_grad(set_to_none=set_to_none)
-            assert all((p.grad is None) == (set_to_none or step == 0) for p in params)
-            if step != 1:
-                sum((p * p).sum() for p in params).backward()
-            optimizer.step()
-    assert_close_to_torch(mine, theirs)
-    expected = 3 if set_to_none else 4
-    assert all(ours.state[p]["step"] == expected for p in mine)
 
 
 def strided_like(tensor: torch.Tensor) -> torch.Tensor:

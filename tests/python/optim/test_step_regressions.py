@@ -177,13 +177,6 @@ def test_a_step_before_update_does_not_hide_an_overflow() -> None:
     assert scaler.get_scale() == 1.0
 
 
-def test_a_closure_is_refused_wherever_it_stands() -> None:
-    optimizer, scaler = FusedAdamW([param(2)]), GradScaler("cpu")
-    scaler.scale(torch.zeros(1))
-    with pytest.raises(RuntimeError, match="closure"):
-        scaler.step(optimizer, lambda: 0.0)
-
-
 def test_a_part_without_gradients_knows_the_decision() -> None:
     parts = [nn.Linear(2, 2), nn.Linear(2, 2)]
     container = OptimizersContainer(parts, FusedAdamW, {"max_grad_norm": 1.0})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -31,13 +30,6 @@ WAYS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "fp16 master": (FP16, {"master_weights": "fp32", "amsgrad": True}),
 }
 each_way = pytest.mark.parametrize("way", WAYS)
-
-
-@pytest.fixture
-def _keep_threads() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 def build(way: str, shapes: Any = SHAPES, **more: Any) -> tuple[list[nn.Parameter], Any]:
@@ -102,7 +94,6 @@ def test_tracking_changes_no_bit(way: str) -> None:
 
 
 @each_way
-@pytest.mark.usefixtures("_keep_threads")
 def test_threads_do_not_matter(way: str) -> None:
     found = []
     for threads in (1, 2, 5):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import datetime
 import pickle
@@ -167,26 +166,6 @@ def test_balanced_wants_elementwise_optimizers() -> None:
     train(zero, params, range(2))
     train(Unknown(plain_params, lr=0.1), plain_params, range(2))
     check_same([p.detach() for p in params], [p.detach() for p in plain_params])
-
-
-@every_partition
-@every_kind
-def test_named_parameters(kind: str, partition: str) -> None:
-    optimizer_class, defaults = KINDS[kind]
-    for grouped in (False, True):
-        of = [parameters(), parameters()]
-        given: list[Any] = [[(f"layer.{i}", p) for i, p in enumerate(params)] for params in of]
-        if grouped:
-            given = [[{"params": g[:1], "lr": 0.5}, {"params": iter(g[1:])}] for g in given]
-        zero = ZeroRedundancyOptimizer(
-            given[0], optimizer_class, **PARTITIONS[partition], **defaults
-        )
-        plain = optimizer_class(given[1], **defaults)
-        train(zero, of[0], range(2))
-        train(plain, of[1], range(2))
-        saved = state_dict_of(zero)
-        assert saved["param_groups"][0]["param_names"][0] == "layer.0"
-        check_same(saved, plain.state_dict())
 
 
 def test_pickling_is_refused() -> None:
@@ -478,27 +457,15 @@ def damaged_pair(kind: str, partition: str, damages: list[Any]) -> tuple[Any, An
 @every_kind
 @quickly
 @some_damage
-def test_a_refused_state_dict_changes_nothing(
+def test_damaged_state_dicts_load_or_change_nothing(
     kind: str, partition: str, damages: list[Any]
 ) -> None:
     zero, bad = damaged_pair(kind, partition, damages)
     before = kept(zero)
     try:
         zero.load_state_dict(bad)
-    except Exception:  # of what kind, the next test says
+    except (ValueError, TypeError, KeyError):
         check_same(kept(zero), before)
-
-
-@every_partition
-@every_kind
-@quickly
-@some_damage
-def test_damaged_state_dicts_load_or_are_refused(
-    kind: str, partition: str, damages: list[Any]
-) -> None:
-    zero, bad = damaged_pair(kind, partition, damages)
-    with contextlib.suppress(ValueError, TypeError, KeyError):
-        zero.load_state_dict(bad)
 
 
 @every_partition

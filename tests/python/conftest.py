@@ -1,0 +1,26 @@
+"""Fixtures of all tests in one process."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+
+@pytest.fixture(autouse=True)
+def _restore_threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """A process group of this process."""
+    timeout = datetime.timedelta(seconds=20)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    yield
+    dist.destroy_process_group()
