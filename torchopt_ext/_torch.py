@@ -120,13 +120,11 @@ def unflatten_dense(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
 
 # ---- autograd ------------------------------------------------------------------------------------
 
-
 graph_task = torch._C._current_graph_task_id
 """The number of the backward pass that this thread runs, -1 outside of one."""
 
 current_node = torch._C._current_autograd_node
 """The autograd node that this thread evaluates, or None."""
-
 
 _engine: Any = torch.autograd.Variable._execution_engine
 call_at_end_of_backward = _engine.queue_callback

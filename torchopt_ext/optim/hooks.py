@@ -6,7 +6,7 @@ that takes part fires its own hooks once, also where a subclass's ``step`` calls
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
@@ -14,10 +14,8 @@ from torch.optim import Optimizer
 from torchopt_ext import _C, _torch
 from torchopt_ext.optim.context import IDLE, StepContext, amp_attributes, amp_context
 
-Step = TypeVar("Step", bound=Callable[..., Any])
 
-
-def hooked_step(step: Step) -> Step:
+def hooked_step(step: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``step`` in its hooks and a profiler's record, as torch does, once in nested calls.
 
     ``self._context`` is the context of the step under way, which :func:`step_in` has given, so that
@@ -43,40 +41,24 @@ def hooked_step(step: Step) -> Step:
         finally:
             del self._context  # copies do not take it along
 
-    wrapper.hooked = True  # type: ignore[attr-defined]  # torch patches no step that says so
-    return cast("Step", _torch.run_eagerly(wrapper))
+    return _torch.run_eagerly(wrapper)
 
 
 class HookedStep:
-    """Applies :func:`hooked_step` to the ``step`` of every subclass, also one from a mixin."""
+    """Lets torch's constructor wrap ``step``, of a mixin as well, by :func:`hooked_step`."""
 
     _context = IDLE
     _given: StepContext | None = None  # for the next step
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        cls._wrap_step()
-
-    @classmethod
-    def _wrap_step(cls) -> None:
-        step: Any = getattr(cls, "step", None)
-        if step is not None and not getattr(step, "hooked", False):
-            cls.step = hooked_step(step)  # type: ignore[attr-defined]
-
-    def _patch_step_function(self) -> None:
-        """Called by torch's constructor, which would wrap a step put on the class since then."""
-        self._wrap_step()
-        super()._patch_step_function()  # type: ignore[misc]
+    profile_hook_step = staticmethod(hooked_step)
 
 
-def step_in(optimizer: HookedStep, context: StepContext, *args: Any, **kwargs: Any) -> Any:
+def step_in(optimizer: Any, context: StepContext, *args: Any, **kwargs: Any) -> Any:
     """``optimizer.step(...)`` with what the step must know besides gradients."""
-    hooked: Any = optimizer
-    hooked._given = context
+    optimizer._given = context
     try:
-        return hooked.step(*args, **kwargs)
+        return optimizer.step(*args, **kwargs)
     finally:
-        hooked._given = None
+        optimizer._given = None
 
 
 def inner_step(optimizer: Any, context: StepContext, *args: Any, **kwargs: Any) -> Any:

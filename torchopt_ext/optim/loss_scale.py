@@ -10,6 +10,11 @@ from torchopt_ext import _C, ops
 
 LARGEST_SCALE: float = torch.finfo(torch.float32).max
 SMALLEST_SCALE: float = torch.finfo(torch.float32).smallest_normal
+RULE = {
+    "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000.0, "hysteresis": 1.0,
+    "consecutive_hysteresis": 0.0, "min_scale": 0.0, "max_scale": 0.0,
+}  # fmt: skip
+"""How a loss scale follows overflows, unless told otherwise."""
 
 
 def is_scale(value: float) -> bool:
@@ -17,37 +22,29 @@ def is_scale(value: float) -> bool:
     return SMALLEST_SCALE <= value <= LARGEST_SCALE
 
 
-def scale_settings(
-    *,
-    growth_factor: float = 2.0,
-    backoff_factor: float = 0.5,
-    growth_interval: float = 2000,
-    hysteresis: float = 1,
-    consecutive_hysteresis: bool = False,
-    min_scale: float | None = 0.0,
-    max_scale: float | None = 0.0,
-) -> dict[str, float]:
+def scale_settings(**given: float | None) -> dict[str, float]:
     """The fields of a control block for the arguments of :class:`torchopt_ext.GradScaler`.
 
     Raises:
+        TypeError: there is no such argument.
         ValueError: an argument out of range.
     """
-    low, high = float(min_scale or 0.0), float(max_scale or 0.0)
-    if not 1.0 <= growth_factor <= LARGEST_SCALE or not 0.0 < backoff_factor <= 1.0:
-        raise ValueError(f"Invalid factors: {growth_factor=}, {backoff_factor=}")
-    if not growth_interval >= 1 or not hysteresis >= 0:
-        raise ValueError(f"Invalid counts: {growth_interval=}, {hysteresis=}")
-    if not 0.0 <= low <= LARGEST_SCALE or not high >= 0.0 or 0.0 < high < low:
-        raise ValueError(f"Invalid limits: {min_scale=}, {max_scale=}")
-    return {
-        "growth_factor": float(growth_factor),
-        "backoff_factor": float(backoff_factor),
-        "growth_interval": float(growth_interval),
-        "hysteresis": float(hysteresis),
-        "consecutive_hysteresis": float(consecutive_hysteresis),
-        "min_scale": low,
-        "max_scale": high,
+    if unknown := given.keys() - RULE.keys():
+        raise TypeError(f"loss scaling has no argument {min(unknown)!r}")
+    rule = RULE | {name: float(value or 0.0) for name, value in given.items()}
+    low, high = rule["min_scale"], rule["max_scale"]
+    valid = {
+        "growth_factor": 1.0 <= rule["growth_factor"] <= LARGEST_SCALE,
+        "backoff_factor": 0.0 < rule["backoff_factor"] <= 1.0,
+        "growth_interval": rule["growth_interval"] >= 1.0,
+        "hysteresis": rule["hysteresis"] >= 0.0,
+        "min_scale": 0.0 <= low <= LARGEST_SCALE,
+        "max_scale": high == 0.0 or high >= low,
     }
+    for name, fits in valid.items():
+        if not fits:
+            raise ValueError(f"Invalid {name}: {given[name]}")
+    return rule
 
 
 class LossScale:

@@ -56,7 +56,7 @@ class PlannedStep(Controlled, Optimizer):
             raise RuntimeError(
                 "there is no telemetry without track= and before the first step with this state"
             )
-        return telemetry_of(self._built.plan, [name for name, _ in self._built.named])
+        return telemetry_of(self._built.plan, self._built.named)
 
     @property
     def gradients_copied(self) -> int:
@@ -139,11 +139,11 @@ class PlannedStep(Controlled, Optimizer):
         self._rebuild()
         return again and self.step_alone(context, again=False)
 
-    def collect(self) -> object:
+    def collect(self) -> _Built:
         """Takes this step's gradients, after rebuilding the plan if it no longer fits.
 
         Returns:
-            What has to live as long as the step is under way.
+            The plan, to be released when the step ends.
         """
         built = self._built or self._rebuild()
         if not built.plan.collect(self.param_groups, self.state):
@@ -151,11 +151,6 @@ class PlannedStep(Controlled, Optimizer):
             if not built.plan.collect(self.param_groups, self.state):
                 raise RuntimeError("the parameters' gradients changed while the step was prepared")
         return built
-
-    def release(self) -> None:
-        """Lets go of what collect() took, when a step is given up."""
-        if self._plan is not None:
-            self._plan.release()
 
     def accumulate(self, part: int, accumulator: Tensor) -> None:
         assert self._plan is not None, "collect() comes first"
@@ -200,7 +195,7 @@ class PlannedStep(Controlled, Optimizer):
         if self._built is not None:
             plan, _, _, named, _ = self._built
             if self._options.track:
-                seen = telemetry_of(plan, [name for name, _ in named]).digests
+                seen = telemetry_of(plan, named).digests
                 self._digests = dict(zip((param for _, param in named), seen, strict=True))
             self._copied_before += plan.gradients_copied
             self._built = None

@@ -58,8 +58,10 @@ def _step_together(
             f"optimizers of one step differ in (max_grad_norm, skip_nonfinite, process_group): "
             f"{settings}"
         )
+    built = []
     try:
-        kept = [optimizer.collect() for optimizer in optimizers]
+        for optimizer in optimizers:
+            built.append(optimizer.collect())
         first.check_scaler(context)
         total: dict[torch.device, Tensor] = {}
         measured = first.wants_norm(context)
@@ -70,10 +72,9 @@ def _step_together(
             context = _unless_rejected(optimizers, total, context)
         for optimizer in optimizers:
             optimizer.update(total if measured else {}, context)
-        del kept
     finally:
-        for optimizer in optimizers:
-            optimizer.release()
+        for plan, *_ in built:
+            plan.release()
 
 
 def _unless_rejected(

@@ -58,14 +58,15 @@ def keep_digests(plan: OptimizerPlan, digests: Sequence[Tensor | None]) -> None:
                 counts[row, 1] = known
 
 
-def telemetry_of(plan: OptimizerPlan, names: Sequence[str]) -> Telemetry:
-    """The plan's traces by parameter; ``names`` are in the order the plan was given them."""
+def telemetry_of(plan: OptimizerPlan, named: Sequence[tuple[str, Tensor]]) -> Telemetry:
+    """The plan's traces by parameter, which are in the order that the plan was given them."""
     traces = plan.traces()
     device = traces[0][0].device if traces else torch.device("cpu")
-    norms = torch.zeros(len(names), 2, dtype=torch.float64, device=device)
-    counts = torch.zeros(len(names), 2, dtype=torch.int64, device=device)
+    norms = torch.zeros(len(named), 2, dtype=torch.float64, device=device)
+    counts = torch.zeros(len(named), 2, dtype=torch.int64, device=device)
     for part_norms, part_counts, positions in traces:
         rows = torch.tensor(positions, dtype=torch.long, device=device)
         norms[rows] = moved(part_norms, device)
         counts[rows] = moved(part_counts, device)
-    return Telemetry(list(names), norms[:, 0], norms[:, 1], counts[:, 0], counts[:, 1])
+    names = [name for name, _ in named]
+    return Telemetry(names, norms[:, 0], norms[:, 1], counts[:, 0], counts[:, 1])
