@@ -33,11 +33,7 @@ def waits_at_most(timeout: timedelta | None) -> Iterator[None]:
 
 @contextmanager
 def collective(what: str, timeout: timedelta | None = None) -> Iterator[None]:
-    """Says what a collective was for when torch.distributed raises RuntimeError.
-
-    Args:
-        timeout: as :func:`waits_at_most`.
-    """
+    """Says what a collective was for if it fails; ``timeout`` is :func:`waits_at_most`'s."""
     try:
         with waits_at_most(timeout):
             yield
@@ -82,14 +78,14 @@ def all_gather_text(
     text: str, group: dist.ProcessGroup, what: str = "exchanging text"
 ) -> list[str]:
     """The `text` of every rank, by rank; `what` it is for, for errors."""
-    data = text_bytes(text)
-    lengths = [int(n) for n in all_gather(torch.tensor([data.numel()]), group, what)]
+    data = bytearray(text.encode("utf-8", "surrogatepass"))
+    lengths = [int(n) for n in all_gather(torch.tensor([len(data)]), group, what)]
     if not any(lengths):
         return [""] * len(lengths)
-    padded = torch.zeros(max(lengths), dtype=torch.uint8)
-    padded[: data.numel()] = data
-    gathered = all_gather(padded, group, what)
-    return [bytes_text(part[:n]) for part, n in zip(gathered, lengths, strict=True)]
+    padded = torch.frombuffer(data.ljust(max(lengths), b"\0"), dtype=torch.uint8)
+    gathered = zip(all_gather(padded, group, what), lengths, strict=True)
+    found = [ctypes.string_at(part.data_ptr(), n) for part, n in gathered]
+    return [part.decode("utf-8", "surrogatepass") for part in found]
 
 
 def agree(
@@ -97,8 +93,7 @@ def agree(
 ) -> None:
     """Raises `kind` on every rank if any rank has an error, before what may hang; says which has.
 
-    Args:
-        group: None for this process alone.
+    A group of None is this process alone.
     """
     mine = "" if error is None else error or "an error without a message"
     if group is None:
@@ -124,16 +119,6 @@ def all_or_none(group: dist.ProcessGroup | None) -> Iterator[None]:
             agree(f"{type(error).__name__}: {error}", group, ValueError)
         raise
     agree(None, group, ValueError)
-
-
-def text_bytes(text: str) -> Tensor:
-    data = bytearray(text.encode("utf-8", "surrogatepass"))
-    return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-
-
-def bytes_text(data: Tensor) -> str:
-    """The text in a contiguous uint8 tensor on the CPU."""
-    return ctypes.string_at(data.data_ptr(), data.numel()).decode("utf-8", "surrogatepass")
 
 
 def all_gather(tensor: Tensor, group: dist.ProcessGroup, what: str) -> list[Tensor]:

@@ -10,23 +10,14 @@ from torchopt_ext.optim.rejection import Agreement
 
 
 class StepContext(NamedTuple):  # made in a third of a frozen dataclass's time
-    """Given to a step by GradScaler, container, ZeRO or FSDPadaptOptimizer (hooks.step_in).
+    """Given to a step by GradScaler, container, ZeRO or FSDPadaptOptimizer (hooks.step_in)."""
 
-    Args:
-        grad_scale: gradients are this many times too large; one float32 element, None for 1.
-        found_inf: nonzero skips the step; one float32 element.
-        check_overflow: a gradient that is not finite skips the step.
-        agreed: every rank that shares the decision has the same ``found_inf``.
-        inner: the step is part of another optimizer's, for which global step hooks have fired.
-        agreement: all ranks of the process group agree to make the step, also without a norm.
-    """
-
-    grad_scale: Tensor | None = None
-    found_inf: Tensor | None = None
-    check_overflow: bool = False
-    agreed: bool = False
-    inner: bool = False
-    agreement: Agreement | None = None
+    grad_scale: Tensor | None = None  # gradients are this many times too large; one float32 element
+    found_inf: Tensor | None = None  # nonzero skips the step; one float32 element
+    check_overflow: bool = False  # a gradient that is not finite skips the step
+    agreed: bool = False  # every rank that shares the decision has the same found_inf
+    inner: bool = False  # a part of another optimizer's step, for which global hooks have fired
+    agreement: Agreement | None = None  # all ranks of the group agree to the step, norm or not
 
 
 ALONE = StepContext()

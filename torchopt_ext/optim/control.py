@@ -249,8 +249,6 @@ class Controlled:
             self._written_skip = skip
             self._write_control({"skip_nonfinite": skip})
 
-    # ---- what optim.step.accumulated_norm needs ----------------------------------------------
-
     def wants_norm(self, context: StepContext) -> bool:
         """Whether a step measures the gradients' norm, or whether they are finite."""
         settings = self._settings

@@ -121,8 +121,6 @@ class FusedAdam(HookedStep, PlannedStep):
         }
         super().__init__(params, torchs.defaults | own)
 
-    # ---- torch.optim.Optimizer --------------------------------------------------------------
-
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One optimization step; ``closure`` evaluates the model again and returns the loss.
 
@@ -241,8 +239,6 @@ class FusedAdam(HookedStep, PlannedStep):
         self._built = None
         self._digests = {}
         self._mark_control()
-
-    # ---- beyond torch -----------------------------------------------------------------------
 
     @torch.no_grad()
     def refresh_masters(self, from_: Mapping[Any, Tensor] | None = None) -> None:

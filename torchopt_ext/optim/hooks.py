@@ -98,11 +98,7 @@ def with_own_hooks(
 
 
 def run_hooks(optimizer: Any, kind: str, *state_dict: Any) -> Any:
-    """Fires hooks on state dicts: ``state_dict_pre``, ``load_state_dict_post`` and so on.
-
-    Returns:
-        The state dict, if one is given, as the hooks leave it.
-    """
+    """Fires hooks such as ``state_dict_pre``; returns the state dict, if any, as they leave it."""
     for hook in _torch.hooks(optimizer, kind):
         if (changed := hook(optimizer, *state_dict)) is not None and state_dict:
             state_dict = (changed,)

@@ -38,12 +38,12 @@ def scale_settings(**given: float | None) -> dict[str, float]:
         "backoff_factor": 0.0 < rule["backoff_factor"] <= 1.0,
         "growth_interval": rule["growth_interval"] >= 1.0,
         "hysteresis": rule["hysteresis"] >= 0.0,
-        "min_scale": 0.0 <= low <= LARGEST_SCALE,
-        "max_scale": high == 0.0 or high >= low,
+        "max_scale": high >= 0.0,
+        "min_scale": 0.0 <= low <= min(high or LARGEST_SCALE, LARGEST_SCALE),
     }
     for name, fits in valid.items():
         if not fits:
-            raise ValueError(f"Invalid {name}: {given[name]}")
+            raise ValueError(f"Invalid {name}: {rule[name]}")
     return rule
 
 

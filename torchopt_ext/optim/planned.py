@@ -102,8 +102,6 @@ class PlannedStep(Controlled, Optimizer):
         super()._set_control(**fields)
         self._mark_control()
 
-    # ---- the parts of fused_step ------------------------------------------------------------
-
     @property
     def parts(self) -> list[tuple[torch.device, NormKey]]:
         """Device and norm key of each part of the plan, or of the plan that could not be made."""
@@ -140,11 +138,7 @@ class PlannedStep(Controlled, Optimizer):
         return again and self.step_alone(context, again=False)
 
     def collect(self) -> _Built:
-        """Takes this step's gradients, after rebuilding the plan if it no longer fits.
-
-        Returns:
-            The plan, to be released when the step ends.
-        """
+        """Takes this step's gradients by a plan that fits, which is to be released at the end."""
         built = self._built or self._rebuild()
         if not built.plan.collect(self.param_groups, self.state):
             built = self._rebuild()

@@ -20,17 +20,11 @@ in the default group, plus 1."""
 
 @dataclass
 class Agreement:
-    """How far this rank is in a step that ranks agree on.
+    """How far this rank is in a step that ranks agree on."""
 
-    Attributes:
-        pending: it has yet to take part in the collective in which they agree.
-        accepted: all ranks have agreed there to make the step.
-        in_closure: a closure is under way, in which other ranks may wait for this one.
-    """
-
-    pending: bool = True
-    accepted: bool = False
-    in_closure: bool = False
+    pending: bool = True  # it has yet to take part in the collective in which they agree
+    accepted: bool = False  # all ranks have agreed there to make the step
+    in_closure: bool = False  # a closure is under way, in which other ranks may wait for this one
 
 
 def reject_in(accumulator: Tensor) -> None:
@@ -57,11 +51,7 @@ class Verdict:
         self._later: list[tuple[Tensor, Any]] = []  # flags on their way to the host, and its end
 
     def note(self, total: Tensor) -> None:
-        """Takes the joined accumulator of a step that this rank makes.
-
-        Raises:
-            RuntimeError: another rank rejects the step; says which.
-        """
+        """Takes the joined accumulator of a step; raises if another rank rejects the step."""
         flags = total[FLAGS]
         if self.is_known(flags):
             _check(flags)

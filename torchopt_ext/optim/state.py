@@ -35,13 +35,10 @@ def moments_of(group: dict[str, Any]) -> tuple[str, ...]:
 def init_param_states(
     entries: Sequence[tuple[dict[str, Any], Tensor, dict[str, Any]]], storage: Storage
 ) -> None:
-    """Adds what is missing of parameters' states: step 0, moments of zeros, the master weight.
+    """Adds what is missing of states, with group and parameter: step 0, zero moments, the master.
 
     Moments of small parameters on the host lie one after the other, which lets the processor's
     prefetcher go on from one to the next: a seventh of the step over 2,000 tensors of 1,000.
-
-    Args:
-        entries: groups, parameters and their states.
     """
     for _, param, state in entries:
         if "step" not in state:

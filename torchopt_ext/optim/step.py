@@ -166,11 +166,7 @@ def _sum_over_meshes(sums: dict[NormKey, Tensor], own: Tensor) -> None:
     """Sums over the dimensions that split parameters, and lets all ranks of the meshes know flags.
 
     The sums alone reach neither replicas, of which one may be broken, nor the ranks of another
-    parameter's mesh. Where one sum reaches everybody, the other flags travel with it.
-
-    Args:
-        sums: this rank's squares by norm key.
-        own: flags of this rank's own.
+    parameter's mesh. Where one sum reaches everybody, the other flags, ``own``, travel with it.
     """
     meshes = dict.fromkeys(key[0] for key in sums if key)
     joined = [(mesh, d) for mesh in meshes for d in range(mesh.ndim) if mesh.size(d) > 1]

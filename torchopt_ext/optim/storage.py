@@ -21,14 +21,7 @@ Place = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class Storage:
-    """What is kept for a parameter besides itself.
-
-    Args:
-        master_weights: None; "fp32", a float32 copy that 16-bit parameters are rounded from; or
-            "remainder", the 16 bits that a bfloat16 parameter lacks.
-        state_dtype: of the moments; None for float32 under a master weight and otherwise the
-            parameter's own.
-    """
+    """What is kept for a parameter besides itself: arguments of :class:`FusedAdam`."""
 
     master_weights: str | None = None
     state_dtype: torch.dtype | None = None

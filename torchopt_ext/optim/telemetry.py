@@ -14,11 +14,7 @@ TRACKED = {"norms": 1, "lost_updates": 2, "digest": 4}
 
 
 def track_bits(track: bool | Collection[str]) -> int:
-    """The bits of what is to be tracked: names of :data:`TRACKED`, or True for all.
-
-    Raises:
-        ValueError: a name is unknown.
-    """
+    """The bits of what is to be tracked: names of :data:`TRACKED`, or True for all."""
     names = set(TRACKED if track is True else track or ())
     if not names <= TRACKED.keys():
         raise ValueError(f"Invalid track: {track!r}, expected some of {list(TRACKED)}")
