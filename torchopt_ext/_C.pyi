@@ -53,9 +53,7 @@ class OptimizerPlan:
         state: Mapping[Tensor, Any],
         # Parameter; local parameter, moments (None without amsgrad), master (or None) and step;
         # group, name, part; place (optim/storage.py)
-        params: Sequence[
-            tuple[Tensor, tuple[Tensor | None, ...], int, str, int, tuple[int, int, int, int]]
-        ],
+        params: Sequence[tuple[Any, ...]],
         part_devices: Sequence[torch.device],
         idle: Sequence[Tensor],
         local_gradients: Callable[[list[Any]], list[Tensor | None]],

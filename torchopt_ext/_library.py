@@ -40,12 +40,9 @@ def mismatch(
 
 
 def _find() -> None:
-    """Lets a source folder without libraries use those of the installed package.
+    """Lets a source folder without libraries use those of the installed package of its version.
 
     Python started in a clone's root imports the source folder, which shadows the installed package.
-
-    Raises:
-        ImportError: there are no libraries, or only those of another version.
     """
     here = Path(__file__).resolve().parent
     if (here / "_build_info.py").exists():

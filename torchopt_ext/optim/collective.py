@@ -91,10 +91,7 @@ def all_gather_text(
 def agree(
     error: str | None, group: dist.ProcessGroup | None, kind: type[Exception] = RuntimeError
 ) -> None:
-    """Raises `kind` on every rank if any rank has an error, before what may hang; says which has.
-
-    A group of None is this process alone.
-    """
+    """Raises `kind` on all ranks of a group (None: this process) if one has an error, naming it."""
     mine = "" if error is None else error or "an error without a message"
     if group is None:
         if mine:

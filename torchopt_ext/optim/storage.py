@@ -41,9 +41,8 @@ class Storage:
         return MASTER if self.master_weights == "fp32" else REMAINDER
 
     def moment_dtype(self, param: Tensor) -> torch.dtype:
-        if self.state_dtype is not None:
-            return self.state_dtype
-        return param.dtype if self.master_of(param) is None else torch.float32
+        own = param.dtype if self.master_of(param) is None else torch.float32
+        return self.state_dtype or own
 
     @property
     def says_moment_dtype(self) -> bool:
