@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim.lr_scheduler import LambdaLR
 
-from torchopt_ext import FusedAdamW
+from torchopt_ext import FusedAdamW, ops
 from torchopt_ext.containers import (
     LRSchedulersContainer,
     OptimizersContainer,
@@ -113,25 +113,7 @@ def test_published_factors(optimizers, arguments, first, second, generation):
     assert factors(schedulers, steps + 1) == pytest.approx(expected, rel=1e-15, abs=1e-16)
 
 
-# The formula, in plain Python
-
-
-def transcription(s, *, warmup, stable, decay, decay_type, minimum, generation):
-    """docs/numerics.md section 5, with the math module's cosine."""
-    if s < warmup:
-        return (s + 1) / (warmup + 1 if generation == 1 else warmup)
-    if s < warmup + stable:
-        return 1.0
-    length = decay + 1 if generation == 1 else decay
-    if length == 0:
-        return 1.0
-    progress = min(1.0, (s + 1 - (warmup + stable)) / length)
-    f = {
-        "linear": 1 - progress,
-        "sqrt": 1 - math.sqrt(progress),
-        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
-    }[decay_type]
-    return minimum + (1 - minimum) * f
+# The lengths; the formula is tested in tests/python/ops/test_lr_factor.py
 
 
 @given(
@@ -159,13 +141,13 @@ def test_whole_schedules(steps, warmup, ratio, decay_type, minimum, generation):
     decay = steps - warmup if ratio is None else min(round(steps * ratio), steps - warmup)
     stable = steps - warmup - max(decay, 0)
     expected = [
-        transcription(
+        ops.lr_factor(
             s,
-            warmup=warmup,
-            stable=max(stable, 0) + (generation == 2),
-            decay=max(decay, 0),
+            warmup_steps=warmup,
+            stable_steps=max(stable, 0) + (generation == 2),
+            decay_steps=max(decay, 0),
             decay_type=decay_type,
-            minimum=minimum,
+            min_factor=minimum,
             generation=generation,
         )
         for s in range(steps + 10)

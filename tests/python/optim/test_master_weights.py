@@ -87,26 +87,6 @@ def test_fp32_master_is_the_float32_run(
             assert_same_bits([state[key]], [other[key]])
 
 
-@each_16_bit
-@pytest.mark.parametrize("first", [0, 1, 16])
-def test_more_than_the_caches_hold(dtype: torch.dtype, first: int) -> None:
-    """Of large lists the parameters are stored past the caches, wherever they start in memory."""
-    counts = (100_000, 9_000_000, 33)
-    generator = torch.Generator().manual_seed(first)
-    room = torch.randn(first + sum(counts), generator=generator).to(dtype)
-    low = [nn.Parameter(x) for x in room[first:].split(counts)]
-    wide = [nn.Parameter(p.detach().float()) for p in low]
-    ours = OURS["AdamW"](low, lr=0.03, master_weights="fp32")
-    twin = OURS["AdamW"](wide, lr=0.03)
-    for _ in range(2):
-        give(low, [torch.randn_like(p) for p in low])
-        give(wide, [p.grad.float() for p in low])
-        ours.step()
-        twin.step()
-        assert_same_bits(low, [w.detach().to(dtype) for w in wide])
-        assert_same_bits([ours.state[p]["master_weight"] for p in low], wide)
-
-
 @each_class
 @pytest.mark.parametrize("grad32", [False, True])
 @pytest.mark.parametrize("kwargs", [{}, {"state_dtype": BF16, "amsgrad": True}], ids=str)

@@ -164,24 +164,6 @@ def test_amsgrad_switched_on() -> None:
     assert_same_bits(mine, reference)
 
 
-def test_add_param_group_errors() -> None:
-    params = make_params([(2,), (3,)])
-    optimizer = OURS["AdamW"](params[:1])
-    with pytest.raises(TypeError, match="must be a dict"):
-        optimizer.add_param_group(params[1:])
-    with pytest.raises(TypeError, match="ordered collections"):
-        optimizer.add_param_group({"params": set(params[1:])})
-    with pytest.raises(TypeError, match="can only optimize Tensors"):
-        optimizer.add_param_group({"params": [3.0]})
-    with pytest.raises(ValueError, match="non-leaf"):
-        optimizer.add_param_group({"params": [params[1] * 2]})
-    with pytest.raises(ValueError, match="more than one parameter group"):
-        optimizer.add_param_group({"params": params[:1]})
-    assert len(optimizer.param_groups) == 1
-    train([optimizer], [params[:1]], 2)
-    assert optimizer.state[params[0]]["step"] == 2
-
-
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "chained": lambda opt: lr_scheduler.ChainedScheduler(
         [
