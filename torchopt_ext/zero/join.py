@@ -1,6 +1,7 @@
 """Ranks that run out of data before others: torch.distributed.algorithms.join.Join."""
 
 from collections.abc import Sequence
+from math import isnan, nan
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torchopt_ext.optim.collective import all_gather, collective, run
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.zero.balanced import BalancedBuckets
 from torchopt_ext.zero.ranks import Ranks
-from torchopt_ext.zero.whole import WholeTensors
+from torchopt_ext.zero.sharded import ShardedOptimizer
 
 
 class _Hook(JoinHook):
@@ -33,16 +34,8 @@ class _Hook(JoinHook):
         self.zero._uneven = False
 
 
-class StepsAlong(Joinable):
+class StepsAlong(ShardedOptimizer, Joinable):
     """What a sharded optimizer does in a Join context."""
-
-    ranks: Ranks
-    parts: WholeTensors | BalancedBuckets
-    process_group: Any
-    step: Any
-    _all_params: list[Tensor]
-    _default_device: torch.device
-    _overlap_with_ddp: bool
 
     _uneven = False  # given to a Join context, whose ranks may run out of data
     _out_of_data = False  # as this rank has
@@ -108,7 +101,7 @@ def share(
     Returns:
         The step's context, on ranks out of data with that rank's scale and flags.
     """
-    scaling = [value for t in (context.grad_scale, context.found_inf) for value in known(t)]
+    scaling = [nan if t is None else float(t) for t in (context.grad_scale, context.found_inf)]
     present = [float(param.grad is not None) for param in params]
     mine = torch.tensor([float(not out_of_data), *scaling, context.check_overflow, *present])
     all_ranks = all_gather(mine, ranks.group, "exchanging which ranks have data")
@@ -116,7 +109,7 @@ def share(
     source = next(rank for rank, of_rank in enumerate(found) if of_rank[0])
     if all(of_rank[0] for of_rank in found):
         return context
-    _, has_scale, scale, has_flag, flag, check_overflow, *present = found[source]
+    _, scale, flag, check_overflow, *present = found[source]
     for param, there in zip(params, present, strict=True):
         if out_of_data:
             param.grad = torch.empty_like(param) if there else None
@@ -131,12 +124,7 @@ def share(
     if not out_of_data:
         return context
     return context._replace(
-        grad_scale=torch.tensor(scale) if has_scale else None,
-        found_inf=torch.tensor(flag) if has_flag else None,
+        grad_scale=None if isnan(scale) else torch.tensor(scale),
+        found_inf=None if isnan(flag) else torch.tensor(flag),
         check_overflow=bool(check_overflow),
     )
-
-
-def known(value: Tensor | None) -> tuple[float, float]:
-    """Whether there is a value, and what it is."""
-    return (0.0, 0.0) if value is None else (1.0, float(value))

@@ -24,7 +24,6 @@ from torchopt_ext.zero import state as zero_state
 from torchopt_ext.zero.balanced import BalancedBuckets
 from torchopt_ext.zero.exchange import check_same
 from torchopt_ext.zero.functional import constructor_of
-from torchopt_ext.zero.gradients import sum_of_squares
 from torchopt_ext.zero.inputs import check_dense, check_elementwise, check_owners, described
 from torchopt_ext.zero.join import StepsAlong
 from torchopt_ext.zero.overlap import OverlapInfo, OverlapStatus, assign_buckets
@@ -434,7 +433,15 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
             self._notice_trainability()
             self.parts.take_gradients()
             mine = [param for own in self.parts.mine for param in own]
-            total = sum_of_squares(mine, self._default_device)
+            by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
+            for param in mine:
+                if param.grad is not None:
+                    by_device[param.grad.device].append(param.grad)
+            total = ops.new_accumulator(self._default_device)
+            for device, grads in by_device.items():
+                own = ops.new_accumulator(device)
+                ops.grad_sumsq_(grads, own)
+                total += own.to(self._default_device)
         except Exception:
             local_optimizer.reject(self, agreement, with_norm=True)
             raise

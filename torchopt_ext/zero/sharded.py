@@ -1,18 +1,18 @@
 """What the modules under ZeroRedundancyOptimizer need of it."""
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
-from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.rejection import Verdict
 from torchopt_ext.zero.balanced import BalancedBuckets
 from torchopt_ext.zero.ranks import Ranks
 from torchopt_ext.zero.whole import WholeTensors
 
 
-class ShardedOptimizer(Protocol):
-    """A ZeroRedundancyOptimizer.
+class ShardedOptimizer:
+    """The base of ZeroRedundancyOptimizer: its attributes.
 
     Attributes:
         optim: the local optimizer, which steps this rank's part.
@@ -33,6 +33,6 @@ class ShardedOptimizer(Protocol):
     _optim_constructor: Any
     _optim_defaults: dict[str, Any]
     _overlap_with_ddp: bool
+    step: Callable[..., Any]
+    _take_gradients: Callable[..., Any]
     verdict: Verdict
-
-    def _take_gradients(self, context: StepContext) -> StepContext: ...
