@@ -78,19 +78,16 @@ def refuse_other_files(folder: Path) -> None:
     """Raises FileExistsError where replacing a checkpoint would delete something else."""
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"{folder} is a file")
-    for path in folder.iterdir() if folder.is_dir() else ():
-        if not OWN_FILES.fullmatch(path.name):
-            raise FileExistsError(
-                f"{folder} has '{path.name}' beside a checkpoint, which is replaced as a whole: "
-                f"give the optimizer a folder of its own"
-            )
-    if (folder / ".metadata").is_file():
+    files = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    others = [name for name in files if not OWN_FILES.fullmatch(name)]
+    if ".metadata" in files:
         entries = Reader(folder).read_metadata().state_dict_metadata
-        if other := [name for name in entries if not name.startswith(f"{KEY}.")]:
-            raise FileExistsError(
-                f"{folder} is a checkpoint with '{min(other)}', which is not an optimizer's: give "
-                f"the optimizer a folder of its own"
-            )
+        others += [name for name in entries if not name.startswith(f"{KEY}.")]
+    if others:
+        raise FileExistsError(
+            f"{folder}, which is replaced as a whole, has '{others[0]}' beside the optimizer's "
+            f"checkpoint: give the optimizer a folder of its own"
+        )
 
 
 def load_checkpoint(

@@ -35,8 +35,6 @@ logger = logging.getLogger(__name__)
 # The wrapper of each base, to refuse a second one.
 _wrappers: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
 
-STATIC = {"initial_scale": 1.0, "growth_factor": 1.0, "backoff_factor": 1.0, "max_scale": 1.0}
-
 
 class FSDPadaptOptimizer(BaseOptimizer):
     """Loss scale, overflow check, clipping and fp32 master weights around an optimizer.
@@ -139,11 +137,6 @@ class FSDPadaptOptimizer(BaseOptimizer):
     def params_by_group(self) -> list[list[Tensor]]:
         """The model's parameters, by group."""
         return [group["params"] for group in self._base.param_groups]
-
-    def masters_in_groups(self) -> list[Tensor]:
-        """The masters that are not in the state of the base but in its groups."""
-        pairs = zip(chain(*self.params_by_group), params_of(self.optim), strict=True)
-        return [master for param, master in pairs if master is not param]
 
     @property
     def process_group(self) -> Any:
@@ -294,7 +287,9 @@ class FSDPadaptOptimizer(BaseOptimizer):
             "flat_fp32_weights": dict(enumerate(weights)),
         }
         states = run_hooks(self, "state_dict_post", states)
-        return tree_map_only(Tensor, copy_on_cpu, states) if snapshot else states
+        if snapshot:
+            states = tree_map_only(Tensor, lambda t: t.detach().to("cpu", copy=True), states)
+        return states
 
     @torch.no_grad()
     def load_state_dict(self, states: dict[str, Any]) -> None:
@@ -389,12 +384,12 @@ def refuse_base(optimizer: Any) -> None:
 def scaler_config(given: Mapping[str, Any] | None, params: list[Tensor]) -> dict[str, Any]:
     """DynamicGradScaler's arguments."""
     if given is not None:
-        nested = given.get("fp16", {})
-        config = {**nested, **{key: value for key, value in given.items() if key != "fp16"}}
-        return {"dtype": torch.float16 if nested else torch.bfloat16} | config
+        config = dict(given)
+        nested = config.pop("fp16", {})
+        return {"dtype": torch.float16 if nested else torch.bfloat16, **nested, **config}
     if any(param.dtype == torch.float16 and param.requires_grad for param in params):
         return {"dtype": torch.float16}
-    return dict(STATIC)
+    return {"initial_scale": 1.0, "growth_factor": 1.0, "backoff_factor": 1.0, "max_scale": 1.0}
 
 
 def params_of(optimizer: Any) -> list[Tensor]:
@@ -405,7 +400,3 @@ def log_if(skipped: float) -> None:
     """Logs a skipped step, on rank 0."""
     if skipped and os.environ.get("RANK", "0") == "0":
         logger.warning("a gradient was not finite: the step was skipped")
-
-
-def copy_on_cpu(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True)

@@ -60,8 +60,6 @@ class MasterWeights(Controlled):
         self._init_control()
         self.skip_nonfinite = True
         self._table: _Table | None = None
-        self._kept_room: list[Tensor] = []  # for the masters' gradients
-        self._room_shapes: list[torch.Size] = []
         for number, group in enumerate(optim.param_groups):
             self._refuse(number, group)
         for group in optim.param_groups:
@@ -112,8 +110,7 @@ class MasterWeights(Controlled):
                 else value
                 for name, value in self.optim.state.pop(param).items()
             }
-        made: Tensor = master
-        return made
+        return master
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Every parameter of the model, and what the optimizer steps for it."""
@@ -227,7 +224,7 @@ class MasterWeights(Controlled):
 
         So gradients of 16 and of 32 bits are there together for this long only.
         """
-        made = self._room(device, [table.local_masters[i] for i in wide])
+        made = self._room(table, device, wide)
         itself = [table.writable_gradient(i) for i in table.stepped(device, wide=False)]
         sources = [table.gradients[i] for i in wide]
         control = self._block(device)[0]
@@ -236,19 +233,20 @@ class MasterWeights(Controlled):
             table.masters[i].grad = as_placed(grad, table.masters[i])
         _C.clear_gradients([table.params[i] for i in wide])
 
-    def _room(self, device: torch.device, masters: list[Tensor]) -> list[Tensor]:
+    def _room(self, table: _Table, device: torch.device, wide: list[int]) -> list[Tensor]:
         """Memory for the masters' gradients.
 
         A GPU's allocator has it at hand. The host's would get it from the system, page by page, at
         several times the cost of the step, so there it is kept, unless the optimizer is not one of
         torch's and may keep gradients itself.
         """
-        if device.type != "cpu" or not type(self.optim).__module__.startswith("torch.optim."):
-            return _C.carve(masters)
-        shapes = [master.shape for master in masters]
-        if shapes != self._room_shapes:
-            self._kept_room, self._room_shapes = _C.carve(masters), shapes
-        return self._kept_room
+        kept = device.type == "cpu" and type(self.optim).__module__.startswith("torch.optim.")
+        if kept and table.room[0] == wide:
+            return table.room[1]
+        room = _C.carve([table.local_masters[i] for i in wide])
+        if kept:
+            table.room = wide, room
+        return room
 
     # ---- what accumulated_norm() needs --------------------------------------------------------
 
@@ -270,8 +268,7 @@ class MasterWeights(Controlled):
                 "an optimizer with a process_group cannot be pickled or copied: its ranks exist in "
                 "this run only; save its state_dict()"
             )
-        made_anew: dict[str, Any] = {"_table": None, "_kept_room": [], "_room_shapes": []}
-        return vars(self) | made_anew | {"_view": None}
+        return vars(self) | {"_table": None, "_view": None}
 
 
 class _Table:
@@ -309,6 +306,7 @@ class _Table:
         self.parts = list(self._of_part)
         self.devices = list(dict.fromkeys(device for device, _ in self.parts))
         self.gradients: list[Any] = []  # this step's by parameter, None where there is none
+        self.room: tuple[list[int], list[Tensor]] = [], []  # kept, and whose gradients it is for
 
     def unfrozen(self) -> bool:
         """Whether a parameter without master has a gradient that it needs one for.

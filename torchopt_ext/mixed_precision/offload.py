@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchopt_ext import _C
 from torchopt_ext._torch import tree_leaves, tree_map_only
-from torchopt_ext.mixed_precision.fsdp_optimizer import FSDPadaptOptimizer
+from torchopt_ext.mixed_precision.fsdp_optimizer import params_of
 from torchopt_ext.optim.context import IDLE
 from torchopt_ext.optim.local import local_tensor
 from torchopt_ext.optim.storage import MASTER, REMAINDER
@@ -95,8 +95,7 @@ def _offloader_of(optimizer: Any) -> Offloader:
     """The optimizer's, made when it is first asked for."""
     if getattr(optimizer, "_offloader", None) is None:
         optimizer._offloader = Offloader(optimizer)
-    offloader: Offloader = optimizer._offloader
-    return offloader
+    return optimizer._offloader
 
 
 def check_kinds(include: Collection[str]) -> None:
@@ -236,15 +235,14 @@ def _unpin(block: Tensor) -> None:
 
 def tensors_of(optimizer: Optimizer, kind: str) -> Iterator[Tensor]:
     """An optimizer's own tensors: its "states", or its "masters"."""
-    base = optimizer.optim if isinstance(optimizer, FSDPadaptOptimizer) else optimizer
-    for entry in base.state.values():
+    for entry in optimizer.state.values():
         for name, value in entry.items() if isinstance(entry, dict) else ():
             if (name in (MASTER, REMAINDER)) == (kind == "masters"):
                 for leaf in tree_leaves(value):  # lists of tensors, in some optimizers
                     if isinstance(leaf, Tensor):
                         yield leaf
-    if kind == "masters" and isinstance(optimizer, FSDPadaptOptimizer):
-        yield from optimizer.masters_in_groups()
+    if kind == "masters":
+        yield from (p for p in params_of(optimizer) if hasattr(p, "is_master_weight"))
 
 
 def replace_memory(tensor: Any, memory: Tensor) -> None:
