@@ -134,19 +134,16 @@ class BalancedBuckets:
 
     def ready(self) -> None:
         """The local optimizer took what add_group made: parameters may get hooks."""
-        self._note_trainable()
-        self.reducer.hook_trainable()
+        self.build_buckets()
+        self.reducer.unfrozen.clear()
 
     def build_buckets(self) -> None:
         """Notes which parameters are trainable now; the buckets stay as they are."""
-        self._note_trainable()
-        self.reducer.unfrozen += self.reducer.hook_trainable()
-
-    def _note_trainable(self) -> None:
         for bucket in self.all_buckets:
             bucket.returned |= any(param.requires_grad for param in bucket.starts)
             for part in bucket.parts:
                 part.tensor.requires_grad_(part.param.requires_grad)
+        self.reducer.hook_trainable()
 
     # ---- gradients --------------------------------------------------------------------------
 
@@ -175,7 +172,7 @@ class BalancedBuckets:
     def finish_step(self) -> None:
         """Lets go of gradients that are the parameters', and tells autograd of the new weights."""
         if self.reducer.active:
-            self.reducer.mark_stepped()
+            self.reducer.stepped = True
         else:
             self._sources.clear()
             _C.clear_gradients(self._whole[0])

@@ -39,6 +39,7 @@ class Reducer:
         number: its place among the group's reducers, the same on all ranks.
         alone: no other reducer was in its last backward pass.
         early: it starts reductions before the pass ends.
+        stepped: a step has used the gradients that are there.
         wrong: what is wrong with a gradient, for :meth:`finish` to raise.
     """
 
@@ -53,21 +54,22 @@ class Reducer:
         self.number = self.passes.number() if hooks else 0
         self.alone = False
         self.early = False
+        self.stepped = False
         self.wrong: str | None = None
         # Collectives and what they fill, oldest first.
         self._under_way: list[tuple[Bucket, Any, Tensor]] = []
         self._present: set[Tensor] = set()
-        self._stepped = False  # whether a step has used the gradients that are there
         self._next = -1  # the bucket to reduce next, in this backward pass
         self._hooked: set[Tensor] = set()
         self._handles = handles_of(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = type(self)(self.ranks, copy.deepcopy(self.buckets, memo), self.hooks)
-        copied.active, copied._stepped = self.active, self._stepped
+        copied.active, copied.stepped = self.active, self.stepped
         copied.bucket_of = copy.deepcopy(self.bucket_of, memo)
         copied._present = copy.deepcopy(self._present, memo)
         copied.hook_trainable()
+        copied.unfrozen.clear()
         return copied
 
     def serve_hook(self) -> None:
@@ -77,9 +79,10 @@ class Reducer:
         self.active = True
         self._hook("_note_used")
 
-    def hook_trainable(self) -> list[Tensor]:
-        """Puts hooks on parameters that have become trainable; returns them."""
-        return self._hook("_on_gradient") if self.hooks else []
+    def hook_trainable(self) -> None:
+        """Puts hooks on parameters that have become trainable."""
+        if self.hooks:
+            self.unfrozen += self._hook("_on_gradient")
 
     def _hook(self, method: str) -> list[Tensor]:
         hook = WeakHook(self, method)
@@ -145,11 +148,11 @@ class Reducer:
 
     def _begin(self) -> None:
         """Notices the beginning of a backward pass."""
-        if self._stepped and graph_task() < 0:  # DDP's join hook, on a rank out of data
+        if self.stepped and graph_task() < 0:  # DDP's join hook, on a rank out of data
             self.zero_grad(set_to_none=True)
         if not self.passes.enter(self):
             return
-        if self._stepped:
+        if self.stepped:
             raise RuntimeError(
                 "the gradients of the last step are still there: call the optimizer's "
                 "zero_grad() after each step; the model's does not reach them"
@@ -259,14 +262,10 @@ class Reducer:
             return set()
         return {p for p, here in zip(params, seen.tolist(), strict=True) if here}
 
-    def mark_stepped(self) -> None:
-        """Says that a step has used the gradients."""
-        self._stepped = self.active
-
     def zero_grad(self, set_to_none: bool) -> None:
         """Drops the reduced gradients, or sets them to zero."""
         self.settle()
-        self._stepped, self.wrong = False, None
+        self.stepped, self.wrong = False, None
         for bucket in self.buckets:
             if set_to_none:
                 bucket.grad = None
