@@ -5,6 +5,7 @@ DDP's backward need: one bucket's parameters at a time.
 """
 
 import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,13 +38,12 @@ class FunctionalFusedAdam:
             raise ValueError("optimizer got an empty parameter list")
         checked = self.optimizer_class([torch.zeros(1)], **defaults)
         plain = self.optimizer_class([torch.zeros(1)])
-        for setting in ("_settings", "_storage", "_options"):
-            if getattr(checked, setting) != getattr(plain, setting):
-                raise ValueError(
-                    f"{self.optimizer_class.__name__} steps bucket by bucket inside DDP's backward "
-                    f"here, so that norms, skipped steps, master weights, state dtypes, random "
-                    f"rounding and tracking are not available; got {defaults}"
-                )
+        settings = operator.attrgetter("_settings", "_storage", "_options")
+        if settings(checked) != settings(plain):
+            raise ValueError(
+                f"steps inside DDP's backward have no norms, skipped steps, master "
+                f"weights, state dtypes, random rounding or tracking; got {defaults}"
+            )
         self.defaults = checked.defaults
         self.param_group: dict[str, Any] = {**checked.param_groups[0], "params": list(params)}
         self.state: dict[Tensor, dict[str, Tensor]] = {}

@@ -40,15 +40,12 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
     steps its part of the parameters and then gets the others' parts from the other ranks.
 
     Args:
-        params: parameters, named parameters or param groups; the same on all ranks, which is
-            checked.
+        params: (named) parameters or param groups, the same on all ranks, which is checked.
         optimizer_class: any torch.optim.Optimizer; under ``overlap_with_ddp`` a functional one, or
             one that has a functional counterpart.
         process_group: the ranks; all by default.
-        parameters_as_bucket_view: parameters of a rank become views of one tensor, and travel as
-            one. Their strides are kept.
-        overlap_with_ddp: step inside DDP's backward, by one of the hooks in
-            :mod:`torchopt_ext.zero`.
+        parameters_as_bucket_view: parameters of a rank become views of one tensor, strides kept.
+        overlap_with_ddp: step inside DDP's backward, by a hook of :mod:`torchopt_ext.zero`.
         partition: "greedy" gives whole parameters to ranks as torch does; "balanced" divides
             communication buckets evenly, parameters included (docs/zero.md).
         compat: "torch" lets frozen parameters count in the greedy partition as torch does.
@@ -56,8 +53,8 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
         allow_mixed_dtypes: shard parameters of each dtype by themselves.
         sharded_gradients: with "balanced": reduce gradients while backward runs and keep only this
             rank's part of them (ZeRO stage 2); without DDP.
-        elementwise: with "balanced": the optimizer treats every element by itself, although it is
-            not one that is known to.
+        elementwise: with "balanced": promises that ``optimizer_class``, if not known to, treats
+            every element by itself.
         bucket_elements: with "balanced": elements of a communication bucket; by default as
             :func:`torchopt_ext.ops.partition_balanced` chooses.
         timeout: how long to wait for another rank in a collective, if that is to be less than the
@@ -122,15 +119,14 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
                 check_dense(self._all_params, allow_mixed_dtypes)
                 if partition not in ("greedy", "balanced"):
                     raise ValueError(
-                        f"Invalid partition: {partition!r}, expected 'greedy' or 'balanced'"
+                        f"Invalid partition: {partition!r}, not 'greedy' or 'balanced'"
                     )
                 if compat not in (None, "torch"):
                     raise ValueError(f"Invalid compat: {compat!r}, expected None or 'torch'")
                 if balanced and (overlap_with_ddp or params_per_rank is not None):
                     raise ValueError(
-                        "partition='balanced' divides parameters among ranks: neither "
-                        "overlap_with_ddp, whose buckets have owners, nor params_per_rank goes "
-                        "with it"
+                        "overlap_with_ddp and params_per_rank give whole parameters to ranks, "
+                        "partition='balanced' divides them: choose one"
                     )
                 if sharded_gradients and not balanced:
                     raise ValueError("sharded_gradients=True needs partition='balanced'")
@@ -241,8 +237,10 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
         fused = isinstance(self.optim, FusedAdam)
         if self.world_size > 1:
             context = context._replace(agreement=agreement)
+        if closure is not None:
+            kwargs["closure"] = closure
         try:
-            loss = self._local_step(closure=closure, context=context, **kwargs)
+            loss = self._local_step(context=context, **kwargs)
         except Exception:
             local_optimizer.reject(self, agreement, with_norm=fused)
             raise
@@ -255,7 +253,6 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
     def _local_step(
         self,
         gradients: Sequence[Tensor | None] | None = None,
-        closure: Callable[[], Any] | None = None,
         context: StepContext = ALONE,
         **kwargs: Any,
     ) -> Any:
@@ -271,8 +268,6 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
                 defaults[key] = self.param_groups[0][key]
             loss = self.optim.step(gradients=gradients)
         else:
-            if closure is not None:
-                kwargs["closure"] = closure
             loss = local_optimizer.step_alone(self, context, kwargs)
         local_optimizer.copy_settings(self.optim.param_groups, self.param_groups)
         return loss
@@ -297,6 +292,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
         Raises:
             RuntimeError: under ``overlap_with_ddp`` before the buckets are known, or a rank has
                 state that is neither tensors nor plain values; all ranks raise, naming it.
+            ValueError: there is no such rank.
         """
         if not 0 <= to < self.world_size:
             raise ValueError(f"Invalid rank: to={to}, expected 0 to {self.world_size - 1}")
@@ -457,8 +453,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
         """Builds the local optimizer once a hook has seen all of DDP's final buckets."""
         if self.rank != self.global_rank and not self._steps_by_group_rank:
             raise RuntimeError(
-                "torch's hook takes the global rank for the rank of the group: use "
-                "torchopt_ext.zero.hook_with_zero_step in a subgroup"
+                "torch's hook takes global ranks: use torchopt_ext.zero's in a subgroup"
             )
         info = self._overlap_info
         info.status = OverlapStatus.INITIALIZED

@@ -185,13 +185,10 @@ def sharded_state_dict(zero: ShardedOptimizer) -> dict[str, Any]:
 
 
 def sharded(zero: ShardedOptimizer, *, elsewhere: bool) -> dict[str, Any]:
-    """This rank's part of the state dict, with StateShards for tensors. No other rank takes part.
+    """:func:`sharded_state_dict` of this rank alone, with StateShards for tensors.
 
     Args:
         elsewhere: another rank gives the whole tensors to DCP.
-
-    Raises:
-        TypeError: DCP would not give back an entry as it is; names it.
     """
     pieces, extra = local_state(zero)
     state = {
