@@ -5,7 +5,7 @@ their position in a list. Nothing is changed then.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -142,6 +142,28 @@ def scaled_copy_(
     _ops.scaled_copy_.default(to, from_, control, unscale=unscale)
 
 
+@overload
+def lr_factor(
+    step: int,
+    *,
+    warmup_steps: int,
+    stable_steps: int,
+    decay_steps: int,
+    decay_type: str = ...,
+    min_factor: float = ...,
+    generation: int = ...,
+) -> float: ...
+@overload
+def lr_factor(
+    step: Tensor,
+    *,
+    warmup_steps: int,
+    stable_steps: int,
+    decay_steps: int,
+    decay_type: str = ...,
+    min_factor: float = ...,
+    generation: int = ...,
+) -> Tensor: ...
 def lr_factor(
     step: int | Tensor,
     *,

@@ -103,20 +103,26 @@ class Controlled:
     def set_schedule(
         self,
         *,
+        warmup_steps: int,
+        stable_steps: int,
+        decay_steps: int,
         decay_type: str = "linear",
         min_factor: float = 0.0,
         generation: int = 1,
-        **steps: int,
     ) -> None:
         """Lets a warmup-stable-decay factor, computed on the device, multiply the learning rate.
 
         Skipped steps do not count. ``group["lr"]`` stays the base value; no other scheduler should
-        change it. Arguments as :func:`torchopt_ext.ops.lr_factor`: ``steps`` are ``warmup_steps``,
-        ``stable_steps`` and ``decay_steps``.
+        change it. Arguments as :func:`torchopt_ext.ops.lr_factor`.
 
         Raises:
             ValueError: an argument out of range.
         """
+        steps = {
+            "warmup_steps": warmup_steps,
+            "stable_steps": stable_steps,
+            "decay_steps": decay_steps,
+        }
         ops.lr_factor(
             0, decay_type=decay_type, min_factor=min_factor, generation=generation, **steps
         )  # checks the arguments
@@ -128,25 +134,36 @@ class Controlled:
             scheduled=1.0,
         )
 
-    def set_loss_scale(self, init_scale: float = 2.0**16, **rule: Any) -> None:
+    def set_loss_scale(
+        self,
+        init_scale: float = 2.0**16,
+        *,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        hysteresis: int = 1,
+        consecutive_hysteresis: bool = False,
+        min_scale: float = 0.0,
+        max_scale: float = 0.0,
+    ) -> None:
         """Lets the control block keep a loss scale that follows overflows, without a scaler.
 
         Multiply losses with ``optimizer.control.loss_scale`` before backward. Steps with overflow
-        are skipped.
-
-        Args:
-            init_scale: the scale to begin with.
-            rule: ``growth_factor``, ``backoff_factor``, ``growth_interval``, ``hysteresis``,
-                ``consecutive_hysteresis``, ``min_scale`` and ``max_scale`` as
-                :class:`torchopt_ext.GradScaler`.
+        are skipped. Arguments as :class:`torchopt_ext.GradScaler`.
 
         Raises:
             ValueError: an argument out of range.
         """
         if not is_scale(init_scale):
             raise ValueError(f"Invalid init_scale: {init_scale}")
+        rule = scale_settings(
+            growth_factor=growth_factor, backoff_factor=backoff_factor,
+            growth_interval=growth_interval, hysteresis=hysteresis,
+            consecutive_hysteresis=consecutive_hysteresis, min_scale=min_scale,
+            max_scale=max_scale,
+        )  # fmt: skip
         counts = {"growth_tracker": 0.0, "hysteresis_tracker": 0.0}
-        self._set_control(**scale_settings(**rule), loss_scale=init_scale, **counts)
+        self._set_control(**rule, loss_scale=init_scale, **counts)
 
     @property
     def keeps_counts(self) -> bool:

@@ -289,8 +289,8 @@ class FusedAdam(HookedStep, PlannedStep):
 class FusedAdamW(FusedAdam):
     """torch.optim.AdamW (Loshchilov & Hutter, arXiv:1711.05101), fused as :class:`FusedAdam` is.
 
-    ``weight_decay`` multiplies the parameter, apart from the gradient; everything else, ``options``
-    included, is as in :class:`FusedAdam`.
+    ``weight_decay`` multiplies the parameter, apart from the gradient; everything else is as in
+    :class:`FusedAdam`.
     """
 
     def __init__(
@@ -307,12 +307,24 @@ class FusedAdamW(FusedAdam):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        **options: Any,
+        max_grad_norm: float | None = None,
+        skip_nonfinite: bool = False,
+        process_group: torch.distributed.ProcessGroup | None = None,
+        master_weights: str | None = None,
+        state_dtype: torch.dtype | None = None,
+        stochastic_rounding: bool = False,
+        rounding_seed: int = 0,
+        write_back_gradients: bool = False,
+        track: bool | Collection[str] = False,
     ) -> None:
         super().__init__(
             params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, foreach=foreach,
             capturable=capturable, differentiable=differentiable, fused=fused,
-            decoupled_weight_decay=True, **options,
+            decoupled_weight_decay=True, max_grad_norm=max_grad_norm,
+            skip_nonfinite=skip_nonfinite, process_group=process_group,
+            master_weights=master_weights, state_dtype=state_dtype,
+            stochastic_rounding=stochastic_rounding, rounding_seed=rounding_seed,
+            write_back_gradients=write_back_gradients, track=track,
         )  # fmt: skip
 
     def __setstate__(self, state: dict[str, Any]) -> None:
