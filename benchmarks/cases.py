@@ -161,8 +161,7 @@ def our_calls(optimizer: FusedAdamW, device: str) -> Calls:
         scaler.update()
 
     def before_work() -> None:
-        optimizer.collect()
-        optimizer.release()
+        optimizer.collect().plan.release()
 
     return {
         STEP: partial(step, None),
