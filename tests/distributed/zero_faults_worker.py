@@ -194,7 +194,12 @@ def state_dicts(kind: str, named: bool, **options: Any) -> Result:
     expected = [p.detach() for p in plain_params]
     found["into plain"] = difference(plain_after, expected)
     found["from plain"] = difference(zero_after, expected)
-    if not named:
+    if named:
+        unnamed = parameters()
+        fresh = zero_over(named_groups(unnamed, False), kind, **options)
+        unnamed_after = goes_on(fresh, unnamed, saved, weights)
+        found["without names"] = difference(unnamed_after, plain_after)
+    else:
         theirs = stock.ZeroRedundancyOptimizer(groups(stock_params), optimizer_class, **defaults)
         found["into torch's"] = difference(goes_on(theirs, stock_params, saved, weights), expected)
         # torch's own state after its own consolidation, and back into ours

@@ -95,16 +95,16 @@ class BalancedBuckets:
                 self.ranks.size,
                 self.bucket_elements,
             )
-            first = len(self.all_buckets)
-            for cuts in plan.cuts:
+            laid = list(zip(alike, plan.buckets, plan.starts, strict=True))
+            for number, cuts in enumerate(plan.cuts):  # the memory of one bucket's parameters twice
                 window = max(hi - lo for lo, hi in itertools.pairwise(cuts))
                 flat = torch.zeros(max(cuts[:-1]) + window, dtype=dtype, device=device)
-                self.all_buckets.append(Bucket(len(self.all_buckets), flat, list(cuts), window))
-            for param, number, start in zip(alike, plan.buckets, plan.starts, strict=True):
-                bucket = self.all_buckets[first + number]
-                bucket.lay(param, start)
-                own[param] = [part.tensor for part in self._make_parts(bucket, param, start)]
-                self.reducer.bucket_of[param] = bucket
+                bucket = Bucket(len(self.all_buckets), flat, list(cuts), window)
+                self.all_buckets.append(bucket)
+                for param, start in [(p, start) for p, n, start in laid if n == number]:
+                    bucket.lay(param, start)
+                    own[param] = [part.tensor for part in self._make_parts(bucket, param, start)]
+                    self.reducer.bucket_of[param] = bucket
         self.mine.append([tensor for param in params for tensor in own[param]])
         self._laid = list(self.reducer.bucket_of)
         self._places = _C.addresses(self._laid)

@@ -1,7 +1,7 @@
 """The ranks that share one optimizer."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -70,15 +70,15 @@ def flat_memory(tensor: Tensor) -> Tensor | None:
     return flat.view(torch.uint8)
 
 
-def batches(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Which of the tensors travel together, in their order."""
-    found: list[list[Tensor]] = []
+def batches(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Which of the tensors travel together: each large one alone, then the others in order."""
+    found = [[tensor] for tensor in tensors if tensor.nbytes >= LARGE]
     room = -1
     for tensor in tensors:
-        large = tensor.nbytes >= LARGE
-        if large or tensor.nbytes > room:
-            found.append([])
-            room = STAGING
-        found[-1].append(tensor)
-        room = -1 if large else room - tensor.nbytes
+        if tensor.nbytes < LARGE:
+            if tensor.nbytes > room:
+                found.append([])
+                room = STAGING
+            found[-1].append(tensor)
+            room -= tensor.nbytes
     return found

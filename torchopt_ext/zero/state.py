@@ -132,7 +132,8 @@ def load(zero: ShardedOptimizer, state_dict: dict[str, Any]) -> None:
             }
             slots.append(replace(slot, param=part.tensor, entry=entry))
     groups = [
-        group | {key: own[key] for key in ("params", "param_names") if key in own}
+        {key: value for key, value in group.items() if key != "param_names"}
+        | {key: own[key] for key in ("params", "param_names") if key in own}
         for group, own in zip(loaded.groups, zero.optim.param_groups, strict=True)
     ]
     if is_fused := isinstance(zero.optim, FusedAdam):  # which has one count on all ranks

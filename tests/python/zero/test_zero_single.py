@@ -23,6 +23,8 @@ from torch.optim.optimizer import (
 
 from torchopt_ext import FusedAdam, FusedAdamW
 from torchopt_ext.zero import ZeroRedundancyOptimizer
+from torchopt_ext.zero.balanced import BalancedBuckets
+from torchopt_ext.zero.ranks import LARGE, STAGING, Ranks, batches
 
 SHAPES = [(7, 5), (33,), (4, 3), (64,)]
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -101,6 +103,34 @@ def check_same(found: Any, expected: Any) -> None:
             check_same(a, b)
     else:
         assert type(found) is type(expected) and repr(found) == repr(expected)
+
+
+def test_a_bucket_is_filled_before_the_next_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that at most one bucket's parameters are in memory twice."""
+    params = parameters([(64,)] * 4)
+    own = [param.data_ptr() for param in params]
+    moved: list[int] = []
+    zeros = torch.zeros
+
+    def noting(*args: Any, **kwargs: Any) -> Tensor:
+        moved.append(sum(p.data_ptr() != at for p, at in zip(params, own, strict=True)))
+        return zeros(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "zeros", noting)
+    buckets = BalancedBuckets(Ranks.of(None), bucket_elements=64, sharded_gradients=False)
+    buckets.add_group(params)
+    assert moved == [0, 1, 2, 3]
+
+
+def test_large_tensors_do_not_part_small_ones() -> None:
+    """As where every layer is a param group: two messages more for each would take longer."""
+    sizes = [LARGE, 4, 8, LARGE, LARGE - 4, 4, *[LARGE - 4] * 16]
+    tensors = [torch.empty(size, dtype=torch.uint8, device="meta") for size in sizes]
+    together = [[tensor.nbytes for tensor in batch] for batch in batches(tensors)]
+    full = STAGING // LARGE  # of those just below LARGE
+    assert together[:2] == [[LARGE], [LARGE]]
+    assert together[2] == [4, 8, LARGE - 4, 4, *[LARGE - 4] * (full - 1)]
+    assert together[3:] == [[LARGE - 4] * (17 - full)]
 
 
 # ---- what is accepted ----------------------------------------------------------------------------
