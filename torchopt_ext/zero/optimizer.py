@@ -184,14 +184,14 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
                 differ between ranks. Nothing is changed.
         """
         if not self.initialized:
-            super().add_param_group(dict(param_group))
+            super().add_param_group({**param_group})
             return
         if self._overlap_with_ddp:
             raise RuntimeError("overlap_with_ddp=True supports one param group only")
         count = len(self.param_groups)
         try:
             with all_or_none(self.process_group):
-                super().add_param_group(dict(param_group))
+                super().add_param_group({**param_group})
                 group = self.param_groups[-1]
                 params = self._all_params + group["params"]
                 check_dense(params, self._allow_mixed_dtypes)

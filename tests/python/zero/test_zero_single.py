@@ -150,6 +150,7 @@ class Unknown(torch.optim.SGD):
         ([torch.ones(2), 1.5], {}, TypeError, "one of the params is float"),
         ([{"lr": 1.0}], {}, KeyError, "params"),
         ([torch.ones(2), {"params": [torch.ones(2)]}], {}, TypeError, "one of the params is dict"),
+        ([{"params": [torch.ones(2)]}, torch.ones(2, 2)], {}, TypeError, "not a mapping"),
         ([torch.ones(2), torch.ones(2).bfloat16()], {}, ValueError, "bfloat16"),
         ([torch.eye(2).to_sparse()], {}, ValueError, "dense"),
         ("good", {"partition": "even"}, ValueError, "'even'"),
