@@ -1,5 +1,6 @@
 """build_optimizers: from a configuration, as torchtitan's up to 0.2 have it, to a container."""
 
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,7 +8,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchopt_ext.containers.optimizers import OptimizersContainer, OptimizersInBackwardContainer
+from torchopt_ext.containers.deferred_clipping import defer_clipping
+from torchopt_ext.containers.in_backward import OptimizersInBackwardContainer
+from torchopt_ext.containers.optimizers import OptimizersContainer
 from torchopt_ext.optim import FusedAdam, FusedAdamW
 
 _FUSED: dict[str, type[Optimizer]] = {"Adam": FusedAdam, "AdamW": FusedAdamW}
@@ -17,6 +20,8 @@ _OPTIONS = (
     *("rounding_seed", "write_back_gradients", "track"),
 )
 """Arguments of FusedAdam and FusedAdamW that a configuration may have."""
+_SHARED_OPTIONS = ("amsgrad", "maximize")
+"""Arguments that torch's classes have, too."""
 
 
 def build_optimizers(
@@ -37,9 +42,9 @@ def build_optimizers(
         NotImplementedError: unknown name; early step in backward with pipeline or expert
             parallelism; fault tolerance.
         AssertionError: unknown implementation.
-        ValueError: early step in backward with fault tolerance or clipping; an argument of
-            FusedAdamW's with an implementation of torch's; a norm over pipeline stages whose group
-            is not known.
+        ValueError: early step in backward with fault tolerance; a setting that would have no
+            effect, such as an argument of FusedAdamW's with an implementation of torch's; a norm
+            over pipeline stages whose group is not known.
     """
     given = args[0] if args else kwargs.get("job_config", kwargs.get("optimizer_config"))
     read = _of_job_config if hasattr(given, "optimizer") else _of_optimizer_config
@@ -65,19 +70,19 @@ def build_optimizers(
             f"Optimizers in backward are not supported with {kind} parallelism."
         )
 
-    options = {name: value for name in _OPTIONS if (value := getattr(config, name, None))}
+    options = fused_options(config)
+    deferred = bool(getattr(config, "deferred_clipping", False))
     if process_group is None and options.keys() & {"max_grad_norm", "skip_nonfinite"}:
         process_group = _group_of_stages(dims)
     if process_group is not None:
         options["process_group"] = process_group
-    if options and not fused:
+    if (options or deferred) and not fused:
         raise ValueError(
-            f"{min(options)} needs implementation 'fused', found {config.implementation!r}: "
-            "torch's optimizers have no such argument"
+            f"{min(options, default='deferred_clipping')} needs implementation 'fused', found "
+            f"{config.implementation!r}: torch's optimizers have no such argument"
         )
-    if isinstance(dtype := options.get("state_dtype"), str):
-        named = getattr(torch, dtype.removeprefix("torch."), None)
-        options["state_dtype"] = named if isinstance(named, torch.dtype) else dtype
+    reject_ineffective(options, [p for part in model_parts for p in part.parameters()])
+    options |= {name: value for name in _SHARED_OPTIONS if (value := getattr(config, name, None))}
     options |= {
         "lr": config.lr,
         "betas": (getattr(config, "beta1", 0.9), getattr(config, "beta2", 0.95)),
@@ -86,8 +91,58 @@ def build_optimizers(
         "fused": fused,
         "foreach": config.implementation == "foreach",
     }
-    container = OptimizersInBackwardContainer if in_backward else OptimizersContainer
-    return container(model_parts, classes[config.name], options)
+    backwards = getattr(config, "backwards_per_step", 1)
+    if in_backward:
+        if deferred:
+            raise ValueError(
+                "deferred_clipping clips after backward, but early_step_in_backward has made the "
+                "update by then: set max_grad_norm instead"
+            )
+        return OptimizersInBackwardContainer(
+            model_parts, classes[config.name], options, backwards_per_step=backwards
+        )
+    if backwards != 1:
+        raise ValueError("backwards_per_step has no effect without early_step_in_backward")
+    container = OptimizersContainer(model_parts, classes[config.name], options)
+    if deferred:
+        defer_clipping(container)
+    return container
+
+
+def fused_options(config: Any) -> dict[str, Any]:
+    """The arguments of FusedAdamW that a configuration has; a dtype may be given by its name.
+
+    Raises:
+        ValueError: a `rounding_seed` that nothing is rounded with.
+    """
+    options = {name: value for name in _OPTIONS if (value := getattr(config, name, None))}
+    if "rounding_seed" in options and "stochastic_rounding" not in options:
+        raise ValueError("rounding_seed has no effect without stochastic_rounding")
+    if isinstance(dtype := options.get("state_dtype"), str):
+        named = getattr(torch, dtype.removeprefix("torch."), None)
+        options["state_dtype"] = named if isinstance(named, torch.dtype) else dtype
+    return options
+
+
+def reject_ineffective(options: dict[str, Any], params: Iterable[nn.Parameter]) -> None:
+    """Rejects arguments of FusedAdamW that would have no effect on parameters of these dtypes.
+
+    Raises:
+        ValueError: master weights without 16-bit parameters; stochastic rounding where neither
+            parameters nor moments are rounded to bfloat16.
+    """
+    dtypes = {param.dtype for param in params if param.requires_grad}
+    if not dtypes:
+        return
+    found = f"the parameters are {', '.join(sorted(map(str, dtypes)))}"
+    master = options.get("master_weights")
+    if master and not dtypes & {torch.bfloat16, torch.float16}:
+        raise ValueError(f"master_weights has no effect: {found}, expected bfloat16 or float16")
+    rounded = {options.get("state_dtype")} | (set() if master else dtypes)
+    if options.get("stochastic_rounding") and torch.bfloat16 not in rounded:
+        raise ValueError(
+            f"stochastic_rounding has no effect: {found}, and nothing else is rounded to bfloat16"
+        )
 
 
 def _of_job_config(job_config: Any, ft_manager: Any = None) -> tuple[Any, Any, Any]:

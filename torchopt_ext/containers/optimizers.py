@@ -1,11 +1,11 @@
-"""OptimizersContainer: many optimizers behind the face of one, after backward or inside it."""
+"""OptimizersContainer: many optimizers behind the face of one."""
 
 import functools
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, islice
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -17,9 +17,11 @@ from torchopt_ext.optim import FusedAdam, fused_step
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.control import ControlView
 from torchopt_ext.optim.hooks import HookedStep, inner_step, with_own_hooks
-from torchopt_ext.optim.weak_hooks import WeakHook, handles_of
 from torchopt_ext.statedict import dcp, flat
 from torchopt_ext.statedict.masters import read_weights
+
+if TYPE_CHECKING:
+    from torchopt_ext.containers.deferred_clipping import DeferredClipping
 
 T = TypeVar("T", bound=Optimizer)
 
@@ -45,6 +47,7 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
 
     optimizers: list[T]
     model_parts: list[nn.Module]
+    deferred_clipping: "DeferredClipping | None" = None  # set by defer_clipping()
     _built = False
 
     def __init__(
@@ -61,8 +64,7 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
         self._post_init([*chain(*params)], optimizer_kwargs)
         self._built = True
 
-    @staticmethod
-    def _shares(params: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    def _shares(self, params: list[nn.Parameter]) -> list[list[nn.Parameter]]:
         """The parameters of each optimizer of a model part."""
         return [params]
 
@@ -81,7 +83,15 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
         Step hooks of the container fire, then those of each inner optimizer; global step hooks
         fire once, with the container.
         """
-        context = self._context
+        context, clipping = self._context, self.deferred_clipping
+        if clipping is not None:
+            context = clipping.for_step(context, new_gradients=bool(args or kwargs))
+        result = self._step(context, *args, **kwargs)
+        if clipping is not None:
+            clipping.forget()
+        return result
+
+    def _step(self, context: StepContext, *args: Any, **kwargs: Any) -> Any:
         if len(self.optimizers) == 1:
             return inner_step(self.optimizers[0], context, *args, **kwargs)
         if kwargs.get("closure", args[0] if args else None) is not None:
@@ -120,6 +130,8 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
         return min(fused, key=lambda optimizer: not optimizer.param_groups[0]["params"]).control
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        if self.deferred_clipping is not None:
+            self.deferred_clipping.forget()
         for optimizer in self.optimizers:
             optimizer.zero_grad(*args, **kwargs)
 
@@ -230,59 +242,6 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
             f"{type(self).__name__} cannot be pickled or deep-copied, since it shares parameters "
             "with the model: build one for the copied model and load this one's state_dict()"
         )
-
-
-class OptimizersInBackwardContainer(OptimizersContainer[T]):
-    """One optimizer per trainable parameter, stepped inside backward.
-
-    The container keeps the optimizers: once it is gone, so are their state and the hooks.
-
-    A gradient lives only from its accumulation to the step that follows at once, so that all
-    gradients never exist together. `step()` and `zero_grad()` do nothing, but step hooks fire in
-    `step()`: after backward, when the parameters have already been updated. Every backward is a
-    step, so gradients cannot be accumulated over several.
-
-    Afterwards no gradient is left to measure: `torch.nn.utils.clip_grad_norm_` returns 0 and clips
-    nothing, and `max_grad_norm` and `skip_nonfinite` raise ValueError.
-
-    Args and errors are those of OptimizersContainer; ValueError also if no parameter is trainable.
-    """
-
-    # Backward has stepped before a scaler could unscale or check a gradient: scalers then refuse.
-    _step_supports_amp_scaling = False
-    checks_overflow_in_step = False
-
-    def __init__(
-        self, model_parts: list[nn.Module], optimizer_cls: type[T], optimizer_kwargs: dict[str, Any]
-    ) -> None:
-        for name in ("max_grad_norm", "skip_nonfinite"):
-            if optimizer_kwargs.get(name):
-                raise ValueError(
-                    f"{name} needs every gradient before the first update, but in backward a "
-                    "parameter is updated before the other gradients exist"
-                )
-        super().__init__(model_parts, optimizer_cls, optimizer_kwargs)
-        if not self.optimizers:
-            raise ValueError("no parameter of the model parts is trainable")
-        groups = zip(self.param_groups, self.optimizers, strict=True)
-        self._optimizer_of = {group["params"][0]: optimizer for group, optimizer in groups}
-        handles, step_now = handles_of(self), WeakHook(self, "_step_now")
-        for param in self._optimizer_of:
-            handles.append(param.register_post_accumulate_grad_hook(step_now))
-
-    @staticmethod
-    def _shares(params: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-        return [[param] for param in params]
-
-    def step(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
-        """Does nothing but fire the step hooks: backward has stepped."""
-
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Does nothing: backward has cleared the gradients."""
-
-    def _step_now(self, param: nn.Parameter) -> None:
-        self._optimizer_of[param].step()
-        self._optimizer_of[param].zero_grad()
 
 
 def trainable_parameters(model_parts: Sequence[nn.Module]) -> list[list[nn.Parameter]]:

@@ -6,7 +6,11 @@
 Every TrainSpec that torchtitan looks up from then on, its own or a registered one, builds its
 optimizers and learning-rate schedules with `torchopt_ext.containers` wherever it would have used
 torchtitan's builders. Expert load balancing of mixture-of-experts models stays. A TrainSpec with
-builders of its own keeps them, and a warning says so.
+builders of its own keeps them, and a warning says so. "llama3_torchopt_ext", and so on for every
+model, is the same TrainSpec under a name that says it.
+
+`--job.custom_config_module` with this module's name does the same and adds the fields of
+:class:`Optimizer` to torchtitan's configuration.
 """
 
 # mypy: disable-error-code="import-not-found"
@@ -14,16 +18,85 @@ builders of its own keeps them, and a warning says so.
 import dataclasses
 import logging
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from torchtitan.components import lr_scheduler, optimizer
-from torchtitan.protocols import train_spec
+from torch import nn
 
-from torchopt_ext.containers import build_lr_schedulers, build_optimizers
+from torchopt_ext import containers
+from torchopt_ext.containers import build_lr_schedulers
+from torchopt_ext.containers.deferred_clipping import take_over
+from torchopt_ext.integrations.tested import warn_if_untested
+from torchopt_ext.statedict import dcp
 
-__all__ = ["build_lr_schedulers", "build_optimizers", "use_torchopt_ext"]
+warn_if_untested("torchtitan", "0.2.2")
+
+from torchtitan.components import checkpoint, lr_scheduler, optimizer  # noqa: E402
+from torchtitan.distributed import utils as distributed  # noqa: E402
+from torchtitan.protocols import train_spec  # noqa: E402
+
+__all__ = ["JobConfig", "Optimizer", "build_lr_schedulers", "build_optimizers", "use_torchopt_ext"]
 
 logger = logging.getLogger(__name__)
+
+_SUFFIX = "_torchopt_ext"
+
+
+@dataclass
+class Optimizer:
+    """What `[optimizer]` may have besides torchtitan's fields: docs/torchtitan.md.
+
+    torchtitan adds the fields to its own (config/manager.py, _merge_configs).
+    """
+
+    deferred_clipping: bool = False
+    """Let the step clip to training.max_norm, where torchtitan reads all gradients twice more."""
+    max_grad_norm: float | None = None
+    """Clip to this norm inside the step, besides what training.max_norm does before it."""
+    skip_nonfinite: bool = False
+    """Change nothing in a step in which a gradient is not finite."""
+    master_weights: Literal["fp32", "remainder"] | None = None
+    """Keep what 16-bit parameters (training.dtype) lack of float32."""
+    state_dtype: Literal["float32", "bfloat16"] | None = None
+    """Dtype of the moments."""
+    stochastic_rounding: bool = False
+    """Round bfloat16 parameters and moments at random, without bias."""
+    rounding_seed: int = 0
+    """Seed of stochastic_rounding."""
+    write_back_gradients: bool = False
+    """Let gradients be clipped in memory, too."""
+    track: list[str] = field(default_factory=list)
+    """What to note of each parameter: norms, lost_updates, digest."""
+    amsgrad: bool = False
+    """As torch.optim.AdamW's."""
+    maximize: bool = False
+    """As torch.optim.AdamW's."""
+    backwards_per_step: int = 1
+    """With early_step_in_backward: gradient accumulation steps."""
+
+
+@dataclass
+class JobConfig:
+    """What torchtitan merges into its own JobConfig."""
+
+    optimizer: Optimizer = field(default_factory=Optimizer)
+
+
+def build_optimizers(
+    model_parts: list[nn.Module],
+    optimizer_config: Any,
+    parallel_dims: Any,
+    ft_manager: Any = None,
+) -> containers.OptimizersContainer[Any]:
+    """As torchtitan's, with :func:`torchopt_ext.containers.build_optimizers`.
+
+    With `deferred_clipping` torchtitan's `clip_grad_norm_` is taken over.
+    """
+    built = containers.build_optimizers(model_parts, optimizer_config, parallel_dims, ft_manager)
+    if built.deferred_clipping is not None:
+        take_over(distributed)
+    return built
+
 
 _stock_get_train_spec = train_spec.get_train_spec
 _OURS: dict[Callable[..., Any], Callable[..., Any]] = {
@@ -52,8 +125,30 @@ def _ours(builder: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _get_train_spec(name: str) -> train_spec.TrainSpec:
-    return use_torchopt_ext(_stock_get_train_spec(name))
+    try:
+        spec = _stock_get_train_spec(name)
+    except ValueError:
+        if not name.endswith(_SUFFIX):
+            raise
+        spec = _stock_get_train_spec(name.removesuffix(_SUFFIX))
+    return use_torchopt_ext(spec)
 
 
+_stock_dcp_load = checkpoint.CheckpointManager.dcp_load
+
+
+def _dcp_load(
+    manager: Any, state_dict: dict[str, Any], checkpoint_id: str, *args: Any, **kwargs: Any
+) -> None:
+    """As torchtitan's, which demands every key of a container in backward, but saves only those of
+    its first parameter: ours loads what is there."""
+    own = {k: v for k, v in state_dict.items() if k == checkpoint.OPTIMIZER}
+    if isinstance(own.get(checkpoint.OPTIMIZER), containers.OptimizersInBackwardContainer):
+        dcp.load(own, checkpoint_id=checkpoint_id)
+        state_dict = {k: v for k, v in state_dict.items() if k not in own}
+    _stock_dcp_load(manager, state_dict, checkpoint_id, *args, **kwargs)
+
+
+checkpoint.CheckpointManager.dcp_load = _dcp_load
 optimizer.build_optimizers = build_optimizers
 train_spec.get_train_spec = _get_train_spec  # the Trainer looks it up in this module

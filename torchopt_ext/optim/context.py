@@ -1,9 +1,10 @@
 """What a step must know besides its gradients, as one value that is passed down."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from torchopt_ext.optim.rejection import Agreement
@@ -18,6 +19,13 @@ class StepContext(NamedTuple):  # made in a third of a frozen dataclass's time
     agreed: bool = False  # every rank that shares the decision has the same found_inf
     inner: bool = False  # a part of another optimizer's step, for which global hooks have fired
     agreement: Agreement | None = None  # all ranks of the group agree to the step, norm or not
+    measured: Mapping[torch.device, Tensor] | None = None  # all gradients' squares, by device
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether no scaler or wrapper adds a flag to what ranks exchange, or a scale."""
+        scaled = self.grad_scale is not None or self.found_inf is not None or self.check_overflow
+        return not scaled and self.agreement is None
 
 
 ALONE = StepContext()

@@ -38,7 +38,8 @@ def fused_step(optimizers: Sequence[PlannedStep], context: StepContext = ALONE) 
     if agreement is None:
         optimizers[0].verdict.check()
     try:
-        if len(optimizers) == 1 and optimizers[0].step_alone(context):
+        alone = len(optimizers) == 1 and context.measured is None
+        if alone and optimizers[0].step_alone(context):
             return
         agreement = agreement or Agreement()
         _step_together(optimizers, context, agreement)
@@ -63,18 +64,46 @@ def _step_together(
         for optimizer in optimizers:
             built.append(optimizer.collect())
         first.check_scaler(context)
-        total: dict[torch.device, Tensor] = {}
-        measured = first.wants_norm(context)
-        if measured or context.agreement is not None:
+        total = dict(context.measured or {})
+        measured = bool(total) or first.wants_norm(context)
+        if not total and (measured or context.agreement is not None):
             total = accumulated_norm(optimizers, context, agreement, measured=measured)
             if context.check_overflow:
                 context = context._replace(found_inf=None)  # counted with the squares
+        if total:
             context = _unless_rejected(optimizers, total, context)
         for optimizer in optimizers:
             optimizer.update(total if measured else {}, context)
     finally:
         for plan, *_ in built:
             plan.release()
+
+
+@run_eagerly
+@torch.no_grad()
+def measure_norm(optimizers: Sequence[PlannedStep]) -> dict[torch.device, Tensor]:
+    """Pass A by itself: the squares of all gradients, on every device that has some.
+
+    For a step that follows in a context with ``measured``, which is then pass B alone. The
+    gradients have to stay as they are until then.
+
+    Raises:
+        RuntimeError: a gradient does not fit its parameter, here or on a rank that shares the norm.
+    """
+    optimizers[0].verdict.check()
+    agreement = Agreement()
+    context = StepContext(agreement=agreement)  # the ranks wait for each other, norm or not
+    try:
+        kept = [optimizer.collect() for optimizer in optimizers]
+        total = accumulated_norm(optimizers, context, agreement)
+        del kept
+        return total
+    except Exception:
+        reject(optimizers, context, agreement)
+        raise
+    finally:
+        for optimizer in optimizers:
+            optimizer.release()
 
 
 def _unless_rejected(

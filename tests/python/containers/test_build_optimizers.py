@@ -193,8 +193,51 @@ def test_in_backward_with_fault_tolerance(build, parts):
 
 @GENERATIONS
 def test_in_backward_with_clipping(build, parts):
-    with pytest.raises(ValueError, match="max_grad_norm needs every gradient"):
-        build(parts, early_step_in_backward=True, max_grad_norm=1.0)
+    container = build(parts, early_step_in_backward=True, max_grad_norm=1.0, backwards_per_step=2)
+    assert type(container) is OptimizersInBackwardContainer
+    assert [optimizer.max_grad_norm for optimizer in container] == [1.0, 1.0]
+
+
+@GENERATIONS
+def test_deferred_clipping(build, parts, set_grads):
+    container = build(parts, deferred_clipping=True)
+    set_grads(parts, 0)
+    norm = container.deferred_clipping.clip(0.25)
+    container.step()
+    assert torch.equal(container.control.clip_factor, 0.25 / (norm + 1e-6))
+    assert build(parts).deferred_clipping is None
+
+
+@GENERATIONS
+@pytest.mark.parametrize("implementation", ["fused", "foreach"])
+def test_torchs_other_arguments(build, parts, implementation):
+    container = build(parts, implementation=implementation, amsgrad=True, maximize=True)
+    assert all(group["amsgrad"] and group["maximize"] for group in container.param_groups)
+
+
+@GENERATIONS
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ({"deferred_clipping": True, "implementation": "foreach"}, "needs implementation 'fused'"),
+        ({"deferred_clipping": True, "max_grad_norm": 1.0}, "leave out one of the two"),
+        ({"deferred_clipping": True, "early_step_in_backward": True}, "set max_grad_norm instead"),
+        ({"backwards_per_step": 2}, "no effect without early_step_in_backward"),
+        ({"rounding_seed": 7}, "no effect without stochastic_rounding"),
+        ({"master_weights": "fp32"}, r"no effect: the parameters are torch\.float32"),
+        ({"stochastic_rounding": True}, r"no effect: the parameters are torch\.float32"),
+    ],
+)
+def test_a_setting_without_effect(build, parts, wanted, message):
+    with pytest.raises(ValueError, match=message):
+        build(parts, **wanted)
+
+
+def test_rounding_without_effect_on_parameters_with_masters(model):
+    wanted = {"master_weights": "fp32", "stochastic_rounding": True}
+    with pytest.raises(ValueError, match="nothing else is rounded"):
+        second_generation([model.bfloat16()], **wanted)
+    second_generation([model], **wanted, state_dtype="bfloat16")
 
 
 @GENERATIONS

@@ -1,0 +1,263 @@
+"""Deferred clipping: the call before the step only measures, and the step clips, once."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from torchopt_ext import FusedAdam, FusedAdamW, GradScaler
+from torchopt_ext.containers import OptimizersContainer
+from torchopt_ext.containers.deferred_clipping import defer_clipping, take_over
+
+MAX_NORM = 0.25
+
+
+def torchtitans(parameters, max_norm, norm_type=2.0, error_if_nonfinite=False, foreach=None,
+                pp_mesh=None, ep_enabled=False):  # fmt: skip
+    """What torchtitan's function comes to on one process."""
+    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+
+
+@pytest.fixture
+def titan():
+    module = SimpleNamespace(clip_grad_norm_=torchtitans)
+    take_over(module)
+    return module
+
+
+def container_of(parts, cls=FusedAdamW, **kwargs):
+    return OptimizersContainer(parts, cls, {"lr": 1e-2, **kwargs})
+
+
+def deferring(parts, **kwargs):
+    container = container_of(parts, **kwargs)
+    defer_clipping(container)
+    return container
+
+
+def parameters(parts):
+    return [p for part in parts for p in part.parameters()]
+
+
+def gradients(parts):
+    return [p.grad.clone() for p in parameters(parts) if p.grad is not None]
+
+
+@pytest.mark.parametrize("single", [True, False])
+@pytest.mark.parametrize("cls", [FusedAdam, FusedAdamW])
+def test_equals_clipping_in_the_step_to_the_bit(parts, set_grads, titan, assert_same, single, cls):
+    parts = parts[:1] if single else parts
+    copies = copy.deepcopy(parts)
+    container, inside = deferring(parts, cls=cls), container_of(copies, cls, max_grad_norm=MAX_NORM)
+    norms = []
+    for seed in range(3):
+        set_grads(parts, seed)
+        set_grads(copies, seed)
+        before = gradients(parts)
+        norms.append(titan.clip_grad_norm_(iter(parameters(parts)), MAX_NORM, foreach=True))
+        expected = torch.cat([g.flatten() for g in before]).double().norm()
+        torch.testing.assert_close(norms[-1], expected, rtol=1e-12, atol=0)  # before the step
+        container.step()
+        assert all(map(torch.equal, gradients(parts), before))
+        inside.step()
+        assert torch.equal(container.control.grad_norm, norms[-1])
+        assert container.control.clip_factor == inside.control.clip_factor < 1
+        container.zero_grad()
+        for part, other in zip(parts, copies, strict=True):
+            assert_same(part, other)
+    assert len(set(map(float, norms))) == 3  # later calls leave earlier norms alone
+
+
+def test_equals_torchs_clipping(parts, set_grads, titan):
+    copies = copy.deepcopy(parts)
+    container, plain = deferring(parts), container_of(copies)
+    for seed in range(3):
+        set_grads(parts, seed)
+        set_grads(copies, seed)
+        norm = titan.clip_grad_norm_(parameters(parts), MAX_NORM)
+        assert norm == pytest.approx(float(torchtitans(parameters(copies), MAX_NORM)), rel=1e-6)
+        container.step()
+        plain.step()
+    for ours, theirs in zip(parameters(parts), parameters(copies), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+def test_a_call_counts_for_one_step(parts, set_grads, titan):
+    container = deferring(parts)
+    set_grads(parts, 0)
+    titan.clip_grad_norm_(parameters(parts), MAX_NORM)
+    container.step()
+    assert container.control.clip_factor < 1
+    container.step()
+    assert container.control.clip_factor == 1
+    titan.clip_grad_norm_(parameters(parts), MAX_NORM)
+    container.zero_grad(set_to_none=False)
+    set_grads(parts, 0)
+    container.step()
+    assert container.control.clip_factor == 1
+
+
+def test_a_failed_step_leaves_the_call_for_the_next(parts, set_grads, titan):
+    container = deferring(parts)
+    set_grads(parts, 0)
+    titan.clip_grad_norm_(parameters(parts), MAX_NORM)
+    first = parts[0].layers["0"][0].weight
+    good, first.grad = first.grad, None
+    first.grad = good.to_sparse()
+    with pytest.raises(RuntimeError, match="sparse"):
+        container.step()
+    first.grad = good
+    container.step()
+    assert container.control.clip_factor < 1
+
+
+def test_an_infinite_threshold_measures_only(parts, set_grads, titan):
+    container = deferring(parts)
+    set_grads(parts, 0)
+    norm = titan.clip_grad_norm_(parameters(parts), float("inf"))
+    assert norm == pytest.approx(float(torch.cat([g.flatten() for g in gradients(parts)]).norm()))
+    container.step()
+    assert container.control.clip_factor == 1
+
+
+def test_no_gradients(parts, titan):
+    container = deferring(parts)
+    before = copy.deepcopy(parts)
+    assert titan.clip_grad_norm_(parameters(parts), MAX_NORM) == 0
+    container.step()
+    assert all(map(torch.equal, parameters(parts), parameters(before)))
+
+
+def test_skips_what_is_not_finite(parts, set_grads, titan):
+    container = deferring(parts, skip_nonfinite=True)
+    set_grads(parts, 0)
+    parts[1].layers["2"][0].weight.grad[0, 0] = torch.nan
+    before = copy.deepcopy(parts)
+    assert titan.clip_grad_norm_(parameters(parts), MAX_NORM).isnan()
+    container.step()
+    assert container.control.skip == 1
+    assert all(map(torch.equal, parameters(parts), parameters(before)))
+
+
+@pytest.mark.parametrize("unscale", [True, False])
+def test_a_scaled_step_clips_unscaled_gradients(parts, set_grads, titan, assert_same, unscale):
+    """A scaler's flag belongs to the sums that ranks exchange: such a step measures by itself."""
+    copies = copy.deepcopy(parts)
+    container, inside = deferring(parts), container_of(copies, max_grad_norm=MAX_NORM)
+    scaler = GradScaler("cpu", init_scale=4.0)
+    set_grads(parts, 0)
+    set_grads(copies, 0)
+    scaler.scale(torch.zeros(()))  # makes the scale
+    for param in parameters(parts):
+        param.grad *= 4.0
+    if unscale:
+        scaler.unscale_(container)
+    titan.clip_grad_norm_(parameters(parts), MAX_NORM)
+    scaler.step(container)
+    inside.step()
+    assert container.control.clip_factor == inside.control.clip_factor < 1
+    for part, other in zip(parts, copies, strict=True):
+        assert_same(part, other)
+
+
+def test_a_closures_gradients_are_clipped(model, set_grads, titan):
+    container = deferring([model])
+    set_grads([model], 0)
+    titan.clip_grad_norm_(parameters([model]), MAX_NORM)
+
+    def closure():
+        for param in model.parameters():
+            param.grad.mul_(1000.0)
+
+    container.step(closure)
+    norm = torch.cat([g.flatten() for g in gradients([model])]).double().norm()
+    torch.testing.assert_close(container.control.grad_norm, norm)
+
+
+# What stays torchtitan's
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"max_norm": 0.0},
+        {"max_norm": 1.0, "norm_type": float("inf")},
+        {"max_norm": 1.0, "error_if_nonfinite": True},
+    ],
+)
+def test_other_norms_are_left_to_torchtitan(parts, set_grads, titan, arguments):
+    container, copies = deferring(parts), copy.deepcopy(parts)
+    set_grads(parts, 0)
+    set_grads(copies, 0)
+    found = titan.clip_grad_norm_(parameters(parts), **arguments)
+    assert torch.equal(found, torchtitans(parameters(copies), **arguments))
+    assert all(map(torch.equal, gradients(parts), gradients(copies)))
+    container.step()
+    assert container.control.clip_factor == 1  # not a second time
+
+
+@pytest.mark.parametrize("more", [True, False])
+def test_other_parameters_are_left_to_torchtitan(parts, set_grads, titan, more):
+    container = deferring(parts[:1] if more else parts)
+    set_grads(parts, 0)
+    before = gradients(parts)
+    titan.clip_grad_norm_(parameters(parts if more else parts[:1]), MAX_NORM)
+    assert not all(map(torch.equal, gradients(parts), before))
+    container.step()
+    assert container.control.clip_factor == 1
+
+
+def test_frozen_parameters_may_come_along(parts, set_grads, titan):
+    parts[0].layers["0"][0].weight.requires_grad_(False)
+    container = deferring(parts)
+    set_grads(parts, 0)
+    before = gradients(parts)
+    titan.clip_grad_norm_(parameters(parts), MAX_NORM)
+    container.step()
+    assert container.control.clip_factor < 1
+    assert all(map(torch.equal, gradients(parts), before))
+
+
+def test_without_it_torchtitans_clipping_is_as_before(parts, set_grads, titan):
+    plain, gone = container_of(parts), deferring(parts)
+    del gone
+    set_grads(parts, 0)
+    before = gradients(parts)
+    titan.clip_grad_norm_(parameters(parts), MAX_NORM)
+    assert not all(map(torch.equal, gradients(parts), before))
+    assert plain.deferred_clipping is None
+
+
+def test_taking_over_twice_changes_nothing(titan):
+    once = titan.clip_grad_norm_
+    take_over(titan)
+    assert titan.clip_grad_norm_ is once
+
+
+# Errors
+
+
+def test_optimizers_that_cannot(parts):
+    with pytest.raises(ValueError, match="needs FusedAdam or FusedAdamW, found AdamW"):
+        defer_clipping(OptimizersContainer(parts, torch.optim.AdamW, {}))
+    with pytest.raises(ValueError, match=r"max_grad_norm is 0\.25: leave out one"):
+        deferring(parts, max_grad_norm=MAX_NORM)
+
+
+@pytest.mark.parametrize("max_norm", [0.0, -1.0, float("nan")])
+def test_a_threshold_that_clips_nothing(parts, max_norm):
+    with pytest.raises(ValueError, match="expected a number above 0"):
+        deferring(parts).deferred_clipping.clip(max_norm)
+
+
+def test_a_gradient_that_does_not_fit_changes_nothing(parts, set_grads, titan):
+    container = deferring(parts)
+    set_grads(parts, 0)
+    first = parts[0].layers["0"][0].weight
+    first.grad = first.grad.to_sparse()
+    with pytest.raises(RuntimeError, match="sparse"):
+        titan.clip_grad_norm_(parameters(parts), MAX_NORM)
+    set_grads(parts, 0)
+    container.step()
+    assert container.control.clip_factor == 1

@@ -1,0 +1,178 @@
+"""Gradient clipping that the step carries out: the call before it only measures the norm.
+
+torchtitan's Trainers clip between backward and step (torchtitan/train.py, train_step), which reads
+every gradient twice and writes it once before the step reads it again. Deferred, the call reads
+gradients once, for the norm, and the step multiplies them while it reads them anyway.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from torchopt_ext import ops
+from torchopt_ext.containers.optimizers import OptimizersContainer
+from torchopt_ext.optim import FusedAdam
+from torchopt_ext.optim.context import StepContext
+from torchopt_ext.optim.step import measure_norm
+
+
+class DeferredClipping:
+    """Clips the gradients of a container in its steps, to what :meth:`clip` was called with.
+
+    One call counts for one step: the next that succeeds. `zero_grad` takes it back. A step without
+    a call before it clips nothing.
+
+    Args:
+        optimizers: of the container: FusedAdam or FusedAdamW, without `max_grad_norm`.
+
+    Raises:
+        ValueError: another optimizer; one that clips by itself.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers: list[FusedAdam] = []
+        for optimizer in optimizers:
+            if not isinstance(optimizer, FusedAdam):
+                raise ValueError(
+                    f"deferred clipping needs FusedAdam or FusedAdamW, found "
+                    f"{type(optimizer).__name__}, whose step cannot clip"
+                )
+            if optimizer.max_grad_norm is not None:
+                raise ValueError(
+                    f"deferred clipping takes its threshold from the call before each step, but "
+                    f"max_grad_norm is {optimizer.max_grad_norm}: leave out one of the two"
+                )
+            self._optimizers.append(optimizer)
+        self._asked = False
+        self._measured: dict[torch.device, Tensor] = {}
+        _all.add(self)
+
+    @torch.no_grad()
+    def clip(self, max_norm: float, process_group: Any = None) -> Tensor:
+        """Measures the norm of all gradients, and lets the next step clip them to `max_norm`.
+
+        The gradients stay as they are, and must stay so until the step. All ranks that share the
+        norm call this.
+
+        Args:
+            max_norm: above 0; infinity measures only.
+            process_group: ranks that hold other parameters, such as pipeline stages, as
+                FusedAdamW's argument; by default what the optimizers were given.
+
+        Returns:
+            The norm over all shards and the group before clipping: 0-dim, float64, on the first
+            parameter's device. It is complete, and later calls leave it alone.
+
+        Raises:
+            ValueError: `max_norm` is not above 0.
+            RuntimeError: a gradient does not fit its parameter, here or on another rank.
+        """
+        if not max_norm > 0.0:
+            raise ValueError(f"max_norm is {max_norm}, expected a number above 0")
+        self.forget()
+        for optimizer in self._optimizers:
+            if process_group is not None:
+                optimizer.process_group = process_group
+            self._let_clip(optimizer, float(max_norm))
+        self._measured = measure_norm(self._optimizers)
+        self._asked = True
+        # An optimizer with parameters, if any: the others' control blocks are on the host.
+        first = max(self._optimizers, key=lambda opt: bool(opt.param_groups[0]["params"]))
+        total = ops.accumulator_total(self._measured[first.default_device])
+        return total.sqrt() / first.control.loss_scale
+
+    def for_step(self, context: StepContext, *, new_gradients: bool) -> StepContext:
+        """The context of a step that clips, if it was asked to.
+
+        Args:
+            context: as it is without clipping. A scaler's adds flags to the sums that ranks
+                exchange, so that its step measures anew.
+            new_gradients: a closure will compute them.
+        """
+        if not self._asked:
+            for optimizer in self._optimizers:
+                self._let_clip(optimizer, None)
+            return context
+        if new_gradients or not context.is_plain:
+            return context
+        return context._replace(measured=self._measured)
+
+    def forget(self) -> None:
+        """Takes back the call for the next step."""
+        self._asked, self._measured = False, {}
+
+    def covers(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether these are the optimizers' parameters and others that have no gradient."""
+        own = self._ids()
+        if not own.issubset(map(id, parameters)):
+            return False
+        return all(p.grad is None for p in parameters if id(p) not in own)
+
+    def _ids(self) -> set[int]:
+        return {id(p) for o in self._optimizers for g in o.param_groups for p in g["params"]}
+
+    @staticmethod
+    def _let_clip(optimizer: FusedAdam, max_norm: float | None) -> None:
+        if optimizer.max_grad_norm != max_norm:  # setting it writes to the device
+            optimizer.max_grad_norm = max_norm
+
+
+_all: "weakref.WeakSet[DeferredClipping]" = weakref.WeakSet()
+
+
+def defer_clipping(container: OptimizersContainer[Any]) -> DeferredClipping:
+    """Lets a container's steps do the clipping that calls of `clip` ask for.
+
+    Raises:
+        ValueError: its optimizers cannot: as :class:`DeferredClipping`.
+    """
+    if container.deferred_clipping is None:
+        container.deferred_clipping = DeferredClipping(container.optimizers)
+    return container.deferred_clipping
+
+
+def take_over(module: Any) -> None:
+    """Replaces `clip_grad_norm_` of torchtitan's `distributed.utils`, in 0.2 and 0.3.
+
+    From then on a call with exactly the parameters of a container with deferred clipping measures
+    their norm for that container's next step. Every other call goes on to torchtitan's function: of
+    other parameters that have gradients, another norm than the 2-norm, `error_if_nonfinite`, and a
+    `max_norm` that is not above 0. The choice has to be the same on all ranks.
+    """
+    stock: Callable[..., Tensor] = module.clip_grad_norm_
+    if getattr(stock, "torchopt_ext_defers", False):
+        return
+
+    @functools.wraps(stock)
+    def clip_grad_norm_(
+        parameters: Tensor | Iterable[Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+        pp_mesh: Any = None,
+        ep_enabled: bool = False,
+    ) -> Tensor:
+        # A generator can be read once.
+        params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        clipping = _clipping_of(params)
+        alike = norm_type == 2.0 and not error_if_nonfinite and max_norm > 0.0
+        if clipping is None or not alike:
+            return stock(
+                params, max_norm, norm_type, error_if_nonfinite, foreach, pp_mesh, ep_enabled
+            )
+        return clipping.clip(max_norm, None if pp_mesh is None else pp_mesh.get_group())
+
+    clip_grad_norm_.torchopt_ext_defers = True  # type: ignore[attr-defined]
+    module.clip_grad_norm_ = clip_grad_norm_
+
+
+def _clipping_of(parameters: Sequence[Tensor]) -> DeferredClipping | None:
+    """What clips exactly these parameters; of several, what has most: a stage may train none."""
+    fitting = [clipping for clipping in _all if clipping.covers(parameters)]
+    return max(fitting, key=lambda clipping: len(clipping._ids()), default=None)

@@ -1,0 +1,265 @@
+"""OptimizersInBackwardContainer: each parameter is stepped as soon as its gradient is complete."""
+
+import gc
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from torchopt_ext import ops
+from torchopt_ext._torch import call_at_end_of_backward, current_node, graph_task
+from torchopt_ext.containers.optimizers import OptimizersContainer, T
+from torchopt_ext.optim.context import ALONE, StepContext
+from torchopt_ext.optim.local import NormKey, local_gradients, norm_key
+from torchopt_ext.optim.step import measure_norm
+from torchopt_ext.optim.weak_hooks import WeakHook, handles_of
+from torchopt_ext.statedict import flat
+from torchopt_ext.statedict.entries import MASTERS
+
+logger = logging.getLogger(__name__)
+
+
+class OptimizersInBackwardContainer(OptimizersContainer[T]):
+    """Steps inside backward. Keep the container: once it is gone, so are its state and the hooks.
+
+    Without a norm there is one optimizer per trainable parameter, and a gradient lives only from
+    its accumulation to the step that follows at once, so that all gradients never exist together.
+    `torch.nn.utils.clip_grad_norm_` then sees none and returns 0.
+
+    With `max_grad_norm` or `skip_nonfinite` there is one optimizer per part. Gradients are measured
+    as they come, while they are in cache, and kept: the update of all follows, clipped by their
+    exact norm, when backward ends.
+
+    Under DistributedDataParallel, also as torch.distributed's `replicate`, gradients are reduced
+    after the hooks: the update follows the last reduction, when backward ends. DDP's buckets hold
+    all gradients until then anyway.
+
+    `step()` and `zero_grad()` do nothing, but step hooks fire in `step()`, when the parameters have
+    already been updated.
+
+    Args:
+        model_parts, optimizer_cls, optimizer_kwargs: as OptimizersContainer's.
+        backwards_per_step: how many gradients of a parameter are accumulated, such as those of
+            microbatches, before it is updated. A parameter that gets fewer is updated in `step()`.
+            None, with a norm: `step()` updates all that backward has measured, which gradient
+            scalers and a `process_group` of pipeline stages need.
+
+    Raises:
+        ValueError: as OptimizersContainer; also if no parameter is trainable, `backwards_per_step`
+            is below 1, it is None without a norm, or it is a number with a `process_group`.
+    """
+
+    def __init__(
+        self,
+        model_parts: list[nn.Module],
+        optimizer_cls: type[T],
+        optimizer_kwargs: dict[str, Any],
+        *,
+        backwards_per_step: int | None = 1,
+    ) -> None:
+        self._needs_norm = any(
+            optimizer_kwargs.get(name) for name in ("max_grad_norm", "skip_nonfinite")
+        )
+        self._backwards = backwards_per_step
+        self._check_arguments(optimizer_kwargs.get("process_group"))
+        super().__init__(model_parts, optimizer_cls, optimizer_kwargs)
+        if not self.optimizers:
+            raise ValueError("no parameter of the model parts is trainable")
+        self._optimizer_of = {
+            p: opt for opt in self.optimizers for group in opt.param_groups for p in group["params"]
+        }
+        self._counts: dict[Tensor, int] = {}  # gradients since a parameter's last update
+        # Of the parameters whose gradients are complete; None while that is not known.
+        self._sums: dict[tuple[torch.device, NormKey], Tensor] | None = {}
+        self._task: int | None = None  # the graph task at whose end the update is made
+        self._reduced_later: bool | None = None  # by DDP; None: not looked for yet
+        handles, hook = handles_of(self), WeakHook(self, "_take_gradient")
+        for param in self._optimizer_of:
+            handles.append(param.register_post_accumulate_grad_hook(hook))
+
+    def _shares(self, params: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+        if self._needs_norm:
+            return [params] if params else []
+        return [[param] for param in params]
+
+    def _check_arguments(self, process_group: Any) -> None:
+        if self._backwards is None:
+            if not self._needs_norm:
+                raise ValueError(
+                    "backwards_per_step=None keeps all gradients until step(), as "
+                    "OptimizersContainer does: it is for max_grad_norm and skip_nonfinite"
+                )
+            return
+        if self._backwards < 1:
+            raise ValueError(f"backwards_per_step is {self._backwards}, expected 1 or more")
+        if process_group is not None:
+            raise ValueError(
+                "ranks of a process_group, such as pipeline stages, end their backward at "
+                "different times, so they cannot agree on a norm there: pass "
+                "backwards_per_step=None, and step() does it"
+            )
+
+    def step(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        """Fires the step hooks, and updates what backward has not: see `backwards_per_step`."""
+        if self._counts or self._backwards is None:  # other ranks may have gradients
+            self._update(self._context)
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Does nothing but clear gradients that are not to be used: backward clears the others."""
+        if self._counts:
+            self._clear(self._counts)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Only if `step()` updates: before, a scaler has not said what to unscale by."""
+        return self._backwards is None
+
+    @property
+    def checks_overflow_in_step(self) -> bool:
+        return self._backwards is None
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As OptimizersContainer's; takes that of torchtitan's container in backward as well.
+
+        That has the first parameter's state only (torchtitan/components/optimizer.py zips model
+        parts with optimizers). A warning says which state starts anew.
+        """
+        flat.load_state_dict(self._parts(), self._completed(state_dict))
+
+    def _completed(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        names = [name for name, _ in flat.named_parameters(self._parts())]
+        first, others = names[0], names[1:]
+
+        def is_of(key: str, name: str) -> bool:
+            return key.startswith((f"state.{name}.", f"param_groups.{name}."))
+
+        keys = [key for key in state_dict if key.startswith(("state.", "param_groups."))]
+        if not others or not keys or not all(is_of(key, first) for key in keys):
+            return state_dict
+        logger.warning(
+            "The checkpoint has the optimizer state of '%s' only, as torchtitan's container in "
+            "backward saves it: moments and step counts of %d other parameters start anew, from "
+            "'%s' to '%s'.",
+            *(first, len(others), others[0], others[-1]),
+        )
+        completed = dict(state_dict)
+        for key, own in self.state_dict().items():
+            kind, _, rest = key.partition(".")
+            option = rest.rpartition(".")[2]
+            if key in completed or option in MASTERS or not any(is_of(key, n) for n in others):
+                continue
+            saved = completed.get(f"param_groups.{first}.{option}", own)
+            completed[key] = saved if kind == "param_groups" else torch.zeros_like(own)
+        return completed
+
+    def _take_gradient(self, param: nn.Parameter) -> None:
+        if self._reduced_later is None:
+            self._reduced_later = _is_reduced_by_ddp(self._optimizer_of)
+        count = self._counts[param] = self._counts.get(param, 0) + 1
+        if count != (self._backwards or 1):
+            return
+        if not self._needs_norm and not self._reduced_later:
+            del self._counts[param]
+            self._optimizer_of[param].step()
+            param.grad = None
+            return
+        if self._reduced_later:
+            self._sums = None
+        elif self._sums is not None:
+            self._measure(param, self._sums)
+        if self._backwards is not None:
+            self._update_at_end()
+
+    @staticmethod
+    @torch.no_grad()
+    def _measure(param: nn.Parameter, sums: dict[tuple[torch.device, NormKey], Tensor]) -> None:
+        """Adds a gradient's squares to those of its device and norm key."""
+        (grad,) = local_gradients([param])
+        assert grad is not None
+        key = grad.device, norm_key(param)
+        if key not in sums:
+            sums[key] = ops.new_accumulator(grad.device)
+        ops.grad_sumsq_([grad], sums[key])
+
+    def _update_at_end(self, *_: Any) -> None:
+        """Lets the update follow when the graph task that runs now has ended."""
+        if (task := graph_task()) != self._task:
+            self._task = task
+            call_at_end_of_backward(WeakHook(self, "_end_task"))
+
+    def _end_task(self) -> None:
+        self._task = None
+        node = current_node()
+        if node is not None:  # reentrant activation checkpointing: its outer task goes on
+            node.register_hook(WeakHook(self, "_update_at_end"))
+        elif self._reduced_later:
+            # DDP's reducer waits for its reductions in a callback that it queues after this one
+            # (torch/csrc/distributed/c10d/reducer.cpp, mark_variable_ready).
+            call_at_end_of_backward(WeakHook(self, "_update_complete"))
+        else:
+            self._update_complete()
+
+    def _update_complete(self) -> None:
+        if (
+            self._counts and self._is_complete()
+        ):  # else another part's microbatches are to come, or step()
+            self._update(ALONE)
+
+    def _is_complete(self) -> bool:
+        return all(count == (self._backwards or 1) for count in self._counts.values())
+
+    def _update(self, context: StepContext) -> None:
+        sums, self._sums = self._sums, None  # used once, also by an update that fails
+        if sums is not None and self._needs_norm and self._is_complete() and context.is_plain:
+            measured: list[Any] = [_Measured(optimizer, sums) for optimizer in self.optimizers]
+            context = context._replace(measured=measure_norm(measured))
+        self._step(context)
+        self._clear(self._counts)
+
+    def _clear(self, params: Iterable[Tensor]) -> None:
+        for param in params:
+            param.grad = None
+        self._counts, self._sums = {}, {}
+
+
+class _Measured:
+    """An optimizer whose gradients' squares are known already (torchopt_ext.optim.step.HasNorm)."""
+
+    def __init__(self, optimizer: Any, sums: dict[tuple[torch.device, NormKey], Tensor]) -> None:
+        self.process_group = optimizer.process_group
+        self.verdict = optimizer.verdict
+        self.parts, self.devices = optimizer.parts, optimizer.devices
+        self._sums = sums
+
+    def wants_norm(self, context: StepContext) -> bool:
+        return True
+
+    def collect(self) -> None:
+        """The gradients are taken."""
+
+    def kept(self) -> None:
+        return None
+
+    def release(self) -> None:
+        """There is nothing to let go of."""
+
+    def accumulate(self, part: int, accumulator: Tensor) -> None:
+        """Once: optimizers of several parts share the sums."""
+        measured = self._sums.pop(self.parts[part], None)
+        if measured is not None:
+            accumulator += measured
+
+
+def _is_reduced_by_ddp(params: Iterable[Tensor]) -> bool:
+    """Whether a DistributedDataParallel, `replicate`'s included, reduces these gradients.
+
+    It leaves no mark on parameters or modules within it, so this looks through what exists.
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return False
+    ours = set(map(id, params))
+    ddps = [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]
+    return any(id(p) in ours for ddp in ddps for p in ddp.parameters())
