@@ -7,7 +7,7 @@ gradients once, for the norm, and the step multiplies them while it reads them a
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchopt_ext import ops
+from torchopt_ext.containers.in_backward import OptimizersInBackwardContainer
 from torchopt_ext.containers.optimizers import OptimizersContainer
 from torchopt_ext.optim import FusedAdam
 from torchopt_ext.optim.context import StepContext
@@ -108,12 +109,14 @@ class DeferredClipping:
 
     def covers(self, parameters: Sequence[Tensor]) -> bool:
         """Whether these are the optimizers' parameters and others that have no gradient."""
-        own = self._ids()
+        own = self.ids
         if not own.issubset(map(id, parameters)):
             return False
         return all(p.grad is None for p in parameters if id(p) not in own)
 
-    def _ids(self) -> set[int]:
+    @property
+    def ids(self) -> Set[int]:
+        """Of the optimizers' parameters."""
         return {id(p) for o in self._optimizers for g in o.param_groups for p in g["params"]}
 
     @staticmethod
@@ -122,7 +125,30 @@ class DeferredClipping:
             optimizer.max_grad_norm = max_norm
 
 
-_all: "weakref.WeakSet[DeferredClipping]" = weakref.WeakSet()
+class ClippedInBackward:
+    """What a container in backward answers to a call that comes when it has clipped and updated.
+
+    torchtitan's function sees no gradients then, and would log a norm of 0.
+    """
+
+    def __init__(self, container: OptimizersInBackwardContainer[Any]) -> None:
+        self._container = weakref.ref(container)
+        self.ids = frozenset(id(p) for group in container.param_groups for p in group["params"])
+        _all.add(self)
+
+    def clip(self, max_norm: float, process_group: Any = None) -> Tensor:
+        """The norm of the last update, before clipping: 0-dim, float64."""
+        container = self._container()
+        assert container is not None  # which keeps this object
+        return container.control.grad_norm
+
+    def covers(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether these are the container's parameters, and no gradient is left."""
+        known = self.ids.issubset(map(id, parameters))
+        return known and all(p.grad is None for p in parameters)
+
+
+_all: "weakref.WeakSet[DeferredClipping | ClippedInBackward]" = weakref.WeakSet()
 
 
 def defer_clipping(container: OptimizersContainer[Any]) -> DeferredClipping:
@@ -136,11 +162,17 @@ def defer_clipping(container: OptimizersContainer[Any]) -> DeferredClipping:
     return container.deferred_clipping
 
 
+def report_norm(container: OptimizersInBackwardContainer[Any]) -> None:
+    """Lets `clip_grad_norm_`, once taken over, return the norm that a container has clipped by."""
+    container.reported_norm = ClippedInBackward(container)
+
+
 def take_over(module: Any) -> None:
     """Replaces `clip_grad_norm_` of torchtitan's `distributed.utils`, in 0.2 and 0.3.
 
     From then on a call with exactly the parameters of a container with deferred clipping measures
-    their norm for that container's next step. Every other call goes on to torchtitan's function: of
+    their norm for that container's next step; with those of a container in backward it returns what
+    has been measured (:func:`report_norm`). Every other call goes on to torchtitan's function: of
     other parameters that have gradients, another norm than the 2-norm, `error_if_nonfinite`, and a
     `max_norm` that is not above 0. The choice has to be the same on all ranks.
     """
@@ -172,7 +204,7 @@ def take_over(module: Any) -> None:
     module.clip_grad_norm_ = clip_grad_norm_
 
 
-def _clipping_of(parameters: Sequence[Tensor]) -> DeferredClipping | None:
+def _clipping_of(parameters: Sequence[Tensor]) -> DeferredClipping | ClippedInBackward | None:
     """What clips exactly these parameters; of several, what has most: a stage may train none."""
     fitting = [clipping for clipping in _all if clipping.covers(parameters)]
-    return max(fitting, key=lambda clipping: len(clipping._ids()), default=None)
+    return max(fitting, key=lambda clipping: len(clipping.ids), default=None)

@@ -52,6 +52,9 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
             is below 1, it is None without a norm, or it is a number with a `process_group`.
     """
 
+    measures_norm: bool  # as max_grad_norm and skip_nonfinite need it
+    reported_norm: Any = None  # set by deferred_clipping.report_norm()
+
     def __init__(
         self,
         model_parts: list[nn.Module],
@@ -60,9 +63,8 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
         *,
         backwards_per_step: int | None = 1,
     ) -> None:
-        self._needs_norm = any(
-            optimizer_kwargs.get(name) for name in ("max_grad_norm", "skip_nonfinite")
-        )
+        norm_for = ("max_grad_norm", "skip_nonfinite")
+        self.measures_norm = any(optimizer_kwargs.get(name) for name in norm_for)
         self._backwards = backwards_per_step
         self._check_arguments(optimizer_kwargs.get("process_group"))
         super().__init__(model_parts, optimizer_cls, optimizer_kwargs)
@@ -81,13 +83,13 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
             handles.append(param.register_post_accumulate_grad_hook(hook))
 
     def _shares(self, params: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-        if self._needs_norm:
+        if self.measures_norm:
             return [params] if params else []
         return [[param] for param in params]
 
     def _check_arguments(self, process_group: Any) -> None:
         if self._backwards is None:
-            if not self._needs_norm:
+            if not self.measures_norm:
                 raise ValueError(
                     "backwards_per_step=None keeps all gradients until step(), as "
                     "OptimizersContainer does: it is for max_grad_norm and skip_nonfinite"
@@ -161,7 +163,7 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
         count = self._counts[param] = self._counts.get(param, 0) + 1
         if count != (self._backwards or 1):
             return
-        if not self._needs_norm and not self._reduced_later:
+        if not self.measures_norm and not self._reduced_later:
             del self._counts[param]
             self._optimizer_of[param].step()
             param.grad = None
@@ -213,7 +215,7 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
 
     def _update(self, context: StepContext) -> None:
         sums, self._sums = self._sums, None  # used once, also by an update that fails
-        if sums is not None and self._needs_norm and self._is_complete() and context.is_plain:
+        if sums is not None and self.measures_norm and self._is_complete() and context.is_plain:
             measured: list[Any] = [_Measured(optimizer, sums) for optimizer in self.optimizers]
             context = context._replace(measured=measure_norm(measured))
         self._step(context)

@@ -25,7 +25,7 @@ from torch import nn
 
 from torchopt_ext import containers
 from torchopt_ext.containers import build_lr_schedulers
-from torchopt_ext.containers.deferred_clipping import take_over
+from torchopt_ext.containers.deferred_clipping import report_norm, take_over
 from torchopt_ext.integrations.tested import warn_if_untested
 from torchopt_ext.statedict import dcp
 
@@ -90,9 +90,13 @@ def build_optimizers(
 ) -> containers.OptimizersContainer[Any]:
     """As torchtitan's, with :func:`torchopt_ext.containers.build_optimizers`.
 
-    With `deferred_clipping` torchtitan's `clip_grad_norm_` is taken over.
+    With `deferred_clipping`, and for clipping in backward, torchtitan's `clip_grad_norm_` is taken
+    over.
     """
     built = containers.build_optimizers(model_parts, optimizer_config, parallel_dims, ft_manager)
+    if isinstance(built, containers.OptimizersInBackwardContainer) and built.measures_norm:
+        report_norm(built)
+        take_over(distributed)
     if built.deferred_clipping is not None:
         take_over(distributed)
     return built

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from torchopt_ext import FusedAdam, FusedAdamW, GradScaler
-from torchopt_ext.containers import OptimizersContainer
-from torchopt_ext.containers.deferred_clipping import defer_clipping, take_over
+from torchopt_ext.containers import OptimizersContainer, OptimizersInBackwardContainer
+from torchopt_ext.containers.deferred_clipping import defer_clipping, report_norm, take_over
 
 MAX_NORM = 0.25
 
@@ -173,6 +173,19 @@ def test_a_closures_gradients_are_clipped(model, set_grads, titan):
     container.step(closure)
     norm = torch.cat([g.flatten() for g in gradients([model])]).double().norm()
     torch.testing.assert_close(container.control.grad_norm, norm)
+
+
+def test_after_clipping_in_backward_its_norm_is_returned(parts, titan):
+    """torchtitan's own container leaves no gradient either, and a norm of 0 was logged."""
+    kwargs = {"lr": 1e-2, "max_grad_norm": MAX_NORM}
+    container = OptimizersInBackwardContainer(parts, FusedAdamW, kwargs)
+    report_norm(container)
+    parts[1](parts[0](torch.ones(2, 5))).square().sum().backward()
+    norm = titan.clip_grad_norm_(parameters(parts), MAX_NORM)
+    assert torch.equal(norm, container.control.grad_norm)
+    assert norm > MAX_NORM
+    container.step()
+    assert titan.clip_grad_norm_(parameters(parts[:1]), MAX_NORM) == 0  # torchtitan's
 
 
 # What stays torchtitan's

@@ -1,0 +1,192 @@
+"""One rank of tests/distributed/test_containers_steps.py; writes what it saw as JSON.
+
+Usage: torchrun ... containers_worker.py FOLDER
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rank_cases import difference, run_cases
+from torch import nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from torchopt_ext import FusedAdamW
+from torchopt_ext.containers import OptimizersContainer, OptimizersInBackwardContainer
+from torchopt_ext.containers.deferred_clipping import defer_clipping, take_over
+
+MAX_NORM, STEPS = 0.1, 3
+Result = dict[str, Any]
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 3))
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def weights(module: nn.Module) -> list[torch.Tensor]:
+    return [whole(param).detach() for param in module.parameters()]
+
+
+def loss_of(module: nn.Module, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * seed + dist.get_rank())
+    return module(torch.randn(4, 6, generator=generator)).square().sum()
+
+
+@contextlib.contextmanager
+def unsynchronised(module: Any, when: bool) -> Any:
+    """What gradient accumulation does in all microbatches but the last."""
+    if isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(not when)
+    if when and isinstance(module, DistributedDataParallel):
+        with module.no_sync():
+            yield
+    else:
+        yield
+
+
+def train(
+    wrap: Callable[[nn.Module], nn.Module],
+    part_of: Callable[[nn.Module], nn.Module],
+    in_backward: bool,
+    microbatches: int,
+    **kwargs: Any,
+) -> list[torch.Tensor]:
+    wrapped = wrap(model())
+    parts, kwargs = [part_of(wrapped)], {"lr": 1e-2, **kwargs}
+    # FSDP2 calls the hooks when it has reduced, and not before.
+    backwards = 1 if isinstance(wrapped, FSDPModule) else microbatches
+    container = (
+        OptimizersInBackwardContainer(parts, FusedAdamW, kwargs, backwards_per_step=backwards)
+        if in_backward
+        else OptimizersContainer(parts, FusedAdamW, kwargs)
+    )
+    for step in range(STEPS):
+        for microbatch in range(microbatches):
+            with unsynchronised(wrapped, microbatch < microbatches - 1):
+                loss_of(wrapped, microbatches * step + microbatch).backward()
+        if in_backward:
+            assert all(param.grad is None for param in wrapped.parameters())
+        container.step()
+        container.zero_grad()
+    return weights(wrapped)
+
+
+def compared(wrap: Any, part_of: Any = lambda m: m, microbatches: int = 1, **kwargs: Any) -> Result:
+    expected = train(wrap, part_of, False, microbatches, **kwargs)
+    found = train(wrap, part_of, True, microbatches, **kwargs)
+    moved = max(float((a - b).abs().max()) for a, b in zip(found, weights(model()), strict=True))
+    return {"difference": difference(found, expected), "moved": moved, "last": float(found[-1][0])}
+
+
+def sharded(module: nn.Module) -> nn.Module:
+    for layer in (module[0], module[2]):  # type: ignore[index]
+        fully_shard(layer)
+    return fully_shard(module)
+
+
+def parameters_on(how: str) -> tuple[list[nn.Parameter], Any]:
+    """Parameters with gradients, the same in sum on each layout; and the mesh of the stages."""
+    generator = torch.Generator().manual_seed(0)
+    mesh = init_device_mesh("cpu", (2,))
+    other = init_device_mesh("cpu", (1, 2), mesh_dim_names=("efsdp", "ep"))
+    params = []
+    for i in range(4):
+        value, grad = (torch.randn(4, 6, generator=generator) for _ in range(2))
+        layouts = {
+            "plain": None,
+            "rows": (mesh, [Shard(0)]),
+            "expert parallel": (other, [Shard(1), Shard(0)]) if i % 2 else (mesh, [Shard(0)]),
+            "tensor parallel": (mesh, [Replicate() if i % 2 else Shard(1)]),
+            "stages": None,
+        }
+        if how == "stages" and i % 2 != dist.get_rank():
+            continue
+        if (layout := layouts[how]) is None:
+            param = nn.Parameter(value)
+            param.grad = grad
+        else:
+            param = nn.Parameter(distribute_tensor(value, *layout))
+            param.grad = distribute_tensor(grad, *layout)
+        params.append(param)
+    return params, mesh if how == "stages" else None
+
+
+def deferred(how: str) -> Result:
+    """torchtitan's call, then the step, beside a step that clips by itself."""
+    titan = SimpleNamespace(clip_grad_norm_=None)
+    take_over(titan)
+    results: list[Any] = []
+    norm = 0.0
+    for defers in (True, False):
+        params, stages = parameters_on(how)
+        part = nn.ParameterList(params)
+        kwargs: dict[str, Any] = {"lr": 1e-2}
+        if not defers:
+            kwargs["max_grad_norm"] = MAX_NORM
+            kwargs["process_group"] = stages and stages.get_group()
+        container = OptimizersContainer([part], FusedAdamW, kwargs)
+        if defers:
+            defer_clipping(container)
+            norm = float(
+                titan.clip_grad_norm_(params, MAX_NORM, pp_mesh=stages, ep_enabled=how[0] == "e")
+            )
+        container.step()
+        results.append(weights(part))
+    generator = torch.Generator().manual_seed(0)
+    all_values = [torch.randn(4, 6, generator=generator) for _ in range(8)]
+    expected = torch.cat([v.flatten() for v in all_values[1::2]]).double().norm()
+    return {
+        "difference": difference(results[0], results[1]),
+        "off": abs(norm / float(expected) - 1),
+        "clip_factor": float(container.control.clip_factor),
+    }
+
+
+def rejected() -> Result:
+    """A gradient on another mesh, on one rank: no rank is left waiting, and all say so."""
+    params, _ = parameters_on("rows")
+    other = init_device_mesh("cpu", (1, 2))
+    container = OptimizersContainer([nn.ParameterList(params)], FusedAdamW, {})
+    clipping = defer_clipping(container)
+    if dist.get_rank() == 1:
+        rows = torch.zeros(2, 6)
+        params[0].grad = DTensor.from_local(rows, other, [Replicate(), Shard(0)], run_check=False)
+    try:
+        clipping.clip(MAX_NORM)
+    except RuntimeError as error:
+        return {"local": str(error)}
+    return {"local": ""}
+
+
+def cases() -> dict[str, Callable[[], Result]]:
+    found: dict[str, Callable[[], Result]] = {}
+    ddp, inner = DistributedDataParallel, lambda m: m.module
+    for name, kwargs in {"": {}, " clipped": {"max_grad_norm": MAX_NORM}}.items():
+        found[f"ddp{name}"] = lambda k=kwargs: compared(ddp, **k)
+        found[f"inner module of ddp{name}"] = lambda k=kwargs: compared(ddp, inner, **k)
+        found[f"replicate{name}"] = lambda k=kwargs: compared(replicate, **k)
+        found[f"ddp, accumulated{name}"] = lambda k=kwargs: compared(ddp, microbatches=3, **k)
+        found[f"fsdp{name}"] = lambda k=kwargs: compared(sharded, **k)
+        found[f"fsdp, accumulated{name}"] = lambda k=kwargs: compared(sharded, microbatches=3, **k)
+    for how in ("plain", "rows", "expert parallel", "tensor parallel", "stages"):
+        found[f"deferred, {how}"] = lambda h=how: deferred(h)
+    found["deferred, rejected"] = rejected
+    return found
+
+
+if __name__ == "__main__":
+    run_cases(cases)
