@@ -7,7 +7,7 @@ gradients once, for the norm, and the step multiplies them while it reads them a
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -110,12 +110,12 @@ class DeferredClipping:
     def covers(self, parameters: Sequence[Tensor]) -> bool:
         """Whether these are the optimizers' parameters and others that have no gradient."""
         own = self.ids
-        if not own.issubset(map(id, parameters)):
+        if not own <= set(map(id, parameters)):
             return False
         return all(p.grad is None for p in parameters if id(p) not in own)
 
     @property
-    def ids(self) -> Set[int]:
+    def ids(self) -> set[int]:
         """Of the optimizers' parameters."""
         return {id(p) for o in self._optimizers for g in o.param_groups for p in g["params"]}
 
@@ -133,7 +133,7 @@ class ClippedInBackward:
 
     def __init__(self, container: OptimizersInBackwardContainer[Any]) -> None:
         self._container = weakref.ref(container)
-        self.ids = frozenset(id(p) for group in container.param_groups for p in group["params"])
+        self.ids = {id(p) for group in container.param_groups for p in group["params"]}
         _all.add(self)
 
     def clip(self, max_norm: float, process_group: Any = None) -> Tensor:
@@ -144,7 +144,7 @@ class ClippedInBackward:
 
     def covers(self, parameters: Sequence[Tensor]) -> bool:
         """Whether these are the container's parameters, and no gradient is left."""
-        known = self.ids.issubset(map(id, parameters))
+        known = self.ids <= set(map(id, parameters))
         return known and all(p.grad is None for p in parameters)
 
 
