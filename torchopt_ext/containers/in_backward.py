@@ -228,7 +228,7 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
 
 
 class _Measured:
-    """An optimizer whose gradients' squares are known already (torchopt_ext.optim.step.HasNorm)."""
+    """An optimizer whose gradients' squares are known already (measure_norm in optim/step.py)."""
 
     def __init__(self, optimizer: Any, sums: dict[tuple[torch.device, NormKey], Tensor]) -> None:
         self.process_group = optimizer.process_group
@@ -239,11 +239,9 @@ class _Measured:
     def wants_norm(self, context: StepContext) -> bool:
         return True
 
-    def collect(self) -> None:
-        """The gradients are taken."""
-
-    def kept(self) -> None:
-        return None
+    def collect(self) -> tuple[Any]:
+        """Itself for the plan: the gradients are taken."""
+        return (self,)
 
     def release(self) -> None:
         """There is nothing to let go of."""

@@ -93,17 +93,17 @@ def measure_norm(optimizers: Sequence[PlannedStep]) -> dict[torch.device, Tensor
     optimizers[0].verdict.check()
     agreement = Agreement()
     context = StepContext(agreement=agreement)  # the ranks wait for each other, norm or not
+    built = []
     try:
-        kept = [optimizer.collect() for optimizer in optimizers]
-        total = accumulated_norm(optimizers, context, agreement)
-        del kept
-        return total
+        for optimizer in optimizers:
+            built.append(optimizer.collect())
+        return accumulated_norm(optimizers, context, agreement)
     except Exception:
         reject(optimizers, context, agreement)
         raise
     finally:
-        for optimizer in optimizers:
-            optimizer.release()
+        for plan, *_ in built:
+            plan.release()
 
 
 def _unless_rejected(
