@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import json
 import logging
+import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import cpu_shim
+import pytest
 import torch
 from torch import nn
 
 cpu_shim.install()
 
 from torchtitan.components import optimizer as stock  # noqa: E402
-from torchtitan.config import LRScheduler, Optimizer  # noqa: E402
+from torchtitan.config import ConfigManager, LRScheduler, Optimizer  # noqa: E402
+from torchtitan.distributed import utils as dist_utils  # noqa: E402
 from torchtitan.models import llama3  # noqa: E402  (before the integration: holds stock builders)
 from torchtitan.protocols import train_spec  # noqa: E402
 
 from torchopt_ext import containers  # noqa: E402
 from torchopt_ext.integrations import torchtitan_0_2  # noqa: E402
+from torchopt_ext.integrations.tested import warn_if_untested  # noqa: E402
+
+stock_clip_grad_norm_ = dist_utils.clip_grad_norm_
 
 ONE_PROCESS = SimpleNamespace(
     ep_enabled=False, pp_enabled=False, get_optional_mesh=lambda name: None
@@ -77,7 +86,97 @@ def check_builders_of_ones_own() -> None:
     warning.assert_called_once()
 
 
+def check_names_of_ones_own() -> None:
+    spec = train_spec.get_train_spec("llama3_torchopt_ext")
+    assert spec == train_spec.get_train_spec("llama3")
+    for name in ("llama9_torchopt_ext", "llama9"):
+        with pytest.raises(ValueError, match="llama9 is not registered"):
+            train_spec.get_train_spec(name)
+
+
+OPTIONS = {
+    "skip_nonfinite": True,
+    "master_weights": "remainder",
+    "state_dtype": "bfloat16",
+    "stochastic_rounding": True,
+    "rounding_seed": 7,
+    "write_back_gradients": True,
+    "track": ["norms", "digest"],
+    "amsgrad": True,
+    "maximize": True,
+}
+
+
+def check_every_option(in_file: bool) -> None:
+    """From the command line and from a file: docs/torchtitan.md says what each is."""
+    arguments = [f"--job.custom_config_module={torchtitan_0_2.__name__}"]
+    lines = ["[optimizer]"]
+    for name, value in (OPTIONS | {"deferred_clipping": True}).items():
+        text = ",".join(value) if isinstance(value, list) else str(value)
+        arguments.append(f"--optimizer.{name}" + ("" if value is True else f"={text}"))
+        lines.append(f"{name} = {json.dumps(value)}")
+    if in_file:
+        Path("job.toml").write_text("\n".join(lines))
+        arguments = [arguments[0], "--job.config_file=job.toml"]
+    config = ConfigManager().parse_args(arguments).optimizer
+    assert isinstance(config, Optimizer)  # torchtitan's own fields are there as well
+    found = dataclasses.asdict(config)
+    assert {name: found[name] for name in OPTIONS} == OPTIONS
+    ours = {field.name for field in dataclasses.fields(torchtitan_0_2.Optimizer)}
+    assert ours - OPTIONS.keys() == {"deferred_clipping", "max_grad_norm", "backwards_per_step"}
+    model = nn.Linear(2, 2).bfloat16()
+    builder = train_spec.get_train_spec("llama3").build_optimizers_fn
+    optimizers = builder([model], config, ONE_PROCESS)
+    assert dist_utils.clip_grad_norm_ is not stock_clip_grad_norm_
+    model(torch.ones(1, 2).bfloat16()).sum().backward()
+    norm = dist_utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizers.step()
+    assert norm == 6**0.5  # three columns of ones, two rows
+    gradient = 0.5 / norm.item()  # written back
+    assert abs(model.bias.grad[0].item() - gradient) < 1e-2 * gradient
+    state = optimizers.state[model.weight]
+    assert {"remainder", "max_exp_avg_sq"} <= state.keys()
+    assert state["exp_avg"].dtype == torch.bfloat16
+    (optimizer,) = optimizers
+    assert optimizer.telemetry.digests.any()
+    assert optimizer.telemetry.grad_norms.any()
+
+
+def check_an_option_without_effect() -> None:
+    builder = train_spec.get_train_spec("llama3").build_optimizers_fn
+    for options, message in {
+        ("--optimizer.master_weights=fp32",): "master_weights has no effect",
+        ("--optimizer.deferred_clipping", "--optimizer.implementation=foreach"): "needs",
+        ("--optimizer.rounding_seed=1",): "rounding_seed has no effect",
+        ("--optimizer.backwards_per_step=2",): "backwards_per_step has no effect",
+    }.items():
+        module = f"--job.custom_config_module={torchtitan_0_2.__name__}"
+        config = ConfigManager().parse_args([module, *options]).optimizer
+        with pytest.raises(ValueError, match=message):
+            builder([nn.Linear(2, 2)], config, ONE_PROCESS)
+
+
+def check_clipping_stays_torchtitans() -> None:
+    builder = train_spec.get_train_spec("llama3").build_optimizers_fn
+    builder([nn.Linear(2, 2)], Optimizer(), ONE_PROCESS)
+    assert dist_utils.clip_grad_norm_ is stock_clip_grad_norm_
+
+
+def check_versions() -> None:
+    with pytest.warns(UserWarning, match=r"tested with torchtitan 0\.2\.1 and may not fit 0\.2\.2"):
+        warn_if_untested("torchtitan", "0.2.1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        importlib.reload(torchtitan_0_2)
+
+
 if __name__ == "__main__":
+    check_clipping_stays_torchtitans()
+    check_names_of_ones_own()
+    check_every_option(in_file=False)
+    check_every_option(in_file=True)
+    check_an_option_without_effect()
     check_dense()
     check_mixture_of_experts()
     check_builders_of_ones_own()
+    check_versions()
