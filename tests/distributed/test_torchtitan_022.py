@@ -48,10 +48,18 @@ KINDS = {
     "stock in backward": (IN_BACKWARD,),
     "in backward": (*OURS, IN_BACKWARD),
     "clipped in backward": (*OURS, IN_BACKWARD, f"--optimizer.max_grad_norm={MAX_NORM}"),
+    "accumulated in backward": (
+        *(*OURS, IN_BACKWARD, f"--optimizer.max_grad_norm={MAX_NORM}"),
+        "--optimizer.backwards_per_step=2",
+    ),
+    "stock bf16": ("--training.dtype=bfloat16",),
+    "masters": (*OURS, "--training.dtype=bfloat16", "--optimizer.master_weights=fp32"),
 }
 LAYOUTS = {  # processes, and options
     "single": (1, ()),
     "fsdp": (2, ()),
+    "single accumulated": (1, ("--training.global_batch_size=4",)),
+    "fsdp accumulated": (2, ("--training.global_batch_size=8",)),
     "tp": (2, ("--parallelism.tensor_parallel_degree=2",)),
     "pp": (2, ("--parallelism.pipeline_parallel_degree=2",)),
     "pp interleaved": (
@@ -87,7 +95,11 @@ class Runs:
 
     def get(self, layout: str, kind: str, resume: str = "") -> Run:
         """Train to step 10; `resume` is the kind of run whose step 5 is continued."""
-        name = f"{layout}-{kind}-from-{resume}".removesuffix("-from-").replace(" ", "-")
+        name = (
+            f"{layout}-{kind}-from-{resume}".removesuffix("-from-")
+            .replace(" ", "-")
+            .replace(",", "")
+        )
         if name in self.done:
             return self.done[name]
         folder = self.folder / name
@@ -276,6 +288,25 @@ def test_clipping_in_backward_equals_stock(runs: Runs, layout: str) -> None:
         kinds = ("stock", "clipped in backward")
         stock, ours = pool.map(lambda kind: runs.get(layout, kind), kinds)
     assert_same_training(ours, stock, norm_tolerance=NORM_TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["single accumulated", "fsdp accumulated"])
+def test_accumulation_in_backward_equals_stock(runs: Runs, layout: str) -> None:
+    with ThreadPoolExecutor() as pool:
+        kinds = ("stock", "accumulated in backward")
+        stock, ours = pool.map(lambda kind: runs.get(layout, kind), kinds)
+    assert_same_training(ours, stock, norm_tolerance=NORM_TOLERANCE)
+
+
+@pytest.mark.slow
+def test_master_weights_from_a_checkpoint_without(runs: Runs) -> None:
+    resumed = runs.get("single", "masters", resume="stock bf16")
+    stock = runs.get("single", "stock bf16")
+    for step, line in resumed.metrics.items():
+        assert abs(line["loss"] - stock.metrics[step]["loss"]) < 0.1  # one is rounded to bfloat16
+    saved = FileSystemReader(resumed.checkpoints / f"step-{STEPS}").read_metadata()
+    assert "optimizer.state.output.weight.master_weight" in saved.state_dict_metadata
 
 
 @pytest.mark.slow

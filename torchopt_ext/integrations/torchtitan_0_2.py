@@ -144,10 +144,11 @@ _stock_dcp_load = checkpoint.CheckpointManager.dcp_load
 def _dcp_load(
     manager: Any, state_dict: dict[str, Any], checkpoint_id: str, *args: Any, **kwargs: Any
 ) -> None:
-    """As torchtitan's, which demands every key of a container in backward, but saves only those of
-    its first parameter: ours loads what is there."""
+    """As torchtitan's, but containers of ours check all before anything changes, and take what
+    DCP would find keys missing in: checkpoints without masters, or torchtitan's in backward, which
+    have one parameter's state."""
     own = {k: v for k, v in state_dict.items() if k == checkpoint.OPTIMIZER}
-    if isinstance(own.get(checkpoint.OPTIMIZER), containers.OptimizersInBackwardContainer):
+    if isinstance(own.get(checkpoint.OPTIMIZER), containers.OptimizersContainer):
         dcp.load(own, checkpoint_id=checkpoint_id)
         state_dict = {k: v for k, v in state_dict.items() if k not in own}
     _stock_dcp_load(manager, state_dict, checkpoint_id, *args, **kwargs)
