@@ -113,7 +113,7 @@ def build_lr_schedulers(
         ValueError: unknown decay type; a negative or non-finite number; a factor above 1.
     """
     config = args[0] if args else kwargs.get("job_config", kwargs.get("lr_scheduler_config"))
-    schedule = _of_job_config if hasattr(config, "lr_scheduler") else _of_lr_scheduler_config
+    schedule = _of_job_config if hasattr(config, "lr_scheduler") else schedule_from_config
     return LRSchedulersContainer(optimizers, schedule(*args, **kwargs))
 
 
@@ -121,7 +121,8 @@ def _of_job_config(job_config: Any) -> Callable[[int], Any]:
     return _schedule(job_config.lr_scheduler, job_config.training.steps, "lr_min", generation=1)
 
 
-def _of_lr_scheduler_config(lr_scheduler_config: Any, training_steps: int) -> Callable[[int], Any]:
+def schedule_from_config(lr_scheduler_config: Any, training_steps: int) -> Callable[[int], Any]:
+    """The learning rate's factor by step, from a configuration of torchtitan 0.1 or later."""
     total_steps = getattr(lr_scheduler_config, "total_steps", None)  # torchtitan 0.2.2 has it
     total_steps = training_steps if total_steps is None else total_steps
     return _schedule(lr_scheduler_config, total_steps, "min_lr_factor", generation=2)

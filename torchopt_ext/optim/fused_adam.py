@@ -1,6 +1,7 @@
 """FusedAdam and FusedAdamW: torch.optim.Adam and AdamW in two passes over memory."""
 
 import copy
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Self
@@ -98,12 +99,6 @@ class FusedAdam(HookedStep, PlannedStep):
             [torch.empty(0)], lr, betas, eps, weight_decay, amsgrad,
             maximize=maximize, capturable=capturable,
         )  # fmt: skip
-        if foreach or fused is False or differentiable:
-            asked = {"foreach": foreach, "fused": fused, "differentiable": differentiable}
-            raise ValueError(
-                f"{type(self).__name__} is always fused and not differentiable; got {asked}. "
-                f"Use torch.optim for the other implementations."
-            )
         if not 0 <= rounding_seed < 2**64:
             raise ValueError(f"Invalid rounding_seed: {rounding_seed}, expected 64 bits")
         self._storage = Storage(master_weights, state_dtype)
@@ -116,7 +111,8 @@ class FusedAdam(HookedStep, PlannedStep):
         own = {
             "betas": (float(betas[0]), float(betas[1])),
             "foreach": foreach,
-            "fused": True,
+            "fused": fused is not False,
+            "differentiable": differentiable,
             "decoupled_weight_decay": decoupled_weight_decay,
         }
         super().__init__(params, torchs.defaults | own)
@@ -141,11 +137,23 @@ class FusedAdam(HookedStep, PlannedStep):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         names = group.get("param_names") or range(len(group["params"]))
+        arguments = inspect.signature(FusedAdam).parameters.keys() - self.defaults.keys()
         try:
+            if misplaced := sorted(arguments & group.keys() - {"params"}):
+                raise ValueError(
+                    f"{', '.join(misplaced)}: arguments of {type(self).__name__} for all its "
+                    "groups, which one group cannot have"
+                )
+            if group["foreach"] or group["fused"] is False or group["differentiable"]:
+                asked = {name: group[name] for name in ("foreach", "fused", "differentiable")}
+                raise ValueError(
+                    f"{type(self).__name__} is always fused and not differentiable; got {asked}. "
+                    f"Use torch.optim for the other implementations."
+                )
             for name, param in zip(names, group["params"], strict=True):
                 if param.requires_grad:  # a frozen one is checked when it has a gradient
                     self._check_param(param, name)
-        except TypeError:
+        except (TypeError, ValueError):
             self.param_groups.pop()
             raise
 

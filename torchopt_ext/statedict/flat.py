@@ -35,6 +35,7 @@ def get_state_dict(parts: Sequence[ModelPart]) -> dict[str, Any]:
     """
     flat: dict[str, Any] = {}
     for _, _, saved, states in _groups(parts):
+        saved.pop("param_names", None)  # not of torchtitan's keys
         for fqn in saved.pop("params"):
             entry = states.get(fqn, {})
             flat |= {f"state.{fqn}.{k}": v for k, v in entry.items() if k != CONTROL_KEY}
