@@ -1,0 +1,337 @@
+"""torchtitan 0.3: its Trainer builds torchopt_ext's optimizers and learning-rate schedules.
+
+    torchrun ... -m torchtitan.train --module ... --config ... --override.imports \
+        torchopt_ext.integrations.torchtitan_0_3.optimizers \
+        torchopt_ext.integrations.torchtitan_0_3.lr_schedulers
+
+or, in a config function of one's own, `use_torchopt_ext(llama3_debugmodel())`.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from torchopt_ext import containers
+from torchopt_ext.containers.build import fused_options
+from torchopt_ext.containers.lr_schedulers import schedule_from_config
+from torchopt_ext.containers.optimizers import trainable_parameters
+from torchopt_ext.integrations.tested import warn_if_untested
+from torchopt_ext.optim import FusedAdam, FusedAdamW
+
+warn_if_untested("torchtitan", "0.3.0")
+
+from torchtitan.components import optimizer as stock  # noqa: E402
+from torchtitan.components.checkpointer.utils import canonical_fqn  # noqa: E402
+from torchtitan.config import Configurable  # noqa: E402
+from torchtitan.config.override import derive, override  # noqa: E402
+
+__all__ = [
+    "LRSchedulersContainer",
+    "OptimizersContainer",
+    "agree_over_pipeline",
+    "lr_schedulers",
+    "optimizers",
+    "use_torchopt_ext",
+]
+
+_OURS: dict[str, type[FusedAdam]] = {"FusedAdam": FusedAdam, "FusedAdamW": FusedAdamW}
+_OURS_IF_FUSED: dict[str, type[FusedAdam]] = {"Adam": FusedAdam, "AdamW": FusedAdamW}
+_BF16_STATES = "fused_opt_states_bf16"
+
+
+class OptimizersContainer(containers.OptimizersContainer[Any], Configurable):  # type: ignore[misc]
+    """One optimizer per model part and optimizer name, over the groups that patterns make.
+
+    Stands for torchtitan's class of this name (torchtitan/components/optimizer/optimizer.py), with
+    its configuration. "FusedAdam" and "FusedAdamW" are torchopt_ext's; "Adam" and "AdamW" are, too,
+    where the implementation is a fused one. Other names are torchtitan's.
+
+    Patterns are searched for in parameter names without wrappers of modules; the first that is
+    found decides. A pattern may be found in the part of another pipeline stage only.
+
+    Args:
+        config: what to build.
+        model_parts: the modules to train.
+
+    Raises:
+        NotImplementedError: unknown optimizer name.
+        AssertionError: unknown implementation; a trainable parameter that no pattern matches.
+        ValueError: a pattern that matches nothing; a setting without effect; clipping or skipping
+            that could not be one decision; what the optimizers reject; parameters on the meta
+            device or in two parts.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(stock.OptimizersContainer.Config):  # type: ignore[misc]
+        """torchtitan's fields, and arguments of FusedAdamW for every such optimizer.
+
+        `optimizer_factory_kwargs_by_name` may have the same arguments, for those of one name.
+        """
+
+        max_grad_norm: float | None = None
+        skip_nonfinite: bool = False
+        master_weights: Literal["fp32", "remainder"] | None = None
+        state_dtype: Literal["float32", "bfloat16"] | None = None
+        stochastic_rounding: bool = False
+        rounding_seed: int = 0
+        write_back_gradients: bool = False
+        track: list[Literal["norms", "lost_updates", "digest"]] = field(default_factory=list)
+
+    def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
+        arguments = _arguments_by_name(config)
+        trainable_parameters(model_parts)
+        matched = _matched(model_parts, [group.pattern for group in config.param_groups])
+        self.model_parts = model_parts
+        self._by_part = [
+            self._built_for_part(index, config, named, arguments)
+            for index, named in enumerate(matched)
+        ]
+        self.optimizers = [optimizer for part in self._by_part for optimizer in part]
+        _check_one_decision(self.optimizers)
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        self._post_init([param for group in groups for param in group["params"]], {})
+        self._built = True
+        self._knows_stages = False
+
+    @staticmethod
+    def _resolve_optimizer_factory(name: str) -> Callable[..., Optimizer]:
+        """What makes an optimizer whose name is not ours; to be overridden, as in torchtitan."""
+        return stock.OptimizersContainer._resolve_optimizer_factory(name)
+
+    def _built_for_part(
+        self,
+        index: int,
+        config: Config,
+        matched: list[dict[str, nn.Parameter]],
+        arguments: dict[str, dict[str, Any]],
+    ) -> list[Optimizer]:
+        """A part's optimizers, given the parameters of each of the configuration's groups."""
+        stocks = stock.OptimizersContainer
+        groups: dict[str, list[dict[str, Any]]] = {}
+        patterns: dict[str, list[str]] = {}
+        for asked, named in zip(config.param_groups, matched, strict=True):
+            name = asked.optimizer_name
+            if _ours(name, config):
+                switches = {"fused": True, "foreach": False}
+            elif name == "DistMuon":  # rejects both (distributed/flex_shard/dist_muon.py)
+                switches = {"fused": False, "foreach": False}
+            else:
+                switches = stocks._build_impl_kwargs(config)
+            if named:
+                params = {"params": list(named.values()), "param_names": list(named)}
+                groups.setdefault(name, []).append(params | switches | asked.optimizer_kwargs)
+                patterns.setdefault(name, []).append(asked.pattern)
+        optimizers = []
+        for name, own in groups.items():
+            factory = _ours(name, config) or self._resolve_optimizer_factory(name)
+            optimizers.append(factory(own, **arguments[name]))
+            stocks._log_optimizer(self, optimizers[-1], index, patterns[name])
+        return optimizers
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._knows_stages:
+            _check_stages(self.optimizers)
+            self._knows_stages = True
+        return super().step(*args, **kwargs)
+
+
+class LRSchedulersContainer(containers.LRSchedulersContainer, Configurable):  # type: ignore[misc]
+    """The schedules of an :class:`OptimizersContainer`, with torchtitan's configuration."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(stock.LRSchedulersContainer.Config):  # type: ignore[misc]
+        """torchtitan's fields."""
+
+        def build(
+            self, *, optimizers: containers.OptimizersContainer[Any], training_steps: int
+        ) -> "LRSchedulersContainer":
+            return LRSchedulersContainer(optimizers, schedule_from_config(self, training_steps))
+
+    def state_dict(self) -> dict[str, Any]:
+        """`{"last_epoch": n}`: other keys would be missing in a checkpoint of torchtitan 0.3."""
+        return {"last_epoch": self.schedulers[0].last_epoch}
+
+
+@override(target=stock.OptimizersContainer.Config, exact=True, description="torchopt_ext")
+def optimizers(config: Any, **fields: Any) -> OptimizersContainer.Config:
+    """Our optimizers for torchtitan's, with its settings; `fields` are of our `Config`."""
+    return derive(config, OptimizersContainer.Config, **fields)
+
+
+@override(target=stock.LRSchedulersContainer.Config, exact=True, description="torchopt_ext")
+def lr_schedulers(config: Any, **fields: Any) -> LRSchedulersContainer.Config:
+    """Our schedules for torchtitan's, with its settings."""
+    return derive(config, LRSchedulersContainer.Config, **fields)
+
+
+def use_torchopt_ext(config: Any, **fields: Any) -> Any:
+    """The same Trainer.Config, with torchopt_ext's optimizers and schedules in it.
+
+    Pipeline stages then take clipping and skipping within the step as one decision.
+
+    Args:
+        config: a Trainer.Config; changed in place.
+        fields: of :class:`OptimizersContainer.Config`.
+
+    Raises:
+        TypeError: its optimizer or scheduler section belongs to another class of containers.
+        ValueError: unknown field.
+    """
+    for section, known in (
+        (config.optimizer, (stock.OptimizersContainer, OptimizersContainer)),
+        (config.lr_scheduler, (stock.LRSchedulersContainer, LRSchedulersContainer)),
+    ):
+        if type(section) not in [container.Config for container in known]:
+            raise TypeError(f"{type(section).__qualname__} is a configuration of another container")
+    config.optimizer = optimizers(config.optimizer, **fields)
+    config.lr_scheduler = lr_schedulers(config.lr_scheduler)
+    own_hook = config.model_spec.post_optimizer_build_fn
+
+    def post_optimizer_build(*args: Any) -> None:
+        agree_over_pipeline(*args)
+        if own_hook is not None:
+            own_hook(*args)
+
+    config.model_spec = dataclasses.replace(
+        config.model_spec, post_optimizer_build_fn=post_optimizer_build
+    )
+    return config
+
+
+def agree_over_pipeline(
+    optimizers: OptimizersContainer, model_parts: Sequence[nn.Module], parallel_dims: Any
+) -> None:
+    """Lets pipeline stages decide together; a ModelSpec's `post_optimizer_build_fn`."""
+    if (mesh := parallel_dims.get_optional_mesh("pp")) is not None:
+        for optimizer in optimizers:
+            if isinstance(optimizer, FusedAdam):
+                optimizer.process_group = mesh.get_group()
+
+
+def _ours(name: str, config: Any) -> type[FusedAdam] | None:
+    """Our class for the name of an optimizer, or None."""
+    fused = config.implementation in ("fused", _BF16_STATES)
+    return _OURS.get(name) or (_OURS_IF_FUSED.get(name) if fused else None)
+
+
+def _arguments_by_name(config: Any) -> dict[str, dict[str, Any]]:
+    """Each optimizer's arguments besides its groups; rejects settings that reach none."""
+    stock.OptimizersContainer._build_impl_kwargs(config)  # rejects unknown implementations
+    given = config.optimizer_factory_kwargs_by_name
+    names = dict.fromkeys(group.optimizer_name for group in config.param_groups)
+    if unused := given.keys() - names.keys():
+        raise ValueError(
+            f"optimizer_factory_kwargs_by_name has {sorted(unused)}, but the param_groups name "
+            f"{list(names)} only"
+        )
+    options = fused_options(config)
+    if config.implementation == _BF16_STATES:
+        options = {"state_dtype": torch.bfloat16} | options
+        if options["state_dtype"] != torch.bfloat16:
+            raise ValueError(f"implementation {_BF16_STATES!r} contradicts {config.state_dtype=}")
+    ours = [name for name in names if _ours(name, config)]
+    if options and not ours:
+        raise ValueError(
+            f"{sorted(options)} would have no effect: the param_groups name {list(names)} with "
+            f"implementation {config.implementation!r}, none of which is FusedAdam or FusedAdamW"
+        )
+    if (
+        names
+        and not names.keys() - _OURS.keys()
+        and config.implementation
+        not in (
+            "fused",
+            _BF16_STATES,
+        )
+    ):
+        raise ValueError(
+            f"implementation {config.implementation!r} would have no effect on {list(names)}"
+        )
+    return {n: (options if n in ours else {}) | given.get(n, {}) for n in names}
+
+
+def _matched(
+    model_parts: Sequence[nn.Module], patterns: Sequence[str]
+) -> list[list[dict[str, nn.Parameter]]]:
+    """Each part's trainable parameters by name, for each pattern those it is the first to match.
+
+    Collective if there are several ranks, which may hold other pipeline stages.
+    """
+    compiled = [re.compile(pattern) for pattern in patterns]
+    matched: list[list[dict[str, nn.Parameter]]] = []
+    uncovered = []
+    for part in model_parts:
+        groups: list[dict[str, nn.Parameter]] = [{} for _ in patterns]
+        for wrapped, param in part.named_parameters():
+            name = canonical_fqn(wrapped)
+            if not param.requires_grad:
+                continue
+            first = next((i for i, p in enumerate(compiled) if p.search(name)), None)
+            if first is None:
+                uncovered.append(name)
+            else:
+                groups[first][name] = param
+        matched.append(groups)
+    missing = _missing_everywhere(
+        model_parts, [any(part[i] for part in matched) for i in range(len(patterns))]
+    )
+    if missing:
+        raise ValueError(
+            f"param_groups patterns match no trainable parameter, or only parameters of patterns "
+            f"before them: {[patterns[i] for i in missing]}"
+        )
+    if uncovered:
+        raise AssertionError(f"no pattern of param_groups matches {uncovered}")
+    return matched
+
+
+def _missing_everywhere(model_parts: Sequence[nn.Module], found: list[bool]) -> list[int]:
+    """What was found neither here nor on another rank, by index."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        device = next(p.device for part in model_parts for p in part.parameters())
+        flags = torch.tensor(found, dtype=torch.int32, device=device)
+        dist.all_reduce(flags, dist.ReduceOp.MAX)
+        found = flags.tolist()
+    return [index for index, anywhere in enumerate(found) if not anywhere]
+
+
+def _check_one_decision(optimizers: Sequence[Optimizer]) -> None:
+    """Raises ValueError if a norm or a skipped step would concern some parameters only."""
+    ours = [optimizer for optimizer in optimizers if isinstance(optimizer, FusedAdam)]
+    if not any(optimizer.needs_norm for optimizer in ours):
+        return
+    asked = {(optimizer.max_grad_norm, optimizer.skip_nonfinite) for optimizer in ours}
+    if len(asked) > 1 or len(ours) < len(optimizers):
+        raise ValueError(
+            "max_grad_norm and skip_nonfinite are one decision over all parameters, but the "
+            f"optimizers are {[type(o).__name__ for o in optimizers]}, and those of "
+            f"torchopt_ext have (max_grad_norm, skip_nonfinite) {sorted(asked, key=str)}"
+        )
+
+
+def _check_stages(optimizers: Sequence[Optimizer]) -> None:
+    """Raises ValueError if other pipeline stages would decide by themselves.
+
+    torchtitan builds optimizers without saying whether there are any. Its parameters' meshes span
+    all ranks of their stage.
+    """
+    alone = [o for o in optimizers if isinstance(o, FusedAdam) and o.process_group is None]
+    if not any(optimizer.needs_norm for optimizer in alone) or not dist.is_initialized():
+        return
+    params = [p for optimizer in alone for group in optimizer.param_groups for p in group["params"]]
+    spans = [p.device_mesh.size() for p in params if isinstance(p, DTensor)]
+    if max(spans, default=1) < dist.get_world_size():
+        raise ValueError(
+            "max_grad_norm and skip_nonfinite need one decision of all pipeline stages, which the "
+            "optimizers do not know: let use_torchopt_ext prepare the configuration, call "
+            "agree_over_pipeline in the ModelSpec's post_optimizer_build_fn, or use "
+            "deferred_clipping in place of max_grad_norm"
+        )
