@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,11 @@ HERE = Path(__file__).parent
 RUN_TIMEOUT = 120  # seconds; a run takes about 10 on an idle machine
 
 
-@pytest.fixture(scope="session")
-def start_ranks() -> Iterator[Callable[..., None]]:
-    """Runs a script of this folder on so many ranks."""
+@contextmanager
+def serve(*preloaded: str) -> Iterator[Callable[..., None]]:
+    """Runs scripts of this folder on so many ranks, forked after the preloaded scripts have run."""
     with subprocess.Popen(
-        [sys.executable, str(HERE / "rank_server.py")],
+        [sys.executable, *(str(HERE / script) for script in ("rank_server.py", *preloaded))],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -38,6 +39,18 @@ def start_ranks() -> Iterator[Callable[..., None]]:
 
         yield start
         requests.close()
+
+
+@pytest.fixture(scope="session")
+def rank_server() -> Callable[..., AbstractContextManager[Callable[..., None]]]:
+    return serve
+
+
+@pytest.fixture(scope="session")
+def start_ranks() -> Iterator[Callable[..., None]]:
+    """Runs a script of this folder on so many ranks."""
+    with serve() as start:
+        yield start
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """Forks the ranks of worker scripts from one process in which torch is imported: that takes 4 s.
 
-Reads a job a line, [script, arguments, ranks, seconds], and answers with [problem, output].
+Reads a job a line, [script, arguments, ranks, seconds], and answers with [problem, output]. Scripts
+on its command line run first, in that process.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import socket
 import sys
 import tempfile
 import time
+from contextlib import redirect_stdout
 from multiprocessing import connection, get_context
 from typing import IO, Any
 
@@ -63,5 +65,8 @@ def run(script: str, arguments: list[str], ranks: int, seconds: float) -> tuple[
 
 
 if __name__ == "__main__":
+    for preloaded in sys.argv[1:]:
+        with redirect_stdout(sys.stderr):  # which answers go to
+            runpy.run_path(preloaded)
     for line in sys.stdin:
         print(json.dumps(run(*json.loads(line))), flush=True)

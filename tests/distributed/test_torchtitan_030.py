@@ -1,0 +1,236 @@
+"""torchtitan 0.3's own Trainer trains its llama3 debug model on CPU with our containers in it.
+
+Every run is `torchtitan_cpu/train_030.py` in processes of its own, ten steps from the same seed.
+Runs are started when the first test asks for them and shared by the tests of this module.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+try:
+    version = importlib.metadata.version("torchtitan")
+except importlib.metadata.PackageNotFoundError:
+    pytest.skip("torchtitan is not installed", allow_module_level=True)
+if not version.startswith("0.3."):
+    pytest.skip(f"torchtitan {version} has another interface", allow_module_level=True)
+
+pytestmark = pytest.mark.timeout(400)
+
+HERE = Path(__file__).parent / "torchtitan_cpu"
+INTEGRATION = "torchopt_ext.integrations.torchtitan_0_3"
+STEPS, SAVED = 10, 5
+PIPELINE = (
+    "--parallelism.pipeline_parallel_degree=2",
+    "--parallelism.pipeline_parallel_schedule=1F1B",
+    "--training.disable_cuda_graphs",
+)
+LAYOUTS = {  # processes, and options
+    "single": (1, ()),
+    "fsdp": (2, ()),
+    "tp": (2, ("--parallelism.tensor_parallel_degree=2",)),
+    "ddp": (
+        2,
+        (
+            "--parallelism.data_parallel_replicate_degree=2",
+            "--parallelism.data_parallel_shard_degree=1",
+        ),
+    ),
+    "pp": (2, PIPELINE),
+}
+RUN_TIMEOUT = 180  # seconds; a run takes about 5 on an idle machine
+
+
+@dataclass(frozen=True)
+class Run:
+    metrics: dict[int, dict[str, Any]]  # by step, as a rank that has the loss logged them
+    checkpoints: Path
+
+
+@dataclass
+class Runs:
+    """Starts runs under `folder`, each combination of arguments once."""
+
+    folder: Path
+    start: Callable[..., None]
+    done: dict[str, Run] = field(default_factory=dict)
+
+    def get(
+        self, layout: str, ours: bool, resume: str = "", config: str = "small", **fields: Any
+    ) -> Run:
+        """Train to step 10; `resume` = "ours" or "stock": continue that run's step 5.
+
+        `fields` are of our container's Config.
+        """
+        name = f"{layout}-{config}-{'ours' if ours else 'stock'}"
+        name += "".join(f"-{key}={value}" for key, value in fields.items())
+        name += f"-from-{resume}" if resume else ""
+        if name in self.done:
+            return self.done[name]
+        folder = self.folder / name
+        if folder.exists():
+            pytest.fail(f"the run {name} failed in an earlier test")
+        checkpoints = folder / "checkpoint"
+        checkpoints.mkdir(parents=True)
+        if resume:
+            saved = self.get(layout, resume == "ours", "", config).checkpoints / f"step-{SAVED}"
+            (checkpoints / saved.name).symlink_to(saved)
+        world_size, parallelism = LAYOUTS[layout]
+        options = [*self.options(folder, config), *parallelism]
+        if ours:
+            optimizers = f"{INTEGRATION}.optimizers" + (f"={json.dumps(fields)}" if fields else "")
+            options += ["--override.imports", optimizers, f"{INTEGRATION}.lr_schedulers"]
+        metrics = folder / "metrics"
+        script = "torchtitan_cpu/train_030.py"
+        self.start(script, world_size, str(metrics), *options, seconds=RUN_TIMEOUT)
+        lines = [read_metrics(folder / f"metrics.rank{rank}") for rank in range(world_size)]
+        if layout == "pp":
+            lines = lines[-1:]  # the first stage logs a loss of -1
+        assert all(other == lines[0] for other in lines), f"{name}: ranks disagree"
+        self.done[name] = Run(lines[0], checkpoints)
+        return self.done[name]
+
+    def options(self, folder: Path, config: str) -> list[str]:
+        # The seed gives every run of one layout the same initial weights. Without mixed
+        # precision: under bf16 one flipped rounding moves the loss by more than 1e-5.
+        return [
+            *["--module=configs_030", f"--config={config}", f"--dump_folder={folder}"],
+            f"--hf_assets_path={self.folder / 'tokenizer'}",
+            f"--dataloader.dataset_path={self.folder / 'data'}",
+            *["--training.seq_len=64", "--training.local_batch_size=2"],
+            *[f"--training.steps={STEPS}", "--training.mixed_precision_param=float32"],
+            *["--checkpoint.enable", f"--checkpoint.interval={SAVED}"],
+            *["--metrics.disable_color_printing", "--validator.no-enable"],
+            *["--debug.seed=0", "--debug.deterministic", "--debug.no-enable_structured_logging"],
+            *["--comm.init_timeout_seconds=120", "--comm.train_timeout_seconds=60"],
+            "--comm.trace_buf_size=0",
+        ]
+
+
+def read_metrics(path: Path) -> dict[int, dict[str, Any]]:
+    return {line["step"]: line for line in map(json.loads, path.read_text().splitlines())}
+
+
+def read_checkpoint(run: Run, step: int) -> dict[str, Any]:
+    """Every tensor of a distributed checkpoint, unsharded, by its flat name."""
+    file = run.checkpoints / f"step-{step}.pt"
+    dcp_to_torch_save(run.checkpoints / f"step-{step}", file)
+    flat: dict[str, Any] = {}
+
+    def flatten(prefix: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for key, item in value.items():
+                flatten(f"{prefix}.{key}" if prefix else key, item)
+        elif isinstance(value, torch.Tensor):
+            flat[prefix] = value
+
+    flatten("", torch.load(file, weights_only=True))
+    file.unlink()
+    return flat
+
+
+def entries(run: Run) -> dict[str, Any]:
+    """Names, dtypes and sizes in a checkpoint, and how its tensors are cut among the ranks."""
+    return FileSystemReader(run.checkpoints / f"step-{SAVED}").read_metadata().state_dict_metadata
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, rank_server: Any) -> Iterator[Runs]:
+    folder = tmp_path_factory.mktemp("torchtitan")
+    subprocess.run([sys.executable, HERE / "assets.py", folder], check=True, timeout=60)
+    settings = {
+        "CUDA_VISIBLE_DEVICES": "",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "HF_DATASETS_OFFLINE": "1",
+        "HF_HOME": str(folder / "hf"),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in settings.items():
+            patch.setitem(os.environ, name, value)
+        with rank_server("torchtitan_cpu/preload_030.py") as start:
+            yield Runs(folder, start)
+    shutil.rmtree(folder)
+
+
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def assert_same_training(run: Run, expected: Run, first_step: int = 1) -> None:
+    assert list(run.metrics) == list(range(first_step, STEPS + 1))
+    for step, line in run.metrics.items():
+        reference = expected.metrics[step]
+        assert line["lrs"] == pytest.approx(reference["lrs"], rel=1e-14), f"step {step}"
+        for name in ("loss", "grad_norm"):
+            assert line[name] == pytest.approx(reference[name], rel=1e-5), f"{name} of step {step}"
+
+
+@pytest.mark.parametrize("layout", ["single", "fsdp", slow("tp"), slow("ddp"), slow("pp")])
+def test_training_equals_stock(runs: Runs, layout: str) -> None:
+    stock, ours = runs.get(layout, ours=False), runs.get(layout, ours=True)
+    assert stock.metrics[1]["classes"][1:] == ["torch.optim.adamw.AdamW"]
+    assert all(name.startswith("torchopt_ext.") for name in ours.metrics[1]["classes"])
+    # The same weights to begin with, and a model that learns.
+    assert ours.metrics[1]["loss"] == stock.metrics[1]["loss"]
+    assert stock.metrics[STEPS]["loss"] < stock.metrics[1]["loss"] - 0.1
+    assert_same_training(ours, stock)
+
+
+@pytest.mark.parametrize("layout", ["fsdp", slow("pp")])
+def test_groups_of_two_optimizers_train_as_stock(runs: Runs, layout: str) -> None:
+    stock, ours = (runs.get(layout, of, config="groups") for of in (False, True))
+    assert ours.metrics[1]["classes"][1:] == [
+        "torchopt_ext.optim.fused_adam.FusedAdamW",
+        "torchopt_ext.optim.fused_adam.FusedAdam",
+    ]
+    assert len(ours.metrics[1]["lrs"]) == 3
+    assert_same_training(ours, stock)
+    assert entries(ours) == entries(stock)
+
+
+@pytest.mark.parametrize("layout", [slow("single"), "fsdp"])
+def test_checkpoint_has_stock_keys(runs: Runs, layout: str) -> None:
+    ours, stock = entries(runs.get(layout, ours=True)), entries(runs.get(layout, ours=False))
+    assert "optimizer.state.layers.0.attention.wo.weight.exp_avg" in stock
+    assert {name for name in stock if name.startswith("lr_")} == {"lr_scheduler.last_epoch"}
+    assert ours == stock
+
+
+@pytest.mark.parametrize("layout", [slow("single"), "fsdp", slow("tp"), slow("pp")])
+def test_resume_repeats_every_digit(runs: Runs, layout: str) -> None:
+    whole = runs.get(layout, ours=True)
+    resumed = runs.get(layout, ours=True, resume="ours")
+    assert resumed.metrics == {s: whole.metrics[s] for s in range(SAVED + 1, STEPS + 1)}
+    expected, found = read_checkpoint(whole, STEPS), read_checkpoint(resumed, STEPS)
+    assert "optimizer.state.layers.0.attention.wo.weight.exp_avg" in expected
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        assert tensor.numpy().tobytes() == found[name].numpy().tobytes(), name
+
+
+@pytest.mark.parametrize("layout", [slow("single"), "fsdp"])
+@pytest.mark.parametrize("ours", [True, False], ids=["ours from stock", "stock from ours"])
+def test_checkpoints_are_exchanged(runs: Runs, layout: str, ours: bool) -> None:
+    resumed = runs.get(layout, ours, resume="stock" if ours else "ours")
+    assert_same_training(resumed, runs.get(layout, not ours), first_step=SAVED + 1)
+
+
+@pytest.mark.parametrize("layout", [slow("single"), "fsdp", slow("tp"), slow("ddp"), slow("pp")])
+def test_deferred_clipping_trains_as_stock(runs: Runs, layout: str) -> None:
+    stock = runs.get(layout, ours=False)
+    assert all(line["grad_norm"] > 1.0 for line in stock.metrics.values())  # all steps clip
+    assert_same_training(runs.get(layout, ours=True, deferred_clipping=True), stock)

@@ -1,0 +1,44 @@
+"""Configurations for torchtitan 0.3's `--module configs_030 --config NAME`."""
+
+from __future__ import annotations
+
+from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.components.optimizer import ParamGroupConfig
+from torchtitan.models.common.attention import ScaledDotProductAttention
+from torchtitan.models.common.config_utils import decoder_vocab_size
+from torchtitan.models.llama3.config_registry import llama3_debugmodel
+from torchtitan.trainer import Trainer
+
+
+def small() -> Trainer.Config:
+    """The llama3 debug model with two layers and an attention that runs on a CPU."""
+    config = llama3_debugmodel()
+    spec = config.model_spec
+    del spec.model.layers[2:]
+    for layer in spec.model.layers:
+        # The default, flex attention, has no backward there.
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    config.loss = CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(spec))
+    return config
+
+
+def groups() -> Trainer.Config:
+    """`small` with two optimizers, of which one has two groups."""
+    config = small()
+    options = {"betas": (0.9, 0.95), "weight_decay": 0.1}
+    config.optimizer.param_groups = [
+        ParamGroupConfig(
+            pattern="norm",
+            optimizer_name="AdamW",
+            optimizer_kwargs={"lr": 1e-3, "weight_decay": 0.0},
+        ),
+        ParamGroupConfig(
+            pattern="tok_embeddings|lm_head",
+            optimizer_name="Adam",
+            optimizer_kwargs={"lr": 2e-3, "betas": (0.8, 0.9)},
+        ),
+        ParamGroupConfig(
+            pattern=".*", optimizer_name="AdamW", optimizer_kwargs={"lr": 8e-4, **options}
+        ),
+    ]
+    return config
