@@ -25,6 +25,7 @@ from torchopt_ext.containers.lr_schedulers import schedule_from_config
 from torchopt_ext.containers.optimizers import trainable_parameters
 from torchopt_ext.integrations.tested import warn_if_untested
 from torchopt_ext.optim import FusedAdam, FusedAdamW
+from torchopt_ext.optim.context import ALONE
 
 warn_if_untested("torchtitan", "0.3.0")
 
@@ -90,11 +91,12 @@ class OptimizersContainer(containers.OptimizersContainer[Any], Configurable):  #
         trainable_parameters(model_parts)
         matched = _matched(model_parts, [group.pattern for group in config.param_groups])
         self.model_parts = model_parts
-        self._by_part = [
+        by_part = [
             self._built_for_part(index, config, named, arguments)
             for index, named in enumerate(matched)
         ]
-        self.optimizers = [optimizer for part in self._by_part for optimizer in part]
+        self._sizes = [len(part) for part in by_part]
+        self.optimizers = [optimizer for part in by_part for optimizer in part]
         _check_one_decision(self.optimizers)
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         self._post_init([param for group in groups for param in group["params"]], {})
@@ -158,6 +160,14 @@ class LRSchedulersContainer(containers.LRSchedulersContainer, Configurable):  # 
     def state_dict(self) -> dict[str, Any]:
         """`{"last_epoch": n}`: other keys would be missing in a checkpoint of torchtitan 0.3."""
         return {"last_epoch": self.schedulers[0].last_epoch}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continues after `last_epoch` steps, whichever version of torchtitan saved it.
+
+        Everything else follows from the present configuration: torchtitan 0.2 saves one scheduler's
+        values, and schedulers may have other groups here.
+        """
+        super().load_state_dict({"last_epoch": state_dict["last_epoch"]})
 
 
 @override(target=stock.OptimizersContainer.Config, exact=True, description="torchopt_ext")
@@ -306,7 +316,7 @@ def _missing_everywhere(model_parts: Sequence[nn.Module], found: list[bool]) -> 
 def _check_one_decision(optimizers: Sequence[Optimizer]) -> None:
     """Raises ValueError if a norm or a skipped step would concern some parameters only."""
     ours = [optimizer for optimizer in optimizers if isinstance(optimizer, FusedAdam)]
-    if not any(optimizer.needs_norm for optimizer in ours):
+    if not any(optimizer.wants_norm(ALONE) for optimizer in ours):
         return
     asked = {(optimizer.max_grad_norm, optimizer.skip_nonfinite) for optimizer in ours}
     if len(asked) > 1 or len(ours) < len(optimizers):
@@ -324,7 +334,7 @@ def _check_stages(optimizers: Sequence[Optimizer]) -> None:
     all ranks of their stage.
     """
     alone = [o for o in optimizers if isinstance(o, FusedAdam) and o.process_group is None]
-    if not any(optimizer.needs_norm for optimizer in alone) or not dist.is_initialized():
+    if not any(optimizer.wants_norm(ALONE) for optimizer in alone) or not dist.is_initialized():
         return
     params = [p for optimizer in alone for group in optimizer.param_groups for p in group["params"]]
     spans = [p.device_mesh.size() for p in params if isinstance(p, DTensor)]

@@ -168,6 +168,8 @@ def _groups(
             continue
         for optimizer in optimizers:
             init_state(optimizer)
+            if len(optimizers) > 1 and not optimizer.state:
+                get_optimizer_state_dict(part, optimizer)  # torch makes it; not that of a _View
         whole = optimizers[0] if len(optimizers) == 1 else _View(optimizers)
         named: dict[str, Any] = get_optimizer_state_dict(part, whole)
         for fqn in [fqn for group in named["param_groups"] for fqn in group["params"]]:

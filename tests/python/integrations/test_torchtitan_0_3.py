@@ -1,0 +1,549 @@
+"""Our containers in torchtitan 0.3, each beside torchtitan's own: torchtitan's unit tests by
+behaviour (its tests/unit_tests/test_optimizer_param_groups.py, test_state_dict_keys.py,
+test_lr_scheduler.py), our options, and what is rejected."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import sys
+import types
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from torchopt_ext import FusedAdam, FusedAdamW
+from torchopt_ext.integrations import tested
+
+pytest.importorskip("torchtitan.components.optimizer.utils", reason="torchtitan 0.3 is not there")
+
+from torchtitan.components import optimizer as stock
+from torchtitan.components.optimizer import ParamGroupConfig
+from torchtitan.config import ConfigManager
+from torchtitan.config.override import OverrideConfig, apply_overrides
+from torchtitan.models.llama3.config_registry import llama3_debugmodel
+
+from torchopt_ext.integrations import torchtitan_0_3 as ours
+
+MODULE = "torchopt_ext.integrations.torchtitan_0_3"
+
+
+def model(dtype: torch.dtype = torch.float32, *, recomputes: bool = True) -> nn.Module:
+    torch.manual_seed(0)
+    layers = nn.ModuleDict({str(i): nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for i in "01"})
+    if recomputes:
+        layers["1"] = checkpoint_wrapper(layers["1"])
+    whole = nn.Module()
+    whole.layers, whole.lm_head = layers, nn.Linear(4, 3, bias=False)
+    return whole.to(dtype)
+
+
+def backward(part: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for param in part.parameters():
+        if param.requires_grad:
+            param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+
+
+def group(pattern: str = ".*", name: str = "AdamW", **options: Any) -> ParamGroupConfig:
+    return ParamGroupConfig(
+        pattern=pattern, optimizer_name=name, optimizer_kwargs={"lr": 1e-2} | options
+    )
+
+
+def build(kind: Any, parts: Any, *groups: ParamGroupConfig, **fields: Any) -> Any:
+    config = kind.OptimizersContainer.Config(param_groups=list(groups or [group()]), **fields)
+    return config.build(model_parts=parts if isinstance(parts, list) else [parts])
+
+
+SEVERAL = [
+    group("norm|bias", weight_decay=0.0),
+    group("lm_head", "Adam", lr=3e-3, betas=(0.8, 0.9)),
+    group(".*", weight_decay=0.1, betas=(0.9, 0.95)),
+]
+
+
+# ---- groups and names ---------------------------------------------------------------------------
+
+
+def test_first_pattern_that_matches_decides() -> None:
+    part = model()
+    adamw, adam = build(ours, part, *SEVERAL)
+    assert [type(adamw), type(adam)] == [FusedAdamW, FusedAdam]
+    assert [g["param_names"] for g in adam.param_groups] == [["lm_head.weight"]]
+    assert adam.param_groups[0]["betas"] == (0.8, 0.9)
+    vectors = [n for n, p in part.named_parameters() if n.endswith("bias")]
+    assert len(adamw.param_groups[0]["params"]) == len(vectors)
+    theirs = [g for optimizer in build(stock, part, *SEVERAL) for g in optimizer.param_groups]
+    for own, their in zip([*adamw.param_groups, *adam.param_groups], theirs, strict=True):
+        settings = [{k: v for k, v in g.items() if k != "params"} for g in (own, their)]
+        assert settings[0] == settings[1]
+        assert list(map(id, own["params"])) == list(map(id, their["params"]))
+
+
+@pytest.mark.parametrize(
+    ("name", "implementation", "expected"),
+    [
+        ("AdamW", "fused", FusedAdamW),
+        ("Adam", "fused", FusedAdam),
+        ("AdamW", "fused_opt_states_bf16", FusedAdamW),
+        ("AdamW", "foreach", torch.optim.AdamW),
+        ("Adam", "for-loop", torch.optim.Adam),
+        ("FusedAdamW", "fused", FusedAdamW),
+        ("FusedAdam", "fused", FusedAdam),
+    ],
+)
+def test_what_a_name_stands_for(name: str, implementation: str, expected: type) -> None:
+    (optimizer,) = build(ours, model(), group(".*", name), implementation=implementation)
+    assert type(optimizer) is expected
+
+
+def test_ours_takes_adamw_groups_beside_muon() -> None:
+    """DistMuon itself needs CUDA; torch's Muon takes the same groups in its place."""
+    seen = []
+
+    def muon(groups: list[dict[str, Any]], **arguments: Any) -> torch.optim.Muon:
+        seen.extend((g["fused"], g["foreach"]) for g in groups)
+        assert arguments == {"momentum": 0.9}
+        return torch.optim.Muon(groups, **arguments)
+
+    class Mixed(ours.OptimizersContainer):
+        @dataclasses.dataclass(kw_only=True, slots=True)
+        class Config(ours.OptimizersContainer.Config):
+            pass
+
+        @staticmethod
+        def _resolve_optimizer_factory(name: str) -> Any:
+            return {"DistMuon": muon}[name]
+
+    part = model()
+    groups = [group(r"layers.*0\.weight", "DistMuon", weight_decay=0.1), group()]
+    config = Mixed.Config(
+        param_groups=groups, optimizer_factory_kwargs_by_name={"DistMuon": {"momentum": 0.9}}
+    )
+    optimizers = config.build(model_parts=[part])
+    assert [type(o) for o in optimizers] == [torch.optim.Muon, FusedAdamW]
+    assert seen == [(False, False)]  # DistMuon rejects groups that are fused or foreach
+    expected = copy.deepcopy(part)
+    named = dict(expected.named_parameters())
+    theirs = [
+        torch.optim.Muon([p for n, p in named.items() if "0.weight" in n], lr=1e-2, momentum=0.9),
+        torch.optim.AdamW([p for n, p in named.items() if "0.weight" not in n], lr=1e-2),
+    ]
+    for seed in range(3):
+        for whole in (part, expected):
+            backward(whole, seed)
+        optimizers.step()
+        for optimizer in theirs:
+            optimizer.step()
+    for found, wanted in zip(part.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    loaded = config.build(model_parts=[model()])
+    loaded.load_state_dict(optimizers.state_dict())
+    for found, wanted in zip(loaded.optimizers, optimizers.optimizers, strict=True):
+        for own, other in zip(found.state.values(), wanted.state.values(), strict=True):
+            assert own.keys() == other.keys()
+            assert all(torch.equal(own[name], other[name]) for name in own)
+
+
+# ---- state dicts --------------------------------------------------------------------------------
+
+
+def values(state: dict[str, Any]) -> dict[str, Any]:
+    return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_state_dict_keys_are_stock_keys(stepped: bool) -> None:
+    found, expected = ({}, {})
+    for kind, state in ((ours, found), (stock, expected)):
+        part = model()
+        container = build(kind, part, *SEVERAL)
+        kind.LRSchedulersContainer.Config().build(optimizers=container, training_steps=10)
+        if stepped:
+            backward(part, 0)
+            container.step()
+        state |= values(container.state_dict())
+    assert found.keys() == expected.keys()
+    assert "state.layers.1.0.weight.exp_avg" in found  # no wrapper of modules in the name
+    assert not any(key.endswith((".param_names", ".pattern")) for key in found)
+    for key, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            assert (found[key].dtype, found[key].shape) == (value.dtype, value.shape), key
+        else:
+            assert found[key] == value, key
+    if not stepped:  # torchtitan's own counts a step that makes the state
+        assert found["state.lm_head.weight.step"] == 0
+
+
+@pytest.mark.parametrize("kinds", [(ours, stock), (stock, ours)], ids=["to stock", "from stock"])
+def test_state_crosses_bit_for_bit(kinds: tuple[Any, Any]) -> None:
+    part = model()
+    saving = build(kinds[0], part, *SEVERAL)
+    backward(part, 0)
+    saving.step()
+    saved = values(saving.state_dict())
+    loading = build(kinds[1], model(), *SEVERAL)
+    loading.load_state_dict(values(saved))
+    loaded = loading.state_dict()
+    assert loaded.keys() == saved.keys()
+    for key, value in saved.items():
+        same = torch.equal(loaded[key], value) if isinstance(value, torch.Tensor) else True
+        assert same, key
+
+
+def test_a_missing_key_changes_nothing() -> None:
+    part = model()
+    container = build(ours, part, *SEVERAL)
+    before = values(container.state_dict())
+    saved = before | {"state.lm_head.weight.exp_avg": torch.ones(3, 4)}
+    del saved["state.layers.0.0.weight.exp_avg"]
+    with pytest.raises(KeyError, match=r"layers\.0\.0\.weight\.exp_avg"):
+        container.load_state_dict(saved)
+    assert torch.equal(container.state_dict()["state.lm_head.weight.exp_avg"], torch.zeros(3, 4))
+
+
+# ---- hooks --------------------------------------------------------------------------------------
+
+
+def test_a_hook_on_the_container_fires_once_a_step() -> None:
+    part = model()
+    container = build(ours, part, *SEVERAL)
+    fired = []
+    container.register_step_post_hook(lambda *_: fired.append(part.lm_head.weight.sum().item()))
+    backward(part, 0)
+    container.step()
+    assert fired == [part.lm_head.weight.sum().item()]
+
+
+@pytest.mark.parametrize("kind", [ours, stock], ids=["ours", "stock"])
+def test_expert_biases_move_before_the_step(kind: Any) -> None:
+    part = model(recomputes=False)
+    for block in part.layers.values():
+        block.moe_enabled = True
+        block.moe = nn.Module()
+        block.moe.load_balance_coeff = 0.1
+        block.moe.register_buffer("tokens_per_expert_E", torch.tensor([3.0, 1.0, 2.0, 2.0]))
+        block.moe.register_buffer("expert_bias_E", torch.zeros(4))
+    container = build(kind, part)
+    dims = SimpleNamespace(ep_enabled=False, tp=1, get_optional_mesh=lambda name: None)
+    stock.register_moe_load_balancing_hook(container, [part], dims)
+    for steps in (1, 2):
+        backward(part, steps)
+        container.step()
+        for block in part.layers.values():
+            expected = torch.tensor([-0.1, 0.1, 0.0, 0.0])
+            torch.testing.assert_close(block.moe.expert_bias_E, steps * expected)
+            assert not block.moe.tokens_per_expert_E.any()
+            block.moe.tokens_per_expert_E.copy_(torch.tensor([3.0, 1.0, 2.0, 2.0]))
+
+
+# ---- schedules ----------------------------------------------------------------------------------
+
+SCHEDULES = {
+    "warmup and decay": ({"warmup_steps": 2}, 10, [0.5, 1, 1, *(1 - i / 8 for i in range(1, 9))]),
+    "no warmup": ({"warmup_steps": 0}, 10, [1, *(1 - i / 10 for i in range(1, 11))]),
+    "stable between": (
+        {"warmup_steps": 2, "decay_ratio": 0.5},
+        10,
+        [0.5, *[1] * 5, 0.8, 0.6, 0.4, 0.2, 0],
+    ),
+    "decay shortened": (
+        {"warmup_steps": 5, "decay_ratio": 0.8},
+        10,
+        [0.2, 0.4, 0.6, 0.8, 1, 1, 0.8, 0.6, 0.4, 0.2, 0],
+    ),
+    "no decay": ({"warmup_steps": 0, "decay_ratio": 0.0}, 10, [1] * 11),
+    "warmup shortened": ({"warmup_steps": 10}, 5, [0.2, 0.4, 0.6, 0.8, 1, 1]),
+    "minimum": (
+        {"warmup_steps": 2, "min_lr_factor": 0.2},
+        10,
+        [0.5, 1, 1, *(1 - 0.1 * i for i in range(1, 9))],
+    ),
+    "total": ({"warmup_steps": 2, "total_steps": 10}, 4, [0.5, 1, 1, 7 / 8, 6 / 8]),
+    "cosine": ({"warmup_steps": 2, "decay_type": "cosine"}, 4, [0.5, 1, 1, 0.5, 0]),
+    "sqrt": ({"warmup_steps": 2, "decay_type": "sqrt"}, 4, [0.5, 1, 1, 1 - math.sqrt(0.5), 0]),
+}
+
+
+@pytest.mark.parametrize("case", SCHEDULES)
+def test_schedule_is_stock_schedule(case: str) -> None:
+    fields, steps, factors = SCHEDULES[case]
+    seen = []
+    for kind in (ours, stock):
+        container = build(kind, model(), *SEVERAL)
+        config = kind.LRSchedulersContainer.Config(**fields)
+        schedulers = config.build(optimizers=container, training_steps=steps)
+        assert type(schedulers) is kind.LRSchedulersContainer
+        metrics = [schedulers.get_metrics()]
+        for _ in factors[1:]:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the optimizers do not step here
+                schedulers.step()
+            metrics.append(schedulers.get_metrics())
+        seen.append(metrics)
+    assert [m["lr/AdamW/1"] / 1e-2 for m in seen[0]] == pytest.approx(factors, abs=1e-12)
+    for found, expected in zip(*seen, strict=True):
+        assert found.keys() == expected.keys() == {"lr/AdamW/0", "lr/AdamW/1", "lr/Adam"}
+        assert found == pytest.approx(expected, rel=1e-12, abs=1e-18)
+
+
+def test_unknown_decay_is_rejected_when_built() -> None:
+    config = ours.LRSchedulersContainer.Config(decay_type="step")
+    with pytest.raises(ValueError, match="decay_type is 'step'"):
+        config.build(optimizers=build(ours, model()), training_steps=10)
+
+
+@pytest.mark.parametrize("form", ["0.3", "0.2"])
+def test_schedule_continues_from_either_form(form: str) -> None:
+    def made() -> tuple[Any, Any]:
+        container = build(ours, model(), *SEVERAL)
+        config = ours.LRSchedulersContainer.Config(warmup_steps=2)
+        return container, config.build(optimizers=container, training_steps=10)
+
+    container, schedulers = made()
+    backward(container.model_parts[0], 0)
+    container.step()
+    for _ in range(4):
+        schedulers.step()
+    assert schedulers.state_dict() == {"last_epoch": 4}
+    state = {"0.3": schedulers, "0.2": schedulers.schedulers[0]}[form].state_dict()
+    other, resumed = made()
+    resumed.load_state_dict(state)
+    assert [g["lr"] for g in other.param_groups] == [g["lr"] for g in container.param_groups]
+    assert resumed.get_metrics() == schedulers.get_metrics()
+    assert resumed.state_dict() == {"last_epoch": 4}
+
+
+# ---- options ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by_name", [False, True], ids=["fields", "by name"])
+def test_every_option_reaches_the_optimizer(by_name: bool) -> None:
+    fields = {
+        "max_grad_norm": 0.5,
+        "skip_nonfinite": True,
+        "master_weights": "remainder",
+        "state_dtype": torch.bfloat16 if by_name else "bfloat16",
+        "stochastic_rounding": False,
+        "write_back_gradients": True,
+        "track": ["norms"],
+    }
+    if by_name:
+        fields = {"optimizer_factory_kwargs_by_name": {"FusedAdamW": fields}}
+    part = model(torch.bfloat16)
+    container = build(ours, part, group(".*", "FusedAdamW"), **fields)
+    (optimizer,) = container
+    assert (optimizer.max_grad_norm, optimizer.skip_nonfinite) == (0.5, True)
+    backward(part, 0)
+    norm = math.sqrt(sum(p.grad.double().square().sum().item() for p in part.parameters()))
+    container.step()
+    state = optimizer.state[part.lm_head.weight]
+    assert state["remainder"].dtype == torch.int16
+    assert state["exp_avg"].dtype == torch.bfloat16
+    assert container.control.grad_norm.item() == pytest.approx(norm, rel=1e-6)
+    assert len(optimizer.telemetry.grad_norms) == len(list(part.parameters()))
+    written = math.sqrt(sum(p.grad.double().square().sum().item() for p in part.parameters()))
+    assert written == pytest.approx(0.5, rel=1e-2)
+    before = [p.detach().clone() for p in part.parameters()]
+    part.lm_head.weight.grad[0, 0] = math.nan
+    container.step()
+    assert all(map(torch.equal, before, part.parameters()))
+
+
+def test_random_rounding_follows_its_seed() -> None:
+    ends = []
+    for seed in (1, 1, 2):
+        part = model(torch.bfloat16)
+        container = build(ours, part, stochastic_rounding=True, rounding_seed=seed)
+        for step in range(3):
+            backward(part, step)
+            container.step()
+        ends.append(torch.cat([p.detach().flatten() for p in part.parameters()]))
+    assert torch.equal(ends[0], ends[1])
+    assert not torch.equal(ends[0], ends[2])
+
+
+def test_bf16_states_are_rounded_and_stay_bf16() -> None:
+    """Beside a formula: on a CPU, torch's fused kernel takes no such states."""
+    bf16 = {"implementation": "fused_opt_states_bf16"}
+    part = model()
+    container = build(ours, part, group(weight_decay=0.1), **bf16)
+    weights = [p.detach().clone() for p in part.parameters()]
+    expected = [(w, torch.zeros_like(w), torch.zeros_like(w)) for w in weights]
+    for step in range(1, 6):
+        backward(part, step)
+        for (weight, mean, square), param in zip(expected, part.parameters(), strict=True):
+            mean.lerp_(param.grad, 0.1)
+            square.lerp_(param.grad**2, 0.001)
+            size = (square / (1 - 0.999**step)).sqrt() + 1e-8
+            weight.mul_(1 - 1e-2 * 0.1).sub_(1e-2 * mean / (1 - 0.9**step) / size)
+            for moment in (mean, square):
+                moment.copy_(moment.bfloat16())
+        container.step()
+    for weight, param in zip(weights, part.parameters(), strict=True):
+        torch.testing.assert_close(param.detach(), weight, rtol=1e-3, atol=1e-4)
+    saved = values(container.state_dict())
+    moments = [k for k in saved if k.endswith(("exp_avg", "exp_avg_sq"))]
+    assert {saved[key].dtype for key in moments} == {torch.bfloat16}
+    resumed = build(ours, model(), **bf16)
+    resumed.load_state_dict(saved)
+    loaded = resumed.state_dict()
+    assert all(loaded[key].dtype == torch.bfloat16 for key in moments)
+    assert all(torch.equal(loaded[key], saved[key]) for key in moments)
+
+
+# ---- what is rejected ---------------------------------------------------------------------------
+
+FACTORY = "optimizer_factory_kwargs_by_name"
+REJECTED = {
+    "unknown name": (NotImplementedError, "SGD", [group(".*", "SGD")], {}),
+    "unknown implementation": (AssertionError, "", [], {"implementation": "quick"}),
+    "pattern without match": (ValueError, "'router'", [group("router"), group()], {}),
+    "pattern after all": (ValueError, "before them: \\['bias'\\]", [group(), group("bias")], {}),
+    "parameter without pattern": (AssertionError, "lm_head.weight", [group("layers")], {}),
+    "no groups": (AssertionError, "lm_head", None, {}),
+    "option in a group": (ValueError, "max_grad_norm", [group(max_grad_norm=1.0)], {}),
+    "group not fused": (ValueError, "always fused", [group(fused=False)], {}),
+    "group foreach": (ValueError, "always fused", [group(foreach=True)], {}),
+    "arguments of nobody": (ValueError, "\\['Adam'\\]", [], {FACTORY: {"Adam": {}}}),
+    "option for torch's": (
+        ValueError,
+        "skip_nonfinite.* no effect",
+        [],
+        {"skip_nonfinite": True, "implementation": "foreach"},
+    ),
+    "bf16 states of nobody": (
+        ValueError,
+        "state_dtype.* no effect",
+        [group(".*", "DistMuon")],
+        {"implementation": "fused_opt_states_bf16"},
+    ),
+    "bf16 states in float32": (
+        ValueError,
+        "contradicts",
+        [],
+        {"implementation": "fused_opt_states_bf16", "state_dtype": "float32"},
+    ),
+    "implementation of nobody": (
+        ValueError,
+        "'foreach' would have no effect",
+        [group(".*", "FusedAdamW")],
+        {"implementation": "foreach"},
+    ),
+    "seed of nothing": (ValueError, "rounding_seed", [], {"rounding_seed": 3}),
+    "two thresholds": (
+        ValueError,
+        "one decision",
+        [group("lm_head", "Adam"), group()],
+        {FACTORY: {"AdamW": {"max_grad_norm": 1.0}}},
+    ),
+    "bad threshold": (ValueError, "max_grad_norm: -1", [], {"max_grad_norm": -1.0}),
+    "unknown argument": (TypeError, "speed", [], {FACTORY: {"AdamW": {"speed": 1}}}),
+}
+
+
+@pytest.mark.parametrize("case", REJECTED)
+def test_rejected(case: str) -> None:
+    error, message, groups, fields = REJECTED[case]
+    config = ours.OptimizersContainer.Config(
+        param_groups=[] if groups is None else groups or [group()], **fields
+    )
+    with pytest.raises(error, match=message):
+        config.build(model_parts=[model()])
+
+
+def test_parts_that_cannot_be_trained_are_rejected() -> None:
+    frozen, meta = model().requires_grad_(False), model().to("meta")
+    with pytest.raises(ValueError, match="match no trainable parameter"):
+        build(ours, frozen)
+    with pytest.raises(ValueError, match=r"'layers\.0\.0\.weight' of model part 1 is on the meta"):
+        build(ours, [model(), meta])
+    shared = model()
+    with pytest.raises(ValueError, match="two optimizers would step it"):
+        build(ours, [shared, shared])
+    # One of several parts may be frozen, and has no state.
+    container = build(ours, [model(), frozen])
+    backward(container.model_parts[0], 0)
+    container.step()
+    assert "state.lm_head.weight.exp_avg" in container.state_dict()
+
+
+# ---- plugging in --------------------------------------------------------------------------------
+
+
+def imports(*entries: Any) -> OverrideConfig:
+    return OverrideConfig(imports=list(entries))
+
+
+def test_overrides_keep_the_settings() -> None:
+    config = llama3_debugmodel()
+    groups, warmup = config.optimizer.param_groups, config.lr_scheduler.warmup_steps
+    options = {"max_grad_norm": 2.0, "state_dtype": "bfloat16"}
+    apply_overrides(imports((f"{MODULE}.optimizers", options), f"{MODULE}.lr_schedulers"), config)
+    assert type(config.optimizer) is ours.OptimizersContainer.Config
+    assert type(config.lr_scheduler) is ours.LRSchedulersContainer.Config
+    assert config.optimizer.param_groups is groups
+    assert config.lr_scheduler.warmup_steps == warmup
+    assert (config.optimizer.max_grad_norm, config.optimizer.state_dtype) == (2.0, "bfloat16")
+    with pytest.raises(ValueError, match="speed"):
+        apply_overrides(imports((f"{MODULE}.optimizers", {"speed": 1})), llama3_debugmodel())
+
+
+def test_fields_are_options_of_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("my_configs")
+    module.mine = lambda: ours.use_torchopt_ext(llama3_debugmodel(), skip_nonfinite=True)
+    monkeypatch.setitem(sys.modules, "my_configs", module)
+    config = ConfigManager().parse_args(
+        [
+            *["--module=my_configs", "--config=mine", "--optimizer.max_grad_norm=0.5"],
+            *["--optimizer.track", "norms", "digest", "--optimizer.master_weights=fp32"],
+        ]
+    )
+    assert type(config.optimizer) is ours.OptimizersContainer.Config
+    assert (config.optimizer.max_grad_norm, config.optimizer.skip_nonfinite) == (0.5, True)
+    assert (config.optimizer.track, config.optimizer.master_weights) == (
+        ["norms", "digest"],
+        "fp32",
+    )
+
+
+def test_use_torchopt_ext_joins_pipeline_stages_and_keeps_a_hook() -> None:
+    called, base = [], llama3_debugmodel()
+    base.model_spec.post_optimizer_build_fn = lambda *args: called.append(args)
+    spec = base.model_spec
+    config = ours.use_torchopt_ext(base, max_grad_norm=1.0)
+    assert spec.post_optimizer_build_fn is not config.model_spec.post_optimizer_build_fn
+    parts = [model()]
+    optimizers = config.optimizer.build(model_parts=parts)
+    group_of_stages = object()
+    mesh = SimpleNamespace(get_group=lambda: group_of_stages)
+    dims = SimpleNamespace(get_optional_mesh={"pp": mesh}.get)
+    config.model_spec.post_optimizer_build_fn(optimizers, parts, dims)
+    assert called == [(optimizers, parts, dims)]
+    assert optimizers.optimizers[0].process_group is group_of_stages
+
+
+def test_use_torchopt_ext_rejects_other_containers() -> None:
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Other(stock.OptimizersContainer.Config):
+        pass
+
+    config = llama3_debugmodel()
+    config.optimizer = Other()
+    with pytest.raises(TypeError, match="Other is a configuration of another container"):
+        ours.use_torchopt_ext(config)
+
+
+def test_other_versions_are_named() -> None:
+    with pytest.warns(UserWarning, match=r"tested with torchtitan 0\.3\.9 and may not fit 0\.3\.0"):
+        tested.warn_if_untested("torchtitan", "0.3.9")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tested.warn_if_untested("torchtitan", "0.3.0")
