@@ -170,13 +170,16 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-def assert_same_training(run: Run, expected: Run, first_step: int = 1) -> None:
+def assert_same_training(
+    run: Run, expected: Run, first_step: int = 1, *, norm_tolerance: float = 1e-5
+) -> None:
     assert list(run.metrics) == list(range(first_step, STEPS + 1))
     for step, line in run.metrics.items():
         reference = expected.metrics[step]
         assert line["lrs"] == pytest.approx(reference["lrs"], rel=1e-14), f"step {step}"
-        for name in ("loss", "grad_norm"):
-            assert line[name] == pytest.approx(reference[name], rel=1e-5), f"{name} of step {step}"
+        for name, tolerance in (("loss", 1e-5), ("grad_norm", norm_tolerance)):
+            found = pytest.approx(reference[name], rel=tolerance)
+            assert line[name] == found, f"{name} of step {step}"
 
 
 @pytest.mark.parametrize("layout", ["single", "fsdp", slow("tp"), slow("ddp"), slow("pp")])
@@ -233,4 +236,29 @@ def test_checkpoints_are_exchanged(runs: Runs, layout: str, ours: bool) -> None:
 def test_deferred_clipping_trains_as_stock(runs: Runs, layout: str) -> None:
     stock = runs.get(layout, ours=False)
     assert all(line["grad_norm"] > 1.0 for line in stock.metrics.values())  # all steps clip
-    assert_same_training(runs.get(layout, ours=True, deferred_clipping=True), stock)
+    # torch sums the norm in float32, with an error of 2e-4 here; ours is the exact sum's root.
+    deferred = runs.get(layout, ours=True, deferred_clipping=True)
+    assert_same_training(deferred, stock, norm_tolerance=1e-3)
+
+
+@pytest.mark.slow
+def test_a_group_may_lie_in_one_pipeline_stage_only(runs: Runs) -> None:
+    """torchtitan's own containers reject a pattern that finds nothing in a stage."""
+    ours = runs.get("pp", ours=True, config="embeddings_apart")
+    assert list(ours.metrics[1]["lrs"]) == ["lr/AdamW"]  # of the last stage
+    assert_same_training(ours, runs.get("pp", ours=False, config="small"), norm_tolerance=1e-5)
+
+
+@pytest.mark.slow
+def test_clipping_in_the_step_is_one_decision_of_all_stages(runs: Runs) -> None:
+    stock = runs.get("pp", ours=False)
+    ours = runs.get("pp", ours=True, config="clipping_in_step")
+    for step, line in ours.metrics.items():
+        assert line["loss"] == pytest.approx(stock.metrics[step]["loss"], rel=1e-5)
+    with pytest.raises(AssertionError, match="need one decision of all pipeline stages"):
+        runs.get("pp", ours=True, max_grad_norm=1.0)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(runs: Runs) -> None:
+    with pytest.raises(AssertionError, match="Loss is not finite"):
+        runs.get("single", ours=True, config="diverging")

@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from torchopt_ext import containers
-from torchopt_ext.containers.build import fused_options
+from torchopt_ext.containers.build import fused_options, reject_ineffective
+from torchopt_ext.containers.deferred_clipping import defer_clipping, take_over
 from torchopt_ext.containers.lr_schedulers import schedule_from_config
 from torchopt_ext.containers.optimizers import trainable_parameters
 from torchopt_ext.integrations.tested import warn_if_untested
@@ -33,6 +34,7 @@ from torchtitan.components import optimizer as stock  # noqa: E402
 from torchtitan.components.checkpointer.utils import canonical_fqn  # noqa: E402
 from torchtitan.config import Configurable  # noqa: E402
 from torchtitan.config.override import derive, override  # noqa: E402
+from torchtitan.distributed import utils as distributed  # noqa: E402
 
 __all__ = [
     "LRSchedulersContainer",
@@ -85,10 +87,15 @@ class OptimizersContainer(containers.OptimizersContainer[Any], Configurable):  #
         rounding_seed: int = 0
         write_back_gradients: bool = False
         track: list[Literal["norms", "lost_updates", "digest"]] = field(default_factory=list)
+        deferred_clipping: bool = False
+        """Let the step clip to training.max_norm; torchtitan reads all gradients twice more."""
 
     def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
         arguments = _arguments_by_name(config)
-        trainable_parameters(model_parts)
+        for params in trainable_parameters(model_parts):
+            for name in arguments:
+                if _ours(name, config):
+                    reject_ineffective(arguments[name], params)
         matched = _matched(model_parts, [group.pattern for group in config.param_groups])
         self.model_parts = model_parts
         by_part = [
@@ -101,7 +108,10 @@ class OptimizersContainer(containers.OptimizersContainer[Any], Configurable):  #
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         self._post_init([param for group in groups for param in group["params"]], {})
         self._built = True
-        self._knows_stages = False
+        self._knows_stages = config.deferred_clipping  # the Trainer's call names their group
+        if config.deferred_clipping:
+            defer_clipping(self)
+            take_over(distributed)
 
     @staticmethod
     def _resolve_optimizer_factory(name: str) -> Callable[..., Optimizer]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.optimizer import ParamGroupConfig
 from torchtitan.models.common.attention import ScaledDotProductAttention
@@ -19,6 +22,29 @@ def small() -> Trainer.Config:
         # The default, flex attention, has no backward there.
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
     config.loss = CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(spec))
+    return config
+
+
+def embeddings_apart() -> Trainer.Config:
+    """`small` with a group of embeddings, which only the first pipeline stage has."""
+    config = small()
+    (whole,) = config.optimizer.param_groups
+    config.optimizer.param_groups.insert(0, replace(whole, pattern="tok_embeddings"))
+    return config
+
+
+def clipping_in_step() -> Trainer.Config:
+    """`small` with our containers, which clip to 1 within the step; the Trainer does not clip."""
+    from torchopt_ext.integrations.torchtitan_0_3 import use_torchopt_ext
+
+    config = use_torchopt_ext(small(), max_grad_norm=1.0)
+    config.training.max_norm = math.inf
+    return config
+
+
+def diverging() -> Trainer.Config:
+    config = small()
+    config.optimizer.param_groups[0].optimizer_kwargs["lr"] = 1e38
     return config
 
 

@@ -445,6 +445,24 @@ REJECTED = {
         {FACTORY: {"AdamW": {"max_grad_norm": 1.0}}},
     ),
     "bad threshold": (ValueError, "max_grad_norm: -1", [], {"max_grad_norm": -1.0}),
+    "deferred clipping beside a threshold": (
+        ValueError,
+        "max_grad_norm is 1.0",
+        [],
+        {"deferred_clipping": True, "max_grad_norm": 1.0},
+    ),
+    "deferred clipping of torch's": (
+        ValueError,
+        "AdamW, whose step cannot clip",
+        [],
+        {"deferred_clipping": True, "implementation": "foreach"},
+    ),
+    "masters of float32": (
+        ValueError,
+        "master_weights has no effect",
+        [],
+        {"master_weights": "fp32"},
+    ),
     "unknown argument": (TypeError, "speed", [], {FACTORY: {"AdamW": {"speed": 1}}}),
 }
 
