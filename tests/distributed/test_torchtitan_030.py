@@ -70,15 +70,22 @@ class Runs:
     done: dict[str, Run] = field(default_factory=dict)
 
     def get(
-        self, layout: str, ours: bool, resume: str = "", config: str = "small", **fields: Any
+        self,
+        layout: str,
+        ours: bool,
+        resume: str | Run = "",
+        config: str = "small",
+        **fields: Any,
     ) -> Run:
-        """Train to step 10; `resume` = "ours" or "stock": continue that run's step 5.
+        """Train to step 10; `resume`: continue step 5 of that run, or of that side's.
 
         `fields` are of our container's Config.
         """
         name = f"{layout}-{config}-{'ours' if ours else 'stock'}"
         name += "".join(f"-{key}={value}" for key, value in fields.items())
-        name += f"-from-{resume}" if resume else ""
+        if isinstance(resume, str) and resume:
+            resume = self.get(layout, resume == "ours", "", config)
+        name += f"-from-{resume.checkpoints.parent.name}" if resume else ""
         if name in self.done:
             return self.done[name]
         folder = self.folder / name
@@ -87,7 +94,7 @@ class Runs:
         checkpoints = folder / "checkpoint"
         checkpoints.mkdir(parents=True)
         if resume:
-            saved = self.get(layout, resume == "ours", "", config).checkpoints / f"step-{SAVED}"
+            saved = resume.checkpoints / f"step-{SAVED}"
             (checkpoints / saved.name).symlink_to(saved)
         world_size, parallelism = LAYOUTS[layout]
         options = [*self.options(folder, config), *parallelism]
@@ -230,6 +237,22 @@ def test_resume_repeats_every_digit(runs: Runs, layout: str) -> None:
 def test_checkpoints_are_exchanged(runs: Runs, layout: str, ours: bool) -> None:
     resumed = runs.get(layout, ours, resume="stock" if ours else "ours")
     assert_same_training(resumed, runs.get(layout, not ours), first_step=SAVED + 1)
+
+
+@pytest.mark.slow
+def test_master_weights_join_a_running_job(runs: Runs) -> None:
+    """A checkpoint of torch's optimizers has none, and torchtitan ignores those in ours."""
+    masters = {"config": "bf16", "master_weights": "fp32"}
+    stock = runs.get("fsdp", ours=False, config="bf16")
+    joined = runs.get("fsdp", ours=True, resume=stock, **masters)
+    assert list(joined.metrics) == list(range(SAVED + 1, STEPS + 1))
+    assert joined.metrics[SAVED + 1]["loss"] == stock.metrics[SAVED + 1]["loss"]
+    whole = runs.get("fsdp", ours=True, **masters)
+    assert "optimizer.state.norm.weight.master_weight" in entries(whole)
+    resumed = runs.get("fsdp", ours=True, resume=whole, **masters)
+    assert resumed.metrics == {s: whole.metrics[s] for s in range(SAVED + 1, STEPS + 1)}
+    back = runs.get("fsdp", ours=False, resume=whole, config="bf16")
+    assert back.metrics[SAVED + 1]["loss"] == whole.metrics[SAVED + 1]["loss"]
 
 
 @pytest.mark.parametrize("layout", [slow("single"), "fsdp", slow("tp"), slow("ddp"), slow("pp")])

@@ -27,9 +27,11 @@ from torchopt_ext.containers.optimizers import trainable_parameters
 from torchopt_ext.integrations.tested import warn_if_untested
 from torchopt_ext.optim import FusedAdam, FusedAdamW
 from torchopt_ext.optim.context import ALONE
+from torchopt_ext.statedict import dcp
 
 warn_if_untested("torchtitan", "0.3.0")
 
+from torchtitan.components import checkpointer  # noqa: E402
 from torchtitan.components import optimizer as stock  # noqa: E402
 from torchtitan.components.checkpointer.utils import canonical_fqn  # noqa: E402
 from torchtitan.config import Configurable  # noqa: E402
@@ -148,6 +150,16 @@ class OptimizersContainer(containers.OptimizersContainer[Any], Configurable):  #
             stocks._log_optimizer(self, optimizers[-1], index, patterns[name])
         return optimizers
 
+    @property
+    def keeps_masters(self) -> bool:
+        """Whether checkpoints hold master weights or remainders, which torchtitan's do not."""
+        return any(
+            isinstance(optimizer, FusedAdam) and optimizer.keeps_master(param)
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for param in group["params"]
+        )
+
     def step(self, *args: Any, **kwargs: Any) -> Any:
         if not self._knows_stages:
             _check_stages(self.optimizers)
@@ -234,6 +246,24 @@ def agree_over_pipeline(
         for optimizer in optimizers:
             if isinstance(optimizer, FusedAdam):
                 optimizer.process_group = mesh.get_group()
+
+
+_stock_dcp_load = checkpointer.CheckpointManager.dcp_load
+
+
+def _dcp_load(
+    manager: Any, state_dict: dict[str, Any], checkpoint_id: str, *args: Any, **kwargs: Any
+) -> None:
+    """As torchtitan's, which demands masters and remainders that torch's optimizers do not save:
+    ours loads what is there, and makes them from the weights."""
+    container = state_dict.get(checkpointer.OPTIMIZER)
+    if isinstance(container, OptimizersContainer) and container.keeps_masters:
+        dcp.load({checkpointer.OPTIMIZER: container}, checkpoint_id=checkpoint_id)
+        state_dict = {k: v for k, v in state_dict.items() if k != checkpointer.OPTIMIZER}
+    _stock_dcp_load(manager, state_dict, checkpoint_id, *args, **kwargs)
+
+
+checkpointer.CheckpointManager.dcp_load = _dcp_load
 
 
 def _ours(name: str, config: Any) -> type[FusedAdam] | None:

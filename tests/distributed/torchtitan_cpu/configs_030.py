@@ -42,6 +42,12 @@ def clipping_in_step() -> Trainer.Config:
     return config
 
 
+def bf16() -> Trainer.Config:
+    config = small()
+    config.training.dtype = "bfloat16"
+    return config
+
+
 def diverging() -> Trainer.Config:
     config = small()
     config.optimizer.param_groups[0].optimizer_kwargs["lr"] = 1e38
