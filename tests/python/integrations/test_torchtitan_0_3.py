@@ -1,6 +1,6 @@
 """Our containers in torchtitan 0.3, each beside torchtitan's own: torchtitan's unit tests by
-behaviour (its tests/unit_tests/test_optimizer_param_groups.py, test_state_dict_keys.py,
-test_lr_scheduler.py), our options, and what is rejected."""
+behaviour (its tests/unit_tests/test_optimizer_param_groups.py, test_state_dict_keys.py), our
+options, and what is rejected."""
 
 from __future__ import annotations
 
@@ -242,83 +242,6 @@ def test_expert_biases_move_before_the_step(kind: Any) -> None:
             torch.testing.assert_close(block.moe.expert_bias_E, steps * expected)
             assert not block.moe.tokens_per_expert_E.any()
             block.moe.tokens_per_expert_E.copy_(torch.tensor([3.0, 1.0, 2.0, 2.0]))
-
-
-# ---- schedules ----------------------------------------------------------------------------------
-
-SCHEDULES = {
-    "warmup and decay": ({"warmup_steps": 2}, 10, [0.5, 1, 1, *(1 - i / 8 for i in range(1, 9))]),
-    "no warmup": ({"warmup_steps": 0}, 10, [1, *(1 - i / 10 for i in range(1, 11))]),
-    "stable between": (
-        {"warmup_steps": 2, "decay_ratio": 0.5},
-        10,
-        [0.5, *[1] * 5, 0.8, 0.6, 0.4, 0.2, 0],
-    ),
-    "decay shortened": (
-        {"warmup_steps": 5, "decay_ratio": 0.8},
-        10,
-        [0.2, 0.4, 0.6, 0.8, 1, 1, 0.8, 0.6, 0.4, 0.2, 0],
-    ),
-    "no decay": ({"warmup_steps": 0, "decay_ratio": 0.0}, 10, [1] * 11),
-    "warmup shortened": ({"warmup_steps": 10}, 5, [0.2, 0.4, 0.6, 0.8, 1, 1]),
-    "minimum": (
-        {"warmup_steps": 2, "min_lr_factor": 0.2},
-        10,
-        [0.5, 1, 1, *(1 - 0.1 * i for i in range(1, 9))],
-    ),
-    "total": ({"warmup_steps": 2, "total_steps": 10}, 4, [0.5, 1, 1, 7 / 8, 6 / 8]),
-    "cosine": ({"warmup_steps": 2, "decay_type": "cosine"}, 4, [0.5, 1, 1, 0.5, 0]),
-    "sqrt": ({"warmup_steps": 2, "decay_type": "sqrt"}, 4, [0.5, 1, 1, 1 - math.sqrt(0.5), 0]),
-}
-
-
-@pytest.mark.parametrize("case", SCHEDULES)
-def test_schedule_is_stock_schedule(case: str) -> None:
-    fields, steps, factors = SCHEDULES[case]
-    seen = []
-    for kind in (ours, stock):
-        container = build(kind, model(), *SEVERAL)
-        config = kind.LRSchedulersContainer.Config(**fields)
-        schedulers = config.build(optimizers=container, training_steps=steps)
-        assert type(schedulers) is kind.LRSchedulersContainer
-        metrics = [schedulers.get_metrics()]
-        for _ in factors[1:]:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the optimizers do not step here
-                schedulers.step()
-            metrics.append(schedulers.get_metrics())
-        seen.append(metrics)
-    assert [m["lr/AdamW/1"] / 1e-2 for m in seen[0]] == pytest.approx(factors, abs=1e-12)
-    for found, expected in zip(*seen, strict=True):
-        assert found.keys() == expected.keys() == {"lr/AdamW/0", "lr/AdamW/1", "lr/Adam"}
-        assert found == pytest.approx(expected, rel=1e-12, abs=1e-18)
-
-
-def test_unknown_decay_is_rejected_when_built() -> None:
-    config = ours.LRSchedulersContainer.Config(decay_type="step")
-    with pytest.raises(ValueError, match="decay_type is 'step'"):
-        config.build(optimizers=build(ours, model()), training_steps=10)
-
-
-@pytest.mark.parametrize("form", ["0.3", "0.2"])
-def test_schedule_continues_from_either_form(form: str) -> None:
-    def made() -> tuple[Any, Any]:
-        container = build(ours, model(), *SEVERAL)
-        config = ours.LRSchedulersContainer.Config(warmup_steps=2)
-        return container, config.build(optimizers=container, training_steps=10)
-
-    container, schedulers = made()
-    backward(container.model_parts[0], 0)
-    container.step()
-    for _ in range(4):
-        schedulers.step()
-    assert schedulers.state_dict() == {"last_epoch": 4}
-    state = {"0.3": schedulers, "0.2": schedulers.schedulers[0]}[form].state_dict()
-    other, resumed = made()
-    resumed.load_state_dict(state)
-    assert [g["lr"] for g in other.param_groups] == [g["lr"] for g in container.param_groups]
-    assert resumed.get_metrics() == schedulers.get_metrics()
-    assert resumed.state_dict() == {"last_epoch": 4}
 
 
 # ---- options ------------------------------------------------------------------------------------

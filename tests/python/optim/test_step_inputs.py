@@ -164,6 +164,20 @@ def test_amsgrad_switched_on() -> None:
     assert_same_bits(mine, reference)
 
 
+def test_options_that_do_nothing_in_a_group_are_rejected() -> None:
+    params = make_params([(2,), (3,)])
+    optimizer = OURS["AdamW"](params[:1])
+    for option in ("max_grad_norm", "state_dtype", "track", "process_group"):
+        with pytest.raises(ValueError, match=f"{option}: arguments of FusedAdamW for all"):
+            optimizer.add_param_group({"params": params[1:], option: None})
+    for switch in ({"fused": False}, {"foreach": True}, {"differentiable": True}):
+        with pytest.raises(ValueError, match="FusedAdamW is always fused and not differentiable"):
+            optimizer.add_param_group({"params": params[1:], **switch})
+    assert len(optimizer.param_groups) == 1
+    train([optimizer], [params[:1]], 2)
+    assert optimizer.state[params[0]]["step"] == 2
+
+
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "chained": lambda opt: lr_scheduler.ChainedScheduler(
         [
