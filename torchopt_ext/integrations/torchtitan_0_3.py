@@ -4,7 +4,8 @@
         torchopt_ext.integrations.torchtitan_0_3.optimizers \
         torchopt_ext.integrations.torchtitan_0_3.lr_schedulers
 
-or, in a config function of one's own, `use_torchopt_ext(llama3_debugmodel())`.
+or, in a config function of one's own, `use_torchopt_ext(llama3_debugmodel())`. Importing the module
+lets torchtitan's CheckpointManager load our containers' optional entries, and nothing else.
 """
 
 import dataclasses
@@ -50,6 +51,7 @@ __all__ = [
 _OURS: dict[str, type[FusedAdam]] = {"FusedAdam": FusedAdam, "FusedAdamW": FusedAdamW}
 _OURS_IF_FUSED: dict[str, type[FusedAdam]] = {"Adam": FusedAdam, "AdamW": FusedAdamW}
 _BF16_STATES = "fused_opt_states_bf16"
+_FUSED = ("fused", _BF16_STATES)
 
 
 class OptimizersContainer(containers.OptimizersContainer[Any], Configurable):  # type: ignore[misc]
@@ -60,7 +62,8 @@ class OptimizersContainer(containers.OptimizersContainer[Any], Configurable):  #
     where the implementation is a fused one. Other names are torchtitan's.
 
     Patterns are searched for in parameter names without wrappers of modules; the first that is
-    found decides. A pattern may be found in the part of another pipeline stage only.
+    found decides. A pattern may be found in the part of another pipeline stage only, so that all
+    ranks build their containers together.
 
     Args:
         config: what to build.
@@ -268,8 +271,9 @@ checkpointer.CheckpointManager.dcp_load = _dcp_load
 
 def _ours(name: str, config: Any) -> type[FusedAdam] | None:
     """Our class for the name of an optimizer, or None."""
-    fused = config.implementation in ("fused", _BF16_STATES)
-    return _OURS.get(name) or (_OURS_IF_FUSED.get(name) if fused else None)
+    return _OURS.get(name) or (
+        _OURS_IF_FUSED.get(name) if config.implementation in _FUSED else None
+    )
 
 
 def _arguments_by_name(config: Any) -> dict[str, dict[str, Any]]:
@@ -293,15 +297,7 @@ def _arguments_by_name(config: Any) -> dict[str, dict[str, Any]]:
             f"{sorted(options)} would have no effect: the param_groups name {list(names)} with "
             f"implementation {config.implementation!r}, none of which is FusedAdam or FusedAdamW"
         )
-    if (
-        names
-        and not names.keys() - _OURS.keys()
-        and config.implementation
-        not in (
-            "fused",
-            _BF16_STATES,
-        )
-    ):
+    if names and names.keys() <= _OURS.keys() and config.implementation not in _FUSED:
         raise ValueError(
             f"implementation {config.implementation!r} would have no effect on {list(names)}"
         )

@@ -7,9 +7,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-import sys
-import types
-import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,19 +16,13 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from torchopt_ext import FusedAdam, FusedAdamW
-from torchopt_ext.integrations import tested
 
 pytest.importorskip("torchtitan.components.optimizer.utils", reason="torchtitan 0.3 is not there")
 
 from torchtitan.components import optimizer as stock
 from torchtitan.components.optimizer import ParamGroupConfig
-from torchtitan.config import ConfigManager
-from torchtitan.config.override import OverrideConfig, apply_overrides
-from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
 from torchopt_ext.integrations import torchtitan_0_3 as ours
-
-MODULE = "torchopt_ext.integrations.torchtitan_0_3"
 
 
 def model(dtype: torch.dtype = torch.float32, *, recomputes: bool = True) -> nn.Module:
@@ -207,6 +198,29 @@ def test_a_missing_key_changes_nothing() -> None:
     with pytest.raises(KeyError, match=r"layers\.0\.0\.weight\.exp_avg"):
         container.load_state_dict(saved)
     assert torch.equal(container.state_dict()["state.lm_head.weight.exp_avg"], torch.zeros(3, 4))
+
+
+def test_seed_bug_state_before_the_first_step_counted_a_step() -> None:
+    parts, containers = [model(), model()], []
+    for part, early in zip(parts, (True, False), strict=True):
+        containers.append(build(ours, part, *SEVERAL))
+        if early:  # as a fault-tolerant job and every load do
+            containers[-1].load_state_dict(values(containers[-1].state_dict()))
+        backward(part, 0)
+        containers[-1].step()
+    assert containers[0].state_dict()["state.lm_head.weight.step"] == 1
+    assert all(map(torch.equal, *(part.parameters() for part in parts)))
+
+
+def test_seed_bug_param_groups_of_the_container_kept_the_first_lr() -> None:
+    container = build(ours, model(), *SEVERAL)
+    config = ours.LRSchedulersContainer.Config(warmup_steps=2)
+    schedulers = config.build(optimizers=container, training_steps=10)
+    assert [g["lr"] for g in container.param_groups] == [5e-3, 5e-3, 1.5e-3]
+    backward(container.model_parts[0], 0)
+    container.step()
+    schedulers.step()
+    assert [g["lr"] for g in container.param_groups] == [1e-2, 1e-2, 3e-3]
 
 
 # ---- hooks --------------------------------------------------------------------------------------
@@ -414,77 +428,3 @@ def test_parts_that_cannot_be_trained_are_rejected() -> None:
     backward(container.model_parts[0], 0)
     container.step()
     assert "state.lm_head.weight.exp_avg" in container.state_dict()
-
-
-# ---- plugging in --------------------------------------------------------------------------------
-
-
-def imports(*entries: Any) -> OverrideConfig:
-    return OverrideConfig(imports=list(entries))
-
-
-def test_overrides_keep_the_settings() -> None:
-    config = llama3_debugmodel()
-    groups, warmup = config.optimizer.param_groups, config.lr_scheduler.warmup_steps
-    options = {"max_grad_norm": 2.0, "state_dtype": "bfloat16"}
-    apply_overrides(imports((f"{MODULE}.optimizers", options), f"{MODULE}.lr_schedulers"), config)
-    assert type(config.optimizer) is ours.OptimizersContainer.Config
-    assert type(config.lr_scheduler) is ours.LRSchedulersContainer.Config
-    assert config.optimizer.param_groups is groups
-    assert config.lr_scheduler.warmup_steps == warmup
-    assert (config.optimizer.max_grad_norm, config.optimizer.state_dtype) == (2.0, "bfloat16")
-    with pytest.raises(ValueError, match="speed"):
-        apply_overrides(imports((f"{MODULE}.optimizers", {"speed": 1})), llama3_debugmodel())
-
-
-def test_fields_are_options_of_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = types.ModuleType("my_configs")
-    module.mine = lambda: ours.use_torchopt_ext(llama3_debugmodel(), skip_nonfinite=True)
-    monkeypatch.setitem(sys.modules, "my_configs", module)
-    config = ConfigManager().parse_args(
-        [
-            *["--module=my_configs", "--config=mine", "--optimizer.max_grad_norm=0.5"],
-            *["--optimizer.track", "norms", "digest", "--optimizer.master_weights=fp32"],
-        ]
-    )
-    assert type(config.optimizer) is ours.OptimizersContainer.Config
-    assert (config.optimizer.max_grad_norm, config.optimizer.skip_nonfinite) == (0.5, True)
-    assert (config.optimizer.track, config.optimizer.master_weights) == (
-        ["norms", "digest"],
-        "fp32",
-    )
-
-
-def test_use_torchopt_ext_joins_pipeline_stages_and_keeps_a_hook() -> None:
-    called, base = [], llama3_debugmodel()
-    base.model_spec.post_optimizer_build_fn = lambda *args: called.append(args)
-    spec = base.model_spec
-    config = ours.use_torchopt_ext(base, max_grad_norm=1.0)
-    assert spec.post_optimizer_build_fn is not config.model_spec.post_optimizer_build_fn
-    parts = [model()]
-    optimizers = config.optimizer.build(model_parts=parts)
-    group_of_stages = object()
-    mesh = SimpleNamespace(get_group=lambda: group_of_stages)
-    dims = SimpleNamespace(get_optional_mesh={"pp": mesh}.get)
-    config.model_spec.post_optimizer_build_fn(optimizers, parts, dims)
-    assert called == [(optimizers, parts, dims)]
-    assert optimizers.optimizers[0].process_group is group_of_stages
-
-
-def test_use_torchopt_ext_rejects_other_containers() -> None:
-    @dataclasses.dataclass(kw_only=True, slots=True)
-    class Other(stock.OptimizersContainer.Config):
-        pass
-
-    config = llama3_debugmodel()
-    config.optimizer = Other()
-    with pytest.raises(TypeError, match="Other is a configuration of another container"):
-        ours.use_torchopt_ext(config)
-
-
-def test_other_versions_are_named() -> None:
-    with pytest.warns(UserWarning, match=r"tested with torchtitan 0\.3\.9 and may not fit 0\.3\.0"):
-        tested.warn_if_untested("torchtitan", "0.3.9")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        tested.warn_if_untested("torchtitan", "0.3.0")
