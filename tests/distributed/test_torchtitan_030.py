@@ -265,6 +265,16 @@ def test_deferred_clipping_trains_as_stock(runs: Runs, layout: str) -> None:
 
 
 @pytest.mark.slow
+def test_experts_stay_balanced_as_with_stock(runs: Runs) -> None:
+    stock, ours = (runs.get("fsdp", of, config="moe") for of in (False, True))
+    assert_same_training(ours, stock)
+    bias = "layers.1.moe.expert_bias_E"
+    expected, found = (read_checkpoint(run, STEPS)[bias] for run in (stock, ours))
+    assert expected.any()
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.slow
 def test_a_group_may_lie_in_one_pipeline_stage_only(runs: Runs) -> None:
     """torchtitan's own containers reject a pattern that finds nothing in a stage."""
     ours = runs.get("pp", ours=True, config="embeddings_apart")

@@ -9,13 +9,23 @@ from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.optimizer import ParamGroupConfig
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.common.config_utils import decoder_vocab_size
+from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.trainer import Trainer
 
 
 def small() -> Trainer.Config:
-    """The llama3 debug model with two layers and an attention that runs on a CPU."""
-    config = llama3_debugmodel()
+    """The llama3 debug model, small enough for a CPU."""
+    return _for_cpu(llama3_debugmodel())
+
+
+def moe() -> Trainer.Config:
+    """The deepseek_v3 debug model: a dense layer, and one whose experts are kept balanced."""
+    return _for_cpu(deepseek_v3_debugmodel())
+
+
+def _for_cpu(config: Trainer.Config) -> Trainer.Config:
+    """With two layers and an attention that runs on a CPU."""
     spec = config.model_spec
     del spec.model.layers[2:]
     for layer in spec.model.layers:
