@@ -120,7 +120,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            py::arg("control"), py::arg("accumulator"), py::arg("with_norm"), py::arg("grad_scale"),
            py::arg("found_inf"))
       .def("traces", &OptimizerPlan::traces)
-      .def_property_readonly("parts", &OptimizerPlan::parts)
       .def_property_readonly("part_devices", &OptimizerPlan::part_devices)
       .def_property_readonly("gradients_copied", &OptimizerPlan::gradients_copied);
 }

@@ -66,7 +66,6 @@ class OptimizerPlan {
             const std::optional<at::Tensor>& grad_scale,
             const std::optional<at::Tensor>& found_inf);
 
-  size_t parts() const { return plans_.size(); }
   std::vector<at::Device> part_devices() const;
   int64_t gradients_copied() const;
   // Of each part, norms and counts (plan/backend.h), and which parameters its rows are.
