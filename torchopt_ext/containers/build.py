@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import nn
@@ -24,6 +24,23 @@ _SHARED_OPTIONS = ("amsgrad", "maximize")
 """Arguments that torch's classes have, too."""
 
 
+@overload
+def build_optimizers(
+    model_parts: list[nn.Module],
+    job_config: Any,
+    ft_manager: Any = None,
+    *,
+    process_group: Any = None,
+) -> OptimizersContainer[Any]: ...
+@overload
+def build_optimizers(
+    model_parts: list[nn.Module],
+    optimizer_config: Any,
+    parallel_dims: Any,
+    ft_manager: Any = None,
+    *,
+    process_group: Any = None,
+) -> OptimizersContainer[Any]: ...
 def build_optimizers(
     model_parts: list[nn.Module], *args: Any, process_group: Any = None, **kwargs: Any
 ) -> OptimizersContainer[Any]:

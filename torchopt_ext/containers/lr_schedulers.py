@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from itertools import chain
-from typing import Any
+from typing import Any, overload
 
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
@@ -99,6 +99,14 @@ class LRSchedulersContainer(Stateful):
         return metrics
 
 
+@overload
+def build_lr_schedulers(
+    optimizers: OptimizersContainer[Any], job_config: Any
+) -> LRSchedulersContainer: ...
+@overload
+def build_lr_schedulers(
+    optimizers: OptimizersContainer[Any], lr_scheduler_config: Any, training_steps: int
+) -> LRSchedulersContainer: ...
 def build_lr_schedulers(
     optimizers: OptimizersContainer[Any], *args: Any, **kwargs: Any
 ) -> LRSchedulersContainer:
