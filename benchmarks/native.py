@@ -15,7 +15,7 @@ def shared_library(source: str) -> Iterator[Path]:
     """A shared library of benchmarks/``source``; the file is gone afterwards, a loaded copy stays.
 
     Raises:
-        RuntimeError: the compiler (``CXX``, otherwise g++) refuses; with what it says.
+        RuntimeError: the compiler (``CXX``, otherwise g++) fails; with what it says.
     """
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "library.so"

@@ -245,7 +245,7 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
 
 
 def trainable_parameters(model_parts: Sequence[nn.Module]) -> list[list[nn.Parameter]]:
-    """Each part's trainable parameters, tied ones once; refuses what no optimizer can train."""
+    """Each part's trainable parameters, tied ones once; rejects what no optimizer can train."""
     owner: dict[nn.Parameter, str] = {}
     params: list[list[nn.Parameter]] = []
     for i, part in enumerate(model_parts):

@@ -61,7 +61,7 @@ def save_checkpoint(
         states = storable(optimizer.state_dict())
         if rank == 0:
             recover(folder)
-            refuse_other_files(folder)
+            reject_other_files(folder)
             shutil.rmtree(saving, ignore_errors=True)
     error = None
     try:
@@ -74,7 +74,7 @@ def save_checkpoint(
             replace(folder, saving)
 
 
-def refuse_other_files(folder: Path) -> None:
+def reject_other_files(folder: Path) -> None:
     """Raises FileExistsError where replacing a checkpoint would delete something else."""
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"{folder} is a file")

@@ -32,7 +32,7 @@ from torchopt_ext.statedict.masters import weight_of
 
 logger = logging.getLogger(__name__)
 
-# The wrapper of each base, to refuse a second one.
+# The wrapper of each base, to reject a second one.
 _wrappers: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
 
 
@@ -76,7 +76,7 @@ class FSDPadaptOptimizer(BaseOptimizer):
         clip_grad_norm: float | None = None,
         process_group: Any = None,
     ) -> None:
-        refuse_base(optimizer)
+        reject_base(optimizer)
         super().__init__(optimizer)
         params = params_of(optimizer)
         config = scaler_config(grad_scal_cfg, params)
@@ -361,7 +361,7 @@ class FSDPadaptOptimizer(BaseOptimizer):
         _wrappers[self.optim] = weakref.ref(self)
 
 
-def refuse_base(optimizer: Any) -> None:
+def reject_base(optimizer: Any) -> None:
     """Raises TypeError for an optimizer that cannot be wrapped."""
     name = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):

@@ -33,7 +33,7 @@ from torchopt_ext.optim.local import (
 from torchopt_ext.optim.rejection import Agreement
 from torchopt_ext.optim.state import named_group_params
 from torchopt_ext.optim.step import accumulated_norm, reject
-from torchopt_ext.optim.storage import SIXTEEN_BIT, is_steppable, refuse_param
+from torchopt_ext.optim.storage import SIXTEEN_BIT, is_steppable, reject_param
 from torchopt_ext.statedict.masters import read_weights
 
 NormPart = tuple[torch.device, NormKey]
@@ -82,7 +82,7 @@ class MasterWeights(Controlled):
         for name, param in zip(names_of(number, group), group["params"], strict=True):
             what = f"parameter {name} of {type(self.optim).__name__}"
             if param.requires_grad:
-                refuse_param(param, what)
+                reject_param(param, what)
                 if param.is_complex():
                     raise TypeError(f"{what} is complex: only FusedAdam and FusedAdamW step those")
             if torch.nn.parameter.is_lazy(param):
@@ -316,7 +316,7 @@ class _Table:
         """
         for i in self._frozen:
             if self.params[i].grad is not None:
-                refuse_param(self.params[i], f"parameter {self.names[i]}")
+                reject_param(self.params[i], f"parameter {self.names[i]}")
         return any(
             param.grad is not None and param.dtype in SIXTEEN_BIT for param in self._without_master
         )

@@ -146,7 +146,7 @@ def build_plan(
 
     Raises:
         ValueError: a state entry has another shape than its parameter.
-        RuntimeError: what csrc/plan/step_plan.h refuses.
+        RuntimeError: what csrc/plan/step_plan.h rejects.
     """
     stepped, idle = [], []
     first = optimizer.first_parameter_number

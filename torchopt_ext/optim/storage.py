@@ -63,7 +63,7 @@ class Storage:
         return None
 
 
-def refuse_param(param: Tensor, what: str) -> None:
+def reject_param(param: Tensor, what: str) -> None:
     """Raises TypeError for a parameter that no step could update."""
     if problem := param_problem(param):
         raise TypeError(f"{what} {problem}")
