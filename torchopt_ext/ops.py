@@ -23,14 +23,20 @@ def new_accumulator(device: torch.device | str = "cpu") -> Tensor:
     return torch.zeros(_C.ACCUMULATOR_SIZE, dtype=torch.int64, device=device)
 
 
-def new_control(device: torch.device | str = "cpu", **fields: float) -> Tensor:
+def new_control(
+    device: torch.device | str = "cpu",
+    *,
+    max_grad_norm: float = 0.0,
+    skip_nonfinite: bool | float = False,
+    **fields: float,
+) -> Tensor:
     """A control block: float64, one element for each of :data:`CONTROL_FIELDS`.
 
     Args:
         device: where the parameters are.
-        fields: first values; factors and scales are 1 by default, the rest 0. Gradients are clipped
-            with ``max_grad_norm`` above 0, and ``skip_nonfinite`` skips a step that has a
-            non-finite one.
+        max_grad_norm: clip threshold; 0 or less leaves gradients as they are.
+        skip_nonfinite: skip a step that has a non-finite gradient.
+        fields: first values of other fields; factors and scales are 1 by default, the rest 0.
 
     Raises:
         ValueError: there is no such field.
@@ -38,6 +44,7 @@ def new_control(device: torch.device | str = "cpu", **fields: float) -> Tensor:
     if unknown := fields.keys() - set(CONTROL_FIELDS):
         raise ValueError(f"a control block has no field {min(unknown)!r}")
     ones = ("clip_factor", "grad_factor", "grad_scale", "loss_scale", "lr_factor")
+    fields |= {"max_grad_norm": max_grad_norm, "skip_nonfinite": skip_nonfinite}
     values = dict.fromkeys(CONTROL_FIELDS, 0.0) | dict.fromkeys(ones, 1.0) | fields
     return torch.tensor(list(values.values()), dtype=torch.float64, device=device)
 

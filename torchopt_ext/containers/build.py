@@ -163,7 +163,8 @@ def reject_ineffective(options: dict[str, Any], params: Iterable[nn.Parameter]) 
 
 
 def _of_job_config(job_config: Any, ft_manager: Any = None) -> tuple[Any, Any, Any]:
-    stages = getattr(job_config.parallelism, "pipeline_parallel_degree", 1)
+    parallelism = getattr(job_config, "parallelism", None)
+    stages = getattr(parallelism, "pipeline_parallel_degree", 1)
     return (
         job_config.optimizer,
         SimpleNamespace(pp_enabled=stages > 1, ep_enabled=False),

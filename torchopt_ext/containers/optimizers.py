@@ -48,6 +48,7 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
     optimizers: list[T]
     model_parts: list[nn.Module]
     deferred_clipping: "DeferredClipping | None" = None  # set by defer_clipping()
+    _sizes: Sequence[int] = ()  # optimizers of each part; one, where a subclass makes them itself
     _built = False
 
     def __init__(
@@ -190,7 +191,7 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
     def _parts(self) -> list[flat.ModelPart]:
         """Each model part with the optimizers of its parameters."""
         optimizers = iter(self.optimizers)
-        sized = zip(self.model_parts, self._sizes, strict=True)
+        sized = zip(self.model_parts, self._sizes or [1] * len(self.optimizers), strict=True)
         return [(part, [*islice(optimizers, size)]) for part, size in sized]
 
     def _validate_length(self, expected_length: int) -> None:

@@ -64,8 +64,10 @@ def control_problem(fields: Any) -> str | None:
         return f"'{CONTROL_KEY}' is {fields!r}, expected a dict of numbers"
     for name, value in fields.items():
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not 0 <= value < float("inf") or (name == "loss_scale" and value == 0):
-            return f"'{CONTROL_KEY}' has {name} = {value!r}, expected a number from 0 on"
+        scale = name == "loss_scale"
+        if not number or not 0 <= value < float("inf") or (scale and value == 0):
+            expected = f"expected a number {'above 0' if scale else 'from 0 on'}"
+            return f"'{CONTROL_KEY}' has {name} = {value!r}, {expected}"
     return None
 
 

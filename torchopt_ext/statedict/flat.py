@@ -4,6 +4,7 @@ Keys are those of torch's `flatten_optimizer_state_dict`: `state.{fqn}.{name}` a
 `param_groups.{fqn}.{name}`, where fqn is the parameter's name in its model part.
 """
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -115,6 +116,8 @@ def _commit(slot: Slot, state: dict[str, Any]) -> None:
         if isinstance(live, Tensor) and isinstance(value, Tensor | int | float):
             tensor = value if isinstance(value, Tensor) else torch.tensor(value)
             live.copy_(tensor.reshape(live.shape) if tensor.numel() == 1 else tensor)
+        elif not isinstance(value, Tensor):
+            state[name] = copy.deepcopy(value)  # a number, where the optimizer keeps one
         elif name not in MASTERS or keeps_master:
             state[name] = entries.converted(name, value, slot.param, Storage())
 

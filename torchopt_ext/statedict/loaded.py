@@ -166,7 +166,11 @@ def load_whole(optim: Optimizer, state_dict: Mapping[str, Any]) -> None:
     state, groups = optim.state, optim.param_groups
     contents = [dict(group) for group in groups]
     try:
-        own = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), state_dict["state"])
+        # As dicts: tree_map_only does not look into other mappings.
+        dicts = {
+            k: dict(v) if isinstance(v, Mapping) else v for k, v in state_dict["state"].items()
+        }
+        own = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), dicts)
         optim.load_state_dict({**state_dict, "state": own})
         for number, (group, before) in enumerate(zip(optim.param_groups, contents, strict=True)):
             if lacking := (optim.defaults.keys() & before.keys()) - group.keys():

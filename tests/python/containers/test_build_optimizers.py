@@ -270,6 +270,12 @@ def test_every_way_to_pass_the_arguments(parts):
         assert container.param_groups[0]["lr"] == 0.5
 
 
+@pytest.mark.parametrize("early", [False, True])
+def test_a_job_configuration_without_parallelism(parts, early):
+    job_config = SimpleNamespace(optimizer=section(early_step_in_backward=early))
+    assert len(build_optimizers(parts, job_config, None)) >= len(parts)
+
+
 def test_a_wrong_call_is_pythons_own_error(parts):
     with pytest.raises(TypeError, match="parallel_dims"):
         build_optimizers(parts, section())

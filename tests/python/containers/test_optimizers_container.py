@@ -348,6 +348,23 @@ def test_post_init_can_be_overridden_as_in_torchtitan(choice, parts, set_grads):
     assert len(container.param_groups) == 2
 
 
+def test_a_subclass_can_make_its_optimizers(choice, parts, set_grads):
+    class Own(OptimizersContainer):
+        def __init__(self, model_parts, optimizer_cls, optimizer_kwargs):
+            self.model_parts = model_parts
+            every = [list(part.parameters()) for part in model_parts]
+            self.optimizers = [optimizer_cls(params, **optimizer_kwargs) for params in every]
+            self._validate_length(len(model_parts))
+            self._post_init([p for params in every for p in params], optimizer_kwargs)
+
+    container = Own(parts, choice.cls, choice.all_kwargs())
+    set_grads(parts, 0)
+    container.step()
+    saved = copy.deepcopy(container.state_dict())
+    container.load_state_dict(saved)
+    assert saved.keys() == choice.container(parts).state_dict().keys()
+
+
 def test_the_arguments_are_not_kept_or_changed(choice, parts):
     kwargs = choice.all_kwargs()
     before = dict(kwargs)

@@ -484,3 +484,24 @@ def test_a_dict_of_another_algorithm_is_refused(parts, saved_as, loaded_as, name
     container = OptimizersContainer(parts, *loaded_as)
     with pytest.raises(ValueError, match=f"{name}' is .*, this optimizer was built with"):
         container.load_state_dict(saved)
+
+
+def test_numbers_in_a_users_state_stay_numbers(parts, set_grads):
+    class Counting(torch.optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {"lr": 0.1})
+
+        def step(self, closure=None):
+            for param in self.param_groups[0]["params"]:
+                entry = self.state[param]
+                entry["step"] = entry.get("step", 0) + 1
+                entry["moment"] = param.grad.clone()
+
+    container = OptimizersContainer(parts, Counting, {})
+    set_grads(parts, 0)
+    container.step()
+    saved = copy.deepcopy(container.state_dict())
+    container.step()
+    container.load_state_dict(saved)
+    assert all(type(entry["step"]) is int for entry in container.state.values())
+    assert {entry["step"] for entry in container.state.values()} == {1}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -140,6 +141,23 @@ def test_a_base_that_keeps_its_gradients() -> None:
         optimizer.step()
     for entry in optimizer.state.values():
         assert [grad.unique().tolist() for grad in entry["seen"]] == [[0.25], [0.5]]
+
+
+@pytest.mark.parametrize("mapping", [MappingProxyType, type("Own", (dict,), {})])
+def test_no_mapping_of_state_is_shared(mapping: Any) -> None:
+    params = parameters()
+    optimizer = FSDPadaptOptimizer(AdamW(params))
+    give(params, 0.5)
+    optimizer.step()
+    saved = optimizer.state_dict(snapshot=True)
+    base = saved["base_optim_states"]
+    entries = {index: mapping(entry) for index, entry in base["state"].items()}
+    before = copy.deepcopy(base["state"])
+    optimizer.load_state_dict(saved | {"base_optim_states": base | {"state": mapping(entries)}})
+    give(params, 0.5)
+    optimizer.step()
+    for index, entry in base["state"].items():
+        assert all(value.equal(before[index][name]) for name, value in entry.items())
 
 
 @pytest.mark.parametrize(
