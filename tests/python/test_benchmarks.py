@@ -16,6 +16,7 @@ OURS = "torchopt_ext"
 RUN = Path(__file__).parents[2] / "benchmarks" / "run.py"
 
 
+@pytest.mark.processes
 def test_quick_run(tmp_path: Path) -> None:
     command = [sys.executable, str(RUN), "--quick", "--out", str(tmp_path), "--threads", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)

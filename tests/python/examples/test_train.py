@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 TINY = {
     "dim = 192": "dim = 16",
     "n_layers = 5": "n_layers = 1",

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 WORKER = Path(__file__).resolve().parent / "capability_digests.py"
 FLAGS = {"default": "", "avx2": " avx2 ", "avx512": " avx512f "}
 
