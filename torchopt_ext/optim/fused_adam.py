@@ -137,9 +137,8 @@ class FusedAdam(HookedStep, PlannedStep):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         names = group.get("param_names") or range(len(group["params"]))
-        arguments = inspect.signature(FusedAdam).parameters.keys() - self.defaults.keys()
         try:
-            if misplaced := sorted(arguments & group.keys() - {"params"}):
+            if misplaced := sorted(_ARGUMENTS & group.keys() - self.defaults.keys() - {"params"}):
                 raise ValueError(
                     f"{', '.join(misplaced)}: arguments of {type(self).__name__} for all its "
                     "groups, which one group cannot have"
@@ -292,6 +291,9 @@ class FusedAdam(HookedStep, PlannedStep):
         if self._storage.master_weights is None and not self._options.stochastic_rounding:
             self._storage = Storage("fp32", self._storage.state_dtype)
             self._built = None
+
+
+_ARGUMENTS = inspect.signature(FusedAdam).parameters.keys()
 
 
 class FusedAdamW(FusedAdam):
