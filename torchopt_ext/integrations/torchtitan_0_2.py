@@ -26,8 +26,8 @@ from torch import nn
 from torchopt_ext import containers
 from torchopt_ext.containers import build_lr_schedulers
 from torchopt_ext.containers.deferred_clipping import report_norm, take_over
+from torchopt_ext.integrations.checkpoints import load_ours
 from torchopt_ext.integrations.tested import warn_if_untested
-from torchopt_ext.statedict import dcp
 
 warn_if_untested("torchtitan", "0.2.2")
 
@@ -138,22 +138,10 @@ def _get_train_spec(name: str) -> train_spec.TrainSpec:
     return use_torchopt_ext(spec)
 
 
-_stock_dcp_load = checkpoint.CheckpointManager.dcp_load
-
-
-def _dcp_load(
-    manager: Any, state_dict: dict[str, Any], checkpoint_id: str, *args: Any, **kwargs: Any
-) -> None:
-    """As torchtitan's, but containers of ours check all before anything changes, and take what
-    DCP would find keys missing in: checkpoints without masters, or torchtitan's in backward, which
-    have one parameter's state."""
-    own = {k: v for k, v in state_dict.items() if k == checkpoint.OPTIMIZER}
-    if isinstance(own.get(checkpoint.OPTIMIZER), containers.OptimizersContainer):
-        dcp.load(own, checkpoint_id=checkpoint_id)
-        state_dict = {k: v for k, v in state_dict.items() if k not in own}
-    _stock_dcp_load(manager, state_dict, checkpoint_id, *args, **kwargs)
-
-
-checkpoint.CheckpointManager.dcp_load = _dcp_load
+load_ours(
+    checkpoint.CheckpointManager,
+    checkpoint.OPTIMIZER,
+    lambda saved: isinstance(saved, containers.OptimizersContainer),
+)
 optimizer.build_optimizers = build_optimizers
 train_spec.get_train_spec = _get_train_spec  # the Trainer looks it up in this module

@@ -25,10 +25,10 @@ from torchopt_ext.containers.build import fused_options, reject_ineffective
 from torchopt_ext.containers.deferred_clipping import defer_clipping, take_over
 from torchopt_ext.containers.lr_schedulers import schedule_from_config
 from torchopt_ext.containers.optimizers import trainable_parameters
+from torchopt_ext.integrations.checkpoints import load_ours
 from torchopt_ext.integrations.tested import warn_if_untested
 from torchopt_ext.optim import FusedAdam, FusedAdamW
 from torchopt_ext.optim.context import ALONE
-from torchopt_ext.statedict import dcp
 
 warn_if_untested("torchtitan", "0.3.0")
 
@@ -251,22 +251,11 @@ def agree_over_pipeline(
                 optimizer.process_group = mesh.get_group()
 
 
-_stock_dcp_load = checkpointer.CheckpointManager.dcp_load
-
-
-def _dcp_load(
-    manager: Any, state_dict: dict[str, Any], checkpoint_id: str, *args: Any, **kwargs: Any
-) -> None:
-    """As torchtitan's, which demands masters and remainders that torch's optimizers do not save:
-    ours loads what is there, and makes them from the weights."""
-    container = state_dict.get(checkpointer.OPTIMIZER)
-    if isinstance(container, OptimizersContainer) and container.keeps_masters:
-        dcp.load({checkpointer.OPTIMIZER: container}, checkpoint_id=checkpoint_id)
-        state_dict = {k: v for k, v in state_dict.items() if k != checkpointer.OPTIMIZER}
-    _stock_dcp_load(manager, state_dict, checkpoint_id, *args, **kwargs)
-
-
-checkpointer.CheckpointManager.dcp_load = _dcp_load
+load_ours(
+    checkpointer.CheckpointManager,
+    checkpointer.OPTIMIZER,
+    lambda saved: isinstance(saved, OptimizersContainer) and saved.keeps_masters,
+)
 
 
 def _ours(name: str, config: Any) -> type[FusedAdam] | None:
