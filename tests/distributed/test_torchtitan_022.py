@@ -7,7 +7,6 @@ are started when the first test asks for them and shared by the tests of this mo
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import shutil
 import signal
@@ -19,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from .torchtitan_runs import Run, read_checkpoint, read_metrics
 
 try:
     version = importlib.metadata.version("torchtitan")
@@ -78,12 +77,6 @@ LAYOUTS = {  # processes, and options
     ),
 }
 RUN_TIMEOUT = 180  # seconds; a run takes about 10 on an idle machine
-
-
-@dataclass(frozen=True)
-class Run:
-    metrics: dict[int, dict[str, Any]]  # by step, as rank 0 logged them
-    checkpoints: Path
 
 
 @dataclass
@@ -171,28 +164,6 @@ def run_with_timeout(command: list[str], folder: Path) -> None:
                 process.kill()
             pytest.fail(f"no end after {RUN_TIMEOUT} s:\n{log.read_text()[-4000:]}")
     assert code == 0, log.read_text()[-8000:]
-
-
-def read_metrics(path: Path) -> dict[int, dict[str, Any]]:
-    return {line["step"]: line for line in map(json.loads, path.read_text().splitlines())}
-
-
-def read_checkpoint(run: Run, step: int) -> dict[str, Any]:
-    """Every tensor of a distributed checkpoint, unsharded, by its flat name."""
-    file = run.checkpoints / f"step-{step}.pt"
-    dcp_to_torch_save(run.checkpoints / f"step-{step}", file)
-    flat: dict[str, Any] = {}
-
-    def flatten(prefix: str, value: Any) -> None:
-        if isinstance(value, dict):
-            for key, item in value.items():
-                flatten(f"{prefix}.{key}" if prefix else key, item)
-        elif isinstance(value, torch.Tensor):
-            flat[prefix] = value
-
-    flatten("", torch.load(file, weights_only=True))
-    file.unlink()
-    return flat
 
 
 @pytest.fixture(scope="module")

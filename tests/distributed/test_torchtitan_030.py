@@ -20,7 +20,8 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from .torchtitan_runs import Run, read_checkpoint, read_metrics
 
 try:
     version = importlib.metadata.version("torchtitan")
@@ -53,12 +54,6 @@ LAYOUTS = {  # processes, and options
     "pp": (2, PIPELINE),
 }
 RUN_TIMEOUT = 180  # seconds; a run takes about 5 on an idle machine
-
-
-@dataclass(frozen=True)
-class Run:
-    metrics: dict[int, dict[str, Any]]  # by step, as a rank that has the loss logged them
-    checkpoints: Path
 
 
 @dataclass
@@ -126,28 +121,6 @@ class Runs:
             *["--comm.init_timeout_seconds=120", "--comm.train_timeout_seconds=60"],
             "--comm.trace_buf_size=0",
         ]
-
-
-def read_metrics(path: Path) -> dict[int, dict[str, Any]]:
-    return {line["step"]: line for line in map(json.loads, path.read_text().splitlines())}
-
-
-def read_checkpoint(run: Run, step: int) -> dict[str, Any]:
-    """Every tensor of a distributed checkpoint, unsharded, by its flat name."""
-    file = run.checkpoints / f"step-{step}.pt"
-    dcp_to_torch_save(run.checkpoints / f"step-{step}", file)
-    flat: dict[str, Any] = {}
-
-    def flatten(prefix: str, value: Any) -> None:
-        if isinstance(value, dict):
-            for key, item in value.items():
-                flatten(f"{prefix}.{key}" if prefix else key, item)
-        elif isinstance(value, torch.Tensor):
-            flat[prefix] = value
-
-    flatten("", torch.load(file, weights_only=True))
-    file.unlink()
-    return flat
 
 
 def entries(run: Run) -> dict[str, Any]:

@@ -1,0 +1,39 @@
+"""What a run of torchtitan's Trainer, 0.2 or 0.3, leaves: metrics and checkpoints."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+
+@dataclass(frozen=True)
+class Run:
+    metrics: dict[int, dict[str, Any]]  # by step, as a rank that has the loss logged them
+    checkpoints: Path
+
+
+def read_metrics(path: Path) -> dict[int, dict[str, Any]]:
+    return {line["step"]: line for line in map(json.loads, path.read_text().splitlines())}
+
+
+def read_checkpoint(run: Run, step: int) -> dict[str, Any]:
+    """Every tensor of a distributed checkpoint, unsharded, by its flat name."""
+    file = run.checkpoints / f"step-{step}.pt"
+    dcp_to_torch_save(run.checkpoints / f"step-{step}", file)
+    flat: dict[str, Any] = {}
+
+    def flatten(prefix: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for key, item in value.items():
+                flatten(f"{prefix}.{key}" if prefix else key, item)
+        elif isinstance(value, torch.Tensor):
+            flat[prefix] = value
+
+    flatten("", torch.load(file, weights_only=True))
+    file.unlink()
+    return flat
