@@ -1,0 +1,260 @@
+"""Folders of checkpoints: written beside, checked file by file, made visible by one rename.
+
+A folder ``step-N`` is complete. While it is written it is ``step-N.saving``, while it is removed
+``step-N.removing``. ``manifest.json`` in it lists size and CRC-32 of every file, so that truncated
+files and flipped bytes are found before anything is read from them.
+"""
+
+import json
+import math
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+
+from torchopt_ext.statedict.dcp import Reader
+
+MANIFEST = "manifest.json"
+METADATA = ".metadata"
+_STEP = re.compile(r"step-(\d+)")
+_LEFTOVER = re.compile(r"step-\d+\.(saving|removing)")
+_CHUNK = 1 << 22
+
+
+@dataclass(frozen=True)
+class File:
+    """Size in bytes and CRC-32 of a file."""
+
+    size: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint consists of.
+
+    Attributes:
+        contents: "full", or "model" without what training needs to go on.
+        files: by name, all but the manifest.
+    """
+
+    step: int
+    contents: str
+    files: dict[str, File]
+
+    @property
+    def size(self) -> int:
+        """All files' bytes."""
+        return sum(file.size for file in self.files.values())
+
+
+# ---- writing -------------------------------------------------------------------------------------
+
+
+class _Summing:
+    """A file that is written from beginning to end, and its CRC-32."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream, self.crc32 = stream, 0
+        self.tell, self.flush = stream.tell, stream.flush
+        self.fileno, self.close = stream.fileno, stream.close
+
+    def write(self, data: Any) -> int:
+        self.crc32 = zlib.crc32(data, self.crc32)
+        return self._stream.write(data)
+
+
+class _SummingFiles(FileSystem):
+    def __init__(self) -> None:
+        self.written: dict[str, File] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with open(path, mode) as stream:
+            summing = _Summing(stream)
+            yield summing
+        name = Path(path).name
+        self.written[name] = File(os.path.getsize(path), summing.crc32)
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.written[Path(new_path).name] = self.written.pop(Path(path).name)
+
+
+class Writer(FileSystemWriter):
+    """torch's writer of checkpoints into folders, which notes what this process has written."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(path)
+        self.fs: _SummingFiles = _SummingFiles()
+
+    @property
+    def written(self) -> dict[str, File]:
+        """By name."""
+        return self.fs.written
+
+
+def saving_folder(folder: Path, step: int) -> Path:
+    """Where the files of a checkpoint are until it is complete."""
+    return folder / f"step-{step}.saving"
+
+
+def commit(folder: Path, manifest: Manifest) -> None:
+    """Makes the files that were saved ``step-N``, whose present files, if any, are removed."""
+    saving, final = saving_folder(folder, manifest.step), folder / f"step-{manifest.step}"
+    content = asdict(manifest)
+    with open(saving / f"{MANIFEST}.tmp", "w") as stream:
+        json.dump({"crc32": _crc32_of(content), "manifest": content}, stream, indent=1)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.rename(saving / f"{MANIFEST}.tmp", saving / MANIFEST)
+    _sync(saving)
+    _publish(saving, final)
+
+
+def _crc32_of(content: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+
+
+def _publish(saving: Path, final: Path) -> None:
+    removing = final.with_name(f"{final.name}.removing")
+    if final.exists():
+        shutil.rmtree(removing, ignore_errors=True)
+        os.rename(final, removing)
+    os.rename(saving, final)
+    _sync(final.parent)
+    shutil.rmtree(removing, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    """Makes renames in a folder last through a power failure."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove(folder: Path) -> None:
+    """Removes a checkpoint; a crash meanwhile leaves none that seems complete."""
+    removing = folder.with_name(f"{folder.name}.removing")
+    os.rename(folder, removing)
+    shutil.rmtree(removing)
+
+
+def recover(folder: Path) -> None:
+    """Clears away what a process left that was killed while it saved or removed."""
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if not _LEFTOVER.fullmatch(path.name):
+            continue
+        final = path.with_suffix("")
+        if path.suffix == ".saving" and (path / MANIFEST).exists() and not final.exists():
+            _publish(path, final)  # killed between two renames
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+# ---- reading -------------------------------------------------------------------------------------
+
+
+def steps(folder: Path) -> list[int]:
+    """The steps of a folder's checkpoints, newest first, damaged ones, too.
+
+    Without what torch's own writer left incomplete: it writes ``.metadata`` last.
+    """
+    found = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        match = _STEP.fullmatch(path.name)
+        if match and ((path / METADATA).exists() or (path / MANIFEST).exists()):
+            found.append(int(match[1]))
+    return sorted(found, reverse=True)
+
+
+def read_manifest(checkpoint: Path) -> Manifest | None:
+    """A checkpoint's manifest; None if it has none, as torchtitan's.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    path = checkpoint / MANIFEST
+    if not path.exists():
+        return None
+    try:
+        body = json.loads(path.read_bytes())
+        found = body["manifest"]
+        if _crc32_of(found) != body["crc32"]:
+            raise ValueError("its CRC-32 is wrong")
+        files = {name: File(**file) for name, file in found["files"].items()}
+        return Manifest(int(found["step"]), str(found["contents"]), files)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+
+
+def problems(checkpoint: Path, files: Mapping[str, File]) -> list[str]:
+    """What is wrong with these files of a checkpoint, in words."""
+    found = []
+    for name, expected in files.items():
+        path = checkpoint / name
+        try:
+            size = path.stat().st_size
+            if size != expected.size:
+                found.append(f"{name} has {size} bytes, expected {expected.size}")
+            elif (crc32 := _crc32(path)) != expected.crc32:
+                found.append(f"{name} has CRC-32 {crc32:08x}, expected {expected.crc32:08x}")
+        except OSError as error:
+            found.append(f"{name}: {error.strerror}")
+    return found
+
+
+def _crc32(path: Path) -> int:
+    crc32 = 0
+    with open(path, "rb", buffering=0) as stream:
+        while data := stream.read(_CHUNK):
+            crc32 = zlib.crc32(data, crc32)
+    return crc32
+
+
+def share(files: Mapping[str, File], rank: int, ranks: int) -> dict[str, File]:
+    """The files that a rank checks, so that all ranks check about as many bytes."""
+    loads = [0] * ranks
+    mine = {}
+    for name in sorted(files, key=lambda name: (-files[name].size, name)):
+        least = loads.index(min(loads))
+        loads[least] += files[name].size
+        if least == rank:
+            mine[name] = files[name]
+    return mine
+
+
+def too_short(checkpoint: Path, metadata: Metadata) -> list[str]:
+    """Which files lack bytes that the metadata refers to: all that can be told without manifest."""
+    ends: dict[str, int] = {}
+    for stored in (metadata.storage_data or {}).values():
+        end = stored.offset + stored.length
+        ends[stored.relative_path] = max(end, ends.get(stored.relative_path, 0))
+    found = []
+    for name, end in ends.items():
+        path = checkpoint / name
+        size = path.stat().st_size if path.is_file() else math.nan
+        if not size >= end:
+            found.append(f"{name} has {size} bytes, expected {end} or more")
+    return found
+
+
+def read_metadata(checkpoint: Path) -> Metadata:
+    """DCP's metadata, without running code of the file.
+
+    Raises:
+        ValueError: it is damaged or missing.
+    """
+    if not (checkpoint / METADATA).is_file():
+        raise ValueError(f"{checkpoint / METADATA} is missing")
+    return Reader(checkpoint).read_metadata()

@@ -1,0 +1,142 @@
+"""What checkpoints hold beside model, optimizer and schedule: random numbers, data position."""
+
+import io
+import random
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+
+
+def model_state(model_parts: list[nn.Module]) -> dict[str, Any]:
+    """The parts' live parameters and buffers by name in the whole model.
+
+    Raises:
+        ValueError: two parts have the same name.
+    """
+    merged: dict[str, Any] = {}
+    for part in model_parts:
+        own = get_model_state_dict(part)
+        if both := sorted(merged.keys() & own.keys()):
+            raise ValueError(f"more than one model part has {both}")
+        merged |= own
+    return merged
+
+
+def set_model_state(model_parts: list[nn.Module], state: dict[str, Any]) -> None:
+    """Gives each part its entries of :func:`model_state`'s result."""
+    for part in model_parts:
+        own = {name: state[name] for name in get_model_state_dict(part)}
+        set_model_state_dict(part, own, options=StateDictOptions(strict=False))
+
+
+def saved_names(metadata: Metadata, key: str) -> list[str]:
+    """The names right below a key of what was saved."""
+    paths = [path for path in (metadata.planner_data or {}).values() if path[0] == key]
+    return list(dict.fromkeys(str(path[1]) for path in paths if len(path) > 1))
+
+
+def packed(value: Any) -> bytes:
+    """A nested value as one entry; DCP would make an entry of each item, of fixed number."""
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def unpacked(data: Any, what: str) -> Any:
+    """The value of :func:`packed`, without running code of the file.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    try:
+        return torch.load(io.BytesIO(data), weights_only=True)
+    except Exception as error:  # a damaged file or another's pickle raises any kind
+        text = f"{what} was not saved by this package ({type(error).__name__}: {error})"
+        raise ValueError(text) from error
+
+
+class DataPosition:
+    """The position of a data loader, one entry for each key of its state dict.
+
+    Of a parallel loader's state dict the keys differ by data-parallel rank, as torchtitan's
+    ``dp_rank_0``; what several ranks have under one key is saved once.
+    """
+
+    def __init__(self, dataloader: Any) -> None:
+        self._dataloader = dataloader
+
+    def state_dict(self) -> dict[str, bytes]:
+        return {str(key): packed(value) for key, value in self._dataloader.state_dict().items()}
+
+    def names_to_load(self, metadata: Metadata) -> list[str]:
+        """All: with another number of ranks the loader may need, or refuses, other ranks'."""
+        return saved_names(metadata, "dataloader")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        found = {key: unpacked(data, f"dataloader.{key}") for key, data in state.items()}
+        self._dataloader.load_state_dict(found)
+
+
+class RandomState:
+    """This rank's generators: torch's of CPU and current device, Python's, numpy's if imported.
+
+    Args:
+        rank: global.
+        layout: which ranks do the same work; states are loaded by the same layout only.
+    """
+
+    def __init__(self, rank: int, layout: str) -> None:
+        self._key, self._layout = f"rank_{rank}", layout
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"layout": self._layout, self._key: packed(generator_states())}
+
+    def names_to_load(self, metadata: Metadata) -> list[str]:
+        return [name for name in ("layout", self._key) if name in saved_names(metadata, "rng")]
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
+        """False: they are of another layout, and this rank's generators were not set."""
+        if state.get("layout") != self._layout or self._key not in state:
+            return False
+        set_generator_states(unpacked(state[self._key], f"rng.{self._key}"))
+        return True
+
+
+def generator_states() -> dict[str, Any]:
+    """The states of this process's generators."""
+    states: dict[str, Any] = {"cpu": torch.get_rng_state(), "python": random.getstate()}
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states["cuda"] = torch.cuda.get_rng_state()
+    if numpy := sys.modules.get("numpy"):
+        name, keys, *rest = numpy.random.get_state()
+        states["numpy"] = (name, keys.tolist(), *rest)
+    return states
+
+
+def set_generator_states(states: Mapping[str, Any]) -> None:
+    """Sets what of :func:`generator_states` this process has."""
+    torch.set_rng_state(states["cpu"])
+    version, numbers, gauss = states["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    if "cuda" in states and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.set_rng_state(states["cuda"])
+    if "numpy" in states and (numpy := sys.modules.get("numpy")):
+        numpy.random.set_state(tuple(states["numpy"]))
+
+
+def reseed(step: int) -> None:
+    """Seeds the generators for a step: ranks of equal seeds stay equal, no step repeats another."""
+    seed = (torch.initial_seed() + step) % 2**63
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed % 2**32)
