@@ -1,0 +1,240 @@
+"""One rank of test_containers_resharding.py: saves containers, or loads what others have saved.
+
+Usage: resharding_worker.py RESULTS CHECKPOINTS CASES, the latter as JSON
+
+A reference is in every process: the same model and state, not distributed. What is loaded has to
+have its bits, and so has the step that follows.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from rank_cases import difference, run_cases
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from torchopt_ext import FusedAdamW
+from torchopt_ext.containers import LRSchedulersContainer, OptimizersContainer
+from torchopt_ext.statedict.dcp import load
+
+BLOCKS = 4
+CLIPPED = {"max_grad_norm": 0.5}
+BF16 = {"state_dtype": torch.bfloat16}
+KINDS: dict[str, tuple[torch.dtype, type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "fp32": (torch.float32, FusedAdamW, CLIPPED),
+    "torch's fp32": (torch.float32, torch.optim.AdamW, {}),
+    "bf16": (torch.bfloat16, FusedAdamW, CLIPPED | BF16),
+    "masters": (torch.bfloat16, FusedAdamW, CLIPPED | {"master_weights": "fp32"}),
+    "remainder": (torch.bfloat16, FusedAdamW, CLIPPED | BF16 | {"master_weights": "remainder"}),
+    "torch's bf16": (torch.bfloat16, torch.optim.AdamW, {}),
+}
+
+
+class Block(nn.Module):
+    """Rows are shorter than 64 elements: the squares' sum is exact however they are cut.
+
+    2 to 4 ranks do not divide 10 and 5 evenly; of the bias the fourth has nothing.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 10, bias=False)
+        self.norm = nn.LayerNorm(10, bias=False)
+        self.down = nn.Linear(10, 5)
+        generator = torch.Generator().manual_seed(seed)
+        for param in self.parameters():
+            nn.init.normal_(param, generator=generator)
+
+
+class Model(nn.Module):
+    """Blocks of these numbers."""
+
+    def __init__(self, numbers: range, seed: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleDict({str(n): Block(BLOCKS * seed + n) for n in numbers})
+
+
+@functools.cache
+def mesh_of(*sizes: int) -> DeviceMesh:
+    return init_device_mesh("cpu", sizes, mesh_dim_names=("first", "second")[: len(sizes)])
+
+
+def model_parts(layout: str, dtype: torch.dtype, seed: int) -> list[nn.Module]:
+    """This rank's, on all ranks; "alone" has the whole model."""
+    ranks, everything = dist.get_world_size(), range(BLOCKS)
+    if layout == "pp":  # interleaved
+        own = range(dist.get_rank(), BLOCKS, ranks)
+        return [Model(range(n, n + 1), seed).to(dtype) for n in own]
+    model: nn.Module = Model(everything, seed).to(dtype)
+    if layout == "ddp":
+        model = DistributedDataParallel(model)
+    if "tp" in layout:
+        plan = {"up": ColwiseParallel(), "norm": SequenceParallel(), "down": RowwiseParallel()}
+        mesh = mesh_of(2, ranks // 2)["second"] if "fsdp" in layout else mesh_of(ranks)
+        for block in model.blocks.values():
+            parallelize_module(block, mesh, plan)
+    if "fsdp" in layout:
+        mesh = mesh_of(2, ranks // 2)["first"] if "tp" in layout else mesh_of(ranks)
+        fully_shard(model, mesh=mesh)
+    if layout == "hsdp":
+        fully_shard(model, mesh=mesh_of(2, ranks // 2))
+    return [model]
+
+
+@functools.cache
+def gradients(layout: str, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
+    """Weights of another model that is distributed alike."""
+    return [p.detach() for part in model_parts(layout, dtype, seed) for p in part.parameters()]
+
+
+class Weights:
+    """The parts' weights as those of one model."""
+
+    def __init__(self, parts: list[nn.Module]) -> None:
+        self.parts = parts
+
+    def state_dict(self) -> dict[str, Any]:
+        return {k: v for part in self.parts for k, v in get_model_state_dict(part).items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for part in self.parts:
+            set_model_state_dict(part, state_dict, options=StateDictOptions(strict=False))
+
+
+class Job:
+    def __init__(self, layout: str, kind: str, lr: float = 1e-2) -> None:
+        self.layout = layout
+        self.dtype, cls, kwargs = KINDS[kind]
+        if layout == "pp" and cls is FusedAdamW:
+            kwargs = kwargs | {"process_group": dist.group.WORLD}
+        self.parts = model_parts(layout, self.dtype, seed=1)
+        self.optimizer = OptimizersContainer(self.parts, cls, {"lr": lr, **kwargs})
+        self.lr_scheduler = LRSchedulersContainer(self.optimizer, lambda step: 1 / (step + 1))
+        self.saved = {
+            "model": Weights(self.parts),
+            "optimizer": self.optimizer,
+            "lr_scheduler": self.lr_scheduler,
+        }
+
+    def step(self, seed: int) -> None:
+        params = [param for part in self.parts for param in part.parameters()]
+        for param, grad in zip(params, gradients(self.layout, self.dtype, seed), strict=True):
+            param.grad = grad
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.lr_scheduler.step()
+
+    def values(self) -> dict[str, Any]:
+        """All that a checkpoint has, whole and in memory of its own."""
+        return {
+            f"{name}.{key}": whole(value)
+            for name, saved in self.saved.items()
+            for key, value in saved.state_dict().items()
+        }
+
+
+def whole(value: Any) -> Any:
+    if isinstance(value, DTensor):  # gloo does not send int16
+        as_int = value.dtype == torch.int16
+        value = value.int().full_tensor().short() if as_int else value.full_tensor()
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+SAVED, NEXT, OTHER = (3, 4, 5), 6, 7
+"""Seeds of gradients: before saving, after loading, and of other training before loading."""
+
+
+@functools.cache
+def reference(saved: str, kept: str, steps: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a container of the kind `kept` has of one of the kind `saved`; and a step later."""
+    source, job = Job("alone", saved), Job("alone", kept)
+    for seed in SAVED[:steps]:
+        source.step(seed)
+    for name, value in source.saved.items():
+        job.saved[name].load_state_dict(value.state_dict())
+    loaded = job.values()
+    job.step(NEXT)
+    return loaded, job.values()
+
+
+def compared(job: Job, expected: dict[str, Any]) -> str:
+    """The first difference of what this rank has."""
+    blocks = range(dist.get_rank(), BLOCKS, dist.get_world_size()) if job.layout == "pp" else None
+
+    def is_here(key: str) -> bool:
+        _, _, below = key.partition("blocks.")
+        return blocks is None or not below or int(below.split(".")[0]) in blocks
+
+    return difference(job.values(), {k: v for k, v in expected.items() if is_here(k)})
+
+
+def save(folder: Path, layout: str, kind: str, steps: int, mode: str) -> dict[str, str]:
+    """Saves and steps on, which saving has not disturbed; nor does the step what is written."""
+    job = Job(layout, kind)
+    for seed in SAVED[:steps]:
+        job.step(seed)
+    if mode == "async":
+        writing = dcp.async_save(job.saved, checkpoint_id=folder, process_group=second_group())
+    else:
+        dcp.save(job.saved, checkpoint_id=folder)
+    job.step(NEXT)
+    if mode == "async":
+        writing.result()
+    return {"difference": compared(job, reference(kind, kind, steps)[1])}
+
+
+@functools.cache
+def second_group() -> Any:
+    """For what is written in the background, while the main thread communicates."""
+    return dist.new_group()
+
+
+def resume(
+    folder: Path, saved: str, steps: int, layout: str, kept: str, way: str
+) -> dict[str, str]:
+    job = Job(layout, kept, lr=1.0)
+    if way == "after steps":
+        job.step(OTHER)
+    (dcp.load if way == "in place" else load)(job.saved, checkpoint_id=folder)
+    loaded, stepped = reference(saved, kept, steps)
+    found = compared(job, loaded)
+    job.step(NEXT)
+    return {"difference": found or compared(job, stepped).replace("[", "a step later: [", 1)}
+
+
+def cases() -> dict[str, Callable[[], dict[str, str]]]:
+    checkpoints, asked = Path(sys.argv[2]), json.loads(sys.argv[3])
+    found: dict[str, Callable[[], dict[str, str]]] = {}
+    for action, name, *arguments in asked:
+        call = save if action == "save" else resume
+        found[f"{action} {name} {arguments}"] = functools.partial(
+            call, checkpoints / name, *arguments
+        )
+    return found
+
+
+if __name__ == "__main__":
+    run_cases(cases)

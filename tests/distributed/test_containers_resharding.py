@@ -1,0 +1,120 @@
+"""Checkpoints of containers, saved on some ranks in one layout and loaded on others in another.
+
+Each case loads what one process holds that made the same steps undistributed, bit for bit, and so
+does the step that follows: resharding_worker.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+LIMIT = 300  # seconds; a run takes up to 100 on an idle machine of two cores
+pytestmark = pytest.mark.timeout(2 * LIMIT + 30)
+
+LAYOUTS = {
+    1: ["alone"],
+    2: ["fsdp", "ddp", "tp", "pp"],
+    3: ["fsdp", "ddp", "tp", "pp"],
+    4: ["fsdp", "ddp", "tp", "pp", "hsdp", "fsdp, tp"],
+}
+"""By number of ranks."""
+SAVES = [(0, "sync"), (3, "sync"), (3, "async")]
+"""Steps before saving, and how it is done."""
+WAYS = ["fresh", "after steps", "in place"]
+"""statedict.dcp.load into a new container, and into one that has other state; dcp.load."""
+KINDS = ["fp32", "masters", "remainder"]
+FP32, BF16 = ["fp32", "torch's fp32"], ["bf16", "masters", "remainder", "torch's bf16"]
+CONVERTED = [(saved, kept) for kinds in (FP32, BF16) for saved, kept in product(kinds, kinds)]
+Case = list[Any]
+
+
+def saving(ranks: int, layout: str, kind: str, steps: int, mode: str) -> Case:
+    name = f"{kind} on {ranks} {layout} after {steps} {mode}"
+    return ["save", name, layout, kind, steps, mode]
+
+
+def loading(saved: Case, layout: str, kept: str, way: str) -> Case:
+    _, name, _, kind, steps, _ = saved
+    return ["load", name, kind, steps, layout, kept, way]
+
+
+def matrix(source: int, target: int) -> Iterator[tuple[Case, Case]]:
+    """Every layout to every other of each kind, one after the other in all ways."""
+    kinds, froms, tos = (list(enumerate(x)) for x in (KINDS, LAYOUTS[source], LAYOUTS[target]))
+    for (k, kind), (i, layout), (j, to) in product(kinds, froms, tos):
+        saved = saving(source, layout, kind, *SAVES[(i + k) % 3])
+        yield saved, loading(saved, to, kind, WAYS[(i + j + k) % 3])
+
+
+def conversions(source: int, target: int) -> Iterator[tuple[Case, Case]]:
+    """State of every kind for each that keeps another."""
+    for n, (kind, kept) in enumerate(CONVERTED):
+        layout, to = (names[n % len(names)] for names in (LAYOUTS[source], LAYOUTS[target]))
+        saved = saving(source, layout, kind, 3, "sync")
+        yield saved, loading(saved, to, kept, WAYS[n % 2])
+
+
+def some(source: int, target: int) -> Iterator[tuple[Case, Case]]:
+    """The fast tier's."""
+    first = saving(source, "fsdp", "remainder", 3, "async")
+    yield first, loading(first, "tp", "remainder", "fresh")
+    yield first, loading(first, "pp", "masters", "after steps")
+    second = saving(source, "pp", "fp32", 0, "sync")
+    yield second, loading(second, "fsdp", "fp32", "fresh")
+    yield second, loading(second, "ddp", "torch's fp32", "in place")
+
+
+@pytest.fixture(scope="module")
+def run(
+    start_ranks: Callable[..., None], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[int, list[Case]], list[str]]:
+    """Does cases on so many ranks, each once; what differs or failed, by case and rank."""
+    checkpoints = tmp_path_factory.mktemp("checkpoints")
+    saved: list[Case] = []
+
+    def run(ranks: int, cases: list[Case]) -> list[str]:
+        cases = [case for n, case in enumerate(cases) if case not in saved + cases[:n]]
+        if not cases:
+            return []
+        saved.extend(case for case in cases if case[0] == "save")
+        folder = tmp_path_factory.mktemp("resharding")
+        arguments = (str(folder), str(checkpoints), json.dumps(cases))
+        start_ranks("resharding_worker.py", ranks, *arguments, seconds=LIMIT)
+        problems = []
+        for rank in range(ranks):
+            results = json.loads(Path(folder / f"rank{rank}.json").read_text())
+            assert len(results) == len(cases)
+            for case, found in results.items():
+                if problem := found.get("error") or found["difference"]:
+                    problems.append(f"{case}, rank {rank}: {problem}")
+        return problems
+
+    return run
+
+
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("cases", "source", "target"),
+    [
+        (some, 4, 3),
+        *(slow(matrix, source, target) for source, target in [(4, 1), (4, 2), (4, 3)]),
+        *(slow(matrix, source, 4) for source in (1, 2, 3)),
+        *(slow(conversions, *pair) for pair in [(4, 2), (4, 3), (1, 4)]),
+    ],
+)
+def test_loads_and_goes_on_bit_for_bit(
+    run: Callable[[int, list[Case]], list[str]], cases: Any, source: int, target: int
+) -> None:
+    saves, loads = zip(*cases(source, target), strict=True)
+    assert run(source, list(saves)) == []
+    assert run(target, list(loads)) == []
