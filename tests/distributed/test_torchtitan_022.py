@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from torch.distributed.checkpoint import FileSystemReader
 
-from .torchtitan_runs import Run, read_checkpoint, read_metrics
+from .torchtitan_runs import CROSSINGS, Run, read_checkpoint, read_metrics
 
 try:
     version = importlib.metadata.version("torchtitan")
@@ -86,13 +86,14 @@ class Runs:
     folder: Path
     done: dict[str, Run] = field(default_factory=dict)
 
-    def get(self, layout: str, kind: str, resume: str = "") -> Run:
-        """Train to step 10; `resume` is the kind of run whose step 5 is continued."""
-        name = (
-            f"{layout}-{kind}-from-{resume}".removesuffix("-from-")
-            .replace(" ", "-")
-            .replace(",", "")
-        )
+    def get(self, layout: str, kind: str, resume: str = "", saved_in: str = "") -> Run:
+        """Train to step 10; `resume` is the kind of run whose step 5 is continued.
+
+        In another layout, `saved_in`, with the data from the beginning: torchtitan's loader goes on
+        with the same ranks only.
+        """
+        name = f"{layout}-{kind}-from-{saved_in}-{resume}".removesuffix("-from--")
+        name = name.replace(" ", "-").replace(",", "")
         if name in self.done:
             return self.done[name]
         folder = self.folder / name
@@ -101,7 +102,7 @@ class Runs:
         checkpoints = folder / "checkpoint"
         checkpoints.mkdir(parents=True)
         if resume:
-            saved = self.get(layout, resume).checkpoints / f"step-{SAVED}"
+            saved = self.get(saved_in or layout, resume).checkpoints / f"step-{SAVED}"
             (checkpoints / saved.name).symlink_to(saved)
         world_size, parallelism = LAYOUTS[layout]
         command = [
@@ -109,6 +110,7 @@ class Runs:
             *[sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={world_size}"],
             *["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"],
             *[str(HERE / "train.py"), *self.options(folder), *parallelism, *KINDS[kind]],
+            *(["--checkpoint.exclude_from_loading=dataloader"] if saved_in else []),
         ]
         run_with_timeout(command, folder)
         metrics = [read_metrics(folder / f"metrics.rank{rank}") for rank in range(world_size)]
@@ -232,6 +234,18 @@ def assert_resumes_exactly(runs: Runs, layout: str, kind: str) -> None:
 def test_checkpoints_are_exchanged(runs: Runs, layout: str, kind: str, saved: str) -> None:
     resumed = runs.get(layout, kind, resume=saved)
     assert_same_training(resumed, runs.get(layout, saved), first_step=SAVED + 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("saved_in", "layout"), CROSSINGS)
+def test_another_layout_resumes_as_with_stock(runs: Runs, saved_in: str, layout: str) -> None:
+    runs.get(saved_in, "ours")
+    with ThreadPoolExecutor() as pool:
+        kinds = ("stock", "ours")
+        stock, ours = pool.map(lambda kind: runs.get(layout, kind, "ours", saved_in), kinds)
+    assert_same_training(ours, stock, first_step=SAVED + 1)
+    # From trained weights, not from new ones.
+    assert ours.metrics[SAVED + 1]["loss"] < runs.get(saved_in, "ours").metrics[1]["loss"] - 0.5
 
 
 @pytest.mark.parametrize(

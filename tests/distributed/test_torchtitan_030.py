@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
-from .torchtitan_runs import Run, read_checkpoint, read_metrics
+from .torchtitan_runs import CROSSINGS, Run, read_checkpoint, read_metrics
 
 try:
     version = importlib.metadata.version("torchtitan")
@@ -70,16 +70,18 @@ class Runs:
         ours: bool,
         resume: str | Run = "",
         config: str = "small",
+        saved_in: str = "",
         **fields: Any,
     ) -> Run:
         """Train to step 10; `resume`: continue step 5 of that run, or of that side's.
 
-        `fields` are of our container's Config.
+        In another layout, `saved_in`, with the data from the beginning: torchtitan's loader goes on
+        with the same ranks only. `fields` are of our container's Config.
         """
         name = f"{layout}-{config}-{'ours' if ours else 'stock'}"
         name += "".join(f"-{key}={value}" for key, value in fields.items())
         if isinstance(resume, str) and resume:
-            resume = self.get(layout, resume == "ours", "", config)
+            resume = self.get(saved_in or layout, resume == "ours", "", config)
         name += f"-from-{resume.checkpoints.parent.name}" if resume else ""
         if name in self.done:
             return self.done[name]
@@ -96,6 +98,8 @@ class Runs:
         if ours:
             optimizers = f"{INTEGRATION}.optimizers" + (f"={json.dumps(fields)}" if fields else "")
             options += ["--override.imports", optimizers, f"{INTEGRATION}.lr_schedulers"]
+        if saved_in:
+            options.append("--checkpoint.exclude_from_loading=dataloader")
         metrics = folder / "metrics"
         script = "torchtitan_cpu/train_030.py"
         self.start(script, world_size, str(metrics), *options, seconds=RUN_TIMEOUT)
@@ -210,6 +214,16 @@ def test_resume_repeats_every_digit(runs: Runs, layout: str) -> None:
 def test_checkpoints_are_exchanged(runs: Runs, layout: str, ours: bool) -> None:
     resumed = runs.get(layout, ours, resume="stock" if ours else "ours")
     assert_same_training(resumed, runs.get(layout, not ours), first_step=SAVED + 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("saved_in", "layout"), CROSSINGS)
+def test_another_layout_resumes_as_with_stock(runs: Runs, saved_in: str, layout: str) -> None:
+    stock, ours = (runs.get(layout, of, "ours", saved_in=saved_in) for of in (False, True))
+    assert_same_training(ours, stock, first_step=SAVED + 1)
+    # From trained weights, not from new ones.
+    first = runs.get(saved_in, ours=True).metrics[1]
+    assert ours.metrics[SAVED + 1]["loss"] < first["loss"] - 0.05
 
 
 @pytest.mark.slow

@@ -11,6 +11,13 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 
+CROSSINGS = [
+    *[("fsdp", layout) for layout in ("single", "ddp", "tp", "pp")],
+    *[(layout, "fsdp") for layout in ("single", "tp", "pp")],
+]
+"""Layouts of a checkpoint, and of the run that resumes from it."""
+
+
 @dataclass(frozen=True)
 class Run:
     metrics: dict[int, dict[str, Any]]  # by step, as a rank that has the loss logged them
