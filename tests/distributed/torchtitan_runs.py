@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-
 CROSSINGS = [
     *[("fsdp", layout) for layout in ("single", "ddp", "tp", "pp")],
     *[(layout, "fsdp") for layout in ("single", "tp", "pp")],
