@@ -1,0 +1,44 @@
+"""Python's garbage collection at the same steps on all ranks, so that none waits for another."""
+
+import gc
+import logging
+import time
+
+logger = logging.getLogger(__name__)
+
+
+class GarbageCollection:
+    """Turns automatic collection off and collects every ``gc_freq`` steps.
+
+    Args:
+        gc_freq: steps, 1 or more.
+        debug: collect everything in every step.
+
+    Raises:
+        ValueError: ``gc_freq`` is below 1.
+    """
+
+    def __init__(self, gc_freq: int = 1000, debug: bool = False) -> None:
+        if gc_freq < 1:
+            raise ValueError(f"training.gc_freq is {gc_freq}, expected 1 or more")
+        self.gc_freq, self.debug = gc_freq, debug
+        gc.disable()
+        self.collect()
+
+    def run(self, step: int) -> None:
+        """Collects if it is due in this step."""
+        if self.debug:
+            self.collect(2)
+        elif step > 1 and step % self.gc_freq == 0:
+            self.collect()
+
+    @staticmethod
+    def collect(generation: int = 1) -> None:
+        """Collects young objects by default: the model and what lives as long are never young."""
+        started = time.monotonic()
+        gc.collect(generation)
+        logger.debug("garbage collection took %.3f s", time.monotonic() - started)
+
+    def close(self) -> None:
+        """Turns automatic collection on again."""
+        gc.enable()

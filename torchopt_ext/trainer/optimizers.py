@@ -1,0 +1,98 @@
+"""The optimizers that a job configuration asks for, clipping in their step where they can."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torchopt_ext.trainer.config import JobConfig
+
+from torchopt_ext import containers
+from torchopt_ext.containers import OptimizersContainer
+from torchopt_ext.containers.build import (
+    FUSED,
+    common_arguments,
+    fused_options,
+    reject_ineffective,
+)
+from torchopt_ext.optim import FusedAdam
+from torchopt_ext.trainer.zero_container import ZeroOptimizersContainer
+
+
+def gradient_accumulation_steps(job_config: JobConfig, dp_degree: int) -> int:
+    """How many local batches make one step.
+
+    Raises:
+        ValueError: training.global_batch_size is no multiple of what all ranks read at once.
+    """
+    training = job_config.training
+    at_once = training.batch_size * dp_degree
+    wanted = training.global_batch_size
+    if wanted < 0:
+        return 1
+    if wanted == 0 or wanted % at_once:
+        raise ValueError(
+            f"training.global_batch_size is {wanted}, expected a multiple of {at_once}: "
+            f"training.batch_size {training.batch_size} x {dp_degree} data-parallel ranks"
+        )
+    return wanted // at_once
+
+
+def data_parallel_degree(job_config: JobConfig) -> int:
+    """Ranks that read different data."""
+    parallelism = job_config.parallelism
+    sharing = (
+        parallelism.tensor_parallel_degree
+        * parallelism.pipeline_parallel_degree
+        * parallelism.context_parallel_degree
+    )
+    return dist.get_world_size() // sharing
+
+
+def build_optimizers(
+    model_parts: list[nn.Module], job_config: JobConfig, ft_manager: Any = None
+) -> OptimizersContainer[Any]:
+    """As torchtitan's; torchopt_ext's optimizers clip to `training.max_norm` in their step.
+
+    Raises:
+        ValueError: a setting without effect; ZeRO with another implementation than "fused", in
+            backward or fault tolerant.
+        NotImplementedError, AssertionError: as :func:`torchopt_ext.containers.build_optimizers`.
+    """
+    config = SimpleNamespace(**vars(job_config.optimizer))
+    if config.implementation == "fused":
+        config.max_grad_norm = job_config.training.max_norm
+    else:
+        config.skip_nonfinite = False  # the Trainer asks the norm, which torch's clipping returns
+    if config.early_step_in_backward:
+        config.backwards_per_step = gradient_accumulation_steps(
+            job_config, data_parallel_degree(job_config)
+        )
+    partition = job_config.parallelism.zero
+    if partition == "none":
+        # Stages agree later: agree_over_stages.
+        in_backward = config.early_step_in_backward
+        stages = job_config.parallelism.pipeline_parallel_degree > 1 and in_backward
+        dims = SimpleNamespace(pp_enabled=stages, ep_enabled=False)
+        return containers.build_optimizers(model_parts, config, dims, ft_manager)
+    if config.implementation != "fused" or config.early_step_in_backward:
+        raise ValueError(
+            f"parallelism.zero is {partition!r}, which needs optimizer.implementation 'fused' and "
+            f"early_step_in_backward false, found {config.implementation!r} and "
+            f"{config.early_step_in_backward}"
+        )
+    if ft_manager is not None and ft_manager.enabled:
+        raise ValueError("parallelism.zero divides the state among ranks that may not come and go")
+    if config.name not in FUSED:
+        raise NotImplementedError(f"Optimizer {config.name} is not available: use Adam or AdamW.")
+    options = fused_options(config)
+    reject_ineffective(options, [p for part in model_parts for p in part.parameters()])
+    arguments = options | common_arguments(config)
+    return ZeroOptimizersContainer(model_parts, FUSED[config.name], arguments, partition=partition)
+
+
+def agree_over_stages(optimizers: OptimizersContainer[Any], process_group: Any) -> None:
+    """Lets the optimizers of all pipeline stages clip and skip by one norm."""
+    for optimizer in optimizers:
+        if isinstance(optimizer, FusedAdam):
+            optimizer.process_group = process_group

@@ -1,0 +1,49 @@
+"""Counting steps that were skipped, without waiting for the device."""
+
+from collections import deque
+
+import torch
+from torch import Tensor
+
+
+class SkippedSteps:
+    """Watches the control block's count of skipped steps for runs of them.
+
+    On a GPU the count is copied to the host beside the work that follows, and read when it has
+    arrived, so that the limit takes effect a step or two late.
+
+    Args:
+        limit: consecutive skipped steps at which to stop; 0: never.
+
+    Attributes:
+        total: of all steps; to be set where the count does not begin at 0.
+    """
+
+    def __init__(self, limit: int) -> None:
+        if limit < 0:
+            raise ValueError(f"training.max_consecutive_skips is {limit}, expected 0 or more")
+        self.limit = limit
+        self.total = self.consecutive = 0
+        self._coming: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+
+    def note(self, skipped_steps: Tensor) -> None:
+        """Takes the count after a step: 0-dim, of all steps so far."""
+        if not skipped_steps.is_cuda:
+            self.count(int(skipped_steps))
+            return
+        copy = torch.empty((), dtype=skipped_steps.dtype, pin_memory=True)
+        copy.copy_(skipped_steps, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._coming.append((copy, event))
+        while self._coming and self._coming[0][1].query():
+            self.count(int(self._coming.popleft()[0]))
+
+    def count(self, total: int) -> None:
+        """Takes the count after a step, known on the host."""
+        self.consecutive = self.consecutive + 1 if total > self.total else 0
+        self.total = total
+
+    @property
+    def too_many(self) -> bool:
+        return 0 < self.limit <= self.consecutive

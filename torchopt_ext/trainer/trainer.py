@@ -1,0 +1,426 @@
+"""Trainer: the training loop of torchtitan, on any device, with torchopt_ext's optimizer step."""
+
+import importlib
+import logging
+import time
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.elastic.multiprocessing.errors import record
+from torchopt_ext.trainer.checkpoint import CheckpointManager
+from torchopt_ext.trainer.config import JobConfig
+from torchopt_ext.trainer.load_config import check_supported
+from torchopt_ext.trainer.metrics import MetricsProcessor, build_metrics_processor
+from torchopt_ext.trainer.model_converter import build_model_converters
+from torchopt_ext.trainer.parallel_dims import ParallelDims
+from torchopt_ext.trainer.parallelize import set_gradient_sync
+from torchopt_ext.trainer.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
+from torchopt_ext.trainer.train_spec import TrainSpec, get_train_spec
+
+from torchopt_ext.containers import LRSchedulersContainer, OptimizersContainer
+from torchopt_ext.trainer import distributed, ft
+from torchopt_ext.trainer.garbage import GarbageCollection
+from torchopt_ext.trainer.optimizer_time import OptimizerTime
+from torchopt_ext.trainer.optimizers import agree_over_stages, gradient_accumulation_steps
+from torchopt_ext.trainer.skips import SkippedSteps
+from torchopt_ext.trainer.stop import StopOnSignal
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Trainer(Stateful):
+    """Builds everything that a job needs, and trains.
+
+    The interface and the order of operations are those of torchtitan's Trainer at 96c11f922
+    (torchtitan/train.py). It differs in this: the device is a setting; gradients are clipped inside
+    the optimizer's step, whose norm is reported; a step with an overflow changes nothing; SIGTERM
+    ends training after a checkpoint.
+
+    Attributes:
+        step: the steps done; saved in checkpoints.
+        stopped_by: why `train` returned before `training.steps`: "SIGTERM", "data" or None.
+
+    Args:
+        job_config: the job.
+
+    Raises:
+        ValueError, NotImplementedError: a setting that is wrong, or has no effect; says which.
+    """
+
+    job_config: JobConfig
+    gc_handler: GarbageCollection
+    parallel_dims: ParallelDims
+    train_spec: TrainSpec
+    world_mesh: DeviceMesh
+    dataloader: Any
+    metrics_processor: MetricsProcessor
+    checkpointer: CheckpointManager
+    train_context: Any
+    model_parts: list[nn.Module]
+    loss_fn: Any
+    optimizers: OptimizersContainer[Any]
+    lr_schedulers: LRSchedulersContainer
+    pp_schedule: Any
+    pp_has_first_stage: bool
+    pp_has_last_stage: bool
+    device: torch.device
+    step: int
+
+    @record
+    def __init__(self, job_config: JobConfig) -> None:
+        self.job_config = job_config
+        check_supported(job_config)
+        if job_config.experimental.custom_import:
+            importlib.import_module(job_config.experimental.custom_import)
+        self.train_spec = spec = get_train_spec(job_config.model.name)
+        self.gc_handler = GarbageCollection(
+            job_config.training.gc_freq, job_config.training.gc_debug
+        )
+        self.device = distributed.init_distributed(job_config)
+        logger.info("Starting job: %s", job_config.job.description)
+        if job_config.job.print_args:
+            logger.info("Running with args: %s", job_config.to_dict())
+        self.ft_manager = ft.init_ft_manager(job_config)
+        self.parallel_dims = dims = _parallel_dims(job_config)
+        self.world_mesh = dims.build_mesh(self.device.type)
+        dp_degree, dp_rank = 1, 0
+        if dims.dp_enabled:
+            dp_degree, dp_rank = (
+                self.world_mesh["dp"].size(),
+                self.world_mesh["dp"].get_local_rank(),
+            )
+        self.gradient_accumulation_steps = gradient_accumulation_steps(job_config, dp_degree)
+        dp_degree, dp_rank = self.ft_manager.get_dp_info(dp_degree, dp_rank)
+        distributed.set_determinism(
+            self.world_mesh,
+            self.device,
+            job_config.training.seed,
+            job_config.training.deterministic,
+        )
+        build_tokenizer = spec.build_tokenizer_fn
+        self.tokenizer = build_tokenizer(job_config) if build_tokenizer else None
+        self.dataloader = spec.build_dataloader_fn(
+            dp_world_size=dp_degree,
+            dp_rank=dp_rank,
+            tokenizer=self.tokenizer,
+            job_config=job_config,
+        )
+        self._build_model()
+        self._build_optimizers()
+
+        # What checkpoints hold has to exist before one is loaded.
+        self.step = 0
+        self.stopped_by: str | None = None
+        self.checkpointer = CheckpointManager(
+            dataloader=self.dataloader,
+            model_parts=self.model_parts,
+            optimizers=self.optimizers,
+            lr_schedulers=self.lr_schedulers,
+            states={"train_state": self},
+            job_config=job_config,
+            ft_manager=self.ft_manager,
+        )
+        logger.info(
+            "Trainer is initialized with local batch size %d, %d gradient accumulation steps, "
+            "global batch size %d, sequence length %d, total steps %d (warmup %d), on %s",
+            job_config.training.batch_size,
+            self.gradient_accumulation_steps,
+            job_config.training.batch_size * self.gradient_accumulation_steps * dp_degree,
+            job_config.training.seq_len,
+            job_config.training.steps,
+            job_config.lr_scheduler.warmup_steps,
+            self.device,
+        )
+
+    def _build_model(self) -> None:
+        """The model parts of this rank, parallelized, with initial weights."""
+        job_config, dims, spec = self.job_config, self.parallel_dims, self.train_spec
+        if job_config.model.flavor not in spec.config:
+            raise ValueError(
+                f"model.flavor is {job_config.model.flavor!r}, expected one of "
+                f"{', '.join(map(repr, spec.config))}, which {spec.name} has"
+            )
+        model_args = spec.config[job_config.model.flavor]
+        model_args.update_from_config(job_config, self.tokenizer)
+        logger.info("Building %s %s with %s", spec.name, job_config.model.flavor, model_args)
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(_DTYPES[job_config.training.dtype])
+        try:
+            with torch.device("meta"):
+                model = spec.cls.from_model_args(model_args)  # type: ignore[attr-defined]
+        finally:
+            torch.set_default_dtype(default)
+        self.model_converters = build_model_converters(job_config, dims)
+        self.model_converters.convert(model)
+
+        build_metrics = spec.build_metrics_processor_fn or build_metrics_processor
+        self.metrics_processor = metrics = build_metrics(job_config, dims)
+        count, metrics.num_flops_per_token = model_args.get_nparams_and_flops(
+            model, job_config.training.seq_len
+        )
+        logger.info("Model %s %s: %s parameters", spec.name, job_config.model.flavor, f"{count:,}")
+
+        self.loss_fn = spec.build_loss_fn(job_config)
+        self.pp_schedule, self.pp_has_first_stage, self.pp_has_last_stage = None, True, True
+        if dims.pp_enabled:
+            if spec.pipelining_fn is None:
+                raise ValueError(f"{spec.name} has no pipelining_fn, which pipeline stages need")
+            (
+                self.pp_schedule,
+                self.model_parts,
+                self.pp_has_first_stage,
+                self.pp_has_last_stage,
+            ) = spec.pipelining_fn(
+                model, self.world_mesh, dims, job_config, self.device, model_args,
+                spec.parallelize_fn, self._share_of_loss,
+            )  # fmt: skip
+        else:
+            self.model_parts = [spec.parallelize_fn(model, self.world_mesh, dims, job_config)]
+        offload = job_config.training.enable_cpu_offload
+        on_host = offload or job_config.checkpoint.create_seed_checkpoint
+        for part in self.model_parts:
+            part.to_empty(device="cpu" if on_host else self.device.type)
+            with torch.no_grad():
+                part.init_weights(buffer_device=self.device if offload else None)  # type: ignore[operator]
+            part.train()
+
+    def _build_optimizers(self) -> None:
+        job_config, dims = self.job_config, self.parallel_dims
+        self.optimizers = self.train_spec.build_optimizers_fn(
+            self.model_parts, job_config, self.ft_manager
+        )
+        if dims.pp_enabled:
+            agree_over_stages(self.optimizers, self.world_mesh["pp"].get_group())
+        self.lr_schedulers = self.train_spec.build_lr_schedulers_fn(self.optimizers, job_config)
+        self.optimizers.register_step_post_hook(
+            lambda *_: self.model_converters.post_optimizer_hook(self.model_parts)
+        )
+        self.metrics_processor.optimizers = self.optimizers
+        self._clips_in_step = job_config.optimizer.implementation == "fused"
+        self._skips = SkippedSteps(job_config.training.max_consecutive_skips)
+        self._optimizer_time = OptimizerTime(self.device)
+        self.train_context = distributed.get_train_context(
+            dims.loss_parallel_enabled, job_config.parallelism.enable_compiled_autograd
+        )
+        self.maybe_enable_amp = distributed.maybe_enable_amp(
+            dims, job_config.training.mixed_precision_param, self.device.type
+        )
+
+    # ---- one step -------------------------------------------------------------------------------
+
+    def next_batch(self, data_iterator: Iterable[Any]) -> tuple[dict[str, Tensor], Tensor]:
+        """Inputs and labels of a step: the local batches that it accumulates, one after another.
+
+        Raises:
+            StopIteration: the data set has ended.
+        """
+        started = time.perf_counter()
+        iterator = iter(data_iterator)
+        batches = [next(iterator) for _ in range(self.gradient_accumulation_steps)]
+        input_dict, labels = batches[0]
+        if len(batches) > 1:
+            input_dict = {
+                key: torch.cat([inputs[key] for inputs, _ in batches]) for key in input_dict
+            }
+            labels = torch.cat([labels for _, labels in batches])
+        self.metrics_processor.ntokens_since_last_log += labels.numel()
+        self.metrics_processor.data_loading_times.append(time.perf_counter() - started)
+        inputs = {
+            key: value.to(self.device, non_blocking=True) for key, value in input_dict.items()
+        }
+        return inputs, labels.to(self.device, non_blocking=True)
+
+    def train_step(self, input_dict: dict[str, Tensor], labels: Tensor) -> None:
+        """Makes one step, and logs it if that is due.
+
+        Args:
+            input_dict: "input" is int64 [batch, seq_len], and whatever else the model's TrainSpec
+                reads; batch is `training.batch_size` times the gradient accumulation steps.
+            labels: int64 [batch, seq_len].
+        """
+        self.optimizers.zero_grad()
+        loss = self._forward_backward(input_dict, labels)
+        grad_norm = None
+        if not self._clips_in_step:
+            grad_norm = self._clip_grad_norm()
+        self.checkpointer.maybe_wait_for_staging()
+        if grad_norm is None or self._is_usable(grad_norm):
+            with self._optimizer_time:
+                self.optimizers.step()
+        self._step_lr = float(self.lr_schedulers.schedulers[0].get_last_lr()[0])
+        self.lr_schedulers.step()
+        if self._clips_in_step:
+            self._skips.note(self.optimizers.control.skipped_steps)
+        if self.metrics_processor.should_log(self.step):
+            self._log(loss, grad_norm)
+
+    def _forward_backward(self, input_dict: dict[str, Tensor], labels: Tensor) -> Tensor:
+        """Gradients of the mean loss over all microbatches; returns that loss, detached."""
+        count = self.gradient_accumulation_steps
+        total: Tensor | None = None
+        for index in range(count):
+            inputs = {key: value.chunk(count)[index] for key, value in input_dict.items()}
+            if count > 1:
+                set_gradient_sync(self.model_parts, index == count - 1)
+            loss = self._microbatch(inputs, labels.chunk(count)[index])
+            total = loss if total is None else total + loss
+        assert total is not None
+        return total
+
+    def _microbatch(self, input_dict: dict[str, Tensor], labels: Tensor) -> Tensor:
+        """Forward and backward of one local batch; its share of the loss, detached."""
+        inputs = input_dict["input"]
+        cp_context = distributed.create_context_parallel_ctx(
+            self.world_mesh, self.parallel_dims, self.job_config, [inputs, labels], self.model_parts
+        )
+        with self.train_context(cp_context):
+            if self.pp_schedule is None:
+                (model,) = self.model_parts
+                with self.maybe_enable_amp:
+                    loss = self._share_of_loss(model(inputs), labels)
+                loss.backward()
+                return loss.detach()
+            losses: list[Tensor] = []
+            first = (inputs,) if self.pp_has_first_stage else ()
+            last = {"target": labels, "losses": losses} if self.pp_has_last_stage else {}
+            self.pp_schedule.step(*first, **last)
+        if not losses:
+            return torch.full((), -1.0, device=self.device)
+        return torch.stack(losses).mean().detach().to(self.device)
+
+    def _share_of_loss(self, pred: Tensor, labels: Tensor) -> Tensor:
+        """What a local batch adds to the mean loss of the step."""
+        loss: Tensor = self.loss_fn(pred, labels) / self.gradient_accumulation_steps
+        return loss
+
+    def _clip_grad_norm(self) -> Tensor:
+        """Clips for optimizers of torch's; returns the norm before."""
+        return distributed.clip_grad_norm_(
+            [p for part in self.model_parts for p in part.parameters()],
+            self.job_config.training.max_norm,
+            foreach=True,
+            pp_mesh=self.world_mesh["pp"] if self.parallel_dims.pp_enabled else None,
+        )
+
+    def _is_usable(self, grad_norm: Tensor) -> bool:
+        """Whether an optimizer of torch's may step, which would not look itself."""
+        skip = self.job_config.optimizer.skip_nonfinite and not bool(grad_norm.isfinite())
+        self._skips.count(self._skips.total + skip)
+        return not skip
+
+    def _log(self, loss: Tensor, grad_norm: Tensor | None) -> None:
+        dims = self.parallel_dims
+        if dims.dp_enabled or dims.cp_enabled:
+            mesh = self.world_mesh["dp_cp"]
+            mean, largest = distributed.dist_mean(loss, mesh), distributed.dist_max(loss, mesh)
+        else:
+            mean = largest = loss.item()
+        if grad_norm is None:
+            grad_norm = self.optimizers.control.grad_norm
+        more = {
+            "grad_norm": grad_norm.item(),
+            "lr": self._step_lr,
+            "skipped_steps": float(self._skips.total),
+            "time_metrics/optimizer(s)": self._optimizer_time.mean(),
+        }
+        self.metrics_processor.log(self.step, mean, largest, more)
+
+    # ---- the loop -------------------------------------------------------------------------------
+
+    @record
+    def train(self) -> None:
+        """Trains from the newest checkpoint to `training.steps`, or until SIGTERM or no more data.
+
+        Raises:
+            RuntimeError: too many steps in a row were skipped; names the last good checkpoint.
+        """
+        job_config, steps = self.job_config, self.job_config.training.steps
+        self.checkpointer.load(step=job_config.checkpoint.load_step)
+        if self._clips_in_step:
+            self._skips.total = int(self.optimizers.control.skipped_steps)
+        logger.info("Training starts at step %d.", self.step + 1)
+        first = self.step + 1
+        with (
+            StopOnSignal() as stop,
+            maybe_enable_profiling(job_config, global_step=self.step) as torch_profiler,
+            maybe_enable_memory_snapshot(job_config, global_step=self.step) as memory_profiler,
+        ):
+            data_iterator = iter(self.dataloader)
+            while self.step < steps:
+                last = stop.last_step(self.step + 1)
+                if last is not None and last <= self.step:
+                    self.stopped_by = "SIGTERM"
+                    break
+                self.step += 1
+                self.gc_handler.run(self.step)
+                try:
+                    inputs, labels = self.next_batch(data_iterator)
+                except StopIteration:
+                    self.step -= 1
+                    self.stopped_by = "data"
+                    break
+                self.train_step(inputs, labels)
+                self._stop_if_stuck()
+                self.checkpointer.save(self.step, force=self.step == steps)
+                for profiler in (torch_profiler, memory_profiler):
+                    if profiler:
+                        profiler.step()
+                if self.step == first:  # lazy initialization and compilation are over
+                    distributed.set_pg_timeouts(
+                        timedelta(seconds=job_config.comm.train_timeout_seconds), self.world_mesh
+                    )
+            if self.stopped_by:
+                logger.warning(
+                    "Training stops after step %d of %d: %s",
+                    self.step,
+                    steps,
+                    "SIGTERM" if self.stopped_by == "SIGTERM" else "the data set has ended",
+                )
+                self.checkpointer.save(self.step, force=True)
+        self.metrics_processor.close()
+        logger.info("Training completed")
+
+    def _stop_if_stuck(self) -> None:
+        if not self._skips.too_many:
+            return
+        newest = self.checkpointer.newest()
+        raise RuntimeError(
+            f"{self._skips.consecutive} steps in a row were skipped for gradients that are not "
+            f"finite, up to step {self.step}; the last good checkpoint is "
+            + ("none" if newest is None else f"step {newest} in {self.checkpointer.folder}")
+        )
+
+    # ---- what checkpoints hold of the Trainer ------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.step = int(state_dict["step"])
+
+    def close(self) -> None:
+        """Ends background saves. The process group stays."""
+        self.gc_handler.close()
+        if hasattr(self, "checkpointer"):
+            self.checkpointer.close()
+
+
+def _parallel_dims(job_config: JobConfig) -> ParallelDims:
+    config = job_config.parallelism
+    return ParallelDims(
+        dp_replicate=config.data_parallel_replicate_degree,
+        dp_shard=config.data_parallel_shard_degree,
+        cp=config.context_parallel_degree,
+        tp=config.tensor_parallel_degree,
+        pp=config.pipeline_parallel_degree,
+        world_size=dist.get_world_size(),
+        enable_loss_parallel=not config.disable_loss_parallel,
+    )

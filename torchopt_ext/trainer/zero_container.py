@@ -1,0 +1,104 @@
+"""A ZeroRedundancyOptimizer behind the face of OptimizersContainer."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from torchopt_ext.containers import OptimizersContainer
+from torchopt_ext.optim import FusedAdam
+from torchopt_ext.optim.control import ControlView
+from torchopt_ext.statedict import dcp
+from torchopt_ext.zero import ZeroRedundancyOptimizer
+from torchopt_ext.zero.state import buffers
+
+
+class ZeroOptimizersContainer(OptimizersContainer[ZeroRedundancyOptimizer]):
+    """One model part, whose optimizer state is divided among all ranks.
+
+    The state dict has the names of :class:`OptimizersContainer`'s and, for tensors, this rank's
+    parts, so that distributed checkpoints move between ZeRO and every other layout.
+
+    Args:
+        model_parts: one module, the same on all ranks; DistributedDataParallel averages gradients.
+        optimizer_cls: FusedAdam or FusedAdamW.
+        optimizer_kwargs: its arguments.
+        partition: "greedy" or "balanced", as ZeroRedundancyOptimizer's.
+
+    Raises:
+        ValueError: more than one part, or as ZeroRedundancyOptimizer.
+    """
+
+    def __init__(
+        self,
+        model_parts: list[nn.Module],
+        optimizer_cls: type[FusedAdam],
+        optimizer_kwargs: dict[str, Any],
+        *,
+        partition: str,
+    ) -> None:
+        if len(model_parts) != 1:
+            raise ValueError(f"ZeRO divides one model part, found {len(model_parts)}")
+        sharded = {"optimizer_class": optimizer_cls, "partition": partition}
+        super().__init__(model_parts, ZeroRedundancyOptimizer, optimizer_kwargs | sharded)
+
+    @property
+    def _zero(self) -> ZeroRedundancyOptimizer:
+        return self.optimizers[0]
+
+    @property
+    def _names(self) -> list[str]:
+        """Of the optimizer's parameters, in its order."""
+        name_of = {param: name for name, param in self.model_parts[0].named_parameters()}
+        params = (param for group in self.param_groups for param in group["params"])
+        return [name_of[param] for param in params]
+
+    @property
+    def control(self) -> ControlView:
+        view: ControlView = self._zero.control
+        return view
+
+    def state_dict(self) -> dict[str, Any]:
+        """As OptimizersContainer's, with this rank's parts of tensors."""
+        self._zero.optim.init_state()
+        indexed = self._zero.state_dict()
+        names = self._names
+        flat: dict[str, Any] = {}
+        for index, entry in indexed["state"].items():
+            flat |= {f"state.{names[index]}.{name}": value for name, value in entry.items()}
+        for group in indexed["param_groups"]:
+            for index in group["params"]:
+                settings = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+                flat |= {f"param_groups.{names[index]}.{k}": v for k, v in settings.items()}
+        return flat
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes whole tensors or this rank's parts; everything is checked before it is used."""
+        groups = self._zero.state_dict()["param_groups"]
+        names = self._names
+        state: dict[int, dict[str, Any]] = {}
+        for index, name in enumerate(names):
+            prefix = f"state.{name}."
+            entry = {
+                k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)
+            }
+            if entry:
+                state[index] = entry
+        for group in groups:
+            first = f"param_groups.{names[group['params'][0]]}."
+            for key in [key for key in group if key != "params"]:
+                group[key] = state_dict.get(first + key, group[key])
+        self._zero.load_state_dict({"state": state, "param_groups": groups})
+
+    def checkpoint_buffers(self, ids: list[str]) -> dcp.Buffers:
+        """For :func:`torchopt_ext.statedict.dcp.load`: this rank's parts only."""
+        index_of = {name: str(index) for index, name in enumerate(self._names)}
+        indexed = buffers(self._zero, list(index_of.values()))
+
+        def buffer(path: dcp.Path, like: Tensor) -> Tensor | None:
+            kind, _, rest = ".".join(map(str, path)).partition(".")
+            fqn, _, name = rest.rpartition(".")
+            if kind != "state" or fqn not in index_of:
+                return None
+            return indexed(("state", index_of[fqn], name), like)
+
+        return buffer
