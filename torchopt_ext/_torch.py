@@ -165,3 +165,12 @@ def set_element(nested: dict[str, Any], path: tuple[str | int, ...], value: Any)
     from torch.distributed.checkpoint._traverse import set_element as set_at
 
     set_at(nested, path, value)
+
+
+# ---- CUDA's allocator ----------------------------------------------------------------------------
+
+record_memory_history: Callable[..., None] = torch.cuda.memory._record_memory_history
+"""Starts or ends recording allocations; torch documents it, under this name only."""
+
+dump_memory_snapshot: Callable[..., None] = torch.cuda.memory._dump_snapshot
+"""Writes what was recorded to a file, for pytorch.org/memory_viz."""

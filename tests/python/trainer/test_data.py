@@ -1,0 +1,294 @@
+"""Data of the Trainer: who gets which sample, exact resume, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset
+
+from torchopt_ext.trainer import data as data_module
+from torchopt_ext.trainer.checkpoint_states import DataPosition
+from torchopt_ext.trainer.config import JobConfig
+from torchopt_ext.trainer.data import build_dataloader, get_dataset, register_dataset
+from torchopt_ext.trainer.windows import FileBytes, TokenWindows
+
+SAMPLES, SEQ_LEN = 23, 3
+TEXT = bytes(i % 256 for i in range(SAMPLES * (SEQ_LEN + 1) + 2))
+
+
+@pytest.fixture
+def job_config(tmp_path: Path) -> JobConfig:
+    """A job on files of unequal lengths, some empty, that make up TEXT."""
+    folder = tmp_path / "text"
+    (folder / "b").mkdir(parents=True)
+    names, ends = ("a", "b/0", "b/1", "b/2", "c"), (1, 50, 50, 57, len(TEXT))
+    for name, start, end in zip(names, (0, *ends), ends, strict=False):
+        (folder / name).write_bytes(TEXT[start:end])
+    config = JobConfig()
+    config.training.dataset, config.training.dataset_path = "text", str(folder)
+    config.training.seq_len, config.training.batch_size = SEQ_LEN, 2
+    config.training.epochs = 1
+    return config
+
+
+@pytest.fixture(autouse=True)
+def _forget_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_module, "_DATASETS", dict(data_module._DATASETS))
+
+
+def build(config: JobConfig, rank: int = 0, ranks: int = 1, tokenizer: Any = None) -> Any:
+    return build_dataloader(
+        dp_world_size=ranks, dp_rank=rank, tokenizer=tokenizer, job_config=config
+    )
+
+
+def samples(batches: Any) -> list[list[int]]:
+    """The numbers of the windows in each batch; checks shapes and that labels follow inputs."""
+    found = []
+    for inputs, labels in batches:
+        assert inputs.keys() == {"input"}
+        both = torch.cat([inputs["input"], labels[:, -1:]], dim=1)
+        assert (both.dtype, labels.dtype) == (torch.int64, torch.int64)
+        assert torch.equal(both[:, 1:], labels)
+        assert bytes(both.flatten().tolist()) == b"".join(
+            TEXT[row[0] : row[0] + SEQ_LEN + 1] for row in both.tolist()
+        )
+        found.append([row[0] // (SEQ_LEN + 1) for row in both.tolist()])
+    return found
+
+
+def flat(lists: list[list[int]]) -> list[int]:
+    return list(itertools.chain.from_iterable(lists))
+
+
+@pytest.mark.parametrize(("ranks", "batch_size"), [(1, 1), (1, 4), (2, 2), (3, 2), (4, 5)])
+def test_ranks_share_an_epoch_without_overlap(
+    job_config: JobConfig, ranks: int, batch_size: int
+) -> None:
+    job_config.training.batch_size = batch_size
+    job_config.training.epochs = 2
+    whole = SAMPLES // (ranks * batch_size)
+    shares = [samples(build(job_config, rank, ranks)) for rank in range(ranks)]
+    assert [len(share) for share in shares] == [2 * whole] * ranks
+    epochs = [
+        flat([flat(share[epoch * whole : (epoch + 1) * whole]) for share in shares])
+        for epoch in range(2)
+    ]
+    for epoch in epochs:
+        assert len(set(epoch)) == len(epoch) == whole * ranks * batch_size
+        assert epoch != sorted(epoch)
+    assert epochs[0] != epochs[1]
+
+
+def test_a_step_has_the_same_samples_on_any_layout(job_config: JobConfig) -> None:
+    job_config.training.batch_size = 4
+    one = samples(build(job_config))
+    job_config.training.batch_size = 2
+    two = zip(*(samples(build(job_config, rank, 2)) for rank in range(2)), strict=True)
+    assert [flat(list(step)) for step in two] == one
+
+
+def test_order_depends_on_the_seed(job_config: JobConfig) -> None:
+    orders = []
+    for seed in (None, 0, 1):
+        job_config.training.seed = seed
+        orders.append(flat(samples(build(job_config))))
+    assert orders[0] == orders[1] != orders[2]
+
+
+def test_endless_and_single_tokens(job_config: JobConfig) -> None:
+    job_config.training.epochs, job_config.training.seq_len = 0, 1
+    count = 3 * len(TEXT)
+    batches = list(itertools.islice(build(job_config), count))
+    assert len(batches) == count
+    for inputs, labels in batches:
+        assert inputs["input"].shape == labels.shape == (2, 1)
+        assert torch.equal((inputs["input"] + 1) % 256, labels)
+
+
+@pytest.mark.parametrize("stop", [0, 1, 10, 11, 12, 22])
+def test_resume_is_exact(job_config: JobConfig, stop: int) -> None:
+    """Two epochs of eleven batches each; the state goes through a checkpoint's packing."""
+    job_config.training.epochs = 2
+    undisturbed = samples(build(job_config))
+    loader = build(job_config)
+    begun = samples(itertools.islice(loader, stop))
+    packed = DataPosition(loader).state_dict()
+    job_config.training.seed = 5  # the saved one counts
+    resumed = build(job_config)
+    DataPosition(resumed).load_state_dict(packed)
+    assert begun + samples(resumed) == undisturbed
+    assert samples(resumed) == []
+
+
+@pytest.mark.processes
+def test_resume_with_workers(job_config: JobConfig) -> None:
+    """Workers have read ahead of what training has seen."""
+    undisturbed = samples(build(job_config))
+    job_config.training.dataloader.num_workers = 2
+    loader = build(job_config)
+    begun = samples(itertools.islice(loader, 3))
+    resumed = build(job_config)
+    resumed.load_state_dict(loader.state_dict())
+    assert begun + samples(resumed) == undisturbed
+
+
+def test_resume_with_other_ranks_repeats_nothing(job_config: JobConfig) -> None:
+    loaders = [build(job_config, rank, 2) for rank in range(2)]
+    seen = [flat(samples(itertools.islice(loader, 3))) for loader in loaders]
+    (state, other) = (loader.state_dict() for loader in loaders)
+    assert state == other  # saved once
+    job_config.training.batch_size = 1
+    for rank in range(3):
+        loader = build(job_config, rank, 3)
+        loader.load_state_dict(copy.deepcopy(state))
+        seen.append(flat(samples(loader)))
+        assert len(seen[-1]) == (SAMPLES - 12) // 3
+    assert len(set(flat(seen))) == len(flat(seen)) == 21
+
+
+def test_changed_data_is_reported(job_config: JobConfig, caplog: pytest.LogCaptureFixture) -> None:
+    loader = build(job_config)
+    next(iter(loader))
+    state = loader.state_dict()
+    with Path(str(job_config.training.dataset_path), "d").open("wb") as more:
+        more.write(bytes(range(10 * (SEQ_LEN + 1))))
+    grown = build(job_config)
+    with caplog.at_level(logging.WARNING):
+        grown.load_state_dict(state)
+    assert "23 samples when the checkpoint was saved, and has 33 now" in caplog.text
+    assert len(list(grown)) == 15
+
+
+def test_starting_to_read_leaves_the_models_random_numbers_alone(job_config: JobConfig) -> None:
+    before = torch.get_rng_state()
+    list(build(job_config))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_windows_of_any_tensor_and_spans_of_files(job_config: JobConfig) -> None:
+    windows = TokenWindows(torch.arange(70_000, dtype=torch.int32), 4)
+    assert len(windows) == 14_000
+    assert windows[13_999].tolist() == list(range(69_995, 70_000))
+    content = FileBytes(Path(str(job_config.training.dataset_path)))
+    assert len(content) == len(TEXT)
+    for start, stop in itertools.combinations(range(0, len(TEXT) + 1, 7), 2):
+        assert bytes(content[start:stop].tolist()) == TEXT[start:stop]
+
+
+class Words:
+    """A tokenizer: one token a word."""
+
+    def encode(self, text: str) -> list[int]:
+        return [len(word) for word in text.split()]
+
+
+def test_tokenizer(job_config: JobConfig, tmp_path: Path) -> None:
+    (tmp_path / "words").mkdir()
+    (tmp_path / "words" / "0").write_text("a bb ccc")
+    (tmp_path / "words" / "1").write_text("dddd é")
+    job_config.training.dataset_path = str(tmp_path / "words")
+    job_config.training.seq_len, job_config.training.batch_size = 4, 1
+    ((inputs, labels),) = build(job_config, tokenizer=Words())
+    assert inputs["input"].tolist() == [[1, 2, 3, 4]]
+    assert labels.tolist() == [[2, 3, 4, 1]]
+
+
+class Pairs(Dataset[Any]):
+    """Samples as the contract has them: no collate_fn."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[dict[str, Tensor], Tensor]:
+        return {"input": torch.full((3,), index)}, torch.full((3,), index + 1)
+
+
+class Stream(IterableDataset[Any]):
+    """A rank's numbers, endlessly, with a state of its own."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.position, self.step = rank, ranks
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            value = torch.full((3,), self.position)
+            self.position += self.step
+            yield {"input": value}, value + 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.position = state_dict["position"]
+
+
+def test_registered_data_sets(job_config: JobConfig) -> None:
+    register_dataset("pairs", lambda **_: Pairs())
+    register_dataset(
+        "stream", lambda *, dp_rank, dp_world_size, **_: Stream(dp_rank, dp_world_size)
+    )
+    assert get_dataset("stream") is data_module._DATASETS["stream"]
+
+    job_config.training.dataset = "pairs"
+    numbers = [batch[0]["input"] for batch in build(job_config)]
+    assert {n.shape for n in numbers} == {(2, 3)}
+    assert sorted(torch.cat(numbers)[:, 0].tolist()) == list(range(8))
+    shuffled = build(job_config).state_dict()
+
+    job_config.training.dataset = "stream"
+    loader = build(job_config, 1, 2)
+    first = [labels[:, 0].tolist() for _, labels in itertools.islice(loader, 2)]
+    assert first == [[2, 4], [6, 8]]
+    packed = DataPosition(loader).state_dict()
+    assert packed.keys() == {"dp_rank_1", "world_size"}
+    resumed = build(job_config, 1, 2)
+    DataPosition(resumed).load_state_dict(packed)
+    assert next(iter(resumed))[1][:, 0].tolist() == [10, 12]
+
+    with pytest.raises(ValueError, match=r"of 2 data-parallel ranks, expected 'dp_rank_1' of 3"):
+        build(job_config, 1, 3).load_state_dict(loader.state_dict())
+    with pytest.raises(ValueError, match=r"\['position'\] of unknown data-parallel ranks"):
+        build(job_config, 1, 2).load_state_dict(shuffled)
+    job_config.training.dataset = "pairs"
+    with pytest.raises(ValueError, match=r"expected 'position'"):
+        build(job_config).load_state_dict(loader.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"dataset": "c4"}, ValueError, "'c4' is not registered, expected one of 'text'; .*regis"),
+        ({"dataset_path": None}, ValueError, "under dataset_path, which is not set"),
+        ({"dataset_path": "/no"}, FileNotFoundError, "dataset_path is /no, which does not exist"),
+        ({"seq_len": 0}, ValueError, "seq_len is 0, expected 1 or more"),
+        ({"batch_size": 0}, ValueError, "batch_size is 0, expected 1 or more"),
+        ({"epochs": -1}, ValueError, "epochs is -1, expected 0 or more"),
+        ({"batch_size": 12}, ValueError, "'text' has 23 samples of seq_len 3, expected .* 24"),
+        ({"seq_len": 500}, ValueError, "'text' has 0 samples of seq_len 500"),
+    ],
+)
+def test_refused(
+    job_config: JobConfig, settings: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    for name, value in settings.items():
+        setattr(job_config.training, name, value)
+    with pytest.raises(error, match=message):
+        build(job_config, 1, 2)
+
+
+def test_refused_files_and_names(job_config: JobConfig) -> None:
+    folder = Path(str(job_config.training.dataset_path))
+    (folder / "z").symlink_to("gone")
+    with pytest.raises(FileNotFoundError, match="text/z"):
+        build(job_config)
+    with pytest.raises(ValueError, match="'text' is registered already"):
+        register_dataset("text", get_dataset("text"))

@@ -1,0 +1,298 @@
+"""Metrics of the Trainer: their values, their tags, who writes them, and where."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from torchopt_ext.trainer import metrics as metrics_module
+from torchopt_ext.trainer.config import JobConfig
+from torchopt_ext.trainer.device_memory import DeviceMemoryMonitor, get_peak_flops
+from torchopt_ext.trainer.metrics import build_metrics_processor, metrics_rank
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+# Of torchtitan/components/metrics.py; mfu(%) only where the device's peak is known.
+TORCHTITAN_TAGS = {
+    "loss_metrics/global_avg_loss",
+    "loss_metrics/global_max_loss",
+    "throughput(tps)",
+    "tflops",
+    "time_metrics/end_to_end(s)",
+    "time_metrics/data_loading(s)",
+    "time_metrics/data_loading(%)",
+    "memory/max_active(GiB)",
+    "memory/max_active(%)",
+    "memory/max_reserved(GiB)",
+    "memory/max_reserved(%)",
+    "memory/num_alloc_retries",
+    "memory/num_ooms",
+}
+
+
+@pytest.fixture
+def job_config(tmp_path: Path) -> JobConfig:
+    config = JobConfig()
+    config.job.dump_folder = str(tmp_path)
+    config.training.device, config.metrics.log_freq = "cpu", 4
+    return config
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    now = SimpleNamespace(seconds=100.0)
+    monkeypatch.setattr(metrics_module.time, "perf_counter", lambda: now.seconds)
+    return now
+
+
+def dims(world_size: int = 1, pp: int = 1, tp: int = 1) -> SimpleNamespace:
+    return SimpleNamespace(
+        world_size=world_size, pp=pp, pp_enabled=pp > 1, non_data_parallel_size=pp * tp
+    )
+
+
+def lines(config: JobConfig) -> list[dict[str, Any]]:
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is no JSON")
+
+    text = Path(config.job.dump_folder, "metrics.jsonl").read_text()
+    return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
+
+
+def test_values(
+    job_config: JobConfig, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_module, "get_peak_flops", lambda _: 4e12)
+    processor = build_metrics_processor(job_config, dims(2, tp=2))
+    processor.num_flops_per_token = 2e9
+    assert [step for step in range(1, 13) if processor.should_log(step)] == [1, 4, 8, 12]
+    for step in (4, 8):  # counters start anew
+        processor.ntokens_since_last_log += 8000
+        processor.data_loading_times += [0.25, 0.75, 0.5, 0.5]
+        clock.seconds += 8
+        processor.log(step, 1.5, 2.5, {"grad_norm": 0.5, "lr": 1e-3})
+    processor.log_validation(3.0, 8)
+    processor.close()
+    first, second, validation = lines(job_config)
+    expected = {
+        "step": 4,
+        "loss_metrics/global_avg_loss": 1.5,
+        "loss_metrics/global_max_loss": 2.5,
+        "throughput(tps)": 500,  # 8000 tokens in 8 s on 2 devices
+        "tflops": 1,
+        "mfu(%)": 25,
+        "time_metrics/end_to_end(s)": 2,
+        "time_metrics/data_loading(s)": 0.5,
+        "time_metrics/data_loading(%)": 25,
+        "grad_norm": 0.5,
+        "lr": 1e-3,
+    }
+    for found in (first, second):
+        memory = {key for key in found if key.startswith("memory/")}
+        assert {key: value for key, value in found.items() if key not in memory} == expected
+        expected["step"] = 8
+        assert found.keys() - {"step", "mfu(%)", "grad_norm", "lr"} == TORCHTITAN_TAGS
+    assert validation == {"step": 8, "validation_metrics/loss": 3.0}
+
+
+def test_what_is_not_known_is_left_out(job_config: JobConfig) -> None:
+    """A CPU's peak, a model's operations; a loss that is no number is written as null."""
+    processor = build_metrics_processor(job_config, dims())
+    for step, flops in ((1, 0), (4, 10)):
+        processor.num_flops_per_token = flops
+        processor.log(step, float("nan"), float("inf"))
+    without, known = lines(job_config)
+    assert known.keys() - without.keys() == {"tflops"}
+    assert "mfu(%)" not in known
+    assert known["loss_metrics/global_avg_loss"] is known["loss_metrics/global_max_loss"] is None
+
+
+@pytest.mark.parametrize(
+    ("world_size", "pp", "schedule", "rank"),
+    [
+        (4, 1, "1F1B", 0),
+        (2, 2, "1F1B", 1),
+        (8, 4, "Interleaved1F1B", 6),
+        (8, 4, "ZBVZeroBubble", 0),
+        (8, 2, "DualPipeV", 0),
+    ],
+)
+def test_one_rank_reports(
+    job_config: JobConfig,
+    capsys: pytest.CaptureFixture[str],
+    world_size: int,
+    pp: int,
+    schedule: str,
+    rank: int,
+) -> None:
+    job_config.parallelism.pipeline_parallel_schedule = schedule
+    layout = dims(world_size, pp)
+    assert metrics_rank(layout, job_config) == rank
+    for all_ranks, names in ((False, {"metrics.jsonl"}), (True, {"metrics_0.jsonl"})):
+        job_config.metrics.save_for_all_ranks = all_ranks
+        processor = build_metrics_processor(job_config, layout)  # this is rank 0
+        processor.log(1, 1.0, 1.0)
+        processor.close()
+        found = {path.name for path in Path(job_config.job.dump_folder).iterdir()}
+        if rank == 0:
+            assert found == {"metrics.jsonl"}
+        else:
+            assert found == (names if all_ranks else set())
+        assert ("loss: 1.0" in capsys.readouterr().out) == (rank == 0)
+
+
+def test_a_resumed_job_appends(job_config: JobConfig) -> None:
+    for steps in ((1, 4, 8), (8, 12)):
+        processor = build_metrics_processor(job_config, dims())
+        for step in steps:
+            processor.log(step, 1.0, 1.0)
+        assert lines(job_config)[-1]["step"] == steps[-1]  # before it is closed
+        with Path(job_config.job.dump_folder, "metrics.jsonl").open("a") as torn:
+            torn.write('{"step": 9, "loss')
+        with pytest.raises(ValueError, match="Unterminated"):
+            lines(job_config)
+    processor = build_metrics_processor(job_config, dims())
+    assert [line["step"] for line in lines(job_config)] == [1, 4, 8, 8, 12]
+
+
+def test_tensorboard(job_config: JobConfig) -> None:
+    job_config.metrics.enable_tensorboard = True
+    job_config.metrics.enable_jsonl = False
+    processor = build_metrics_processor(job_config, dims())
+    processor.num_flops_per_token = 1
+    for step in (1, 4):
+        processor.log(step, step / 2, 2.0, {"grad_norm": 0.25})
+    processor.close()
+    (run,) = Path(job_config.job.dump_folder, "tb").iterdir()
+    events = EventAccumulator(str(run)).Reload()
+    assert set(events.Tags()["scalars"]) == TORCHTITAN_TAGS | {"grad_norm"}
+    losses = [(e.step, e.value) for e in events.Scalars("loss_metrics/global_avg_loss")]
+    assert losses == [(1, 0.5), (4, 2.0)]
+    assert not Path(job_config.job.dump_folder, "metrics.jsonl").exists()
+
+
+def test_weights_and_biases(job_config: JobConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    run = SimpleNamespace(
+        log=lambda metrics, step: calls.append((step, metrics["loss_metrics/global_avg_loss"])),
+        finish=lambda: calls.append("finish"),
+    )
+
+    def init(*, project: str, dir: str, config: dict[str, Any]) -> Any:
+        calls.append((project, Path(dir).is_dir(), config["metrics"]["log_freq"]))
+        return run
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    job_config.metrics.enable_wandb = True
+    processor = build_metrics_processor(job_config, dims())
+    processor.log(1, 1.5, 1.5)
+    processor.close()
+    assert calls == [("mine", True, 4), (1, 1.5), "finish"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "module", "advice"),
+    [
+        ("enable_wandb", "wandb", "pip install wandb"),
+        ("enable_tensorboard", "torch.utils.tensorboard", r"pip install 'torchopt_ext\[trainer\]'"),
+    ],
+)
+def test_missing_packages_are_named(
+    job_config: JobConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    setting: str,
+    module: str,
+    advice: str,
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    setattr(job_config.metrics, setting, True)
+    with pytest.raises(ImportError, match=f"metrics.{setting} needs the package .*{advice}"):
+        build_metrics_processor(job_config, dims())
+    assert not Path(job_config.job.dump_folder, "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("progress_bar", "terminal", "bar"),
+    [("auto", True, True), ("auto", False, False), ("on", False, True), ("off", True, False)],
+)
+def test_console(
+    job_config: JobConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    progress_bar: str,
+    terminal: bool,
+    bar: bool,
+) -> None:
+    stdout = io.StringIO()
+    stdout.isatty = lambda: terminal  # type: ignore[method-assign]
+    monkeypatch.setattr(sys, "stdout", stdout)
+    job_config.metrics.progress_bar, job_config.training.steps = progress_bar, 40
+    processor = build_metrics_processor(job_config, dims())
+    colored = processor.color.red != ""
+    assert colored == terminal
+    for step in (20, 24):
+        processor.log(step, 1.5, 2.0, {"grad_norm": 0.25, "skipped_steps": float(step == 24)})
+    processor.log_validation(1.75, 24)
+    processor.close()
+    text = stdout.getvalue()
+    if bar:
+        assert "24/40" in text and "loss=1.50000, grad_norm=0.2500, skipped=1" in text
+        assert "step: 24  validation loss: 1.75000\n" in text
+        return
+    assert ("\033[" in text) == terminal
+    if not terminal:
+        first, second, validation = text.splitlines()
+        assert first.startswith("step: 20  loss: 1.50000  grad_norm: 0.2500  memory: ")
+        assert second.startswith("step: 24  loss: 1.50000  grad_norm: 0.2500  skipped: 1  mem")
+        assert validation == "step: 24  validation loss: 1.75000"
+
+
+def test_refused(job_config: JobConfig) -> None:
+    job_config.metrics.log_freq = 0
+    with pytest.raises(ValueError, match=r"metrics.log_freq is 0, expected 1 or more"):
+        build_metrics_processor(job_config, dims())
+
+
+def test_memory_of_a_cpu() -> None:
+    """Peak of the resident set, of the machine's memory, as /proc has them."""
+
+    def read(path: str, key: str) -> int:
+        lines = Path(path).read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+    stats = DeviceMemoryMonitor(torch.device("cpu")).get_peak_stats()
+    peak, installed = read("/proc/self/status", "VmHWM:"), read("/proc/meminfo", "MemTotal:")
+    assert stats.max_active_gib == stats.max_reserved_gib
+    assert stats.max_active_gib == pytest.approx(peak / 2**30, rel=0.02)
+    assert stats.max_active_pct == stats.max_reserved_pct
+    assert stats.max_active_pct == pytest.approx(100 * peak / installed, rel=0.02)
+    assert (stats.num_alloc_retries, stats.num_ooms) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "teraflops"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H200", 989),
+        ("NVIDIA H20", 148),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA B200", 2250),
+        ("AMD Instinct MI300X", 1300),
+        ("NVIDIA GeForce GTX 1080", None),
+        ("x86_64 CPU", None),
+    ],
+)
+def test_peak_flops(name: str, teraflops: float | None) -> None:
+    expected = None if teraflops is None else teraflops * 1e12
+    assert get_peak_flops(name) == expected

@@ -1,0 +1,289 @@
+"""Data sets by name, and the loader that gives each data-parallel rank its own share of one."""
+
+import dataclasses
+import logging
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from torchopt_ext.trainer.config import JobConfig
+from torchopt_ext.trainer.windows import Batch, FileBytes, TokenWindows
+
+logger = logging.getLogger(__name__)
+
+
+class Tokenizer(Protocol):
+    """What the data set "text" asks of a tokenizer."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+
+class BuildDataset(Protocol):
+    """Makes a data set for a job.
+
+    It returns either samples by index (a torch Dataset with a length), the same on every rank,
+    which are shuffled and dealt to the ranks here; or an IterableDataset of this rank's samples
+    only, in their final order, with as many on each rank. A sample is ({"input": int64 [seq_len]},
+    labels int64 [seq_len]); a data set with other samples has a `collate_fn`, which makes a batch
+    of a list of them.
+    """
+
+    def __call__(
+        self, *, dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: JobConfig
+    ) -> Dataset[Any]: ...
+
+
+_DATASETS: dict[str, BuildDataset] = {}
+
+
+def register_dataset(name: str, build: BuildDataset) -> None:
+    """Lets `training.dataset` and `validation.dataset` be `name`.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    if name in _DATASETS:
+        raise ValueError(f"data set {name!r} is registered already")
+    _DATASETS[name] = build
+
+
+def get_dataset(name: str) -> BuildDataset:
+    """What was registered under `name`.
+
+    Raises:
+        ValueError: nothing was.
+    """
+    if name not in _DATASETS:
+        raise ValueError(
+            f"data set {name!r} is not registered, expected one of "
+            f"{', '.join(map(repr, sorted(_DATASETS)))}; a module that experimental.custom_import "
+            "names can add it: torchopt_ext.trainer.register_dataset(name, build)"
+        )
+    return _DATASETS[name]
+
+
+def build_text(
+    *, dp_world_size: int, dp_rank: int, tokenizer: Tokenizer | None, job_config: JobConfig
+) -> Dataset[Any]:
+    """The data set "text": all files under `training.dataset_path`, one after another.
+
+    Without a tokenizer, tokens are the files' bytes, which stay on disk. With one, each rank
+    encodes all files (UTF-8) at the start, and holds 4 bytes for a token.
+
+    Raises:
+        ValueError: dataset_path is not set.
+        OSError: the path does not exist, or a file under it cannot be read.
+    """
+    training = job_config.training
+    if not training.dataset_path:
+        raise ValueError("data set 'text' reads the files under dataset_path, which is not set")
+    path = Path(training.dataset_path)
+    if not path.exists():
+        raise FileNotFoundError(f"dataset_path is {path}, which does not exist")
+    data = FileBytes(path)
+    if tokenizer is None:
+        return TokenWindows(data, training.seq_len)
+    tokens = [
+        torch.tensor(tokenizer.encode(path.read_text(encoding="utf-8")), dtype=torch.int32)
+        for path in data.paths
+    ]
+    return TokenWindows(torch.cat(tokens) if tokens else torch.empty(0), training.seq_len)
+
+
+register_dataset("text", build_text)
+
+
+class ShuffledBatches(Sampler[list[int]]):
+    """The batches of one rank, from a position in a sequence of shuffled epochs.
+
+    The position counts samples of all ranks together: it is the same on every rank, and a resumed
+    job may have another number of ranks or another batch size, and still sees no sample of an epoch
+    twice. An epoch's order depends on the seed and its number. What is left at its end, too little
+    for a batch on every rank, is not used.
+
+    Args:
+        size: samples in an epoch.
+        batch_size: samples of one batch of one rank.
+        seed: the same on all ranks.
+        epochs: how many there are; 0: endless.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        batch_size: int,
+        dp_rank: int,
+        dp_world_size: int,
+        seed: int,
+        epochs: int,
+    ) -> None:
+        self._size, self._batch_size, self._epochs = size, batch_size, epochs
+        self._dp_rank, self._together = dp_rank, batch_size * dp_world_size
+        self._seed, self._epoch, self._samples = seed, 0, 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Indices of the samples in each batch, from the position on."""
+        epoch, samples = self._whole(self._epoch, self._samples)
+        while not self._epochs or epoch < self._epochs:
+            # sha512 of the text, so that neighboring seeds and epochs have nothing in common.
+            seed = random.Random(f"{self._seed} {epoch}").getrandbits(63)
+            generator = torch.Generator().manual_seed(seed)
+            order = torch.randperm(self._size, generator=generator, dtype=torch.int32)
+            ordered = epoch
+            while epoch == ordered:
+                start = samples + self._dp_rank * self._batch_size
+                yield order[start : start + self._batch_size].tolist()
+                epoch, samples = self._whole(epoch, samples + self._together)
+
+    def advance(self) -> None:
+        """Moves the position past one batch of every rank."""
+        epoch, samples = self._whole(self._epoch, self._samples)
+        if epoch != self._epoch:
+            logger.info("Epoch %d of the training data begins", epoch + 1)
+        self._epoch, self._samples = epoch, samples + self._together
+
+    def _whole(self, epoch: int, samples: int) -> tuple[int, int]:
+        """Where the next batch of every rank is, for what is left of an epoch may be too little."""
+        return (epoch, samples) if samples + self._together <= self._size else (epoch + 1, 0)
+
+    def state_dict(self) -> dict[str, int]:
+        return {
+            "seed": self._seed,
+            "epoch": self._epoch,
+            "samples": self._samples,
+            "size": self._size,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Goes to a saved position, in the order of the saved seed."""
+        if state_dict["size"] != self._size:
+            logger.warning(
+                "The data set had %d samples when the checkpoint was saved, and has %d now: epoch "
+                "%d goes on in another order",
+                state_dict["size"],
+                self._size,
+                state_dict["epoch"] + 1,
+            )
+        self._seed, self._epoch = state_dict["seed"], state_dict["epoch"]
+        self._samples = state_dict["samples"]
+
+
+class ShuffledDataLoader(DataLoader[Any]):
+    """Loads shuffled batches, and knows the position behind the last batch that was taken.
+
+    torchdata's loader would save how many batches this rank has taken of an epoch, which says
+    nothing to another number of ranks.
+
+    Iterating goes on from the position. After the last epoch there is nothing.
+    """
+
+    def __init__(self, dataset: Dataset[Any], batches: ShuffledBatches, options: Any) -> None:
+        super().__init__(dataset, batch_sampler=batches, **options)
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
+        for batch in super().__iter__():
+            self._batches.advance()  # workers are ahead of it
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self._batches.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes to a saved position.
+
+        Raises:
+            ValueError: the state is another kind of data set's.
+        """
+        if "position" not in state_dict:
+            raise ValueError(
+                f"the data loader's state has {sorted(state_dict)}, expected 'position': it was "
+                "saved by a job with another kind of data set"
+            )
+        self._batches.load_state_dict(state_dict["position"])
+
+
+class StreamDataLoader(StatefulDataLoader):  # type: ignore[misc]
+    """torchdata's loader, whose state is kept by data-parallel rank as torchtitan's."""
+
+    def __init__(
+        self,
+        dataset: IterableDataset[Any],
+        batch_size: int,
+        dp_rank: int,
+        dp_world_size: int,
+        options: Any,
+    ) -> None:
+        super().__init__(dataset, batch_size, drop_last=True, **options)
+        self._key, self._dp_world_size = f"dp_rank_{dp_rank}", dp_world_size
+
+    def state_dict(self) -> dict[str, Any]:
+        return {self._key: super().state_dict(), "world_size": self._dp_world_size}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes to where this rank was.
+
+        Raises:
+            ValueError: the state is that of another number of ranks, or of another kind of data.
+        """
+        if self._key not in state_dict or state_dict["world_size"] != self._dp_world_size:
+            raise ValueError(
+                f"the data loader's state has {sorted(state_dict)} of "
+                f"{state_dict.get('world_size', 'unknown')} data-parallel ranks, expected "
+                f"{self._key!r} of {self._dp_world_size}: a stream of samples cannot be divided "
+                "anew; resume with as many ranks, or exclude 'dataloader' from loading"
+            )
+        super().load_state_dict(state_dict[self._key])
+
+
+def build_dataloader(
+    *, dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: JobConfig
+) -> ShuffledDataLoader | StreamDataLoader:
+    """The batches of `training.dataset` for one data-parallel rank: its `state_dict` resumes it.
+
+    A batch is ({"input": int64 [batch_size, seq_len]}, labels int64 [batch_size, seq_len]). All
+    ranks get different samples, and end after the same number of batches, if at all:
+    `training.epochs` counts, 0 is endless. The order depends on `training.seed` (0 if unset).
+
+    Raises:
+        ValueError: the data set is not registered, has too few samples for one batch on each
+            rank, or a setting is out of range.
+        OSError: the data set's files cannot be read.
+    """
+    training = job_config.training
+    for name, least in (("batch_size", 1), ("seq_len", 1), ("epochs", 0)):
+        if getattr(training, name) < least:
+            raise ValueError(f"{name} is {getattr(training, name)}, expected {least} or more")
+    dataset = get_dataset(training.dataset)(
+        dp_world_size=dp_world_size, dp_rank=dp_rank, tokenizer=tokenizer, job_config=job_config
+    )
+    options = {
+        **dataclasses.asdict(training.dataloader),
+        "collate_fn": getattr(dataset, "collate_fn", default_collate),
+        # Else starting to iterate would draw from the generator that the model's dropout uses.
+        "generator": torch.Generator(),
+    }
+    batch_size = training.batch_size
+    if isinstance(dataset, IterableDataset):
+        return StreamDataLoader(dataset, batch_size, dp_rank, dp_world_size, options)
+    size, needed = len(dataset), batch_size * dp_world_size  # type: ignore[arg-type]
+    if size < needed:
+        raise ValueError(
+            f"data set {training.dataset!r} has {size} samples of seq_len {training.seq_len}, "
+            f"expected at least {needed}: a batch of {batch_size} on each of {dp_world_size} ranks"
+        )
+    batches = ShuffledBatches(
+        size,
+        batch_size=batch_size,
+        dp_rank=dp_rank,
+        dp_world_size=dp_world_size,
+        seed=training.seed or 0,
+        epochs=training.epochs,
+    )
+    return ShuffledDataLoader(dataset, batches, options)

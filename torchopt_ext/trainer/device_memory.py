@@ -1,0 +1,101 @@
+"""How much memory a rank's device holds at most, and how fast the device can be."""
+
+import logging
+import os
+import platform
+import re
+import resource
+import sys
+from typing import NamedTuple
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+_GIB = 1024**3
+
+_PEAK_FLOPS = (
+    # Dense bf16, from the vendors' data sheets; the first pattern that is found decides.
+    (r"GB200|B200", 2.25e15),
+    (r"H100.*PCIe", 756e12),
+    (r"H100.*NVL", 835e12),
+    (r"GH200|H100|H200|H800", 989e12),
+    (r"\bH20\b", 148e12),
+    (r"A100|A800", 312e12),
+    (r"L40S", 362e12),
+    (r"MI355X", 2.5e15),
+    (r"MI300X|MI325X", 1.3e15),
+    (r"MI250X", 191.5e12),  # one of its two dies, which is one device
+)
+
+
+def get_peak_flops(device_name: str) -> float | None:
+    """Dense bf16 operations a second of one device, None where that is not known.
+
+    Args:
+        device_name: as torch.cuda.get_device_name gives it, "NVIDIA H100 80GB HBM3".
+    """
+    return next((flops for name, flops in _PEAK_FLOPS if re.search(name, device_name)), None)
+
+
+class DeviceMemStats(NamedTuple):
+    """Peaks since the last reset, in GiB and in percent of the device's memory."""
+
+    max_active_gib: float
+    max_active_pct: float
+    max_reserved_gib: float
+    max_reserved_pct: float
+    num_alloc_retries: int
+    num_ooms: int
+
+
+class DeviceMemoryMonitor:
+    """Reads the memory of one device, without waiting for it.
+
+    On a CPU it reads the process's resident set, as both active and reserved; the system counts
+    its peak from the start of the process and knows no reset.
+
+    Args:
+        device: a CUDA device, or the CPU.
+
+    Attributes:
+        device_name: of the GPU as torch names it, or the machine's architecture.
+        device_capacity: bytes of memory that it has.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        if device.type == "cuda":
+            self.device_name = torch.cuda.get_device_name(device)
+            self.device_capacity = torch.cuda.get_device_properties(device).total_memory
+        else:
+            self.device_name = f"{platform.machine()} CPU"
+            self.device_capacity = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        self.device_capacity_gib = self.device_capacity / _GIB
+        self.reset_peak_stats()
+
+    def get_peak_stats(self) -> DeviceMemStats:
+        if self.device.type == "cuda":
+            stats = torch.cuda.memory_stats(self.device)
+            active, reserved, retries, ooms = (
+                stats.get(key, 0)
+                for key in ("active_bytes.all.peak", "reserved_bytes.all.peak",
+                            "num_alloc_retries", "num_ooms")
+            )  # fmt: skip
+        else:
+            # getrusage(2): kilobytes, but for macOS.
+            unit = 1 if sys.platform == "darwin" else 1024
+            active = reserved = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+            retries = ooms = 0
+        if retries:
+            logger.warning("%d CUDA memory allocations were retried so far", retries)
+        if ooms:
+            logger.warning("%d CUDA memory allocations failed so far", ooms)
+        percent = 100 / self.device_capacity
+        return DeviceMemStats(
+            active / _GIB, active * percent, reserved / _GIB, reserved * percent, retries, ooms
+        )
+
+    def reset_peak_stats(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)

@@ -1,0 +1,172 @@
+"""Where metrics go: the console, TensorBoard, a JSONL file, Weights & Biases."""
+
+import importlib
+import json
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Any, Protocol
+
+from tqdm import tqdm
+
+
+class MetricWriter(Protocol):
+    """Takes the metrics of one step at a time."""
+
+    def write(self, step: int, metrics: dict[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Lines:
+    """One line a step on standard output.
+
+    Args:
+        color: the escape sequences of the colors, or empty strings.
+    """
+
+    def __init__(self, color: Any) -> None:
+        self._color = color
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        shown = describe(metrics)
+        color = self._color
+        colors = (color.green, color.orange, color.turquoise, color.blue, color.cyan, color.magenta)
+        parts = [f"{color.red}step: {step:2}"]
+        parts += [
+            f"{colors[index % len(colors)]}{name}: {value}"
+            for index, (name, value) in enumerate(shown.items())
+        ]
+        print("  ".join(parts) + color.reset, flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+class ProgressBar:
+    """A bar over the steps of the job, with the newest metrics beside it.
+
+    Args:
+        steps: of the whole job.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._bar: Any = None
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        if "loss_metrics/global_avg_loss" not in metrics:
+            tqdm.write(f"step: {step:2}  {'  '.join(map(': '.join, describe(metrics).items()))}")
+            return
+        if self._bar is None:  # a resumed job starts in the middle
+            self._bar = tqdm(
+                total=self._steps, initial=step, unit="step", dynamic_ncols=True, file=sys.stdout
+            )
+        self._bar.set_postfix(describe(metrics), refresh=False)
+        self._bar.update(step - self._bar.n)
+        self._bar.refresh()
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def describe(metrics: dict[str, float]) -> dict[str, str]:
+    """The metrics that a console shows, formatted, by their short names."""
+    formats = {
+        "loss_metrics/global_avg_loss": ("loss", "{:.5f}"),
+        "validation_metrics/loss": ("validation loss", "{:.5f}"),
+        "grad_norm": ("grad_norm", "{:.4f}"),
+        "skipped_steps": ("skipped", "{:.0f}"),
+        "memory/max_reserved(GiB)": ("memory", "{:.2f}GiB"),
+        "throughput(tps)": ("tps", "{:,.0f}"),
+        "tflops": ("tflops", "{:,.3g}"),
+        "mfu(%)": ("mfu", "{:.2f}%"),
+    }
+    return {
+        name: pattern.format(metrics[key])
+        for key, (name, pattern) in formats.items()
+        if key in metrics and (key != "skipped_steps" or metrics[key])
+    }
+
+
+class JsonLines:
+    """Appends one JSON object a step to a file; what is not finite becomes null.
+
+    A resumed job appends as well: the later of two lines for one step is the one that counts.
+
+    Args:
+        path: of the file. What a killed job left of its last line is cut off.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            text = path.read_bytes()
+            os.truncate(path, text.rfind(b"\n") + 1)
+        self._file = path.open("a", buffering=1)
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        values = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
+        self._file.write(json.dumps({"step": step} | values) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoard:
+    """Scalars for TensorBoard.
+
+    Args:
+        folder: of the run.
+
+    Raises:
+        ImportError: TensorBoard is not installed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            module = importlib.import_module("torch.utils.tensorboard")
+        except ImportError as error:
+            raise ImportError(
+                "metrics.enable_tensorboard needs the package tensorboard: "
+                "pip install 'torchopt_ext[trainer]'"
+            ) from error
+        self._writer = module.SummaryWriter(str(folder), max_queue=1000)
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        for tag, value in metrics.items():
+            self._writer.add_scalar(tag, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run of Weights & Biases, of the project that WANDB_PROJECT names ("torchopt_ext").
+
+    Args:
+        folder: for its files.
+        config: of the job, to be shown beside the run.
+
+    Raises:
+        ImportError: wandb is not installed.
+    """
+
+    def __init__(self, folder: Path, config: dict[str, Any]) -> None:
+        try:
+            self._wandb = importlib.import_module("wandb")
+        except ImportError as error:
+            raise ImportError(
+                "metrics.enable_wandb needs the package wandb: pip install wandb"
+            ) from error
+        folder.mkdir(parents=True, exist_ok=True)
+        project = os.environ.get("WANDB_PROJECT", "torchopt_ext")
+        self._run = self._wandb.init(project=project, dir=str(folder), config=config)
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        self._run.log(metrics, step=step)
+
+    def close(self) -> None:
+        self._run.finish()

@@ -1,0 +1,208 @@
+"""Metrics of training, computed on the host from what the Trainer hands over."""
+
+import logging
+import sys
+import time
+from dataclasses import dataclass, fields
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchopt_ext.trainer.config import JobConfig
+from torchopt_ext.trainer.device_memory import DeviceMemoryMonitor, get_peak_flops
+from torchopt_ext.trainer.metric_writers import (
+    JsonLines,
+    Lines,
+    MetricWriter,
+    ProgressBar,
+    TensorBoard,
+    WeightsAndBiases,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Color:
+    """Escape sequences of a terminal's colors."""
+
+    black: str = "\033[30m"
+    red: str = "\033[31m"
+    green: str = "\033[32m"
+    yellow: str = "\033[33m"
+    blue: str = "\033[34m"
+    magenta: str = "\033[35m"
+    cyan: str = "\033[36m"
+    white: str = "\033[37m"
+    reset: str = "\033[39m"
+    orange: str = "\033[38;2;180;60;0m"
+    turquoise: str = "\033[38;2;54;234;195m"
+
+
+NO_COLOR = Color(**{field.name: "" for field in fields(Color)})
+
+# Schedules whose ranks hold one stage from each end: rank 0 has the first stage and the last.
+_V_SCHEDULES = frozenset({"zbvzerobubble", "dualpipev"})
+
+
+def metrics_rank(parallel_dims: Any, job_config: JobConfig) -> int:
+    """The rank that knows the loss and reports it: with pipeline stages, the first of the last."""
+    schedule = job_config.parallelism.pipeline_parallel_schedule
+    if not parallel_dims.pp_enabled or schedule.lower() in _V_SCHEDULES:
+        return 0
+    return parallel_dims.world_size // parallel_dims.pp * (parallel_dims.pp - 1)
+
+
+class MetricsProcessor:
+    """Computes and writes metrics, as torchtitan/components/metrics.py at 96c11f922.
+
+    The Trainer adds to the counters at every step, and calls :meth:`log` at those where
+    :meth:`should_log` says so. Nothing here reads a tensor or waits for a device.
+
+    Args:
+        job_config: its `metrics` section chooses the writers.
+        parallel_dims: how many ranks share one rank's tokens, and which rank reports.
+
+    Attributes:
+        color: escape sequences for console output, empty where it is no terminal.
+        device_memory_monitor: of this rank's device.
+        num_flops_per_token: floating-point operations for one token, forward and backward; 0 or
+            less: not known.
+        optimizers, lr_schedulers: set by the Trainer, for metrics of a subclass.
+        ntokens_since_last_log: tokens that this rank has read, int.
+        data_loading_times: seconds that each step since the last log waited for data.
+        time_last_log: time.perf_counter() where the time being measured begins.
+
+    Raises:
+        ImportError: a writer's package is not installed; names it.
+        ValueError: a setting out of range.
+    """
+
+    def __init__(self, job_config: JobConfig, parallel_dims: Any) -> None:
+        if job_config.metrics.log_freq < 1:
+            raise ValueError(
+                f"metrics.log_freq is {job_config.metrics.log_freq}, expected 1 or more"
+            )
+        self.job_config, self.parallel_dims = job_config, parallel_dims
+        plain = job_config.metrics.disable_color_printing or not sys.stdout.isatty()
+        self.color = NO_COLOR if plain else Color()
+        wanted = job_config.training.device
+        on_gpu = wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available())
+        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu"
+        self.device_memory_monitor = DeviceMemoryMonitor(torch.device(device))
+        self.peak_flops = get_peak_flops(self.device_memory_monitor.device_name)
+        self.num_flops_per_token: float = 0
+        self.optimizers: Any = None
+        self.lr_schedulers: Any = None
+        self.ntokens_since_last_log = 0
+        self.data_loading_times: list[float] = []
+        self.time_last_log = time.perf_counter()
+        self._writers = _build_writers(job_config, parallel_dims, self.color)
+
+    def should_log(self, step: int) -> bool:
+        """Whether to log at `step`: the first, and every `metrics.log_freq`."""
+        return step == 1 or step % self.job_config.metrics.log_freq == 0
+
+    def log(
+        self,
+        step: int,
+        global_avg_loss: float,
+        global_max_loss: float,
+        extra_metrics: dict[str, float] | None = None,
+    ) -> None:
+        """Writes the metrics of the steps since the last log, and starts anew.
+
+        Args:
+            step: the one that has just been made.
+            global_avg_loss, global_max_loss: its loss, over the ranks that read different tokens.
+            extra_metrics: more, by tag; they replace those of the same tag.
+        """
+        seconds = time.perf_counter() - self.time_last_log
+        waited, steps = sum(self.data_loading_times), max(len(self.data_loading_times), 1)
+        # Of one device: tensor, pipeline and context parallel ranks share the tokens of one.
+        tokens_per_second = self.ntokens_since_last_log / (
+            seconds * self.parallel_dims.non_data_parallel_size
+        )
+        metrics = {
+            "loss_metrics/global_avg_loss": global_avg_loss,
+            "loss_metrics/global_max_loss": global_max_loss,
+            "throughput(tps)": tokens_per_second,
+        }
+        if self.num_flops_per_token > 0:
+            flops = self.num_flops_per_token * tokens_per_second
+            metrics["tflops"] = flops / 1e12
+            if self.peak_flops is not None:
+                metrics["mfu(%)"] = 100 * flops / self.peak_flops
+        metrics |= {
+            "time_metrics/end_to_end(s)": seconds / steps,
+            "time_metrics/data_loading(s)": waited / steps,
+            "time_metrics/data_loading(%)": 100 * waited / seconds,
+            **self._memory(),
+            **(extra_metrics or {}),
+        }
+        self._write(step, metrics)
+        self.ntokens_since_last_log = 0
+        self.data_loading_times.clear()
+        self.time_last_log = time.perf_counter()
+        self.device_memory_monitor.reset_peak_stats()
+
+    def log_validation(
+        self, loss: float, step: int, extra_metrics: dict[str, float] | None = None
+    ) -> None:
+        """Writes a validation loss; the counters of training stay as they are."""
+        self._write(step, {"validation_metrics/loss": loss, **(extra_metrics or {})})
+
+    def _memory(self) -> dict[str, float]:
+        stats = self.device_memory_monitor.get_peak_stats()
+        return {
+            "memory/max_active(GiB)": stats.max_active_gib,
+            "memory/max_active(%)": stats.max_active_pct,
+            "memory/max_reserved(GiB)": stats.max_reserved_gib,
+            "memory/max_reserved(%)": stats.max_reserved_pct,
+            "memory/num_alloc_retries": stats.num_alloc_retries,
+            "memory/num_ooms": stats.num_ooms,
+        }
+
+    def _write(self, step: int, metrics: dict[str, float]) -> None:
+        for writer in self._writers:
+            writer.write(step, metrics)
+
+    def close(self) -> None:
+        """Ends the writers: files are complete after it."""
+        for writer in self._writers:
+            writer.close()
+
+
+def _build_writers(job_config: JobConfig, parallel_dims: Any, color: Color) -> list[MetricWriter]:
+    """The writers of this rank: files on one rank or on all, the console on one."""
+    config, rank = job_config.metrics, dist.get_rank()
+    reports = rank == metrics_rank(parallel_dims, job_config)
+    if not reports and not config.save_for_all_ranks:
+        return []
+    folder = Path(job_config.job.dump_folder)
+    if job_config.fault_tolerance.enable:
+        folder /= f"replica_{job_config.fault_tolerance.replica_id}"
+    run = folder / config.save_tb_folder / datetime.now().strftime("%Y%m%d-%H%M")
+    if config.save_for_all_ranks:
+        run /= f"rank_{rank}"
+    writers: list[MetricWriter] = []
+    if config.enable_wandb:
+        writers.append(WeightsAndBiases(run, job_config.to_dict()))
+    if config.enable_tensorboard:
+        writers.append(TensorBoard(run))
+    if config.enable_jsonl:
+        writers.append(
+            JsonLines(folder / ("metrics.jsonl" if reports else f"metrics_{rank}.jsonl"))
+        )
+    if reports:
+        bar = config.progress_bar == "on" or (config.progress_bar == "auto" and sys.stdout.isatty())
+        writers.append(ProgressBar(job_config.training.steps) if bar else Lines(color))
+    return writers
+
+
+def build_metrics_processor(job_config: JobConfig, parallel_dims: Any) -> MetricsProcessor:
+    """The metrics of a job, on this rank; the process group has to be there."""
+    return MetricsProcessor(job_config, parallel_dims)

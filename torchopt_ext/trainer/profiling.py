@@ -1,0 +1,135 @@
+"""Traces of torch.profiler, and snapshots of CUDA memory, of every so many steps."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from torchopt_ext._torch import dump_memory_snapshot, record_memory_history
+from torchopt_ext.trainer.config import JobConfig
+
+logger = logging.getLogger(__name__)
+
+# torchtitan/tools/profiling.py: how many allocations and frees a memory snapshot goes back.
+_SNAPSHOT_ENTRIES = 100_000
+
+
+def _on_gpu(job_config: JobConfig) -> bool:
+    device = job_config.training.device
+    return device == "cuda" or (device == "auto" and torch.cuda.is_available())
+
+
+@contextmanager
+def maybe_enable_profiling(
+    job_config: JobConfig, *, global_step: int = 0
+) -> Iterator[profile | None]:
+    """Yields a profiler whose `step()` ends a step, or None without `profiling.enable_profiling`.
+
+    Each cycle of `profile_freq` steps ends with `profiler_warmup` steps that are recorded and
+    thrown away and `profiler_active` steps of which a Chrome trace is written:
+    {dump_folder}/{save_traces_folder}/iteration_{step}/rank{rank}_trace.json. On a CPU, traces hold
+    allocations and frees, too.
+
+    Args:
+        global_step: the steps done.
+
+    Raises:
+        ValueError: a cycle is too short.
+    """
+    config = job_config.profiling
+    if not config.enable_profiling:
+        yield None
+        return
+    wait = config.profile_freq - config.profiler_warmup - config.profiler_active
+    if wait < 0 or config.profiler_active < 1 or config.profiler_warmup < 0:
+        raise ValueError(
+            f"profiling.profile_freq is {config.profile_freq}, expected at least profiler_warmup "
+            f"({config.profiler_warmup}, 0 or more) + profiler_active ({config.profiler_active}, "
+            "1 or more)"
+        )
+    folder = Path(job_config.job.dump_folder, config.save_traces_folder)
+    rank, on_gpu = dist.get_rank(), _on_gpu(job_config)
+
+    def write(profiler: profile) -> None:
+        path = folder / f"iteration_{profiler.step_num}" / f"rank{rank}_trace.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(path))
+        logger.info("Wrote a trace of step %d to %s", profiler.step_num, path)
+
+    logger.info("Traces of every %d steps go to %s", config.profile_freq, folder)
+    with profile(
+        activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu,
+        schedule=schedule(wait=wait, warmup=config.profiler_warmup, active=config.profiler_active),
+        on_trace_ready=write,
+        record_shapes=True,
+        profile_memory=not on_gpu,
+    ) as profiler:
+        profiler.step_num = global_step
+        yield profiler
+
+
+class MemoryProfiler:
+    """Writes what the CUDA allocator did, every so many steps.
+
+    Args:
+        folder: for a folder of each snapshot.
+        step_num: the steps done.
+        freq: steps between snapshots.
+    """
+
+    def __init__(self, folder: Path, step_num: int, freq: int) -> None:
+        self._folder, self.step_num, self._freq = folder, step_num, freq
+
+    def step(self) -> None:
+        """Ends a step."""
+        self.step_num += 1
+        if self.step_num % self._freq == 0:
+            self.dump(f"iteration_{self.step_num}")
+
+    def dump(self, name: str) -> None:
+        """Writes a snapshot, which pytorch.org/memory_viz shows."""
+        path = self._folder / name / f"rank{dist.get_rank()}_memory_snapshot.pickle"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        dump_memory_snapshot(str(path))
+        logger.info("Wrote a memory snapshot to %s", path)
+
+
+@contextmanager
+def maybe_enable_memory_snapshot(
+    job_config: JobConfig, *, global_step: int = 0
+) -> Iterator[MemoryProfiler | None]:
+    """Yields what writes memory snapshots, or None without `profiling.enable_memory_snapshot`.
+
+    They come every `profile_freq` steps, and when memory runs out:
+    {dump_folder}/{save_memory_snapshot_folder}/iteration_{step}[_exit]/rank{rank}_memory_snapshot.pickle.
+
+    Args:
+        global_step: the steps done.
+
+    Raises:
+        ValueError: the device is a CPU, whose allocations torch does not record.
+    """
+    config = job_config.profiling
+    if not config.enable_memory_snapshot:
+        yield None
+        return
+    if not _on_gpu(job_config):
+        raise ValueError(
+            "profiling.enable_memory_snapshot needs training.device 'cuda', found a CPU: use "
+            "profiling.enable_profiling, whose traces hold a CPU's allocations"
+        )
+    folder = Path(job_config.job.dump_folder, config.save_memory_snapshot_folder)
+    logger.info("Memory snapshots of every %d steps go to %s", config.profile_freq, folder)
+    record_memory_history(max_entries=_SNAPSHOT_ENTRIES)
+    profiler = MemoryProfiler(folder, global_step, config.profile_freq)
+    try:
+        yield profiler
+    except torch.OutOfMemoryError:
+        profiler.dump(f"iteration_{profiler.step_num}_exit")
+        raise
+    finally:
+        record_memory_history(enabled=None)

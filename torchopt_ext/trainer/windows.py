@@ -1,0 +1,116 @@
+"""Training samples cut from one long text: windows of tokens, and files as one string of bytes."""
+
+import os
+from bisect import bisect_right
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import accumulate
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+Batch = tuple[dict[str, Tensor], Tensor]
+
+
+class Tokens(Protocol):
+    """A long sequence of tokens: a 1-dim tensor of integers, or what reads one piece by piece."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, span: slice, /) -> Tensor: ...
+
+
+class TokenWindows(Dataset[Tensor]):
+    """Windows of `seq_len` inputs and one token more, one after another; a rest is left out.
+
+    Args:
+        tokens: of any integer type.
+        seq_len: inputs of one sample.
+
+    Raises:
+        ValueError: `seq_len` is less than 1.
+    """
+
+    def __init__(self, tokens: Tokens, seq_len: int) -> None:
+        if seq_len < 1:
+            raise ValueError(f"seq_len is {seq_len}, expected 1 or more")
+        self._tokens, self.seq_len = tokens, seq_len
+
+    def __len__(self) -> int:
+        return len(self._tokens) // (self.seq_len + 1)
+
+    def __getitem__(self, index: int) -> Tensor:
+        """Window `index`: [seq_len + 1], of the tokens' type."""
+        start = index * (self.seq_len + 1)
+        return self._tokens[start : start + self.seq_len + 1]
+
+    @staticmethod
+    def collate_fn(windows: list[Tensor]) -> Batch:
+        """Inputs and labels, the next token of each: int64 [batch, seq_len]."""
+        batch = torch.stack(windows).long()
+        return {"input": batch[:, :-1].contiguous()}, batch[:, 1:].contiguous()
+
+
+class FileBytes:
+    """The bytes of all files under a path as one sequence, in the order of their names.
+
+    Files are mapped into memory when they are read, and never copied as a whole.
+
+    Args:
+        path: of a folder or a file.
+
+    Raises:
+        FileNotFoundError: there is nothing at the path.
+        PermissionError: a file or folder cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.paths = list(files_under(path))
+        self._ends = list(accumulate(file.stat().st_size for file in self.paths))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, span: slice, /) -> Tensor:
+        """Bytes start to stop: uint8 [stop - start]."""
+        start, stop, _ = span.indices(len(self))
+        pieces = []
+        index = bisect_right(self._ends, start)
+        while start < stop:
+            begin = self._ends[index - 1] if index else 0
+            end = min(stop, self._ends[index])
+            content = _map_file(self.paths[index], self._ends[index] - begin)
+            pieces.append(content[start - begin : end - begin])
+            start, index = end, bisect_right(self._ends, end)
+        if len(pieces) == 1:
+            return pieces[0]
+        return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
+
+
+@lru_cache(maxsize=4096)  # a process may have 65,530 maps
+def _map_file(path: Path, size: int) -> Tensor:
+    return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+
+
+def files_under(path: Path) -> Iterator[Path]:
+    """All files under `path`, or the one that it is, by relative path.
+
+    Raises:
+        FileNotFoundError, PermissionError: a file or folder cannot be read; names it.
+    """
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    if path.is_dir():
+        folders = os.walk(path, onerror=fail, followlinks=True)
+        paths = [Path(folder, name) for folder, _, names in folders for name in names]
+        paths.sort(key=lambda file: file.relative_to(path).as_posix())
+    else:
+        paths = [path]
+    for file in paths:
+        with file.open("rb"):
+            yield file
