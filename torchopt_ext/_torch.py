@@ -133,6 +133,13 @@ call_at_end_of_backward = _engine.queue_callback
 # ---- torch.distributed, imported when used -------------------------------------------------------
 
 
+def default_store() -> Any:
+    """The store that the ranks of the default process group share."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
 def local_shape_and_offset(dtensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Sizes of a DTensor's shard, and where in the whole it begins."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset

@@ -1,6 +1,6 @@
 """build_optimizers: from a configuration, as torchtitan's up to 0.2 have it, to a container."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any, overload
 
@@ -13,7 +13,7 @@ from torchopt_ext.containers.in_backward import OptimizersInBackwardContainer
 from torchopt_ext.containers.optimizers import OptimizersContainer
 from torchopt_ext.optim import FusedAdam, FusedAdamW
 
-_FUSED: dict[str, type[Optimizer]] = {"Adam": FusedAdam, "AdamW": FusedAdamW}
+FUSED: dict[str, type[FusedAdam]] = {"Adam": FusedAdam, "AdamW": FusedAdamW}
 _TORCH: dict[str, type[Optimizer]] = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
 _OPTIONS = (
     *("max_grad_norm", "skip_nonfinite", "master_weights", "state_dtype", "stochastic_rounding"),
@@ -72,7 +72,7 @@ def build_optimizers(
             f"implementation is {config.implementation!r}, "
             "expected 'fused', 'foreach' or 'for-loop'"
         )
-    classes = _FUSED if fused else _TORCH
+    classes: Mapping[str, type[Optimizer]] = FUSED if fused else _TORCH
     if config.name not in classes:
         raise NotImplementedError(f"Optimizer {config.name} is not available: use Adam or AdamW.")
     if ft_manager is not None and ft_manager.enabled:
@@ -99,15 +99,8 @@ def build_optimizers(
             f"{config.implementation!r}: torch's optimizers have no such argument"
         )
     reject_ineffective(options, [p for part in model_parts for p in part.parameters()])
-    options |= {name: value for name in _SHARED_OPTIONS if (value := getattr(config, name, None))}
-    options |= {
-        "lr": config.lr,
-        "betas": (getattr(config, "beta1", 0.9), getattr(config, "beta2", 0.95)),
-        "eps": config.eps,
-        "weight_decay": getattr(config, "weight_decay", 0.1),
-        "fused": fused,
-        "foreach": config.implementation == "foreach",
-    }
+    options |= common_arguments(config) | {"fused": fused}
+    options["foreach"] = config.implementation == "foreach"
     backwards = getattr(config, "backwards_per_step", 1)
     if in_backward:
         if deferred:
@@ -124,6 +117,17 @@ def build_optimizers(
     if deferred:
         defer_clipping(container)
     return container
+
+
+def common_arguments(config: Any) -> dict[str, Any]:
+    """The arguments that a configuration has of torch's Adam and AdamW and of ours."""
+    options = {name: value for name in _SHARED_OPTIONS if (value := getattr(config, name, None))}
+    return options | {
+        "lr": config.lr,
+        "betas": (getattr(config, "beta1", 0.9), getattr(config, "beta2", 0.95)),
+        "eps": config.eps,
+        "weight_decay": getattr(config, "weight_decay", 0.1),
+    }
 
 
 def fused_options(config: Any) -> dict[str, Any]:

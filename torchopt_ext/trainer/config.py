@@ -1,7 +1,7 @@
 """JobConfig: everything that a training job can be told, in sections.
 
-Sections, names and defaults are torchtitan's at 96c11f922; what torchtitan 0.2 added stands under its
-name there. load_config.py reads the names that changed between torchtitan's versions.
+Sections, names and defaults are torchtitan's at 96c11f922; what torchtitan 0.2 added has its name
+there. load_config.py reads the names that changed between torchtitan's versions.
 """
 
 from dataclasses import asdict, dataclass, field

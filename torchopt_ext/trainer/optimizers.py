@@ -5,7 +5,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torchopt_ext.trainer.config import JobConfig
 
 from torchopt_ext import containers
 from torchopt_ext.containers import OptimizersContainer
@@ -16,6 +15,7 @@ from torchopt_ext.containers.build import (
     reject_ineffective,
 )
 from torchopt_ext.optim import FusedAdam
+from torchopt_ext.trainer.config import JobConfig
 from torchopt_ext.trainer.zero_container import ZeroOptimizersContainer
 
 

@@ -13,23 +13,23 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.errors import record
-from torchopt_ext.trainer.checkpoint import CheckpointManager
-from torchopt_ext.trainer.config import JobConfig
-from torchopt_ext.trainer.load_config import check_supported
-from torchopt_ext.trainer.metrics import MetricsProcessor, build_metrics_processor
-from torchopt_ext.trainer.model_converter import build_model_converters
-from torchopt_ext.trainer.parallel_dims import ParallelDims
-from torchopt_ext.trainer.parallelize import set_gradient_sync
-from torchopt_ext.trainer.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
-from torchopt_ext.trainer.train_spec import TrainSpec, get_train_spec
 
 from torchopt_ext.containers import LRSchedulersContainer, OptimizersContainer
 from torchopt_ext.trainer import distributed, ft
+from torchopt_ext.trainer.checkpoint import CheckpointManager
+from torchopt_ext.trainer.config import JobConfig
 from torchopt_ext.trainer.garbage import GarbageCollection
+from torchopt_ext.trainer.load_config import check_supported
+from torchopt_ext.trainer.metrics import MetricsProcessor, build_metrics_processor
+from torchopt_ext.trainer.model_converter import build_model_converters
 from torchopt_ext.trainer.optimizer_time import OptimizerTime
 from torchopt_ext.trainer.optimizers import agree_over_stages, gradient_accumulation_steps
+from torchopt_ext.trainer.parallel_dims import ParallelDims
+from torchopt_ext.trainer.parallelize import set_gradient_sync
+from torchopt_ext.trainer.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
 from torchopt_ext.trainer.skips import SkippedSteps
 from torchopt_ext.trainer.stop import StopOnSignal
+from torchopt_ext.trainer.train_spec import TrainSpec, get_train_spec
 
 logger = logging.getLogger(__name__)
 
@@ -398,7 +398,7 @@ class Trainer(Stateful):
             + ("none" if newest is None else f"step {newest} in {self.checkpointer.folder}")
         )
 
-    # ---- what checkpoints hold of the Trainer ------------------------------------------------------
+    # ---- what checkpoints hold of the Trainer ----------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self.step}

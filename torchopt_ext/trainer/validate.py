@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
 from torchopt_ext.trainer.config import JobConfig
 
 
