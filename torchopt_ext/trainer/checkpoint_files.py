@@ -25,7 +25,7 @@ from torchopt_ext.statedict.dcp import Reader
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
 _STEP = re.compile(r"step-(\d+)")
-_LEFTOVER = re.compile(r"step-\d+\.(saving|removing)")
+_LEFTOVER = re.compile(r"step-\d+(\.safetensors)?\.(saving|removing)")
 _CHUNK = 1 << 22
 
 
@@ -158,6 +158,8 @@ def recover(folder: Path) -> None:
         final = path.with_suffix("")
         if path.suffix == ".saving" and (path / MANIFEST).exists() and not final.exists():
             _publish(path, final)  # killed between two renames
+        elif path.is_file():
+            path.unlink()
         else:
             shutil.rmtree(path, ignore_errors=True)
 
@@ -198,20 +200,45 @@ def read_manifest(checkpoint: Path) -> Manifest | None:
         raise ValueError(f"{path} is damaged: {error}") from error
 
 
-def problems(checkpoint: Path, files: Mapping[str, File]) -> list[str]:
-    """What is wrong with these files of a checkpoint, in words."""
-    found = []
-    for name, expected in files.items():
-        path = checkpoint / name
-        try:
-            size = path.stat().st_size
-            if size != expected.size:
-                found.append(f"{name} has {size} bytes, expected {expected.size}")
-            elif (crc32 := _crc32(path)) != expected.crc32:
-                found.append(f"{name} has CRC-32 {crc32:08x}, expected {expected.crc32:08x}")
-        except OSError as error:
-            found.append(f"{name}: {error.strerror}")
-    return found
+def problems(checkpoint: Path, step: int | None, rank: int, ranks: int) -> list[str]:
+    """What is wrong with a checkpoint, in words; of the files' contents a rank checks its share.
+
+    Args:
+        step: that it should be of; None: any.
+
+    Raises:
+        ValueError: manifest or metadata are damaged.
+        OSError: the system cannot read.
+    """
+    manifest = read_manifest(checkpoint)
+    if manifest is None:
+        return too_short(checkpoint, read_metadata(checkpoint))
+    found = [f"{METADATA} is not in its manifest"] if METADATA not in manifest.files else []
+    if step is not None and manifest.step != step:
+        found.append(f"its manifest is of step {manifest.step}")
+    return found + [
+        problem
+        for name, expected in share(manifest.files, rank, ranks).items()
+        if (problem := _file_problem(checkpoint / name, expected))
+    ]
+
+
+def contents_of(checkpoint: Path) -> str:
+    """ "full" or "model"; without manifest it is not known, and taken for full."""
+    manifest = read_manifest(checkpoint)
+    return "full" if manifest is None else manifest.contents
+
+
+def _file_problem(path: Path, expected: File) -> str:
+    try:
+        size = path.stat().st_size
+        if size != expected.size:
+            return f"{path.name} has {size} bytes, expected {expected.size}"
+        if (crc32 := _crc32(path)) != expected.crc32:
+            return f"{path.name} has CRC-32 {crc32:08x}, expected {expected.crc32:08x}"
+    except OSError as error:
+        return f"{path.name}: {error.strerror}"
+    return ""
 
 
 def _crc32(path: Path) -> int:

@@ -1,6 +1,8 @@
 """What checkpoints hold beside model, optimizer and schedule: random numbers, data position."""
 
 import io
+import json
+import math
 import random
 import sys
 from collections.abc import Mapping
@@ -38,6 +40,14 @@ def set_model_state(model_parts: list[nn.Module], state: dict[str, Any]) -> None
         set_model_state_dict(part, own, options=StateDictOptions(strict=False))
 
 
+def converted(state: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Copies with floating-point tensors in a dtype."""
+    return {
+        name: value.to(dtype) if torch.is_tensor(value) and value.is_floating_point() else value
+        for name, value in state.items()
+    }
+
+
 def saved_names(metadata: Metadata, key: str) -> list[str]:
     """The names right below a key of what was saved."""
     paths = [path for path in (metadata.planner_data or {}).values() if path[0] == key]
@@ -62,6 +72,18 @@ def unpacked(data: Any, what: str) -> Any:
     except Exception as error:  # a damaged file or another's pickle raises any kind
         text = f"{what} was not saved by this package ({type(error).__name__}: {error})"
         raise ValueError(text) from error
+
+
+def layout(parallelism: Any, ranks: int) -> str:
+    """Which rank does which part of the work, from the configuration's section."""
+    names = (
+        *("data_parallel_replicate", "data_parallel_shard", "context_parallel"),
+        *("tensor_parallel", "pipeline_parallel"),
+    )
+    degrees = {name: getattr(parallelism, f"{name}_degree") for name in names}
+    if degrees["data_parallel_shard"] == -1:
+        degrees["data_parallel_shard"] = ranks // -math.prod(degrees.values())
+    return json.dumps(degrees)
 
 
 class DataPosition:
@@ -91,7 +113,8 @@ class RandomState:
 
     Args:
         rank: global.
-        layout: which ranks do the same work; states are loaded by the same layout only.
+        layout: as :func:`layout` says; states of another one are not loaded, for it divides the
+            work otherwise.
     """
 
     def __init__(self, rank: int, layout: str) -> None:

@@ -1,0 +1,150 @@
+"""A small training job with everything that CheckpointManager saves, on any number of ranks."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torchopt_ext import FusedAdamW
+from torchopt_ext.containers import OptimizersContainer, build_lr_schedulers
+from torchopt_ext.trainer.checkpoint import CheckpointManager
+from torchopt_ext.trainer.config import JobConfig
+
+
+class Data:
+    """Batches by number; each rank's differ. The state has more entries once there was a batch."""
+
+    def __init__(self) -> None:
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.taken = 0
+
+    def batch(self) -> Tensor:
+        self.taken += 1
+        generator = torch.Generator().manual_seed(100 * self.taken + self.rank)
+        return torch.randn(4, 6, generator=generator)
+
+    def state_dict(self) -> dict[str, Any]:
+        history = [("taken", {"in": torch.arange(n)}) for n in range(self.taken)]
+        return {f"dp_rank_{self.rank}": {"taken": self.taken, "history": history}, "world": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        mine = state.get(f"dp_rank_{self.rank}", {"taken": 0, "history": []})
+        assert len(mine["history"]) == mine["taken"]
+        self.taken = mine["taken"]
+
+
+class Job:
+    """Model, optimizer, schedule, data and their CheckpointManager, as a Trainer has them.
+
+    Args:
+        folder: the job's dump folder.
+        seed: of the weights.
+        optimizer: class of the container's optimizers, and its arguments.
+        container: class of the container.
+        sharded: whether FSDP2 shards the model over all ranks.
+        settings: of the section `checkpoint`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        seed: int = 0,
+        optimizer: Any = FusedAdamW,
+        arguments: dict[str, Any] | None = None,
+        container: Any = OptimizersContainer,
+        dtype: torch.dtype = torch.float32,
+        sharded: bool = False,
+        ft_manager: Any = None,
+        **settings: Any,
+    ) -> None:
+        config = JobConfig()
+        config.job.dump_folder = str(folder)
+        config.training.steps = 100
+        config.lr_scheduler.warmup_steps = 4
+        config.checkpoint.enable_checkpoint = True
+        config.checkpoint.interval = 2
+        for name, value in settings.items():
+            section = config.training if name == "steps" else config.checkpoint
+            assert hasattr(section, name), name
+            setattr(section, name, value)
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.3), nn.LayerNorm(5), nn.Linear(5, 3))
+        model.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.model = model.to(dtype)
+        if sharded:
+            fully_shard(self.model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        self.optimizers = container([self.model], optimizer, {"lr": 0.1, **(arguments or {})})
+        self.lr_schedulers = build_lr_schedulers(self.optimizers, config)
+        self.data, self.step, self.config = Data(), 0, config
+        self.manager = CheckpointManager(
+            self.data,
+            [self.model],
+            self.optimizers,
+            self.lr_schedulers,
+            {"train_state": self},
+            config,
+            ft_manager,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+
+    def train(self, until: int) -> Job:
+        """As the Trainer's loop; all of what is random has a part in the weights."""
+        while self.step < until:
+            self.step += 1
+            self.model.steps += 1
+            self.optimizers.zero_grad()
+            noise = random.random() + float(np.random.random())
+            batch = self.data.batch().to(self.model[0].weight.dtype)
+            (self.model(batch).float().square().sum() * noise).backward()
+            self.manager.maybe_wait_for_staging()
+            self.optimizers.step()
+            self.lr_schedulers.step()
+            self.manager.save(self.step)
+        return self
+
+    def contents(self) -> dict[str, Any]:
+        """Copies of everything, of shards the whole tensors; the same on all ranks if sharded."""
+        model = self.model.state_dict()
+        own = {"step": self.step, "taken": self.data.taken, "lr": self.lr_schedulers.state_dict()}
+        return {key: whole(v) for key, v in (model | self.optimizers.state_dict()).items()} | own
+
+    def close(self) -> None:
+        self.manager.close()
+
+
+def whole(value: Any) -> Any:
+    if hasattr(value, "full_tensor"):
+        value = value.full_tensor()
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    """Keys whose values are not the same to the bit."""
+    keys = sorted(found.keys() | expected.keys())
+    return [key for key in keys if not same(found.get(key), expected.get(key))]
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    return type(a) is type(b) and bool(a == b)
+
+
+def reseed_all(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)

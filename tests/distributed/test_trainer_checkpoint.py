@@ -1,0 +1,66 @@
+"""CheckpointManager with a sharded model: on other numbers of ranks, and where one rank fails."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.processes
+Phase = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture
+def phase(start_ranks: Callable[..., None], tmp_path: Path) -> Phase:
+    """Runs main() of the worker; what each rank gave, with its log."""
+
+    def run(ranks: int, **arguments: Any) -> list[dict[str, Any]]:
+        given = json.dumps({"load": None, **arguments})
+        start_ranks("trainer_checkpoint_worker.py", ranks, str(tmp_path), given)
+        return [
+            json.loads((tmp_path / f"rank{rank}.json").read_text())
+            | {"log": (tmp_path / f"log{rank}.txt").read_text()}
+            for rank in range(ranks)
+        ]
+
+    return run
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_the_same_bits_on_other_numbers_of_ranks(phase: Phase, mode: str) -> None:
+    """Weights, optimizer, schedule; on as many ranks random numbers and data position, too."""
+    first = phase(2, until=2, async_mode=mode)
+    assert first[0]["next"] != first[1]["next"]
+    same = phase(2, until=2, load=2)
+    assert [rank["differences"] for rank in same] == [[], []]
+    assert [rank["drawn"] for rank in same] == [rank["next"] for rank in first]
+    assert [rank["taken"] for rank in same] == [2, 2]
+
+    [one] = phase(1, until=4, load=-1)
+    assert (one["step"], one["differences"]) == (2, [])
+    assert "another layout" in one["log"]
+
+    two = phase(2, until=4, load=-1)
+    assert [(rank["step"], rank["differences"]) for rank in two] == [(4, []), (4, [])]
+    assert [rank["taken"] for rank in two] == [4, 0], "rank 1's position is not known"
+
+
+def test_all_ranks_skip_what_one_finds_damaged(phase: Phase) -> None:
+    phase(2, until=4)
+    ranks = phase(2, until=4, load=-1, damage="step-4/__1_0.distcp", load_only=True)
+    assert [(rank["step"], rank["differences"]) for rank in ranks] == [(2, []), (2, [])]
+    assert "__1_0.distcp has CRC-32" in ranks[0]["log"]
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_one_ranks_full_disk_is_told_on_all(phase: Phase, mode: str) -> None:
+    ranks = phase(2, until=6, full_disk=4, async_mode=mode)
+    for rank in ranks:
+        assert rank["saved"] == ["step-2", "step-6"]
+        assert "step 4" in rank["log"]
+        assert "rank 1: [Errno 28] No space left on device" in rank["log"]
+    again = phase(2, until=6, load=-1)
+    assert [(rank["step"], rank["differences"]) for rank in again] == [(6, []), (6, [])]

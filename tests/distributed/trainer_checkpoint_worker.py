@@ -1,0 +1,83 @@
+"""One phase of a job whose checkpoints other phases load, on so many ranks.
+
+Arguments: the job's folder, and what to do, a JSON object as :func:`main` takes it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from checkpoint_job import Job, differences, reseed_all
+
+from torchopt_ext.trainer import checkpoint_files as files
+
+
+def main(
+    folder: Path,
+    *,
+    load: int | None,
+    until: int,
+    full_disk: int = 0,
+    damage: str = "",
+    **settings: Any,
+) -> dict[str, Any]:
+    """Loads, trains and says what there was.
+
+    Args:
+        load: the step to load, if any; its contents are compared with what the saving phase noted.
+        until: the step to train to; each saved step's contents are noted.
+        full_disk: the step in which rank 1's file cannot be written.
+        damage: a file in which to flip a byte first.
+    """
+    rank = dist.get_rank()
+    if damage and rank == 0:
+        path = folder / "checkpoint" / damage
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    dist.barrier()
+    job = Job(folder, seed=until, sharded=dist.get_world_size() > 1, **settings)
+    reseed_all(10 + rank)
+    found: dict[str, Any] = {}
+    if load is not None:
+        assert job.manager.load(load)
+        expected = torch.load(folder / f"expected-{job.step}.pt")
+        ours = job.contents()
+        found["differences"] = [key for key in differences(ours, expected) if key != "taken"]
+        found |= {"step": job.step, "taken": job.data.taken, "drawn": torch.rand(2).tolist()}
+    if full_disk and rank == 0:
+        saving = files.saving_folder(job.manager.folder, full_disk)
+        saving.mkdir(parents=True)
+        (saving / "__1_0.distcp").symlink_to("/dev/full")
+    dist.barrier()
+    while job.step < until:
+        job.train(job.step + 1)
+        contents = job.contents()
+        if rank == 0:
+            torch.save(contents, folder / f"expected-{job.step}.pt")
+    job.close()
+    dist.barrier()
+    found["next"] = torch.rand(2).tolist()
+    found["saved"] = sorted(path.name for path in job.manager.folder.iterdir())
+    return found
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    folder = Path(sys.argv[1])
+    log = folder / f"log{dist.get_rank()}.txt"
+    log.unlink(missing_ok=True)
+    logging.getLogger("torchopt_ext").addHandler(logging.FileHandler(log))
+    result = main(folder, **json.loads(sys.argv[2]))
+    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
+    os._exit(0)

@@ -1,0 +1,563 @@
+"""CheckpointManager on one process: what comes back, what is rejected, what a crash leaves."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import random
+import shutil
+import signal
+import time
+import zlib
+from collections.abc import Callable
+from multiprocessing import get_context
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as torch_dcp
+
+from torchopt_ext.containers import OptimizersInBackwardContainer
+from torchopt_ext.trainer import checkpoint_files as files
+from torchopt_ext.trainer import checkpoint_states
+from torchopt_ext.trainer.export import export_safetensors
+
+from ...distributed.checkpoint_job import Job, differences, reseed_all
+
+pytestmark = [
+    pytest.mark.usefixtures("one_rank"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
+KINDS: dict[str, dict[str, Any]] = {
+    "ours": {},
+    "masters": {"dtype": torch.bfloat16, "arguments": {"master_weights": "fp32"}},
+    "remainders": {"dtype": torch.bfloat16, "arguments": {"master_weights": "remainder"}},
+    "clipping": {"arguments": {"max_grad_norm": 0.1, "skip_nonfinite": True}},
+    "in backward": {"container": OptimizersInBackwardContainer},
+    "torch": {"optimizer": torch.optim.AdamW},
+}
+
+
+def folder_of(job: Job, step: int) -> Path:
+    return job.manager.folder / f"step-{step}"
+
+
+def saved_steps(job: Job) -> list[int]:
+    return sorted(int(path.name.split("-")[1]) for path in job.manager.folder.iterdir())
+
+
+# ---- going on as if nothing had happened ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_job_has_the_same_bits(tmp_path: Path, kind: str, mode: str) -> None:
+    """A copy taken after the call would have later values: the training goes on at once."""
+    settings = {**KINDS[kind], "async_mode": mode}
+    reseed_all(5)
+    undisturbed = Job(tmp_path, **settings).train(until=7)
+    undisturbed.close()
+    for step in (4, -1):
+        reseed_all(6)
+        resumed = Job(tmp_path, seed=1, **settings | {"load_only": True})
+        assert resumed.manager.load(step)
+        assert resumed.step == (4 if step == 4 else 6)
+        assert differences(resumed.train(until=7).contents(), undisturbed.contents()) == []
+
+
+def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
+    job = Job(tmp_path, async_mode="async", interval=1, keep_latest_k=0)
+    job.train(until=5).close()
+    assert saved_steps(job) == [1, 2, 3, 4, 5]
+
+
+def test_the_first_step_is_saved_if_asked_for(tmp_path: Path) -> None:
+    assert saved_steps(Job(tmp_path, enable_first_step_checkpoint=True).train(until=2)) == [1, 2]
+
+
+def test_without_enable_checkpoint_there_is_nothing(tmp_path: Path) -> None:
+    job = Job(tmp_path, enable_checkpoint=False).train(until=2)
+    job.manager.save(2, force=True)
+    assert not job.manager.load()
+    assert job.manager.newest() is None
+    assert not job.manager.folder.exists()
+    job.close()
+
+
+def test_load_only_neither_saves_nor_clears_up(tmp_path: Path) -> None:
+    Job(tmp_path).train(until=2).close()
+    (tmp_path / "checkpoint" / "step-4.saving").mkdir()
+    job = Job(tmp_path, load_only=True)
+    assert job.manager.load()
+    job.train(until=4)
+    assert {path.name for path in job.manager.folder.iterdir()} == {"step-2", "step-4.saving"}
+
+
+def test_random_numbers_of_another_layout_are_seeded_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on all ranks of equal seeds, and otherwise than at the start."""
+    Job(tmp_path).train(until=2).close()
+    drawn = []
+    for _ in range(2):
+        job = Job(tmp_path)
+        job.config.parallelism.tensor_parallel_degree = 2
+        layout = checkpoint_states.layout(job.config.parallelism, 2)
+        job.manager._own["rng"] = checkpoint_states.RandomState(0, layout)
+        torch.manual_seed(8)
+        assert job.manager.load()
+        drawn.append((torch.rand(1).item(), random.random()))
+    torch.manual_seed(8)
+    assert drawn[0] == drawn[1] != torch.rand(1).item()
+    assert "another layout" in caplog.text
+
+
+# ---- what is saved when --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_the_latest_k_are_kept(tmp_path: Path, mode: str) -> None:
+    job = Job(tmp_path, keep_latest_k=2, async_mode=mode)
+    job.manager.save(0, force=True)
+    job.train(until=10).close()
+    assert saved_steps(job) == [0, 8, 10], "a seed stays"
+
+
+def test_damaged_ones_are_not_counted_among_the_latest(tmp_path: Path) -> None:
+    Job(tmp_path, keep_latest_k=0).train(until=8).close()
+    damage(tmp_path / "checkpoint" / "step-8" / "__0_0.distcp", -1)
+    job = Job(tmp_path, keep_latest_k=2)
+    assert job.manager.load()
+    job.manager.save(job.step, force=True)
+    job.close()
+    assert saved_steps(job) == [4, 6, 8]
+    assert job.manager.newest() == 6
+
+
+def test_a_seed_gives_the_model_only(tmp_path: Path) -> None:
+    seed = Job(tmp_path, seed=3)
+    seed.manager.save(0, force=True)
+    job = Job(tmp_path, seed=4)
+    assert job.manager.load()
+    assert differences(job.contents(), seed.contents()) == []
+    metadata = files.read_metadata(folder_of(job, 0))
+    assert metadata.state_dict_metadata.keys() == job.model.state_dict().keys()
+
+
+def test_the_last_save_may_have_the_model_only(tmp_path: Path) -> None:
+    settings = {"model_weights_only": True, "export_dtype": "bfloat16"}
+    job = Job(tmp_path, steps=3, **settings).train(until=3)
+    job.manager.save(3, force=True)
+    weights = job.model.state_dict()
+    expected = {k: v.bfloat16() if v.is_floating_point() else v for k, v in weights.items()}
+    assert job.manager.newest() == 3
+
+    resumed = Job(tmp_path, seed=1)
+    assert resumed.manager.load()
+    assert resumed.step == 2, "training cannot go on from the model only"
+    with pytest.raises(ValueError, match="the model only"):
+        resumed.manager.load(3)
+
+    other = Job(tmp_path / "other", seed=1, initial_load_path=str(folder_of(job, 3)))
+    assert other.manager.load()
+    assert other.step == 0
+    found = {k: v.bfloat16() if v.is_floating_point() else v for k, v in other.contents().items()
+             if k in weights}  # fmt: skip
+    assert differences(found, expected) == []
+
+
+def test_a_forced_save_before_the_last_step_is_full(tmp_path: Path) -> None:
+    """As when a signal ends the training."""
+    job = Job(tmp_path, model_weights_only=True, async_mode="async").train(until=3)
+    job.manager.save(3, force=True)
+    assert Job(tmp_path).manager.load(3)
+
+
+def test_nothing_is_saved_twice(tmp_path: Path) -> None:
+    job = Job(tmp_path, async_mode="async").train(until=2)
+    job.manager.save(2, force=True)
+    before = (folder_of(job, 2) / ".metadata").stat().st_mtime_ns
+    job.manager.save(2, force=True)
+    assert (folder_of(job, 2) / ".metadata").stat().st_mtime_ns == before
+
+
+def test_another_jobs_checkpoint_is_loaded_where_there_is_none(tmp_path: Path) -> None:
+    first = Job(tmp_path / "a").train(until=2)
+    path = str(folder_of(first, 2))
+    model_only = Job(tmp_path / "b", seed=1, initial_load_path=path)
+    assert model_only.manager.load()
+    assert model_only.step == 0
+    assert all(map(torch.equal, model_only.model.parameters(), first.model.parameters()))
+    settings = {"initial_load_path": path, "initial_load_model_only": False}
+    full = Job(tmp_path / "b", seed=1, **settings)
+    assert full.manager.load()
+    assert differences(full.contents(), first.contents()) == []
+    full.train(until=4)
+    own = Job(tmp_path / "b", **settings)
+    assert own.manager.load()
+    assert own.step == 4, "its own checkpoint comes first"
+
+
+@pytest.mark.parametrize("key", ["model", "optimizer", "lr_scheduler", "dataloader", "train_state"])
+def test_what_is_excluded_is_not_loaded(tmp_path: Path, key: str) -> None:
+    saved = Job(tmp_path).train(until=2).contents()
+    job = Job(tmp_path, seed=1, exclude_from_loading=[key])
+    own = job.contents()
+    assert job.manager.load()
+    of_key = {
+        "model": [*job.model.state_dict()],
+        "optimizer": [k for k in own if k.startswith("state.")],
+        "lr_scheduler": ["lr"],
+        "dataloader": ["taken"],
+        "train_state": ["step"],
+    }[key]
+    found = job.contents()
+    kept = {name for name in of_key if name not in differences(found, own)}
+    assert kept == set(of_key)
+    rest = [k for k in saved if k not in of_key and not k.startswith("param_groups")]
+    assert not set(rest) & set(differences(found, saved))
+
+
+# ---- checkpoints that are not as they were written -----------------------------------------------
+
+
+def damage(path: Path, position: int) -> None:
+    """Flips a bit of one byte."""
+    data = bytearray(path.read_bytes())
+    data[position] ^= 4
+    path.write_bytes(data)
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def cut_without_manifest(path: Path) -> None:
+    """As torchtitan's checkpoints, which have none."""
+    (path / "manifest.json").unlink()
+    os.truncate(path / "__0_0.distcp", path.joinpath("__0_0.distcp").stat().st_size // 2)
+
+
+def of_another_step(path: Path) -> None:
+    shutil.rmtree(path)
+    shutil.copytree(path.with_name("step-2"), path)
+
+
+def half_written(path: Path) -> None:
+    """As torch's writer leaves it."""
+    (path / "manifest.json").unlink()
+    (path / ".metadata").unlink()
+
+
+class RunsCode:
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(Path(__file__).with_name("code ran")),)
+
+
+def with_code_in_metadata(path: Path) -> None:
+    (path / "manifest.json").unlink()
+    (path / ".metadata").write_bytes(pickle.dumps(RunsCode()))
+
+
+def with_a_sum_for_less(path: Path) -> None:
+    """A manifest with a right sum that lacks the metadata."""
+    body = json.loads((path / "manifest.json").read_text())["manifest"]
+    del body["files"][".metadata"]
+    sum_ = zlib.crc32(json.dumps(body, sort_keys=True).encode())
+    (path / "manifest.json").write_text(json.dumps({"crc32": sum_, "manifest": body}))
+
+
+FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "truncated": (lambda p: cut(p / "__0_0.distcp"), r"__0_0.distcp has \d+ bytes, expected \d+"),
+    "flipped": (lambda p: damage(p / "__0_0.distcp", 999), "__0_0.distcp has CRC-32"),
+    "missing": (lambda p: (p / "__0_0.distcp").unlink(), "__0_0.distcp: No such file"),
+    "empty": (lambda p: os.truncate(p / "__0_0.distcp", 0), "__0_0.distcp has 0 bytes"),
+    "metadata truncated": (lambda p: cut(p / ".metadata"), ".metadata has"),
+    "metadata flipped": (lambda p: damage(p / ".metadata", 99), ".metadata has CRC-32"),
+    "metadata missing": (lambda p: (p / ".metadata").unlink(), ".metadata: No such file"),
+    "manifest truncated": (lambda p: cut(p / "manifest.json"), "manifest.json is damaged"),
+    "manifest flipped": (lambda p: damage(p / "manifest.json", 60), "manifest.json is damaged"),
+    "manifest of less": (with_a_sum_for_less, ".metadata is not in its manifest"),
+    "no manifest, truncated": (cut_without_manifest, r"__0_0.distcp has \d+ bytes, expected \d+"),
+    "code in metadata": (with_code_in_metadata, "no checkpoint's metadata"),
+    "another step's": (of_another_step, "of step 2"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_damaged_checkpoint_is_skipped_or_rejected(
+    tmp_path: Path, fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    inflict, message = FAULTS[fault]
+    Job(tmp_path).train(until=4).close()
+    inflict(tmp_path / "checkpoint" / "step-4")
+    job = Job(tmp_path, seed=1)
+    before = job.contents()
+    with pytest.raises(ValueError, match=message):
+        job.manager.load(4)
+    assert differences(job.contents(), before) == []
+    assert job.manager.load()
+    assert job.step == 2
+    assert job.manager.newest() == 2
+    assert "Skipped" in caplog.text
+    assert "step-4" in caplog.text
+    assert not Path(__file__).with_name("code ran").exists()
+    job.train(until=4).close()
+    assert Job(tmp_path).manager.load(4), "it is replaced when the step comes again"
+
+
+def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
+    job = Job(tmp_path).train(until=2)
+    chosen = random.Random(0)
+    for path in folder_of(job, 2).iterdir():
+        whole = path.read_bytes()
+        for _ in range(40):
+            damage(path, chosen.randrange(len(whole)))
+            try:
+                assert files.problems(folder_of(job, 2), 2, 0, 1)
+            except ValueError:
+                assert path.name == "manifest.json"
+            path.write_bytes(whole)
+    assert files.problems(folder_of(job, 2), 2, 0, 1) == []
+
+
+def test_what_torch_left_half_written_is_no_checkpoint(tmp_path: Path) -> None:
+    Job(tmp_path).train(until=4).close()
+    half_written(tmp_path / "checkpoint" / "step-4")
+    job = Job(tmp_path)
+    assert job.manager.newest() == 2
+    assert job.manager.load()
+    assert job.step == 2
+
+
+def test_training_does_not_start_over_where_all_are_damaged(tmp_path: Path) -> None:
+    Job(tmp_path).train(until=4).close()
+    for step in (2, 4):
+        cut(tmp_path / "checkpoint" / f"step-{step}" / "__0_0.distcp")
+    with pytest.raises(ValueError, match=r"step 4: .*; step 2: .*"):
+        Job(tmp_path).manager.load()
+
+
+def test_a_checkpoint_without_manifest_loads(tmp_path: Path) -> None:
+    """Of torchtitan's layout, by torch's own writer."""
+    job = Job(tmp_path).train(until=2)
+    entries = {
+        "optimizer": job.optimizers,
+        "lr_scheduler": job.lr_schedulers,
+        "train_state": job,
+        "dataloader": {"dp_rank_0": pickle.dumps({"taken": 2}, protocol=2)},
+    }
+    saved = job.model.state_dict() | entries
+    torch_dcp.save(saved, checkpoint_id=tmp_path / "other" / "checkpoint" / "step-2")
+    rejected = Job(tmp_path / "other", seed=1)
+    with pytest.raises(ValueError, match=r"dataloader.dp_rank_0 was not saved by this package"):
+        rejected.manager.load()
+    resumed = Job(tmp_path / "other", seed=1, exclude_from_loading=["dataloader"])
+    assert resumed.manager.load()
+    assert differences(resumed.contents(), job.contents()) == ["taken"]
+
+
+def test_a_checkpoint_of_another_model_is_rejected(tmp_path: Path) -> None:
+    job = Job(tmp_path).train(until=2)
+    job.model.extra = torch.nn.Linear(1, 1)
+    with pytest.raises(ValueError, match=r"lacks of the model: extra\.bias, extra\.weight"):
+        job.manager.load()
+
+
+def test_a_missing_step_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"load_step is 7, but there is no .*step-7"):
+        Job(tmp_path).manager.load(7)
+    with pytest.raises(ValueError, match=r"initial_load_path is .*, which is no folder"):
+        Job(tmp_path, initial_load_path=str(tmp_path / "none")).manager.load()
+
+
+# ---- saves that fail -----------------------------------------------------------------------------
+
+
+def fill_disk(job: Job, step: int) -> None:
+    """What is written of this step's data fails as on a full disk."""
+    saving = files.saving_folder(job.manager.folder, step)
+    saving.mkdir(parents=True)
+    (saving / "__0_0.distcp").symlink_to("/dev/full")
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_full_disk_does_not_end_the_training(
+    tmp_path: Path, mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = Job(tmp_path, async_mode=mode)
+    fill_disk(job, 4)
+    job.train(until=7)
+    job.close()
+    assert saved_steps(job) == [2, 6], "nothing is left of what could not be written"
+    own = (r for r in caplog.records if r.name.startswith("torchopt_ext"))
+    [error] = [record for record in own if record.levelno == logging.ERROR]
+    assert "step 4" in error.message
+    assert "No space left on device" in error.message
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_full_disk_ends_forced_saves_and_the_first(tmp_path: Path, mode: str) -> None:
+    job = Job(tmp_path, async_mode=mode, enable_first_step_checkpoint=True)
+    fill_disk(job, 3)
+    job.step = 3
+    with pytest.raises(RuntimeError, match=r"step 3 in .*No space left on device"):
+        job.manager.save(3, force=True)
+    fill_disk(job, 1)
+    job.step = 0
+    with pytest.raises(RuntimeError, match=r"step 1 in .*No space left on device"):
+        job.train(until=2)
+    assert saved_steps(job) == []
+
+
+def test_an_error_of_the_last_save_is_told_when_closing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = Job(tmp_path, async_mode="async")
+    fill_disk(job, 2)
+    job.train(until=2).close()
+    assert "step 2" in caplog.text
+
+
+# ---- crashes -------------------------------------------------------------------------------------
+
+
+def test_leftovers_of_a_crash_are_cleared_away(tmp_path: Path) -> None:
+    job = Job(tmp_path).train(until=4)
+    folder = job.manager.folder
+    (folder / "step-4").rename(folder / "step-4.saving")  # killed between two renames
+    (folder / "step-2").rename(folder / "step-2.removing")
+    (folder / "step-6.saving").mkdir()
+    (folder / "step-6.safetensors.saving").write_text("half")
+    (folder / "notes.saving").mkdir()
+    again = Job(tmp_path, seed=1)
+    assert {path.name for path in folder.iterdir()} == {"step-4", "notes.saving"}
+    assert again.manager.load()
+    assert differences(again.contents(), job.contents()) == []
+
+
+def save_until_killed(folder: Path, mode: str, run: int) -> None:
+    reseed_all(run)
+    Job(folder, interval=1, keep_latest_k=2, async_mode=mode).train(until=10**6)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_killed_process_leaves_a_loadable_checkpoint(tmp_path: Path, mode: str) -> None:
+    """What is loaded is what an undisturbed job had at that step."""
+    torch.set_num_threads(1)  # sums of other numbers of threads differ in the last bit
+    chosen = random.Random(1)
+    for run in range(10):
+        folder = tmp_path / str(run)
+        process = get_context("fork").Process(target=save_until_killed, args=(folder, mode, run))
+        process.start()
+        while not (folder / "checkpoint" / "step-2").exists():
+            time.sleep(0.001)
+        time.sleep(chosen.random() * 0.3)
+        os.kill(process.pid or 0, signal.SIGKILL)
+        process.join()
+        newest = max(files.steps(folder / "checkpoint"))
+        loaded = Job(folder, seed=1)
+        assert loaded.manager.load()
+        assert loaded.step >= newest
+        reseed_all(run)
+        undisturbed = Job(tmp_path / "none", enable_checkpoint=False).train(loaded.step)
+        assert differences(loaded.contents(), undisturbed.contents()) == []
+
+
+# ---- settings ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"async_mode": "asynch"}, "async_mode is 'asynch', expected one of"),
+        ({"async_mode": "async_with_pinned_mem"}, "the model is on the host: set 'async'"),
+        ({"export_dtype": "int8"}, "export_dtype is 'int8', expected one of"),
+        ({"interval": 0}, "interval is 0, expected 1 or more"),
+        ({"keep_latest_k": -1}, "keep_latest_k is -1, expected 0 or more"),
+        ({"exclude_from_loading": ["optimiser"]}, r"has \['optimiser'\], expected some of"),
+    ],
+)
+def test_wrong_settings_are_rejected(
+    tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        Job(tmp_path, **settings)
+
+
+def test_a_model_with_a_reserved_name_is_rejected(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    job.model.register_buffer("rng", torch.zeros(1))
+    with pytest.raises(ValueError, match=r"the model has \['rng'\]"):
+        job.manager.save(1, force=True)
+
+
+# ---- fault tolerance, export ---------------------------------------------------------------------
+
+
+def test_one_replica_group_saves_and_gives_its_state_to_another(tmp_path: Path) -> None:
+    functions: list[Any] = []
+    replica = {"rank": 1}
+    manager = SimpleNamespace(
+        set_state_dict_fns=lambda *given: functions.extend(given),
+        participating_rank=lambda: replica["rank"],
+    )
+    job = Job(tmp_path, ft_manager=SimpleNamespace(enabled=True, manager=manager)).train(until=2)
+    assert not job.manager.folder.exists()
+    load, save = functions
+    peer = Job(tmp_path / "peer", seed=1).train(until=4)
+    assert save().keys() == peer.manager._state_for_peer().keys()
+    load(peer.manager._state_for_peer())
+    assert differences(job.contents(), peer.contents()) == ["taken"], "but for its own data"
+    replica["rank"] = 0
+    job.train(until=6)
+    assert job.manager.newest() == 6
+
+
+def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
+    read = pytest.importorskip("safetensors.torch", exc_type=ImportError)
+    found: dict[str, torch.Tensor] = read.load_file(path)
+    return found
+
+
+@pytest.mark.parametrize("model_only", [False, True])
+def test_the_last_save_may_export_the_model(tmp_path: Path, model_only: bool) -> None:
+    settings = {"export_safetensors": True, "export_dtype": "bfloat16"}
+    job = Job(tmp_path, steps=2, model_weights_only=model_only, **settings).train(until=1)
+    job.manager.save(1, force=True)
+    job.train(until=2)
+    job.manager.save(2, force=True)
+    [path] = job.manager.folder.glob("*.safetensors")
+    weights = job.model.state_dict()
+    halves = {k: v.bfloat16() if v.is_floating_point() else v for k, v in weights.items()}
+    assert differences(read_safetensors(path), halves) == []
+
+
+def test_an_export_holds_every_dtype(tmp_path: Path) -> None:
+    tensors = {
+        "wide": torch.randn(3, 5, dtype=torch.float64),
+        "scalar": torch.tensor(2.5),
+        "half": torch.randn(4, 3).half(),
+        "narrow": torch.randn(7).bfloat16(),
+        "index": torch.arange(5),
+        "flag": torch.tensor([True, False, True]),
+        "none": torch.empty(0, 3),
+    }
+    others = {"optimizer": {"state": torch.ones(3)}, "step": 3}
+    torch_dcp.save(tensors | others, checkpoint_id=tmp_path / "step-1")
+    output = tmp_path / "model.safetensors"
+    export_safetensors(tmp_path / "step-1", output)
+    assert differences(read_safetensors(output), tensors) == []
+    export_safetensors(tmp_path / "step-1", output, torch.float16)
+    halves = {k: v.half() if v.is_floating_point() else v for k, v in tensors.items()}
+    assert differences(read_safetensors(output), halves) == []
+    torch_dcp.save({"c": torch.zeros(2, dtype=torch.complex128)}, checkpoint_id=tmp_path / "step-2")
+    with pytest.raises(ValueError, match=r"'c' is torch\.complex128"):
+        export_safetensors(tmp_path / "step-2", output)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == [output.name]

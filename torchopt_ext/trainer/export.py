@@ -1,0 +1,91 @@
+"""A checkpoint's model as safetensors, for programs that know neither this package nor DCP."""
+
+import json
+import math
+import os
+import warnings
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from torchopt_ext.statedict import dcp
+
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""The format, at github.com/huggingface/safetensors: a length, a header in JSON, and the data."""
+
+
+def export_safetensors(
+    checkpoint: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Writes the model of a checkpoint into one file, by one process, whatever ranks saved it.
+
+    The tensors are read into the mapped file, so the model does not have to fit into memory. A file
+    that is there is replaced when the new one is complete.
+
+    Args:
+        checkpoint: a folder ``step-N`` of CheckpointManager or of torchtitan.
+        output: the file, usually named ``*.safetensors``.
+        dtype: to convert floating-point tensors to; None: as they are.
+
+    Raises:
+        ValueError: the checkpoint is damaged, or the format has no such dtype; names the tensor.
+        OSError: the file cannot be written; nothing of it is left.
+    """
+    reader = dcp.Reader(checkpoint)
+    metadata = reader.read_metadata()
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    for name, path in (metadata.planner_data or {}).items():
+        stored = metadata.state_dict_metadata[name]
+        if len(path) == 1 and isinstance(stored, TensorStorageMetadata):  # not of an optimizer
+            own = stored.properties.dtype
+            kind = dtype if dtype and own.is_floating_point else own
+            if kind not in _NAMES:
+                raise ValueError(f"'{name}' is {kind}, which safetensors files cannot hold")
+            tensors[name] = kind, tuple(stored.size)
+    # The widest first, so that each begins at a multiple of its width.
+    names = sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name))
+    entries, end = {}, 0
+    for name in names:
+        kind, shape = tensors[name]
+        begin, end = end, end + math.prod(shape) * kind.itemsize
+        entries[name] = {"dtype": _NAMES[kind], "shape": shape, "data_offsets": [begin, end]}
+    header = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
+    header += b" " * (-len(header) % 8)
+    saving = Path(f"{output}.saving")
+    try:
+        with open(saving, "wb") as stream:
+            stream.write(len(header).to_bytes(8, "little") + header)
+            stream.flush()
+            # Writing to a mapped file that the disk has no room for would kill the process.
+            os.posix_fallocate(stream.fileno(), 0, 8 + len(header) + end)
+        size = os.path.getsize(saving)
+        mapped = torch.from_file(str(saving), shared=True, size=size, dtype=torch.uint8)
+        data = mapped[8 + len(header) :]
+        views = {
+            name: data[slice(*entry["data_offsets"])].view(tensors[name][0]).view(tensors[name][1])
+            for name, entry in entries.items()
+        }
+        with warnings.catch_warnings():  # that one process reads is meant so
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            dcp.load(views, storage_reader=reader, no_dist=True)
+        with open(saving, "rb") as stream:
+            os.fsync(stream.fileno())
+        os.rename(saving, output)
+    except BaseException:
+        saving.unlink(missing_ok=True)
+        raise
