@@ -9,9 +9,9 @@ from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchopt_ext.trainer.config import JobConfig
+from torchopt_ext.trainer.extras import import_extra
 from torchopt_ext.trainer.windows import Batch, FileBytes, TokenWindows
 
 logger = logging.getLogger(__name__)
@@ -209,8 +209,12 @@ class ShuffledDataLoader(DataLoader[Any]):
         self._batches.load_state_dict(state_dict["position"])
 
 
-class StreamDataLoader(StatefulDataLoader):  # type: ignore[misc]
-    """torchdata's loader, whose state is kept by data-parallel rank as torchtitan's."""
+class StreamDataLoader:
+    """torchdata's StatefulDataLoader, whose state is kept by data-parallel rank as torchtitan's.
+
+    Raises:
+        ImportError: torchdata is not installed.
+    """
 
     def __init__(
         self,
@@ -220,11 +224,15 @@ class StreamDataLoader(StatefulDataLoader):  # type: ignore[misc]
         dp_world_size: int,
         options: Any,
     ) -> None:
-        super().__init__(dataset, batch_size, drop_last=True, **options)
+        torchdata = import_extra("torchdata.stateful_dataloader", "a data set without a length")
+        self._loader = torchdata.StatefulDataLoader(dataset, batch_size, drop_last=True, **options)
         self._key, self._dp_world_size = f"dp_rank_{dp_rank}", dp_world_size
 
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self._loader)
+
     def state_dict(self) -> dict[str, Any]:
-        return {self._key: super().state_dict(), "world_size": self._dp_world_size}
+        return {self._key: self._loader.state_dict(), "world_size": self._dp_world_size}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes to where this rank was.
@@ -239,7 +247,7 @@ class StreamDataLoader(StatefulDataLoader):  # type: ignore[misc]
                 f"{self._key!r} of {self._dp_world_size}: a stream of samples cannot be divided "
                 "anew; resume with as many ranks, or exclude 'dataloader' from loading"
             )
-        super().load_state_dict(state_dict[self._key])
+        self._loader.load_state_dict(state_dict[self._key])
 
 
 def build_dataloader(

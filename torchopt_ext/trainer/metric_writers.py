@@ -1,14 +1,14 @@
 """Where metrics go: the console, TensorBoard, a JSONL file, Weights & Biases."""
 
-import importlib
 import json
 import math
 import os
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
-from tqdm import tqdm
+from torchopt_ext.trainer.extras import import_extra
 
 
 class MetricWriter(Protocol):
@@ -47,29 +47,40 @@ class Lines:
 class ProgressBar:
     """A bar over the steps of the job, with the newest metrics beside it.
 
+    Log messages to the console appear above it.
+
     Args:
         steps: of the whole job.
+
+    Raises:
+        ImportError: tqdm is not installed.
     """
 
     def __init__(self, steps: int) -> None:
+        self._tqdm = import_extra("tqdm", "metrics.progress_bar").tqdm
+        redirect = import_extra("tqdm.contrib.logging", "metrics.progress_bar")
+        self._restore = ExitStack()
+        self._restore.enter_context(redirect.logging_redirect_tqdm())
         self._steps = steps
         self._bar: Any = None
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
-        if "loss_metrics/global_avg_loss" not in metrics:
-            tqdm.write(f"step: {step:2}  {'  '.join(map(': '.join, describe(metrics).items()))}")
+        shown = describe(metrics)
+        if "loss" not in shown:
+            self._tqdm.write("  ".join([f"step: {step:2}", *map(": ".join, shown.items())]))
             return
         if self._bar is None:  # a resumed job starts in the middle
-            self._bar = tqdm(
+            self._bar = self._tqdm(
                 total=self._steps, initial=step, unit="step", dynamic_ncols=True, file=sys.stdout
             )
-        self._bar.set_postfix(describe(metrics), refresh=False)
+        self._bar.set_postfix(shown, refresh=False)
         self._bar.update(step - self._bar.n)
         self._bar.refresh()
 
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
+        self._restore.close()
 
 
 def describe(metrics: dict[str, float]) -> dict[str, str]:
@@ -126,13 +137,7 @@ class TensorBoard:
     """
 
     def __init__(self, folder: Path) -> None:
-        try:
-            module = importlib.import_module("torch.utils.tensorboard")
-        except ImportError as error:
-            raise ImportError(
-                "metrics.enable_tensorboard needs the package tensorboard: "
-                "pip install 'torchopt_ext[trainer]'"
-            ) from error
+        module = import_extra("torch.utils.tensorboard", "metrics.enable_tensorboard")
         self._writer = module.SummaryWriter(str(folder), max_queue=1000)
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
@@ -156,14 +161,12 @@ class WeightsAndBiases:
 
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
         try:
-            self._wandb = importlib.import_module("wandb")
+            import wandb
         except ImportError as error:
-            raise ImportError(
-                "metrics.enable_wandb needs the package wandb: pip install wandb"
-            ) from error
+            raise ImportError("metrics.enable_wandb needs wandb: pip install wandb") from error
         folder.mkdir(parents=True, exist_ok=True)
         project = os.environ.get("WANDB_PROJECT", "torchopt_ext")
-        self._run = self._wandb.init(project=project, dir=str(folder), config=config)
+        self._run = wandb.init(project=project, dir=str(folder), config=config)
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         self._run.log(metrics, step=step)

@@ -189,17 +189,16 @@ def _build_writers(job_config: JobConfig, parallel_dims: Any, color: Color) -> l
     if config.save_for_all_ranks:
         run /= f"rank_{rank}"
     writers: list[MetricWriter] = []
+    if reports:
+        bar = config.progress_bar == "on" or (config.progress_bar == "auto" and sys.stdout.isatty())
+        writers.append(ProgressBar(job_config.training.steps) if bar else Lines(color))
     if config.enable_wandb:
         writers.append(WeightsAndBiases(run, job_config.to_dict()))
     if config.enable_tensorboard:
         writers.append(TensorBoard(run))
     if config.enable_jsonl:
-        writers.append(
-            JsonLines(folder / ("metrics.jsonl" if reports else f"metrics_{rank}.jsonl"))
-        )
-    if reports:
-        bar = config.progress_bar == "on" or (config.progress_bar == "auto" and sys.stdout.isatty())
-        writers.append(ProgressBar(job_config.training.steps) if bar else Lines(color))
+        name = "metrics.jsonl" if reports else f"metrics_{rank}.jsonl"
+        writers.append(JsonLines(folder / name))
     return writers
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -231,7 +232,7 @@ class Stream(IterableDataset[Any]):
         self.position = state_dict["position"]
 
 
-def test_registered_data_sets(job_config: JobConfig) -> None:
+def test_registered_data_sets(job_config: JobConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     register_dataset("pairs", lambda **_: Pairs())
     register_dataset(
         "stream", lambda *, dp_rank, dp_world_size, **_: Stream(dp_rank, dp_world_size)
@@ -245,6 +246,10 @@ def test_registered_data_sets(job_config: JobConfig) -> None:
     shuffled = build(job_config).state_dict()
 
     job_config.training.dataset = "stream"
+    with monkeypatch.context() as context:
+        context.setitem(sys.modules, "torchdata.stateful_dataloader", None)
+        with pytest.raises(ImportError, match=r"needs torchdata.* install 'torchopt_ext\[trainer"):
+            build(job_config)
     loader = build(job_config, 1, 2)
     first = [labels[:, 0].tolist() for _, labels in itertools.islice(loader, 2)]
     assert first == [[2, 4], [6, 8]]

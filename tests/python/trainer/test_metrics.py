@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -200,24 +201,25 @@ def test_weights_and_biases(job_config: JobConfig, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("setting", "module", "advice"),
+    ("setting", "value", "module", "advice"),
     [
-        ("enable_wandb", "wandb", "pip install wandb"),
-        ("enable_tensorboard", "torch.utils.tensorboard", r"pip install 'torchopt_ext\[trainer\]'"),
+        ("enable_wandb", True, "wandb", "pip install wandb"),
+        ("enable_tensorboard", True, "torch.utils.tensorboard", r"'torchopt_ext\[trainer\]'"),
+        ("progress_bar", "on", "tqdm", r"'torchopt_ext\[trainer\]'"),
     ],
 )
 def test_missing_packages_are_named(
     job_config: JobConfig,
     monkeypatch: pytest.MonkeyPatch,
     setting: str,
+    value: Any,
     module: str,
     advice: str,
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    setattr(job_config.metrics, setting, True)
-    with pytest.raises(ImportError, match=f"metrics.{setting} needs the package .*{advice}"):
+    setattr(job_config.metrics, setting, value)
+    with pytest.raises(ImportError, match=f"metrics.{setting} needs {module}.*{advice}"):
         build_metrics_processor(job_config, dims())
-    assert not Path(job_config.job.dump_folder, "metrics.jsonl").exists()
 
 
 @pytest.mark.parametrize(
@@ -234,6 +236,8 @@ def test_console(
     stdout = io.StringIO()
     stdout.isatty = lambda: terminal  # type: ignore[method-assign]
     monkeypatch.setattr(sys, "stdout", stdout)
+    handler = logging.StreamHandler(stdout)
+    monkeypatch.setattr(logging.root, "handlers", [handler])
     job_config.metrics.progress_bar, job_config.training.steps = progress_bar, 40
     processor = build_metrics_processor(job_config, dims())
     colored = processor.color.red != ""
@@ -241,15 +245,18 @@ def test_console(
     for step in (20, 24):
         processor.log(step, 1.5, 2.0, {"grad_norm": 0.25, "skipped_steps": float(step == 24)})
     processor.log_validation(1.75, 24)
+    logging.getLogger("torchopt_ext").warning("a message")
     processor.close()
+    assert handler in logging.root.handlers
     text = stdout.getvalue()
+    assert "a message\n" in text
     if bar:
         assert "24/40" in text and "loss=1.50000, grad_norm=0.2500, skipped=1" in text
         assert "step: 24  validation loss: 1.75000\n" in text
         return
     assert ("\033[" in text) == terminal
     if not terminal:
-        first, second, validation = text.splitlines()
+        first, second, validation, _ = text.splitlines()
         assert first.startswith("step: 20  loss: 1.50000  grad_norm: 0.2500  memory: ")
         assert second.startswith("step: 24  loss: 1.50000  grad_norm: 0.2500  skipped: 1  mem")
         assert validation == "step: 24  validation loss: 1.75000"
