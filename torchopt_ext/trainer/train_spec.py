@@ -40,7 +40,7 @@ class ModelProtocol(Protocol):
 
 
 def cross_entropy_loss(pred: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross entropy of float32 logits [batch, seq_len, vocabulary] and labels of their shape."""
+    """Mean cross entropy of logits [batch, seq_len, vocabulary] and labels [batch, seq_len]."""
     return nn.functional.cross_entropy(pred.flatten(0, 1).float(), labels.flatten(0, 1))
 
 

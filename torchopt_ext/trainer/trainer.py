@@ -30,10 +30,9 @@ from torchopt_ext.trainer.profiling import maybe_enable_memory_snapshot, maybe_e
 from torchopt_ext.trainer.skips import SkippedSteps
 from torchopt_ext.trainer.stop import StopOnSignal
 from torchopt_ext.trainer.train_spec import TrainSpec, get_train_spec
+from torchopt_ext.trainer.validate import Validator
 
 logger = logging.getLogger(__name__)
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Trainer(Stateful):
@@ -93,10 +92,8 @@ class Trainer(Stateful):
         self.world_mesh = dims.build_mesh(self.device.type)
         dp_degree, dp_rank = 1, 0
         if dims.dp_enabled:
-            dp_degree, dp_rank = (
-                self.world_mesh["dp"].size(),
-                self.world_mesh["dp"].get_local_rank(),
-            )
+            mesh = dims.get_mesh("dp")
+            dp_degree, dp_rank = mesh.size(), mesh.get_local_rank()
         self.gradient_accumulation_steps = gradient_accumulation_steps(job_config, dp_degree)
         dp_degree, dp_rank = self.ft_manager.get_dp_info(dp_degree, dp_rank)
         distributed.set_determinism(
@@ -115,6 +112,8 @@ class Trainer(Stateful):
         )
         self._build_model()
         self._build_optimizers()
+
+        self.validator = self._build_validator(dp_degree, dp_rank)
 
         # What checkpoints hold has to exist before one is loaded.
         self.step = 0
@@ -152,7 +151,7 @@ class Trainer(Stateful):
         model_args.update_from_config(job_config, self.tokenizer)
         logger.info("Building %s %s with %s", spec.name, job_config.model.flavor, model_args)
         default = torch.get_default_dtype()
-        torch.set_default_dtype(_DTYPES[job_config.training.dtype])
+        torch.set_default_dtype(distributed.DTYPES[job_config.training.dtype])
         try:
             with torch.device("meta"):
                 model = spec.cls.from_model_args(model_args)  # type: ignore[attr-defined]
@@ -198,7 +197,7 @@ class Trainer(Stateful):
             self.model_parts, job_config, self.ft_manager
         )
         if dims.pp_enabled:
-            agree_over_stages(self.optimizers, self.world_mesh["pp"].get_group())
+            agree_over_stages(self.optimizers, dims.get_mesh("pp").get_group())
         self.lr_schedulers = self.train_spec.build_lr_schedulers_fn(self.optimizers, job_config)
         self.optimizers.register_step_post_hook(
             lambda *_: self.model_converters.post_optimizer_hook(self.model_parts)
@@ -213,6 +212,20 @@ class Trainer(Stateful):
         self.maybe_enable_amp = distributed.maybe_enable_amp(
             dims, job_config.training.mixed_precision_param, self.device.type
         )
+
+    def _build_validator(self, dp_degree: int, dp_rank: int) -> Validator | None:
+        if not self.job_config.validation.enable:
+            return None
+
+        def build(job_config: JobConfig) -> Any:
+            return self.train_spec.build_dataloader_fn(
+                dp_world_size=dp_degree,
+                dp_rank=dp_rank,
+                tokenizer=self.tokenizer,
+                job_config=job_config,
+            )
+
+        return Validator(self, build)
 
     # ---- one step -------------------------------------------------------------------------------
 
@@ -307,7 +320,7 @@ class Trainer(Stateful):
             [p for part in self.model_parts for p in part.parameters()],
             self.job_config.training.max_norm,
             foreach=True,
-            pp_mesh=self.world_mesh["pp"] if self.parallel_dims.pp_enabled else None,
+            pp_mesh=self.parallel_dims.get_mesh("pp") if self.parallel_dims.pp_enabled else None,
         )
 
     def _is_usable(self, grad_norm: Tensor) -> bool:
@@ -316,13 +329,16 @@ class Trainer(Stateful):
         self._skips.count(self._skips.total + skip)
         return not skip
 
-    def _log(self, loss: Tensor, grad_norm: Tensor | None) -> None:
+    def _mean_and_max(self, loss: Tensor) -> tuple[float, float]:
+        """Of the losses of all ranks that read different tokens; waits for the device."""
         dims = self.parallel_dims
-        if dims.dp_enabled or dims.cp_enabled:
-            mesh = self.world_mesh["dp_cp"]
-            mean, largest = distributed.dist_mean(loss, mesh), distributed.dist_max(loss, mesh)
-        else:
-            mean = largest = loss.item()
+        if not dims.dp_cp_enabled:
+            return (loss.item(),) * 2
+        mesh = dims.get_mesh("dp_cp")
+        return distributed.dist_mean(loss, mesh), distributed.dist_max(loss, mesh)
+
+    def _log(self, loss: Tensor, grad_norm: Tensor | None) -> None:
+        mean, largest = self._mean_and_max(loss)
         if grad_norm is None:
             grad_norm = self.optimizers.control.grad_norm
         more = {
@@ -353,6 +369,8 @@ class Trainer(Stateful):
             maybe_enable_profiling(job_config, global_step=self.step) as torch_profiler,
             maybe_enable_memory_snapshot(job_config, global_step=self.step) as memory_profiler,
         ):
+            if self.step == 0:
+                self._validate_if_due()
             data_iterator = iter(self.dataloader)
             while self.step < steps:
                 last = stop.last_step(self.step + 1)
@@ -369,6 +387,7 @@ class Trainer(Stateful):
                     break
                 self.train_step(inputs, labels)
                 self._stop_if_stuck()
+                self._validate_if_due()
                 self.checkpointer.save(self.step, force=self.step == steps)
                 for profiler in (torch_profiler, memory_profiler):
                     if profiler:
@@ -387,6 +406,12 @@ class Trainer(Stateful):
                 self.checkpointer.save(self.step, force=True)
         self.metrics_processor.close()
         logger.info("Training completed")
+
+    def _validate_if_due(self) -> None:
+        if self.validator is None or not self.validator.should_validate(self.step):
+            return
+        loss = self._mean_and_max(self.validator.validate())[0]
+        self.metrics_processor.log_validation(loss, self.step)
 
     def _stop_if_stuck(self) -> None:
         if not self._skips.too_many:
