@@ -1,13 +1,18 @@
 """Real text found on every machine with Python: the standard library's own source, as bytes."""
 
+from __future__ import annotations
+
 import hashlib
 import sysconfig
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from config import Training
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from config import Training
 
 MIN_BYTES = 5_000_000
 # Not the standard library's own code: installed packages, test suites, and big generated tables.

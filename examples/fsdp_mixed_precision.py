@@ -107,7 +107,7 @@ def build(name: str, config: JobConfig, text: Tensor, dtype: torch.dtype) -> Way
     torch.manual_seed(job.seed)  # the ranks' weights are equal before they are sharded
     model = Transformer(**vars(config.model), max_seq_len=job.seq_len).to(dtype)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in model.layers:
+    for layer in model.layers.values():
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(output_dtype=torch.float32))
     bases: dict[str, Callable[..., Any]] = {TORCH: torch.optim.AdamW}

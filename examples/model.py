@@ -1,10 +1,12 @@
 """A byte-level decoder-only transformer of the llama family: RMSNorm, rotary positions, SwiGLU."""
 
+import hashlib
 import math
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 VOCABULARY = 256  # one token per byte value
 
@@ -19,7 +21,7 @@ def rotary_tables(seq_len: int, head_dim: int, base: float = 10_000.0) -> tuple[
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary position embedding (Su et al., arXiv:2104.09864) of x [..., seq_len, head_dim]."""
     a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).type_as(x)
 
 
 class Attention(nn.Module):
@@ -27,18 +29,20 @@ class Attention(nn.Module):
 
     def __init__(self, dim: int, n_heads: int) -> None:
         super().__init__()
-        self.n_heads = n_heads
+        self.head_dim = dim // n_heads
         self.wq = nn.Linear(dim, dim, bias=False)
         self.wk = nn.Linear(dim, dim, bias=False)
         self.wv = nn.Linear(dim, dim, bias=False)
         self.wo = nn.Linear(dim, dim, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        # [batch, seq_len, dim] -> [batch, n_heads, seq_len, head_dim]
+    def forward(self, x: Tensor, freqs_cis: Tensor) -> Tensor:
+        # [batch, seq_len, dim] -> [batch, heads, seq_len, head_dim]; a tensor-parallel rank has
+        # some of the heads.
         q, k, v = (
-            w(x).unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
+            w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for w in (self.wq, self.wk, self.wv)
         )
+        cos, sin = freqs_cis[: q.shape[-2]].unbind(1)
         y = F.scaled_dot_product_attention(
             rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True
         )
@@ -67,41 +71,80 @@ class Block(nn.Module):
         self.feed_forward_norm = nn.RMSNorm(dim, eps=1e-5)
         self.feed_forward = FeedForward(dim)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin)
+    def forward(self, x: Tensor, freqs_cis: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), freqs_cis)
         return x + self.feed_forward(self.feed_forward_norm(x))
 
 
 class Transformer(nn.Module):
-    """Bytes int64 [batch, seq_len] -> logits fp32 [batch, seq_len, 256] of each next byte."""
+    """Bytes int64 [batch, seq_len] -> logits fp32 [batch, seq_len, 256] of each next byte.
 
-    cos: Tensor
-    sin: Tensor
+    As a pipeline stage it lacks some layers, and embedding or norm and output, which are None then.
+    Without an embedding it takes, and without an output it gives, activations
+    [batch, seq_len, dim].
 
-    def __init__(self, dim: int, n_layers: int, n_heads: int, max_seq_len: int) -> None:
+    Args:
+        seed: of the initial weights; None: `torch.initial_seed()`.
+    """
+
+    embedding: nn.Embedding | None
+    norm: nn.RMSNorm | None
+    output: nn.Linear | None
+    freqs_cis: Tensor
+
+    def __init__(
+        self, dim: int, n_layers: int, n_heads: int, max_seq_len: int, seed: int | None = None
+    ) -> None:
         super().__init__()
         if dim % (2 * n_heads):
             raise ValueError(f"model.dim {dim} is not a multiple of 2 * model.n_heads {n_heads}")
+        self.n_layers, self.n_heads, self.seed = n_layers, n_heads, seed
+        self.head_dim, self.max_seq_len = dim // n_heads, max_seq_len
         self.embedding = nn.Embedding(VOCABULARY, dim)
-        self.layers = nn.ModuleList(Block(dim, n_heads) for _ in range(n_layers))
+        # By name, so that a layer keeps its name in a stage that lacks those before it.
+        self.layers = nn.ModuleDict({str(i): Block(dim, n_heads) for i in range(n_layers)})
         self.norm = nn.RMSNorm(dim, eps=1e-5)
         self.output = nn.Linear(dim, VOCABULARY, bias=False)
-        cos, sin = rotary_tables(max_seq_len, dim // n_heads)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
-        self._init_weights(n_layers)
+        # [max_seq_len, 2, head_dim / 2]: cosines, sines. Context parallel divides it as the tokens.
+        self.register_buffer("freqs_cis", torch.empty(0), persistent=False)
+        if not self.output.weight.is_meta:
+            self.init_weights()
 
-    def _init_weights(self, n_layers: int) -> None:
+    @torch.no_grad()
+    def init_weights(self, buffer_device: torch.device | None = None) -> None:
+        """Sets parameters and buffers.
+
+        A parameter's values depend on the seed and its name, not on how the model is divided: each
+        is drawn whole, on the CPU, and a rank keeps its part. Nothing is communicated.
+
+        Args:
+            buffer_device: for the buffer; None: where it is.
+        """
+        seed = torch.initial_seed() if self.seed is None else self.seed
         for name, weight in self.named_parameters():
-            if weight.dim() == 2:
-                # Projections back into the residual stream start smaller, as in GPT-2.
-                residual = name.endswith(("attention.wo.weight", "feed_forward.w2.weight"))
-                nn.init.normal_(weight, std=0.02 / math.sqrt(2 * n_layers) if residual else 0.02)
+            weight.copy_(_part_like(weight, self._initial(name, weight.shape, seed)))
+        tables = torch.stack(rotary_tables(self.max_seq_len, self.head_dim), dim=1)
+        self.freqs_cis = tables.to(buffer_device or self.freqs_cis.device)
+
+    def _initial(self, name: str, shape: torch.Size, seed: int) -> Tensor:
+        if len(shape) == 1:
+            return torch.ones(shape, device="cpu")
+        digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+        generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8]))
+        # Projections back into the residual stream start smaller, as in GPT-2.
+        residual = name.endswith(("attention.wo.weight", "feed_forward.w2.weight"))
+        std = 0.02 / math.sqrt(2 * self.n_layers) if residual else 0.02
+        return torch.empty(shape, device="cpu").normal_(std=std, generator=generator)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        seq_len = tokens.shape[1]
-        cos, sin = self.cos[:seq_len], self.sin[:seq_len]
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x, cos, sin)
-        return self.output(self.norm(x))
+        x = tokens if self.embedding is None else self.embedding(tokens)
+        for layer in self.layers.values():
+            x = layer(x, self.freqs_cis)
+        return x if self.norm is None or self.output is None else self.output(self.norm(x))
+
+
+def _part_like(weight: Tensor, whole: Tensor) -> Tensor:
+    """This rank's part of `whole`, divided as `weight` is."""
+    if not isinstance(weight, DTensor):
+        return whole
+    return distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None)

@@ -6,6 +6,7 @@ tests/python/test_torch_names.py holds the package to it and touches each name.
 """
 
 from collections.abc import Callable
+from datetime import timedelta
 from operator import attrgetter, methodcaller
 from typing import Any, TypeVar
 
@@ -181,3 +182,72 @@ record_memory_history: Callable[..., None] = torch.cuda.memory._record_memory_hi
 
 dump_memory_snapshot: Callable[..., None] = torch.cuda.memory._dump_snapshot
 """Writes what was recorded to a file, for pytorch.org/memory_viz."""
+
+
+# ---- for the Trainer: torch.distributed and torch.compile, imported when used --------------------
+
+
+def flatten_mesh(mesh: Any, name: str) -> Any:
+    """All ranks of a mesh's slice in one dimension, with a group, which the root mesh knows."""
+    return mesh._flatten(name)
+
+
+def set_group_timeout(timeout: timedelta, group: Any) -> None:
+    """Sets the timeout of a process group's later operations; public since torch 2.15."""
+    from torch.distributed import distributed_c10d as c10d
+
+    set_timeout = getattr(c10d, "set_timeout", None) or c10d._set_pg_timeout
+    set_timeout(timeout, group)
+
+
+def replicate(module: Any, **options: Any) -> Any:
+    """DistributedDataParallel that keeps the module and its parameters' names.
+
+    The public class wraps the module, whose parameters' names then begin with "module."."""
+    from torch.distributed._composable.replicate import replicate
+
+    return replicate(module, **options)
+
+
+def seed_dtensors(seed: int, mesh: Any) -> None:
+    """Seeds what DTensors draw; else the first draw sends rank 0's seed to every pipeline stage."""
+    from torch.distributed.tensor._random import manual_seed
+
+    manual_seed(seed, mesh)
+
+
+def set_rotate_method(method: str) -> None:
+    """How context parallel passes keys and values on: "allgather" or "alltoall"."""
+    from torch.distributed.tensor.experimental._attention import set_rotate_method
+
+    set_rotate_method(method)
+
+
+def compiled_autograd() -> Any:
+    """A context in which backward passes are compiled, as torch.compile's."""
+    from torch._dynamo.utils import maybe_enable_compiled_autograd
+
+    return maybe_enable_compiled_autograd(True)
+
+
+def ops_worth_saving() -> frozenset[Any]:
+    """What selective activation checkpointing keeps: what is slow for the memory that it takes."""
+    aten, collectives = torch.ops.aten, torch.ops._c10d_functional
+    return frozenset(
+        {
+            aten.mm.default,
+            aten._scaled_dot_product_cudnn_attention.default,
+            aten._scaled_dot_product_efficient_attention.default,
+            aten._scaled_dot_product_flash_attention.default,
+            aten._scaled_dot_product_flash_attention_for_cpu.default,
+            collectives.reduce_scatter_tensor.default,
+            aten.max.default,  # scales for low precision
+        }
+    )
+
+
+def reduce_in_compiled_backward() -> None:
+    """Lets compiled autograd see the gradient reductions of DistributedDataParallel."""
+    import torch._dynamo
+
+    torch._dynamo.config.optimize_ddp = "python_reducer_without_compiled_forward"

@@ -56,12 +56,12 @@ def start_ranks() -> Iterator[Callable[..., None]]:
 @pytest.fixture(scope="session")
 def run_ranks(
     start_ranks: Callable[..., None], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str, int], Results]:
+) -> Callable[..., Results]:
     """All cases of a worker script of this folder, in one run of so many processes."""
 
-    def run(worker: str, ranks: int) -> Results:
+    def run(worker: str, ranks: int, *arguments: str) -> Results:
         folder = tmp_path_factory.mktemp(Path(worker).stem)
-        start_ranks(worker, ranks, str(folder))
+        start_ranks(worker, ranks, str(folder), *arguments)
         return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
 
     return run

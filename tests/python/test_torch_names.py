@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,35 @@ def test_names_of_dtensors() -> None:
         assert assignment(0, [torch.ones(3)], 0).tensor is None
     finally:
         dist.destroy_process_group()
+
+
+def test_names_for_the_trainer() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
+        flat = _torch.flatten_mesh(mesh["a", "b"], "ab")
+        assert flat.mesh_dim_names == ("ab",)
+        _torch.set_group_timeout(timedelta(seconds=9), flat.get_group())
+        model = nn.Linear(2, 1, bias=False)
+        replicated = _torch.replicate(model, device_mesh=mesh["a"])
+        assert replicated is model
+        assert [name for name, _ in model.named_parameters()] == ["weight"]
+        model(torch.ones(1, 2)).sum().backward()
+        assert model.weight.grad is not None
+        model.set_requires_gradient_sync(False)
+    finally:
+        dist.destroy_process_group()
+    _torch.set_rotate_method("allgather")
+    assert all(isinstance(op, torch._ops.OpOverload) for op in _torch.ops_worth_saving())
+    from torch._dynamo import config
+    from torch.distributed.tensor import _random
+
+    assert callable(_random.manual_seed)
+    with config.patch(optimize_ddp=config.optimize_ddp):
+        _torch.reduce_in_compiled_backward()
+        assert config.optimize_ddp == "python_reducer_without_compiled_forward"
+    with _torch.compiled_autograd():
+        pass
 
 
 def test_names_of_gradient_scalers() -> None:

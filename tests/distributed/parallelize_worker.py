@@ -1,0 +1,240 @@
+"""Each kind of parallelism, against one process that computes the same batch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path += [str(REPOSITORY), str(Path(__file__).parent)]
+
+from rank_cases import run_cases  # noqa: E402
+
+from examples.byte_llama import tp_plan  # noqa: E402
+from examples.model import Transformer  # noqa: E402
+from torchopt_ext.trainer.config import JobConfig  # noqa: E402
+from torchopt_ext.trainer.distributed import (  # noqa: E402
+    clip_grad_norm_,
+    dist_max,
+    dist_mean,
+    get_train_context,
+    maybe_enable_amp,
+)
+from torchopt_ext.trainer.parallel_dims import ParallelDims  # noqa: E402
+from torchopt_ext.trainer.parallelize import parallelize, set_gradient_sync  # noqa: E402
+from torchopt_ext.trainer.pipeline import pipeline  # noqa: E402
+from torchopt_ext.trainer.train_spec import cross_entropy_loss  # noqa: E402
+
+SEQ_LEN, BATCH = 16, 4  # a rank's batch
+SIZES = {"dim": 32, "n_layers": 4, "n_heads": 4, "max_seq_len": SEQ_LEN, "seed": 5}
+
+DEGREES = {
+    "data_parallel_replicate_degree": "dp_replicate",
+    "data_parallel_shard_degree": "dp_shard",
+    "context_parallel_degree": "cp",
+    "tensor_parallel_degree": "tp",
+    "pipeline_parallel_degree": "pp",
+}
+
+
+def job(**settings: Any) -> JobConfig:
+    """A job without mixed precision; settings are named as `parallelism__degree`."""
+    config = JobConfig()
+    config.training.batch_size, config.training.seq_len = BATCH, SEQ_LEN
+    config.training.mixed_precision_param = "float32"
+    config.activation_checkpoint.mode = "none"
+    for name, value in settings.items():
+        section, _, field = name.partition("__")
+        getattr(getattr(config, section), field)  # exists
+        setattr(getattr(config, section), field, value)
+    return config
+
+
+def dims_of(config: JobConfig) -> ParallelDims:
+    degrees = {name: getattr(config.parallelism, key) for key, name in DEGREES.items()}
+    loss_parallel = not config.parallelism.disable_loss_parallel
+    return ParallelDims(
+        **degrees, world_size=dist.get_world_size(), enable_loss_parallel=loss_parallel
+    )
+
+
+def batches(ranks: int) -> tuple[Tensor, Tensor]:
+    """Inputs and labels of all data-parallel ranks."""
+    tokens = torch.randint(
+        256, (ranks * BATCH, SEQ_LEN + 1), generator=torch.Generator().manual_seed(1)
+    )
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def on_meta() -> Transformer:
+    with torch.device("meta"):
+        return Transformer(**SIZES)
+
+
+def one_process(ranks: int, dtype: torch.dtype | None) -> tuple[float, dict[str, Tensor]]:
+    model = Transformer(**SIZES)
+    inputs, labels = batches(ranks)
+    with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+        loss = cross_entropy_loss(model(inputs), labels)
+    loss.backward()
+    return loss.item(), {n: p.grad for n, p in model.named_parameters()}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def build(config: JobConfig) -> tuple[Any, ParallelDims, Any, list[nn.Module]]:
+    dims = dims_of(config)
+    mesh = dims.build_mesh("cpu")
+    parallelize_fn = partial(parallelize, tp_plan=tp_plan)
+    schedule = None
+    if dims.pp_enabled:
+        schedule, parts, *_ = pipeline(
+            on_meta(),
+            mesh,
+            dims,
+            config,
+            torch.device("cpu"),
+            None,
+            parallelize_fn,
+            cross_entropy_loss,
+        )
+    else:
+        parts = [parallelize_fn(on_meta(), mesh, dims, config)]
+    for part in parts:
+        part.to_empty(device="cpu")
+        part.init_weights()
+    return mesh, dims, schedule, parts
+
+
+def compare(
+    *, accumulate: int = 1, dtype: torch.dtype | None = None, **settings: Any
+) -> dict[str, Any]:
+    """How far loss, gradients, norm and clipped norm (all / size) are from one process's."""
+    config = job(**settings)
+    mesh, dims, schedule, parts = build(config)
+    dp = dims.get_mesh("dp") if dims.dp_enabled else None
+    ranks, rank = (dp.size(), dp.get_local_rank()) if dp else (1, 0)
+    inputs, labels = (t.chunk(ranks)[rank] for t in batches(ranks))
+    expected_loss, expected = one_process(ranks, dtype)
+
+    context = get_train_context(dims.loss_parallel_enabled, False)
+    amp = maybe_enable_amp(dims, config.training.mixed_precision_param, "cpu")
+    total = torch.zeros(())
+    for index in range(accumulate):
+        if accumulate > 1:
+            set_gradient_sync(parts, index == accumulate - 1)
+        with context(None):
+            if schedule is None:
+                some = slice(index * BATCH // accumulate, (index + 1) * BATCH // accumulate)
+                with amp:
+                    loss = cross_entropy_loss(parts[0](inputs[some]), labels[some]) / accumulate
+                loss.backward()
+                total += whole(loss.detach())
+            else:  # the whole batch again: gradients add up
+                losses: list[Tensor] = []
+                first = [inputs] if parts[0].embedding is not None else []
+                last = parts[-1].output is not None
+                schedule.step(*first, **({"target": labels, "losses": losses} if last else {}))
+                total = torch.stack(losses).mean() if losses else torch.tensor(expected_loss)
+    factor = accumulate if schedule else 1
+    named = {n: p for part in parts for n, p in part.named_parameters()}
+    errors = {
+        n: ((whole(p.grad) / factor - expected[n]).norm() / expected[n].norm()).item()
+        for n, p in named.items()
+    }
+    initial = dict(Transformer(**SIZES).named_parameters())
+    same_weights = all(torch.equal(whole(p), initial[n]) for n, p in named.items())
+    pp_mesh = mesh["pp"] if dims.pp_enabled else None
+    names = sorted(named)
+    norm = clip_grad_norm_((p for p in named.values()), 1e-3, pp_mesh=pp_mesh) / factor
+    clipped = torch.stack([whole(p.grad).norm() for p in named.values()])
+    expected_norm = torch.stack([g.norm() for g in expected.values()]).norm()
+    clipped_norm = (clipped**2).sum()
+    if pp_mesh is not None:
+        dist.all_reduce(clipped_norm, group=pp_mesh.get_group())
+        stages: list[Any] = [None] * pp_mesh.size()
+        dist.all_gather_object(stages, names, group=pp_mesh.get_group())
+        names = sorted(name for stage in stages for name in stage)
+    mean, largest = (
+        (dist_mean(total, dp), dist_max(total, dp)) if dp else (total.item(), total.item())
+    )
+    return {
+        "names": names == sorted(expected),
+        "same_weights": same_weights,
+        "loss": abs(mean / expected_loss - 1),
+        "largest_at_least_mean": largest >= mean,
+        "gradients": max(errors.values()),
+        "norm": abs(norm.item() / expected_norm.item() - 1),
+        "clipped": abs(clipped_norm.sqrt().item() * 1e3 - 1),
+    }
+
+
+DP = "parallelism__data_parallel_replicate_degree"
+TP = "parallelism__tensor_parallel_degree"
+PP = "parallelism__pipeline_parallel_degree"
+SCHEDULE = "parallelism__pipeline_parallel_schedule"
+AC, OPTION = "activation_checkpoint__mode", "activation_checkpoint__selective_ac_option"
+BF16 = {"training__mixed_precision_param": "bfloat16", "dtype": torch.bfloat16}
+
+CASES: dict[str, dict[str, dict[str, Any]]] = {
+    "data parallel": {
+        "fsdp": {},
+        "ddp": {DP: 2},
+        "fsdp accumulated": {"accumulate": 2},
+        "ddp accumulated": {DP: 2, "accumulate": 2},
+        "fsdp bf16": BF16,
+        "ddp bf16": {DP: 2, **BF16},
+        "full checkpointing": {AC: "full"},
+        "every second layer": {AC: "selective", OPTION: "2"},
+        "costly operations": {AC: "selective", OPTION: "op"},
+        "reshard always": {"parallelism__fsdp_reshard_after_forward": "always"},
+        "cpu offload": {"training__enable_cpu_offload": True},
+    },
+    "two ranks": {
+        "tp": {TP: 2},
+        "tp without loss parallel": {TP: 2, "parallelism__disable_loss_parallel": True},
+        "tp checkpointed": {TP: 2, AC: "selective", OPTION: "op"},
+        "1f1b": {PP: 2},
+        "1f1b accumulated": {PP: 2, "accumulate": 2},
+        "split points": {PP: 2, "parallelism__pipeline_parallel_split_points": ["layers.1"]},
+        "interleaved": {PP: 2, SCHEDULE: "Interleaved1F1B"},
+        "interleaved larger microbatch": {
+            PP: 2, SCHEDULE: "Interleaved1F1B", "parallelism__pipeline_parallel_microbatch_size": 2
+        },
+        "gpipe": {PP: 2, SCHEDULE: "GPipe"},
+        "zero bubble": {PP: 2, SCHEDULE: "ZBVZeroBubble"},
+        "fsdp compiled": {"training__compile": True},
+        "ddp compiled": {DP: 2, "training__compile": True},
+        "compiled and checkpointed": {"training__compile": True, AC: "full"},
+        "compiled, costly operations": {"training__compile": True, AC: "selective", OPTION: "op"},
+    },
+    "four ranks": {
+        "fsdp": {},
+        "hsdp": {DP: 2},
+        "hsdp accumulated": {DP: 2, "accumulate": 2},
+        "fsdp and tp": {TP: 2},
+        "fsdp and pp": {PP: 2},
+        "fsdp and interleaved": {PP: 2, SCHEDULE: "Interleaved1F1B"},
+        "pp and tp": {PP: 2, TP: 2},
+        "tp": {TP: 4},
+        "1f1b": {PP: 4},
+    },
+}  # fmt: skip
+
+
+def cases() -> dict[str, Callable[[], Any]]:
+    return {name: partial(compare, **settings) for name, settings in CASES[sys.argv[2]].items()}
+
+
+if __name__ == "__main__":
+    run_cases(cases)

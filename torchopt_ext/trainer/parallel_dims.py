@@ -1,0 +1,164 @@
+"""ParallelDims: how the ranks are divided among the kinds of parallelism."""
+
+import warnings
+from dataclasses import dataclass, field
+from math import prod
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from torchopt_ext import _torch
+
+_SETTINGS = {
+    "pp": "pipeline_parallel_degree",
+    "dp_replicate": "data_parallel_replicate_degree",
+    "dp_shard": "data_parallel_shard_degree",
+    "cp": "context_parallel_degree",
+    "tp": "tensor_parallel_degree",
+}
+_TOGETHER = {
+    "dp": ("dp_replicate", "dp_shard"),
+    "dp_shard_cp": ("dp_shard", "cp"),
+    "dp_cp": ("dp_replicate", "dp_shard", "cp"),
+}
+
+
+@dataclass
+class ParallelDims:
+    """Degrees of parallelism, whose product is the number of ranks.
+
+    Interface and names are those of torchtitan 0.1 (torchtitan/distributed/parallel_dims.py).
+
+    Args:
+        dp_replicate: copies of the model: DDP, or with dp_shard the outer dimension of HSDP.
+        dp_shard: ranks that a copy is divided among by FSDP; -1: all that the others leave.
+        cp: ranks that a sequence is divided among.
+        tp: ranks that a layer is divided among.
+        pp: ranks that the layers are divided among.
+        world_size: all ranks.
+        enable_loss_parallel: whether tensor-parallel ranks each compute a part of the loss.
+
+    Raises:
+        ValueError: the product of the degrees is not the world size, or one is less than 1.
+    """
+
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
+    pp: int
+    world_size: int
+    enable_loss_parallel: bool
+    _meshes: dict[str, DeviceMesh] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name, setting in _SETTINGS.items():
+            degree = getattr(self, name)
+            if degree < 1 and not (name == "dp_shard" and degree == -1):
+                least = "1 or more, or -1" if name == "dp_shard" else "1 or more"
+                raise ValueError(f"parallelism.{setting} is {degree}, expected {least}")
+        if self.dp_shard == -1:
+            others = self.dp_replicate * self.cp * self.tp * self.pp
+            # Where nothing is left, or a remainder, the product below is not the world size.
+            self.dp_shard = max(self.world_size // others, 1)
+        degrees = self._degrees()
+        if prod(degrees.values()) != self.world_size:
+            product = " * ".join(f"{name} {degree}" for name, degree in degrees.items())
+            raise ValueError(
+                f"{product} = {prod(degrees.values())} ranks, but the world size is "
+                f"{self.world_size}; the degrees are parallelism.{', .'.join(_SETTINGS.values())}"
+            )
+
+    def _degrees(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in _SETTINGS}
+
+    def build_mesh(self, device_type: str) -> DeviceMesh:
+        """The mesh of all ranks; needs the default process group, and every rank calls it.
+
+        Its dimensions are those of "pp", "dp_replicate", "dp_shard", "cp" and "tp" whose degree is
+        more than 1, in this order; on one rank it is "dp_shard" of size 1. Names of several
+        dimensions together, where there is one of them (see `get_mesh`):
+            "dp": dp_replicate and dp_shard, what the data set is divided among;
+            "dp_shard_cp": dp_shard and cp, what FSDP divides parameters among;
+            "dp_cp": dp_replicate, dp_shard and cp, what the loss is averaged over.
+
+        Args:
+            device_type: "cpu" or "cuda".
+
+        Raises:
+            ValueError: context parallel on a device that torch's does not support.
+        """
+        if self.cp_enabled and device_type != "cuda":
+            # torch/distributed/tensor/experimental/_context_parallel/_attention.py divides CUDA's
+            # attention kernels; the CPU's would raise in the first forward pass.
+            raise ValueError(
+                f"parallelism.context_parallel_degree is {self.cp}, but torch's context parallel "
+                f"has no attention for {device_type!r}: use 1, or training.device = 'cuda'"
+            )
+        sizes = {name: d for name, d in self._degrees().items() if d > 1} or {"dp_shard": 1}
+        mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        self._meshes = {name: mesh[name] for name in sizes}
+        for name, dims in _TOGETHER.items():
+            if present := tuple(dim for dim in dims if dim in sizes):
+                self._meshes[name] = _torch.flatten_mesh(mesh[present], name)
+        return mesh
+
+    def get_mesh(self, name: str) -> DeviceMesh:
+        """One dimension, or several together, of the mesh that was built.
+
+        world_mesh[name] is the same, but torch warns of it where it is several together.
+
+        Raises:
+            ValueError: there is none of this name.
+        """
+        if name not in self._meshes:
+            raise ValueError(f"the mesh has no {name!r}, expected one of {list(self._meshes)}")
+        return self._meshes[name]
+
+    def fsdp_mesh(self, world_mesh: DeviceMesh) -> DeviceMesh:
+        """What fully_shard divides over: [dp_shard_cp], or for HSDP [dp_replicate, dp_shard_cp]."""
+        if not self.dp_replicate_enabled:
+            return self.get_mesh("dp_shard_cp")
+        with warnings.catch_warnings():
+            # Meant for what get_mesh is for; of two dimensions together there is no other way.
+            warnings.filterwarnings("ignore", message="Slicing a flattened dim")
+            return world_mesh["dp_replicate", "dp_shard_cp"]
+
+    @property
+    def dp_enabled(self) -> bool:
+        return self.dp_replicate_enabled or self.dp_shard_enabled
+
+    @property
+    def dp_replicate_enabled(self) -> bool:
+        return self.dp_replicate > 1
+
+    @property
+    def dp_shard_enabled(self) -> bool:
+        return self.dp_shard > 1
+
+    @property
+    def cp_enabled(self) -> bool:
+        return self.cp > 1
+
+    @property
+    def dp_cp_enabled(self) -> bool:
+        return self.dp_enabled or self.cp_enabled
+
+    @property
+    def fsdp_enabled(self) -> bool:
+        return self.dp_shard_enabled or self.cp_enabled
+
+    @property
+    def tp_enabled(self) -> bool:
+        return self.tp > 1
+
+    @property
+    def pp_enabled(self) -> bool:
+        return self.pp > 1
+
+    @property
+    def loss_parallel_enabled(self) -> bool:
+        return self.tp_enabled and self.enable_loss_parallel
+
+    @property
+    def non_data_parallel_size(self) -> int:
+        return self.cp * self.tp * self.pp

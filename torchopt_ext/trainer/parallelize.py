@@ -1,0 +1,227 @@
+"""Makes a model parallel by torch's means: tensor parallel, FSDP2, HSDP or DDP."""
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from torchopt_ext import _torch
+from torchopt_ext.trainer.config import ActivationCheckpoint, JobConfig
+from torchopt_ext.trainer.distributed import DTYPES
+from torchopt_ext.trainer.parallel_dims import ParallelDims
+
+logger = logging.getLogger(__name__)
+
+TensorParallelPlan = Callable[[nn.Module, bool], Mapping[str, ParallelStyle]]
+"""From a model, and whether the loss is computed in parts, to torch's plan for it."""
+
+
+def parallelize(
+    model: nn.Module,
+    world_mesh: DeviceMesh,
+    parallel_dims: ParallelDims,
+    job_config: JobConfig,
+    *,
+    tp_plan: TensorParallelPlan | None = None,
+) -> nn.Module:
+    """Applies what the job asks for to a model, or to the part in a pipeline stage.
+
+    In this order: tensor parallel, activation checkpointing, torch.compile, FSDP2 or DDP. The
+    names of modules and parameters stay as they are.
+
+    Args:
+        model: on the meta device, or where it trains; `model.layers` is an nn.ModuleDict of the
+            repeated blocks, each of which is checkpointed, compiled and sharded on its own.
+        world_mesh: of `ParallelDims.build_mesh`.
+        parallel_dims: its degrees.
+        job_config: the job.
+        tp_plan: for tensor parallel.
+
+    Returns:
+        The model, changed in place.
+
+    Raises:
+        ValueError: settings that do not go together; says which.
+    """
+    config = job_config.parallelism
+    if job_config.training.enable_cpu_offload and not parallel_dims.fsdp_enabled:
+        raise ValueError(
+            "training.enable_cpu_offload has no effect without FSDP, of which this job has none: "
+            f"parallelism.data_parallel_shard_degree is {parallel_dims.dp_shard}"
+        )
+    if parallel_dims.tp_enabled:
+        if tp_plan is None:
+            raise ValueError(
+                f"parallelism.tensor_parallel_degree is {parallel_dims.tp}, but "
+                f"{type(model).__name__}'s TrainSpec gives parallelize no tp_plan"
+            )
+        if job_config.training.seq_len % parallel_dims.tp:
+            raise ValueError(
+                f"training.seq_len is {job_config.training.seq_len}, expected a multiple of "
+                f"parallelism.tensor_parallel_degree {parallel_dims.tp}"
+            )
+        plan = tp_plan(model, parallel_dims.loss_parallel_enabled)
+        parallelize_module(model, world_mesh["tp"], dict(plan))
+    checkpoint_activations(model, job_config.activation_checkpoint)
+    if job_config.training.compile:
+        for block in layers_of(model).values():
+            # Not the module, whose hooks for FSDP break graphs, nor a wrapper, which renames.
+            block.forward = torch.compile(block.forward, fullgraph=True)
+    if parallel_dims.fsdp_enabled:
+        shard(model, parallel_dims.fsdp_mesh(world_mesh), parallel_dims, job_config)
+    elif parallel_dims.dp_replicate_enabled:
+        if parallel_dims.tp_enabled or parallel_dims.pp_enabled:
+            raise ValueError(
+                f"parallelism.data_parallel_replicate_degree is {parallel_dims.dp_replicate} with "
+                f"tensor_parallel_degree {parallel_dims.tp} and pipeline_parallel_degree "
+                f"{parallel_dims.pp}, but DDP goes with neither: use data_parallel_shard_degree"
+            )
+        if config.enable_compiled_autograd:
+            _torch.reduce_in_compiled_backward()
+        _torch.replicate(model, device_mesh=world_mesh["dp_replicate"], bucket_cap_mb=100)
+    return model
+
+
+def layers_of(model: nn.Module) -> nn.ModuleDict:
+    """The repeated blocks of a model.
+
+    Raises:
+        TypeError: `model.layers` is not an nn.ModuleDict.
+    """
+    layers = getattr(model, "layers", None)
+    if not isinstance(layers, nn.ModuleDict):
+        raise TypeError(
+            f"{type(model).__name__}.layers is {type(layers).__name__}, expected nn.ModuleDict"
+        )
+    return layers
+
+
+# ---- activation checkpointing --------------------------------------------------------------------
+
+
+def checkpoint_activations(model: nn.Module, config: ActivationCheckpoint) -> None:
+    """Recomputes activations in backward: all, those of every n-th layer, or all but costly ones.
+
+    Args:
+        model: with `layers`.
+        config: mode "none", "full" or "selective"; selective_ac_option n, or "op" for what
+            `_torch.ops_worth_saving` lists, but every second matrix product.
+
+    Raises:
+        ValueError: another mode or option.
+    """
+    option = config.selective_ac_option
+    if config.mode not in ("none", "full", "selective"):
+        raise ValueError(
+            f"activation_checkpoint.mode is {config.mode!r}, expected 'none', 'full' or 'selective'"
+        )
+    if config.mode == "none":
+        return
+    options: dict[str, Any] = {
+        name: getattr(config, name)
+        for name in ("preserve_rng_state", "determinism_check", "debug", "early_stop")
+    }
+    every = 1
+    if config.mode == "selective":
+        if option == "op":
+            options["context_fn"] = _save_costly_ops
+        elif option.isdigit() and int(option) > 0:
+            every = int(option)
+        else:
+            raise ValueError(
+                f"activation_checkpoint.selective_ac_option is {option!r}, expected 'op' or a "
+                "positive integer"
+            )
+
+    # torch's checkpoint_wrapper would put a module around each block, and so rename parameters. A
+    # function that all blocks share is compiled once.
+    def forward(block: nn.Module, *args: Any) -> Any:
+        return checkpoint(type(block).forward, block, *args, use_reentrant=False, **options)
+
+    for number, block in enumerate(layers_of(model).values(), start=1):
+        if number % every == 0:
+            block.forward = MethodType(forward, block)
+
+
+def _save_costly_ops() -> Any:
+    """Contexts of the forward pass and the recomputation of one block.
+
+    As torchtitan's (models/llama3/infra/parallelize.py): every second product is recomputed.
+    """
+    worth_saving, products = _torch.ops_worth_saving(), {False: 0, True: 0}
+
+    def policy(context: Any, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        save = op in worth_saving
+        if op is torch.ops.aten.mm.default:
+            products[context.is_recompute] += 1
+            save = products[context.is_recompute] % 2 == 1
+        return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
+
+
+# ---- data parallel -------------------------------------------------------------------------------
+
+
+def shard(
+    model: nn.Module, mesh: DeviceMesh, parallel_dims: ParallelDims, job_config: JobConfig
+) -> None:
+    """FSDP2 over a mesh of one dimension, HSDP over two: each layer, then what is left."""
+    training = job_config.training
+    precision = MixedPrecisionPolicy(
+        param_dtype=DTYPES[training.mixed_precision_param],
+        reduce_dtype=DTYPES[training.mixed_precision_reduce],
+    )
+    offload = OffloadPolicy()
+    if training.enable_cpu_offload:
+        offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+    apply = partial(fully_shard, mesh=mesh, mp_policy=precision, offload_policy=offload)
+
+    policy = job_config.parallelism.fsdp_reshard_after_forward
+    if policy not in ("default", "always", "never"):
+        raise ValueError(
+            f"parallelism.fsdp_reshard_after_forward is {policy!r}, expected 'default', 'always' "
+            "or 'never'"
+        )
+    blocks = list(layers_of(model).values())
+    for block in blocks:
+        reshard = policy == "always"
+        if policy == "default":
+            # A pipeline's microbatches shall not gather a layer again and again, and backward
+            # begins with the last layer.
+            reshard = not parallel_dims.pp_enabled and block is not blocks[-1]
+        apply(block, reshard_after_forward=reshard)
+    apply(model, reshard_after_forward=not parallel_dims.pp_enabled)
+    if mesh.device_type == "cpu":
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)  # gloo has no AVG
+
+
+def set_gradient_sync(model_parts: list[nn.Module], on: bool) -> None:
+    """Says whether the next backward passes reduce gradients over data-parallel ranks.
+
+    Off for all but the last of several accumulated batches. FSDP then keeps whole gradients.
+    """
+    for part in model_parts:
+        # fully_shard and replicate add the method.
+        if set_sync := getattr(part, "set_requires_gradient_sync", None):
+            set_sync(on)

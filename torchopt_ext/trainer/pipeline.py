@@ -1,0 +1,194 @@
+"""Divides a model into pipeline stages, and makes torch's schedule for this rank's."""
+
+import copy
+import logging
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage, ScheduleDualPipeV, ScheduleZBVZeroBubble
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
+    get_schedule_class,
+)
+
+from torchopt_ext.trainer.config import JobConfig, Parallelism
+from torchopt_ext.trainer.parallel_dims import ParallelDims
+from torchopt_ext.trainer.parallelize import layers_of
+
+logger = logging.getLogger(__name__)
+
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+ParallelizeFunction = Callable[[nn.Module, DeviceMesh, ParallelDims, JobConfig], nn.Module]
+Schedule = PipelineScheduleSingle | PipelineScheduleMulti
+
+
+def pipeline(
+    model: nn.Module,
+    world_mesh: DeviceMesh,
+    parallel_dims: ParallelDims,
+    job_config: JobConfig,
+    device: torch.device,
+    model_args: Any,
+    parallelize_fn: ParallelizeFunction,
+    loss_fn: LossFunction,
+) -> tuple[Schedule, list[nn.Module], bool, bool]:
+    """Keeps this rank's stages of a model, each made parallel, and schedules their microbatches.
+
+    The children of `model` are run in order, and `layers`, an nn.ModuleDict, is divided. What comes
+    before it is in the first stage and what comes after it in the last; elsewhere it is None, which
+    the model's `forward` passes over. Names stay as they are in the whole model.
+
+    Args:
+        model: whole, on the meta device.
+        world_mesh: with a dimension "pp".
+        parallel_dims: its degrees.
+        job_config: names the schedule, the split and the size of a microbatch.
+        device: of this rank.
+        model_args: not used; torchtitan's signature.
+        parallelize_fn: for each part.
+        loss_fn: mean loss of a microbatch, from output and labels.
+
+    Returns:
+        The schedule, whose `losses` are the microbatches' and whose gradients are those of their
+        mean; this rank's parts; whether the first and the last stage are among them.
+
+    Raises:
+        ValueError: a schedule, split or size that does not fit; says which.
+    """
+    config, training = job_config.parallelism, job_config.training
+    schedule_class = get_schedule_class(config.pipeline_parallel_schedule)
+    if schedule_class in (PipelineScheduleSingle, PipelineScheduleMulti):
+        raise ValueError(
+            "parallelism.pipeline_parallel_schedule is "
+            f"{config.pipeline_parallel_schedule!r}, which is a base class of schedules"
+        )
+    if training.batch_size % config.pipeline_parallel_microbatch_size:
+        raise ValueError(
+            f"training.batch_size is {training.batch_size}, expected a multiple of "
+            f"parallelism.pipeline_parallel_microbatch_size "
+            f"{config.pipeline_parallel_microbatch_size}"
+        )
+    n_microbatches = training.batch_size // config.pipeline_parallel_microbatch_size
+
+    split = split_layers(list(layers_of(model)), parallel_dims.pp, schedule_class, config)
+    pp_mesh = world_mesh["pp"]
+    mine = stages_of_rank(pp_mesh.get_local_rank(), parallel_dims.pp, len(split), schedule_class)
+    if n_microbatches < len(split):
+        logger.warning(
+            "%d microbatches in %d pipeline stages leave ranks waiting", n_microbatches, len(split)
+        )
+    model_parts, stages = [], []
+    for index in mine:
+        part = stage_module(model, split, index)
+        part = parallelize_fn(part, world_mesh, parallel_dims, job_config)
+        model_parts.append(part)
+        stages.append(PipelineStage(part, index, len(split), device, group=pp_mesh.get_group("pp")))
+
+    def microbatch_loss(pred: Tensor, labels: Tensor) -> Tensor:
+        # The loss, and the gradient of its part in the mean. The schedule's own scaling divides
+        # whatever is in .grad, and so again what an earlier accumulated batch has left there.
+        loss = loss_fn(pred, labels)
+        return loss.detach() + (loss - loss.detach()) / n_microbatches
+
+    many = issubclass(schedule_class, PipelineScheduleMulti)
+    schedule: Schedule = schedule_class(
+        stages if many else stages[0],
+        n_microbatches=n_microbatches,
+        loss_fn=microbatch_loss,
+        scale_grads=False,
+    )
+    return schedule, model_parts, mine[0] == 0, len(split) - 1 in mine
+
+
+def split_layers(
+    layers: list[str], ranks: int, schedule_class: type[Schedule], config: Parallelism
+) -> list[list[str]]:
+    """The names of the layers in each stage.
+
+    They begin at `pipeline_parallel_split_points`, "layers.<name>" for all stages but the first. If
+    there are none, the stages get equal shares, where what comes before and after the layers counts
+    as so many layers as the first and the last stage shall have less, and the first stages get the
+    rest: `pipeline_parallel_layers_per_stage` at most, or by default as makes one stage a rank, or
+    two for schedules with several.
+
+    Raises:
+        ValueError: the stages are not as many as schedule and ranks need; a split point is unknown.
+    """
+    points = config.pipeline_parallel_split_points
+    per_stage = config.pipeline_parallel_layers_per_stage
+    before = config.pipeline_parallel_first_stage_less_layers
+    effective = before + len(layers) + config.pipeline_parallel_last_stage_less_layers
+    single = issubclass(schedule_class, PipelineScheduleSingle)
+    if points:
+        names = [f"layers.{name}" for name in layers]
+        positions = [names.index(point) for point in points if point in names]
+        if len(positions) < len(points) or positions != sorted(set(positions)):
+            raise ValueError(
+                f"parallelism.pipeline_parallel_split_points is {points}, expected names from "
+                f"{names} in this order"
+            )
+        source, bounds = "pipeline_parallel_split_points", [0, *positions, len(layers)]
+    else:
+        if per_stage is not None and per_stage < 1:
+            raise ValueError(
+                f"parallelism.pipeline_parallel_layers_per_stage is {per_stage}, expected 1 or more"
+            )
+        count = -(-effective // per_stage) if per_stage else ranks * (1 if single else 2)
+        share, rest = divmod(effective, count)
+        ends = [stage * share + min(stage, rest) - before for stage in range(1, count)]
+        source, bounds = "pipeline_parallel_layers_per_stage", [0, *ends, len(layers)]
+        if sorted(bounds) != bounds or not share:
+            raise ValueError(
+                f"{len(layers)} layers, with parallelism.pipeline_parallel_first_stage_less_layers "
+                f"{before} and last_stage_less_layers {effective - before - len(layers)}, do not "
+                f"fill {count} pipeline stages"
+            )
+    stages = len(bounds) - 1
+    a_rank = stages // ranks
+    v_style = schedule_class in (ScheduleZBVZeroBubble, ScheduleDualPipeV)
+    wanted = "one" if single else "two" if v_style else "two or more"
+    fits = a_rank == 1 if single else a_rank == 2 if v_style else a_rank >= 2
+    if stages % ranks or not fits:
+        raise ValueError(
+            f"parallelism.{source} makes {stages} pipeline stages on {ranks} ranks, but schedule "
+            f"{config.pipeline_parallel_schedule} needs {wanted} a rank"
+        )
+    return [layers[start:end] for start, end in pairwise(bounds)]
+
+
+def stages_of_rank(
+    rank: int, ranks: int, stages: int, schedule_class: type[Schedule]
+) -> tuple[int, ...]:
+    """The stages that a rank runs: every so many, or there and back for V-shaped schedules."""
+    if schedule_class in (ScheduleZBVZeroBubble, ScheduleDualPipeV):
+        return (rank, stages - 1 - rank)
+    return tuple(range(rank, stages, ranks))
+
+
+def stage_module(model: nn.Module, split: list[list[str]], index: int) -> nn.Module:
+    """A copy of the model with one stage's part only.
+
+    Raises:
+        ValueError: the model has parameters outside of its children, which belong to no stage.
+    """
+    if own := [name for name, _ in model.named_parameters(recurse=False)]:
+        raise ValueError(f"{type(model).__name__} has {own} itself, outside of its stages' modules")
+    part = copy.deepcopy(model)
+    names = [name for name, _ in part.named_children()]
+    middle = names.index("layers")
+    if index > 0:
+        for name in names[:middle]:
+            setattr(part, name, None)
+    if index < len(split) - 1:
+        for name in names[middle + 1 :]:
+            setattr(part, name, None)
+    layers = layers_of(part)
+    for name in list(layers):
+        if name not in split[index]:
+            del layers[name]
+    return part
