@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from torchopt_ext import FusedAdamW
 from torchopt_ext.containers import OptimizersContainer, build_lr_schedulers
 from torchopt_ext.trainer.checkpoint import CheckpointManager
 from torchopt_ext.trainer.config import JobConfig
+from torchopt_ext.trainer.zero_container import ZeroOptimizersContainer
+from torchopt_ext.zero.state_shard import StateShard
 
 
 class Data:
@@ -49,7 +54,8 @@ class Job:
         seed: of the weights.
         optimizer: class of the container's optimizers, and its arguments.
         container: class of the container.
-        sharded: whether FSDP2 shards the model over all ranks.
+        kind: what the ranks do: "sharded", FSDP2 of the model; "zero", DDP with the optimizer state
+            divided; "stages", each rank has parts of its own, two on two ranks, all four on one.
         settings: of the section `checkpoint`.
     """
 
@@ -62,7 +68,7 @@ class Job:
         arguments: dict[str, Any] | None = None,
         container: Any = OptimizersContainer,
         dtype: torch.dtype = torch.float32,
-        sharded: bool = False,
+        kind: str = "",
         ft_manager: Any = None,
         **settings: Any,
     ) -> None:
@@ -77,17 +83,15 @@ class Job:
             assert hasattr(section, name), name
             setattr(section, name, value)
         torch.manual_seed(seed)
-        model = nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.3), nn.LayerNorm(5), nn.Linear(5, 3))
-        model.register_buffer("steps", torch.zeros((), dtype=torch.int64))
-        self.model = model.to(dtype)
-        if sharded:
-            fully_shard(self.model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-        self.optimizers = container([self.model], optimizer, {"lr": 0.1, **(arguments or {})})
+        self.parts = parts_of(kind, dtype)
+        if kind == "zero":
+            container = functools.partial(ZeroOptimizersContainer, partition="balanced")
+        self.optimizers = container(self.parts, optimizer, {"lr": 0.1, **(arguments or {})})
         self.lr_schedulers = build_lr_schedulers(self.optimizers, config)
         self.data, self.step, self.config = Data(), 0, config
         self.manager = CheckpointManager(
             self.data,
-            [self.model],
+            self.parts,
             self.optimizers,
             self.lr_schedulers,
             {"train_state": self},
@@ -105,25 +109,63 @@ class Job:
         """As the Trainer's loop; all of what is random has a part in the weights."""
         while self.step < until:
             self.step += 1
-            self.model.steps += 1
             self.optimizers.zero_grad()
             noise = random.random() + float(np.random.random())
-            batch = self.data.batch().to(self.model[0].weight.dtype)
-            (self.model(batch).float().square().sum() * noise).backward()
+            batch = self.data.batch()
+            for part in self.parts:
+                for buffer in part.buffers():
+                    buffer.add_(1)
+                found = part(batch.to(next(part.parameters()).dtype))
+                (found.float().square().sum() * noise).backward()
             self.manager.maybe_wait_for_staging()
             self.optimizers.step()
             self.lr_schedulers.step()
             self.manager.save(self.step)
         return self
 
+    @property
+    def model(self) -> nn.Module:
+        """The first part."""
+        return self.parts[0]
+
     def contents(self) -> dict[str, Any]:
-        """Copies of everything, of shards the whole tensors; the same on all ranks if sharded."""
-        model = self.model.state_dict()
+        """Copies of everything, of shards the whole tensors; of ZeRO's state the settings only."""
+        model = {k: v for part in self.parts for k, v in get_model_state_dict(part).items()}
         own = {"step": self.step, "taken": self.data.taken, "lr": self.lr_schedulers.state_dict()}
-        return {key: whole(v) for key, v in (model | self.optimizers.state_dict()).items()} | own
+        found = model | self.optimizers.state_dict()
+        return {key: whole(v) for key, v in found.items() if not isinstance(v, StateShard)} | own
 
     def close(self) -> None:
         self.manager.close()
+
+
+def network() -> nn.Module:
+    model = nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.3), nn.LayerNorm(5), nn.Linear(5, 3))
+    model.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+    return model
+
+
+class Stage(nn.Module):
+    """A network whose parameters have names that no other stage has."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.add_module(name, network())
+
+    def forward(self, batch: Tensor) -> Tensor:
+        [only] = self.children()
+        found: Tensor = only(batch)
+        return found
+
+
+def parts_of(kind: str, dtype: torch.dtype) -> list[nn.Module]:
+    """The model's parts on this rank."""
+    if kind == "stages":
+        return [Stage(f"stage{n}") for n in range(4)][dist.get_rank() :: dist.get_world_size()]
+    model = network().to(dtype)
+    if kind == "sharded":
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return [DistributedDataParallel(model) if kind == "zero" else model]
 
 
 def whole(value: Any) -> Any:

@@ -48,6 +48,19 @@ def test_the_same_bits_on_other_numbers_of_ranks(phase: Phase, mode: str) -> Non
     assert [rank["taken"] for rank in two] == [4, 0], "rank 1's position is not known"
 
 
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize("kind", ["sharded", "zero", "stages"])
+def test_a_resumed_job_has_the_same_bits(phase: Phase, kind: str, mode: str) -> None:
+    phase(2, until=4, kind=kind, async_mode=mode)
+    for step in (2, 4):
+        ranks = phase(2, until=4, kind=kind, load=step, load_only=True)
+        assert [(rank["step"], rank["differences"]) for rank in ranks] == [(step, [])] * 2
+        assert [rank["taken"] for rank in ranks] == [step] * 2
+    if kind == "stages":
+        [one] = phase(1, until=4, kind=kind, load=4, load_only=True)
+        assert one["differences"] == []
+
+
 def test_all_ranks_skip_what_one_finds_damaged(phase: Phase) -> None:
     phase(2, until=4)
     ranks = phase(2, until=4, load=-1, damage="step-4/__1_0.distcp", load_only=True)

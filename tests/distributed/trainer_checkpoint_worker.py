@@ -25,6 +25,7 @@ def main(
     *,
     load: int | None,
     until: int,
+    kind: str = "sharded",
     full_disk: int = 0,
     damage: str = "",
     **settings: Any,
@@ -32,8 +33,10 @@ def main(
     """Loads, trains and says what there was.
 
     Args:
-        load: the step to load, if any; its contents are compared with what the saving phase noted.
+        load: the step to load, if any; its contents, and with `load_only` those of all steps after
+            it, are compared with what the saving phase noted.
         until: the step to train to; each saved step's contents are noted.
+        kind: as Job takes it, on several ranks.
         full_disk: the step in which rank 1's file cannot be written.
         damage: a file in which to flip a byte first.
     """
@@ -44,15 +47,15 @@ def main(
         data[len(data) // 2] ^= 1
         path.write_bytes(data)
     dist.barrier()
-    job = Job(folder, seed=until, sharded=dist.get_world_size() > 1, **settings)
+    if dist.get_world_size() == 1 and kind != "stages":
+        kind = ""
+    job = Job(folder, seed=until, kind=kind, **settings)
     reseed_all(10 + rank)
     found: dict[str, Any] = {}
     if load is not None:
         assert job.manager.load(load)
-        expected = torch.load(folder / f"expected-{job.step}.pt")
-        ours = job.contents()
-        found["differences"] = [key for key in differences(ours, expected) if key != "taken"]
-        found |= {"step": job.step, "taken": job.data.taken, "drawn": torch.rand(2).tolist()}
+        found |= {"step": job.step, "taken": job.data.taken, "differences": compared(job, folder)}
+        found["drawn"] = drawn()
     if full_disk and rank == 0:
         saving = files.saving_folder(job.manager.folder, full_disk)
         saving.mkdir(parents=True)
@@ -60,14 +63,35 @@ def main(
     dist.barrier()
     while job.step < until:
         job.train(job.step + 1)
-        contents = job.contents()
-        if rank == 0:
-            torch.save(contents, folder / f"expected-{job.step}.pt")
+        if load is not None and settings.get("load_only"):
+            found["differences"] += compared(job, folder)
+        elif rank == 0:
+            torch.save(all_parts(job), folder / f"expected-{job.step}.pt")
+        else:
+            all_parts(job)
     job.close()
     dist.barrier()
-    found["next"] = torch.rand(2).tolist()
+    found["next"] = drawn()
     found["saved"] = sorted(path.name for path in job.manager.folder.iterdir())
     return found
+
+
+def drawn() -> list[float]:
+    """What the generator would give next."""
+    with torch.random.fork_rng():
+        return torch.rand(2).tolist()
+
+
+def compared(job: Job, folder: Path) -> list[str]:
+    expected = torch.load(folder / f"expected-{job.step}.pt")
+    return [key for key in differences(all_parts(job), expected) if key != "taken"]
+
+
+def all_parts(job: Job) -> dict[str, Any]:
+    """The contents of all ranks' parts."""
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, job.contents())
+    return {key: value for own in reversed(every) for key, value in own.items()}
 
 
 if __name__ == "__main__":
