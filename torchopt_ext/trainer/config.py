@@ -7,6 +7,12 @@ there. load_config.py reads the names that changed between torchtitan's versions
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from torchopt_ext.trainer.quantize_config import MX, Float8, Quantize
+
+
+class ConfigError(ValueError):
+    """A setting is unknown, ill-typed, out of range or not supported; the message names it."""
+
 
 @dataclass
 class Job:
@@ -54,8 +60,6 @@ class Metrics:
     """Print without colors, also on a terminal."""
     save_tb_folder: str = "tb"
     """Folder of TensorBoard's files in dump_folder."""
-    rank_0_only: bool = True
-    """Accepted for torchtitan's files: the same as not save_for_all_ranks."""
     save_for_all_ranks: bool = False
     """Let every rank write its metrics, and not one rank only."""
     enable_wandb: bool = False
@@ -309,29 +313,11 @@ class ActivationCheckpoint:
 
 
 @dataclass
-class Float8:
-    enable_fsdp_float8_all_gather: bool = False
-    """Read by a float8 converter."""
-    precompute_float8_dynamic_scale_for_fsdp: bool = False
-    """Read by a float8 converter."""
-    force_recompute_fp8_weight_in_bwd: bool = False
-    """Read by a float8 converter."""
-    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
-    """Read by a float8 converter."""
-    filter_fqns: list[str] = field(default_factory=list)
-    """Read by a float8 converter."""
-    emulate: bool = False
-    """Read by a float8 converter."""
-
-
-@dataclass
-class MX:
-    use_fp8_dim1_cast_triton_kernel: bool = True
-    """Read by an mx converter."""
-    recipe_name: Literal["mxfp8"] = "mxfp8"
-    """Read by an mx converter."""
-    filter_fqns: list[str] = field(default_factory=lambda: ["output"])
-    """Read by an mx converter."""
+class Compile:
+    components: list[str] = field(default_factory=lambda: ["model", "loss"])
+    """What training.compile compiles."""
+    backend: str = "inductor"
+    """Compiler that torch.compile uses."""
 
 
 @dataclass
@@ -388,8 +374,6 @@ class FaultTolerance:
 class Experimental:
     custom_import: str = ""
     """Module to import at the start, which registers models and data sets."""
-    custom_args_module: str = ""
-    """The older name of job.custom_config_module."""
 
 
 @dataclass
@@ -413,6 +397,14 @@ class Validation:
 
 
 @dataclass
+class Debug:
+    deterministic_warn_only: bool = False
+    """With training.deterministic: warn where torch has no deterministic algorithm."""
+    moe_force_load_balance: bool = False
+    """Give every expert the same number of tokens."""
+
+
+@dataclass
 class JobConfig:
     """A job's settings; `load_config` makes one from a file and a command line."""
 
@@ -426,13 +418,17 @@ class JobConfig:
     parallelism: Parallelism = field(default_factory=Parallelism)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    compile: Compile = field(default_factory=Compile)
     float8: Float8 = field(default_factory=Float8)
     mx: MX = field(default_factory=MX)
+    quantize: Quantize = field(default_factory=Quantize)
     comm: Comm = field(default_factory=Comm)
     memory_estimation: MemoryEstimation = field(default_factory=MemoryEstimation)
     fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
     experimental: Experimental = field(default_factory=Experimental)
     validation: Validation = field(default_factory=Validation)
+    debug: Debug = field(default_factory=Debug)
 
     def to_dict(self) -> dict[str, Any]:
+        """All settings by section and name."""
         return asdict(self)

@@ -1,0 +1,95 @@
+"""Settings that model converters read: `float8` and `mx` of torchtitan 0.1, `quantize` of 0.2.
+
+The Trainer reads none of them. Without a converter in `model.converters` they have no effect.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass
+class Float8:
+    enable_fsdp_float8_all_gather: bool = False
+    """Let FSDP gather weights in float8."""
+    precompute_float8_dynamic_scale_for_fsdp: bool = False
+    """Compute the scales of all weights after each step, at once."""
+    force_recompute_fp8_weight_in_bwd: bool = False
+    """Convert weights again in backward."""
+    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
+    """Named choice of scales."""
+    filter_fqns: list[str] = field(default_factory=list)
+    """Modules that are not converted."""
+    emulate: bool = False
+    """Compute in float32, for tests."""
+
+
+@dataclass
+class MX:
+    use_fp8_dim1_cast_triton_kernel: bool = True
+    """Convert by a Triton kernel."""
+    recipe_name: Literal["mxfp8"] = "mxfp8"
+    """Named choice of formats."""
+    filter_fqns: list[str] = field(default_factory=lambda: ["output"])
+    """Modules that are not converted."""
+
+
+@dataclass
+class Float8Linear:
+    enable_fsdp_float8_all_gather: bool = False
+    """Let FSDP gather weights in float8."""
+    precompute_float8_dynamic_scale_for_fsdp: bool = False
+    """Compute the scales of all weights after each step, at once."""
+    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
+    """Named choice of scales."""
+    filter_fqns: list[str] = field(default_factory=list)
+    """Modules that are not converted."""
+    emulate: bool = False
+    """Compute in float32, for tests."""
+
+
+@dataclass
+class MXLinear:
+    mxfp8_dim1_cast_kernel_choice: Literal["triton", "cuda", "torch"] = "triton"
+    """Kernel that converts."""
+    recipe_name: str = "mxfp8_cublas"
+    """Named choice of formats."""
+    filter_fqns: list[str] = field(default_factory=lambda: ["output"])
+    """Modules that are not converted."""
+
+
+@dataclass
+class Float8GroupedMM:
+    fqns: list[str] = field(default_factory=list)
+    """Experts that are converted."""
+
+
+@dataclass
+class MXGroupedMM:
+    recipe_name: Literal["mxfp8"] = "mxfp8"
+    """Named choice of formats."""
+    fqns: list[str] = field(default_factory=list)
+    """Experts that are converted."""
+
+
+@dataclass
+class QuantizedLinear:
+    float8: Float8Linear = field(default_factory=Float8Linear)
+    """float8 in linear layers."""
+    mx: MXLinear = field(default_factory=MXLinear)
+    """MX formats in linear layers."""
+
+
+@dataclass
+class QuantizedGroupedMM:
+    float8: Float8GroupedMM = field(default_factory=Float8GroupedMM)
+    """float8 in experts."""
+    mx: MXGroupedMM = field(default_factory=MXGroupedMM)
+    """MX formats in experts."""
+
+
+@dataclass
+class Quantize:
+    linear: QuantizedLinear = field(default_factory=QuantizedLinear)
+    """Linear layers."""
+    grouped_mm: QuantizedGroupedMM = field(default_factory=QuantizedGroupedMM)
+    """Experts."""
