@@ -3,6 +3,8 @@
 import logging
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from datetime import datetime
 from pathlib import Path
@@ -148,6 +150,15 @@ class MetricsProcessor:
         self.data_loading_times.clear()
         self.time_last_log = time.perf_counter()
         self.device_memory_monitor.reset_peak_stats()
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Leaves what happens inside, such as a validation, out of the time being measured."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.time_last_log += time.perf_counter() - started
 
     def log_validation(
         self, loss: float, step: int, extra_metrics: dict[str, float] | None = None

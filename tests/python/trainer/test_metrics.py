@@ -79,6 +79,8 @@ def test_values(
         processor.ntokens_since_last_log += 8000
         processor.data_loading_times += [0.25, 0.75, 0.5, 0.5]
         clock.seconds += 8
+        with processor.pause():
+            clock.seconds += 5
         processor.log(step, 1.5, 2.5, {"grad_norm": 0.5, "lr": 1e-3})
     processor.log_validation(3.0, 8)
     processor.close()
