@@ -23,6 +23,7 @@ from torchopt_ext.trainer.metric_writers import (
     TensorBoard,
     WeightsAndBiases,
 )
+from torchopt_ext.trainer.parallel_dims import ParallelDims
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ NO_COLOR = Color(**{field.name: "" for field in fields(Color)})
 _V_SCHEDULES = frozenset({"zbvzerobubble", "dualpipev"})
 
 
-def metrics_rank(parallel_dims: Any, job_config: JobConfig) -> int:
+def metrics_rank(parallel_dims: ParallelDims, job_config: JobConfig) -> int:
     """The rank that knows the loss and reports it: with pipeline stages, the first of the last."""
     schedule = job_config.parallelism.pipeline_parallel_schedule
     if not parallel_dims.pp_enabled or schedule.lower() in _V_SCHEDULES:
@@ -83,7 +84,7 @@ class MetricsProcessor:
         ValueError: a setting out of range.
     """
 
-    def __init__(self, job_config: JobConfig, parallel_dims: Any) -> None:
+    def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
         if job_config.metrics.log_freq < 1:
             raise ValueError(
                 f"metrics.log_freq is {job_config.metrics.log_freq}, expected 1 or more"
@@ -182,12 +183,14 @@ class MetricsProcessor:
             writer.write(step, metrics)
 
     def close(self) -> None:
-        """Ends the writers: files are complete after it."""
-        for writer in self._writers:
-            writer.close()
+        """Ends the writers: files are complete after it. A second call does nothing."""
+        while self._writers:
+            self._writers.pop().close()
 
 
-def _build_writers(job_config: JobConfig, parallel_dims: Any, color: Color) -> list[MetricWriter]:
+def _build_writers(
+    job_config: JobConfig, parallel_dims: ParallelDims, color: Color
+) -> list[MetricWriter]:
     """The writers of this rank: files on one rank or on all, the console on one."""
     config, rank = job_config.metrics, dist.get_rank()
     reports = rank == metrics_rank(parallel_dims, job_config)
@@ -213,6 +216,6 @@ def _build_writers(job_config: JobConfig, parallel_dims: Any, color: Color) -> l
     return writers
 
 
-def build_metrics_processor(job_config: JobConfig, parallel_dims: Any) -> MetricsProcessor:
+def build_metrics_processor(job_config: JobConfig, parallel_dims: ParallelDims) -> MetricsProcessor:
     """The metrics of a job, on this rank; the process group has to be there."""
     return MetricsProcessor(job_config, parallel_dims)

@@ -18,6 +18,7 @@ from torchopt_ext.trainer import metrics as metrics_module
 from torchopt_ext.trainer.config import JobConfig
 from torchopt_ext.trainer.device_memory import DeviceMemoryMonitor, get_peak_flops
 from torchopt_ext.trainer.metrics import build_metrics_processor, metrics_rank
+from torchopt_ext.trainer.parallel_dims import ParallelDims
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -54,9 +55,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return now
 
 
-def dims(world_size: int = 1, pp: int = 1, tp: int = 1) -> SimpleNamespace:
-    return SimpleNamespace(
-        world_size=world_size, pp=pp, pp_enabled=pp > 1, non_data_parallel_size=pp * tp
+def dims(world_size: int = 1, pp: int = 1, tp: int = 1) -> ParallelDims:
+    return ParallelDims(
+        dp_replicate=1,
+        dp_shard=-1,
+        cp=1,
+        tp=tp,
+        pp=pp,
+        world_size=world_size,
+        enable_loss_parallel=False,
     )
 
 
