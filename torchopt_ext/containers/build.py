@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchopt_ext.containers.deferred_clipping import defer_clipping
+from torchopt_ext.containers.fault_tolerant import FTOptimizersContainer
 from torchopt_ext.containers.in_backward import OptimizersInBackwardContainer
 from torchopt_ext.containers.optimizers import OptimizersContainer
 from torchopt_ext.optim import FusedAdam, FusedAdamW
@@ -57,7 +58,7 @@ def build_optimizers(
 
     Raises:
         NotImplementedError: unknown name; early step in backward with pipeline or expert
-            parallelism; fault tolerance.
+            parallelism.
         AssertionError: unknown implementation.
         ValueError: early step in backward with fault tolerance; a setting that would have no
             effect, such as an argument of FusedAdamW's with an implementation of torch's; a norm
@@ -75,11 +76,11 @@ def build_optimizers(
     classes: Mapping[str, type[Optimizer]] = FUSED if fused else _TORCH
     if config.name not in classes:
         raise NotImplementedError(f"Optimizer {config.name} is not available: use Adam or AdamW.")
-    if ft_manager is not None and ft_manager.enabled:
-        if in_backward:
-            raise ValueError("Fault tolerance is not supported with optimizers in backward.")
-        raise NotImplementedError(
-            "Fault tolerance needs FTOptimizersContainer, which torchopt_ext does not have."
+    fault_tolerant = ft_manager is not None and ft_manager.enabled
+    if in_backward and fault_tolerant:
+        raise ValueError(
+            "Fault tolerance is not supported with optimizers in backward: they have made the "
+            "update when the replica groups decide whether to commit it."
         )
     if in_backward and (dims.ep_enabled or dims.pp_enabled):
         kind = "expert" if dims.ep_enabled else "pipeline"
@@ -113,7 +114,17 @@ def build_optimizers(
         )
     if backwards != 1:
         raise ValueError("backwards_per_step has no effect without early_step_in_backward")
-    container = OptimizersContainer(model_parts, classes[config.name], options)
+    container: OptimizersContainer[Any]
+    if fault_tolerant:
+        container = FTOptimizersContainer(
+            model_parts,
+            classes[config.name],
+            options,
+            ft_manager.manager,
+            getattr(ft_manager, "use_async_quorum", True),  # torchtitan has it from 0.1 on
+        )
+    else:
+        container = OptimizersContainer(model_parts, classes[config.name], options)
     if deferred:
         defer_clipping(container)
     return container

@@ -220,13 +220,22 @@ def use_torchopt_ext(config: Any, **fields: Any) -> Any:
         TypeError: its optimizer or scheduler section belongs to another class of containers.
         ValueError: unknown field.
     """
-    for section, known in (
-        (config.optimizer, (stock.OptimizersContainer, OptimizersContainer)),
-        (config.lr_scheduler, (stock.LRSchedulersContainer, LRSchedulersContainer)),
-    ):
-        if type(section) not in [container.Config for container in known]:
-            raise TypeError(f"{type(section).__qualname__} is a configuration of another container")
-    config.optimizer = optimizers(config.optimizer, **fields)
+    check_section(config.optimizer, stock.OptimizersContainer, OptimizersContainer)
+    section = optimizers(config.optimizer, **fields)
+    use_schedules_and_stages(config)
+    config.optimizer = section
+    return config
+
+
+def check_section(section: Any, *known: Any) -> None:
+    """Raises TypeError unless a section is the configuration of one of these containers."""
+    if type(section) not in [container.Config for container in known]:
+        raise TypeError(f"{type(section).__qualname__} is a configuration of another container")
+
+
+def use_schedules_and_stages(config: Any) -> None:
+    """:func:`use_torchopt_ext` besides the optimizer section."""
+    check_section(config.lr_scheduler, stock.LRSchedulersContainer, LRSchedulersContainer)
     config.lr_scheduler = lr_schedulers(config.lr_scheduler)
     own_hook = config.model_spec.post_optimizer_build_fn
 
@@ -238,7 +247,6 @@ def use_torchopt_ext(config: Any, **fields: Any) -> Any:
     config.model_spec = dataclasses.replace(
         config.model_spec, post_optimizer_build_fn=post_optimizer_build
     )
-    return config
 
 
 def agree_over_pipeline(

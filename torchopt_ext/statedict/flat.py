@@ -14,13 +14,15 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Adam, AdamW, Optimizer
 
-from torchopt_ext.optim.storage import Storage, with_own_steps
+from torchopt_ext.optim.storage import Storage
 from torchopt_ext.statedict import entries
 from torchopt_ext.statedict.entries import CONTROL_KEY, MASTERS, plain
 from torchopt_ext.statedict.loaded import Slot, largest_step, raise_problems
 
 ModelPart: TypeAlias = tuple[nn.Module, Sequence[Optimizer]]
 """A module and the optimizers that share its parameters."""
+Names: TypeAlias = Mapping[Tensor, str]
+"""The names of optimizers' parameters in their model parts (:func:`complete`)."""
 
 # What decides which state exists or which algorithm runs: a checkpoint must agree.
 _FIXED = {"amsgrad", "decoupled_weight_decay"}
@@ -29,13 +31,16 @@ _OPTIONAL = {"initial_lr", "decoupled_weight_decay"}
 _NOT_LOADED = {"params", "param_names"} | entries.SWITCHES
 
 
-def get_state_dict(parts: Sequence[ModelPart]) -> dict[str, Any]:
+def get_state_dict(parts: Sequence[ModelPart], names: Names | None = None) -> dict[str, Any]:
     """:meth:`OptimizersContainer.state_dict` of all parts.
 
     The control block's fields, which are the same in all parts, are `torchopt_ext.control.*`.
+
+    Args:
+        names: what :func:`complete` has returned; the modules are then not looked at.
     """
     flat: dict[str, Any] = {}
-    for _, _, saved, states in _groups(parts):
+    for _, _, saved, states in _groups(parts, names):
         saved.pop("param_names", None)  # not of torchtitan's keys
         for fqn in saved.pop("params"):
             entry = states.get(fqn, {})
@@ -48,13 +53,19 @@ def get_state_dict(parts: Sequence[ModelPart]) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def load_state_dict(parts: Sequence[ModelPart], state_dict: Mapping[str, Any]) -> None:
-    """:meth:`OptimizersContainer.load_state_dict`: checks everything before it writes anything."""
+def load_state_dict(
+    parts: Sequence[ModelPart], state_dict: Mapping[str, Any], names: Names | None = None
+) -> None:
+    """:meth:`OptimizersContainer.load_state_dict`: checks everything before it writes anything.
+
+    Args:
+        names: as in :func:`get_state_dict`.
+    """
     missing: list[str] = []
     problems: list[str] = []
     slots: list[tuple[Slot, dict[str, Any]]] = []
     options: list[tuple[dict[str, Any], str, Any]] = []
-    for optimizer, group, saved, _ in _groups(parts):
+    for optimizer, group, saved, _ in _groups(parts, names):
         for fqn, param in zip(saved["params"], group["params"], strict=True):
             state = optimizer.state.get(param, {})
             keys = {k: f"state.{fqn}.{k}" for k in ({**state, **MASTERS} if state else {})}
@@ -124,8 +135,7 @@ def _commit(slot: Slot, state: dict[str, Any]) -> None:
 
 def named_parameters(parts: Sequence[ModelPart]) -> list[tuple[str, Tensor]]:
     """The trained parameters by their names in a flat state dict."""
-    groups = ((saved["params"], group["params"]) for _, group, saved, _ in _groups(parts))
-    return [pair for own in groups for pair in zip(*own, strict=True)]
+    return [(fqn, param) for param, fqn in complete(parts).items()]
 
 
 def init_state(optimizer: Optimizer) -> None:
@@ -152,48 +162,65 @@ def _adam_state(param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
     return {"step": step} | {name: torch.zeros_like(param) for name in moments}
 
 
-def _groups(
-    parts: Sequence[ModelPart],
-) -> Iterator[tuple[Optimizer, dict[str, Any], dict[str, Any], dict[str, Any]]]:
-    """Each optimizer's groups, as they are and as torch saves them, and the saved state by name.
-
-    Names stand for parameters in what torch saves. The state is complete.
-    """
-    names: set[str] = set()
+def complete(parts: Sequence[ModelPart]) -> dict[Tensor, str]:
+    """Completes the state of every optimizer, and names their parameters, group by group."""
+    names: dict[Tensor, str] = {}
     for part, optimizers in parts:
         if any(isinstance(module, FullyShardedDataParallel) for module in part.modules()):
             raise NotImplementedError(
                 f"{type(part).__name__} has flat parameters, each of which stands for several of "
                 "the model's: shard it with torch.distributed.fsdp.fully_shard instead"
             )
-        groups = [(opt, group) for opt in optimizers for group in opt.param_groups]
-        if not any(group["params"] for _, group in groups):
+        params = [p for opt in optimizers for group in opt.param_groups for p in group["params"]]
+        if not params:
             continue
         for optimizer in optimizers:
             init_state(optimizer)
-            if len(optimizers) > 1 and not optimizer.state:
-                get_optimizer_state_dict(part, optimizer)  # torch makes it; not that of a _View
-        whole = optimizers[0] if len(optimizers) == 1 else _View(optimizers)
-        named: dict[str, Any] = get_optimizer_state_dict(part, whole)
-        for fqn in [fqn for group in named["param_groups"] for fqn in group["params"]]:
-            if fqn in names:
+            if not optimizer.state:
+                get_optimizer_state_dict(part, optimizer)  # torch makes it
+        named: dict[str, Any] = get_optimizer_state_dict(part, _Nameless(params))
+        (group,) = named["param_groups"]
+        known = {*names.values()}
+        for param, fqn in zip(params, group["params"], strict=True):
+            if fqn in known:
                 raise ValueError(
                     f"'{fqn}' is in more than one model part, so one state dict cannot hold both: "
                     "give the parts' parameters different names, or wrap the parts in one module"
                 )
-            names.add(fqn)
-        for (optimizer, group), saved in zip(groups, named["param_groups"], strict=True):
-            yield optimizer, group, saved, named["state"]
+            names[param] = fqn
+    return names
 
 
-class _View(Optimizer):
-    """Several optimizers of one part seen as one, to be read only.
+def _groups(
+    parts: Sequence[ModelPart], names: Names | None
+) -> Iterator[tuple[Optimizer, dict[str, Any], dict[str, Any], dict[str, Any]]]:
+    """Each optimizer's groups, as they are and as torch saves them, and the saved state by name.
 
-    get_optimizer_state_dict takes a list, too, but walks the whole model for each optimizer of it.
+    Names stand for parameters in what torch saves. The state is complete.
     """
+    names = complete(parts) if names is None else names
+    for optimizer in [optimizer for _, own in parts for optimizer in own]:
+        packed = optimizer.state_dict()
+        for group, saved in zip(optimizer.param_groups, packed["param_groups"], strict=True):
+            if unknown := [param for param in group["params"] if param not in names]:
+                raise ValueError(
+                    f"{len(unknown)} parameters of {type(optimizer).__name__} have no name yet, "
+                    f"the first of shape {tuple(unknown[0].shape)}: call init_cache_state_dict() "
+                    "after adding parameters"
+                )
+            own = [names[param] for param in group["params"]]
+            states = packed["state"]
+            by_name = {
+                fqn: states[index]
+                for fqn, index in zip(own, saved["params"], strict=True)
+                if index in states
+            }
+            yield optimizer, group, {**saved, "params": own}, by_name
 
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        super().__init__([{"params": []}], {})
-        self.param_groups = [group for opt in optimizers for group in opt.param_groups]
-        for optimizer in optimizers:
-            self.state.update(with_own_steps(optimizer.state))
+
+class _Nameless(Optimizer):
+    """Parameters for torch to name; without state get_optimizer_state_dict would make a step."""
+
+    def __init__(self, params: list[Tensor]) -> None:
+        super().__init__([{"params": params}], {})
+        self.state[params[0]] = {}

@@ -240,12 +240,6 @@ def test_rounding_without_effect_on_parameters_with_masters(model):
     second_generation([model], **wanted, state_dtype="bfloat16")
 
 
-@GENERATIONS
-def test_fault_tolerance_names_what_is_missing(build, parts):
-    with pytest.raises(NotImplementedError, match="FTOptimizersContainer"):
-        build(parts, ft=True)
-
-
 # Ways to call it
 
 

@@ -1,0 +1,320 @@
+"""FTOptimizersContainer with torchft's Optimizer and a manager that the test commands."""
+
+import copy
+import inspect
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from torchopt_ext import FusedAdamW, GradScaler
+from torchopt_ext.containers import (
+    FTOptimizersContainer,
+    LRSchedulersContainer,
+    OptimizersContainer,
+    build_optimizers,
+)
+from torchopt_ext.containers.deferred_clipping import defer_clipping
+
+pytest.importorskip("torchft")
+
+
+class Manager:
+    """Decides as the test says; `heal` is what torchft does to a group that has come back."""
+
+    def __init__(self):
+        self.decisions, self.calls = [], []
+        self.heal = lambda: None
+
+    def start_quorum(self):
+        self.calls.append("quorum")
+
+    def should_commit(self):
+        self.calls.append("commit?")
+        decision = self.decisions.pop(0) if self.decisions else True
+        if isinstance(decision, Exception):
+            raise decision
+        self.heal()
+        return decision
+
+
+@pytest.fixture
+def manager():
+    return Manager()
+
+
+def build(choice, parts, manager, cls=FTOptimizersContainer, **options):
+    return cls(parts, choice.cls, choice.all_kwargs(), manager, **options)
+
+
+def test_steps_when_the_groups_commit(choice, parts, manager, train, assert_same):
+    copies = copy.deepcopy(parts)
+    plain, container = choice.container(copies), build(choice, parts, manager)
+    manager.decisions = [True, False, True, False, False, True]
+    train(container, parts, range(6))
+    train(plain, copies, [0, 2, 5])
+    assert_same(container.state_dict(), plain.state_dict())
+    for part, other in zip(parts, copies, strict=True):
+        assert_same(part, other)
+    assert manager.calls == ["commit?", "quorum"] * 6
+
+
+def test_every_step_is_made_without_torchfts_optimizer(choice, parts, manager, train, assert_same):
+    copies = copy.deepcopy(parts)
+    container = build(choice, parts, manager, use_ft_optimizer=False)
+    seen = []
+    container.register_step_post_hook(lambda *_: seen.append(1))
+    train(container, parts, range(3))
+    train(choice.container(copies), copies, range(3))
+    assert_same(parts[0], copies[0])
+    assert (manager.calls, seen) == ([], [1, 1, 1])
+
+
+# The seed's defects
+
+
+class Overriding(FTOptimizersContainer):
+    def step(self, *args, **kwargs):
+        return super().step(*args, **kwargs)
+
+
+@pytest.mark.parametrize("cls", [FTOptimizersContainer, Overriding])
+@pytest.mark.parametrize("base_class_made_before", [False, True])
+def test_seed_bug_step_hooks_fired_twice_and_for_refused_commits(
+    choice, parts, manager, set_grads, monkeypatch, cls, base_class_made_before
+):
+    # torch wraps a class's step in hooks when its first instance is made.
+    monkeypatch.setattr(OptimizersContainer, "step", inspect.unwrap(OptimizersContainer.step))
+    if base_class_made_before:
+        choice.container(copy.deepcopy(parts))
+    container = build(choice, parts, manager, cls)
+    seen = []
+    container.register_step_pre_hook(lambda opt, *_: seen.append(("pre", opt)))
+    container.register_step_post_hook(lambda opt, *_: seen.append(("post", opt)))
+    container.optimizers[1].register_step_post_hook(lambda opt, *_: seen.append(("inner", opt)))
+    everywhere = register_optimizer_step_post_hook(lambda opt, *_: seen.append(("all", opt)))
+    try:
+        for decision, names in [
+            (True, {"pre", "inner", "all", "post"}),
+            (False, set()),
+            (True, {"pre", "inner", "all", "post"}),
+        ]:
+            seen.clear()
+            manager.decisions = [decision]
+            set_grads(parts, 0)
+            container.step()
+            assert {name for name, _ in seen} == names
+            assert len(seen) == len(names)
+            assert all(
+                opt is (container.optimizers[1] if name == "inner" else container)
+                for name, opt in seen
+            )
+    finally:
+        everywhere.remove()
+
+
+def test_seed_bug_a_call_that_raised_left_the_next_without_torchft(choice, parts, manager, train):
+    container = build(choice, parts, manager)
+    before = copy.deepcopy(container.state_dict())
+    manager.decisions = [RuntimeError("lighthouse is gone"), False]
+    with pytest.raises(RuntimeError, match="lighthouse is gone"):
+        train(container, parts, [0])
+    assert not container._call_from_ft
+    train(container, parts, [1])  # refused
+    assert torch.equal(container.state_dict()["state.layers.0.0.weight.step"], torch.tensor(0.0))
+    manager.start_quorum = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        container.zero_grad()
+    del manager.start_quorum
+    manager.calls.clear()
+    container.zero_grad()
+    container.step()
+    assert manager.calls == ["quorum", "commit?"]
+    assert container.state_dict().keys() == before.keys()
+
+
+def test_seed_bug_the_state_dict_was_an_older_state(choice, parts, manager, train, assert_same):
+    container = build(choice, parts, manager)
+    schedulers = LRSchedulersContainer(container, lambda step: 1 / (step + 1))
+    container.init_cache_state_dict()
+    train(container, parts, range(3))
+    schedulers.step()
+    for optimizer in container:
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # replaces tensors
+    train(container, parts, range(3, 6))
+    # As another container finds it, which knows the model's names by itself.
+    fresh = choice.container(parts)
+    fresh.optimizers = container.optimizers
+    for found in (container.state_dict(), container.cache_state_dict):
+        assert_same(found, fresh.state_dict())
+        assert found["param_groups.layers.0.0.weight.lr"] == 5e-3
+        assert found["state.layers.2.0.weight.step"] == 6
+
+
+def test_seed_bug_making_the_state_counted_as_a_step(choice, parts, manager, set_grads):
+    set_grads(parts, 0)
+    before = copy.deepcopy(parts)
+    container = build(choice, parts, manager)
+    container.init_cache_state_dict()
+    state = container.state_dict()
+    assert state.keys() == choice.container(before).state_dict().keys()
+    for key, value in state.items():
+        if key.startswith("state."):
+            assert not value.any(), key
+    for part, other in zip(parts, before, strict=True):
+        for param, old in zip(part.parameters(), other.parameters(), strict=True):
+            assert torch.equal(param, old)
+            assert param.grad is not None
+
+
+# State from torchft's thread, and recovery
+
+
+def test_state_dict_needs_no_model(choice, parts, manager, train, assert_same):
+    """FSDP2 puts unsharded parameters into the modules during forward and backward."""
+    container = build(choice, parts, manager)
+    train(container, parts, range(2))
+    expected = copy.deepcopy(container.state_dict())
+    for part in parts:
+        for module in part.modules():
+            for name, param in list(module.named_parameters(recurse=False)):
+                setattr(module, name, nn.Parameter(param.detach().clone()))
+    found = []
+    thread = threading.Thread(target=lambda: found.append(container.state_dict()))
+    thread.start()
+    thread.join()
+    assert_same(found[0], expected)
+    changed = {k: v + 1 if k.endswith("exp_avg") else v for k, v in expected.items()}
+    container.load_state_dict(changed)
+    assert_same(container.state_dict(), changed)
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_a_group_that_comes_back_ends_with_its_peers_bits(
+    parts, manager, set_grads, assert_same, deferred
+):
+    """torchft loads the peer's state when it asks for the commit, after backward."""
+    replicas = [parts, copy.deepcopy(parts)]
+    containers, schedules = [], []
+    for replica in replicas:
+        container = FTOptimizersContainer(replica, FusedAdamW, {"lr": 1e-2}, Manager())
+        schedules.append(LRSchedulersContainer(container, lambda step: 1 / (step + 1)))
+        containers.append(container)
+        if deferred:
+            defer_clipping(container)
+    healthy, returning = containers
+    returning._ft_optimizer.manager = manager
+
+    def train(container, replica, seed):
+        container.zero_grad()
+        set_grads(replica, seed)
+        if deferred:
+            container.deferred_clipping.clip(0.1)
+        container.step()
+
+    for seed in range(3):
+        train(healthy, replicas[0], seed)
+        schedules[0].step()
+
+    def heal():
+        for part, peer in zip(replicas[1], replicas[0], strict=True):
+            part.load_state_dict(peer.state_dict())
+        returning.load_state_dict(healthy.state_dict())
+        schedules[1].load_state_dict(schedules[0].state_dict())
+        manager.heal = lambda: None
+
+    manager.heal = heal
+    train(returning, replicas[1], 3)
+    train(healthy, replicas[0], 3)
+    for seed in range(4, 6):
+        for container, replica, schedule in zip(containers, replicas, schedules, strict=True):
+            schedule.step()
+            train(container, replica, seed)
+    for part, peer in zip(*replicas, strict=True):
+        assert_same(part, peer)
+    assert_same(returning.state_dict(), healthy.state_dict())
+    assert returning.state_dict()["state.layers.0.0.weight.step"] == 6
+
+
+def test_parameters_added_later_are_named_by_init_cache_state_dict(model, manager):
+    model.layers["1"].requires_grad_(False)
+    container = FTOptimizersContainer([model], FusedAdamW, {"lr": 1e-2}, manager)
+    model.layers["1"].requires_grad_(True)
+    container.optimizers[0].add_param_group({"params": list(model.layers["1"].parameters())})
+    with pytest.raises(ValueError, match=r"4 parameters .* shape \(5, 5\): call init_cache_state"):
+        container.state_dict()
+    container.init_cache_state_dict()
+    assert "state.layers.1.0.weight.exp_avg" in container.state_dict()
+
+
+# Clipping, scaling, closures, configurations
+
+
+def test_a_refused_commit_leaves_no_measured_norm(model, manager, set_grads, assert_same):
+    other = copy.deepcopy(model)
+    container = FTOptimizersContainer([model], FusedAdamW, {"lr": 1e-2}, manager)
+    plain = OptimizersContainer([other], FusedAdamW, {"lr": 1e-2})
+    clipping = defer_clipping(container)
+    set_grads([model], 0)
+    clipping.clip(0.1)
+    manager.decisions = [False]
+    container.step()
+    for modules, optimizer in (([model], container), ([other], plain)):
+        set_grads(modules, 1)
+        optimizer.step()  # nobody has asked for clipping
+    assert_same(model, other)
+
+
+@pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, GradScaler])
+def test_scalers_reach_the_committed_step(model, manager, set_grads, assert_same, scaler_class):
+    other = copy.deepcopy(model)
+    runs = []
+    for module, decisions in ((model, [True, False, True, True]), (other, [])):
+        manager.decisions = list(decisions)
+        container = FTOptimizersContainer([module], FusedAdamW, {"lr": 1e-2}, manager)
+        scaler = scaler_class("cpu", init_scale=4.0)
+        for seed in (0, 1, 2, 3) if decisions else (0, 2, 3):
+            set_grads([module], seed, scale=float(scaler.scale(torch.ones(()))))
+            if seed == 2:
+                module.layers["0"][0].weight.grad[0, 0] = torch.inf
+            scaler.step(container)
+            scaler.update()
+        runs.append((container.state_dict(), scaler.get_scale()))
+    assert_same(runs[0][0], runs[1][0])
+    assert runs[0][1] == runs[1][1] == 2.0
+    assert_same(model, other)
+
+
+def test_a_closure_is_refused_before_anything_changes(choice, model, manager):
+    container = build(choice, [model], manager)
+    for call in (lambda: container.step(lambda: 0), lambda: container.step(closure=lambda: 0)):
+        with pytest.raises(ValueError, match="closure cannot be honoured"):
+            call()
+    assert manager.calls == []
+    container.step(None)
+    assert manager.calls == ["commit?"]
+
+
+@pytest.mark.parametrize("quorum_by_optimizer", [True, False])
+@pytest.mark.parametrize("generation", [1, 2])
+def test_build_optimizers(parts, manager, set_grads, generation, quorum_by_optimizer):
+    section = SimpleNamespace(
+        **{"name": "AdamW", "lr": 1e-2, "eps": 1e-8, "implementation": "fused"},
+        **{"early_step_in_backward": False, "deferred_clipping": True},
+    )
+    ft_manager = SimpleNamespace(enabled=True, manager=manager)
+    ft_manager.use_async_quorum = quorum_by_optimizer
+    if generation == 1:
+        container = build_optimizers(parts, SimpleNamespace(optimizer=section), ft_manager)
+    else:
+        dims = SimpleNamespace(pp_enabled=False, ep_enabled=False)
+        container = build_optimizers(parts, section, dims, ft_manager)
+    assert type(container) is FTOptimizersContainer
+    set_grads(parts, 0)
+    container.deferred_clipping.clip(1.0)
+    container.step()
+    assert manager.calls == (["commit?"] if quorum_by_optimizer else [])
+    assert 0 < container.control.clip_factor < 1

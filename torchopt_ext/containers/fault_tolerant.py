@@ -1,0 +1,138 @@
+"""FTOptimizersContainer: steps that torchft's Manager decides on."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from torch import nn
+
+from torchopt_ext.containers.optimizers import OptimizersContainer, T
+from torchopt_ext.optim.hooks import hooked_step
+from torchopt_ext.statedict import flat
+
+if TYPE_CHECKING:
+    import torchft
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class FaultTolerant(OptimizersContainer[T]):
+    """What a container needs for torchft; a constructor calls :meth:`_init_fault_tolerance`.
+
+    `zero_grad()` and `step()` go through `torchft.Optimizer`: the first starts a quorum, the second
+    asks all replica groups whether to commit, lets a recovering group load its peer's state, and
+    steps. Step hooks fire once per committed step, and not if the commit is refused.
+    """
+
+    _ft_optimizer: "torchft.Optimizer"
+    _use_ft_optimizer: bool
+    _call_from_ft = False
+    """While torchft is at work, which calls step() and zero_grad() in turn."""
+
+    @staticmethod
+    def profile_hook_step(step: Callable[P, R]) -> Callable[P, R]:
+        """Not wrapped: torch's hooks would fire before the decision; _committed_step fires them."""
+        return step
+
+    def _init_fault_tolerance(self, ft_manager: "torchft.Manager", use_ft_optimizer: bool) -> None:
+        import torchft  # an optional package
+
+        self.init_cache_state_dict()
+        self._ft_optimizer = torchft.Optimizer(ft_manager, self)
+        self._use_ft_optimizer = use_ft_optimizer
+
+    def init_cache_state_dict(self) -> None:
+        """Completes the optimizers' state, with step 0, and finds the parameters' names.
+
+        torchft asks for the state in a thread of its own. Meanwhile FSDP2 may have unsharded
+        parameters in the model, so that names could not be found then.
+        """
+        self._names = flat.complete(self._parts())
+
+    @property
+    def cache_state_dict(self) -> dict[str, Any]:
+        """The state as it is: torchtitan's containers return an older one from their cache."""
+        return self.state_dict()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As OptimizersContainer's, from any thread, and whatever is in the model meanwhile.
+
+        Raises:
+            ValueError: an optimizer has parameters that `init_cache_state_dict` has not seen.
+        """
+        return flat.get_state_dict(self._parts(), self._names)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        flat.load_state_dict(self._parts(), state_dict, self._names)
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Step if the replica groups commit; every step, if torchft's optimizer is not used.
+
+        Raises:
+            ValueError: a closure: gradients are to be averaged before the decision.
+        """
+        if self._call_from_ft or not self._use_ft_optimizer:
+            return self._committed_step(*args, **kwargs)
+        if kwargs.get("closure", args[0] if args else None) is not None:
+            raise ValueError(
+                "a closure cannot be honoured: replica groups average gradients, and decide "
+                "whether to commit, before the step; compute loss and gradients first"
+            )
+        with self._calling_ft():
+            self._ft_optimizer.step(*args, **kwargs)
+        if self.deferred_clipping is not None:
+            self.deferred_clipping.forget()  # a refused commit leaves no norm for the next step
+        return None
+
+    @hooked_step
+    def _committed_step(self, *args: Any, **kwargs: Any) -> Any:
+        return super().step(*args, **kwargs)
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        if self._call_from_ft or not self._use_ft_optimizer:
+            super().zero_grad(*args, **kwargs)
+            return
+        with self._calling_ft():
+            self._ft_optimizer.zero_grad(*args, **kwargs)
+
+    @contextmanager
+    def _calling_ft(self) -> Iterator[None]:
+        self._call_from_ft = True
+        try:
+            yield
+        finally:
+            self._call_from_ft = False
+
+
+class FTOptimizersContainer(FaultTolerant[T]):
+    """OptimizersContainer for replica groups that may fail and come back, with torchft's Manager.
+
+    Gradients are to be averaged over the groups when `step()` is called, by torchft's
+    DistributedDataParallel, by FSDP2's all-reduce hook as torchtitan sets it, or by
+    `Manager.allreduce`.
+
+    The Manager needs the state: register `state_dict` and `load_state_dict` with
+    `Manager.register_state_dict_fn`, as torchtitan's CheckpointManager does.
+
+    Args:
+        model_parts, optimizer_cls, optimizer_kwargs: as OptimizersContainer's.
+        ft_manager: torchft.Manager.
+        use_ft_optimizer: False for LocalSGD and DiLoCo, which start quorums and commit by
+            themselves: `step` and `zero_grad` are then OptimizersContainer's.
+
+    Raises:
+        ModuleNotFoundError: torchft is not installed.
+        ValueError: as OptimizersContainer.
+    """
+
+    def __init__(
+        self,
+        model_parts: list[nn.Module],
+        optimizer_cls: type[T],
+        optimizer_kwargs: dict[str, Any],
+        ft_manager: "torchft.Manager",
+        use_ft_optimizer: bool = True,
+    ) -> None:
+        super().__init__(model_parts, optimizer_cls, optimizer_kwargs)
+        self._init_fault_tolerance(ft_manager, use_ft_optimizer)

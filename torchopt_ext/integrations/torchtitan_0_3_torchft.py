@@ -1,0 +1,68 @@
+"""torchtitan 0.3 with torchft: its FaultTolerantTrainer builds torchopt_ext's optimizers.
+
+    torchrun ... -m torchtitan.train --module torchft.llama3 --config ... --override.imports \
+        torchopt_ext.integrations.torchtitan_0_3_torchft.optimizers \
+        torchopt_ext.integrations.torchtitan_0_3.lr_schedulers
+
+or, in a config function of one's own, `use_torchopt_ext(llama3_torchft_debugmodel())`.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torchtitan.config.override import derive, override
+from torchtitan.experiments.torchft import optimizer as stock
+
+from torchopt_ext.containers.fault_tolerant import FaultTolerant
+from torchopt_ext.integrations import torchtitan_0_3
+
+__all__ = ["FTOptimizersContainer", "optimizers", "use_torchopt_ext"]
+
+
+class FTOptimizersContainer(FaultTolerant[Any], torchtitan_0_3.OptimizersContainer):
+    """:class:`torchtitan_0_3.OptimizersContainer` for replica groups that may fail and come back.
+
+    Stands for torchtitan's TorchFTOptimizersContainer (experiments/torchft/optimizer.py).
+
+    Args:
+        config: what to build.
+        model_parts: the modules to train.
+        ft_manager: TorchFTManager.
+
+    Raises:
+        ValueError: `fault_tolerance.enable` is false; or as torchtitan_0_3.OptimizersContainer.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(
+        torchtitan_0_3.OptimizersContainer.Config,
+        stock.TorchFTOptimizersContainer.Config,  # type: ignore[misc]
+    ):
+        """The Trainer knows by torchtitan's class that a container takes its manager."""
+
+    def __init__(self, config: Config, *, model_parts: list[nn.Module], ft_manager: Any) -> None:
+        if not ft_manager.enabled:
+            raise ValueError(
+                "fault_tolerance.enable is false, but the optimizer section is of a container for "
+                "fault tolerance: enable it, or use torchtitan_0_3.OptimizersContainer.Config"
+            )
+        super().__init__(config, model_parts=model_parts)
+        self._init_fault_tolerance(ft_manager.manager, ft_manager.use_async_quorum)
+
+
+@override(target=stock.TorchFTOptimizersContainer.Config, exact=True, description="torchopt_ext")
+def optimizers(config: Any, **fields: Any) -> FTOptimizersContainer.Config:
+    """Our optimizers for torchtitan's, with its settings; `fields` are of our `Config`."""
+    return derive(config, FTOptimizersContainer.Config, **fields)
+
+
+def use_torchopt_ext(config: Any, **fields: Any) -> Any:
+    """As :func:`torchtitan_0_3.use_torchopt_ext`, for a FaultTolerantTrainer.Config."""
+    torchtitan_0_3.check_section(
+        config.optimizer, stock.TorchFTOptimizersContainer, FTOptimizersContainer
+    )
+    section = optimizers(config.optimizer, **fields)
+    torchtitan_0_3.use_schedules_and_stages(config)
+    config.optimizer = section
+    return config
