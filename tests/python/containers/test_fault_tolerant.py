@@ -302,8 +302,12 @@ def test_a_closure_is_refused_before_anything_changes(choice, model, manager):
 @pytest.mark.parametrize("generation", [1, 2])
 def test_build_optimizers(parts, manager, set_grads, generation, quorum_by_optimizer):
     section = SimpleNamespace(
-        **{"name": "AdamW", "lr": 1e-2, "eps": 1e-8, "implementation": "fused"},
-        **{"early_step_in_backward": False, "deferred_clipping": True},
+        name="AdamW",
+        lr=1e-2,
+        eps=1e-8,
+        implementation="fused",
+        early_step_in_backward=False,
+        deferred_clipping=True,
     )
     ft_manager = SimpleNamespace(enabled=True, manager=manager)
     ft_manager.use_async_quorum = quorum_by_optimizer
