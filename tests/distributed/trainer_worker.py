@@ -1,0 +1,59 @@
+"""Runs a job as the command line would: its arguments are the command line's.
+
+Every rank writes what it ended with to rank<n>.json in the job's folder: digests of its weights and
+optimizer state, steps, and why training stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # examples/
+
+from torchopt_ext.trainer.load_config import load_config
+from torchopt_ext.trainer.trainer import Trainer
+
+
+def digest(values: dict[str, Any]) -> str:
+    """Of this rank's parts of all tensors, by name."""
+    found = hashlib.sha256()
+    for name, value in sorted(values.items()):
+        tensors = getattr(value, "shards", [value])  # of a StateShard
+        for tensor in tensors:
+            if isinstance(tensor, DTensor):
+                tensor = tensor.to_local()
+            if isinstance(tensor, torch.Tensor):
+                found.update(name.encode() + tensor.detach().numpy().tobytes())
+    return found.hexdigest()
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    config = load_config(sys.argv[1:])
+    trainer = Trainer(config)
+    try:
+        trainer.train()
+    finally:
+        trainer.close()
+    weights = {k: v for part in trainer.model_parts for k, v in part.state_dict().items()}
+    ended = {
+        "step": trainer.step,
+        "stopped_by": trainer.stopped_by,
+        "weights": digest(weights),
+        "optimizer": digest(trainer.optimizers.state_dict()),
+    }
+    folder = Path(config.job.dump_folder)
+    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(ended))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
