@@ -37,7 +37,7 @@ class ByteLlamaArgs:
     """Sizes of the model."""
 
     dim: int = 64
-    n_layers: int = 2
+    n_layers: int = 4
     n_heads: int = 4
     max_seq_len: int = 128
     seed: int | None = None
@@ -116,7 +116,7 @@ register_train_spec(
         name="byte_llama",
         cls=ByteLlama,
         config={
-            "debug": ByteLlamaArgs(dim=64, n_layers=2, n_heads=4),
+            "debug": ByteLlamaArgs(),
             "demo": ByteLlamaArgs(dim=192, n_layers=5, n_heads=4),
             # 1,011 tensors: 9 a layer, and 3
             "small_tensors": ByteLlamaArgs(dim=32, n_layers=112, n_heads=4),

@@ -126,14 +126,20 @@ def build_lr_schedulers(
 
 
 def _of_job_config(job_config: Any) -> Callable[[int], Any]:
-    return _schedule(job_config.lr_scheduler, job_config.training.steps, "lr_min", generation=1)
+    config, steps = job_config.lr_scheduler, job_config.training.steps
+    return _schedule(config, _total_steps(config, steps), "lr_min", generation=1)
 
 
 def schedule_from_config(lr_scheduler_config: Any, training_steps: int) -> Callable[[int], Any]:
     """The learning rate's factor by step, from a configuration of torchtitan 0.1 or later."""
-    total_steps = getattr(lr_scheduler_config, "total_steps", None)  # torchtitan 0.2.2 has it
-    total_steps = training_steps if total_steps is None else total_steps
+    total_steps = _total_steps(lr_scheduler_config, training_steps)
     return _schedule(lr_scheduler_config, total_steps, "min_lr_factor", generation=2)
+
+
+def _total_steps(config: Any, training_steps: int) -> int:
+    """The schedule's length, which configurations from torchtitan 0.2.2 on can set."""
+    total_steps: int | None = getattr(config, "total_steps", None)
+    return training_steps if total_steps is None else total_steps
 
 
 def _schedule(
