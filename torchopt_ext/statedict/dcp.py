@@ -7,6 +7,7 @@ checked, and only what the optimizer has already.
 
 from __future__ import annotations
 
+import copy
 import io
 import math
 import os
@@ -184,13 +185,21 @@ def buffers_by_key(params: Mapping[str, Tensor]) -> Buffers:
 
 
 class _Planner(DefaultLoadPlanner):
-    """Hands only plain values to torch's planner, which would run any code in unpickling them."""
+    """Unpickles only plain values, where torch's would run any code.
+
+    Each once: flat optimizer states repeat a group's options for every parameter.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: dict[bytes, Any] = {}
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        plain = io.BytesIO()
-        torch.save(torch.load(value, weights_only=True), plain)
-        plain.seek(0)
-        super().load_bytes(read_item, plain)
+        data = value.getvalue()
+        if data not in self._known:
+            self._known[data] = torch.load(value, weights_only=True)
+        path = self.mappings[read_item.dest_index.fqn]
+        set_element(self.original_state_dict, path, copy.deepcopy(self._known[data]))
 
 
 def read(values: dict[str, Any], reader: StorageReader, group: Any, what: str) -> None:
@@ -275,8 +284,11 @@ class _Unpickler(pickle.Unpickler):
 class Reader(FileSystemReader):
     """torch's reader of checkpoints in folders, which runs no code of the files.
 
-    ``dcp.load(..., storage_reader=Reader(folder))`` reads ``.metadata`` as :func:`load` does.
+    ``dcp.load(..., storage_reader=Reader(folder))`` reads ``.metadata`` as :func:`load` does. It is
+    kept, for one load asks for it several times.
     """
+
+    _read: tuple[Any, Metadata] | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The metadata.
@@ -286,19 +298,29 @@ class Reader(FileSystemReader):
         """
         rank = kwargs.get("rank")
         file = self.fs.concat_path(self.path, ".metadata" if rank is None else f"__{rank}.metadata")
+        status = os.stat(file)
+        version = file, status.st_ino, status.st_size, status.st_mtime_ns
+        if self._read is None or self._read[0] != version:
+            self._read = version, self._read_metadata(file)
+        found = self._read[1]
+        found.storage_meta = getattr(found, "storage_meta", None) or StorageMeta()
+        found.storage_meta.load_id = self.load_id
+        return found
+
+    def _read_metadata(self, file: str | os.PathLike[str]) -> Metadata:
         with self.fs.create_stream(file, "rb") as stream:
             try:
                 found = _Unpickler(stream).load()
                 if not isinstance(found, Metadata):
                     raise TypeError(f"it is a {type(found).__name__}")
-                for stored in (found.storage_data or {}).values():
-                    data = PurePath(stored.relative_path)
+                for name in {
+                    stored.relative_path for stored in (found.storage_data or {}).values()
+                }:
+                    data = PurePath(name)
                     if data.is_absolute() or ".." in data.parts:
                         raise ValueError(f"{data} is not in the checkpoint's folder")
             except Exception as error:  # a damaged pickle raises any kind
                 raise ValueError(f"{file} is no checkpoint's metadata: {error}") from error
-        found.storage_meta = getattr(found, "storage_meta", None) or StorageMeta()
-        found.storage_meta.load_id = self.load_id
         return found
 
 

@@ -338,8 +338,9 @@ class CheckpointManager:
 
     def _load(self, checkpoint: Path, step: int, *, model_only: bool, begin: float) -> None:
         excluded = () if model_only else self._config.exclude_from_loading
+        reader = dcp.Reader(checkpoint)
         with all_or_none(self._group):
-            metadata = files.read_metadata(checkpoint)
+            metadata = reader.read_metadata()
             model = {} if MODEL in excluded else states_of.model_state(self._model_parts)
             if missing := sorted(model.keys() - metadata.state_dict_metadata.keys()):
                 raise ValueError(f"{checkpoint} lacks of the model: {', '.join(missing)}")
@@ -348,7 +349,7 @@ class CheckpointManager:
         own = {key: rest[key] for key in self._own if key in rest}
         found = {key: dict.fromkeys(value.names_to_load(metadata)) for key, value in own.items()}
         wanted = model | rest | found
-        reader, alone = dcp.Reader(checkpoint), self._group is None
+        alone = self._group is None
         dcp.load(wanted, storage_reader=reader, process_group=self._group, no_dist=alone)
         with all_or_none(self._group):
             if model:
