@@ -187,7 +187,7 @@ class Training:
     gc_debug: bool = False
     """Collect garbage in every step."""
     seed: int | None = None
-    """Seed of all random numbers; None: a new one."""
+    """Seed of all random numbers; None: a new one, and data in the order of seed 0."""
     deterministic: bool = False
     """Let torch use deterministic algorithms only."""
     dataloader: DataLoader = field(default_factory=DataLoader)

@@ -62,7 +62,7 @@ def get_dataset(name: str) -> BuildDataset:
         raise ValueError(
             f"data set {name!r} is not registered, expected one of "
             f"{', '.join(map(repr, sorted(_DATASETS)))}; a module that experimental.custom_import "
-            "names can add it: torchopt_ext.trainer.register_dataset(name, build)"
+            "names can add it: torchopt_ext.trainer.data.register_dataset"
         )
     return _DATASETS[name]
 

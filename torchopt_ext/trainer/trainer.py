@@ -372,6 +372,7 @@ class Trainer(Stateful):
             if self.step == 0:
                 self._validate_if_due()
             data_iterator = iter(self.dataloader)
+            self.metrics_processor.time_last_log = time.perf_counter()
             while self.step < steps:
                 last = stop.last_step(self.step + 1)
                 if last is not None and last <= self.step:
@@ -410,8 +411,9 @@ class Trainer(Stateful):
     def _validate_if_due(self) -> None:
         if self.validator is None or not self.validator.should_validate(self.step):
             return
-        loss = self._mean_and_max(self.validator.validate())[0]
-        self.metrics_processor.log_validation(loss, self.step)
+        with self.metrics_processor.pause():
+            loss = self._mean_and_max(self.validator.validate())[0]
+            self.metrics_processor.log_validation(loss, self.step)
 
     def _stop_if_stuck(self) -> None:
         if not self._skips.too_many:
@@ -432,8 +434,10 @@ class Trainer(Stateful):
         self.step = int(state_dict["step"])
 
     def close(self) -> None:
-        """Ends background saves. The process group stays."""
+        """Ends background saves, and completes metrics' files. The process group stays."""
         self.gc_handler.close()
+        if hasattr(self, "metrics_processor"):
+            self.metrics_processor.close()
         if hasattr(self, "checkpointer"):
             self.checkpointer.close()
 
