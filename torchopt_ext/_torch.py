@@ -5,7 +5,7 @@ GradScaler (torch/amp/grad_scaler.py) and ZeroRedundancyOptimizer's names that t
 tests/python/test_torch_names.py holds the package to it and touches each name.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from operator import attrgetter, methodcaller
 from typing import Any, TypeVar
@@ -53,6 +53,15 @@ def has_step_hooks(optimizer: Any, *, own_only: bool = False) -> bool:
     if own or own_only:
         return bool(own)
     return bool(_optimizer._global_optimizer_pre_hooks or _optimizer._global_optimizer_post_hooks)
+
+
+def any_step_hooks(optimizers: Iterable[Any]) -> bool:
+    """Whether there are hooks on the steps of any of several optimizers."""
+    if _optimizer._global_optimizer_pre_hooks or _optimizer._global_optimizer_post_hooks:
+        return True
+    return any(
+        opt._optimizer_step_pre_hooks or opt._optimizer_step_post_hooks for opt in optimizers
+    )
 
 
 def hooks(optimizer: Any, kind: str) -> list[Callable[..., Any]]:

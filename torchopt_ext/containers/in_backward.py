@@ -2,6 +2,7 @@
 
 import gc
 import logging
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,13 +12,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchopt_ext import ops
 from torchopt_ext._torch import call_at_end_of_backward, current_node, graph_task
-from torchopt_ext.containers.optimizers import OptimizersContainer, T
+from torchopt_ext.containers.batches import make_batches
+from torchopt_ext.containers.optimizers import OptimizersContainer, T, deciding_jointly
 from torchopt_ext.optim.context import ALONE, StepContext
-from torchopt_ext.optim.local import NormKey, local_gradients, norm_key
+from torchopt_ext.optim.hooks import inner_step
+from torchopt_ext.optim.local import NormKey, current_stream, local_gradients, norm_key
 from torchopt_ext.optim.step import measure_norm
 from torchopt_ext.optim.weak_hooks import WeakHook, handles_of
 from torchopt_ext.statedict import flat
 from torchopt_ext.statedict.entries import MASTERS
+
+CACHED_BYTES = 1 << 19
+"""Of gradients that are measured together: they have just been written, and are in the cache."""
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +33,8 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
 
     Without a norm there is one optimizer per trainable parameter, and a gradient lives only from
     its accumulation to the step that follows at once, so that all gradients never exist together.
-    `torch.nn.utils.clip_grad_norm_` then sees none and returns 0.
+    `torch.nn.utils.clip_grad_norm_` then sees none and returns 0. Small parameters are stepped in
+    batches, for which at most 2 MiB of gradients wait (:class:`.batches.Batches`).
 
     With `max_grad_norm` or `skip_nonfinite` there is one optimizer per part. Gradients are measured
     as they come, while they are in cache, and kept: the update of all follows, clipped by their
@@ -73,9 +80,12 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
         self._optimizer_of = {
             p: opt for opt in self.optimizers for group in opt.param_groups for p in group["params"]
         }
+        found = [] if self.measures_norm else make_batches(self.optimizers)
+        self._batches_of = {id(param): batches for batches in found for param in batches.params}
+        self._joint_steps = [joint for batches in found for joint in batches.joint_steps]
         self._counts: dict[Tensor, int] = {}  # gradients since a parameter's last update
         # Of the parameters whose gradients are complete; None while that is not known.
-        self._sums: dict[tuple[torch.device, NormKey], Tensor] | None = {}
+        self._squares: _Squares | None = _Squares()
         self._task: int | None = None  # the graph task at whose end the update is made
         self._reduced_later: bool | None = None  # by DDP; None: not looked for yet
         handles, hook = handles_of(self), WeakHook(self, "_take_gradient")
@@ -160,31 +170,25 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
     def _take_gradient(self, param: nn.Parameter) -> None:
         if self._reduced_later is None:
             self._reduced_later = _is_reduced_by_ddp(self._optimizer_of)
-        count = self._counts[param] = self._counts.get(param, 0) + 1
-        if count != (self._backwards or 1):
-            return
-        if not self.measures_norm and not self._reduced_later:
-            del self._counts[param]
-            self._optimizer_of[param].step()
-            param.grad = None
+        at_once = not (self.measures_norm or self._reduced_later)
+        if not (at_once and self._backwards == 1):
+            count = self._counts[param] = self._counts.get(param, 0) + 1
+            if count != (self._backwards or 1):
+                return
+        if at_once:
+            self._counts.pop(param, None)
+            if (batches := self._batches_of.get(id(param))) is not None:
+                batches.take(param)
+            else:
+                self._optimizer_of[param].step()
+                param.grad = None
             return
         if self._reduced_later:
-            self._sums = None
-        elif self._sums is not None:
-            self._measure(param, self._sums)
+            self._squares = None
+        elif self._squares is not None:
+            self._squares.add(param)
         if self._backwards is not None:
             self._update_at_end()
-
-    @staticmethod
-    @torch.no_grad()
-    def _measure(param: nn.Parameter, sums: dict[tuple[torch.device, NormKey], Tensor]) -> None:
-        """Adds a gradient's squares to those of its device and norm key."""
-        (grad,) = local_gradients([param])
-        assert grad is not None
-        key = grad.device, norm_key(param)
-        if key not in sums:
-            sums[key] = ops.new_accumulator(grad.device)
-        ops.grad_sumsq_([grad], sums[key])
 
     def _update_at_end(self, *_: Any) -> None:
         """Lets the update follow when the graph task that runs now has ended."""
@@ -214,17 +218,69 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
         return all(count == (self._backwards or 1) for count in self._counts.values())
 
     def _update(self, context: StepContext) -> None:
-        sums, self._sums = self._sums, None  # used once, also by an update that fails
-        if sums is not None and self.measures_norm and self._is_complete() and context.is_plain:
+        squares, self._squares = self._squares, None  # used once, also by an update that fails
+        known = squares is not None and self.measures_norm and self._is_complete()
+        if squares is not None and known and context.is_plain:
+            sums = squares.sums()
             measured: list[Any] = [_Measured(optimizer, sums) for optimizer in self.optimizers]
             context = context._replace(measured=measure_norm(measured))
         self._step(context)
         self._clear(self._counts)
 
+    def _step(self, context: StepContext, *args: Any, **kwargs: Any) -> Any:
+        apart = not context.is_plain or deciding_jointly(self.optimizers, context)
+        if apart or not self._joint_steps:
+            return super()._step(context, *args, **kwargs)
+        for joint in self._joint_steps:
+            joint.step_all(lambda optimizer: inner_step(optimizer, context))
+        for param, optimizer in self._optimizer_of.items():
+            if id(param) not in self._batches_of:
+                inner_step(optimizer, context)
+        return None
+
     def _clear(self, params: Iterable[Tensor]) -> None:
         for param in params:
             param.grad = None
-        self._counts, self._sums = {}, {}
+        self._counts, self._squares = {}, _Squares()
+
+
+class _Squares:
+    """Sums of the squares of gradients, by device and norm key.
+
+    A gradient is measured together with those that came just before it on the same stream, while
+    all of them are in cache.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[torch.device, NormKey], Tensor] = {}
+        self._waiting: defaultdict[Any, list[nn.Parameter]] = defaultdict(list)
+        self._bytes: defaultdict[Any, int] = defaultdict(int)
+
+    def add(self, param: nn.Parameter) -> None:
+        """Adds a parameter's gradient, which stays as it is until :meth:`sums`."""
+        place = param.device, current_stream(param.device)
+        self._waiting[place].append(param)
+        self._bytes[place] += param.nbytes
+        if self._bytes[place] >= CACHED_BYTES:
+            self._measure(place)
+
+    def sums(self) -> dict[tuple[torch.device, NormKey], Tensor]:
+        for place in list(self._waiting):
+            self._measure(place)
+        return self._sums
+
+    @torch.no_grad()
+    def _measure(self, place: Any) -> None:
+        del self._bytes[place]
+        params = self._waiting.pop(place)
+        alike: defaultdict[tuple[torch.device, NormKey], list[Tensor]] = defaultdict(list)
+        for param, gradient in zip(params, local_gradients(params), strict=True):
+            if gradient is not None:
+                alike[gradient.device, norm_key(param)].append(gradient)
+        for key, gradients in alike.items():
+            if key not in self._sums:
+                self._sums[key] = ops.new_accumulator(key[0])
+            ops.grad_sumsq_(gradients, self._sums[key])
 
 
 class _Measured:

@@ -100,7 +100,7 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
                 f"a closure cannot be honoured by {len(self.optimizers)} optimizers, since each "
                 "would run it: compute loss and gradients first, then call step()"
             )
-        if fused := _deciding_jointly(self.optimizers, context):
+        if fused := deciding_jointly(self.optimizers, context):
             _step_jointly(fused, context)
         else:
             for optimizer in self.optimizers:
@@ -267,7 +267,7 @@ def trainable_parameters(model_parts: Sequence[nn.Module]) -> list[list[nn.Param
     return params
 
 
-def _deciding_jointly(optimizers: Sequence[Optimizer], context: StepContext) -> list[FusedAdam]:
+def deciding_jointly(optimizers: Sequence[Optimizer], context: StepContext) -> list[FusedAdam]:
     """The optimizers, if gradient norm and skipping are one decision over them all."""
     fused = [opt for opt in optimizers if isinstance(opt, FusedAdam)]
     if len(fused) < len(optimizers) or not any(opt.wants_norm(context) for opt in fused):

@@ -181,6 +181,11 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
+def current_stream(device: torch.device) -> torch.Stream | None:
+    """The stream on which this thread's work on a device is in order; None for the host."""
+    return None if device.type == "cpu" else torch.accelerator.current_stream(device)
+
+
 def sent_to_host(tensor: Tensor) -> tuple[Tensor, Any] | None:
     """A copy of a GPU's tensor on its way to pinned memory, and the event that ends it.
 

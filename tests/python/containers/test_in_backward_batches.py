@@ -1,0 +1,282 @@
+"""OptimizersInBackwardContainer steps small parameters together, as if it did one by one."""
+
+import copy
+import functools
+import gc
+import random
+import weakref
+
+import pytest
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.checkpoint import checkpoint
+
+from torchopt_ext import FusedAdamW, ops
+from torchopt_ext.containers import (
+    LRSchedulersContainer,
+    OptimizersInBackwardContainer,
+    batches,
+    in_backward,
+)
+from torchopt_ext.optim.planned import PlannedStep
+
+
+def train(container, parts, seeds=range(3), every=lambda seed: None):
+    for seed in seeds:
+        every(seed)
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(seed))
+        for part in parts:
+            x = part(x.to(next(part.parameters()).dtype))
+        x.square().sum().backward()
+        container.step()
+
+
+def parameters(parts):
+    return [param for part in parts for param in part.parameters()]
+
+
+# What a training does: each gives the container another reason to step parameters apart.
+
+
+def own_hyperparameters(container, parts):
+    container.param_groups[2]["lr"] = 0.5
+    train(container, parts)
+    container.param_groups[3]["betas"] = (0.5, 0.5)
+    train(container, parts)
+    container.param_groups[2]["lr"], container.param_groups[3]["betas"] = 1e-2, (0.9, 0.999)
+    train(container, parts)
+
+
+def own_settings(container, parts):
+    train(container, parts)
+    container.optimizers[1].max_grad_norm = 0.1
+    container.optimizers[0].set_schedule(warmup_steps=9, stable_steps=9, decay_steps=9)
+    train(container, parts)
+    container.optimizers[1].max_grad_norm = None
+    train(container, parts)
+
+
+def own_scale(container, parts):
+    container.optimizers[2].grad_scale = torch.tensor(4.0)
+    train(container, parts)
+
+
+def patched_step(container, parts):
+    optimizer = container.optimizers[3]
+    step, calls = optimizer.step, []
+    optimizer.step = lambda: (calls.append(1), step())
+    train(container, parts)
+    return calls
+
+
+def hooks(container, parts):
+    seen = []
+    handle = container.optimizers[4].register_step_post_hook(lambda *_: seen.append("own"))
+    container.register_step_post_hook(lambda *_: seen.append("container"))
+    train(container, parts)
+    handle.remove()
+    handle = register_optimizer_step_post_hook(lambda *_: seen.append("global"))
+    train(container, parts)
+    handle.remove()
+    train(container, parts)
+    return seen
+
+
+def scheduler(container, parts):
+    schedulers = LRSchedulersContainer(container, lambda step: 0.5**step)
+    for seed in range(3):
+        train(container, parts, [seed])
+        schedulers.step()
+
+
+def frozen_for_a_step(container, parts):
+    bias = parts[0].layers["1"][0].bias
+    train(container, parts, every=lambda seed: bias.requires_grad_(seed != 1))
+
+
+def unreached_with_a_gradient(container, parts):
+    parts[0].layers["0"][0].bias.grad = torch.ones(5)
+    train(container, parts[1:] * 2)
+    return [param.grad for param in parameters(parts)]
+
+
+def second_gradient(container, parts):
+    """Shared parameters of reentrant checkpoints are stepped by each gradient."""
+    layer = parts[0].layers["0"]
+    for seed in range(3):
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(seed), requires_grad=True)
+        x = checkpoint(layer, parts[1](x), use_reentrant=True)
+        checkpoint(layer, parts[1](x), use_reentrant=True).square().sum().backward()
+    return [state["step"].item() for state in container.state.values()]
+
+
+def hooks_called_by_hand(container, parts):
+    """As FSDP2 does: for each use of a module, and at the end of backward."""
+    param = parts[1].layers["2"][0].bias
+
+    def again():
+        param.grad = torch.full((5,), 0.5)
+        for hook in param._post_accumulate_grad_hooks.values():
+            hook(param)
+
+    def now_and_later(grad):
+        again()
+        torch.autograd.Variable._execution_engine.queue_callback(again)
+
+    parts[0].layers["0"][0].weight.register_hook(now_and_later)
+    train(container, parts)
+    again()
+    return [state["step"].item() for state in container.state.values()]
+
+
+def state_replaced(container, parts):
+    train(container, parts)
+    saved = copy.deepcopy(container.state_dict())
+    train(container, parts)
+    container.load_state_dict(saved)
+    train(container, parts)
+    optimizer = container.optimizers[5]
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    container.optimizers[6].state.clear()
+    train(container, parts)
+
+
+TRAININGS = [
+    train, own_hyperparameters, own_settings, own_scale, patched_step, hooks, scheduler,
+    frozen_for_a_step, unreached_with_a_gradient, second_gradient, hooks_called_by_hand,
+    state_replaced,
+]  # fmt: skip
+BF16 = torch.bfloat16
+ARGUMENTS = {
+    "fp32": (torch.float32, {}),
+    "amsgrad": (torch.float32, {"amsgrad": True, "maximize": True}),
+    "tensor lr": (torch.float32, {"lr": torch.tensor(1e-2)}),
+    "random rounding": (BF16, {"stochastic_rounding": True, "state_dtype": BF16}),
+    "remainder": (BF16, {"master_weights": "remainder"}),
+    "accumulated": (torch.float32, {"backwards_per_step": 2}),
+    "norm": (torch.float32, {"max_grad_norm": 0.25}),
+}
+CASES = [(training, "fp32") for training in TRAININGS] + [(train, name) for name in ARGUMENTS][1:]
+# Bytes of a small parameter, a batch, and of what may wait: a weight has 100, the others 20.
+SIZES = {
+    "one batch": (2**18, 2**20, 2**21),
+    "several": (2**18, 300, 600),
+    "cut short": (2**18, 2**20, 150),
+    "weights apart": (50, 2**20, 2**21),
+}
+
+
+@pytest.fixture
+def built(monkeypatch):
+    def built(models, arguments, small=2**18, batch=2**20, waiting=2**21):
+        limits = {"SMALL_BYTES": small, "BATCH_BYTES": batch, "WAITING_BYTES": waiting}
+        for name, value in limits.items():
+            monkeypatch.setattr(batches, name, value)
+        kwargs = {"lr": 1e-2, **arguments}
+        backwards = kwargs.pop("backwards_per_step", 1)
+        return OptimizersInBackwardContainer(
+            models, FusedAdamW, kwargs, backwards_per_step=backwards
+        )
+
+    return built
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(("training", "name"), CASES)
+def test_batches_do_not_show(parts, built, assert_same, training, name, sizes):
+    dtype, arguments = ARGUMENTS[name]
+    parts = [part.to(dtype) for part in parts]
+    copies = copy.deepcopy(parts)
+    alone = built(copies, arguments, small=-1)
+    expected = training(alone, copies)
+    together = built(parts, arguments, *SIZES[sizes])
+    assert str(training(together, parts)) == str(expected)
+    assert all(map(torch.equal, parameters(parts), parameters(copies)))
+    assert_same(together.state_dict(), alone.state_dict())
+    for one, other in zip(together, alone, strict=True):
+        assert repr(one.control) == repr(other.control)
+        assert one.param_groups[0].keys() == other.param_groups[0].keys()
+
+
+def test_one_call_a_batch(parts, built, monkeypatch):
+    container, calls = built(parts, {}), []
+    step_alone = PlannedStep.step_alone
+    monkeypatch.setattr(
+        PlannedStep, "step_alone", lambda *args: calls.append(1) or step_alone(*args)
+    )
+    train(container, parts, [0])
+    assert len(container) == 12 and len(calls) == 1
+    calls.clear()
+    container = built(copy.deepcopy(parts), {}, small=50)
+    train(container, container.model_parts, [0])
+    assert len(calls) == 3 + 1  # the weights of linear layers, and everything else
+
+
+def test_one_measurement_of_neighbours(parts, built, monkeypatch):
+    container, measured = built(parts, {"max_grad_norm": 0.25}), []
+    add = ops.grad_sumsq_
+    monkeypatch.setattr(in_backward, "CACHED_BYTES", 250)
+    monkeypatch.setattr(
+        ops, "grad_sumsq_", lambda grads, sums: measured.append(len(grads)) or add(grads, sums)
+    )
+    train(container, parts, [0])
+    assert len(measured) == 2 and sum(measured) == 12
+
+
+@pytest.mark.parametrize("order", ["forwards", "backwards", "at random"])
+def test_few_gradients_wait(built, order):
+    """Of 64 parameters of 400 bytes, in whatever order backward comes to them."""
+    params = torch.nn.ParameterList([torch.ones(100) for _ in range(64)])
+    living, most = weakref.WeakSet(), [0]
+
+    def note(param):
+        living.add(param.grad)
+        most[0] = max(most[0], len(living))
+
+    for param in params:
+        param.register_post_accumulate_grad_hook(note)
+    container = built([params], {}, 2**18, 1000, 2000)
+    used = list(params)[:: -1 if order == "forwards" else 1]
+    if order == "at random":
+        random.Random(0).shuffle(used)
+    functools.reduce(torch.mul, used).sum().backward()
+    assert [state["step"] for state in container.state.values()] == [1] * 64
+    assert 2 <= most[0] <= 2000 // 400 + 1
+
+
+def test_a_backward_that_raises_takes_its_gradients_along(parts, built, assert_same):
+    gradients = weakref.WeakSet()
+    for param in parameters(parts):
+        param.register_post_accumulate_grad_hook(lambda param: gradients.add(param.grad))
+    copies = copy.deepcopy(parts)
+    container, expected = built(parts, {}), built(copies, {}, small=-1)
+    train(expected, copies, [1, 2])
+
+    def fail(grad):
+        assert len(gradients) > 8
+        raise ZeroDivisionError
+
+    handle = parts[0].layers["0"][0].weight.register_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        train(container, parts, [0])
+    handle.remove()
+    gc.collect()
+    assert len(gradients) == 0
+    container.step()
+    train(container, parts, [1, 2])
+    assert all(map(torch.equal, parameters(parts), parameters(copies)))
+    assert_same(container.state_dict(), expected.state_dict())
+
+
+def test_a_step_that_raises_changes_nothing_of_its_batch(parts, built):
+    container = built(parts, {})
+    train(container, parts)
+    before, state = copy.deepcopy(parts), container.state[parts[0].layers["0"][0].weight]
+    good, state["exp_avg"] = state["exp_avg"], torch.zeros(3)
+    with pytest.raises(ValueError, match="exp_avg"):
+        train(container, parts, [3])
+    assert all(map(torch.equal, parameters(parts), parameters(before)))
+    assert all(param.grad is None for param in parameters(parts))
+    state["exp_avg"] = good
+    train(container, parts, [3])
+    assert [state["step"] for state in container.state.values()] == [4] * 12

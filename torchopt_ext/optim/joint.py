@@ -1,0 +1,157 @@
+"""Several optimizers stepped by one call of the engine, each as if it were stepped by itself."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from inspect import unwrap
+from operator import itemgetter
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from torchopt_ext._C import clear_gradients
+from torchopt_ext._torch import any_step_hooks, note_step
+from torchopt_ext.ops import CONTROL_FIELDS
+from torchopt_ext.optim.context import ALONE, amp_context
+from torchopt_ext.optim.fused_adam import FusedAdam
+from torchopt_ext.optim.local import moved
+from torchopt_ext.optim.planned import PlannedStep
+from torchopt_ext.optim.step import fused_step
+from torchopt_ext.optim.storage import place_of
+
+_STEPS = CONTROL_FIELDS.index("steps")
+_DECISION = slice(CONTROL_FIELDS.index("grad_norm"), _STEPS)  # up to the scale
+_PLAIN = {"max_grad_norm": 0.0, "skip_nonfinite": 0.0}
+# What a plan reads of a group (csrc/python/param_group.cpp, state_snapshot.cpp).
+_READ = ("lr", "betas", "eps", "weight_decay", "maximize", "decoupled_weight_decay", "amsgrad")
+_read = itemgetter(*_READ)
+
+
+def can_join(optimizer: Any) -> TypeGuard[FusedAdam]:
+    """Whether a :class:`JointStep` may have the optimizer: it has one parameter and our step."""
+    return (
+        isinstance(optimizer, FusedAdam)
+        and unwrap(type(optimizer).step) is unwrap(FusedAdam.step)
+        and not optimizer._options.track  # the optimizer's own plan would tell what it saw
+        and [len(group["params"]) for group in optimizer.param_groups] == [1]
+    )
+
+
+def only_param(optimizer: Optimizer) -> Tensor:
+    """The parameter of an optimizer that has one."""
+    (param,) = optimizer.param_groups[0]["params"]
+    return param
+
+
+class JointStep(PlannedStep):
+    """One plan for optimizers of one parameter each, which stay optimizers of their own.
+
+    Their groups and state are read anew in each step, so that hyperparameters may differ and
+    change. If one of them has more to do than an update, all are stepped one by one: hooks, a norm,
+    a schedule or loss scale of its own, a patched `step`.
+
+    Args:
+        optimizers: for which :func:`can_join` holds, built with equal arguments; the parameters are
+            on one device and, DTensors, split over the same ranks.
+    """
+
+    state: dict[Tensor, Any]  # type: ignore[assignment]
+
+    def __init__(self, optimizers: Sequence[FusedAdam]) -> None:
+        # Not Optimizer.__init__: nobody sees groups and hooks of this one.
+        self.optimizers = list(optimizers)
+        self.params: list[Tensor] = [only_param(opt) for opt in optimizers]
+        self._storage, self._options = optimizers[0]._storage, optimizers[0]._options
+        self._init_control()
+        self._common: dict[str, Any] = {"params": self.params}  # a group like all of theirs
+        self._blocks_of_all: Tensor | None = None  # theirs, one after the other
+
+    def step_gradients(
+        self, gradients: Mapping[int, Tensor], step_one: Callable[[FusedAdam], Any]
+    ) -> None:
+        """Steps parameters by gradients that they do not have, and lets go of those.
+
+        Args:
+            gradients: by the parameter's position.
+            step_one: steps an optimizer if it is not stepped jointly.
+        """
+        params = self.params
+        chosen = params if len(gradients) == len(params) else [params[i] for i in gradients]
+        # The plan steps all that have a gradient.
+        apart = chosen is not params and any(param.grad is not None for param in params)
+        try:
+            for i, gradient in gradients.items():
+                params[i].grad = gradient
+            if apart or not self._is_plain():
+                for i in gradients:
+                    step_one(self.optimizers[i])
+            else:
+                self._step_jointly(gradients)
+        finally:
+            clear_gradients(chosen)
+
+    def step_all(self, step_one: Callable[[FusedAdam], Any]) -> None:
+        """Steps all parameters that have a gradient, and leaves those there."""
+        if self._is_plain():
+            self._step_jointly([i for i, p in enumerate(self.params) if p.grad is not None])
+        else:
+            for optimizer in self.optimizers:
+                step_one(optimizer)
+
+    def _is_plain(self) -> bool:
+        """Whether all that the optimizers would do is to update."""
+        if any_step_hooks(self.optimizers):
+            return False
+        for optimizer in self.optimizers:
+            if optimizer._settings != _PLAIN or amp_context(optimizer) is not ALONE:
+                return False
+            patch = vars(optimizer).get("step")  # a scheduler's notes the step and no more
+            if patch and getattr(patch, "__wrapped__", None) is not type(optimizer).step:
+                return False
+        return True
+
+    def _step_jointly(self, positions: Collection[int]) -> None:
+        self.param_groups = self._groups()
+        every = enumerate(zip(self.params, self.optimizers, strict=True))
+        # Looking an entry up would make it.
+        self.state = {p: opt.state[p] for i, (p, opt) in every if opt.state or i in positions}
+        fused_step([self])
+        self._tell(positions)
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """The optimizers' groups, or one if it says the same: reading a group takes longer than
+        stepping a small parameter."""
+        groups = [opt.param_groups[0] for opt in self.optimizers]
+        read = [_read(group) for group in groups]
+        if isinstance(groups[0]["lr"], Tensor) or read.count(read[0]) < len(read):
+            return groups
+        self._common.update(zip(_READ, read[0], strict=True))
+        return [self._common]
+
+    def _rebuild(self) -> Any:
+        if self._options.stochastic_rounding:  # numbered as in their own optimizers
+            self.parameter_places = {
+                param: place_of(opt.first_parameter_number, param)
+                for param, opt in zip(self.params, self.optimizers, strict=True)
+            }
+        return super()._rebuild()
+
+    @torch.no_grad()
+    def _tell(self, positions: Collection[int]) -> None:
+        """Notes the step in the optimizers' control blocks, and for their schedulers."""
+        for i in positions:
+            optimizer = self.optimizers[i]
+            note_step(optimizer)
+            optimizer._norm_measured = False
+        device = self.default_device
+        block, accumulator = self._block(device)
+        if self._blocks_of_all is None or self._blocks_of_all.device != device:
+            with torch.inference_mode(False):
+                self._blocks_of_all = torch.stack([o._block(device)[0] for o in self.optimizers])
+            for optimizer, own in zip(self.optimizers, self._blocks_of_all, strict=True):
+                optimizer._blocks[device] = own, accumulator
+        stepped: Any = slice(None)
+        if len(positions) < len(self.optimizers):
+            stepped = moved(torch.tensor([*positions]), device)
+        self._blocks_of_all[stepped, _DECISION] = block[_DECISION]
+        self._blocks_of_all[stepped, _STEPS] += 1
