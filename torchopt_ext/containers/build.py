@@ -62,7 +62,8 @@ def build_optimizers(
         AssertionError: unknown implementation.
         ValueError: early step in backward with fault tolerance; a setting that would have no
             effect, such as an argument of FusedAdamW's with an implementation of torch's; a norm
-            over pipeline stages whose group is not known.
+            over pipeline stages whose group is not known; nothing to train, except in a pipeline,
+            where another stage may have something.
     """
     given = args[0] if args else kwargs.get("job_config", kwargs.get("optimizer_config"))
     read = _of_job_config if hasattr(given, "optimizer") else _of_optimizer_config
@@ -87,6 +88,9 @@ def build_optimizers(
         raise NotImplementedError(
             f"Optimizers in backward are not supported with {kind} parallelism."
         )
+    params = [param for part in model_parts for param in part.parameters()]
+    if not getattr(dims, "pp_enabled", False) and not any(param.requires_grad for param in params):
+        raise ValueError("no parameter of the model parts is trainable")
 
     options = fused_options(config)
     deferred = bool(getattr(config, "deferred_clipping", False))
@@ -99,10 +103,11 @@ def build_optimizers(
             f"{min(options, default='deferred_clipping')} needs implementation 'fused', found "
             f"{config.implementation!r}: torch's optimizers have no such argument"
         )
-    reject_ineffective(options, [p for part in model_parts for p in part.parameters()])
+    reject_ineffective(options, params)
     options |= common_arguments(config) | {"fused": fused}
     options["foreach"] = config.implementation == "foreach"
     backwards = getattr(config, "backwards_per_step", 1)
+    compat = getattr(config, "compat", None)
     if in_backward:
         if deferred:
             raise ValueError(
@@ -110,7 +115,9 @@ def build_optimizers(
                 "update by then: set max_grad_norm instead"
             )
         return OptimizersInBackwardContainer(
-            model_parts, classes[config.name], options, backwards_per_step=backwards
+            *(model_parts, classes[config.name], options),
+            backwards_per_step=backwards,
+            compat=compat,
         )
     if backwards != 1:
         raise ValueError("backwards_per_step has no effect without early_step_in_backward")
@@ -122,9 +129,10 @@ def build_optimizers(
             options,
             ft_manager.manager,
             getattr(ft_manager, "use_async_quorum", True),  # torchtitan has it from 0.1 on
+            compat=compat,
         )
     else:
-        container = OptimizersContainer(model_parts, classes[config.name], options)
+        container = OptimizersContainer(model_parts, classes[config.name], options, compat=compat)
     if deferred:
         defer_clipping(container)
     return container

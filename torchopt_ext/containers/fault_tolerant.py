@@ -38,6 +38,8 @@ class FaultTolerant(OptimizersContainer[T]):
     def _init_fault_tolerance(self, ft_manager: "torchft.Manager", use_ft_optimizer: bool) -> None:
         import torchft  # an optional package
 
+        if self.compat == "seed":
+            flat.init_state_by_step(self._parts())
         self.init_cache_state_dict()
         self._ft_optimizer = torchft.Optimizer(ft_manager, self)
         self._use_ft_optimizer = use_ft_optimizer
@@ -120,6 +122,8 @@ class FTOptimizersContainer(FaultTolerant[T]):
         ft_manager: torchft.Manager.
         use_ft_optimizer: False for LocalSGD and DiLoCo, which start quorums and commit by
             themselves: `step` and `zero_grad` are then OptimizersContainer's.
+        compat: "seed" makes the state here, by a step with lr 0 that counts, as torchtitan's
+            container does: bias corrections are those of one step later.
 
     Raises:
         ModuleNotFoundError: torchft is not installed.
@@ -133,6 +137,8 @@ class FTOptimizersContainer(FaultTolerant[T]):
         optimizer_kwargs: dict[str, Any],
         ft_manager: "torchft.Manager",
         use_ft_optimizer: bool = True,
+        *,
+        compat: str | None = None,
     ) -> None:
-        super().__init__(model_parts, optimizer_cls, optimizer_kwargs)
+        super().__init__(model_parts, optimizer_cls, optimizer_kwargs, compat=compat)
         self._init_fault_tolerance(ft_manager, use_ft_optimizer)

@@ -48,7 +48,7 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
     already been updated.
 
     Args:
-        model_parts, optimizer_cls, optimizer_kwargs: as OptimizersContainer's.
+        model_parts, optimizer_cls, optimizer_kwargs, compat: as OptimizersContainer's.
         backwards_per_step: how many gradients of a parameter are accumulated, such as those of
             microbatches, before it is updated. A parameter that gets fewer is updated in `step()`.
             None, with a norm: `step()` updates all that backward has measured, which gradient
@@ -69,12 +69,13 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
         optimizer_kwargs: dict[str, Any],
         *,
         backwards_per_step: int | None = 1,
+        compat: str | None = None,
     ) -> None:
         norm_for = ("max_grad_norm", "skip_nonfinite")
         self.measures_norm = any(optimizer_kwargs.get(name) for name in norm_for)
         self._backwards = backwards_per_step
         self._check_arguments(optimizer_kwargs.get("process_group"))
-        super().__init__(model_parts, optimizer_cls, optimizer_kwargs)
+        super().__init__(model_parts, optimizer_cls, optimizer_kwargs, compat=compat)
         if not self.optimizers:
             raise ValueError("no parameter of the model parts is trainable")
         self._optimizer_of = {

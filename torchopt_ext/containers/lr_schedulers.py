@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from torchopt_ext import ops
 from torchopt_ext._torch import set_step_count
-from torchopt_ext.containers.optimizers import OptimizersContainer
+from torchopt_ext.containers.optimizers import OptimizersContainer, check_compat
 
 logger = logging.getLogger(__name__)
 
@@ -131,9 +131,13 @@ def _of_job_config(job_config: Any) -> Callable[[int], Any]:
 
 
 def schedule_from_config(lr_scheduler_config: Any, training_steps: int) -> Callable[[int], Any]:
-    """The learning rate's factor by step, from a configuration of torchtitan 0.1 or later."""
+    """The learning rate's factor by step, from a configuration of torchtitan 0.1 or later.
+
+    `compat = "seed"` asks for the formula of torchtitan before 0.1.
+    """
+    generation = 1 if check_compat(getattr(lr_scheduler_config, "compat", None)) else 2
     total_steps = _total_steps(lr_scheduler_config, training_steps)
-    return _schedule(lr_scheduler_config, total_steps, "min_lr_factor", generation=2)
+    return _schedule(lr_scheduler_config, total_steps, "min_lr_factor", generation)
 
 
 def _total_steps(config: Any, training_steps: int) -> int:

@@ -40,20 +40,31 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
         model_parts: the modules to train.
         optimizer_cls: class of each inner optimizer.
         optimizer_kwargs: its arguments, the same for every part.
+        compat: "seed" lets `state_dict()` before the first step make the state as torchtitan's
+            containers do, by a step with lr 0 that counts: bias corrections are then those of one
+            step later.
 
     Raises:
-        ValueError: a trainable parameter is on the meta device, or belongs to two parts.
+        ValueError: a trainable parameter is on the meta device, or belongs to two parts; unknown
+            `compat`.
     """
 
     optimizers: list[T]
     model_parts: list[nn.Module]
     deferred_clipping: "DeferredClipping | None" = None  # set by defer_clipping()
+    compat: str | None = None
     _sizes: Sequence[int] = ()  # optimizers of each part; one, where a subclass makes them itself
     _built = False
 
     def __init__(
-        self, model_parts: list[nn.Module], optimizer_cls: type[T], optimizer_kwargs: dict[str, Any]
+        self,
+        model_parts: list[nn.Module],
+        optimizer_cls: type[T],
+        optimizer_kwargs: dict[str, Any],
+        *,
+        compat: str | None = None,
     ) -> None:
+        self.compat = check_compat(compat)
         self.model_parts = model_parts
         params = trainable_parameters(model_parts)
         shares = [self._shares(part) for part in params]
@@ -146,6 +157,8 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
             ValueError: two parts have a trained parameter of the same name.
             NotImplementedError: a part is wrapped by FullyShardedDataParallel.
         """
+        if self.compat == "seed":
+            flat.init_state_by_step(self._parts())
         return flat.get_state_dict(self._parts())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -243,6 +256,13 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
             f"{type(self).__name__} cannot be pickled or deep-copied, since it shares parameters "
             "with the model: build one for the copied model and load this one's state_dict()"
         )
+
+
+def check_compat(compat: Any) -> str | None:
+    """Rejects what is neither None nor "seed"."""
+    if compat not in (None, "seed"):
+        raise ValueError(f"Invalid compat: {compat!r}, expected None or 'seed'")
+    return compat
 
 
 def trainable_parameters(model_parts: Sequence[nn.Module]) -> list[list[nn.Parameter]]:

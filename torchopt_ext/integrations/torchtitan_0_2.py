@@ -10,7 +10,7 @@ builders of its own keeps them, and a warning says so. "llama3_torchopt_ext", an
 model, is the same TrainSpec under a name that says it.
 
 `--job.custom_config_module` with this module's name does the same and adds the fields of
-:class:`Optimizer` to torchtitan's configuration.
+:class:`Optimizer` and :class:`LRScheduler` to torchtitan's configuration.
 """
 
 # mypy: disable-error-code="import-not-found"
@@ -35,7 +35,14 @@ from torchtitan.components import checkpoint, lr_scheduler, optimizer  # noqa: E
 from torchtitan.distributed import utils as distributed  # noqa: E402
 from torchtitan.protocols import train_spec  # noqa: E402
 
-__all__ = ["JobConfig", "Optimizer", "build_lr_schedulers", "build_optimizers", "use_torchopt_ext"]
+__all__ = [
+    "JobConfig",
+    "LRScheduler",
+    "Optimizer",
+    "build_lr_schedulers",
+    "build_optimizers",
+    "use_torchopt_ext",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +80,16 @@ class Optimizer:
     """As torch.optim.AdamW's."""
     backwards_per_step: int = 1
     """With early_step_in_backward: gradient accumulation steps."""
+    compat: Literal["seed"] | None = None
+    """"seed", with fault tolerance: count a step that makes the state, as torchtitan does."""
+
+
+@dataclass
+class LRScheduler:
+    """What `[lr_scheduler]` may have besides torchtitan's fields."""
+
+    compat: Literal["seed"] | None = None
+    """"seed": the learning rates of torchtitan before 0.1, for jobs that began with it."""
 
 
 @dataclass
@@ -80,6 +97,7 @@ class JobConfig:
     """What torchtitan merges into its own JobConfig."""
 
     optimizer: Optimizer = field(default_factory=Optimizer)
+    lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
 
 
 def build_optimizers(
@@ -92,7 +110,14 @@ def build_optimizers(
 
     With `deferred_clipping`, and for clipping in backward, torchtitan's `clip_grad_norm_` is taken
     over.
+
+    Raises:
+        ValueError: `compat` without fault tolerance: the Trainer saves no state before the first
+            step.
     """
+    fault_tolerant = ft_manager is not None and ft_manager.enabled
+    if getattr(optimizer_config, "compat", None) and not fault_tolerant:
+        raise ValueError("compat of the optimizer section has no effect without fault tolerance")
     built = containers.build_optimizers(model_parts, optimizer_config, parallel_dims, ft_manager)
     if isinstance(built, containers.OptimizersInBackwardContainer) and built.measures_norm:
         report_norm(built)

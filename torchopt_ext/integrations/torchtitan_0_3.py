@@ -153,16 +153,6 @@ class OptimizersContainer(containers.OptimizersContainer[Any], Configurable):  #
             stocks._log_optimizer(self, optimizers[-1], index, patterns[name])
         return optimizers
 
-    @property
-    def keeps_masters(self) -> bool:
-        """Whether checkpoints hold master weights or remainders, which torchtitan's do not."""
-        return any(
-            isinstance(optimizer, FusedAdam) and optimizer.keeps_master(param)
-            for optimizer in self.optimizers
-            for group in optimizer.param_groups
-            for param in group["params"]
-        )
-
     def step(self, *args: Any, **kwargs: Any) -> Any:
         if not self._knows_stages:
             _check_stages(self.optimizers)
@@ -175,7 +165,10 @@ class LRSchedulersContainer(containers.LRSchedulersContainer, Configurable):  # 
 
     @dataclass(kw_only=True, slots=True)
     class Config(stock.LRSchedulersContainer.Config):  # type: ignore[misc]
-        """torchtitan's fields."""
+        """torchtitan's fields, and which formula."""
+
+        compat: Literal["seed"] | None = None
+        """"seed": the learning rates of torchtitan before 0.1, for jobs that began with it."""
 
         def build(
             self, *, optimizers: containers.OptimizersContainer[Any], training_steps: int
@@ -203,7 +196,7 @@ def optimizers(config: Any, **fields: Any) -> OptimizersContainer.Config:
 
 @override(target=stock.LRSchedulersContainer.Config, exact=True, description="torchopt_ext")
 def lr_schedulers(config: Any, **fields: Any) -> LRSchedulersContainer.Config:
-    """Our schedules for torchtitan's, with its settings."""
+    """Our schedules for torchtitan's, with its settings; `fields` are of our `Config`."""
     return derive(config, LRSchedulersContainer.Config, **fields)
 
 
@@ -262,7 +255,7 @@ def agree_over_pipeline(
 load_ours(
     checkpointer.CheckpointManager,
     checkpointer.OPTIMIZER,
-    lambda saved: isinstance(saved, OptimizersContainer) and saved.keeps_masters,
+    lambda saved: isinstance(saved, OptimizersContainer),
 )
 
 

@@ -8,13 +8,14 @@ or, in a config function of one's own, `use_torchopt_ext(llama3_torchft_debugmod
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 from torchtitan.config.override import derive, override
 from torchtitan.experiments.torchft import optimizer as stock
 
 from torchopt_ext.containers.fault_tolerant import FaultTolerant
+from torchopt_ext.containers.optimizers import check_compat
 from torchopt_ext.integrations import torchtitan_0_3
 
 __all__ = ["FTOptimizersContainer", "optimizers", "use_torchopt_ext"]
@@ -41,12 +42,16 @@ class FTOptimizersContainer(FaultTolerant[Any], torchtitan_0_3.OptimizersContain
     ):
         """The Trainer knows by torchtitan's class that a container takes its manager."""
 
+        compat: Literal["seed"] | None = None
+        """"seed": as torchtitan's, count a step that makes the state when the container is made."""
+
     def __init__(self, config: Config, *, model_parts: list[nn.Module], ft_manager: Any) -> None:
         if not ft_manager.enabled:
             raise ValueError(
                 "fault_tolerance.enable is false, but the optimizer section is of a container for "
                 "fault tolerance: enable it, or use torchtitan_0_3.OptimizersContainer.Config"
             )
+        self.compat = check_compat(config.compat)
         super().__init__(config, model_parts=model_parts)
         self._init_fault_tolerance(ft_manager.manager, ft_manager.use_async_quorum)
 

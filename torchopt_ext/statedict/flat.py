@@ -153,6 +153,17 @@ def init_state(optimizer: Optimizer) -> None:
                     optimizer.state[param] = _adam_state(param, group)
 
 
+def init_state_by_step(parts: Sequence[ModelPart]) -> None:
+    """Lets torch create missing state by a step with lr = 0, whose count stays.
+
+    As torch does it, not while there are gradients.
+    """
+    for part, optimizers in parts:
+        for optimizer in optimizers:
+            if not optimizer.state and any(group["params"] for group in optimizer.param_groups):
+                get_optimizer_state_dict(part, optimizer)
+
+
 def _adam_state(param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
     """As torch/optim/adam.py, Adam._init_group: the step is on the CPU unless a kernel reads it."""
     device = param.device if group["capturable"] or group["fused"] else "cpu"

@@ -14,10 +14,12 @@ from unittest import mock
 import cpu_shim
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 cpu_shim.install()
 
+from torchtitan.components import checkpoint  # noqa: E402
 from torchtitan.components import optimizer as stock  # noqa: E402
 from torchtitan.config import ConfigManager, LRScheduler, Optimizer  # noqa: E402
 from torchtitan.distributed import utils as dist_utils  # noqa: E402
@@ -123,7 +125,9 @@ def check_every_option(in_file: bool) -> None:
     found = dataclasses.asdict(config)
     assert {name: found[name] for name in OPTIONS} == OPTIONS
     ours = {field.name for field in dataclasses.fields(torchtitan_0_2.Optimizer)}
-    assert ours - OPTIONS.keys() == {"deferred_clipping", "max_grad_norm", "backwards_per_step"}
+    assert ours - OPTIONS.keys() == {
+        *("deferred_clipping", "max_grad_norm", "backwards_per_step", "compat")
+    }
     model = nn.Linear(2, 2).bfloat16()
     builder = train_spec.get_train_spec("llama3").build_optimizers_fn
     optimizers = builder([model], config, ONE_PROCESS)
@@ -149,11 +153,78 @@ def check_an_option_without_effect() -> None:
         ("--optimizer.deferred_clipping", "--optimizer.implementation=foreach"): "needs",
         ("--optimizer.rounding_seed=1",): "rounding_seed has no effect",
         ("--optimizer.backwards_per_step=2",): "backwards_per_step has no effect",
+        ("--optimizer.compat=seed",): "compat of the optimizer section has no effect",
     }.items():
         module = f"--job.custom_config_module={torchtitan_0_2.__name__}"
         config = ConfigManager().parse_args([module, *options]).optimizer
         with pytest.raises(ValueError, match=message):
             builder([nn.Linear(2, 2)], config, ONE_PROCESS)
+
+
+def check_compat() -> None:
+    arguments = ["--lr_scheduler.compat=seed", "--lr_scheduler.warmup_steps=2"]
+    module = f"--job.custom_config_module={torchtitan_0_2.__name__}"
+    config = ConfigManager().parse_args([module, *arguments])
+    spec = train_spec.get_train_spec("llama3")
+    optimizers = spec.build_optimizers_fn([nn.Linear(2, 2)], config.optimizer, ONE_PROCESS)
+    schedules = spec.build_lr_schedulers_fn(optimizers, config.lr_scheduler, 10)
+    assert schedules.schedulers[0].get_last_lr() == [pytest.approx(config.optimizer.lr / 3)]
+
+
+def check_bad_input() -> None:
+    spec = train_spec.get_train_spec("llama3")
+    part = nn.Linear(2, 2)
+    fault_tolerant = SimpleNamespace(enabled=True, manager=None)
+    for config, parts, ft_manager, error, message in (
+        (Optimizer(name="Lion"), [part], None, NotImplementedError, "Optimizer Lion"),
+        (Optimizer(implementation="quick"), [part], None, AssertionError, "is 'quick', expected"),
+        (
+            Optimizer(),
+            [nn.Linear(2, 2, device="meta")],
+            None,
+            ValueError,
+            "'weight' of model part 0 is on the me",
+        ),
+        (Optimizer(), [nn.Identity()], None, ValueError, "no parameter .* is trainable"),
+        (Optimizer(), [part, part], None, ValueError, "two optimizers would step it"),
+        (
+            *(Optimizer(early_step_in_backward=True), [part], fault_tolerant),
+            *(ValueError, "Fault tolerance .* in backward"),
+        ),
+    ):
+        with pytest.raises(error, match=message):
+            spec.build_optimizers_fn(parts, config, ONE_PROCESS, ft_manager)
+    part = nn.Linear(2, 2)
+    optimizers = spec.build_optimizers_fn([part, nn.Linear(1, 1)], Optimizer(), ONE_PROCESS)
+    with pytest.raises(ValueError, match="decay_type is 'step'"):
+        spec.build_lr_schedulers_fn(optimizers, LRScheduler(decay_type="step"), 10)
+    assert "initial_lr" not in optimizers.param_groups[0]
+    with pytest.raises(ValueError, match="closure cannot be honoured by 2"):
+        optimizers.step(lambda: 0.0)
+    assert not optimizers.state
+
+
+def check_a_checkpoint_that_does_not_fit() -> None:
+    builder = train_spec.get_train_spec("llama3").build_optimizers_fn
+    saved = builder([nn.Sequential(nn.Linear(2, 2))], Optimizer(), ONE_PROCESS)
+    dcp.save({"optimizer": saved}, checkpoint_id="saved")
+    manager = SimpleNamespace(states={})
+    for model, cut, error, message in (
+        (nn.Linear(2, 2), False, KeyError, "'state.weight.step' is missing"),
+        (nn.Sequential(nn.Linear(3, 2)), False, ValueError, r"has shape \(2, 2\), expected \(2, 3"),
+        (nn.Sequential(nn.Linear(2, 2)), True, RuntimeError, "reading the optimizer state: rank 0"),
+    ):
+        if cut:
+            Path("saved/__0_0.distcp").unlink()
+        optimizers = builder([model], Optimizer(lr=0.5), ONE_PROCESS)
+        with pytest.raises(error, match=message):
+            checkpoint.CheckpointManager.dcp_load(
+                manager, {"optimizer": optimizers}, "saved", False, False
+            )
+        assert not any(
+            value.any() for key, value in optimizers.state_dict().items() if "exp" in key
+        )
+        assert optimizers.param_groups[0]["lr"] == 0.5
 
 
 def check_clipping_stays_torchtitans() -> None:
@@ -176,6 +247,9 @@ if __name__ == "__main__":
     check_every_option(in_file=False)
     check_every_option(in_file=True)
     check_an_option_without_effect()
+    check_compat()
+    check_bad_input()
+    check_a_checkpoint_that_does_not_fit()
     check_dense()
     check_mixture_of_experts()
     check_builders_of_ones_own()

@@ -179,6 +179,26 @@ def test_in_backward_with_pipeline_parallelism(build, parts):
     build(parts, pp=2)
 
 
+@GENERATIONS
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_nothing_to_train(build, parts, in_backward):
+    for part in parts:
+        part.requires_grad_(False)
+    with pytest.raises(ValueError, match="no parameter of the model parts is trainable"):
+        build(parts, early_step_in_backward=in_backward)
+    build(parts, pp=2)  # another stage may have some
+
+
+@GENERATIONS
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_compat(build, parts, in_backward):
+    container = build(parts, early_step_in_backward=in_backward, compat="seed")
+    steps = [v for k, v in container.state_dict().items() if k.endswith(".step")]
+    assert all(step == 1 for step in steps)
+    with pytest.raises(ValueError, match="Invalid compat: 'old'"):
+        build(parts, early_step_in_backward=in_backward, compat="old")
+
+
 def test_in_backward_with_expert_parallelism(parts):
     with pytest.raises(NotImplementedError, match=r"in backward .* expert"):
         second_generation(parts, early_step_in_backward=True, ep=2)

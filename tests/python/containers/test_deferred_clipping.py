@@ -55,7 +55,7 @@ def test_equals_clipping_in_the_step_to_the_bit(parts, set_grads, titan, assert_
         set_grads(parts, seed)
         set_grads(copies, seed)
         before = gradients(parts)
-        norms.append(titan.clip_grad_norm_(iter(parameters(parts)), MAX_NORM, foreach=True))
+        norms.append(titan.clip_grad_norm_(parameters(parts), MAX_NORM, foreach=True))
         expected = torch.cat([g.flatten() for g in before]).double().norm()
         torch.testing.assert_close(norms[-1], expected, rtol=1e-12, atol=0)  # before the step
         container.step()
@@ -67,6 +67,17 @@ def test_equals_clipping_in_the_step_to_the_bit(parts, set_grads, titan, assert_
         for part, other in zip(parts, copies, strict=True):
             assert_same(part, other)
     assert len(set(map(float, norms))) == 3  # later calls leave earlier norms alone
+
+
+@pytest.mark.parametrize("deferred", [True, False])
+def test_seed_bug_parameters_from_a_generator_were_not_clipped(parts, set_grads, titan, deferred):
+    """It was read for the norm, and empty for the clipping (torchtitan#1258)."""
+    container = deferring(parts) if deferred else container_of(parts)
+    set_grads(parts, 0)
+    titan.clip_grad_norm_((p for p in parameters(parts)), MAX_NORM)
+    container.step()
+    moments = [state["exp_avg"].flatten() for state in container.state.values()]
+    assert float(torch.cat(moments).norm()) == pytest.approx(0.1 * MAX_NORM, rel=1e-5)
 
 
 def test_equals_torchs_clipping(parts, set_grads, titan):

@@ -73,6 +73,20 @@ def test_every_step_is_made_without_torchfts_optimizer(choice, parts, manager, t
     assert (manager.calls, seen) == ([], [1, 1, 1])
 
 
+def test_compat_seed_counts_a_step_from_the_start(choice, parts, manager, train, assert_same):
+    """As torchtitan's, whose run departs from the plain one."""
+    copies = copy.deepcopy(parts)
+    container = build(choice, parts, manager, compat="seed")
+    plain = OptimizersContainer(copies, choice.cls, choice.all_kwargs(), compat="seed")
+    plain.state_dict()
+    train(container, parts, range(3))
+    train(plain, copies, range(3))
+    assert_same(container.state_dict(), plain.state_dict())
+    assert container.state_dict()["state.layers.0.0.weight.step"] == 4
+    for part, other in zip(parts, copies, strict=True):
+        assert_same(part, other)
+
+
 # The seed's defects
 
 

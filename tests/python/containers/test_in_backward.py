@@ -182,7 +182,7 @@ def test_gradients_of_a_step_not_wanted_can_be_cleared(parts):
 
 
 @pytest.mark.parametrize("single", [True, False])
-def test_clips_exactly(parts, assert_same, monkeypatch, single):
+def test_seed_bug_gradients_were_not_clipped(parts, assert_same, monkeypatch, single):
     parts, kwargs = parts[: 1 if single else 2], {"lr": 1e-2, "max_grad_norm": 0.25}
     copies = copy.deepcopy(parts)
     container = OptimizersInBackwardContainer(parts, FusedAdamW, kwargs)

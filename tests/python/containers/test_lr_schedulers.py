@@ -81,10 +81,30 @@ TABLE = {
         fractions_of("1/3 2/3") + down_from("8/9", 9, "1/9"),
         fractions_of("1/2 1 1") + down_from("7/8", 8, "1/8"),
     ),
+    "10-0": (
+        (10, 0, None, 0.0),
+        down_from("10/11", 11, "1/11"),
+        down_from(1, 11, "1/10"),
+    ),
     "10-2-half": (
         (10, 2, 0.5, 0.0),
         fractions_of("1/3 2/3 1 1 1") + down_from("5/6", 6, "1/6"),
         fractions_of("1/2 1 1 1 1 1") + down_from("4/5", 5, "1/5"),
+    ),
+    "10-5-shortened": (
+        (10, 5, 0.8, 0.0),
+        fractions_of("1/6 2/6 3/6 4/6 5/6") + down_from("5/6", 6, "1/6"),
+        fractions_of("1/5 2/5 3/5 4/5 1 1") + down_from("4/5", 5, "1/5"),
+    ),
+    "10-0-no-decay": (
+        (10, 0, 0.0, 0.0),
+        ONES * 10 + [Fraction(0)],
+        ONES * 11,
+    ),
+    "5-5": (
+        (5, 5, None, 0.0),
+        fractions_of("1/6 2/6 3/6 4/6 5/6 0"),
+        fractions_of("1/5 2/5 3/5 4/5 1 1"),
     ),
     "5-10": (
         (5, 10, None, 0.0),
@@ -100,15 +120,17 @@ TABLE = {
 }
 
 
-@pytest.mark.parametrize("generation", [1, 2])
+@pytest.mark.parametrize("form", ["first", "second", "second, compat"])
 @pytest.mark.parametrize(("arguments", *("first", "second")), TABLE.values(), ids=TABLE)
-def test_published_factors(optimizers, arguments, first, second, generation):
+def test_published_factors(optimizers, arguments, first, second, form):
+    """compat="seed": the later form's configuration gives the earlier factors."""
     steps, warmup, ratio, minimum = arguments
-    build = first_generation if generation == 1 else second_generation
+    build = first_generation if form == "first" else second_generation
+    compat = {"compat": "seed"} if form == "second, compat" else {}
     schedulers = build(
-        optimizers, steps, warmup_steps=warmup, decay_ratio=ratio, min_factor=minimum
+        optimizers, steps, warmup_steps=warmup, decay_ratio=ratio, min_factor=minimum, **compat
     )
-    expected = [float(f) for f in (first if generation == 1 else second)]
+    expected = [float(f) for f in (second if form == "second" else first)]
     assert len(expected) == steps + 1
     assert factors(schedulers, steps + 1) == pytest.approx(expected, rel=1e-15, abs=1e-16)
 
@@ -210,6 +232,11 @@ def test_seed_bug_a_second_generation_schedule_without_decay_asserted_past_the_e
 def test_seed_bug_an_unknown_decay_type_failed_only_when_decay_began(optimizers, build, decay_type):
     with pytest.raises(ValueError, match=f"decay_type is {decay_type!r}, expected one of"):
         build(optimizers, 10, warmup_steps=5, decay_type=decay_type)
+
+
+def test_compat_is_seed_or_nothing(optimizers):
+    with pytest.raises(ValueError, match="Invalid compat: True, expected None or 'seed'"):
+        second_generation(optimizers, 10, compat=True)
 
 
 @GENERATIONS

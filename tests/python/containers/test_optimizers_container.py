@@ -8,6 +8,10 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from torchopt_ext import FusedAdamW
 from torchopt_ext.containers import LRSchedulersContainer, OptimizersContainer
@@ -83,6 +87,23 @@ def test_hooks_of_inner_optimizers_fire_once_per_step(choice, parts, set_grads):
     for optimizer in container:
         assert [name for name, opt in seen if opt is optimizer] == ["pre", "post"]
     assert len(seen) == 4
+
+
+def test_seed_bug_hooks_on_all_optimizers_fired_for_each_inner_one_too(choice, parts, set_grads):
+    container = choice.container(parts)
+    seen = []
+    handles = [
+        register(lambda opt, *_, name=name: seen.append((name, opt)))
+        for name, register in (
+            ("pre", register_optimizer_step_pre_hook),
+            ("post", register_optimizer_step_post_hook),
+        )
+    ]
+    set_grads(parts, 0)
+    container.step()
+    for handle in handles:
+        handle.remove()
+    assert seen == [("pre", container), ("post", container)]
 
 
 class Counting(OptimizersContainer):
@@ -210,7 +231,7 @@ def test_a_scheduler_of_the_container_itself_reaches_the_inner_optimizers(choice
     assert [group["lr"] for opt in container for group in opt.param_groups] == [5e-3, 5e-3]
 
 
-def test_state_shows_the_inner_optimizers_state(choice, parts, train):
+def test_seed_bug_state_of_the_container_was_empty(choice, parts, train):
     container = choice.container(parts)
     assert container.state == {}
     train(container, parts, [0, 1])
@@ -247,6 +268,14 @@ def test_works_under_torchs_grad_scaler(parts):
     scaler.step(container)
     scaler.update()
     assert not torch.equal(before, next(parts[0].parameters()))
+    after = copy.deepcopy(parts)
+    next(parts[1].parameters()).grad.fill_(torch.inf)
+    scaler.unscale_(container)
+    scaler.step(container)
+    scaler.update()
+    for part, other in zip(parts, after, strict=True):
+        assert all(map(torch.equal, part.parameters(), other.parameters()))
+    assert scaler.get_scale() == 4.0
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, pickle.dumps])

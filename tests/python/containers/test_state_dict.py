@@ -97,7 +97,40 @@ def test_seed_bug_state_dict_before_the_first_step_advanced_the_step(
         assert_same(part, other)
 
 
-def test_state_dict_fires_no_step_hook(choice, parts):
+def test_seed_bug_state_dict_before_the_first_step_with_eps_0_made_parameters_nan(choice, parts):
+    container = OptimizersContainer(parts, choice.cls, {**choice.all_kwargs(), "eps": 0.0})
+    before = copy.deepcopy(parts)
+    container.state_dict()
+    for part, other in zip(parts, before, strict=True):
+        assert all(map(torch.equal, part.parameters(), other.parameters()))
+
+
+def test_compat_seed_counts_the_step_that_makes_the_state(choice, parts, train, assert_same):
+    """As torch's get_optimizer_state_dict makes it, of which the seed's container consists."""
+    copies = copy.deepcopy(parts)
+    container = OptimizersContainer(parts, choice.cls, choice.all_kwargs(), compat="seed")
+    seeds = [choice.optimizer(part.parameters()) for part in copies]
+    expected = {}
+    for part, optimizer in zip(copies, seeds, strict=True):
+        expected |= get_optimizer_state_dict(part, optimizer, options=FLAT)
+    assert_same(container.state_dict(), expected)
+    assert expected["state.layers.0.0.weight.step"] == 1
+    for modules, optimizers in ((parts, [container]), (copies, seeds)):
+        for optimizer in optimizers:
+            train(optimizer, modules, range(1))
+    assert container.state_dict()["state.layers.0.0.weight.step"] == 2  # a later one makes no step
+    for part, other in zip(parts, copies, strict=True):
+        assert_same(part, other)
+
+
+def test_compat_is_seed_or_nothing(parts):
+    before = copy.deepcopy(parts)
+    with pytest.raises(ValueError, match="Invalid compat: 'torch', expected None or 'seed'"):
+        OptimizersContainer(parts, FusedAdamW, {}, compat="torch")
+    assert all(map(torch.equal, parts[0].parameters(), before[0].parameters()))
+
+
+def test_seed_bug_state_dict_before_the_first_step_fired_step_hooks(choice, parts):
     container = choice.container(parts)
     seen = []
     for optimizer in [container, *container]:
@@ -106,7 +139,7 @@ def test_state_dict_fires_no_step_hook(choice, parts):
     assert seen == []
 
 
-def test_state_dict_between_backward_and_step_leaves_gradients(
+def test_seed_bug_state_dict_between_backward_and_step_lacked_the_state(
     choice, parts, set_grads, assert_same
 ):
     copies = copy.deepcopy(parts)
@@ -334,7 +367,7 @@ def test_foreign_keys_are_ignored(choice, parts, train, assert_same):
     assert_same(container.state_dict(), saved)
 
 
-def test_the_loaded_dict_is_neither_changed_nor_kept(choice, parts, train, assert_same):
+def test_seed_bug_the_loaded_dicts_tensors_became_the_state(choice, parts, train, assert_same):
     source = choice.container(copy.deepcopy(parts))
     train(source, source.model_parts, [0])
     loaded = copy.deepcopy(source.state_dict())
@@ -360,6 +393,19 @@ def test_state_tensors_keep_their_identity_and_dtype(choice, parts, train):
         for name, tensor in state.items():
             assert container.state[param][name] is tensor
             assert tensor.dtype == torch.float32
+
+
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16], ids=str)
+def test_seed_bug_loading_cast_moments_to_the_parameters_dtype(model, train, assert_same, moments):
+    model.to(torch.float32 if moments == torch.bfloat16 else torch.bfloat16)
+    kwargs = {"lr": 1e-2, "state_dtype": moments}
+    source = OptimizersContainer([model], FusedAdamW, kwargs)
+    train(source, [model], [0, 1])
+    saved = copy.deepcopy(source.state_dict())
+    container = OptimizersContainer([copy.deepcopy(model)], FusedAdamW, kwargs)
+    container.load_state_dict(saved)
+    assert_same(container.state_dict(), saved)
+    assert saved["state.layers.0.0.weight.exp_avg"].dtype == moments
 
 
 def test_a_python_number_serves_as_step(choice, parts):
@@ -432,7 +478,7 @@ WRONG = {
     "step": (f"state.{BIAS}.step", torch.zeros(2), "expected a count of steps"),
     "lr": (f"param_groups.{BIAS}.lr", "fast", r"lr' is 'fast', expected a value like 0\.01"),
     "betas": (f"param_groups.{BIAS}.betas", (0.9,), r"betas' is \(0\.9,\), expected"),
-    "amsgrad": (
+    "only the first parameter's option was read": (
         f"param_groups.{BIAS}.maximize",
         True,
         rf"'param_groups\.{BIAS}\.maximize' is True but 'param_groups\.layers\.2\.0\.weight\."

@@ -7,11 +7,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -20,6 +23,7 @@ from torchopt_ext import FusedAdam, FusedAdamW
 pytest.importorskip("torchtitan.components.optimizer.utils", reason="torchtitan 0.3 is not there")
 
 from torchtitan.components import optimizer as stock
+from torchtitan.components.checkpointer.dcp import CheckpointManager
 from torchtitan.components.optimizer import ParamGroupConfig
 
 from torchopt_ext.integrations import torchtitan_0_3 as ours
@@ -412,6 +416,56 @@ def test_rejected(case: str) -> None:
     )
     with pytest.raises(error, match=message):
         config.build(model_parts=[model()])
+
+
+def without_lm_head() -> nn.Module:
+    part = model()
+    del part.lm_head
+    return part
+
+
+CHECKPOINTS: dict[str, tuple[Callable[[], nn.Module] | None, type[Exception], str]] = {
+    "without optimizer": (None, ValueError, "has no 'optimizer'"),
+    "of another model": (
+        lambda: nn.Linear(2, 2),
+        KeyError,
+        r"'state\.layers\.0\.0\.bias\.step' is missing",
+    ),
+    "without a layer": (without_lm_head, KeyError, r"'state\.lm_head\.weight\.step' is missing"),
+    "without a file": (model, RuntimeError, "reading the optimizer state: rank 0"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("case", CHECKPOINTS)
+def test_a_checkpoint_that_does_not_fit_changes_nothing(case: str, tmp_path: Path) -> None:
+    make, error, message = CHECKPOINTS[case]
+    saved = {"optimizer": build(ours, make())} if make else {"model": nn.Linear(2, 2)}
+    dcp.save(saved, checkpoint_id=tmp_path)
+    if case == "without a file":
+        (tmp_path / "__0_0.distcp").unlink()
+    part = model()
+    container = build(ours, part, *SEVERAL)
+    backward(part, 0)
+    container.step()
+    before = values(container.state_dict())
+    manager = SimpleNamespace(states={})
+    with pytest.raises(error, match=message):
+        CheckpointManager.dcp_load(manager, {"optimizer": container}, str(tmp_path), False, False)
+    after = container.state_dict()
+    assert after.keys() == before.keys()
+    for key, value in before.items():
+        same = torch.equal(after[key], value) if isinstance(value, torch.Tensor) else True
+        assert same, key
+
+
+def test_closures_are_rejected_by_several_optimizers() -> None:
+    part = model()
+    container = build(ours, part, *SEVERAL)
+    before = copy.deepcopy(part)
+    with pytest.raises(ValueError, match="closure cannot be honoured by 2 optimizers"):
+        container.step(lambda: 0.0)
+    assert all(map(torch.equal, part.parameters(), before.parameters()))
 
 
 def test_parts_that_cannot_be_trained_are_rejected() -> None:

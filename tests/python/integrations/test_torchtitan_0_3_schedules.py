@@ -77,6 +77,18 @@ def test_schedule_is_stock_schedule(case: str) -> None:
         assert found == pytest.approx(expected, rel=1e-12, abs=1e-18)
 
 
+def test_compat_seed_gives_the_rates_before_0_1() -> None:
+    container = optimizers(ours)
+    config = ours.LRSchedulersContainer.Config(warmup_steps=2, compat="seed")
+    schedulers = config.build(optimizers=container, training_steps=10)
+    factors = []
+    for _ in range(11):
+        factors.append(schedulers.get_metrics()["lr/AdamW/1"] / 1e-2)
+        container.step()
+        schedulers.step()
+    assert factors == pytest.approx([1 / 3, 2 / 3, *(i / 9 for i in range(8, -1, -1))], abs=1e-15)
+
+
 def test_unknown_decay_is_rejected_when_built() -> None:
     config = ours.LRSchedulersContainer.Config(decay_type="step")
     with pytest.raises(ValueError, match="decay_type is 'step'"):
