@@ -109,6 +109,15 @@ local_shard = attrgetter("_local_tensor")
 
 ``to_local()`` makes a Parameter of it (pytorch issue 166156), and a view under autograd."""
 
+
+def dtensor_of(local: Tensor, like: Any) -> Any:
+    """A DTensor laid out as ``like`` whose shard is ``local``, wherever that is.
+
+    ``from_local`` would move a shard in host memory to the mesh's devices.
+    """
+    return type(like)(local, like._spec, requires_grad=False)
+
+
 layout_of = attrgetter("_spec")
 """Mesh, placements, shape and strides of a DTensor; ``from_local`` makes no subclass of it."""
 

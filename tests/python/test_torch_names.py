@@ -129,6 +129,8 @@ def test_names_of_dtensors() -> None:
         assert not _torch.is_dtensor(torch.ones(1))
         assert _torch.layout_of(tensor).placements == tensor.placements
         assert _torch.local_shard(tensor) is _torch.local_shard(tensor)
+        other = _torch.dtensor_of(torch.zeros(4, 3), tensor)
+        assert (other.placements, other.full_tensor().sum()) == (tensor.placements, 0)
         assert _torch.local_shape_and_offset(tensor) == ((4, 3), (0, 0))
         (total,) = _torch.all_reduce_coalesced([torch.ones(2)], mesh.get_group(0))
         assert total.tolist() == [1, 1]

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from torchopt_ext.optim.collective import agree, all_gather_text, all_or_none
@@ -26,6 +25,7 @@ from torchopt_ext.trainer import checkpoint_files as files
 from torchopt_ext.trainer import checkpoint_states as states_of
 from torchopt_ext.trainer.checkpoint_files import File, Manifest
 from torchopt_ext.trainer.export import export_safetensors
+from torchopt_ext.trainer.staging import Staged
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class CheckpointManager:
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._remover = ThreadPoolExecutor(1, "checkpoint-removal")
         self._pending: tuple[int, Future[None]] | None = None
-        self._staged: Future[Any] | None = None
+        self._staged: Staged | None = None
         with all_or_none(self._group):
             # A replica group must not touch what another one may be saving.
             if self._rank == 0 and not self._config.load_only and self._manager is None:
@@ -142,25 +142,22 @@ class CheckpointManager:
 
     def _start(self, step: int, contents: str, last: bool, force: bool, begin: float) -> None:
         """Writes a checkpoint, or lets a thread do so."""
-        stager: DefaultStager | None = None
         with all_or_none(self._group):
-            state = self._state(contents, exported=last)
-            if not force and self._config.async_mode != "disabled":
+            state: Any = self._state(contents, exported=last)
+            if now := force or self._config.async_mode == "disabled":
+                self._staged = None
+            else:
                 pinned = self._config.async_mode == "async_with_pinned_mem"
-                stager = DefaultStager(StagingOptions(pinned, False, pinned, pinned))
-                staged = stager.stage(state)
-        if stager is None:
-            try:
-                self._write(step, contents, state, begin)
-            except RuntimeError as error:
-                if force or step == 1:
-                    raise
-                logger.error("%s; training goes on", error)
+                state = self._staged = Staged(state, pinned=pinned)
+        if not now:
+            self._pending = step, self._writer.submit(self._write, step, contents, state, begin)
             return
-        self._staged = staged if isinstance(staged, Future) else None
-        future = self._writer.submit(self._write, step, contents, staged, begin)
-        future.add_done_callback(lambda _: stager.close())
-        self._pending = step, future
+        try:
+            self._write(step, contents, state, begin)
+        except RuntimeError as error:
+            if force or step == 1:
+                raise
+            logger.error("%s; training goes on", error)
 
     def _state(self, contents: str, exported: bool) -> dict[str, Any]:
         """What a checkpoint holds, by key; tensors are the live ones."""
@@ -180,7 +177,7 @@ class CheckpointManager:
         return None if dtype == torch.float32 else dtype
 
     def _write(
-        self, step: int, contents: str, state: dict[str, Any] | Future[dict[str, Any]], begin: float
+        self, step: int, contents: str, state: dict[str, Any] | Staged, begin: float
     ) -> None:
         """Writes and publishes a checkpoint, on all ranks or none.
 
@@ -191,7 +188,7 @@ class CheckpointManager:
         try:
             writer = files.Writer(saving)
             with all_or_none(self._group):
-                state = state.result() if isinstance(state, Future) else state
+                state = state.result() if isinstance(state, Staged) else state
             alone = self._group is None
             dcp_save(state, storage_writer=writer, process_group=self._group, no_dist=alone)
             manifest = Manifest(step, contents, self._gathered(writer.written))
@@ -231,12 +228,12 @@ class CheckpointManager:
                 logger.warning("removing step %d of %s: %s", step, self.folder, error)
 
     def maybe_wait_for_staging(self) -> None:
-        """Waits until the state is copied to host memory; call it before a step changes it.
+        """Lets the stream wait for the copy to host memory; call it before the state changes.
 
         Only "async_with_pinned_mem" copies beside the training.
         """
         if self._enabled and self._staged is not None:
-            self._staged.exception()  # the save raises it
+            self._staged.wait()
             self._staged = None
 
     def close(self) -> None:
