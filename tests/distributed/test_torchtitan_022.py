@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from torch.distributed.checkpoint import FileSystemReader
 
-from .torchtitan_runs import CROSSINGS, Run, read_checkpoint, read_metrics
+from .torchtitan_runs import CROSSINGS, WEIGHTS_ALONE, Run, read_checkpoint, read_metrics
 
 try:
     version = importlib.metadata.version("torchtitan")
@@ -86,13 +86,16 @@ class Runs:
     folder: Path
     done: dict[str, Run] = field(default_factory=dict)
 
-    def get(self, layout: str, kind: str, resume: str = "", saved_in: str = "") -> Run:
+    def get(
+        self, layout: str, kind: str, resume: str = "", saved_in: str = "", without: str = ""
+    ) -> Run:
         """Train to step 10; `resume` is the kind of run whose step 5 is continued.
 
         In another layout, `saved_in`, with the data from the beginning: torchtitan's loader goes on
-        with the same ranks only.
+        with the same ranks only. `without` is left out of what is loaded.
         """
-        name = f"{layout}-{kind}-from-{saved_in}-{resume}".removesuffix("-from--")
+        without = without or ("dataloader" if saved_in else "")
+        name = f"{layout}-{kind}-from-{saved_in}-{resume}".removesuffix("-from--") + without
         name = name.replace(" ", "-").replace(",", "")
         if name in self.done:
             return self.done[name]
@@ -110,7 +113,7 @@ class Runs:
             *[sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={world_size}"],
             *["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"],
             *[str(HERE / "train.py"), *self.options(folder), *parallelism, *KINDS[kind]],
-            *(["--checkpoint.exclude_from_loading=dataloader"] if saved_in else []),
+            *([f"--checkpoint.exclude_from_loading={without}"] if without else []),
         ]
         run_with_timeout(command, folder)
         metrics = [read_metrics(folder / f"metrics.rank{rank}") for rank in range(world_size)]
@@ -246,6 +249,16 @@ def test_another_layout_resumes_as_with_stock(runs: Runs, saved_in: str, layout:
     assert_same_training(ours, stock, first_step=SAVED + 1)
     # From trained weights, not from new ones.
     assert ours.metrics[SAVED + 1]["loss"] < runs.get(saved_in, "ours").metrics[1]["loss"] - 0.5
+
+
+@pytest.mark.slow
+def test_weights_alone_are_loaded_as_with_stock(runs: Runs) -> None:
+    runs.get("fsdp", "ours")
+    with ThreadPoolExecutor() as pool:
+        runs_of = lambda kind: runs.get("fsdp", kind, "ours", without=WEIGHTS_ALONE)  # noqa: E731
+        stock, ours = pool.map(runs_of, ("stock", "ours"))
+    assert_same_training(ours, stock, first_step=SAVED + 1)
+    assert ours.metrics[SAVED + 1]["lr"] == runs.get("fsdp", "ours").metrics[1]["lr"]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
-from .torchtitan_runs import CROSSINGS, Run, read_checkpoint, read_metrics
+from .torchtitan_runs import CROSSINGS, WEIGHTS_ALONE, Run, read_checkpoint, read_metrics
 
 try:
     version = importlib.metadata.version("torchtitan")
@@ -71,18 +71,21 @@ class Runs:
         resume: str | Run = "",
         config: str = "small",
         saved_in: str = "",
+        without: str = "",
         **fields: Any,
     ) -> Run:
         """Train to step 10; `resume`: continue step 5 of that run, or of that side's.
 
         In another layout, `saved_in`, with the data from the beginning: torchtitan's loader goes on
-        with the same ranks only. `fields` are of our container's Config.
+        with the same ranks only. `without` is left out of what is loaded. `fields` are of our
+        container's Config.
         """
+        without = without or ("dataloader" if saved_in else "")
         name = f"{layout}-{config}-{'ours' if ours else 'stock'}"
         name += "".join(f"-{key}={value}" for key, value in fields.items())
         if isinstance(resume, str) and resume:
             resume = self.get(saved_in or layout, resume == "ours", "", config)
-        name += f"-from-{resume.checkpoints.parent.name}" if resume else ""
+        name += f"-from-{resume.checkpoints.parent.name}{without}" if resume else ""
         if name in self.done:
             return self.done[name]
         folder = self.folder / name
@@ -98,8 +101,8 @@ class Runs:
         if ours:
             optimizers = f"{INTEGRATION}.optimizers" + (f"={json.dumps(fields)}" if fields else "")
             options += ["--override.imports", optimizers, f"{INTEGRATION}.lr_schedulers"]
-        if saved_in:
-            options.append("--checkpoint.exclude_from_loading=dataloader")
+        if without:
+            options.append(f"--checkpoint.exclude_from_loading={without}")
         metrics = folder / "metrics"
         script = "torchtitan_cpu/train_030.py"
         self.start(script, world_size, str(metrics), *options, seconds=RUN_TIMEOUT)
@@ -224,6 +227,21 @@ def test_another_layout_resumes_as_with_stock(runs: Runs, saved_in: str, layout:
     # From trained weights, not from new ones.
     first = runs.get(saved_in, ours=True).metrics[1]
     assert ours.metrics[SAVED + 1]["loss"] < first["loss"] - 0.05
+
+
+@pytest.mark.slow
+def test_groups_of_two_optimizers_resume_in_another_layout(runs: Runs) -> None:
+    stock, ours = (
+        runs.get("pp", of, "ours", config="groups", saved_in="fsdp") for of in (False, True)
+    )
+    assert_same_training(ours, stock, first_step=SAVED + 1)
+
+
+@pytest.mark.slow
+def test_weights_alone_are_loaded_as_with_stock(runs: Runs) -> None:
+    stock, ours = (runs.get("fsdp", of, "ours", without=WEIGHTS_ALONE) for of in (False, True))
+    assert_same_training(ours, stock, first_step=SAVED + 1)
+    assert ours.metrics[SAVED + 1]["lrs"] == runs.get("fsdp", ours=True).metrics[1]["lrs"]
 
 
 @pytest.mark.slow

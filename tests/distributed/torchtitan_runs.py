@@ -15,6 +15,8 @@ CROSSINGS = [
     *[(layout, "fsdp") for layout in ("single", "tp", "pp")],
 ]
 """Layouts of a checkpoint, and of the run that resumes from it."""
+WEIGHTS_ALONE = "lr_scheduler,dataloader,optimizer"
+"""What is left out, as in torchtitan's test of optional checkpoints."""
 
 
 @dataclass(frozen=True)
