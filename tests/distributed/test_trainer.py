@@ -145,3 +145,70 @@ def test_jobs_resume_in_another_layout(train, by_hand, tmp_path, before, after):
     assert len(run) == STEPS
     for found, expected in zip(trajectory(run), trajectory(by_hand), strict=True):
         assert found == pytest.approx(expected, rel=1e-5)
+
+
+# ---- what a Trainer does, step by step -----------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def behaviour(rank_server, tmp_path_factory) -> Callable[[int], list[dict[str, Any]]]:
+    """What trainer_behaviour.py found, by rank."""
+    found: dict[int, list[dict[str, Any]]] = {}
+
+    def run(ranks: int) -> list[dict[str, Any]]:
+        if ranks not in found:
+            folder = tmp_path_factory.mktemp("behaviour")
+            with rank_server("trainer_behaviour.py") as start:
+                start("trainer_behaviour.py", ranks, str(folder), *JOB)
+            files = sorted(folder.glob("rank*.json"))
+            found[ranks] = [json.loads(file.read_text()) for file in files]
+        return found[ranks]
+
+    return run
+
+
+def test_calls_of_a_step_come_in_the_order_of_torchtitan(behaviour):
+    found = behaviour(1)[0]["order_of_calls"]
+    for implementation, clip in (("fused", []), ("foreach", ["clip_grad_norm_"])):
+        step = [
+            *("GarbageCollection.run", "Trainer.next_batch", "OptimizersContainer.zero_grad"),
+            *("ByteLlama.forward", *clip, "CheckpointManager.maybe_wait_for_staging"),
+            *("OptimizersContainer.step", "LRSchedulersContainer.step", "MetricsProcessor.log"),
+            "CheckpointManager.save",
+        ]
+        assert found[implementation] == step * 2
+
+
+@pytest.mark.parametrize("implementation", ["fused", "foreach"])
+def test_steps_that_are_not_finite_change_nothing_and_are_counted(behaviour, implementation):
+    found = behaviour(1)[0]["skipped_steps"][implementation]
+    assert found["unchanged"] == [False, True, False, True, False]
+    assert found["skipped"] == [0, 1, 1, 2, 2]
+    assert [norm is None for norm in found["norms"]] == [False, True, False, True, False]
+
+
+def test_too_many_skips_in_a_row_end_the_job(behaviour):
+    step, message = behaviour(1)[0]["too_many_skips"]
+    assert step == 7
+    assert "3 steps in a row" in message
+    assert "the last good checkpoint is step 6" in message
+
+
+def test_training_ends_with_its_data(behaviour):
+    assert behaviour(1)[0]["data_that_ends"] == ["data", 5, 5]
+
+
+def test_validation_reads_the_same_data_every_time(behaviour):
+    training, losses = behaviour(1)[0]["validation"]
+    assert training
+    assert [step for step, _ in losses] == [0, 2, 4, 5]
+    assert len({loss for _, loss in losses}) == 1
+
+
+def test_close_leaves_the_process_as_it_was(behaviour):
+    assert behaviour(1)[0]["closing"] == [False, True, True]
+
+
+def test_sigterm_at_one_rank_ends_all_after_one_step(behaviour):
+    for found in behaviour(2):
+        assert found["sigterm_at_one_rank"] == ["SIGTERM", 4, 4]

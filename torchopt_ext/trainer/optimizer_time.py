@@ -16,20 +16,21 @@ class OptimizerTime:
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        self._events: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=100)
+        self._event: Any = torch.cuda.Event  # untyped
+        self._events: deque[tuple[Any, Any]] = deque(maxlen=100)
         self._seconds: list[float] = []
         self._started: Any = None
 
     def __enter__(self) -> None:
         if self._on_gpu:
-            self._started = torch.cuda.Event(enable_timing=True)
+            self._started = self._event(enable_timing=True)
             self._started.record()
         else:
             self._started = time.perf_counter()
 
     def __exit__(self, *_: Any) -> None:
         if self._on_gpu:
-            ended = torch.cuda.Event(enable_timing=True)
+            ended = self._event(enable_timing=True)
             ended.record()
             self._events.append((self._started, ended))
         else:

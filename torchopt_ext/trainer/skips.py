@@ -1,6 +1,7 @@
 """Counting steps that were skipped, without waiting for the device."""
 
 from collections import deque
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,8 @@ class SkippedSteps:
             raise ValueError(f"training.max_consecutive_skips is {limit}, expected 0 or more")
         self.limit = limit
         self.total = self.consecutive = 0
-        self._coming: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+        self._event: Any = torch.cuda.Event  # untyped
+        self._coming: deque[tuple[Tensor, Any]] = deque()
 
     def note(self, skipped_steps: Tensor) -> None:
         """Takes the count after a step: 0-dim, of all steps so far."""
@@ -33,7 +35,7 @@ class SkippedSteps:
             return
         copy = torch.empty((), dtype=skipped_steps.dtype, pin_memory=True)
         copy.copy_(skipped_steps, non_blocking=True)
-        event = torch.cuda.Event()
+        event = self._event()
         event.record()
         self._coming.append((copy, event))
         while self._coming and self._coming[0][1].query():

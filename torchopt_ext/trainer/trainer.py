@@ -299,7 +299,7 @@ class Trainer(Stateful):
                 (model,) = self.model_parts
                 with self.maybe_enable_amp:
                     loss = self._share_of_loss(model(inputs), labels)
-                loss.backward()
+                torch.autograd.backward(loss)
                 return loss.detach()
             losses: list[Tensor] = []
             first = (inputs,) if self.pp_has_first_stage else ()

@@ -1,0 +1,220 @@
+"""Cases of single Trainers, on every rank of a job: what each found is in rank<n>.json.
+
+Arguments: a folder, and the settings that all cases share.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # examples/
+
+from torchopt_ext.trainer.load_config import load_config
+from torchopt_ext.trainer.trainer import Trainer
+
+CASES: dict[int, list[Callable[[Path, list[str]], Any]]] = {1: [], 2: []}
+
+
+def case(ranks: int) -> Callable[[Any], Any]:
+    return lambda function: CASES[ranks].append(function) or function
+
+
+@contextmanager
+def trainer_of(folder: Path, shared: list[str], *settings: str) -> Any:
+    trainer = Trainer(load_config([*shared, "--job.dump_folder", str(folder), *settings]))
+    try:
+        yield trainer
+    finally:
+        trainer.close()
+        dist.destroy_process_group()
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def spied(trainer: Trainer) -> list[str]:
+    """The calls of one training run, in order."""
+    calls: list[str] = []
+    seen = [
+        (trainer.gc_handler, "run"),
+        (trainer, "next_batch"),
+        (trainer.optimizers, "zero_grad"),
+        (trainer.model_parts[0], "forward"),
+        (trainer.checkpointer, "maybe_wait_for_staging"),
+        (trainer.optimizers, "step"),
+        (trainer.lr_schedulers, "step"),
+        (trainer.metrics_processor, "log"),
+        (trainer.checkpointer, "save"),
+    ]
+
+    def watch(owner: Any, name: str) -> None:
+        call = getattr(owner, name)
+
+        def spy(*args: Any, **more: Any) -> Any:
+            calls.append(f"{type(owner).__name__}.{name}")
+            return call(*args, **more)
+
+        setattr(owner, name, spy)
+
+    for owner, name in seen:
+        watch(owner, name)
+    target = "torchopt_ext.trainer.distributed.clip_grad_norm_"
+    from torchopt_ext.trainer import distributed
+
+    clip = distributed.clip_grad_norm_
+
+    def spy_clip(*args: Any, **more: Any) -> Any:
+        calls.append("clip_grad_norm_")
+        return clip(*args, **more)
+
+    with patch(target, spy_clip):
+        trainer.train()
+    return calls
+
+
+@case(1)
+def order_of_calls(folder: Path, shared: list[str]) -> Any:
+    found = {}
+    for implementation in ("fused", "foreach"):
+        own = folder / implementation
+        settings = ("--training.steps", "2", "--optimizer.implementation", implementation)
+        with trainer_of(own, shared, *settings) as trainer:
+            found[implementation] = spied(trainer)
+    return found
+
+
+def poison(trainer: Trainer, steps: set[int]) -> None:
+    """Makes a gradient NaN in these steps."""
+    param = next(trainer.model_parts[0].parameters())
+    param.register_hook(lambda g: g * float("nan") if trainer.step in steps else g)
+
+
+@case(1)
+def skipped_steps(folder: Path, shared: list[str]) -> Any:
+    found = {}
+    for implementation in ("fused", "foreach"):
+        own = folder / implementation
+        settings = ("--training.steps", "5", "--optimizer.implementation", implementation)
+        with trainer_of(own, shared, *settings) as trainer:
+            poison(trainer, {2, 4})
+            before: list[Any] = []
+            step = trainer.train_step
+
+            def watched(*args: Any, _step: Any = step, _t: Trainer = trainer, _b: Any = before):
+                weights = [p.detach().clone() for p in _t.model_parts[0].parameters()]
+                _step(*args)
+                new = _t.model_parts[0].parameters()
+                _b.append(all(torch.equal(a, b) for a, b in zip(weights, new, strict=True)))
+
+            trainer.train_step = watched  # type: ignore[method-assign]
+            trainer.train()
+        found[implementation] = {
+            "unchanged": before,
+            "skipped": [line["skipped_steps"] for line in lines(own)],
+            "norms": [line["grad_norm"] for line in lines(own)],
+        }
+    return found
+
+
+@case(1)
+def too_many_skips(folder: Path, shared: list[str]) -> Any:
+    settings = (
+        *("--training.steps", "9", "--training.max_consecutive_skips", "3"),
+        *("--checkpoint.enable_checkpoint", "--checkpoint.interval", "2"),
+    )
+    with trainer_of(folder, shared, *settings) as trainer:
+        poison(trainer, {3, 5, 6, 7})
+        try:
+            trainer.train()
+        except RuntimeError as error:
+            return [trainer.step, str(error)]
+    return None
+
+
+@case(1)
+def data_that_ends(folder: Path, shared: list[str]) -> Any:
+    text = folder / "text"
+    text.mkdir(parents=True)
+    (text / "a").write_bytes(bytes(range(256)) * 3)  # 23 windows of 33 bytes
+    settings = (
+        *("--training.dataset_path", str(text), "--training.epochs", "1"),
+        *("--training.batch_size", "4", "--checkpoint.enable_checkpoint"),
+    )
+    with trainer_of(folder, shared, *settings, "--training.steps", "50") as trainer:
+        trainer.train()
+        return [trainer.stopped_by, trainer.step, trainer.checkpointer.newest()]
+
+
+@case(1)
+def validation(folder: Path, shared: list[str]) -> Any:
+    settings = (
+        *("--validation.enable", "--validation.dataset", "text", "--validation.freq", "2"),
+        *("--validation.dataset_path", str(Path(__file__).parents[2] / "docs")),
+        *("--validation.local_batch_size", "2", "--validation.seq_len", "16"),
+        *("--validation.steps", "3", "--training.steps", "5", "--optimizer.lr", "0"),
+    )
+    with trainer_of(folder, shared, *settings) as trainer:
+        trainer.train()
+        training = trainer.model_parts[0].training
+    key = "validation_metrics/loss"
+    return [training, [(line["step"], line[key]) for line in lines(folder) if key in line]]
+
+
+@case(1)
+def closing(folder: Path, shared: list[str]) -> Any:
+    during = None
+    with trainer_of(folder, shared, "--training.steps", "1") as trainer:
+        handler = signal.getsignal(signal.SIGTERM)
+        trainer.train()
+        during = gc.isenabled()
+        restored = signal.getsignal(signal.SIGTERM) is handler
+    return [during, gc.isenabled(), restored]
+
+
+@case(2)
+def sigterm_at_one_rank(folder: Path, shared: list[str]) -> Any:
+    settings = ("--training.steps", "50", "--checkpoint.enable_checkpoint")
+    with trainer_of(folder, shared, *settings) as trainer:
+        step = trainer.train_step
+
+        def with_signal(*args: Any) -> None:
+            if trainer.step == 3 and dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            step(*args)
+
+        trainer.train_step = with_signal  # type: ignore[method-assign]
+        trainer.train()
+        return [trainer.stopped_by, trainer.step, trainer.checkpointer.newest()]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    folder, shared = Path(sys.argv[1]), sys.argv[2:]
+    ranks, rank = os.environ["WORLD_SIZE"], os.environ["RANK"]
+    results: dict[str, Any] = {}
+    for function in CASES[int(ranks)]:
+        name = function.__name__
+        try:
+            results[name] = function(folder / name, copy.copy(shared))
+        except Exception:
+            results[name] = {"error": traceback.format_exc()}
+    (folder / f"rank{rank}.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
