@@ -10,11 +10,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from torchopt_ext.trainer.config import JobConfig
 from torchopt_ext.trainer.device_memory import DeviceMemoryMonitor, get_peak_flops
+from torchopt_ext.trainer.distributed import choose_device
 from torchopt_ext.trainer.metric_writers import (
     JsonLines,
     Lines,
@@ -92,10 +92,7 @@ class MetricsProcessor:
         self.job_config, self.parallel_dims = job_config, parallel_dims
         plain = job_config.metrics.disable_color_printing or not sys.stdout.isatty()
         self.color = NO_COLOR if plain else Color()
-        wanted = job_config.training.device
-        on_gpu = wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available())
-        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu"
-        self.device_memory_monitor = DeviceMemoryMonitor(torch.device(device))
+        self.device_memory_monitor = DeviceMemoryMonitor(choose_device(job_config))
         self.peak_flops = get_peak_flops(self.device_memory_monitor.device_name)
         self.num_flops_per_token: float = 0
         self.optimizers: Any = None

@@ -11,16 +11,12 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from torchopt_ext._torch import dump_memory_snapshot, record_memory_history
 from torchopt_ext.trainer.config import JobConfig
+from torchopt_ext.trainer.distributed import choose_device
 
 logger = logging.getLogger(__name__)
 
 # torchtitan/tools/profiling.py: how many allocations and frees a memory snapshot goes back.
 _SNAPSHOT_ENTRIES = 100_000
-
-
-def _on_gpu(job_config: JobConfig) -> bool:
-    device = job_config.training.device
-    return device == "cuda" or (device == "auto" and torch.cuda.is_available())
 
 
 @contextmanager
@@ -52,7 +48,7 @@ def maybe_enable_profiling(
             "1 or more)"
         )
     folder = Path(job_config.job.dump_folder, config.save_traces_folder)
-    rank, on_gpu = dist.get_rank(), _on_gpu(job_config)
+    rank, on_gpu = dist.get_rank(), choose_device(job_config).type == "cuda"
 
     def write(profiler: profile) -> None:
         path = folder / f"iteration_{profiler.step_num}" / f"rank{rank}_trace.json"
@@ -117,7 +113,7 @@ def maybe_enable_memory_snapshot(
     if not config.enable_memory_snapshot:
         yield None
         return
-    if not _on_gpu(job_config):
+    if choose_device(job_config).type != "cuda":
         raise ValueError(
             "profiling.enable_memory_snapshot needs training.device 'cuda', found a CPU: use "
             "profiling.enable_profiling, whose traces hold a CPU's allocations"

@@ -293,6 +293,29 @@ def test_memory_of_a_cpu() -> None:
     assert (stats.num_alloc_retries, stats.num_ooms) == (0, 0)
 
 
+def test_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """What torch.cuda says, and that its peaks are reset."""
+    resets: list[Any] = []
+    stats = {
+        "active_bytes.all.peak": 2 << 30,
+        "reserved_bytes.all.peak": 4 << 30,
+        "num_alloc_retries": 3,
+        "num_ooms": 1,
+    }
+    properties = SimpleNamespace(total_memory=16 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: stats)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", resets.append)
+    device = torch.device("cuda", 1)
+    monitor = DeviceMemoryMonitor(device)
+    assert monitor.device_name == "NVIDIA H100 80GB HBM3"
+    assert monitor.get_peak_stats() == (2, 12.5, 4, 25, 3, 1)
+    assert "3 CUDA memory allocations were retried" in caplog.text
+    monitor.reset_peak_stats()
+    assert resets == [device, device]
+
+
 @pytest.mark.parametrize(
     ("name", "teraflops"),
     [

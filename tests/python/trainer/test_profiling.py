@@ -94,6 +94,7 @@ def test_memory_snapshots(job_config: JobConfig, monkeypatch: pytest.MonkeyPatch
     calls: list[Any] = []
     monkeypatch.setattr(profiling, "record_memory_history", lambda **options: calls.append(options))
     monkeypatch.setattr(profiling, "dump_memory_snapshot", lambda path: Path(path).touch())
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     job_config.training.device = "cuda"
     with pytest.raises(torch.OutOfMemoryError):
         run_out_of_memory(job_config)
