@@ -71,7 +71,7 @@ def batches(ranks: int) -> tuple[Tensor, Tensor]:
     tokens = torch.randint(
         256, (ranks * BATCH, SEQ_LEN + 1), generator=torch.Generator().manual_seed(1)
     )
-    return tokens[:, :-1], tokens[:, 1:]
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 def on_meta() -> Transformer:
@@ -212,12 +212,12 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
             PP: 2, SCHEDULE: "Interleaved1F1B", "parallelism__pipeline_parallel_microbatch_size": 2
         },
         "gpipe": {PP: 2, SCHEDULE: "GPipe"},
-        "zero bubble": {PP: 2, SCHEDULE: "ZBVZeroBubble"},
         "fsdp compiled": {"training__compile": True},
         "ddp compiled": {DP: 2, "training__compile": True},
         "compiled and checkpointed": {"training__compile": True, AC: "full"},
         "compiled, costly operations": {"training__compile": True, AC: "selective", OPTION: "op"},
     },
+    "v-shaped": {"zero bubble": {PP: 2, SCHEDULE: "ZBVZeroBubble"}},
     "four ranks": {
         "fsdp": {},
         "hsdp": {DP: 2},

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from .rank_results import Results, each_rank
 
@@ -31,7 +32,6 @@ TWO_RANKS = (
     "interleaved",
     "interleaved larger microbatch",
     "gpipe",
-    "zero bubble",
     "fsdp compiled",
     "ddp compiled",
     "compiled and checkpointed",
@@ -88,6 +88,12 @@ def two_ranks(run_ranks: Callable[..., Results]) -> Results:
 @pytest.mark.parametrize("name", TWO_RANKS)
 def test_tensor_pipeline_and_compiled(two_ranks: Results, name: str) -> None:
     check(two_ranks, name)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="sends to itself, which gloo cannot")
+def test_v_shaped_pipeline(run_ranks: Callable[..., Results]) -> None:
+    check(run_ranks("parallelize_worker.py", 2, "v-shaped"), "zero bubble")
 
 
 @pytest.fixture(scope="module")

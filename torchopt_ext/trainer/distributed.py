@@ -196,6 +196,13 @@ def clip_grad_norm_(
         The norm before, 0-dim.
     """
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    for param in params:
+        grad = param.grad
+        if isinstance(grad, DTensor) and any(place.is_partial() for place in grad.placements):
+            # Sequence parallel leaves the sum over ranks to be made, and torch 2.11 then scales a
+            # copy instead of the gradient.
+            assert isinstance(param, DTensor)
+            param.grad = grad.redistribute(placements=param.placements)
     grads = [p.grad for p in params if p.grad is not None]
     norm = nn.utils.get_total_norm(grads, norm_type, False, foreach)
     if isinstance(norm, DTensor):  # of each rank's part
