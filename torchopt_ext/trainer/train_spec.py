@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from torchopt_ext.containers import LRSchedulersContainer, OptimizersContainer
 from torchopt_ext.containers.lr_schedulers import build_lr_schedulers
-from torchopt_ext.trainer.config import JobConfig
+from torchopt_ext.trainer.config import ConfigError, JobConfig
 from torchopt_ext.trainer.data import build_dataloader
 from torchopt_ext.trainer.metrics import MetricsProcessor
 from torchopt_ext.trainer.optimizers import build_optimizers
@@ -99,11 +99,11 @@ def get_train_spec(name: str) -> TrainSpec:
     """The TrainSpec of that name.
 
     Raises:
-        ValueError: there is none; names what is registered and how to register.
+        ConfigError: there is none; names what is registered and how to register.
     """
     if name not in _train_specs:
         known = ", ".join(map(repr, sorted(_train_specs))) or "none"
-        raise ValueError(
+        raise ConfigError(
             f"model.name is {name!r}, which is not registered (registered: {known}): call "
             "torchopt_ext.trainer.register_train_spec in a module that experimental.custom_import "
             "names"

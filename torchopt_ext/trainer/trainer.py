@@ -19,7 +19,6 @@ from torchopt_ext.trainer import distributed, ft
 from torchopt_ext.trainer.checkpoint import CheckpointManager
 from torchopt_ext.trainer.config import JobConfig
 from torchopt_ext.trainer.garbage import GarbageCollection
-from torchopt_ext.trainer.load_config import check_supported
 from torchopt_ext.trainer.metrics import MetricsProcessor, build_metrics_processor
 from torchopt_ext.trainer.model_converter import build_model_converters
 from torchopt_ext.trainer.optimizer_time import OptimizerTime
@@ -29,6 +28,7 @@ from torchopt_ext.trainer.parallelize import set_gradient_sync
 from torchopt_ext.trainer.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
 from torchopt_ext.trainer.skips import SkippedSteps
 from torchopt_ext.trainer.stop import StopOnSignal
+from torchopt_ext.trainer.supported import check_supported
 from torchopt_ext.trainer.train_spec import TrainSpec, get_train_spec
 from torchopt_ext.trainer.validate import Validator
 

@@ -1,0 +1,69 @@
+"""python -m torchopt_ext train: one process, or one of those that torchrun starts."""
+
+import logging
+import os
+import sys
+
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from torchopt_ext.trainer.config import ConfigError, JobConfig
+from torchopt_ext.trainer.load_config import load_config
+from torchopt_ext.trainer.supported import check_supported
+
+logger = logging.getLogger(__name__)
+
+
+def main(args: list[str]) -> int:
+    """Trains; returns the exit code.
+
+    It is 0 when training is complete or out of data, 2 for a wrong configuration and 143 after
+    SIGTERM, as the shell has it for a process that the signal ended.
+    """
+    rank, world_size = (
+        int(os.environ.get(key, d)) for key, d in (("RANK", "0"), ("WORLD_SIZE", "1"))
+    )
+    logging.basicConfig(format=f"%(asctime)s [{rank}] %(levelname)s %(message)s")
+    logging.getLogger("torchopt_ext").setLevel(logging.WARNING if rank else logging.INFO)
+    try:
+        job_config = load_config(args)
+        check_supported(job_config)
+        _check_seed_checkpoint(job_config, world_size)
+        return _train(job_config) or 0
+    except ConfigError as error:
+        print(f"torchopt_ext train: {error}", file=sys.stderr)
+        return 2
+
+
+def _check_seed_checkpoint(job_config: JobConfig, world_size: int) -> None:
+    """Rejects a job that cannot write a seed checkpoint, before anything is built."""
+    checkpoint = job_config.checkpoint
+    if not checkpoint.create_seed_checkpoint:
+        return
+    if world_size != 1:
+        raise ConfigError(
+            "checkpoint.create_seed_checkpoint writes the undivided model, which needs one "
+            f"process: WORLD_SIZE is {world_size}"
+        )
+    if not checkpoint.enable_checkpoint:
+        raise ConfigError(
+            "checkpoint.create_seed_checkpoint needs checkpoint.enable_checkpoint, which is false"
+        )
+
+
+@record
+def _train(job_config: JobConfig) -> int:
+    from torchopt_ext.trainer.trainer import Trainer  # what it imports takes longest
+
+    trainer = Trainer(job_config)
+    try:
+        if job_config.checkpoint.create_seed_checkpoint:
+            trainer.checkpointer.save(0, force=True)
+            logger.info("Created seed checkpoint")
+        else:
+            trainer.train()
+    finally:
+        trainer.close()
+    # Not after an error: other ranks may be waiting in a collective, and this would wait, too.
+    dist.destroy_process_group()
+    return 143 if trainer.stopped_by == "SIGTERM" else 0

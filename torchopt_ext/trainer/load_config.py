@@ -1,0 +1,333 @@
+"""From a TOML file and a command line to a JobConfig.
+
+The command line goes over the file, and the file over the defaults, as in torchtitan 0.2
+(torchtitan/config/manager.py). Both may use torchtitan's names of 0.1 and 0.2.
+"""
+
+import contextlib
+import dataclasses
+import difflib
+import importlib
+import io
+import re
+import tomllib
+import types
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from torchopt_ext.trainer.config import ConfigError, JobConfig
+from torchopt_ext.trainer.extras import import_extra
+
+_RENAMED = {
+    "checkpoint.enable": "checkpoint.enable_checkpoint",
+    "checkpoint.initial_load_model_weights_only": "checkpoint.initial_load_model_only",
+    "checkpoint.last_save_model_only": "checkpoint.model_weights_only",
+    "checkpoint.last_save_model_weights_only": "checkpoint.model_weights_only",
+    "compile.enable": "training.compile",
+    "config": "job.config_file",
+    "debug.deterministic": "training.deterministic",
+    "debug.seed": "training.seed",
+    "experimental.custom_args_module": "job.custom_config_module",
+    "job.print_config": "job.print_args",
+    "lr_scheduler.min_lr_factor": "lr_scheduler.lr_min",
+    "memory_estimation.enable": "memory_estimation.enabled",
+    "training.debug_moe_force_load_balance": "debug.moe_force_load_balance",
+    "training.local_batch_size": "training.batch_size",
+}
+"""What torchtitan 0.1 to 0.2.2 call otherwise, and `--config`."""
+
+
+def load_config(args: Sequence[str], prog: str = "python -m torchopt_ext train") -> JobConfig:
+    """The configuration that a command line asks for; `--help` prints all settings and exits.
+
+    Args:
+        args: `--config FILE`, also `--job.config_file FILE`, and `--section.field value` for any
+            setting; "-" and "_" are the same in names. A switch is `--section.field` or
+            `--section.no_field`. The items of a list stand between commas.
+        prog: what the help calls the command.
+
+    Raises:
+        ConfigError: a name, value, file or module is wrong; one sentence that says which, and for
+            a name the nearest valid one.
+        ImportError: tyro is not installed; says how to install it.
+    """
+    options = list(_options(args))
+    path = _given(options, "job.config_file")
+    file = _read(path) if path else {}
+    module = _given(options, "job.custom_config_module")
+    if module is None:
+        module = _given(_leaves({}, file), "job.custom_config_module")
+    cls = _extended(str(module)) if module else JobConfig
+    default = _from_file(cls, file, path)
+    return _from_options(cls, options, default, prog)
+
+
+def _given(options: Iterable[tuple[str, Any]], name: str) -> Any:
+    """The last value of a setting, which may have its other name; None: there is none."""
+    found = None
+    for given, value in options:
+        if given == name or _RENAMED.get(given) == name:
+            found = value[-1] if isinstance(value, list) and value else value
+    return found or None
+
+
+# ---- names and types -----------------------------------------------------------------------------
+
+
+def _settings(cls: Any) -> dict[str, Any]:
+    """Every setting of a configuration, as "section.field", and its type."""
+    settings: dict[str, Any] = {}
+    hints = get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        kind = hints[field.name]
+        inner = _settings(kind) if dataclasses.is_dataclass(kind) else {"": kind}
+        settings |= {f"{field.name}.{key}".rstrip("."): value for key, value in inner.items()}
+    return settings
+
+
+def _name_of(given: str, settings: Mapping[str, Any]) -> str:
+    """The setting that a name means.
+
+    Raises:
+        ConfigError: it means none.
+    """
+    name = given if given in settings else _RENAMED.get(given, given)
+    if name in settings:
+        return name
+    last = given.rpartition(".")[2]
+    near = [known for known in settings if known.rpartition(".")[2] == last]
+    sections = [] if "." in given else sorted({known.partition(".")[0] for known in settings})
+    near += difflib.get_close_matches(given, [*sections, *settings, *_RENAMED], n=1)
+    hint = f"did you mean {_RENAMED.get(near[0], near[0])}?" if near else "--help lists all"
+    raise ConfigError(f"there is no setting {given}: {hint}")
+
+
+def _check(kind: Any, value: Any) -> Any:
+    """A value of a file as a field of that type has it.
+
+    Raises:
+        TypeError: it is of another type.
+    """
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        for one in inner:
+            with contextlib.suppress(TypeError):
+                return _check(one, value)
+        raise TypeError
+    if origin is list:
+        if isinstance(value, str):
+            value = [item.strip() for item in value.split(",") if item.strip()]
+        if not isinstance(value, list):
+            raise TypeError
+        return [_check(inner[0], item) for item in value]
+    if kind is float and type(value) is int:
+        return float(value)
+    if origin is Literal:
+        fits = value in inner and type(value) in map(type, inner)
+    else:  # other types are an extension's: tyro checks them, if anything does
+        fits = type(value) is kind or kind not in (bool, int, float, str, types.NoneType)
+    if not fits:
+        raise TypeError
+    return value
+
+
+def _describe(kind: Any) -> str:
+    """What a setting of that type may be."""
+    named = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
+    if kind in named:
+        return named[kind]
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return f"one of {', '.join(map(repr, inner))}"
+    if origin is list:
+        return f"a list, each item {_describe(inner[0])}"
+    if origin in (Union, types.UnionType):
+        return " or ".join(_describe(one) for one in inner if one is not types.NoneType)
+    return str(kind)
+
+
+# ---- the file ------------------------------------------------------------------------------------
+
+
+def _read(path: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
+        text = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{path} cannot be read as TOML: {text}") from error
+
+
+def _leaves(
+    settings: Mapping[str, Any], table: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """A file's values by "section.field"; a table is a value only where a setting is one."""
+    for key, value in table.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict) and value and name not in settings:
+            yield from _leaves(settings, value, f"{name}.")
+        else:
+            yield name, value
+
+
+def _from_file(cls: type[JobConfig], file: Mapping[str, Any], path: str | None) -> JobConfig:
+    """The configuration of a file alone."""
+    config, settings, seen = cls(), _settings(cls), dict[str, str]()
+    sections = {name[: match.start()] for name in settings for match in re.finditer(r"\.", name)}
+    for given, value in _leaves(settings, file):
+        if given in sections:
+            if value == {}:
+                continue
+            raise ConfigError(f"{given} is {value!r} in {path}, expected a table [{given}]")
+        try:
+            name = _name_of(given, settings)
+            value = _check(settings[name], value)
+        except ConfigError as error:
+            raise ConfigError(f"in {path}, {error}") from error
+        except TypeError:
+            expected = _describe(settings[name])
+            raise ConfigError(f"{given} is {value!r} in {path}, expected {expected}") from None
+        if name in seen:
+            raise ConfigError(f"{path} sets {seen[name]} and {given}, which are the same setting")
+        seen[name] = given
+        section, _, field = name.rpartition(".")
+        target = config
+        for part in section.split(".") if section else ():
+            target = getattr(target, part)
+        setattr(target, field, value)
+    return config
+
+
+# ---- extensions ----------------------------------------------------------------------------------
+
+
+def _extended(module: str) -> type[JobConfig]:
+    """JobConfig with the sections and fields that a module's JobConfig adds or replaces."""
+    try:
+        extension = importlib.import_module(module).JobConfig
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"job.custom_config_module is {module!r}, which has to be a module with a dataclass "
+            f"JobConfig: {error}"
+        ) from error
+    try:
+        merged: type[JobConfig] = _merged(JobConfig, extension)
+        merged()
+    except TypeError as error:
+        raise ConfigError(f"{module}.JobConfig cannot extend JobConfig: {error}") from error
+    return merged
+
+
+def _merged(base: Any, extension: Any) -> Any:
+    """A dataclass with the fields of both; dataclasses of one name are merged, too."""
+    ours, theirs = get_type_hints(base), get_type_hints(extension)
+    fields: list[tuple[str, Any, Any]] = []
+    for name in (field.name for field in dataclasses.fields(extension)):
+        if name in ours and all(map(dataclasses.is_dataclass, (ours[name], theirs[name]))):
+            section = _merged(ours[name], theirs[name])
+            fields.append((name, section, dataclasses.field(default_factory=section)))
+    bases = (extension,) if issubclass(extension, base) else (extension, base)
+    return dataclasses.make_dataclass(base.__name__, fields, bases=bases)
+
+
+# ---- the command line ----------------------------------------------------------------------------
+
+
+def _options(args: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Each option's name, with "_" for "-", and what follows it."""
+    name, values = "", list[str]()
+    for arg in ["--help" if arg == "-h" else arg for arg in args]:
+        if arg.startswith("--") and arg != "--":
+            if name:
+                yield name, values
+            name, equals, value = arg[2:].partition("=")
+            name, values = name.replace("-", "_"), [value] if equals else []
+        elif not name:
+            raise ConfigError(f"{arg!r} belongs to no option: write --section.field value")
+        else:
+            values.append(arg)
+    if name:
+        yield name, values
+
+
+def _fits(kind: Any, values: list[str]) -> bool:
+    """Whether a setting of that type can be read from what stands on the command line."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return any(_fits(one, values) for one in inner)
+    if origin is list and get_origin(inner[0]) is list:
+        return all(_fits(inner[0], [value]) for value in values)
+    known = kind in (int, float, str, types.NoneType) or origin in (list, Literal)
+    if not known:
+        return True  # an extension's type, which tyro reads
+    if len(values) != 1:
+        return False
+    (text,) = values
+    if kind is types.NoneType:
+        return text == "None"
+    try:
+        _check(kind, kind(text) if kind in (int, float) else text)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _from_options(
+    cls: type[JobConfig], options: Iterable[tuple[str, list[str]]], default: JobConfig, prog: str
+) -> JobConfig:
+    """A configuration with the command line's changes."""
+    settings, args = _settings(cls), []
+    for given, values in options:
+        if given == "help":
+            args.append("--help")
+            continue
+        negated = ".no_" in given and given not in settings
+        name = _name_of(given.replace(".no_", ".", 1) if negated else given, settings)
+        kind = settings[name]
+        if kind is bool:
+            section, _, last = name.rpartition(".")
+            off = f"{section}.no_{last}"
+            if values:
+                raise ConfigError(f"{name} is a switch: write --{name} or --{off}, without a value")
+            args.append(f"--{off if negated else name}")
+            continue
+        if negated:
+            raise ConfigError(f"{name} is no switch: write --{name} value")
+        found = " ".join(map(repr, values)) or "without a value"
+        if not values or not _fits(kind, values):
+            raise ConfigError(f"{given} is {found}, expected {_describe(kind)}")
+        args += [f"--{name}={values[0]}"] if len(values) == 1 else [f"--{name}", *values]
+    tyro = import_extra("tyro", "reading a job's configuration")
+    registry, errors = tyro.constructors.ConstructorRegistry(), io.StringIO()
+    registry.primitive_rule(_list_rule)
+    try:
+        with contextlib.redirect_stderr(errors):
+            config: JobConfig = tyro.cli(
+                cls, prog=prog, args=args, default=default, registry=registry, use_underscores=True
+            )
+    except SystemExit as exit:
+        if exit.code in (0, None):
+            raise
+        raise ConfigError(_sentence(errors.getvalue())) from None
+    return config
+
+
+def _list_rule(info: Any) -> Any:
+    """Lets tyro read lists of strings with commas, as torchtitan's command line does."""
+    tyro = import_extra("tyro", "reading a job's configuration")
+    (item,) = get_args(info.type) if get_origin(info.type) is list else (None,)
+    if item is not str and get_origin(item) is not Literal:
+        return None
+
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="A,B,C,...",
+        instance_from_str=lambda args: _check(info.type, args[0]),
+        is_instance=lambda value: isinstance(value, list),
+        str_from_instance=lambda value: [",".join(value)],
+    )
+
+
+def _sentence(message: str) -> str:
+    """What tyro says, without its box."""
+    return " ".join(re.sub(r"[-─]{4,}|[│├┤╭╮╰╯]", " ", message).split())

@@ -1,0 +1,101 @@
+"""Which settings the Trainer honours."""
+
+from functools import reduce
+from typing import Any
+
+from torchopt_ext.trainer.config import ConfigError, JobConfig
+
+_NO_EXPERTS = "there is no expert parallelism"
+_NO_SEMI_SYNC = "replica groups synchronize in every step"
+_NO_HF = "models have no conversion from and to Hugging Face's names"
+_NO_BUDGET = "activations are recomputed by layer or operator"
+
+_UNSUPPORTED = {
+    "parallelism.enable_async_tensor_parallel": "tensor parallel communication is not overlapped",
+    "parallelism.module_fqns_per_model_part": "use pipeline_parallel_split_points",
+    "parallelism.pipeline_parallel_schedule_csv": "use a schedule of torch's by its name",
+    "parallelism.context_parallel_load_balancer": "sequences are divided as torch does",
+    "parallelism.expert_parallel_degree": _NO_EXPERTS,
+    "parallelism.expert_tensor_parallel_degree": _NO_EXPERTS,
+    "parallelism.expert_parallel_comm_backend": _NO_EXPERTS,
+    "checkpoint.enable_ft_dataloader_checkpoints": "the data's position is saved with the rest",
+    "checkpoint.initial_load_in_hf": _NO_HF,
+    "checkpoint.initial_load_in_hf_quantized": _NO_HF,
+    "checkpoint.last_save_in_hf": f"{_NO_HF}; export_safetensors keeps the model's own",
+    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": _NO_EXPERTS,
+    "activation_checkpoint.memory_budget": _NO_BUDGET,
+    "activation_checkpoint.visualize_memory_budget_pareto": _NO_BUDGET,
+    "compile.backend": "torch.compile uses inductor",
+    "comm.mode": "ranks communicate",
+    "memory_estimation.enabled": "memory is measured, in metrics",
+    "memory_estimation.disable_fake_mode": "memory is measured, in metrics",
+    "fault_tolerance.process_group": "replica groups communicate with gloo",
+    "fault_tolerance.process_group_timeout_ms": "torchft's timeout holds",
+    "fault_tolerance.semi_sync_method": _NO_SEMI_SYNC,
+    "fault_tolerance.sync_steps": _NO_SEMI_SYNC,
+    "fault_tolerance.should_quantize": _NO_SEMI_SYNC,
+    "fault_tolerance.fragment_sync_delay": _NO_SEMI_SYNC,
+    "fault_tolerance.fragment_update_alpha": _NO_SEMI_SYNC,
+    "debug.deterministic_warn_only": "training.deterministic rejects what is not deterministic",
+    "debug.moe_force_load_balance": _NO_EXPERTS,
+}
+"""Settings of torchtitan that have to keep their defaults, and why."""
+
+_AT_LEAST = {
+    "training.batch_size": 1,
+    "training.seq_len": 1,
+    "training.steps": 0,
+    "training.epochs": 0,
+    "training.max_consecutive_skips": 0,
+    "training.gc_freq": 1,
+    "lr_scheduler.warmup_steps": 0,
+    "metrics.log_freq": 1,
+    "profiling.profile_freq": 1,
+    "profiling.profiler_active": 1,
+    "profiling.profiler_warmup": 0,
+    "comm.init_timeout_seconds": 1,
+    "comm.train_timeout_seconds": 1,
+    "comm.trace_buf_size": 0,
+    "parallelism.pipeline_parallel_microbatch_size": 1,
+    "checkpoint.interval": 1,
+    "checkpoint.keep_latest_k": 0,
+    "checkpoint.load_step": -1,
+}
+
+
+def check_supported(job_config: JobConfig) -> None:
+    """Rejects settings that the Trainer cannot honour.
+
+    Raises:
+        ConfigError: names all of them, and why, or what was expected.
+    """
+    default = JobConfig()
+    wrong = [
+        f"{name} is {_get(job_config, name)!r}, but {why}"
+        for name, why in _UNSUPPORTED.items()
+        # None and "" both mean that there is none
+        if (_get(job_config, name) or None) != (_get(default, name) or None)
+    ]
+    if wrong:
+        raise ConfigError(f"settings that this Trainer does not support: {'; '.join(wrong)}")
+    wrong = [
+        f"{name} is {_get(job_config, name)}, expected {least} or more"
+        for name, least in _AT_LEAST.items()
+        if _get(job_config, name) < least
+    ]
+    if not job_config.training.max_norm > 0:
+        wrong.append(
+            f"training.max_norm is {job_config.training.max_norm}, expected a positive number, or "
+            "inf to measure only"
+        )
+    if job_config.activation_checkpoint.mode == "memory_budget":
+        wrong.append(f"activation_checkpoint.mode is 'memory_budget', but {_NO_BUDGET}")
+    compiled = job_config.compile.components
+    if job_config.training.compile and "model" not in compiled:
+        wrong.append(f"compile.components is {compiled}, expected 'model' among them")
+    if wrong:
+        raise ConfigError("; ".join(wrong))
+
+
+def _get(config: Any, name: str) -> Any:
+    return reduce(getattr, name.split("."), config)
