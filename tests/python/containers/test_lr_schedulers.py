@@ -200,6 +200,12 @@ def test_total_steps_replaces_training_steps(optimizers):
 # Fixed faults of the seed
 
 
+@pytest.mark.parametrize(("compat", "highest"), [(None, 1.0), ("seed", 8 / 9)])
+def test_seed_bug_the_full_learning_rate_was_never_reached(optimizers, compat, highest):
+    schedulers = second_generation(optimizers, 10, warmup_steps=2, compat=compat)
+    assert max(factors(schedulers, 11)) == pytest.approx(highest, rel=1e-15)
+
+
 @GENERATIONS
 @pytest.mark.parametrize("decay_type", ["linear", "sqrt"])
 def test_seed_bug_factor_went_negative_past_the_end(optimizers, build, decay_type):

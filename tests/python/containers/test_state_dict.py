@@ -478,12 +478,6 @@ WRONG = {
     "step": (f"state.{BIAS}.step", torch.zeros(2), "expected a count of steps"),
     "lr": (f"param_groups.{BIAS}.lr", "fast", r"lr' is 'fast', expected a value like 0\.01"),
     "betas": (f"param_groups.{BIAS}.betas", (0.9,), r"betas' is \(0\.9,\), expected"),
-    "only the first parameter's option was read": (
-        f"param_groups.{BIAS}.maximize",
-        True,
-        rf"'param_groups\.{BIAS}\.maximize' is True but 'param_groups\.layers\.2\.0\.weight\."
-        "maximize' is False, and both parameters are in one group here",
-    ),
 }
 
 
@@ -498,6 +492,21 @@ def test_a_value_that_does_not_fit_is_named_and_nothing_changes(
     before = copy.deepcopy(container.state_dict())
     with pytest.raises(ValueError, match=message):
         container.load_state_dict(with_value(source.state_dict(), key, value))
+    assert_same(container.state_dict(), before)
+
+
+@pytest.mark.parametrize(("name", "value"), [("maximize", True), ("lr", 0.5)])
+def test_seed_bug_only_the_first_parameters_options_were_read(
+    choice, parts, assert_same, name, value
+):
+    container = choice.container(parts)
+    before = copy.deepcopy(container.state_dict())
+    message = (
+        rf"'param_groups\.{BIAS}\.{name}' is {value} but 'param_groups\.layers\.2\.0\.weight\."
+        rf"{name}' is .*, and both parameters are in one group here"
+    )
+    with pytest.raises(ValueError, match=message):
+        container.load_state_dict(with_value(before, f"param_groups.{BIAS}.{name}", value))
     assert_same(container.state_dict(), before)
 
 

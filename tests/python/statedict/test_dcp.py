@@ -167,6 +167,14 @@ def other_shape(folder: Path) -> None:
     dcp.save({"optim": container(model, "fp32")}, checkpoint_id=folder)
 
 
+def other_names(folder: Path) -> None:
+    dcp.save({"optim": container(nn.Linear(9, 7).bfloat16(), "fp32")}, checkpoint_id=folder)
+
+
+def no_file(folder: Path) -> None:
+    (folder / "__0_0.distcp").unlink()
+
+
 def pickled_value(folder: Path) -> None:
     _, optimizer = job("container, fp32", 2, 1)
     optimizer.param_groups[0]["lr"] = Evil()
@@ -197,6 +205,8 @@ def file_elsewhere(folder: Path) -> None:
         (truncate, RuntimeError, "reading the optimizer state: rank 0"),
         (replace_metadata, RuntimeError, r"\.metadata refers to posix\.mkdir"),
         (pickled_value, RuntimeError, "Weights only load failed"),
+        (no_file, RuntimeError, "reading the optimizer state: rank 0"),
+        (other_names, KeyError, r"'state\.0\.weight\.step' is missing"),
         (other_shape, ValueError, r"exp_avg' has shape \(8, 9\), expected \(7, 9\)"),
     ],
 )
