@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -37,7 +37,11 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from torchopt_ext import FusedAdamW
-from torchopt_ext.containers import LRSchedulersContainer, OptimizersContainer
+from torchopt_ext.containers import (
+    LRSchedulersContainer,
+    OptimizersContainer,
+    OptimizersInBackwardContainer,
+)
 from torchopt_ext.statedict.dcp import load
 
 BLOCKS = 4
@@ -45,6 +49,7 @@ CLIPPED = {"max_grad_norm": 0.5}
 BF16 = {"state_dtype": torch.bfloat16}
 KINDS: dict[str, tuple[torch.dtype, type[torch.optim.Optimizer], dict[str, Any]]] = {
     "fp32": (torch.float32, FusedAdamW, CLIPPED),
+    "in backward": (torch.float32, FusedAdamW, {}),
     "torch's fp32": (torch.float32, torch.optim.AdamW, {}),
     "bf16": (torch.bfloat16, FusedAdamW, CLIPPED | BF16),
     "masters": (torch.bfloat16, FusedAdamW, CLIPPED | {"master_weights": "fp32"}),
@@ -99,9 +104,19 @@ def model_parts(layout: str, dtype: torch.dtype, seed: int) -> list[nn.Module]:
     if "fsdp" in layout:
         mesh = mesh_of(2, ranks // 2)["first"] if "tp" in layout else mesh_of(ranks)
         fully_shard(model, mesh=mesh)
+    if layout == "ep":  # as torchtitan: experts on a mesh of their own, sharded in both dimensions
+        for block in model.blocks.values():
+            place(block.up, mesh_of(2, ranks // 2), [Shard(1), Shard(0)])
+            for module in (block.norm, block.down):
+                place(module, mesh_of(ranks), [Shard(0)])
     if layout == "hsdp":
         fully_shard(model, mesh=mesh_of(2, ranks // 2))
     return [model]
+
+
+def place(module: nn.Module, mesh: DeviceMesh, placements: list[Shard]) -> None:
+    for name, param in module.named_parameters():
+        setattr(module, name, nn.Parameter(distribute_tensor(param.detach(), mesh, placements)))
 
 
 @functools.cache
@@ -128,10 +143,12 @@ class Job:
     def __init__(self, layout: str, kind: str, lr: float = 1e-2) -> None:
         self.layout = layout
         self.dtype, cls, kwargs = KINDS[kind]
-        if layout == "pp" and cls is FusedAdamW:
+        if layout == "pp" and "max_grad_norm" in kwargs:
             kwargs = kwargs | {"process_group": dist.group.WORLD}
         self.parts = model_parts(layout, self.dtype, seed=1)
-        self.optimizer = OptimizersContainer(self.parts, cls, {"lr": lr, **kwargs})
+        in_backward = kind == "in backward"
+        container = OptimizersInBackwardContainer if in_backward else OptimizersContainer
+        self.optimizer = container(self.parts, cls, {"lr": lr, **kwargs})
         self.lr_scheduler = LRSchedulersContainer(self.optimizer, lambda step: 1 / (step + 1))
         self.saved = {
             "model": Weights(self.parts),
@@ -141,8 +158,7 @@ class Job:
 
     def step(self, seed: int) -> None:
         params = [param for part in self.parts for param in part.parameters()]
-        for param, grad in zip(params, gradients(self.layout, self.dtype, seed), strict=True):
-            param.grad = grad
+        torch.autograd.backward(params, gradients(self.layout, self.dtype, seed))
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.lr_scheduler.step()

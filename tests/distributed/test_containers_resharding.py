@@ -21,7 +21,7 @@ LAYOUTS = {
     1: ["alone"],
     2: ["fsdp", "ddp", "tp", "pp"],
     3: ["fsdp", "ddp", "tp", "pp"],
-    4: ["fsdp", "ddp", "tp", "pp", "hsdp", "fsdp, tp"],
+    4: ["fsdp", "ddp", "tp", "pp", "hsdp", "fsdp, tp", "ep"],
 }
 """By number of ranks."""
 SAVES = [(0, "sync"), (3, "sync"), (3, "async")]
@@ -29,7 +29,8 @@ SAVES = [(0, "sync"), (3, "sync"), (3, "async")]
 WAYS = ["fresh", "after steps", "in place"]
 """statedict.dcp.load into a new container, and into one that has other state; dcp.load."""
 KINDS = ["fp32", "masters", "remainder"]
-FP32, BF16 = ["fp32", "torch's fp32"], ["bf16", "masters", "remainder", "torch's bf16"]
+FP32 = ["fp32", "in backward", "torch's fp32"]
+BF16 = ["bf16", "masters", "remainder", "torch's bf16"]
 CONVERTED = [(saved, kept) for kinds in (FP32, BF16) for saved, kept in product(kinds, kinds)]
 Case = list[Any]
 
