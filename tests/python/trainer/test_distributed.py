@@ -1,0 +1,184 @@
+"""Devices, process groups, seeds and contexts, on one process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torchopt_ext import _torch
+from torchopt_ext.trainer import distributed
+from torchopt_ext.trainer.config import ActivationCheckpoint, JobConfig
+from torchopt_ext.trainer.parallel_dims import ParallelDims
+from torchopt_ext.trainer.parallelize import checkpoint_activations, parallelize
+
+NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def on_cpu() -> JobConfig:
+    config = JobConfig()
+    config.training.device = "cpu"
+    return config
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[ParallelDims]:
+    """The group of a job that torchrun did not start."""
+    for name in NAMES:
+        monkeypatch.setenv(name, "")  # so that what is set is taken back
+        monkeypatch.delenv(name)
+    assert distributed.init_distributed(on_cpu()) == torch.device("cpu")
+    yield ParallelDims(1, -1, 1, 1, 1, world_size=1, enable_loss_parallel=True)
+    dist.destroy_process_group()
+
+
+def test_a_job_without_torchrun_is_a_group_of_one(alone: ParallelDims) -> None:
+    assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "gloo")
+    assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("0", "1")
+    mesh = alone.build_mesh("cpu")
+    loss = torch.tensor(2.5)
+    assert distributed.dist_mean(loss, mesh) == distributed.dist_max(loss, mesh) == 2.5
+    assert loss.item() == 2.5
+
+
+def test_all_groups_get_the_timeout(alone: ParallelDims, monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = alone.build_mesh("cpu")
+    seen = []
+    monkeypatch.setattr(_torch, "set_group_timeout", lambda *call: seen.append(call))
+    distributed.set_pg_timeouts(timedelta(seconds=7), mesh)
+    assert seen == [(timedelta(seconds=7), group) for group in (None, mesh.get_group())]
+
+
+def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = JobConfig()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert distributed.choose_device(config) == torch.device("cpu")
+    config.training.device = "cuda"
+    with pytest.raises(ValueError, match=r"device is 'cuda', .* LOCAL_RANK 0 needs 1 GPUs, but 0"):
+        distributed.choose_device(config)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    for device in ("auto", "cuda"):
+        config.training.device = device
+        assert distributed.choose_device(config) == torch.device("cuda", 1)
+    assert distributed.choose_device(on_cpu()) == torch.device("cpu")
+
+
+@pytest.mark.parametrize("seed", [0, 1234, 2**64 - 1])
+def test_seeds(alone: ParallelDims, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "")
+    mesh = alone.build_mesh("cpu")
+    distributed.set_determinism(mesh, torch.device("cpu"), seed)
+    drawn = torch.rand(3)
+    assert torch.initial_seed() == seed
+    assert os.environ["PYTHONHASHSEED"] == str(seed % 2**32)
+    for same in (mesh, None):  # rank 0's own seed, as it is
+        torch.manual_seed(seed)
+        distributed.set_determinism(same, torch.device("cpu"))
+        assert torch.equal(torch.rand(3), drawn)
+
+
+def test_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process of its own: it is a setting of all of torch."""
+    code = (
+        "import os, torch; from torchopt_ext.trainer.distributed import set_determinism;"
+        "set_determinism(None, torch.device('cpu'), 1, True);"
+        "assert torch.are_deterministic_algorithms_enabled();"
+        "assert os.environ['CUBLAS_WORKSPACE_CONFIG'] == ':4096:8'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "dtype", "kind"),
+    [
+        ((1, 1, 1, 1, 1), "bfloat16", torch.autocast),
+        ((2, 1, 1, 1, 1), "bfloat16", torch.autocast),
+        ((2, 1, 1, 1, 1), "float32", nullcontext),
+        ((1, 2, 1, 1, 1), "bfloat16", nullcontext),
+        ((1, 1, 2, 1, 1), "bfloat16", nullcontext),
+        ((1, 1, 1, 2, 1), "bfloat16", nullcontext),
+        ((1, 1, 1, 1, 2), "bfloat16", nullcontext),
+    ],
+)
+def test_autocast(
+    degrees: tuple[int, ...], dtype: str, kind: type, caplog: pytest.LogCaptureFixture
+) -> None:
+    world_size = max(degrees)
+    dims = ParallelDims(*degrees, world_size=world_size, enable_loss_parallel=True)
+    context = distributed.maybe_enable_amp(dims, dtype, "cpu")
+    assert type(context) is kind
+    for _ in range(2):  # a step each
+        with context:
+            assert torch.is_autocast_enabled("cpu") == (kind is torch.autocast)
+    assert ("tensor and pipeline parallel" in caplog.text) == (max(degrees[3:]) > 1)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(i): nn.Linear(2, 2) for i in range(4)})
+
+
+@pytest.mark.parametrize(
+    ("mode", "option", "checkpointed"),
+    [
+        ("none", "2", []),
+        ("full", "2", [0, 1, 2, 3]),
+        ("selective", "op", [0, 1, 2, 3]),
+        ("selective", "1", [0, 1, 2, 3]),
+        ("selective", "2", [1, 3]),
+        ("selective", "3", [2]),
+    ],
+)
+def test_checkpointed_layers(mode: str, option: str, checkpointed: list[int]) -> None:
+    model = Model()
+    before = list(model.state_dict())
+    config = ActivationCheckpoint(mode=mode, selective_ac_option=option)  # type: ignore[arg-type]
+    checkpoint_activations(model, config)
+    assert [i for i in range(4) if "forward" in vars(model.layers[str(i)])] == checkpointed
+    assert list(model.state_dict()) == before
+
+
+@pytest.mark.parametrize("option", ["0", "-1", "ops", ""])
+def test_invalid_checkpointing(option: str) -> None:
+    with pytest.raises(ValueError, match=f"selective_ac_option is '{option}', expected 'op' or"):
+        checkpoint_activations(Model(), ActivationCheckpoint(selective_ac_option=option))
+
+
+@pytest.mark.parametrize(
+    ("degrees", "settings", "message"),
+    [
+        ((1, 1, 1, 2, 1), {}, r"tensor_parallel_degree is 2, but Model's TrainSpec .* no tp_plan"),
+        (
+            (2, 1, 1, 1, 2),
+            {},
+            r"replicate_degree is 2 .* DDP goes with neither: use",
+        ),
+        (
+            (1, 1, 1, 1, 1),
+            {"enable_cpu_offload": True},
+            r"cpu_offload has no effect without FSDP",
+        ),
+    ],
+)
+def test_settings_that_do_not_go_together(
+    degrees: tuple[int, ...], settings: dict[str, object], message: str
+) -> None:
+    config = on_cpu()
+    for name, value in settings.items():
+        setattr(config.training, name, value)
+    size = degrees[0] * degrees[3] * degrees[4]
+    dims = ParallelDims(*degrees, world_size=size, enable_loss_parallel=True)
+    with pytest.raises(ValueError, match=message):
+        parallelize(Model(), None, dims, config)  # type: ignore[arg-type]
