@@ -24,6 +24,7 @@ from torchopt_ext.statedict import dcp
 from torchopt_ext.trainer import checkpoint_files as files
 from torchopt_ext.trainer import checkpoint_states as states_of
 from torchopt_ext.trainer.checkpoint_files import File, Manifest
+from torchopt_ext.trainer.checkpoint_writer import Planner, Writer
 from torchopt_ext.trainer.export import export_safetensors
 from torchopt_ext.trainer.staging import Staged
 
@@ -186,11 +187,16 @@ class CheckpointManager:
         """
         saving = files.saving_folder(self.folder, step)
         try:
-            writer = files.Writer(saving)
+            writer = Writer(saving)
             with all_or_none(self._group):
                 state = state.result() if isinstance(state, Staged) else state
-            alone = self._group is None
-            dcp_save(state, storage_writer=writer, process_group=self._group, no_dist=alone)
+            dcp_save(
+                state,
+                storage_writer=writer,
+                planner=Planner(writer),
+                process_group=self._group,
+                no_dist=self._group is None,
+            )
             manifest = Manifest(step, contents, self._gathered(writer.written))
             with all_or_none(self._group):
                 if self._rank == 0:

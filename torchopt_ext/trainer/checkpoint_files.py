@@ -11,13 +11,11 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 
 from torchopt_ext.statedict.dcp import Reader
@@ -57,49 +55,6 @@ class Manifest:
 
 
 # ---- writing -------------------------------------------------------------------------------------
-
-
-class _Summing:
-    """A file that is written from beginning to end, and its CRC-32."""
-
-    def __init__(self, stream: IO[bytes]) -> None:
-        self._stream, self.crc32 = stream, 0
-        self.tell, self.flush = stream.tell, stream.flush
-        self.fileno, self.close = stream.fileno, stream.close
-
-    def write(self, data: Any) -> int:
-        self.crc32 = zlib.crc32(data, self.crc32)
-        return self._stream.write(data)
-
-
-class _SummingFiles(FileSystem):
-    def __init__(self) -> None:
-        self.written: dict[str, File] = {}
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        with open(path, mode) as stream:
-            summing = _Summing(stream)
-            yield summing
-        name = Path(path).name
-        self.written[name] = File(os.path.getsize(path), summing.crc32)
-
-    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        super().rename(path, new_path)
-        self.written[Path(new_path).name] = self.written.pop(Path(path).name)
-
-
-class Writer(FileSystemWriter):
-    """torch's writer of checkpoints into folders, which notes what this process has written."""
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        super().__init__(path)
-        self.fs: _SummingFiles = _SummingFiles()
-
-    @property
-    def written(self) -> dict[str, File]:
-        """By name."""
-        return self.fs.written
 
 
 def saving_folder(folder: Path, step: int) -> Path:

@@ -361,6 +361,21 @@ def test_a_checkpoint_without_manifest_loads(tmp_path: Path) -> None:
     assert differences(resumed.contents(), job.contents()) == ["taken"]
 
 
+def test_torch_reads_a_checkpoint(tmp_path: Path) -> None:
+    """Equal values are saved once; 1, 1.0 and True are not equal here."""
+    job = Job(tmp_path)
+    job.lr_schedulers.schedulers[0].base_lrs = [1]
+    group = job.optimizers.param_groups[0]
+    group["eps"], group["weight_decay"], group["betas"] = 1.0, 1, (1.0, 0.5)
+    job.manager.save(1, force=True)
+    fresh = Job(tmp_path / "none", seed=1)
+    found = {"optimizer": fresh.optimizers.state_dict(), **fresh.model.state_dict()}
+    torch_dcp.load(found, checkpoint_id=folder_of(job, 1))
+    expected = {"optimizer": job.optimizers.state_dict(), **job.model.state_dict()}
+    assert differences(found.pop("optimizer"), expected.pop("optimizer")) == []
+    assert differences(found, expected) == []
+
+
 def test_a_checkpoint_of_another_model_is_rejected(tmp_path: Path) -> None:
     job = Job(tmp_path).train(until=2)
     job.model.extra = torch.nn.Linear(1, 1)

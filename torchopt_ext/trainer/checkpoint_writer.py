@@ -1,0 +1,110 @@
+"""torch's writer of distributed checkpoints: it sums what it writes, and writes a value once."""
+
+import os
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, Any
+
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+
+from torchopt_ext.trainer.checkpoint_files import File
+
+_FIXED = (bool, int, float, complex, str, type(None))
+_REPEATED = "torchopt_ext.repeated"
+"""Where a rank's plan has its repeated values, beside the paths of its keys."""
+
+
+class _Summing:
+    """A file that is written from beginning to end, and its CRC-32."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream, self.crc32 = stream, 0
+        self.tell, self.flush = stream.tell, stream.flush
+        self.fileno, self.close = stream.fileno, stream.close
+
+    def write(self, data: Any) -> int:
+        self.crc32 = zlib.crc32(data, self.crc32)
+        return self._stream.write(data)
+
+
+class _SummingFiles(FileSystem):
+    def __init__(self) -> None:
+        self.written: dict[str, File] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with open(path, mode) as stream:
+            summing = _Summing(stream)
+            yield summing
+        self.written[Path(path).name] = File(os.path.getsize(path), summing.crc32)
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.written[Path(new_path).name] = self.written.pop(Path(path).name)
+
+
+class Writer(FileSystemWriter):
+    """Writes a checkpoint's files; :class:`Planner` says which."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(path)
+        self.fs: _SummingFiles = _SummingFiles()
+        self.repeated: dict[str, str] = {}  # of all ranks, on the coordinator
+
+    @property
+    def written(self) -> dict[str, File]:
+        """This process's files, by name."""
+        return self.fs.written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        at = {result.index.fqn: result for own in results for result in own}
+        missing = {key: at[first] for key, first in self.repeated.items() if key not in at}
+        repeated = [replace(same, index=MetadataIndex(key)) for key, same in missing.items()]
+        super().finish(metadata, [*results, repeated])
+
+
+class Planner(DefaultSavePlanner):
+    """Plans a checkpoint in which equal plain values are one entry of a file, under all their keys.
+
+    A flat optimizer state has every option of a group once for each parameter. Saving each takes
+    half of the time where parameters are small. Any reader finds them, for the metadata says for
+    each key where in which file it is.
+    """
+
+    def __init__(self, writer: Writer) -> None:
+        super().__init__()
+        self._writer = writer
+
+    def create_local_plan(self) -> SavePlan:
+        first: dict[tuple[type, str], str] = {}
+        repeated: dict[str, str] = {}
+        for key, value in self.state_dict.items():
+            if _is_plain(value):
+                same = first.setdefault((type(value), repr(value)), key)
+                if same != key:
+                    repeated[key] = same
+        self.state_dict = {key: v for key, v in self.state_dict.items() if key not in repeated}
+        plan = super().create_local_plan()
+        return replace(plan, planner_data={**self.mappings, _REPEATED: repeated})
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        for plan in all_plans:
+            self._writer.repeated.update(plan.planner_data.pop(_REPEATED))
+        plans, metadata = super().create_global_plan(all_plans)
+        for key in self._writer.repeated:
+            metadata.state_dict_metadata.setdefault(key, BytesStorageMetadata())
+        return plans, metadata
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is told by its type and text."""
+    if type(value) in (list, tuple):
+        return all(type(item) in _FIXED for item in value)
+    return type(value) in _FIXED
