@@ -24,7 +24,6 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[2]))  # examples/
 
 from torchopt_ext.trainer.load_config import load_config
-
 from torchopt_ext.trainer.trainer import Trainer
 
 CASES: dict[int, list[Callable[[Path, list[str]], Any]]] = {1: [], 2: []}

@@ -12,11 +12,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # examples/
 
-from torchopt_ext.trainer.load_config import load_config
-
 from torchopt_ext import FusedAdamW
 from torchopt_ext.ops import lr_factor
 from torchopt_ext.trainer.data import build_dataloader
+from torchopt_ext.trainer.load_config import load_config
 
 
 def main() -> None:

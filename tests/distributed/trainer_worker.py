@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 sys.path.insert(0, str(Path(__file__).parents[2]))  # examples/
 
 from torchopt_ext.trainer.load_config import load_config
-
 from torchopt_ext.trainer.trainer import Trainer
 
 

@@ -1,0 +1,70 @@
+"""The jobs in examples/ run, and train alike: they differ in how the work is divided only."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from torchopt_ext.trainer.load_config import load_config
+
+pytestmark = [pytest.mark.timeout(150), pytest.mark.processes]
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+JOBS = sorted(path for path in EXAMPLES.glob("*.toml") if path.name != "demo.toml")
+STEPS = 3
+FAST = ("debug",)
+
+
+def ranks_of(job: Path) -> int:
+    """The number in the command that the file's comment says."""
+    [ranks] = re.findall(r"torchrun --nproc-per-node (\d)", job.read_text())
+    return int(ranks)
+
+
+def losses(
+    start: Callable[..., None], job: Path, ranks: int, folder: Path, *more: str
+) -> list[float]:
+    arguments = ("--config", str(job), "--job.dump_folder", str(folder), "--metrics.log_freq", "1")
+    start("trainer_worker.py", ranks, *arguments, "--training.steps", str(STEPS), *more)
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss_metrics/global_avg_loss"] for line in lines]
+
+
+@pytest.fixture(scope="module")
+def one_process(start_ranks: Callable[..., None], tmp_path_factory: pytest.TempPathFactory):
+    folder = tmp_path_factory.mktemp("one")
+    return losses(start_ranks, EXAMPLES / "debug.toml", 1, folder, "--training.batch_size", "16")
+
+
+def test_there_is_a_job_for_each() -> None:
+    parallelisms = "ddp zero fsdp hsdp tp fsdp_tp pp pp_interleaved fsdp_pp cp accumulation"
+    assert {job.stem for job in JOBS} >= {"debug", *parallelisms.split()}
+
+
+@pytest.mark.parametrize("job", JOBS, ids=[job.stem for job in JOBS])
+def test_jobs_read(job: Path) -> None:
+    config = load_config(["--config", str(job)])
+    assert config.model.name == "byte_llama"
+    assert job.read_text().startswith("# ")
+    assert config.job.dump_folder == f"out/{job.stem}"
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        pytest.param(job, id=job.stem, marks=[] if job.stem in FAST else [pytest.mark.slow])
+        for job in JOBS
+        if job.stem != "cp"  # needs GPUs
+    ],
+)
+def test_jobs_train_alike(
+    start_ranks: Callable[..., None], one_process: list[float], job: Path, tmp_path: Path
+) -> None:
+    found = losses(start_ranks, job, ranks_of(job), tmp_path)
+    tolerance = 1e-3 if "bfloat16" in job.read_text() else 1e-5
+    assert found == pytest.approx(one_process, rel=tolerance)
+    assert found[-1] < found[0]
