@@ -1,5 +1,8 @@
 """Runs a job as the command line would: its arguments are the command line's.
 
+Before these there may be "kill", a rank, a step and seconds: the rank is killed so long after the
+step begins.
+
 Every rank writes what it ended with to rank<n>.json in the job's folder: digests of its weights and
 optimizer state, steps, and why training stopped.
 """
@@ -8,7 +11,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +41,25 @@ def digest(values: dict[str, Any]) -> str:
     return found.hexdigest()
 
 
+def kill(trainer: Trainer, rank: int, step: int, seconds: float) -> None:
+    next_batch = trainer.next_batch
+
+    def begin(*args: Any) -> Any:
+        if trainer.step == step and dist.get_rank() == rank:
+            threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        return next_batch(*args)
+
+    trainer.next_batch = begin  # type: ignore[method-assign]
+
+
 def main() -> None:
     torch.set_num_threads(1)
-    config = load_config(sys.argv[1:])
+    args = sys.argv[1:]
+    killed = [args.pop(0) for _ in range(4)][1:] if args[0] == "kill" else []
+    config = load_config(args)
     trainer = Trainer(config)
+    if killed:
+        kill(trainer, int(killed[0]), int(killed[1]), float(killed[2]))
     try:
         trainer.train()
     finally:

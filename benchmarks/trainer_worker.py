@@ -1,0 +1,134 @@
+"""One rank of benchmarks/trainer.py: the Trainer beside loops written by hand, in turn."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # examples/
+
+from torchopt_ext import FusedAdamW
+from torchopt_ext.trainer.config import JobConfig
+from torchopt_ext.trainer.data import build_dataloader
+from torchopt_ext.trainer.train_spec import get_train_spec
+from torchopt_ext.trainer.trainer import Trainer
+
+CHUNK = 10  # steps in a row of one contender
+
+
+def job(flavor: str, ranks: int, seq_len: int) -> JobConfig:
+    config = JobConfig()
+    config.experimental.custom_import = "examples.byte_llama"
+    config.model.name, config.model.flavor = "byte_llama", flavor
+    training = config.training
+    training.device, training.seed, training.mixed_precision_param = "cpu", 1, "float32"
+    training.dataset, training.dataset_path = "text", str(Path(__file__).parents[1] / "docs")
+    training.batch_size, training.seq_len, training.steps = 4, seq_len, 0
+    config.parallelism.data_parallel_replicate_degree = ranks
+    config.parallelism.data_parallel_shard_degree = 1
+    config.activation_checkpoint.mode = "none"
+    config.metrics.enable_jsonl, config.metrics.log_freq = False, 10**9
+    return config
+
+
+class Loop:
+    """What one writes by hand: forward, backward, clip, AdamW, a schedule, the next batch."""
+
+    def __init__(self, config: JobConfig, ours: bool) -> None:
+        spec = get_train_spec("byte_llama")
+        args = spec.config[config.model.flavor]
+        args.update_from_config(config, None)
+        self.model = spec.cls.from_model_args(args)  # type: ignore[attr-defined]
+        self.model.init_weights()
+        ranks = dist.get_world_size()
+        self.forward: nn.Module = DistributedDataParallel(self.model) if ranks > 1 else self.model
+        options: dict[str, Any] = {"lr": 8e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
+        self.ours = ours
+        if ours:
+            options |= {"max_grad_norm": 1.0, "skip_nonfinite": True}
+            self.optimizer: Any = FusedAdamW(self.model.parameters(), **options)
+        else:
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True, **options)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1.0)
+        self.loss_fn = spec.build_loss_fn(config)
+        self.data: Iterator[Any] = iter(
+            build_dataloader(
+                dp_world_size=ranks, dp_rank=dist.get_rank(), tokenizer=None, job_config=config
+            )
+        )
+
+    def __call__(self) -> None:
+        for _ in range(CHUNK):
+            inputs, labels = next(self.data)
+            self.optimizer.zero_grad()
+            self.loss_fn(self.forward(inputs["input"]), labels).backward()
+            if not self.ours:
+                nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
+            self.schedule.step()
+
+
+class ByTrainer:
+    def __init__(self, config: JobConfig) -> None:
+        self.trainer, self.training = Trainer(config), config.training
+
+    def __call__(self) -> None:
+        self.training.steps += CHUNK
+        self.trainer.train()
+
+
+def measure(flavor: str, ranks: int, seq_len: int, rounds: int) -> dict[str, Any]:
+    config = job(flavor, ranks, seq_len)
+    by_trainer = ByTrainer(config)
+    contenders: dict[str, Callable[[], None]] = {
+        "Trainer": by_trainer,
+        "loop with FusedAdamW": Loop(config, ours=True),
+        "loop with torch's clip + fused AdamW": Loop(config, ours=False),
+    }
+    for contender in contenders.values():
+        contender()
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for turn in range(rounds):
+        order = list(contenders)
+        for name in order if turn % 2 else order[::-1]:
+            dist.barrier()
+            started = time.perf_counter()
+            contenders[name]()
+            times[name].append(1e3 * (time.perf_counter() - started) / CHUNK)
+    by_trainer.trainer.close()
+    loop = times["loop with FusedAdamW"]
+    over = [a - b for a, b in zip(times["Trainer"], loop, strict=True)]
+    return {
+        "model": flavor,
+        "tensors": sum(1 for _ in by_trainer.trainer.model_parts[0].parameters()),
+        "ranks": ranks,
+        "milliseconds": {name: statistics.median(taken) for name, taken in times.items()},
+        "quartiles": {name: statistics.quantiles(taken)[::2] for name, taken in times.items()},
+        "trainer_minus_loop": [statistics.median(over), *statistics.quantiles(over)[::2]],
+    }
+
+
+def main() -> None:
+    out, flavor, seq_len, rounds = Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:5])
+    torch.set_num_threads(1)
+    import os
+
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    result = measure(flavor, ranks, seq_len, rounds)
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
