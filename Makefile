@@ -19,7 +19,8 @@ DIST ?= dist
 JOBS := $(shell nproc)
 
 .PHONY: help install demo test test-python smoke test-all test-cpp test-sanitize test-gpu bench \
-	bench-zero bench-mixed-precision bench-gpu lint format wheel clean FORCE
+	bench-dtensor-host bench-in-backward bench-torchtitan bench-zero bench-mixed-precision bench-gpu \
+	lint format wheel clean FORCE
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -57,6 +58,15 @@ bench: $(VENV)/.installed ## Time the step beside torch's
 
 bench-mixed-precision: $(VENV)/.installed ## Time FSDPadaptOptimizer beside torch operators
 	$(PY) benchmarks/mixed_precision.py --out out/bench-mixed-precision
+
+bench-dtensor-host: $(VENV)/.installed ## Time the step over many small DTensors, on 1 and 2 ranks
+	$(PY) benchmarks/dtensor_host.py --out out/bench-dtensor-host
+
+bench-in-backward: $(VENV)/.installed ## Time updates inside backward
+	$(PY) benchmarks/in_backward.py --out out/bench-in-backward
+
+bench-torchtitan: $(VENV)/.installed ## Time the optimizer in torchtitan's Trainer; TORCH=2.11.0: 0.2
+	$(PY) benchmarks/torchtitan_step.py --out out/bench-torchtitan-$(TORCH)
 
 bench-zero: $(VENV)/.installed ## Time ZeroRedundancyOptimizer beside torch's, on 2 and 4 ranks
 	$(PY) benchmarks/zero.py --out out/bench-zero

@@ -11,10 +11,8 @@ import json
 import os
 import subprocess
 import sys
-from collections import Counter
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import report
 import torch
@@ -22,26 +20,13 @@ from adapt_cases import FUSED, IMPLEMENTATIONS, PLAIN, STEP, build_adapters, ste
 from cases import gradients_of
 from measure import measure
 from native import shared_library
+from operators import Operators
 from rows import Row, find
 from shapes import GPT2, QUICK_SETS, SETS, SMALL, Shapes, parameters
 from targets import Target, at_least
 from timing import Flush, wall_milliseconds
-from torch.utils._python_dispatch import TorchDispatchMode
 
 MOST_OPERATORS = 6  # of ours in a step, whatever the number of tensors
-
-
-class Operators(TorchDispatchMode):
-    """Counts operators, but for the profiler's marks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not str(func).startswith("profiler"):
-            self.count[str(func)] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def operators(implementation: str, shapes: Shapes) -> dict[str, int]:

@@ -7,31 +7,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import report
+from ranks import run_ranks
 from zero_worker import BALANCED, FULL, GREEDY, GREEDY_VIEW, LOCAL, TORCH
 
 Run = dict[str, Any]
-
-
-def run(ranks: int, rounds: int, width: int, state_mib: int) -> Run:
-    """The measurements of one world size."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "result.json"
-        worker = Path(__file__).with_name("zero_worker.py")
-        command = [
-            *[sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"],
-            *["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"],
-            *[str(worker), str(out), str(rounds), str(width), str(state_mib)],
-        ]
-        subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True)
-        return dict(json.loads(out.read_text()))
 
 
 def training(runs: list[Run]) -> list[str]:
@@ -147,7 +130,8 @@ def main() -> None:
     options = parser.parse_args()
     about = report.environment()
     about["threads"] = "1 for each rank"
-    runs = [run(n, options.rounds, options.width, options.state_mib) for n in options.ranks]
+    sizes = (options.rounds, options.width, options.state_mib)
+    runs = [run_ranks("zero_worker.py", ranks, *sizes) for ranks in options.ranks]
     sections = {
         "Steps: median of the slowest rank": table(runs),
         "Consolidation of the state on rank 0": consolidation(runs),

@@ -11,13 +11,12 @@ import json
 import os
 import statistics
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import sample
 from rows import paired
 from shapes import SETS, SMALL, Shapes, gpt2, parameters
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
@@ -92,16 +91,6 @@ class Subject:
             for t in state.values()
             if isinstance(t, torch.Tensor)
         )
-
-
-def sample(call: Callable[[], object]) -> float:
-    """Milliseconds from a barrier until the slowest rank is done."""
-    dist.barrier()
-    start = time.perf_counter()
-    call()
-    spent = torch.tensor((time.perf_counter() - start) * 1e3, dtype=torch.float64)
-    dist.all_reduce(spent, dist.ReduceOp.MAX)
-    return float(spent)
 
 
 def most(value: int) -> int:
