@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/bench-torchtitan"))
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--threads", type=int, default=2, help="of all ranks together")
-    parser.add_argument("--rounds", type=int, default=20, help="steps with each optimizer")
+    parser.add_argument("--rounds", type=int, default=30, help="steps with each optimizer")
     options = parser.parse_args()
     version = importlib.metadata.version("torchtitan")
     options.out.mkdir(parents=True, exist_ok=True)
