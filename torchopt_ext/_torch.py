@@ -262,10 +262,3 @@ def ops_worth_saving() -> frozenset[Any]:
             aten.max.default,  # scales for low precision
         }
     )
-
-
-def reduce_in_compiled_backward() -> None:
-    """Lets compiled autograd see the gradient reductions of DistributedDataParallel."""
-    import torch._dynamo
-
-    torch._dynamo.config.optimize_ddp = "python_reducer_without_compiled_forward"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from torchopt_ext.trainer.distributed import (  # noqa: E402
     dist_mean,
     get_train_context,
     maybe_enable_amp,
+    set_determinism,
+    set_pg_timeouts,
 )
 from torchopt_ext.trainer.parallel_dims import ParallelDims  # noqa: E402
 from torchopt_ext.trainer.parallelize import parallelize, set_gradient_sync  # noqa: E402
@@ -232,8 +235,22 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+def seeds(**settings: Any) -> dict[str, Any]:
+    """What each rank draws when rank 0's seed is shared, and whether its groups still work."""
+    mesh = dims_of(job(**settings)).build_mesh("cpu")
+    torch.manual_seed(100 + dist.get_rank())
+    set_determinism(mesh, torch.device("cpu"))
+    set_pg_timeouts(timedelta(seconds=30), mesh)
+    dist.all_reduce(torch.ones(()), group=mesh.get_group(mesh.mesh_dim_names[0]))
+    return {"seed": torch.initial_seed()}
+
+
 def cases() -> dict[str, Callable[[], Any]]:
-    return {name: partial(compare, **settings) for name, settings in CASES[sys.argv[2]].items()}
+    chosen = sys.argv[2]
+    named = {name: partial(compare, **settings) for name, settings in CASES[chosen].items()}
+    if chosen == "data parallel":
+        named |= {"seeds of replicas": seeds, "seeds of stages": partial(seeds, **{PP: 2})}
+    return named
 
 
 if __name__ == "__main__":

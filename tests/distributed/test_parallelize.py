@@ -79,6 +79,13 @@ def test_mixed_precision(data_parallel: Results, name: str) -> None:
     assert all(result["gradients"] > 1e-3 for result in each_rank(data_parallel, name))
 
 
+def test_seeds(data_parallel: Results) -> None:
+    """Rank 0's for all, but pipeline stages count on from it: dropout shall differ."""
+    shared = [found["seed"] for found in each_rank(data_parallel, "seeds of replicas")]
+    stages = [found["seed"] for found in each_rank(data_parallel, "seeds of stages")]
+    assert (shared, stages) == ([100, 100], [100, 101])
+
+
 @pytest.fixture(scope="module")
 def two_ranks(run_ranks: Callable[..., Results]) -> Results:
     return run_ranks("parallelize_worker.py", 2, "two ranks")

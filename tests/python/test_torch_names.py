@@ -165,13 +165,9 @@ def test_names_for_the_trainer() -> None:
         dist.destroy_process_group()
     _torch.set_rotate_method("allgather")
     assert all(isinstance(op, torch._ops.OpOverload) for op in _torch.ops_worth_saving())
-    from torch._dynamo import config
     from torch.distributed.tensor import _random
 
     assert callable(_random.manual_seed)
-    with config.patch(optimize_ddp=config.optimize_ddp):
-        _torch.reduce_in_compiled_backward()
-        assert config.optimize_ddp == "python_reducer_without_compiled_forward"
     with _torch.compiled_autograd():
         pass
 

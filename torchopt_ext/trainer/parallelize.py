@@ -62,6 +62,12 @@ def parallelize(
         ValueError: settings that do not go together; says which.
     """
     config = job_config.parallelism
+    if config.enable_compiled_autograd and parallel_dims.world_size > 1:
+        raise ValueError(
+            "parallelism.enable_compiled_autograd needs one rank, but there are "
+            f"{parallel_dims.world_size}: torch cannot trace what DDP, FSDP2 and tensor parallel "
+            "do in backward"
+        )
     if job_config.training.enable_cpu_offload and not parallel_dims.fsdp_enabled:
         raise ValueError(
             "training.enable_cpu_offload has no effect without FSDP, of which this job has none: "
@@ -94,8 +100,6 @@ def parallelize(
                 f"tensor_parallel_degree {parallel_dims.tp} and pipeline_parallel_degree "
                 f"{parallel_dims.pp}, but DDP goes with neither: use data_parallel_shard_degree"
             )
-        if config.enable_compiled_autograd:
-            _torch.reduce_in_compiled_backward()
         _torch.replicate(model, device_mesh=world_mesh["dp_replicate"], bucket_cap_mb=100)
     return model
 

@@ -52,3 +52,36 @@ def test_rotated_products_depend_on_the_distance_only() -> None:
 def test_a_width_that_does_not_divide_into_heads_is_refused() -> None:
     with pytest.raises(ValueError, match=r"model\.dim 36 .* model\.n_heads 4"):
         Transformer(dim=36, n_layers=1, n_heads=4, max_seq_len=8)
+
+
+def test_initial_weights_depend_on_seed_and_name_only() -> None:
+    sizes = {"dim": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 12}
+    with torch.device("meta"):
+        late = Transformer(**sizes, seed=7)
+    late.to_empty(device="cpu")
+    late.init_weights()
+    torch.manual_seed(7)  # which is the seed where none is given
+    early = Transformer(**sizes)
+    whole = late.state_dict()
+    assert all(torch.equal(whole[name], value) for name, value in early.state_dict().items())
+    assert torch.equal(late.freqs_cis, early.freqs_cis)
+
+    stage = Transformer(**sizes, seed=7)
+    stage.embedding = None
+    del stage.layers["0"]
+    for weight in stage.parameters():
+        nn.init.zeros_(weight)
+    stage.init_weights()
+    parts = stage.state_dict()
+    assert set(parts) < set(whole)
+    assert all(torch.equal(whole[name], value) for name, value in parts.items())
+
+    other = Transformer(**sizes, seed=8)
+    matrices = {name: p for name, p in late.named_parameters() if p.dim() == 2}
+    assert not any(torch.equal(p, other.get_parameter(n)) for n, p in matrices.items())
+    assert not torch.equal(
+        matrices["layers.0.attention.wq.weight"], matrices["layers.1.attention.wq.weight"]
+    )
+    for name, weight in matrices.items():
+        std = 0.01 if name.endswith(("wo.weight", "w2.weight")) else 0.02  # 0.02 / sqrt(2 * 2)
+        assert weight.std().item() == pytest.approx(std, rel=0.1)

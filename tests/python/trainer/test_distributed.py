@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -177,8 +178,8 @@ def test_settings_that_do_not_go_together(
 ) -> None:
     config = on_cpu()
     for name, value in settings.items():
-        setattr(config.training, name, value)
-    size = degrees[0] * degrees[3] * degrees[4]
+        setattr(config.parallelism if "autograd" in name else config.training, name, value)
+    size = math.prod(degrees)
     dims = ParallelDims(*degrees, world_size=size, enable_loss_parallel=True)
     with pytest.raises(ValueError, match=message):
         parallelize(Model(), None, dims, config)  # type: ignore[arg-type]
