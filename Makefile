@@ -20,7 +20,7 @@ JOBS := $(shell nproc)
 
 .PHONY: help install demo test test-python smoke test-all test-cpp test-sanitize test-gpu bench \
 	bench-dtensor-host bench-in-backward bench-torchtitan bench-zero bench-mixed-precision bench-gpu \
-	lint format wheel clean FORCE
+	bench-trainer lint format wheel clean FORCE
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -70,6 +70,9 @@ bench-torchtitan: $(VENV)/.installed ## Time the optimizer in torchtitan's Train
 
 bench-zero: $(VENV)/.installed ## Time ZeroRedundancyOptimizer beside torch's, on 2 and 4 ranks
 	$(PY) benchmarks/zero.py --out out/bench-zero
+
+bench-trainer: $(VENV)/.installed ## Time the Trainer beside loops written by hand
+	$(PY) benchmarks/trainer.py --out out/bench-trainer
 
 # ---- checks -------------------------------------------------------------------------------------
 test-cpp: $(VENV)/.installed ## Build and run the C++ tests

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import sys
 import time
@@ -26,8 +27,9 @@ from torchopt_ext.trainer.trainer import Trainer
 CHUNK = 10  # steps in a row of one contender
 
 
-def job(flavor: str, ranks: int, seq_len: int) -> JobConfig:
+def job(flavor: str, ranks: int, seq_len: int, folder: Path) -> JobConfig:
     config = JobConfig()
+    config.job.dump_folder = str(folder)
     config.experimental.custom_import = "examples.byte_llama"
     config.model.name, config.model.flavor = "byte_llama", flavor
     training = config.training
@@ -38,6 +40,8 @@ def job(flavor: str, ranks: int, seq_len: int) -> JobConfig:
     config.parallelism.data_parallel_shard_degree = 1
     config.activation_checkpoint.mode = "none"
     config.metrics.enable_jsonl, config.metrics.log_freq = False, 10**9
+    config.checkpoint.enable_checkpoint, config.checkpoint.interval = True, 10**9
+    config.checkpoint.async_mode = "async"
     return config
 
 
@@ -79,16 +83,54 @@ class Loop:
 
 
 class ByTrainer:
-    def __init__(self, config: JobConfig) -> None:
-        self.trainer, self.training = Trainer(config), config.training
+    """The Trainer, in chunks: its loop ends after each and is entered again."""
 
-    def __call__(self) -> None:
-        self.training.steps += CHUNK
+    def __init__(self, config: JobConfig) -> None:
+        self.trainer, self.config = Trainer(config), config
+        self.trainer.checkpointer.load = lambda step=-1: False  # type: ignore[method-assign]
+        self._save = self.trainer.checkpointer.save
+        # The last step of a job is always saved; a chunk's is none.
+        self.trainer.checkpointer.save = lambda step, force=False: self._save(step)  # type: ignore
+
+    def __call__(self, steps: int = CHUNK) -> None:
+        self.config.training.steps += steps
         self.trainer.train()
 
+    def asynchronous_saves(self, count: int) -> tuple[list[float], list[float]]:
+        """Milliseconds that a save stops training, and that a copy of the state takes."""
+        self.config.checkpoint.interval = 1
+        stops, copies = [], []
+        for _ in range(count):
+            self()
+            step = self.trainer.step
+            started = time.perf_counter()
+            self._save(step)
+            stops.append(1e3 * (time.perf_counter() - started))
+            self.trainer.checkpointer.maybe_wait_for_staging()
+            state = [p.detach() for part in self.trainer.model_parts for p in part.parameters()]
+            state += [v for s in self.trainer.optimizers.state.values() for v in s.values()]
+            started = time.perf_counter()
+            copy = [tensor.clone() for tensor in state]
+            copies.append(1e3 * (time.perf_counter() - started))
+            del copy
+        self.config.checkpoint.interval = 10**9
+        return stops, copies
 
-def measure(flavor: str, ranks: int, seq_len: int, rounds: int) -> dict[str, Any]:
-    config = job(flavor, ranks, seq_len)
+    def growth(self, steps: int) -> float:
+        """MiB by which this process grows over so many steps, after as many tenths to warm up."""
+        self(steps // 10)
+        before = resident()
+        self(steps)
+        return (resident() - before) / 2**20
+
+
+def resident() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def measure(config: JobConfig, rounds: int) -> dict[str, Any]:
+    flavor = config.model.flavor
     by_trainer = ByTrainer(config)
     contenders: dict[str, Callable[[], None]] = {
         "Trainer": by_trainer,
@@ -105,26 +147,28 @@ def measure(flavor: str, ranks: int, seq_len: int, rounds: int) -> dict[str, Any
             started = time.perf_counter()
             contenders[name]()
             times[name].append(1e3 * (time.perf_counter() - started) / CHUNK)
+    stops, copies = by_trainer.asynchronous_saves(4)
+    grown = by_trainer.growth(2000) if flavor == "debug" else None
     by_trainer.trainer.close()
     loop = times["loop with FusedAdamW"]
     over = [a - b for a, b in zip(times["Trainer"], loop, strict=True)]
     return {
         "model": flavor,
         "tensors": sum(1 for _ in by_trainer.trainer.model_parts[0].parameters()),
-        "ranks": ranks,
+        "ranks": dist.get_world_size(),
         "milliseconds": {name: statistics.median(taken) for name, taken in times.items()},
         "quartiles": {name: statistics.quantiles(taken)[::2] for name, taken in times.items()},
         "trainer_minus_loop": [statistics.median(over), *statistics.quantiles(over)[::2]],
+        "async_save_milliseconds": statistics.median(stops),
+        "copy_milliseconds": statistics.median(copies),
+        "grown_mib_in_2000_steps": grown,
     }
 
 
 def main() -> None:
     out, flavor, seq_len, rounds = Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:5])
     torch.set_num_threads(1)
-    import os
-
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    result = measure(flavor, ranks, seq_len, rounds)
+    result = measure(job(flavor, int(os.environ["WORLD_SIZE"]), seq_len, out.parent), rounds)
     if dist.get_rank() == 0:
         out.write_text(json.dumps(result))
     dist.destroy_process_group()
