@@ -24,10 +24,13 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(150)]
 
 
 @contextmanager
-def lighthouse() -> Iterator[str]:
+def lighthouse(min_replicas: int = 1) -> Iterator[str]:
     """torchft's server of quorums, on loopback: its address."""
     server = coordination.LighthouseServer(
-        bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=200, heartbeat_timeout_ms=1500
+        bind="127.0.0.1:0",
+        min_replicas=min_replicas,
+        join_timeout_ms=200,
+        heartbeat_timeout_ms=1500,
     )
     try:
         yield f"http://127.0.0.1:{server.address().rsplit(':', 1)[1]}"

@@ -1,9 +1,14 @@
 """Fault tolerance by torchft: the manager of this replica group, and its share of the data."""
 
-import importlib
+import os
+from collections.abc import Iterable
 from typing import Any
 
+from torch import nn
+
+from torchopt_ext.optim.local import local_gradients
 from torchopt_ext.trainer.config import JobConfig
+from torchopt_ext.trainer.extras import import_extra
 
 
 class FTManager:
@@ -39,13 +44,27 @@ class FTManager:
             return dp_degree, dp_rank
         return dp_degree * self.group_size, dp_degree * self.replica_id + dp_rank
 
+    def average_gradients(self, model_parts: Iterable[nn.Module]) -> None:
+        """Averages gradients over the replica groups of this step, after backward.
+
+        The ranks of a group hold the same parts of the model in each group. torchft notes an error
+        of communication, and the step is not committed.
+        """
+        if not self.enabled:
+            return
+        params = [p for part in model_parts for p in part.parameters() if p.grad is not None]
+        for work in [
+            self.manager.allreduce(grad) for grad in local_gradients(params, written=True)
+        ]:
+            work.wait()
+
 
 def init_ft_manager(job_config: JobConfig) -> FTManager:
     """The manager that `[fault_tolerance]` asks for.
 
     Raises:
         ImportError: fault tolerance without torchft.
-        ValueError: a group size or replica id out of range.
+        ValueError: a group size or replica id out of range; not started by torchrun.
     """
     config = job_config.fault_tolerance
     if not config.enable:
@@ -55,10 +74,9 @@ def init_ft_manager(job_config: JobConfig) -> FTManager:
             f"fault_tolerance.replica_id is {config.replica_id} of group_size "
             f"{config.group_size}, expected 0 <= replica_id < group_size"
         )
-    try:
-        torchft = importlib.import_module("torchft")
-    except ImportError as error:
-        raise ImportError("fault_tolerance.enable needs torchft: pip install torchft") from error
+    if os.environ.get("MASTER_PORT", "0") == "0":
+        raise ValueError("fault_tolerance.enable needs torchrun, whose store torchft uses")
+    torchft = import_extra("torchft", "fault_tolerance.enable")
     manager = torchft.Manager(
         pg=torchft.ProcessGroupGloo(),
         min_replica_size=config.min_replica_size,

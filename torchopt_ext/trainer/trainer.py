@@ -261,6 +261,7 @@ class Trainer(Stateful):
         """
         self.optimizers.zero_grad()
         loss = self._forward_backward(input_dict, labels)
+        self.ft_manager.average_gradients(self.model_parts)
         grad_norm = None
         if not self._clips_in_step:
             grad_norm = self._clip_grad_norm()
