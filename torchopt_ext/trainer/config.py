@@ -348,7 +348,7 @@ class MemoryEstimation:
 class FaultTolerance:
     enable: bool = False
     """Train replica groups that may come and go, with torchft."""
-    process_group: Literal["gloo", "nccl"] = "gloo"
+    process_group: str = "gloo"
     """torchft's backend between replica groups."""
     process_group_timeout_ms: int = 10000
     """Timeout of collectives between replica groups."""

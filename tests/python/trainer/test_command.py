@@ -1,0 +1,133 @@
+"""python -m torchopt_ext: commands, their exit codes, and what `train` calls."""
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from torchopt_ext.__main__ import COMMANDS, main
+from torchopt_ext.trainer.config import ConfigError, JobConfig
+
+pytest.importorskip("tyro")
+ROOT = Path(__file__).parents[3]
+
+
+class Spy:
+    """Stands for the Trainer and notes what is called."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self.stopped_by: str | None = None
+        self.fails: dict[str, BaseException] = {}
+        self.checkpointer = SimpleNamespace(
+            save=lambda step, force=False: self.note("save", step, force)
+        )
+
+    def note(self, name: str, *args: Any) -> None:
+        self.calls.append((name, *args))
+        if name in self.fails:
+            raise self.fails[name]
+
+    def __call__(self, job_config: JobConfig) -> "Spy":
+        self.note("build", job_config.training.steps)
+        return self
+
+    def train(self) -> None:
+        self.note("train")
+
+    def close(self) -> None:
+        self.note("close")
+
+
+@pytest.fixture
+def trainer(monkeypatch: pytest.MonkeyPatch) -> Spy:
+    module = pytest.importorskip("torchopt_ext.trainer.trainer")
+    spy = Spy()
+    monkeypatch.setattr(module, "Trainer", spy)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: spy.note("destroy"))
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    return spy
+
+
+def test_without_arguments_the_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    for args in ([], ["--help"]):
+        assert main(args) == 0
+        shown = capsys.readouterr().out
+        assert all(name in shown and does in shown for name, (_, does) in COMMANDS.items())
+    assert main(["trian"]) == 2
+    assert "no command trian: did you mean train?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("stopped_by", "code"), [(None, 0), ("data", 0), ("SIGTERM", 143)])
+def test_train(trainer: Spy, stopped_by: str | None, code: int) -> None:
+    trainer.stopped_by = stopped_by
+    assert main(["train", "--training.steps", "7"]) == code
+    assert trainer.calls == [("build", 7), ("train",), ("close",), ("destroy",)]
+
+
+def test_a_seed_checkpoint_is_saved_instead_of_training(trainer: Spy) -> None:
+    assert main(["train", "--checkpoint.enable", "--checkpoint.create_seed_checkpoint"]) == 0
+    assert trainer.calls[1:] == [("save", 0, True), ("close",), ("destroy",)]
+
+
+@pytest.mark.parametrize(
+    ("args", "world_size", "message"),
+    [
+        (["--checkpoint.create_seed_checkpoint"], "1", "needs checkpoint.enable_checkpoint"),
+        (
+            ["--checkpoint.create_seed_checkpoint", "--checkpoint.enable"],
+            "2",
+            "needs one process: WORLD_SIZE is 2",
+        ),
+        (["--training.step", "3"], "1", "did you mean training.steps?"),
+        (["--comm.mode", "local_tensor"], "1", "comm.mode is 'local_tensor'"),
+    ],
+)
+def test_wrong_configurations_end_with_one_sentence(
+    args: list[str],
+    world_size: str,
+    message: str,
+    trainer: Spy,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", world_size)
+    assert main(["train", *args]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("torchopt_ext train: ")
+    assert message in error
+    assert error.count("\n") == 1
+    assert trainer.calls == []
+
+
+def test_errors_of_a_job(
+    trainer: Spy,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    error_file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file))
+    trainer.fails["train"] = RuntimeError("gone wrong")
+    with pytest.raises(RuntimeError, match="gone wrong"):
+        main(["train"])
+    assert trainer.calls[1:] == [("train",), ("close",)]
+    assert "gone wrong" in error_file.read_text()  # @record: torchrun shows it
+    trainer.fails["build"] = ConfigError("model.name is wrong")
+    assert main(["train"]) == 2
+    assert "torchopt_ext train: model.name is wrong" in capsys.readouterr().err
+
+
+def test_importing_the_package_imports_neither_tyro_nor_the_trainer() -> None:
+    code = (
+        "import sys, torchopt_ext; print([m for m in sys.modules if m == 'tyro' "
+        "or m.startswith(('torchopt_ext.trainer', 'torchopt_ext.cli'))])"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert ran.stdout.strip() == "[]"

@@ -1,0 +1,407 @@
+"""A job's configuration: files, command lines, torchtitan's names, and what is rejected."""
+
+import ast
+import contextlib
+import dataclasses
+import importlib.metadata
+import importlib.util
+import inspect
+import sys
+import tomllib
+import types
+from collections.abc import Iterator
+from functools import reduce
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from torchopt_ext.trainer import config, quantize_config
+from torchopt_ext.trainer.config import ConfigError, JobConfig
+from torchopt_ext.trainer.load_config import load_config
+from torchopt_ext.trainer.supported import check_supported
+
+pytest.importorskip("tyro")
+FILES = {
+    version: Path(__file__).parent / f"torchtitan_{version}.toml" for version in ("0_1_0", "0_2_2")
+}
+# The names that issue 19 and the seed give to what torchtitan 0.1 and 0.2 call otherwise.
+RENAMED = {
+    "checkpoint.enable": "checkpoint.enable_checkpoint",
+    "checkpoint.initial_load_model_weights_only": "checkpoint.initial_load_model_only",
+    "checkpoint.last_save_model_only": "checkpoint.model_weights_only",
+    "checkpoint.last_save_model_weights_only": "checkpoint.model_weights_only",
+    "compile.enable": "training.compile",
+    "debug.deterministic": "training.deterministic",
+    "debug.seed": "training.seed",
+    "job.print_config": "job.print_args",
+    "lr_scheduler.min_lr_factor": "lr_scheduler.lr_min",
+    "memory_estimation.enable": "memory_estimation.enabled",
+    "training.local_batch_size": "training.batch_size",
+}
+HAS_TORCHTITAN = importlib.util.find_spec("torchtitan") is not None and (
+    importlib.metadata.version("torchtitan") == "0.2.2"
+)
+
+
+def get(config: Any, name: str) -> Any:
+    return reduce(getattr, name.split("."), config)
+
+
+def leaves(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "job.toml"
+    path.write_text(text)
+    return str(path)
+
+
+# ---- what is read --------------------------------------------------------------------------------
+
+
+def test_the_seed_s_defaults() -> None:
+    job = load_config([])
+    expected = {
+        "training.batch_size": 8,
+        "training.seq_len": 2048,
+        "training.max_norm": 1.0,
+        "training.steps": 10000,
+        "training.gc_freq": 50,
+        "training.seed": None,
+        "optimizer.lr": 8e-4,
+        "optimizer.implementation": "fused",
+        "lr_scheduler.warmup_steps": 200,
+        "parallelism.data_parallel_shard_degree": -1,
+        "checkpoint.enable_checkpoint": False,
+        "checkpoint.interval": 500,
+        "checkpoint.model_weights_only": False,
+        "comm.train_timeout_seconds": 100,
+        "experimental.custom_import": "",
+    }
+    assert {name: get(job, name) for name in expected} == expected
+    check_supported(job)
+
+
+@pytest.mark.parametrize("version", FILES)
+def test_every_setting_of_torchtitan_s_files(version: str) -> None:
+    values = dict(leaves(tomllib.loads(FILES[version].read_text())))
+    assert len(values) > 95
+    config = load_config(["--config", str(FILES[version])])
+    for name, value in values.items():
+        assert get(config, RENAMED.get(name, name)) == value, name
+    assert config.job.config_file == str(FILES[version])
+
+
+@pytest.mark.skipif(not HAS_TORCHTITAN, reason="needs torchtitan 0.2.2")
+def test_files_are_read_as_torchtitan_reads_them() -> None:
+    from torchtitan.config import ConfigManager
+
+    args = ["--job.config_file", str(FILES["0_2_2"]), "--training.local_batch_size", "5"]
+    theirs, ours = ConfigManager().parse_args(args), load_config(args)
+    for name, value in leaves(theirs.to_dict()):
+        if name != "experimental.custom_args_module":
+            assert get(ours, RENAMED.get(name, name)) == value, name
+
+
+@pytest.mark.skipif(not HAS_TORCHTITAN, reason="needs torchtitan 0.2.2")
+def test_command_lines_are_read_as_torchtitan_reads_them() -> None:
+    from torchtitan.config import ConfigManager
+    from torchtitan.config import JobConfig as Theirs
+
+    kinds = dict(settings_of(Theirs))
+    for name in ("job.config_file", "job.custom_config_module", "experimental.custom_args_module"):
+        del kinds[name]
+    for name in ("quantize.grouped_mm.float8.fqns", "quantize.grouped_mm.mx.fqns"):
+        kinds[name] = list[str]
+
+    @settings(max_examples=60, deadline=None)
+    @given(st.lists(options(kinds), max_size=5))
+    def check(chosen: list[list[str]]) -> None:
+        args = [arg for option in chosen for arg in option]
+        theirs, ours = ConfigManager().parse_args(args), load_config(args)
+        for name in kinds:
+            if name != "model.hf_assets_path":  # torchtitan puts tokenizer_path there
+                renamed = RENAMED.get(name, name)
+                if get(theirs, name) != get(Theirs(), name):
+                    assert get(ours, renamed) == get(theirs, name), (name, args)
+                else:
+                    assert get(ours, renamed) in (get(JobConfig(), renamed), get(theirs, name)), (
+                        name
+                    )
+
+    check()
+
+
+def settings_of(cls: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    hints = get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(hints[field.name]):
+            yield from settings_of(hints[field.name], f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}", hints[field.name]
+
+
+def options(kinds: dict[str, Any]) -> st.SearchStrategy[list[str]]:
+    """One option with a valid value, as it stands on a command line."""
+    return st.sampled_from(sorted(kinds)).flatmap(lambda name: option(name, kinds[name]))
+
+
+@st.composite
+def option(draw: st.DrawFn, name: str, kind: Any) -> list[str]:
+    spelled = name.replace("_", draw(st.sampled_from("_-")))
+    if kind is bool:
+        section, _, last = spelled.rpartition(".")
+        return [draw(st.sampled_from([f"--{spelled}", f"--{section}.no-{last}"]))]
+    value = draw(text_of(kind, name))
+    return [f"--{spelled}={value}"] if draw(st.booleans()) else [f"--{spelled}", value]
+
+
+def text_of(kind: Any, name: str = "") -> st.SearchStrategy[str]:
+    words = st.from_regex(r"[a-z][a-z0-9./_ -]{0,8}[a-z]", fullmatch=True)
+    if get_origin(kind) is Literal:
+        return st.sampled_from(get_args(kind))
+    if get_origin(kind) is list:
+        if get_origin(get_args(kind)[0]) is list:
+            return text_of(list[str])
+        return st.lists(words.map(str.strip), min_size=1, max_size=3).map(",".join)
+    if get_origin(kind) in (types.UnionType,) or type(kind).__name__ == "_UnionGenericAlias":
+        return st.one_of(*map(text_of, (one for one in get_args(kind))))
+    if kind is type(None):
+        return st.just("None")
+    if kind is int:
+        return (
+            st.integers(1, 1000).map(str) if name == "validation.steps" else st.integers().map(str)
+        )
+    if kind is float:
+        return st.floats(allow_nan=False).map(str)
+    assert kind is str
+    return words
+
+
+def test_an_extension_adds_and_replaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "extension_of_job.py").write_text(
+        "from dataclasses import dataclass, field\n"
+        "@dataclass\nclass Mine:\n    how_many: int = 3\n    '''How many of mine.'''\n"
+        "@dataclass\nclass Training:\n    steps: int = 77\n    image_size: int = 256\n"
+        "@dataclass\nclass JobConfig:\n    mine: Mine = field(default_factory=Mine)\n"
+        "    training: Training = field(default_factory=Training)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    text = "[mine]\nhow_many = 5\n[training]\nlocal_batch_size = 2\nimage_size = 64\n"
+    names = ["job.custom_config_module", "experimental.custom_args_module"]
+    for name in names:
+        section, key = name.split(".")
+        path = write(tmp_path, f"[{section}]\n{key} = 'extension_of_job'\n{text}")
+        config: Any = load_config(["--config", path, "--training.image_size", "65"])
+        assert isinstance(config, JobConfig)
+        assert (config.mine.how_many, config.training.image_size) == (5, 65)
+        assert (config.training.steps, config.training.batch_size) == (77, 2)
+        assert config.job.custom_config_module == "extension_of_job"
+        assert config.to_dict()["mine"] == {"how_many": 5}
+    with pytest.raises(ConfigError, match="no setting mine"):
+        load_config(["--mine.how_many", "4"])
+    config = load_config(["--mine.how_many", "4", f"--{names[0]}", "extension_of_job"])
+    assert config.mine.how_many == 4
+
+
+def test_the_command_line_goes_over_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path, "[training]\nsteps = 5\ncompile = true\nseq_len = 6\n")
+    config = load_config(["--config", path, "--training.steps=7", "--compile.no-enable"])
+    assert (config.training.steps, config.training.compile, config.training.seq_len) == (
+        7,
+        False,
+        6,
+    )
+
+
+def test_help_explains_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        load_config(["--help"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    for name, kind in settings_of(JobConfig):
+        assert f"--{name}" in shown
+        if kind is bool:
+            section, _, last = name.rpartition(".")
+            assert f"--{section}.no_{last}" in shown
+    assert "Steps to train." in shown
+
+
+def test_every_setting_has_a_text() -> None:
+    for module in (config, quantize_config):
+        for cls in ast.parse(inspect.getsource(module)).body:
+            if not isinstance(cls, ast.ClassDef) or cls.name == "JobConfig":
+                continue
+            for field, text in pairwise([*cls.body, ast.Pass()]):
+                assert not isinstance(field, ast.AnnAssign) or isinstance(text, ast.Expr), (
+                    ast.unparse(field)
+                )
+
+
+# ---- what is rejected ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--training.step", "3"], "no setting training.step: did you mean training.steps?"),
+        (["--optimizer.steps", "3"], "no setting optimizer.steps: did you mean training.steps?"),
+        (["--trainin.steps", "3"], "no setting trainin.steps: did you mean training.steps?"),
+        (["--training.localbatch_size", "3"], "did you mean training.batch_size?"),
+        (["--qqq", "3"], "there is no setting qqq: --help lists all"),
+        (["--training.steps", "x"], "training.steps is 'x', expected an integer"),
+        (["--training.steps", "1.5"], "training.steps is '1.5', expected an integer"),
+        (["--training.steps", "1", "2"], "training.steps is '1' '2', expected an integer"),
+        (["--training.steps"], "training.steps is without a value, expected an integer"),
+        (["--optimizer.lr=fast"], "optimizer.lr is 'fast', expected a number"),
+        (["--training.compile", "true"], "training.compile is a switch"),
+        (["--training.no_steps"], "training.steps is no switch"),
+        (["--optimizer.implementation", "best"], "expected one of 'for-loop', 'foreach', 'fused'"),
+        (["--optimizer.track", "norms,all"], "each item one of 'norms', 'lost_updates', 'digest'"),
+        (["100"], "'100' belongs to no option"),
+        (["--config", "nowhere.toml"], "nowhere.toml cannot be read as TOML: No such file"),
+        (["--job.custom_config_module", "nowhere"], "job.custom_config_module is 'nowhere'"),
+    ],
+)
+def test_wrong_options(args: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(args)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[training]\nstep = 3", "no setting training.step: did you mean training.steps?"),
+        ("[trainng]\n", "no setting trainng: did you mean training?"),
+        ("training = 3", "training is 3 in .*, expected a table"),
+        ("[training]\nsteps = '3'", "training.steps is '3' in .*, expected an integer"),
+        ("[training]\nsteps = true", "training.steps is True in .*, expected an integer"),
+        ("[training]\nsteps = 3.0", "training.steps is 3.0 in .*, expected an integer"),
+        ("[training]\nlocal_batch_size = 'x'", "training.local_batch_size is 'x' in"),
+        ("[training]\ncompile = 1", "training.compile is 1 in .*, expected true or false"),
+        ("[training]\nseed = 'x'", "training.seed is 'x' in .*, expected an integer"),
+        (
+            "[model]\nconverters = [1]",
+            "converters is .1. in .*, expected a list, each item a string",
+        ),
+        ("[checkpoint]\nasync_mode = 'on'", "async_mode is 'on' in .*, expected one of 'disabled'"),
+        ("[training]\nbatch_size = 1\nlocal_batch_size = 2", "which are the same setting"),
+        ("training", "cannot be read as TOML"),
+    ],
+)
+def test_wrong_files(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        load_config(["--config", write(tmp_path, text)])
+    assert "\n" not in str(error.value)
+    assert "job.toml" in str(error.value)
+
+
+NAMES = [name for name, _ in settings_of(JobConfig)]
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.sampled_from([f"--{name}" for name in NAMES]) | st.text(max_size=8), max_size=4))
+def test_any_command_line_is_read_or_rejected(args: list[str]) -> None:
+    assume(not any(arg in ("-h", "--help") or arg.startswith("--help=") for arg in args))
+    assume(not any("custom_config_module" in arg for arg in args))
+    with contextlib.suppress(ConfigError):
+        load_config(args)
+
+
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(name=st.sampled_from(NAMES), value=SCALARS | st.lists(SCALARS, max_size=2))
+def test_any_value_in_a_file_is_kept_or_rejected(tmp_path: Path, name: str, value: Any) -> None:
+    assume(name not in ("job.config_file", "job.custom_config_module"))
+    assume("None" not in repr(value))
+    assume("nan" not in repr(value))
+    section, _, key = name.rpartition(".")
+    literal = repr(value).replace("True", "true").replace("False", "false")
+    path = write(tmp_path, f"[{section}]\n{key} = {literal}\n")
+    try:
+        written = tomllib.loads(Path(path).read_text())
+    except (tomllib.TOMLDecodeError, UnicodeError):
+        assume(False)
+    found = reduce(dict.__getitem__, name.split("."), written)
+    try:
+        kept = get(load_config(["--config", path]), name)
+    except ConfigError as error:
+        kept, message = None, str(error)
+    if kept is None:
+        assert message.startswith(f"{name} is ")
+        assert "expected" in message
+    else:
+        assert kept == found or (isinstance(kept, list) and isinstance(found, str))
+        assert isinstance(kept, bool) == isinstance(found, bool)
+
+
+# ---- what the Trainer does not do ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("option", "named"),
+    [
+        ("--parallelism.expert_parallel_degree=2", "parallelism.expert_parallel_degree is 2"),
+        ("--parallelism.enable_async_tensor_parallel", "enable_async_tensor_parallel is True"),
+        ("--memory_estimation.enable", "memory_estimation.enabled is True"),
+        ("--comm.mode=fake_backend", "comm.mode is 'fake_backend'"),
+        ("--checkpoint.last_save_in_hf", "export_safetensors"),
+        ("--activation_checkpoint.mode=memory_budget", "mode is 'memory_budget'"),
+        ("--training.max_norm=0", "training.max_norm is 0.0, expected a positive number"),
+        ("--training.max_norm=nan", "training.max_norm is nan, expected a positive number"),
+        ("--training.gc_freq=0", "training.gc_freq is 0, expected 1 or more"),
+        ("--training.local_batch_size=0", "training.batch_size is 0, expected 1 or more"),
+    ],
+)
+def test_unsupported_settings(option: str, named: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        check_supported(load_config([option]))
+    assert named in str(error.value)
+
+
+@pytest.mark.parametrize("version", FILES)
+def test_all_unsupported_settings_of_a_file_are_named(version: str) -> None:
+    config = load_config(["--config", str(FILES[version])])
+    with pytest.raises(ConfigError) as error:
+        check_supported(config)
+    expected = {"memory_estimation.enabled", "fault_tolerance.semi_sync_method"}
+    if version == "0_2_2":
+        expected |= {"debug.moe_force_load_balance", "checkpoint.initial_load_in_hf"}
+    assert all(f"{name} is " in str(error.value) for name in expected)
+    assert "training.batch_size" not in str(error.value)
+
+
+def test_infinite_norm_and_converters_settings_are_accepted() -> None:
+    check_supported(load_config(["--training.max_norm=inf", "--float8.filter_fqns=output"]))
+
+
+def test_every_setting_is_read_or_rejected() -> None:
+    """A setting without effect is an error: each is read by the Trainer, or not supported."""
+    folder = Path(sys.modules[JobConfig.__module__].__file__ or "").parent
+    of_config = ("config.py", "quantize_config.py", "load_config.py")
+    source = "".join(
+        path.read_text()
+        for path in [*folder.rglob("*.py"), *(folder.parent / "containers").rglob("*.py")]
+        if path.name not in of_config
+    )
+    # Files' own settings, those for torchtitan's test suite, for TrainSpecs and for converters;
+    # data loaders take theirs whole; without experts there is nothing to overlap.
+    others = ("job.", "model.hf", "model.tokenizer", "float8.", "mx.", "quantize.")
+    for name in NAMES:
+        known = (
+            name.startswith(others) or ".dataloader." in name or "expert_parallel_overlap" in name
+        )
+        field = name.rpartition(".")[2]
+        assert known or f".{field}" in source or f'"{field}' in source, name
