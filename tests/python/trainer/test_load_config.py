@@ -223,6 +223,13 @@ def test_the_command_line_goes_over_the_file(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(("text", "items"), [("a,b", ["a", "b"]), (" a , b", ["a", "b"]), ("", [])])
+def test_lists_stand_between_commas(tmp_path: Path, text: str, items: list[str]) -> None:
+    assert load_config(["--model.converters", text]).model.converters == items
+    path = write(tmp_path, f"[model]\nconverters = '{text}'\n")  # as files for the seed have it
+    assert load_config(["--config", path]).model.converters == items
+
+
 def test_help_explains_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         load_config(["--help"])
