@@ -1,6 +1,6 @@
 """One replica group of one process, trained with torchft until the test says stop.
 
-fault_tolerance_worker.py FOLDER REPLICA KIND LIGHTHOUSE: appends a line of JSON to
+fault_tolerance_worker.py FOLDER REPLICA KIND: appends a line of JSON to
 FOLDER/REPLICA.steps for each committed step; some steps after FOLDER/stop exists, all groups end
 together, with their state in FOLDER/REPLICA.pt.
 """
@@ -34,10 +34,11 @@ KINDS: dict[str, dict[str, Any]] = {
 TIMEOUT = timedelta(seconds=20)
 
 
-def main(folder: Path, replica: int, kind: str, lighthouse: str) -> None:
+def main(folder: Path, replica: int, kind: str) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(os.getpid())  # all but the first group take their weights from a peer
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    port = int(os.environ["MASTER_PORT"])
+    store = TCPStore("localhost", port, is_master=True, wait_for_workers=False)
     manager = torchft.Manager(
         pg=torchft.ProcessGroupGloo(timeout=TIMEOUT),
         load_state_dict=None,
@@ -45,11 +46,6 @@ def main(folder: Path, replica: int, kind: str, lighthouse: str) -> None:
         min_replica_size=1,
         timeout=TIMEOUT,
         quorum_timeout=TIMEOUT,
-        rank=0,
-        world_size=1,
-        store_addr="localhost",
-        store_port=store.port,
-        lighthouse_addr=lighthouse,
         replica_id=f"replica_{replica}",
         hostname="localhost",
     )
@@ -90,8 +86,9 @@ def main(folder: Path, replica: int, kind: str, lighthouse: str) -> None:
         with open(folder / f"{replica}.steps", "a") as file:
             print(json.dumps(line), file=file)
     torch.save({name: each.state_dict() for name, each in states.items()}, folder / f"{replica}.pt")
+    del store  # which the manager reads
     os._exit(0)  # torchft's threads may wait for others
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

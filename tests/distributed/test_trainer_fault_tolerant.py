@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from .test_fault_tolerance import lighthouse
+from .replica_groups import lighthouse
 from .test_trainer import JOB, STEPS
+
+pytest.importorskip("torchft")
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(150)]
 

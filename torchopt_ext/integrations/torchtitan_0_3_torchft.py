@@ -1,24 +1,23 @@
 """torchtitan 0.3 with torchft: its FaultTolerantTrainer builds torchopt_ext's optimizers.
 
-    torchrun ... -m torchtitan.train --module torchft.llama3 --config ... --override.imports \
-        torchopt_ext.integrations.torchtitan_0_3_torchft.optimizers \
-        torchopt_ext.integrations.torchtitan_0_3.lr_schedulers
+    def my_llama3() -> FaultTolerantTrainer.Config:
+        return use_torchopt_ext(llama3_torchft_debugmodel())
 
-or, in a config function of one's own, `use_torchopt_ext(llama3_torchft_debugmodel())`.
+That Trainer ignores `--override.imports` (torchtitan 0.3.0, experiments/torchft/trainer.py).
 """
 
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import nn
-from torchtitan.config.override import derive, override
+from torchtitan.config.override import derive
 from torchtitan.experiments.torchft import optimizer as stock
 
 from torchopt_ext.containers.fault_tolerant import FaultTolerant
 from torchopt_ext.containers.optimizers import check_compat
 from torchopt_ext.integrations import torchtitan_0_3
 
-__all__ = ["FTOptimizersContainer", "optimizers", "use_torchopt_ext"]
+__all__ = ["FTOptimizersContainer", "use_torchopt_ext"]
 
 
 class FTOptimizersContainer(FaultTolerant[Any], torchtitan_0_3.OptimizersContainer):
@@ -56,18 +55,21 @@ class FTOptimizersContainer(FaultTolerant[Any], torchtitan_0_3.OptimizersContain
         self._init_fault_tolerance(ft_manager.manager, ft_manager.use_async_quorum)
 
 
-@override(target=stock.TorchFTOptimizersContainer.Config, exact=True, description="torchopt_ext")
-def optimizers(config: Any, **fields: Any) -> FTOptimizersContainer.Config:
-    """Our optimizers for torchtitan's, with its settings; `fields` are of our `Config`."""
-    return derive(config, FTOptimizersContainer.Config, **fields)
-
-
 def use_torchopt_ext(config: Any, **fields: Any) -> Any:
-    """As :func:`torchtitan_0_3.use_torchopt_ext`, for a FaultTolerantTrainer.Config."""
+    """As :func:`torchtitan_0_3.use_torchopt_ext`, for a FaultTolerantTrainer.Config.
+
+    Args:
+        config: changed in place.
+        fields: of :class:`FTOptimizersContainer.Config`.
+
+    Raises:
+        TypeError: its optimizer or scheduler section belongs to another class of containers.
+        ValueError: unknown field.
+    """
     torchtitan_0_3.check_section(
         config.optimizer, stock.TorchFTOptimizersContainer, FTOptimizersContainer
     )
-    section = optimizers(config.optimizer, **fields)
+    section = derive(config.optimizer, FTOptimizersContainer.Config, **fields)
     torchtitan_0_3.use_schedules_and_stages(config)
     config.optimizer = section
     return config

@@ -19,6 +19,23 @@ def small() -> Trainer.Config:
     return _for_cpu(llama3_debugmodel())
 
 
+def fault_tolerant() -> Trainer.Config:
+    """`small` for the Trainer with torchft, with a quorum in every step."""
+    from torchtitan.experiments.torchft.llama3.config_registry import llama3_torchft_debugmodel
+
+    config = _for_cpu(llama3_torchft_debugmodel())
+    config.fault_tolerance.semi_sync_method = None
+    config.fault_tolerance.process_group = "gloo"
+    config.profiler.enable_profiling = False
+    return config
+
+
+def fault_tolerant_ours() -> Trainer.Config:
+    from torchopt_ext.integrations.torchtitan_0_3_torchft import use_torchopt_ext
+
+    return use_torchopt_ext(fault_tolerant())
+
+
 def moe() -> Trainer.Config:
     """The deepseek_v3 debug model: a dense layer, and one whose experts are kept balanced."""
     return _for_cpu(deepseek_v3_debugmodel())

@@ -36,7 +36,9 @@ def clip_whole_gradients(parameters: list[nn.Parameter], *args: Any, **kwargs: A
 dist_utils.clip_grad_norm_ = clip_whole_gradients
 
 
-class RecordingTrainer(Trainer):
+class Recording:
+    """Before a Trainer among a class's bases."""
+
     def __init__(self, job_config: JobConfig) -> None:
         super().__init__(job_config)
         path = f"{os.environ['METRICS_FILE']}.rank{os.environ['RANK']}"
@@ -66,6 +68,10 @@ class RecordingTrainer(Trainer):
             log(step, avg_loss, max_loss, grad_norm, extra_metrics)
 
         self.metrics_processor.log = log_and_write
+
+
+class RecordingTrainer(Recording, Trainer):
+    pass
 
 
 if __name__ == "__main__":

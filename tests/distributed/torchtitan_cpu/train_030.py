@@ -46,9 +46,14 @@ def log_and_write(
     _log(self, step, avg_loss, max_loss, grad_norm, extra_metrics=extra_metrics)
 
 
-if __name__ == "__main__":
-    metrics = sys.argv.pop(1)
+def run(path: str) -> None:
+    global metrics
+    metrics = path
     os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])
     MetricsProcessor.log = log_and_write
     trainer.time.sleep = lambda seconds: None  # two at the end, for ranks on other hosts
     main()
+
+
+if __name__ == "__main__":
+    run(sys.argv.pop(1))

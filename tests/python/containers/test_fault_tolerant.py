@@ -154,6 +154,7 @@ def test_seed_bug_the_state_dict_was_an_older_state(choice, parts, manager, trai
     container = build(choice, parts, manager)
     schedulers = LRSchedulersContainer(container, lambda step: 1 / (step + 1))
     container.init_cache_state_dict()
+    assert container.cache_state_dict["param_groups.layers.0.0.weight.lr"] == 1e-2
     train(container, parts, range(3))
     schedulers.step()
     for optimizer in container:
