@@ -177,6 +177,7 @@ def test_calls_of_a_step_come_in_the_order_of_torchtitan(behaviour):
             "CheckpointManager.save",
         ]
         assert found[implementation] == step * 2
+    assert min(found["seconds"]) > 0.05  # clipping is the optimizer's time, too
 
 
 @pytest.mark.parametrize("implementation", ["fused", "foreach"])

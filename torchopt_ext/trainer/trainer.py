@@ -205,6 +205,7 @@ class Trainer(Stateful):
         self.metrics_processor.optimizers = self.optimizers
         self._clips_in_step = job_config.optimizer.implementation == "fused"
         self._skips = SkippedSteps(job_config.training.max_consecutive_skips)
+        self._clip_time = OptimizerTime(self.device)  # where it is not part of the step
         self._optimizer_time = OptimizerTime(self.device)
         self.train_context = distributed.get_train_context(
             dims.loss_parallel_enabled, job_config.parallelism.enable_compiled_autograd
@@ -264,7 +265,8 @@ class Trainer(Stateful):
         self.ft_manager.average_gradients(self.model_parts)
         grad_norm = None
         if not self._clips_in_step:
-            grad_norm = self._clip_grad_norm()
+            with self._clip_time:
+                grad_norm = self._clip_grad_norm()
         self.checkpointer.maybe_wait_for_staging()
         if grad_norm is None or self._is_usable(grad_norm):
             with self._optimizer_time:
@@ -346,7 +348,7 @@ class Trainer(Stateful):
             "grad_norm": grad_norm.item(),
             "lr": self._step_lr,
             "skipped_steps": float(self._skips.total),
-            "time_metrics/optimizer(s)": self._optimizer_time.mean(),
+            "time_metrics/optimizer(s)": self._clip_time.mean() + self._optimizer_time.mean(),
         }
         self.metrics_processor.log(self.step, mean, largest, more)
 
