@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -73,8 +75,17 @@ def init_distributed(job_config: JobConfig) -> torch.device:
         on_host = job_config.training.enable_cpu_offload or saves_async
         backend = "cpu:gloo,cuda:nccl" if on_host else "nccl"
         _record_collectives(job_config)
+    timeout = timedelta(seconds=job_config.comm.init_timeout_seconds)
+    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    # When torchrun starts ranks again it keeps its store (dynamic_rendezvous.py), and with it the
+    # addresses of those before, to which gloo would connect.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     dist.init_process_group(
-        backend, timeout=timedelta(seconds=job_config.comm.init_timeout_seconds)
+        backend,
+        store=PrefixStore(f"attempt_{attempt}", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
     )
     return device
 
