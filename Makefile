@@ -50,7 +50,7 @@ $(VENV)/.installed: $(VENV)/.requirements $(SOURCES) $(if $(INSTALLED),,FORCE)
 install: $(VENV)/.installed ## Make the environment and install the package into it
 
 # ---- running ------------------------------------------------------------------------------------
-demo: $(VENV)/.installed ## Train a small language model on two ranks
+demo: $(VENV)/.installed ## Train a small model with the Trainer, kill a rank, resume, compare with torch
 	$(PY) examples/run_demo.py --out out/demo
 
 bench: $(VENV)/.installed ## Time the step beside torch's

@@ -1,5 +1,6 @@
-"""One picture of the two runs: loss, learning rate and gradient norm against steps."""
+"""One picture of the first two runs: loss, learning rate and gradient norm against steps."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -7,50 +8,57 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from config import JobConfig
 from matplotlib.axes import Axes
 
-Events = list[dict[str, Any]]
+from torchopt_ext.trainer.config import JobConfig
+
+Metrics = list[dict[str, float]]
 
 
-def series(events: Events, kind: str, key: str) -> tuple[list[int], list[float]]:
-    """Steps and values of one kind of event."""
-    found = [event for event in events if event["event"] == kind]
-    return [event["step"] for event in found], [event[key] for event in found]
+def series(metrics: Metrics, key: str) -> tuple[list[float], list[float]]:
+    """Steps and values of one metric; losses in bits."""
+    unit = math.log(2) if "loss" in key else 1
+    found = [line for line in metrics if key in line]
+    return [line["step"] for line in found], [line[key] / unit for line in found]
 
 
 def draw(
-    peace: Events, killed: Events, config: JobConfig, killed_step: int, title: str, path: Path
+    peace: Metrics,
+    killed: tuple[Metrics, Metrics],
+    config: JobConfig,
+    killed_step: int,
+    title: str,
+    path: Path,
 ) -> None:
-    """Draws the killed and resumed run over the uninterrupted one, which it should cover."""
-    restart = max(i for i, event in enumerate(killed) if event["event"] == "start")
-    resume_step = killed[restart]["step"]
-    runs: list[tuple[Events, str, dict[str, Any]]] = [
-        (peace, "uninterrupted run", {"color": "#f6c58f", "linewidth": 4.5}),
-        (killed[:restart], "second run until killed", {"color": "#1f5a94", "linewidth": 1}),
-        (killed[restart:], "second run resumed", {"color": "#157a4c", "linewidth": 1}),
+    """Draws the killed run, before and after, over the undisturbed one, which it should cover."""
+    before, after = killed
+    resume_step = after[0]["step"] - 1
+    runs: list[tuple[Metrics, str, dict[str, Any]]] = [
+        (peace, "undisturbed run", {"color": "#f6c58f", "linewidth": 4.5}),
+        (before, "second run until killed", {"color": "#1f5a94", "linewidth": 1}),
+        (after, "second run resumed", {"color": "#157a4c", "linewidth": 1}),
     ]
     figure, (loss, rate, norm) = plt.subplots(
         3, sharex=True, figsize=(9, 10), height_ratios=(2.2, 1, 1.3), layout="constrained"
     )
 
     def lines(axis: Axes, key: str, ylabel: str) -> None:
-        for events, name, style in runs:
-            axis.plot(*series(events, "train", key), label=f"training, {name}", **style)
+        for metrics, name, style in runs:
+            axis.plot(*series(metrics, key), label=f"training, {name}", **style)
         axis.axvline(killed_step, color="#b02a2a", linestyle="--", linewidth=1.2)
         axis.set_ylabel(ylabel)
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
 
-    lines(loss, "bits_per_byte", "loss (bits per byte)")
-    for events, label, style in (
-        (peace, "validation, uninterrupted run", {"color": "#f6c58f", "markersize": 10}),
-        (killed, "validation, second run", {"color": "black", "markersize": 4}),
+    lines(loss, "loss_metrics/global_avg_loss", "loss (bits per byte)")
+    for metrics, label, style in (
+        (peace, "validation, undisturbed run", {"color": "#f6c58f", "markersize": 10}),
+        (before + after, "validation, second run", {"color": "black", "markersize": 4}),
     ):
-        points = series(events, "validation", "bits_per_byte")
+        points = series(metrics, "validation_metrics/loss")
         loss.plot(*points, "o", label=label, markeredgecolor="black", clip_on=False, **style)
     loss.annotate(
-        f"killed after step {killed_step},\nresumed from the\ncheckpoint at step {resume_step}",
+        f"killed after step {killed_step},\nresumed from the\ncheckpoint at step {resume_step:.0f}",
         (killed_step, 0.6),
         xycoords=("data", "axes fraction"),
         xytext=(8, 0),
@@ -65,7 +73,7 @@ def draw(
     rate.set_ylim(bottom=0)
 
     lines(norm, "grad_norm", "gradient norm\nbefore clipping")
-    threshold = config.optimizer.max_grad_norm
+    threshold = config.training.max_norm
     norm.axhline(threshold, color="black", linewidth=1.2, linestyle=":")
     norm.annotate(
         f"clipped to {threshold:g} above the dotted line",

@@ -1,10 +1,7 @@
 from pathlib import Path
 
 import pytest
-import torch
-from data import TrainingData, is_held_out, load_text, source_files, windows
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from data import is_held_out, load_text, source_files
 
 
 @pytest.fixture
@@ -42,42 +39,3 @@ def test_the_standard_library_suffices_and_is_read_alike_twice() -> None:
     assert held_out.numel() > 100_000
     for part, again in zip((train, held_out), load_text(), strict=True):
         assert part.equal(again)
-
-
-@settings(max_examples=50, deadline=None)
-@given(
-    n=st.integers(1, 60),
-    seq_len=st.integers(1, 9),
-    batch_size=st.integers(1, 4),
-    world_size=st.integers(1, 3),
-    seed=st.integers(0, 2**31),
-)
-def test_an_epoch_deals_every_window_once(
-    n: int, seq_len: int, batch_size: int, world_size: int, seed: int
-) -> None:
-    text = torch.arange(n * (seq_len + 1) + seq_len, dtype=torch.int64)
-    ranks = [
-        TrainingData(
-            text, batch_size=batch_size, seq_len=seq_len, seed=seed, rank=r, world_size=world_size
-        )
-        for r in range(world_size)
-    ]
-    batches = -(-n // (batch_size * world_size))
-    drawn = torch.cat([data.next_batch() for _ in range(batches) for data in ranks])[:n]
-    assert drawn.sort(dim=0).values.equal(windows(text, seq_len))
-    assert drawn.shape == (n, seq_len + 1)
-
-
-def test_a_saved_position_goes_on_with_the_next_batch() -> None:
-    def make() -> TrainingData:
-        text = torch.randint(256, (1000,), generator=torch.Generator().manual_seed(1))
-        return TrainingData(text, batch_size=2, seq_len=7, seed=3, rank=1, world_size=2)
-
-    data, resumed = make(), make()
-    for _ in range(5):
-        data.next_batch()
-    resumed.load_state_dict(data.state_dict())
-    assert not make().next_batch().equal(resumed.next_batch())
-    assert resumed.position == 6
-    data.next_batch()
-    assert data.next_batch().equal(resumed.next_batch())

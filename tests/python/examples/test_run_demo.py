@@ -1,116 +1,165 @@
 import copy
 from pathlib import Path
-from typing import Any
 
 import pytest
 import run_demo
-from config import load_config
+import torch
+import torch.distributed.checkpoint as dcp
 from plot import draw
-from run_demo import DemoError, check, read_log
+from run_demo import DemoError
 
-Events = list[dict[str, Any]]
+from torchopt_ext.trainer.load_config import load_config
 
-
-def train(step: int) -> dict[str, Any]:
-    values = {"bits_per_byte": 8.0 / step, "lr": 1e-3, "grad_norm": 1.5}
-    return {"event": "train", "step": step, **values}
+Metrics = list[dict[str, float]]
+LOSS, VALIDATION = "loss_metrics/global_avg_loss", "validation_metrics/loss"
 
 
-START = {"event": "start", "parameters": 10, "train_bytes": 20, "held_out_bytes": 5}
-END = [
-    {"event": "validation", "step": 6, "bits_per_byte": 2.5},
-    {"event": "end", "step": 6, "sha256": "abc", "step_milliseconds": {"ours": 1.0, "torch": 2.0}},
-]
+def train(step: int, milliseconds: float = 100.0, optimizer: float = 4.0) -> dict[str, float]:
+    return {
+        "step": step,
+        LOSS: 8.0 / step,
+        "loss_metrics/global_max_loss": 9.0 / step,
+        "lr": 1e-3,
+        "grad_norm": 1.5,
+        "skipped_steps": 0.0,
+        "time_metrics/end_to_end(s)": milliseconds / 1e3,
+        "time_metrics/optimizer(s)": optimizer / 1e3,
+        "time_metrics/data_loading(s)": 1e-3,
+    }
 
 
 @pytest.fixture
-def peace() -> Events:
-    first = {"event": "validation", "step": 0, "bits_per_byte": 8.1}
-    return copy.deepcopy([{**START, "step": 0}, first, *map(train, range(1, 7)), *END])
+def peace() -> Metrics:
+    return [{"step": 0, VALIDATION: 5.6}, *map(train, range(1, 7)), {"step": 6, VALIDATION: 1.4}]
 
 
 @pytest.fixture
-def killed(peace: Events) -> Events:
-    resumed = [{**START, "step": 2}, *map(train, range(3, 7)), *END]
-    return copy.deepcopy(peace[:6] + resumed)
+def killed(peace: Metrics) -> Metrics:
+    """Up to step 4, and again from step 3."""
+    return copy.deepcopy(peace[:5]) + copy.deepcopy(peace[3:])
 
 
-def test_equal_runs_are_summed_up(peace: Events, killed: Events) -> None:
-    summary = check(peace, killed, resume_step=2, killed_step=4)
-    assert summary["sha256"] == summary["resumed_sha256"] == "abc"
-    assert (summary["bits_before"], summary["bits_after"]) == (8.1, 2.5)
-    assert summary["speedup"] == 2
-    assert (summary["steps"], summary["killed_step"], summary["resume_step"]) == (6, 4, 2)
+def test_equal_runs_pass_and_times_do_not_matter(peace: Metrics, killed: Metrics) -> None:
+    killed[-2] |= train(6, milliseconds=300)
+    run_demo.check_resume(peace, killed, resume_step=2)
+    before, after = run_demo.split_at_restart(killed)
+    assert (before[-1]["step"], after[0]["step"]) == (4, 3)
 
 
-def test_other_bits_in_the_end_fail(peace: Events, killed: Events) -> None:
-    killed[-1]["sha256"] = "abd"
-    with pytest.raises(DemoError, match="different bits: abc and abd"):
-        check(peace, killed, 2, 4)
+@pytest.mark.parametrize(
+    ("line", "key", "message"),
+    [
+        (5, "grad_norm", "Step 3 went differently after resuming"),
+        (8, "lr", "gradient norms of the two runs differ"),
+        (9, VALIDATION, "gradient norms of the two runs differ"),
+    ],
+)
+def test_the_last_bit_of_any_step_counts(
+    peace: Metrics, killed: Metrics, line: int, key: str, message: str
+) -> None:
+    killed[line][key] *= 1 + 2**-52
+    with pytest.raises(DemoError, match=message):
+        run_demo.check_resume(peace, killed, 2)
 
 
-def test_a_repeated_step_that_differs_fails(peace: Events, killed: Events) -> None:
-    killed[7]["grad_norm"] += 1e-12  # step 3, after resuming
-    with pytest.raises(DemoError, match="Step 3 went differently after resuming"):
-        check(peace, killed, 2, 4)
-
-
-def test_a_step_that_differs_between_the_runs_fails(peace: Events, killed: Events) -> None:
-    killed[-3]["lr"] *= 2  # step 6
-    with pytest.raises(DemoError, match="gradient norms of the two runs differ"):
-        check(peace, killed, 2, 4)
-
-
-def test_a_second_start_from_the_beginning_fails(peace: Events, killed: Events) -> None:
+def test_a_run_that_resumes_elsewhere_or_lacks_steps_fails(peace: Metrics, killed: Metrics) -> None:
     with pytest.raises(DemoError, match="went on from step 2, not 3"):
-        check(peace, killed, 3, 4)
+        run_demo.check_resume(peace, killed, 3)
+    with pytest.raises(DemoError, match="runs differ"):
+        run_demo.check_resume(peace, killed[:-2], 2)
+    with pytest.raises(DemoError, match="did not resume"):
+        run_demo.check_resume(peace, peace, 2)
 
 
-@pytest.mark.parametrize("after", [4.2, float("nan")])
-def test_a_model_that_hardly_learned_fails(peace: Events, killed: Events, after: float) -> None:
-    peace[-2]["bits_per_byte"] = after
+@pytest.mark.parametrize("after", [2.9, float("nan")])
+def test_a_model_that_hardly_learned_fails(peace: Metrics, after: float) -> None:
+    learned = run_demo.check_learning(peace, peace)
+    assert learned["bits_before"] == pytest.approx(4 * learned["bits_after"])
+    peace[-1][VALIDATION] = after
     with pytest.raises(DemoError, match="hardly learned"):
-        check(peace, killed, 2, 4)
+        run_demo.check_learning(peace, peace)
 
 
-def test_an_unfinished_run_fails(peace: Events, killed: Events) -> None:
-    with pytest.raises(DemoError, match="no 'end' event"):
-        check(peace, killed[:-1], 2, 4)
+def test_a_loss_that_torch_would_not_have_fails(peace: Metrics) -> None:
+    torchs = copy.deepcopy(peace[:4])
+    torchs[-1][LOSS] *= 1.03
+    with pytest.raises(DemoError, match="After step 3 the loss is"):
+        run_demo.check_learning(peace, torchs)
+
+
+def test_times_are_medians_without_the_first_steps() -> None:
+    slow = [train(step, 900.0, 90.0) for step in range(1, 11)]
+    ours = run_demo.step_times([*slow, train(11), train(12), train(13, 500.0)])
+    assert ours == pytest.approx(
+        {"whole step": 100, "clip and AdamW": 4, "data": 1, "forward, backward, the rest": 95}
+    )
+    torchs = run_demo.step_times([train(step, 108.0, 12.0) for step in range(11, 14)])
+    text = run_demo.table(ours, torchs)
+    assert "4.00 ms  4.0 %" in text
+    assert "12.00 ms 11.1 %" in text
+    assert "3.00 times as fast" in text
 
 
 def test_a_line_that_is_being_written_is_not_read(tmp_path: Path) -> None:
-    assert read_log(tmp_path) == []
-    (tmp_path / "log.jsonl").write_text('{"event": "start", "step": 0}\n{"event": "tra')
-    assert read_log(tmp_path) == [{"event": "start", "step": 0}]
+    assert run_demo.read_metrics(tmp_path) == []
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": null}\n{"step": 2, "lo')
+    [line] = run_demo.read_metrics(tmp_path)
+    assert line["step"] == 1
+    assert line["loss"] != line["loss"]
 
 
-def test_the_picture_is_drawn(
-    peace: Events, killed: Events, examples: Path, tmp_path: Path
-) -> None:
-    config = load_config(examples / "demo.toml")
-    draw(peace, killed, config, 4, "title", tmp_path / "demo.png")
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_fingerprint_sees_every_bit_of_weights_and_state(tmp_path: Path) -> None:
+    state = {"w": torch.arange(6.0).view(2, 3), "optimizer": {"state.w.step": torch.tensor(3.0)}}
+    found = set()
+    for number, change in enumerate([0.0, 2.0**-22, 0.0]):
+        state["optimizer"]["state.w.step"] = torch.tensor(3.0 + change)
+        dcp.save(copy.deepcopy(state), checkpoint_id=tmp_path / str(number), no_dist=True)
+        sha256, weights = run_demo.fingerprint(tmp_path / str(number))
+        assert weights == 6
+        found.add(sha256)
+    assert len(found) == 2
+
+
+def test_the_picture_is_drawn(peace: Metrics, killed: Metrics, tmp_path: Path) -> None:
+    config = load_config(["--config", str(run_demo.JOB)])
+    parts = run_demo.split_at_restart(killed)
+    draw(peace, parts, config, 4, "title", tmp_path / "demo.png")
     assert (tmp_path / "demo.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
 def test_a_stage_that_fails_ends_with_a_sentence_and_a_status(
-    examples: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = tmp_path / "job.toml"
-    job.write_text((examples / "demo.toml").read_text().replace("lr = ", "rate = "))
+    job.write_text(run_demo.JOB.read_text().replace("lr = ", "lrate = "))
     monkeypatch.setattr(run_demo, "JOB", job)
     monkeypatch.setattr("sys.argv", ["run_demo.py", "--out", str(tmp_path / "out")])
     assert run_demo.main() == 1
-    assert f"make demo failed: {job}: optimizer.rate is not" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert "make demo failed: " in message
+    assert "optimizer.lrate" in message
 
 
-def test_a_run_that_fails_is_reported_with_its_last_words(
+TINY = (
+    *("--model.flavor", "debug", "--training.seq_len", "16", "--training.steps", "120"),
+    *("--validation.seq_len", "16", "--validation.steps", "1", "--checkpoint.interval", "60"),
+)
+
+
+@pytest.mark.timeout(110)
+@pytest.mark.processes
+def test_a_killed_run_of_the_job_resumes_with_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "train.py").write_text("import sys; sys.exit('the disk is on fire')")
-    monkeypatch.setattr(run_demo, "EXAMPLES", tmp_path)
-    monkeypatch.setattr(run_demo, "RANKS", 1)
-    with pytest.raises(DemoError, match=r"(?s)Run first ended with exit status 1.*disk is on fire"):
-        run_demo.run_to_end(tmp_path / "out", "first")
+    monkeypatch.setattr(run_demo, "TIME_LIMIT", 50)
+    peace = run_demo.run("peace", tmp_path / "peace", *TINY)
+    killed_folder = tmp_path / "killed"
+
+    def kill(process: object) -> None:
+        assert run_demo.kill_after(process, killed_folder, killed_folder / "checkpoint/step-60", 60)
+
+    killed = run_demo.run("killed", killed_folder, *TINY, meanwhile=kill)
+    run_demo.check_resume(peace, killed, 60)
+    ends = [tmp_path / name / "checkpoint/step-120" for name in ("peace", "killed")]
+    assert run_demo.fingerprint(ends[0]) == run_demo.fingerprint(ends[1])
