@@ -206,8 +206,8 @@ def test_validation_reads_the_same_data_every_time(behaviour):
     assert len({loss for _, loss in losses}) == 1
 
 
-def test_close_leaves_the_process_as_it_was(behaviour):
-    assert behaviour(1)[0]["closing"] == [False, True, True]
+def test_close_leaves_the_process_as_it_was_and_the_settings_in_a_file(behaviour):
+    assert behaviour(1)[0]["closing"] == [False, True, True, 1]
 
 
 def test_sigterm_at_one_rank_ends_all_after_one_step(behaviour):

@@ -181,12 +181,14 @@ def validation(folder: Path, shared: list[str]) -> Any:
 @case(1)
 def closing(folder: Path, shared: list[str]) -> Any:
     during = None
-    with trainer_of(folder, shared, "--training.steps", "1") as trainer:
+    settings = ("--training.steps", "1", "--job.save_config_file", "saved/config.json")
+    with trainer_of(folder, shared, *settings) as trainer:
         handler = signal.getsignal(signal.SIGTERM)
         trainer.train()
         during = gc.isenabled()
         restored = signal.getsignal(signal.SIGTERM) is handler
-    return [during, gc.isenabled(), restored]
+    saved = json.loads((folder / "saved/config.json").read_text())
+    return [during, gc.isenabled(), restored, saved["training"]["steps"]]
 
 
 @case(2)

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable
+from datetime import timedelta
 from typing import Any
 
 from torch import nn
@@ -64,7 +65,8 @@ def init_ft_manager(job_config: JobConfig) -> FTManager:
 
     Raises:
         ImportError: fault tolerance without torchft.
-        ValueError: a group size or replica id out of range; not started by torchrun.
+        ValueError: a group size or replica id out of range; an unknown process group; not started
+            by torchrun.
     """
     config = job_config.fault_tolerance
     if not config.enable:
@@ -74,11 +76,17 @@ def init_ft_manager(job_config: JobConfig) -> FTManager:
             f"fault_tolerance.replica_id is {config.replica_id} of group_size "
             f"{config.group_size}, expected 0 <= replica_id < group_size"
         )
+    if config.process_group not in ("gloo", "nccl"):
+        raise ValueError(
+            f"fault_tolerance.process_group is {config.process_group!r}, expected 'gloo' or 'nccl'"
+        )
     if os.environ.get("MASTER_PORT", "0") == "0":
         raise ValueError("fault_tolerance.enable needs torchrun, whose store torchft uses")
     torchft = import_extra("torchft", "fault_tolerance.enable")
+    kinds = {"gloo": torchft.ProcessGroupGloo, "nccl": torchft.ProcessGroupNCCL}
+    timeout = timedelta(milliseconds=config.process_group_timeout_ms)
     manager = torchft.Manager(
-        pg=torchft.ProcessGroupGloo(),
+        pg=kinds[config.process_group](timeout=timeout),
         min_replica_size=config.min_replica_size,
         load_state_dict=None,  # the checkpoint manager says what, once there is something
         state_dict=None,

@@ -29,8 +29,6 @@ _UNSUPPORTED = {
     "comm.mode": "ranks communicate",
     "memory_estimation.enabled": "memory is measured, in metrics",
     "memory_estimation.disable_fake_mode": "memory is measured, in metrics",
-    "fault_tolerance.process_group": "replica groups communicate with gloo",
-    "fault_tolerance.process_group_timeout_ms": "torchft's timeout holds",
     "fault_tolerance.semi_sync_method": _NO_SEMI_SYNC,
     "fault_tolerance.sync_steps": _NO_SEMI_SYNC,
     "fault_tolerance.should_quantize": _NO_SEMI_SYNC,

@@ -45,6 +45,11 @@ def cross_entropy_loss(pred: Tensor, labels: Tensor) -> Tensor:
 
 
 def build_cross_entropy_loss(job_config: JobConfig) -> LossFunction:
+    """`cross_entropy_loss`; compiled, if `compile.components` says so, but for DTensors."""
+    whole = job_config.parallelism.tensor_parallel_degree == 1
+    if job_config.training.compile and "loss" in job_config.compile.components and whole:
+        compiled: LossFunction = torch.compile(cross_entropy_loss)
+        return compiled
     return cross_entropy_loss
 
 

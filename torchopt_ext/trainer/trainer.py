@@ -1,10 +1,12 @@
 """Trainer: the training loop of torchtitan, on any device, with torchopt_ext's optimizer step."""
 
 import importlib
+import json
 import logging
 import time
 from collections.abc import Iterable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -87,6 +89,10 @@ class Trainer(Stateful):
         logger.info("Starting job: %s", job_config.job.description)
         if job_config.job.print_args:
             logger.info("Running with args: %s", job_config.to_dict())
+        if job_config.job.save_config_file and dist.get_rank() == 0:
+            file = Path(job_config.job.dump_folder, job_config.job.save_config_file)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(job_config.to_dict(), indent=2) + "\n")
         self.ft_manager = ft.init_ft_manager(job_config)
         self.parallel_dims = dims = _parallel_dims(job_config)
         self.world_mesh = dims.build_mesh(self.device.type)
