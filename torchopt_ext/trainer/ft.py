@@ -90,7 +90,8 @@ def init_ft_manager(job_config: JobConfig) -> FTManager:
         min_replica_size=config.min_replica_size,
         load_state_dict=None,  # the checkpoint manager says what, once there is something
         state_dict=None,
-        use_async_quorum=True,
+        # A quorum beside forward would read the model's state while FSDP2 has gathered parameters.
+        use_async_quorum=False,
         replica_id=f"torchopt_ext_ft_{config.replica_id}",
     )
     return FTManager(manager, config.group_size, config.replica_id)
