@@ -65,6 +65,7 @@ def draw(
         textcoords="offset points",
         color="#b02a2a",
     )
+    loss.set_ylim(bottom=0)
     loss.set_title(title)
     loss.legend(frameon=False)
 
