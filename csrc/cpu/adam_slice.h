@@ -4,7 +4,8 @@
 
 #include "cpu/kernel_table.h"
 #include "kernels/digest.h"
-#include "plan/chunk_table.h"
+#include "kernels/trace.h"
+#include "work/work_list.h"
 
 namespace torchopt_ext {
 

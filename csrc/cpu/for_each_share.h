@@ -5,8 +5,8 @@
 
 #include <algorithm>
 
-#include "kernels/float_mode.h"
-#include "plan/backend.h"
+#include "cpu/float_mode.h"
+#include "work/work_list.h"
 
 namespace torchopt_ext {
 

@@ -4,15 +4,15 @@
 #include <type_traits>
 
 #include "cpu/digest_words.h"
+#include "cpu/fetch_ahead.h"
 #include "cpu/kernel_table.h"
 #include "cpu/random_bits.h"
-#include "kernels/fetch_ahead.h"
+#include "cpu/sum_of_squares.h"
 #include "kernels/scaled_copy.h"
-#include "kernels/sum_of_squares.h"
 #if defined(__AVX512F__)
-#include "kernels/lane_avx512.h"
+#include "cpu/lane_avx512.h"
 #elif defined(__AVX2__)
-#include "kernels/lane_avx2.h"
+#include "cpu/lane_avx2.h"
 #endif
 
 namespace torchopt_ext {

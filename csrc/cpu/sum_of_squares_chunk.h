@@ -5,7 +5,7 @@
 
 #include "cpu/kernel_table.h"
 #include "kernels/block_rule.h"
-#include "plan/chunk_table.h"
+#include "work/work_list.h"
 
 namespace torchopt_ext {
 

@@ -5,7 +5,7 @@
 
 #include "cuda/adam_group.h"
 #include "cuda/cta.h"
-#include "plan/trace.h"
+#include "kernels/trace.h"
 
 namespace torchopt_ext {
 

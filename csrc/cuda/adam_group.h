@@ -9,7 +9,7 @@
 #include "kernels/digest.h"
 #include "kernels/remainder.h"
 #include "kernels/stochastic.h"
-#include "plan/chunk_table.h"
+#include "work/work_list.h"
 
 namespace torchopt_ext {
 

@@ -6,7 +6,8 @@
 
 #include "kernels/adam.h"
 #include "kernels/control.h"
-#include "plan/chunk_table.h"
+#include "kernels/trace.h"
+#include "work/work_list.h"
 
 namespace torchopt_ext {
 

@@ -1,5 +1,5 @@
 // Pass A as a CUDA kernel's body, a template over the block of threads (cta.h). Free of torch.
-// Block rule and lanes are the CPU's (kernels/sum_of_squares.h); what differs is who computes which
+// Block rule and lanes are the CPU's (cpu/sum_of_squares.h); what differs is who computes which
 // element.
 #pragma once
 

@@ -1,7 +1,10 @@
 // What a step plan does in a step: takes the gradients, and runs the two passes.
 #include <ATen/ops/empty_like.h>
 
+#include "cpu/passes.h"
+#include "cuda/passes.h"
 #include "plan/for_each_entry.h"
+#include "plan/on_cuda.h"
 #include "plan/step_plan.h"
 #include "plan/tensor_checks.h"
 #include "plan/tensor_fields.h"
@@ -105,7 +108,11 @@ void StepPlan::check_gradients_apart() const {
 }
 
 void StepPlan::accumulate(const at::Tensor& accumulator, bool normalize) const {
-  backend_for(device_).sum_of_squares(work_, accumulator, normalize);
+  if (on_cuda(device_)) {
+    cuda::sum_of_squares(work_, accumulator, normalize);
+  } else {
+    cpu::sum_of_squares(work_, accumulator);
+  }
 }
 
 // Asks for an entry's parameter and then for its version counter, which an atomic increment would
@@ -150,7 +157,7 @@ void StepPlan::update(const std::vector<GroupHyper>& groups, const at::Tensor& c
       dense_copies_[i].copy_(strided_params_[i].detach());
     }
   }
-  backend_for(device_).adam(work_, groups, control, traces_);
+  (on_cuda(device_) ? cuda::adam : cpu::adam)(work_, groups, control, traces_);
   for (const size_t i : copies) {
     strided_params_[i].detach().copy_(dense_copies_[i]);
   }

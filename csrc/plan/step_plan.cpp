@@ -167,9 +167,7 @@ void StepPlan::cut() {
                                  version_counter_of(*tensor) == version_counter_of(*before);
     }
   }
-  work_.chunks = make_chunks(work_.tensors);
-  work_.cumulative = cumulative_bytes(work_.tensors, work_.chunks);
-  work_.device_tables.reset();
+  work_.cut_chunks();
   if (work_.options.track != 0) {
     const auto on_device = at::TensorOptions().device(device_);
     const auto n = static_cast<int64_t>(size());

@@ -11,8 +11,9 @@
 #include <string>
 #include <vector>
 
-#include "plan/backend.h"
 #include "plan/tensor_fields.h"
+#include "work/passes.h"
+#include "work/work_list.h"
 
 namespace torchopt_ext {
 

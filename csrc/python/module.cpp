@@ -5,10 +5,11 @@
 
 #include "cpu/kernel_table.h"
 #include "kernels/control.h"
+#include "ops/loss_scale_update.h"
+#include "plan/step_checks.h"
 #include "python/carve.h"
 #include "python/optimizer_plan.h"
 #include "python/param_lists.h"
-#include "step_ops.h"
 
 namespace torchopt_ext {
 namespace {

@@ -6,9 +6,13 @@
 #include <algorithm>
 #include <iterator>
 
+#include "cpu/passes.h"
+#include "cuda/passes.h"
+#include "ops/control_update.h"
 #include "plan/for_each_entry.h"
+#include "plan/on_cuda.h"
+#include "plan/step_checks.h"
 #include "python/param_group.h"
-#include "step_ops.h"
 
 namespace torchopt_ext {
 namespace {
@@ -292,7 +296,7 @@ bool OptimizerPlan::step(const py::list& param_groups, const py::dict& state,
   }
   const ReleaseAtEnd releasing(*this);
   check_accumulator(accumulator);
-  backend_for(accumulator.device()).clear(accumulator);
+  (on_cuda(accumulator.device()) ? cuda::clear : cpu::clear)(accumulator);
   if (with_norm) {
     accumulate(0, accumulator, /*normalize=*/false);
   }

@@ -50,7 +50,7 @@ class OptimizerPlan {
   // if the plan no longer fits: objects were replaced, or a parameter without state has a gradient.
   bool collect(const pybind11::list& param_groups, const pybind11::dict& state);
 
-  // Pass A of one part, after collect(). `normalize`: see Backend::sum_of_squares.
+  // Pass A of one part, after collect(). `normalize`: see cuda/passes.h.
   void accumulate(size_t part, const at::Tensor& accumulator, bool normalize);
 
   // Pass B of every part, with its device's control block; then lets go of the gradients.
@@ -68,7 +68,7 @@ class OptimizerPlan {
 
   std::vector<at::Device> part_devices() const;
   int64_t gradients_copied() const;
-  // Of each part, norms and counts (plan/backend.h), and which parameters its rows are.
+  // Of each part, norms and counts (work/passes.h), and which parameters its rows are.
   std::vector<std::tuple<at::Tensor, at::Tensor, std::vector<int64_t>>> traces() const;
 
  private:

@@ -2,7 +2,7 @@
 
 #include <torch/csrc/autograd/python_variable.h>
 
-#include "step_ops.h"
+#include "plan/step_checks.h"
 
 namespace torchopt_ext {
 

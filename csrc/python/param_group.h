@@ -3,7 +3,7 @@
 
 #include <torch/csrc/utils/pybind.h>
 
-#include "plan/backend.h"
+#include "work/passes.h"
 
 namespace torchopt_ext {
 

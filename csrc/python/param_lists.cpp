@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "step_ops.h"
+#include "ops/scaled_copy.h"
 
 namespace torchopt_ext {
 namespace {

@@ -4,8 +4,8 @@
 
 #include <limits>
 
-#include "kernels/partition_balanced.h"
-#include "kernels/partition_greedy.h"
+#include "partition/balanced.h"
+#include "partition/greedy.h"
 
 namespace torchopt_ext {
 namespace {

@@ -10,7 +10,7 @@
 #include "cpu/adam_slice.h"
 #include "cuda/adam_body.h"
 #include "kernels/adam.h"
-#include "plan/trace.h"
+#include "kernels/trace.h"
 #include "support.h"
 
 namespace torchopt_ext {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -40,7 +41,10 @@ def test_quick_run(tmp_path: Path) -> None:
         assert sum(op == operation for _, op in ours) >= 3
     for row in rows:
         times = row["milliseconds"]
-        assert 0 < times["min"] <= times["q25"] <= times["median"] <= times["q75"] <= times["max"]
+        order = [times[key] for key in ("min", "q25", "median", "q75", "max")]
+        assert order[0] > 0
+        # A quartile of equal samples may round to less than they are.
+        assert all(a <= b * (1 + 1e-12) for a, b in itertools.pairwise(order))
         assert 1 <= len(times["samples"]) <= result["settings"]["rounds"]
     expected = {
         (OURS, "step"): 28,

@@ -1,16 +1,19 @@
-// The CPU back end of a step: one parallel region per pass over the whole work list.
+// One parallel region per pass over the whole work list.
+#include "cpu/passes.h"
+
+#include <ATen/ops/empty.h>
 #include <ATen/ops/scalar_tensor.h>
 
 #include <mutex>
 
 #include "cpu/adam_slice.h"
 #include "cpu/for_each_share.h"
-#include "cpu/scaled_copy.h"
 #include "cpu/sum_of_squares_chunk.h"
 #include "kernels/adam.h"
-#include "plan/trace.h"
+#include "kernels/scaled_copy.h"
+#include "kernels/trace.h"
 
-namespace torchopt_ext {
+namespace torchopt_ext::cpu {
 namespace {
 
 // Where pass A reads when it comes to chunk i; null if that is beyond the share or has no gradient.
@@ -23,7 +26,9 @@ const void* gradient_at(const WorkList& work, size_t i, size_t last) {
   return element(tensor.grad, element_size(tensor.grad_dtype), chunk.begin);
 }
 
-void sum_of_squares(const WorkList& work, const at::Tensor& accumulator, bool /*normalize*/) {
+}  // namespace
+
+void sum_of_squares(const WorkList& work, const at::Tensor& accumulator) {
   auto& total = *static_cast<ExactAccumulator*>(accumulator.data_ptr());
   std::mutex mutex;
   for_each_share(work, [&](size_t first, size_t last) {
@@ -53,30 +58,32 @@ void clear(const at::Tensor& accumulator) {
   *static_cast<ExactAccumulator*>(accumulator.data_ptr()) = {};
 }
 
-at::Tensor total(const at::Tensor& accumulator) {
-  const double sum =
-      accumulator_total(*static_cast<const ExactAccumulator*>(accumulator.const_data_ptr()));
+at::Tensor accumulator_total(const at::Tensor& accumulator) {
+  const double sum = torchopt_ext::accumulator_total(
+      *static_cast<const ExactAccumulator*>(accumulator.const_data_ptr()));
   return at::scalar_tensor(sum, accumulator.options().dtype(at::kDouble));
 }
 
-void control_update_cpu(const at::Tensor& control, const at::Tensor& accumulator,
-                        const std::optional<at::Tensor>& grad_scale,
-                        const std::optional<at::Tensor>& found_inf) {
+void control_update(const at::Tensor& control, const at::Tensor& accumulator,
+                    const std::optional<at::Tensor>& grad_scale,
+                    const std::optional<at::Tensor>& found_inf) {
   const FloatMode mode;
-  control_update(*static_cast<Control*>(control.data_ptr()),
-                 *static_cast<const ExactAccumulator*>(accumulator.const_data_ptr()),
-                 grad_scale ? grad_scale->const_data_ptr<float>() : nullptr,
-                 found_inf ? found_inf->const_data_ptr<float>() : nullptr);
+  torchopt_ext::control_update(*static_cast<Control*>(control.data_ptr()),
+                               *static_cast<const ExactAccumulator*>(accumulator.const_data_ptr()),
+                               grad_scale ? grad_scale->const_data_ptr<float>() : nullptr,
+                               found_inf ? found_inf->const_data_ptr<float>() : nullptr);
 }
 
-void loss_scale_update_cpu(const at::Tensor& control, const at::Tensor& found_inf,
-                           const at::Tensor& scale) {
+void loss_scale_update(const at::Tensor& control, const at::Tensor& found_inf,
+                       const at::Tensor& scale) {
   const FloatMode mode;
   const bool overflow = found_inf.scalar_type() == at::kFloat
                             ? *found_inf.const_data_ptr<float>() != 0.0f
                             : *found_inf.const_data_ptr<double>() != 0.0;
   scaler_update(*static_cast<Control*>(control.data_ptr()), overflow, *scale.data_ptr<float>());
 }
+
+namespace {
 
 // With more bytes of parameters than this, of which a step moves at least ten times as many, caches
 // hold little of what the step wrote first.
@@ -119,6 +126,8 @@ void sum_traces(const WorkList& work, const Control& control, const Traces& trac
     finish_trace(sum, control, work.tensors[t].grad != nullptr, norms + 2 * t, counts + 2 * t);
   }
 }
+
+}  // namespace
 
 void adam(const WorkList& work, const std::vector<GroupHyper>& groups, const at::Tensor& control,
           const Traces& traces) {
@@ -188,11 +197,51 @@ void adam(const WorkList& work, const std::vector<GroupHyper>& groups, const at:
   }
 }
 
-const bool registered = [] {
-  register_backend(at::kCPU, {sum_of_squares, clear, total, control_update_cpu,
-                              loss_scale_update_cpu, adam, scaled_copy_cpu});
-  return true;
-}();
+namespace {
+
+// A list that writes more than this leaves little of itself in the caches: stores past them spare
+// reading the lines first.
+constexpr int64_t kPastCaches = int64_t{64} << 20;
 
 }  // namespace
-}  // namespace torchopt_ext
+
+void scaled_copy(const WorkList& work, const at::Tensor& control, bool unscale) {
+  const auto& decision = *static_cast<const Control*>(control.const_data_ptr());
+  if (decision.skip != 0.0 || work.chunks.empty()) {
+    return;
+  }
+  const double factor = unscale ? decision.grad_factor : 1.0;
+  const bool past_caches = work.cumulative.back() > kPastCaches;
+  for_each_share(work, [&](size_t first, size_t last) {
+    const KernelTable& table = kernels();
+    for (size_t i = first; i < last; ++i) {
+      const Chunk& chunk = work.chunks[i];
+      const TensorWork& x = work.tensors[static_cast<size_t>(chunk.tensor)];
+      if (is_idle_copy(x.param, x.grad, x.param_dtype, factor)) {
+        continue;
+      }
+      char* to = static_cast<char*>(x.param) + chunk.begin * element_size(x.param_dtype);
+      const char* from =
+          static_cast<const char*>(x.grad) + chunk.begin * element_size(x.grad_dtype);
+      table.scaled_copy[static_cast<int>(x.param_dtype)][static_cast<int>(x.grad_dtype)](
+          to, from, factor, chunk.end - chunk.begin, past_caches && to != from);
+    }
+    if (past_caches) {
+      _mm_sfence();  // who comes next sees the stores past the caches
+    }
+  });
+}
+
+at::Tensor lr_factors(const Schedule& schedule, const at::Tensor& steps) {
+  at::Tensor factors = at::empty(steps.sizes(), steps.options().dtype(at::kDouble));
+  const auto* from = steps.const_data_ptr<int64_t>();
+  auto* to = factors.data_ptr<double>();
+  const FloatMode mode;
+  for (int64_t i = 0; i < steps.numel(); ++i) {
+    TORCH_CHECK_VALUE(from[i] >= 0, "step ", i, " is ", from[i], ", expected 0 or more");
+    to[i] = lr_factor(schedule, from[i]);
+  }
+  return factors;
+}
+
+}  // namespace torchopt_ext::cpu

@@ -1,5 +1,5 @@
 // The index arithmetic of both back ends, exhaustively over small sizes.
-#include "plan/chunk_table.h"
+#include "work/work_list.h"
 
 #include <gtest/gtest.h>
 

@@ -1,5 +1,7 @@
-// The CUDA back end of a step. Nothing here waits for the device: tables go up through pinned
-// memory when they change, and every scalar a kernel needs is read on the device.
+// Nothing here waits for the device: tables go up through pinned memory when they change, and every
+// scalar a kernel needs is read on the device.
+#include "cuda/passes.h"
+
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAException.h>
@@ -9,10 +11,9 @@
 
 #include "cuda/device_table.h"
 #include "cuda/launch.h"
-#include "plan/backend.h"
 #include "plan/tensor_checks.h"
 
-namespace torchopt_ext {
+namespace torchopt_ext::cuda {
 namespace {
 
 struct CudaTables : DeviceTables {
@@ -28,6 +29,8 @@ CudaTables& tables_of(const WorkList& work) {
   }
   return static_cast<CudaTables&>(*work.device_tables);
 }
+
+}  // namespace
 
 void sum_of_squares(const WorkList& work, const at::Tensor& accumulator, bool normalize) {
   const c10::cuda::CUDAGuard guard(accumulator.device());
@@ -53,7 +56,7 @@ void clear(const at::Tensor& accumulator) {
                                  at::cuda::getCurrentCUDAStream()));
 }
 
-at::Tensor total(const at::Tensor& accumulator) {
+at::Tensor accumulator_total(const at::Tensor& accumulator) {
   const c10::cuda::CUDAGuard guard(accumulator.device());
   at::Tensor sum = at::empty({}, accumulator.options().dtype(at::kDouble));
   launch_accumulator_total(accumulator.const_data_ptr<int64_t>(), sum.data_ptr<double>(),
@@ -62,9 +65,9 @@ at::Tensor total(const at::Tensor& accumulator) {
   return sum;
 }
 
-void control_update_cuda(const at::Tensor& control, const at::Tensor& accumulator,
-                         const std::optional<at::Tensor>& grad_scale,
-                         const std::optional<at::Tensor>& found_inf) {
+void control_update(const at::Tensor& control, const at::Tensor& accumulator,
+                    const std::optional<at::Tensor>& grad_scale,
+                    const std::optional<at::Tensor>& found_inf) {
   const c10::cuda::CUDAGuard guard(control.device());
   launch_control_update(
       static_cast<Control*>(control.data_ptr()), accumulator.const_data_ptr<int64_t>(),
@@ -73,14 +76,16 @@ void control_update_cuda(const at::Tensor& control, const at::Tensor& accumulato
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-void loss_scale_update_cuda(const at::Tensor& control, const at::Tensor& found_inf,
-                            const at::Tensor& scale) {
+void loss_scale_update(const at::Tensor& control, const at::Tensor& found_inf,
+                       const at::Tensor& scale) {
   const c10::cuda::CUDAGuard guard(control.device());
   launch_loss_scale_update(static_cast<Control*>(control.data_ptr()), found_inf.const_data_ptr(),
                            dtype_of(found_inf), scale.data_ptr<float>(),
                            at::cuda::getCurrentCUDAStream());
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
+
+namespace {
 
 // A learning rate in a CPU tensor is read here, one on the device by the device.
 std::vector<GroupArgs> group_args(const std::vector<GroupHyper>& groups) {
@@ -97,6 +102,8 @@ std::vector<GroupArgs> group_args(const std::vector<GroupHyper>& groups) {
   }
   return all;
 }
+
+}  // namespace
 
 void adam(const WorkList& work, const std::vector<GroupHyper>& groups, const at::Tensor& control,
           const Traces& traces) {
@@ -156,11 +163,16 @@ void scaled_copy(const WorkList& work, const at::Tensor& control, bool unscale) 
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-const bool registered = [] {
-  register_backend(at::kCUDA, {sum_of_squares, clear, total, control_update_cuda,
-                               loss_scale_update_cuda, adam, scaled_copy});
-  return true;
-}();
+// A negative step is a caller's error that only the host could see; it counts as warm-up.
+at::Tensor lr_factors(const Schedule& schedule, const at::Tensor& steps) {
+  const c10::cuda::CUDAGuard guard(steps.device());
+  at::Tensor factors = at::empty(steps.sizes(), steps.options().dtype(at::kDouble));
+  if (steps.numel() > 0) {
+    launch_lr_factor(schedule, steps.const_data_ptr<int64_t>(), factors.data_ptr<double>(),
+                     steps.numel(), at::cuda::getCurrentCUDAStream());
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  }
+  return factors;
+}
 
-}  // namespace
-}  // namespace torchopt_ext
+}  // namespace torchopt_ext::cuda

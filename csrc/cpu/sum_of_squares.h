@@ -10,10 +10,10 @@
 
 #include <type_traits>
 
+#include "cpu/fetch_ahead.h"
 #include "kernels/bins.h"
 #include "kernels/block_rule.h"
 #include "kernels/exact_accumulator.h"
-#include "kernels/fetch_ahead.h"
 
 namespace torchopt_ext {
 

@@ -1,10 +1,16 @@
-// scaled_copy_: checks the two lists, then one pass of the device's back end over all of them.
+// scaled_copy_: to[i] = from_[i], times the control block's grad_factor if `unscale`, converted;
+// nothing if the control block says skip. to[i] may be from_[i].
+#include "kernels/scaled_copy.h"
+
 #include <ATen/ops/empty_like.h>
 
-#include "kernels/scaled_copy.h"
-#include "plan/backend.h"
+#include "cpu/passes.h"
+#include "cuda/passes.h"
+#include "ops/operator.h"
+#include "ops/scaled_copy.h"
+#include "plan/on_cuda.h"
+#include "plan/step_checks.h"
 #include "plan/tensor_checks.h"
-#include "step_ops.h"
 
 namespace torchopt_ext {
 namespace {
@@ -94,12 +100,19 @@ void scaled_copy_(at::TensorList to, at::TensorList from, const at::Tensor& cont
     x.param_dtype = dtype_of(to[i]);
     x.grad_dtype = dtype_of(source);
   }
-  work.chunks = make_chunks(work.tensors);
-  work.cumulative = cumulative_bytes(work.tensors, work.chunks);
-  backend_for(control.device()).scaled_copy(work, control, unscale);
+  work.cut_chunks();
+  (on_cuda(control.device()) ? cuda::scaled_copy : cpu::scaled_copy)(work, control, unscale);
   for (const at::Tensor& tensor : to) {
     bump_version(tensor);
   }
 }
 
+namespace {
+
+// `from_`: Python's keyword would break the code that torch.compile writes.
+const Operator kScaledCopy(
+    "scaled_copy_", "(Tensor(a!)[] to, Tensor[] from_, Tensor control, *, bool unscale) -> ()",
+    scaled_copy_);
+
+}  // namespace
 }  // namespace torchopt_ext

@@ -1,10 +1,16 @@
-#include "plan/chunk_table.h"
+#include "work/work_list.h"
 
 #include <algorithm>
 
 #include "kernels/block_rule.h"
 
 namespace torchopt_ext {
+
+void WorkList::cut_chunks() {
+  chunks = make_chunks(tensors);
+  cumulative = cumulative_bytes(tensors, chunks);
+  device_tables.reset();
+}
 
 std::vector<Chunk> make_chunks(const std::vector<TensorWork>& tensors, int64_t chunk_elements) {
   std::vector<Chunk> chunks;

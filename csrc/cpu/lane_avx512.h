@@ -3,7 +3,7 @@
 
 #include <immintrin.h>
 
-#include "kernels/lane_avx2.h"
+#include "cpu/lane_avx2.h"
 
 namespace torchopt_ext {
 namespace {

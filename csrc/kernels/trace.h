@@ -1,10 +1,21 @@
-// From what a step saw of chunks to what it reports of tensors. Free of torch.
+// Tracking: what a step notes of each chunk while its values are in the cache, and what it reports
+// of each tensor.
 #pragma once
 
 #include "kernels/control.h"
-#include "plan/chunk_table.h"
 
 namespace torchopt_ext {
+
+// What to note, as bits of StepOptions::track.
+enum Track : uint32_t { kTrackNorms = 1, kTrackLost = 2, kTrackDigest = 4 };
+
+struct ChunkTrace {
+  double grad_sumsq;    // of the gradient as it is in memory, scaled
+  double update_sumsq;  // of what was added to the stored weight
+  int64_t lost;         // elements whose update rounded to nothing
+  uint64_t digest;      // kernels/digest.h
+};
+
 namespace {
 
 // Only what `track` asks for (Track).

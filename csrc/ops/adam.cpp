@@ -1,0 +1,92 @@
+// adam_: pass B. One Adam or AdamW step over lists of tensors; max_exp_avg_sqs is empty without
+// amsgrad. Reads grad_factor and skip from the control block; gradients are read only.
+// adam_.tensor_lr: the same with the learning rate in a one-element tensor, on the CPU or the
+// parameters' device.
+#include "ops/operator.h"
+#include "plan/step_checks.h"
+#include "plan/step_plan.h"
+#include "plan/tensor_checks.h"
+
+namespace torchopt_ext {
+namespace {
+
+void check_count(size_t actual, size_t expected, const char* what) {
+  TORCH_CHECK(actual == expected, "got ", actual, " ", what, " for ", expected, " parameters");
+}
+
+void adam_lists(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs,
+                at::TensorList exp_avg_sqs, at::TensorList max_exp_avg_sqs,
+                at::TensorList state_steps, const at::Tensor& control, const GroupHyper& hyper) {
+  check_control(control);
+  check_hyper(hyper.adam);
+  if (hyper.lr.defined()) {
+    check_lr(hyper.lr, control.device());
+  }
+  const size_t n = params.size();
+  check_count(grads.size(), n, "gradients");
+  check_count(exp_avgs.size(), n, "exp_avgs");
+  check_count(exp_avg_sqs.size(), n, "exp_avg_sqs");
+  check_count(state_steps.size(), n, "state_steps");
+  if (!max_exp_avg_sqs.empty()) {
+    check_count(max_exp_avg_sqs.size(), n, "max_exp_avg_sqs");
+  }
+  std::vector<StepPlan::Entry> entries(n);
+  std::vector<NamedTensor> memory;
+  memory.reserve(n * (1 + StepPlan::kParts));
+  for (size_t i = 0; i < n; ++i) {
+    StepPlan::Entry& entry = entries[i];
+    entry.position = i;
+    entry.place.index = static_cast<uint32_t>(i);
+    entry.tensors = {params[i],      exp_avgs[i],
+                     exp_avg_sqs[i], max_exp_avg_sqs.empty() ? at::Tensor() : max_exp_avg_sqs[i],
+                     at::Tensor(),   state_steps[i]};
+    check_supported(params[i], describe("parameter", i));
+    check_dense(params[i], describe("parameter", i));
+    check_supported(grads[i], describe("gradient", i));
+    memory.push_back({grads[i], describe("gradient", i), false});
+    for (const at::Tensor& written : entry.tensors) {
+      memory.push_back({written, describe("a tensor that is written for parameter", i), true});
+    }
+  }
+  StepPlan plan(entries, control.device());
+  check_no_overlap(memory);  // after the plan's own, whose messages are more precise
+  for (size_t i = 0; i < n; ++i) {
+    plan.set_gradient(i, grads[i]);
+  }
+  plan.update({hyper}, control);
+}
+
+void adam_(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs,
+           at::TensorList exp_avg_sqs, at::TensorList max_exp_avg_sqs, at::TensorList state_steps,
+           const at::Tensor& control, double lr, double beta1, double beta2, double eps,
+           double weight_decay, bool decoupled_weight_decay, bool maximize) {
+  adam_lists(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps, control,
+             {{lr, beta1, beta2, eps, weight_decay, decoupled_weight_decay, maximize}, {}});
+}
+
+void adam_tensor_lr_(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs,
+                     at::TensorList exp_avg_sqs, at::TensorList max_exp_avg_sqs,
+                     at::TensorList state_steps, const at::Tensor& control, const at::Tensor& lr,
+                     double beta1, double beta2, double eps, double weight_decay,
+                     bool decoupled_weight_decay, bool maximize) {
+  adam_lists(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps, control,
+             {{0.0, beta1, beta2, eps, weight_decay, decoupled_weight_decay, maximize}, lr});
+}
+
+const Operator kAdam(
+    "adam_",
+    "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
+    "Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] state_steps, Tensor control, *, float lr, "
+    "float beta1, float beta2, float eps, float weight_decay, bool decoupled_weight_decay, "
+    "bool maximize) -> ()",
+    adam_);
+const Operator kAdamTensorLr(
+    "adam_.tensor_lr",
+    "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
+    "Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] state_steps, Tensor control, *, Tensor lr, "
+    "float beta1, float beta2, float eps, float weight_decay, bool decoupled_weight_decay, "
+    "bool maximize) -> ()",
+    adam_tensor_lr_);
+
+}  // namespace
+}  // namespace torchopt_ext

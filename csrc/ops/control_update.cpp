@@ -1,0 +1,42 @@
+// control_update_: from the (reduced) accumulator to norm, clip factor, overflow flag and skip
+// decision, all in the control block (float64, fields as in kernels/control.h).
+#include "ops/control_update.h"
+
+#include "cpu/passes.h"
+#include "cuda/passes.h"
+#include "ops/operator.h"
+#include "plan/on_cuda.h"
+#include "plan/step_checks.h"
+#include "plan/tensor_checks.h"
+
+namespace torchopt_ext {
+
+void control_update_(const at::Tensor& control, const at::Tensor& accumulator,
+                     const std::optional<at::Tensor>& grad_scale,
+                     const std::optional<at::Tensor>& found_inf) {
+  check_control(control);
+  check_accumulator(accumulator);
+  const at::Device device = control.device();
+  TORCH_CHECK(device == accumulator.device(), "control is on ", device, ", the accumulator on ",
+              accumulator.device());
+  if (grad_scale) {
+    check_scalar(*grad_scale, "grad_scale", device);
+  }
+  if (found_inf) {
+    check_scalar(*found_inf, "found_inf", device);
+  }
+  (on_cuda(device) ? cuda::control_update : cpu::control_update)(control, accumulator, grad_scale,
+                                                                 found_inf);
+  bump_version(control);
+}
+
+namespace {
+
+const Operator kControlUpdate(
+    "control_update_",
+    "(Tensor(a!) control, Tensor accumulator, Tensor? grad_scale=None, Tensor? "
+    "found_inf=None) -> ()",
+    control_update_);
+
+}  // namespace
+}  // namespace torchopt_ext

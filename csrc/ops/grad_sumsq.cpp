@@ -1,0 +1,45 @@
+// grad_sumsq_: pass A. Adds every gradient's sum of squares to the exact accumulator (int64[70]).
+#include "cpu/passes.h"
+#include "cuda/passes.h"
+#include "ops/operator.h"
+#include "plan/on_cuda.h"
+#include "plan/step_checks.h"
+#include "plan/tensor_checks.h"
+
+namespace torchopt_ext {
+namespace {
+
+void grad_sumsq_(at::TensorList grads, const at::Tensor& accumulator) {
+  check_accumulator(accumulator);
+  const at::Device device = accumulator.device();
+  WorkList work;
+  std::vector<at::Tensor> kept;
+  for (size_t i = 0; i < grads.size(); ++i) {
+    const std::string what = describe("gradient", i);
+    check_supported(grads[i], what);
+    TORCH_CHECK(grads[i].device() == device, what, " is on ", grads[i].device(), ", expected ",
+                device, " as the accumulator");
+    kept.push_back(is_dense(grads[i]) ? grads[i] : grads[i].contiguous());
+    const at::Tensor& grad = kept.back();
+    TensorWork tensor{};
+    tensor.grad = const_cast<void*>(grad.const_data_ptr());  // read only in pass A
+    tensor.numel = grad.numel();
+    tensor.row_length = row_length(grad);
+    tensor.param_dtype = dtype_of(grad);
+    tensor.grad_dtype = tensor.param_dtype;
+    work.tensors.push_back(tensor);
+  }
+  work.cut_chunks();
+  if (on_cuda(device)) {
+    cuda::sum_of_squares(work, accumulator, /*normalize=*/true);
+  } else {
+    cpu::sum_of_squares(work, accumulator);
+  }
+  bump_version(accumulator);
+}
+
+const Operator kGradSumsq("grad_sumsq_", "(Tensor[] grads, Tensor(a!) accumulator) -> ()",
+                          grad_sumsq_);
+
+}  // namespace
+}  // namespace torchopt_ext

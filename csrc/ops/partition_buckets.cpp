@@ -1,0 +1,40 @@
+// partition_buckets: which rank steps which parameters of DistributedDataParallel's gradient
+// buckets, as torch's ZeroRedundancyOptimizer decides it: rows of bucket, first parameter, number
+// of parameters and rank. `numels` are the parameters' sizes, bucket by bucket.
+#include "ops/operator.h"
+#include "ops/partition_checks.h"
+#include "partition/buckets.h"
+
+namespace torchopt_ext {
+namespace {
+
+std::vector<int64_t> partition_buckets_op(at::IntArrayRef numels, at::IntArrayRef bucket_lengths,
+                                          int64_t world_size, bool shard_buckets) {
+  check_world_size(world_size);
+  check_numels(numels);
+  check_total(numels);
+  auto left = static_cast<int64_t>(numels.size());
+  for (size_t b = 0; b < bucket_lengths.size(); ++b) {
+    TORCH_CHECK_VALUE(bucket_lengths[b] > 0, "bucket_lengths[", b, "] is ", bucket_lengths[b],
+                      ", expected 1 or more");
+    TORCH_CHECK_VALUE(bucket_lengths[b] <= left, "bucket_lengths[", b, "] is ", bucket_lengths[b],
+                      ", but ", left, " of ", numels.size(), " numels are left");
+    left -= bucket_lengths[b];
+  }
+  TORCH_CHECK_VALUE(left == 0, "bucket_lengths leave out ", left, " of ", numels.size(), " numels");
+  std::vector<int64_t> rows;
+  for (const BucketAssignment& row :
+       shard_buckets ? partition_sharded_buckets(numels.vec(), bucket_lengths.vec(), world_size)
+                     : partition_whole_buckets(bucket_lengths.vec(), world_size)) {
+    rows.insert(rows.end(), {row.bucket, row.offset, row.length, row.rank});
+  }
+  return rows;
+}
+
+const Operator kPartitionBuckets(
+    "partition_buckets",
+    "(int[] numels, int[] bucket_lengths, int world_size, bool shard_buckets) -> int[]",
+    partition_buckets_op);
+
+}  // namespace
+}  // namespace torchopt_ext

@@ -1,0 +1,33 @@
+// Checks of the partition operators' common arguments.
+#pragma once
+
+#include <ATen/core/ATen_fwd.h>
+#include <c10/util/Exception.h>
+
+namespace torchopt_ext {
+
+// Sums of this many elements are exact as doubles, and far from the end of int64_t.
+inline constexpr int64_t kMostElements = int64_t{1} << 53;
+inline constexpr int64_t kInt32End = int64_t{1} << 31;
+
+inline void check_world_size(int64_t world_size) {
+  TORCH_CHECK_VALUE(world_size > 0 && world_size < kInt32End, "world_size is ", world_size,
+                    ", expected 1 or more and less than 2**31");
+}
+
+inline void check_numels(at::IntArrayRef numels) {
+  for (size_t i = 0; i < numels.size(); ++i) {
+    TORCH_CHECK_VALUE(numels[i] >= 0, "numels[", i, "] is ", numels[i], ", expected 0 or more");
+  }
+}
+
+// `sum` is what the numels are added to, `most` what they may reach, described by `limit`.
+inline void check_total(at::IntArrayRef numels, int64_t sum = 0, int64_t most = kMostElements,
+                        const char* limit = "all numels together are more than 2**53") {
+  for (size_t i = 0; i < numels.size(); ++i) {
+    TORCH_CHECK_VALUE(numels[i] <= most - sum, "numels[", i, "] is ", numels[i], ": ", limit);
+    sum += numels[i];
+  }
+}
+
+}  // namespace torchopt_ext

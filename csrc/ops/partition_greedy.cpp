@@ -1,0 +1,47 @@
+// partition_greedy: whole tensors, largest first, each to the least loaded rank: the rank of every
+// tensor, in the order given. `initial_loads` are elements that ranks already hold; ranks of equal
+// load come in the order of `tie_loads`.
+#include <limits>
+
+#include "ops/operator.h"
+#include "ops/partition_checks.h"
+#include "partition/greedy.h"
+
+namespace torchopt_ext {
+namespace {
+
+std::vector<int64_t> loads_or_zeros(at::OptionalIntArrayRef loads, const char* name,
+                                    int64_t world_size) {
+  const auto ranks = static_cast<size_t>(world_size);
+  if (!loads.has_value()) {
+    return std::vector<int64_t>(ranks, 0);
+  }
+  TORCH_CHECK_VALUE(loads->size() == ranks, "got ", loads->size(), " ", name, " for world_size ",
+                    world_size);
+  for (size_t rank = 0; rank < ranks; ++rank) {
+    TORCH_CHECK_VALUE((*loads)[rank] >= 0, name, "[", rank, "] is ", (*loads)[rank],
+                      ", expected 0 or more");
+  }
+  return loads->vec();
+}
+
+std::vector<int64_t> partition_greedy_op(at::IntArrayRef numels, int64_t world_size,
+                                         at::OptionalIntArrayRef initial_loads,
+                                         at::OptionalIntArrayRef tie_loads) {
+  check_world_size(world_size);
+  check_numels(numels);
+  std::vector<int64_t> loads = loads_or_zeros(initial_loads, "initial_loads", world_size);
+  check_total(numels, *std::max_element(loads.begin(), loads.end()),
+              std::numeric_limits<int64_t>::max(),
+              "all numels together, added to the largest of initial_loads, are 2**63 or more");
+  return partition_greedy(numels.vec(), loads, loads_or_zeros(tie_loads, "tie_loads", world_size));
+}
+
+const Operator kPartitionGreedy(
+    "partition_greedy",
+    "(int[] numels, int world_size, int[]? initial_loads=None, int[]? tie_loads=None) -> "
+    "int[]",
+    partition_greedy_op);
+
+}  // namespace
+}  // namespace torchopt_ext

@@ -1,0 +1,54 @@
+// The work list of a step: its tensors and the chunks they are cut into, the same for the CPU's
+// threads and the CUDA grid, for pass A and pass B. Free of torch.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "kernels/tensor_work.h"
+
+namespace torchopt_ext {
+
+// Elements [begin, end) of a tensor. Both ends are block boundaries, so that pass A gives the same
+// block sums whatever the chunks are.
+struct Chunk {
+  int32_t tensor;
+  int64_t begin;
+  int64_t end;
+};
+
+// A back end's copy of a work list's tables, kept between steps; null where it needs none.
+struct DeviceTables {
+  virtual ~DeviceTables() = default;
+};
+
+struct WorkList {
+  std::vector<TensorWork> tensors;
+  std::vector<Chunk> chunks;
+  std::vector<int64_t> cumulative;  // cumulative_bytes
+  StepOptions options;
+  mutable std::shared_ptr<DeviceTables> device_tables;
+
+  // Cuts the tensors anew, after they changed.
+  void cut_chunks();
+};
+
+// About this many elements a chunk: 128 KB of fp32, long enough to stream, short enough to balance.
+inline constexpr int64_t kChunkElements = 32768;
+
+// Cuts tensors into chunks; empty tensors get none.
+std::vector<Chunk> make_chunks(const std::vector<TensorWork>& tensors,
+                               int64_t chunk_elements = kChunkElements);
+
+// The work of chunks [0, i) for every i, in bytes of parameters: the scale threads are balanced on.
+std::vector<int64_t> cumulative_bytes(const std::vector<TensorWork>& tensors,
+                                      const std::vector<Chunk>& chunks);
+
+// The chunks [first, second) of share `index` of `shares`: about equal bytes, together all chunks.
+std::pair<size_t, size_t> share_of(const std::vector<int64_t>& cumulative, int64_t index,
+                                   int64_t shares);
+
+}  // namespace torchopt_ext
