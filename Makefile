@@ -18,7 +18,7 @@ SMOKED := 2.12.0 2.13.0 2.14.0
 DIST ?= dist
 JOBS := $(shell nproc)
 
-.PHONY: help install demo test test-python smoke test-all test-cpp test-sanitize test-gpu bench \
+.PHONY: help install demo test test-python smoke test-all test-cpp test-sanitize check-aarch64 test-gpu bench \
 	bench-dtensor-host bench-in-backward bench-torchtitan bench-zero bench-mixed-precision bench-gpu \
 	bench-trainer lint format wheel clean FORCE
 .DEFAULT_GOAL := help
@@ -97,6 +97,21 @@ test-sanitize: $(VENV)/.requirements ## Run the C++ tests under AddressSanitizer
 		-DCMAKE_CXX_FLAGS_RELEASE=-O1 -DSANITIZE=address,undefined
 	$(BIN)/cmake --build build/sanitize --parallel $(JOBS)
 	$(BIN)/ctest --test-dir build/sanitize --output-on-failure --parallel $(JOBS)
+
+# For Grace hosts. The compiler is Zig's clang, which brings an Arm sysroot; it takes 90 MB from PyPI,
+# so that an environment has it only where this runs. Objects: torch's libraries here are x86-64's.
+ZIGLANG := build/ziglang-0.16.0
+$(ZIGLANG)/.installed: $(VENV)/.requirements
+	$(PY) -m pip install --quiet --no-deps --upgrade --target $(@D) $(subst -,==,$(notdir $(@D)))
+	@touch $@
+
+check-aarch64: export ZIGLANG := $(CURDIR)/$(ZIGLANG)/ziglang
+check-aarch64: $(ZIGLANG)/.installed ## Compile the operators for 64-bit Arm
+	$(BIN)/cmake -S . -B build/aarch64 -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
+		-DPython_EXECUTABLE=$(CURDIR)/$(PY) -DUSE_CUDA=OFF -DCMAKE_UNITY_BUILD=ON -DCMAKE_SYSTEM_NAME=Linux \
+		-DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_TRY_COMPILE_TARGET_TYPE=STATIC_LIBRARY \
+		-DCMAKE_CXX_COMPILER=$(CURDIR)/.ci/aarch64-c++ -DCMAKE_CXX_FLAGS=-Werror >/dev/null
+	$(BIN)/cmake --build build/aarch64 --target torchopt_ext_objects kernels_default
 
 test-all: ## Run everything: lint, sanitizers, each torch version and instruction set, slow tests
 	$(MAKE) lint

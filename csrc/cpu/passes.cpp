@@ -8,6 +8,7 @@
 
 #include "cpu/adam_slice.h"
 #include "cpu/for_each_share.h"
+#include "cpu/store_fence.h"
 #include "cpu/sum_of_squares_chunk.h"
 #include "kernels/adam.h"
 #include "kernels/scaled_copy.h"
@@ -188,7 +189,7 @@ void adam(const WorkList& work, const std::vector<GroupHyper>& groups, const at:
       }
     }
     if (past_caches) {
-      _mm_sfence();  // who comes next sees the stores past the caches
+      store_fence();
     }
   });
   if (work.options.track != 0) {
@@ -227,7 +228,7 @@ void scaled_copy(const WorkList& work, const at::Tensor& control, bool unscale) 
           to, from, factor, chunk.end - chunk.begin, past_caches && to != from);
     }
     if (past_caches) {
-      _mm_sfence();  // who comes next sees the stores past the caches
+      store_fence();
     }
   });
 }

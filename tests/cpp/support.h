@@ -13,12 +13,14 @@ namespace torchopt_ext {
 
 inline std::vector<const KernelTable*> runnable_tables() {
   std::vector<const KernelTable*> tables{&default_kernels()};
+#ifdef __x86_64__
   if (__builtin_cpu_supports("avx2")) {
     tables.push_back(&avx2_kernels());
   }
   if (__builtin_cpu_supports("avx512bw")) {
     tables.push_back(&avx512_kernels());
   }
+#endif
   return tables;
 }
 
