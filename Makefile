@@ -18,7 +18,7 @@ SMOKED := 2.12.0 2.13.0 2.14.0
 DIST ?= dist
 JOBS := $(shell nproc)
 
-.PHONY: help install demo test test-python smoke test-all test-cpp test-sanitize check-aarch64 test-gpu bench \
+.PHONY: help install demo test test-python smoke test-all test-cpp test-sanitize check-aarch64 check-sass test-gpu bench \
 	bench-dtensor-host bench-in-backward bench-torchtitan bench-zero bench-mixed-precision bench-gpu \
 	bench-trainer lint format wheel clean FORCE
 .DEFAULT_GOAL := help
@@ -112,6 +112,9 @@ check-aarch64: $(ZIGLANG)/.installed ## Compile the operators for 64-bit Arm
 		-DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_TRY_COMPILE_TARGET_TYPE=STATIC_LIBRARY \
 		-DCMAKE_CXX_COMPILER=$(CURDIR)/.ci/aarch64-c++ -DCMAKE_CXX_FLAGS=-Werror >/dev/null
 	$(BIN)/cmake --build build/aarch64 --target torchopt_ext_objects kernels_default
+
+check-sass: $(VENV)/.requirements ## Check registers, spills and accesses of the compiled CUDA kernels
+	$(PY) .ci/check_sass.py
 
 test-all: ## Run everything: lint, sanitizers, each torch version and instruction set, slow tests
 	$(MAKE) lint
