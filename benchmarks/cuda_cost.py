@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass
 
 from shapes import GPT2, SETS, SMALL, Shapes, parameters
 
-# Of pass A (csrc/kernels/block_rule.h, csrc/work/work_list.h): one thread block a chunk of whole rows
-# or inside one row; rows below SHORT_ROW are one stream.
+# Of pass A (csrc/kernels/block_rule.h, csrc/work/work_list.h): one thread block a chunk of whole
+# rows or inside one row; rows below SHORT_ROW are one stream.
 SHORT_ROW, NORM_CHUNK = 64, 32768
 # Pass B: one thread block a chunk, of equal sizes in a tensor, in groups of eight elements.
 UPDATE_CHUNK, GROUP = 8192, 8

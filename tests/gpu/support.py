@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,7 +54,8 @@ def set_gradients(params: Sequence[nn.Parameter], seed: int, scale: float = 1.0)
 
 
 def bits(tensor: Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    plain = tensor.detach().cpu().contiguous()
+    return ctypes.string_at(plain.data_ptr(), plain.nbytes)  # without numpy
 
 
 def everything(params: Sequence[nn.Parameter], optimizer: Optimizer) -> list[bytes]:
@@ -61,5 +63,6 @@ def everything(params: Sequence[nn.Parameter], optimizer: Optimizer) -> list[byt
     found = []
     for param in params:
         state: dict[str, Any] = optimizer.state.get(param, {})
-        found += [bits(param)] + [bits(state[name]) for name in sorted(state)]
+        kept = [state[name] for name in sorted(state)]
+        found += [bits(x) if isinstance(x, Tensor) else repr(x).encode() for x in (param, *kept)]
     return found

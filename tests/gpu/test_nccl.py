@@ -1,10 +1,11 @@
-"""The norm over a process group and over a device mesh, with NCCL and a world of one."""
+"""Norms over a process group and a device mesh, FSDP2 and ZeRO, with NCCL and a world of one."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 from torchopt_ext import FusedAdamW
 from torchopt_ext.zero import ZeroRedundancyOptimizer
 
-from .support import everything, make_params, marks, set_gradients
+from .support import bits, everything, make_params, marks, set_gradients
 
 pytestmark = marks
 
@@ -59,6 +60,46 @@ def test_dtensors_on_a_mesh_of_one_change_no_bit() -> None:
             optimizer.step()
     for param, shard in zip(params, sharded, strict=True):
         assert torch.equal(param, shard.to_local())
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize(
+    ("dtype", "kwargs"),
+    [
+        (torch.float32, {"skip_nonfinite": True}),
+        (torch.bfloat16, {"master_weights": "fp32"}),
+        (torch.bfloat16, {"master_weights": "remainder"}),
+    ],
+    ids=["fp32", "masters", "remainders"],
+)
+def test_fsdp2_gives_the_bits_of_plain_parameters(
+    dtype: torch.dtype, kwargs: dict[str, Any]
+) -> None:
+    """Gradients come from FSDP2's backward; the plain twin gets copies of them."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    layers = [nn.Linear(67, 130), nn.GELU(), nn.Linear(130, 5, bias=False)]
+    model = nn.Sequential(*layers).to("cuda", dtype)
+    twin = copy.deepcopy(model)
+    mesh = init_device_mesh("cuda", (1,))
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    nets = (model, twin)
+    optimizers = [FusedAdamW(n.parameters(), lr=1e-2, max_grad_norm=0.5, **kwargs) for n in nets]
+    for _ in range(3):
+        model(torch.randn(9, 67, device="cuda", dtype=dtype)).square().mean().backward()
+        for shard, param in zip(model.parameters(), twin.parameters(), strict=True):
+            param.grad = shard.grad.to_local().clone()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    local = [shard.to_local() for shard in model.parameters()]
+    assert [bits(x) for x in local] == [bits(x) for x in twin.parameters()]
+    norms = [bits(optimizer.control.grad_norm) for optimizer in optimizers]
+    assert norms[0] == norms[1]
 
 
 @pytest.mark.usefixtures("world")
