@@ -98,6 +98,19 @@ def sharded(module: nn.Module) -> nn.Module:
     return fully_shard(module)
 
 
+class UsedByRank(nn.Module):
+    """Its first layer is trained by one rank in each call, and by the other in the next."""
+
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.layers, self.calls = layers, dist.get_rank()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        hidden = self.layers[0](x)
+        return self.layers[1:](hidden.detach() if self.calls % 2 else hidden)
+
+
 def parameters_on(how: str) -> tuple[list[nn.Parameter], Any]:
     """Parameters with gradients, the same in sum on each layout; and the mesh of the stages."""
     generator = torch.Generator().manual_seed(0)
@@ -180,6 +193,9 @@ def cases() -> dict[str, Callable[[], Result]]:
         found[f"inner module of ddp{name}"] = lambda k=kwargs: compared(ddp, inner, **k)
         found[f"replicate{name}"] = lambda k=kwargs: compared(replicate, **k)
         found[f"ddp, accumulated{name}"] = lambda k=kwargs: compared(ddp, microbatches=3, **k)
+        found[f"ddp, used by rank{name}"] = lambda k=kwargs: compared(
+            lambda m: ddp(UsedByRank(m), find_unused_parameters=True), **k
+        )
         found[f"fsdp{name}"] = lambda k=kwargs: compared(sharded, **k)
         found[f"fsdp, accumulated{name}"] = lambda k=kwargs: compared(sharded, microbatches=3, **k)
     for how in ("plain", "rows", "expert parallel", "tensor parallel", "stages"):

@@ -123,7 +123,7 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Does nothing but clear gradients that are not to be used: backward clears the others."""
         if self._counts:
-            self._clear(self._counts)
+            self._clear()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -226,7 +226,7 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
             measured: list[Any] = [_Measured(optimizer, sums) for optimizer in self.optimizers]
             context = context._replace(measured=measure_norm(measured))
         self._step(context)
-        self._clear(self._counts)
+        self._clear()
 
     def _step(self, context: StepContext, *args: Any, **kwargs: Any) -> Any:
         apart = not context.is_plain or deciding_jointly(self.optimizers, context)
@@ -239,8 +239,9 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
                 inner_step(optimizer, context)
         return None
 
-    def _clear(self, params: Iterable[Tensor]) -> None:
-        for param in params:
+    def _clear(self) -> None:
+        # DDP also gives a gradient to what only other ranks have used, and whose hook was not run.
+        for param in self._optimizer_of if self._reduced_later else self._counts:
             param.grad = None
         self._counts, self._squares = {}, _Squares()
 
