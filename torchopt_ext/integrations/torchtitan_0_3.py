@@ -134,6 +134,9 @@ class OptimizersContainer(containers.OptimizersContainer[Any], Configurable):  #
         stocks = stock.OptimizersContainer
         groups: dict[str, list[dict[str, Any]]] = {}
         patterns: dict[str, list[str]] = {}
+        frozen = not any(matched)  # it shares norm and schedule with other stages all the same
+        names = [asked.optimizer_name for asked in config.param_groups]
+        of_frozen = min(names, key=lambda name: _ours(name, config) is None, default=None)
         for asked, named in zip(config.param_groups, matched, strict=True):
             name = asked.optimizer_name
             if _ours(name, config):
@@ -142,7 +145,7 @@ class OptimizersContainer(containers.OptimizersContainer[Any], Configurable):  #
                 switches = {"fused": False, "foreach": False}
             else:
                 switches = stocks._build_impl_kwargs(config)
-            if named:
+            if named or (frozen and name == of_frozen):
                 params = {"params": list(named.values()), "param_names": list(named)}
                 groups.setdefault(name, []).append(params | switches | asked.optimizer_kwargs)
                 patterns.setdefault(name, []).append(asked.pattern)
@@ -268,7 +271,9 @@ def _ours(name: str, config: Any) -> type[FusedAdam] | None:
 
 def _arguments_by_name(config: Any) -> dict[str, dict[str, Any]]:
     """Each optimizer's arguments besides its groups; rejects settings that reach none."""
-    stock.OptimizersContainer._build_impl_kwargs(config)  # rejects unknown implementations
+    known = (*_FUSED, "foreach", "for-loop")
+    if config.implementation not in known:
+        raise AssertionError(f"implementation is {config.implementation!r}, expected {known}")
     given = config.optimizer_factory_kwargs_by_name
     names = dict.fromkeys(group.optimizer_name for group in config.param_groups)
     if unused := given.keys() - names.keys():

@@ -345,7 +345,7 @@ def test_bf16_states_are_rounded_and_stay_bf16() -> None:
 FACTORY = "optimizer_factory_kwargs_by_name"
 REJECTED = {
     "unknown name": (NotImplementedError, "SGD", [group(".*", "SGD")], {}),
-    "unknown implementation": (AssertionError, "", [], {"implementation": "quick"}),
+    "unknown implementation": (AssertionError, "'quick'", [], {"implementation": "quick"}),
     "pattern without match": (ValueError, "'router'", [group("router"), group()], {}),
     "pattern after all": (ValueError, "before them: \\['bias'\\]", [group(), group("bias")], {}),
     "parameter without pattern": (AssertionError, "lm_head.weight", [group("layers")], {}),
@@ -482,3 +482,14 @@ def test_parts_that_cannot_be_trained_are_rejected() -> None:
     backward(container.model_parts[0], 0)
     container.step()
     assert "state.lm_head.weight.exp_avg" in container.state_dict()
+
+
+def test_a_frozen_pipeline_stage_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the other stages would wait for its share of the norm."""
+    monkeypatch.setattr(ours, "_missing_everywhere", lambda *_: [])  # other stages have them
+    container = build(ours, model().requires_grad_(False), *SEVERAL[:1], deferred_clipping=True)
+    schedule = ours.LRSchedulersContainer.Config(warmup_steps=0)
+    assert len(schedule.build(optimizers=container, training_steps=2)) == 1
+    assert container.deferred_clipping.clip(1.0) == 0.0
+    container.step()
+    assert container.state_dict() == {}
