@@ -114,6 +114,11 @@ def build_optimizers(
                 "deferred_clipping clips after backward, but early_step_in_backward has made the "
                 "update by then: set max_grad_norm instead"
             )
+        if "write_back_gradients" in options:
+            raise ValueError(
+                "write_back_gradients has no effect with early_step_in_backward, which frees "
+                "gradients when they have been used"
+            )
         return OptimizersInBackwardContainer(
             *(model_parts, classes[config.name], options),
             backwards_per_step=backwards,

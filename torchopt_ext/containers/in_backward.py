@@ -116,7 +116,16 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
             )
 
     def step(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
-        """Fires the step hooks, and updates what backward has not: see `backwards_per_step`."""
+        """Fires the step hooks, and updates what backward has not: see `backwards_per_step`.
+
+        Raises:
+            ValueError: a closure: the backward in it would make the update itself.
+        """
+        if callable(kwargs.get("closure", args[0] if args else None)):
+            raise ValueError(
+                "a closure cannot be honoured: backward makes the update, before step() is called; "
+                "compute loss and gradients first, then call step()"
+            )
         if self._counts or self._backwards is None:  # other ranks may have gradients
             self._update(self._context)
 

@@ -242,6 +242,7 @@ def test_torchs_other_arguments(build, parts, implementation):
         ({"deferred_clipping": True, "implementation": "foreach"}, "needs implementation 'fused'"),
         ({"deferred_clipping": True, "max_grad_norm": 1.0}, "leave out one of the two"),
         ({"deferred_clipping": True, "early_step_in_backward": True}, "set max_grad_norm instead"),
+        ({"write_back_gradients": True, "early_step_in_backward": True}, "frees gradients"),
         ({"backwards_per_step": 2}, "no effect without early_step_in_backward"),
         ({"rounding_seed": 7}, "no effect without stochastic_rounding"),
         ({"master_weights": "fp32"}, r"no effect: the parameters are torch\.float32"),
