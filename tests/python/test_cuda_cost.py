@@ -1,0 +1,90 @@
+"""Counts of the cost model, done by hand, and its constants, which are the library's."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def cost() -> ModuleType:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        return importlib.import_module("cuda_cost")
+    finally:
+        sys.path.pop(0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "chunks"),
+    [
+        ((), 1),
+        ((0,), 0),
+        ((0, 5), 0),
+        ((1000,), 1),
+        ((33000,), 2),  # one stream
+        ((700, 63), 2),  # rows below 64, too
+        ((50257, 768), 1197),  # 42 rows a chunk
+        ((5, 4097), 1),
+        ((3, 40000), 6),  # 8 blocks and 2 a row
+    ],
+)
+def test_pass_a(cost: ModuleType, shape: tuple[int, ...], chunks: int) -> None:
+    assert cost.norm_chunks(shape) == chunks
+
+
+@pytest.mark.parametrize(
+    ("numel", "chunks"),
+    [
+        (0, []),
+        (1, [1]),
+        (1000, [1000]),
+        (8192, [8192]),
+        (8193, [4104, 4089]),
+        (33000, [6600] * 5),
+    ],
+)
+def test_pass_b(cost: ModuleType, numel: int, chunks: list[int]) -> None:
+    assert cost.update_chunks(numel) == chunks
+
+
+def test_the_models_have_their_parameters(cost: ModuleType) -> None:
+    """The counts that transformers' GPT2LMHeadModel and Llama 3's model card give."""
+    counted = [cost.parameters(shapes) for shapes in cost.MODELS.values()]
+    assert counted == [124_439_808, 8_030_261_248, 2_000_000]
+
+
+def test_a_step_over_small_tensors(cost: ModuleType) -> None:
+    step = cost.cost("small", [(1000,)] * 2000, cost.TYPES[0])
+    assert [(p.bytes, p.blocks) for p in step.passes] == [(8_000_000, 2000), (56_000_000, 2000)]
+    assert step.passes[1].waves == pytest.approx(2000 / (132 * 3))
+    assert step.table_bytes == 16_000
+    assert step.microseconds[3.0] == pytest.approx(64e6 / 3e6 + 4 * 2)
+    assert step.torch_microseconds[3.0] == pytest.approx(80e6 / 3e6)
+
+
+def test_constants_are_the_librarys(cost: ModuleType) -> None:
+    sources = "".join(path.read_text() for path in sorted((ROOT / "csrc").rglob("*.h")))
+    named = dict(re.findall(r"constexpr \w+ (k\w+) = (\d+);", sources))
+    assert int(named["kShortRow"]) == cost.SHORT_ROW
+    assert int(named["kChunkElements"]) == cost.NORM_CHUNK
+
+
+def test_json_and_table(cost: ModuleType) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "cuda_cost.py")]
+    printed = [
+        subprocess.run([*command, *more], capture_output=True, text=True, check=True).stdout
+        for more in ([], ["--json"])
+    ]
+    steps = json.loads(printed[1])
+    assert len(steps) == len(cost.MODELS) * len(cost.TYPES)
+    assert all(step["model"] in printed[0] and step["types"] in printed[0] for step in steps)
