@@ -190,6 +190,24 @@ def reject_ineffective(options: dict[str, Any], params: Iterable[nn.Parameter]) 
         )
 
 
+def reject_unclipped_write_back(options: Mapping[str, Any], *, deferred: bool) -> None:
+    """Rejects `write_back_gradients` where no scaler and no clipping in the step changes gradients.
+
+    Args:
+        options: FusedAdamW's arguments.
+        deferred: the step clips by deferred clipping.
+
+    Raises:
+        ValueError: it would have no effect.
+    """
+    clips = deferred or options.get("max_grad_norm")
+    if options.get("write_back_gradients") and not clips:
+        raise ValueError(
+            "write_back_gradients has no effect where the step does not clip: set "
+            "deferred_clipping or max_grad_norm"
+        )
+
+
 def _of_job_config(job_config: Any, ft_manager: Any = None) -> tuple[Any, Any, Any]:
     parallelism = getattr(job_config, "parallelism", None)
     stages = getattr(parallelism, "pipeline_parallel_degree", 1)

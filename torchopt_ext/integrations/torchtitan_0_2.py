@@ -25,6 +25,7 @@ from torch import nn
 
 from torchopt_ext import containers
 from torchopt_ext.containers import build_lr_schedulers
+from torchopt_ext.containers.build import fused_options, reject_unclipped_write_back
 from torchopt_ext.containers.deferred_clipping import report_norm, take_over
 from torchopt_ext.integrations.checkpoints import load_ours
 from torchopt_ext.integrations.tested import warn_if_untested
@@ -113,11 +114,15 @@ def build_optimizers(
 
     Raises:
         ValueError: `compat` without fault tolerance: the Trainer saves no state before the first
-            step.
+            step; `write_back_gradients` without clipping in the step.
     """
     fault_tolerant = ft_manager is not None and ft_manager.enabled
     if getattr(optimizer_config, "compat", None) and not fault_tolerant:
         raise ValueError("compat of the optimizer section has no effect without fault tolerance")
+    reject_unclipped_write_back(
+        fused_options(optimizer_config),
+        deferred=getattr(optimizer_config, "deferred_clipping", False),
+    )
     built = containers.build_optimizers(model_parts, optimizer_config, parallel_dims, ft_manager)
     if isinstance(built, containers.OptimizersInBackwardContainer) and built.measures_norm:
         report_norm(built)

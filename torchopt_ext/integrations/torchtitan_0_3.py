@@ -21,7 +21,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from torchopt_ext import containers
-from torchopt_ext.containers.build import fused_options, reject_ineffective
+from torchopt_ext.containers.build import (
+    fused_options,
+    reject_ineffective,
+    reject_unclipped_write_back,
+)
 from torchopt_ext.containers.deferred_clipping import defer_clipping, take_over
 from torchopt_ext.containers.lr_schedulers import schedule_from_config
 from torchopt_ext.containers.optimizers import trainable_parameters
@@ -101,6 +105,8 @@ class OptimizersContainer(containers.OptimizersContainer[Any], Configurable):  #
             for name in arguments:
                 if _ours(name, config):
                     reject_ineffective(arguments[name], params)
+        for name in filter(lambda name: _ours(name, config), arguments):
+            reject_unclipped_write_back(arguments[name], deferred=config.deferred_clipping)
         matched = _matched(model_parts, [group.pattern for group in config.param_groups])
         self.model_parts = model_parts
         by_part = [

@@ -378,6 +378,7 @@ REJECTED = {
         [group(".*", "FusedAdamW")],
         {"implementation": "foreach"},
     ),
+    "write back unclipped": (ValueError, "not clip", [], {"write_back_gradients": True}),
     "seed of nothing": (ValueError, "rounding_seed", [], {"rounding_seed": 3}),
     "two thresholds": (
         ValueError,
