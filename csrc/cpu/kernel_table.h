@@ -2,27 +2,25 @@
 // table; kernel_table.cpp picks among them.
 #pragma once
 
-#include "kernels/adam_streams.h"
+#include "kernels/adam.h"
 #include "kernels/exact_accumulator.h"
+#include "kernels/stochastic.h"
+#include "kernels/tensor_work.h"
 
 namespace torchopt_ext {
 
 struct KernelTable {
   const char* name;  // "default", "avx2" or "avx512"
 
-  // n elements; max_exp_avg_sq is null without amsgrad.
-  void (*adam_float)(const AdamScalars<float>&, float* param, const float* grad, float* exp_avg,
-                     float* exp_avg_sq, float* max_exp_avg_sq, int64_t n);
-  void (*adam_streams)(const AdamScalars<float>&, const AdamStreams&, int64_t n);
-  void (*adam_double)(const AdamScalars<double>&, double* param, const double* grad,
-                      double* exp_avg, double* exp_avg_sq, double* max_exp_avg_sq, int64_t n);
-  // The same, noting what was added to each weight as it is stored. They return how many did not
-  // change although something was to be added.
-  int64_t (*adam_traced_float)(const AdamScalars<float>&, const AdamStreams&, float* change,
-                               int64_t n);
-  int64_t (*adam_traced_double)(const AdamScalars<double>&, double* param, const double* grad,
-                                double* exp_avg, double* exp_avg_sq, double* max_exp_avg_sq,
-                                double* change, int64_t n);
+  // Pass B on elements [begin, end) of a tensor, by its kind. `past_caches`: the parameters beside
+  // masters are stored past the caches.
+  void (*adam[kAdamKinds])(const TensorScalars&, const TensorWork&, const StepOptions&,
+                           int64_t begin, int64_t end, bool past_caches);
+  // The same for at most kTileElements, of any kind, noting what was added to each weight as it is
+  // stored, in the type the tensor is computed in. Returns how many did not change although
+  // something was to be added.
+  int64_t (*adam_traced)(const TensorScalars&, const TensorWork&, const StepOptions&, int64_t begin,
+                         int64_t end, void* change);
 
   // By DType; at most kBlockElements elements. `next`, which may be null, is what will be read
   // soon.

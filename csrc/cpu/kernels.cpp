@@ -3,8 +3,8 @@
 // (kernels/host_device.h).
 #include <type_traits>
 
+#include "cpu/adam_loop.h"
 #include "cpu/digest_words.h"
-#include "cpu/fetch_ahead.h"
 #include "cpu/kernel_table.h"
 #include "cpu/random_bits.h"
 #include "cpu/sum_of_squares.h"
@@ -35,46 +35,6 @@ using DoubleLane = ScalarLane<double>;
 using Integers = void;
 #endif
 
-template <class L, class T = typename L::scalar>
-void adam(const AdamScalars<T>& scalars, T* __restrict param, const T* __restrict grad,
-          T* __restrict exp_avg, T* __restrict exp_avg_sq, T* __restrict max_exp_avg_sq,
-          int64_t n) {
-  const AdamScalars<T> s = scalars;
-  int64_t i = 0;
-  for (; i + L::width <= n; i += L::width) {
-    const auto at = static_cast<int64_t>(sizeof(T)) * i;
-    fetch_ahead<L>(param, at);
-    fetch_ahead<L>(grad, at);
-    fetch_ahead<L>(exp_avg, at);
-    fetch_ahead<L>(exp_avg_sq, at);
-    if (max_exp_avg_sq != nullptr) {
-      fetch_ahead<L>(max_exp_avg_sq, at);
-    }
-    adam_update<L>(s, param + i, grad + i, exp_avg + i, exp_avg_sq + i,
-                   max_exp_avg_sq != nullptr ? max_exp_avg_sq + i : nullptr);
-  }
-  if (i == n) {
-    return;
-  }
-  // What is left, in one register: a small tensor would spend much on single elements' roots and
-  // divisions.
-  if constexpr (L::width > 1) {
-    const auto left = static_cast<int>(n - i);
-    const bool amsgrad = max_exp_avg_sq != nullptr;
-    auto p = L::load_part(param + i, left);
-    auto m = L::load_part(exp_avg + i, left);
-    auto v = L::load_part(exp_avg_sq + i, left);
-    auto vmax = amsgrad ? L::load_part(max_exp_avg_sq + i, left) : L::set1(0);
-    adam_registers<L>(s, p, L::load_part(grad + i, left), m, v, amsgrad ? &vmax : nullptr);
-    L::store_part(param + i, p, left);
-    L::store_part(exp_avg + i, m, left);
-    L::store_part(exp_avg_sq + i, v, left);
-    if (amsgrad) {
-      L::store_part(max_exp_avg_sq + i, vmax, left);
-    }
-  }
-}
-
 template <class T>
 double block_sum(const void* x, int64_t n) {
   return block_sum_of_squares<DoubleLane>(static_cast<const T*>(x), n);
@@ -85,145 +45,72 @@ void exact_sum(const void* x, int64_t n, const void* next, ExactAccumulator& acc
   exact_sum_of_squares<DoubleLane>(static_cast<const T*>(x), n, next, acc);
 }
 
-// Asks for what a loop over the streams comes to after element i.
-[[gnu::always_inline]] inline void fetch_streams_ahead(const AdamStreams& x, int64_t i) {
-  using L = FloatLane;
-  if (!x.param_past_caches) {
-    fetch_ahead<L>(x.param, element_size(x.param_dtype) * i);
-  }
-  fetch_ahead<L>(x.grad, element_size(x.grad_dtype) * i);
-  fetch_ahead<L>(x.exp_avg, element_size(x.state_dtype) * i);
-  fetch_ahead<L>(x.exp_avg_sq, element_size(x.state_dtype) * i);
-  if (x.max_exp_avg_sq != nullptr) {
-    fetch_ahead<L>(x.max_exp_avg_sq, element_size(x.state_dtype) * i);
-  }
-  if (x.weights != Weights::kPlain) {
-    fetch_ahead<L>(x.master, master_size(x.weights) * i);
-  }
+// Random bits of elements [begin, end) of a tensor.
+void draw(const TensorWork& work, const StepOptions& options, int64_t begin, int64_t end,
+          uint64_t* random) {
+  const auto step = static_cast<uint32_t>(static_cast<int64_t>(step_of(work)));
+  for_each_run(work, begin, end, [&](int64_t i, int64_t global, int64_t length) {
+    random_bits<Integers>({options.rounding_seed, step, work.index}, global, random + (i - begin),
+                          length);
+  });
 }
 
-// Inlined into every caller: where types are constants, the branches on them go.
-[[gnu::always_inline]] inline void adam_loop(const AdamScalars<float>& scalars, AdamStreams x,
-                                             int64_t n) {
-  const AdamScalars<float> s = scalars;
-  const int64_t param_size = element_size(x.param_dtype);
-  x.param_past_caches = x.param_past_caches && x.weights == Weights::kMaster;
-  int64_t i = 0;
-  if (x.param_past_caches) {  // up to where a register of the parameter is aligned
-    const auto misaligned = [&] {
-      const auto at = reinterpret_cast<uintptr_t>(x.param) + static_cast<uintptr_t>(param_size * i);
-      return at % static_cast<uintptr_t>(FloatLane::width * param_size) != 0;
-    };
-    for (; i < n && misaligned(); ++i) {
-      adam_streams<ScalarLane<float>>(s, x, i);
-    }
-  }
-  for (; i + FloatLane::width <= n; i += FloatLane::width) {
-    fetch_streams_ahead(x, i);
-    adam_streams<FloatLane>(s, x, i);
-  }
-  for (; i < n; ++i) {
-    adam_streams<ScalarLane<float>>(s, x, i);
-  }
-}
-
-// bf16 parameters and gradients, rounded to nearest, without amsgrad.
-template <Weights kWeights, DType kState>
-void adam_bf16(const AdamScalars<float>& scalars, const AdamStreams& streams, int64_t n) {
-  AdamStreams x = streams;
-  x.param_dtype = x.grad_dtype = DType::kBFloat16;
-  x.state_dtype = kState;
-  x.weights = kWeights;
-  x.random = nullptr;
-  x.max_exp_avg_sq = nullptr;
-  adam_loop(scalars, x, n);
-}
-
-// Any types, and without branches on them those that large models are trained in, where they would
-// take a third of the time of 16-bit moments and a tenth of that of fp32 ones.
-[[gnu::flatten]] void adam_any(const AdamScalars<float>& scalars, const AdamStreams& x, int64_t n) {
-  const bool usual = x.param_dtype == DType::kBFloat16 && x.grad_dtype == DType::kBFloat16 &&
-                     x.random == nullptr && x.max_exp_avg_sq == nullptr;
-  if (usual && x.weights == Weights::kPlain && x.state_dtype == DType::kBFloat16) {
-    adam_bf16<Weights::kPlain, DType::kBFloat16>(scalars, x, n);
-  } else if (usual && x.weights == Weights::kMaster && x.state_dtype == DType::kFloat32) {
-    adam_bf16<Weights::kMaster, DType::kFloat32>(scalars, x, n);
-  } else if (usual && x.weights == Weights::kRemainder && x.state_dtype == DType::kFloat32) {
-    adam_bf16<Weights::kRemainder, DType::kFloat32>(scalars, x, n);
+// With a constant layout, but for amsgrad where there is no 16-bit array.
+template <AdamKind kKind>
+void adam(const TensorScalars& scalars, const TensorWork& work, const StepOptions& options,
+          int64_t begin, int64_t end, bool past_caches) {
+  Layout layout = layout_of(kKind);
+  if constexpr (kKind == AdamKind::kFloat64) {
+    layout.amsgrad = work.layout.amsgrad;
+    const StepMode mode{.write_back = options.write_back_gradients};
+    adam_loop<DoubleLane>(scalars.as_double, layout, mode, work, begin, end, nullptr);
   } else {
-    adam_loop(scalars, x, n);
+    layout.amsgrad = kKind == AdamKind::kFloat32 && work.layout.amsgrad;
+    const StepMode mode{.past_caches = layout.master == Master::kFloat32 && past_caches};
+    adam_loop<FloatLane>(scalars.as_float, layout, mode, work, begin, end, nullptr);
   }
 }
 
-// One register of a traced update. Weights and exp_avg are taken as they are stored, from the
-// first-level cache.
-template <class L>
-[[gnu::always_inline]] inline int64_t traced_streams(const AdamScalars<float>& s,
-                                                     const AdamStreams& x, int64_t i,
-                                                     float* change) {
-  const auto before = load_weight<L>(x, i);
-  adam_streams<L>(s, x, i);
-  const auto after = load_weight<L>(x, i);
-  L::store(change + i, L::sub(after, before));
-  return L::count_lost(before, after, load_any<L>(x.exp_avg, x.state_dtype, i), s.has_decay);
+template <>
+void adam<AdamKind::kGeneral>(const TensorScalars& scalars, const TensorWork& work,
+                              const StepOptions& options, int64_t begin, int64_t end,
+                              bool past_caches) {
+  const Layout& layout = work.layout;
+  const StepMode mode{.write_back = options.write_back_gradients,
+                      .past_caches = layout.master == Master::kFloat32 && past_caches};
+  if (!rounds_randomly(options, layout)) {
+    adam_loop<FloatLane>(scalars.as_float, layout, mode, work, begin, end, nullptr);
+    return;
+  }
+  uint64_t random[kTileElements];
+  for (int64_t i = begin; i < end; i += kTileElements) {
+    const int64_t tile_end = end - i < kTileElements ? end : i + kTileElements;
+    draw(work, options, i, tile_end, random);
+    adam_loop<FloatLane>(scalars.as_float, layout, mode, work, i, tile_end, random);
+  }
 }
 
-[[gnu::always_inline]] inline int64_t traced_loop(const AdamScalars<float>& scalars,
-                                                  const AdamStreams& x, float* change, int64_t n) {
-  const AdamScalars<float> s = scalars;
-  int64_t lost = 0;
-  int64_t i = 0;
-  for (; i + FloatLane::width <= n; i += FloatLane::width) {
-    fetch_streams_ahead(x, i);
-    lost += traced_streams<FloatLane>(s, x, i, change);
+int64_t adam_traced(const TensorScalars& scalars, const TensorWork& work,
+                    const StepOptions& options, int64_t begin, int64_t end, void* change) {
+  const StepMode mode{.write_back = options.write_back_gradients};
+  if (work.kind == AdamKind::kFloat64) {
+    return adam_traced_loop<DoubleLane>(scalars.as_double, work.layout, mode, work, begin, end,
+                                        nullptr, static_cast<double*>(change));
   }
-  for (; i < n; ++i) {
-    lost += traced_streams<ScalarLane<float>>(s, x, i, change);
+  auto* changes = static_cast<float*>(change);
+  if (work.kind == AdamKind::kFloat32) {  // without branches on the types
+    Layout layout = layout_of(AdamKind::kFloat32);
+    layout.amsgrad = work.layout.amsgrad;
+    return adam_traced_loop<FloatLane>(scalars.as_float, layout, {}, work, begin, end, nullptr,
+                                       changes);
   }
-  return lost;
-}
-
-// Without branches on the types where all are fp32.
-[[gnu::flatten]] int64_t adam_traced(const AdamScalars<float>& scalars, const AdamStreams& streams,
-                                     float* change, int64_t n) {
-  AdamStreams x = streams;
-  if (x.weights == Weights::kPlain && x.param_dtype == DType::kFloat32 &&
-      x.grad_dtype == DType::kFloat32 && x.state_dtype == DType::kFloat32) {
-    x.weights = Weights::kPlain;  // a constant, so that the compiler drops the branches on it
-    x.param_dtype = x.grad_dtype = x.state_dtype = DType::kFloat32;
-    x.random = nullptr;  // fp32 is not rounded
-    x.param_past_caches = false;
-    return traced_loop(scalars, x, change, n);
+  uint64_t random[kTileElements];
+  const bool rounds = rounds_randomly(options, work.layout);
+  if (rounds) {
+    draw(work, options, begin, end, random);
   }
-  return traced_loop(scalars, x, change, n);
-}
-
-template <class L>
-int64_t traced_update(const AdamScalars<double>& s, double* param, const double* grad,
-                      double* exp_avg, double* exp_avg_sq, double* max_exp_avg_sq, double* change) {
-  const auto before = L::load(param);
-  adam_update<L>(s, param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq);
-  const auto after = L::load(param);
-  L::store(change, L::sub(after, before));
-  return L::count_lost(before, after, L::load(exp_avg), s.has_decay);
-}
-
-int64_t adam_traced_double(const AdamScalars<double>& s, double* param, const double* grad,
-                           double* exp_avg, double* exp_avg_sq, double* max_exp_avg_sq,
-                           double* change, int64_t n) {
-  int64_t lost = 0;
-  int64_t i = 0;
-  const auto update = [&]<class L>(L) {
-    lost += traced_update<L>(s, param + i, grad + i, exp_avg + i, exp_avg_sq + i,
-                             max_exp_avg_sq == nullptr ? nullptr : max_exp_avg_sq + i, change + i);
-  };
-  for (; i + DoubleLane::width <= n; i += DoubleLane::width) {
-    update(DoubleLane{});
-  }
-  for (; i < n; ++i) {
-    update(ScalarLane<double>{});
-  }
-  return lost;
+  return adam_traced_loop<FloatLane>(scalars.as_float, work.layout, mode, work, begin, end,
+                                     rounds ? random : nullptr, changes);
 }
 
 template <class To, class From>
@@ -253,11 +140,11 @@ void scaled_copy(void* to_memory, const void* from_memory, double factor, int64_
 const KernelTable& TORCHOPT_KERNELS() {
   static constexpr KernelTable table = {
       .name = kName,
-      .adam_float = adam<FloatLane>,
-      .adam_streams = adam_any,
-      .adam_double = adam<DoubleLane>,
-      .adam_traced_float = adam_traced,
-      .adam_traced_double = adam_traced_double,
+      // In the order of AdamKind.
+      .adam = {adam<AdamKind::kFloat32>, adam<AdamKind::kFloat64>, adam<AdamKind::kBFloat16>,
+               adam<AdamKind::kBFloat16Master>, adam<AdamKind::kBFloat16Remainder>,
+               adam<AdamKind::kGeneral>},
+      .adam_traced = adam_traced,
       // In the order of DType.
       .block_sum_of_squares = {block_sum<float>, block_sum<double>, block_sum<BFloat16>,
                                block_sum<Float16>},

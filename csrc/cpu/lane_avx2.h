@@ -36,6 +36,7 @@ struct Avx2Float {
   using scalar = float;
   using reg = __m256;
   static constexpr int width = 8;
+  static constexpr bool converts = true;
   static reg load(const float* x) { return _mm256_loadu_ps(x); }
   static void store(float* x, reg a) { _mm256_storeu_ps(x, a); }
   // The first n elements, n < width; nothing beyond them is touched.
@@ -70,7 +71,7 @@ struct Avx2Float {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(remainder),
                      pack8(_mm256_and_si256(bits, _mm256_set1_epi32(0xffff))));
   }
-  static void store_stochastic(BFloat16* x, reg a, const uint64_t* random, Draw draw) {
+  static void store_stochastic(BFloat16* x, reg a, const uint64_t* random, Array draw) {
     alignas(32) float values[width];
     store(values, a);
     for (int i = 0; i < width; ++i) {
@@ -107,6 +108,7 @@ struct Avx2Double {
   using scalar = double;
   using reg = __m256d;
   static constexpr int width = 4;
+  static constexpr bool converts = false;
   static reg load(const double* x) { return _mm256_loadu_pd(x); }
   static void store(double* x, reg a) { _mm256_storeu_pd(x, a); }
   static void stream(double* x, reg a) { _mm256_stream_pd(x, a); }

@@ -24,6 +24,7 @@ struct Avx512Float {
   using scalar = float;
   using reg = __m512;
   static constexpr int width = 16;
+  static constexpr bool converts = true;
   static reg load(const float* x) { return _mm512_loadu_ps(x); }
   static void store(float* x, reg a) { _mm512_storeu_ps(x, a); }
   // The first n elements, n < width; nothing beyond them is touched.
@@ -64,7 +65,7 @@ struct Avx512Float {
                         _mm512_cvtepi32_epi16(nearest_upper_half(bits)));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(remainder), _mm512_cvtepi32_epi16(bits));
   }
-  static void store_stochastic(BFloat16* x, reg a, const uint64_t* random, Draw draw) {
+  static void store_stochastic(BFloat16* x, reg a, const uint64_t* random, Array draw) {
     const __m128i shift = _mm_cvtsi32_si128(16 * draw);
     const __m256i low = _mm512_cvtepi64_epi32(_mm512_srl_epi64(_mm512_loadu_si512(random), shift));
     const __m256i high =
@@ -108,6 +109,7 @@ struct Avx512Double {
   using scalar = double;
   using reg = __m512d;
   static constexpr int width = 8;
+  static constexpr bool converts = false;
   static reg load(const double* x) { return _mm512_loadu_pd(x); }
   static void store(double* x, reg a) { _mm512_storeu_pd(x, a); }
   static void stream(double* x, reg a) { _mm512_stream_pd(x, a); }

@@ -6,7 +6,7 @@
 
 #include <mutex>
 
-#include "cpu/adam_slice.h"
+#include "cpu/adam_traced.h"
 #include "cpu/for_each_share.h"
 #include "cpu/store_fence.h"
 #include "cpu/sum_of_squares_chunk.h"
@@ -24,7 +24,7 @@ const void* gradient_at(const WorkList& work, size_t i, size_t last) {
   }
   const Chunk& chunk = work.chunks[i];
   const TensorWork& tensor = work.tensors[static_cast<size_t>(chunk.tensor)];
-  return element(tensor.grad, element_size(tensor.grad_dtype), chunk.begin);
+  return tensor.memory[kGrad] == nullptr ? nullptr : element(tensor, kGrad, chunk.begin);
 }
 
 }  // namespace
@@ -38,7 +38,7 @@ void sum_of_squares(const WorkList& work, const at::Tensor& accumulator) {
     for (size_t i = first; i < last; ++i) {
       const Chunk& chunk = work.chunks[i];
       const TensorWork& tensor = work.tensors[static_cast<size_t>(chunk.tensor)];
-      if (tensor.grad != nullptr) {
+      if (tensor.memory[kGrad] != nullptr) {
         pending += chunk.end - chunk.begin;
         if (pending > ExactAccumulator::kMaxPendingAdds) {
           accumulator_normalize(acc);
@@ -94,8 +94,7 @@ constexpr int64_t kStreamedParameters = int64_t{16} << 20;
 struct Scalars {
   int32_t group;
   float step;
-  AdamScalars<float> as_float;
-  AdamScalars<double> as_double;
+  TensorScalars values;
 };
 
 std::vector<AdamHyper> with_learning_rates(const std::vector<GroupHyper>& groups,
@@ -124,7 +123,8 @@ void sum_traces(const WorkList& work, const Control& control, const Traces& trac
     for (; c < work.chunks.size() && static_cast<size_t>(work.chunks[c].tensor) == t; ++c) {
       add_trace(sum, chunk_traces[c]);
     }
-    finish_trace(sum, control, work.tensors[t].grad != nullptr, norms + 2 * t, counts + 2 * t);
+    finish_trace(sum, control, work.tensors[t].memory[kGrad] != nullptr, norms + 2 * t,
+                 counts + 2 * t);
   }
 }
 
@@ -147,19 +147,19 @@ void adam(const WorkList& work, const std::vector<GroupHyper>& groups, const at:
     size_t current = 0;
     for (size_t t = 0; t < work.tensors.size(); ++t) {
       const TensorWork& tensor = work.tensors[t];
-      if (tensor.grad == nullptr) {
+      if (tensor.memory[kGrad] == nullptr) {
         continue;
       }
-      const float step = *tensor.step + 1.0f;
-      *tensor.step = step;
+      const float step = step_of(tensor) += 1.0f;
       if (scalars.empty() || scalars[current].group != tensor.group ||
           scalars[current].step != step) {
         const AdamHyper& hyper = hypers[static_cast<size_t>(tensor.group)];
         const auto count = static_cast<int64_t>(step);
         current = scalars.size();
-        scalars.push_back({tensor.group, step,
-                           adam_scalars<float>(hyper, count, decision.grad_factor),
-                           adam_scalars<double>(hyper, count, decision.grad_factor)});
+        scalars.push_back({tensor.group,
+                           step,
+                           {adam_scalars<float>(hyper, count, decision.grad_factor),
+                            adam_scalars<double>(hyper, count, decision.grad_factor)}});
       }
       scalars_of[t] = static_cast<uint32_t>(current);
     }
@@ -175,17 +175,16 @@ void adam(const WorkList& work, const std::vector<GroupHyper>& groups, const at:
       const Chunk& chunk = work.chunks[i];
       const auto t = static_cast<size_t>(chunk.tensor);
       const TensorWork& tensor = work.tensors[t];
-      if (tensor.grad == nullptr) {
+      if (tensor.memory[kGrad] == nullptr) {
         continue;
       }
-      ChunkTrace* trace = chunk_traces == nullptr ? nullptr : chunk_traces + i;
-      const Scalars& s = all[index[t]];
-      if (tensor.param_dtype == DType::kFloat64) {
-        AdamSlice<double>(kernels(), work.options, s.as_double, tensor)
-            .run(chunk.begin, chunk.end, trace);
+      const TensorScalars& values = all[index[t]].values;
+      if (chunk_traces != nullptr) {
+        chunk_traces[i] =
+            adam_traced(kernels(), values, tensor, work.options, chunk.begin, chunk.end);
       } else {
-        AdamSlice<float>(kernels(), work.options, s.as_float, tensor, past_caches)
-            .run(chunk.begin, chunk.end, trace);
+        kernels().adam[static_cast<int>(tensor.kind)](values, tensor, work.options, chunk.begin,
+                                                      chunk.end, past_caches);
       }
     }
     if (past_caches) {
@@ -218,13 +217,13 @@ void scaled_copy(const WorkList& work, const at::Tensor& control, bool unscale) 
     for (size_t i = first; i < last; ++i) {
       const Chunk& chunk = work.chunks[i];
       const TensorWork& x = work.tensors[static_cast<size_t>(chunk.tensor)];
-      if (is_idle_copy(x.param, x.grad, x.param_dtype, factor)) {
+      const auto [to_dtype, from_dtype] = std::pair(x.layout.param, x.layout.grad);
+      if (is_idle_copy(x.memory[kParam], x.memory[kGrad], to_dtype, factor)) {
         continue;
       }
-      char* to = static_cast<char*>(x.param) + chunk.begin * element_size(x.param_dtype);
-      const char* from =
-          static_cast<const char*>(x.grad) + chunk.begin * element_size(x.grad_dtype);
-      table.scaled_copy[static_cast<int>(x.param_dtype)][static_cast<int>(x.grad_dtype)](
+      void* to = const_cast<char*>(element(x, kParam, chunk.begin));
+      const void* from = element(x, kGrad, chunk.begin);
+      table.scaled_copy[static_cast<int>(to_dtype)][static_cast<int>(from_dtype)](
           to, from, factor, chunk.end - chunk.begin, past_caches && to != from);
     }
     if (past_caches) {

@@ -12,9 +12,9 @@ namespace torchopt_ext {
 // `next` is where pass A will read soon after this chunk.
 inline void add_chunk(const KernelTable& table, const TensorWork& work, const Chunk& chunk,
                       const void* next, ExactAccumulator& acc) {
-  const auto dtype = static_cast<int>(work.grad_dtype);
-  const auto* grad = static_cast<const char*>(work.grad);
-  const int64_t size = element_size(work.grad_dtype);
+  const auto dtype = static_cast<int>(work.layout.grad);
+  const auto* grad = static_cast<const char*>(work.memory[kGrad]);
+  const int64_t size = element_size(work.layout, kGrad);
   if (work.row_length < kShortRow) {
     for (int64_t i = chunk.begin; i < chunk.end; i += kBlockElements) {
       const int64_t n = std::min(kBlockElements, chunk.end - i);

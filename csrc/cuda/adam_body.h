@@ -16,12 +16,6 @@ struct GroupArgs {
   DType lr_dtype;
 };
 
-// The scalars of a tensor's step, in the type it is computed in.
-struct TensorScalars {
-  AdamScalars<float> as_float;
-  AdamScalars<double> as_double;
-};
-
 // All in device memory.
 struct AdamArgs {
   const TensorWork* tensors;
@@ -54,17 +48,18 @@ TORCHOPT_HD inline double learning_rate(const GroupArgs& group) {
 // Counts the step of tensor i if it takes part, and computes its scalars. A kernel of its own,
 // before the elements', whose blocks all read them.
 TORCHOPT_HD inline void prepare_body(int64_t i, const AdamArgs& args) {
-  if (i >= args.tensor_count || args.control->skip != 0.0 || args.tensors[i].grad == nullptr) {
+  if (i >= args.tensor_count || args.control->skip != 0.0 ||
+      args.tensors[i].memory[kGrad] == nullptr) {
     return;
   }
   const TensorWork& work = args.tensors[i];
   const GroupArgs& group = args.groups[work.group];
-  *work.step = ScalarLane<float>::add(*work.step, 1.0f);
+  step_of(work) = ScalarLane<float>::add(step_of(work), 1.0f);
   AdamHyper hyper = group.hyper;
   hyper.lr = ScalarLane<double>::mul(learning_rate(group), args.control->lr_factor);
-  const auto step = static_cast<int64_t>(*work.step);
+  const auto step = static_cast<int64_t>(step_of(work));
   const double factor = args.control->grad_factor;
-  if (work.param_dtype == DType::kFloat64) {
+  if (work.layout.param == DType::kFloat64) {
     args.scalars[i].as_double = adam_scalars<double>(hyper, step, factor);
   } else {
     args.scalars[i].as_float = adam_scalars<float>(hyper, step, factor);
@@ -73,7 +68,7 @@ TORCHOPT_HD inline void prepare_body(int64_t i, const AdamArgs& args) {
 
 template <class T>
 TORCHOPT_HD inline bool computed_in(const TensorWork& work) {
-  return (work.param_dtype == DType::kFloat64) == (sizeof(T) == sizeof(double));
+  return (work.layout.param == DType::kFloat64) == (sizeof(T) == sizeof(double));
 }
 
 template <class T>
@@ -89,11 +84,11 @@ TORCHOPT_HD inline const AdamScalars<T>& scalars_in(const TensorScalars& scalars
 template <int Width, class T>
 TORCHOPT_HD inline void update_chunk(const AdamGroups<T>& groups, TensorArrays arrays,
                                      const Chunk& chunk, int thread, int threads) {
-  uint64_t addresses[TensorArrays::kCount];
-  int64_t sizes[TensorArrays::kCount];
-  for (int a = 0; a < TensorArrays::kCount; ++a) {
+  uint64_t addresses[kArrays];
+  int64_t sizes[kArrays];
+  for (int a = 0; a < kArrays; ++a) {
     addresses[a] = address_of(arrays.array[a], chunk.begin);
-    sizes[a] = arrays.array[a].memory != nullptr ? arrays.array[a].size : 0;
+    sizes[a] = a != kStep && arrays.array[a].memory != nullptr ? arrays.array[a].size : 0;
   }
   const VectorRange range = vector_range(addresses, sizes, Width, chunk.begin, chunk.end);
   note_alignment(arrays, range.begin, Width);
@@ -114,7 +109,7 @@ TORCHOPT_HD inline void adam_body(Cta& cta, const AdamArgs& args) {
     for (int64_t c = cta.block; c < args.chunk_count; c += cta.blocks) {
       const Chunk chunk = args.chunks[c];
       const TensorWork work = args.tensors[chunk.tensor];
-      if (work.grad != nullptr && computed_in<T>(work)) {
+      if (work.memory[kGrad] != nullptr && computed_in<T>(work)) {
         const AdamScalars<T> scalars = scalars_in<T>(args.scalars[chunk.tensor]);
         update_chunk<16 / sizeof(T)>(AdamGroups<T>(work, args.options, scalars), arrays_of(work),
                                      chunk, thread, cta.threads);
@@ -187,7 +182,7 @@ TORCHOPT_HD inline void adam_traced_body(Cta& cta, const AdamArgs& args) {
   for (int64_t c = cta.block; c < args.chunk_count; c += cta.blocks) {
     const Chunk chunk = args.chunks[c];
     const TensorWork work = args.tensors[chunk.tensor];
-    if (work.grad == nullptr || !computed_in<T>(work)) {
+    if (work.memory[kGrad] == nullptr || !computed_in<T>(work)) {
       continue;
     }
     TensorArrays arrays = arrays_of(work);
@@ -237,7 +232,7 @@ TORCHOPT_HD inline void sum_traces_body(int64_t i, const AdamArgs& args) {
   for (; c < args.chunk_count && args.chunks[c].tensor == i; ++c) {
     add_trace(sum, args.traces[c]);
   }
-  finish_trace(sum, *args.control, args.tensors[i].grad != nullptr, args.norms + 2 * i,
+  finish_trace(sum, *args.control, args.tensors[i].memory[kGrad] != nullptr, args.norms + 2 * i,
                args.counts + 2 * i);
 }
 

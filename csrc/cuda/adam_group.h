@@ -1,6 +1,6 @@
 // Pass B on a group of elements in a thread's registers: load, update, round, store. The rules are
-// those of cpu/adam_slice.h; element types and ways to hold a weight are conversions around the one
-// formula.
+// those of kernels/adam_step.h; element types and ways to hold a weight are conversions around the
+// one formula.
 #pragma once
 
 #include "cuda/array.h"
@@ -15,8 +15,7 @@ namespace torchopt_ext {
 
 // The arrays of a tensor, as the threads of a chunk access them.
 struct TensorArrays {
-  enum Index { kParam, kGrad, kExpAvg, kExpAvgSq, kMaxExpAvgSq, kMaster, kCount };
-  Array array[kCount];
+  DeviceArray array[kArrays];
 };
 
 // What a step reports of an element; see ChunkTrace.
@@ -31,17 +30,17 @@ struct GroupTrace {
 namespace {
 
 TORCHOPT_HD inline TensorArrays arrays_of(const TensorWork& work) {
-  const int64_t state = element_size(work.state_dtype);
-  return {{array_of(work.param, element_size(work.param_dtype)),
-           array_of(work.grad, element_size(work.grad_dtype)), array_of(work.exp_avg, state),
-           array_of(work.exp_avg_sq, state), array_of(work.max_exp_avg_sq, state),
-           array_of(work.master, work.weights == Weights::kRemainder ? 2 : 4)}};
+  TensorArrays arrays{};
+  for (int a = 0; a < kArrays; ++a) {
+    arrays.array[a] = array_of(work.memory[a], element_size(work.layout, a));
+  }
+  return arrays;
 }
 
 // Says of each array whether groups are aligned that start at element `first`, or at any that is a
 // multiple of `width` away.
 TORCHOPT_HD inline void note_alignment(TensorArrays& arrays, int64_t first, int64_t width) {
-  for (Array& array : arrays.array) {
+  for (DeviceArray& array : arrays.array) {
     array.aligned = is_aligned(address_of(array, first), width * array.size);
   }
 }
@@ -53,35 +52,33 @@ class AdamGroups {
   TORCHOPT_HD AdamGroups(const TensorWork& work, const StepOptions& options,
                          const AdamScalars<T>& scalars)
       : work_(work), scalars_(scalars), write_back_(options.write_back_gradients) {
-    rounds_randomly_ = rounds_randomly(options, work);
+    rounds_randomly_ = rounds_randomly(options, work.layout);
     key_ = {options.rounding_seed,
-            rounds_randomly_ ? static_cast<uint32_t>(static_cast<int64_t>(*work.step)) : 0,
+            rounds_randomly_ ? static_cast<uint32_t>(static_cast<int64_t>(step_of(work))) : 0,
             work.index};
   }
 
   // Elements [i, i + Width); `trace` is used if Traced.
   template <int Width, bool Traced>
   TORCHOPT_HD void update(const TensorArrays& arrays, int64_t i, GroupTrace<Width>* trace) const {
-    using A = TensorArrays;
-    const Array* array = arrays.array;
-    const bool amsgrad = array[A::kMaxExpAvgSq].memory != nullptr;
+    const DeviceArray* array = arrays.array;
+    const bool amsgrad = array[kMaxExpAvgSq].memory != nullptr;
     // All loads are under way before the first is waited for.
-    const auto param =
-        work_.weights == Weights::kMaster ? Bits<T, Width>{} : load<T, Width>(array[A::kParam], i);
+    const auto param = work_.layout.master == Master::kFloat32 ? Bits<T, Width>{}
+                                                               : load<T, Width>(array[kParam], i);
     const auto master =
-        work_.weights == Weights::kPlain ? Bits<T, Width>{} : load<T, Width>(array[A::kMaster], i);
-    const auto grad = load<T, Width>(array[A::kGrad], i);
-    const auto exp_avg = load<T, Width>(array[A::kExpAvg], i);
-    const auto exp_avg_sq = load<T, Width>(array[A::kExpAvgSq], i);
-    const auto max_exp_avg_sq =
-        amsgrad ? load<T, Width>(array[A::kMaxExpAvgSq], i) : Bits<T, Width>{};
+        work_.layout.master == Master::kNone ? Bits<T, Width>{} : load<T, Width>(array[kMaster], i);
+    const auto grad = load<T, Width>(array[kGrad], i);
+    const auto exp_avg = load<T, Width>(array[kExpAvg], i);
+    const auto exp_avg_sq = load<T, Width>(array[kExpAvgSq], i);
+    const auto max_exp_avg_sq = amsgrad ? load<T, Width>(array[kMaxExpAvgSq], i) : Bits<T, Width>{};
 
     T p[Width], g[Width], m[Width], v[Width], vmax[Width];
     weight(param, master, p);
-    decode(grad, work_.grad_dtype, g);
-    decode(exp_avg, work_.state_dtype, m);
-    decode(exp_avg_sq, work_.state_dtype, v);
-    decode(max_exp_avg_sq, work_.state_dtype, vmax);
+    decode(grad, work_.layout.grad, g);
+    decode(exp_avg, work_.layout.state, m);
+    decode(exp_avg_sq, work_.layout.state, v);
+    decode(max_exp_avg_sq, work_.layout.state, vmax);
     T before[Width];
     for (int k = 0; k < Width; ++k) {
       before[k] = p[k];
@@ -94,30 +91,30 @@ class AdamGroups {
     }
     Stored<Width> stored{};
     set_weight(p, random, stored);
-    stored.bits[A::kExpAvg] = rounded(m, work_.state_dtype, random, kDrawExpAvg);
-    stored.bits[A::kExpAvgSq] = rounded(v, work_.state_dtype, random, kDrawExpAvgSq);
-    store(array[A::kParam], i, stored.bits[A::kParam]);
-    store(array[A::kExpAvg], i, stored.bits[A::kExpAvg]);
-    store(array[A::kExpAvgSq], i, stored.bits[A::kExpAvgSq]);
+    stored.bits[kExpAvg] = rounded(m, work_.layout.state, random, kExpAvg);
+    stored.bits[kExpAvgSq] = rounded(v, work_.layout.state, random, kExpAvgSq);
+    store(array[kParam], i, stored.bits[kParam]);
+    store(array[kExpAvg], i, stored.bits[kExpAvg]);
+    store(array[kExpAvgSq], i, stored.bits[kExpAvgSq]);
     if (amsgrad) {
-      stored.bits[A::kMaxExpAvgSq] = rounded(vmax, work_.state_dtype, random, kDrawMaxExpAvgSq);
-      store(array[A::kMaxExpAvgSq], i, stored.bits[A::kMaxExpAvgSq]);
+      stored.bits[kMaxExpAvgSq] = rounded(vmax, work_.layout.state, random, kMaxExpAvgSq);
+      store(array[kMaxExpAvgSq], i, stored.bits[kMaxExpAvgSq]);
     }
-    if (work_.weights != Weights::kPlain) {
-      store(array[A::kMaster], i, stored.bits[A::kMaster]);
+    if (work_.layout.master != Master::kNone) {
+      store(array[kMaster], i, stored.bits[kMaster]);
     }
     if (write_back_) {
       T scaled[Width];
       for (int k = 0; k < Width; ++k) {
         scaled[k] = L::canonical(L::mul(g[k], scalars_.grad_factor));
       }
-      store(array[A::kGrad], i, encode(scaled, work_.grad_dtype));
+      store(array[kGrad], i, encode(scaled, work_.layout.grad));
     }
     if constexpr (Traced) {
       T after[Width];
-      weight(stored.bits[A::kParam], stored.bits[A::kMaster], after);
+      weight(stored.bits[kParam], stored.bits[kMaster], after);
       T kept[Width];  // exp_avg as stored
-      decode(stored.bits[A::kExpAvg], work_.state_dtype, kept);
+      decode(stored.bits[kExpAvg], work_.layout.state, kept);
       fill(*trace, before, after, g, kept);
       trace->digest = digest(arrays, i, stored);
     }
@@ -126,57 +123,56 @@ class AdamGroups {
  private:
   using L = ScalarLane<T>;
 
-  // What is stored of a group, by TensorArrays::Index.
+  // What is stored of a group, by Array.
   template <int Width>
   struct Stored {
-    Bits<T, Width> bits[TensorArrays::kCount];
+    Bits<T, Width> bits[kArrays];
   };
 
   template <int Width>
   TORCHOPT_HD void weight(const Bits<T, Width>& param, const Bits<T, Width>& master,
                           T (&p)[Width]) const {
     if constexpr (sizeof(T) == sizeof(float)) {
-      if (work_.weights == Weights::kMaster) {
+      if (work_.layout.master == Master::kFloat32) {
         decode(master, DType::kFloat32, p);
         return;
       }
-      if (work_.weights == Weights::kRemainder) {
+      if (work_.layout.master == Master::kRemainder) {
         for (int k = 0; k < Width; ++k) {
           p[k] = join({half_bits(param, k)}, static_cast<int16_t>(half_bits(master, k)));
         }
         return;
       }
     }
-    decode(param, work_.param_dtype, p);
+    decode(param, work_.layout.param, p);
   }
 
   template <int Width>
   TORCHOPT_HD void set_weight(const T (&p)[Width], const uint64_t (&random)[Width],
                               Stored<Width>& stored) const {
-    using A = TensorArrays;
     if constexpr (sizeof(T) == sizeof(float)) {
-      if (work_.weights == Weights::kMaster) {
-        stored.bits[A::kParam] = encode(p, work_.param_dtype);
-        stored.bits[A::kMaster] = encode(p, DType::kFloat32);
+      if (work_.layout.master == Master::kFloat32) {
+        stored.bits[kParam] = encode(p, work_.layout.param);
+        stored.bits[kMaster] = encode(p, DType::kFloat32);
         return;
       }
-      if (work_.weights == Weights::kRemainder) {
-        stored.bits[A::kParam] = {};
-        stored.bits[A::kMaster] = {};
+      if (work_.layout.master == Master::kRemainder) {
+        stored.bits[kParam] = {};
+        stored.bits[kMaster] = {};
         for (int k = 0; k < Width; ++k) {
           const SplitFloat parts = split(p[k]);
-          set_half_bits(stored.bits[A::kParam], k, parts.weight.bits);
-          set_half_bits(stored.bits[A::kMaster], k, static_cast<uint16_t>(parts.remainder));
+          set_half_bits(stored.bits[kParam], k, parts.weight.bits);
+          set_half_bits(stored.bits[kMaster], k, static_cast<uint16_t>(parts.remainder));
         }
         return;
       }
     }
-    stored.bits[A::kParam] = rounded(p, work_.param_dtype, random, kDrawParam);
+    stored.bits[kParam] = rounded(p, work_.layout.param, random, kParam);
   }
 
   template <int Width>
   TORCHOPT_HD Bits<T, Width> rounded(const T (&x)[Width], DType dtype,
-                                     const uint64_t (&random)[Width], Draw draw) const {
+                                     const uint64_t (&random)[Width], Array draw) const {
     if constexpr (sizeof(T) == sizeof(float)) {
       if (rounds_randomly_ && dtype == DType::kBFloat16) {
         Bits<T, Width> bits{};
@@ -218,22 +214,13 @@ class AdamGroups {
   template <int Width>
   TORCHOPT_HD uint64_t digest(const TensorArrays& arrays, int64_t i,
                               const Stored<Width>& stored) const {
-    using A = TensorArrays;
-    constexpr struct {
-      A::Index array;
-      Role role;
-    } kWritten[] = {{A::kParam, kRoleParam},
-                    {A::kExpAvg, kRoleExpAvg},
-                    {A::kExpAvgSq, kRoleExpAvgSq},
-                    {A::kMaxExpAvgSq, kRoleMaxExpAvgSq},
-                    {A::kMaster, kRoleMaster}};
     uint64_t sum = 0;
-    for (const auto& [index, role] : kWritten) {
-      const Array& array = arrays.array[index];
+    for (int index = kParam; index < kWritten; ++index) {
+      const DeviceArray& array = arrays.array[index];
       if (array.memory == nullptr) {
         continue;
       }
-      const uint32_t salt = digest_salt(work_.index, role);
+      const uint32_t salt = digest_salt(work_.index, index);
       for (int k = 0; k < Width; ++k) {
         const auto element = static_cast<uint64_t>(global_element(work_, i + k));
         sum += digest_of(salt, element, stored.bits[index], array.size, k);

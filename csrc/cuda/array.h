@@ -8,7 +8,7 @@
 
 namespace torchopt_ext {
 
-struct Array {
+struct DeviceArray {
   void* memory;  // null: there is none
   int32_t size;  // bytes of an element: 2, 4 or 8
   bool aligned;  // groups are; of groups of one it does not matter
@@ -22,11 +22,11 @@ struct Bits {
 
 namespace {
 
-TORCHOPT_HD inline Array array_of(void* memory, int64_t size) {
+TORCHOPT_HD inline DeviceArray array_of(void* memory, int64_t size) {
   return {memory, static_cast<int32_t>(size), true};
 }
 
-TORCHOPT_HD inline uint64_t address_of(const Array& array, int64_t i) {
+TORCHOPT_HD inline uint64_t address_of(const DeviceArray& array, int64_t i) {
   return reinterpret_cast<uint64_t>(array.memory) + static_cast<uint64_t>(i * array.size);
 }
 
@@ -41,7 +41,7 @@ TORCHOPT_HD inline void store_bytes(void* to, const void* from) {
 }
 
 template <int Size, int Width>
-TORCHOPT_HD inline void load_elements(void* to, const Array& array, int64_t i) {
+TORCHOPT_HD inline void load_elements(void* to, const DeviceArray& array, int64_t i) {
   const char* from = static_cast<const char*>(array.memory) + i * Size;
   if (array.aligned) {
     constexpr int kBytes = Size * Width;
@@ -57,7 +57,7 @@ TORCHOPT_HD inline void load_elements(void* to, const Array& array, int64_t i) {
 }
 
 template <int Size, int Width>
-TORCHOPT_HD inline void store_elements(const Array& array, int64_t i, const void* from) {
+TORCHOPT_HD inline void store_elements(const DeviceArray& array, int64_t i, const void* from) {
   char* to = static_cast<char*>(array.memory) + i * Size;
   if (array.aligned) {
     constexpr int kBytes = Size * Width;
@@ -74,7 +74,7 @@ TORCHOPT_HD inline void store_elements(const Array& array, int64_t i, const void
 
 // Elements [i, i + Width).
 template <class T, int Width>
-TORCHOPT_HD inline Bits<T, Width> load(const Array& array, int64_t i) {
+TORCHOPT_HD inline Bits<T, Width> load(const DeviceArray& array, int64_t i) {
   Bits<T, Width> bits{};
   if constexpr (sizeof(T) == sizeof(double)) {
     load_elements<8, Width>(&bits, array, i);
@@ -86,7 +86,7 @@ TORCHOPT_HD inline Bits<T, Width> load(const Array& array, int64_t i) {
   return bits;
 }
 template <class T, int Width>
-TORCHOPT_HD inline void store(const Array& array, int64_t i, const Bits<T, Width>& bits) {
+TORCHOPT_HD inline void store(const DeviceArray& array, int64_t i, const Bits<T, Width>& bits) {
   if constexpr (sizeof(T) == sizeof(double)) {
     store_elements<8, Width>(array, i, &bits);
   } else if (array.size == 2) {

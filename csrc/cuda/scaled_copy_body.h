@@ -21,22 +21,22 @@ namespace {
 
 // Elements [i, i + Width).
 template <class T, int Width>
-TORCHOPT_HD inline void copy_group(const TensorWork& work, const Array& to, const Array& from,
-                                   T factor, int64_t i) {
+TORCHOPT_HD inline void copy_group(const TensorWork& work, const DeviceArray& to,
+                                   const DeviceArray& from, T factor, int64_t i) {
   T x[Width];
-  decode(load<T, Width>(from, i), work.grad_dtype, x);
+  decode(load<T, Width>(from, i), work.layout.grad, x);
   for (int k = 0; k < Width; ++k) {
     x[k] = scaled<ScalarLane<T>>(x[k], factor);
   }
-  store(to, i, encode(x, work.param_dtype));
+  store(to, i, encode(x, work.layout.param));
 }
 
 // A thread's share of a chunk, Width elements at a time.
 template <class T, int Width>
 TORCHOPT_HD inline void copy_chunk(const TensorWork& work, const Chunk& chunk, T factor, int thread,
                                    int threads) {
-  Array to = array_of(work.param, element_size(work.param_dtype));
-  Array from = array_of(work.grad, element_size(work.grad_dtype));
+  DeviceArray to = array_of(work.memory[kParam], element_size(work.layout.param));
+  DeviceArray from = array_of(work.memory[kGrad], element_size(work.layout.grad));
   const VectorRange range =
       vector_range({address_of(to, chunk.begin), address_of(from, chunk.begin)},
                    {to.size, from.size}, Width, chunk.begin, chunk.end);
@@ -60,12 +60,12 @@ TORCHOPT_HD inline void scaled_copy_body(Cta& cta, const ScaledCopyArgs& args) {
       const Chunk chunk = args.chunks[c];
       const TensorWork work = args.tensors[chunk.tensor];
       const auto single = static_cast<float>(factor);
-      if (is_idle_copy(work.param, work.grad, work.param_dtype, factor)) {
+      if (is_idle_copy(work.memory[kParam], work.memory[kGrad], work.layout.param, factor)) {
         continue;
       }
-      if (work.param_dtype == DType::kFloat64) {
+      if (work.layout.param == DType::kFloat64) {
         copy_chunk<double, 2>(work, chunk, factor, thread, cta.threads);
-      } else if (work.param_dtype == DType::kFloat32 || work.grad_dtype == DType::kFloat32) {
+      } else if (work.layout.param == DType::kFloat32 || work.layout.grad == DType::kFloat32) {
         copy_chunk<float, 4>(work, chunk, single, thread, cta.threads);
       } else {
         copy_chunk<float, 8>(work, chunk, single, thread, cta.threads);

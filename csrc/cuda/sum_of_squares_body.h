@@ -25,11 +25,11 @@ namespace {
 // bytes would need shuffles to give the lanes their order, and are not faster as long as enough
 // loads are under way, for which there are kAhead.
 template <class T, class Warp>
-TORCHOPT_HD inline double warp_sum_of_squares(const Warp& warp, const Array& grad, DType dtype,
-                                              const BlockRange& range) {
+TORCHOPT_HD inline double warp_sum_of_squares(const Warp& warp, const DeviceArray& grad,
+                                              DType dtype, const BlockRange& range) {
   using L = ScalarLane<double>;
   constexpr int64_t kAhead = 8;
-  Array pairs = grad;
+  DeviceArray pairs = grad;
   pairs.aligned = is_aligned(address_of(grad, range.begin), 2 * grad.size);
   typename Warp::template PerThread<double> even;
   typename Warp::template PerThread<double> odd;
@@ -75,7 +75,7 @@ inline constexpr int kShortPiece = 512;
 
 // Adds the square of each element by itself.
 template <class T, class Warp, class Add>
-TORCHOPT_HD inline void warp_add_each(const Warp& warp, const Array& grad, DType dtype,
+TORCHOPT_HD inline void warp_add_each(const Warp& warp, const DeviceArray& grad, DType dtype,
                                       int64_t begin, int64_t n, const Add& add) {
   warp.each([&](int thread) {
     for (int64_t i = thread; i < n; i += kWarpThreads) {
@@ -89,7 +89,7 @@ TORCHOPT_HD inline void warp_add_each(const Warp& warp, const Array& grad, DType
 // Adds the exact square of each of at most kShortPiece elements that are not fp64, in bins below
 // the warp's largest square, as the CPU does.
 template <class Warp, class Add>
-TORCHOPT_HD inline void warp_add_squares(const Warp& warp, const Array& grad, DType dtype,
+TORCHOPT_HD inline void warp_add_squares(const Warp& warp, const DeviceArray& grad, DType dtype,
                                          int64_t begin, int64_t n, const Add& add) {
   using L = ScalarLane<double>;
   constexpr int kEach = kShortPiece / kWarpThreads;
@@ -164,8 +164,8 @@ TORCHOPT_HD inline void warp_add_squares(const Warp& warp, const Array& grad, DT
 template <class Warp, class Add>
 TORCHOPT_HD inline void warp_add_chunk(const Warp& warp, int warp_index, int warps,
                                        const TensorWork& work, const Chunk& chunk, const Add& add) {
-  const DType dtype = work.grad_dtype;
-  const Array grad = array_of(work.grad, element_size(dtype));
+  const DType dtype = work.layout.grad;
+  const DeviceArray grad = array_of(work.memory[kGrad], element_size(dtype));
   if (work.row_length >= kShortRow) {
     const int64_t blocks = block_count(work.row_length, chunk.begin, chunk.end);
     for (int64_t b = warp_index; b < blocks; b += warps) {
@@ -207,7 +207,7 @@ TORCHOPT_HD inline void sum_of_squares_body(Cta& cta, const SumOfSquaresArgs& ar
     for (int64_t c = cta.block; c < args.chunk_count; c += cta.blocks) {
       const Chunk chunk = args.chunks[c];
       const TensorWork& work = args.tensors[chunk.tensor];
-      if (work.grad != nullptr) {
+      if (work.memory[kGrad] != nullptr) {
         warp_add_chunk(warp, warp_index, cta.threads / kWarpThreads, work, chunk, add);
       }
     }

@@ -2,10 +2,33 @@
 // lane type (lane.h), shared by every CPU build and by the CUDA kernel.
 #pragma once
 
-#include "kernels/adam_args.h"
 #include "kernels/lane.h"
 
 namespace torchopt_ext {
+
+// One param group's arguments.
+struct AdamHyper {
+  double lr;
+  double beta1;
+  double beta2;
+  double eps;
+  double weight_decay;
+  bool decoupled_weight_decay;  // AdamW; otherwise the decay is added to the gradient (Adam)
+  bool maximize;
+};
+
+// What an element needs, rounded once to the compute type.
+template <class T>
+struct AdamScalars {
+  T grad_factor, l2, beta1, beta2, w1, w2, eps_hat, decay, step_size;
+  bool maximize, has_l2, has_decay, small_w1, small_w2;
+};
+
+// Those of a tensor's step, of which one is used: that of the type it is computed in.
+struct TensorScalars {
+  AdamScalars<float> as_float;
+  AdamScalars<double> as_double;
+};
 
 namespace {
 
@@ -54,7 +77,7 @@ TORCHOPT_HD inline AdamScalars<T> adam_scalars(const AdamHyper& hyper, int64_t s
 // Updates one register of elements; max_exp_avg_sq is null without amsgrad. The conditions depend
 // on scalars alone, so the branch predictor makes them free.
 template <class L, class R = typename L::reg>
-TORCHOPT_HD inline void adam_registers(const AdamScalars<typename L::scalar>& s, R& p, R g, R& m,
+[[gnu::always_inline]] TORCHOPT_HD inline void adam_registers(const AdamScalars<typename L::scalar>& s, R& p, R g, R& m,
                                        R& v, R* max_exp_avg_sq) {
   using T = typename L::scalar;
   g = L::mul(g, L::set1(s.grad_factor));
@@ -85,27 +108,6 @@ TORCHOPT_HD inline void adam_registers(const AdamScalars<typename L::scalar>& s,
     change = L::add(L::mul(L::set1(s.decay), p), change);
   }
   p = L::canonical(L::sub(p, change));
-}
-
-// The same in memory.
-template <class L>
-TORCHOPT_HD inline void adam_update(const AdamScalars<typename L::scalar>& s,
-                                    typename L::scalar* param, const typename L::scalar* grad,
-                                    typename L::scalar* exp_avg, typename L::scalar* exp_avg_sq,
-                                    typename L::scalar* max_exp_avg_sq) {
-  using R = typename L::reg;
-  R p = L::load(param);
-  R m = L::load(exp_avg);
-  R v = L::load(exp_avg_sq);
-  const bool amsgrad = max_exp_avg_sq != nullptr;
-  R vmax = amsgrad ? L::load(max_exp_avg_sq) : L::set1(0);
-  adam_registers<L>(s, p, L::load(grad), m, v, amsgrad ? &vmax : nullptr);
-  L::store(exp_avg, m);
-  L::store(exp_avg_sq, v);
-  L::store(param, p);
-  if (amsgrad) {
-    L::store(max_exp_avg_sq, vmax);
-  }
 }
 
 }  // namespace

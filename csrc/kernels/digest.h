@@ -4,19 +4,9 @@
 // by 2**k times an odd number. docs/numerics.md section 9.
 #pragma once
 
-#include "kernels/dtype.h"
+#include "kernels/tensor_work.h"
 
 namespace torchopt_ext {
-
-// What memory of a parameter a word is from.
-enum Role : uint32_t {
-  kRoleParam,
-  kRoleExpAvg,
-  kRoleExpAvgSq,
-  kRoleMaxExpAvgSq,
-  kRoleMaster,
-  kRoles
-};
 
 namespace {
 
@@ -30,9 +20,9 @@ TORCHOPT_HD inline uint32_t mix(uint32_t x) {
   return x ^ (x >> 15);
 }
 
-// What all elements of a parameter's role share.
-TORCHOPT_HD inline uint32_t digest_salt(uint32_t parameter, uint32_t role) {
-  return mix(parameter * kRoles + role + 1u);
+// What all elements of one of a parameter's arrays share.
+TORCHOPT_HD inline uint32_t digest_salt(uint32_t parameter, int array) {
+  return mix(parameter * kWritten + static_cast<uint32_t>(array) + 1u);
 }
 
 // What elements with the same upper half of their number share.

@@ -29,6 +29,7 @@ struct ScalarLane {
   using scalar = T;
   using reg = T;
   static constexpr int width = 1;
+  static constexpr bool converts = sizeof(T) == sizeof(float);  // from and to 16-bit elements
 
   TORCHOPT_HD static T load(const T* x) { return *x; }
   TORCHOPT_HD static void store(T* x, T a) { *x = a; }
@@ -55,7 +56,7 @@ struct ScalarLane {
     *weight = parts.weight;
     *remainder = parts.remainder;
   }
-  TORCHOPT_HD static void store_stochastic(BFloat16* x, T a, const uint64_t* random, Draw draw) {
+  TORCHOPT_HD static void store_stochastic(BFloat16* x, T a, const uint64_t* random, Array draw) {
     *x = narrow_stochastic(a, *random, draw);
   }
   TORCHOPT_HD static T neg(T a) { return -a; }

@@ -3,7 +3,7 @@
 // or rank. docs/numerics.md section 8.
 #pragma once
 
-#include "kernels/dtype.h"
+#include "kernels/tensor_work.h"
 
 namespace torchopt_ext {
 
@@ -12,9 +12,6 @@ struct RoundingKey {
   uint32_t step;
   uint32_t parameter;
 };
-
-// Which 16 of an element's 64 random bits a stored value uses.
-enum Draw { kDrawParam, kDrawExpAvg, kDrawExpAvgSq, kDrawMaxExpAvgSq };
 
 struct PhiloxBlock {
   uint32_t word[4];
@@ -59,8 +56,9 @@ TORCHOPT_HD inline uint64_t random_of(const RoundingKey& key, uint64_t element) 
   return random_of(philox(key, element / 2), element % 2 == 1);
 }
 
-// Infinity and the canonical NaN stay; a finite value stays finite.
-TORCHOPT_HD inline BFloat16 narrow_stochastic(float x, uint64_t random, Draw draw) {
+// Of an element's 64 random bits, each array (kParam to kMaxExpAvgSq) uses 16. Infinity and the
+// canonical NaN stay; a finite value stays finite.
+TORCHOPT_HD inline BFloat16 narrow_stochastic(float x, uint64_t random, Array draw) {
   const auto bits = bit_cast<uint32_t>(x);
   const uint32_t rounded = (bits + (static_cast<uint32_t>(random >> (16 * draw)) & 0xffffu)) >> 16;
   const bool overflowed = (rounded & 0x7fffu) == 0x7f80u && (bits & 0x7fffffffu) < 0x7f800000u;

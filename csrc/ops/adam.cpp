@@ -32,7 +32,7 @@ void adam_lists(at::TensorList params, at::TensorList grads, at::TensorList exp_
   }
   std::vector<StepPlan::Entry> entries(n);
   std::vector<NamedTensor> memory;
-  memory.reserve(n * (1 + StepPlan::kParts));
+  memory.reserve(n * (1 + kKept));
   for (size_t i = 0; i < n; ++i) {
     StepPlan::Entry& entry = entries[i];
     entry.position = i;

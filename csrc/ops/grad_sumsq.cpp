@@ -22,11 +22,10 @@ void grad_sumsq_(at::TensorList grads, const at::Tensor& accumulator) {
     kept.push_back(is_dense(grads[i]) ? grads[i] : grads[i].contiguous());
     const at::Tensor& grad = kept.back();
     TensorWork tensor{};
-    tensor.grad = const_cast<void*>(grad.const_data_ptr());  // read only in pass A
+    tensor.memory[kGrad] = const_cast<void*>(grad.const_data_ptr());  // read only in pass A
     tensor.numel = grad.numel();
     tensor.row_length = row_length(grad);
-    tensor.param_dtype = dtype_of(grad);
-    tensor.grad_dtype = tensor.param_dtype;
+    tensor.layout.param = tensor.layout.grad = dtype_of(grad);
     work.tensors.push_back(tensor);
   }
   work.cut_chunks();

@@ -95,10 +95,10 @@ void scaled_copy_(at::TensorList to, at::TensorList from, const at::Tensor& cont
       restrided.back().copy_(from[i].detach());
     }
     const at::Tensor& source = as_it_is ? from[i] : restrided.back();
-    x.param = to[i].mutable_data_ptr();
-    x.grad = const_cast<void*>(source.const_data_ptr());  // read only
-    x.param_dtype = dtype_of(to[i]);
-    x.grad_dtype = dtype_of(source);
+    x.memory[kParam] = to[i].mutable_data_ptr();
+    x.memory[kGrad] = const_cast<void*>(source.const_data_ptr());  // read only
+    x.layout.param = dtype_of(to[i]);
+    x.layout.grad = dtype_of(source);
   }
   work.cut_chunks();
   (on_cuda(control.device()) ? cuda::scaled_copy : cpu::scaled_copy)(work, control, unscale);

@@ -18,7 +18,7 @@ constexpr char kEmptyGradient = 0;
 
 void StepPlan::check_step(size_t i) const {
   if (device_.is_cpu()) {
-    const float step = *work_.tensors[i].step;
+    const float step = step_of(work_.tensors[i]);
     TORCH_CHECK(step >= 0.0f && step < 0x1p62f, what("state step", i), " is ", step,
                 ", expected a count of steps");
   }
@@ -27,7 +27,7 @@ void StepPlan::check_step(size_t i) const {
 bool StepPlan::take_gradient(size_t i, const at::Tensor& gradient) {
   Known& known = known_[i];
   if (!gradient.defined()) {
-    work_.tensors[i].grad = nullptr;
+    work_.tensors[i].memory[kGrad] = nullptr;
     return true;
   }
   const c10::TensorImpl* impl = gradient.unsafeGetTensorImpl();
@@ -43,7 +43,7 @@ bool StepPlan::take_gradient(size_t i, const at::Tensor& gradient) {
   }
   check_step(i);
   gradients_[i] = gradient;
-  work_.tensors[i].grad = const_cast<void*>(memory);
+  work_.tensors[i].memory[kGrad] = const_cast<void*>(memory);
   return true;
 }
 
@@ -83,11 +83,12 @@ void StepPlan::set_gradient(size_t i, const at::Tensor& gradient) {
     ++gradients_copied_;
     known.gradient_type = -1;  // the next is looked at closely, whatever it is
   }
-  work.grad_dtype = dtype_of(gradient);
+  work.layout.grad = dtype_of(gradient);
+  work.kind = kind_of(work.layout, work_.options);
   // An empty gradient may have no memory, but its parameter takes part: its step counts.
-  work.grad = const_cast<void*>(gradient.numel() > 0 ? address(*gradients_[i].unsafeGetTensorImpl())
-                                                     : &kEmptyGradient);
-  TORCH_CHECK(work.grad != nullptr, what("gradient", i),
+  work.memory[kGrad] = const_cast<void*>(
+      gradient.numel() > 0 ? address(*gradients_[i].unsafeGetTensorImpl()) : &kEmptyGradient);
+  TORCH_CHECK(work.memory[kGrad] != nullptr, what("gradient", i),
               gradient.unsafeGetTensorImpl()->is_python_dispatch()
                   ? " is a tensor subclass without memory of its own, expected a plain tensor"
                   : " has had its storage freed");
@@ -128,13 +129,13 @@ void StepPlan::prefetch_version(size_t i, size_t end) const {
 
 void StepPlan::count_as_changed() const {
   for_each_entry(size(), [this](size_t begin, size_t end) {
-    std::array<bool, kParts> counted{};  // already, of this entry's part or one that shares with it
+    std::array<bool, kKept> counted{};  // already, of this entry's part or one that shares with it
     for (size_t i = begin; i < end; ++i) {
       prefetch_version(i, end);
-      for (size_t part = 0; part < kParts; ++part) {
+      for (size_t part = 0; part < kKept; ++part) {
         counted[part] = counted[part] && shares_version_[i][part];
         c10::TensorImpl* tensor = borrowed_[i][part];
-        if (counted[part] || tensor == nullptr || work_.tensors[i].grad == nullptr) {
+        if (counted[part] || tensor == nullptr || work_.tensors[i].memory[kGrad] == nullptr) {
           continue;
         }
         counted[part] = true;
@@ -152,7 +153,7 @@ void StepPlan::count_as_changed() const {
 void StepPlan::update(const std::vector<GroupHyper>& groups, const at::Tensor& control) {
   std::vector<size_t> copies;
   for (size_t i = 0; i < size(); ++i) {
-    if (dense_copies_[i].defined() && work_.tensors[i].grad != nullptr) {
+    if (dense_copies_[i].defined() && work_.tensors[i].memory[kGrad] != nullptr) {
       copies.push_back(i);
       dense_copies_[i].copy_(strided_params_[i].detach());
     }

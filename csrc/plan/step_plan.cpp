@@ -60,7 +60,7 @@ StepPlan::StepPlan(const std::vector<Entry>& entries, at::Device device, const S
     work.run = reals * entry.place.run;
     work.stride = reals * entry.place.stride;
     check_entry(i, entry.tensors);
-    for (size_t part = 0; part < kParts; ++part) {
+    for (size_t part = 0; part < kKept; ++part) {
       const at::Tensor& tensor = entry.tensors[part];
       borrowed_[i][part] = tensor.defined() ? tensor.unsafeGetTensorImpl() : nullptr;
     }
@@ -85,7 +85,7 @@ void StepPlan::check_entry(size_t i, const Tensors& tensors) {
     dense_copies_[i] = at::empty_like(param, at::MemoryFormat::Preserve);
   }
   const at::Tensor& dense = dense_copies_[i].defined() ? dense_copies_[i] : param;
-  for (const Part part : {kExpAvg, kExpAvgSq, kMaxExpAvgSq}) {
+  for (const Array part : {kExpAvg, kExpAvgSq, kMaxExpAvgSq}) {
     const at::Tensor& moment = tensors[part];
     if (!moment.defined() && part == kMaxExpAvgSq) {
       continue;
@@ -112,20 +112,19 @@ void StepPlan::check_entry(size_t i, const Tensors& tensors) {
   check_memory(step, what(kRoleNames[kStep], i));
 
   TensorWork& work = work_.tensors[i];
-  work.param = writable(dense);
-  work.exp_avg = writable(tensors[kExpAvg]);
-  work.exp_avg_sq = writable(tensors[kExpAvgSq]);
-  work.max_exp_avg_sq = writable(tensors[kMaxExpAvgSq]);
-  work.master = writable(tensors[kMaster]);
-  work.step = static_cast<float*>(writable(step));
+  for (size_t part = 0; part < kKept; ++part) {
+    work.memory[part] = writable(part == kParam ? dense : tensors[part]);
+  }
   work.numel = reals_per_element(dense) * dense.numel();
   work.row_length = row_length(dense);
-  work.param_dtype = dtype_of(dense);
-  work.grad_dtype = work.param_dtype;
-  work.state_dtype = dtype_of(tensors[kExpAvg]);
-  work.weights = !tensors[kMaster].defined()                    ? Weights::kPlain
-                 : tensors[kMaster].scalar_type() == at::kShort ? Weights::kRemainder
-                                                                : Weights::kMaster;
+  work.layout = {.param = dtype_of(dense),
+                 .grad = dtype_of(dense),
+                 .state = dtype_of(tensors[kExpAvg]),
+                 .master = !tensors[kMaster].defined()                    ? Master::kNone
+                           : tensors[kMaster].scalar_type() == at::kShort ? Master::kRemainder
+                                                                          : Master::kFloat32,
+                 .amsgrad = tensors[kMaxExpAvgSq].defined()};
+  work.kind = kind_of(work.layout, work_.options);
   known_[i] = {};
   known_[i].shape = shape_of(dense);
   known_[i].param_type = param.dtype();
@@ -140,9 +139,9 @@ void StepPlan::check_overlap() const {
   std::vector<NamedTensor> params;  // by themselves first, for the message
   std::vector<NamedTensor> written;
   params.reserve(size());
-  written.reserve(size() * kParts);
+  written.reserve(size() * kKept);
   for (size_t i = 0; i < size(); ++i) {
-    for (size_t part = 0; part < kParts; ++part) {
+    for (size_t part = 0; part < kKept; ++part) {
       // A parameter with gaps may share its range, though no element, with another one's.
       if (borrowed_[i][part] == nullptr || (part == kParam && dense_copies_[i].defined())) {
         continue;
@@ -160,7 +159,7 @@ void StepPlan::check_overlap() const {
 void StepPlan::cut() {
   shares_version_.assign(size(), {});
   for (size_t i = 1; i < size(); ++i) {
-    for (size_t part = 0; part < kParts; ++part) {
+    for (size_t part = 0; part < kKept; ++part) {
       const c10::TensorImpl* tensor = borrowed_[i][part];
       const c10::TensorImpl* before = borrowed_[i - 1][part];
       shares_version_[i][part] = tensor != nullptr && before != nullptr &&
@@ -183,7 +182,7 @@ bool StepPlan::attach(size_t i, const Borrowed& tensors) {
   borrowed_[i] = tensors;
   const TensorWork& work = work_.tensors[i];
   const Known& known = known_[i];
-  const auto fits = [&](Part part, const void* memory, caffe2::TypeMeta type,
+  const auto fits = [&](Array part, const void* memory, caffe2::TypeMeta type,
                         const c10::SmallVector<int64_t, 8>& shape) {
     const c10::TensorImpl& tensor = *tensors[part];
     return tensor.dtype() == type && (work.numel == 0 || address(tensor) == memory) &&
@@ -191,21 +190,22 @@ bool StepPlan::attach(size_t i, const Borrowed& tensors) {
   };
   const bool strided = dense_copies_[i].defined();
   const caffe2::TypeMeta master_type =
-      c10::scalarTypeToTypeMeta(work.weights == Weights::kRemainder ? at::kShort : at::kFloat);
-  return !known.swapped && address(*tensors[kStep]) == work.step &&
-         fits(kParam, strided ? known.strided_memory : work.param, known.param_type,
+      c10::scalarTypeToTypeMeta(work.layout.master == Master::kRemainder ? at::kShort : at::kFloat);
+  return !known.swapped && address(*tensors[kStep]) == work.memory[kStep] &&
+         fits(kParam, strided ? known.strided_memory : work.memory[kParam], known.param_type,
               strided ? known.strided_shape : known.shape) &&
-         fits(kExpAvg, work.exp_avg, known.state_type, known.shape) &&
-         fits(kExpAvgSq, work.exp_avg_sq, known.state_type, known.shape) &&
+         fits(kExpAvg, work.memory[kExpAvg], known.state_type, known.shape) &&
+         fits(kExpAvgSq, work.memory[kExpAvgSq], known.state_type, known.shape) &&
          (tensors[kMaxExpAvgSq] == nullptr ||
-          fits(kMaxExpAvgSq, work.max_exp_avg_sq, known.state_type, known.shape)) &&
-         (tensors[kMaster] == nullptr || fits(kMaster, work.master, master_type, known.shape));
+          fits(kMaxExpAvgSq, work.memory[kMaxExpAvgSq], known.state_type, known.shape)) &&
+         (tensors[kMaster] == nullptr ||
+          fits(kMaster, work.memory[kMaster], master_type, known.shape));
 }
 
 void StepPlan::renew(const std::vector<size_t>& changed) {
   for (const size_t i : changed) {
     Tensors tensors;
-    for (size_t part = 0; part < kParts; ++part) {
+    for (size_t part = 0; part < kKept; ++part) {
       tensors[part] = to_tensor(borrowed_[i][part]);
     }
     TORCH_CHECK(tensors[kParam].dtype() == known_[i].param_type, what("parameter", i),

@@ -19,11 +19,10 @@ namespace torchopt_ext {
 
 class StepPlan {
  public:
-  // The tensors of a parameter, in the order of every array below. Undefined: no amsgrad, no
-  // master. The master is an fp32 master weight or an int16 remainder.
-  enum Part { kParam, kExpAvg, kExpAvgSq, kMaxExpAvgSq, kMaster, kStep, kParts };
-  using Tensors = std::array<at::Tensor, kParts>;
-  using Borrowed = std::array<c10::TensorImpl*, kParts>;  // null where undefined
+  // The tensors of a parameter by Array. Undefined: no amsgrad, no master. The master is an fp32
+  // master weight or an int16 remainder.
+  using Tensors = std::array<at::Tensor, kKept>;
+  using Borrowed = std::array<c10::TensorImpl*, kKept>;  // null where undefined
 
   // Where a shard lies in its parameter: TensorWork says what the fields mean.
   struct Place {
@@ -118,7 +117,7 @@ class StepPlan {
   at::Device device_;
   int64_t gradients_copied_ = 0;
   // Whether an entry's tensor of a part has the version counter of the entry's before.
-  std::vector<std::array<bool, kParts>> shares_version_;
+  std::vector<std::array<bool, kKept>> shares_version_;
 };
 
 }  // namespace torchopt_ext

@@ -141,7 +141,7 @@ void OptimizerPlan::look(size_t part) {
         what_is_left_[i] = Left::kGradient;
       } else {
         // Not at::Tensor::grad(), which looks for non-leaf tensors to warn about.
-        const at::Tensor& gradient = borrowed[StepPlan::kParam]->grad();
+        const at::Tensor& gradient = borrowed[kParam]->grad();
         what_is_left_[i] = plan.take_gradient(i, gradient) ? Left::kNothing : Left::kGradient;
       }
     }
@@ -158,7 +158,7 @@ bool OptimizerPlan::attach(size_t part) {
       continue;
     }
     if (objects[i].path != 0 && paths_[objects[i].path].follow(objects[i].param).ptr() !=
-                                    objects[i].local[StepPlan::kParam]) {
+                                    objects[i].local[kParam]) {
       return false;
     }
     if (what_is_left_[i] == Left::kAll) {

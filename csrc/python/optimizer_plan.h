@@ -21,10 +21,10 @@ namespace torchopt_ext {
 
 class OptimizerPlan {
  public:
-  using LocalObjects = std::array<pybind11::object, StepPlan::kParts>;
+  using LocalObjects = std::array<pybind11::object, kKept>;
 
   // A parameter with its state, as Python objects: what the optimizer holds (a DTensor, a wrapper
-  // subclass, or the local tensor itself) and the local tensors in the order of StepPlan::Part,
+  // subclass, or the local tensor itself) and the local tensors in the order of Array (kernels/tensor_work.h),
   // None where absent.
   struct Param {
     pybind11::object param;
@@ -75,7 +75,7 @@ class OptimizerPlan {
   // Addresses of one entry's Python objects.
   struct Objects {
     PyObject* param;
-    std::array<PyObject*, StepPlan::kParts> local;
+    std::array<PyObject*, kKept> local;
     uint32_t path;  // from param to its local tensor, in paths_; 0: param is that tensor
     int64_t position;
   };

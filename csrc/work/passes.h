@@ -3,7 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "kernels/adam_args.h"
+#include "kernels/adam.h"
 
 namespace torchopt_ext {
 

@@ -37,8 +37,9 @@ std::vector<int64_t> cumulative_bytes(const std::vector<TensorWork>& tensors,
                                       const std::vector<Chunk>& chunks) {
   std::vector<int64_t> cumulative(chunks.size() + 1, 0);
   for (size_t i = 0; i < chunks.size(); ++i) {
-    const DType dtype = tensors[static_cast<size_t>(chunks[i].tensor)].param_dtype;
-    cumulative[i + 1] = cumulative[i] + (chunks[i].end - chunks[i].begin) * element_size(dtype);
+    const Layout& layout = tensors[static_cast<size_t>(chunks[i].tensor)].layout;
+    cumulative[i + 1] =
+        cumulative[i] + (chunks[i].end - chunks[i].begin) * element_size(layout, kParam);
   }
   return cumulative;
 }

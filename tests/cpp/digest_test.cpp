@@ -35,7 +35,7 @@ template <class Bits>
 void every_flipped_bit_shows() {
   std::vector<Bits> words = random_words<Bits>(500);
   for (const uint64_t first : {uint64_t{0}, uint64_t{0xffffff00}, uint64_t{1} << 40}) {
-    const uint32_t salt = digest_salt(3, kRoleExpAvg);
+    const uint32_t salt = digest_salt(3, kExpAvg);
     const uint64_t before = digest_of(words, salt, first);
     for (size_t i = 0; i < words.size(); ++i) {
       const Bits kept = words[i];
@@ -56,13 +56,13 @@ TEST(Digest, EveryFlippedBitShows) {
   every_flipped_bit_shows<uint64_t>();
 }
 
-TEST(Digest, PlacesAndRolesAndParametersDiffer) {
+TEST(Digest, PlacesAndArraysAndParametersDiffer) {
   const uint32_t word = 0x3f800000u;
   std::vector<uint64_t> seen;
   for (const uint32_t parameter : {0u, 1u, 1000u}) {
-    for (uint32_t role = 0; role < kRoles; ++role) {
+    for (int array = kParam; array < kWritten; ++array) {
       for (uint64_t element = 0; element < 100; ++element) {
-        seen.push_back(digest_element(digest_salt(parameter, role), element, word));
+        seen.push_back(digest_element(digest_salt(parameter, array), element, word));
       }
     }
   }
@@ -73,7 +73,7 @@ TEST(Digest, PlacesAndRolesAndParametersDiffer) {
 template <class Bits>
 void shards_add_up(int log2_size) {
   const std::vector<Bits> words = random_words<Bits>(1000);
-  const uint32_t salt = digest_salt(1, kRoleParam);
+  const uint32_t salt = digest_salt(1, kParam);
   for (const int64_t first : {int64_t{0}, (int64_t{1} << 32) - 500}) {
     const uint64_t whole = digest_of(words, salt, static_cast<uint64_t>(first));
     for (const KernelTable* table : runnable_tables()) {

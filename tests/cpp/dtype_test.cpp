@@ -59,10 +59,7 @@ void narrow_agrees(DType dtype) {
     std::vector<float> master = values;
     std::vector<uint16_t> converted(values.size());
     subtract(*table,
-             {.param = converted.data(),
-              .master = master.data(),
-              .param_dtype = dtype,
-              .weights = Weights::kMaster},
+             work_of({.param = dtype, .master = Master::kFloat32}, converted.data(), master.data()),
              std::vector<float>(values.size()));
     for (size_t i = 0; i < values.size(); ++i) {
       const uint16_t scalar = narrow<Ours>(values[i]).bits;

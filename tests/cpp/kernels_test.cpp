@@ -43,7 +43,7 @@ TEST(Adam, SameBitsHoweverAStepIsMade) {
   int variant = 0;
   for (Case c : every_way_to_hold()) {
     for (int options = 0; options < 16; ++options) {
-      c.amsgrad = (options & 1) != 0;
+      c.layout.amsgrad = (options & 1) != 0;
       c.options.stochastic_rounding = (options & 2) != 0;
       c.options.write_back_gradients = (options & 4) != 0;
       c.options.track = (options & 8) != 0 ? 7u : 0u;
@@ -65,14 +65,14 @@ TEST(Adam, SameBitsHoweverAStepIsMade) {
 }
 
 TEST(Adam, SameBitsWhereverArraysStart) {
-  const Case ways[] = {
-      {},
-      {.param = DType::kFloat64, .grad = DType::kFloat64, .state = DType::kFloat64},
-      {.param = DType::kBFloat16, .grad = DType::kBFloat16, .weights = Weights::kRemainder},
-      {.param = DType::kFloat16, .weights = Weights::kMaster},
-      {.param = DType::kBFloat16, .grad = DType::kBFloat16, .weights = Weights::kMaster}};
+  const Case ways[] = {{},
+                       {.layout = layout_of(AdamKind::kFloat64)},
+                       {.layout = layout_of(AdamKind::kBFloat16Remainder)},
+                       {.layout = {.param = DType::kFloat16, .master = Master::kFloat32}},
+                       {.layout = layout_of(AdamKind::kBFloat16Master)},
+                       {.layout = layout_of(AdamKind::kBFloat16)}};
   for (Case c : ways) {
-    c.amsgrad = true;
+    c.layout.amsgrad = true;
     for (const int64_t numel : {3, 45, 100}) {
       c.row_length = numel;
       for (int64_t offset = 0; offset < 16; ++offset) {
@@ -95,7 +95,7 @@ TEST(Adam, SameBitsWhereverArraysStart) {
 
 TEST(Adam, SameBitsOverManyChunks) {
   for (const uint32_t track : {0u, 1u, 2u, 4u, 7u}) {
-    Case c{.param = DType::kBFloat16, .grad = DType::kBFloat16, .weights = Weights::kRemainder};
+    Case c{.layout = layout_of(AdamKind::kBFloat16Remainder)};
     c.rows = 71;
     c.row_length = 1999;  // chunks start at odd elements
     c.options.track = track;
@@ -108,7 +108,8 @@ TEST(Adam, ASkippedStepChangesNothingInTheCudaBody) {
   Control control = control_of_a_step();
   control.skip = 1.0;
   for (const uint32_t track : {0u, 1u, 2u, 4u, 7u}) {
-    Tensor tensor({.amsgrad = true, .options = {.track = track}, .rows = 3, .row_length = 700});
+    Tensor tensor(
+        {.layout = {.amsgrad = true}, .options = {.track = track}, .rows = 3, .row_length = 700});
     const Tensor start = tensor;
     const Report report = step_as_cuda(tensor, hyper_of(1), control, 256);
     EXPECT_TRUE(tensor.same_bits(start));
@@ -118,20 +119,20 @@ TEST(Adam, ASkippedStepChangesNothingInTheCudaBody) {
 
 // Nothing but a decay that is too small for bf16: every element loses its update.
 TEST(Adam, LostUpdatesAreCounted) {
-  Case c{.param = DType::kBFloat16, .grad = DType::kBFloat16};
+  Case c{.layout = {.param = DType::kBFloat16, .grad = DType::kBFloat16}};
   c.options.track = 7;
   c.row_length = 600;
   AdamHyper hyper = hyper_of(1);
   hyper.weight_decay = 0.01;
   Tensor start(c);
-  for (const auto array : {TensorArrays::kGrad, TensorArrays::kExpAvg, TensorArrays::kExpAvgSq}) {
+  for (const Array array : {kGrad, kExpAvg, kExpAvgSq}) {
     std::fill(start.memory(array).begin(), start.memory(array).end(), '\0');
   }
   Tensor on_cpu = start;
   Tensor as_cuda = start;
   EXPECT_EQ(step_on_cpu(kernels(), on_cpu, hyper, control_of_a_step()).counts[0], 600);
   EXPECT_EQ(step_as_cuda(as_cuda, hyper, control_of_a_step(), 256).counts[0], 600);
-  EXPECT_EQ(on_cpu.memory(TensorArrays::kParam), start.memory(TensorArrays::kParam));
+  EXPECT_EQ(on_cpu.memory(kParam), start.memory(kParam));
 }
 
 TEST(Adam, LostUpdatesAreCountedAroundZerosInfinitiesAndNaNs) {
@@ -145,10 +146,11 @@ TEST(Adam, LostUpdatesAreCountedAroundZerosInfinitiesAndNaNs) {
     }
   }
   for (const bool decays : {false, true}) {
-    AdamScalars<float> scalars{};  // moments stay, and weights as far as 0 times anything is 0
-    scalars.small_w1 = scalars.small_w2 = true;
-    scalars.eps_hat = 1.0f;
-    scalars.has_decay = decays;
+    // Moments stay, and weights as far as 0 times anything is 0.
+    TensorScalars scalars{};
+    scalars.as_float.small_w1 = scalars.as_float.small_w2 = true;
+    scalars.as_float.eps_hat = 1.0f;
+    scalars.as_float.has_decay = decays;
     for (const KernelTable* table : runnable_tables()) {
       int64_t expected = 0;
       int64_t lost = 0;
@@ -160,10 +162,11 @@ TEST(Adam, LostUpdatesAreCountedAroundZerosInfinitiesAndNaNs) {
           std::vector<float> v(n);
           std::vector<float> change(n);
           const std::vector<float> before = p;
-          lost += table->adam_traced_float(
-              scalars,
-              {.param = p.data(), .grad = g.data(), .exp_avg = m.data(), .exp_avg_sq = v.data()},
-              change.data(), static_cast<int64_t>(n));
+          TensorWork work = work_of({}, p.data());
+          work.memory[kGrad] = g.data();
+          work.memory[kExpAvg] = m.data();
+          work.memory[kExpAvgSq] = v.data();
+          lost += table->adam_traced(scalars, work, {}, 0, static_cast<int64_t>(n), change.data());
           for (size_t i = 0; i < n; ++i) {
             const bool moves = m[i] != 0.0f || (decays && before[i] != 0.0f);
             expected += p[i] == before[i] && moves ? 1 : 0;

@@ -20,8 +20,8 @@ struct Place {
 };
 
 Case whole_case() {
-  Case c{.param = DType::kBFloat16, .grad = DType::kBFloat16, .state = DType::kBFloat16};
-  c.amsgrad = true;
+  Case c{.layout = layout_of(AdamKind::kBFloat16)};
+  c.layout.amsgrad = true;
   c.options = {.stochastic_rounding = true, .track = 7, .rounding_seed = 5};
   c.row_length = kElements;
   return c;
@@ -40,8 +40,7 @@ Tensor shard_of(const Tensor& whole, const Place& place) {
   Case c = whole_case();
   c.row_length = place.numel;
   Tensor shard(c);
-  for (unsigned a = 0; a < TensorArrays::kCount; ++a) {
-    const auto array = static_cast<TensorArrays::Index>(a);
+  for (const Array array : {kParam, kExpAvg, kExpAvgSq, kMaxExpAvgSq, kMaster, kGrad}) {
     const auto size = static_cast<size_t>(whole.size(array));
     for (int64_t i = 0; i < place.numel; ++i) {
       std::memcpy(shard.memory(array).data() + static_cast<size_t>(i) * size,
@@ -65,8 +64,7 @@ void expect_shards_as_whole(const std::vector<Place>& places, const Step& step) 
     Tensor shard = shard_of(start, place);
     sum += static_cast<uint64_t>(step(shard).counts[1]);
     const Tensor expected = shard_of(whole, place);
-    for (unsigned a = 0; a < TensorArrays::kCount; ++a) {
-      const auto array = static_cast<TensorArrays::Index>(a);
+    for (const Array array : {kParam, kExpAvg, kExpAvgSq, kMaxExpAvgSq, kMaster, kGrad}) {
       const auto bytes = static_cast<size_t>(place.numel * whole.size(array));
       ASSERT_EQ(std::memcmp(shard.memory(array).data(), expected.memory(array).data(), bytes), 0);
     }

@@ -58,28 +58,26 @@ TEST(Remainder, KeepsInfinityAndNaN) {
   }
 }
 
+constexpr Layout kLayout{.param = DType::kBFloat16, .master = Master::kRemainder};
+
 // What a kernel takes weights for, but for the sign of a zero: less themselves they are 0, and so
 // their change is what they were, negated.
 std::vector<float> joined_by(const KernelTable& table, std::vector<BFloat16> weights,
                              std::vector<int16_t> remainders) {
-  AdamScalars<float> scalars{};
-  scalars.has_decay = true;
-  scalars.decay = 1.0f;
-  scalars.eps_hat = 1.0f;
+  TensorScalars scalars{};
+  scalars.as_float.has_decay = true;
+  scalars.as_float.decay = 1.0f;
+  scalars.as_float.eps_hat = 1.0f;
   const size_t n = weights.size();
-  const std::vector<float> grad(n);
+  std::vector<float> grad(n);
   std::vector<float> exp_avg(n);
   std::vector<float> exp_avg_sq(n);
   std::vector<float> change(n);
-  table.adam_traced_float(scalars,
-                          {.param = weights.data(),
-                           .grad = grad.data(),
-                           .exp_avg = exp_avg.data(),
-                           .exp_avg_sq = exp_avg_sq.data(),
-                           .master = remainders.data(),
-                           .param_dtype = DType::kBFloat16,
-                           .weights = Weights::kRemainder},
-                          change.data(), static_cast<int64_t>(n));
+  TensorWork work = work_of(kLayout, weights.data(), remainders.data());
+  work.memory[kGrad] = grad.data();
+  work.memory[kExpAvg] = exp_avg.data();
+  work.memory[kExpAvgSq] = exp_avg_sq.data();
+  table.adam_traced(scalars, work, {}, 0, static_cast<int64_t>(n), change.data());
   for (float& x : change) {
     x = -x;
   }
@@ -106,18 +104,15 @@ TEST(Remainder, KernelsSplitAndJoinAsTheHeaderDoes) {
   for (const KernelTable* table : runnable_tables()) {
     std::vector<BFloat16> weights = before;
     std::vector<int16_t> remainders = before_remainder;
-    const AdamStreams streams{.param = weights.data(),
-                              .master = remainders.data(),
-                              .param_dtype = DType::kBFloat16,
-                              .weights = Weights::kRemainder};
-    subtract(*table, streams, amounts);
+    const TensorWork work = work_of(kLayout, weights.data(), remainders.data());
+    subtract(*table, work, amounts);
     for (int stored = 1; stored <= 2; ++stored) {  // the second is the first, joined and split
       for (size_t i = 0; i < values.size(); ++i) {
         const SplitFloat parts = split(values[i]);
         ASSERT_EQ(weights[i].bits, parts.weight.bits) << table->name << " " << values[i];
         ASSERT_EQ(remainders[i], parts.remainder) << table->name << " " << values[i];
       }
-      subtract(*table, streams, nothing);
+      subtract(*table, work, nothing);
     }
     const std::vector<float> joined = joined_by(*table, weights, remainders);
     for (size_t i = 0; i < values.size(); ++i) {

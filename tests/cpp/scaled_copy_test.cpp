@@ -68,16 +68,16 @@ Memory by_table(const KernelTable& table, const Case& c, Memory to, const Memory
 Memory by_cuda(const Case& c, const Control& control, bool unscale, Memory to, const Memory* from,
                int threads, int64_t chunk_elements = 4096) {
   TensorWork work{};
-  work.param = to.data() + c.to_offset * element_size(c.types.to);
-  work.grad = work.param;
+  work.memory[kParam] = to.data() + c.to_offset * element_size(c.types.to);
+  work.memory[kGrad] = work.memory[kParam];
   if (from != nullptr) {
-    work.grad = const_cast<unsigned char*>(from->data()) +
-                c.from_offset * element_size(c.types.from);  // read only
+    work.memory[kGrad] = const_cast<unsigned char*>(from->data()) +
+                         c.from_offset * element_size(c.types.from);  // read only
   }
   work.numel = c.n;
   work.row_length = 1;
-  work.param_dtype = c.types.to;
-  work.grad_dtype = c.types.from;
+  work.layout.param = c.types.to;
+  work.layout.grad = c.types.from;
   const std::vector<Chunk> chunks = make_chunks({work}, chunk_elements);
   const ScaledCopyArgs args{&work, chunks.data(), &control, static_cast<int64_t>(chunks.size()),
                             unscale};

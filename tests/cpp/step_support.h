@@ -7,7 +7,7 @@
 #include <sstream>
 #include <string>
 
-#include "cpu/adam_slice.h"
+#include "cpu/adam_traced.h"
 #include "cuda/adam_body.h"
 #include "kernels/adam.h"
 #include "kernels/trace.h"
@@ -17,24 +17,21 @@ namespace torchopt_ext {
 
 // What a step is tried with.
 struct Case {
-  DType param = DType::kFloat32;
-  DType grad = DType::kFloat32;
-  DType state = DType::kFloat32;
-  Weights weights = Weights::kPlain;
-  bool amsgrad = false;
+  Layout layout{};
   StepOptions options{};
   int64_t rows = 1;
   int64_t row_length = 1;
   unsigned seed = 1;
-  // Where each array starts in its allocation, in elements, by TensorArrays::Index.
-  std::array<int64_t, TensorArrays::kCount> offsets{};
+  // Where each array starts in its allocation, in elements, by Array.
+  std::array<int64_t, kArrays> offsets{};
 };
 
 inline std::string describe(const Case& c) {
   std::ostringstream text;
-  text << "param " << static_cast<int>(c.param) << " grad " << static_cast<int>(c.grad) << " state "
-       << static_cast<int>(c.state) << " weights " << static_cast<int>(c.weights) << " amsgrad "
-       << c.amsgrad << " random " << c.options.stochastic_rounding << " write back "
+  text << "param " << static_cast<int>(c.layout.param) << " grad "
+       << static_cast<int>(c.layout.grad) << " state " << static_cast<int>(c.layout.state)
+       << " master " << static_cast<int>(c.layout.master) << " amsgrad " << c.layout.amsgrad
+       << " random " << c.options.stochastic_rounding << " write back "
        << c.options.write_back_gradients << " track " << c.options.track << " rows " << c.rows
        << " x " << c.row_length << " offsets";
   for (const int64_t offset : c.offsets) {
@@ -50,16 +47,16 @@ inline std::vector<Case> every_way_to_hold() {
     const bool is_half = param == DType::kBFloat16 || param == DType::kFloat16;
     for (const DType grad : kAllDTypes) {
       for (const DType state : kAllDTypes) {
-        for (const Weights weights : {Weights::kPlain, Weights::kMaster, Weights::kRemainder}) {
+        for (const Master master : {Master::kNone, Master::kFloat32, Master::kRemainder}) {
           const bool one_is_wide = param == DType::kFloat64 || grad == DType::kFloat64;
           const bool one_is_single = param == DType::kFloat32 || grad == DType::kFloat32;
           const bool grad_fits = grad == param || (one_is_single && !one_is_wide);
           const bool state_fits = (state == DType::kFloat64) == (param == DType::kFloat64);
-          const bool weights_fit = weights == Weights::kPlain ||
-                                   (weights == Weights::kMaster && is_half) ||
-                                   (weights == Weights::kRemainder && param == DType::kBFloat16);
-          if (grad_fits && state_fits && weights_fit) {
-            all.push_back({.param = param, .grad = grad, .state = state, .weights = weights});
+          const bool master_fits = master == Master::kNone ||
+                                   (master == Master::kFloat32 && is_half) ||
+                                   (master == Master::kRemainder && param == DType::kBFloat16);
+          if (grad_fits && state_fits && master_fits) {
+            all.push_back({.layout = {param, grad, state, master}});
           }
         }
       }
@@ -70,18 +67,18 @@ inline std::vector<Case> every_way_to_hold() {
 
 class Tensor {
  public:
-  using A = TensorArrays;
-
   explicit Tensor(const Case& c) : case_(c) {
     const int64_t n = c.rows * c.row_length;
-    const DType master = c.weights == Weights::kRemainder ? DType::kBFloat16 : DType::kFloat32;
-    const DType dtypes[] = {c.param, c.grad, c.state, c.state, c.state, master};
-    const int spreads[] = {2, 12, 10, 10, 10, 2};
-    for (unsigned a = 0; a < A::kCount; ++a) {
+    const Layout& held = c.layout;
+    const DType master = held.master == Master::kRemainder ? DType::kBFloat16 : DType::kFloat32;
+    const DType dtypes[] = {held.param, held.state,      held.state, held.state,
+                            master,     DType::kFloat32, held.grad};
+    const int spreads[] = {2, 10, 10, 10, 2, 2, 12};
+    for (unsigned a = 0; a < kArrays; ++a) {
       size_[a] = element_size(dtypes[a]);
       memory_[a] = random_elements(dtypes[a], n + kSlack, spreads[a], c.seed + a);
     }
-    for (const A::Index squares : {A::kExpAvgSq, A::kMaxExpAvgSq}) {  // clear sign bits
+    for (const Array squares : {kExpAvgSq, kMaxExpAvgSq}) {  // clear sign bits
       for (size_t i = static_cast<size_t>(size_[squares]) - 1; i < memory_[squares].size();
            i += static_cast<size_t>(size_[squares])) {
         memory_[squares][i] &= 0x7f;
@@ -89,45 +86,43 @@ class Tensor {
     }
     work.numel = n;
     work.row_length = c.row_length;
-    work.param_dtype = c.param;
-    work.grad_dtype = c.grad;
-    work.state_dtype = c.state;
-    work.weights = c.weights;
+    work.layout = held;
+    work.kind = kind_of(held, c.options);
     work.index = 7;
-    if (c.weights == Weights::kRemainder) {
+    if (held.master == Master::kRemainder) {
       point();
       const std::vector<unsigned char> floats = random_elements(DType::kFloat32, n, 2, c.seed);
       for (int64_t i = 0; i < n; ++i) {
         float x = 0.0f;
         std::memcpy(&x, floats.data() + i * 4, 4);
         const SplitFloat parts = split(x);
-        static_cast<BFloat16*>(work.param)[i] = parts.weight;
-        static_cast<int16_t*>(work.master)[i] = parts.remainder;
+        static_cast<BFloat16*>(work.memory[kParam])[i] = parts.weight;
+        static_cast<int16_t*>(work.memory[kMaster])[i] = parts.remainder;
       }
     }
   }
 
   // Of the memory as it is now: a copy has its own.
   void point() {
-    const auto at = [this](A::Index a) -> void* {
-      return memory_[a].data() + case_.offsets[a] * size_[a];
-    };
-    work.param = at(A::kParam);
-    work.grad = at(A::kGrad);
-    work.exp_avg = at(A::kExpAvg);
-    work.exp_avg_sq = at(A::kExpAvgSq);
-    work.max_exp_avg_sq = case_.amsgrad ? at(A::kMaxExpAvgSq) : nullptr;
-    work.master = case_.weights == Weights::kPlain ? nullptr : at(A::kMaster);
-    work.step = &step;
+    for (unsigned a = 0; a < kArrays; ++a) {
+      work.memory[a] = memory_[a].data() + case_.offsets[a] * size_[a];
+    }
+    if (!case_.layout.amsgrad) {
+      work.memory[kMaxExpAvgSq] = nullptr;
+    }
+    if (case_.layout.master == Master::kNone) {
+      work.memory[kMaster] = nullptr;
+    }
+    work.memory[kStep] = &step;
   }
 
   // Also outside of the elements.
   bool same_bits(const Tensor& other) const {
     return memory_ == other.memory_ && step == other.step;
   }
-  const std::vector<unsigned char>& memory(A::Index a) const { return memory_[a]; }
-  std::vector<unsigned char>& memory(A::Index a) { return memory_[a]; }
-  int64_t size(A::Index a) const { return size_[a]; }
+  const std::vector<unsigned char>& memory(Array a) const { return memory_[a]; }
+  std::vector<unsigned char>& memory(Array a) { return memory_[a]; }
+  int64_t size(Array a) const { return size_[a]; }
   const StepOptions& options() const { return case_.options; }
 
   float step = 3.0f;
@@ -137,8 +132,8 @@ class Tensor {
   static constexpr int64_t kSlack = 16;
 
   Case case_;
-  std::array<std::vector<unsigned char>, A::kCount> memory_;
-  std::array<int64_t, A::kCount> size_{};
+  std::array<std::vector<unsigned char>, kArrays> memory_;
+  std::array<int64_t, kArrays> size_{};
 };
 
 inline AdamHyper hyper_of(int variant) {
@@ -185,23 +180,19 @@ inline Report step_on_cpu(const KernelTable& table, Tensor& tensor, AdamHyper hy
   tensor.step += 1.0f;
   hyper.lr *= control.lr_factor;
   const auto step = static_cast<int64_t>(tensor.step);
-  const AdamScalars<float> as_float = adam_scalars<float>(hyper, step, control.grad_factor);
-  const AdamScalars<double> as_double = adam_scalars<double>(hyper, step, control.grad_factor);
+  const TensorScalars scalars{adam_scalars<float>(hyper, step, control.grad_factor),
+                              adam_scalars<double>(hyper, step, control.grad_factor)};
   Report report;
   ChunkTrace sum{};
   for (const Chunk& chunk : make_chunks({tensor.work}, chunk_elements)) {
-    ChunkTrace trace{};
-    ChunkTrace* wanted = tensor.options().track != 0 ? &trace : nullptr;
-    if (tensor.work.param_dtype == DType::kFloat64) {
-      AdamSlice<double>(table, tensor.options(), as_double, tensor.work)
-          .run(chunk.begin, chunk.end, wanted);
+    const StepOptions& options = tensor.options();
+    if (options.track != 0) {
+      report.chunks.push_back(
+          adam_traced(table, scalars, tensor.work, options, chunk.begin, chunk.end));
+      add_trace(sum, report.chunks.back());
     } else {
-      AdamSlice<float>(table, tensor.options(), as_float, tensor.work, past_caches)
-          .run(chunk.begin, chunk.end, wanted);
-    }
-    if (tensor.options().track != 0) {
-      report.chunks.push_back(trace);
-      add_trace(sum, trace);
+      table.adam[static_cast<int>(tensor.work.kind)](scalars, tensor.work, options, chunk.begin,
+                                                     chunk.end, past_caches);
     }
   }
   if (tensor.options().track != 0) {

@@ -64,7 +64,7 @@ TEST(Stochastic, EveryTableDrawsTheSame) {
   }
 }
 
-// Draws below and at the part that is cut off, for each Draw by itself.
+// Draws below and at the part that is cut off, for each array by itself.
 TEST(Stochastic, RoundsToOneOfTheNeighbours) {
   for (uint32_t upper = 0; upper < 0x8000u; ++upper) {
     if (upper >= 0x7f80u) {
@@ -74,7 +74,7 @@ TEST(Stochastic, RoundsToOneOfTheNeighbours) {
     for (const uint32_t sign : {0x0000u, 0x8000u}) {
       for (const uint32_t lower : {0x0000u, 0x0001u, 0x8000u, 0xffffu}) {
         const auto x = bit_cast<float>((sign | upper) << 16 | lower);
-        for (const Draw draw : {kDrawParam, kDrawExpAvg, kDrawExpAvgSq, kDrawMaxExpAvgSq}) {
+        for (const Array draw : {kParam, kExpAvg, kExpAvgSq, kMaxExpAvgSq}) {
           for (const uint32_t random : {0x0000u, 0x7fffu, 0x8000u, 0xfffeu, 0xffffu}) {
             const uint64_t bits = static_cast<uint64_t>(random) << (16 * draw);
             const bool up = lower + random >= 0x10000u && !largest;
@@ -90,7 +90,7 @@ TEST(Stochastic, RoundsToOneOfTheNeighbours) {
 TEST(Stochastic, KeepsInfinityAndNaN) {
   for (const uint32_t bits : {0x7f800000u, 0xff800000u, 0x7fc00000u}) {
     for (const uint64_t random : {uint64_t{0}, ~uint64_t{0}}) {
-      EXPECT_EQ(narrow_stochastic(bit_cast<float>(bits), random, kDrawParam).bits, bits >> 16);
+      EXPECT_EQ(narrow_stochastic(bit_cast<float>(bits), random, kParam).bits, bits >> 16);
     }
   }
 }
@@ -103,7 +103,7 @@ TEST(Stochastic, TheMeanIsTheExactValue) {
   for (const double part : {0.01, 0.25, 0.5, 0.9}) {  // of the distance between neighbours
     const double step = 0x1p-7;
     const auto x = static_cast<float>(1.0 + step * part);
-    for (const Draw draw : {kDrawParam, kDrawExpAvg, kDrawExpAvgSq, kDrawMaxExpAvgSq}) {
+    for (const Array draw : {kParam, kExpAvg, kExpAvgSq, kMaxExpAvgSq}) {
       double sum = 0.0;
       for (const uint64_t bits : random) {
         const BFloat16 rounded = narrow_stochastic(x, bits, draw);
@@ -127,13 +127,15 @@ TEST(Stochastic, KernelsRoundAsTheHeaderDoes) {
     const auto x = bit_cast<float>(bits);  // of any sign, below 2 in magnitude
     before.push_back({static_cast<uint16_t>(bits >> 16)});
     amounts.push_back(widen(before.back()) - x);  // exact, and so is the subtraction
-    expected.push_back(narrow_stochastic(x, random[i], kDrawParam));
+    expected.push_back(narrow_stochastic(x, random[i], kParam));
   }
   for (const KernelTable* table : runnable_tables()) {
     std::vector<BFloat16> param = before;
-    subtract(*table,
-             {.param = param.data(), .random = random.data(), .param_dtype = DType::kBFloat16},
-             amounts);
+    TensorWork work = work_of({.param = DType::kBFloat16}, param.data());
+    float step = 2.0f;
+    work.memory[kStep] = &step;
+    work.index = 3;
+    subtract(*table, work, amounts, {.stochastic_rounding = true, .rounding_seed = 1});
     for (size_t i = 0; i < kElements; ++i) {
       ASSERT_EQ(param[i].bits, expected[i].bits) << table->name << " " << i;
     }

@@ -41,11 +41,10 @@ ExactAccumulator sum_as_cuda(const TensorWork& work, int threads) {
 
 TensorWork gradient(const void* memory, DType dtype, int64_t rows, int64_t row_length) {
   TensorWork work{};
-  work.grad = const_cast<void*>(memory);
+  work.memory[kGrad] = const_cast<void*>(memory);
   work.numel = rows * row_length;
   work.row_length = row_length;
-  work.param_dtype = dtype;
-  work.grad_dtype = dtype;
+  work.layout.param = work.layout.grad = dtype;
   return work;
 }
 

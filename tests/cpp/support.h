@@ -51,20 +51,32 @@ inline std::vector<unsigned char> random_elements(DType dtype, int64_t n, int sp
   return memory;
 }
 
-// Param minus `amounts`, through pass B's kernel for arrays of any type: it stores what a test
-// wants to see stored. Moments and gradient of `streams` are overwritten.
-inline void subtract(const KernelTable& table, AdamStreams streams, std::vector<float> amounts) {
-  AdamScalars<float> scalars{};  // exp_avg stays, exp_avg_sq becomes 0, and the update is exp_avg
-  scalars.small_w1 = true;
-  scalars.eps_hat = 1.0f;
-  scalars.step_size = 1.0f;
-  scalars.beta2 = 0.0f;
-  const std::vector<float> grad(amounts.size());
+// Param minus `amounts`, through pass B's kernel for any layout: it stores what a test wants to see
+// stored. Moments and gradient of `work` are overwritten.
+inline void subtract(const KernelTable& table, TensorWork work, std::vector<float> amounts,
+                     const StepOptions& options = {}) {
+  TensorScalars scalars{};  // exp_avg stays, exp_avg_sq becomes 0, and the update is exp_avg
+  scalars.as_float.small_w1 = true;
+  scalars.as_float.eps_hat = 1.0f;
+  scalars.as_float.step_size = 1.0f;
+  scalars.as_float.beta2 = 0.0f;
+  std::vector<float> grad(amounts.size());
   std::vector<float> exp_avg_sq(amounts.size());
-  streams.grad = grad.data();
-  streams.exp_avg = amounts.data();
-  streams.exp_avg_sq = exp_avg_sq.data();
-  table.adam_streams(scalars, streams, static_cast<int64_t>(amounts.size()));
+  work.memory[kGrad] = grad.data();
+  work.memory[kExpAvg] = amounts.data();
+  work.memory[kExpAvgSq] = exp_avg_sq.data();
+  table.adam[static_cast<int>(AdamKind::kGeneral)](scalars, work, options, 0,
+                                                   static_cast<int64_t>(amounts.size()), false);
+}
+
+// A tensor of these arrays, of which the rest is not there.
+inline TensorWork work_of(Layout layout, void* param, void* master = nullptr) {
+  TensorWork work{};
+  work.layout = layout;
+  work.kind = kind_of(layout, {});
+  work.memory[kParam] = param;
+  work.memory[kMaster] = master;
+  return work;
 }
 
 }  // namespace torchopt_ext
