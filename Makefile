@@ -1,6 +1,6 @@
 # make help lists the targets. TORCH=2.11.0 chooses another torch, in an environment of its own.
 TORCH ?= 2.15.0
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
+PYTHON ?= $(if $(SYSTEM),python3,$(shell command -v python3.11 || command -v python3))
 
 VENV := .venv$(if $(filter-out 2.15.0,$(TORCH)),-$(TORCH))
 BIN := $(VENV)/bin
@@ -18,9 +18,9 @@ SMOKED := 2.12.0 2.13.0 2.14.0
 DIST ?= dist
 JOBS := $(shell nproc)
 
-.PHONY: help install demo test test-python smoke test-all test-cpp test-sanitize check-aarch64 check-sass test-gpu bench \
-	bench-dtensor-host bench-in-backward bench-torchtitan bench-zero bench-mixed-precision bench-gpu \
-	bench-trainer lint format wheel clean FORCE
+.PHONY: help install demo test test-python smoke test-all test-cpp test-sanitize \
+	check-aarch64 check-sass test-gpu gpu-report bench bench-dtensor-host bench-in-backward \
+	bench-torchtitan bench-zero bench-mixed-precision bench-trainer lint format wheel clean FORCE
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -144,8 +144,8 @@ format: $(VENV)/.requirements ## Format the sources and fix what ruff can
 
 # ---- on a GPU ---------------------------------------------------------------------------------
 # In this Makefile's environment; or, on a machine that cannot fetch packages, with SYSTEM=1 in
-# PYTHON's own, which then has torch, pytest, cmake and ninja already. -P: this folder's package
-# has no library in it. The addopts spare pytest-timeout.
+# PYTHON's own, which has torch and pytest already; cmake, ninja and nvcc are then the machine's.
+# -P: this folder's package has no library in it. The addopts spare pytest-timeout.
 ifdef SYSTEM
 GPU_INSTALLED := build/gpu-site/.installed
 GPU_PY := PYTHONPATH=$(CURDIR)/build/gpu-site $(PYTHON)
@@ -155,17 +155,22 @@ GPU_PY := $(PY)
 endif
 
 build/gpu-site/.installed: $(SOURCES)
-	FORCE_CUDA=1 $(PYTHON) -m pip install --no-build-isolation --no-deps --upgrade \
-		--target $(@D) .
+	mkdir -p $(@D)
+	cmake -S . -B build/gpu -G Ninja -DPython_EXECUTABLE="$$(command -v $(PYTHON))" -DUSE_CUDA=ON \
+		-DCMAKE_UNITY_BUILD=ON -DCMAKE_INSTALL_PREFIX=$(CURDIR)/$(@D) >build/gpu.log || \
+		{ cat build/gpu.log; exit 1; }
+	cmake --build build/gpu --target install
+	tar -c --exclude='*.so' --exclude=_build_info.py --exclude=torchopt_ext/lib torchopt_ext | tar -x -C $(@D)
 	@touch $@
+
+gpu-report: ## Test and time the library on a GPU in nine minutes; results go to build/gpu-report
+	since=$$(date +%s) && $(MAKE) --no-print-directory $(GPU_INSTALLED) && \
+		$(GPU_PY) benchmarks/gpu_report.py --since $$since
 
 test-gpu: $(GPU_INSTALLED) ## Run the tests that need a GPU; results go to out/gpu
 	mkdir -p out/gpu
 	$(GPU_PY) -P -m torch.utils.collect_env >out/gpu/environment.txt
 	$(GPU_PY) -P -m pytest -o addopts=--import-mode=importlib -m gpu -ra --junitxml=out/gpu/tests.xml tests/gpu
-
-bench-gpu: $(GPU_INSTALLED) ## Time the step on a GPU; results go to out/bench-gpu
-	$(GPU_PY) benchmarks/run.py --device cuda --out out/bench-gpu
 
 # ---- distribution -------------------------------------------------------------------------------
 wheel: $(VENV)/.requirements ## Build a wheel for this torch into dist/

@@ -79,8 +79,8 @@ def step_of(implementation: str, gradients: list[Tensor]) -> Callable[[], object
     return call
 
 
-def build_adapters(name: str, shapes: Shapes, device: str = "cpu") -> Group:
-    gradients = gradients_of(shapes, torch.bfloat16, device)
+def build_adapters(name: str, shapes: Shapes) -> Group:
+    gradients = gradients_of(shapes, torch.bfloat16, "cpu")
     cases = [
         Case(implementation, STEP, step_of(implementation, gradients), BYTES[implementation])
         for implementation in IMPLEMENTATIONS

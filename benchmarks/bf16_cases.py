@@ -45,10 +45,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def build_masters(name: str, shapes: Shapes, device: str = "cpu") -> Group:
+def build_masters(name: str, shapes: Shapes) -> Group:
     """float32 accuracy: ours with masters and with remainders, beside torch's operators."""
-    gradients = gradients_of(shapes, torch.bfloat16, device)
-    cases = [*our_cases(MASTERS, gradients, device), *our_cases(REMAINDER, gradients, device)]
+    gradients = gradients_of(shapes, torch.bfloat16, "cpu")
+    cases = [*our_cases(MASTERS, gradients, "cpu"), *our_cases(REMAINDER, gradients, "cpu")]
     masters = TorchMasters(params_with(gradients))
     cases += [
         Case(OPERATORS, SCALER, masters.step_by_operators, BYTES[OPERATORS]),
@@ -57,12 +57,12 @@ def build_masters(name: str, shapes: Shapes, device: str = "cpu") -> Group:
     return Group(name, shapes, cases, baseline=OPERATORS)
 
 
-def build_plain(name: str, shapes: Shapes, device: str = "cpu") -> Group:
+def build_plain(name: str, shapes: Shapes) -> Group:
     """Everything in bfloat16, rounded to nearest and stochastically."""
-    gradients = gradients_of(shapes, torch.bfloat16, device)
-    cases = our_cases(PLAIN, gradients, device)
+    gradients = gradients_of(shapes, torch.bfloat16, "cpu")
+    cases = our_cases(PLAIN, gradients, "cpu")
     loops = {case.operation for case in cases}
-    more = our_cases(STOCHASTIC, gradients, device)
+    more = our_cases(STOCHASTIC, gradients, "cpu")
     cases += [case for case in more if case.operation not in loops - {SCALER}]
     return Group(name, shapes, cases, baseline=None)
 

@@ -70,18 +70,17 @@ def params_with(gradients: list[torch.Tensor]) -> list[nn.Parameter]:
 def build_fp32(
     name: str,
     shapes: Shapes,
-    device: str = "cpu",
     implementations: tuple[str, ...] = (OURS, FUSED, FOREACH),
     operations: tuple[str, ...] = (STEP, CLIP, SCALER),
     flushed: bool = False,
     loops: bool = True,
 ) -> Group:
     """Every implementation and operation, each implementation with its own parameters."""
-    gradients = gradients_of(shapes, torch.float32, device)
+    gradients = gradients_of(shapes, torch.float32, "cpu")
     cases = [
         case
         for implementation in implementations
-        for case in fp32_cases(implementation, gradients, device, operations, loops)
+        for case in fp32_cases(implementation, gradients, "cpu", operations, loops)
     ]
     return Group(name, shapes, cases, baseline=FUSED, flushed=flushed)
 

@@ -41,7 +41,7 @@ def cpu_model() -> str:
     return platform.processor()
 
 
-def environment(device: str = "cpu") -> dict[str, Any]:
+def environment() -> dict[str, Any]:
     """Versions, hardware, date and command."""
     about: dict[str, Any] = {
         "torchopt_ext": torchopt_ext.__version__,
@@ -59,12 +59,7 @@ def environment(device: str = "cpu") -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["python", *sys.argv]),
     }
-    if device == "cuda":
-        properties = torch.cuda.get_device_properties(0)
-        about["gpu"] = properties.name
-        about["gpu_memory_gib"] = round(properties.total_memory / 2**30, 1)
-        about["cuda"] = torch.version.cuda
-    about["device"] = about.get("gpu", about["cpu"])
+    about["device"] = about["cpu"]
     return about
 
 

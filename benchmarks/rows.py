@@ -7,9 +7,9 @@ from typing import Any
 
 from group import Case, Group
 from shapes import parameters
-from timing import Samples
 
 Row = dict[str, Any]
+Samples = list[float]  # milliseconds per call, one for each round
 LOOP = "plain loop"  # the implementation of the roofline's own cases
 
 

@@ -9,7 +9,6 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-import gpu
 import report
 import torch
 from allocations import measure_allocations
@@ -44,36 +43,30 @@ def cpu_builds(sets: dict[str, Shapes]) -> list[Build]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("out/bench"), help="folder for results")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=int, default=15, help="samples of each case, at most")
     parser.add_argument("--threads", type=int, default=2, help="threads of torch and of ours")
     parser.add_argument("--flush-megabytes", type=int, default=256, help="more than the caches")
     parser.add_argument("--quick", action="store_true", help="tiny tensors, to try the program")
     options = parser.parse_args()
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda needs a GPU, and torch.cuda.is_available() is False")
     torch.set_num_threads(options.threads)
-    about = report.environment(options.device)
+    about = report.environment()
     if options.quick:
         options.rounds, options.flush_megabytes = 2, 8
         about["quick"] = "tiny tensors stand in for the sets below; the times mean nothing"
     settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()}
     sets = QUICK_SETS if options.quick else SETS
-    flush = partial(Flush, options.flush_megabytes, options.device)
-    if options.device == "cuda":
-        rows, sections, content = gpu.measure_all(sets, options.rounds, flush, options.quick)
-    else:
-        rows, missing = measure(cpu_builds(sets), options.rounds, wall_milliseconds, flush)
-        counts = (len(sets[ONES]) // 10, len(sets[ONES]))
-        counted = measure_allocations(counts, options.threads)
-        # Those of tiny tensors would only mislead.
-        reached = [] if options.quick else targets(rows, counted)
-        sections = {
-            "Other libraries": [*[f"{p.name}: {p.lacks}" for p in PEERS], *missing],
-            "Memory that one step allocates": report.allocation_table(counted),
-            "Targets": [str(target) for target in reached],
-        }
-        content = {"allocations": counted, "targets": [vars(target) for target in reached]}
+    flush = partial(Flush, options.flush_megabytes)
+    rows, missing = measure(cpu_builds(sets), options.rounds, wall_milliseconds, flush)
+    counts = (len(sets[ONES]) // 10, len(sets[ONES]))
+    counted = measure_allocations(counts, options.threads)
+    # Those of tiny tensors would only mislead.
+    reached = [] if options.quick else targets(rows, counted)
+    sections = {
+        "Other libraries": [*[f"{p.name}: {p.lacks}" for p in PEERS], *missing],
+        "Memory that one step allocates": report.allocation_table(counted),
+        "Targets": [str(target) for target in reached],
+    }
+    content = {"allocations": counted, "targets": [vars(target) for target in reached]}
     content["settings"] = settings
     print(report.write(sections, rows, about, content, options.out))
     print(f"written to {options.out}: results.txt, results.json, results.png")

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from group import Case
+from rows import Samples
 from tqdm import tqdm
 
-Samples = list[float]  # milliseconds per call, one for each round
 Clock = Callable[[Callable[[], object]], float]
 
 
@@ -19,22 +19,11 @@ def wall_milliseconds(call: Callable[[], object]) -> float:
     return (time.perf_counter_ns() - start) / 1e6
 
 
-def cuda_milliseconds(call: Callable[[], object]) -> float:
-    """From an idle device to an idle device; the host's time counts where the device waits."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    start.record()
-    call()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end)
-
-
 class Flush:
     """Touches more memory than the caches hold, from every thread."""
 
-    def __init__(self, megabytes: int, device: str = "cpu") -> None:
-        self.memory = torch.zeros(megabytes << 18, device=device)
+    def __init__(self, megabytes: int) -> None:
+        self.memory = torch.zeros(megabytes << 18)
 
     def __call__(self) -> None:
         self.memory.add_(1.0)

@@ -1,0 +1,347 @@
+"""Tests and times the library on a GPU: one command, one report. See make gpu-report.
+
+python benchmarks/gpu_report.py --out build/gpu-report
+
+Sections run one after another, each in a process of its own with a limit of its own, the most
+important first. After each one report.json, report.txt and report.svg are written anew; one that
+fails or runs out of time is recorded, and the next goes on. Exit status: 0 if all passed, 1 if some
+did not, 2 without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import html
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import torchopt_ext
+from torchopt_ext import _build_info
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+Row = dict[str, Any]
+
+PASSED, FAILED, TIMED_OUT, SKIPPED = "passed", "failed", "ran out of time", "skipped"
+LEAST_SECONDS = 5.0  # a section is not started with less
+OURS = "torchopt_ext"
+
+
+@dataclass(frozen=True)
+class Section:
+    """``seconds``: its limit. Without the command's program it is left out."""
+
+    name: str
+    command: list[str]
+    seconds: float
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Outcome:
+    section: str
+    status: str
+    seconds: float
+    detail: str = ""
+    rows: list[Row] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def sections(out: Path, device: str = "cuda", quick: bool = False) -> list[Section]:
+    """Everything, the most important first; the limits add up to more than all may take."""
+    python = sys.executable
+    options = ["--device", device, *["--quick"] * quick]
+
+    def measured(name: str, seconds: float) -> Section:
+        command = [python, str(HERE / "gpu_sections.py"), name, "--out", str(out / f"{name}.json")]
+        return Section(name, [*command, *options], seconds)
+
+    tests = [python, "-P", "-m", "pytest", "-o", "addopts=--import-mode=importlib", "-m", "gpu"]
+    tests += ["-ra", f"--junitxml={out / 'tests.xml'}", str(ROOT / "tests" / "gpu")]
+    short = measured("short", 0).command
+    # Each tensor in an allocation of its own, or accesses past its end would go unseen.
+    apart = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+
+    def watched(tool: str, environment: dict[str, str]) -> Section:
+        command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *short]
+        return Section(tool, command, 90, environment)
+
+    return [
+        Section("tests", tests, 150),
+        watched("memcheck", apart),
+        watched("racecheck", {}),
+        measured("copy", 30),
+        measured("fp32", 75),
+        measured("bf16", 75),
+        measured("small", 45),
+        measured("passes", 60),
+        measured("adapters", 40),
+        measured("peers", 45),
+    ]
+
+
+def search_path() -> str:
+    """PATH, and the CUDA toolkit's folder, where compute-sanitizer lies."""
+    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    return os.pathsep.join([os.environ.get("PATH", ""), str(Path(home, "bin"))])
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """Ends the process and all that it started."""
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def run(section: Section, out: Path, left: float) -> Outcome:
+    """Runs a section within its limit and ``left`` seconds; its output goes to NAME.log."""
+    program = shutil.which(section.command[0], path=search_path())
+    if program is None:
+        return Outcome(section.name, SKIPPED, 0.0, f"{section.command[0]} is not installed")
+    limit = min(section.seconds, left)
+    if limit < LEAST_SECONDS:
+        return Outcome(section.name, TIMED_OUT, 0.0, "not started: the time for all was used up")
+    log = out / f"{section.name}.log"
+    started = time.monotonic()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [program, *section.command[1:]],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            env=os.environ | section.environment,
+            start_new_session=True,
+        )
+        try:
+            process.wait(limit)
+            status = PASSED if process.returncode == 0 else FAILED
+            detail = "" if status == PASSED else f"exit status {process.returncode}"
+        except subprocess.TimeoutExpired:
+            stop(process)
+            status, detail = TIMED_OUT, f"stopped after {limit:.0f} s"
+    outcome = Outcome(section.name, status, round(time.monotonic() - started, 1), detail)
+    if status == FAILED:
+        last = log.read_text(errors="replace").strip().splitlines()[-5:]
+        outcome.notes += [f"{log.name}: {line}" for line in last]
+    collect(outcome, out)
+    return outcome
+
+
+def collect(outcome: Outcome, out: Path) -> None:
+    """Adds the rows that a section has written, or what the tests say."""
+    rows = out / f"{outcome.section}.json"
+    if rows.exists():
+        found: list[Row] = json.loads(rows.read_text())
+        outcome.rows = [row for row in found if "note" not in row]
+        outcome.notes += [row["note"] for row in found if "note" in row]
+    results = out / f"{outcome.section}.xml"
+    if results.exists():
+        suites = list(ElementTree.parse(results).getroot().iter("testsuite"))
+        total, failed, errors, skipped = (
+            sum(int(suite.get(name, "0")) for suite in suites)
+            for name in ("tests", "failures", "errors", "skipped")
+        )
+        passed = total - failed - errors - skipped
+        outcome.detail = f"{passed} passed, {failed + errors} failed, {skipped} skipped"
+        for case in ElementTree.parse(results).getroot().iter("testcase"):
+            for problem in (*case.iter("failure"), *case.iter("error")):
+                message = (problem.get("message") or "").partition("\n")[0]
+                outcome.notes.append(f"{case.get('name')}: {message}")
+
+
+def environment() -> dict[str, Any]:
+    about: dict[str, Any] = {
+        "torchopt_ext": torchopt_ext.__version__,
+        "built for": f"CUDA {_build_info.CUDA_VERSION}, {_build_info.CUDA_ARCHITECTURES}",
+        "torch": torch.__version__,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        about["device"] = properties.name
+        about["multiprocessors"] = properties.multi_processor_count
+        about["memory_gib"] = round(properties.total_memory / 2**30, 1)
+    return about
+
+
+def find(rows: Sequence[Row], name: str, operation: str, implementation: str) -> Row | None:
+    key = (name, operation, implementation)
+    matching = (r for r in rows if (r["set"], r["operation"], r["implementation"]) == key)
+    return next(matching, None)
+
+
+def add_ratios(rows: list[Row]) -> None:
+    """The share of a copy's bandwidth, and how many times as fast as torch from idle to idle."""
+    copies = [row["gigabytes_per_second"] for row in rows if row["operation"] == "copy"]
+    for row in rows:
+        if copies and row["gigabytes_per_second"]:
+            row["of_copy"] = row["gigabytes_per_second"] / copies[0]
+        group = (row["set"], row["operation"])
+        for other in rows:
+            same = (other["set"], other["operation"]) == group
+            if same and other["implementation"].startswith("torch ") and row is not other:
+                row["times_as_fast"] = other["wall_milliseconds"] / row["wall_milliseconds"]
+
+
+BILLION, SMALL, CLIP, SCALER = "30 of 32 M", "2,000 of 1,000", "clip+step", "scaler+clip+step"
+EAGER, GRAPH = (SMALL, CLIP, OURS), (SMALL, f"{CLIP}, as a CUDA graph", OURS)
+# What is aimed for: a row, its field, the bound, and whether that is the least or the most.
+TARGETS: list[tuple[tuple[str, str, str], str, float, bool]] = [
+    ((BILLION, CLIP, OURS), "of_copy", 0.90, True),
+    ((f"{BILLION}, bf16", SCALER, f"{OURS}, fp32 masters"), "of_copy", 0.90, True),
+    ((f"{BILLION}, bf16 throughout", CLIP, OURS), "of_copy", 0.85, True),
+    ((BILLION, CLIP, OURS), "times_as_fast", 1.25, True),
+    ((BILLION, SCALER, OURS), "times_as_fast", 1.4, True),
+    (GRAPH, "milliseconds", 0.060, False),
+    (EAGER, "host_microseconds", 100.0, False),
+    (EAGER, "times_as_fast", 5.0, True),
+]
+
+
+def target_lines(rows: Sequence[Row]) -> list[str]:
+    lines = []
+    for key, what, bound, at_least in TARGETS:
+        row = find(rows, *key)
+        value = row.get(what) if row else None
+        name = f"{', '.join(key)}: {what.replace('_', ' ')} {'>=' if at_least else '<='} {bound:g}"
+        if value is None:
+            lines.append(f"not measured  {name}")
+        else:
+            met = value >= bound if at_least else value <= bound
+            lines.append(f"{'met          ' if met else 'NOT MET      '} {name}: {value:.3g}")
+    return lines
+
+
+HEADER = ("tensors", "operation", "implementation", "ms", "wall ms", "host us", "GB/s", "% copy")
+HEADER += ("x torch",)
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    def number(key: str, shown: str, times: float = 1.0) -> str:
+        return format(times * row[key], shown) if row.get(key) is not None else "-"
+
+    return (
+        row["set"],
+        row["operation"],
+        row["implementation"],
+        number("milliseconds", ".4g"),
+        number("wall_milliseconds", ".4g"),
+        number("host_microseconds", ",.0f"),
+        number("gigabytes_per_second", ",.0f"),
+        number("of_copy", ".1f", 100),
+        number("times_as_fast", ".2f"),
+    )
+
+
+def text_of(about: dict[str, Any], outcomes: list[Outcome]) -> str:
+    rows = [row for outcome in outcomes for row in outcome.rows]
+    lines = [f"{key}: {value}" for key, value in about.items()]
+    lines += ["", "Sections"]
+    for o in outcomes:
+        lines.append(f"  {o.section:<10} {o.status:<15} {o.seconds:6.1f} s  {o.detail}".rstrip())
+        lines += [f"    {note}" for note in o.notes]
+    lines += ["", "Targets", *[f"  {line}" for line in target_lines(rows)], ""]
+    grid = [HEADER, *map(cells, rows)]
+    widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
+    for line in grid:
+        padded = [
+            cell.ljust(width) if i < 3 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        lines.append("  ".join(padded).rstrip())
+    return "\n".join(lines) + "\n"
+
+
+BAR, LABEL, LINE = 420, 430, 20  # pixels
+
+
+def chart_of(about: dict[str, Any], rows: list[Row]) -> str:
+    """Bars of milliseconds; those of one set and operation are drawn to one scale."""
+    parts = []
+    y = 2 * LINE
+    group = None
+    for row in rows:
+        if (row["set"], row["operation"]) != group:
+            group = (row["set"], row["operation"])
+            longest = max(r["milliseconds"] for r in rows if (r["set"], r["operation"]) == group)
+            y += LINE // 2
+        length = BAR * row["milliseconds"] / longest
+        ours = row["implementation"].startswith(OURS)
+        label = html.escape(f"{row['set']}, {row['operation']}, {row['implementation']}")
+        shown = f"{row['milliseconds']:.4g} ms"
+        if row.get("of_copy"):
+            shown += f", {100 * row['of_copy']:.0f} % of a copy"
+        color = "#1b6ca8" if ours else "#b8b8b8"
+        parts += [
+            f'<text x="{LABEL - 6}" y="{y + 13}" text-anchor="end">{label}</text>',
+            f'<rect x="{LABEL}" y="{y + 2}" width="{length:.1f}" height="15" fill="{color}"/>',
+            f'<text x="{LABEL + length + 5:.1f}" y="{y + 13}">{shown}</text>',
+        ]
+        y += LINE
+    device = html.escape(f"One step on {about.get('device', 'no GPU')}, torch {about['torch']}")
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{LABEL + BAR + 190}" height="{y + LINE}" '
+        f'font-family="sans-serif" font-size="11"><rect width="100%" height="100%" fill="white"/>'
+        f'<text x="12" y="22" font-size="14">{device}: milliseconds, lower is better</text>'
+        + "".join(parts)
+        + "</svg>\n"
+    )
+
+
+def write(about: dict[str, Any], outcomes: list[Outcome], out: Path) -> str:
+    rows = [row for outcome in outcomes for row in outcome.rows]
+    add_ratios(rows)
+    text = text_of(about, outcomes)
+    content = {"environment": about, "sections": [asdict(outcome) for outcome in outcomes]}
+    (out / "report.json").write_text(json.dumps(content, indent=1) + "\n")
+    (out / "report.txt").write_text(text)
+    (out / "report.svg").write_text(chart_of(about, rows))
+    return text
+
+
+def run_all(todo: Sequence[Section], out: Path, end: float) -> list[Outcome]:
+    """Runs sections until ``end``, a time of ``time.time``, and writes the report after each."""
+    about = environment()
+    outcomes: list[Outcome] = []
+    for section in todo:
+        outcome = run(section, out, end - time.time())
+        outcomes.append(outcome)
+        print(f"{section.name}: {outcome.status}, {outcome.seconds} s {outcome.detail}", flush=True)
+        write(about, outcomes, out)
+    return outcomes
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu-report")
+    parser.add_argument("--seconds", type=float, default=530, help="for all sections")
+    parser.add_argument(
+        "--since", type=float, default=time.time(), help="when it began, in Unix time"
+    )
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("No GPU: torch.cuda.is_available() is False. The library is built; nothing was run.")
+        return 2
+    out = options.out.resolve()
+    shutil.rmtree(out, ignore_errors=True)  # results of another run would be taken for this one's
+    out.mkdir(parents=True)
+    outcomes = run_all(sections(out), out, options.since + options.seconds)
+    print((out / "report.txt").read_text())
+    print(f"written to {out}: report.txt, report.json, report.svg")
+    return int(any(outcome.status in (FAILED, TIMED_OUT) for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

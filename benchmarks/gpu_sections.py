@@ -1,0 +1,334 @@
+"""The measurements of gpu_report.py, a section a process, with nothing but torch.
+
+python benchmarks/gpu_sections.py SECTION --out FILE [--device cpu --quick]
+
+Every row is written as soon as it is measured, so that a section that is stopped keeps the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any, TypeVar
+
+import torch
+from adapt_cases import BYTES as ADAPTED_BYTES
+from adapt_cases import IMPLEMENTATIONS, step_of
+from adapt_cases import STEP as ADAPTED
+from bf16_cases import BYTES as BF16_BYTES
+from bf16_cases import MASTERS, PLAIN, PREALLOCATED, REMAINDER, TorchMasters, our_cases
+from cases import (
+    BYTES,
+    CLIP,
+    FUSED,
+    MAX_NORM,
+    OURS,
+    SCALER,
+    STEP,
+    fp32_cases,
+    gradients_of,
+    params_with,
+)
+from group import Case
+from shapes import BILLION, GPT2, QUICK_SETS, SETS, SMALL, Shapes, parameters
+from torch import nn
+
+from torchopt_ext import FusedAdamW, ops
+
+Row = dict[str, Any]
+Rows = Iterator[Row]
+Call = Callable[[], object]
+T = TypeVar("T")
+
+COPY, NORM, UPDATE = "copy", "pass A", "pass B"
+COPY_BYTES = 1 << 32
+BF16 = "bf16"
+GRAPH = "as a CUDA graph"
+FLUSHED = "caches flushed"
+SECONDS, SAMPLES = 3.0, 30  # of one case, at most
+# Longer than the host takes for any call here: 30 ms and more at the clocks of current GPUs.
+SLEEP_CYCLES = 60_000_000
+LR = 1e-3
+
+
+def device_milliseconds(call: Call) -> float:
+    """What the device takes, which first sleeps, so that it never waits for the host."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    torch.cuda._sleep(SLEEP_CYCLES)
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def host_and_wall_milliseconds(call: Call) -> tuple[float, float]:
+    """What the host takes until ``call`` returns, and all from an idle device to an idle one."""
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    wait()
+    start = time.perf_counter_ns()
+    call()
+    returned = time.perf_counter_ns()
+    wait()
+    return (returned - start) / 1e6, (time.perf_counter_ns() - start) / 1e6
+
+
+def wall_milliseconds(call: Call) -> float:
+    return host_and_wall_milliseconds(call)[1]
+
+
+def samples_of(clock: Callable[[Call], T], call: Call, most: int = SAMPLES) -> list[T]:
+    for _ in range(2):
+        call()
+    samples: list[T] = []
+    end = time.monotonic() + SECONDS
+    while len(samples) < most and (len(samples) < 3 or time.monotonic() < end):
+        samples.append(clock(call))
+    return samples
+
+
+class Bench:
+    """Where sections run, and how they time."""
+
+    def __init__(self, device: str, quick: bool) -> None:
+        self.device = device
+        self.sets = QUICK_SETS if quick else SETS
+        self.samples = 1 if quick else SAMPLES
+        self.copy_bytes = COPY_BYTES >> (12 if quick else 0)
+        self.clock = device_milliseconds if device == "cuda" else wall_milliseconds
+
+    def row(
+        self, name: str, operation: str, implementation: str, moved: float | None, call: Call
+    ) -> Row:
+        """``moved``: bytes that one call reads and writes."""
+        times = samples_of(self.clock, call, self.samples)
+        ms = median(times)
+        host, wall = zip(*samples_of(host_and_wall_milliseconds, call, self.samples), strict=True)
+        return {
+            "set": name,
+            "operation": operation,
+            "implementation": implementation,
+            "milliseconds": ms,
+            "samples": times,
+            "wall_milliseconds": median(wall),
+            "host_microseconds": 1e3 * median(host),
+            "bytes": moved,
+            "gigabytes_per_second": moved / ms / 1e6 if moved else None,
+        }
+
+    def case_row(self, name: str, case: Case, types: str = "") -> Row:
+        moved = case.bytes_per_parameter
+        count = parameters(self.sets[name])
+        operation, implementation = case.operation, case.implementation
+        return self.row(name + types, operation, implementation, moved and moved * count, case.call)
+
+    def gradients(self, name: str, dtype: torch.dtype) -> list[torch.Tensor]:
+        gc.collect()
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
+        return gradients_of(self.sets[name], dtype, self.device)
+
+
+def copy(bench: Bench) -> Rows:
+    source = torch.zeros(bench.copy_bytes, dtype=torch.uint8, device=bench.device)
+    target = torch.empty_like(source)
+    moved = 2 * bench.copy_bytes
+    yield bench.row(
+        f"{bench.copy_bytes:,} bytes", COPY, "torch", moved, partial(target.copy_, source)
+    )
+
+
+def passes(bench: Bench) -> Rows:
+    """Pass A alone is the operator, pass B alone a step that neither clips nor checks."""
+    count = parameters(bench.sets[BILLION])
+    for dtype, name in ((torch.float32, "fp32"), (torch.bfloat16, BF16)):
+        gradients = bench.gradients(BILLION, dtype)
+        call = partial(ops.grad_sumsq_, gradients, ops.new_accumulator(bench.device))
+        yield bench.row(f"{BILLION}, {name}", NORM, OURS, dtype.itemsize * count, call)
+    for dtype, kwargs, update, name in (
+        (torch.float32, {}, 28, "fp32"),
+        (torch.bfloat16, {"master_weights": "fp32"}, 28, f"{BF16}, fp32 masters"),
+        (torch.bfloat16, {"master_weights": "remainder"}, 26, f"{BF16}, remainders"),
+        (torch.bfloat16, {}, 14, f"{BF16} throughout"),
+    ):
+        gradients = bench.gradients(BILLION, dtype)
+        optimizer = FusedAdamW(params_with(gradients), **kwargs)
+        yield bench.row(f"{BILLION}, {name}", UPDATE, OURS, update * count, optimizer.step)
+        del gradients, optimizer
+
+
+def fp32(bench: Bench) -> Rows:
+    """The step beside torch's clip_grad_norm_ and fused AdamW, and under gradient scalers."""
+    for name in (BILLION, GPT2):
+        for implementation in (OURS, FUSED):
+            gradients = bench.gradients(name, torch.float32)
+            operations = (CLIP, SCALER, STEP)
+            for case in fp32_cases(implementation, gradients, bench.device, operations, False):
+                yield bench.case_row(name, case)
+            del case, gradients
+
+
+def bf16(bench: Bench) -> Rows:
+    """Masters beside torch's foreach operators; then everything in bf16."""
+    for name in (BILLION, GPT2):
+        for implementation in (MASTERS, REMAINDER):
+            gradients = bench.gradients(name, torch.bfloat16)
+            case = our_cases(implementation, gradients, bench.device)[0]
+            yield bench.case_row(name, case, f", {BF16}")
+            del case
+        gradients = bench.gradients(name, torch.bfloat16)
+        masters = TorchMasters(params_with(gradients))
+        case = Case(PREALLOCATED, SCALER, masters.step_preallocated, BF16_BYTES[PREALLOCATED])
+        yield bench.case_row(name, case, f", {BF16}")
+        del case, masters
+        params = params_with(gradients)
+        ours = FusedAdamW(params, max_grad_norm=MAX_NORM)
+        case = Case(OURS, CLIP, ours.step, BF16_BYTES[PLAIN])
+        yield bench.case_row(name, case, f", {BF16} throughout")
+        del case, ours, params
+        params = params_with(gradients)
+        call = partial(clip_and_step, params, torch.optim.AdamW(params, fused=True))
+        yield bench.case_row(name, Case(FUSED, CLIP, call, None), f", {BF16} throughout")
+        del call, params
+
+
+def clip_and_step(params: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    nn.utils.clip_grad_norm_(params, MAX_NORM)
+    optimizer.step()
+
+
+def small(bench: Bench) -> Rows:
+    """2,000 tensors of 1,000, eager and captured."""
+    count = parameters(bench.sets[SMALL])
+    gradients = bench.gradients(SMALL, torch.float32)
+    lr = torch.tensor(LR, device=bench.device)
+    ours = FusedAdamW(params_with(gradients), lr=lr, max_grad_norm=MAX_NORM)
+    theirs = params_with(gradients)
+    capturable = bench.device == "cuda"
+    optimizer = torch.optim.AdamW(theirs, lr=lr, fused=True, capturable=capturable)
+    calls = {OURS: ours.step, FUSED: partial(clip_and_step, theirs, optimizer)}
+    for implementation, call in calls.items():
+        moved = BYTES[implementation, CLIP] * count
+        yield bench.row(SMALL, CLIP, implementation, moved, call)
+        if bench.device == "cuda":
+            replay = captured(call)
+            yield bench.row(SMALL, f"{CLIP}, {GRAPH}", implementation, moved, replay)
+            yield flushed(bench, f"{CLIP}, {GRAPH}, {FLUSHED}", implementation, moved, replay)
+
+
+def flushed(bench: Bench, operation: str, implementation: str, moved: float, call: Call) -> Row:
+    """A row whose device time is that after the L2 cache was overwritten."""
+    flush = torch.empty(256 << 20, dtype=torch.uint8, device=bench.device).zero_
+    row = bench.row(SMALL, operation, implementation, moved, call)
+    both = median(samples_of(bench.clock, lambda: (flush(), call())))
+    ms = both - median(samples_of(bench.clock, flush))
+    return row | {"milliseconds": ms, "gigabytes_per_second": moved / ms / 1e6}
+
+
+def captured(call: Call) -> Call:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def adapters(bench: Bench) -> Rows:
+    """FSDPadaptOptimizer beside torch operators; its step waits for the device."""
+    for name in (GPT2, SMALL):
+        for implementation in IMPLEMENTATIONS:
+            gradients = bench.gradients(name, torch.bfloat16)
+            call = step_of(implementation, gradients)
+            case = Case(implementation, ADAPTED, call, ADAPTED_BYTES[implementation])
+            yield bench.case_row(name, case, f", {BF16}")
+            del case, call, gradients
+
+
+PEERS = {"apex": "apex.optimizers", "TransformerEngine": "transformer_engine.pytorch.optimizers"}
+
+
+def peers(bench: Bench) -> Rows:
+    """FusedAdam of other libraries, which neither clips nor checks; what is missing is named."""
+    for name, module in PEERS.items():
+        try:
+            fused_adam = importlib.import_module(module).FusedAdam
+        except ImportError as error:
+            yield {"note": f"{name}: {error}"}
+            continue
+        for set_name in (GPT2, SMALL, BILLION):
+            gradients = bench.gradients(set_name, torch.float32)
+            optimizer = fused_adam(params_with(gradients), lr=LR)
+            moved = BYTES[FUSED, STEP] * parameters(bench.sets[set_name])
+            yield bench.row(set_name, STEP, f"{name} FusedAdam", moved, optimizer.step)
+            del optimizer, gradients
+
+
+# Long rows and short ones, a scalar, nothing; odd sizes, so that what follows is misaligned.
+SHORT: Shapes = [(300, 257), (3, 4096), (9001,), (7, 63), (1,), (), (0, 3)]
+
+
+def short(bench: Bench) -> Rows:
+    """One clipped step in every type, to be watched by compute-sanitizer."""
+    random = {"stochastic_rounding": True, "rounding_seed": 3}
+    for dtype, kwargs in (
+        (torch.float32, {"amsgrad": True}),
+        (torch.float64, {}),
+        (torch.float16, {"master_weights": "fp32"}),
+        (torch.bfloat16, {"master_weights": "fp32", "track": True}),
+        (torch.bfloat16, {"master_weights": "remainder", "write_back_gradients": True}),
+        (torch.bfloat16, {"track": True, "write_back_gradients": True, **random}),
+    ):
+        flat = torch.randn(parameters(SHORT) + 1, device=bench.device).to(dtype)
+        pieces = flat[1:].split([torch.Size(shape).numel() for shape in SHORT])
+        gradients = [x.view(shape) for x, shape in zip(pieces, SHORT, strict=True)]
+        params = params_with(gradients)
+        optimizer = FusedAdamW(params, max_grad_norm=0.5, **kwargs)
+        optimizer.step()
+        copies = [torch.empty_like(p, dtype=torch.float32) for p in params]
+        if dtype is not torch.float64:
+            control = ops.new_control(bench.device, grad_factor=0.5)
+            ops.scaled_copy_(copies, gradients, control, unscale=True)
+        assert all(bool(p.isfinite().all()) for p in params)
+    yield {"note": "steps in six ways to hold parameters"}
+
+
+SECTIONS: dict[str, Callable[[Bench], Rows]] = {
+    section.__name__: section
+    for section in (copy, passes, fp32, bf16, small, adapters, peers, short)
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("section", choices=SECTIONS)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--quick", action="store_true", help="tiny tensors, to try the program")
+    options = parser.parse_args()
+    rows: list[Row] = []
+    for row in SECTIONS[options.section](Bench(options.device, options.quick)):
+        rows.append(row)
+        options.out.write_text(json.dumps(rows, indent=1))
+        print(
+            row.get("note")
+            or f"{row['set']}, {row['operation']}, {row['implementation']}: "
+            f"{row['milliseconds']:.4g} ms",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
