@@ -75,14 +75,12 @@ class ZeroOptimizersContainer(OptimizersContainer[ZeroRedundancyOptimizer]):
         """Takes whole tensors or this rank's parts; everything is checked before it is used."""
         groups = self._zero.state_dict()["param_groups"]
         names = self._names
+        index_of = {f"state.{name}": index for index, name in enumerate(names)}
         state: dict[int, dict[str, Any]] = {}
-        for index, name in enumerate(names):
-            prefix = f"state.{name}."
-            entry = {
-                k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)
-            }
-            if entry:
-                state[index] = entry
+        for key, value in state_dict.items():
+            owner, _, name = key.rpartition(".")
+            if owner in index_of:
+                state.setdefault(index_of[owner], {})[name] = value
         for group in groups:
             first = f"param_groups.{names[group['params'][0]]}."
             for key in [key for key in group if key != "params"]:
