@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
 
-from torchopt_ext.trainer.config import JobConfig
+from torchopt_ext.trainer.config import ConfigError, JobConfig
 from torchopt_ext.trainer.extras import import_extra
 from torchopt_ext.trainer.windows import Batch, FileBytes, TokenWindows
 
@@ -56,10 +56,10 @@ def get_dataset(name: str) -> BuildDataset:
     """What was registered under `name`.
 
     Raises:
-        ValueError: nothing was.
+        ConfigError: nothing was.
     """
     if name not in _DATASETS:
-        raise ValueError(
+        raise ConfigError(
             f"data set {name!r} is not registered, expected one of "
             f"{', '.join(map(repr, sorted(_DATASETS)))}; a module that experimental.custom_import "
             "names can add it: torchopt_ext.trainer.data.register_dataset"
@@ -76,12 +76,12 @@ def build_text(
     encodes all files (UTF-8) at the start, and holds 4 bytes for a token.
 
     Raises:
-        ValueError: dataset_path is not set.
+        ConfigError: dataset_path is not set.
         OSError: the path does not exist, or a file under it cannot be read.
     """
     training = job_config.training
     if not training.dataset_path:
-        raise ValueError("data set 'text' reads the files under dataset_path, which is not set")
+        raise ConfigError("data set 'text' reads the files under dataset_path, which is not set")
     path = Path(training.dataset_path)
     if not path.exists():
         raise FileNotFoundError(f"dataset_path is {path}, which does not exist")

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from torchopt_ext.trainer import data as data_module
 from torchopt_ext.trainer.checkpoint_states import DataPosition
-from torchopt_ext.trainer.config import JobConfig
+from torchopt_ext.trainer.config import ConfigError, JobConfig
 from torchopt_ext.trainer.data import build_dataloader, get_dataset, register_dataset
 from torchopt_ext.trainer.windows import FileBytes, TokenWindows
 
@@ -271,8 +271,8 @@ def test_registered_data_sets(job_config: JobConfig, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"dataset": "c4"}, ValueError, "'c4' is not registered, expected one of 'text'; .*regis"),
-        ({"dataset_path": None}, ValueError, "under dataset_path, which is not set"),
+        ({"dataset": "c4"}, ConfigError, "'c4' is not registered, expected one of 'text'; .*regis"),
+        ({"dataset_path": None}, ConfigError, "under dataset_path, which is not set"),
         ({"dataset_path": "/no"}, FileNotFoundError, "dataset_path is /no, which does not exist"),
         ({"seq_len": 0}, ValueError, "seq_len is 0, expected 1 or more"),
         ({"batch_size": 0}, ValueError, "batch_size is 0, expected 1 or more"),
