@@ -17,6 +17,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 
+from torchopt_ext.trainer.distributed import seed_generators
+
 
 def model_state(model_parts: list[nn.Module]) -> dict[str, Any]:
     """The parts' live parameters and buffers by name in the whole model.
@@ -158,8 +160,4 @@ def set_generator_states(states: Mapping[str, Any]) -> None:
 
 def reseed(step: int) -> None:
     """Seeds the generators for a step: ranks of equal seeds stay equal, no step repeats another."""
-    seed = (torch.initial_seed() + step) % 2**63
-    torch.manual_seed(seed)
-    random.seed(seed)
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(seed % 2**32)
+    seed_generators((torch.initial_seed() + step) % 2**63)

@@ -7,6 +7,8 @@ import contextlib
 import logging
 import math
 import os
+import random
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -115,7 +117,7 @@ def set_determinism(
     seed: int | None = None,
     deterministic: bool = False,
 ) -> None:
-    """Seeds torch alike on all ranks, but for pipeline stages, which differ by their number.
+    """Seeds random numbers alike on all ranks, but for pipeline stages, which differ by number.
 
     Args:
         world_mesh: of all ranks; None: one process.
@@ -137,12 +139,24 @@ def set_determinism(
     if world_mesh is not None and "pp" in (world_mesh.mesh_dim_names or ()):
         seed += world_mesh.get_local_rank("pp")
     seed %= 1 << 64
-    torch.manual_seed(seed)
+    seed_generators(seed)
     os.environ["PYTHONHASHSEED"] = str(seed % (1 << 32))  # of processes that this one starts
     if world_mesh is not None and device.type != "cpu":
         same = tuple(name for name in world_mesh.mesh_dim_names or () if name != "pp")
         if same:
             _torch.seed_dtensors(seed, world_mesh[same])
+
+
+def seed_generators(seed: int) -> None:
+    """Seeds torch's, Python's and, if it is imported, numpy's random numbers.
+
+    Args:
+        seed: 0 to 2**64 - 1.
+    """
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed % 2**32)
 
 
 def set_pg_timeouts(timeout: timedelta, world_mesh: DeviceMesh) -> None:

@@ -374,7 +374,7 @@ class Trainer(Stateful):
         logger.info("Training starts at step %d.", self.step + 1)
         first = self.step + 1
         with (
-            StopOnSignal() as stop,
+            StopOnSignal(self.device) as stop,
             maybe_enable_profiling(job_config, global_step=self.step) as torch_profiler,
             maybe_enable_memory_snapshot(job_config, global_step=self.step) as memory_profiler,
         ):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from datetime import timedelta
+from typing import ClassVar
 
 import pytest
 import torch
@@ -16,10 +19,12 @@ import torch.distributed as dist
 from torch import nn
 
 from torchopt_ext import _torch
-from torchopt_ext.trainer import distributed
+from torchopt_ext.trainer import distributed, stop
+from torchopt_ext.trainer.checkpoint_states import generator_states
 from torchopt_ext.trainer.config import ActivationCheckpoint, JobConfig
 from torchopt_ext.trainer.parallel_dims import ParallelDims
 from torchopt_ext.trainer.parallelize import checkpoint_activations, parallelize
+from torchopt_ext.trainer.stop import StopOnSignal
 
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -80,13 +85,48 @@ def test_seeds(alone: ParallelDims, seed: int, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("PYTHONHASHSEED", "")
     mesh = alone.build_mesh("cpu")
     distributed.set_determinism(mesh, torch.device("cpu"), seed)
-    drawn = torch.rand(3)
+    drawn, others = torch.rand(3), generator_states()
     assert torch.initial_seed() == seed
     assert os.environ["PYTHONHASHSEED"] == str(seed % 2**32)
     for same in (mesh, None):  # rank 0's own seed, as it is
         torch.manual_seed(seed)
+        random.random()
         distributed.set_determinism(same, torch.device("cpu"))
         assert torch.equal(torch.rand(3), drawn)
+        now = generator_states()
+        assert all(now[name] == others[name] for name in others if name != "cpu")
+
+
+class Event:
+    """Of a GPU whose work is done when somebody waits for it."""
+
+    waited: ClassVar[list[int]] = []
+
+    def record(self) -> None:
+        self.number = next(_numbers)
+
+    def synchronize(self) -> None:
+        self.waited.append(self.number)
+
+
+_numbers = itertools.count(1)
+
+
+@pytest.mark.parametrize(("device", "last", "waited"), [("cpu", 3, []), ("cuda", 4, [1, 2])])
+def test_no_host_is_past_the_step_after_which_all_stop(
+    device: str, last: int, waited: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a GPU each waits for the step before the one that it started last."""
+    store = dist.HashStore()
+    monkeypatch.setattr(stop, "default_store", lambda: store)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    own, other = (StopOnSignal(torch.device(device)) for _ in range(2))
+    Event.waited = []
+    assert [own.last_step(step) for step in (1, 2)] == [None, None]
+    own.received = True
+    assert own.last_step(3) == last
+    assert Event.waited == waited
+    assert other.last_step(3) == last
 
 
 def test_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
