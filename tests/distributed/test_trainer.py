@@ -207,7 +207,7 @@ def test_validation_reads_the_same_data_every_time(behaviour):
 
 
 def test_close_leaves_the_process_as_it_was_and_the_settings_in_a_file(behaviour):
-    assert behaviour(1)[0]["closing"] == [False, True, True, 1]
+    assert behaviour(1)[0]["closing"] == [True, False, True, True, 1]
 
 
 def test_sigterm_at_one_rank_ends_all_after_one_step(behaviour):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import math
 import os
 import signal
 import sys
@@ -24,6 +25,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # examples/
 
+from torchopt_ext.trainer.config import ConfigError
 from torchopt_ext.trainer.load_config import load_config
 from torchopt_ext.trainer.trainer import Trainer
 
@@ -101,10 +103,12 @@ def order_of_calls(folder: Path, shared: list[str]) -> Any:
     return found | {"seconds": [line["time_metrics/optimizer(s)"] for line in lines(own)]}
 
 
-def poison(trainer: Trainer, steps: set[int]) -> None:
-    """Makes a gradient NaN in these steps."""
+def poison(trainer: Trainer, gradients: set[int], losses: set[int] = frozenset()) -> None:
+    """Makes a gradient NaN in some steps, and in others the loss infinite with finite gradients."""
     param = next(trainer.model_parts[0].parameters())
-    param.register_hook(lambda g: g * float("nan") if trainer.step in steps else g)
+    param.register_hook(lambda g: g * math.nan if trainer.step in gradients else g)
+    loss_fn = trainer.loss_fn
+    trainer.loss_fn = lambda *args: loss_fn(*args) + (math.inf if trainer.step in losses else 0)
 
 
 @case(1)
@@ -114,7 +118,7 @@ def skipped_steps(folder: Path, shared: list[str]) -> Any:
         own = folder / implementation
         settings = ("--training.steps", "5", "--optimizer.implementation", implementation)
         with trainer_of(own, shared, *settings) as trainer:
-            poison(trainer, {2, 4})
+            poison(trainer, {2}, losses={4})
             before: list[Any] = []
             step = trainer.train_step
 
@@ -180,7 +184,11 @@ def validation(folder: Path, shared: list[str]) -> Any:
 
 @case(1)
 def closing(folder: Path, shared: list[str]) -> Any:
-    during = None
+    try:
+        Trainer(load_config([*shared, "--model.flavor", "none"]))
+    except ConfigError:
+        refused = gc.isenabled()
+        dist.destroy_process_group()
     settings = ("--training.steps", "1", "--job.save_config_file", "saved/config.json")
     with trainer_of(folder, shared, *settings) as trainer:
         handler = signal.getsignal(signal.SIGTERM)
@@ -188,7 +196,7 @@ def closing(folder: Path, shared: list[str]) -> Any:
         during = gc.isenabled()
         restored = signal.getsignal(signal.SIGTERM) is handler
     saved = json.loads((folder / "saved/config.json").read_text())
-    return [during, gc.isenabled(), restored, saved["training"]["steps"]]
+    return [refused, during, gc.isenabled(), restored, saved["training"]["steps"]]
 
 
 @case(2)

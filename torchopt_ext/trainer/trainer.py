@@ -3,9 +3,11 @@
 import importlib
 import json
 import logging
+import math
 import time
 from collections.abc import Iterable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torchopt_ext.containers import LRSchedulersContainer, OptimizersContainer
 from torchopt_ext.trainer import distributed, ft
 from torchopt_ext.trainer.checkpoint import CheckpointManager
-from torchopt_ext.trainer.config import JobConfig
+from torchopt_ext.trainer.config import ConfigError, JobConfig
 from torchopt_ext.trainer.garbage import GarbageCollection
 from torchopt_ext.trainer.metrics import MetricsProcessor, build_metrics_processor
 from torchopt_ext.trainer.model_converter import build_model_converters
@@ -82,9 +84,6 @@ class Trainer(Stateful):
         if job_config.experimental.custom_import:
             importlib.import_module(job_config.experimental.custom_import)
         self.train_spec = spec = get_train_spec(job_config.model.name)
-        self.gc_handler = GarbageCollection(
-            job_config.training.gc_freq, job_config.training.gc_debug
-        )
         self.device = distributed.init_distributed(job_config)
         logger.info("Starting job: %s", job_config.job.description)
         if job_config.job.print_args:
@@ -133,6 +132,10 @@ class Trainer(Stateful):
             job_config=job_config,
             ft_manager=self.ft_manager,
         )
+        # Last, for it changes the process, and close() ends it.
+        self.gc_handler = GarbageCollection(
+            job_config.training.gc_freq, job_config.training.gc_debug
+        )
         logger.info(
             "Trainer is initialized with local batch size %d, %d gradient accumulation steps, "
             "global batch size %d, sequence length %d, total steps %d (warmup %d), on %s",
@@ -149,7 +152,7 @@ class Trainer(Stateful):
         """The model parts of this rank, parallelized, with initial weights."""
         job_config, dims, spec = self.job_config, self.parallel_dims, self.train_spec
         if job_config.model.flavor not in spec.config:
-            raise ValueError(
+            raise ConfigError(
                 f"model.flavor is {job_config.model.flavor!r}, expected one of "
                 f"{', '.join(map(repr, spec.config))}, which {spec.name} has"
             )
@@ -209,6 +212,7 @@ class Trainer(Stateful):
             lambda *_: self.model_converters.post_optimizer_hook(self.model_parts)
         )
         self.metrics_processor.optimizers = self.optimizers
+        self.metrics_processor.lr_schedulers = self.lr_schedulers
         self._clips_in_step = job_config.optimizer.implementation == "fused"
         self._skips = SkippedSteps(job_config.training.max_consecutive_skips)
         self._clip_time = OptimizerTime(self.device)  # where it is not part of the step
@@ -319,8 +323,14 @@ class Trainer(Stateful):
         return torch.stack(losses).mean().detach().to(self.device)
 
     def _share_of_loss(self, pred: Tensor, labels: Tensor) -> Tensor:
-        """What a local batch adds to the mean loss of the step."""
+        """What a local batch adds to the mean loss of the step.
+
+        A loss that is not finite may have finite gradients, of a step that is to be skipped. They
+        become NaN, which reaches all ranks with them, and without waiting for the device.
+        """
         loss: Tensor = self.loss_fn(pred, labels) / self.gradient_accumulation_steps
+        if self.job_config.optimizer.skip_nonfinite and loss.requires_grad:
+            loss.register_hook(partial(_nan_unless_finite, loss.detach()))  # type: ignore[no-untyped-call]
         return loss
 
     def _clip_grad_norm(self) -> Tensor:
@@ -445,10 +455,12 @@ class Trainer(Stateful):
     def close(self) -> None:
         """Ends background saves, and completes metrics' files. The process group stays."""
         self.gc_handler.close()
-        if hasattr(self, "metrics_processor"):
-            self.metrics_processor.close()
-        if hasattr(self, "checkpointer"):
-            self.checkpointer.close()
+        self.metrics_processor.close()
+        self.checkpointer.close()
+
+
+def _nan_unless_finite(loss: Tensor, grad: Tensor) -> Tensor:
+    return torch.where(loss.isfinite(), grad, math.nan)
 
 
 def _parallel_dims(job_config: JobConfig) -> ParallelDims:
