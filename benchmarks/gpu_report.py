@@ -129,8 +129,10 @@ def run(section: Section, out: Path, left: float) -> Outcome:
             status = PASSED if process.returncode == 0 else FAILED
             detail = "" if status == PASSED else f"exit status {process.returncode}"
         except subprocess.TimeoutExpired:
-            stop(process)
             status, detail = TIMED_OUT, f"stopped after {limit:.0f} s"
+        finally:
+            if process.poll() is None:
+                stop(process)
     outcome = Outcome(section.name, status, round(time.monotonic() - started, 1), detail)
     if status == FAILED:
         last = log.read_text(errors="replace").strip().splitlines()[-5:]
@@ -154,6 +156,8 @@ def collect(outcome: Outcome, out: Path) -> None:
             for name in ("tests", "failures", "errors", "skipped")
         )
         passed = total - failed - errors - skipped
+        if passed == 0:
+            outcome.status = FAILED
         outcome.detail = f"{passed} passed, {failed + errors} failed, {skipped} skipped"
         for case in ElementTree.parse(results).getroot().iter("testcase"):
             for problem in (*case.iter("failure"), *case.iter("error")):

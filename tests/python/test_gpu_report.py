@@ -113,6 +113,14 @@ def test_failed_tests_are_named(report: ModuleType, tmp_path: Path) -> None:
     assert "test_a: assert 1 == 2" in outcome.notes
 
 
+def test_tests_that_are_all_skipped_have_not_passed(report: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "tests.xml").write_text(
+        '<testsuites><testsuite tests="3" skipped="3"/></testsuites>'
+    )
+    outcome = report.run(python(report, "tests", "pass"), tmp_path, 60)
+    assert (outcome.status, outcome.detail) == (report.FAILED, "0 passed, 0 failed, 3 skipped")
+
+
 def test_table_targets_and_chart(report: ModuleType, tmp_path: Path) -> None:
     rows = [dict(r) for r in ROWS]
     about = {"device": "a <GPU>", "torch": "2"}
