@@ -114,7 +114,7 @@ def test_without_a_loop_all_code_is_the_main_loop(check: ModuleType) -> None:
 @pytest.mark.parametrize(
     ("allowed", "problem"),
     [
-        ({"spill": 160, "stack": 64, "blocks": 3, "wide": True}, None),
+        ({"spill": 160, "stack": 64, "blocks": 3, "narrow": 0}, None),
         ({"spill": 159, "stack": 64}, "adam_kernel<float>, sm_90: 160 bytes of spill, at most 159"),
         ({"stack": 64}, "160 bytes of spill, at most 0"),
         ({"spill": 160}, "64 bytes of stack, at most 0"),
@@ -122,7 +122,7 @@ def test_without_a_loop_all_code_is_the_main_loop(check: ModuleType) -> None:
     ],
 )
 def test_what_uses_more_than_it_may(
-    check: ModuleType, allowed: dict[str, int | bool], problem: str | None
+    check: ModuleType, allowed: dict[str, int], problem: str | None
 ) -> None:
     found = check.problems([kernel(check)], {"adam_kernel<*": allowed})
     assert len(found) == (problem is not None)
@@ -133,8 +133,11 @@ def test_narrow_accesses_are_refused_where_wide_ones_are_expected(check: ModuleT
     narrow = kernel(check, SASS.replace("@P0 STG.E.128", "@P0 STG.E.64"))
     allowed = {"spill": 160, "stack": 64}
     assert not check.problems([narrow], {narrow.name: allowed})
-    (found,) = check.problems([narrow], {narrow.name: allowed | {"wide": True}})
-    assert "accesses of [64, 128] bits, 128 expected" in found
+    assert not check.problems([narrow], {narrow.name: allowed | {"narrow": 1}})
+    (found,) = check.problems([narrow], {narrow.name: allowed | {"narrow": 0}})
+    assert "1 of the main loop's 3 accesses are below 128 bits" in found
+    none = kernel(check, listing("EXIT"))
+    assert len(check.problems([none], {none.name: allowed | {"narrow": 0}})) == 1
 
 
 def test_an_unknown_kernel_may_not_spill_and_every_pattern_fits_one(check: ModuleType) -> None:
