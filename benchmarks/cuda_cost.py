@@ -17,13 +17,13 @@ from dataclasses import asdict, dataclass
 
 from shapes import GPT2, SETS, SMALL, Shapes, parameters
 
-# Of pass A (csrc/kernels/block_rule.h, csrc/work/work_list.h): one thread block a chunk of whole
-# rows or inside one row; rows below SHORT_ROW are one stream.
-SHORT_ROW, NORM_CHUNK = 64, 32768
+# Of pass A (csrc/kernels/block_rule.h): a warp takes whole rows or a block of one row at a time,
+# and rows below SHORT_ROW as one stream. A thread block has WARPS of them and comes back for more.
+SHORT_ROW, NORM_CHUNK, WARPS = 64, 4096, 8
 # Pass B: one thread block a chunk, of equal sizes in a tensor, in groups of eight elements.
 UPDATE_CHUNK, GROUP = 8192, 8
 MULTIPROCESSORS = 132  # of an H100 or H200
-RESIDENT = {"A": 4, "B": 3}  # thread blocks of a multiprocessor: .ci/sass.toml
+RESIDENT = {"A": 3, "B": 3}  # thread blocks of a multiprocessor: .ci/sass.toml
 BANDWIDTHS = (3.0, 4.3)  # TB/s of a copy, read and written, on an H100 and an H200
 GAP = 2.0  # microseconds between kernels that follow one another
 # Of a step that clips: pass A; the decision; scalars of each tensor; pass B.
@@ -115,7 +115,7 @@ class Step:
 def cost(model: str, shapes: Shapes, types: Types) -> Step:
     count = parameters(shapes)
     blocks = {
-        "A": sum(norm_chunks(shape) for shape in shapes),
+        "A": -(-sum(norm_chunks(shape) for shape in shapes) // WARPS),
         "B": sum(len(update_chunks(math.prod(shape))) for shape in shapes),
     }
     moved = {"A": types.norm * count, "B": types.update * count}

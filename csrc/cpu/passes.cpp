@@ -69,10 +69,12 @@ void control_update(const at::Tensor& control, const at::Tensor& accumulator,
                     const std::optional<at::Tensor>& grad_scale,
                     const std::optional<at::Tensor>& found_inf) {
   const FloatMode mode;
-  torchopt_ext::control_update(*static_cast<Control*>(control.data_ptr()),
-                               *static_cast<const ExactAccumulator*>(accumulator.const_data_ptr()),
-                               grad_scale ? grad_scale->const_data_ptr<float>() : nullptr,
-                               found_inf ? found_inf->const_data_ptr<float>() : nullptr);
+  torchopt_ext::control_update(
+      *static_cast<Control*>(control.data_ptr()),
+      torchopt_ext::accumulator_total(
+          *static_cast<const ExactAccumulator*>(accumulator.const_data_ptr())),
+      grad_scale ? grad_scale->const_data_ptr<float>() : nullptr,
+      found_inf ? found_inf->const_data_ptr<float>() : nullptr);
 }
 
 void loss_scale_update(const at::Tensor& control, const at::Tensor& found_inf,

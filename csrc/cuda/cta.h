@@ -1,25 +1,16 @@
-// A block of CUDA threads, as the kernel bodies see it, twice: the real one, and one that runs on
-// the host through loops over threads. A body is a sequence of phases; every thread finishes a
-// phase before any starts the next. So the host can run the very code the GPU runs and must give
-// the same bits.
+// A block of CUDA threads and its warps, as the kernel bodies see them, twice: the real ones, and
+// ones that run on the host through loops over threads. A body is a sequence of phases; every
+// thread finishes a phase before any starts the next. So the host can run the very code the GPU
+// runs and must give the same bits.
 #pragma once
 
-#include "kernels/adam.h"
-#include "kernels/control.h"
-#include "kernels/trace.h"
-#include "work/work_list.h"
+#include <cstdint>
+
+struct CUstream_st;  // cudaStream_t points to one
 
 namespace torchopt_ext {
 
 inline constexpr int kWarpThreads = 32;
-inline constexpr int kMaxWarps = 32;
-
-// What the threads of a block share.
-struct CtaShared {
-  ExactAccumulator accumulator;
-  ChunkTrace chunk;
-  ChunkTrace tile[kMaxWarps];
-};
 
 // 32 threads that run in step. A PerThread holds a value for each of them.
 struct HostWarp {
@@ -34,16 +25,41 @@ struct HostWarp {
       f(thread);
     }
   }
+  // One thread after another, although they write the same memory.
+  template <class F>
+  void in_turn(const F& f) const {
+    each(f);
+  }
   template <class F>
   void leader(const F& f) const {
     f();
   }
-  // Thread t += thread t + distance, for t below distance.
+  // Each thread's value and that of the thread whose number differs in bit `distance` become their
+  // sum.
   template <class T>
   void fold(PerThread<T>& values, int distance) const {
-    for (int thread = 0; thread < distance; ++thread) {
-      values[thread] += values[thread + distance];
+    for (int thread = 0; thread < kWarpThreads; ++thread) {
+      if ((thread & distance) == 0) {
+        values[thread] = values[thread + distance] += values[thread];
+      }
     }
+  }
+  // Of such two threads, the lower one's `b` and the upper one's `a` change places.
+  void exchange(PerThread<uint32_t>& a, PerThread<uint32_t>& b, int distance) const {
+    for (int thread = 0; thread < kWarpThreads; ++thread) {
+      if ((thread & distance) == 0) {
+        const uint32_t kept = b[thread];
+        b[thread] = a[thread + distance];
+        a[thread + distance] = kept;
+      }
+    }
+  }
+  // Each thread gets the value of the one before; the first one 0.
+  void shift(PerThread<int64_t>& values) const {
+    for (int thread = kWarpThreads - 1; thread > 0; --thread) {
+      values[thread] = values[thread - 1];
+    }
+    values[0] = 0;
   }
   static uint32_t max(PerThread<uint32_t>& values) {
     uint32_t most = 0;
@@ -59,19 +75,15 @@ struct HostCta {
   int64_t block;
   int64_t blocks;
   int threads;
-  CtaShared memory{};
 
-  HostCta(int64_t block_index, int64_t block_count, int thread_count)
-      : block(block_index), blocks(block_count), threads(thread_count) {}
-  CtaShared& shared() { return memory; }
   template <class F>
-  void each(const F& f) {
+  void each(const F& f) const {
     for (int thread = 0; thread < threads; ++thread) {
       f(thread);
     }
   }
   template <class F>
-  void each_warp(const F& f) {
+  void each_warp(const F& f) const {
     for (int warp = 0; warp < threads / kWarpThreads; ++warp) {
       f(warp, HostWarp{});
     }
@@ -82,32 +94,55 @@ struct HostCta {
 #ifdef __CUDACC__
 
 struct DeviceWarp {
+  static constexpr unsigned kAll = 0xffffffffu;
+
   template <class T>
   struct PerThread {
     T value;
     __device__ T& operator[](int) { return value; }
   };
+  __device__ static int thread() { return static_cast<int>(threadIdx.x) % kWarpThreads; }
   template <class F>
   __device__ void each(const F& f) const {
-    f(static_cast<int>(threadIdx.x) % kWarpThreads);
+    f(thread());
+    __syncwarp();
+  }
+  template <class F>
+  __device__ void in_turn(const F& f) const {
+    for (int turn = 0; turn < kWarpThreads; ++turn) {
+      if (thread() == turn) {
+        f(turn);
+      }
+      __syncwarp();
+    }
   }
   template <class F>
   __device__ void leader(const F& f) const {
-    if (threadIdx.x % kWarpThreads == 0) {
+    if (thread() == 0) {
       f();
     }
+    __syncwarp();
   }
   __device__ void fold(PerThread<double>& values, int distance) const {
-    values.value = __dadd_rn(values.value, __shfl_xor_sync(0xffffffffu, values.value, distance));
+    values.value = __dadd_rn(values.value, __shfl_xor_sync(kAll, values.value, distance));
   }
   template <class T>
   __device__ void fold(PerThread<T>& values, int distance) const {
-    values.value += __shfl_xor_sync(0xffffffffu, values.value, distance);
+    values.value += __shfl_xor_sync(kAll, values.value, distance);
+  }
+  __device__ void exchange(PerThread<uint32_t>& a, PerThread<uint32_t>& b, int distance) const {
+    const bool upper = (thread() & distance) != 0;
+    const uint32_t other = __shfl_xor_sync(kAll, upper ? a.value : b.value, distance);
+    (upper ? a : b).value = other;
+  }
+  __device__ void shift(PerThread<int64_t>& values) const {
+    const int64_t before = __shfl_up_sync(kAll, values.value, 1);
+    values.value = thread() == 0 ? 0 : before;
   }
   __device__ static uint32_t max(const PerThread<uint32_t>& values) {
     uint32_t most = values.value;
     for (int distance = kWarpThreads / 2; distance > 0; distance /= 2) {
-      const uint32_t other = __shfl_xor_sync(0xffffffffu, most, distance);
+      const uint32_t other = __shfl_xor_sync(kAll, most, distance);
       most = other > most ? other : most;
     }
     return most;
@@ -115,24 +150,17 @@ struct DeviceWarp {
 };
 
 struct DeviceCta {
-  int64_t block;
-  int64_t blocks;
-  int threads;
-  CtaShared& memory;
+  int64_t block = blockIdx.x;
+  int64_t blocks = gridDim.x;
+  int threads = static_cast<int>(blockDim.x);
 
-  __device__ explicit DeviceCta(CtaShared& shared_memory)
-      : block(blockIdx.x),
-        blocks(gridDim.x),
-        threads(static_cast<int>(blockDim.x)),
-        memory(shared_memory) {}
-  __device__ CtaShared& shared() { return memory; }
   template <class F>
-  __device__ void each(const F& f) {
+  __device__ void each(const F& f) const {
     f(static_cast<int>(threadIdx.x));
     __syncthreads();
   }
   template <class F>
-  __device__ void each_warp(const F& f) {
+  __device__ void each_warp(const F& f) const {
     f(static_cast<int>(threadIdx.x) / kWarpThreads, DeviceWarp{});
     __syncthreads();
   }

@@ -4,6 +4,7 @@
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
+#include <c10/cuda/CUDAGuard.h>
 
 #include <cstring>
 #include <mutex>
@@ -12,69 +13,88 @@
 namespace torchopt_ext {
 namespace {
 
-// A number for each capture of a CUDA graph; 0 if the stream is not captured.
-unsigned long long capture_of(cudaStream_t stream) {
+// The graph that a stream is captured into; null if it is not captured.
+cudaGraph_t graph_of(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  unsigned long long id = 0;
-  C10_CUDA_CHECK(cudaStreamGetCaptureInfo(stream, &status, &id));
-  return status == cudaStreamCaptureStatusActive ? id : 0;
+  cudaGraph_t graph = nullptr;
+  C10_CUDA_CHECK(cudaStreamGetCaptureInfo(stream, &status, nullptr, &graph));
+  return status == cudaStreamCaptureStatusActive ? graph : nullptr;
 }
 
-void keep_for_good(c10::DataPtr memory) {
-  static std::mutex mutex;
-  static auto& kept = *new std::vector<c10::DataPtr>();  // outlives CUDA's own end
-  const std::lock_guard<std::mutex> lock(mutex);
-  kept.push_back(std::move(memory));
+c10::DataPtr allocate(size_t bytes) {
+  return c10::cuda::CUDACachingAllocator::get()->allocate(bytes);
+}
+
+// The tables of graphs that are gone, until the next graph is captured: CUDA tells of a graph's end
+// where CUDA must not be called, as freeing memory does.
+struct Released {
+  std::mutex mutex;
+  std::vector<std::shared_ptr<void>> tables;
+};
+
+Released& released() {
+  static auto& all = *new Released();  // outlives CUDA's own end
+  return all;
+}
+
+void release(void* tables) {
+  const std::unique_ptr<std::shared_ptr<void>> held(static_cast<std::shared_ptr<void>*>(tables));
+  const std::lock_guard<std::mutex> lock(released().mutex);
+  released().tables.push_back(std::move(*held));
+}
+
+void free_released() {
+  std::vector<std::shared_ptr<void>> tables;
+  const std::lock_guard<std::mutex> lock(released().mutex);
+  tables.swap(released().tables);
 }
 
 }  // namespace
 
-DeviceTable::~DeviceTable() {
-  if (in_graphs_) {
-    keep_for_good(std::move(memory_));
+void DeviceTable::fill(const void* values, size_t bytes, c10::cuda::CUDAStream stream) {
+  if (graph_of(stream) != nullptr) {
+    // Now and not when the graph is replayed, so on another stream. Nor may the memory be the
+    // graph's own, which other work of the graph has used before.
+    const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
+    const c10::cuda::CUDAStream other = c10::cuda::getStreamFromPool(false, stream.device_index());
+    const c10::cuda::CUDAStreamGuard guard(other);
+    memory_ = allocate(bytes);
+    C10_CUDA_CHECK(
+        cudaMemcpyAsync(memory_.get(), values, bytes, cudaMemcpyHostToDevice, other.stream()));
+    C10_CUDA_CHECK(cudaStreamSynchronize(other.stream()));
+    return;
   }
+  memory_ = allocate(bytes);
+  at::HostAllocator& host = *at::getHostAllocator(at::kCUDA);
+  const c10::DataPtr pinned = host.allocate(bytes);
+  std::memcpy(pinned.get(), values, bytes);
+  C10_CUDA_CHECK(
+      cudaMemcpyAsync(memory_.get(), pinned.get(), bytes, cudaMemcpyHostToDevice, stream));
+  host.record_event(pinned.get(), pinned.get_context(), stream.unwrap());  // not reused before
 }
 
-void* DeviceTable::reserve(size_t bytes, c10::cuda::CUDAStream stream) {
-  if (bytes > capacity_) {
-    if (in_graphs_) {
-      keep_for_good(std::move(memory_));
-      in_graphs_ = false;
-    }
-    memory_ = c10::cuda::CUDACachingAllocator::get()->allocate(bytes);
-    capacity_ = bytes;
-    uploaded_.clear();
+void DeviceTable::reserve(size_t bytes) { memory_ = allocate(bytes); }
+
+// The allocator reuses memory in the order of the stream that it was allocated on.
+void* DeviceTable::used_on(c10::cuda::CUDAStream stream) {
+  if (graph_of(stream) == nullptr) {
+    c10::cuda::CUDACachingAllocator::recordStream(memory_, stream);
   }
-  in_graphs_ = in_graphs_ || capture_of(stream) != 0;
-  // The allocator reuses memory in the order of the stream that it was allocated on.
-  c10::cuda::CUDACachingAllocator::recordStream(memory_, stream);
   return memory_.get();
 }
 
-const void* DeviceTable::upload(const void* values, size_t bytes, c10::cuda::CUDAStream stream) {
-  void* const memory = reserve(bytes, stream);
-  const unsigned long long capture = capture_of(stream);
-  // A graph uploads whatever it needs itself, as it is replayed after other steps. And when it is
-  // replayed, it changes the table unseen.
-  const bool known = capture != 0 ? capture == uploaded_by_ : !in_graphs_;
-  if (known && uploaded_.size() == bytes && std::memcmp(uploaded_.data(), values, bytes) == 0) {
-    return memory;
+void keep_with_graph(const std::shared_ptr<void>& tables, c10::cuda::CUDAStream stream) {
+  cudaGraph_t const graph = graph_of(stream);
+  if (graph == nullptr) {
+    return;
   }
-  // Nothing below but the copy is part of a capture.
-  const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
-  at::HostAllocator& host = *at::getHostAllocator(at::kCUDA);
-  c10::DataPtr pinned = host.allocate(bytes);
-  std::memcpy(pinned.get(), values, bytes);
-  C10_CUDA_CHECK(cudaMemcpyAsync(memory, pinned.get(), bytes, cudaMemcpyHostToDevice, stream));
-  if (capture != 0) {
-    keep_for_good(std::move(pinned));
-  } else {
-    host.record_event(pinned.get(), pinned.get_context(), stream.unwrap());  // not reused before
-  }
-  const auto* first = static_cast<const char*>(values);
-  uploaded_.assign(first, first + bytes);
-  uploaded_by_ = capture;
-  return memory;
+  free_released();
+  auto held = std::make_unique<std::shared_ptr<void>>(tables);
+  cudaUserObject_t object = nullptr;
+  C10_CUDA_CHECK(
+      cudaUserObjectCreate(&object, held.get(), release, 1, cudaUserObjectNoDestructorSync));
+  held.release();  // NOLINT(bugprone-unused-return-value): the object's
+  C10_CUDA_CHECK(cudaGraphRetainUserObject(graph, object, 1, cudaGraphUserObjectMove));
 }
 
 }  // namespace torchopt_ext

@@ -1,42 +1,44 @@
-// A table of plain values in a device's memory, kept between steps and uploaded when it changes:
-// asynchronously, from pinned memory, without waiting for the device.
+// Plain values in a device's memory, uploaded once, when a work list is first run: from pinned
+// memory, without waiting for the device.
 //
-// A captured CUDA graph uploads it again whenever it is replayed, and nothing tells when that was
-// the last time. So what a graph reads and writes is kept for good: of an operator's call, whose
-// table is gone when it returns, as of a plan that was rebuilt.
+// A captured CUDA graph holds the tables of its work lists and gives them back with itself. It
+// uploads nothing when it is replayed.
 #pragma once
 
 #include <c10/core/Allocator.h>
 #include <c10/cuda/CUDAStream.h>
 
+#include <memory>
 #include <vector>
 
 namespace torchopt_ext {
 
 class DeviceTable {
  public:
-  DeviceTable() = default;
-  ~DeviceTable();
-  DeviceTable(const DeviceTable&) = delete;
-  DeviceTable& operator=(const DeviceTable&) = delete;
+  bool empty() const { return memory_.get() == nullptr; }
 
-  // Where work on the stream finds these values from now on.
+  // Once.
   template <class T>
-  const T* upload(const std::vector<T>& values, c10::cuda::CUDAStream stream) {
-    return static_cast<const T*>(upload(values.data(), values.size() * sizeof(T), stream));
+  void fill(const std::vector<T>& values, c10::cuda::CUDAStream stream) {
+    fill(values.data(), values.size() * sizeof(T), stream);
+  }
+  // Memory that is not written here.
+  void reserve(size_t bytes);
+
+  // Where work on the stream finds the values.
+  template <class T>
+  T* on(c10::cuda::CUDAStream stream) {
+    return static_cast<T*>(used_on(stream));
   }
 
-  // Memory for `bytes`, not written here.
-  void* reserve(size_t bytes, c10::cuda::CUDAStream stream);
-
  private:
-  const void* upload(const void* values, size_t bytes, c10::cuda::CUDAStream stream);
+  void fill(const void* values, size_t bytes, c10::cuda::CUDAStream stream);
+  void* used_on(c10::cuda::CUDAStream stream);
 
   c10::DataPtr memory_;
-  size_t capacity_ = 0;
-  std::vector<char> uploaded_;          // what was sent last
-  unsigned long long uploaded_by_ = 0;  // the capture that did; 0: none
-  bool in_graphs_ = false;              // some graph reads or writes memory_
 };
+
+// If the stream is captured, the graph keeps the tables.
+void keep_with_graph(const std::shared_ptr<void>& tables, c10::cuda::CUDAStream stream);
 
 }  // namespace torchopt_ext

@@ -1,5 +1,5 @@
-// Nothing here waits for the device: tables go up through pinned memory when they change, and every
-// scalar a kernel needs is read on the device.
+// Nothing here waits for the device: tables go up through pinned memory when a work list is new,
+// gradients as kernels' parameters, and every scalar a kernel needs is read on the device.
 #include "cuda/passes.h"
 
 #include <ATen/cuda/CUDAContext.h>
@@ -8,26 +8,89 @@
 #include <c10/cuda/CUDAGuard.h>
 
 #include <algorithm>
+#include <array>
+#include <numeric>
 
+#include "cuda/adam_traced.h"
+#include "cuda/control.h"
+#include "cuda/copy.h"
 #include "cuda/device_table.h"
-#include "cuda/launch.h"
+#include "cuda/norm.h"
 #include "plan/tensor_checks.h"
 
 namespace torchopt_ext::cuda {
 namespace {
 
+// Elements of a block of threads in passes that keep nothing from chunk to chunk: 4 to 8 registers
+// of each of its threads.
+constexpr int64_t kBlockChunk = 8192;
+
+// What the passes over a work list keep on its device.
 struct CudaTables : DeviceTables {
   DeviceTable tensors;
+  DeviceTable steps;
+  DeviceTable norm_chunks;
+  std::vector<int64_t> norm_first;  // chunk of each range of tensors that Gradients hold
   DeviceTable chunks;
-  DeviceTable groups;
-  DeviceTable scalars;
+  std::array<int64_t, kAdamKinds + 1> first{};  // chunk of each kind
 };
 
-CudaTables& tables_of(const WorkList& work) {
+CudaTables& tables_of(const WorkList& work, c10::cuda::CUDAStream stream) {
   if (work.device_tables == nullptr) {
-    work.device_tables = std::make_shared<CudaTables>();
+    auto tables = std::make_shared<CudaTables>();
+    tables->tensors.fill(work.tensors, stream);
+    work.device_tables = std::move(tables);
   }
+  keep_with_graph(work.device_tables, stream);
   return static_cast<CudaTables&>(*work.device_tables);
+}
+
+void fill_norm_chunks(const WorkList& work, CudaTables& tables, c10::cuda::CUDAStream stream) {
+  const std::vector<Chunk> chunks = make_chunks(work.tensors, kBlockElements);
+  tables.norm_chunks.fill(chunks, stream);
+  int64_t next = 0;  // tensor that starts a range
+  for (size_t c = 0; c < chunks.size(); ++c) {
+    for (; chunks[c].tensor >= next; next += Gradients::kMost) {
+      tables.norm_first.push_back(static_cast<int64_t>(c));
+    }
+  }
+  const auto ranges = (work.tensors.size() + Gradients::kMost - 1) / Gradients::kMost;
+  tables.norm_first.resize(ranges + 1, static_cast<int64_t>(chunks.size()));
+}
+
+// Chunks for a kernel of each kind, one kind after another; those of tracking are the CPU's.
+void fill_chunks(const WorkList& work, CudaTables& tables, c10::cuda::CUDAStream stream) {
+  if (work.options.track != 0) {
+    tables.chunks.fill(work.chunks, stream);
+    return;
+  }
+  const auto kind = [&](const Chunk& chunk) {
+    return static_cast<size_t>(work.tensors[static_cast<size_t>(chunk.tensor)].kind);
+  };
+  std::vector<Chunk> chunks = make_equal_chunks(work.tensors, kBlockChunk);
+  std::stable_sort(chunks.begin(), chunks.end(),
+                   [&](const Chunk& a, const Chunk& b) { return kind(a) < kind(b); });
+  for (const Chunk& chunk : chunks) {
+    ++tables.first[kind(chunk) + 1];
+  }
+  std::partial_sum(tables.first.begin(), tables.first.end(), tables.first.begin());
+  tables.chunks.fill(chunks, stream);
+}
+
+// Calls f(gradients) for ranges of tensors.
+template <class F>
+void for_each_range(const WorkList& work, const F& f) {
+  const auto n = static_cast<int32_t>(work.tensors.size());
+  Gradients gradients;
+  for (int32_t first = 0; first < n; first += Gradients::kMost) {
+    gradients.first = first;
+    gradients.count = std::min(Gradients::kMost, n - first);
+    for (int32_t i = 0; i < gradients.count; ++i) {
+      gradients.memory[i] = work.tensors[static_cast<size_t>(first + i)].memory[kGrad];
+    }
+    f(gradients);
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  }
 }
 
 }  // namespace
@@ -37,15 +100,24 @@ void sum_of_squares(const WorkList& work, const at::Tensor& accumulator, bool no
   const c10::cuda::CUDAStream stream = at::cuda::getCurrentCUDAStream();
   auto* digits = accumulator.data_ptr<int64_t>();
   if (!work.chunks.empty()) {
-    CudaTables& tables = tables_of(work);
-    launch_sum_of_squares(
-        {tables.tensors.upload(work.tensors, stream), tables.chunks.upload(work.chunks, stream),
-         static_cast<int64_t>(work.chunks.size()), digits},
-        stream);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    CudaTables& tables = tables_of(work, stream);
+    if (tables.norm_chunks.empty()) {
+      fill_norm_chunks(work, tables, stream);
+    }
+    const int processors = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
+    const auto* chunks = tables.norm_chunks.on<const Chunk>(stream);
+    for_each_range(work, [&](const Gradients& gradients) {
+      const auto range = static_cast<size_t>(gradients.first / Gradients::kMost);
+      const int64_t first = tables.norm_first[range];
+      const int64_t count = tables.norm_first[range + 1] - first;
+      if (count > 0) {
+        launch_norm({tables.tensors.on<const TensorWork>(stream), chunks + first, count, digits},
+                    gradients, processors, stream);
+      }
+    });
   }
   if (normalize) {
-    launch_accumulator_normalize(digits, stream);
+    launch_normalize(digits, stream);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   }
 }
@@ -59,8 +131,8 @@ void clear(const at::Tensor& accumulator) {
 at::Tensor accumulator_total(const at::Tensor& accumulator) {
   const c10::cuda::CUDAGuard guard(accumulator.device());
   at::Tensor sum = at::empty({}, accumulator.options().dtype(at::kDouble));
-  launch_accumulator_total(accumulator.const_data_ptr<int64_t>(), sum.data_ptr<double>(),
-                           at::cuda::getCurrentCUDAStream());
+  launch_total(accumulator.const_data_ptr<int64_t>(), sum.data_ptr<double>(),
+               at::cuda::getCurrentCUDAStream());
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   return sum;
 }
@@ -88,19 +160,42 @@ void loss_scale_update(const at::Tensor& control, const at::Tensor& found_inf,
 namespace {
 
 // A learning rate in a CPU tensor is read here, one on the device by the device.
-std::vector<GroupArgs> group_args(const std::vector<GroupHyper>& groups) {
-  std::vector<GroupArgs> all(groups.size());
-  for (size_t i = 0; i < groups.size(); ++i) {
-    all[i].hyper = groups[i].adam;
-    const at::Tensor& lr = groups[i].lr;
-    if (lr.defined() && lr.is_cpu()) {
-      all[i].hyper.lr = lr.item<double>();
-    } else if (lr.defined()) {
-      all[i].lr = lr.const_data_ptr();
-      all[i].lr_dtype = dtype_of(lr);
+std::vector<Groups> group_ranges(const std::vector<GroupHyper>& groups) {
+  std::vector<Groups> ranges;
+  for (const GroupHyper& group : groups) {
+    if (ranges.empty() || ranges.back().count == Groups::kMost) {
+      const size_t first = Groups::kMost * ranges.size();
+      ranges.emplace_back().first = static_cast<int32_t>(first);
+    }
+    GroupArgs& args = ranges.back().group[ranges.back().count++];
+    args.hyper = group.adam;
+    if (group.lr.defined() && group.lr.is_cpu()) {
+      args.hyper.lr = group.lr.item<double>();
+    } else if (group.lr.defined()) {
+      args.lr = group.lr.const_data_ptr();
+      args.lr_dtype = dtype_of(group.lr);
     }
   }
-  return all;
+  return ranges;
+}
+
+void launch_tracked(const WorkList& work, const AdamArgs& args, const Traces& traces,
+                    c10::cuda::CUDAStream stream) {
+  const auto tensors = static_cast<int64_t>(work.tensors.size());
+  const auto chunks = static_cast<int64_t>(work.chunks.size());
+  const TraceArgs to{static_cast<ChunkTrace*>(traces.chunks.data_ptr()),
+                     traces.norms.data_ptr<double>(), traces.counts.data_ptr<int64_t>()};
+  const auto doubles =
+      std::count_if(work.tensors.begin(), work.tensors.end(),
+                    [](const TensorWork& tensor) { return tensor.kind == AdamKind::kFloat64; });
+  for (const bool is_double : {false, true}) {
+    if (chunks > 0 && (is_double ? doubles > 0 : doubles < tensors)) {
+      launch_adam_traced(is_double, args, to, chunks, stream);
+      C10_CUDA_KERNEL_LAUNCH_CHECK();
+    }
+  }
+  launch_sum_traces(tensors, chunks, args, to, stream);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
 }  // namespace
@@ -112,39 +207,36 @@ void adam(const WorkList& work, const std::vector<GroupHyper>& groups, const at:
   }
   const c10::cuda::CUDAGuard guard(control.device());
   const c10::cuda::CUDAStream stream = at::cuda::getCurrentCUDAStream();
-  CudaTables& tables = tables_of(work);
+  CudaTables& tables = tables_of(work, stream);
+  if (tables.steps.empty()) {
+    tables.steps.reserve(work.tensors.size() * sizeof(TensorStep));
+  }
   AdamArgs args{};
-  args.tensors = tables.tensors.upload(work.tensors, stream);
-  args.groups = tables.groups.upload(group_args(groups), stream);
-  args.scalars = static_cast<TensorScalars*>(
-      tables.scalars.reserve(work.tensors.size() * sizeof(TensorScalars), stream));
+  args.tensors = tables.tensors.on<const TensorWork>(stream);
+  args.steps = tables.steps.on<TensorStep>(stream);
   args.control = static_cast<const Control*>(control.const_data_ptr());
-  args.tensor_count = static_cast<int64_t>(work.tensors.size());
-  args.chunk_count = static_cast<int64_t>(work.chunks.size());
   args.options = work.options;
-  launch_prepare(args, stream);
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  for (const Groups& range : group_ranges(groups)) {
+    for_each_range(
+        work, [&](const Gradients& gradients) { launch_prepare(args, gradients, range, stream); });
+  }
   if (!work.chunks.empty()) {
-    args.chunks = tables.chunks.upload(work.chunks, stream);
-    if (work.options.track != 0) {
-      args.traces = static_cast<ChunkTrace*>(traces.chunks.data_ptr());
+    if (tables.chunks.empty()) {
+      fill_chunks(work, tables, stream);
     }
-    const auto in_double = static_cast<size_t>(
-        std::count_if(work.tensors.begin(), work.tensors.end(), computed_in<double>));
-    if (in_double < work.tensors.size()) {
-      launch_adam<float>(args, stream);
-      C10_CUDA_KERNEL_LAUNCH_CHECK();
-    }
-    if (in_double > 0) {
-      launch_adam<double>(args, stream);
-      C10_CUDA_KERNEL_LAUNCH_CHECK();
-    }
+    args.chunks = tables.chunks.on<const Chunk>(stream);
   }
   if (work.options.track != 0) {
-    args.norms = traces.norms.data_ptr<double>();
-    args.counts = traces.counts.data_ptr<int64_t>();
-    launch_sum_traces(args, stream);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    launch_tracked(work, args, traces, stream);
+    return;
+  }
+  for (size_t kind = 0; kind < kAdamKinds; ++kind) {
+    const int64_t count = tables.first[kind + 1] - tables.first[kind];
+    if (count > 0) {
+      launch_adam(static_cast<AdamKind>(kind), args, count, stream);
+      C10_CUDA_KERNEL_LAUNCH_CHECK();
+      args.chunks += count;
+    }
   }
 }
 
@@ -154,12 +246,12 @@ void scaled_copy(const WorkList& work, const at::Tensor& control, bool unscale) 
   }
   const c10::cuda::CUDAGuard guard(control.device());
   const c10::cuda::CUDAStream stream = at::cuda::getCurrentCUDAStream();
-  CudaTables& tables = tables_of(work);
-  launch_scaled_copy(
-      {tables.tensors.upload(work.tensors, stream), tables.chunks.upload(work.chunks, stream),
-       static_cast<const Control*>(control.const_data_ptr()),
-       static_cast<int64_t>(work.chunks.size()), unscale},
-      stream);
+  CudaTables& tables = tables_of(work, stream);
+  const std::vector<Chunk> chunks = make_equal_chunks(work.tensors, kBlockChunk);
+  tables.chunks.fill(chunks, stream);
+  launch_copy({tables.tensors.on<const TensorWork>(stream), tables.chunks.on<const Chunk>(stream),
+               static_cast<const Control*>(control.const_data_ptr()), unscale},
+              static_cast<int64_t>(chunks.size()), stream);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 

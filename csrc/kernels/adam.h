@@ -74,11 +74,12 @@ TORCHOPT_HD inline AdamScalars<T> adam_scalars(const AdamHyper& hyper, int64_t s
   return s;
 }
 
-// Updates one register of elements; max_exp_avg_sq is null without amsgrad. The conditions depend
-// on scalars alone, so the branch predictor makes them free.
+// Updates one register of elements. The conditions depend on scalars alone, so the branch predictor
+// makes them free.
 template <class L, class R = typename L::reg>
-[[gnu::always_inline]] TORCHOPT_HD inline void adam_registers(const AdamScalars<typename L::scalar>& s, R& p, R g, R& m,
-                                       R& v, R* max_exp_avg_sq) {
+[[gnu::always_inline]] TORCHOPT_HD inline void adam_registers(
+    const AdamScalars<typename L::scalar>& s, R& p, R g, R& m, R& v, R& max_exp_avg_sq,
+    bool amsgrad) {
   using T = typename L::scalar;
   g = L::mul(g, L::set1(s.grad_factor));
   if (s.maximize) {
@@ -98,9 +99,8 @@ template <class L, class R = typename L::reg>
   m = L::canonical(m);
   v = L::canonical(v);
   R d = v;
-  if (max_exp_avg_sq != nullptr) {
-    d = L::canonical(L::max_keep_nan(*max_exp_avg_sq, v));
-    *max_exp_avg_sq = d;
+  if (amsgrad) {
+    d = max_exp_avg_sq = L::canonical(L::max_keep_nan(max_exp_avg_sq, v));
   }
   const R u = L::div(m, L::add(L::sqrt(d), L::set1(s.eps_hat)));
   R change = L::mul(L::set1(s.step_size), u);

@@ -130,7 +130,7 @@ template <class L>
   R m = load_as(lane, layout.state, x[kExpAvg], i);
   R v = load_as(lane, layout.state, x[kExpAvgSq], i);
   R vmax = layout.amsgrad ? load_as(lane, layout.state, x[kMaxExpAvgSq], i) : L::set1(0);
-  adam_registers<L>(s, p, g, m, v, layout.amsgrad ? &vmax : nullptr);
+  adam_registers<L>(s, p, g, m, v, vmax, layout.amsgrad);
   store_rounded(lane, layout.state, x[kExpAvg], i, m, random, kExpAvg);
   store_rounded(lane, layout.state, x[kExpAvgSq], i, v, random, kExpAvgSq);
   store_weight(lane, layout, mode, x, i, p, random);

@@ -3,7 +3,6 @@
 // section 4.
 #pragma once
 
-#include "kernels/exact_accumulator.h"
 #include "kernels/lane.h"
 #include "kernels/schedule.h"
 
@@ -128,16 +127,16 @@ TORCHOPT_HD inline double scheduled_lr_factor(const Control& control) {
   return lr_factor(schedule, static_cast<int64_t>(control.steps - control.skipped_steps));
 }
 
-// grad_scale and found_inf are what a gradient scaler hands to an optimizer, or null. Without
-// grad_scale the block's own loss scale counts, and follows the overflows where it is dynamic.
-TORCHOPT_HD inline void control_update(Control& control, const ExactAccumulator& accumulator,
-                                       const float* grad_scale, const float* found_inf) {
+// `total` is the accumulator's. grad_scale and found_inf are what a gradient scaler hands to an
+// optimizer, or null. Without grad_scale the block's own loss scale counts, and follows the
+// overflows where it is dynamic.
+TORCHOPT_HD inline void control_update(Control& control, double total, const float* grad_scale,
+                                       const float* found_inf) {
   using L = ScalarLane<double>;
   const double scale =
       grad_scale != nullptr ? static_cast<double>(*grad_scale) : control.loss_scale;
   control.grad_scale = scale;
   const bool scaler_says_skip = found_inf != nullptr && *found_inf != 0.0f;
-  const double total = accumulator_total(accumulator);
   control.grad_norm = L::div(L::sqrt(total), scale);
   control.clip_factor = 1.0;
   if (control.max_grad_norm > 0.0) {

@@ -3,6 +3,10 @@
 
 #include <cstdint>
 
+#ifdef __CUDACC__
+#include <cuda_fp16.h>
+#endif
+
 #include "kernels/host_device.h"
 
 namespace torchopt_ext {
@@ -38,6 +42,9 @@ TORCHOPT_HD inline float widen(BFloat16 x) {
   return bit_cast<float>(static_cast<uint32_t>(x.bits) << 16);
 }
 TORCHOPT_HD inline float widen(Float16 x) {
+#ifdef __CUDA_ARCH__
+  return __half2float(__ushort_as_half(x.bits));
+#else
   const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16;
   const uint32_t magnitude = x.bits & 0x7fffu;
   if (magnitude >= 0x7c00u) {  // infinity, NaN
@@ -48,6 +55,7 @@ TORCHOPT_HD inline float widen(Float16 x) {
   }
   const float subnormal = static_cast<float>(magnitude) * 0x1p-24f;  // exact
   return bit_cast<float>(sign | bit_cast<uint32_t>(subnormal));
+#endif
 }
 
 // Round to nearest even. The argument is not a NaN other than 0x7fc00000, the form in which
@@ -65,6 +73,9 @@ TORCHOPT_HD inline BFloat16 narrow<BFloat16>(float x) {
 }
 template <>
 TORCHOPT_HD inline Float16 narrow<Float16>(float x) {
+#ifdef __CUDA_ARCH__
+  return {x == x ? __half_as_ushort(__float2half_rn(x)) : static_cast<uint16_t>(0x7e00u)};
+#else
   const auto bits = bit_cast<uint32_t>(x);
   const auto sign = static_cast<uint16_t>((bits >> 16) & 0x8000u);
   const uint32_t magnitude = bits & 0x7fffffffu;
@@ -82,6 +93,7 @@ TORCHOPT_HD inline Float16 narrow<Float16>(float x) {
   // own rounding to nearest even is then the one wanted.
   const float aligned = bit_cast<float>(magnitude) + 0.5f;
   return {static_cast<uint16_t>(sign | (bit_cast<uint32_t>(aligned) - 0x3f000000u))};
+#endif
 }
 
 }  // namespace

@@ -63,7 +63,7 @@ TORCHOPT_HD inline void accumulator_add(ExactAccumulator& acc, double x) {
 }
 
 // Carries, so that every limb but the last is in [0, 2**32). The value stays.
-TORCHOPT_HD inline void accumulator_normalize(ExactAccumulator& acc) {
+inline void accumulator_normalize(ExactAccumulator& acc) {
   int64_t carry = 0;
   for (int k = 0; k < ExactAccumulator::kLimbs - 1; ++k) {
     const int64_t digit = acc.limb[k] + carry;
@@ -81,44 +81,33 @@ inline void accumulator_merge(ExactAccumulator& into, const ExactAccumulator& fr
   into.nans += from.nans;
 }
 
-// The sum, rounded once to nearest even.
-TORCHOPT_HD inline double accumulator_total(ExactAccumulator acc) {
-  constexpr int kTop = ExactAccumulator::kLimbs - 1;
-  if (acc.nans != 0 || acc.infinities != 0) {
-    return bit_cast<double>(acc.nans != 0 ? uint64_t{0x7ff8000000000000}
-                                          : uint64_t{0x7ff0000000000000});
-  }
-  accumulator_normalize(acc);
-  const uint64_t sign = acc.limb[kTop] < 0 ? uint64_t{1} << 63 : 0;
-  if (sign != 0) {
-    for (int64_t& limb : acc.limb) {
-      limb = -limb;
-    }
-    accumulator_normalize(acc);
-  }
-  int top = kTop;
-  while (top > 0 && acc.limb[top] == 0) {
-    --top;
-  }
-  if (acc.limb[top] == 0) {
+// What rounding needs of a finite sum's digits, once they are those of its magnitude.
+struct LeadingDigits {
+  bool negative;   // the sum is
+  int top;         // the highest limb that is not 0, or 0
+  uint64_t first;  // that limb and the two below it
+  uint64_t second;
+  uint64_t third;
+  bool below;  // a limb further down is not 0
+};
+
+// To nearest even.
+TORCHOPT_HD inline double rounded(const LeadingDigits& digits) {
+  const auto [negative, top, first, second, third, below] = digits;
+  const uint64_t sign = negative ? uint64_t{1} << 63 : 0;
+  if (first == 0) {
     return 0.0;
   }
-  if (top == kTop) {  // 2**1056 and above
+  if (top == ExactAccumulator::kLimbs - 1) {  // 2**1056 and above
     return bit_cast<double>(sign | 0x7ff0000000000000u);
   }
   // The 64 bits from the leading one down, and whether anything lies below them.
-  const uint64_t first = static_cast<uint64_t>(acc.limb[top]);
-  const uint64_t second = top >= 1 ? static_cast<uint64_t>(acc.limb[top - 1]) : 0;
-  const uint64_t third = top >= 2 ? static_cast<uint64_t>(acc.limb[top - 2]) : 0;
   int lead = 0;
   while (((first << lead) & 0x80000000u) == 0) {
     ++lead;
   }
   const uint64_t significand = (((first << 32) | second) << lead) | ((third << lead) >> 32);
-  bool below = ((third << lead) & 0xffffffffu) != 0;
-  for (int k = top - 3; k >= 0; --k) {
-    below = below || acc.limb[k] != 0;
-  }
+  const bool sticky = below || ((third << lead) & 0xffffffffu) != 0;
   // Exponent of the leading one.
   const int exponent = 63 + 32 * (top - 1) + ExactAccumulator::kBaseExponent - lead;
   if (exponent > 1023) {
@@ -129,10 +118,40 @@ TORCHOPT_HD inline double accumulator_total(ExactAccumulator acc) {
   }
   const uint64_t kept = significand >> 11;
   const uint64_t rest = significand & 0x7ff;
-  const bool up = rest > 0x400 || (rest == 0x400 && (below || (kept & 1) != 0));
+  const bool up = rest > 0x400 || (rest == 0x400 && (sticky || (kept & 1) != 0));
   // A carry out of the significand moves into the exponent, up to infinity, as it should.
   const uint64_t magnitude = (static_cast<uint64_t>(exponent + 1022) << 52) + kept;
   return bit_cast<double>(sign | (magnitude + (up ? 1 : 0)));
+}
+
+// The sum if an addend was not finite.
+TORCHOPT_HD inline double nonfinite_total(bool has_nan) {
+  return bit_cast<double>(has_nan ? uint64_t{0x7ff8000000000000} : uint64_t{0x7ff0000000000000});
+}
+
+// The sum, rounded once to nearest even.
+inline double accumulator_total(ExactAccumulator acc) {
+  if (acc.nans != 0 || acc.infinities != 0) {
+    return nonfinite_total(acc.nans != 0);
+  }
+  accumulator_normalize(acc);
+  const bool negative = acc.limb[ExactAccumulator::kLimbs - 1] < 0;
+  if (negative) {
+    for (int64_t& limb : acc.limb) {
+      limb = -limb;
+    }
+    accumulator_normalize(acc);
+  }
+  int top = ExactAccumulator::kLimbs - 1;
+  while (top > 0 && acc.limb[top] == 0) {
+    --top;
+  }
+  const auto limb = [&](int k) { return k < 0 ? 0 : static_cast<uint64_t>(acc.limb[k]); };
+  bool below = false;
+  for (int k = top - 3; k >= 0; --k) {
+    below = below || acc.limb[k] != 0;
+  }
+  return rounded({negative, top, limb(top), limb(top - 1), limb(top - 2), below});
 }
 
 }  // namespace

@@ -23,9 +23,8 @@ namespace {
 TORCHOPT_HD inline double cospi(double x) {
   using L = ScalarLane<double>;
   constexpr double kPi = 3.141592653589793;
-  if (x > 0.5) {
-    return -cospi(L::sub(1.0, x));
-  }
+  const bool negative = x > 0.5;
+  x = negative ? L::sub(1.0, x) : x;
   const bool use_cosine = x <= 0.25;
   const double y = L::mul(kPi, use_cosine ? x : L::sub(0.5, x));
   const double z = L::mul(y, y);
@@ -54,7 +53,8 @@ TORCHOPT_HD inline double cospi(double x) {
   for (int k = 1; k < 10; ++k) {
     sum = L::add(L::mul(sum, z), use_cosine ? kCosine[k] : kSine[k]);
   }
-  return use_cosine ? sum : L::mul(y, sum);
+  const double result = use_cosine ? sum : L::mul(y, sum);
+  return negative ? -result : result;
 }
 
 // The factor after `step` steps, step >= 0.

@@ -1,6 +1,7 @@
 #include "plan/step_checks.h"
 
 #include "kernels/control.h"
+#include "kernels/exact_accumulator.h"
 
 namespace torchopt_ext {
 namespace {

@@ -83,8 +83,11 @@ void StepPlan::set_gradient(size_t i, const at::Tensor& gradient) {
     ++gradients_copied_;
     known.gradient_type = -1;  // the next is looked at closely, whatever it is
   }
-  work.layout.grad = dtype_of(gradient);
-  work.kind = kind_of(work.layout, work_.options);
+  if (work.layout.grad != dtype_of(gradient)) {
+    work.layout.grad = dtype_of(gradient);
+    work.kind = kind_of(work.layout, work_.options);
+    work_.device_tables.reset();
+  }
   // An empty gradient may have no memory, but its parameter takes part: its step counts.
   work.memory[kGrad] = const_cast<void*>(
       gradient.numel() > 0 ? address(*gradients_[i].unsafeGetTensorImpl()) : &kEmptyGradient);

@@ -43,6 +43,10 @@ inline constexpr int64_t kChunkElements = 32768;
 std::vector<Chunk> make_chunks(const std::vector<TensorWork>& tensors,
                                int64_t chunk_elements = kChunkElements);
 
+// Cuts each tensor into chunks of one length, but for the last, and of at most `most` elements: for
+// work that needs no block boundaries. Lengths are multiples of 8 elements, 16 bytes or more.
+std::vector<Chunk> make_equal_chunks(const std::vector<TensorWork>& tensors, int64_t most);
+
 // The work of chunks [0, i) for every i, in bytes of parameters: the scale threads are balanced on.
 std::vector<int64_t> cumulative_bytes(const std::vector<TensorWork>& tensors,
                                       const std::vector<Chunk>& chunks);

@@ -4,8 +4,11 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <string>
 #include <vector>
+
+#include "cuda/control.h"
 
 namespace torchopt_ext {
 namespace {
@@ -73,9 +76,7 @@ TEST(LossScale, IsAFloat) {
 }
 
 void step(Control& control, double square, const float* grad_scale, const float* found_inf) {
-  ExactAccumulator accumulator{};
-  accumulator_add(accumulator, square);
-  control_update(control, accumulator, grad_scale, found_inf);
+  control_update(control, square, grad_scale, found_inf);
 }
 
 TEST(Control, TheBlocksOwnScaleUnscalesAndFollowsOverflows) {
@@ -101,6 +102,25 @@ TEST(Control, AScalersTensorsLeaveTheBlocksScaleAlone) {
   EXPECT_EQ(control.grad_norm, 1.0);
   EXPECT_EQ(control.skip, 1.0);
   EXPECT_EQ(control.loss_scale, 8.0);
+}
+
+TEST(Control, AWarpDecidesAsTheCpuDoes) {
+  Control expected = scaler(8, 2, 1);
+  expected.max_grad_norm = 1.0;
+  Control actual = expected;
+  const float scale = 4.0f;
+  for (const double square : {64.0, 0x1p-1000, 1e300, 0.0}) {
+    ExactAccumulator accumulator{};
+    accumulator_add(accumulator, square);
+    SharedLimbs limbs;
+    for (const float* grad_scale : {static_cast<const float*>(nullptr), &scale}) {
+      control_update(expected, square, grad_scale, nullptr);
+      control_update_body(HostWarp{}, limbs, &actual,
+                          reinterpret_cast<const int64_t*>(&accumulator), grad_scale, nullptr);
+      const auto* fields = reinterpret_cast<const uint64_t*>(&expected);
+      ASSERT_TRUE(std::equal(fields, fields + kControlSize, reinterpret_cast<uint64_t*>(&actual)));
+    }
+  }
 }
 
 TEST(Control, TheScheduleCountsStepsThatWereMade) {

@@ -1,4 +1,5 @@
-// The accumulator against sums that are known exactly. tests/python/ops compares it with fractions.
+// The accumulator against sums that are known exactly, and a CUDA warp's work on it against the
+// CPU's. tests/python/ops compares it with fractions.
 #include "kernels/exact_accumulator.h"
 
 #include <gtest/gtest.h>
@@ -8,6 +9,8 @@
 #include <limits>
 #include <random>
 #include <vector>
+
+#include "cuda/control.h"
 
 namespace torchopt_ext {
 namespace {
@@ -100,6 +103,73 @@ TEST(ExactAccumulator, NormalisedLimbsAreDigits) {
   for (int k = 0; k < ExactAccumulator::kLimbs - 1; ++k) {
     ASSERT_GE(acc.limb[k], 0);
     ASSERT_LT(acc.limb[k], int64_t{1} << 32);
+  }
+}
+
+// Limbs that carry and borrow far, cancel, overflow and round at ties.
+std::vector<ExactAccumulator> adversaries() {
+  constexpr int64_t kDigits = 0xffffffff;
+  constexpr int64_t kLastBit = int64_t{1}
+                               << 14;  // of limb 0: 2**-1074, of which doubles are multiples
+  const int64_t values[] = {0,
+                            0,
+                            1,
+                            -1,
+                            kDigits,
+                            -kDigits,
+                            kDigits,
+                            kDigits,
+                            -kDigits,
+                            0x80000000,
+                            int64_t{1} << 32,
+                            -(int64_t{1} << 32),
+                            int64_t{1} << 61,
+                            -(int64_t{1} << 61)};
+  std::mt19937_64 random(5);
+  std::vector<ExactAccumulator> all(2);
+  std::fill(all[0].limb, all[0].limb + ExactAccumulator::kLimbs - 1, kDigits);  // one carry ripples
+  all[0].limb[0] += 1;
+  all[1].limb[0] = -kLastBit;  // one borrow does
+  for (int i = 0; i < 20000; ++i) {
+    ExactAccumulator acc{};
+    const auto first = static_cast<int>(random() % ExactAccumulator::kLimbs);
+    const auto last =
+        std::min<int>(ExactAccumulator::kLimbs, first + 1 + static_cast<int>(random() % 70));
+    const bool few = i % 2 == 0;  // values, so that they make long runs
+    const int64_t run = values[random() % std::size(values)];
+    for (int k = first; k < last; ++k) {
+      acc.limb[k] = few && random() % 8 != 0 ? run : values[random() % std::size(values)];
+    }
+    acc.limb[0] &= -kLastBit;
+    if (i % 16 == 1) {
+      acc.infinities = static_cast<int64_t>(random() % 3);
+      acc.nans = static_cast<int64_t>(random() % 2);
+    }
+    all.push_back(acc);
+  }
+  for (int i = 0; i < 20000; ++i) {  // ties, and next to them
+    ExactAccumulator acc{};
+    const double x = std::ldexp(1.0 + static_cast<double>(random() % 4) * 0x1p-52,
+                                static_cast<int>(random() % 2000) - 1000);
+    for (const double y : {x, x * 0x1p-53, std::ldexp(x, -54 - static_cast<int>(random() % 80))}) {
+      accumulator_add(acc, random() % 2 == 0 ? y : -y);
+    }
+    all.push_back(acc);
+  }
+  return all;
+}
+
+TEST(ExactAccumulator, AWarpGivesTheCpusDigitsAndTotal) {
+  for (const ExactAccumulator& start : adversaries()) {
+    ExactAccumulator expected = start;
+    accumulator_normalize(expected);
+    ExactAccumulator actual = start;
+    normalize_body(HostWarp{}, reinterpret_cast<int64_t*>(&actual));
+    ASSERT_EQ(std::memcmp(&actual, &expected, sizeof(actual)), 0);
+    SharedLimbs limbs;
+    double total = 0.0;
+    total_body(HostWarp{}, limbs, reinterpret_cast<const int64_t*>(&start), &total);
+    ASSERT_EQ(bit_cast<uint64_t>(total), bit_cast<uint64_t>(accumulator_total(start)));
   }
 }
 

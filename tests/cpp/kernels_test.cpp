@@ -32,8 +32,8 @@ void expect_same_bits(const Case& c, int variant) {
   }
   for (const int threads : {32, 256}) {
     Tensor actual = start;
-    const int64_t chunk = threads == 32 && c.options.track == 0 ? 4096 : kChunkElements;
-    const Report report = step_as_cuda(actual, hyper, control, threads, chunk);
+    const Report report =
+        step_as_cuda(actual, hyper, control, threads, threads == 32 ? 1000 : 8192);
     ASSERT_TRUE(actual.same_bits(expected)) << threads << " CUDA threads " << describe(c);
     ASSERT_TRUE(report.same_bits(expected_report)) << threads << " CUDA threads " << describe(c);
   }

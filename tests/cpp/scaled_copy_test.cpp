@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "cuda/scaled_copy_body.h"
+#include "cuda/copy.h"
 #include "support.h"
 
 namespace torchopt_ext {
@@ -66,7 +66,7 @@ Memory by_table(const KernelTable& table, const Case& c, Memory to, const Memory
 
 // `from` is null for a copy in place.
 Memory by_cuda(const Case& c, const Control& control, bool unscale, Memory to, const Memory* from,
-               int threads, int64_t chunk_elements = 4096) {
+               int threads) {
   TensorWork work{};
   work.memory[kParam] = to.data() + c.to_offset * element_size(c.types.to);
   work.memory[kGrad] = work.memory[kParam];
@@ -78,13 +78,11 @@ Memory by_cuda(const Case& c, const Control& control, bool unscale, Memory to, c
   work.row_length = 1;
   work.layout.param = c.types.to;
   work.layout.grad = c.types.from;
-  const std::vector<Chunk> chunks = make_chunks({work}, chunk_elements);
-  const ScaledCopyArgs args{&work, chunks.data(), &control, static_cast<int64_t>(chunks.size()),
-                            unscale};
-  constexpr int64_t kBlocks = 2;  // fewer than there may be chunks: blocks stride
-  for (int64_t block = 0; block < kBlocks; ++block) {
-    HostCta cta(block, kBlocks, threads);
-    scaled_copy_body(cta, args);
+  const std::vector<Chunk> chunks = make_equal_chunks({work}, 4096);
+  const CopyArgs args{&work, chunks.data(), &control, unscale};
+  const auto blocks = static_cast<int64_t>(chunks.size());
+  for (int64_t block = 0; block < blocks; ++block) {
+    copy_body(HostCta{block, blocks, threads}, args);
   }
   return to;
 }

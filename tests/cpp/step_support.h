@@ -8,7 +8,7 @@
 #include <string>
 
 #include "cpu/adam_traced.h"
-#include "cuda/adam_body.h"
+#include "cuda/adam_traced.h"
 #include "kernels/adam.h"
 #include "kernels/trace.h"
 #include "support.h"
@@ -201,46 +201,52 @@ inline Report step_on_cpu(const KernelTable& table, Tensor& tensor, AdamHyper hy
   return report;
 }
 
+template <AdamKind kKind>
+void adam_as_cuda(const HostCta& cta, const AdamArgs& args) {
+  adam_body<kKind>(cta, args);
+}
+
 inline Report step_as_cuda(Tensor& tensor, const AdamHyper& hyper, const Control& control,
-                           int threads, int64_t chunk_elements = kChunkElements) {
+                           int threads, int64_t chunk_elements = 8192) {
   tensor.point();
-  const std::vector<Chunk> chunks = make_chunks({tensor.work}, chunk_elements);
-  const GroupArgs group{hyper, nullptr, DType::kFloat64};
-  TensorScalars scalars{};
+  const StepOptions& options = tensor.options();
+  const std::vector<Chunk> chunks = options.track != 0
+                                        ? make_chunks({tensor.work})
+                                        : make_equal_chunks({tensor.work}, chunk_elements);
+  TensorStep step{};
   Report report;
   AdamArgs args{};
   args.tensors = &tensor.work;
   args.chunks = chunks.data();
-  args.groups = &group;
+  args.steps = &step;
   args.control = &control;
-  args.scalars = &scalars;
-  args.tensor_count = 1;
-  args.chunk_count = static_cast<int64_t>(chunks.size());
-  args.options = tensor.options();
-  if (args.options.track != 0) {
-    report.chunks.resize(chunks.size());
-    args.traces = report.chunks.data();
-    args.norms = report.norms.data();
-    args.counts = report.counts.data();
+  args.options = options;
+  static Gradients gradients{0, 1, {}};
+  static Groups groups{0, 1, {}};
+  gradients.memory[0] = tensor.work.memory[kGrad];
+  groups.group[0] = {hyper, nullptr, DType::kFloat64};
+  for (int i = 0; i < kAdamThreads; ++i) {  // one block of threads over one tensor
+    prepare_body(i, args, gradients, groups);
   }
-  for (int64_t i = 0; i < 256; ++i) {  // one block of threads over one tensor
-    prepare_body(i, args);
-  }
-  constexpr int64_t kBlocks = 3;  // fewer than there are chunks: blocks stride
-  for (int64_t block = 0; block < kBlocks; ++block) {
-    HostCta cta(block, kBlocks, threads);
-    if (args.options.track != 0) {
-      adam_traced_body<float>(cta, args);
-      adam_traced_body<double>(cta, args);
+  void (*const kKernels[kAdamKinds])(const HostCta&, const AdamArgs&) = {
+      adam_as_cuda<AdamKind::kFloat32>,           adam_as_cuda<AdamKind::kFloat64>,
+      adam_as_cuda<AdamKind::kBFloat16>,          adam_as_cuda<AdamKind::kBFloat16Master>,
+      adam_as_cuda<AdamKind::kBFloat16Remainder>, adam_as_cuda<AdamKind::kGeneral>};
+  report.chunks.resize(options.track != 0 ? chunks.size() : 0);
+  const TraceArgs traces{report.chunks.data(), report.norms.data(), report.counts.data()};
+  const auto blocks = static_cast<int64_t>(chunks.size());
+  for (int64_t block = 0; block < blocks; ++block) {
+    const HostCta cta{block, blocks, threads};
+    if (options.track != 0) {
+      TraceShared shared;
+      adam_traced_body<float>(cta, shared, args, traces);
+      adam_traced_body<double>(cta, shared, args, traces);
     } else {
-      adam_body<float>(cta, args);
-      adam_body<double>(cta, args);
+      kKernels[static_cast<int>(tensor.work.kind)](cta, args);
     }
   }
-  if (args.options.track != 0) {
-    for (int64_t i = 0; i < 256; ++i) {
-      sum_traces_body(i, args);
-    }
+  for (int64_t i = 0; i < 3 && options.track != 0; ++i) {
+    sum_traces_body(i, 1, blocks, args, traces);
   }
   return report;
 }

@@ -7,7 +7,7 @@
 #include <limits>
 
 #include "cpu/sum_of_squares_chunk.h"
-#include "cuda/sum_of_squares_body.h"
+#include "cuda/norm.h"
 #include "support.h"
 
 namespace torchopt_ext {
@@ -22,15 +22,17 @@ ExactAccumulator sum_on_cpu(const KernelTable& table, const TensorWork& work, in
   return acc;
 }
 
-ExactAccumulator sum_as_cuda(const TensorWork& work, int threads) {
+ExactAccumulator sum_as_cuda(const TensorWork& work) {
   ExactAccumulator acc{};
-  const std::vector<Chunk> chunks = make_chunks({work});
-  const SumOfSquaresArgs args{&work, chunks.data(), static_cast<int64_t>(chunks.size()),
-                              reinterpret_cast<int64_t*>(&acc)};
-  constexpr int64_t kBlocks = 2;  // fewer than there are chunks: blocks stride
+  const std::vector<Chunk> chunks = make_chunks({work}, kBlockElements);
+  const NormArgs args{&work, chunks.data(), static_cast<int64_t>(chunks.size()),
+                      reinterpret_cast<int64_t*>(&acc)};
+  static Gradients gradients{0, 1, {}};
+  gradients.memory[0] = work.memory[kGrad];
+  constexpr int64_t kBlocks = 2;  // fewer than there are chunks for: warps stride
   for (int64_t block = 0; block < kBlocks; ++block) {
-    HostCta cta(block, kBlocks, threads);
-    sum_of_squares_body(cta, args);
+    NormShared shared;
+    norm_body(HostCta{block, kBlocks, kNormThreads}, shared, args, gradients);
   }
   EXPECT_EQ(std::isnan(accumulator_total(acc)), acc.nans != 0);  // of digits with carries to come
   const double total = accumulator_total(acc);
@@ -56,10 +58,8 @@ void expect_same_sum(const TensorWork& work, const char* what) {
       ASSERT_EQ(std::memcmp(&actual, &expected, sizeof(actual)), 0) << table->name << what;
     }
   }
-  for (const int threads : {32, 256}) {
-    const ExactAccumulator actual = sum_as_cuda(work, threads);
-    ASSERT_EQ(std::memcmp(&actual, &expected, sizeof(actual)), 0) << "cuda body" << what;
-  }
+  const ExactAccumulator actual = sum_as_cuda(work);
+  ASSERT_EQ(std::memcmp(&actual, &expected, sizeof(actual)), 0) << "cuda body" << what;
 }
 
 TEST(SumOfSquares, SameBitsOnEveryInstructionSetAndInTheCudaBody) {
@@ -105,6 +105,19 @@ TEST(SumOfSquares, SameBitsHoweverFarGradientsAreApart) {
         grad[1] = std::ldexp(1.0f, std::max(largest - apart, -149));
         expect_same_sum(gradient(grad.data(), DType::kFloat32, n, 1), " of one small element");
       }
+    }
+  }
+}
+
+TEST(SumOfSquares, SameBitsOfDoublesWhoseSquaresUnderflowOrNearlyOverflow) {
+  for (const int largest : {511, 490, 300, -300, -400, -490, -537, -600}) {
+    for (const int apart : {0, 1, 30, 100, 500, 900}) {
+      std::vector<double> grad(700);
+      for (size_t i = 0; i < grad.size(); ++i) {
+        grad[i] = std::ldexp(1.0 + 0x1p-52 * static_cast<double>(i),
+                             i % 7 == 0 ? largest : largest - apart);
+      }
+      expect_same_sum(gradient(grad.data(), DType::kFloat64, 700, 1), " of extreme doubles");
     }
   }
 }

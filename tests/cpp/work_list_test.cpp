@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+
 #include "kernels/block_rule.h"
 
 namespace torchopt_ext {
@@ -14,6 +16,11 @@ TensorWork tensor_of(int64_t rows, int64_t row_length) {
   work.row_length = row_length;
   return work;
 }
+
+struct BlockRange {
+  int64_t begin;
+  int64_t length;
+};
 
 // Every block of a tensor by the rule itself: rows cut every 4,096 elements.
 std::vector<BlockRange> blocks_by_the_rule(int64_t rows, int64_t row_length) {
@@ -64,8 +71,9 @@ TEST(ChunkTable, BlocksOfChunksAreTheBlocksOfTheRule) {
       for (const int64_t size : kChunkSizes) {
         std::vector<BlockRange> found;
         for (const Chunk& chunk : make_chunks({tensor_of(rows, row_length)}, size)) {
-          for (int64_t b = 0; b < block_count(row_length, chunk.begin, chunk.end); ++b) {
-            found.push_back(block_range(row_length, chunk.begin, chunk.end, b));
+          for (int64_t i = chunk.begin; i < chunk.end; i += found.back().length) {
+            const int64_t left = std::min(row_length - i % row_length, chunk.end - i);
+            found.push_back({i, std::min(kBlockElements, left)});
           }
         }
         ASSERT_EQ(found.size(), expected.size()) << rows << " x " << row_length << " by " << size;
@@ -76,6 +84,24 @@ TEST(ChunkTable, BlocksOfChunksAreTheBlocksOfTheRule) {
       }
     }
   }
+}
+
+TEST(ChunkTable, EqualChunksCoverEachElementOnce) {
+  for (const int64_t numel : {0, 1, 7, 8, 1000, 8191, 8192, 8193, 33000, 100001}) {
+    const std::vector<Chunk> chunks = make_equal_chunks({tensor_of(1, numel)}, 8192);
+    int64_t next = 0;
+    for (const Chunk& chunk : chunks) {
+      ASSERT_EQ(chunk.begin, next);
+      ASSERT_LE(chunk.end - chunk.begin, 8192);
+      ASSERT_LE(chunk.end - chunk.begin, chunks[0].end);
+      ASSERT_EQ(chunk.begin % 8, 0);
+      next = chunk.end;
+    }
+    ASSERT_EQ(next, numel);
+    ASSERT_EQ(static_cast<int64_t>(chunks.size()), (numel + 8191) / 8192);
+  }
+  const std::vector<Chunk> five = make_equal_chunks({tensor_of(1, 33000)}, 8192);
+  EXPECT_EQ(five.back().begin, 4 * 6600);
 }
 
 TEST(ChunkTable, SharesAreDisjointCompleteAndBalanced) {

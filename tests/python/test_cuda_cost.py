@@ -31,11 +31,11 @@ def cost() -> ModuleType:
         ((0,), 0),
         ((0, 5), 0),
         ((1000,), 1),
-        ((33000,), 2),  # one stream
-        ((700, 63), 2),  # rows below 64, too
-        ((50257, 768), 1197),  # 42 rows a chunk
-        ((5, 4097), 1),
-        ((3, 40000), 6),  # 8 blocks and 2 a row
+        ((33000,), 9),  # one stream
+        ((700, 63), 11),  # rows below 64, too
+        ((50257, 768), 10052),  # 5 rows a chunk
+        ((5, 4097), 10),  # two blocks a row
+        ((3, 40000), 30),
     ],
 )
 def test_pass_a(cost: ModuleType, shape: tuple[int, ...], chunks: int) -> None:
@@ -65,7 +65,7 @@ def test_the_models_have_their_parameters(cost: ModuleType) -> None:
 
 def test_a_step_over_small_tensors(cost: ModuleType) -> None:
     step = cost.cost("small", [(1000,)] * 2000, cost.TYPES[0])
-    assert [(p.bytes, p.blocks) for p in step.passes] == [(8_000_000, 2000), (56_000_000, 2000)]
+    assert [(p.bytes, p.blocks) for p in step.passes] == [(8_000_000, 250), (56_000_000, 2000)]
     assert step.passes[1].waves == pytest.approx(2000 / (132 * 3))
     assert step.table_bytes == 16_000
     assert step.microseconds[3.0] == pytest.approx(64e6 / 3e6 + 4 * 2)
@@ -76,7 +76,7 @@ def test_constants_are_the_librarys(cost: ModuleType) -> None:
     sources = "".join(path.read_text() for path in sorted((ROOT / "csrc").rglob("*.h")))
     named = dict(re.findall(r"constexpr \w+ (k\w+) = (\d+);", sources))
     assert int(named["kShortRow"]) == cost.SHORT_ROW
-    assert int(named["kChunkElements"]) == cost.NORM_CHUNK
+    assert int(named["kBlockElements"]) == cost.NORM_CHUNK
 
 
 def test_json_and_table(cost: ModuleType) -> None:

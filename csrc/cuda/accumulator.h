@@ -1,0 +1,102 @@
+// The exact accumulator (kernels/exact_accumulator.h) by a warp: thread t owns slots 3t to 3t + 2,
+// a limb or a counter each, in registers.
+#pragma once
+
+#include "cuda/cta.h"
+#include "kernels/exact_accumulator.h"
+
+namespace torchopt_ext {
+
+struct Slots {
+  static constexpr int kEach = 3;
+  int64_t value[kEach];
+};
+
+namespace {
+
+template <class Warp>
+using WarpSlots = typename Warp::template PerThread<Slots>;
+
+// Calls f(slot's number, slot) for each slot of the warp.
+template <class Warp, class F>
+TORCHOPT_HD inline void each_slot(const Warp& warp, WarpSlots<Warp>& slots, const F& f) {
+  warp.each([&](int thread) {
+    for (int j = 0; j < Slots::kEach; ++j) {
+      const int k = Slots::kEach * thread + j;
+      if (k < ExactAccumulator::kSize) {
+        f(k, slots[thread].value[j]);
+      }
+    }
+  });
+}
+
+// The same digits as accumulator_normalize's. A carry goes through a thread's limbs at once and
+// then to the next thread; few go further, but a borrow may go through all.
+template <class Warp>
+TORCHOPT_HD inline void warp_normalize(const Warp& warp, WarpSlots<Warp>& slots) {
+  constexpr int kTop = ExactAccumulator::kLimbs - 1;
+  typename Warp::template PerThread<int64_t> carry;
+  typename Warp::template PerThread<uint32_t> carries;
+  warp.each([&](int thread) { carry[thread] = 0; });
+  do {
+    warp.each([&](int thread) {
+      int64_t c = carry[thread];
+      for (int j = 0; j < Slots::kEach; ++j) {
+        const int k = Slots::kEach * thread + j;
+        int64_t& limb = slots[thread].value[j];
+        if (k < kTop) {
+          limb += c;
+          c = limb >> 32;
+          limb &= 0xffffffff;
+        } else if (k == kTop) {
+          limb += c;
+          c = 0;
+        }
+      }
+      carry[thread] = c;
+      carries[thread] = c != 0 ? 1 : 0;
+    });
+    warp.shift(carry);
+  } while (Warp::max(carries) != 0);
+}
+
+// accumulator_total, for the leader to have. `limbs` is memory that the warp shares.
+template <class Warp>
+TORCHOPT_HD inline double warp_total(const Warp& warp, WarpSlots<Warp>& slots,
+                                     int64_t (&limbs)[ExactAccumulator::kSize]) {
+  constexpr int kTop = ExactAccumulator::kLimbs - 1;
+  const auto share = [&] {
+    warp_normalize(warp, slots);
+    each_slot(warp, slots, [&](int k, int64_t slot) { limbs[k] = slot; });
+  };
+  share();
+  if (limbs[kTop + 1] != 0 || limbs[kTop + 2] != 0) {
+    return nonfinite_total(limbs[kTop + 2] != 0);
+  }
+  const bool negative = limbs[kTop] < 0;
+  if (negative) {
+    each_slot(warp, slots, [](int, int64_t& slot) { slot = -slot; });
+    share();
+  }
+  // The highest and the lowest limb that are not 0.
+  typename Warp::template PerThread<uint32_t> high;
+  typename Warp::template PerThread<uint32_t> low;
+  warp.each([&](int thread) {
+    high[thread] = 0;
+    low[thread] = 0;
+    for (int k = Slots::kEach * thread; k < Slots::kEach * (thread + 1) && k <= kTop; ++k) {
+      if (limbs[k] != 0) {
+        high[thread] = static_cast<uint32_t>(k);
+        const auto from_top = static_cast<uint32_t>(kTop - k);
+        low[thread] = from_top > low[thread] ? from_top : low[thread];
+      }
+    }
+  });
+  const int top = static_cast<int>(Warp::max(high));
+  const int bottom = kTop - static_cast<int>(Warp::max(low));
+  const auto limb = [&](int k) { return k < 0 ? 0 : static_cast<uint64_t>(limbs[k]); };
+  return rounded({negative, top, limb(top), limb(top - 1), limb(top - 2), bottom < top - 2});
+}
+
+}  // namespace
+}  // namespace torchopt_ext

@@ -1,0 +1,39 @@
+#include "cuda/adam.h"
+
+namespace torchopt_ext {
+namespace {
+
+__global__ void __launch_bounds__(kAdamThreads)
+    prepare_kernel(AdamArgs args, const __grid_constant__ Gradients gradients,
+                   const __grid_constant__ Groups groups) {
+  prepare_body(static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x), args, gradients, groups);
+}
+
+// Three blocks on a multiprocessor, whose threads have 64 to 112 bytes of loads under way, keep
+// memory busy; two are what fp64 has registers for.
+template <AdamKind kKind>
+__global__ void __launch_bounds__(kAdamThreads, kKind == AdamKind::kFloat64 ? 2 : 3)
+    adam_kernel(AdamArgs args) {
+  adam_body<kKind>(DeviceCta{}, args);
+}
+
+}  // namespace
+
+void launch_prepare(const AdamArgs& args, const Gradients& gradients, const Groups& groups,
+                    cudaStream_t stream) {
+  const auto grid = static_cast<unsigned>((gradients.count + kAdamThreads - 1) / kAdamThreads);
+  prepare_kernel<<<grid, kAdamThreads, 0, stream>>>(args, gradients, groups);
+}
+
+void launch_adam(AdamKind kind, const AdamArgs& args, int64_t chunk_count, cudaStream_t stream) {
+  using Kernel = void (*)(AdamArgs);
+  constexpr Kernel kKernels[kAdamKinds] = {
+      // in the order of AdamKind
+      adam_kernel<AdamKind::kFloat32>,           adam_kernel<AdamKind::kFloat64>,
+      adam_kernel<AdamKind::kBFloat16>,          adam_kernel<AdamKind::kBFloat16Master>,
+      adam_kernel<AdamKind::kBFloat16Remainder>, adam_kernel<AdamKind::kGeneral>};
+  kKernels[static_cast<int>(kind)]<<<static_cast<unsigned>(chunk_count), kAdamThreads, 0, stream>>>(
+      args);
+}
+
+}  // namespace torchopt_ext

@@ -1,0 +1,214 @@
+// Pass B as bodies of CUDA kernels, templates over the block of threads (cta.h): first the step
+// counts and scalars of each tensor, then its elements by the rules of kernels/adam_step.h.
+#pragma once
+
+#include "cuda/cta.h"
+#include "cuda/gradients.h"
+#include "cuda/vector_lane.h"
+#include "kernels/adam_step.h"
+#include "kernels/control.h"
+#include "work/work_list.h"
+
+namespace torchopt_ext {
+
+inline constexpr int kAdamThreads = 256;
+
+// A param group's arguments; a learning rate on the device replaces the number.
+struct GroupArgs {
+  AdamHyper hyper;
+  const void* lr;
+  DType lr_dtype;
+};
+
+// Consecutive groups as a kernel's parameter, as Gradients are. More groups take several launches.
+struct Groups {
+  static constexpr int kMost = 64;
+
+  int32_t first;
+  int32_t count;
+  GroupArgs group[kMost];
+};
+static_assert(sizeof(Gradients) + sizeof(Groups) < 32000);
+
+// A tensor's part in this step.
+struct TensorStep {
+  void* grad;  // null: none
+  TensorScalars scalars;
+};
+
+// All in device memory.
+struct AdamArgs {
+  const TensorWork* tensors;  // whose gradients are in `steps`
+  const Chunk* chunks;        // one for each block
+  TensorStep* steps;          // of each tensor
+  const Control* control;
+  StepOptions options;
+};
+
+namespace {
+
+TORCHOPT_HD inline double learning_rate(const GroupArgs& group) {
+  if (group.lr == nullptr) {
+    return group.hyper.lr;
+  }
+  return group.lr_dtype == DType::kFloat64
+             ? *static_cast<const double*>(group.lr)
+             : static_cast<double>(*static_cast<const float*>(group.lr));
+}
+
+// Counts the step of the i-th of the gradients' tensors, if it takes part and is of one of the
+// groups, and computes its scalars.
+TORCHOPT_HD inline void prepare_body(int i, const AdamArgs& args, const Gradients& gradients,
+                                     const Groups& groups) {
+  if (i >= gradients.count) {
+    return;
+  }
+  const int tensor = gradients.first + i;
+  const TensorWork& work = args.tensors[tensor];
+  const int g = work.group - groups.first;
+  if (g < 0 || g >= groups.count) {
+    return;
+  }
+  TensorStep& step = args.steps[tensor];
+  step.grad = args.control->skip != 0.0 ? nullptr : gradients.memory[i];
+  if (step.grad == nullptr) {
+    return;
+  }
+  const GroupArgs& group = groups.group[g];
+  AdamHyper hyper = group.hyper;
+  hyper.lr = ScalarLane<double>::mul(learning_rate(group), args.control->lr_factor);
+  step_of(work) = ScalarLane<float>::add(step_of(work), 1.0f);
+  const auto count = static_cast<int64_t>(step_of(work));
+  const double factor = args.control->grad_factor;
+  if (work.kind == AdamKind::kFloat64) {
+    step.scalars.as_double = adam_scalars<double>(hyper, count, factor);
+  } else {
+    step.scalars.as_float = adam_scalars<float>(hyper, count, factor);
+  }
+}
+
+template <class T>
+TORCHOPT_HD inline const AdamScalars<T>& scalars_in(const TensorScalars& scalars) {
+  if constexpr (sizeof(T) == sizeof(double)) {
+    return scalars.as_double;
+  } else {
+    return scalars.as_float;
+  }
+}
+
+// The random bits of elements [i, i + kWidth); two that share a block compute it once.
+template <int kWidth>
+struct RandomBits {
+  uint64_t element[kWidth];
+};
+template <int kWidth>
+TORCHOPT_HD inline RandomBits<kWidth> draw(const TensorWork& work, const RoundingKey& key,
+                                           int64_t i) {
+  RandomBits<kWidth> random;
+  PhiloxBlock block{};
+  uint64_t index = ~uint64_t{0};
+  unrolled<kWidth>([&](int k) {
+    const auto element = static_cast<uint64_t>(global_element(work, i + k));
+    if (element / 2 != index) {
+      index = element / 2;
+      block = philox(key, index);
+    }
+    random.element[k] = random_of(block, element % 2 == 1);
+  });
+  return random;
+}
+
+// Elements of a thread at once: 16 bytes of the narrowest array, or 4 where types are told apart.
+TORCHOPT_HD constexpr int register_width(AdamKind kind) {
+  switch (kind) {
+    case AdamKind::kFloat64:
+      return 2;
+    case AdamKind::kFloat32:
+    case AdamKind::kGeneral:
+      return 4;
+    default:
+      return 8;
+  }
+}
+
+// A chunk of a tensor of a step. Elements are counted from its first.
+template <class T>
+struct AdamChunk {
+  TORCHOPT_HD AdamChunk(const AdamArgs& args, const Chunk& chunk)
+      : work(args.tensors[chunk.tensor]),
+        scalars(scalars_in<T>(args.steps[chunk.tensor].scalars)),
+        options(args.options),
+        begin(chunk.begin),
+        n(static_cast<int>(chunk.end - chunk.begin)) {
+    unrolled<kArrays>([&](int array) {
+      void* const memory = array == kGrad ? args.steps[chunk.tensor].grad : work.memory[array];
+      x[array] = memory == nullptr || array == kStep
+                     ? memory
+                     : static_cast<char*>(memory) + begin * element_size(work.layout, array);
+    });
+  }
+
+  template <class L>
+  TORCHOPT_HD void update(const L& lane, const Layout& layout, int i) const {
+    adam_step(lane, scalars, layout, mode(), x, i, nullptr);
+  }
+  // With random bits if the options ask for them.
+  template <class L>
+  TORCHOPT_HD void update_any(const L& lane, const Layout& layout, int i) const {
+    if (!rounds_randomly(options, layout)) {
+      update(lane, layout, i);
+      return;
+    }
+    const auto count = static_cast<uint32_t>(static_cast<int64_t>(step_of(work)));
+    const auto random = draw<L::width>(work, {options.rounding_seed, count, work.index}, begin + i);
+    adam_step(lane, scalars, layout, mode(), x, i, random.element);
+  }
+  TORCHOPT_HD StepMode mode() const { return {.write_back = options.write_back_gradients}; }
+
+  const TensorWork& work;
+  const AdamScalars<T> scalars;
+  const StepOptions& options;
+  const int64_t begin;
+  const int n;
+  void* x[kArrays];
+};
+
+// A block's chunk, of a tensor of this kind.
+template <AdamKind kKind, class Cta>
+TORCHOPT_HD inline void adam_body(const Cta& cta, const AdamArgs& args) {
+  using T = std::conditional_t<kKind == AdamKind::kFloat64, double, float>;
+  constexpr int kWidth = register_width(kKind);
+  const Chunk chunk = args.chunks[cta.block];
+  if (args.steps[chunk.tensor].grad == nullptr) {
+    return;
+  }
+  const AdamChunk<T> elements(args, chunk);
+  Layout layout = kKind == AdamKind::kGeneral ? elements.work.layout : layout_of(kKind);
+  if constexpr (kKind == AdamKind::kFloat32 || kKind == AdamKind::kFloat64) {
+    layout.amsgrad = elements.work.layout.amsgrad;
+  }
+  const auto update = [&](const auto& lane, int i) {
+    if constexpr (kKind == AdamKind::kGeneral) {
+      elements.update_any(lane, layout, i);
+    } else {
+      elements.update(lane, layout, i);
+    }
+  };
+  const Registers registers = aligned_registers(layout, elements.x, kWidth, elements.n);
+  cta.each([&](int thread) {
+    for_each_register(
+        registers, kWidth, elements.n, thread, cta.threads,
+        [&](int i) { update(VectorLane<T, kWidth>{}, i); },
+        [&](int i) { update(VectorLane<T, 1>{}, i); });
+  });
+}
+
+}  // namespace
+
+// Before launch_adam, once for every range of tensors and groups.
+void launch_prepare(const AdamArgs& args, const Gradients& gradients, const Groups& groups,
+                    CUstream_st* stream);
+// For each kind that tensors are of.
+void launch_adam(AdamKind kind, const AdamArgs& args, int64_t chunk_count, CUstream_st* stream);
+
+}  // namespace torchopt_ext

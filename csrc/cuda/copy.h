@@ -1,0 +1,69 @@
+// The scaled copy as the body of a CUDA kernel, a template over the block of threads (cta.h).
+#pragma once
+
+#include "cuda/cta.h"
+#include "cuda/vector_lane.h"
+#include "kernels/adam_step.h"
+#include "kernels/control.h"
+#include "work/work_list.h"
+
+namespace torchopt_ext {
+
+inline constexpr int kCopyThreads = 256;
+
+// All in device memory.
+struct CopyArgs {
+  const TensorWork* tensors;
+  const Chunk* chunks;  // one for each block
+  const Control* control;
+  bool unscale;
+};
+
+namespace {
+
+// Of a type other than fp64, which converts to and from nothing else, a thread copies 16 bytes or
+// more at once.
+template <class T, int kWidth, class Cta>
+TORCHOPT_HD inline void copy_chunk(const Cta& cta, const TensorWork& work, const Chunk& chunk,
+                                   T factor) {
+  void* x[kArrays] = {};
+  for (const int array : {kParam, kGrad}) {
+    x[array] =
+        static_cast<char*>(work.memory[array]) + chunk.begin * element_size(work.layout, array);
+  }
+  const Layout layout = work.layout;
+  const auto n = static_cast<int>(chunk.end - chunk.begin);
+  const auto copy = [&](const auto& lane, int i) {
+    using L = std::decay_t<decltype(lane)>;
+    store_as(lane, layout.param, x[kParam], i,
+             scaled<L>(load_as(lane, layout.grad, x[kGrad], i), factor));
+  };
+  const Registers registers = aligned_registers(layout, x, kWidth, n);
+  cta.each([&](int thread) {
+    for_each_register(
+        registers, kWidth, n, thread, cta.threads, [&](int i) { copy(VectorLane<T, kWidth>{}, i); },
+        [&](int i) { copy(VectorLane<T, 1>{}, i); });
+  });
+}
+
+template <class Cta>
+TORCHOPT_HD inline void copy_body(const Cta& cta, const CopyArgs& args) {
+  const Chunk chunk = args.chunks[cta.block];
+  const TensorWork& work = args.tensors[chunk.tensor];
+  const double factor = args.unscale ? args.control->grad_factor : 1.0;
+  if (args.control->skip != 0.0 ||
+      is_idle_copy(work.memory[kParam], work.memory[kGrad], work.layout.param, factor)) {
+    return;
+  }
+  if (work.layout.param == DType::kFloat64) {
+    copy_chunk<double, 2>(cta, work, chunk, factor);
+  } else {
+    copy_chunk<float, 8>(cta, work, chunk, static_cast<float>(factor));
+  }
+}
+
+}  // namespace
+
+void launch_copy(const CopyArgs& args, int64_t chunk_count, CUstream_st* stream);
+
+}  // namespace torchopt_ext

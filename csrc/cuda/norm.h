@@ -1,0 +1,308 @@
+// Pass A as a CUDA kernel's body, a template over the block of threads (cta.h). Block rule and
+// lanes are the CPU's (cpu/sum_of_squares.h); what differs is who computes which element.
+#pragma once
+
+#include "cuda/accumulator.h"
+#include "cuda/gradients.h"
+#include "cuda/vector.h"
+#include "kernels/bins.h"
+#include "kernels/block_rule.h"
+#include "work/work_list.h"
+
+namespace torchopt_ext {
+
+inline constexpr int kNormThreads = 256;
+inline constexpr int kNormWarps = kNormThreads / kWarpThreads;
+
+// Tables in device memory.
+struct NormArgs {
+  const TensorWork* tensors;
+  const Chunk* chunks;  // of at most kBlockElements, for a warp each
+  int64_t chunk_count;
+  int64_t* accumulator;  // of an ExactAccumulator
+};
+
+// Each warp adds to an accumulator of its own.
+struct NormShared {
+  ExactAccumulator warp[kNormWarps];
+};
+
+namespace {
+
+TORCHOPT_HD inline double square_of(uint64_t bits, DType) { return square(bit_cast<double>(bits)); }
+TORCHOPT_HD inline double square_of(uint32_t bits, DType) { return square(bit_cast<float>(bits)); }
+TORCHOPT_HD inline double square_of(uint16_t bits, DType dtype) {
+  return dtype == DType::kBFloat16 ? square(BFloat16{bits}) : square(Float16{bits});
+}
+template <int kSize>
+TORCHOPT_HD inline double square_at(const char* memory, int i, DType dtype) {
+  return square_of(load_bits<Bits<kSize>>(memory + i * kSize), dtype);
+}
+
+// A warp's sum over one block. With vectors of 16 bytes the warp reads one, two or four rows of the
+// rule's 64 lanes at once, of each of which a thread gets 2, 4 or 8 lanes; exchanges leave it two
+// lanes of every row, whose elements it adds in their order.
+template <int kSize, class Warp>
+TORCHOPT_HD inline double block_sum(const Warp& warp, const char* memory, DType dtype, int n) {
+  using L = ScalarLane<double>;
+  constexpr int kElements = 16 / kSize;                 // of a vector
+  constexpr int kRows = kElements / 2;                  // that a warp reads at once
+  constexpr int kRowThreads = kBlockLanes / kElements;  // that read one
+  constexpr int kRowsElements = kRows * kBlockLanes;
+  constexpr int kAhead = 4;  // loads under way
+  using Words = typename Warp::template PerThread<uint32_t>;
+  const auto first_lane = [](int thread) {
+    return kElements * (thread % kRowThreads) + 2 * (thread / kRowThreads);
+  };
+  typename Warp::template PerThread<double> even;
+  typename Warp::template PerThread<double> odd;
+  warp.each([&](int thread) { even[thread] = odd[thread] = 0.0; });
+  const auto add_rows = [&](int i, auto loads, auto aligned) {
+    Words word[loads][4];
+    warp.each([&](int thread) {
+      for (int k = 0; k < loads; ++k) {
+        const char* rows = memory + (i + k * kRowsElements) * kSize;
+        Vector vector{};
+        if (aligned) {
+          vector = load_bits<Vector>(rows + 16 * thread);
+        } else {
+          for (int e = 0; e < kElements; ++e) {
+            const int at = e / 2 * kBlockLanes + first_lane(thread) + e % 2;
+            set_element<kSize>(vector, e, load_bits<Bits<kSize>>(rows + at * kSize));
+          }
+        }
+        for (int w = 0; w < 4; ++w) {
+          word[k][w][thread] = vector.word[w];
+        }
+      }
+    });
+    for (int k = 0; aligned && k < loads; ++k) {
+      if constexpr (kRows >= 2) {
+        warp.exchange(word[k][0], word[k][2], 16);
+        warp.exchange(word[k][1], word[k][3], 16);
+      }
+      if constexpr (kRows == 4) {
+        warp.exchange(word[k][0], word[k][1], 8);
+        warp.exchange(word[k][2], word[k][3], 8);
+      }
+    }
+    warp.each([&](int thread) {
+      double a = even[thread];
+      double b = odd[thread];
+      for (int k = 0; k < loads; ++k) {
+        Vector vector;
+        for (int w = 0; w < 4; ++w) {
+          vector.word[w] = word[k][w][thread];
+        }
+        for (int r = 0; r < kRows; ++r) {
+          a = L::add(a, square_of(element_of<kSize>(vector, 2 * r), dtype));
+          b = L::add(b, square_of(element_of<kSize>(vector, 2 * r + 1), dtype));
+        }
+      }
+      even[thread] = a;
+      odd[thread] = b;
+    });
+  };
+  const auto add_whole_rows = [&](auto aligned) {
+    int i = 0;
+    for (; i + kAhead * kRowsElements <= n; i += kAhead * kRowsElements) {
+      add_rows(i, Constant<kAhead>{}, aligned);
+    }
+    for (; i + kRowsElements <= n; i += kRowsElements) {
+      add_rows(i, Constant<1>{}, aligned);
+    }
+    return i;
+  };
+  int i =
+      is_aligned(memory, 16) ? add_whole_rows(Constant<true>{}) : add_whole_rows(Constant<false>{});
+  for (; i < n; i += kBlockLanes) {
+    warp.each([&](int thread) {
+      const int at = i + first_lane(thread);
+      if (at < n) {
+        even[thread] = L::add(even[thread], square_at<kSize>(memory, at, dtype));
+      }
+      if (at + 1 < n) {
+        odd[thread] = L::add(odd[thread], square_at<kSize>(memory, at + 1, dtype));
+      }
+    });
+  }
+  // Lanes 32 to 4 apart, then 2 apart; a thread has neighbours itself.
+  const auto fold = [&](int distance) {
+    warp.fold(even, distance);
+    warp.fold(odd, distance);
+  };
+  for (int distance = kRowThreads / 2; distance > 0; distance /= 2) {
+    fold(distance);
+  }
+  for (int distance = kWarpThreads / 2; distance >= kRowThreads; distance /= 2) {
+    fold(distance);
+  }
+  return L::add(even[0], odd[0]);
+}
+
+// Adds the exact square of each of a short row's elements, of which a warp takes kShortPiece at a
+// time, in bins below the largest; what is left below the last bin in bins of its own, and so on.
+template <int kSize, class Warp>
+TORCHOPT_HD inline void add_squares(const Warp& warp, const char* memory, DType dtype, int n,
+                                    ExactAccumulator& acc) {
+  using L = ScalarLane<double>;
+  constexpr int kEach = 8;  // elements of a thread
+  constexpr int kElements = 16 / kSize;
+  constexpr int kShortPiece = kEach * kWarpThreads;
+  struct Squares {
+    double value[kEach];
+  };
+  typename Warp::template PerThread<Squares> left;
+  typename Warp::template PerThread<uint32_t> largest;
+  typename Warp::template PerThread<double> first;
+  typename Warp::template PerThread<double> second;
+  // What is left at most: the upper half of its bits, 0 for zero alone.
+  const auto most_left = [&] {
+    warp.each([&](int thread) {
+      uint32_t most = 0;
+      unrolled<kEach>([&](int k) {
+        const auto bits = bit_cast<uint64_t>(left[thread].value[k]);
+        const uint32_t high = (static_cast<uint32_t>(bits >> 32) & 0x7fffffffu) |
+                              (static_cast<uint32_t>(bits) != 0 ? 1u : 0u);
+        most = high > most ? high : most;
+      });
+      largest[thread] = most;
+    });
+    return Warp::max(largest);
+  };
+  for (int begin = 0; begin < n; begin += kShortPiece) {
+    const char* const piece = memory + begin * kSize;
+    const bool whole = n - begin >= kShortPiece && is_aligned(piece, 16);
+    warp.each([&](int thread) {
+      double(&x)[kEach] = left[thread].value;
+      if (whole) {
+        Vector vector[kEach / kElements];
+        unrolled<kEach / kElements>([&](int v) {
+          vector[v] = load_bits<Vector>(piece + 16 * (v * kWarpThreads + thread));
+        });
+        unrolled<kEach>([&](int k) {
+          x[k] = square_of(element_of<kSize>(vector[k / kElements], k % kElements), dtype);
+        });
+      } else {
+        unrolled<kEach>([&](int k) {
+          const int i = begin + k * kWarpThreads + thread;
+          x[k] = i < n ? square_at<kSize>(memory, i, dtype) : 0.0;
+        });
+      }
+    });
+    for (uint32_t most = most_left(); most != 0; most = most_left()) {
+      const auto biased = static_cast<int>(most >> 20);
+      // Infinities and NaNs; fp64 squares that bins have no exponents for.
+      if (biased == 0x7ff || (kSize == 8 && (biased < 200 || biased > 2000))) {
+        for (int turn = 0; turn < kEach; ++turn) {
+          warp.in_turn([&](int thread) { accumulator_add(acc, left[thread].value[0]); });
+          warp.each([&](int thread) {
+            unrolled<kEach - 1>([&](int k) { left[thread].value[k] = left[thread].value[k + 1]; });
+          });
+        }
+        break;
+      }
+      const int exponent = biased - 1023;
+      warp.each([&](int thread) {
+        const double bias[2] = {bin_bias(exponent, 0), bin_bias(exponent, 1)};
+        double bin[2] = {bias[0], bias[1]};
+        unrolled<kEach>([&](int k) {
+          double& rest = left[thread].value[k];
+          unrolled<2>([&](int b) {
+            const double before = bin[b];
+            bin[b] = L::add(before, rest);
+            rest = L::sub(rest, L::sub(bin[b], before));
+          });
+        });
+        first[thread] = L::sub(bin[0], bias[0]);
+        second[thread] = L::sub(bin[1], bias[1]);
+      });
+      for (int distance = kWarpThreads / 2; distance > 0; distance /= 2) {
+        warp.fold(first, distance);  // exact, as every thread's sum is
+        warp.fold(second, distance);
+      }
+      warp.leader([&] {
+        accumulator_add(acc, first[0]);
+        accumulator_add(acc, second[0]);
+      });
+    }
+  }
+}
+
+// A warp's chunk: whole rows of at most kBlockElements, one block of a longer row, or elements of
+// short rows.
+template <int kSize, class Warp>
+TORCHOPT_HD inline void add_chunk(const Warp& warp, const TensorWork& work, const void* grad,
+                                  const Chunk& chunk, ExactAccumulator& acc) {
+  const auto* const bytes = static_cast<const char*>(grad);
+  if (work.row_length < kShortRow) {
+    add_squares<kSize>(warp, bytes + chunk.begin * kSize, work.layout.grad,
+                       static_cast<int>(chunk.end - chunk.begin), acc);
+    return;
+  }
+  for (int64_t i = chunk.begin; i < chunk.end; i += work.row_length) {
+    const int64_t n = work.row_length < chunk.end - i ? work.row_length : chunk.end - i;
+    const double sum =
+        block_sum<kSize>(warp, bytes + i * kSize, work.layout.grad, static_cast<int>(n));
+    warp.leader([&] { accumulator_add(acc, sum); });
+  }
+}
+
+// A block of threads sums chunks into shared memory and then, by integer atomics, whose order does
+// not show, into the accumulator. A warp adds at most three numbers to a limb for every 64
+// elements: no GPU has the 2**30 additions in its memory that would ask for carries in between.
+template <class Cta>
+TORCHOPT_HD inline void norm_body(const Cta& cta, NormShared& shared, const NormArgs& args,
+                                  const Gradients& gradients) {
+  cta.each_warp([&](int warp_index, const auto& warp) {
+    using Warp = std::decay_t<decltype(warp)>;
+    ExactAccumulator& acc = shared.warp[warp_index];
+    auto* const own = reinterpret_cast<int64_t*>(&acc);
+    WarpSlots<Warp> zero;
+    each_slot(warp, zero, [&](int k, int64_t) { own[k] = 0; });
+    for (int64_t c = cta.block * kNormWarps + warp_index; c < args.chunk_count;
+         c += cta.blocks * kNormWarps) {
+      const Chunk chunk = args.chunks[c];
+      const TensorWork& work = args.tensors[chunk.tensor];
+      const void* const grad = gradients.of(chunk.tensor);
+      if (grad == nullptr) {
+        continue;
+      }
+      switch (element_size(work.layout.grad)) {
+        case 2:
+          add_chunk<2>(warp, work, grad, chunk, acc);
+          break;
+        case 4:
+          add_chunk<4>(warp, work, grad, chunk, acc);
+          break;
+        default:
+          add_chunk<8>(warp, work, grad, chunk, acc);
+      }
+    }
+  });
+  cta.each_warp([&](int warp_index, const auto& warp) {
+    if (warp_index != 0) {
+      return;
+    }
+    WarpSlots<std::decay_t<decltype(warp)>> slots;
+    each_slot(warp, slots, [&](int k, int64_t& slot) {
+      slot = 0;
+      for (const ExactAccumulator& acc : shared.warp) {
+        slot += reinterpret_cast<const int64_t*>(&acc)[k];
+      }
+    });
+    warp_normalize(warp, slots);
+    each_slot(warp, slots, [&](int k, int64_t slot) {
+      if (slot != 0) {
+        Cta::add(args.accumulator + k, slot);
+      }
+    });
+  });
+}
+
+}  // namespace
+
+void launch_norm(const NormArgs& args, const Gradients& gradients, int processors,
+                 CUstream_st* stream);
+
+}  // namespace torchopt_ext

@@ -1,0 +1,131 @@
+// What a CUDA thread accesses at once: up to 16 bytes of an array, and where arrays allow it.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "kernels/tensor_work.h"
+
+namespace torchopt_ext {
+
+template <int kBytes>
+struct alignas(kBytes) Words {
+  uint32_t word[kBytes / 4];
+};
+using Vector = Words<16>;
+
+// The bits of an element.
+template <int kSize>
+using Bits =
+    std::conditional_t<kSize == 8, uint64_t, std::conditional_t<kSize == 4, uint32_t, uint16_t>>;
+
+template <int kValue>
+struct Constant {
+  TORCHOPT_HD constexpr operator int() const { return kValue; }
+};
+
+namespace {
+
+// f(0), f(1) and so on to f(kCount - 1) without a loop: what f indexes stays in registers.
+template <int kCount, class F>
+TORCHOPT_HD inline void unrolled(const F& f) {
+  if constexpr (kCount > 0) {
+    unrolled<kCount - 1>(f);
+    f(kCount - 1);
+  }
+}
+
+template <class T>
+TORCHOPT_HD inline T load_bits(const void* from) {
+#ifdef __CUDA_ARCH__
+  return *static_cast<const T*>(from);
+#else
+  T bits;
+  __builtin_memcpy(&bits, from, sizeof(T));
+  return bits;
+#endif
+}
+template <class T>
+TORCHOPT_HD inline void store_bits(void* to, const T& bits) {
+#ifdef __CUDA_ARCH__
+  *static_cast<T*>(to) = bits;
+#else
+  __builtin_memcpy(to, &bits, sizeof(T));
+#endif
+}
+
+// Element k of those that fill some words.
+template <int kSize, class Words>
+TORCHOPT_HD inline Bits<kSize> element_of(const Words& words, int k) {
+  if constexpr (kSize == 8) {
+    return static_cast<uint64_t>(words.word[2 * k + 1]) << 32 | words.word[2 * k];
+  } else if constexpr (kSize == 4) {
+    return words.word[k];
+  } else {
+    return static_cast<uint16_t>(words.word[k / 2] >> (16 * (k % 2)));
+  }
+}
+// Of words that start as zero.
+template <int kSize, class Words>
+TORCHOPT_HD inline void set_element(Words& words, int k, Bits<kSize> bits) {
+  if constexpr (kSize == 8) {
+    words.word[2 * k] = static_cast<uint32_t>(bits);
+    words.word[2 * k + 1] = static_cast<uint32_t>(bits >> 32);
+  } else if constexpr (kSize == 4) {
+    words.word[k] = bits;
+  } else {
+    words.word[k / 2] |= static_cast<uint32_t>(bits) << (16 * (k % 2));
+  }
+}
+
+// Bytes of an access to some of so many elements.
+TORCHOPT_HD constexpr int64_t access_bytes(int64_t elements, int64_t size) {
+  return elements * size < 16 ? elements * size : 16;
+}
+
+TORCHOPT_HD inline bool is_aligned(const void* address, int64_t bytes) {
+  return reinterpret_cast<uint64_t>(address) % static_cast<uint64_t>(bytes) == 0;
+}
+
+// Of a chunk's elements, those in [begin, end) are whole registers.
+struct Registers {
+  int begin;
+  int end;
+};
+
+// Registers of the first n elements of arrays `x`, from where every array is aligned on; none where
+// the arrays are aligned differently.
+TORCHOPT_HD inline Registers aligned_registers(const Layout& layout, void* const (&x)[kArrays],
+                                               int width, int n) {
+  const auto is_aligned_at = [&](int array, int i) {
+    const int64_t size = element_size(layout, array);
+    return is_aligned(static_cast<const char*>(x[array]) + i * size, access_bytes(width, size));
+  };
+  int first = 0;
+  while (first < width && !is_aligned_at(kParam, first)) {
+    ++first;
+  }
+  bool aligned = first <= n;
+  unrolled<kArrays>([&](int array) {
+    const bool counts = array != kStep && x[array] != nullptr;
+    aligned = aligned && (!counts || is_aligned_at(array, first));
+  });
+  return aligned ? Registers{first, first + (n - first) / width * width} : Registers{0, 0};
+}
+
+// A thread's share of n elements: whole(i) for elements [i, i + width), single(i) for one element.
+// Neighbouring threads have neighbouring registers.
+template <class Whole, class Single>
+TORCHOPT_HD inline void for_each_register(const Registers& registers, int width, int n, int thread,
+                                          int threads, const Whole& whole, const Single& single) {
+  for (int i = registers.begin + thread * width; i < registers.end; i += threads * width) {
+    whole(i);
+  }
+  const int left = registers.begin + (n - registers.end);
+  for (int j = thread; j < left; j += threads) {
+    single(j < registers.begin ? j : registers.end + (j - registers.begin));
+  }
+}
+
+}  // namespace
+}  // namespace torchopt_ext

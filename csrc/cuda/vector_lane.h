@@ -1,0 +1,136 @@
+// A lane type (kernels/lane.h) of a CUDA thread: a register is kWidth elements, which it loads and
+// stores by accesses of up to 16 bytes. Arrays are aligned to these.
+#pragma once
+
+#include "cuda/vector.h"
+#include "kernels/lane.h"
+
+namespace torchopt_ext {
+namespace {
+
+template <class T, int kWidth>
+struct VectorLane {
+  using scalar = T;
+  using One = ScalarLane<T>;
+  struct reg {
+    T element[kWidth];
+  };
+  static constexpr int width = kWidth;
+  static constexpr bool converts = One::converts;
+
+  template <class Element>
+  TORCHOPT_HD static reg load(const Element* from) {
+    const auto bits = load_elements<sizeof(Element)>(from);
+    return map([&](int k) { return widen(bit_cast<Element>(bits.element[k])); });
+  }
+  template <class Element>
+  TORCHOPT_HD static void store(Element* to, const reg& a) {
+    store_each(to, [&](int k) {
+      if constexpr (converts) {
+        return narrow<Element>(a.element[k]);
+      } else {
+        return a.element[k];
+      }
+    });
+  }
+  template <class Element>
+  TORCHOPT_HD static void stream(Element* to, const reg& a) {
+    store(to, a);
+  }
+  TORCHOPT_HD static reg joined(const BFloat16* weight, const int16_t* remainder) {
+    const auto weights = load_elements<2>(weight);
+    const auto remainders = load_elements<2>(remainder);
+    return map([&](int k) {
+      return join({weights.element[k]}, static_cast<int16_t>(remainders.element[k]));
+    });
+  }
+  TORCHOPT_HD static void store_split(BFloat16* weight, int16_t* remainder, const reg& a) {
+    store_each(weight, [&](int k) { return split(a.element[k]).weight; });
+    store_each(remainder, [&](int k) { return split(a.element[k]).remainder; });
+  }
+  TORCHOPT_HD static void store_stochastic(BFloat16* to, const reg& a, const uint64_t* random,
+                                           Array draw) {
+    store_each(to, [&](int k) { return narrow_stochastic(a.element[k], random[k], draw); });
+  }
+
+  TORCHOPT_HD static reg set1(T a) {
+    return map([&](int) { return a; });
+  }
+  TORCHOPT_HD static reg add(const reg& a, const reg& b) {
+    return map([&](int k) { return One::add(a.element[k], b.element[k]); });
+  }
+  TORCHOPT_HD static reg sub(const reg& a, const reg& b) {
+    return map([&](int k) { return One::sub(a.element[k], b.element[k]); });
+  }
+  TORCHOPT_HD static reg mul(const reg& a, const reg& b) {
+    return map([&](int k) { return One::mul(a.element[k], b.element[k]); });
+  }
+  TORCHOPT_HD static reg div(const reg& a, const reg& b) {
+    return map([&](int k) { return One::div(a.element[k], b.element[k]); });
+  }
+  TORCHOPT_HD static reg sqrt(const reg& a) {
+    return map([&](int k) { return One::sqrt(a.element[k]); });
+  }
+  TORCHOPT_HD static reg neg(const reg& a) {
+    return map([&](int k) { return One::neg(a.element[k]); });
+  }
+  TORCHOPT_HD static reg min(const reg& a, const reg& b) {
+    return map([&](int k) { return One::min(a.element[k], b.element[k]); });
+  }
+  TORCHOPT_HD static reg max_keep_nan(const reg& vmax, const reg& v) {
+    return map([&](int k) { return One::max_keep_nan(vmax.element[k], v.element[k]); });
+  }
+  TORCHOPT_HD static reg canonical(const reg& a) {
+    return map([&](int k) { return One::canonical(a.element[k]); });
+  }
+
+ private:
+  template <int kSize>
+  struct Elements {
+    Bits<kSize> element[kWidth];
+  };
+
+  template <class F>
+  TORCHOPT_HD static reg map(const F& f) {
+    reg a;
+    unrolled<kWidth>([&](int k) { a.element[k] = f(k); });
+    return a;
+  }
+  template <int kSize>
+  TORCHOPT_HD static Elements<kSize> load_elements(const void* from) {
+    Elements<kSize> all;
+    if constexpr (kWidth == 1) {
+      all.element[0] = load_bits<Bits<kSize>>(from);
+    } else {
+      constexpr int kBytes = access_bytes(kWidth, kSize);
+      constexpr int kEach = kBytes / kSize;
+      unrolled<kWidth / kEach>([&](int access) {
+        const auto words =
+            load_bits<Words<kBytes>>(static_cast<const char*>(from) + access * kBytes);
+        unrolled<kEach>(
+            [&](int k) { all.element[access * kEach + k] = element_of<kSize>(words, k); });
+      });
+    }
+    return all;
+  }
+  template <class Element, class F>
+  TORCHOPT_HD static void store_each(Element* to, const F& f) {
+    constexpr int kSize = sizeof(Element);
+    if constexpr (kWidth == 1) {
+      store_bits(to, bit_cast<Bits<kSize>>(f(0)));
+    } else {
+      constexpr int kBytes = access_bytes(kWidth, kSize);
+      constexpr int kEach = kBytes / kSize;
+      unrolled<kWidth / kEach>([&](int access) {
+        Words<kBytes> words{};
+        unrolled<kEach>([&](int k) {
+          set_element<kSize>(words, k, bit_cast<Bits<kSize>>(f(access * kEach + k)));
+        });
+        store_bits(reinterpret_cast<char*>(to) + access * kBytes, words);
+      });
+    }
+  }
+};
+
+}  // namespace
+}  // namespace torchopt_ext
