@@ -25,8 +25,8 @@ c10::DataPtr allocate(size_t bytes) {
   return c10::cuda::CUDACachingAllocator::get()->allocate(bytes);
 }
 
-// The tables of graphs that are gone, until the next graph is captured: CUDA tells of a graph's end
-// where CUDA must not be called, as freeing memory does.
+// The tables of graphs that are gone, until the next pass: CUDA tells of a graph's end where CUDA
+// must not be called, as freeing memory does.
 struct Released {
   std::mutex mutex;
   std::vector<std::shared_ptr<void>> tables;
@@ -84,11 +84,11 @@ void* DeviceTable::used_on(c10::cuda::CUDAStream stream) {
 }
 
 void keep_with_graph(const std::shared_ptr<void>& tables, c10::cuda::CUDAStream stream) {
+  free_released();
   cudaGraph_t const graph = graph_of(stream);
   if (graph == nullptr) {
     return;
   }
-  free_released();
   auto held = std::make_unique<std::shared_ptr<void>>(tables);
   cudaUserObject_t object = nullptr;
   C10_CUDA_CHECK(

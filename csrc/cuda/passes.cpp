@@ -48,14 +48,7 @@ CudaTables& tables_of(const WorkList& work, c10::cuda::CUDAStream stream) {
 void fill_norm_chunks(const WorkList& work, CudaTables& tables, c10::cuda::CUDAStream stream) {
   const std::vector<Chunk> chunks = make_chunks(work.tensors, kBlockElements);
   tables.norm_chunks.fill(chunks, stream);
-  int64_t next = 0;  // tensor that starts a range
-  for (size_t c = 0; c < chunks.size(); ++c) {
-    for (; chunks[c].tensor >= next; next += Gradients::kMost) {
-      tables.norm_first.push_back(static_cast<int64_t>(c));
-    }
-  }
-  const auto ranges = (work.tensors.size() + Gradients::kMost - 1) / Gradients::kMost;
-  tables.norm_first.resize(ranges + 1, static_cast<int64_t>(chunks.size()));
+  tables.norm_first = first_chunks(chunks, work.tensors.size(), Gradients::kMost);
 }
 
 // Chunks for a kernel of each kind, one kind after another; those of tracking are the CPU's.

@@ -47,6 +47,18 @@ std::vector<Chunk> make_equal_chunks(const std::vector<TensorWork>& tensors, int
   return chunks;
 }
 
+std::vector<int64_t> first_chunks(const std::vector<Chunk>& chunks, size_t tensors, size_t range) {
+  std::vector<int64_t> first;
+  for (size_t t = 0; t < tensors; t += range) {
+    const auto chunk = std::partition_point(chunks.begin(), chunks.end(), [&](const Chunk& before) {
+      return static_cast<size_t>(before.tensor) < t;
+    });
+    first.push_back(chunk - chunks.begin());
+  }
+  first.push_back(static_cast<int64_t>(chunks.size()));
+  return first;
+}
+
 std::vector<int64_t> cumulative_bytes(const std::vector<TensorWork>& tensors,
                                       const std::vector<Chunk>& chunks) {
   std::vector<int64_t> cumulative(chunks.size() + 1, 0);

@@ -47,6 +47,9 @@ std::vector<Chunk> make_chunks(const std::vector<TensorWork>& tensors,
 // work that needs no block boundaries. Lengths are multiples of 8 elements, 16 bytes or more.
 std::vector<Chunk> make_equal_chunks(const std::vector<TensorWork>& tensors, int64_t most);
 
+// The first chunk of each range of so many tensors, and behind the last range the number of chunks.
+std::vector<int64_t> first_chunks(const std::vector<Chunk>& chunks, size_t tensors, size_t range);
+
 // The work of chunks [0, i) for every i, in bytes of parameters: the scale threads are balanced on.
 std::vector<int64_t> cumulative_bytes(const std::vector<TensorWork>& tensors,
                                       const std::vector<Chunk>& chunks);

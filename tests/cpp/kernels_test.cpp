@@ -182,6 +182,37 @@ TEST(Adam, LostUpdatesAreCountedAroundZerosInfinitiesAndNaNs) {
   }
 }
 
+TEST(Adam, ACudaLaunchPreparesItsRangesOfTensorsAndGroups) {
+  float counts[4] = {3.0f, 3.0f, 3.0f, 3.0f};
+  float gradient = 0.0f;
+  TensorWork tensors[4] = {};
+  for (int i = 0; i < 4; ++i) {
+    tensors[i].memory[kStep] = counts + i;
+    tensors[i].group = i == 2 ? 0 : 1;
+  }
+  Control control = control_of_a_step();
+  TensorStep steps[4] = {};
+  AdamArgs args{};
+  args.tensors = tensors;
+  args.steps = steps;
+  args.control = &control;
+  static Gradients gradients{1, 3, {&gradient, &gradient, nullptr}};
+  static Groups groups{1, 1, {{hyper_of(1), nullptr, DType::kFloat64}}};
+  for (int i = 0; i < kAdamThreads; ++i) {
+    prepare_body(i, args, gradients, groups);
+  }
+  EXPECT_TRUE(std::ranges::equal(counts, std::array{3.0f, 4.0f, 3.0f, 3.0f}));
+  EXPECT_EQ(steps[0].grad, nullptr);
+  EXPECT_EQ(steps[1].grad, &gradient);
+  EXPECT_EQ(steps[2].grad, nullptr);  // of another group, which another launch has
+  EXPECT_EQ(steps[3].grad, nullptr);  // no gradient
+  EXPECT_EQ(steps[1].scalars.as_float.beta1, static_cast<float>(hyper_of(1).beta1));
+  control.skip = 1.0;
+  prepare_body(0, args, gradients, groups);
+  EXPECT_EQ(steps[1].grad, nullptr);
+  EXPECT_EQ(counts[1], 4.0f);
+}
+
 TEST(Adam, ALearningRateOnTheDeviceReplacesTheNumber) {
   const float single = 0.125f;
   const double exact = 0.1;

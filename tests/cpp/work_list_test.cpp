@@ -104,6 +104,19 @@ TEST(ChunkTable, EqualChunksCoverEachElementOnce) {
   EXPECT_EQ(five.back().begin, 4 * 6600);
 }
 
+TEST(ChunkTable, FirstChunksOfRangesOfTensors) {
+  const std::vector<TensorWork> tensors{tensor_of(0, 1), tensor_of(1, 10), tensor_of(2, 5000),
+                                        tensor_of(0, 1), tensor_of(0, 1),  tensor_of(1, 1)};
+  const std::vector<Chunk> chunks = make_chunks(tensors, 4096);  // 0, 1, 4, 0, 0 and 1 of them
+  ASSERT_EQ(chunks.size(), 6U);
+  using Firsts = std::vector<int64_t>;
+  EXPECT_EQ(first_chunks(chunks, 6, 1), (Firsts{0, 0, 1, 5, 5, 5, 6}));
+  EXPECT_EQ(first_chunks(chunks, 6, 2), (Firsts{0, 1, 5, 6}));
+  EXPECT_EQ(first_chunks(chunks, 6, 4), (Firsts{0, 5, 6}));
+  EXPECT_EQ(first_chunks(chunks, 6, 100), (Firsts{0, 6}));
+  EXPECT_EQ(first_chunks({}, 2, 1), (Firsts{0, 0, 0}));
+}
+
 TEST(ChunkTable, SharesAreDisjointCompleteAndBalanced) {
   std::vector<TensorWork> tensors;
   for (int64_t i = 0; i < 50; ++i) {

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import torchopt_ext
 from torchopt_ext import FusedAdamW, ops
@@ -59,6 +60,18 @@ def test_bits_are_the_cpus(way: str, extras: bool) -> None:
             reported = (seen.grad_norms, seen.update_norms, seen.lost_updates, seen.digests)
             found[device] += [bits(tensor) for tensor in reported]
             found[device] += [bits(p.grad) for p in params if p.grad is not None]
+    assert found["cpu"] == found["cuda"]
+
+
+def test_more_tensors_and_groups_than_a_launch_takes() -> None:
+    found = {}
+    for device in ("cpu", "cuda"):
+        params = [nn.Parameter(t) for t in on(device, carved([(3,)] * 4000, torch.float32, 0))]
+        groups = [{"params": params[i::70], "lr": 1e-3 * (1 + i)} for i in range(70)]
+        optimizer = FusedAdamW(groups, max_grad_norm=1.0)
+        set_gradients(params, 0)
+        optimizer.step()
+        found[device] = everything(params, optimizer)
     assert found["cpu"] == found["cuda"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -33,7 +34,7 @@ def warmed_up(**kwargs: Any) -> tuple[list[nn.Parameter], FusedAdamW]:
 @pytest.mark.parametrize("kwargs", [{}, {"skip_nonfinite": True}, {"track": True}])
 def test_a_step_does_not_wait_for_the_device(kwargs: dict[str, Any]) -> None:
     params, optimizer = warmed_up(**kwargs)
-    set_gradients(params, 2)  # elsewhere in memory: the tables go up again
+    set_gradients(params, 2)  # elsewhere in memory
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -114,7 +115,7 @@ def test_a_captured_step_gives_the_bits_of_eager_ones(kwargs: dict[str, Any]) ->
 
 
 def test_a_step_without_some_gradients_can_be_captured() -> None:
-    """Also one whose tables changed just before; an eager step follows a replay."""
+    """Also one whose gradients changed just before; an eager step follows a replay."""
     found = []
     for captured in (False, True):
         params = make_params("cuda")
@@ -122,7 +123,7 @@ def test_a_step_without_some_gradients_can_be_captured() -> None:
         optimizer.init_state()
         set_gradients(params, 0)
         optimizer.step()  # the control block is copied from the host
-        params[0].grad = None  # other tables from here on
+        params[0].grad = None
         if captured:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
@@ -136,7 +137,7 @@ def test_a_step_without_some_gradients_can_be_captured() -> None:
 
 
 def test_captured_operators_are_replayed_when_their_call_is_long_over() -> None:
-    """Pinned memory that held their tables would by then hold something else."""
+    """Memory that held their tables would by then hold something else."""
     gradients = on("cuda", carved(SHAPES, torch.float32, 5))
     accumulator = ops.new_accumulator("cuda")
     ops.grad_sumsq_(gradients, accumulator)
@@ -153,6 +154,29 @@ def test_captured_operators_are_replayed_when_their_call_is_long_over() -> None:
         expected = ops.new_accumulator("cuda")
         ops.grad_sumsq_(gradients, expected)
         assert bits(accumulator) == bits(expected)
+
+
+def test_a_graphs_tables_are_freed_with_it() -> None:
+    gradients = on("cuda", carved([(100,)] * 1000, torch.float32, 5))
+    accumulator = ops.new_accumulator("cuda")
+
+    def capture() -> None:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            ops.grad_sumsq_(gradients, accumulator)
+
+    def allocated() -> int:
+        gc.collect()
+        torch.cuda.synchronize()
+        ops.grad_sumsq_(gradients, accumulator)  # frees what graphs gave back
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+
+    capture()
+    before = allocated()
+    for _ in range(5):
+        capture()
+    assert allocated() <= before
 
 
 def test_a_step_runs_on_the_current_stream() -> None:
