@@ -83,7 +83,7 @@ Block allocate(at::Device device, int64_t bytes) {
           device};
 }
 
-void let_go(void* block) {
+void release_block(void* block) {
   c10::intrusive_ptr<c10::StorageImpl>::reclaim(static_cast<c10::StorageImpl*>(block)).reset();
 }
 
@@ -94,7 +94,7 @@ at::Tensor tensor_in(const Block& block, int64_t offset, const at::Tensor& like,
   if (bytes > 0) {
     memory =
         at::DataPtr(block.memory + offset, c10::Storage(block.storage).unsafeReleaseStorageImpl(),
-                    let_go, block.device);
+                    release_block, block.device);
   }
   c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, std::move(memory), nullptr,
                        /*resizable=*/false);

@@ -59,6 +59,23 @@ std::unique_ptr<OptimizerPlan> make_plan(const py::list& param_groups, const py:
                                          local_gradients, options);
 }
 
+// Lets the garbage collector see what a plan owns.
+void collect_garbage_through(PyHeapTypeObject* heap_type) {
+  PyTypeObject& type = heap_type->ht_type;
+  type.tp_flags |= Py_TPFLAGS_HAVE_GC;
+  type.tp_traverse = [](PyObject* self, visitproc visit, void* arg) {
+    Py_VISIT(Py_TYPE(self));
+    const bool constructed = py::detail::is_holder_constructed(self);
+    return constructed ? py::cast<OptimizerPlan&>(py::handle(self)).traverse(visit, arg) : 0;
+  };
+  type.tp_clear = [](PyObject* self) {
+    if (py::detail::is_holder_constructed(self)) {
+      py::cast<OptimizerPlan&>(py::handle(self)).clear();
+    }
+    return 0;
+  };
+}
+
 }  // namespace
 }  // namespace torchopt_ext
 
@@ -106,12 +123,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("carved_bytes", carved_bytes, py::arg("like"), py::arg("dtype") = py::none(),
         "How many bytes of a block carve() takes.");
 
-  py::class_<OptimizerPlan>(m, "OptimizerPlan")
+  py::class_<OptimizerPlan>(m, "OptimizerPlan", py::custom_type_setup(collect_garbage_through))
       .def(py::init(&make_plan), py::arg("param_groups"), py::arg("state"), py::arg("params"),
            py::arg("part_devices"), py::arg("idle"), py::arg("local_gradients"),
            py::arg("stochastic_rounding"), py::arg("rounding_seed"),
            py::arg("write_back_gradients"), py::arg("track"))
-      .def("objects", &OptimizerPlan::objects)
       .def("release", &OptimizerPlan::release)
       .def("collect", &OptimizerPlan::collect, py::arg("param_groups"), py::arg("state"))
       .def("accumulate", &OptimizerPlan::accumulate, py::arg("part"), py::arg("accumulator"),

@@ -5,6 +5,8 @@
 
 #include <algorithm>
 #include <iterator>
+#include <tuple>
+#include <utility>
 
 #include "cpu/passes.h"
 #include "cuda/passes.h"
@@ -23,19 +25,6 @@ namespace py = pybind11;
 at::Tensor unpack(PyObject* object) {
   return object == Py_None ? at::Tensor() : THPVariable_Unpack(object);
 }
-
-// Marks that the interpreter is unlocked while the plan is in use: another thread's step must not
-// change it meanwhile. Set and read with the interpreter locked.
-class Running {
- public:
-  explicit Running(bool& flag) : flag_(flag) { flag_ = true; }
-  ~Running() { flag_ = false; }
-  Running(const Running&) = delete;
-  Running& operator=(const Running&) = delete;
-
- private:
-  bool& flag_;
-};
 
 // Calls release() when a step ends, however it ends: a gradient must not outlive it.
 class ReleaseAtEnd {
@@ -73,18 +62,17 @@ OptimizerPlan::OptimizerPlan(const py::list& param_groups, const py::dict& state
     entry.name = param.name;
     entry.position = i;
     entry.place = param.place;
-    Objects objects{
-        param.param.ptr(), {}, path_of(param.param, param.local[0]), static_cast<int64_t>(i)};
     for (size_t k = 0; k < param.local.size(); ++k) {
-      objects.local[k] = param.local[k].ptr();
-      entry.tensors[k] = unpack(objects.local[k]);
+      entry.tensors[k] = unpack(param.local[k].ptr());
     }
-    objects_.at(param.part).push_back(objects);
+    objects_.at(param.part)
+        .push_back({param.param, param.local, path_of(param.param, param.local[0]),
+                    static_cast<int64_t>(i)});
     uses_group_[param.part].at(static_cast<size_t>(param.group)) = true;
     entries[param.part].push_back(std::move(entry));
   }
   for (const py::handle param : idle) {
-    idle_.push_back(param.ptr());
+    idle_.push_back(py::reinterpret_borrow<py::object>(param));
   }
   for (size_t i = 0; i < entries.size(); ++i) {
     plans_.emplace_back(entries[i], part_devices[i], options);
@@ -102,47 +90,59 @@ uint32_t OptimizerPlan::path_of(py::handle param, py::handle local) {
   return static_cast<uint32_t>(found - paths_.begin());
 }
 
-py::list OptimizerPlan::objects() const {
-  py::list list = snapshot_.objects();
+int OptimizerPlan::traverse(visitproc visit, void* arg) const {
   for (const auto& part : objects_) {
     for (const Objects& objects : part) {
-      for (PyObject* local : objects.local) {
-        list.append(py::handle(local));
+      Py_VISIT(objects.param.ptr());
+      for (const py::object& local : objects.local) {
+        Py_VISIT(local.ptr());
       }
     }
   }
-  return list;
+  for (const py::object& param : idle_) {
+    Py_VISIT(param.ptr());
+  }
+  Py_VISIT(local_gradients_.ptr());
+  return snapshot_.traverse(visit, arg);
+}
+
+void OptimizerPlan::clear() {
+  // Dropping an object may run code that comes here again: nothing may refer to it by then.
+  const auto dropped = std::tuple(std::exchange(snapshot_, {}), std::exchange(objects_, {}),
+                                  std::exchange(idle_, {}), std::exchange(plans_, {}),
+                                  std::exchange(local_gradients_, {}));
 }
 
 // What most entries need, which is reading memory, by all threads: the state of an entry's tensors
-// and its gradient, if nothing changed and no Python is involved. Notes in what_is_left_ what
-// remains to be done for others.
-void OptimizerPlan::look(size_t part) {
+// and its gradient, if nothing changed and no Python is involved. Notes in remaining_ what others
+// need.
+void OptimizerPlan::collect_unchanged(size_t part) {
   const std::vector<Objects>& objects = objects_[part];
   StepPlan& plan = plans_[part];
-  what_is_left_.resize(objects.size());
+  remaining_.resize(objects.size());
   for_each_entry(objects.size(), [&](size_t begin, size_t end) {
     for (size_t i = begin; i < end; ++i) {
       if (i + kAhead < end) {
-        for (PyObject* object : objects[i + kAhead].local) {
-          __builtin_prefetch(object);
+        for (const py::object& object : objects[i + kAhead].local) {
+          __builtin_prefetch(object.ptr());
         }
         plan.prefetch(i + kAhead);
       }
       StepPlan::Borrowed borrowed;
       for (size_t k = 0; k < borrowed.size(); ++k) {
-        PyObject* object = objects[i].local[k];
+        PyObject* object = objects[i].local[k].ptr();
         borrowed[k] =
             object == Py_None ? nullptr : THPVariable_Unpack(object).unsafeGetTensorImpl();
       }
       if (!plan.attach(i, borrowed)) {
-        what_is_left_[i] = Left::kAll;
+        remaining_[i] = Remaining::kAll;
       } else if (objects[i].path != 0) {
-        what_is_left_[i] = Left::kGradient;
+        remaining_[i] = Remaining::kGradient;
       } else {
         // Not at::Tensor::grad(), which looks for non-leaf tensors to warn about.
         const at::Tensor& gradient = borrowed[kParam]->grad();
-        what_is_left_[i] = plan.take_gradient(i, gradient) ? Left::kNothing : Left::kGradient;
+        remaining_[i] =
+            plan.take_gradient(i, gradient) ? Remaining::kNothing : Remaining::kGradient;
       }
     }
   });
@@ -150,18 +150,18 @@ void OptimizerPlan::look(size_t part) {
 
 // False if a parameter has another local tensor than before. Memory that was replaced under a
 // tensor is taken as it is now.
-bool OptimizerPlan::attach(size_t part) {
+bool OptimizerPlan::attach_changed(size_t part) {
   const std::vector<Objects>& objects = objects_[part];
   changed_.clear();
   for (size_t i = 0; i < objects.size(); ++i) {
-    if (what_is_left_[i] == Left::kNothing) {
+    if (remaining_[i] == Remaining::kNothing) {
       continue;
     }
-    if (objects[i].path != 0 && paths_[objects[i].path].follow(objects[i].param).ptr() !=
-                                    objects[i].local[kParam]) {
+    if (objects[i].path != 0 &&
+        !paths_[objects[i].path].follow(objects[i].param.ptr()).is(objects[i].local[kParam])) {
       return false;
     }
-    if (what_is_left_[i] == Left::kAll) {
+    if (remaining_[i] == Remaining::kAll) {
       changed_.push_back(i);
     }
   }
@@ -176,17 +176,18 @@ bool OptimizerPlan::attach(size_t part) {
   return true;
 }
 
-// The gradients that look() has left.
-void OptimizerPlan::set_gradients(size_t part) {
+// The gradients that collect_unchanged() did not take.
+void OptimizerPlan::set_remaining_gradients(size_t part) {
   const std::vector<Objects>& objects = objects_[part];
   StepPlan& plan = plans_[part];
   py::list placed_otherwise;
   std::vector<size_t> their_index;
   for (size_t i = 0; i < objects.size(); ++i) {
-    if (what_is_left_[i] == Left::kNothing) {
+    if (remaining_[i] == Remaining::kNothing) {
       continue;
     }
-    const at::Tensor& gradient = THPVariable_Unpack(objects[i].param).unsafeGetTensorImpl()->grad();
+    const at::Tensor& gradient =
+        THPVariable_Unpack(objects[i].param.ptr()).unsafeGetTensorImpl()->grad();
     const bool distributed = objects[i].path != 0 && paths_[objects[i].path].distributed;
     if (!gradient.defined() ||
         !(distributed || gradient.unsafeGetTensorImpl()->is_python_dispatch())) {
@@ -195,10 +196,10 @@ void OptimizerPlan::set_gradients(size_t part) {
     }
     py::object local = py::none();
     if (distributed) {
-      local = plain_local_gradient(objects[i].param, py::cast(gradient).ptr());
+      local = plain_local_gradient(objects[i].param.ptr(), py::cast(gradient).ptr());
     }
     if (local.is_none()) {
-      placed_otherwise.append(py::handle(objects[i].param));
+      placed_otherwise.append(objects[i].param);
       their_index.push_back(i);
     } else {
       plan.set_gradient(i, THPVariable_Unpack(local.ptr()));
@@ -213,24 +214,23 @@ void OptimizerPlan::set_gradients(size_t part) {
 }
 
 bool OptimizerPlan::collect(const py::list& param_groups, const py::dict& state) {
-  check_idle();
+  release();
   if (!snapshot_.matches(param_groups, state)) {
     return false;
   }
-  for (PyObject* param : idle_) {
-    if (THPVariable_Unpack(param).grad().defined()) {
+  for (const py::object& param : idle_) {
+    if (THPVariable_Unpack(param.ptr()).grad().defined()) {
       return false;
     }
   }
-  release();
   collected_ = true;
   ReleaseAtEnd releasing(*this);
   for (size_t part = 0; part < plans_.size(); ++part) {
-    look(part);
-    if (!attach(part)) {
+    collect_unchanged(part);
+    if (!attach_changed(part)) {
       return false;
     }
-    set_gradients(part);
+    set_remaining_gradients(part);
     plans_[part].check_gradients_apart();
     hypers_[part].clear();
     for (size_t group = 0; group < uses_group_[part].size(); ++group) {
@@ -243,33 +243,21 @@ bool OptimizerPlan::collect(const py::list& param_groups, const py::dict& state)
   return true;
 }
 
-void OptimizerPlan::check_idle() const {
-  TORCH_CHECK(!running_, "another thread is stepping this optimizer");
-}
-
-// Between steps the table of gradients is what the last one left.
-void OptimizerPlan::check_collected() const {
-  check_idle();
-  TORCH_CHECK(collected_, "gradients have not been collected");
-}
-
 void OptimizerPlan::accumulate(size_t part, const at::Tensor& accumulator, bool normalize) {
-  check_collected();
+  TORCH_CHECK(collected_, "gradients have not been collected");
   check_accumulator(accumulator);
-  const Running running(running_);
   const py::gil_scoped_release unlocked;
   plans_.at(part).accumulate(accumulator, normalize);
 }
 
 void OptimizerPlan::update(const std::vector<at::Tensor>& part_controls) {
-  check_collected();
+  TORCH_CHECK(collected_, "gradients have not been collected");
   const ReleaseAtEnd releasing(*this);
   TORCH_CHECK(part_controls.size() == plans_.size(), "got ", part_controls.size(),
               " control blocks for ", plans_.size(), " parts");
   for (const at::Tensor& control : part_controls) {
     check_control(control);
   }
-  const Running running(running_);
   const py::gil_scoped_release unlocked;
   for (size_t i = 0; i < plans_.size(); ++i) {
     plans_[i].update(hypers_[i], part_controls[i]);
@@ -277,12 +265,11 @@ void OptimizerPlan::update(const std::vector<at::Tensor>& part_controls) {
 }
 
 void OptimizerPlan::release() {
-  if (running_ || !collected_) {
-    return;  // the thread that is stepping will
-  }
-  collected_ = false;
-  for (StepPlan& plan : plans_) {
-    plan.release();
+  if (collected_) {
+    collected_ = false;
+    for (StepPlan& plan : plans_) {
+      plan.release();
+    }
   }
 }
 

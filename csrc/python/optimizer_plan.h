@@ -1,9 +1,12 @@
 // The plan of one optimizer: its step plans (one for each device and norm group) and the snapshot
 // of the Python objects they were built from. One call makes a whole step.
 //
-// Of the optimizer it holds no tensor and no Python object, only addresses, which the snapshot's
-// objects() keep valid: so tensors can be swapped, and reference cycles through an optimizer are
-// the garbage collector's business as with torch's.
+// It owns the Python objects that it reads, and shows them to the garbage collector, which so finds
+// cycles through an optimizer. Of the tensors behind them it owns none: torch.utils.swap_tensors
+// and nn.Module.to reject a tensor that C++ refers to a second time.
+//
+// One thread uses it from collect() to release(), also while others run Python: _begin_use() of
+// optim/step.py sees to it.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -24,8 +27,8 @@ class OptimizerPlan {
   using LocalObjects = std::array<pybind11::object, kKept>;
 
   // A parameter with its state, as Python objects: what the optimizer holds (a DTensor, a wrapper
-  // subclass, or the local tensor itself) and the local tensors in the order of Array (kernels/tensor_work.h),
-  // None where absent.
+  // subclass, or the local tensor itself) and the local tensors in the order of Array
+  // (kernels/tensor_work.h), None where absent.
   struct Param {
     pybind11::object param;
     LocalObjects local;
@@ -42,8 +45,9 @@ class OptimizerPlan {
                 const pybind11::list& idle, pybind11::object local_gradients,
                 const StepOptions& options);
 
-  // What has to be kept alive as long as the plan is used.
-  pybind11::list objects() const;
+  // The garbage collector's tp_traverse and tp_clear. A cleared plan fits no optimizer.
+  int traverse(visitproc visit, void* arg) const;
+  void clear();
 
   // Takes this step's tensors, gradients and hyperparameters; every check of a step is made here,
   // so that of several optimizers none is updated when one cannot be. False, with nothing changed,
@@ -53,10 +57,10 @@ class OptimizerPlan {
   // Pass A of one part, after collect(). `normalize`: see cuda/passes.h.
   void accumulate(size_t part, const at::Tensor& accumulator, bool normalize);
 
-  // Pass B of every part, with its device's control block; then lets go of the gradients.
+  // Pass B of every part, with its device's control block; then releases the gradients.
   void update(const std::vector<at::Tensor>& part_controls);
 
-  // Lets go of what collect() took.
+  // Drops the gradients that collect() took.
   void release();
 
   // All of a step for one part whose norm is its own: collect, pass A if `with_norm`, control,
@@ -72,24 +76,22 @@ class OptimizerPlan {
   std::vector<std::tuple<at::Tensor, at::Tensor, std::vector<int64_t>>> traces() const;
 
  private:
-  // Addresses of one entry's Python objects.
+  // One entry's Python objects.
   struct Objects {
-    PyObject* param;
-    std::array<PyObject*, kKept> local;
+    pybind11::object param;
+    LocalObjects local;
     uint32_t path;  // from param to its local tensor, in paths_; 0: param is that tensor
     int64_t position;
   };
 
-  enum class Left : uint8_t { kNothing, kGradient, kAll };
+  // What collect() still has to do for an entry.
+  enum class Remaining : uint8_t { kNothing, kGradient, kAll };
 
   uint32_t path_of(pybind11::handle param, pybind11::handle local);
-  void check_idle() const;
-  void check_collected() const;
-  void look(size_t part);
-  bool attach(size_t part);
-  void set_gradients(size_t part);
+  void collect_unchanged(size_t part);
+  bool attach_changed(size_t part);
+  void set_remaining_gradients(size_t part);
 
-  bool running_ = false;
   bool collected_ = false;
   StateSnapshot snapshot_;
   std::vector<StepPlan> plans_;
@@ -97,10 +99,10 @@ class OptimizerPlan {
   std::vector<std::vector<Objects>> objects_;    // of each plan's entries
   std::vector<std::vector<GroupHyper>> hypers_;  // of each plan, this step's
   std::vector<std::vector<bool>> uses_group_;    // of each plan, by group
-  std::vector<PyObject*> idle_;
-  std::vector<Left> what_is_left_;  // of the part in work
+  std::vector<pybind11::object> idle_;
+  std::vector<Remaining> remaining_;  // of the part in work
   std::vector<size_t> changed_;
-  pybind11::object local_gradients_;  // a function of a module
+  pybind11::object local_gradients_;
 };
 
 }  // namespace torchopt_ext

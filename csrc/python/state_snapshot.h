@@ -1,6 +1,6 @@
 // Notices, without hashing a single key, that an optimizer's param groups or state hold other
 // objects than before: groups added, parameters swapped, entries of state replaced, cleared or
-// loaded. Of a dictionary that has not changed only its version is read, where Python has one.
+// loaded. It calls Python, so one thread that holds the interpreter's lock compares everything.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -11,32 +11,31 @@ namespace torchopt_ext {
 
 class StateSnapshot {
  public:
+  StateSnapshot() = default;
   // param_groups: list of dicts with a list under "params"; state: dict of dicts.
   StateSnapshot(const pybind11::list& param_groups, const pybind11::dict& state);
 
-  bool matches(const pybind11::list& param_groups, const pybind11::dict& state);
+  bool matches(const pybind11::list& param_groups, const pybind11::dict& state) const;
 
-  // Every object the snapshot compares, for Python to keep: were one freed, its address could be
-  // used again. Python keeps them, and not this class, because its garbage collector must see them.
-  pybind11::list objects() const;
+  // For the garbage collector: visits what the snapshot owns, which is all it compares. Were an
+  // object freed, another could get its address.
+  int traverse(visitproc visit, void* arg) const;
 
  private:
   struct Value {
-    size_t name;  // which of the names that a step reads
-    PyObject* object;
+    pybind11::object name;
+    pybind11::object object;
   };
-  // What a step reads of one parameter's state, values_[first] and on.
+  // What a step reads of one parameter's state: values_[first, last).
   struct Entry {
-    PyObject* dict;
-    uint64_t version;
+    pybind11::object param;
+    pybind11::object dict;
     size_t first;
-    size_t count;
+    size_t last;
   };
-  bool entry_matches(Entry& entry) const;
+  bool entry_matches(const Entry& entry) const;
 
-  std::vector<PyObject*> in_groups_;
-  std::vector<PyObject*> in_state_;  // keys and entries
-  uint64_t state_version_;
+  std::vector<pybind11::object> in_groups_;
   std::vector<Entry> entries_;
   std::vector<Value> values_;
 };

@@ -1,7 +1,7 @@
 """The plan of a fused optimizer's steps, and the parts that such a step is made of."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,10 +19,9 @@ from torchopt_ext.statedict.entries import CONTROL_KEY
 
 
 class _Built(NamedTuple):
-    """A plan, and the objects whose addresses are all it holds: whoever uses it keeps both."""
+    """A plan, and what is known of it."""
 
     plan: OptimizerPlan
-    objects: list[Any]
     norm_keys: list[NormKey]  # of the plan's parts
     named: list[tuple[str, Tensor]]  # name or number, and parameter
     only_device: torch.device | None  # the default device, if all the plan has is one part there
@@ -187,7 +186,7 @@ class PlannedStep(Controlled, Optimizer):
     @torch.no_grad()
     def _rebuild(self) -> _Built:
         if self._built is not None:
-            plan, _, _, named, _ = self._built
+            plan, _, named, _ = self._built
             if self._options.track:
                 seen = telemetry_of(plan, named).digests
                 self._digests = dict(zip((param for _, param in named), seen, strict=True))
@@ -200,7 +199,5 @@ class PlannedStep(Controlled, Optimizer):
         only = plan.part_devices == [self.default_device]
         keep_digests(plan, [self._digests.get(param) for _, param in named])
         self._digests = {}
-        self._built = _Built(
-            plan, plan.objects(), norm_keys, named, self.default_device if only else None
-        )
+        self._built = _Built(plan, norm_keys, named, self.default_device if only else None)
         return self._built

@@ -31,12 +31,13 @@ def fused_step(optimizers: Sequence[PlannedStep], context: StepContext = ALONE) 
         ValueError: the optimizers' settings differ.
         RuntimeError: a gradient does not fit its parameter, here or on a rank that shares the
             norm; names it. Nothing is changed, but parameters without state may have got that of
-            step 0.
+            step 0. Or another thread is stepping one of the optimizers.
     """
     # Not within torch's contexts, which take a thirtieth of a step over 2,000 small tensors.
     agreement = context.agreement
     if agreement is None:
         optimizers[0].verdict.check()
+    _begin_use(optimizers)
     try:
         alone = len(optimizers) == 1 and context.measured is None
         if alone and optimizers[0].step_alone(context):
@@ -46,6 +47,26 @@ def fused_step(optimizers: Sequence[PlannedStep], context: StepContext = ALONE) 
     except Exception:
         reject(optimizers, context, agreement or Agreement())
         raise
+    finally:
+        _end_use(optimizers)
+
+
+def _begin_use(optimizers: Sequence[PlannedStep]) -> None:
+    """Keeps other threads from the optimizers' plans and gradients until :func:`_end_use`.
+
+    A step lets other threads run Python while it waits, for its kernels or for a collective.
+    """
+    user = object()
+    for i, optimizer in enumerate(optimizers):
+        # A lock in all but name: setdefault() is atomic, and copies do not take it along.
+        if vars(optimizer).setdefault("_user", user) is not user:
+            _end_use(optimizers[:i])
+            raise RuntimeError("another thread is stepping this optimizer; let its step end first")
+
+
+def _end_use(optimizers: Sequence[PlannedStep]) -> None:
+    for optimizer in optimizers:
+        vars(optimizer).pop("_user", None)
 
 
 @torch.no_grad()
@@ -93,6 +114,7 @@ def measure_norm(optimizers: Sequence[PlannedStep]) -> dict[torch.device, Tensor
     optimizers[0].verdict.check()
     agreement = Agreement()
     context = StepContext(agreement=agreement)  # the ranks wait for each other, norm or not
+    _begin_use(optimizers)
     built = []
     try:
         for optimizer in optimizers:
@@ -104,6 +126,7 @@ def measure_norm(optimizers: Sequence[PlannedStep]) -> dict[torch.device, Tensor
     finally:
         for plan, *_ in built:
             plan.release()
+        _end_use(optimizers)
 
 
 def _unless_rejected(

@@ -152,6 +152,9 @@ STRUCTURAL: dict[str, Change] = {
     "parameter removed": lambda ps, o: o.state.pop(o.param_groups[0]["params"].pop(1)),
     "parameter replaced": replace_parameter,
     "new moment": NEW_MOMENT,
+    "new moment, new name": lambda ps, o: o.state[ps[0]].update(
+        {"".join(("exp", "_avg")): o.state[ps[0]].pop("exp_avg") * 2}
+    ),
     "moment elsewhere in memory": lambda ps, o: o.state[ps[0]].update(
         exp_avg=shifted(o.state[ps[0]]["exp_avg"])
     ),

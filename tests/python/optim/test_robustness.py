@@ -5,14 +5,19 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from torchopt_ext import FusedAdam, FusedAdamW
 from torchopt_ext.containers import OptimizersContainer
+from torchopt_ext.optim import local
 
 
 def stepped(model: nn.Module, **kwargs: Any) -> FusedAdamW:
@@ -165,6 +170,63 @@ def test_threads_stepping_one_optimizer_do_not_corrupt_it() -> None:
     assert all("another thread" in message for message in refused)
     assert done and all(optimizer.state[p]["step"] <= len(done) for p in params)
     optimizer.step()
+
+
+@pytest.fixture
+def one_rank() -> Iterator[DeviceMesh]:
+    store = torch._C._distributed_c10d.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+def test_a_second_thread_is_refused_while_gradients_are_summed(
+    max_grad_norm: float | None, one_rank: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def parts() -> list[Any]:
+        whole = DTensor.from_local(torch.ones(70), one_rank, [Replicate()])
+        return [nn.Parameter(whole), nn.Parameter(torch.ones(70))]
+
+    def set_both(partial: Any, plain: Any) -> None:
+        partial.grad = DTensor.from_local(torch.full((70,), 2.0), one_rank, [Partial()])
+        plain.grad = torch.full((70,), 3.0)
+
+    params, reference = parts(), parts()
+    optimizer, alone = (FusedAdamW(ps, max_grad_norm=max_grad_norm) for ps in (params, reference))
+    reduce, refused = local.all_reduce_coalesced, []
+
+    def step_too() -> None:
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            refused.append(str(error))
+
+    def reduce_while_another_steps(*args: Any) -> Any:
+        thread = threading.Thread(target=step_too)
+        thread.start()
+        thread.join()
+        return reduce(*args)
+
+    for _ in range(2):  # the first builds the plan
+        set_both(*reference)
+        alone.step()
+        set_both(*params)
+        with monkeypatch.context() as patch:
+            patch.setattr(local, "all_reduce_coalesced", reduce_while_another_steps)
+            optimizer.step()
+    assert len(refused) == 2 and all("another thread" in message for message in refused)
+    assert torch.equal(params[0].to_local(), reference[0].to_local())
+    assert torch.equal(params[1], reference[1])
+
+
+def test_the_garbage_collector_sees_what_a_plan_owns() -> None:
+    model = nn.Linear(4, 3)
+    optimizer = stepped(model)
+    assert optimizer._built is not None
+    owned = {id(o) for o in gc.get_referents(optimizer._built.plan)}
+    state = optimizer.state[model.weight]
+    assert {id(o) for o in (*model.parameters(), state, *state.values())} <= owned
 
 
 @pytest.mark.parametrize(
