@@ -19,6 +19,7 @@ template <int kSize>
 using Bits =
     std::conditional_t<kSize == 8, uint64_t, std::conditional_t<kSize == 4, uint32_t, uint16_t>>;
 
+// A number that a generic lambda's parameter carries in its type.
 template <int kValue>
 struct Constant {
   TORCHOPT_HD constexpr operator int() const { return kValue; }
