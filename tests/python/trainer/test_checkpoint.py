@@ -456,6 +456,7 @@ def test_leftovers_of_a_crash_are_cleared_away(tmp_path: Path) -> None:
 
 
 def save_until_killed(folder: Path, mode: str, run: int) -> None:
+    torch.set_num_threads(1)  # sums of other numbers of threads differ in the last bit
     reseed_all(run)
     Job(folder, interval=1, keep_latest_k=2, async_mode=mode).train(until=10**6)
 
@@ -463,15 +464,22 @@ def save_until_killed(folder: Path, mode: str, run: int) -> None:
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_a_killed_process_leaves_a_loadable_checkpoint(tmp_path: Path, mode: str) -> None:
+def test_a_killed_process_leaves_a_loadable_checkpoint(
+    tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is loaded is what an undisturbed job had at that step."""
-    torch.set_num_threads(1)  # sums of other numbers of threads differ in the last bit
+    torch.set_num_threads(1)
+    # Not "fork": a gloo group of this process would end in the child, without its threads.
+    processes = get_context("forkserver")
+    processes.set_forkserver_preload(["torch.distributed.checkpoint"])
+    monkeypatch.syspath_prepend(Path(__file__).parents[3])  # where children find this module
     chosen = random.Random(1)
     for run in range(10):
         folder = tmp_path / str(run)
-        process = get_context("fork").Process(target=save_until_killed, args=(folder, mode, run))
+        process = processes.Process(target=save_until_killed, args=(folder, mode, run))
         process.start()
         while not (folder / "checkpoint" / "step-2").exists():
+            assert process.is_alive()
             time.sleep(0.001)
         time.sleep(chosen.random() * 0.3)
         os.kill(process.pid or 0, signal.SIGKILL)
