@@ -1,5 +1,6 @@
 """Which settings the Trainer honours."""
 
+import math
 from functools import reduce
 from typing import Any
 
@@ -88,6 +89,12 @@ def check_supported(job_config: JobConfig) -> None:
         )
     if job_config.activation_checkpoint.mode == "memory_budget":
         wrong.append(f"activation_checkpoint.mode is 'memory_budget', but {_NO_BUDGET}")
+    optimizer = job_config.optimizer
+    if not 0 <= optimizer.lr < math.inf:
+        wrong.append(f"optimizer.lr is {optimizer.lr}, expected a number from 0 on")
+    seed = job_config.training.seed
+    if seed is not None and not 0 <= seed < 1 << 64:
+        wrong.append(f"training.seed is {seed}, expected 0 to 2**64 - 1")
     compiled = job_config.compile.components
     if job_config.training.compile and "model" not in compiled:
         wrong.append(f"compile.components is {compiled}, expected 'model' among them")

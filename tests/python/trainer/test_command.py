@@ -85,6 +85,8 @@ def test_a_seed_checkpoint_is_saved_instead_of_training(trainer: Spy) -> None:
         ),
         (["--training.step", "3"], "1", "did you mean training.steps?"),
         (["--comm.mode", "local_tensor"], "1", "comm.mode is 'local_tensor'"),
+        (["--optimizer.lr", "nan"], "1", "optimizer.lr is nan"),
+        (["--training.seed", "-1"], "1", "training.seed is -1"),
     ],
 )
 def test_wrong_configurations_end_with_one_sentence(

@@ -370,6 +370,11 @@ def test_any_value_in_a_file_is_kept_or_rejected(tmp_path: Path, name: str, valu
         ("--training.max_norm=nan", "training.max_norm is nan, expected a positive number"),
         ("--training.gc_freq=0", "training.gc_freq is 0, expected 1 or more"),
         ("--training.local_batch_size=0", "training.batch_size is 0, expected 1 or more"),
+        ("--optimizer.lr=nan", "optimizer.lr is nan, expected a number from 0 on"),
+        ("--optimizer.lr=-1", "optimizer.lr is -1.0, expected a number from 0 on"),
+        ("--optimizer.lr=inf", "optimizer.lr is inf, expected a number from 0 on"),
+        ("--training.seed=-1", "training.seed is -1, expected 0 to 2**64 - 1"),
+        ("--training.seed=18446744073709551616", "expected 0 to 2**64 - 1"),
     ],
 )
 def test_unsupported_settings(option: str, named: str) -> None:
