@@ -48,7 +48,11 @@ class Validator:
 
     @torch.no_grad()
     def validate(self) -> Tensor:
-        """This rank's mean loss: 0-dim; -1 on pipeline stages before the last."""
+        """This rank's mean loss: 0-dim; -1 on pipeline stages before the last.
+
+        Raises:
+            ValueError: the data set has no batch.
+        """
         trainer = self._trainer
         for part in trainer.model_parts:
             part.eval()
@@ -60,6 +64,12 @@ class Validator:
                 losses.append(self._loss(inputs, labels))
         for part in trainer.model_parts:
             part.train()
+        if not losses:
+            raise ValueError(
+                f"validation.dataset is {self._config.dataset!r} at "
+                f"{self._config.dataset_path!r}, which gives no batch of "
+                f"{self._config.local_batch_size} x {self._config.seq_len} tokens"
+            )
         return torch.stack(losses).mean()
 
     def _loss(self, inputs: Tensor, labels: Tensor) -> Tensor:
