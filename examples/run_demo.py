@@ -38,7 +38,7 @@ WARM_UP = 10  # steps that are not timed: they create state, and DDP decides on 
 TORCH_STEPS = 60  # enough for a median
 TORCH = (
     *("--experimental.custom_import", "examples.torch_adamw"),
-    *("--model.name", "byte_llama_torch_adamw", "--optimizer.implementation", "foreach"),
+    *("--model.name", "byte_llama_torch_adamw"),
     *("--checkpoint.no_enable_checkpoint", "--validation.no_enable"),
 )
 

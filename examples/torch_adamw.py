@@ -1,10 +1,9 @@
 """The byte-level llama with torch's fused AdamW: how to bring an optimizer to the Trainer.
 
     python -m torchopt_ext train --config examples/debug.toml \
-        --experimental.custom_import examples.torch_adamw --model.name byte_llama_torch_adamw \
-        --optimizer.implementation foreach
+        --experimental.custom_import examples.torch_adamw --model.name byte_llama_torch_adamw
 
-The implementation says that it is not this project's: the Trainer calls clip_grad_norm_ first.
+It does not clip in its step: the Trainer calls clip_grad_norm_ first.
 """
 
 import dataclasses

@@ -95,11 +95,18 @@ def spied(trainer: Trainer) -> list[str]:
 @case(1)
 def order_of_calls(folder: Path, shared: list[str]) -> Any:
     found = {}
-    for implementation in ("fused", "foreach"):
-        own = folder / implementation
-        settings = ("--training.steps", "2", "--optimizer.implementation", implementation)
-        with trainer_of(own, shared, *settings) as trainer:
-            found[implementation] = spied(trainer)
+    torch_adamw = (
+        *("--experimental.custom_import", "examples.torch_adamw"),
+        *("--model.name", "byte_llama_torch_adamw"),
+    )
+    for name, settings in {
+        "fused": (),
+        "foreach": ("--optimizer.implementation", "foreach"),
+        "a TrainSpec's": torch_adamw,
+    }.items():
+        own = folder / name
+        with trainer_of(own, shared, "--training.steps", "2", *settings) as trainer:
+            found[name] = spied(trainer)
     return found | {"seconds": [line["time_metrics/optimizer(s)"] for line in lines(own)]}
 
 
@@ -187,8 +194,7 @@ def closing(folder: Path, shared: list[str]) -> Any:
     try:
         Trainer(load_config([*shared, "--model.flavor", "none"]))
     except ConfigError:
-        refused = gc.isenabled()
-        dist.destroy_process_group()
+        refused = [gc.isenabled(), dist.is_initialized()]
     settings = ("--training.steps", "1", "--job.save_config_file", "saved/config.json")
     with trainer_of(folder, shared, *settings) as trainer:
         handler = signal.getsignal(signal.SIGTERM)
@@ -196,7 +202,7 @@ def closing(folder: Path, shared: list[str]) -> Any:
         during = gc.isenabled()
         restored = signal.getsignal(signal.SIGTERM) is handler
     saved = json.loads((folder / "saved/config.json").read_text())
-    return [refused, during, gc.isenabled(), restored, saved["training"]["steps"]]
+    return [*refused, during, gc.isenabled(), restored, saved["training"]["steps"]]
 
 
 @case(2)

@@ -15,7 +15,7 @@ from torchopt_ext.containers.build import (
     reject_ineffective,
 )
 from torchopt_ext.optim import FusedAdam
-from torchopt_ext.trainer.config import JobConfig
+from torchopt_ext.trainer.config import ConfigError, JobConfig
 from torchopt_ext.trainer.zero_container import ZeroOptimizersContainer
 
 
@@ -55,11 +55,15 @@ def build_optimizers(
     """As torchtitan's; torchopt_ext's optimizers clip to `training.max_norm` in their step.
 
     Raises:
+        ConfigError: there is no optimizer of that name.
         ValueError: a setting without effect; ZeRO with another implementation than "fused", in
             backward or fault tolerant.
         NotImplementedError, AssertionError: as :func:`torchopt_ext.containers.build_optimizers`.
     """
     config = SimpleNamespace(**vars(job_config.optimizer))
+    if config.name not in FUSED:
+        known = " or ".join(map(repr, FUSED))
+        raise ConfigError(f"optimizer.name is {config.name!r}, expected {known}")
     if config.implementation == "fused":
         config.max_grad_norm = job_config.training.max_norm
     else:
@@ -83,12 +87,19 @@ def build_optimizers(
         )
     if ft_manager is not None and ft_manager.enabled:
         raise ValueError("parallelism.zero divides the state among ranks that may not come and go")
-    if config.name not in FUSED:
-        raise NotImplementedError(f"Optimizer {config.name} is not available: use Adam or AdamW.")
     options = fused_options(config)
     reject_ineffective(options, [p for part in model_parts for p in part.parameters()])
     arguments = options | common_arguments(config)
     return ZeroOptimizersContainer(model_parts, FUSED[config.name], arguments, partition=partition)
+
+
+def clips_in_step(optimizers: OptimizersContainer[Any]) -> bool:
+    """Whether steps clip, whatever the configuration says: a TrainSpec may build other optimizers.
+
+    ZeRO's optimizer has the one that steps in its `optim`.
+    """
+    stepping = [getattr(optimizer, "optim", optimizer) for optimizer in optimizers]
+    return all(isinstance(one, FusedAdam) and one.max_grad_norm is not None for one in stepping)
 
 
 def agree_over_stages(optimizers: OptimizersContainer[Any], process_group: Any) -> None:

@@ -26,7 +26,11 @@ from torchopt_ext.trainer.garbage import GarbageCollection
 from torchopt_ext.trainer.metrics import MetricsProcessor, build_metrics_processor
 from torchopt_ext.trainer.model_converter import build_model_converters
 from torchopt_ext.trainer.optimizer_time import OptimizerTime
-from torchopt_ext.trainer.optimizers import agree_over_stages, gradient_accumulation_steps
+from torchopt_ext.trainer.optimizers import (
+    agree_over_stages,
+    clips_in_step,
+    gradient_accumulation_steps,
+)
 from torchopt_ext.trainer.parallel_dims import ParallelDims
 from torchopt_ext.trainer.parallelize import set_gradient_sync
 from torchopt_ext.trainer.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
@@ -55,7 +59,8 @@ class Trainer(Stateful):
         job_config: the job.
 
     Raises:
-        ValueError, NotImplementedError: a setting that is wrong, or has no effect; says which.
+        ValueError, NotImplementedError: a setting that is wrong, or has no effect; says which. The
+            process group that was started then ends, unless it is NCCL's of several ranks.
     """
 
     job_config: JobConfig
@@ -85,6 +90,16 @@ class Trainer(Stateful):
             importlib.import_module(job_config.experimental.custom_import)
         self.train_spec = spec = get_train_spec(job_config.model.name)
         self.device = distributed.init_distributed(job_config)
+        try:
+            self._build(job_config, spec)
+        except BaseException:
+            # NCCL's would wait for ranks that have not failed.
+            if self.device.type == "cpu" or dist.get_world_size() == 1:
+                dist.destroy_process_group()
+            raise
+
+    def _build(self, job_config: JobConfig, spec: TrainSpec) -> None:
+        """Everything that needs the process group."""
         logger.info("Starting job: %s", job_config.job.description)
         if job_config.job.print_args:
             logger.info("Running with args: %s", job_config.to_dict())
@@ -213,7 +228,7 @@ class Trainer(Stateful):
         )
         self.metrics_processor.optimizers = self.optimizers
         self.metrics_processor.lr_schedulers = self.lr_schedulers
-        self._clips_in_step = job_config.optimizer.implementation == "fused"
+        self._clips_in_step = clips_in_step(self.optimizers)
         self._skips = SkippedSteps(job_config.training.max_consecutive_skips)
         self._clip_time = OptimizerTime(self.device)  # where it is not part of the step
         self._optimizer_time = OptimizerTime(self.device)
