@@ -26,12 +26,17 @@ class _Summing:
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream, self.crc32 = stream, 0
+        self.failed: OSError | None = None
         self.tell, self.flush = stream.tell, stream.flush
         self.fileno, self.close = stream.fileno, stream.close
 
     def write(self, data: Any) -> int:
         self.crc32 = zlib.crc32(data, self.crc32)
-        return self._stream.write(data)
+        try:
+            return self._stream.write(data)
+        except OSError as error:
+            self.failed = error
+            raise
 
 
 class _SummingFiles(FileSystem):
@@ -42,7 +47,11 @@ class _SummingFiles(FileSystem):
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
         with open(path, mode) as stream:
             summing = _Summing(stream)
-            yield summing
+            try:
+                yield summing
+            except RuntimeError as error:
+                # torch.save then says "unexpected pos", and not why.
+                raise summing.failed or error from None
         self.written[Path(path).name] = File(os.path.getsize(path), summing.crc32)
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:

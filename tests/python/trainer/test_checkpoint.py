@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import logging
 import os
@@ -23,7 +25,7 @@ import torch.distributed.checkpoint as torch_dcp
 
 from torchopt_ext.containers import OptimizersInBackwardContainer
 from torchopt_ext.trainer import checkpoint_files as files
-from torchopt_ext.trainer import checkpoint_states
+from torchopt_ext.trainer import checkpoint_states, checkpoint_writer
 from torchopt_ext.trainer.export import export_safetensors
 
 from ...distributed.checkpoint_job import Job, differences, reseed_all
@@ -413,6 +415,25 @@ def test_a_full_disk_does_not_end_the_training(
     [error] = [record for record in own if record.levelno == logging.ERROR]
     assert "step 4" in error.message
     assert "No space left on device" in error.message
+
+
+class FullDisk(io.FileIO):
+    """A file on a disk with room for 1000 bytes, on which closing is no error."""
+
+    def write(self, data: Any) -> int:
+        if self.tell() + len(data) > 1000:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().write(data)
+
+
+def test_a_disk_that_fills_within_a_tensor_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch.save says "unexpected pos"."""
+    monkeypatch.setattr(checkpoint_writer, "open", FullDisk, raising=False)
+    written = checkpoint_writer.Writer(tmp_path).fs.create_stream(tmp_path / "file", "wb")
+    with pytest.raises(OSError, match="No space left on device"), written as stream:
+        torch.save(torch.zeros(1000), stream)
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
