@@ -74,6 +74,12 @@ bench-zero: $(VENV)/.installed ## Time ZeroRedundancyOptimizer beside torch's, o
 bench-trainer: $(VENV)/.installed ## Time the Trainer beside loops written by hand
 	$(PY) benchmarks/trainer.py --out out/bench-trainer
 
+DRAWS ?= 1e10
+rounding-quality: ## Test the draws of random rounding statistically; DRAWS=1e10
+	@mkdir -p build
+	$(CXX) -std=c++20 -O3 -march=native -Icsrc benchmarks/rounding_quality.cpp -o build/rounding_quality
+	build/rounding_quality $(DRAWS)
+
 # ---- checks -------------------------------------------------------------------------------------
 test-cpp: $(VENV)/.installed ## Build and run the C++ tests
 	$(BIN)/cmake -DBUILD_TESTS=ON $(BUILD) >$(BUILD)/configure.log || { cat $(BUILD)/configure.log; exit 1; }

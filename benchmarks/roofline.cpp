@@ -1,5 +1,6 @@
-// What memory allows: plain loops over the streams of the two passes of a step, and nothing else. The
-// last two compute as well what a step cannot do without, in the plainest way: a norm and AdamW.
+// What memory allows: plain loops over the streams of the two passes of a step, and nothing else.
+// The last two compute as well what a step cannot do without, in the plainest way: a norm and
+// AdamW.
 //
 // Every loop has the same signature. streams[s][t] is tensor t of stream s, in the order named at
 // the loop. Each thread takes one equal, contiguous share of all elements.
@@ -72,8 +73,8 @@ void fp32(const float* __restrict g, float* __restrict p, float* __restrict m, f
 }
 
 // AdamW with a learning rate and weights that leave everything as it is.
-void adamw(const float* __restrict g, float* __restrict p, float* __restrict m,
-           float* __restrict v, int64_t n, float k) {
+void adamw(const float* __restrict g, float* __restrict p, float* __restrict m, float* __restrict v,
+           int64_t n, float k) {
   for (int64_t i = 0; i < n; ++i) {
     const float x = (1.0F - k) * g[i];
     m[i] += k * (x - m[i]);

@@ -10,33 +10,32 @@ namespace {
 
 template <class W>
 inline typename W::reg mix(typename W::reg x) {
-  x = W::multiply_words(W::bit_xor(x, W::template words_shifted<16>(x)), W::set1_word(kMixFirst));
-  x = W::multiply_words(W::bit_xor(x, W::template words_shifted<15>(x)), W::set1_word(kMixSecond));
-  return W::bit_xor(x, W::template words_shifted<15>(x));
+  x = W::multiply(W::bit_xor(x, W::template shifted<16>(x)), W::set1(kMixFirst));
+  x = W::multiply(W::bit_xor(x, W::template shifted<15>(x)), W::set1(kMixSecond));
+  return W::bit_xor(x, W::template shifted<15>(x));
 }
 
 // Elements of 2 or 4 bytes, as many as fill registers; returns how many. Their numbers share their
-// upper half. A register's even words are the lower halves of its lanes, the odd ones the upper.
+// upper half. Even words are the lower ones of a register's pairs.
 template <class W, class Bits>
 int64_t digest_of_registers(uint32_t salt, uint64_t first_element, const Bits* bits, int64_t n,
                             uint64_t& digest) {
-  constexpr int kWords = 2 * W::width;
-  const auto base = W::set1_word(digest_base(salt, first_element));
-  const auto one = W::set1_word(1);
-  const auto step = W::set1_word(kWords);
-  auto number = W::add_words(W::set1_word(static_cast<uint32_t>(first_element)), W::word_numbers());
+  const auto base = W::set1(digest_base(salt, first_element));
+  const auto one = W::set1(1);
+  const auto step = W::set1(W::width);
+  auto number = W::add(W::set1(static_cast<uint32_t>(first_element)), W::multiples(1));
   auto even = W::set1(0);
   auto odd = W::set1(0);
   int64_t i = 0;
-  for (; i + kWords <= n; i += kWords) {
-    const auto words = W::load_words(bits + i);
+  for (; i + W::width <= n; i += W::width) {
+    const auto words = W::load(bits + i);
     const auto factors = W::bit_or(mix<W>(W::bit_xor(number, base)), one);
-    even = W::add(even, W::multiply_lower_halves(words, factors));
-    odd = W::add(odd, W::multiply_lower_halves(W::high(words), W::high(factors)));
-    number = W::add_words(number, step);
+    even = W::add_pairs(even, W::multiply_lower(words, factors));
+    odd = W::add_pairs(odd, W::multiply_lower(W::upper(words), W::upper(factors)));
+    number = W::add(number, step);
   }
-  uint64_t lanes[W::width];
-  W::store(lanes, W::add(even, odd));
+  uint64_t lanes[W::width / 2];
+  W::store_pairs(lanes, W::add_pairs(even, odd));
   for (const uint64_t lane : lanes) {
     digest += lane;
   }

@@ -4,7 +4,6 @@
 
 #include "kernels/adam.h"
 #include "kernels/exact_accumulator.h"
-#include "kernels/stochastic.h"
 #include "kernels/tensor_work.h"
 
 namespace torchopt_ext {
@@ -27,9 +26,6 @@ struct KernelTable {
   double (*block_sum_of_squares[kDTypes])(const void* x, int64_t n);
   void (*exact_sum_of_squares[kDTypes])(const void* x, int64_t n, const void* next,
                                         ExactAccumulator& acc);
-
-  // Random bits of n elements that follow one another in the parameter (kernels/stochastic.h).
-  void (*random_bits)(const RoundingKey& key, int64_t first_element, uint64_t* to, int64_t n);
 
   // By DType of `to`, which may be `from`, and of `from`; null where one is float64 and the other
   // is not. `past_caches`: for more than the caches hold.

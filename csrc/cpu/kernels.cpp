@@ -6,7 +6,6 @@
 #include "cpu/adam_loop.h"
 #include "cpu/digest_words.h"
 #include "cpu/kernel_table.h"
-#include "cpu/random_bits.h"
 #include "cpu/sum_of_squares.h"
 #include "kernels/scaled_copy.h"
 #if defined(__AVX512F__)
@@ -22,17 +21,17 @@ namespace {
 constexpr const char* kName = "avx512";
 using FloatLane = Avx512Float;
 using DoubleLane = Avx512Double;
-using Integers = Avx512Integers;
+using Words = Avx512Words;
 #elif defined(__AVX2__)
 constexpr const char* kName = "avx2";
 using FloatLane = Avx2Float;
 using DoubleLane = Avx2Double;
-using Integers = Avx2Integers;
+using Words = Avx2Words;
 #else
 constexpr const char* kName = "default";
 using FloatLane = ScalarLane<float>;
 using DoubleLane = ScalarLane<double>;
-using Integers = void;
+using Words = void;
 #endif
 
 template <class T>
@@ -43,16 +42,6 @@ double block_sum(const void* x, int64_t n) {
 template <class T>
 void exact_sum(const void* x, int64_t n, const void* next, ExactAccumulator& acc) {
   exact_sum_of_squares<DoubleLane>(static_cast<const T*>(x), n, next, acc);
-}
-
-// Random bits of elements [begin, end) of a tensor.
-void draw(const TensorWork& work, const StepOptions& options, int64_t begin, int64_t end,
-          uint64_t* random) {
-  const auto step = static_cast<uint32_t>(static_cast<int64_t>(step_of(work)));
-  for_each_run(work, begin, end, [&](int64_t i, int64_t global, int64_t length) {
-    random_bits<Integers>({options.rounding_seed, step, work.index}, global, random + (i - begin),
-                          length);
-  });
 }
 
 // With a constant layout, but for amsgrad where there is no 16-bit array.
@@ -72,6 +61,16 @@ void adam(const TensorScalars& scalars, const TensorWork& work, const StepOption
 }
 
 template <>
+void adam<AdamKind::kBFloat16Rounded>(const TensorScalars& scalars, const TensorWork& work,
+                                      const StepOptions& options, int64_t begin, int64_t end,
+                                      bool /*past_caches*/) {
+  const Layout layout = layout_of(AdamKind::kBFloat16Rounded);
+  for_each_stream(work, options, begin, end, [&](int64_t first, int64_t last, const Draws& draws) {
+    adam_loop<FloatLane>(scalars.as_float, layout, {}, work, first, last, &draws);
+  });
+}
+
+template <>
 void adam<AdamKind::kGeneral>(const TensorScalars& scalars, const TensorWork& work,
                               const StepOptions& options, int64_t begin, int64_t end,
                               bool past_caches) {
@@ -82,12 +81,9 @@ void adam<AdamKind::kGeneral>(const TensorScalars& scalars, const TensorWork& wo
     adam_loop<FloatLane>(scalars.as_float, layout, mode, work, begin, end, nullptr);
     return;
   }
-  uint64_t random[kTileElements];
-  for (int64_t i = begin; i < end; i += kTileElements) {
-    const int64_t tile_end = end - i < kTileElements ? end : i + kTileElements;
-    draw(work, options, i, tile_end, random);
-    adam_loop<FloatLane>(scalars.as_float, layout, mode, work, i, tile_end, random);
-  }
+  for_each_stream(work, options, begin, end, [&](int64_t first, int64_t last, const Draws& draws) {
+    adam_loop<FloatLane>(scalars.as_float, layout, mode, work, first, last, &draws);
+  });
 }
 
 int64_t adam_traced(const TensorScalars& scalars, const TensorWork& work,
@@ -104,13 +100,18 @@ int64_t adam_traced(const TensorScalars& scalars, const TensorWork& work,
     return adam_traced_loop<FloatLane>(scalars.as_float, layout, {}, work, begin, end, nullptr,
                                        changes);
   }
-  uint64_t random[kTileElements];
-  const bool rounds = rounds_randomly(options, work.layout);
-  if (rounds) {
-    draw(work, options, begin, end, random);
+  const auto traced = [&](int64_t first, int64_t last, const Draws* draws) {
+    return adam_traced_loop<FloatLane>(scalars.as_float, work.layout, mode, work, first, last,
+                                       draws, changes + (first - begin));
+  };
+  if (!rounds_randomly(options, work.layout)) {
+    return traced(begin, end, nullptr);
   }
-  return adam_traced_loop<FloatLane>(scalars.as_float, work.layout, mode, work, begin, end,
-                                     rounds ? random : nullptr, changes);
+  int64_t lost = 0;
+  for_each_stream(work, options, begin, end, [&](int64_t first, int64_t last, const Draws& draws) {
+    lost += traced(first, last, &draws);
+  });
+  return lost;
 }
 
 template <class To, class From>
@@ -143,14 +144,13 @@ const KernelTable& TORCHOPT_KERNELS() {
       // In the order of AdamKind.
       .adam = {adam<AdamKind::kFloat32>, adam<AdamKind::kFloat64>, adam<AdamKind::kBFloat16>,
                adam<AdamKind::kBFloat16Master>, adam<AdamKind::kBFloat16Remainder>,
-               adam<AdamKind::kGeneral>},
+               adam<AdamKind::kBFloat16Rounded>, adam<AdamKind::kGeneral>},
       .adam_traced = adam_traced,
       // In the order of DType.
       .block_sum_of_squares = {block_sum<float>, block_sum<double>, block_sum<BFloat16>,
                                block_sum<Float16>},
       .exact_sum_of_squares = {exact_sum<float>, exact_sum<double>, exact_sum<BFloat16>,
                                exact_sum<Float16>},
-      .random_bits = random_bits<Integers>,
       .scaled_copy = {{scaled_copy<float, float>, nullptr, scaled_copy<float, BFloat16>,
                        scaled_copy<float, Float16>},
                       {nullptr, scaled_copy<double, double>, nullptr, nullptr},
@@ -158,8 +158,8 @@ const KernelTable& TORCHOPT_KERNELS() {
                        scaled_copy<BFloat16, Float16>},
                       {scaled_copy<Float16, float>, nullptr, scaled_copy<Float16, BFloat16>,
                        scaled_copy<Float16, Float16>}},
-      .digest = {nullptr, digest<Integers, uint16_t>, digest<Integers, uint32_t>,
-                 digest<Integers, uint64_t>},
+      .digest = {nullptr, digest<Words, uint16_t>, digest<Words, uint32_t>,
+                 digest<Words, uint64_t>},
   };
   return table;
 }

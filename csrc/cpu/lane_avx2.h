@@ -32,6 +32,37 @@ inline __m128i narrow8(__m256 a, Float16) {
   return _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 
+// Words of 32 bits (kernels/stochastic.h, cpu/digest_words.h).
+struct Avx2Words {
+  using reg = __m256i;
+  static constexpr int width = 8;
+  static reg set1(uint32_t a) { return _mm256_set1_epi32(static_cast<int>(a)); }
+  static reg multiples(uint32_t factor) {
+    return multiply(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), set1(factor));
+  }
+  static reg load(const uint32_t* x) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
+  }
+  static reg load(const uint16_t* x) {
+    return _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
+  }
+  static reg add(reg a, reg b) { return _mm256_add_epi32(a, b); }
+  static reg bit_xor(reg a, reg b) { return _mm256_xor_si256(a, b); }
+  static reg bit_or(reg a, reg b) { return _mm256_or_si256(a, b); }
+  static reg multiply(reg a, reg b) { return _mm256_mullo_epi32(a, b); }
+  template <int kBits>
+  static reg shifted(reg a) {
+    return _mm256_srli_epi32(a, kBits);
+  }
+  // Pairs of words as integers of 64 bits: sums, the products of lower words, upper words.
+  static reg add_pairs(reg a, reg b) { return _mm256_add_epi64(a, b); }
+  static reg multiply_lower(reg a, reg b) { return _mm256_mul_epu32(a, b); }
+  static reg upper(reg a) { return _mm256_srli_epi64(a, 32); }
+  static void store_pairs(uint64_t* x, reg a) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(x), a);
+  }
+};
+
 struct Avx2Float {
   using scalar = float;
   using reg = __m256;
@@ -71,12 +102,19 @@ struct Avx2Float {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(remainder),
                      pack8(_mm256_and_si256(bits, _mm256_set1_epi32(0xffff))));
   }
-  static void store_stochastic(BFloat16* x, reg a, const uint64_t* random, Array draw) {
-    alignas(32) float values[width];
-    store(values, a);
-    for (int i = 0; i < width; ++i) {
-      x[i] = narrow_stochastic(values[i], random[i], draw);
-    }
+  using Random = RandomWords<Avx2Words>;
+  static Random random(const RoundingStream& stream, uint32_t number) {
+    return random_words<Avx2Words>(stream, number);
+  }
+  static void store_stochastic(BFloat16* x, reg a, const Random& random, Array array) {
+    const __m256i word = random.word[array / 2];
+    const __m256i draw = array % 2 == 0 ? _mm256_and_si256(word, _mm256_set1_epi32(0xffff))
+                                        : _mm256_srli_epi32(word, 16);
+    const __m256i bits = _mm256_castps_si256(a);
+    const __m256i rounds = _mm256_cmpgt_epi32(
+        _mm256_set1_epi32(kLastBFloat16), _mm256_and_si256(bits, _mm256_set1_epi32(0x7fffffff)));
+    const __m256i sum = _mm256_add_epi32(bits, _mm256_and_si256(draw, rounds));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(x), pack8(_mm256_srli_epi32(sum, 16)));
   }
   static reg add(reg a, reg b) { return _mm256_add_ps(a, b); }
   static reg sub(reg a, reg b) { return _mm256_sub_ps(a, b); }
@@ -154,46 +192,6 @@ struct Avx2Double {
   }
   static reg load(const Float16* x) {
     return _mm256_cvtps_pd(_mm_cvtph_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(x))));
-  }
-};
-
-// Integers of 64 bits, not a lane type as lane.h has it: for random numbers (cpu/random_bits.h)
-// and digests (cpu/digest_words.h).
-struct Avx2Integers {
-  using reg = __m256i;
-  static constexpr int width = 4;
-  static reg set1(uint64_t a) { return _mm256_set1_epi64x(static_cast<int64_t>(a)); }
-  // 0 to width - 1, in the order that store_pairs undoes.
-  static reg numbers_to_pair() { return _mm256_setr_epi64x(0, 2, 1, 3); }
-  static reg add(reg a, reg b) { return _mm256_add_epi64(a, b); }
-  static reg bit_xor(reg a, reg b) { return _mm256_xor_si256(a, b); }
-  static reg multiply_lower_halves(reg a, reg b) { return _mm256_mul_epu32(a, b); }
-  static reg high(reg a) { return _mm256_srli_epi64(a, 32); }
-  // The lower halves of both.
-  static reg joined(reg low, reg high) {
-    return _mm256_blend_epi32(low, _mm256_slli_epi64(high, 32), 0xaa);
-  }
-  // x[2 * k] and x[2 * k + 1] become what a and b have for number k.
-  static void store_pairs(uint64_t* x, reg a, reg b) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(x), _mm256_unpacklo_epi64(a, b));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(x + width), _mm256_unpackhi_epi64(a, b));
-  }
-  static void store(uint64_t* x, reg a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(x), a); }
-  static reg bit_or(reg a, reg b) { return _mm256_or_si256(a, b); }
-  // Words of 32 bits, two a lane.
-  static reg set1_word(uint32_t a) { return _mm256_set1_epi32(static_cast<int>(a)); }
-  static reg word_numbers() { return _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7); }
-  static reg load_words(const uint32_t* x) {
-    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
-  }
-  static reg load_words(const uint16_t* x) {
-    return _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
-  }
-  static reg add_words(reg a, reg b) { return _mm256_add_epi32(a, b); }
-  static reg multiply_words(reg a, reg b) { return _mm256_mullo_epi32(a, b); }
-  template <int Bits>
-  static reg words_shifted(reg a) {
-    return _mm256_srli_epi32(a, Bits);
   }
 };
 

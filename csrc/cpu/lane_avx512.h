@@ -20,6 +20,33 @@ inline __m256i narrow16(__m512 a, Float16) {
   return _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 
+// Words of 32 bits; see Avx2Words.
+struct Avx512Words {
+  using reg = __m512i;
+  static constexpr int width = 16;
+  static reg set1(uint32_t a) { return _mm512_set1_epi32(static_cast<int>(a)); }
+  static reg multiples(uint32_t factor) {
+    return multiply(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
+                    set1(factor));
+  }
+  static reg load(const uint32_t* x) { return _mm512_loadu_si512(x); }
+  static reg load(const uint16_t* x) {
+    return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
+  }
+  static reg add(reg a, reg b) { return _mm512_add_epi32(a, b); }
+  static reg bit_xor(reg a, reg b) { return _mm512_xor_si512(a, b); }
+  static reg bit_or(reg a, reg b) { return _mm512_or_si512(a, b); }
+  static reg multiply(reg a, reg b) { return _mm512_mullo_epi32(a, b); }
+  template <int kBits>
+  static reg shifted(reg a) {
+    return _mm512_srli_epi32(a, kBits);
+  }
+  static reg add_pairs(reg a, reg b) { return _mm512_add_epi64(a, b); }
+  static reg multiply_lower(reg a, reg b) { return _mm512_mul_epu32(a, b); }
+  static reg upper(reg a) { return _mm512_srli_epi64(a, 32); }
+  static void store_pairs(uint64_t* x, reg a) { _mm512_storeu_si512(x, a); }
+};
+
 struct Avx512Float {
   using scalar = float;
   using reg = __m512;
@@ -65,21 +92,20 @@ struct Avx512Float {
                         _mm512_cvtepi32_epi16(nearest_upper_half(bits)));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(remainder), _mm512_cvtepi32_epi16(bits));
   }
-  static void store_stochastic(BFloat16* x, reg a, const uint64_t* random, Array draw) {
-    const __m128i shift = _mm_cvtsi32_si128(16 * draw);
-    const __m256i low = _mm512_cvtepi64_epi32(_mm512_srl_epi64(_mm512_loadu_si512(random), shift));
-    const __m256i high =
-        _mm512_cvtepi64_epi32(_mm512_srl_epi64(_mm512_loadu_si512(random + 8), shift));
-    const __m512i draws = _mm512_and_si512(_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1),
-                                           _mm512_set1_epi32(0xffff));
+  using Random = RandomWords<Avx512Words>;
+  static Random random(const RoundingStream& stream, uint32_t number) {
+    return random_words<Avx512Words>(stream, number);
+  }
+  static void store_stochastic(BFloat16* x, reg a, const Random& random, Array array) {
+    const __m512i word = random.word[array / 2];
+    const __m512i draw = array % 2 == 0 ? _mm512_and_si512(word, _mm512_set1_epi32(0xffff))
+                                        : _mm512_srli_epi32(word, 16);
     const __m512i bits = _mm512_castps_si512(a);
-    __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, draws), 16);
-    const __mmask16 infinite = _mm512_cmpeq_epi32_mask(
-        _mm512_and_si512(rounded, _mm512_set1_epi32(0x7fff)), _mm512_set1_epi32(0x7f80));
-    const __mmask16 was_finite = _mm512_cmplt_epi32_mask(
-        _mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff)), _mm512_set1_epi32(0x7f800000));
-    rounded = _mm512_mask_sub_epi32(rounded, infinite & was_finite, rounded, _mm512_set1_epi32(1));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(x), _mm512_cvtepi32_epi16(rounded));
+    const __mmask16 rounds = _mm512_cmplt_epi32_mask(
+        _mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff)), _mm512_set1_epi32(kLastBFloat16));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(x),
+                        _mm512_cvtepi32_epi16(_mm512_srli_epi32(
+                            _mm512_mask_add_epi32(bits, rounds, bits, draw), 16)));
   }
   static reg add(reg a, reg b) { return _mm512_add_ps(a, b); }
   static reg sub(reg a, reg b) { return _mm512_sub_ps(a, b); }
@@ -151,40 +177,6 @@ struct Avx512Double {
   static reg load(const float* x) { return _mm512_cvtps_pd(_mm256_loadu_ps(x)); }
   static reg load(const BFloat16* x) { return _mm512_cvtps_pd(widen8(x)); }
   static reg load(const Float16* x) { return _mm512_cvtps_pd(widen8(x)); }
-};
-
-struct Avx512Integers {
-  using reg = __m512i;
-  static constexpr int width = 8;
-  static reg set1(uint64_t a) { return _mm512_set1_epi64(static_cast<int64_t>(a)); }
-  static reg numbers_to_pair() { return _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7); }
-  static reg add(reg a, reg b) { return _mm512_add_epi64(a, b); }
-  static reg bit_xor(reg a, reg b) { return _mm512_xor_si512(a, b); }
-  static reg multiply_lower_halves(reg a, reg b) { return _mm512_mul_epu32(a, b); }
-  static reg high(reg a) { return _mm512_srli_epi64(a, 32); }
-  static reg joined(reg low, reg high) {
-    return _mm512_mask_blend_epi32(0xaaaa, low, _mm512_slli_epi64(high, 32));
-  }
-  static void store_pairs(uint64_t* x, reg a, reg b) {
-    _mm512_storeu_si512(x, _mm512_unpacklo_epi64(a, b));
-    _mm512_storeu_si512(x + width, _mm512_unpackhi_epi64(a, b));
-  }
-  static void store(uint64_t* x, reg a) { _mm512_storeu_si512(x, a); }
-  static reg bit_or(reg a, reg b) { return _mm512_or_si512(a, b); }
-  static reg set1_word(uint32_t a) { return _mm512_set1_epi32(static_cast<int>(a)); }
-  static reg word_numbers() {
-    return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  }
-  static reg load_words(const uint32_t* x) { return _mm512_loadu_si512(x); }
-  static reg load_words(const uint16_t* x) {
-    return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
-  }
-  static reg add_words(reg a, reg b) { return _mm512_add_epi32(a, b); }
-  static reg multiply_words(reg a, reg b) { return _mm512_mullo_epi32(a, b); }
-  template <int Bits>
-  static reg words_shifted(reg a) {
-    return _mm512_srli_epi32(a, Bits);
-  }
 };
 
 }  // namespace

@@ -27,11 +27,14 @@ void launch_prepare(const AdamArgs& args, const Gradients& gradients, const Grou
 
 void launch_adam(AdamKind kind, const AdamArgs& args, int64_t chunk_count, cudaStream_t stream) {
   using Kernel = void (*)(AdamArgs);
-  constexpr Kernel kKernels[kAdamKinds] = {
-      // in the order of AdamKind
-      adam_kernel<AdamKind::kFloat32>,           adam_kernel<AdamKind::kFloat64>,
-      adam_kernel<AdamKind::kBFloat16>,          adam_kernel<AdamKind::kBFloat16Master>,
-      adam_kernel<AdamKind::kBFloat16Remainder>, adam_kernel<AdamKind::kGeneral>};
+  constexpr Kernel kKernels[kAdamKinds] = {// in the order of AdamKind
+                                           adam_kernel<AdamKind::kFloat32>,
+                                           adam_kernel<AdamKind::kFloat64>,
+                                           adam_kernel<AdamKind::kBFloat16>,
+                                           adam_kernel<AdamKind::kBFloat16Master>,
+                                           adam_kernel<AdamKind::kBFloat16Remainder>,
+                                           adam_kernel<AdamKind::kBFloat16Rounded>,
+                                           adam_kernel<AdamKind::kGeneral>};
   kKernels[static_cast<int>(kind)]<<<static_cast<unsigned>(chunk_count), kAdamThreads, 0, stream>>>(
       args);
 }

@@ -96,24 +96,20 @@ TORCHOPT_HD inline const AdamScalars<T>& scalars_in(const TensorScalars& scalars
   }
 }
 
-// The random bits of elements [i, i + kWidth); two that share a block compute it once.
-template <int kWidth>
-struct RandomBits {
-  uint64_t element[kWidth];
-};
-template <int kWidth>
-TORCHOPT_HD inline RandomBits<kWidth> draw(const TensorWork& work, const RoundingKey& key,
+// The random bits of elements [i, i + L::width).
+template <class L>
+TORCHOPT_HD inline typename L::Random draw(const TensorWork& work, const RoundingKey& key,
                                            int64_t i) {
-  RandomBits<kWidth> random;
-  PhiloxBlock block{};
-  uint64_t index = ~uint64_t{0};
-  unrolled<kWidth>([&](int k) {
+  typename L::Random random;
+  RoundingStream stream{};
+  uint64_t upper = ~uint64_t{0};
+  unrolled<L::width>([&](int k) {
     const auto element = static_cast<uint64_t>(global_element(work, i + k));
-    if (element / 2 != index) {
-      index = element / 2;
-      block = philox(key, index);
+    if (element >> 32 != upper) {
+      upper = element >> 32;
+      stream = rounding_stream(key, element);
     }
-    random.element[k] = random_of(block, element % 2 == 1);
+    random.element[k] = random_words<ScalarWords>(stream, static_cast<uint32_t>(element));
   });
   return random;
 }
@@ -150,7 +146,7 @@ struct AdamChunk {
 
   template <class L>
   TORCHOPT_HD void update(const L& lane, const Layout& layout, int i) const {
-    adam_step(lane, scalars, layout, mode(), x, i, nullptr);
+    adam_step(lane, scalars, layout, mode(), x, i, static_cast<const typename L::Random*>(nullptr));
   }
   // With random bits if the options ask for them.
   template <class L>
@@ -160,8 +156,8 @@ struct AdamChunk {
       return;
     }
     const auto count = static_cast<uint32_t>(static_cast<int64_t>(step_of(work)));
-    const auto random = draw<L::width>(work, {options.rounding_seed, count, work.index}, begin + i);
-    adam_step(lane, scalars, layout, mode(), x, i, random.element);
+    const auto random = draw<L>(work, {options.rounding_seed, count, work.index}, begin + i);
+    adam_step(lane, scalars, layout, mode(), x, i, &random);
   }
   TORCHOPT_HD StepMode mode() const { return {.write_back = options.write_back_gradients}; }
 
@@ -188,7 +184,7 @@ TORCHOPT_HD inline void adam_body(const Cta& cta, const AdamArgs& args) {
     layout.amsgrad = elements.work.layout.amsgrad;
   }
   const auto update = [&](const auto& lane, int i) {
-    if constexpr (kKind == AdamKind::kGeneral) {
+    if constexpr (kKind == AdamKind::kGeneral || kKind == AdamKind::kBFloat16Rounded) {
       elements.update_any(lane, layout, i);
     } else {
       elements.update(lane, layout, i);

@@ -64,7 +64,7 @@ TORCHOPT_HD inline ChunkTrace update_tile(const Warp& warp, const AdamChunk<T>& 
       for (int i = begin + 2 * thread + lane; i < end; i += kBlockLanes) {
         grads = D::add(grads, square(load_as(L{}, layout.grad, elements.x[kGrad], i)));
         const T before = load_weight(L{}, layout, elements.x, i);
-        elements.update_any(L{}, layout, i);
+        elements.update_any(VectorLane<T, 1>{}, layout, i);
         const T after = load_weight(L{}, layout, elements.x, i);
         changes = D::add(changes, square(L::sub(after, before)));
         lost[thread] +=

@@ -48,9 +48,14 @@ struct VectorLane {
     store_each(weight, [&](int k) { return split(a.element[k]).weight; });
     store_each(remainder, [&](int k) { return split(a.element[k]).remainder; });
   }
-  TORCHOPT_HD static void store_stochastic(BFloat16* to, const reg& a, const uint64_t* random,
-                                           Array draw) {
-    store_each(to, [&](int k) { return narrow_stochastic(a.element[k], random[k], draw); });
+  struct Random {
+    RandomWords<ScalarWords> element[kWidth];
+  };
+  TORCHOPT_HD static void store_stochastic(BFloat16* to, const reg& a, const Random& random,
+                                           Array array) {
+    store_each(to, [&](int k) {
+      return narrow_stochastic(a.element[k], draw_of(random.element[k], array));
+    });
   }
 
   TORCHOPT_HD static reg set1(T a) {

@@ -58,14 +58,14 @@ template <class L>
   }
 }
 
-// bf16 is rounded by the random bits of each element, if there are any.
-template <class L>
+// bf16 is rounded by random bits, if there are any.
+template <class L, class Random>
 [[gnu::always_inline]] TORCHOPT_HD inline void store_rounded(const L& lane, DType dtype, void* x,
                                                              int64_t i, typename L::reg a,
-                                                             const uint64_t* random, Array draw) {
+                                                             const Random* random, Array array) {
   if constexpr (L::converts) {
     if (random != nullptr && dtype == DType::kBFloat16) {
-      lane.store_stochastic(static_cast<BFloat16*>(x) + i, a, random, draw);
+      lane.store_stochastic(static_cast<BFloat16*>(x) + i, a, *random, array);
       return;
     }
   }
@@ -90,12 +90,12 @@ template <class L>
   return load_as(lane, layout.param, x[kParam], i);
 }
 
-template <class L>
+template <class L, class Random>
 [[gnu::always_inline]] TORCHOPT_HD inline void store_weight(const L& lane, const Layout& layout,
                                                             const StepMode& mode,
                                                             void* const (&x)[kArrays], int64_t i,
                                                             typename L::reg p,
-                                                            const uint64_t* random) {
+                                                            const Random* random) {
   if constexpr (L::converts) {
     if (layout.master == Master::kRemainder) {
       lane.store_split(static_cast<BFloat16*>(x[kParam]) + i, static_cast<int16_t*>(x[kMaster]) + i,
@@ -117,13 +117,14 @@ template <class L>
   store_rounded(lane, layout.param, x[kParam], i, p, random, kParam);
 }
 
-// Elements [i, i + width) of arrays `x`; `random` has their random bits, or is null.
-template <class L>
+// Elements [i, i + width) of arrays `x`; `random` has their random bits as the
+// lane takes them, or is null.
+template <class L, class Random>
 [[gnu::always_inline]] TORCHOPT_HD inline void adam_step(const L& lane,
                                                          const AdamScalars<typename L::scalar>& s,
                                                          const Layout& layout, const StepMode& mode,
                                                          void* const (&x)[kArrays], int64_t i,
-                                                         const uint64_t* random) {
+                                                         const Random* random) {
   using R = typename L::reg;
   R p = load_weight(lane, layout, x, i);
   const R g = load_as(lane, layout.grad, x[kGrad], i);

@@ -56,8 +56,12 @@ struct ScalarLane {
     *weight = parts.weight;
     *remainder = parts.remainder;
   }
-  TORCHOPT_HD static void store_stochastic(BFloat16* x, T a, const uint64_t* random, Array draw) {
-    *x = narrow_stochastic(a, *random, draw);
+  using Random = RandomWords<ScalarWords>;
+  TORCHOPT_HD static Random random(const RoundingStream& stream, uint32_t number) {
+    return random_words<ScalarWords>(stream, number);
+  }
+  TORCHOPT_HD static void store_stochastic(BFloat16* x, T a, const Random& random, Array array) {
+    *x = narrow_stochastic(a, draw_of(random, array));
   }
   TORCHOPT_HD static T neg(T a) { return -a; }
   TORCHOPT_HD static T add_exact_square(T sum, T x) { return add(sum, mul(x, x)); }

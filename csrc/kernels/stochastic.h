@@ -1,6 +1,13 @@
 // Stochastic rounding to bf16: up with a probability of the part that is cut off, so that the mean
 // is the exact value. The draws depend on seed, step, parameter and element alone, never on thread
 // or rank. docs/numerics.md section 8.
+//
+// An element's 64 random bits are two mixes of its number: a Weyl sequence, then rounds of multiply
+// and xor-shift as in "lowbias32" and "triple32" (C. Wellons, "Prospecting for hash functions").
+// Each of three keys enters behind a multiplication of its own: a key that only moved the number
+// would let two parameters share their draws at shifted elements. All of it works on 32-bit words
+// beside fp32 ones; Philox4x32-10 takes 10 multiplications of twice the width for as many bits.
+// benchmarks/rounding_quality.cpp tests the draws.
 #pragma once
 
 #include "kernels/tensor_work.h"
@@ -13,56 +20,88 @@ struct RoundingKey {
   uint32_t parameter;
 };
 
-struct PhiloxBlock {
-  uint32_t word[4];
+// The keys of elements whose numbers share their upper half.
+struct RoundingStream {
+  uint32_t key[3];
+};
+
+// The random bits of elements whose numbers follow one another.
+struct Draws {
+  RoundingStream stream;
+  uint32_t first;  // the lower half of the first one's number
+};
+
+// The random bits of a register of elements; array a has half a % 2 of word[a / 2], lower half
+// first.
+template <class W>
+struct RandomWords {
+  typename W::reg word[2];
 };
 
 namespace {
 
-// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11).
-inline constexpr int kPhiloxRounds = 10;
-inline constexpr uint32_t kPhiloxMultiplier0 = 0xd2511f53u;
-inline constexpr uint32_t kPhiloxMultiplier2 = 0xcd9e8d57u;
-inline constexpr uint32_t kPhiloxKeyStep0 = 0x9e3779b9u;
-inline constexpr uint32_t kPhiloxKeyStep1 = 0xbb67ae85u;
+inline constexpr uint32_t kWeylStep = 0x9e3779b1u;
 
-TORCHOPT_HD inline PhiloxBlock philox(const RoundingKey& key, uint64_t index) {
-  auto c0 = static_cast<uint32_t>(index);
-  auto c1 = static_cast<uint32_t>(index >> 32);
-  uint32_t c2 = key.step;
-  uint32_t c3 = key.parameter;
-  auto k0 = static_cast<uint32_t>(key.seed);
-  auto k1 = static_cast<uint32_t>(key.seed >> 32);
-  for (int round = 0; round < kPhiloxRounds; ++round) {
-    const uint64_t a = uint64_t{kPhiloxMultiplier0} * c0;
-    const uint64_t b = uint64_t{kPhiloxMultiplier2} * c2;
-    c0 = static_cast<uint32_t>(b >> 32) ^ c1 ^ k0;
-    c1 = static_cast<uint32_t>(b);
-    c2 = static_cast<uint32_t>(a >> 32) ^ c3 ^ k1;
-    c3 = static_cast<uint32_t>(a);
-    k0 += kPhiloxKeyStep0;
-    k1 += kPhiloxKeyStep1;
+// The finaliser of SplitMix64 (Steele et al., OOPSLA 2014; its constants are Stafford's "Mix13").
+TORCHOPT_HD inline uint64_t mix64(uint64_t x) {
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  return x ^ (x >> 31);
+}
+
+TORCHOPT_HD inline RoundingStream rounding_stream(const RoundingKey& key, uint64_t element) {
+  constexpr uint64_t kGolden = 0x9e3779b97f4a7c15u;
+  uint64_t x = mix64(key.seed + kGolden);
+  x = mix64(x ^ (static_cast<uint64_t>(key.step) << 32 | key.parameter));
+  x = mix64(x + (element >> 32) * kGolden);
+  const uint64_t y = mix64(x + kGolden);
+  return {{static_cast<uint32_t>(x), static_cast<uint32_t>(x >> 32), static_cast<uint32_t>(y)}};
+}
+
+// One word, for the host and for CUDA threads; cpu/lane_avx2.h and lane_avx512.h hold registers.
+struct ScalarWords {
+  using reg = uint32_t;
+  TORCHOPT_HD static reg set1(uint32_t a) { return a; }
+  TORCHOPT_HD static reg multiples(uint32_t) { return 0; }  // of a factor, by 0 to width - 1
+  TORCHOPT_HD static reg add(reg a, reg b) { return a + b; }
+  TORCHOPT_HD static reg bit_xor(reg a, reg b) { return a ^ b; }
+  TORCHOPT_HD static reg multiply(reg a, reg b) { return a * b; }
+  template <int kBits>
+  TORCHOPT_HD static reg shifted(reg a) {
+    return a >> kBits;
   }
-  return {{c0, c1, c2, c3}};
+};
+
+// Of elements whose numbers follow `number`, the lower half of the first one's.
+template <class W>
+TORCHOPT_HD inline RandomWords<W> random_words(const RoundingStream& stream, uint32_t number) {
+  using R = typename W::reg;
+  const auto times = [](R x, uint32_t factor) { return W::multiply(x, W::set1(factor)); };
+  R x = W::add(W::multiples(kWeylStep), W::set1(number * kWeylStep + stream.key[0]));
+  x = times(W::bit_xor(x, W::template shifted<16>(x)), 0x21f0aaadu);
+  x = W::bit_xor(x, W::bit_xor(W::template shifted<15>(x), W::set1(stream.key[1])));
+  x = times(x, 0xd35a2d97u);
+  R first = times(W::bit_xor(x, W::template shifted<15>(x)), 0x31848babu);
+  first = W::bit_xor(first, W::template shifted<14>(first));
+  R second = W::add(W::bit_xor(x, W::template shifted<13>(x)), W::set1(stream.key[2]));
+  second = times(second, 0xac4c1b51u);
+  second = W::bit_xor(second, W::template shifted<16>(second));
+  return {{first, second}};
 }
 
-// The 64 random bits of an element: a block serves an even element and the odd one after it.
-TORCHOPT_HD inline uint64_t random_of(const PhiloxBlock& block, bool odd) {
-  const uint32_t low = odd ? block.word[2] : block.word[0];
-  const uint32_t high = odd ? block.word[3] : block.word[1];
-  return low | static_cast<uint64_t>(high) << 32;
-}
-TORCHOPT_HD inline uint64_t random_of(const RoundingKey& key, uint64_t element) {
-  return random_of(philox(key, element / 2), element % 2 == 1);
+// The 16 bits that decide about an array's element.
+TORCHOPT_HD inline uint32_t draw_of(const RandomWords<ScalarWords>& random, Array array) {
+  return random.word[array / 2] >> (16 * (array % 2)) & 0xffffu;
 }
 
-// Of an element's 64 random bits, each array (kParam to kMaxExpAvgSq) uses 16. Infinity and the
-// canonical NaN stay; a finite value stays finite.
-TORCHOPT_HD inline BFloat16 narrow_stochastic(float x, uint64_t random, Array draw) {
+// A float from the largest finite bf16 on is cut off: a finite value stays finite, and so infinity
+// and the canonical NaN stay.
+inline constexpr int kLastBFloat16 = 0x7f7f0000;
+
+TORCHOPT_HD inline BFloat16 narrow_stochastic(float x, uint32_t draw) {
   const auto bits = bit_cast<uint32_t>(x);
-  const uint32_t rounded = (bits + (static_cast<uint32_t>(random >> (16 * draw)) & 0xffffu)) >> 16;
-  const bool overflowed = (rounded & 0x7fffu) == 0x7f80u && (bits & 0x7fffffffu) < 0x7f800000u;
-  return {static_cast<uint16_t>(rounded - (overflowed ? 1u : 0u))};
+  const bool rounds = (bits & 0x7fffffffu) < static_cast<uint32_t>(kLastBFloat16);
+  return {static_cast<uint16_t>((bits + (rounds ? draw : 0u)) >> 16)};
 }
 
 }  // namespace

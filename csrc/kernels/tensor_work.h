@@ -43,9 +43,10 @@ enum class AdamKind : int32_t {
   kBFloat16,           // parameter, gradient and moments
   kBFloat16Master,     // parameter and gradient, with fp32 moments and master
   kBFloat16Remainder,  // the same with a remainder
+  kBFloat16Rounded,    // as kBFloat16, rounded stochastically
   kGeneral,            // any but float64
 };
-inline constexpr int kAdamKinds = 6;
+inline constexpr int kAdamKinds = 7;
 
 // Pointers are to dense storage, null where there is no such array; element index is storage order.
 // A scaled copy uses kParam, which it writes, kGrad, which it reads, their dtypes and numel.
@@ -113,6 +114,7 @@ TORCHOPT_HD constexpr Layout layout_of(AdamKind kind) {
     case AdamKind::kFloat64:
       return {DType::kFloat64, DType::kFloat64, DType::kFloat64, Master::kNone, false};
     case AdamKind::kBFloat16:
+    case AdamKind::kBFloat16Rounded:
       return {kHalf, kHalf, kHalf, Master::kNone, false};
     case AdamKind::kBFloat16Master:
       return {kHalf, kHalf, DType::kFloat32, Master::kFloat32, false};
@@ -123,14 +125,17 @@ TORCHOPT_HD constexpr Layout layout_of(AdamKind kind) {
   }
 }
 
-// fp32 and fp64 kernels take amsgrad, too; all but the general one round to nearest, and all but
-// it and the fp64 one leave gradients alone.
+// fp32 and fp64 kernels take amsgrad, too; the general and the fp64 one write gradients back.
 inline AdamKind kind_of(Layout layout, const StepOptions& options) {
   if (layout.param == DType::kFloat64) {
     return AdamKind::kFloat64;
   }
-  if (options.write_back_gradients || rounds_randomly(options, layout)) {
+  if (options.write_back_gradients) {
     return AdamKind::kGeneral;
+  }
+  if (rounds_randomly(options, layout)) {
+    const bool is_usual = layout == layout_of(AdamKind::kBFloat16Rounded);
+    return is_usual ? AdamKind::kBFloat16Rounded : AdamKind::kGeneral;
   }
   constexpr AdamKind kHalves[] = {AdamKind::kBFloat16, AdamKind::kBFloat16Master,
                                   AdamKind::kBFloat16Remainder};

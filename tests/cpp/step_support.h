@@ -229,9 +229,13 @@ inline Report step_as_cuda(Tensor& tensor, const AdamHyper& hyper, const Control
     prepare_body(i, args, gradients, groups);
   }
   void (*const kKernels[kAdamKinds])(const HostCta&, const AdamArgs&) = {
-      adam_as_cuda<AdamKind::kFloat32>,           adam_as_cuda<AdamKind::kFloat64>,
-      adam_as_cuda<AdamKind::kBFloat16>,          adam_as_cuda<AdamKind::kBFloat16Master>,
-      adam_as_cuda<AdamKind::kBFloat16Remainder>, adam_as_cuda<AdamKind::kGeneral>};
+      adam_as_cuda<AdamKind::kFloat32>,
+      adam_as_cuda<AdamKind::kFloat64>,
+      adam_as_cuda<AdamKind::kBFloat16>,
+      adam_as_cuda<AdamKind::kBFloat16Master>,
+      adam_as_cuda<AdamKind::kBFloat16Remainder>,
+      adam_as_cuda<AdamKind::kBFloat16Rounded>,
+      adam_as_cuda<AdamKind::kGeneral>};
   report.chunks.resize(options.track != 0 ? chunks.size() : 0);
   const TraceArgs traces{report.chunks.data(), report.norms.data(), report.counts.data()};
   const auto blocks = static_cast<int64_t>(chunks.size());

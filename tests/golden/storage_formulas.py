@@ -18,22 +18,27 @@ def split(bits: int) -> tuple[int, int]:
     return weight, bits - (weight << 16)
 
 
-def philox_words(seed: int, step: int, parameter: int, block: int) -> list[int]:
-    """Philox4x32-10: Salmon et al., SC11, section 3.3 and its reference code's constants."""
-    counter = [block & M32, block >> 32, step, parameter]
-    key = [seed & M32, seed >> 32]
-    for _ in range(10):
-        high0, low0 = divmod(0xD2511F53 * counter[0], 1 << 32)
-        high1, low1 = divmod(0xCD9E8D57 * counter[2], 1 << 32)
-        counter = [high1 ^ counter[1] ^ key[0], low1, high0 ^ counter[3] ^ key[1], low0]
-        key = [(key[0] + 0x9E3779B9) & M32, (key[1] + 0xBB67AE85) & M32]
-    return counter
+def mix64(x: int) -> int:
+    """The finaliser of SplitMix64."""
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & M64
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & M64
+    return x ^ x >> 31
 
 
 def random_of(seed: int, step: int, parameter: int, element: int) -> int:
-    words = philox_words(seed, step, parameter, element // 2)
-    first = 2 * (element % 2)
-    return words[first] + (words[first + 1] << 32)
+    """The 64 random bits of an element: two words, the lower first."""
+    golden = 0x9E3779B97F4A7C15
+    x = mix64(seed + golden & M64)
+    x = mix64(x ^ (step << 32 | parameter))
+    x = mix64(x + (element >> 32) * golden & M64)
+    keys = x & M32, x >> 32, mix64(x + golden & M64) & M32
+
+    y = (element & M32) * 0x9E3779B1 + keys[0] & M32
+    y = (y ^ y >> 16) * 0x21F0AAAD & M32
+    y = (y ^ y >> 15 ^ keys[1]) * 0xD35A2D97 & M32
+    first = (y ^ y >> 15) * 0x31848BAB & M32
+    second = ((y ^ y >> 13) + keys[2]) * 0xAC4C1B51 & M32
+    return first ^ first >> 14 | (second ^ second >> 16) << 32
 
 
 def round_stochastically(bits: int, random: int, draw: int) -> int:

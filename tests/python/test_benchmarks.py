@@ -64,3 +64,15 @@ def test_quick_run(tmp_path: Path) -> None:
     assert table in done.stdout
     assert all(name in table for name in sets)
     assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_draws_of_random_rounding() -> None:
+    command = ["make", "--no-print-directory", "rounding-quality", "DRAWS=1e9"]
+    root = RUN.parents[1]
+    done = subprocess.run(
+        command, cwd=root, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "FAILED" not in done.stdout
+    assert done.stdout.count("sigma") > 70

@@ -5,8 +5,6 @@ Nothing here calls the library, so that a test against it can fail.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -55,41 +53,40 @@ def join(weight: Tensor, remainder: Tensor) -> Words:
     return ((high + low) & 0xFFFFFFFF).astype(np.uint64)
 
 
-# ---- Philox4x32-10, from Salmon et al., SC11 ------------------------------------------------
+# ---- random rounding (docs/numerics.md, section 8) -------------------------------------------
 
-PHILOX_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
-PHILOX_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+GOLDEN = 0x9E3779B97F4A7C15
 
 
-def philox(counter: Sequence[Words], key: tuple[int, int]) -> list[Words]:
-    c = [np.asarray(x, np.uint64) for x in counter]
-    k = list(key)
-    for _ in range(10):
-        product0 = PHILOX_MULTIPLIERS[0] * c[0]
-        product1 = PHILOX_MULTIPLIERS[1] * c[2]
-        c = [
-            (product1 >> np.uint64(32)) ^ c[1] ^ np.uint64(k[0]),
-            product1 & MASK32,
-            (product0 >> np.uint64(32)) ^ c[3] ^ np.uint64(k[1]),
-            product0 & MASK32,
-        ]
-        k = [(k[i] + PHILOX_KEY_STEPS[i]) % 2**32 for i in range(2)]
-    return c
+def mix64(x: int) -> int:
+    x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) % 2**64
+    x = ((x ^ x >> 27) * 0x94D049BB133111EB) % 2**64
+    return x ^ x >> 31
+
+
+def times(x: Words, factor: int) -> Words:
+    return (x * np.uint64(factor)) & MASK32
+
+
+def shifted(x: Words, bits: int) -> Words:
+    return x >> np.uint64(bits)
 
 
 PARAM, EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ, MASTER = range(5)
 
 
 def draws(seed: int, step: int, parameter: int, elements: Words, what: int) -> Words:
-    """The 16 random bits that decide about one stored value of each element."""
-    elements = np.asarray(elements, np.uint64)
-    pair = elements >> np.uint64(1)
-    counter = [pair & MASK32, pair >> np.uint64(32), *np.broadcast_arrays(step, parameter)]
-    counter[2:] = [np.full(pair.shape, x, np.uint64) for x in (step, parameter)]
-    block = philox(counter, (seed % 2**32, seed >> 32))
-    odd = (elements & np.uint64(1)) == 1
-    low, high = np.where(odd, block[2], block[0]), np.where(odd, block[3], block[1])
-    return ((low | high << np.uint64(32)) >> np.uint64(16 * what)) & np.uint64(0xFFFF)
+    """The 16 random bits that decide about one stored value of each element below 2**32."""
+    x = mix64(mix64((seed + GOLDEN) % 2**64) ^ (step << 32 | parameter))
+    x = mix64(x)
+    keys = [np.uint64(key) for key in (x % 2**32, x >> 32, mix64((x + GOLDEN) % 2**64) % 2**32)]
+    y = (times(np.asarray(elements, np.uint64), 0x9E3779B1) + keys[0]) & MASK32
+    y = times(y ^ shifted(y, 16), 0x21F0AAAD)
+    y = times(y ^ shifted(y, 15) ^ keys[1], 0xD35A2D97)
+    first = times(y ^ shifted(y, 15), 0x31848BAB)
+    second = times(((y ^ shifted(y, 13)) + keys[2]) & MASK32, 0xAC4C1B51)
+    word = (first ^ shifted(first, 14), second ^ shifted(second, 16))[what // 2]
+    return shifted(word, 16 * (what % 2)) & np.uint64(0xFFFF)
 
 
 def round_stochastically(bits: Words, random: Words) -> Words:
