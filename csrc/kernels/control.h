@@ -118,13 +118,13 @@ TORCHOPT_HD inline void scaler_update(Control& control, bool overflow, float& sc
 }
 
 TORCHOPT_HD inline double scheduled_lr_factor(const Control& control) {
-  const Schedule schedule{static_cast<int64_t>(control.warmup_steps),
-                          static_cast<int64_t>(control.stable_steps),
-                          static_cast<int64_t>(control.decay_steps),
+  const Schedule schedule{bounded_steps(control.warmup_steps),
+                          bounded_steps(control.stable_steps),
+                          bounded_steps(control.decay_steps),
                           static_cast<DecayType>(static_cast<int32_t>(control.decay_type)),
                           control.min_lr_factor,
                           static_cast<int>(control.schedule_generation)};
-  return lr_factor(schedule, static_cast<int64_t>(control.steps - control.skipped_steps));
+  return lr_factor(schedule, bounded_steps(control.steps - control.skipped_steps));
 }
 
 // `total` is the accumulator's. grad_scale and found_inf are what a gradient scaler hands to an

@@ -8,6 +8,10 @@ namespace torchopt_ext {
 
 enum class DecayType : int32_t { kLinear, kSqrt, kCosine };
 
+// More steps than this count as this many: a schedule's control block holds them as doubles, which
+// are exact up to here, and sums of them stay far from the end of int64_t.
+inline constexpr int64_t kMostSteps = int64_t{1} << 53;
+
 struct Schedule {
   int64_t warmup_steps;
   int64_t stable_steps;
@@ -18,6 +22,18 @@ struct Schedule {
 };
 
 namespace {
+
+TORCHOPT_HD inline int64_t bounded_steps(int64_t steps) {
+  return steps < kMostSteps ? steps : kMostSteps;
+}
+
+// Of a control block's field, which may hold anything; a NaN is 0.
+TORCHOPT_HD inline int64_t bounded_steps(double steps) {
+  if (steps >= static_cast<double>(kMostSteps)) {
+    return kMostSteps;
+  }
+  return steps > 0.0 ? static_cast<int64_t>(steps) : 0;
+}
 
 // cos(pi * x) for x in [0, 1] without libm, whose results differ between hosts and CUDA.
 TORCHOPT_HD inline double cospi(double x) {
@@ -57,9 +73,10 @@ TORCHOPT_HD inline double cospi(double x) {
   return negative ? -result : result;
 }
 
-// The factor after `step` steps, step >= 0.
-TORCHOPT_HD inline double lr_factor(const Schedule& schedule, int64_t step) {
+// The factor after `steps` steps, 0 or more.
+TORCHOPT_HD inline double lr_factor(const Schedule& schedule, int64_t steps) {
   using L = ScalarLane<double>;
+  const int64_t step = bounded_steps(steps);
   const auto next = static_cast<double>(step + 1);
   const int64_t before_decay = schedule.warmup_steps + schedule.stable_steps;
   const int64_t extra = schedule.generation == 1 ? 1 : 0;

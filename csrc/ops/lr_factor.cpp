@@ -27,7 +27,12 @@ Schedule make_schedule(int64_t warmup_steps, int64_t stable_steps, int64_t decay
     TORCH_CHECK_VALUE(decay_type == "linear", "decay_type is '", decay_type,
                       "', expected 'linear', 'sqrt' or 'cosine'");
   }
-  return {warmup_steps, stable_steps, decay_steps, type, min_factor, static_cast<int>(generation)};
+  return {bounded_steps(warmup_steps),
+          bounded_steps(stable_steps),
+          bounded_steps(decay_steps),
+          type,
+          min_factor,
+          static_cast<int>(generation)};
 }
 
 double lr_factor_op(int64_t step, int64_t warmup_steps, int64_t stable_steps, int64_t decay_steps,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import mpmath
@@ -133,6 +134,16 @@ def test_bad_arguments(change: dict[str, Any], message: str) -> None:
     for step in (0, torch.tensor([0])):
         with pytest.raises((ValueError, RuntimeError), match=message):
             ops.lr_factor(step, **schedule)
+
+
+@pytest.mark.parametrize("endless", ["warmup_steps", "stable_steps", "decay_steps"])
+@pytest.mark.parametrize("step", [0, 200, sys.maxsize])
+def test_counts_up_to_the_largest(step: int, endless: str) -> None:
+    lengths = {"warmup_steps": 100, "stable_steps": 0, "decay_steps": 0, endless: sys.maxsize}
+    schedule = {**lengths, "decay_type": "linear", "min_factor": 0.0, "generation": 1}
+    expected = min(transcription(step, **schedule), 1.0)
+    assert ops.lr_factor(step, **schedule) == pytest.approx(expected, abs=1e-9)
+    assert ops.lr_factor(torch.tensor([step]), **schedule).item() == ops.lr_factor(step, **schedule)
 
 
 def test_bad_steps() -> None:
