@@ -6,22 +6,25 @@
 namespace torchopt_ext {
 namespace {
 
-void check_block(const at::Tensor& tensor, const char* what, at::ScalarType dtype, int64_t numel) {
+void check_block(const at::Tensor& tensor, const char* what, at::ScalarType dtype, int64_t numel,
+                 std::optional<at::Device> device) {
   TORCH_CHECK(tensor.layout() == at::kStrided && !tensor.is_meta(), what, " has layout ",
               tensor.layout(), " on ", tensor.device(), ", expected a dense tensor with memory");
   TORCH_CHECK(tensor.scalar_type() == dtype && tensor.numel() == numel && tensor.is_contiguous(),
               what, " is ", tensor.scalar_type(), tensor.sizes(), ", expected contiguous ", dtype,
               "[", numel, "]");
+  TORCH_CHECK(!device || tensor.device() == *device, what, " is on ", tensor.device(),
+              ", expected ", *device);
 }
 
 }  // namespace
 
-void check_accumulator(const at::Tensor& accumulator) {
-  check_block(accumulator, "accumulator", at::kLong, ExactAccumulator::kSize);
+void check_accumulator(const at::Tensor& accumulator, std::optional<at::Device> device) {
+  check_block(accumulator, "accumulator", at::kLong, ExactAccumulator::kSize, device);
 }
 
-void check_control(const at::Tensor& control) {
-  check_block(control, "control", at::kDouble, kControlSize);
+void check_control(const at::Tensor& control, std::optional<at::Device> device) {
+  check_block(control, "control", at::kDouble, kControlSize, device);
 }
 
 void check_scalar(const at::Tensor& tensor, const char* what, at::Device device, bool or_double) {

@@ -142,8 +142,7 @@ void StepPlan::check_overlap() const {
   written.reserve(size() * kKept);
   for (size_t i = 0; i < size(); ++i) {
     for (size_t part = 0; part < kKept; ++part) {
-      // A parameter with gaps may share its range, though no element, with another one's.
-      if (borrowed_[i][part] == nullptr || (part == kParam && dense_copies_[i].defined())) {
+      if (borrowed_[i][part] == nullptr) {
         continue;
       }
       written.push_back({to_tensor(borrowed_[i][part]), what(kRoleNames[part], i), true});

@@ -114,6 +114,42 @@ MemoryRange memory_of(const at::Tensor& tensor, size_t source, bool written) {
   return {begin, begin + elements * static_cast<int64_t>(tensor.itemsize()), source, written};
 }
 
+namespace {
+
+// A tensor's runs of elements without gaps: tensors may lie in each other's gaps.
+void append_runs(const at::Tensor& tensor, size_t source, bool written,
+                 std::vector<MemoryRange>& ranges) {
+  const MemoryRange all = memory_of(tensor, source, written);
+  std::vector<std::pair<int64_t, int64_t>> stride_and_size;
+  for (int64_t d = 0; d < tensor.dim() && all.begin != all.end; ++d) {
+    if (tensor.size(d) > 1 && tensor.stride(d) != 0) {
+      stride_and_size.emplace_back(tensor.stride(d), tensor.size(d));
+    }
+  }
+  std::sort(stride_and_size.begin(), stride_and_size.end());
+  int64_t run = 1;
+  std::vector<int64_t> starts{0};
+  for (const auto& [stride, size] : stride_and_size) {
+    if (stride == run) {
+      run *= size;
+      continue;
+    }
+    const size_t before = starts.size();
+    for (int64_t k = 1; k < size; ++k) {
+      for (size_t i = 0; i < before; ++i) {
+        starts.push_back(starts[i] + k * stride);
+      }
+    }
+  }
+  const auto bytes = static_cast<int64_t>(tensor.itemsize());
+  for (const int64_t start : starts) {
+    const char* begin = all.begin + start * bytes;
+    ranges.push_back({begin, all.begin == all.end ? begin : begin + run * bytes, source, written});
+  }
+}
+
+}  // namespace
+
 std::optional<std::pair<size_t, size_t>> find_overlap(std::vector<MemoryRange>& ranges) {
   std::erase_if(ranges, [](const MemoryRange& range) { return range.begin == range.end; });
   const auto lies_before = [](const MemoryRange& a, const MemoryRange& b) {
@@ -146,6 +182,15 @@ void check_no_overlap(const std::vector<NamedTensor>& tensors) {
   for (size_t i = 0; i < tensors.size(); ++i) {
     if (tensors[i].tensor.defined()) {
       ranges.push_back(memory_of(tensors[i].tensor, i, tensors[i].written));
+    }
+  }
+  if (!find_overlap(ranges)) {
+    return;
+  }
+  ranges.clear();
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (tensors[i].tensor.defined()) {
+      append_runs(tensors[i].tensor, i, tensors[i].written, ranges);
     }
   }
   if (const auto overlap = find_overlap(ranges)) {

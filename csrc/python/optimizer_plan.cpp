@@ -245,9 +245,10 @@ bool OptimizerPlan::collect(const py::list& param_groups, const py::dict& state)
 
 void OptimizerPlan::accumulate(size_t part, const at::Tensor& accumulator, bool normalize) {
   TORCH_CHECK(collected_, "gradients have not been collected");
-  check_accumulator(accumulator);
+  StepPlan& plan = plans_.at(part);
+  check_accumulator(accumulator, plan.device());
   const py::gil_scoped_release unlocked;
-  plans_.at(part).accumulate(accumulator, normalize);
+  plan.accumulate(accumulator, normalize);
 }
 
 void OptimizerPlan::update(const std::vector<at::Tensor>& part_controls) {
@@ -255,8 +256,8 @@ void OptimizerPlan::update(const std::vector<at::Tensor>& part_controls) {
   const ReleaseAtEnd releasing(*this);
   TORCH_CHECK(part_controls.size() == plans_.size(), "got ", part_controls.size(),
               " control blocks for ", plans_.size(), " parts");
-  for (const at::Tensor& control : part_controls) {
-    check_control(control);
+  for (size_t i = 0; i < plans_.size(); ++i) {
+    check_control(part_controls[i], plans_[i].device());
   }
   const py::gil_scoped_release unlocked;
   for (size_t i = 0; i < plans_.size(); ++i) {
@@ -282,8 +283,10 @@ bool OptimizerPlan::step(const py::list& param_groups, const py::dict& state,
     return false;
   }
   const ReleaseAtEnd releasing(*this);
-  check_accumulator(accumulator);
-  (on_cuda(accumulator.device()) ? cuda::clear : cpu::clear)(accumulator);
+  const at::Device device = plans_.at(0).device();
+  check_accumulator(accumulator, device);
+  check_control(control, device);
+  (on_cuda(device) ? cuda::clear : cpu::clear)(accumulator);
   if (with_norm) {
     accumulate(0, accumulator, /*normalize=*/false);
   }

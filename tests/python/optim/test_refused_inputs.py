@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -81,14 +82,70 @@ def test_duplicate_parameters_are_refused() -> None:
     assert torch.equal(p, torch.ones(3))
 
 
-def test_overlapping_parameters_are_refused() -> None:
-    memory = torch.ones(10)
-    params = [("a", nn.Parameter(memory[:6])), ("b", nn.Parameter(memory[4:]))]
+View = Callable[[torch.Tensor], torch.Tensor]
+SHARED: dict[str, tuple[View, View]] = {
+    "ranges": (lambda m: m[:6], lambda m: m[4:]),
+    "equal views": (lambda m: m[::2], lambda m: m[::2]),
+    "one element": (lambda m: m[1::3], lambda m: m[4::6]),
+    "columns": (lambda m: m.view(3, 4)[:, :3], lambda m: m.view(3, 4)[:, 2:]),
+    "in a gap and beyond": (lambda m: m[::3], lambda m: m[2:4]),
+}
+APART: dict[str, tuple[View, View]] = {
+    "in turns": (lambda m: m[::2], lambda m: m[1::2]),
+    "columns": (lambda m: m.view(3, 4)[:, :2], lambda m: m.view(3, 4)[:, 2:]),
+    "transposed columns": (lambda m: m.view(3, 4)[:, :2].t(), lambda m: m.view(3, 4)[:, 2:]),
+    "in a gap": (lambda m: m[::3], lambda m: m[1:3]),
+}
+
+
+def views_of(memory: torch.Tensor, views: tuple[View, View]) -> list[tuple[str, nn.Parameter]]:
+    params = [(name, nn.Parameter(view(memory))) for name, view in zip("ab", views, strict=True)]
     for _, p in params:
         p.grad = torch.ones_like(p)
-    with pytest.raises((ValueError, RuntimeError), match=r"(?i)overlap|share"):
-        OURS["AdamW"](params).step()
-    assert torch.equal(memory, torch.ones(10))
+    return params
+
+
+@pytest.mark.parametrize("views", SHARED)
+def test_overlapping_parameters_are_refused(views: str) -> None:
+    memory = torch.ones(12)
+    with pytest.raises((ValueError, RuntimeError), match=r"parameter . \('.'\) shares memory"):
+        OURS["AdamW"](views_of(memory, SHARED[views])).step()
+    assert torch.equal(memory, torch.ones(12))
+
+
+@pytest.mark.parametrize("views", APART)
+def test_parameters_in_each_others_gaps_are_stepped(views: str) -> None:
+    memory, reference = torch.ones(12), torch.ones(12)
+    params = views_of(memory, APART[views])
+    OURS["AdamW"](params, lr=0.5).step()
+    for _, p in views_of(reference, APART[views]):
+        OURS["AdamW"]([p], lr=0.5).step()
+    assert torch.equal(memory, reference) and not torch.equal(memory, torch.ones(12))
+
+
+def test_blocks_of_another_device_are_refused() -> None:
+    def elsewhere(like: torch.Tensor) -> Any:
+        arguments = {"dtype": like.dtype, "device": "xpu:0"}
+        return torch.Tensor._make_wrapper_subclass(TwoTensor, like.shape, **arguments)  # type: ignore[attr-defined]
+
+    params = make_params()
+    optimizer = OURS["AdamW"](params)
+    train([optimizer], [params], 1)
+    control, accumulator = optimizer._block(torch.device("cpu"))
+    plan = optimizer.collect().plan
+    set_gradients(params)
+    before = snapshot(optimizer)
+    groups = optimizer.param_groups, optimizer.state
+    for call in (
+        lambda: plan.accumulate(0, elsewhere(accumulator), True),
+        lambda: plan.step(*groups, control, elsewhere(accumulator), True, None, None),
+        lambda: plan.step(*groups, elsewhere(control), accumulator, True, None, None),
+        lambda: plan.update([elsewhere(control)]),
+    ):
+        plan.collect(*groups)
+        with pytest.raises(RuntimeError, match="is on xpu:0, expected cpu"):
+            call()
+    assert snapshot(optimizer) == before
 
 
 @pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq", "step"])
