@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <stdexcept>
 #include <vector>
 
 #include "kernels/block_rule.h"
@@ -177,6 +178,9 @@ inline std::vector<int64_t> balanced_cuts(const CutPlaces& places, int64_t world
   int64_t most = 0;
   int64_t least = 0;
   while (true) {
+    if (bottom > top) {
+      throw std::logic_error("no cuts are balanced, against Barany and Grinberg's theorem");
+    }
     most = bottom + (top - bottom) / 2;
     least = std::max<int64_t>(0, most - item);
     if (find_highs(most) < length) {

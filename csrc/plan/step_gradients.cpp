@@ -1,6 +1,8 @@
 // What a step plan does in a step: takes the gradients, and runs the two passes.
 #include <ATen/ops/empty_like.h>
 
+#include <algorithm>
+
 #include "cpu/passes.h"
 #include "cuda/passes.h"
 #include "plan/for_each_entry.h"
@@ -119,14 +121,14 @@ void StepPlan::accumulate(const at::Tensor& accumulator, bool normalize) const {
   }
 }
 
-// Asks for an entry's parameter and then for its version counter, which an atomic increment would
-// wait for. Most moments share theirs.
-void StepPlan::prefetch_version(size_t i, size_t end) const {
-  if (i + 2 * kAhead < end) {
-    __builtin_prefetch(borrowed_[i + 2 * kAhead][kParam]);
-  }
-  if (i + kAhead < end) {
-    __builtin_prefetch(version_counter_of(*borrowed_[i + kAhead][kParam]));
+// Reads the version counters of the parameters from entry `i` on, for which atomic increments would
+// wait one after the other. Most moments share theirs.
+void StepPlan::read_versions(size_t i, size_t end) const {
+  for (; i < end; ++i) {
+    const c10::VariableVersion& version = borrowed_[i][kParam]->version_counter();
+    if (version.enabled()) {
+      static_cast<void>(version.current_version());
+    }
   }
 }
 
@@ -134,7 +136,9 @@ void StepPlan::count_as_changed() const {
   for_each_entry(size(), [this](size_t begin, size_t end) {
     std::array<bool, kKept> counted{};  // already, of this entry's part or one that shares with it
     for (size_t i = begin; i < end; ++i) {
-      prefetch_version(i, end);
+      if ((i - begin) % kAhead == 0) {
+        read_versions(i, std::min(i + kAhead, end));
+      }
       for (size_t part = 0; part < kKept; ++part) {
         counted[part] = counted[part] && shares_version_[i][part];
         c10::TensorImpl* tensor = borrowed_[i][part];

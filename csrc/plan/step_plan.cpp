@@ -161,8 +161,8 @@ void StepPlan::cut() {
     for (size_t part = 0; part < kKept; ++part) {
       const c10::TensorImpl* tensor = borrowed_[i][part];
       const c10::TensorImpl* before = borrowed_[i - 1][part];
-      shares_version_[i][part] = tensor != nullptr && before != nullptr &&
-                                 version_counter_of(*tensor) == version_counter_of(*before);
+      shares_version_[i][part] =
+          tensor != nullptr && before != nullptr && shares_version(*tensor, *before);
     }
   }
   work_.cut_chunks();

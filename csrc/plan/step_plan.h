@@ -102,7 +102,7 @@ class StepPlan {
   void check_entry(size_t i, const Tensors& tensors);
   void check_overlap() const;
   void cut();
-  void prefetch_version(size_t i, size_t end) const;
+  void read_versions(size_t i, size_t end) const;
   void count_as_changed() const;
   void check_step(size_t i) const;
 

@@ -3,8 +3,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <cstring>
-
 namespace torchopt_ext {
 
 using Shape = c10::SmallVector<int64_t, 8>;  // sizes, then strides
@@ -21,13 +19,21 @@ inline at::Tensor to_tensor(c10::TensorImpl* impl) {
 
 inline bool is_16_bit(at::ScalarType dtype) { return dtype == at::kBFloat16 || dtype == at::kHalf; }
 
-// What tensors share that share a version counter; null for inference tensors.
-inline const void* version_counter_of(const c10::TensorImpl& tensor) {
-  static_assert(sizeof(c10::VariableVersion) == sizeof(void*), "holds a pointer and nothing else");
-  const void* counter = nullptr;
-  std::memcpy(reinterpret_cast<void*>(&counter),
-              static_cast<const void*>(&tensor.version_counter()), sizeof(counter));
-  return counter;
+// Whether two tensors share a version counter, which torch does not tell: whether a change of one
+// is seen in the other. It is taken back.
+inline bool shares_version(const c10::TensorImpl& a, const c10::TensorImpl& b) {
+  c10::VariableVersion counter = a.version_counter();  // another handle of it
+  const c10::VariableVersion& other = b.version_counter();
+  // `counter` is a second reference itself.
+  if (!counter.enabled() || !other.enabled() || other.unique() ||
+      counter.current_version() != other.current_version()) {
+    return false;
+  }
+  const uint32_t version = counter.current_version();
+  counter.set_version(version ^ 1U);
+  const bool shared = other.current_version() != version;
+  counter.set_version(version);
+  return shared;
 }
 
 // The memory of a tensor; null if it has none.
