@@ -134,6 +134,11 @@ class Controlled:
             scheduled=1.0,
         )
 
+    @property
+    def has_schedule(self) -> bool:
+        """Whether the learning rate follows :meth:`set_schedule`."""
+        return bool(self._settings.get("scheduled"))
+
     def set_loss_scale(
         self,
         init_scale: float = 2.0**16,

@@ -186,12 +186,18 @@ def current_stream(device: torch.device) -> torch.Stream | None:
     return None if device.type == "cpu" else torch.accelerator.current_stream(device)
 
 
+def is_captured() -> bool:
+    """Whether what this thread does on a GPU becomes part of a graph."""
+    initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return initialized and torch.cuda.is_current_stream_capturing()
+
+
 def sent_to_host(tensor: Tensor) -> tuple[Tensor, Any] | None:
     """A copy of a GPU's tensor on its way to pinned memory, and the event that ends it.
 
     None while a graph is captured, whose replays tell the host nothing.
     """
-    if torch.cuda.is_current_stream_capturing():
+    if is_captured():
         return None
     sent = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     sent.copy_(tensor, non_blocking=True)

@@ -11,7 +11,7 @@ from torchopt_ext import ops
 from torchopt_ext._torch import run_eagerly
 from torchopt_ext.optim.context import ALONE, StepContext
 from torchopt_ext.optim.control import Controlled
-from torchopt_ext.optim.local import NormKey, all_reduce_, counts_here, crosses, moved
+from torchopt_ext.optim.local import NormKey, all_reduce_, counts_here, crosses, is_captured, moved
 from torchopt_ext.optim.planned import PlannedStep
 from torchopt_ext.optim.rejection import FLAGS, Agreement, is_rejected, reject_in
 
@@ -37,6 +37,8 @@ def fused_step(optimizers: Sequence[PlannedStep], context: StepContext = ALONE) 
     agreement = context.agreement
     if agreement is None:
         optimizers[0].verdict.check()
+    if is_captured():
+        _warn_of_fixed_lr(optimizers)
     _begin_use(optimizers)
     try:
         alone = len(optimizers) == 1 and context.measured is None
@@ -49,6 +51,17 @@ def fused_step(optimizers: Sequence[PlannedStep], context: StepContext = ALONE) 
         raise
     finally:
         _end_use(optimizers)
+
+
+def _warn_of_fixed_lr(optimizers: Sequence[PlannedStep]) -> None:
+    groups = [group for o in optimizers if not o.has_schedule for group in o.param_groups]
+    if fixed := {group["lr"] for group in groups if not isinstance(group["lr"], Tensor)}:
+        warnings.warn(
+            f"the captured graph keeps the learning rates {sorted(fixed)} whatever becomes of "
+            f'group["lr"]: to change them between replays, make lr a tensor on the GPU or call '
+            f"set_schedule() (docs/step.md, Schedule on the device)",
+            stacklevel=2,
+        )
 
 
 def _begin_use(optimizers: Sequence[PlannedStep]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import math
+import sys
+import warnings
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch import nn
 from torchopt_ext import ops
 from torchopt_ext.containers import OptimizersContainer
 from torchopt_ext.optim import fused_step
+from torchopt_ext.optim import step as step_module
 from torchopt_ext.statedict.entries import CONTROL_KEY
 
 from .subject import (
@@ -111,6 +114,25 @@ def test_gradients_of_a_skipped_step_stay() -> None:
     assert [bits(p.grad) for p in params] == given
 
 
+# ---- capture -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["float", "tensor", "schedule"])
+def test_a_capture_says_that_a_float_lr_stays(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_module, "is_captured", lambda: True)
+    params = make_params()
+    optimizer = OURS["AdamW"](params, lr=torch.tensor(0.25) if way == "tensor" else 0.25)
+    if way == "schedule":
+        optimizer.set_schedule(**SCHEDULE)
+    set_gradients(params)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        optimizer.step()
+    assert ["keeps the learning rates [0.25]" in str(w.message) for w in found] == [True] * (
+        way == "float"
+    )
+
+
 # ---- set_schedule --------------------------------------------------------------------------------
 
 SCHEDULE: dict[str, Any] = {"warmup_steps": 4, "stable_steps": 6, "decay_steps": 12}
@@ -149,6 +171,22 @@ def test_schedule_is_lambda_lr(decay_type: str, generation: int, min_factor: flo
         scheduler.step()
     assert len(set(factors)) > 12
     assert factors[-1] == min_factor
+
+
+@pytest.mark.parametrize("endless", SCHEDULE)
+def test_a_part_of_a_schedule_may_be_endless(endless: str) -> None:
+    """sys.maxsize rounds up to 2**63 as a double, which is no int64."""
+    params = make_params()
+    optimizer = OURS["AdamW"](params)
+    optimizer.set_schedule(
+        **{**SCHEDULE, "warmup_steps": 1, "stable_steps": 0, endless: sys.maxsize}
+    )
+    for _ in range(4):
+        set_gradients(params)
+        optimizer.step()
+    assert float(optimizer.control.lr_factor) == pytest.approx(
+        {"warmup_steps": 0.0, "stable_steps": 1.0, "decay_steps": 1.0}[endless], abs=1e-12
+    )
 
 
 def test_a_skipped_step_does_not_advance_the_schedule() -> None:
