@@ -64,7 +64,7 @@ class StepPlan {
   // Raises if gradients that are to be written share memory.
   void check_gradients_apart() const;
 
-  // Lets go of the gradients.
+  // Drops the gradients.
   void release();
 
   void accumulate(const at::Tensor& accumulator, bool normalize) const;

@@ -115,7 +115,7 @@ def _fit_state(
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What an optimizer's steps do beyond the update: csrc/plan/chunk_table.h, StepOptions."""
+    """What an optimizer's steps do beyond the update: csrc/kernels/tensor_work.h, StepOptions."""
 
     stochastic_rounding: bool = False
     rounding_seed: int = 0

@@ -10,7 +10,7 @@ from torchopt_ext._C import OptimizerPlan
 from torchopt_ext.optim.local import moved
 
 TRACKED = {"norms": 1, "lost_updates": 2, "digest": 4}
-"""What can be tracked, and its bit in csrc/plan/chunk_table.h, Track."""
+"""What can be tracked, and its bit in csrc/kernels/trace.h, Track."""
 
 
 def track_bits(track: bool | Collection[str]) -> int:
