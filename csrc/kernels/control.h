@@ -44,36 +44,7 @@ struct Control {
   double min_lr_factor;
   double schedule_generation;
 };
-inline constexpr const char* kControlFields[] = {"max_grad_norm",
-                                                 "skip_nonfinite",
-                                                 "grad_norm",
-                                                 "clip_factor",
-                                                 "grad_factor",
-                                                 "found_inf",
-                                                 "skip",
-                                                 "grad_scale",
-                                                 "steps",
-                                                 "skipped_steps",
-                                                 "loss_scale",
-                                                 "growth_tracker",
-                                                 "hysteresis_tracker",
-                                                 "growth_factor",
-                                                 "backoff_factor",
-                                                 "growth_interval",
-                                                 "hysteresis",
-                                                 "consecutive_hysteresis",
-                                                 "min_scale",
-                                                 "max_scale",
-                                                 "lr_factor",
-                                                 "scheduled",
-                                                 "warmup_steps",
-                                                 "stable_steps",
-                                                 "decay_steps",
-                                                 "decay_type",
-                                                 "min_lr_factor",
-                                                 "schedule_generation"};
 inline constexpr int kControlSize = sizeof(Control) / sizeof(double);
-static_assert(sizeof(kControlFields) / sizeof(kControlFields[0]) == kControlSize);
 
 namespace {
 

@@ -4,8 +4,8 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "cpu/kernel_table.h"
-#include "kernels/control.h"
 #include "ops/loss_scale_update.h"
+#include "plan/control_fields.h"
 #include "plan/step_checks.h"
 #include "python/carve.h"
 #include "python/optimizer_plan.h"
@@ -86,7 +86,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("CONTROL_FIELDS") = [] {
     py::tuple names(kControlSize);
     for (int i = 0; i < kControlSize; ++i) {
-      names[static_cast<size_t>(i)] = kControlFields[i];
+      names[static_cast<size_t>(i)] = kControlFields[i].name;
     }
     return names;
   }();
