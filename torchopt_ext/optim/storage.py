@@ -16,7 +16,7 @@ SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 STEPPED = (*SIXTEEN_BIT, torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 Place = tuple[int, int, int, int]
-"""Parameter index, first element, run and stride: csrc/kernels/tensor_work.h says what they mean."""
+"""Parameter index, first element, run and stride, as in csrc/kernels/tensor_work.h."""
 
 
 @dataclass(frozen=True)
