@@ -1,5 +1,6 @@
 """python -m torchopt_ext train: one process, or one of those that torchrun starts."""
 
+import gc
 import logging
 import os
 import sys
@@ -64,6 +65,11 @@ def _train(job_config: JobConfig) -> int:
             trainer.train()
     finally:
         trainer.close()
+    status = 143 if trainer.stopped_by == "SIGTERM" else 0
+    # What holds a process group keeps it and its threads, which cannot finish collectives' tensors
+    # once the interpreter has ended (pytorch#179291: SIGABRT).
+    del trainer
+    gc.collect()
     # Not after an error: other ranks may be waiting in a collective, and this would wait, too.
     dist.destroy_process_group()
-    return 143 if trainer.stopped_by == "SIGTERM" else 0
+    return status

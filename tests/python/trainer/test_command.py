@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -67,6 +68,25 @@ def test_train(trainer: Spy, stopped_by: str | None, code: int) -> None:
     trainer.stopped_by = stopped_by
     assert main(["train", "--training.steps", "7"]) == code
     assert trainer.calls == [("build", 7), ("train",), ("close",), ("destroy",)]
+
+
+def test_the_trainer_is_gone_before_the_process_group(
+    trainer: Spy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the group's threads would outlive the interpreter."""
+    built: list[weakref.ref[Spy]] = []
+    held_at_end = []
+
+    def build(job_config: JobConfig) -> Spy:
+        spy = Spy()
+        spy.cycle = spy  # type: ignore[attr-defined]
+        built.append(weakref.ref(spy))
+        return spy
+
+    monkeypatch.setattr("torchopt_ext.trainer.trainer.Trainer", build)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: held_at_end.append(built[0]()))
+    assert main(["train"]) == 0
+    assert held_at_end == [None]
 
 
 def test_a_seed_checkpoint_is_saved_instead_of_training(trainer: Spy) -> None:
