@@ -40,12 +40,12 @@ void adam_lists(at::TensorList params, at::TensorList grads, at::TensorList exp_
     entry.tensors = {params[i],      exp_avgs[i],
                      exp_avg_sqs[i], max_exp_avg_sqs.empty() ? at::Tensor() : max_exp_avg_sqs[i],
                      at::Tensor(),   state_steps[i]};
-    check_supported(params[i], describe("parameter", i));
-    check_dense(params[i], describe("parameter", i));
-    check_supported(grads[i], describe("gradient", i));
-    memory.push_back({grads[i], describe("gradient", i), false});
+    check_supported(params[i], Label{"parameter", i});
+    check_dense(params[i], Label{"parameter", i});
+    check_supported(grads[i], Label{"gradient", i});
+    memory.push_back({grads[i], Label{"gradient", i}, false});
     for (const at::Tensor& written : entry.tensors) {
-      memory.push_back({written, describe("a tensor that is written for parameter", i), true});
+      memory.push_back({written, Label{"a tensor that is written for parameter", i}, true});
     }
   }
   StepPlan plan(entries, control.device());

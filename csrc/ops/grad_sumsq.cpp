@@ -15,7 +15,7 @@ void grad_sumsq_(at::TensorList grads, const at::Tensor& accumulator) {
   WorkList work;
   std::vector<at::Tensor> kept;
   for (size_t i = 0; i < grads.size(); ++i) {
-    const std::string what = describe("gradient", i);
+    const Label what = Label{"gradient", i};
     check_supported(grads[i], what);
     TORCH_CHECK(grads[i].device() == device, what, " is on ", grads[i].device(), ", expected ",
                 device, " as the accumulator");

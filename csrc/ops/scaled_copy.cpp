@@ -25,7 +25,7 @@ bool is_plain(const at::Tensor& tensor, at::Device device) {
          tensor.has_storage() && tensor.const_data_ptr() != nullptr;
 }
 
-void check_tensor(const at::Tensor& tensor, const std::string& what, at::Device device) {
+void check_tensor(const at::Tensor& tensor, const Label& what, at::Device device) {
   check_supported(tensor, what);
   TORCH_CHECK(tensor.device() == device, what, " is on ", tensor.device(), ", expected ", device,
               " as the control block");
@@ -33,16 +33,16 @@ void check_tensor(const at::Tensor& tensor, const std::string& what, at::Device 
 
 void check_pair(const at::Tensor& to, const at::Tensor& from, size_t i, at::Device device) {
   if (!is_plain(to, device) || !is_plain(from, device)) {
-    check_tensor(to, describe("to", i), device);
-    check_tensor(from, describe("from", i), device);
+    check_tensor(to, Label{"to", i}, device);
+    check_tensor(from, Label{"from", i}, device);
   }
   if (!is_dense(to)) {
-    check_dense(to, describe("to", i));
+    check_dense(to, Label{"to", i});
   }
-  TORCH_CHECK(from.sizes() == to.sizes(), describe("from", i), " has shape ", from.sizes(),
+  TORCH_CHECK(from.sizes() == to.sizes(), Label{"from", i}, " has shape ", from.sizes(),
               ", expected ", to.sizes());
-  TORCH_CHECK(can_copy(dtype_of(to), dtype_of(from)), describe("from", i), " has dtype ",
-              from.scalar_type(), " and ", describe("to", i), " ", to.scalar_type(),
+  TORCH_CHECK(can_copy(dtype_of(to), dtype_of(from)), Label{"from", i}, " has dtype ",
+              from.scalar_type(), " and ", Label{"to", i}, " ", to.scalar_type(),
               "; float64 goes with float64 only");
 }
 
@@ -62,7 +62,7 @@ void check_apart(at::TensorList to, at::TensorList from) {
     }
   }
   const auto name = [](size_t source) {
-    return describe(source % 2 == 0 ? "to" : "from", source / 2);
+    return Label{source % 2 == 0 ? "to" : "from", source / 2};
   };
   if (const auto overlap = find_overlap(ranges)) {
     TORCH_CHECK(false, name(overlap->first), " shares memory with ", name(overlap->second));

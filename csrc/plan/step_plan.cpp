@@ -20,8 +20,8 @@ void* writable(const at::Tensor& tensor) {
   return tensor.defined() && tensor.numel() > 0 ? tensor.mutable_data_ptr() : nullptr;
 }
 
-void check_master(const at::Tensor& master, const std::string& what, const at::Tensor& param,
-                  const std::string& param_what) {
+void check_master(const at::Tensor& master, const Label& what, const at::Tensor& param,
+                  const Label& param_what) {
   const at::ScalarType dtype = master.scalar_type();
   if (dtype == at::kShort) {
     TORCH_CHECK(param.scalar_type() == at::kBFloat16, what, " is a remainder (int16), but ",
@@ -48,10 +48,10 @@ StepPlan::StepPlan(const std::vector<Entry>& entries, at::Device device, const S
       device_(device) {
   work_.options = options;
   work_.tensors.resize(entries.size());
-  labels_.reserve(entries.size());
+  names_.reserve(entries.size());
   for (size_t i = 0; i < entries.size(); ++i) {
     const Entry& entry = entries[i];
-    labels_.push_back({entry.name, entry.position});
+    names_.push_back({entry.name, entry.position});
     TensorWork& work = work_.tensors[i];
     work.group = entry.group;
     work.index = entry.place.index;
@@ -69,13 +69,13 @@ StepPlan::StepPlan(const std::vector<Entry>& entries, at::Device device, const S
   cut();
 }
 
-std::string StepPlan::what(const char* role, size_t i) const {
-  return describe(role, labels_[i].position, labels_[i].name);
+Label StepPlan::what(const char* role, size_t i) const {
+  return {role, names_[i].position, &names_[i].name};
 }
 
 void StepPlan::check_entry(size_t i, const Tensors& tensors) {
   const at::Tensor& param = tensors[kParam];
-  const std::string param_what = what("parameter", i);
+  const Label param_what = what("parameter", i);
   check_supported(param, param_what, /*complex=*/true);
   TORCH_CHECK(param.device() == device_, param_what, " is on ", param.device(), ", expected ",
               device_);
@@ -90,7 +90,7 @@ void StepPlan::check_entry(size_t i, const Tensors& tensors) {
     if (!moment.defined() && part == kMaxExpAvgSq) {
       continue;
     }
-    const std::string moment_what = what(kRoleNames[part], i);
+    const Label moment_what = what(kRoleNames[part], i);
     check_supported(moment, moment_what, /*complex=*/true);
     check_dense(moment, moment_what);
     check_matches(moment, moment_what, dense, param_what);

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "plan/tensor_checks.h"
 #include "plan/tensor_fields.h"
 #include "work/passes.h"
 #include "work/work_list.h"
@@ -93,12 +94,12 @@ class StepPlan {
     int32_t gradient_type = -1;                 // its ScalarType
     const c10::TensorImpl* gradient = nullptr;  // the last one, for prefetch only
   };
-  struct Label {
+  struct Name {
     std::string name;
     size_t position;
   };
 
-  std::string what(const char* role, size_t i) const;
+  Label what(const char* role, size_t i) const;
   void check_entry(size_t i, const Tensors& tensors);
   void check_overlap() const;
   void cut();
@@ -112,7 +113,7 @@ class StepPlan {
   std::vector<at::Tensor> gradients_;       // keeps this step's gradients alive
   std::vector<at::Tensor> strided_params_;  // during a step, of parameters that are not dense
   std::vector<at::Tensor> dense_copies_;    // stepped instead of a parameter that is not dense
-  std::vector<Label> labels_;
+  std::vector<Name> names_;
   Traces traces_;
   at::Device device_;
   int64_t gradients_copied_ = 0;

@@ -1,12 +1,16 @@
 #include "plan/tensor_checks.h"
 
 #include <algorithm>
+#include <ostream>
 
 namespace torchopt_ext {
 
-std::string describe(const char* role, size_t index, const std::string& name) {
-  std::string text = std::string(role) + " " + std::to_string(index);
-  return name.empty() ? text : text + " ('" + name + "')";
+std::ostream& operator<<(std::ostream& out, const Label& label) {
+  out << label.role << " " << label.index;
+  if (label.name != nullptr && !label.name->empty()) {
+    out << " ('" << *label.name << "')";
+  }
+  return out;
 }
 
 DType dtype_of(const at::Tensor& tensor) {
@@ -26,7 +30,7 @@ DType dtype_of(const at::Tensor& tensor) {
   }
 }
 
-void check_supported(const at::Tensor& tensor, const std::string& what, bool complex) {
+void check_supported(const at::Tensor& tensor, const Label& what, bool complex) {
   TORCH_CHECK(tensor.defined(), what, " is not defined");
   TORCH_CHECK(tensor.layout() == at::kStrided, what, " has layout ", tensor.layout(),
               ", expected a dense (strided) tensor; sparse gradients are not supported");
@@ -40,7 +44,7 @@ void check_supported(const at::Tensor& tensor, const std::string& what, bool com
   check_memory(tensor, what);
 }
 
-void check_memory(const at::Tensor& tensor, const std::string& what) {
+void check_memory(const at::Tensor& tensor, const Label& what) {
   TORCH_CHECK(tensor.layout() == at::kStrided, what, " has layout ", tensor.layout(),
               ", expected a dense (strided) tensor");
   TORCH_CHECK(!tensor.is_meta(), what, " is on the meta device and has no data");
@@ -51,8 +55,8 @@ void check_memory(const at::Tensor& tensor, const std::string& what) {
               " has had its storage freed");
 }
 
-void check_matches(const at::Tensor& tensor, const std::string& what, const at::Tensor& param,
-                   const std::string& param_what) {
+void check_matches(const at::Tensor& tensor, const Label& what, const at::Tensor& param,
+                   const Label& param_what) {
   TORCH_CHECK(tensor.sizes() == param.sizes(), what, " has shape ", tensor.sizes(), ", expected ",
               param.sizes(), " as ", param_what);
   TORCH_CHECK(tensor.device() == param.device(), what, " is on ", tensor.device(), ", expected ",
@@ -63,12 +67,12 @@ void check_matches(const at::Tensor& tensor, const std::string& what, const at::
 
 bool is_dense(const at::Tensor& tensor) { return tensor.is_non_overlapping_and_dense(); }
 
-void check_dense(const at::Tensor& tensor, const std::string& what) {
+void check_dense(const at::Tensor& tensor, const Label& what) {
   TORCH_CHECK(is_dense(tensor), what, " with shape ", tensor.sizes(), " and strides ",
               tensor.strides(), " is not dense: its elements overlap or leave gaps");
 }
 
-void check_no_internal_overlap(const at::Tensor& tensor, const std::string& what) {
+void check_no_internal_overlap(const at::Tensor& tensor, const Label& what) {
   std::vector<std::pair<int64_t, int64_t>> stride_and_size;
   for (int64_t d = 0; d < tensor.dim(); ++d) {
     if (tensor.size(d) > 1) {

@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <iosfwd>
 #include <optional>
 #include <string>
 #include <utility>
@@ -13,28 +14,34 @@
 
 namespace torchopt_ext {
 
-// "gradient 3 ('layers.0.wq.weight')"
-std::string describe(const char* role, size_t index, const std::string& name = {});
+// "gradient 3 ('layers.0.wq.weight')". Put together only where it is written: a call checks
+// thousands of tensors, and names of them take longer than the checks.
+struct Label {
+  const char* role;
+  size_t index;
+  const std::string* name = nullptr;  // may be empty
+};
+std::ostream& operator<<(std::ostream& out, const Label& label);
 
 // Of the real numbers in memory: a complex tensor is stepped as torch::view_as_real() shows it.
 DType dtype_of(const at::Tensor& tensor);
 inline int64_t reals_per_element(const at::Tensor& tensor) { return tensor.is_complex() ? 2 : 1; }
 
 // Strided, of a supported dtype, with memory. Complex tensors only if `complex`.
-void check_supported(const at::Tensor& tensor, const std::string& what, bool complex = false);
+void check_supported(const at::Tensor& tensor, const Label& what, bool complex = false);
 
 // Strided memory that holds the values as they are.
-void check_memory(const at::Tensor& tensor, const std::string& what);
+void check_memory(const at::Tensor& tensor, const Label& what);
 
 // Same shape, device and strides as the parameter, so that element index means the same in both.
-void check_matches(const at::Tensor& tensor, const std::string& what, const at::Tensor& param,
-                   const std::string& param_what);
+void check_matches(const at::Tensor& tensor, const Label& what, const at::Tensor& param,
+                   const Label& param_what);
 
 // Elements are not shared and leave no gaps: storage order covers every element once.
-void check_dense(const at::Tensor& tensor, const std::string& what);
+void check_dense(const at::Tensor& tensor, const Label& what);
 bool is_dense(const at::Tensor& tensor);
 // The same for a tensor with gaps, sufficiently: every stride spans all smaller ones.
-void check_no_internal_overlap(const at::Tensor& tensor, const std::string& what);
+void check_no_internal_overlap(const at::Tensor& tensor, const Label& what);
 
 // Memory does not hold the values as they are: negation, conjugation or zeros yet to be done.
 bool is_lazy(const at::Tensor& tensor);
@@ -45,7 +52,7 @@ bool same_layout(const at::Tensor& a, const at::Tensor& b);
 // No tensor that a step writes shares memory with another of the list.
 struct NamedTensor {
   at::Tensor tensor;
-  std::string what;
+  Label what;
   bool written;
 };
 void check_no_overlap(const std::vector<NamedTensor>& tensors);

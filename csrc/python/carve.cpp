@@ -19,13 +19,13 @@ namespace py = pybind11;
 // Only what needs no closer look at a subclass's idea of itself.
 void check_like(const at::Tensor& tensor, size_t i) {
   TORCH_CHECK(
-      !tensor.key_set().has(c10::DispatchKey::Python), describe("like", i),
+      !tensor.key_set().has(c10::DispatchKey::Python), Label{"like", i},
       " is of a subclass that has sizes or memory of its own; pass the tensor that it wraps");
-  TORCH_CHECK(tensor.layout() == at::kStrided && !tensor.is_quantized(), describe("like", i),
-              " is ", tensor.scalar_type(), " of layout ", tensor.layout(),
+  TORCH_CHECK(tensor.layout() == at::kStrided && !tensor.is_quantized(), Label{"like", i}, " is ",
+              tensor.scalar_type(), " of layout ", tensor.layout(),
               ", expected a dense (strided) tensor");
   if (!is_dense(tensor)) {
-    check_dense(tensor, describe("like", i));
+    check_dense(tensor, Label{"like", i});
   }
 }
 
@@ -126,7 +126,7 @@ py::list carve(const py::list& like, std::optional<at::ScalarType> dtype,
   for (size_t i = 0; i < like.size() && !block; ++i) {
     const at::Tensor& tensor = tensor_at(like, i);
     device = i == 0 ? tensor.device() : device;
-    TORCH_CHECK(tensor.device() == device, describe("like", i), " is on ", tensor.device(),
+    TORCH_CHECK(tensor.device() == device, Label{"like", i}, " is on ", tensor.device(),
                 ", expected ", device, " as like 0");
   }
   const Block memory = block ? block_of(*block, bytes) : allocate(device, bytes);
