@@ -57,20 +57,34 @@ template <class L>
   }
 }
 
+// What a step notes that is not tracked (loop_trace.h): nothing.
+struct NoTrace {
+  template <class Lane>
+  int before(const Lane& /*lane*/, const Layout& /*layout*/, void* const (& /*x*/)[kArrays],
+             int64_t /*i*/) const {
+    return 0;
+  }
+  template <class Lane>
+  void after(const Lane& /*lane*/, const Layout& /*layout*/, void* const (& /*x*/)[kArrays],
+             int64_t /*i*/, bool /*decays*/, int /*before*/) const {}
+};
+
 // Elements [begin, end); `draws` begins at element `begin`, or is null. Inlined into every caller:
 // where layout and mode are constants, the branches on them go.
-template <class L>
+template <class L, class Trace>
 [[gnu::always_inline]] inline void adam_loop(const AdamScalars<typename L::scalar>& scalars,
                                              const Layout& layout, const StepMode& mode,
                                              const TensorWork& work, int64_t begin, int64_t end,
-                                             const Draws* draws) {
+                                             const Draws* draws, Trace&& trace) {
   using Scalar = ScalarLane<typename L::scalar>;
   const AdamScalars<typename L::scalar> s = scalars;
   const TensorWork copy = work;  // stays in registers: a store might change `work`
   const auto& x = copy.memory;
   int64_t i = begin;
   const auto update = [&](const auto& lane) __attribute__((always_inline)) {
+    const auto before = trace.before(lane, layout, x, i);
     adam_register(lane, s, layout, mode, x, i, draws, i - begin);
+    trace.after(lane, layout, x, i, s.has_decay, before);
   };
   if (mode.past_caches) {  // up to where a register of the parameter is aligned
     const auto size = static_cast<uintptr_t>(element_size(layout, kParam));
@@ -96,56 +110,6 @@ template <class L>
   }
   for (; i < end; ++i) {
     update(Scalar{});
-  }
-}
-
-// The same, noting what it added to each weight as it is stored, from the first-level cache.
-// Returns how many weights stayed although something was to be added.
-template <class L>
-[[gnu::always_inline]] inline int64_t adam_traced_loop(
-    const AdamScalars<typename L::scalar>& scalars, const Layout& layout, const StepMode& mode,
-    const TensorWork& work, int64_t begin, int64_t end, const Draws* draws,
-    typename L::scalar* change) {
-  const AdamScalars<typename L::scalar> s = scalars;
-  const TensorWork copy = work;
-  const auto& x = copy.memory;
-  int64_t lost = 0;
-  int64_t i = begin;
-  const auto update = [&](const auto& lane) __attribute__((always_inline)) {
-    using Lane = std::decay_t<decltype(lane)>;
-    const auto before = load_weight(lane, layout, x, i);
-    adam_register(lane, s, layout, mode, x, i, draws, i - begin);
-    const auto after = load_weight(lane, layout, x, i);
-    Lane::store(change + (i - begin), Lane::sub(after, before));
-    lost +=
-        Lane::count_lost(before, after, load_as(lane, layout.state, x[kExpAvg], i), s.has_decay);
-  };
-  for (; i + L::width <= end; i += L::width) {
-    fetch_arrays_ahead<L>(layout, mode, x, i);
-    update(L{});
-  }
-  for (; i < end; ++i) {
-    update(ScalarLane<typename L::scalar>{});
-  }
-  return lost;
-}
-
-// Calls body(first, last, draws) for elements [begin, end) of a tensor that rounds randomly, run by
-// run of those that share a stream and follow one another.
-template <class Body>
-[[gnu::always_inline]] inline void for_each_stream(const TensorWork& work,
-                                                   const StepOptions& options, int64_t begin,
-                                                   int64_t end, const Body& body) {
-  const RoundingKey key{options.rounding_seed,
-                        static_cast<uint32_t>(static_cast<int64_t>(step_of(work))), work.index};
-  for (int64_t i = begin; i < end;) {
-    const auto number = static_cast<uint64_t>(global_element(work, i));
-    const int64_t same_stream = (int64_t{1} << 32) - static_cast<int64_t>(number & 0xffffffffu);
-    const int64_t run = work.run == 0 ? end - i : work.run - i % work.run;
-    int64_t last = i + (run < same_stream ? run : same_stream);
-    last = last < end ? last : end;
-    body(i, last, Draws{rounding_stream(key, number), static_cast<uint32_t>(number)});
-    i = last;
   }
 }
 

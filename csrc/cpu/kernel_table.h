@@ -4,7 +4,7 @@
 
 #include "kernels/adam.h"
 #include "kernels/exact_accumulator.h"
-#include "kernels/tensor_work.h"
+#include "kernels/trace.h"
 
 namespace torchopt_ext {
 
@@ -15,11 +15,11 @@ struct KernelTable {
   // masters are stored past the caches.
   void (*adam[kAdamKinds])(const TensorScalars&, const TensorWork&, const StepOptions&,
                            int64_t begin, int64_t end, bool past_caches);
-  // The same for at most kTileElements, of any kind, noting what was added to each weight as it is
-  // stored, in the type the tensor is computed in. Returns how many did not change although
-  // something was to be added.
-  int64_t (*adam_traced)(const TensorScalars&, const TensorWork&, const StepOptions&, int64_t begin,
-                         int64_t end, void* change);
+  // The same, by its kind, too. Notes what was added to each weight as it is stored, in the type
+  // the tensor is computed in, and how many did not change although something was to be added,
+  // unless `change` is null; and the digest, if options.track has it.
+  void (*adam_traced[kAdamKinds])(const TensorScalars&, const TensorWork&, const StepOptions&,
+                                  int64_t begin, int64_t end, void* change, ChunkTrace& trace);
 
   // By DType; at most kBlockElements elements. `next`, which may be null, is what will be read
   // soon.
@@ -31,13 +31,7 @@ struct KernelTable {
   // is not. `past_caches`: for more than the caches hold.
   void (*scaled_copy[kDTypes][kDTypes])(void* to, const void* from, double factor, int64_t n,
                                         bool past_caches);
-
-  // By the elements' size, 2, 4 or 8 bytes: index 1, 2 or 3 (kernels/digest.h).
-  uint64_t (*digest[4])(const void* x, uint32_t salt, int64_t first_element, int64_t n);
 };
-
-// Elements that pass B takes at a time where it does more than update them.
-inline constexpr int64_t kTileElements = 512;
 
 const KernelTable& default_kernels();
 const KernelTable& avx2_kernels();

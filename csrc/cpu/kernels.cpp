@@ -4,8 +4,8 @@
 #include <type_traits>
 
 #include "cpu/adam_loop.h"
-#include "cpu/digest_words.h"
 #include "cpu/kernel_table.h"
+#include "cpu/loop_trace.h"
 #include "cpu/sum_of_squares.h"
 #include "kernels/scaled_copy.h"
 #if defined(__AVX512F__)
@@ -21,17 +21,14 @@ namespace {
 constexpr const char* kName = "avx512";
 using FloatLane = Avx512Float;
 using DoubleLane = Avx512Double;
-using Words = Avx512Words;
 #elif defined(__AVX2__)
 constexpr const char* kName = "avx2";
 using FloatLane = Avx2Float;
 using DoubleLane = Avx2Double;
-using Words = Avx2Words;
 #else
 constexpr const char* kName = "default";
 using FloatLane = ScalarLane<float>;
 using DoubleLane = ScalarLane<double>;
-using Words = void;
 #endif
 
 template <class T>
@@ -46,72 +43,65 @@ void exact_sum(const void* x, int64_t n, const void* next, ExactAccumulator& acc
 
 // With a constant layout, but for amsgrad where there is no 16-bit array.
 template <AdamKind kKind>
+Layout layout_of(const TensorWork& work) {
+  Layout layout = kKind == AdamKind::kGeneral ? work.layout : layout_of(kKind);
+  if (kKind == AdamKind::kFloat32 || kKind == AdamKind::kFloat64) {
+    layout.amsgrad = work.layout.amsgrad;
+  }
+  return layout;
+}
+
+template <AdamKind kKind>
 void adam(const TensorScalars& scalars, const TensorWork& work, const StepOptions& options,
           int64_t begin, int64_t end, bool past_caches) {
-  Layout layout = layout_of(kKind);
+  const Layout layout = layout_of<kKind>(work);
   if constexpr (kKind == AdamKind::kFloat64) {
-    layout.amsgrad = work.layout.amsgrad;
     const StepMode mode{.write_back = options.write_back_gradients};
-    adam_loop<DoubleLane>(scalars.as_double, layout, mode, work, begin, end, nullptr);
+    adam_loop<DoubleLane>(scalars.as_double, layout, mode, work, begin, end, nullptr, NoTrace{});
   } else {
-    layout.amsgrad = kKind == AdamKind::kFloat32 && work.layout.amsgrad;
-    const StepMode mode{.past_caches = layout.master == Master::kFloat32 && past_caches};
-    adam_loop<FloatLane>(scalars.as_float, layout, mode, work, begin, end, nullptr);
+    constexpr bool kIsGeneral = kKind == AdamKind::kGeneral;
+    const StepMode mode{.write_back = kIsGeneral && options.write_back_gradients,
+                        .past_caches = layout.master == Master::kFloat32 && past_caches};
+    const bool rounds =
+        kIsGeneral ? rounds_randomly(options, layout) : kKind == AdamKind::kBFloat16Rounded;
+    if (!rounds) {
+      adam_loop<FloatLane>(scalars.as_float, layout, mode, work, begin, end, nullptr, NoTrace{});
+      return;
+    }
+    for_each_run(work, begin, end, [&](int64_t first, int64_t last, uint64_t number) {
+      const Draws draws = draws_from(rounding_key(options, work), number);
+      adam_loop<FloatLane>(scalars.as_float, layout, mode, work, first, last, &draws, NoTrace{});
+    });
   }
 }
 
-template <>
-void adam<AdamKind::kBFloat16Rounded>(const TensorScalars& scalars, const TensorWork& work,
-                                      const StepOptions& options, int64_t begin, int64_t end,
-                                      bool /*past_caches*/) {
-  const Layout layout = layout_of(AdamKind::kBFloat16Rounded);
-  for_each_stream(work, options, begin, end, [&](int64_t first, int64_t last, const Draws& draws) {
-    adam_loop<FloatLane>(scalars.as_float, layout, {}, work, first, last, &draws);
+template <AdamKind kKind, bool kChanges, bool kDigest>
+void adam_traced(const TensorScalars& scalars, const TensorWork& work, const StepOptions& options,
+                 int64_t begin, int64_t end, void* change, ChunkTrace& trace) {
+  using L = std::conditional_t<kKind == AdamKind::kFloat64, DoubleLane, FloatLane>;
+  const Layout layout = layout_of<kKind>(work);
+  constexpr bool kIsGeneral = kKind == AdamKind::kGeneral;
+  const StepMode mode{.write_back = (kIsGeneral || kKind == AdamKind::kFloat64) &&
+                                    options.write_back_gradients};
+  const bool rounds =
+      kIsGeneral ? rounds_randomly(options, layout) : kKind == AdamKind::kBFloat16Rounded;
+  for_each_run(work, begin, end, [&](int64_t first, int64_t last, uint64_t number) {
+    const Draws draws = rounds ? draws_from(rounding_key(options, work), number) : Draws{};
+    auto* changes = static_cast<typename L::scalar*>(change);
+    LoopTrace<L, kChanges, kDigest> seen(work, first, number, changes + (first - begin));
+    adam_loop<L>(scalars_in<typename L::scalar>(scalars), layout, mode, work, first, last,
+                 rounds ? &draws : nullptr, seen);
+    seen.add_to(trace);
   });
 }
 
-template <>
-void adam<AdamKind::kGeneral>(const TensorScalars& scalars, const TensorWork& work,
-                              const StepOptions& options, int64_t begin, int64_t end,
-                              bool past_caches) {
-  const Layout& layout = work.layout;
-  const StepMode mode{.write_back = options.write_back_gradients,
-                      .past_caches = layout.master == Master::kFloat32 && past_caches};
-  if (!rounds_randomly(options, layout)) {
-    adam_loop<FloatLane>(scalars.as_float, layout, mode, work, begin, end, nullptr);
-    return;
-  }
-  for_each_stream(work, options, begin, end, [&](int64_t first, int64_t last, const Draws& draws) {
-    adam_loop<FloatLane>(scalars.as_float, layout, mode, work, first, last, &draws);
-  });
-}
-
-int64_t adam_traced(const TensorScalars& scalars, const TensorWork& work,
-                    const StepOptions& options, int64_t begin, int64_t end, void* change) {
-  const StepMode mode{.write_back = options.write_back_gradients};
-  if (work.kind == AdamKind::kFloat64) {
-    return adam_traced_loop<DoubleLane>(scalars.as_double, work.layout, mode, work, begin, end,
-                                        nullptr, static_cast<double*>(change));
-  }
-  auto* changes = static_cast<float*>(change);
-  if (work.kind == AdamKind::kFloat32) {  // without branches on the types
-    Layout layout = layout_of(AdamKind::kFloat32);
-    layout.amsgrad = work.layout.amsgrad;
-    return adam_traced_loop<FloatLane>(scalars.as_float, layout, {}, work, begin, end, nullptr,
-                                       changes);
-  }
-  const auto traced = [&](int64_t first, int64_t last, const Draws* draws) {
-    return adam_traced_loop<FloatLane>(scalars.as_float, work.layout, mode, work, first, last,
-                                       draws, changes + (first - begin));
-  };
-  if (!rounds_randomly(options, work.layout)) {
-    return traced(begin, end, nullptr);
-  }
-  int64_t lost = 0;
-  for_each_stream(work, options, begin, end, [&](int64_t first, int64_t last, const Draws& draws) {
-    lost += traced(first, last, &draws);
-  });
-  return lost;
+template <AdamKind kKind>
+void adam_traced(const TensorScalars& scalars, const TensorWork& work, const StepOptions& options,
+                 int64_t begin, int64_t end, void* change, ChunkTrace& trace) {
+  const auto step = change == nullptr                     ? adam_traced<kKind, false, true>
+                    : (options.track & kTrackDigest) == 0 ? adam_traced<kKind, true, false>
+                                                          : adam_traced<kKind, true, true>;
+  step(scalars, work, options, begin, end, change, trace);
 }
 
 template <class To, class From>
@@ -145,7 +135,10 @@ const KernelTable& TORCHOPT_KERNELS() {
       .adam = {adam<AdamKind::kFloat32>, adam<AdamKind::kFloat64>, adam<AdamKind::kBFloat16>,
                adam<AdamKind::kBFloat16Master>, adam<AdamKind::kBFloat16Remainder>,
                adam<AdamKind::kBFloat16Rounded>, adam<AdamKind::kGeneral>},
-      .adam_traced = adam_traced,
+      .adam_traced = {adam_traced<AdamKind::kFloat32>, adam_traced<AdamKind::kFloat64>,
+                      adam_traced<AdamKind::kBFloat16>, adam_traced<AdamKind::kBFloat16Master>,
+                      adam_traced<AdamKind::kBFloat16Remainder>,
+                      adam_traced<AdamKind::kBFloat16Rounded>, adam_traced<AdamKind::kGeneral>},
       // In the order of DType.
       .block_sum_of_squares = {block_sum<float>, block_sum<double>, block_sum<BFloat16>,
                                block_sum<Float16>},
@@ -158,8 +151,6 @@ const KernelTable& TORCHOPT_KERNELS() {
                        scaled_copy<BFloat16, Float16>},
                       {scaled_copy<Float16, float>, nullptr, scaled_copy<Float16, BFloat16>,
                        scaled_copy<Float16, Float16>}},
-      .digest = {nullptr, digest<Words, uint16_t>, digest<Words, uint32_t>,
-                 digest<Words, uint64_t>},
   };
   return table;
 }

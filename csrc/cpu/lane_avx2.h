@@ -102,9 +102,10 @@ struct Avx2Float {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(remainder),
                      pack8(_mm256_and_si256(bits, _mm256_set1_epi32(0xffff))));
   }
-  using Random = RandomWords<Avx2Words>;
+  using Words = Avx2Words;
+  using Random = RandomWords<Words>;
   static Random random(const RoundingStream& stream, uint32_t number) {
-    return random_words<Avx2Words>(stream, number);
+    return random_words<Words>(stream, number);
   }
   static void store_stochastic(BFloat16* x, reg a, const Random& random, Array array) {
     const __m256i word = random.word[array / 2];

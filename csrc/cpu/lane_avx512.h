@@ -92,9 +92,10 @@ struct Avx512Float {
                         _mm512_cvtepi32_epi16(nearest_upper_half(bits)));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(remainder), _mm512_cvtepi32_epi16(bits));
   }
-  using Random = RandomWords<Avx512Words>;
+  using Words = Avx512Words;
+  using Random = RandomWords<Words>;
   static Random random(const RoundingStream& stream, uint32_t number) {
-    return random_words<Avx512Words>(stream, number);
+    return random_words<Words>(stream, number);
   }
   static void store_stochastic(BFloat16* x, reg a, const Random& random, Array array) {
     const __m512i word = random.word[array / 2];

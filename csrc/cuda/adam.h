@@ -87,15 +87,6 @@ TORCHOPT_HD inline void prepare_body(int i, const AdamArgs& args, const Gradient
   }
 }
 
-template <class T>
-TORCHOPT_HD inline const AdamScalars<T>& scalars_in(const TensorScalars& scalars) {
-  if constexpr (sizeof(T) == sizeof(double)) {
-    return scalars.as_double;
-  } else {
-    return scalars.as_float;
-  }
-}
-
 // The random bits of elements [i, i + L::width).
 template <class L>
 TORCHOPT_HD inline typename L::Random draw(const TensorWork& work, const RoundingKey& key,

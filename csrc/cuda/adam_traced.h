@@ -24,25 +24,6 @@ struct TraceShared {
 
 namespace {
 
-// Of what is stored of one element.
-TORCHOPT_HD inline uint64_t stored_digest(const TensorWork& work, void* const (&x)[kArrays], int i,
-                                          int64_t first) {
-  const auto element = static_cast<uint64_t>(global_element(work, first + i));
-  uint64_t sum = 0;
-  unrolled<kWritten>([&](int array) {
-    if (x[array] == nullptr) {
-      return;
-    }
-    const int64_t size = element_size(work.layout, array);
-    const char* const at = static_cast<const char*>(x[array]) + i * size;
-    const uint32_t salt = digest_salt(work.index, array);
-    sum += size == 8   ? digest_element(salt, element, load_bits<uint64_t>(at))
-           : size == 4 ? digest_element(salt, element, load_bits<uint32_t>(at))
-                       : digest_element(salt, element, load_bits<uint16_t>(at));
-  });
-  return sum;
-}
-
 // A warp's step of elements [begin, end), a tile at most, with what it saw. By the block rule,
 // thread t owns lanes 2t and 2t + 1. The result is thread 0's.
 template <class T, class Warp>
@@ -70,7 +51,11 @@ TORCHOPT_HD inline ChunkTrace update_tile(const Warp& warp, const AdamChunk<T>& 
         lost[thread] +=
             L::count_lost(before, after, load_as(L{}, layout.state, elements.x[kExpAvg], i),
                           elements.scalars.has_decay);
-        digest[thread] += stored_digest(elements.work, elements.x, i, elements.begin);
+        const auto number =
+            static_cast<uint64_t>(global_element(elements.work, elements.begin + i));
+        const uint32_t factor = place_factors<ScalarWords>(digest_base(elements.work.index, number),
+                                                           static_cast<uint32_t>(number));
+        digest[thread] += digest_element(layout, elements.x, i, factor);
       }
       grad[lane][thread] = grads;
       change[lane][thread] = changes;

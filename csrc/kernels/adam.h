@@ -32,6 +32,15 @@ struct TensorScalars {
 
 namespace {
 
+template <class T>
+TORCHOPT_HD inline const AdamScalars<T>& scalars_in(const TensorScalars& scalars) {
+  if constexpr (sizeof(T) == sizeof(double)) {
+    return scalars.as_double;
+  } else {
+    return scalars.as_float;
+  }
+}
+
 // base**exponent by repeated squaring: libm's pow differs between hosts and CUDA.
 TORCHOPT_HD inline double pow_by_squaring(double base, int64_t exponent) {
   using L = ScalarLane<double>;

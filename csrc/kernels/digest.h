@@ -1,63 +1,68 @@
-// A 64-bit digest of memory that does not depend on the order it is taken in: the sum, modulo
-// 2**64, of every 32-bit word times an odd number that belongs to its place. Replicas that hold
-// the same have the same digest, shards add up to the whole, and one flipped bit always changes it,
-// by 2**k times an odd number. docs/numerics.md section 9.
+// A 64-bit digest of what a step stores that does not depend on the order it is taken in: the sum,
+// modulo 2**64, of every 32-bit word times an odd number of its place and an odd number of its
+// array. Replicas that hold the same have the same digest, shards add up to the whole, and one
+// flipped bit always changes it, by 2**k times an odd number, k < 32. An element's arrays share the
+// number of its place, so that making it costs one multiplication for all of them.
+// docs/numerics.md section 9.
 #pragma once
 
-#include "kernels/tensor_work.h"
+#include "kernels/stochastic.h"
 
 namespace torchopt_ext {
-
 namespace {
 
-// The finaliser "lowbias32" (C. Wellons, "Prospecting for hash functions").
-inline constexpr uint32_t kMixFirst = 0x21f0aaadu;
-inline constexpr uint32_t kMixSecond = 0xd35a2d97u;
-
-TORCHOPT_HD inline uint32_t mix(uint32_t x) {
-  x = (x ^ (x >> 16)) * kMixFirst;
-  x = (x ^ (x >> 15)) * kMixSecond;
-  return x ^ (x >> 15);
+// What elements share whose numbers have the same upper half.
+TORCHOPT_HD inline uint32_t digest_base(uint32_t parameter, uint64_t element) {
+  return static_cast<uint32_t>(mix64(mix64(parameter) + (element >> 32)));
 }
 
-// What all elements of one of a parameter's arrays share.
-TORCHOPT_HD inline uint32_t digest_salt(uint32_t parameter, int array) {
-  return mix(parameter * kWritten + static_cast<uint32_t>(array) + 1u);
+// Of places that follow `number`, the lower half of the first one's number.
+template <class W>
+TORCHOPT_HD inline typename W::reg place_factors(uint32_t base, uint32_t number) {
+  auto x = W::add(W::multiples(kWeylStep), W::set1(number * kWeylStep + base));
+  x = W::multiply(W::bit_xor(x, W::template shifted<16>(x)), W::set1(0x21f0aaadu));
+  return W::bit_or(W::bit_xor(x, W::template shifted<15>(x)), W::set1(1));
 }
 
-// What elements with the same upper half of their number share.
-TORCHOPT_HD inline uint32_t digest_base(uint32_t salt, uint64_t element) {
-  return mix(salt + static_cast<uint32_t>(element >> 32));
+// Of an array's words; of the upper halves of fp64 elements.
+TORCHOPT_HD constexpr uint64_t array_factor(int array, bool is_upper = false) {
+  const int number = array + (is_upper ? kWritten : 0) + 1;
+  return mix64(static_cast<uint64_t>(number)) | 1;
 }
 
-TORCHOPT_HD inline uint64_t digest_word(uint32_t base, uint32_t low_element, uint32_t word) {
-  return uint64_t{word} * (mix(low_element ^ base) | 1u);
+// Calls visit(array) for the arrays of elements that a step stores.
+template <class Visit>
+[[gnu::always_inline]] TORCHOPT_HD inline void for_each_stored(const Layout& layout,
+                                                               const Visit& visit) {
+  visit(kParam);
+  visit(kExpAvg);
+  visit(kExpAvgSq);
+  if (layout.amsgrad) {
+    visit(kMaxExpAvgSq);
+  }
+  if (layout.master != Master::kNone) {
+    visit(kMaster);
+  }
 }
 
-// A run of elements of 2, 4 or 8 bytes whose numbers share their upper half. The halves of a double
-// have salts of their own.
-template <class Bits>
-TORCHOPT_HD inline uint64_t digest_run(uint32_t salt, uint64_t first_element, const Bits* bits,
-                                       int64_t n) {
-  const uint32_t base = digest_base(salt, first_element);
-  const auto first = static_cast<uint32_t>(first_element);
+// Of element i of all arrays, whose place has `factor`.
+TORCHOPT_HD inline uint64_t digest_element(const Layout& layout, void* const (&x)[kArrays],
+                                           int64_t i, uint32_t factor) {
   uint64_t sum = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    sum += digest_word(base, first + static_cast<uint32_t>(i), static_cast<uint32_t>(bits[i]));
-  }
-  if constexpr (sizeof(Bits) == 8) {
-    const uint32_t high_base = digest_base(mix(salt), first_element);
-    for (int64_t i = 0; i < n; ++i) {
-      sum += digest_word(high_base, first + static_cast<uint32_t>(i),
-                         static_cast<uint32_t>(bits[i] >> 32));
+  for_each_stored(layout, [&](Array array) {
+    const int64_t size = element_size(layout, array);
+    const void* const memory = x[array];
+    if (size == 8) {
+      const auto bits = bit_cast<uint64_t>(static_cast<const double*>(memory)[i]);
+      sum += (bits & 0xffffffffu) * factor * array_factor(array) +
+             (bits >> 32) * factor * array_factor(array, true);
+    } else {
+      const uint64_t bits = size == 4 ? bit_cast<uint32_t>(static_cast<const float*>(memory)[i])
+                                      : static_cast<const uint16_t*>(memory)[i];
+      sum += bits * factor * array_factor(array);
     }
-  }
+  });
   return sum;
-}
-
-template <class Bits>
-TORCHOPT_HD inline uint64_t digest_element(uint32_t salt, uint64_t element, Bits bits) {
-  return digest_run(salt, element, &bits, 1);
 }
 
 }  // namespace

@@ -43,7 +43,7 @@ namespace {
 inline constexpr uint32_t kWeylStep = 0x9e3779b1u;
 
 // The finaliser of SplitMix64 (Steele et al., OOPSLA 2014; its constants are Stafford's "Mix13").
-TORCHOPT_HD inline uint64_t mix64(uint64_t x) {
+TORCHOPT_HD constexpr uint64_t mix64(uint64_t x) {
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
   x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
   return x ^ (x >> 31);
@@ -58,6 +58,15 @@ TORCHOPT_HD inline RoundingStream rounding_stream(const RoundingKey& key, uint64
   return {{static_cast<uint32_t>(x), static_cast<uint32_t>(x >> 32), static_cast<uint32_t>(y)}};
 }
 
+inline RoundingKey rounding_key(const StepOptions& options, const TensorWork& work) {
+  return {options.rounding_seed, static_cast<uint32_t>(static_cast<int64_t>(step_of(work))),
+          work.index};
+}
+
+inline Draws draws_from(const RoundingKey& key, uint64_t element) {
+  return {rounding_stream(key, element), static_cast<uint32_t>(element)};
+}
+
 // One word, for the host and for CUDA threads; cpu/lane_avx2.h and lane_avx512.h hold registers.
 struct ScalarWords {
   using reg = uint32_t;
@@ -65,6 +74,7 @@ struct ScalarWords {
   TORCHOPT_HD static reg multiples(uint32_t) { return 0; }  // of a factor, by 0 to width - 1
   TORCHOPT_HD static reg add(reg a, reg b) { return a + b; }
   TORCHOPT_HD static reg bit_xor(reg a, reg b) { return a ^ b; }
+  TORCHOPT_HD static reg bit_or(reg a, reg b) { return a | b; }
   TORCHOPT_HD static reg multiply(reg a, reg b) { return a * b; }
   template <int kBits>
   TORCHOPT_HD static reg shifted(reg a) {

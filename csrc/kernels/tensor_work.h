@@ -88,15 +88,19 @@ TORCHOPT_HD inline int64_t global_element(const TensorWork& work, int64_t i) {
   return work.first_element + (work.run == 0 ? i : i / work.run * work.stride + i % work.run);
 }
 
-// Calls visit(i, its global element, length) for the runs of elements [begin, end) of a tensor that
-// follow one another in the whole parameter.
+// Calls visit(first, last, number of the first one) for the runs of elements [begin, end) of a
+// tensor that follow one another in the whole parameter, with numbers that share their upper half.
 template <class Visit>
-inline void for_each_run(const TensorWork& work, int64_t begin, int64_t end, const Visit& visit) {
+[[gnu::always_inline]] inline void for_each_run(const TensorWork& work, int64_t begin, int64_t end,
+                                                const Visit& visit) {
   for (int64_t i = begin; i < end;) {
+    const auto number = static_cast<uint64_t>(global_element(work, i));
+    const int64_t same_half = (int64_t{1} << 32) - static_cast<int64_t>(number & 0xffffffffu);
     const int64_t run = work.run == 0 ? end - i : work.run - i % work.run;
-    const int64_t length = run < end - i ? run : end - i;
-    visit(i, global_element(work, i), length);
-    i += length;
+    const int64_t longest = i + (run < same_half ? run : same_half);
+    const int64_t last = longest < end ? longest : end;
+    visit(i, last, number);
+    i = last;
   }
 }
 

@@ -77,7 +77,8 @@ std::vector<float> joined_by(const KernelTable& table, std::vector<BFloat16> wei
   work.memory[kGrad] = grad.data();
   work.memory[kExpAvg] = exp_avg.data();
   work.memory[kExpAvgSq] = exp_avg_sq.data();
-  table.adam_traced(scalars, work, {}, 0, static_cast<int64_t>(n), change.data());
+  ChunkTrace trace{};
+  table.adam_traced[6](scalars, work, {}, 0, static_cast<int64_t>(n), change.data(), trace);
   for (float& x : change) {
     x = -x;
   }

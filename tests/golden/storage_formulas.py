@@ -47,21 +47,16 @@ def round_stochastically(bits: int, random: int, draw: int) -> int:
     return rounded - 1 if rounded & 0x7FFF == 0x7F80 else rounded
 
 
-def mix(x: int) -> int:
-    x = ((x ^ x >> 16) * 0x21F0AAAD) & M32
-    x = ((x ^ x >> 15) * 0xD35A2D97) & M32
-    return x ^ x >> 15
-
-
 def digest(parameter: int, role: int, width: int, elements: Sequence[int]) -> int:
     """Of one array's elements, given as bits of ``width``."""
-    salt = mix((5 * parameter + role + 1) & M32)
     total = 0
     for element, bits in enumerate(elements):
+        x = (element & M32) * 0x9E3779B1 + mix64(mix64(parameter) + (element >> 32)) & M32
+        x = (x ^ x >> 16) * 0x21F0AAAD & M32
+        place = x ^ x >> 15 | 1
         words = [bits] if width < 64 else [bits & M32, bits >> 32]
-        for word, word_salt in zip(words, (salt, mix(salt)), strict=False):
-            place = mix(element & M32 ^ mix(word_salt + (element >> 32) & M32))
-            total += word * (place | 1)
+        for upper, word in enumerate(words):
+            total += word * place * (mix64(role + 5 * upper + 1) | 1)
     return total & M64
 
 

@@ -100,26 +100,19 @@ def round_stochastically(bits: Words, random: Words) -> Words:
 # ---- digest ------------------------------------------------------------------------------------
 
 
-def mix(x: Words) -> Words:
-    x = np.asarray(x, np.uint64) & MASK32
-    x = ((x ^ (x >> np.uint64(16))) * np.uint64(0x21F0AAAD)) & MASK32
-    x = ((x ^ (x >> np.uint64(15))) * np.uint64(0xD35A2D97)) & MASK32
-    return x ^ (x >> np.uint64(15))
-
-
 def digest_array(tensor: Tensor, parameter: int, role: int) -> int:
-    """Of one contiguous tensor: every 32-bit word times the odd number of its place, summed."""
+    """Of one contiguous tensor of less than 2**32 elements: every 32-bit word times the odd numbers
+    of its place and its array, summed."""
     values = words(tensor)
-    salt = mix(np.uint64((parameter * 5 + role + 1) % 2**32))
-    element = np.arange(values.size, dtype=np.uint64)
-    pieces = [(values & MASK32, salt)]
-    if tensor.element_size() == 8:
-        pieces.append((values >> np.uint64(32), mix(salt)))
+    base = np.uint64(mix64(mix64(parameter)) % 2**32)
+    x = (times(np.arange(values.size, dtype=np.uint64), 0x9E3779B1) + base) & MASK32
+    x = times(x ^ shifted(x, 16), 0x21F0AAAD)
+    place = x ^ shifted(x, 15) | np.uint64(1)
     total = 0
-    for word, piece_salt in pieces:
-        place = mix(element ^ mix(piece_salt + (element >> np.uint64(32)))) | np.uint64(1)
-        with np.errstate(over="ignore"):
-            total += int((word * place).sum(dtype=np.uint64))
+    with np.errstate(over="ignore"):
+        for upper in range(2 if tensor.element_size() == 8 else 1):
+            word = shifted(values, 32) if upper else values & MASK32
+            total += int((word * place).sum(dtype=np.uint64)) * (mix64(role + 5 * upper + 1) | 1)
     return total % 2**64
 
 
