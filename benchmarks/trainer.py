@@ -77,6 +77,8 @@ def targets(runs: list[dict[str, Any]], seconds: float) -> list[str]:
         over = result["trainer_minus_loop"][0]
         judge(f"{name}: ms over a loop by hand", over, max(2.0, 0.02 * taken[OURS]))
         judge(f"{name}: of torch's loop", taken[TRAINER] / taken[TORCH], 1.0)
+        save, copy = result["async_save_milliseconds"], result["copy_milliseconds"]
+        judge(f"{name}: ms that an async save stops training, copy", save, copy)
         if (grown := result["grown_mib_in_2000_steps"]) is not None:
             judge(f"{name}: MiB grown in 2,000 steps", grown, 1.0)
     judge("seconds from a process's start to the end of step 1", seconds, 10.0)

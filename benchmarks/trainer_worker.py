@@ -98,22 +98,21 @@ class ByTrainer:
 
     def asynchronous_saves(self, count: int) -> tuple[list[float], list[float]]:
         """Milliseconds that a save stops training, and that a copy of the state takes."""
-        self.config.checkpoint.interval = 1
         stops, copies = [], []
         for _ in range(count):
             self()
-            step = self.trainer.step
+            self.config.checkpoint.interval = 1
             started = time.perf_counter()
-            self._save(step)
+            self._save(self.trainer.step)
             stops.append(1e3 * (time.perf_counter() - started))
-            self.trainer.checkpointer.maybe_wait_for_staging()
+            self.config.checkpoint.interval = 10**9
+            self.trainer.checkpointer._finish_pending(raises=True)
             state = [p.detach() for part in self.trainer.model_parts for p in part.parameters()]
             state += [v for s in self.trainer.optimizers.state.values() for v in s.values()]
             started = time.perf_counter()
             copy = [tensor.clone() for tensor in state]
             copies.append(1e3 * (time.perf_counter() - started))
             del copy
-        self.config.checkpoint.interval = 10**9
         return stops, copies
 
     def growth(self, steps: int) -> float:

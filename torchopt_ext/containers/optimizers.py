@@ -4,6 +4,7 @@ import functools
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -159,7 +160,7 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
         """
         if self.compat == "seed":
             flat.init_state_by_step(self._parts())
-        return flat.get_state_dict(self._parts())
+        return flat.get_state_dict(self._parts(), self._complete(self._parts()))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy a flat state dict into the optimizers, after checking all of it.
@@ -200,6 +201,10 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
 
     def init_cache_state_dict(self) -> None:
         """Nothing to do: only a fault-tolerant container caches its state dict."""
+
+    @cached_property
+    def _complete(self) -> flat.Completion:
+        return flat.Completion()
 
     def _parts(self) -> list[flat.ModelPart]:
         """Each model part with the optimizers of its parameters."""

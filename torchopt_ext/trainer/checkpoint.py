@@ -72,6 +72,7 @@ class CheckpointManager:
         self._config = job_config.checkpoint
         self._enabled = self._config.enable_checkpoint
         self._model_parts, self._last_step = model_parts, job_config.training.steps
+        self._model_state = states_of.ModelState(model_parts)
         self._states = states | {OPTIMIZER: optimizers, LR_SCHEDULER: lr_schedulers}
         self.folder = Path(job_config.job.dump_folder) / self._config.folder
         self._manager = ft_manager.manager if ft_manager and ft_manager.enabled else None
@@ -162,7 +163,7 @@ class CheckpointManager:
 
     def _state(self, contents: str, exported: bool) -> dict[str, Any]:
         """What a checkpoint holds, by key; tensors are the live ones."""
-        model = states_of.model_state(self._model_parts)
+        model = self._model_state()
         if contents == "model":
             dtype = self._export_dtype if exported else None
             return states_of.converted(model, dtype) if dtype else model
@@ -344,7 +345,7 @@ class CheckpointManager:
         reader = dcp.Reader(checkpoint)
         with all_or_none(self._group):
             metadata = reader.read_metadata()
-            model = {} if MODEL in excluded else states_of.model_state(self._model_parts)
+            model = {} if MODEL in excluded else self._model_state()
             if missing := sorted(model.keys() - metadata.state_dict_metadata.keys()):
                 raise ValueError(f"{checkpoint} lacks of the model: {', '.join(missing)}")
         rest = {} if model_only else self._states | self._own
@@ -405,7 +406,7 @@ class CheckpointManager:
     def _state_for_peer(self) -> dict[str, Any]:
         """What a replica group gives to one that heals."""
         rest = {key: value.state_dict() for key, value in self._states.items()}
-        return rest | {MODEL: states_of.model_state(self._model_parts)}
+        return rest | {MODEL: self._model_state()}
 
     def _heal(self, state: dict[str, Any]) -> None:
         states_of.set_model_state(self._model_parts, state[MODEL])

@@ -20,23 +20,47 @@ from torch.distributed.checkpoint.state_dict import (
 from torchopt_ext.trainer.distributed import seed_generators
 
 
-def model_state(model_parts: list[nn.Module]) -> dict[str, Any]:
-    """The parts' live parameters and buffers by name in the whole model.
+class ModelState:
+    """The parts' live parameters and buffers by name in the whole model."""
 
-    Raises:
-        ValueError: two parts have the same name.
-    """
-    merged: dict[str, Any] = {}
-    for part in model_parts:
-        own = get_model_state_dict(part)
-        if both := sorted(merged.keys() & own.keys()):
-            raise ValueError(f"more than one model part has {both}")
-        merged |= own
-    return merged
+    def __init__(self, model_parts: list[nn.Module]) -> None:
+        self._parts = [(part, _Names()) for part in model_parts]
+
+    def __call__(self) -> dict[str, Any]:
+        """What DCP saves.
+
+        Raises:
+            ValueError: two parts have the same name.
+        """
+        merged: dict[str, Any] = {}
+        for part, names in self._parts:
+            own = names.state_of(part)
+            if both := sorted(merged.keys() & own.keys()):
+                raise ValueError(f"more than one model part has {both}")
+            merged |= own
+        return merged
+
+
+class _Names:
+    """get_model_state_dict, which is asked again only where a module's keys have changed: it takes
+    30 us a key, which a save would add to a training step."""
+
+    def __init__(self) -> None:
+        self._keys: list[str] = []
+        self._renamed: dict[str, str] = {}  # those that wrappers have changed
+
+    def state_of(self, part: nn.Module) -> dict[str, Any]:
+        own = part.state_dict()
+        if list(own) != self._keys:
+            named = get_model_state_dict(part)
+            old, new = (key for key in own if key not in named), (n for n in named if n not in own)
+            self._keys, self._renamed = list(own), dict(zip(old, new, strict=True))
+        kept = {key: value for key, value in own.items() if key not in self._renamed}
+        return kept | {new: own[old] for old, new in self._renamed.items()}
 
 
 def set_model_state(model_parts: list[nn.Module], state: dict[str, Any]) -> None:
-    """Gives each part its entries of :func:`model_state`'s result."""
+    """Gives each part its entries of :class:`ModelState`'s."""
     for part in model_parts:
         own = {name: state[name] for name in get_model_state_dict(part)}
         set_model_state_dict(part, own, options=StateDictOptions(strict=False))

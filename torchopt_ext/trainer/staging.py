@@ -52,7 +52,7 @@ class Staged:
         if kind in _FIXED:
             return value
         if kind is dict:
-            return {key: self._copy(item) for key, item in value.items()}
+            return {k: v if type(v) in _FIXED else self._copy(v) for k, v in value.items()}
         if kind in (list, tuple):
             return kind(map(self._copy, value))
         if not isinstance(value, Tensor):

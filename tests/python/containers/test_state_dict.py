@@ -76,6 +76,20 @@ def test_wrappers_leave_no_trace_in_the_keys(choice, parts):
     container.load_state_dict(container.state_dict())
 
 
+def test_names_follow_a_module_that_changes(choice, parts):
+    """A container asks torch for names once, and again when a parameter has moved or is new."""
+    container = choice.container(parts)
+    container.state_dict()
+    moved = nn.Linear(3, 2)
+    container.optimizers[0].add_param_group({"params": [moved.weight]})
+    parts[0].first = moved
+    assert "state.first.weight.exp_avg" in container.state_dict()
+    del parts[0].first
+    parts[0].second = moved
+    keys = container.state_dict().keys()
+    assert "state.second.weight.exp_avg" in keys and not any("first" in key for key in keys)
+
+
 def test_seed_bug_state_dict_before_the_first_step_advanced_the_step(
     choice, parts, train, assert_same
 ):

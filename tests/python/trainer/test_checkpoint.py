@@ -22,6 +22,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from torchopt_ext.containers import OptimizersInBackwardContainer
 from torchopt_ext.trainer import checkpoint_files as files
@@ -605,3 +607,22 @@ def test_an_export_holds_every_dtype(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"'c' is torch\.complex128"):
         export_safetensors(tmp_path / "step-2", output)
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == [output.name]
+
+
+def test_model_state_is_torchs_whatever_becomes_of_the_module() -> None:
+    """Keys in torch's order, without wrappers' names, of a module that changes later, too."""
+    model = nn.Sequential(nn.Linear(3, 4), torch.compile(nn.Linear(4, 4)), nn.BatchNorm1d(4))
+    state = checkpoint_states.ModelState([model])
+
+    def expect_torchs() -> None:
+        ours, theirs = state(), get_model_state_dict(model)
+        assert list(ours) == list(theirs)
+        assert all(ours[key].data_ptr() == theirs[key].data_ptr() for key in theirs)
+
+    expect_torchs()
+    expect_torchs()
+    model.register_buffer("later", torch.zeros(2))
+    model[0].weight = nn.Parameter(torch.ones(4, 3))
+    expect_torchs()
+    del model[2]
+    expect_torchs()
