@@ -12,7 +12,7 @@ BUILD = $(TORCHOPT_EXT_BUILD_DIR)
 SOURCES := CMakeLists.txt setup.py pyproject.toml $(shell find csrc torchopt_ext -type f \
 	! -name '*.pyc' ! -name '*.so' ! -name _build_info.py)
 CXX_SOURCES = $(shell git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' 'csrc/*.cuh' 'tests/cpp/*.cpp' \
-	'tests/cpp/*.h' 'examples/*.cpp')
+	'tests/cpp/*.h' 'tests/python/*.cpp' 'examples/*.cpp' 'benchmarks/cpp/*.cpp')
 TIER ?= not slow and not gpu
 SMOKED := 2.12.0 2.13.0 2.14.0
 DIST ?= dist
@@ -20,7 +20,7 @@ JOBS := $(shell nproc)
 
 .PHONY: help install demo test test-python smoke test-all test-cpp test-sanitize \
 	check-aarch64 check-sass test-gpu gpu-report bench bench-dtensor-host bench-in-backward \
-	bench-torchtitan bench-zero bench-mixed-precision bench-trainer lint format wheel clean FORCE
+	bench-torchtitan bench-zero bench-mixed-precision bench-trainer bench-cxx lint format wheel clean FORCE
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -73,6 +73,14 @@ bench-zero: $(VENV)/.installed ## Time ZeroRedundancyOptimizer beside torch's, o
 
 bench-trainer: $(VENV)/.installed ## Time the Trainer beside loops written by hand
 	$(PY) benchmarks/trainer.py --out out/bench-trainer
+
+# Of the installed package, as its users build programs.
+bench-cxx: $(VENV)/.installed ## Time the step from C++ beside libtorch's AdamW
+	$(BIN)/cmake -S benchmarks/cpp -B build/bench-cxx -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
+		-DCMAKE_PREFIX_PATH=$$($(PY) -P -c 'import torchopt_ext; print(torchopt_ext.cmake_prefix_path)') >/dev/null
+	$(BIN)/cmake --build build/bench-cxx
+	mkdir -p out/bench-cxx
+	build/bench-cxx/bench_cxx | tee out/bench-cxx/cxx.txt
 
 DRAWS ?= 1e10
 rounding-quality: ## Test the draws of random rounding statistically; DRAWS=1e10
@@ -184,5 +192,5 @@ wheel: $(VENV)/.requirements ## Build a wheel for this torch into dist/
 
 clean: ## Remove everything built, except the environments
 	rm -rf build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	rm -rf torchopt_ext/_C.*.so torchopt_ext/lib torchopt_ext/_build_info.py
+	rm -rf torchopt_ext/_C.*.so torchopt_ext/_build_info.py torchopt_ext/include torchopt_ext/lib torchopt_ext/share
 	find torchopt_ext tests examples benchmarks -name __pycache__ -exec rm -rf {} +

@@ -27,11 +27,14 @@ if TYPE_CHECKING:
     from torchopt_ext.zero import ZeroRedundancyOptimizer
 
 cuda_built = _library.cuda_built
+cmake_prefix_path: str = _library.cmake_prefix_path
+"""Where CMake finds the C++ interface (docs/cpp.md), as torch.utils.cmake_prefix_path for torch."""
 
 __all__ = [
     "DynamicGradScaler", "FSDPadaptOptimizer", "FusedAdam", "FusedAdamW", "GradScaler",
-    "ZeroRedundancyOptimizer", "containers", "cuda_built", "load_fsdp_optimizer", "mixed_precision",
-    "offload_fsdp_optimizer", "ops", "optimizer_on_device", "zero",
+    "ZeroRedundancyOptimizer", "cmake_prefix_path", "containers", "cuda_built",
+    "load_fsdp_optimizer", "mixed_precision", "offload_fsdp_optimizer", "ops",
+    "optimizer_on_device", "zero",
 ]  # fmt: skip
 
 

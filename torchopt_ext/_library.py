@@ -78,6 +78,16 @@ def _load() -> str | None:
 _CUDA_VERSION = _load()
 
 
+def _installed() -> Path:
+    """The package's folder that has the libraries."""
+    info = sys.modules["torchopt_ext._build_info"].__file__
+    assert info is not None
+    return Path(info).parent
+
+
+cmake_prefix_path = str(_installed() / "share" / "cmake")
+
+
 def cuda_built() -> bool:
     """Whether the operators were built for CUDA; says nothing of a GPU."""
     return _CUDA_VERSION is not None

@@ -103,9 +103,21 @@ def test_from_the_root_of_a_clone(tmp_path: Path) -> None:
 
 
 class TestContents:
-    @pytest.mark.parametrize("name", ["py.typed", "_C.pyi", "lib/libtorchopt_ext.so"])
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "py.typed",
+            "_C.pyi",
+            "lib/libtorchopt_ext.so",
+            "include/torchopt_ext/optim.h",
+            "share/cmake/torchopt_ext/torchopt_extConfig.cmake",
+        ],
+    )
     def test_ships(self, name: str) -> None:
         assert (PACKAGE / name).is_file()
+
+    def test_says_where_cmake_finds_it(self) -> None:
+        assert Path(torchopt_ext.cmake_prefix_path) == PACKAGE / "share" / "cmake"
 
     def test_requires_the_torch_minor_it_was_built_against(self) -> None:
         minor = ".".join(_build_info.TORCH_VERSION.split(".")[:2])

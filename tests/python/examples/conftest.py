@@ -1,9 +1,16 @@
 """The examples are scripts that import one another by name from their own folder."""
 
+import re
+import shutil
+import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
+import torch
+
+import torchopt_ext
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 sys.path.insert(0, str(EXAMPLES))
@@ -12,3 +19,29 @@ sys.path.insert(0, str(EXAMPLES))
 @pytest.fixture(scope="session")
 def examples() -> Path:
     return EXAMPLES
+
+
+def cmake(*arguments: str) -> str:
+    """Runs the CMake of this environment, or of the machine; returns what it prints."""
+    program = shutil.which("cmake", path=sysconfig.get_path("scripts")) or shutil.which("cmake")
+    if program is None or shutil.which("g++") is None:
+        pytest.skip("no cmake or no g++")
+    done = subprocess.run(
+        [program, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="session")
+def cpp_programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of what tests/python/cpp/CMakeLists.txt builds against the installed package."""
+    build = tmp_path_factory.mktemp("cpp")
+    page = (EXAMPLES.parent / "docs" / "cpp.md").read_text()
+    for i, block in enumerate(re.findall(r"```cpp\n(.*?)```", page, flags=re.DOTALL)):
+        (build / f"block_{i}.inc").write_text(block)  # for documented.cpp
+    prefixes = f"{torchopt_ext.cmake_prefix_path};{torch.utils.cmake_prefix_path}"
+    source = Path(__file__).resolve().parents[1] / "cpp"
+    cmake("-S", str(source), "-B", str(build), f"-DCMAKE_PREFIX_PATH={prefixes}")
+    cmake("--build", str(build), "--parallel", "2")
+    return build

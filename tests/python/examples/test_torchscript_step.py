@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-import torchopt_ext
 from torchopt_ext.ops import lr_factor
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
@@ -53,38 +51,14 @@ def test_from_python(script: tuple[Path, str]) -> None:
     assert norms(script[1]) == pytest.approx(expected(), rel=1e-4)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_from_cpp(script: tuple[Path, str], tmp_path: Path) -> None:
-    if shutil.which("g++") is None:
-        pytest.skip("no g++")
-    root = Path(torch.__file__).parent
-    library = Path(torchopt_ext.__file__).parent / "lib"
-    program = tmp_path / "torchscript_step"
-    done = subprocess.run(
-        [
-            *[
-                "g++",
-                "-std=c++20",
-                "-w",
-                str(EXAMPLES / "torchscript_step.cpp"),
-                "-o",
-                str(program),
-            ],
-            *[f"-I{root}/include", f"-I{root}/include/torch/csrc/api/include"],
-            *[f"-L{root}/lib", f"-Wl,-rpath,{root}/lib", "-Wl,--no-as-needed,--disable-new-dtags"],
-            *[f"-L{library}", f"-Wl,-rpath,{library}", "-ltorchopt_ext"],
-            *["-ltorch", "-ltorch_cpu", "-lc10"],
-            *(["-Wl,--allow-shlib-undefined"]),
-        ],
+def test_from_cpp(script: tuple[Path, str], cpp_programs: Path) -> None:
+    run = subprocess.run(
+        [str(cpp_programs / "examples" / "torchscript_step"), str(script[0])],
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=60,
         check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    run = subprocess.run(
-        [str(program), str(script[0])], capture_output=True, text=True, timeout=60, check=False
     )
     assert run.returncode == 0, run.stderr
     assert norms(run.stdout) == pytest.approx(norms(script[1]), rel=1e-3)

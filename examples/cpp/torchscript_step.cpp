@@ -1,8 +1,5 @@
-// Runs what torchscript_step.py saved, without Python:
-//   g++ -std=c++20 torchscript_step.cpp -I$TORCH/include -I$TORCH/include/torch/csrc/api/include
-//       -L$TORCH/lib -Wl,-rpath,$TORCH/lib -Wl,--no-as-needed,--disable-new-dtags -L$EXT
-//       -Wl,-rpath,$EXT -ltorchopt_ext -ltorch -ltorch_cpu -lc10 -o torchscript_step
-// where $TORCH is torch's package folder and $EXT the folder of libtorchopt_ext.so.
+// Runs what examples/torchscript_step.py saved, without Python. The operators are in
+// libtorchopt_ext.so, which the program is linked to.
 #include <torch/script.h>
 
 #include <iostream>

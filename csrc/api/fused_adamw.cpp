@@ -1,0 +1,174 @@
+#include <torch/optim/serialize.h>
+#include <torchopt_ext/optim.h>
+
+#include <limits>
+#include <utility>
+
+#include "api/planned_step.h"
+
+namespace torchopt_ext {
+namespace {
+
+using torch::optim::OptimizerParamGroup;
+using torch::serialize::InputArchive;
+using torch::serialize::OutputArchive;
+
+// A group's options as libtorch 2.15 completes those of its own optimizers, and of no others: what
+// equals a new object's is the optimizer's (torch/optim/optimizer.h).
+std::unique_ptr<FusedAdamWOptions> completed(const FusedAdamWOptions& own,
+                                             const FusedAdamWOptions& defaults) {
+  const FusedAdamWOptions usual;
+  auto options = std::make_unique<FusedAdamWOptions>(defaults);
+  const auto complete = [&](auto field) {
+    if (field(own) != field(usual)) {
+      field(*options) = field(own);
+    }
+  };
+  complete([](auto& o) -> auto& { return o.lr(); });
+  complete([](auto& o) -> auto& { return o.betas(); });
+  complete([](auto& o) -> auto& { return o.eps(); });
+  complete([](auto& o) -> auto& { return o.weight_decay(); });
+  complete([](auto& o) -> auto& { return o.amsgrad(); });
+  complete([](auto& o) -> auto& { return o.maximize(); });
+  complete([](auto& o) -> auto& { return o.decoupled_weight_decay(); });
+  hyper_of(*options);  // checks them
+  return options;
+}
+
+// A tensor that is a view into a larger block would carry the block along.
+at::Tensor alone(const at::Tensor& tensor) {
+  return tensor.storage().nbytes() > tensor.nbytes() ? tensor.clone() : tensor;
+}
+
+template <class T>
+void read_if_there(InputArchive& archive, const char* name, T& value) {
+  c10::IValue found;
+  if (archive.try_read(name, found)) {
+    value = found.to<T>();
+  }
+}
+
+}  // namespace
+
+FusedAdamWOptions::FusedAdamWOptions(double lr) : lr_(lr) {}
+
+void FusedAdamWOptions::serialize(OutputArchive& archive) const {
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(lr);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(betas);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(eps);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(weight_decay);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(amsgrad);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(maximize);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(decoupled_weight_decay);
+}
+
+// torch::optim::AdamW has no archive of the last two.
+void FusedAdamWOptions::serialize(InputArchive& archive) {
+  read_if_there(archive, "lr", lr_);
+  read_if_there(archive, "betas", betas_);
+  read_if_there(archive, "eps", eps_);
+  read_if_there(archive, "weight_decay", weight_decay_);
+  read_if_there(archive, "amsgrad", amsgrad_);
+  read_if_there(archive, "maximize", maximize_);
+  read_if_there(archive, "decoupled_weight_decay", decoupled_weight_decay_);
+}
+
+double FusedAdamWOptions::get_lr() const { return lr(); }
+void FusedAdamWOptions::set_lr(double lr) { lr_ = lr; }
+
+void FusedAdamWParamState::serialize(OutputArchive& archive) const {
+  archive.write("step", c10::IValue(static_cast<int64_t>(step().item<float>())));
+  archive.write("exp_avg", c10::IValue(alone(exp_avg())));
+  archive.write("exp_avg_sq", c10::IValue(alone(exp_avg_sq())));
+  if (max_exp_avg_sq().defined()) {
+    archive.write("max_exp_avg_sq", c10::IValue(alone(max_exp_avg_sq())));
+  }
+}
+
+void FusedAdamWParamState::serialize(InputArchive& archive) {
+  int64_t steps = 0;
+  read_if_there(archive, "step", steps);
+  step_ = torch::scalar_tensor(static_cast<double>(steps), at::kFloat);
+  read_if_there(archive, "exp_avg", exp_avg_);
+  read_if_there(archive, "exp_avg_sq", exp_avg_sq_);
+  read_if_there(archive, "max_exp_avg_sq", max_exp_avg_sq_);
+}
+
+FusedAdamW::FusedAdamW(const ParamGroups& param_groups, const FusedAdamWOptions& defaults)
+    : Optimizer(ParamGroups{}, std::make_unique<FusedAdamWOptions>(defaults)),
+      planned_(std::make_unique<PlannedStep>()) {
+  hyper_of(defaults);
+  for (const OptimizerParamGroup& group : param_groups) {
+    add_param_group(group);
+  }
+}
+
+FusedAdamW::FusedAdamW(std::vector<at::Tensor> params, const FusedAdamWOptions& defaults)
+    : FusedAdamW(ParamGroups{OptimizerParamGroup(std::move(params))}, defaults) {}
+
+FusedAdamW::FusedAdamW(const torch::OrderedDict<std::string, at::Tensor>& named_params,
+                       const FusedAdamWOptions& defaults)
+    : FusedAdamW(named_params.values(), defaults) {
+  std::unordered_map<const void*, std::string> names;
+  for (const auto& named : named_params) {
+    names.emplace(named.value().unsafeGetTensorImpl(), named.key());
+  }
+  planned_ = std::make_unique<PlannedStep>(std::move(names));
+}
+
+FusedAdamW::~FusedAdamW() = default;
+FusedAdamW::FusedAdamW(FusedAdamW&& other) noexcept = default;
+FusedAdamW& FusedAdamW::operator=(FusedAdamW&& other) noexcept = default;
+
+void FusedAdamW::add_param_group(const OptimizerParamGroup& param_group) {
+  auto options =
+      std::make_unique<FusedAdamWOptions>(static_cast<const FusedAdamWOptions&>(*defaults_));
+  if (param_group.has_options()) {
+    options = completed(options_of(param_group), *options);
+  }
+  Optimizer::add_param_group(OptimizerParamGroup(param_group.params()));
+  param_groups_.back().set_options(std::move(options));
+}
+
+torch::Tensor FusedAdamW::step(LossClosure closure) {
+  torch::Tensor loss;
+  if (closure != nullptr) {
+    const at::AutoGradMode enable_grad(true);
+    loss = closure();
+  }
+  planned_->step(param_groups_, state_, max_grad_norm_, skip_nonfinite_);
+  return loss;
+}
+
+torch::Tensor FusedAdamW::grad_norm() const {
+  const torch::Tensor norm = planned_->control(&Control::grad_norm);
+  return planned_->norm_was_measured()
+             ? norm
+             : at::full_like(norm, std::numeric_limits<double>::quiet_NaN());
+}
+
+torch::Tensor FusedAdamW::steps() const { return planned_->control(&Control::steps); }
+
+torch::Tensor FusedAdamW::skipped_steps() const {
+  return planned_->control(&Control::skipped_steps);
+}
+
+void FusedAdamW::save(OutputArchive& archive) const {
+  torch::optim::serialize<FusedAdamWParamState, FusedAdamWOptions>(archive, *this);
+}
+
+void FusedAdamW::load(InputArchive& archive) {
+  const at::NoGradGuard no_grad;
+  FusedAdamW loaded(param_groups_);
+  torch::optim::serialize<FusedAdamWParamState, FusedAdamWOptions>(archive, loaded);
+  for (const OptimizerParamGroup& group : loaded.param_groups_) {
+    hyper_of(options_of(group));
+  }
+  planned_->fit(loaded.param_groups_, loaded.state_);
+  for (size_t g = 0; g < param_groups_.size(); ++g) {
+    param_groups_[g].set_options(loaded.param_groups_[g].options().clone());
+  }
+  state_ = std::move(loaded.state_);
+}
+
+}  // namespace torchopt_ext

@@ -1,0 +1,271 @@
+#include "api/planned_step.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+
+#include <atomic>
+#include <cmath>
+#include <limits>
+
+#include "kernels/exact_accumulator.h"
+#include "ops/control_update.h"
+#include "plan/for_each_entry.h"
+#include "plan/step_checks.h"
+
+namespace torchopt_ext {
+namespace {
+
+using torch::optim::OptimizerParamGroup;
+
+FusedAdamWParamState* state_of(const PlannedStep::State& state, const at::Tensor& param) {
+  const auto found = state.find(param.unsafeGetTensorImpl());
+  return found == state.end() ? nullptr : static_cast<FusedAdamWParamState*>(found->second.get());
+}
+
+// Calls visit(slot of the parameter, its number, parameter) for all parameters, in order.
+template <class Visit>
+void for_each_param(const PlannedStep::Groups& groups, const Visit& visit) {
+  size_t number = 0;
+  for (size_t g = 0; g < groups.size(); ++g) {
+    const std::vector<at::Tensor>& params = groups[g].params();
+    for (size_t i = 0; i < params.size(); ++i) {
+      visit(g, i, number++, params[i]);
+    }
+  }
+}
+
+int64_t index_of(double Control::*field) {
+  static constexpr Control kNone{};
+  return &(kNone.*field) - &kNone.max_grad_norm;
+}
+
+// `tensor` like a new moment of the parameter: itself if it is so already.
+at::Tensor fitted(const at::Tensor& tensor, const char* role, const at::Tensor& param,
+                  const Label& param_what) {
+  TORCH_CHECK(tensor.sizes() == param.sizes(), role, " of ", param_what, " has shape ",
+              tensor.sizes(), ", expected ", param.sizes(), " as the parameter");
+  const at::Tensor like = at::empty_like(param, param.options().dtype(tensor.scalar_type()));
+  return tensor.device() == like.device() && same_layout(tensor, like)
+             ? tensor
+             : like.copy_(tensor, /*non_blocking=*/false);
+}
+
+}  // namespace
+
+const FusedAdamWOptions& options_of(const OptimizerParamGroup& group) {
+  const auto* options = dynamic_cast<const FusedAdamWOptions*>(&group.options());
+  TORCH_CHECK(options != nullptr,
+              "a param group of FusedAdamW has another optimizer's options, expected "
+              "torchopt_ext::FusedAdamWOptions");
+  return *options;
+}
+
+AdamHyper hyper_of(const FusedAdamWOptions& options) {
+  const auto [beta1, beta2] = options.betas();
+  const AdamHyper hyper{options.lr(),
+                        beta1,
+                        beta2,
+                        options.eps(),
+                        options.weight_decay(),
+                        options.decoupled_weight_decay(),
+                        options.maximize()};
+  check_hyper(hyper);
+  return hyper;
+}
+
+Label PlannedStep::what(size_t number, const at::Tensor& param) const {
+  const auto named = names_.find(param.unsafeGetTensorImpl());
+  return {"parameter", number, named == names_.end() ? nullptr : &named->second};
+}
+
+void PlannedStep::fit(const Groups& groups, State& state) const {
+  for_each_param(groups, [&](size_t g, size_t, size_t number, const at::Tensor& param) {
+    FusedAdamWParamState* own = state_of(state, param);
+    if (own == nullptr) {
+      return;
+    }
+    const Label param_what = what(number, param);
+    TORCH_CHECK(own->step().defined() && own->exp_avg().defined() && own->exp_avg_sq().defined(),
+                "the state of ", param_what, " lacks step, exp_avg or exp_avg_sq");
+    own->step(own->step().to(param.device(), at::kFloat).reshape({}));
+    own->exp_avg(fitted(own->exp_avg(), "exp_avg", param, param_what));
+    own->exp_avg_sq(fitted(own->exp_avg_sq(), "exp_avg_sq", param, param_what));
+    if (own->max_exp_avg_sq().defined()) {
+      own->max_exp_avg_sq(fitted(own->max_exp_avg_sq(), "max_exp_avg_sq", param, param_what));
+    } else if (options_of(groups[g]).amsgrad()) {
+      own->max_exp_avg_sq(at::zeros_like(own->exp_avg_sq()));
+    }
+  });
+}
+
+// Makes the state of parameters that have a first gradient, and the plan of all that have state.
+void PlannedStep::build(const Groups& groups, State& state) {
+  plan_.reset();
+  std::vector<at::Tensor> begun;
+  for_each_param(groups, [&](size_t, size_t, size_t number, const at::Tensor& param) {
+    if (param.unsafeGetTensorImpl()->grad().defined() && state_of(state, param) == nullptr) {
+      check_supported(param, what(number, param), /*complex=*/true);
+      begun.push_back(param);
+    }
+  });
+  if (!begun.empty()) {
+    // One vector of all step counts, which a step passes over once.
+    const at::Tensor steps = at::zeros({static_cast<int64_t>(begun.size())},
+                                       begun[0].options().dtype(at::kFloat).requires_grad(false));
+    for (size_t i = 0; i < begun.size(); ++i) {
+      auto own = std::make_unique<FusedAdamWParamState>();
+      own->step(steps[static_cast<int64_t>(i)]);
+      own->exp_avg(at::zeros_like(begun[i], at::MemoryFormat::Preserve));
+      own->exp_avg_sq(at::zeros_like(begun[i], at::MemoryFormat::Preserve));
+      state[begun[i].unsafeGetTensorImpl()] = std::move(own);
+    }
+  }
+  fit(groups, state);
+  slots_.clear();
+  idle_.clear();
+  std::vector<StepPlan::Entry> entries;
+  for_each_param(groups, [&](size_t g, size_t index, size_t number, const at::Tensor& param) {
+    const FusedAdamWParamState* own = state_of(state, param);
+    (own == nullptr ? idle_ : slots_).push_back({g, index});
+    if (own == nullptr) {
+      return;
+    }
+    StepPlan::Entry entry;
+    entry.tensors = {param,
+                     own->exp_avg(),
+                     own->exp_avg_sq(),
+                     options_of(groups[g]).amsgrad() ? own->max_exp_avg_sq() : at::Tensor(),
+                     at::Tensor(),
+                     own->step()};
+    entry.group = static_cast<int32_t>(g);
+    const auto named = names_.find(param.unsafeGetTensorImpl());
+    if (named != names_.end()) {
+      entry.name = named->second;
+    }
+    entry.position = number;
+    entries.push_back(std::move(entry));
+  });
+  group_sizes_.clear();
+  for (const OptimizerParamGroup& group : groups) {
+    group_sizes_.push_back(group.params().size());
+  }
+  const at::Device device =
+      entries.empty() ? at::Device(at::kCPU) : entries[0].tensors[kParam].device();
+  plan_ = std::make_unique<StepPlan>(entries, device);
+}
+
+// Takes this step's gradients. False if the plan does not fit: tensors were replaced, or a
+// parameter without state has a gradient.
+bool PlannedStep::collect(const Groups& groups, const State& state) {
+  if (!plan_ || groups.size() != group_sizes_.size()) {
+    return false;
+  }
+  for (size_t g = 0; g < groups.size(); ++g) {
+    if (groups[g].params().size() != group_sizes_[g]) {
+      return false;
+    }
+  }
+  const auto param_at = [&](const Slot& slot) -> const at::Tensor& {
+    return groups[slot.group].params()[slot.index];
+  };
+  for (const Slot& slot : idle_) {
+    if (param_at(slot).unsafeGetTensorImpl()->grad().defined()) {
+      return false;
+    }
+  }
+  std::vector<bool> amsgrad;
+  for (const OptimizerParamGroup& group : groups) {
+    amsgrad.push_back(options_of(group).amsgrad());
+  }
+  std::atomic<bool> fits{true};
+  remaining_.assign(slots_.size(), 0);
+  for_each_entry(slots_.size(), [&](size_t begin, size_t end) {
+    for (size_t i = begin; i < end; ++i) {
+      if (i + kAhead < end) {
+        plan_->prefetch(i + kAhead);
+      }
+      const at::Tensor& param = param_at(slots_[i]);
+      const FusedAdamWParamState* own = state_of(state, param);
+      if (own == nullptr ||
+          !plan_->attach(
+              i, {param.unsafeGetTensorImpl(), own->exp_avg().unsafeGetTensorImpl(),
+                  own->exp_avg_sq().unsafeGetTensorImpl(),
+                  amsgrad[slots_[i].group] ? own->max_exp_avg_sq().unsafeGetTensorImpl() : nullptr,
+                  nullptr, own->step().unsafeGetTensorImpl()})) {
+        fits = false;
+        return;
+      }
+      remaining_[i] = !plan_->take_gradient(i, param.unsafeGetTensorImpl()->grad());
+    }
+  });
+  for (size_t i = 0; fits && i < slots_.size(); ++i) {
+    if (remaining_[i] != 0) {
+      plan_->set_gradient(i, param_at(slots_[i]).unsafeGetTensorImpl()->grad());
+    }
+  }
+  return fits;
+}
+
+void PlannedStep::set_control(double max_grad_norm, bool skip_nonfinite) {
+  const std::pair settings(max_grad_norm, skip_nonfinite);
+  if (!control_.defined()) {
+    Control initial{};
+    initial.clip_factor = initial.grad_factor = initial.grad_scale = 1.0;
+    initial.loss_scale = initial.lr_factor = 1.0;
+    control_ = at::from_blob(&initial, {kControlSize}, at::kDouble).clone();
+    settings_ = {0.0, false};
+  }
+  if (control_.device() != plan_->device() || !accumulator_.defined()) {
+    control_ = control_.to(plan_->device());
+    accumulator_ = at::empty({ExactAccumulator::kSize}, control_.options().dtype(at::kLong));
+  }
+  if (settings != settings_) {  // a kernel each on a GPU
+    settings_ = settings;
+    control_[index_of(&Control::max_grad_norm)] = std::isinf(max_grad_norm) ? 0.0 : max_grad_norm;
+    control_[index_of(&Control::skip_nonfinite)] = skip_nonfinite ? 1.0 : 0.0;
+  }
+  accumulator_.zero_();
+}
+
+void PlannedStep::step(const Groups& groups, State& state, double max_grad_norm,
+                       bool skip_nonfinite) {
+  TORCH_CHECK_VALUE(max_grad_norm >= 0.0, "Invalid max_grad_norm: ", max_grad_norm,
+                    ", expected 0 or more");
+  const at::NoGradGuard no_grad;
+  std::vector<GroupHyper> hypers;
+  for (const OptimizerParamGroup& group : groups) {
+    hypers.push_back({hyper_of(options_of(group)), {}});
+  }
+  // A gradient must not outlive the step, however it ends.
+  struct ReleaseAtEnd {
+    std::unique_ptr<StepPlan>& plan;
+    ~ReleaseAtEnd() {
+      if (plan) {
+        plan->release();
+      }
+    }
+  } releasing{plan_};
+  if (!collect(groups, state)) {
+    build(groups, state);
+    TORCH_CHECK(collect(groups, state), "the parameters changed while the step was prepared");
+  }
+  set_control(max_grad_norm, skip_nonfinite);
+  norm_was_measured_ = max_grad_norm > 0.0 || skip_nonfinite;
+  if (norm_was_measured_) {
+    plan_->accumulate(accumulator_, /*normalize=*/false);
+  }
+  control_update_(control_, accumulator_, std::nullopt, std::nullopt);
+  plan_->update(hypers, control_);
+}
+
+at::Tensor PlannedStep::control(double Control::*field) const {
+  return control_.defined() ? control_[index_of(field)].clone()
+                            : at::full({}, std::numeric_limits<double>::quiet_NaN(), at::kDouble);
+}
+
+}  // namespace torchopt_ext

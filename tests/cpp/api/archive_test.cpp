@@ -1,0 +1,84 @@
+// What torch::save and torch::load make of the optimizer.
+#include <torch/optim/adamw.h>
+#include <torch/serialize.h>
+
+#include <sstream>
+
+#include "support.h"
+
+namespace torchopt_ext::test {
+namespace {
+
+template <class Optimizer>
+std::string saved(const Optimizer& optimizer) {
+  std::ostringstream stream;
+  torch::save(optimizer, stream);
+  return stream.str();
+}
+
+template <class Optimizer>
+void load(Optimizer& optimizer, const std::string& archive) {
+  std::istringstream stream(archive);
+  torch::load(optimizer, stream);
+}
+
+TEST(FusedAdamWArchive, ResumesToTheBit) {
+  for (const FusedAdamWOptions& options : kVariants) {
+    const Tensors params = some_params();
+    FusedAdamW optimizer(params, options);
+    train(optimizer, params, 0, 3);
+    const std::string archive = saved(optimizer);
+    const Tensors resumed = copies(params);
+    train(optimizer, params, 3, 6);
+    FusedAdamW other(resumed, FusedAdamWOptions(0.5).maximize(true));
+    train(other, copies(resumed), 0, 1);
+    load(other, archive);
+    train(other, resumed, 3, 6);
+    EXPECT_TRUE(same(params, resumed));
+  }
+}
+
+TEST(FusedAdamWArchive, IsThatOfLibtorchsAdamW) {
+  for (const bool amsgrad : {false, true}) {
+    const Tensors params = some_params(at::kDouble);
+    const Tensors theirs = copies(params);
+    torch::optim::AdamW adamw(theirs, torch::optim::AdamWOptions(2e-2).amsgrad(amsgrad));
+    FusedAdamW fused(params);
+    train(adamw, theirs, 0, 3);
+    load(fused, saved(adamw));
+    for (size_t i = 0; i < params.size(); ++i) {
+      params[i].set_data(theirs[i].detach().clone());
+    }
+    train(adamw, theirs, 3, 5);
+    train(fused, params, 3, 5);
+    torch::optim::AdamW back(params);
+    load(back, saved(fused));
+    train(adamw, theirs, 5, 7);
+    train(back, params, 5, 7);
+    for (size_t i = 0; i < params.size(); ++i) {
+      EXPECT_TRUE(params[i].allclose(theirs[i], 1e-12, 1e-14)) << i;
+    }
+  }
+}
+
+TEST(FusedAdamWArchive, IsRefusedWhole) {
+  const Tensors params = some_params();
+  FusedAdamW optimizer(params);
+  train(optimizer, params, 0, 1);
+  const Tensors others{params[0].detach().clone().requires_grad_(), torch::ones({131}),
+                       params[2].detach().clone(), params[3].detach().clone(),
+                       params[4].detach().clone()};
+  FusedAdamW unlike(others, FusedAdamWOptions(0.5));
+  train(unlike, others, 0, 2);
+  const std::string before = saved(optimizer);
+  EXPECT_NE(message_of([&] {
+              load(optimizer, saved(unlike));
+            }).find("exp_avg of parameter 1 has shape [131], expected [130]"),
+            std::string::npos);
+  EXPECT_NE(message_of([&] { load(optimizer, saved(FusedAdamW(Tensors{others[0]}))); }),
+            "nothing was raised");
+  EXPECT_EQ(saved(optimizer), before);
+}
+
+}  // namespace
+}  // namespace torchopt_ext::test
