@@ -20,7 +20,7 @@ JOBS := $(shell nproc)
 
 .PHONY: help install demo test test-python smoke test-all test-cpp test-sanitize \
 	check-aarch64 check-sass test-gpu gpu-report bench bench-dtensor-host bench-in-backward \
-	bench-torchtitan bench-zero bench-mixed-precision bench-trainer bench-cxx lint format wheel clean FORCE
+	bench-torchtitan bench-zero bench-mixed-precision bench-trainer bench-cxx docs lint format wheel clean FORCE
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -185,6 +185,20 @@ test-gpu: $(GPU_INSTALLED) ## Run the tests that need a GPU; results go to out/g
 	mkdir -p out/gpu
 	$(GPU_PY) -P -m torch.utils.collect_env >out/gpu/environment.txt
 	$(GPU_PY) -P -m pytest -o addopts=--import-mode=importlib -m gpu -ra --junitxml=out/gpu/tests.xml tests/gpu
+
+# ---- documentation ----------------------------------------------------------------------------
+# In an environment of its own, without torch. The pages are laid out as in the repository.
+DOCS_VENV := .venv-docs
+$(DOCS_VENV)/.requirements: .ci/requirements-docs.txt
+	test -x $(DOCS_VENV)/bin/python || $(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install --quiet -r $<
+	@touch $@
+
+docs: $(DOCS_VENV)/.requirements ## Build the documentation's site into build/site; warnings are errors
+	rm -rf build/docs build/site && mkdir -p build/docs
+	cp --parents *.md LICENSE docs/*.md docs/*.png benchmarks/README.md benchmarks/results/*.txt \
+		benchmarks/results/*.png build/docs
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --quiet
 
 # ---- distribution -------------------------------------------------------------------------------
 wheel: $(VENV)/.requirements ## Build a wheel for this torch into dist/

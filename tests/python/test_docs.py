@@ -1,0 +1,212 @@
+"""The code of README and docs runs, its commands exist, and its links lead somewhere.
+
+What a page says in HTML comments, which readers do not see:
+
+    <!-- setup ... -->           Python that runs at this place: names that the next blocks use
+    <!-- not run: reason -->     before a block: it is compiled, not run
+    <!-- old side not run: reason -->    before a diff: only what it leads to is run
+    <!-- not Python: what -->    before a diff: nothing is checked
+    <!-- not a job: reason -->   before a toml block: it is parsed, not read as a job of the Trainer
+
+The python and diff blocks of a page run in order, in one namespace and a temporary directory. Both
+sides of a diff run, each in a copy of the namespace.
+"""
+
+import contextlib
+import functools
+import io
+import re
+import shlex
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from torchopt_ext.__main__ import COMMANDS
+from torchopt_ext.__main__ import main as torchopt_ext_main
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "benchmarks/README.md"])
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+SHELLS = ("sh", "bash", "console")
+RUNS = ("python", "diff", "setup")
+
+FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", re.M | re.S)
+SETUP = re.compile(r"^( *)<!-- setup\n(.*?)^\1-->", re.M | re.S)
+COMMENT = re.compile(r"<!-- ([a-zA-Z ]+): ((?:(?!-->).)+) -->\s*\Z", re.S)
+
+
+@dataclass
+class Block:
+    page: str
+    line: int  # of its first line of code
+    language: str  # "setup" for a setup comment
+    code: str
+    comment: tuple[str, str] | None  # kind and reason
+
+
+@functools.cache
+def blocks(page: str) -> list[Block]:
+    """All code blocks and setup comments of a page, in order."""
+    text = (ROOT / page).read_text()
+    found = []
+    for match in [*FENCE.finditer(text), *SETUP.finditer(text)]:
+        fence = match.re is FENCE
+        language, code = match.group(2, 3) if fence else ("setup", match.group(2))
+        code = re.sub(f"^{match.group(1)}", "", code, flags=re.M)
+        comment = COMMENT.search(text[: match.start()]) if fence else None
+        line = text.count("\n", 0, match.start()) + 2
+        kind = (comment.group(1), comment.group(2)) if comment else None
+        found.append(Block(page, line, language, code, kind))
+    return sorted(found, key=lambda block: block.line)
+
+
+def side(diff: str, other: str) -> str:
+    """One side of a diff: its lines without those that begin with ``other``."""
+    return "".join(line[1:] for line in diff.splitlines(True) if not line.startswith(other))
+
+
+def run(block: Block, code: str, namespace: dict[str, Any], only_compile: bool) -> None:
+    compiled = compile("\n" * (block.line - 1) + code, str(ROOT / block.page), "exec")
+    if not only_compile:
+        exec(compiled, namespace)
+
+
+@pytest.fixture
+def _workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT), str(ROOT / "examples")])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def with_languages(*languages: str) -> list[str]:
+    return [name for name in NAMES if any(b.language in languages for b in blocks(name))]
+
+
+@pytest.mark.parametrize("page", with_languages(*RUNS))
+@pytest.mark.usefixtures("_workplace")
+def test_python_blocks_run(page: str) -> None:
+    namespace: dict[str, Any] = {"__name__": page}
+    for block in blocks(page):
+        kind = block.comment[0] if block.comment else ""
+        if kind == "not Python":
+            continue
+        if block.language == "diff":
+            old, new = side(block.code, "+"), side(block.code, "-")
+            run(block, old, dict(namespace), kind in ("not run", "old side not run"))
+            run(block, new, dict(namespace), kind == "not run")
+        elif block.language in RUNS:
+            run(block, block.code, namespace, kind == "not run")
+
+
+@pytest.mark.parametrize("page", with_languages("toml"))
+def test_toml_blocks_are_jobs(page: str, tmp_path: Path) -> None:
+    pytest.importorskip("tyro", reason="the Trainer's configuration needs it")
+    from torchopt_ext.trainer.load_config import load_config
+
+    for block in blocks(page):
+        if block.language == "toml":
+            assert tomllib.loads(block.code), f"{page}:{block.line} is empty"
+            if not (block.comment and block.comment[0] == "not a job"):
+                (tmp_path / "job.toml").write_text(block.code)
+                load_config(["--config", str(tmp_path / "job.toml")])
+
+
+@functools.cache
+def flags(command: str) -> set[str]:
+    """The options in the help of a command of this package."""
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
+        torchopt_ext_main([command, "--help"])
+    return {flag.replace("_", "-") for flag in re.findall(r"--[\w.-]+", text.getvalue())}
+
+
+@functools.cache
+def targets() -> set[str]:
+    return set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+
+
+def check_command(words: list[str], where: str) -> None:
+    """A command names options, targets and files that are there."""
+    if words[:1] == ["$"]:
+        words = words[1:]
+    for word in words:
+        if re.fullmatch(r"(examples|tests|benchmarks|docs)/[\w./-]+", word):
+            assert (ROOT / word).exists(), f"{where}: there is no {word}"
+    if words[:1] == ["make"]:
+        asked = {word for word in words[1:] if re.fullmatch(r"[a-z-]+", word)}
+        assert asked <= targets(), f"{where}: no such target: {asked - targets()}"
+        return
+    name = next((n for n in ("torchopt_ext", "torchopt-ext") if n in words), None)
+    if name is None or (name == "torchopt_ext" and words[words.index(name) - 1] != "-m"):
+        return
+    command, *rest = words[words.index(name) + 1 :]
+    if command.startswith("-"):
+        return
+    assert command in COMMANDS, f"{where}: no such command: {command}"
+    known = flags(command) | {"--config", "--help"}
+    for word in rest:
+        flag = word.partition("=")[0].replace("_", "-")
+        assert not flag.startswith("--") or flag in known, f"{where}: {command} has no {flag}"
+
+
+@pytest.mark.parametrize("page", with_languages(*SHELLS))
+def test_commands_exist(page: str) -> None:
+    for block in blocks(page):
+        if block.language in SHELLS:
+            for line in block.code.replace("\\\n", " ").splitlines():
+                words = shlex.split(line, comments=True)
+                check_command(words, f"{page}:{block.line}")
+
+
+def anchors(page: Path) -> set[str]:
+    """The names that GitHub, and the site's `toc` extension, give to headings."""
+    text = re.sub(r"^( *)```.*?^\1```", "", page.read_text(), flags=re.M | re.S)
+    headings = re.findall(r"^#+ (.+)$", text, re.M)
+    plain = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", h).lower() for h in headings]
+    return {re.sub(r"[^\w -]", "", heading).strip().replace(" ", "-") for heading in plain}
+
+
+@pytest.mark.parametrize("page", NAMES)
+def test_links_lead_to_files_and_headings(page: str) -> None:
+    text = re.sub(r"^( *)```.*?^\1```", "", (ROOT / page).read_text(), flags=re.M | re.S)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if not re.match(r"\w+:", link):
+            path, _, anchor = link.partition("#")
+            target = (ROOT / page).parent / path if path else ROOT / page
+            assert target.exists(), f"{page} links to {link}"
+            assert not anchor or anchor in anchors(target), f"{page} links to {link}"
+
+
+@pytest.mark.parametrize("page", NAMES)
+def test_blocks_have_a_language_and_comments_a_known_kind(page: str) -> None:
+    """A block without a language would not be checked; `text` says that there is nothing to."""
+    kinds = ("not run", "old side not run", "not Python", "not a job")
+    for block in blocks(page):
+        assert block.language, f"{page}:{block.line}"
+        assert block.comment is None or block.comment[0] in kinds, f"{page}:{block.line}"
+
+
+def test_troubleshooting_has_messages_as_they_are() -> None:
+    """Each message's words, apart from what `...` stands for, are in the sources."""
+    files = [ROOT / "setup.py", ROOT / "CMakeLists.txt"]
+    for folder, ending in (("torchopt_ext", "*.py"), ("csrc", "*.cpp"), ("csrc", "*.h")):
+        files += (ROOT / folder).rglob(ending)
+    # A message's pieces in adjacent literals, `"..."\n f"..."`, are one.
+    sources = re.sub(r'"\s*\n\s*f?"', "", "\n".join(file.read_text() for file in files))
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    messages = re.findall(r"^\| `(.+?)` \| ", page.partition("## torch's own")[0], re.M)
+    assert len(messages) > 40
+    for message in messages:
+        for piece in message.split("..."):
+            assert piece.strip() in sources, f"no message has {piece!r}: {message}"
