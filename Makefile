@@ -198,7 +198,7 @@ docs: $(DOCS_VENV)/.requirements ## Build the documentation's site into build/si
 	rm -rf build/docs build/site && mkdir -p build/docs
 	cp --parents *.md LICENSE docs/*.md docs/*.png benchmarks/README.md benchmarks/results/*.txt \
 		benchmarks/results/*.png build/docs
-	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
 
 # ---- distribution -------------------------------------------------------------------------------
 wheel: $(VENV)/.requirements ## Build a wheel for this torch into dist/
