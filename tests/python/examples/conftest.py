@@ -45,3 +45,9 @@ def cpp_programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cmake("-S", str(source), "-B", str(build), f"-DCMAKE_PREFIX_PATH={prefixes}")
     cmake("--build", str(build), "--parallel", "2")
     return build
+
+
+@pytest.fixture
+def cpp_benchmark(cpp_programs: Path) -> Path:
+    cmake("--build", str(cpp_programs), "--target", "bench_cxx")
+    return cpp_programs / "benchmarks" / "bench_cxx"

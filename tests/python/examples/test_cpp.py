@@ -38,6 +38,14 @@ def test_the_example_learns(cpp_programs: Path) -> None:
     assert "saved and loaded the state of 5 parameters" in done.stdout
 
 
+@pytest.mark.slow
+def test_the_benchmark_runs(cpp_benchmark: Path) -> None:
+    done = subprocess.run([str(cpp_benchmark), "--quick"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"torch {torch.__version__.partition('+')[0]}, g++ ")
+    assert len(re.findall(r"times as fast: [\d.]+ \(quartiles", done.stdout)) == 2
+
+
 @pytest.fixture(scope="module")
 def steps(cpp_programs: Path) -> torch._ops.OpOverloadPacket:
     torch.ops.load_library(cpp_programs / "libsteps.so")
