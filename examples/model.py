@@ -143,6 +143,11 @@ class Transformer(nn.Module):
         return x if self.norm is None or self.output is None else self.output(self.norm(x))
 
 
+def build() -> Transformer:
+    """The model of examples/demo.toml, for `python -m torchopt_ext plan --model` and `bench`."""
+    return Transformer(dim=192, n_layers=5, n_heads=4, max_seq_len=128)
+
+
 def _part_like(weight: Tensor, whole: Tensor) -> Tensor:
     """This rank's part of `whole`, divided as `weight` is."""
     if not isinstance(weight, DTensor):

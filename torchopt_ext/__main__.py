@@ -2,16 +2,30 @@
 
 import difflib
 import importlib
+import os
 import sys
 
+from torchopt_ext.cli.terminal import CommandError
+
 COMMANDS = {
+    "info": ("torchopt_ext.cli.info", "Say what is installed and built, and test a step."),
+    "plan": ("torchopt_ext.cli.plan", "Say what each rank will hold and move, before a run."),
+    "schedule": ("torchopt_ext.cli.schedule", "Show learning-rate schedules."),
+    "bench": ("torchopt_ext.cli.bench", "Time the step beside torch's on this machine."),
+    "inspect": ("torchopt_ext.cli.inspect", "Say what a checkpoint of an optimizer holds."),
+    "convert": ("torchopt_ext.cli.convert", "Change how a checkpoint keeps weights and moments."),
     "train": ("torchopt_ext.cli.train", "Train a model, as a TOML file and the command line say."),
 }
 """Each command's module, with a function `main(args) -> int`, and what the command does."""
 
 
-def main(args: list[str]) -> int:
-    """Runs a command; returns its exit code."""
+def main(args: list[str] | None = None) -> int:
+    """Runs a command; returns its exit code.
+
+    Args:
+        args: the command and its arguments; None for this process's.
+    """
+    args = sys.argv[1:] if args is None else args
     if not args or args[0] in ("-h", "--help"):
         print("usage: python -m torchopt_ext COMMAND ...\n\nCommands, each with --help:")
         for name, (_, does) in COMMANDS.items():
@@ -23,9 +37,17 @@ def main(args: list[str]) -> int:
         hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(COMMANDS)}"
         print(f"torchopt_ext: there is no command {name}: {hint}", file=sys.stderr)
         return 2
-    code: int = importlib.import_module(COMMANDS[name][0]).main(rest)
+    try:
+        code: int = importlib.import_module(COMMANDS[name][0]).main(rest)
+        sys.stdout.flush()
+    except CommandError as error:
+        print(f"torchopt_ext {name}: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # such as of `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        return 141
     return code
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -193,6 +193,15 @@ def set_element(nested: dict[str, Any], path: tuple[str | int, ...], value: Any)
     set_at(nested, path, value)
 
 
+def flatten_state_dict(
+    nested: dict[str, Any],
+) -> tuple[dict[str, Any], dict[str, tuple[str | int, ...]]]:
+    """A nested state dict's values by DCP's key, and the path of each."""
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict as flatten
+
+    return flatten(nested)
+
+
 # ---- CUDA's allocator ----------------------------------------------------------------------------
 
 record_memory_history: Callable[..., None] = torch.cuda.memory._record_memory_history

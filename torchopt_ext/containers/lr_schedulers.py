@@ -121,11 +121,12 @@ def build_lr_schedulers(
         ValueError: unknown decay type; a negative or non-finite number; a factor above 1.
     """
     config = args[0] if args else kwargs.get("job_config", kwargs.get("lr_scheduler_config"))
-    schedule = _of_job_config if hasattr(config, "lr_scheduler") else schedule_from_config
+    schedule = schedule_from_job_config if hasattr(config, "lr_scheduler") else schedule_from_config
     return LRSchedulersContainer(optimizers, schedule(*args, **kwargs))
 
 
-def _of_job_config(job_config: Any) -> Callable[[int], Any]:
+def schedule_from_job_config(job_config: Any) -> Callable[[int], Any]:
+    """The learning rate's factor by step, from a configuration of torchtitan before 0.1."""
     config, steps = job_config.lr_scheduler, job_config.training.steps
     return _schedule(config, _total_steps(config, steps), "lr_min", generation=1)
 

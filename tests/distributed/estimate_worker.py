@@ -1,0 +1,118 @@
+"""Cases of test_estimate.py: what a rank really holds, and what was estimated."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rank_cases import run_cases
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from torchopt_ext import FusedAdamW
+from torchopt_ext.optim.estimate import estimate
+from torchopt_ext.zero import ZeroRedundancyOptimizer, reduce_scatter_hook
+
+BUCKET = 3000
+MASTERS = {"fp32": "master_weight", "remainder": "remainder"}
+
+
+def build(dtype: torch.dtype) -> nn.Sequential:
+    """Odd sizes, a tensor above a bucket, and one that is frozen."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(37, 111), nn.Linear(111, 70), nn.Linear(70, 7)).to(dtype)
+    model[1].bias.requires_grad_(False)
+    return model
+
+
+def own(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def allocated(tensors: Iterable[Tensor | None]) -> int:
+    """Bytes of all storages of some tensors, each once."""
+    storages = {}
+    for tensor in tensors:
+        if tensor is not None:
+            storage = own(tensor).untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    storages.pop(0, None)
+    return sum(storages.values())
+
+
+def held(
+    sharding: str, dtype: torch.dtype = torch.float32, **options: Any
+) -> dict[str, dict[str, int]]:
+    """What a rank holds after a step, beside its estimate."""
+    model = build(dtype)
+    params = list(model.parameters())
+    kinds = [(p.shape, p.dtype, p.requires_grad) for p in params]
+    meta = [
+        torch.empty(shape, dtype=kind, device="meta", requires_grad=trained)
+        for shape, kind, trained in kinds
+    ]
+    bucket = BUCKET if sharding in ("balanced", "zero2") else None
+    ranks = estimate(
+        meta, sharding=sharding, world_size=dist.get_world_size(), bucket_elements=bucket, **options
+    )
+    if sharding == "fsdp":
+        fully_shard(model)
+        params = list(model.parameters())
+        optimizer = local = FusedAdamW(params, max_grad_norm=1.0, **options)
+    elif sharding == "ddp":
+        optimizer = local = FusedAdamW(params, max_grad_norm=1.0, **options)
+    else:
+        cut = {} if bucket is None else {"partition": "balanced", "bucket_elements": bucket}
+        optimizer = ZeroRedundancyOptimizer(
+            params,
+            FusedAdamW,
+            sharded_gradients=sharding == "zero2",
+            max_grad_norm=1.0,
+            **cut,
+            **options,
+        )
+        local = optimizer.optim
+    run: nn.Module = model
+    if sharding in ("ddp", "zero1", "balanced"):
+        run = DDP(model, gradient_as_bucket_view=True)
+    if sharding == "balanced":
+        run.register_comm_hook(None, reduce_scatter_hook(optimizer))
+    run(torch.randn(5, 37, dtype=dtype)).square().mean().backward()
+    optimizer.step()
+    states = list(local.state.values())
+    moments = [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
+    masters = [state[name] for state in states for name in MASTERS.values() if name in state]
+    gradients = [p.grad for p in params]
+    if sharding in ("balanced", "zero2"):
+        gradients += [p.grad for group in local.param_groups for p in group["params"]]
+    found = {
+        "weights": allocated(params),
+        "gradients": allocated(gradients),
+        "masters": sum(own(t).nbytes for t in masters),
+        "moments": sum(own(t).nbytes for t in moments),
+        "moments_allocated": allocated(moments),
+        "steps": 4 * len(states),
+    }
+    return {"found": found, "estimated": asdict(ranks[dist.get_rank()])}
+
+
+def cases() -> dict[str, Callable[[], Any]]:
+    bf16 = torch.bfloat16
+    made: dict[str, Callable[[], Any]] = {}
+    for sharding in ("ddp", "zero1", "balanced", "zero2", "fsdp"):
+        made[sharding] = functools.partial(held, sharding)
+        made[f"{sharding} fp32"] = functools.partial(held, sharding, bf16, master_weights="fp32")
+    made["zero2 remainder"] = functools.partial(
+        held, "zero2", bf16, master_weights="remainder", state_dtype=bf16
+    )
+    return made
+
+
+if __name__ == "__main__":
+    run_cases(cases)

@@ -1,0 +1,75 @@
+"""python -m torchopt_ext bench, on tensors that take no time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchopt_ext.cli import bench
+
+from .conftest import Run
+
+
+@pytest.fixture(autouse=True)
+def _small_roofline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "ELEMENTS", 2**18)
+
+
+@pytest.mark.parametrize(
+    ("options", "moved"),
+    [
+        ([], 32),
+        (["--dtype", "bfloat16"], 16),
+        (["--dtype", "bfloat16", "--master-weights", "fp32"], 30),
+        (["--dtype", "bfloat16", "--master-weights", "remainder"], 28),
+    ],
+)
+def test_bench_times_ours_beside_torchs(run: Run, options: list[str], moved: int) -> None:
+    args = ["bench", "--shapes", "20x100,2x30x40", "--seconds", "0.05", *options]
+    found = json.loads(run(*args, "--json"))
+    assert found["parameters"] == 4400
+    assert found["bytes_moved"] == moved * 4400
+    assert found["rounds"] >= 3
+    assert found["roofline_bytes_per_second"] > 0
+    assert {bench.OURS, bench.FUSED} <= found["steps"].keys()
+    for step in found["steps"].values():
+        assert 0 < step["q25"] <= step["median"] <= step["q75"]
+    assert found["steps"][bench.OURS]["times_ours"] == 1
+    for label in bench.OTHERS:
+        assert (label in found["steps"]) != (label in found["missing"])
+
+
+def test_the_others_steps_are_the_same_training() -> None:
+    """What is timed around 16-bit parameters: their rounded masters take torch's fp32 step."""
+    params = [torch.randn(50).bfloat16().requires_grad_()]
+    params[0].grad = torch.randn(50).bfloat16()
+    start = params[0].detach().float().requires_grad_()
+    start.grad = params[0].grad.float()
+    bench.clip_then([start], torch.optim.AdamW([start], fused=True).step)
+    steps, _ = bench.peers(params, "fp32")
+    steps[bench.FUSED]()
+    assert torch.equal(params[0], start.bfloat16())
+
+
+def test_bench_writes_markdown_and_a_picture(run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    page, picture = tmp_path / "bench.md", tmp_path / "bench.png"
+    args = ["--shapes", "5x10", "--seconds", "0.01", "--markdown", page, "--plot", picture]
+    shown = run("bench", *args)
+    assert bench.OURS in shown
+    assert f"| {bench.FUSED} |" in page.read_text()
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_rejects(fails: Run) -> None:
+    half = ["--dtype", "float16", "--master-weights", "remainder"]
+    for args, problem in (
+        (["--shapes", "0x3"], "names no shapes"),
+        (["--shapes", "2x3", "--device", "abacus"], "--device abacus"),
+        (["--shapes", "2x3", "--seconds", "-1"], "-1 is not a number above 0"),
+        (["--shapes", "2x3", *half], "bfloat16 only"),
+    ):
+        assert problem in fails("bench", *args)

@@ -1,0 +1,285 @@
+"""python -m torchopt_ext inspect and convert."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+from torchopt_ext import FusedAdamW
+from torchopt_ext.containers import OptimizersContainer
+from torchopt_ext.optim.storage import join_master
+from torchopt_ext.statedict.dcp import load
+
+from .conftest import Run
+
+BF16 = torch.bfloat16
+
+
+def model_of(dtype: torch.dtype = BF16) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(30, 20), nn.Linear(20, 5)).to(dtype)
+
+
+def train(model: nn.Module, optimizer: Any, steps: int = 3, seed: int = 1) -> None:
+    torch.manual_seed(seed)
+    dtype = next(model.parameters()).dtype
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(4, 30).to(dtype)).square().mean().backward()
+        optimizer.step()
+
+
+def trained(**options: Any) -> tuple[nn.Sequential, FusedAdamW]:
+    model = model_of()
+    optimizer = FusedAdamW(model.named_parameters(), lr=1e-2, **options)
+    train(model, optimizer)
+    return model, optimizer
+
+
+def loaded(path: Path) -> Any:
+    return torch.load(path, weights_only=True)
+
+
+# ---- inspect -------------------------------------------------------------------------------------
+
+
+def test_inspect_a_file(run: Run, tmp_path: Path) -> None:
+    _, optimizer = trained(master_weights="remainder", state_dtype=BF16)
+    optimizer.set_schedule(warmup_steps=2, stable_steps=3, decay_steps=4)
+    states = optimizer.state_dict()
+    torch.save(states, tmp_path / "ours.pt")
+    found = json.loads(run("inspect", tmp_path / "ours.pt", "--json"))
+    part = found["parts"][""]
+    assert part["parameters"] == 4
+    assert part["masters"] == "remainder"
+    assert part["steps"] == [3]
+    assert part["groups"][0]["options"]["lr"] == 1e-2
+    kinds = {entry["kind"]: entry for entry in part["entries"]}
+    assert kinds["exp_avg"] == {
+        "kind": "exp_avg", "dtype": "bfloat16", "tensors": 4, "elements": 725, "bytes": 1450
+    }  # fmt: skip
+    assert kinds["remainder"]["dtype"] == "int16"
+    tensors: dict[str, Tensor] = {}
+    for index, entry in states["state"].items():
+        for name, value in entry.items():
+            values = value.items() if isinstance(value, dict) else [("", value)]
+            for inner, tensor in values:
+                tensors[f"state.{index}.{name}.{inner}".rstrip(".")] = tensor
+    hashed = hashlib.sha256()
+    for key in sorted(tensors):
+        value = tensors[key]
+        hashed.update(f"{key} {str(value.dtype)[6:]} {list(value.shape)}\n".encode())
+        hashed.update(bytes(value.reshape(-1).view(torch.uint8).tolist()))
+    assert found["sha256"] == hashed.hexdigest()
+    text = run("inspect", tmp_path / "ours.pt", "--tensors")
+    assert "optimizer: optimizer state, 4 parameters by index, step 3, remainders" in text
+    assert "\nstate.0.exp_avg " in text
+    assert "sha256" not in run("inspect", tmp_path / "ours.pt", "--no-hash")
+
+
+def test_inspect_a_folder(run: Run, tmp_path: Path) -> None:
+    model, optimizer = trained(master_weights="fp32")
+    dcp.save({"model": model, "optim": optimizer}, checkpoint_id=tmp_path / "dcp")
+    found = json.loads(run("inspect", tmp_path / "dcp", "--json"))
+    assert found["format"] == "distributed checkpoint"
+    assert list(found["parts"]) == ["model", "optim"]
+    assert found["parts"]["optim"]["masters"] == "fp32"
+    assert not found["parts"]["model"]["optimizer"]
+    torch.save({"optim": optimizer.state_dict(), "model": model.state_dict()}, tmp_path / "file")
+    assert json.loads(run("inspect", tmp_path / "file", "--json"))["sha256"] == found["sha256"]
+    run("inspect", tmp_path / "dcp", "--tensors")
+
+
+def test_inspect_others(run: Run, tmp_path: Path) -> None:
+    """torch's optimizers, flat state dicts of containers, and a model alone."""
+    model = model_of(torch.float32)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    train(model, sgd)
+    torch.save(sgd.state_dict(), tmp_path / "sgd.pt")
+    part = json.loads(run("inspect", tmp_path / "sgd.pt", "--json"))["parts"][""]
+    assert [entry["kind"] for entry in part["entries"]] == ["momentum_buffer"]
+    container = OptimizersContainer([model], FusedAdamW, {"lr": 1e-3})
+    train(model, container)
+    dcp.save({"optimizer": container}, checkpoint_id=tmp_path / "flat")
+    part = json.loads(run("inspect", tmp_path / "flat", "--json"))["parts"]["optimizer"]
+    assert (part["layout"], part["parameters"], part["steps"]) == ("names", 4, [3])
+    assert [group["parameters"] for group in part["groups"]] == [4]
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    assert "weights" in run("inspect", tmp_path / "model.pt")
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return exec, ("raise SystemExit(9)",)
+
+
+def test_inspect_rejects(fails: Run, tmp_path: Path) -> None:
+    text, short, evil = tmp_path / "text", tmp_path / "short", tmp_path / "evil"
+    text.write_text("hello")
+    torch.save({"a": torch.zeros(1000)}, tmp_path / "whole")
+    short.write_bytes((tmp_path / "whole").read_bytes()[:2000])
+    torch.save({"a": Evil()}, evil)
+    torch.save([1], tmp_path / "list")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "dcp").mkdir()
+    (tmp_path / "dcp" / ".metadata").write_bytes(b"junk")
+    for name, problem in (
+        ("gone", "there is no"),
+        ("text", "begins with b'hell'"),
+        ("short", "cannot be read"),
+        ("evil", "refers to exec, whose code could run"),
+        ("list", "holds a list"),
+        ("folder", "has no .metadata"),
+        ("dcp", "no checkpoint's metadata"),
+    ):
+        assert problem in fails("inspect", tmp_path / name)
+
+
+# ---- convert -------------------------------------------------------------------------------------
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    assert type(found) is type(expected)
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for key in expected:
+            assert_same(found[key], expected[key])
+    elif isinstance(expected, Tensor):
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)
+    elif isinstance(expected, list):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_same(one, other)
+    else:
+        assert found == expected
+
+
+def test_convert_changes_masters_and_formats_without_loss(run: Run, tmp_path: Path) -> None:
+    """File to folder with fp32 masters, and back: the same state dict, which trains on alike."""
+    model, optimizer = trained(master_weights="remainder")
+    torch.save(optimizer.state_dict(), tmp_path / "a.pt")
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    weights = ["--weights", tmp_path / "model.pt"]
+    to_fp32 = ["--master-weights", "fp32", "--format", "dcp"]
+    run("convert", tmp_path / "a.pt", tmp_path / "b", *to_fp32, *weights)
+    back = ["--master-weights", "remainder", "--format", "torch"]
+    run("convert", tmp_path / "b", tmp_path / "c.pt", *back)
+    assert_same(loaded(tmp_path / "c.pt"), loaded(tmp_path / "a.pt"))
+    run("convert", tmp_path / "b", tmp_path / "d.pt", "--format", "torch")
+    states = loaded(tmp_path / "d.pt")
+    for param, entry in zip(model.parameters(), states["state"].values(), strict=True):
+        remainder = optimizer.state[param]["remainder"]
+        assert torch.equal(entry["master_weight"], join_master(param.detach(), remainder))
+    other = copy.deepcopy(model)
+    masters = FusedAdamW(other.named_parameters(), lr=1e-2, master_weights="fp32")
+    masters.load_state_dict(states)
+    for which, stepped in ((model, optimizer), (other, masters)):
+        train(which, stepped, seed=2)
+    assert_same(dict(other.state_dict()), dict(model.state_dict()))
+
+
+def test_convert_to_torch_and_its_weights(run: Run, tmp_path: Path) -> None:
+    """torch's AdamW goes on from fp32 weights, and ours from its state dict with all bits."""
+    _, optimizer = trained(master_weights="fp32", state_dtype=BF16)
+    optimizer.set_schedule(warmup_steps=2, stable_steps=3, decay_steps=4)
+    torch.save(optimizer.state_dict(), tmp_path / "ours.pt")
+    args = ["--to-torch", "--save-weights", tmp_path / "fp32.pt"]
+    shown = run("convert", tmp_path / "ours.pt", tmp_path / "torch.pt", *args)
+    assert "4 weights, float32" in shown
+    states = loaded(tmp_path / "torch.pt")
+    assert {tuple(entry) for entry in states["state"].values()} == {
+        ("step", "exp_avg", "exp_avg_sq")
+    }
+    model = model_of(torch.float32)
+    model.load_state_dict(loaded(tmp_path / "fp32.pt"))
+    for param, (master, kept) in zip(
+        model.parameters(), zip(optimizer.state, optimizer.state.values(), strict=True), strict=True
+    ):
+        assert torch.equal(param.detach(), kept["master_weight"])
+        assert torch.equal(param.detach().to(BF16), master.detach())
+    adamw = torch.optim.AdamW(model.named_parameters(), lr=1e-2)
+    adamw.load_state_dict(states)
+    for param, entry in zip(model.parameters(), optimizer.state.values(), strict=True):
+        assert torch.equal(adamw.state[param]["exp_avg"], entry["exp_avg"].float())
+    torch.save(adamw.state_dict(), tmp_path / "adamw.pt")
+    args = ["--master-weights", "remainder", "--weights", tmp_path / "fp32.pt"]
+    run("convert", tmp_path / "adamw.pt", tmp_path / "back.pt", *args)
+    for param, entry in zip(model.parameters(), loaded(tmp_path / "back.pt")["state"].values(),
+                            strict=True):  # fmt: skip
+        exact = join_master(param.detach().to(BF16), entry["remainder"])
+        ties = (param.detach().view(torch.int32) & 0x1FFFF) == 0x8000
+        assert torch.equal(exact[~ties], param.detach()[~ties])
+
+
+def test_convert_a_whole_checkpoint(run: Run, tmp_path: Path) -> None:
+    """The folder's model completes the remainders, and a container takes what comes out."""
+    model = model_of()
+    options = {"lr": 1e-2, "master_weights": "remainder"}
+    container = OptimizersContainer([model], FusedAdamW, options)
+    train(model, container)
+    dcp.save({"model": model, "optimizer": container}, checkpoint_id=tmp_path / "a")
+    run("convert", tmp_path / "a", tmp_path / "b", "--master-weights", "fp32",
+        "--state-dtype", "bfloat16")  # fmt: skip
+    other = copy.deepcopy(model)
+    options = {"lr": 1e-2, "master_weights": "fp32", "state_dtype": BF16}
+    taken = OptimizersContainer([other], FusedAdamW, options)
+    load({"optimizer": taken}, checkpoint_id=tmp_path / "b")
+    for old, new in zip(model.parameters(), other.parameters(), strict=True):
+        state, kept = taken.optimizers[0].state[new], container.optimizers[0].state[old]
+        assert torch.equal(state["master_weight"], join_master(old.detach(), kept["remainder"]))
+        assert torch.equal(state["exp_avg"], kept["exp_avg"].to(BF16))
+
+
+def test_convert_replaces_only_when_told_to_and_whole(
+    run: Run, fails: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, optimizer = trained(master_weights="fp32")
+    torch.save(optimizer.state_dict(), tmp_path / "a.pt")
+    for output, options in ((tmp_path / "b.pt", []), (tmp_path / "b", ["--format", "dcp"])):
+        command = ["convert", tmp_path / "a.pt", output, *options]
+        run(*command)
+        before = json.loads(run("inspect", output, "--json"))["sha256"]
+        assert f"{output} exists; --force" in fails(*command)
+        with monkeypatch.context() as patched:
+
+            def fail(*_: object, **__: object) -> None:
+                raise OSError(28, "No space left on device")
+
+            patched.setattr("torchopt_ext.cli.convert.save", fail)
+            patched.setattr("torch.save", fail)
+            assert "No space left" in fails(*command, "--force", "--master-weights", "none")
+        assert json.loads(run("inspect", output, "--json"))["sha256"] == before
+        run(*command, "--force", "--master-weights", "none")
+        assert json.loads(run("inspect", output, "--json"))["sha256"] != before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt", "b", "b.pt"]
+    assert "is the input" in fails("convert", tmp_path / "a.pt", tmp_path / "a.pt", "--force")
+
+
+def test_convert_rejects_before_it_writes(fails: Run, tmp_path: Path) -> None:
+    model, optimizer = trained(master_weights="remainder")
+    torch.save(optimizer.state_dict(), tmp_path / "a.pt")
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    torch.save(model_of(torch.float32).state_dict(), tmp_path / "fp32.pt")
+    nameless = FusedAdamW(model.parameters(), master_weights="remainder")
+    train(model, nameless, 1)
+    torch.save(nameless.state_dict(), tmp_path / "nameless.pt")
+    out, to_fp32 = tmp_path / "out", ["--master-weights", "fp32"]
+    for source, options, problem in (
+        ("model.pt", [], "holds no optimizer's state"),
+        ("a.pt", to_fp32, "no such weight: 0.weight"),
+        ("a.pt", [*to_fp32, "--weights", tmp_path / "fp32.pt"], "expected bfloat16"),
+        ("nameless.pt", [*to_fp32, "--weights", tmp_path / "model.pt"], "no param_names"),
+        ("a.pt", ["--to-torch", *to_fp32], "--to-torch keeps no master"),
+        ("gone.pt", [], "there is no"),
+    ):
+        assert problem in fails("convert", tmp_path / source, out, *options)
+    assert not out.exists()

@@ -1,0 +1,301 @@
+"""python -m torchopt_ext info, plan and schedule."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torchopt_ext
+from torchopt_ext.__main__ import COMMANDS, main
+from torchopt_ext.cli import info, terminal
+from torchopt_ext.cli.terminal import figures, size
+from torchopt_ext.ops import lr_factor
+
+from .conftest import Run
+
+ROOT = Path(__file__).parents[3]
+PNG = b"\x89PNG"
+
+# ---- all commands --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "train"])
+def test_help_has_examples_and_fits(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert f"examples:\n  python -m torchopt_ext {command}" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_the_entry_point_ends_quietly_when_its_reader_does() -> None:
+    command = [sys.executable, "-m", "torchopt_ext", "schedule", "--steps", "200000", "--csv", "-"]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout and process.stderr
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait(60) == 141
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "train"])
+def test_unknown_options_are_said_in_a_sentence(command: str, fails: Run) -> None:
+    needed = {"inspect": ["x"], "convert": ["x", "y"]}.get(command, [])
+    assert "--colour" in fails(command, *needed, "--colour")
+
+
+def test_numbers_for_people() -> None:
+    for value, text in ((0, "0"), (0.0123, "0.012"), (0.5, "0.500"), (1.234, "1.23"),
+                        (12.34, "12.3"), (1234.5, "1,234"), (99.96, "100")):  # fmt: skip
+        assert figures(value) == text
+    for count, text in ((0, "0 B"), (999, "999 B"), (1500, "1.50 kB"), (2.5e12, "2.50 TB")):
+        assert size(count) == text
+
+
+def test_a_picture_without_matplotlib_names_the_extra(
+    fails: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    for command in (["plan", "--shapes", "2x2"], ["schedule", "--steps", "5"]):
+        assert "pip install 'torchopt_ext[cli]'" in fails(*command, "--plot", "x.png")
+
+
+def test_progress_is_lines_now_and_then_where_there_is_no_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(terminal.Progress, "every", 0.0)
+    with terminal.Progress("counting", 4) as progress:
+        progress.add(1)
+        progress.add(3)
+    assert capsys.readouterr().err == "counting: 25%\ncounting: 100%\n"
+
+
+# ---- info ----------------------------------------------------------------------------------------
+
+
+def test_info(run: Run) -> None:
+    found = json.loads(run("info", "--json"))
+    assert found["versions"]["torchopt_ext"] == torchopt_ext.__version__
+    assert found["cuda"]["built"] == torchopt_ext.cuda_built()
+    assert found["cpu"]["threads"] == torch.get_num_threads()
+    assert found["self_test"]["cpu"]["passed"]
+    assert 0 < found["self_test"]["cpu"]["largest_error"] < info.TOLERANCE
+    text = run("info")
+    assert "passed" in text
+    assert found["cpu"]["instruction_set"] in text
+
+
+def test_info_says_when_a_step_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(info, "TOLERANCE", 1e-12)
+    assert main(["info"]) == 1
+    assert "failed" in capsys.readouterr().out
+
+
+# ---- plan ----------------------------------------------------------------------------------------
+
+# Balanced: tensors start at multiples of 64 of one bucket, cut 192 elements into the second:
+# 1,000 + 192 elements of 1,216 with padding; the bucket is twice that.
+PLAN = """\
+2x1000,3x10x10
+2,300 parameters in 5 tensors, float32
+
+2 ranks; kB on the rank that holds most:
+
+          weights  grads  masters  moments  held  moved  sent
+--------  -------  -----  -------  -------  ----  -----  ----
+ddp          9.20   9.20        0     18.4  36.8   73.6  9.20
+zero1        9.20   9.20        0     9.60  28.0   38.4  13.8
+balanced     9.73   14.1        0     9.54  33.3   38.1  9.20
+zero2        9.73   4.86        0     9.54  24.1   38.1  9.20
+fsdp         4.60   4.60        0     9.20  18.4   36.8  13.8
+"""
+
+
+def test_plan_prints_its_tables(run: Run) -> None:
+    shown = run("plan", "--shapes", "2x1000,3x10x10", "--world-size", "2")
+    assert shown.startswith(PLAN)
+    assert "\ngreedy    1,100  1,200         +4.3%\n" in shown
+    assert shown.endswith(
+        "rank  weights  grads  masters  moments  held  moved  sent\n"
+        "----  -------  -----  -------  -------  ----  -----  ----\n"
+        "0        9.20   9.20        0     9.60  28.0   38.4  13.8\n"
+        "1        9.20   9.20        0     8.80  27.2   35.2  13.8\n"
+    )
+
+
+def test_plan_of_a_count(run: Run) -> None:
+    args = ["plan", "--params", "8e9", "--dtype", "bfloat16", "--master-weights", "fp32"]
+    shown = run(*args, "--bandwidth", "2000", "--network", "50", "--world-size", "1024")
+    assert "8,000,000,000 parameters" in shown
+    assert "\n0-1023 " in shown
+    found = json.loads(run(*args, "--bandwidth", "2000", "--world-size", "1", "--json"))
+    ddp = found["shardings"]["ddp"]
+    assert ddp["ranks"][0]["held"] == pytest.approx(8e9 * (2 + 2 + 4 + 8), rel=1e-5)
+    assert ddp["step_seconds"] == pytest.approx(8e9 * 30 / 2e12)
+
+
+def test_plan_of_a_model(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    found = json.loads(run("plan", "--model", "examples.model:build", "--json"))
+    sys.path.insert(0, str(ROOT))
+    from examples.model import build
+
+    assert found["parameters"] == sum(p.numel() for p in build().parameters())
+
+
+def safetensors(path: Path, tensors: dict[str, Any]) -> Path:
+    header, offset = {}, 0
+    for name, (kind, shape) in tensors.items():
+        end = offset + math.prod(shape) * {"BF16": 2, "F32": 4, "I64": 8}[kind]
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header | {"__metadata__": {"format": "pt"}}).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text)  # headers are all that is read
+    return path
+
+
+def test_plan_of_safetensors_headers(run: Run, tmp_path: Path) -> None:
+    one = safetensors(tmp_path / "a.safetensors", {"w": ("BF16", [100, 7]), "ids": ("I64", [9])})
+    safetensors(tmp_path / "b.safetensors", {"v": ("F32", [50])})
+    found = json.loads(run("plan", one, "--json"))
+    assert (found["parameters"], found["trainable"]) == (709, 700)
+    index = tmp_path / "model.safetensors.index.json"
+    files = {"w": "a.safetensors", "v": "b.safetensors"}
+    index.write_text(json.dumps({"weight_map": files}))
+    shown = run("plan", index)
+    assert "750 parameters in 2 tensors, bfloat16, float32" in shown
+
+
+def test_plan_reads_what_safetensors_writes(run: Run, tmp_path: Path) -> None:
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    save_file({"w": torch.zeros(3, 5, dtype=torch.bfloat16)}, tmp_path / "w.safetensors")
+    assert json.loads(run("plan", tmp_path / "w.safetensors", "--json"))["parameters"] == 15
+
+
+def test_plan_rejects(fails: Run, tmp_path: Path) -> None:
+    long = tmp_path / "long.safetensors"
+    long.write_bytes(struct.pack("<Q", 1000) + b"{")
+    text = tmp_path / "text.safetensors"
+    text.write_text("hello, world")
+    broken = tmp_path / "broken.safetensors"
+    broken.write_bytes(struct.pack("<Q", 8) + b'{"w": 1}')
+    index = tmp_path / "index.json"
+    index.write_text(json.dumps({"weight_map": {"w": "gone.safetensors"}}))
+    no_index = tmp_path / "other.json"
+    no_index.write_text("[]")
+    code = tmp_path / "broken_model.py"
+    code.write_text("import torch\ndef f(): return torch.zeros(1).item()\ndef g(): return 3\n")
+    sys.path.insert(0, str(tmp_path))
+    for args, problem in (
+        ([], "one of FILE"),
+        ([long, "--params", "3"], "one of FILE"),
+        ([tmp_path / "gone.safetensors"], "No such file"),
+        ([long], "ends in its header, after 1 of 1000"),
+        ([text], "is no safetensors file: it begins with b'hello, w'"),
+        ([broken], "damaged header"),
+        ([index], "names gone.safetensors"),
+        ([no_index], "weight_map"),
+        (["--params", "many"], "'many' is no number"),
+        (["--params", "1.5"], "1.5 is not a whole number"),
+        (["--shapes", "2000"], "'2000' names no shapes"),
+        (["--model", "gone:f"], "No module named 'gone'"),
+        (["--model", "broken_model:h"], "has no attribute 'h'"),
+        (["--model", "broken_model:f"], "fails on the meta device"),
+        (["--model", "broken_model:g"], "returns a int"),
+        (["--shapes", "2x2", "--dtype", "float16", "--master-weights", "remainder"], "float16"),
+        (["--shapes", "2x2", "--plot", tmp_path / "gone" / "x.png"], "cannot write"),
+    ):
+        assert problem in fails("plan", *args)
+    sys.path.remove(str(tmp_path))
+
+
+# ---- schedule ------------------------------------------------------------------------------------
+
+SCHEDULE = """\
+100 steps; highest 1
+
+linear
+  ▂▄▇███████▇▇▇▇▇▆▆▆▆▆▆▅▅▅▅▅▅▄▄▄▄▄▄▃▃▃▃▃▃▂▂▂▂▂▂▁▁▁▁
+"""
+
+
+def test_schedule_is_what_the_containers_have(run: Run, tmp_path: Path) -> None:
+    args = ["schedule", "--steps", "100", "--warmup", "10", "--min-factor", "0.1", "--lr", "3e-4"]
+    file = tmp_path / "lr.csv"
+    run(*args, "--decay", "linear,cosine", "--generation", "1,2", "--csv", file)
+    header, *rows = [line.split(",") for line in file.read_text().splitlines()]
+    names = [f"{kind} generation={n}" for kind in ("linear", "cosine") for n in (1, 2)]
+    assert header == ["step", *names]
+    assert [row[0] for row in rows] == [str(step) for step in range(100)]
+    for column, name in enumerate(names, 1):
+        kind, _, generation = name.partition(" generation=")
+        for step in (0, 9, 10, 50, 99):
+            expected = lr_factor(
+                step,
+                warmup_steps=10,
+                stable_steps=int(generation) - 1,
+                decay_steps=90,
+                decay_type=kind,
+                min_factor=0.1,
+                generation=int(generation),
+            )
+            assert float(rows[step][column]) == pytest.approx(3e-4 * expected, rel=1e-12)
+
+
+def test_schedule_prints_lines_and_tables(run: Run) -> None:
+    shown = run("schedule", "--steps", "10", "--warmup", "5", "--decay", "linear,sqrt", "--rows", 3)
+    assert shown == (
+        "10 steps; highest 1\n\n"
+        "linear\n  ▂▄▅▇██▇▅▄▂\nsqrt\n  ▂▄▅▇██▅▃▂▁\n\n"
+        "step  linear    sqrt\n----  ------  ------\n"
+        "0        0.2     0.2\n4          1       1\n9        0.2  0.1056\n"
+    )
+
+
+def test_schedule_of_jobs(run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("tyro")
+    job = tmp_path / "short.toml"
+    job.write_text(
+        "[optimizer]\nlr = 2e-3\n[lr_scheduler]\nwarmup_steps = 4\n[training]\nsteps = 8\n"
+    )
+    shown = run("schedule", "--config", job, "--steps", 12, "--rows", 2, "--csv", "-")
+    rows = [line.split(",") for line in shown.splitlines()]
+    assert rows[0] == ["step", "short", "lr"]
+    assert len(rows) == 13
+    assert float(rows[4][1]) == pytest.approx(2e-3 * lr_factor(
+        3, warmup_steps=4, stable_steps=0, decay_steps=4, generation=1
+    ))  # fmt: skip
+    assert rows[-1][1] == ""
+
+
+def test_schedule_rejects(fails: Run, tmp_path: Path) -> None:
+    for args, problem in (
+        ([], "give --steps"),
+        (["--steps", "10", "--decay", "steep"], "'steep'"),
+        (["--steps", "10", "--min-factor", "2"], "min_lr_factor is 2"),
+        (["--steps", "10", "--warmup", "ten"], "--warmup is 'ten'"),
+        (["--steps", "10", "--generation", "3"], "--generation is '3'"),
+        (["--config", tmp_path / "gone.toml"], "gone.toml"),
+    ):
+        assert problem in fails("schedule", *args)
+
+
+def test_pictures_are_made(run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for command in (["plan", "--shapes", "gpt2"], ["schedule", "--steps", "50"]):
+        file = tmp_path / f"{command[0]}.png"
+        run(*command, "--plot", file)
+        assert file.read_bytes().startswith(PNG)
+        assert list(tmp_path.glob(".*")) == []

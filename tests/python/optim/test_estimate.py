@@ -1,0 +1,111 @@
+"""optim/estimate.py: the tables of docs/step.md and docs/zero.md, and what is allocated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from torchopt_ext import FusedAdamW
+from torchopt_ext.optim.estimate import SHARDINGS, estimate, unevenness
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+SHAPES = [(300, 70), (5,), (2000,), (1, 3, 4), ()]
+
+
+def tensors(dtype: torch.dtype, device: str = "meta") -> list[Tensor]:
+    return [torch.zeros(s, dtype=dtype, device=device, requires_grad=True) for s in SHAPES]
+
+
+COUNT = sum(p.numel() for p in tensors(F32))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "held", "moved"),
+    [  # docs/step.md, Which weights, which moments; held is of masters and moments
+        (F32, {}, 8, 4 + 28),
+        (BF16, {"master_weights": "fp32"}, 12, 2 + 28),
+        (F16, {"master_weights": "fp32"}, 12, 2 + 28),
+        (BF16, {"master_weights": "remainder"}, 10, 2 + 26),
+        (BF16, {"master_weights": "remainder", "state_dtype": BF16}, 6, 2 + 18),
+        (BF16, {}, 4, 2 + 14),
+        (F32, {"norm": False}, 8, 28),
+        (F32, {"amsgrad": True}, 12, 4 + 36),
+        (F32, {"state_dtype": BF16}, 4, 4 + 20),
+        (F32, {"grad_dtype": BF16}, 8, 2 + 26),
+    ],
+)
+def test_bytes_of_an_element(
+    dtype: torch.dtype, options: dict[str, Any], held: int, moved: int
+) -> None:
+    (rank,) = estimate(tensors(dtype), **options)
+    assert rank.masters + rank.moments == held * COUNT
+    assert rank.moved == moved * COUNT
+    assert rank.gradients == options.get("grad_dtype", dtype).itemsize * COUNT
+    assert rank.steps == 4 * len(SHAPES)
+    total = rank.weights + rank.gradients + rank.masters + rank.moments + rank.steps
+    assert rank.held == total
+
+
+@pytest.mark.parametrize("options", [{}, {"master_weights": "fp32"}, {"amsgrad": True}])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_a_step_allocates_what_was_estimated(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    params = tensors(dtype, "cpu")
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer = FusedAdamW(params, **options)
+    optimizer.step()
+    storages = {
+        value.untyped_storage().data_ptr(): value.untyped_storage().nbytes()
+        for state in optimizer.state.values()
+        for value in state.values()
+    }
+    (rank,) = estimate(params, **options)
+    expected = rank.masters + rank.moments + rank.steps
+    assert expected <= sum(storages.values()) <= expected + 64 * 3 * len(params)
+
+
+@pytest.mark.parametrize("world", [2, 8])
+def test_traffic_is_that_of_the_tables(world: int) -> None:
+    """docs/zero.md, Traffic; FSDP gathers weights twice and reduces gradients once."""
+    units = {"ddp": 2, "zero1": 3, "balanced": 2, "zero2": 2, "fsdp": 3}
+    for sharding, count in units.items():
+        ranks = estimate(tensors(F32), sharding=sharding, world_size=world)
+        assert {rank.sent for rank in ranks} == {count * 4 * COUNT * (world - 1) // world}
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+@pytest.mark.parametrize("world", [1, 3, 64])
+def test_every_element_is_stepped_once(sharding: str, world: int) -> None:
+    params = tensors(F32)
+    params[0].requires_grad_(False)
+    ranks = estimate(params, sharding=sharding, world_size=world, bucket_elements=500)
+    copies = world if sharding == "ddp" else 1
+    assert len(ranks) == world
+    trained = COUNT - params[0].numel()
+    assert sum(rank.elements for rank in ranks) == copies * trained
+    assert sum(rank.moments for rank in ranks) == 8 * copies * trained
+    least = COUNT * 4 // (world if sharding == "fsdp" else 1)
+    assert all(rank.weights >= least for rank in ranks)
+
+
+def test_greedy_is_as_uneven_as_the_largest_tensor_makes_it() -> None:
+    params = [torch.empty(n, device="meta", requires_grad=True) for n in (60, 20, 20)]
+    shares = [rank.elements for rank in estimate(params, sharding="zero1", world_size=2)]
+    assert shares == [60, 40]
+    assert unevenness(shares) == pytest.approx(0.2)
+
+
+def test_wrong_arguments_are_rejected() -> None:
+    params = tensors(F16)
+    for options, problem in (
+        ({"sharding": "zero3"}, "zero3"),
+        ({"world_size": 0}, "world_size: 0"),
+        ({"master_weights": "fp64"}, "fp64"),
+        ({"master_weights": "remainder"}, "parameter 0 has dtype float16"),
+        ({"state_dtype": F16}, "float16"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            estimate(params, **options)

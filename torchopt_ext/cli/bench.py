@@ -1,0 +1,325 @@
+"""python -m torchopt_ext bench: the step beside torch's, on this machine and these shapes."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import importlib
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
+
+import torchopt_ext
+from torchopt_ext import _C, FusedAdamW
+from torchopt_ext.cli.info import processor
+from torchopt_ext.cli.tensors import add_source, from_options
+from torchopt_ext.cli.terminal import (
+    CommandError,
+    Parser,
+    Progress,
+    figures,
+    markdown,
+    number,
+    positive,
+    pyplot_figure,
+    size,
+    table,
+    written,
+)
+from torchopt_ext.optim.estimate import element_bytes
+from torchopt_ext.optim.storage import SIXTEEN_BIT, Storage
+
+OURS, FUSED = "torchopt_ext FusedAdamW", "torch AdamW fused"
+MAX_NORM = 1.0
+PLAIN = "a += b"
+"""The roofline: as a step does, it writes what it has read, and reads more than it writes."""
+ELEMENTS = 2**25
+"""Of each of its two float32 tensors: more than caches hold."""
+Step = Callable[[], Any]
+
+
+def parser() -> Parser:
+    made = Parser(
+        "bench",
+        "Times clipping and one AdamW step: this package's, torch's, and those of bitsandbytes, "
+        "apex and torchao where they are installed. All step the same parameters and gradients "
+        "in turn. The roofline is a += b over large tensors on the same threads, also in turn.",
+        """
+        --shapes gpt2
+        --model examples.model:build --seconds 10
+        --shapes 2000x1000 --markdown bench.md --plot bench.png
+        --params 1e8 --dtype bfloat16 --master-weights fp32 --json
+        """,
+    )
+    add_source(made, required=False)
+    made.add_argument(
+        "--master-weights",
+        choices=("fp32", "remainder"),
+        help="of 16-bit parameters; torch is then timed with fp32 copies, cast before and after",
+    )
+    made.add_argument("--device", default="cpu", help="cpu (the default) or cuda")
+    made.add_argument("--threads", type=number, metavar="N", help="of the CPU; torch's number")
+    made.add_argument("--seconds", type=positive, default=12.0, help="to time for (12)")
+    made.add_argument("--json", action="store_true", help="print everything as JSON")
+    made.add_argument("--markdown", type=Path, metavar="FILE", help="write a Markdown table")
+    made.add_argument("--plot", type=Path, metavar="FILE", help="draw bars, such as bench.png")
+    return made
+
+
+def main(args: list[str]) -> int:
+    options = parser().parse_args(args)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    name, like = from_options(options)
+    like = [param for param in like if param.requires_grad]
+    if options.plot is not None:
+        pyplot_figure(1, 1)  # before anything takes long
+    found = run(name, like, options)
+    if options.markdown is not None:
+        with written(options.markdown) as file:
+            text = f"{about(found)}\n\n{markdown(*rows_of(found))}\n"
+            file.write_text(text, encoding="utf-8")
+    if options.plot is not None:
+        draw(found, options.plot)
+    print(json.dumps(found, indent=2) if options.json else as_text(found))
+    return 0
+
+
+def run(name: str, like: list[Tensor], options: Any) -> dict[str, Any]:
+    """Builds everything, and times it."""
+    try:
+        device = torch.device(options.device)
+        params = filled(like, device)
+    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built for CUDA
+        raise CommandError(f"--device {options.device}: {first_sentence(error)}") from error
+    if any(p.dtype == torch.float16 for p in params) and options.master_weights == "remainder":
+        raise CommandError("a remainder completes bfloat16 only: --master-weights fp32")
+    clock = Clock(device)
+    plain = plain_update(device)
+    steps, missing = peers(params, options.master_weights)
+    samples = in_turn({PLAIN: plain, **steps}, clock, options.seconds)
+    bandwidth = 12 * ELEMENTS / statistics.median(samples.pop(PLAIN))
+    storage = Storage(options.master_weights)
+    moved = 0
+    for param in params:
+        each = element_bytes(param, None, storage, amsgrad=False, norm=True)
+        moved += param.numel() * (each.norm + each.update)
+    return {
+        "date": str(date.today()),
+        "model": name,
+        "tensors": len(params),
+        "parameters": sum(param.numel() for param in params),
+        "dtypes": sorted({str(param.dtype).removeprefix("torch.") for param in params}),
+        "master_weights": options.master_weights,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
+        "instruction_set": _C.cpu_kernels() if device.type == "cpu" else None,
+        "threads": torch.get_num_threads(),
+        "versions": {
+            "torchopt_ext": torchopt_ext.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "roofline_bytes_per_second": bandwidth,
+        "bytes_moved": moved,
+        "rounds": len(samples[OURS]),
+        "steps": {label: summary(times, samples[OURS]) for label, times in samples.items()},
+        "missing": missing,
+    }
+
+
+def first_sentence(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def filled(like: list[Tensor], device: torch.device) -> list[Tensor]:
+    """Parameters and gradients of these shapes, of random values."""
+    generator = torch.Generator(device).manual_seed(0)
+    params = []
+    for one in like:
+        param = torch.empty(one.shape, dtype=one.dtype, device=device).normal_(generator=generator)
+        param.requires_grad_().grad = torch.empty_like(param).normal_(generator=generator)
+        params.append(param)
+    return params
+
+
+# ---- timing --------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Seconds of a call; on a GPU until what it started has ended."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def __call__(self, call: Step) -> float:
+        self.wait()
+        start = time.perf_counter()
+        call()
+        self.wait()
+        return time.perf_counter() - start
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def plain_update(device: torch.device) -> Step:
+    """The roofline, which moves 12 bytes an element."""
+    ones = torch.ones(ELEMENTS, device=device)
+    return functools.partial(torch.zeros_like(ones).add_, ones)
+
+
+def in_turn(steps: dict[str, Step], clock: Clock, seconds: float) -> dict[str, list[float]]:
+    """Times of each, called in turn so that what disturbs the machine disturbs all alike."""
+    samples: dict[str, list[float]] = {label: [] for label in steps}
+    for step in steps.values():  # allocates state
+        clock(step)
+    gc.collect()
+    end = time.perf_counter() + seconds
+    with Progress("timing", seconds) as progress:
+        while time.perf_counter() < end or len(samples[OURS]) < 3:
+            start = time.perf_counter()
+            for label, step in steps.items():
+                samples[label].append(clock(step))
+            progress.add(min(time.perf_counter() - start, seconds - progress.done))
+    return samples
+
+
+def summary(times: list[float], ours: list[float]) -> dict[str, float]:
+    low, median, high = statistics.quantiles(times, n=4)
+    ratio = statistics.median(time / own for time, own in zip(times, ours, strict=True))
+    return {"median": median, "q25": low, "q75": high, "times_ours": ratio}
+
+
+# ---- what is timed -------------------------------------------------------------------------------
+
+
+def peers(params: list[Tensor], masters: str | None) -> tuple[dict[str, Step], list[str]]:
+    """A step of each implementation over the same parameters, and who is not installed."""
+    ours = FusedAdamW(params, max_grad_norm=MAX_NORM, master_weights=masters)
+    steps: dict[str, Step] = {OURS: ours.step}
+    stepped = params
+    around: Callable[[Step], Step] = functools.partial(functools.partial, clip_then, params)
+    if masters is not None and any(p.dtype in SIXTEEN_BIT for p in params):
+        copies = Copies(params)
+        stepped, around = copies.masters, copies.around
+    steps[FUSED] = around(torch.optim.AdamW(stepped, fused=True).step)
+    steps["torch AdamW foreach"] = around(torch.optim.AdamW(stepped, foreach=True).step)
+    missing = []
+    for label, (module, name) in OTHERS.items():
+        try:
+            build = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError):
+            missing.append(label)
+        else:
+            steps[label] = around(build(stepped).step)
+    return steps, missing
+
+
+def clip_then(params: list[Tensor], step: Step) -> None:
+    clip_grad_norm_(params, MAX_NORM)
+    step()
+
+
+class Copies:
+    """fp32 copies of 16-bit parameters and gradients, kept by hand around another's step."""
+
+    def __init__(self, params: list[Tensor]) -> None:
+        self.params = params
+        self.masters = [param.detach().float().requires_grad_() for param in params]
+        for master in self.masters:
+            master.grad = torch.empty_like(master)
+
+    def around(self, step: Step) -> Step:
+        return functools.partial(self._step, step)
+
+    @torch.no_grad()
+    def _step(self, step: Step) -> None:
+        grads = [param.grad for param in self.params if param.grad is not None]
+        wide = [master.grad for master in self.masters if master.grad is not None]
+        torch._foreach_copy_(wide, grads)
+        clip_then(self.masters, step)
+        torch._foreach_copy_(self.params, self.masters)
+
+
+OTHERS = {
+    "bitsandbytes AdamW8bit": ("bitsandbytes.optim", "AdamW8bit"),
+    "apex FusedAdam": ("apex.optimizers", "FusedAdam"),
+    "torchao AdamW8bit": ("torchao.optim", "AdamW8bit"),
+}
+"""Modules and classes of others' optimizers."""
+
+
+# ---- what is shown -------------------------------------------------------------------------------
+
+
+def about(found: dict[str, Any]) -> str:
+    """The machine and what was timed, in lines."""
+    versions, bandwidth = found["versions"], found["roofline_bytes_per_second"]
+    by = f"{found['instruction_set']}, " if found["instruction_set"] else ""
+    held = {None: "", "fp32": ", fp32 master weights", "remainder": ", remainders"}
+    return "\n".join(
+        [
+            f"{found['model']}: {found['parameters']:,} parameters in {found['tensors']:,} "
+            f"tensors, {', '.join(found['dtypes'])}{held[found['master_weights']]}",
+            f"{found['device']}, {by}{found['threads']} threads; {PLAIN} moves {size(bandwidth)}/s",
+            f"torchopt_ext {versions['torchopt_ext']}, torch {versions['torch']}, "
+            f"Python {versions['python']}; {found['date']}",
+        ]
+    )
+
+
+def rows_of(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    header = ["clip and step", "ms", "quartiles", "of roofline", "times ours"]
+    rows = []
+    for label, step in found["steps"].items():
+        ms = [figures(1e3 * step[key]) for key in ("median", "q25", "q75")]
+        share = ""
+        if label == OURS:
+            share = (
+                f"{found['bytes_moved'] / step['median'] / found['roofline_bytes_per_second']:.0%}"
+            )
+        rows.append([label, ms[0], f"{ms[1]} to {ms[2]}", share, f"{step['times_ours']:.2f}"])
+    return header, rows
+
+
+def as_text(found: dict[str, Any]) -> str:
+    lines = [about(found), "", table(*rows_of(found)), ""]
+    lines.append(
+        f"medians of {found['rounds']:,} rounds; a step moves {size(found['bytes_moved'])}"
+    )
+    if found["missing"]:
+        lines.append(f"not installed: {', '.join(found['missing'])}")
+    return "\n".join(lines)
+
+
+def draw(found: dict[str, Any], path: Path) -> None:
+    """Bars of medians with quartiles, and a line at the roofline of our step."""
+    figure = pyplot_figure(6.4, 1.6 + 0.45 * len(found["steps"]))
+    panel = figure.subplots()
+    for y, (label, step) in enumerate(found["steps"].items()):
+        low, median, high = (1e3 * step[key] for key in ("q25", "median", "q75"))
+        color = "#1b6ca8" if label == OURS else "#b8b8b8"
+        panel.barh(y, median, xerr=[[median - low], [high - median]], color=color, capsize=2)
+        panel.text(high, y, f"  {figures(median)}", va="center", fontsize=8)
+    least = 1e3 * found["bytes_moved"] / found["roofline_bytes_per_second"]
+    panel.axvline(least, color="black", lw=1, label="roofline of ours")
+    panel.set_yticks(range(len(found["steps"])), list(found["steps"]), fontsize=8)
+    panel.invert_yaxis()
+    panel.margins(x=0.12)
+    panel.set_xlabel("milliseconds to clip and step, lower is better", fontsize=8)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.legend(frameon=False, fontsize=7, loc="lower right")
+    panel.set_title(about(found), fontsize=7)
+    figure.tight_layout()
+    with written(path) as file:
+        figure.savefig(file, dpi=150)

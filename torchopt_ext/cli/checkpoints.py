@@ -1,0 +1,211 @@
+"""Checkpoints of optimizers, read tensor by tensor: files of torch.save, and folders of DCP.
+
+No code of a file runs, and no more than a tensor is in memory at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import re
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from torchopt_ext._torch import flatten_state_dict
+from torchopt_ext.cli.terminal import CommandError
+from torchopt_ext.statedict.dcp import Path as KeyPath
+from torchopt_ext.statedict.dcp import Reader, read
+from torchopt_ext.statedict.entries import CONTROL_KEY
+
+FILE, FOLDER = "torch.save file", "distributed checkpoint"
+_ZIP = b"PK\x03\x04"
+CONTROL, OPTION, WEIGHTS = "control", "option", "weights"
+"""Kinds of tensors that are no state of a parameter."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor's place in a checkpoint.
+
+    Attributes:
+        key: all of its path, as DCP writes it.
+        part: the key of the optimizer or model that it belongs to; "" at the top.
+        owner: in an optimizer the parameter, by index or name; otherwise "".
+        kind: such as "exp_avg"; CONTROL for the counts of a schedule; OPTION for those of param
+            groups; WEIGHTS outside optimizers.
+    """
+
+    key: str
+    part: str
+    owner: str
+    kind: str
+
+
+def entry_of(key: str, path: KeyPath) -> Entry:
+    """What a key says."""
+    marked = f".{key}"
+    at, state = marked.find(f".{CONTROL_KEY}"), marked.find(".state.")
+    if at >= 0:
+        first = state if 0 <= state < at else at
+        return Entry(key, marked[1:first], "", CONTROL)
+    if (groups := marked.find(".param_groups.")) >= 0:
+        return Entry(key, marked[1:groups], "", OPTION)
+    if state >= 0:
+        owner, _, kind = marked[state + len(".state.") :].rpartition(".")
+        return Entry(key, marked[1:state], owner, kind)
+    part = str(path[0]) if len(path) > 1 else ""
+    return Entry(key, part, "", WEIGHTS)
+
+
+def is_control(key: str) -> bool:
+    """Whether a key is of the counts of a schedule or of a loss scale."""
+    return f".{CONTROL_KEY}" in f".{key}"
+
+
+class Checkpoint:
+    """A checkpoint's tensors by key, without memory, and its other values.
+
+    Attributes:
+        format: FILE or FOLDER.
+        tensors: of each one's shape and dtype; :meth:`tensor` reads one.
+        values: everything else.
+        paths: where each of both is in the nested state dict.
+        bytes: size of its files.
+    """
+
+    format: str
+    tensors: dict[str, Tensor]
+    values: dict[str, Any]
+    paths: dict[str, KeyPath]
+    bytes: int
+
+    def tensor(self, key: str) -> Tensor:
+        """The tensor, on the CPU."""
+        raise NotImplementedError
+
+    def entry(self, key: str) -> Entry:
+        """What a tensor is."""
+        return entry_of(key, self.paths[key])
+
+    def options(self) -> dict[str, dict[str, Any]]:
+        """By part and param group (or parameter, in flat state dicts) the group's options."""
+        groups: dict[str, dict[str, Any]] = {}
+        for key, value in {**self.values, **self.tensors}.items():
+            before, mark, rest = f".{key}".rpartition(".param_groups.")
+            if mark:
+                owner, _, name = rest.rpartition(".")
+                groups.setdefault(f"{before}{mark}{owner}"[1:], {})[name] = (
+                    self.tensor(key) if isinstance(value, Tensor) else value
+                )
+        return groups
+
+
+class _File(Checkpoint):
+    format = FILE
+
+    def __init__(self, path: Path) -> None:
+        try:
+            with path.open("rb") as stream:
+                start = stream.read(4)
+            self.bytes = path.stat().st_size
+        except OSError as error:
+            raise CommandError(f"cannot read {path}: {error.strerror}") from error
+        if start != _ZIP:
+            raise CommandError(
+                f"{path} is neither a file of torch.save nor a folder of a distributed checkpoint: "
+                f"it begins with {start!r}"
+            )
+        try:
+            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:  # damaged files raise any kind
+            raise CommandError(_why(path, error)) from error
+        if not isinstance(loaded, dict):
+            raise CommandError(f"{path} holds a {type(loaded).__name__}, expected a state dict")
+        try:
+            flat, self.paths = flatten_state_dict(loaded)
+        except ValueError as error:
+            raise CommandError(f"{path}: {error}") from error
+        self.tensors = {key: value for key, value in flat.items() if isinstance(value, Tensor)}
+        self.values = {key: value for key, value in flat.items() if key not in self.tensors}
+        for key, value in self.tensors.items():
+            if type(value) is not Tensor and type(value) is not torch.nn.Parameter:
+                raise CommandError(f"{path}: {key} is a {type(value).__name__}, no dense tensor")
+
+    def tensor(self, key: str) -> Tensor:
+        return self.tensors[key].detach()
+
+
+class _Folder(Checkpoint):
+    format = FOLDER
+
+    def __init__(self, path: Path) -> None:
+        if not (path / ".metadata").is_file():
+            raise CommandError(f"{path} is no distributed checkpoint: it has no .metadata")
+        self._path, self._reader = path, Reader(path)
+        try:
+            metadata = self._reader.read_metadata()
+            stored = metadata.state_dict_metadata
+            paths = metadata.planner_data or {}
+            self.paths = {key: paths.get(key, (key,)) for key in stored}
+            self.tensors = {
+                key: torch.zeros((), dtype=value.properties.dtype).expand(value.size)
+                for key, value in stored.items()
+                if isinstance(value, TensorStorageMetadata)
+            }
+            self.bytes = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
+        except (OSError, ValueError) as error:
+            raise CommandError(" ".join(str(error).split())) from error
+        self.values = {key: None for key in stored if key not in self.tensors}
+        self._read(self.values)
+
+    def _read(self, values: dict[str, Any]) -> None:
+        try:
+            with quiet_dcp():
+                read(values, self._reader, None, str(self._path))
+        except Exception as error:  # damaged files raise any kind
+            raise CommandError(_why(self._path, error)) from error
+
+    def tensor(self, key: str) -> Tensor:
+        like = self.tensors[key]
+        values = {key: torch.empty(like.shape, dtype=like.dtype)}
+        self._read(values)
+        return values[key]
+
+
+def _why(path: Path, error: Exception) -> str:
+    """Why a checkpoint cannot be read, in one sentence."""
+    text = str(error)
+    if found := re.search(r"GLOBAL ([\w.]+)", text):
+        return f"{path} refers to {found[1]}, whose code could run when it is loaded: not loaded"
+    return f"{path} cannot be read: {' '.join(text.split())[:200]}"
+
+
+@contextlib.contextmanager
+def quiet_dcp() -> Iterator[None]:
+    """Without DCP's warning that a single process calls it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """A checkpoint's contents.
+
+    Raises:
+        CommandError: there is none, it is damaged, or it holds other than tensors and plain values.
+    """
+    if not path.exists():
+        raise CommandError(f"there is no {path}")
+    return _Folder(path) if path.is_dir() else _File(path)
+
+
+def memory_of(tensor: Tensor) -> Any:
+    """A CPU tensor's elements as a buffer, in row-major order. Keep the tensor meanwhile."""
+    return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())

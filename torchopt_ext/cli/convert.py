@@ -1,0 +1,323 @@
+"""python -m torchopt_ext convert: changes how a checkpoint keeps weights and moments."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from torchopt_ext._torch import set_element
+from torchopt_ext.cli.checkpoints import (
+    CONTROL,
+    FILE,
+    FOLDER,
+    WEIGHTS,
+    Checkpoint,
+    Entry,
+    is_control,
+    open_checkpoint,
+    quiet_dcp,
+)
+from torchopt_ext.cli.tensors import DTYPES
+from torchopt_ext.cli.terminal import CommandError, Parser, Progress, size, written
+from torchopt_ext.optim.storage import (
+    MASTER,
+    REMAINDER,
+    SIXTEEN_BIT,
+    join_master,
+    split_master,
+)
+from torchopt_ext.statedict.dcp import Path as KeyPath
+from torchopt_ext.statedict.entries import MOMENTS
+
+FORMATS = {"torch": FILE, "dcp": FOLDER}
+MASTERS = {"none": None, "fp32": MASTER, "remainder": REMAINDER}
+
+
+def parser() -> Parser:
+    made = Parser(
+        "convert",
+        "Writes a checkpoint anew: as a file of torch.save or a folder of "
+        "torch.distributed.checkpoint, with other master weights or moments. A folder is "
+        "written one tensor at a time; for a file, what changes is in memory. Nothing is at "
+        "OUTPUT before all of it is written. Layouts (by index, by name) stay as they are.",
+        """
+        ours.pt torch.pt --to-torch --save-weights fp32_weights.pt
+        torch.pt ours.pt --master-weights remainder --weights fp32_model.pt
+        step-1000 step-1000-small --state-dtype bfloat16
+        optimizer.pt folder --format dcp
+        """,
+        takes="INPUT OUTPUT",
+    )
+    made.add_argument("input", type=Path)
+    made.add_argument("output", type=Path)
+    made.add_argument("--format", choices=FORMATS, help="of OUTPUT, if not INPUT's")
+    made.add_argument(
+        "--to-torch", action="store_true",
+        help="as torch.optim.AdamW over fp32 weights has it: fp32 moments, no master weights, no "
+        "entries of this package",
+    )  # fmt: skip
+    made.add_argument("--master-weights", choices=MASTERS, help="what to keep of each weight")
+    made.add_argument("--state-dtype", choices=("float32", "bfloat16"), help="of the moments")
+    made.add_argument(
+        "--weights", type=Path, metavar="CHECKPOINT",
+        help="of the model, by name: a remainder becomes a master weight with the bf16 weight, and "
+        "where there is neither, either is made of the fp32 weight",
+    )  # fmt: skip
+    made.add_argument(
+        "--save-weights", type=Path, metavar="FILE",
+        help="write what the master weights are, by name, with all their bits",
+    )  # fmt: skip
+    made.add_argument("--force", action="store_true", help="replace what is there")
+    return made
+
+
+def main(args: list[str]) -> int:
+    options = parser().parse_args(args)
+    if options.to_torch:
+        if options.master_weights not in (None, "none") or options.state_dtype == "bfloat16":
+            raise CommandError("--to-torch keeps no master weights, and fp32 moments")
+        options.master_weights, options.state_dtype = "none", "float32"
+    source = open_checkpoint(options.input)
+    for path in (options.output, options.save_weights):
+        if path is not None and path.exists():
+            if path.samefile(options.input):
+                raise CommandError(f"{path} is the input")
+            if not options.force:
+                raise CommandError(f"{path} exists; --force replaces it")
+    weights = Weights(source, options.weights and open_checkpoint(options.weights))
+    new = converted(source, weights, options)
+    exact = []
+    if options.save_weights is not None:
+        exact = [e for e in map(source.entry, source.tensors) if e.kind in (MASTER, REMAINDER)]
+        if not exact:
+            raise CommandError(f"{options.input} has no master weights for --save-weights")
+        for entry in exact:
+            weights.check(entry, MASTER)
+    chosen = FORMATS.get(options.format, source.format)
+    with written(options.output, options.force) as path:
+        (save_file if chosen == FILE else save_folder)(source, new, path, options.to_torch)
+        if exact:  # first to be in place: the output may lack their bits
+            with written(options.save_weights, options.force) as file:
+                torch.save({weights.name(e): weights.as_kind(e, MASTER) for e in exact}, file)
+            print(f"wrote {options.save_weights}: {len(exact):,} weights, float32")
+    total = sum(tensor.bytes for tensor in new.values())
+    print(f"wrote {options.output}: {chosen}, {len(new):,} tensors, {size(total)}")
+    return 0
+
+
+# ---- weights -------------------------------------------------------------------------------------
+
+
+class Weights:
+    """The weights of parameters, from master weights, remainders and a model's checkpoint.
+
+    Args:
+        source: the optimizer's checkpoint; a model in it will do.
+        other: a model's checkpoint.
+    """
+
+    def __init__(self, source: Checkpoint, other: Checkpoint | None) -> None:
+        self.source = source
+        self._names: dict[tuple[str, str], str] = {}
+        for group, options in source.options().items():
+            part = f".{group}".rpartition(".param_groups.")[0][1:]
+            pairs = zip(options.get("params", ()), options.get("param_names", ()), strict=False)
+            self._names |= {(part, str(index)): name for index, name in pairs}
+        self.given = other is not None
+        self._found: dict[str, tuple[Checkpoint, str]] = {}
+        for checkpoint in (source, other) if other else (source,):
+            for entry in map(checkpoint.entry, checkpoint.tensors):
+                if entry.kind == WEIGHTS:
+                    self._found[entry.key] = checkpoint, entry.key
+
+    def name(self, entry: Entry) -> str:
+        """The name of an entry's parameter.
+
+        Raises:
+            CommandError: the checkpoint does not say it.
+        """
+        known = self._names.get((entry.part, entry.owner))
+        if known is None and entry.owner.isdigit():
+            raise CommandError(
+                "the optimizer's state has no param_names, by which weights would be found: save "
+                "it from an optimizer that was given model.named_parameters()"
+            )
+        return known or entry.owner
+
+    def _place(self, entry: Entry) -> tuple[Checkpoint, str]:
+        name = self.name(entry)
+        keys = [key for key in self._found if key == name] or [
+            key for key in self._found if key.endswith(f".{name}")
+        ]
+        if len(keys) != 1:
+            found = f"{len(keys)} weights that end so" if keys else "no such weight"
+            raise CommandError(f"there is {found}: {name}; name the model's by --weights")
+        return self._found[keys[0]]
+
+    def check(self, entry: Entry, wanted: str) -> None:
+        """Raises CommandError if :meth:`as_kind` could not make what is wanted."""
+        if entry.kind in (MASTER, wanted):
+            return
+        checkpoint, key = self._place(entry)
+        weight, like = checkpoint.tensors[key], self.source.tensors[entry.key]
+        expected = (torch.bfloat16,) if entry.kind == REMAINDER else (torch.float32, *SIXTEEN_BIT)
+        if weight.shape != like.shape or weight.dtype not in expected:
+            names = " or ".join(str(dtype).removeprefix("torch.") for dtype in expected)
+            raise CommandError(
+                f"the weight {key} is {weight.dtype} {list(weight.shape)}, expected {names} "
+                f"{list(like.shape)}"
+            )
+
+    def as_kind(self, entry: Entry, wanted: str) -> Tensor:
+        """The master weight or remainder of the parameter that an entry belongs to.
+
+        Args:
+            entry: its master weight, its remainder, or another if it has neither.
+        """
+        if entry.kind == wanted:
+            return self.source.tensor(entry.key)
+        if entry.kind == MASTER:
+            exact = self.source.tensor(entry.key)
+        else:
+            checkpoint, key = self._place(entry)
+            exact = checkpoint.tensor(key)
+            if entry.kind == REMAINDER:
+                exact = join_master(exact, self.source.tensor(entry.key))
+        exact = exact.float()
+        return exact if wanted == MASTER else split_master(exact)[1]
+
+
+# ---- what is written -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class New:
+    """A tensor of the output: where it goes, what it will be like, and what makes it."""
+
+    path: KeyPath
+    shape: torch.Size
+    dtype: torch.dtype
+    make: Callable[[], Tensor]
+
+    @property
+    def like(self) -> Tensor:
+        """Of its shape and dtype, without its memory."""
+        return torch.zeros((), dtype=self.dtype).expand(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+
+def converted(source: Checkpoint, weights: Weights, options: Any) -> dict[str, New]:
+    """The output's tensors by key.
+
+    Raises:
+        CommandError: a weight that is needed is missing or does not fit.
+    """
+    new: dict[str, New] = {}
+    owners: dict[tuple[str, str], dict[str, Entry]] = {}
+    for key, like in source.tensors.items():
+        entry = source.entry(key)
+        if entry.owner:
+            owners.setdefault((entry.part, entry.owner), {})[entry.kind] = entry
+        if options.to_torch and entry.kind == CONTROL:
+            continue
+        if options.master_weights is not None and entry.kind in MASTERS.values():
+            continue  # made below
+        dtype = like.dtype
+        if entry.owner and entry.kind in MOMENTS and dtype in DTYPES.values():
+            dtype = DTYPES.get(options.state_dtype, dtype)
+        make = functools.partial(as_dtype, source, key, dtype)
+        new[key] = New(source.paths[key], like.shape, dtype, make)
+    if not owners:
+        raise CommandError(f"{options.input} holds no optimizer's state")
+    wanted = MASTERS[options.master_weights or "none"]
+    if wanted is None:
+        return new
+    mixed = any(MASTER in own or REMAINDER in own for own in owners.values())
+    for own in owners.values():
+        kinds = [kind for kind in (wanted, MASTER, REMAINDER, "exp_avg") if kind in own]
+        if not kinds or (kinds == ["exp_avg"] and mixed and not weights.given):
+            continue  # no parameter of Adam's; or one of 32 bits beside those of 16
+        entry = own[kinds[0]]
+        weights.check(entry, wanted)
+        path = source.paths[entry.key]
+        path = (*path[:-1], str(path[-1]).removesuffix(entry.kind) + wanted)
+        dtype = torch.float32 if wanted == MASTER else torch.int16
+        make = functools.partial(weights.as_kind, entry, wanted)
+        new[".".join(map(str, path))] = New(path, source.tensors[entry.key].shape, dtype, make)
+    return new
+
+
+def as_dtype(source: Checkpoint, key: str, dtype: torch.dtype) -> Tensor:
+    return source.tensor(key).to(dtype)
+
+
+def kept_values(source: Checkpoint, to_torch: bool) -> dict[str, Any]:
+    """What is no tensor."""
+    return {key: v for key, v in source.values.items() if not (to_torch and is_control(key))}
+
+
+def save_file(source: Checkpoint, new: dict[str, New], path: Path, to_torch: bool) -> None:
+    """One file of torch.save, with parameters' indices as numbers again."""
+    indices = {str(index) for o in source.options().values() for index in o.get("params", ())}
+    nested: dict[str, Any] = {}
+    with Progress("converting", sum(tensor.bytes for tensor in new.values())) as progress:
+        for tensor in new.values():
+            set_element(nested, tensor.path, tensor.make())
+            progress.add(tensor.bytes)
+    for key, value in kept_values(source, to_torch).items():
+        set_element(nested, source.paths[key], value)
+    torch.save(with_indices(nested, indices), path)
+
+
+def with_indices(nested: Any, indices: set[str]) -> Any:
+    """A state dict whose states have numbers as keys, which DCP makes text of."""
+    if isinstance(nested, list):
+        return [with_indices(value, indices) for value in nested]
+    if not isinstance(nested, dict):
+        return nested
+    found = {key: with_indices(value, indices) for key, value in nested.items()}
+    if "param_groups" in found:
+        state = found.get("state", {})  # nothing is left of an empty one
+        found["state"] = {int(k) if k in indices else k: value for k, value in state.items()}
+    return found
+
+
+class _Planner(DefaultSavePlanner):
+    """Makes each tensor when it is written."""
+
+    def __init__(self, new: dict[str, New], progress: Progress) -> None:
+        super().__init__()
+        self._new, self._progress = new, progress
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        tensor = self._new.get(write_item.index.fqn)
+        if tensor is None:
+            return super().resolve_data(write_item)
+        self._progress.add(tensor.bytes)
+        return tensor.make()
+
+
+def save_folder(source: Checkpoint, new: dict[str, New], path: Path, to_torch: bool) -> None:
+    """A folder of torch.distributed.checkpoint."""
+    nested: dict[str, Any] = {}
+    for tensor in new.values():
+        set_element(nested, tensor.path, tensor.like)
+    for key, value in kept_values(source, to_torch).items():
+        set_element(nested, source.paths[key], value)
+    total = sum(tensor.bytes for tensor in new.values())
+    with Progress("converting", total) as progress, quiet_dcp():
+        writer = FileSystemWriter(path, single_file_per_rank=True)
+        save(nested, storage_writer=writer, planner=_Planner(new, progress), no_dist=True)

@@ -1,0 +1,190 @@
+"""python -m torchopt_ext info: what is installed and built, and whether a step is right."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import torchopt_ext
+from torchopt_ext import _C, FusedAdamW, _build_info
+from torchopt_ext.cli.terminal import Parser, table
+
+PACKAGES = (
+    "numpy", "torchtitan", "torchft", "tyro", "tqdm", "matplotlib", "safetensors", "tensorboard",
+)  # fmt: skip
+TOLERANCE = 1e-6
+"""Largest error of a parameter after the steps, of 1: float32 rounds to 6e-8."""
+
+
+def parser() -> Parser:
+    made = Parser(
+        "info",
+        "Says what is installed, what the library was built for and what it uses here, and "
+        "compares three steps on each device with float64. Exit code 1 if one is wrong.",
+        """
+        --json
+        """,
+    )
+    made.add_argument("--json", action="store_true", help="print everything as JSON")
+    return made
+
+
+def main(args: list[str]) -> int:
+    options = parser().parse_args(args)
+    found = report()
+    if options.json:
+        print(json.dumps(found, indent=2))
+    else:
+        print(as_text(found))
+    return 0 if all(test["passed"] for test in found["self_test"].values()) else 1
+
+
+def report() -> dict[str, Any]:
+    """Everything, as JSON has it."""
+    devices = ["cpu"]
+    if torchopt_ext.cuda_built() and torch.cuda.is_available():
+        devices += [f"cuda:{n}" for n in range(torch.cuda.device_count())]
+    return {
+        "versions": {
+            "torchopt_ext": torchopt_ext.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            **{name: version(name) for name in PACKAGES},
+        },
+        "installed_at": str(Path(torchopt_ext.__file__).parent),
+        "platform": platform.platform(),
+        "built": {
+            "torch": _build_info.TORCH_VERSION,
+            "cuda": _build_info.CUDA_VERSION,
+            "cuda_architectures": _build_info.CUDA_ARCHITECTURES or None,
+            "compiler": _build_info.CXX_COMPILER,
+        },
+        "cpu": {
+            "name": processor(),
+            "instruction_set": _C.cpu_kernels(),
+            "threads": torch.get_num_threads(),
+            "processors": len(os.sched_getaffinity(0)),
+        },
+        "cuda": {
+            "built": torchopt_ext.cuda_built(),
+            "torch": torch.version.cuda,
+            "usable": len(devices) > 1,
+            "devices": [torch.cuda.get_device_name(device) for device in devices[1:]],
+        },
+        "self_test": {device: self_test(device) for device in devices},
+    }
+
+
+def version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def processor() -> str:
+    """The processor's name as Linux has it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+# ---- the test ------------------------------------------------------------------------------------
+
+
+def self_test(device: str) -> dict[str, Any]:
+    """Three clipped steps over tensors of several sizes, and their largest error."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1,), (63,), (64, 65), (3, 5000)]
+    start = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    start = [value.float().double() for value in start]
+    grads = [
+        [torch.randn(shape, generator=generator).double() for shape in shapes] for _ in range(3)
+    ]
+    expected = reference(start, grads)
+    try:
+        params = [value.to(device, torch.float32).requires_grad_() for value in start]
+        optimizer = FusedAdamW(params, lr=1e-2, weight_decay=0.1, max_grad_norm=1.0)
+        for step in grads:
+            for param, grad in zip(params, step, strict=True):
+                param.grad = grad.to(device, torch.float32)
+            optimizer.step()
+        pairs = zip(params, expected, strict=True)
+        error = max(float((p.detach().cpu().double() - e).abs().max()) for p, e in pairs)
+    except RuntimeError as problem:  # such as of a device without memory
+        return {"passed": False, "problem": " ".join(str(problem).split())}
+    return {"passed": error <= TOLERANCE, "largest_error": error}
+
+
+def reference(start: list[Tensor], grads: list[list[Tensor]]) -> list[Tensor]:
+    """AdamW with clipping in float64 (Loshchilov & Hutter, arXiv:1711.05101, Algorithm 2)."""
+    lr, decay, eps, beta1, beta2 = 1e-2, 0.1, 1e-8, 0.9, 0.999
+    params = [value.clone() for value in start]
+    first = [torch.zeros_like(value) for value in start]
+    second = [torch.zeros_like(value) for value in start]
+    for count, step in enumerate(grads, 1):
+        norm = float(sum(float(grad.square().sum()) for grad in step)) ** 0.5
+        clip = min(1.0, 1.0 / (norm + 1e-6))
+        for p, g, m, v in zip(params, step, first, second, strict=True):
+            m.mul_(beta1).add_(g * clip, alpha=1 - beta1)
+            v.mul_(beta2).add_((g * clip).square(), alpha=1 - beta2)
+            root = (v / (1 - beta2**count)).sqrt_().add_(eps)
+            p.mul_(1 - lr * decay).sub_(m / root, alpha=lr / (1 - beta1**count))
+    return params
+
+
+# ---- text ----------------------------------------------------------------------------------------
+
+
+def as_text(found: dict[str, Any]) -> str:
+    built, cpu, cuda, versions = (found[key] for key in ("built", "cpu", "cuda", "versions"))
+    others = {name: v for name, v in versions.items() if v is not None and name in PACKAGES}
+    missing = [name for name in PACKAGES if versions[name] is None]
+    sections = {
+        "torchopt_ext": versions["torchopt_ext"],
+        "torch": f"{versions['torch']}; built against {built['torch']}",
+        "Python": versions["python"],
+        "compiler": built["compiler"],
+        "CPU": cpu["name"],
+        "instructions": cpu["instruction_set"],
+        "threads": f"{cpu['threads']} of {cpu['processors']} processors",
+        "CUDA": cuda_text(cuda, built),
+        "with": wrapped([f"{name} {v}" for name, v in others.items()]),
+        "without": wrapped(missing),
+    }
+    lines = [f"{name:13} {text}" for name, text in sections.items() if text]
+    rows = []
+    for device, test in found["self_test"].items():
+        seen = f"{test['largest_error']:.1e}" if "largest_error" in test else test["problem"][:40]
+        rows.append([device, "passed" if test["passed"] else "failed", seen])
+    return "\n".join([*lines, "", table(["step on", "", "largest error"], rows)])
+
+
+def cuda_text(cuda: dict[str, Any], built: dict[str, Any]) -> str:
+    if not cuda["built"]:
+        return "not built"
+    kernels = f"built with {built['cuda']} for {built['cuda_architectures']}"
+    if cuda["usable"]:
+        return f"{kernels}; usable: {', '.join(sorted(set(cuda['devices'])))}"
+    reason = "torch finds no device" if cuda["torch"] else "torch is a build without CUDA"
+    return f"{kernels}; not usable: {reason}"
+
+
+def wrapped(items: list[str]) -> str:
+    """Items with commas, in lines that leave room for a heading of 14."""
+    lines = [""]
+    for item in items:
+        if len(lines[-1]) + len(item) > 62:
+            lines.append("")
+        lines[-1] += f"{item}, "
+    return f"\n{'':14}".join(line.strip() for line in lines).rstrip(",")

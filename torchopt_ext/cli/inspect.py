@@ -1,0 +1,217 @@
+"""python -m torchopt_ext inspect: what a checkpoint of an optimizer holds."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import textwrap
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchopt_ext.cli.checkpoints import (
+    CONTROL,
+    OPTION,
+    Checkpoint,
+    Entry,
+    memory_of,
+    open_checkpoint,
+)
+from torchopt_ext.cli.terminal import WIDTH, Parser, Progress, size, table
+from torchopt_ext.optim.storage import MASTER, REMAINDER
+
+_SHOWN = ("lr", "betas", "eps", "weight_decay", "amsgrad", "momentum")
+_NO_OPTIONS = ("params", "param_names")
+
+
+def parser() -> Parser:
+    made = Parser(
+        "inspect",
+        "Says what a file of torch.save or a folder of torch.distributed.checkpoint holds: of "
+        "this package's optimizers, of torch's, and of models beside them. One tensor at a time "
+        "is in memory, and no code of the files runs. The hash is SHA-256 over all tensors in "
+        "the order of their keys: key, dtype, shape, elements. It is the same in both formats.",
+        """
+        optimizer.pt
+        outputs/checkpoint/step-1000 --tensors
+        optimizer.pt --no-hash --json
+        """,
+        takes="CHECKPOINT",
+    )
+    made.add_argument("checkpoint", type=Path)
+    made.add_argument("--tensors", action="store_true", help="list every tensor")
+    made.add_argument("--no-hash", action="store_true", help="do not read all elements")
+    made.add_argument("--json", action="store_true", help="print everything as JSON")
+    return made
+
+
+def main(args: list[str]) -> int:
+    options = parser().parse_args(args)
+    found = report(options.checkpoint, hashed=not options.no_hash)
+    if options.json:
+        print(json.dumps(found, indent=2))
+    else:
+        print(as_text(found, options.tensors))
+    return 0
+
+
+def report(path: Path, hashed: bool) -> dict[str, Any]:
+    """Everything, as JSON has it."""
+    checkpoint = open_checkpoint(path)
+    parts: dict[str, list[Entry]] = {}
+    for entry in map(checkpoint.entry, sorted(checkpoint.tensors)):
+        if entry.kind != OPTION:
+            parts.setdefault(entry.part, []).append(entry)
+    return {
+        "checkpoint": str(path),
+        "format": checkpoint.format,
+        "bytes": checkpoint.bytes,
+        "parts": {part: part_report(checkpoint, part, own) for part, own in parts.items()},
+        "other_values": sum(".param_groups." not in f".{key}" for key in checkpoint.values),
+        "tensors": {
+            key: {"dtype": dtype_name(like), "shape": list(like.shape)}
+            for key, like in sorted(checkpoint.tensors.items())
+        },
+        "elements": sum(like.numel() for like in checkpoint.tensors.values()),
+        "sha256": digest(checkpoint) if hashed else None,
+    }
+
+
+def dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def part_report(checkpoint: Checkpoint, part: str, entries: list[Entry]) -> dict[str, Any]:
+    kinds: Counter[tuple[str, str]] = Counter()
+    elements: Counter[tuple[str, str]] = Counter()
+    held: Counter[tuple[str, str]] = Counter()
+    steps = []
+    for entry in entries:
+        like = checkpoint.tensors[entry.key]
+        what = entry.kind, dtype_name(like)
+        kinds[what] += 1
+        elements[what] += like.numel()
+        held[what] += like.numel() * like.dtype.itemsize
+        if entry.kind == "step" and like.numel() == 1:
+            steps.append(float(checkpoint.tensor(entry.key)))
+    names = {kind for kind, _ in kinds}
+    owners = {entry.owner for entry in entries if entry.owner}
+    for key, value in checkpoint.values.items():  # torch before 2.0 kept numbers
+        if key.startswith(f"{part}.state." if part else "state.") and key.endswith(".step"):
+            steps.append(float(value))
+    found: dict[str, Any] = {
+        "optimizer": bool(owners),
+        "entries": [
+            {"kind": kind, "dtype": dtype, "tensors": kinds[kind, dtype],
+             "elements": elements[kind, dtype], "bytes": held[kind, dtype]}
+            for kind, dtype in sorted(kinds)
+        ],
+    }  # fmt: skip
+    if owners:
+        indexed = all(owner.isdigit() for owner in owners)
+        found |= {
+            "layout": "indices" if indexed else "names",
+            "parameters": len(owners),
+            "masters": "fp32" if MASTER in names else "remainder" if REMAINDER in names else None,
+            "steps": sorted({int(step) for step in steps}),
+            "groups": groups(checkpoint, part),
+            "control": {
+                entry.key.rpartition(".")[2]: float(checkpoint.tensor(entry.key))
+                for entry in entries
+                if entry.kind == CONTROL
+            },
+        }
+    return found
+
+
+def groups(checkpoint: Checkpoint, part: str) -> list[dict[str, Any]]:
+    """The groups' options; parameters of a flat state dict with the same ones are a group."""
+    found: dict[str, dict[str, Any]] = {}
+    start = f"{part}.param_groups." if part else "param_groups."
+    for owner, saved in checkpoint.options().items():
+        if not owner.startswith(start):
+            continue
+        count = len(saved.get("params", [owner]))
+        plain = {name: _plain(v) for name, v in sorted(saved.items()) if name not in _NO_OPTIONS}
+        # Groups of an indexed layout stay apart though their options may be the same.
+        text = json.dumps(plain, sort_keys=True) + (owner if "params" in saved else "")
+        found.setdefault(text, {"parameters": 0, "options": plain})["parameters"] += count
+    return list(found.values())
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 else value.tolist()
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, bool | int | float | str | None) else str(value)
+
+
+def digest(checkpoint: Checkpoint) -> str:
+    """SHA-256 of all tensors, in the order of their keys."""
+    hashed = hashlib.sha256()
+    total = sum(like.numel() * like.dtype.itemsize for like in checkpoint.tensors.values())
+    with Progress("hashing", total) as progress:
+        for key in sorted(checkpoint.tensors):
+            value = checkpoint.tensor(key).contiguous()
+            hashed.update(f"{key} {dtype_name(value)} {list(value.shape)}\n".encode())
+            if value.numel():
+                hashed.update(memory_of(torch.view_as_real(value) if value.is_complex() else value))
+            progress.add(value.nbytes)
+    return hashed.hexdigest()
+
+
+# ---- text ----------------------------------------------------------------------------------------
+
+
+def as_text(found: dict[str, Any], tensors: bool) -> str:
+    lines = [f"{found['checkpoint']}: {found['format']}, {size(found['bytes'])}"]
+    for part, own in found["parts"].items():
+        lines += ["", headline(part, own)]
+        header = ["", "dtype", "tensors", "elements", "size"]
+        rows = [
+            [e["kind"][:24], e["dtype"], f"{e['tensors']:,}", f"{e['elements']:,}",
+             size(e["bytes"])]
+            for e in own["entries"]
+        ]  # fmt: skip
+        lines += ["", table(header, rows)]
+        for number, group in enumerate(own.get("groups", [])):
+            shown = [
+                f"{name}={str(group['options'][name]).replace(' ', '')}"
+                for name in _SHOWN
+                if group["options"].get(name)
+            ]
+            text = f"group {number}, {group['parameters']:,} parameters: {' '.join(shown)}"
+            lines += ["", *textwrap.wrap(text, WIDTH)]
+        if own.get("control"):
+            counts = ", ".join(f"{name} {value:g}" for name, value in own["control"].items())
+            lines += ["", *textwrap.wrap(f"control: {counts}", WIDTH)]
+    if tensors:
+        rows = [
+            [key if len(key) <= 44 else f"~{key[-43:]}", t["dtype"], str(t["shape"])]
+            for key, t in found["tensors"].items()
+        ]
+        lines += ["", table(["tensor", "dtype", "shape"], rows)]
+    lines += ["", f"{len(found['tensors']):,} tensors, {found['elements']:,} elements"]
+    if found["other_values"]:
+        lines.append(f"{found['other_values']:,} values beside them")
+    if found["sha256"]:
+        lines.append(f"sha256 {found['sha256']}")
+    return "\n".join(lines)
+
+
+def headline(part: str, own: dict[str, Any]) -> str:
+    if not own["optimizer"]:
+        return f"{part or 'tensors'}:"
+    steps = own["steps"]
+    counted = f"steps {steps[0]:,} to {steps[-1]:,}" if steps[1:] else f"step {steps[0]:,}"
+    masters = {"fp32": "fp32 master weights", "remainder": "remainders"}.get(own["masters"])
+    said = [
+        f"{own['parameters']:,} parameters by {'index' if own['layout'] == 'indices' else 'name'}",
+        counted if steps else "no steps",
+        masters or "no master weights",
+    ]
+    return f"{part or 'optimizer'}: optimizer state, {', '.join(said)}"

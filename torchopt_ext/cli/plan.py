@@ -1,0 +1,228 @@
+"""python -m torchopt_ext plan: memory and traffic of the optimizer before a run."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchopt_ext.cli.tensors import DTYPES, add_source, from_options
+from torchopt_ext.cli.terminal import (
+    CommandError,
+    Parser,
+    figures,
+    number,
+    positive,
+    pyplot_figure,
+    size,
+    table,
+    unit_of,
+    written,
+)
+from torchopt_ext.optim.estimate import SHARDINGS, RankBytes, estimate, unevenness
+
+HELD = ("weights", "gradients", "masters", "moments")
+COLORS = ("#b8b8b8", "#e08e45", "#5aa2d6", "#1b6ca8")
+MEANING = """\
+ddp       every rank has all, as one process alone does
+zero1     ZeroRedundancyOptimizer, whole tensors (greedy)
+balanced  the same with partition="balanced" and reduce_scatter_hook
+zero2     partition="balanced", sharded_gradients=True
+fsdp      fully_shard: weights, too; gathered for forward and for backward"""
+
+
+def parser() -> Parser:
+    made = Parser(
+        "plan",
+        "Says what each rank holds and moves with FusedAdamW, without activations and "
+        "communication buffers.",
+        """
+        --params 8e9 --world-size 8 --dtype bfloat16 --master-weights fp32
+        --model examples.model:build --sharding zero2 --bandwidth 200
+        model.safetensors.index.json --world-size 64 --plot plan.png
+        """,
+        MEANING,
+        "[FILE]",
+    )
+    made.add_argument(
+        "file", nargs="?", help="a safetensors file, or the index of several; headers are read"
+    )
+    add_source(made, required=False)
+    made.add_argument("--world-size", type=number, default=8, metavar="W", help="ranks (8)")
+    made.add_argument(
+        "--sharding", choices=SHARDINGS, default="zero1", help="whose ranks are listed (zero1)"
+    )
+    made.add_argument("--grad-dtype", choices=DTYPES, help="of gradients, if not their parameters'")
+    made.add_argument(
+        "--master-weights", choices=("fp32", "remainder"), help="as FusedAdamW's (none)"
+    )
+    made.add_argument("--state-dtype", choices=("float32", "bfloat16"), help="of the moments")
+    made.add_argument("--amsgrad", action="store_true", help="a third moment")
+    made.add_argument(
+        "--no-norm", action="store_true", help="gradients are neither clipped nor checked"
+    )
+    made.add_argument(
+        "--bandwidth", type=positive, metavar="GB/S", help="of memory: adds the step's time"
+    )
+    made.add_argument(
+        "--network", type=positive, metavar="GB/S", help="of a rank: adds the time to send"
+    )
+    made.add_argument("--json", action="store_true", help="print everything as JSON")
+    made.add_argument("--plot", type=Path, metavar="FILE", help="draw bars, such as plan.png")
+    return made
+
+
+def main(args: list[str]) -> int:
+    options = parser().parse_args(args)
+    chosen = [options.file, options.model, options.params, options.shapes]
+    if sum(source is not None for source in chosen) != 1:
+        raise CommandError("give one of FILE, --model, --params and --shapes")
+    name, params = from_options(options)
+    try:
+        plans = {sharding: estimate_by(params, sharding, options) for sharding in SHARDINGS}
+    except ValueError as error:
+        raise CommandError(f"{name}: {error}") from error
+    if options.plot is not None:
+        draw(name, plans, options.plot)
+    if options.json:
+        print(json.dumps(as_json(name, params, plans, options), indent=2))
+    else:
+        print(as_text(name, params, plans, options))
+    return 0
+
+
+def estimate_by(params: list[Tensor], sharding: str, options: Any) -> list[RankBytes]:
+    return estimate(
+        params,
+        sharding=sharding,
+        world_size=options.world_size,
+        grad_dtype=options.grad_dtype and DTYPES[options.grad_dtype],
+        master_weights=options.master_weights,
+        state_dtype=options.state_dtype and DTYPES[options.state_dtype],
+        amsgrad=options.amsgrad,
+        norm=not options.no_norm,
+    )
+
+
+def fullest(ranks: list[RankBytes]) -> RankBytes:
+    return max(ranks, key=lambda rank: rank.held)
+
+
+def seconds(ranks: list[RankBytes], options: Any) -> dict[str, float]:
+    """What the slowest rank takes, where a bandwidth is given."""
+    found = {}
+    if options.bandwidth:
+        found["step_seconds"] = max(rank.moved for rank in ranks) / (options.bandwidth * 1e9)
+    if options.network:
+        found["send_seconds"] = max(rank.sent for rank in ranks) / (options.network * 1e9)
+    return found
+
+
+def as_json(
+    name: str, params: list[Tensor], plans: dict[str, list[RankBytes]], options: Any
+) -> dict[str, Any]:
+    trained = [p.numel() for p in params if p.requires_grad]
+    return {
+        "model": name,
+        "tensors": len(params),
+        "parameters": sum(p.numel() for p in params),
+        "trainable": sum(trained),
+        "world_size": options.world_size,
+        "shardings": {
+            sharding: {
+                "uneven": unevenness([rank.elements for rank in ranks]),
+                **seconds(ranks, options),
+                "ranks": [asdict(rank) | {"held": rank.held} for rank in ranks],
+            }
+            for sharding, ranks in plans.items()
+        },
+    }
+
+
+def as_text(
+    name: str, params: list[Tensor], plans: dict[str, list[RankBytes]], options: Any
+) -> str:
+    total, trained = sum(p.numel() for p in params), [p for p in params if p.requires_grad]
+    counted = Counter[torch.dtype]()
+    for param in params:
+        counted[param.dtype] += param.numel()
+    dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype, _ in counted.most_common())
+    frozen = total - sum(p.numel() for p in trained)
+    lines = [
+        name,
+        f"{total:,} parameters in {len(params):,} tensors, {dtypes}"
+        + (f"; {frozen:,} frozen" if frozen else ""),
+    ]
+    most = {sharding: fullest(ranks) for sharding, ranks in plans.items()}
+    unit, scale = unit_of(max(rank.held for rank in most.values()))
+    ranks_text = f"{options.world_size:,} rank{'s' if options.world_size > 1 else ''}"
+    unit_text = f"{unit} on the rank that holds most"
+    if options.bandwidth or options.network:
+        unit_text += ", times in ms"
+    lines += ["", f"{ranks_text}; {unit_text}:", ""]
+    header = ["", "weights", "grads", "masters", "moments", "held", "moved", "sent"]
+    rows = [[sharding, *cells(rank, scale)] for sharding, rank in most.items()]
+    for key, title in (("step_seconds", "step"), ("send_seconds", "send")):
+        times = [seconds(ranks, options).get(key) for ranks in plans.values()]
+        if times[0] is not None:
+            header.append(title)
+            for row, time in zip(rows, times, strict=True):
+                row.append(figures(1e3 * (time or 0.0)))
+    lines.append(table(header, rows))
+    if options.world_size == 1:
+        return "\n".join(lines)
+    lines += ["", "Elements that a rank steps:", ""]
+    shares = []
+    for title, sharding in (("greedy", "zero1"), ("balanced", "balanced"), ("rows", "fsdp")):
+        elements = [rank.elements for rank in plans[sharding]]
+        uneven = f"{unevenness(elements):+.1%}"
+        shares.append([title, f"{min(elements):,}", f"{max(elements):,}", uneven])
+    lines += [table(["plan", "least", "most", "most to mean"], shares)]
+    lines += ["", f"{options.sharding}, rank by rank, in {unit}:", ""]
+    rows = []
+    for row, group in itertools.groupby(
+        enumerate(cells(rank, scale) for rank in plans[options.sharding]), key=lambda at: at[1]
+    ):
+        first, *_, last = [n for n, _ in group] * 2
+        rows.append([f"{first}" if first == last else f"{first}-{last}", *row])
+    header = ["rank", *header[1:8]]
+    return "\n".join([*lines, table(header, rows)])
+
+
+def cells(rank: RankBytes, scale: float) -> list[str]:
+    held = [getattr(rank, name) for name in HELD]
+    return [figures(count / scale) for count in (*held, rank.held, rank.moved, rank.sent)]
+
+
+def draw(name: str, plans: dict[str, list[RankBytes]], path: Path) -> None:
+    """Bars of what the fullest rank holds, and marks of what the mean rank does."""
+    most = [fullest(ranks) for ranks in plans.values()]
+    unit, scale = unit_of(max(rank.held for rank in most))
+    figure = pyplot_figure(6.4, 4.0)
+    panel = figure.subplots()
+    bottom = [0.0] * len(most)
+    for part, color in zip(HELD, COLORS, strict=True):
+        heights = [getattr(rank, part) / scale for rank in most]
+        if any(heights):
+            panel.bar(list(plans), heights, bottom=bottom, color=color, label=part)
+        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    for x, (ranks, top) in enumerate(zip(plans.values(), bottom, strict=True)):
+        panel.text(x, top, size(top * scale), ha="center", va="bottom", fontsize=8)
+        mean = sum(rank.held for rank in ranks) / len(ranks) / scale
+        label = "mean of all ranks" if x == 0 else None
+        panel.hlines(mean, x - 0.42, x + 0.42, color="black", lw=1.2, label=label)
+    panel.set_ylabel(f"{unit} held on the fullest rank")
+    panel.set_ylim(0, 1.12 * max(bottom))
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.legend(frameon=False, fontsize=8)
+    count = len(next(iter(plans.values())))
+    panel.set_title(f"{Path(name).name}, {count:,} ranks", fontsize=10)
+    figure.tight_layout()
+    with written(path) as file:
+        figure.savefig(file, dpi=150)

@@ -1,0 +1,247 @@
+"""python -m torchopt_ext schedule: learning rates by step, before a run."""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from torchopt_ext.cli.terminal import (
+    CommandError,
+    Parser,
+    number,
+    positive,
+    pyplot_figure,
+    table,
+    written,
+)
+from torchopt_ext.containers.lr_schedulers import schedule_from_config, schedule_from_job_config
+
+COLUMNS = 60
+BLOCKS, ASCII = "▁▂▃▄▅▆▇█", "_.-:=+*#"
+TABLED = 4
+"""Curves that a table has room for beside each other."""
+STYLES = ("-", "--", "-.", ":")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A schedule: its name, its learning rate before the factor, and the factor of each step."""
+
+    name: str
+    lr: float
+    factors: list[float]
+
+    @property
+    def rates(self) -> list[float]:
+        return [self.lr * factor for factor in self.factors]
+
+
+def parser() -> Parser:
+    made = Parser(
+        "schedule",
+        "Shows learning rates of the warmup-stable-decay family, as the Trainer and the "
+        "containers compute them. Where an option has several values with commas between "
+        "them, each combination is a curve.",
+        """
+        --steps 1000 --warmup 100 --lr 3e-4
+        --steps 1000 --warmup 100 --decay linear,sqrt,cosine --plot lr.png
+        --config examples/demo.toml --config other.toml --csv lr.csv
+        """,
+    )
+    made.add_argument(
+        "--config", action="append", default=[], metavar="TOML", help="a job of the Trainer"
+    )
+    made.add_argument("--steps", type=number, metavar="N", help="steps of training")
+    made.add_argument("--lr", default="1.0", metavar="LR", help="what the factor multiplies (1)")
+    made.add_argument("--warmup", default="0", metavar="N", help="steps of warmup (0)")
+    made.add_argument(
+        "--decay-ratio",
+        default="",
+        metavar="SHARE",
+        help="share of the steps in which the rate falls; from the end of the warmup if not given",
+    )
+    made.add_argument("--decay", default="linear", metavar="KIND", help="linear, sqrt or cosine")
+    made.add_argument(
+        "--min-factor", default="0", metavar="SHARE", help="where the fall ends, of LR (0)"
+    )
+    made.add_argument(
+        "--generation", default="2", metavar="1|2",
+        help="formula of torchtitan before 0.1, which the Trainer has, or of later ones (2)",
+    )  # fmt: skip
+    made.add_argument("--rows", type=number, default=11, metavar="N", help="of the table (11)")
+    made.add_argument("--csv", metavar="FILE", help="write every step; - for stdout, and that only")
+    made.add_argument("--plot", type=Path, metavar="FILE", help="draw them, such as lr.png")
+    return made
+
+
+def main(args: list[str]) -> int:
+    options = parser().parse_args(args)
+    curves = [curve for path in options.config for curve in from_job(path)]
+    if options.steps is not None:
+        curves += from_flags(options)
+    if not curves:
+        raise CommandError("give --steps, or a job by --config")
+    if options.plot is not None:
+        draw(curves, options.plot)
+    if options.csv is not None:
+        text = as_csv(curves)
+        if options.csv == "-":
+            sys.stdout.write(text)
+            return 0
+        with written(Path(options.csv)) as file:
+            file.write_text(text, encoding="utf-8")
+    print(as_text(curves, options.rows))
+    return 0
+
+
+# ---- curves --------------------------------------------------------------------------------------
+
+
+def from_job(path: str) -> Iterator[Curve]:
+    """The schedule of a job's TOML file."""
+    from torchopt_ext.trainer.config import ConfigError  # both need the Trainer's packages
+    from torchopt_ext.trainer.load_config import load_config
+
+    try:
+        job = load_config(["--config", path], prog="python -m torchopt_ext schedule")
+    except (ConfigError, ImportError) as error:
+        raise CommandError(str(error)) from error
+    steps = job.lr_scheduler.total_steps or job.training.steps
+    yield sampled(Path(path).stem, job.optimizer.lr, steps, schedule_from_job_config, job)
+
+
+def from_flags(options: Any) -> list[Curve]:
+    """A curve for each combination of values, named by the values that differ."""
+    named: dict[str, list[Any]] = {
+        "lr": parts("--lr", options.lr, positive),
+        "warmup": parts("--warmup", options.warmup, lambda text: int(float(text))),
+        "decay_ratio": parts("--decay-ratio", options.decay_ratio, float)
+        if options.decay_ratio
+        else [None],
+        "decay": parts("--decay", options.decay, str),
+        "min_factor": parts("--min-factor", options.min_factor, float),
+        "generation": parts("--generation", options.generation, {"1": 1, "2": 2}.__getitem__),
+    }
+    several = [key for key, values in named.items() if len(values) > 1]
+    curves = []
+    for values in itertools.product(*named.values()):
+        chosen = dict(zip(named, values, strict=True))
+        name = " ".join(
+            str(chosen[key]) if key == "decay" else f"{key}={chosen[key]:g}" for key in several
+        )
+        section = SimpleNamespace(
+            warmup_steps=chosen["warmup"],
+            decay_ratio=chosen["decay_ratio"],
+            decay_type=chosen["decay"],
+            min_lr_factor=chosen["min_factor"],
+            lr_min=chosen["min_factor"],
+        )
+        if chosen["generation"] == 2:
+            curve = sampled(
+                name, chosen["lr"], options.steps, schedule_from_config, section, options.steps
+            )
+        else:
+            job = SimpleNamespace(
+                lr_scheduler=section, training=SimpleNamespace(steps=options.steps)
+            )
+            curve = sampled(name, chosen["lr"], options.steps, schedule_from_job_config, job)
+        curves.append(curve)
+    return curves
+
+
+def parts(option: str, text: str, read: Callable[[str], Any]) -> list[Any]:
+    """The values of an option, between commas."""
+    try:
+        return [read(part.strip()) for part in text.split(",")]
+    except Exception as error:  # of any kind, from numbers of any kind
+        raise CommandError(f"{option} is {text!r}, which is not what --help says") from error
+
+
+def sampled(name: str, lr: float, steps: int, schedule: Callable[..., Any], *of: Any) -> Curve:
+    try:
+        factor = schedule(*of)
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+    return Curve(name, lr, factor(torch.arange(steps)).tolist())
+
+
+# ---- what is shown -------------------------------------------------------------------------------
+
+
+def as_text(curves: Sequence[Curve], rows: int) -> str:
+    """A line for each curve, and a table of some steps."""
+    highest = max(max(curve.rates) for curve in curves) or 1.0
+    steps = max(len(curve.factors) for curve in curves)
+    lines = [f"{steps:,} steps; highest {highest:.4g}", ""]
+    for curve in curves:
+        if curve.name:
+            lines.append(curve.name)
+        lines.append(
+            "  " + sparkline(curve.rates, highest, round(COLUMNS * len(curve.rates) / steps))
+        )
+    count = max(2, min(rows, steps))
+    shown = sorted({round(n * (steps - 1) / (count - 1)) for n in range(count)})
+    for first in range(0, len(curves), TABLED):
+        some = curves[first : first + TABLED]
+        header = ["step", *(short(curve.name) or "lr" for curve in some)]
+        body = [[f"{step:,}", *(rate(curve.rates, step) for curve in some)] for step in shown]
+        lines += ["", table(header, body)]
+    return "\n".join(lines)
+
+
+def short(name: str) -> str:
+    """A name that leaves room for others beside it."""
+    return name if len(name) <= 15 else name[:14] + "~"
+
+
+def rate(rates: Sequence[float], step: int) -> str:
+    return f"{rates[step]:.4g}" if step < len(rates) else ""
+
+
+def sparkline(values: Sequence[float], highest: float, columns: int) -> str:
+    """Values as a line of blocks, each the mean of what it stands for."""
+    encoding = getattr(sys.stdout, "encoding", None) or "ascii"
+    try:
+        BLOCKS.encode(encoding)
+        blocks = BLOCKS
+    except UnicodeEncodeError:
+        blocks = ASCII
+    columns = max(1, min(columns, len(values)))
+    edges = [n * len(values) // columns for n in range(columns + 1)]
+    means = [sum(values[lo:hi]) / (hi - lo) for lo, hi in itertools.pairwise(edges)]
+    return "".join(blocks[min(7, int(8 * mean / highest))] for mean in means)
+
+
+def as_csv(curves: Sequence[Curve]) -> str:
+    """Every step of every curve; steps that a shorter one lacks are empty."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["step", *(curve.name or "lr" for curve in curves)])
+    for step, row in enumerate(itertools.zip_longest(*(curve.rates for curve in curves))):
+        writer.writerow([step, *("" if value is None else repr(value) for value in row)])
+    return text.getvalue()
+
+
+def draw(curves: Sequence[Curve], path: Path) -> None:
+    figure = pyplot_figure(6.4, 3.6)
+    panel = figure.subplots()
+    for n, curve in enumerate(curves):
+        panel.plot(curve.rates, label=curve.name or None, lw=1.6, ls=STYLES[n % len(STYLES)])
+    panel.set_xlabel("step")
+    panel.set_ylabel("learning rate")
+    panel.set_ylim(bottom=0)
+    panel.spines[["top", "right"]].set_visible(False)
+    if any(curve.name for curve in curves):
+        panel.legend(frameon=False, fontsize=8)
+    figure.tight_layout()
+    with written(path) as file:
+        figure.savefig(file, dpi=150)

@@ -1,0 +1,206 @@
+"""Tensors that stand for a model: from a function, a count, or the headers of safetensors files."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import re
+import struct
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchopt_ext.cli.terminal import CommandError, Parser, number
+
+NAMED = "gpt2"
+ALIKE = 1024
+"""Tensors that stand for a number of parameters."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_SAFETENSORS = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+_LARGEST_HEADER = 100_000_000  # the format's own limit
+
+
+def add_source(parser: Parser, *, required: bool) -> None:
+    """Adds the options that say which tensors."""
+    source = parser.add_mutually_exclusive_group(required=required)
+    source.add_argument(
+        "--model",
+        metavar="MODULE:FUNCTION",
+        help="a function without arguments that returns a torch.nn.Module; it is called on the "
+        "meta device, where tensors take no memory",
+    )
+    source.add_argument(
+        "--params",
+        type=number,
+        metavar="N",
+        help=f"so many parameters, such as 8e9, as {ALIKE} tensors of equal size",
+    )
+    source.add_argument(
+        "--shapes",
+        metavar="SHAPES",
+        help=f"{NAMED} (124 M parameters), or COUNTxSIZE[xSIZE], such as 2000x1000 for 2,000 "
+        "vectors of 1,000; several with commas",
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help="of parameters, instead of their own")
+
+
+def from_options(options: Any) -> tuple[str, list[Tensor]]:
+    """What the options of :func:`add_source` name, and tensors without memory that stand for it.
+
+    Raises:
+        CommandError: it cannot be found, read or built.
+    """
+    if options.model is not None:
+        name, params = options.model, from_function(options.model)
+    elif options.params is not None:
+        name, params = f"--params {options.params}", alike(options.params)
+    elif getattr(options, "file", None) is not None:
+        name, params = options.file, from_safetensors(Path(options.file))
+    else:
+        name = options.shapes or NAMED
+        params = [meta(shape) for shape in from_text(name)]
+    if options.dtype is not None:
+        dtype = DTYPES[options.dtype]
+        params = [
+            meta(p.shape, dtype, p.requires_grad) if p.is_floating_point() else p for p in params
+        ]
+    if not any(p.requires_grad for p in params):
+        raise CommandError(f"{name} has no trainable parameter")
+    return name, params
+
+
+def meta(shape: Sequence[int], dtype: torch.dtype = torch.float32, trained: bool = True) -> Tensor:
+    """A parameter without memory; integers are never trained."""
+    trained = trained and (dtype.is_floating_point or dtype.is_complex) and dtype.itemsize > 1
+    return torch.empty(tuple(shape), dtype=dtype, device="meta", requires_grad=trained)
+
+
+def alike(count: int) -> list[Tensor]:
+    """So many elements in tensors that differ by one element at most."""
+    each, more = divmod(count, ALIKE)
+    return [meta((each + (n < more),)) for n in range(ALIKE)]
+
+
+def gpt2() -> list[tuple[int, ...]]:
+    """Parameter shapes of GPT-2 124 M with tied embeddings, in the Hugging Face model's order."""
+    width = 768
+    block: list[tuple[int, ...]] = [
+        *[(width,), (width,)],  # layer norm
+        *[(width, 3 * width), (3 * width,), (width, width), (width,)],  # attention
+        *[(width,), (width,)],  # layer norm
+        *[(width, 4 * width), (4 * width,), (4 * width, width), (width,)],  # perceptron
+    ]
+    return [(50257, width), (1024, width), *block * 12, (width,), (width,)]
+
+
+def from_text(text: str) -> list[tuple[int, ...]]:
+    """Shapes as the command line names them."""
+    shapes: list[tuple[int, ...]] = []
+    for item in text.split(","):
+        if item == NAMED:
+            shapes += gpt2()
+        elif re.fullmatch(r"[1-9]\d*(x[1-9]\d*)+", item):
+            count, *shape = map(int, item.split("x"))
+            shapes += [tuple(shape)] * count
+        else:
+            raise CommandError(f"{item!r} names no shapes: expected {NAMED} or such as 2000x1000")
+    return shapes
+
+
+# ---- models --------------------------------------------------------------------------------------
+
+
+def from_function(text: str) -> list[Tensor]:
+    """The parameters, each once, of the model that ``module:function`` builds."""
+    where, _, name = text.partition(":")
+    if not where or not name:
+        raise CommandError(f"--model is {text!r}, expected MODULE:FUNCTION")
+    if os.getcwd() not in sys.path and "" not in sys.path:  # as python -m has it
+        sys.path.insert(0, os.getcwd())
+    try:
+        build = getattr(importlib.import_module(where), name)
+    except (ImportError, AttributeError) as error:
+        raise CommandError(f"--model {text} cannot be imported: {error}") from error
+    try:
+        with torch.device("meta"):
+            model = build()
+    except Exception as error:  # whatever the user's code raises
+        problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise CommandError(f"--model {text} fails on the meta device: {problem}") from error
+    if not isinstance(model, nn.Module):
+        found = type(model).__name__
+        raise CommandError(f"--model {text} returns a {found}, expected a torch.nn.Module")
+    return [meta(p.shape, p.dtype, p.requires_grad) for p in model.parameters()]
+
+
+# ---- safetensors ---------------------------------------------------------------------------------
+
+
+def from_safetensors(path: Path) -> list[Tensor]:
+    """Tensors of a safetensors file, or of the files that an index beside them names.
+
+    Only headers are read (https://github.com/huggingface/safetensors, Format).
+    """
+    if path.suffix != ".json":
+        return list(read_header(path).values())
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+        files = sorted(set(index["weight_map"].values()))
+    except OSError as error:
+        raise CommandError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CommandError(f"{path} is no index of safetensors files: it needs a weight_map of "
+                           "names and files") from error  # fmt: skip
+    found: dict[str, Tensor] = {}
+    for file in files:
+        if not (path.parent / file).is_file():
+            raise CommandError(
+                f"{path} names {file}, which is not beside it: its header has the shapes (or give "
+                f"--params)"
+            )
+        found |= read_header(path.parent / file)
+    if missing := sorted(index["weight_map"].keys() - found.keys()):
+        raise CommandError(f"{path} names {missing[0]}, which is in none of its files")
+    return [found[name] for name in index["weight_map"]]
+
+
+def read_header(path: Path) -> dict[str, Tensor]:
+    """Every tensor of a safetensors file, without memory, in the order of the file."""
+    try:
+        with path.open("rb") as stream:
+            start = stream.read(8)
+            (length,) = struct.unpack("<Q", start) if len(start) == 8 else (0,)
+            if not 2 <= length <= _LARGEST_HEADER:
+                raise CommandError(f"{path} is no safetensors file: it begins with {start!r}")
+            text = stream.read(length)
+    except OSError as error:
+        raise CommandError(f"cannot read {path}: {error.strerror}") from error
+    if len(text) < length:
+        raise CommandError(f"{path} ends in its header, after {len(text)} of {length} bytes")
+    try:
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        entries = sorted(header.items(), key=lambda entry: entry[1]["data_offsets"][0])
+        return {name: _described(name, entry) for name, entry in entries}
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise CommandError(f"{path} has a damaged header: {error}") from error
+
+
+def _described(name: str, entry: dict[str, Any]) -> Tensor:
+    shape, kind = entry["shape"], entry["dtype"]
+    if kind not in _SAFETENSORS:
+        raise ValueError(f"{name} has the unknown dtype {kind}")
+    if any(type(length) is not int or length < 0 for length in shape) or math.prod(shape) >= 2**62:
+        raise ValueError(f"{name} has the shape {shape}")
+    return meta(shape, _SAFETENSORS[kind])

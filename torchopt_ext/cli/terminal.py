@@ -1,0 +1,210 @@
+"""What the commands share: errors, arguments, tables, units, progress and files."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import os
+import sys
+import textwrap
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+WIDTH = 80
+"""Columns that every line of output fits into."""
+
+
+class CommandError(Exception):
+    """A command cannot do what it was asked to; one sentence says why."""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's, with examples below the help and errors of one sentence.
+
+    Args:
+        command: name of the command.
+        does: what it does.
+        examples: argument lists, one a line.
+        listing: lines below what it does.
+        takes: names of what stands before the options.
+    """
+
+    def __init__(
+        self, command: str, does: str, examples: str, listing: str = "", takes: str = ""
+    ) -> None:
+        prog = f"python -m torchopt_ext {command}"
+        wrapped = [
+            textwrap.wrap(f"{prog} {line.strip()}", WIDTH - 8, break_on_hyphens=False)
+            for line in examples.strip().splitlines()
+        ]
+        shown = "\n".join("  " + " \\\n      ".join(lines) for lines in wrapped)
+        does = textwrap.fill(does, WIDTH, break_on_hyphens=False)
+        super().__init__(
+            prog=prog,
+            usage=" ".join(filter(None, (prog, takes, "[options]"))),
+            description=f"{does}\n\n{listing}" if listing else does,
+            epilog=f"examples:\n{shown}",
+            allow_abbrev=False,
+            formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=WIDTH),
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise CommandError(f"{message}; --help shows what there is")
+
+
+def number(text: str) -> int:
+    """A whole number of 1 or more, as an argument; 8e9 and 1_000 are numbers, too."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
+    if not (1 <= value < 2**62) or value != int(value):
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of 1 or more")
+    return int(value)
+
+
+def positive(text: str) -> float:
+    """A finite number above 0, as an argument."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+    return value
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Rows in columns, the first at the left margin, the others flush right."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = [header, ["-" * width for width in widths], *rows]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if n else cell.ljust(width)
+            for n, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The same as a Markdown table."""
+    marks = ["---", *["---:"] * (len(header) - 1)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (header, marks, *rows))
+
+
+_UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
+
+
+def unit_of(largest: float) -> tuple[str, float]:
+    """The unit in which the largest of some byte counts is 1 or more, and its bytes."""
+    return next((unit for unit in _UNITS if largest >= unit[1]), _UNITS[-1])
+
+
+def size(count: float) -> str:
+    """Bytes for people: "1.23 GB"."""
+    name, scale = unit_of(count)
+    return f"{count / scale:.0f} B" if scale == 1 else f"{figures(count / scale)} {name}"
+
+
+def figures(value: float) -> str:
+    """Three significant digits, without an exponent and up to three decimals."""
+    if value == 0:
+        return "0"
+    limits = (99.95, 9.995, 0.9995)
+    digits = sum(abs(value) < limit for limit in limits)
+    return f"{value:,.{digits}f}"
+
+
+class Progress:
+    """How far something is that takes more than a second, on stderr.
+
+    A bar on a terminal if tqdm is installed; otherwise a line now and then.
+
+    Args:
+        what: is done.
+        total: units of work.
+    """
+
+    every = 5.0
+    """Seconds from one line to the next, and before the first."""
+
+    def __init__(self, what: str, total: float) -> None:
+        self.what, self.total, self.done = what, total, 0.0
+        self._shown = time.monotonic()
+        self._bar: Any = None
+        if sys.stderr.isatty():
+            with contextlib.suppress(ImportError):
+                tqdm = importlib.import_module("tqdm").tqdm
+                form = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
+                self._bar = tqdm(
+                    total=total, desc=what, delay=1, leave=False, ncols=WIDTH, bar_format=form
+                )
+
+    def add(self, amount: float) -> None:
+        self.done += amount
+        if self._bar is not None:
+            self._bar.update(amount)
+        elif time.monotonic() - self._shown >= self.every:
+            self._shown = time.monotonic()
+            print(f"{self.what}: {100 * self.done / self.total:.0f}%", file=sys.stderr)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def pyplot_figure(width: float, height: float) -> Any:
+    """A matplotlib Figure of that many inches.
+
+    Raises:
+        CommandError: matplotlib is not installed; names the extra.
+    """
+    try:
+        made = importlib.import_module("matplotlib.figure").Figure(figsize=(width, height))
+    except ImportError as error:
+        raise CommandError(
+            f"a picture needs matplotlib ({error}): pip install 'torchopt_ext[cli]'"
+        ) from error
+    return made
+
+
+@contextlib.contextmanager
+def written(path: Path, force: bool = True) -> Iterator[Path]:
+    """A name beside ``path`` to write to, which takes its place when all is written.
+
+    Raises:
+        CommandError: ``path`` exists and ``force`` is false, or cannot be written.
+    """
+    if path.exists() and not force:
+        raise CommandError(f"{path} exists; --force replaces it")
+    beside = path.with_name(f".{path.name}.{os.getpid()}{path.suffix}")
+    try:
+        yield beside
+        if path.is_dir():
+            replaced = path.with_name(f".{path.name}.{os.getpid()}.replaced")
+            path.rename(replaced)
+            beside.rename(path)
+            remove(replaced)
+        else:
+            beside.replace(path)
+    except OSError as error:
+        raise CommandError(f"cannot write {path}: {error.strerror or error}") from error
+    finally:
+        remove(beside)
+
+
+def remove(path: Path) -> None:
+    """Removes a file, or a folder of files; nothing if there is none."""
+    if path.is_dir():
+        for file in path.iterdir():
+            file.unlink()
+        path.rmdir()
+    else:
+        path.unlink(missing_ok=True)

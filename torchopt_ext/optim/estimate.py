@@ -1,0 +1,279 @@
+"""Bytes that a rank holds and moves with FusedAdam and FusedAdamW, from shapes and options."""
+
+import bisect
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchopt_ext import ops
+from torchopt_ext.optim.storage import MASTER, Storage
+
+STEP = 4
+"""Bytes of a tensor's step count."""
+
+
+@dataclass(frozen=True)
+class ElementBytes:
+    """Bytes that belong to one element of a parameter, in one step with FusedAdamW.
+
+    Attributes:
+        weight, gradient, master, moments: held.
+        norm: moved by pass A, which measures the norm.
+        update: moved by pass B: every stream that is rewritten counts twice (docs/step.md).
+    """
+
+    weight: int
+    gradient: int
+    master: int
+    moments: int
+    norm: int
+    update: int
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """What one rank holds and moves, in bytes.
+
+    Attributes:
+        elements: trainable elements that this rank steps.
+        weights: parameters, frozen ones and padding included.
+        gradients: kept from backward until the step.
+        masters: fp32 master weights or remainders.
+        moments: first, second and, with amsgrad, largest second moments.
+        steps: the tensors' step counts; of tensors that are cut, one each.
+        moved: memory read and written by the optimizer's step.
+        sent: to other ranks in a training step, by ring algorithms: gradients, and parameters
+            where they are returned (ZeRO) or gathered for forward and for backward (FSDP).
+    """
+
+    elements: int
+    weights: int
+    gradients: int
+    masters: int
+    moments: int
+    steps: int
+    moved: int
+    sent: int
+
+    @property
+    def held(self) -> int:
+        """All that is held when a step begins."""
+        return self.weights + self.gradients + self.masters + self.moments + self.steps
+
+
+def element_bytes(
+    param: Tensor, grad_dtype: torch.dtype | None, storage: Storage, amsgrad: bool, norm: bool
+) -> ElementBytes:
+    """The bytes of one element of a parameter, of which only the dtype is read."""
+    weight = param.dtype.itemsize
+    gradient = (grad_dtype or param.dtype).itemsize
+    kind = storage.master_of(param)
+    master = 0 if kind is None else 4 if kind == MASTER else 2
+    moments = (3 if amsgrad else 2) * storage.moment_dtype(param).itemsize
+    # With an fp32 master the parameter itself is written only.
+    weights_moved = weight + 2 * master if kind == MASTER else 2 * (weight + master)
+    update = gradient + weights_moved + 2 * moments
+    return ElementBytes(weight, gradient, master, moments, gradient if norm else 0, update)
+
+
+def estimate(
+    params: Sequence[Tensor],
+    *,
+    sharding: str = "ddp",
+    world_size: int = 1,
+    grad_dtype: torch.dtype | None = None,
+    master_weights: str | None = None,
+    state_dtype: torch.dtype | None = None,
+    amsgrad: bool = False,
+    norm: bool = True,
+    bucket_elements: int | None = None,
+) -> list[RankBytes]:
+    """What every rank holds and moves with FusedAdamW over these parameters.
+
+    Activations, communication buffers (DDP's buckets, FSDP's gathered layers, two buckets of a
+    sharded backward pass), and what does not grow with the model are not counted.
+
+    Args:
+        params: contiguous parameters, in forward order; shapes, dtypes and ``requires_grad`` are
+            read, so they may be on the meta device.
+        sharding: one of :data:`SHARDINGS`.
+        world_size: ranks that share the work.
+        grad_dtype: of gradients; None for each parameter's own.
+        master_weights, state_dtype, amsgrad: as FusedAdamW's.
+        norm: whether gradients are clipped or checked, which reads them once more.
+        bucket_elements: ZeroRedundancyOptimizer's, for "balanced" and "zero2".
+
+    Returns:
+        One entry for each rank.
+
+    Raises:
+        ValueError: an argument out of range, or a parameter that cannot be held so.
+    """
+    if sharding not in SHARDINGS:
+        raise ValueError(f"Invalid sharding: {sharding!r}, expected one of {', '.join(SHARDINGS)}")
+    if world_size < 1:
+        raise ValueError(f"Invalid world_size: {world_size}, expected 1 or more")
+    storage = Storage(master_weights, state_dtype)
+    for number, param in enumerate(params):
+        if param.requires_grad and (found := storage.problem(param, False)):
+            raise ValueError(f"parameter {number} {found}")
+
+    def width(param: Tensor) -> int:
+        return (grad_dtype or param.dtype).itemsize
+
+    shares = SHARDINGS[sharding](params, world_size, width, bucket_elements)
+    weights = sum(p.numel() * p.dtype.itemsize for p in params)
+    trained = [p for p in params if p.requires_grad]
+    gradients = sum(p.numel() * width(p) for p in trained)
+    returned = sum(p.numel() * p.dtype.itemsize for p in trained)
+    kinds = {p.dtype: element_bytes(p, grad_dtype, storage, amsgrad, norm) for p in trained}
+    # In units of (world_size - 1) / world_size, which a ring sends of all elements.
+    sent = {
+        "ddp": 2 * gradients,
+        "zero1": 2 * gradients + returned,
+        "balanced": gradients + returned,
+        "zero2": gradients + returned,
+        "fsdp": gradients + 2 * weights,
+    }[sharding]
+    return [
+        RankBytes(
+            elements=share.elements.total(),
+            weights=share.weights,
+            gradients=share.gradients,
+            masters=sum(kinds[kind].master * n for kind, n in share.elements.items()),
+            moments=sum(kinds[kind].moments * n for kind, n in share.elements.items()),
+            steps=STEP * share.tensors,
+            moved=sum(
+                (kinds[kind].norm + kinds[kind].update) * n for kind, n in share.elements.items()
+            ),
+            sent=sent * (world_size - 1) // world_size,
+        )
+        for share in shares
+    ]
+
+
+def unevenness(elements: Sequence[int]) -> float:
+    """By what share the fullest rank has more than the mean; 0 for none or nothing."""
+    mean = sum(elements) / len(elements)
+    return max(elements) / mean - 1 if mean else 0.0
+
+
+# ---- who has what --------------------------------------------------------------------------------
+
+Width = Callable[[Tensor], int]
+"""Bytes of an element of a parameter's gradient."""
+
+
+@dataclass
+class _Share:
+    """What one rank has: bytes of weights and gradients, and by dtype the elements it steps."""
+
+    weights: int
+    gradients: int
+    elements: Counter[torch.dtype]
+    tensors: int
+
+    def add(self, param: Tensor, elements: int) -> None:
+        self.elements[param.dtype] += elements
+        self.tensors += 1
+
+
+def _whole(params: Sequence[Tensor], world_size: int, width: Width) -> list[_Share]:
+    """Shares of ranks that have all weights and gradients, and nothing to step yet."""
+    weights = sum(p.numel() * p.dtype.itemsize for p in params)
+    gradients = sum(p.numel() * width(p) for p in params if p.requires_grad)
+    return [_Share(weights, gradients, Counter(), 0) for _ in range(world_size)]
+
+
+def _replicated(
+    params: Sequence[Tensor], world_size: int, width: Width, bucket_elements: int | None
+) -> list[_Share]:
+    shares = _whole(params, world_size, width)
+    for share in shares:
+        for param in params:
+            if param.requires_grad:
+                share.add(param, param.numel())
+    return shares
+
+
+def _greedy(
+    params: Sequence[Tensor], world_size: int, width: Width, bucket_elements: int | None
+) -> list[_Share]:
+    """Whole tensors (zero/whole.py)."""
+    shares = _whole(params, world_size, width)
+    trained = [p for p in params if p.requires_grad]
+    owners = ops.partition_greedy([p.numel() for p in trained], world_size)
+    for param, owner in zip(trained, owners, strict=True):
+        shares[owner].add(param, param.numel())
+    return shares
+
+
+def _balanced(
+    params: Sequence[Tensor], world_size: int, width: Width, bucket_elements: int | None
+) -> list[_Share]:
+    """Buckets that are cut evenly, beside DDP (zero/balanced.py)."""
+    shares = _in_buckets(params, world_size, width, bucket_elements)
+    gradients = sum(p.numel() * width(p) for p in params if p.requires_grad)
+    for share in shares:
+        share.gradients += gradients  # DDP's
+    return shares
+
+
+def _in_buckets(
+    params: Sequence[Tensor], world_size: int, width: Width, bucket_elements: int | None
+) -> list[_Share]:
+    """Parameters lie in buckets; of reduced gradients a rank keeps its part."""
+    shares = [_Share(0, 0, Counter(), 0) for _ in range(world_size)]
+    kinds: dict[tuple[torch.dtype, bool], list[Tensor]] = defaultdict(list)
+    for param in params:
+        kinds[param.dtype, param.requires_grad].append(param)
+    for (dtype, trained), alike in kinds.items():
+        sizes = [p.numel() for p in alike]
+        rows = [p[0].numel() if p.dim() > 1 and p.numel() else 1 for p in alike]
+        plan = ops.partition_balanced(sizes, rows, world_size, bucket_elements)
+        for cuts in plan.cuts:
+            own = [hi - lo for lo, hi in itertools.pairwise(cuts)]
+            padded = max(cuts[:-1]) + max(own)  # room for the last rank to send as much as others
+            for share, elements in zip(shares, own, strict=True):
+                share.weights += padded * dtype.itemsize
+                share.gradients += elements * width(alike[0]) if trained else 0
+        if not trained:
+            continue
+        for param, bucket, start in zip(alike, plan.buckets, plan.starts, strict=True):
+            cuts, end = plan.cuts[bucket], start + param.numel()
+            for rank in range(bisect.bisect_right(cuts, start) - 1, bisect.bisect_left(cuts, end)):
+                shares[rank].add(param, min(cuts[rank + 1], end) - max(cuts[rank], start))
+    return shares
+
+
+def _rows(
+    params: Sequence[Tensor], world_size: int, width: Width, bucket_elements: int | None
+) -> list[_Share]:
+    """FSDP2: every tensor's rows are divided, and memory is padded to the first rank's."""
+    shares = [_Share(0, 0, Counter(), 0) for _ in range(world_size)]
+    for param in params:
+        length = param.shape[0] if param.dim() else 1
+        row = param.numel() // length if length else 0
+        most = -(-length // world_size)
+        for rank, share in enumerate(shares):
+            own = min(max(length - rank * most, 0), most)
+            share.weights += most * row * param.dtype.itemsize
+            if param.requires_grad:
+                share.gradients += most * row * width(param)
+                share.add(param, own * row)
+    return shares
+
+
+SHARDINGS: dict[str, Callable[..., list[_Share]]] = {
+    "ddp": _replicated,
+    "zero1": _greedy,
+    "balanced": _balanced,
+    "zero2": _in_buckets,
+    "fsdp": _rows,
+}
+"""DDP, which is also one process; ZeroRedundancyOptimizer with whole tensors; with balanced buckets
+and ``reduce_scatter_hook``; with ``sharded_gradients``; FSDP2 with resharding after forward."""
