@@ -20,7 +20,7 @@ JOBS := $(shell nproc)
 
 .PHONY: help install demo test test-python smoke test-all test-cpp test-sanitize \
 	check-aarch64 check-sass test-gpu gpu-report bench bench-dtensor-host bench-in-backward \
-	bench-torchtitan bench-zero bench-mixed-precision bench-trainer bench-cxx docs lint format wheel clean FORCE
+	bench-torchtitan bench-zero bench-mixed-precision bench-trainer bench-cxx docs lint format wheel sdist clean FORCE
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -201,8 +201,17 @@ docs: $(DOCS_VENV)/.requirements ## Build the documentation's site into build/si
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
 
 # ---- distribution -------------------------------------------------------------------------------
-wheel: $(VENV)/.requirements ## Build a wheel for this torch into dist/
-	$(PY) -m pip wheel --no-build-isolation --no-deps --wheel-dir $(DIST) .
+# auditwheel finds the oldest glibc that the wheel runs with, for its name. torch brings the libraries
+# that are left out, and has loaded them before ours.
+wheel: $(VENV)/.requirements ## Build a wheel for this torch, Python and CUDA or none, into dist/
+	rm -rf $(BUILD)/wheel
+	$(PY) -m pip wheel --no-build-isolation --no-deps --wheel-dir $(BUILD)/wheel .
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(PY) -m auditwheel repair --wheel-dir $(DIST) \
+		--exclude 'libtorch_*.so' --exclude 'libc10*.so' --exclude 'libcudart.so.*' \
+		--exclude libgomp.so.1 $(BUILD)/wheel/*.whl
+
+sdist: $(VENV)/.requirements ## Build a source distribution into dist/
+	$(PY) -c 'import sys; from setuptools.build_meta import build_sdist; build_sdist(sys.argv[1])' $(DIST)
 
 clean: ## Remove everything built, except the environments
 	rm -rf build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

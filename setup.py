@@ -9,6 +9,7 @@ TORCHOPT_EXT_BUILD_DIR.
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -35,7 +36,10 @@ if major != 2 or minor not in SUPPORTED_MINORS:
         f"this Python has {torch.__version__}"
     )
 
-use_cuda = "AUTO"
+# As CMake's AUTO: only an nvcc that was pointed at counts.
+nvcc_path = os.pathsep.join([f"{os.environ.get('CUDA_HOME', '')}/bin", os.environ.get("PATH", "")])
+nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc", path=nvcc_path)
+use_cuda = "ON" if nvcc and torch.version.cuda else "OFF"
 if os.environ.get("USE_CUDA", "").upper() in ("0", "OFF", "NO", "FALSE"):
     use_cuda = "OFF"
 elif os.environ.get("FORCE_CUDA", "").upper() in ("1", "ON", "YES", "TRUE"):
@@ -50,6 +54,22 @@ def tool(name: str) -> str:
     path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")])
     found = shutil.which(name, path=path)
     return found or sys.exit(f"torchopt_ext is built with {name}: pip install cmake ninja")
+
+
+def version() -> str:
+    """The package's version; built from a clone, also what for, such as 0.2.0+pt2.15.cu130.
+
+    A source distribution is for any torch, and what is built from it has the version in its name.
+    """
+    text = (ROOT / "torchopt_ext/__init__.py").read_text()
+    public = re.search(r'^__version__ = "(.+)"$', text, re.M)[1]
+    if "sdist" in sys.argv or (ROOT / "PKG-INFO").exists():
+        return public
+    built_for = "cpu"
+    if use_cuda == "ON" and nvcc:  # without nvcc CMake says what is missing
+        told = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True)
+        built_for = "cu" + "".join(re.search(r"release (\d+)\.(\d+)", told.stdout).groups())
+    return f"{public}+pt{major}.{minor}.{built_for}"
 
 
 class CMakeBuild(build_ext):
@@ -79,6 +99,7 @@ class CMakeBuild(build_ext):
 staging = build_dir / "package"
 shutil.rmtree(staging, ignore_errors=True)
 setup(
+    version=version(),
     ext_modules=[Extension("torchopt_ext._C", sources=[])],
     cmdclass={"build_ext": CMakeBuild},
     # The binaries hold for the torch minor they were built against.

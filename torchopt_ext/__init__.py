@@ -6,7 +6,7 @@ does, the containers where torchtitan's do, and ``torchopt_ext.ops`` holds the o
 made of. docs/numerics.md states what is computed.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 import importlib
 from typing import TYPE_CHECKING, Any

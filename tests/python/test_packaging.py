@@ -124,7 +124,11 @@ class TestContents:
         assert f"torch=={minor}.*" in (importlib.metadata.requires("torchopt_ext") or [])
 
     def test_versions_agree(self) -> None:
-        assert importlib.metadata.version("torchopt_ext") == torchopt_ext.__version__
+        public, _, built_for = importlib.metadata.version("torchopt_ext").partition("+")
+        assert public == torchopt_ext.__version__
+        minor = ".".join(_build_info.TORCH_VERSION.split(".")[:2])
+        cuda = "".join((_build_info.CUDA_VERSION or "").split(".")[:2])
+        assert built_for == f"pt{minor}.{f'cu{cuda}' if cuda else 'cpu'}"
 
     def test_stub_lists_exactly_what_the_module_has(self) -> None:
         stub = ast.parse((PACKAGE / "_C.pyi").read_text()).body
@@ -162,6 +166,15 @@ class TestImport:
             "for name in {name.partition('.')[0] for name in {*sys.modules} - before}: print(name)"
         )
         assert set(more) <= {"torchopt_ext", *sys.stdlib_module_names}
+
+    def test_takes_at_most_three_tenths_of_a_second_beyond_torch(self) -> None:
+        (seconds,) = run(
+            "import time, torch\n"
+            "start = time.process_time()\n"
+            "import torchopt_ext\n"
+            "print(time.process_time() - start)"
+        )
+        assert float(seconds) < 0.3
 
     def test_everything_works_without_numpy(self, tmp_path: Path) -> None:
         run(Path(__file__).with_name("without_numpy.py").read_text(), str(tmp_path / "checkpoint"))
