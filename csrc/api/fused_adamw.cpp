@@ -35,11 +35,6 @@ std::unique_ptr<FusedAdamWOptions> completed(const FusedAdamWOptions& own,
   return options;
 }
 
-// A tensor that is a view into a larger block would carry the block along.
-at::Tensor alone(const at::Tensor& tensor) {
-  return tensor.storage().nbytes() > tensor.nbytes() ? tensor.clone() : tensor;
-}
-
 template <class T>
 void read_if_there(InputArchive& archive, const char* name, T& value) {
   c10::IValue found;
@@ -78,10 +73,10 @@ void FusedAdamWOptions::set_lr(double lr) { lr_ = lr; }
 
 void FusedAdamWParamState::serialize(OutputArchive& archive) const {
   archive.write("step", c10::IValue(static_cast<int64_t>(step().item<float>())));
-  archive.write("exp_avg", c10::IValue(alone(exp_avg())));
-  archive.write("exp_avg_sq", c10::IValue(alone(exp_avg_sq())));
+  archive.write("exp_avg", c10::IValue(exp_avg()));
+  archive.write("exp_avg_sq", c10::IValue(exp_avg_sq()));
   if (max_exp_avg_sq().defined()) {
-    archive.write("max_exp_avg_sq", c10::IValue(alone(max_exp_avg_sq())));
+    archive.write("max_exp_avg_sq", c10::IValue(max_exp_avg_sq()));
   }
 }
 

@@ -38,6 +38,20 @@ TEST(FusedAdamWArchive, ResumesToTheBit) {
   }
 }
 
+TEST(FusedAdamWArchive, FitsParametersOfOtherStrides) {
+  const Tensors params = some_params();
+  FusedAdamW optimizer(params);
+  train(optimizer, params, 0, 2);
+  Tensors others = copies(params);
+  others[0] = params[0].detach().t().clone(at::MemoryFormat::Contiguous).t().requires_grad_();
+  ASSERT_NE(others[0].strides(), params[0].strides());
+  FusedAdamW other(others);
+  load(other, saved(optimizer));
+  train(optimizer, params, 2, 4);
+  train(other, others, 2, 4);
+  EXPECT_TRUE(same(params, others));
+}
+
 TEST(FusedAdamWArchive, IsThatOfLibtorchsAdamW) {
   for (const bool amsgrad : {false, true}) {
     const Tensors params = some_params(at::kDouble);
