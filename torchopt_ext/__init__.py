@@ -24,6 +24,8 @@ if TYPE_CHECKING:
         offload_fsdp_optimizer,
         optimizer_on_device,
     )
+    from torchopt_ext.optim.groups import param_groups
+    from torchopt_ext.optim.step_log import log_to
     from torchopt_ext.zero import ZeroRedundancyOptimizer
 
 cuda_built = _library.cuda_built
@@ -33,9 +35,15 @@ cmake_prefix_path: str = _library.cmake_prefix_path
 __all__ = [
     "DynamicGradScaler", "FSDPadaptOptimizer", "FusedAdam", "FusedAdamW", "GradScaler",
     "ZeroRedundancyOptimizer", "cmake_prefix_path", "containers", "cuda_built",
-    "load_fsdp_optimizer", "mixed_precision", "offload_fsdp_optimizer", "ops",
-    "optimizer_on_device", "zero",
+    "load_fsdp_optimizer", "log_to", "mixed_precision", "offload_fsdp_optimizer", "ops",
+    "optimizer_on_device", "param_groups", "zero",
 ]  # fmt: skip
+
+_MODULES = {
+    "ZeroRedundancyOptimizer": "zero",
+    "log_to": "optim.step_log",
+    "param_groups": "optim.groups",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -44,5 +52,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name in ("containers", "mixed_precision", "zero"):
         return importlib.import_module(f"{__name__}.{name}")
-    package = "zero" if name == "ZeroRedundancyOptimizer" else "mixed_precision"
+    package = _MODULES.get(name, "mixed_precision")
     return getattr(importlib.import_module(f"{__name__}.{package}"), name)

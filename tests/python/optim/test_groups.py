@@ -1,0 +1,123 @@
+"""param_groups: the usual rule, patterns, tied and frozen parameters, and torch's optimizers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from torchopt_ext import FusedAdamW, param_groups
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok = nn.Embedding(5, 4)
+        self.block = nn.Sequential(
+            nn.Linear(4, 4), nn.LayerNorm(4), nn.RMSNorm(4), nn.BatchNorm1d(4)
+        )
+        self.gate = nn.Parameter(torch.ones(4))
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.tok.weight
+
+
+def names(groups: list[dict]) -> dict[str, set[str]]:
+    return {group["name"]: {name for name, _ in group["params"]} for group in groups}
+
+
+SPARED = {"block.0.bias"} | {f"block.{i}.{n}" for i, n in
+          ((1, "weight"), (1, "bias"), (2, "weight"), (3, "weight"), (3, "bias"))}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("no_decay", "spared"),
+    [
+        (("norm", "bias"), SPARED),
+        ((), set()),
+        (("bias",), {"block.0.bias", "block.1.bias", "block.3.bias"}),
+        (("norm", "bias", "embedding"), SPARED | {"tok.weight"}),
+        (("gate$",), {"gate"}),
+        (("^head",), {"tok.weight"}),  # by its other name
+    ],
+)
+def test_rule(no_decay: tuple[str, ...], spared: set[str]) -> None:
+    model = Model()
+    groups = param_groups(model, 0.3, no_decay=no_decay)
+    found = names(groups)
+    assert found.get("no_decay", set()) == spared
+    assert found["decay"] == dict(model.named_parameters()).keys() - spared
+    assert {g["name"]: g["weight_decay"] for g in groups} == (
+        {"decay": 0.3, "no_decay": 0.0} if spared else {"decay": 0.3}
+    )
+    assert all("lr" not in group for group in groups)
+
+
+def test_learning_rates() -> None:
+    groups = param_groups(
+        Model(), lr=1e-2, lr_multipliers={"tok": 0.1, r"block\.0": 2.0, "weight": 3.0}
+    )
+    assert {g["name"]: (g["lr"], sorted(n for n, _ in g["params"])) for g in groups} == {
+        "decay": (1e-2, ["gate"]),
+        "decay, lr * 0.1": (1e-3, ["tok.weight"]),
+        "decay, lr * 2": (2e-2, ["block.0.weight"]),
+        "no_decay, lr * 2": (2e-2, ["block.0.bias"]),
+        "no_decay, lr * 3": (3e-2, ["block.1.weight", "block.2.weight", "block.3.weight"]),
+        "no_decay": (1e-2, ["block.1.bias", "block.3.bias"]),
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"no_decay": ("norms",)}, r"no parameter of Model has a name with \['norms'\]"),
+        ({"lr": 1.0, "lr_multipliers": {"nothing": 2.0}}, "nothing"),
+        ({"lr_multipliers": {"tok": 2.0}}, "needs lr="),
+        ({"no_decay": ("(",)}, "no regular expression"),
+        ({"weight_decay": -1.0}, "Invalid weight_decay"),
+        ({"lr": 1.0, "lr_multipliers": {"tok": float("nan")}}, "Invalid lr_multipliers"),
+    ],
+)
+def test_refusals(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        param_groups(Model(), **arguments)
+
+
+def test_frozen_parameters_are_left_out() -> None:
+    model = Model()
+    model.requires_grad_(False)
+    with pytest.raises(ValueError, match="requires a gradient"):
+        param_groups(model)
+    model.block[0].weight.requires_grad_(True)
+    assert names(param_groups(model, no_decay=("tok",))) == {"decay": {"block.0.weight"}}
+
+
+@pytest.mark.parametrize("optimizer", [FusedAdamW, torch.optim.AdamW, torch.optim.SGD])
+def test_decays_by_group_and_saves_names(optimizer: type[torch.optim.Optimizer]) -> None:
+    model = Model()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    opt = optimizer(param_groups(model, 0.5), lr=0.1)
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    opt.step()
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(param.detach(), before[name] * (1 if name in SPARED else 0.95))
+    saved = opt.state_dict()
+    assert {n for g in saved["param_groups"] for n in g["param_names"]} == before.keys()
+    other = optimizer(param_groups(Model(), 0.5), lr=0.1)
+    other.load_state_dict(saved)
+    assert other.state_dict()["param_groups"] == saved["param_groups"]
+    assert set(get_optimizer_state_dict(model, opt)["state"]) <= before.keys()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_fsdp_keeps_groups() -> None:
+    model = Model()
+    expected = names(param_groups(model))
+    fully_shard(model, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (1,)))
+    groups = param_groups(model)
+    assert names(groups) == expected
+    assert all(isinstance(p, DTensor) for g in groups for _, p in g["params"])
+    FusedAdamW(groups)

@@ -1,0 +1,109 @@
+"""log_to: what it writes, compared with what the test computes by itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchopt_ext import FusedAdamW, log_to, param_groups
+from torchopt_ext.containers import OptimizersContainer
+
+GRADIENTS = [(3.0, 4.0), (0.3, 0.4), (float("inf"), 0.0), (30.0, 40.0)]
+"""Their norms: 5, 0.5, infinite and 50."""
+
+
+def weight() -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.tensor([6.0, 8.0]))
+
+
+def run(optimizer: torch.optim.Optimizer, param: torch.nn.Parameter) -> None:
+    for gradient in GRADIENTS:
+        param.grad = torch.tensor(gradient)
+        optimizer.step()
+
+
+def test_values() -> None:
+    param = weight()
+    optimizer = FusedAdamW([param], lr=0.1, weight_decay=0, max_grad_norm=1.0, skip_nonfinite=True,
+                           track=("norms",))  # fmt: skip
+    written: list[dict[str, float]] = []
+    log = log_to(written.append, optimizer, every=2, first_step=100)
+    before: list[torch.Tensor] = []
+    optimizer.register_step_pre_hook(lambda *_: before.append(param.detach().clone()))
+    after: list[torch.Tensor] = []
+    optimizer.register_step_post_hook(lambda *_: after.append(param.detach().clone()))
+    run(optimizer, param)
+    assert [values["optimizer/step"] for values in written] == [102, 104]
+    # clip_grad_norm_'s factor: 1 / (norm + 1e-6), at most 1
+    expected = [(0.5, 1.0, 0.5, 0), (50.0, 1 / 50, 0.5, 1)]
+    for values, (norm, factor, share, skipped), i in zip(written, expected, (1, 3), strict=True):
+        assert values["optimizer/grad_norm"] == pytest.approx(norm)
+        assert values["optimizer/clip_factor"] == pytest.approx(factor, rel=1e-5)
+        assert values["optimizer/clipped_share"] == share
+        assert values["optimizer/skipped_steps"] == skipped
+        assert values["optimizer/loss_scale"] == 1
+        assert values["optimizer/lr"] == 0.1
+        ratio = float((after[i] - before[i]).norm() / after[i].norm())
+        assert values["optimizer/update_to_weight"] == pytest.approx(ratio, rel=1e-4)
+    log.remove()
+    run(optimizer, param)
+    assert len(written) == 2
+
+
+def test_unmeasured_norm_is_left_out_and_groups_have_their_learning_rates() -> None:
+    model = torch.nn.Linear(2, 2)
+    groups = param_groups(model, lr=0.5, lr_multipliers={"weight": 0.5})
+    optimizer = FusedAdamW(groups)
+    written: list[dict[str, float]] = []
+    log_to(written.append, optimizer, every=1, prefix="")
+    optimizer.set_schedule(warmup_steps=4, stable_steps=4, decay_steps=0)
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    factor = optimizer.control.lr_factor.item()
+    assert 0 < factor < 1
+    assert written[0]["lr/decay, lr * 0.5"] == 0.25 * factor
+    assert written[0]["lr/no_decay"] == 0.5 * factor
+    assert "grad_norm" not in written[0] and "update_to_weight" not in written[0]
+    assert written[0]["clipped_share"] == 0
+
+
+def test_loss_scale_and_container() -> None:
+    model = torch.nn.Linear(2, 2)
+    container = OptimizersContainer([model], FusedAdamW, {"lr": 0.1, "max_grad_norm": 1.0})
+    container.optimizers[0].set_loss_scale(8.0, growth_interval=1)
+    written: list[dict[str, float]] = []
+    log_to(written.append, container, every=1)
+    (model(torch.ones(2)).sum() * 8).backward()
+    container.step()
+    assert written[0]["optimizer/loss_scale"] == 8
+    assert written[0]["optimizer/grad_norm"] == pytest.approx(6**0.5)
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    tensorboard = pytest.importorskip("torch.utils.tensorboard", reason="tensorboard is an extra")
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    param = weight()
+    optimizer = FusedAdamW([param], lr=0.1, max_grad_norm=1.0)
+    with tensorboard.SummaryWriter(str(tmp_path)) as writer:
+        log_to(writer, optimizer, every=2)
+        run(optimizer, param)
+    events = accumulator.EventAccumulator(str(tmp_path)).Reload()
+    assert [e.step for e in events.Scalars("optimizer/lr")] == [2, 4]
+    assert events.Scalars("optimizer/grad_norm")[0].value == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("writer", "optimizer", "every", "error"),
+    [
+        (print, FusedAdamW([weight()]), 0, ValueError),
+        (3, FusedAdamW([weight()]), 1, TypeError),
+        (print, torch.optim.AdamW([weight()]), 1, TypeError),
+    ],
+)
+def test_refusals(
+    writer: object, optimizer: torch.optim.Optimizer, every: int, error: type
+) -> None:
+    with pytest.raises(error):
+        log_to(writer, optimizer, every=every)

@@ -1,0 +1,102 @@
+"""Param groups of a model: which parameters decay, and by which factors learning rates differ."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+KINDS = ("norm", "bias", "embedding")
+
+
+def param_groups(
+    model: nn.Module,
+    weight_decay: float = 0.1,
+    *,
+    no_decay: Sequence[str] = ("norm", "bias"),
+    lr: float | None = None,
+    lr_multipliers: Mapping[str, float] | None = None,
+) -> list[dict[str, Any]]:
+    """Param groups with parameters' names, with and without weight decay, for any torch optimizer.
+
+    Frozen parameters are left out, tied ones are there once. Groups are in the order of the model's
+    parameters; each has a ``"name"``, such as "decay" or "no_decay, lr * 0.1".
+
+    Args:
+        model: a module, also one under DDP, FSDP2, tensor parallelism, torch.compile or peft.
+        weight_decay: of the groups that decay; the others have 0.
+        no_decay: what does not decay. "norm": parameters of modules whose class has "norm" in its
+            name (LayerNorm, RMSNorm, LlamaRMSNorm, BatchNorm2d). "bias": parameters whose own name
+            is or ends in "bias". "embedding": weights of Embedding and EmbeddingBag, also where
+            they are tied to an output layer. Anything else is a regular expression, searched for
+            in the names of parameters.
+        lr: the learning rate that multipliers multiply; without it groups have the optimizer's.
+        lr_multipliers: regular expressions, searched for in the names of parameters, and the
+            factors of their learning rates; the first that is found decides.
+
+    Raises:
+        ValueError: a pattern that is found in no parameter's name or is no regular expression;
+            multipliers without ``lr``; a negative number; nothing that can be trained.
+    """
+    multipliers = dict(lr_multipliers or {})
+    if multipliers and lr is None:
+        raise ValueError("lr_multipliers needs lr=, the learning rate that they multiply")
+    numbers = {"weight_decay": weight_decay, "lr": lr or 0.0}
+    for name, value in (
+        numbers | {f"lr_multipliers[{k!r}]": multipliers[k] for k in multipliers}
+    ).items():
+        if not value >= 0.0:
+            raise ValueError(f"Invalid {name}: {value}, expected a number from 0 on")
+    names, kinds = _names_and_kinds(model)
+    plain = [pattern for pattern in no_decay if pattern not in KINDS]
+    found = {pattern: _found(pattern, names) for pattern in dict.fromkeys([*plain, *multipliers])}
+    if unfound := [pattern for pattern in found if not found[pattern]]:
+        raise ValueError(
+            f"no parameter of {type(model).__name__} has a name with {unfound}; names begin with "
+            f"{[own[0] for own in names.values()][:3]}, and no_decay also knows {list(KINDS)}"
+        )
+    groups: dict[str, dict[str, Any]] = {}
+    for param, own in names.items():
+        if not param.requires_grad:
+            continue
+        spared = bool(kinds[param] & set(no_decay)) or any(param in found[p] for p in plain)
+        factor = next((multipliers[p] for p in multipliers if param in found[p]), 1.0)
+        name = "no_decay" if spared else "decay"
+        name += "" if factor == 1.0 else f", lr * {factor:g}"
+        group = groups.setdefault(
+            name, {"params": [], "weight_decay": 0.0 if spared else weight_decay, "name": name}
+        )
+        if lr is not None:
+            group["lr"] = lr * factor
+        group["params"].append((own[0], param))
+    if not groups:
+        raise ValueError(f"no parameter of {type(model).__name__} requires a gradient")
+    return list(groups.values())
+
+
+def _names_and_kinds(
+    model: nn.Module,
+) -> tuple[dict[nn.Parameter, list[str]], dict[nn.Parameter, set[str]]]:
+    """All names of every parameter, first the one that named_parameters() gives; and its kinds."""
+    names: dict[nn.Parameter, list[str]] = {}
+    kinds: dict[nn.Parameter, set[str]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        owner = set()
+        if "norm" in type(module).__name__.lower():
+            owner.add("norm")
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            owner.add("embedding")
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            names.setdefault(param, []).append(f"{prefix}.{name}" if prefix else name)
+            bias = {"bias"} if name.endswith("bias") else set()
+            kinds[param] = kinds.get(param, set()) | owner | bias
+    return names, kinds
+
+
+def _found(pattern: str, names: Mapping[nn.Parameter, Sequence[str]]) -> set[torch.Tensor]:
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+    return {param for param, own in names.items() if any(map(compiled.search, own))}

@@ -1,0 +1,164 @@
+"""What a step decided, for TensorBoard or a function that takes a dict, without waiting for it."""
+
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from torchopt_ext import ops
+from torchopt_ext.optim.local import local_tensor, moved
+from torchopt_ext.optim.planned import PlannedStep
+from torchopt_ext.optim.telemetry import TRACKED
+
+
+class ScalarWriter(Protocol):
+    """torch.utils.tensorboard.SummaryWriter, or what has its ``add_scalar``."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int, /) -> Any: ...
+
+
+class StepLog:
+    """Writes what :func:`log_to` says, until :meth:`remove`."""
+
+    def __init__(
+        self,
+        writer: ScalarWriter | Callable[[dict[str, float]], Any],
+        optimizer: Optimizer,
+        every: int,
+        first_step: int,
+        prefix: str,
+    ) -> None:
+        self._writer, self._every, self._prefix = writer, every, prefix
+        self._step, self._since = first_step, 0
+        self._clipped: Tensor | None = None  # steps, since the last values
+        self._under_way: tuple[int, list[str], Tensor, torch.Event] | None = None
+        self._handle = optimizer.register_step_post_hook(self._after_step)
+
+    def flush(self) -> None:
+        """Writes the values that are still on their way from a GPU; waits for them."""
+        if self._under_way is not None:
+            step, names, values, copied = self._under_way
+            self._under_way = None
+            copied.synchronize()
+            self._write(step, names, values)
+
+    def remove(self) -> None:
+        """Writes what is on its way, and nothing from then on."""
+        self.flush()
+        self._handle.remove()
+
+    @torch.no_grad()
+    def _after_step(self, optimizer: Any, *_: Any) -> None:
+        control = optimizer.control
+        clipped = (control.clip_factor < 1.0) & (control.skip == 0.0)
+        self._clipped = clipped.long() if self._clipped is None else self._clipped + clipped
+        self._step, self._since = self._step + 1, self._since + 1
+        if self._since < self._every:
+            return
+        self.flush()  # copied an interval ago, so that there is nothing left to wait for
+        values = _values(optimizer) | {"clipped_share": self._clipped / self._since}
+        self._clipped, self._since = None, 0
+        names = list(values)
+        device = control.steps.device
+        joined = torch.stack(
+            [moved(v.detach(), device).double().reshape(()) for v in values.values()]
+        )
+        if not joined.is_cuda:
+            self._write(self._step, names, joined)
+            return
+        pinned = torch.empty(len(names), dtype=torch.float64, pin_memory=True)
+        pinned.copy_(joined, non_blocking=True)
+        copied = torch.Event(device)
+        copied.record(torch.accelerator.current_stream(device))
+        self._under_way = self._step, names, pinned, copied
+
+    def _write(self, step: int, names: list[str], values: Tensor) -> None:
+        found = zip(names, values.tolist(), strict=True)
+        known = {self._prefix + name: value for name, value in found if not math.isnan(value)}
+        if callable(self._writer):
+            self._writer({f"{self._prefix}step": step} | known)
+            return
+        for name, value in known.items():
+            self._writer.add_scalar(name, value, step)
+
+
+def log_to(
+    writer: ScalarWriter | Callable[[dict[str, float]], Any],
+    optimizer: Optimizer,
+    *,
+    every: int = 10,
+    first_step: int = 0,
+    prefix: str = "optimizer/",
+) -> StepLog:
+    """Logs what every n-th step decided, by a step hook, to TensorBoard or such as ``wandb.log``.
+
+    ``grad_norm``: before clipping, unscaled; left out if no step measured it. ``clip_factor``: what
+    clipping multiplied this step's gradients with. ``clipped_share``: of the steps since the last
+    values. ``skipped_steps``: so far. ``loss_scale``: what this step's gradients were too large by.
+    ``lr``: with the factor of a schedule on the device; for several groups ``lr/<name or number>``.
+    ``update_to_weight``: 2-norm of the update over that of the weights, with ``track="norms"`` and
+    of this rank's shards.
+
+    No step waits for a GPU: values are copied to pinned memory and written an interval later, or
+    by ``flush()``. Values that are NaN are left out.
+
+    Args:
+        writer: what has ``add_scalar(tag, value, step)``, or is called with a dict, in which
+            ``step`` is an entry. Give it on one rank only; nothing is communicated.
+        optimizer: FusedAdam, FusedAdamW, or ZeroRedundancyOptimizer or a container with such.
+        every: steps, skipped ones included.
+        first_step: steps that were made before, such as by the run that this one continues.
+        prefix: of all names.
+
+    Returns:
+        A log with ``flush()`` and ``remove()``.
+
+    Raises:
+        TypeError: the optimizer decides nothing, or the writer is neither.
+        ValueError: ``every`` is not positive.
+    """
+    if not hasattr(optimizer, "control"):
+        raise TypeError(f"a {type(optimizer).__name__} has no control to log")
+    if not (callable(writer) or hasattr(writer, "add_scalar")):
+        raise TypeError(
+            f"a {type(writer).__name__} neither has add_scalar nor can be called with a dict"
+        )
+    if every < 1:
+        raise ValueError(f"Invalid every: {every}, expected a number of steps from 1 on")
+    return StepLog(writer, optimizer, every, first_step, prefix)
+
+
+def _values(optimizer: Any) -> dict[str, Tensor]:
+    control = optimizer.control
+    values: dict[str, Tensor] = {
+        "grad_norm": control.grad_norm,
+        "clip_factor": control.clip_factor,
+        "skipped_steps": control.skipped_steps,
+        "loss_scale": control.grad_scale,
+    }
+    groups, factor = optimizer.param_groups, control.lr_factor
+    for i, group in enumerate(groups):
+        name = "lr" if len(groups) == 1 else f"lr/{group.get('name', i)}"
+        lr = group["lr"]
+        values[name] = factor * (moved(lr, factor.device) if isinstance(lr, Tensor) else lr)
+    if isinstance(optimizer, PlannedStep) and optimizer._options.track & TRACKED["norms"]:
+        values["update_to_weight"] = _update_to_weight(optimizer)
+    return values
+
+
+def _update_to_weight(optimizer: PlannedStep) -> Tensor:
+    updates = optimizer.telemetry.update_norms
+    total = torch.zeros((), dtype=torch.float64, device=updates.device)
+    weights: dict[torch.device, list[Tensor]] = {}
+    for param in optimizer.state:
+        local = local_tensor(param).detach()
+        local = torch.view_as_real(local) if local.is_complex() else local
+        weights.setdefault(local.device, []).append(local)
+    for device, tensors in weights.items():
+        accumulator = ops.new_accumulator(device)
+        ops.grad_sumsq_(tensors, accumulator)
+        total += moved(ops.accumulator_total(accumulator), total.device).reshape(())
+    return updates.square().sum().sqrt() / total.sqrt()
