@@ -31,8 +31,6 @@ void adam_lists(at::TensorList params, at::TensorList grads, at::TensorList exp_
     check_count(max_exp_avg_sqs.size(), n, "max_exp_avg_sqs");
   }
   std::vector<StepPlan::Entry> entries(n);
-  std::vector<NamedTensor> memory;
-  memory.reserve(n * (1 + kKept));
   for (size_t i = 0; i < n; ++i) {
     StepPlan::Entry& entry = entries[i];
     entry.position = i;
@@ -43,13 +41,8 @@ void adam_lists(at::TensorList params, at::TensorList grads, at::TensorList exp_
     check_supported(params[i], Label{"parameter", i});
     check_dense(params[i], Label{"parameter", i});
     check_supported(grads[i], Label{"gradient", i});
-    memory.push_back({grads[i], Label{"gradient", i}, false});
-    for (const at::Tensor& written : entry.tensors) {
-      memory.push_back({written, Label{"a tensor that is written for parameter", i}, true});
-    }
   }
-  StepPlan plan(entries, control.device());
-  check_no_overlap(memory);  // after the plan's own, whose messages are more precise
+  StepPlan plan(entries, control.device(), {}, grads);
   for (size_t i = 0; i < n; ++i) {
     plan.set_gradient(i, grads[i]);
   }

@@ -28,7 +28,7 @@ void grad_sumsq_(at::TensorList grads, const at::Tensor& accumulator) {
     tensor.layout.param = tensor.layout.grad = dtype_of(grad);
     work.tensors.push_back(tensor);
   }
-  work.cut_chunks();
+  work.split_into_chunks();
   if (on_cuda(device)) {
     cuda::sum_of_squares(work, accumulator, /*normalize=*/true);
   } else {

@@ -51,8 +51,9 @@ void check_apart(at::TensorList to, at::TensorList from) {
   std::vector<MemoryRange> ranges;
   ranges.reserve(2 * to.size());
   for (size_t i = 0; i < to.size(); ++i) {
-    const MemoryRange target = memory_of(to[i], 2 * i, /*written=*/true);
-    const MemoryRange source = memory_of(from[i], 2 * i + 1, /*written=*/false);
+    const MemoryRange target = memory_of(*to[i].unsafeGetTensorImpl(), 2 * i, /*written=*/true);
+    const MemoryRange source =
+        memory_of(*from[i].unsafeGetTensorImpl(), 2 * i + 1, /*written=*/false);
     const bool in_place = source.begin == target.begin &&
                           to[i].scalar_type() == from[i].scalar_type() &&
                           same_layout(to[i], from[i]);
@@ -100,7 +101,7 @@ void scaled_copy_(at::TensorList to, at::TensorList from, const at::Tensor& cont
     x.layout.param = dtype_of(to[i]);
     x.layout.grad = dtype_of(source);
   }
-  work.cut_chunks();
+  work.split_into_chunks();
   (on_cuda(control.device()) ? cuda::scaled_copy : cpu::scaled_copy)(work, control, unscale);
   for (const at::Tensor& tensor : to) {
     bump_version(tensor);

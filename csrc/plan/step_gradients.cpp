@@ -107,10 +107,12 @@ void StepPlan::check_gradients_apart() const {
   gradients.reserve(size());
   for (size_t i = 0; i < size(); ++i) {
     if (gradients_[i].defined()) {
-      gradients.push_back({gradients_[i], what("gradient", i), true});
+      gradients.push_back({gradients_[i].unsafeGetTensorImpl(), what("gradient", i), true});
     }
   }
-  check_no_overlap(gradients);
+  if (may_overlap(gradients)) {
+    check_no_overlap(gradients);
+  }
 }
 
 void StepPlan::accumulate(const at::Tensor& accumulator, bool normalize) const {
@@ -132,6 +134,18 @@ void StepPlan::read_versions(size_t i, size_t end) const {
   }
 }
 
+void StepPlan::find_shared_versions() {
+  shares_version_.assign(size(), {});
+  for (size_t i = 1; i < size(); ++i) {
+    for (size_t part = 0; part < kKept; ++part) {
+      const c10::TensorImpl* tensor = borrowed_[i][part];
+      const c10::TensorImpl* before = borrowed_[i - 1][part];
+      shares_version_[i][part] =
+          tensor != nullptr && before != nullptr && shares_version(*tensor, *before);
+    }
+  }
+}
+
 void StepPlan::count_as_changed() const {
   for_each_entry(size(), [this](size_t begin, size_t end) {
     std::array<bool, kKept> counted{};  // already, of this entry's part or one that shares with it
@@ -140,7 +154,7 @@ void StepPlan::count_as_changed() const {
         read_versions(i, std::min(i + kAhead, end));
       }
       for (size_t part = 0; part < kKept; ++part) {
-        counted[part] = counted[part] && shares_version_[i][part];
+        counted[part] = counted[part] && !shares_version_.empty() && shares_version_[i][part];
         c10::TensorImpl* tensor = borrowed_[i][part];
         if (counted[part] || tensor == nullptr || work_.tensors[i].memory[kGrad] == nullptr) {
           continue;
@@ -169,6 +183,10 @@ void StepPlan::update(const std::vector<GroupHyper>& groups, const at::Tensor& c
   for (const size_t i : copies) {
     strided_params_[i].detach().copy_(dense_copies_[i]);
   }
+  if (has_updated_ && shares_version_.empty()) {
+    find_shared_versions();
+  }
+  has_updated_ = true;
   count_as_changed();
 }
 

@@ -39,7 +39,8 @@ void check_master(const at::Tensor& master, const Label& what, const at::Tensor&
 
 }  // namespace
 
-StepPlan::StepPlan(const std::vector<Entry>& entries, at::Device device, const StepOptions& options)
+StepPlan::StepPlan(const std::vector<Entry>& entries, at::Device device, const StepOptions& options,
+                   at::TensorList read)
     : known_(entries.size()),
       borrowed_(entries.size()),
       gradients_(entries.size()),
@@ -65,8 +66,8 @@ StepPlan::StepPlan(const std::vector<Entry>& entries, at::Device device, const S
       borrowed_[i][part] = tensor.defined() ? tensor.unsafeGetTensorImpl() : nullptr;
     }
   }
-  check_overlap();
-  cut();
+  check_overlap(read);
+  split_into_chunks();
 }
 
 Label StepPlan::what(const char* role, size_t i) const {
@@ -135,37 +136,31 @@ void StepPlan::check_entry(size_t i, const Tensors& tensors) {
   }
 }
 
-void StepPlan::check_overlap() const {
-  std::vector<NamedTensor> params;  // by themselves first, for the message
-  std::vector<NamedTensor> written;
-  params.reserve(size());
-  written.reserve(size() * kKept);
-  for (size_t i = 0; i < size(); ++i) {
-    for (size_t part = 0; part < kKept; ++part) {
-      if (borrowed_[i][part] == nullptr) {
-        continue;
-      }
-      written.push_back({to_tensor(borrowed_[i][part]), what(kRoleNames[part], i), true});
-      if (part == kParam) {
-        params.push_back(written.back());
+// Parameters by themselves first, for the message.
+void StepPlan::check_overlap(at::TensorList read) const {
+  std::vector<NamedTensor> tensors;
+  tensors.reserve(size() * kKept + read.size());
+  size_t params = 0;
+  for (size_t part = 0; part < kKept; ++part) {
+    for (size_t i = 0; i < size(); ++i) {
+      if (borrowed_[i][part] != nullptr) {
+        tensors.push_back({borrowed_[i][part], what(kRoleNames[part], i), true});
       }
     }
+    params = part == kParam ? tensors.size() : params;
   }
-  check_no_overlap(params);
-  check_no_overlap(written);
+  for (size_t i = 0; i < read.size(); ++i) {
+    tensors.push_back({read[i].unsafeGetTensorImpl(), what("gradient", i), false});
+  }
+  if (may_overlap(tensors)) {
+    check_no_overlap({tensors.begin(), tensors.begin() + static_cast<ptrdiff_t>(params)});
+    check_no_overlap(tensors);
+  }
 }
 
-void StepPlan::cut() {
-  shares_version_.assign(size(), {});
-  for (size_t i = 1; i < size(); ++i) {
-    for (size_t part = 0; part < kKept; ++part) {
-      const c10::TensorImpl* tensor = borrowed_[i][part];
-      const c10::TensorImpl* before = borrowed_[i - 1][part];
-      shares_version_[i][part] =
-          tensor != nullptr && before != nullptr && shares_version(*tensor, *before);
-    }
-  }
-  work_.cut_chunks();
+void StepPlan::split_into_chunks() {
+  shares_version_.clear();
+  work_.split_into_chunks();
   if (work_.options.track != 0) {
     const auto on_device = at::TensorOptions().device(device_);
     const auto n = static_cast<int64_t>(size());
@@ -211,9 +206,9 @@ void StepPlan::renew(const std::vector<size_t>& changed) {
                 " is of another dtype, which decides what state it needs");
     check_entry(i, tensors);
   }
-  check_overlap();
+  check_overlap({});
   const at::Tensor counts = traces_.counts;  // digests of tensors without gradient stay
-  cut();
+  split_into_chunks();
   if (counts.defined()) {
     traces_.counts.copy_(counts);
   }

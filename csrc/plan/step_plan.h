@@ -42,8 +42,10 @@ class StepPlan {
   };
 
   // Checks shapes, dtypes, devices, strides and overlap. A parameter that is not dense is stepped
-  // through a dense copy; the operators reject it beforehand.
-  StepPlan(const std::vector<Entry>& entries, at::Device device, const StepOptions& options = {});
+  // through a dense copy; the operators reject it beforehand. `read`: gradients, to check that none
+  // lies in what is written.
+  StepPlan(const std::vector<Entry>& entries, at::Device device, const StepOptions& options = {},
+           at::TensorList read = {});
 
   // Notes where an entry's tensors are now; false if these are others than those known (not only
   // behind the same Python objects), or their memory, shape or type.
@@ -101,8 +103,9 @@ class StepPlan {
 
   Label what(const char* role, size_t i) const;
   void check_entry(size_t i, const Tensors& tensors);
-  void check_overlap() const;
-  void cut();
+  void check_overlap(at::TensorList read) const;
+  void split_into_chunks();
+  void find_shared_versions();
   void read_versions(size_t i, size_t end) const;
   void count_as_changed() const;
   void check_step(size_t i) const;
@@ -117,8 +120,10 @@ class StepPlan {
   Traces traces_;
   at::Device device_;
   int64_t gradients_copied_ = 0;
-  // Whether an entry's tensor of a part has the version counter of the entry's before.
+  // Whether an entry's tensor of a part has the version counter of the entry's before. Found at the
+  // second update: an operator's plan has only one.
   std::vector<std::array<bool, kKept>> shares_version_;
+  bool has_updated_ = false;
 };
 
 }  // namespace torchopt_ext

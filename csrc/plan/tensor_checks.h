@@ -49,12 +49,15 @@ bool is_lazy(const at::Tensor& tensor);
 // Same strides wherever a dimension has more than one element.
 bool same_layout(const at::Tensor& a, const at::Tensor& b);
 
-// No tensor that a step writes shares memory with another of the list.
+// A tensor among those of which none that is written shares memory with another.
 struct NamedTensor {
-  at::Tensor tensor;
+  const c10::TensorImpl* tensor;
   Label what;
   bool written;
 };
+// Whether two may share memory: a tensor's gaps count as its own.
+bool may_overlap(const std::vector<NamedTensor>& tensors);
+// Raises if two do, and names them.
 void check_no_overlap(const std::vector<NamedTensor>& tensors);
 
 // Where the elements of tensor number `source` lie, with the gaps between them.
@@ -64,9 +67,10 @@ struct MemoryRange {
   size_t source;
   bool written;
 };
-MemoryRange memory_of(const at::Tensor& tensor, size_t source, bool written);
+MemoryRange memory_of(const c10::TensorImpl& tensor, size_t source, bool written);
 
-// The sources of two ranges, of which one is written, that share memory. Sorts the ranges.
+// The sources of two ranges, of which one is written, that share memory. Sorts the ranges, fast if
+// they are a few ascending lists one after another.
 std::optional<std::pair<size_t, size_t>> find_overlap(std::vector<MemoryRange>& ranges);
 
 // Counts as an in-place change for autograd, as torch's own operators do.

@@ -6,7 +6,7 @@
 
 namespace torchopt_ext {
 
-void WorkList::cut_chunks() {
+void WorkList::split_into_chunks() {
   chunks = make_chunks(tensors);
   cumulative = cumulative_bytes(tensors, chunks);
   device_tables.reset();

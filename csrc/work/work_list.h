@@ -33,7 +33,7 @@ struct WorkList {
   mutable std::shared_ptr<DeviceTables> device_tables;
 
   // Cuts the tensors anew, after they changed.
-  void cut_chunks();
+  void split_into_chunks();
 };
 
 // About this many elements a chunk: 128 KB of fp32, long enough to stream, short enough to balance.
