@@ -206,6 +206,16 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return _Folder(path) if path.is_dir() else _File(path)
 
 
+def give_back_memory() -> None:
+    """Lets glibc return memory of tensors when they are freed.
+
+    It keeps blocks of up to 32 MB for later (mallopt(3), M_MMAP_THRESHOLD), but torch's aligned
+    ones do not fit there again: memory would grow to the size of the checkpoint.
+    """
+    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(-3, 2**20)
+
+
 def memory_of(tensor: Tensor) -> Any:
     """A CPU tensor's elements as a buffer, in row-major order. Keep the tensor meanwhile."""
     return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())

@@ -23,6 +23,7 @@ from torchopt_ext.cli.checkpoints import (
     WEIGHTS,
     Checkpoint,
     Entry,
+    give_back_memory,
     is_control,
     open_checkpoint,
     quiet_dcp,
@@ -87,6 +88,7 @@ def main(args: list[str]) -> int:
         if options.master_weights not in (None, "none") or options.state_dtype == "bfloat16":
             raise CommandError("--to-torch keeps no master weights, and fp32 moments")
         options.master_weights, options.state_dtype = "none", "float32"
+    give_back_memory()
     source = open_checkpoint(options.input)
     for path in (options.output, options.save_weights):
         if path is not None and path.exists():
@@ -296,18 +298,26 @@ def with_indices(nested: Any, indices: set[str]) -> Any:
 
 
 class _Planner(DefaultSavePlanner):
-    """Makes each tensor when it is written."""
+    """Makes each tensor when it is written, and frees it when the next one is.
+
+    The writer keeps every tensor object until its file is complete (torch's filesystem.py), but
+    reads it only once.
+    """
 
     def __init__(self, new: dict[str, New], progress: Progress) -> None:
         super().__init__()
         self._new, self._progress = new, progress
+        self._last: Tensor | None = None
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         tensor = self._new.get(write_item.index.fqn)
         if tensor is None:
             return super().resolve_data(write_item)
+        if self._last is not None:
+            self._last.untyped_storage().resize_(0)
+        self._last = tensor.make().clone(memory_format=torch.contiguous_format)
         self._progress.add(tensor.bytes)
-        return tensor.make()
+        return self._last
 
 
 def save_folder(source: Checkpoint, new: dict[str, New], path: Path, to_torch: bool) -> None:
@@ -319,5 +329,6 @@ def save_folder(source: Checkpoint, new: dict[str, New], path: Path, to_torch: b
         set_element(nested, source.paths[key], value)
     total = sum(tensor.bytes for tensor in new.values())
     with Progress("converting", total) as progress, quiet_dcp():
-        writer = FileSystemWriter(path, single_file_per_rank=True)
+        # Without copies ahead, which would be of tensors that are freed by then.
+        writer = FileSystemWriter(path, single_file_per_rank=True, per_thread_copy_ahead=0)
         save(nested, storage_writer=writer, planner=_Planner(new, progress), no_dist=True)

@@ -17,6 +17,7 @@ from torchopt_ext.cli.checkpoints import (
     OPTION,
     Checkpoint,
     Entry,
+    give_back_memory,
     memory_of,
     open_checkpoint,
 )
@@ -50,6 +51,7 @@ def parser() -> Parser:
 
 def main(args: list[str]) -> int:
     options = parser().parse_args(args)
+    give_back_memory()
     found = report(options.checkpoint, hashed=not options.no_hash)
     if options.json:
         print(json.dumps(found, indent=2))

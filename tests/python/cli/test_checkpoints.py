@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from torchopt_ext import FusedAdamW
+from torchopt_ext.cli import convert
 from torchopt_ext.containers import OptimizersContainer
 from torchopt_ext.optim.storage import join_master
 from torchopt_ext.statedict.dcp import load
@@ -237,6 +238,26 @@ def test_convert_a_whole_checkpoint(run: Run, tmp_path: Path) -> None:
         state, kept = taken.optimizers[0].state[new], container.optimizers[0].state[old]
         assert torch.equal(state["master_weight"], join_master(old.detach(), kept["remainder"]))
         assert torch.equal(state["exp_avg"], kept["exp_avg"].to(BF16))
+
+
+def test_a_folder_is_written_one_tensor_at_a_time(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DCP's writer keeps all tensors that it has written; they have no memory any more."""
+    _, optimizer = trained(master_weights="fp32")
+    torch.save(optimizer.state_dict(), tmp_path / "a.pt")
+    made: list[Tensor] = []
+    held: list[int] = []
+    resolve = convert._Planner.resolve_data
+
+    def noted(planner: Any, item: Any) -> Any:
+        made.append(resolve(planner, item))
+        held.append(sum(t.untyped_storage().nbytes() for t in made if isinstance(t, Tensor)))
+        return made[-1]
+
+    monkeypatch.setattr(convert._Planner, "resolve_data", noted)
+    run("convert", tmp_path / "a.pt", tmp_path / "b", "--format", "dcp")
+    assert max(held) == 4 * 600  # the largest tensor
 
 
 def test_convert_replaces_only_when_told_to_and_whole(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import struct
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,17 @@ ROOT = Path(__file__).parents[3]
 PNG = b"\x89PNG"
 
 # ---- all commands --------------------------------------------------------------------------------
+
+
+def test_the_installed_script_is_the_module() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    module, _, name = project["scripts"]["torchopt-ext"].partition(":")
+    assert getattr(importlib.import_module(module), name) is main
+
+
+def test_without_a_command_all_are_listed(run: Run) -> None:
+    shown = run()
+    assert all(f"\n  {name} " in shown for name in COMMANDS)
 
 
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name != "train"])
