@@ -42,7 +42,9 @@ def cpp_programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (build / f"block_{i}.inc").write_text(block)  # for documented.cpp
     prefixes = f"{torchopt_ext.cmake_prefix_path};{torch.utils.cmake_prefix_path}"
     source = Path(__file__).resolve().parents[1] / "cpp"
-    cmake("-S", str(source), "-B", str(build), f"-DCMAKE_PREFIX_PATH={prefixes}")
+    root = Path(torch.__file__).parent
+    settings = [f"-DCMAKE_PREFIX_PATH={prefixes}", f"-DTORCH_ROOT={root}"]
+    cmake("-S", str(source), "-B", str(build), *settings)
     cmake("--build", str(build), "--parallel", "2")
     return build
 

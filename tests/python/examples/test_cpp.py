@@ -38,6 +38,14 @@ def test_the_example_learns(cpp_programs: Path) -> None:
     assert "saved and loaded the state of 5 parameters" in done.stdout
 
 
+def test_a_program_with_a_torch_of_its_own(cpp_programs: Path) -> None:
+    """The loader finds all libraries, although the program refers to none of torch's symbols."""
+    program = cpp_programs / "after_torch" / "partition"
+    done = subprocess.run([str(program)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["1", "0", "1"]
+
+
 @pytest.mark.slow
 def test_the_benchmark_runs(cpp_benchmark: Path) -> None:
     done = subprocess.run([str(cpp_benchmark), "--quick"], capture_output=True, text=True)
