@@ -105,8 +105,13 @@ def run(name: str, like: list[Tensor], options: Any) -> dict[str, Any]:
         raise CommandError("a remainder completes bfloat16 only: --master-weights fp32")
     clock = Clock(device)
     plain = plain_update(device)
-    steps, missing = peers(params, options.master_weights)
-    samples = in_turn({PLAIN: plain, **steps}, clock, options.seconds)
+    try:
+        steps, missing = peers(params, options.master_weights)
+        samples = in_turn({PLAIN: plain, **steps}, clock, options.seconds)
+    except RuntimeError as error:
+        if "memory" not in str(error):
+            raise
+        raise CommandError(f"{name} is too large: {first_sentence(error)}") from error
     bandwidth = 12 * ELEMENTS / statistics.median(samples.pop(PLAIN))
     storage = Storage(options.master_weights)
     moved = 0
@@ -318,7 +323,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
     panel.margins(x=0.12)
     panel.set_xlabel("milliseconds to clip and step, lower is better", fontsize=8)
     panel.spines[["top", "right"]].set_visible(False)
-    panel.legend(frameon=False, fontsize=7, loc="lower right")
+    panel.legend(frameon=False, fontsize=7, loc="upper right")
     panel.set_title(about(found), fontsize=7)
     figure.tight_layout()
     with written(path) as file:
