@@ -6,6 +6,7 @@ What a page says in HTML comments, which readers do not see:
     <!-- not run: reason -->     before a block: it is compiled, not run
     <!-- old side not run: reason -->    before a diff: only what it leads to is run
     <!-- not Python: what -->    before a diff: nothing is checked
+    <!-- needs: packages -->         before a block: compiled, not run, where one is not installed
     <!-- not a job: reason -->   before a toml block: it is parsed, not read as a job of the Trainer
 
 The python and diff blocks of a page run in order, in one namespace and a temporary directory. Both
@@ -21,6 +22,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +80,12 @@ def run(block: Block, code: str, namespace: dict[str, Any], only_compile: bool) 
         exec(compiled, namespace)
 
 
+def lacking(block: Block) -> list[str]:
+    """The packages that a block needs and this environment lacks."""
+    kind, names = block.comment or ("", "")
+    return [n for n in names.split(", ") if kind == "needs" and find_spec(n) is None]
+
+
 @pytest.fixture
 def _workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
@@ -106,7 +114,7 @@ def test_python_blocks_run(page: str) -> None:
             run(block, old, dict(namespace), kind in ("not run", "old side not run"))
             run(block, new, dict(namespace), kind == "not run")
         elif block.language in RUNS:
-            run(block, block.code, namespace, kind == "not run")
+            run(block, block.code, namespace, kind == "not run" or bool(lacking(block)))
 
 
 @pytest.mark.parametrize("page", with_languages("toml"))
@@ -191,7 +199,7 @@ def test_links_lead_to_files_and_headings(page: str) -> None:
 @pytest.mark.parametrize("page", NAMES)
 def test_blocks_have_a_language_and_comments_a_known_kind(page: str) -> None:
     """A block without a language would not be checked; `text` says that there is nothing to."""
-    kinds = ("not run", "old side not run", "not Python", "not a job")
+    kinds = ("needs", "not run", "old side not run", "not Python", "not a job")
     for block in blocks(page):
         assert block.language, f"{page}:{block.line}"
         assert block.comment is None or block.comment[0] in kinds, f"{page}:{block.line}"

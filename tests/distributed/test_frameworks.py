@@ -1,0 +1,25 @@
+"""Two ranks of Accelerate, transformers and Lightning train as DDP by hand does, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from .rank_results import Results, case
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(150)]
+
+
+@pytest.fixture(scope="module")
+def results(run_two_ranks: Callable[[str], Results]) -> Results:
+    for package in ("accelerate", "transformers", "lightning"):
+        pytest.importorskip(package, reason="the frameworks are installed with torch 2.15")
+    return run_two_ranks("frameworks_worker.py")
+
+
+@pytest.mark.parametrize("name", ["accelerate", "accelerate_zero", "hugging_face", "lightning"])
+def test_trains_as_by_hand(results: Results, name: str) -> None:
+    expected = case(results, "by_hand")
+    assert any(norm > 0.3 for norm in expected["norms"])
+    assert case(results, name) == expected

@@ -1,0 +1,337 @@
+"""Accelerate, transformers and Lightning train as a loop by hand does, to the bit.
+
+With the clipping in the step; with skipped steps, for which schedules wait; and resumed.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from torchopt_ext import FusedAdamW, GradScaler, param_groups
+
+STEPS, SKIPPED = 6, 2
+WITHOUT = "the frameworks are installed with torch 2.15"
+Batch = tuple[Tensor, Tensor]
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 2))
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": (self.layers(x) - labels).square().mean()}
+
+
+def batches(broken: int | None = None) -> list[Batch]:
+    generator = torch.Generator().manual_seed(1)
+    made = [
+        (torch.randn(3, 4, generator=generator), torch.randn(3, 2, generator=generator))
+        for _ in range(STEPS)
+    ]
+    if broken is not None:
+        made[broken][0][0, 0] = torch.inf
+    return made
+
+
+def new_model() -> Model:
+    torch.manual_seed(0)
+    return Model()
+
+
+def new_optimizer(model: nn.Module, max_grad_norm: float | None = None) -> FusedAdamW:
+    return FusedAdamW(param_groups(model), lr=0.1, skip_nonfinite=True, max_grad_norm=max_grad_norm)
+
+
+def new_schedule(optimizer: torch.optim.Optimizer) -> LambdaLR:
+    return LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+
+class Trained:
+    """Weights, moments and what was logged: compared to the bit."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: Any, norms: list[float], lrs: list[float]
+    ) -> None:
+        self.weights = {k: v.detach().clone() for k, v in model.state_dict().items()}
+        self.moments = [s["exp_avg_sq"].clone() for s in optimizer.state.values()]
+        self.norms, self.lrs = norms, lrs
+        self.skipped = optimizer.control.skipped_steps.item()
+
+    def __eq__(self, other: object) -> bool:
+        assert isinstance(other, Trained)
+        assert self.skipped == other.skipped
+        for name, weight in self.weights.items():
+            assert torch.equal(weight, other.weights[name]), name
+        assert all(map(torch.equal, self.moments, other.moments))
+        return self.norms == other.norms and self.lrs == other.lrs
+
+
+def by_hand(
+    max_grad_norm: float, broken: int | None = None, scaler: GradScaler | None = None,
+    dtype: torch.dtype | None = None,
+) -> Trained:  # fmt: skip
+    model = new_model()
+    optimizer = new_optimizer(model, max_grad_norm)
+    schedule = new_schedule(optimizer)
+    norms, lrs = [], []
+    for x, labels in batches(broken):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype, enabled=dtype is not None, cache_enabled=False):
+            loss = model(x, labels)["loss"]
+        if scaler is None:
+            loss.backward()
+            optimizer.step()
+        else:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        norms.append(optimizer.control.grad_norm.item())
+        lrs.append(optimizer.param_groups[0]["lr"])
+        if not optimizer.control.skip:
+            schedule.step()
+    assert min(norms) < max_grad_norm or max_grad_norm < 1
+    return Trained(model, optimizer, norms, lrs)
+
+
+CASES = [pytest.param(0.3, None, id="clipped"), pytest.param(torch.inf, None, id="measured"),
+         pytest.param(0.3, SKIPPED, id="skipped")]  # fmt: skip
+each_case = pytest.mark.parametrize(("max_grad_norm", "broken"), CASES)
+
+
+def equal(found: Trained, expected: Trained) -> None:
+    norms = zip(found.norms, expected.norms, strict=True)
+    assert all(a == b or not torch.tensor(a + b).isfinite() for a, b in norms)
+    found.norms = expected.norms
+    assert found == expected
+
+
+# ---- Accelerate ---------------------------------------------------------------------------------
+@pytest.fixture
+def accelerator() -> Iterator[Any]:
+    module = pytest.importorskip("torchopt_ext.integrations.accelerate", reason=WITHOUT)
+    made = module.Accelerator(cpu=True)
+    yield made
+    made.free_memory()
+
+
+def accelerated(
+    accelerator: Any, max_grad_norm: float, broken: int | None = None, save_at: int | None = None,
+    load: bool = False, folder: str = "",
+) -> Trained:  # fmt: skip
+    model = new_model()
+    optimizer = new_optimizer(model)
+    schedule = new_schedule(optimizer)
+    model, prepared, schedule = accelerator.prepare(model, optimizer, schedule)
+    data = batches(broken)
+    if load:
+        accelerator.load_state(folder)
+        data = data[save_at:]
+    norms, lrs = [], []
+    for i, (x, labels) in enumerate(data):
+        prepared.zero_grad()
+        accelerator.backward(model(x, labels)["loss"])
+        norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
+        before = [p.grad.clone() for p in model.parameters()]
+        prepared.step()
+        after = [p.grad for p in model.parameters()]
+        torch.testing.assert_close(after, before, rtol=0, atol=0, equal_nan=True)
+        assert prepared.max_grad_norm == max_grad_norm
+        assert norm.equal(prepared.control.grad_norm) or not norm.isfinite()
+        assert prepared.step_was_skipped is accelerator.optimizer_step_was_skipped is (i == broken)
+        norms.append(norm.item())
+        lrs.append(optimizer.param_groups[0]["lr"])
+        schedule.step()
+        if i + 1 == save_at and not load:
+            accelerator.save_state(folder)
+    return Trained(model, optimizer, norms, lrs)
+
+
+@each_case
+def test_accelerate(accelerator: Any, max_grad_norm: float, broken: int | None) -> None:
+    equal(accelerated(accelerator, max_grad_norm, broken), by_hand(max_grad_norm, broken))
+
+
+def test_accelerate_with_a_scaler(accelerator: Any) -> None:
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+    found = accelerated(accelerator, 0.3, SKIPPED)
+    scaler = GradScaler("cpu", init_scale=4.0, growth_interval=2)
+    equal(found, by_hand(0.3, SKIPPED, scaler))
+    assert type(accelerator.scaler) is GradScaler
+    assert accelerator.scaler.get_scale() == scaler.get_scale() != 4.0
+
+
+def test_accelerate_resumes(accelerator: Any, tmp_path: Path) -> None:
+    whole = accelerated(accelerator, 0.3, save_at=3, folder=str(tmp_path))
+    accelerator.free_memory()
+    resumed = accelerated(accelerator, 0.3, save_at=3, load=True, folder=str(tmp_path))
+    resumed.norms, resumed.lrs = whole.norms[:3] + resumed.norms, whole.lrs[:3] + resumed.lrs
+    assert resumed == whole
+
+
+def test_accelerate_leaves_other_optimizers_alone(accelerator: Any) -> None:
+    model = new_model()
+    optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters()))
+    assert type(optimizer).__name__ == "AcceleratedOptimizer"
+    model(*batches()[0])["loss"].backward()
+    accelerator.clip_grad_norm_(model.parameters(), 0.01)
+    total = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    assert total.item() == pytest.approx(0.01, rel=1e-3)
+
+
+def test_accelerate_refuses_what_the_step_cannot_clip(accelerator: Any) -> None:
+    model = new_model()
+    accelerator.prepare(new_optimizer(model))
+    with pytest.raises(ValueError, match="norm_type=1 and 1 optimizers"):
+        accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type=1)
+
+
+# ---- transformers -------------------------------------------------------------------------------
+@pytest.fixture
+def hugging_face(tmp_path: Path) -> Callable[..., Trained]:
+    transformers = pytest.importorskip("transformers", reason=WITHOUT)
+    pytest.importorskip("accelerate", reason=WITHOUT)
+    from torchopt_ext.integrations.huggingface import FusedStep
+
+    class Trainer(FusedStep, transformers.Trainer):
+        pass
+
+    class Rows(torch.utils.data.IterableDataset[Any]):
+        def __init__(self, broken: int | None) -> None:
+            self.data = batches(broken)
+
+        def __iter__(self) -> Iterator[Any]:
+            for x, labels in self.data:
+                yield from ({"x": a, "labels": b} for a, b in zip(x, labels, strict=True))
+
+    def train(
+        max_grad_norm: float, broken: int | None = None, resume: int | None = None
+    ) -> Trained:
+        model = new_model()
+        optimizer = new_optimizer(model)
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), max_steps=STEPS, per_device_train_batch_size=3, use_cpu=True,
+            max_grad_norm=0 if max_grad_norm == torch.inf else max_grad_norm, logging_steps=1,
+            save_steps=3, report_to=[], disable_tqdm=True,
+        )  # fmt: skip
+        optimizers = optimizer, new_schedule(optimizer)
+        trainer = Trainer(model, arguments, train_dataset=Rows(broken), optimizers=optimizers)
+        trainer.train(
+            resume_from_checkpoint=str(tmp_path / f"checkpoint-{resume}") if resume else None
+        )
+        logs = [log for log in trainer.state.log_history if "grad_norm" in log]
+        assert trainer.optimizer.max_grad_norm == max_grad_norm
+        # The Trainer logs the learning rate before the schedule's step.
+        return Trained(
+            model,
+            optimizer,
+            [log["grad_norm"] for log in logs],
+            [log["learning_rate"] for log in logs],
+        )
+
+    return train
+
+
+@each_case
+def test_hugging_face(
+    hugging_face: Callable[..., Trained], max_grad_norm: float, broken: int | None
+) -> None:
+    equal(hugging_face(max_grad_norm, broken), by_hand(max_grad_norm, broken))
+
+
+def test_hugging_face_resumes(hugging_face: Callable[..., Trained]) -> None:
+    whole = hugging_face(0.3)
+    resumed = hugging_face(0.3, resume=3)
+    assert resumed == whole
+
+
+# ---- Lightning ----------------------------------------------------------------------------------
+@pytest.fixture
+def lightning(tmp_path: Path) -> Callable[..., Trained]:
+    pl = pytest.importorskip("lightning", reason=WITHOUT)
+    from torchopt_ext.integrations.lightning import FusedStep
+
+    class Module(FusedStep, pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = new_model()
+            self.norms: list[float] = []
+            self.lrs: list[float] = []
+
+        def training_step(self, batch: Batch, _: int) -> Tensor:
+            return self.model(*batch)["loss"]
+
+        def configure_optimizers(self) -> Any:
+            optimizer = new_optimizer(self.model)
+            schedule = {"scheduler": new_schedule(optimizer), "interval": "step"}
+            return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+        def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+            self.lrs.append(scheduler.get_last_lr()[0])
+            super().lr_scheduler_step(scheduler, metric)
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.norms.append(self.trainer.optimizers[0].control.grad_norm.item())
+
+    def train(
+        max_grad_norm: float, broken: int | None = None, save: int | None = None,
+        resume: bool = False, epoch: int = STEPS, **settings: Any,
+    ) -> Trained:  # fmt: skip
+        module = Module()
+        trainer = pl.Trainer(
+            accelerator="cpu", max_steps=save or STEPS, logger=False, enable_progress_bar=False,
+            enable_checkpointing=False, enable_model_summary=False,
+            gradient_clip_val=0 if max_grad_norm == torch.inf else max_grad_norm, **settings,
+        )  # fmt: skip
+        path = str(tmp_path / "saved.ckpt")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loader = torch.utils.data.DataLoader(batches(broken)[:epoch], batch_size=None)
+            trainer.fit(module, loader, ckpt_path=path if resume else None)
+        if save:
+            trainer.save_checkpoint(path)
+        return Trained(module.model, trainer.optimizers[0], module.norms, module.lrs)
+
+    return train
+
+
+@each_case
+def test_lightning(
+    lightning: Callable[..., Trained], max_grad_norm: float, broken: int | None
+) -> None:
+    equal(lightning(max_grad_norm, broken), by_hand(max_grad_norm, broken))
+
+
+def test_lightning_bf16(lightning: Callable[..., Trained]) -> None:
+    equal(lightning(0.3, precision="bf16-mixed"), by_hand(0.3, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("scaler", [GradScaler, torch.amp.GradScaler])
+def test_lightning_fp16(lightning: Callable[..., Trained], scaler: type) -> None:
+    from lightning.pytorch.plugins import MixedPrecision
+
+    plugin = MixedPrecision("16-mixed", "cpu", scaler("cpu", init_scale=8.0))
+    found = lightning(0.3, SKIPPED, plugins=[plugin])
+    equal(found, by_hand(0.3, SKIPPED, GradScaler("cpu", init_scale=8.0), torch.float16))
+
+
+def test_lightning_resumes(lightning: Callable[..., Trained]) -> None:
+    # One batch an epoch: within one, Lightning repeats batches of a loader without state.
+    whole = lightning(0.3, epoch=1)
+    half = lightning(0.3, save=3, epoch=1)
+    resumed = lightning(0.3, resume=True, epoch=1)
+    resumed.norms, resumed.lrs = half.norms + resumed.norms, half.lrs + resumed.lrs
+    assert resumed == whole
+
+
+def test_lightning_refuses_to_clip_by_value(lightning: Callable[..., Trained]) -> None:
+    with pytest.raises(ValueError, match="clips by the norm"):
+        lightning(0.3, gradient_clip_algorithm="value")

@@ -1,0 +1,47 @@
+"""Optimizers that clip in their step, in what frameworks hand over."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from torchopt_ext.ops import CONTROL_FIELDS
+from torchopt_ext.optim.control import Controlled
+
+
+def clipping_optimizers(optimizer: Any) -> Sequence[Controlled]:
+    """Those that decide in an optimizer's step; none for an optimizer of another package.
+
+    Args:
+        optimizer: FusedAdam or FusedAdamW; ZeroRedundancyOptimizer or a container of such.
+    """
+    inner = [optimizer, getattr(optimizer, "optim", None)]
+    if found := [o for o in inner if isinstance(o, Controlled)]:
+        return found
+    parts = list(getattr(optimizer, "optimizers", ()))
+    return parts if all(isinstance(part, Controlled) for part in parts) else []
+
+
+def set_threshold(optimizers: Sequence[Controlled], max_grad_norm: float) -> None:
+    """Lets the next steps clip by a norm; ``math.inf`` only measures it."""
+    for optimizer in optimizers:
+        if optimizer.max_grad_norm != max_grad_norm:
+            optimizer.max_grad_norm = max_grad_norm
+
+
+def norm_of_step(optimizers: Sequence[Controlled]) -> Tensor:
+    """A 0-dim tensor that is the norm of the last step, and that later steps change."""
+    return optimizers[0].control._views[CONTROL_FIELDS.index("grad_norm")]
+
+
+def was_skipped(optimizers: Sequence[Controlled], scaled: bool) -> bool:
+    """Whether the last step was skipped; waits for its device only if it could have been.
+
+    Args:
+        scaled: a scaler took part in it.
+    """
+    return any(
+        (scaled or o.skip_nonfinite or o._settings.get("growth_interval"))
+        and bool(o.control.skip != 0.0)
+        for o in optimizers
+    )

@@ -1,0 +1,27 @@
+"""transformers' Trainer with ``max_grad_norm`` in the optimizer's step."""
+
+import accelerate
+
+from torchopt_ext.integrations.accelerate import Accelerator
+
+
+class FusedStep:
+    """A mixin for transformers.Trainer: ``class Trainer(FusedStep, transformers.Trainer)``.
+
+    ``args.max_grad_norm`` becomes the step's threshold; 0 measures the norm without clipping, where
+    the stock Trainer reads all gradients once more for it. The logged ``grad_norm`` is the step's.
+    Learning-rate schedules wait where a step was skipped. ``trainer.optimizer.control`` is the last
+    step's decision. With an optimizer of another package nothing changes.
+    """
+
+    accelerator: accelerate.Accelerator
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        # The Trainer makes its Accelerator by itself. Nothing has been prepared with it yet.
+        if type(self.accelerator) is not accelerate.Accelerator:
+            raise TypeError(
+                f"FusedStep changes the Accelerator of transformers.Trainer, and found a "
+                f"{type(self.accelerator).__name__}: let that be a subclass of {Accelerator}"
+            )
+        self.accelerator.__class__ = Accelerator

@@ -1,0 +1,56 @@
+"""Lightning with ``gradient_clip_val`` in the optimizer's step, under every precision.
+
+Stock Lightning refuses to clip with fused optimizers under "16-mixed" and "bf16-mixed"
+(lightning/pytorch/plugins/precision/amp.py).
+"""
+
+import math
+from typing import Any
+
+from torchopt_ext.integrations.clipping import clipping_optimizers, set_threshold, was_skipped
+
+
+class FusedStep:
+    """A mixin for LightningModule: ``class Model(FusedStep, lightning.LightningModule)``.
+
+    ``Trainer(gradient_clip_val=...)`` becomes the step's threshold; 0 measures the norm without
+    clipping, and without it the optimizer's own ``max_grad_norm`` stays. Schedules of interval
+    "step" wait where a step was skipped. ``trainer.optimizers[0].control`` is the last step's
+    decision: not that of ``self.optimizers()``, a wrapper without the optimizer's state. With
+    optimizers of other packages nothing changes.
+    """
+
+    trainer: Any
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Any,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Sets the step's threshold.
+
+        Raises:
+            ValueError: ``gradient_clip_algorithm="value"``.
+        """
+        optimizers = clipping_optimizers(optimizer)
+        if not optimizers:
+            super().configure_gradient_clipping(  # type: ignore[misc]
+                optimizer, gradient_clip_val, gradient_clip_algorithm
+            )
+            return
+        if gradient_clip_val is None:
+            return
+        if gradient_clip_algorithm == "value":
+            raise ValueError(
+                f'{type(optimizer).__name__} clips by the norm; got gradient_clip_algorithm="value"'
+            )
+        set_threshold(optimizers, float(gradient_clip_val) or math.inf)
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
+        """Steps the schedule, unless it counts steps and its optimizer's last one was skipped."""
+        configs = self.trainer.lr_scheduler_configs
+        by_step = any(c.scheduler is scheduler and c.interval == "step" for c in configs)
+        scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
+        if not (by_step and was_skipped(clipping_optimizers(scheduler.optimizer), scaled)):
+            super().lr_scheduler_step(scheduler, metric)  # type: ignore[misc]
