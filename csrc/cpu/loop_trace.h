@@ -97,7 +97,7 @@ class LoopTrace {
         for (int k = 0; k < n; ++k) {
           const uint32_t factor =
               place_factors<ScalarWords>(base_, number + static_cast<uint32_t>(k));
-          digest_ += digest_element(layout, x, i + k, factor);
+          digest_ += digest_element<Scalar>(layout, x, i + k, factor);
         }
       }
     }

@@ -55,7 +55,7 @@ TORCHOPT_HD inline ChunkTrace update_tile(const Warp& warp, const AdamChunk<T>& 
             static_cast<uint64_t>(global_element(elements.work, elements.begin + i));
         const uint32_t factor = place_factors<ScalarWords>(digest_base(elements.work.index, number),
                                                            static_cast<uint32_t>(number));
-        digest[thread] += digest_element(layout, elements.x, i, factor);
+        digest[thread] += digest_element<T>(layout, elements.x, i, factor);
       }
       grad[lane][thread] = grads;
       change[lane][thread] = changes;

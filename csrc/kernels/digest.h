@@ -45,20 +45,21 @@ template <class Visit>
   }
 }
 
-// Of element i of all arrays, whose place has `factor`.
+// Of element i of all arrays of a parameter that is computed in T, whose place has `factor`.
+template <class T>
 TORCHOPT_HD inline uint64_t digest_element(const Layout& layout, void* const (&x)[kArrays],
                                            int64_t i, uint32_t factor) {
   uint64_t sum = 0;
   for_each_stored(layout, [&](Array array) {
-    const int64_t size = element_size(layout, array);
     const void* const memory = x[array];
-    if (size == 8) {
+    if constexpr (sizeof(T) == sizeof(double)) {
       const auto bits = bit_cast<uint64_t>(static_cast<const double*>(memory)[i]);
       sum += (bits & 0xffffffffu) * factor * array_factor(array) +
              (bits >> 32) * factor * array_factor(array, true);
     } else {
-      const uint64_t bits = size == 4 ? bit_cast<uint32_t>(static_cast<const float*>(memory)[i])
-                                      : static_cast<const uint16_t*>(memory)[i];
+      const uint64_t bits = element_size(layout, array) == sizeof(float)
+                                ? bit_cast<uint32_t>(static_cast<const float*>(memory)[i])
+                                : static_cast<const uint16_t*>(memory)[i];
       sum += bits * factor * array_factor(array);
     }
   });

@@ -25,7 +25,8 @@ struct Element {
     for (int array = kParam; array < kWritten; ++array) {
       x[array] = at(array);
     }
-    return digest_element(layout, x, 0, factor);
+    return layout.param == DType::kFloat64 ? digest_element<double>(layout, x, 0, factor)
+                                           : digest_element<float>(layout, x, 0, factor);
   }
   std::vector<uint8_t> bytes;
 };
@@ -39,6 +40,9 @@ TEST(Digest, EveryFlippedBitShows) {
   constexpr DType kTypes[] = {DType::kFloat32, DType::kFloat64, DType::kBFloat16, DType::kFloat16};
   for (const DType type : kTypes) {
     for (const Master master : {Master::kNone, Master::kFloat32, Master::kRemainder}) {
+      if (type == DType::kFloat64 && master != Master::kNone) {
+        continue;
+      }
       const Layout layout{type, type, type, master, true};
       for (const uint64_t element : {uint64_t{0}, uint64_t{0xffffffff}, uint64_t{1} << 40}) {
         Element stored(1 + element);
