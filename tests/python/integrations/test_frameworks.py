@@ -335,3 +335,42 @@ def test_lightning_resumes(lightning: Callable[..., Trained]) -> None:
 def test_lightning_refuses_to_clip_by_value(lightning: Callable[..., Trained]) -> None:
     with pytest.raises(ValueError, match="clips by the norm"):
         lightning(0.3, gradient_clip_algorithm="value")
+
+
+# ---- peft and torchao ---------------------------------------------------------------------------
+@pytest.mark.parametrize("quantized", [False, True])
+def test_lora_steps_adapters_only_and_resumes(quantized: bool) -> None:
+    peft = pytest.importorskip("peft", reason=WITHOUT)
+
+    def new() -> tuple[nn.Module, FusedAdamW]:
+        model = new_model().requires_grad_(False)
+        if quantized:
+            torchao = pytest.importorskip("torchao.quantization", reason=WITHOUT)
+            torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
+        torch.manual_seed(2)
+        lora = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["0", "3"]))
+        return lora, new_optimizer(lora, 0.3)
+
+    def train(model: nn.Module, optimizer: FusedAdamW, data: list[Batch]) -> dict[str, Tensor]:
+        for batch in data:
+            optimizer.zero_grad()
+            model(*batch)["loss"].backward()
+            optimizer.step()
+        return {k: v.detach().clone() for k, v in peft.get_peft_model_state_dict(model).items()}
+
+    model, optimizer = new()
+    adapters = train(model, optimizer, batches()[:3])
+    names = {name for group in optimizer.param_groups for name in group["param_names"]}
+    assert len(names) == len(adapters) == 4 and all("lora_" in name for name in names)
+    state = optimizer.state_dict()
+    state = {
+        **state,
+        "state": {k: {n: v.clone() for n, v in s.items()} for k, s in state["state"].items()},
+    }
+    whole = train(model, optimizer, batches()[3:])
+    model, optimizer = new()
+    peft.set_peft_model_state_dict(model, adapters)
+    optimizer.load_state_dict(state)
+    resumed = train(model, optimizer, batches()[3:])
+    assert all(torch.equal(resumed[name], whole[name]) for name in whole)
+    assert not any(torch.equal(adapters[name], whole[name]) for name in whole)
