@@ -1,5 +1,6 @@
 """Param groups of a model: which parameters decay, and by which factors learning rates differ."""
 
+import difflib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -52,9 +53,11 @@ def param_groups(
     plain = [pattern for pattern in no_decay if pattern not in KINDS]
     found = {pattern: _found(pattern, names) for pattern in dict.fromkeys([*plain, *multipliers])}
     if unfound := [pattern for pattern in found if not found[pattern]]:
+        known = [name for own in names.values() for name in own]
+        nearest = {p: difflib.get_close_matches(p, known, n=3, cutoff=0.0) for p in unfound}
         raise ValueError(
-            f"no parameter of {type(model).__name__} has a name with {unfound}; names begin with "
-            f"{[own[0] for own in names.values()][:3]}, and no_decay also knows {list(KINDS)}"
+            f"no parameter of {type(model).__name__} has a name with {unfound}; the nearest names "
+            f"are {nearest}, and no_decay also knows {list(KINDS)}"
         )
     groups: dict[str, dict[str, Any]] = {}
     for param, own in names.items():

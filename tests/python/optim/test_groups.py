@@ -73,7 +73,7 @@ def test_learning_rates() -> None:
     ("arguments", "message"),
     [
         ({"no_decay": ("norms",)}, r"no parameter of Model has a name with \['norms'\]"),
-        ({"lr": 1.0, "lr_multipliers": {"nothing": 2.0}}, "nothing"),
+        ({"lr": 1.0, "lr_multipliers": {"hed.weight": 2.0}}, r"'hed.weight': \['head.weight'"),
         ({"lr_multipliers": {"tok": 2.0}}, "needs lr="),
         ({"no_decay": ("(",)}, "no regular expression"),
         ({"weight_decay": -1.0}, "Invalid weight_decay"),
