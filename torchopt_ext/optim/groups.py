@@ -1,6 +1,7 @@
 """Param groups of a model: which parameters decay, and by which factors learning rates differ."""
 
 import difflib
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -38,7 +39,7 @@ def param_groups(
 
     Raises:
         ValueError: a pattern that is found in no parameter's name or is no regular expression;
-            multipliers without ``lr``; a negative number; nothing that can be trained.
+            multipliers without ``lr``; a negative or infinite number; nothing that can be trained.
     """
     multipliers = dict(lr_multipliers or {})
     if multipliers and lr is None:
@@ -47,8 +48,8 @@ def param_groups(
     for name, value in (
         numbers | {f"lr_multipliers[{k!r}]": multipliers[k] for k in multipliers}
     ).items():
-        if not value >= 0.0:
-            raise ValueError(f"Invalid {name}: {value}, expected a number from 0 on")
+        if not 0.0 <= value < math.inf:
+            raise ValueError(f"Invalid {name}: {value}, expected a finite number from 0 on")
     names, kinds = _names_and_kinds(model)
     plain = [pattern for pattern in no_decay if pattern not in KINDS]
     found = {pattern: _found(pattern, names) for pattern in dict.fromkeys([*plain, *multipliers])}

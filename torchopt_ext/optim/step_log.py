@@ -99,11 +99,11 @@ def log_to(
     clipping multiplied this step's gradients with. ``clipped_share``: of the steps since the last
     values. ``skipped_steps``: so far. ``loss_scale``: what this step's gradients were too large by.
     ``lr``: with the factor of a schedule on the device; for several groups ``lr/<name or number>``.
-    ``update_to_weight``: 2-norm of the update over that of the weights, with ``track="norms"`` and
-    of this rank's shards.
+    ``update_to_weight``: 2-norm of the update over that of the weights, of this rank's shards, from
+    a FusedAdam or FusedAdamW with ``track="norms"``; steps that log it read the weights once more.
 
-    No step waits for a GPU: values are copied to pinned memory and written an interval later, or
-    by ``flush()``. Values that are NaN are left out.
+    No step waits for a GPU: values are copied to pinned memory and written an interval later, the
+    last ones by ``flush()``. Values that are NaN are left out.
 
     Args:
         writer: what has ``add_scalar(tag, value, step)``, or is called with a dict, in which
@@ -140,8 +140,10 @@ def _values(optimizer: Any) -> dict[str, Tensor]:
         "loss_scale": control.grad_scale,
     }
     groups, factor = optimizer.param_groups, control.lr_factor
+    own = [group.get("name", i) for i, group in enumerate(groups)]
     for i, group in enumerate(groups):
-        name = "lr" if len(groups) == 1 else f"lr/{group.get('name', i)}"
+        label = own[i] if own.count(own[i]) == 1 else i
+        name = "lr" if len(groups) == 1 else f"lr/{label}"
         lr = group["lr"]
         values[name] = factor * (moved(lr, factor.device) if isinstance(lr, Tensor) else lr)
     if isinstance(optimizer, PlannedStep) and optimizer._options.track & TRACKED["norms"]:

@@ -77,6 +77,7 @@ def test_learning_rates() -> None:
         ({"lr_multipliers": {"tok": 2.0}}, "needs lr="),
         ({"no_decay": ("(",)}, "no regular expression"),
         ({"weight_decay": -1.0}, "Invalid weight_decay"),
+        ({"lr": float("inf")}, "Invalid lr: inf, expected a finite number"),
         ({"lr": 1.0, "lr_multipliers": {"tok": float("nan")}}, "Invalid lr_multipliers"),
     ],
 )
