@@ -271,7 +271,11 @@ def test_registered_data_sets(job_config: JobConfig, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"dataset": "c4"}, ConfigError, "'c4' is not registered, expected one of .*'text'; .*regis"),
+        (
+            {"dataset": "c4"},
+            ConfigError,
+            "'c4' is not registered, expected one of .*'text'; .*regis",
+        ),
         ({"dataset_path": None}, ConfigError, "under dataset_path, which is not set"),
         ({"dataset_path": "/no"}, FileNotFoundError, "dataset_path is /no, which does not exist"),
         ({"seq_len": 0}, ValueError, "seq_len is 0, expected 1 or more"),
