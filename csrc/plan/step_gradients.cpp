@@ -34,7 +34,7 @@ bool StepPlan::take_gradient(size_t i, const at::Tensor& gradient) {
   }
   const c10::TensorImpl* impl = gradient.unsafeGetTensorImpl();
   known.gradient = impl;
-  if (dense_copies_[i].defined() || !(impl->key_set() == known.gradient_keys) ||
+  if (known.strided || !(impl->key_set() == known.gradient_keys) ||
       static_cast<int32_t>(gradient.scalar_type()) != known.gradient_type ||
       impl->device() != device_ || !has_shape(*impl, known.shape)) {
     return false;
@@ -46,6 +46,7 @@ bool StepPlan::take_gradient(size_t i, const at::Tensor& gradient) {
   check_step(i);
   gradients_[i] = gradient;
   work_.tensors[i].memory[kGrad] = const_cast<void*>(memory);
+  known.behind[kKept + 1] = impl->unsafe_storage().unsafeGetStorageImpl();
   return true;
 }
 
@@ -56,11 +57,12 @@ void StepPlan::set_gradient(size_t i, const at::Tensor& gradient) {
   TensorWork& work = work_.tensors[i];
   Known& known = known_[i];
   const at::ScalarType dtype = gradient.scalar_type();
-  if (dense_copies_[i].defined()) {
-    strided_params_[i] = to_tensor(borrowed_[i][kParam]);
+  at::Tensor param = to_tensor(borrowed_[i][kParam]);
+  if (known.strided) {
+    Strided& strided = strided_.at(i);
+    strided.param = param;
+    param = strided.copy;
   }
-  const at::Tensor param =
-      dense_copies_[i].defined() ? dense_copies_[i] : to_tensor(borrowed_[i][kParam]);
   const at::ScalarType expected = param.scalar_type();
   const bool fits = dtype == expected || (dtype == at::kFloat && is_16_bit(expected)) ||
                     (is_16_bit(dtype) && expected == at::kFloat);
@@ -172,16 +174,16 @@ void StepPlan::count_as_changed() const {
 }
 
 void StepPlan::update(const std::vector<GroupHyper>& groups, const at::Tensor& control) {
-  std::vector<size_t> copies;
-  for (size_t i = 0; i < size(); ++i) {
-    if (dense_copies_[i].defined() && work_.tensors[i].memory[kGrad] != nullptr) {
-      copies.push_back(i);
-      dense_copies_[i].copy_(strided_params_[i].detach());
+  for (auto& [i, strided] : strided_) {
+    if (strided.param.defined()) {
+      strided.copy.copy_(strided.param.detach());
     }
   }
   (on_cuda(device_) ? cuda::adam : cpu::adam)(work_, groups, control, traces_);
-  for (const size_t i : copies) {
-    strided_params_[i].detach().copy_(dense_copies_[i]);
+  for (auto& [i, strided] : strided_) {
+    if (strided.param.defined()) {
+      strided.param.detach().copy_(strided.copy);
+    }
   }
   if (has_updated_ && shares_version_.empty()) {
     find_shared_versions();
@@ -196,7 +198,9 @@ void StepPlan::release() {
       __builtin_prefetch(gradients_[i + 2 * kAhead].unsafeGetTensorImpl());
     }
     gradients_[i].reset();
-    strided_params_[i].reset();
+  }
+  for (auto& [i, strided] : strided_) {
+    strided.param.reset();
   }
 }
 

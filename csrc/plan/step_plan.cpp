@@ -20,6 +20,11 @@ void* writable(const at::Tensor& tensor) {
   return tensor.defined() && tensor.numel() > 0 ? tensor.mutable_data_ptr() : nullptr;
 }
 
+const void* storage_of(const at::Tensor& tensor) {
+  return tensor.defined() ? tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()
+                          : nullptr;
+}
+
 void check_master(const at::Tensor& master, const Label& what, const at::Tensor& param,
                   const Label& param_what) {
   const at::ScalarType dtype = master.scalar_type();
@@ -44,8 +49,6 @@ StepPlan::StepPlan(const std::vector<Entry>& entries, at::Device device, const S
     : known_(entries.size()),
       borrowed_(entries.size()),
       gradients_(entries.size()),
-      strided_params_(entries.size()),
-      dense_copies_(entries.size()),
       device_(device) {
   work_.options = options;
   work_.tensors.resize(entries.size());
@@ -80,12 +83,15 @@ void StepPlan::check_entry(size_t i, const Tensors& tensors) {
   check_supported(param, param_what, /*complex=*/true);
   TORCH_CHECK(param.device() == device_, param_what, " is on ", param.device(), ", expected ",
               device_);
-  dense_copies_[i].reset();
+  strided_.erase(i);
+  known_[i].strided = false;
   if (!is_dense(param)) {
     check_no_internal_overlap(param, param_what);
-    dense_copies_[i] = at::empty_like(param, at::MemoryFormat::Preserve);
+    strided_[i] = {at::empty_like(param, at::MemoryFormat::Preserve), at::Tensor(),
+                   address(*param.unsafeGetTensorImpl()), shape_of(param)};
+    known_[i].strided = true;
   }
-  const at::Tensor& dense = dense_copies_[i].defined() ? dense_copies_[i] : param;
+  const at::Tensor& dense = known_[i].strided ? strided_[i].copy : param;
   for (const Array part : {kExpAvg, kExpAvgSq, kMaxExpAvgSq}) {
     const at::Tensor& moment = tensors[part];
     if (!moment.defined() && part == kMaxExpAvgSq) {
@@ -126,14 +132,16 @@ void StepPlan::check_entry(size_t i, const Tensors& tensors) {
                                                                           : Master::kFloat32,
                  .amsgrad = tensors[kMaxExpAvgSq].defined()};
   work.kind = kind_of(work.layout, work_.options);
-  known_[i] = {};
-  known_[i].shape = shape_of(dense);
-  known_[i].param_type = param.dtype();
-  known_[i].state_type = tensors[kExpAvg].dtype();
-  if (dense_copies_[i].defined()) {
-    known_[i].strided_memory = address(*param.unsafeGetTensorImpl());
-    known_[i].strided_shape = shape_of(param);
+  Known& known = known_[i];
+  known.shape = shape_of(dense);
+  known.param_type = param.dtype();
+  known.state_type = tensors[kExpAvg].dtype();
+  known.swapped = false;
+  known.gradient_type = -1;
+  for (size_t part = 0; part < kKept; ++part) {
+    known.behind[part] = storage_of(tensors[part]);
   }
+  known.behind[kKept] = param.unsafeGetTensorImpl()->autograd_meta();
 }
 
 // Parameters by themselves first, for the message.
@@ -176,24 +184,26 @@ bool StepPlan::attach(size_t i, const Borrowed& tensors) {
   borrowed_[i] = tensors;
   const TensorWork& work = work_.tensors[i];
   const Known& known = known_[i];
-  const auto fits = [&](Array part, const void* memory, caffe2::TypeMeta type,
-                        const c10::SmallVector<int64_t, 8>& shape) {
-    const c10::TensorImpl& tensor = *tensors[part];
+  const auto is_at = [&](const c10::TensorImpl& tensor, const void* memory, caffe2::TypeMeta type,
+                         const Shape& shape) {
     return tensor.dtype() == type && (work.numel == 0 || address(tensor) == memory) &&
            has_shape(tensor, shape);
   };
-  const bool strided = dense_copies_[i].defined();
+  const auto fits = [&](Array part, caffe2::TypeMeta type) {
+    return tensors[part] == nullptr || is_at(*tensors[part], work.memory[part], type, known.shape);
+  };
+  const auto param_fits = [&] {
+    if (!known.strided) {
+      return fits(kParam, known.param_type);
+    }
+    const Strided& strided = strided_.at(i);
+    return is_at(*tensors[kParam], strided.memory, known.param_type, strided.shape);
+  };
   const caffe2::TypeMeta master_type =
       c10::scalarTypeToTypeMeta(work.layout.master == Master::kRemainder ? at::kShort : at::kFloat);
-  return !known.swapped && address(*tensors[kStep]) == work.memory[kStep] &&
-         fits(kParam, strided ? known.strided_memory : work.memory[kParam], known.param_type,
-              strided ? known.strided_shape : known.shape) &&
-         fits(kExpAvg, work.memory[kExpAvg], known.state_type, known.shape) &&
-         fits(kExpAvgSq, work.memory[kExpAvgSq], known.state_type, known.shape) &&
-         (tensors[kMaxExpAvgSq] == nullptr ||
-          fits(kMaxExpAvgSq, work.memory[kMaxExpAvgSq], known.state_type, known.shape)) &&
-         (tensors[kMaster] == nullptr ||
-          fits(kMaster, work.memory[kMaster], master_type, known.shape));
+  return !known.swapped && address(*tensors[kStep]) == work.memory[kStep] && param_fits() &&
+         fits(kExpAvg, known.state_type) && fits(kExpAvgSq, known.state_type) &&
+         fits(kMaxExpAvgSq, known.state_type) && fits(kMaster, master_type);
 }
 
 void StepPlan::renew(const std::vector<size_t>& changed) {
@@ -215,18 +225,19 @@ void StepPlan::renew(const std::vector<size_t>& changed) {
 }
 
 void StepPlan::prefetch(size_t i) const {
-  const auto ask = [](const void* memory) {
-    __builtin_prefetch(memory);
-    __builtin_prefetch(static_cast<const char*>(memory) + 64);
-    __builtin_prefetch(static_cast<const char*>(memory) + 128);
+  const auto ask = [](const void* memory, size_t bytes) {
+    for (size_t at = 0; at < bytes; at += 64) {
+      __builtin_prefetch(static_cast<const char*>(memory) + at);
+    }
   };
   for (const c10::TensorImpl* tensor : borrowed_[i]) {
     if (tensor != nullptr) {
-      ask(tensor);
+      ask(tensor, sizeof(c10::TensorImpl));
     }
   }
-  if (known_[i].gradient != nullptr) {
-    ask(known_[i].gradient);
+  ask(known_[i].gradient, sizeof(c10::TensorImpl));
+  for (const void* memory : known_[i].behind) {
+    ask(memory, 64);
   }
 }
 

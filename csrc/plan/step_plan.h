@@ -9,6 +9,7 @@
 
 #include <array>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "plan/tensor_checks.h"
@@ -83,18 +84,26 @@ class StepPlan {
   void prefetch(size_t i) const;
 
  private:
-  // What is known of an entry besides its TensorWork.
+  // What is known of an entry besides its TensorWork. A step reads all of it.
   struct Known {
     Shape shape;  // of the parameter or its dense copy
     caffe2::TypeMeta param_type;
     caffe2::TypeMeta state_type;
-    bool swapped = false;  // a tensor for another: torch.utils.swap_tensors
-    // Of a parameter that is not dense.
-    const void* strided_memory = nullptr;
-    Shape strided_shape;
-    c10::DispatchKeySet gradient_keys;          // of a gradient that needed no closer look
-    int32_t gradient_type = -1;                 // its ScalarType
-    const c10::TensorImpl* gradient = nullptr;  // the last one, for prefetch only
+    bool swapped = false;               // a tensor for another: torch.utils.swap_tensors
+    bool strided = false;               // the parameter is not dense: see Strided
+    c10::DispatchKeySet gradient_keys;  // of a gradient that needed no closer look
+    int32_t gradient_type = -1;         // its ScalarType
+    // For prefetch only: the last gradient, and what tensors refer to, storages and the parameter's
+    // autograd data. Their addresses would take a read of each tensor to find.
+    const c10::TensorImpl* gradient = nullptr;
+    std::array<const void*, kKept + 2> behind{};
+  };
+  // A parameter that is not dense is stepped through a copy that is.
+  struct Strided {
+    at::Tensor copy;
+    at::Tensor param;  // during a step in which it has a gradient
+    const void* memory = nullptr;
+    Shape shape;
   };
   struct Name {
     std::string name;
@@ -113,9 +122,8 @@ class StepPlan {
   WorkList work_;
   std::vector<Known> known_;
   std::vector<Borrowed> borrowed_;
-  std::vector<at::Tensor> gradients_;       // keeps this step's gradients alive
-  std::vector<at::Tensor> strided_params_;  // during a step, of parameters that are not dense
-  std::vector<at::Tensor> dense_copies_;    // stepped instead of a parameter that is not dense
+  std::vector<at::Tensor> gradients_;            // keeps this step's gradients alive
+  std::unordered_map<size_t, Strided> strided_;  // by entry
   std::vector<Name> names_;
   Traces traces_;
   at::Device device_;

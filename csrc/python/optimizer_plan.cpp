@@ -287,11 +287,12 @@ bool OptimizerPlan::step(const py::list& param_groups, const py::dict& state,
   check_accumulator(accumulator, device);
   check_control(control, device);
   (on_cuda(device) ? cuda::clear : cpu::clear)(accumulator);
+  const py::gil_scoped_release unlocked;
   if (with_norm) {
-    accumulate(0, accumulator, /*normalize=*/false);
+    plans_[0].accumulate(accumulator, /*normalize=*/false);
   }
   control_update_(control, accumulator, grad_scale, found_inf);
-  update({control});
+  plans_[0].update(hypers_[0], control);
   return true;
 }
 

@@ -15,7 +15,7 @@ class StateSnapshot {
   // param_groups: list of dicts with a list under "params"; state: dict of dicts.
   StateSnapshot(const pybind11::list& param_groups, const pybind11::dict& state);
 
-  bool matches(const pybind11::list& param_groups, const pybind11::dict& state) const;
+  bool matches(const pybind11::list& param_groups, const pybind11::dict& state);
 
   // For the garbage collector: visits what the snapshot owns, which is all it compares. Were an
   // object freed, another could get its address.
@@ -28,13 +28,16 @@ class StateSnapshot {
   };
   // What a step reads of one parameter's state: values_[first, last).
   struct Entry {
-    pybind11::object param;
     pybind11::object dict;
+    uint64_t version;  // of dict, when it held these values
+    pybind11::object param;
     size_t first;
     size_t last;
   };
+  bool state_matches(const pybind11::dict& state);
   bool entry_matches(const Entry& entry) const;
 
+  uint64_t state_version_ = 0;
   std::vector<pybind11::object> in_groups_;
   std::vector<Entry> entries_;
   std::vector<Value> values_;
