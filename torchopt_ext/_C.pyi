@@ -24,12 +24,10 @@ def check_step(
 # Whether anything, such as a profiler, is told of operators and records (at::hasCallbacks).
 def observed() -> bool: ...
 
-# ops.scaled_copy_ without the dispatcher, in half the time over thousands of small tensors, and
-# ops.loss_scale_update_.
+# ops.scaled_copy_ without the dispatcher, in half the time over thousands of small tensors.
 def scaled_copy_(
     to: list[Tensor], from_: list[Tensor], control: Tensor, *, unscale: bool
 ) -> None: ...
-def loss_scale_update_(control: Tensor, found_inf: Tensor, scale: Tensor) -> None: ...
 
 # Uninitialised tensors with the sizes and strides of each of `like`, and `dtype` or its own, one
 # after the other at multiples of 64 bytes of `block`: a contiguous uint8 tensor of carved_bytes()

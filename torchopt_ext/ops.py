@@ -1,4 +1,4 @@
-"""Typed wrappers of the operators in csrc/ops.cpp. docs/numerics.md states what they compute.
+"""Typed wrappers of the operators in csrc/ops/. docs/numerics.md states what they compute.
 
 An argument out of range raises ValueError. Tensors that do not fit raise RuntimeError, which names
 their position in a list. Nothing is changed then.

@@ -3,12 +3,14 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/scalar_tensor.h>
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
 
 #include <mutex>
 
 #include "cpu/adam_traced.h"
 #include "cpu/for_each_share.h"
-#include "cpu/store_fence.h"
 #include "cpu/sum_of_squares_chunk.h"
 #include "kernels/adam.h"
 #include "kernels/scaled_copy.h"
@@ -87,6 +89,14 @@ void loss_scale_update(const at::Tensor& control, const at::Tensor& found_inf,
 }
 
 namespace {
+
+// Orders a thread's stores past the caches (the lanes' `stream`) before what it stores later:
+// without it another thread may see that a pass has ended before it sees the pass's values.
+void store_fence() {
+#ifdef __x86_64__
+  _mm_sfence();
+#endif  // ScalarLane's stores are ordinary ones
+}
 
 // With more bytes of parameters than this, of which a step moves at least ten times as many, caches
 // hold little of what the step wrote first.

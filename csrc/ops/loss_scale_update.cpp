@@ -1,7 +1,5 @@
 // loss_scale_update_: after a step under a gradient scaler, `scale` (one float32 element) becomes
 // the control block's loss scale, backs off or grows by its settings, and is written back.
-#include "ops/loss_scale_update.h"
-
 #include "cpu/passes.h"
 #include "cuda/passes.h"
 #include "ops/operator.h"
@@ -10,6 +8,7 @@
 #include "plan/tensor_checks.h"
 
 namespace torchopt_ext {
+namespace {
 
 void loss_scale_update_(const at::Tensor& control, const at::Tensor& found_inf,
                         const at::Tensor& scale) {
@@ -21,8 +20,6 @@ void loss_scale_update_(const at::Tensor& control, const at::Tensor& found_inf,
   bump_version(control);
   bump_version(scale);
 }
-
-namespace {
 
 const Operator kLossScaleUpdate("loss_scale_update_",
                                 "(Tensor(a!) control, Tensor found_inf, Tensor(b!) scale) -> ()",

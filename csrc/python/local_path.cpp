@@ -7,14 +7,8 @@ namespace {
 
 namespace py = pybind11;
 
-// An error if it is missing.
-py::object attribute(PyObject* object, PyObject* name) {
-  PyObject* value = PyObject_GetAttr(object, name);
-  if (value == nullptr) {
-    throw py::error_already_set();
-  }
-  return py::reinterpret_steal<py::object>(value);
-}
+// Raises if it is missing.
+py::object attribute(py::handle object, PyObject* name) { return object.attr(py::handle(name)); }
 
 // Names that many objects have; a reference to each is kept for good.
 PyObject* local_name() {
@@ -30,7 +24,7 @@ PyObject* spec_name() {
 
 py::object LocalPath::follow(PyObject* param) const {
   py::object tensor = attribute(param, attributes[0]);
-  return attributes[1] == nullptr ? tensor : attribute(tensor.ptr(), attributes[1]);
+  return attributes[1] == nullptr ? tensor : attribute(tensor, attributes[1]);
 }
 
 LocalPath local_path(py::handle param, py::handle local) {
@@ -49,7 +43,7 @@ LocalPath local_path(py::handle param, py::handle local) {
   }
   const py::tuple flat = shard.attr("__tensor_flatten__")();
   for (const py::handle name : py::list(flat[0])) {
-    if (attribute(shard.ptr(), name.ptr()).is(local)) {
+    if (attribute(shard, name.ptr()).is(local)) {
       path.attributes[path.distributed ? 1 : 0] =
           PyUnicode_InternFromString(py::cast<std::string>(name).c_str());
       return path;
@@ -69,15 +63,8 @@ py::object plain_local_gradient(PyObject* param, PyObject* gradient) {
   const py::object wanted = attribute(param, spec_name());
   const py::object found = attribute(gradient, spec_name());
   if (!wanted.is(found)) {
-    const int same =
-        attribute(wanted.ptr(), kMesh).is(attribute(found.ptr(), kMesh))
-            ? PyObject_RichCompareBool(attribute(wanted.ptr(), kPlacements).ptr(),
-                                       attribute(found.ptr(), kPlacements).ptr(), Py_EQ)
-            : 0;
-    if (same < 0) {
-      throw py::error_already_set();
-    }
-    if (same == 0) {
+    if (!attribute(wanted, kMesh).is(attribute(found, kMesh)) ||
+        !attribute(wanted, kPlacements).equal(attribute(found, kPlacements))) {
       return py::none();
     }
   }

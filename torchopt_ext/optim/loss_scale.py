@@ -1,12 +1,11 @@
 """The loss scale: its limits, and one that lives in a tensor of its own beside a control block."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchopt_ext import _C, ops
+from torchopt_ext import ops
 
 LARGEST_SCALE: float = torch.finfo(torch.float32).max
 SMALLEST_SCALE: float = torch.finfo(torch.float32).smallest_normal
@@ -83,9 +82,4 @@ class LossScale:
         Args:
             found_inf: one float32 or float64 on the scale's device, nonzero for an overflow.
         """
-        # Without the dispatcher where nobody would see the operator there.
-        unseen = type(self._block) is Tensor and not (
-            torch.compiler.is_compiling() or _C.observed()
-        )
-        update: Any = _C if unseen else ops
-        update.loss_scale_update_(self._block, found_inf, self.scale)
+        ops.loss_scale_update_(self._block, found_inf, self.scale)
