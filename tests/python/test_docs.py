@@ -196,6 +196,27 @@ def test_links_lead_to_files_and_headings(page: str) -> None:
             assert not anchor or anchor in anchors(target), f"{page} links to {link}"
 
 
+def test_sources_that_texts_name_exist() -> None:
+    ours = r"(?:csrc|torchopt_ext|tests|benchmarks|examples)/[\w./]*\w"
+    source = re.compile(rf"(?<![\w/.]){ours}\.(?:h|cpp|cu|py|toml)\b")
+    texts = [*PAGES, *ROOT.glob("torchopt_ext/**/*.py")]
+    texts.remove(ROOT / "CHANGELOG.md")  # which names what has gone, too
+    named = {(text, name) for text in texts for name in source.findall(text.read_text())}
+    headers = ROOT / "csrc/api/include"
+    gone = [
+        f"{t} names {n}" for t, n in named if not ((ROOT / n).exists() or (headers / n).exists())
+    ]
+    assert len(named) > 50 and not gone
+
+
+def test_each_operator_has_a_file_of_its_name() -> None:
+    names = {s.name for s in torch._C._jit_get_all_schemas() if s.name.startswith("torchopt_ext::")}
+    assert "torchopt_ext::adam_" in names
+    for name in names:
+        file = ROOT / f"csrc/ops/{name.partition('::')[2].rstrip('_')}.cpp"
+        assert f'"{name.partition("::")[2]}"' in file.read_text()
+
+
 @pytest.mark.parametrize("page", NAMES)
 def test_blocks_have_a_language_and_comments_a_known_kind(page: str) -> None:
     """A block without a language would not be checked; `text` says that there is nothing to."""
