@@ -44,13 +44,16 @@ def carve(
 ) -> list[Tensor]: ...
 def carved_bytes(like: list[Tensor], dtype: torch.dtype | None = None) -> int: ...
 
+# Makes a 16-bit copy, and its version counter, what the weight's are.
+def renew_copy(copy: Tensor, weight: Tensor) -> None: ...
+
 class OptimizerPlan:
     def __init__(
         self,
         param_groups: list[dict[str, Any]],
         state: Mapping[Tensor, Any],
         # Parameter; local parameter, moments (None without amsgrad), master (or None) and step;
-        # group, name, part; place (optim/storage.py)
+        # group, name, part; place (optim/storage.py); whether they are copy and, as master, weight
         params: Sequence[tuple[Any, ...]],
         part_devices: Sequence[torch.device],
         idle: Sequence[Tensor],

@@ -110,6 +110,11 @@ local_shard = attrgetter("_local_tensor")
 ``to_local()`` makes a Parameter of it (pytorch issue 166156), and a view under autograd."""
 
 
+def set_local_shard(dtensor: Any, local: Tensor) -> None:
+    """Gives a DTensor another tensor object with its shard, as FSDP2 does."""
+    dtensor._local_tensor = local
+
+
 def dtensor_of(local: Tensor, like: Any) -> Any:
     """A DTensor laid out as ``like`` whose shard is ``local``, wherever that is.
 
@@ -174,6 +179,22 @@ def all_reduce_coalesced(tensors: list[Tensor], group: Any) -> list[Tensor]:
 
     return reduce(tensors, "sum", group)
 
+
+def fsdp_params(module: Any) -> list[Any]:
+    """FSDP2's records (FSDPParam) of the parameters that it gathers with a module."""
+    from torch.distributed.fsdp import FSDPModule
+
+    if not isinstance(module, FSDPModule):
+        return []
+    state: Any = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # torch 2.11 has one or none
+        groups = filter(None, [state._fsdp_param_group])
+    return [param for group in groups for param in group.fsdp_params]
+
+
+add_gather_extension = methodcaller("_init_extensions")
+"""Lets FSDP2 see the all-gather extension that a shard has got since ``fully_shard``."""
 
 has_final_buckets = attrgetter("_has_rebuilt_buckets")
 """Whether a DistributedDataParallel has chosen its buckets after the first backward passes."""

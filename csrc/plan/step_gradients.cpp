@@ -10,6 +10,7 @@
 #include "plan/step_plan.h"
 #include "plan/tensor_checks.h"
 #include "plan/tensor_fields.h"
+#include "plan/weight_copy.h"
 
 namespace torchopt_ext {
 namespace {
@@ -63,7 +64,7 @@ void StepPlan::set_gradient(size_t i, const at::Tensor& gradient) {
     strided.param = param;
     param = strided.copy;
   }
-  const at::ScalarType expected = param.scalar_type();
+  const at::ScalarType expected = is_copied(i) ? at::kFloat : param.scalar_type();
   const bool fits = dtype == expected || (dtype == at::kFloat && is_16_bit(expected)) ||
                     (is_16_bit(dtype) && expected == at::kFloat);
   if (gradient.layout() != at::kStrided || !fits || gradient.is_meta()) {
@@ -114,6 +115,15 @@ void StepPlan::check_gradients_apart() const {
   }
   if (may_overlap(gradients)) {
     check_no_overlap(gradients);
+  }
+}
+
+void StepPlan::renew_copies() const {
+  for (const size_t i : copied_) {
+    if (work_.tensors[i].memory[kGrad] != nullptr &&
+        !has_version_of(*borrowed_[i][kParam], *borrowed_[i][kMaster])) {
+      renew_copy(to_tensor(borrowed_[i][kParam]), to_tensor(borrowed_[i][kMaster]));
+    }
   }
 }
 
@@ -171,6 +181,11 @@ void StepPlan::count_as_changed() const {
       }
     }
   });
+  for (const size_t i : copied_) {
+    if (work_.tensors[i].memory[kGrad] != nullptr) {
+      set_version_of(*borrowed_[i][kParam], *borrowed_[i][kMaster]);
+    }
+  }
 }
 
 void StepPlan::update(const std::vector<GroupHyper>& groups, const at::Tensor& control) {

@@ -5,6 +5,7 @@
 #include <ATen/ops/zeros.h>
 #include <c10/core/ScalarTypeToTypeMeta.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "plan/tensor_checks.h"
@@ -56,6 +57,9 @@ StepPlan::StepPlan(const std::vector<Entry>& entries, at::Device device, const S
   for (size_t i = 0; i < entries.size(); ++i) {
     const Entry& entry = entries[i];
     names_.push_back({entry.name, entry.position});
+    if (entry.copied) {
+      copied_.push_back(i);
+    }
     TensorWork& work = work_.tensors[i];
     work.group = entry.group;
     work.index = entry.place.index;
@@ -77,9 +81,20 @@ Label StepPlan::what(const char* role, size_t i) const {
   return {role, names_[i].position, &names_[i].name};
 }
 
+bool StepPlan::is_copied(size_t i) const {
+  return std::binary_search(copied_.begin(), copied_.end(), i);
+}
+
+const char* StepPlan::role(size_t part, size_t i) const {
+  if (is_copied(i) && (part == kParam || part == kMaster)) {
+    return part == kParam ? "low-precision copy" : kRoleNames[kParam];
+  }
+  return kRoleNames[part];
+}
+
 void StepPlan::check_entry(size_t i, const Tensors& tensors) {
   const at::Tensor& param = tensors[kParam];
-  const Label param_what = what("parameter", i);
+  const Label param_what = what(role(kParam, i), i);
   check_supported(param, param_what, /*complex=*/true);
   TORCH_CHECK(param.device() == device_, param_what, " is on ", param.device(), ", expected ",
               device_);
@@ -110,7 +125,7 @@ void StepPlan::check_entry(size_t i, const Tensors& tensors) {
                 " as exp_avg of the same parameter");
   }
   if (tensors[kMaster].defined()) {
-    check_master(tensors[kMaster], what(kRoleNames[kMaster], i), dense, param_what);
+    check_master(tensors[kMaster], what(role(kMaster, i), i), dense, param_what);
   }
   const at::Tensor& step = tensors[kStep];
   TORCH_CHECK(step.defined() && step.scalar_type() == at::kFloat && step.numel() == 1 &&
@@ -152,7 +167,7 @@ void StepPlan::check_overlap(at::TensorList read) const {
   for (size_t part = 0; part < kKept; ++part) {
     for (size_t i = 0; i < size(); ++i) {
       if (borrowed_[i][part] != nullptr) {
-        tensors.push_back({borrowed_[i][part], what(kRoleNames[part], i), true});
+        tensors.push_back({borrowed_[i][part], what(role(part, i), i), true});
       }
     }
     params = part == kParam ? tensors.size() : params;

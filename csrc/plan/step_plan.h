@@ -36,6 +36,7 @@ class StepPlan {
 
   struct Entry {
     Tensors tensors;
+    bool copied = false;  // kMaster is the parameter, kParam its copy (weight_copy.h)
     int32_t group = 0;    // index into update()'s hyperparameters
     std::string name;     // for messages; may be empty
     size_t position = 0;  // for messages: index in the caller's list
@@ -67,6 +68,10 @@ class StepPlan {
 
   // Raises if gradients that are to be written share memory.
   void check_gradients_apart() const;
+
+  // Makes the copies of parameters that have a gradient right: a step may be skipped. Takes
+  // gradients into account that were taken; with Python's interpreter locked.
+  void renew_copies() const;
 
   // Drops the gradients.
   void release();
@@ -111,6 +116,8 @@ class StepPlan {
   };
 
   Label what(const char* role, size_t i) const;
+  const char* role(size_t part, size_t i) const;
+  bool is_copied(size_t i) const;
   void check_entry(size_t i, const Tensors& tensors);
   void check_overlap(at::TensorList read) const;
   void split_into_chunks();
@@ -124,6 +131,7 @@ class StepPlan {
   std::vector<Borrowed> borrowed_;
   std::vector<at::Tensor> gradients_;            // keeps this step's gradients alive
   std::unordered_map<size_t, Strided> strided_;  // by entry
+  std::vector<size_t> copied_;                   // ascending: entries that are Entry::copied
   std::vector<Name> names_;
   Traces traces_;
   at::Device device_;

@@ -6,6 +6,7 @@
 #include "cpu/kernel_table.h"
 #include "plan/control_fields.h"
 #include "plan/step_checks.h"
+#include "plan/weight_copy.h"
 #include "python/carve.h"
 #include "python/optimizer_plan.h"
 #include "python/param_lists.h"
@@ -35,8 +36,8 @@ void add_values(const at::Tensor& accumulator, const at::Tensor& values) {
 }
 
 using PlaceTuple = std::tuple<uint32_t, int64_t, int64_t, int64_t>;
-using ParamTuple =
-    std::tuple<py::object, OptimizerPlan::LocalObjects, int32_t, std::string, size_t, PlaceTuple>;
+using ParamTuple = std::tuple<py::object, OptimizerPlan::LocalObjects, int32_t, std::string, size_t,
+                              PlaceTuple, bool>;
 
 std::unique_ptr<OptimizerPlan> make_plan(const py::list& param_groups, const py::dict& state,
                                          const std::vector<ParamTuple>& params,
@@ -46,9 +47,9 @@ std::unique_ptr<OptimizerPlan> make_plan(const py::list& param_groups, const py:
                                          bool write_back_gradients, uint32_t track) {
   std::vector<OptimizerPlan::Param> list;
   list.reserve(params.size());
-  for (const auto& [param, local, group, name, part, place] : params) {
+  for (const auto& [param, local, group, name, part, place, copied] : params) {
     const auto& [index, first_element, run, stride] = place;
-    list.push_back({param, local, group, name, part, {index, first_element, run, stride}});
+    list.push_back({param, local, group, name, part, {index, first_element, run, stride}, copied});
   }
   const StepOptions options{.stochastic_rounding = stochastic_rounding,
                             .write_back_gradients = write_back_gradients,
@@ -118,6 +119,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("carve", carve, py::arg("like"), py::arg("dtype") = py::none(),
         py::arg("block") = py::none(), py::kw_only(), py::arg("one_version") = false,
         "Uninitialised tensors with the sizes and strides of `like`, in one block of memory.");
+  m.def("renew_copy", renew_copy, py::arg("copy"), py::arg("weight"),
+        py::call_guard<py::gil_scoped_release>(),
+        "Makes a 16-bit copy, and its version, what the weight's are.");
   m.def("carved_bytes", carved_bytes, py::arg("like"), py::arg("dtype") = py::none(),
         "How many bytes of a block carve() takes.");
 

@@ -62,11 +62,13 @@ OptimizerPlan::OptimizerPlan(const py::list& param_groups, const py::dict& state
     entry.name = param.name;
     entry.position = i;
     entry.place = param.place;
+    entry.copied = param.copied;
     for (size_t k = 0; k < param.local.size(); ++k) {
       entry.tensors[k] = unpack(param.local[k].ptr());
     }
+    const Array own = param.copied ? kMaster : kParam;
     objects_.at(param.part)
-        .push_back({param.param, param.local, path_of(param.param, param.local[0]),
+        .push_back({param.param, param.local, path_of(param.param, param.local[own]), own,
                     static_cast<int64_t>(i)});
     uses_group_[param.part].at(static_cast<size_t>(param.group)) = true;
     entries[param.part].push_back(std::move(entry));
@@ -140,7 +142,7 @@ void OptimizerPlan::collect_unchanged(size_t part) {
         remaining_[i] = Remaining::kGradient;
       } else {
         // Not at::Tensor::grad(), which looks for non-leaf tensors to warn about.
-        const at::Tensor& gradient = borrowed[kParam]->grad();
+        const at::Tensor& gradient = borrowed[objects[i].own]->grad();
         remaining_[i] =
             plan.take_gradient(i, gradient) ? Remaining::kNothing : Remaining::kGradient;
       }
@@ -157,8 +159,9 @@ bool OptimizerPlan::attach_changed(size_t part) {
     if (remaining_[i] == Remaining::kNothing) {
       continue;
     }
-    if (objects[i].path != 0 &&
-        !paths_[objects[i].path].follow(objects[i].param.ptr()).is(objects[i].local[kParam])) {
+    if (objects[i].path != 0 && !paths_[objects[i].path]
+                                     .follow(objects[i].param.ptr())
+                                     .is(objects[i].local[objects[i].own])) {
       return false;
     }
     if (remaining_[i] == Remaining::kAll) {
@@ -232,6 +235,7 @@ bool OptimizerPlan::collect(const py::list& param_groups, const py::dict& state)
     }
     set_remaining_gradients(part);
     plans_[part].check_gradients_apart();
+    plans_[part].renew_copies();
     hypers_[part].clear();
     for (size_t group = 0; group < uses_group_[part].size(); ++group) {
       hypers_[part].push_back(uses_group_[part][group]

@@ -36,6 +36,7 @@ class OptimizerPlan {
     std::string name;
     size_t part;  // parts share a device and the ranks that sum their norm
     StepPlan::Place place;
+    bool copied;  // StepPlan::Entry's
   };
 
   // `idle`: parameters without state. `local_gradients(params)`: the local gradients of DTensor
@@ -81,6 +82,7 @@ class OptimizerPlan {
     pybind11::object param;
     LocalObjects local;
     uint32_t path;  // from param to its local tensor, in paths_; 0: param is that tensor
+    Array own;      // which of `local` that is: kParam, or kMaster beside a copy
     int64_t position;
   };
 

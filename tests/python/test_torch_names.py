@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
@@ -139,6 +140,16 @@ def test_names_of_dtensors() -> None:
         for _ in range(2):
             ddp(torch.ones(2)).sum().backward()
         assert _torch.has_final_buckets(ddp)
+        assert _torch.fsdp_params(ddp) == []
+        sharded = fully_shard(nn.Linear(2, 2), mesh=mesh)
+        records = _torch.fsdp_params(sharded)
+        assert [record.sharded_param for record in records] == [*sharded.parameters()]
+        _torch.set_local_shard(tensor, shard := torch.ones(4, 3))
+        assert _torch.local_shard(tensor) is shard
+        for name in ("mp_policy", "offload_to_cpu", "padded_sharded_param_size", "mesh_info",
+                     "post_forward_mesh_info"):  # fmt: skip
+            assert hasattr(records[0], name)
+        _torch.add_gather_extension(records[0])
         info, assignment, status = _torch.overlap_classes()
         assert info(2).params_per_rank == [[], []]
         assert info(2).status != status.INITIALIZED

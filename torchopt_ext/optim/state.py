@@ -168,12 +168,16 @@ def build_plan(
         local, master = local_tensor(param), storage.master_of(param)
         held = [moment if moment in moments_of(group) else None for moment in MOMENTS]
         tensors = [entry and local_tensor(state[entry]) for entry in (*held, master)]
+        weight, copy = local, getattr(local, "low_precision_copy", None)  # torchopt_ext/fsdp.py
+        if copy is not None:
+            weight, tensors[-1] = copy, local
         place = optimizer.parameter_places.get(param)
         if place is None:
             counted = options.stochastic_rounding or options.track
             place = place_of(number, param) if counted else (number, 0, 0, 0)
         part = parts[local.device, norm_key(param)]
-        rows.append((param, (local, *tensors, state["step"]), index, name, part, place))
+        arrays = (weight, *tensors, state["step"])
+        rows.append((param, arrays, index, name, part, place, copy is not None))
     plan = OptimizerPlan(
         optimizer.param_groups,
         optimizer.state,

@@ -204,6 +204,8 @@ class Parallelism:
     """Ranks that divide the weights (FSDP); -1: all that are left."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Whether FSDP frees gathered weights after forward; default: not in pipelines."""
+    fsdp_keep_low_precision_shards: bool = False
+    """Keep 16-bit copies of FSDP's shards, which steps write, instead of casting them to gather."""
     tensor_parallel_degree: int = 1
     """Ranks that divide each layer's matrices."""
     disable_loss_parallel: bool = False

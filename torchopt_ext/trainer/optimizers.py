@@ -56,8 +56,8 @@ def build_optimizers(
 
     Raises:
         ConfigError: there is no optimizer of that name.
-        ValueError: a setting without effect; ZeRO with another implementation than "fused", in
-            backward or fault tolerant.
+        ValueError: a setting without effect; low-precision shards with another implementation than
+            "fused"; ZeRO with another, in backward or fault tolerant.
         NotImplementedError, AssertionError: as :func:`torchopt_ext.containers.build_optimizers`.
     """
     config = SimpleNamespace(**vars(job_config.optimizer))
@@ -68,6 +68,11 @@ def build_optimizers(
         config.max_grad_norm = job_config.training.max_norm
     else:
         config.skip_nonfinite = False  # the Trainer asks the norm, which torch's clipping returns
+        if job_config.parallelism.fsdp_keep_low_precision_shards:
+            raise ValueError(
+                "parallelism.fsdp_keep_low_precision_shards has no effect with "
+                f"optimizer.implementation {config.implementation!r}: 'fused' writes them"
+            )
     if config.early_step_in_backward:
         config.backwards_per_step = gradient_accumulation_steps(
             job_config, data_parallel_degree(job_config)

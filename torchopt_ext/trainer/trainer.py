@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from torchopt_ext.containers import LRSchedulersContainer, OptimizersContainer
+from torchopt_ext.fsdp import keep_low_precision_shards
 from torchopt_ext.trainer import distributed, ft
 from torchopt_ext.trainer.checkpoint import CheckpointManager
 from torchopt_ext.trainer.config import ConfigError, JobConfig
@@ -208,12 +209,15 @@ class Trainer(Stateful):
         else:
             self.model_parts = [spec.parallelize_fn(model, self.world_mesh, dims, job_config)]
         offload = job_config.training.enable_cpu_offload
-        on_host = offload or job_config.checkpoint.create_seed_checkpoint
+        seeding = job_config.checkpoint.create_seed_checkpoint  # one process without FSDP
+        on_host = offload or seeding
         for part in self.model_parts:
             part.to_empty(device="cpu" if on_host else self.device.type)
             with torch.no_grad():
                 part.init_weights(buffer_device=self.device if offload else None)  # type: ignore[operator]
             part.train()
+            if job_config.parallelism.fsdp_keep_low_precision_shards and not seeding:
+                keep_low_precision_shards(part)
 
     def _build_optimizers(self) -> None:
         job_config, dims = self.job_config, self.parallel_dims

@@ -1,0 +1,264 @@
+"""Low-precision shards: training with them against training without, on two gloo ranks."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
+
+sys.path.append(str(Path(__file__).parent))
+
+from rank_cases import difference, run_cases
+
+from torchopt_ext import FusedAdamW
+from torchopt_ext.fsdp import keep_low_precision_shards
+
+STEPS = 4
+Change = Callable[[nn.Module, int], object]
+
+
+def model_of(mesh_shape: tuple[int, ...], reshard: bool, dtype: torch.dtype) -> nn.Module:
+    """Rows that two ranks share unevenly, one row, which rank 1 has nothing of, a frozen layer."""
+    torch.manual_seed(3)
+    model = nn.Sequential(
+        nn.Embedding(9, 6),
+        nn.Sequential(nn.Linear(6, 7), nn.GELU(), nn.Linear(7, 6), nn.LayerNorm(6)),
+        nn.Sequential(nn.Linear(6, 1), nn.Linear(1, 9)),
+    )
+    model[1][2].requires_grad_(False)
+    names = ("replicate", "shard")[-len(mesh_shape) :]
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for module in (model[1], model[2], model):
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no AVG
+    return model
+
+
+def optimizers_of(model: nn.Module, several: bool, options: dict[str, Any]) -> list[Any]:
+    named = list(model.named_parameters())
+    lists = [named[::2], named[1::2]] if several else [named]
+    return [FusedAdamW(params, lr=0.05, **options) for params in lists]
+
+
+def backward(model: nn.Module, step: int, batches: int) -> list[str]:
+    """The losses of a step's batches."""
+    losses = []
+    for batch in range(batches):
+        if batches > 1 and isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(batch + 1 == batches)
+        generator = torch.Generator().manual_seed(100 * step + 10 * batch + dist.get_rank())
+        tokens = torch.randint(9, (8,), generator=generator)
+        loss = cross_entropy(model(tokens).float(), tokens.roll(1))
+        (loss / batches).backward()
+        losses.append(loss.item().hex())
+    return losses
+
+
+def shards(model: nn.Module) -> list[Tensor]:
+    return [param._local_tensor for param in model.parameters()]
+
+
+def wrong_copies(model: nn.Module) -> list[str]:
+    """Names of parameters whose copies are not what FSDP2 would cast."""
+    return [
+        name
+        for name, param in model.named_parameters()
+        for shard in [param._local_tensor]
+        if param.requires_grad
+        and difference(shard.low_precision_copy, shard.detach().to(shard.low_precision_copy.dtype))
+    ]
+
+
+class Casts(TorchDispatchMode):
+    """Counts shards that all-gathers cast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and args[0].dtype != args[1].dtype:
+            self.count += 1
+        if func is torch.ops.aten._foreach_copy_.default:  # FSDP2's own
+            self.count += len(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def train(
+    keep_at: int | None,
+    change: Change | None,
+    *,
+    mesh: tuple[int, ...] = (2,),
+    reshard: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+    batches: int = 1,
+    several: bool = False,
+    nan_at: int | None = None,
+    torchs: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """Losses, weights and state of a few steps, and how many shards were cast.
+
+    Args:
+        keep_at: the step before which copies are made; None: never.
+        change: what is done to the model before every step.
+    """
+    model = model_of(mesh, reshard, dtype)
+    optimizers: list[Any] = optimizers_of(model, several, options)
+    if torchs:
+        optimizers = [torch.optim.AdamW(model.parameters(), lr=0.05)]
+    losses, cast, wrong = [], [], []
+    for step in range(STEPS):
+        if step == keep_at:
+            keep_low_precision_shards(model)
+        if change is not None:
+            change(model, step)
+        with Casts() as casts:
+            losses += backward(model, step, batches)
+        cast.append(casts.count)
+        if step == nan_at:
+            for param in model.parameters():
+                if param.grad is not None:
+                    param.grad._local_tensor.fill_(torch.nan)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if keep_at is not None and step >= keep_at and not torchs:
+            wrong += wrong_copies(model)
+    weights = [shard.detach().clone() for shard in shards(model)]
+    state = [dict(optimizer.state[p]) for optimizer in optimizers for p in optimizer.state]
+    flat = [[getattr(v, "_local_tensor", v) for v in entry.values()] for entry in state]
+    return {"losses": losses, "weights": weights, "state": flat, "cast": cast, "wrong": wrong}
+
+
+def compare(change: Change | None = None, keep_at: int = 0, **settings: Any) -> dict[str, Any]:
+    """Where training with copies differs from that without, and what was cast in it."""
+    plain = train(None, change, **settings)
+    kept = train(keep_at, change, **settings)
+    same = {key: difference(kept[key], plain[key]) for key in ("losses", "weights", "state")}
+    moved = len(set(kept["losses"])) > 1
+    return {"different": same, "cast": kept["cast"], "wrong": kept["wrong"], "moved": moved}
+
+
+def at_step(change: Callable[[nn.Module], object], step: int) -> Change:
+    """A change before one step."""
+    return lambda model, now: change(model) if now == step else None
+
+
+@torch.no_grad()
+def multiply(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.mul_(0.5)
+
+
+@torch.no_grad()
+def multiply_shards(model: nn.Module) -> None:
+    torch._foreach_mul_(shards(model), 0.5)
+
+
+@torch.no_grad()
+def multiply_hidden(model: nn.Module) -> None:
+    """No version counter tells."""
+    for param in model.parameters():
+        param.data.mul_(0.5)
+    if hasattr(shards(model)[0], "low_precision_copy"):
+        keep_low_precision_shards(model)
+
+
+def halved(model: nn.Module) -> dict[str, Any]:
+    return {name: value * 0.5 for name, value in model.state_dict().items()}
+
+
+def load(model: nn.Module) -> None:
+    model.load_state_dict(halved(model))
+
+
+def set_state(model: nn.Module) -> None:
+    set_model_state_dict(model, halved(model))
+
+
+def load_dcp(model: nn.Module) -> None:
+    """Reads into the tensors of the state dict, as trainers do."""
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder)
+    dcp.save(halved(model), checkpoint_id=folder[0])
+    dcp.load(get_model_state_dict(model), checkpoint_id=folder[0])
+
+
+def state_dicts() -> dict[str, Any]:
+    """State dicts with copies are those without: plain fp32 tensors, also when pickled."""
+    found = []
+    for keep in (False, True):
+        model = model_of((2,), True, torch.bfloat16)
+        (optimizer,) = optimizers_of(model, False, {})
+        if keep:
+            keep_low_precision_shards(model)
+        backward(model, 0, 1)
+        optimizer.step()
+        weights = get_model_state_dict(model)
+        locals_ = {name: value._local_tensor for name, value in weights.items()}
+        kinds = sorted({(type(t).__name__, str(t.dtype), *vars(t)) for t in locals_.values()})
+        state = get_optimizer_state_dict(model, optimizer)["state"]
+        whole = {name: value.full_tensor() for name, value in model.named_parameters()}
+        found.append((locals_, {key: list(value) for key, value in state.items()}, kinds, whole))
+    plain, kept = found
+    return {
+        "different": [difference(kept[i], plain[i]) for i in range(4)],
+        "kinds": kept[2],
+    }
+
+
+def cases() -> dict[str, Callable[[], dict[str, Any]]]:
+    changes: dict[str, Callable[[nn.Module], object]] = {
+        change.__name__: change
+        for change in (
+            *(multiply, multiply_shards, multiply_hidden),
+            *(load, set_state, load_dcp),
+        )
+    }
+    settings: dict[str, dict[str, Any]] = {
+        "reshard": {},
+        "no reshard": {"reshard": False},
+        "replicas": {"mesh": (2, 1)},
+        "hybrid": {"mesh": (1, 2)},
+        "float16": {"dtype": torch.float16},
+        "accumulation": {"batches": 3},
+        "clipping": {"max_grad_norm": 0.1},
+        "several optimizers": {"several": True},
+        "amsgrad": {"amsgrad": True},
+        "rounded moments": {"state_dtype": torch.bfloat16, "stochastic_rounding": True},
+        "written back": {"write_back_gradients": True, "max_grad_norm": 0.1},
+        "skipped": {"skip_nonfinite": True, "nan_at": 1},
+    }
+    return {
+        **{name: partial(compare, **setting) for name, setting in settings.items()},
+        **{name: partial(compare, at_step(change, 2)) for name, change in changes.items()},
+        "kept later": partial(compare, keep_at=2),
+        "torch's optimizer": partial(compare, torchs=True),
+        "changed, then skipped": partial(
+            compare, at_step(multiply, 1), skip_nonfinite=True, nan_at=1
+        ),
+        "state dicts": state_dicts,
+    }
+
+
+if __name__ == "__main__":
+    run_cases(cases)

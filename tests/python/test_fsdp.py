@@ -1,0 +1,89 @@
+"""Which models can have low-precision shards, and what becomes of them; two ranks train in
+tests/distributed/test_fsdp.py."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from torchopt_ext import FusedAdamW
+from torchopt_ext.fsdp import keep_low_precision_shards
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+
+
+@pytest.fixture
+def four_ranks() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+def model_of(device: str = "cpu", dtype: torch.dtype = torch.float32, **options: Any) -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8)).to(device, dtype)
+    mesh = dist.init_device_mesh("cpu", (4,))
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh, **options)
+    return model
+
+
+@pytest.mark.usefixtures("four_ranks")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "no trainable float32 parameter"),
+        ({"mp_policy": BF16, "dtype": torch.bfloat16}, "no trainable float32 parameter"),
+        ({"mp_policy": BF16, "device": "meta"}, "'0.weight' is on the meta device"),
+        (
+            {"mp_policy": BF16, "offload_policy": CPUOffloadPolicy(pin_memory=False)},
+            "'0.weight' is offloaded by CPUOffloadPolicy",
+        ),
+        ({"mp_policy": BF16, "reshard_after_forward": 2}, "'0.weight' is resharded to a smaller"),
+    ],
+)
+def test_models_without_them_are_rejected(options: dict[str, Any], message: str) -> None:
+    model = model_of(**options)
+    with pytest.raises(ValueError, match=message):
+        keep_low_precision_shards(model)
+    assert not any(vars(param._local_tensor) for param in model.parameters())
+
+
+def test_an_unsharded_model_is_rejected() -> None:
+    with pytest.raises(ValueError, match="expected fully_shard"):
+        keep_low_precision_shards(nn.Linear(2, 2))
+
+
+@pytest.mark.usefixtures("four_ranks")
+def test_from_meta_to_memory() -> None:
+    model = model_of("meta", mp_policy=BF16).to_empty(device="cpu")
+    for param in model.parameters():
+        nn.init.normal_(param)
+    keep_low_precision_shards(model)
+    for param in model.parameters():
+        shard = param._local_tensor
+        assert torch.equal(shard.low_precision_copy, shard.bfloat16())
+
+
+@pytest.mark.usefixtures("four_ranks")
+def test_a_model_leaves_no_shards_behind() -> None:
+    """Nothing but what FSDP2 itself leaves to the garbage collector refers to them."""
+    model = model_of(mp_policy=BF16)
+    keep_low_precision_shards(model)
+    optimizer = FusedAdamW(model.parameters())
+    for param in model.parameters():
+        param.grad = param.detach()
+    optimizer.step()
+    shards = [weakref.ref(param._local_tensor) for param in model.parameters()]
+    copies = [weakref.ref(param._local_tensor.low_precision_copy) for param in model.parameters()]
+    del model, optimizer, param
+    gc.collect()
+    assert [ref() for ref in (*shards, *copies)] == [None] * len(shards) * 2
