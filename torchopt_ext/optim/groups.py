@@ -3,20 +3,23 @@
 import difflib
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-KINDS = ("norm", "bias", "embedding")
+KINDS = ("norm", "bias", "vector", "embedding")
+_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
+_NORM_IN_NAME = re.compile("(Norm|norm|NORM)(?![a-z])")
+"""Names of others' norms: LlamaRMSNorm, LayerNormFP32 and Rmsnorm, but not NormedBlock."""
 
 
 def param_groups(
     model: nn.Module,
     weight_decay: float = 0.1,
     *,
-    no_decay: Sequence[str] = ("norm", "bias"),
+    no_decay: Sequence[str] = ("norm", "bias", "vector"),
     lr: float | None = None,
     lr_multipliers: Mapping[str, float] | None = None,
 ) -> list[dict[str, Any]]:
@@ -28,19 +31,25 @@ def param_groups(
     Args:
         model: a module, also one under DDP, FSDP2, tensor parallelism, torch.compile or peft.
         weight_decay: of the groups that decay; the others have 0.
-        no_decay: what does not decay. "norm": parameters of modules whose class has "norm" in its
-            name (LayerNorm, RMSNorm, LlamaRMSNorm, BatchNorm2d). "bias": parameters whose own name
-            is or ends in "bias". "embedding": weights of Embedding and EmbeddingBag, also where
-            they are tied to an output layer. Anything else is a regular expression, searched for
-            in the names of parameters.
+        no_decay: what does not decay. "norm": parameters of torch's norms, of any shape, and the
+            vectors of modules whose class name has the word "Norm" (LlamaRMSNorm). "bias":
+            parameters whose own name is or ends in "bias". "vector": parameters of fewer than two
+            dimensions, such as gates and scales. "embedding": weights of Embedding and
+            EmbeddingBag, also where they are tied to an output layer. Anything else is a regular
+            expression, searched for in the names of parameters. The default makes nanoGPT's and
+            Megatron-LM's groups; transformers' Trainer lets vectors decay that are neither.
         lr: the learning rate that multipliers multiply; without it groups have the optimizer's.
         lr_multipliers: regular expressions, searched for in the names of parameters, and the
             factors of their learning rates; the first that is found decides.
 
     Raises:
+        TypeError: ``no_decay`` is a string.
         ValueError: a pattern that is found in no parameter's name or is no regular expression;
-            multipliers without ``lr``; a negative or infinite number; nothing that can be trained.
+            multipliers without ``lr``; a negative or infinite number; nothing that can be trained;
+            FSDP's first generation, which flattens parameters.
     """
+    if isinstance(no_decay, str):
+        raise TypeError(f"no_decay is {no_decay!r}, expected a sequence such as ({no_decay!r},)")
     multipliers = dict(lr_multipliers or {})
     if multipliers and lr is None:
         raise ValueError("lr_multipliers needs lr=, the learning rate that they multiply")
@@ -60,7 +69,7 @@ def param_groups(
             f"no parameter of {type(model).__name__} has a name with {unfound}; the nearest names "
             f"are {nearest}, and no_decay also knows {list(KINDS)}"
         )
-    groups: dict[str, dict[str, Any]] = {}
+    groups: dict[tuple[bool, float], dict[str, Any]] = {}
     for param, own in names.items():
         if not param.requires_grad:
             continue
@@ -68,8 +77,9 @@ def param_groups(
         factor = next((multipliers[p] for p in multipliers if param in found[p]), 1.0)
         name = "no_decay" if spared else "decay"
         name += "" if factor == 1.0 else f", lr * {factor:g}"
+        own_decay = 0.0 if spared else weight_decay
         group = groups.setdefault(
-            name, {"params": [], "weight_decay": 0.0 if spared else weight_decay, "name": name}
+            (spared, factor), {"params": [], "weight_decay": own_decay, "name": name}
         )
         if lr is not None:
             group["lr"] = lr * factor
@@ -86,16 +96,29 @@ def _names_and_kinds(
     names: dict[nn.Parameter, list[str]] = {}
     kinds: dict[nn.Parameter, set[str]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
-        owner = set()
-        if "norm" in type(module).__name__.lower():
-            owner.add("norm")
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            owner.add("embedding")
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            names.setdefault(param, []).append(f"{prefix}.{name}" if prefix else name)
-            bias = {"bias"} if name.endswith("bias") else set()
-            kinds[param] = kinds.get(param, set()) | owner | bias
+            whole = f"{prefix}.{name}" if prefix else name
+            if getattr(param, "_fsdp_flattened", False):
+                raise ValueError(
+                    f"{whole} is flattened by FullyShardedDataParallel, which hides what it is: "
+                    f"shard the model with torch.distributed.fsdp.fully_shard instead"
+                )
+            names.setdefault(param, []).append(whole)
+            kinds.setdefault(param, set()).update(_kinds(module, name, param))
     return names, kinds
+
+
+def _kinds(module: nn.Module, name: str, param: nn.Parameter) -> Iterator[str]:
+    long = sum(length > 1 for length in param.shape)
+    named_norm = _NORM_IN_NAME.search(type(module).__name__) and long <= 1
+    if isinstance(module, _NORMS) or named_norm:
+        yield "norm"
+    if name.endswith("bias"):
+        yield "bias"
+    if param.ndim < 2:
+        yield "vector"
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        yield "embedding"
 
 
 def _found(pattern: str, names: Mapping[nn.Parameter, Sequence[str]]) -> set[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""param_groups: the usual rule, patterns, tied and frozen parameters, and torch's optimizers."""
+"""param_groups: the usual rules, patterns, tied and frozen parameters, and torch's optimizers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ SPARED = {"block.0.bias"} | {f"block.{i}.{n}" for i, n in
 @pytest.mark.parametrize(
     ("no_decay", "spared"),
     [
+        (("norm", "bias", "vector"), SPARED | {"gate"}),
         (("norm", "bias"), SPARED),
+        (("vector",), SPARED | {"gate"}),
         ((), set()),
         (("bias",), {"block.0.bias", "block.1.bias", "block.3.bias"}),
         (("norm", "bias", "embedding"), SPARED | {"tok.weight"}),
@@ -55,10 +57,43 @@ def test_rule(no_decay: tuple[str, ...], spared: set[str]) -> None:
     assert all("lr" not in group for group in groups)
 
 
+class Vectors(nn.Module):
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(shape))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "is_norm"),
+    [
+        ("LlamaRMSNorm", (4,), True),
+        ("FSDPLayerNormFP32", (4,), True),
+        ("Rmsnorm", (1, 4, 1, 1), True),
+        ("NormLinear", (4, 4), False),
+        ("NormedBlock", (4,), False),
+        ("Normalizer", (4,), False),
+    ],
+)
+def test_others_norms_are_known_by_the_word(
+    name: str, shape: tuple[int, ...], is_norm: bool
+) -> None:
+    module = type(name, (Vectors,), {})(*shape)
+    (group,) = param_groups(module, no_decay=("norm",))
+    assert (group["name"] == "no_decay") == is_norm
+
+
+def test_torchs_norms_may_have_any_shape_and_any_name() -> None:
+    class Scale(nn.LayerNorm): ...
+
+    model = nn.Sequential(nn.LayerNorm((3, 4)), Scale(4), nn.Linear(4, 4, bias=False))
+    assert names(param_groups(model, no_decay=("norm",)))["decay"] == {"2.weight"}
+
+
 def test_learning_rates() -> None:
     groups = param_groups(
-        Model(), lr=1e-2, lr_multipliers={"tok": 0.1, r"block\.0": 2.0, "weight": 3.0}
-    )
+        Model(), lr=1e-2, lr_multipliers={"tok": 0.1, r"block\.0": 2.0, "weight": 3.0},
+        no_decay=("norm", "bias"),
+    )  # fmt: skip
     assert {g["name"]: (g["lr"], sorted(n for n, _ in g["params"])) for g in groups} == {
         "decay": (1e-2, ["gate"]),
         "decay, lr * 0.1": (1e-3, ["tok.weight"]),
@@ -67,6 +102,13 @@ def test_learning_rates() -> None:
         "no_decay, lr * 3": (3e-2, ["block.1.weight", "block.2.weight", "block.3.weight"]),
         "no_decay": (1e-2, ["block.1.bias", "block.3.bias"]),
     }
+
+
+def test_multipliers_that_look_alike_stay_apart() -> None:
+    groups = param_groups(
+        nn.Linear(2, 2), lr=1.0, lr_multipliers={"weight": 0.1, "bias": 0.1 + 1e-12}, no_decay=()
+    )
+    assert [group["lr"] for group in groups] == [0.1, 0.1 + 1e-12]
 
 
 @pytest.mark.parametrize(
@@ -86,6 +128,15 @@ def test_refusals(arguments: dict, message: str) -> None:
         param_groups(Model(), **arguments)
 
 
+def test_a_string_and_flattened_parameters_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"expected a sequence such as \('bias',\)"):
+        param_groups(Model(), no_decay="bias")
+    model = Model()
+    model.gate._fsdp_flattened = True  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="gate is flattened by FullyShardedDataParallel"):
+        param_groups(model)
+
+
 def test_frozen_parameters_are_left_out() -> None:
     model = Model()
     model.requires_grad_(False)
@@ -100,17 +151,42 @@ def test_decays_by_group_and_saves_names(optimizer: type[torch.optim.Optimizer])
     model = Model()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     opt = optimizer(param_groups(model, 0.5), lr=0.1)
+    spared = SPARED | {"gate"}
     for param in model.parameters():
         param.grad = torch.zeros_like(param)
     opt.step()
     for name, param in model.named_parameters():
-        torch.testing.assert_close(param.detach(), before[name] * (1 if name in SPARED else 0.95))
+        torch.testing.assert_close(param.detach(), before[name] * (1 if name in spared else 0.95))
     saved = opt.state_dict()
     assert {n for g in saved["param_groups"] for n in g["param_names"]} == before.keys()
     other = optimizer(param_groups(Model(), 0.5), lr=0.1)
     other.load_state_dict(saved)
     assert other.state_dict()["param_groups"] == saved["param_groups"]
     assert set(get_optimizer_state_dict(model, opt)["state"]) <= before.keys()
+
+
+@pytest.mark.parametrize("optimizer", [FusedAdamW, torch.optim.AdamW])
+def test_trains_as_groups_by_hand(optimizer: type[torch.optim.Optimizer]) -> None:
+    """nanoGPT's and Megatron-LM's rule, written out; to the bit."""
+
+    def trained(by_hand: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = Model()
+        params = list(model.parameters())
+        groups = param_groups(model, 0.1) if not by_hand else [
+            {"params": [p for p in params if p.dim() >= 2], "weight_decay": 0.1},
+            {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
+        ]  # fmt: skip
+        opt = optimizer(groups, lr=0.01)
+        for _ in range(4):
+            opt.zero_grad()
+            tokens = torch.randint(5, (6,))
+            hidden = model.block(model.tok(tokens)) * model.gate
+            nn.functional.cross_entropy(model.head(hidden), tokens).backward()
+            opt.step()
+        return [p.detach() for p in params]
+
+    assert all(map(torch.equal, trained(by_hand=False), trained(by_hand=True)))
 
 
 @pytest.mark.usefixtures("one_rank")
