@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchopt_ext.ops import CONTROL_FIELDS
+from torchopt_ext.mixed_precision import FSDPadaptOptimizer
 from torchopt_ext.optim.control import Controlled
 
 
@@ -14,7 +14,15 @@ def clipping_optimizers(optimizer: Any) -> Sequence[Controlled]:
 
     Args:
         optimizer: FusedAdam or FusedAdamW; ZeroRedundancyOptimizer or a container of such.
+
+    Raises:
+        TypeError: FSDPadaptOptimizer, which has a threshold and a loss scale of its own.
     """
+    if isinstance(optimizer, FSDPadaptOptimizer):
+        raise TypeError(
+            "FSDPadaptOptimizer scales losses and clips by itself, which the framework does, too: "
+            'give it FusedAdamW(master_weights="fp32") instead'
+        )
     inner = [optimizer, getattr(optimizer, "optim", None)]
     if found := [o for o in inner if isinstance(o, Controlled)]:
         return found
@@ -31,7 +39,7 @@ def set_threshold(optimizers: Sequence[Controlled], max_grad_norm: float) -> Non
 
 def norm_of_step(optimizers: Sequence[Controlled]) -> Tensor:
     """A 0-dim tensor that is the norm of the last step, and that later steps change."""
-    return optimizers[0].control._views[CONTROL_FIELDS.index("grad_norm")]
+    return optimizers[0].control.live("grad_norm")
 
 
 def was_skipped(optimizers: Sequence[Controlled], scaled: bool) -> bool:
@@ -40,8 +48,4 @@ def was_skipped(optimizers: Sequence[Controlled], scaled: bool) -> bool:
     Args:
         scaled: a scaler took part in it.
     """
-    return any(
-        (scaled or o.skip_nonfinite or o._settings.get("growth_interval"))
-        and bool(o.control.skip != 0.0)
-        for o in optimizers
-    )
+    return any((scaled or o.skips_overflow) and bool(o.control.skip != 0.0) for o in optimizers)

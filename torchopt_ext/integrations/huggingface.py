@@ -1,8 +1,10 @@
 """transformers' Trainer with ``max_grad_norm`` in the optimizer's step."""
 
+from typing import Any
+
 import accelerate
 
-from torchopt_ext.integrations.accelerate import Accelerator
+from torchopt_ext.integrations.accelerate import Accelerator, FusedAcceleratedOptimizer
 
 
 class FusedStep:
@@ -15,6 +17,7 @@ class FusedStep:
     """
 
     accelerator: accelerate.Accelerator
+    optimizer: Any
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
@@ -25,3 +28,10 @@ class FusedStep:
                 f"{type(self.accelerator).__name__}: let that be a subclass of {Accelerator}"
             )
         self.accelerator.__class__ = Accelerator
+
+    def _has_mixed_mesh_grads(self, model: Any) -> bool:
+        # For gradients on several meshes, as of FSDP with tensor parallelism, the Trainer clips by
+        # itself, without the Accelerator. The step adds each one up over its own mesh.
+        if isinstance(self.optimizer, FusedAcceleratedOptimizer):
+            return False
+        return bool(super()._has_mixed_mesh_grads(model))  # type: ignore[misc]

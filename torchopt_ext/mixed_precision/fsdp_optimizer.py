@@ -21,6 +21,7 @@ from torchopt_ext.mixed_precision.dynamic_grad_scaler import DynamicGradScaler
 from torchopt_ext.mixed_precision.master_weights import MasterWeights
 from torchopt_ext.optim import FusedAdam
 from torchopt_ext.optim.context import StepContext
+from torchopt_ext.optim.control import ControlView
 from torchopt_ext.optim.hooks import inner_step, run_hooks
 from torchopt_ext.optim.local import moved, sent_to_host
 from torchopt_ext.optim.rejection import Agreement
@@ -142,6 +143,11 @@ class FSDPadaptOptimizer(BaseOptimizer):
     def process_group(self) -> Any:
         """The ranks that take norm and skip decision together, if they were given."""
         return self._base.process_group
+
+    @property
+    def control(self) -> ControlView:
+        """The last step's decision, such as ``control.clip_factor``."""
+        return self._base.control
 
     @property
     def grad_norm(self) -> Tensor:

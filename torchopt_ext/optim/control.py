@@ -43,8 +43,12 @@ class ControlView:
 
     @property
     def grad_norm(self) -> Tensor:
-        norm, owner = self._views[CONTROL_FIELDS.index("grad_norm")].clone(), self._owner()
+        norm, owner = self.live("grad_norm").clone(), self._owner()
         return norm if owner is None or owner._norm_measured else norm.fill_(math.nan)
+
+    def live(self, name: str) -> Tensor:
+        """The field itself, which later steps change: a 0-dim float64 tensor."""
+        return self._views[CONTROL_FIELDS.index(name)]
 
     def __repr__(self) -> str:
         fields = read_fields(self._block) | {"grad_norm": self.grad_norm.item()}
@@ -171,6 +175,11 @@ class Controlled:
         self._set_control(**rule, loss_scale=init_scale, **counts)
 
     @property
+    def skips_overflow(self) -> bool:
+        """Whether a gradient that is not finite skips a step, without a scaler that asks for it."""
+        return bool(self._settings["skip_nonfinite"] or self._settings.get("growth_interval"))
+
+    @property
     def keeps_counts(self) -> bool:
         """Whether a schedule or a loss scale depends on what the control block counts."""
         return bool(self._settings.get("scheduled") or self._settings.get("growth_interval"))
@@ -224,7 +233,7 @@ class Controlled:
 
     def known(self, name: str) -> float | None:
         """A field's value if no device has to be waited for; else None."""
-        value = self.control._views[CONTROL_FIELDS.index(name)]
+        value = self.control.live(name)
         return value.item() if value.is_cpu else None
 
     @property
@@ -263,23 +272,15 @@ class Controlled:
     def _begin_step(self, context: StepContext, with_norm: bool) -> None:
         """Lets an overflow skip the step if a scaler or loss scale asks for it, too."""
         self._norm_measured = with_norm
-        settings = self._settings
-        skip = bool(
-            context.check_overflow or settings["skip_nonfinite"] or settings.get("growth_interval")
-        )
+        skip = context.check_overflow or self.skips_overflow
         if skip is not self._written_skip:
             self._written_skip = skip
             self._write_control({"skip_nonfinite": skip})
 
     def wants_norm(self, context: StepContext) -> bool:
         """Whether a step measures the gradients' norm, or whether they are finite."""
-        settings = self._settings
-        return bool(
-            context.check_overflow
-            or settings["max_grad_norm"]
-            or settings["skip_nonfinite"]
-            or settings.get("growth_interval")
-        )
+        clips = self._settings["max_grad_norm"] != 0.0
+        return clips or context.check_overflow or self.skips_overflow
 
     @property
     def parts(self) -> list[tuple[torch.device, NormKey]]:

@@ -1,6 +1,8 @@
 """What a step decided, for TensorBoard or a function that takes a dict, without waiting for it."""
 
 import math
+import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -9,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchopt_ext import ops
-from torchopt_ext.optim.local import local_tensor, moved
+from torchopt_ext.optim.local import is_captured, local_tensor, moved
 from torchopt_ext.optim.planned import PlannedStep
 from torchopt_ext.optim.telemetry import TRACKED
 
@@ -32,10 +34,16 @@ class StepLog:
         prefix: str,
     ) -> None:
         self._writer, self._every, self._prefix = writer, every, prefix
+        self._optimizer = weakref.ref(optimizer)
         self._step, self._since = first_step, 0
         self._clipped: Tensor | None = None  # steps, since the last values
         self._under_way: tuple[int, list[str], Tensor, torch.Event] | None = None
         self._handle = optimizer.register_step_post_hook(self._after_step)
+
+    def count_step(self) -> None:
+        """For each replay of a CUDA graph that has the step in it, which runs no hooks."""
+        if (optimizer := self._optimizer()) is not None:
+            self._count(optimizer)
 
     def flush(self) -> None:
         """Writes the values that are still on their way from a GPU; waits for them."""
@@ -50,8 +58,18 @@ class StepLog:
         self.flush()
         self._handle.remove()
 
-    @torch.no_grad()
     def _after_step(self, optimizer: Any, *_: Any) -> None:
+        if is_captured():
+            warnings.warn(
+                "a CUDA graph's replays run no hooks: for log_to call count_step() of what it "
+                "returned after each",
+                stacklevel=2,
+            )
+        else:
+            self._count(optimizer)
+
+    @torch.no_grad()
+    def _count(self, optimizer: Any) -> None:
         control = optimizer.control
         clipped = (control.clip_factor < 1.0) & (control.skip == 0.0)
         self._clipped = clipped.long() if self._clipped is None else self._clipped + clipped
@@ -103,18 +121,20 @@ def log_to(
     a FusedAdam or FusedAdamW with ``track="norms"``; steps that log it read the weights once more.
 
     No step waits for a GPU: values are copied to pinned memory and written an interval later, the
-    last ones by ``flush()``. Values that are NaN are left out.
+    last ones by ``flush()``. Values that are NaN are left out. A captured CUDA graph's replays run
+    no hooks: call ``count_step()`` after each.
 
     Args:
         writer: what has ``add_scalar(tag, value, step)``, or is called with a dict, in which
             ``step`` is an entry. Give it on one rank only; nothing is communicated.
-        optimizer: FusedAdam, FusedAdamW, or ZeroRedundancyOptimizer or a container with such.
+        optimizer: FusedAdam, FusedAdamW, or ZeroRedundancyOptimizer or a container with such; or
+            FSDPadaptOptimizer.
         every: steps, skipped ones included.
         first_step: steps that were made before, such as by the run that this one continues.
         prefix: of all names.
 
     Returns:
-        A log with ``flush()`` and ``remove()``.
+        A log with ``flush()``, ``remove()`` and ``count_step()``.
 
     Raises:
         TypeError: the optimizer decides nothing, or the writer is neither.

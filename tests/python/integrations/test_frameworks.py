@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_module
 from torch.optim.lr_scheduler import LambdaLR
 
-from torchopt_ext import FusedAdamW, GradScaler, param_groups
+from torchopt_ext import FSDPadaptOptimizer, FusedAdamW, GradScaler, param_groups
 
 STEPS, SKIPPED = 6, 2
 WITHOUT = "the frameworks are installed with torch 2.15"
@@ -187,6 +189,12 @@ def test_accelerate_leaves_other_optimizers_alone(accelerator: Any) -> None:
     assert total.item() == pytest.approx(0.01, rel=1e-3)
 
 
+def test_accelerate_refuses_an_optimizer_with_a_threshold_of_its_own(accelerator: Any) -> None:
+    optimizer = FSDPadaptOptimizer(new_optimizer(new_model()))
+    with pytest.raises(TypeError, match="FSDPadaptOptimizer scales losses and clips by itself"):
+        accelerator.prepare(optimizer)
+
+
 def test_accelerate_refuses_what_the_step_cannot_clip(accelerator: Any) -> None:
     model = new_model()
     accelerator.prepare(new_optimizer(model))
@@ -213,14 +221,15 @@ def hugging_face(tmp_path: Path) -> Callable[..., Trained]:
                 yield from ({"x": a, "labels": b} for a, b in zip(x, labels, strict=True))
 
     def train(
-        max_grad_norm: float, broken: int | None = None, resume: int | None = None
-    ) -> Trained:
+        max_grad_norm: float, broken: int | None = None, resume: int | None = None,
+        new_model: Callable[[], nn.Module] = new_model, save: str = "steps",
+    ) -> Trained:  # fmt: skip
         model = new_model()
         optimizer = new_optimizer(model)
         arguments = transformers.TrainingArguments(
             str(tmp_path), max_steps=STEPS, per_device_train_batch_size=3, use_cpu=True,
             max_grad_norm=0 if max_grad_norm == torch.inf else max_grad_norm, logging_steps=1,
-            save_steps=3, report_to=[], disable_tqdm=True,
+            save_steps=3, save_strategy=save, report_to=[], disable_tqdm=True,
         )  # fmt: skip
         optimizers = optimizer, new_schedule(optimizer)
         trainer = Trainer(model, arguments, train_dataset=Rows(broken), optimizers=optimizers)
@@ -251,6 +260,34 @@ def test_hugging_face_resumes(hugging_face: Callable[..., Trained]) -> None:
     whole = hugging_face(0.3)
     resumed = hugging_face(0.3, resume=3)
     assert resumed == whole
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_hugging_face_clips_gradients_of_several_meshes_in_the_step(
+    hugging_face: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of FSDP with tensor parallelism, for which the Trainer has a function of its own."""
+    import transformers
+
+    def on_two_meshes() -> nn.Module:
+        model = new_model()
+        for layer, mesh in ((0, (1,)), (3, (1, 1))):
+            devices = init_device_mesh("cpu", mesh)
+            distribute_module(model.layers[layer], devices, None, to_dtensors, to_plain)
+        return model
+
+    def to_dtensors(_: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> Any:
+        return tuple(DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim) for x in inputs)
+
+    def to_plain(_: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
+        return output.to_local()
+
+    def fail(*_: object) -> None:
+        raise AssertionError("the Trainer clips by itself")
+
+    monkeypatch.setattr(transformers.Trainer, "_mixed_mesh_grad_norm", fail)
+    found = hugging_face(0.3, new_model=on_two_meshes, save="no")  # which cannot save DTensors
+    assert found.norms == by_hand(0.3).norms
 
 
 # ---- Lightning ----------------------------------------------------------------------------------

@@ -7,8 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchopt_ext import FusedAdamW, log_to, param_groups
+from torchopt_ext import (
+    FSDPadaptOptimizer,
+    FusedAdamW,
+    ZeroRedundancyOptimizer,
+    log_to,
+    param_groups,
+)
 from torchopt_ext.containers import OptimizersContainer
+from torchopt_ext.optim import step_log
 
 GRADIENTS = [(3.0, 4.0), (0.3, 0.4), (float("inf"), 0.0), (30.0, 40.0)]
 """Their norms: 5, 0.5, infinite and 50."""
@@ -79,6 +86,55 @@ def test_loss_scale_and_container() -> None:
     container.step()
     assert written[0]["optimizer/loss_scale"] == 8
     assert written[0]["optimizer/grad_norm"] == pytest.approx(6**0.5)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("partition", ["greedy", "balanced"])
+def test_sharded_optimizers(partition: str) -> None:
+    param = weight()
+    optimizer = ZeroRedundancyOptimizer(
+        [param], FusedAdamW, partition=partition, lr=0.1, max_grad_norm=1.0, skip_nonfinite=True
+    )
+    written: list[dict[str, float]] = []
+    log_to(written.append, optimizer, every=4, prefix="")
+    run(optimizer, param)
+    (values,) = written
+    assert values["grad_norm"] == pytest.approx(50.0)
+    assert (values["clipped_share"], values["skipped_steps"], values["lr"]) == (0.5, 1, 0.1)
+
+
+@pytest.mark.parametrize("base", [FusedAdamW, torch.optim.AdamW])
+def test_mixed_precision_around_any_optimizer(base: type[torch.optim.Optimizer]) -> None:
+    param = torch.nn.Parameter(weight().bfloat16())
+    config = {"initial_scale": 8.0}
+    optimizer = FSDPadaptOptimizer(base([param], lr=0.1), grad_scal_cfg=config, clip_grad_norm=1.0)
+    written: list[dict[str, float]] = []
+    log_to(written.append, optimizer, every=1, prefix="")
+    for gradient in GRADIENTS[:3]:
+        optimizer.backward((param * torch.tensor(gradient)).sum())
+        optimizer.step()
+    assert [values["grad_norm"] for values in written[:2]] == pytest.approx([5, 0.5], rel=1e-2)
+    assert [values["clipped_share"] for values in written] == [1, 0, 0]
+    assert [values["skipped_steps"] for values in written] == [0, 0, 1]
+    assert [values["loss_scale"] for values in written[:2]] == [8, 8]
+    assert written[0]["lr"] == 0.1
+
+
+def test_replays_of_a_captured_step_are_counted_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    param = weight()
+    optimizer = FusedAdamW([param], max_grad_norm=1.0)
+    written: list[dict[str, float]] = []
+    log = log_to(written.append, optimizer, every=2, prefix="")
+    param.grad = torch.tensor([3.0, 4.0])
+    with monkeypatch.context() as capturing:
+        capturing.setattr(step_log, "is_captured", lambda: True)
+        with pytest.warns(UserWarning, match=r"call count_step\(\)"):
+            optimizer.step()
+    log.count_step()
+    assert written == []
+    log.count_step()
+    assert written[0]["step"] == 2
+    assert written[0]["grad_norm"] == 5
 
 
 def test_tensorboard(tmp_path: Path) -> None:
