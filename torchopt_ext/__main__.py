@@ -31,6 +31,9 @@ def main(args: list[str] | None = None) -> int:
         for name, (_, does) in COMMANDS.items():
             print(f"  {name:10} {does}")
         return 0
+    if args[0] == "--version":
+        print(importlib.import_module("torchopt_ext").__version__)
+        return 0
     name, *rest = args
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
@@ -43,6 +46,8 @@ def main(args: list[str] | None = None) -> int:
     except CommandError as error:
         print(f"torchopt_ext {name}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130  # as the shell has it for a process that SIGINT ended
     except BrokenPipeError:  # such as of `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
         return 141

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import importlib
 import json
+import logging
+import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -26,11 +30,13 @@ from torchopt_ext.cli.terminal import (
     CommandError,
     Parser,
     Progress,
+    check_picture,
     figures,
     markdown,
+    new_figure,
     number,
     positive,
-    pyplot_figure,
+    save_picture,
     size,
     table,
     written,
@@ -66,7 +72,7 @@ def parser() -> Parser:
         choices=("fp32", "remainder"),
         help="of 16-bit parameters; torch is then timed with fp32 copies, cast before and after",
     )
-    made.add_argument("--device", default="cpu", help="cpu (the default) or cuda")
+    made.add_argument("--device", default="cpu", help="cpu (the default), cuda or such as cuda:1")
     made.add_argument("--threads", type=number, metavar="N", help="of the CPU; torch's number")
     made.add_argument("--seconds", type=positive, default=12.0, help="to time for (12)")
     made.add_argument("--json", action="store_true", help="print everything as JSON")
@@ -78,11 +84,13 @@ def parser() -> Parser:
 def main(args: list[str]) -> int:
     options = parser().parse_args(args)
     if options.threads is not None:
+        if options.threads > (most := os.cpu_count() or 1):
+            raise CommandError(f"--threads is {options.threads}; this machine has {most}")
         torch.set_num_threads(options.threads)
     name, like = from_options(options)
     like = [param for param in like if param.requires_grad]
     if options.plot is not None:
-        pyplot_figure(1, 1)  # before anything takes long
+        check_picture(options.plot)
     found = run(name, like, options)
     if options.markdown is not None:
         with written(options.markdown) as file:
@@ -98,6 +106,8 @@ def run(name: str, like: list[Tensor], options: Any) -> dict[str, Any]:
     """Builds everything, and times it."""
     try:
         device = torch.device(options.device)
+        if device.type not in ("cpu", "cuda"):
+            raise CommandError(f"--device is {options.device}, expected cpu or cuda")
         params = filled(like, device)
     except (RuntimeError, AssertionError) as error:  # torch asserts that it was built for CUDA
         raise CommandError(f"--device {options.device}: {first_sentence(error)}") from error
@@ -106,7 +116,10 @@ def run(name: str, like: list[Tensor], options: Any) -> dict[str, Any]:
     clock = Clock(device)
     plain = plain_update(device)
     try:
-        steps, missing = peers(params, options.master_weights)
+        with quiet():
+            steps, missing = peers(params, options.master_weights)
+            missing += prepare(steps, clock)
+        plain()
         samples = in_turn({PLAIN: plain, **steps}, clock, options.seconds)
     except RuntimeError as error:
         if "memory" not in str(error):
@@ -183,11 +196,39 @@ def plain_update(device: torch.device) -> Step:
     return functools.partial(torch.zeros_like(ones).add_, ones)
 
 
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without what others log or warn of, such as torch.compile, which torchao's step calls."""
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def prepare(steps: dict[str, Step], clock: Clock) -> list[str]:
+    """Calls each once, which allocates state or compiles; removes and names what fails."""
+    failed = []
+    with Progress("preparing", len(steps)) as progress:
+        for label in list(steps):
+            try:
+                clock(steps[label])
+            except Exception:  # of any kind, such as of torch.compile without a compiler
+                if label not in OTHERS:
+                    raise
+                del steps[label]
+                failed.append(label)
+            progress.add(1)
+    return failed
+
+
 def in_turn(steps: dict[str, Step], clock: Clock, seconds: float) -> dict[str, list[float]]:
-    """Times of each, called in turn so that what disturbs the machine disturbs all alike."""
+    """Times of each, called in turn so that what disturbs the machine disturbs all alike.
+
+    Each was called once before.
+    """
     samples: dict[str, list[float]] = {label: [] for label in steps}
-    for step in steps.values():  # allocates state
-        clock(step)
     gc.collect()
     end = time.perf_counter() + seconds
     with Progress("timing", seconds) as progress:
@@ -303,13 +344,13 @@ def as_text(found: dict[str, Any]) -> str:
         f"medians of {found['rounds']:,} rounds; a step moves {size(found['bytes_moved'])}"
     )
     if found["missing"]:
-        lines.append(f"not installed: {', '.join(found['missing'])}")
+        lines.append(f"not usable here: {', '.join(found['missing'])}")
     return "\n".join(lines)
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
     """Bars of medians with quartiles, and a line at the roofline of our step."""
-    figure = pyplot_figure(6.4, 1.6 + 0.45 * len(found["steps"]))
+    figure = new_figure(6.4, 1.6 + 0.45 * len(found["steps"]))
     panel = figure.subplots()
     for y, (label, step) in enumerate(found["steps"].items()):
         low, median, high = (1e3 * step[key] for key in ("q25", "median", "q75"))
@@ -325,6 +366,4 @@ def draw(found: dict[str, Any], path: Path) -> None:
     panel.spines[["top", "right"]].set_visible(False)
     panel.legend(frameon=False, fontsize=7, loc="upper right")
     panel.set_title(about(found), fontsize=7)
-    figure.tight_layout()
-    with written(path) as file:
-        figure.savefig(file, dpi=150)
+    save_picture(figure, path)

@@ -28,7 +28,7 @@ from torchopt_ext.cli.checkpoints import (
     open_checkpoint,
     quiet_dcp,
 )
-from torchopt_ext.cli.tensors import DTYPES
+from torchopt_ext.cli.tensors import DTYPES, add_dtype
 from torchopt_ext.cli.terminal import CommandError, Parser, Progress, size, written
 from torchopt_ext.optim.storage import (
     MASTER,
@@ -41,6 +41,7 @@ from torchopt_ext.statedict.dcp import Path as KeyPath
 from torchopt_ext.statedict.entries import MOMENTS
 
 FORMATS = {"torch": FILE, "dcp": FOLDER}
+MOMENT_DTYPES = ("float32", "bfloat16")
 MASTERS = {"none": None, "fp32": MASTER, "remainder": REMAINDER}
 
 
@@ -68,7 +69,7 @@ def parser() -> Parser:
         "entries of this package",
     )  # fmt: skip
     made.add_argument("--master-weights", choices=MASTERS, help="what to keep of each weight")
-    made.add_argument("--state-dtype", choices=("float32", "bfloat16"), help="of the moments")
+    add_dtype(made, "--state-dtype", MOMENT_DTYPES, "of the moments")
     made.add_argument(
         "--weights", type=Path, metavar="CHECKPOINT",
         help="of the model, by name: a remainder becomes a master weight with the bf16 weight, and "
@@ -106,7 +107,7 @@ def main(args: list[str]) -> int:
         for entry in exact:
             weights.check(entry, MASTER)
     chosen = FORMATS.get(options.format, source.format)
-    with written(options.output, options.force) as path:
+    with written(options.output, options.force, checkpoint=True) as path:
         (save_file if chosen == FILE else save_folder)(source, new, path, options.to_torch)
         if exact:  # first to be in place: the output may lack their bits
             with written(options.save_weights, options.force) as file:
@@ -238,7 +239,7 @@ def converted(source: Checkpoint, weights: Weights, options: Any) -> dict[str, N
         if options.master_weights is not None and entry.kind in MASTERS.values():
             continue  # made below
         dtype = like.dtype
-        if entry.owner and entry.kind in MOMENTS and dtype in DTYPES.values():
+        if entry.owner and entry.kind in MOMENTS and dtype in (torch.float32, *SIXTEEN_BIT):
             dtype = DTYPES.get(options.state_dtype, dtype)
         make = functools.partial(as_dtype, source, key, dtype)
         new[key] = New(source.paths[key], like.shape, dtype, make)

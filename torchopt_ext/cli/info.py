@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 import torchopt_ext
 from torchopt_ext import _C, FusedAdamW, _build_info
-from torchopt_ext.cli.terminal import Parser, table
+from torchopt_ext.cli.terminal import WIDTH, Parser, table
 
 PACKAGES = (
     "numpy", "torchtitan", "torchft", "tyro", "tqdm", "matplotlib", "safetensors", "tensorboard",
@@ -159,15 +160,21 @@ def as_text(found: dict[str, Any]) -> str:
         "instructions": cpu["instruction_set"],
         "threads": f"{cpu['threads']} of {cpu['processors']} processors",
         "CUDA": cuda_text(cuda, built),
-        "with": wrapped([f"{name} {v}" for name, v in others.items()]),
-        "without": wrapped(missing),
+        "with": ", ".join(f"{name} {v}" for name, v in others.items()),
+        "without": ", ".join(missing),
     }
-    lines = [f"{name:13} {text}" for name, text in sections.items() if text]
-    rows = []
+    lines = [
+        textwrap.fill(f"{name:13} {text}", WIDTH, subsequent_indent=14 * " ")
+        for name, text in sections.items()
+        if text
+    ]
+    rows, problems = [], []
     for device, test in found["self_test"].items():
-        seen = f"{test['largest_error']:.1e}" if "largest_error" in test else test["problem"][:40]
+        seen = f"{test['largest_error']:.1e}" if "largest_error" in test else ""
         rows.append([device, "passed" if test["passed"] else "failed", seen])
-    return "\n".join([*lines, "", table(["step on", "", "largest error"], rows)])
+        if "problem" in test:
+            problems += ["", textwrap.fill(f"{device}: {test['problem']}", WIDTH)]
+    return "\n".join([*lines, "", table(["step on", "", "largest error"], rows), *problems])
 
 
 def cuda_text(cuda: dict[str, Any], built: dict[str, Any]) -> str:
@@ -178,13 +185,3 @@ def cuda_text(cuda: dict[str, Any], built: dict[str, Any]) -> str:
         return f"{kernels}; usable: {', '.join(sorted(set(cuda['devices'])))}"
     reason = "torch finds no device" if cuda["torch"] else "torch is a build without CUDA"
     return f"{kernels}; not usable: {reason}"
-
-
-def wrapped(items: list[str]) -> str:
-    """Items with commas, in lines that leave room for a heading of 14."""
-    lines = [""]
-    for item in items:
-        if len(lines[-1]) + len(item) > 62:
-            lines.append("")
-        lines[-1] += f"{item}, "
-    return f"\n{'':14}".join(line.strip() for line in lines).rstrip(",")

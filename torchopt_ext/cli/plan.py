@@ -12,18 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchopt_ext.cli.tensors import DTYPES, add_source, from_options
+from torchopt_ext.cli.tensors import DTYPES, add_dtype, add_source, from_options
 from torchopt_ext.cli.terminal import (
     CommandError,
     Parser,
     figures,
+    new_figure,
     number,
     positive,
-    pyplot_figure,
+    save_picture,
     size,
     table,
     unit_of,
-    written,
 )
 from torchopt_ext.optim.estimate import SHARDINGS, RankBytes, estimate, unevenness
 
@@ -58,11 +58,11 @@ def parser() -> Parser:
     made.add_argument(
         "--sharding", choices=SHARDINGS, default="zero1", help="whose ranks are listed (zero1)"
     )
-    made.add_argument("--grad-dtype", choices=DTYPES, help="of gradients, if not their parameters'")
+    add_dtype(made, "--grad-dtype", DTYPES, "of gradients, if not their parameters'")
     made.add_argument(
         "--master-weights", choices=("fp32", "remainder"), help="as FusedAdamW's (none)"
     )
-    made.add_argument("--state-dtype", choices=("float32", "bfloat16"), help="of the moments")
+    add_dtype(made, "--state-dtype", ("float32", "bfloat16"), "of the moments")
     made.add_argument("--amsgrad", action="store_true", help="a third moment")
     made.add_argument(
         "--no-norm", action="store_true", help="gradients are neither clipped nor checked"
@@ -204,7 +204,7 @@ def draw(name: str, plans: dict[str, list[RankBytes]], path: Path) -> None:
     """Bars of what the fullest rank holds, and marks of what the mean rank does."""
     most = [fullest(ranks) for ranks in plans.values()]
     unit, scale = unit_of(max(rank.held for rank in most))
-    figure = pyplot_figure(6.4, 4.0)
+    figure = new_figure(6.4, 4.0)
     panel = figure.subplots()
     bottom = [0.0] * len(most)
     for part, color in zip(HELD, COLORS, strict=True):
@@ -223,6 +223,4 @@ def draw(name: str, plans: dict[str, list[RankBytes]], path: Path) -> None:
     panel.legend(frameon=False, fontsize=8)
     count = len(next(iter(plans.values())))
     panel.set_title(f"{Path(name).name}, {count:,} ranks", fontsize=10)
-    figure.tight_layout()
-    with written(path) as file:
-        figure.savefig(file, dpi=150)
+    save_picture(figure, path)

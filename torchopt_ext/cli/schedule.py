@@ -17,9 +17,10 @@ import torch
 from torchopt_ext.cli.terminal import (
     CommandError,
     Parser,
+    new_figure,
     number,
     positive,
-    pyplot_figure,
+    save_picture,
     table,
     written,
 )
@@ -232,7 +233,7 @@ def as_csv(curves: Sequence[Curve]) -> str:
 
 
 def draw(curves: Sequence[Curve], path: Path) -> None:
-    figure = pyplot_figure(6.4, 3.6)
+    figure = new_figure(6.4, 3.6)
     panel = figure.subplots()
     for n, curve in enumerate(curves):
         panel.plot(curve.rates, label=curve.name or None, lw=1.6, ls=STYLES[n % len(STYLES)])
@@ -242,6 +243,4 @@ def draw(curves: Sequence[Curve], path: Path) -> None:
     panel.spines[["top", "right"]].set_visible(False)
     if any(curve.name for curve in curves):
         panel.legend(frameon=False, fontsize=8)
-    figure.tight_layout()
-    with written(path) as file:
-        figure.savefig(file, dpi=150)
+    save_picture(figure, path)

@@ -9,7 +9,7 @@ import os
 import re
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,11 @@ from torchopt_ext.cli.terminal import CommandError, Parser, number
 NAMED = "gpt2"
 ALIKE = 1024
 """Tensors that stand for a number of parameters."""
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {
+    "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
+    "float64": torch.float64,
+}  # fmt: skip
+_SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 _SAFETENSORS = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
@@ -52,7 +56,18 @@ def add_source(parser: Parser, *, required: bool) -> None:
         help=f"{NAMED} (124 M parameters), or COUNTxSIZE[xSIZE], such as 2000x1000 for 2,000 "
         "vectors of 1,000; several with commas",
     )
-    parser.add_argument("--dtype", choices=DTYPES, help="of parameters, instead of their own")
+    add_dtype(parser, "--dtype", DTYPES, "of parameters, instead of their own")
+
+
+def add_dtype(parser: Parser, flag: str, choices: Iterable[str], what: str) -> None:
+    """Adds an option that takes torch's names of dtypes, and short ones such as bf16."""
+    parser.add_argument(
+        flag,
+        type=lambda text: _SHORT.get(text, text),
+        choices=tuple(choices),
+        metavar="DTYPE",
+        help=f"{what}: {', '.join(choices)}; short: bf16, fp32 and so on",
+    )
 
 
 def from_options(options: Any) -> tuple[str, list[Tensor]]:
@@ -130,8 +145,9 @@ def from_function(text: str) -> list[Tensor]:
         sys.path.insert(0, os.getcwd())
     try:
         build = getattr(importlib.import_module(where), name)
-    except (ImportError, AttributeError) as error:
-        raise CommandError(f"--model {text} cannot be imported: {error}") from error
+    except Exception as error:  # whatever the user's code raises
+        problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise CommandError(f"--model {text} cannot be imported: {problem}") from error
     try:
         with torch.device("meta"):
             model = build()
@@ -156,7 +172,7 @@ def from_safetensors(path: Path) -> list[Tensor]:
         return list(read_header(path).values())
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
-        files = sorted(set(index["weight_map"].values()))
+        files = sorted({Path(file) for file in index["weight_map"].values()})
     except OSError as error:
         raise CommandError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -160,7 +160,7 @@ class Progress:
             self._bar.close()
 
 
-def pyplot_figure(width: float, height: float) -> Any:
+def new_figure(width: float, height: float) -> Any:
     """A matplotlib Figure of that many inches.
 
     Raises:
@@ -175,15 +175,45 @@ def pyplot_figure(width: float, height: float) -> Any:
     return made
 
 
-@contextlib.contextmanager
-def written(path: Path, force: bool = True) -> Iterator[Path]:
-    """A name beside ``path`` to write to, which takes its place when all is written.
+def check_picture(path: Path) -> None:
+    """Raises what :func:`save_picture` would of ``path``, before anything takes long.
 
     Raises:
-        CommandError: ``path`` exists and ``force`` is false, or cannot be written.
+        CommandError: matplotlib is not installed, or knows no such format.
+    """
+    formats = new_figure(1, 1).canvas.get_supported_filetypes()
+    if path.suffix[1:].lower() not in formats:
+        raise CommandError(f"{path} does not end in a format of pictures, such as .png or .svg")
+
+
+def save_picture(figure: Any, path: Path) -> None:
+    check_picture(path)
+    figure.tight_layout()
+    with written(path) as file:
+        figure.savefig(file, dpi=150)
+
+
+@contextlib.contextmanager
+def written(path: Path, force: bool = True, checkpoint: bool = False) -> Iterator[Path]:
+    """A name beside ``path`` to write to, which takes its place when all is written.
+
+    Args:
+        force: replace what is there.
+        checkpoint: that may be the folder of a distributed checkpoint.
+
+    Raises:
+        CommandError: ``path`` is not to be replaced, or cannot be written.
     """
     if path.exists() and not force:
         raise CommandError(f"{path} exists; --force replaces it")
+    if path.is_dir():
+        names = [file.name for file in path.iterdir()]
+        others = [n for n in names if n != ".metadata" and not n.endswith(".distcp")]
+        if not checkpoint or others:
+            what = f"has {min(others)}, no part of a checkpoint" if checkpoint else "is a folder"
+            raise CommandError(f"{path} {what}: not replaced")
+    if not path.parent.is_dir():
+        raise CommandError(f"cannot write {path}: there is no folder {path.parent}")
     beside = path.with_name(f".{path.name}.{os.getpid()}{path.suffix}")
     try:
         yield beside

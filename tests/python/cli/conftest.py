@@ -8,13 +8,15 @@ from pathlib import Path
 import pytest
 
 from torchopt_ext.__main__ import main
+from torchopt_ext.cli import terminal
 
 Run = Callable[..., str]
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """A command's output, which fits 80 columns; its exit code must be 0."""
+    monkeypatch.setattr(terminal.Progress, "every", float("inf"))  # on machines that are slow
 
     def call(*args: object) -> str:
         assert main([str(arg) for arg in args]) == 0

@@ -54,6 +54,20 @@ def test_the_others_steps_are_the_same_training() -> None:
     assert torch.equal(params[0], start.bfloat16())
 
 
+class Broken(torch.optim.SGD):
+    def step(self, closure: object = None) -> None:
+        raise RuntimeError("no compiler")
+
+
+def test_bench_leaves_out_others_whose_step_fails(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "OTHERS", {"Broken": (__name__, "Broken")})
+    shown = run("bench", "--shapes", "2x3", "--seconds", "0.01")
+    assert "not usable here: Broken" in shown
+    assert bench.FUSED in shown
+
+
 def test_bench_writes_markdown_and_a_picture(run: Run, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     page, picture = tmp_path / "bench.md", tmp_path / "bench.png"
@@ -69,6 +83,8 @@ def test_bench_rejects(fails: Run) -> None:
     for args, problem in (
         (["--shapes", "0x3"], "names no shapes"),
         (["--shapes", "2x3", "--device", "abacus"], "--device abacus"),
+        (["--shapes", "2x3", "--device", "meta"], "--device is meta, expected cpu or cuda"),
+        (["--shapes", "2x3", "--threads", "1e6"], "--threads is 1000000; this machine has"),
         (["--shapes", "2x3", "--seconds", "-1"], "-1 is not a number above 0"),
         (["--shapes", "2x3", *half], "bfloat16 only"),
     ):

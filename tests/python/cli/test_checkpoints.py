@@ -282,6 +282,11 @@ def test_convert_replaces_only_when_told_to_and_whole(
         run(*command, "--force", "--master-weights", "none")
         assert json.loads(run("inspect", output, "--json"))["sha256"] != before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt", "b", "b.pt"]
+    (tmp_path / "b" / "notes").write_text("mine")
+    assert "has notes, no part of a checkpoint: not replaced" in fails(*command, "--force")
+    assert (tmp_path / "b" / "notes").read_text() == "mine"
+    missing = tmp_path / "gone" / "c.pt"
+    assert "there is no folder" in fails("convert", tmp_path / "a.pt", missing)
     assert "is the input" in fails("convert", tmp_path / "a.pt", tmp_path / "a.pt", "--force")
 
 

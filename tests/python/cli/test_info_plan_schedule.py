@@ -67,6 +67,31 @@ def test_unknown_options_are_said_in_a_sentence(command: str, fails: Run) -> Non
     assert "--colour" in fails(command, *needed, "--colour")
 
 
+def test_version_and_interruption(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run("--version") == f"{torchopt_ext.__version__}\n"
+
+    def interrupt(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(info, "main", interrupt)
+    assert main(["info"]) == 130
+
+
+def test_folders_and_unknown_formats_are_not_written_to(
+    run: Run, fails: Run, tmp_path: Path
+) -> None:
+    keep = tmp_path / "folder.png" / "keep"
+    keep.parent.mkdir()
+    keep.write_text("mine")
+    steps = ["schedule", "--steps", "5"]
+    assert "is a folder: not replaced" in fails(*steps, "--csv", keep.parent)
+    assert "is a folder: not replaced" in fails(*steps, "--plot", keep.parent)
+    for name in ("picture", "picture.doc"):
+        assert "a format of pictures" in fails(*steps, "--plot", tmp_path / name)
+    assert keep.read_text() == "mine"
+    assert list(tmp_path.iterdir()) == [keep.parent]
+
+
 def test_numbers_for_people() -> None:
     for value, text in ((0, "0"), (0.0123, "0.012"), (0.5, "0.500"), (1.234, "1.23"),
                         (12.34, "12.3"), (1234.5, "1,234"), (99.96, "100")):  # fmt: skip
@@ -159,6 +184,15 @@ def test_plan_of_a_count(run: Run) -> None:
     assert ddp["step_seconds"] == pytest.approx(8e9 * 30 / 2e12)
 
 
+def test_dtypes_have_short_names(run: Run) -> None:
+    args = ["plan", "--shapes", "2x10", "--json"]
+    for short, bytes_each in (("bf16", 2), ("fp16", 2), ("fp32", 4), ("fp64", 8)):
+        rank = json.loads(run(*args, "--dtype", short, "--grad-dtype", short))["shardings"]["ddp"]
+        assert rank["ranks"][0]["weights"] == rank["ranks"][0]["gradients"] == 20 * bytes_each
+    rank = json.loads(run(*args, "--state-dtype", "bf16"))["shardings"]["ddp"]["ranks"][0]
+    assert rank["moments"] == 20 * 2 * 2
+
+
 def test_plan_of_a_model(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     found = json.loads(run("plan", "--model", "examples.model:build", "--json"))
@@ -208,6 +242,9 @@ def test_plan_rejects(fails: Run, tmp_path: Path) -> None:
     index.write_text(json.dumps({"weight_map": {"w": "gone.safetensors"}}))
     no_index = tmp_path / "other.json"
     no_index.write_text("[]")
+    odd_index = tmp_path / "odd.json"
+    odd_index.write_text(json.dumps({"weight_map": {"w": 5}}))
+    (tmp_path / "no_python.py").write_text("def")
     code = tmp_path / "broken_model.py"
     code.write_text("import torch\ndef f(): return torch.zeros(1).item()\ndef g(): return 3\n")
     sys.path.insert(0, str(tmp_path))
@@ -220,8 +257,11 @@ def test_plan_rejects(fails: Run, tmp_path: Path) -> None:
         ([broken], "damaged header"),
         ([index], "names gone.safetensors"),
         ([no_index], "weight_map"),
+        ([odd_index], "weight_map"),
+        (["--model", "no_python:f"], "cannot be imported: SyntaxError"),
         (["--params", "many"], "'many' is no number"),
         (["--params", "1.5"], "1.5 is not a whole number"),
+        (["--params", "3", "--dtype", "int8"], "'int8'"),
         (["--shapes", "2000"], "'2000' names no shapes"),
         (["--model", "gone:f"], "No module named 'gone'"),
         (["--model", "broken_model:h"], "has no attribute 'h'"),
