@@ -17,7 +17,9 @@ import contextlib
 import functools
 import io
 import re
+import runpy
 import shlex
+import shutil
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -105,7 +107,9 @@ def with_languages(*languages: str) -> list[str]:
 @pytest.mark.usefixtures("_workplace")
 def test_python_blocks_run(page: str) -> None:
     namespace: dict[str, Any] = {"__name__": page}
+    without: set[str] = set()
     for block in blocks(page):
+        without.update(lacking(block))
         kind = block.comment[0] if block.comment else ""
         if kind == "not Python":
             continue
@@ -115,6 +119,38 @@ def test_python_blocks_run(page: str) -> None:
             run(block, new, dict(namespace), kind == "not run")
         elif block.language in RUNS:
             run(block, block.code, namespace, kind == "not run" or bool(lacking(block)))
+    if without:
+        pytest.skip(f"all blocks ran but those that need {', '.join(sorted(without))}")
+
+
+@pytest.mark.parametrize("page", NAMES)
+def test_what_blocks_need_is_in_the_environment_of_the_newest_torch(page: str) -> None:
+    """So that they run there: test_packaging.py compares the environment with the file."""
+    newest = max(ROOT.glob(".ci/requirements-2.*.txt")).read_text()
+    for block in blocks(page):
+        if block.comment and block.comment[0] == "needs":
+            for name in block.comment[1].split(", "):
+                assert f"\n{name}==" in newest, f"{page}:{block.line} needs {name}"
+
+
+SCRIPTS = sorted(ROOT.glob("docs/*_drawing.py"))
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_pictures_are_what_their_scripts_draw(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = pytest.importorskip("matplotlib.image", reason="pictures are drawn by matplotlib")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "examples")])
+    (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
+    (tmp_path / "docs").mkdir()
+    runpy.run_path(shutil.copy(script, tmp_path / "docs"), run_name="__main__")
+    drawn = list(tmp_path.glob("docs/*.png"))
+    assert drawn
+    for file in drawn:
+        ours, kept = image.imread(file), image.imread(ROOT / "docs" / file.name)
+        assert ours.shape == kept.shape
+        assert abs(ours - kept).mean() < 1e-3, f"python docs/{script.name} draws another picture"
 
 
 @pytest.mark.parametrize("page", with_languages("toml"))

@@ -180,6 +180,17 @@ class TestImport:
         run(Path(__file__).with_name("without_numpy.py").read_text(), str(tmp_path / "checkpoint"))
 
 
+def test_the_environment_has_what_is_pinned_for_it() -> None:
+    """Tests that need a package are skipped without it; none is where `make test` runs them."""
+    version = torch.__version__.partition("+")[0]
+    file = Path(__file__).parents[2] / f".ci/requirements-{version}.txt"
+    if not file.exists():
+        pytest.skip(f"no environment is pinned for torch {version}")
+    pinned = [line.partition("==")[0] for line in file.read_text().splitlines() if "==" in line]
+    for name in pinned:
+        importlib.metadata.distribution(name)
+
+
 class TestThreads:
     def test_one_openmp_library_is_loaded(self) -> None:
         paths = run(
