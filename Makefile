@@ -19,7 +19,7 @@ DIST ?= dist
 JOBS := $(shell nproc)
 
 .PHONY: help install demo test test-python smoke test-all test-cpp test-sanitize \
-	check-aarch64 check-sass test-gpu gpu-report bench bench-dtensor-host bench-in-backward \
+	check-aarch64 check-sass test-gpu gpu-report bench bench-convergence bench-dtensor-host bench-in-backward \
 	bench-torchtitan bench-zero bench-mixed-precision bench-trainer bench-cxx docs lint format wheel sdist clean FORCE
 .DEFAULT_GOAL := help
 
@@ -55,6 +55,9 @@ demo: $(VENV)/.installed ## Train a small model with the Trainer, kill a rank, r
 
 bench: $(VENV)/.installed ## Time the step beside torch's
 	$(PY) benchmarks/run.py --out out/bench
+
+bench-convergence: $(VENV)/.installed ## Train small models with every way to keep the state; resumes
+	$(PY) benchmarks/convergence.py --out out/convergence
 
 bench-mixed-precision: $(VENV)/.installed ## Time FSDPadaptOptimizer beside torch operators
 	$(PY) benchmarks/mixed_precision.py --out out/bench-mixed-precision

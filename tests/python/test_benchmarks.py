@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,8 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")
 
 OURS = "torchopt_ext"
-RUN = Path(__file__).parents[2] / "benchmarks" / "run.py"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+RUN = BENCHMARKS / "run.py"
 
 
 @pytest.mark.processes
@@ -76,3 +78,37 @@ def test_draws_of_random_rounding() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "FAILED" not in done.stdout
     assert done.stdout.count("sigma") > 70
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(240)
+def test_convergence_compares_and_resumes(tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCHMARKS / "convergence.py"), "--out", str(tmp_path)]
+    command += ["--steps", "1", "--seeds", "2", "--jobs", "2"]
+
+    def rows() -> dict[tuple[str, str], dict[str, Any]]:
+        subprocess.run(command, capture_output=True, timeout=100, check=True)
+        result = json.loads((tmp_path / "convergence.json").read_text())
+        return {(row["task"], row["setting"]): row for row in result["results"]}
+
+    found = rows()
+    base = "fp32, torch.optim.AdamW"
+    for (task, setting), row in found.items():
+        assert [len(curve) for curve in row["curves"]] == [1, 1]
+        assert all(loss < 7 for loss in row["losses"])  # little more than an even guess has
+        assert (row["within_spread"], row["difference"]) == (True, [0, 0]) or setting != base
+        assert row["spread"] == abs(found[task, base]["losses"][0] - found[task, base]["losses"][1])
+    assert len({row["task"] for row in found.values()}) == 2
+    assert (tmp_path / "convergence.png").stat().st_size > 10_000
+    assert (tmp_path / "convergence.md").read_text().count("\n| ") >= len(found)
+
+    worse = found["perceptron", "fp32"]["losses"][0] + 10
+    kept = next((tmp_path / "runs").glob("perceptron-fp32-1.json"))
+    record = json.loads(kept.read_text())
+    record["curve"][-1][1] = worse
+    kept.write_text(json.dumps(record))
+    again = rows()
+    assert again["perceptron", "fp32"]["losses"][0] == worse
+    assert not again["perceptron", "fp32"]["within_spread"]
+    others = found.keys() - {("perceptron", "fp32")}
+    assert {key: again[key] for key in others} == {key: found[key] for key in others}

@@ -1,0 +1,249 @@
+"""Trains small models with every way to keep weights and moments, beside fp32. See README.md.
+
+python benchmarks/convergence.py --out out/convergence
+
+A run's result is kept in OUT/runs, and the next call does what is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import re
+import statistics
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import report
+import torch
+from convergence_chart import draw
+from small_tasks import Task, held_out_loss, loss_of, teacher, text
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+from tqdm import tqdm
+
+import torchopt_ext
+from torchopt_ext import FusedAdamW
+
+MAX_NORM = 1.0
+COMMON = {"betas": (0.9, 0.999), "weight_decay": 0.1}
+TASKS = {"transformer": text, "perceptron": teacher}
+RATES = {"transformer": 3e-3, "perceptron": 1e-3}  # the largest
+POINTS = 20  # times the held-out loss is taken in a run
+Curve = list[tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class Setting:
+    name: str
+    arguments: dict[str, Any] | None = field(default_factory=dict)  # of FusedAdamW; None: torch's
+    bf16: bool = False
+    recommended: bool = True  # by docs/step.md
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        if self.arguments is None:
+            return torch.optim.AdamW(model.parameters(), **COMMON)
+        return FusedAdamW(
+            model.named_parameters(), max_grad_norm=MAX_NORM, **COMMON, **self.arguments
+        )
+
+
+def bf16(name: str, recommended: bool = True, **arguments: Any) -> Setting:
+    return Setting(f"bf16, {name}", arguments, True, recommended)
+
+
+BASE = Setting("fp32, torch.optim.AdamW", None)
+SETTINGS = [
+    BASE,
+    Setting("fp32"),
+    Setting("fp32, int8 moments", {"state_dtype": "int8"}),
+    bf16("fp32 masters", master_weights="fp32"),
+    bf16("remainder", master_weights="remainder"),
+    bf16(
+        "remainder, bf16 moments, stochastic",
+        master_weights="remainder",
+        state_dtype=torch.bfloat16,
+        stochastic_rounding=True,
+    ),
+    bf16("remainder, int8 moments", master_weights="remainder", state_dtype="int8"),
+    bf16("remainder8, int8 moments", master_weights="remainder8", state_dtype="int8"),
+    bf16("bf16 moments, stochastic", stochastic_rounding=True),
+    bf16("bf16 moments, nearest", recommended=False),
+]
+
+
+def rate(task: Task, step: int, steps: int) -> float:
+    """Linear warmup over a twentieth of the steps and linear decay to 0."""
+    return RATES[task.name] * min(1.0, 20 * step / steps, (1 + steps - step) / (0.95 * steps))
+
+
+def train(task: Task, setting: Setting, seed: int, steps: int) -> Curve:
+    """One run's curve: steps and held-out losses in nats, the last of them after the last step."""
+    model = task.model(seed)
+    if setting.bf16:  # not the tables of rotary positions, which are buffers
+        for parameter in model.parameters():
+            parameter.data = parameter.data.bfloat16()
+    optimizer = setting.optimizer(model)
+    batches = task.batches(seed)
+    curve = []
+    for step in range(1, steps + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = rate(task, step, steps)
+        optimizer.zero_grad()
+        loss_of(model, next(batches)).backward()
+        if setting.arguments is None:
+            clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        if step % max(1, steps // POINTS) == 0 or step == steps:
+            curve.append((step, held_out_loss(model, task)))
+    return curve
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training, and the file that keeps its curve."""
+
+    folder: Path
+    task: str
+    setting: Setting
+    seed: int
+    steps: int
+
+    @property
+    def path(self) -> Path:
+        slug = re.sub(r"\W+", "-", f"{self.task} {self.setting.name} {self.seed}")
+        return self.folder / f"{slug}.json"
+
+    @property
+    def made_with(self) -> dict[str, Any]:
+        versions = {"torch": torch.__version__, "torchopt_ext": torchopt_ext.__version__}
+        return {"setting": repr(self.setting), "steps": self.steps, **versions}
+
+    def kept(self) -> Curve | None:
+        """The curve in the file, if this run with these versions made it."""
+        if not self.path.exists():
+            return None
+        record = json.loads(self.path.read_text())
+        return record["curve"] if record["made_with"] == self.made_with else None
+
+    def __call__(self) -> None:
+        torch.set_num_threads(1)  # the models are small, and runs go on side by side
+        curve = train(TASKS[self.task](), self.setting, self.seed, self.steps)
+        part = self.path.with_suffix(".part")
+        part.write_text(json.dumps({"made_with": self.made_with, "curve": curve}) + "\n")
+        part.replace(self.path)
+
+
+def complete(runs: Sequence[Run], jobs: int) -> None:
+    """Makes the runs that are not kept, `jobs` at a time."""
+    todo = [run for run in runs if run.kept() is None]
+    spawn = multiprocessing.get_context("spawn")  # OpenMP's threads do not survive a fork
+    with ProcessPoolExecutor(jobs, spawn) as pool:
+        futures = [pool.submit(run) for run in todo]
+        for future in tqdm(
+            as_completed(futures), total=len(runs), initial=len(runs) - len(todo), desc="runs"
+        ):
+            future.result()
+
+
+def missing(settings: Iterable[Setting]) -> dict[str, str]:
+    """What the settings say that this build does not have."""
+    reasons = {}
+    for setting in settings:
+        dtype = torch.bfloat16 if setting.bf16 else torch.float32
+        try:
+            setting.optimizer(nn.Linear(64, 64, dtype=dtype))
+        except (TypeError, ValueError) as error:
+            reasons[setting.name] = str(error)
+    return reasons
+
+
+def compare(
+    task: str, settings: Sequence[Setting], curves: dict[str, list[Curve]]
+) -> list[dict[str, Any]]:
+    """A row each setting: final losses by seed, and how far they are from the first setting's.
+
+    A setting passes if its mean is above the first's by no more than the first's losses are apart.
+    """
+    final = {s.name: [curve[-1][1] for curve in curves[s.name]] for s in settings}
+    base = final[BASE.name]
+    spread = max(base) - min(base)
+    rows = []
+    for setting in settings:
+        losses = final[setting.name]
+        more = [loss - other for loss, other in zip(losses, base, strict=True)]
+        row = {
+            "task": task,
+            "setting": setting.name,
+            "recommended": setting.recommended,
+            "losses": losses,
+            "mean": statistics.fmean(losses),
+            "difference": more,
+            "mean_difference": statistics.fmean(more),
+            "spread": spread,
+            "within_spread": statistics.fmean(more) <= spread,
+            "curves": curves[setting.name],
+        }
+        rows.append(row)
+    return rows
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        "| | weights and moments | validation loss | more than fp32's | over its spread | |",
+        "|---|---|---|---|---|---|",
+    ]
+    for previous, row in zip([None, *rows], rows, strict=False):
+        task = row["task"] if previous is None or previous["task"] != row["task"] else ""
+        cells = [task, row["setting"], f"{row['mean']:.4f}", "", "", ""]
+        if row["setting"] == BASE.name:
+            cells[4] = f"spread {row['spread']:.4f}"
+        else:
+            cells[3] = f"{row['mean_difference']:+.4f}"
+            cells[4] = f"{row['mean_difference'] / row['spread']:+.2f}" if row["spread"] else "-"
+            cells[5] = "pass" if row["within_spread"] else "fail"
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("out/convergence"))
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time")
+    args = parser.parse_args()
+
+    folder = args.out / "runs"
+    folder.mkdir(parents=True, exist_ok=True)
+    absent = missing(SETTINGS)
+    settings = [setting for setting in SETTINGS if setting.name not in absent]
+    seeds = range(1, 1 + args.seeds)
+    # Seeds first, so that a call that is stopped has done something of every setting.
+    runs = [Run(folder, t, s, seed, args.steps) for seed in seeds for t in TASKS for s in settings]
+    complete(runs, args.jobs)
+    rows = []
+    for task in TASKS:
+        curves: dict[str, list[Curve]] = {setting.name: [] for setting in settings}
+        for run in runs:
+            if run.task == task:
+                curves[run.setting.name].append(run.kept() or [])
+        rows += compare(task, settings, curves)
+    table = markdown(rows)
+    for name, reason in absent.items():
+        table += f"\nNot in this build: {name} ({reason})\n"
+    about = {"environment": report.environment(), "steps": args.steps, "not_in_build": absent}
+    everything = json.dumps({**about, "results": rows}, indent=1)
+    (args.out / "convergence.json").write_text(everything + "\n")
+    (args.out / "convergence.md").write_text(table)
+    draw(rows, args.out / "convergence.png")
+    print(table)
+
+
+if __name__ == "__main__":
+    main()
