@@ -14,7 +14,8 @@ import torch
 from allocations import measure_allocations
 from bf16_cases import build_masters, build_plain
 from cases import CLIP, FUSED, HOST, OURS, SCALER, STEP, build_fp32
-from measure import Build, measure
+from group import Group
+from measure import measure
 from peers import PEERS, build_peer
 from shapes import FEWER, GPT2, LARGE, ONES, QUICK_SETS, SETS, SMALL, Shapes
 from targets import targets
@@ -22,7 +23,7 @@ from timing import Flush, wall_milliseconds
 from tracked_cases import build_tracked
 
 
-def cpu_builds(sets: dict[str, Shapes]) -> list[Build]:
+def cpu_builds(sets: dict[str, Shapes]) -> list[partial[Group]]:
     """What to time on the CPU."""
     pair = partial(build_fp32, implementations=(OURS, FUSED))
     return [
@@ -43,6 +44,7 @@ def cpu_builds(sets: dict[str, Shapes]) -> list[Build]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("out/bench"), help="folder for results")
+    parser.add_argument("--only", default="", help='sets whose name has it, such as "tracked"')
     parser.add_argument("--rounds", type=int, default=15, help="samples of each case, at most")
     parser.add_argument("--threads", type=int, default=2, help="threads of torch and of ours")
     parser.add_argument("--flush-megabytes", type=int, default=256, help="more than the caches")
@@ -56,9 +58,10 @@ def main() -> None:
     settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()}
     sets = QUICK_SETS if options.quick else SETS
     flush = partial(Flush, options.flush_megabytes)
-    rows, missing = measure(cpu_builds(sets), options.rounds, wall_milliseconds, flush)
+    builds = [b for b in cpu_builds(sets) if any(options.only in str(a) for a in b.args)]
+    rows, missing = measure(builds, options.rounds, wall_milliseconds, flush)
     counts = (len(sets[ONES]) // 10, len(sets[ONES]))
-    counted = measure_allocations(counts, options.threads)
+    counted = [] if options.only else measure_allocations(counts, options.threads)
     # Those of tiny tensors would only mislead.
     reached = [] if options.quick else targets(rows, counted)
     sections = {

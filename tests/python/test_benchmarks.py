@@ -68,6 +68,14 @@ def test_quick_run(tmp_path: Path) -> None:
     assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_one_set_by_itself(tmp_path: Path) -> None:
+    command = [sys.executable, str(RUN), "--quick", "--only", "tracked", "--out", str(tmp_path)]
+    subprocess.run(command, capture_output=True, timeout=100, check=True)
+    result = json.loads((tmp_path / "results.json").read_text())
+    assert {row["set"] for row in result["results"]} == {"GPT-2 124 M, tracked"}
+    assert not result["allocations"]
+
+
 @pytest.mark.slow
 def test_draws_of_random_rounding() -> None:
     command = ["make", "--no-print-directory", "rounding-quality", "DRAWS=1e9"]
