@@ -33,30 +33,30 @@ def curves(axis: Axes, rows: list[Row]) -> None:
     axis.set_ylim(min(final) * 0.97, max(final) * 1.03)
     axis.yaxis.set_major_formatter("{x:g}")
     axis.yaxis.set_minor_formatter("{x:g}")
-    axis.set_title(rows[0]["task"], loc="left", fontsize=10)
+    axis.set_title(f"{rows[0]['task']} (black: {rows[0]['setting']})", loc="left", fontsize=10)
     axis.set_ylabel("validation loss (nats)")
     axis.set_xlabel("step")
 
 
 def differences(axis: Axes, rows: list[Row]) -> None:
-    """One dot a seed, a bar at the mean; shaded is the spread of fp32 AdamW over the seeds."""
-    spread = rows[0]["spread"]
-    axis.axvspan(-spread, spread, color="black", alpha=0.08, linewidth=0)
+    """One dot a seed, a bar at the mean; shaded is what passes, linear up to there."""
+    unit = rows[0]["spread"] or 1.0
+    axis.axvspan(-1, 1, color="black", alpha=0.08, linewidth=0)
     axis.axvline(0, color="black", linewidth=2)
     for y, row in enumerate(rows[1:], 1):
-        axis.plot(
-            row["difference"], [y] * len(row["difference"]), "o", color=color(y), markersize=4
-        )
-        axis.plot(row["mean_difference"], y, "|", color=color(y), markersize=14, markeredgewidth=2)
+        dots = [difference / unit for difference in row["difference"]]
+        axis.plot(dots, [y] * len(dots), "o", color=color(y), markersize=4)
+        mean = row["mean_difference"] / unit
+        axis.plot(mean, y, "|", color=color(y), markersize=14, markeredgewidth=2)
     names = [row["setting"] + ("" if row["recommended"] else " (not recommended)") for row in rows]
     axis.set_yticks(range(1, len(rows)), names[1:], fontsize=8)
     for index, label in enumerate(axis.get_yticklabels(), 1):
         label.set_color(color(index))
     axis.set_ylim(len(rows) - 0.5, 0.5)
-    axis.set_xlabel(
-        "more than fp32 torch.optim.AdamW of the same seed; shaded: its spread over seeds",
-        fontsize=8,
-    )
+    axis.set_xscale("symlog", linthresh=1)
+    axis.set_xticks([-1, 0, 1, 10, 100], ["-1", "0", "1", "10", "100"])
+    axis.set_xlim(-2, 100)
+    axis.set_xlabel("last loss above AdamW's of the same seed, over its spread")
 
 
 def draw(rows: list[Row], path: Path) -> None:
