@@ -113,6 +113,7 @@ def train(
     several: bool = False,
     nan_at: int | None = None,
     torchs: bool = False,
+    compiled: str = "",
     **options: Any,
 ) -> dict[str, Any]:
     """Losses, weights and state of a few steps, and how many shards were cast.
@@ -125,6 +126,11 @@ def train(
     optimizers: list[Any] = optimizers_of(model, several, options)
     if torchs:
         optimizers = [torch.optim.AdamW(model.parameters(), lr=0.05)]
+    run: Any = model
+    if compiled == "whole":
+        run = torch.compile(model, backend="eager")
+    for module in model if compiled == "layers" else ():
+        module.forward = torch.compile(module.forward, backend="eager")
     losses, cast, wrong = [], [], []
     for step in range(STEPS):
         if step == keep_at:
@@ -132,7 +138,7 @@ def train(
         if change is not None:
             change(model, step)
         with Casts() as casts:
-            losses += backward(model, step, batches)
+            losses += backward(run, step, batches)
         cast.append(casts.count)
         if step == nan_at:
             for param in model.parameters():
@@ -246,6 +252,8 @@ def cases() -> dict[str, Callable[[], dict[str, Any]]]:
         "amsgrad": {"amsgrad": True},
         "rounded moments": {"state_dtype": torch.bfloat16, "stochastic_rounding": True},
         "written back": {"write_back_gradients": True, "max_grad_norm": 0.1},
+        "compiled whole": {"compiled": "whole"},
+        "compiled layers": {"compiled": "layers"},
         "skipped": {"skip_nonfinite": True, "nan_at": 1},
     }
     return {

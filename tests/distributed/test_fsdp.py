@@ -25,6 +25,7 @@ def results(run_two_ranks: Callable[[str], Results]) -> Results:
     ("name", "cast"),
     [
         *((name, NEVER) for name in ("reshard", *SETTINGS, "written back", "skipped")),
+        *((name, NEVER) for name in ("compiled whole", "compiled layers")),
         ("multiply_hidden", NEVER),
         ("no reshard", [2] * 4),
         ("replicas", [0] * 4),  # a shard is the whole, which is cast otherwise

@@ -211,6 +211,14 @@ def test_close_leaves_the_process_as_it_was_and_the_settings_in_a_file(behaviour
     assert behaviour(1)[0]["closing"] == [True, False, False, True, True, 1]
 
 
+def test_low_precision_shards_change_no_bit(behaviour):
+    for found in behaviour(2):
+        cast, kept = found["low_precision_shards"]
+        assert not any(cast[0])
+        assert all(kept[0])
+        assert kept[1] == cast[1]
+
+
 def test_sigterm_at_one_rank_ends_all_after_one_step(behaviour):
     for found in behaviour(2):
         assert found["sigterm_at_one_rank"] == ["SIGTERM", 4, 4]

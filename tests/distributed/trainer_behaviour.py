@@ -206,6 +206,20 @@ def closing(folder: Path, shared: list[str]) -> Any:
 
 
 @case(2)
+def low_precision_shards(folder: Path, shared: list[str]) -> Any:
+    """Whether shards have copies, and the sums of those after three steps, without and with."""
+    found = []
+    for kept in ((), ("--parallelism.fsdp_keep_low_precision_shards",)):
+        settings = ("--training.mixed_precision_param", "bfloat16", "--training.steps", "3", *kept)
+        with trainer_of(folder / f"{len(kept)}", shared, *settings) as trainer:
+            trainer.train()
+            shards = [param._local_tensor for param in trainer.model_parts[0].parameters()]
+            copies = [hasattr(shard, "low_precision_copy") for shard in shards]
+            found.append([copies, [shard.double().sum().item().hex() for shard in shards]])
+    return found
+
+
+@case(2)
 def sigterm_at_one_rank(folder: Path, shared: list[str]) -> Any:
     settings = ("--training.steps", "50", "--checkpoint.enable_checkpoint")
     with trainer_of(folder, shared, *settings) as trainer:

@@ -20,6 +20,14 @@ def test_an_unknown_optimizer_is_named(partition: Any) -> None:
         build_optimizers([nn.Linear(2, 2)], config)
 
 
+def test_low_precision_shards_need_a_step_that_writes_them() -> None:
+    config = JobConfig()
+    config.parallelism.fsdp_keep_low_precision_shards = True
+    config.optimizer.implementation = "foreach"
+    with pytest.raises(ValueError, match=r"no effect with optimizer.implementation 'foreach'"):
+        build_optimizers([nn.Linear(2, 2)], config)
+
+
 @pytest.mark.parametrize(
     ("optimizer", "options", "clips"),
     [
