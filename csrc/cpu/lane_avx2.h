@@ -46,6 +46,9 @@ struct Avx2Words {
   static reg load(const uint16_t* x) {
     return _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
   }
+  static reg load(const uint8_t* x) {
+    return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(x)));
+  }
   static reg add(reg a, reg b) { return _mm256_add_epi32(a, b); }
   static reg bit_xor(reg a, reg b) { return _mm256_xor_si256(a, b); }
   static reg bit_or(reg a, reg b) { return _mm256_or_si256(a, b); }
@@ -93,24 +96,64 @@ struct Avx2Float {
     return _mm256_castsi256_ps(
         _mm256_add_epi32(_mm256_castps_si256(widen8(weight)), _mm256_cvtepi16_epi32(low)));
   }
+  static reg joined(const BFloat16* weight, const int8_t* remainder) {
+    const __m128i low = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(remainder));
+    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(widen8(weight)),
+                                                _mm256_slli_epi32(_mm256_cvtepi8_epi32(low), 8)));
+  }
+  static __m256i unnamed(__m256i bits) {
+    return _mm256_cmpeq_epi32(_mm256_and_si256(bits, _mm256_set1_epi32(0x1ffff)),
+                              _mm256_set1_epi32(0x08000));
+  }
   static void store_split(BFloat16* weight, int16_t* remainder, reg a) {
     __m256i bits = _mm256_castps_si256(a);
-    const __m256i tie = _mm256_cmpeq_epi32(_mm256_and_si256(bits, _mm256_set1_epi32(0x1ffff)),
-                                           _mm256_set1_epi32(0x08000));
-    bits = _mm256_add_epi32(bits, tie);  // a mask of ones is minus one
+    bits = _mm256_add_epi32(bits, unnamed(bits));  // a mask of ones is minus one
     _mm_storeu_si128(reinterpret_cast<__m128i*>(weight), pack8(nearest_upper_half(bits)));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(remainder),
                      pack8(_mm256_and_si256(bits, _mm256_set1_epi32(0xffff))));
+  }
+  static void store_split(BFloat16* weight, int8_t* remainder, reg a) {
+    const __m256i bits = _mm256_castps_si256(a);
+    const __m256i upper = nearest_upper_half(bits);
+    const __m256i rest = _mm256_sub_epi32(bits, _mm256_slli_epi32(upper, 16));
+    const __m256i one = _mm256_set1_epi32(1);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(rest, 8), one);
+    const __m256i sum = _mm256_add_epi32(rest, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7f)));
+    const __m256i lowest = _mm256_sub_epi32(_mm256_and_si256(upper, one), _mm256_set1_epi32(128));
+    const __m256i low = _mm256_max_epi32(_mm256_srai_epi32(sum, 8), lowest);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(weight), pack8(upper));
+    const __m128i words =
+        _mm_packs_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(remainder),
+                     _mm_packs_epi16(words, words));  // at most 127
   }
   using Words = Avx2Words;
   using Random = RandomWords<Words>;
   static Random random(const RoundingStream& stream, uint32_t number) {
     return random_words<Words>(stream, number);
   }
-  static void store_stochastic(BFloat16* x, reg a, const Random& random, Array array) {
+  static __m256i draw_of(const Random& random, Array array) {
     const __m256i word = random.word[array / 2];
-    const __m256i draw = array % 2 == 0 ? _mm256_and_si256(word, _mm256_set1_epi32(0xffff))
-                                        : _mm256_srli_epi32(word, 16);
+    return array % 2 == 0 ? _mm256_and_si256(word, _mm256_set1_epi32(0xffff))
+                          : _mm256_srli_epi32(word, 16);
+  }
+  static void store_split_stochastic(BFloat16* weight, int8_t* remainder, reg a,
+                                     const Random& random) {
+    const __m256i draw = draw_of(random, kParam);
+    const __m256i unit = _mm256_set1_epi32(0x100);
+    __m256i bits =
+        _mm256_add_epi32(_mm256_castps_si256(a), _mm256_and_si256(draw, _mm256_set1_epi32(0xff)));
+    bits = _mm256_and_si256(bits, _mm256_set1_epi32(-0x100));
+    // Up by one unit, or down.
+    const __m256i change =
+        _mm256_sub_epi32(_mm256_slli_epi32(_mm256_and_si256(draw, unit), 1), unit);
+    bits = _mm256_add_epi32(bits, _mm256_and_si256(unnamed(bits), change));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(weight), pack8(nearest_upper_half(bits)));
+    const __m128i low = pack8(_mm256_srli_epi32(_mm256_slli_epi32(bits, 16), 24));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(remainder), _mm_packus_epi16(low, low));
+  }
+  static void store_stochastic(BFloat16* x, reg a, const Random& random, Array array) {
+    const __m256i draw = draw_of(random, array);
     const __m256i bits = _mm256_castps_si256(a);
     const __m256i rounds = _mm256_cmpgt_epi32(
         _mm256_set1_epi32(kLastBFloat16), _mm256_and_si256(bits, _mm256_set1_epi32(0x7fffffff)));

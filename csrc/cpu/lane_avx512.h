@@ -33,6 +33,9 @@ struct Avx512Words {
   static reg load(const uint16_t* x) {
     return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
   }
+  static reg load(const uint8_t* x) {
+    return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
+  }
   static reg add(reg a, reg b) { return _mm512_add_epi32(a, b); }
   static reg bit_xor(reg a, reg b) { return _mm512_xor_si512(a, b); }
   static reg bit_or(reg a, reg b) { return _mm512_or_si512(a, b); }
@@ -83,24 +86,63 @@ struct Avx512Float {
     return _mm512_castsi512_ps(
         _mm512_add_epi32(_mm512_castps_si512(load(weight)), _mm512_cvtepi16_epi32(low)));
   }
+  static reg joined(const BFloat16* weight, const int8_t* remainder) {
+    const __m128i low = _mm_loadu_si128(reinterpret_cast<const __m128i*>(remainder));
+    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(load(weight)),
+                                                _mm512_slli_epi32(_mm512_cvtepi8_epi32(low), 8)));
+  }
+  static __mmask16 unnamed(__m512i bits) {
+    return _mm512_cmpeq_epi32_mask(_mm512_and_si512(bits, _mm512_set1_epi32(0x1ffff)),
+                                   _mm512_set1_epi32(0x08000));
+  }
   static void store_split(BFloat16* weight, int16_t* remainder, reg a) {
     __m512i bits = _mm512_castps_si512(a);
-    const __mmask16 tie = _mm512_cmpeq_epi32_mask(
-        _mm512_and_si512(bits, _mm512_set1_epi32(0x1ffff)), _mm512_set1_epi32(0x08000));
-    bits = _mm512_mask_sub_epi32(bits, tie, bits, _mm512_set1_epi32(1));
+    bits = _mm512_mask_sub_epi32(bits, unnamed(bits), bits, _mm512_set1_epi32(1));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(weight),
                         _mm512_cvtepi32_epi16(nearest_upper_half(bits)));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(remainder), _mm512_cvtepi32_epi16(bits));
+  }
+  static void store_split(BFloat16* weight, int8_t* remainder, reg a) {
+    const __m512i bits = _mm512_castps_si512(a);
+    const __m512i upper = nearest_upper_half(bits);
+    const __m512i rest = _mm512_sub_epi32(bits, _mm512_slli_epi32(upper, 16));
+    const __m512i one = _mm512_set1_epi32(1);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(rest, 8), one);
+    const __m512i sum = _mm512_add_epi32(rest, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7f)));
+    const __m512i lowest = _mm512_sub_epi32(_mm512_and_si512(upper, one), _mm512_set1_epi32(128));
+    const __m512i low = _mm512_max_epi32(_mm512_srai_epi32(sum, 8), lowest);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(weight), _mm512_cvtepi32_epi16(upper));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(remainder),
+                     _mm512_cvtsepi32_epi8(low));  // at most 127
   }
   using Words = Avx512Words;
   using Random = RandomWords<Words>;
   static Random random(const RoundingStream& stream, uint32_t number) {
     return random_words<Words>(stream, number);
   }
-  static void store_stochastic(BFloat16* x, reg a, const Random& random, Array array) {
+  static __m512i draw_of(const Random& random, Array array) {
     const __m512i word = random.word[array / 2];
-    const __m512i draw = array % 2 == 0 ? _mm512_and_si512(word, _mm512_set1_epi32(0xffff))
-                                        : _mm512_srli_epi32(word, 16);
+    return array % 2 == 0 ? _mm512_and_si512(word, _mm512_set1_epi32(0xffff))
+                          : _mm512_srli_epi32(word, 16);
+  }
+  static void store_split_stochastic(BFloat16* weight, int8_t* remainder, reg a,
+                                     const Random& random) {
+    const __m512i draw = draw_of(random, kParam);
+    const __m512i unit = _mm512_set1_epi32(0x100);
+    __m512i bits =
+        _mm512_add_epi32(_mm512_castps_si512(a), _mm512_and_si512(draw, _mm512_set1_epi32(0xff)));
+    bits = _mm512_and_si512(bits, _mm512_set1_epi32(-0x100));
+    // Up by one unit, or down.
+    const __m512i change =
+        _mm512_sub_epi32(_mm512_slli_epi32(_mm512_and_si512(draw, unit), 1), unit);
+    bits = _mm512_mask_add_epi32(bits, unnamed(bits), bits, change);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(weight),
+                        _mm512_cvtepi32_epi16(nearest_upper_half(bits)));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(remainder),
+                     _mm512_cvtepi32_epi8(_mm512_srli_epi32(bits, 8)));
+  }
+  static void store_stochastic(BFloat16* x, reg a, const Random& random, Array array) {
+    const __m512i draw = draw_of(random, array);
     const __m512i bits = _mm512_castps_si512(a);
     const __mmask16 rounds = _mm512_cmplt_epi32_mask(
         _mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff)), _mm512_set1_epi32(kLastBFloat16));

@@ -32,9 +32,10 @@ struct DigestRegisters {
     const reg upper_factors = W::upper(factors);
     for_each_stored(
         layout, [&](Array array) __attribute__((always_inline)) {
-          const reg words = element_size(layout, array) == 4
-                                ? W::load(static_cast<const uint32_t*>(x[array]) + i)
-                                : W::load(static_cast<const uint16_t*>(x[array]) + i);
+          const int64_t size = element_size(layout, array);
+          const reg words = size == 4   ? W::load(static_cast<const uint32_t*>(x[array]) + i)
+                            : size == 2 ? W::load(static_cast<const uint16_t*>(x[array]) + i)
+                                        : W::load(static_cast<const uint8_t*>(x[array]) + i);
           const reg even = W::multiply_lower(words, factors);
           const reg odd = W::multiply_lower(W::upper(words), upper_factors);
           sums[array] = W::add_pairs(sums[array], W::add_pairs(even, odd));

@@ -14,10 +14,11 @@ struct alignas(kBytes) Words {
 };
 using Vector = Words<16>;
 
-// The bits of an element.
+// The bits of an element of 1, 2, 4 or 8 bytes.
 template <int kSize>
-using Bits =
-    std::conditional_t<kSize == 8, uint64_t, std::conditional_t<kSize == 4, uint32_t, uint16_t>>;
+using Bits = std::conditional_t<
+    kSize == 8, uint64_t,
+    std::conditional_t<kSize == 4, uint32_t, std::conditional_t<kSize == 2, uint16_t, uint8_t>>>;
 
 // A number that a generic lambda's parameter carries in its type.
 template <int kValue>
@@ -63,7 +64,8 @@ TORCHOPT_HD inline Bits<kSize> element_of(const Words& words, int k) {
   } else if constexpr (kSize == 4) {
     return words.word[k];
   } else {
-    return static_cast<uint16_t>(words.word[k / 2] >> (16 * (k % 2)));
+    constexpr int kEach = 4 / kSize;
+    return static_cast<Bits<kSize>>(words.word[k / kEach] >> (8 * kSize * (k % kEach)));
   }
 }
 // Of words that start as zero.
@@ -75,7 +77,8 @@ TORCHOPT_HD inline void set_element(Words& words, int k, Bits<kSize> bits) {
   } else if constexpr (kSize == 4) {
     words.word[k] = bits;
   } else {
-    words.word[k / 2] |= static_cast<uint32_t>(bits) << (16 * (k % 2));
+    constexpr int kEach = 4 / kSize;
+    words.word[k / kEach] |= static_cast<uint32_t>(bits) << (8 * kSize * (k % kEach));
   }
 }
 

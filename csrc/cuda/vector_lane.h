@@ -37,16 +37,19 @@ struct VectorLane {
   TORCHOPT_HD static void stream(Element* to, const reg& a) {
     store(to, a);
   }
-  TORCHOPT_HD static reg joined(const BFloat16* weight, const int16_t* remainder) {
+  template <class Remainder>
+  TORCHOPT_HD static reg joined(const BFloat16* weight, const Remainder* remainder) {
     const auto weights = load_elements<2>(weight);
-    const auto remainders = load_elements<2>(remainder);
+    const auto remainders = load_elements<sizeof(Remainder)>(remainder);
     return map([&](int k) {
-      return join({weights.element[k]}, static_cast<int16_t>(remainders.element[k]));
+      return join({weights.element[k]}, static_cast<Remainder>(remainders.element[k]));
     });
   }
   TORCHOPT_HD static void store_split(BFloat16* weight, int16_t* remainder, const reg& a) {
-    store_each(weight, [&](int k) { return split(a.element[k]).weight; });
-    store_each(remainder, [&](int k) { return split(a.element[k]).remainder; });
+    store_parts(weight, remainder, [&](int k) { return split(a.element[k]); });
+  }
+  TORCHOPT_HD static void store_split(BFloat16* weight, int8_t* remainder, const reg& a) {
+    store_parts(weight, remainder, [&](int k) { return split8(a.element[k]); });
   }
   struct Random {
     RandomWords<ScalarWords> element[kWidth];
@@ -55,6 +58,12 @@ struct VectorLane {
                                            Array array) {
     store_each(to, [&](int k) {
       return narrow_stochastic(a.element[k], draw_of(random.element[k], array));
+    });
+  }
+  TORCHOPT_HD static void store_split_stochastic(BFloat16* weight, int8_t* remainder, const reg& a,
+                                                 const Random& random) {
+    store_parts(weight, remainder, [&](int k) {
+      return split8_stochastic(a.element[k], draw_of(random.element[k], kParam));
     });
   }
 
@@ -95,6 +104,11 @@ struct VectorLane {
     Bits<kSize> element[kWidth];
   };
 
+  template <class Remainder, class F>
+  TORCHOPT_HD static void store_parts(BFloat16* weight, Remainder* remainder, const F& f) {
+    store_each(weight, [&](int k) { return f(k).weight; });
+    store_each(remainder, [&](int k) { return f(k).remainder; });
+  }
   template <class F>
   TORCHOPT_HD static reg map(const F& f) {
     reg a;

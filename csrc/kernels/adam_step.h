@@ -86,6 +86,10 @@ template <class L>
       return lane.joined(static_cast<const BFloat16*>(x[kParam]) + i,
                          static_cast<const int16_t*>(x[kMaster]) + i);
     }
+    if (layout.master == Master::kRemainder8) {
+      return lane.joined(static_cast<const BFloat16*>(x[kParam]) + i,
+                         static_cast<const int8_t*>(x[kMaster]) + i);
+    }
   }
   return load_as(lane, layout.param, x[kParam], i);
 }
@@ -100,6 +104,16 @@ template <class L, class Random>
     if (layout.master == Master::kRemainder) {
       lane.store_split(static_cast<BFloat16*>(x[kParam]) + i, static_cast<int16_t*>(x[kMaster]) + i,
                        p);
+      return;
+    }
+    if (layout.master == Master::kRemainder8) {
+      auto* weight = static_cast<BFloat16*>(x[kParam]) + i;
+      auto* remainder = static_cast<int8_t*>(x[kMaster]) + i;
+      if (random != nullptr) {
+        lane.store_split_stochastic(weight, remainder, p, *random);
+      } else {
+        lane.store_split(weight, remainder, p);
+      }
       return;
     }
     if (layout.master == Master::kFloat32) {

@@ -57,9 +57,11 @@ TORCHOPT_HD inline uint64_t digest_element(const Layout& layout, void* const (&x
       sum += (bits & 0xffffffffu) * factor * array_factor(array) +
              (bits >> 32) * factor * array_factor(array, true);
     } else {
-      const uint64_t bits = element_size(layout, array) == sizeof(float)
-                                ? bit_cast<uint32_t>(static_cast<const float*>(memory)[i])
-                                : static_cast<const uint16_t*>(memory)[i];
+      const int64_t size = element_size(layout, array);
+      const char* const at = static_cast<const char*>(memory) + size * i;
+      const uint64_t bits = size == 4   ? *reinterpret_cast<const uint32_t*>(at)
+                            : size == 2 ? *reinterpret_cast<const uint16_t*>(at)
+                                        : *reinterpret_cast<const uint8_t*>(at);
       sum += bits * factor * array_factor(array);
     }
   });

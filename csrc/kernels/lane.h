@@ -48,13 +48,15 @@ struct ScalarLane {
   TORCHOPT_HD static void stream(Element* x, T a) {
     store(x, a);
   }
-  TORCHOPT_HD static T joined(const BFloat16* weight, const int16_t* remainder) {
+  template <class Remainder>
+  TORCHOPT_HD static T joined(const BFloat16* weight, const Remainder* remainder) {
     return join(*weight, *remainder);
   }
   TORCHOPT_HD static void store_split(BFloat16* weight, int16_t* remainder, T a) {
-    const SplitFloat parts = split(a);
-    *weight = parts.weight;
-    *remainder = parts.remainder;
+    store_parts(weight, remainder, split(a));
+  }
+  TORCHOPT_HD static void store_split(BFloat16* weight, int8_t* remainder, T a) {
+    store_parts(weight, remainder, split8(a));
   }
   using Random = RandomWords<ScalarWords>;
   TORCHOPT_HD static Random random(const RoundingStream& stream, uint32_t number) {
@@ -62,6 +64,10 @@ struct ScalarLane {
   }
   TORCHOPT_HD static void store_stochastic(BFloat16* x, T a, const Random& random, Array array) {
     *x = narrow_stochastic(a, draw_of(random, array));
+  }
+  TORCHOPT_HD static void store_split_stochastic(BFloat16* weight, int8_t* remainder, T a,
+                                                 const Random& random) {
+    store_parts(weight, remainder, split8_stochastic(a, draw_of(random, kParam)));
   }
   TORCHOPT_HD static T neg(T a) { return -a; }
   TORCHOPT_HD static T add_exact_square(T sum, T x) { return add(sum, mul(x, x)); }
@@ -94,6 +100,14 @@ struct ScalarLane {
   TORCHOPT_HD static float sqrt(float a) { return __builtin_sqrtf(a); }
   TORCHOPT_HD static double sqrt(double a) { return __builtin_sqrt(a); }
 #endif
+
+ private:
+  template <class Remainder>
+  TORCHOPT_HD static void store_parts(BFloat16* weight, Remainder* remainder,
+                                      const SplitFloat<Remainder>& parts) {
+    *weight = parts.weight;
+    *remainder = parts.remainder;
+  }
 };
 
 }  // namespace

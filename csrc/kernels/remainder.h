@@ -6,15 +6,20 @@
 // 65,537, as both of its ties round to it. The tie above an even weight is therefore moved one
 // float towards it; everything else is kept exactly (TransformerEngine and apex keep the tie
 // instead and decode a weight that is not the rounded value: NVIDIA/apex#1842).
+//
+// With an int8 the pair has the upper 24 bits of a float, again but for the ties above even
+// weights. A float is stored as its nearest weight with the remainder that comes nearest, so that
+// weights are those of an int16 remainder; or as one of the two pairs around it at random.
 #pragma once
 
 #include "kernels/dtype.h"
 
 namespace torchopt_ext {
 
+template <class Remainder>
 struct SplitFloat {
   BFloat16 weight;
-  int16_t remainder;
+  Remainder remainder;
 };
 
 namespace {
@@ -24,13 +29,42 @@ TORCHOPT_HD inline float join(BFloat16 weight, int16_t remainder) {
   return bit_cast<float>((static_cast<uint32_t>(weight.bits) << 16) + low);
 }
 
+TORCHOPT_HD inline float join(BFloat16 weight, int8_t remainder) {
+  return join(weight, static_cast<int16_t>(remainder * 256));
+}
+
+// The tie above an even weight.
+TORCHOPT_HD inline bool is_unnamed(uint32_t bits) { return (bits & 0x1ffffu) == 0x08000u; }
+
 // A NaN must be canonical.
-TORCHOPT_HD inline SplitFloat split(float x) {
+TORCHOPT_HD inline SplitFloat<int16_t> split(float x) {
   auto bits = bit_cast<uint32_t>(x);
-  bits -= (bits & 0x1ffffu) == 0x08000u ? 1u : 0u;
-  const uint32_t weight = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  bits -= is_unnamed(bits) ? 1u : 0u;
   // bits - (weight << 16), of which the low half is that of bits
-  return {{static_cast<uint16_t>(weight)}, static_cast<int16_t>(static_cast<uint16_t>(bits))};
+  return {narrow<BFloat16>(bit_cast<float>(bits)),
+          static_cast<int16_t>(static_cast<uint16_t>(bits))};
+}
+
+// The weight that split() gives, and of its remainders the one that comes nearest.
+TORCHOPT_HD inline SplitFloat<int8_t> split8(float x) {
+  const auto weight = narrow<BFloat16>(x);
+  const auto rest =
+      static_cast<int32_t>(bit_cast<uint32_t>(x) - (static_cast<uint32_t>(weight.bits) << 16));
+  const int32_t nearest = (rest + 0x7f + ((rest >> 8) & 1)) >> 8;
+  const int32_t lowest = (weight.bits & 1) - 128;  // an odd weight has neither of its ties
+  const int32_t raised = nearest < lowest ? lowest : nearest;
+  return {weight, static_cast<int8_t>(raised > 127 ? 127 : raised)};
+}
+
+// One of the two pairs around x, the upper one with a probability of what lies below x. Around an
+// unnamed float they lie twice as far apart, which takes one more of the random bits.
+TORCHOPT_HD inline SplitFloat<int8_t> split8_stochastic(float x, uint32_t draw) {
+  uint32_t bits = (bit_cast<uint32_t>(x) + (draw & 0xffu)) & ~0xffu;
+  if (is_unnamed(bits)) {
+    bits += (draw & 0x100u) != 0 ? 0x100u : ~0xffu;
+  }
+  return {narrow<BFloat16>(bit_cast<float>(bits)),
+          static_cast<int8_t>(static_cast<uint8_t>(bits >> 8))};
 }
 
 }  // namespace

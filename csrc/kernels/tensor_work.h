@@ -13,8 +13,9 @@ inline constexpr int kKept = kGrad;     // what stays between steps, from kParam
 // What is kept beside a 16-bit parameter.
 enum class Master : int32_t {
   kNone,
-  kFloat32,    // the weight; the parameter is its copy and written only
-  kRemainder,  // int16: what a bf16 parameter lacks (remainder.h)
+  kFloat32,     // the weight; the parameter is its copy and written only
+  kRemainder,   // int16: what a bf16 parameter lacks (remainder.h)
+  kRemainder8,  // int8: the next eight bits of a bf16 parameter
 };
 
 // How a parameter's arrays are held. Its kernel is chosen by this.
@@ -29,7 +30,7 @@ struct Layout {
 
 // What a step does beyond the update, the same for all its tensors.
 struct StepOptions {
-  bool stochastic_rounding = false;   // bf16 parameters without master, and bf16 moments
+  bool stochastic_rounding = false;   // of what rounds_randomly() says
   bool write_back_gradients = false;  // gradients become unscaled and clipped in memory, too
   uint32_t track = 0;                 // what to note of each chunk: Track (trace.h)
   uint64_t rounding_seed = 0;
@@ -74,7 +75,7 @@ TORCHOPT_HD constexpr int64_t element_size(const Layout& layout, int array) {
     case kGrad:
       return element_size(layout.grad);
     case kMaster:
-      return layout.master == Master::kRemainder ? 2 : 4;
+      return layout.master == Master::kRemainder8 ? 1 : layout.master == Master::kRemainder ? 2 : 4;
     default:
       return element_size(layout.state);
   }
@@ -104,12 +105,12 @@ template <class Visit>
   }
 }
 
-// Whether what a step stores of a tensor takes random bits: not where an fp32 master or a remainder
-// keeps what the parameter loses.
+// Whether what a step stores of a tensor takes random bits: not where an fp32 master or an int16
+// remainder keeps what the parameter loses.
 TORCHOPT_HD inline bool rounds_randomly(const StepOptions& options, const Layout& layout) {
+  const bool is_exact = layout.master == Master::kFloat32 || layout.master == Master::kRemainder;
   return options.stochastic_rounding &&
-         ((layout.param == DType::kBFloat16 && layout.master == Master::kNone) ||
-          layout.state == DType::kBFloat16);
+         ((layout.param == DType::kBFloat16 && !is_exact) || layout.state == DType::kBFloat16);
 }
 
 TORCHOPT_HD constexpr Layout layout_of(AdamKind kind) {

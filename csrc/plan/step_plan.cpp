@@ -26,11 +26,27 @@ const void* storage_of(const at::Tensor& tensor) {
                           : nullptr;
 }
 
+Master master_of(const at::Tensor& master) {
+  if (!master.defined()) {
+    return Master::kNone;
+  }
+  const at::ScalarType dtype = master.scalar_type();
+  return dtype == at::kShort  ? Master::kRemainder
+         : dtype == at::kChar ? Master::kRemainder8
+                              : Master::kFloat32;
+}
+
+caffe2::TypeMeta type_of(Master master) {
+  return c10::scalarTypeToTypeMeta(master == Master::kRemainder    ? at::kShort
+                                   : master == Master::kRemainder8 ? at::kChar
+                                                                   : at::kFloat);
+}
+
 void check_master(const at::Tensor& master, const Label& what, const at::Tensor& param,
                   const Label& param_what) {
   const at::ScalarType dtype = master.scalar_type();
-  if (dtype == at::kShort) {
-    TORCH_CHECK(param.scalar_type() == at::kBFloat16, what, " is a remainder (int16), but ",
+  if (dtype == at::kShort || dtype == at::kChar) {
+    TORCH_CHECK(param.scalar_type() == at::kBFloat16, what, " is a remainder (", dtype, "), but ",
                 param_what, " has dtype ", param.scalar_type(), ", expected bfloat16");
     check_memory(master, what);
   } else {
@@ -142,9 +158,7 @@ void StepPlan::check_entry(size_t i, const Tensors& tensors) {
   work.layout = {.param = dtype_of(dense),
                  .grad = dtype_of(dense),
                  .state = dtype_of(tensors[kExpAvg]),
-                 .master = !tensors[kMaster].defined()                    ? Master::kNone
-                           : tensors[kMaster].scalar_type() == at::kShort ? Master::kRemainder
-                                                                          : Master::kFloat32,
+                 .master = master_of(tensors[kMaster]),
                  .amsgrad = tensors[kMaxExpAvgSq].defined()};
   work.kind = kind_of(work.layout, work_.options);
   Known& known = known_[i];
@@ -214,11 +228,9 @@ bool StepPlan::attach(size_t i, const Borrowed& tensors) {
     const Strided& strided = strided_.at(i);
     return is_at(*tensors[kParam], strided.memory, known.param_type, strided.shape);
   };
-  const caffe2::TypeMeta master_type =
-      c10::scalarTypeToTypeMeta(work.layout.master == Master::kRemainder ? at::kShort : at::kFloat);
   return !known.swapped && address(*tensors[kStep]) == work.memory[kStep] && param_fits() &&
          fits(kExpAvg, known.state_type) && fits(kExpAvgSq, known.state_type) &&
-         fits(kMaxExpAvgSq, known.state_type) && fits(kMaster, master_type);
+         fits(kMaxExpAvgSq, known.state_type) && fits(kMaster, type_of(work.layout.master));
 }
 
 void StepPlan::renew(const std::vector<size_t>& changed) {

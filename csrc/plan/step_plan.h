@@ -22,7 +22,7 @@ namespace torchopt_ext {
 class StepPlan {
  public:
   // The tensors of a parameter by Array. Undefined: no amsgrad, no master. The master is an fp32
-  // master weight or an int16 remainder.
+  // master weight, or a remainder of int16 or int8.
   using Tensors = std::array<at::Tensor, kKept>;
   using Borrowed = std::array<c10::TensorImpl*, kKept>;  // null where undefined
 

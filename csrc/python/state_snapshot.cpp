@@ -13,10 +13,11 @@ namespace py = pybind11;
 // Whether a step reads the state entry of that name; users may keep others and replace them at
 // will.
 bool is_read(PyObject* name) {
-  static const std::array<PyObject*, 6> names = {
+  static const std::array<PyObject*, 7> names = {
       PyUnicode_InternFromString("step"),          PyUnicode_InternFromString("exp_avg"),
       PyUnicode_InternFromString("exp_avg_sq"),    PyUnicode_InternFromString("max_exp_avg_sq"),
-      PyUnicode_InternFromString("master_weight"), PyUnicode_InternFromString("remainder")};
+      PyUnicode_InternFromString("master_weight"), PyUnicode_InternFromString("remainder"),
+      PyUnicode_InternFromString("remainder8")};
   return PyUnicode_Check(name) && std::any_of(names.begin(), names.end(), [name](PyObject* read) {
            return PyUnicode_Compare(name, read) == 0;
          });

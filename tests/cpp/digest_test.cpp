@@ -39,7 +39,8 @@ uint32_t factor_of(uint32_t parameter, uint64_t element) {
 TEST(Digest, EveryFlippedBitShows) {
   constexpr DType kTypes[] = {DType::kFloat32, DType::kFloat64, DType::kBFloat16, DType::kFloat16};
   for (const DType type : kTypes) {
-    for (const Master master : {Master::kNone, Master::kFloat32, Master::kRemainder}) {
+    for (const Master master :
+         {Master::kNone, Master::kFloat32, Master::kRemainder, Master::kRemainder8}) {
       if (type == DType::kFloat64 && master != Master::kNone) {
         continue;
       }

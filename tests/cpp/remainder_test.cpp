@@ -1,9 +1,10 @@
-// A float as a bf16 weight and an int16 remainder: all lower halves of the upper halves that can
-// make a difference.
+// A float as a bf16 weight and a remainder of int16 or int8: all lower halves of the upper halves
+// that can make a difference.
 #include "kernels/remainder.h"
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <vector>
 
 #include "support.h"
@@ -33,7 +34,7 @@ TEST(Remainder, KeepsEveryFloatButTheTiesAboveEvenWeights) {
     for (uint32_t lower = 0; lower < 0x10000u; ++lower) {
       const uint32_t bits = upper << 16 | lower;
       const auto x = bit_cast<float>(bits);
-      const SplitFloat parts = split(x);
+      const SplitFloat<int16_t> parts = split(x);
       const float joined = join(parts.weight, parts.remainder);
       const auto joined_bits = bit_cast<uint32_t>(joined);
       const bool moves = is_tie(bits) && upper % 2 == 0;
@@ -41,7 +42,7 @@ TEST(Remainder, KeepsEveryFloatButTheTiesAboveEvenWeights) {
       ASSERT_EQ(joined_bits, moves ? bits - 1 : bits) << bits;  // towards the even weight below
       ASSERT_EQ(narrow<BFloat16>(joined).bits, parts.weight.bits) << bits;
       ASSERT_EQ(narrow<BFloat16>(x).bits, parts.weight.bits) << bits;
-      const SplitFloat again = split(joined);
+      const SplitFloat<int16_t> again = split(joined);
       ASSERT_EQ(again.weight.bits, parts.weight.bits) << bits;
       ASSERT_EQ(again.remainder, parts.remainder) << bits;
     }
@@ -49,21 +50,112 @@ TEST(Remainder, KeepsEveryFloatButTheTiesAboveEvenWeights) {
   EXPECT_EQ(moved, static_cast<int64_t>(upper_halves().size() / 2));
 }
 
+// The values of pairs with an int8 around a float: its own, if there is one.
+struct Pairs {
+  uint32_t below;
+  uint32_t above;
+};
+
+Pairs pairs_around(uint32_t bits) {
+  const auto named = [](uint32_t x) { return (x & 0xffu) == 0 && (x & 0x1ffffu) != 0x8000u; };
+  Pairs pairs{bits, bits};
+  for (; !named(pairs.below); --pairs.below) {
+  }
+  for (; !named(pairs.above); ++pairs.above) {
+  }
+  return pairs;
+}
+
+uint32_t joined_bits(const SplitFloat<int8_t>& parts) {
+  return bit_cast<uint32_t>(join(parts.weight, parts.remainder));
+}
+
+// The weight is the float's own nearest, and no remainder that keeps it the pair's comes nearer.
+TEST(Remainder, OfEightBitsComesNearest) {
+  for (const uint32_t upper : upper_halves()) {
+    for (uint32_t lower = 0; lower < 0x10000u; ++lower) {
+      const uint32_t bits = upper << 16 | lower;
+      const auto x = bit_cast<float>(bits);
+      const SplitFloat<int8_t> parts = split8(x);
+      ASSERT_EQ(parts.weight.bits, split(x).weight.bits) << bits;
+      const auto distance = [&](int remainder) {
+        const float y = join(parts.weight, static_cast<int8_t>(remainder));
+        const bool is_pair = remainder >= -128 && remainder < 128 && !std::isnan(y) &&
+                             narrow<BFloat16>(y).bits == parts.weight.bits;
+        return is_pair ? std::abs(static_cast<int64_t>(bit_cast<uint32_t>(y)) - bits)
+                       : int64_t{1} << 32;
+      };
+      const int64_t found = distance(parts.remainder);
+      ASSERT_LE(found, 0x100) << bits;
+      for (const int other : {parts.remainder - 1, parts.remainder + 1}) {
+        const bool stays = parts.remainder % 2 == 0;  // between two
+        ASSERT_TRUE(found < distance(other) || (found == distance(other) && stays)) << bits;
+      }
+    }
+  }
+}
+
+TEST(Remainder, OfEightBitsKeepsPairs) {
+  for (const uint32_t upper : upper_halves()) {
+    for (int remainder = -128; remainder < 128; ++remainder) {
+      const BFloat16 weight{static_cast<uint16_t>(upper)};
+      const float x = join(weight, static_cast<int8_t>(remainder));
+      if (narrow<BFloat16>(x).bits != upper || std::isnan(x)) {
+        continue;  // no pair: a step never stores it
+      }
+      const SplitFloat<int16_t> wider = split(x);
+      ASSERT_EQ(wider.weight.bits, upper);
+      ASSERT_EQ(wider.remainder, 256 * remainder);
+      ASSERT_EQ(joined_bits(split8(x)), bit_cast<uint32_t>(x));
+      for (const uint32_t draw : {0u, 0xffu, 0x100u, 0xffffu}) {
+        ASSERT_EQ(joined_bits(split8_stochastic(x, draw)), bit_cast<uint32_t>(x));
+      }
+    }
+  }
+}
+
+TEST(Remainder, OfEightBitsIsRightOnAverage) {
+  for (const uint32_t upper : {0x0000u, 0x3f80u, 0xbf81u, 0x7f7fu}) {
+    for (uint32_t lower = 0; lower < 0x10000u; ++lower) {
+      const uint32_t bits = upper << 16 | lower;
+      const auto [below, above] = pairs_around(bits);
+      uint32_t ups = 0;
+      for (uint32_t draw = 0; draw < 0x200u; ++draw) {
+        const SplitFloat<int8_t> parts = split8_stochastic(bit_cast<float>(bits), draw);
+        const uint32_t found = joined_bits(parts);
+        ASSERT_TRUE(found == below || found == above) << bits;
+        ASSERT_EQ(narrow<BFloat16>(join(parts.weight, parts.remainder)).bits, parts.weight.bits);
+        ups += found == above ? 1 : 0;
+      }
+      ASSERT_EQ(below == above ? 0 : ups * (above - below), (bits - below) * 0x200u) << bits;
+    }
+  }
+}
+
 TEST(Remainder, KeepsInfinityAndNaN) {
   for (const uint32_t bits : {0x7f800000u, 0xff800000u, 0x7fc00000u}) {
-    const SplitFloat parts = split(bit_cast<float>(bits));
+    const SplitFloat<int16_t> parts = split(bit_cast<float>(bits));
     EXPECT_EQ(bit_cast<uint32_t>(join(parts.weight, parts.remainder)), bits);
+    EXPECT_EQ(joined_bits(split8(bit_cast<float>(bits))), bits);
+    EXPECT_EQ(joined_bits(split8_stochastic(bit_cast<float>(bits), 0xffff)), bits);
     EXPECT_EQ(parts.weight.bits, bits >> 16);
     EXPECT_EQ(parts.remainder, 0);
   }
 }
 
-constexpr Layout kLayout{.param = DType::kBFloat16, .master = Master::kRemainder};
+SplitFloat<int16_t> split_as(float x, int16_t /*remainder*/) { return split(x); }
+SplitFloat<int8_t> split_as(float x, int8_t /*remainder*/) { return split8(x); }
+
+template <class Remainder>
+constexpr Layout kLayout{
+    .param = DType::kBFloat16,
+    .master = sizeof(Remainder) == 1 ? Master::kRemainder8 : Master::kRemainder};
 
 // What a kernel takes weights for, but for the sign of a zero: less themselves they are 0, and so
 // their change is what they were, negated.
+template <class Remainder>
 std::vector<float> joined_by(const KernelTable& table, std::vector<BFloat16> weights,
-                             std::vector<int16_t> remainders) {
+                             std::vector<Remainder> remainders) {
   TensorScalars scalars{};
   scalars.as_float.has_decay = true;
   scalars.as_float.decay = 1.0f;
@@ -73,45 +165,47 @@ std::vector<float> joined_by(const KernelTable& table, std::vector<BFloat16> wei
   std::vector<float> exp_avg(n);
   std::vector<float> exp_avg_sq(n);
   std::vector<float> change(n);
-  TensorWork work = work_of(kLayout, weights.data(), remainders.data());
+  TensorWork work = work_of(kLayout<Remainder>, weights.data(), remainders.data());
   work.memory[kGrad] = grad.data();
   work.memory[kExpAvg] = exp_avg.data();
   work.memory[kExpAvgSq] = exp_avg_sq.data();
   ChunkTrace trace{};
-  table.adam_traced[6](scalars, work, {}, 0, static_cast<int64_t>(n), change.data(), trace);
+  table.adam_traced[static_cast<int>(AdamKind::kGeneral)](
+      scalars, work, {}, 0, static_cast<int64_t>(n), change.data(), trace);
   for (float& x : change) {
     x = -x;
   }
   return change;
 }
 
-// Ties above even weights come about as the float above them minus one unit.
-TEST(Remainder, KernelsSplitAndJoinAsTheHeaderDoes) {
+// From the pair nearest to a value to the value, which is then split again.
+template <class Remainder>
+void expect_kernels_split_and_join() {
   std::vector<float> values;
   std::vector<float> amounts;
   std::vector<BFloat16> before;
-  std::vector<int16_t> before_remainder;
+  std::vector<Remainder> before_remainder;
   for (const uint32_t upper : upper_halves()) {
-    for (const uint32_t lower : {0x0000u, 0x7fffu, 0x8000u, 0x8001u, 0xffffu}) {
-      const uint32_t bits = upper << 16 | lower;
-      const auto above = bit_cast<float>(bits + (is_tie(bits) ? 1 : 0));
-      values.push_back(bit_cast<float>(bits));
-      amounts.push_back(above - values.back());
-      before.push_back(split(above).weight);
-      before_remainder.push_back(split(above).remainder);
+    for (const uint32_t lower : {0x0000u, 0x007fu, 0x0080u, 0x0180u, 0x7f7fu, 0x7f80u, 0x7fffu,
+                                 0x8000u, 0x8001u, 0x8080u, 0x8081u, 0xff00u, 0xff7fu}) {
+      const auto x = bit_cast<float>(upper << 16 | lower);
+      const SplitFloat<Remainder> near = split_as(x, Remainder{});
+      values.push_back(x);
+      amounts.push_back(join(near.weight, near.remainder) - x);
+      before.push_back(near.weight);
+      before_remainder.push_back(near.remainder);
     }
   }
   const std::vector<float> nothing(values.size());
   for (const KernelTable* table : runnable_tables()) {
     std::vector<BFloat16> weights = before;
-    std::vector<int16_t> remainders = before_remainder;
-    const TensorWork work = work_of(kLayout, weights.data(), remainders.data());
+    std::vector<Remainder> remainders = before_remainder;
+    const TensorWork work = work_of(kLayout<Remainder>, weights.data(), remainders.data());
     subtract(*table, work, amounts);
     for (int stored = 1; stored <= 2; ++stored) {  // the second is the first, joined and split
       for (size_t i = 0; i < values.size(); ++i) {
-        const SplitFloat parts = split(values[i]);
-        ASSERT_EQ(weights[i].bits, parts.weight.bits) << table->name << " " << values[i];
-        ASSERT_EQ(remainders[i], parts.remainder) << table->name << " " << values[i];
+        ASSERT_EQ(weights[i].bits, before[i].bits) << table->name << " " << values[i];
+        ASSERT_EQ(remainders[i], before_remainder[i]) << table->name << " " << values[i];
       }
       subtract(*table, work, nothing);
     }
@@ -123,6 +217,11 @@ TEST(Remainder, KernelsSplitAndJoinAsTheHeaderDoes) {
       }
     }
   }
+}
+
+TEST(Remainder, KernelsSplitAndJoinAsTheHeaderDoes) {
+  expect_kernels_split_and_join<int16_t>();
+  expect_kernels_split_and_join<int8_t>();
 }
 
 }  // namespace

@@ -47,14 +47,15 @@ inline std::vector<Case> every_way_to_hold() {
     const bool is_half = param == DType::kBFloat16 || param == DType::kFloat16;
     for (const DType grad : kAllDTypes) {
       for (const DType state : kAllDTypes) {
-        for (const Master master : {Master::kNone, Master::kFloat32, Master::kRemainder}) {
+        for (const Master master :
+             {Master::kNone, Master::kFloat32, Master::kRemainder, Master::kRemainder8}) {
           const bool one_is_wide = param == DType::kFloat64 || grad == DType::kFloat64;
           const bool one_is_single = param == DType::kFloat32 || grad == DType::kFloat32;
           const bool grad_fits = grad == param || (one_is_single && !one_is_wide);
           const bool state_fits = (state == DType::kFloat64) == (param == DType::kFloat64);
           const bool master_fits = master == Master::kNone ||
                                    (master == Master::kFloat32 && is_half) ||
-                                   (master == Master::kRemainder && param == DType::kBFloat16);
+                                   param == DType::kBFloat16;
           if (grad_fits && state_fits && master_fits) {
             all.push_back({.layout = {param, grad, state, master}});
           }
@@ -70,14 +71,14 @@ class Tensor {
   explicit Tensor(const Case& c) : case_(c) {
     const int64_t n = c.rows * c.row_length;
     const Layout& held = c.layout;
-    const DType master = held.master == Master::kRemainder ? DType::kBFloat16 : DType::kFloat32;
-    const DType dtypes[] = {held.param, held.state,      held.state, held.state,
-                            master,     DType::kFloat32, held.grad};
+    const DType dtypes[] = {held.param,      held.state,      held.state, held.state,
+                            DType::kFloat32, DType::kFloat32, held.grad};
     const int spreads[] = {2, 10, 10, 10, 2, 2, 12};
     for (unsigned a = 0; a < kArrays; ++a) {
       size_[a] = element_size(dtypes[a]);
       memory_[a] = random_elements(dtypes[a], n + kSlack, spreads[a], c.seed + a);
     }
+    size_[kMaster] = element_size(held, kMaster);
     for (const Array squares : {kExpAvgSq, kMaxExpAvgSq}) {  // clear sign bits
       for (size_t i = static_cast<size_t>(size_[squares]) - 1; i < memory_[squares].size();
            i += static_cast<size_t>(size_[squares])) {
@@ -89,15 +90,17 @@ class Tensor {
     work.layout = held;
     work.kind = kind_of(held, c.options);
     work.index = 7;
-    if (held.master == Master::kRemainder) {
+    if (held.master == Master::kRemainder || held.master == Master::kRemainder8) {
       point();
       const std::vector<unsigned char> floats = random_elements(DType::kFloat32, n, 2, c.seed);
       for (int64_t i = 0; i < n; ++i) {
         float x = 0.0f;
         std::memcpy(&x, floats.data() + i * 4, 4);
-        const SplitFloat parts = split(x);
-        static_cast<BFloat16*>(work.memory[kParam])[i] = parts.weight;
-        static_cast<int16_t*>(work.memory[kMaster])[i] = parts.remainder;
+        if (held.master == Master::kRemainder) {
+          set_parts(i, split(x));
+        } else {
+          set_parts(i, split8(x));
+        }
       }
     }
   }
@@ -130,6 +133,12 @@ class Tensor {
 
  private:
   static constexpr int64_t kSlack = 16;
+
+  template <class Remainder>
+  void set_parts(int64_t i, const SplitFloat<Remainder>& parts) {
+    static_cast<BFloat16*>(work.memory[kParam])[i] = parts.weight;
+    static_cast<Remainder*>(work.memory[kMaster])[i] = parts.remainder;
+  }
 
   Case case_;
   std::array<std::vector<unsigned char>, kArrays> memory_;

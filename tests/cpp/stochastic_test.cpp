@@ -69,14 +69,14 @@ TEST(Stochastic, TheMeanIsTheExactValue) {
 }
 
 // Where the numbers' upper half changes on the way, too, and run by run.
-TEST(Stochastic, KernelsRoundAsTheHeaderDoes) {
+void expect_kernels_round_as_the_header(Master master) {
   constexpr size_t kElements = 1000;
   constexpr int64_t kCarry = (int64_t{1} << 32) - 21;
   const RoundingKey key{0x123456789abcdef0, 0x80000001, 0xf0000002};
   float step = 0x1p24f;
   for (const int64_t first : {int64_t{0}, int64_t{7}, kCarry}) {
     for (const int64_t run : {0, 37}) {
-      TensorWork work = work_of({.param = DType::kBFloat16}, nullptr);
+      TensorWork work = work_of({.param = DType::kBFloat16, .master = master}, nullptr);
       work.memory[kStep] = &step;
       work.index = key.parameter;
       work.first_element = first;
@@ -84,27 +84,42 @@ TEST(Stochastic, KernelsRoundAsTheHeaderDoes) {
       work.stride = 100;
       std::vector<BFloat16> before;
       std::vector<float> amounts;
-      std::vector<BFloat16> expected;
+      std::vector<SplitFloat<int8_t>> expected;
       for (size_t i = 0; i < kElements; ++i) {
         const auto element = static_cast<uint64_t>(global_element(work, static_cast<int64_t>(i)));
         const Drawn random =
             random_of({key.seed, static_cast<uint32_t>(step), key.parameter}, element);
-        const uint32_t bits = (random.word[1] * 0x9e3779b9u) & 0xbfffffffu;
+        uint32_t bits = (random.word[1] * 0x9e3779b9u) & 0xbfffffffu;
+        if (i % 3 == 0) {
+          bits = (bits & 0xfffe00ffu) | 0x8000u;  // by the tie above an even weight
+        }
         const auto x = bit_cast<float>(bits);  // of any sign, below 2 in magnitude
         before.push_back({static_cast<uint16_t>(bits >> 16)});
         amounts.push_back(widen(before.back()) - x);  // exact, and so is the subtraction
-        expected.push_back(narrow_stochastic(x, draw_of(random, kParam)));
+        const uint32_t draw = draw_of(random, kParam);
+        expected.push_back(master == Master::kRemainder8
+                               ? split8_stochastic(x, draw)
+                               : SplitFloat<int8_t>{narrow_stochastic(x, draw), 0});
       }
       for (const KernelTable* table : runnable_tables()) {
         std::vector<BFloat16> param = before;
+        std::vector<int8_t> remainder(kElements);
         work.memory[kParam] = param.data();
+        work.memory[kMaster] = remainder.data();
         subtract(*table, work, amounts, {.stochastic_rounding = true, .rounding_seed = key.seed});
         for (size_t i = 0; i < kElements; ++i) {
-          ASSERT_EQ(param[i].bits, expected[i].bits) << table->name << " " << first << " " << i;
+          ASSERT_EQ(param[i].bits, expected[i].weight.bits)
+              << table->name << " " << first << " " << i;
+          ASSERT_EQ(remainder[i], expected[i].remainder) << table->name << " " << first << " " << i;
         }
       }
     }
   }
+}
+
+TEST(Stochastic, KernelsRoundAsTheHeaderDoes) {
+  expect_kernels_round_as_the_header(Master::kNone);
+  expect_kernels_round_as_the_header(Master::kRemainder8);
 }
 
 }  // namespace

@@ -20,7 +20,7 @@ from torchopt_ext.optim.estimate import estimate
 from torchopt_ext.zero import ZeroRedundancyOptimizer, reduce_scatter_hook
 
 BUCKET = 3000
-MASTERS = {"fp32": "master_weight", "remainder": "remainder"}
+MASTERS = {"fp32": "master_weight", "remainder": "remainder", "remainder8": "remainder8"}
 
 
 def build(dtype: torch.dtype) -> nn.Sequential:

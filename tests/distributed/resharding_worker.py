@@ -54,6 +54,7 @@ KINDS: dict[str, tuple[torch.dtype, type[torch.optim.Optimizer], dict[str, Any]]
     "bf16": (torch.bfloat16, FusedAdamW, CLIPPED | BF16),
     "masters": (torch.bfloat16, FusedAdamW, CLIPPED | {"master_weights": "fp32"}),
     "remainder": (torch.bfloat16, FusedAdamW, CLIPPED | BF16 | {"master_weights": "remainder"}),
+    "remainder8": (torch.bfloat16, FusedAdamW, CLIPPED | {"master_weights": "remainder8"}),
     "torch's bf16": (torch.bfloat16, torch.optim.AdamW, {}),
 }
 

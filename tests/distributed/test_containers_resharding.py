@@ -30,7 +30,7 @@ WAYS = ["fresh", "after steps", "in place"]
 """statedict.dcp.load into a new container, and into one that has other state; dcp.load."""
 KINDS = ["fp32", "masters", "remainder"]
 FP32 = ["fp32", "in backward", "torch's fp32"]
-BF16 = ["bf16", "masters", "remainder", "torch's bf16"]
+BF16 = ["bf16", "masters", "remainder", "remainder8", "torch's bf16"]
 CONVERTED = [(saved, kept) for kinds in (FP32, BF16) for saved, kept in product(kinds, kinds)]
 Case = list[Any]
 
@@ -66,6 +66,7 @@ def some(source: int, target: int) -> Iterator[tuple[Case, Case]]:
     first = saving(source, "fsdp", "remainder", 3, "async")
     yield first, loading(first, "tp", "remainder", "fresh")
     yield first, loading(first, "pp", "masters", "after steps")
+    yield first, loading(first, "fsdp", "remainder8", "fresh")
     second = saving(source, "pp", "fp32", 0, "sync")
     yield second, loading(second, "fsdp", "fp32", "fresh")
     yield second, loading(second, "ddp", "torch's fp32", "in place")

@@ -11,7 +11,7 @@ from .rank_results import Results, agreed
 pytestmark = [pytest.mark.timeout(240), pytest.mark.processes]
 
 WORLD_SIZES = (1, 4, 3, 2)  # in this order: a checkpoint goes from one to the next
-NAMES = ("fused", "fp32", "remainder", "adamw", "sgd")
+NAMES = ("fused", "fp32", "remainder", "remainder8", "adamw", "sgd")
 
 
 @pytest.fixture(scope="module")

@@ -43,6 +43,11 @@ OPTIMIZERS: dict[str, tuple[torch.dtype, Any, dict[str, Any]]] = {
     "fused": (torch.float32, FusedAdamW, {"amsgrad": True}),
     "fp32": (torch.bfloat16, FusedAdamW, {"master_weights": "fp32"}),
     "remainder": (torch.bfloat16, FusedAdamW, {"master_weights": "remainder"}),
+    "remainder8": (
+        torch.bfloat16,
+        FusedAdamW,
+        {"master_weights": "remainder8", "stochastic_rounding": True},
+    ),
     "adamw": (torch.float32, torch.optim.AdamW, {}),
     "sgd": (torch.float32, torch.optim.SGD, {"momentum": 0.9}),
 }

@@ -43,7 +43,7 @@ from softfloat import (
     number,
     special_bits,
 )
-from storage_formulas import digest, loss_scales, random_of, round_stochastically, split
+from storage_formulas import digest, loss_scales, random_of, round_stochastically, split, split8
 
 HERE = Path(__file__).resolve().parent
 
@@ -461,6 +461,20 @@ def remainder_file() -> Iterator[dict[str, Any]]:
     }
 
 
+def remainder8_file() -> Iterator[dict[str, Any]]:
+    uppers = [0, 1, 2, 0x7F, 0x80, 0x3F80, 0x3F81, 0x7F7E, 0x7F7F]
+    lowers = [0, 0x7F, 0x80, 0x81, 0x180, 0x7F00, 0x7F80, 0x7FFF, 0x8000, 0x8001, 0x8080, 0xFF80]
+    bits = [sign | u << 16 | low for sign in (0, 1 << 31) for u in uppers for low in lowers]
+    rng = SplitMix64(16)
+    bits += [random_bits(rng, FP32, -20, 20) for _ in range(200)] + [0x7F800000, 0xFF800000]
+    parts = [split8(b) for b in bits]
+    yield {
+        "weights": hexed(FP32, bits),
+        "parameters": hexed(BF16, (weight for weight, _ in parts)),
+        "remainders": [remainder for _, remainder in parts],
+    }
+
+
 def stochastic_file() -> Iterator[dict[str, Any]]:
     """exp_avg after one step with beta1 = 0.5 is half the gradient, exactly."""
     rng = SplitMix64(13)
@@ -527,6 +541,7 @@ FILES: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
     "lr_factor.json": lr_factor_file,
     "partition.json": partition_file,
     "remainder.json": remainder_file,
+    "remainder8.json": remainder8_file,
     "stochastic.json": stochastic_file,
     "digest.json": digest_file,
     "loss_scale.json": loss_scale_file,

@@ -18,6 +18,18 @@ def split(bits: int) -> tuple[int, int]:
     return weight, bits - (weight << 16)
 
 
+def split8(bits: int) -> tuple[int, int]:
+    """The same with an 8-bit remainder, of those that leave the weight the pair's nearest bf16."""
+    weight = encode(BF16, round_to(BF16, decode(FP32, bits)))
+    rest = bits - (weight << 16)
+
+    def distance(remainder: int) -> tuple[int, int]:
+        return abs(256 * remainder - rest), remainder % 2
+
+    lowest = -127 if weight % 2 else -128
+    return weight, min(range(lowest, 128), key=distance)
+
+
 def mix64(x: int) -> int:
     """The finaliser of SplitMix64."""
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & M64

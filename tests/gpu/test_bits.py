@@ -28,6 +28,8 @@ WAYS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "bf16, random": (torch.bfloat16, RANDOM),
     "bf16, master": (torch.bfloat16, {"master_weights": "fp32"}),
     "bf16, remainder": (torch.bfloat16, {"master_weights": "remainder"}),
+    "bf16, 8-bit remainder": (torch.bfloat16, {"master_weights": "remainder8"}),
+    "bf16, random 8-bit remainder": (torch.bfloat16, {"master_weights": "remainder8", **RANDOM}),
     "bf16, remainder, random bf16 moments": (
         torch.bfloat16,
         {"master_weights": "remainder", "state_dtype": torch.bfloat16, **RANDOM},

@@ -151,16 +151,19 @@ def bfloat16_step(
     return param.detach(), optimizer.state[param]
 
 
-def test_remainder() -> None:
-    for case in cases("remainder"):
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("remainder", torch.int16), ("remainder8", torch.int8)]
+)
+def test_remainder(kind: str, dtype: torch.dtype) -> None:
+    for case in cases(kind):
         weights, want = tensor("float32", case["weights"]), tensor("bfloat16", case["parameters"])
-        remainders = torch.tensor(case["remainders"], dtype=torch.int16)
-        from_python = split_master(weights)
+        remainders = torch.tensor(case["remainders"], dtype=dtype)
+        from_python = split_master(weights, dtype)
         assert hexed(from_python[0]) == case["parameters"]
         assert from_python[1].equal(remainders)
-        got, state = bfloat16_step(want, {"remainder": remainders}, master_weights="remainder")
+        got, state = bfloat16_step(want, {kind: remainders}, master_weights=kind)
         assert hexed(got) == case["parameters"]  # joined and split by the step
-        assert state["remainder"].equal(remainders)
+        assert state[kind].equal(remainders)
 
 
 def test_stochastic_rounding() -> None:

@@ -25,7 +25,7 @@ from torch.nn.utils import clip_grad_norm_
 import torchopt_ext
 from torchopt_ext import _C, FusedAdamW
 from torchopt_ext.cli.info import processor
-from torchopt_ext.cli.tensors import add_source, from_options
+from torchopt_ext.cli.tensors import MASTERS_NAMED, add_source, from_options
 from torchopt_ext.cli.terminal import (
     CommandError,
     Parser,
@@ -42,7 +42,7 @@ from torchopt_ext.cli.terminal import (
     written,
 )
 from torchopt_ext.optim.estimate import element_bytes
-from torchopt_ext.optim.storage import SIXTEEN_BIT, Storage
+from torchopt_ext.optim.storage import MASTER_WEIGHTS, SIXTEEN_BIT, Storage
 
 OURS, FUSED = "torchopt_ext FusedAdamW", "torch AdamW fused"
 MAX_NORM = 1.0
@@ -69,7 +69,7 @@ def parser() -> Parser:
     add_source(made, required=False)
     made.add_argument(
         "--master-weights",
-        choices=("fp32", "remainder"),
+        choices=tuple(MASTER_WEIGHTS),
         help="of 16-bit parameters; torch is then timed with fp32 copies, cast before and after",
     )
     made.add_argument("--device", default="cpu", help="cpu (the default), cuda or such as cuda:1")
@@ -111,7 +111,8 @@ def run(name: str, like: list[Tensor], options: Any) -> dict[str, Any]:
         params = filled(like, device)
     except (RuntimeError, AssertionError) as error:  # torch asserts that it was built for CUDA
         raise CommandError(f"--device {options.device}: {first_sentence(error)}") from error
-    if any(p.dtype == torch.float16 for p in params) and options.master_weights == "remainder":
+    remainders = options.master_weights not in (None, "fp32")
+    if remainders and any(p.dtype == torch.float16 for p in params):
         raise CommandError("a remainder completes bfloat16 only: --master-weights fp32")
     clock = Clock(device)
     plain = plain_update(device)
@@ -312,11 +313,12 @@ def about(found: dict[str, Any]) -> str:
     """The machine and what was timed, in lines."""
     versions, bandwidth = found["versions"], found["roofline_bytes_per_second"]
     by = f"{found['instruction_set']}, " if found["instruction_set"] else ""
-    held = {None: "", "fp32": ", fp32 master weights", "remainder": ", remainders"}
+    kind = found["master_weights"]
+    held = f", {MASTERS_NAMED[kind]}" if kind else ""
     return "\n".join(
         [
             f"{found['model']}: {found['parameters']:,} parameters in {found['tensors']:,} "
-            f"tensors, {', '.join(found['dtypes'])}{held[found['master_weights']]}",
+            f"tensors, {', '.join(found['dtypes'])}{held}",
             f"{found['device']}, {by}{found['threads']} threads; {PLAIN} moves {size(bandwidth)}/s",
             f"torchopt_ext {versions['torchopt_ext']}, torch {versions['torch']}, "
             f"Python {versions['python']}; {found['date']}",

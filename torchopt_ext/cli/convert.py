@@ -32,17 +32,17 @@ from torchopt_ext.cli.tensors import DTYPES, add_dtype
 from torchopt_ext.cli.terminal import CommandError, Parser, Progress, size, written
 from torchopt_ext.optim.storage import (
     MASTER,
-    REMAINDER,
+    MASTER_WEIGHTS,
     SIXTEEN_BIT,
     join_master,
     split_master,
 )
 from torchopt_ext.statedict.dcp import Path as KeyPath
-from torchopt_ext.statedict.entries import MOMENTS
+from torchopt_ext.statedict.entries import MASTERS, MOMENTS, REMAINDERS
 
 FORMATS = {"torch": FILE, "dcp": FOLDER}
 MOMENT_DTYPES = ("float32", "bfloat16")
-MASTERS = {"none": None, "fp32": MASTER, "remainder": REMAINDER}
+KINDS = {"none": None, **MASTER_WEIGHTS}
 
 
 def parser() -> Parser:
@@ -68,7 +68,7 @@ def parser() -> Parser:
         help="as torch.optim.AdamW over fp32 weights has it: fp32 moments, no master weights, no "
         "entries of this package",
     )  # fmt: skip
-    made.add_argument("--master-weights", choices=MASTERS, help="what to keep of each weight")
+    made.add_argument("--master-weights", choices=KINDS, help="what to keep of each weight")
     add_dtype(made, "--state-dtype", MOMENT_DTYPES, "of the moments")
     made.add_argument(
         "--weights", type=Path, metavar="CHECKPOINT",
@@ -101,7 +101,7 @@ def main(args: list[str]) -> int:
     new = converted(source, weights, options)
     exact = []
     if options.save_weights is not None:
-        exact = [e for e in map(source.entry, source.tensors) if e.kind in (MASTER, REMAINDER)]
+        exact = [e for e in map(source.entry, source.tensors) if e.kind in MASTERS]
         if not exact:
             raise CommandError(f"{options.input} has no master weights for --save-weights")
         for entry in exact:
@@ -173,7 +173,7 @@ class Weights:
             return
         checkpoint, key = self._place(entry)
         weight, like = checkpoint.tensors[key], self.source.tensors[entry.key]
-        expected = (torch.bfloat16,) if entry.kind == REMAINDER else (torch.float32, *SIXTEEN_BIT)
+        expected = (torch.bfloat16,) if entry.kind in REMAINDERS else (torch.float32, *SIXTEEN_BIT)
         if weight.shape != like.shape or weight.dtype not in expected:
             names = " or ".join(str(dtype).removeprefix("torch.") for dtype in expected)
             raise CommandError(
@@ -194,10 +194,10 @@ class Weights:
         else:
             checkpoint, key = self._place(entry)
             exact = checkpoint.tensor(key)
-            if entry.kind == REMAINDER:
+            if entry.kind in REMAINDERS:
                 exact = join_master(exact, self.source.tensor(entry.key))
         exact = exact.float()
-        return exact if wanted == MASTER else split_master(exact)[1]
+        return exact if wanted == MASTER else split_master(exact, MASTERS[wanted])[1]
 
 
 # ---- what is written -----------------------------------------------------------------------------
@@ -236,7 +236,7 @@ def converted(source: Checkpoint, weights: Weights, options: Any) -> dict[str, N
             owners.setdefault((entry.part, entry.owner), {})[entry.kind] = entry
         if options.to_torch and entry.kind == CONTROL:
             continue
-        if options.master_weights is not None and entry.kind in MASTERS.values():
+        if options.master_weights is not None and entry.kind in MASTERS:
             continue  # made below
         dtype = like.dtype
         if entry.owner and entry.kind in MOMENTS and dtype in (torch.float32, *SIXTEEN_BIT):
@@ -245,21 +245,21 @@ def converted(source: Checkpoint, weights: Weights, options: Any) -> dict[str, N
         new[key] = New(source.paths[key], like.shape, dtype, make)
     if not owners:
         raise CommandError(f"{options.input} holds no optimizer's state")
-    wanted = MASTERS[options.master_weights or "none"]
+    wanted = KINDS[options.master_weights or "none"]
     if wanted is None:
         return new
-    mixed = any(MASTER in own or REMAINDER in own for own in owners.values())
+    mixed = any(MASTERS.keys() & own.keys() for own in owners.values())
     for own in owners.values():
-        kinds = [kind for kind in (wanted, MASTER, REMAINDER, "exp_avg") if kind in own]
+        kinds = [kind for kind in (wanted, *MASTERS, "exp_avg") if kind in own]
         if not kinds or (kinds == ["exp_avg"] and mixed and not weights.given):
             continue  # no parameter of Adam's; or one of 32 bits beside those of 16
         entry = own[kinds[0]]
         weights.check(entry, wanted)
         path = source.paths[entry.key]
         path = (*path[:-1], str(path[-1]).removesuffix(entry.kind) + wanted)
-        dtype = torch.float32 if wanted == MASTER else torch.int16
         make = functools.partial(weights.as_kind, entry, wanted)
-        new[".".join(map(str, path))] = New(path, source.tensors[entry.key].shape, dtype, make)
+        shape = source.tensors[entry.key].shape
+        new[".".join(map(str, path))] = New(path, shape, MASTERS[wanted], make)
     return new
 
 

@@ -21,8 +21,9 @@ from torchopt_ext.cli.checkpoints import (
     memory_of,
     open_checkpoint,
 )
+from torchopt_ext.cli.tensors import MASTERS_NAMED
 from torchopt_ext.cli.terminal import WIDTH, Parser, Progress, size, table
-from torchopt_ext.optim.storage import MASTER, REMAINDER
+from torchopt_ext.optim.storage import MASTER_WEIGHTS
 
 _SHOWN = ("lr", "betas", "eps", "weight_decay", "amsgrad", "momentum")
 _NO_OPTIONS = ("params", "param_names")
@@ -117,7 +118,7 @@ def part_report(checkpoint: Checkpoint, part: str, entries: list[Entry]) -> dict
         found |= {
             "layout": "indices" if indexed else "names",
             "parameters": len(owners),
-            "masters": "fp32" if MASTER in names else "remainder" if REMAINDER in names else None,
+            "masters": next((kind for kind, name in MASTER_WEIGHTS.items() if name in names), None),
             "steps": sorted({int(step) for step in steps}),
             "groups": groups(checkpoint, part),
             "control": {
@@ -210,7 +211,7 @@ def headline(part: str, own: dict[str, Any]) -> str:
         return f"{part or 'tensors'}:"
     steps = own["steps"]
     counted = f"steps {steps[0]:,} to {steps[-1]:,}" if steps[1:] else f"step {steps[0]:,}"
-    masters = {"fp32": "fp32 master weights", "remainder": "remainders"}.get(own["masters"])
+    masters = MASTERS_NAMED.get(own["masters"])
     said = [
         f"{own['parameters']:,} parameters by {'index' if own['layout'] == 'indices' else 'name'}",
         counted if steps else "no steps",

@@ -26,6 +26,7 @@ from torchopt_ext.cli.terminal import (
     unit_of,
 )
 from torchopt_ext.optim.estimate import SHARDINGS, RankBytes, estimate, unevenness
+from torchopt_ext.optim.storage import MASTER_WEIGHTS
 
 HELD = ("weights", "gradients", "masters", "moments")
 COLORS = ("#b8b8b8", "#e08e45", "#5aa2d6", "#1b6ca8")
@@ -60,7 +61,7 @@ def parser() -> Parser:
     )
     add_dtype(made, "--grad-dtype", DTYPES, "of gradients, if not their parameters'")
     made.add_argument(
-        "--master-weights", choices=("fp32", "remainder"), help="as FusedAdamW's (none)"
+        "--master-weights", choices=tuple(MASTER_WEIGHTS), help="as FusedAdamW's (none)"
     )
     add_dtype(made, "--state-dtype", ("float32", "bfloat16"), "of the moments")
     made.add_argument("--amsgrad", action="store_true", help="a third moment")

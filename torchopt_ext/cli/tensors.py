@@ -26,6 +26,10 @@ DTYPES = {
     "float64": torch.float64,
 }  # fmt: skip
 _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
+MASTERS_NAMED = {
+    "fp32": "fp32 master weights", "remainder": "remainders", "remainder8": "8-bit remainders"
+}  # fmt: skip
+"""What ``master_weights`` keeps, by its value."""
 _SAFETENSORS = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,

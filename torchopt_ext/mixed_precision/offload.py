@@ -21,7 +21,7 @@ from torchopt_ext._torch import tree_leaves, tree_map_only
 from torchopt_ext.mixed_precision.fsdp_optimizer import params_of
 from torchopt_ext.optim.context import IDLE
 from torchopt_ext.optim.local import local_tensor
-from torchopt_ext.optim.storage import MASTER, REMAINDER
+from torchopt_ext.statedict.entries import MASTERS
 
 cuda: Any = torch.cuda
 
@@ -237,7 +237,7 @@ def tensors_of(optimizer: Optimizer, kind: str) -> Iterator[Tensor]:
     """An optimizer's own tensors: its "states", or its "masters"."""
     for entry in optimizer.state.values():
         for name, value in entry.items() if isinstance(entry, dict) else ():
-            if (name in (MASTER, REMAINDER)) == (kind == "masters"):
+            if (name in MASTERS) == (kind == "masters"):
                 for leaf in tree_leaves(value):  # lists of tensors, in some optimizers
                     if isinstance(leaf, Tensor):
                         yield leaf

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from torchopt_ext import ops
 from torchopt_ext.optim.storage import MASTER, Storage
+from torchopt_ext.statedict.entries import MASTERS
 
 STEP = 4
 """Bytes of a tensor's step count."""
@@ -72,7 +73,7 @@ def element_bytes(
     weight = param.dtype.itemsize
     gradient = (grad_dtype or param.dtype).itemsize
     kind = storage.master_of(param)
-    master = 0 if kind is None else 4 if kind == MASTER else 2
+    master = 0 if kind is None else MASTERS[kind].itemsize
     moments = (3 if amsgrad else 2) * storage.moment_dtype(param).itemsize
     # With an fp32 master the parameter itself is written only.
     weights_moved = weight + 2 * master if kind == MASTER else 2 * (weight + master)

@@ -46,11 +46,12 @@ class FusedAdam(HookedStep, PlannedStep):
         master_weights: for bfloat16 and float16 parameters: "fp32" keeps a float32 copy in
             ``state[p]["master_weight"]`` which steps update and parameters are rounded from;
             "remainder", for bfloat16, keeps the 16 bits that complete the parameter to float32 in
-            ``state[p]["remainder"]`` (int16), 2 bytes less (docs/numerics.md section 7).
+            ``state[p]["remainder"]`` (int16), 2 bytes less; "remainder8" the next 8 bits in
+            ``state[p]["remainder8"]`` (int8), 3 bytes less (docs/numerics.md section 7).
         state_dtype: dtype of the moments, float32 or bfloat16; None for float32 with a master
             weight and for the parameter's own dtype without.
-        stochastic_rounding: bfloat16 parameters without master weight, and bfloat16 moments, are
-            rounded up or down at random so that the mean is exact.
+        stochastic_rounding: bfloat16 parameters without master weight, weights with "remainder8",
+            and bfloat16 moments are rounded up or down at random so that the mean is exact.
         rounding_seed: with step, parameter number and element it decides every random bit.
         write_back_gradients: gradients become unscaled and clipped in memory, too.
         track: what the step notes of each parameter on its way, for :attr:`telemetry`: any of

@@ -11,7 +11,9 @@ from torch import Tensor
 from torchopt_ext._torch import is_dtensor, local_shape_and_offset
 from torchopt_ext.optim.local import inner_tensors, local_tensor
 
-MASTER, REMAINDER = "master_weight", "remainder"
+MASTER, REMAINDER, REMAINDER8 = "master_weight", "remainder", "remainder8"
+MASTER_WEIGHTS = {"fp32": MASTER, "remainder": REMAINDER, "remainder8": REMAINDER8}
+"""Values of ``master_weights``, and the state entry that each keeps."""
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 STEPPED = (*SIXTEEN_BIT, torch.float32, torch.float64, torch.complex64, torch.complex128)
 
@@ -27,18 +29,18 @@ class Storage:
     state_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        if self.master_weights not in (None, "fp32", "remainder"):
-            expected = "expected None, 'fp32' or 'remainder'"
+        if self.master_weights not in (None, *MASTER_WEIGHTS):
+            expected = f"expected None, {', '.join(map(repr, MASTER_WEIGHTS))}"
             raise ValueError(f"Invalid master_weights: {self.master_weights!r}, {expected}")
         if self.state_dtype not in (None, torch.float32, torch.bfloat16):
             expected = "expected None, torch.float32 or torch.bfloat16"
             raise ValueError(f"Invalid state_dtype: {self.state_dtype}, {expected}")
 
     def master_of(self, param: Tensor) -> str | None:
-        """The state entry that completes a parameter: MASTER, REMAINDER or None."""
+        """The state entry that completes a parameter: one of MASTER_WEIGHTS's, or None."""
         if self.master_weights is None or param.dtype not in SIXTEEN_BIT:
             return None
-        return MASTER if self.master_weights == "fp32" else REMAINDER
+        return MASTER_WEIGHTS[self.master_weights]
 
     def moment_dtype(self, param: Tensor) -> torch.dtype:
         own = param.dtype if self.master_of(param) is None else torch.float32
@@ -51,7 +53,7 @@ class Storage:
 
     def problem(self, param: Tensor, stochastic_rounding: bool) -> str | None:
         """Why a parameter cannot be held this way, to follow its name in a message."""
-        if self.master_weights == "remainder" and param.dtype == torch.float16:
+        if self.master_of(param) not in (None, MASTER) and param.dtype == torch.float16:
             return (
                 "has dtype float16, but a remainder completes bfloat16 only: "
                 "use master_weights='fp32'"
@@ -99,23 +101,29 @@ def param_problem(param: Tensor) -> str | None:
     return None
 
 
-def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
-    """A float32 tensor as bfloat16 weight and int16 remainder (csrc/kernels/remainder.h).
+def split_master(master: Tensor, dtype: torch.dtype = torch.int16) -> tuple[Tensor, Tensor]:
+    """A float32 tensor as bfloat16 weight and remainder (csrc/kernels/remainder.h).
 
-    Exact but for ties between two bfloat16 of which the even one is nearer to zero: those move by
-    one float32 towards it.
+    The weight is the nearest, ties to even. A remainder of int16 makes it exact but for ties
+    between two bfloat16 of which the even one is nearer to zero: those move by one float32 towards
+    it. One of int8 is the nearest that belongs to the weight, within 2**-15 of the value.
     """
     bits = master.view(torch.int32)
-    bits = bits - ((bits & 0x1FFFF) == 0x8000).to(torch.int32)
-    weight = bits.view(torch.float32).to(torch.bfloat16)
-    high = weight.view(torch.int16).to(torch.int32) << 16
-    return weight, (bits - high).to(torch.int16)
+    weight = master.to(torch.bfloat16)
+    upper = weight.view(torch.int16).to(torch.int32)
+    rest = (bits - (upper << 16)).masked_fill_(master.isnan(), 0)
+    if dtype == torch.int16:
+        return weight, rest.clamp_(max=0x7FFF).to(dtype)
+    rest = (rest + 0x7F + (rest >> 8 & 1)) >> 8
+    lowest = (upper & 1) - 0x80  # an odd weight has neither of its ties
+    return weight, rest.clamp_(max=0x7F).clamp_(lowest).to(dtype)
 
 
 def join_master(weight: Tensor, remainder: Tensor) -> Tensor:
-    """The float32 tensor that a bfloat16 weight and its int16 remainder stand for, exactly."""
+    """The float32 tensor that a bfloat16 weight and its remainder stand for, exactly."""
+    low = remainder.to(torch.int32)
     high = weight.view(torch.int16).to(torch.int32) << 16
-    return (high + remainder.to(torch.int32)).view(torch.float32)
+    return (high + (low << 8 if remainder.dtype == torch.int8 else low)).view(torch.float32)
 
 
 def place_of(index: int, param: Any) -> Place:

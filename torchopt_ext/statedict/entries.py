@@ -10,13 +10,14 @@ from torch.optim import Optimizer
 
 from torchopt_ext._torch import is_dtensor
 from torchopt_ext.optim.local import local_tensor, placed, same_placement
-from torchopt_ext.optim.storage import MASTER, REMAINDER, Storage
+from torchopt_ext.optim.storage import MASTER, REMAINDER, REMAINDER8, Storage
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 # How a step is computed, not what: a state dict does not decide that.
 SWITCHES = {"foreach", "fused", "capturable", "differentiable"}
-MASTERS = {MASTER: torch.float32, REMAINDER: torch.int16}
-"""What completes a 16-bit parameter, and its dtype. A state dict may hold either or neither."""
+REMAINDERS = {REMAINDER: torch.int16, REMAINDER8: torch.int8}
+MASTERS = {MASTER: torch.float32, **REMAINDERS}
+"""What completes a 16-bit parameter, and its dtype. A state dict may hold any of them or none."""
 
 _BY_ELEMENT = "exp_inf momentum_buffer square_avg grad_avg acc_delta sum ax prev step_size"
 SHAPED_LIKE_PARAM = frozenset([*MOMENTS, *_BY_ELEMENT.split()])
@@ -133,7 +134,7 @@ def tensor_problem(value: Any, param: Tensor, dtype: torch.dtype | None = None) 
             f"is {local.dtype}, {local.layout}, on {local.device}; expected a dense "
             f"{dtype or 'real'} tensor with memory"
         )
-    if dtype == torch.int16 and param.dtype == torch.float16:
+    if dtype in REMAINDERS.values() and param.dtype == torch.float16:
         return "completes a bfloat16 parameter, not a float16 one"
     return None
 

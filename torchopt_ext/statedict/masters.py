@@ -1,4 +1,4 @@
-"""From a master weight to a remainder and back, and from both to the weight they complete."""
+"""Between master weights and remainders, and from each to the weight that it completes."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -10,14 +10,13 @@ from torchopt_ext._torch import is_dtensor
 from torchopt_ext.optim.local import as_placed, local_tensor
 from torchopt_ext.optim.storage import (
     MASTER,
-    REMAINDER,
     SIXTEEN_BIT,
     Storage,
     is_steppable,
     join_master,
     split_master,
 )
-from torchopt_ext.statedict.entries import MASTERS, tensor_problem
+from torchopt_ext.statedict.entries import MASTERS, REMAINDERS, tensor_problem
 from torchopt_ext.statedict.loaded import raise_problems
 
 
@@ -29,8 +28,8 @@ def fit_master(param: Tensor, state: dict[str, Any], storage: Storage) -> None:
     """
     wanted = storage.master_of(param)
     if wanted is not None and wanted not in state:
-        if MASTER in state or REMAINDER in state:
-            if REMAINDER in state and param.dtype != torch.bfloat16:
+        if MASTERS.keys() & state.keys():
+            if remainder_of(state) is not None and param.dtype != torch.bfloat16:
                 raise ValueError(f"a remainder completes a bfloat16 parameter, not {param.dtype}")
             set_weight(param, state, weight_of(param, state), storage)
         else:
@@ -40,12 +39,17 @@ def fit_master(param: Tensor, state: dict[str, Any], storage: Storage) -> None:
         state.pop(other, None)
 
 
+def remainder_of(state: dict[str, Any]) -> Tensor | None:
+    """A state's remainder, the one with more bits."""
+    return next((state[name] for name in REMAINDERS if name in state), None)
+
+
 def refresh_master(param: Tensor, state: dict[str, Any]) -> None:
     """Makes the master weight what the parameter is now."""
     if MASTER in state:
         local_tensor(state[MASTER]).copy_(local_tensor(param))
-    if REMAINDER in state:
-        local_tensor(state[REMAINDER]).zero_()
+    for name in REMAINDERS.keys() & state.keys():
+        local_tensor(state[name]).zero_()
 
 
 def weight_of(param: Tensor, state: dict[str, Any]) -> Tensor:
@@ -59,9 +63,9 @@ def weight_of(param: Tensor, state: dict[str, Any]) -> Tensor:
     weight: Tensor
     if MASTER in state:
         weight = state[MASTER]
-    elif REMAINDER in state:
+    elif (remainder := remainder_of(state)) is not None:
         weight = torch.zeros_like(param, dtype=torch.float32)
-        rest = local_tensor(state[REMAINDER])  # on the host while it is offloaded
+        rest = local_tensor(remainder)  # on the host while it is offloaded
         local_tensor(weight).copy_(join_master(local_tensor(param).to(rest.device), rest))
     else:
         local = local_tensor(param).detach()
@@ -88,9 +92,9 @@ def set_weight(param: Tensor, state: dict[str, Any], weight: Tensor, storage: St
     if wanted == MASTER:
         local_tensor(state[MASTER]).copy_(exact)
     else:
-        rounded, rest = split_master(exact.to(local.device, torch.float32))
+        rounded, rest = split_master(exact.to(local.device, torch.float32), MASTERS[wanted])
         local.copy_(rounded)
-        local_tensor(state[REMAINDER]).copy_(rest)
+        local_tensor(state[wanted]).copy_(rest)
 
 
 def read_weights(

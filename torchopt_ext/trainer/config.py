@@ -106,7 +106,7 @@ class Optimizer:
     """Update each parameter in backward, when its gradient is complete."""
     skip_nonfinite: bool = True
     """Change nothing in a step in which a gradient is not finite."""
-    master_weights: Literal["fp32", "remainder"] | None = None
+    master_weights: Literal["fp32", "remainder", "remainder8"] | None = None
     """Keep what 16-bit parameters (training.dtype) lack of float32."""
     state_dtype: Literal["float32", "bfloat16"] | None = None
     """Dtype of the moments."""

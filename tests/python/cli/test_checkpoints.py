@@ -164,21 +164,24 @@ def assert_same(found: Any, expected: Any) -> None:
         assert found == expected
 
 
-def test_convert_changes_masters_and_formats_without_loss(run: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["remainder", "remainder8"])
+def test_convert_changes_masters_and_formats_without_loss(
+    run: Run, tmp_path: Path, kind: str
+) -> None:
     """File to folder with fp32 masters, and back: the same state dict, which trains on alike."""
-    model, optimizer = trained(master_weights="remainder")
+    model, optimizer = trained(master_weights=kind)
     torch.save(optimizer.state_dict(), tmp_path / "a.pt")
     torch.save(model.state_dict(), tmp_path / "model.pt")
     weights = ["--weights", tmp_path / "model.pt"]
     to_fp32 = ["--master-weights", "fp32", "--format", "dcp"]
     run("convert", tmp_path / "a.pt", tmp_path / "b", *to_fp32, *weights)
-    back = ["--master-weights", "remainder", "--format", "torch"]
+    back = ["--master-weights", kind, "--format", "torch"]
     run("convert", tmp_path / "b", tmp_path / "c.pt", *back)
     assert_same(loaded(tmp_path / "c.pt"), loaded(tmp_path / "a.pt"))
     run("convert", tmp_path / "b", tmp_path / "d.pt", "--format", "torch")
     states = loaded(tmp_path / "d.pt")
     for param, entry in zip(model.parameters(), states["state"].values(), strict=True):
-        remainder = optimizer.state[param]["remainder"]
+        remainder = optimizer.state[param][kind]
         assert torch.equal(entry["master_weight"], join_master(param.detach(), remainder))
     other = copy.deepcopy(model)
     masters = FusedAdamW(other.named_parameters(), lr=1e-2, master_weights="fp32")

@@ -31,6 +31,7 @@ from torchopt_ext.mixed_precision import (
 BASES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "fused": FusedAdamW,
     "remainder": lambda params: FusedAdamW(params, master_weights="remainder"),
+    "remainder8": lambda params: FusedAdamW(params, master_weights="remainder8"),
     "adamw": lambda params: torch.optim.AdamW(params, fused=True),
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
 }

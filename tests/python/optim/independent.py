@@ -18,8 +18,8 @@ MASK32 = np.uint64(0xFFFFFFFF)
 def words(tensor: Tensor) -> Words:
     """The elements' bits in storage order of a contiguous tensor."""
     flat = tensor.detach().contiguous().flatten()
-    signed = {2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
-    unsigned = {2: np.uint16, 4: np.uint32, 8: np.uint64}[flat.element_size()]
+    signed = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
+    unsigned = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[flat.element_size()]
     return flat.view(signed).numpy().view(unsigned).astype(np.uint64)
 
 
@@ -41,15 +41,24 @@ def is_upper_tie(bits: Words) -> NDArray[np.bool_]:
 
 
 def split(bits: Words) -> tuple[Words, NDArray[np.int64]]:
-    """Weight bits and remainder of float32 bits; upper ties become the float below them."""
+    """Weight bits and int16 remainder of float32 bits; upper ties become the float below them."""
     exact = bits - is_upper_tie(bits).astype(np.uint64)
     weight = round_to_bf16(exact)
     return weight, exact.astype(np.int64) - (weight << np.uint64(16)).astype(np.int64)
 
 
+def split8(bits: Words) -> tuple[Words, NDArray[np.int64]]:
+    """The same with an int8 remainder: the nearest with which the weight is the pair's nearest."""
+    weight = round_to_bf16(bits)
+    rest = bits.astype(np.int64) - (weight << np.uint64(16)).astype(np.int64)
+    lowest = np.where(weight % 2 == 1, -127, -128)
+    return weight, np.clip(np.rint(rest / 256).astype(np.int64), lowest, 127)
+
+
 def join(weight: Tensor, remainder: Tensor) -> Words:
     high = words(weight).astype(np.int64) << 16
     low = remainder.detach().flatten().numpy().astype(np.int64)
+    low *= 256 if remainder.dtype == torch.int8 else 1
     return ((high + low) & 0xFFFFFFFF).astype(np.uint64)
 
 
@@ -97,6 +106,13 @@ def round_stochastically(bits: Words, random: Words) -> Words:
     return rounded - overflowed.astype(np.uint64)
 
 
+def round_to_24_bits_stochastically(bits: Words, random: Words) -> Words:
+    """What a weight and its int8 remainder stand for; upper ties go to either side by a coin."""
+    rounded = (bits + (random & np.uint64(0xFF))) & ~np.uint64(0xFF)
+    aside = np.where(random & np.uint64(0x100), np.uint64(0x100), MASK32 - np.uint64(0xFF))
+    return np.where(is_upper_tie(rounded), (rounded + aside) & MASK32, rounded)
+
+
 # ---- digest ------------------------------------------------------------------------------------
 
 
@@ -122,6 +138,7 @@ ROLES = {
     "max_exp_avg_sq": MAX_EXP_AVG_SQ,
     "master_weight": MASTER,
     "remainder": MASTER,
+    "remainder8": MASTER,
 }
 
 

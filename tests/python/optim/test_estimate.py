@@ -29,6 +29,7 @@ COUNT = sum(p.numel() for p in tensors(F32))
         (BF16, {"master_weights": "fp32"}, 12, 2 + 28),
         (F16, {"master_weights": "fp32"}, 12, 2 + 28),
         (BF16, {"master_weights": "remainder"}, 10, 2 + 26),
+        (BF16, {"master_weights": "remainder8"}, 9, 2 + 24),
         (BF16, {"master_weights": "remainder", "state_dtype": BF16}, 6, 2 + 18),
         (BF16, {}, 4, 2 + 14),
         (F32, {"norm": False}, 8, 28),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from .independent import floats, is_upper_tie, join, round_to_bf16, split, words
+from .independent import floats, is_upper_tie, join, round_to_bf16, split, split8, words
 from .subject import (
     OURS,
     assert_same_bits,
@@ -24,6 +24,9 @@ from .subject import (
 # One element, odd sizes, more than a tile (512) and more than a chunk (32,768).
 SHAPES = ((3, 4), (7,), (), (2, 1030), (1, 40_003))
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+SPLIT = {"remainder": split, "remainder8": split8}
+KINDS = {"fp32": "master_weight", **{kind: kind for kind in SPLIT}}
+each_remainder = pytest.mark.parametrize("kind", SPLIT)
 each_16_bit = pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 
 
@@ -124,28 +127,29 @@ def test_remainder_is_the_float32_run_but_for_ties(
                 assert (mine[~moved] == theirs[~moved]).all()
 
 
-def test_remainder_of_a_tie_is_the_float_next_to_it() -> None:
-    """The value a step arrives at, tie or not, is split as documented: checked step by step."""
+@each_remainder
+def test_a_step_splits_what_it_arrives_at_as_documented(kind: str) -> None:
+    """Tie or not, checked step by step."""
     low = make_params(SHAPES, BF16)
-    ours = OURS["AdamW"](low, lr=0.03, master_weights="remainder")
+    ours = OURS["AdamW"](low, lr=0.03, master_weights=kind)
     ties = 0
     for step in range(25):
         set_gradients(low, seed=step)
         ours.init_state()
-        wide = [nn.Parameter(floats(join(p, ours.state[p]["remainder"])).view_as(p)) for p in low]
+        wide = [nn.Parameter(floats(join(p, ours.state[p][kind])).view_as(p)) for p in low]
         twin = OURS["AdamW"](wide, lr=0.03)
         saved = ours.state_dict()
-        plain = {k: {n: t for n, t in s.items() if n != "remainder"} for k, s in
+        plain = {k: {n: t for n, t in s.items() if n != kind} for k, s in
                  saved["state"].items()}  # fmt: skip
         twin.load_state_dict({**saved, "state": plain})
         give(wide, [p.grad.float() for p in low])
         ours.step()
         twin.step()
         for p, w in zip(low, wide, strict=True):
-            weight, remainder = split(words(w))
+            weight, remainder = SPLIT[kind](words(w))
             ties += int(is_upper_tie(words(w)).sum())
             assert (words(p) == weight).all()
-            found = ours.state[p]["remainder"].flatten().numpy().astype(np.int64)
+            found = ours.state[p][kind].flatten().numpy().astype(np.int64)
             assert (found == remainder).all()
     assert ties > 0
 
@@ -202,6 +206,34 @@ def test_fp32_to_remainder_and_back_over_every_low_half() -> None:
     assert_same_bits([again["remainder"]], [state["remainder"]])
 
 
+@pytest.mark.parametrize("source", [None, "fp32", "remainder", "remainder8"])
+def test_to_an_8_bit_remainder_and_on_over_every_low_half(source: str | None) -> None:
+    """It has the nearest pair of what there was, and the parameter stays. Then nothing is lost."""
+    values = every_low_half()
+    master = floats(values)
+    entries: dict[str | None, dict[str, Tensor]] = {
+        None: {},
+        "fp32": {"master_weight": master},
+        "remainder": {"remainder": torch.from_numpy(split(values)[1]).to(torch.int16)},
+        "remainder8": {"remainder8": torch.from_numpy(split8(values)[1]).to(torch.int8)},
+    }
+    weight, remainder = split8(values)
+    p, state = loaded_and_left_alone(BF16, entries[source], master.bfloat16(), "remainder8")
+    assert state.keys() == {"step", "exp_avg", "exp_avg_sq", "remainder8"}
+    assert_same_bits([p], [master.bfloat16()])
+    assert (words(p) == weight).all()
+    found = state["remainder8"].numpy().astype(np.int64)
+    assert (found == (0 if source is None else remainder)).all()
+    for kind, entry in KINDS.items():
+        q, other = loaded_and_left_alone(
+            BF16, {"remainder8": state["remainder8"]}, p.detach(), kind
+        )
+        exact = words(other[entry]) if kind == "fp32" else join(q, other[entry])
+        assert (exact == join(p, state["remainder8"])).all()
+        _, again = loaded_and_left_alone(BF16, {entry: other[entry]}, q.detach(), "remainder8")
+        assert_same_bits([q, again["remainder8"]], [p, state["remainder8"]])
+
+
 @each_16_bit
 def test_parameter_is_the_cast_of_the_master(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -218,7 +250,9 @@ def test_parameter_is_the_cast_of_the_master(dtype: torch.dtype) -> None:
     assert_same_bits([p], [values.to(dtype)])
 
 
-@pytest.mark.parametrize(("dtype", "kind"), [(BF16, "fp32"), (FP16, "fp32"), (BF16, "remainder")])
+@pytest.mark.parametrize(
+    ("dtype", "kind"), [(BF16, "fp32"), (FP16, "fp32"), *((BF16, kind) for kind in SPLIT)]
+)
 def test_specials_stay_what_they_are(dtype: torch.dtype, kind: str) -> None:
     """A NaN in its one form, also out of others; infinities; both zeros."""
     values = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0])
@@ -233,13 +267,13 @@ def test_specials_stay_what_they_are(dtype: torch.dtype, kind: str) -> None:
         quiet = torch.tensor([math.nan])
         assert_same_bits([state["master_weight"]], [torch.where(master.isnan(), quiet, master)])
     else:
-        assert not state["remainder"].any()
+        assert not state[kind].any()
 
 
 # ---- moments -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("master", [None, "fp32", "remainder"])
+@pytest.mark.parametrize("master", [None, "fp32", "remainder", "remainder8"])
 @pytest.mark.parametrize("amsgrad", [False, True])
 def test_bf16_moments_are_rounded_from_what_float32_ones_would_be(
     master: str | None, amsgrad: bool
@@ -263,7 +297,6 @@ def test_bf16_moments_are_rounded_from_what_float32_ones_would_be(
 
 # ---- refresh_masters, replaced entries ---------------------------------------------------------
 
-KINDS: dict[str, str] = {"fp32": "master_weight", "remainder": "remainder"}
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -282,8 +315,8 @@ def twin_of(optimizer: Any, params: list[nn.Parameter], values: Callable[[Any], 
     twin = OURS["AdamW"](wide, lr=0.02)
     saved = optimizer.state_dict()
     for entry in saved["state"].values():
-        entry.pop("master_weight", None)
-        entry.pop("remainder", None)
+        for name in KINDS.values():
+            entry.pop(name, None)
     twin.load_state_dict(saved)
     return wide, twin
 
@@ -311,7 +344,7 @@ def test_refresh_masters(kind: str) -> None:
         if kind == "fp32":
             assert_same_bits([optimizer.state[p]["master_weight"]], [w])
         else:
-            assert (join(p, optimizer.state[p]["remainder"]) == words(w)).all()
+            assert (join(p, optimizer.state[p][kind]) == words(w)).all()
     assert_next_step_is_the_twins(params, optimizer, wide, twin)
 
 
@@ -341,16 +374,17 @@ def test_a_replaced_master_is_noticed(how: str) -> None:
         assert_same_bits([optimizer.state[p]["master_weight"]], [w])
 
 
+@each_remainder
 @pytest.mark.parametrize("how", ["entry", "data"])
-def test_a_replaced_remainder_is_noticed(how: str) -> None:
-    params, optimizer = stepped("remainder")
-    other = {p: -optimizer.state[p]["remainder"] for p in params}
+def test_a_replaced_remainder_is_noticed(how: str, kind: str) -> None:
+    params, optimizer = stepped(kind)
+    other = {p: -optimizer.state[p][kind].clamp(min=-127) for p in params}
     values = {p: floats(join(p, r)).view_as(p) for p, r in other.items()}
     for p, remainder in other.items():
         if how == "entry":
-            optimizer.state[p]["remainder"] = remainder
+            optimizer.state[p][kind] = remainder
         else:
-            optimizer.state[p]["remainder"].data = remainder
+            optimizer.state[p][kind].data = remainder
     wide, twin = twin_of(optimizer, params, values.__getitem__)
     assert_next_step_is_the_twins(params, optimizer, wide, twin)
 

@@ -16,7 +16,11 @@ from .independent import (
     MAX_EXP_AVG_SQ,
     PARAM,
     draws,
+    floats,
+    is_upper_tie,
+    join,
     round_stochastically,
+    round_to_24_bits_stochastically,
     round_to_bf16,
     words,
 )
@@ -97,6 +101,39 @@ def test_a_parameter_with_a_master_is_rounded_to_nearest(kind: str) -> None:
                 exact, random = words(wide.state[q][key]), draws(0, step, number, elements,
                                                                  DRAWS[key])  # fmt: skip
                 assert (words(ours.state[p][key]) == round_stochastically(exact, random)).all()
+
+
+def test_an_8_bit_remainder_is_rounded_at_random() -> None:
+    """Each weight becomes one of the pairs around it, and the parameter is the pair's nearest."""
+    params = make_params(SHAPES, BF16)
+    ours = OURS["AdamW"](
+        params, lr=0.02, master_weights="remainder8", stochastic_rounding=True, rounding_seed=5
+    )
+    differing = ties = 0
+    for step in range(1, 4):
+        set_gradients(params, seed=step)
+        ours.init_state()
+        held = [floats(join(p, ours.state[p]["remainder8"])).view_as(p) for p in params]
+        wide = [nn.Parameter(w) for w in held]
+        twin = OURS["AdamW"](wide, lr=0.02)
+        saved = ours.state_dict()
+        for entry in saved["state"].values():
+            entry.pop("remainder8")
+        twin.load_state_dict(saved)
+        for p, w in zip(params, wide, strict=True):
+            w.grad = p.grad.float()  # type: ignore[union-attr]
+        ours.step()
+        twin.step()
+        for number, (p, w) in enumerate(zip(params, wide, strict=True)):
+            random = draws(5, step, number, np.arange(p.numel(), dtype=np.uint64), PARAM)
+            exact = words(w)
+            expected = round_to_24_bits_stochastically(exact, random)
+            assert (join(p, ours.state[p]["remainder8"]) == expected).all()
+            assert (words(p) == round_to_bf16(expected)).all()
+            differing += int((expected != (exact & ~np.uint64(0xFF))).sum())
+            ties += int(is_upper_tie(exact & ~np.uint64(0xFF)).sum())
+    assert differing > 1000
+    assert ties > 0
 
 
 def test_numbers_count_over_groups_and_over_parameters_without_gradient() -> None:

@@ -26,6 +26,7 @@ WAYS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "bf16 stochastic": (BF16, {"stochastic_rounding": True, "amsgrad": True}),
     "bf16 master": (BF16, {"master_weights": "fp32"}),
     "bf16 remainder": (BF16, {"master_weights": "remainder", "state_dtype": BF16}),
+    "bf16 remainder8": (BF16, {"master_weights": "remainder8"}),
     "fp16": (FP16, {}),
     "fp16 master": (FP16, {"master_weights": "fp32", "amsgrad": True}),
 }
@@ -43,8 +44,8 @@ def stored(p: Tensor, state: dict[str, Tensor]) -> Tensor:
     """The weight as a step keeps it, exactly, in float64."""
     if "master_weight" in state:
         return state["master_weight"].double()
-    if "remainder" in state:
-        return floats(join(p, state["remainder"])).view(p.shape).double()
+    for kind in {"remainder", "remainder8"} & state.keys():
+        return floats(join(p, state[kind])).view(p.shape).double()
     return p.detach().double()
 
 
@@ -112,7 +113,7 @@ def test_threads_do_not_matter(way: str) -> None:
 
 
 def flip(tensor: Tensor, element: int, bit: int) -> None:
-    kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     flat = tensor.detach().view(-1).view(kind)
     width = 8 * tensor.element_size()
     mask = 1 << bit if bit < width - 1 else -(1 << bit)
@@ -148,7 +149,8 @@ def test_any_flipped_bit_changes_the_digest(way: str) -> None:
 @each_way
 def test_replicas_agree_until_a_bit_flips(way: str) -> None:
     """The library's own digests: equal, then different for good after a fault in either array."""
-    entries = ["param", "exp_avg", "exp_avg_sq", "master_weight", "remainder", "max_exp_avg_sq"]
+    masters = ["master_weight", "remainder", "remainder8"]
+    entries = ["param", "exp_avg", "exp_avg_sq", *masters, "max_exp_avg_sq"]
     tried = 0
     for entry in entries:
         replicas = [build(way, shapes=((64,), (9,)), lr=0.0, weight_decay=0.0,
@@ -162,7 +164,7 @@ def test_replicas_agree_until_a_bit_flips(way: str) -> None:
             if step == 1:
                 params, optimizer = replicas[1]
                 state = optimizer.state[params[0]]
-                held = {"master_weight", "remainder"} & state.keys()
+                held = {*masters} & state.keys()
                 if entry == "param" and held == {"master_weight"}:
                     break  # written only: the next step makes it whole from the master
                 array = params[0] if entry == "param" else state.get(entry)

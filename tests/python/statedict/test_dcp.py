@@ -20,7 +20,10 @@ from torchopt_ext.containers import OptimizersContainer, OptimizersInBackwardCon
 from torchopt_ext.mixed_precision import load_checkpoint, save_checkpoint
 from torchopt_ext.statedict.dcp import Reader, load
 
-MASTERS = {name: {"master_weights": name} for name in ("fp32", "remainder")} | {"none": {}}
+MASTERS = {
+    **{name: {"master_weights": name} for name in ("fp32", "remainder", "remainder8")},
+    "none": {},
+}
 Build = Callable[[nn.Module], torch.optim.Optimizer]
 
 

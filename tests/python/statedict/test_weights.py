@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from torchopt_ext import FusedAdamW
 from torchopt_ext.containers import OptimizersContainer
 from torchopt_ext.mixed_precision import FSDPadaptOptimizer
 
-from ..optim.independent import is_upper_tie, join, words
+from ..optim.independent import floats, is_upper_tie, join, split8, words
 from ..optim.subject import assert_same_bits, bits
 
 BF16 = torch.bfloat16
@@ -43,6 +43,9 @@ KINDS: dict[str, Callable[[nn.Module], Any]] = {
     "masters": lambda m: FusedAdamW(m.named_parameters(), master_weights="fp32", **ADAM),
     "remainders": lambda m: FusedAdamW(m.named_parameters(), master_weights="remainder", **ADAM),
     "container": lambda m: container(m, master_weights="fp32"),
+    "8-bit remainders": lambda m: FusedAdamW(
+        m.named_parameters(), master_weights="remainder8", **ADAM
+    ),
     "container of remainders": lambda m: container(m, master_weights="remainder"),
     "wrapped FusedAdamW": wrapped(FusedAdamW),
     "wrapped AdamW": wrapped(torch.optim.AdamW),
@@ -65,9 +68,18 @@ def exact_weights(model: nn.Module, optimizer: Any) -> list[Tensor]:
     states = [optimizer.state[param] for param in model.parameters()]
     if "master_weight" in states[0]:
         return [state["master_weight"] for state in states]
+    (kind,) = {"remainder", "remainder8"} & states[0].keys()
     pairs = zip(model.parameters(), states, strict=True)
-    joined = [(p, torch.from_numpy(join(p, s["remainder"]).astype("uint32"))) for p, s in pairs]
-    return [j.view(torch.float32).reshape(p.shape) for p, j in joined]
+    return [floats(join(p, state[kind])).view_as(p) for p, state in pairs]
+
+
+def kept(weights: Iterable[Tensor], kind: str | None) -> list[Tensor]:
+    """What is kept of float32 weights: an 8-bit remainder has 24 of their bits."""
+    if kind != "remainder8":
+        return [weight.detach().clone() for weight in weights]
+    split = [(weight, *split8(words(weight))) for weight in weights]
+    pairs = [(w, high.astype("int64") << 16, low << 8) for w, high, low in split]
+    return [floats((high + low).astype("uint64")).view_as(w) for w, high, low in pairs]
 
 
 @each_kind
@@ -87,7 +99,8 @@ def test_an_fp32_model_becomes_a_bf16_one_with_all_bits(kind: str, steps: int, b
         given = {param: value.detach() for param, value in pairs}
     assert optimizer.refresh_masters(from_=given) is None
     assert_same_bits(model.parameters(), [p.to(BF16) for p in source.parameters()])
-    if not steps:
+    eight = "remainder8" if kind == "8-bit remainders" else None
+    if not steps and not eight:
         twin = FusedAdamW(source.parameters(), **ADAM, max_grad_norm=optimizer_clip(optimizer))
         train(model, optimizer, [5])
         train(source, twin, [5])
@@ -97,7 +110,7 @@ def test_an_fp32_model_becomes_a_bf16_one_with_all_bits(kind: str, steps: int, b
             ):
                 torch.testing.assert_close(mine, theirs.detach(), rtol=1e-6, atol=1e-7)
             return
-    assert_same_bits(exact_weights(model, optimizer), source.parameters())
+    assert_same_bits(exact_weights(model, optimizer), kept(source.parameters(), eight))
 
 
 def optimizer_clip(optimizer: Any) -> float | None:
@@ -167,8 +180,8 @@ def test_names_and_masters_have_to_be_there() -> None:
     assert len(optimizer.state) == 4
 
 
-@pytest.mark.parametrize("source", ["torch's", None, "fp32", "remainder"])
-@pytest.mark.parametrize("target", [None, "fp32", "remainder"])
+@pytest.mark.parametrize("source", ["torch's", None, "fp32", "remainder", "remainder8"])
+@pytest.mark.parametrize("target", [None, "fp32", "remainder", "remainder8"])
 @pytest.mark.parametrize("steps", [0, 2])
 def test_a_flat_dict_with_any_kind_of_master_loads(source: Any, target: Any, steps: int) -> None:
     """Fresh or used, a container makes the master it keeps from the one there is, or the weight."""
@@ -182,8 +195,9 @@ def test_a_flat_dict_with_any_kind_of_master_loads(source: Any, target: Any, ste
     loading.load_state_dict(copy.deepcopy(saving.state_dict()))
     other.load_state_dict(model.state_dict())
     exact = [p.detach().float() for p in model.parameters()]
-    if source in ("fp32", "remainder"):
-        exact = [weight.clone() for weight in exact_weights(model, saving)]
+    if source not in ("torch's", None):
+        exact = exact_weights(model, saving)
+    exact = kept(exact, target)
     loading.param_groups[0]["lr"] = 0.0
     train(other, loading, [2])
     assert_same_bits(other.parameters(), model.parameters())
