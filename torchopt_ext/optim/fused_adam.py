@@ -12,6 +12,7 @@ from torch.optim import Adam  # torch's own, also where a program replaces it by
 
 from torchopt_ext._torch import is_dtensor
 from torchopt_ext.optim import state as param_state
+from torchopt_ext.optim.estimate import estimate
 from torchopt_ext.optim.hooks import HookedStep, run_hooks
 from torchopt_ext.optim.planned import PlannedStep
 from torchopt_ext.optim.step import fused_step
@@ -68,6 +69,8 @@ class FusedAdam(HookedStep, PlannedStep):
     # torchopt_ext.GradScaler then leaves the overflow check to the step.
     checks_overflow_in_step = True
     required_state = ("step", "exp_avg", "exp_avg_sq")
+
+    estimate = staticmethod(estimate)
 
     def __init__(
         self,

@@ -50,7 +50,16 @@ def test_bytes_of_an_element(
     assert rank.held == total
 
 
-@pytest.mark.parametrize("options", [{}, {"master_weights": "fp32"}, {"amsgrad": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"amsgrad": True},
+        {"state_dtype": BF16},
+        *({"master_weights": kind} for kind in ("fp32", "remainder", "remainder8")),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_a_step_allocates_what_was_estimated(dtype: torch.dtype, options: dict[str, Any]) -> None:
     params = tensors(dtype, "cpu")
@@ -63,7 +72,7 @@ def test_a_step_allocates_what_was_estimated(dtype: torch.dtype, options: dict[s
         for state in optimizer.state.values()
         for value in state.values()
     }
-    (rank,) = estimate(params, **options)
+    (rank,) = FusedAdamW.estimate(params, **options)
     expected = rank.masters + rank.moments + rank.steps
     assert expected <= sum(storages.values()) <= expected + 64 * 3 * len(params)
 
