@@ -30,6 +30,7 @@ from torchopt_ext.cli.terminal import (
     CommandError,
     Parser,
     Progress,
+    check_output,
     check_picture,
     figures,
     markdown,
@@ -91,6 +92,10 @@ def main(args: list[str]) -> int:
     like = [param for param in like if param.requires_grad]
     if options.plot is not None:
         check_picture(options.plot)
+    if options.markdown is not None:
+        check_output(options.markdown)
+    if any(param.is_complex() for param in like):
+        raise CommandError(f"{name} has complex parameters, which torch's fused AdamW has not")
     found = run(name, like, options)
     if options.markdown is not None:
         with written(options.markdown) as file:

@@ -135,8 +135,10 @@ class _File(Checkpoint):
         self.tensors = {key: value for key, value in flat.items() if isinstance(value, Tensor)}
         self.values = {key: value for key, value in flat.items() if key not in self.tensors}
         for key, value in self.tensors.items():
-            if type(value) is not Tensor and type(value) is not torch.nn.Parameter:
-                raise CommandError(f"{path}: {key} is a {type(value).__name__}, no dense tensor")
+            plain = type(value) in (Tensor, torch.nn.Parameter)
+            if not plain or value.layout is not torch.strided:
+                what = str(value.layout) if plain else type(value).__name__
+                raise CommandError(f"{path}: {key} is {what}, expected a dense tensor")
 
     def tensor(self, key: str) -> Tensor:
         return self.tensors[key].detach()

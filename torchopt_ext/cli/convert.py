@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import WriteItem
@@ -91,6 +92,8 @@ def main(args: list[str]) -> int:
         options.master_weights, options.state_dtype = "none", "float32"
     give_back_memory()
     source = open_checkpoint(options.input)
+    if options.save_weights is not None and options.save_weights == options.output:
+        raise CommandError(f"{options.output} is both the output and --save-weights")
     for path in (options.output, options.save_weights):
         if path is not None and path.exists():
             if path.samefile(options.input):
@@ -111,7 +114,8 @@ def main(args: list[str]) -> int:
         (save_file if chosen == FILE else save_folder)(source, new, path, options.to_torch)
         if exact:  # first to be in place: the output may lack their bits
             with written(options.save_weights, options.force) as file:
-                torch.save({weights.name(e): weights.as_kind(e, MASTER) for e in exact}, file)
+                exact_weights = {weights.name(e): weights.as_kind(e, MASTER) for e in exact}
+                torch_save(exact_weights, file)
             print(f"wrote {options.save_weights}: {len(exact):,} weights, float32")
     total = sum(tensor.bytes for tensor in new.values())
     print(f"wrote {options.output}: {chosen}, {len(new):,} tensors, {size(total)}")
@@ -282,7 +286,19 @@ def save_file(source: Checkpoint, new: dict[str, New], path: Path, to_torch: boo
             progress.add(tensor.bytes)
     for key, value in kept_values(source, to_torch).items():
         set_element(nested, source.paths[key], value)
-    torch.save(with_indices(nested, indices), path)
+    torch_save(with_indices(nested, indices), path)
+
+
+def torch_save(value: Any, path: Path) -> None:
+    """torch.save, which makes a RuntimeError of what the disk says.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    try:
+        torch.save(value, path)
+    except RuntimeError as error:
+        raise OSError(str(error).splitlines()[0]) from error
 
 
 def with_indices(nested: Any, indices: set[str]) -> Any:
@@ -332,4 +348,8 @@ def save_folder(source: Checkpoint, new: dict[str, New], path: Path, to_torch: b
     with Progress("converting", total) as progress, quiet_dcp():
         # Without copies ahead, which would be of tensors that are freed by then.
         writer = FileSystemWriter(path, single_file_per_rank=True, per_thread_copy_ahead=0)
-        save(nested, storage_writer=writer, planner=_Planner(new, progress), no_dist=True)
+        try:
+            save(nested, storage_writer=writer, planner=_Planner(new, progress), no_dist=True)
+        except CheckpointException as error:  # of this process, the only one
+            (cause, _), *_ = error.failures.values()
+            raise cause from error

@@ -16,6 +16,7 @@ from torchopt_ext.cli.tensors import DTYPES, add_dtype, add_source, from_options
 from torchopt_ext.cli.terminal import (
     CommandError,
     Parser,
+    Progress,
     figures,
     new_figure,
     number,
@@ -85,8 +86,12 @@ def main(args: list[str]) -> int:
     if sum(source is not None for source in chosen) != 1:
         raise CommandError("give one of FILE, --model, --params and --shapes")
     name, params = from_options(options)
+    plans = {}
     try:
-        plans = {sharding: estimate_by(params, sharding, options) for sharding in SHARDINGS}
+        with Progress("planning", len(SHARDINGS)) as progress:
+            for sharding in SHARDINGS:
+                plans[sharding] = estimate_by(params, sharding, options)
+                progress.add(1)
     except ValueError as error:
         raise CommandError(f"{name}: {error}") from error
     if options.plot is not None:
@@ -164,17 +169,19 @@ def as_text(
     unit, scale = unit_of(max(rank.held for rank in most.values()))
     ranks_text = f"{options.world_size:,} rank{'s' if options.world_size > 1 else ''}"
     unit_text = f"{unit} on the rank that holds most"
-    if options.bandwidth or options.network:
-        unit_text += ", times in ms"
+    times = {sharding: seconds(ranks, options) for sharding, ranks in plans.items()}
+    longest = max((value for own in times.values() for value in own.values()), default=0.0)
+    time_unit, per_second = ("ms", 1e3) if longest < 100 else ("s", 1.0)
+    if longest:
+        unit_text += f", times in {time_unit}"
     lines += ["", f"{ranks_text}; {unit_text}:", ""]
     header = ["", "weights", "grads", "masters", "moments", "held", "moved", "sent"]
     rows = [[sharding, *cells(rank, scale)] for sharding, rank in most.items()]
     for key, title in (("step_seconds", "step"), ("send_seconds", "send")):
-        times = [seconds(ranks, options).get(key) for ranks in plans.values()]
-        if times[0] is not None:
+        if key in times["ddp"]:
             header.append(title)
-            for row, time in zip(rows, times, strict=True):
-                row.append(figures(1e3 * (time or 0.0)))
+            for row, own in zip(rows, times.values(), strict=True):
+                row.append(figures(per_second * own[key]))
     lines.append(table(header, rows))
     if options.world_size == 1:
         return "\n".join(lines)

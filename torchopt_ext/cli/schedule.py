@@ -28,6 +28,8 @@ from torchopt_ext.containers.lr_schedulers import schedule_from_config, schedule
 
 COLUMNS = 60
 BLOCKS, ASCII = "▁▂▃▄▅▆▇█", "_.-:=+*#"
+MOST_STEPS = 10_000_000
+"""Every step's rate is computed."""
 TABLED = 4
 """Curves that a table has room for beside each other."""
 STYLES = ("-", "--", "-.", ":")
@@ -86,6 +88,8 @@ def parser() -> Parser:
 
 def main(args: list[str]) -> int:
     options = parser().parse_args(args)
+    if options.steps is not None and options.steps > MOST_STEPS:
+        raise CommandError(f"--steps is {options.steps:,}, expected {MOST_STEPS:,} at most")
     curves = [curve for path in options.config for curve in from_job(path)]
     if options.steps is not None:
         curves += from_flags(options)

@@ -30,6 +30,7 @@ MASTERS_NAMED = {
     "fp32": "fp32 master weights", "remainder": "remainders", "remainder8": "8-bit remainders"
 }  # fmt: skip
 """What ``master_weights`` keeps, by its value."""
+MOST_TENSORS = 1_000_000
 _SAFETENSORS = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
@@ -131,6 +132,11 @@ def from_text(text: str) -> list[tuple[int, ...]]:
             shapes += gpt2()
         elif re.fullmatch(r"[1-9]\d*(x[1-9]\d*)+", item):
             count, *shape = map(int, item.split("x"))
+            if count > MOST_TENSORS or count * math.prod(shape) >= 2**53:
+                raise CommandError(
+                    f"{item} is too large: expected {MOST_TENSORS:,} tensors and 2**53 elements "
+                    f"at most"
+                )
             shapes += [tuple(shape)] * count
         else:
             raise CommandError(f"{item!r} names no shapes: expected {NAMED} or such as 2000x1000")
@@ -149,19 +155,18 @@ def from_function(text: str) -> list[Tensor]:
         sys.path.insert(0, os.getcwd())
     try:
         build = getattr(importlib.import_module(where), name)
-    except Exception as error:  # whatever the user's code raises
+    except (Exception, SystemExit) as error:  # whatever the user's code raises
         problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise CommandError(f"--model {text} cannot be imported: {problem}") from error
     try:
         with torch.device("meta"):
             model = build()
-    except Exception as error:  # whatever the user's code raises
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"it returns a {type(model).__name__}, expected a torch.nn.Module")
+        return [meta(p.shape, p.dtype, p.requires_grad) for p in model.parameters()]
+    except (Exception, SystemExit) as error:  # whatever the user's code raises
         problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise CommandError(f"--model {text} fails on the meta device: {problem}") from error
-    if not isinstance(model, nn.Module):
-        found = type(model).__name__
-        raise CommandError(f"--model {text} returns a {found}, expected a torch.nn.Module")
-    return [meta(p.shape, p.dtype, p.requires_grad) for p in model.parameters()]
 
 
 # ---- safetensors ---------------------------------------------------------------------------------

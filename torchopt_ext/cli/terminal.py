@@ -179,11 +179,12 @@ def check_picture(path: Path) -> None:
     """Raises what :func:`save_picture` would of ``path``, before anything takes long.
 
     Raises:
-        CommandError: matplotlib is not installed, or knows no such format.
+        CommandError: matplotlib is not installed, or knows no such format; as :func:`check_output`.
     """
     formats = new_figure(1, 1).canvas.get_supported_filetypes()
     if path.suffix[1:].lower() not in formats:
         raise CommandError(f"{path} does not end in a format of pictures, such as .png or .svg")
+    check_output(path)
 
 
 def save_picture(figure: Any, path: Path) -> None:
@@ -191,6 +192,20 @@ def save_picture(figure: Any, path: Path) -> None:
     figure.tight_layout()
     with written(path) as file:
         figure.savefig(file, dpi=150)
+
+
+def check_output(path: Path, force: bool = True, checkpoint: bool = False) -> None:
+    """Raises CommandError if :func:`written` would not write to ``path``."""
+    if path.exists() and not force:
+        raise CommandError(f"{path} exists; --force replaces it")
+    if path.is_dir():
+        names = [file.name for file in path.iterdir()]
+        others = [n for n in names if n != ".metadata" and not n.endswith(".distcp")]
+        if not checkpoint or others:
+            what = f"has {min(others)}, no part of a checkpoint" if checkpoint else "is a folder"
+            raise CommandError(f"{path} {what}: not replaced")
+    if not path.parent.is_dir():
+        raise CommandError(f"cannot write {path}: there is no folder {path.parent}")
 
 
 @contextlib.contextmanager
@@ -204,16 +219,7 @@ def written(path: Path, force: bool = True, checkpoint: bool = False) -> Iterato
     Raises:
         CommandError: ``path`` is not to be replaced, or cannot be written.
     """
-    if path.exists() and not force:
-        raise CommandError(f"{path} exists; --force replaces it")
-    if path.is_dir():
-        names = [file.name for file in path.iterdir()]
-        others = [n for n in names if n != ".metadata" and not n.endswith(".distcp")]
-        if not checkpoint or others:
-            what = f"has {min(others)}, no part of a checkpoint" if checkpoint else "is a folder"
-            raise CommandError(f"{path} {what}: not replaced")
-    if not path.parent.is_dir():
-        raise CommandError(f"cannot write {path}: there is no folder {path.parent}")
+    check_output(path, force, checkpoint)
     beside = path.with_name(f".{path.name}.{os.getpid()}{path.suffix}")
     try:
         yield beside

@@ -78,11 +78,12 @@ def test_bench_writes_markdown_and_a_picture(run: Run, tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_bench_rejects(fails: Run) -> None:
+def test_bench_rejects(fails: Run, tmp_path: Path) -> None:
     half = ["--dtype", "float16", "--master-weights", "remainder"]
     for args, problem in (
         (["--shapes", "0x3"], "names no shapes"),
         (["--shapes", "2x3", "--device", "abacus"], "--device abacus"),
+        (["--shapes", "2x3", "--markdown", tmp_path], "is a folder: not replaced"),
         (["--shapes", "2x3", "--device", "meta"], "--device is meta, expected cpu or cuda"),
         (["--shapes", "2x3", "--threads", "1e6"], "--threads is 1000000; this machine has"),
         (["--shapes", "2x3", "--seconds", "-1"], "-1 is not a number above 0"),

@@ -129,6 +129,7 @@ def test_inspect_rejects(fails: Run, tmp_path: Path) -> None:
     short.write_bytes((tmp_path / "whole").read_bytes()[:2000])
     torch.save({"a": Evil()}, evil)
     torch.save([1], tmp_path / "list")
+    torch.save({"a": torch.eye(2).to_sparse()}, tmp_path / "sparse")
     (tmp_path / "folder").mkdir()
     (tmp_path / "dcp").mkdir()
     (tmp_path / "dcp" / ".metadata").write_bytes(b"junk")
@@ -138,6 +139,7 @@ def test_inspect_rejects(fails: Run, tmp_path: Path) -> None:
         ("short", "cannot be read"),
         ("evil", "refers to exec, whose code could run"),
         ("list", "holds a list"),
+        ("sparse", "torch.sparse_coo, expected a dense tensor"),
         ("folder", "has no .metadata"),
         ("dcp", "no checkpoint's metadata"),
     ):
@@ -290,6 +292,8 @@ def test_convert_replaces_only_when_told_to_and_whole(
     assert (tmp_path / "b" / "notes").read_text() == "mine"
     missing = tmp_path / "gone" / "c.pt"
     assert "there is no folder" in fails("convert", tmp_path / "a.pt", missing)
+    for args in (["/proc/a.pt"], ["/proc/a", "--format", "dcp"]):  # where nobody can write
+        assert f"cannot write {args[0]}" in fails("convert", tmp_path / "a.pt", *args)
     assert "is the input" in fails("convert", tmp_path / "a.pt", tmp_path / "a.pt", "--force")
 
 
@@ -308,6 +312,7 @@ def test_convert_rejects_before_it_writes(fails: Run, tmp_path: Path) -> None:
         ("a.pt", [*to_fp32, "--weights", tmp_path / "fp32.pt"], "expected bfloat16"),
         ("nameless.pt", [*to_fp32, "--weights", tmp_path / "model.pt"], "no param_names"),
         ("a.pt", ["--to-torch", *to_fp32], "--to-torch keeps no master"),
+        ("a.pt", ["--save-weights", out], "both the output and --save-weights"),
         ("gone.pt", [], "there is no"),
     ):
         assert problem in fails("convert", tmp_path / source, out, *options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import re
 import struct
 import subprocess
 import sys
@@ -173,6 +174,19 @@ def test_plan_prints_its_tables(run: Run) -> None:
     )
 
 
+def test_plan_of_much_fits(run: Run) -> None:
+    args = ["--params", "8e12", "--world-size", "64", "--bandwidth", "200", "--network", "1"]
+    assert "TB on the rank that holds most, times in s:" in run("plan", *args)
+
+
+@pytest.mark.parametrize("command", ["plan", "schedule"])
+def test_the_page_shows_what_is_printed(command: str, run: Run) -> None:
+    page = (ROOT / "docs/cli.md").read_text()
+    shown = re.search(rf"-m torchopt_ext ({command} [^`]+)```\n+```text\n(.+?)```", page, re.S)
+    assert shown
+    assert run(*shown[1].replace("\\\n", " ").split()) == shown[2]
+
+
 def test_plan_of_a_count(run: Run) -> None:
     args = ["plan", "--params", "8e9", "--dtype", "bfloat16", "--master-weights", "fp32"]
     shown = run(*args, "--bandwidth", "2000", "--network", "50", "--world-size", "1024")
@@ -246,7 +260,10 @@ def test_plan_rejects(fails: Run, tmp_path: Path) -> None:
     odd_index.write_text(json.dumps({"weight_map": {"w": 5}}))
     (tmp_path / "no_python.py").write_text("def")
     code = tmp_path / "broken_model.py"
-    code.write_text("import torch\ndef f(): return torch.zeros(1).item()\ndef g(): return 3\n")
+    code.write_text(
+        "import torch\ndef f(): return torch.zeros(1).item()\ndef g(): return 3\n"
+        "def lazy(): return torch.nn.LazyLinear(3)\ndef leave(): raise SystemExit(3)\n"
+    )
     sys.path.insert(0, str(tmp_path))
     for args, problem in (
         ([], "one of FILE"),
@@ -266,7 +283,10 @@ def test_plan_rejects(fails: Run, tmp_path: Path) -> None:
         (["--model", "gone:f"], "No module named 'gone'"),
         (["--model", "broken_model:h"], "has no attribute 'h'"),
         (["--model", "broken_model:f"], "fails on the meta device"),
-        (["--model", "broken_model:g"], "returns a int"),
+        (["--model", "broken_model:lazy"], "uninitialized parameter"),
+        (["--model", "broken_model:leave"], "SystemExit: 3"),
+        (["--shapes", "2x99999999999999999999"], "too large"),
+        (["--model", "broken_model:g"], "returns a int, expected"),
         (["--shapes", "2x2", "--dtype", "float16", "--master-weights", "remainder"], "float16"),
         (["--shapes", "2x2", "--plot", tmp_path / "gone" / "x.png"], "cannot write"),
     ):
@@ -336,6 +356,7 @@ def test_schedule_of_jobs(run: Run, tmp_path: Path) -> None:
 def test_schedule_rejects(fails: Run, tmp_path: Path) -> None:
     for args, problem in (
         ([], "give --steps"),
+        (["--steps", "1e15"], "expected 10,000,000 at most"),
         (["--steps", "10", "--decay", "steep"], "'steep'"),
         (["--steps", "10", "--min-factor", "2"], "min_lr_factor is 2"),
         (["--steps", "10", "--warmup", "ten"], "--warmup is 'ten'"),
