@@ -138,6 +138,7 @@ class _Copy:
         extended.fsdp_pre_all_gather = before
         extended.fsdp_post_all_gather = self.fsdp_post_all_gather
         extended.low_precision_copy = self.copy
+        extended.__getstate__ = dict  # pickles have none of these
         set_local_shard(param.sharded_param, shard)
         add_gather_extension(param)
 

@@ -4,6 +4,7 @@ tests/distributed/test_fsdp.py."""
 from __future__ import annotations
 
 import gc
+import pickle
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -71,6 +72,7 @@ def test_from_meta_to_memory() -> None:
     for param in model.parameters():
         shard = param._local_tensor
         assert torch.equal(shard.low_precision_copy, shard.bfloat16())
+        assert vars(pickle.loads(pickle.dumps(shard))) == {}
 
 
 @pytest.mark.usefixtures("four_ranks")
