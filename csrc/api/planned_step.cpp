@@ -141,6 +141,8 @@ void PlannedStep::build(const Groups& groups, State& state) {
                      own->exp_avg_sq(),
                      options_of(groups[g]).amsgrad() ? own->max_exp_avg_sq() : at::Tensor(),
                      at::Tensor(),
+                     at::Tensor(),
+                     at::Tensor(),
                      own->step()};
     entry.group = static_cast<int32_t>(g);
     const auto named = names_.find(param.unsafeGetTensorImpl());
@@ -196,7 +198,7 @@ bool PlannedStep::collect(const Groups& groups, const State& state) {
               i, {param.unsafeGetTensorImpl(), own->exp_avg().unsafeGetTensorImpl(),
                   own->exp_avg_sq().unsafeGetTensorImpl(),
                   amsgrad[slots_[i].group] ? own->max_exp_avg_sq().unsafeGetTensorImpl() : nullptr,
-                  nullptr, own->step().unsafeGetTensorImpl()})) {
+                  nullptr, nullptr, nullptr, own->step().unsafeGetTensorImpl()})) {
         fits = false;
         return;
       }

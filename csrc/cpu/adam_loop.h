@@ -59,14 +59,15 @@ template <class L>
 
 // What a step notes that is not tracked (loop_trace.h): nothing.
 struct NoTrace {
+  static constexpr bool needs_numbers = false;
+  void start(const TensorWork& /*work*/, int64_t /*begin*/, uint64_t /*number*/) const {}
+  void after_group(void* const (& /*x*/)[kArrays], int64_t /*group*/) const {}
   template <class Lane>
-  int before(const Lane& /*lane*/, const Layout& /*layout*/, void* const (& /*x*/)[kArrays],
-             int64_t /*i*/) const {
-    return 0;
-  }
+  void before(const Lane& /*lane*/, const Layout& /*layout*/, void* const (& /*x*/)[kArrays],
+              int64_t /*i*/) const {}
   template <class Lane>
   void after(const Lane& /*lane*/, const Layout& /*layout*/, void* const (& /*x*/)[kArrays],
-             int64_t /*i*/, bool /*decays*/, int /*before*/) const {}
+             int64_t /*i*/, bool /*decays*/) const {}
 };
 
 // Elements [begin, end); `draws` begins at element `begin`, or is null. Inlined into every caller:
@@ -82,9 +83,9 @@ template <class L, class Trace>
   const auto& x = copy.memory;
   int64_t i = begin;
   const auto update = [&](const auto& lane) __attribute__((always_inline)) {
-    const auto before = trace.before(lane, layout, x, i);
+    trace.before(lane, layout, x, i);
     adam_register(lane, s, layout, mode, x, i, draws, i - begin);
-    trace.after(lane, layout, x, i, s.has_decay, before);
+    trace.after(lane, layout, x, i, s.has_decay);
   };
   if (mode.past_caches) {  // up to where a register of the parameter is aligned
     const auto size = static_cast<uintptr_t>(element_size(layout, kParam));

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cpu/kernel_table.h"
+#include "kernels/quantize.h"
 
 namespace torchopt_ext {
 
@@ -26,8 +27,10 @@ inline ChunkTrace adam_traced(const KernelTable& table, const TensorScalars& sca
   };
   const bool norms = (options.track & kTrackNorms) != 0;
   const bool is_double = work.layout.param == DType::kFloat64;
-  for (int64_t i = begin; i < end; i += kTileElements) {
-    const int64_t tile_end = end - i < kTileElements ? end : i + kTileElements;
+  for (int64_t i = begin; i < end;) {
+    const int64_t tile_end = is_quantized(work.kind)   ? end_of_groups(work, begin, end, i)
+                             : end - i < kTileElements ? end
+                                                       : i + kTileElements;
     const int64_t n = tile_end - i;
     if (norms) {  // before the gradient may be written
       trace.grad_sumsq += sum_of_squares(work.layout.grad, element(work, kGrad, i), n);
@@ -38,6 +41,7 @@ inline ChunkTrace adam_traced(const KernelTable& table, const TensorScalars& sca
       trace.update_sumsq +=
           sum_of_squares(is_double ? DType::kFloat64 : DType::kFloat32, change, n);
     }
+    i = tile_end;
   }
   return tracked(trace, options.track);
 }

@@ -6,6 +6,7 @@
 #include "cpu/adam_loop.h"
 #include "cpu/kernel_table.h"
 #include "cpu/loop_trace.h"
+#include "cpu/quantized_loop.h"
 #include "cpu/sum_of_squares.h"
 #include "kernels/scaled_copy.h"
 #if defined(__AVX512F__)
@@ -44,11 +45,25 @@ void exact_sum(const void* x, int64_t n, const void* next, ExactAccumulator& acc
 // With a constant layout, but for amsgrad where there is no 16-bit array.
 template <AdamKind kKind>
 Layout layout_of(const TensorWork& work) {
-  Layout layout = kKind == AdamKind::kGeneral ? work.layout : layout_of(kKind);
+  constexpr bool kIsGeneral = kKind == AdamKind::kGeneral || kKind == AdamKind::kInt8;
+  Layout layout = kIsGeneral ? work.layout : layout_of(kKind);
   if (kKind == AdamKind::kFloat32 || kKind == AdamKind::kFloat64) {
     layout.amsgrad = work.layout.amsgrad;
   }
   return layout;
+}
+
+// Whole groups of elements with 8-bit moments.
+template <AdamKind kKind, class Trace>
+void quantized_step(const TensorScalars& scalars, const TensorWork& work,
+                    const StepOptions& options, int64_t begin, int64_t end, Trace& trace) {
+  const Layout layout = layout_of<kKind>(work);
+  constexpr bool kIsGeneral = kKind == AdamKind::kInt8;
+  const StepMode mode{.write_back = kIsGeneral && options.write_back_gradients};
+  const bool rounds = kIsGeneral && options.stochastic_rounding;
+  const RoundingKey key = rounds ? rounding_key(options, work) : RoundingKey{};
+  quantized_loop<FloatLane>(scalars.as_float, layout, mode, work, begin, end,
+                            rounds ? &key : nullptr, trace);
 }
 
 template <AdamKind kKind>
@@ -58,6 +73,9 @@ void adam(const TensorScalars& scalars, const TensorWork& work, const StepOption
   if constexpr (kKind == AdamKind::kFloat64) {
     const StepMode mode{.write_back = options.write_back_gradients};
     adam_loop<DoubleLane>(scalars.as_double, layout, mode, work, begin, end, nullptr, NoTrace{});
+  } else if constexpr (is_quantized(kKind)) {
+    NoTrace none;
+    quantized_step<kKind>(scalars, work, options, begin, end, none);
   } else {
     constexpr bool kIsGeneral = kKind == AdamKind::kGeneral;
     const StepMode mode{.write_back = kIsGeneral && options.write_back_gradients,
@@ -79,6 +97,12 @@ template <AdamKind kKind, bool kChanges, bool kDigest>
 void adam_traced(const TensorScalars& scalars, const TensorWork& work, const StepOptions& options,
                  int64_t begin, int64_t end, void* change, ChunkTrace& trace) {
   using L = std::conditional_t<kKind == AdamKind::kFloat64, DoubleLane, FloatLane>;
+  if constexpr (is_quantized(kKind)) {
+    LoopTrace<FloatLane, kChanges, kDigest> seen(begin, static_cast<float*>(change));
+    quantized_step<kKind>(scalars, work, options, begin, end, seen);
+    seen.add_to(trace);
+    return;
+  }
   const Layout layout = layout_of<kKind>(work);
   constexpr bool kIsGeneral = kKind == AdamKind::kGeneral;
   const StepMode mode{.write_back = (kIsGeneral || kKind == AdamKind::kFloat64) &&
@@ -87,8 +111,8 @@ void adam_traced(const TensorScalars& scalars, const TensorWork& work, const Ste
       kIsGeneral ? rounds_randomly(options, layout) : kKind == AdamKind::kBFloat16Rounded;
   for_each_run(work, begin, end, [&](int64_t first, int64_t last, uint64_t number) {
     const Draws draws = rounds ? draws_from(rounding_key(options, work), number) : Draws{};
-    auto* changes = static_cast<typename L::scalar*>(change);
-    LoopTrace<L, kChanges, kDigest> seen(work, first, number, changes + (first - begin));
+    LoopTrace<L, kChanges, kDigest> seen(begin, static_cast<typename L::scalar*>(change));
+    seen.start(work, first, number);
     adam_loop<L>(scalars_in<typename L::scalar>(scalars), layout, mode, work, first, last,
                  rounds ? &draws : nullptr, seen);
     seen.add_to(trace);
@@ -134,11 +158,13 @@ const KernelTable& TORCHOPT_KERNELS() {
       // In the order of AdamKind.
       .adam = {adam<AdamKind::kFloat32>, adam<AdamKind::kFloat64>, adam<AdamKind::kBFloat16>,
                adam<AdamKind::kBFloat16Master>, adam<AdamKind::kBFloat16Remainder>,
-               adam<AdamKind::kBFloat16Rounded>, adam<AdamKind::kGeneral>},
+               adam<AdamKind::kBFloat16Rounded>, adam<AdamKind::kGeneral>,
+               adam<AdamKind::kInt8Remainder8>, adam<AdamKind::kInt8>},
       .adam_traced = {adam_traced<AdamKind::kFloat32>, adam_traced<AdamKind::kFloat64>,
                       adam_traced<AdamKind::kBFloat16>, adam_traced<AdamKind::kBFloat16Master>,
                       adam_traced<AdamKind::kBFloat16Remainder>,
-                      adam_traced<AdamKind::kBFloat16Rounded>, adam_traced<AdamKind::kGeneral>},
+                      adam_traced<AdamKind::kBFloat16Rounded>, adam_traced<AdamKind::kGeneral>,
+                      adam_traced<AdamKind::kInt8Remainder8>, adam_traced<AdamKind::kInt8>},
       // In the order of DType.
       .block_sum_of_squares = {block_sum<float>, block_sum<double>, block_sum<BFloat16>,
                                block_sum<Float16>},

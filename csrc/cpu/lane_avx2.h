@@ -43,11 +43,11 @@ struct Avx2Words {
   static reg load(const uint32_t* x) {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
   }
-  static reg load(const uint16_t* x) {
-    return _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
-  }
   static reg load(const uint8_t* x) {
     return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(x)));
+  }
+  static reg load(const uint16_t* x) {
+    return _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
   }
   static reg add(reg a, reg b) { return _mm256_add_epi32(a, b); }
   static reg bit_xor(reg a, reg b) { return _mm256_xor_si256(a, b); }
@@ -65,6 +65,12 @@ struct Avx2Words {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(x), a);
   }
 };
+
+inline __m256i draw_of(const RandomWords<Avx2Words>& random, Array array) {
+  const __m256i word = random.word[array / 2];
+  return array % 2 == 0 ? _mm256_and_si256(word, _mm256_set1_epi32(0xffff))
+                        : _mm256_srli_epi32(word, 16);
+}
 
 struct Avx2Float {
   using scalar = float;
@@ -85,6 +91,33 @@ struct Avx2Float {
   template <class Half>
   static void store(Half* x, reg a) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(x), narrow8(a, Half{}));
+  }
+  static reg load(const int8_t* x) {
+    return _mm256_cvtepi32_ps(
+        _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(x))));
+  }
+  static reg load(const uint8_t* x) {
+    return _mm256_cvtepi32_ps(
+        _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(x))));
+  }
+  // NaN converts to the least integer.
+  static void store_codes(int8_t* x, reg code) {
+    const __m256i bits = _mm256_cvtps_epi32(code);
+    const __m128i words =
+        _mm_packs_epi32(_mm256_castsi256_si128(bits), _mm256_extracti128_si256(bits, 1));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(x), _mm_packs_epi16(words, words));
+  }
+  static void store_codes(uint8_t* x, reg code, reg root) {
+    const __m256i positive =
+        _mm256_castps_si256(_mm256_cmp_ps(root, _mm256_setzero_ps(), _CMP_GT_OQ));
+    const __m256i bits =
+        _mm256_max_epi32(_mm256_cvttps_epi32(code), _mm256_srli_epi32(positive, 31));
+    const __m128i words = pack8(bits);
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(x), _mm_packus_epi16(words, words));
+  }
+  static reg dithered(reg code, float limit, const RandomWords<Avx2Words>& random, Array array) {
+    const reg draw = _mm256_mul_ps(_mm256_cvtepi32_ps(draw_of(random, array)), set1(0x1p-16f));
+    return _mm256_floor_ps(_mm256_add_ps(_mm256_min_ps(set1(limit), code), draw));
   }
   static void stream(float* x, reg a) { _mm256_stream_ps(x, a); }
   template <class Half>
@@ -132,11 +165,6 @@ struct Avx2Float {
   static Random random(const RoundingStream& stream, uint32_t number) {
     return random_words<Words>(stream, number);
   }
-  static __m256i draw_of(const Random& random, Array array) {
-    const __m256i word = random.word[array / 2];
-    return array % 2 == 0 ? _mm256_and_si256(word, _mm256_set1_epi32(0xffff))
-                          : _mm256_srli_epi32(word, 16);
-  }
   static void store_split_stochastic(BFloat16* weight, int8_t* remainder, reg a,
                                      const Random& random) {
     const __m256i draw = draw_of(random, kParam);
@@ -167,6 +195,21 @@ struct Avx2Float {
   static reg sqrt(reg a) { return _mm256_sqrt_ps(a); }
   static reg min(reg a, reg b) { return _mm256_min_ps(a, b); }
   static reg neg(reg a) { return _mm256_xor_ps(a, set1(-0.0f)); }
+  static reg abs(reg a) { return _mm256_andnot_ps(set1(-0.0f), a); }
+  static reg copy_sign(reg magnitude, reg sign) {
+    return _mm256_or_ps(magnitude, _mm256_and_ps(set1(-0.0f), sign));
+  }
+  static reg max_magnitude(reg most, reg a) {  // as integers, of which NaN's are the largest
+    return _mm256_castsi256_ps(
+        _mm256_max_epi32(_mm256_castps_si256(most), _mm256_castps_si256(abs(a))));
+  }
+  static float largest(reg a) {
+    __m128i most = _mm_max_epi32(_mm256_castsi256_si128(_mm256_castps_si256(a)),
+                                 _mm256_extracti128_si256(_mm256_castps_si256(a), 1));
+    most = _mm_max_epi32(most, _mm_shuffle_epi32(most, 0x4e));
+    most = _mm_max_epi32(most, _mm_shuffle_epi32(most, 0xb1));
+    return _mm_cvtss_f32(_mm_castsi128_ps(most));
+  }
   static reg max_keep_nan(reg vmax, reg v) {
     const reg keep =
         _mm256_or_ps(_mm256_cmp_ps(vmax, v, _CMP_GT_OQ), _mm256_cmp_ps(vmax, vmax, _CMP_UNORD_Q));

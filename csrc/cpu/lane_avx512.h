@@ -30,11 +30,11 @@ struct Avx512Words {
                     set1(factor));
   }
   static reg load(const uint32_t* x) { return _mm512_loadu_si512(x); }
-  static reg load(const uint16_t* x) {
-    return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
-  }
   static reg load(const uint8_t* x) {
     return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
+  }
+  static reg load(const uint16_t* x) {
+    return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
   }
   static reg add(reg a, reg b) { return _mm512_add_epi32(a, b); }
   static reg bit_xor(reg a, reg b) { return _mm512_xor_si512(a, b); }
@@ -49,6 +49,12 @@ struct Avx512Words {
   static reg upper(reg a) { return _mm512_srli_epi64(a, 32); }
   static void store_pairs(uint64_t* x, reg a) { _mm512_storeu_si512(x, a); }
 };
+
+inline __m512i draw_of(const RandomWords<Avx512Words>& random, Array array) {
+  const __m512i word = random.word[array / 2];
+  return array % 2 == 0 ? _mm512_and_si512(word, _mm512_set1_epi32(0xffff))
+                        : _mm512_srli_epi32(word, 16);
+}
 
 struct Avx512Float {
   using scalar = float;
@@ -75,6 +81,29 @@ struct Avx512Float {
   template <class Half>
   static void store(Half* x, reg a) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(x), narrow16(a, Half{}));
+  }
+  static reg load(const int8_t* x) {
+    return _mm512_cvtepi32_ps(
+        _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x))));
+  }
+  static reg load(const uint8_t* x) {
+    return _mm512_cvtepi32_ps(
+        _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x))));
+  }
+  // NaN converts to the least integer.
+  static void store_codes(int8_t* x, reg code) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(x),
+                     _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(code)));
+  }
+  static void store_codes(uint8_t* x, reg code, reg root) {
+    const __mmask16 positive = _mm512_cmp_ps_mask(root, _mm512_setzero_ps(), _CMP_GT_OQ);
+    const __m512i least = _mm512_maskz_set1_epi32(positive, 1);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(x),
+                     _mm512_cvtusepi32_epi8(_mm512_max_epi32(_mm512_cvttps_epi32(code), least)));
+  }
+  static reg dithered(reg code, float limit, const RandomWords<Avx512Words>& random, Array array) {
+    const reg draw = _mm512_mul_ps(_mm512_cvtepi32_ps(draw_of(random, array)), set1(0x1p-16f));
+    return _mm512_floor_ps(_mm512_add_ps(_mm512_min_ps(set1(limit), code), draw));
   }
   static void stream(float* x, reg a) { _mm512_stream_ps(x, a); }
   template <class Half>
@@ -120,11 +149,6 @@ struct Avx512Float {
   static Random random(const RoundingStream& stream, uint32_t number) {
     return random_words<Words>(stream, number);
   }
-  static __m512i draw_of(const Random& random, Array array) {
-    const __m512i word = random.word[array / 2];
-    return array % 2 == 0 ? _mm512_and_si512(word, _mm512_set1_epi32(0xffff))
-                          : _mm512_srli_epi32(word, 16);
-  }
   static void store_split_stochastic(BFloat16* weight, int8_t* remainder, reg a,
                                      const Random& random) {
     const __m512i draw = draw_of(random, kParam);
@@ -157,6 +181,17 @@ struct Avx512Float {
   static reg sqrt(reg a) { return _mm512_sqrt_ps(a); }
   static reg min(reg a, reg b) { return _mm512_min_ps(a, b); }
   static reg neg(reg a) { return _mm512_xor_ps(a, set1(-0.0f)); }
+  static reg abs(reg a) { return _mm512_andnot_ps(set1(-0.0f), a); }
+  static reg copy_sign(reg magnitude, reg sign) {
+    return _mm512_or_ps(magnitude, _mm512_and_ps(set1(-0.0f), sign));
+  }
+  static reg max_magnitude(reg most, reg a) {  // as integers, of which NaN's are the largest
+    return _mm512_castsi512_ps(
+        _mm512_max_epi32(_mm512_castps_si512(most), _mm512_castps_si512(abs(a))));
+  }
+  static float largest(reg a) {
+    return bit_cast<float>(_mm512_reduce_max_epi32(_mm512_castps_si512(a)));
+  }
   static reg max_keep_nan(reg vmax, reg v) {
     const __mmask16 keep =
         _mm512_cmp_ps_mask(vmax, v, _CMP_GT_OQ) | _mm512_cmp_ps_mask(vmax, vmax, _CMP_UNORD_Q);

@@ -60,34 +60,38 @@ struct DigestRegisters<void> {
   uint64_t total() const { return 0; }
 };
 
-// Of elements [begin, ...), whose numbers follow that of the first one.
+// `change` holds the weights before, until it holds the changes; its first element is element
+// `origin`.
 template <class L, bool kChanges, bool kDigest>
 class LoopTrace {
  public:
   using Scalar = typename L::scalar;
-  LoopTrace(const TensorWork& work, int64_t begin, uint64_t number, Scalar* change)
-      : begin_(begin),
-        base_(digest_base(work.index, number)),
-        number_(static_cast<uint32_t>(number)),
-        change_(change) {}
+  static constexpr bool needs_numbers = kDigest;
+  LoopTrace(int64_t origin, Scalar* change) : origin_(origin), change_(change) {}
 
-  template <class Lane>
-  [[gnu::always_inline]] auto before(const Lane& lane, const Layout& layout,
-                                     void* const (&x)[kArrays], int64_t i) const {
-    if constexpr (kChanges) {
-      return load_weight(lane, layout, x, i);
-    } else {
-      return 0;
+  // What follows is of elements from `begin` on, whose numbers follow that of the first one.
+  void start(const TensorWork& work, int64_t begin, uint64_t number) {
+    if constexpr (kDigest) {
+      begin_ = begin;
+      base_ = digest_base(work.index, number);
+      number_ = static_cast<uint32_t>(number);
     }
   }
-  template <class Lane, class Before>
-  [[gnu::always_inline]] void after(const Lane& lane, const Layout& layout,
-                                    void* const (&x)[kArrays], int64_t i, bool decays,
-                                    Before before) {
+  template <class Lane>
+  [[gnu::always_inline]] void before(const Lane& lane, const Layout& layout,
+                                     void* const (&x)[kArrays], int64_t i) const {
     if constexpr (kChanges) {
+      lane.store(change_ + (i - origin_), load_weight(lane, layout, x, i));
+    }
+  }
+  template <class Lane>
+  [[gnu::always_inline]] void after(const Lane& lane, const Layout& layout,
+                                    void* const (&x)[kArrays], int64_t i, bool decays) {
+    if constexpr (kChanges) {
+      const auto before = lane.load(change_ + (i - origin_));
       const auto after = load_weight(lane, layout, x, i);
-      lane.store(change_ + (i - begin_), Lane::sub(after, before));
-      lost_ += Lane::count_lost(before, after, load_as(lane, layout.state, x[kExpAvg], i), decays);
+      lane.store(change_ + (i - origin_), Lane::sub(after, before));
+      lost_ += Lane::count_lost(before, after, load_exp_avg(lane, layout, x, i), decays);
     }
     if constexpr (kDigest) {
       const uint32_t number = number_ + static_cast<uint32_t>(i - begin_);
@@ -103,6 +107,12 @@ class LoopTrace {
       }
     }
   }
+  // After those of a group of quantized elements.
+  void after_group(void* const (&x)[kArrays], int64_t group) {
+    if constexpr (kDigest) {
+      digest_ += digest_scales(x, group, place_factors<ScalarWords>(base_, number_));
+    }
+  }
   void add_to(ChunkTrace& trace) const {
     trace.lost += lost_;
     trace.digest += digest_ + registers_.total();
@@ -116,10 +126,11 @@ class LoopTrace {
   }
   static int count(const Part<L>& part) { return part.n; }
 
-  int64_t begin_;
-  uint32_t base_;
-  uint32_t number_;
+  int64_t origin_;
   Scalar* change_;
+  int64_t begin_ = 0;
+  uint32_t base_ = 0;
+  uint32_t number_ = 0;
   int64_t lost_ = 0;
   uint64_t digest_ = 0;
   DigestRegisters<std::conditional_t<kDigest, Words, void>> registers_;

@@ -1,4 +1,4 @@
-#include "cuda/adam.h"
+#include "cuda/adam_quantized.h"
 
 namespace torchopt_ext {
 namespace {
@@ -10,11 +10,18 @@ __global__ void __launch_bounds__(kAdamThreads)
 }
 
 // Three blocks on a multiprocessor, whose threads have 64 to 112 bytes of loads under way, keep
-// memory busy; two are what fp64 has registers for.
+// memory busy; two are what fp64 and any layout with 8-bit moments have registers for.
+constexpr int blocks_of(AdamKind kind) {
+  return kind == AdamKind::kFloat64 || kind == AdamKind::kInt8 ? 2 : 3;
+}
+
 template <AdamKind kKind>
-__global__ void __launch_bounds__(kAdamThreads, kKind == AdamKind::kFloat64 ? 2 : 3)
-    adam_kernel(AdamArgs args) {
-  adam_body<kKind>(DeviceCta{}, args);
+__global__ void __launch_bounds__(kAdamThreads, blocks_of(kKind)) adam_kernel(AdamArgs args) {
+  if constexpr (is_quantized(kKind)) {
+    quantized_body<kKind>(DeviceCta{}, args);
+  } else {
+    adam_body<kKind>(DeviceCta{}, args);
+  }
 }
 
 }  // namespace
@@ -34,7 +41,9 @@ void launch_adam(AdamKind kind, const AdamArgs& args, int64_t chunk_count, cudaS
                                            adam_kernel<AdamKind::kBFloat16Master>,
                                            adam_kernel<AdamKind::kBFloat16Remainder>,
                                            adam_kernel<AdamKind::kBFloat16Rounded>,
-                                           adam_kernel<AdamKind::kGeneral>};
+                                           adam_kernel<AdamKind::kGeneral>,
+                                           adam_kernel<AdamKind::kInt8Remainder8>,
+                                           adam_kernel<AdamKind::kInt8>};
   kKernels[static_cast<int>(kind)]<<<static_cast<unsigned>(chunk_count), kAdamThreads, 0, stream>>>(
       args);
 }

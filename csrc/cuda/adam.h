@@ -127,12 +127,13 @@ struct AdamChunk {
         options(args.options),
         begin(chunk.begin),
         n(static_cast<int>(chunk.end - chunk.begin)) {
-    unrolled<kArrays>([&](int array) {
-      void* const memory = array == kGrad ? args.steps[chunk.tensor].grad : work.memory[array];
-      x[array] = memory == nullptr || array == kStep
+    const auto point = [&](int array, void* memory) {
+      x[array] = memory == nullptr
                      ? memory
                      : static_cast<char*>(memory) + begin * element_size(work.layout, array);
-    });
+    };
+    unrolled<kWritten>([&](int array) { point(array, work.memory[array]); });
+    point(kGrad, args.steps[chunk.tensor].grad);
   }
 
   template <class L>
@@ -157,7 +158,7 @@ struct AdamChunk {
   const StepOptions& options;
   const int64_t begin;
   const int n;
-  void* x[kArrays];
+  void* x[kArrays];  // those of elements
 };
 
 // A block's chunk, of a tensor of this kind.

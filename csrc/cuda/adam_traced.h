@@ -1,7 +1,7 @@
 // Tracking on CUDA (kernels/trace.h): pass B on a chunk, with what it saw of the chunk's tiles.
 #pragma once
 
-#include "cuda/adam.h"
+#include "cuda/adam_quantized.h"
 #include "kernels/block_rule.h"
 #include "kernels/digest.h"
 #include "kernels/trace.h"
@@ -9,7 +9,9 @@
 namespace torchopt_ext {
 
 // Elements that a ChunkTrace sums by the block rule before it adds the sums up: the CPU's tiles.
+// Those of kTileGroups groups are fewer where rows end in short groups.
 inline constexpr int kTraceTile = 512;
+inline constexpr int kMostTiles = 2 * kChunkElements / kTraceTile;
 
 // Where a tracked step reports, in device memory.
 struct TraceArgs {
@@ -19,57 +21,132 @@ struct TraceArgs {
 };
 
 struct TraceShared {
-  ChunkTrace tile[kChunkElements / kTraceTile];
+  ChunkTrace tile[kMostTiles];
 };
 
 namespace {
 
-// A warp's step of elements [begin, end), a tile at most, with what it saw. By the block rule,
-// thread t owns lanes 2t and 2t + 1. The result is thread 0's.
+// What the threads of a warp see of a tile. By the block rule, thread t owns lanes 2t and 2t + 1.
 template <class T, class Warp>
-TORCHOPT_HD inline ChunkTrace update_tile(const Warp& warp, const AdamChunk<T>& elements, int begin,
-                                          int end) {
+struct TileSums {
   using L = ScalarLane<T>;
   using D = ScalarLane<double>;
-  const Layout& layout = elements.work.layout;
+
+  TORCHOPT_HD void start(int thread) {
+    lost[thread] = 0;
+    digest[thread] = 0;
+    unrolled<2>([&](int lane) { grad[lane][thread] = change[lane][thread] = 0.0; });
+  }
+  // Before an element's step. Returns its weight.
+  TORCHOPT_HD T before(const AdamChunk<T>& elements, int thread, int lane, int i) {
+    const Layout& layout = elements.work.layout;
+    grad[lane][thread] =
+        D::add(grad[lane][thread], square(load_as(L{}, layout.grad, elements.x[kGrad], i)));
+    return load_weight(L{}, layout, elements.x, i);
+  }
+  // After it. `factor`: of its place.
+  TORCHOPT_HD void after(const AdamChunk<T>& elements, int thread, int lane, int i, T before,
+                         uint32_t factor) {
+    const Layout& layout = elements.work.layout;
+    const T after = load_weight(L{}, layout, elements.x, i);
+    change[lane][thread] = D::add(change[lane][thread], square(L::sub(after, before)));
+    lost[thread] += L::count_lost(before, after, load_exp_avg(L{}, layout, elements.x, i),
+                                  elements.scalars.has_decay);
+    digest[thread] += digest_element<T>(layout, elements.x, i, factor);
+  }
+  // The result is thread 0's.
+  TORCHOPT_HD ChunkTrace total(const Warp& warp) {
+    for (int distance = kWarpThreads / 2; distance > 0; distance /= 2) {
+      unrolled<2>([&](int lane) {
+        warp.fold(grad[lane], distance);
+        warp.fold(change[lane], distance);
+      });
+      warp.fold(lost, distance);
+      warp.fold(digest, distance);
+    }
+    return {D::add(grad[0][0], grad[1][0]), D::add(change[0][0], change[1][0]), lost[0], digest[0]};
+  }
+
   typename Warp::template PerThread<double> grad[2];
   typename Warp::template PerThread<double> change[2];
   typename Warp::template PerThread<int64_t> lost;
   typename Warp::template PerThread<uint64_t> digest;
+};
+
+// Of the place of the element that is `behind` elements behind the one with this number, whose
+// upper half counts.
+TORCHOPT_HD inline uint32_t place_factor(const TensorWork& work, uint64_t number, int behind) {
+  return place_factors<ScalarWords>(digest_base(work.index, number),
+                                    static_cast<uint32_t>(number) + static_cast<uint32_t>(behind));
+}
+
+// A warp's step of elements [begin, end), a tile at most, with what it saw.
+template <class T, class Warp>
+TORCHOPT_HD inline ChunkTrace update_tile(const Warp& warp, const AdamChunk<T>& elements, int begin,
+                                          int end) {
+  TileSums<T, Warp> sums;
   warp.each([&](int thread) {
-    lost[thread] = 0;
-    digest[thread] = 0;
+    sums.start(thread);
     unrolled<2>([&](int lane) {
-      double grads = 0.0;
-      double changes = 0.0;
       for (int i = begin + 2 * thread + lane; i < end; i += kBlockLanes) {
-        grads = D::add(grads, square(load_as(L{}, layout.grad, elements.x[kGrad], i)));
-        const T before = load_weight(L{}, layout, elements.x, i);
-        elements.update_any(VectorLane<T, 1>{}, layout, i);
-        const T after = load_weight(L{}, layout, elements.x, i);
-        changes = D::add(changes, square(L::sub(after, before)));
-        lost[thread] +=
-            L::count_lost(before, after, load_as(L{}, layout.state, elements.x[kExpAvg], i),
-                          elements.scalars.has_decay);
+        const T before = sums.before(elements, thread, lane, i);
+        elements.update_any(VectorLane<T, 1>{}, elements.work.layout, i);
         const auto number =
             static_cast<uint64_t>(global_element(elements.work, elements.begin + i));
-        const uint32_t factor = place_factors<ScalarWords>(digest_base(elements.work.index, number),
-                                                           static_cast<uint32_t>(number));
-        digest[thread] += digest_element<T>(layout, elements.x, i, factor);
+        sums.after(elements, thread, lane, i, before, place_factor(elements.work, number, 0));
       }
-      grad[lane][thread] = grads;
-      change[lane][thread] = changes;
     });
   });
-  for (int distance = kWarpThreads / 2; distance > 0; distance /= 2) {
-    unrolled<2>([&](int lane) {
-      warp.fold(grad[lane], distance);
-      warp.fold(change[lane], distance);
+  return sums.total(warp);
+}
+
+// The same of kTileGroups groups from `first` on, as far as there are so many.
+template <class Warp>
+TORCHOPT_HD inline ChunkTrace update_groups(const Warp& warp, const QuantizedChunk<true>& chunk,
+                                            int first) {
+  struct Weights {
+    float of[kTraceTile / kWarpThreads];
+  };
+  const AdamChunk<float>& elements = chunk.elements;
+  const ChunkGroups& groups = chunk.groups;
+  const int last = first + kTileGroups < groups.count() ? first + kTileGroups : groups.count();
+  const int begin = groups.begin(first);
+  const int end = groups.begin(last - 1) + groups.size(last - 1);
+  TileSums<float, Warp> sums;
+  typename Warp::template PerThread<Weights> before;
+  const auto for_each_owned = [&](int thread, const auto& visit) {
+    unrolled<kTraceTile / kWarpThreads>([&](int k) {
+      const int lane = k % 2;
+      const int i = begin + 2 * thread + lane + k / 2 * kBlockLanes;
+      if (i < end) {
+        visit(k, lane, i);
+      }
     });
-    warp.fold(lost, distance);
-    warp.fold(digest, distance);
+  };
+  warp.each([&](int thread) {
+    sums.start(thread);
+    for_each_owned(thread, [&](int k, int lane, int i) {
+      before[thread].of[k] = sums.before(elements, thread, lane, i);
+    });
+  });
+  for (int group = first; group < last; group += kWarpGroups) {
+    chunk.update(warp, group, last);
   }
-  return {D::add(grad[0][0], grad[1][0]), D::add(change[0][0], change[1][0]), lost[0], digest[0]};
+  warp.each([&](int thread) {
+    for_each_owned(thread, [&](int k, int lane, int i) {
+      const int group = groups.of(i);
+      const int in_group = i - groups.begin(group);
+      const auto number = static_cast<uint64_t>(
+          global_element(elements.work, elements.begin + groups.begin(group)));
+      const uint32_t factor = place_factor(elements.work, number, in_group);
+      sums.after(elements, thread, lane, i, before[thread].of[k], factor);
+      if (in_group == 0) {
+        sums.digest[thread] +=
+            digest_scales(elements.work.memory, chunk.first_group + group, factor);
+      }
+    });
+  });
+  return sums.total(warp);
 }
 
 // A block's chunk, of a tensor that is computed in T: a warp takes a tile, and the tiles are added
@@ -83,15 +160,33 @@ TORCHOPT_HD inline void adam_traced_body(const Cta& cta, TraceShared& shared, co
     return;
   }
   const AdamChunk<T> elements(args, chunk);
-  const int tiles = (elements.n + kTraceTile - 1) / kTraceTile;
-  cta.each_warp([&](int warp_index, const auto& warp) {
-    for (int tile = warp_index; tile < tiles; tile += cta.threads / kWarpThreads) {
-      const int begin = tile * kTraceTile;
-      const int end = elements.n - begin < kTraceTile ? elements.n : begin + kTraceTile;
-      const ChunkTrace seen = update_tile(warp, elements, begin, end);
-      warp.leader([&] { shared.tile[tile] = seen; });
+  const auto for_each_tile = [&](int tiles, const auto& step) {
+    cta.each_warp([&](int warp_index, const auto& warp) {
+      for (int tile = warp_index; tile < tiles; tile += cta.threads / kWarpThreads) {
+        const ChunkTrace seen = step(warp, tile);
+        warp.leader([&] { shared.tile[tile] = seen; });
+      }
+    });
+    return tiles;
+  };
+  int tiles = 0;
+  if (sizeof(T) == sizeof(float) && is_quantized(elements.work.kind)) {
+    if constexpr (sizeof(T) == sizeof(float)) {
+      const QuantizedChunk<true> quantized(elements, elements.work.layout);
+      tiles = for_each_tile((quantized.groups.count() + kTileGroups - 1) / kTileGroups,
+                            [&](const auto& warp, int tile) {
+                              return update_groups(warp, quantized, tile * kTileGroups);
+                            });
     }
-  });
+  } else {
+    tiles =
+        for_each_tile((elements.n + kTraceTile - 1) / kTraceTile, [&](const auto& warp, int tile) {
+          const int begin = tile * kTraceTile;
+          const int left = elements.n - begin;
+          const int n = left < kTraceTile ? left : kTraceTile;
+          return update_tile(warp, elements, begin, begin + n);
+        });
+  }
   cta.each([&](int thread) {
     if (thread == 0) {
       ChunkTrace sum{};

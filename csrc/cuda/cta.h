@@ -61,6 +61,18 @@ struct HostWarp {
     }
     values[0] = 0;
   }
+  // Each thread gets the largest value of its `count` neighbours, itself included.
+  static void max_of_neighbours(PerThread<uint32_t>& values, int count) {
+    for (int first = 0; first < kWarpThreads; first += count) {
+      uint32_t most = 0;
+      for (int thread = first; thread < first + count; ++thread) {
+        most = values[thread] > most ? values[thread] : most;
+      }
+      for (int thread = first; thread < first + count; ++thread) {
+        values[thread] = most;
+      }
+    }
+  }
   static uint32_t max(PerThread<uint32_t>& values) {
     uint32_t most = 0;
     for (const uint32_t value : values.value) {
@@ -139,13 +151,15 @@ struct DeviceWarp {
     const int64_t before = __shfl_up_sync(kAll, values.value, 1);
     values.value = thread() == 0 ? 0 : before;
   }
-  __device__ static uint32_t max(const PerThread<uint32_t>& values) {
-    uint32_t most = values.value;
-    for (int distance = kWarpThreads / 2; distance > 0; distance /= 2) {
-      const uint32_t other = __shfl_xor_sync(kAll, most, distance);
-      most = other > most ? other : most;
+  __device__ static void max_of_neighbours(PerThread<uint32_t>& values, int count) {
+    for (int distance = count / 2; distance > 0; distance /= 2) {
+      const uint32_t other = __shfl_xor_sync(kAll, values.value, distance);
+      values.value = other > values.value ? other : values.value;
     }
-    return most;
+  }
+  __device__ static uint32_t max(PerThread<uint32_t> values) {
+    max_of_neighbours(values, kWarpThreads);
+    return values.value;
   }
 };
 

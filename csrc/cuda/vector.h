@@ -64,7 +64,7 @@ TORCHOPT_HD inline Bits<kSize> element_of(const Words& words, int k) {
   } else if constexpr (kSize == 4) {
     return words.word[k];
   } else {
-    constexpr int kEach = 4 / kSize;
+    constexpr int kEach = 4 / kSize;  // in a word
     return static_cast<Bits<kSize>>(words.word[k / kEach] >> (8 * kSize * (k % kEach)));
   }
 }
@@ -97,23 +97,32 @@ struct Registers {
   int end;
 };
 
+// Whether a register of an array may start at element i.
+TORCHOPT_HD inline bool is_register_at(const Layout& layout, void* const (&x)[kArrays], int array,
+                                       int width, int i) {
+  const int64_t size = element_size(layout, array);
+  return is_aligned(static_cast<const char*>(x[array]) + i * size, access_bytes(width, size));
+}
+// Of every array that there is.
+TORCHOPT_HD inline bool are_registers_at(const Layout& layout, void* const (&x)[kArrays], int width,
+                                         int i) {
+  bool aligned = true;
+  unrolled<kArrays>([&](int array) {
+    const bool counts = is_by_element(array) && x[array] != nullptr;
+    aligned = aligned && (!counts || is_register_at(layout, x, array, width, i));
+  });
+  return aligned;
+}
+
 // Registers of the first n elements of arrays `x`, from where every array is aligned on; none where
 // the arrays are aligned differently.
 TORCHOPT_HD inline Registers aligned_registers(const Layout& layout, void* const (&x)[kArrays],
                                                int width, int n) {
-  const auto is_aligned_at = [&](int array, int i) {
-    const int64_t size = element_size(layout, array);
-    return is_aligned(static_cast<const char*>(x[array]) + i * size, access_bytes(width, size));
-  };
   int first = 0;
-  while (first < width && !is_aligned_at(kParam, first)) {
+  while (first < width && !is_register_at(layout, x, kParam, width, first)) {
     ++first;
   }
-  bool aligned = first <= n;
-  unrolled<kArrays>([&](int array) {
-    const bool counts = array != kStep && x[array] != nullptr;
-    aligned = aligned && (!counts || is_aligned_at(array, first));
-  });
+  const bool aligned = first <= n && are_registers_at(layout, x, width, first);
   return aligned ? Registers{first, first + (n - first) / width * width} : Registers{0, 0};
 }
 

@@ -67,6 +67,17 @@ struct VectorLane {
     });
   }
 
+  TORCHOPT_HD static void store_codes(int8_t* to, const reg& code) {
+    store_each(to, [&](int k) { return One::nearest_code(code.element[k]); });
+  }
+  TORCHOPT_HD static void store_codes(uint8_t* to, const reg& code, const reg& root) {
+    store_each(to, [&](int k) { return One::cut_code(code.element[k], root.element[k]); });
+  }
+  TORCHOPT_HD static reg dithered(const reg& code, T limit, const Random& random, Array array) {
+    return map(
+        [&](int k) { return One::dithered(code.element[k], limit, random.element[k], array); });
+  }
+
   TORCHOPT_HD static reg set1(T a) {
     return map([&](int) { return a; });
   }
@@ -87,6 +98,17 @@ struct VectorLane {
   }
   TORCHOPT_HD static reg neg(const reg& a) {
     return map([&](int k) { return One::neg(a.element[k]); });
+  }
+  TORCHOPT_HD static reg abs(const reg& a) {
+    return map([&](int k) { return One::abs(a.element[k]); });
+  }
+  TORCHOPT_HD static reg copy_sign(const reg& magnitude, const reg& sign) {
+    return map([&](int k) { return One::copy_sign(magnitude.element[k], sign.element[k]); });
+  }
+  TORCHOPT_HD static T largest(const reg& a) {
+    T most{0};
+    unrolled<kWidth>([&](int k) { most = One::max_magnitude(most, a.element[k]); });
+    return most;
   }
   TORCHOPT_HD static reg min(const reg& a, const reg& b) {
     return map([&](int k) { return One::min(a.element[k], b.element[k]); });

@@ -40,6 +40,20 @@ template <class L>
   }
 }
 
+// exp_avg as it is stored, or its code: for whether it is 0.
+template <class L>
+[[gnu::always_inline]] TORCHOPT_HD inline typename L::reg load_exp_avg(const L& lane,
+                                                                       const Layout& layout,
+                                                                       void* const (&x)[kArrays],
+                                                                       int64_t i) {
+  if constexpr (L::converts) {
+    if (layout.state == DType::kInt8) {
+      return lane.load(static_cast<const int8_t*>(x[kExpAvg]) + i);
+    }
+  }
+  return load_as(lane, layout.state, x[kExpAvg], i);
+}
+
 // Rounded to nearest.
 template <class L>
 [[gnu::always_inline]] TORCHOPT_HD inline void store_as(const L& lane, DType dtype, void* x,

@@ -68,5 +68,15 @@ TORCHOPT_HD inline uint64_t digest_element(const Layout& layout, void* const (&x
   return sum;
 }
 
+// Of a group's scales, at the place of its first element.
+TORCHOPT_HD inline uint64_t digest_scales(void* const (&x)[kArrays], int64_t group,
+                                          uint32_t factor) {
+  const auto of = [&](Array array) {
+    const auto bits = bit_cast<uint32_t>(static_cast<const float*>(x[array])[group]);
+    return static_cast<uint64_t>(bits) * factor * array_factor(array);
+  };
+  return of(kExpAvgScale) + of(kExpAvgSqScale);
+}
+
 }  // namespace
 }  // namespace torchopt_ext

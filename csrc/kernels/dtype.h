@@ -1,4 +1,4 @@
-// Element types of parameters, gradients and optimizer state, and exact conversion between them.
+// Element types of parameters, gradients and optimizer state, and conversion between them.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +11,9 @@
 
 namespace torchopt_ext {
 
-enum class DType : int32_t { kFloat32, kFloat64, kBFloat16, kFloat16 };
-inline constexpr int kDTypes = 4;
+// 8-bit codes are of moments only (quantize.h).
+enum class DType : int32_t { kFloat32, kFloat64, kBFloat16, kFloat16, kInt8 };
+inline constexpr int kDTypes = 4;  // of parameters and gradients
 
 // 16-bit storage types; arithmetic happens in float.
 struct BFloat16 {
@@ -25,7 +26,16 @@ struct Float16 {
 namespace {
 
 TORCHOPT_HD constexpr int64_t element_size(DType dtype) {
-  return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2;
+  switch (dtype) {
+    case DType::kFloat64:
+      return 8;
+    case DType::kFloat32:
+      return 4;
+    case DType::kInt8:
+      return 1;
+    default:
+      return 2;
+  }
 }
 
 template <class To, class From>
@@ -38,6 +48,8 @@ TORCHOPT_HD inline To bit_cast(From from) {
 
 TORCHOPT_HD inline float widen(float x) { return x; }
 TORCHOPT_HD inline double widen(double x) { return x; }
+TORCHOPT_HD inline float widen(int8_t x) { return x; }
+TORCHOPT_HD inline float widen(uint8_t x) { return x; }
 TORCHOPT_HD inline float widen(BFloat16 x) {
   return bit_cast<float>(static_cast<uint32_t>(x.bits) << 16);
 }

@@ -6,9 +6,20 @@
 namespace torchopt_ext {
 
 // A parameter's arrays: those that a step writes, its step count, and this step's gradient.
-enum Array { kParam, kExpAvg, kExpAvgSq, kMaxExpAvgSq, kMaster, kStep, kGrad, kArrays };
-inline constexpr int kWritten = kStep;  // arrays of elements, from kParam on
-inline constexpr int kKept = kGrad;     // what stays between steps, from kParam on
+enum Array {
+  kParam,
+  kExpAvg,
+  kExpAvgSq,
+  kMaxExpAvgSq,
+  kMaster,
+  kExpAvgScale,  // of quantized moments, one for each group of elements (quantize.h)
+  kExpAvgSqScale,
+  kStep,
+  kGrad,
+  kArrays
+};
+inline constexpr int kWritten = kExpAvgScale;  // arrays of elements, from kParam on
+inline constexpr int kKept = kGrad;            // what stays between steps, from kParam on
 
 // What is kept beside a 16-bit parameter.
 enum class Master : int32_t {
@@ -22,7 +33,7 @@ enum class Master : int32_t {
 struct Layout {
   DType param = DType::kFloat32;
   DType grad = DType::kFloat32;
-  DType state = DType::kFloat32;  // of the moments
+  DType state = DType::kFloat32;  // of the moments; kInt8: exp_avg_sq is unsigned
   Master master = Master::kNone;
   bool amsgrad = false;
   bool operator==(const Layout&) const = default;
@@ -45,9 +56,11 @@ enum class AdamKind : int32_t {
   kBFloat16Master,     // parameter and gradient, with fp32 moments and master
   kBFloat16Remainder,  // the same with a remainder
   kBFloat16Rounded,    // as kBFloat16, rounded stochastically
-  kGeneral,            // any but float64
+  kGeneral,            // any but float64 and 8-bit moments
+  kInt8Remainder8,     // bf16 parameter and gradient, with 8-bit moments and remainder
+  kInt8,               // any with 8-bit moments
 };
-inline constexpr int kAdamKinds = 7;
+inline constexpr int kAdamKinds = 9;
 
 // Pointers are to dense storage, null where there is no such array; element index is storage order.
 // A scaled copy uses kParam, which it writes, kGrad, which it reads, their dtypes and numel.
@@ -81,6 +94,9 @@ TORCHOPT_HD constexpr int64_t element_size(const Layout& layout, int array) {
   }
 }
 
+// Whether the array has an element for each of the parameter's.
+TORCHOPT_HD constexpr bool is_by_element(int array) { return array < kWritten || array == kGrad; }
+
 TORCHOPT_HD inline float& step_of(const TensorWork& work) {
   return *static_cast<float*>(work.memory[kStep]);
 }
@@ -105,12 +121,21 @@ template <class Visit>
   }
 }
 
+TORCHOPT_HD inline bool weight_may_round_randomly(const Layout& layout) {
+  const bool is_exact = layout.master == Master::kFloat32 || layout.master == Master::kRemainder;
+  return layout.param == DType::kBFloat16 && !is_exact;
+}
+
 // Whether what a step stores of a tensor takes random bits: not where an fp32 master or an int16
 // remainder keeps what the parameter loses.
 TORCHOPT_HD inline bool rounds_randomly(const StepOptions& options, const Layout& layout) {
-  const bool is_exact = layout.master == Master::kFloat32 || layout.master == Master::kRemainder;
   return options.stochastic_rounding &&
-         ((layout.param == DType::kBFloat16 && !is_exact) || layout.state == DType::kBFloat16);
+         (weight_may_round_randomly(layout) || layout.state == DType::kBFloat16 ||
+          layout.state == DType::kInt8);
+}
+
+TORCHOPT_HD constexpr bool is_quantized(AdamKind kind) {
+  return kind == AdamKind::kInt8Remainder8 || kind == AdamKind::kInt8;
 }
 
 TORCHOPT_HD constexpr Layout layout_of(AdamKind kind) {
@@ -125,15 +150,22 @@ TORCHOPT_HD constexpr Layout layout_of(AdamKind kind) {
       return {kHalf, kHalf, DType::kFloat32, Master::kFloat32, false};
     case AdamKind::kBFloat16Remainder:
       return {kHalf, kHalf, DType::kFloat32, Master::kRemainder, false};
+    case AdamKind::kInt8Remainder8:
+      return {kHalf, kHalf, DType::kInt8, Master::kRemainder8, false};
     default:
       return {};
   }
 }
 
-// fp32 and fp64 kernels take amsgrad, too; the general and the fp64 one write gradients back.
+// fp32 and fp64 kernels take amsgrad, too; the general ones and the fp64 one write gradients back.
 inline AdamKind kind_of(Layout layout, const StepOptions& options) {
   if (layout.param == DType::kFloat64) {
     return AdamKind::kFloat64;
+  }
+  if (layout.state == DType::kInt8) {
+    const bool is_usual = layout == layout_of(AdamKind::kInt8Remainder8) &&
+                          !options.write_back_gradients && !options.stochastic_rounding;
+    return is_usual ? AdamKind::kInt8Remainder8 : AdamKind::kInt8;
   }
   if (options.write_back_gradients) {
     return AdamKind::kGeneral;

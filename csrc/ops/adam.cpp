@@ -37,6 +37,7 @@ void adam_lists(at::TensorList params, at::TensorList grads, at::TensorList exp_
     entry.place.index = static_cast<uint32_t>(i);
     entry.tensors = {params[i],      exp_avgs[i],
                      exp_avg_sqs[i], max_exp_avg_sqs.empty() ? at::Tensor() : max_exp_avg_sqs[i],
+                     at::Tensor(),   at::Tensor(),
                      at::Tensor(),   state_steps[i]};
     check_supported(params[i], Label{"parameter", i});
     check_dense(params[i], Label{"parameter", i});

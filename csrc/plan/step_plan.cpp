@@ -8,14 +8,16 @@
 #include <algorithm>
 #include <utility>
 
+#include "kernels/quantize.h"
 #include "plan/tensor_checks.h"
 #include "plan/tensor_fields.h"
 
 namespace torchopt_ext {
 namespace {
 
-constexpr const char* kRoleNames[] = {"parameter",      "exp_avg",       "exp_avg_sq",
-                                      "max_exp_avg_sq", "master weight", "state step"};
+constexpr const char* kRoleNames[] = {"parameter",        "exp_avg",       "exp_avg_sq",
+                                      "max_exp_avg_sq",   "master weight", "exp_avg_scale",
+                                      "exp_avg_sq_scale", "state step"};
 
 void* writable(const at::Tensor& tensor) {
   return tensor.defined() && tensor.numel() > 0 ? tensor.mutable_data_ptr() : nullptr;
@@ -40,6 +42,15 @@ caffe2::TypeMeta type_of(Master master) {
   return c10::scalarTypeToTypeMeta(master == Master::kRemainder    ? at::kShort
                                    : master == Master::kRemainder8 ? at::kChar
                                                                    : at::kFloat);
+}
+
+// Sizes and strides of the scales of a contiguous parameter's moments.
+Shape scale_shape(const Shape& param) {
+  const size_t dims = param.size() / 2;
+  const int64_t row =
+      c10::multiply_integers(param.begin() + 1, param.begin() + static_cast<ptrdiff_t>(dims));
+  const int64_t groups = groups_in_row(row);
+  return {param[0], groups, groups, 1};
 }
 
 void check_master(const at::Tensor& master, const Label& what, const at::Tensor& param,
@@ -123,22 +134,12 @@ void StepPlan::check_entry(size_t i, const Tensors& tensors) {
     known_[i].strided = true;
   }
   const at::Tensor& dense = known_[i].strided ? strided_[i].copy : param;
-  for (const Array part : {kExpAvg, kExpAvgSq, kMaxExpAvgSq}) {
-    const at::Tensor& moment = tensors[part];
-    if (!moment.defined() && part == kMaxExpAvgSq) {
-      continue;
-    }
-    const Label moment_what = what(kRoleNames[part], i);
-    check_supported(moment, moment_what, /*complex=*/true);
-    check_dense(moment, moment_what);
-    check_matches(moment, moment_what, dense, param_what);
-    TORCH_CHECK((dtype_of(moment) == DType::kFloat64) == (dtype_of(param) == DType::kFloat64) &&
-                    moment.is_complex() == param.is_complex(),
-                moment_what, " has dtype ", moment.scalar_type(), ", its parameter has ",
-                param.scalar_type(), "; float64 goes with float64 only, complex with complex");
-    TORCH_CHECK(moment.scalar_type() == tensors[kExpAvg].scalar_type(), moment_what, " has dtype ",
-                moment.scalar_type(), ", expected ", tensors[kExpAvg].scalar_type(),
-                " as exp_avg of the same parameter");
+  const bool is_quantized =
+      tensors[kExpAvg].defined() && tensors[kExpAvg].scalar_type() == at::kChar;
+  if (is_quantized) {
+    check_quantized(i, tensors, dense);
+  } else {
+    check_moments(i, tensors, dense);
   }
   if (tensors[kMaster].defined()) {
     check_master(tensors[kMaster], what(role(kMaster, i), i), dense, param_what);
@@ -157,7 +158,7 @@ void StepPlan::check_entry(size_t i, const Tensors& tensors) {
   work.row_length = row_length(dense);
   work.layout = {.param = dtype_of(dense),
                  .grad = dtype_of(dense),
-                 .state = dtype_of(tensors[kExpAvg]),
+                 .state = is_quantized ? DType::kInt8 : dtype_of(tensors[kExpAvg]),
                  .master = master_of(tensors[kMaster]),
                  .amsgrad = tensors[kMaxExpAvgSq].defined()};
   work.kind = kind_of(work.layout, work_.options);
@@ -171,6 +172,67 @@ void StepPlan::check_entry(size_t i, const Tensors& tensors) {
     known.behind[part] = storage_of(tensors[part]);
   }
   known.behind[kKept] = param.unsafeGetTensorImpl()->autograd_meta();
+}
+
+void StepPlan::check_moments(size_t i, const Tensors& tensors, const at::Tensor& dense) const {
+  const at::Tensor& param = tensors[kParam];
+  for (const Array part : {kExpAvg, kExpAvgSq, kMaxExpAvgSq}) {
+    const at::Tensor& moment = tensors[part];
+    if (!moment.defined() && part == kMaxExpAvgSq) {
+      continue;
+    }
+    const Label moment_what = what(kRoleNames[part], i);
+    check_supported(moment, moment_what, /*complex=*/true);
+    check_dense(moment, moment_what);
+    check_matches(moment, moment_what, dense, what("parameter", i));
+    TORCH_CHECK((dtype_of(moment) == DType::kFloat64) == (dtype_of(param) == DType::kFloat64) &&
+                    moment.is_complex() == param.is_complex(),
+                moment_what, " has dtype ", moment.scalar_type(), ", its parameter has ",
+                param.scalar_type(), "; float64 goes with float64 only, complex with complex");
+    TORCH_CHECK(moment.scalar_type() == tensors[kExpAvg].scalar_type(), moment_what, " has dtype ",
+                moment.scalar_type(), ", expected ", tensors[kExpAvg].scalar_type(),
+                " as exp_avg of the same parameter");
+  }
+  for (const Array part : {kExpAvgScale, kExpAvgSqScale}) {
+    TORCH_CHECK(!tensors[part].defined(), what(kRoleNames[part], i),
+                " goes with int8 moments, but exp_avg has dtype ", tensors[kExpAvg].scalar_type());
+  }
+}
+
+// Groups are of contiguous rows of at least a group's elements.
+void StepPlan::check_quantized(size_t i, const Tensors& tensors, const at::Tensor& dense) const {
+  const Label param_what = what("parameter", i);
+  const at::ScalarType dtype = dense.scalar_type();
+  TORCH_CHECK(
+      dense.dim() >= 2 && dense.is_contiguous() && (dtype == at::kFloat || is_16_bit(dtype)),
+      param_what, " is ", dtype, " with shape ", dense.sizes(), " and strides ", dense.strides(),
+      "; 8-bit moments need a contiguous one of float32, bfloat16 or float16 and at least "
+      "two dimensions");
+  const int64_t row = c10::multiply_integers(dense.sizes().slice(1));
+  TORCH_CHECK(row >= kQuantGroup, param_what, " has rows of ", row,
+              " elements; 8-bit moments need ", kQuantGroup, " or more");
+  TORCH_CHECK(!tensors[kMaxExpAvgSq].defined(), what(kRoleNames[kMaxExpAvgSq], i),
+              " does not go with 8-bit moments");
+  for (const auto& [part, expected] : {std::pair(kExpAvg, at::kChar), {kExpAvgSq, at::kByte}}) {
+    const at::Tensor& moment = tensors[part];
+    const Label moment_what = what(kRoleNames[part], i);
+    TORCH_CHECK(moment.defined() && moment.scalar_type() == expected, moment_what, " has dtype ",
+                moment.scalar_type(), ", expected ", expected, " beside exp_avg of int8");
+    check_memory(moment, moment_what);
+    check_dense(moment, moment_what);
+    check_matches(moment, moment_what, dense, param_what);
+  }
+  const std::array<int64_t, 2> shape{dense.size(0), groups_in_row(row)};
+  for (const Array part : {kExpAvgScale, kExpAvgSqScale}) {
+    const at::Tensor& scale = tensors[part];
+    const Label scale_what = what(kRoleNames[part], i);
+    TORCH_CHECK(scale.defined(), scale_what, " is missing beside moments of int8");
+    check_memory(scale, scale_what);
+    TORCH_CHECK(scale.scalar_type() == at::kFloat && scale.sizes() == shape &&
+                    scale.is_contiguous() && scale.device() == device_,
+                scale_what, " is ", scale.scalar_type(), scale.sizes(), " on ", scale.device(),
+                ", expected contiguous float32", at::IntArrayRef(shape), " on ", device_);
+  }
 }
 
 // Parameters by themselves first, for the message.
@@ -228,9 +290,21 @@ bool StepPlan::attach(size_t i, const Borrowed& tensors) {
     const Strided& strided = strided_.at(i);
     return is_at(*tensors[kParam], strided.memory, known.param_type, strided.shape);
   };
+  const auto scales_fit = [&] {
+    const Shape shape = scale_shape(known.shape);
+    const auto is_known = [&](Array part) {
+      return tensors[part] != nullptr &&
+             is_at(*tensors[part], work.memory[part], c10::scalarTypeToTypeMeta(at::kFloat), shape);
+    };
+    return is_known(kExpAvgScale) && is_known(kExpAvgSqScale);
+  };
+  const bool quantized = work.layout.state == DType::kInt8;
+  const caffe2::TypeMeta squares_type =
+      quantized ? c10::scalarTypeToTypeMeta(at::kByte) : known.state_type;
   return !known.swapped && address(*tensors[kStep]) == work.memory[kStep] && param_fits() &&
-         fits(kExpAvg, known.state_type) && fits(kExpAvgSq, known.state_type) &&
-         fits(kMaxExpAvgSq, known.state_type) && fits(kMaster, type_of(work.layout.master));
+         fits(kExpAvg, known.state_type) && fits(kExpAvgSq, squares_type) &&
+         fits(kMaxExpAvgSq, known.state_type) && fits(kMaster, type_of(work.layout.master)) &&
+         (!quantized || scales_fit());
 }
 
 void StepPlan::renew(const std::vector<size_t>& changed) {

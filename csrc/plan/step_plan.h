@@ -21,8 +21,8 @@ namespace torchopt_ext {
 
 class StepPlan {
  public:
-  // The tensors of a parameter by Array. Undefined: no amsgrad, no master. The master is an fp32
-  // master weight, or a remainder of int16 or int8.
+  // The tensors of a parameter by Array. Undefined: no amsgrad, no master, no scales. The master is
+  // an fp32 master weight, or a remainder of int16 or int8. Scales go with int8 and uint8 moments.
   using Tensors = std::array<at::Tensor, kKept>;
   using Borrowed = std::array<c10::TensorImpl*, kKept>;  // null where undefined
 
@@ -93,7 +93,7 @@ class StepPlan {
   struct Known {
     Shape shape;  // of the parameter or its dense copy
     caffe2::TypeMeta param_type;
-    caffe2::TypeMeta state_type;
+    caffe2::TypeMeta state_type;        // of exp_avg
     bool swapped = false;               // a tensor for another: torch.utils.swap_tensors
     bool strided = false;               // the parameter is not dense: see Strided
     c10::DispatchKeySet gradient_keys;  // of a gradient that needed no closer look
@@ -119,6 +119,8 @@ class StepPlan {
   const char* role(size_t part, size_t i) const;
   bool is_copied(size_t i) const;
   void check_entry(size_t i, const Tensors& tensors);
+  void check_moments(size_t i, const Tensors& tensors, const at::Tensor& dense) const;
+  void check_quantized(size_t i, const Tensors& tensors, const at::Tensor& dense) const;
   void check_overlap(at::TensorList read) const;
   void split_into_chunks();
   void find_shared_versions();

@@ -13,11 +13,15 @@ namespace py = pybind11;
 // Whether a step reads the state entry of that name; users may keep others and replace them at
 // will.
 bool is_read(PyObject* name) {
-  static const std::array<PyObject*, 7> names = {
-      PyUnicode_InternFromString("step"),          PyUnicode_InternFromString("exp_avg"),
-      PyUnicode_InternFromString("exp_avg_sq"),    PyUnicode_InternFromString("max_exp_avg_sq"),
-      PyUnicode_InternFromString("master_weight"), PyUnicode_InternFromString("remainder"),
-      PyUnicode_InternFromString("remainder8")};
+  static const std::array<PyObject*, 9> names = {PyUnicode_InternFromString("step"),
+                                                 PyUnicode_InternFromString("exp_avg"),
+                                                 PyUnicode_InternFromString("exp_avg_sq"),
+                                                 PyUnicode_InternFromString("max_exp_avg_sq"),
+                                                 PyUnicode_InternFromString("master_weight"),
+                                                 PyUnicode_InternFromString("remainder"),
+                                                 PyUnicode_InternFromString("remainder8"),
+                                                 PyUnicode_InternFromString("exp_avg_scale"),
+                                                 PyUnicode_InternFromString("exp_avg_sq_scale")};
   return PyUnicode_Check(name) && std::any_of(names.begin(), names.end(), [name](PyObject* read) {
            return PyUnicode_Compare(name, read) == 0;
          });

@@ -12,23 +12,32 @@ void WorkList::split_into_chunks() {
   device_tables.reset();
 }
 
+namespace {
+
+// Whole rows where they are short enough, otherwise whole blocks of one row.
+void cut_by_rows(const std::vector<TensorWork>& tensors, size_t t, int64_t chunk_elements,
+                 std::vector<Chunk>& chunks) {
+  const int64_t numel = tensors[t].numel;
+  const int64_t row = tensors[t].row_length;
+  const bool by_element = row < kShortRow;
+  const bool whole_rows = !by_element && row <= chunk_elements;
+  const int64_t length =
+      whole_rows ? chunk_elements / row * row
+                 : std::max<int64_t>(1, chunk_elements / kBlockElements) * kBlockElements;
+  for (int64_t begin = 0; begin < numel;) {
+    const int64_t limit = by_element || whole_rows ? numel : begin - begin % row + row;
+    const int64_t end = std::min(begin + length, limit);
+    chunks.push_back({static_cast<int32_t>(t), begin, end});
+    begin = end;
+  }
+}
+
+}  // namespace
+
 std::vector<Chunk> make_chunks(const std::vector<TensorWork>& tensors, int64_t chunk_elements) {
   std::vector<Chunk> chunks;
   for (size_t t = 0; t < tensors.size(); ++t) {
-    const int64_t numel = tensors[t].numel;
-    const int64_t row = tensors[t].row_length;
-    const bool by_element = row < kShortRow;
-    // Whole rows where they are short enough, otherwise whole blocks of one row.
-    const bool whole_rows = !by_element && row <= chunk_elements;
-    const int64_t length =
-        whole_rows ? chunk_elements / row * row
-                   : std::max<int64_t>(1, chunk_elements / kBlockElements) * kBlockElements;
-    for (int64_t begin = 0; begin < numel;) {
-      const int64_t limit = by_element || whole_rows ? numel : begin - begin % row + row;
-      const int64_t end = std::min(begin + length, limit);
-      chunks.push_back({static_cast<int32_t>(t), begin, end});
-      begin = end;
-    }
+    cut_by_rows(tensors, t, chunk_elements, chunks);
   }
   return chunks;
 }
@@ -37,6 +46,10 @@ std::vector<Chunk> make_equal_chunks(const std::vector<TensorWork>& tensors, int
   constexpr int64_t kMultiple = 8;
   std::vector<Chunk> chunks;
   for (size_t t = 0; t < tensors.size(); ++t) {
+    if (is_quantized(tensors[t].kind)) {
+      cut_by_rows(tensors, t, most, chunks);
+      continue;
+    }
     const int64_t numel = tensors[t].numel;
     const int64_t count = std::max<int64_t>(1, (numel + most - 1) / most);
     const int64_t length = ((numel + count - 1) / count + kMultiple - 1) / kMultiple * kMultiple;

@@ -44,7 +44,8 @@ std::vector<Chunk> make_chunks(const std::vector<TensorWork>& tensors,
                                int64_t chunk_elements = kChunkElements);
 
 // Cuts each tensor into chunks of one length, but for the last, and of at most `most` elements: for
-// work that needs no block boundaries. Lengths are multiples of 8 elements, 16 bytes or more.
+// work that needs no block boundaries. Lengths are multiples of 8 elements, 16 bytes or more. Those
+// with 8-bit moments are cut as by make_chunks, at groups.
 std::vector<Chunk> make_equal_chunks(const std::vector<TensorWork>& tensors, int64_t most);
 
 // The first chunk of each range of so many tensors, and behind the last range the number of chunks.

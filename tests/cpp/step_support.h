@@ -22,7 +22,7 @@ struct Case {
   int64_t rows = 1;
   int64_t row_length = 1;
   unsigned seed = 1;
-  // Where each array starts in its allocation, in elements, by Array.
+  // Where each array starts in its allocation, in elements, by Array; scales' stay.
   std::array<int64_t, kArrays> offsets{};
 };
 
@@ -43,10 +43,12 @@ inline std::string describe(const Case& c) {
 // Every way to hold a parameter with its gradient and state.
 inline std::vector<Case> every_way_to_hold() {
   std::vector<Case> all;
+  std::vector<DType> states(std::begin(kAllDTypes), std::end(kAllDTypes));
+  states.push_back(DType::kInt8);
   for (const DType param : kAllDTypes) {
     const bool is_half = param == DType::kBFloat16 || param == DType::kFloat16;
     for (const DType grad : kAllDTypes) {
-      for (const DType state : kAllDTypes) {
+      for (const DType state : states) {
         for (const Master master :
              {Master::kNone, Master::kFloat32, Master::kRemainder, Master::kRemainder8}) {
           const bool one_is_wide = param == DType::kFloat64 || grad == DType::kFloat64;
@@ -71,15 +73,21 @@ class Tensor {
   explicit Tensor(const Case& c) : case_(c) {
     const int64_t n = c.rows * c.row_length;
     const Layout& held = c.layout;
-    const DType dtypes[] = {held.param,      held.state,      held.state, held.state,
+    const DType dtypes[] = {held.param,      held.state,      held.state,
+                            held.state,      DType::kFloat32, DType::kFloat32,
                             DType::kFloat32, DType::kFloat32, held.grad};
-    const int spreads[] = {2, 10, 10, 10, 2, 2, 12};
+    const int spreads[] = {2, 10, 10, 10, 2, 8, 8, 2, 12};
     for (unsigned a = 0; a < kArrays; ++a) {
       size_[a] = element_size(dtypes[a]);
       memory_[a] = random_elements(dtypes[a], n + kSlack, spreads[a], c.seed + a);
     }
     size_[kMaster] = element_size(held, kMaster);
-    for (const Array squares : {kExpAvgSq, kMaxExpAvgSq}) {  // clear sign bits
+    const bool quantized = held.state == DType::kInt8;
+    std::vector<Array> positive{kExpAvgScale, kExpAvgSqScale};
+    if (!quantized) {
+      positive.insert(positive.end(), {kExpAvgSq, kMaxExpAvgSq});
+    }
+    for (const Array squares : positive) {  // clear sign bits
       for (size_t i = static_cast<size_t>(size_[squares]) - 1; i < memory_[squares].size();
            i += static_cast<size_t>(size_[squares])) {
         memory_[squares][i] &= 0x7f;
@@ -115,6 +123,9 @@ class Tensor {
     }
     if (case_.layout.master == Master::kNone) {
       work.memory[kMaster] = nullptr;
+    }
+    for (const Array scale : {kExpAvgScale, kExpAvgSqScale}) {
+      work.memory[scale] = case_.layout.state == DType::kInt8 ? memory_[scale].data() : nullptr;
     }
     work.memory[kStep] = &step;
   }
@@ -212,7 +223,11 @@ inline Report step_on_cpu(const KernelTable& table, Tensor& tensor, AdamHyper hy
 
 template <AdamKind kKind>
 void adam_as_cuda(const HostCta& cta, const AdamArgs& args) {
-  adam_body<kKind>(cta, args);
+  if constexpr (is_quantized(kKind)) {
+    quantized_body<kKind>(cta, args);
+  } else {
+    adam_body<kKind>(cta, args);
+  }
 }
 
 inline Report step_as_cuda(Tensor& tensor, const AdamHyper& hyper, const Control& control,
@@ -244,7 +259,9 @@ inline Report step_as_cuda(Tensor& tensor, const AdamHyper& hyper, const Control
       adam_as_cuda<AdamKind::kBFloat16Master>,
       adam_as_cuda<AdamKind::kBFloat16Remainder>,
       adam_as_cuda<AdamKind::kBFloat16Rounded>,
-      adam_as_cuda<AdamKind::kGeneral>};
+      adam_as_cuda<AdamKind::kGeneral>,
+      adam_as_cuda<AdamKind::kInt8Remainder8>,
+      adam_as_cuda<AdamKind::kInt8>};
   report.chunks.resize(options.track != 0 ? chunks.size() : 0);
   const TraceArgs traces{report.chunks.data(), report.norms.data(), report.counts.data()};
   const auto blocks = static_cast<int64_t>(chunks.size());

@@ -38,7 +38,9 @@ inline std::vector<unsigned char> random_elements(DType dtype, int64_t n, int sp
     const double value = std::ldexp(normal(random), exponent(random));
     unsigned char* to = memory.data() + i * element_size(dtype);
     const auto single = static_cast<float>(value);
-    if (dtype == DType::kFloat64) {
+    if (dtype == DType::kInt8) {
+      *to = static_cast<unsigned char>(random());
+    } else if (dtype == DType::kFloat64) {
       std::memcpy(to, &value, sizeof(value));
     } else if (dtype == DType::kFloat32) {
       std::memcpy(to, &single, sizeof(single));

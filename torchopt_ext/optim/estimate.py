@@ -10,11 +10,15 @@ import torch
 from torch import Tensor
 
 from torchopt_ext import ops
+from torchopt_ext.optim.quantized import CODES, SCALES, can_quantize, group_count
 from torchopt_ext.optim.storage import MASTER, Storage
 from torchopt_ext.statedict.entries import MASTERS
 
 STEP = 4
 """Bytes of a tensor's step count."""
+
+SCALE = 4 * len(SCALES)
+"""Bytes of a group's scales."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +26,7 @@ class ElementBytes:
     """Bytes that belong to one element of a parameter, in one step with FusedAdamW.
 
     Attributes:
-        weight, gradient, master, moments: held.
+        weight, gradient, master, moments: held; without the scales of 8-bit moments.
         norm: moved by pass A, which measures the norm.
         update: moved by pass B: every stream that is rewritten counts twice (docs/step.md).
     """
@@ -44,7 +48,7 @@ class RankBytes:
         weights: parameters, frozen ones and padding included.
         gradients: kept from backward until the step.
         masters: fp32 master weights or remainders.
-        moments: first, second and, with amsgrad, largest second moments.
+        moments: first, second and, with amsgrad, largest second moments, and their scales.
         steps: the tensors' step counts; of tensors that are cut, one each.
         moved: memory read and written by the optimizer's step.
         sent: to other ranks in a training step, by ring algorithms: gradients, and parameters
@@ -69,12 +73,13 @@ class RankBytes:
 def element_bytes(
     param: Tensor, grad_dtype: torch.dtype | None, storage: Storage, amsgrad: bool, norm: bool
 ) -> ElementBytes:
-    """The bytes of one element of a parameter, of which only the dtype is read."""
+    """The bytes of one element of a parameter, of which only dtype and shape are read."""
     weight = param.dtype.itemsize
     gradient = (grad_dtype or param.dtype).itemsize
     kind = storage.master_of(param)
     master = 0 if kind is None else MASTERS[kind].itemsize
-    moments = (3 if amsgrad else 2) * storage.moment_dtype(param).itemsize
+    moments = sum(storage.moment_dtype(param, name).itemsize for name in CODES)
+    moments += storage.moment_dtype(param).itemsize if amsgrad else 0
     # With an fp32 master the parameter itself is written only.
     weights_moved = weight + 2 * master if kind == MASTER else 2 * (weight + master)
     update = gradient + weights_moved + 2 * moments
@@ -88,7 +93,7 @@ def estimate(
     world_size: int = 1,
     grad_dtype: torch.dtype | None = None,
     master_weights: str | None = None,
-    state_dtype: torch.dtype | None = None,
+    state_dtype: torch.dtype | str | None = None,
     amsgrad: bool = False,
     norm: bool = True,
     bucket_elements: int | None = None,
@@ -131,7 +136,8 @@ def estimate(
     trained = [p for p in params if p.requires_grad]
     gradients = sum(p.numel() * width(p) for p in trained)
     returned = sum(p.numel() * p.dtype.itemsize for p in trained)
-    kinds = {p.dtype: element_bytes(p, grad_dtype, storage, amsgrad, norm) for p in trained}
+    kinds = {_kind(p): element_bytes(p, grad_dtype, storage, amsgrad, norm) for p in trained}
+    scale = SCALE if storage.state_dtype == torch.int8 else 0
     # In units of (world_size - 1) / world_size, which a ring sends of all elements.
     sent = {
         "ddp": 2 * gradients,
@@ -146,11 +152,13 @@ def estimate(
             weights=share.weights,
             gradients=share.gradients,
             masters=sum(kinds[kind].master * n for kind, n in share.elements.items()),
-            moments=sum(kinds[kind].moments * n for kind, n in share.elements.items()),
+            moments=sum(kinds[kind].moments * n for kind, n in share.elements.items())
+            + scale * share.groups,
             steps=STEP * share.tensors,
             moved=sum(
                 (kinds[kind].norm + kinds[kind].update) * n for kind, n in share.elements.items()
-            ),
+            )
+            + 2 * scale * share.groups,
             sent=sent * (world_size - 1) // world_size,
         )
         for share in shares
@@ -169,18 +177,31 @@ Width = Callable[[Tensor], int]
 """Bytes of an element of a parameter's gradient."""
 
 
+_Kind = tuple[torch.dtype, bool]
+"""A parameter's dtype, and whether its moments could have 8 bits."""
+
+
+def _kind(param: Tensor) -> _Kind:
+    return param.dtype, can_quantize(param)
+
+
 @dataclass
 class _Share:
-    """What one rank has: bytes of weights and gradients, and by dtype the elements it steps."""
+    """What one rank has: bytes of weights and gradients, and by kind the elements it steps."""
 
     weights: int
     gradients: int
-    elements: Counter[torch.dtype]
+    elements: Counter[_Kind]
     tensors: int
+    groups: int = 0  # of elements whose moments could share scales
 
-    def add(self, param: Tensor, elements: int) -> None:
-        self.elements[param.dtype] += elements
+    def add(self, param: Tensor, elements: int, first: int = 0) -> None:
+        kind = _kind(param)
+        self.elements[kind] += elements
         self.tensors += 1
+        if kind[1]:
+            row = param[0].numel() if len(param) else 1
+            self.groups += group_count(row, first, first + elements)
 
 
 def _whole(params: Sequence[Tensor], world_size: int, width: Width) -> list[_Share]:
@@ -247,7 +268,8 @@ def _in_buckets(
         for param, bucket, start in zip(alike, plan.buckets, plan.starts, strict=True):
             cuts, end = plan.cuts[bucket], start + param.numel()
             for rank in range(bisect.bisect_right(cuts, start) - 1, bisect.bisect_left(cuts, end)):
-                shares[rank].add(param, min(cuts[rank + 1], end) - max(cuts[rank], start))
+                first = max(cuts[rank], start)
+                shares[rank].add(param, min(cuts[rank + 1], end) - first, first - start)
     return shares
 
 

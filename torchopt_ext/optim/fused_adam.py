@@ -50,9 +50,13 @@ class FusedAdam(HookedStep, PlannedStep):
             ``state[p]["remainder"]`` (int16), 2 bytes less; "remainder8" the next 8 bits in
             ``state[p]["remainder8"]`` (int8), 3 bytes less (docs/numerics.md section 7).
         state_dtype: dtype of the moments, float32 or bfloat16; None for float32 with a master
-            weight and for the parameter's own dtype without.
+            weight and for the parameter's own dtype without. "int8": 8 bits each, ``exp_avg`` as
+            int8 and ``exp_avg_sq`` as uint8, with float32 scales for groups of 64 elements of a row
+            in ``exp_avg_scale`` and ``exp_avg_sq_scale`` (docs/numerics.md section 11); moments of
+            parameters with one dimension or rows of less than 64 elements are float32.
         stochastic_rounding: bfloat16 parameters without master weight, weights with "remainder8",
-            and bfloat16 moments are rounded up or down at random so that the mean is exact.
+            and bfloat16 and 8-bit moments are rounded up or down at random so that the mean is
+            exact.
         rounding_seed: with step, parameter number and element it decides every random bit.
         write_back_gradients: gradients become unscaled and clipped in memory, too.
         track: what the step notes of each parameter on its way, for :attr:`telemetry`: any of
@@ -90,7 +94,7 @@ class FusedAdam(HookedStep, PlannedStep):
         skip_nonfinite: bool = False,
         process_group: torch.distributed.ProcessGroup | None = None,
         master_weights: str | None = None,
-        state_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | str | None = None,
         stochastic_rounding: bool = False,
         rounding_seed: int = 0,
         write_back_gradients: bool = False,
@@ -147,6 +151,8 @@ class FusedAdam(HookedStep, PlannedStep):
                     f"{', '.join(misplaced)}: arguments of {type(self).__name__} for all its "
                     "groups, which one group cannot have"
                 )
+            if group["amsgrad"] and self._storage.state_dtype == torch.int8:
+                raise ValueError("amsgrad does not go with 8-bit moments: state_dtype='int8'")
             if group["foreach"] or group["fused"] is False or group["differentiable"]:
                 asked = {name: group[name] for name in ("foreach", "fused", "differentiable")}
                 raise ValueError(
@@ -325,7 +331,7 @@ class FusedAdamW(FusedAdam):
         skip_nonfinite: bool = False,
         process_group: torch.distributed.ProcessGroup | None = None,
         master_weights: str | None = None,
-        state_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | str | None = None,
         stochastic_rounding: bool = False,
         rounding_seed: int = 0,
         write_back_gradients: bool = False,

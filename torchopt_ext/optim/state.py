@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torchopt_ext._C import OptimizerPlan, carve
 from torchopt_ext._torch import is_dtensor
 from torchopt_ext.optim.local import NormKey, local_gradients, local_tensor, norm_key
+from torchopt_ext.optim.quantized import SCALES, quantized_problem, scales_like
 from torchopt_ext.optim.storage import Storage, packed_steps, place_of
 from torchopt_ext.statedict.entries import MASTERS, MOMENTS, step_problem, tensor_problem
 from torchopt_ext.statedict.masters import fit_master
@@ -48,7 +49,7 @@ def init_param_states(
         small: dict[torch.dtype, list[tuple[Tensor, dict[str, Any]]]] = {}
         for group, param, state in entries:
             if moment in moments_of(group) and moment not in state:
-                dtype = storage.moment_dtype(param)
+                dtype = storage.moment_dtype(param, moment)
                 if _lies_with_others(param):
                     small.setdefault(dtype, []).append((local_tensor(param).detach(), state))
                 else:
@@ -60,6 +61,8 @@ def init_param_states(
             for (_, state), tensor in zip(members, made, strict=True):
                 state[moment] = tensor
     for _, param, state in entries:
+        if storage.quantizes(param) and not SCALES.keys() & state.keys():
+            state.update({scale: scales_like(param) for scale in SCALES})
         if not MASTERS.keys() & state.keys():
             fit_master(param, state, storage)
 
@@ -106,11 +109,35 @@ def _fit_state(
     """
     fit_master(param, state, storage)
     state["step"] = _fit_step(state["step"], local_tensor(param).device)
+    quantized = _fit_quantized(group, param, state, what) if storage.quantizes(param) else ()
     for name in (*moments_of(group), *(MASTERS.keys() & state.keys())):
+        if name in quantized:
+            continue
         if found := tensor_problem(state[name], param, MASTERS.get(name)):
             raise ValueError(f"{name} of {what} {found}")
         kept = storage.moment_dtype(param) if storage.says_moment_dtype else state[name].dtype
         state[name] = _fit(state[name], param, MASTERS.get(name, kept))
+
+
+def _fit_quantized(
+    group: dict[str, Any], param: Tensor, state: dict[str, Any], what: str
+) -> tuple[str, ...]:
+    """The same for moments of 8 bits. Returns their names."""
+    if group["amsgrad"]:
+        raise ValueError(f"{what} has 8-bit moments, which amsgrad does not go with")
+    moments = moments_of(group)
+    for name in (*moments, *SCALES):
+        if found := quantized_problem(name, state.get(name), param):
+            raise ValueError(f"{name} of {what} {found}")
+    for name in moments:
+        state[name] = _fit(state[name], param, state[name].dtype)
+    for name in SCALES:
+        scale = local_tensor(state[name])
+        if scale.device != local_tensor(param).device or not scale.is_contiguous():
+            fitted = scales_like(param)
+            local_tensor(fitted).copy_(scale)
+            state[name] = fitted
+    return moments
 
 
 @dataclass(frozen=True)
@@ -167,10 +194,11 @@ def build_plan(
     for number, index, group, name, param, state in stepped:
         local, master = local_tensor(param), storage.master_of(param)
         held = [moment if moment in moments_of(group) else None for moment in MOMENTS]
-        tensors = [entry and local_tensor(state[entry]) for entry in (*held, master)]
+        scales = SCALES if storage.quantizes(param) else [None] * len(SCALES)
+        tensors = [entry and local_tensor(state[entry]) for entry in (*held, master, *scales)]
         weight, copy = local, getattr(local, "low_precision_copy", None)  # torchopt_ext/fsdp.py
         if copy is not None:
-            weight, tensors[-1] = copy, local
+            weight, tensors[len(held)] = copy, local
         place = optimizer.parameter_places.get(param)
         if place is None:
             counted = options.stochastic_rounding or options.track

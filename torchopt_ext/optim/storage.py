@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchopt_ext._torch import is_dtensor, local_shape_and_offset
 from torchopt_ext.optim.local import inner_tensors, local_tensor
+from torchopt_ext.optim.quantized import CODES, can_quantize
 
 MASTER, REMAINDER, REMAINDER8 = "master_weight", "remainder", "remainder8"
 MASTER_WEIGHTS = {"fp32": MASTER, "remainder": REMAINDER, "remainder8": REMAINDER8}
@@ -26,14 +27,16 @@ class Storage:
     """What is kept for a parameter besides itself: arguments of :class:`FusedAdam`."""
 
     master_weights: str | None = None
-    state_dtype: torch.dtype | None = None
+    state_dtype: torch.dtype | str | None = None
 
     def __post_init__(self) -> None:
+        if self.state_dtype == "int8":
+            object.__setattr__(self, "state_dtype", torch.int8)
         if self.master_weights not in (None, *MASTER_WEIGHTS):
             expected = f"expected None, {', '.join(map(repr, MASTER_WEIGHTS))}"
             raise ValueError(f"Invalid master_weights: {self.master_weights!r}, {expected}")
-        if self.state_dtype not in (None, torch.float32, torch.bfloat16):
-            expected = "expected None, torch.float32 or torch.bfloat16"
+        if self.state_dtype not in (None, torch.float32, torch.bfloat16, torch.int8):
+            expected = "expected None, torch.float32, torch.bfloat16 or 'int8'"
             raise ValueError(f"Invalid state_dtype: {self.state_dtype}, {expected}")
 
     def master_of(self, param: Tensor) -> str | None:
@@ -42,9 +45,15 @@ class Storage:
             return None
         return MASTER_WEIGHTS[self.master_weights]
 
-    def moment_dtype(self, param: Tensor) -> torch.dtype:
+    def quantizes(self, param: Tensor) -> bool:
+        """Whether a parameter's moments have 8 bits, and scales of their own."""
+        return self.state_dtype == torch.int8 and can_quantize(param)
+
+    def moment_dtype(self, param: Tensor, moment: str = "exp_avg") -> torch.dtype:
+        if self.state_dtype == torch.int8:
+            return CODES.get(moment, torch.float32) if can_quantize(param) else torch.float32
         own = param.dtype if self.master_of(param) is None else torch.float32
-        return self.state_dtype or own
+        return self.state_dtype or own  # type: ignore[return-value]
 
     @property
     def says_moment_dtype(self) -> bool:

@@ -10,6 +10,8 @@ from torch.optim import Optimizer
 
 from torchopt_ext._torch import tree_map_only
 from torchopt_ext.optim.local import local_tensor
+from torchopt_ext.optim.quantized import SCALES
+from torchopt_ext.optim.storage import Storage
 from torchopt_ext.statedict.entries import (
     CONTROL_KEY,
     control_fields,
@@ -42,9 +44,14 @@ class Slot:
     def problems(self, optimizer: Optimizer) -> Iterator[str]:
         """Entries that do not fit."""
         held = optimizer.state.get(self.param, {})
+        storage: Storage | None = getattr(optimizer, "_storage", None)
         for name, value in self.entry.items():
-            if found := problem(type(optimizer), name, value, self.param, held.get(name)):
+            found = problem(type(optimizer), name, value, self.param, held.get(name), storage)
+            if found:
                 yield f"{self.called(name)} {found}"
+        if self.entry and storage is not None and storage.quantizes(self.param):
+            for name in SCALES.keys() - self.entry.keys():
+                yield f"{self.called(name)} is missing beside 8-bit moments"
 
 
 @dataclass

@@ -16,6 +16,7 @@ from torchopt_ext.optim.collective import collective, wait
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.hooks import inner_step
 from torchopt_ext.optim.rejection import Agreement, reject_in
+from torchopt_ext.optim.storage import Storage
 from torchopt_ext.zero.sharded import ShardedOptimizer
 
 
@@ -37,6 +38,7 @@ def build(zero: ShardedOptimizer) -> None:
         if "_allow_empty_param_list" in inspect.signature(constructor).parameters:
             defaults["_allow_empty_param_list"] = True
         zero.optim = constructor(zero.parts.mine[0], **defaults)
+        _reject_quantized(zero.optim)
         if not hasattr(zero.optim, "param_groups"):
             zero.optim.param_groups = [zero.optim.param_group]
         for key, value in zero.optim.param_groups[0].items():
@@ -46,10 +48,20 @@ def build(zero: ShardedOptimizer) -> None:
         defaults["process_group"] = zero.process_group
     groups = range(len(zero.param_groups))
     zero.optim = constructor([local_group(zero, number) for number in groups], **defaults)
+    _reject_quantized(zero.optim)
     if isinstance(zero.optim, FusedAdam):
         zero.optim.device_without_params = zero._default_device
     zero.defaults = dict(zero.optim.defaults)
     sync(zero)
+
+
+def _reject_quantized(optimizer: Any) -> None:
+    storage: Storage | None = getattr(optimizer, "_storage", None)
+    if storage is not None and storage.state_dtype == torch.int8:
+        raise ValueError(
+            "state_dtype='int8' does not go with ZeroRedundancyOptimizer, which cuts and saves "
+            "moments element by element: shard the parameters with FSDP2 instead"
+        )
 
 
 def sync(zero: ShardedOptimizer) -> None:

@@ -116,12 +116,13 @@ def round_to_24_bits_stochastically(bits: Words, random: Words) -> Words:
 # ---- digest ------------------------------------------------------------------------------------
 
 
-def digest_array(tensor: Tensor, parameter: int, role: int) -> int:
+def digest_array(tensor: Tensor, parameter: int, role: int, places: list[int] | None = None) -> int:
     """Of one contiguous tensor of less than 2**32 elements: every 32-bit word times the odd numbers
     of its place and its array, summed."""
     values = words(tensor)
     base = np.uint64(mix64(mix64(parameter)) % 2**32)
-    x = (times(np.arange(values.size, dtype=np.uint64), 0x9E3779B1) + base) & MASK32
+    numbers = np.asarray(range(values.size) if places is None else places, np.uint64)
+    x = (times(numbers, 0x9E3779B1) + base) & MASK32
     x = times(x ^ shifted(x, 16), 0x21F0AAAD)
     place = x ^ shifted(x, 15) | np.uint64(1)
     total = 0
@@ -146,4 +147,9 @@ def digest(parameter: int, weight: Tensor, state: dict[str, Tensor]) -> int:
     """Of a parameter and all of its state but the step count, modulo 2**64."""
     total = digest_array(weight, parameter, PARAM)
     total += sum(digest_array(state[k], parameter, r) for k, r in ROLES.items() if k in state)
+    for role, name in enumerate(("exp_avg_scale", "exp_avg_sq_scale"), 5):
+        if name in state:
+            row = weight[0].numel()
+            groups = [i for i in range(weight.numel()) if i % row % 64 == 0]
+            total += digest_array(state[name], parameter, role, groups)
     return total % 2**64

@@ -1,0 +1,179 @@
+// Pass B with moments of 8 bits as the body of a CUDA kernel. Neighbouring threads of a warp share
+// a group of elements, whose moments they keep in registers until its scales are known.
+#pragma once
+
+#include "cuda/adam.h"
+#include "kernels/quantized_step.h"
+
+namespace torchopt_ext {
+
+inline constexpr int kGroupThreads = 8;
+inline constexpr int kThreadElements = kQuantGroup / kGroupThreads;
+inline constexpr int kWarpGroups = kWarpThreads / kGroupThreads;
+
+namespace {
+
+// The random bits of elements [i, i + L::width) behind the one with this number; all take its
+// stream.
+template <class L>
+TORCHOPT_HD inline typename L::Random draw_behind(const RoundingStream& stream, uint64_t number,
+                                                  int i) {
+  typename L::Random random;
+  unrolled<L::width>([&](int k) {
+    random.element[k] = random_words<ScalarWords>(
+        stream, static_cast<uint32_t>(number) + static_cast<uint32_t>(i + k));
+  });
+  return random;
+}
+
+// A chunk of a tensor with 8-bit moments.
+template <bool kIsGeneral>
+struct QuantizedChunk {
+  using Share = VectorLane<float, kThreadElements>;
+  using One = VectorLane<float, 1>;
+
+  TORCHOPT_HD QuantizedChunk(const AdamChunk<float>& chunk, const Layout& layout)
+      : elements(chunk),
+        layout(layout),
+        groups(chunk.work, chunk.n),
+        first_group(group_of(chunk.work, chunk.begin)),
+        step(static_cast<uint32_t>(static_cast<int64_t>(step_of(chunk.work)))),
+        exp_avg_scales(static_cast<float*>(chunk.work.memory[kExpAvgScale]) + first_group),
+        root_scales(static_cast<float*>(chunk.work.memory[kExpAvgSqScale]) + first_group) {}
+
+  // Four groups from `first` on, as far as there are so many below `end`.
+  template <class Warp>
+  TORCHOPT_HD void update(const Warp& warp, int first, int end) const {
+    typename Warp::template PerThread<UpdatedMoments<Share>> moments;
+    typename Warp::template PerThread<uint32_t> exp_avg;
+    typename Warp::template PerThread<uint32_t> root;
+    warp.each([&](int thread) {
+      auto& kept = moments[thread];
+      kept = {Share::set1(0.0f), Share::set1(0.0f)};
+      const int group = first + thread / kGroupThreads;
+      if (group < end) {
+        const GroupScales scales{exp_avg_scales[group], root_scales[group]};
+        const bool random = weight_may_round_randomly(layout);
+        for_each_part(
+            group, thread, random,
+            [&](const auto& draws, int i) {
+              kept = update_weights(Share{}, elements.scalars, layout, mode(), elements.x, i,
+                                    scales, draws);
+            },
+            [&](const auto& draws, int i, int k) {
+              const auto one = update_weights(One{}, elements.scalars, layout, mode(), elements.x,
+                                              i, scales, draws);
+              kept.exp_avg.element[k] = one.exp_avg.element[0];
+              kept.root.element[k] = one.root.element[0];
+            });
+      }
+      exp_avg[thread] = bit_cast<uint32_t>(Share::largest(kept.exp_avg));
+      root[thread] = bit_cast<uint32_t>(Share::largest(kept.root));
+    });
+    warp.max_of_neighbours(exp_avg, kGroupThreads);
+    warp.max_of_neighbours(root, kGroupThreads);
+    warp.each([&](int thread) {
+      const int group = first + thread / kGroupThreads;
+      if (group >= end) {
+        return;
+      }
+      const auto& kept = moments[thread];
+      const GroupScales scales =
+          scales_of(bit_cast<float>(exp_avg[thread]), bit_cast<float>(root[thread]));
+      if (thread % kGroupThreads == 0) {
+        exp_avg_scales[group] = scales.exp_avg;
+        root_scales[group] = scales.root;
+      }
+      const GroupScales inverse = inverses_of(scales);
+      const int begin = groups.begin(group);
+      for_each_part(
+          group, thread, true,
+          [&](const auto& draws, int i) {
+            store_moments(Share{}, elements.x, i, kept, inverse, dithers<Share>(i - begin), draws);
+          },
+          [&](const auto& draws, int i, int k) {
+            const UpdatedMoments<One> one{{{kept.exp_avg.element[k]}}, {{kept.root.element[k]}}};
+            store_moments(One{}, elements.x, i, one, inverse, dithers<One>(i - begin), draws);
+          });
+    });
+  }
+
+  const AdamChunk<float>& elements;
+  const Layout& layout;
+  const ChunkGroups groups;
+  const int64_t first_group;  // of the tensor's
+  const uint32_t step;
+  float* const exp_avg_scales;
+  float* const root_scales;
+
+ private:
+  TORCHOPT_HD StepMode mode() const { return kIsGeneral ? elements.mode() : StepMode{}; }
+
+  // Of the elements from a place of a group on.
+  template <class L>
+  TORCHOPT_HD typename L::reg dithers(int place) const {
+    typename L::reg all;
+    unrolled<L::width>([&](int k) { all.element[k] = dither(step, place + k); });
+    return all;
+  }
+
+  // A thread's part of a group: whole(draws, i) for elements [i, i + 8) where registers may start
+  // there, else single(draws, i, k) for the k-th of up to 8. `draws` points to random bits if
+  // `random` and the options ask for them.
+  template <class Whole, class Single>
+  TORCHOPT_HD void for_each_part(int group, int thread, bool random, const Whole& whole,
+                                 const Single& single) const {
+    const int begin = groups.begin(group);
+    const int size = groups.size(group);
+    const int member = thread % kGroupThreads;
+    const bool draws = kIsGeneral && random && elements.options.stochastic_rounding;
+    uint64_t number = 0;
+    RoundingStream stream{};
+    if (draws) {
+      number = static_cast<uint64_t>(global_element(elements.work, elements.begin + begin));
+      stream = rounding_stream({elements.options.rounding_seed, step, elements.work.index}, number);
+    }
+    if (size == kQuantGroup && are_registers_at(layout, elements.x, kThreadElements, begin)) {
+      const int i = member * kThreadElements;
+      if (draws) {
+        const auto drawn = draw_behind<Share>(stream, number, i);
+        whole(&drawn, begin + i);
+      } else {
+        whole(static_cast<const typename Share::Random*>(nullptr), begin + i);
+      }
+      return;
+    }
+    unrolled<kThreadElements>([&](int k) {
+      const int i = member + k * kGroupThreads;
+      if (i < size && draws) {
+        const auto drawn = draw_behind<One>(stream, number, i);
+        single(&drawn, begin + i, k);
+      } else if (i < size) {
+        single(static_cast<const typename One::Random*>(nullptr), begin + i, k);
+      }
+    });
+  }
+};
+
+// A block's chunk, of a tensor of this kind.
+template <AdamKind kKind, class Cta>
+TORCHOPT_HD inline void quantized_body(const Cta& cta, const AdamArgs& args) {
+  constexpr bool kIsGeneral = kKind == AdamKind::kInt8;
+  const Chunk chunk = args.chunks[cta.block];
+  if (args.steps[chunk.tensor].grad == nullptr) {
+    return;
+  }
+  const AdamChunk<float> elements(args, chunk);
+  const Layout layout = kIsGeneral ? elements.work.layout : layout_of(kKind);
+  const QuantizedChunk<kIsGeneral> quantized(elements, layout);
+  const int count = quantized.groups.count();
+  cta.each_warp([&](int warp_index, const auto& warp) {
+    for (int first = warp_index * kWarpGroups; first < count;
+         first += cta.threads / kWarpThreads * kWarpGroups) {
+      quantized.update(warp, first, count);
+    }
+  });
+}
+
+}  // namespace
+}  // namespace torchopt_ext

@@ -1,0 +1,289 @@
+"""Moments of 8 bits, against the formulas of docs/numerics.md section 11 in numpy."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from torchopt_ext import FusedAdamW, ZeroRedundancyOptimizer
+from torchopt_ext.optim.estimate import estimate
+
+from . import independent
+
+Floats = NDArray[np.float32]
+F = np.float32
+LR, BETAS, EPS, DECAY = 1e-2, (0.9, 0.99), 1e-8, 0.1
+ENTRIES = ["exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale"]
+
+
+def gradients(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Of many magnitudes, with a group of zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    g = torch.randn(shape, generator=generator) * torch.randn(shape, generator=generator).exp()
+    g[0, :64] = 0
+    return g.to(dtype)
+
+
+def params(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(9)
+    return [nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in shapes]
+
+
+class Reference:
+    """One parameter of rows of 200 elements: its float32 weight, codes and scales."""
+
+    def __init__(self, weight: Tensor, rounding: tuple[int, int] | None) -> None:
+        self.weight = weight.detach().float().numpy().copy()
+        self.codes = [np.zeros(weight.shape, np.int64), np.zeros(weight.shape, np.int64)]
+        self.scales = [np.zeros((weight.shape[0], 4), F), np.zeros((weight.shape[0], 4), F)]
+        self.rounding = rounding  # seed and number of the parameter
+        self.count = 0
+
+    def step(self, gradient: Tensor, factor: float = 1.0) -> None:
+        self.count += 1
+        bc1, bc2 = 1 - BETAS[0] ** self.count, 1 - BETAS[1] ** self.count
+        size, eps = F(LR / bc1 * math.sqrt(bc2)), F(EPS * math.sqrt(bc2))
+        each = np.arange(200) // 64
+        codes = [code.astype(F) for code in self.codes]
+        m = codes[0] * abs(codes[0]) * self.scales[0][:, each]
+        root = codes[1] * self.scales[1][:, each]
+        v = root * root
+        g = gradient.float().numpy() * F(factor)
+        m = m + F(1 - BETAS[0]) * (g - m)
+        v = v + (F(1 - BETAS[1]) * g * g - F(1 - BETAS[1]) * v)
+        root = np.sqrt(v)
+        change = F(LR * DECAY) * self.weight + size * (m / (root + eps))
+        self.weight = self.weight - change
+        for k, (moment, most) in enumerate(((abs(m), 127**2), (root, 255))):
+            starts = [0, 64, 128, 192]
+            self.scales[k] = np.maximum.reduceat(moment, starts, axis=1) / F(most)
+            inverse = (F(1) / np.maximum(self.scales[k], F(2**-126)))[:, each]
+            code = np.sqrt(moment * inverse) if k == 0 else moment * inverse
+            self.codes[k] = self.rounded(code, k).astype(np.int64)
+        self.codes[0] *= np.where(np.signbit(m), -1, 1)
+        self.codes[1] = np.where(root > 0, np.maximum(self.codes[1], 1), 0)
+
+    def rounded(self, code: Floats, k: int) -> Floats:
+        limit = F((127, 255)[k])
+        if self.rounding is not None:
+            numbers = np.arange(code.size, dtype=np.uint64)
+            seed, number = self.rounding
+            draws = independent.draws(seed, self.count, number, numbers, k + 1)
+            up = draws.astype(F).reshape(code.shape) * F(2**-16)
+            return np.floor(np.minimum(code, limit) + up)
+        if k == 0:
+            return np.rint(code)
+        places = np.arange(200, dtype=np.uint64) % np.uint64(64)
+        by_place = places * np.uint64(2447445414)
+        bits = (np.uint64(self.count * 3242174889) + by_place) % np.uint64(2**32)
+        dither = (bits >> np.uint64(8)).astype(F) * F(2**-24)
+        return np.minimum(np.floor(code + dither), limit)
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("master", ["fp32", "remainder", "remainder8", None])
+def test_a_step_to_the_bit(master: str | None, grad_dtype: torch.dtype, stochastic: bool) -> None:
+    if stochastic and master == "remainder8":
+        pytest.skip("the weight is rounded at random as well: test_stochastic_rounding.py")
+    own = params(torch.float32 if master is None else torch.bfloat16, (3,), (5, 200))
+    want = Reference(own[1], (7, 1) if stochastic else None)
+    optimizer = FusedAdamW(
+        own, LR, BETAS, EPS, DECAY, master_weights=master, state_dtype="int8",
+        stochastic_rounding=stochastic, rounding_seed=7, track=True,
+    )  # fmt: skip
+    for step in range(6):
+        own[1].grad = None
+        own[1].grad_dtype = grad_dtype
+        own[1].grad = gradients(5, 200, seed=step, dtype=grad_dtype)
+        optimizer.step()
+        want.step(own[1].grad)
+        state = optimizer.state[own[1]]
+        got = state["master_weight"] if master == "fp32" else own[1].detach()
+        if master is not None and master in state:
+            got = independent.floats(independent.join(own[1], state[master])).view(5, 200)
+            split, unit = {
+                "remainder": (independent.split, 1),
+                "remainder8": (independent.split8, 256),
+            }[master]
+            high, low = split(want.weight.view(np.uint32).astype(np.uint64))
+            exact = (high << np.uint64(16)).astype(np.int64) + unit * low
+            want.weight = exact.astype(np.uint32).view(np.float32)
+        assert np.array_equal(got.numpy(), want.weight)
+        for k, name in enumerate(("exp_avg", "exp_avg_sq")):
+            assert np.array_equal(state[name].numpy(), want.codes[k]), name
+            assert np.array_equal(state[f"{name}_scale"].numpy(), want.scales[k]), name
+    assert state["exp_avg"].dtype == torch.int8 and state["exp_avg_sq"].dtype == torch.uint8
+    assert not state["exp_avg_scale"][0, 0] and not state["exp_avg"][0, :64].any()
+    (found,) = [d % 2**64 for d in optimizer.telemetry.digests.tolist()]
+    assert found == independent.digest(1, own[1], state)
+
+
+def stepped(own: list[nn.Parameter], grads: list[list[Tensor]], **options: Any) -> FusedAdamW:
+    optimizer = FusedAdamW(own, LR, state_dtype="int8", **options)
+    for step in grads:
+        for param, grad in zip(own, step, strict=True):
+            param.grad = grad.clone()
+        optimizer.step()
+    return optimizer
+
+
+def test_rows_threads_and_order_change_no_bit() -> None:
+    (whole,) = params(torch.bfloat16, (700, 200))
+    pieces = [nn.Parameter(whole.detach()[a:b].clone()) for a, b in ((0, 300), (300, 700))]
+    grads = [gradients(700, 200, seed=s, dtype=torch.bfloat16) for s in range(3)]
+    options = {"master_weights": "remainder", "max_grad_norm": 1.0}
+    expected = stepped([whole], [[g] for g in grads], **options).state[whole]
+    torch.set_num_threads(1)
+    optimizer = stepped(pieces[::-1], [[g[300:], g[:300]] for g in grads], **options)
+    assert whole.equal(torch.cat([p.detach() for p in pieces]))
+    for name in [*ENTRIES, "remainder"]:
+        assert torch.cat([optimizer.state[p][name] for p in pieces]).equal(expected[name]), name
+
+
+def test_which_parameters() -> None:
+    own = params(torch.bfloat16, (8, 64), (8, 4, 16), (8, 63), (512,), (1, 70))
+    own.append(nn.Parameter(torch.randn(64, 8).t()))
+    own.append(nn.Parameter(torch.randn(8, 64, dtype=torch.float64)))
+    optimizer = FusedAdamW(own[:-1], state_dtype=torch.int8)
+    optimizer.init_state()
+    quantized = [optimizer.state[p]["exp_avg"].dtype == torch.int8 for p in own[:-1]]
+    assert quantized == [True, True, False, False, True, False]
+    assert optimizer.state[own[2]]["exp_avg_sq"].dtype == torch.float32
+    assert optimizer.state[own[1]]["exp_avg_sq_scale"].shape == (8, 1)
+    assert optimizer.state[own[4]]["exp_avg_scale"].shape == (1, 2)
+    with pytest.raises(TypeError, match="float64"):
+        FusedAdamW(own, state_dtype="int8")
+    with pytest.raises(ValueError, match="amsgrad"):
+        FusedAdamW(own[:-1], state_dtype="int8", amsgrad=True)
+    with pytest.raises(ValueError, match="state_dtype: int4"):
+        FusedAdamW(own[:-1], state_dtype="int4")
+
+
+def test_what_is_not_finite() -> None:
+    own = params(torch.float32, (2, 128))
+    optimizer = stepped(own, [[gradients(2, 128)]])
+    state = optimizer.state[own[0]]
+    bad = gradients(2, 128, seed=1)
+    bad[0, 3], bad[1, 70] = math.nan, math.inf
+    own[0].grad = bad
+    before = copy.deepcopy((own[0].detach(), state))
+    optimizer.skip_nonfinite = True
+    optimizer.step()
+    assert own[0].equal(before[0])
+    assert all(state[name].equal(value) for name, value in before[1].items())
+    optimizer.skip_nonfinite = False
+    optimizer.step()
+    scales = torch.stack([state["exp_avg_scale"], state["exp_avg_sq_scale"]])
+    assert scales.isfinite().tolist() == [[[False, True], [True, False]]] * 2
+    assert (~own[0].isfinite()).nonzero().tolist() == [[0, 3], [1, 70]]
+
+
+def test_second_moments_follow_slow_changes() -> None:
+    """A step changes them by less than a code: rounded to nearest, they would stay."""
+    own = [nn.Parameter(torch.zeros(1, 64))]
+    optimizer = FusedAdamW(own, lr=0.0, state_dtype="int8", betas=(0.9, 0.999))
+    grad = torch.full((1, 64), 1.0)
+    for step in range(1500):
+        grad[0, 1:] = 1.0 if step < 500 else 0.0
+        own[0].grad = grad
+        optimizer.step()
+    state = optimizer.state[own[0]]
+    v = (state["exp_avg_sq"].float() * state["exp_avg_sq_scale"]).square()[0, 1:]
+    exact = (1 - 0.999**500) * 0.999**1000
+    assert abs(v.mean().item() / exact - 1) < 0.05
+
+
+def test_a_saved_state_continues_to_the_bit() -> None:
+    own = params(torch.bfloat16, (40, 200), (70,))
+    steps = [[gradients(40, 200, seed=s).bfloat16(), torch.randn(70).bfloat16()] for s in range(4)]
+    optimizer = stepped(own, steps[:2], master_weights="remainder")
+    file = io.BytesIO()
+    torch.save([optimizer.state_dict(), [p.detach() for p in own]], file)
+    expected = copy.deepcopy(optimizer)
+    file.seek(0)
+    saved, weights = torch.load(file, weights_only=True)
+    others = [nn.Parameter(w) for w in weights]
+    loaded = FusedAdamW(others, LR, state_dtype="int8", master_weights="remainder")
+    loaded.load_state_dict(saved)
+    for one in (expected, loaded):
+        for grads in steps[2:]:
+            for param, grad in zip(one.param_groups[0]["params"], grads, strict=True):
+                param.grad = grad.clone()
+            one.step()
+    copied = expected.param_groups[0]["params"]
+    for param, other in zip(copied, others, strict=True):
+        assert param.equal(other)
+        for name, value in expected.state[param].items():
+            assert value.equal(loaded.state[other][name]), name
+
+
+def test_states_of_another_kind_are_rejected() -> None:
+    own = params(torch.float32, (4, 64))
+    grads = [[gradients(4, 64)]]
+    quantized = stepped(own, grads)
+    plain = FusedAdamW(params(torch.float32, (4, 64)))
+    plain.init_state()
+    for optimizer, other in ((quantized, plain), (plain, quantized)):
+        before = copy.deepcopy(optimizer.state_dict())
+        with pytest.raises(ValueError, match=r"exp_avg of parameter 0 is torch\.\w+"):
+            optimizer.load_state_dict(other.state_dict())
+        for name, value in before["state"][0].items():
+            assert optimizer.state_dict()["state"][0][name].equal(value)
+    scale = quantized.state[own[0]]["exp_avg_scale"]
+    quantized.state[own[0]]["exp_avg_scale"] = scale.new_zeros(4, 2)
+    with pytest.raises(ValueError, match=r"exp_avg_scale of .* has shape \(4, 2\)"):
+        quantized.step()
+
+
+def test_zero_rejects_them(one_rank: None) -> None:
+    with pytest.raises(ValueError, match="int8"):
+        ZeroRedundancyOptimizer(params(torch.float32, (4, 64)), FusedAdamW, state_dtype="int8")
+
+
+def test_bytes_held_and_moved() -> None:
+    own = params(torch.bfloat16, (30, 256), (5, 100), (70,))
+    options: dict[str, Any] = {"master_weights": "remainder", "state_dtype": "int8"}
+    optimizer = FusedAdamW(own, **options)
+    optimizer.init_state()
+    held = sum(
+        value.nbytes
+        for state in optimizer.state.values()
+        for name, value in state.items()
+        if name.startswith("exp_avg")
+    )
+    (rank,) = estimate(own, **options)
+    groups = 30 * 4 + 5 * 2
+    assert rank.moments == held == 2 * (30 * 256 + 500) + 8 * 70 + 8 * groups
+    moved = (30 * 256 + 500) * (2 + 2 + 8 + 4) + 70 * (2 + 2 + 8 + 16) + 16 * groups
+    assert rank.moved == moved
+    assert [r.moments for r in estimate(own, sharding="fsdp", world_size=2, **options)] == [
+        2 * (15 * 256 + 300) + 8 * 35 + 8 * (15 * 4 + 3 * 2),
+        2 * (15 * 256 + 200) + 8 * 35 + 8 * (15 * 4 + 2 * 2),
+    ]
+    balanced = estimate(own, sharding="balanced", world_size=3, **options)
+    assert sum(r.moments for r in balanced) == rank.moments
+
+
+def test_a_dtensor_has_scales_placed_as_it_is(one_rank: None) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (1,))
+    (plain,) = params(torch.bfloat16, (6, 200))
+    sharded = nn.Parameter(distribute_tensor(plain.detach().clone(), mesh, [Shard(0)]))
+    expected = stepped([plain], [[gradients(6, 200).bfloat16()]]).state[plain]
+    grad = distribute_tensor(gradients(6, 200).bfloat16(), mesh, [Shard(0)])
+    state = stepped([sharded], [[grad]]).state[sharded]
+    for name in ENTRIES:
+        assert state[name].placements == (Shard(0),)
+        assert state[name].full_tensor().equal(expected[name])
+    assert state["exp_avg_scale"].shape == (6, 4)

@@ -1,0 +1,87 @@
+"""Moments of 8 bits, with a scale for each group of elements (docs/numerics.md section 11)."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchopt_ext._torch import is_dtensor
+from torchopt_ext.optim.local import local_tensor
+
+GROUP = 64
+"""Elements that share a scale (csrc/kernels/quantize.h)."""
+
+CODES = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}
+SCALES = {"exp_avg_scale": "exp_avg", "exp_avg_sq_scale": "exp_avg_sq"}
+"""Entries of a parameter's state that hold scales, float32, and the moments they belong to."""
+
+_HELD = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def can_quantize(param: Any) -> bool:
+    """Whether a parameter has rows of whole groups on every rank; others keep float32 moments.
+
+    A row is an index of the first dimension. One-dimensional parameters, shorter rows, and shards
+    that cut rows otherwise than at groups have none.
+    """
+    local = local_tensor(param)
+    if param.dtype not in _HELD or param.dim() < 2 or not local.is_contiguous():
+        return False
+    if is_dtensor(param):
+        ranks = 1  # that divide a row
+        for placement, size in zip(param.placements, param.device_mesh.shape, strict=True):
+            if placement.is_partial() or (not placement.is_replicate() and placement.dim > 1):
+                return False
+            ranks *= size if not placement.is_replicate() and placement.dim == 1 else 1
+        if ranks > 1 and (param.dim() > 2 or param.shape[1] % (GROUP * ranks) != 0):
+            return False
+    return math.prod(local.shape[1:]) >= GROUP
+
+
+def scales_like(param: Any) -> Tensor:
+    """Scales of zero for a parameter that can be quantized, placed as it is.
+
+    Of shape (rows, groups in a row), float32.
+    """
+    local = local_tensor(param)
+    scales = torch.zeros(_scale_shape(local), device=local.device)
+    if not is_dtensor(param):
+        return scales
+    from torch.distributed.tensor import DTensor
+
+    shape = _scale_shape(param)
+    return DTensor.from_local(
+        scales,
+        param.device_mesh,
+        param.placements,
+        run_check=False,
+        shape=shape,
+        stride=(shape[1], 1),
+    )
+
+
+def _scale_shape(tensor: Tensor) -> torch.Size:
+    return torch.Size((tensor.shape[0], -(-math.prod(tensor.shape[1:]) // GROUP)))
+
+
+def quantized_problem(name: str, value: Any, param: Any) -> str | None:
+    """What is wrong with codes or scales of a quantized parameter, to follow the entry's name."""
+    dtype = CODES.get(name, torch.float32)
+    shape = param.shape if name in CODES else _scale_shape(param)
+    if not isinstance(value, Tensor) or local_tensor(value).dtype != dtype:
+        found = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        return f"is {found}, expected {dtype}: the optimizer keeps 8-bit moments of the parameter"
+    if value.shape != shape or local_tensor(value).is_meta:
+        return f"has shape {tuple(value.shape)}, expected {tuple(shape)} with memory"
+    return None
+
+
+def group_count(row_length: int, first: int, last: int) -> int:
+    """Groups of elements [first, last) of a tensor with such rows, cut nowhere but at groups."""
+
+    def before(i: int) -> int:
+        rows, rest = divmod(i, row_length)
+        return rows * -(-row_length // GROUP) + -(-rest // GROUP)
+
+    return before(last) - before(first)
