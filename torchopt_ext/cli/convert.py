@@ -31,6 +31,7 @@ from torchopt_ext.cli.checkpoints import (
 )
 from torchopt_ext.cli.tensors import DTYPES, add_dtype
 from torchopt_ext.cli.terminal import CommandError, Parser, Progress, size, written
+from torchopt_ext.optim.quantized import SCALES
 from torchopt_ext.optim.storage import (
     MASTER,
     MASTER_WEIGHTS,
@@ -40,6 +41,7 @@ from torchopt_ext.optim.storage import (
 )
 from torchopt_ext.statedict.dcp import Path as KeyPath
 from torchopt_ext.statedict.entries import MASTERS, MOMENTS, REMAINDERS
+from torchopt_ext.statedict.moments import dequantize
 
 FORMATS = {"torch": FILE, "dcp": FOLDER}
 MOMENT_DTYPES = ("float32", "bfloat16")
@@ -243,9 +245,15 @@ def converted(source: Checkpoint, weights: Weights, options: Any) -> dict[str, N
         if options.master_weights is not None and entry.kind in MASTERS:
             continue  # made below
         dtype = like.dtype
+        coded = {entry.kind, f"{entry.kind}_scale"} & SCALES.keys() and options.state_dtype
+        if coded and entry.kind in SCALES:
+            continue  # goes into the moment
         if entry.owner and entry.kind in MOMENTS and dtype in (torch.float32, *SIXTEEN_BIT):
             dtype = DTYPES.get(options.state_dtype, dtype)
         make = functools.partial(as_dtype, source, key, dtype)
+        if coded and f"{key}_scale" in source.tensors:
+            dtype = DTYPES[options.state_dtype]
+            make = functools.partial(decoded, source, entry, dtype)
         new[key] = New(source.paths[key], like.shape, dtype, make)
     if not owners:
         raise CommandError(f"{options.input} holds no optimizer's state")
@@ -269,6 +277,12 @@ def converted(source: Checkpoint, weights: Weights, options: Any) -> dict[str, N
 
 def as_dtype(source: Checkpoint, key: str, dtype: torch.dtype) -> Tensor:
     return source.tensor(key).to(dtype)
+
+
+def decoded(source: Checkpoint, entry: Entry, dtype: torch.dtype) -> Tensor:
+    """A moment of 8 bits as floats."""
+    scales = source.tensor(f"{entry.key}_scale")
+    return dequantize(entry.kind, source.tensor(entry.key), scales).to(dtype)
 
 
 def kept_values(source: Checkpoint, to_torch: bool) -> dict[str, Any]:

@@ -19,8 +19,9 @@ from torchopt_ext.optim.step import fused_step
 from torchopt_ext.optim.storage import REMAINDER, Storage, with_own_steps
 from torchopt_ext.optim.telemetry import track_bits
 from torchopt_ext.statedict.entries import CONTROL_KEY, control_entry, converted
-from torchopt_ext.statedict.loaded import Loaded, largest_step, raise_problems, read_indexed
+from torchopt_ext.statedict.loaded import Loaded, Slot, largest_step, raise_problems, read_indexed
 from torchopt_ext.statedict.masters import read_weights, refresh_master, set_weight
+from torchopt_ext.statedict.moments import fit_moments
 
 
 class FusedAdam(HookedStep, PlannedStep):
@@ -213,7 +214,7 @@ class FusedAdam(HookedStep, PlannedStep):
         state = loaded.foreign | {
             slot.param: {
                 name: converted(name, value, slot.param, self._storage)
-                for name, value in slot.entry.items()
+                for name, value in self._kept(slot).items()
             }
             for slot in loaded.slots
             if slot.entry
@@ -221,6 +222,9 @@ class FusedAdam(HookedStep, PlannedStep):
         made = largest_step(self.state.values())
         self.__setstate__({"state": defaultdict(dict, state), "param_groups": loaded.groups})
         self.load_control(loaded.control, counted, made)
+
+    def _kept(self, slot: Slot) -> Mapping[str, Any]:
+        return fit_moments(slot.entry, slot.param, self._storage.quantizes(slot.param))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = type(self).__new__(type(self))

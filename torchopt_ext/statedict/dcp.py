@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 
 from torchopt_ext._torch import set_element
 from torchopt_ext.optim.collective import agree, all_or_none
+from torchopt_ext.optim.quantized import SCALES, can_quantize, scales_like
 
 Path: TypeAlias = tuple[str | int, ...]
 """Keys and list positions that lead to an entry of a nested state dict."""
@@ -177,6 +178,9 @@ def buffers_by_key(params: Mapping[str, Tensor]) -> Buffers:
         param = params.get(key, params.get(before))
         if param is None and len(path) == 1 and key.startswith("state."):
             return None
+        if param is not None and name in SCALES and can_quantize(param):
+            scales = scales_like(param)
+            return scales if scales.shape == like.shape else torch.empty(like.shape)
         if param is None or name == "step" or like.shape != param.shape:
             return torch.empty(like.shape, dtype=like.dtype)
         return torch.zeros_like(param, dtype=like.dtype)

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from torchopt_ext._torch import is_dtensor
 from torchopt_ext.optim.local import local_tensor, placed, same_placement
-from torchopt_ext.optim.quantized import SCALES, quantized_problem
+from torchopt_ext.optim.quantized import SCALES
 from torchopt_ext.optim.storage import MASTER, REMAINDER, REMAINDER8, Storage
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
@@ -79,25 +79,15 @@ def required_of(optimizer_class: Any) -> tuple[str, ...] | None:
     return REQUIRED.get(optimizer_class) if own is None else own
 
 
-def problem(
-    optimizer_class: Any,
-    name: str,
-    value: Any,
-    param: Tensor,
-    held: Any,
-    storage: Storage | None = None,
-) -> str | None:
+def problem(optimizer_class: Any, name: str, value: Any, param: Tensor, held: Any) -> str | None:
     """What is wrong with an entry of a parameter's state, to follow its name in a message.
 
     Args:
         held: the optimizer's own entry of this name, if any. It tells what is expected where name
             and class do not.
-        storage: how the optimizer keeps its state, if it is a fused one.
     """
-    if storage is not None and storage.quantizes(param) and name in (*MOMENTS[:2], *SCALES):
-        return quantized_problem(name, value, param)
-    if name in SCALES and isinstance(value, Tensor):
-        return "belongs to 8-bit moments, which this optimizer does not keep of the parameter"
+    if name in SCALES:
+        return "belongs to 8-bit moments, which this optimizer cannot read"
     if required_of(optimizer_class) is not None:
         if name == "step":
             return step_problem(value)

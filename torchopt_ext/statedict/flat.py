@@ -6,6 +6,7 @@ Keys are those of torch's `flatten_optimizer_state_dict`: `state.{fqn}.{name}` a
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -14,15 +15,20 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Adam, AdamW, Optimizer
 
+from torchopt_ext.optim.quantized import SCALES
 from torchopt_ext.optim.storage import Storage
 from torchopt_ext.statedict import entries
 from torchopt_ext.statedict.entries import CONTROL_KEY, MASTERS, plain
 from torchopt_ext.statedict.loaded import Slot, largest_step, raise_problems
+from torchopt_ext.statedict.moments import fit_moments
 
 ModelPart: TypeAlias = tuple[nn.Module, Sequence[Optimizer]]
 """A module and the optimizers that share its parameters."""
 Names: TypeAlias = Mapping[Tensor, str]
 """The names of optimizers' parameters in their model parts (:func:`complete`)."""
+
+BESIDE = {**MASTERS, **SCALES}
+"""Entries that a state dict may have or lack, whatever the optimizer keeps."""
 
 # What decides which state exists or which algorithm runs: a checkpoint must agree.
 _FIXED = {"amsgrad", "decoupled_weight_decay"}
@@ -65,15 +71,18 @@ def load_state_dict(
     problems: list[str] = []
     slots: list[tuple[Slot, dict[str, Any]]] = []
     options: list[tuple[dict[str, Any], str, Any]] = []
+    quantized: dict[Tensor, bool] = {}
     for optimizer, group, saved, _ in _groups(parts, names):
         for fqn, param in zip(saved["params"], group["params"], strict=True):
             state = optimizer.state.get(param, {})
-            keys = {k: f"state.{fqn}.{k}" for k in ({**state, **MASTERS} if state else {})}
+            keys = {k: f"state.{fqn}.{k}" for k in ({**state, **BESIDE} if state else {})}
             entry = {name: state_dict[key] for name, key in keys.items() if key in state_dict}
             slots.append((Slot(param, f"'state.{fqn}.{{}}'", entry), state))
             problems += slots[-1][0].problems(optimizer)
+            storage = getattr(optimizer, "_storage", Storage())
+            quantized[param] = storage.quantizes(param)
             # torch saves no state for a parameter that was frozen before its first step.
-            may_lack = {*entry, *MASTERS, CONTROL_KEY} if param.requires_grad else keys
+            may_lack = {*entry, *BESIDE, CONTROL_KEY} if param.requires_grad else keys
             missing += [key for name, key in keys.items() if name not in may_lack]
         for name in [name for name in group if name not in _NOT_LOADED]:
             wanted = [f"param_groups.{fqn}.{name}" for fqn in saved["params"]]
@@ -90,7 +99,8 @@ def load_state_dict(
 
     made = largest_step(state for _, state in slots)
     for slot, state in slots:
-        _commit(slot, state)
+        kept = fit_moments(slot.entry, slot.param, quantized[slot.param])
+        _commit(replace(slot, entry=kept), state)
     for group, name, value in options:
         if isinstance(group[name], Tensor):
             group[name].fill_(value)

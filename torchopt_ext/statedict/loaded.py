@@ -10,8 +10,7 @@ from torch.optim import Optimizer
 
 from torchopt_ext._torch import tree_map_only
 from torchopt_ext.optim.local import local_tensor
-from torchopt_ext.optim.quantized import SCALES
-from torchopt_ext.optim.storage import Storage
+from torchopt_ext.optim.quantized import CODES, SCALES
 from torchopt_ext.statedict.entries import (
     CONTROL_KEY,
     control_fields,
@@ -20,6 +19,7 @@ from torchopt_ext.statedict.entries import (
     problem,
     required_of,
 )
+from torchopt_ext.statedict.moments import code_problems, has_codes
 
 SHOWN = 5
 """Problems that a message has in full."""
@@ -44,14 +44,14 @@ class Slot:
     def problems(self, optimizer: Optimizer) -> Iterator[str]:
         """Entries that do not fit."""
         held = optimizer.state.get(self.param, {})
-        storage: Storage | None = getattr(optimizer, "_storage", None)
+        coded = hasattr(optimizer, "_storage") and has_codes(self.entry)
+        for name, wrong in code_problems(self.entry, self.param) if coded else ():
+            yield f"{self.called(name)} {wrong}"
         for name, value in self.entry.items():
-            found = problem(type(optimizer), name, value, self.param, held.get(name), storage)
-            if found:
+            if coded and name in (*CODES, *SCALES):
+                continue
+            if found := problem(type(optimizer), name, value, self.param, held.get(name)):
                 yield f"{self.called(name)} {found}"
-        if self.entry and storage is not None and storage.quantizes(self.param):
-            for name in SCALES.keys() - self.entry.keys():
-                yield f"{self.called(name)} is missing beside 8-bit moments"
 
 
 @dataclass

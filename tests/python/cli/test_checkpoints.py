@@ -226,6 +226,23 @@ def test_convert_to_torch_and_its_weights(run: Run, tmp_path: Path) -> None:
         assert torch.equal(exact[~ties], param.detach()[~ties])
 
 
+@pytest.mark.parametrize("to", [["--to-torch"], ["--state-dtype", "bfloat16"]])
+def test_convert_8_bit_moments(run: Run, tmp_path: Path, to: list[str]) -> None:
+    """As an optimizer that holds floats loads them."""
+    model = torch.nn.Linear(200, 30)
+    optimizer = FusedAdamW(model.named_parameters(), lr=1e-2, state_dtype="int8")
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    optimizer.step()
+    torch.save(optimizer.state_dict(), tmp_path / "a.pt")
+    assert "exp_avg_sq_scale  float32" in run("inspect", tmp_path / "a.pt")
+    run("convert", tmp_path / "a.pt", tmp_path / "b.pt", *to)
+    dtype = BF16 if "bfloat16" in to else torch.float32
+    other = FusedAdamW(model.named_parameters(), lr=1e-2, state_dtype=dtype)
+    other.load_state_dict(optimizer.state_dict())
+    assert_same(loaded(tmp_path / "b.pt")["state"], other.state_dict()["state"])
+
+
 def test_convert_a_whole_checkpoint(run: Run, tmp_path: Path) -> None:
     """The folder's model completes the remainders, and a container takes what comes out."""
     model = model_of()

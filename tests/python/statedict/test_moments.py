@@ -1,0 +1,172 @@
+"""Moments of 8 bits from float ones and back, in state dicts and checkpoints."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+from torchopt_ext import FusedAdamW
+from torchopt_ext.containers import OptimizersContainer
+from torchopt_ext.optim.quantized import CODES, SCALES
+from torchopt_ext.statedict.dcp import load
+from torchopt_ext.statedict.moments import dequantize, quantize
+
+from ..optim.subject import assert_same_bits
+
+BF16 = torch.bfloat16
+KINDS: dict[str, Callable[[nn.Module], Any]] = {
+    "torch": lambda m: torch.optim.AdamW(m.parameters(), lr=0.02),
+    "fp32": lambda m: FusedAdamW(m.parameters(), lr=0.02, state_dtype=torch.float32),
+    "bf16": lambda m: FusedAdamW(m.parameters(), lr=0.02, state_dtype=BF16),
+    "int8": lambda m: FusedAdamW(m.parameters(), lr=0.02, state_dtype="int8"),
+}
+PAIRS = [(kind, "int8") for kind in KINDS] + [("int8", "fp32"), ("int8", "bf16")]
+each_pair = pytest.mark.parametrize(("saved", "kept"), PAIRS)
+
+
+def container(model: nn.Module, kind: str) -> Any:
+    cls = torch.optim.AdamW if kind == "torch" else FusedAdamW
+    dtypes: dict[str, Any] = {"bf16": {"state_dtype": BF16}, "int8": {"state_dtype": "int8"}}
+    return OptimizersContainer([model], cls, {"lr": 0.02, **dtypes.get(kind, {})})
+
+
+def model_of(seed: int) -> nn.Module:
+    """Rows of three groups and a rest, of two groups in three dimensions, and short ones."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(200, 30), nn.Conv1d(8, 5, 16), nn.LayerNorm(30), nn.Linear(7, 5))
+
+
+def train(model: nn.Module, optimizer: Any, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape, generator=generator)
+    optimizer.step()
+
+
+def expected_codes(name: str, moment: Tensor) -> tuple[Any, Any]:
+    """docs/numerics.md section 11, rounded to nearest."""
+    rows = moment.flatten(1).numpy()
+    value = abs(rows) if name == "exp_avg" else np.sqrt(rows)
+    most = 127**2 if name == "exp_avg" else 255
+    scale = np.maximum.reduceat(value, range(0, rows.shape[1], 64), axis=1) / np.float32(most)
+    each = scale[:, np.arange(rows.shape[1]) // 64]
+    code = value * (np.float32(1) / np.maximum(each, np.float32(2**-126)))
+    code = np.rint(np.sqrt(code) if name == "exp_avg" else code)
+    code = np.copysign(code, rows) if name == "exp_avg" else np.maximum(code, value > 0)
+    return code.reshape(moment.shape), scale
+
+
+@pytest.mark.parametrize("shape", [(30, 200), (5, 8, 16), (2, 64), (0, 70), (3, 300_001)])
+@pytest.mark.parametrize("name", CODES)
+def test_codes_are_the_documented_ones_and_keep(name: str, shape: tuple[int, ...]) -> None:
+    moment = torch.randn(shape) * torch.randn(shape).exp()
+    moment = moment.square() if name == "exp_avg_sq" else moment
+    moment[:1, :64] = 0
+    codes, scales = quantize(name, moment)
+    code, scale = expected_codes(name, moment)
+    assert codes.dtype == CODES[name]
+    assert np.array_equal(codes.numpy(), code)
+    assert np.array_equal(scales.numpy(), scale)
+    back = dequantize(name, codes, scales)
+    again, _ = quantize(name, back)
+    assert again.equal(codes)
+    assert not (back == 0)[moment > 0].any() or name == "exp_avg"
+
+
+def test_what_is_not_finite_stays_so() -> None:
+    moment = torch.ones(2, 128)
+    moment[0, 3], moment[1, 70] = torch.nan, torch.inf
+    for name in CODES:
+        back = dequantize(name, *quantize(name, moment))
+        finite = back.isfinite().view(4, 64).any(1)
+        assert finite.tolist() == [False, True, True, False]
+
+
+def assert_converted(saved: Any, model: nn.Module, loaded: Any, other: nn.Module, to: str) -> None:
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        source, state = saved.state[p], loaded.state[q]
+        for scale, name in SCALES.items():
+            if scale in source and scale in state:
+                assert_same_bits([state[name], state[scale]], [source[name], source[scale]])
+            elif scale in state:
+                codes, scales = quantize(name, source[name].float())
+                assert_same_bits([state[name], state[scale]], [codes, scales])
+            else:
+                exact = source[name]
+                exact = dequantize(name, exact, source[scale]) if scale in source else exact.float()
+                dtype = BF16 if to == "bf16" else torch.float32
+                assert_same_bits([state[name]], [exact.to(dtype)])
+        assert float(state["step"]) == float(source["step"])
+
+
+@each_pair
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("way", ["state dict", "checkpoint"])
+def test_by_index(saved: str, kept: str, steps: int, way: str, tmp_path: Path) -> None:
+    model, other = model_of(1), model_of(2)
+    source, target = KINDS[saved](model), KINDS[kept](other)
+    for seed in range(3):
+        train(model, source, seed)
+    for seed in range(steps):
+        train(other, target, 10 + seed)
+    before = copy.deepcopy(source.state_dict())
+    if way == "state dict":
+        target.load_state_dict(source.state_dict())
+    else:
+        dcp.save({"optimizer": source}, checkpoint_id=tmp_path / "saved")
+        load({"optimizer": target}, checkpoint_id=tmp_path / "saved")
+    assert_converted(source, model, target, other, kept)
+    train(other, target, 7)
+    for index, entry in source.state_dict()["state"].items():
+        assert_same_bits(entry.values(), before["state"][index].values())
+
+
+@each_pair
+@pytest.mark.parametrize("way", ["state dict", "checkpoint"])
+def test_by_name(saved: str, kept: str, way: str, tmp_path: Path) -> None:
+    model, other = model_of(1), model_of(2)
+    source, target = container(model, saved), container(other, kept)
+    for seed in range(3):
+        train(model, source, seed)
+    train(other, target, 10)
+    if way == "state dict":
+        target.load_state_dict(source.state_dict())
+    else:
+        dcp.save({"optimizer": source}, checkpoint_id=tmp_path / "saved")
+        load({"optimizer": target}, checkpoint_id=tmp_path / "saved")
+    assert_converted(source.optimizers[0], model, target.optimizers[0], other, kept)
+    train(other, target, 7)
+
+
+@pytest.mark.parametrize("kept", ["fp32", "int8"])
+@pytest.mark.parametrize(
+    ("name", "change", "problem"),
+    [
+        ("exp_avg_scale", None, "exp_avg_scale of parameter 0 is missing beside 8-bit moments"),
+        ("exp_avg_scale", lambda t: t[:, :1], r"exp_avg_scale of parameter 0 has shape \(30, 1\)"),
+        ("exp_avg_sq", lambda t: t.to(torch.int8), "exp_avg_sq of parameter 0 is torch.int8"),
+        ("exp_avg", lambda t: t.float(), "exp_avg of parameter 0 is torch.float32"),
+    ],
+)
+def test_wrong_codes_are_rejected(kept: str, name: str, change: Any, problem: str) -> None:
+    model, other = model_of(1), model_of(2)
+    source, target = KINDS["int8"](model), KINDS[kept](other)
+    train(model, source, 1)
+    train(other, target, 1)
+    saved = copy.deepcopy(source.state_dict())
+    value = saved["state"][0].pop(name)
+    if change is not None:
+        saved["state"][0][name] = change(value)
+    before = copy.deepcopy(target.state_dict())
+    with pytest.raises(ValueError, match=problem):
+        target.load_state_dict(saved)
+    for index, entry in target.state_dict()["state"].items():
+        assert_same_bits(entry.values(), before["state"][index].values())

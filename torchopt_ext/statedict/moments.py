@@ -1,0 +1,110 @@
+"""Moments of 8 bits from float ones and back, some rows at a time (docs/numerics.md section 11)."""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from torchopt_ext.optim.local import as_placed, local_tensor
+from torchopt_ext.optim.quantized import CODES, GROUP, SCALES, can_quantize, scales_like
+from torchopt_ext.optim.quantized import quantized_problem as problem
+
+_ELEMENTS = 1 << 18
+"""What is in memory as float32 at once, or a row."""
+_LARGEST = {"exp_avg": 127.0, "exp_avg_sq": 255.0}
+
+
+def has_codes(entry: Mapping[str, Any]) -> bool:
+    """Whether a parameter's saved state has moments of 8 bits."""
+    codes = (entry.get(name) for name in CODES)
+    integers = any(isinstance(c, Tensor) and not c.is_floating_point() for c in codes)
+    return integers or bool(SCALES.keys() & entry.keys())
+
+
+def code_problems(entry: Mapping[str, Any], param: Tensor) -> Iterator[tuple[str, str]]:
+    """Names of codes and scales that do not fit, and why."""
+    for name in (*CODES, *SCALES):
+        if name not in entry:
+            yield name, "is missing beside 8-bit moments"
+        elif not can_quantize(param):
+            yield name, "belongs to 8-bit moments, which the parameter cannot have here"
+        elif found := problem(name, entry[name], param):
+            yield name, found
+
+
+def fit_moments(entry: Mapping[str, Any], param: Tensor, quantizes: bool) -> Mapping[str, Any]:
+    """A checked entry with moments of 8 bits, or with float ones."""
+    if not entry or has_codes(entry) == quantizes:
+        return entry
+    fitted = {name: value for name, value in entry.items() if name not in SCALES}
+    for scale, name in SCALES.items():
+        if quantizes:
+            codes, scales = quantize(name, local_tensor(entry[name]))
+            fitted[name] = as_placed(codes, param)
+            fitted[scale] = scales_like(param)
+            local_tensor(fitted[scale]).copy_(scales)
+        else:
+            moment = dequantize(name, local_tensor(entry[name]), local_tensor(entry[scale]))
+            fitted[name] = as_placed(moment, param)
+    return fitted
+
+
+def quantize(name: str, moment: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and scales of a moment, as a step stores them but rounded to nearest."""
+    codes = torch.empty(moment.shape, dtype=CODES[name], device=moment.device)
+    in_row = -(-math.prod(moment.shape[1:]) // GROUP)
+    scales = torch.empty((len(moment), in_row), device=moment.device)
+    largest = _LARGEST[name]
+    by_row = codes.flatten(1)
+    for own in _blocks(moment):
+        grouped = _grouped(moment[own].reshape(-1, by_row.shape[1]).float())
+        if name == "exp_avg":
+            most = grouped.abs().amax(-1)
+            scale = most / torch.full_like(most, largest**2)
+            code = _sqrt(grouped.abs() * _inverse(scale)).round().clamp(max=largest)
+            code = code.copysign(grouped)
+        else:
+            root = _sqrt(grouped)
+            most = root.amax(-1)
+            scale = most / torch.full_like(most, largest)
+            code = (root * _inverse(scale)).round().clamp(max=largest)
+            code = torch.where(root > 0, code.clamp(min=1.0), code)
+        scales[own] = scale
+        by_row[own] = code.nan_to_num(0.0).flatten(1)[:, : by_row.shape[1]].to(codes.dtype)
+    return codes, scales
+
+
+def dequantize(name: str, codes: Tensor, scales: Tensor) -> Tensor:
+    """The float32 moment that codes and scales stand for, exactly as a step reads it."""
+    moment = torch.empty(codes.shape, device=codes.device)
+    by_row = moment.flatten(1)
+    for own in _blocks(codes):
+        code = _grouped(codes[own].reshape(-1, by_row.shape[1]).float())
+        scale = scales[own].unsqueeze(-1)
+        value = code * code.abs() * scale if name == "exp_avg" else (code * scale).square()
+        by_row[own] = value.flatten(1)[:, : by_row.shape[1]]
+    return moment
+
+
+def _blocks(tensor: Tensor) -> Iterator[slice]:
+    """Rows that are converted together."""
+    step = max(1, _ELEMENTS // math.prod(tensor.shape[1:]))
+    return (slice(start, start + step) for start in range(0, len(tensor), step))
+
+
+def _grouped(rows: Tensor) -> Tensor:
+    """(rows, elements) as (rows, groups, GROUP), the last group filled with zeros."""
+    padded = pad(rows, (0, -rows.shape[1] % GROUP))
+    return padded.view(len(rows), padded.shape[1] // GROUP, GROUP)
+
+
+def _sqrt(x: Tensor) -> Tensor:
+    """Correctly rounded, which torch's float32 is not where it comes from MKL."""
+    return x.double().sqrt().float()
+
+
+def _inverse(scale: Tensor) -> Tensor:
+    return 1 / scale.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)
