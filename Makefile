@@ -20,7 +20,8 @@ JOBS := $(shell nproc)
 
 .PHONY: help install demo test test-python smoke test-all test-cpp test-sanitize \
 	check-aarch64 check-sass test-gpu gpu-report bench bench-convergence bench-dtensor-host bench-in-backward \
-	bench-torchtitan bench-zero bench-mixed-precision bench-trainer bench-cxx docs lint format wheel sdist clean FORCE
+	bench-norm-in-backward bench-torchtitan bench-zero bench-mixed-precision bench-trainer bench-cxx \
+	docs lint format wheel sdist clean FORCE
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -67,6 +68,9 @@ bench-dtensor-host: $(VENV)/.installed ## Time the step over many small DTensors
 
 bench-in-backward: $(VENV)/.installed ## Time updates inside backward
 	$(PY) benchmarks/in_backward.py --out out/bench-in-backward
+
+bench-norm-in-backward: $(VENV)/.installed ## Time the gradient norm measured inside backward
+	$(PY) benchmarks/norm_in_backward.py --out out/bench-norm-in-backward
 
 bench-torchtitan: $(VENV)/.installed ## Time the optimizer in torchtitan's Trainer; TORCH=2.11.0: 0.2
 	$(PY) benchmarks/torchtitan_step.py --out out/bench-torchtitan-$(TORCH)

@@ -47,6 +47,23 @@ def carved_bytes(like: list[Tensor], dtype: torch.dtype | None = None) -> int: .
 # Makes a 16-bit copy, and its version counter, what the weight's are.
 def renew_copy(copy: Tensor, weight: Tensor) -> None: ...
 
+class TensorMark:
+    """A tensor at a time, to be compared with what it is later; keeps nothing of it alive."""
+
+    def __init__(self, tensor: Tensor) -> None: ...
+    def fits(self, tensor: Tensor) -> bool:
+        """Whether a tensor has the same memory, and no operator has written to it since."""
+    def changes_with(self, other: TensorMark) -> bool:
+        """Whether a change of one tensor counts as one of the other, as with views of one."""
+
+def sum_gradients(
+    like: list[Tensor], gradients: list[Tensor | None], accumulator: Tensor
+) -> list[TensorMark | None]:
+    """Adds the squares of the gradients that a plan reads as they are: those that have a mark."""
+
+def all_fit(marks: list[TensorMark], tensors: list[Tensor | None]) -> bool:
+    """Whether every tensor fits its mark; None fits no mark."""
+
 class OptimizerPlan:
     def __init__(
         self,
@@ -65,7 +82,9 @@ class OptimizerPlan:
     ) -> None: ...
     def release(self) -> None: ...
     def collect(self, param_groups: list[dict[str, Any]], state: Mapping[Tensor, Any]) -> bool: ...
-    def accumulate(self, part: int, accumulator: Tensor, normalize: bool) -> None: ...
+    def accumulate(
+        self, part: int, accumulator: Tensor, normalize: bool, measured: Sequence[int]
+    ) -> None: ...
     def traces(self) -> list[tuple[Tensor, Tensor, list[int]]]: ...
     def update(self, part_controls: Sequence[Tensor]) -> None: ...
     def step(
@@ -77,6 +96,8 @@ class OptimizerPlan:
         with_norm: bool,
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
+        measured: Sequence[int],
+        squares: Sequence[Tensor],
     ) -> bool: ...
     @property
     def part_devices(self) -> list[torch.device]: ...

@@ -1,4 +1,6 @@
 // grad_sumsq_: pass A. Adds every gradient's sum of squares to the exact accumulator (int64[70]).
+#include "ops/grad_sumsq.h"
+
 #include "cpu/passes.h"
 #include "cuda/passes.h"
 #include "ops/operator.h"
@@ -7,7 +9,6 @@
 #include "plan/tensor_checks.h"
 
 namespace torchopt_ext {
-namespace {
 
 void grad_sumsq_(at::TensorList grads, const at::Tensor& accumulator) {
   check_accumulator(accumulator);
@@ -36,6 +37,8 @@ void grad_sumsq_(at::TensorList grads, const at::Tensor& accumulator) {
   }
   bump_version(accumulator);
 }
+
+namespace {
 
 const Operator kGradSumsq("grad_sumsq_", "(Tensor[] grads, Tensor(a!) accumulator) -> ()",
                           grad_sumsq_);

@@ -2,6 +2,7 @@
 #include <ATen/ops/empty_like.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "cpu/passes.h"
 #include "cuda/passes.h"
@@ -16,6 +17,28 @@ namespace torchopt_ext {
 namespace {
 
 constexpr char kEmptyGradient = 0;
+
+// While it exists, passes take these entries for ones without gradient.
+class WithoutGradients {
+ public:
+  WithoutGradients(WorkList& work, const std::vector<size_t>& entries) : work_(work) {
+    hidden_.reserve(entries.size());
+    for (const size_t i : entries) {
+      hidden_.emplace_back(i, std::exchange(work.tensors[i].memory[kGrad], nullptr));
+    }
+  }
+  ~WithoutGradients() {
+    for (const auto& [i, gradient] : hidden_) {
+      work_.tensors[i].memory[kGrad] = gradient;
+    }
+  }
+  WithoutGradients(const WithoutGradients&) = delete;
+  WithoutGradients& operator=(const WithoutGradients&) = delete;
+
+ private:
+  WorkList& work_;
+  std::vector<std::pair<size_t, void*>> hidden_;
+};
 
 }  // namespace
 
@@ -127,7 +150,9 @@ void StepPlan::renew_copies() const {
   }
 }
 
-void StepPlan::accumulate(const at::Tensor& accumulator, bool normalize) const {
+void StepPlan::accumulate(const at::Tensor& accumulator, bool normalize,
+                          const std::vector<size_t>& measured) {
+  const WithoutGradients hidden(work_, measured);
   if (on_cuda(device_)) {
     cuda::sum_of_squares(work_, accumulator, normalize);
   } else {

@@ -76,7 +76,9 @@ class StepPlan {
   // Drops the gradients.
   void release();
 
-  void accumulate(const at::Tensor& accumulator, bool normalize) const;
+  // Pass A over all gradients but those of the entries in `measured`.
+  void accumulate(const at::Tensor& accumulator, bool normalize,
+                  const std::vector<size_t>& measured = {});
   void update(const std::vector<GroupHyper>& groups, const at::Tensor& control);
 
   size_t size() const { return work_.tensors.size(); }

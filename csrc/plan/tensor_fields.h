@@ -19,11 +19,9 @@ inline at::Tensor to_tensor(c10::TensorImpl* impl) {
 
 inline bool is_16_bit(at::ScalarType dtype) { return dtype == at::kBFloat16 || dtype == at::kHalf; }
 
-// Whether two tensors share a version counter, which torch does not tell: whether a change of one
-// is seen in the other. It is taken back.
-inline bool shares_version(const c10::TensorImpl& a, const c10::TensorImpl& b) {
-  c10::VariableVersion counter = a.version_counter();  // another handle of it
-  const c10::VariableVersion& other = b.version_counter();
+// Whether two handles are of one version counter, which torch does not tell: whether a change of
+// one is seen in the other. It is taken back.
+inline bool shares_version(c10::VariableVersion counter, const c10::VariableVersion& other) {
   // `counter` is a second reference itself.
   if (!counter.enabled() || !other.enabled() || other.unique() ||
       counter.current_version() != other.current_version()) {
@@ -34,6 +32,10 @@ inline bool shares_version(const c10::TensorImpl& a, const c10::TensorImpl& b) {
   const bool shared = other.current_version() != version;
   counter.set_version(version);
   return shared;
+}
+
+inline bool shares_version(const c10::TensorImpl& a, const c10::TensorImpl& b) {
+  return shares_version(a.version_counter(), b.version_counter());
 }
 
 // The memory of a tensor; null if it has none.

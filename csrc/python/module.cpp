@@ -8,6 +8,7 @@
 #include "plan/step_checks.h"
 #include "plan/weight_copy.h"
 #include "python/carve.h"
+#include "python/gradient_sums.h"
 #include "python/optimizer_plan.h"
 #include "python/param_lists.h"
 
@@ -125,6 +126,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("carved_bytes", carved_bytes, py::arg("like"), py::arg("dtype") = py::none(),
         "How many bytes of a block carve() takes.");
 
+  py::class_<TensorMark, std::shared_ptr<TensorMark>>(m, "TensorMark")
+      .def(py::init<const at::Tensor&>(), py::arg("tensor"))
+      .def("fits", &TensorMark::fits, py::arg("tensor"))
+      .def("changes_with", &TensorMark::changes_with, py::arg("other"));
+  m.def("sum_gradients", sum_gradients, py::arg("like"), py::arg("gradients"),
+        py::arg("accumulator"), "Adds the squares of gradients that are laid out as `like`.");
+  m.def("all_fit", all_fit, py::arg("marks"), py::arg("tensors"),
+        "Whether every tensor fits its mark.");
   py::class_<OptimizerPlan>(m, "OptimizerPlan", py::custom_type_setup(collect_garbage_through))
       .def(py::init(&make_plan), py::arg("param_groups"), py::arg("state"), py::arg("params"),
            py::arg("part_devices"), py::arg("idle"), py::arg("local_gradients"),
@@ -133,11 +142,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("release", &OptimizerPlan::release)
       .def("collect", &OptimizerPlan::collect, py::arg("param_groups"), py::arg("state"))
       .def("accumulate", &OptimizerPlan::accumulate, py::arg("part"), py::arg("accumulator"),
-           py::arg("normalize"))
+           py::arg("normalize"), py::arg("measured"))
       .def("update", &OptimizerPlan::update, py::arg("part_controls"))
       .def("step", &OptimizerPlan::step, py::arg("param_groups"), py::arg("state"),
            py::arg("control"), py::arg("accumulator"), py::arg("with_norm"), py::arg("grad_scale"),
-           py::arg("found_inf"))
+           py::arg("found_inf"), py::arg("measured"), py::arg("squares"))
       .def("traces", &OptimizerPlan::traces)
       .def_property_readonly("part_devices", &OptimizerPlan::part_devices)
       .def_property_readonly("gradients_copied", &OptimizerPlan::gradients_copied);

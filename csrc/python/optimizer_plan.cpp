@@ -71,6 +71,7 @@ OptimizerPlan::OptimizerPlan(const py::list& param_groups, const py::dict& state
         .push_back({param.param, param.local, path_of(param.param, param.local[own]), own,
                     static_cast<int64_t>(i)});
     uses_group_[param.part].at(static_cast<size_t>(param.group)) = true;
+    entry_of_.emplace_back(param.part, entries[param.part].size());
     entries[param.part].push_back(std::move(entry));
   }
   for (const py::handle param : idle) {
@@ -247,12 +248,26 @@ bool OptimizerPlan::collect(const py::list& param_groups, const py::dict& state)
   return true;
 }
 
-void OptimizerPlan::accumulate(size_t part, const at::Tensor& accumulator, bool normalize) {
+std::vector<size_t> OptimizerPlan::entries_of(size_t part,
+                                              const std::vector<size_t>& positions) const {
+  std::vector<size_t> entries;
+  for (const size_t position : positions) {
+    const auto& [its_part, entry] = entry_of_.at(position);
+    if (its_part == part) {
+      entries.push_back(entry);
+    }
+  }
+  return entries;
+}
+
+void OptimizerPlan::accumulate(size_t part, const at::Tensor& accumulator, bool normalize,
+                               const std::vector<size_t>& measured) {
   TORCH_CHECK(collected_, "gradients have not been collected");
   StepPlan& plan = plans_.at(part);
   check_accumulator(accumulator, plan.device());
+  const std::vector<size_t> entries = entries_of(part, measured);
   const py::gil_scoped_release unlocked;
-  plan.accumulate(accumulator, normalize);
+  plan.accumulate(accumulator, normalize, entries);
 }
 
 void OptimizerPlan::update(const std::vector<at::Tensor>& part_controls) {
@@ -281,7 +296,9 @@ void OptimizerPlan::release() {
 bool OptimizerPlan::step(const py::list& param_groups, const py::dict& state,
                          const at::Tensor& control, const at::Tensor& accumulator, bool with_norm,
                          const std::optional<at::Tensor>& grad_scale,
-                         const std::optional<at::Tensor>& found_inf) {
+                         const std::optional<at::Tensor>& found_inf,
+                         const std::vector<size_t>& measured,
+                         const std::vector<at::Tensor>& squares) {
   const at::NoGradGuard no_grad;
   if (!collect(param_groups, state)) {
     return false;
@@ -291,9 +308,16 @@ bool OptimizerPlan::step(const py::list& param_groups, const py::dict& state,
   check_accumulator(accumulator, device);
   check_control(control, device);
   (on_cuda(device) ? cuda::clear : cpu::clear)(accumulator);
+  for (const at::Tensor& sum : squares) {
+    check_accumulator(sum, device);
+  }
+  const std::vector<size_t> entries = entries_of(0, measured);
   const py::gil_scoped_release unlocked;
   if (with_norm) {
-    plans_[0].accumulate(accumulator, /*normalize=*/false);
+    plans_[0].accumulate(accumulator, /*normalize=*/false, entries);
+  }
+  for (const at::Tensor& sum : squares) {
+    accumulator.add_(sum);
   }
   control_update_(control, accumulator, grad_scale, found_inf);
   plans_[0].update(hypers_[0], control);

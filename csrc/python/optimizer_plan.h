@@ -55,8 +55,10 @@ class OptimizerPlan {
   // if the plan no longer fits: objects were replaced, or a parameter without state has a gradient.
   bool collect(const pybind11::list& param_groups, const pybind11::dict& state);
 
-  // Pass A of one part, after collect(). `normalize`: see cuda/passes.h.
-  void accumulate(size_t part, const at::Tensor& accumulator, bool normalize);
+  // Pass A of one part, after collect(), over all gradients but those of the parameters at the
+  // positions `measured`, of any part. `normalize`: see cuda/passes.h.
+  void accumulate(size_t part, const at::Tensor& accumulator, bool normalize,
+                  const std::vector<size_t>& measured);
 
   // Pass B of every part, with its device's control block; then releases the gradients.
   void update(const std::vector<at::Tensor>& part_controls);
@@ -65,11 +67,12 @@ class OptimizerPlan {
   void release();
 
   // All of a step for one part whose norm is its own: collect, pass A if `with_norm`, control,
-  // pass B. Overwrites the accumulator.
+  // pass B. Overwrites the accumulator. `measured`: as accumulate()'s; `squares`: accumulators with
+  // their sums.
   bool step(const pybind11::list& param_groups, const pybind11::dict& state,
             const at::Tensor& control, const at::Tensor& accumulator, bool with_norm,
-            const std::optional<at::Tensor>& grad_scale,
-            const std::optional<at::Tensor>& found_inf);
+            const std::optional<at::Tensor>& grad_scale, const std::optional<at::Tensor>& found_inf,
+            const std::vector<size_t>& measured, const std::vector<at::Tensor>& squares);
 
   std::vector<at::Device> part_devices() const;
   int64_t gradients_copied() const;
@@ -90,6 +93,7 @@ class OptimizerPlan {
   enum class Remaining : uint8_t { kNothing, kGradient, kAll };
 
   uint32_t path_of(pybind11::handle param, pybind11::handle local);
+  std::vector<size_t> entries_of(size_t part, const std::vector<size_t>& positions) const;
   void collect_unchanged(size_t part);
   bool attach_changed(size_t part);
   void set_remaining_gradients(size_t part);
@@ -98,9 +102,10 @@ class OptimizerPlan {
   StateSnapshot snapshot_;
   std::vector<StepPlan> plans_;
   std::vector<LocalPath> paths_{LocalPath{}};
-  std::vector<std::vector<Objects>> objects_;    // of each plan's entries
-  std::vector<std::vector<GroupHyper>> hypers_;  // of each plan, this step's
-  std::vector<std::vector<bool>> uses_group_;    // of each plan, by group
+  std::vector<std::vector<Objects>> objects_;        // of each plan's entries
+  std::vector<std::vector<GroupHyper>> hypers_;      // of each plan, this step's
+  std::vector<std::vector<bool>> uses_group_;        // of each plan, by group
+  std::vector<std::pair<size_t, size_t>> entry_of_;  // of each position: plan and entry
   std::vector<pybind11::object> idle_;
   std::vector<Remaining> remaining_;  // of the part in work
   std::vector<size_t> changed_;

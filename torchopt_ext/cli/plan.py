@@ -70,6 +70,9 @@ def parser() -> Parser:
         "--no-norm", action="store_true", help="gradients are neither clipped nor checked"
     )
     made.add_argument(
+        "--norm-in-backward", action="store_true", help="as FusedAdamW's: backward measures it"
+    )
+    made.add_argument(
         "--bandwidth", type=positive, metavar="GB/S", help="of memory: adds the step's time"
     )
     made.add_argument(
@@ -113,6 +116,7 @@ def estimate_by(params: list[Tensor], sharding: str, options: Any) -> list[RankB
         state_dtype=options.state_dtype and DTYPES[options.state_dtype],
         amsgrad=options.amsgrad,
         norm=not options.no_norm,
+        norm_in_backward=options.norm_in_backward,
     )
 
 

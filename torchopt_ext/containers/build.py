@@ -18,7 +18,7 @@ FUSED: dict[str, type[FusedAdam]] = {"Adam": FusedAdam, "AdamW": FusedAdamW}
 _TORCH: dict[str, type[Optimizer]] = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
 _OPTIONS = (
     *("max_grad_norm", "skip_nonfinite", "master_weights", "state_dtype", "stochastic_rounding"),
-    *("rounding_seed", "write_back_gradients", "track"),
+    *("rounding_seed", "write_back_gradients", "track", "norm_in_backward"),
 )
 """Arguments of FusedAdam and FusedAdamW that a configuration may have."""
 _SHARED_OPTIONS = ("amsgrad", "maximize")

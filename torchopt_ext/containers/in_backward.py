@@ -71,6 +71,11 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
         backwards_per_step: int | None = 1,
         compat: str | None = None,
     ) -> None:
+        if optimizer_kwargs.get("norm_in_backward"):
+            raise ValueError(
+                "norm_in_backward has no effect in a container that steps in backward, which "
+                "measures gradients as they come: leave it out"
+            )
         norm_for = ("max_grad_norm", "skip_nonfinite")
         self.measures_norm = any(optimizer_kwargs.get(name) for name in norm_for)
         self._backwards = backwards_per_step

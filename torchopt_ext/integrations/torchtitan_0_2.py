@@ -75,6 +75,8 @@ class Optimizer:
     """Let gradients be clipped in memory, too."""
     track: list[str] = field(default_factory=list)
     """What to note of each parameter: norms, lost_updates, digest."""
+    norm_in_backward: bool = False
+    """Sum the squares of gradients in backward, while they are in cache."""
     amsgrad: bool = False
     """As torch.optim.AdamW's."""
     maximize: bool = False

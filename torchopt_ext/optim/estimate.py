@@ -4,12 +4,13 @@ import bisect
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from torchopt_ext import ops
+from torchopt_ext.optim.norm_in_backward import MEASURED_BYTES
 from torchopt_ext.optim.quantized import CODES, SCALES, can_quantize, group_count
 from torchopt_ext.optim.storage import MASTER, Storage
 from torchopt_ext.statedict.entries import MASTERS
@@ -96,6 +97,7 @@ def estimate(
     state_dtype: torch.dtype | str | None = None,
     amsgrad: bool = False,
     norm: bool = True,
+    norm_in_backward: bool = False,
     bucket_elements: int | None = None,
 ) -> list[RankBytes]:
     """What every rank holds and moves with FusedAdamW over these parameters.
@@ -111,6 +113,8 @@ def estimate(
         grad_dtype: of gradients; None for each parameter's own.
         master_weights, state_dtype, amsgrad: as FusedAdamW's.
         norm: whether gradients are clipped or checked, which reads them once more.
+        norm_in_backward: FusedAdamW's: of the tensors whose gradients it measures in backward, the
+            step reads none for the norm.
         bucket_elements: ZeroRedundancyOptimizer's, for "balanced" and "zero2".
 
     Returns:
@@ -155,8 +159,10 @@ def estimate(
             moments=sum(kinds[kind].moments * n for kind, n in share.elements.items())
             + scale * share.groups,
             steps=STEP * share.tensors,
-            moved=sum(
-                (kinds[kind].norm + kinds[kind].update) * n for kind, n in share.elements.items()
+            moved=sum(kinds[kind].update * n for kind, n in share.elements.items())
+            + sum(
+                kinds[kind].norm * n
+                for kind, n in (share.small if norm_in_backward else share.elements).items()
             )
             + 2 * scale * share.groups,
             sent=sent * (world_size - 1) // world_size,
@@ -194,6 +200,7 @@ class _Share:
     elements: Counter[_Kind]
     tensors: int
     groups: int = 0  # of elements whose moments could share scales
+    small: Counter[_Kind] = field(default_factory=Counter)  # elements of small tensors
 
     def add(self, param: Tensor, elements: int, first: int = 0) -> None:
         kind = _kind(param)
@@ -202,6 +209,8 @@ class _Share:
         if kind[1]:
             row = param[0].numel() if len(param) else 1
             self.groups += group_count(row, first, first + elements)
+        if elements * param.dtype.itemsize < MEASURED_BYTES:
+            self.small[kind] += elements
 
 
 def _whole(params: Sequence[Tensor], world_size: int, width: Width) -> list[_Share]:

@@ -14,6 +14,7 @@ from torchopt_ext._torch import is_dtensor
 from torchopt_ext.optim import state as param_state
 from torchopt_ext.optim.estimate import estimate
 from torchopt_ext.optim.hooks import HookedStep, run_hooks
+from torchopt_ext.optim.norm_in_backward import NormInBackward
 from torchopt_ext.optim.planned import PlannedStep
 from torchopt_ext.optim.step import fused_step
 from torchopt_ext.optim.storage import REMAINDER, Storage, with_own_steps
@@ -60,6 +61,8 @@ class FusedAdam(HookedStep, PlannedStep):
             exact.
         rounding_seed: with step, parameter number and element it decides every random bit.
         write_back_gradients: gradients become unscaled and clipped in memory, too.
+        norm_in_backward: the squares of gradients of 64 KB or more are summed in backward, as soon
+            as they are final, and the step does not read them again for the norm (docs/step.md).
         track: what the step notes of each parameter on its way, for :attr:`telemetry`: any of
             "norms" (of gradient and update), "lost_updates" (elements whose update rounded to
             nothing) and "digest" (64 bits that tell replicas apart); True for all.
@@ -100,6 +103,7 @@ class FusedAdam(HookedStep, PlannedStep):
         rounding_seed: int = 0,
         write_back_gradients: bool = False,
         track: bool | Collection[str] = False,
+        norm_in_backward: bool = False,
         decoupled_weight_decay: bool = False,
     ) -> None:
         if isinstance(lr, Tensor) and lr.dtype not in (torch.float32, torch.float64):
@@ -115,6 +119,7 @@ class FusedAdam(HookedStep, PlannedStep):
             stochastic_rounding, rounding_seed, write_back_gradients, track_bits(track)
         )
         self.process_group = process_group
+        self.norm_in_backward = NormInBackward() if norm_in_backward else None
         self._init_control()
         self.max_grad_norm, self.skip_nonfinite = max_grad_norm, skip_nonfinite
         own = {
@@ -166,6 +171,14 @@ class FusedAdam(HookedStep, PlannedStep):
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
+        if self.norm_in_backward is not None:
+            self.norm_in_backward.watch(group["params"])
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's."""
+        super().zero_grad(set_to_none)
+        if self.norm_in_backward is not None:
+            self.norm_in_backward.restart()
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's; with a schedule or a loss scale, the first parameter's state has also
@@ -250,6 +263,7 @@ class FusedAdam(HookedStep, PlannedStep):
             "_settings": self._settings,
             "_blocks": self._blocks,
             "verdict": self.verdict,
+            "norm_in_backward": self.norm_in_backward,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -260,6 +274,8 @@ class FusedAdam(HookedStep, PlannedStep):
         self._built = None
         self._digests = {}
         self._mark_control()
+        if self.norm_in_backward is not None:
+            self.norm_in_backward.watch(p for group in self.param_groups for p in group["params"])
 
     @torch.no_grad()
     def refresh_masters(self, from_: Mapping[Any, Tensor] | None = None) -> None:
@@ -340,6 +356,7 @@ class FusedAdamW(FusedAdam):
         rounding_seed: int = 0,
         write_back_gradients: bool = False,
         track: bool | Collection[str] = False,
+        norm_in_backward: bool = False,
     ) -> None:
         super().__init__(
             params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, foreach=foreach,
@@ -349,6 +366,7 @@ class FusedAdamW(FusedAdam):
             master_weights=master_weights, state_dtype=state_dtype,
             stochastic_rounding=stochastic_rounding, rounding_seed=rounding_seed,
             write_back_gradients=write_back_gradients, track=track,
+            norm_in_backward=norm_in_backward,
         )  # fmt: skip
 
     def __setstate__(self, state: dict[str, Any]) -> None:

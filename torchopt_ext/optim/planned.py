@@ -13,6 +13,7 @@ from torchopt_ext.optim import state as param_state
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.control import Controlled
 from torchopt_ext.optim.local import NormKey, moved
+from torchopt_ext.optim.norm_in_backward import NOTHING, Measured, NormInBackward
 from torchopt_ext.optim.storage import Place, Storage, param_problem
 from torchopt_ext.optim.telemetry import Telemetry, keep_digests, telemetry_of
 from torchopt_ext.statedict.entries import CONTROL_KEY
@@ -25,6 +26,7 @@ class _Built(NamedTuple):
     norm_keys: list[NormKey]  # of the plan's parts
     named: list[tuple[str, Tensor]]  # name or number, and parameter
     only_device: torch.device | None  # the default device, if all the plan has is one part there
+    positions: dict[int, int]  # of the parameters by id, where backward measures gradients
 
 
 class PlannedStep(Controlled, Optimizer):
@@ -43,6 +45,8 @@ class PlannedStep(Controlled, Optimizer):
     _built: _Built | None = None
     _digests: Mapping[Tensor, Tensor] = {}  # while there is no plan, for the next one
     _copied_before = 0
+    norm_in_backward: NormInBackward | None = None
+    _measured: Measured | None = None  # of the collected gradients, in backward
 
     @property
     def telemetry(self) -> Telemetry:
@@ -129,8 +133,10 @@ class PlannedStep(Controlled, Optimizer):
         self._begin_step(context, with_norm)
         control, accumulator = self._block(device)
         grad_scale, found_inf = self._scaler_tensors(context, device)
+        known = self._known_of(built) if with_norm else NOTHING
         if built.plan.step(
-            self.param_groups, self.state, control, accumulator, with_norm, grad_scale, found_inf
+            *(self.param_groups, self.state, control, accumulator, with_norm),
+            *(grad_scale, found_inf, known.positions, known.squares.get((device, ()), ())),
         ):
             return True
         self._rebuild()
@@ -143,11 +149,32 @@ class PlannedStep(Controlled, Optimizer):
             built = self._rebuild()
             if not built.plan.collect(self.param_groups, self.state):
                 raise RuntimeError("the parameters' gradients changed while the step was prepared")
+        self._measured = None
         return built
 
+    def _known_of(self, built: _Built) -> Measured:
+        early = self.norm_in_backward
+        return NOTHING if early is None else early.known(built.positions)
+
     def accumulate(self, part: int, accumulator: Tensor) -> None:
-        assert self._plan is not None, "collect() comes first"
-        self._plan.accumulate(part, accumulator, normalize=True)
+        assert self._built is not None, "collect() comes first"
+        plan, known = self._built.plan, self._measured or self._known_of(self._built)
+        self._measured = known
+        plan.accumulate(part, accumulator, normalize=True, measured=known.positions)
+        key = plan.part_devices[part], self._built.norm_keys[part]
+        for squares in known.squares.get(key, ()):
+            accumulator += squares
+
+    def distrust_measured(self) -> None:
+        """Lets this step measure all gradients itself."""
+        if self.norm_in_backward is not None:
+            self.norm_in_backward.spoil()
+
+    def end_step(self) -> None:
+        """Forgets what backward has measured, which was for the step that was made."""
+        self._measured = None
+        if self.norm_in_backward is not None:
+            self.norm_in_backward.end_step(self._norm_measured)
 
     def update(self, total: dict[torch.device, Tensor], context: StepContext) -> None:
         """Control and pass B, given all gradients' squares by device (none without a norm)."""
@@ -186,7 +213,7 @@ class PlannedStep(Controlled, Optimizer):
     @torch.no_grad()
     def _rebuild(self) -> _Built:
         if self._built is not None:
-            plan, _, named, _ = self._built
+            plan, named = self._built.plan, self._built.named
             if self._options.track:
                 seen = telemetry_of(plan, named).digests
                 self._digests = dict(zip((param for _, param in named), seen, strict=True))
@@ -199,5 +226,11 @@ class PlannedStep(Controlled, Optimizer):
         only = plan.part_devices == [self.default_device]
         keep_digests(plan, [self._digests.get(param) for _, param in named])
         self._digests = {}
-        self._built = _Built(plan, norm_keys, named, self.default_device if only else None)
+        positions: dict[int, int] = {}
+        if self.norm_in_backward is not None:
+            params = [param for _, param in named]
+            self.norm_in_backward.watch(params)  # some may have become trainable
+            positions = {id(param): position for position, param in enumerate(params)}
+        device = self.default_device if only else None
+        self._built = _Built(plan, norm_keys, named, device, positions)
         return self._built

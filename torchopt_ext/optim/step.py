@@ -39,13 +39,17 @@ def fused_step(optimizers: Sequence[PlannedStep], context: StepContext = ALONE) 
         optimizers[0].verdict.check()
     if is_captured():
         _warn_of_fixed_lr(optimizers)
+    if context.found_inf is not None and context.grad_scale is None:
+        for optimizer in optimizers:  # a scaler has unscaled, which no version counter tells
+            optimizer.distrust_measured()
     _begin_use(optimizers)
     try:
         alone = len(optimizers) == 1 and context.measured is None
-        if alone and optimizers[0].step_alone(context):
-            return
-        agreement = agreement or Agreement()
-        _step_together(optimizers, context, agreement)
+        if not (alone and optimizers[0].step_alone(context)):
+            agreement = agreement or Agreement()
+            _step_together(optimizers, context, agreement)
+        for optimizer in optimizers:
+            optimizer.end_step()
     except Exception:
         reject(optimizers, context, agreement or Agreement())
         raise

@@ -118,6 +118,8 @@ class Optimizer:
     """Write unscaled and clipped gradients back to memory."""
     track: list[Literal["norms", "lost_updates", "digest"]] = field(default_factory=list)
     """What to note of each parameter."""
+    norm_in_backward: bool = False
+    """Sum the squares of gradients in backward, while they are in cache (docs/step.md)."""
     amsgrad: bool = False
     """As torch.optim.AdamW's."""
     maximize: bool = False

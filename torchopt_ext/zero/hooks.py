@@ -6,7 +6,6 @@ rank: gloo's worker threads finish reductions in an order of their own (pytorch#
 """
 
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,12 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchopt_ext._torch import graph_task, has_final_buckets
 from torchopt_ext.optim.collective import collective, wait
+from torchopt_ext.optim.ddp import Future, Hook, bucket_gradients
 from torchopt_ext.zero.balanced import BalancedBuckets
 from torchopt_ext.zero.optimizer import ZeroRedundancyOptimizer
 from torchopt_ext.zero.overlap import OverlapStatus
-
-Future = torch.futures.Future[torch.Tensor]
-Hook = Callable[[Any, GradBucket], Future]
 
 
 def hook_with_zero_step(
@@ -106,21 +103,6 @@ def _prepared(
     return False
 
 
-def _gradients(bucket: GradBucket) -> list[Tensor]:
-    """A bucket's gradients as its parameters are laid out.
-
-    DDP's bucket holds a dense gradient in the parameter's own order of dimensions, which
-    ``bucket.gradients()`` takes for the plain order (torch/csrc/distributed/c10d/reducer.cpp and
-    comm.hpp): channels_last gradients would come out shuffled.
-    """
-    return [
-        gradient.as_strided(param.shape, param.stride(), gradient.storage_offset())
-        if torch.ops.aten.is_non_overlapping_and_dense(param)
-        else gradient
-        for param, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True)
-    ]
-
-
 def _step_bucket(zero: ZeroRedundancyOptimizer, bucket: GradBucket, future: Future) -> list[Any]:
     """Waits for a bucket's gradients, updates this rank's part, and starts sending all parts."""
     index, info = bucket.index(), zero._overlap_info
@@ -131,7 +113,9 @@ def _step_bucket(zero: ZeroRedundancyOptimizer, bucket: GradBucket, future: Futu
     if mine is not None:
         gradients: list[Tensor | None] = [None] * len(info.params_per_rank[zero.rank])
         first, count = info.offsets[index], len(mine.parameters)
-        gradients[first : first + count] = _gradients(bucket)[mine.offset : mine.offset + count]
+        gradients[first : first + count] = bucket_gradients(bucket)[
+            mine.offset : mine.offset + count
+        ]
         zero._local_step(gradients)
     with collective(f"sending the parameters of bucket {index}"):
         return [
@@ -165,7 +149,7 @@ def reduce_scatter_hook(zero: ZeroRedundancyOptimizer) -> Hook:
     reducer.serve_hook()
 
     def scattering_hook(state: Any, bucket: GradBucket) -> Future:
-        for param, gradient in zip(bucket.parameters(), _gradients(bucket), strict=True):
+        for param, gradient in zip(bucket.parameters(), bucket_gradients(bucket), strict=True):
             reducer.take(param, gradient)
         if bucket.is_last() and graph_task() < 0 and not zero._in_join:  # DDP's join hook
             reducer.wrong = (

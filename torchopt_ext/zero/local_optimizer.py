@@ -17,6 +17,7 @@ from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.hooks import inner_step
 from torchopt_ext.optim.rejection import Agreement, reject_in
 from torchopt_ext.optim.storage import Storage
+from torchopt_ext.zero.balanced import BalancedBuckets
 from torchopt_ext.zero.sharded import ShardedOptimizer
 
 
@@ -73,6 +74,8 @@ def sync(zero: ShardedOptimizer) -> None:
     if isinstance(zero.optim, FusedAdam):
         index = {param: index for index, param in enumerate(zero._all_params)}
         parts = map(zero.parts.part_of, chain(*zero.parts.mine))
+        if isinstance(zero.parts, BalancedBuckets):
+            zero.parts.reducer.squares = zero.optim.norm_in_backward
         zero.optim.parameter_places = {p.tensor: (index[p.param], p.begin, 0, 0) for p in parts}
     for group, local in zip(zero.param_groups, zero.optim.param_groups, strict=True):
         own = {key: group[key] for key in ("params", "param_names") if key in group}

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from torchopt_ext._torch import graph_task
 from torchopt_ext.optim.collective import collective, comm_device, run, wait
+from torchopt_ext.optim.norm_in_backward import NormInBackward
 from torchopt_ext.optim.weak_hooks import WeakHook, handles_of
 from torchopt_ext.zero.backward import BackwardPasses
 from torchopt_ext.zero.bucket import Bucket
-from torchopt_ext.zero.part import in_memory_order
+from torchopt_ext.zero.part import Part, in_memory_order
 from torchopt_ext.zero.ranks import Ranks
 
 IN_FLIGHT = 2
@@ -41,6 +42,7 @@ class Reducer:
         early: it starts reductions before the pass ends.
         stepped: a step has used the gradients that are there.
         wrong: what is wrong with a gradient, for :meth:`finish` to raise.
+        squares: measures reduced gradients, if the local optimizer does so in backward.
     """
 
     def __init__(self, ranks: Ranks, buckets: list[Bucket], hooks: bool) -> None:
@@ -56,6 +58,7 @@ class Reducer:
         self.early = False
         self.stepped = False
         self.wrong: str | None = None
+        self.squares: NormInBackward | None = None
         # Collectives and what they fill, oldest first.
         self._under_way: list[tuple[Bucket, Any, Tensor]] = []
         self._present: set[Tensor] = set()
@@ -66,6 +69,7 @@ class Reducer:
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = type(self)(self.ranks, copy.deepcopy(self.buckets, memo), self.hooks)
         copied.active, copied.stepped = self.active, self.stepped
+        copied.squares = copy.deepcopy(self.squares, memo)
         copied.bucket_of = copy.deepcopy(self.bucket_of, memo)
         copied._present = copy.deepcopy(self._present, memo)
         copied.hook_trainable()
@@ -211,6 +215,16 @@ class Reducer:
             total.div_(self.ranks.size)
         total = total.to(received.dtype)
         bucket.grad = total if bucket.grad is None else bucket.grad.add_(total)
+        if (squares := self.squares) is not None:
+            last = [part for part in bucket.parts if squares.is_last(part.tensor)]
+            squares.measure([(p.tensor, self._gradient_of(bucket, p)) for p in last], mark=False)
+
+    def _gradient_of(self, bucket: Bucket, part: Part) -> Tensor:
+        """A part's view of the bucket's reduced gradient."""
+        assert bucket.grad is not None
+        begin = bucket.starts[part.param] + part.begin - bucket.cuts[self.ranks.rank]
+        run = bucket.grad[begin : begin + part.end - part.begin]
+        return run.as_strided(part.tensor.shape, part.tensor.stride(), run.storage_offset())
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -238,15 +252,12 @@ class Reducer:
         if self.wrong is not None:
             raise RuntimeError(self.wrong)
         for bucket in self.buckets:
-            first = bucket.cuts[self.ranks.rank]
             for part in bucket.parts:
                 part.tensor.grad = None
                 if bucket.grad is not None and part.param in self._present:
-                    begin = bucket.starts[part.param] + part.begin - first
-                    run = bucket.grad[begin : begin + part.end - part.begin]
-                    part.tensor.grad = run.as_strided(
-                        part.tensor.shape, part.tensor.stride(), run.storage_offset()
-                    )
+                    part.tensor.grad = gradient = self._gradient_of(bucket, part)
+                    if self.squares is not None:
+                        self.squares.mark(part.tensor, gradient)
 
     def _used_elsewhere(self) -> set[Tensor]:
         """Parameters that other ranks used since gradients were cleared, and this one did not."""
@@ -266,6 +277,8 @@ class Reducer:
         """Drops the reduced gradients, or sets them to zero."""
         self.settle()
         self.stepped, self.wrong = False, None
+        if self.squares is not None:
+            self.squares.restart()
         for bucket in self.buckets:
             if set_to_none:
                 bucket.grad = None

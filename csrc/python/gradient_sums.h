@@ -1,0 +1,52 @@
+// Pass A in backward (optim/norm_in_backward.py): the squares of some gradients, and marks by which
+// the step sees whether they still are what they were.
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+#include <memory>
+#include <vector>
+
+#include "plan/tensor_fields.h"
+
+namespace torchopt_ext {
+
+// A tensor at a time. The mark keeps neither it nor its memory alive: it holds the version counter,
+// so that another tensor that is made at the same address has another one.
+class TensorMark {
+ public:
+  explicit TensorMark(const at::Tensor& tensor)
+      : memory_(address(*tensor.unsafeGetTensorImpl())),
+        counter_(tensor.unsafeGetTensorImpl()->version_counter()),
+        version_(counter_.enabled() ? counter_.current_version() : 0) {}
+
+  // Whether a tensor has the same memory, and no operator has written to it since. False also for
+  // tensors of inference mode, whose changes nobody counts.
+  bool fits(const at::Tensor& tensor) const {
+    const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+    return address(impl) == memory_ && shares_version(counter_, impl.version_counter()) &&
+           counter_.current_version() == version_;
+  }
+
+  // Whether a change of one tensor is seen in the other, as with views of one.
+  bool changes_with(const TensorMark& other) const {
+    return shares_version(counter_, other.counter_);
+  }
+
+ private:
+  const void* memory_;
+  c10::VariableVersion counter_;
+  uint32_t version_;
+};
+
+using Marks = std::vector<std::shared_ptr<TensorMark>>;
+
+// Adds the squares of the gradients that a plan reads as they are: dense, laid out as the tensor of
+// `like` at their position. Null marks are of those left out, which may be None.
+Marks sum_gradients(const pybind11::list& like, const pybind11::list& gradients,
+                    const at::Tensor& accumulator);
+
+// Whether every tensor fits its mark; None fits no mark.
+bool all_fit(const Marks& marks, const pybind11::list& tensors);
+
+}  // namespace torchopt_ext

@@ -1,0 +1,123 @@
+"""The gradient norm under DistributedDataParallel, measured bucket by bucket."""
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+from torchopt_ext._C import TensorMark
+from torchopt_ext._torch import call_at_end_of_backward, graph_task
+from torchopt_ext.optim.norm_in_backward import NormInBackward
+
+Future = torch.futures.Future[torch.Tensor]
+Hook = Callable[[Any, GradBucket], Future]
+
+
+def norm_hook(optimizer: Any, hook: Hook = allreduce_hook) -> Hook:
+    """A communication hook by which gradients are measured as soon as they are reduced.
+
+    ``ddp.register_comm_hook(None, norm_hook(optimizer))``. Parameters that the optimizer is given
+    later are measured in the step.
+
+    Args:
+        optimizer: FusedAdam, FusedAdamW or a container of such, built with ``norm_in_backward``.
+        hook: another communication hook, which reduces the gradients; it gets DDP's state.
+
+    Raises:
+        ValueError: the optimizer does not measure in backward.
+    """
+    found: dict[int, NormInBackward] = {}
+    for one in getattr(optimizer, "optimizers", [optimizer]):
+        squares = getattr(one, "norm_in_backward", None)
+        if squares is None:
+            raise ValueError(
+                f"norm_hook needs an optimizer built with norm_in_backward=True, found "
+                f"{type(one).__name__} without"
+            )
+        found |= {id(p): squares for group in one.param_groups for p in group["params"]}
+    norms = _BucketNorms(found, hook)
+
+    def measuring_hook(state: Any, bucket: GradBucket) -> Future:
+        return norms.reduce(state, bucket)
+
+    # By its name DDP knows a hook that needs bfloat16.
+    measuring_hook.__name__ = getattr(hook, "__name__", measuring_hook.__name__)
+    return measuring_hook
+
+
+class _BucketNorms:
+    def __init__(self, squares_of: dict[int, NormInBackward], hook: Hook) -> None:
+        self._squares_of = squares_of  # by the parameter's id
+        self._hook = hook
+        self._task: int | None = None  # the backward pass under way
+        # Measured in it: parameter, its part of the bucket, and its gradient before the reduction.
+        self._measured: list[tuple[Tensor, Tensor, TensorMark | None]] = []
+
+    def reduce(self, state: Any, bucket: GradBucket) -> Future:
+        future = self._hook(state, bucket)
+        chosen: defaultdict[NormInBackward, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        for param, gradient in zip(bucket.parameters(), bucket_gradients(bucket), strict=True):
+            squares = self._squares_of.get(id(param))
+            if squares is None:
+                continue
+            if graph_task() < 0:  # DDP's join hook: this rank's gradients stay as they are
+                squares.spoil()
+            elif squares.is_last(param):
+                chosen[squares].append((param, gradient))
+                before = None if param.grad is None else TensorMark(param.grad)
+                self._expect_end()
+                self._measured.append((param, gradient, before))
+        if not chosen:
+            return future
+        buffer = bucket.buffer()
+
+        def measure(done: Any) -> Tensor:
+            value = done.value()
+            reduced = value[0] if isinstance(value, list) else value
+            if reduced.data_ptr() != buffer.data_ptr():
+                buffer.copy_(reduced)
+            for squares, pairs in chosen.items():
+                squares.measure(pairs, mark=False)
+            return buffer
+
+        return future.then(measure)
+
+    def _expect_end(self) -> None:
+        """Waits for the end of backward, and then for DDP's own callback, which comes after."""
+        if (task := graph_task()) != self._task:
+            self._task = task
+            self._measured.clear()
+            call_at_end_of_backward(lambda: call_at_end_of_backward(self._mark))
+
+    def _mark(self) -> None:
+        """Notes the gradients that DDP has set to what was measured."""
+        self._task = None
+        while self._measured:
+            param, part, before = self._measured.pop()
+            if param.grad is None:  # no rank has used the parameter: zeros were measured
+                continue
+            viewed = param.grad.data_ptr() == part.data_ptr()
+            written = viewed or before is None or not before.fits(param.grad)
+            if written and param.grad.dtype == part.dtype:
+                self._squares_of[id(param)].mark(param, param.grad)
+            else:  # DDP leaves the gradient of a parameter that no rank has used as it was
+                self._squares_of[id(param)].spoil()
+
+
+def bucket_gradients(bucket: GradBucket) -> list[Tensor]:
+    """A bucket's gradients as its parameters are laid out.
+
+    DDP's bucket holds a dense gradient in the parameter's own order of dimensions, which
+    ``bucket.gradients()`` takes for the plain order (torch/csrc/distributed/c10d/reducer.cpp and
+    comm.hpp): channels_last gradients would come out shuffled.
+    """
+    return [
+        gradient.as_strided(param.shape, param.stride(), gradient.storage_offset())
+        if torch.ops.aten.is_non_overlapping_and_dense(param)
+        else gradient
+        for param, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True)
+    ]
