@@ -64,7 +64,7 @@ def parser() -> Parser:
     made.add_argument(
         "--master-weights", choices=tuple(MASTER_WEIGHTS), help="as FusedAdamW's (none)"
     )
-    add_dtype(made, "--state-dtype", ("float32", "bfloat16"), "of the moments")
+    add_dtype(made, "--state-dtype", ("float32", "bfloat16", "int8"), "of the moments")
     made.add_argument("--amsgrad", action="store_true", help="a third moment")
     made.add_argument(
         "--no-norm", action="store_true", help="gradients are neither clipped nor checked"
@@ -113,7 +113,7 @@ def estimate_by(params: list[Tensor], sharding: str, options: Any) -> list[RankB
         world_size=options.world_size,
         grad_dtype=options.grad_dtype and DTYPES[options.grad_dtype],
         master_weights=options.master_weights,
-        state_dtype=options.state_dtype and DTYPES[options.state_dtype],
+        state_dtype=options.state_dtype and getattr(torch, options.state_dtype),
         amsgrad=options.amsgrad,
         norm=not options.no_norm,
         norm_in_backward=options.norm_in_backward,

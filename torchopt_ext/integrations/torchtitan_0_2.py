@@ -65,7 +65,7 @@ class Optimizer:
     """Change nothing in a step in which a gradient is not finite."""
     master_weights: Literal["fp32", "remainder", "remainder8"] | None = None
     """Keep what 16-bit parameters (training.dtype) lack of float32."""
-    state_dtype: Literal["float32", "bfloat16"] | None = None
+    state_dtype: Literal["float32", "bfloat16", "int8"] | None = None
     """Dtype of the moments."""
     stochastic_rounding: bool = False
     """Round bfloat16 parameters and moments at random, without bias."""

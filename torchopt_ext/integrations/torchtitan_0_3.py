@@ -91,7 +91,7 @@ class OptimizersContainer(containers.OptimizersContainer[Any], Configurable):  #
         max_grad_norm: float | None = None
         skip_nonfinite: bool = False
         master_weights: Literal["fp32", "remainder", "remainder8"] | None = None
-        state_dtype: Literal["float32", "bfloat16"] | None = None
+        state_dtype: Literal["float32", "bfloat16", "int8"] | None = None
         stochastic_rounding: bool = False
         rounding_seed: int = 0
         write_back_gradients: bool = False

@@ -128,6 +128,8 @@ def estimate(
     if world_size < 1:
         raise ValueError(f"Invalid world_size: {world_size}, expected 1 or more")
     storage = Storage(master_weights, state_dtype)
+    if amsgrad and storage.state_dtype == torch.int8:
+        raise ValueError("amsgrad does not go with 8-bit moments: state_dtype='int8'")
     for number, param in enumerate(params):
         if param.requires_grad and (found := storage.problem(param, False)):
             raise ValueError(f"parameter {number} {found}")

@@ -207,6 +207,15 @@ def test_dtypes_have_short_names(run: Run) -> None:
     assert rank["moments"] == 20 * 2 * 2
 
 
+def test_plan_of_8_bits(run: Run) -> None:
+    """docs/step.md's row: 5.1 bytes a parameter in all, 14.3 moved."""
+    args = ["--dtype", "bf16", "--master-weights", "remainder8", "--state-dtype", "int8"]
+    found = json.loads(run("plan", "--shapes", "1x1000x640", *args, "--json"))
+    rank = found["shardings"]["ddp"]["ranks"][0]
+    assert rank["weights"] + rank["masters"] + rank["moments"] == 640_000 * 5.125
+    assert rank["moved"] == 640_000 * 14.25
+
+
 def test_plan_of_a_model(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     found = json.loads(run("plan", "--model", "examples.model:build", "--json"))
