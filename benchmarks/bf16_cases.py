@@ -23,32 +23,40 @@ from torch import Tensor, nn
 from torchopt_ext import FusedAdamW, GradScaler
 
 MASTERS, REMAINDER = f"{OURS}, fp32 masters", f"{OURS}, remainder"
+INT8 = f"{OURS}, remainder8, int8 moments"
 PLAIN, STOCHASTIC = f"{OURS}, bf16 moments", f"{OURS}, stochastic rounding"
 OPERATORS, PREALLOCATED = "torch operators", "torch foreach, preallocated"
 
 # Bytes per parameter. Pass A reads g, 2. Pass B with masters: g 2, master, m, v 24, p written 2;
-# with remainders: g 2, p, remainder 8, m, v 16; with bf16 moments: g 2, p, m, v 12.
+# with remainders: g 2, p, remainder 8, m, v 16; with bf16 moments: g 2, p, m, v 12; with
+# 8-bit moments and remainders: g 2, p 4, remainder 2, m, v 4, scales 0.25.
 # Torch: cast 6, norm 4, scaling 8, fused step 28, copy back 6.
-BYTES = {MASTERS: 30, REMAINDER: 28, PLAIN: 16, STOCHASTIC: 16, OPERATORS: 52, PREALLOCATED: 52}
+BYTES: dict[str, float] = {
+    MASTERS: 30, REMAINDER: 28, INT8: 14.25, PLAIN: 16, STOCHASTIC: 16,
+    OPERATORS: 52, PREALLOCATED: 52,
+}  # fmt: skip
 READ = "read_bf16"
 UPDATE = {
     MASTERS: "update_bf16_master",
     REMAINDER: "update_bf16_remainder",
+    INT8: "update_bf16_int8",
     PLAIN: "update_bf16",
     STOCHASTIC: "update_bf16",
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     MASTERS: {"master_weights": "fp32"},
     REMAINDER: {"master_weights": "remainder"},
+    INT8: {"master_weights": "remainder8", "state_dtype": "int8"},
     PLAIN: {},
     STOCHASTIC: {"stochastic_rounding": True, "state_dtype": torch.bfloat16},
 }
 
 
 def build_masters(name: str, shapes: Shapes) -> Group:
-    """float32 accuracy: ours with masters and with remainders, beside torch's operators."""
+    """Ours with masters, with remainders and in 8 bits, beside torch's operators with masters."""
     gradients = gradients_of(shapes, torch.bfloat16, "cpu")
-    cases = [*our_cases(MASTERS, gradients, "cpu"), *our_cases(REMAINDER, gradients, "cpu")]
+    kinds = (MASTERS, REMAINDER, INT8)
+    cases = [case for kind in kinds for case in our_cases(kind, gradients, "cpu")]
     masters = TorchMasters(params_with(gradients))
     cases += [
         Case(OPERATORS, SCALER, masters.step_by_operators, BYTES[OPERATORS]),
@@ -91,19 +99,23 @@ def streams_of(
 ) -> list[list[Tensor]]:
     """The tensors of pass B, in the order of the loop in roofline.cpp."""
     params = optimizer.param_groups[0]["params"]
+    if implementation == INT8:  # without vectors, whose moments are fp32
+        pairs = zip(gradients, params, strict=True)
+        held = [(g, p) for g, p in pairs if "exp_avg_scale" in optimizer.state[p]]
+        gradients, params = [g for g, _ in held], [p for _, p in held]
     state = [optimizer.state[p] for p in params]
     moments = [[entry[name] for entry in state] for name in ("exp_avg", "exp_avg_sq")]
     if implementation == MASTERS:
         return [gradients, [kept_beside(entry) for entry in state], *moments, params]
-    if implementation == REMAINDER:
+    if implementation in (REMAINDER, INT8):
         return [gradients, params, [kept_beside(entry) for entry in state], *moments]
     return [gradients, params, *moments]
 
 
 def kept_beside(entry: dict[str, Tensor]) -> Tensor:
     """The master or remainder: what a parameter's state holds beside torch's entries."""
-    (tensor,) = [entry[name] for name in entry.keys() - {"step", "exp_avg", "exp_avg_sq"}]
-    return tensor
+    (name,) = entry.keys() & {"master_weight", "remainder", "remainder8"}
+    return entry[name]
 
 
 class TorchMasters:

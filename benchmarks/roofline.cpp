@@ -133,6 +133,18 @@ void bf16(const uint16_t* __restrict g, uint16_t* __restrict p, uint16_t* __rest
   }
 }
 
+void bf16_int8(const uint16_t* __restrict g, uint16_t* __restrict p, uint8_t* __restrict r,
+               uint8_t* __restrict m, uint8_t* __restrict v, int64_t n, uint16_t k) {
+  for (int64_t i = 0; i < n; ++i) {
+    const auto bits = static_cast<uint16_t>(g[i] & k);
+    const auto byte = static_cast<uint8_t>(bits);
+    p[i] ^= bits;
+    r[i] ^= byte;
+    m[i] ^= byte;
+    v[i] ^= byte;
+  }
+}
+
 }  // namespace
 
 extern "C" {
@@ -193,6 +205,14 @@ void update_bf16(Streams s, const int64_t* sizes, int64_t tensors, int threads) 
   for_each_share(sizes, tensors, threads, [&](int64_t t, int64_t from, int64_t to) {
     bf16(at<uint16_t>(s, 0, t, from), at<uint16_t>(s, 1, t, from), at<uint16_t>(s, 2, t, from),
          at<uint16_t>(s, 3, t, from), to - from, zero);
+  });
+}
+
+// Streams: g, p, 8-bit remainder, 8-bit m and v.
+void update_bf16_int8(Streams s, const int64_t* sizes, int64_t tensors, int threads) {
+  for_each_share(sizes, tensors, threads, [&](int64_t t, int64_t from, int64_t to) {
+    bf16_int8(at<uint16_t>(s, 0, t, from), at<uint16_t>(s, 1, t, from), at<uint8_t>(s, 2, t, from),
+              at<uint8_t>(s, 3, t, from), at<uint8_t>(s, 4, t, from), to - from, zero);
   });
 }
 

@@ -22,6 +22,7 @@ BYTES = {
     "update_bf16_master": 28,
     "update_bf16_remainder": 26,
     "update_bf16": 14,
+    "update_bf16_int8": 12,  # without the scales, a quarter of a byte
 }
 OBJECTS = "read_objects"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from bf16_cases import MASTERS, OPERATORS, PREALLOCATED, REMAINDER
+from bf16_cases import INT8, MASTERS, OPERATORS, PREALLOCATED, REMAINDER
 from cases import ARITHMETIC, CLIP, FUSED, HOST, OBJECTS, OURS, SCALER, STEP, UPDATE
 from rows import LOOP, Row, find
 from shapes import GPT2, LARGE, ONES, SMALL
@@ -70,6 +70,8 @@ def speed(rows: list[Row]) -> Iterable[Target]:
     yield from at_least(f"{BF16}, fp32 masters over {OPERATORS}", masters, OPERATORS, 2.5)
     yield from at_least(f"{BF16}, fp32 masters over {PREALLOCATED}", masters, PREALLOCATED, 2.0)
     yield from at_least(f"{BF16}, remainder over fp32 masters", remainder, MASTERS, 1.0)
+    eight_bits = find(rows, BF16, SCALER, INT8)
+    yield from at_least(f"{BF16}, remainder8 and int8 over fp32 masters", eight_bits, MASTERS, 1.6)
     if masters and remainder:
         saved = masters["bytes_per_parameter"] - remainder["bytes_per_parameter"]
         what = f"{BF16}, remainder moves 2 bytes a parameter less than fp32 masters"

@@ -6,9 +6,9 @@ import os
 import sys
 
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import record
 
 from torchopt_ext.trainer.config import ConfigError, JobConfig
+from torchopt_ext.trainer.failures import record
 from torchopt_ext.trainer.load_config import load_config
 from torchopt_ext.trainer.supported import check_supported
 

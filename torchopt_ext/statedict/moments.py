@@ -19,9 +19,9 @@ _LARGEST = {"exp_avg": 127.0, "exp_avg_sq": 255.0}
 
 def has_codes(entry: Mapping[str, Any]) -> bool:
     """Whether a parameter's saved state has moments of 8 bits."""
-    codes = (entry.get(name) for name in CODES)
-    integers = any(isinstance(c, Tensor) and not c.is_floating_point() for c in codes)
-    return integers or bool(SCALES.keys() & entry.keys())
+    found = [entry.get(name) for name in CODES]
+    coded = any(isinstance(c, Tensor) and c.dtype in CODES.values() for c in found)
+    return coded or bool(SCALES.keys() & entry.keys())
 
 
 def code_problems(entry: Mapping[str, Any], param: Tensor) -> Iterator[tuple[str, str]]:

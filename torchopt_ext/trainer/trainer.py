@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.elastic.multiprocessing.errors import record
 
 from torchopt_ext.containers import LRSchedulersContainer, OptimizersContainer
 from torchopt_ext.fsdp import keep_low_precision_shards
 from torchopt_ext.trainer import distributed, ft
 from torchopt_ext.trainer.checkpoint import CheckpointManager
 from torchopt_ext.trainer.config import ConfigError, JobConfig
+from torchopt_ext.trainer.failures import record
 from torchopt_ext.trainer.garbage import GarbageCollection
 from torchopt_ext.trainer.metrics import MetricsProcessor, build_metrics_processor
 from torchopt_ext.trainer.model_converter import build_model_converters
