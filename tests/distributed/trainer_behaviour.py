@@ -11,6 +11,7 @@ import json
 import math
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -42,9 +43,18 @@ def trainer_of(folder: Path, shared: list[str], *settings: str) -> Any:
     trainer = Trainer(load_config([*shared, "--job.dump_folder", str(folder), *settings]))
     try:
         yield trainer
+        _take_another_port()
     finally:
         trainer.close()
         dist.destroy_process_group()
+
+
+def _take_another_port() -> None:
+    """For the next group, which could find this one's store still there, and its addresses."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = [str(server.getsockname()[1])]
+        dist.broadcast_object_list(port)
+    os.environ["MASTER_PORT"] = port[0]
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
