@@ -6,14 +6,18 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
+from bf16_cases import INT8, OPTIONS
 from cases import FUSED, OURS, STEP, fp32_cases, gradients_of, params_with
 from group import Case, Group
 from shapes import Shapes
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from torchopt_ext import FusedAdamW
 
 LR, DECAY = 1e-3, 1e-2  # torch's defaults; the libraries' differ
 
@@ -28,6 +32,13 @@ class Peer:
     make: Callable[[list[nn.Parameter]], Optimizer]
     rounds: int
 
+    def __str__(self) -> str:
+        try:
+            installed = f" ({self.package} {version(self.package)})"
+        except PackageNotFoundError:
+            installed = ""
+        return f"{self.name}{installed}: {self.lacks}"
+
 
 def torchao(params: list[nn.Parameter]) -> Optimizer:
     from torchao.optim import AdamW8bit
@@ -39,6 +50,12 @@ def bitsandbytes(params: list[nn.Parameter]) -> Optimizer:
     import bitsandbytes as bnb
 
     return bnb.optim.AdamW(params, lr=LR, weight_decay=DECAY)
+
+
+def bitsandbytes_8bit(params: list[nn.Parameter]) -> Optimizer:
+    import bitsandbytes as bnb
+
+    return bnb.optim.AdamW8bit(params, lr=LR, weight_decay=DECAY)
 
 
 def deepspeed(params: list[nn.Parameter]) -> Optimizer:
@@ -78,6 +95,46 @@ PEERS = [
     ),
 ]
 
+# On bf16 weights, which they round to nearest.
+PEERS_8BIT = [
+    Peer(
+        "bitsandbytes AdamW8bit",
+        "bitsandbytes",
+        "the step alone on bf16 weights; blocks of 256 elements",
+        bitsandbytes_8bit,
+        rounds=5,
+    ),
+    Peer(
+        "torchao AdamW8bit",
+        "torchao",
+        "the step alone on bf16 weights; blocks of 256 elements",
+        torchao,
+        rounds=3,
+    ),
+]
+
+
+def build_peer_8bit(peer: Peer, name: str, shapes: Shapes) -> Group:
+    """The peer's step over bf16 weights, in turn with ours with 8-bit moments and remainders.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    gradients = gradients_of(shapes, torch.bfloat16, "cpu")
+    ours = FusedAdamW(params_with(gradients), lr=LR, weight_decay=DECAY, **OPTIONS[INT8])
+    cases = [
+        Case(peer.name, STEP, made(peer, gradients).step, None),
+        Case(INT8, STEP, ours.step, None),
+    ]
+    return Group(name, shapes, cases, baseline=peer.name, rounds=peer.rounds)
+
+
+def made(peer: Peer, gradients: list[Tensor]) -> Optimizer:
+    try:
+        return peer.make(params_with(gradients))
+    except ImportError as error:
+        raise ImportError(f"{peer.name}: not installed: pip install {peer.package}") from error
+
 
 def build_peer(peer: Peer, name: str, shapes: Shapes) -> Group:
     """The peer's step, in turn with ours and torch fused, of which only the peer's gets a row.
@@ -86,11 +143,7 @@ def build_peer(peer: Peer, name: str, shapes: Shapes) -> Group:
         ImportError: it is not installed.
     """
     gradients = gradients_of(shapes, torch.float32, "cpu")
-    try:
-        optimizer = peer.make(params_with(gradients))
-    except ImportError as error:
-        raise ImportError(f"{peer.name}: not installed: pip install {peer.package}") from error
-    cases = [Case(peer.name, STEP, optimizer.step, None)]
+    cases = [Case(peer.name, STEP, made(peer, gradients).step, None)]
     for implementation in (OURS, FUSED):
         cases += fp32_cases(implementation, gradients, "cpu", (STEP,), loops=False)
     return Group(name, shapes, cases, baseline=FUSED, shown=(peer.name,), rounds=peer.rounds)

@@ -16,7 +16,7 @@ from bf16_cases import build_masters, build_plain
 from cases import CLIP, FUSED, HOST, OURS, SCALER, STEP, build_fp32
 from group import Group
 from measure import measure
-from peers import PEERS, build_peer
+from peers import PEERS, PEERS_8BIT, build_peer, build_peer_8bit
 from shapes import FEWER, GPT2, LARGE, ONES, QUICK_SETS, SETS, SMALL, Shapes
 from targets import targets
 from timing import Flush, wall_milliseconds
@@ -38,6 +38,10 @@ def cpu_builds(sets: dict[str, Shapes]) -> list[partial[Group]]:
         partial(build_plain, f"{GPT2}, bf16 throughout", sets[GPT2]),
         partial(build_tracked, f"{GPT2}, tracked", sets[GPT2]),
         *[partial(build_peer, peer, name, sets[name]) for name in (GPT2, SMALL) for peer in PEERS],
+        *[
+            partial(build_peer_8bit, peer, f"{GPT2}, {peer.name}", sets[GPT2])
+            for peer in PEERS_8BIT
+        ],
     ]
 
 
@@ -65,7 +69,7 @@ def main() -> None:
     # Those of tiny tensors would only mislead.
     reached = [] if options.quick else targets(rows, counted)
     sections = {
-        "Other libraries": [*[f"{p.name}: {p.lacks}" for p in PEERS], *missing],
+        "Other libraries": [*map(str, PEERS + PEERS_8BIT), *missing],
         "Memory that one step allocates": report.allocation_table(counted),
         "Targets": [str(target) for target in reached],
     }

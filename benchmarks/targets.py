@@ -72,6 +72,9 @@ def speed(rows: list[Row]) -> Iterable[Target]:
     yield from at_least(f"{BF16}, remainder over fp32 masters", remainder, MASTERS, 1.0)
     eight_bits = find(rows, BF16, SCALER, INT8)
     yield from at_least(f"{BF16}, remainder8 and int8 over fp32 masters", eight_bits, MASTERS, 1.6)
+    for peer, target in (("bitsandbytes AdamW8bit", 12), ("torchao AdamW8bit", 50)):
+        beside = find(rows, f"{GPT2}, {peer}", STEP, INT8)
+        yield from at_least(f"{GPT2}, {STEP} in 8 bits over {peer}", beside, peer, target)
     if masters and remainder:
         saved = masters["bytes_per_parameter"] - remainder["bytes_per_parameter"]
         what = f"{BF16}, remainder moves 2 bytes a parameter less than fp32 masters"
