@@ -117,7 +117,8 @@ class NormInBackward:
         if watched.sharded:
             # FSDP2 adds to the gradients of a layer one after the other, which share a version
             # counter: they are marked when those of another layer come.
-            layer = TensorMark(_tensors_of(param.grad)[-1])
+            gradient = param.grad
+            layer = TensorMark(local_shard(gradient) if is_dtensor(gradient) else gradient)
             if place in self._layer and not self._layer[place].changes_with(layer):
                 self._measure_waiting(place)
             self._layer[place] = layer
@@ -269,11 +270,6 @@ def _reduced_elsewhere() -> bool:
     """
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     return distributed and torch.distributed.get_world_size() > 1
-
-
-def _tensors_of(gradient: Any) -> tuple[Tensor, ...]:
-    """A gradient and, of a DTensor, its shard."""
-    return (gradient, local_shard(gradient)) if is_dtensor(gradient) else (gradient,)
 
 
 def _shard(param: Any, gradient: Any) -> Tensor | None:

@@ -45,12 +45,12 @@ def scales_like(param: Any) -> Tensor:
     Of shape (rows, groups in a row), float32.
     """
     local = local_tensor(param)
-    scales = torch.zeros(_scale_shape(local), device=local.device)
+    scales = torch.zeros(scale_shape(local), device=local.device)
     if not is_dtensor(param):
         return scales
     from torch.distributed.tensor import DTensor
 
-    shape = _scale_shape(param)
+    shape = scale_shape(param)
     return DTensor.from_local(
         scales,
         param.device_mesh,
@@ -61,14 +61,15 @@ def scales_like(param: Any) -> Tensor:
     )
 
 
-def _scale_shape(tensor: Tensor) -> torch.Size:
+def scale_shape(tensor: Tensor) -> torch.Size:
+    """(rows, groups in a row): the shape of the scales of a tensor's codes."""
     return torch.Size((tensor.shape[0], -(-math.prod(tensor.shape[1:]) // GROUP)))
 
 
 def quantized_problem(name: str, value: Any, param: Any) -> str | None:
     """What is wrong with codes or scales of a quantized parameter, to follow the entry's name."""
     dtype = CODES.get(name, torch.float32)
-    shape = param.shape if name in CODES else _scale_shape(param)
+    shape = param.shape if name in CODES else scale_shape(param)
     if not isinstance(value, Tensor) or local_tensor(value).dtype != dtype:
         found = value.dtype if isinstance(value, Tensor) else type(value).__name__
         return f"is {found}, expected {dtype}: the optimizer keeps 8-bit moments of the parameter"

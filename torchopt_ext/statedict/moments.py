@@ -9,7 +9,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from torchopt_ext.optim.local import as_placed, local_tensor
-from torchopt_ext.optim.quantized import CODES, GROUP, SCALES, can_quantize, scales_like
+from torchopt_ext.optim.quantized import (
+    CODES,
+    GROUP,
+    SCALES,
+    can_quantize,
+    scale_shape,
+    scales_like,
+)
 from torchopt_ext.optim.quantized import quantized_problem as problem
 
 _ELEMENTS = 1 << 18
@@ -55,8 +62,7 @@ def fit_moments(entry: Mapping[str, Any], param: Tensor, quantizes: bool) -> Map
 def quantize(name: str, moment: Tensor) -> tuple[Tensor, Tensor]:
     """Codes and scales of a moment, as a step stores them but rounded to nearest."""
     codes = torch.empty(moment.shape, dtype=CODES[name], device=moment.device)
-    in_row = -(-math.prod(moment.shape[1:]) // GROUP)
-    scales = torch.empty((len(moment), in_row), device=moment.device)
+    scales = torch.empty(scale_shape(moment), device=moment.device)
     largest = _LARGEST[name]
     by_row = codes.flatten(1)
     for own in _blocks(moment):
