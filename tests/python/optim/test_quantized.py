@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import io
 import math
 from typing import Any
@@ -125,6 +126,38 @@ def test_a_step_to_the_bit(master: str | None, grad_dtype: torch.dtype, stochast
     assert not state["exp_avg_scale"][0, 0] and not state["exp_avg"][0, :64].any()
     (found,) = [d % 2**64 for d in optimizer.telemetry.digests.tolist()]
     assert found == independent.digest(1, own[1], state)
+
+
+@pytest.mark.parametrize(
+    ("stochastic", "digest"),
+    [
+        (False, "3543dd0bc1fdc35eac676003208de218668a403132af7fd8850f5ee43f3bb1fa"),
+        (True, "183d002556f770441aaf7ad7b4f257eba5f0c44e8506166fe9d121167e823543"),
+    ],
+    ids=["dithered", "random"],
+)
+def test_the_format_is_the_one_of_saved_states(stochastic: bool, digest: str) -> None:
+    """Pins bytes: other ones read states of before otherwise, even if `Reference` changes too."""
+
+    def spread(seed: int) -> Tensor:  # exact in float32, of magnitudes from 2^-27 to 2^3
+        words = (np.arange(1000, dtype=np.uint64) + np.uint64(seed * 1000)) * np.uint64(2654435761)
+        words = words % np.uint64(2**32)
+        signed = (words >> np.uint64(16)).astype(F) - F(2**15)
+        scale = np.ldexp(F(1), -(words % np.uint64(16)).astype(np.int32) - 12)
+        return torch.from_numpy((signed * scale).reshape(5, 200))
+
+    own = [nn.Parameter(spread(0))]
+    optimizer = FusedAdamW(
+        own, LR, BETAS, EPS, DECAY, state_dtype="int8",
+        stochastic_rounding=stochastic, rounding_seed=7,
+    )  # fmt: skip
+    for step in range(1, 6):
+        own[0].grad = spread(step)
+        own[0].grad[0, :64] = 0
+        optimizer.step()
+    state = optimizer.state[own[0]]
+    found = hashlib.sha256(b"".join(state[name].numpy().tobytes() for name in ENTRIES))
+    assert found.hexdigest() == digest
 
 
 def stepped(own: list[nn.Parameter], grads: list[list[Tensor]], **options: Any) -> FusedAdamW:
