@@ -101,7 +101,7 @@ def streams_of(
     params = optimizer.param_groups[0]["params"]
     if implementation == INT8:  # without vectors, whose moments are fp32
         pairs = zip(gradients, params, strict=True)
-        held = [(g, p) for g, p in pairs if "exp_avg_scale" in optimizer.state[p]]
+        held = [(g, p) for g, p in pairs if "exp_avg_scale_v1" in optimizer.state[p]]
         gradients, params = [g for g, _ in held], [p for _, p in held]
     state = [optimizer.state[p] for p in params]
     moments = [[entry[name] for entry in state] for name in ("exp_avg", "exp_avg_sq")]

@@ -31,7 +31,7 @@ from torchopt_ext.cli.checkpoints import (
 )
 from torchopt_ext.cli.tensors import DTYPES, add_dtype
 from torchopt_ext.cli.terminal import CommandError, Parser, Progress, size, written
-from torchopt_ext.optim.quantized import SCALES
+from torchopt_ext.optim.quantized import SCALE, SCALES
 from torchopt_ext.optim.storage import (
     MASTER,
     MASTER_WEIGHTS,
@@ -245,13 +245,13 @@ def converted(source: Checkpoint, weights: Weights, options: Any) -> dict[str, N
         if options.master_weights is not None and entry.kind in MASTERS:
             continue  # made below
         dtype = like.dtype
-        coded = {entry.kind, f"{entry.kind}_scale"} & SCALES.keys() and options.state_dtype
+        coded = {entry.kind, f"{entry.kind}{SCALE}"} & SCALES.keys() and options.state_dtype
         if coded and entry.kind in SCALES:
             continue  # goes into the moment
         if entry.owner and entry.kind in MOMENTS and dtype in (torch.float32, *SIXTEEN_BIT):
             dtype = DTYPES.get(options.state_dtype, dtype)
         make = functools.partial(as_dtype, source, key, dtype)
-        if coded and f"{key}_scale" in source.tensors:
+        if coded and f"{key}{SCALE}" in source.tensors:
             dtype = DTYPES[options.state_dtype]
             make = functools.partial(decoded, source, entry, dtype)
         new[key] = New(source.paths[key], like.shape, dtype, make)
@@ -281,7 +281,7 @@ def as_dtype(source: Checkpoint, key: str, dtype: torch.dtype) -> Tensor:
 
 def decoded(source: Checkpoint, entry: Entry, dtype: torch.dtype) -> Tensor:
     """A moment of 8 bits as floats."""
-    scales = source.tensor(f"{entry.key}_scale")
+    scales = source.tensor(f"{entry.key}{SCALE}")
     return dequantize(entry.kind, source.tensor(entry.key), scales).to(dtype)
 
 

@@ -13,7 +13,9 @@ GROUP = 64
 """Elements that share a scale (csrc/kernels/quantize.h)."""
 
 CODES = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}
-SCALES = {"exp_avg_scale": "exp_avg", "exp_avg_sq_scale": "exp_avg_sq"}
+SCALE = "_scale_v1"
+"""What the names of scales add to a moment's. The number is the version of the format."""
+SCALES = {name + SCALE: name for name in CODES}
 """Entries of a parameter's state that hold scales, float32, and the moments they belong to."""
 
 _HELD = (torch.bfloat16, torch.float16, torch.float32)

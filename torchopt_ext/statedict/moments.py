@@ -21,6 +21,8 @@ from torchopt_ext.optim.quantized import quantized_problem as problem
 
 _ELEMENTS = 1 << 18
 """What is in memory as float32 at once, or a row."""
+_ANY_SCALE = tuple(f"{name}_scale" for name in CODES)
+"""How names of scales begin in every version of the format."""
 _LARGEST = {"exp_avg": 127.0, "exp_avg_sq": 255.0}
 
 
@@ -33,6 +35,10 @@ def has_codes(entry: Mapping[str, Any]) -> bool:
 
 def code_problems(entry: Mapping[str, Any], param: Tensor) -> Iterator[tuple[str, str]]:
     """Names of codes and scales that do not fit, and why."""
+    for name in entry:
+        if name not in SCALES and name.startswith(_ANY_SCALE):
+            yield name, f"is of another format of 8-bit moments, expected {', '.join(SCALES)}"
+            return
     for name in (*CODES, *SCALES):
         if name not in entry:
             yield name, "is missing beside 8-bit moments"

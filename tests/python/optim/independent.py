@@ -147,7 +147,7 @@ def digest(parameter: int, weight: Tensor, state: dict[str, Tensor]) -> int:
     """Of a parameter and all of its state but the step count, modulo 2**64."""
     total = digest_array(weight, parameter, PARAM)
     total += sum(digest_array(state[k], parameter, r) for k, r in ROLES.items() if k in state)
-    for role, name in enumerate(("exp_avg_scale", "exp_avg_sq_scale"), 5):
+    for role, name in enumerate(("exp_avg_scale_v1", "exp_avg_sq_scale_v1"), 5):
         if name in state:
             row = weight[0].numel()
             groups = [i for i in range(weight.numel()) if i % row % 64 == 0]

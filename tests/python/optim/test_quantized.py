@@ -22,7 +22,7 @@ from . import independent
 Floats = NDArray[np.float32]
 F = np.float32
 LR, BETAS, EPS, DECAY = 1e-2, (0.9, 0.99), 1e-8, 0.1
-ENTRIES = ["exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale"]
+ENTRIES = ["exp_avg", "exp_avg_sq", "exp_avg_scale_v1", "exp_avg_sq_scale_v1"]
 
 
 def gradients(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -121,9 +121,9 @@ def test_a_step_to_the_bit(master: str | None, grad_dtype: torch.dtype, stochast
         assert np.array_equal(got.numpy(), want.weight)
         for k, name in enumerate(("exp_avg", "exp_avg_sq")):
             assert np.array_equal(state[name].numpy(), want.codes[k]), name
-            assert np.array_equal(state[f"{name}_scale"].numpy(), want.scales[k]), name
+            assert np.array_equal(state[f"{name}_scale_v1"].numpy(), want.scales[k]), name
     assert state["exp_avg"].dtype == torch.int8 and state["exp_avg_sq"].dtype == torch.uint8
-    assert not state["exp_avg_scale"][0, 0] and not state["exp_avg"][0, :64].any()
+    assert not state["exp_avg_scale_v1"][0, 0] and not state["exp_avg"][0, :64].any()
     (found,) = [d % 2**64 for d in optimizer.telemetry.digests.tolist()]
     assert found == independent.digest(1, own[1], state)
 
@@ -191,8 +191,8 @@ def test_which_parameters() -> None:
     quantized = [optimizer.state[p]["exp_avg"].dtype == torch.int8 for p in own[:-1]]
     assert quantized == [True, True, False, False, True, False]
     assert optimizer.state[own[2]]["exp_avg_sq"].dtype == torch.float32
-    assert optimizer.state[own[1]]["exp_avg_sq_scale"].shape == (8, 1)
-    assert optimizer.state[own[4]]["exp_avg_scale"].shape == (1, 2)
+    assert optimizer.state[own[1]]["exp_avg_sq_scale_v1"].shape == (8, 1)
+    assert optimizer.state[own[4]]["exp_avg_scale_v1"].shape == (1, 2)
     with pytest.raises(TypeError, match="float64"):
         FusedAdamW(own, state_dtype="int8")
     with pytest.raises(ValueError, match="amsgrad"):
@@ -215,7 +215,7 @@ def test_what_is_not_finite() -> None:
     assert all(state[name].equal(value) for name, value in before[1].items())
     optimizer.skip_nonfinite = False
     optimizer.step()
-    scales = torch.stack([state["exp_avg_scale"], state["exp_avg_sq_scale"]])
+    scales = torch.stack([state["exp_avg_scale_v1"], state["exp_avg_sq_scale_v1"]])
     assert scales.isfinite().tolist() == [[[False, True], [True, False]]] * 2
     assert (~own[0].isfinite()).nonzero().tolist() == [[0, 3], [1, 70]]
 
@@ -230,7 +230,7 @@ def test_second_moments_follow_slow_changes() -> None:
         own[0].grad = grad
         optimizer.step()
     state = optimizer.state[own[0]]
-    v = (state["exp_avg_sq"].float() * state["exp_avg_sq_scale"]).square()[0, 1:]
+    v = (state["exp_avg_sq"].float() * state["exp_avg_sq_scale_v1"]).square()[0, 1:]
     exact = (1 - 0.999**500) * 0.999**1000
     assert abs(v.mean().item() / exact - 1) < 0.05
 
@@ -262,9 +262,9 @@ def test_a_saved_state_continues_to_the_bit() -> None:
 def test_replaced_entries_are_checked() -> None:
     own = params(torch.float32, (4, 64))
     quantized = stepped(own, [[gradients(4, 64)]])
-    scale = quantized.state[own[0]]["exp_avg_scale"]
-    quantized.state[own[0]]["exp_avg_scale"] = scale.new_zeros(4, 2)
-    with pytest.raises(ValueError, match=r"exp_avg_scale of .* has shape \(4, 2\)"):
+    scale = quantized.state[own[0]]["exp_avg_scale_v1"]
+    quantized.state[own[0]]["exp_avg_scale_v1"] = scale.new_zeros(4, 2)
+    with pytest.raises(ValueError, match=r"exp_avg_scale_v1 of .* has shape \(4, 2\)"):
         quantized.step()
 
 
@@ -310,4 +310,4 @@ def test_a_dtensor_has_scales_placed_as_it_is(one_rank: None) -> None:
     for name in ENTRIES:
         assert state[name].placements == (Shard(0),)
         assert state[name].full_tensor().equal(expected[name])
-    assert state["exp_avg_scale"].shape == (6, 4)
+    assert state["exp_avg_scale_v1"].shape == (6, 4)

@@ -150,8 +150,9 @@ def test_by_name(saved: str, kept: str, way: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "change", "problem"),
     [
-        ("exp_avg_scale", None, "exp_avg_scale of parameter 0 is missing beside 8-bit moments"),
-        ("exp_avg_scale", lambda t: t[:, :1], r"exp_avg_scale of parameter 0 has shape \(30, 1\)"),
+        ("exp_avg_scale_v1", None, "scale_v1 of parameter 0 is missing beside 8-bit moments"),
+        ("exp_avg_scale_v1", lambda t: t[:, :1], r"scale_v1 of parameter 0 has shape \(30, 1\)"),
+        ("exp_avg_scale_v1", "exp_avg_scale_v2", "v2 of parameter 0 is of another format"),
         ("exp_avg_sq", lambda t: t.to(torch.int8), "exp_avg_sq of parameter 0 is torch.int8"),
         ("exp_avg", lambda t: t.float(), "exp_avg of parameter 0 is torch.float32"),
     ],
@@ -163,7 +164,9 @@ def test_wrong_codes_are_rejected(kept: str, name: str, change: Any, problem: st
     train(other, target, 1)
     saved = copy.deepcopy(source.state_dict())
     value = saved["state"][0].pop(name)
-    if change is not None:
+    if isinstance(change, str):  # another name
+        saved["state"][0][change] = value
+    elif change is not None:
         saved["state"][0][name] = change(value)
     before = copy.deepcopy(target.state_dict())
     with pytest.raises(ValueError, match=problem):
