@@ -1,9 +1,10 @@
-"""A rank of an FSDP2 run with moments of 8 bits: saves a checkpoint, or goes on with one."""
+"""A rank of a run with moments of 8 bits, FSDP2's or ZeRO's: saves a checkpoint or resumes."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from torchopt_ext import FusedAdamW
+from torchopt_ext import FusedAdamW, ZeroRedundancyOptimizer
 from torchopt_ext.containers import OptimizersContainer
 from torchopt_ext.statedict.dcp import load
 
@@ -56,6 +57,30 @@ class Run:
         return {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in found.items()}
 
 
+class ZeroRun(Run):
+    """The same over whole parameters that ranks step for each other, with a short row as well."""
+
+    def __init__(self, kind: str, sharded: bool) -> None:
+        torch.manual_seed(1)
+        self.model = nn.Sequential(nn.Linear(200, 7), nn.Linear(64, 2), nn.Linear(9, 9)).bfloat16()
+        params, options = self.model.parameters(), {"lr": 1e-2, **KINDS[kind]}
+        self.optimizer: Any = (
+            ZeroRedundancyOptimizer(params, FusedAdamW, max_grad_norm=1.0, **options)
+            if sharded
+            else FusedAdamW(params, max_grad_norm=1.0, **options)
+        )
+        self.saved = {"model": self.model, "optimizer": self.optimizer}
+
+    def values(self) -> dict[str, Any]:
+        if isinstance(self.optimizer, ZeroRedundancyOptimizer):
+            self.optimizer.consolidate_state_dict(to=0)
+        if dist.get_rank() != 0:
+            return self.model.state_dict()
+        state = self.optimizer.state_dict()["state"]
+        entries = {f"{p}.{k}": v for p, entry in state.items() for k, v in entry.items()}
+        return {**self.model.state_dict(), **entries}
+
+
 def differing(run: Run, expected: Run) -> list[str]:
     ours, theirs = run.values(), expected.values()
     assert ours.keys() == theirs.keys()
@@ -63,22 +88,22 @@ def differing(run: Run, expected: Run) -> list[str]:
     return [name for name in tensors if not torch.equal(ours[name], theirs[name])]
 
 
-def save(kind: str) -> list[str]:
-    run, whole = Run(kind, True), Run(kind, False)
+def save(kind: str, made: type[Run]) -> list[str]:
+    run, whole = made(kind, True), made(kind, False)
     for seed in (1, 2):
         run.step(seed)
         whole.step(seed)
-    dcp.save(run.saved, checkpoint_id=folder / kind)
+    dcp.save(run.saved, checkpoint_id=folder / made.__name__ / kind)
     return differing(run, whole)
 
 
-def resume(saved: str, kept: str) -> list[str]:
-    source, whole, run = Run(saved, False), Run(kept, False), Run(kept, True)
+def resume(saved: str, kept: str, made: type[Run]) -> list[str]:
+    source, whole, run = made(saved, False), made(kept, False), made(kept, True)
     for seed in (1, 2):
         source.step(seed)
     for name in whole.saved:
         whole.saved[name].load_state_dict(source.saved[name].state_dict())
-    load(run.saved, checkpoint_id=folder / saved)
+    load(run.saved, checkpoint_id=folder / made.__name__ / saved)
     found = differing(run, whole)
     run.step(3)
     whole.step(3)
@@ -86,10 +111,13 @@ def resume(saved: str, kept: str) -> list[str]:
 
 
 def cases() -> dict[str, Callable[[], Any]]:
+    ways = {"FSDP2": Run, "ZeRO": ZeroRun}
     if dist.get_world_size() == 2:
-        return {kind: lambda kind=kind: save(kind) for kind in KINDS}
+        return {f"{w} {k}": partial(save, k, made) for w, made in ways.items() for k in KINDS}
     pairs = [(kind, kind) for kind in KINDS] + [("fp32", "nearest"), ("nearest", "fp32")]
-    return {f"{s} as {k}": lambda s=s, k=k: resume(s, k) for s, k in pairs}
+    return {
+        f"{w} {s} as {k}": partial(resume, s, k, made) for w, made in ways.items() for s, k in pairs
+    }
 
 
 if __name__ == "__main__":

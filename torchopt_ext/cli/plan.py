@@ -26,7 +26,7 @@ from torchopt_ext.cli.terminal import (
     table,
     unit_of,
 )
-from torchopt_ext.optim.estimate import SHARDINGS, RankBytes, estimate, unevenness
+from torchopt_ext.optim.estimate import CUT_ROWS, SHARDINGS, RankBytes, estimate, unevenness
 from torchopt_ext.optim.storage import MASTER_WEIGHTS
 
 HELD = ("weights", "gradients", "masters", "moments")
@@ -90,9 +90,11 @@ def main(args: list[str]) -> int:
         raise CommandError("give one of FILE, --model, --params and --shapes")
     name, params = from_options(options)
     plans = {}
+    left_out = CUT_ROWS - {options.sharding} if options.state_dtype == "int8" else set()
+    shardings = [sharding for sharding in SHARDINGS if sharding not in left_out]
     try:
-        with Progress("planning", len(SHARDINGS)) as progress:
-            for sharding in SHARDINGS:
+        with Progress("planning", len(shardings)) as progress:
+            for sharding in shardings:
                 plans[sharding] = estimate_by(params, sharding, options)
                 progress.add(1)
     except ValueError as error:
@@ -192,6 +194,8 @@ def as_text(
     lines += ["", "Elements that a rank steps:", ""]
     shares = []
     for title, sharding in (("greedy", "zero1"), ("balanced", "balanced"), ("rows", "fsdp")):
+        if sharding not in plans:
+            continue
         elements = [rank.elements for rank in plans[sharding]]
         uneven = f"{unevenness(elements):+.1%}"
         shares.append([title, f"{min(elements):,}", f"{max(elements):,}", uneven])

@@ -130,6 +130,8 @@ def estimate(
     storage = Storage(master_weights, state_dtype)
     if amsgrad and storage.state_dtype == torch.int8:
         raise ValueError("amsgrad does not go with 8-bit moments: state_dtype='int8'")
+    if sharding in CUT_ROWS and storage.state_dtype == torch.int8:
+        raise ValueError(f"{sharding!r} cuts rows, which state_dtype='int8' needs whole")
     for number, param in enumerate(params):
         if param.requires_grad and (found := storage.problem(param, False)):
             raise ValueError(f"parameter {number} {found}")
@@ -311,3 +313,6 @@ SHARDINGS: dict[str, Callable[..., list[_Share]]] = {
 }
 """DDP, which is also one process; ZeroRedundancyOptimizer with whole tensors; with balanced buckets
 and ``reduce_scatter_hook``; with ``sharded_gradients``; FSDP2 with resharding after forward."""
+
+CUT_ROWS = {"balanced", "zero2"}
+"""Those that divide parameters within rows, and so have no 8-bit moments."""

@@ -39,7 +39,7 @@ def build(zero: ShardedOptimizer) -> None:
         if "_allow_empty_param_list" in inspect.signature(constructor).parameters:
             defaults["_allow_empty_param_list"] = True
         zero.optim = constructor(zero.parts.mine[0], **defaults)
-        _reject_quantized(zero.optim)
+        _reject_quantized(zero.optim, "overlap_with_ddp=True")
         if not hasattr(zero.optim, "param_groups"):
             zero.optim.param_groups = [zero.optim.param_group]
         for key, value in zero.optim.param_groups[0].items():
@@ -49,19 +49,20 @@ def build(zero: ShardedOptimizer) -> None:
         defaults["process_group"] = zero.process_group
     groups = range(len(zero.param_groups))
     zero.optim = constructor([local_group(zero, number) for number in groups], **defaults)
-    _reject_quantized(zero.optim)
+    if isinstance(zero.parts, BalancedBuckets):
+        _reject_quantized(zero.optim, "partition='balanced', which cuts rows")
     if isinstance(zero.optim, FusedAdam):
         zero.optim.device_without_params = zero._default_device
     zero.defaults = dict(zero.optim.defaults)
     sync(zero)
 
 
-def _reject_quantized(optimizer: Any) -> None:
+def _reject_quantized(optimizer: Any, mode: str) -> None:
     storage: Storage | None = getattr(optimizer, "_storage", None)
     if storage is not None and storage.state_dtype == torch.int8:
         raise ValueError(
-            "state_dtype='int8' does not go with ZeroRedundancyOptimizer, which cuts and saves "
-            "moments element by element: shard the parameters with FSDP2 instead"
+            f"state_dtype='int8' does not go with {mode}: take partition='greedy' with DDP, or "
+            "FSDP2"
         )
 
 

@@ -268,9 +268,12 @@ def test_replaced_entries_are_checked() -> None:
         quantized.step()
 
 
-def test_zero_rejects_them(one_rank: None) -> None:
-    with pytest.raises(ValueError, match="int8"):
-        ZeroRedundancyOptimizer(params(torch.float32, (4, 64)), FusedAdamW, state_dtype="int8")
+@pytest.mark.parametrize("mode", [{"partition": "balanced"}, {"sharded_gradients": True}])
+def test_zero_that_cuts_rows_rejects_them(one_rank: None, mode: dict[str, Any]) -> None:
+    own = params(torch.float32, (4, 64))
+    options = {"partition": "balanced", **mode, "state_dtype": "int8"}
+    with pytest.raises(ValueError, match=r"int8.*cuts rows: take partition='greedy'"):
+        ZeroRedundancyOptimizer(own, FusedAdamW, **options)
 
 
 def test_bytes_held_and_moved() -> None:
@@ -293,8 +296,8 @@ def test_bytes_held_and_moved() -> None:
         2 * (15 * 256 + 300) + 8 * 35 + 8 * (15 * 4 + 3 * 2),
         2 * (15 * 256 + 200) + 8 * 35 + 8 * (15 * 4 + 2 * 2),
     ]
-    balanced = estimate(own, sharding="balanced", world_size=3, **options)
-    assert sum(r.moments for r in balanced) == rank.moments
+    whole = estimate(own, sharding="zero1", world_size=3, **options)
+    assert sum(r.moments for r in whole) == rank.moments
 
 
 def test_a_dtensor_has_scales_placed_as_it_is(one_rank: None) -> None:
