@@ -21,6 +21,7 @@ from shapes import Shapes
 from torch import Tensor, nn
 
 from torchopt_ext import FusedAdamW, GradScaler
+from torchopt_ext.optim.quantized import SCALES
 
 MASTERS, REMAINDER = f"{OURS}, fp32 masters", f"{OURS}, remainder"
 INT8 = f"{OURS}, remainder8, int8 moments"
@@ -101,7 +102,7 @@ def streams_of(
     params = optimizer.param_groups[0]["params"]
     if implementation == INT8:  # without vectors, whose moments are fp32
         pairs = zip(gradients, params, strict=True)
-        held = [(g, p) for g, p in pairs if "exp_avg_scale_v1" in optimizer.state[p]]
+        held = [(g, p) for g, p in pairs if SCALES.keys() & optimizer.state[p].keys()]
         gradients, params = [g for g, _ in held], [p for _, p in held]
     state = [optimizer.state[p] for p in params]
     moments = [[entry[name] for entry in state] for name in ("exp_avg", "exp_avg_sq")]

@@ -2,6 +2,7 @@
 
 import bisect
 import itertools
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from torchopt_ext import ops
 from torchopt_ext.optim.norm_in_backward import MEASURED_BYTES
-from torchopt_ext.optim.quantized import CODES, SCALES, can_quantize, group_count
+from torchopt_ext.optim.quantized import CODES, SCALES, can_quantize, scale_shape
 from torchopt_ext.optim.storage import MASTER, Storage
 from torchopt_ext.statedict.entries import MASTERS
 
@@ -203,16 +204,15 @@ class _Share:
     gradients: int
     elements: Counter[_Kind]
     tensors: int
-    groups: int = 0  # of elements whose moments could share scales
+    groups: int = 0  # of elements whose moments could share scales; not where rows are cut
     small: Counter[_Kind] = field(default_factory=Counter)  # elements of small tensors
 
-    def add(self, param: Tensor, elements: int, first: int = 0) -> None:
+    def add(self, param: Tensor, elements: int) -> None:
         kind = _kind(param)
         self.elements[kind] += elements
         self.tensors += 1
         if kind[1]:
-            row = param[0].numel() if len(param) else 1
-            self.groups += group_count(row, first, first + elements)
+            self.groups += elements // math.prod(param.shape[1:]) * scale_shape(param)[1]
         if elements * param.dtype.itemsize < MEASURED_BYTES:
             self.small[kind] += elements
 
@@ -282,7 +282,7 @@ def _in_buckets(
             cuts, end = plan.cuts[bucket], start + param.numel()
             for rank in range(bisect.bisect_right(cuts, start) - 1, bisect.bisect_left(cuts, end)):
                 first = max(cuts[rank], start)
-                shares[rank].add(param, min(cuts[rank + 1], end) - first, first - start)
+                shares[rank].add(param, min(cuts[rank + 1], end) - first)
     return shares
 
 

@@ -78,13 +78,3 @@ def quantized_problem(name: str, value: Any, param: Any) -> str | None:
     if value.shape != shape or local_tensor(value).is_meta:
         return f"has shape {tuple(value.shape)}, expected {tuple(shape)} with memory"
     return None
-
-
-def group_count(row_length: int, first: int, last: int) -> int:
-    """Groups of elements [first, last) of a tensor with such rows, cut nowhere but at groups."""
-
-    def before(i: int) -> int:
-        rows, rest = divmod(i, row_length)
-        return rows * -(-row_length // GROUP) + -(-rest // GROUP)
-
-    return before(last) - before(first)
