@@ -95,17 +95,18 @@ PEERS = [
     ),
 ]
 
+BITSANDBYTES_8BIT, TORCHAO_8BIT = "bitsandbytes AdamW8bit", "torchao AdamW8bit"
 # On bf16 weights, which they round to nearest.
 PEERS_8BIT = [
     Peer(
-        "bitsandbytes AdamW8bit",
+        BITSANDBYTES_8BIT,
         "bitsandbytes",
         "the step alone on bf16 weights; blocks of 256 elements",
         bitsandbytes_8bit,
         rounds=5,
     ),
     Peer(
-        "torchao AdamW8bit",
+        TORCHAO_8BIT,
         "torchao",
         "the step alone on bf16 weights; blocks of 256 elements",
         torchao,

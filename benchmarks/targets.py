@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from bf16_cases import INT8, MASTERS, OPERATORS, PREALLOCATED, REMAINDER
 from cases import ARITHMETIC, CLIP, FUSED, HOST, OBJECTS, OURS, SCALER, STEP, UPDATE
+from peers import BITSANDBYTES_8BIT, TORCHAO_8BIT
 from rows import LOOP, Row, find
 from shapes import GPT2, LARGE, ONES, SMALL
 
@@ -72,7 +73,7 @@ def speed(rows: list[Row]) -> Iterable[Target]:
     yield from at_least(f"{BF16}, remainder over fp32 masters", remainder, MASTERS, 1.0)
     eight_bits = find(rows, BF16, SCALER, INT8)
     yield from at_least(f"{BF16}, remainder8 and int8 over fp32 masters", eight_bits, MASTERS, 1.6)
-    for peer, target in (("bitsandbytes AdamW8bit", 12), ("torchao AdamW8bit", 50)):
+    for peer, target in ((BITSANDBYTES_8BIT, 12), (TORCHAO_8BIT, 50)):
         beside = find(rows, f"{GPT2}, {peer}", STEP, INT8)
         yield from at_least(f"{GPT2}, {STEP} in 8 bits over {peer}", beside, peer, target)
     if masters and remainder:
