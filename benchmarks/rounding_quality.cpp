@@ -32,11 +32,14 @@ struct Words {
 };
 
 void draw(const Element& of, uint64_t block, Words& to) {
-  const uint64_t first = of.first + block * kBlock;
-  const RoundingStream stream = rounding_stream(of.key, first);
+  RoundingStream stream{};
   for (uint32_t j = 0; j < kBlock; ++j) {
-    const uint32_t number = (static_cast<uint32_t>(first) + j) ^ of.flipped;
-    const RandomWords<ScalarWords> words = random_words<ScalarWords>(stream, number);
+    const uint64_t element = (of.first + block * kBlock + j) ^ of.flipped;
+    if (j == 0 || element % (1u << kStreamBits) == 0) {
+      stream = rounding_stream(of.key, element);
+    }
+    const RandomWords<ScalarWords> words =
+        random_words<ScalarWords>(stream, static_cast<uint32_t>(element));
     to.word[0][j] = words.word[0];
     to.word[1][j] = words.word[1];
   }

@@ -12,17 +12,22 @@ namespace {
 template <class L>
 struct Part : L {
   static constexpr bool converts = false;
+  static constexpr bool any_layout = false;
   typename L::reg load(const typename L::scalar* x) const { return L::load_part(x, n); }
   void store(typename L::scalar* x, typename L::reg a) const { L::store_part(x, a, n); }
   int n;
 };
 
-// Asks for what a loop comes to after element i.
+// Asks for what a loop comes to after element i, line by line.
 template <class L>
 [[gnu::always_inline]] inline void fetch_arrays_ahead(const Layout& layout, const StepMode& mode,
                                                       void* const (&x)[kArrays], int64_t i) {
-  const auto ahead = [&](Array array) {
-    fetch_ahead<L>(x[array], element_size(layout, array) * i);
+  const auto ahead = [&](Array array) __attribute__((always_inline)) {
+    constexpr int64_t kLine = 64;
+    const int64_t size = element_size(layout, array);
+    for (int64_t at = 0; at < size * L::width; at += kLine) {
+      fetch_ahead<L>(x[array], size * i + at);
+    }
   };
   if (!mode.past_caches) {
     ahead(kParam);
@@ -45,7 +50,7 @@ template <class L>
                                                  const Layout& layout, const StepMode& mode,
                                                  void* const (&x)[kArrays], int64_t at,
                                                  const Draws* draws, int64_t i) {
-  if constexpr (L::converts) {
+  if constexpr (L::any_layout) {
     if (draws != nullptr) {
       const auto random = L::random(draws->stream, draws->first + static_cast<uint32_t>(i));
       adam_step(lane, s, layout, mode, x, at, &random);
@@ -61,18 +66,19 @@ template <class L>
 struct NoTrace {
   static constexpr bool needs_numbers = false;
   void start(const TensorWork& /*work*/, int64_t /*begin*/, uint64_t /*number*/) const {}
-  void after_group(void* const (& /*x*/)[kArrays], int64_t /*group*/) const {}
+  void after_group(void* const (&/*x*/)[kArrays], int64_t /*group*/) const {}
   template <class Lane>
-  void before(const Lane& /*lane*/, const Layout& /*layout*/, void* const (& /*x*/)[kArrays],
+  void before(const Lane& /*lane*/, const Layout& /*layout*/, void* const (&/*x*/)[kArrays],
               int64_t /*i*/) const {}
   template <class Lane>
-  void after(const Lane& /*lane*/, const Layout& /*layout*/, void* const (& /*x*/)[kArrays],
+  void after(const Lane& /*lane*/, const Layout& /*layout*/, void* const (&/*x*/)[kArrays],
              int64_t /*i*/, bool /*decays*/) const {}
 };
 
-// Elements [begin, end); `draws` begins at element `begin`, or is null. Inlined into every caller:
-// where layout and mode are constants, the branches on them go.
-template <class L, class Trace>
+// Elements [begin, end), those that fill no register of L by Tail or one by one; `draws` begins at
+// element `begin`, or is null. Inlined into every caller: where layout and mode are constants, the
+// branches on them go.
+template <class L, class Tail, class Trace>
 [[gnu::always_inline]] inline void adam_loop(const AdamScalars<typename L::scalar>& scalars,
                                              const Layout& layout, const StepMode& mode,
                                              const TensorWork& work, int64_t begin, int64_t end,
@@ -101,7 +107,12 @@ template <class L, class Trace>
     fetch_arrays_ahead<L>(layout, mode, x, i);
     update(L{});
   }
-  if constexpr (L::width > 1) {
+  if constexpr (Tail::width < L::width) {
+    for (; i + Tail::width <= end; i += Tail::width) {
+      update(Tail{});
+    }
+  }
+  if constexpr (requires { L::load_part; }) {
     const bool is_wide = layout.param == layout.grad && layout.param == layout.state &&
                          element_size(layout.param) == sizeof(typename L::scalar);
     if (is_wide && i < end) {

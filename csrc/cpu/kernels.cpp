@@ -11,8 +11,10 @@
 #include "kernels/scaled_copy.h"
 #if defined(__AVX512F__)
 #include "cpu/lane_avx512.h"
+#include "cpu/pair_lane.h"
 #elif defined(__AVX2__)
 #include "cpu/lane_avx2.h"
+#include "cpu/pair_lane.h"
 #endif
 
 namespace torchopt_ext {
@@ -21,16 +23,38 @@ namespace {
 #if defined(__AVX512F__)
 constexpr const char* kName = "avx512";
 using FloatLane = Avx512Float;
+using ManyLane = PairLane<Avx512Float>;
 using DoubleLane = Avx512Double;
 #elif defined(__AVX2__)
 constexpr const char* kName = "avx2";
 using FloatLane = Avx2Float;
+using ManyLane = PairLane<Avx2Float>;
 using DoubleLane = Avx2Double;
 #else
 constexpr const char* kName = "default";
 using FloatLane = ScalarLane<float>;
+using ManyLane = FloatLane;
 using DoubleLane = ScalarLane<double>;
 #endif
+
+// The lanes of a layout's loop and of its rest: arrays of 16 bits alone, and rules that one
+// register's lanes do not have, take pairs of registers.
+template <AdamKind kKind>
+struct Lanes {
+  using Main = ManyLane;
+  using Tail = std::conditional_t<kKind == AdamKind::kBFloat16, FloatLane, ScalarLane<float>>;
+};
+template <AdamKind kKind>
+requires(kKind == AdamKind::kFloat32 || kKind == AdamKind::kBFloat16Master ||
+         kKind == AdamKind::kBFloat16Remainder) struct Lanes<kKind> {
+  using Main = FloatLane;
+  using Tail = FloatLane;
+};
+template <>
+struct Lanes<AdamKind::kFloat64> {
+  using Main = DoubleLane;
+  using Tail = DoubleLane;
+};
 
 template <class T>
 double block_sum(const void* x, int64_t n) {
@@ -62,33 +86,49 @@ void quantized_step(const TensorScalars& scalars, const TensorWork& work,
   const StepMode mode{.write_back = kIsGeneral && options.write_back_gradients};
   const bool rounds = kIsGeneral && options.stochastic_rounding;
   const RoundingKey key = rounds ? rounding_key(options, work) : RoundingKey{};
-  quantized_loop<FloatLane>(scalars.as_float, layout, mode, work, begin, end,
-                            rounds ? &key : nullptr, trace);
+  quantized_loop<ManyLane>(scalars.as_float, layout, mode, work, begin, end,
+                           rounds ? &key : nullptr, trace);
+}
+
+template <AdamKind kKind, class Trace>
+[[gnu::always_inline]] inline void loop(const TensorScalars& scalars, const TensorWork& work,
+                                        const Layout& layout, const StepMode& mode, int64_t begin,
+                                        int64_t end, const Draws* draws, Trace&& trace) {
+  using L = typename Lanes<kKind>::Main;
+  using Tail = typename Lanes<kKind>::Tail;
+  adam_loop<L, Tail>(scalars_in<typename L::scalar>(scalars), layout, mode, work, begin, end, draws,
+                     trace);
+}
+
+// What a kernel does, as its kind and the options say.
+template <AdamKind kKind>
+StepMode mode_of(const Layout& layout, const StepOptions& options, bool past_caches) {
+  constexpr bool kWritesBack = kKind == AdamKind::kGeneral || kKind == AdamKind::kFloat64;
+  return {.write_back = kWritesBack && options.write_back_gradients,
+          .past_caches = layout.master == Master::kFloat32 && past_caches};
+}
+template <AdamKind kKind>
+bool rounds_randomly(const Layout& layout, const StepOptions& options) {
+  return kKind == AdamKind::kGeneral ? rounds_randomly(options, layout)
+                                     : kKind == AdamKind::kBFloat16Rounded;
 }
 
 template <AdamKind kKind>
 void adam(const TensorScalars& scalars, const TensorWork& work, const StepOptions& options,
           int64_t begin, int64_t end, bool past_caches) {
   const Layout layout = layout_of<kKind>(work);
-  if constexpr (kKind == AdamKind::kFloat64) {
-    const StepMode mode{.write_back = options.write_back_gradients};
-    adam_loop<DoubleLane>(scalars.as_double, layout, mode, work, begin, end, nullptr, NoTrace{});
-  } else if constexpr (is_quantized(kKind)) {
+  if constexpr (is_quantized(kKind)) {
     NoTrace none;
     quantized_step<kKind>(scalars, work, options, begin, end, none);
   } else {
-    constexpr bool kIsGeneral = kKind == AdamKind::kGeneral;
-    const StepMode mode{.write_back = kIsGeneral && options.write_back_gradients,
-                        .past_caches = layout.master == Master::kFloat32 && past_caches};
-    const bool rounds =
-        kIsGeneral ? rounds_randomly(options, layout) : kKind == AdamKind::kBFloat16Rounded;
-    if (!rounds) {
-      adam_loop<FloatLane>(scalars.as_float, layout, mode, work, begin, end, nullptr, NoTrace{});
+    const StepMode mode = mode_of<kKind>(layout, options, past_caches);
+    if (!rounds_randomly<kKind>(layout, options)) {
+      loop<kKind>(scalars, work, layout, mode, begin, end, nullptr, NoTrace{});
       return;
     }
     for_each_run(work, begin, end, [&](int64_t first, int64_t last, uint64_t number) {
       const Draws draws = draws_from(rounding_key(options, work), number);
-      adam_loop<FloatLane>(scalars.as_float, layout, mode, work, first, last, &draws, NoTrace{});
+      loop<kKind>(scalars, work, layout, mode, first, last, &draws, NoTrace{});
     });
   }
 }
@@ -96,27 +136,24 @@ void adam(const TensorScalars& scalars, const TensorWork& work, const StepOption
 template <AdamKind kKind, bool kChanges, bool kDigest>
 void adam_traced(const TensorScalars& scalars, const TensorWork& work, const StepOptions& options,
                  int64_t begin, int64_t end, void* change, ChunkTrace& trace) {
-  using L = std::conditional_t<kKind == AdamKind::kFloat64, DoubleLane, FloatLane>;
+  using L = typename Lanes<kKind>::Main;
+  auto* changes = static_cast<typename L::scalar*>(change);
   if constexpr (is_quantized(kKind)) {
-    LoopTrace<FloatLane, kChanges, kDigest> seen(begin, static_cast<float*>(change));
+    LoopTrace<L, kChanges, kDigest> seen(begin, changes);
     quantized_step<kKind>(scalars, work, options, begin, end, seen);
     seen.add_to(trace);
-    return;
+  } else {
+    const Layout layout = layout_of<kKind>(work);
+    const StepMode mode = mode_of<kKind>(layout, options, /*past_caches=*/false);
+    const bool rounds = rounds_randomly<kKind>(layout, options);
+    for_each_run(work, begin, end, [&](int64_t first, int64_t last, uint64_t number) {
+      const Draws draws = rounds ? draws_from(rounding_key(options, work), number) : Draws{};
+      LoopTrace<L, kChanges, kDigest> seen(begin, changes);
+      seen.start(work, first, number);
+      loop<kKind>(scalars, work, layout, mode, first, last, rounds ? &draws : nullptr, seen);
+      seen.add_to(trace);
+    });
   }
-  const Layout layout = layout_of<kKind>(work);
-  constexpr bool kIsGeneral = kKind == AdamKind::kGeneral;
-  const StepMode mode{.write_back = (kIsGeneral || kKind == AdamKind::kFloat64) &&
-                                    options.write_back_gradients};
-  const bool rounds =
-      kIsGeneral ? rounds_randomly(options, layout) : kKind == AdamKind::kBFloat16Rounded;
-  for_each_run(work, begin, end, [&](int64_t first, int64_t last, uint64_t number) {
-    const Draws draws = rounds ? draws_from(rounding_key(options, work), number) : Draws{};
-    LoopTrace<L, kChanges, kDigest> seen(begin, static_cast<typename L::scalar*>(change));
-    seen.start(work, first, number);
-    adam_loop<L>(scalars_in<typename L::scalar>(scalars), layout, mode, work, first, last,
-                 rounds ? &draws : nullptr, seen);
-    seen.add_to(trace);
-  });
 }
 
 template <AdamKind kKind>

@@ -64,19 +64,53 @@ struct Avx2Words {
   static void store_pairs(uint64_t* x, reg a) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(x), a);
   }
-};
+  static void store(void* x, reg a) { _mm256_storeu_si256(static_cast<__m256i*>(x), a); }
+  static reg bit_and(reg a, reg b) { return _mm256_and_si256(a, b); }
 
-inline __m256i draw_of(const RandomWords<Avx2Words>& random, Array array) {
-  const __m256i word = random.word[array / 2];
-  return array % 2 == 0 ? _mm256_and_si256(word, _mm256_set1_epi32(0xffff))
-                        : _mm256_srli_epi32(word, 16);
-}
+  // Words of 16 bits, saturated where they are packed; see PairLane.
+  static reg halves(int16_t a) { return _mm256_set1_epi16(a); }
+  static reg load_halves(const int8_t* x) {
+    return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
+  }
+  static reg load_halves(const uint8_t* x) {
+    return _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
+  }
+  static reg add_halves(reg a, reg b) { return _mm256_add_epi16(a, b); }
+  static reg sub_halves(reg a, reg b) { return _mm256_sub_epi16(a, b); }
+  static reg sub_saturated(reg a, reg b) { return _mm256_subs_epu16(a, b); }
+  static reg max_halves(reg a, reg b) { return _mm256_max_epi16(a, b); }
+  static reg sign_halves(reg a) { return _mm256_srai_epi16(a, 15); }
+  template <int kBits>
+  static reg shifted_halves(reg a) {
+    return _mm256_srli_epi16(a, kBits);
+  }
+  template <int kBits>
+  static reg left_halves(reg a) {
+    return _mm256_slli_epi16(a, kBits);
+  }
+  static reg lower_fours(reg low, reg high) { return _mm256_unpacklo_epi16(low, high); }
+  static reg upper_fours(reg low, reg high) { return _mm256_unpackhi_epi16(low, high); }
+  static reg packed(reg a, reg b) { return _mm256_packus_epi32(a, b); }
+  static reg packed_signed(reg a, reg b) { return _mm256_packs_epi32(a, b); }
+  static void store_bytes(int8_t* x, reg a) { store_quarters(x, _mm256_packs_epi16(a, a)); }
+  static void store_bytes(uint8_t* x, reg a) { store_quarters(x, _mm256_packus_epi16(a, a)); }
+  // The first and the third quarter.
+  static void store_quarters(void* x, reg a) {
+    _mm_storeu_si128(static_cast<__m128i*>(x),
+                     _mm256_castsi256_si128(_mm256_permute4x64_epi64(a, 0x08)));
+  }
+  static reg multiples_in_fours(uint32_t factor) {
+    return multiply(_mm256_setr_epi32(0, 1, 2, 3, 8, 9, 10, 11), set1(factor));
+  }
+};
 
 struct Avx2Float {
   using scalar = float;
   using reg = __m256;
+  using Words = Avx2Words;
   static constexpr int width = 8;
   static constexpr bool converts = true;
+  static constexpr bool any_layout = false;
   static reg load(const float* x) { return _mm256_loadu_ps(x); }
   static void store(float* x, reg a) { _mm256_storeu_ps(x, a); }
   // The first n elements, n < width; nothing beyond them is touched.
@@ -92,33 +126,6 @@ struct Avx2Float {
   static void store(Half* x, reg a) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(x), narrow8(a, Half{}));
   }
-  static reg load(const int8_t* x) {
-    return _mm256_cvtepi32_ps(
-        _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(x))));
-  }
-  static reg load(const uint8_t* x) {
-    return _mm256_cvtepi32_ps(
-        _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(x))));
-  }
-  // NaN converts to the least integer.
-  static void store_codes(int8_t* x, reg code) {
-    const __m256i bits = _mm256_cvtps_epi32(code);
-    const __m128i words =
-        _mm_packs_epi32(_mm256_castsi256_si128(bits), _mm256_extracti128_si256(bits, 1));
-    _mm_storel_epi64(reinterpret_cast<__m128i*>(x), _mm_packs_epi16(words, words));
-  }
-  static void store_codes(uint8_t* x, reg code, reg root) {
-    const __m256i positive =
-        _mm256_castps_si256(_mm256_cmp_ps(root, _mm256_setzero_ps(), _CMP_GT_OQ));
-    const __m256i bits =
-        _mm256_max_epi32(_mm256_cvttps_epi32(code), _mm256_srli_epi32(positive, 31));
-    const __m128i words = pack8(bits);
-    _mm_storel_epi64(reinterpret_cast<__m128i*>(x), _mm_packus_epi16(words, words));
-  }
-  static reg dithered(reg code, float limit, const RandomWords<Avx2Words>& random, Array array) {
-    const reg draw = _mm256_mul_ps(_mm256_cvtepi32_ps(draw_of(random, array)), set1(0x1p-16f));
-    return _mm256_floor_ps(_mm256_add_ps(_mm256_min_ps(set1(limit), code), draw));
-  }
   static void stream(float* x, reg a) { _mm256_stream_ps(x, a); }
   template <class Half>
   static void stream(Half* x, reg a) {
@@ -128,11 +135,6 @@ struct Avx2Float {
     const __m128i low = _mm_loadu_si128(reinterpret_cast<const __m128i*>(remainder));
     return _mm256_castsi256_ps(
         _mm256_add_epi32(_mm256_castps_si256(widen8(weight)), _mm256_cvtepi16_epi32(low)));
-  }
-  static reg joined(const BFloat16* weight, const int8_t* remainder) {
-    const __m128i low = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(remainder));
-    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(widen8(weight)),
-                                                _mm256_slli_epi32(_mm256_cvtepi8_epi32(low), 8)));
   }
   static __m256i unnamed(__m256i bits) {
     return _mm256_cmpeq_epi32(_mm256_and_si256(bits, _mm256_set1_epi32(0x1ffff)),
@@ -145,49 +147,6 @@ struct Avx2Float {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(remainder),
                      pack8(_mm256_and_si256(bits, _mm256_set1_epi32(0xffff))));
   }
-  static void store_split(BFloat16* weight, int8_t* remainder, reg a) {
-    const __m256i bits = _mm256_castps_si256(a);
-    const __m256i upper = nearest_upper_half(bits);
-    const __m256i rest = _mm256_sub_epi32(bits, _mm256_slli_epi32(upper, 16));
-    const __m256i one = _mm256_set1_epi32(1);
-    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(rest, 8), one);
-    const __m256i sum = _mm256_add_epi32(rest, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7f)));
-    const __m256i lowest = _mm256_sub_epi32(_mm256_and_si256(upper, one), _mm256_set1_epi32(128));
-    const __m256i low = _mm256_max_epi32(_mm256_srai_epi32(sum, 8), lowest);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(weight), pack8(upper));
-    const __m128i words =
-        _mm_packs_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
-    _mm_storel_epi64(reinterpret_cast<__m128i*>(remainder),
-                     _mm_packs_epi16(words, words));  // at most 127
-  }
-  using Words = Avx2Words;
-  using Random = RandomWords<Words>;
-  static Random random(const RoundingStream& stream, uint32_t number) {
-    return random_words<Words>(stream, number);
-  }
-  static void store_split_stochastic(BFloat16* weight, int8_t* remainder, reg a,
-                                     const Random& random) {
-    const __m256i draw = draw_of(random, kParam);
-    const __m256i unit = _mm256_set1_epi32(0x100);
-    __m256i bits =
-        _mm256_add_epi32(_mm256_castps_si256(a), _mm256_and_si256(draw, _mm256_set1_epi32(0xff)));
-    bits = _mm256_and_si256(bits, _mm256_set1_epi32(-0x100));
-    // Up by one unit, or down.
-    const __m256i change =
-        _mm256_sub_epi32(_mm256_slli_epi32(_mm256_and_si256(draw, unit), 1), unit);
-    bits = _mm256_add_epi32(bits, _mm256_and_si256(unnamed(bits), change));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(weight), pack8(nearest_upper_half(bits)));
-    const __m128i low = pack8(_mm256_srli_epi32(_mm256_slli_epi32(bits, 16), 24));
-    _mm_storel_epi64(reinterpret_cast<__m128i*>(remainder), _mm_packus_epi16(low, low));
-  }
-  static void store_stochastic(BFloat16* x, reg a, const Random& random, Array array) {
-    const __m256i draw = draw_of(random, array);
-    const __m256i bits = _mm256_castps_si256(a);
-    const __m256i rounds = _mm256_cmpgt_epi32(
-        _mm256_set1_epi32(kLastBFloat16), _mm256_and_si256(bits, _mm256_set1_epi32(0x7fffffff)));
-    const __m256i sum = _mm256_add_epi32(bits, _mm256_and_si256(draw, rounds));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(x), pack8(_mm256_srli_epi32(sum, 16)));
-  }
   static reg add(reg a, reg b) { return _mm256_add_ps(a, b); }
   static reg sub(reg a, reg b) { return _mm256_sub_ps(a, b); }
   static reg mul(reg a, reg b) { return _mm256_mul_ps(a, b); }
@@ -196,19 +155,26 @@ struct Avx2Float {
   static reg min(reg a, reg b) { return _mm256_min_ps(a, b); }
   static reg neg(reg a) { return _mm256_xor_ps(a, set1(-0.0f)); }
   static reg abs(reg a) { return _mm256_andnot_ps(set1(-0.0f), a); }
-  static reg copy_sign(reg magnitude, reg sign) {
-    return _mm256_or_ps(magnitude, _mm256_and_ps(set1(-0.0f), sign));
+  static reg max_magnitude(reg a, reg b) {  // as integers, of which NaN's are the largest
+    return from_bits(_mm256_max_epi32(bits(a), bits(b)));
   }
-  static reg max_magnitude(reg most, reg a) {  // as integers, of which NaN's are the largest
-    return _mm256_castsi256_ps(
-        _mm256_max_epi32(_mm256_castps_si256(most), _mm256_castps_si256(abs(a))));
-  }
-  static float largest(reg a) {
-    __m128i most = _mm_max_epi32(_mm256_castsi256_si128(_mm256_castps_si256(a)),
-                                 _mm256_extracti128_si256(_mm256_castps_si256(a), 1));
-    most = _mm_max_epi32(most, _mm_shuffle_epi32(most, 0x4e));
-    most = _mm_max_epi32(most, _mm_shuffle_epi32(most, 0xb1));
-    return _mm_cvtss_f32(_mm_castsi128_ps(most));
+  // to[k] is the largest element of register k; of magnitudes, among which NaN is the largest.
+  static void largest(const reg (&from)[8], float* to) {
+    const auto max = [](reg a, reg b) { return max_magnitude(a, b); };
+    reg four[2];  // of four registers each
+    for (int k = 0; k < 2; ++k) {
+      __m256d two[2];
+      for (int j = 0; j < 2; ++j) {
+        const reg a = from[2 * k + j];
+        const reg b = from[2 * k + j + 4];
+        two[j] = _mm256_castps_pd(
+            max(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31)));
+      }
+      four[k] = max(_mm256_castpd_ps(_mm256_unpacklo_pd(two[0], two[1])),
+                    _mm256_castpd_ps(_mm256_unpackhi_pd(two[0], two[1])));
+    }
+    store(to, max(_mm256_shuffle_ps(four[0], four[1], 0x88),
+                  _mm256_shuffle_ps(four[0], four[1], 0xdd)));
   }
   static reg max_keep_nan(reg vmax, reg v) {
     const reg keep =
@@ -227,6 +193,30 @@ struct Avx2Float {
   static reg canonical(reg a) {
     return _mm256_blendv_ps(a, set1(canonical_nan(0.0f)), _mm256_cmp_ps(a, a, _CMP_UNORD_Q));
   }
+
+  // For PairLane, with its order of elements.
+  static void into_fours(reg& a, reg& b) {
+    const reg first = a;
+    a = _mm256_permute2f128_ps(first, b, 0x20);
+    b = _mm256_permute2f128_ps(first, b, 0x31);
+  }
+  static void out_of_fours(reg& a, reg& b) { into_fours(a, b); }
+  static __m256i bits(reg a) { return _mm256_castps_si256(a); }
+  static reg from_bits(__m256i a) { return _mm256_castsi256_ps(a); }
+  static reg from_words(__m256i a) { return _mm256_cvtepi32_ps(a); }
+  static __m256i nearest_words(reg a) { return _mm256_cvtps_epi32(a); }
+  static __m256i cut_words(reg a) { return _mm256_cvttps_epi32(a); }
+  template <class Random>
+  static __m256i draw_of(const Random& random, Array array) {
+    const __m256i word = random.word[array / 2];
+    return array % 2 == 0 ? _mm256_and_si256(word, _mm256_set1_epi32(0xffff))
+                          : _mm256_srli_epi32(word, 16);
+  }
+  static __m256i add_draw(__m256i bits, __m256i draw) {
+    const __m256i rounds = _mm256_cmpgt_epi32(
+        _mm256_set1_epi32(kLastBFloat16), _mm256_and_si256(bits, _mm256_set1_epi32(0x7fffffff)));
+    return _mm256_add_epi32(bits, _mm256_and_si256(draw, rounds));
+  }
 };
 
 struct Avx2Double {
@@ -234,6 +224,7 @@ struct Avx2Double {
   using reg = __m256d;
   static constexpr int width = 4;
   static constexpr bool converts = false;
+  static constexpr bool any_layout = false;
   static reg load(const double* x) { return _mm256_loadu_pd(x); }
   static void store(double* x, reg a) { _mm256_storeu_pd(x, a); }
   static void stream(double* x, reg a) { _mm256_stream_pd(x, a); }

@@ -48,19 +48,53 @@ struct Avx512Words {
   static reg multiply_lower(reg a, reg b) { return _mm512_mul_epu32(a, b); }
   static reg upper(reg a) { return _mm512_srli_epi64(a, 32); }
   static void store_pairs(uint64_t* x, reg a) { _mm512_storeu_si512(x, a); }
-};
+  static void store(void* x, reg a) { _mm512_storeu_si512(x, a); }
+  static reg bit_and(reg a, reg b) { return _mm512_and_si512(a, b); }
 
-inline __m512i draw_of(const RandomWords<Avx512Words>& random, Array array) {
-  const __m512i word = random.word[array / 2];
-  return array % 2 == 0 ? _mm512_and_si512(word, _mm512_set1_epi32(0xffff))
-                        : _mm512_srli_epi32(word, 16);
-}
+  // Words of 16 bits, saturated where they are packed; see PairLane.
+  static reg halves(int16_t a) { return _mm512_set1_epi16(a); }
+  static reg load_halves(const int8_t* x) {
+    return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
+  }
+  static reg load_halves(const uint8_t* x) {
+    return _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
+  }
+  static reg add_halves(reg a, reg b) { return _mm512_add_epi16(a, b); }
+  static reg sub_halves(reg a, reg b) { return _mm512_sub_epi16(a, b); }
+  static reg sub_saturated(reg a, reg b) { return _mm512_subs_epu16(a, b); }
+  static reg max_halves(reg a, reg b) { return _mm512_max_epi16(a, b); }
+  static reg sign_halves(reg a) { return _mm512_srai_epi16(a, 15); }
+  template <int kBits>
+  static reg shifted_halves(reg a) {
+    return _mm512_srli_epi16(a, kBits);
+  }
+  template <int kBits>
+  static reg left_halves(reg a) {
+    return _mm512_slli_epi16(a, kBits);
+  }
+  static reg lower_fours(reg low, reg high) { return _mm512_unpacklo_epi16(low, high); }
+  static reg upper_fours(reg low, reg high) { return _mm512_unpackhi_epi16(low, high); }
+  static reg packed(reg a, reg b) { return _mm512_packus_epi32(a, b); }
+  static reg packed_signed(reg a, reg b) { return _mm512_packs_epi32(a, b); }
+  static void store_bytes(int8_t* x, reg a) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(x), _mm512_cvtsepi16_epi8(a));
+  }
+  static void store_bytes(uint8_t* x, reg a) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(x), _mm512_cvtusepi16_epi8(a));
+  }
+  static reg multiples_in_fours(uint32_t factor) {
+    return multiply(_mm512_setr_epi32(0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27),
+                    set1(factor));
+  }
+};
 
 struct Avx512Float {
   using scalar = float;
   using reg = __m512;
+  using Words = Avx512Words;
   static constexpr int width = 16;
   static constexpr bool converts = true;
+  static constexpr bool any_layout = false;
   static reg load(const float* x) { return _mm512_loadu_ps(x); }
   static void store(float* x, reg a) { _mm512_storeu_ps(x, a); }
   // The first n elements, n < width; nothing beyond them is touched.
@@ -82,29 +116,6 @@ struct Avx512Float {
   static void store(Half* x, reg a) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(x), narrow16(a, Half{}));
   }
-  static reg load(const int8_t* x) {
-    return _mm512_cvtepi32_ps(
-        _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x))));
-  }
-  static reg load(const uint8_t* x) {
-    return _mm512_cvtepi32_ps(
-        _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x))));
-  }
-  // NaN converts to the least integer.
-  static void store_codes(int8_t* x, reg code) {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(x),
-                     _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(code)));
-  }
-  static void store_codes(uint8_t* x, reg code, reg root) {
-    const __mmask16 positive = _mm512_cmp_ps_mask(root, _mm512_setzero_ps(), _CMP_GT_OQ);
-    const __m512i least = _mm512_maskz_set1_epi32(positive, 1);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(x),
-                     _mm512_cvtusepi32_epi8(_mm512_max_epi32(_mm512_cvttps_epi32(code), least)));
-  }
-  static reg dithered(reg code, float limit, const RandomWords<Avx512Words>& random, Array array) {
-    const reg draw = _mm512_mul_ps(_mm512_cvtepi32_ps(draw_of(random, array)), set1(0x1p-16f));
-    return _mm512_floor_ps(_mm512_add_ps(_mm512_min_ps(set1(limit), code), draw));
-  }
   static void stream(float* x, reg a) { _mm512_stream_ps(x, a); }
   template <class Half>
   static void stream(Half* x, reg a) {
@@ -114,11 +125,6 @@ struct Avx512Float {
     const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(remainder));
     return _mm512_castsi512_ps(
         _mm512_add_epi32(_mm512_castps_si512(load(weight)), _mm512_cvtepi16_epi32(low)));
-  }
-  static reg joined(const BFloat16* weight, const int8_t* remainder) {
-    const __m128i low = _mm_loadu_si128(reinterpret_cast<const __m128i*>(remainder));
-    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(load(weight)),
-                                                _mm512_slli_epi32(_mm512_cvtepi8_epi32(low), 8)));
   }
   static __mmask16 unnamed(__m512i bits) {
     return _mm512_cmpeq_epi32_mask(_mm512_and_si512(bits, _mm512_set1_epi32(0x1ffff)),
@@ -131,49 +137,6 @@ struct Avx512Float {
                         _mm512_cvtepi32_epi16(nearest_upper_half(bits)));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(remainder), _mm512_cvtepi32_epi16(bits));
   }
-  static void store_split(BFloat16* weight, int8_t* remainder, reg a) {
-    const __m512i bits = _mm512_castps_si512(a);
-    const __m512i upper = nearest_upper_half(bits);
-    const __m512i rest = _mm512_sub_epi32(bits, _mm512_slli_epi32(upper, 16));
-    const __m512i one = _mm512_set1_epi32(1);
-    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(rest, 8), one);
-    const __m512i sum = _mm512_add_epi32(rest, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7f)));
-    const __m512i lowest = _mm512_sub_epi32(_mm512_and_si512(upper, one), _mm512_set1_epi32(128));
-    const __m512i low = _mm512_max_epi32(_mm512_srai_epi32(sum, 8), lowest);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(weight), _mm512_cvtepi32_epi16(upper));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(remainder),
-                     _mm512_cvtsepi32_epi8(low));  // at most 127
-  }
-  using Words = Avx512Words;
-  using Random = RandomWords<Words>;
-  static Random random(const RoundingStream& stream, uint32_t number) {
-    return random_words<Words>(stream, number);
-  }
-  static void store_split_stochastic(BFloat16* weight, int8_t* remainder, reg a,
-                                     const Random& random) {
-    const __m512i draw = draw_of(random, kParam);
-    const __m512i unit = _mm512_set1_epi32(0x100);
-    __m512i bits =
-        _mm512_add_epi32(_mm512_castps_si512(a), _mm512_and_si512(draw, _mm512_set1_epi32(0xff)));
-    bits = _mm512_and_si512(bits, _mm512_set1_epi32(-0x100));
-    // Up by one unit, or down.
-    const __m512i change =
-        _mm512_sub_epi32(_mm512_slli_epi32(_mm512_and_si512(draw, unit), 1), unit);
-    bits = _mm512_mask_add_epi32(bits, unnamed(bits), bits, change);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(weight),
-                        _mm512_cvtepi32_epi16(nearest_upper_half(bits)));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(remainder),
-                     _mm512_cvtepi32_epi8(_mm512_srli_epi32(bits, 8)));
-  }
-  static void store_stochastic(BFloat16* x, reg a, const Random& random, Array array) {
-    const __m512i draw = draw_of(random, array);
-    const __m512i bits = _mm512_castps_si512(a);
-    const __mmask16 rounds = _mm512_cmplt_epi32_mask(
-        _mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff)), _mm512_set1_epi32(kLastBFloat16));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(x),
-                        _mm512_cvtepi32_epi16(_mm512_srli_epi32(
-                            _mm512_mask_add_epi32(bits, rounds, bits, draw), 16)));
-  }
   static reg add(reg a, reg b) { return _mm512_add_ps(a, b); }
   static reg sub(reg a, reg b) { return _mm512_sub_ps(a, b); }
   static reg mul(reg a, reg b) { return _mm512_mul_ps(a, b); }
@@ -182,15 +145,32 @@ struct Avx512Float {
   static reg min(reg a, reg b) { return _mm512_min_ps(a, b); }
   static reg neg(reg a) { return _mm512_xor_ps(a, set1(-0.0f)); }
   static reg abs(reg a) { return _mm512_andnot_ps(set1(-0.0f), a); }
-  static reg copy_sign(reg magnitude, reg sign) {
-    return _mm512_or_ps(magnitude, _mm512_and_ps(set1(-0.0f), sign));
+  static reg max_magnitude(reg a, reg b) {  // as integers, of which NaN's are the largest
+    return from_bits(_mm512_max_epi32(bits(a), bits(b)));
   }
-  static reg max_magnitude(reg most, reg a) {  // as integers, of which NaN's are the largest
-    return _mm512_castsi512_ps(
-        _mm512_max_epi32(_mm512_castps_si512(most), _mm512_castps_si512(abs(a))));
-  }
-  static float largest(reg a) {
-    return bit_cast<float>(_mm512_reduce_max_epi32(_mm512_castps_si512(a)));
+  // to[k] is the largest element of register k; of magnitudes, among which NaN is the largest.
+  static void largest(const reg (&from)[16], float* to) {
+    const auto max = [](reg a, reg b) { return max_magnitude(a, b); };
+    reg four[4];  // sums up four registers each
+    for (int k = 0; k < 4; ++k) {
+      reg two[2];
+      for (int j = 0; j < 2; ++j) {
+        const reg a = from[k + 8 * j];
+        const reg b = from[k + 8 * j + 4];
+        two[j] = max(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+      }
+      four[k] = max(_mm512_shuffle_f32x4(two[0], two[1], 0x88),
+                    _mm512_shuffle_f32x4(two[0], two[1], 0xdd));
+    }
+    reg two[2];
+    for (int k = 0; k < 2; ++k) {
+      const __m512d a = _mm512_castps_pd(four[2 * k]);
+      const __m512d b = _mm512_castps_pd(four[2 * k + 1]);
+      two[k] = max(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)),
+                   _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+    }
+    store(to,
+          max(_mm512_shuffle_ps(two[0], two[1], 0x88), _mm512_shuffle_ps(two[0], two[1], 0xdd)));
   }
   static reg max_keep_nan(reg vmax, reg v) {
     const __mmask16 keep =
@@ -207,6 +187,37 @@ struct Avx512Float {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), a,
                                 set1(canonical_nan(0.0f)));
   }
+
+  // For PairLane, with its order of elements.
+  static void into_fours(reg& a, reg& b) {
+    const reg first = a;
+    a = _mm512_shuffle_f32x4(first, b, 0x88);
+    b = _mm512_shuffle_f32x4(first, b, 0xdd);
+  }
+  static void out_of_fours(reg& a, reg& b) {
+    const __m512d lower = _mm512_castps_pd(a);
+    const __m512d upper = _mm512_castps_pd(b);
+    const __m512i first = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11);
+    const __m512i second = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+    a = _mm512_castpd_ps(_mm512_permutex2var_pd(lower, first, upper));
+    b = _mm512_castpd_ps(_mm512_permutex2var_pd(lower, second, upper));
+  }
+  static __m512i bits(reg a) { return _mm512_castps_si512(a); }
+  static reg from_bits(__m512i a) { return _mm512_castsi512_ps(a); }
+  static reg from_words(__m512i a) { return _mm512_cvtepi32_ps(a); }
+  static __m512i nearest_words(reg a) { return _mm512_cvtps_epi32(a); }
+  static __m512i cut_words(reg a) { return _mm512_cvttps_epi32(a); }
+  template <class Random>
+  static __m512i draw_of(const Random& random, Array array) {
+    const __m512i word = random.word[array / 2];
+    return array % 2 == 0 ? _mm512_and_si512(word, _mm512_set1_epi32(0xffff))
+                          : _mm512_srli_epi32(word, 16);
+  }
+  static __m512i add_draw(__m512i bits, __m512i draw) {
+    const __mmask16 rounds = _mm512_cmplt_epi32_mask(
+        _mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff)), _mm512_set1_epi32(kLastBFloat16));
+    return _mm512_mask_add_epi32(bits, rounds, bits, draw);
+  }
 };
 
 struct Avx512Double {
@@ -214,6 +225,7 @@ struct Avx512Double {
   using reg = __m512d;
   static constexpr int width = 8;
   static constexpr bool converts = false;
+  static constexpr bool any_layout = false;
   static reg load(const double* x) { return _mm512_loadu_pd(x); }
   static void store(double* x, reg a) { _mm512_storeu_pd(x, a); }
   static void stream(double* x, reg a) { _mm512_stream_pd(x, a); }

@@ -14,7 +14,7 @@ struct WordsOf {
   using type = void;
 };
 template <class L>
-  requires requires { typename L::Words; }
+requires requires { typename L::Words; }
 struct WordsOf<L> {
   using type = typename L::Words;
 };
@@ -96,7 +96,9 @@ class LoopTrace {
     if constexpr (kDigest) {
       const uint32_t number = number_ + static_cast<uint32_t>(i - begin_);
       if constexpr (std::is_same_v<Lane, L> && !std::is_void_v<Words>) {
-        registers_.add(layout, x, i, base_, number);
+        for (int k = 0; k < L::width; k += Words::width) {
+          registers_.add(layout, x, i + k, base_, number + static_cast<uint32_t>(k));
+        }
       } else {
         const int n = count(lane);
         for (int k = 0; k < n; ++k) {

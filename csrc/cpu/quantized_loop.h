@@ -31,8 +31,8 @@ class GroupDraws {
   explicit GroupDraws(const RoundingKey& key) : key_(key) {}
 
   void start(uint64_t number) {
-    if (number >> 32 != upper_) {
-      upper_ = number >> 32;
+    if (number >> kStreamBits != upper_) {
+      upper_ = number >> kStreamBits;
       draws_.stream = rounding_stream(key_, number);
     }
     draws_.first = static_cast<uint32_t>(number);
@@ -48,18 +48,61 @@ class GroupDraws {
   Draws draws_{};
 };
 
-// Groups whose moments are kept until their scales are known: several, so that the processor has
-// work while it finds a scale.
-inline constexpr int kGroupsAtOnce = 8;
+// Groups whose moments are kept until their scales are known: several, so that these are found
+// together.
+inline constexpr int kGroupsAtOnce = 16;
 
-// What is known of them between the two parts of a step.
-struct KeptGroups {
-  alignas(64) float exp_avg[kGroupsAtOnce][kQuantGroup];
-  alignas(64) float root[kGroupsAtOnce][kQuantGroup];
-  GroupScales largest[kGroupsAtOnce];
-  int64_t first[kGroupsAtOnce];
-  int size[kGroupsAtOnce];
+// One moment of them between the two parts of a step.
+template <class L>
+struct KeptMoment {
+  using One = typename L::One;
+
+  [[gnu::always_inline]] void set_most(int group, typename L::reg a, float rest) {
+    most[group / One::width][group % One::width] =
+        One::max_magnitude(L::folded(a), One::set1(rest));
+  }
+  [[gnu::always_inline]] void find_scales(float codes) {
+    for (int g = 0; g < kGroupsAtOnce; g += One::width) {
+      One::largest(most[g / One::width], scale + g);
+      const auto scales = scales_of<One>(One::load(scale + g), codes);
+      One::store(scale + g, scales);
+      One::store(inverse + g, inverses_of<One>(scales));
+    }
+  }
+
+  alignas(64) float value[kGroupsAtOnce][kQuantGroup];
+  typename One::reg most[kGroupsAtOnce / One::width][One::width];  // of a group, in each register
+  alignas(64) float scale[kGroupsAtOnce];
+  alignas(64) float inverse[kGroupsAtOnce];
 };
+
+// What is added to the codes of a group: dither.
+struct Added {
+  alignas(64) float exp_avg[kQuantGroup];
+  alignas(64) float root[kQuantGroup];
+};
+
+inline Added dithers(const TensorWork& work) {
+  const auto step = static_cast<uint32_t>(static_cast<int64_t>(step_of(work)));
+  Added added;
+  for (int k = 0; k < kQuantGroup; ++k) {
+    const Each<float> one = dither(step, k);
+    added.exp_avg[k] = one.exp_avg;
+    added.root[k] = one.root;
+  }
+  return added;
+}
+
+// In the order in which registers are kept.
+template <class L>
+Added in_order_kept(const Added& added) {
+  Added ordered;
+  for (int k = 0; k < kQuantGroup; k += L::width) {
+    L::keep(ordered.exp_avg + k, L::load(added.exp_avg + k));
+    L::keep(ordered.root + k, L::load(added.root + k));
+  }
+  return ordered;
+}
 
 // Elements [begin, end), whole groups. Rounded at random if `key` is not null.
 template <class L, class Trace>
@@ -70,18 +113,19 @@ template <class L, class Trace>
                                                   Trace& trace) {
   using Scalar = ScalarLane<float>;
   const AdamScalars<float> s = scalars;
+  const QuantizedScalars q = quantized_scalars(s);
   const TensorWork copy = work;  // stays in registers: a store might change `work`
   const auto& x = copy.memory;
   const int64_t first_group = group_of(copy, begin);
   auto* exp_avg_scale = static_cast<float*>(x[kExpAvgScale]) + first_group;
   auto* root_scale = static_cast<float*>(x[kExpAvgSqScale]) + first_group;
-  alignas(64) float dithers[kQuantGroup];
-  for (int k = 0; k < kQuantGroup; ++k) {
-    dithers[k] = dither(static_cast<uint32_t>(static_cast<int64_t>(step_of(copy))), k);
-  }
+  const Added added_to_one = dithers(copy);
+  const Added added_to_all = in_order_kept<L>(added_to_one);
   GroupDraws draws(key != nullptr ? *key : RoundingKey{});
   const bool random_weights = weight_may_round_randomly(layout);
-  KeptGroups kept;
+  Each<KeptMoment<L>> kept;
+  int64_t first_of[kGroupsAtOnce];
+  int size_of[kGroupsAtOnce];
 
   const auto start = [&](int64_t first) __attribute__((always_inline)) {
     if (key != nullptr || Trace::needs_numbers) {
@@ -100,55 +144,59 @@ template <class L, class Trace>
       visit(Scalar{}, k);
     }
   };
+  // visit(null or the random bits of a register's elements).
+  const auto with_draws = [&](auto lane, bool random, int k, const auto& visit)
+      __attribute__((always_inline)) {
+    using Lane = decltype(lane);
+    if (key != nullptr && random) {
+      const auto drawn = draws.of<Lane>(k);
+      return visit(&drawn);
+    }
+    return visit(static_cast<const typename Lane::Random*>(nullptr));
+  };
   const auto update = [&](int g, auto size) __attribute__((always_inline)) {
-    const int64_t first = kept.first[g];
-    const GroupScales scales{exp_avg_scale[g], root_scale[g]};
-    typename L::reg most_exp_avg = L::set1(0.0f);
-    typename L::reg most_root = L::set1(0.0f);
+    const int64_t first = first_of[g];
+    const GroupScales decoding = decoding_of(q, {exp_avg_scale[g], root_scale[g]});
+    Moments<L> most{L::set1(0.0f), L::set1(0.0f)};
     GroupScales rest{0.0f, 0.0f};  // of the single ones
     for_each_register(
         size, [&](const auto& lane, int k) __attribute__((always_inline)) {
           using Lane = std::remove_cvref_t<decltype(lane)>;
           trace.before(lane, layout, x, first + k);
-          UpdatedMoments<Lane> updated;
-          if (key != nullptr && random_weights) {
-            const auto random = draws.of<Lane>(k);
-            updated = update_weights(lane, s, layout, mode, x, first + k, scales, &random);
-          } else {
-            updated = update_weights(lane, s, layout, mode, x, first + k, scales,
-                                     static_cast<const typename Lane::Random*>(nullptr));
-          }
-          lane.store(kept.exp_avg[g] + k, updated.exp_avg);
-          lane.store(kept.root[g] + k, updated.root);
+          const Moments<Lane> updated = with_draws(
+              lane, random_weights, k, [&](const auto* random) __attribute__((always_inline)) {
+                return update_weights(lane, s, q, layout, mode, x, first + k, decoding, random);
+              });
+          lane.keep(kept.exp_avg.value[g] + k, updated.exp_avg);
+          lane.keep(kept.root.value[g] + k, updated.root);
           if constexpr (std::is_same_v<Lane, L>) {
-            most_exp_avg = L::max_magnitude(most_exp_avg, updated.exp_avg);
-            most_root = L::max_magnitude(most_root, updated.root);
+            most.exp_avg = L::max_magnitude(most.exp_avg, L::abs(updated.exp_avg));
+            most.root = L::max_magnitude(most.root, updated.root);
           } else {
-            rest.exp_avg = Scalar::max_magnitude(rest.exp_avg, updated.exp_avg);
+            rest.exp_avg = Scalar::max_magnitude(rest.exp_avg, Scalar::abs(updated.exp_avg));
             rest.root = Scalar::max_magnitude(rest.root, updated.root);
           }
         });
-    kept.largest[g] = {Scalar::max_magnitude(rest.exp_avg, L::largest(most_exp_avg)),
-                       Scalar::max_magnitude(rest.root, L::largest(most_root))};
+    kept.exp_avg.set_most(g, most.exp_avg, rest.exp_avg);
+    kept.root.set_most(g, most.root, rest.root);
   };
   const auto store = [&](int g, auto size) __attribute__((always_inline)) {
-    const int64_t first = kept.first[g];
-    const GroupScales scales = scales_of(kept.largest[g].exp_avg, kept.largest[g].root);
-    exp_avg_scale[g] = scales.exp_avg;
-    root_scale[g] = scales.root;
-    const GroupScales inverse = inverses_of(scales);
+    const int64_t first = first_of[g];
+    exp_avg_scale[g] = kept.exp_avg.scale[g];
+    root_scale[g] = kept.root.scale[g];
+    const GroupScales inverse{kept.exp_avg.inverse[g], kept.root.inverse[g]};
     for_each_register(
         size, [&](const auto& lane, int k) __attribute__((always_inline)) {
           using Lane = std::remove_cvref_t<decltype(lane)>;
-          const UpdatedMoments<Lane> moments{lane.load(kept.exp_avg[g] + k),
-                                             lane.load(kept.root[g] + k)};
-          if (key != nullptr) {
-            const auto random = draws.of<Lane>(k);
-            store_moments(lane, x, first + k, moments, inverse, lane.load(dithers + k), &random);
-          } else {
-            store_moments(lane, x, first + k, moments, inverse, lane.load(dithers + k),
-                          static_cast<const typename Lane::Random*>(nullptr));
-          }
+          const Added& added = std::is_same_v<Lane, L> ? added_to_all : added_to_one;
+          const Moments<Lane> moments{lane.kept(kept.exp_avg.value[g] + k),
+                                      lane.kept(kept.root.value[g] + k)};
+          with_draws(
+              lane, true, k, [&](const auto* random) __attribute__((always_inline)) {
+                store_moments(
+                    lane, x, first + k, moments, inverse,
+                    Moments<Lane>{lane.kept(added.exp_avg + k), lane.kept(added.root + k)}, random);
+              });
           trace.after(lane, layout, x, first + k, s.has_decay);
         });
   };
@@ -159,8 +207,8 @@ template <class L, class Trace>
     int groups = 0;
     for (; i < end && groups < kGroupsAtOnce; ++groups) {
       const int size = left < kQuantGroup ? static_cast<int>(left) : kQuantGroup;
-      kept.first[groups] = i;
-      kept.size[groups] = size;
+      first_of[groups] = i;
+      size_of[groups] = size;
       start(i);
       if (size == kQuantGroup) {
         fetch_group_ahead<L>(layout, x, i);
@@ -171,14 +219,16 @@ template <class L, class Trace>
       i += size;
       left = left == size ? copy.row_length : left - size;
     }
+    kept.exp_avg.find_scales(kLargestCode);
+    kept.root.find_scales(kRootCodes);
     for (int g = 0; g < groups; ++g) {
-      start(kept.first[g]);
-      if (kept.size[g] == kQuantGroup) {
+      start(first_of[g]);
+      if (size_of[g] == kQuantGroup) {
         store(g, kWhole);
       } else {
-        store(g, kept.size[g]);
+        store(g, size_of[g]);
       }
-      trace.after_group(x, group_of(copy, kept.first[g]));
+      trace.after_group(x, group_of(copy, first_of[g]));
     }
     exp_avg_scale += groups;
     root_scale += groups;

@@ -96,8 +96,8 @@ TORCHOPT_HD inline typename L::Random draw(const TensorWork& work, const Roundin
   uint64_t upper = ~uint64_t{0};
   unrolled<L::width>([&](int k) {
     const auto element = static_cast<uint64_t>(global_element(work, i + k));
-    if (element >> 32 != upper) {
-      upper = element >> 32;
+    if (element >> kStreamBits != upper) {
+      upper = element >> kStreamBits;
       stream = rounding_stream(key, element);
     }
     random.element[k] = random_words<ScalarWords>(stream, static_cast<uint32_t>(element));

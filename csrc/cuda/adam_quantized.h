@@ -35,6 +35,7 @@ struct QuantizedChunk {
   TORCHOPT_HD QuantizedChunk(const AdamChunk<float>& chunk, const Layout& layout)
       : elements(chunk),
         layout(layout),
+        scalars(quantized_scalars(chunk.scalars)),
         groups(chunk.work, chunk.n),
         first_group(group_of(chunk.work, chunk.begin)),
         step(static_cast<uint32_t>(static_cast<int64_t>(step_of(chunk.work)))),
@@ -44,7 +45,7 @@ struct QuantizedChunk {
   // Four groups from `first` on, as far as there are so many below `end`.
   template <class Warp>
   TORCHOPT_HD void update(const Warp& warp, int first, int end) const {
-    typename Warp::template PerThread<UpdatedMoments<Share>> moments;
+    typename Warp::template PerThread<Moments<Share>> moments;
     typename Warp::template PerThread<uint32_t> exp_avg;
     typename Warp::template PerThread<uint32_t> root;
     warp.each([&](int thread) {
@@ -52,17 +53,18 @@ struct QuantizedChunk {
       kept = {Share::set1(0.0f), Share::set1(0.0f)};
       const int group = first + thread / kGroupThreads;
       if (group < end) {
-        const GroupScales scales{exp_avg_scales[group], root_scales[group]};
+        const GroupScales decoding =
+            decoding_of(scalars, {exp_avg_scales[group], root_scales[group]});
         const bool random = weight_may_round_randomly(layout);
         for_each_part(
             group, thread, random,
             [&](const auto& draws, int i) {
-              kept = update_weights(Share{}, elements.scalars, layout, mode(), elements.x, i,
-                                    scales, draws);
+              kept = update_weights(Share{}, elements.scalars, scalars, layout, mode(), elements.x,
+                                    i, decoding, draws);
             },
             [&](const auto& draws, int i, int k) {
-              const auto one = update_weights(One{}, elements.scalars, layout, mode(), elements.x,
-                                              i, scales, draws);
+              const auto one = update_weights(One{}, elements.scalars, scalars, layout, mode(),
+                                              elements.x, i, decoding, draws);
               kept.exp_avg.element[k] = one.exp_avg.element[0];
               kept.root.element[k] = one.root.element[0];
             });
@@ -78,13 +80,14 @@ struct QuantizedChunk {
         return;
       }
       const auto& kept = moments[thread];
-      const GroupScales scales =
-          scales_of(bit_cast<float>(exp_avg[thread]), bit_cast<float>(root[thread]));
+      using L = ScalarLane<float>;
+      const GroupScales scales{scales_of<L>(bit_cast<float>(exp_avg[thread]), kLargestCode),
+                               scales_of<L>(bit_cast<float>(root[thread]), kRootCodes)};
       if (thread % kGroupThreads == 0) {
         exp_avg_scales[group] = scales.exp_avg;
         root_scales[group] = scales.root;
       }
-      const GroupScales inverse = inverses_of(scales);
+      const GroupScales inverse{inverses_of<L>(scales.exp_avg), inverses_of<L>(scales.root)};
       const int begin = groups.begin(group);
       for_each_part(
           group, thread, true,
@@ -92,7 +95,7 @@ struct QuantizedChunk {
             store_moments(Share{}, elements.x, i, kept, inverse, dithers<Share>(i - begin), draws);
           },
           [&](const auto& draws, int i, int k) {
-            const UpdatedMoments<One> one{{{kept.exp_avg.element[k]}}, {{kept.root.element[k]}}};
+            const Moments<One> one{{{kept.exp_avg.element[k]}}, {{kept.root.element[k]}}};
             store_moments(One{}, elements.x, i, one, inverse, dithers<One>(i - begin), draws);
           });
     });
@@ -100,6 +103,7 @@ struct QuantizedChunk {
 
   const AdamChunk<float>& elements;
   const Layout& layout;
+  const QuantizedScalars scalars;
   const ChunkGroups groups;
   const int64_t first_group;  // of the tensor's
   const uint32_t step;
@@ -111,9 +115,13 @@ struct QuantizedChunk {
 
   // Of the elements from a place of a group on.
   template <class L>
-  TORCHOPT_HD typename L::reg dithers(int place) const {
-    typename L::reg all;
-    unrolled<L::width>([&](int k) { all.element[k] = dither(step, place + k); });
+  TORCHOPT_HD Moments<L> dithers(int place) const {
+    Moments<L> all;
+    unrolled<L::width>([&](int k) {
+      const Each<float> one = dither(step, place + k);
+      all.exp_avg.element[k] = one.exp_avg;
+      all.root.element[k] = one.root;
+    });
     return all;
   }
 

@@ -17,6 +17,7 @@ struct VectorLane {
   };
   static constexpr int width = kWidth;
   static constexpr bool converts = One::converts;
+  static constexpr bool any_layout = One::any_layout;
 
   template <class Element>
   TORCHOPT_HD static reg load(const Element* from) {
@@ -51,6 +52,10 @@ struct VectorLane {
   TORCHOPT_HD static void store_split(BFloat16* weight, int8_t* remainder, const reg& a) {
     store_parts(weight, remainder, [&](int k) { return split8(a.element[k]); });
   }
+  TORCHOPT_HD static reg load_next(const uint8_t* from) {
+    const auto codes = load_elements<1>(from);
+    return map([&](int k) { return One::load_next(&codes.element[k]); });
+  }
   struct Random {
     RandomWords<ScalarWords> element[kWidth];
   };
@@ -67,15 +72,16 @@ struct VectorLane {
     });
   }
 
-  TORCHOPT_HD static void store_codes(int8_t* to, const reg& code) {
-    store_each(to, [&](int k) { return One::nearest_code(code.element[k]); });
+  template <class Code>
+  TORCHOPT_HD static void store_codes(Code* to, const reg& code) {
+    store_each(to, [&](int k) {
+      Code one;
+      One::store_codes(&one, code.element[k]);
+      return one;
+    });
   }
-  TORCHOPT_HD static void store_codes(uint8_t* to, const reg& code, const reg& root) {
-    store_each(to, [&](int k) { return One::cut_code(code.element[k], root.element[k]); });
-  }
-  TORCHOPT_HD static reg dithered(const reg& code, T limit, const Random& random, Array array) {
-    return map(
-        [&](int k) { return One::dithered(code.element[k], limit, random.element[k], array); });
+  TORCHOPT_HD static reg fraction(const Random& random, Array array) {
+    return map([&](int k) { return One::fraction(random.element[k], array); });
   }
 
   TORCHOPT_HD static reg set1(T a) {
@@ -99,15 +105,10 @@ struct VectorLane {
   TORCHOPT_HD static reg neg(const reg& a) {
     return map([&](int k) { return One::neg(a.element[k]); });
   }
-  TORCHOPT_HD static reg abs(const reg& a) {
-    return map([&](int k) { return One::abs(a.element[k]); });
-  }
-  TORCHOPT_HD static reg copy_sign(const reg& magnitude, const reg& sign) {
-    return map([&](int k) { return One::copy_sign(magnitude.element[k], sign.element[k]); });
-  }
+  // Of all elements' magnitudes.
   TORCHOPT_HD static T largest(const reg& a) {
     T most{0};
-    unrolled<kWidth>([&](int k) { most = One::max_magnitude(most, a.element[k]); });
+    unrolled<kWidth>([&](int k) { most = One::max_magnitude(most, One::abs(a.element[k])); });
     return most;
   }
   TORCHOPT_HD static reg min(const reg& a, const reg& b) {

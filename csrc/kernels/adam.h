@@ -83,13 +83,24 @@ TORCHOPT_HD inline AdamScalars<T> adam_scalars(const AdamHyper& hyper, int64_t s
   return s;
 }
 
-// Updates one register of elements and returns the root that it divided by. NaNs are canonical,
-// those of moments if they are stored as they are. The conditions depend on scalars alone, so the
-// branch predictor makes them free.
-template <class L, bool kStoresMoments = true, class R = typename L::reg>
-[[gnu::always_inline]] TORCHOPT_HD inline R adam_registers(const AdamScalars<typename L::scalar>& s,
-                                                           R& p, R g, R& m, R& v, R& max_exp_avg_sq,
-                                                           bool amsgrad) {
+// Moves weights by m / (root + eps) and by their decay.
+template <class L, class R = typename L::reg>
+[[gnu::always_inline]] TORCHOPT_HD inline void move_weights(
+    const AdamScalars<typename L::scalar>& s, R& p, R m, R root) {
+  const R u = L::div(m, L::add(root, L::set1(s.eps_hat)));
+  R change = L::mul(L::set1(s.step_size), u);
+  if (s.has_decay) {
+    change = L::add(L::mul(L::set1(s.decay), p), change);
+  }
+  p = L::canonical(L::sub(p, change));
+}
+
+// Updates one register of elements. NaNs are canonical. The conditions depend on scalars alone, so
+// the branch predictor makes them free.
+template <class L, class R = typename L::reg>
+[[gnu::always_inline]] TORCHOPT_HD inline void adam_registers(
+    const AdamScalars<typename L::scalar>& s, R& p, R g, R& m, R& v, R& max_exp_avg_sq,
+    bool amsgrad) {
   using T = typename L::scalar;
   g = L::mul(g, L::set1(s.grad_factor));
   if (s.maximize) {
@@ -106,22 +117,13 @@ template <class L, bool kStoresMoments = true, class R = typename L::reg>
   const R forgotten = L::min(L::mul(L::set1(s.w2), v), L::set1(largest_finite<T>));
   v = s.small_w2 ? L::add(v, L::sub(weighted_square, forgotten))
                  : L::add(weighted_square, L::mul(L::set1(s.beta2), v));
-  if constexpr (kStoresMoments) {
-    m = L::canonical(m);
-    v = L::canonical(v);
-  }
+  m = L::canonical(m);
+  v = L::canonical(v);
   R d = v;
   if (amsgrad) {
     d = max_exp_avg_sq = L::canonical(L::max_keep_nan(max_exp_avg_sq, v));
   }
-  const R root = L::sqrt(d);
-  const R u = L::div(m, L::add(root, L::set1(s.eps_hat)));
-  R change = L::mul(L::set1(s.step_size), u);
-  if (s.has_decay) {
-    change = L::add(L::mul(L::set1(s.decay), p), change);
-  }
-  p = L::canonical(L::sub(p, change));
-  return root;
+  move_weights<L>(s, p, m, L::sqrt(d));
 }
 
 }  // namespace

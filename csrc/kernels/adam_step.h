@@ -46,7 +46,7 @@ template <class L>
                                                                        const Layout& layout,
                                                                        void* const (&x)[kArrays],
                                                                        int64_t i) {
-  if constexpr (L::converts) {
+  if constexpr (L::any_layout) {
     if (layout.state == DType::kInt8) {
       return lane.load(static_cast<const int8_t*>(x[kExpAvg]) + i);
     }
@@ -77,7 +77,7 @@ template <class L, class Random>
 [[gnu::always_inline]] TORCHOPT_HD inline void store_rounded(const L& lane, DType dtype, void* x,
                                                              int64_t i, typename L::reg a,
                                                              const Random* random, Array array) {
-  if constexpr (L::converts) {
+  if constexpr (L::any_layout) {
     if (random != nullptr && dtype == DType::kBFloat16) {
       lane.store_stochastic(static_cast<BFloat16*>(x) + i, a, *random, array);
       return;
@@ -100,6 +100,8 @@ template <class L>
       return lane.joined(static_cast<const BFloat16*>(x[kParam]) + i,
                          static_cast<const int16_t*>(x[kMaster]) + i);
     }
+  }
+  if constexpr (L::any_layout) {
     if (layout.master == Master::kRemainder8) {
       return lane.joined(static_cast<const BFloat16*>(x[kParam]) + i,
                          static_cast<const int8_t*>(x[kMaster]) + i);
@@ -120,16 +122,6 @@ template <class L, class Random>
                        p);
       return;
     }
-    if (layout.master == Master::kRemainder8) {
-      auto* weight = static_cast<BFloat16*>(x[kParam]) + i;
-      auto* remainder = static_cast<int8_t*>(x[kMaster]) + i;
-      if (random != nullptr) {
-        lane.store_split_stochastic(weight, remainder, p, *random);
-      } else {
-        lane.store_split(weight, remainder, p);
-      }
-      return;
-    }
     if (layout.master == Master::kFloat32) {
       lane.store(static_cast<float*>(x[kMaster]) + i, p);
       if (!mode.past_caches) {
@@ -138,6 +130,18 @@ template <class L, class Random>
         lane.stream(static_cast<BFloat16*>(x[kParam]) + i, p);
       } else {
         lane.stream(static_cast<Float16*>(x[kParam]) + i, p);
+      }
+      return;
+    }
+  }
+  if constexpr (L::any_layout) {
+    if (layout.master == Master::kRemainder8) {
+      auto* weight = static_cast<BFloat16*>(x[kParam]) + i;
+      auto* remainder = static_cast<int8_t*>(x[kMaster]) + i;
+      if (random != nullptr) {
+        lane.store_split_stochastic(weight, remainder, p, *random);
+      } else {
+        lane.store_split(weight, remainder, p);
       }
       return;
     }

@@ -11,9 +11,9 @@
 namespace torchopt_ext {
 namespace {
 
-// What elements share whose numbers have the same upper half.
+// What elements share whose numbers differ in kStreamBits.
 TORCHOPT_HD inline uint32_t digest_base(uint32_t parameter, uint64_t element) {
-  return static_cast<uint32_t>(mix64(mix64(parameter) + (element >> 32)));
+  return static_cast<uint32_t>(mix64(mix64(parameter) + (element >> kStreamBits)));
 }
 
 // Of places that follow `number`, the lower half of the first one's number.

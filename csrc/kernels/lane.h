@@ -4,7 +4,7 @@
 // the same on every instruction set. This is the one-element lane, for the host and for CUDA
 // threads; lane_avx2.h and lane_avx512.h hold the others. Float lanes also load and store 16-bit
 // elements: rounded to nearest, with a remainder, or stochastically; and 8-bit codes (quantize.h),
-// with abs, copy_sign, max_magnitude and largest for their scales.
+// with what finds the largest of a group.
 #pragma once
 
 #include "kernels/remainder.h"
@@ -27,10 +27,12 @@ inline constexpr double largest_finite<double> = 0x1.fffffffffffffp1023;
 
 template <class T>
 struct ScalarLane {
+  using One = ScalarLane;
   using scalar = T;
   using reg = T;
   static constexpr int width = 1;
   static constexpr bool converts = sizeof(T) == sizeof(float);  // from and to 16-bit elements
+  static constexpr bool any_layout = converts;                  // and 8-bit ones, and at random
 
   TORCHOPT_HD static T load(const T* x) { return *x; }
   TORCHOPT_HD static void store(T* x, T a) { *x = a; }
@@ -71,7 +73,6 @@ struct ScalarLane {
     store_parts(weight, remainder, split8_stochastic(a, draw_of(random, kParam)));
   }
   TORCHOPT_HD static T neg(T a) { return -a; }
-  TORCHOPT_HD static T abs(T a) { return a < T{0} ? -a : a; }
   TORCHOPT_HD static T add_exact_square(T sum, T x) { return add(sum, mul(x, x)); }
   TORCHOPT_HD static T sub(T a, T b) { return add(a, -b); }
   // b if either is a NaN.
@@ -86,34 +87,36 @@ struct ScalarLane {
   TORCHOPT_HD static T canonical(T a) { return a == a ? a : canonical_nan(a); }
 
   // The next ones are of floats only.
-  TORCHOPT_HD static T copy_sign(T magnitude, T sign) {
-    return bit_cast<T>(bit_cast<uint32_t>(magnitude) | (bit_cast<uint32_t>(sign) & 0x80000000u));
+  TORCHOPT_HD static T abs(T a) { return bit_cast<T>(bit_cast<uint32_t>(a) & 0x7fffffffu); }
+  // The larger of two magnitudes; NaN if either is.
+  TORCHOPT_HD static T max_magnitude(T a, T b) {
+    return bit_cast<uint32_t>(a) > bit_cast<uint32_t>(b) ? a : b;
   }
-  // The larger magnitude, `most` being one; NaN if either is.
-  TORCHOPT_HD static T max_magnitude(T most, T a) {
-    const uint32_t bits = bit_cast<uint32_t>(a) & 0x7fffffffu;
-    return bits > bit_cast<uint32_t>(most) ? bit_cast<T>(bits) : most;
+  // cpu/pair_lane.h, cpu/lane_avx512.h
+  TORCHOPT_HD static T folded(T a) { return a; }
+  TORCHOPT_HD static void largest(const T (&from)[1], T* to) { *to = from[0]; }
+  // For a while, in an order of the lane's own.
+  TORCHOPT_HD static void keep(T* x, T a) { *x = a; }
+  TORCHOPT_HD static T kept(const T* x) { return *x; }
+  // One more than a code.
+  TORCHOPT_HD static T load_next(const uint8_t* x) { return static_cast<T>(*x + 1); }
+  // An array's random bits as a number in [0, 1).
+  TORCHOPT_HD static T fraction(const Random& random, Array array) {
+    return mul(static_cast<T>(draw_of(random, array)), T{0x1p-16f});
   }
-  // Of a register of magnitudes.
-  TORCHOPT_HD static T largest(T a) { return a; }
-  // A code, of at most `limit`, up or down at random so that its mean is exact.
-  TORCHOPT_HD static T dithered(T code, T limit, const Random& random, Array array) {
-    const T draw = mul(static_cast<T>(draw_of(random, array)), T{0x1p-16f});
-    const T sum = add(min(limit, code), draw);
-    const T nearest = sub(add(sum, T{kRounder}), T{kRounder});
-    return nearest > sum ? sub(nearest, T{1}) : nearest;
+  // Codes (quantize.h) of [-129, 129), rounded to nearest even; NaN becomes -128.
+  TORCHOPT_HD static void store_codes(int8_t* x, T code) {
+    // Of a number below 2^22 this addition leaves the nearest integer in the lower bits.
+    constexpr float kRounder = 0x1.8p23f;
+    const auto bits = bit_cast<uint32_t>(add(code, T{kRounder})) - bit_cast<uint32_t>(kRounder);
+    const auto nearest = static_cast<int32_t>(bits);
+    *x = static_cast<int8_t>(code != code ? -128 : nearest > 127 ? 127 : nearest);
   }
-  // To nearest even. NaN is -128.
-  TORCHOPT_HD static int8_t nearest_code(T code) {
-    return static_cast<int8_t>(code == code ? rounded(code) : 0x80u);
+  // Codes below 257, cut off; what is below 1 becomes 0, and so does NaN.
+  TORCHOPT_HD static void store_codes(uint8_t* x, T code) {
+    const int whole = code >= T{1} ? static_cast<int>(code) : 0;
+    *x = static_cast<uint8_t>(whole > 255 ? 255 : whole);
   }
-  // Cut off, at most 255. NaN is 0. At least 1 where `root`, of which it is the code, is above 0.
-  TORCHOPT_HD static uint8_t cut_code(T code, T root) {
-    const int whole = code >= T{255} ? 255 : code >= T{1} ? static_cast<int>(code) : 0;
-    return static_cast<uint8_t>(root > T{0} && whole == 0 ? 1 : whole);
-  }
-  TORCHOPT_HD static void store_codes(int8_t* x, T code) { *x = nearest_code(code); }
-  TORCHOPT_HD static void store_codes(uint8_t* x, T code, T root) { *x = cut_code(code, root); }
 
 #ifdef __CUDA_ARCH__
   // The intrinsics are never contracted, whatever the compiler's flags.
@@ -140,9 +143,6 @@ struct ScalarLane {
     *weight = parts.weight;
     *remainder = parts.remainder;
   }
-  // Of a number below 2^22 this addition leaves the nearest integer in the lower bits.
-  static constexpr float kRounder = 0x1.8p23f;
-  TORCHOPT_HD static uint32_t rounded(T code) { return bit_cast<uint32_t>(add(code, T{kRounder})); }
 };
 
 }  // namespace

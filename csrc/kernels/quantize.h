@@ -1,10 +1,10 @@
 // Moments of 8 bits: groups of elements that share a scale for each moment, and the map between a
 // moment and its code. docs/numerics.md section 11.
 //
-// Both maps are squares, whose steps are narrow where moments are small, and which take
-// multiplications alone to decode. What is stored of exp_avg_sq is the root that the update divides
-// by. A step changes it so little that it would stay where it is if it were rounded to nearest: it
-// is dithered by a sequence over steps and places of a group, the additive recurrence R2 (M.
+// Codes of exp_avg and of the root of exp_avg_sq are linear, so that a moment is one product away.
+// A root's code 0 stands for one step of its scale: were it zero, an update would divide by eps. A
+// step changes moments by less than a code, and rounded to nearest they would stay where they are:
+// both are dithered by a sequence over steps and places of a group, the additive recurrence R2 (M.
 // Roberts, "The Unreasonable Effectiveness of Quasirandom Sequences").
 #pragma once
 
@@ -15,16 +15,19 @@ namespace torchopt_ext {
 // Elements that follow one another in a row; the last ones of a row may be fewer.
 inline constexpr int kQuantGroup = 64;
 
-// A group's scales: what code 1 stands for, of exp_avg and of the root of exp_avg_sq.
-struct GroupScales {
-  float exp_avg;
-  float root;
+// Of a group, or what is added to the codes of an element: one for exp_avg, one for the root of
+// exp_avg_sq.
+template <class T>
+struct Each {
+  T exp_avg;
+  T root;
 };
+using GroupScales = Each<float>;  // what a step from one code to the next stands for
 
 namespace {
 
-inline constexpr float kLargestSigned = 127.0f;
-inline constexpr float kLargestUnsigned = 255.0f;
+inline constexpr float kLargestCode = 127.0f;  // of exp_avg; the least is -128
+inline constexpr float kRootCodes = 256.0f;
 
 TORCHOPT_HD constexpr int64_t groups_in_row(int64_t row_length) {
   return (row_length + kQuantGroup - 1) / kQuantGroup;
@@ -70,54 +73,33 @@ inline int64_t end_of_groups(const TensorWork& work, int64_t begin, int64_t end,
   return next < groups.count() ? begin + groups.begin(next) : end;
 }
 
+// Scales of groups whose largest magnitudes these are, or NaN. `codes`: kLargestCode or kRootCodes.
 template <class L>
-[[gnu::always_inline]] TORCHOPT_HD inline typename L::reg decoded_exp_avg(typename L::reg code,
-                                                                          float scale) {
-  return L::mul(L::mul(code, L::abs(code)), L::set1(scale));
+TORCHOPT_HD inline typename L::reg scales_of(typename L::reg largest, float codes) {
+  return L::canonical(L::div(largest, L::set1(codes)));
 }
-template <class L>
-[[gnu::always_inline]] TORCHOPT_HD inline typename L::reg decoded_exp_avg_sq(typename L::reg code,
-                                                                             float scale) {
-  const typename L::reg root = L::mul(code, L::set1(scale));
-  return L::mul(root, root);
-}
-
-// Of a group whose largest magnitudes these are, or NaN.
-TORCHOPT_HD inline GroupScales scales_of(float largest_exp_avg, float largest_root) {
-  using L = ScalarLane<float>;
-  return {L::canonical(L::div(largest_exp_avg, kLargestSigned * kLargestSigned)),
-          L::canonical(L::div(largest_root, kLargestUnsigned))};
-}
-
 // What moments are multiplied by to be encoded. Zeros stay zeros where a scale is 0.
-TORCHOPT_HD inline float inverse_of(float scale) {
-  constexpr float kSmallestNormal = 0x1p-126f;
-  return ScalarLane<float>::div(1.0f, scale > kSmallestNormal ? scale : kSmallestNormal);
-}
-TORCHOPT_HD inline GroupScales inverses_of(const GroupScales& scales) {
-  return {inverse_of(scales.exp_avg), inverse_of(scales.root)};
+template <class L>
+TORCHOPT_HD inline typename L::reg inverses_of(typename L::reg scales) {
+  return L::min(L::div(L::set1(1.0f), scales), L::set1(0x1p126f));
 }
 
-// What is added to the root's code before it is cut off, in [0, 1). `step`: the tensor's count
-// after this step.
-TORCHOPT_HD inline float dither(uint32_t step, int place) {
-  constexpr uint32_t kByStep = 3242174889u;   // 2^32 / 1.3247..., the plastic number
-  constexpr uint32_t kByPlace = 2447445414u;  // 2^32 / its square
-  const uint32_t bits = step * kByStep + static_cast<uint32_t>(place) * kByPlace;
-  return ScalarLane<float>::mul(static_cast<float>(bits >> 8), 0x1p-24f);
-}
+// A code of exp_avg is rounded to nearest after a number from -1/2 to 1/2 was added, one of a root
+// is cut off after one from -1 to 0 was.
+inline constexpr float kFromExpAvg = -0.5f;
+inline constexpr float kFromRoot = -1.0f;
 
-// Magnitudes as codes that are yet to be rounded. Of what is not finite the code does not matter,
-// as its group's scale says so, but it is the same everywhere.
-template <class L>
-[[gnu::always_inline]] TORCHOPT_HD inline typename L::reg exp_avg_code(typename L::reg m,
-                                                                       float inverse) {
-  return L::sqrt(L::mul(L::abs(m), L::set1(inverse)));
-}
-template <class L>
-[[gnu::always_inline]] TORCHOPT_HD inline typename L::reg root_code(typename L::reg root,
-                                                                    float inverse) {
-  return L::mul(root, L::set1(inverse));
+// What is added to the codes of a place of a group. `step`: the tensor's count after this step.
+TORCHOPT_HD inline Each<float> dither(uint32_t step, int place) {
+  using L = ScalarLane<float>;
+  constexpr uint32_t kLonger = 3242174889u;   // 2^32 / 1.3247..., the plastic number
+  constexpr uint32_t kShorter = 2447445414u;  // 2^32 / its square
+  const auto fraction = [](uint32_t bits) {
+    return L::mul(static_cast<float>(bits >> 8), 0x1p-24f);
+  };
+  const auto at = static_cast<uint32_t>(place);
+  return {L::add(fraction(step * kShorter + at * kLonger), kFromExpAvg),
+          L::add(fraction(step * kLonger + at * kShorter), kFromRoot)};
 }
 
 }  // namespace

@@ -2,12 +2,12 @@
 // is the exact value. The draws depend on seed, step, parameter and element alone, never on thread
 // or rank. docs/numerics.md section 8.
 //
-// An element's 64 random bits are two mixes of its number: a Weyl sequence, then rounds of multiply
-// and xor-shift as in "lowbias32" and "triple32" (C. Wellons, "Prospecting for hash functions").
-// Each of three keys enters behind a multiplication of its own: a key that only moved the number
-// would let two parameters share their draws at shifted elements. All of it works on 32-bit words
-// beside fp32 ones; Philox4x32-10 takes 10 multiplications of twice the width for as many bits.
-// benchmarks/rounding_quality.cpp tests the draws.
+// An element's first word of random bits mixes its number: a Weyl sequence, then multiplications
+// and xor-shifts as in "lowbias32" (C. Wellons, "Prospecting for hash functions"). A second key
+// enters behind a multiplication: one that only moved the number would let two parameters share
+// their draws at shifted elements. The second word is a product of the first. All of it works on
+// 32-bit words beside fp32 ones; Philox4x32-10 takes 10 multiplications of twice the width for as
+// many bits. benchmarks/rounding_quality.cpp tests the draws.
 #pragma once
 
 #include "kernels/tensor_work.h"
@@ -20,9 +20,10 @@ struct RoundingKey {
   uint32_t parameter;
 };
 
-// The keys of elements whose numbers share their upper half.
+// The keys of elements whose numbers share all but their last kStreamBits bits. More elements would
+// show that few multiplications mix a word's upper bits.
 struct RoundingStream {
-  uint32_t key[3];
+  uint32_t key[2];
 };
 
 // The random bits of elements whose numbers follow one another.
@@ -53,9 +54,8 @@ TORCHOPT_HD inline RoundingStream rounding_stream(const RoundingKey& key, uint64
   constexpr uint64_t kGolden = 0x9e3779b97f4a7c15u;
   uint64_t x = mix64(key.seed + kGolden);
   x = mix64(x ^ (static_cast<uint64_t>(key.step) << 32 | key.parameter));
-  x = mix64(x + (element >> 32) * kGolden);
-  const uint64_t y = mix64(x + kGolden);
-  return {{static_cast<uint32_t>(x), static_cast<uint32_t>(x >> 32), static_cast<uint32_t>(y)}};
+  x = mix64(x + (element >> kStreamBits) * kGolden);
+  return {{static_cast<uint32_t>(x), static_cast<uint32_t>(x >> 32)}};
 }
 
 inline RoundingKey rounding_key(const StepOptions& options, const TensorWork& work) {
@@ -91,12 +91,9 @@ TORCHOPT_HD inline RandomWords<W> random_words(const RoundingStream& stream, uin
   x = times(W::bit_xor(x, W::template shifted<16>(x)), 0x21f0aaadu);
   x = W::bit_xor(x, W::bit_xor(W::template shifted<15>(x), W::set1(stream.key[1])));
   x = times(x, 0xd35a2d97u);
-  R first = times(W::bit_xor(x, W::template shifted<15>(x)), 0x31848babu);
-  first = W::bit_xor(first, W::template shifted<14>(first));
-  R second = W::add(W::bit_xor(x, W::template shifted<13>(x)), W::set1(stream.key[2]));
-  second = times(second, 0xac4c1b51u);
-  second = W::bit_xor(second, W::template shifted<16>(second));
-  return {{first, second}};
+  x = W::bit_xor(x, W::template shifted<15>(x));
+  const R y = times(x, 0xac4c1b51u);
+  return {{x, W::bit_xor(y, W::template shifted<16>(y))}};
 }
 
 // The 16 bits that decide about an array's element.

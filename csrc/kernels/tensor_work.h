@@ -21,6 +21,10 @@ enum Array {
 inline constexpr int kWritten = kExpAvgScale;  // arrays of elements, from kParam on
 inline constexpr int kKept = kGrad;            // what stays between steps, from kParam on
 
+// Elements of a parameter whose numbers differ in these bits alone share what random bits and
+// digests take from the others (stochastic.h).
+inline constexpr int kStreamBits = 20;
+
 // What is kept beside a 16-bit parameter.
 enum class Master : int32_t {
   kNone,
@@ -106,15 +110,16 @@ TORCHOPT_HD inline int64_t global_element(const TensorWork& work, int64_t i) {
 }
 
 // Calls visit(first, last, number of the first one) for the runs of elements [begin, end) of a
-// tensor that follow one another in the whole parameter, with numbers that share their upper half.
+// tensor that follow one another in the whole parameter, with numbers of one RoundingStream.
 template <class Visit>
 [[gnu::always_inline]] inline void for_each_run(const TensorWork& work, int64_t begin, int64_t end,
                                                 const Visit& visit) {
   for (int64_t i = begin; i < end;) {
     const auto number = static_cast<uint64_t>(global_element(work, i));
-    const int64_t same_half = (int64_t{1} << 32) - static_cast<int64_t>(number & 0xffffffffu);
+    constexpr int64_t kStream = int64_t{1} << kStreamBits;
+    const int64_t same_stream = kStream - static_cast<int64_t>(number) % kStream;
     const int64_t run = work.run == 0 ? end - i : work.run - i % work.run;
-    const int64_t longest = i + (run < same_half ? run : same_half);
+    const int64_t longest = i + (run < same_stream ? run : same_stream);
     const int64_t last = longest < end ? longest : end;
     visit(i, last, number);
     i = last;

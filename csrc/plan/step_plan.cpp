@@ -16,8 +16,8 @@ namespace torchopt_ext {
 namespace {
 
 constexpr const char* kRoleNames[] = {"parameter",           "exp_avg",       "exp_avg_sq",
-                                      "max_exp_avg_sq",      "master weight", "exp_avg_scale_v1",
-                                      "exp_avg_sq_scale_v1", "state step"};
+                                      "max_exp_avg_sq",      "master weight", "exp_avg_scale_v2",
+                                      "exp_avg_sq_scale_v2", "state step"};
 
 void* writable(const at::Tensor& tensor) {
   return tensor.defined() && tensor.numel() > 0 ? tensor.mutable_data_ptr() : nullptr;

@@ -20,8 +20,8 @@ bool is_read(PyObject* name) {
                                                  PyUnicode_InternFromString("master_weight"),
                                                  PyUnicode_InternFromString("remainder"),
                                                  PyUnicode_InternFromString("remainder8"),
-                                                 PyUnicode_InternFromString("exp_avg_scale_v1"),
-                                                 PyUnicode_InternFromString("exp_avg_sq_scale_v1")};
+                                                 PyUnicode_InternFromString("exp_avg_scale_v2"),
+                                                 PyUnicode_InternFromString("exp_avg_sq_scale_v2")};
   return PyUnicode_Check(name) && std::any_of(names.begin(), names.end(), [name](PyObject* read) {
            return PyUnicode_Compare(name, read) == 0;
          });

@@ -42,15 +42,15 @@ def random_of(seed: int, step: int, parameter: int, element: int) -> int:
     golden = 0x9E3779B97F4A7C15
     x = mix64(seed + golden & M64)
     x = mix64(x ^ (step << 32 | parameter))
-    x = mix64(x + (element >> 32) * golden & M64)
-    keys = x & M32, x >> 32, mix64(x + golden & M64) & M32
+    x = mix64(x + (element >> 20) * golden & M64)
+    keys = x & M32, x >> 32
 
     y = (element & M32) * 0x9E3779B1 + keys[0] & M32
     y = (y ^ y >> 16) * 0x21F0AAAD & M32
     y = (y ^ y >> 15 ^ keys[1]) * 0xD35A2D97 & M32
-    first = (y ^ y >> 15) * 0x31848BAB & M32
-    second = ((y ^ y >> 13) + keys[2]) * 0xAC4C1B51 & M32
-    return first ^ first >> 14 | (second ^ second >> 16) << 32
+    first = y ^ y >> 15
+    second = first * 0xAC4C1B51 & M32
+    return first | (second ^ second >> 16) << 32
 
 
 def round_stochastically(bits: int, random: int, draw: int) -> int:
@@ -63,7 +63,7 @@ def digest(parameter: int, role: int, width: int, elements: Sequence[int]) -> in
     """Of one array's elements, given as bits of ``width``."""
     total = 0
     for element, bits in enumerate(elements):
-        x = (element & M32) * 0x9E3779B1 + mix64(mix64(parameter) + (element >> 32)) & M32
+        x = (element & M32) * 0x9E3779B1 + mix64(mix64(parameter) + (element >> 20)) & M32
         x = (x ^ x >> 16) * 0x21F0AAAD & M32
         place = x ^ x >> 15 | 1
         words = [bits] if width < 64 else [bits & M32, bits >> 32]

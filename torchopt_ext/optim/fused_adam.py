@@ -54,7 +54,7 @@ class FusedAdam(HookedStep, PlannedStep):
         state_dtype: dtype of the moments, float32 or bfloat16; None for float32 with a master
             weight and for the parameter's own dtype without. "int8": 8 bits each, ``exp_avg`` as
             int8 and ``exp_avg_sq`` as uint8, with float32 scales for groups of 64 elements of a row
-            in ``exp_avg_scale_v1`` and ``exp_avg_sq_scale_v1`` (docs/numerics.md section 11);
+            in ``exp_avg_scale_v2`` and ``exp_avg_sq_scale_v2`` (docs/numerics.md section 11);
             moments of parameters with one dimension or rows of less than 64 elements are float32.
         stochastic_rounding: bfloat16 parameters without master weight, weights with "remainder8",
             and bfloat16 and 8-bit moments are rounded up or down at random so that the mean is

@@ -13,7 +13,7 @@ GROUP = 64
 """Elements that share a scale (csrc/kernels/quantize.h)."""
 
 CODES = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}
-SCALE = "_scale_v1"
+SCALE = "_scale_v2"
 """What the names of scales add to a moment's. The number is the version of the format."""
 SCALES = {name + SCALE: name for name in CODES}
 """Entries of a parameter's state that hold scales, float32, and the moments they belong to."""

@@ -23,7 +23,8 @@ _ELEMENTS = 1 << 18
 """What is in memory as float32 at once, or a row."""
 _ANY_SCALE = tuple(f"{name}_scale" for name in CODES)
 """How names of scales begin in every version of the format."""
-_LARGEST = {"exp_avg": 127.0, "exp_avg_sq": 255.0}
+_CODES = {"exp_avg": 127.0, "exp_avg_sq": 256.0}
+"""Steps of a scale up to the largest magnitude of a group."""
 
 
 def has_codes(entry: Mapping[str, Any]) -> bool:
@@ -69,21 +70,16 @@ def quantize(name: str, moment: Tensor) -> tuple[Tensor, Tensor]:
     """Codes and scales of a moment, as a step stores them but rounded to nearest."""
     codes = torch.empty(moment.shape, dtype=CODES[name], device=moment.device)
     scales = torch.empty(scale_shape(moment), device=moment.device)
-    largest = _LARGEST[name]
     by_row = codes.flatten(1)
+    is_root = name == "exp_avg_sq"  # a root's code 0 is one step, and 255 is 256
     for own in _blocks(moment):
         grouped = _grouped(moment[own].reshape(-1, by_row.shape[1]).float())
-        if name == "exp_avg":
-            most = grouped.abs().amax(-1)
-            scale = most / torch.full_like(most, largest**2)
-            code = _sqrt(grouped.abs() * _inverse(scale)).round().clamp(max=largest)
-            code = code.copysign(grouped)
-        else:
-            root = _sqrt(grouped)
-            most = root.amax(-1)
-            scale = most / torch.full_like(most, largest)
-            code = (root * _inverse(scale)).round().clamp(max=largest)
-            code = torch.where(root > 0, code.clamp(min=1.0), code)
+        value = _sqrt(grouped) if is_root else grouped
+        most = value.abs().amax(-1)
+        scale = most / torch.full_like(most, _CODES[name])
+        inverse = (1 / scale).clamp(max=2.0**126).unsqueeze(-1)
+        code = (value * inverse).round()
+        code = (code - 1).clamp(0.0, 255.0) if is_root else code.clamp(-128.0, 127.0)
         scales[own] = scale
         by_row[own] = code.nan_to_num(0.0).flatten(1)[:, : by_row.shape[1]].to(codes.dtype)
     return codes, scales
@@ -96,7 +92,7 @@ def dequantize(name: str, codes: Tensor, scales: Tensor) -> Tensor:
     for own in _blocks(codes):
         code = _grouped(codes[own].reshape(-1, by_row.shape[1]).float())
         scale = scales[own].unsqueeze(-1)
-        value = code * code.abs() * scale if name == "exp_avg" else (code * scale).square()
+        value = code * scale if name == "exp_avg" else ((code + 1) * scale).square()
         by_row[own] = value.flatten(1)[:, : by_row.shape[1]]
     return moment
 
@@ -117,6 +113,3 @@ def _sqrt(x: Tensor) -> Tensor:
     """Correctly rounded, which torch's float32 is not where it comes from MKL."""
     return x.double().sqrt().float()
 
-
-def _inverse(scale: Tensor) -> Tensor:
-    return 1 / scale.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)

@@ -235,7 +235,7 @@ def test_convert_8_bit_moments(run: Run, tmp_path: Path, to: list[str]) -> None:
         param.grad = torch.randn_like(param)
     optimizer.step()
     torch.save(optimizer.state_dict(), tmp_path / "a.pt")
-    assert "exp_avg_sq_scale_v1  float32" in run("inspect", tmp_path / "a.pt")
+    assert "exp_avg_sq_scale_v2  float32" in run("inspect", tmp_path / "a.pt")
     run("convert", tmp_path / "a.pt", tmp_path / "b.pt", *to)
     dtype = BF16 if "bfloat16" in to else torch.float32
     other = FusedAdamW(model.named_parameters(), lr=1e-2, state_dtype=dtype)

@@ -85,16 +85,16 @@ PARAM, EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ, MASTER = range(5)
 
 
 def draws(seed: int, step: int, parameter: int, elements: Words, what: int) -> Words:
-    """The 16 random bits that decide about one stored value of each element below 2**32."""
+    """The 16 random bits that decide about one stored value of each element below 2**20."""
     x = mix64(mix64((seed + GOLDEN) % 2**64) ^ (step << 32 | parameter))
     x = mix64(x)
-    keys = [np.uint64(key) for key in (x % 2**32, x >> 32, mix64((x + GOLDEN) % 2**64) % 2**32)]
+    keys = [np.uint64(key) for key in (x % 2**32, x >> 32)]
     y = (times(np.asarray(elements, np.uint64), 0x9E3779B1) + keys[0]) & MASK32
     y = times(y ^ shifted(y, 16), 0x21F0AAAD)
     y = times(y ^ shifted(y, 15) ^ keys[1], 0xD35A2D97)
-    first = times(y ^ shifted(y, 15), 0x31848BAB)
-    second = times(((y ^ shifted(y, 13)) + keys[2]) & MASK32, 0xAC4C1B51)
-    word = (first ^ shifted(first, 14), second ^ shifted(second, 16))[what // 2]
+    first = y ^ shifted(y, 15)
+    second = times(first, 0xAC4C1B51)
+    word = (first, second ^ shifted(second, 16))[what // 2]
     return shifted(word, 16 * (what % 2)) & np.uint64(0xFFFF)
 
 
@@ -117,7 +117,7 @@ def round_to_24_bits_stochastically(bits: Words, random: Words) -> Words:
 
 
 def digest_array(tensor: Tensor, parameter: int, role: int, places: list[int] | None = None) -> int:
-    """Of one contiguous tensor of less than 2**32 elements: every 32-bit word times the odd numbers
+    """Of one contiguous tensor of less than 2**20 elements: every 32-bit word times the odd numbers
     of its place and its array, summed."""
     values = words(tensor)
     base = np.uint64(mix64(mix64(parameter)) % 2**32)
@@ -147,7 +147,7 @@ def digest(parameter: int, weight: Tensor, state: dict[str, Tensor]) -> int:
     """Of a parameter and all of its state but the step count, modulo 2**64."""
     total = digest_array(weight, parameter, PARAM)
     total += sum(digest_array(state[k], parameter, r) for k, r in ROLES.items() if k in state)
-    for role, name in enumerate(("exp_avg_scale_v1", "exp_avg_sq_scale_v1"), 5):
+    for role, name in enumerate(("exp_avg_scale_v2", "exp_avg_sq_scale_v2"), 5):
         if name in state:
             row = weight[0].numel()
             groups = [i for i in range(weight.numel()) if i % row % 64 == 0]

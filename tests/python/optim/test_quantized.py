@@ -22,7 +22,7 @@ from . import independent
 Floats = NDArray[np.float32]
 F = np.float32
 LR, BETAS, EPS, DECAY = 1e-2, (0.9, 0.99), 1e-8, 0.1
-ENTRIES = ["exp_avg", "exp_avg_sq", "exp_avg_scale_v1", "exp_avg_sq_scale_v1"]
+ENTRIES = ["exp_avg", "exp_avg_sq", "exp_avg_scale_v2", "exp_avg_sq_scale_v2"]
 
 
 def gradients(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -54,39 +54,33 @@ class Reference:
         size, eps = F(LR / bc1 * math.sqrt(bc2)), F(EPS * math.sqrt(bc2))
         each = np.arange(200) // 64
         codes = [code.astype(F) for code in self.codes]
-        m = codes[0] * abs(codes[0]) * self.scales[0][:, each]
-        root = codes[1] * self.scales[1][:, each]
-        v = root * root
-        g = gradient.float().numpy() * F(factor)
-        m = m + F(1 - BETAS[0]) * (g - m)
-        v = v + (F(1 - BETAS[1]) * g * g - F(1 - BETAS[1]) * v)
-        root = np.sqrt(v)
+        g = gradient.float().numpy()
+        w1, w2 = F(1 - BETAS[0]), np.sqrt(F(1 - BETAS[1]))
+        m = codes[0] * (self.scales[0] * F(BETAS[0]))[:, each] + g * (w1 * F(factor))
+        root = (codes[1] + F(1)) * (self.scales[1] * np.sqrt(F(BETAS[1])))[:, each]
+        now = g * (w2 * F(factor))
+        root = np.sqrt(root * root + now * now)
         change = F(LR * DECAY) * self.weight + size * (m / (root + eps))
         self.weight = self.weight - change
-        for k, (moment, most) in enumerate(((abs(m), 127**2), (root, 255))):
+        for k, (moment, most) in enumerate(((m, 127), (root, 256))):
             starts = [0, 64, 128, 192]
-            self.scales[k] = np.maximum.reduceat(moment, starts, axis=1) / F(most)
+            self.scales[k] = np.maximum.reduceat(abs(moment), starts, axis=1) / F(most)
             inverse = (F(1) / np.maximum(self.scales[k], F(2**-126)))[:, each]
-            code = np.sqrt(moment * inverse) if k == 0 else moment * inverse
-            self.codes[k] = self.rounded(code, k).astype(np.int64)
-        self.codes[0] *= np.where(np.signbit(m), -1, 1)
-        self.codes[1] = np.where(root > 0, np.maximum(self.codes[1], 1), 0)
+            code = moment * inverse + (self.added(k, moment.shape) - F((0.5, 1)[k]))
+            code = np.rint(code).clip(-128, 127) if k == 0 else np.trunc(code).clip(0, 255)
+            self.codes[k] = code.astype(np.int64)
 
-    def rounded(self, code: Floats, k: int) -> Floats:
-        limit = F((127, 255)[k])
+    def added(self, k: int, shape: tuple[int, ...]) -> Floats:
+        """From 0 to 1, to the codes of exp_avg (k = 0) or of the root."""
         if self.rounding is not None:
-            numbers = np.arange(code.size, dtype=np.uint64)
+            numbers = np.arange(math.prod(shape), dtype=np.uint64)
             seed, number = self.rounding
             draws = independent.draws(seed, self.count, number, numbers, k + 1)
-            up = draws.astype(F).reshape(code.shape) * F(2**-16)
-            return np.floor(np.minimum(code, limit) + up)
-        if k == 0:
-            return np.rint(code)
-        places = np.arange(200, dtype=np.uint64) % np.uint64(64)
-        by_place = places * np.uint64(2447445414)
-        bits = (np.uint64(self.count * 3242174889) + by_place) % np.uint64(2**32)
-        dither = (bits >> np.uint64(8)).astype(F) * F(2**-24)
-        return np.minimum(np.floor(code + dither), limit)
+            return draws.astype(F).reshape(shape) * F(2**-16)
+        by_step, by_place = ((2447445414, 3242174889), (3242174889, 2447445414))[k]
+        places = np.arange(200, dtype=np.uint64) % np.uint64(64) * np.uint64(by_place)
+        bits = (np.uint64(self.count * by_step) + places) % np.uint64(2**32)
+        return (bits >> np.uint64(8)).astype(F) * F(2**-24)
 
 
 @pytest.mark.parametrize("stochastic", [False, True])
@@ -121,9 +115,9 @@ def test_a_step_to_the_bit(master: str | None, grad_dtype: torch.dtype, stochast
         assert np.array_equal(got.numpy(), want.weight)
         for k, name in enumerate(("exp_avg", "exp_avg_sq")):
             assert np.array_equal(state[name].numpy(), want.codes[k]), name
-            assert np.array_equal(state[f"{name}_scale_v1"].numpy(), want.scales[k]), name
+            assert np.array_equal(state[f"{name}_scale_v2"].numpy(), want.scales[k]), name
     assert state["exp_avg"].dtype == torch.int8 and state["exp_avg_sq"].dtype == torch.uint8
-    assert not state["exp_avg_scale_v1"][0, 0] and not state["exp_avg"][0, :64].any()
+    assert not state["exp_avg_scale_v2"][0, 0] and not state["exp_avg"][0, :64].any()
     (found,) = [d % 2**64 for d in optimizer.telemetry.digests.tolist()]
     assert found == independent.digest(1, own[1], state)
 
@@ -131,8 +125,8 @@ def test_a_step_to_the_bit(master: str | None, grad_dtype: torch.dtype, stochast
 @pytest.mark.parametrize(
     ("stochastic", "digest"),
     [
-        (False, "3543dd0bc1fdc35eac676003208de218668a403132af7fd8850f5ee43f3bb1fa"),
-        (True, "183d002556f770441aaf7ad7b4f257eba5f0c44e8506166fe9d121167e823543"),
+        (False, "f2276fb53c60f1fd9e89df9ad4cc21147e2f7729b1610ae46d3d14009bf4eb40"),
+        (True, "bc91636eacb25728c3932635c70be2c3af37e368fb63dde18c163344a2fa8e76"),
     ],
     ids=["dithered", "random"],
 )
@@ -191,8 +185,8 @@ def test_which_parameters() -> None:
     quantized = [optimizer.state[p]["exp_avg"].dtype == torch.int8 for p in own[:-1]]
     assert quantized == [True, True, False, False, True, False]
     assert optimizer.state[own[2]]["exp_avg_sq"].dtype == torch.float32
-    assert optimizer.state[own[1]]["exp_avg_sq_scale_v1"].shape == (8, 1)
-    assert optimizer.state[own[4]]["exp_avg_scale_v1"].shape == (1, 2)
+    assert optimizer.state[own[1]]["exp_avg_sq_scale_v2"].shape == (8, 1)
+    assert optimizer.state[own[4]]["exp_avg_scale_v2"].shape == (1, 2)
     with pytest.raises(TypeError, match="float64"):
         FusedAdamW(own, state_dtype="int8")
     with pytest.raises(ValueError, match="amsgrad"):
@@ -215,7 +209,7 @@ def test_what_is_not_finite() -> None:
     assert all(state[name].equal(value) for name, value in before[1].items())
     optimizer.skip_nonfinite = False
     optimizer.step()
-    scales = torch.stack([state["exp_avg_scale_v1"], state["exp_avg_sq_scale_v1"]])
+    scales = torch.stack([state["exp_avg_scale_v2"], state["exp_avg_sq_scale_v2"]])
     assert scales.isfinite().tolist() == [[[False, True], [True, False]]] * 2
     assert (~own[0].isfinite()).nonzero().tolist() == [[0, 3], [1, 70]]
 
@@ -230,7 +224,7 @@ def test_second_moments_follow_slow_changes() -> None:
         own[0].grad = grad
         optimizer.step()
     state = optimizer.state[own[0]]
-    v = (state["exp_avg_sq"].float() * state["exp_avg_sq_scale_v1"]).square()[0, 1:]
+    v = ((state["exp_avg_sq"].float() + 1) * state["exp_avg_sq_scale_v2"]).square()[0, 1:]
     exact = (1 - 0.999**500) * 0.999**1000
     assert abs(v.mean().item() / exact - 1) < 0.05
 
@@ -262,9 +256,9 @@ def test_a_saved_state_continues_to_the_bit() -> None:
 def test_replaced_entries_are_checked() -> None:
     own = params(torch.float32, (4, 64))
     quantized = stepped(own, [[gradients(4, 64)]])
-    scale = quantized.state[own[0]]["exp_avg_scale_v1"]
-    quantized.state[own[0]]["exp_avg_scale_v1"] = scale.new_zeros(4, 2)
-    with pytest.raises(ValueError, match=r"exp_avg_scale_v1 of .* has shape \(4, 2\)"):
+    scale = quantized.state[own[0]]["exp_avg_scale_v2"]
+    quantized.state[own[0]]["exp_avg_scale_v2"] = scale.new_zeros(4, 2)
+    with pytest.raises(ValueError, match=r"exp_avg_scale_v2 of .* has shape \(4, 2\)"):
         quantized.step()
 
 
@@ -313,4 +307,4 @@ def test_a_dtensor_has_scales_placed_as_it_is(one_rank: None) -> None:
     for name in ENTRIES:
         assert state[name].placements == (Shard(0),)
         assert state[name].full_tensor().equal(expected[name])
-    assert state["exp_avg_scale_v1"].shape == (6, 4)
+    assert state["exp_avg_scale_v2"].shape == (6, 4)

@@ -1,0 +1,208 @@
+// Two registers of float as one lane, for elements of 16 and 8 bits: one access serves both, and
+// words of 16 bits, of which a register holds all of the pair's, take half the operations. Loads
+// and stores leave elements in the order in which x86 unpacks and packs: of every eight, four in
+// the lower register and four in the upper. L is the lane type of one register.
+#pragma once
+
+#include "kernels/lane.h"
+
+namespace torchopt_ext {
+namespace {
+
+// Random bits of every other four elements.
+template <class W>
+struct EveryOtherFour : W {
+  static typename W::reg multiples(uint32_t factor) { return W::multiples_in_fours(factor); }
+};
+
+template <class L>
+struct PairLane {
+  using One = L;
+  using scalar = float;
+  using Words = typename L::Words;
+  struct reg {
+    typename L::reg lower;
+    typename L::reg upper;
+  };
+  struct Random {
+    RandomWords<EveryOtherFour<Words>> lower;
+    RandomWords<EveryOtherFour<Words>> upper;
+  };
+  static constexpr int width = 2 * L::width;
+  static constexpr bool converts = true;
+  static constexpr bool any_layout = true;
+
+  // Of floats and fp16, in two accesses.
+  template <class Element>
+  static reg load(const Element* x) {
+    reg a{L::load(x), L::load(x + L::width)};
+    L::into_fours(a.lower, a.upper);
+    return a;
+  }
+  template <class Element>
+  static void store(Element* x, reg a) {
+    L::out_of_fours(a.lower, a.upper);
+    L::store(x, a.lower);
+    L::store(x + L::width, a.upper);
+  }
+  template <class Element>
+  static void stream(Element* x, reg a) {
+    L::out_of_fours(a.lower, a.upper);
+    L::stream(x, a.lower);
+    L::stream(x + L::width, a.upper);
+  }
+  // For a while, in whatever order.
+  static void keep(float* x, reg a) {
+    L::store(x, a.lower);
+    L::store(x + L::width, a.upper);
+  }
+  static reg kept(const float* x) { return {L::load(x), L::load(x + L::width)}; }
+
+  static reg load(const BFloat16* x) {
+    const Word halves = Words::load(words_at(x));
+    return floats(Words::lower_fours(Words::set1(0), halves),
+                  Words::upper_fours(Words::set1(0), halves));
+  }
+  static void store(BFloat16* x, reg a) {
+    Words::store(x, Words::packed(nearest_half(a.lower), nearest_half(a.upper)));
+  }
+  static void store_stochastic(BFloat16* x, reg a, const Random& random, Array array) {
+    Words::store(x, Words::packed(random_half(a.lower, L::draw_of(random.lower, array)),
+                                  random_half(a.upper, L::draw_of(random.upper, array))));
+  }
+
+  static reg joined(const BFloat16* weight, const int16_t* remainder) {
+    return joined(Words::load(words_at(weight)), Words::load(words_at(remainder)));
+  }
+  static reg joined(const BFloat16* weight, const int8_t* remainder) {
+    return joined(Words::load(words_at(weight)),
+                  Words::template left_halves<8>(Words::load_halves(remainder)));
+  }
+  static void store_split(BFloat16* weight, int16_t* remainder, reg a) {
+    L::out_of_fours(a.lower, a.upper);
+    L::store_split(weight, remainder, a.lower);
+    L::store_split(weight + L::width, remainder + L::width, a.upper);
+  }
+  static void store_split(BFloat16* weight, int8_t* remainder, reg a) {
+    const Word one = Words::halves(1);
+    const auto [high, low] = halves_of(L::bits(a.lower), L::bits(a.upper));
+    // Up from a tie only beside an odd half.
+    const Word odd = Words::bit_and(high, one);
+    const Word up =
+        Words::template shifted_halves<15>(Words::sub_saturated(low, Words::bit_xor(odd, one)));
+    const Word nearest = Words::add_halves(high, up);
+    const Word byte = Words::template shifted_halves<8>(low);
+    const Word carry = Words::template shifted_halves<8>(Words::add_halves(
+        Words::add_halves(Words::bit_and(low, Words::halves(0xff)), Words::halves(0x7f)),
+        Words::bit_and(byte, one)));
+    const Word rest =
+        Words::sub_halves(Words::add_halves(byte, carry), Words::template left_halves<8>(up));
+    const Word lowest = Words::add_halves(Words::bit_and(nearest, one), Words::halves(-128));
+    Words::store(weight, nearest);
+    Words::store_bytes(remainder, Words::max_halves(rest, lowest));  // at most 127
+  }
+  // An unnamed pair goes up or down by a bit of its own. An even weight's remainder of 128 is one
+  // that goes down, which saturation does.
+  static void store_split_stochastic(BFloat16* weight, int8_t* remainder, reg a,
+                                     const Random& random) {
+    const Word one = Words::halves(1);
+    const Word mask = Words::set1(0xff);
+    const Word lower = L::draw_of(random.lower, kParam);
+    const Word upper = L::draw_of(random.upper, kParam);
+    const Word draws = Words::packed(lower, upper);
+    auto [high, low] = halves_of(Words::add(L::bits(a.lower), Words::bit_and(lower, mask)),
+                                 Words::add(L::bits(a.upper), Words::bit_and(upper, mask)));
+    Word byte = Words::template shifted_halves<8>(low);
+    const Word odd = Words::bit_and(high, one);
+    const Word named = Words::bit_or(Words::bit_xor(byte, Words::halves(0x80)), odd);
+    const Word unnamed = Words::template shifted_halves<15>(Words::sub_halves(named, one));
+    byte =
+        Words::add_halves(byte, Words::bit_and(unnamed, Words::template shifted_halves<8>(draws)));
+    const Word up = Words::template shifted_halves<8>(
+        Words::add_halves(byte, Words::add_halves(odd, Words::halves(0x7f))));
+    Words::store(weight, Words::add_halves(high, up));
+    Words::store_bytes(remainder, Words::sub_halves(byte, Words::template left_halves<8>(up)));
+  }
+
+  static reg load(const int8_t* x) {
+    const Word codes = Words::load_halves(x);
+    const Word signs = Words::sign_halves(codes);
+    return {L::from_words(Words::lower_fours(codes, signs)),
+            L::from_words(Words::upper_fours(codes, signs))};
+  }
+  // One more than each code.
+  static reg load_next(const uint8_t* x) {
+    const Word codes = Words::add_halves(Words::load_halves(x), Words::halves(1));
+    return {L::from_words(Words::lower_fours(codes, Words::set1(0))),
+            L::from_words(Words::upper_fours(codes, Words::set1(0)))};
+  }
+  // NaN converts to the least integer.
+  static void store_codes(int8_t* x, reg code) {
+    Words::store_bytes(
+        x, Words::packed_signed(L::nearest_words(code.lower), L::nearest_words(code.upper)));
+  }
+  static void store_codes(uint8_t* x, reg code) {
+    Words::store_bytes(x, Words::packed(L::cut_words(code.lower), L::cut_words(code.upper)));
+  }
+
+  static Random random(const RoundingStream& stream, uint32_t number) {
+    return {random_words<EveryOtherFour<Words>>(stream, number),
+            random_words<EveryOtherFour<Words>>(stream, number + 4)};
+  }
+  static reg fraction(const Random& random, Array array) {
+    const auto part = [&](const RandomWords<EveryOtherFour<Words>>& words) {
+      return L::mul(L::from_words(L::draw_of(words, array)), L::set1(0x1p-16f));
+    };
+    return {part(random.lower), part(random.upper)};
+  }
+
+  static reg set1(float a) { return {L::set1(a), L::set1(a)}; }
+  static reg add(reg a, reg b) { return {L::add(a.lower, b.lower), L::add(a.upper, b.upper)}; }
+  static reg sub(reg a, reg b) { return {L::sub(a.lower, b.lower), L::sub(a.upper, b.upper)}; }
+  static reg mul(reg a, reg b) { return {L::mul(a.lower, b.lower), L::mul(a.upper, b.upper)}; }
+  static reg div(reg a, reg b) { return {L::div(a.lower, b.lower), L::div(a.upper, b.upper)}; }
+  static reg sqrt(reg a) { return {L::sqrt(a.lower), L::sqrt(a.upper)}; }
+  static reg min(reg a, reg b) { return {L::min(a.lower, b.lower), L::min(a.upper, b.upper)}; }
+  static reg neg(reg a) { return {L::neg(a.lower), L::neg(a.upper)}; }
+  static reg max_keep_nan(reg vmax, reg v) {
+    return {L::max_keep_nan(vmax.lower, v.lower), L::max_keep_nan(vmax.upper, v.upper)};
+  }
+  static reg abs(reg a) { return {L::abs(a.lower), L::abs(a.upper)}; }
+  static reg max_magnitude(reg a, reg b) {
+    return {L::max_magnitude(a.lower, b.lower), L::max_magnitude(a.upper, b.upper)};
+  }
+  // One register of the pair's magnitudes that has the largest of them.
+  static typename L::reg folded(reg a) { return L::max_magnitude(a.lower, a.upper); }
+  static int count_lost(reg before, reg after, reg exp_avg, bool decays) {
+    return L::count_lost(before.lower, after.lower, exp_avg.lower, decays) +
+           L::count_lost(before.upper, after.upper, exp_avg.upper, decays);
+  }
+  static reg canonical(reg a) { return {L::canonical(a.lower), L::canonical(a.upper)}; }
+
+ private:
+  using Word = typename Words::reg;
+
+  static const uint32_t* words_at(const void* x) { return static_cast<const uint32_t*>(x); }
+  static reg floats(Word lower, Word upper) { return {L::from_bits(lower), L::from_bits(upper)}; }
+  static Word nearest_half(typename L::reg a) { return nearest_upper_half(L::bits(a)); }
+  static Word random_half(typename L::reg a, Word draw) {
+    return Words::template shifted<16>(L::add_draw(L::bits(a), draw));
+  }
+  // `low`: the lower halves. A negative one takes one from the upper half.
+  static reg joined(Word weight, Word low) {
+    const Word high = Words::add_halves(weight, Words::sign_halves(low));
+    return floats(Words::lower_fours(low, high), Words::upper_fours(low, high));
+  }
+  struct Halves {
+    Word high;
+    Word low;
+  };
+  static Halves halves_of(Word lower, Word upper) {
+    const Word mask = Words::set1(0xffff);
+    return {Words::packed(Words::template shifted<16>(lower), Words::template shifted<16>(upper)),
+            Words::packed(Words::bit_and(lower, mask), Words::bit_and(upper, mask))};
+  }
+};
+
+}  // namespace
+}  // namespace torchopt_ext
