@@ -88,8 +88,8 @@ def main(args: list[str]) -> int:
         if options.threads > (most := os.cpu_count() or 1):
             raise CommandError(f"--threads is {options.threads}; this machine has {most}")
         torch.set_num_threads(options.threads)
-    name, like = from_options(options)
-    like = [param for param in like if param.requires_grad]
+    name, entries = from_options(options)
+    like = [entry.tensor for entry in entries if entry.tensor.requires_grad]
     if options.plot is not None:
         check_picture(options.plot)
     if options.markdown is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchopt_ext.cli.tensors import DTYPES, add_dtype, add_source, from_options
+from torchopt_ext.cli.tensors import DTYPES, Entry, add_dtype, add_source, from_options
 from torchopt_ext.cli.terminal import (
     CommandError,
     Parser,
@@ -27,6 +28,7 @@ from torchopt_ext.cli.terminal import (
     unit_of,
 )
 from torchopt_ext.optim.estimate import CUT_ROWS, SHARDINGS, RankBytes, estimate, unevenness
+from torchopt_ext.optim.fp32_moments import EMBEDDINGS, fp32_params, is_8_bit
 from torchopt_ext.optim.storage import MASTER_WEIGHTS
 
 HELD = ("weights", "gradients", "masters", "moments")
@@ -65,6 +67,14 @@ def parser() -> Parser:
         "--master-weights", choices=tuple(MASTER_WEIGHTS), help="as FusedAdamW's (none)"
     )
     add_dtype(made, "--state-dtype", ("float32", "bfloat16", "int8"), "of the moments")
+    made.add_argument(
+        "--fp32-moments",
+        type=lambda text: [item for item in text.split(",") if item],
+        default=[*EMBEDDINGS],
+        metavar="A,B,C",
+        help='what has no 8-bit moments: "embedding", or patterns of names; "" for nothing '
+        "(embedding)",
+    )
     made.add_argument("--amsgrad", action="store_true", help="a third moment")
     made.add_argument(
         "--no-norm", action="store_true", help="gradients are neither clipped nor checked"
@@ -88,11 +98,13 @@ def main(args: list[str]) -> int:
     chosen = [options.file, options.model, options.params, options.shapes]
     if sum(source is not None for source in chosen) != 1:
         raise CommandError("give one of FILE, --model, --params and --shapes")
-    name, params = from_options(options)
+    name, entries = from_options(options)
+    params = [entry.tensor for entry in entries]
     plans = {}
     left_out = CUT_ROWS - {options.sharding} if options.state_dtype == "int8" else set()
     shardings = [sharding for sharding in SHARDINGS if sharding not in left_out]
     try:
+        options.fp32_moments = chosen_fp32(entries, options)
         with Progress("planning", len(shardings)) as progress:
             for sharding in shardings:
                 plans[sharding] = estimate_by(params, sharding, options)
@@ -116,10 +128,20 @@ def estimate_by(params: list[Tensor], sharding: str, options: Any) -> list[RankB
         grad_dtype=options.grad_dtype and DTYPES[options.grad_dtype],
         master_weights=options.master_weights,
         state_dtype=options.state_dtype and getattr(torch, options.state_dtype),
+        fp32_moments=options.fp32_moments,
         amsgrad=options.amsgrad,
         norm=not options.no_norm,
         norm_in_backward=options.norm_in_backward,
     )
+
+
+def chosen_fp32(entries: list[Entry], options: Any) -> Collection[Tensor]:
+    """The tensors that `--fp32-moments` chooses."""
+    if not is_8_bit(options.state_dtype):
+        return ()
+    named = [(entry.name, entry.tensor) for entry in entries]
+    embeddings = [entry.tensor for entry in entries if entry.embedding]
+    return fp32_params(named, options.fp32_moments, embeddings)
 
 
 def fullest(ranks: list[RankBytes]) -> RankBytes:

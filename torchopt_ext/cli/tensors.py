@@ -11,12 +11,13 @@ import struct
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from torchopt_ext.cli.terminal import CommandError, Parser, number
+from torchopt_ext.optim.fp32_moments import embeddings_of
 
 NAMED = "gpt2"
 ALIKE = 1024
@@ -38,6 +39,20 @@ _SAFETENSORS = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
 _LARGEST_HEADER = 100_000_000  # the format's own limit
+
+
+class Entry(NamedTuple):
+    """A tensor without memory that stands for one of the model's.
+
+    Attributes:
+        tensor: of its shape and dtype.
+        name: "" if there is none.
+        embedding: whether it is known to be the weight of an embedding.
+    """
+
+    tensor: Tensor
+    name: str = ""
+    embedding: bool = False
 
 
 def add_source(parser: Parser, *, required: bool) -> None:
@@ -75,29 +90,32 @@ def add_dtype(parser: Parser, flag: str, choices: Iterable[str], what: str) -> N
     )
 
 
-def from_options(options: Any) -> tuple[str, list[Tensor]]:
-    """What the options of :func:`add_source` name, and tensors without memory that stand for it.
+def from_options(options: Any) -> tuple[str, list[Entry]]:
+    """What the options of :func:`add_source` name, and its tensors.
 
     Raises:
         CommandError: it cannot be found, read or built.
     """
     if options.model is not None:
-        name, params = options.model, from_function(options.model)
+        name, entries = options.model, from_function(options.model)
     elif options.params is not None:
-        name, params = f"--params {options.params}", alike(options.params)
+        name, entries = f"--params {options.params}", [*map(Entry, alike(options.params))]
     elif getattr(options, "file", None) is not None:
-        name, params = options.file, from_safetensors(Path(options.file))
+        name, entries = options.file, from_safetensors(Path(options.file))
     else:
         name = options.shapes or NAMED
-        params = [meta(shape) for shape in from_text(name)]
+        entries = from_text(name)
     if options.dtype is not None:
         dtype = DTYPES[options.dtype]
-        params = [
-            meta(p.shape, dtype, p.requires_grad) if p.is_floating_point() else p for p in params
+        entries = [
+            entry._replace(tensor=meta(entry.tensor.shape, dtype, entry.tensor.requires_grad))
+            if entry.tensor.is_floating_point()
+            else entry
+            for entry in entries
         ]
-    if not any(p.requires_grad for p in params):
+    if not any(entry.tensor.requires_grad for entry in entries):
         raise CommandError(f"{name} has no trainable parameter")
-    return name, params
+    return name, entries
 
 
 def meta(shape: Sequence[int], dtype: torch.dtype = torch.float32, trained: bool = True) -> Tensor:
@@ -112,8 +130,8 @@ def alike(count: int) -> list[Tensor]:
     return [meta((each + (n < more),)) for n in range(ALIKE)]
 
 
-def gpt2() -> list[tuple[int, ...]]:
-    """Parameter shapes of GPT-2 124 M with tied embeddings, in the Hugging Face model's order."""
+def gpt2() -> list[Entry]:
+    """Parameters of GPT-2 124 M with tied embeddings, in the Hugging Face model's order."""
     width = 768
     block: list[tuple[int, ...]] = [
         *[(width,), (width,)],  # layer norm
@@ -121,15 +139,16 @@ def gpt2() -> list[tuple[int, ...]]:
         *[(width,), (width,)],  # layer norm
         *[(width, 4 * width), (4 * width,), (4 * width, width), (width,)],  # perceptron
     ]
-    return [(50257, width), (1024, width), *block * 12, (width,), (width,)]
+    embeddings = [Entry(meta((rows, width)), embedding=True) for rows in (50257, 1024)]
+    return [*embeddings, *(Entry(meta(shape)) for shape in [*block * 12, (width,), (width,)])]
 
 
-def from_text(text: str) -> list[tuple[int, ...]]:
-    """Shapes as the command line names them."""
-    shapes: list[tuple[int, ...]] = []
+def from_text(text: str) -> list[Entry]:
+    """Parameters of the shapes that the command line names."""
+    entries: list[Entry] = []
     for item in text.split(","):
         if item == NAMED:
-            shapes += gpt2()
+            entries += gpt2()
         elif re.fullmatch(r"[1-9]\d*(x[1-9]\d*)+", item):
             count, *shape = map(int, item.split("x"))
             if count > MOST_TENSORS or count * math.prod(shape) >= 2**53:
@@ -137,16 +156,16 @@ def from_text(text: str) -> list[tuple[int, ...]]:
                     f"{item} is too large: expected {MOST_TENSORS:,} tensors and 2**53 elements "
                     f"at most"
                 )
-            shapes += [tuple(shape)] * count
+            entries += [Entry(meta(shape)) for _ in range(count)]
         else:
             raise CommandError(f"{item!r} names no shapes: expected {NAMED} or such as 2000x1000")
-    return shapes
+    return entries
 
 
 # ---- models --------------------------------------------------------------------------------------
 
 
-def from_function(text: str) -> list[Tensor]:
+def from_function(text: str) -> list[Entry]:
     """The parameters, each once, of the model that ``module:function`` builds."""
     where, _, name = text.partition(":")
     if not where or not name:
@@ -163,7 +182,11 @@ def from_function(text: str) -> list[Tensor]:
             model = build()
         if not isinstance(model, nn.Module):
             raise TypeError(f"it returns a {type(model).__name__}, expected a torch.nn.Module")
-        return [meta(p.shape, p.dtype, p.requires_grad) for p in model.parameters()]
+        embeddings = embeddings_of(model.modules())
+        return [
+            Entry(meta(p.shape, p.dtype, p.requires_grad), name, p in embeddings)
+            for name, p in model.named_parameters()
+        ]
     except (Exception, SystemExit) as error:  # whatever the user's code raises
         problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise CommandError(f"--model {text} fails on the meta device: {problem}") from error
@@ -172,13 +195,13 @@ def from_function(text: str) -> list[Tensor]:
 # ---- safetensors ---------------------------------------------------------------------------------
 
 
-def from_safetensors(path: Path) -> list[Tensor]:
+def from_safetensors(path: Path) -> list[Entry]:
     """Tensors of a safetensors file, or of the files that an index beside them names.
 
     Only headers are read (https://github.com/huggingface/safetensors, Format).
     """
     if path.suffix != ".json":
-        return list(read_header(path).values())
+        return [Entry(tensor, name) for name, tensor in read_header(path).items()]
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
         files = sorted({Path(file) for file in index["weight_map"].values()})
@@ -197,7 +220,7 @@ def from_safetensors(path: Path) -> list[Tensor]:
         found |= read_header(path.parent / file)
     if missing := sorted(index["weight_map"].keys() - found.keys()):
         raise CommandError(f"{path} names {missing[0]}, which is in none of its files")
-    return [found[name] for name in index["weight_map"]]
+    return [Entry(found[name], name) for name in index["weight_map"]]
 
 
 def read_header(path: Path) -> dict[str, Tensor]:

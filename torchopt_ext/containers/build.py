@@ -11,8 +11,9 @@ from torch.optim import Optimizer
 from torchopt_ext.containers.deferred_clipping import defer_clipping
 from torchopt_ext.containers.fault_tolerant import FTOptimizersContainer
 from torchopt_ext.containers.in_backward import OptimizersInBackwardContainer
-from torchopt_ext.containers.optimizers import OptimizersContainer
+from torchopt_ext.containers.optimizers import OptimizersContainer, with_fp32_moments
 from torchopt_ext.optim import FusedAdam, FusedAdamW
+from torchopt_ext.optim.fp32_moments import EMBEDDINGS, is_8_bit
 
 FUSED: dict[str, type[FusedAdam]] = {"Adam": FusedAdam, "AdamW": FusedAdamW}
 _TORCH: dict[str, type[Optimizer]] = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
@@ -99,11 +100,13 @@ def build_optimizers(
     if process_group is not None:
         options["process_group"] = process_group
     if (options or deferred) and not fused:
+        named = options.keys() - {"fp32_moments"}  # which comes with state_dtype
         raise ValueError(
-            f"{min(options, default='deferred_clipping')} needs implementation 'fused', found "
+            f"{min(named, default='deferred_clipping')} needs implementation 'fused', found "
             f"{config.implementation!r}: torch's optimizers have no such argument"
         )
     reject_ineffective(options, params)
+    options = with_fp32_moments(options, model_parts, partial=getattr(dims, "pp_enabled", False))
     options |= common_arguments(config) | {"fused": fused}
     options["foreach"] = config.implementation == "foreach"
     backwards = getattr(config, "backwards_per_step", 1)
@@ -158,7 +161,8 @@ def fused_options(config: Any) -> dict[str, Any]:
     """The arguments of FusedAdamW that a configuration has; a dtype may be given by its name.
 
     Raises:
-        ValueError: a `rounding_seed` that nothing is rounded with.
+        ValueError: a `rounding_seed` that nothing is rounded with; `fp32_moments` without 8-bit
+            ones.
     """
     options = {name: value for name in _OPTIONS if (value := getattr(config, name, None))}
     if "rounding_seed" in options and "stochastic_rounding" not in options:
@@ -166,6 +170,11 @@ def fused_options(config: Any) -> dict[str, Any]:
     if isinstance(dtype := options.get("state_dtype"), str):
         named = getattr(torch, dtype.removeprefix("torch."), None)
         options["state_dtype"] = named if isinstance(named, torch.dtype) else dtype
+    chosen = getattr(config, "fp32_moments", None)
+    if chosen is not None and is_8_bit(options.get("state_dtype")):
+        options["fp32_moments"] = chosen
+    elif chosen is not None and list(chosen) != list(EMBEDDINGS):
+        raise ValueError(f"fp32_moments has no effect without state_dtype='int8', found {chosen!r}")
     return options
 
 

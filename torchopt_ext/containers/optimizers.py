@@ -17,6 +17,7 @@ from torchopt_ext._torch import note_step
 from torchopt_ext.optim import FusedAdam, fused_step
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.control import ControlView
+from torchopt_ext.optim.fp32_moments import EMBEDDINGS, embeddings_of, fp32_params, is_8_bit
 from torchopt_ext.optim.hooks import HookedStep, inner_step, with_own_hooks
 from torchopt_ext.statedict import dcp, flat
 from torchopt_ext.statedict.masters import read_weights
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from torchopt_ext.containers.deferred_clipping import DeferredClipping
 
 T = TypeVar("T", bound=Optimizer)
+_WRAPPERS = {"_checkpoint_wrapped_module", "_orig_mod"}
+"""What activation checkpointing and torch.compile add to names of parameters."""
 
 
 class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
@@ -35,7 +38,8 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
     `state` show those of the inner optimizers. Step hooks registered here fire once per step.
 
     If the class is FusedAdam or FusedAdamW, `optimizer_kwargs` may hold `max_grad_norm` and
-    `skip_nonfinite`: norm, clipping and skipping are then one decision over all parts.
+    `skip_nonfinite`: norm, clipping and skipping are then one decision over all parts. Patterns of
+    `fp32_moments` are searched for in the names of all parts' parameters.
 
     Args:
         model_parts: the modules to train.
@@ -47,7 +51,8 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
 
     Raises:
         ValueError: a trainable parameter is on the meta device, or belongs to two parts; unknown
-            `compat`.
+            `compat`; a pattern of `fp32_moments` that is found in no name, without a
+            `process_group` of other parts.
     """
 
     optimizers: list[T]
@@ -70,8 +75,12 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
         params = trainable_parameters(model_parts)
         shares = [self._shares(part) for part in params]
         self._sizes = [len(part) for part in shares]
+        arguments = optimizer_kwargs
+        if isinstance(optimizer_cls, type) and issubclass(optimizer_cls, FusedAdam):
+            arguments = with_fp32_moments(arguments, model_parts)
         self.optimizers = [
-            optimizer_cls([{"params": share}], **optimizer_kwargs) for share in chain(*shares)
+            optimizer_cls([{"params": share}], **own_fp32_moments(arguments, share))
+            for share in chain(*shares)
         ]
         self._validate_length(sum(self._sizes))
         self._post_init([*chain(*params)], optimizer_kwargs)
@@ -290,6 +299,41 @@ def trainable_parameters(model_parts: Sequence[nn.Module]) -> list[list[nn.Param
             owner[param] = text
         params.append([param for _, param in named])
     return params
+
+
+def with_fp32_moments(
+    arguments: Mapping[str, Any], model_parts: Sequence[nn.Module], *, partial: bool = False
+) -> dict[str, Any]:
+    """FusedAdam's arguments, with the parameters themselves as `fp32_moments` of 8-bit ones.
+
+    Patterns are searched for in names without those of wrappers.
+
+    Args:
+        partial: other ranks have other parts, as with a `process_group`.
+
+    Raises:
+        TypeError, ValueError: as FusedAdam.
+    """
+    if not is_8_bit(arguments.get("state_dtype")):
+        return dict(arguments)
+    named = [
+        (".".join(own for own in name.split(".") if own not in _WRAPPERS), param)
+        for part in model_parts
+        for name, param in part.named_parameters(remove_duplicate=False)
+    ]
+    embeddings = embeddings_of(module for part in model_parts for module in part.modules())
+    chosen = arguments.get("fp32_moments", EMBEDDINGS)
+    partial = partial or arguments.get("process_group") is not None
+    found = fp32_params(named, chosen, embeddings, partial=partial)
+    return {**arguments, "fp32_moments": found}
+
+
+def own_fp32_moments(arguments: dict[str, Any], params: Sequence[nn.Parameter]) -> dict[str, Any]:
+    """What :func:`with_fp32_moments` made, for an optimizer of some of the parameters."""
+    chosen = arguments.get("fp32_moments")
+    if not isinstance(chosen, frozenset):
+        return arguments
+    return {**arguments, "fp32_moments": [param for param in params if param in chosen]}
 
 
 def deciding_jointly(optimizers: Sequence[Optimizer], context: StepContext) -> list[FusedAdam]:

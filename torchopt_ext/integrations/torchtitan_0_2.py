@@ -67,6 +67,8 @@ class Optimizer:
     """Keep what 16-bit parameters (training.dtype) lack of float32."""
     state_dtype: Literal["float32", "bfloat16", "int8"] | None = None
     """Dtype of the moments."""
+    fp32_moments: list[str] = field(default_factory=lambda: ["embedding"])
+    """What keeps fp32 moments with state_dtype int8: "embedding" or patterns of names."""
     stochastic_rounding: bool = False
     """Round bfloat16 parameters and moments at random, without bias."""
     rounding_seed: int = 0

@@ -28,11 +28,16 @@ from torchopt_ext.containers.build import (
 )
 from torchopt_ext.containers.deferred_clipping import defer_clipping, take_over
 from torchopt_ext.containers.lr_schedulers import schedule_from_config
-from torchopt_ext.containers.optimizers import trainable_parameters
+from torchopt_ext.containers.optimizers import (
+    own_fp32_moments,
+    trainable_parameters,
+    with_fp32_moments,
+)
 from torchopt_ext.integrations.checkpoints import load_ours
 from torchopt_ext.integrations.tested import warn_if_untested
 from torchopt_ext.optim import FusedAdam, FusedAdamW
 from torchopt_ext.optim.context import ALONE
+from torchopt_ext.optim.fp32_moments import EMBEDDINGS
 
 warn_if_untested("torchtitan", "0.3.0")
 
@@ -92,6 +97,7 @@ class OptimizersContainer(containers.OptimizersContainer[Any], Configurable):  #
         skip_nonfinite: bool = False
         master_weights: Literal["fp32", "remainder", "remainder8"] | None = None
         state_dtype: Literal["float32", "bfloat16", "int8"] | None = None
+        fp32_moments: list[str] = field(default_factory=lambda: [*EMBEDDINGS])
         stochastic_rounding: bool = False
         rounding_seed: int = 0
         write_back_gradients: bool = False
@@ -106,8 +112,11 @@ class OptimizersContainer(containers.OptimizersContainer[Any], Configurable):  #
             for name in arguments:
                 if _ours(name, config):
                     reject_ineffective(arguments[name], params)
+        # Other ranks may have other stages, where a pattern is found.
+        partial = dist.is_initialized() and dist.get_world_size() > 1
         for name in filter(lambda name: _ours(name, config), arguments):
             reject_unclipped_write_back(arguments[name], deferred=config.deferred_clipping)
+            arguments[name] = with_fp32_moments(arguments[name], model_parts, partial=partial)
         matched = _matched(model_parts, [group.pattern for group in config.param_groups])
         self.model_parts = model_parts
         by_part = [
@@ -159,7 +168,8 @@ class OptimizersContainer(containers.OptimizersContainer[Any], Configurable):  #
         optimizers = []
         for name, own in groups.items():
             factory = _ours(name, config) or self._resolve_optimizer_factory(name)
-            optimizers.append(factory(own, **arguments[name]))
+            stepped = [param for group in own for param in group["params"]]
+            optimizers.append(factory(own, **own_fp32_moments(arguments[name], stepped)))
             stocks._log_optimizer(self, optimizers[-1], index, patterns[name])
         return optimizers
 

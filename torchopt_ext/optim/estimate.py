@@ -4,15 +4,16 @@ import bisect
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from torchopt_ext import ops
+from torchopt_ext.optim.fp32_moments import EMBEDDINGS, check_chosen, fp32_params
 from torchopt_ext.optim.norm_in_backward import MEASURED_BYTES
-from torchopt_ext.optim.quantized import CODES, SCALES, can_quantize, scale_shape
+from torchopt_ext.optim.quantized import CODES, SCALES, scale_shape
 from torchopt_ext.optim.storage import MASTER, Storage
 from torchopt_ext.statedict.entries import MASTERS
 
@@ -89,7 +90,7 @@ def element_bytes(
 
 
 def estimate(
-    params: Sequence[Tensor],
+    params: Iterable[Tensor | tuple[str, Tensor]],
     *,
     sharding: str = "ddp",
     world_size: int = 1,
@@ -100,6 +101,7 @@ def estimate(
     norm: bool = True,
     norm_in_backward: bool = False,
     bucket_elements: int | None = None,
+    fp32_moments: Collection[str | Tensor] = EMBEDDINGS,
 ) -> list[RankBytes]:
     """What every rank holds and moves with FusedAdamW over these parameters.
 
@@ -107,8 +109,8 @@ def estimate(
     sharded backward pass), and what does not grow with the model are not counted.
 
     Args:
-        params: contiguous parameters, in forward order; shapes, dtypes and ``requires_grad`` are
-            read, so they may be on the meta device.
+        params: contiguous parameters, in forward order, with names or without; shapes, dtypes and
+            ``requires_grad`` are read, so they may be on the meta device.
         sharding: one of :data:`SHARDINGS`.
         world_size: ranks that share the work.
         grad_dtype: of gradients; None for each parameter's own.
@@ -117,12 +119,15 @@ def estimate(
         norm_in_backward: FusedAdamW's: of the tensors whose gradients it measures in backward, the
             step reads none for the norm.
         bucket_elements: ZeroRedundancyOptimizer's, for "balanced" and "zero2".
+        fp32_moments: as FusedAdamW's; of parameters on the meta device, too, as long as their
+            module exists.
 
     Returns:
         One entry for each rank.
 
     Raises:
         ValueError: an argument out of range, or a parameter that cannot be held so.
+        TypeError: ``fp32_moments`` is no sequence of strings and tensors.
     """
     if sharding not in SHARDINGS:
         raise ValueError(f"Invalid sharding: {sharding!r}, expected one of {', '.join(SHARDINGS)}")
@@ -133,20 +138,21 @@ def estimate(
         raise ValueError("amsgrad does not go with 8-bit moments: state_dtype='int8'")
     if sharding in CUT_ROWS and storage.state_dtype == torch.int8:
         raise ValueError(f"{sharding!r} cuts rows, which state_dtype='int8' needs whole")
-    for number, param in enumerate(params):
+    check_chosen(fp32_moments)
+    named = [("", p) if isinstance(p, Tensor) else p for p in params]
+    tensors = [param for _, param in named]
+    for number, (name, param) in enumerate(named):
         if param.requires_grad and (found := storage.problem(param, False)):
-            raise ValueError(f"parameter {number} {found}")
-
-    def width(param: Tensor) -> int:
-        return (grad_dtype or param.dtype).itemsize
-
-    shares = SHARDINGS[sharding](params, world_size, width, bucket_elements)
-    weights = sum(p.numel() * p.dtype.itemsize for p in params)
-    trained = [p for p in params if p.requires_grad]
-    gradients = sum(p.numel() * width(p) for p in trained)
+            raise ValueError(f"parameter {name or number} {found}")
+    if storage.state_dtype == torch.int8:
+        storage = replace(storage, fp32_moments=fp32_params(named, fp32_moments))
+    made = _Made(grad_dtype, storage)
+    shares = SHARDINGS[sharding](tensors, world_size, made, bucket_elements)
+    weights = sum(p.numel() * p.dtype.itemsize for p in tensors)
+    trained = [p for p in tensors if p.requires_grad]
+    gradients = sum(p.numel() * made.width(p) for p in trained)
     returned = sum(p.numel() * p.dtype.itemsize for p in trained)
-    kinds = {_kind(p): element_bytes(p, grad_dtype, storage, amsgrad, norm) for p in trained}
-    scale = SCALE if storage.state_dtype == torch.int8 else 0
+    kinds = {made.kind(p): element_bytes(p, grad_dtype, storage, amsgrad, norm) for p in trained}
     # In units of (world_size - 1) / world_size, which a ring sends of all elements.
     sent = {
         "ddp": 2 * gradients,
@@ -162,14 +168,14 @@ def estimate(
             gradients=share.gradients,
             masters=sum(kinds[kind].master * n for kind, n in share.elements.items()),
             moments=sum(kinds[kind].moments * n for kind, n in share.elements.items())
-            + scale * share.groups,
+            + SCALE * share.groups,
             steps=STEP * share.tensors,
             moved=sum(kinds[kind].update * n for kind, n in share.elements.items())
             + sum(
                 kinds[kind].norm * n
                 for kind, n in (share.small if norm_in_backward else share.elements).items()
             )
-            + 2 * scale * share.groups,
+            + 2 * SCALE * share.groups,
             sent=sent * (world_size - 1) // world_size,
         )
         for share in shares
@@ -184,31 +190,39 @@ def unevenness(elements: Sequence[int]) -> float:
 
 # ---- who has what --------------------------------------------------------------------------------
 
-Width = Callable[[Tensor], int]
-"""Bytes of an element of a parameter's gradient."""
-
-
 _Kind = tuple[torch.dtype, bool]
-"""A parameter's dtype, and whether its moments could have 8 bits."""
+"""A parameter's dtype, and whether its moments have 8 bits."""
 
 
-def _kind(param: Tensor) -> _Kind:
-    return param.dtype, can_quantize(param)
+@dataclass(frozen=True)
+class _Made:
+    """How gradients and state are made."""
+
+    grad_dtype: torch.dtype | None
+    storage: Storage
+
+    def width(self, param: Tensor) -> int:
+        """Bytes of an element of a parameter's gradient."""
+        return (self.grad_dtype or param.dtype).itemsize
+
+    def kind(self, param: Tensor) -> _Kind:
+        return param.dtype, self.storage.quantizes(param)
 
 
 @dataclass
 class _Share:
     """What one rank has: bytes of weights and gradients, and by kind the elements it steps."""
 
+    made: _Made
     weights: int
     gradients: int
-    elements: Counter[_Kind]
-    tensors: int
-    groups: int = 0  # of elements whose moments could share scales; not where rows are cut
+    elements: Counter[_Kind] = field(default_factory=Counter)
+    tensors: int = 0
+    groups: int = 0  # of elements whose moments share scales
     small: Counter[_Kind] = field(default_factory=Counter)  # elements of small tensors
 
     def add(self, param: Tensor, elements: int) -> None:
-        kind = _kind(param)
+        kind = self.made.kind(param)
         self.elements[kind] += elements
         self.tensors += 1
         if kind[1]:
@@ -217,17 +231,17 @@ class _Share:
             self.small[kind] += elements
 
 
-def _whole(params: Sequence[Tensor], world_size: int, width: Width) -> list[_Share]:
+def _whole(params: Sequence[Tensor], world_size: int, made: _Made) -> list[_Share]:
     """Shares of ranks that have all weights and gradients, and nothing to step yet."""
     weights = sum(p.numel() * p.dtype.itemsize for p in params)
-    gradients = sum(p.numel() * width(p) for p in params if p.requires_grad)
-    return [_Share(weights, gradients, Counter(), 0) for _ in range(world_size)]
+    gradients = sum(p.numel() * made.width(p) for p in params if p.requires_grad)
+    return [_Share(made, weights, gradients) for _ in range(world_size)]
 
 
 def _replicated(
-    params: Sequence[Tensor], world_size: int, width: Width, bucket_elements: int | None
+    params: Sequence[Tensor], world_size: int, made: _Made, bucket_elements: int | None
 ) -> list[_Share]:
-    shares = _whole(params, world_size, width)
+    shares = _whole(params, world_size, made)
     for share in shares:
         for param in params:
             if param.requires_grad:
@@ -236,10 +250,10 @@ def _replicated(
 
 
 def _greedy(
-    params: Sequence[Tensor], world_size: int, width: Width, bucket_elements: int | None
+    params: Sequence[Tensor], world_size: int, made: _Made, bucket_elements: int | None
 ) -> list[_Share]:
     """Whole tensors (zero/whole.py)."""
-    shares = _whole(params, world_size, width)
+    shares = _whole(params, world_size, made)
     trained = [p for p in params if p.requires_grad]
     owners = ops.partition_greedy([p.numel() for p in trained], world_size)
     for param, owner in zip(trained, owners, strict=True):
@@ -248,21 +262,21 @@ def _greedy(
 
 
 def _balanced(
-    params: Sequence[Tensor], world_size: int, width: Width, bucket_elements: int | None
+    params: Sequence[Tensor], world_size: int, made: _Made, bucket_elements: int | None
 ) -> list[_Share]:
     """Buckets that are cut evenly, beside DDP (zero/balanced.py)."""
-    shares = _in_buckets(params, world_size, width, bucket_elements)
-    gradients = sum(p.numel() * width(p) for p in params if p.requires_grad)
+    shares = _in_buckets(params, world_size, made, bucket_elements)
+    gradients = sum(p.numel() * made.width(p) for p in params if p.requires_grad)
     for share in shares:
         share.gradients += gradients  # DDP's
     return shares
 
 
 def _in_buckets(
-    params: Sequence[Tensor], world_size: int, width: Width, bucket_elements: int | None
+    params: Sequence[Tensor], world_size: int, made: _Made, bucket_elements: int | None
 ) -> list[_Share]:
     """Parameters lie in buckets; of reduced gradients a rank keeps its part."""
-    shares = [_Share(0, 0, Counter(), 0) for _ in range(world_size)]
+    shares = [_Share(made, 0, 0) for _ in range(world_size)]
     kinds: dict[tuple[torch.dtype, bool], list[Tensor]] = defaultdict(list)
     for param in params:
         kinds[param.dtype, param.requires_grad].append(param)
@@ -275,7 +289,7 @@ def _in_buckets(
             padded = max(cuts[:-1]) + max(own)  # room for the last rank to send as much as others
             for share, elements in zip(shares, own, strict=True):
                 share.weights += padded * dtype.itemsize
-                share.gradients += elements * width(alike[0]) if trained else 0
+                share.gradients += elements * made.width(alike[0]) if trained else 0
         if not trained:
             continue
         for param, bucket, start in zip(alike, plan.buckets, plan.starts, strict=True):
@@ -287,10 +301,10 @@ def _in_buckets(
 
 
 def _rows(
-    params: Sequence[Tensor], world_size: int, width: Width, bucket_elements: int | None
+    params: Sequence[Tensor], world_size: int, made: _Made, bucket_elements: int | None
 ) -> list[_Share]:
     """FSDP2: every tensor's rows are divided, and memory is padded to the first rank's."""
-    shares = [_Share(0, 0, Counter(), 0) for _ in range(world_size)]
+    shares = [_Share(made, 0, 0) for _ in range(world_size)]
     for param in params:
         length = param.shape[0] if param.dim() else 1
         row = param.numel() // length if length else 0
@@ -299,7 +313,7 @@ def _rows(
             own = min(max(length - rank * most, 0), most)
             share.weights += most * row * param.dtype.itemsize
             if param.requires_grad:
-                share.gradients += most * row * width(param)
+                share.gradients += most * row * made.width(param)
                 share.add(param, own * row)
     return shares
 

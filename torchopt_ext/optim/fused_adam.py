@@ -4,6 +4,7 @@ import copy
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -13,6 +14,7 @@ from torch.optim import Adam  # torch's own, also where a program replaces it by
 from torchopt_ext._torch import is_dtensor
 from torchopt_ext.optim import state as param_state
 from torchopt_ext.optim.estimate import estimate
+from torchopt_ext.optim.fp32_moments import EMBEDDINGS, check_chosen, fp32_params
 from torchopt_ext.optim.hooks import HookedStep, run_hooks
 from torchopt_ext.optim.norm_in_backward import NormInBackward
 from torchopt_ext.optim.planned import PlannedStep
@@ -56,6 +58,11 @@ class FusedAdam(HookedStep, PlannedStep):
             int8 and ``exp_avg_sq`` as uint8, with float32 scales for groups of 64 elements of a row
             in ``exp_avg_scale_v2`` and ``exp_avg_sq_scale_v2`` (docs/numerics.md section 11);
             moments of parameters with one dimension or rows of less than 64 elements are float32.
+        fp32_moments: what else keeps float32 moments with ``state_dtype="int8"``, a sequence.
+            "embedding": weights of nn.Embedding and EmbeddingBag, also where they are tied to an
+            output layer; the modules of this process are looked through for them. Any other
+            string is a regular expression, searched for in the names of parameters. A tensor is
+            one of the parameters. (): every matrix has 8 bits.
         stochastic_rounding: bfloat16 parameters without master weight, weights with "remainder8",
             and bfloat16 and 8-bit moments are rounded up or down at random so that the mean is
             exact.
@@ -69,7 +76,9 @@ class FusedAdam(HookedStep, PlannedStep):
 
     Raises:
         TypeError: a parameter that no step could update; names it.
-        ValueError: an argument out of range.
+        ValueError: an argument out of range; with 8-bit moments, a pattern of ``fp32_moments``
+            that is found in no name, or a tensor that is no parameter, unless ranks of a
+            ``process_group`` may have it.
     """
 
     # torch.amp.GradScaler then sets grad_scale and found_inf instead of unscaling gradients.
@@ -77,6 +86,7 @@ class FusedAdam(HookedStep, PlannedStep):
     # torchopt_ext.GradScaler then leaves the overflow check to the step.
     checks_overflow_in_step = True
     required_state = ("step", "exp_avg", "exp_avg_sq")
+    _fp32_moments: tuple[str | Tensor, ...] = ()  # while the constructor adds its groups
 
     estimate = staticmethod(estimate)
 
@@ -104,6 +114,7 @@ class FusedAdam(HookedStep, PlannedStep):
         write_back_gradients: bool = False,
         track: bool | Collection[str] = False,
         norm_in_backward: bool = False,
+        fp32_moments: Collection[str | Tensor] = EMBEDDINGS,
         decoupled_weight_decay: bool = False,
     ) -> None:
         if isinstance(lr, Tensor) and lr.dtype not in (torch.float32, torch.float64):
@@ -115,6 +126,7 @@ class FusedAdam(HookedStep, PlannedStep):
         if not 0 <= rounding_seed < 2**64:
             raise ValueError(f"Invalid rounding_seed: {rounding_seed}, expected 64 bits")
         self._storage = Storage(master_weights, state_dtype)
+        check_chosen(fp32_moments)
         self._options = param_state.PlanOptions(
             stochastic_rounding, rounding_seed, write_back_gradients, track_bits(track)
         )
@@ -130,6 +142,16 @@ class FusedAdam(HookedStep, PlannedStep):
             "decoupled_weight_decay": decoupled_weight_decay,
         }
         super().__init__(params, torchs.defaults | own)
+        self._fp32_moments = tuple(fp32_moments)
+        named = [(name, param) for _, _, name, param in param_state.named_group_params(self)]
+        self._keep_fp32_moments(named, partial=process_group is not None)
+
+    def _keep_fp32_moments(self, named: list[tuple[str, Tensor]], *, partial: bool) -> None:
+        """Adds those parameters to what keeps float32 moments that the argument chooses."""
+        if self._storage.state_dtype == torch.int8:
+            found = fp32_params(named, self._fp32_moments, partial=partial)
+            kept = self._storage.fp32_moments | found
+            self._storage = replace(self._storage, fp32_moments=kept)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One optimization step; ``closure`` evaluates the model again and returns the loss.
@@ -150,7 +172,8 @@ class FusedAdam(HookedStep, PlannedStep):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        names = group.get("param_names") or range(len(group["params"]))
+        names = group.get("param_names") or [""] * len(group["params"])
+        named = list(zip(names, group["params"], strict=True))
         try:
             if misplaced := sorted(_ARGUMENTS & group.keys() - self.defaults.keys() - {"params"}):
                 raise ValueError(
@@ -165,14 +188,15 @@ class FusedAdam(HookedStep, PlannedStep):
                     f"{type(self).__name__} is always fused and not differentiable; got {asked}. "
                     f"Use torch.optim for the other implementations."
                 )
-            for name, param in zip(names, group["params"], strict=True):
+            for number, (name, param) in enumerate(named):
                 if param.requires_grad:  # a frozen one is checked when it has a gradient
-                    self._check_param(param, name)
+                    self._check_param(param, name or number)
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
         if self.norm_in_backward is not None:
             self.norm_in_backward.watch(group["params"])
+        self._keep_fp32_moments(named, partial=True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's."""
@@ -259,6 +283,7 @@ class FusedAdam(HookedStep, PlannedStep):
         return portable | {
             "state": defaultdict(dict, with_own_steps(portable["state"])),
             "_storage": self._storage,
+            "_fp32_moments": self._fp32_moments,
             "_options": self._options,
             "_settings": self._settings,
             "_blocks": self._blocks,
@@ -319,7 +344,7 @@ class FusedAdam(HookedStep, PlannedStep):
         Unless the arguments said how to keep them: by masters, remainders or random rounding.
         """
         if self._storage.master_weights is None and not self._options.stochastic_rounding:
-            self._storage = Storage("fp32", self._storage.state_dtype)
+            self._storage = replace(self._storage, master_weights="fp32")
             self._built = None
 
 
@@ -357,6 +382,7 @@ class FusedAdamW(FusedAdam):
         write_back_gradients: bool = False,
         track: bool | Collection[str] = False,
         norm_in_backward: bool = False,
+        fp32_moments: Collection[str | Tensor] = EMBEDDINGS,
     ) -> None:
         super().__init__(
             params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, foreach=foreach,
@@ -366,7 +392,7 @@ class FusedAdamW(FusedAdam):
             master_weights=master_weights, state_dtype=state_dtype,
             stochastic_rounding=stochastic_rounding, rounding_seed=rounding_seed,
             write_back_gradients=write_back_gradients, track=track,
-            norm_in_backward=norm_in_backward,
+            norm_in_backward=norm_in_backward, fp32_moments=fp32_moments,
         )  # fmt: skip
 
     def __setstate__(self, state: dict[str, Any]) -> None:

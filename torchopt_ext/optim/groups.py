@@ -61,7 +61,7 @@ def param_groups(
             raise ValueError(f"Invalid {name}: {value}, expected a finite number from 0 on")
     names, kinds = _names_and_kinds(model)
     plain = [pattern for pattern in no_decay if pattern not in KINDS]
-    found = {pattern: _found(pattern, names) for pattern in dict.fromkeys([*plain, *multipliers])}
+    found = {pattern: found_by(pattern, names) for pattern in dict.fromkeys([*plain, *multipliers])}
     if unfound := [pattern for pattern in found if not found[pattern]]:
         known = [name for own in names.values() for name in own]
         nearest = {p: difflib.get_close_matches(p, known, n=3, cutoff=0.0) for p in unfound}
@@ -121,7 +121,12 @@ def _kinds(module: nn.Module, name: str, param: nn.Parameter) -> Iterator[str]:
         yield "embedding"
 
 
-def _found(pattern: str, names: Mapping[nn.Parameter, Sequence[str]]) -> set[torch.Tensor]:
+def found_by(pattern: str, names: Mapping[Any, Sequence[str]]) -> set[torch.Tensor]:
+    """The parameters of which a name has the pattern.
+
+    Raises:
+        ValueError: it is no regular expression.
+    """
     try:
         compiled = re.compile(pattern)
     except re.error as error:

@@ -1,6 +1,7 @@
 """Several optimizers stepped by one call of the engine, each as if it were stepped by itself."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from inspect import unwrap
 from operator import itemgetter
 from typing import Any, TypeGuard
@@ -61,7 +62,9 @@ class JointStep(PlannedStep):
         # Not Optimizer.__init__: nobody sees groups and hooks of this one.
         self.optimizers = list(optimizers)
         self.params: list[Tensor] = [only_param(opt) for opt in optimizers]
-        self._storage, self._options = optimizers[0]._storage, optimizers[0]._options
+        fp32 = [opt._storage.fp32_moments for opt in optimizers]
+        self._storage = replace(optimizers[0]._storage, fp32_moments=frozenset().union(*fp32))
+        self._options = optimizers[0]._options
         self._init_control()
         self._common: dict[str, Any] = {"params": self.params}  # a group like all of theirs
         self._blocks_of_all: Tensor | None = None  # theirs, one after the other

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,10 +24,15 @@ Place = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class Storage:
-    """What is kept for a parameter besides itself: arguments of :class:`FusedAdam`."""
+    """What is kept for a parameter besides itself: arguments of :class:`FusedAdam`.
+
+    Attributes:
+        fp32_moments: parameters whose moments are float32 where others' have 8 bits.
+    """
 
     master_weights: str | None = None
     state_dtype: torch.dtype | str | None = None
+    fp32_moments: frozenset[Tensor] = field(default=frozenset(), compare=False)
 
     def __post_init__(self) -> None:
         if self.state_dtype == "int8":
@@ -47,11 +52,12 @@ class Storage:
 
     def quantizes(self, param: Tensor) -> bool:
         """Whether a parameter's moments have 8 bits, and scales of their own."""
-        return self.state_dtype == torch.int8 and can_quantize(param)
+        eight_bits = self.state_dtype == torch.int8 and param not in self.fp32_moments
+        return eight_bits and can_quantize(param)
 
     def moment_dtype(self, param: Tensor, moment: str = "exp_avg") -> torch.dtype:
         if self.state_dtype == torch.int8:
-            return CODES.get(moment, torch.float32) if can_quantize(param) else torch.float32
+            return CODES.get(moment, torch.float32) if self.quantizes(param) else torch.float32
         own = param.dtype if self.master_of(param) is None else torch.float32
         return self.state_dtype or own  # type: ignore[return-value]
 

@@ -14,6 +14,7 @@ from torchopt_ext.containers.build import (
     fused_options,
     reject_ineffective,
 )
+from torchopt_ext.containers.optimizers import with_fp32_moments
 from torchopt_ext.optim import FusedAdam
 from torchopt_ext.trainer.config import ConfigError, JobConfig
 from torchopt_ext.trainer.zero_container import ZeroOptimizersContainer
@@ -79,10 +80,13 @@ def build_optimizers(
         )
     partition = job_config.parallelism.zero
     if partition == "none":
+        stages = job_config.parallelism.pipeline_parallel_degree > 1
+        if stages:  # a pattern may be found in another one
+            options = with_fp32_moments(fused_options(config), model_parts, partial=True)
+            config.fp32_moments = options.get("fp32_moments", config.fp32_moments)
         # Stages agree later: agree_over_stages.
         in_backward = config.early_step_in_backward
-        stages = job_config.parallelism.pipeline_parallel_degree > 1 and in_backward
-        dims = SimpleNamespace(pp_enabled=stages, ep_enabled=False)
+        dims = SimpleNamespace(pp_enabled=stages and in_backward, ep_enabled=False)
         return containers.build_optimizers(model_parts, config, dims, ft_manager)
     if config.implementation != "fused" or config.early_step_in_backward:
         raise ValueError(

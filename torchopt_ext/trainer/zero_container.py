@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchopt_ext.containers import OptimizersContainer
+from torchopt_ext.containers.optimizers import with_fp32_moments
 from torchopt_ext.optim import FusedAdam
 from torchopt_ext.optim.control import ControlView
 from torchopt_ext.statedict import dcp
@@ -39,7 +40,8 @@ class ZeroOptimizersContainer(OptimizersContainer[ZeroRedundancyOptimizer]):
         if len(model_parts) != 1:
             raise ValueError(f"ZeRO divides one model part, found {len(model_parts)}")
         sharded = {"optimizer_class": optimizer_cls, "partition": partition}
-        super().__init__(model_parts, ZeroRedundancyOptimizer, optimizer_kwargs | sharded)
+        arguments = with_fp32_moments(optimizer_kwargs, model_parts)
+        super().__init__(model_parts, ZeroRedundancyOptimizer, arguments | sharded)
 
     @property
     def _zero(self) -> ZeroRedundancyOptimizer:

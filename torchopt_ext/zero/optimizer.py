@@ -195,7 +195,9 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
                 group = self.param_groups[-1]
                 params = self._all_params + group["params"]
                 check_dense(params, self._allow_mixed_dtypes)
-                self._optim_constructor([dict(group)], **self._optim_defaults)
+                # Of fp32_moments some may be of other groups.
+                others = {k: v for k, v in self._optim_defaults.items() if k != "fp32_moments"}
+                self._optim_constructor([dict(group)], **others)
             check_same(described(self.param_groups), "parameters", self.process_group)
         except Exception:
             del self.param_groups[count:]

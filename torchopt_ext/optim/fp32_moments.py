@@ -1,0 +1,106 @@
+"""Which parameters keep fp32 moments where others have 8 bits: FusedAdam's ``fp32_moments``."""
+
+import difflib
+import gc
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchopt_ext.optim.groups import found_by
+
+EMBEDDINGS: tuple[str, ...] = ("embedding",)
+"""The default. A row of an embedding has a gradient only in steps in which its token occurs."""
+_CLASSES = (nn.Embedding, nn.EmbeddingBag)
+
+
+def check_chosen(chosen: Any) -> None:
+    """Rejects what cannot be ``fp32_moments``.
+
+    Raises:
+        TypeError: it is no collection of strings and tensors.
+        ValueError: a string is no regular expression.
+    """
+    if isinstance(chosen, str | Tensor) or not isinstance(chosen, Collection):
+        raise TypeError(
+            f"fp32_moments is {chosen!r:.200}, expected a sequence such as {EMBEDDINGS}, of "
+            "'embedding', regular expressions and parameters"
+        )
+    for item in chosen:
+        if not isinstance(item, str | Tensor):
+            raise TypeError(
+                f"fp32_moments has {item!r:.200}, expected 'embedding', a regular expression or a "
+                "parameter"
+            )
+        if isinstance(item, str):
+            found_by(item, {})
+
+
+def fp32_params(
+    named: Iterable[tuple[str, Tensor]],
+    chosen: Collection[str | Tensor],
+    embeddings: Collection[Tensor] | None = None,
+    *,
+    partial: bool = False,
+) -> frozenset[Tensor]:
+    """The parameters among those given that ``fp32_moments`` chooses.
+
+    Args:
+        named: names, "" where there is none, and parameters; some may have several names.
+        chosen: as FusedAdam's ``fp32_moments``.
+        embeddings: parameters that are weights of embeddings; None for those of all modules in this
+            process, for a parameter does not know its module.
+        partial: there are other parameters elsewhere, so that what is not found here may be theirs.
+
+    Raises:
+        TypeError, ValueError: as :func:`check_chosen`.
+        ValueError: a pattern that is found in no name, or a parameter that is none of those given.
+    """
+    check_chosen(chosen)
+    names: dict[Tensor, list[str]] = {}
+    for name, param in named:
+        names.setdefault(param, []).append(name)
+    found: set[Tensor] = set()
+    for item in chosen:
+        if isinstance(item, Tensor):
+            own = {item} & names.keys()
+        elif item in EMBEDDINGS:
+            if embeddings is None:
+                embeddings = embeddings_of(gc.get_objects())
+            found |= names.keys() & set(embeddings)
+            continue
+        else:
+            own = found_by(item, names)
+        if not own and not partial:
+            raise ValueError(_not_found(item, names))
+        found |= own
+    return frozenset(found)
+
+
+def embeddings_of(objects: Iterable[Any]) -> set[Tensor]:
+    """Weights of the embeddings among modules or any objects."""
+    modules = (module for module in objects if issubclass(type(module), _CLASSES))
+    held = (vars(module).get("_parameters", {}).values() for module in modules)
+    return {param for params in held for param in params if param is not None}
+
+
+def is_8_bit(state_dtype: Any) -> bool:
+    """Whether a value of FusedAdam's ``state_dtype`` says moments of 8 bits."""
+    return state_dtype in ("int8", torch.int8)
+
+
+def _not_found(item: str | Tensor, names: dict[Tensor, list[str]]) -> str:
+    if isinstance(item, Tensor):
+        return (
+            f"fp32_moments has a tensor of shape {tuple(item.shape)} that is none of the "
+            f"parameters: choose them when the model is sharded and wrapped"
+        )
+    known = [name for own in names.values() for name in own if name]
+    if not known:
+        return (
+            f"fp32_moments has the pattern {item!r}, but the parameters have no names: give "
+            "model.named_parameters()"
+        )
+    nearest = difflib.get_close_matches(item, known, n=3, cutoff=0.0)
+    return f"fp32_moments: no parameter has a name with {item!r}; the nearest names are {nearest}"
