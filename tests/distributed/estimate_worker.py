@@ -17,17 +17,20 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torchopt_ext import FusedAdamW
 from torchopt_ext.optim.estimate import estimate
+from torchopt_ext.optim.quantized import CODES, SCALES
 from torchopt_ext.zero import ZeroRedundancyOptimizer, reduce_scatter_hook
 
 BUCKET = 3000
+EIGHT_BITS: dict[str, dict[str, Any]] = {"int8": {}, "int8 every matrix": {"fp32_moments": ()}}
 MASTERS = {"fp32": "master_weight", "remainder": "remainder", "remainder8": "remainder8"}
 
 
 def build(dtype: torch.dtype) -> nn.Sequential:
-    """Odd sizes, a tensor above a bucket, and one that is frozen."""
+    """Odd sizes, a tensor above a bucket, one that is frozen, and an embedding."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(37, 111), nn.Linear(111, 70), nn.Linear(70, 7)).to(dtype)
-    model[1].bias.requires_grad_(False)
+    linear = nn.Linear(70, 111), nn.Linear(111, 70), nn.Linear(70, 7)
+    model = nn.Sequential(nn.Embedding(5, 70), *linear).to(dtype)
+    model[2].bias.requires_grad_(False)
     return model
 
 
@@ -52,14 +55,15 @@ def held(
     """What a rank holds after a step, beside its estimate."""
     model = build(dtype)
     params = list(model.parameters())
-    kinds = [(p.shape, p.dtype, p.requires_grad) for p in params]
-    meta = [
-        torch.empty(shape, dtype=kind, device="meta", requires_grad=trained)
-        for shape, kind, trained in kinds
-    ]
+    with torch.device("meta"):
+        meta = build(dtype)
     bucket = BUCKET if sharding in ("balanced", "zero2") else None
     ranks = estimate(
-        meta, sharding=sharding, world_size=dist.get_world_size(), bucket_elements=bucket, **options
+        meta.named_parameters(),
+        sharding=sharding,
+        world_size=dist.get_world_size(),
+        bucket_elements=bucket,
+        **options,
     )
     if sharding == "fsdp":
         fully_shard(model)
@@ -83,10 +87,10 @@ def held(
         run = DDP(model, gradient_as_bucket_view=True)
     if sharding == "balanced":
         run.register_comm_hook(None, reduce_scatter_hook(optimizer))
-    run(torch.randn(5, 37, dtype=dtype)).square().mean().backward()
+    run(torch.randint(5, (5,))).square().mean().backward()
     optimizer.step()
     states = list(local.state.values())
-    moments = [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
+    moments = [state[name] for state in states for name in (*CODES, *SCALES) if name in state]
     masters = [state[name] for state in states for name in MASTERS.values() if name in state]
     gradients = [p.grad for p in params]
     if sharding in ("balanced", "zero2"):
@@ -111,6 +115,11 @@ def cases() -> dict[str, Callable[[], Any]]:
     made["zero2 remainder"] = functools.partial(
         held, "zero2", bf16, master_weights="remainder", state_dtype=bf16
     )
+    for sharding in ("ddp", "zero1", "fsdp"):
+        for name, chosen in EIGHT_BITS.items():
+            made[f"{sharding} {name}"] = functools.partial(
+                held, sharding, bf16, master_weights="remainder8", state_dtype="int8", **chosen
+            )
     return made
 
 

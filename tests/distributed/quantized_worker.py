@@ -25,16 +25,21 @@ KINDS: dict[str, dict[str, Any]] = {
     "nearest": EIGHT_BITS,
     "stochastic": {**EIGHT_BITS, "stochastic_rounding": True, "rounding_seed": 5},
     "fp32": {"master_weights": "fp32"},
+    "every matrix": {**EIGHT_BITS, "fp32_moments": ()},
+    "by name": {**EIGHT_BITS, "fp32_moments": ["0.weight"]},
 }
 folder = Path(sys.argv[1]).parent / "quantized"
 
 
 class Run:
-    """Rows of three groups and a rest, and of one; the ranks' parts are uneven or empty."""
+    """Rows of three groups and a rest, of one, and of an embedding; the ranks' parts are uneven or
+    empty."""
 
     def __init__(self, kind: str, sharded: bool) -> None:
         torch.manual_seed(1)
-        self.model = nn.Sequential(nn.Linear(200, 7), nn.Linear(64, 2)).bfloat16()
+        self.model = nn.Sequential(
+            nn.Linear(200, 7), nn.Linear(64, 2), nn.Embedding(5, 70)
+        ).bfloat16()
         if sharded:
             fully_shard(self.model)
         options = {"lr": 1e-2, "max_grad_norm": 1.0, **KINDS[kind]}
@@ -62,8 +67,10 @@ class ZeroRun(Run):
 
     def __init__(self, kind: str, sharded: bool) -> None:
         torch.manual_seed(1)
-        self.model = nn.Sequential(nn.Linear(200, 7), nn.Linear(64, 2), nn.Linear(9, 9)).bfloat16()
-        params, options = self.model.parameters(), {"lr": 1e-2, **KINDS[kind]}
+        self.model = nn.Sequential(
+            nn.Linear(200, 7), nn.Linear(64, 2), nn.Linear(9, 9), nn.Embedding(5, 70)
+        ).bfloat16()
+        params, options = self.model.named_parameters(), {"lr": 1e-2, **KINDS[kind]}
         self.optimizer: Any = (
             ZeroRedundancyOptimizer(params, FusedAdamW, max_grad_norm=1.0, **options)
             if sharded
@@ -114,7 +121,9 @@ def cases() -> dict[str, Callable[[], Any]]:
     ways = {"FSDP2": Run, "ZeRO": ZeroRun}
     if dist.get_world_size() == 2:
         return {f"{w} {k}": partial(save, k, made) for w, made in ways.items() for k in KINDS}
-    pairs = [(kind, kind) for kind in KINDS] + [("fp32", "nearest"), ("nearest", "fp32")]
+    others = ("fp32", "every matrix")
+    pairs = [(kind, kind) for kind in KINDS]
+    pairs += [pair for other in others for pair in ((other, "nearest"), ("nearest", other))]
     return {
         f"{w} {s} as {k}": partial(resume, s, k, made) for w, made in ways.items() for s, k in pairs
     }

@@ -11,6 +11,7 @@ from .rank_results import Results, each_rank
 pytestmark = pytest.mark.timeout(150)
 SHARDINGS = ("ddp", "zero1", "balanced", "zero2", "fsdp")
 CASES = [*SHARDINGS, *(f"{sharding} fp32" for sharding in SHARDINGS), "zero2 remainder"]
+CASES += [f"{s} int8{more}" for s in ("ddp", "zero1", "fsdp") for more in ("", " every matrix")]
 
 
 @pytest.fixture(scope="module")
@@ -25,5 +26,5 @@ def test_a_rank_holds_what_was_estimated(results: Results, name: str) -> None:
         for part in ("weights", "gradients", "masters", "moments"):
             assert found[part] == estimated[part], part
         # Small tensors' moments begin at multiples of 64 bytes; a cut tensor is up to three.
-        assert 0 <= found["moments_allocated"] - found["moments"] <= 64 * 2 * 18
+        assert 0 <= found["moments_allocated"] - found["moments"] <= 64 * 2 * 21
         assert estimated["steps"] <= found["steps"] <= 3 * estimated["steps"]

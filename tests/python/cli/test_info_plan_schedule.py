@@ -21,6 +21,7 @@ from torchopt_ext.__main__ import COMMANDS, main
 from torchopt_ext.cli import info, terminal
 from torchopt_ext.cli.terminal import figures, size
 from torchopt_ext.ops import lr_factor
+from torchopt_ext.optim.estimate import estimate
 
 from .conftest import Run
 
@@ -218,13 +219,39 @@ def test_plan_of_8_bits(run: Run) -> None:
     assert "balanced" not in run("plan", "--shapes", "1x1000x640", *args, "--world-size", "2")
 
 
+def test_plan_of_8_bits_beside_embeddings(run: Run, tmp_path: Path) -> None:
+    """An embedding has 8 bytes of moments, every group of other rows 128 + 8."""
+    args = ["--state-dtype", "int8", "--json"]
+
+    def moments(*source: Any) -> int:
+        found = json.loads(run("plan", *source, *args))
+        return int(found["shardings"]["ddp"]["ranks"][0]["moments"])
+
+    tables, rows = (50257 + 1024) * 768, 12 * 12 * 768 * 768
+    vectors = 124_439_808 - tables - rows
+    assert moments("--shapes", "gpt2") == 8 * (tables + vectors) + rows * 136 // 64
+    assert moments("--shapes", "gpt2", "--fp32-moments", "") == (
+        8 * vectors + (tables + rows) * 136 // 64
+    )
+    shapes = {"emb": ("BF16", [100, 64]), "fc": ("BF16", [10, 64])}
+    file = safetensors(tmp_path / "a.safetensors", shapes)
+    assert moments(file) == 110 * 136
+    assert moments(file, "--fp32-moments", "embedding,^emb") == 100 * 64 * 8 + 10 * 136
+
+
 def test_plan_of_a_model(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     found = json.loads(run("plan", "--model", "examples.model:build", "--json"))
     sys.path.insert(0, str(ROOT))
     from examples.model import build
 
-    assert found["parameters"] == sum(p.numel() for p in build().parameters())
+    model = build()
+    assert found["parameters"] == sum(p.numel() for p in model.parameters())
+    for chosen in (["embedding"], ["output", "wq"], []):
+        args = ["--state-dtype", "int8", "--fp32-moments", ",".join(chosen), "--json"]
+        found = json.loads(run("plan", "--model", "examples.model:build", *args))
+        (rank,) = estimate(model.named_parameters(), state_dtype="int8", fp32_moments=chosen)
+        assert found["shardings"]["ddp"]["ranks"][0]["moments"] == rank.moments
 
 
 def safetensors(path: Path, tensors: dict[str, Any]) -> Path:
@@ -299,6 +326,7 @@ def test_plan_rejects(fails: Run, tmp_path: Path) -> None:
         (["--shapes", "2x99999999999999999999"], "too large"),
         (["--model", "broken_model:g"], "returns a int, expected"),
         (["--shapes", "2x2", "--dtype", "float16", "--master-weights", "remainder"], "float16"),
+        (["--shapes", "gpt2", "--state-dtype", "int8", "--fp32-moments", "wte"], "have no names"),
         (["--shapes", "2x2", "--plot", tmp_path / "gone" / "x.png"], "cannot write"),
     ):
         assert problem in fails("plan", *args)

@@ -245,6 +245,8 @@ def test_torchs_other_arguments(build, parts, implementation):
         ({"write_back_gradients": True, "early_step_in_backward": True}, "frees gradients"),
         ({"backwards_per_step": 2}, "no effect without early_step_in_backward"),
         ({"rounding_seed": 7}, "no effect without stochastic_rounding"),
+        ({"fp32_moments": ["head"]}, "fp32_moments has no effect without state_dtype='int8'"),
+        ({"fp32_moments": [], "state_dtype": "bfloat16"}, "fp32_moments has no effect"),
         ({"master_weights": "fp32"}, r"no effect: the parameters are torch\.float32"),
         ({"stochastic_rounding": True}, r"no effect: the parameters are torch\.float32"),
     ],
@@ -252,6 +254,29 @@ def test_torchs_other_arguments(build, parts, implementation):
 def test_a_setting_without_effect(build, parts, wanted, message):
     with pytest.raises(ValueError, match=message):
         build(parts, **wanted)
+
+
+@GENERATIONS
+def test_embeddings_keep_fp32_moments(build):
+    parts = [nn.Sequential(nn.Embedding(3, 64), nn.Linear(64, 2))]
+    for wanted, expected in (
+        ({}, [torch.float32, torch.int8]),
+        ({"fp32_moments": ["embedding"]}, [torch.float32, torch.int8]),
+        ({"fp32_moments": []}, [torch.int8, torch.int8]),
+        ({"fp32_moments": ["^1"]}, [torch.int8, torch.float32]),
+    ):
+        for in_backward in (False, True):
+            options = {"state_dtype": "int8", "early_step_in_backward": in_backward}
+            container = build(parts, **options, **wanted)
+            for optimizer in container:
+                optimizer.init_state()
+            kept = [container.state[part.weight]["exp_avg"].dtype for part in parts[0]]
+            assert kept == expected
+    with pytest.raises(ValueError, match="no parameter has a name with 'tok'"):
+        build(parts, state_dtype="int8", fp32_moments=["tok"])
+    build(parts, pp=2, state_dtype="int8", fp32_moments=["tok"])  # of another stage
+    with pytest.raises(ValueError, match="state_dtype needs implementation 'fused'"):
+        build(parts, state_dtype="int8", fp32_moments=[], implementation="foreach")
 
 
 def test_rounding_without_effect_on_parameters_with_masters(model):

@@ -64,6 +64,26 @@ SEVERAL = [
 ]
 
 
+# ---- moments of 8 bits ---------------------------------------------------------------------------
+
+
+def test_embeddings_keep_fp32_moments() -> None:
+    part = nn.ModuleDict({"tok": nn.Embedding(9, 64), "body": checkpoint_wrapper(nn.Linear(64, 9))})
+    groups = [group("tok", weight_decay=0.0), group(".*", "Adam")]
+    by_name = {FACTORY: {n: {"state_dtype": "int8", "fp32_moments": ()} for n in ("AdamW", "Adam")}}
+    for fields, expected in (
+        ({"state_dtype": "int8"}, [torch.float32, torch.int8]),
+        ({"state_dtype": "int8", "fp32_moments": []}, [torch.int8, torch.int8]),
+        ({"state_dtype": "int8", "fp32_moments": [r"^body\.w"]}, [torch.int8, torch.float32]),
+        (by_name, [torch.int8, torch.int8]),
+    ):
+        container = build(ours, part, *groups, **fields)
+        for optimizer in container:
+            optimizer.init_state()
+        kept = [container.state[p]["exp_avg"].dtype for p in part.parameters() if p.dim() > 1]
+        assert kept == expected
+
+
 # ---- groups and names ---------------------------------------------------------------------------
 
 
@@ -380,6 +400,13 @@ REJECTED = {
     ),
     "write back unclipped": (ValueError, "not clip", [], {"write_back_gradients": True}),
     "seed of nothing": (ValueError, "rounding_seed", [], {"rounding_seed": 3}),
+    "fp32 moments of floats": (ValueError, "no effect", [], {"fp32_moments": ["lm_head"]}),
+    "fp32 moments of nothing": (
+        ValueError,
+        "no parameter has a name with 'tok'",
+        [],
+        {"state_dtype": "int8", "fp32_moments": ["tok"]},
+    ),
     "two thresholds": (
         ValueError,
         "one decision",

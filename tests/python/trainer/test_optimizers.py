@@ -28,6 +28,37 @@ def test_low_precision_shards_need_a_step_that_writes_them() -> None:
         build_optimizers([nn.Linear(2, 2)], config)
 
 
+@pytest.mark.parametrize("partition", ["none", "greedy"])
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [
+        (None, [torch.float32, torch.int8]),
+        ([], [torch.int8, torch.int8]),
+        (["^1"], [torch.int8, torch.float32]),
+    ],
+)
+def test_embeddings_keep_fp32_moments(
+    chosen: Any, expected: list[torch.dtype], partition: Any, one_rank: None
+) -> None:
+    config, part = JobConfig(), nn.Sequential(nn.Embedding(3, 64), nn.Linear(64, 2))
+    config.optimizer.state_dtype, config.parallelism.zero = "int8", partition
+    if chosen is not None:
+        config.optimizer.fp32_moments = chosen
+    container = build_optimizers([part], config)
+    saved = container.state_dict()
+    names = ("0.weight", "1.weight")
+    assert [saved[f"state.{name}.exp_avg"].dtype for name in names] == expected
+
+
+def test_a_pattern_may_be_of_another_stage() -> None:
+    config, part = JobConfig(), nn.Sequential(nn.Linear(64, 2))
+    config.optimizer.state_dtype, config.optimizer.fp32_moments = "int8", ["tok"]
+    with pytest.raises(ValueError, match="no parameter has a name with 'tok'"):
+        build_optimizers([part], config)
+    config.parallelism.pipeline_parallel_degree = 2
+    build_optimizers([part], config)
+
+
 @pytest.mark.parametrize(
     ("optimizer", "options", "clips"),
     [
