@@ -57,11 +57,12 @@ def bf16(name: str, recommended: bool = True, **arguments: Any) -> Setting:
     return Setting(f"bf16, {name}", arguments, True, recommended)
 
 
+INT8: dict[str, Any] = {"state_dtype": "int8", "fp32_moments": ()}  # the embedding's, too
 BASE = Setting("fp32, torch.optim.AdamW", None)
 SETTINGS = [
     BASE,
     Setting("fp32"),
-    Setting("fp32, int8 moments", {"state_dtype": "int8"}),
+    Setting("fp32, int8 moments", INT8),
     bf16("fp32 masters", master_weights="fp32"),
     bf16("remainder", master_weights="remainder"),
     bf16(
@@ -70,8 +71,8 @@ SETTINGS = [
         state_dtype=torch.bfloat16,
         stochastic_rounding=True,
     ),
-    bf16("remainder, int8 moments", master_weights="remainder", state_dtype="int8"),
-    bf16("remainder8, int8 moments", master_weights="remainder8", state_dtype="int8"),
+    bf16("remainder, int8 moments", master_weights="remainder", **INT8),
+    bf16("remainder8, int8 moments", master_weights="remainder8", **INT8),
     bf16("bf16 moments, stochastic", stochastic_rounding=True),
     bf16("bf16 moments, nearest", recommended=False),
 ]
