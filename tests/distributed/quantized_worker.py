@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from torchopt_ext import FusedAdamW, ZeroRedundancyOptimizer
 from torchopt_ext.containers import OptimizersContainer
+from torchopt_ext.optim.estimate import estimate
+from torchopt_ext.optim.quantized import CODES, SCALES, can_quantize, scale_shape
 from torchopt_ext.statedict.dcp import load
 
 EIGHT_BITS = {"master_weights": "remainder8", "state_dtype": "int8"}
@@ -28,6 +31,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "every matrix": {**EIGHT_BITS, "fp32_moments": ()},
     "by name": {**EIGHT_BITS, "fp32_moments": ["0.weight"]},
 }
+WEIGHTS: dict[str, dict[str, Any]] = {
+    "float32 weights": {"state_dtype": "int8"},
+    "bf16 weights": {"state_dtype": "int8", "stochastic_rounding": True, "track": True},
+    "remainders": {"master_weights": "remainder", "state_dtype": "int8"},
+}
+BUCKET = 20_000
 folder = Path(sys.argv[1]).parent / "quantized"
 
 
@@ -37,19 +46,19 @@ class Run:
 
     def __init__(self, kind: str, sharded: bool) -> None:
         torch.manual_seed(1)
-        self.model = nn.Sequential(
+        self.model: nn.Module = nn.Sequential(
             nn.Linear(200, 7), nn.Linear(64, 2), nn.Embedding(5, 70)
         ).bfloat16()
         if sharded:
             fully_shard(self.model)
         options = {"lr": 1e-2, "max_grad_norm": 1.0, **KINDS[kind]}
-        self.optimizer = OptimizersContainer([self.model], FusedAdamW, options)
+        self.optimizer: Any = OptimizersContainer([self.model], FusedAdamW, options)
         self.saved = {"model": self.model, "optimizer": self.optimizer}
 
     def step(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         for param in self.model.parameters():
-            grad = torch.randn(param.shape, generator=generator).bfloat16()
+            grad = torch.randn(param.shape, generator=generator).to(param.dtype)
             if isinstance(param, DTensor):
                 placed = (param.device_mesh, param.placements)
                 param.grad = distribute_tensor(grad, *placed, src_data_rank=None)  # type: ignore[assignment]
@@ -62,30 +71,60 @@ class Run:
         return {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in found.items()}
 
 
-class ZeroRun(Run):
-    """The same over whole parameters that ranks step for each other, with a short row as well."""
+class Greedy(Run):
+    """ZeRO over whole parameters, which ranks step for each other.
+
+    Rows of two blocks and a rest that is no whole group, one such row, short rows, rows of one
+    group and a rest, and a convolution whose memory has other rows than its shape.
+    """
+
+    partition = "greedy"
 
     def __init__(self, kind: str, sharded: bool) -> None:
         torch.manual_seed(1)
+        options = {"lr": 1e-2, **(KINDS | WEIGHTS)[kind]}
         self.model = nn.Sequential(
-            nn.Linear(200, 7), nn.Linear(64, 2), nn.Linear(9, 9), nn.Embedding(5, 70)
-        ).bfloat16()
-        params, options = self.model.named_parameters(), {"lr": 1e-2, **KINDS[kind]}
-        self.optimizer: Any = (
-            ZeroRedundancyOptimizer(params, FusedAdamW, max_grad_norm=1.0, **options)
-            if sharded
-            else FusedAdamW(params, max_grad_norm=1.0, **options)
-        )
+            *(nn.Linear(9000, 3), nn.Linear(9, 9)),
+            nn.Conv2d(8, 200, 3).to(memory_format=torch.channels_last),  # type: ignore[call-overload]
+            *(nn.Linear(9010, 1), nn.Linear(100, 40), nn.Embedding(5, 70)),
+        ).to(torch.float32 if kind == "float32 weights" else torch.bfloat16)
+        params = list(self.model.named_parameters())
+        if sharded:
+            cut = {"bucket_elements": BUCKET} if self.partition == "balanced" else {}
+            self.optimizer = ZeroRedundancyOptimizer(
+                params, FusedAdamW, partition=self.partition, max_grad_norm=1.0, **cut, **options
+            )
+        else:
+            self.optimizer = FusedAdamW(params, max_grad_norm=1.0, **options)
         self.saved = {"model": self.model, "optimizer": self.optimizer}
+        self.tracked, self.digests = "track" in options, dict[str, torch.Tensor]()
+
+    def step(self, seed: int) -> None:
+        super().step(seed)
+        if self.tracked:
+            is_zero = isinstance(self.optimizer, ZeroRedundancyOptimizer)
+            local = self.optimizer.optim if is_zero else self.optimizer
+            self.digests["digest"] = total = local.telemetry.digests.sum().reshape(1)
+            if is_zero:
+                dist.all_reduce(total)
 
     def values(self) -> dict[str, Any]:
+        found = self.model.state_dict() | self.digests
         if isinstance(self.optimizer, ZeroRedundancyOptimizer):
             self.optimizer.consolidate_state_dict(to=0)
         if dist.get_rank() != 0:
-            return self.model.state_dict()
+            return found
         state = self.optimizer.state_dict()["state"]
-        entries = {f"{p}.{k}": v for p, entry in state.items() for k, v in entry.items()}
-        return {**self.model.state_dict(), **entries}
+        return found | {f"{p}.{k}": v for p, entry in state.items() for k, v in entry.items()}
+
+
+class Balanced(Greedy):
+    """ZeRO over parts of parameters, which begin and end in rows."""
+
+    partition = "balanced"
+
+
+WAYS: dict[str, type[Run]] = {"FSDP2": Run, "greedy": Greedy, "balanced": Balanced}
 
 
 def differing(run: Run, expected: Run) -> list[str]:
@@ -95,38 +134,107 @@ def differing(run: Run, expected: Run) -> list[str]:
     return [name for name in tensors if not torch.equal(ours[name], theirs[name])]
 
 
-def save(kind: str, made: type[Run]) -> list[str]:
-    run, whole = made(kind, True), made(kind, False)
+def save(kind: str, way: str) -> list[str]:
+    run, whole = WAYS[way](kind, True), WAYS[way](kind, False)
     for seed in (1, 2):
         run.step(seed)
         whole.step(seed)
-    dcp.save(run.saved, checkpoint_id=folder / made.__name__ / kind)
+    dcp.save(run.saved, checkpoint_id=folder / way / kind)
     return differing(run, whole)
 
 
-def resume(saved: str, kept: str, made: type[Run]) -> list[str]:
+def resume(saved: str, kept: str, saved_way: str, way: str) -> list[str]:
+    made = WAYS[way]
     source, whole, run = made(saved, False), made(kept, False), made(kept, True)
     for seed in (1, 2):
         source.step(seed)
     for name in whole.saved:
         whole.saved[name].load_state_dict(source.saved[name].state_dict())
-    load(run.saved, checkpoint_id=folder / made.__name__ / saved)
+    load(run.saved, checkpoint_id=folder / saved_way / saved)
     found = differing(run, whole)
     run.step(3)
     whole.step(3)
     return found + differing(run, whole)
 
 
+def take_state_dicts(kind: str) -> list[str]:
+    """The whole state dict of one process, and then this rank's own part."""
+    source, first, again = Balanced("nearest", False), Balanced(kind, True), Balanced(kind, True)
+    whole = Balanced(kind, False)
+    source.step(1)
+    for run in (first, whole):
+        for name in run.saved:
+            run.saved[name].load_state_dict(source.saved[name].state_dict())
+    for name in again.saved:
+        again.saved[name].load_state_dict(first.saved[name].state_dict())
+    for run in (again, whole):
+        run.step(2)
+    return differing(again, whole)
+
+
+def held() -> list[str]:
+    """Moments and scales of a rank's own elements alone are kept, and read from a checkpoint."""
+    run = Balanced("nearest", True)
+    run.step(1)
+    zero, names = run.optimizer, (*CODES, *SCALES)
+    states = zero.optim.state.values()
+    kept = sum(state[name].nbytes for state in states for name in names if name in state)
+    params = [param.detach().to("meta").requires_grad_() for param in zero._all_params]
+    shape = {"sharding": "zero2", "world_size": dist.get_world_size(), "bucket_elements": BUCKET}
+    *_, embedding = params
+    options = {**shape, **EIGHT_BITS, "fp32_moments": [embedding]}
+    expected = estimate(params, **options)[dist.get_rank()].moments  # type: ignore[arg-type]
+    buffer, read = zero.checkpoint_buffers([str(number) for number in range(len(params))]), 0
+    for number, param in enumerate(params):
+        dtypes: dict[str, Any] = dict.fromkeys(CODES, torch.float32)
+        if can_quantize(param) and param is not embedding:
+            dtypes = CODES | dict.fromkeys(SCALES, torch.float32)
+        for name, dtype in dtypes.items():
+            shape_of = param.shape if name in CODES else scale_shape(param)
+            like = torch.zeros((), dtype=dtype).expand(shape_of)
+            own = buffer(("state", str(number), name), like)
+            read += sum(shard.nbytes for shard in own.shards) if own is not like else 0
+    return [] if kept == read == expected else [f"{kept} kept, {read} read, {expected} expected"]
+
+
+def wrong_scales() -> list[str]:
+    """All ranks raise, whoever has the part that does not fit, and nothing is changed."""
+    run, source = Balanced("nearest", True), Balanced("nearest", False)
+    for one in (run, source):
+        one.step(1)
+    before, saved = run.values(), source.optimizer.state_dict()
+    scale = next(iter(SCALES))
+    for wrong in (torch.zeros(3, 140), torch.zeros(141, 3), torch.zeros(3, 141).int()):
+        state = {**saved["state"], 0: {**saved["state"][0], scale: wrong}}
+        try:
+            run.optimizer.load_state_dict({**saved, "state": state})
+        except ValueError as error:
+            if f"{scale} of parameter 0" not in str(error):
+                return [str(error)]
+        else:
+            return [f"{wrong.shape} {wrong.dtype} was taken"]
+    after = run.values()
+    return [name for name, value in before.items() if not torch.equal(value, after[name])]
+
+
 def cases() -> dict[str, Callable[[], Any]]:
-    ways = {"FSDP2": Run, "ZeRO": ZeroRun}
     if dist.get_world_size() == 2:
-        return {f"{w} {k}": partial(save, k, made) for w, made in ways.items() for k in KINDS}
-    others = ("fp32", "every matrix")
-    pairs = [(kind, kind) for kind in KINDS]
-    pairs += [pair for other in others for pair in ((other, "nearest"), ("nearest", other))]
-    return {
-        f"{w} {s} as {k}": partial(resume, s, k, made) for w, made in ways.items() for s, k in pairs
+        pairs = [*product(KINDS, WAYS), *product(WEIGHTS, ("balanced",))]
+        return {f"{way} {kind}": partial(save, kind, way) for kind, way in pairs}
+    kinds = [(kind, kind) for kind in KINDS]
+    for other in ("fp32", "every matrix"):
+        kinds += [(other, "nearest"), ("nearest", other)]
+    moves = [("FSDP2", "FSDP2"), ("greedy", "greedy"), ("balanced", "balanced")]
+    moves += [("greedy", "balanced"), ("balanced", "greedy")]
+    made: dict[str, Callable[[], Any]] = {
+        f"{s_way} {s} as {way} {k}": partial(resume, s, k, s_way, way)
+        for (s, k), (s_way, way) in product(kinds, moves)
     }
+    for kind in WEIGHTS:
+        made[f"balanced {kind}"] = partial(resume, kind, kind, "balanced", "balanced")
+    for kind in KINDS:
+        made[f"state dicts as {kind}"] = partial(take_state_dicts, kind)
+    return made | {"held": held, "wrong scales": wrong_scales}
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from torchopt_ext.cli.terminal import (
     table,
     unit_of,
 )
-from torchopt_ext.optim.estimate import CUT_ROWS, SHARDINGS, RankBytes, estimate, unevenness
+from torchopt_ext.optim.estimate import SHARDINGS, RankBytes, estimate, unevenness
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, fp32_params, is_8_bit
 from torchopt_ext.optim.storage import MASTER_WEIGHTS
 
@@ -101,12 +101,10 @@ def main(args: list[str]) -> int:
     name, entries = from_options(options)
     params = [entry.tensor for entry in entries]
     plans = {}
-    left_out = CUT_ROWS - {options.sharding} if options.state_dtype == "int8" else set()
-    shardings = [sharding for sharding in SHARDINGS if sharding not in left_out]
     try:
         options.fp32_moments = chosen_fp32(entries, options)
-        with Progress("planning", len(shardings)) as progress:
-            for sharding in shardings:
+        with Progress("planning", len(SHARDINGS)) as progress:
+            for sharding in SHARDINGS:
                 plans[sharding] = estimate_by(params, sharding, options)
                 progress.add(1)
     except ValueError as error:
@@ -216,8 +214,6 @@ def as_text(
     lines += ["", "Elements that a rank steps:", ""]
     shares = []
     for title, sharding in (("greedy", "zero1"), ("balanced", "balanced"), ("rows", "fsdp")):
-        if sharding not in plans:
-            continue
         elements = [rank.elements for rank in plans[sharding]]
         uneven = f"{unevenness(elements):+.1%}"
         shares.append([title, f"{min(elements):,}", f"{max(elements):,}", uneven])

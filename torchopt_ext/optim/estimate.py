@@ -2,7 +2,6 @@
 
 import bisect
 import itertools
-import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +12,7 @@ from torch import Tensor
 from torchopt_ext import ops
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, check_chosen, fp32_params
 from torchopt_ext.optim.norm_in_backward import MEASURED_BYTES
-from torchopt_ext.optim.quantized import CODES, SCALES, scale_shape
+from torchopt_ext.optim.quantized import CODES, SCALES, groups_before
 from torchopt_ext.optim.storage import MASTER, Storage
 from torchopt_ext.statedict.entries import MASTERS
 
@@ -136,8 +135,6 @@ def estimate(
     storage = Storage(master_weights, state_dtype)
     if amsgrad and storage.state_dtype == torch.int8:
         raise ValueError("amsgrad does not go with 8-bit moments: state_dtype='int8'")
-    if sharding in CUT_ROWS and storage.state_dtype == torch.int8:
-        raise ValueError(f"{sharding!r} cuts rows, which state_dtype='int8' needs whole")
     check_chosen(fp32_moments)
     named = [("", p) if isinstance(p, Tensor) else p for p in params]
     tensors = [param for _, param in named]
@@ -221,12 +218,13 @@ class _Share:
     groups: int = 0  # of elements whose moments share scales
     small: Counter[_Kind] = field(default_factory=Counter)  # elements of small tensors
 
-    def add(self, param: Tensor, elements: int) -> None:
+    def add(self, param: Tensor, elements: int, first: int = 0) -> None:
+        """Adds so many of a parameter's elements, from ``first`` on, which begins a group."""
         kind = self.made.kind(param)
         self.elements[kind] += elements
         self.tensors += 1
         if kind[1]:
-            self.groups += elements // math.prod(param.shape[1:]) * scale_shape(param)[1]
+            self.groups += groups_before(param, first + elements) - groups_before(param, first)
         if elements * param.dtype.itemsize < MEASURED_BYTES:
             self.small[kind] += elements
 
@@ -296,7 +294,7 @@ def _in_buckets(
             cuts, end = plan.cuts[bucket], start + param.numel()
             for rank in range(bisect.bisect_right(cuts, start) - 1, bisect.bisect_left(cuts, end)):
                 first = max(cuts[rank], start)
-                shares[rank].add(param, min(cuts[rank + 1], end) - first)
+                shares[rank].add(param, min(cuts[rank + 1], end) - first, first - start)
     return shares
 
 
@@ -327,6 +325,3 @@ SHARDINGS: dict[str, Callable[..., list[_Share]]] = {
 }
 """DDP, which is also one process; ZeroRedundancyOptimizer with whole tensors; with balanced buckets
 and ``reduce_scatter_hook``; with ``sharded_gradients``; FSDP2 with resharding after forward."""
-
-CUT_ROWS = {"balanced", "zero2"}
-"""Those that divide parameters within rows, and so have no 8-bit moments."""

@@ -19,6 +19,7 @@ SCALES = {name + SCALE: name for name in CODES}
 """Entries of a parameter's state that hold scales, float32, and the moments they belong to."""
 
 _HELD = (torch.bfloat16, torch.float16, torch.float32)
+_KEEPS_FLOATS = "torchopt_ext_keeps_float_moments"
 
 
 def can_quantize(param: Any) -> bool:
@@ -30,6 +31,8 @@ def can_quantize(param: Any) -> bool:
     local = local_tensor(param)
     if param.dtype not in _HELD or param.dim() < 2 or not local.is_contiguous():
         return False
+    if hasattr(local, _KEEPS_FLOATS):
+        return False
     if is_dtensor(param):
         ranks = 1  # that divide a row
         for placement, size in zip(param.placements, param.device_mesh.shape, strict=True):
@@ -39,6 +42,11 @@ def can_quantize(param: Any) -> bool:
         if ranks > 1 and (param.dim() > 2 or param.shape[1] % (GROUP * ranks) != 0):
             return False
     return math.prod(local.shape[1:]) >= GROUP
+
+
+def keep_float_moments(piece: Tensor) -> None:
+    """Marks a piece of memory whose whole parameter cannot be quantized."""
+    setattr(piece, _KEEPS_FLOATS, True)
 
 
 def scales_like(param: Any) -> Tensor:
@@ -66,6 +74,12 @@ def scales_like(param: Any) -> Tensor:
 def scale_shape(tensor: Tensor) -> torch.Size:
     """(rows, groups in a row): the shape of the scales of a tensor's codes."""
     return torch.Size((tensor.shape[0], -(-math.prod(tensor.shape[1:]) // GROUP)))
+
+
+def groups_before(param: Tensor, element: int) -> int:
+    """Groups of a parameter that can be quantized before the one that begins at an element."""
+    row, groups = math.prod(param.shape[1:]), scale_shape(param)[1]
+    return element // row * groups + element % row // GROUP
 
 
 def quantized_problem(name: str, value: Any, param: Any) -> str | None:

@@ -112,4 +112,3 @@ def _grouped(rows: Tensor) -> Tensor:
 def _sqrt(x: Tensor) -> Tensor:
     """Correctly rounded, which torch's float32 is not where it comes from MKL."""
     return x.double().sqrt().float()
-

@@ -17,6 +17,7 @@ from torch import Tensor
 from torchopt_ext import _C, ops
 from torchopt_ext._torch import version
 from torchopt_ext.optim.collective import collective, wait
+from torchopt_ext.optim.quantized import keep_float_moments
 from torchopt_ext.optim.weak_hooks import WeakHook, handles_of
 from torchopt_ext.zero.bucket import Bucket
 from torchopt_ext.zero.part import Part, memory_order, view_in
@@ -121,6 +122,8 @@ class BalancedBuckets:
                 tensor = view_in(bucket.flat, start, param)
             else:
                 tensor = bucket.flat[start + begin : start + end].view(shape)
+                if not param.is_contiguous():
+                    keep_float_moments(tensor)
             part = Part(param, begin, end, tensor.requires_grad_(param.requires_grad))
             parts.append(part)
             self._part_of[tensor] = part

@@ -4,19 +4,21 @@ import inspect
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 from torchopt_ext import ops
 from torchopt_ext.optim import FusedAdam
 from torchopt_ext.optim.collective import collective, wait
 from torchopt_ext.optim.context import StepContext
+from torchopt_ext.optim.fp32_moments import EMBEDDINGS, fp32_params, is_8_bit
 from torchopt_ext.optim.hooks import inner_step
 from torchopt_ext.optim.rejection import Agreement, reject_in
-from torchopt_ext.optim.storage import Storage
+from torchopt_ext.optim.state import named_group_params
 from torchopt_ext.zero.balanced import BalancedBuckets
 from torchopt_ext.zero.sharded import ShardedOptimizer
 
@@ -31,15 +33,24 @@ def local_group(zero: ShardedOptimizer, number: int) -> dict[str, Any]:
     return local
 
 
+def fp32_moments(zero: ShardedOptimizer) -> tuple[Tensor, ...]:
+    """This rank's parts of the parameters that ``fp32_moments`` of the local optimizer chooses."""
+    named = [(name, param) for _, _, name, param in named_group_params(cast(Optimizer, zero))]
+    chosen = fp32_params(named, zero._optim_defaults.get("fp32_moments", EMBEDDINGS))
+    mine = chain(*zero.parts.mine)
+    return tuple(part for part in mine if zero.parts.part_of(part).param in chosen)
+
+
 def build(zero: ShardedOptimizer) -> None:
     """Makes ``zero.optim``, and lets the groups say what its groups say."""
     defaults = dict(zero._optim_defaults)
     constructor = zero._optim_constructor
+    if is_8_bit(defaults.get("state_dtype")):
+        defaults["fp32_moments"] = fp32_moments(zero)
     if zero._overlap_with_ddp:
         if "_allow_empty_param_list" in inspect.signature(constructor).parameters:
             defaults["_allow_empty_param_list"] = True
         zero.optim = constructor(zero.parts.mine[0], **defaults)
-        _reject_quantized(zero.optim, "overlap_with_ddp=True")
         if not hasattr(zero.optim, "param_groups"):
             zero.optim.param_groups = [zero.optim.param_group]
         for key, value in zero.optim.param_groups[0].items():
@@ -49,21 +60,10 @@ def build(zero: ShardedOptimizer) -> None:
         defaults["process_group"] = zero.process_group
     groups = range(len(zero.param_groups))
     zero.optim = constructor([local_group(zero, number) for number in groups], **defaults)
-    if isinstance(zero.parts, BalancedBuckets):
-        _reject_quantized(zero.optim, "partition='balanced', which cuts rows")
     if isinstance(zero.optim, FusedAdam):
         zero.optim.device_without_params = zero._default_device
     zero.defaults = dict(zero.optim.defaults)
     sync(zero)
-
-
-def _reject_quantized(optimizer: Any, mode: str) -> None:
-    storage: Storage | None = getattr(optimizer, "_storage", None)
-    if storage is not None and storage.state_dtype == torch.int8:
-        raise ValueError(
-            f"state_dtype='int8' does not go with {mode}: take partition='greedy' with DDP, or "
-            "FSDP2"
-        )
 
 
 def sync(zero: ShardedOptimizer) -> None:

@@ -16,6 +16,7 @@ from torchopt_ext._torch import is_hook_table
 from torchopt_ext.optim import FusedAdam
 from torchopt_ext.optim.collective import all_or_none, use_device, waits_at_most
 from torchopt_ext.optim.context import ALONE, StepContext
+from torchopt_ext.optim.fp32_moments import is_8_bit
 from torchopt_ext.optim.hooks import HookedStep, run_hooks
 from torchopt_ext.optim.rejection import Agreement, Verdict
 from torchopt_ext.statedict.dcp import Buffers
@@ -205,6 +206,8 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
         self._all_params = params
         self._is_trainable_mask = _C.requires_grad(params)
         self.parts.add_group(group["params"])
+        if is_8_bit(self._optim_defaults.get("state_dtype")):
+            self.optim._fp32_moments = local_optimizer.fp32_moments(self)
         self.optim.add_param_group(local_optimizer.local_group(self, -1))
         self.parts.ready()
         self._consolidated = None

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchopt_ext.optim.quantized import SCALES, can_quantize, groups_before, scale_shape
+
 
 @dataclass(frozen=True, eq=False)
 class Part:
@@ -35,6 +37,19 @@ class Part:
     def divides(self, value: Any) -> bool:
         """Whether a state entry of this part holds one value for each of its elements."""
         return self.divided and isinstance(value, Tensor) and value.shape == self.tensor.shape
+
+    def of_entry(self, name: Any) -> "Part":
+        """The same part of a state entry of this name: scales are counted by group.
+
+        Balanced parts begin and end at rows and blocks, which are whole groups.
+        """
+        if name not in SCALES or not can_quantize(self.param):
+            return self
+        begin, end = (groups_before(self.param, element) for element in (self.begin, self.end))
+        param, tensor = (
+            torch.empty(scale_shape(like), device="meta") for like in (self.param, self.tensor)
+        )
+        return Part(param, begin, end, tensor, self.divided)
 
     def cut(self, whole: Tensor) -> Tensor:
         """This part of a tensor of the parameter's shape, shaped as ``tensor``; mostly a view."""

@@ -70,7 +70,7 @@ def local_state(zero: ShardedOptimizer) -> tuple[Pieces, dict[str, Any]]:
         for name, value in (state.get(number) or {}).items():
             if name != CONTROL_KEY:
                 own = pieces.setdefault(index_of[part.param], {})
-                own.setdefault(name, []).append((part, value))
+                own.setdefault(name, []).append((part.of_entry(name), value))
     return pieces, extra
 
 
@@ -126,10 +126,10 @@ def load(zero: ShardedOptimizer, state_dict: dict[str, Any]) -> None:
         slots = []
         for part in parts:
             slot = slot_of[part.param]
-            entry = {
-                name: value.of_part(part) if isinstance(value, StateShard) else part.of(value)
-                for name, value in slot.entry.items()
-            }
+            entry = {}
+            for name, value in slot.entry.items():
+                own = part.of_entry(name)
+                entry[name] = value.of_part(own) if isinstance(value, StateShard) else own.of(value)
             slots.append(replace(slot, param=part.tensor, entry=entry))
     groups = [
         {key: value for key, value in group.items() if key != "param_names"}
@@ -244,9 +244,13 @@ def buffers(zero: ShardedOptimizer, ids: list[str]) -> dcp.Buffers:
         param = params.get(path[:2])
         if param is not None and param not in parts and len(path) == 3:
             return like
-        if param is None or path[-1] == "step" or like.shape != param.shape or len(path) > 3:
+        if param is None or path[-1] == "step" or len(path) > 3:
             return torch.empty(like.shape, dtype=like.dtype)
-        own = parts[param]
-        return joined([(p, torch.empty_like(p.tensor, dtype=like.dtype)) for p in own])
+        own = [part.of_entry(path[-1]) for part in parts[param]]
+        if like.shape != own[0].param.shape:
+            return torch.empty(like.shape, dtype=like.dtype)
+        return joined(
+            [(p, torch.empty_like(p.tensor, dtype=like.dtype, device=param.device)) for p in own]
+        )
 
     return buffer
