@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from torchopt_ext.cli.checkpoints import (
 )
 from torchopt_ext.cli.tensors import DTYPES, add_dtype
 from torchopt_ext.cli.terminal import CommandError, Parser, Progress, size, written
-from torchopt_ext.optim.quantized import SCALE, SCALES
+from torchopt_ext.optim.quantized import CODES, SCALE, SCALES, can_quantize, scale_shape
 from torchopt_ext.optim.storage import (
     MASTER,
     MASTER_WEIGHTS,
@@ -41,10 +41,10 @@ from torchopt_ext.optim.storage import (
 )
 from torchopt_ext.statedict.dcp import Path as KeyPath
 from torchopt_ext.statedict.entries import MASTERS, MOMENTS, REMAINDERS
-from torchopt_ext.statedict.moments import dequantize
+from torchopt_ext.statedict.moments import dequantize, quantize
 
 FORMATS = {"torch": FILE, "dcp": FOLDER}
-MOMENT_DTYPES = ("float32", "bfloat16")
+MOMENT_DTYPES = ("float32", "bfloat16", "int8")
 KINDS = {"none": None, **MASTER_WEIGHTS}
 
 
@@ -58,7 +58,7 @@ def parser() -> Parser:
         """
         ours.pt torch.pt --to-torch --save-weights fp32_weights.pt
         torch.pt ours.pt --master-weights remainder --weights fp32_model.pt
-        step-1000 step-1000-small --state-dtype bfloat16
+        step-1000 step-1000-small --state-dtype int8
         optimizer.pt folder --format dcp
         """,
         takes="INPUT OUTPUT",
@@ -89,7 +89,8 @@ def parser() -> Parser:
 def main(args: list[str]) -> int:
     options = parser().parse_args(args)
     if options.to_torch:
-        if options.master_weights not in (None, "none") or options.state_dtype == "bfloat16":
+        floats = options.state_dtype in (None, "float32")
+        if options.master_weights not in (None, "none") or not floats:
             raise CommandError("--to-torch keeps no master weights, and fp32 moments")
         options.master_weights, options.state_dtype = "none", "float32"
     give_back_memory()
@@ -244,17 +245,11 @@ def converted(source: Checkpoint, weights: Weights, options: Any) -> dict[str, N
             continue
         if options.master_weights is not None and entry.kind in MASTERS:
             continue  # made below
-        dtype = like.dtype
-        coded = {entry.kind, f"{entry.kind}{SCALE}"} & SCALES.keys() and options.state_dtype
-        if coded and entry.kind in SCALES:
-            continue  # goes into the moment
-        if entry.owner and entry.kind in MOMENTS and dtype in (torch.float32, *SIXTEEN_BIT):
-            dtype = DTYPES.get(options.state_dtype, dtype)
-        make = functools.partial(as_dtype, source, key, dtype)
-        if coded and f"{key}{SCALE}" in source.tensors:
-            dtype = DTYPES[options.state_dtype]
-            make = functools.partial(decoded, source, entry, dtype)
-        new[key] = New(source.paths[key], like.shape, dtype, make)
+        if entry.owner and options.state_dtype and entry.kind in (*MOMENTS, *SCALES):
+            made = moments(source, entry, options.state_dtype)
+        else:
+            made = iter([kept(source, entry, like.dtype)])
+        new |= {".".join(map(str, tensor.path)): tensor for tensor in made}
     if not owners:
         raise CommandError(f"{options.input} holds no optimizer's state")
     wanted = KINDS[options.master_weights or "none"]
@@ -275,8 +270,50 @@ def converted(source: Checkpoint, weights: Weights, options: Any) -> dict[str, N
     return new
 
 
-def as_dtype(source: Checkpoint, key: str, dtype: torch.dtype) -> Tensor:
-    return source.tensor(key).to(dtype)
+def kept(source: Checkpoint, entry: Entry, dtype: torch.dtype) -> New:
+    """A tensor as it is, or rounded to another dtype."""
+    shape = source.tensors[entry.key].shape
+    return New(source.paths[entry.key], shape, dtype, lambda: source.tensor(entry.key).to(dtype))
+
+
+def moments(source: Checkpoint, entry: Entry, wanted: str) -> Iterator[New]:
+    """A moment as FusedAdamW(state_dtype=...) holds it: codes with their scales, or floats.
+
+    Raises:
+        CommandError: it cannot be held so, or is of another format of 8-bit moments.
+    """
+    key, kind, like = entry.key, entry.kind, source.tensors[entry.key]
+    coded = kind in CODES and f"{key}{SCALE}" in source.tensors
+    if kind in CODES and like.dtype == CODES[kind] and not coded:
+        raise CommandError(f"{key} is {like.dtype} without {key}{SCALE}: another format's")
+    if wanted == "int8" and kind not in (*CODES, *SCALES):
+        raise CommandError(f"{key} belongs to amsgrad, which 8-bit moments do not go with")
+    if wanted == "int8" and (coded or kind in SCALES):
+        yield kept(source, entry, like.dtype)
+    elif wanted == "int8" and quantizes(source, like):
+        path = source.paths[key]
+        yield New(path, like.shape, CODES[kind], lambda: quantize(kind, source.tensor(key))[0])
+        path = (*path[:-1], f"{path[-1]}{SCALE}")
+        shape = scale_shape(like)
+        yield New(path, shape, torch.float32, lambda: quantize(kind, source.tensor(key))[1])
+    elif kind not in SCALES:  # which go into their moments
+        held = like.dtype in (torch.float32, *SIXTEEN_BIT)
+        dtype = DTYPES.get(wanted, torch.float32) if held or coded else like.dtype
+        if coded:
+            make = functools.partial(decoded, source, entry, dtype)
+            yield New(source.paths[key], like.shape, dtype, make)
+        else:
+            yield kept(source, entry, dtype)
+
+
+def quantizes(source: Checkpoint, like: Tensor) -> bool:
+    """Whether a moment's parameter can have 8 bits, whatever its order in memory.
+
+    A folder does not tell channels-last ones, of four dimensions or more, which cannot. FusedAdamW
+    quantizes their float moments if it can.
+    """
+    known = source.format == FILE or like.dim() < 4
+    return known and can_quantize(torch.empty_like(like, device="meta"))
 
 
 def decoded(source: Checkpoint, entry: Entry, dtype: torch.dtype) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torchopt_ext import FusedAdamW
 from torchopt_ext.cli import convert
 from torchopt_ext.containers import OptimizersContainer
+from torchopt_ext.optim.quantized import CODES, SCALES
 from torchopt_ext.optim.storage import join_master
 from torchopt_ext.statedict.dcp import load
 
@@ -226,21 +227,100 @@ def test_convert_to_torch_and_its_weights(run: Run, tmp_path: Path) -> None:
         assert torch.equal(exact[~ties], param.detach()[~ties])
 
 
-@pytest.mark.parametrize("to", [["--to-torch"], ["--state-dtype", "bfloat16"]])
-def test_convert_8_bit_moments(run: Run, tmp_path: Path, to: list[str]) -> None:
-    """As an optimizer that holds floats loads them."""
-    model = torch.nn.Linear(200, 30)
-    optimizer = FusedAdamW(model.named_parameters(), lr=1e-2, state_dtype="int8")
-    for param in model.parameters():
-        param.grad = torch.randn_like(param)
-    optimizer.step()
+def long_rows() -> nn.Sequential:
+    """Rows of three groups and a rest, short ones, and a memory of other rows than the shape's."""
+    torch.manual_seed(0)
+    last = nn.Conv2d(8, 5, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return nn.Sequential(nn.Linear(200, 30), nn.Linear(30, 5), last)
+
+
+def stepped(model: nn.Module, **options: Any) -> FusedAdamW:
+    optimizer = FusedAdamW(model.named_parameters(), lr=1e-2, **options)
+    for _ in range(2):
+        for param in model.parameters():
+            param.grad = torch.randn(param.shape)
+        optimizer.step()
+    return optimizer
+
+
+HELD: dict[str, Any] = {"float32": None, "bfloat16": BF16, "int8": "int8"}
+
+
+@pytest.mark.parametrize("format", ["torch", "dcp"])
+@pytest.mark.parametrize("kept", HELD)
+@pytest.mark.parametrize("saved", HELD)
+def test_convert_8_bit_moments(
+    run: Run, tmp_path: Path, saved: str, kept: str, format: str
+) -> None:
+    """As an optimizer that holds the others loads them."""
+    model = long_rows()
+    optimizer = stepped(model, state_dtype=HELD[saved])
+    torch.save({"optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
+    run("convert", tmp_path / "a.pt", tmp_path / "b", "--state-dtype", kept, "--format", format)
+    other, taken = (
+        FusedAdamW(model.named_parameters(), lr=1e-2, state_dtype=HELD[kept]) for _ in range(2)
+    )
+    other.load_state_dict(optimizer.state_dict())
+    expected = other.state_dict()["state"]
+    if format == "torch":
+        states = loaded(tmp_path / "b")["optimizer"]
+        assert_same(states["state"], expected)
+        taken.load_state_dict(states)
+    else:
+        load({"optimizer": taken}, checkpoint_id=tmp_path / "b")
+    assert_same(taken.state_dict()["state"], expected)
+
+
+def test_convert_to_torch_decodes(run: Run, tmp_path: Path) -> None:
+    model = long_rows()
+    optimizer = stepped(model, state_dtype="int8")
     torch.save(optimizer.state_dict(), tmp_path / "a.pt")
-    assert "exp_avg_sq_scale_v2  float32" in run("inspect", tmp_path / "a.pt")
-    run("convert", tmp_path / "a.pt", tmp_path / "b.pt", *to)
-    dtype = BF16 if "bfloat16" in to else torch.float32
-    other = FusedAdamW(model.named_parameters(), lr=1e-2, state_dtype=dtype)
+    assert f"{next(iter(SCALES))}" in run("inspect", tmp_path / "a.pt")
+    run("convert", tmp_path / "a.pt", tmp_path / "b.pt", "--to-torch")
+    other = FusedAdamW(model.named_parameters(), lr=1e-2, state_dtype=torch.float32)
     other.load_state_dict(optimizer.state_dict())
     assert_same(loaded(tmp_path / "b.pt")["state"], other.state_dict()["state"])
+
+
+@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
+def test_convert_a_container_to_8_bits(run: Run, tmp_path: Path, order: Any) -> None:
+    """By name, in a folder beside the model, which does not tell what the order in memory is."""
+    model = long_rows().to(BF16, memory_format=order)
+    container = OptimizersContainer([model], FusedAdamW, {"lr": 1e-2, "master_weights": "fp32"})
+    for param in model.parameters():
+        param.grad = torch.randn(param.shape).to(BF16)
+    container.step()
+    dcp.save({"model": model, "optimizer": container}, checkpoint_id=tmp_path / "a")
+    kinds = {"master_weights": "remainder8", "state_dtype": "int8"}
+    run("convert", tmp_path / "a", tmp_path / "b", "--state-dtype", "int8",
+        "--master-weights", "remainder8")  # fmt: skip
+    direct, taken = (OptimizersContainer([model], FusedAdamW, {"lr": 1e-2, **kinds}) for _ in "ab")
+    load({"optimizer": direct}, checkpoint_id=tmp_path / "a")
+    load({"optimizer": taken}, checkpoint_id=tmp_path / "b")
+    for param in model.parameters():
+        ours, expected = (one.optimizers[0].state[param] for one in (taken, direct))
+        for name in {*CODES, *SCALES} & expected.keys():
+            assert ours[name].equal(expected[name]), name
+
+
+def test_convert_rejects_what_8_bits_do_not_go_with(fails: Run, tmp_path: Path) -> None:
+    torch.save(stepped(long_rows(), amsgrad=True).state_dict(), tmp_path / "amsgrad.pt")
+    states = stepped(long_rows(), state_dtype="int8").state_dict()
+    scale = next(iter(SCALES))
+    states["state"][0]["exp_avg_scale_v0"] = states["state"][0].pop(scale)
+    torch.save(states, tmp_path / "other.pt")
+
+    def convert_(name: str, *args: str) -> str:
+        return fails("convert", tmp_path / f"{name}.pt", tmp_path / "b.pt", *args)
+
+    assert "state.0.max_exp_avg_sq belongs to amsgrad" in convert_(
+        "amsgrad", "--state-dtype", "int8"
+    )
+    for kept in HELD:
+        found = convert_("other", "--state-dtype", kept)
+        assert f"state.0.exp_avg is torch.int8 without state.0.{scale}" in found
+    assert "fp32 moments" in convert_("other", "--to-torch", "--state-dtype", "int8")
+    assert not (tmp_path / "b.pt").exists()
 
 
 def test_convert_a_whole_checkpoint(run: Run, tmp_path: Path) -> None:
