@@ -12,7 +12,7 @@ from .rank_results import Results, agreed
 pytestmark = pytest.mark.timeout(150)
 
 WORLD_SIZES = (1, 2, 3, 4)
-HELD = ("fp32", "master", "remainder", "stochastic")
+HELD = ("fp32", "master", "remainder", "stochastic", "int8")
 WAYS = (
     "greedy, averaged",
     "greedy, ddp",

@@ -73,6 +73,8 @@ def settings(held: str) -> tuple[torch.dtype, dict[str, Any]]:
         return torch.float32, common
     if held == "stochastic":
         return torch.bfloat16, common | {"stochastic_rounding": True, "rounding_seed": 7}
+    if held == "int8":
+        return torch.bfloat16, common | {"master_weights": "remainder8", "state_dtype": "int8"}
     return torch.bfloat16, common | {"master_weights": {"master": "fp32"}.get(held, held)}
 
 
@@ -250,7 +252,7 @@ def shares() -> dict[str, Any]:
 
 def cases() -> dict[str, Callable[[], dict[str, Any]]]:
     found: dict[str, Callable[[], dict[str, Any]]] = {}
-    for held in ("fp32", "master", "remainder", "stochastic"):
+    for held in ("fp32", "master", "remainder", "stochastic", "int8"):
         for partition, how in (
             ("none", "averaged"),
             ("greedy", "averaged"),

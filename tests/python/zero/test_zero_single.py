@@ -189,6 +189,15 @@ def test_functional_optimizers_are_for_overlap() -> None:
             zero.consolidate_state_dict()
 
 
+@pytest.mark.parametrize(
+    "options", [{"state_dtype": "int8"}, {"master_weights": "fp32"}, {"stochastic_rounding": True}]
+)
+def test_steps_in_backward_hold_plain_state_only(options: dict[str, Any]) -> None:
+    functional = functional_optim_map[FusedAdamW]
+    with pytest.raises(ValueError, match=f"state dtypes.*{next(iter(options))}"):
+        functional(parameters(), **options)
+
+
 def test_balanced_wants_elementwise_optimizers() -> None:
     with pytest.raises(ValueError, match="elementwise=True"):
         ZeroRedundancyOptimizer(parameters(), Unknown, partition="balanced", lr=0.1)
