@@ -51,7 +51,7 @@ void sum_of_squares(const WorkList& work, const at::Tensor& accumulator) {
       }
     }
     accumulator_normalize(acc);
-    const std::lock_guard<std::mutex> lock(mutex);
+    const std::scoped_lock lock(mutex);
     accumulator_merge(total, acc);
   });
   accumulator_normalize(total);

@@ -39,13 +39,13 @@ Released& released() {
 
 void release(void* tables) {
   const std::unique_ptr<std::shared_ptr<void>> held(static_cast<std::shared_ptr<void>*>(tables));
-  const std::lock_guard<std::mutex> lock(released().mutex);
+  const std::scoped_lock lock(released().mutex);
   released().tables.push_back(std::move(*held));
 }
 
 void free_released() {
   std::vector<std::shared_ptr<void>> tables;
-  const std::lock_guard<std::mutex> lock(released().mutex);
+  const std::scoped_lock lock(released().mutex);
   tables.swap(released().tables);
 }
 

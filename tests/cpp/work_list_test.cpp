@@ -119,6 +119,7 @@ TEST(ChunkTable, FirstChunksOfRangesOfTensors) {
 
 TEST(ChunkTable, SharesAreDisjointCompleteAndBalanced) {
   std::vector<TensorWork> tensors;
+  tensors.reserve(50);
   for (int64_t i = 0; i < 50; ++i) {
     tensors.push_back(tensor_of(1 + i % 3, 1000 * i + 1));
   }

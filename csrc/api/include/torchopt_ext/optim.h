@@ -83,6 +83,8 @@ class FusedAdamW : public torch::optim::Optimizer {
   torch::Tensor steps() const;
   torch::Tensor skipped_steps() const;
 
+  // Shadows torch's, which is not virtual.
+  // NOLINTNEXTLINE(bugprone-derived-method-shadowing-base-method)
   void add_param_group(const torch::optim::OptimizerParamGroup& param_group);
 
   // load() checks the whole archive before anything changes, and converts it to the parameters'
