@@ -66,12 +66,12 @@ template <class L>
 struct NoTrace {
   static constexpr bool needs_numbers = false;
   void start(const TensorWork& /*work*/, int64_t /*begin*/, uint64_t /*number*/) const {}
-  void after_group(void* const (&/*x*/)[kArrays], int64_t /*group*/) const {}
+  void after_group(void* const (& /*x*/)[kArrays], int64_t /*group*/) const {}
   template <class Lane>
-  void before(const Lane& /*lane*/, const Layout& /*layout*/, void* const (&/*x*/)[kArrays],
+  void before(const Lane& /*lane*/, const Layout& /*layout*/, void* const (& /*x*/)[kArrays],
               int64_t /*i*/) const {}
   template <class Lane>
-  void after(const Lane& /*lane*/, const Layout& /*layout*/, void* const (&/*x*/)[kArrays],
+  void after(const Lane& /*lane*/, const Layout& /*layout*/, void* const (& /*x*/)[kArrays],
              int64_t /*i*/, bool /*decays*/) const {}
 };
 

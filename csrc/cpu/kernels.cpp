@@ -45,8 +45,9 @@ struct Lanes {
   using Tail = std::conditional_t<kKind == AdamKind::kBFloat16, FloatLane, ScalarLane<float>>;
 };
 template <AdamKind kKind>
-requires(kKind == AdamKind::kFloat32 || kKind == AdamKind::kBFloat16Master ||
-         kKind == AdamKind::kBFloat16Remainder) struct Lanes<kKind> {
+  requires(kKind == AdamKind::kFloat32 || kKind == AdamKind::kBFloat16Master ||
+           kKind == AdamKind::kBFloat16Remainder)
+struct Lanes<kKind> {
   using Main = FloatLane;
   using Tail = FloatLane;
 };

@@ -14,7 +14,7 @@ struct WordsOf {
   using type = void;
 };
 template <class L>
-requires requires { typename L::Words; }
+  requires requires { typename L::Words; }
 struct WordsOf<L> {
   using type = typename L::Words;
 };
