@@ -115,7 +115,7 @@ smoke: $(VENV)/.installed ## Run a few tests of everything, such as with TORCH=2
 test-sanitize: $(VENV)/.requirements ## Run the C++ tests under AddressSanitizer and UBSan
 	$(BIN)/cmake -S . -B build/sanitize -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
 		-DPython_EXECUTABLE=$(CURDIR)/$(PY) -DUSE_CUDA=OFF -DBUILD_TESTS=ON -DCMAKE_UNITY_BUILD=ON \
-		-DCMAKE_CXX_FLAGS_RELEASE=-O1 -DSANITIZE=address,undefined
+		-DCMAKE_CXX_FLAGS_RELEASE=-Og -DSANITIZE=address,undefined
 	$(BIN)/cmake --build build/sanitize --parallel $(JOBS)
 	$(BIN)/ctest --test-dir build/sanitize --output-on-failure --parallel $(JOBS)
 

@@ -86,9 +86,8 @@ inline Added dithers(const TensorWork& work) {
   const auto step = static_cast<uint32_t>(static_cast<int64_t>(step_of(work)));
   Added added;
   for (int k = 0; k < kQuantGroup; ++k) {
-    const Each<float> one = dither(step, k);
-    added.exp_avg[k] = one.exp_avg;
-    added.root[k] = one.root;
+    added.exp_avg[k] = dither(kExpAvg, step, k);
+    added.root[k] = dither(kExpAvgSq, step, k);
   }
   return added;
 }
@@ -194,8 +193,13 @@ template <class L, class Trace>
           with_draws(
               lane, true, k, [&](const auto* random) __attribute__((always_inline)) {
                 store_moments(
-                    lane, x, first + k, moments, inverse,
-                    Moments<Lane>{lane.kept(added.exp_avg + k), lane.kept(added.root + k)}, random);
+                    lane, x, first + k, moments,
+                    inverse, [&](Array array) __attribute__((always_inline)) {
+                      if (random != nullptr) {
+                        return added_at_random<Lane>(*random, array);
+                      }
+                      return Lane::kept((array == kExpAvg ? added.exp_avg : added.root) + k);
+                    });
               });
           trace.after(lane, layout, x, first + k, s.has_decay);
         });

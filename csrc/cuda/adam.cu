@@ -10,9 +10,9 @@ __global__ void __launch_bounds__(kAdamThreads)
 }
 
 // Three blocks on a multiprocessor, whose threads have 64 to 112 bytes of loads under way, keep
-// memory busy; two are what fp64 and any layout with 8-bit moments have registers for.
+// memory busy; two are what fp64 and 8-bit moments have registers for.
 constexpr int blocks_of(AdamKind kind) {
-  return kind == AdamKind::kFloat64 || kind == AdamKind::kInt8 ? 2 : 3;
+  return kind == AdamKind::kFloat64 || is_quantized(kind) ? 2 : 3;
 }
 
 template <AdamKind kKind>

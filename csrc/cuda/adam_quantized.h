@@ -35,7 +35,6 @@ struct QuantizedChunk {
   TORCHOPT_HD QuantizedChunk(const AdamChunk<float>& chunk, const Layout& layout)
       : elements(chunk),
         layout(layout),
-        scalars(quantized_scalars(chunk.scalars)),
         groups(chunk.work, chunk.n),
         first_group(group_of(chunk.work, chunk.begin)),
         step(static_cast<uint32_t>(static_cast<int64_t>(step_of(chunk.work)))),
@@ -53,6 +52,7 @@ struct QuantizedChunk {
       kept = {Share::set1(0.0f), Share::set1(0.0f)};
       const int group = first + thread / kGroupThreads;
       if (group < end) {
+        const QuantizedScalars scalars = quantized_scalars(elements.scalars);
         const GroupScales decoding =
             decoding_of(scalars, {exp_avg_scales[group], root_scales[group]});
         const bool random = weight_may_round_randomly(layout);
@@ -92,18 +92,17 @@ struct QuantizedChunk {
       for_each_part(
           group, thread, true,
           [&](const auto& draws, int i) {
-            store_moments(Share{}, elements.x, i, kept, inverse, dithers<Share>(i - begin), draws);
+            store_moments(Share{}, elements.x, i, kept, inverse, added<Share>(i - begin, draws));
           },
           [&](const auto& draws, int i, int k) {
             const Moments<One> one{{{kept.exp_avg.element[k]}}, {{kept.root.element[k]}}};
-            store_moments(One{}, elements.x, i, one, inverse, dithers<One>(i - begin), draws);
+            store_moments(One{}, elements.x, i, one, inverse, added<One>(i - begin, draws));
           });
     });
   }
 
   const AdamChunk<float>& elements;
   const Layout& layout;
-  const QuantizedScalars scalars;
   const ChunkGroups groups;
   const int64_t first_group;  // of the tensor's
   const uint32_t step;
@@ -113,16 +112,17 @@ struct QuantizedChunk {
  private:
   TORCHOPT_HD StepMode mode() const { return kIsGeneral ? elements.mode() : StepMode{}; }
 
-  // Of the elements from a place of a group on.
+  // What is added to codes: of elements from a place of a group on, or random bits if there are.
   template <class L>
-  TORCHOPT_HD Moments<L> dithers(int place) const {
-    Moments<L> all;
-    unrolled<L::width>([&](int k) {
-      const Each<float> one = dither(step, place + k);
-      all.exp_avg.element[k] = one.exp_avg;
-      all.root.element[k] = one.root;
-    });
-    return all;
+  TORCHOPT_HD auto added(int place, const typename L::Random* random) const {
+    return [this, place, random](Array array) {
+      if (kIsGeneral && random != nullptr) {
+        return added_at_random<L>(*random, array);
+      }
+      typename L::reg all;
+      unrolled<L::width>([&](int k) { all.element[k] = dither(array, step, place + k); });
+      return all;
+    };
   }
 
   // A thread's part of a group: whole(draws, i) for elements [i, i + 8) where registers may start

@@ -3,11 +3,11 @@
 namespace torchopt_ext {
 namespace {
 
-template <class T>
-__global__ void __launch_bounds__(kAdamThreads, 2)
+template <TracedKind kKind>
+__global__ void __launch_bounds__(kAdamThreads, kKind == TracedKind::kQuantized ? 1 : 2)
     adam_traced_kernel(AdamArgs args, TraceArgs traces) {
   __shared__ TraceShared shared;
-  adam_traced_body<T>(DeviceCta{}, shared, args, traces);
+  adam_traced_body<kKind>(DeviceCta{}, shared, args, traces);
 }
 
 __global__ void __launch_bounds__(kAdamThreads)
@@ -18,10 +18,15 @@ __global__ void __launch_bounds__(kAdamThreads)
 
 }  // namespace
 
-void launch_adam_traced(bool is_double, const AdamArgs& args, const TraceArgs& traces,
+void launch_adam_traced(TracedKind kind, const AdamArgs& args, const TraceArgs& traces,
                         int64_t chunk_count, cudaStream_t stream) {
-  const auto kernel = is_double ? adam_traced_kernel<double> : adam_traced_kernel<float>;
-  kernel<<<static_cast<unsigned>(chunk_count), kAdamThreads, 0, stream>>>(args, traces);
+  using Kernel = void (*)(AdamArgs, TraceArgs);
+  constexpr Kernel kKernels[kTracedKinds] = {
+      // in the order of TracedKind
+      adam_traced_kernel<TracedKind::kFloat32>, adam_traced_kernel<TracedKind::kFloat64>,
+      adam_traced_kernel<TracedKind::kQuantized>};
+  kKernels[static_cast<int>(kind)]<<<static_cast<unsigned>(chunk_count), kAdamThreads, 0, stream>>>(
+      args, traces);
 }
 
 void launch_sum_traces(int64_t tensor_count, int64_t chunk_count, const AdamArgs& args,

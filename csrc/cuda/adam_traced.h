@@ -24,6 +24,10 @@ struct TraceShared {
   ChunkTrace tile[kMostTiles];
 };
 
+// The kernels of tracking: each takes the chunks of its tensors and leaves the others'.
+enum class TracedKind { kFloat32, kFloat64, kQuantized };
+inline constexpr int kTracedKinds = 3;
+
 namespace {
 
 // What the threads of a warp see of a tile. By the block rule, thread t owns lanes 2t and 2t + 1.
@@ -149,14 +153,21 @@ TORCHOPT_HD inline ChunkTrace update_groups(const Warp& warp, const QuantizedChu
   return sums.total(warp);
 }
 
-// A block's chunk, of a tensor that is computed in T: a warp takes a tile, and the tiles are added
-// in their order.
-template <class T, class Cta>
+TORCHOPT_HD constexpr TracedKind traced_kind(AdamKind kind) {
+  return kind == AdamKind::kFloat64 ? TracedKind::kFloat64
+         : is_quantized(kind)       ? TracedKind::kQuantized
+                                    : TracedKind::kFloat32;
+}
+
+// A block's chunk, of a tensor of this kind: a warp takes a tile, and the tiles are added in their
+// order.
+template <TracedKind kKind, class Cta>
 TORCHOPT_HD inline void adam_traced_body(const Cta& cta, TraceShared& shared, const AdamArgs& args,
                                          const TraceArgs& traces) {
+  using T = std::conditional_t<kKind == TracedKind::kFloat64, double, float>;
   const Chunk chunk = args.chunks[cta.block];
-  const bool is_double = args.tensors[chunk.tensor].kind == AdamKind::kFloat64;
-  if (args.steps[chunk.tensor].grad == nullptr || is_double != (sizeof(T) == sizeof(double))) {
+  if (args.steps[chunk.tensor].grad == nullptr ||
+      traced_kind(args.tensors[chunk.tensor].kind) != kKind) {
     return;
   }
   const AdamChunk<T> elements(args, chunk);
@@ -170,14 +181,12 @@ TORCHOPT_HD inline void adam_traced_body(const Cta& cta, TraceShared& shared, co
     return tiles;
   };
   int tiles = 0;
-  if (sizeof(T) == sizeof(float) && is_quantized(elements.work.kind)) {
-    if constexpr (sizeof(T) == sizeof(float)) {
-      const QuantizedChunk<true> quantized(elements, elements.work.layout);
-      tiles = for_each_tile((quantized.groups.count() + kTileGroups - 1) / kTileGroups,
-                            [&](const auto& warp, int tile) {
-                              return update_groups(warp, quantized, tile * kTileGroups);
-                            });
-    }
+  if constexpr (kKind == TracedKind::kQuantized) {
+    const QuantizedChunk<true> quantized(elements, elements.work.layout);
+    tiles = for_each_tile((quantized.groups.count() + kTileGroups - 1) / kTileGroups,
+                          [&](const auto& warp, int tile) {
+                            return update_groups(warp, quantized, tile * kTileGroups);
+                          });
   } else {
     tiles =
         for_each_tile((elements.n + kTraceTile - 1) / kTraceTile, [&](const auto& warp, int tile) {
@@ -223,9 +232,9 @@ TORCHOPT_HD inline void sum_traces_body(int64_t i, int64_t tensor_count, int64_t
 
 }  // namespace
 
-// Instead of launch_adam, on the CPU's chunks, whose sums tracking adds up: for tensors of fp64, or
-// for all others.
-void launch_adam_traced(bool is_double, const AdamArgs& args, const TraceArgs& traces,
+// Instead of launch_adam, on the CPU's chunks, whose sums tracking adds up: for tensors of one
+// kind.
+void launch_adam_traced(TracedKind kind, const AdamArgs& args, const TraceArgs& traces,
                         int64_t chunk_count, CUstream_st* stream);
 void launch_sum_traces(int64_t tensor_count, int64_t chunk_count, const AdamArgs& args,
                        const TraceArgs& traces, CUstream_st* stream);

@@ -15,8 +15,7 @@ namespace torchopt_ext {
 // Elements that follow one another in a row; the last ones of a row may be fewer.
 inline constexpr int kQuantGroup = 64;
 
-// Of a group, or what is added to the codes of an element: one for exp_avg, one for the root of
-// exp_avg_sq.
+// One for exp_avg, one for the root of exp_avg_sq.
 template <class T>
 struct Each {
   T exp_avg;
@@ -90,16 +89,14 @@ inline constexpr float kFromExpAvg = -0.5f;
 inline constexpr float kFromRoot = -1.0f;
 
 // What is added to the codes of a place of a group. `step`: the tensor's count after this step.
-TORCHOPT_HD inline Each<float> dither(uint32_t step, int place) {
+TORCHOPT_HD inline float dither(Array array, uint32_t step, int place) {
   using L = ScalarLane<float>;
   constexpr uint32_t kLonger = 3242174889u;   // 2^32 / 1.3247..., the plastic number
   constexpr uint32_t kShorter = 2447445414u;  // 2^32 / its square
-  const auto fraction = [](uint32_t bits) {
-    return L::mul(static_cast<float>(bits >> 8), 0x1p-24f);
-  };
-  const auto at = static_cast<uint32_t>(place);
-  return {L::add(fraction(step * kShorter + at * kLonger), kFromExpAvg),
-          L::add(fraction(step * kLonger + at * kShorter), kFromRoot)};
+  const bool is_root = array == kExpAvgSq;
+  const uint32_t bits = step * (is_root ? kLonger : kShorter) +
+                        static_cast<uint32_t>(place) * (is_root ? kShorter : kLonger);
+  return L::add(L::mul(static_cast<float>(bits >> 8), 0x1p-24f), is_root ? kFromRoot : kFromExpAvg);
 }
 
 }  // namespace

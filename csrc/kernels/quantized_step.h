@@ -62,20 +62,24 @@ template <class L, class Random>
   return {m, root};
 }
 
-// Stores their moments, by the inverses of the scales. `added`: to their codes, unless random bits
-// take its place.
+// Random bits in place of dither.
 template <class L, class Random>
-[[gnu::always_inline]] TORCHOPT_HD inline void store_moments(
-    const L& lane, void* const (&x)[kArrays], int64_t i, const Moments<L>& moments,
-    const GroupScales& inverse, Moments<L> added, const Random* random) {
-  if (random != nullptr) {
-    added = {L::add(L::fraction(*random, kExpAvg), L::set1(kFromExpAvg)),
-             L::add(L::fraction(*random, kExpAvgSq), L::set1(kFromRoot))};
-  }
+[[gnu::always_inline]] TORCHOPT_HD inline typename L::reg added_at_random(const Random& random,
+                                                                          Array array) {
+  return L::add(L::fraction(random, array), L::set1(array == kExpAvg ? kFromExpAvg : kFromRoot));
+}
+
+// Stores their moments, by the inverses of the scales. added(array): what is added to the codes.
+template <class L, class Added>
+[[gnu::always_inline]] TORCHOPT_HD inline void store_moments(const L& lane,
+                                                             void* const (&x)[kArrays], int64_t i,
+                                                             const Moments<L>& moments,
+                                                             const GroupScales& inverse,
+                                                             const Added& added) {
   lane.store_codes(static_cast<int8_t*>(x[kExpAvg]) + i,
-                   L::add(L::mul(moments.exp_avg, L::set1(inverse.exp_avg)), added.exp_avg));
+                   L::add(L::mul(moments.exp_avg, L::set1(inverse.exp_avg)), added(kExpAvg)));
   lane.store_codes(static_cast<uint8_t*>(x[kExpAvgSq]) + i,
-                   L::add(L::mul(moments.root, L::set1(inverse.root)), added.root));
+                   L::add(L::mul(moments.root, L::set1(inverse.root)), added(kExpAvgSq)));
 }
 
 }  // namespace

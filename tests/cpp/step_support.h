@@ -269,8 +269,9 @@ inline Report step_as_cuda(Tensor& tensor, const AdamHyper& hyper, const Control
     const HostCta cta{block, blocks, threads};
     if (options.track != 0) {
       TraceShared shared;
-      adam_traced_body<float>(cta, shared, args, traces);
-      adam_traced_body<double>(cta, shared, args, traces);
+      adam_traced_body<TracedKind::kFloat32>(cta, shared, args, traces);
+      adam_traced_body<TracedKind::kFloat64>(cta, shared, args, traces);
+      adam_traced_body<TracedKind::kQuantized>(cta, shared, args, traces);
     } else {
       kKernels[static_cast<int>(tensor.work.kind)](cta, args);
     }
