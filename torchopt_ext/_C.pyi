@@ -57,9 +57,15 @@ class TensorMark:
         """Whether a change of one tensor counts as one of the other, as with views of one."""
 
 def sum_gradients(
-    like: list[Tensor], gradients: list[Tensor | None], accumulator: Tensor
+    like: list[Tensor], gradients: list[Tensor | None] | None, accumulator: Tensor
 ) -> list[TensorMark | None]:
-    """Adds the squares of the gradients that a plan reads as they are: those that have a mark."""
+    """Adds the squares of the gradients that a plan reads as they are: those that have a mark.
+
+    Without `gradients`, of those that the tensors of `like` have.
+    """
+
+def gradients_fit(params: list[Tensor], marks: list[TensorMark | None]) -> bool:
+    """Whether every parameter's gradient fits its mark; that without a mark is to be None."""
 
 def all_fit(marks: list[TensorMark], tensors: list[Tensor | None]) -> bool:
     """Whether every tensor fits its mark; None fits no mark."""

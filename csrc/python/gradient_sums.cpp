@@ -1,6 +1,7 @@
 #include "python/gradient_sums.h"
 
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include "ops/grad_sumsq.h"
 #include "plan/step_checks.h"
@@ -27,20 +28,22 @@ bool is_read_as_it_is(const at::Tensor& gradient, const at::Tensor& like) {
 
 }  // namespace
 
-Marks sum_gradients(const py::list& like, const py::list& gradients,
+Marks sum_gradients(const py::list& like, const std::optional<py::list>& gradients,
                     const at::Tensor& accumulator) {
   check_accumulator(accumulator);
-  TORCH_CHECK_VALUE(like.size() == gradients.size(), "got ", gradients.size(), " gradients for ",
-                    like.size(), " tensors");
+  TORCH_CHECK_VALUE(!gradients || like.size() == gradients->size(), "got ", gradients->size(),
+                    " gradients for ", like.size(), " tensors");
   const at::Device device = accumulator.device();
-  Marks marks(gradients.size());
+  Marks marks(like.size());
   std::vector<at::Tensor> summed;
-  for (size_t i = 0; i < gradients.size(); ++i) {
-    if (py::handle(gradients[i]).is_none()) {
+  summed.reserve(like.size());
+  for (size_t i = 0; i < like.size(); ++i) {
+    const at::Tensor& tensor = tensor_at(like, i);
+    if (gradients && py::handle((*gradients)[i]).is_none()) {
       continue;
     }
-    const at::Tensor& gradient = tensor_at(gradients, i);
-    if (gradient.device() == device && is_read_as_it_is(gradient, tensor_at(like, i))) {
+    const at::Tensor& gradient = gradients ? tensor_at(*gradients, i) : tensor.grad();
+    if (gradient.defined() && gradient.device() == device && is_read_as_it_is(gradient, tensor)) {
       marks[i] = std::make_shared<TensorMark>(gradient);
       summed.push_back(gradient);
     }
@@ -48,6 +51,17 @@ Marks sum_gradients(const py::list& like, const py::list& gradients,
   const py::gil_scoped_release unlocked;
   grad_sumsq_(summed, accumulator);
   return marks;
+}
+
+bool gradients_fit(const py::list& params, const Marks& marks) {
+  for (size_t i = 0; i < marks.size(); ++i) {
+    const at::Tensor& gradient = tensor_at(params, i).grad();
+    if (marks[i] == nullptr ? gradient.defined()
+                            : !gradient.defined() || !marks[i]->fits(gradient)) {
+      return false;
+    }
+  }
+  return true;
 }
 
 bool all_fit(const Marks& marks, const py::list& tensors) {

@@ -5,6 +5,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "plan/tensor_fields.h"
@@ -42,9 +43,13 @@ class TensorMark {
 using Marks = std::vector<std::shared_ptr<TensorMark>>;
 
 // Adds the squares of the gradients that a plan reads as they are: dense, laid out as the tensor of
-// `like` at their position. Null marks are of those left out, which may be None.
-Marks sum_gradients(const pybind11::list& like, const pybind11::list& gradients,
+// `like` at their position. Null marks are of those left out, which may be None. Without
+// `gradients`, takes those that the tensors of `like` have, which spares a Python object for each.
+Marks sum_gradients(const pybind11::list& like, const std::optional<pybind11::list>& gradients,
                     const at::Tensor& accumulator);
+
+// Whether every parameter's gradient fits its mark; a null mark fits that there is none.
+bool gradients_fit(const pybind11::list& params, const Marks& marks);
 
 // Whether every tensor fits its mark; None fits no mark.
 bool all_fit(const Marks& marks, const pybind11::list& tensors);

@@ -132,6 +132,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("changes_with", &TensorMark::changes_with, py::arg("other"));
   m.def("sum_gradients", sum_gradients, py::arg("like"), py::arg("gradients"),
         py::arg("accumulator"), "Adds the squares of gradients that are laid out as `like`.");
+  m.def("gradients_fit", gradients_fit, py::arg("params"), py::arg("marks"),
+        "Whether every parameter's gradient fits its mark.");
   m.def("all_fit", all_fit, py::arg("marks"), py::arg("tensors"),
         "Whether every tensor fits its mark.");
   py::class_<OptimizerPlan>(m, "OptimizerPlan", py::custom_type_setup(collect_garbage_through))

@@ -81,7 +81,7 @@ class _BucketNorms:
             if reduced.data_ptr() != buffer.data_ptr():
                 buffer.copy_(reduced)
             for squares, pairs in chosen.items():
-                squares.measure(pairs, mark=False)
+                squares.measure(pairs)
             return buffer
 
         return future.then(measure)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torchopt_ext import ops
-from torchopt_ext._C import TensorMark, all_fit, sum_gradients
+from torchopt_ext._C import TensorMark, all_fit, gradients_fit, sum_gradients
 from torchopt_ext._torch import call_at_end_of_backward, graph_task, is_dtensor, local_shard
 from torchopt_ext.optim.local import (
     NormKey,
@@ -44,13 +44,28 @@ class Measured(NamedTuple):
 NOTHING = Measured()
 
 
+class _Kind(NamedTuple):
+    """What parameters have in common that one call measures."""
+
+    device: torch.device
+    norm_key: NormKey
+    sharded: bool  # DTensors
+
+
 class _Watched(NamedTuple):
     """What is known of a parameter."""
 
     nbytes: int
-    device: torch.device
-    norm_key: NormKey
-    sharded: bool  # a DTensor
+    kind: _Kind
+
+
+class _Waiting:
+    """Parameters whose gradients one call will measure."""
+
+    def __init__(self) -> None:
+        self.params: dict[int, Tensor] = {}  # by id
+        self.nbytes = 0
+        self.layer: TensorMark | None = None  # a gradient of the last layer
 
 
 class NormInBackward:
@@ -77,16 +92,12 @@ class NormInBackward:
         """Forgets what was measured since the last step."""
         self._seen: dict[int, int] = {}  # gradients of each parameter
         self._stale = False  # a gradient came after its parameter was measured
-        # By device and stream: parameters, their bytes, and a gradient of the last layer.
-        self._waiting: dict[Any, dict[int, Tensor]] = {}
-        self._bytes: dict[Any, int] = {}
-        self._layer: dict[Any, TensorMark] = {}
+        self._waiting: dict[tuple[_Kind, Any], _Waiting] = {}  # by kind and stream
         self._task: int | None = None  # the backward pass at whose end the rest is measured
         self._measured: dict[int, Tensor] = {}  # parameters, by id
         self._marks: dict[int, TensorMark] = {}  # what their gradients were
         self._shard_marks: dict[int, TensorMark] = {}  # and the shards of those
-        # By device, norm key and stream.
-        self._sums: dict[tuple[torch.device, NormKey, Any], Tensor] = {}
+        self._sums: dict[tuple[_Kind, Any], Tensor] = {}  # by kind and stream
         self._ends: dict[Any, Any] = {}  # events, by stream
 
     def end_step(self, measured_norm: bool) -> None:
@@ -105,41 +116,44 @@ class NormInBackward:
                 hooked: Any = param
                 self._handles.append(hooked.register_post_accumulate_grad_hook(hook))
                 local = local_tensor(param)
-                self._watched[id(param)] = _Watched(
-                    local.nbytes, local.device, norm_key(param), is_dtensor(param)
-                )
+                kind = _Kind(local.device, norm_key(param), is_dtensor(param))
+                self._watched[id(param)] = _Watched(local.nbytes, kind)
 
     def _take(self, param: Tensor) -> None:
-        if not self.is_last(param) or param.grad is None:
+        if not self.is_last(param):
             return
-        watched = self._watched[id(param)]
-        place = watched.device, current_stream(watched.device)
-        if watched.sharded:
+        key = id(param)
+        nbytes, kind = self._watched[key]
+        place = kind, current_stream(kind.device)
+        waiting = self._waiting.get(place) or self._waiting.setdefault(place, _Waiting())
+        if kind.sharded and param.grad is not None:
             # FSDP2 adds to the gradients of a layer one after the other, which share a version
             # counter: they are marked when those of another layer come.
             gradient = param.grad
             layer = TensorMark(local_shard(gradient) if is_dtensor(gradient) else gradient)
-            if place in self._layer and not self._layer[place].changes_with(layer):
+            if waiting.layer is not None and not waiting.layer.changes_with(layer):
                 self._measure_waiting(place)
-            self._layer[place] = layer
-        waiting = self._waiting.setdefault(place, {})
-        if id(param) not in waiting:
-            waiting[id(param)] = param
-            self._bytes[place] = self._bytes.get(place, 0) + watched.nbytes
-        limit = CACHED_BYTES.get(watched.device.type, CACHED_BYTES_ON_GPU)
-        if not watched.sharded and self._bytes[place] >= limit:
+                waiting = self._waiting.setdefault(place, _Waiting())
+            waiting.layer = layer
+        if key not in waiting.params:
+            waiting.params[key] = param
+            waiting.nbytes += nbytes
+        limit = CACHED_BYTES.get(kind.device.type, CACHED_BYTES_ON_GPU)
+        if waiting.nbytes >= limit and not kind.sharded:
             self._measure_waiting(place)
         elif (task := graph_task()) != self._task and task >= 0:
             self._task = task
             call_at_end_of_backward(WeakHook(self, "_end_task"))
 
-    def _measure_waiting(self, place: Any) -> None:
-        params = list(self._waiting.pop(place, {}).values())
-        self._bytes.pop(place, None)
-        if _reduced_elsewhere():
-            params = [param for param in params if self._watched[id(param)].sharded]
-        if not is_captured():
-            self.measure([(param, param.grad) for param in params])
+    @torch.no_grad()
+    def _measure_waiting(self, place: tuple[_Kind, Any]) -> None:
+        waiting = self._waiting.pop(place, None)
+        sharded = place[0].sharded
+        if waiting is None or is_captured() or (not sharded and _reduced_elsewhere()):
+            return
+        params = waiting.params.copy()  # another thread may have it in its hands
+        gradients = [param.grad for param in params.values()] if sharded else None
+        self._sum(place, params, gradients, mark=True)
 
     def _end_task(self) -> None:
         """Measures the rest; the streams of backward have joined the caller's by now."""
@@ -162,39 +176,61 @@ class NormInBackward:
         self._stale = True
 
     @torch.no_grad()
-    def measure(self, pairs: Sequence[tuple[Tensor, Tensor | None]], mark: bool = True) -> None:
+    def measure(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Sums gradients, in the order of work on the current stream; the step has to be later.
 
+        :meth:`mark` follows, but for parameters that are to have none, of which zeros are measured.
+
         Args:
-            pairs: parameters for which :meth:`is_last` held, and gradients. Those that the step
-                would redistribute or copy first are left to it.
-            mark: they are the parameters' gradients. Otherwise :meth:`mark` follows, but for
-                parameters that are to have none, of which zeros are measured.
+            pairs: parameters for which :meth:`is_last` held, and what will be their gradients.
+                Those that the step would redistribute or copy first are left to it.
         """
-        alike: dict[tuple[torch.device, NormKey, bool], list[tuple[Tensor, Any]]] = {}
-        for param, gradient in () if self._stale else pairs:
-            alike.setdefault(self._watched[id(param)][1:], []).append((param, gradient))
-        for (device, key, sharded), same in alike.items():
-            params, gradients = map(list, zip(*same, strict=True))
-            shards = [_shard(p, g) for p, g in same] if sharded else gradients
-            like = [local_tensor(p) for p in params] if sharded else params
-            stream = current_stream(device)
-            place = device, key, stream
-            with self._lock:
-                if place not in self._sums:
-                    self._sums[place] = ops.new_accumulator(device)
-                marks = sum_gradients(like, shards, self._sums[place])
-                if stream is not None:
-                    self._ends[stream] = stream.record_event()
-            for param, gradient, found in zip(params, gradients, marks, strict=True):
-                if found is None:
-                    continue
-                self._measured[id(param)] = param
-                if sharded:
-                    self._shard_marks[id(param)] = found
-                    found = TensorMark(gradient)
-                if mark:
-                    self._marks[id(param)] = found
+        alike: dict[_Kind, list[tuple[Tensor, Tensor]]] = {}
+        for param, gradient in pairs:
+            alike.setdefault(self._watched[id(param)].kind, []).append((param, gradient))
+        for kind, same in alike.items():
+            params = {id(param): param for param, _ in same}
+            place = kind, current_stream(kind.device)
+            self._sum(place, params, [gradient for _, gradient in same], mark=False)
+
+    def _sum(
+        self,
+        place: tuple[_Kind, Any],
+        params: dict[int, Tensor],
+        gradients: list[Any] | None,
+        mark: bool,
+    ) -> None:
+        """Sums gradients of one kind, and marks them.
+
+        Args:
+            gradients: None: those that the parameters have, which are no DTensors.
+            mark: they are the parameters' gradients already.
+        """
+        if self._stale:
+            return
+        (device, _, sharded), stream = place
+        like = list(params.values())
+        summed = gradients
+        if sharded and gradients is not None:
+            summed = [_shard(p, g) for p, g in zip(like, gradients, strict=True)]
+            like = [local_tensor(p) for p in like]
+        with self._lock:
+            if place not in self._sums:
+                self._sums[place] = ops.new_accumulator(device)
+            marks = sum_gradients(like, summed, self._sums[place])
+            if stream is not None:
+                self._ends[stream] = stream.record_event()
+        if None in marks:  # the step reads these
+            left = [key for key, found in zip(params, marks, strict=True) if found is None]
+            marks = [found for found in marks if found is not None]
+            for key in left:
+                params.pop(key)
+        self._measured.update(params)
+        if sharded:
+            self._shard_marks.update(zip(params, marks, strict=True))
+            marks = [TensorMark(param.grad) for param in params.values()] if mark else []
+        if mark:
+            self._marks.update(zip(params, marks, strict=True))
 
     def mark(self, param: Tensor, gradient: Tensor) -> None:
         """Notes what a parameter's gradient is that was measured, if it was."""
@@ -209,32 +245,26 @@ class NormInBackward:
         """
         if self._stale or not self._measured or is_captured():
             return NOTHING
-        keys, marks, tensors = [], [], []
-        for key, param in self._measured.items():
-            gradient = param.grad
-            if key in self._marks:
-                keys.append(key)
-                marks.append(self._marks[key])
-                tensors.append(gradient)
-            elif gradient is not None:
-                self._stale = True
-        for key, shard in self._shard_marks.items():
-            marks.append(shard)
-            tensors.append(_shard(self._measured[key], self._measured[key].grad))
-        if self._stale or not all_fit(marks, tensors):
+        params = list(self._measured.values())
+        shards = [_shard(self._measured[key], self._measured[key].grad) for key in self._shard_marks]
+        if not (
+            gradients_fit(params, list(map(self._marks.get, self._measured)))
+            and all_fit(list(self._shard_marks.values()), shards)
+        ):
             self._stale = True
             self._warn()
             return NOTHING
-        if not all(key in positions for key in keys):  # the step will need another plan
+        found = [positions.get(key, -1) for key in self._marks]
+        if -1 in found:  # the step will need another plan
             return NOTHING
         for stream, end in self._ends.items():
             torch.accelerator.current_stream(stream.device).wait_event(end)
         squares: dict[tuple[torch.device, NormKey], list[Tensor]] = {}
-        for (device, norm, stream), total in self._sums.items():
+        for (kind, stream), total in self._sums.items():
             if stream is not None:
-                total.record_stream(torch.accelerator.current_stream(device))
-            squares.setdefault((device, norm), []).append(total)
-        return Measured([positions[key] for key in keys], squares)
+                total.record_stream(torch.accelerator.current_stream(kind.device))
+            squares.setdefault((kind.device, kind.norm_key), []).append(total)
+        return Measured(found, squares)
 
     def _warn(self) -> None:
         if not self._warned:

@@ -217,7 +217,7 @@ class Reducer:
         bucket.grad = total if bucket.grad is None else bucket.grad.add_(total)
         if (squares := self.squares) is not None:
             last = [part for part in bucket.parts if squares.is_last(part.tensor)]
-            squares.measure([(p.tensor, self._gradient_of(bucket, p)) for p in last], mark=False)
+            squares.measure([(p.tensor, self._gradient_of(bucket, p)) for p in last])
 
     def _gradient_of(self, bucket: Bucket, part: Part) -> Tensor:
         """A part's view of the bucket's reduced gradient."""
