@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # examples/
 
 from examples.model import VOCABULARY, Transformer
 from torchopt_ext import FusedAdamW
+from torchopt_ext.optim import norm_in_backward
 
 IN_STEP, IN_BACKWARD = OURS, f"{OURS}, norm_in_backward"
 OPERATION = "backward+clip+step"
@@ -34,6 +35,7 @@ SETTINGS: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.1, "max_grad_norm": 1.
 EQUAL: dict[str, Shapes] = {
     "1,000 of 1,000": [(1000,)] * 1000,
     "1,000 of 70,000": [(350, 200)] * 1000,
+    "250 of 262,144": [(512, 512)] * 250,
     "60 of 1 M": [(1024, 1024)] * 60,
 }
 
@@ -82,9 +84,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/bench-norm-in-backward"))
     parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--hook-from", type=int, default=norm_in_backward.MEASURED_BYTES)
     parser.add_argument("--quick", action="store_true", help="tiny tensors, to try the program")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    norm_in_backward.MEASURED_BYTES = options.hook_from
     about = report.environment()
     builds = [partial(build, "demo model", Demo)]
     for name, shapes in EQUAL.items():

@@ -4,6 +4,7 @@ The sums are of the gradients as they were. Before a step uses them, each gradie
 same memory, unchanged by its version counter; otherwise the step measures all gradients itself.
 """
 
+import math
 import threading
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,11 +26,12 @@ from torchopt_ext.optim.local import (
 )
 from torchopt_ext.optim.weak_hooks import WeakHook, handles_of
 
-MEASURED_BYTES = 1 << 18
-"""Smaller parameters are left to the step: their hook would take as long as reading them."""
+MEASURED_BYTES = 1 << 20
+"""Smaller parameters are left to the step: their hook, which finds Python's memory out of the
+caches, would take as long as reading them (benchmarks/README.md)."""
 
-CACHED_BYTES = {"cpu": 1 << 21}
-"""Of gradients that are measured by one call, by kind of device."""
+CACHED_BYTES = {"cpu": 1 << 20}
+"""Of gradients that one call measures, by kind of device; a core's own cache holds 1 or 2 MB."""
 
 CACHED_BYTES_ON_GPU = 1 << 24
 
@@ -57,6 +59,7 @@ class _Watched(NamedTuple):
 
     nbytes: int
     kind: _Kind
+    limit: float  # of bytes that wait for one call
 
 
 class _Waiting:
@@ -94,6 +97,7 @@ class NormInBackward:
         self._stale = False  # a gradient came after its parameter was measured
         self._waiting: dict[tuple[_Kind, Any], _Waiting] = {}  # by kind and stream
         self._task: int | None = None  # the backward pass at whose end the rest is measured
+        self._elsewhere = False  # plain gradients of it may be reduced over ranks later
         self._measured: dict[int, Tensor] = {}  # parameters, by id
         self._marks: dict[int, TensorMark] = {}  # what their gradients were
         self._shard_marks: dict[int, TensorMark] = {}  # and the shards of those
@@ -117,13 +121,21 @@ class NormInBackward:
                 self._handles.append(hooked.register_post_accumulate_grad_hook(hook))
                 local = local_tensor(param)
                 kind = _Kind(local.device, norm_key(param), is_dtensor(param))
-                self._watched[id(param)] = _Watched(local.nbytes, kind)
+                limit: float = CACHED_BYTES.get(local.device.type, CACHED_BYTES_ON_GPU)
+                if kind.sharded:  # wait for the next layer's
+                    limit = math.inf
+                self._watched[id(param)] = _Watched(local.nbytes, kind, limit)
 
     def _take(self, param: Tensor) -> None:
         if not self.is_last(param):
             return
+        if (task := graph_task()) != self._task and task >= 0:
+            self._task, self._elsewhere = task, _reduced_elsewhere()
+            call_at_end_of_backward(WeakHook(self, "_end_task"))
         key = id(param)
-        nbytes, kind = self._watched[key]
+        nbytes, kind, limit = self._watched[key]
+        if self._elsewhere and not kind.sharded:
+            return
         place = kind, current_stream(kind.device)
         waiting = self._waiting.get(place) or self._waiting.setdefault(place, _Waiting())
         if kind.sharded and param.grad is not None:
@@ -138,21 +150,16 @@ class NormInBackward:
         if key not in waiting.params:
             waiting.params[key] = param
             waiting.nbytes += nbytes
-        limit = CACHED_BYTES.get(kind.device.type, CACHED_BYTES_ON_GPU)
-        if waiting.nbytes >= limit and not kind.sharded:
+        if waiting.nbytes >= limit:
             self._measure_waiting(place)
-        elif (task := graph_task()) != self._task and task >= 0:
-            self._task = task
-            call_at_end_of_backward(WeakHook(self, "_end_task"))
 
-    @torch.no_grad()
     def _measure_waiting(self, place: tuple[_Kind, Any]) -> None:
         waiting = self._waiting.pop(place, None)
-        sharded = place[0].sharded
-        if waiting is None or is_captured() or (not sharded and _reduced_elsewhere()):
+        kind, stream = place
+        if waiting is None or (stream is not None and is_captured()):
             return
         params = waiting.params.copy()  # another thread may have it in its hands
-        gradients = [param.grad for param in params.values()] if sharded else None
+        gradients = [param.grad for param in params.values()] if kind.sharded else None
         self._sum(place, params, gradients, mark=True)
 
     def _end_task(self) -> None:
@@ -175,7 +182,6 @@ class NormInBackward:
         """Lets the step measure all gradients."""
         self._stale = True
 
-    @torch.no_grad()
     def measure(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Sums gradients, in the order of work on the current stream; the step has to be later.
 
@@ -220,17 +226,14 @@ class NormInBackward:
             marks = sum_gradients(like, summed, self._sums[place])
             if stream is not None:
                 self._ends[stream] = stream.record_event()
-        if None in marks:  # the step reads these
-            left = [key for key, found in zip(params, marks, strict=True) if found is None]
-            marks = [found for found in marks if found is not None]
-            for key in left:
-                params.pop(key)
-        self._measured.update(params)
-        if sharded:
-            self._shard_marks.update(zip(params, marks, strict=True))
-            marks = [TensorMark(param.grad) for param in params.values()] if mark else []
+        found = {key: m for key, m in zip(params, marks, strict=True) if m is not None}
+        self._measured.update((key, params[key]) for key in found)  # the step reads the others
+        if sharded and gradients is not None:
+            self._shard_marks.update(found)
+            own = dict(zip(params, gradients, strict=True))
+            found = {key: TensorMark(own[key]) for key in found}
         if mark:
-            self._marks.update(zip(params, marks, strict=True))
+            self._marks.update(found)
 
     def mark(self, param: Tensor, gradient: Tensor) -> None:
         """Notes what a parameter's gradient is that was measured, if it was."""
@@ -246,7 +249,8 @@ class NormInBackward:
         if self._stale or not self._measured or is_captured():
             return NOTHING
         params = list(self._measured.values())
-        shards = [_shard(self._measured[key], self._measured[key].grad) for key in self._shard_marks]
+        sharded = [self._measured[key] for key in self._shard_marks]
+        shards = [_shard(param, param.grad) for param in sharded]
         if not (
             gradients_fit(params, list(map(self._marks.get, self._measured)))
             and all_fit(list(self._shard_marks.values()), shards)

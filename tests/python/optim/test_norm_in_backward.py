@@ -127,6 +127,28 @@ def test_small_ones_wait_for_others_or_the_end(
     assert measured == [LARGE] * 3
 
 
+def test_a_gradient_that_changes_while_it_waits(
+    measured: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is summed as it is then, or not at all where it has gone."""
+    monkeypatch.setitem(subject.CACHED_BYTES, "cpu", 1 << 30)
+
+    def run(model: Model, optimizer: Any) -> None:
+        def halve(param: Any) -> None:
+            param.grad.mul_(0.5)
+
+        def take_away(param: Any) -> None:
+            param.grad = None
+
+        for i, hook in enumerate((halve, take_away)):
+            param: Any = model.weights[i * 2]
+            param.register_post_accumulate_grad_hook(hook)
+        steps(model, optimizer)
+
+    assert_same_run(run)
+    assert measured == [LARGE - 1] * 3
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_other_dtypes(measured: list[int], dtype: torch.dtype) -> None:
     assert_same_run(steps, lambda model: model.to(dtype))
