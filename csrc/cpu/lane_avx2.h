@@ -156,7 +156,7 @@ struct Avx2Float {
   static reg neg(reg a) { return _mm256_xor_ps(a, set1(-0.0f)); }
   static reg abs(reg a) { return _mm256_andnot_ps(set1(-0.0f), a); }
   static reg max_magnitude(reg a, reg b) {  // as integers, of which NaN's are the largest
-    return from_bits(_mm256_max_epi32(bits(a), bits(b)));
+    return from_bits(_mm256_max_epu32(bits(a), bits(b)));
   }
   // to[k] is the largest element of register k; of magnitudes, among which NaN is the largest.
   static void largest(const reg (&from)[8], float* to) {

@@ -146,7 +146,7 @@ struct Avx512Float {
   static reg neg(reg a) { return _mm512_xor_ps(a, set1(-0.0f)); }
   static reg abs(reg a) { return _mm512_andnot_ps(set1(-0.0f), a); }
   static reg max_magnitude(reg a, reg b) {  // as integers, of which NaN's are the largest
-    return from_bits(_mm512_max_epi32(bits(a), bits(b)));
+    return from_bits(_mm512_max_epu32(bits(a), bits(b)));
   }
   // to[k] is the largest element of register k; of magnitudes, among which NaN is the largest.
   static void largest(const reg (&from)[16], float* to) {

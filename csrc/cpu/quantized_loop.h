@@ -71,7 +71,7 @@ struct KeptMoment {
   }
 
   alignas(64) float value[kGroupsAtOnce][kQuantGroup];
-  typename One::reg most[kGroupsAtOnce / One::width][One::width];  // of a group, in each register
+  typename One::reg most[kGroupsAtOnce / One::width][One::width] = {};  // of a group, in each
   alignas(64) float scale[kGroupsAtOnce];
   alignas(64) float inverse[kGroupsAtOnce];
 };

@@ -88,7 +88,7 @@ struct ScalarLane {
 
   // The next ones are of floats only.
   TORCHOPT_HD static T abs(T a) { return bit_cast<T>(bit_cast<uint32_t>(a) & 0x7fffffffu); }
-  // The larger of two magnitudes; NaN if either is.
+  // The larger of two magnitudes; NaN, of either sign, if either is.
   TORCHOPT_HD static T max_magnitude(T a, T b) {
     return bit_cast<uint32_t>(a) > bit_cast<uint32_t>(b) ? a : b;
   }

@@ -77,10 +77,11 @@ template <class L>
 TORCHOPT_HD inline typename L::reg scales_of(typename L::reg largest, float codes) {
   return L::canonical(L::div(largest, L::set1(codes)));
 }
-// What moments are multiplied by to be encoded. Zeros stay zeros where a scale is 0.
+// What moments are multiplied by to be encoded. Zeros stay zeros where a scale is 0, and NaN, of a
+// scale that is one, gives every lane type the same codes.
 template <class L>
 TORCHOPT_HD inline typename L::reg inverses_of(typename L::reg scales) {
-  return L::min(L::div(L::set1(1.0f), scales), L::set1(0x1p126f));
+  return L::min(L::set1(0x1p126f), L::div(L::set1(1.0f), scales));
 }
 
 // A code of exp_avg is rounded to nearest after a number from -1/2 to 1/2 was added, one of a root

@@ -81,8 +81,8 @@ def fp32_params(
 def embeddings_of(objects: Iterable[Any]) -> set[Tensor]:
     """Weights of the embeddings among modules or any objects."""
     modules = (module for module in objects if issubclass(type(module), _CLASSES))
-    held = (vars(module).get("_parameters", {}).values() for module in modules)
-    return {param for params in held for param in params if param is not None}
+    weights = (vars(module).get("_parameters", {}).get("weight") for module in modules)
+    return {weight for weight in weights if weight is not None}
 
 
 def is_8_bit(state_dtype: Any) -> bool:

@@ -196,11 +196,12 @@ def test_which_parameters() -> None:
 
 
 def test_what_is_not_finite() -> None:
-    own = params(torch.float32, (2, 128))
-    optimizer = stepped(own, [[gradients(2, 128)]])
+    own = params(torch.float32, (3, 128))
+    optimizer = stepped(own, [[gradients(3, 128)]])
     state = optimizer.state[own[0]]
-    bad = gradients(2, 128, seed=1)
-    bad[0, 3], bad[1, 70] = math.nan, math.inf
+    bad = gradients(3, 128, seed=1)
+    negative = torch.tensor(-(1 << 22), dtype=torch.int32).view(torch.float32)  # x86's own NaN
+    bad[0, 3], bad[1, 70], bad[2, 5] = math.nan, math.inf, negative
     own[0].grad = bad
     before = copy.deepcopy((own[0].detach(), state))
     optimizer.skip_nonfinite = True
@@ -210,8 +211,11 @@ def test_what_is_not_finite() -> None:
     optimizer.skip_nonfinite = False
     optimizer.step()
     scales = torch.stack([state["exp_avg_scale_v2"], state["exp_avg_sq_scale_v2"]])
-    assert scales.isfinite().tolist() == [[[False, True], [True, False]]] * 2
-    assert (~own[0].isfinite()).nonzero().tolist() == [[0, 3], [1, 70]]
+    assert scales.isfinite().tolist() == [[[False, True], [True, False], [False, True]]] * 2
+    assert (~own[0].isfinite()).nonzero().tolist() == [[0, 3], [1, 70], [2, 5]]
+    for row in (0, 2):  # the same on every instruction set
+        assert (state["exp_avg"][row, :64] == -128).all()
+        assert not state["exp_avg_sq"][row, :64].any()
 
 
 def test_second_moments_follow_slow_changes() -> None:
