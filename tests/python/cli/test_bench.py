@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,13 @@ from .conftest import Run
 @pytest.fixture(autouse=True)
 def _small_roofline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "ELEMENTS", 2**18)
+
+
+@pytest.fixture(autouse=True)
+def _eager() -> Iterator[None]:
+    """torchao's step would compile itself for half a minute."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 @pytest.mark.parametrize(
