@@ -215,6 +215,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("out/convergence"))
+    parser.add_argument("--only", default="", help='settings whose name has it, such as "int8"')
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time")
@@ -223,7 +224,8 @@ def main() -> None:
     folder = args.out / "runs"
     folder.mkdir(parents=True, exist_ok=True)
     absent = missing(SETTINGS)
-    settings = [setting for setting in SETTINGS if setting.name not in absent]
+    chosen = [setting for setting in SETTINGS if args.only in setting.name or setting is BASE]
+    settings = [setting for setting in chosen if setting.name not in absent]
     seeds = range(1, 1 + args.seeds)
     # Seeds first, so that a call that is stopped has done something of every setting.
     runs = [Run(folder, t, s, seed, args.steps) for seed in seeds for t in TASKS for s in settings]
