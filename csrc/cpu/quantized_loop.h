@@ -71,7 +71,8 @@ struct KeptMoment {
   }
 
   alignas(64) float value[kGroupsAtOnce][kQuantGroup];
-  typename One::reg most[kGroupsAtOnce / One::width][One::width] = {};  // of a group, in each
+  // A register of a group each, whose largest element is the group's.
+  typename One::reg most[kGroupsAtOnce / One::width][One::width] = {};
   alignas(64) float scale[kGroupsAtOnce];
   alignas(64) float inverse[kGroupsAtOnce];
 };
