@@ -23,7 +23,7 @@ struct KernelTable {
 
   // By DType; at most kBlockElements elements. `next`, which may be null, is what will be read
   // soon.
-  double (*block_sum_of_squares[kDTypes])(const void* x, int64_t n);
+  double (*block_sum_of_squares[kDTypes])(const void* x, int64_t n, const void* next);
   void (*exact_sum_of_squares[kDTypes])(const void* x, int64_t n, const void* next,
                                         ExactAccumulator& acc);
 

@@ -58,8 +58,8 @@ struct Lanes<AdamKind::kFloat64> {
 };
 
 template <class T>
-double block_sum(const void* x, int64_t n) {
-  return block_sum_of_squares<DoubleLane>(static_cast<const T*>(x), n);
+double block_sum(const void* x, int64_t n, const void* next) {
+  return block_sum_of_squares<DoubleLane>(static_cast<const T*>(x), n, next);
 }
 
 template <class T>

@@ -78,6 +78,11 @@ struct Avx2Words {
   static reg add_halves(reg a, reg b) { return _mm256_add_epi16(a, b); }
   static reg sub_halves(reg a, reg b) { return _mm256_sub_epi16(a, b); }
   static reg sub_saturated(reg a, reg b) { return _mm256_subs_epu16(a, b); }
+  static reg bit_and_not(reg a, reg b) { return _mm256_andnot_si256(a, b); }  // ~a & b
+  template <int kBy>
+  static reg rounded_quotient(reg a) {  // of signed ones, ties up
+    return _mm256_mulhrs_epi16(a, halves(32768 / kBy));
+  }
   static reg max_halves(reg a, reg b) { return _mm256_max_epi16(a, b); }
   static reg sign_halves(reg a) { return _mm256_srai_epi16(a, 15); }
   template <int kBits>
@@ -120,6 +125,11 @@ struct Avx2Float {
   static reg load_part(const float* x, int n) { return _mm256_maskload_ps(x, first(n)); }
   static void store_part(float* x, reg a, int n) { _mm256_maskstore_ps(x, first(n), a); }
   static reg set1(float a) { return _mm256_set1_ps(a); }
+  static reg held(float a) {
+    reg all = set1(a);
+    asm("" : "+x"(all));
+    return all;
+  }
   static reg load(const BFloat16* x) { return widen8(x); }
   static reg load(const Float16* x) { return widen8(x); }
   template <class Half>
@@ -150,6 +160,7 @@ struct Avx2Float {
   static reg add(reg a, reg b) { return _mm256_add_ps(a, b); }
   static reg sub(reg a, reg b) { return _mm256_sub_ps(a, b); }
   static reg mul(reg a, reg b) { return _mm256_mul_ps(a, b); }
+  static reg fma(reg a, reg b, reg c) { return _mm256_fmadd_ps(a, b, c); }
   static reg div(reg a, reg b) { return _mm256_div_ps(a, b); }
   static reg sqrt(reg a) { return _mm256_sqrt_ps(a); }
   static reg min(reg a, reg b) { return _mm256_min_ps(a, b); }

@@ -62,6 +62,11 @@ struct Avx512Words {
   static reg add_halves(reg a, reg b) { return _mm512_add_epi16(a, b); }
   static reg sub_halves(reg a, reg b) { return _mm512_sub_epi16(a, b); }
   static reg sub_saturated(reg a, reg b) { return _mm512_subs_epu16(a, b); }
+  static reg bit_and_not(reg a, reg b) { return _mm512_andnot_si512(a, b); }  // ~a & b
+  template <int kBy>
+  static reg rounded_quotient(reg a) {  // of signed ones, ties up
+    return _mm512_mulhrs_epi16(a, halves(32768 / kBy));
+  }
   static reg max_halves(reg a, reg b) { return _mm512_max_epi16(a, b); }
   static reg sign_halves(reg a) { return _mm512_srai_epi16(a, 15); }
   template <int kBits>
@@ -105,6 +110,11 @@ struct Avx512Float {
     _mm512_mask_storeu_ps(x, static_cast<__mmask16>((1u << n) - 1), a);
   }
   static reg set1(float a) { return _mm512_set1_ps(a); }
+  static reg held(float a) {
+    reg all = set1(a);
+    asm("" : "+v"(all));
+    return all;
+  }
   static reg load(const BFloat16* x) {
     const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
@@ -140,6 +150,7 @@ struct Avx512Float {
   static reg add(reg a, reg b) { return _mm512_add_ps(a, b); }
   static reg sub(reg a, reg b) { return _mm512_sub_ps(a, b); }
   static reg mul(reg a, reg b) { return _mm512_mul_ps(a, b); }
+  static reg fma(reg a, reg b, reg c) { return _mm512_fmadd_ps(a, b, c); }
   static reg div(reg a, reg b) { return _mm512_div_ps(a, b); }
   static reg sqrt(reg a) { return _mm512_sqrt_ps(a); }
   static reg min(reg a, reg b) { return _mm512_min_ps(a, b); }
@@ -184,8 +195,8 @@ struct Avx512Float {
     return __builtin_popcount(_mm512_mask_cmp_ps_mask(moves, after, before, _CMP_EQ_OQ));
   }
   static reg canonical(reg a) {
-    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), a,
-                                set1(canonical_nan(0.0f)));
+    // The table's digits, by what an element is: of quiet and signaling NaNs the first operand.
+    return _mm512_fixupimm_ps(set1(canonical_nan(0.0f)), a, _mm512_set1_epi32(0x11111100), 0);
   }
 
   // For PairLane, with its order of elements.

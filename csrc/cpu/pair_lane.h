@@ -84,22 +84,14 @@ struct PairLane {
     L::store_split(weight + L::width, remainder + L::width, a.upper);
   }
   static void store_split(BFloat16* weight, int8_t* remainder, reg a) {
-    const Word one = Words::halves(1);
     const auto [high, low] = halves_of(L::bits(a.lower), L::bits(a.upper));
-    // Up from a tie only beside an odd half.
-    const Word odd = Words::bit_and(high, one);
-    const Word up =
-        Words::template shifted_halves<15>(Words::sub_saturated(low, Words::bit_xor(odd, one)));
-    const Word nearest = Words::add_halves(high, up);
-    const Word byte = Words::template shifted_halves<8>(low);
-    const Word carry = Words::template shifted_halves<8>(Words::add_halves(
-        Words::add_halves(Words::bit_and(low, Words::halves(0xff)), Words::halves(0x7f)),
-        Words::bit_and(byte, one)));
-    const Word rest =
-        Words::sub_halves(Words::add_halves(byte, carry), Words::template left_halves<8>(up));
-    const Word lowest = Words::add_halves(Words::bit_and(nearest, one), Words::halves(-128));
-    Words::store(weight, nearest);
-    Words::store_bytes(remainder, Words::max_halves(rest, lowest));  // at most 127
+    const Word even = Words::bit_and_not(high, Words::halves(1));
+    // As a signed one, what is left of the nearest weight; ties of even halves go down.
+    const Word rest = Words::sub_saturated(low, even);
+    const Word nearest = Words::template rounded_quotient<256>(rest);  // 128 is saturated below
+    const Word lowest = Words::bit_or(even, Words::halves(-128));
+    Words::store(weight, Words::sub_halves(high, Words::sign_halves(rest)));
+    Words::store_bytes(remainder, Words::max_halves(nearest, lowest));
   }
   // An unnamed pair goes up or down by a bit of its own. An even weight's remainder of 128 is one
   // that goes down, which saturation does.
@@ -124,17 +116,17 @@ struct PairLane {
     Words::store_bytes(remainder, Words::sub_halves(byte, Words::template left_halves<8>(up)));
   }
 
-  static reg load(const int8_t* x) {
+  static reg load_code(const int8_t* x) {
     const Word codes = Words::load_halves(x);
-    const Word signs = Words::sign_halves(codes);
-    return {L::from_words(Words::lower_fours(codes, signs)),
-            L::from_words(Words::upper_fours(codes, signs))};
+    return {L::from_words(Words::lower_fours(Words::set1(0), codes)),
+            L::from_words(Words::upper_fours(Words::set1(0), codes))};
   }
-  // One more than each code.
-  static reg load_next(const uint8_t* x) {
-    const Word codes = Words::add_halves(Words::load_halves(x), Words::halves(1));
-    return {L::from_words(Words::lower_fours(codes, Words::set1(0))),
-            L::from_words(Words::upper_fours(codes, Words::set1(0)))};
+  static reg load_code(const uint8_t* x) {
+    const Word codes = Words::load_halves(x);
+    const Word exponent = Words::halves(0x4b00);  // of 2^23, to whose last digits a code adds
+    const auto base = L::set1(0x1p23f - 1.0f);
+    return {L::sub(L::from_bits(Words::lower_fours(codes, exponent)), base),
+            L::sub(L::from_bits(Words::upper_fours(codes, exponent)), base)};
   }
   // NaN converts to the least integer.
   static void store_codes(int8_t* x, reg code) {
@@ -157,9 +149,16 @@ struct PairLane {
   }
 
   static reg set1(float a) { return {L::set1(a), L::set1(a)}; }
+  static reg held(float a) {
+    const typename L::reg one = L::held(a);
+    return {one, one};
+  }
   static reg add(reg a, reg b) { return {L::add(a.lower, b.lower), L::add(a.upper, b.upper)}; }
   static reg sub(reg a, reg b) { return {L::sub(a.lower, b.lower), L::sub(a.upper, b.upper)}; }
   static reg mul(reg a, reg b) { return {L::mul(a.lower, b.lower), L::mul(a.upper, b.upper)}; }
+  static reg fma(reg a, reg b, reg c) {
+    return {L::fma(a.lower, b.lower, c.lower), L::fma(a.upper, b.upper, c.upper)};
+  }
   static reg div(reg a, reg b) { return {L::div(a.lower, b.lower), L::div(a.upper, b.upper)}; }
   static reg sqrt(reg a) { return {L::sqrt(a.lower), L::sqrt(a.upper)}; }
   static reg min(reg a, reg b) { return {L::min(a.lower, b.lower), L::min(a.upper, b.upper)}; }

@@ -19,19 +19,21 @@ namespace torchopt_ext {
 
 namespace {
 
-// One block of at most 4,096 elements of a row. L is a lane type of doubles.
+// One block of at most 4,096 elements of a row. L is a lane type of doubles. Asks for as much at
+// `next`, which may be null.
 template <class L, class T>
-inline double block_sum_of_squares(const T* x, int64_t n) {
+inline double block_sum_of_squares(const T* x, int64_t n, const void* next) {
   constexpr int kRegisters = kBlockLanes / L::width;
+  constexpr int64_t size = sizeof(T);
   typename L::reg sums[kRegisters];
   for (auto& sum : sums) {
     sum = L::set1(0.0);
   }
   int64_t i = 0;
   for (; i + kBlockLanes <= n; i += kBlockLanes) {
-    if constexpr (sizeof(T) == 2) {
-      fetch_ahead<L>(x, 2 * i, 1024);
-      fetch_ahead<L>(x, 2 * i, 1024 + 64);
+    constexpr int64_t kLine = 64;
+    for (int64_t at = 0; next != nullptr && at < kBlockLanes * size; at += kLine) {
+      fetch_into_l2<L>(next, size * i + at);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < kRegisters; ++r) {

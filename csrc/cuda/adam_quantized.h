@@ -52,19 +52,13 @@ struct QuantizedChunk {
       kept = {Share::set1(0.0f), Share::set1(0.0f)};
       const int group = first + thread / kGroupThreads;
       if (group < end) {
-        const QuantizedScalars scalars = quantized_scalars(elements.scalars);
-        const GroupScales decoding =
-            decoding_of(scalars, {exp_avg_scales[group], root_scales[group]});
+        const GroupScales scales{exp_avg_scales[group], root_scales[group]};
         const bool random = weight_may_round_randomly(layout);
         for_each_part(
             group, thread, random,
-            [&](const auto& draws, int i) {
-              kept = update_weights(Share{}, elements.scalars, scalars, layout, mode(), elements.x,
-                                    i, decoding, draws);
-            },
+            [&](const auto& draws, int i) { kept = stepped<Share>(i, scales, draws); },
             [&](const auto& draws, int i, int k) {
-              const auto one = update_weights(One{}, elements.scalars, scalars, layout, mode(),
-                                              elements.x, i, decoding, draws);
+              const auto one = stepped<One>(i, scales, draws);
               kept.exp_avg.element[k] = one.exp_avg.element[0];
               kept.root.element[k] = one.root.element[0];
             });
@@ -110,6 +104,17 @@ struct QuantizedChunk {
   float* const root_scales;
 
  private:
+  // The moments of elements [i, i + L::width), whose weights are stored.
+  template <class L, class Random>
+  TORCHOPT_HD Moments<L> stepped(int i, const GroupScales& scales, const Random* draws) const {
+    const auto factors = quantized_factors<L>(elements.scalars);
+    const Moments<L> now =
+        averaged(L{}, factors, layout, elements.x, i, decoding_of(factors, scales));
+    store_moved(L{}, factors, layout, mode(), elements.x, i,
+                moved(L{}, factors, layout, elements.x, i, now), draws);
+    return now;
+  }
+
   TORCHOPT_HD StepMode mode() const { return kIsGeneral ? elements.mode() : StepMode{}; }
 
   // What is added to codes: of elements from a place of a group on, or random bits if there are.

@@ -52,9 +52,13 @@ struct VectorLane {
   TORCHOPT_HD static void store_split(BFloat16* weight, int8_t* remainder, const reg& a) {
     store_parts(weight, remainder, [&](int k) { return split8(a.element[k]); });
   }
-  TORCHOPT_HD static reg load_next(const uint8_t* from) {
+  template <class Code>
+  TORCHOPT_HD static reg load_code(const Code* from) {
     const auto codes = load_elements<1>(from);
-    return map([&](int k) { return One::load_next(&codes.element[k]); });
+    return map([&](int k) {
+      const auto code = static_cast<Code>(codes.element[k]);
+      return One::load_code(&code);
+    });
   }
   struct Random {
     RandomWords<ScalarWords> element[kWidth];
@@ -87,6 +91,7 @@ struct VectorLane {
   TORCHOPT_HD static reg set1(T a) {
     return map([&](int) { return a; });
   }
+  TORCHOPT_HD static reg held(T a) { return set1(a); }
   TORCHOPT_HD static reg add(const reg& a, const reg& b) {
     return map([&](int k) { return One::add(a.element[k], b.element[k]); });
   }
@@ -95,6 +100,9 @@ struct VectorLane {
   }
   TORCHOPT_HD static reg mul(const reg& a, const reg& b) {
     return map([&](int k) { return One::mul(a.element[k], b.element[k]); });
+  }
+  TORCHOPT_HD static reg fma(const reg& a, const reg& b, const reg& c) {
+    return map([&](int k) { return One::fma(a.element[k], b.element[k], c.element[k]); });
   }
   TORCHOPT_HD static reg div(const reg& a, const reg& b) {
     return map([&](int k) { return One::div(a.element[k], b.element[k]); });

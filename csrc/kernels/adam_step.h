@@ -48,7 +48,7 @@ template <class L>
                                                                        int64_t i) {
   if constexpr (L::any_layout) {
     if (layout.state == DType::kInt8) {
-      return lane.load(static_cast<const int8_t*>(x[kExpAvg]) + i);
+      return lane.load_code(static_cast<const int8_t*>(x[kExpAvg]) + i);
     }
   }
   return load_as(lane, layout.state, x[kExpAvg], i);

@@ -39,8 +39,6 @@ TORCHOPT_HD inline To bit_cast(From from) {
 
 TORCHOPT_HD inline float widen(float x) { return x; }
 TORCHOPT_HD inline double widen(double x) { return x; }
-TORCHOPT_HD inline float widen(int8_t x) { return x; }
-TORCHOPT_HD inline float widen(uint8_t x) { return x; }
 TORCHOPT_HD inline float widen(BFloat16 x) {
   return bit_cast<float>(static_cast<uint32_t>(x.bits) << 16);
 }

@@ -1,6 +1,6 @@
 // The lane type: the only arithmetic the formulas use. A lane type offers load, store, set1, add,
 // sub, mul, div, sqrt, neg, min, max_keep_nan, count_lost and canonical on a register of `width`
-// elements. Every operation is correctly rounded and none is fused, which is what makes the bits
+// elements. Every operation is correctly rounded, fma() alone is fused, which is what makes the bits
 // the same on every instruction set. This is the one-element lane, for the host and for CUDA
 // threads; lane_avx2.h and lane_avx512.h hold the others. Float lanes also load and store 16-bit
 // elements: rounded to nearest, with a remainder, or stochastically; and 8-bit codes (quantize.h),
@@ -37,6 +37,8 @@ struct ScalarLane {
   TORCHOPT_HD static T load(const T* x) { return *x; }
   TORCHOPT_HD static void store(T* x, T a) { *x = a; }
   TORCHOPT_HD static T set1(T a) { return a; }
+  // The same, of a constant of a loop: x86 compilers would broadcast it again at each use.
+  TORCHOPT_HD static T held(T a) { return a; }
   // 16-bit elements (float lanes only).
   template <class Half>
   TORCHOPT_HD static T load(const Half* x) {
@@ -98,8 +100,9 @@ struct ScalarLane {
   // For a while, in an order of the lane's own.
   TORCHOPT_HD static void keep(T* x, T a) { *x = a; }
   TORCHOPT_HD static T kept(const T* x) { return *x; }
-  // One more than a code.
-  TORCHOPT_HD static T load_next(const uint8_t* x) { return static_cast<T>(*x + 1); }
+  // Codes as kDecodedExpAvg says.
+  TORCHOPT_HD static T load_code(const int8_t* x) { return static_cast<T>(*x * 65536); }
+  TORCHOPT_HD static T load_code(const uint8_t* x) { return static_cast<T>(*x + 1); }
   // An array's random bits as a number in [0, 1).
   TORCHOPT_HD static T fraction(const Random& random, Array array) {
     return mul(static_cast<T>(draw_of(random, array)), T{0x1p-16f});
@@ -122,6 +125,7 @@ struct ScalarLane {
   // The intrinsics are never contracted, whatever the compiler's flags.
   __device__ static float add(float a, float b) { return __fadd_rn(a, b); }
   __device__ static float mul(float a, float b) { return __fmul_rn(a, b); }
+  __device__ static float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
   __device__ static float div(float a, float b) { return __fdiv_rn(a, b); }
   __device__ static float sqrt(float a) { return __fsqrt_rn(a); }
   __device__ static double add(double a, double b) { return __dadd_rn(a, b); }
@@ -131,6 +135,7 @@ struct ScalarLane {
 #else
   TORCHOPT_HD static T add(T a, T b) { return a + b; }
   TORCHOPT_HD static T mul(T a, T b) { return a * b; }
+  TORCHOPT_HD static float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
   TORCHOPT_HD static T div(T a, T b) { return a / b; }
   TORCHOPT_HD static float sqrt(float a) { return __builtin_sqrtf(a); }
   TORCHOPT_HD static double sqrt(double a) { return __builtin_sqrt(a); }

@@ -45,13 +45,15 @@ TORCHOPT_HD inline SplitFloat<int16_t> split(float x) {
           static_cast<int16_t>(static_cast<uint16_t>(bits))};
 }
 
-// The weight that split() gives, and of its remainders the one that comes nearest.
+// The weight that split() gives, and of its remainders the one that comes nearest: of two, the lower
+// one where bit 16 of x is 0.
 TORCHOPT_HD inline SplitFloat<int8_t> split8(float x) {
   const auto weight = narrow<BFloat16>(x);
   const auto rest =
       static_cast<int32_t>(bit_cast<uint32_t>(x) - (static_cast<uint32_t>(weight.bits) << 16));
-  const int32_t nearest = (rest + 0x7f + ((rest >> 8) & 1)) >> 8;
-  const int32_t lowest = (weight.bits & 1) - 128;  // an odd weight has neither of its ties
+  const auto even = static_cast<int32_t>(~(bit_cast<uint32_t>(x) >> 16) & 1);
+  const int32_t nearest = (rest - even + 0x80) >> 8;
+  const int32_t lowest = even - 128;  // an odd weight, one up from an even half, lacks its ties
   const int32_t raised = nearest < lowest ? lowest : nearest;
   return {weight, static_cast<int8_t>(raised > 127 ? 127 : raised)};
 }

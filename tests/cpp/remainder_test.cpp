@@ -87,10 +87,10 @@ TEST(Remainder, OfEightBitsComesNearest) {
       };
       const int64_t found = distance(parts.remainder);
       ASSERT_LE(found, 0x100) << bits;
-      for (const int other : {parts.remainder - 1, parts.remainder + 1}) {
-        const bool stays = parts.remainder % 2 == 0;  // between two
-        ASSERT_TRUE(found < distance(other) || (found == distance(other) && stays)) << bits;
-      }
+      // Between two the lower one where bit 16 is 0.
+      const bool is_odd = upper % 2 == 1;
+      ASSERT_TRUE(found < distance(parts.remainder - 1) + is_odd) << bits;
+      ASSERT_TRUE(found < distance(parts.remainder + 1) + !is_odd) << bits;
     }
   }
 }

@@ -19,12 +19,15 @@ def split(bits: int) -> tuple[int, int]:
 
 
 def split8(bits: int) -> tuple[int, int]:
-    """The same with an 8-bit remainder, of those that leave the weight the pair's nearest bf16."""
+    """The same with an 8-bit remainder, of those that leave the weight the pair's nearest bf16.
+
+    Of two as near it is the lower one where bit 16 is 0.
+    """
     weight = encode(BF16, round_to(BF16, decode(FP32, bits)))
     rest = bits - (weight << 16)
 
     def distance(remainder: int) -> tuple[int, int]:
-        return abs(256 * remainder - rest), remainder % 2
+        return abs(256 * remainder - rest), -remainder if bits >> 16 & 1 else remainder
 
     lowest = -127 if weight % 2 else -128
     return weight, min(range(lowest, 128), key=distance)

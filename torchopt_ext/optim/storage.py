@@ -129,8 +129,9 @@ def split_master(master: Tensor, dtype: torch.dtype = torch.int16) -> tuple[Tens
     rest = (bits - (upper << 16)).masked_fill_(master.isnan(), 0)
     if dtype == torch.int16:
         return weight, rest.clamp_(max=0x7FFF).to(dtype)
-    rest = (rest + 0x7F + (rest >> 8 & 1)) >> 8
-    lowest = (upper & 1) - 0x80  # an odd weight has neither of its ties
+    even = ~(bits >> 16) & 1
+    rest = (rest - even + 0x80) >> 8
+    lowest = even - 0x80  # an odd weight, one up from an even half, lacks its ties
     return weight, rest.clamp_(max=0x7F).clamp_(lowest).to(dtype)
 
 

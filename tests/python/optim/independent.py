@@ -48,11 +48,16 @@ def split(bits: Words) -> tuple[Words, NDArray[np.int64]]:
 
 
 def split8(bits: Words) -> tuple[Words, NDArray[np.int64]]:
-    """The same with an int8 remainder: the nearest with which the weight is the pair's nearest."""
+    """The same with an int8 remainder: the nearest with which the weight is the pair's nearest.
+
+    Ties go down where bit 16 is 0, otherwise up.
+    """
     weight = round_to_bf16(bits)
     rest = bits.astype(np.int64) - (weight << np.uint64(16)).astype(np.int64)
     lowest = np.where(weight % 2 == 1, -127, -128)
-    return weight, np.clip(np.rint(rest / 256).astype(np.int64), lowest, 127)
+    odd = (bits >> np.uint64(16)).astype(np.int64) & 1
+    nearest = np.where(odd == 1, np.floor(rest / 256 + 0.5), np.ceil(rest / 256 - 0.5))
+    return weight, np.clip(nearest.astype(np.int64), lowest, 127)
 
 
 def join(weight: Tensor, remainder: Tensor) -> Words:
@@ -60,6 +65,24 @@ def join(weight: Tensor, remainder: Tensor) -> Words:
     low = remainder.detach().flatten().numpy().astype(np.int64)
     low *= 256 if remainder.dtype == torch.int8 else 1
     return ((high + low) & 0xFFFFFFFF).astype(np.uint64)
+
+
+Floats = NDArray[np.float32]
+
+
+def fma(a: Floats, b: Floats, c: Floats) -> Floats:
+    """a * b + c, rounded once to float32.
+
+    The product is exact in float64. The sum is rounded there to odd (Boldo and Melquiond, "Emulation
+    of FMA and correctly rounded sums"), so that rounding it again does no harm.
+    """
+    product = np.float64(a) * np.float64(b)
+    total = np.asarray(product + np.float64(c))
+    of_product = total - np.float64(c)
+    error = (product - of_product) + (np.float64(c) - (total - of_product))
+    wrong = (error != 0) & (total.view(np.uint64) % np.uint64(2) == 0)
+    odd = np.where(wrong, np.nextafter(total, np.where(error > 0, np.inf, -np.inf)), total)
+    return odd.astype(np.float32)
 
 
 # ---- random rounding (docs/numerics.md, section 8) -------------------------------------------
