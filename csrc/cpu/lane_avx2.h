@@ -223,11 +223,6 @@ struct Avx2Float {
     return array % 2 == 0 ? _mm256_and_si256(word, _mm256_set1_epi32(0xffff))
                           : _mm256_srli_epi32(word, 16);
   }
-  static __m256i add_draw(__m256i bits, __m256i draw) {
-    const __m256i rounds = _mm256_cmpgt_epi32(
-        _mm256_set1_epi32(kLastBFloat16), _mm256_and_si256(bits, _mm256_set1_epi32(0x7fffffff)));
-    return _mm256_add_epi32(bits, _mm256_and_si256(draw, rounds));
-  }
 };
 
 struct Avx2Double {

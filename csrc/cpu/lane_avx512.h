@@ -224,11 +224,6 @@ struct Avx512Float {
     return array % 2 == 0 ? _mm512_and_si512(word, _mm512_set1_epi32(0xffff))
                           : _mm512_srli_epi32(word, 16);
   }
-  static __m512i add_draw(__m512i bits, __m512i draw) {
-    const __mmask16 rounds = _mm512_cmplt_epi32_mask(
-        _mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff)), _mm512_set1_epi32(kLastBFloat16));
-    return _mm512_mask_add_epi32(bits, rounds, bits, draw);
-  }
 };
 
 struct Avx512Double {

@@ -185,7 +185,7 @@ struct PairLane {
   static reg floats(Word lower, Word upper) { return {L::from_bits(lower), L::from_bits(upper)}; }
   static Word nearest_half(typename L::reg a) { return nearest_upper_half(L::bits(a)); }
   static Word random_half(typename L::reg a, Word draw) {
-    return Words::template shifted<16>(L::add_draw(L::bits(a), draw));
+    return Words::template shifted<16>(Words::add(L::bits(a), draw));
   }
   // `low`: the lower halves. A negative one takes one from the upper half.
   static reg joined(Word weight, Word low) {

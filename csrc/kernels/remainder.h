@@ -45,8 +45,8 @@ TORCHOPT_HD inline SplitFloat<int16_t> split(float x) {
           static_cast<int16_t>(static_cast<uint16_t>(bits))};
 }
 
-// The weight that split() gives, and of its remainders the one that comes nearest: of two, the lower
-// one where bit 16 of x is 0.
+// The weight that split() gives, and of its remainders the one that comes nearest: of two, the
+// lower one where bit 16 of x is 0.
 TORCHOPT_HD inline SplitFloat<int8_t> split8(float x) {
   const auto weight = narrow<BFloat16>(x);
   const auto rest =

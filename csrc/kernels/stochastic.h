@@ -101,14 +101,10 @@ TORCHOPT_HD inline uint32_t draw_of(const RandomWords<ScalarWords>& random, Arra
   return random.word[array / 2] >> (16 * (array % 2)) & 0xffffu;
 }
 
-// A float from the largest finite bf16 on is cut off: a finite value stays finite, and so infinity
-// and the canonical NaN stay.
-inline constexpr int kLastBFloat16 = 0x7f7f0000;
-
+// Infinity and the canonical NaN stay, as their lower halves are 0. Beyond the largest finite bf16
+// comes infinity, as it does with rounding to nearest.
 TORCHOPT_HD inline BFloat16 narrow_stochastic(float x, uint32_t draw) {
-  const auto bits = bit_cast<uint32_t>(x);
-  const bool rounds = (bits & 0x7fffffffu) < static_cast<uint32_t>(kLastBFloat16);
-  return {static_cast<uint16_t>((bits + (rounds ? draw : 0u)) >> 16)};
+  return {static_cast<uint16_t>((bit_cast<uint32_t>(x) + draw) >> 16)};
 }
 
 }  // namespace

@@ -1,7 +1,6 @@
 #include "plan/step_plan.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/ScalarTypeToTypeMeta.h>
 
@@ -19,25 +18,6 @@ constexpr const char* kRoleNames[] = {"parameter",           "exp_avg",       "e
                                       "max_exp_avg_sq",      "master weight", "exp_avg_scale_v2",
                                       "exp_avg_sq_scale_v2", "state step"};
 
-void* writable(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.numel() > 0 ? tensor.mutable_data_ptr() : nullptr;
-}
-
-const void* storage_of(const at::Tensor& tensor) {
-  return tensor.defined() ? tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()
-                          : nullptr;
-}
-
-Master master_of(const at::Tensor& master) {
-  if (!master.defined()) {
-    return Master::kNone;
-  }
-  const at::ScalarType dtype = master.scalar_type();
-  return dtype == at::kShort  ? Master::kRemainder
-         : dtype == at::kChar ? Master::kRemainder8
-                              : Master::kFloat32;
-}
-
 caffe2::TypeMeta type_of(Master master) {
   return c10::scalarTypeToTypeMeta(master == Master::kRemainder    ? at::kShort
                                    : master == Master::kRemainder8 ? at::kChar
@@ -51,23 +31,6 @@ Shape scale_shape(const Shape& param) {
       c10::multiply_integers(param.begin() + 1, param.begin() + static_cast<ptrdiff_t>(dims));
   const int64_t groups = groups_in_row(row);
   return {param[0], groups, groups, 1};
-}
-
-void check_master(const at::Tensor& master, const Label& what, const at::Tensor& param,
-                  const Label& param_what) {
-  const at::ScalarType dtype = master.scalar_type();
-  if (dtype == at::kShort || dtype == at::kChar) {
-    TORCH_CHECK(param.scalar_type() == at::kBFloat16, what, " is a remainder (", dtype, "), but ",
-                param_what, " has dtype ", param.scalar_type(), ", expected bfloat16");
-    check_memory(master, what);
-  } else {
-    check_supported(master, what);
-    TORCH_CHECK(dtype == at::kFloat && is_16_bit(param.scalar_type()), what, " has dtype ", dtype,
-                " and ", param_what, " ", param.scalar_type(),
-                "; expected float32 for bfloat16 or float16");
-  }
-  check_dense(master, what);
-  check_matches(master, what, param, param_what);
 }
 
 }  // namespace
@@ -117,122 +80,6 @@ const char* StepPlan::role(size_t part, size_t i) const {
     return part == kParam ? "low-precision copy" : kRoleNames[kParam];
   }
   return kRoleNames[part];
-}
-
-void StepPlan::check_entry(size_t i, const Tensors& tensors) {
-  const at::Tensor& param = tensors[kParam];
-  const Label param_what = what(role(kParam, i), i);
-  check_supported(param, param_what, /*complex=*/true);
-  TORCH_CHECK(param.device() == device_, param_what, " is on ", param.device(), ", expected ",
-              device_);
-  strided_.erase(i);
-  known_[i].strided = false;
-  if (!is_dense(param)) {
-    check_no_internal_overlap(param, param_what);
-    strided_[i] = {at::empty_like(param, at::MemoryFormat::Preserve), at::Tensor(),
-                   address(*param.unsafeGetTensorImpl()), shape_of(param)};
-    known_[i].strided = true;
-  }
-  const at::Tensor& dense = known_[i].strided ? strided_[i].copy : param;
-  const bool is_quantized =
-      tensors[kExpAvg].defined() && tensors[kExpAvg].scalar_type() == at::kChar;
-  if (is_quantized) {
-    check_quantized(i, tensors, dense);
-  } else {
-    check_moments(i, tensors, dense);
-  }
-  if (tensors[kMaster].defined()) {
-    check_master(tensors[kMaster], what(role(kMaster, i), i), dense, param_what);
-  }
-  const at::Tensor& step = tensors[kStep];
-  TORCH_CHECK(step.defined() && step.scalar_type() == at::kFloat && step.numel() == 1 &&
-                  step.device() == device_,
-              what(kRoleNames[kStep], i), " is not one float32 element on ", device_);
-  check_memory(step, what(kRoleNames[kStep], i));
-
-  TensorWork& work = work_.tensors[i];
-  for (size_t part = 0; part < kKept; ++part) {
-    work.memory[part] = writable(part == kParam ? dense : tensors[part]);
-  }
-  work.numel = reals_per_element(dense) * dense.numel();
-  work.row_length = row_length(dense);
-  work.layout = {.param = dtype_of(dense),
-                 .grad = dtype_of(dense),
-                 .state = is_quantized ? DType::kInt8 : dtype_of(tensors[kExpAvg]),
-                 .master = master_of(tensors[kMaster]),
-                 .amsgrad = tensors[kMaxExpAvgSq].defined()};
-  work.kind = kind_of(work.layout, work_.options);
-  Known& known = known_[i];
-  known.shape = shape_of(dense);
-  known.param_type = param.dtype();
-  known.state_type = tensors[kExpAvg].dtype();
-  known.swapped = false;
-  known.gradient_type = -1;
-  for (size_t part = 0; part < kKept; ++part) {
-    known.behind[part] = storage_of(tensors[part]);
-  }
-  known.behind[kKept] = param.unsafeGetTensorImpl()->autograd_meta();
-}
-
-void StepPlan::check_moments(size_t i, const Tensors& tensors, const at::Tensor& dense) const {
-  const at::Tensor& param = tensors[kParam];
-  for (const Array part : {kExpAvg, kExpAvgSq, kMaxExpAvgSq}) {
-    const at::Tensor& moment = tensors[part];
-    if (!moment.defined() && part == kMaxExpAvgSq) {
-      continue;
-    }
-    const Label moment_what = what(kRoleNames[part], i);
-    check_supported(moment, moment_what, /*complex=*/true);
-    check_dense(moment, moment_what);
-    check_matches(moment, moment_what, dense, what("parameter", i));
-    TORCH_CHECK((dtype_of(moment) == DType::kFloat64) == (dtype_of(param) == DType::kFloat64) &&
-                    moment.is_complex() == param.is_complex(),
-                moment_what, " has dtype ", moment.scalar_type(), ", its parameter has ",
-                param.scalar_type(), "; float64 goes with float64 only, complex with complex");
-    TORCH_CHECK(moment.scalar_type() == tensors[kExpAvg].scalar_type(), moment_what, " has dtype ",
-                moment.scalar_type(), ", expected ", tensors[kExpAvg].scalar_type(),
-                " as exp_avg of the same parameter");
-  }
-  for (const Array part : {kExpAvgScale, kExpAvgSqScale}) {
-    TORCH_CHECK(!tensors[part].defined(), what(kRoleNames[part], i),
-                " goes with int8 moments, but exp_avg has dtype ", tensors[kExpAvg].scalar_type());
-  }
-}
-
-// Groups are of contiguous rows of at least a group's elements.
-void StepPlan::check_quantized(size_t i, const Tensors& tensors, const at::Tensor& dense) const {
-  const Label param_what = what("parameter", i);
-  const at::ScalarType dtype = dense.scalar_type();
-  TORCH_CHECK(
-      dense.dim() >= 2 && dense.is_contiguous() && (dtype == at::kFloat || is_16_bit(dtype)),
-      param_what, " is ", dtype, " with shape ", dense.sizes(), " and strides ", dense.strides(),
-      "; 8-bit moments need a contiguous one of float32, bfloat16 or float16 and at least "
-      "two dimensions");
-  const int64_t row = c10::multiply_integers(dense.sizes().slice(1));
-  TORCH_CHECK(row >= kQuantGroup, param_what, " has rows of ", row,
-              " elements; 8-bit moments need ", kQuantGroup, " or more");
-  TORCH_CHECK(!tensors[kMaxExpAvgSq].defined(), what(kRoleNames[kMaxExpAvgSq], i),
-              " does not go with 8-bit moments");
-  for (const auto& [part, expected] : {std::pair(kExpAvg, at::kChar), {kExpAvgSq, at::kByte}}) {
-    const at::Tensor& moment = tensors[part];
-    const Label moment_what = what(kRoleNames[part], i);
-    TORCH_CHECK(moment.defined() && moment.scalar_type() == expected, moment_what, " has dtype ",
-                moment.scalar_type(), ", expected ", expected, " beside exp_avg of int8");
-    check_memory(moment, moment_what);
-    check_dense(moment, moment_what);
-    check_matches(moment, moment_what, dense, param_what);
-  }
-  const std::array<int64_t, 2> shape{dense.size(0), groups_in_row(row)};
-  for (const Array part : {kExpAvgScale, kExpAvgSqScale}) {
-    const at::Tensor& scale = tensors[part];
-    const Label scale_what = what(kRoleNames[part], i);
-    TORCH_CHECK(scale.defined(), scale_what, " is missing beside moments of int8");
-    check_memory(scale, scale_what);
-    TORCH_CHECK(scale.scalar_type() == at::kFloat && scale.sizes() == shape &&
-                    scale.is_contiguous() && scale.device() == device_,
-                scale_what, " is ", scale.scalar_type(), scale.sizes(), " on ", scale.device(),
-                ", expected contiguous float32", at::IntArrayRef(shape), " on ", device_);
-  }
 }
 
 // Parameters by themselves first, for the message.

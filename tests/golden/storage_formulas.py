@@ -58,8 +58,7 @@ def random_of(seed: int, step: int, parameter: int, element: int) -> int:
 
 def round_stochastically(bits: int, random: int, draw: int) -> int:
     """bf16 of an fp32 value that is neither infinite nor a NaN."""
-    rounded = (bits + (random >> 16 * draw & 0xFFFF)) >> 16
-    return rounded - 1 if rounded & 0x7FFF == 0x7F80 else rounded
+    return (bits + (random >> 16 * draw & 0xFFFF)) >> 16
 
 
 def digest(parameter: int, role: int, width: int, elements: Sequence[int]) -> int:

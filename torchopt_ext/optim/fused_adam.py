@@ -68,7 +68,7 @@ class FusedAdam(HookedStep, PlannedStep):
             exact.
         rounding_seed: with step, parameter number and element it decides every random bit.
         write_back_gradients: gradients become unscaled and clipped in memory, too.
-        norm_in_backward: the squares of gradients of 1 MB or more are summed in backward, as soon
+        norm_in_backward: the squares of gradients of 2 MB or more are summed in backward, as soon
             as they are final, and the step does not read them again for the norm (docs/step.md).
         track: what the step notes of each parameter on its way, for :attr:`telemetry`: any of
             "norms" (of gradient and update), "lost_updates" (elements whose update rounded to

@@ -26,7 +26,7 @@ from torchopt_ext.optim.local import (
 )
 from torchopt_ext.optim.weak_hooks import WeakHook, handles_of
 
-MEASURED_BYTES = 1 << 20
+MEASURED_BYTES = 1 << 21
 """Smaller parameters are left to the step: their hook, which finds Python's memory out of the
 caches, would take as long as reading them (benchmarks/README.md)."""
 

@@ -123,10 +123,7 @@ def draws(seed: int, step: int, parameter: int, elements: Words, what: int) -> W
 
 def round_stochastically(bits: Words, random: Words) -> Words:
     """float32 bits to bfloat16 bits: up where the cut-off part and the draw make a carry."""
-    rounded = (bits + random) >> np.uint64(16)
-    finite = (bits & np.uint64(0x7FFFFFFF)) < 0x7F800000
-    overflowed = finite & ((rounded & np.uint64(0x7FFF)) == 0x7F80)
-    return rounded - overflowed.astype(np.uint64)
+    return (bits + random) >> np.uint64(16)
 
 
 def round_to_24_bits_stochastically(bits: Words, random: Words) -> Words:

@@ -21,8 +21,8 @@ from torchopt_ext.optim import norm_in_backward as subject
 
 from .subject import bits, snapshot, through_file
 
-# 1 MB, under and over what a hook is put on, a long row, and a small one.
-SHAPES = [(512, 512), (100, 30), (130, 200), (1, 70_000), (16,)]
+# 2 MB, under and over what a hook is put on, a long row, and a small one.
+SHAPES = [(512, 1024), (100, 30), (130, 200), (1, 70_000), (16,)]
 OPTIONS: dict[str, Any] = {"lr": 0.01, "max_grad_norm": 0.5, "skip_nonfinite": True}
 
 

@@ -1,0 +1,127 @@
+// What the loop over 8-bit moments (quantized_loop.h) keeps of the groups that it steps together.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+
+#include "cpu/adam_loop.h"
+#include "kernels/quantize.h"
+
+namespace torchopt_ext {
+namespace {
+
+// The random bits of a group, all of whose elements take the stream of the first one.
+class GroupDraws {
+ public:
+  explicit GroupDraws(const RoundingKey& key) : key_(key) {}
+
+  void start(uint64_t number) {
+    if (number >> kStreamBits != upper_) {
+      upper_ = number >> kStreamBits;
+      draws_.stream = rounding_stream(key_, number);
+    }
+    draws_.first = static_cast<uint32_t>(number);
+  }
+  template <class L>
+  typename L::Random of(int64_t i) const {
+    return L::random(draws_.stream, draws_.first + static_cast<uint32_t>(i));
+  }
+
+ private:
+  RoundingKey key_;
+  uint64_t upper_ = ~uint64_t{0};
+  Draws draws_{};
+};
+
+// Groups whose moments are kept until their scales are known: several, so that these are found
+// together.
+inline constexpr int kGroupsAtOnce = 16;
+
+// One moment of them between the parts of a step.
+template <class L>
+struct KeptMoment {
+  using One = typename L::One;
+
+  [[gnu::always_inline]] void set_most(int group, typename L::reg a) {
+    most[group / One::width][group % One::width] = L::folded(a);
+  }
+  [[gnu::always_inline]] void find_scales(float codes) {
+    for (int g = 0; g < kGroupsAtOnce; g += One::width) {
+      One::largest(most[g / One::width], scale + g);
+      const auto scales = scales_of<One>(One::load(scale + g), codes);
+      One::store(scale + g, scales);
+      One::store(inverse + g, inverses_of<One>(scales));
+    }
+  }
+
+  alignas(64) float value[kGroupsAtOnce][kQuantGroup];
+  // A register of a group each, whose largest element is the group's.
+  typename One::reg most[kGroupsAtOnce / One::width][One::width] = {};
+  alignas(64) float scale[kGroupsAtOnce];
+  alignas(64) float inverse[kGroupsAtOnce];
+};
+
+// What is added to the codes of a group: dither, in the order in which registers are kept.
+template <class L>
+struct Added {
+  explicit Added(const TensorWork& work) {
+    const auto step = static_cast<uint32_t>(static_cast<int64_t>(step_of(work)));
+    for (int k = 0; k < kQuantGroup; ++k) {
+      exp_avg[k] = dither(kExpAvg, step, k);
+      root[k] = dither(kExpAvgSq, step, k);
+    }
+    for (int k = 0; k < kQuantGroup; k += L::width) {
+      L::keep(exp_avg + k, L::load(exp_avg + k));
+      L::keep(root + k, L::load(root + k));
+    }
+  }
+  alignas(64) float exp_avg[kQuantGroup];
+  alignas(64) float root[kQuantGroup];
+};
+
+// Short groups, of those that are stepped at once, in copies that repeat their last element: which
+// neither changes a scale nor asks for loops of single elements.
+class ShortGroups {
+ public:
+  ShortGroups() {
+    for (int array = 0; array < kArrays; ++array) {
+      memory[array] = copies_[array];
+    }
+  }
+
+  void load(int group, const Layout& layout, void* const (&x)[kArrays], int64_t first, int size) {
+    for_each_array(layout, group, x, first, [&](char* copy, char* element, int64_t bytes) {
+      for (int k = 0; k < kQuantGroup; ++k) {
+        std::memcpy(copy + k * bytes, element + std::min(k, size - 1) * bytes,
+                    static_cast<size_t>(bytes));
+      }
+    });
+  }
+  void store(int group, const Layout& layout, void* const (&x)[kArrays], int64_t first,
+             int size) const {
+    for_each_array(layout, group, x, first, [&](char* copy, char* element, int64_t bytes) {
+      std::memcpy(element, copy, static_cast<size_t>(size * bytes));
+    });
+  }
+
+  void* memory[kArrays];
+
+ private:
+  // visit(copy, elements, bytes of one)
+  template <class Visit>
+  void for_each_array(const Layout& layout, int group, void* const (&x)[kArrays], int64_t first,
+                      const Visit& visit) const {
+    for (const Array array : {kParam, kExpAvg, kExpAvgSq, kMaster, kGrad}) {
+      if (array != kMaster || layout.master != Master::kNone) {
+        const int64_t bytes = element_size(layout, array);
+        visit(static_cast<char*>(memory[array]) + group * kQuantGroup * bytes,
+              static_cast<char*>(x[array]) + first * bytes, bytes);
+      }
+    }
+  }
+
+  alignas(64) char copies_[kArrays][kGroupsAtOnce * kQuantGroup * sizeof(float)];
+};
+
+}  // namespace
+}  // namespace torchopt_ext

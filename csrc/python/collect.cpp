@@ -1,0 +1,114 @@
+// How the gradients of a step come from Python's objects to the plans: OptimizerPlan::collect().
+#include <torch/csrc/autograd/python_variable.h>
+
+#include "plan/for_each_entry.h"
+#include "python/optimizer_plan.h"
+
+namespace torchopt_ext {
+
+namespace py = pybind11;
+
+// What most entries need, which is reading memory, by all threads: the state of an entry's tensors
+// and its gradient, if nothing changed and no Python is involved. Notes in remaining_ what others
+// need.
+void OptimizerPlan::collect_unchanged(size_t part) {
+  const std::vector<Objects>& objects = objects_[part];
+  StepPlan& plan = plans_[part];
+  remaining_.resize(objects.size());
+  for_each_entry(objects.size(), [&](size_t begin, size_t end) {
+    for (size_t i = begin; i < end; ++i) {
+      if (i + kAhead < end) {
+        for (const py::object& object : objects[i + kAhead].local) {
+          __builtin_prefetch(object.ptr());
+        }
+        plan.prefetch(i + kAhead);
+      }
+      StepPlan::Borrowed borrowed;
+      for (size_t k = 0; k < borrowed.size(); ++k) {
+        PyObject* object = objects[i].local[k].ptr();
+        borrowed[k] =
+            object == Py_None ? nullptr : THPVariable_Unpack(object).unsafeGetTensorImpl();
+      }
+      if (!plan.attach(i, borrowed)) {
+        remaining_[i] = Remaining::kAll;
+      } else if (objects[i].path != 0) {
+        remaining_[i] = Remaining::kGradient;
+      } else {
+        // Not at::Tensor::grad(), which looks for non-leaf tensors to warn about.
+        const at::Tensor& gradient = borrowed[objects[i].own]->grad();
+        remaining_[i] =
+            plan.take_gradient(i, gradient) ? Remaining::kNothing : Remaining::kGradient;
+      }
+    }
+  });
+}
+
+// False if a parameter has another local tensor than before. Memory that was replaced under a
+// tensor is taken as it is now.
+bool OptimizerPlan::attach_changed(size_t part) {
+  const std::vector<Objects>& objects = objects_[part];
+  changed_.clear();
+  for (size_t i = 0; i < objects.size(); ++i) {
+    if (remaining_[i] == Remaining::kNothing) {
+      continue;
+    }
+    if (objects[i].path != 0 && !paths_[objects[i].path]
+                                     .follow(objects[i].param.ptr())
+                                     .is(objects[i].local[objects[i].own])) {
+      return false;
+    }
+    if (remaining_[i] == Remaining::kAll) {
+      changed_.push_back(i);
+    }
+  }
+  if (changed_.empty()) {
+    return true;
+  }
+  try {
+    plans_[part].renew(changed_);
+  } catch (const c10::Error&) {
+    return false;  // the optimizer makes the state fit, or finds what is wrong
+  }
+  return true;
+}
+
+// The gradients that collect_unchanged() did not take.
+void OptimizerPlan::set_remaining_gradients(size_t part) {
+  const std::vector<Objects>& objects = objects_[part];
+  StepPlan& plan = plans_[part];
+  py::list placed_otherwise;
+  std::vector<size_t> their_index;
+  for (size_t i = 0; i < objects.size(); ++i) {
+    if (remaining_[i] == Remaining::kNothing) {
+      continue;
+    }
+    const at::Tensor& gradient =
+        THPVariable_Unpack(objects[i].param.ptr()).unsafeGetTensorImpl()->grad();
+    const bool distributed = objects[i].path != 0 && paths_[objects[i].path].distributed;
+    if (!gradient.defined() ||
+        !(distributed || gradient.unsafeGetTensorImpl()->is_python_dispatch())) {
+      plan.set_gradient(i, gradient);
+      continue;
+    }
+    py::object local = py::none();
+    if (distributed) {
+      local = plain_local_gradient(objects[i].param.ptr(), py::cast(gradient).ptr());
+    }
+    if (local.is_none()) {
+      placed_otherwise.append(objects[i].param);
+      their_index.push_back(i);
+    } else {
+      plan.set_gradient(i, THPVariable_Unpack(local.ptr()));
+    }
+  }
+  if (!their_index.empty()) {
+    const py::list locals = local_gradients_(placed_otherwise);
+    for (size_t k = 0; k < their_index.size(); ++k) {
+      const py::object local = locals[k];
+      plan.set_gradient(their_index[k],
+                        local.is_none() ? at::Tensor() : THPVariable_Unpack(local.ptr()));
+    }
+  }
+}
+
+}  // namespace torchopt_ext
