@@ -73,8 +73,8 @@ Floats = NDArray[np.float32]
 def fma(a: Floats, b: Floats, c: Floats) -> Floats:
     """a * b + c, rounded once to float32.
 
-    The product is exact in float64. The sum is rounded there to odd (Boldo and Melquiond, "Emulation
-    of FMA and correctly rounded sums"), so that rounding it again does no harm.
+    The product is exact in float64. The sum is rounded there to odd, so that rounding it again
+    does no harm (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums").
     """
     product = np.float64(a) * np.float64(b)
     total = np.asarray(product + np.float64(c))
