@@ -90,34 +90,46 @@ class ShortGroups {
   }
 
   void load(int group, const Layout& layout, void* const (&x)[kArrays], int64_t first, int size) {
-    for_each_array(layout, group, x, first, [&](char* copy, char* element, int64_t bytes) {
+    const auto load = [&](char* copy, char* element, int64_t bytes) {
       for (int k = 0; k < kQuantGroup; ++k) {
         std::memcpy(copy + k * bytes, element + std::min(k, size - 1) * bytes,
                     static_cast<size_t>(bytes));
       }
-    });
+    };
+    for_each_state(layout, group, x, first, load);
+    visit(kGrad, layout, group, x, first, load);
   }
-  void store(int group, const Layout& layout, void* const (&x)[kArrays], int64_t first,
-             int size) const {
-    for_each_array(layout, group, x, first, [&](char* copy, char* element, int64_t bytes) {
+  void store(int group, const Layout& layout, const StepMode& mode, void* const (&x)[kArrays],
+             int64_t first, int size) const {
+    const auto store = [&](char* copy, char* element, int64_t bytes) {
       std::memcpy(element, copy, static_cast<size_t>(size * bytes));
-    });
+    };
+    for_each_state(layout, group, x, first, store);
+    if (mode.write_back) {
+      visit(kGrad, layout, group, x, first, store);
+    }
   }
 
   void* memory[kArrays];
 
  private:
-  // visit(copy, elements, bytes of one)
-  template <class Visit>
-  void for_each_array(const Layout& layout, int group, void* const (&x)[kArrays], int64_t first,
-                      const Visit& visit) const {
-    for (const Array array : {kParam, kExpAvg, kExpAvgSq, kMaster, kGrad}) {
-      if (array != kMaster || layout.master != Master::kNone) {
-        const int64_t bytes = element_size(layout, array);
-        visit(static_cast<char*>(memory[array]) + group * kQuantGroup * bytes,
-              static_cast<char*>(x[array]) + first * bytes, bytes);
-      }
+  // copy(to or from the copy, the elements, bytes of one) for each array that a step writes.
+  template <class Copy>
+  void for_each_state(const Layout& layout, int group, void* const (&x)[kArrays], int64_t first,
+                      const Copy& copy) const {
+    for (const Array array : {kParam, kExpAvg, kExpAvgSq}) {
+      visit(array, layout, group, x, first, copy);
     }
+    if (layout.master != Master::kNone) {
+      visit(kMaster, layout, group, x, first, copy);
+    }
+  }
+  template <class Copy>
+  void visit(Array array, const Layout& layout, int group, void* const (&x)[kArrays], int64_t first,
+             const Copy& copy) const {
+    const int64_t bytes = element_size(layout, array);
+    copy(static_cast<char*>(memory[array]) + group * kQuantGroup * bytes,
+         static_cast<char*>(x[array]) + first * bytes, bytes);
   }
 
   alignas(64) char copies_[kArrays][kGroupsAtOnce * kQuantGroup * sizeof(float)];

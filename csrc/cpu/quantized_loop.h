@@ -151,7 +151,7 @@ template <class L, class Trace>
           });
     }
     if (group.size < kQuantGroup) {
-      shorts.store(g, layout, work.memory, group.first, group.size);
+      shorts.store(g, layout, mode, work.memory, group.first, group.size);
     }
     for_each_traced(
         group, [&](const auto& one, int64_t i) __attribute__((always_inline)) {

@@ -6,6 +6,8 @@ import copy
 import hashlib
 import io
 import math
+import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -174,6 +176,19 @@ def test_rows_threads_and_order_change_no_bit() -> None:
     assert whole.equal(torch.cat([p.detach() for p in pieces]))
     for name in [*ENTRIES, "remainder"]:
         assert torch.cat([optimizer.state[p][name] for p in pieces]).equal(expected[name]), name
+
+
+def test_gradients_are_only_read(tmp_path: Path) -> None:
+    """Of memory that must not be written, with groups shorter than others."""
+    np.full((5, 100), 0.5, F).tofile(tmp_path / "gradient")
+    gradient = np.memmap(tmp_path / "gradient", F, "r", shape=(5, 100))
+    own = params(torch.float32, (5, 100))
+    optimizer = FusedAdamW(own, LR, state_dtype="int8")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of memory that it could write
+        own[0].grad = torch.from_numpy(gradient)
+    optimizer.step()
+    assert optimizer.state[own[0]]["exp_avg"].ge(126).all()
 
 
 def test_which_parameters() -> None:
