@@ -86,9 +86,9 @@ struct PairLane {
   static void store_split(BFloat16* weight, int8_t* remainder, reg a) {
     const auto [high, low] = halves_of(L::bits(a.lower), L::bits(a.upper));
     const Word even = Words::bit_and_not(high, Words::halves(1));
-    // As a signed one, what is left of the nearest weight; ties of even halves go down.
+    // `a` minus its weight, as int16; one less beside even halves, whose ties go down.
     const Word rest = Words::sub_saturated(low, even);
-    const Word nearest = Words::template rounded_quotient<256>(rest);  // 128 is saturated below
+    const Word nearest = Words::template rounded_quotient<256>(rest);  // store_bytes() caps 128
     const Word lowest = Words::bit_or(even, Words::halves(-128));
     Words::store(weight, Words::sub_halves(high, Words::sign_halves(rest)));
     Words::store_bytes(remainder, Words::max_halves(nearest, lowest));

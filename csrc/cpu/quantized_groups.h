@@ -42,7 +42,7 @@ template <class L>
 struct KeptMoment {
   using One = typename L::One;
 
-  [[gnu::always_inline]] void set_most(int group, typename L::reg a) {
+  [[gnu::always_inline]] void set_largest(int group, typename L::reg a) {
     most[group / One::width][group % One::width] = L::folded(a);
   }
   [[gnu::always_inline]] void find_scales(float codes) {
@@ -79,8 +79,7 @@ struct Added {
   alignas(64) float root[kQuantGroup];
 };
 
-// Short groups, of those that are stepped at once, in copies that repeat their last element: which
-// neither changes a scale nor asks for loops of single elements.
+// Padded copies of short groups. The last element is repeated, which changes no scale.
 class ShortGroups {
  public:
   ShortGroups() {
@@ -91,9 +90,14 @@ class ShortGroups {
 
   void load(int group, const Layout& layout, void* const (&x)[kArrays], int64_t first, int size) {
     const auto load = [&](char* copy, char* element, int64_t bytes) {
-      for (int k = 0; k < kQuantGroup; ++k) {
-        std::memcpy(copy + k * bytes, element + std::min(k, size - 1) * bytes,
-                    static_cast<size_t>(bytes));
+      std::memcpy(copy, element, static_cast<size_t>(size * bytes));
+      switch (bytes) {
+        case 1:
+          return repeat<uint8_t>(copy, size);
+        case 2:
+          return repeat<uint16_t>(copy, size);
+        default:
+          return repeat<float>(copy, size);
       }
     };
     for_each_state(layout, group, x, first, load);
@@ -113,6 +117,13 @@ class ShortGroups {
   void* memory[kArrays];
 
  private:
+  // Fills a group with the last of `size` elements.
+  template <class T>
+  static void repeat(char* copy, int size) {
+    auto* const elements = reinterpret_cast<T*>(copy);
+    std::fill(elements + size, elements + kQuantGroup, elements[size - 1]);
+  }
+
   // copy(to or from the copy, the elements, bytes of one) for each array that a step writes.
   template <class Copy>
   void for_each_state(const Layout& layout, int group, void* const (&x)[kArrays], int64_t first,

@@ -105,8 +105,8 @@ template <class L, class Trace>
                     : Moments<L>{L::max_magnitude(most.exp_avg, magnitudes.exp_avg),
                                  L::max_magnitude(most.root, magnitudes.root)};
     }
-    kept.exp_avg.set_most(g, most.exp_avg);
-    kept.root.set_most(g, most.root);
+    kept.exp_avg.set_largest(g, most.exp_avg);
+    kept.root.set_largest(g, most.root);
   };
   const auto move = [&](int g) __attribute__((always_inline)) {
     const Group group = groups[g];
@@ -120,8 +120,8 @@ template <class L, class Trace>
   };
   const auto store_weights = [&](int g) __attribute__((always_inline)) {
     const Group group = groups[g];
-    if (random_weights) {
-      start(group);
+    if (key != nullptr && random_weights) {
+      draws.start(static_cast<uint64_t>(global_element(work, group.first)));
     }
     for (int k = 0; k < kQuantGroup; k += L::width) {
       with_draws(

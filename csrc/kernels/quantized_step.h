@@ -1,8 +1,8 @@
 // Adam on a register of elements with moments of 8 bits (quantize.h): docs/numerics.md section 11.
 // In parts: moments are averaged, weights move by them and are stored, and moments are encoded when
 // the scales of their group are known. Between the parts the loops keep them, in registers or the
-// first-level cache. Operations are fused here, alone of all updates: there are too many of them
-// for memory to be what a step waits for.
+// first-level cache. Operations are fused here alone: instructions, not memory, bound a step over
+// so few bytes.
 #pragma once
 
 #include "kernels/adam_step.h"
@@ -32,11 +32,11 @@ template <class L>
 TORCHOPT_HD inline QuantizedFactors<L> quantized_factors(const AdamScalars<float>& s) {
   using One = ScalarLane<float>;
   const float factor = s.maximize ? -s.grad_factor : s.grad_factor;
-  const float averaged = s.has_l2 ? 1.0f : factor;
+  const float gradient_factor = s.has_l2 ? 1.0f : factor;
   return {.from_exp_avg = L::held(One::mul(s.beta1, kDecodedExpAvg)),
           .from_root = L::held(One::sqrt(s.beta2)),
-          .into_exp_avg = L::held(One::mul(s.w1, averaged)),
-          .into_root = L::held(One::mul(One::sqrt(s.w2), averaged)),
+          .into_exp_avg = L::held(One::mul(s.w1, gradient_factor)),
+          .into_root = L::held(One::mul(One::sqrt(s.w2), gradient_factor)),
           .grad_factor = L::held(factor),
           .l2 = L::held(s.l2),
           .minus_decay = L::held(-s.decay),

@@ -53,7 +53,8 @@ TORCHOPT_HD inline SplitFloat<int8_t> split8(float x) {
       static_cast<int32_t>(bit_cast<uint32_t>(x) - (static_cast<uint32_t>(weight.bits) << 16));
   const auto even = static_cast<int32_t>(~(bit_cast<uint32_t>(x) >> 16) & 1);
   const int32_t nearest = (rest - even + 0x80) >> 8;
-  const int32_t lowest = even - 128;  // an odd weight, one up from an even half, lacks its ties
+  // Rounded up from an even half the weight is odd, and the tie below it belongs to the even one.
+  const int32_t lowest = even - 128;
   const int32_t raised = nearest < lowest ? lowest : nearest;
   return {weight, static_cast<int8_t>(raised > 127 ? 127 : raised)};
 }

@@ -101,8 +101,8 @@ TORCHOPT_HD inline uint32_t draw_of(const RandomWords<ScalarWords>& random, Arra
   return random.word[array / 2] >> (16 * (array % 2)) & 0xffffu;
 }
 
-// Infinity and the canonical NaN stay, as their lower halves are 0. Beyond the largest finite bf16
-// comes infinity, as it does with rounding to nearest.
+// Infinity and the canonical NaN stay, as their lower halves are 0. Above the largest finite bf16
+// the upper neighbour is infinity.
 TORCHOPT_HD inline BFloat16 narrow_stochastic(float x, uint32_t draw) {
   return {static_cast<uint16_t>((bit_cast<uint32_t>(x) + draw) >> 16)};
 }
