@@ -1,7 +1,6 @@
 // What the loop over 8-bit moments (quantized_loop.h) keeps of the groups that it steps together.
 #pragma once
 
-#include <algorithm>
 #include <cstring>
 
 #include "cpu/adam_loop.h"
@@ -121,16 +120,18 @@ class ShortGroups {
   template <class T>
   static void repeat(char* copy, int size) {
     auto* const elements = reinterpret_cast<T*>(copy);
-    std::fill(elements + size, elements + kQuantGroup, elements[size - 1]);
+    for (int k = size; k < kQuantGroup; ++k) {
+      elements[k] = elements[size - 1];
+    }
   }
 
   // copy(to or from the copy, the elements, bytes of one) for each array that a step writes.
   template <class Copy>
   void for_each_state(const Layout& layout, int group, void* const (&x)[kArrays], int64_t first,
                       const Copy& copy) const {
-    for (const Array array : {kParam, kExpAvg, kExpAvgSq}) {
-      visit(array, layout, group, x, first, copy);
-    }
+    visit(kParam, layout, group, x, first, copy);
+    visit(kExpAvg, layout, group, x, first, copy);
+    visit(kExpAvgSq, layout, group, x, first, copy);
     if (layout.master != Master::kNone) {
       visit(kMaster, layout, group, x, first, copy);
     }
