@@ -131,7 +131,8 @@ def split_master(master: Tensor, dtype: torch.dtype = torch.int16) -> tuple[Tens
         return weight, rest.clamp_(max=0x7FFF).to(dtype)
     even = ~(bits >> 16) & 1
     rest = (rest - even + 0x80) >> 8
-    lowest = even - 0x80  # an odd weight, one up from an even half, lacks its ties
+    # Rounded up from an even half the weight is odd, and the tie below it belongs to the even one.
+    lowest = even - 0x80
     return weight, rest.clamp_(max=0x7F).clamp_(lowest).to(dtype)
 
 
