@@ -23,7 +23,7 @@ inline ChunkTrace adam_traced(const KernelTable& table, const TensorScalars& sca
     return trace;
   }
   const auto sum_of_squares = [&](DType dtype, const void* x, int64_t n) {
-    return table.block_sum_of_squares[static_cast<int>(dtype)](x, n, nullptr);
+    return table.block_sum[static_cast<int>(dtype)](x, n);
   };
   const bool norms = (options.track & kTrackNorms) != 0;
   const bool is_double = work.layout.param == DType::kFloat64;

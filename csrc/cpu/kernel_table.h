@@ -21,11 +21,14 @@ struct KernelTable {
   void (*adam_traced[kAdamKinds])(const TensorScalars&, const TensorWork&, const StepOptions&,
                                   int64_t begin, int64_t end, void* change, ChunkTrace& trace);
 
-  // By DType; at most kBlockElements elements. `next`, which may be null, is what will be read
-  // soon.
-  double (*block_sum_of_squares[kDTypes])(const void* x, int64_t n, const void* next);
-  void (*exact_sum_of_squares[kDTypes])(const void* x, int64_t n, const void* next,
-                                        ExactAccumulator& acc);
+  // Pass A, by DType; `next`, which may be null, is what will be read soon. Adds the squares of
+  // rows of kShortRow or more elements, and of at most kBlockElements elements of shorter rows.
+  void (*add_rows[kDTypes])(const void* x, int64_t rows, int64_t length, const void* next,
+                            ExactAccumulator& acc);
+  void (*add_short_rows[kDTypes])(const void* x, int64_t n, const void* next,
+                                  ExactAccumulator& acc);
+  // The sum of squares of at most kBlockElements elements, in cache.
+  double (*block_sum[kDTypes])(const void* x, int64_t n);
 
   // By DType of `to`, which may be `from`, and of `from`; null where one is float64 and the other
   // is not. `past_caches`: for more than the caches hold.

@@ -4,10 +4,11 @@
 #include <type_traits>
 
 #include "cpu/adam_loop.h"
+#include "cpu/block_sums.h"
+#include "cpu/exact_squares.h"
 #include "cpu/kernel_table.h"
 #include "cpu/loop_trace.h"
 #include "cpu/quantized_loop.h"
-#include "cpu/sum_of_squares.h"
 #include "kernels/scaled_copy.h"
 #if defined(__AVX512F__)
 #include "cpu/lane_avx512.h"
@@ -58,13 +59,19 @@ struct Lanes<AdamKind::kFloat64> {
 };
 
 template <class T>
-double block_sum(const void* x, int64_t n, const void* next) {
-  return block_sum_of_squares<DoubleLane>(static_cast<const T*>(x), n, next);
+void add_rows(const void* x, int64_t rows, int64_t length, const void* next,
+              ExactAccumulator& acc) {
+  add_sums_of_rows<DoubleLane>(static_cast<const T*>(x), rows, length, next, acc);
 }
 
 template <class T>
-void exact_sum(const void* x, int64_t n, const void* next, ExactAccumulator& acc) {
-  exact_sum_of_squares<DoubleLane>(static_cast<const T*>(x), n, next, acc);
+void add_short_rows(const void* x, int64_t n, const void* next, ExactAccumulator& acc) {
+  add_exact_squares<DoubleLane>(static_cast<const T*>(x), n, next, acc);
+}
+
+template <class T>
+double block_sum(const void* x, int64_t n) {
+  return block_sum<DoubleLane>(static_cast<const T*>(x), n, x);
 }
 
 // With a constant layout, but for amsgrad where there is no 16-bit array.
@@ -204,10 +211,10 @@ const KernelTable& TORCHOPT_KERNELS() {
                       adam_traced<AdamKind::kBFloat16Rounded>, adam_traced<AdamKind::kGeneral>,
                       adam_traced<AdamKind::kInt8Remainder8>, adam_traced<AdamKind::kInt8>},
       // In the order of DType.
-      .block_sum_of_squares = {block_sum<float>, block_sum<double>, block_sum<BFloat16>,
-                               block_sum<Float16>},
-      .exact_sum_of_squares = {exact_sum<float>, exact_sum<double>, exact_sum<BFloat16>,
-                               exact_sum<Float16>},
+      .add_rows = {add_rows<float>, add_rows<double>, add_rows<BFloat16>, add_rows<Float16>},
+      .add_short_rows = {add_short_rows<float>, add_short_rows<double>, add_short_rows<BFloat16>,
+                         add_short_rows<Float16>},
+      .block_sum = {block_sum<float>, block_sum<double>, block_sum<BFloat16>, block_sum<Float16>},
       .scaled_copy = {{scaled_copy<float, float>, nullptr, scaled_copy<float, BFloat16>,
                        scaled_copy<float, Float16>},
                       {nullptr, scaled_copy<double, double>, nullptr, nullptr},

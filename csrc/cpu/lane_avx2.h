@@ -277,6 +277,17 @@ struct Avx2Double {
   static reg load(const Float16* x) {
     return _mm256_cvtps_pd(_mm_cvtph_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(x))));
   }
+  // 16 elements: of the first 8 the even ones and the odd ones, then of the others.
+  static void load_pairs(const BFloat16* x, reg (&to)[4]) {
+    const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
+    const __m256 even = _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
+    const __m256 odd = _mm256_castsi256_ps(
+        _mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000))));
+    to[0] = _mm256_cvtps_pd(_mm256_castps256_ps128(even));
+    to[1] = _mm256_cvtps_pd(_mm256_castps256_ps128(odd));
+    to[2] = _mm256_cvtps_pd(_mm256_extractf128_ps(even, 1));
+    to[3] = _mm256_cvtps_pd(_mm256_extractf128_ps(odd, 1));
+  }
 };
 
 }  // namespace

@@ -273,6 +273,17 @@ struct Avx512Double {
   static reg load(const float* x) { return _mm512_cvtps_pd(_mm256_loadu_ps(x)); }
   static reg load(const BFloat16* x) { return _mm512_cvtps_pd(widen8(x)); }
   static reg load(const Float16* x) { return _mm512_cvtps_pd(widen8(x)); }
+  // 32 elements: of the first 16 the even ones and the odd ones, then of the others.
+  static void load_pairs(const BFloat16* x, reg (&to)[4]) {
+    const __m512i pairs = _mm512_loadu_si512(x);
+    const __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+    const __m512 odd = _mm512_castsi512_ps(
+        _mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
+    to[0] = _mm512_cvtps_pd(_mm512_castps512_ps256(even));
+    to[1] = _mm512_cvtps_pd(_mm512_castps512_ps256(odd));
+    to[2] = _mm512_cvtps_pd(_mm512_extractf32x8_ps(even, 1));
+    to[3] = _mm512_cvtps_pd(_mm512_extractf32x8_ps(odd, 1));
+  }
 };
 
 }  // namespace

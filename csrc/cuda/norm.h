@@ -1,5 +1,5 @@
 // Pass A as a CUDA kernel's body, a template over the block of threads (cta.h). Block rule and
-// lanes are the CPU's (cpu/sum_of_squares.h); what differs is who computes which element.
+// lanes are the CPU's (cpu/block_sums.h); what differs is who computes which element.
 #pragma once
 
 #include "cuda/accumulator.h"

@@ -76,6 +76,18 @@ TEST(SumOfSquares, SameBitsOnEveryInstructionSetAndInTheCudaBody) {
   }
 }
 
+// Blocks are summed four and two at a time; how many there are must not show.
+TEST(SumOfSquares, SameBitsHoweverManyBlocksThereAre) {
+  for (const DType dtype : kAllDTypes) {
+    for (const int64_t row_length : {64, 100, 4096, 5000, 14336, 40000}) {
+      for (const int64_t rows : {2, 3, 4, 6, 7, 8, 11}) {
+        const auto grad = random_elements(dtype, rows * row_length, 12, 9);
+        expect_same_sum(gradient(grad.data(), dtype, rows, row_length), " by number of blocks");
+      }
+    }
+  }
+}
+
 TEST(SumOfSquares, SameBitsWhereverAGradientStarts) {
   for (const DType dtype : kAllDTypes) {
     for (const int64_t row_length : {1, 577, 5000}) {

@@ -1,11 +1,8 @@
-// Sum of squares of a gradient: docs/numerics.md section 3. Long rows are cut into blocks with a
-// fixed lane map and a fixed fold; rows below 64 elements, 1-D tensors included, are summed
-// exactly.
+// Sums of squares of short rows, 1-D tensors included, which are exact: docs/numerics.md section 3.
 //
-// 64 lanes are 8 AVX-512 or 16 AVX2 registers of doubles, and 2 lanes a thread of a CUDA warp.
-// Adding every element of a short row to the exact accumulator would cost several times the memory
-// traffic, so squares are first gathered in bins, where up to 4,096 of them add without rounding.
-// The sum is exact, so its order does not show in the result.
+// Adding every element to the exact accumulator would cost several times the memory traffic, so
+// squares are first gathered in bins, where up to 4,096 of them add without rounding. The sum is
+// exact, so its order does not show in the result.
 #pragma once
 
 #include <type_traits>
@@ -18,49 +15,6 @@
 namespace torchopt_ext {
 
 namespace {
-
-// One block of at most 4,096 elements of a row. L is a lane type of doubles. Asks for as much at
-// `next`, which may be null.
-template <class L, class T>
-inline double block_sum_of_squares(const T* x, int64_t n, const void* next) {
-  constexpr int kRegisters = kBlockLanes / L::width;
-  constexpr int64_t size = sizeof(T);
-  typename L::reg sums[kRegisters];
-  for (auto& sum : sums) {
-    sum = L::set1(0.0);
-  }
-  int64_t i = 0;
-  for (; i + kBlockLanes <= n; i += kBlockLanes) {
-    constexpr int64_t kLine = 64;
-    for (int64_t at = 0; next != nullptr && at < kBlockLanes * size; at += kLine) {
-      fetch_into_l2<L>(next, size * i + at);
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < kRegisters; ++r) {
-      typename L::reg wide;
-      if constexpr (L::width == 1) {
-        wide = static_cast<double>(widen(x[i + r]));
-      } else {
-        wide = L::load(x + i + r * L::width);
-      }
-      sums[r] = sizeof(T) < sizeof(double) ? L::add_exact_square(sums[r], wide)
-                                           : L::add(sums[r], L::mul(wide, wide));
-    }
-  }
-  double lane[kBlockLanes];
-  for (int r = 0; r < kRegisters; ++r) {
-    L::store(lane + r * L::width, sums[r]);
-  }
-  for (int j = 0; i < n; ++i, ++j) {
-    lane[j] += square(x[i]);
-  }
-  for (int half = kBlockLanes / 2; half > 0; half /= 2) {
-    for (int j = 0; j < half; ++j) {
-      lane[j] += lane[j + half];
-    }
-  }
-  return lane[0];
-}
 
 // The magnitudes that are not zero: from where to where they go; a NaN counts above infinity.
 struct Magnitudes {
@@ -146,7 +100,7 @@ inline void add_squares_one_by_one(const T* x, int64_t n, ExactAccumulator& acc)
 // caller will come to: memory would be idle while squares are added, and asking for it then, line
 // by line rather than at once, spares pass A over 2,000 tensors of 1,000 a third of its time.
 template <class L, class T>
-inline void exact_sum_of_squares(const T* x, int64_t n, const void* next, ExactAccumulator& acc) {
+inline void add_exact_squares(const T* x, int64_t n, const void* next, ExactAccumulator& acc) {
   int64_t vectorised = 0;
   if constexpr (L::width > 1 && sizeof(T) < sizeof(double)) {
     vectorised = n - n % L::width;

@@ -1,0 +1,166 @@
+// Sums of squares of long rows, by blocks with a fixed lane map and a fixed fold: docs/numerics.md
+// section 3.
+//
+// 64 lanes are 8 AVX-512 or 16 AVX2 registers of doubles, and 2 lanes a thread of a CUDA warp.
+#pragma once
+
+#include <type_traits>
+
+#include "cpu/fetch_ahead.h"
+#include "kernels/block_rule.h"
+#include "kernels/exact_accumulator.h"
+
+namespace torchopt_ext {
+
+namespace {
+
+// Blocks that are summed together ask for what lies this many bytes ahead; 512 and 2,048 took 1.04
+// of the time.
+inline constexpr int64_t kReadAhead = 1024;
+
+// bf16 elements widen in pairs without moving between lanes: even and odd ones have registers of
+// their own. This takes 16 cycles for 64 elements instead of 20.
+template <class L, class T>
+inline constexpr bool kPairs = L::width > 1 && std::is_same_v<T, BFloat16>;
+
+// Adds the squares of one element of each lane.
+template <class L, class T>
+inline void add_lanes(const T* x, typename L::reg (&sums)[kBlockLanes / L::width]) {
+  constexpr int kAtOnce = kPairs<L, T> ? 4 : 1;
+#pragma GCC unroll 16
+  for (int r = 0; r < kBlockLanes / L::width; r += kAtOnce) {
+    typename L::reg wide[kAtOnce];
+    if constexpr (kPairs<L, T>) {
+      L::load_pairs(x + r * L::width, wide);
+    } else if constexpr (L::width == 1) {
+      wide[0] = static_cast<double>(widen(x[r]));
+    } else {
+      wide[0] = L::load(x + r * L::width);
+    }
+    for (int k = 0; k < kAtOnce; ++k) {
+      sums[r + k] = sizeof(T) < sizeof(double) ? L::add_exact_square(sums[r + k], wide[k])
+                                               : L::add(sums[r + k], L::mul(wide[k], wide[k]));
+    }
+  }
+}
+
+// Lane j += lane j + half, for halves of 32, 16, 8, 4, 2 and 1 lanes. The last is between the
+// registers of even and of odd lanes, where lanes are in pairs.
+template <class L, bool kInPairs>
+inline double folded(typename L::reg (&sums)[kBlockLanes / L::width]) {
+  constexpr int kLast = kInPairs ? 2 : 1;
+  for (int half = kBlockLanes / L::width / 2; half >= kLast; half /= 2) {
+    for (int r = 0; r < half; ++r) {
+      sums[r] = L::add(sums[r], sums[r + half]);
+    }
+  }
+  double total[kLast];
+  for (int r = 0; r < kLast; ++r) {
+    double lane[L::width];
+    L::store(lane, sums[r]);
+    for (int half = L::width / 2; half > 0; half /= 2) {
+      for (int j = 0; j < half; ++j) {
+        lane[j] += lane[j + half];
+      }
+    }
+    total[r] = lane[0];
+  }
+  return kInPairs ? total[0] + total[kLast - 1] : total[0];
+}
+
+// Of blocks of n <= 4,096 elements each. L is a lane type of doubles. Asks for as much at `ahead`.
+template <class L, int kBlocks, class T>
+inline void block_sums(const T* const (&block)[kBlocks], const void* const (&ahead)[kBlocks],
+                       int64_t n, double (&totals)[kBlocks]) {
+  constexpr int64_t size = sizeof(T);
+  constexpr int64_t kLine = 64;
+  typename L::reg sums[kBlocks][kBlockLanes / L::width];
+  for (auto& of_block : sums) {
+    for (auto& sum : of_block) {
+      sum = L::set1(0.0);
+    }
+  }
+  int64_t i = 0;
+  for (; i + kBlockLanes <= n; i += kBlockLanes) {
+#pragma GCC unroll 4
+    for (int b = 0; b < kBlocks; ++b) {
+      for (int64_t at = 0; at < kBlockLanes * size; at += kLine) {
+        fetch_into_l2<L>(ahead[b], size * i + at);
+      }
+      add_lanes<L>(block[b] + i, sums[b]);
+    }
+  }
+  for (int b = 0; b < kBlocks; ++b) {
+    if (i < n) {
+      T rest[kBlockLanes] = {};  // the lanes beyond add zero
+      for (int64_t j = 0; i + j < n; ++j) {
+        rest[j] = block[b][i + j];
+      }
+      add_lanes<L>(rest, sums[b]);
+    }
+    totals[b] = folded<L, kPairs<L, T>>(sums[b]);
+  }
+}
+
+template <class L, class T>
+inline double block_sum(const T* block, int64_t n, const void* ahead) {
+  double total[1];
+  block_sums<L, 1, T>({block}, {ahead}, n, total);
+  return total[0];
+}
+
+// Adds the sums of blocks k, k + step, k + 2 step, ... of n elements; block(k) is where block k is.
+template <class L, int kBlocks, class Block>
+inline void add_together(const Block& block, int64_t k, int64_t step, int64_t n,
+                         ExactAccumulator& acc) {
+  decltype(block(0)) at[kBlocks];
+  const void* ahead[kBlocks];
+  for (int b = 0; b < kBlocks; ++b) {
+    at[b] = block(k + b * step);
+    ahead[b] = reinterpret_cast<const char*>(at[b]) + kReadAhead;
+  }
+  double totals[kBlocks];
+  block_sums<L>(at, ahead, n, totals);
+  for (const double total : totals) {
+    accumulator_add(acc, total);
+  }
+}
+
+// Adds the sums of `count` blocks. To hardware an array is one stream, and one thread reads four
+// streams from memory half as fast again as one: blocks are summed four at a time, a quarter of
+// them apart. On an Intel Xeon of 2023 bf16 gradients in memory took 0.85 of the time they took one
+// block after the other, fp32 ones 0.95.
+template <class L, class Block>
+inline void add_blocks(const Block& block, int64_t count, int64_t n, const void* next,
+                       ExactAccumulator& acc) {
+  const int64_t quarter = count / 4;
+  for (int64_t k = 0; k < quarter; ++k) {
+    add_together<L, 4>(block, k, quarter, n, acc);
+  }
+  int64_t k = 4 * quarter;
+  for (; k + 2 <= count; k += 2) {
+    add_together<L, 2>(block, k, 1, n, acc);
+  }
+  if (k < count) {
+    accumulator_add(acc, block_sum<L>(block(k), n, next));
+  }
+}
+
+// Adds the block sums of rows of `length` elements. `next` is what will be read after them.
+template <class L, class T>
+inline void add_sums_of_rows(const T* x, int64_t rows, int64_t length, const void* next,
+                             ExactAccumulator& acc) {
+  const int64_t full = length / kBlockElements;
+  const int64_t rest = length % kBlockElements;
+  if (full > 0) {
+    const auto block = [=](int64_t k) { return x + k / full * length + k % full * kBlockElements; };
+    add_blocks<L>(block, rows * full, kBlockElements, next, acc);
+  }
+  if (rest > 0) {
+    const auto block = [=](int64_t k) { return x + full * kBlockElements + k * length; };
+    add_blocks<L>(block, rows, rest, next, acc);
+  }
+}
+
+}  // namespace
+}  // namespace torchopt_ext
