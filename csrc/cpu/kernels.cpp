@@ -38,16 +38,14 @@ using ManyLane = FloatLane;
 using DoubleLane = ScalarLane<double>;
 #endif
 
-// The lanes of a layout's loop and of its rest: arrays of 16 bits alone, and rules that one
-// register's lanes do not have, take pairs of registers.
+// The lanes of a layout's loop and of its rest: pairs of registers, but where most arrays are fp32.
 template <AdamKind kKind>
 struct Lanes {
   using Main = ManyLane;
   using Tail = std::conditional_t<kKind == AdamKind::kBFloat16, FloatLane, ScalarLane<float>>;
 };
 template <AdamKind kKind>
-  requires(kKind == AdamKind::kFloat32 || kKind == AdamKind::kBFloat16Master ||
-           kKind == AdamKind::kBFloat16Remainder)
+  requires(kKind == AdamKind::kFloat32 || kKind == AdamKind::kBFloat16Master)
 struct Lanes<kKind> {
   using Main = FloatLane;
   using Tail = FloatLane;

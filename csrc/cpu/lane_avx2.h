@@ -77,6 +77,12 @@ struct Avx2Words {
   }
   static reg add_halves(reg a, reg b) { return _mm256_add_epi16(a, b); }
   static reg sub_halves(reg a, reg b) { return _mm256_sub_epi16(a, b); }
+  // Lower halves; a tie, half of the upper half's unit, becomes one less where that is even.
+  static reg lowered_ties(reg high, reg low) {
+    const reg tie = _mm256_cmpeq_epi16(low, halves(-0x8000));
+    const reg above_even = bit_and(tie, sub_halves(bit_and(high, halves(1)), halves(1)));
+    return add_halves(low, above_even);  // a mask of ones is minus one
+  }
   static reg sub_saturated(reg a, reg b) { return _mm256_subs_epu16(a, b); }
   static reg bit_and_not(reg a, reg b) { return _mm256_andnot_si256(a, b); }  // ~a & b
   template <int kBy>
@@ -140,22 +146,6 @@ struct Avx2Float {
   template <class Half>
   static void stream(Half* x, reg a) {
     _mm_stream_si128(reinterpret_cast<__m128i*>(x), narrow8(a, Half{}));
-  }
-  static reg joined(const BFloat16* weight, const int16_t* remainder) {
-    const __m128i low = _mm_loadu_si128(reinterpret_cast<const __m128i*>(remainder));
-    return _mm256_castsi256_ps(
-        _mm256_add_epi32(_mm256_castps_si256(widen8(weight)), _mm256_cvtepi16_epi32(low)));
-  }
-  static __m256i unnamed(__m256i bits) {
-    return _mm256_cmpeq_epi32(_mm256_and_si256(bits, _mm256_set1_epi32(0x1ffff)),
-                              _mm256_set1_epi32(0x08000));
-  }
-  static void store_split(BFloat16* weight, int16_t* remainder, reg a) {
-    __m256i bits = _mm256_castps_si256(a);
-    bits = _mm256_add_epi32(bits, unnamed(bits));  // a mask of ones is minus one
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(weight), pack8(nearest_upper_half(bits)));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(remainder),
-                     pack8(_mm256_and_si256(bits, _mm256_set1_epi32(0xffff))));
   }
   static reg add(reg a, reg b) { return _mm256_add_ps(a, b); }
   static reg sub(reg a, reg b) { return _mm256_sub_ps(a, b); }

@@ -61,6 +61,12 @@ struct Avx512Words {
   }
   static reg add_halves(reg a, reg b) { return _mm512_add_epi16(a, b); }
   static reg sub_halves(reg a, reg b) { return _mm512_sub_epi16(a, b); }
+  // Lower halves; a tie, half of the upper half's unit, becomes one less where that is even.
+  static reg lowered_ties(reg high, reg low) {
+    const __mmask32 tie = _mm512_cmpeq_epi16_mask(low, halves(-0x8000));
+    const __mmask32 above_even = _mm512_mask_testn_epi16_mask(tie, high, halves(1));
+    return _mm512_mask_mov_epi16(low, above_even, halves(0x7fff));
+  }
   static reg sub_saturated(reg a, reg b) { return _mm512_subs_epu16(a, b); }
   static reg bit_and_not(reg a, reg b) { return _mm512_andnot_si512(a, b); }  // ~a & b
   template <int kBy>
@@ -130,22 +136,6 @@ struct Avx512Float {
   template <class Half>
   static void stream(Half* x, reg a) {
     _mm256_stream_si256(reinterpret_cast<__m256i*>(x), narrow16(a, Half{}));
-  }
-  static reg joined(const BFloat16* weight, const int16_t* remainder) {
-    const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(remainder));
-    return _mm512_castsi512_ps(
-        _mm512_add_epi32(_mm512_castps_si512(load(weight)), _mm512_cvtepi16_epi32(low)));
-  }
-  static __mmask16 unnamed(__m512i bits) {
-    return _mm512_cmpeq_epi32_mask(_mm512_and_si512(bits, _mm512_set1_epi32(0x1ffff)),
-                                   _mm512_set1_epi32(0x08000));
-  }
-  static void store_split(BFloat16* weight, int16_t* remainder, reg a) {
-    __m512i bits = _mm512_castps_si512(a);
-    bits = _mm512_mask_sub_epi32(bits, unnamed(bits), bits, _mm512_set1_epi32(1));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(weight),
-                        _mm512_cvtepi32_epi16(nearest_upper_half(bits)));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(remainder), _mm512_cvtepi32_epi16(bits));
   }
   static reg add(reg a, reg b) { return _mm512_add_ps(a, b); }
   static reg sub(reg a, reg b) { return _mm512_sub_ps(a, b); }

@@ -79,9 +79,10 @@ struct PairLane {
                   Words::template left_halves<8>(Words::load_halves(remainder)));
   }
   static void store_split(BFloat16* weight, int16_t* remainder, reg a) {
-    L::out_of_fours(a.lower, a.upper);
-    L::store_split(weight, remainder, a.lower);
-    L::store_split(weight + L::width, remainder + L::width, a.upper);
+    const auto [high, low] = halves_of(L::bits(a.lower), L::bits(a.upper));
+    const Word rest = Words::lowered_ties(high, low);
+    Words::store(weight, Words::sub_halves(high, Words::sign_halves(rest)));
+    Words::store(remainder, rest);
   }
   static void store_split(BFloat16* weight, int8_t* remainder, reg a) {
     const auto [high, low] = halves_of(L::bits(a.lower), L::bits(a.upper));

@@ -96,15 +96,14 @@ template <class L>
     if (layout.master == Master::kFloat32) {
       return lane.load(static_cast<const float*>(x[kMaster]) + i);
     }
-    if (layout.master == Master::kRemainder) {
-      return lane.joined(static_cast<const BFloat16*>(x[kParam]) + i,
-                         static_cast<const int16_t*>(x[kMaster]) + i);
-    }
   }
   if constexpr (L::any_layout) {
+    const auto* weight = static_cast<const BFloat16*>(x[kParam]) + i;
+    if (layout.master == Master::kRemainder) {
+      return lane.joined(weight, static_cast<const int16_t*>(x[kMaster]) + i);
+    }
     if (layout.master == Master::kRemainder8) {
-      return lane.joined(static_cast<const BFloat16*>(x[kParam]) + i,
-                         static_cast<const int8_t*>(x[kMaster]) + i);
+      return lane.joined(weight, static_cast<const int8_t*>(x[kMaster]) + i);
     }
   }
   return load_as(lane, layout.param, x[kParam], i);
@@ -117,11 +116,6 @@ template <class L, class Random>
                                                             typename L::reg p,
                                                             const Random* random) {
   if constexpr (L::converts) {
-    if (layout.master == Master::kRemainder) {
-      lane.store_split(static_cast<BFloat16*>(x[kParam]) + i, static_cast<int16_t*>(x[kMaster]) + i,
-                       p);
-      return;
-    }
     if (layout.master == Master::kFloat32) {
       lane.store(static_cast<float*>(x[kMaster]) + i, p);
       if (!mode.past_caches) {
@@ -135,8 +129,12 @@ template <class L, class Random>
     }
   }
   if constexpr (L::any_layout) {
+    auto* weight = static_cast<BFloat16*>(x[kParam]) + i;
+    if (layout.master == Master::kRemainder) {
+      lane.store_split(weight, static_cast<int16_t*>(x[kMaster]) + i, p);
+      return;
+    }
     if (layout.master == Master::kRemainder8) {
-      auto* weight = static_cast<BFloat16*>(x[kParam]) + i;
       auto* remainder = static_cast<int8_t*>(x[kMaster]) + i;
       if (random != nullptr) {
         lane.store_split_stochastic(weight, remainder, p, *random);
