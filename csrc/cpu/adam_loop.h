@@ -18,6 +18,15 @@ struct Part : L {
   int n;
 };
 
+template <class L>
+constexpr int count_of(const L& /*lane*/) {
+  return L::width;
+}
+template <class L>
+constexpr int count_of(const Part<L>& part) {
+  return part.n;
+}
+
 // Asks for what a loop comes to after element i, line by line.
 template <class L>
 [[gnu::always_inline]] inline void fetch_arrays_ahead(const Layout& layout, const StepMode& mode,
@@ -66,7 +75,10 @@ template <class L>
 struct NoTrace {
   static constexpr bool needs_numbers = false;
   void start(const TensorWork& /*work*/, int64_t /*begin*/, uint64_t /*number*/) const {}
-  void after_group(void* const (& /*x*/)[kArrays], int64_t /*group*/) const {}
+  void stored_scales(void* const (& /*x*/)[kArrays], int64_t /*i*/, int64_t /*group*/) const {}
+  template <int kMost>
+  void stored(const Layout& /*layout*/, void* const (& /*x*/)[kArrays], int64_t /*i*/,
+              int /*n*/) const {}
   template <class Lane>
   void before(const Lane& /*lane*/, const Layout& /*layout*/, void* const (& /*x*/)[kArrays],
               int64_t /*i*/) const {}
@@ -92,6 +104,7 @@ template <class L, class Tail, class Trace>
     trace.before(lane, layout, x, i);
     adam_register(lane, s, layout, mode, x, i, draws, i - begin);
     trace.after(lane, layout, x, i, s.has_decay);
+    trace.template stored<std::decay_t<decltype(lane)>::width>(layout, x, i, count_of(lane));
   };
   if (mode.past_caches) {  // up to where a register of the parameter is aligned
     const auto size = static_cast<uintptr_t>(element_size(layout, kParam));

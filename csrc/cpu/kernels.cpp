@@ -96,14 +96,13 @@ void quantized_step(const TensorScalars& scalars, const TensorWork& work,
                            rounds ? &key : nullptr, trace);
 }
 
-template <AdamKind kKind, class Trace>
+template <class Choice, class Trace>
 [[gnu::always_inline]] inline void loop(const TensorScalars& scalars, const TensorWork& work,
                                         const Layout& layout, const StepMode& mode, int64_t begin,
                                         int64_t end, const Draws* draws, Trace&& trace) {
-  using L = typename Lanes<kKind>::Main;
-  using Tail = typename Lanes<kKind>::Tail;
-  adam_loop<L, Tail>(scalars_in<typename L::scalar>(scalars), layout, mode, work, begin, end, draws,
-                     trace);
+  using L = typename Choice::Main;
+  adam_loop<L, typename Choice::Tail>(scalars_in<typename L::scalar>(scalars), layout, mode, work,
+                                      begin, end, draws, trace);
 }
 
 // What a kernel does, as its kind and the options say.
@@ -129,20 +128,24 @@ void adam(const TensorScalars& scalars, const TensorWork& work, const StepOption
   } else {
     const StepMode mode = mode_of<kKind>(layout, options, past_caches);
     if (!rounds_randomly<kKind>(layout, options)) {
-      loop<kKind>(scalars, work, layout, mode, begin, end, nullptr, NoTrace{});
+      loop<Lanes<kKind>>(scalars, work, layout, mode, begin, end, nullptr, NoTrace{});
       return;
     }
-    for_each_run(work, begin, end, [&](int64_t first, int64_t last, uint64_t number) {
-      const Draws draws = draws_from(rounding_key(options, work), number);
-      loop<kKind>(scalars, work, layout, mode, first, last, &draws, NoTrace{});
-    });
+    for_each_run(
+        work, begin,
+        end, [&](int64_t first, int64_t last, uint64_t number) __attribute__((always_inline)) {
+          const Draws draws = draws_from(rounding_key(options, work), number);
+          loop<Lanes<kKind>>(scalars, work, layout, mode, first, last, &draws, NoTrace{});
+        });
   }
 }
 
 template <AdamKind kKind, bool kChanges, bool kDigest>
 void adam_traced(const TensorScalars& scalars, const TensorWork& work, const StepOptions& options,
                  int64_t begin, int64_t end, void* change, ChunkTrace& trace) {
-  using L = typename Lanes<kKind>::Main;
+  // Of a pair of registers the digest takes whole registers of a 16-bit parameter's words.
+  using Choice = Lanes<kKind == AdamKind::kBFloat16Master ? AdamKind::kGeneral : kKind>;
+  using L = typename Choice::Main;
   auto* changes = static_cast<typename L::scalar*>(change);
   if constexpr (is_quantized(kKind)) {
     LoopTrace<L, kChanges, kDigest> seen(begin, changes);
@@ -152,13 +155,15 @@ void adam_traced(const TensorScalars& scalars, const TensorWork& work, const Ste
     const Layout layout = layout_of<kKind>(work);
     const StepMode mode = mode_of<kKind>(layout, options, /*past_caches=*/false);
     const bool rounds = rounds_randomly<kKind>(layout, options);
-    for_each_run(work, begin, end, [&](int64_t first, int64_t last, uint64_t number) {
-      const Draws draws = rounds ? draws_from(rounding_key(options, work), number) : Draws{};
-      LoopTrace<L, kChanges, kDigest> seen(begin, changes);
-      seen.start(work, first, number);
-      loop<kKind>(scalars, work, layout, mode, first, last, rounds ? &draws : nullptr, seen);
-      seen.add_to(trace);
-    });
+    for_each_run(
+        work, begin,
+        end, [&](int64_t first, int64_t last, uint64_t number) __attribute__((always_inline)) {
+          const Draws draws = rounds ? draws_from(rounding_key(options, work), number) : Draws{};
+          LoopTrace<L, kChanges, kDigest> seen(begin, changes);
+          seen.start(work, first, number);
+          loop<Choice>(scalars, work, layout, mode, first, last, rounds ? &draws : nullptr, seen);
+          seen.add_to(trace);
+        });
   }
 }
 

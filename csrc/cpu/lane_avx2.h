@@ -40,14 +40,10 @@ struct Avx2Words {
   static reg multiples(uint32_t factor) {
     return multiply(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), set1(factor));
   }
-  static reg load(const uint32_t* x) {
-    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
-  }
-  static reg load(const uint8_t* x) {
-    return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(x)));
-  }
-  static reg load(const uint16_t* x) {
-    return _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
+  static reg load(const void* x) { return _mm256_loadu_si256(static_cast<const __m256i*>(x)); }
+  // Half as many, and zeros.
+  static reg load_half(const void* x) {
+    return _mm256_zextsi128_si256(_mm_loadu_si128(static_cast<const __m128i*>(x)));
   }
   static reg add(reg a, reg b) { return _mm256_add_epi32(a, b); }
   static reg bit_xor(reg a, reg b) { return _mm256_xor_si256(a, b); }

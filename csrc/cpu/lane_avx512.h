@@ -29,12 +29,10 @@ struct Avx512Words {
     return multiply(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
                     set1(factor));
   }
-  static reg load(const uint32_t* x) { return _mm512_loadu_si512(x); }
-  static reg load(const uint8_t* x) {
-    return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
-  }
-  static reg load(const uint16_t* x) {
-    return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
+  static reg load(const void* x) { return _mm512_loadu_si512(x); }
+  // Half as many, and zeros.
+  static reg load_half(const void* x) {
+    return _mm512_zextsi256_si512(_mm256_loadu_si256(static_cast<const __m256i*>(x)));
   }
   static reg add(reg a, reg b) { return _mm512_add_epi32(a, b); }
   static reg bit_xor(reg a, reg b) { return _mm512_xor_si512(a, b); }
@@ -46,7 +44,9 @@ struct Avx512Words {
   }
   static reg add_pairs(reg a, reg b) { return _mm512_add_epi64(a, b); }
   static reg multiply_lower(reg a, reg b) { return _mm512_mul_epu32(a, b); }
-  static reg upper(reg a) { return _mm512_srli_epi64(a, 32); }
+  static reg upper(reg a) {  // a shuffle: shifts share their port with multiplications
+    return _mm512_shuffle_epi32(a, _MM_PERM_DDBB);
+  }
   static void store_pairs(uint64_t* x, reg a) { _mm512_storeu_si512(x, a); }
   static void store(void* x, reg a) { _mm512_storeu_si512(x, a); }
   static reg bit_and(reg a, reg b) { return _mm512_and_si512(a, b); }

@@ -26,19 +26,24 @@ struct DigestRegisters {
   using reg = typename W::reg;
   reg sums[kWritten] = {};
 
+  // Of kElements elements from element i on, the first of each array's word.
+  template <int kElements>
   [[gnu::always_inline]] void add(const Layout& layout, void* const (&x)[kArrays], int64_t i,
-                                  uint32_t base, uint32_t number) {
-    const reg factors = place_factors<W>(base, number);
-    const reg upper_factors = W::upper(factors);
+                                  const DigestPlace& place) {
     for_each_stored(
         layout, [&](Array array) __attribute__((always_inline)) {
+          constexpr int64_t kBytes = int64_t{W::width} * 4;
           const int64_t size = element_size(layout, array);
-          const reg words = size == 4   ? W::load(static_cast<const uint32_t*>(x[array]) + i)
-                            : size == 2 ? W::load(static_cast<const uint16_t*>(x[array]) + i)
-                                        : W::load(static_cast<const uint8_t*>(x[array]) + i);
-          const reg even = W::multiply_lower(words, factors);
-          const reg odd = W::multiply_lower(W::upper(words), upper_factors);
-          sums[array] = W::add_pairs(sums[array], W::add_pairs(even, odd));
+          const char* const from = static_cast<const char*>(x[array]) + size * i;
+          const uint32_t word = place.number / elements_in_word(size);
+          for (int64_t at = 0; at < size * kElements; at += kBytes) {
+            const reg words =
+                at + kBytes <= size * kElements ? W::load(from + at) : W::load_half(from + at);
+            const reg factors = place_factors<W>(place.base, word + static_cast<uint32_t>(at / 4));
+            const reg even = W::multiply_lower(words, factors);
+            const reg odd = W::multiply_lower(W::upper(words), W::upper(factors));
+            sums[array] = W::add_pairs(sums[array], W::add_pairs(even, odd));
+          }
         });
   }
   uint64_t total() const {
@@ -60,6 +65,15 @@ struct DigestRegisters<void> {
   uint64_t total() const { return 0; }
 };
 
+// Whether the element is the first one in each array's word.
+[[gnu::always_inline]] inline bool begins_words(const Layout& layout, uint32_t number) {
+  bool all = true;
+  for_each_stored(layout, [&](Array array) {
+    all = all && number % elements_in_word(element_size(layout, array)) == 0;
+  });
+  return all;
+}
+
 // `change` holds the weights before, until it holds the changes; its first element is element
 // `origin`.
 template <class L, bool kChanges, bool kDigest>
@@ -73,8 +87,7 @@ class LoopTrace {
   void start(const TensorWork& work, int64_t begin, uint64_t number) {
     if constexpr (kDigest) {
       begin_ = begin;
-      base_ = digest_base(work.index, number);
-      number_ = static_cast<uint32_t>(number);
+      first_ = digest_place(work.index, number);
     }
   }
   template <class Lane>
@@ -93,26 +106,28 @@ class LoopTrace {
       lane.store(change_ + (i - origin_), Lane::sub(after, before));
       lost_ += Lane::count_lost(before, after, load_exp_avg(lane, layout, x, i), decays);
     }
+  }
+  // After kMost elements from element i on were stored, or after the first n of them.
+  template <int kMost>
+  [[gnu::always_inline]] void stored(const Layout& layout, void* const (&x)[kArrays], int64_t i,
+                                     int n) {
     if constexpr (kDigest) {
-      const uint32_t number = number_ + static_cast<uint32_t>(i - begin_);
-      if constexpr (std::is_same_v<Lane, L> && !std::is_void_v<Words>) {
-        for (int k = 0; k < L::width; k += Words::width) {
-          registers_.add(layout, x, i + k, base_, number + static_cast<uint32_t>(k));
+      const DigestPlace place = place_at(i);
+      if constexpr (!std::is_void_v<Words> && kMost > 1) {
+        if (n == kMost && begins_words(layout, place.number)) {
+          registers_.template add<kMost>(layout, x, i, place);
+          return;
         }
-      } else {
-        const int n = count(lane);
-        for (int k = 0; k < n; ++k) {
-          const uint32_t factor =
-              place_factors<ScalarWords>(base_, number + static_cast<uint32_t>(k));
-          digest_ += digest_element<Scalar>(layout, x, i + k, factor);
-        }
+      }
+      for (int k = 0; k < n; ++k) {
+        digest_ += digest_element<Scalar>(layout, x, i + k, place_at(i + k));
       }
     }
   }
-  // After those of a group of quantized elements.
-  void after_group(void* const (&x)[kArrays], int64_t group) {
+  // After the scales of the group that begins at element i.
+  void stored_scales(void* const (&x)[kArrays], int64_t i, int64_t group) {
     if constexpr (kDigest) {
-      digest_ += digest_scales(x, group, place_factors<ScalarWords>(base_, number_));
+      digest_ += digest_scales(x, group, place_at(i));
     }
   }
   void add_to(ChunkTrace& trace) const {
@@ -122,17 +137,14 @@ class LoopTrace {
 
  private:
   using Words = typename WordsOf<L>::type;
-  template <class Lane>
-  static int count(const Lane& /*lane*/) {
-    return Lane::width;
+  DigestPlace place_at(int64_t i) const {
+    return {first_.base, first_.number + static_cast<uint32_t>(i - begin_)};
   }
-  static int count(const Part<L>& part) { return part.n; }
 
   int64_t origin_;
   Scalar* change_;
   int64_t begin_ = 0;
-  uint32_t base_ = 0;
-  uint32_t number_ = 0;
+  DigestPlace first_{};
   int64_t lost_ = 0;
   uint64_t digest_ = 0;
   DigestRegisters<std::conditional_t<kDigest, Words, void>> registers_;

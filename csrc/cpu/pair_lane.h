@@ -59,7 +59,7 @@ struct PairLane {
   static reg kept(const float* x) { return {L::load(x), L::load(x + L::width)}; }
 
   static reg load(const BFloat16* x) {
-    const Word halves = Words::load(words_at(x));
+    const Word halves = Words::load(x);
     return floats(Words::lower_fours(Words::set1(0), halves),
                   Words::upper_fours(Words::set1(0), halves));
   }
@@ -72,10 +72,10 @@ struct PairLane {
   }
 
   static reg joined(const BFloat16* weight, const int16_t* remainder) {
-    return joined(Words::load(words_at(weight)), Words::load(words_at(remainder)));
+    return joined(Words::load(weight), Words::load(remainder));
   }
   static reg joined(const BFloat16* weight, const int8_t* remainder) {
-    return joined(Words::load(words_at(weight)),
+    return joined(Words::load(weight),
                   Words::template left_halves<8>(Words::load_halves(remainder)));
   }
   static void store_split(BFloat16* weight, int16_t* remainder, reg a) {
@@ -182,7 +182,6 @@ struct PairLane {
  private:
   using Word = typename Words::reg;
 
-  static const uint32_t* words_at(const void* x) { return static_cast<const uint32_t*>(x); }
   static reg floats(Word lower, Word upper) { return {L::from_bits(lower), L::from_bits(upper)}; }
   static Word nearest_half(typename L::reg a) { return nearest_upper_half(L::bits(a)); }
   static Word random_half(typename L::reg a, Word draw) {

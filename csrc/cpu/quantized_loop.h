@@ -157,7 +157,8 @@ template <class L, class Trace>
         group, [&](const auto& one, int64_t i) __attribute__((always_inline)) {
           trace.after(one, layout, work.memory, i, factors.has_decay);
         });
-    trace.after_group(work.memory, group.index);
+    trace.template stored<kQuantGroup>(layout, work.memory, group.first, group.size);
+    trace.stored_scales(work.memory, group.first, group.index);
   };
 
   int64_t index = group_of(work, begin);

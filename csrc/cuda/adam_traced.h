@@ -48,15 +48,15 @@ struct TileSums {
         D::add(grad[lane][thread], square(load_as(L{}, layout.grad, elements.x[kGrad], i)));
     return load_weight(L{}, layout, elements.x, i);
   }
-  // After it. `factor`: of its place.
+  // After it.
   TORCHOPT_HD void after(const AdamChunk<T>& elements, int thread, int lane, int i, T before,
-                         uint32_t factor) {
+                         const DigestPlace& place) {
     const Layout& layout = elements.work.layout;
     const T after = load_weight(L{}, layout, elements.x, i);
     change[lane][thread] = D::add(change[lane][thread], square(L::sub(after, before)));
     lost[thread] += L::count_lost(before, after, load_exp_avg(L{}, layout, elements.x, i),
                                   elements.scalars.has_decay);
-    digest[thread] += digest_element<T>(layout, elements.x, i, factor);
+    digest[thread] += digest_element<T>(layout, elements.x, i, place);
   }
   // The result is thread 0's.
   TORCHOPT_HD ChunkTrace total(const Warp& warp) {
@@ -77,13 +77,6 @@ struct TileSums {
   typename Warp::template PerThread<uint64_t> digest;
 };
 
-// Of the place of the element that is `behind` elements behind the one with this number, whose
-// upper half counts.
-TORCHOPT_HD inline uint32_t place_factor(const TensorWork& work, uint64_t number, int behind) {
-  return place_factors<ScalarWords>(digest_base(work.index, number),
-                                    static_cast<uint32_t>(number) + static_cast<uint32_t>(behind));
-}
-
 // A warp's step of elements [begin, end), a tile at most, with what it saw.
 template <class T, class Warp>
 TORCHOPT_HD inline ChunkTrace update_tile(const Warp& warp, const AdamChunk<T>& elements, int begin,
@@ -97,7 +90,7 @@ TORCHOPT_HD inline ChunkTrace update_tile(const Warp& warp, const AdamChunk<T>& 
         elements.update_any(VectorLane<T, 1>{}, elements.work.layout, i);
         const auto number =
             static_cast<uint64_t>(global_element(elements.work, elements.begin + i));
-        sums.after(elements, thread, lane, i, before, place_factor(elements.work, number, 0));
+        sums.after(elements, thread, lane, i, before, digest_place(elements.work.index, number));
       }
     });
   });
@@ -142,11 +135,11 @@ TORCHOPT_HD inline ChunkTrace update_groups(const Warp& warp, const QuantizedChu
       const int in_group = i - groups.begin(group);
       const auto number = static_cast<uint64_t>(
           global_element(elements.work, elements.begin + groups.begin(group)));
-      const uint32_t factor = place_factor(elements.work, number, in_group);
-      sums.after(elements, thread, lane, i, before[thread].of[k], factor);
+      const DigestPlace place = digest_place(elements.work.index, number, in_group);
+      sums.after(elements, thread, lane, i, before[thread].of[k], place);
       if (in_group == 0) {
         sums.digest[thread] +=
-            digest_scales(elements.work.memory, chunk.first_group + group, factor);
+            digest_scales(elements.work.memory, chunk.first_group + group, place);
       }
     });
   });

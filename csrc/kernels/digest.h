@@ -1,9 +1,9 @@
 // A 64-bit digest of what a step stores that does not depend on the order it is taken in: the sum,
 // modulo 2**64, of every 32-bit word times an odd number of its place and an odd number of its
-// array. Replicas that hold the same have the same digest, shards add up to the whole, and one
-// flipped bit always changes it, by 2**k times an odd number, k < 32. An element's arrays share the
-// number of its place, so that making it costs one multiplication for all of them.
-// docs/numerics.md section 9.
+// array. Words are counted from the parameter's start; one has two elements of 16 bits or four of 8
+// bits, which are added one by one where a shard cuts it. Replicas that hold the same have the same
+// digest, shards add up to the whole, and one flipped bit always changes it, by 2**k times an odd
+// number, k < 32. docs/numerics.md section 9.
 #pragma once
 
 #include "kernels/stochastic.h"
@@ -16,7 +16,7 @@ TORCHOPT_HD inline uint32_t digest_base(uint32_t parameter, uint64_t element) {
   return static_cast<uint32_t>(mix64(mix64(parameter) + (element >> kStreamBits)));
 }
 
-// Of places that follow `number`, the lower half of the first one's number.
+// Of words that follow `number`, the lower half of the first one's number.
 template <class W>
 TORCHOPT_HD inline typename W::reg place_factors(uint32_t base, uint32_t number) {
   auto x = W::add(W::multiples(kWeylStep), W::set1(number * kWeylStep + base));
@@ -45,24 +45,45 @@ template <class Visit>
   }
 }
 
-// Of element i of all arrays of a parameter that is computed in T, whose place has `factor`.
+// Where an element lies in its parameter.
+struct DigestPlace {
+  uint32_t base;    // digest_base()
+  uint32_t number;  // the lower half of the element's
+};
+TORCHOPT_HD inline DigestPlace digest_place(uint32_t parameter, uint64_t element, int behind = 0) {
+  return {digest_base(parameter, element),
+          static_cast<uint32_t>(element) + static_cast<uint32_t>(behind)};
+}
+
+// Elements of an array that share a word of 32 bits; of fp64, one has two words of one number.
+TORCHOPT_HD constexpr uint32_t elements_in_word(int64_t size) {
+  return size < 4 ? static_cast<uint32_t>(4 / size) : 1;
+}
+
+// The factor of the word that has an element of `size` bytes.
+TORCHOPT_HD inline uint32_t place_factor(const DigestPlace& place, int64_t size) {
+  return place_factors<ScalarWords>(place.base, place.number / elements_in_word(size));
+}
+
+// Of element i of all arrays of a parameter that is computed in T.
 template <class T>
 TORCHOPT_HD inline uint64_t digest_element(const Layout& layout, void* const (&x)[kArrays],
-                                           int64_t i, uint32_t factor) {
+                                           int64_t i, const DigestPlace& place) {
   uint64_t sum = 0;
   for_each_stored(layout, [&](Array array) {
-    const void* const memory = x[array];
+    const int64_t size = element_size(layout, array);
+    const uint64_t factor = place_factor(place, size);
+    const char* const at = static_cast<const char*>(x[array]) + size * i;
     if constexpr (sizeof(T) == sizeof(double)) {
-      const auto bits = bit_cast<uint64_t>(static_cast<const double*>(memory)[i]);
+      const auto bits = *reinterpret_cast<const uint64_t*>(at);
       sum += (bits & 0xffffffffu) * factor * array_factor(array) +
              (bits >> 32) * factor * array_factor(array, true);
     } else {
-      const int64_t size = element_size(layout, array);
-      const char* const at = static_cast<const char*>(memory) + size * i;
       const uint64_t bits = size == 4   ? *reinterpret_cast<const uint32_t*>(at)
                             : size == 2 ? *reinterpret_cast<const uint16_t*>(at)
                                         : *reinterpret_cast<const uint8_t*>(at);
-      sum += bits * factor * array_factor(array);
+      const auto before = static_cast<int>(place.number % elements_in_word(size));
+      sum += (bits << (8 * size * before)) * factor * array_factor(array);
     }
   });
   return sum;
@@ -70,10 +91,11 @@ TORCHOPT_HD inline uint64_t digest_element(const Layout& layout, void* const (&x
 
 // Of a group's scales, at the place of its first element.
 TORCHOPT_HD inline uint64_t digest_scales(void* const (&x)[kArrays], int64_t group,
-                                          uint32_t factor) {
+                                          const DigestPlace& place) {
+  const uint64_t factor = place_factor(place, sizeof(float));
   const auto of = [&](Array array) {
-    const auto bits = bit_cast<uint32_t>(static_cast<const float*>(x[array])[group]);
-    return static_cast<uint64_t>(bits) * factor * array_factor(array);
+    return bit_cast<uint32_t>(static_cast<const float*>(x[array])[group]) * factor *
+           array_factor(array);
   };
   return of(kExpAvgScale) + of(kExpAvgSqScale);
 }

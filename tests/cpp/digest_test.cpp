@@ -20,21 +20,16 @@ struct Element {
     }
   }
   uint8_t* at(int array) { return bytes.data() + 8 * array; }
-  uint64_t digest(const Layout& layout, uint32_t factor) {
+  uint64_t digest(const Layout& layout, const DigestPlace& place) {
     void* x[kArrays] = {};
     for (int array = kParam; array < kWritten; ++array) {
       x[array] = at(array);
     }
-    return layout.param == DType::kFloat64 ? digest_element<double>(layout, x, 0, factor)
-                                           : digest_element<float>(layout, x, 0, factor);
+    return layout.param == DType::kFloat64 ? digest_element<double>(layout, x, 0, place)
+                                           : digest_element<float>(layout, x, 0, place);
   }
   std::vector<uint8_t> bytes;
 };
-
-uint32_t factor_of(uint32_t parameter, uint64_t element) {
-  return place_factors<ScalarWords>(digest_base(parameter, element),
-                                    static_cast<uint32_t>(element));
-}
 
 TEST(Digest, EveryFlippedBitShows) {
   constexpr DType kTypes[] = {DType::kFloat32, DType::kFloat64, DType::kBFloat16, DType::kFloat16};
@@ -45,15 +40,16 @@ TEST(Digest, EveryFlippedBitShows) {
         continue;
       }
       const Layout layout{type, type, type, master, true};
-      for (const uint64_t element : {uint64_t{0}, uint64_t{0xffffffff}, uint64_t{1} << 40}) {
+      for (const uint64_t element :
+           {uint64_t{0}, uint64_t{1}, uint64_t{2}, uint64_t{0xffffffff}, uint64_t{1} << 40}) {
         Element stored(1 + element);
-        const uint32_t factor = factor_of(3, element);
-        const uint64_t before = stored.digest(layout, factor);
+        const DigestPlace place = digest_place(3, element);
+        const uint64_t before = stored.digest(layout, place);
         for_each_stored(layout, [&](Array array) {
           for (int64_t bit = 0; bit < 8 * element_size(layout, array); ++bit) {
             const auto flipped = static_cast<uint8_t>(1u << bit % 8);
             stored.at(array)[bit / 8] ^= flipped;
-            ASSERT_NE(stored.digest(layout, factor), before) << array << " " << bit;
+            ASSERT_NE(stored.digest(layout, place), before) << array << " " << bit;
             stored.at(array)[bit / 8] ^= flipped;
           }
         });
@@ -70,7 +66,7 @@ TEST(Digest, PlacesAndArraysAndParametersDiffer) {
       for_each_stored(layout, [&](Array array) {
         Element one;
         one.at(array)[2] = 0x80;
-        seen.push_back(one.digest(layout, factor_of(parameter, element)));
+        seen.push_back(one.digest(layout, digest_place(parameter, element)));
       });
     }
   }
@@ -82,7 +78,7 @@ TEST(Digest, PlacesAndArraysAndParametersDiffer) {
 TEST(Digest, FactorsOfPlacesDifferAndAreOdd) {
   std::vector<uint32_t> factors;
   for (uint64_t element = 0; element < 1 << 16; ++element) {
-    factors.push_back(factor_of(0, element));
+    factors.push_back(place_factor(digest_place(0, element), sizeof(float)));
     EXPECT_EQ(factors.back() % 2, 1u);
   }
   std::sort(factors.begin(), factors.end());

@@ -19,8 +19,9 @@ struct Place {
   int64_t stride;
 };
 
-Case whole_case() {
+Case whole_case(Master master) {
   Case c{.layout = layout_of(AdamKind::kBFloat16)};
+  c.layout.master = master;
   c.layout.amsgrad = true;
   c.options = {.stochastic_rounding = true, .track = 7, .rounding_seed = 5};
   c.row_length = kElements;
@@ -37,7 +38,7 @@ int64_t element_of(const Place& place, int64_t i) {
 
 // The elements of the whole that a shard has.
 Tensor shard_of(const Tensor& whole, const Place& place) {
-  Case c = whole_case();
+  Case c = whole_case(whole.work.layout.master);
   c.row_length = place.numel;
   Tensor shard(c);
   for (const Array array : {kParam, kExpAvg, kExpAvgSq, kMaxExpAvgSq, kMaster, kGrad}) {
@@ -55,8 +56,8 @@ Tensor shard_of(const Tensor& whole, const Place& place) {
 }
 
 template <class Step>
-void expect_shards_as_whole(const std::vector<Place>& places, const Step& step) {
-  Tensor whole(whole_case());
+void expect_shards_as_whole(Master master, const std::vector<Place>& places, const Step& step) {
+  Tensor whole(whole_case(master));
   const Tensor start = whole;
   const auto digest = static_cast<uint64_t>(step(whole).counts[1]);
   uint64_t sum = 0;
@@ -79,15 +80,17 @@ TEST(Place, ShardsGetTheBitsOfTheWhole) {
       {{33, 0, 0, 0}, {kElements - 33, 33, 0, 0}},
       {{kRows * 45, 0, 45, kColumns}, {kRows * 45, 45, 45, kColumns}},
       {{kRows * 32, 0, 32, kColumns}, {kRows * 58, 32, 58, kColumns}}};
-  for (const auto& split : splits) {
-    for (const KernelTable* table : runnable_tables()) {
-      expect_shards_as_whole(split, [&](Tensor& tensor) {
-        return step_on_cpu(*table, tensor, hyper_of(2), control_of_a_step());
+  for (const Master master : {Master::kNone, Master::kRemainder8}) {
+    for (const auto& split : splits) {
+      for (const KernelTable* table : runnable_tables()) {
+        expect_shards_as_whole(master, split, [&](Tensor& tensor) {
+          return step_on_cpu(*table, tensor, hyper_of(2), control_of_a_step());
+        });
+      }
+      expect_shards_as_whole(master, split, [&](Tensor& tensor) {
+        return step_as_cuda(tensor, hyper_of(2), control_of_a_step(), 64);
       });
     }
-    expect_shards_as_whole(split, [&](Tensor& tensor) {
-      return step_as_cuda(tensor, hyper_of(2), control_of_a_step(), 64);
-    });
   }
 }
 

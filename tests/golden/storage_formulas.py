@@ -64,10 +64,13 @@ def round_stochastically(bits: int, random: int, draw: int) -> int:
 def digest(parameter: int, role: int, width: int, elements: Sequence[int]) -> int:
     """Of one array's elements, given as bits of ``width``."""
     total = 0
+    in_word = max(1, 32 // width)
     for element, bits in enumerate(elements):
-        x = (element & M32) * 0x9E3779B1 + mix64(mix64(parameter) + (element >> 20)) & M32
+        x = (element & M32) // in_word * 0x9E3779B1
+        x = x + mix64(mix64(parameter) + (element >> 20)) & M32
         x = (x ^ x >> 16) * 0x21F0AAAD & M32
         place = x ^ x >> 15 | 1
+        bits <<= width * (element % in_word)
         words = [bits] if width < 64 else [bits & M32, bits >> 32]
         for upper, word in enumerate(words):
             total += word * place * (mix64(role + 5 * upper + 1) | 1)
