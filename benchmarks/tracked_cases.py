@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import torch
+from bf16_cases import BYTES as BF16_BYTES
+from bf16_cases import OPTIONS as BF16_OPTIONS
 from cases import BYTES, CLIP, MAX_NORM, OURS, gradients_of, params_with
 from group import Case, Group
 from shapes import Shapes
@@ -26,3 +28,15 @@ def build_tracked(name: str, shapes: Shapes, device: str = "cpu") -> Group:
         optimizer = FusedAdamW(params_with(gradients), max_grad_norm=MAX_NORM, track=track)
         cases.append(Case(implementation, CLIP, optimizer.step, BYTES[OURS, CLIP]))
     return Group(name, shapes, cases, baseline=OURS)
+
+
+def build_digests(implementation: str, name: str, shapes: Shapes) -> Group:
+    """bfloat16, with a digest and without; ``implementation`` is one of bf16_cases.OPTIONS."""
+    gradients = gradients_of(shapes, torch.bfloat16, "cpu")
+    cases = []
+    for case, track in ((implementation, ()), (f"{implementation}, digest", ("digest",))):
+        settings = BF16_OPTIONS[implementation]
+        params = params_with(gradients)
+        optimizer = FusedAdamW(params, max_grad_norm=MAX_NORM, track=track, **settings)
+        cases.append(Case(case, CLIP, optimizer.step, BF16_BYTES[implementation]))
+    return Group(name, shapes, cases, baseline=implementation)

@@ -57,6 +57,11 @@ struct Avx2Words {
   static reg add_pairs(reg a, reg b) { return _mm256_add_epi64(a, b); }
   static reg multiply_lower(reg a, reg b) { return _mm256_mul_epu32(a, b); }
   static reg upper(reg a) { return _mm256_srli_epi64(a, 32); }
+  static reg even_words(reg a, reg b) {
+    const __m256 in_halves =
+        _mm256_shuffle_ps(_mm256_castsi256_ps(a), _mm256_castsi256_ps(b), 0x88);
+    return _mm256_permute4x64_epi64(_mm256_castps_si256(in_halves), 0xd8);
+  }
   static void store_pairs(uint64_t* x, reg a) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(x), a);
   }

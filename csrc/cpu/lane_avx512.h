@@ -47,6 +47,10 @@ struct Avx512Words {
   static reg upper(reg a) {  // a shuffle: shifts share their port with multiplications
     return _mm512_shuffle_epi32(a, _MM_PERM_DDBB);
   }
+  static reg even_words(reg a, reg b) {
+    const reg even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    return _mm512_permutex2var_epi32(a, even, b);
+  }
   static void store_pairs(uint64_t* x, reg a) { _mm512_storeu_si512(x, a); }
   static void store(void* x, reg a) { _mm512_storeu_si512(x, a); }
   static reg bit_and(reg a, reg b) { return _mm512_and_si512(a, b); }

@@ -19,6 +19,58 @@ struct WordsOf<L> {
   using type = typename L::Words;
 };
 
+// The factors of words that begin with elements of kElements, by the size of elements. Those of
+// narrow elements' words are among those of wide ones.
+template <class W, int kElements>
+class WordFactors {
+ public:
+  using reg = typename W::reg;
+  [[gnu::always_inline]] WordFactors(const Layout& layout, const DigestPlace& place) {
+    if (has(layout, 4)) {
+      find<1>(words_, place);
+      halve(words_, halves_);
+    } else if (has(layout, 2)) {
+      find<2>(halves_, place);
+    }
+    if (has(layout, 1)) {
+      halve(halves_, bytes_);
+    }
+  }
+  [[gnu::always_inline]] const reg* of(int64_t size) const {
+    return size == 4 ? words_ : size == 2 ? halves_ : bytes_;
+  }
+
+ private:
+  static constexpr int kWords = kElements / W::width;  // registers
+  static constexpr int kHalves = (kWords + 1) / 2;
+  static constexpr int kBytes = (kHalves + 1) / 2;
+  [[gnu::always_inline]] static bool has(const Layout& layout, int64_t size) {
+    bool any = false;
+    for_each_stored(
+        layout, [&](Array array) __attribute__((always_inline)) {
+          any = any || element_size(layout, array) == size;
+        });
+    return any;
+  }
+  template <uint32_t kStep, int kCount>
+  [[gnu::always_inline]] static void find(reg (&factors)[kCount], const DigestPlace& place) {
+    for (int k = 0; k < kCount; ++k) {
+      const auto first = static_cast<uint32_t>(k * W::width) * kStep;
+      factors[k] = place_factors<W, kStep>(place.base, place.number + first);
+    }
+  }
+  template <int kFrom, int kTo>
+  [[gnu::always_inline]] static void halve(const reg (&from)[kFrom], reg (&to)[kTo]) {
+    for (int k = 0; k < kTo; ++k) {
+      to[k] = W::even_words(from[2 * k], from[kFrom > 2 * k + 1 ? 2 * k + 1 : 2 * k]);
+    }
+  }
+
+  reg words_[kWords];
+  reg halves_[kHalves];
+  reg bytes_[kBytes];
+};
+
 // For each array, the sum of words times factors. Even words are the lower ones of a register's
 // pairs.
 template <class W>
@@ -30,18 +82,18 @@ struct DigestRegisters {
   template <int kElements>
   [[gnu::always_inline]] void add(const Layout& layout, void* const (&x)[kArrays], int64_t i,
                                   const DigestPlace& place) {
+    constexpr int64_t kBytes = int64_t{W::width} * 4;
+    const WordFactors<W, kElements> factors(layout, place);
     for_each_stored(
         layout, [&](Array array) __attribute__((always_inline)) {
-          constexpr int64_t kBytes = int64_t{W::width} * 4;
           const int64_t size = element_size(layout, array);
           const char* const from = static_cast<const char*>(x[array]) + size * i;
-          const uint32_t word = place.number / elements_in_word(size);
           for (int64_t at = 0; at < size * kElements; at += kBytes) {
             const reg words =
                 at + kBytes <= size * kElements ? W::load(from + at) : W::load_half(from + at);
-            const reg factors = place_factors<W>(place.base, word + static_cast<uint32_t>(at / 4));
-            const reg even = W::multiply_lower(words, factors);
-            const reg odd = W::multiply_lower(W::upper(words), W::upper(factors));
+            const reg factor = factors.of(size)[at / kBytes];
+            const reg even = W::multiply_lower(words, factor);
+            const reg odd = W::multiply_lower(W::upper(words), W::upper(factor));
             sums[array] = W::add_pairs(sums[array], W::add_pairs(even, odd));
           }
         });
@@ -68,9 +120,10 @@ struct DigestRegisters<void> {
 // Whether the element is the first one in each array's word.
 [[gnu::always_inline]] inline bool begins_words(const Layout& layout, uint32_t number) {
   bool all = true;
-  for_each_stored(layout, [&](Array array) {
-    all = all && number % elements_in_word(element_size(layout, array)) == 0;
-  });
+  for_each_stored(
+      layout, [&](Array array) __attribute__((always_inline)) {
+        all = all && number % elements_in_word(element_size(layout, array)) == 0;
+      });
   return all;
 }
 

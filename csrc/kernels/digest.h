@@ -1,7 +1,7 @@
 // A 64-bit digest of what a step stores that does not depend on the order it is taken in: the sum,
 // modulo 2**64, of every 32-bit word times an odd number of its place and an odd number of its
-// array. Words are counted from the parameter's start; one has two elements of 16 bits or four of 8
-// bits, which are added one by one where a shard cuts it. Replicas that hold the same have the same
+// array. A word has two elements of 16 bits or four of 8 bits, counted from the parameter's start;
+// they are added one by one where a shard cuts it. Replicas that hold the same have the same
 // digest, shards add up to the whole, and one flipped bit always changes it, by 2**k times an odd
 // number, k < 32. docs/numerics.md section 9.
 #pragma once
@@ -16,10 +16,10 @@ TORCHOPT_HD inline uint32_t digest_base(uint32_t parameter, uint64_t element) {
   return static_cast<uint32_t>(mix64(mix64(parameter) + (element >> kStreamBits)));
 }
 
-// Of words that follow `number`, the lower half of the first one's number.
-template <class W>
+// The places of elements `number`, the lower half of one's number, and every kStep-th that follows.
+template <class W, uint32_t kStep = 1>
 TORCHOPT_HD inline typename W::reg place_factors(uint32_t base, uint32_t number) {
-  auto x = W::add(W::multiples(kWeylStep), W::set1(number * kWeylStep + base));
+  auto x = W::add(W::multiples(kStep * kWeylStep), W::set1(number * kWeylStep + base));
   x = W::multiply(W::bit_xor(x, W::template shifted<16>(x)), W::set1(0x21f0aaadu));
   return W::bit_or(W::bit_xor(x, W::template shifted<15>(x)), W::set1(1));
 }
@@ -60,9 +60,10 @@ TORCHOPT_HD constexpr uint32_t elements_in_word(int64_t size) {
   return size < 4 ? static_cast<uint32_t>(4 / size) : 1;
 }
 
-// The factor of the word that has an element of `size` bytes.
+// The factor of the word that has an element of `size` bytes: that of its first element's place.
 TORCHOPT_HD inline uint32_t place_factor(const DigestPlace& place, int64_t size) {
-  return place_factors<ScalarWords>(place.base, place.number / elements_in_word(size));
+  const uint32_t in_word = place.number % elements_in_word(size);
+  return place_factors<ScalarWords>(place.base, place.number - in_word);
 }
 
 // Of element i of all arrays of a parameter that is computed in T.

@@ -66,8 +66,8 @@ def digest(parameter: int, role: int, width: int, elements: Sequence[int]) -> in
     total = 0
     in_word = max(1, 32 // width)
     for element, bits in enumerate(elements):
-        x = (element & M32) // in_word * 0x9E3779B1
-        x = x + mix64(mix64(parameter) + (element >> 20)) & M32
+        first = (element & M32) // in_word * in_word
+        x = first * 0x9E3779B1 + mix64(mix64(parameter) + (element >> 20)) & M32
         x = (x ^ x >> 16) * 0x21F0AAAD & M32
         place = x ^ x >> 15 | 1
         bits <<= width * (element % in_word)

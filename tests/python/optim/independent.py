@@ -142,9 +142,9 @@ def digest_array(tensor: Tensor, parameter: int, role: int, places: list[int] | 
     values = words(tensor)
     base = np.uint64(mix64(mix64(parameter)) % 2**32)
     numbers = np.asarray(range(values.size) if places is None else places, np.uint64)
-    in_word = max(1, 4 // tensor.element_size())
-    values = values << (numbers % np.uint64(in_word) * np.uint64(32 // in_word % 32))
-    x = (times(numbers // np.uint64(in_word), 0x9E3779B1) + base) & MASK32
+    in_word = np.uint64(max(1, 4 // tensor.element_size()))
+    values = values << (numbers % in_word * np.uint64(8 * tensor.element_size() % 64))
+    x = (times(numbers // in_word * in_word, 0x9E3779B1) + base) & MASK32
     x = times(x ^ shifted(x, 16), 0x21F0AAAD)
     place = x ^ shifted(x, 15) | np.uint64(1)
     total = 0
