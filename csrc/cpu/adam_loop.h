@@ -32,11 +32,8 @@ template <class L>
 [[gnu::always_inline]] inline void fetch_arrays_ahead(const Layout& layout, const StepMode& mode,
                                                       void* const (&x)[kArrays], int64_t i) {
   const auto ahead = [&](Array array) __attribute__((always_inline)) {
-    constexpr int64_t kLine = 64;
     const int64_t size = element_size(layout, array);
-    for (int64_t at = 0; at < size * L::width; at += kLine) {
-      fetch_ahead<L>(x[array], size * i + at);
-    }
+    fetch_lines_ahead<L>(x[array], size * i, size * L::width);
   };
   if (!mode.past_caches) {
     ahead(kParam);

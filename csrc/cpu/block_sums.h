@@ -73,7 +73,6 @@ template <class L, int kBlocks, class T>
 inline void block_sums(const T* const (&block)[kBlocks], const void* const (&ahead)[kBlocks],
                        int64_t n, double (&totals)[kBlocks]) {
   constexpr int64_t size = sizeof(T);
-  constexpr int64_t kLine = 64;
   typename L::reg sums[kBlocks][kBlockLanes / L::width];
   for (auto& of_block : sums) {
     for (auto& sum : of_block) {
@@ -84,9 +83,7 @@ inline void block_sums(const T* const (&block)[kBlocks], const void* const (&ahe
   for (; i + kBlockLanes <= n; i += kBlockLanes) {
 #pragma GCC unroll 4
     for (int b = 0; b < kBlocks; ++b) {
-      for (int64_t at = 0; at < kBlockLanes * size; at += kLine) {
-        fetch_into_l2<L>(ahead[b], size * i + at);
-      }
+      fetch_into_l2<L>(ahead[b], size * i, kBlockLanes * size);
       add_lanes<L>(block[b] + i, sums[b]);
     }
   }

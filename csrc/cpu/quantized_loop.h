@@ -16,16 +16,13 @@ namespace {
 template <class L>
 [[gnu::always_inline]] inline void fetch_group_ahead(const Layout& layout,
                                                      void* const (&x)[kArrays], int64_t i) {
-  constexpr int64_t kLine = 64;
   constexpr Array kRead[] = {kParam, kExpAvg, kExpAvgSq, kMaster, kGrad};
   for (const Array array : kRead) {
     if (array == kMaster && layout.master == Master::kNone) {
       continue;
     }
     const int64_t size = element_size(layout, array);
-    for (int64_t at = 0; at < kQuantGroup * size; at += kLine) {
-      fetch_ahead<L>(x[array], i * size + at);
-    }
+    fetch_lines_ahead<L>(x[array], i * size, kQuantGroup * size);
   }
 }
 
