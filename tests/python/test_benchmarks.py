@@ -74,10 +74,10 @@ def test_quick_run(tmp_path: Path) -> None:
 
 
 def test_one_set_by_itself(tmp_path: Path) -> None:
-    command = [sys.executable, str(RUN), "--quick", "--only", "tracked", "--out", str(tmp_path)]
+    command = [sys.executable, str(RUN), "--quick", "--only", "throughout", "--out", str(tmp_path)]
     subprocess.run(command, capture_output=True, timeout=100, check=True)
     result = json.loads((tmp_path / "results.json").read_text())
-    assert {row["set"] for row in result["results"]} == {"GPT-2 124 M, tracked"}
+    assert {row["set"] for row in result["results"]} == {"GPT-2 124 M, bf16 throughout"}
     assert not result["allocations"]
 
 
