@@ -18,6 +18,9 @@ namespace {
 // of the time.
 inline constexpr int64_t kReadAhead = 1024;
 
+// Of no more bytes than this, what follows them matters more.
+inline constexpr int64_t kSmall = 16384;
+
 // bf16 elements widen in pairs without moving between lanes: even and odd ones have registers of
 // their own. This takes 16 cycles for 64 elements instead of 20.
 template <class L, class T>
@@ -107,14 +110,17 @@ inline double block_sum(const T* block, int64_t n, const void* ahead) {
 }
 
 // Adds the sums of blocks k, k + step, k + 2 step, ... of n elements; block(k) is where block k is.
+// Asks for what follows each, or, if it is not null, for as much at `next`.
 template <class L, int kBlocks, class Block>
-inline void add_together(const Block& block, int64_t k, int64_t step, int64_t n,
+inline void add_together(const Block& block, int64_t k, int64_t step, int64_t n, const void* next,
                          ExactAccumulator& acc) {
   decltype(block(0)) at[kBlocks];
   const void* ahead[kBlocks];
   for (int b = 0; b < kBlocks; ++b) {
     at[b] = block(k + b * step);
-    ahead[b] = reinterpret_cast<const char*>(at[b]) + kReadAhead;
+    ahead[b] = next == nullptr
+                   ? reinterpret_cast<const char*>(at[b]) + kReadAhead
+                   : static_cast<const char*>(next) + b * n * static_cast<int64_t>(sizeof(*at[b]));
   }
   double totals[kBlocks];
   block_sums<L>(at, ahead, n, totals);
@@ -126,20 +132,25 @@ inline void add_together(const Block& block, int64_t k, int64_t step, int64_t n,
 // Adds the sums of `count` blocks. To hardware an array is one stream, and one thread reads four
 // streams from memory half as fast again as one: blocks are summed four at a time, a quarter of
 // them apart. On an Intel Xeon of 2023 bf16 gradients in memory took 0.85 of the time they took one
-// block after the other, fp32 ones 0.95.
+// block after the other, fp32 ones 0.95. Of small tensors the last blocks ask for `next`.
 template <class L, class Block>
 inline void add_blocks(const Block& block, int64_t count, int64_t n, const void* next,
                        ExactAccumulator& acc) {
   const int64_t quarter = count / 4;
+  const bool is_small = count * n * static_cast<int64_t>(sizeof(*block(0))) <= kSmall;
+  const auto next_after = [&](int64_t blocks) {
+    return is_small && blocks == count ? next : nullptr;
+  };
   for (int64_t k = 0; k < quarter; ++k) {
-    add_together<L, 4>(block, k, quarter, n, acc);
+    const int64_t done = k + 1 == quarter ? 4 * quarter : 0;
+    add_together<L, 4>(block, k, quarter, n, next_after(done), acc);
   }
   int64_t k = 4 * quarter;
   for (; k + 2 <= count; k += 2) {
-    add_together<L, 2>(block, k, 1, n, acc);
+    add_together<L, 2>(block, k, 1, n, next_after(k + 2), acc);
   }
   if (k < count) {
-    accumulator_add(acc, block_sum<L>(block(k), n, next));
+    add_together<L, 1>(block, k, 1, n, next, acc);
   }
 }
 

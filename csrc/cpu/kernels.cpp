@@ -69,7 +69,8 @@ void add_short_rows(const void* x, int64_t n, const void* next, ExactAccumulator
 
 template <class T>
 double block_sum(const void* x, int64_t n) {
-  return block_sum<DoubleLane>(static_cast<const T*>(x), n, x);
+  const void* const nowhere = x;  // all is in cache
+  return block_sum<DoubleLane>(static_cast<const T*>(x), n, nowhere);
 }
 
 // With a constant layout, but for amsgrad where there is no 16-bit array.
@@ -150,6 +151,7 @@ void adam_traced(const TensorScalars& scalars, const TensorWork& work, const Ste
   if constexpr (is_quantized(kKind)) {
     LoopTrace<L, kChanges, kDigest> seen(begin, changes);
     quantized_step<kKind>(scalars, work, options, begin, end, seen);
+    seen.finish(layout_of<kKind>(work), work.memory);
     seen.add_to(trace);
   } else {
     const Layout layout = layout_of<kKind>(work);
@@ -160,8 +162,9 @@ void adam_traced(const TensorScalars& scalars, const TensorWork& work, const Ste
         end, [&](int64_t first, int64_t last, uint64_t number) __attribute__((always_inline)) {
           const Draws draws = rounds ? draws_from(rounding_key(options, work), number) : Draws{};
           LoopTrace<L, kChanges, kDigest> seen(begin, changes);
-          seen.start(work, first, number);
+          seen.start(layout, work, first, number);
           loop<Choice>(scalars, work, layout, mode, first, last, rounds ? &draws : nullptr, seen);
+          seen.finish(layout, work.memory);
           seen.add_to(trace);
         });
   }

@@ -32,7 +32,7 @@ inline __m128i narrow8(__m256 a, Float16) {
   return _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 
-// Words of 32 bits (kernels/stochastic.h, cpu/digest_words.h).
+// Words of 32 bits (kernels/stochastic.h, cpu/loop_trace.h).
 struct Avx2Words {
   using reg = __m256i;
   static constexpr int width = 8;

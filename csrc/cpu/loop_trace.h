@@ -87,6 +87,7 @@ struct DigestRegisters {
     for_each_stored(
         layout, [&](Array array) __attribute__((always_inline)) {
           const int64_t size = element_size(layout, array);
+          // The last register may be half, of half as many bytes as W has.
           const char* const from = static_cast<const char*>(x[array]) + size * i;
           for (int64_t at = 0; at < size * kElements; at += kBytes) {
             const reg words =
@@ -137,10 +138,15 @@ class LoopTrace {
   LoopTrace(int64_t origin, Scalar* change) : origin_(origin), change_(change) {}
 
   // What follows is of elements from `begin` on, whose numbers follow that of the first one.
-  void start(const TensorWork& work, int64_t begin, uint64_t number) {
+  void start(const Layout& layout, const TensorWork& work, int64_t begin, uint64_t number) {
     if constexpr (kDigest) {
-      begin_ = begin;
-      first_ = digest_place(work.index, number);
+      const DigestPlace place = digest_place(work.index, number);
+      const DigestPlace next = place_at(begin);
+      if (begin != end_ || place.base != next.base || place.number != next.number) {
+        finish(layout, work.memory);
+        begin_ = next_ = end_ = begin;
+        first_ = place;
+      }
     }
   }
   template <class Lane>
@@ -160,21 +166,30 @@ class LoopTrace {
       lost_ += Lane::count_lost(before, after, load_exp_avg(lane, layout, x, i), decays);
     }
   }
-  // After kMost elements from element i on were stored, or after the first n of them.
+  // After n <= kMost elements from element i on were stored. The digest takes kMost at once that
+  // begin words of every array: of a shard that begins within a word they were stored in two calls.
   template <int kMost>
   [[gnu::always_inline]] void stored(const Layout& layout, void* const (&x)[kArrays], int64_t i,
                                      int n) {
     if constexpr (kDigest) {
-      const DigestPlace place = place_at(i);
-      if constexpr (!std::is_void_v<Words> && kMost > 1) {
-        if (n == kMost && begins_words(layout, place.number)) {
+      end_ = i + n;
+      if constexpr (std::is_void_v<Words>) {
+        finish(layout, x);
+      } else if constexpr (kMost > 1) {
+        const DigestPlace place = place_at(i);
+        if (next_ == i && n == kMost && begins_words(layout, place.number)) {
           registers_.template add<kMost>(layout, x, i, place);
-          return;
+          next_ = end_;
+        } else {
+          advance<kMost>(layout, x);
         }
       }
-      for (int k = 0; k < n; ++k) {
-        digest_ += digest_element<Scalar>(layout, x, i + k, place_at(i + k));
-      }
+    }
+  }
+  // Takes what was stored and is left.
+  [[gnu::noinline]] void finish(const Layout& layout, void* const (&x)[kArrays]) {
+    while (next_ < end_) {
+      add_next(layout, x);
     }
   }
   // After the scales of the group that begins at element i.
@@ -194,9 +209,28 @@ class LoopTrace {
     return {first_.base, first_.number + static_cast<uint32_t>(i - begin_)};
   }
 
+  // Not inlined: shards that begin within a word are rare.
+  template <int kMost>
+  [[gnu::noinline]] void advance(const Layout& layout, void* const (&x)[kArrays]) {
+    while (next_ < end_ && !begins_words(layout, place_at(next_).number)) {
+      add_next(layout, x);
+    }
+    for (; next_ + kMost <= end_; next_ += kMost) {
+      registers_.template add<kMost>(layout, x, next_, place_at(next_));
+    }
+  }
+  void add_next(const Layout& layout, void* const (&x)[kArrays]) {
+    digest_ += digest_element<Scalar>(layout, x, next_, place_at(next_));
+    ++next_;
+  }
+
   int64_t origin_;
   Scalar* change_;
+  // Of the digest: where the elements begin that follow one another, what is to be taken next, and
+  // what was stored.
   int64_t begin_ = 0;
+  int64_t next_ = 0;
+  int64_t end_ = 0;
   DigestPlace first_{};
   int64_t lost_ = 0;
   uint64_t digest_ = 0;

@@ -59,7 +59,7 @@ template <class L, class Trace>
     if (key != nullptr || Trace::needs_numbers) {
       const auto number = static_cast<uint64_t>(global_element(work, group.first));
       draws.start(number);
-      trace.start(work, group.first, number);
+      trace.start(layout, work, group.first, number);
     }
   };
   // visit(lane, element) of what tracking sees.
