@@ -71,12 +71,9 @@ template <class T>
 TORCHOPT_HD inline uint64_t digest_element(const Layout& layout, void* const (&x)[kArrays],
                                            int64_t i, const DigestPlace& place) {
   uint64_t sum = 0;
-  uint64_t factor = 0;
-  int64_t size_before = 0;  // arrays of one size share the factor
   for_each_stored(layout, [&](Array array) {
     const int64_t size = element_size(layout, array);
-    factor = size == size_before ? factor : place_factor(place, size);
-    size_before = size;
+    const uint64_t factor = place_factor(place, size);
     const char* const at = static_cast<const char*>(x[array]) + size * i;
     if constexpr (sizeof(T) == sizeof(double)) {
       const auto bits = bit_cast<uint64_t>(static_cast<const double*>(x[array])[i]);
