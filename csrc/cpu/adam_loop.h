@@ -71,8 +71,10 @@ template <class L>
 // What a step notes that is not tracked (loop_trace.h): nothing.
 struct NoTrace {
   static constexpr bool needs_numbers = false;
-  void start(const Layout& /*layout*/, const TensorWork& /*work*/, int64_t /*begin*/,
-             uint64_t /*number*/) const {}
+  void start_group(const Layout& /*layout*/, const TensorWork& /*work*/, int64_t /*begin*/,
+                   uint64_t /*number*/) const {}
+  void stored_group(const Layout& /*layout*/, void* const (& /*x*/)[kArrays], int64_t /*i*/,
+                    int /*n*/) const {}
   void stored_scales(void* const (& /*x*/)[kArrays], int64_t /*i*/, int64_t /*group*/) const {}
   template <int kMost>
   void stored(const Layout& /*layout*/, void* const (& /*x*/)[kArrays], int64_t /*i*/,

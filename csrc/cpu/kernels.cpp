@@ -157,15 +157,26 @@ void adam_traced(const TensorScalars& scalars, const TensorWork& work, const Ste
     const Layout layout = layout_of<kKind>(work);
     const StepMode mode = mode_of<kKind>(layout, options, /*past_caches=*/false);
     const bool rounds = rounds_randomly<kKind>(layout, options);
+    const auto step = [&](int64_t first, int64_t last, uint64_t number)
+        __attribute__((always_inline)) {
+      const Draws draws = rounds ? draws_from(rounding_key(options, work), number) : Draws{};
+      LoopTrace<L, kChanges, kDigest> seen(begin, changes);
+      seen.start(work, first, number);
+      loop<Choice>(scalars, work, layout, mode, first, last, rounds ? &draws : nullptr, seen);
+      seen.add_to(trace);
+    };
     for_each_run(
         work, begin,
         end, [&](int64_t first, int64_t last, uint64_t number) __attribute__((always_inline)) {
-          const Draws draws = rounds ? draws_from(rounding_key(options, work), number) : Draws{};
-          LoopTrace<L, kChanges, kDigest> seen(begin, changes);
-          seen.start(layout, work, first, number);
-          loop<Choice>(scalars, work, layout, mode, first, last, rounds ? &draws : nullptr, seen);
-          seen.finish(layout, work.memory);
-          seen.add_to(trace);
+          // To where digests' words begin: the loop's registers then have whole ones.
+          constexpr uint64_t kMostInWord = 4;
+          const auto in_word = static_cast<int64_t>(-number % kMostInWord);
+          for (int64_t cut = last - first < in_word ? last : first + in_word; first < last;
+               cut = last) {
+            step(first, cut, number);
+            number += static_cast<uint64_t>(cut - first);
+            first = cut;
+          }
         });
   }
 }

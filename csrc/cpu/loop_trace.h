@@ -4,6 +4,7 @@
 
 #include "cpu/adam_loop.h"
 #include "kernels/digest.h"
+#include "kernels/quantize.h"
 
 namespace torchopt_ext {
 namespace {
@@ -138,7 +139,14 @@ class LoopTrace {
   LoopTrace(int64_t origin, Scalar* change) : origin_(origin), change_(change) {}
 
   // What follows is of elements from `begin` on, whose numbers follow that of the first one.
-  void start(const Layout& layout, const TensorWork& work, int64_t begin, uint64_t number) {
+  void start(const TensorWork& work, int64_t begin, uint64_t number) {
+    if constexpr (kDigest) {
+      begin_ = begin;
+      first_ = digest_place(work.index, number);
+    }
+  }
+  // The same of a group, which may follow the one before.
+  void start_group(const Layout& layout, const TensorWork& work, int64_t begin, uint64_t number) {
     if constexpr (kDigest) {
       const DigestPlace place = digest_place(work.index, number);
       const DigestPlace next = place_at(begin);
@@ -166,22 +174,36 @@ class LoopTrace {
       lost_ += Lane::count_lost(before, after, load_exp_avg(lane, layout, x, i), decays);
     }
   }
-  // After n <= kMost elements from element i on were stored. The digest takes kMost at once that
-  // begin words of every array: of a shard that begins within a word they were stored in two calls.
+  // After kMost elements from element i on were stored, or after the first n of them.
   template <int kMost>
   [[gnu::always_inline]] void stored(const Layout& layout, void* const (&x)[kArrays], int64_t i,
                                      int n) {
     if constexpr (kDigest) {
+      const DigestPlace place = place_at(i);
+      if constexpr (!std::is_void_v<Words> && kMost > 1) {
+        if (n == kMost && begins_words(layout, place.number)) {
+          registers_.template add<kMost>(layout, x, i, place);
+          return;
+        }
+      }
+      for (int k = 0; k < n; ++k) {
+        digest_ += digest_element<Scalar>(layout, x, i + k, place_at(i + k));
+      }
+    }
+  }
+  // After a group's n elements from element i on were stored, and those before it. Groups of odd
+  // rows begin within words: the digest takes words that are whole, and those of two groups later.
+  void stored_group(const Layout& layout, void* const (&x)[kArrays], int64_t i, int n) {
+    if constexpr (kDigest) {
       end_ = i + n;
       if constexpr (std::is_void_v<Words>) {
         finish(layout, x);
-      } else if constexpr (kMost > 1) {
-        const DigestPlace place = place_at(i);
-        if (next_ == i && n == kMost && begins_words(layout, place.number)) {
-          registers_.template add<kMost>(layout, x, i, place);
-          next_ = end_;
-        } else {
-          advance<kMost>(layout, x);
+      } else {
+        while (next_ < end_ && !begins_words(layout, place_at(next_).number)) {
+          add_next(layout, x);
+        }
+        for (; next_ + kQuantGroup <= end_; next_ += kQuantGroup) {
+          registers_.template add<kQuantGroup>(layout, x, next_, place_at(next_));
         }
       }
     }
@@ -209,16 +231,6 @@ class LoopTrace {
     return {first_.base, first_.number + static_cast<uint32_t>(i - begin_)};
   }
 
-  // Not inlined: shards that begin within a word are rare.
-  template <int kMost>
-  [[gnu::noinline]] void advance(const Layout& layout, void* const (&x)[kArrays]) {
-    while (next_ < end_ && !begins_words(layout, place_at(next_).number)) {
-      add_next(layout, x);
-    }
-    for (; next_ + kMost <= end_; next_ += kMost) {
-      registers_.template add<kMost>(layout, x, next_, place_at(next_));
-    }
-  }
   void add_next(const Layout& layout, void* const (&x)[kArrays]) {
     digest_ += digest_element<Scalar>(layout, x, next_, place_at(next_));
     ++next_;
@@ -226,8 +238,8 @@ class LoopTrace {
 
   int64_t origin_;
   Scalar* change_;
-  // Of the digest: where the elements begin that follow one another, what is to be taken next, and
-  // what was stored.
+  // Of the digest: where the elements begin that follow one another; of groups, which is to be
+  // taken next, and the end of those stored.
   int64_t begin_ = 0;
   int64_t next_ = 0;
   int64_t end_ = 0;

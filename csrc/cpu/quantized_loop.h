@@ -59,7 +59,7 @@ template <class L, class Trace>
     if (key != nullptr || Trace::needs_numbers) {
       const auto number = static_cast<uint64_t>(global_element(work, group.first));
       draws.start(number);
-      trace.start(layout, work, group.first, number);
+      trace.start_group(layout, work, group.first, number);
     }
   };
   // visit(lane, element) of what tracking sees.
@@ -154,7 +154,7 @@ template <class L, class Trace>
         group, [&](const auto& one, int64_t i) __attribute__((always_inline)) {
           trace.after(one, layout, work.memory, i, factors.has_decay);
         });
-    trace.template stored<kQuantGroup>(layout, work.memory, group.first, group.size);
+    trace.stored_group(layout, work.memory, group.first, group.size);
     trace.stored_scales(work.memory, group.first, group.index);
   };
 
