@@ -38,9 +38,7 @@ def cpu_builds(sets: dict[str, Shapes]) -> list[partial[Group]]:
         partial(build_plain, f"{GPT2}, bf16 throughout", sets[GPT2]),
         partial(build_tracked, f"{GPT2}, tracked", sets[GPT2]),
         *[
-            partial(
-                build_digests, kind, f"{GPT2}, {kind.removeprefix(OURS)[2:]}, tracked", sets[GPT2]
-            )
+            partial(build_digests, kind, kind.replace(OURS, GPT2) + ", tracked", sets[GPT2])
             for kind in OPTIONS
         ],
         *[partial(build_peer, peer, name, sets[name]) for name in (GPT2, SMALL) for peer in PEERS],

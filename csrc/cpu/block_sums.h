@@ -138,16 +138,13 @@ inline void add_blocks(const Block& block, int64_t count, int64_t n, const void*
                        ExactAccumulator& acc) {
   const int64_t quarter = count / 4;
   const bool is_small = count * n * static_cast<int64_t>(sizeof(*block(0))) <= kSmall;
-  const auto next_after = [&](int64_t blocks) {
-    return is_small && blocks == count ? next : nullptr;
-  };
+  const auto ahead_of = [&](bool is_last) { return is_small && is_last ? next : nullptr; };
   for (int64_t k = 0; k < quarter; ++k) {
-    const int64_t done = k + 1 == quarter ? 4 * quarter : 0;
-    add_together<L, 4>(block, k, quarter, n, next_after(done), acc);
+    add_together<L, 4>(block, k, quarter, n, ahead_of(4 * (k + 1) == count), acc);
   }
   int64_t k = 4 * quarter;
   for (; k + 2 <= count; k += 2) {
-    add_together<L, 2>(block, k, 1, n, next_after(k + 2), acc);
+    add_together<L, 2>(block, k, 1, n, ahead_of(k + 2 == count), acc);
   }
   if (k < count) {
     add_together<L, 1>(block, k, 1, n, next, acc);

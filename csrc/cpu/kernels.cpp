@@ -69,8 +69,7 @@ void add_short_rows(const void* x, int64_t n, const void* next, ExactAccumulator
 
 template <class T>
 double block_sum(const void* x, int64_t n) {
-  const void* const nowhere = x;  // all is in cache
-  return block_sum<DoubleLane>(static_cast<const T*>(x), n, nowhere);
+  return block_sum<DoubleLane>(static_cast<const T*>(x), n, /*ahead=*/x);
 }
 
 // With a constant layout, but for amsgrad where there is no 16-bit array.
@@ -147,38 +146,31 @@ void adam_traced(const TensorScalars& scalars, const TensorWork& work, const Ste
   // Of a pair of registers the digest takes whole registers of a 16-bit parameter's words.
   using Choice = Lanes<kKind == AdamKind::kBFloat16Master ? AdamKind::kGeneral : kKind>;
   using L = typename Choice::Main;
-  auto* changes = static_cast<typename L::scalar*>(change);
+  LoopTrace<L, kChanges, kDigest> seen(begin, static_cast<typename L::scalar*>(change));
+  const Layout layout = layout_of<kKind>(work);
   if constexpr (is_quantized(kKind)) {
-    LoopTrace<L, kChanges, kDigest> seen(begin, changes);
     quantized_step<kKind>(scalars, work, options, begin, end, seen);
-    seen.finish(layout_of<kKind>(work), work.memory);
-    seen.add_to(trace);
+    seen.finish(layout, work.memory);
   } else {
-    const Layout layout = layout_of<kKind>(work);
     const StepMode mode = mode_of<kKind>(layout, options, /*past_caches=*/false);
     const bool rounds = rounds_randomly<kKind>(layout, options);
-    const auto step = [&](int64_t first, int64_t last, uint64_t number)
-        __attribute__((always_inline)) {
-      const Draws draws = rounds ? draws_from(rounding_key(options, work), number) : Draws{};
-      LoopTrace<L, kChanges, kDigest> seen(begin, changes);
-      seen.start(work, first, number);
-      loop<Choice>(scalars, work, layout, mode, first, last, rounds ? &draws : nullptr, seen);
-      seen.add_to(trace);
-    };
     for_each_run(
         work, begin,
         end, [&](int64_t first, int64_t last, uint64_t number) __attribute__((always_inline)) {
           // To where digests' words begin: the loop's registers then have whole ones.
           constexpr uint64_t kMostInWord = 4;
-          const auto in_word = static_cast<int64_t>(-number % kMostInWord);
-          for (int64_t cut = last - first < in_word ? last : first + in_word; first < last;
-               cut = last) {
-            step(first, cut, number);
+          const auto in_word = kDigest ? static_cast<int64_t>(-number % kMostInWord) : 0;
+          int64_t cut = in_word == 0 || last - first < in_word ? last : first + in_word;
+          for (; first < last; cut = last) {
+            const Draws draws = rounds ? draws_from(rounding_key(options, work), number) : Draws{};
+            seen.start(work, first, number);
+            loop<Choice>(scalars, work, layout, mode, first, cut, rounds ? &draws : nullptr, seen);
             number += static_cast<uint64_t>(cut - first);
             first = cut;
           }
         });
   }
+  seen.add_to(trace);
 }
 
 template <AdamKind kKind>

@@ -187,7 +187,7 @@ class LoopTrace {
         }
       }
       for (int k = 0; k < n; ++k) {
-        digest_ += digest_element<Scalar>(layout, x, i + k, place_at(i + k));
+        add_element(layout, x, i + k);
       }
     }
   }
@@ -200,7 +200,7 @@ class LoopTrace {
         finish(layout, x);
       } else {
         while (next_ < end_ && !begins_words(layout, place_at(next_).number)) {
-          add_next(layout, x);
+          add_element(layout, x, next_++);
         }
         for (; next_ + kQuantGroup <= end_; next_ += kQuantGroup) {
           registers_.template add<kQuantGroup>(layout, x, next_, place_at(next_));
@@ -211,7 +211,7 @@ class LoopTrace {
   // Takes what was stored and is left.
   [[gnu::noinline]] void finish(const Layout& layout, void* const (&x)[kArrays]) {
     while (next_ < end_) {
-      add_next(layout, x);
+      add_element(layout, x, next_++);
     }
   }
   // After the scales of the group that begins at element i.
@@ -231,9 +231,8 @@ class LoopTrace {
     return {first_.base, first_.number + static_cast<uint32_t>(i - begin_)};
   }
 
-  void add_next(const Layout& layout, void* const (&x)[kArrays]) {
-    digest_ += digest_element<Scalar>(layout, x, next_, place_at(next_));
-    ++next_;
+  void add_element(const Layout& layout, void* const (&x)[kArrays], int64_t i) {
+    digest_ += digest_element<Scalar>(layout, x, i, place_at(i));
   }
 
   int64_t origin_;
