@@ -83,17 +83,23 @@ Layout layout_of(const TensorWork& work) {
   return layout;
 }
 
-// Whole groups of elements with 8-bit moments.
+// Whole groups of elements with 8-bit moments. The usual kernel is of rows without a short group.
 template <AdamKind kKind, class Trace>
 void quantized_step(const TensorScalars& scalars, const TensorWork& work,
                     const StepOptions& options, int64_t begin, int64_t end, Trace& trace) {
-  const Layout layout = layout_of<kKind>(work);
   constexpr bool kIsGeneral = kKind == AdamKind::kInt8;
+  if constexpr (!kIsGeneral) {
+    if (work.row_length % kQuantGroup != 0) {
+      quantized_step<AdamKind::kInt8>(scalars, work, options, begin, end, trace);
+      return;
+    }
+  }
+  const Layout layout = layout_of<kKind>(work);
   const StepMode mode{.write_back = kIsGeneral && options.write_back_gradients};
   const bool rounds = kIsGeneral && options.stochastic_rounding;
   const RoundingKey key = rounds ? rounding_key(options, work) : RoundingKey{};
-  quantized_loop<ManyLane>(scalars.as_float, layout, mode, work, begin, end,
-                           rounds ? &key : nullptr, trace);
+  quantized_loop<ManyLane, /*kWhole=*/!kIsGeneral>(scalars.as_float, layout, mode, work, begin, end,
+                                                   rounds ? &key : nullptr, trace);
 }
 
 template <class Choice, class Trace>

@@ -104,13 +104,13 @@ struct Avx2Words {
   static reg upper_fours(reg low, reg high) { return _mm256_unpackhi_epi16(low, high); }
   static reg packed(reg a, reg b) { return _mm256_packus_epi32(a, b); }
   static reg packed_signed(reg a, reg b) { return _mm256_packs_epi32(a, b); }
-  static void store_bytes(int8_t* x, reg a) { store_quarters(x, _mm256_packs_epi16(a, a)); }
-  static void store_bytes(uint8_t* x, reg a) { store_quarters(x, _mm256_packus_epi16(a, a)); }
-  // The first and the third quarter.
-  static void store_quarters(void* x, reg a) {
-    _mm_storeu_si128(static_cast<__m128i*>(x),
-                     _mm256_castsi256_si128(_mm256_permute4x64_epi64(a, 0x08)));
+  static void store_bytes(int8_t* x, reg a) {  // the first and the third quarter
+    const reg all = _mm256_permute4x64_epi64(_mm256_packs_epi16(a, a), 0x08);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(x), _mm256_castsi256_si128(all));
   }
+  static void store_bytes(int8_t* x, reg a, reg b) { store_packed(x, _mm256_packs_epi16(a, b)); }
+  static void store_bytes(uint8_t* x, reg a, reg b) { store_packed(x, _mm256_packus_epi16(a, b)); }
+  static void store_packed(void* x, reg a) { store(x, _mm256_permute4x64_epi64(a, 0xd8)); }
   static reg multiples_in_fours(uint32_t factor) {
     return multiply(_mm256_setr_epi32(0, 1, 2, 3, 8, 9, 10, 11), set1(factor));
   }
@@ -157,6 +157,7 @@ struct Avx2Float {
   static reg min(reg a, reg b) { return _mm256_min_ps(a, b); }
   static reg neg(reg a) { return _mm256_xor_ps(a, set1(-0.0f)); }
   static reg abs(reg a) { return _mm256_andnot_ps(set1(-0.0f), a); }
+  static reg sub_bits(reg a, reg b) { return from_bits(_mm256_sub_epi32(bits(a), bits(b))); }
   static reg max_magnitude(reg a, reg b) {  // as integers, of which NaN's are the largest
     return from_bits(_mm256_max_epu32(bits(a), bits(b)));
   }

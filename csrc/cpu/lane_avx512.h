@@ -94,8 +94,11 @@ struct Avx512Words {
   static void store_bytes(int8_t* x, reg a) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(x), _mm512_cvtsepi16_epi8(a));
   }
-  static void store_bytes(uint8_t* x, reg a) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(x), _mm512_cvtusepi16_epi8(a));
+  // Those of two registers, which takes two operations in place of four.
+  static void store_bytes(int8_t* x, reg a, reg b) { store_packed(x, _mm512_packs_epi16(a, b)); }
+  static void store_bytes(uint8_t* x, reg a, reg b) { store_packed(x, _mm512_packus_epi16(a, b)); }
+  static void store_packed(void* x, reg a) {
+    store(x, _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), a));
   }
   static reg multiples_in_fours(uint32_t factor) {
     return multiply(_mm512_setr_epi32(0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27),
@@ -150,6 +153,7 @@ struct Avx512Float {
   static reg min(reg a, reg b) { return _mm512_min_ps(a, b); }
   static reg neg(reg a) { return _mm512_xor_ps(a, set1(-0.0f)); }
   static reg abs(reg a) { return _mm512_andnot_ps(set1(-0.0f), a); }
+  static reg sub_bits(reg a, reg b) { return from_bits(_mm512_sub_epi32(bits(a), bits(b))); }
   static reg max_magnitude(reg a, reg b) {  // as integers, of which NaN's are the largest
     return from_bits(_mm512_max_epu32(bits(a), bits(b)));
   }

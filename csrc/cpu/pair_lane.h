@@ -85,14 +85,11 @@ struct PairLane {
     Words::store(remainder, rest);
   }
   static void store_split(BFloat16* weight, int8_t* remainder, reg a) {
-    const auto [high, low] = halves_of(L::bits(a.lower), L::bits(a.upper));
-    const Word even = Words::bit_and_not(high, Words::halves(1));
-    // `a` minus its weight, as int16; one less beside even halves, whose ties go down.
-    const Word rest = Words::sub_saturated(low, even);
-    const Word nearest = Words::template rounded_quotient<256>(rest);  // store_bytes() caps 128
-    const Word lowest = Words::bit_or(even, Words::halves(-128));
-    Words::store(weight, Words::sub_halves(high, Words::sign_halves(rest)));
-    Words::store_bytes(remainder, Words::max_halves(nearest, lowest));
+    Words::store_bytes(remainder, split8(weight, a));
+  }
+  // Of two registers' elements.
+  static void store_split(BFloat16* weight, int8_t* remainder, reg a, reg b) {
+    Words::store_bytes(remainder, split8(weight, a), split8(weight + width, b));
   }
   // An unnamed pair goes up or down by a bit of its own. An even weight's remainder of 128 is one
   // that goes down, which saturation does.
@@ -129,13 +126,18 @@ struct PairLane {
     return {L::sub(L::from_bits(Words::lower_fours(codes, exponent)), base),
             L::sub(L::from_bits(Words::upper_fours(codes, exponent)), base)};
   }
-  // NaN converts to the least integer.
-  static void store_codes(int8_t* x, reg code) {
-    Words::store_bytes(
-        x, Words::packed_signed(L::nearest_words(code.lower), L::nearest_words(code.upper)));
+  // Of two registers' elements. NaN converts to the least integer.
+  static void store_codes(int8_t* x, reg a, reg b) {
+    const auto halves = [](reg code) {
+      return Words::packed_signed(L::nearest_words(code.lower), L::nearest_words(code.upper));
+    };
+    Words::store_bytes(x, halves(a), halves(b));
   }
-  static void store_codes(uint8_t* x, reg code) {
-    Words::store_bytes(x, Words::packed(L::cut_words(code.lower), L::cut_words(code.upper)));
+  static void store_codes(uint8_t* x, reg a, reg b) {
+    const auto halves = [](reg code) {
+      return Words::packed(L::cut_words(code.lower), L::cut_words(code.upper));
+    };
+    Words::store_bytes(x, halves(a), halves(b));
   }
 
   static Random random(const RoundingStream& stream, uint32_t number) {
@@ -168,6 +170,9 @@ struct PairLane {
     return {L::max_keep_nan(vmax.lower, v.lower), L::max_keep_nan(vmax.upper, v.upper)};
   }
   static reg abs(reg a) { return {L::abs(a.lower), L::abs(a.upper)}; }
+  static reg sub_bits(reg a, reg b) {
+    return {L::sub_bits(a.lower, b.lower), L::sub_bits(a.upper, b.upper)};
+  }
   static reg max_magnitude(reg a, reg b) {
     return {L::max_magnitude(a.lower, b.lower), L::max_magnitude(a.upper, b.upper)};
   }
@@ -191,6 +196,17 @@ struct PairLane {
   static reg joined(Word weight, Word low) {
     const Word high = Words::add_halves(weight, Words::sign_halves(low));
     return floats(Words::lower_fours(low, high), Words::upper_fours(low, high));
+  }
+  // Stores weights and gives their remainders of 8 bits, 128 for 127.
+  static Word split8(BFloat16* weight, reg a) {
+    const auto [high, low] = halves_of(L::bits(a.lower), L::bits(a.upper));
+    const Word even = Words::bit_and_not(high, Words::halves(1));
+    // `a` minus its weight, as int16; one less beside even halves, whose ties go down.
+    const Word rest = Words::sub_saturated(low, even);
+    const Word nearest = Words::template rounded_quotient<256>(rest);
+    const Word lowest = Words::bit_or(even, Words::halves(-128));
+    Words::store(weight, Words::sub_halves(high, Words::sign_halves(rest)));
+    return Words::max_halves(nearest, lowest);
   }
   struct Halves {
     Word high;

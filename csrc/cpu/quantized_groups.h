@@ -36,6 +36,27 @@ class GroupDraws {
 // together.
 inline constexpr int kGroupsAtOnce = 16;
 
+// Up to a register's elements.
+template <class L>
+[[gnu::always_inline]] inline typename L::reg load_some(const float* x, int n) {
+  if constexpr (L::width > 1) {
+    if (n < L::width) {
+      return L::load_part(x, n);
+    }
+  }
+  return L::load(x);
+}
+template <class L>
+[[gnu::always_inline]] inline void store_some(float* x, typename L::reg a, int n) {
+  if constexpr (L::width > 1) {
+    if (n < L::width) {
+      L::store_part(x, a, n);
+      return;
+    }
+  }
+  L::store(x, a);
+}
+
 // One moment of them between the parts of a step.
 template <class L>
 struct KeptMoment {
@@ -44,20 +65,27 @@ struct KeptMoment {
   [[gnu::always_inline]] void set_largest(int group, typename L::reg a) {
     most[group / One::width][group % One::width] = L::folded(a);
   }
-  [[gnu::always_inline]] void find_scales(float codes) {
-    for (int g = 0; g < kGroupsAtOnce; g += One::width) {
-      One::largest(most[g / One::width], scale + g);
-      const auto scales = scales_of<One>(One::load(scale + g), codes);
-      One::store(scale + g, scales);
-      One::store(inverse + g, inverses_of<One>(scales));
+  // Takes the scales of `count` groups.
+  [[gnu::always_inline]] void start(const float* scales, int count, float factor) {
+    for (int g = 0; g < count; g += One::width) {
+      One::store(decoding + g, One::mul(load_some<One>(scales + g, count - g), One::set1(factor)));
+    }
+  }
+  // Stores their new ones.
+  [[gnu::always_inline]] void find_scales(float* scales, int count, float codes, float unit) {
+    for (int g = 0; g < count; g += One::width) {
+      One::largest(most[g / One::width], inverse + g);
+      const auto encoding = encoding_of<One>(One::load(inverse + g), codes, unit);
+      One::store(inverse + g, encoding.inverse);
+      store_some<One>(scales + g, encoding.scale, count - g);
     }
   }
 
   alignas(64) float value[kGroupsAtOnce][kQuantGroup];
   // A register of a group each, whose largest element is the group's.
   typename One::reg most[kGroupsAtOnce / One::width][One::width] = {};
-  alignas(64) float scale[kGroupsAtOnce];
-  alignas(64) float inverse[kGroupsAtOnce];
+  alignas(64) float decoding[kGroupsAtOnce];  // what codes are multiplied by
+  alignas(64) float inverse[kGroupsAtOnce];   // what moments are multiplied by
 };
 
 // What is added to the codes of a group: dither, in the order in which registers are kept.

@@ -26,8 +26,9 @@ template <class L>
   }
 }
 
-// Elements [begin, end), whole groups. Rounded at random if `key` is not null.
-template <class L, class Trace>
+// Elements [begin, end), whole groups: of kQuantGroup elements each with kWhole, which spares their
+// bookkeeping. Rounded at random if `key` is not null.
+template <class L, bool kWhole, class Trace>
 [[gnu::always_inline]] inline void quantized_loop(const AdamScalars<float>& scalars,
                                                   const Layout& layout, const StepMode& mode,
                                                   const TensorWork& tensor, int64_t begin,
@@ -35,7 +36,8 @@ template <class L, class Trace>
                                                   Trace& trace) {
   using Scalar = ScalarLane<float>;
   constexpr L lane;
-  const QuantizedFactors<L> factors = quantized_factors<L>(scalars);
+  const QuantizedScalars quantized = quantized_scalars(scalars);
+  const QuantizedFactors<L> factors(quantized);
   const TensorWork work = tensor;  // stays in registers: a store might change `tensor`
   const Added<L> added(work);
   const bool random_weights = weight_may_round_randomly(layout);
@@ -53,7 +55,13 @@ template <class L, class Trace>
     int64_t at;  // its place in `memory`
     void* const (*memory)[kArrays];
   };
-  Group groups[kGroupsAtOnce];
+  Group groups[kWhole ? 1 : kGroupsAtOnce];
+  int64_t first = begin;                  // element of the groups that are stepped together
+  int64_t index = group_of(work, begin);  // of its group
+  const auto group_at = [&](int g) __attribute__((always_inline)) {
+    const int64_t i = first + int64_t{g} * kQuantGroup;
+    return kWhole ? Group{i, index + g, kQuantGroup, i, &work.memory} : groups[g];
+  };
 
   const auto start = [&](const Group& group) __attribute__((always_inline)) {
     if (key != nullptr || Trace::needs_numbers) {
@@ -75,23 +83,12 @@ template <class L, class Trace>
       }
     }
   };
-  // visit(null or the random bits of a register's elements).
-  const auto with_draws = [&](bool random, int k, const auto& visit)
-      __attribute__((always_inline)) {
-    if (key != nullptr && random) {
-      const auto drawn = draws.of<L>(k);
-      visit(&drawn);
-    } else {
-      visit(static_cast<const typename L::Random*>(nullptr));
-    }
-  };
   const auto kept_moments = [&](int g, int k) __attribute__((always_inline)) {
     return Moments<L>{L::kept(kept.exp_avg.value[g] + k), L::kept(kept.root.value[g] + k)};
   };
   const auto average = [&](int g) __attribute__((always_inline)) {
-    const Group group = groups[g];
-    const Moments<L> decoding =
-        decoding_of(factors, {exp_avg_scales[group.index], root_scales[group.index]});
+    const Group group = group_at(g);
+    const GroupScales decoding{kept.exp_avg.decoding[g], kept.root.decoding[g]};
     Moments<L> most;
     for (int k = 0; k < kQuantGroup; k += L::width) {
       const Moments<L> now = averaged(lane, factors, layout, *group.memory, group.at + k, decoding);
@@ -106,7 +103,7 @@ template <class L, class Trace>
     kept.root.set_largest(g, most.root);
   };
   const auto move = [&](int g) __attribute__((always_inline)) {
-    const Group group = groups[g];
+    const Group group = group_at(g);
     for_each_traced(
         group, [&](const auto& one, int64_t i)
                    __attribute__((always_inline)) { trace.before(one, layout, work.memory, i); });
@@ -116,36 +113,49 @@ template <class L, class Trace>
     }
   };
   const auto store_weights = [&](int g) __attribute__((always_inline)) {
-    const Group group = groups[g];
+    const Group group = group_at(g);
     if (key != nullptr && random_weights) {
       draws.start(static_cast<uint64_t>(global_element(work, group.first)));
     }
+    if (layout.master == Master::kRemainder8 && key == nullptr) {
+      for (int k = 0; k < kQuantGroup; k += 2 * L::width) {
+        const int64_t i = group.at + k;
+        lane.store_split(static_cast<BFloat16*>((*group.memory)[kParam]) + i,
+                         static_cast<int8_t*>((*group.memory)[kMaster]) + i,
+                         L::kept(weights[g % 2] + k), L::kept(weights[g % 2] + k + L::width));
+      }
+    } else {
+      for (int k = 0; k < kQuantGroup; k += L::width) {
+        const bool draws_bits = key != nullptr && random_weights;
+        const auto drawn = draws_bits ? draws.of<L>(k) : typename L::Random{};
+        store_weight(lane, layout, mode, *group.memory, group.at + k, L::kept(weights[g % 2] + k),
+                     draws_bits ? &drawn : nullptr);
+      }
+    }
     for (int k = 0; k < kQuantGroup; k += L::width) {
-      with_draws(
-          random_weights, k, [&](const auto* random) __attribute__((always_inline)) {
-            store_moved(lane, factors, layout, mode, *group.memory, group.at + k,
-                        L::kept(weights[g % 2] + k), random);
-          });
+      write_back(lane, factors, layout, mode, *group.memory, group.at + k);
     }
   };
   const auto store = [&](int g) __attribute__((always_inline)) {
-    const Group group = groups[g];
+    const Group group = group_at(g);
     start(group);
-    exp_avg_scales[group.index] = kept.exp_avg.scale[g];
-    root_scales[group.index] = kept.root.scale[g];
     const GroupScales inverse{kept.exp_avg.inverse[g], kept.root.inverse[g]};
-    for (int k = 0; k < kQuantGroup; k += L::width) {
-      with_draws(
-          true, k, [&](const auto* random) __attribute__((always_inline)) {
-            store_moments(
-                lane, *group.memory, group.at + k, kept_moments(g, k),
-                inverse, [&](Array array) __attribute__((always_inline)) {
-                  if (random != nullptr) {
-                    return added_at_random<L>(*random, array);
-                  }
-                  return L::kept((array == kExpAvg ? added.exp_avg : added.root) + k);
-                });
+    const auto codes = [&](int k) __attribute__((always_inline)) {
+      const auto drawn = key != nullptr ? draws.of<L>(k) : typename L::Random{};
+      return encoded<L>(
+          kept_moments(g, k), inverse, [&](Array array) __attribute__((always_inline)) {
+            return key != nullptr ? added_at_random<L>(drawn, array)
+                                  : L::kept((array == kExpAvg ? added.exp_avg : added.root) + k);
           });
+    };
+    for (int k = 0; k < kQuantGroup; k += 2 * L::width) {
+      const Moments<L> first = codes(k);
+      const Moments<L> second = codes(k + L::width);
+      const int64_t i = group.at + k;
+      lane.store_codes(static_cast<int8_t*>((*group.memory)[kExpAvg]) + i, first.exp_avg,
+                       second.exp_avg);
+      lane.store_codes(static_cast<uint8_t*>((*group.memory)[kExpAvgSq]) + i, first.root,
+                       second.root);
     }
     if (group.size < kQuantGroup) {
       shorts.store(g, layout, mode, work.memory, group.first, group.size);
@@ -158,28 +168,34 @@ template <class L, class Trace>
     trace.stored_scales(work.memory, group.first, group.index);
   };
 
-  int64_t index = group_of(work, begin);
   int64_t left = work.row_length - begin % work.row_length;  // of the row
-  for (int64_t i = begin; i < end;) {
-    int count = 0;
-    for (; i < end && count < kGroupsAtOnce; ++count, ++index) {
-      const int size = left < kQuantGroup ? static_cast<int>(left) : kQuantGroup;
-      Group& group = groups[count];
+  int groups_left = ChunkGroups(work, end - begin).count();
+  while (groups_left > 0) {
+    const int count = groups_left < kGroupsAtOnce ? groups_left : kGroupsAtOnce;
+    kept.exp_avg.start(exp_avg_scales + index, count, quantized.from.exp_avg);
+    kept.root.start(root_scales + index, count, quantized.from.root);
+    int64_t next = first;
+    for (int g = 0; g < count; ++g) {
+      const int size = kWhole || left >= kQuantGroup ? kQuantGroup : static_cast<int>(left);
       if (size == kQuantGroup) {
-        fetch_group_ahead<L>(layout, work.memory, i);
-        group = {i, index, size, i, &work.memory};
-      } else {
-        shorts.load(count, layout, work.memory, i, size);
-        group = {i, index, size, count * kQuantGroup, &shorts.memory};
+        fetch_group_ahead<L>(layout, work.memory, next);
       }
-      i += size;
-      left = left == size ? work.row_length : left - size;
-      average(count);
-      if (count > 0) {
-        move(count - 1);
+      if constexpr (!kWhole) {
+        if (size == kQuantGroup) {
+          groups[g] = {next, index + g, size, next, &work.memory};
+        } else {
+          shorts.load(g, layout, work.memory, next, size);
+          groups[g] = {next, index + g, size, int64_t{g} * kQuantGroup, &shorts.memory};
+        }
+        left = left == size ? work.row_length : left - size;
       }
-      if (count > 1) {
-        store_weights(count - 2);
+      next += size;
+      average(g);
+      if (g > 0) {
+        move(g - 1);
+      }
+      if (g > 1) {
+        store_weights(g - 2);
       }
     }
     move(count - 1);
@@ -187,11 +203,14 @@ template <class L, class Trace>
       store_weights(count - 2);
     }
     store_weights(count - 1);
-    kept.exp_avg.find_scales(kLargestCode);
-    kept.root.find_scales(kRootCodes);
+    kept.exp_avg.find_scales(exp_avg_scales + index, count, kLargestCode, quantized.units.exp_avg);
+    kept.root.find_scales(root_scales + index, count, kRootCodes, quantized.units.root);
     for (int g = 0; g < count; ++g) {
       store(g);
     }
+    first = next;
+    index += count;
+    groups_left -= count;
   }
 }
 

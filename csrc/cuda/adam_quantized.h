@@ -35,6 +35,7 @@ struct QuantizedChunk {
   TORCHOPT_HD QuantizedChunk(const AdamChunk<float>& chunk, const Layout& layout)
       : elements(chunk),
         layout(layout),
+        scalars(quantized_scalars(chunk.scalars)),
         groups(chunk.work, chunk.n),
         first_group(group_of(chunk.work, chunk.begin)),
         step(static_cast<uint32_t>(static_cast<int64_t>(step_of(chunk.work)))),
@@ -75,28 +76,31 @@ struct QuantizedChunk {
       }
       const auto& kept = moments[thread];
       using L = ScalarLane<float>;
-      const GroupScales scales{scales_of<L>(bit_cast<float>(exp_avg[thread]), kLargestCode),
-                               scales_of<L>(bit_cast<float>(root[thread]), kRootCodes)};
+      const auto of_exp_avg =
+          encoding_of<L>(bit_cast<float>(exp_avg[thread]), kLargestCode, scalars.units.exp_avg);
+      const auto of_root =
+          encoding_of<L>(bit_cast<float>(root[thread]), kRootCodes, scalars.units.root);
       if (thread % kGroupThreads == 0) {
-        exp_avg_scales[group] = scales.exp_avg;
-        root_scales[group] = scales.root;
+        exp_avg_scales[group] = of_exp_avg.scale;
+        root_scales[group] = of_root.scale;
       }
-      const GroupScales inverse{inverses_of<L>(scales.exp_avg), inverses_of<L>(scales.root)};
+      const GroupScales inverse{of_exp_avg.inverse, of_root.inverse};
       const int begin = groups.begin(group);
       for_each_part(
           group, thread, true,
           [&](const auto& draws, int i) {
-            store_moments(Share{}, elements.x, i, kept, inverse, added<Share>(i - begin, draws));
+            store_codes<Share>(i, encoded<Share>(kept, inverse, added<Share>(i - begin, draws)));
           },
           [&](const auto& draws, int i, int k) {
             const Moments<One> one{{{kept.exp_avg.element[k]}}, {{kept.root.element[k]}}};
-            store_moments(One{}, elements.x, i, one, inverse, added<One>(i - begin, draws));
+            store_codes<One>(i, encoded<One>(one, inverse, added<One>(i - begin, draws)));
           });
     });
   }
 
   const AdamChunk<float>& elements;
   const Layout& layout;
+  const QuantizedScalars scalars;
   const ChunkGroups groups;
   const int64_t first_group;  // of the tensor's
   const uint32_t step;
@@ -107,12 +111,20 @@ struct QuantizedChunk {
   // The moments of elements [i, i + L::width), whose weights are stored.
   template <class L, class Random>
   TORCHOPT_HD Moments<L> stepped(int i, const GroupScales& scales, const Random* draws) const {
-    const auto factors = quantized_factors<L>(elements.scalars);
-    const Moments<L> now =
-        averaged(L{}, factors, layout, elements.x, i, decoding_of(factors, scales));
-    store_moved(L{}, factors, layout, mode(), elements.x, i,
-                moved(L{}, factors, layout, elements.x, i, now), draws);
+    using Scalar = ScalarLane<float>;
+    const QuantizedFactors<L> factors(scalars);
+    const GroupScales decoding{Scalar::mul(scales.exp_avg, scalars.from.exp_avg),
+                               Scalar::mul(scales.root, scalars.from.root)};
+    const Moments<L> now = averaged(L{}, factors, layout, elements.x, i, decoding);
+    store_weight(L{}, layout, mode(), elements.x, i,
+                 moved(L{}, factors, layout, elements.x, i, now), draws);
+    write_back(L{}, factors, layout, mode(), elements.x, i);
     return now;
+  }
+  template <class L>
+  TORCHOPT_HD void store_codes(int i, const Moments<L>& codes) const {
+    L::store_codes(static_cast<int8_t*>(elements.x[kExpAvg]) + i, codes.exp_avg);
+    L::store_codes(static_cast<uint8_t*>(elements.x[kExpAvgSq]) + i, codes.root);
   }
 
   TORCHOPT_HD StepMode mode() const { return kIsGeneral ? elements.mode() : StepMode{}; }

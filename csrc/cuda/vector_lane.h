@@ -110,6 +110,9 @@ struct VectorLane {
   TORCHOPT_HD static reg sqrt(const reg& a) {
     return map([&](int k) { return One::sqrt(a.element[k]); });
   }
+  TORCHOPT_HD static reg sub_bits(const reg& a, const reg& b) {
+    return map([&](int k) { return One::sub_bits(a.element[k], b.element[k]); });
+  }
   TORCHOPT_HD static reg neg(const reg& a) {
     return map([&](int k) { return One::neg(a.element[k]); });
   }

@@ -63,6 +63,10 @@ struct ScalarLane {
   TORCHOPT_HD static void store_split(BFloat16* weight, int8_t* remainder, T a) {
     store_parts(weight, remainder, split8(a));
   }
+  TORCHOPT_HD static void store_split(BFloat16* weight, int8_t* remainder, T a, T b) {
+    store_split(weight, remainder, a);
+    store_split(weight + 1, remainder + 1, b);
+  }
   using Random = RandomWords<ScalarWords>;
   TORCHOPT_HD static Random random(const RoundingStream& stream, uint32_t number) {
     return random_words<ScalarWords>(stream, number);
@@ -89,6 +93,10 @@ struct ScalarLane {
   TORCHOPT_HD static T canonical(T a) { return a == a ? a : canonical_nan(a); }
 
   // The next ones are of floats only.
+  // The number whose bits are the difference of these.
+  TORCHOPT_HD static T sub_bits(T a, T b) {
+    return bit_cast<T>(bit_cast<uint32_t>(a) - bit_cast<uint32_t>(b));
+  }
   TORCHOPT_HD static T abs(T a) { return bit_cast<T>(bit_cast<uint32_t>(a) & 0x7fffffffu); }
   // The larger of two magnitudes; NaN, of either sign, if either is.
   TORCHOPT_HD static T max_magnitude(T a, T b) {
@@ -119,6 +127,11 @@ struct ScalarLane {
   TORCHOPT_HD static void store_codes(uint8_t* x, T code) {
     const int whole = code >= T{1} ? static_cast<int>(code) : 0;
     *x = static_cast<uint8_t>(whole > 255 ? 255 : whole);
+  }
+  template <class Code>
+  TORCHOPT_HD static void store_codes(Code* x, T a, T b) {
+    store_codes(x, a);
+    store_codes(x + 1, b);
   }
 
 #ifdef __CUDA_ARCH__

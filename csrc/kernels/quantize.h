@@ -75,16 +75,19 @@ inline int64_t end_of_groups(const TensorWork& work, int64_t begin, int64_t end,
   return next < groups.count() ? begin + groups.begin(next) : end;
 }
 
-// Scales of groups whose largest magnitudes these are, or NaN. `codes`: kLargestCode or kRootCodes.
+// A group's new scale, and what its moments are multiplied by to be encoded.
 template <class L>
-TORCHOPT_HD inline typename L::reg scales_of(typename L::reg largest, float codes) {
-  return L::canonical(L::div(largest, L::set1(codes)));
-}
-// What moments are multiplied by to be encoded. Zeros stay zeros where a scale is 0, and NaN, of a
-// scale that is one, gives every lane type the same codes.
+struct Encoding {
+  typename L::reg scale;
+  typename L::reg inverse;
+};
+// Of groups whose largest magnitudes these are, as multiples of `unit`. `codes`: kLargestCode or
+// kRootCodes. Zeros stay zeros where a scale is 0; NaN gives every lane type the same codes.
 template <class L>
-TORCHOPT_HD inline typename L::reg inverses_of(typename L::reg scales) {
-  return L::min(L::set1(0x1p126f), L::div(L::set1(1.0f), scales));
+TORCHOPT_HD inline Encoding<L> encoding_of(typename L::reg largest, float codes, float unit) {
+  const typename L::reg step = L::div(largest, L::set1(codes));
+  return {L::canonical(L::mul(step, L::set1(unit))),
+          L::min(L::set1(0x1p126f), L::div(L::set1(1.0f), step))};
 }
 
 // A code of exp_avg is rounded to nearest after a number from -1/2 to 1/2 was added, one of a root

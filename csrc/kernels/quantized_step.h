@@ -7,72 +7,101 @@
 
 #include "kernels/adam_step.h"
 #include "kernels/quantize.h"
+#include "kernels/quotient.h"
 
 namespace torchopt_ext {
 
 template <class L>
 using Moments = Each<typename L::reg>;  // of exp_avg_sq the root
 
-// A tensor's scalars in registers. Decoding and averaging are one product: moments of 8 bits are
-// far less exact than the rounding that separate ones would spare.
+// A tensor's scalars. While they are averaged, moments are multiples of units in which gradients
+// weigh 1; units, bias corrections and the step meet in one factor and in eps. Decoding and
+// averaging are one product: moments of 8 bits are far less exact than the rounding that separate
+// ones would spare.
+struct QuantizedScalars {
+  GroupScales units;
+  GroupScales from;  // of the moments before, beside their scales
+  float grad_factor, l2;
+  float minus_decay;
+  float to_divisor, eps;  // root * to_divisor + eps divides exp_avg: kernels/quotient.h
+  float guess;            // QuotientConstants::guess
+  bool scales_gradients;  // by grad_factor, first
+  bool has_l2, has_decay;
+  float written_factor;  // of gradients that are written back
+};
+
+// Those that many elements take, in registers.
 template <class L>
 struct QuantizedFactors {
   using R = typename L::reg;
-  R from_exp_avg, from_root;  // of the moments before, beside their scales
-  R into_exp_avg, into_root;  // of gradients, with grad_factor where no weight decay is added
-  R grad_factor, l2;          // of gradients to which it is added
-  R minus_decay, eps_hat, minus_step_size;
-  bool has_l2, has_decay;
-  float scale_of_gradients;  // AdamScalars::grad_factor
+  explicit TORCHOPT_HD QuantizedFactors(const QuantizedScalars& s)
+      : grad_factor(L::held(s.grad_factor)),
+        l2(L::held(s.l2)),
+        minus_decay(L::held(s.minus_decay)),
+        to_divisor(L::held(s.to_divisor)),
+        eps(L::held(s.eps)),
+        quotient{.guess = L::held(s.guess)},
+        scales_gradients(s.scales_gradients),
+        has_l2(s.has_l2),
+        has_decay(s.has_decay),
+        written_factor(s.written_factor) {}
+
+  R grad_factor, l2, minus_decay, to_divisor, eps;
+  QuotientConstants<L> quotient;
+  bool scales_gradients, has_l2, has_decay;
+  float written_factor;
 };
 
 namespace {
 
-template <class L>
-TORCHOPT_HD inline QuantizedFactors<L> quantized_factors(const AdamScalars<float>& s) {
-  using One = ScalarLane<float>;
+TORCHOPT_HD inline QuantizedScalars quantized_scalars(const AdamScalars<float>& s) {
+  using L = ScalarLane<float>;
   const float factor = s.maximize ? -s.grad_factor : s.grad_factor;
-  const float gradient_factor = s.has_l2 ? 1.0f : factor;
-  return {.from_exp_avg = L::held(One::mul(s.beta1, kDecodedExpAvg)),
-          .from_root = L::held(One::sqrt(s.beta2)),
-          .into_exp_avg = L::held(One::mul(s.w1, gradient_factor)),
-          .into_root = L::held(One::mul(One::sqrt(s.w2), gradient_factor)),
-          .grad_factor = L::held(factor),
-          .l2 = L::held(s.l2),
-          .minus_decay = L::held(-s.decay),
-          .eps_hat = L::held(s.eps_hat),
-          .minus_step_size = L::held(-s.step_size),
+  // Units take the factor where it is positive, and not so small that gradients may be finite
+  // after clipping alone, their squares before it infinite.
+  const bool scales_gradients = s.has_l2 || !(factor >= 0x1p-32f && factor <= 0x1p32f);
+  const float weight = scales_gradients ? 1.0f : factor;
+  const GroupScales units{L::mul(s.w1, weight), L::mul(L::sqrt(s.w2), weight)};
+  const float per_unit = L::mul(L::mul(s.step_size, kQuotientScale), units.exp_avg);
+  const float to_divisor = L::div(units.root, per_unit);
+  // Steps of 0, and such as make divisors overflow, are none.
+  const bool moves = !(L::abs(to_divisor) >= 0x1p64f);
+  return {.units = units,
+          .from = {L::div(L::mul(s.beta1, kDecodedExpAvg), units.exp_avg),
+                   L::div(L::sqrt(s.beta2), units.root)},
+          .grad_factor = factor,
+          .l2 = s.l2,
+          .minus_decay = -s.decay,
+          .to_divisor = moves ? to_divisor : 0.0f,
+          .eps = moves ? L::div(s.eps_hat, per_unit) : kNoQuotient,
+          .guess = moves ? reciprocal_guess() : kNoQuotient,
+          .scales_gradients = scales_gradients,
           .has_l2 = s.has_l2,
           .has_decay = s.has_decay,
-          .scale_of_gradients = s.grad_factor};
+          .written_factor = s.grad_factor};
 }
 
-// What codes of a group are multiplied by.
-template <class L>
-[[gnu::always_inline]] TORCHOPT_HD inline Moments<L> decoding_of(const QuantizedFactors<L>& f,
-                                                                 const GroupScales& scales) {
-  return {L::mul(L::set1(scales.exp_avg), f.from_exp_avg),
-          L::mul(L::set1(scales.root), f.from_root)};
-}
-
-// The moments of elements [i, i + width) after this step.
+// The moments of elements [i, i + width) after this step, in units. `decoding`: what codes of their
+// group are multiplied by, its scales times `from`.
 template <class L>
 [[gnu::always_inline]] TORCHOPT_HD inline Moments<L> averaged(const L& lane,
                                                               const QuantizedFactors<L>& f,
                                                               const Layout& layout,
                                                               void* const (&x)[kArrays], int64_t i,
-                                                              const Moments<L>& decoding) {
+                                                              const GroupScales& decoding) {
   using R = typename L::reg;
   R g = load_as(lane, layout.grad, x[kGrad], i);
-  if (f.has_l2) {
-    g = L::fma(f.l2, load_weight(lane, layout, x, i), L::mul(g, f.grad_factor));
+  if (f.scales_gradients) {
+    g = L::mul(g, f.grad_factor);
+    if (f.has_l2) {
+      g = L::fma(f.l2, load_weight(lane, layout, x, i), g);
+    }
   }
   const R code = lane.load_code(static_cast<const int8_t*>(x[kExpAvg]) + i);
   const R root_code = lane.load_code(static_cast<const uint8_t*>(x[kExpAvgSq]) + i);
-  const R before = L::mul(root_code, decoding.root);
-  const R now = L::mul(g, f.into_root);
-  return {L::fma(g, f.into_exp_avg, L::mul(code, decoding.exp_avg)),
-          L::sqrt(L::fma(before, before, L::mul(now, now)))};
+  const R before = L::mul(root_code, L::set1(decoding.root));
+  return {L::fma(code, L::set1(decoding.exp_avg), g),
+          L::sqrt(L::fma(before, before, L::mul(g, g)))};
 }
 
 // Their weights after this step.
@@ -81,23 +110,24 @@ template <class L>
     const L& lane, const QuantizedFactors<L>& f, const Layout& layout, void* const (&x)[kArrays],
     int64_t i, const Moments<L>& moments) {
   using R = typename L::reg;
-  const R u = L::div(moments.exp_avg, L::add(moments.root, f.eps_hat));
   R p = load_weight(lane, layout, x, i);
   if (f.has_decay) {
     p = L::fma(f.minus_decay, p, p);
   }
-  return L::canonical(L::fma(f.minus_step_size, u, p));
+  const R divisor = L::fma(moments.root, f.to_divisor, f.eps);
+  return L::canonical(minus_quotient(f.quotient, p, moments.exp_avg, divisor));
 }
 
-// Stores them.
-template <class L, class Random>
-[[gnu::always_inline]] TORCHOPT_HD inline void store_moved(
-    const L& lane, const QuantizedFactors<L>& f, const Layout& layout, const StepMode& mode,
-    void* const (&x)[kArrays], int64_t i, typename L::reg p, const Random* random) {
-  store_weight(lane, layout, mode, x, i, p, random);
+// Stores their gradients scaled, if the step is to.
+template <class L>
+[[gnu::always_inline]] TORCHOPT_HD inline void write_back(const L& lane,
+                                                          const QuantizedFactors<L>& f,
+                                                          const Layout& layout,
+                                                          const StepMode& mode,
+                                                          void* const (&x)[kArrays], int64_t i) {
   if (mode.write_back) {
     const typename L::reg g = load_as(lane, layout.grad, x[kGrad], i);
-    store_as(lane, layout.grad, x[kGrad], i, scaled<L>(g, f.scale_of_gradients));
+    store_as(lane, layout.grad, x[kGrad], i, scaled<L>(g, f.written_factor));
   }
 }
 
@@ -108,17 +138,13 @@ template <class L, class Random>
   return L::add(L::fraction(random, array), L::set1(array == kExpAvg ? kFromExpAvg : kFromRoot));
 }
 
-// Stores their moments, by the inverses of the scales. added(array): what is added to the codes.
+// The codes of their moments, by the inverses of the scales. added(array): what is added to them.
 template <class L, class Added>
-[[gnu::always_inline]] TORCHOPT_HD inline void store_moments(const L& lane,
-                                                             void* const (&x)[kArrays], int64_t i,
-                                                             const Moments<L>& moments,
+[[gnu::always_inline]] TORCHOPT_HD inline Moments<L> encoded(const Moments<L>& moments,
                                                              const GroupScales& inverse,
                                                              const Added& added) {
-  lane.store_codes(static_cast<int8_t*>(x[kExpAvg]) + i,
-                   L::fma(moments.exp_avg, L::set1(inverse.exp_avg), added(kExpAvg)));
-  lane.store_codes(static_cast<uint8_t*>(x[kExpAvgSq]) + i,
-                   L::fma(moments.root, L::set1(inverse.root), added(kExpAvgSq)));
+  return {L::fma(moments.exp_avg, L::set1(inverse.exp_avg), added(kExpAvg)),
+          L::fma(moments.root, L::set1(inverse.root), added(kExpAvgSq))};
 }
 
 }  // namespace

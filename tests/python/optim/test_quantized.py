@@ -49,25 +49,31 @@ class Reference:
         self.rounding = rounding  # seed and number of the parameter
         self.count = 0
 
-    def step(self, gradient: Tensor, factor: float = 1.0) -> None:
+    def step(self, gradient: Tensor, factor: float = 1.0, scales: bool = False) -> None:
         self.count += 1
         bc1, bc2 = 1 - BETAS[0] ** self.count, 1 - BETAS[1] ** self.count
         size, eps = F(LR / bc1 * math.sqrt(bc2)), F(EPS * math.sqrt(bc2))
         each = np.arange(200) // 64
         codes = [code.astype(F) for code in self.codes]
         g = gradient.float().numpy()
-        w1, w2 = F(1 - BETAS[0]), np.sqrt(F(1 - BETAS[1]))
-        m = codes[0] * (self.scales[0] * F(BETAS[0]))[:, each]
-        m = fma(g, w1 * F(factor), m)
-        root = (codes[1] + F(1)) * (self.scales[1] * np.sqrt(F(BETAS[1])))[:, each]
-        now = g * (w2 * F(factor))
-        root = np.sqrt(fma(root, root, now * now))
+        factor, weight = (F(factor), F(1)) if scales else (F(1), F(factor))
+        g = g * factor
+        units = F(1 - BETAS[0]) * weight, np.sqrt(F(1 - BETAS[1])) * weight
+        m = fma(codes[0], (self.scales[0] * (F(BETAS[0]) / units[0]))[:, each], g)
+        root = (codes[1] + F(1)) * (self.scales[1] * (np.sqrt(F(BETAS[1])) / units[1]))[:, each]
+        root = np.sqrt(fma(root, root, g * g))
         self.weight = fma(F(-LR * DECAY), self.weight, self.weight)
-        self.weight = fma(-size, m / (root + eps), self.weight)
+        size = size * F(float.fromhex("0x1.5a1ce2p+1")) * units[0]
+        divisor = fma(root, np.broadcast_to(units[1] / size, root.shape), eps / size)
+        guess = (np.uint32(0xFEB504F3) - divisor.view(np.uint32)).view(F)
+        from_mean = fma(divisor, guess, F(float.fromhex("0x1.13a592p+0")))
+        corrected = fma(from_mean, from_mean, F(float.fromhex("0x1.8ba59p-2")))
+        self.weight = fma(m * guess, corrected, self.weight)
         for k, (moment, most) in enumerate(((m, 127), (root, 256))):
             starts = [0, 64, 128, 192]
-            self.scales[k] = np.maximum.reduceat(abs(moment), starts, axis=1) / F(most)
-            inverse = (F(1) / np.maximum(self.scales[k], F(2**-126)))[:, each]
+            step = np.maximum.reduceat(abs(moment), starts, axis=1) / F(most)
+            self.scales[k] = step * units[k]
+            inverse = (F(1) / np.maximum(step, F(2**-126)))[:, each]
             code = fma(moment, inverse, self.added(k, moment.shape) - F((0.5, 1)[k]))
             code = np.rint(code).clip(-128, 127) if k == 0 else np.trunc(code).clip(0, 255)
             self.codes[k] = code.astype(np.int64)
@@ -125,10 +131,62 @@ def test_a_step_to_the_bit(master: str | None, grad_dtype: torch.dtype, stochast
 
 
 @pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        (1, {"max_grad_norm": 0.3}),
+        (1e12, {"max_grad_norm": 0.3}),  # squares of what is not yet clipped overflow
+        (1e25, {"max_grad_norm": 0.3}),
+        (1, {"max_grad_norm": 0.0}),
+        (1, {"maximize": True}),
+        (1e-12, {"maximize": True}),
+    ],
+)
+def test_gradients_scaled_to_the_bit(size: float, options: dict[str, Any]) -> None:
+    own = params(torch.float32, (5, 200))
+    want = Reference(own[0], None)
+    optimizer = FusedAdamW(own, LR, BETAS, EPS, DECAY, state_dtype="int8", **options)
+    for step in range(4):
+        own[0].grad = gradients(5, 200, seed=step) * size
+        optimizer.step()
+        factor = optimizer.control.grad_factor.item() * (-1 if "maximize" in options else 1)
+        want.step(own[0].grad, factor, scales=not 2**-32 <= factor <= 2**32)
+        assert np.array_equal(own[0].detach().numpy(), want.weight)
+        state = optimizer.state[own[0]]
+        for k, name in enumerate(("exp_avg", "exp_avg_sq")):
+            assert np.array_equal(state[name].numpy(), want.codes[k]), name
+            assert np.array_equal(state[f"{name}_scale_v2"].numpy(), want.scales[k]), name
+
+
+@pytest.mark.parametrize("lr", [0.0, 1e-30])
+def test_steps_of_no_size_change_no_weight(lr: float) -> None:
+    own = params(torch.float32, (5, 200))
+    own[0].data[0, 64:] = torch.tensor([0.0, -0.0, 1e-40, 1e38]).repeat(34)
+    before = own[0].detach().clone()
+    optimizer = FusedAdamW(own, lr, BETAS, EPS, 0.0, state_dtype="int8")
+    for size in (1e-16, 1, 1e16):
+        own[0].grad = gradients(5, 200) * size
+        optimizer.step()
+    assert torch.equal(own[0], before)
+    assert optimizer.state[own[0]]["exp_avg"].any()
+
+
+@pytest.mark.parametrize("eps", [1e-8, 0.0])
+def test_updates_are_adams(eps: float) -> None:
+    """The first update of each element is of the step's size."""
+    own = params(torch.float32, (8, 64))
+    own[0].data.zero_()
+    sizes = 10.0 ** torch.arange(-6, 10, 2).view(8, 1)
+    own[0].grad = gradients(8, 64, seed=3).sign() * (1 + torch.rand(8, 64)) * sizes
+    FusedAdamW(own, LR, BETAS, eps, 0.0, state_dtype="int8").step()
+    exact = -LR * own[0].grad.double() / (own[0].grad.double().abs() + eps)
+    torch.testing.assert_close(own[0].double(), exact.nan_to_num(0), rtol=2e-6, atol=0)
+
+
+@pytest.mark.parametrize(
     ("stochastic", "digest"),
     [
-        (False, "c766d6aa8208a98f8b71413634fb44858c1a03489f3d22b956cced3b18caf872"),
-        (True, "24571c0cd52eb61f6e42020ccfe8036d590986aaa202ab8aee231bbad7663f4c"),
+        (False, "8088096d7f712113f12d19bf0fd2266bedd1621b3e430234f67c07a8307f56b8"),
+        (True, "037415f587774d2249eff340f76f809f5bbb090e88ed964347286af99b053db2"),
     ],
     ids=["dithered", "random"],
 )
