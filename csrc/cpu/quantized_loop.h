@@ -1,9 +1,9 @@
 // The loop of pass B over elements with moments of 8 bits: kernels/quantized_step.h. Moments stay
 // in the first-level cache until the scales of their group are known.
 //
-// A group's weights move while the next group's moments are averaged, and are stored one group
-// later still: roots and divisions, which take most of the time, then have other work beside them
-// and nothing that waits for them (7 % faster on an Intel Xeon of 2023).
+// A group's weights move after the next group's moments are averaged: roots, which follow each
+// other slowly, then have other work beside them and nothing that waits for them (5 % faster in
+// cache on an Intel Xeon of 2023).
 #pragma once
 
 #include "cpu/quantized_groups.h"
@@ -46,7 +46,6 @@ template <class L, bool kWhole, class Trace>
   GroupDraws draws(key != nullptr ? *key : RoundingKey{});
   ShortGroups shorts;
   Each<KeptMoment<L>> kept;
-  alignas(64) float weights[2][kQuantGroup];  // of a group, and of the one before
 
   struct Group {
     int64_t first;  // element of the tensor
@@ -107,28 +106,25 @@ template <class L, bool kWhole, class Trace>
     for_each_traced(
         group, [&](const auto& one, int64_t i)
                    __attribute__((always_inline)) { trace.before(one, layout, work.memory, i); });
-    for (int k = 0; k < kQuantGroup; k += L::width) {
-      L::keep(weights[g % 2] + k,
-              moved(lane, factors, layout, *group.memory, group.at + k, kept_moments(g, k)));
-    }
-  };
-  const auto store_weights = [&](int g) __attribute__((always_inline)) {
-    const Group group = group_at(g);
     if (key != nullptr && random_weights) {
       draws.start(static_cast<uint64_t>(global_element(work, group.first)));
     }
+    const auto moved_at = [&](int k) __attribute__((always_inline)) {
+      return moved(lane, factors, layout, *group.memory, group.at + k, kept_moments(g, k));
+    };
     if (layout.master == Master::kRemainder8 && key == nullptr) {
       for (int k = 0; k < kQuantGroup; k += 2 * L::width) {
         const int64_t i = group.at + k;
+        const auto first = moved_at(k);
         lane.store_split(static_cast<BFloat16*>((*group.memory)[kParam]) + i,
-                         static_cast<int8_t*>((*group.memory)[kMaster]) + i,
-                         L::kept(weights[g % 2] + k), L::kept(weights[g % 2] + k + L::width));
+                         static_cast<int8_t*>((*group.memory)[kMaster]) + i, first,
+                         moved_at(k + L::width));
       }
     } else {
       for (int k = 0; k < kQuantGroup; k += L::width) {
         const bool draws_bits = key != nullptr && random_weights;
         const auto drawn = draws_bits ? draws.of<L>(k) : typename L::Random{};
-        store_weight(lane, layout, mode, *group.memory, group.at + k, L::kept(weights[g % 2] + k),
+        store_weight(lane, layout, mode, *group.memory, group.at + k, moved_at(k),
                      draws_bits ? &drawn : nullptr);
       }
     }
@@ -194,15 +190,8 @@ template <class L, bool kWhole, class Trace>
       if (g > 0) {
         move(g - 1);
       }
-      if (g > 1) {
-        store_weights(g - 2);
-      }
     }
     move(count - 1);
-    if (count > 1) {
-      store_weights(count - 2);
-    }
-    store_weights(count - 1);
     kept.exp_avg.find_scales(exp_avg_scales + index, count, kLargestCode, quantized.units.exp_avg);
     kept.root.find_scales(root_scales + index, count, kRootCodes, quantized.units.root);
     for (int g = 0; g < count; ++g) {
