@@ -1,10 +1,10 @@
 // The lane type: the only arithmetic the formulas use. A lane type offers load, store, set1, held,
-// add, sub, mul, fma, div, sqrt, neg, min, max_keep_nan, count_lost and canonical on a register of
-// `width` elements. Every operation is correctly rounded, fma() alone is fused, which is what makes
-// the bits the same on every instruction set. This is the one-element lane, for the host and for
-// CUDA threads; lane_avx2.h and lane_avx512.h hold the others. Float lanes also load and store
-// 16-bit elements: rounded to nearest, with a remainder, or stochastically; and 8-bit codes
-// (quantize.h), with what finds the largest of a group.
+// add, sub, mul, fma, div, sqrt, neg, abs, min, max_keep_nan, sub_bits, count_lost and canonical on
+// a register of `width` elements. Every operation is correctly rounded, fma() alone is fused, which
+// is what makes the bits the same on every instruction set. This is the one-element lane, for the
+// host and for CUDA threads; lane_avx2.h and lane_avx512.h hold the others. Float lanes also load
+// and store 16-bit elements: rounded to nearest, with a remainder, or stochastically; and 8-bit
+// codes (quantize.h), with what finds the largest of a group.
 #pragma once
 
 #include "kernels/remainder.h"

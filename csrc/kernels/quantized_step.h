@@ -24,7 +24,6 @@ struct QuantizedScalars {
   float grad_factor, l2;
   float minus_decay;
   float to_divisor, eps;  // root * to_divisor + eps divides exp_avg: kernels/quotient.h
-  float guess;            // QuotientConstants::guess
   bool scales_gradients;  // by grad_factor, first
   bool has_l2, has_decay;
   float written_factor;  // of gradients that are written back
@@ -40,7 +39,6 @@ struct QuantizedFactors {
         minus_decay(L::held(s.minus_decay)),
         to_divisor(L::held(s.to_divisor)),
         eps(L::held(s.eps)),
-        quotient{.guess = L::held(s.guess)},
         scales_gradients(s.scales_gradients),
         has_l2(s.has_l2),
         has_decay(s.has_decay),
@@ -57,14 +55,14 @@ namespace {
 TORCHOPT_HD inline QuantizedScalars quantized_scalars(const AdamScalars<float>& s) {
   using L = ScalarLane<float>;
   const float factor = s.maximize ? -s.grad_factor : s.grad_factor;
-  // Units take the factor where it is positive, and not so small that gradients may be finite
-  // after clipping alone, their squares before it infinite.
-  const bool scales_gradients = s.has_l2 || !(factor >= 0x1p-32f && factor <= 0x1p32f);
+  // Units take the factor where it is positive, and squares of gradients have about the range that
+  // they would have after it: clipping may be what makes them finite.
+  const bool scales_gradients = s.has_l2 || !(factor >= 0x1p-16f && factor <= 1.0f);
   const float weight = scales_gradients ? 1.0f : factor;
   const GroupScales units{L::mul(s.w1, weight), L::mul(L::sqrt(s.w2), weight)};
   const float per_unit = L::mul(L::mul(s.step_size, kQuotientScale), units.exp_avg);
   const float to_divisor = L::div(units.root, per_unit);
-  // Steps of 0, and such as make divisors overflow, are none.
+  // Steps of 0, and those too small for divisors, have the largest one.
   const bool moves = !(L::abs(to_divisor) >= 0x1p64f);
   return {.units = units,
           .from = {L::div(L::mul(s.beta1, kDecodedExpAvg), units.exp_avg),
@@ -72,9 +70,8 @@ TORCHOPT_HD inline QuantizedScalars quantized_scalars(const AdamScalars<float>& 
           .grad_factor = factor,
           .l2 = s.l2,
           .minus_decay = -s.decay,
-          .to_divisor = moves ? to_divisor : 0.0f,
-          .eps = moves ? L::div(s.eps_hat, per_unit) : kNoQuotient,
-          .guess = moves ? reciprocal_guess() : kNoQuotient,
+          .to_divisor = moves ? to_divisor : 1.0f,
+          .eps = moves ? L::div(s.eps_hat, per_unit) : kLargestDivisor,
           .scales_gradients = scales_gradients,
           .has_l2 = s.has_l2,
           .has_decay = s.has_decay,
