@@ -15,11 +15,11 @@ inline const char* element(const TensorWork& work, int array, int64_t i) {
 
 inline ChunkTrace adam_traced(const KernelTable& table, const TensorScalars& scalars,
                               const TensorWork& work, const StepOptions& options, int64_t begin,
-                              int64_t end) {
+                              int64_t end, bool past_caches) {
   const auto step = table.adam_traced[static_cast<int>(work.kind)];
   ChunkTrace trace{};
   if ((options.track & (kTrackNorms | kTrackLost)) == 0) {
-    step(scalars, work, options, begin, end, nullptr, trace);
+    step(scalars, work, options, begin, end, past_caches, nullptr, trace);
     return trace;
   }
   const auto sum_of_squares = [&](DType dtype, const void* x, int64_t n) {
@@ -36,7 +36,7 @@ inline ChunkTrace adam_traced(const KernelTable& table, const TensorScalars& sca
       trace.grad_sumsq += sum_of_squares(work.layout.grad, element(work, kGrad, i), n);
     }
     alignas(64) double change[kTileElements];
-    step(scalars, work, options, i, tile_end, change, trace);
+    step(scalars, work, options, i, tile_end, past_caches, change, trace);
     if (norms) {
       trace.update_sumsq +=
           sum_of_squares(is_double ? DType::kFloat64 : DType::kFloat32, change, n);

@@ -19,7 +19,8 @@ struct KernelTable {
   // the tensor is computed in, and how many did not change although something was to be added,
   // unless `change` is null; and the digest, if options.track has it.
   void (*adam_traced[kAdamKinds])(const TensorScalars&, const TensorWork&, const StepOptions&,
-                                  int64_t begin, int64_t end, void* change, ChunkTrace& trace);
+                                  int64_t begin, int64_t end, bool past_caches, void* change,
+                                  ChunkTrace& trace);
 
   // Pass A, by DType; `next`, which may be null, is what will be read soon. Adds the squares of
   // rows of kShortRow or more elements, and of at most kBlockElements elements of shorter rows.

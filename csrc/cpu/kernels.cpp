@@ -148,17 +148,15 @@ void adam(const TensorScalars& scalars, const TensorWork& work, const StepOption
 
 template <AdamKind kKind, bool kChanges, bool kDigest>
 void adam_traced(const TensorScalars& scalars, const TensorWork& work, const StepOptions& options,
-                 int64_t begin, int64_t end, void* change, ChunkTrace& trace) {
-  // Of a pair of registers the digest takes whole registers of a 16-bit parameter's words.
-  using Choice = Lanes<kKind == AdamKind::kBFloat16Master ? AdamKind::kGeneral : kKind>;
-  using L = typename Choice::Main;
+                 int64_t begin, int64_t end, bool past_caches, void* change, ChunkTrace& trace) {
+  using L = typename Lanes<kKind>::Main;
   LoopTrace<L, kChanges, kDigest> seen(begin, static_cast<typename L::scalar*>(change));
   const Layout layout = layout_of<kKind>(work);
   if constexpr (is_quantized(kKind)) {
     quantized_step<kKind>(scalars, work, options, begin, end, seen);
     seen.finish(layout, work.memory);
   } else {
-    const StepMode mode = mode_of<kKind>(layout, options, /*past_caches=*/false);
+    const StepMode mode = mode_of<kKind>(layout, options, past_caches);
     const bool rounds = rounds_randomly<kKind>(layout, options);
     for_each_run(
         work, begin,
@@ -170,7 +168,8 @@ void adam_traced(const TensorScalars& scalars, const TensorWork& work, const Ste
           for (; first < last; cut = last) {
             const Draws draws = rounds ? draws_from(rounding_key(options, work), number) : Draws{};
             seen.start(work, first, number);
-            loop<Choice>(scalars, work, layout, mode, first, cut, rounds ? &draws : nullptr, seen);
+            loop<Lanes<kKind>>(scalars, work, layout, mode, first, cut, rounds ? &draws : nullptr,
+                               seen);
             number += static_cast<uint64_t>(cut - first);
             first = cut;
           }
@@ -181,11 +180,11 @@ void adam_traced(const TensorScalars& scalars, const TensorWork& work, const Ste
 
 template <AdamKind kKind>
 void adam_traced(const TensorScalars& scalars, const TensorWork& work, const StepOptions& options,
-                 int64_t begin, int64_t end, void* change, ChunkTrace& trace) {
+                 int64_t begin, int64_t end, bool past_caches, void* change, ChunkTrace& trace) {
   const auto step = change == nullptr                     ? adam_traced<kKind, false, true>
                     : (options.track & kTrackDigest) == 0 ? adam_traced<kKind, true, false>
                                                           : adam_traced<kKind, true, true>;
-  step(scalars, work, options, begin, end, change, trace);
+  step(scalars, work, options, begin, end, past_caches, change, trace);
 }
 
 template <class To, class From>

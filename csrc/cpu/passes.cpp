@@ -192,8 +192,8 @@ void adam(const WorkList& work, const std::vector<GroupHyper>& groups, const at:
       }
       const TensorScalars& values = all[index[t]].values;
       if (chunk_traces != nullptr) {
-        chunk_traces[i] =
-            adam_traced(kernels(), values, tensor, work.options, chunk.begin, chunk.end);
+        chunk_traces[i] = adam_traced(kernels(), values, tensor, work.options, chunk.begin,
+                                      chunk.end, past_caches);
       } else {
         kernels().adam[static_cast<int>(tensor.kind)](values, tensor, work.options, chunk.begin,
                                                       chunk.end, past_caches);

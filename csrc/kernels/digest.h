@@ -30,11 +30,14 @@ TORCHOPT_HD constexpr uint64_t array_factor(int array, bool is_upper = false) {
   return mix64(static_cast<uint64_t>(number)) | 1;
 }
 
-// Calls visit(array) for the arrays of elements that a step stores.
+// Calls visit(array) for the arrays of elements that a step stores, but for parameters beside fp32
+// masters, whose roundings they are: they may have gone past the caches.
 template <class Visit>
 [[gnu::always_inline]] TORCHOPT_HD inline void for_each_stored(const Layout& layout,
                                                                const Visit& visit) {
-  visit(kParam);
+  if (layout.master != Master::kFloat32) {
+    visit(kParam);
+  }
   visit(kExpAvg);
   visit(kExpAvgSq);
   if (layout.amsgrad) {

@@ -177,8 +177,8 @@ TEST(Adam, LostUpdatesAreCountedAroundZerosInfinitiesAndNaNs) {
           work.memory[kExpAvg] = m.data();
           work.memory[kExpAvgSq] = v.data();
           ChunkTrace trace{};
-          table->adam_traced[0](scalars, work, {}, 0, static_cast<int64_t>(n), change.data(),
-                                trace);
+          table->adam_traced[0](scalars, work, {}, 0, static_cast<int64_t>(n),
+                                /*past_caches=*/false, change.data(), trace);
           lost += trace.lost;
           for (size_t i = 0; i < n; ++i) {
             const bool moves = m[i] != 0.0f || (decays && before[i] != 0.0f);

@@ -171,7 +171,7 @@ std::vector<float> joined_by(const KernelTable& table, std::vector<BFloat16> wei
   work.memory[kExpAvgSq] = exp_avg_sq.data();
   ChunkTrace trace{};
   table.adam_traced[static_cast<int>(AdamKind::kGeneral)](
-      scalars, work, {}, 0, static_cast<int64_t>(n), change.data(), trace);
+      scalars, work, {}, 0, static_cast<int64_t>(n), /*past_caches=*/false, change.data(), trace);
   for (float& x : change) {
     x = -x;
   }

@@ -38,8 +38,8 @@ class Telemetry:
     lost_updates: Tensor
     """int64: elements whose update was not zero but rounded to nothing."""
     digests: Tensor
-    """int64: order-independent digest of parameter, master weight and moments after the step,
-    modulo 2**64; of a parameter without gradient that of its last step."""
+    """int64: order-independent digest of weight and moments after the step, modulo 2**64. Weights
+    are fp32 masters where there are some. Of a parameter without gradient that of its last step."""
 
     def digest(self) -> int:
         """All digests as one number below 2**64, equal on ranks that hold the same."""

@@ -166,8 +166,9 @@ ROLES = {
 
 
 def digest(parameter: int, weight: Tensor, state: dict[str, Tensor]) -> int:
-    """Of a parameter and all of its state but the step count, modulo 2**64."""
-    total = digest_array(weight, parameter, PARAM)
+    """Of a parameter, unless it has a master weight, and all of its state but the step count,
+    modulo 2**64."""
+    total = 0 if "master_weight" in state else digest_array(weight, parameter, PARAM)
     total += sum(digest_array(state[k], parameter, r) for k, r in ROLES.items() if k in state)
     for role, name in enumerate(("exp_avg_scale_v2", "exp_avg_sq_scale_v2"), 5):
         if name in state:
