@@ -135,8 +135,8 @@ def test_a_step_to_the_bit(master: str | None, grad_dtype: torch.dtype, stochast
     ("size", "options"),
     [
         (1, {"max_grad_norm": 0.3}),
-        (1e12, {"max_grad_norm": 0.3}),  # squares of what is not yet clipped overflow
-        (1e25, {"max_grad_norm": 0.3}),
+        (1e12, {"max_grad_norm": 0.3}),
+        (1e25, {"max_grad_norm": 0.3}),  # squares of what is not yet clipped overflow
         (1, {"max_grad_norm": 0.0}),
         (1, {"maximize": True}),
         (1e-12, {"maximize": True}),
