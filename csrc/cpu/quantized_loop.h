@@ -115,9 +115,9 @@ template <class L, bool kWhole, class Trace>
     if (layout.master == Master::kRemainder8 && key == nullptr) {
       for (int k = 0; k < kQuantGroup; k += 2 * L::width) {
         const int64_t i = group.at + k;
-        const auto first = moved_at(k);
+        const auto weights = moved_at(k);
         lane.store_split(static_cast<BFloat16*>((*group.memory)[kParam]) + i,
-                         static_cast<int8_t*>((*group.memory)[kMaster]) + i, first,
+                         static_cast<int8_t*>((*group.memory)[kMaster]) + i, weights,
                          moved_at(k + L::width));
       }
     } else {
@@ -145,13 +145,12 @@ template <class L, bool kWhole, class Trace>
           });
     };
     for (int k = 0; k < kQuantGroup; k += 2 * L::width) {
-      const Moments<L> first = codes(k);
-      const Moments<L> second = codes(k + L::width);
+      const Moments<L> one = codes(k);
+      const Moments<L> other = codes(k + L::width);
       const int64_t i = group.at + k;
-      lane.store_codes(static_cast<int8_t*>((*group.memory)[kExpAvg]) + i, first.exp_avg,
-                       second.exp_avg);
-      lane.store_codes(static_cast<uint8_t*>((*group.memory)[kExpAvgSq]) + i, first.root,
-                       second.root);
+      lane.store_codes(static_cast<int8_t*>((*group.memory)[kExpAvg]) + i, one.exp_avg,
+                       other.exp_avg);
+      lane.store_codes(static_cast<uint8_t*>((*group.memory)[kExpAvgSq]) + i, one.root, other.root);
     }
     if (group.size < kQuantGroup) {
       shorts.store(g, layout, mode, work.memory, group.first, group.size);
