@@ -154,20 +154,18 @@ void adam_traced(const TensorScalars& scalars, const TensorWork& work, const Ste
   const Layout layout = layout_of<kKind>(work);
   if constexpr (is_quantized(kKind)) {
     quantized_step<kKind>(scalars, work, options, begin, end, seen);
-    seen.finish(layout, work.memory);
   } else {
     const StepMode mode = mode_of<kKind>(layout, options, past_caches);
     const bool rounds = rounds_randomly<kKind>(layout, options);
     for_each_run(
         work, begin,
         end, [&](int64_t first, int64_t last, uint64_t number) __attribute__((always_inline)) {
-          // To where digests' words begin: the loop's registers then have whole ones.
-          constexpr uint64_t kMostInWord = 4;
-          const auto in_word = kDigest ? static_cast<int64_t>(-number % kMostInWord) : 0;
-          int64_t cut = in_word == 0 || last - first < in_word ? last : first + in_word;
+          // To where digests' registers begin: the loop's are then of one segment each.
+          const auto before = kDigest ? static_cast<int64_t>(-number % L::width) : 0;
+          int64_t cut = before == 0 || last - first < before ? last : first + before;
           for (; first < last; cut = last) {
             const Draws draws = rounds ? draws_from(rounding_key(options, work), number) : Draws{};
-            seen.start(work, first, number);
+            seen.start(layout, work, first, number);
             loop<Lanes<kKind>>(scalars, work, layout, mode, first, cut, rounds ? &draws : nullptr,
                                seen);
             number += static_cast<uint64_t>(cut - first);
@@ -175,6 +173,7 @@ void adam_traced(const TensorScalars& scalars, const TensorWork& work, const Ste
           }
         });
   }
+  seen.finish(layout, work.memory);
   seen.add_to(trace);
 }
 

@@ -53,20 +53,18 @@ struct Avx2Words {
   static reg shifted(reg a) {
     return _mm256_srli_epi32(a, kBits);
   }
-  // Pairs of words as integers of 64 bits: sums, the products of lower words, upper words.
+  // Pairs of words as integers of 64 bits: sums, products of signed lower words, upper words.
   static reg add_pairs(reg a, reg b) { return _mm256_add_epi64(a, b); }
-  static reg multiply_lower(reg a, reg b) { return _mm256_mul_epu32(a, b); }
+  static reg multiply_lower(reg a, reg b) { return _mm256_mul_epi32(a, b); }
   static reg upper(reg a) { return _mm256_srli_epi64(a, 32); }
-  static reg even_words(reg a, reg b) {
-    const __m256 in_halves =
-        _mm256_shuffle_ps(_mm256_castsi256_ps(a), _mm256_castsi256_ps(b), 0x88);
-    return _mm256_permute4x64_epi64(_mm256_castps_si256(in_halves), 0xd8);
-  }
   static void store_pairs(uint64_t* x, reg a) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(x), a);
   }
   static void store(void* x, reg a) { _mm256_storeu_si256(static_cast<__m256i*>(x), a); }
   static reg bit_and(reg a, reg b) { return _mm256_and_si256(a, b); }
+
+  // The signed 16-bit halves of words, multiplied, those of a word added.
+  static reg add_products_of_halves(reg a, reg b) { return _mm256_madd_epi16(a, b); }
 
   // Words of 16 bits, saturated where they are packed; see PairLane.
   static reg halves(int16_t a) { return _mm256_set1_epi16(a); }

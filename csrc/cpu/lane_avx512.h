@@ -43,17 +43,16 @@ struct Avx512Words {
     return _mm512_srli_epi32(a, kBits);
   }
   static reg add_pairs(reg a, reg b) { return _mm512_add_epi64(a, b); }
-  static reg multiply_lower(reg a, reg b) { return _mm512_mul_epu32(a, b); }
+  static reg multiply_lower(reg a, reg b) { return _mm512_mul_epi32(a, b); }
   static reg upper(reg a) {  // a shuffle: shifts share their port with multiplications
     return _mm512_shuffle_epi32(a, _MM_PERM_DDBB);
-  }
-  static reg even_words(reg a, reg b) {
-    const reg even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-    return _mm512_permutex2var_epi32(a, even, b);
   }
   static void store_pairs(uint64_t* x, reg a) { _mm512_storeu_si512(x, a); }
   static void store(void* x, reg a) { _mm512_storeu_si512(x, a); }
   static reg bit_and(reg a, reg b) { return _mm512_and_si512(a, b); }
+
+  // The signed 16-bit halves of words, multiplied, those of a word added.
+  static reg add_products_of_halves(reg a, reg b) { return _mm512_madd_epi16(a, b); }
 
   // Words of 16 bits, saturated where they are packed; see PairLane.
   static reg halves(int16_t a) { return _mm512_set1_epi16(a); }

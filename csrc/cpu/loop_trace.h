@@ -20,91 +20,78 @@ struct WordsOf<L> {
   using type = typename L::Words;
 };
 
-// The factors of words that begin with elements of kElements, by the size of elements. Those of
-// narrow elements' words are among those of wide ones.
-template <class W, int kElements>
-class WordFactors {
+// half_factor() of a segment's halves; registers of half as many bytes read beyond its end.
+struct HalfFactors {
+  constexpr HalfFactors() {
+    for (uint32_t half = 0; half < 2 * kDigestSegment; ++half) {
+      of[half] = static_cast<int16_t>(half_factor(half));
+    }
+  }
+  alignas(64) int16_t of[2 * kDigestSegment + 16] = {};
+};
+inline constexpr HalfFactors half_factors;
+
+// Whether registers have the halves of `count` elements: an element begins each array's word, and
+// all are of one segment.
+[[gnu::always_inline]] inline bool has_registers(const Layout& layout, uint32_t number, int count) {
+  bool begins_words = true;
+  for_each_stored(
+      layout, [&](Array array) __attribute__((always_inline)) {
+        const int64_t size = element_size(layout, array);
+        begins_words = begins_words && number * static_cast<uint64_t>(size) % 4 == 0;
+      });
+  return begins_words && number % kDigestSegment + static_cast<uint32_t>(count) <= kDigestSegment;
+}
+
+// For each array, the sums of a segment's halves in 32 bits, and of segments in 64.
+template <class W>
+class DigestRegisters {
  public:
   using reg = typename W::reg;
-  [[gnu::always_inline]] WordFactors(const Layout& layout, const DigestPlace& place) {
-    if (has(layout, 4)) {
-      find<1>(words_, place);
-      halve(words_, halves_);
-    } else if (has(layout, 2)) {
-      find<2>(halves_, place);
-    }
-    if (has(layout, 1)) {
-      halve(halves_, bytes_);
-    }
-  }
-  [[gnu::always_inline]] const reg* of(int64_t size) const {
-    return size == 4 ? words_ : size == 2 ? halves_ : bytes_;
-  }
 
- private:
-  static constexpr int kWords = kElements / W::width;  // registers
-  static constexpr int kHalves = (kWords + 1) / 2;
-  static constexpr int kBytes = (kHalves + 1) / 2;
-  [[gnu::always_inline]] static bool has(const Layout& layout, int64_t size) {
-    bool any = false;
-    for_each_stored(
-        layout, [&](Array array) __attribute__((always_inline)) {
-          any = any || element_size(layout, array) == size;
-        });
-    return any;
-  }
-  template <uint32_t kStep, int kCount>
-  [[gnu::always_inline]] static void find(reg (&factors)[kCount], const DigestPlace& place) {
-    for (int k = 0; k < kCount; ++k) {
-      const auto first = static_cast<uint32_t>(k * W::width) * kStep;
-      factors[k] = place_factors<W, kStep>(place.base, place.number + first);
-    }
-  }
-  template <int kFrom, int kTo>
-  [[gnu::always_inline]] static void halve(const reg (&from)[kFrom], reg (&to)[kTo]) {
-    for (int k = 0; k < kTo; ++k) {
-      to[k] = W::even_words(from[2 * k], from[kFrom > 2 * k + 1 ? 2 * k + 1 : 2 * k]);
-    }
-  }
-
-  reg words_[kWords];
-  reg halves_[kHalves];
-  reg bytes_[kBytes];
-};
-
-// For each array, the sum of words times factors. Even words are the lower ones of a register's
-// pairs.
-template <class W>
-struct DigestRegisters {
-  using reg = typename W::reg;
-  reg sums[kWritten] = {};
-
-  // Of kElements elements from element i on, the first of each array's word.
+  // Of kElements elements from element i on, where has_registers() says so.
   template <int kElements>
   [[gnu::always_inline]] void add(const Layout& layout, void* const (&x)[kArrays], int64_t i,
                                   const DigestPlace& place) {
     constexpr int64_t kBytes = int64_t{W::width} * 4;
-    const WordFactors<W, kElements> factors(layout, place);
+    const int64_t in_segment = place.number % kDigestSegment;
+    const auto* const factors = reinterpret_cast<const char*>(half_factors.of);
     for_each_stored(
         layout, [&](Array array) __attribute__((always_inline)) {
           const int64_t size = element_size(layout, array);
-          // The last register may be half, of half as many bytes as W has.
           const char* const from = static_cast<const char*>(x[array]) + size * i;
+          // The last register may be half, of half as many bytes as W has.
           for (int64_t at = 0; at < size * kElements; at += kBytes) {
             const reg words =
                 at + kBytes <= size * kElements ? W::load(from + at) : W::load_half(from + at);
-            const reg factor = factors.of(size)[at / kBytes];
-            const reg even = W::multiply_lower(words, factor);
-            const reg odd = W::multiply_lower(W::upper(words), W::upper(factor));
-            sums[array] = W::add_pairs(sums[array], W::add_pairs(even, odd));
+            const reg factor = W::load(factors + size * in_segment + at);
+            sums_[array] = W::add(sums_[array], W::add_products_of_halves(words, factor));
           }
         });
+    place_ = place;
+    // 32 words of an element each, times 2048 (half_factor), times 2**15, is 2**31. The next
+    // elements may be of the next segment even where these do not end this one.
+    constexpr uint32_t kMost = 32 * W::width;
+    if (place.number % kMost + 2 * kElements > kMost) {
+      finish_segment(layout);
+    }
   }
+  [[gnu::noinline]] void finish_segment(const Layout& layout) {
+    const reg factor = W::set1(static_cast<uint32_t>(segment_factor(place_)));
+    for_each_stored(
+        layout, [&](Array array) __attribute__((always_inline)) {
+          const reg even = W::multiply_lower(sums_[array], factor);
+          const reg odd = W::multiply_lower(W::upper(sums_[array]), factor);
+          totals_[array] = W::add_pairs(totals_[array], W::add_pairs(even, odd));
+          sums_[array] = reg{};
+        });
+  }
+  // Of finished segments.
   uint64_t total() const {
     uint64_t total = 0;
     for (int array = kParam; array < kWritten; ++array) {
       uint64_t pairs[W::width / 2];
-      W::store_pairs(pairs, sums[array]);
+      W::store_pairs(pairs, totals_[array]);
       uint64_t sum = 0;
       for (const uint64_t pair : pairs) {
         sum += pair;
@@ -113,21 +100,17 @@ struct DigestRegisters {
     }
     return total;
   }
+
+ private:
+  reg sums_[kWritten] = {};
+  reg totals_[kWritten] = {};
+  DigestPlace place_{};  // of the elements added last
 };
 template <>
 struct DigestRegisters<void> {
+  void finish_segment(const Layout& /*layout*/) const {}
   uint64_t total() const { return 0; }
 };
-
-// Whether the element is the first one in each array's word.
-[[gnu::always_inline]] inline bool begins_words(const Layout& layout, uint32_t number) {
-  bool all = true;
-  for_each_stored(
-      layout, [&](Array array) __attribute__((always_inline)) {
-        all = all && number % elements_in_word(element_size(layout, array)) == 0;
-      });
-  return all;
-}
 
 // `change` holds the weights before, until it holds the changes; its first element is element
 // `origin`.
@@ -139,21 +122,21 @@ class LoopTrace {
   LoopTrace(int64_t origin, Scalar* change) : origin_(origin), change_(change) {}
 
   // What follows is of elements from `begin` on, whose numbers follow that of the first one.
-  void start(const TensorWork& work, int64_t begin, uint64_t number) {
+  void start(const Layout& layout, const TensorWork& work, int64_t begin, uint64_t number) {
     if constexpr (kDigest) {
+      finish(layout, work.memory);
       begin_ = begin;
+      number_ = number;
       first_ = digest_place(work.index, number);
     }
   }
   // The same of a group, which may follow the one before.
   void start_group(const Layout& layout, const TensorWork& work, int64_t begin, uint64_t number) {
     if constexpr (kDigest) {
-      const DigestPlace place = digest_place(work.index, number);
-      const DigestPlace next = place_at(begin);
-      if (begin != end_ || place.base != next.base || place.number != next.number) {
-        finish(layout, work.memory);
-        begin_ = next_ = end_ = begin;
-        first_ = place;
+      const uint64_t next = number_ + static_cast<uint64_t>(begin - begin_);
+      if (begin != end_ || number != next || number >> kStreamBits != number_ >> kStreamBits) {
+        start(layout, work, begin, number);
+        next_ = end_ = begin;
       }
     }
   }
@@ -181,7 +164,7 @@ class LoopTrace {
     if constexpr (kDigest) {
       const DigestPlace place = place_at(i);
       if constexpr (!std::is_void_v<Words> && kMost > 1) {
-        if (n == kMost && begins_words(layout, place.number)) {
+        if (n == kMost && has_registers(layout, place.number, kMost)) {
           registers_.template add<kMost>(layout, x, i, place);
           return;
         }
@@ -192,14 +175,14 @@ class LoopTrace {
     }
   }
   // After a group's n elements from element i on were stored, and those before it. Groups of odd
-  // rows begin within words: the digest takes words that are whole, and those of two groups later.
+  // rows begin anywhere in a segment: the digest takes as many elements where registers have them.
   void stored_group(const Layout& layout, void* const (&x)[kArrays], int64_t i, int n) {
     if constexpr (kDigest) {
       end_ = i + n;
       if constexpr (std::is_void_v<Words>) {
         finish(layout, x);
       } else {
-        while (next_ < end_ && !begins_words(layout, place_at(next_).number)) {
+        while (next_ < end_ && !has_registers(layout, place_at(next_).number, kQuantGroup)) {
           add_element(layout, x, next_++);
         }
         for (; next_ + kQuantGroup <= end_; next_ += kQuantGroup) {
@@ -208,11 +191,12 @@ class LoopTrace {
       }
     }
   }
-  // Takes what was stored and is left.
+  // Takes what was stored and is left. What follows may be of another place.
   [[gnu::noinline]] void finish(const Layout& layout, void* const (&x)[kArrays]) {
     while (next_ < end_) {
       add_element(layout, x, next_++);
     }
+    registers_.finish_segment(layout);
   }
   // After the scales of the group that begins at element i.
   void stored_scales(void* const (&x)[kArrays], int64_t i, int64_t group) {
@@ -241,7 +225,8 @@ class LoopTrace {
   // taken next, and the end of those stored.
   int64_t begin_ = 0;
   int64_t next_ = 0;
-  int64_t end_ = 0;
+  int64_t end_ = -1;     // no group follows
+  uint64_t number_ = 0;  // of the first of them
   DigestPlace first_{};
   int64_t lost_ = 0;
   uint64_t digest_ = 0;

@@ -1,9 +1,10 @@
 // A 64-bit digest of what a step stores that does not depend on the order it is taken in: the sum,
-// modulo 2**64, of every 32-bit word times an odd number of its place and an odd number of its
-// array. A word has two elements of 16 bits or four of 8 bits, counted from the parameter's start;
-// they are added one by one where a shard cuts it. Replicas that hold the same have the same
-// digest, shards add up to the whole, and one flipped bit always changes it, by 2**k times an odd
-// number, k < 32. docs/numerics.md section 9.
+// modulo 2**64, of signed halves of words (16 bits) times three odd numbers: of the half's place in
+// its segment of 512 elements, of the segment and of the array. Halves are counted from the
+// parameter's start. Replicas that hold the same have the same digest, shards add up to the whole
+// wherever they are cut, and one flipped bit always changes it, by 2**k times odd numbers, k < 16.
+// Sums over a segment stay below 2**31 and are exact, so registers take a product and a sum for
+// all of their halves. docs/numerics.md section 9.
 #pragma once
 
 #include "kernels/stochastic.h"
@@ -16,15 +17,19 @@ TORCHOPT_HD inline uint32_t digest_base(uint32_t parameter, uint64_t element) {
   return static_cast<uint32_t>(mix64(mix64(parameter) + (element >> kStreamBits)));
 }
 
-// The places of elements `number`, the lower half of one's number, and every kStep-th that follows.
-template <class W, uint32_t kStep = 1>
-TORCHOPT_HD inline typename W::reg place_factors(uint32_t base, uint32_t number) {
-  auto x = W::add(W::multiples(kStep * kWeylStep), W::set1(number * kWeylStep + base));
-  x = W::multiply(W::bit_xor(x, W::template shifted<16>(x)), W::set1(0x21f0aaadu));
-  return W::bit_or(W::bit_xor(x, W::template shifted<15>(x)), W::set1(1));
+inline constexpr uint32_t kDigestSegment = 512;  // elements
+
+// Of a half's place in its segment, half 2 * k the lower half of an fp32 element. All are
+// different, which shows halves that were exchanged; both of a word add up to 2048, which bounds
+// sums.
+TORCHOPT_HD constexpr int half_factor(uint32_t half) {
+  uint32_t x = half / 2 * 317 % kDigestSegment;  // steps that map all words to all words
+  x = (x ^ (x >> 4)) * 229 % kDigestSegment;
+  const int factor = static_cast<int>(2 * x + 1);
+  return half % 2 == 0 ? 2048 - factor : factor;
 }
 
-// Of an array's words; of the upper halves of fp64 elements.
+// Of an array; of the upper words of fp64 elements.
 TORCHOPT_HD constexpr uint64_t array_factor(int array, bool is_upper = false) {
   const int number = array + (is_upper ? kWritten : 0) + 1;
   return mix64(static_cast<uint64_t>(number)) | 1;
@@ -58,15 +63,33 @@ TORCHOPT_HD inline DigestPlace digest_place(uint32_t parameter, uint64_t element
           static_cast<uint32_t>(element) + static_cast<uint32_t>(behind)};
 }
 
-// Elements of an array that share a word of 32 bits; of fp64, one has two words of one number.
-TORCHOPT_HD constexpr uint32_t elements_in_word(int64_t size) {
-  return size < 4 ? static_cast<uint32_t>(4 / size) : 1;
+// Of the place's segment.
+TORCHOPT_HD inline int32_t segment_factor(const DigestPlace& place) {
+  uint32_t x = place.number / kDigestSegment * kDigestSegment * kWeylStep + place.base;
+  x = (x ^ (x >> 16)) * 0x21f0aaadu;
+  return static_cast<int32_t>((x ^ (x >> 15)) | 1);
 }
 
-// The factor of the word that has an element of `size` bytes: that of its first element's place.
-TORCHOPT_HD inline uint32_t place_factor(const DigestPlace& place, int64_t size) {
-  const uint32_t in_word = place.number % elements_in_word(size);
-  return place_factors<ScalarWords>(place.base, place.number - in_word);
+// An element of at most 4 bytes: its halves times the factors of their places in the segment.
+TORCHOPT_HD inline int64_t weighted_element(const void* x, int64_t size, uint32_t in_segment) {
+  if (size == 4) {
+    const uint32_t word = *static_cast<const uint32_t*>(x);
+    return static_cast<int16_t>(word) * half_factor(2 * in_segment) +
+           static_cast<int16_t>(word >> 16) * half_factor(2 * in_segment + 1);
+  }
+  if (size == 2) {
+    return *static_cast<const int16_t*>(x) * half_factor(in_segment);
+  }
+  // Half of a half, of which the upper one has the sign.
+  const int byte =
+      in_segment % 2 == 0 ? *static_cast<const uint8_t*>(x) : *static_cast<const int8_t*>(x) * 256;
+  return byte * half_factor(in_segment / 2);
+}
+
+// A whole word's factor, where few are added: that of an fp32 element's lower half.
+TORCHOPT_HD inline uint64_t word_factor(const DigestPlace& place) {
+  return static_cast<uint64_t>(int64_t{segment_factor(place)} *
+                               half_factor(2 * (place.number % kDigestSegment)));
 }
 
 // Of element i of all arrays of a parameter that is computed in T.
@@ -74,34 +97,30 @@ template <class T>
 TORCHOPT_HD inline uint64_t digest_element(const Layout& layout, void* const (&x)[kArrays],
                                            int64_t i, const DigestPlace& place) {
   uint64_t sum = 0;
-  for_each_stored(layout, [&](Array array) {
-    const int64_t size = element_size(layout, array);
-    const uint64_t factor = place_factor(place, size);
-    const char* const at = static_cast<const char*>(x[array]) + size * i;
-    if constexpr (sizeof(T) == sizeof(double)) {
+  if constexpr (sizeof(T) == sizeof(double)) {
+    for_each_stored(layout, [&](Array array) {
       const auto bits = bit_cast<uint64_t>(static_cast<const double*>(x[array])[i]);
-      sum += (bits & 0xffffffffu) * factor * array_factor(array) +
-             (bits >> 32) * factor * array_factor(array, true);
-    } else {
-      const uint64_t bits = size == 4   ? *reinterpret_cast<const uint32_t*>(at)
-                            : size == 2 ? *reinterpret_cast<const uint16_t*>(at)
-                                        : *reinterpret_cast<const uint8_t*>(at);
-      const auto before = static_cast<int>(place.number % elements_in_word(size));
-      sum += (bits << (8 * size * before)) * factor * array_factor(array);
-    }
-  });
-  return sum;
+      sum += (bits & 0xffffffffu) * array_factor(array) + (bits >> 32) * array_factor(array, true);
+    });
+    return sum * word_factor(place);
+  } else {
+    for_each_stored(layout, [&](Array array) {
+      const int64_t size = element_size(layout, array);
+      const char* const at = static_cast<const char*>(x[array]) + size * i;
+      const int64_t element = weighted_element(at, size, place.number % kDigestSegment);
+      sum += static_cast<uint64_t>(element) * array_factor(array);
+    });
+    return sum * static_cast<uint64_t>(int64_t{segment_factor(place)});
+  }
 }
 
 // Of a group's scales, at the place of its first element.
 TORCHOPT_HD inline uint64_t digest_scales(void* const (&x)[kArrays], int64_t group,
                                           const DigestPlace& place) {
-  const uint64_t factor = place_factor(place, sizeof(float));
   const auto of = [&](Array array) {
-    return bit_cast<uint32_t>(static_cast<const float*>(x[array])[group]) * factor *
-           array_factor(array);
+    return bit_cast<uint32_t>(static_cast<const float*>(x[array])[group]) * array_factor(array);
   };
-  return of(kExpAvgScale) + of(kExpAvgSqScale);
+  return (of(kExpAvgScale) + of(kExpAvgSqScale)) * word_factor(place);
 }
 
 }  // namespace

@@ -74,12 +74,27 @@ TEST(Digest, PlacesAndArraysAndParametersDiffer) {
   EXPECT_EQ(std::unique(seen.begin(), seen.end()), seen.end());
 }
 
-// So that exchanged elements show, wherever they are.
-TEST(Digest, FactorsOfPlacesDifferAndAreOdd) {
-  std::vector<uint32_t> factors;
-  for (uint64_t element = 0; element < 1 << 16; ++element) {
-    factors.push_back(place_factor(digest_place(0, element), sizeof(float)));
-    EXPECT_EQ(factors.back() % 2, 1u);
+// So that exchanged halves show; and sums of words stay as small as loop_trace.h says.
+TEST(Digest, FactorsOfHalvesDifferAndAreOdd) {
+  std::vector<int> factors;
+  for (uint32_t half = 0; half < 2 * kDigestSegment; ++half) {
+    factors.push_back(half_factor(half));
+    EXPECT_EQ(factors.back() % 2, 1);
+  }
+  for (uint32_t word = 0; word < kDigestSegment; ++word) {
+    EXPECT_EQ(factors[2 * word] + factors[2 * word + 1], 2048);
+  }
+  std::sort(factors.begin(), factors.end());
+  EXPECT_EQ(std::unique(factors.begin(), factors.end()), factors.end());
+}
+
+TEST(Digest, FactorsOfSegmentsDifferAndAreOdd) {
+  constexpr uint64_t kSegments = 1 << 16;
+  std::vector<int32_t> factors;
+  for (uint64_t segment = 0; segment < kSegments; ++segment) {
+    factors.push_back(segment_factor(digest_place(0, segment * kDigestSegment)));
+    EXPECT_EQ(factors.back() & 1, 1);
+    EXPECT_EQ(factors.back(), segment_factor(digest_place(0, (segment + 1) * kDigestSegment - 1)));
   }
   std::sort(factors.begin(), factors.end());
   // The lowest bit is lost: about 2**16 * 2**16 / 2**32 = 1 pair of these becomes equal.

@@ -500,8 +500,8 @@ def digest_file() -> Iterator[dict[str, Any]]:
     """Of a parameter whose moments are zero, whose words count for nothing."""
     rng = SplitMix64(14)
     for fmt in FORMATS.values():
-        for parameter in (0, 3):
-            bits = [random_bits(rng, fmt, -10, 10) for _ in range(37)]
+        for parameter, count in ((0, 37), (3, 530)):  # 530: two segments
+            bits = [random_bits(rng, fmt, -10, 10) for _ in range(count)]
             yield {
                 "dtype": fmt.name,
                 "parameter": parameter,

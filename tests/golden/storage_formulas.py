@@ -61,19 +61,38 @@ def round_stochastically(bits: int, random: int, draw: int) -> int:
     return (bits + (random >> 16 * draw & 0xFFFF)) >> 16
 
 
+def half_factor(half: int) -> int:
+    x = half // 2 * 317 % 512
+    x = (x ^ x >> 4) * 229 % 512
+    return 2 * x + 1 if half % 2 else 2047 - 2 * x
+
+
+def signed(bits: int, width: int) -> int:
+    return bits - (bits >> width - 1 << width)
+
+
 def digest(parameter: int, role: int, width: int, elements: Sequence[int]) -> int:
     """Of one array's elements, given as bits of ``width``."""
     total = 0
-    in_word = max(1, 32 // width)
     for element, bits in enumerate(elements):
-        first = (element & M32) // in_word * in_word
+        first = (element & M32) // 512 * 512
         x = first * 0x9E3779B1 + mix64(mix64(parameter) + (element >> 20)) & M32
         x = (x ^ x >> 16) * 0x21F0AAAD & M32
-        place = x ^ x >> 15 | 1
-        bits <<= width * (element % in_word)
-        words = [bits] if width < 64 else [bits & M32, bits >> 32]
-        for upper, word in enumerate(words):
-            total += word * place * (mix64(role + 5 * upper + 1) | 1)
+        segment = signed(x ^ x >> 15 | 1, 32)
+        number = element % 512
+        array, upper_array = (mix64(role + shift + 1) | 1 for shift in (0, 5))
+        if width == 64:
+            words = (bits & M32) * array + (bits >> 32) * upper_array
+            total += words * half_factor(2 * number) * segment
+        elif width == 32:
+            lower = signed(bits & 0xFFFF, 16) * half_factor(2 * number)
+            upper = signed(bits >> 16, 16) * half_factor(2 * number + 1)
+            total += (lower + upper) * segment * array
+        elif width == 16:
+            total += signed(bits, 16) * half_factor(number) * segment * array
+        else:
+            byte = bits if number % 2 == 0 else signed(bits, 8) << 8
+            total += byte * half_factor(number // 2) * segment * array
     return total & M64
 
 

@@ -136,22 +136,41 @@ def round_to_24_bits_stochastically(bits: Words, random: Words) -> Words:
 # ---- digest ------------------------------------------------------------------------------------
 
 
-def digest_array(tensor: Tensor, parameter: int, role: int, places: list[int] | None = None) -> int:
-    """Of one contiguous tensor of less than 2**20 elements: every 32-bit word times the odd numbers
-    of its place and its array, summed."""
-    values = words(tensor)
+def half_factor(half: Words) -> NDArray[np.int64]:
+    x = half // np.uint64(2) * np.uint64(317) % np.uint64(512)
+    x = (x ^ x >> np.uint64(4)) * np.uint64(229) % np.uint64(512)
+    factor = (2 * x + 1).astype(np.int64)
+    return np.where(half % 2 == 0, 2048 - factor, factor)
+
+
+def segment_factor(parameter: int, elements: Words) -> NDArray[np.int64]:
     base = np.uint64(mix64(mix64(parameter)) % 2**32)
-    numbers = np.asarray(range(values.size) if places is None else places, np.uint64)
-    in_word = np.uint64(max(1, 4 // tensor.element_size()))
-    values = values << (numbers % in_word * np.uint64(8 * tensor.element_size() % 64))
-    x = (times(numbers // in_word * in_word, 0x9E3779B1) + base) & MASK32
+    x = (times(elements // np.uint64(512) * np.uint64(512), 0x9E3779B1) + base) & MASK32
     x = times(x ^ shifted(x, 16), 0x21F0AAAD)
-    place = x ^ shifted(x, 15) | np.uint64(1)
+    return (x ^ shifted(x, 15) | np.uint64(1)).astype(np.uint32).view(np.int32).astype(np.int64)
+
+
+def digest_array(tensor: Tensor, parameter: int, role: int, places: list[int] | None = None) -> int:
+    """Of one contiguous tensor of less than 2**20 elements: signed 16-bit halves times the odd
+    numbers of their places, segments and array, summed; words of fp64, or of elements at given
+    places, are not split."""
+    values = words(tensor)
+    size = tensor.element_size()
+    numbers = np.asarray(range(values.size) if places is None else places, np.uint64)
+    if size == 8 or places is not None:
+        factor = segment_factor(parameter, numbers) * half_factor(numbers % 512 * 2)
+        products = [(values & MASK32) * factor.astype(np.uint64)]
+        products += [shifted(values, 32) * factor.astype(np.uint64)] if size == 8 else []
+    else:
+        memory = values.astype(f"u{size}").tobytes()
+        halves = np.frombuffer(memory + bytes(len(memory) % 2), "<i2").astype(np.int64)
+        places_of_halves = np.arange(halves.size, dtype=np.uint64) * 2 // size  # elements
+        in_segment = np.arange(halves.size, dtype=np.uint64) % (256 * size)
+        factor = segment_factor(parameter, places_of_halves) * half_factor(in_segment)
+        products = [(halves * factor).astype(np.uint64)]
     total = 0
-    with np.errstate(over="ignore"):
-        for upper in range(2 if tensor.element_size() == 8 else 1):
-            word = shifted(values, 32) if upper else values & MASK32
-            total += int((word * place).sum(dtype=np.uint64)) * (mix64(role + 5 * upper + 1) | 1)
+    for upper, product in enumerate(products):
+        total += int(product.sum(dtype=np.uint64)) * (mix64(role + 5 * upper + 1) | 1)
     return total % 2**64
 
 

@@ -147,6 +147,21 @@ def test_any_flipped_bit_changes_the_digest(way: str) -> None:
     assert digest(0, p, state) != whole[1]  # the number of a parameter counts, too
 
 
+@pytest.mark.parametrize("way", ["fp32", "bf16", "bf16 remainder"])
+def test_digests_of_extreme_halves(way: str) -> None:
+    """Every half of the weights is -2**15: sums of them come closest to their registers' ends."""
+    params, optimizer = build(way, shapes=((5000,), (3, 1001)), lr=0.0, weight_decay=0.0)
+    for p in params:
+        flat = p.detach().view(-1).view(torch.int16)
+        flat.fill_(-(2**15))  # bf16's -0; in fp32 a number that is not normal
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert all(p.detach().view(torch.int16).eq(-(2**15)).all() for p in params)
+    assert [d % 2**64 for d in optimizer.telemetry.digests.tolist()] == [
+        digest(number, p, optimizer.state[p]) for number, p in enumerate(params)
+    ]
+
+
 @each_way
 def test_replicas_agree_until_a_bit_flips(way: str) -> None:
     """The library's own digests: equal, then different for good after a fault in either array."""
