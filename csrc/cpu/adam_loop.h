@@ -70,15 +70,6 @@ template <class L>
 
 // What a step notes that is not tracked (loop_trace.h): nothing.
 struct NoTrace {
-  static constexpr bool needs_numbers = false;
-  void start_group(const Layout& /*layout*/, const TensorWork& /*work*/, int64_t /*begin*/,
-                   uint64_t /*number*/) const {}
-  void stored_group(const Layout& /*layout*/, void* const (& /*x*/)[kArrays], int64_t /*i*/,
-                    int /*n*/) const {}
-  void stored_scales(void* const (& /*x*/)[kArrays], int64_t /*i*/, int64_t /*group*/) const {}
-  template <int kMost>
-  void stored(const Layout& /*layout*/, void* const (& /*x*/)[kArrays], int64_t /*i*/,
-              int /*n*/) const {}
   template <class Lane>
   void before(const Lane& /*lane*/, const Layout& /*layout*/, void* const (& /*x*/)[kArrays],
               int64_t /*i*/) const {}
@@ -104,7 +95,6 @@ template <class L, class Tail, class Trace>
     trace.before(lane, layout, x, i);
     adam_register(lane, s, layout, mode, x, i, draws, i - begin);
     trace.after(lane, layout, x, i, s.has_decay);
-    trace.template stored<std::decay_t<decltype(lane)>::width>(layout, x, i, count_of(lane));
   };
   if (mode.past_caches) {  // up to where a register of the parameter is aligned
     const auto size = static_cast<uintptr_t>(element_size(layout, kParam));

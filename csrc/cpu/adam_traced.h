@@ -6,8 +6,11 @@
 
 namespace torchopt_ext {
 
-// Norms find a tile's values in the first-level cache.
+// Norms and the digest find a tile in the first-level cache. Norms are summed by tiles, so that
+// their bits depend on its length; a digest alone takes longer ones, which take fewer calls.
 inline constexpr int64_t kTileElements = 512;
+inline constexpr int64_t kDigestTile = 2048;
+inline constexpr int64_t kQuantizedDigestTile = 4096;
 
 inline const char* element(const TensorWork& work, int array, int64_t i) {
   return static_cast<const char*>(work.memory[array]) + i * element_size(work.layout, array);
@@ -16,30 +19,40 @@ inline const char* element(const TensorWork& work, int array, int64_t i) {
 inline ChunkTrace adam_traced(const KernelTable& table, const TensorScalars& scalars,
                               const TensorWork& work, const StepOptions& options, int64_t begin,
                               int64_t end, bool past_caches) {
-  const auto step = table.adam_traced[static_cast<int>(work.kind)];
   ChunkTrace trace{};
-  if ((options.track & (kTrackNorms | kTrackLost)) == 0) {
-    step(scalars, work, options, begin, end, past_caches, nullptr, trace);
-    return trace;
-  }
   const auto sum_of_squares = [&](DType dtype, const void* x, int64_t n) {
     return table.block_sum[static_cast<int>(dtype)](x, n);
   };
+  const int kind = static_cast<int>(work.kind);
   const bool norms = (options.track & kTrackNorms) != 0;
+  const bool changes = norms || (options.track & kTrackLost) != 0;
   const bool is_double = work.layout.param == DType::kFloat64;
+  const int64_t longest = changes                   ? kTileElements
+                          : is_quantized(work.kind) ? kQuantizedDigestTile
+                                                    : kDigestTile;
+  const int most_groups = static_cast<int>(longest / kTileElements) * kTileGroups;
   for (int64_t i = begin; i < end;) {
-    const int64_t tile_end = is_quantized(work.kind)   ? end_of_groups(work, begin, end, i)
-                             : end - i < kTileElements ? end
-                                                       : i + kTileElements;
+    const int64_t tile_end = is_quantized(work.kind)
+                                 ? end_of_groups(work, begin, end, i, most_groups)
+                             : end - i < longest ? end
+                                                 : i + longest;
     const int64_t n = tile_end - i;
     if (norms) {  // before the gradient may be written
       trace.grad_sumsq += sum_of_squares(work.layout.grad, element(work, kGrad, i), n);
     }
-    alignas(64) double change[kTileElements];
-    step(scalars, work, options, i, tile_end, past_caches, change, trace);
-    if (norms) {
-      trace.update_sumsq +=
-          sum_of_squares(is_double ? DType::kFloat64 : DType::kFloat32, change, n);
+    if (changes) {
+      alignas(64) double change[kTileElements];
+      trace.lost +=
+          table.adam_traced[kind](scalars, work, options, i, tile_end, past_caches, change);
+      if (norms) {
+        trace.update_sumsq +=
+            sum_of_squares(is_double ? DType::kFloat64 : DType::kFloat32, change, n);
+      }
+    } else {
+      table.adam[kind](scalars, work, options, i, tile_end, past_caches);
+    }
+    if ((options.track & kTrackDigest) != 0) {
+      trace.digest += table.digest(work, i, tile_end);
     }
     i = tile_end;
   }

@@ -16,11 +16,11 @@ struct KernelTable {
   void (*adam[kAdamKinds])(const TensorScalars&, const TensorWork&, const StepOptions&,
                            int64_t begin, int64_t end, bool past_caches);
   // The same, by its kind, too. Notes what was added to each weight as it is stored, in the type
-  // the tensor is computed in, and how many did not change although something was to be added,
-  // unless `change` is null; and the digest, if options.track has it.
-  void (*adam_traced[kAdamKinds])(const TensorScalars&, const TensorWork&, const StepOptions&,
-                                  int64_t begin, int64_t end, bool past_caches, void* change,
-                                  ChunkTrace& trace);
+  // the tensor is computed in. Returns how many did not change although something was to be added.
+  int64_t (*adam_traced[kAdamKinds])(const TensorScalars&, const TensorWork&, const StepOptions&,
+                                     int64_t begin, int64_t end, bool past_caches, void* change);
+  // Of what pass B stored of elements [begin, end), whole groups of those with 8-bit moments.
+  uint64_t (*digest)(const TensorWork&, int64_t begin, int64_t end);
 
   // Pass A, by DType; `next`, which may be null, is what will be read soon. Adds the squares of
   // rows of kShortRow or more elements, and of at most kBlockElements elements of shorter rows.

@@ -5,6 +5,7 @@
 
 #include "cpu/adam_loop.h"
 #include "cpu/block_sums.h"
+#include "cpu/digest_sums.h"
 #include "cpu/exact_squares.h"
 #include "cpu/kernel_table.h"
 #include "cpu/loop_trace.h"
@@ -26,16 +27,19 @@ constexpr const char* kName = "avx512";
 using FloatLane = Avx512Float;
 using ManyLane = PairLane<Avx512Float>;
 using DoubleLane = Avx512Double;
+using Words = Avx512Words;
 #elif defined(__AVX2__)
 constexpr const char* kName = "avx2";
 using FloatLane = Avx2Float;
 using ManyLane = PairLane<Avx2Float>;
 using DoubleLane = Avx2Double;
+using Words = Avx2Words;
 #else
 constexpr const char* kName = "default";
 using FloatLane = ScalarLane<float>;
 using ManyLane = FloatLane;
 using DoubleLane = ScalarLane<double>;
+using Words = void;
 #endif
 
 // The lanes of a layout's loop and of its rest: pairs of registers, but where most arrays are fp32.
@@ -86,7 +90,7 @@ Layout layout_of(const TensorWork& work) {
 // Whole groups of elements with 8-bit moments. The usual kernel is of rows without a short group.
 template <AdamKind kKind, class Trace>
 void quantized_step(const TensorScalars& scalars, const TensorWork& work,
-                    const StepOptions& options, int64_t begin, int64_t end, Trace& trace) {
+                    const StepOptions& options, int64_t begin, int64_t end, Trace&& trace) {
   constexpr bool kIsGeneral = kKind == AdamKind::kInt8;
   if constexpr (!kIsGeneral) {
     if (work.row_length % kQuantGroup != 0) {
@@ -124,66 +128,42 @@ bool rounds_randomly(const Layout& layout, const StepOptions& options) {
                                      : kKind == AdamKind::kBFloat16Rounded;
 }
 
-template <AdamKind kKind>
-void adam(const TensorScalars& scalars, const TensorWork& work, const StepOptions& options,
-          int64_t begin, int64_t end, bool past_caches) {
+template <AdamKind kKind, class Trace>
+[[gnu::always_inline]] inline void step(const TensorScalars& scalars, const TensorWork& work,
+                                        const StepOptions& options, int64_t begin, int64_t end,
+                                        bool past_caches, Trace&& trace) {
   const Layout layout = layout_of<kKind>(work);
   if constexpr (is_quantized(kKind)) {
-    NoTrace none;
-    quantized_step<kKind>(scalars, work, options, begin, end, none);
+    quantized_step<kKind>(scalars, work, options, begin, end, trace);
   } else {
     const StepMode mode = mode_of<kKind>(layout, options, past_caches);
     if (!rounds_randomly<kKind>(layout, options)) {
-      loop<Lanes<kKind>>(scalars, work, layout, mode, begin, end, nullptr, NoTrace{});
+      loop<Lanes<kKind>>(scalars, work, layout, mode, begin, end, nullptr, trace);
       return;
     }
     for_each_run(
         work, begin,
         end, [&](int64_t first, int64_t last, uint64_t number) __attribute__((always_inline)) {
           const Draws draws = draws_from(rounding_key(options, work), number);
-          loop<Lanes<kKind>>(scalars, work, layout, mode, first, last, &draws, NoTrace{});
+          loop<Lanes<kKind>>(scalars, work, layout, mode, first, last, &draws, trace);
         });
   }
-}
-
-template <AdamKind kKind, bool kChanges, bool kDigest>
-void adam_traced(const TensorScalars& scalars, const TensorWork& work, const StepOptions& options,
-                 int64_t begin, int64_t end, bool past_caches, void* change, ChunkTrace& trace) {
-  using L = typename Lanes<kKind>::Main;
-  LoopTrace<L, kChanges, kDigest> seen(begin, static_cast<typename L::scalar*>(change));
-  const Layout layout = layout_of<kKind>(work);
-  if constexpr (is_quantized(kKind)) {
-    quantized_step<kKind>(scalars, work, options, begin, end, seen);
-  } else {
-    const StepMode mode = mode_of<kKind>(layout, options, past_caches);
-    const bool rounds = rounds_randomly<kKind>(layout, options);
-    for_each_run(
-        work, begin,
-        end, [&](int64_t first, int64_t last, uint64_t number) __attribute__((always_inline)) {
-          // To where digests' registers begin: the loop's are then of one segment each.
-          const auto before = kDigest ? static_cast<int64_t>(-number % L::width) : 0;
-          int64_t cut = before == 0 || last - first < before ? last : first + before;
-          for (; first < last; cut = last) {
-            const Draws draws = rounds ? draws_from(rounding_key(options, work), number) : Draws{};
-            seen.start(layout, work, first, number);
-            loop<Lanes<kKind>>(scalars, work, layout, mode, first, cut, rounds ? &draws : nullptr,
-                               seen);
-            number += static_cast<uint64_t>(cut - first);
-            first = cut;
-          }
-        });
-  }
-  seen.finish(layout, work.memory);
-  seen.add_to(trace);
 }
 
 template <AdamKind kKind>
-void adam_traced(const TensorScalars& scalars, const TensorWork& work, const StepOptions& options,
-                 int64_t begin, int64_t end, bool past_caches, void* change, ChunkTrace& trace) {
-  const auto step = change == nullptr                     ? adam_traced<kKind, false, true>
-                    : (options.track & kTrackDigest) == 0 ? adam_traced<kKind, true, false>
-                                                          : adam_traced<kKind, true, true>;
-  step(scalars, work, options, begin, end, past_caches, change, trace);
+void adam(const TensorScalars& scalars, const TensorWork& work, const StepOptions& options,
+          int64_t begin, int64_t end, bool past_caches) {
+  step<kKind>(scalars, work, options, begin, end, past_caches, NoTrace{});
+}
+
+template <AdamKind kKind>
+int64_t adam_traced(const TensorScalars& scalars, const TensorWork& work,
+                    const StepOptions& options, int64_t begin, int64_t end, bool past_caches,
+                    void* change) {
+  using Scalar = typename Lanes<kKind>::Main::scalar;
+  LoopTrace<Scalar> trace(begin, static_cast<Scalar*>(change));
+  step<kKind>(scalars, work, options, begin, end, past_caches, trace);
+  return trace.lost();
 }
 
 template <class To, class From>
@@ -223,6 +203,7 @@ const KernelTable& TORCHOPT_KERNELS() {
                       adam_traced<AdamKind::kBFloat16Remainder>,
                       adam_traced<AdamKind::kBFloat16Rounded>, adam_traced<AdamKind::kGeneral>,
                       adam_traced<AdamKind::kInt8Remainder8>, adam_traced<AdamKind::kInt8>},
+      .digest = digest_elements<Words>,
       // In the order of DType.
       .add_rows = {add_rows<float>, add_rows<double>, add_rows<BFloat16>, add_rows<Float16>},
       .add_short_rows = {add_short_rows<float>, add_short_rows<double>, add_short_rows<BFloat16>,

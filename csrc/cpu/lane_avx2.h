@@ -32,7 +32,7 @@ inline __m128i narrow8(__m256 a, Float16) {
   return _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 
-// Words of 32 bits (kernels/stochastic.h, cpu/loop_trace.h).
+// Words of 32 bits (kernels/stochastic.h, cpu/digest_sums.h).
 struct Avx2Words {
   using reg = __m256i;
   static constexpr int width = 8;
@@ -41,10 +41,6 @@ struct Avx2Words {
     return multiply(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), set1(factor));
   }
   static reg load(const void* x) { return _mm256_loadu_si256(static_cast<const __m256i*>(x)); }
-  // Half as many, and zeros.
-  static reg load_half(const void* x) {
-    return _mm256_zextsi128_si256(_mm_loadu_si128(static_cast<const __m128i*>(x)));
-  }
   static reg add(reg a, reg b) { return _mm256_add_epi32(a, b); }
   static reg bit_xor(reg a, reg b) { return _mm256_xor_si256(a, b); }
   static reg bit_or(reg a, reg b) { return _mm256_or_si256(a, b); }

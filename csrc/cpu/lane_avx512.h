@@ -30,10 +30,6 @@ struct Avx512Words {
                     set1(factor));
   }
   static reg load(const void* x) { return _mm512_loadu_si512(x); }
-  // Half as many, and zeros.
-  static reg load_half(const void* x) {
-    return _mm512_zextsi256_si512(_mm256_loadu_si256(static_cast<const __m256i*>(x)));
-  }
   static reg add(reg a, reg b) { return _mm512_add_epi32(a, b); }
   static reg bit_xor(reg a, reg b) { return _mm512_xor_si512(a, b); }
   static reg bit_or(reg a, reg b) { return _mm512_or_si512(a, b); }

@@ -62,13 +62,6 @@ template <class L, bool kWhole, class Trace>
     return kWhole ? Group{i, index + g, kQuantGroup, i, &work.memory} : groups[g];
   };
 
-  const auto start = [&](const Group& group) __attribute__((always_inline)) {
-    if (key != nullptr || Trace::needs_numbers) {
-      const auto number = static_cast<uint64_t>(global_element(work, group.first));
-      draws.start(number);
-      trace.start_group(layout, work, group.first, number);
-    }
-  };
   // visit(lane, element) of what tracking sees.
   const auto for_each_traced = [&](const Group& group, const auto& visit)
       __attribute__((always_inline)) {
@@ -134,7 +127,9 @@ template <class L, bool kWhole, class Trace>
   };
   const auto store = [&](int g) __attribute__((always_inline)) {
     const Group group = group_at(g);
-    start(group);
+    if (key != nullptr) {
+      draws.start(static_cast<uint64_t>(global_element(work, group.first)));
+    }
     const GroupScales inverse{kept.exp_avg.inverse[g], kept.root.inverse[g]};
     const auto codes = [&](int k) __attribute__((always_inline)) {
       const auto drawn = key != nullptr ? draws.of<L>(k) : typename L::Random{};
@@ -159,12 +154,10 @@ template <class L, bool kWhole, class Trace>
         group, [&](const auto& one, int64_t i) __attribute__((always_inline)) {
           trace.after(one, layout, work.memory, i, factors.has_decay);
         });
-    trace.stored_group(layout, work.memory, group.first, group.size);
-    trace.stored_scales(work.memory, group.first, group.index);
   };
 
   int64_t left = work.row_length - begin % work.row_length;  // of the row
-  int groups_left = ChunkGroups(work, end - begin).count();
+  auto groups_left = static_cast<int>(group_of(work, end - 1) + 1 - index);
   while (groups_left > 0) {
     const int count = groups_left < kGroupsAtOnce ? groups_left : kGroupsAtOnce;
     kept.exp_avg.start(exp_avg_scales + index, count, quantized.from.exp_avg);

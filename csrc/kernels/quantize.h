@@ -68,10 +68,11 @@ class ChunkGroups {
 // have.
 inline constexpr int kTileGroups = 8;
 
-// Where those from element i on of chunk [begin, end) end.
-inline int64_t end_of_groups(const TensorWork& work, int64_t begin, int64_t end, int64_t i) {
+// Where `count` of them from element i on of chunk [begin, end) end.
+inline int64_t end_of_groups(const TensorWork& work, int64_t begin, int64_t end, int64_t i,
+                             int count) {
   const ChunkGroups groups(work, end - begin);
-  const int next = groups.of(static_cast<int>(i - begin)) + kTileGroups;
+  const int next = groups.of(static_cast<int>(i - begin)) + count;
   return next < groups.count() ? begin + groups.begin(next) : end;
 }
 

@@ -74,7 +74,7 @@ TEST(Digest, PlacesAndArraysAndParametersDiffer) {
   EXPECT_EQ(std::unique(seen.begin(), seen.end()), seen.end());
 }
 
-// So that exchanged halves show; and sums of words stay as small as loop_trace.h says.
+// So that exchanged halves show; and sums of words stay as small as digest_sums.h says.
 TEST(Digest, FactorsOfHalvesDifferAndAreOdd) {
   std::vector<int> factors;
   for (uint32_t half = 0; half < 2 * kDigestSegment; ++half) {

@@ -131,6 +131,24 @@ def test_a_step_to_the_bit(master: str | None, grad_dtype: torch.dtype, stochast
     assert found == independent.digest(1, own[1], state)
 
 
+@pytest.mark.parametrize("master", ["fp32", "remainder8"])
+@pytest.mark.parametrize("shape", [(7, 5), (9, 130), (40, 150), (9, 300), (5, 1031), (3, 64, 6)])
+def test_tracking_changes_no_bit(shape: tuple[int, ...], master: str) -> None:
+    """Rows whose groups do not fill the tiles that tracking steps; digests with norms and without
+    are of other tiles."""
+    found, digests = [], []
+    for track in ((), ("norms",), ("lost_updates",), ("digest",), ("norms", "digest")):
+        (p,) = params(torch.bfloat16, shape)
+        optimizer = FusedAdamW([p], LR, master_weights=master, state_dtype="int8", track=track)
+        for step in range(2):
+            p.grad = gradients(*shape, seed=step, dtype=torch.bfloat16)
+            optimizer.step()
+        found.append([t.flatten().tolist() for t in (p.detach(), *optimizer.state[p].values())])
+        digests += [optimizer.telemetry.digest()] if "digest" in track else []
+    assert found.count(found[0]) == len(found)
+    assert digests[0] == digests[1] == independent.digest(0, p, optimizer.state[p])
+
+
 @pytest.mark.parametrize(
     ("size", "options"),
     [
