@@ -18,15 +18,6 @@ struct Part : L {
   int n;
 };
 
-template <class L>
-constexpr int count_of(const L& /*lane*/) {
-  return L::width;
-}
-template <class L>
-constexpr int count_of(const Part<L>& part) {
-  return part.n;
-}
-
 // Asks for what a loop comes to after element i, line by line.
 template <class L>
 [[gnu::always_inline]] inline void fetch_arrays_ahead(const Layout& layout, const StepMode& mode,

@@ -1,5 +1,5 @@
-// The digest (kernels/digest.h) of what a step stored of a tile, while that is in the first-level
-// cache: a multiply-add of two 16-bit halves for each word.
+// The digest (kernels/digest.h) of what a step stored of a tile, while that is in the caches: a
+// multiply-add of two 16-bit halves for each word.
 #pragma once
 
 #include <type_traits>
@@ -19,7 +19,41 @@ struct HalfFactors {
   }
   alignas(64) int16_t of[2 * kDigestSegment] = {};
 };
-inline constexpr HalfFactors half_factors;
+inline constexpr HalfFactors kHalfFactors;
+
+// lane_factor() of a segment's words from word 0 to 7 on.
+template <class W>
+struct LaneFactors {
+  explicit LaneFactors(const DigestPlace& place) {
+    if constexpr (std::is_void_v<W>) {
+      for (uint32_t word = 0; word < kWords; ++word) {
+        of[word] = lane_factor(place, word);
+      }
+    } else {
+      using reg = typename W::reg;
+      const uint32_t segment = place.number / kDigestSegment * kDigestSegment;
+      reg x = W::add(W::load(kSteps.of), W::set1(segment * kWeylStep + place.base));
+      x = W::multiply(W::bit_xor(x, W::template shifted<16>(x)), W::set1(0x21f0aaadu));
+      x = W::bit_or(W::bit_xor(x, W::template shifted<15>(x)), W::set1(1));
+      for (uint32_t word = 0; word + W::width <= kWords; word += kDigestLanes) {
+        W::store(of + word, x);
+      }
+    }
+  }
+  static constexpr uint32_t kWords = 24;
+  alignas(64) int32_t of[kWords];
+
+ private:
+  struct Steps {
+    constexpr Steps() {
+      for (uint32_t word = 0; word < 16; ++word) {
+        of[word] = word % kDigestLanes * kWeylStep;
+      }
+    }
+    uint32_t of[16] = {};
+  };
+  static constexpr Steps kSteps{};
+};
 
 template <class W>
 struct RegOf {
@@ -30,23 +64,21 @@ struct RegOf<void> {
   struct type {};
 };
 
-// Of each array's halves: products with their own and their segments' factors, summed. W has the
+// Of each array's halves: products with their own and their lanes' factors, summed. W has the
 // operations on words of 32 bits; void: one half at a time.
 template <class W>
 class HalfSums {
  public:
-  // `bytes` of an array, of one segment; factors of their halves. An even 8-bit element is first.
+  // `bytes` of an array, of one segment, from the beginning of a word on; factors of their halves
+  // and words.
   [[gnu::always_inline]] void add(Array array, const char* from, int64_t bytes, const char* factors,
-                                  int32_t segment) {
+                                  const int32_t* lanes) {
     int64_t done = 0;
     if constexpr (!std::is_void_v<W>) {
       using reg = typename W::reg;
       constexpr int64_t kBytes = int64_t{W::width} * 4;
-      // Lanes stay within 2**31: 32 words, times 2048 (half_factor), times 2**15. Halves of 8-bit
-      // elements may begin with an odd one, and both factors then add up to less than 4096, but
-      // these have at most 16 words a lane.
-      constexpr int64_t kMost = 32 * kBytes;
-      const reg factor = W::set1(static_cast<uint32_t>(segment));
+      constexpr int64_t kMost = 32 * kBytes;  // times 2048 (half_factor), times 2**15: 2**31
+      const reg lane = W::load(lanes);
       while (bytes - done >= kBytes) {
         const int64_t last = done + (bytes - done < kMost ? bytes - done : kMost) - kBytes;
         reg sum{};
@@ -55,14 +87,15 @@ class HalfSums {
           sum =
               W::add(sum, W::add_products_of_halves(W::load(from + done), W::load(factors + done)));
         }
-        const reg even = W::multiply_lower(sum, factor);
-        const reg odd = W::multiply_lower(W::upper(sum), factor);
+        const reg even = W::multiply_lower(sum, lane);
+        const reg odd = W::multiply_lower(W::upper(sum), W::upper(lane));
         pairs_[array] = W::add_pairs(pairs_[array], W::add_pairs(even, odd));
       }
     }
-    if (done < bytes) {
-      rest_[array] += static_cast<uint64_t>(weighted(from, done, bytes, factors)) *
-                      static_cast<uint64_t>(int64_t{segment});
+    for (; done < bytes; done += 4) {
+      const int64_t end = bytes - done < 4 ? bytes : done + 4;
+      rest_[array] += static_cast<uint64_t>(weighted(from, done, end, factors) *
+                                            lanes[done / 4 % kDigestLanes]);
     }
   }
   uint64_t total() const {
@@ -109,20 +142,21 @@ class TileDigest {
   // on, whose base all have.
   void add_run(int64_t begin, int64_t end, uint64_t number) {
     DigestPlace place = digest_place(work_.index, number);
-    if (place.number % 2 != 0 && begin < end) {
+    for (; place.number % 4 != 0 && begin < end; ++place.number) {  // to where words begin
       digest_ += digest_element<float>(work_.layout, work_.memory, begin++, place);
-      ++place.number;
     }
     while (begin < end) {
       const uint32_t in_segment = place.number % kDigestSegment;
       const int64_t left = kDigestSegment - in_segment;
       const int64_t n = end - begin < left ? end - begin : left;
-      const int32_t segment = segment_factor(place);
+      const LaneFactors<W> lanes(place);
       for_each_stored(
           work_.layout, [&](Array array) __attribute__((always_inline)) {
             const int64_t size = element_size(work_.layout, array);
+            const int64_t byte = size * in_segment;
             sums_.add(array, static_cast<const char*>(work_.memory[array]) + size * begin, size * n,
-                      reinterpret_cast<const char*>(half_factors.of) + size * in_segment, segment);
+                      reinterpret_cast<const char*>(kHalfFactors.of) + byte,
+                      lanes.of + byte / 4 % kDigestLanes);
           });
       begin += n;
       place.number += static_cast<uint32_t>(n);
@@ -138,17 +172,13 @@ class TileDigest {
     for (int64_t first = begin; first < end;) {  // of groups that follow one another
       const auto number = static_cast<uint64_t>(global_element(work_, first));
       DigestPlace place = digest_place(work_.index, number);
-      int32_t segment = segment_factor(place);
       uint64_t next = number;
       int64_t i = first;
       do {
-        const auto now = static_cast<uint32_t>(next);
-        if (now / kDigestSegment != place.number / kDigestSegment) {
-          place.number = now;
-          segment = segment_factor(place);
-        }
-        const auto factor =
-            static_cast<uint64_t>(int64_t{segment} * half_factors.of[2 * (now % kDigestSegment)]);
+        place.number = static_cast<uint32_t>(next);
+        const uint32_t in_segment = place.number % kDigestSegment;
+        const auto factor = static_cast<uint64_t>(int64_t{lane_factor(place, in_segment)} *
+                                                  kHalfFactors.of[2 * in_segment]);
         sums.exp_avg += bit_cast<uint32_t>(scales.exp_avg[group]) * factor;
         sums.root += bit_cast<uint32_t>(scales.root[group]) * factor;
         ++group;

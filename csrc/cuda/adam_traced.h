@@ -8,7 +8,7 @@
 
 namespace torchopt_ext {
 
-// Elements that a ChunkTrace sums by the block rule before it adds the sums up: the CPU's tiles.
+// Elements that a ChunkTrace sums by the block rule before it adds the sums up: the CPU's tiles of norms.
 // Those of kTileGroups groups are fewer where rows end in short groups.
 inline constexpr int kTraceTile = 512;
 inline constexpr int kMostTiles = 2 * kChunkElements / kTraceTile;

@@ -1,10 +1,10 @@
 // A 64-bit digest of what a step stores that does not depend on the order it is taken in: the sum,
 // modulo 2**64, of signed halves of words (16 bits) times three odd numbers: of the half's place in
-// its segment of 512 elements, of the segment and of the array. Halves are counted from the
-// parameter's start. Replicas that hold the same have the same digest, shards add up to the whole
-// wherever they are cut, and one flipped bit always changes it, by 2**k times odd numbers, k < 16.
-// Sums over a segment stay below 2**31 and are exact, so registers take a product and a sum for
-// all of their halves. docs/numerics.md section 9.
+// its segment of 512 elements, of the word's lane of the segment (every eighth word) and of the
+// array. Words are counted from the parameter's start. Replicas that hold the same have the same
+// digest, shards add up to the whole wherever they are cut, and one flipped bit always changes it.
+// Halves of 32 words of a lane, times the first number, add up to less than 2**31: registers take a
+// product and a sum for all of their halves. docs/numerics.md section 9.
 #pragma once
 
 #include "kernels/stochastic.h"
@@ -63,9 +63,12 @@ TORCHOPT_HD inline DigestPlace digest_place(uint32_t parameter, uint64_t element
           static_cast<uint32_t>(element) + static_cast<uint32_t>(behind)};
 }
 
-// Of the place's segment.
-TORCHOPT_HD inline int32_t segment_factor(const DigestPlace& place) {
-  uint32_t x = place.number / kDigestSegment * kDigestSegment * kWeylStep + place.base;
+inline constexpr uint32_t kDigestLanes = 8;
+
+// Of a word of the place's segment.
+TORCHOPT_HD inline int32_t lane_factor(const DigestPlace& place, uint32_t word) {
+  const uint32_t segment = place.number / kDigestSegment * kDigestSegment;
+  uint32_t x = (segment + word % kDigestLanes) * kWeylStep + place.base;
   x = (x ^ (x >> 16)) * 0x21f0aaadu;
   return static_cast<int32_t>((x ^ (x >> 15)) | 1);
 }
@@ -86,10 +89,11 @@ TORCHOPT_HD inline int64_t weighted_element(const void* x, int64_t size, uint32_
   return byte * half_factor(in_segment / 2);
 }
 
-// A whole word's factor, where few are added: that of an fp32 element's lower half.
-TORCHOPT_HD inline uint64_t word_factor(const DigestPlace& place) {
-  return static_cast<uint64_t>(int64_t{segment_factor(place)} *
-                               half_factor(2 * (place.number % kDigestSegment)));
+// Of a whole word, where few are added: that of an fp32 element's lower half.
+TORCHOPT_HD inline uint64_t whole_word_factor(const DigestPlace& place) {
+  const uint32_t in_segment = place.number % kDigestSegment;
+  return static_cast<uint64_t>(int64_t{lane_factor(place, in_segment)} *
+                               half_factor(2 * in_segment));
 }
 
 // Of element i of all arrays of a parameter that is computed in T.
@@ -102,15 +106,17 @@ TORCHOPT_HD inline uint64_t digest_element(const Layout& layout, void* const (&x
       const auto bits = bit_cast<uint64_t>(static_cast<const double*>(x[array])[i]);
       sum += (bits & 0xffffffffu) * array_factor(array) + (bits >> 32) * array_factor(array, true);
     });
-    return sum * word_factor(place);
+    return sum * whole_word_factor(place);
   } else {
+    const uint32_t in_segment = place.number % kDigestSegment;
     for_each_stored(layout, [&](Array array) {
       const int64_t size = element_size(layout, array);
       const char* const at = static_cast<const char*>(x[array]) + size * i;
-      const int64_t element = weighted_element(at, size, place.number % kDigestSegment);
-      sum += static_cast<uint64_t>(element) * array_factor(array);
+      const int64_t element = weighted_element(at, size, in_segment);
+      const int64_t lane = lane_factor(place, in_segment * static_cast<uint32_t>(size) / 4);
+      sum += static_cast<uint64_t>(element * lane) * array_factor(array);
     });
-    return sum * static_cast<uint64_t>(int64_t{segment_factor(place)});
+    return sum;
   }
 }
 
@@ -120,7 +126,7 @@ TORCHOPT_HD inline uint64_t digest_scales(void* const (&x)[kArrays], int64_t gro
   const auto of = [&](Array array) {
     return bit_cast<uint32_t>(static_cast<const float*>(x[array])[group]) * array_factor(array);
   };
-  return (of(kExpAvgScale) + of(kExpAvgSqScale)) * word_factor(place);
+  return (of(kExpAvgScale) + of(kExpAvgSqScale)) * whole_word_factor(place);
 }
 
 }  // namespace

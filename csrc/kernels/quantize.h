@@ -64,7 +64,7 @@ class ChunkGroups {
   int count_;
 };
 
-// Tracking adds up this many groups at once, which are at most as many elements as its other tiles
+// Tracking adds norms up by this many groups, which are at most as many elements as its other tiles
 // have.
 inline constexpr int kTileGroups = 8;
 

@@ -74,7 +74,6 @@ struct ScalarWords {
   TORCHOPT_HD static reg multiples(uint32_t) { return 0; }  // of a factor, by 0 to width - 1
   TORCHOPT_HD static reg add(reg a, reg b) { return a + b; }
   TORCHOPT_HD static reg bit_xor(reg a, reg b) { return a ^ b; }
-  TORCHOPT_HD static reg bit_or(reg a, reg b) { return a | b; }
   TORCHOPT_HD static reg multiply(reg a, reg b) { return a * b; }
   template <int kBits>
   TORCHOPT_HD static reg shifted(reg a) {

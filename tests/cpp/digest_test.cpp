@@ -88,13 +88,17 @@ TEST(Digest, FactorsOfHalvesDifferAndAreOdd) {
   EXPECT_EQ(std::unique(factors.begin(), factors.end()), factors.end());
 }
 
-TEST(Digest, FactorsOfSegmentsDifferAndAreOdd) {
-  constexpr uint64_t kSegments = 1 << 16;
+TEST(Digest, FactorsOfLanesDifferAndAreOdd) {
+  constexpr uint64_t kSegments = 1 << 13;
   std::vector<int32_t> factors;
   for (uint64_t segment = 0; segment < kSegments; ++segment) {
-    factors.push_back(segment_factor(digest_place(0, segment * kDigestSegment)));
-    EXPECT_EQ(factors.back() & 1, 1);
-    EXPECT_EQ(factors.back(), segment_factor(digest_place(0, (segment + 1) * kDigestSegment - 1)));
+    for (uint32_t word = 0; word < kDigestLanes; ++word) {
+      const uint64_t first = segment * kDigestSegment;
+      factors.push_back(lane_factor(digest_place(0, first), word));
+      EXPECT_EQ(factors.back() & 1, 1);
+      EXPECT_EQ(factors.back(),
+                lane_factor(digest_place(0, first + kDigestSegment - 1), word + kDigestLanes));
+    }
   }
   std::sort(factors.begin(), factors.end());
   // The lowest bit is lost: about 2**16 * 2**16 / 2**32 = 1 pair of these becomes equal.

@@ -143,22 +143,23 @@ def half_factor(half: Words) -> NDArray[np.int64]:
     return np.where(half % 2 == 0, 2048 - factor, factor)
 
 
-def segment_factor(parameter: int, elements: Words) -> NDArray[np.int64]:
+def lane_factor(parameter: int, elements: Words, word: Words) -> NDArray[np.int64]:
     base = np.uint64(mix64(mix64(parameter)) % 2**32)
-    x = (times(elements // np.uint64(512) * np.uint64(512), 0x9E3779B1) + base) & MASK32
+    first = elements // np.uint64(512) * np.uint64(512)
+    x = (times(first + word % np.uint64(8), 0x9E3779B1) + base) & MASK32
     x = times(x ^ shifted(x, 16), 0x21F0AAAD)
     return (x ^ shifted(x, 15) | np.uint64(1)).astype(np.uint32).view(np.int32).astype(np.int64)
 
 
 def digest_array(tensor: Tensor, parameter: int, role: int, places: list[int] | None = None) -> int:
     """Of one contiguous tensor of less than 2**20 elements: signed 16-bit halves times the odd
-    numbers of their places, segments and array, summed; words of fp64, or of elements at given
+    numbers of their places, lanes and array, summed; words of fp64, or of elements at given
     places, are not split."""
     values = words(tensor)
     size = tensor.element_size()
     numbers = np.asarray(range(values.size) if places is None else places, np.uint64)
     if size == 8 or places is not None:
-        factor = segment_factor(parameter, numbers) * half_factor(numbers % 512 * 2)
+        factor = lane_factor(parameter, numbers, numbers) * half_factor(numbers % 512 * 2)
         products = [(values & MASK32) * factor.astype(np.uint64)]
         products += [shifted(values, 32) * factor.astype(np.uint64)] if size == 8 else []
     else:
@@ -166,7 +167,8 @@ def digest_array(tensor: Tensor, parameter: int, role: int, places: list[int] | 
         halves = np.frombuffer(memory + bytes(len(memory) % 2), "<i2").astype(np.int64)
         places_of_halves = np.arange(halves.size, dtype=np.uint64) * 2 // size  # elements
         in_segment = np.arange(halves.size, dtype=np.uint64) % (256 * size)
-        factor = segment_factor(parameter, places_of_halves) * half_factor(in_segment)
+        lane = lane_factor(parameter, places_of_halves, in_segment // np.uint64(2))
+        factor = lane * half_factor(in_segment)
         products = [(halves * factor).astype(np.uint64)]
     total = 0
     for upper, product in enumerate(products):
