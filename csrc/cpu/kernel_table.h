@@ -19,7 +19,7 @@ struct KernelTable {
   // the tensor is computed in. Returns how many did not change although something was to be added.
   int64_t (*adam_traced[kAdamKinds])(const TensorScalars&, const TensorWork&, const StepOptions&,
                                      int64_t begin, int64_t end, bool past_caches, void* change);
-  // The digest of what pass B stored of elements [begin, end), whole groups of those with 8-bit moments.
+  // The digest of what pass B stored of elements [begin, end): whole groups, of 8-bit moments.
   uint64_t (*digest)(const TensorWork&, int64_t begin, int64_t end);
 
   // Pass A, by DType; `next`, which may be null, is what will be read soon. Adds the squares of

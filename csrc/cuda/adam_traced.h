@@ -8,8 +8,8 @@
 
 namespace torchopt_ext {
 
-// Elements that a ChunkTrace sums by the block rule before it adds the sums up: the CPU's tiles of norms.
-// Those of kTileGroups groups are fewer where rows end in short groups.
+// Elements that a ChunkTrace sums by the block rule before it adds the sums up: the CPU's tiles of
+// norms. Those of kTileGroups groups are fewer where rows end in short groups.
 inline constexpr int kTraceTile = 512;
 inline constexpr int kMostTiles = 2 * kChunkElements / kTraceTile;
 
@@ -49,14 +49,12 @@ struct TileSums {
     return load_weight(L{}, layout, elements.x, i);
   }
   // After it.
-  TORCHOPT_HD void after(const AdamChunk<T>& elements, int thread, int lane, int i, T before,
-                         const DigestPlace& place) {
+  TORCHOPT_HD void after(const AdamChunk<T>& elements, int thread, int lane, int i, T before) {
     const Layout& layout = elements.work.layout;
     const T after = load_weight(L{}, layout, elements.x, i);
     change[lane][thread] = D::add(change[lane][thread], square(L::sub(after, before)));
     lost[thread] += L::count_lost(before, after, load_exp_avg(L{}, layout, elements.x, i),
                                   elements.scalars.has_decay);
-    digest[thread] += digest_element<T>(layout, elements.x, i, place);
   }
   // The result is thread 0's.
   TORCHOPT_HD ChunkTrace total(const Warp& warp) {
@@ -90,7 +88,9 @@ TORCHOPT_HD inline ChunkTrace update_tile(const Warp& warp, const AdamChunk<T>& 
         elements.update_any(VectorLane<T, 1>{}, elements.work.layout, i);
         const auto number =
             static_cast<uint64_t>(global_element(elements.work, elements.begin + i));
-        sums.after(elements, thread, lane, i, before, digest_place(elements.work.index, number));
+        sums.after(elements, thread, lane, i, before);
+        const DigestPlace place = digest_place(elements.work.index, number);
+        sums.digest[thread] += digest_element<T>(elements.work.layout, elements.x, i, place);
       }
     });
   });
@@ -131,17 +131,24 @@ TORCHOPT_HD inline ChunkTrace update_groups(const Warp& warp, const QuantizedChu
   }
   warp.each([&](int thread) {
     for_each_owned(thread, [&](int k, int lane, int i) {
+      sums.after(elements, thread, lane, i, before[thread].of[k]);
+    });
+    for (int k = 0; k < kTraceTile / kWarpThreads; ++k) {  // a loop: digests are long
+      const int i = begin + 2 * thread + k % 2 + k / 2 * kBlockLanes;
+      if (i >= end) {
+        continue;
+      }
       const int group = groups.of(i);
       const int in_group = i - groups.begin(group);
       const auto number = static_cast<uint64_t>(
           global_element(elements.work, elements.begin + groups.begin(group)));
       const DigestPlace place = digest_place(elements.work.index, number, in_group);
-      sums.after(elements, thread, lane, i, before[thread].of[k], place);
+      sums.digest[thread] += digest_element<float>(elements.work.layout, elements.x, i, place);
       if (in_group == 0) {
         sums.digest[thread] +=
             digest_scales(elements.work.memory, chunk.first_group + group, place);
       }
-    });
+    }
   });
   return sums.total(warp);
 }
