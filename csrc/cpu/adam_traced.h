@@ -6,8 +6,8 @@
 
 namespace torchopt_ext {
 
-// Norms and the digest find a tile in the caches. Norms are summed by tiles, so that
-// their bits depend on its length; a digest alone takes longer ones, which take fewer calls.
+// Norms and the digest find a tile in the caches. Norms are summed by tiles, so that their bits
+// depend on its length; a digest alone takes longer ones, which take fewer calls.
 inline constexpr int64_t kTileElements = 512;
 inline constexpr int64_t kDigestTile = 2048;
 inline constexpr int64_t kQuantizedDigestTile = 4096;

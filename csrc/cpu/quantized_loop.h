@@ -49,17 +49,16 @@ template <class L, bool kWhole, class Trace>
 
   struct Group {
     int64_t first;  // element of the tensor
-    int64_t index;  // of its scales
     int size;
     int64_t at;  // its place in `memory`
     void* const (*memory)[kArrays];
   };
   Group groups[kWhole ? 1 : kGroupsAtOnce];
   int64_t first = begin;                  // element of the groups that are stepped together
-  int64_t index = group_of(work, begin);  // of its group
+  int64_t index = group_of(work, begin);  // of its scales
   const auto group_at = [&](int g) __attribute__((always_inline)) {
     const int64_t i = first + int64_t{g} * kQuantGroup;
-    return kWhole ? Group{i, index + g, kQuantGroup, i, &work.memory} : groups[g];
+    return kWhole ? Group{i, kQuantGroup, i, &work.memory} : groups[g];
   };
 
   // visit(lane, element) of what tracking sees.
@@ -170,10 +169,10 @@ template <class L, bool kWhole, class Trace>
       }
       if constexpr (!kWhole) {
         if (size == kQuantGroup) {
-          groups[g] = {next, index + g, size, next, &work.memory};
+          groups[g] = {next, size, next, &work.memory};
         } else {
           shorts.load(g, layout, work.memory, next, size);
-          groups[g] = {next, index + g, size, int64_t{g} * kQuantGroup, &shorts.memory};
+          groups[g] = {next, size, int64_t{g} * kQuantGroup, &shorts.memory};
         }
         left = left == size ? work.row_length : left - size;
       }
