@@ -6,11 +6,24 @@
 
 namespace torchopt_ext {
 
-// Norms and the digest find a tile in the caches. Norms are summed by tiles, so that their bits
-// depend on its length; a digest alone takes longer ones, which take fewer calls.
+// Norms and the digest find a tile in the first cache. Norms are summed by tiles, so that their
+// bits depend on its length.
 inline constexpr int64_t kTileElements = 512;
-inline constexpr int64_t kDigestTile = 2048;
-inline constexpr int64_t kQuantizedDigestTile = 4096;
+inline constexpr int64_t kDigestTileBytes = 2048;  // of each moment, where only the digest is taken
+
+// Where the tile from element i of chunk [begin, end) on ends; `changes`: whether norms or lost
+// updates are noted.
+inline int64_t end_of_tile(const TensorWork& work, bool changes, int64_t begin, int64_t end,
+                           int64_t i) {
+  if (is_quantized(work.kind)) {
+    // Their kernel prepares constants in each call and leaves memory time: a digest alone takes
+    // whole chunks, from the second cache.
+    return changes ? end_of_groups(work, begin, end, i) : end;
+  }
+  const int64_t longest =
+      changes ? kTileElements : kDigestTileBytes / element_size(work.layout.state);
+  return end - i < longest ? end : i + longest;
+}
 
 inline const char* element(const TensorWork& work, int array, int64_t i) {
   return static_cast<const char*>(work.memory[array]) + i * element_size(work.layout, array);
@@ -27,15 +40,8 @@ inline ChunkTrace adam_traced(const KernelTable& table, const TensorScalars& sca
   const bool norms = (options.track & kTrackNorms) != 0;
   const bool changes = norms || (options.track & kTrackLost) != 0;
   const bool is_double = work.layout.param == DType::kFloat64;
-  const int64_t longest = changes                   ? kTileElements
-                          : is_quantized(work.kind) ? kQuantizedDigestTile
-                                                    : kDigestTile;
-  const int most_groups = static_cast<int>(longest / kTileElements) * kTileGroups;
   for (int64_t i = begin; i < end;) {
-    const int64_t tile_end = is_quantized(work.kind)
-                                 ? end_of_groups(work, begin, end, i, most_groups)
-                             : end - i < longest ? end
-                                                 : i + longest;
+    const int64_t tile_end = end_of_tile(work, changes, begin, end, i);
     const int64_t n = tile_end - i;
     if (norms) {  // before the gradient may be written
       trace.grad_sumsq += sum_of_squares(work.layout.grad, element(work, kGrad, i), n);

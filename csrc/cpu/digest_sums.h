@@ -22,37 +22,13 @@ struct HalfFactors {
 inline constexpr HalfFactors kHalfFactors;
 
 // lane_factor() of a segment's words from word 0 to 7 on.
-template <class W>
 struct LaneFactors {
   explicit LaneFactors(const DigestPlace& place) {
-    if constexpr (std::is_void_v<W>) {
-      for (uint32_t word = 0; word < kWords; ++word) {
-        of[word] = lane_factor(place, word);
-      }
-    } else {
-      using reg = typename W::reg;
-      const uint32_t segment = place.number / kDigestSegment * kDigestSegment;
-      reg x = W::add(W::load(kSteps.of), W::set1(segment * kWeylStep + place.base));
-      x = W::multiply(W::bit_xor(x, W::template shifted<16>(x)), W::set1(0x21f0aaadu));
-      x = W::bit_or(W::bit_xor(x, W::template shifted<15>(x)), W::set1(1));
-      for (uint32_t word = 0; word + W::width <= kWords; word += kDigestLanes) {
-        W::store(of + word, x);
-      }
+    for (uint32_t word = 0; word < 24; ++word) {
+      of[word] = lane_factor(place, word);
     }
   }
-  static constexpr uint32_t kWords = 24;
-  alignas(64) int32_t of[kWords];
-
- private:
-  struct Steps {
-    constexpr Steps() {
-      for (uint32_t word = 0; word < 16; ++word) {
-        of[word] = word % kDigestLanes * kWeylStep;
-      }
-    }
-    uint32_t of[16] = {};
-  };
-  static constexpr Steps kSteps{};
+  alignas(64) int32_t of[24];
 };
 
 template <class W>
@@ -98,9 +74,9 @@ class HalfSums {
                                             lanes[done / 4 % kDigestLanes]);
     }
   }
-  uint64_t total() const {
+  uint64_t total(const Layout& layout) const {
     uint64_t total = 0;
-    for (int array = kParam; array < kWritten; ++array) {
+    for_each_stored(layout, [&](Array array) {
       uint64_t sum = rest_[array];
       if constexpr (!std::is_void_v<W>) {
         uint64_t pairs[W::width / 2];
@@ -110,7 +86,7 @@ class HalfSums {
         }
       }
       total += sum * array_factor(array);
-    }
+    });
     return total;
   }
 
@@ -149,7 +125,7 @@ class TileDigest {
       const uint32_t in_segment = place.number % kDigestSegment;
       const int64_t left = kDigestSegment - in_segment;
       const int64_t n = end - begin < left ? end - begin : left;
-      const LaneFactors<W> lanes(place);
+      const LaneFactors lanes(place);
       for_each_stored(
           work_.layout, [&](Array array) __attribute__((always_inline)) {
             const int64_t size = element_size(work_.layout, array);
@@ -162,40 +138,45 @@ class TileDigest {
       place.number += static_cast<uint32_t>(n);
     }
   }
-  // Of groups with 8-bit moments, and of their scales. A group's elements follow its first one.
+  // Of groups with 8-bit moments, and of their scales. A group's elements have its first one's
+  // base.
   void add_groups(int64_t begin, int64_t end) {
-    const Each<const float*> scales{static_cast<const float*>(work_.memory[kExpAvgScale]),
-                                    static_cast<const float*>(work_.memory[kExpAvgSqScale])};
-    Each<uint64_t> sums{};
+    constexpr int64_t kStream = int64_t{1} << kStreamBits;
     int64_t group = group_of(work_, begin);
-    int64_t left = work_.row_length - begin % work_.row_length;  // of the row
-    for (int64_t first = begin; first < end;) {  // of groups that follow one another
-      const auto number = static_cast<uint64_t>(global_element(work_, first));
-      DigestPlace place = digest_place(work_.index, number);
-      uint64_t next = number;
+    for (int64_t first = begin; first < end;) {
+      const int64_t number = global_element(work_, first);
+      const int64_t same_base = first + kStream - number % kStream;
       int64_t i = first;
-      do {
-        place.number = static_cast<uint32_t>(next);
-        const uint32_t in_segment = place.number % kDigestSegment;
-        const auto factor = static_cast<uint64_t>(int64_t{lane_factor(place, in_segment)} *
-                                                  kHalfFactors.of[2 * in_segment]);
-        sums.exp_avg += bit_cast<uint32_t>(scales.exp_avg[group]) * factor;
-        sums.root += bit_cast<uint32_t>(scales.root[group]) * factor;
-        ++group;
-        const int64_t size = left < kQuantGroup ? left : kQuantGroup;
-        left = left == size ? work_.row_length : left - size;
-        i += size;
-        next += static_cast<uint64_t>(size);
-      } while (i < end && next >> kStreamBits == number >> kStreamBits &&
-               static_cast<uint64_t>(global_element(work_, i)) == next);
-      add_run(first, i, number);
+      do {  // a row
+        const int64_t row_end = i + work_.row_length - i % work_.row_length;
+        const int64_t last = row_end < end ? row_end : end;
+        const int64_t groups = groups_in_row((last < same_base ? last : same_base) - i);
+        add_scales(group, groups, static_cast<uint64_t>(number + i - first));
+        group += groups;
+        i = i + groups * kQuantGroup < last ? i + groups * kQuantGroup : last;
+      } while (i < end && i < same_base && global_element(work_, i) == number + i - first);
+      add_run(first, i, static_cast<uint64_t>(number));
       first = i;
     }
-    digest_ += sums.exp_avg * array_factor(kExpAvgScale) + sums.root * array_factor(kExpAvgSqScale);
   }
-  uint64_t total() const { return digest_ + sums_.total(); }
+  uint64_t total() const { return digest_ + sums_.total(work_.layout); }
 
  private:
+  // Of groups whose first elements follow one another, the first of them element `number`.
+  void add_scales(int64_t group, int64_t groups, uint64_t number) {
+    const auto* exp_avg = static_cast<const uint32_t*>(work_.memory[kExpAvgScale]) + group;
+    const auto* root = static_cast<const uint32_t*>(work_.memory[kExpAvgSqScale]) + group;
+    DigestPlace place = digest_place(work_.index, number);
+    uint64_t exp_avg_sum = 0;
+    uint64_t root_sum = 0;
+    for (int64_t k = 0; k < groups; ++k, place.number += kQuantGroup) {
+      const uint64_t factor = whole_word_factor(place);
+      exp_avg_sum += exp_avg[k] * factor;
+      root_sum += root[k] * factor;
+    }
+    digest_ += exp_avg_sum * array_factor(kExpAvgScale) + root_sum * array_factor(kExpAvgSqScale);
+  }
+
   const TensorWork& work_;
   HalfSums<W> sums_;
   uint64_t digest_ = 0;

@@ -65,12 +65,17 @@ TORCHOPT_HD inline DigestPlace digest_place(uint32_t parameter, uint64_t element
 
 inline constexpr uint32_t kDigestLanes = 8;
 
+// Of an element.
+TORCHOPT_HD inline int32_t element_factor(const DigestPlace& place) {
+  uint32_t x = place.number * kWeylStep + place.base;
+  x = (x ^ (x >> 16)) * 0x21f0aaadu;
+  return static_cast<int32_t>((x ^ (x >> 15)) | 1);
+}
+
 // Of a word of the place's segment.
 TORCHOPT_HD inline int32_t lane_factor(const DigestPlace& place, uint32_t word) {
   const uint32_t segment = place.number / kDigestSegment * kDigestSegment;
-  uint32_t x = (segment + word % kDigestLanes) * kWeylStep + place.base;
-  x = (x ^ (x >> 16)) * 0x21f0aaadu;
-  return static_cast<int32_t>((x ^ (x >> 15)) | 1);
+  return element_factor({place.base, segment + word % kDigestLanes});
 }
 
 // An element of at most 4 bytes: its halves times the factors of their places in the segment.
@@ -89,11 +94,9 @@ TORCHOPT_HD inline int64_t weighted_element(const void* x, int64_t size, uint32_
   return byte * half_factor(in_segment / 2);
 }
 
-// Of a whole word, where few are added: that of an fp32 element's lower half.
+// Of a whole word, where few are added.
 TORCHOPT_HD inline uint64_t whole_word_factor(const DigestPlace& place) {
-  const uint32_t in_segment = place.number % kDigestSegment;
-  return static_cast<uint64_t>(int64_t{lane_factor(place, in_segment)} *
-                               half_factor(2 * in_segment));
+  return static_cast<uint64_t>(int64_t{element_factor(place)});
 }
 
 // Of element i of all arrays of a parameter that is computed in T.

@@ -68,11 +68,10 @@ class ChunkGroups {
 // have.
 inline constexpr int kTileGroups = 8;
 
-// Where `count` of them from element i on of chunk [begin, end) end.
-inline int64_t end_of_groups(const TensorWork& work, int64_t begin, int64_t end, int64_t i,
-                             int count) {
+// Where these groups end, from element i of chunk [begin, end) on.
+inline int64_t end_of_groups(const TensorWork& work, int64_t begin, int64_t end, int64_t i) {
   const ChunkGroups groups(work, end - begin);
-  const int next = groups.of(static_cast<int>(i - begin)) + count;
+  const int next = groups.of(static_cast<int>(i - begin)) + kTileGroups;
   return next < groups.count() ? begin + groups.begin(next) : end;
 }
 

@@ -75,16 +75,15 @@ def digest(parameter: int, role: int, width: int, elements: Sequence[int]) -> in
     """Of one array's elements, given as bits of ``width``."""
     total = 0
     for element, bits in enumerate(elements):
-        first = (element & M32) // 512 * 512
         number = element % 512
-        word = number if width == 64 else number * width // 32
-        x = (first + word % 8) * 0x9E3779B1 + mix64(mix64(parameter) + (element >> 20)) & M32
+        lane_of = element if width == 64 else element - number + number * width // 32 % 8
+        x = (lane_of & M32) * 0x9E3779B1 + mix64(mix64(parameter) + (element >> 20)) & M32
         x = (x ^ x >> 16) * 0x21F0AAAD & M32
         lane = signed(x ^ x >> 15 | 1, 32)
         array, upper_array = (mix64(role + shift + 1) | 1 for shift in (0, 5))
         if width == 64:
             words = (bits & M32) * array + (bits >> 32) * upper_array
-            total += words * half_factor(2 * number) * lane
+            total += words * lane
         elif width == 32:
             lower = signed(bits & 0xFFFF, 16) * half_factor(2 * number)
             upper = signed(bits >> 16, 16) * half_factor(2 * number + 1)

@@ -143,10 +143,9 @@ def half_factor(half: Words) -> NDArray[np.int64]:
     return np.where(half % 2 == 0, 2048 - factor, factor)
 
 
-def lane_factor(parameter: int, elements: Words, word: Words) -> NDArray[np.int64]:
+def element_factor(parameter: int, elements: Words) -> NDArray[np.int64]:
     base = np.uint64(mix64(mix64(parameter)) % 2**32)
-    first = elements // np.uint64(512) * np.uint64(512)
-    x = (times(first + word % np.uint64(8), 0x9E3779B1) + base) & MASK32
+    x = (times(elements, 0x9E3779B1) + base) & MASK32
     x = times(x ^ shifted(x, 16), 0x21F0AAAD)
     return (x ^ shifted(x, 15) | np.uint64(1)).astype(np.uint32).view(np.int32).astype(np.int64)
 
@@ -154,20 +153,21 @@ def lane_factor(parameter: int, elements: Words, word: Words) -> NDArray[np.int6
 def digest_array(tensor: Tensor, parameter: int, role: int, places: list[int] | None = None) -> int:
     """Of one contiguous tensor of less than 2**20 elements: signed 16-bit halves times the odd
     numbers of their places, lanes and array, summed; words of fp64, or of elements at given
-    places, are not split."""
+    places, are not split and have their elements' factors."""
     values = words(tensor)
     size = tensor.element_size()
     numbers = np.asarray(range(values.size) if places is None else places, np.uint64)
     if size == 8 or places is not None:
-        factor = lane_factor(parameter, numbers, numbers) * half_factor(numbers % 512 * 2)
-        products = [(values & MASK32) * factor.astype(np.uint64)]
-        products += [shifted(values, 32) * factor.astype(np.uint64)] if size == 8 else []
+        factor = element_factor(parameter, numbers).astype(np.uint64)
+        products = [(values & MASK32) * factor]
+        products += [shifted(values, 32) * factor] if size == 8 else []
     else:
         memory = values.astype(f"u{size}").tobytes()
         halves = np.frombuffer(memory + bytes(len(memory) % 2), "<i2").astype(np.int64)
         places_of_halves = np.arange(halves.size, dtype=np.uint64) * 2 // size  # elements
         in_segment = np.arange(halves.size, dtype=np.uint64) % (256 * size)
-        lane = lane_factor(parameter, places_of_halves, in_segment // np.uint64(2))
+        first = places_of_halves // np.uint64(512) * np.uint64(512)
+        lane = element_factor(parameter, first + in_segment // np.uint64(2) % np.uint64(8))
         factor = lane * half_factor(in_segment)
         products = [(halves * factor).astype(np.uint64)]
     total = 0
