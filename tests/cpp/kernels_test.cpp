@@ -108,6 +108,7 @@ TEST(Adam, SameBitsOverManyChunks) {
     c.layout.state = DType::kInt8;  // groups end with their rows
     expect_same_bits(c, 2);
     c.row_length = 150;  // three groups: tiles end within rows
+    c.first_element = (int64_t{1} << kStreamBits) - 1530;  // a stream ends within a group
     expect_same_bits(c, 2);
     c.rows = 3;
     c.row_length = 40960;  // several chunks a row

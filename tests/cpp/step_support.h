@@ -22,6 +22,7 @@ struct Case {
   int64_t rows = 1;
   int64_t row_length = 1;
   unsigned seed = 1;
+  int64_t first_element = 0;  // where it lies in its parameter
   // Where each array starts in its allocation, in elements, by Array; scales' stay.
   std::array<int64_t, kArrays> offsets{};
 };
@@ -98,6 +99,7 @@ class Tensor {
     work.layout = held;
     work.kind = kind_of(held, c.options);
     work.index = 7;
+    work.first_element = c.first_element;
     if (held.master == Master::kRemainder || held.master == Master::kRemainder8) {
       point();
       const std::vector<unsigned char> floats = random_elements(DType::kFloat32, n, 2, c.seed);
