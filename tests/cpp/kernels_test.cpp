@@ -107,7 +107,7 @@ TEST(Adam, SameBitsOverManyChunks) {
     expect_same_bits({.options = {.track = track}, .rows = 71, .row_length = 1999}, 2);
     c.layout.state = DType::kInt8;  // groups end with their rows
     expect_same_bits(c, 2);
-    c.row_length = 150;  // three groups: tiles end within rows
+    c.row_length = 150;                                    // three groups: tiles end within rows
     c.first_element = (int64_t{1} << kStreamBits) - 1530;  // a stream ends within a group
     expect_same_bits(c, 2);
     c.rows = 3;
