@@ -2,6 +2,7 @@
 // TORCHOPT_KERNELS names the getter. Everything else stays in anonymous namespaces
 // (kernels/host_device.h).
 #include <type_traits>
+#include <utility>
 
 #include "cpu/adam_loop.h"
 #include "cpu/block_sums.h"
@@ -76,31 +77,20 @@ double block_sum(const void* x, int64_t n) {
   return block_sum<DoubleLane>(static_cast<const T*>(x), n, /*ahead=*/x);
 }
 
-// With a constant layout, but for amsgrad where there is no 16-bit array.
-template <AdamKind kKind>
-Layout layout_of(const TensorWork& work) {
-  constexpr bool kIsGeneral = kKind == AdamKind::kGeneral || kKind == AdamKind::kInt8;
-  Layout layout = kIsGeneral ? work.layout : layout_of(kKind);
-  if (kKind == AdamKind::kFloat32 || kKind == AdamKind::kFloat64) {
-    layout.amsgrad = work.layout.amsgrad;
-  }
-  return layout;
-}
-
 // Whole groups of elements with 8-bit moments. The usual kernel is of rows without a short group.
 template <AdamKind kKind, class Trace>
 void quantized_step(const TensorScalars& scalars, const TensorWork& work,
                     const StepOptions& options, int64_t begin, int64_t end, Trace&& trace) {
-  constexpr bool kIsGeneral = kKind == AdamKind::kInt8;
+  constexpr bool kIsGeneral = is_general(kKind);
   if constexpr (!kIsGeneral) {
     if (work.row_length % kQuantGroup != 0) {
       quantized_step<AdamKind::kInt8>(scalars, work, options, begin, end, trace);
       return;
     }
   }
-  const Layout layout = layout_of<kKind>(work);
-  const StepMode mode{.write_back = kIsGeneral && options.write_back_gradients};
-  const bool rounds = kIsGeneral && options.stochastic_rounding;
+  const Layout layout = known_layout<kKind>(work.layout);
+  const StepMode mode{.write_back = writes_back<kKind>(options)};
+  const bool rounds = rounds_randomly<kKind>(options, layout);
   const RoundingKey key = rounds ? rounding_key(options, work) : RoundingKey{};
   quantized_loop<ManyLane, /*kWhole=*/!kIsGeneral>(scalars.as_float, layout, mode, work, begin, end,
                                                    rounds ? &key : nullptr, trace);
@@ -115,36 +105,25 @@ template <class Choice, class Trace>
                                       begin, end, draws, trace);
 }
 
-// What a kernel does, as its kind and the options say.
-template <AdamKind kKind>
-StepMode mode_of(const Layout& layout, const StepOptions& options, bool past_caches) {
-  constexpr bool kWritesBack = kKind == AdamKind::kGeneral || kKind == AdamKind::kFloat64;
-  return {.write_back = kWritesBack && options.write_back_gradients,
-          .past_caches = layout.master == Master::kFloat32 && past_caches};
-}
-template <AdamKind kKind>
-bool rounds_randomly(const Layout& layout, const StepOptions& options) {
-  return kKind == AdamKind::kGeneral ? rounds_randomly(options, layout)
-                                     : kKind == AdamKind::kBFloat16Rounded;
-}
-
 template <AdamKind kKind, class Trace>
 [[gnu::always_inline]] inline void step(const TensorScalars& scalars, const TensorWork& work,
                                         const StepOptions& options, int64_t begin, int64_t end,
                                         bool past_caches, Trace&& trace) {
-  const Layout layout = layout_of<kKind>(work);
+  const Layout layout = known_layout<kKind>(work.layout);
   if constexpr (is_quantized(kKind)) {
     quantized_step<kKind>(scalars, work, options, begin, end, trace);
   } else {
-    const StepMode mode = mode_of<kKind>(layout, options, past_caches);
-    if (!rounds_randomly<kKind>(layout, options)) {
+    const StepMode mode{.write_back = writes_back<kKind>(options),
+                        .past_caches = layout.master == Master::kFloat32 && past_caches};
+    if (!rounds_randomly<kKind>(options, layout)) {
       loop<Lanes<kKind>>(scalars, work, layout, mode, begin, end, nullptr, trace);
       return;
     }
     for_each_run(
         work, begin,
         end, [&](int64_t first, int64_t last, uint64_t number) __attribute__((always_inline)) {
-          const Draws draws = draws_from(rounding_key(options, work), number);
+          const Draws draws{rounding_stream(rounding_key(options, work), number),
+                            static_cast<uint32_t>(number)};
           loop<Lanes<kKind>>(scalars, work, layout, mode, first, last, &draws, trace);
         });
   }
@@ -188,21 +167,12 @@ void scaled_copy(void* to_memory, const void* from_memory, double factor, int64_
   }
 }
 
-}  // namespace
-
-const KernelTable& TORCHOPT_KERNELS() {
-  static constexpr KernelTable table = {
+template <int... kKinds>
+constexpr KernelTable table_of(std::integer_sequence<int, kKinds...>) {
+  return {
       .name = kName,
-      // In the order of AdamKind.
-      .adam = {adam<AdamKind::kFloat32>, adam<AdamKind::kFloat64>, adam<AdamKind::kBFloat16>,
-               adam<AdamKind::kBFloat16Master>, adam<AdamKind::kBFloat16Remainder>,
-               adam<AdamKind::kBFloat16Rounded>, adam<AdamKind::kGeneral>,
-               adam<AdamKind::kInt8Remainder8>, adam<AdamKind::kInt8>},
-      .adam_traced = {adam_traced<AdamKind::kFloat32>, adam_traced<AdamKind::kFloat64>,
-                      adam_traced<AdamKind::kBFloat16>, adam_traced<AdamKind::kBFloat16Master>,
-                      adam_traced<AdamKind::kBFloat16Remainder>,
-                      adam_traced<AdamKind::kBFloat16Rounded>, adam_traced<AdamKind::kGeneral>,
-                      adam_traced<AdamKind::kInt8Remainder8>, adam_traced<AdamKind::kInt8>},
+      .adam = {adam<static_cast<AdamKind>(kKinds)>...},
+      .adam_traced = {adam_traced<static_cast<AdamKind>(kKinds)>...},
       .digest = digest_elements<Words>,
       // In the order of DType.
       .add_rows = {add_rows<float>, add_rows<double>, add_rows<BFloat16>, add_rows<Float16>},
@@ -217,6 +187,12 @@ const KernelTable& TORCHOPT_KERNELS() {
                       {scaled_copy<Float16, float>, nullptr, scaled_copy<Float16, BFloat16>,
                        scaled_copy<Float16, Float16>}},
   };
+}
+
+}  // namespace
+
+const KernelTable& TORCHOPT_KERNELS() {
+  static constexpr KernelTable table = table_of(std::make_integer_sequence<int, kAdamKinds>{});
   return table;
 }
 

@@ -36,8 +36,7 @@ template <class L, bool kWhole, class Trace>
                                                   Trace& trace) {
   using Scalar = ScalarLane<float>;
   constexpr L lane;
-  const QuantizedScalars quantized = quantized_scalars(scalars);
-  const QuantizedFactors<L> factors(quantized);
+  const QuantizedFactors<L> factors{quantized_scalars(scalars)};
   const TensorWork work = tensor;  // stays in registers: a store might change `tensor`
   const Added<L> added(work);
   const bool random_weights = weight_may_round_randomly(layout);
@@ -151,7 +150,7 @@ template <class L, bool kWhole, class Trace>
     }
     for_each_traced(
         group, [&](const auto& one, int64_t i) __attribute__((always_inline)) {
-          trace.after(one, layout, work.memory, i, factors.has_decay);
+          trace.after(one, layout, work.memory, i, factors.of.has_decay);
         });
   };
 
@@ -159,8 +158,8 @@ template <class L, bool kWhole, class Trace>
   auto groups_left = static_cast<int>(group_of(work, end - 1) + 1 - index);
   while (groups_left > 0) {
     const int count = groups_left < kGroupsAtOnce ? groups_left : kGroupsAtOnce;
-    kept.exp_avg.start(exp_avg_scales + index, count, quantized.from.exp_avg);
-    kept.root.start(root_scales + index, count, quantized.from.root);
+    kept.exp_avg.start(exp_avg_scales + index, count, factors.of.from.exp_avg);
+    kept.root.start(root_scales + index, count, factors.of.from.root);
     int64_t next = first;
     for (int g = 0; g < count; ++g) {
       const int size = kWhole || left >= kQuantGroup ? kQuantGroup : static_cast<int>(left);
@@ -183,8 +182,8 @@ template <class L, bool kWhole, class Trace>
       }
     }
     move(count - 1);
-    kept.exp_avg.find_scales(exp_avg_scales + index, count, kLargestCode, quantized.units.exp_avg);
-    kept.root.find_scales(root_scales + index, count, kRootCodes, quantized.units.root);
+    kept.exp_avg.find_scales(exp_avg_scales + index, count, kLargestCode, factors.of.units.exp_avg);
+    kept.root.find_scales(root_scales + index, count, kRootCodes, factors.of.units.root);
     for (int g = 0; g < count; ++g) {
       store(g);
     }

@@ -35,9 +35,8 @@ TORCHOPT_HD inline void each_slot(const Warp& warp, WarpSlots<Warp>& slots, cons
 template <class Warp>
 TORCHOPT_HD inline void warp_normalize(const Warp& warp, WarpSlots<Warp>& slots) {
   constexpr int kTop = ExactAccumulator::kLimbs - 1;
-  typename Warp::template PerThread<int64_t> carry;
+  typename Warp::template PerThread<int64_t> carry{};
   typename Warp::template PerThread<uint32_t> carries;
-  warp.each([&](int thread) { carry[thread] = 0; });
   do {
     warp.each([&](int thread) {
       int64_t c = carry[thread];
@@ -57,21 +56,30 @@ TORCHOPT_HD inline void warp_normalize(const Warp& warp, WarpSlots<Warp>& slots)
       carries[thread] = c != 0 ? 1 : 0;
     });
     warp.shift(carry);
-  } while (Warp::max(carries) != 0);
+  } while (warp_max<Warp>(carries) != 0);
+}
+
+template <class Warp>
+TORCHOPT_HD inline WarpSlots<Warp> slots_of(const Warp& warp, const int64_t* accumulator) {
+  WarpSlots<Warp> slots;
+  each_slot(warp, slots, [&](int k, int64_t& slot) { slot = accumulator[k]; });
+  return slots;
 }
 
 // accumulator_total, for the leader to have. `limbs` is memory that the warp shares.
 template <class Warp>
-TORCHOPT_HD inline double warp_total(const Warp& warp, WarpSlots<Warp>& slots,
+TORCHOPT_HD inline double warp_total(const Warp& warp, const int64_t* accumulator,
                                      int64_t (&limbs)[ExactAccumulator::kSize]) {
   constexpr int kTop = ExactAccumulator::kLimbs - 1;
+  WarpSlots<Warp> slots = slots_of(warp, accumulator);
   const auto share = [&] {
     warp_normalize(warp, slots);
     each_slot(warp, slots, [&](int k, int64_t slot) { limbs[k] = slot; });
   };
   share();
-  if (limbs[kTop + 1] != 0 || limbs[kTop + 2] != 0) {
-    return nonfinite_total(limbs[kTop + 2] != 0);
+  const bool has_nan = limbs[ExactAccumulator::kNans] != 0;
+  if (has_nan || limbs[ExactAccumulator::kInfinities] != 0) {
+    return nonfinite_total(has_nan);
   }
   const bool negative = limbs[kTop] < 0;
   if (negative) {
@@ -92,10 +100,9 @@ TORCHOPT_HD inline double warp_total(const Warp& warp, WarpSlots<Warp>& slots,
       }
     }
   });
-  const int top = static_cast<int>(Warp::max(high));
-  const int bottom = kTop - static_cast<int>(Warp::max(low));
-  const auto limb = [&](int k) { return k < 0 ? 0 : static_cast<uint64_t>(limbs[k]); };
-  return rounded({negative, top, limb(top), limb(top - 1), limb(top - 2), bottom < top - 2});
+  const int top = static_cast<int>(warp_max<Warp>(high));
+  const int bottom = kTop - static_cast<int>(warp_max<Warp>(low));
+  return rounded(limbs, negative, top, bottom < top - 2);
 }
 
 }  // namespace

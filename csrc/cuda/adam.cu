@@ -1,3 +1,5 @@
+#include <utility>
+
 #include "cuda/adam_quantized.h"
 
 namespace torchopt_ext {
@@ -17,11 +19,15 @@ constexpr int blocks_of(AdamKind kind) {
 
 template <AdamKind kKind>
 __global__ void __launch_bounds__(kAdamThreads, blocks_of(kKind)) adam_kernel(AdamArgs args) {
-  if constexpr (is_quantized(kKind)) {
-    quantized_body<kKind>(DeviceCta{}, args);
-  } else {
-    adam_body<kKind>(DeviceCta{}, args);
-  }
+  pass_b_body<kKind>(DeviceCta{}, args);
+}
+
+struct Kernels {
+  void (*of[kAdamKinds])(AdamArgs);
+};
+template <int... kKinds>
+constexpr Kernels kernels(std::integer_sequence<int, kKinds...>) {
+  return {{adam_kernel<static_cast<AdamKind>(kKinds)>...}};
 }
 
 }  // namespace
@@ -33,19 +39,10 @@ void launch_prepare(const AdamArgs& args, const Gradients& gradients, const Grou
 }
 
 void launch_adam(AdamKind kind, const AdamArgs& args, int64_t chunk_count, cudaStream_t stream) {
-  using Kernel = void (*)(AdamArgs);
-  constexpr Kernel kKernels[kAdamKinds] = {// in the order of AdamKind
-                                           adam_kernel<AdamKind::kFloat32>,
-                                           adam_kernel<AdamKind::kFloat64>,
-                                           adam_kernel<AdamKind::kBFloat16>,
-                                           adam_kernel<AdamKind::kBFloat16Master>,
-                                           adam_kernel<AdamKind::kBFloat16Remainder>,
-                                           adam_kernel<AdamKind::kBFloat16Rounded>,
-                                           adam_kernel<AdamKind::kGeneral>,
-                                           adam_kernel<AdamKind::kInt8Remainder8>,
-                                           adam_kernel<AdamKind::kInt8>};
-  kKernels[static_cast<int>(kind)]<<<static_cast<unsigned>(chunk_count), kAdamThreads, 0, stream>>>(
-      args);
+  static constexpr Kernels kKernels = kernels(std::make_integer_sequence<int, kAdamKinds>{});
+  kKernels
+      .of[static_cast<int>(kind)]<<<static_cast<unsigned>(chunk_count), kAdamThreads, 0, stream>>>(
+          args);
 }
 
 }  // namespace torchopt_ext

@@ -36,7 +36,7 @@ struct TensorStep {
   TensorScalars scalars;
 };
 
-// All in device memory.
+// Pointers are to device memory.
 struct AdamArgs {
   const TensorWork* tensors;  // whose gradients are in `steps`
   const Chunk* chunks;        // one for each block
@@ -137,19 +137,14 @@ struct AdamChunk {
   }
 
   template <class L>
-  TORCHOPT_HD void update(const L& lane, const Layout& layout, int i) const {
-    adam_step(lane, scalars, layout, mode(), x, i, static_cast<const typename L::Random*>(nullptr));
-  }
-  // With random bits if the options ask for them.
-  template <class L>
-  TORCHOPT_HD void update_any(const L& lane, const Layout& layout, int i) const {
-    if (!rounds_randomly(options, layout)) {
-      update(lane, layout, i);
-      return;
+  TORCHOPT_HD void update(const L& lane, const Layout& layout, bool at_random, int i) const {
+    if (at_random) {
+      const auto random = draw<L>(work, rounding_key(options, work), begin + i);
+      adam_step(lane, scalars, layout, mode(), x, i, &random);
+    } else {
+      adam_step(lane, scalars, layout, mode(), x, i,
+                static_cast<const typename L::Random*>(nullptr));
     }
-    const auto count = static_cast<uint32_t>(static_cast<int64_t>(step_of(work)));
-    const auto random = draw<L>(work, {options.rounding_seed, count, work.index}, begin + i);
-    adam_step(lane, scalars, layout, mode(), x, i, &random);
   }
   TORCHOPT_HD StepMode mode() const { return {.write_back = options.write_back_gradients}; }
 
@@ -158,10 +153,9 @@ struct AdamChunk {
   const StepOptions& options;
   const int64_t begin;
   const int n;
-  void* x[kArrays];  // those of elements
+  void* x[kArrays] = {};  // those of elements
 };
 
-// A block's chunk, of a tensor of this kind.
 template <AdamKind kKind, class Cta>
 TORCHOPT_HD inline void adam_body(const Cta& cta, const AdamArgs& args) {
   using T = std::conditional_t<kKind == AdamKind::kFloat64, double, float>;
@@ -171,23 +165,14 @@ TORCHOPT_HD inline void adam_body(const Cta& cta, const AdamArgs& args) {
     return;
   }
   const AdamChunk<T> elements(args, chunk);
-  Layout layout = kKind == AdamKind::kGeneral ? elements.work.layout : layout_of(kKind);
-  if constexpr (kKind == AdamKind::kFloat32 || kKind == AdamKind::kFloat64) {
-    layout.amsgrad = elements.work.layout.amsgrad;
-  }
-  const auto update = [&](const auto& lane, int i) {
-    if constexpr (kKind == AdamKind::kGeneral || kKind == AdamKind::kBFloat16Rounded) {
-      elements.update_any(lane, layout, i);
-    } else {
-      elements.update(lane, layout, i);
-    }
-  };
+  const Layout layout = known_layout<kKind>(elements.work.layout);
+  const bool at_random = rounds_randomly<kKind>(args.options, layout);
   const Registers registers = aligned_registers(layout, elements.x, kWidth, elements.n);
   cta.each([&](int thread) {
     for_each_register(
         registers, kWidth, elements.n, thread, cta.threads,
-        [&](int i) { update(VectorLane<T, kWidth>{}, i); },
-        [&](int i) { update(VectorLane<T, 1>{}, i); });
+        [&](int i) { elements.update(VectorLane<T, kWidth>{}, layout, at_random, i); },
+        [&](int i) { elements.update(VectorLane<T, 1>{}, layout, at_random, i); });
   });
 }
 

@@ -112,7 +112,7 @@ struct QuantizedChunk {
   template <class L, class Random>
   TORCHOPT_HD Moments<L> stepped(int i, const GroupScales& scales, const Random* draws) const {
     using Scalar = ScalarLane<float>;
-    const QuantizedFactors<L> factors(scalars);
+    const QuantizedFactors<L> factors{scalars};
     const GroupScales decoding{Scalar::mul(scales.exp_avg, scalars.from.exp_avg),
                                Scalar::mul(scales.root, scalars.from.root)};
     const Moments<L> now = averaged(L{}, factors, layout, elements.x, i, decoding);
@@ -180,17 +180,15 @@ struct QuantizedChunk {
   }
 };
 
-// A block's chunk, of a tensor of this kind.
 template <AdamKind kKind, class Cta>
 TORCHOPT_HD inline void quantized_body(const Cta& cta, const AdamArgs& args) {
-  constexpr bool kIsGeneral = kKind == AdamKind::kInt8;
   const Chunk chunk = args.chunks[cta.block];
   if (args.steps[chunk.tensor].grad == nullptr) {
     return;
   }
   const AdamChunk<float> elements(args, chunk);
-  const Layout layout = kIsGeneral ? elements.work.layout : layout_of(kKind);
-  const QuantizedChunk<kIsGeneral> quantized(elements, layout);
+  const Layout layout = known_layout<kKind>(elements.work.layout);
+  const QuantizedChunk<is_general(kKind)> quantized(elements, layout);
   const int count = quantized.groups.count();
   cta.each_warp([&](int warp_index, const auto& warp) {
     for (int first = warp_index * kWarpGroups; first < count;
@@ -198,6 +196,16 @@ TORCHOPT_HD inline void quantized_body(const Cta& cta, const AdamArgs& args) {
       quantized.update(warp, first, count);
     }
   });
+}
+
+// A block's chunk, of a tensor of this kind.
+template <AdamKind kKind, class Cta>
+TORCHOPT_HD inline void pass_b_body(const Cta& cta, const AdamArgs& args) {
+  if constexpr (is_quantized(kKind)) {
+    quantized_body<kKind>(cta, args);
+  } else {
+    adam_body<kKind>(cta, args);
+  }
 }
 
 }  // namespace

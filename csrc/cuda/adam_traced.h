@@ -20,9 +20,7 @@ struct TraceArgs {
   int64_t* counts;
 };
 
-struct TraceShared {
-  ChunkTrace tile[kMostTiles];
-};
+using TraceShared = ChunkTrace[kMostTiles];
 
 // The kernels of tracking: each takes the chunks of its tensors and leaves the others'.
 enum class TracedKind { kFloat32, kFloat64, kQuantized };
@@ -36,11 +34,6 @@ struct TileSums {
   using L = ScalarLane<T>;
   using D = ScalarLane<double>;
 
-  TORCHOPT_HD void start(int thread) {
-    lost[thread] = 0;
-    digest[thread] = 0;
-    unrolled<2>([&](int lane) { grad[lane][thread] = change[lane][thread] = 0.0; });
-  }
   // Before an element's step. Returns its weight.
   TORCHOPT_HD T before(const AdamChunk<T>& elements, int thread, int lane, int i) {
     const Layout& layout = elements.work.layout;
@@ -69,10 +62,10 @@ struct TileSums {
     return {D::add(grad[0][0], grad[1][0]), D::add(change[0][0], change[1][0]), lost[0], digest[0]};
   }
 
-  typename Warp::template PerThread<double> grad[2];
-  typename Warp::template PerThread<double> change[2];
-  typename Warp::template PerThread<int64_t> lost;
-  typename Warp::template PerThread<uint64_t> digest;
+  typename Warp::template PerThread<double> grad[2]{};
+  typename Warp::template PerThread<double> change[2]{};
+  typename Warp::template PerThread<int64_t> lost{};
+  typename Warp::template PerThread<uint64_t> digest{};
 };
 
 // A warp's step of elements [begin, end), a tile at most, with what it saw.
@@ -81,16 +74,18 @@ TORCHOPT_HD inline ChunkTrace update_tile(const Warp& warp, const AdamChunk<T>& 
                                           int end) {
   TileSums<T, Warp> sums;
   warp.each([&](int thread) {
-    sums.start(thread);
     unrolled<2>([&](int lane) {
       for (int i = begin + 2 * thread + lane; i < end; i += kBlockLanes) {
         const T before = sums.before(elements, thread, lane, i);
-        elements.update_any(VectorLane<T, 1>{}, elements.work.layout, i);
-        const auto number =
-            static_cast<uint64_t>(global_element(elements.work, elements.begin + i));
+        const Layout& layout = elements.work.layout;
+        elements.update(VectorLane<T, 1>{}, layout, rounds_randomly(elements.options, layout), i);
         sums.after(elements, thread, lane, i, before);
-        const DigestPlace place = digest_place(elements.work.index, number);
-        sums.digest[thread] += digest_element<T>(elements.work.layout, elements.x, i, place);
+        if ((elements.options.track & kTrackDigest) != 0) {
+          const auto number =
+              static_cast<uint64_t>(global_element(elements.work, elements.begin + i));
+          const DigestPlace place = digest_place(elements.work.index, number);
+          sums.digest[thread] += digest_element<T>(elements.work.layout, elements.x, i, place);
+        }
       }
     });
   });
@@ -121,7 +116,6 @@ TORCHOPT_HD inline ChunkTrace update_groups(const Warp& warp, const QuantizedChu
     });
   };
   warp.each([&](int thread) {
-    sums.start(thread);
     for_each_owned(thread, [&](int k, int lane, int i) {
       before[thread].of[k] = sums.before(elements, thread, lane, i);
     });
@@ -133,7 +127,9 @@ TORCHOPT_HD inline ChunkTrace update_groups(const Warp& warp, const QuantizedChu
     for_each_owned(thread, [&](int k, int lane, int i) {
       sums.after(elements, thread, lane, i, before[thread].of[k]);
     });
-    for (int k = 0; k < kTraceTile / kWarpThreads; ++k) {  // a loop: digests are long
+    const int digests =
+        (elements.options.track & kTrackDigest) != 0 ? kTraceTile / kWarpThreads : 0;
+    for (int k = 0; k < digests; ++k) {  // a loop: digests are long
       const int i = begin + 2 * thread + k % 2 + k / 2 * kBlockLanes;
       if (i >= end) {
         continue;
@@ -175,7 +171,7 @@ TORCHOPT_HD inline void adam_traced_body(const Cta& cta, TraceShared& shared, co
     cta.each_warp([&](int warp_index, const auto& warp) {
       for (int tile = warp_index; tile < tiles; tile += cta.threads / kWarpThreads) {
         const ChunkTrace seen = step(warp, tile);
-        warp.leader([&] { shared.tile[tile] = seen; });
+        warp.leader([&] { shared[tile] = seen; });
       }
     });
     return tiles;
@@ -200,7 +196,7 @@ TORCHOPT_HD inline void adam_traced_body(const Cta& cta, TraceShared& shared, co
     if (thread == 0) {
       ChunkTrace sum{};
       for (int tile = 0; tile < tiles; ++tile) {
-        add_trace(sum, shared.tile[tile]);
+        add_trace(sum, shared[tile]);
       }
       traces.chunks[cta.block] = tracked(sum, args.options.track);
     }

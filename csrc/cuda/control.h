@@ -13,13 +13,6 @@ using SharedLimbs = int64_t[ExactAccumulator::kSize];
 
 namespace {
 
-template <class Warp>
-TORCHOPT_HD inline WarpSlots<Warp> slots_of(const Warp& warp, const int64_t* accumulator) {
-  WarpSlots<Warp> slots;
-  each_slot(warp, slots, [&](int k, int64_t& slot) { slot = accumulator[k]; });
-  return slots;
-}
-
 // Digits below 2**32, so that ranks can add them as integers.
 template <class Warp>
 TORCHOPT_HD inline void normalize_body(const Warp& warp, int64_t* accumulator) {
@@ -31,8 +24,7 @@ TORCHOPT_HD inline void normalize_body(const Warp& warp, int64_t* accumulator) {
 template <class Warp>
 TORCHOPT_HD inline void total_body(const Warp& warp, SharedLimbs& limbs, const int64_t* accumulator,
                                    double* total) {
-  WarpSlots<Warp> slots = slots_of(warp, accumulator);
-  const double sum = warp_total(warp, slots, limbs);
+  const double sum = warp_total(warp, accumulator, limbs);
   warp.leader([&] { *total = sum; });
 }
 
@@ -40,8 +32,7 @@ template <class Warp>
 TORCHOPT_HD inline void control_update_body(const Warp& warp, SharedLimbs& limbs, Control* control,
                                             const int64_t* accumulator, const float* grad_scale,
                                             const float* found_inf) {
-  WarpSlots<Warp> slots = slots_of(warp, accumulator);
-  const double total = warp_total(warp, slots, limbs);
+  const double total = warp_total(warp, accumulator, limbs);
   warp.leader([&] { control_update(*control, total, grad_scale, found_inf); });
 }
 

@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "kernels/host_device.h"
+
 struct CUstream_st;  // cudaStream_t points to one
 
 namespace torchopt_ext {
@@ -73,13 +75,6 @@ struct HostWarp {
       }
     }
   }
-  static uint32_t max(PerThread<uint32_t>& values) {
-    uint32_t most = 0;
-    for (const uint32_t value : values.value) {
-      most = value > most ? value : most;
-    }
-    return most;
-  }
 };
 
 // Block `block` of a grid of `blocks`.
@@ -135,9 +130,6 @@ struct DeviceWarp {
     }
     __syncwarp();
   }
-  __device__ void fold(PerThread<double>& values, int distance) const {
-    values.value = __dadd_rn(values.value, __shfl_xor_sync(kAll, values.value, distance));
-  }
   template <class T>
   __device__ void fold(PerThread<T>& values, int distance) const {
     values.value += __shfl_xor_sync(kAll, values.value, distance);
@@ -156,10 +148,6 @@ struct DeviceWarp {
       const uint32_t other = __shfl_xor_sync(kAll, values.value, distance);
       values.value = other > values.value ? other : values.value;
     }
-  }
-  __device__ static uint32_t max(PerThread<uint32_t> values) {
-    max_of_neighbours(values, kWarpThreads);
-    return values.value;
   }
 };
 
@@ -186,4 +174,14 @@ struct DeviceCta {
 
 #endif
 
+namespace {
+
+// The largest value, for every thread to have.
+template <class Warp>
+TORCHOPT_HD inline uint32_t warp_max(typename Warp::template PerThread<uint32_t> values) {
+  Warp::max_of_neighbours(values, kWarpThreads);
+  return values[0];
+}
+
+}  // namespace
 }  // namespace torchopt_ext

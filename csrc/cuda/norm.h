@@ -23,9 +23,7 @@ struct NormArgs {
 };
 
 // Each warp adds to an accumulator of its own.
-struct NormShared {
-  ExactAccumulator warp[kNormWarps];
-};
+using NormShared = ExactAccumulator[kNormWarps];
 
 namespace {
 
@@ -54,9 +52,8 @@ TORCHOPT_HD inline double block_sum(const Warp& warp, const char* memory, DType 
   const auto first_lane = [](int thread) {
     return kElements * (thread % kRowThreads) + 2 * (thread / kRowThreads);
   };
-  typename Warp::template PerThread<double> even;
-  typename Warp::template PerThread<double> odd;
-  warp.each([&](int thread) { even[thread] = odd[thread] = 0.0; });
+  typename Warp::template PerThread<double> even{};
+  typename Warp::template PerThread<double> odd{};
   const auto add_rows = [&](int i, auto loads, auto aligned) {
     Words word[loads][4];
     warp.each([&](int thread) {
@@ -168,7 +165,7 @@ TORCHOPT_HD inline void add_squares(const Warp& warp, const char* memory, DType 
       });
       largest[thread] = most;
     });
-    return Warp::max(largest);
+    return warp_max<Warp>(largest);
   };
   for (int begin = 0; begin < n; begin += kShortPiece) {
     const char* const piece = memory + begin * kSize;
@@ -249,17 +246,15 @@ TORCHOPT_HD inline void add_chunk(const Warp& warp, const TensorWork& work, cons
 }
 
 // A block of threads sums chunks into shared memory and then, by integer atomics, whose order does
-// not show, into the accumulator. A warp adds at most three numbers to a limb for every 64
-// elements: no GPU has the 2**30 additions in its memory that would ask for carries in between.
+// not show, into the accumulator. A warp adds at most one number
+// for each of its elements: no GPU's memory has the 2**30 that would ask for carries in between.
 template <class Cta>
 TORCHOPT_HD inline void norm_body(const Cta& cta, NormShared& shared, const NormArgs& args,
                                   const Gradients& gradients) {
   cta.each_warp([&](int warp_index, const auto& warp) {
-    using Warp = std::decay_t<decltype(warp)>;
-    ExactAccumulator& acc = shared.warp[warp_index];
-    auto* const own = reinterpret_cast<int64_t*>(&acc);
-    WarpSlots<Warp> zero;
-    each_slot(warp, zero, [&](int k, int64_t) { own[k] = 0; });
+    ExactAccumulator& acc = shared[warp_index];
+    WarpSlots<std::decay_t<decltype(warp)>> zeros{};
+    each_slot(warp, zeros, [&](int k, int64_t zero) { acc.limb[k] = zero; });
     for (int64_t c = cta.block * kNormWarps + warp_index; c < args.chunk_count;
          c += cta.blocks * kNormWarps) {
       const Chunk chunk = args.chunks[c];
@@ -287,8 +282,8 @@ TORCHOPT_HD inline void norm_body(const Cta& cta, NormShared& shared, const Norm
     WarpSlots<std::decay_t<decltype(warp)>> slots;
     each_slot(warp, slots, [&](int k, int64_t& slot) {
       slot = 0;
-      for (const ExactAccumulator& acc : shared.warp) {
-        slot += reinterpret_cast<const int64_t*>(&acc)[k];
+      for (const ExactAccumulator& acc : shared) {
+        slot += acc.limb[k];
       }
     });
     warp_normalize(warp, slots);

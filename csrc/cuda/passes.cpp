@@ -45,12 +45,6 @@ CudaTables& tables_of(const WorkList& work, c10::cuda::CUDAStream stream) {
   return static_cast<CudaTables&>(*work.device_tables);
 }
 
-void fill_norm_chunks(const WorkList& work, CudaTables& tables, c10::cuda::CUDAStream stream) {
-  const std::vector<Chunk> chunks = make_chunks(work.tensors, kBlockElements);
-  tables.norm_chunks.fill(chunks, stream);
-  tables.norm_first = first_chunks(chunks, work.tensors.size(), Gradients::kMost);
-}
-
 // Chunks for a kernel of each kind, one kind after another; those of tracking are the CPU's.
 void fill_chunks(const WorkList& work, CudaTables& tables, c10::cuda::CUDAStream stream) {
   if (work.options.track != 0) {
@@ -95,7 +89,9 @@ void sum_of_squares(const WorkList& work, const at::Tensor& accumulator, bool no
   if (!work.chunks.empty()) {
     CudaTables& tables = tables_of(work, stream);
     if (tables.norm_chunks.empty()) {
-      fill_norm_chunks(work, tables, stream);
+      const std::vector<Chunk> norm_chunks = make_chunks(work.tensors, kBlockElements);
+      tables.norm_chunks.fill(norm_chunks, stream);
+      tables.norm_first = first_chunks(norm_chunks, work.tensors.size(), Gradients::kMost);
     }
     const int processors = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
     const auto* chunks = tables.norm_chunks.on<const Chunk>(stream);

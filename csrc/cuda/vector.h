@@ -103,13 +103,12 @@ TORCHOPT_HD inline bool is_register_at(const Layout& layout, void* const (&x)[kA
   const int64_t size = element_size(layout, array);
   return is_aligned(static_cast<const char*>(x[array]) + i * size, access_bytes(width, size));
 }
-// Of every array that there is.
+// Of every array that is not null.
 TORCHOPT_HD inline bool are_registers_at(const Layout& layout, void* const (&x)[kArrays], int width,
                                          int i) {
   bool aligned = true;
   unrolled<kArrays>([&](int array) {
-    const bool counts = is_by_element(array) && x[array] != nullptr;
-    aligned = aligned && (!counts || is_register_at(layout, x, array, width, i));
+    aligned = aligned && (x[array] == nullptr || is_register_at(layout, x, array, width, i));
   });
   return aligned;
 }

@@ -83,18 +83,6 @@ TORCHOPT_HD inline AdamScalars<T> adam_scalars(const AdamHyper& hyper, int64_t s
   return s;
 }
 
-// Moves weights by m / (root + eps) and by their decay.
-template <class L, class R = typename L::reg>
-[[gnu::always_inline]] TORCHOPT_HD inline void move_weights(
-    const AdamScalars<typename L::scalar>& s, R& p, R m, R root) {
-  const R u = L::div(m, L::add(root, L::set1(s.eps_hat)));
-  R change = L::mul(L::set1(s.step_size), u);
-  if (s.has_decay) {
-    change = L::add(L::mul(L::set1(s.decay), p), change);
-  }
-  p = L::canonical(L::sub(p, change));
-}
-
 // Updates one register of elements. NaNs are canonical. The conditions depend on scalars alone, so
 // the branch predictor makes them free.
 template <class L, class R = typename L::reg>
@@ -123,7 +111,12 @@ template <class L, class R = typename L::reg>
   if (amsgrad) {
     d = max_exp_avg_sq = L::canonical(L::max_keep_nan(max_exp_avg_sq, v));
   }
-  move_weights<L>(s, p, m, L::sqrt(d));
+  const R u = L::div(m, L::add(L::sqrt(d), L::set1(s.eps_hat)));
+  R change = L::mul(L::set1(s.step_size), u);
+  if (s.has_decay) {
+    change = L::add(L::mul(L::set1(s.decay), p), change);
+  }
+  p = L::canonical(L::sub(p, change));
 }
 
 }  // namespace

@@ -11,28 +11,25 @@ namespace torchopt_ext {
 // Also the layout of the int64[70] accumulator tensor.
 struct ExactAccumulator {
   static constexpr int kLimbs = 68;
+  static constexpr int kInfinities = kLimbs;   // a counter of addends that were infinite
+  static constexpr int kNans = kLimbs + 1;     // of NaNs
   static constexpr int kBaseExponent = -1088;  // weight of limb 0's lowest bit
   static constexpr int kSize = kLimbs + 2;
   // An addition moves a limb by less than 2**32, so normalise at least this often.
   static constexpr int64_t kMaxPendingAdds = int64_t{1} << 30;
 
-  int64_t limb[kLimbs];
-  int64_t infinities;  // addends that were infinite
-  int64_t nans;        // addends that were NaN
+  int64_t limb[kSize];
 };
-static_assert(sizeof(ExactAccumulator) == ExactAccumulator::kSize * sizeof(int64_t));
 
 namespace {
 
-// Splits x into the changes it makes: sink(index, change) for up to three limbs or one counter.
-// The sink adds plainly on the CPU and atomically in a CUDA block.
-template <class Sink>
-TORCHOPT_HD inline void accumulator_digits(double x, Sink&& sink) {
+// Changes up to three limbs or one counter.
+TORCHOPT_HD inline void accumulator_add(ExactAccumulator& acc, double x) {
   const auto bits = bit_cast<uint64_t>(x);
   const int exponent = static_cast<int>((bits >> 52) & 0x7ff);
   uint64_t mantissa = bits & ((uint64_t{1} << 52) - 1);
   if (exponent == 0x7ff) {
-    sink(ExactAccumulator::kLimbs + (mantissa != 0 ? 1 : 0), 1);
+    acc.limb[mantissa != 0 ? ExactAccumulator::kNans : ExactAccumulator::kInfinities] += 1;
     return;
   }
   mantissa |= exponent != 0 ? uint64_t{1} << 52 : 0;
@@ -46,20 +43,11 @@ TORCHOPT_HD inline void accumulator_digits(double x, Sink&& sink) {
   const uint64_t low = mantissa << offset;
   const uint64_t high = offset != 0 ? mantissa >> (64 - offset) : 0;
   const int64_t sign = (bits >> 63) != 0 ? -1 : 1;
-  sink(index, sign * static_cast<int64_t>(low & 0xffffffffu));
-  sink(index + 1, sign * static_cast<int64_t>(low >> 32));
+  acc.limb[index] += sign * static_cast<int64_t>(low & 0xffffffffu);
+  acc.limb[index + 1] += sign * static_cast<int64_t>(low >> 32);
   if (high != 0) {
-    sink(index + 2, sign * static_cast<int64_t>(high));
+    acc.limb[index + 2] += sign * static_cast<int64_t>(high);
   }
-}
-
-TORCHOPT_HD inline void accumulator_add(ExactAccumulator& acc, double x) {
-  accumulator_digits(x, [&acc](int index, int64_t change) {
-    int64_t& slot = index < ExactAccumulator::kLimbs    ? acc.limb[index]
-                    : index == ExactAccumulator::kLimbs ? acc.infinities
-                                                        : acc.nans;
-    slot += change;
-  });
 }
 
 // Carries, so that every limb but the last is in [0, 2**32). The value stays.
@@ -74,26 +62,18 @@ inline void accumulator_normalize(ExactAccumulator& acc) {
 }
 
 inline void accumulator_merge(ExactAccumulator& into, const ExactAccumulator& from) {
-  for (int k = 0; k < ExactAccumulator::kLimbs; ++k) {
+  for (int k = 0; k < ExactAccumulator::kSize; ++k) {
     into.limb[k] += from.limb[k];
   }
-  into.infinities += from.infinities;
-  into.nans += from.nans;
 }
 
-// What rounding needs of a finite sum's digits, once they are those of its magnitude.
-struct LeadingDigits {
-  bool negative;   // the sum is
-  int top;         // the highest limb that is not 0, or 0
-  uint64_t first;  // that limb and the two below it
-  uint64_t second;
-  uint64_t third;
-  bool below;  // a limb further down is not 0
-};
-
-// To nearest even.
-TORCHOPT_HD inline double rounded(const LeadingDigits& digits) {
-  const auto [negative, top, first, second, third, below] = digits;
+// A finite sum, to nearest even. `limbs` are the digits of its magnitude, limb `top` the highest
+// that is not 0, or limb 0. `below`: a limb below the three from there down is not 0.
+TORCHOPT_HD inline double rounded(const int64_t* limbs, bool negative, int top, bool below) {
+  const auto limb = [&](int k) { return k < 0 ? 0 : static_cast<uint64_t>(limbs[k]); };
+  const uint64_t first = limb(top);
+  const uint64_t second = limb(top - 1);
+  const uint64_t third = limb(top - 2);
   const uint64_t sign = negative ? uint64_t{1} << 63 : 0;
   if (first == 0) {
     return 0.0;
@@ -131,8 +111,9 @@ TORCHOPT_HD inline double nonfinite_total(bool has_nan) {
 
 // The sum, rounded once to nearest even.
 inline double accumulator_total(ExactAccumulator acc) {
-  if (acc.nans != 0 || acc.infinities != 0) {
-    return nonfinite_total(acc.nans != 0);
+  const bool has_nan = acc.limb[ExactAccumulator::kNans] != 0;
+  if (has_nan || acc.limb[ExactAccumulator::kInfinities] != 0) {
+    return nonfinite_total(has_nan);
   }
   accumulator_normalize(acc);
   const bool negative = acc.limb[ExactAccumulator::kLimbs - 1] < 0;
@@ -146,12 +127,11 @@ inline double accumulator_total(ExactAccumulator acc) {
   while (top > 0 && acc.limb[top] == 0) {
     --top;
   }
-  const auto limb = [&](int k) { return k < 0 ? 0 : static_cast<uint64_t>(acc.limb[k]); };
   bool below = false;
   for (int k = top - 3; k >= 0; --k) {
     below = below || acc.limb[k] != 0;
   }
-  return rounded({negative, top, limb(top), limb(top - 1), limb(top - 2), below});
+  return rounded(acc.limb, negative, top, below);
 }
 
 }  // namespace

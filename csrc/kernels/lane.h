@@ -19,11 +19,8 @@ TORCHOPT_HD inline double canonical_nan(double) {
 }
 
 template <class T>
-inline constexpr T largest_finite = T{};
-template <>
-inline constexpr float largest_finite<float> = 0x1.fffffep127f;
-template <>
-inline constexpr double largest_finite<double> = 0x1.fffffffffffffp1023;
+inline constexpr T largest_finite =
+    static_cast<T>(sizeof(T) == sizeof(float) ? 0x1.fffffep127 : 0x1.fffffffffffffp1023);
 
 template <class T>
 struct ScalarLane {

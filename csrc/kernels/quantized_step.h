@@ -29,25 +29,16 @@ struct QuantizedScalars {
   float written_factor;  // of gradients that are written back
 };
 
-// Those that many elements take, in registers.
+// With those that many elements take in registers.
 template <class L>
 struct QuantizedFactors {
-  using R = typename L::reg;
-  explicit TORCHOPT_HD QuantizedFactors(const QuantizedScalars& s)
-      : grad_factor(L::held(s.grad_factor)),
-        l2(L::held(s.l2)),
-        minus_decay(L::held(s.minus_decay)),
-        to_divisor(L::held(s.to_divisor)),
-        eps(L::held(s.eps)),
-        scales_gradients(s.scales_gradients),
-        has_l2(s.has_l2),
-        has_decay(s.has_decay),
-        written_factor(s.written_factor) {}
-
-  R grad_factor, l2, minus_decay, to_divisor, eps;
-  QuotientConstants<L> quotient;
-  bool scales_gradients, has_l2, has_decay;
-  float written_factor;
+  QuantizedScalars of;
+  typename L::reg grad_factor = L::held(of.grad_factor);
+  typename L::reg l2 = L::held(of.l2);
+  typename L::reg minus_decay = L::held(of.minus_decay);
+  typename L::reg to_divisor = L::held(of.to_divisor);
+  typename L::reg eps = L::held(of.eps);
+  QuotientConstants<L> quotient{};
 };
 
 namespace {
@@ -88,9 +79,9 @@ template <class L>
                                                               const GroupScales& decoding) {
   using R = typename L::reg;
   R g = load_as(lane, layout.grad, x[kGrad], i);
-  if (f.scales_gradients) {
+  if (f.of.scales_gradients) {
     g = L::mul(g, f.grad_factor);
-    if (f.has_l2) {
+    if (f.of.has_l2) {
       g = L::fma(f.l2, load_weight(lane, layout, x, i), g);
     }
   }
@@ -108,7 +99,7 @@ template <class L>
     int64_t i, const Moments<L>& moments) {
   using R = typename L::reg;
   R p = load_weight(lane, layout, x, i);
-  if (f.has_decay) {
+  if (f.of.has_decay) {
     p = L::fma(f.minus_decay, p, p);
   }
   const R divisor = L::fma(moments.root, f.to_divisor, f.eps);
@@ -124,7 +115,7 @@ template <class L>
                                                           void* const (&x)[kArrays], int64_t i) {
   if (mode.write_back) {
     const typename L::reg g = load_as(lane, layout.grad, x[kGrad], i);
-    store_as(lane, layout.grad, x[kGrad], i, scaled<L>(g, f.written_factor));
+    store_as(lane, layout.grad, x[kGrad], i, scaled<L>(g, f.of.written_factor));
   }
 }
 

@@ -58,13 +58,9 @@ TORCHOPT_HD inline RoundingStream rounding_stream(const RoundingKey& key, uint64
   return {{static_cast<uint32_t>(x), static_cast<uint32_t>(x >> 32)}};
 }
 
-inline RoundingKey rounding_key(const StepOptions& options, const TensorWork& work) {
+TORCHOPT_HD inline RoundingKey rounding_key(const StepOptions& options, const TensorWork& work) {
   return {options.rounding_seed, static_cast<uint32_t>(static_cast<int64_t>(step_of(work))),
           work.index};
-}
-
-inline Draws draws_from(const RoundingKey& key, uint64_t element) {
-  return {rounding_stream(key, element), static_cast<uint32_t>(element)};
 }
 
 // One word, for the host and for CUDA threads; cpu/lane_avx2.h and lane_avx512.h hold registers.

@@ -98,9 +98,6 @@ TORCHOPT_HD constexpr int64_t element_size(const Layout& layout, int array) {
   }
 }
 
-// Whether the array has an element for each of the parameter's.
-TORCHOPT_HD constexpr bool is_by_element(int array) { return array < kWritten || array == kGrad; }
-
 TORCHOPT_HD inline float& step_of(const TensorWork& work) {
   return *static_cast<float*>(work.memory[kStep]);
 }
@@ -162,7 +159,29 @@ TORCHOPT_HD constexpr Layout layout_of(AdamKind kind) {
   }
 }
 
-// fp32 and fp64 kernels take amsgrad, too; the general ones and the fp64 one write gradients back.
+TORCHOPT_HD constexpr bool is_general(AdamKind kind) {
+  return kind == AdamKind::kGeneral || kind == AdamKind::kInt8;
+}
+
+// What a kernel of this kind is compiled for of a tensor's layout and of the options: of what is
+// constant no branches are left.
+template <AdamKind kKind>
+[[gnu::always_inline]] TORCHOPT_HD inline Layout known_layout(const Layout& layout) {
+  Layout known = is_general(kKind) ? layout : layout_of(kKind);
+  if (kKind == AdamKind::kFloat32 || kKind == AdamKind::kFloat64) {
+    known.amsgrad = layout.amsgrad;
+  }
+  return known;
+}
+template <AdamKind kKind>
+TORCHOPT_HD inline bool rounds_randomly(const StepOptions& options, const Layout& layout) {
+  return is_general(kKind) ? rounds_randomly(options, layout) : kKind == AdamKind::kBFloat16Rounded;
+}
+template <AdamKind kKind>
+TORCHOPT_HD inline bool writes_back(const StepOptions& options) {
+  return (is_general(kKind) || kKind == AdamKind::kFloat64) && options.write_back_gradients;
+}
+
 inline AdamKind kind_of(Layout layout, const StepOptions& options) {
   if (layout.param == DType::kFloat64) {
     return AdamKind::kFloat64;

@@ -66,8 +66,8 @@ TEST(ExactAccumulator, NonFiniteAddendsAreCounted) {
   accumulator_add(acc, infinity);
   accumulator_add(acc, -infinity);
   accumulator_add(acc, nan);
-  EXPECT_EQ(acc.infinities, 2);
-  EXPECT_EQ(acc.nans, 1);
+  EXPECT_EQ(acc.limb[ExactAccumulator::kInfinities], 2);
+  EXPECT_EQ(acc.limb[ExactAccumulator::kNans], 1);
 }
 
 TEST(ExactAccumulator, OrderAndGroupingDoNotShow) {
@@ -143,8 +143,8 @@ std::vector<ExactAccumulator> adversaries() {
     }
     acc.limb[0] &= -kLastBit;
     if (i % 16 == 1) {
-      acc.infinities = static_cast<int64_t>(random() % 3);
-      acc.nans = static_cast<int64_t>(random() % 2);
+      acc.limb[ExactAccumulator::kInfinities] = static_cast<int64_t>(random() % 3);
+      acc.limb[ExactAccumulator::kNans] = static_cast<int64_t>(random() % 2);
     }
     all.push_back(acc);
   }

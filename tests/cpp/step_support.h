@@ -223,13 +223,12 @@ inline Report step_on_cpu(const KernelTable& table, Tensor& tensor, AdamHyper hy
   return report;
 }
 
-template <AdamKind kKind>
-void adam_as_cuda(const HostCta& cta, const AdamArgs& args) {
-  if constexpr (is_quantized(kKind)) {
-    quantized_body<kKind>(cta, args);
-  } else {
-    adam_body<kKind>(cta, args);
-  }
+template <int... kKinds>
+void adam_as_cuda(AdamKind kind, const HostCta& cta, const AdamArgs& args,
+                  std::integer_sequence<int, kKinds...>) {
+  ((static_cast<int>(kind) == kKinds ? pass_b_body<static_cast<AdamKind>(kKinds)>(cta, args)
+                                     : void()),
+   ...);
 }
 
 inline Report step_as_cuda(Tensor& tensor, const AdamHyper& hyper, const Control& control,
@@ -254,16 +253,6 @@ inline Report step_as_cuda(Tensor& tensor, const AdamHyper& hyper, const Control
   for (int i = 0; i < kAdamThreads; ++i) {  // one block of threads over one tensor
     prepare_body(i, args, gradients, groups);
   }
-  void (*const kKernels[kAdamKinds])(const HostCta&, const AdamArgs&) = {
-      adam_as_cuda<AdamKind::kFloat32>,
-      adam_as_cuda<AdamKind::kFloat64>,
-      adam_as_cuda<AdamKind::kBFloat16>,
-      adam_as_cuda<AdamKind::kBFloat16Master>,
-      adam_as_cuda<AdamKind::kBFloat16Remainder>,
-      adam_as_cuda<AdamKind::kBFloat16Rounded>,
-      adam_as_cuda<AdamKind::kGeneral>,
-      adam_as_cuda<AdamKind::kInt8Remainder8>,
-      adam_as_cuda<AdamKind::kInt8>};
   report.chunks.resize(options.track != 0 ? chunks.size() : 0);
   const TraceArgs traces{report.chunks.data(), report.norms.data(), report.counts.data()};
   const auto blocks = static_cast<int64_t>(chunks.size());
@@ -275,7 +264,7 @@ inline Report step_as_cuda(Tensor& tensor, const AdamHyper& hyper, const Control
       adam_traced_body<TracedKind::kFloat64>(cta, shared, args, traces);
       adam_traced_body<TracedKind::kQuantized>(cta, shared, args, traces);
     } else {
-      kKernels[static_cast<int>(tensor.work.kind)](cta, args);
+      adam_as_cuda(tensor.work.kind, cta, args, std::make_integer_sequence<int, kAdamKinds>{});
     }
   }
   for (int64_t i = 0; i < 3 && options.track != 0; ++i) {

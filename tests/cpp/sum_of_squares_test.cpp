@@ -34,7 +34,8 @@ ExactAccumulator sum_as_cuda(const TensorWork& work) {
     NormShared shared;
     norm_body(HostCta{block, kBlocks, kNormThreads}, shared, args, gradients);
   }
-  EXPECT_EQ(std::isnan(accumulator_total(acc)), acc.nans != 0);  // of digits with carries to come
+  EXPECT_EQ(std::isnan(accumulator_total(acc)),
+            acc.limb[ExactAccumulator::kNans] != 0);  // of digits with carries to come
   const double total = accumulator_total(acc);
   accumulator_normalize(acc);
   EXPECT_EQ(bit_cast<uint64_t>(accumulator_total(acc)), bit_cast<uint64_t>(total));
@@ -146,8 +147,8 @@ TEST(SumOfSquares, FindsNonFiniteElementsWhereverTheyAre) {
             gradient(grad.data(), DType::kFloat32, 300 / row_length, row_length);
         expect_same_sum(work, " with a non-finite element");
         const ExactAccumulator acc = sum_on_cpu(default_kernels(), work, kChunkElements);
-        ASSERT_EQ(acc.nans, std::isnan(bad) ? 1 : 0);
-        ASSERT_EQ(acc.infinities, std::isnan(bad) ? 0 : 1);
+        ASSERT_EQ(acc.limb[ExactAccumulator::kNans], std::isnan(bad) ? 1 : 0);
+        ASSERT_EQ(acc.limb[ExactAccumulator::kInfinities], std::isnan(bad) ? 0 : 1);
       }
     }
   }
