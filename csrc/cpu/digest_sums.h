@@ -151,8 +151,10 @@ class TileDigest {
         const int64_t row_end = i + work_.row_length - i % work_.row_length;
         const int64_t last = row_end < end ? row_end : end;
         const int64_t groups = groups_in_row((last < same_base ? last : same_base) - i);
-        add_scales(group, groups, static_cast<uint64_t>(number + i - first));
-        group += groups;
+        DigestPlace place = digest_place(work_.index, static_cast<uint64_t>(number + i - first));
+        for (int64_t k = 0; k < groups; ++k, place.number += kQuantGroup) {
+          digest_ += digest_scales(work_.memory, group++, place);
+        }
         i = i + groups * kQuantGroup < last ? i + groups * kQuantGroup : last;
       } while (i < end && i < same_base && global_element(work_, i) == number + i - first);
       add_run(first, i, static_cast<uint64_t>(number));
@@ -162,21 +164,6 @@ class TileDigest {
   uint64_t total() const { return digest_ + sums_.total(work_.layout); }
 
  private:
-  // Of groups whose first elements follow one another, the first of them element `number`.
-  void add_scales(int64_t group, int64_t groups, uint64_t number) {
-    const auto* exp_avg = static_cast<const uint32_t*>(work_.memory[kExpAvgScale]) + group;
-    const auto* root = static_cast<const uint32_t*>(work_.memory[kExpAvgSqScale]) + group;
-    DigestPlace place = digest_place(work_.index, number);
-    uint64_t exp_avg_sum = 0;
-    uint64_t root_sum = 0;
-    for (int64_t k = 0; k < groups; ++k, place.number += kQuantGroup) {
-      const uint64_t factor = whole_word_factor(place);
-      exp_avg_sum += exp_avg[k] * factor;
-      root_sum += root[k] * factor;
-    }
-    digest_ += exp_avg_sum * array_factor(kExpAvgScale) + root_sum * array_factor(kExpAvgSqScale);
-  }
-
   const TensorWork& work_;
   HalfSums<W> sums_;
   uint64_t digest_ = 0;
