@@ -21,23 +21,18 @@ struct Part : L {
 // Asks for what a loop comes to after element i, line by line.
 template <class L>
 [[gnu::always_inline]] inline void fetch_arrays_ahead(const Layout& layout, const StepMode& mode,
-                                                      void* const (&x)[kArrays], int64_t i) {
+                                                      void* const (&x)[kArrays], int64_t i, int n) {
   const auto ahead = [&](Array array) __attribute__((always_inline)) {
     const int64_t size = element_size(layout, array);
-    fetch_lines_ahead<L>(x[array], size * i, size * L::width);
+    fetch_lines<L>(x[array], size * i + kAhead, size * n);
   };
-  if (!mode.past_caches) {
-    ahead(kParam);
-  }
+  for_each_written(
+      layout, [&](Array array) __attribute__((always_inline)) {
+        if (array != kParam || !mode.past_caches) {
+          ahead(array);
+        }
+      });
   ahead(kGrad);
-  ahead(kExpAvg);
-  ahead(kExpAvgSq);
-  if (layout.amsgrad) {
-    ahead(kMaxExpAvgSq);
-  }
-  if (layout.master != Master::kNone) {
-    ahead(kMaster);
-  }
 }
 
 // adam_step() on elements of one register, the first of which is number `i` behind that of `draws`.
@@ -61,12 +56,8 @@ template <class L>
 
 // What a step notes that is not tracked (loop_trace.h): nothing.
 struct NoTrace {
-  template <class Lane>
-  void before(const Lane& /*lane*/, const Layout& /*layout*/, void* const (& /*x*/)[kArrays],
-              int64_t /*i*/) const {}
-  template <class Lane>
-  void after(const Lane& /*lane*/, const Layout& /*layout*/, void* const (& /*x*/)[kArrays],
-             int64_t /*i*/, bool /*decays*/) const {}
+  void before(const auto&... /*register*/) const {}
+  void after(const auto&... /*register*/) const {}
 };
 
 // Elements [begin, end), those that fill no register of L by Tail or one by one; `draws` begins at
@@ -98,7 +89,7 @@ template <class L, class Tail, class Trace>
     }
   }
   for (; i + L::width <= end; i += L::width) {
-    fetch_arrays_ahead<L>(layout, mode, x, i);
+    fetch_arrays_ahead<L>(layout, mode, x, i, L::width);
     update(L{});
   }
   if constexpr (Tail::width < L::width) {

@@ -86,7 +86,7 @@ inline void block_sums(const T* const (&block)[kBlocks], const void* const (&ahe
   for (; i + kBlockLanes <= n; i += kBlockLanes) {
 #pragma GCC unroll 4
     for (int b = 0; b < kBlocks; ++b) {
-      fetch_into_l2<L>(ahead[b], size * i, kBlockLanes * size);
+      fetch_lines<L, 2>(ahead[b], size * i, kBlockLanes * size);
       add_lanes<L>(block[b] + i, sums[b]);
     }
   }
@@ -103,9 +103,9 @@ inline void block_sums(const T* const (&block)[kBlocks], const void* const (&ahe
 }
 
 template <class L, class T>
-inline double block_sum(const T* block, int64_t n, const void* ahead) {
+inline double block_sum(const void* block, int64_t n) {
   double total[1];
-  block_sums<L, 1, T>({block}, {ahead}, n, total);
+  block_sums<L, 1, T>({static_cast<const T*>(block)}, {block}, n, total);
   return total[0];
 }
 
@@ -153,8 +153,9 @@ inline void add_blocks(const Block& block, int64_t count, int64_t n, const void*
 
 // Adds the block sums of rows of `length` elements. `next` is what will be read after them.
 template <class L, class T>
-inline void add_sums_of_rows(const T* x, int64_t rows, int64_t length, const void* next,
+inline void add_sums_of_rows(const void* memory, int64_t rows, int64_t length, const void* next,
                              ExactAccumulator& acc) {
+  const auto* x = static_cast<const T*>(memory);
   const int64_t full = length / kBlockElements;
   const int64_t rest = length % kBlockElements;
   if (full > 0) {

@@ -2,8 +2,6 @@
 // multiply-add of two 16-bit halves for each word.
 #pragma once
 
-#include <type_traits>
-
 #include "kernels/digest.h"
 #include "kernels/quantize.h"
 
@@ -31,15 +29,6 @@ struct LaneFactors {
   alignas(64) int32_t of[24];
 };
 
-template <class W>
-struct RegOf {
-  using type = typename W::reg;
-};
-template <>
-struct RegOf<void> {
-  struct type {};
-};
-
 // Of each array's halves: products with their own and their lanes' factors, summed. W has the
 // operations on words of 32 bits; void: one half at a time.
 template <class W>
@@ -50,7 +39,7 @@ class HalfSums {
   [[gnu::always_inline]] void add(Array array, const char* from, int64_t bytes, const char* factors,
                                   const int32_t* lanes) {
     int64_t done = 0;
-    if constexpr (!std::is_void_v<W>) {
+    if constexpr (W::width > 1) {
       using reg = typename W::reg;
       constexpr int64_t kBytes = int64_t{W::width} * 4;
       constexpr int64_t kMost = 32 * kBytes;  // times 2048 (half_factor), times 2**15: 2**31
@@ -78,7 +67,7 @@ class HalfSums {
     uint64_t total = 0;
     for_each_stored(layout, [&](Array array) {
       uint64_t sum = rest_[array];
-      if constexpr (!std::is_void_v<W>) {
+      if constexpr (W::width > 1) {
         uint64_t pairs[W::width / 2];
         W::store_pairs(pairs, pairs_[array]);
         for (const uint64_t pair : pairs) {
@@ -104,7 +93,7 @@ class HalfSums {
     return sum;
   }
 
-  typename RegOf<W>::type pairs_[kWritten] = {};
+  typename W::reg pairs_[kWritten] = {};
   uint64_t rest_[kWritten] = {};
 };
 

@@ -11,33 +11,15 @@
 namespace torchopt_ext {
 namespace {
 
-inline constexpr int64_t kLine = 64;
+inline constexpr int64_t kAhead = 512;
 
-// Asks for the cache line `ahead` bytes after byte `at` of an array. Loops of single elements go
-// without, as the compiler vectorises them.
-template <class L>
-inline void fetch_ahead(const void* array, int64_t at, int64_t ahead = 512) {
+// Asks for each cache line of `bytes` from byte `at` of an array on, into all caches, or with 2
+// into all but the first. Loops of single elements go without, as the compiler vectorises them.
+template <class L, int kLocality = 3>
+[[gnu::always_inline]] inline void fetch_lines(const void* array, int64_t at, int64_t bytes) {
   if constexpr (L::width > 1) {
-    __builtin_prefetch(static_cast<const char*>(array) + at + ahead);
-  }
-}
-
-// The same for each line of `bytes` from byte `at` on.
-template <class L>
-[[gnu::always_inline]] inline void fetch_lines_ahead(const void* array, int64_t at, int64_t bytes) {
-  for (int64_t line = 0; line < bytes; line += kLine) {
-    fetch_ahead<L>(array, at + line);
-  }
-}
-
-// Asks for each line of `bytes` from byte `at` of an array on, to be read after thousands of bytes.
-template <class L>
-[[gnu::always_inline]] inline void fetch_into_l2(const void* array, int64_t at, int64_t bytes) {
-  if constexpr (L::width > 1) {
-    constexpr int kRead = 0;
-    constexpr int kIntoL2 = 2;
-    for (int64_t line = 0; line < bytes; line += kLine) {
-      __builtin_prefetch(static_cast<const char*>(array) + at + line, kRead, kIntoL2);
+    for (int64_t line = 0; line < bytes; line += 64) {
+      __builtin_prefetch(static_cast<const char*>(array) + at + line, /*write=*/0, kLocality);
     }
   }
 }

@@ -28,19 +28,16 @@ constexpr const char* kName = "avx512";
 using FloatLane = Avx512Float;
 using ManyLane = PairLane<Avx512Float>;
 using DoubleLane = Avx512Double;
-using Words = Avx512Words;
 #elif defined(__AVX2__)
 constexpr const char* kName = "avx2";
 using FloatLane = Avx2Float;
 using ManyLane = PairLane<Avx2Float>;
 using DoubleLane = Avx2Double;
-using Words = Avx2Words;
 #else
 constexpr const char* kName = "default";
 using FloatLane = ScalarLane<float>;
 using ManyLane = FloatLane;
 using DoubleLane = ScalarLane<double>;
-using Words = void;
 #endif
 
 // The lanes of a layout's loop and of its rest: pairs of registers, but where most arrays are fp32.
@@ -61,22 +58,6 @@ struct Lanes<AdamKind::kFloat64> {
   using Tail = DoubleLane;
 };
 
-template <class T>
-void add_rows(const void* x, int64_t rows, int64_t length, const void* next,
-              ExactAccumulator& acc) {
-  add_sums_of_rows<DoubleLane>(static_cast<const T*>(x), rows, length, next, acc);
-}
-
-template <class T>
-void add_short_rows(const void* x, int64_t n, const void* next, ExactAccumulator& acc) {
-  add_exact_squares<DoubleLane>(static_cast<const T*>(x), n, next, acc);
-}
-
-template <class T>
-double block_sum(const void* x, int64_t n) {
-  return block_sum<DoubleLane>(static_cast<const T*>(x), n, /*ahead=*/x);
-}
-
 // Whole groups of elements with 8-bit moments. The usual kernel is of rows without a short group.
 template <AdamKind kKind, class Trace>
 void quantized_step(const TensorScalars& scalars, const TensorWork& work,
@@ -96,27 +77,24 @@ void quantized_step(const TensorScalars& scalars, const TensorWork& work,
                                                    rounds ? &key : nullptr, trace);
 }
 
-template <class Choice, class Trace>
-[[gnu::always_inline]] inline void loop(const TensorScalars& scalars, const TensorWork& work,
-                                        const Layout& layout, const StepMode& mode, int64_t begin,
-                                        int64_t end, const Draws* draws, Trace&& trace) {
-  using L = typename Choice::Main;
-  adam_loop<L, typename Choice::Tail>(scalars_in<typename L::scalar>(scalars), layout, mode, work,
-                                      begin, end, draws, trace);
-}
-
 template <AdamKind kKind, class Trace>
 [[gnu::always_inline]] inline void step(const TensorScalars& scalars, const TensorWork& work,
                                         const StepOptions& options, int64_t begin, int64_t end,
                                         bool past_caches, Trace&& trace) {
-  const Layout layout = known_layout<kKind>(work.layout);
   if constexpr (is_quantized(kKind)) {
     quantized_step<kKind>(scalars, work, options, begin, end, trace);
   } else {
+    using L = typename Lanes<kKind>::Main;
+    const Layout layout = known_layout<kKind>(work.layout);
     const StepMode mode{.write_back = writes_back<kKind>(options),
                         .past_caches = layout.master == Master::kFloat32 && past_caches};
+    const auto loop = [&](int64_t first, int64_t last, const Draws* draws)
+        __attribute__((always_inline)) {
+      adam_loop<L, typename Lanes<kKind>::Tail>(scalars_in<typename L::scalar>(scalars), layout,
+                                                mode, work, first, last, draws, trace);
+    };
     if (!rounds_randomly<kKind>(options, layout)) {
-      loop<Lanes<kKind>>(scalars, work, layout, mode, begin, end, nullptr, trace);
+      loop(begin, end, nullptr);
       return;
     }
     for_each_run(
@@ -124,7 +102,7 @@ template <AdamKind kKind, class Trace>
         end, [&](int64_t first, int64_t last, uint64_t number) __attribute__((always_inline)) {
           const Draws draws{rounding_stream(rounding_key(options, work), number),
                             static_cast<uint32_t>(number)};
-          loop<Lanes<kKind>>(scalars, work, layout, mode, first, last, &draws, trace);
+          loop(first, last, &draws);
         });
   }
 }
@@ -171,14 +149,18 @@ template <int... kKinds>
 constexpr KernelTable table_of(std::integer_sequence<int, kKinds...>) {
   return {
       .name = kName,
-      .adam = {adam<static_cast<AdamKind>(kKinds)>...},
-      .adam_traced = {adam_traced<static_cast<AdamKind>(kKinds)>...},
-      .digest = digest_elements<Words>,
+      .adam = {adam<AdamKind{kKinds}>...},
+      .adam_traced = {adam_traced<AdamKind{kKinds}>...},
+      .digest = digest_elements<FloatLane::Words>,
       // In the order of DType.
-      .add_rows = {add_rows<float>, add_rows<double>, add_rows<BFloat16>, add_rows<Float16>},
-      .add_short_rows = {add_short_rows<float>, add_short_rows<double>, add_short_rows<BFloat16>,
-                         add_short_rows<Float16>},
-      .block_sum = {block_sum<float>, block_sum<double>, block_sum<BFloat16>, block_sum<Float16>},
+      .add_rows = {add_sums_of_rows<DoubleLane, float>, add_sums_of_rows<DoubleLane, double>,
+                   add_sums_of_rows<DoubleLane, BFloat16>, add_sums_of_rows<DoubleLane, Float16>},
+      .add_short_rows = {add_exact_squares<DoubleLane, float>,
+                         add_exact_squares<DoubleLane, double>,
+                         add_exact_squares<DoubleLane, BFloat16>,
+                         add_exact_squares<DoubleLane, Float16>},
+      .block_sum = {block_sum<DoubleLane, float>, block_sum<DoubleLane, double>,
+                    block_sum<DoubleLane, BFloat16>, block_sum<DoubleLane, Float16>},
       .scaled_copy = {{scaled_copy<float, float>, nullptr, scaled_copy<float, BFloat16>,
                        scaled_copy<float, Float16>},
                       {nullptr, scaled_copy<double, double>, nullptr, nullptr},

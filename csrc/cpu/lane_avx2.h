@@ -3,7 +3,7 @@
 
 #include <immintrin.h>
 
-#include "kernels/lane.h"
+#include "cpu/lane_vector.h"
 
 namespace torchopt_ext {
 namespace {
@@ -16,62 +16,33 @@ inline __m256 widen8(const BFloat16* x) {
 inline __m256 widen8(const Float16* x) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
 }
-// The low halves of eight 32-bit integers whose high halves are zero.
-inline __m128i pack8(__m256i a) {
-  return _mm_packus_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
-}
-inline __m256i nearest_upper_half(__m256i bits) {
-  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-  return _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))),
-                           16);
-}
 inline __m128i narrow8(__m256 a, BFloat16) {
-  return pack8(nearest_upper_half(_mm256_castps_si256(a)));
+  const __m256i halves = nearest_upper_half(_mm256_castps_si256(a));
+  return _mm_packus_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
 }
 inline __m128i narrow8(__m256 a, Float16) {
   return _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 
 // Words of 32 bits (kernels/stochastic.h, cpu/digest_sums.h).
-struct Avx2Words {
-  using reg = __m256i;
-  static constexpr int width = 8;
-  static reg set1(uint32_t a) { return _mm256_set1_epi32(static_cast<int>(a)); }
-  static reg multiples(uint32_t factor) {
-    return multiply(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), set1(factor));
-  }
-  static reg load(const void* x) { return _mm256_loadu_si256(static_cast<const __m256i*>(x)); }
-  static reg add(reg a, reg b) { return _mm256_add_epi32(a, b); }
-  static reg bit_xor(reg a, reg b) { return _mm256_xor_si256(a, b); }
-  static reg bit_or(reg a, reg b) { return _mm256_or_si256(a, b); }
-  static reg multiply(reg a, reg b) { return _mm256_mullo_epi32(a, b); }
-  template <int kBits>
-  static reg shifted(reg a) {
-    return _mm256_srli_epi32(a, kBits);
-  }
+struct Avx2Words : VectorWords<32> {
   // Pairs of words as integers of 64 bits: sums, products of signed lower words, upper words.
-  static reg add_pairs(reg a, reg b) { return _mm256_add_epi64(a, b); }
   static reg multiply_lower(reg a, reg b) { return _mm256_mul_epi32(a, b); }
   static reg upper(reg a) { return _mm256_srli_epi64(a, 32); }
   static void store_pairs(uint64_t* x, reg a) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(x), a);
   }
-  static void store(void* x, reg a) { _mm256_storeu_si256(static_cast<__m256i*>(x), a); }
-  static reg bit_and(reg a, reg b) { return _mm256_and_si256(a, b); }
 
   // The signed 16-bit halves of words, multiplied, those of a word added.
   static reg add_products_of_halves(reg a, reg b) { return _mm256_madd_epi16(a, b); }
 
   // Words of 16 bits, saturated where they are packed; see PairLane.
-  static reg halves(int16_t a) { return _mm256_set1_epi16(a); }
   static reg load_halves(const int8_t* x) {
     return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
   }
   static reg load_halves(const uint8_t* x) {
     return _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
   }
-  static reg add_halves(reg a, reg b) { return _mm256_add_epi16(a, b); }
-  static reg sub_halves(reg a, reg b) { return _mm256_sub_epi16(a, b); }
   // Lower halves; a tie, half of the upper half's unit, becomes one less where that is even.
   static reg lowered_ties(reg high, reg low) {
     const reg tie = _mm256_cmpeq_epi16(low, halves(-0x8000));
@@ -79,20 +50,9 @@ struct Avx2Words {
     return add_halves(low, above_even);  // a mask of ones is minus one
   }
   static reg sub_saturated(reg a, reg b) { return _mm256_subs_epu16(a, b); }
-  static reg bit_and_not(reg a, reg b) { return _mm256_andnot_si256(a, b); }  // ~a & b
   template <int kBy>
   static reg rounded_quotient(reg a) {  // of signed ones, ties up
     return _mm256_mulhrs_epi16(a, halves(32768 / kBy));
-  }
-  static reg max_halves(reg a, reg b) { return _mm256_max_epi16(a, b); }
-  static reg sign_halves(reg a) { return _mm256_srai_epi16(a, 15); }
-  template <int kBits>
-  static reg shifted_halves(reg a) {
-    return _mm256_srli_epi16(a, kBits);
-  }
-  template <int kBits>
-  static reg left_halves(reg a) {
-    return _mm256_slli_epi16(a, kBits);
   }
   static reg lower_fours(reg low, reg high) { return _mm256_unpacklo_epi16(low, high); }
   static reg upper_fours(reg low, reg high) { return _mm256_unpackhi_epi16(low, high); }
@@ -105,32 +65,22 @@ struct Avx2Words {
   static void store_bytes(int8_t* x, reg a, reg b) { store_packed(x, _mm256_packs_epi16(a, b)); }
   static void store_bytes(uint8_t* x, reg a, reg b) { store_packed(x, _mm256_packus_epi16(a, b)); }
   static void store_packed(void* x, reg a) { store(x, _mm256_permute4x64_epi64(a, 0xd8)); }
-  static reg multiples_in_fours(uint32_t factor) {
+  static reg max_halves(reg a, reg b) { return _mm256_max_epi16(a, b); }
+  static int count_bytes(reg a) { return __builtin_popcount(_mm256_movemask_epi8(a)); }
+  static reg multiples(uint32_t factor) {
     return multiply(_mm256_setr_epi32(0, 1, 2, 3, 8, 9, 10, 11), set1(factor));
   }
 };
 
-struct Avx2Float {
-  using scalar = float;
-  using reg = __m256;
-  using Words = Avx2Words;
-  static constexpr int width = 8;
-  static constexpr bool converts = true;
-  static constexpr bool any_layout = false;
-  static reg load(const float* x) { return _mm256_loadu_ps(x); }
-  static void store(float* x, reg a) { _mm256_storeu_ps(x, a); }
+struct Avx2Float : VectorLaneOf<float, Avx2Words> {
+  using VectorLaneOf<float, Avx2Words>::load;
+  using VectorLaneOf<float, Avx2Words>::store;
   // The first n elements, n < width; nothing beyond them is touched.
   static __m256i first(int n) {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
   }
   static reg load_part(const float* x, int n) { return _mm256_maskload_ps(x, first(n)); }
   static void store_part(float* x, reg a, int n) { _mm256_maskstore_ps(x, first(n), a); }
-  static reg set1(float a) { return _mm256_set1_ps(a); }
-  static reg held(float a) {
-    reg all = set1(a);
-    asm("" : "+x"(all));
-    return all;
-  }
   static reg load(const BFloat16* x) { return widen8(x); }
   static reg load(const Float16* x) { return widen8(x); }
   template <class Half>
@@ -142,16 +92,9 @@ struct Avx2Float {
   static void stream(Half* x, reg a) {
     _mm_stream_si128(reinterpret_cast<__m128i*>(x), narrow8(a, Half{}));
   }
-  static reg add(reg a, reg b) { return _mm256_add_ps(a, b); }
-  static reg sub(reg a, reg b) { return _mm256_sub_ps(a, b); }
-  static reg mul(reg a, reg b) { return _mm256_mul_ps(a, b); }
   static reg fma(reg a, reg b, reg c) { return _mm256_fmadd_ps(a, b, c); }
-  static reg div(reg a, reg b) { return _mm256_div_ps(a, b); }
   static reg sqrt(reg a) { return _mm256_sqrt_ps(a); }
   static reg min(reg a, reg b) { return _mm256_min_ps(a, b); }
-  static reg neg(reg a) { return _mm256_xor_ps(a, set1(-0.0f)); }
-  static reg abs(reg a) { return _mm256_andnot_ps(set1(-0.0f), a); }
-  static reg sub_bits(reg a, reg b) { return from_bits(_mm256_sub_epi32(bits(a), bits(b))); }
   static reg max_magnitude(reg a, reg b) {  // as integers, of which NaN's are the largest
     return from_bits(_mm256_max_epu32(bits(a), bits(b)));
   }
@@ -173,23 +116,6 @@ struct Avx2Float {
     store(to, max(_mm256_shuffle_ps(four[0], four[1], 0x88),
                   _mm256_shuffle_ps(four[0], four[1], 0xdd)));
   }
-  static reg max_keep_nan(reg vmax, reg v) {
-    const reg keep =
-        _mm256_or_ps(_mm256_cmp_ps(vmax, v, _CMP_GT_OQ), _mm256_cmp_ps(vmax, vmax, _CMP_UNORD_Q));
-    return _mm256_blendv_ps(v, vmax, keep);
-  }
-  static int count_lost(reg before, reg after, reg exp_avg, bool decays) {
-    const reg zero = _mm256_setzero_ps();
-    reg moves = _mm256_cmp_ps(exp_avg, zero, _CMP_NEQ_UQ);
-    if (decays) {
-      moves = _mm256_or_ps(moves, _mm256_cmp_ps(before, zero, _CMP_NEQ_UQ));
-    }
-    const reg lost = _mm256_and_ps(moves, _mm256_cmp_ps(after, before, _CMP_EQ_OQ));
-    return __builtin_popcount(static_cast<unsigned>(_mm256_movemask_ps(lost)));
-  }
-  static reg canonical(reg a) {
-    return _mm256_blendv_ps(a, set1(canonical_nan(0.0f)), _mm256_cmp_ps(a, a, _CMP_UNORD_Q));
-  }
 
   // For PairLane, with its order of elements.
   static void into_fours(reg& a, reg& b) {
@@ -198,27 +124,12 @@ struct Avx2Float {
     b = _mm256_permute2f128_ps(first, b, 0x31);
   }
   static void out_of_fours(reg& a, reg& b) { into_fours(a, b); }
-  static __m256i bits(reg a) { return _mm256_castps_si256(a); }
-  static reg from_bits(__m256i a) { return _mm256_castsi256_ps(a); }
-  static reg from_words(__m256i a) { return _mm256_cvtepi32_ps(a); }
   static __m256i nearest_words(reg a) { return _mm256_cvtps_epi32(a); }
   static __m256i cut_words(reg a) { return _mm256_cvttps_epi32(a); }
-  template <class Random>
-  static __m256i draw_of(const Random& random, Array array) {
-    const __m256i word = random.word[array / 2];
-    return array % 2 == 0 ? _mm256_and_si256(word, _mm256_set1_epi32(0xffff))
-                          : _mm256_srli_epi32(word, 16);
-  }
 };
 
-struct Avx2Double {
-  using scalar = double;
-  using reg = __m256d;
-  static constexpr int width = 4;
-  static constexpr bool converts = false;
-  static constexpr bool any_layout = false;
-  static reg load(const double* x) { return _mm256_loadu_pd(x); }
-  static void store(double* x, reg a) { _mm256_storeu_pd(x, a); }
+struct Avx2Double : VectorLaneOf<double, Avx2Words> {
+  using VectorLaneOf<double, Avx2Words>::load;
   static void stream(double* x, reg a) { _mm256_stream_pd(x, a); }
   // The first n elements, n < width; nothing beyond them is touched.
   static __m256i first(int n) {
@@ -226,34 +137,11 @@ struct Avx2Double {
   }
   static reg load_part(const double* x, int n) { return _mm256_maskload_pd(x, first(n)); }
   static void store_part(double* x, reg a, int n) { _mm256_maskstore_pd(x, first(n), a); }
-  static reg set1(double a) { return _mm256_set1_pd(a); }
-  static reg add(reg a, reg b) { return _mm256_add_pd(a, b); }
-  static reg sub(reg a, reg b) { return _mm256_sub_pd(a, b); }
-  static reg mul(reg a, reg b) { return _mm256_mul_pd(a, b); }
-  static reg div(reg a, reg b) { return _mm256_div_pd(a, b); }
   static reg sqrt(reg a) { return _mm256_sqrt_pd(a); }
   static reg min(reg a, reg b) { return _mm256_min_pd(a, b); }
   // sum + x*x for a square that is exact, where a fused operation rounds as separate ones do.
   static reg add_exact_square(reg sum, reg x) { return _mm256_fmadd_pd(x, x, sum); }
   static reg exact_square_minus(reg x, reg a) { return _mm256_fmsub_pd(x, x, a); }
-  static reg neg(reg a) { return _mm256_xor_pd(a, set1(-0.0)); }
-  static reg max_keep_nan(reg vmax, reg v) {
-    const reg keep =
-        _mm256_or_pd(_mm256_cmp_pd(vmax, v, _CMP_GT_OQ), _mm256_cmp_pd(vmax, vmax, _CMP_UNORD_Q));
-    return _mm256_blendv_pd(v, vmax, keep);
-  }
-  static int count_lost(reg before, reg after, reg exp_avg, bool decays) {
-    const reg zero = _mm256_setzero_pd();
-    reg moves = _mm256_cmp_pd(exp_avg, zero, _CMP_NEQ_UQ);
-    if (decays) {
-      moves = _mm256_or_pd(moves, _mm256_cmp_pd(before, zero, _CMP_NEQ_UQ));
-    }
-    const reg lost = _mm256_and_pd(moves, _mm256_cmp_pd(after, before, _CMP_EQ_OQ));
-    return __builtin_popcount(static_cast<unsigned>(_mm256_movemask_pd(lost)));
-  }
-  static reg canonical(reg a) {
-    return _mm256_blendv_pd(a, set1(canonical_nan(0.0)), _mm256_cmp_pd(a, a, _CMP_UNORD_Q));
-  }
   // Four elements of any type, converted exactly.
   static reg load(const float* x) { return _mm256_cvtps_pd(_mm_loadu_ps(x)); }
   static reg load(const BFloat16* x) {

@@ -8,11 +8,6 @@
 namespace torchopt_ext {
 namespace {
 
-inline __m512i nearest_upper_half(__m512i bits) {
-  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-  return _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))),
-                           16);
-}
 inline __m256i narrow16(__m512 a, BFloat16) {
   return _mm512_cvtepi32_epi16(nearest_upper_half(_mm512_castps_si512(a)));
 }
@@ -21,45 +16,23 @@ inline __m256i narrow16(__m512 a, Float16) {
 }
 
 // Words of 32 bits; see Avx2Words.
-struct Avx512Words {
-  using reg = __m512i;
-  static constexpr int width = 16;
-  static reg set1(uint32_t a) { return _mm512_set1_epi32(static_cast<int>(a)); }
-  static reg multiples(uint32_t factor) {
-    return multiply(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
-                    set1(factor));
-  }
-  static reg load(const void* x) { return _mm512_loadu_si512(x); }
-  static reg add(reg a, reg b) { return _mm512_add_epi32(a, b); }
-  static reg bit_xor(reg a, reg b) { return _mm512_xor_si512(a, b); }
-  static reg bit_or(reg a, reg b) { return _mm512_or_si512(a, b); }
-  static reg multiply(reg a, reg b) { return _mm512_mullo_epi32(a, b); }
-  template <int kBits>
-  static reg shifted(reg a) {
-    return _mm512_srli_epi32(a, kBits);
-  }
-  static reg add_pairs(reg a, reg b) { return _mm512_add_epi64(a, b); }
+struct Avx512Words : VectorWords<64> {
   static reg multiply_lower(reg a, reg b) { return _mm512_mul_epi32(a, b); }
   static reg upper(reg a) {  // a shuffle: shifts share their port with multiplications
     return _mm512_shuffle_epi32(a, _MM_PERM_DDBB);
   }
   static void store_pairs(uint64_t* x, reg a) { _mm512_storeu_si512(x, a); }
-  static void store(void* x, reg a) { _mm512_storeu_si512(x, a); }
-  static reg bit_and(reg a, reg b) { return _mm512_and_si512(a, b); }
 
   // The signed 16-bit halves of words, multiplied, those of a word added.
   static reg add_products_of_halves(reg a, reg b) { return _mm512_madd_epi16(a, b); }
 
   // Words of 16 bits, saturated where they are packed; see PairLane.
-  static reg halves(int16_t a) { return _mm512_set1_epi16(a); }
   static reg load_halves(const int8_t* x) {
     return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
   }
   static reg load_halves(const uint8_t* x) {
     return _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
   }
-  static reg add_halves(reg a, reg b) { return _mm512_add_epi16(a, b); }
-  static reg sub_halves(reg a, reg b) { return _mm512_sub_epi16(a, b); }
   // Lower halves; a tie, half of the upper half's unit, becomes one less where that is even.
   static reg lowered_ties(reg high, reg low) {
     const __mmask32 tie = _mm512_cmpeq_epi16_mask(low, halves(-0x8000));
@@ -67,20 +40,9 @@ struct Avx512Words {
     return _mm512_mask_mov_epi16(low, above_even, halves(0x7fff));
   }
   static reg sub_saturated(reg a, reg b) { return _mm512_subs_epu16(a, b); }
-  static reg bit_and_not(reg a, reg b) { return _mm512_andnot_si512(a, b); }  // ~a & b
   template <int kBy>
   static reg rounded_quotient(reg a) {  // of signed ones, ties up
     return _mm512_mulhrs_epi16(a, halves(32768 / kBy));
-  }
-  static reg max_halves(reg a, reg b) { return _mm512_max_epi16(a, b); }
-  static reg sign_halves(reg a) { return _mm512_srai_epi16(a, 15); }
-  template <int kBits>
-  static reg shifted_halves(reg a) {
-    return _mm512_srli_epi16(a, kBits);
-  }
-  template <int kBits>
-  static reg left_halves(reg a) {
-    return _mm512_slli_epi16(a, kBits);
   }
   static reg lower_fours(reg low, reg high) { return _mm512_unpacklo_epi16(low, high); }
   static reg upper_fours(reg low, reg high) { return _mm512_unpackhi_epi16(low, high); }
@@ -95,33 +57,23 @@ struct Avx512Words {
   static void store_packed(void* x, reg a) {
     store(x, _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), a));
   }
-  static reg multiples_in_fours(uint32_t factor) {
+  static reg max_halves(reg a, reg b) { return _mm512_max_epi16(a, b); }
+  static int count_bytes(reg a) { return __builtin_popcountll(_mm512_movepi8_mask(a)); }
+  static reg multiples(uint32_t factor) {
     return multiply(_mm512_setr_epi32(0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27),
                     set1(factor));
   }
 };
 
-struct Avx512Float {
-  using scalar = float;
-  using reg = __m512;
-  using Words = Avx512Words;
-  static constexpr int width = 16;
-  static constexpr bool converts = true;
-  static constexpr bool any_layout = false;
-  static reg load(const float* x) { return _mm512_loadu_ps(x); }
-  static void store(float* x, reg a) { _mm512_storeu_ps(x, a); }
+struct Avx512Float : VectorLaneOf<float, Avx512Words> {
+  using VectorLaneOf<float, Avx512Words>::load;
+  using VectorLaneOf<float, Avx512Words>::store;
   // The first n elements, n < width; nothing beyond them is touched.
   static reg load_part(const float* x, int n) {
     return _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << n) - 1), x);
   }
   static void store_part(float* x, reg a, int n) {
     _mm512_mask_storeu_ps(x, static_cast<__mmask16>((1u << n) - 1), a);
-  }
-  static reg set1(float a) { return _mm512_set1_ps(a); }
-  static reg held(float a) {
-    reg all = set1(a);
-    asm("" : "+v"(all));
-    return all;
   }
   static reg load(const BFloat16* x) {
     const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
@@ -139,16 +91,9 @@ struct Avx512Float {
   static void stream(Half* x, reg a) {
     _mm256_stream_si256(reinterpret_cast<__m256i*>(x), narrow16(a, Half{}));
   }
-  static reg add(reg a, reg b) { return _mm512_add_ps(a, b); }
-  static reg sub(reg a, reg b) { return _mm512_sub_ps(a, b); }
-  static reg mul(reg a, reg b) { return _mm512_mul_ps(a, b); }
   static reg fma(reg a, reg b, reg c) { return _mm512_fmadd_ps(a, b, c); }
-  static reg div(reg a, reg b) { return _mm512_div_ps(a, b); }
   static reg sqrt(reg a) { return _mm512_sqrt_ps(a); }
   static reg min(reg a, reg b) { return _mm512_min_ps(a, b); }
-  static reg neg(reg a) { return _mm512_xor_ps(a, set1(-0.0f)); }
-  static reg abs(reg a) { return _mm512_andnot_ps(set1(-0.0f), a); }
-  static reg sub_bits(reg a, reg b) { return from_bits(_mm512_sub_epi32(bits(a), bits(b))); }
   static reg max_magnitude(reg a, reg b) {  // as integers, of which NaN's are the largest
     return from_bits(_mm512_max_epu32(bits(a), bits(b)));
   }
@@ -176,17 +121,6 @@ struct Avx512Float {
     store(to,
           max(_mm512_shuffle_ps(two[0], two[1], 0x88), _mm512_shuffle_ps(two[0], two[1], 0xdd)));
   }
-  static reg max_keep_nan(reg vmax, reg v) {
-    const __mmask16 keep =
-        _mm512_cmp_ps_mask(vmax, v, _CMP_GT_OQ) | _mm512_cmp_ps_mask(vmax, vmax, _CMP_UNORD_Q);
-    return _mm512_mask_blend_ps(keep, v, vmax);
-  }
-  static int count_lost(reg before, reg after, reg exp_avg, bool decays) {
-    const reg zero = _mm512_setzero_ps();
-    const __mmask16 moves = _mm512_cmp_ps_mask(exp_avg, zero, _CMP_NEQ_UQ) |
-                            (decays ? _mm512_cmp_ps_mask(before, zero, _CMP_NEQ_UQ) : __mmask16{0});
-    return __builtin_popcount(_mm512_mask_cmp_ps_mask(moves, after, before, _CMP_EQ_OQ));
-  }
   static reg canonical(reg a) {
     // The table's digits, by what an element is: of quiet and signaling NaNs the first operand.
     return _mm512_fixupimm_ps(set1(canonical_nan(0.0f)), a, _mm512_set1_epi32(0x11111100), 0);
@@ -206,27 +140,12 @@ struct Avx512Float {
     a = _mm512_castpd_ps(_mm512_permutex2var_pd(lower, first, upper));
     b = _mm512_castpd_ps(_mm512_permutex2var_pd(lower, second, upper));
   }
-  static __m512i bits(reg a) { return _mm512_castps_si512(a); }
-  static reg from_bits(__m512i a) { return _mm512_castsi512_ps(a); }
-  static reg from_words(__m512i a) { return _mm512_cvtepi32_ps(a); }
   static __m512i nearest_words(reg a) { return _mm512_cvtps_epi32(a); }
   static __m512i cut_words(reg a) { return _mm512_cvttps_epi32(a); }
-  template <class Random>
-  static __m512i draw_of(const Random& random, Array array) {
-    const __m512i word = random.word[array / 2];
-    return array % 2 == 0 ? _mm512_and_si512(word, _mm512_set1_epi32(0xffff))
-                          : _mm512_srli_epi32(word, 16);
-  }
 };
 
-struct Avx512Double {
-  using scalar = double;
-  using reg = __m512d;
-  static constexpr int width = 8;
-  static constexpr bool converts = false;
-  static constexpr bool any_layout = false;
-  static reg load(const double* x) { return _mm512_loadu_pd(x); }
-  static void store(double* x, reg a) { _mm512_storeu_pd(x, a); }
+struct Avx512Double : VectorLaneOf<double, Avx512Words> {
+  using VectorLaneOf<double, Avx512Words>::load;
   static void stream(double* x, reg a) { _mm512_stream_pd(x, a); }
   // The first n elements, n < width; nothing beyond them is touched.
   static reg load_part(const double* x, int n) {
@@ -235,33 +154,11 @@ struct Avx512Double {
   static void store_part(double* x, reg a, int n) {
     _mm512_mask_storeu_pd(x, static_cast<__mmask8>((1u << n) - 1), a);
   }
-  static reg set1(double a) { return _mm512_set1_pd(a); }
-  static reg add(reg a, reg b) { return _mm512_add_pd(a, b); }
-  static reg sub(reg a, reg b) { return _mm512_sub_pd(a, b); }
-  static reg mul(reg a, reg b) { return _mm512_mul_pd(a, b); }
-  static reg div(reg a, reg b) { return _mm512_div_pd(a, b); }
   static reg sqrt(reg a) { return _mm512_sqrt_pd(a); }
   static reg min(reg a, reg b) { return _mm512_min_pd(a, b); }
   // sum + x*x for a square that is exact, where a fused operation rounds as separate ones do.
   static reg add_exact_square(reg sum, reg x) { return _mm512_fmadd_pd(x, x, sum); }
   static reg exact_square_minus(reg x, reg a) { return _mm512_fmsub_pd(x, x, a); }
-  static reg neg(reg a) { return _mm512_xor_pd(a, set1(-0.0)); }
-  static reg max_keep_nan(reg vmax, reg v) {
-    const __mmask8 keep =
-        _mm512_cmp_pd_mask(vmax, v, _CMP_GT_OQ) | _mm512_cmp_pd_mask(vmax, vmax, _CMP_UNORD_Q);
-    return _mm512_mask_blend_pd(keep, v, vmax);
-  }
-  static int count_lost(reg before, reg after, reg exp_avg, bool decays) {
-    const reg zero = _mm512_setzero_pd();
-    const __mmask8 moves = static_cast<__mmask8>(
-        _mm512_cmp_pd_mask(exp_avg, zero, _CMP_NEQ_UQ) |
-        (decays ? _mm512_cmp_pd_mask(before, zero, _CMP_NEQ_UQ) : __mmask8{0}));
-    return __builtin_popcount(_mm512_mask_cmp_pd_mask(moves, after, before, _CMP_EQ_OQ));
-  }
-  static reg canonical(reg a) {
-    return _mm512_mask_blend_pd(_mm512_cmp_pd_mask(a, a, _CMP_UNORD_Q), a,
-                                set1(canonical_nan(0.0)));
-  }
   // Eight elements of any type, converted exactly.
   static reg load(const float* x) { return _mm512_cvtps_pd(_mm256_loadu_ps(x)); }
   static reg load(const BFloat16* x) { return _mm512_cvtps_pd(widen8(x)); }

@@ -9,12 +9,6 @@
 namespace torchopt_ext {
 namespace {
 
-// Random bits of every other four elements.
-template <class W>
-struct EveryOtherFour : W {
-  static typename W::reg multiples(uint32_t factor) { return W::multiples_in_fours(factor); }
-};
-
 template <class L>
 struct PairLane {
   using One = L;
@@ -25,8 +19,8 @@ struct PairLane {
     typename L::reg upper;
   };
   struct Random {
-    RandomWords<EveryOtherFour<Words>> lower;
-    RandomWords<EveryOtherFour<Words>> upper;
+    RandomWords<Words> lower;
+    RandomWords<Words> upper;
   };
   static constexpr int width = 2 * L::width;
   static constexpr bool converts = true;
@@ -58,17 +52,13 @@ struct PairLane {
   }
   static reg kept(const float* x) { return {L::load(x), L::load(x + L::width)}; }
 
-  static reg load(const BFloat16* x) {
-    const Word halves = Words::load(x);
-    return floats(Words::lower_fours(Words::set1(0), halves),
-                  Words::upper_fours(Words::set1(0), halves));
-  }
+  static reg load(const BFloat16* x) { return floats(Words::set1(0), Words::load(x)); }
   static void store(BFloat16* x, reg a) {
     Words::store(x, Words::packed(nearest_half(a.lower), nearest_half(a.upper)));
   }
   static void store_stochastic(BFloat16* x, reg a, const Random& random, Array array) {
-    Words::store(x, Words::packed(random_half(a.lower, L::draw_of(random.lower, array)),
-                                  random_half(a.upper, L::draw_of(random.upper, array))));
+    Words::store(x, Words::packed(random_half(a.lower, draw_of(random.lower, array)),
+                                  random_half(a.upper, draw_of(random.upper, array))));
   }
 
   static reg joined(const BFloat16* weight, const int16_t* remainder) {
@@ -97,8 +87,8 @@ struct PairLane {
                                      const Random& random) {
     const Word one = Words::halves(1);
     const Word mask = Words::set1(0xff);
-    const Word lower = L::draw_of(random.lower, kParam);
-    const Word upper = L::draw_of(random.upper, kParam);
+    const Word lower = draw_of(random.lower, kParam);
+    const Word upper = draw_of(random.upper, kParam);
     const Word draws = Words::packed(lower, upper);
     auto [high, low] = halves_of(Words::add(L::bits(a.lower), Words::bit_and(lower, mask)),
                                  Words::add(L::bits(a.upper), Words::bit_and(upper, mask)));
@@ -122,9 +112,7 @@ struct PairLane {
   static reg load_code(const uint8_t* x) {
     const Word codes = Words::load_halves(x);
     const Word exponent = Words::halves(0x4b00);  // of 2^23, to whose last digits a code adds
-    const auto base = L::set1(0x1p23f - 1.0f);
-    return {L::sub(L::from_bits(Words::lower_fours(codes, exponent)), base),
-            L::sub(L::from_bits(Words::upper_fours(codes, exponent)), base)};
+    return sub(floats(codes, exponent), set1(0x1p23f - 1.0f));
   }
   // Of two registers' elements. NaN converts to the least integer.
   static void store_codes(int8_t* x, reg a, reg b) {
@@ -141,12 +129,11 @@ struct PairLane {
   }
 
   static Random random(const RoundingStream& stream, uint32_t number) {
-    return {random_words<EveryOtherFour<Words>>(stream, number),
-            random_words<EveryOtherFour<Words>>(stream, number + 4)};
+    return {random_words<Words>(stream, number), random_words<Words>(stream, number + 4)};
   }
   static reg fraction(const Random& random, Array array) {
-    const auto part = [&](const RandomWords<EveryOtherFour<Words>>& words) {
-      return L::mul(L::from_words(L::draw_of(words, array)), L::set1(0x1p-16f));
+    const auto part = [&](const RandomWords<Words>& words) {
+      return L::mul(L::from_words(draw_of(words, array)), L::set1(0x1p-16f));
     };
     return {part(random.lower), part(random.upper)};
   }
@@ -187,15 +174,17 @@ struct PairLane {
  private:
   using Word = typename Words::reg;
 
-  static reg floats(Word lower, Word upper) { return {L::from_bits(lower), L::from_bits(upper)}; }
+  static reg floats(Word low, Word high) {
+    return {L::from_bits(Words::lower_fours(low, high)),
+            L::from_bits(Words::upper_fours(low, high))};
+  }
   static Word nearest_half(typename L::reg a) { return nearest_upper_half(L::bits(a)); }
   static Word random_half(typename L::reg a, Word draw) {
     return Words::template shifted<16>(Words::add(L::bits(a), draw));
   }
   // `low`: the lower halves. A negative one takes one from the upper half.
   static reg joined(Word weight, Word low) {
-    const Word high = Words::add_halves(weight, Words::sign_halves(low));
-    return floats(Words::lower_fours(low, high), Words::upper_fours(low, high));
+    return floats(low, Words::add_halves(weight, Words::sign_halves(low)));
   }
   // Stores weights and gives their remainders of 8 bits, 128 for 127.
   static Word split8(BFloat16* weight, reg a) {

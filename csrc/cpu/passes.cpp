@@ -29,6 +29,60 @@ const void* gradient_at(const WorkList& work, size_t i, size_t last) {
   return tensor.memory[kGrad] == nullptr ? nullptr : element(tensor, kGrad, chunk.begin);
 }
 
+// Orders a thread's stores past the caches (the lanes' `stream`) before what it stores later:
+// without it another thread may see that a pass has ended before it sees the pass's values.
+void store_fence() {
+#ifdef __x86_64__
+  _mm_sfence();
+#endif  // ScalarLane's stores are ordinary ones
+}
+
+// With more bytes of parameters than this, of which a step moves at least ten times as many, caches
+// hold little of what the step wrote first.
+constexpr int64_t kStreamedParameters = int64_t{16} << 20;
+
+// The scalars of a param group at a step count; tensors that share both share these.
+struct Scalars {
+  int32_t group;
+  float step;
+  TensorScalars values;
+};
+
+std::vector<AdamHyper> with_learning_rates(const std::vector<GroupHyper>& groups,
+                                           double lr_factor) {
+  std::vector<AdamHyper> hypers;
+  hypers.reserve(groups.size());
+  for (const GroupHyper& group : groups) {
+    AdamHyper hyper = group.adam;
+    if (group.lr.defined()) {
+      hyper.lr = group.lr.item<double>();
+    }
+    hyper.lr *= lr_factor;
+    hypers.push_back(hyper);
+  }
+  return hypers;
+}
+
+// What the chunks saw, tensor by tensor. A tensor without gradient keeps its digest.
+void sum_traces(const WorkList& work, const Control& control, const Traces& traces) {
+  const auto* chunk_traces = static_cast<const ChunkTrace*>(traces.chunks.const_data_ptr());
+  auto* norms = traces.norms.data_ptr<double>();
+  auto* counts = traces.counts.data_ptr<int64_t>();
+  size_t c = 0;
+  for (size_t t = 0; t < work.tensors.size(); ++t) {
+    ChunkTrace sum{};
+    for (; c < work.chunks.size() && static_cast<size_t>(work.chunks[c].tensor) == t; ++c) {
+      add_trace(sum, chunk_traces[c]);
+    }
+    finish_trace(sum, control, work.tensors[t].memory[kGrad] != nullptr, norms + 2 * t,
+                 counts + 2 * t);
+  }
+}
+
+// A list that writes more than this leaves little of itself in the caches: stores past them spare
+// reading the lines first.
+constexpr int64_t kPastCaches = int64_t{64} << 20;
+
 }  // namespace
 
 void sum_of_squares(const WorkList& work, const at::Tensor& accumulator) {
@@ -87,60 +141,6 @@ void loss_scale_update(const at::Tensor& control, const at::Tensor& found_inf,
                             : *found_inf.const_data_ptr<double>() != 0.0;
   scaler_update(*static_cast<Control*>(control.data_ptr()), overflow, *scale.data_ptr<float>());
 }
-
-namespace {
-
-// Orders a thread's stores past the caches (the lanes' `stream`) before what it stores later:
-// without it another thread may see that a pass has ended before it sees the pass's values.
-void store_fence() {
-#ifdef __x86_64__
-  _mm_sfence();
-#endif  // ScalarLane's stores are ordinary ones
-}
-
-// With more bytes of parameters than this, of which a step moves at least ten times as many, caches
-// hold little of what the step wrote first.
-constexpr int64_t kStreamedParameters = int64_t{16} << 20;
-
-// The scalars of a param group at a step count; tensors that share both share these.
-struct Scalars {
-  int32_t group;
-  float step;
-  TensorScalars values;
-};
-
-std::vector<AdamHyper> with_learning_rates(const std::vector<GroupHyper>& groups,
-                                           double lr_factor) {
-  std::vector<AdamHyper> hypers;
-  hypers.reserve(groups.size());
-  for (const GroupHyper& group : groups) {
-    AdamHyper hyper = group.adam;
-    if (group.lr.defined()) {
-      hyper.lr = group.lr.item<double>();
-    }
-    hyper.lr *= lr_factor;
-    hypers.push_back(hyper);
-  }
-  return hypers;
-}
-
-// What the chunks saw, tensor by tensor. A tensor without gradient keeps its digest.
-void sum_traces(const WorkList& work, const Control& control, const Traces& traces) {
-  const auto* chunk_traces = static_cast<const ChunkTrace*>(traces.chunks.const_data_ptr());
-  auto* norms = traces.norms.data_ptr<double>();
-  auto* counts = traces.counts.data_ptr<int64_t>();
-  size_t c = 0;
-  for (size_t t = 0; t < work.tensors.size(); ++t) {
-    ChunkTrace sum{};
-    for (; c < work.chunks.size() && static_cast<size_t>(work.chunks[c].tensor) == t; ++c) {
-      add_trace(sum, chunk_traces[c]);
-    }
-    finish_trace(sum, control, work.tensors[t].memory[kGrad] != nullptr, norms + 2 * t,
-                 counts + 2 * t);
-  }
-}
-
-}  // namespace
 
 void adam(const WorkList& work, const std::vector<GroupHyper>& groups, const at::Tensor& control,
           const Traces& traces) {
@@ -208,14 +208,6 @@ void adam(const WorkList& work, const std::vector<GroupHyper>& groups, const at:
     sum_traces(work, decision, traces);
   }
 }
-
-namespace {
-
-// A list that writes more than this leaves little of itself in the caches: stores past them spare
-// reading the lines first.
-constexpr int64_t kPastCaches = int64_t{64} << 20;
-
-}  // namespace
 
 void scaled_copy(const WorkList& work, const at::Tensor& control, bool unscale) {
   const auto& decision = *static_cast<const Control*>(control.const_data_ptr());

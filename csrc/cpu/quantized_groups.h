@@ -36,27 +36,6 @@ class GroupDraws {
 // together.
 inline constexpr int kGroupsAtOnce = 16;
 
-// Up to a register's elements.
-template <class L>
-[[gnu::always_inline]] inline typename L::reg load_some(const float* x, int n) {
-  if constexpr (L::width > 1) {
-    if (n < L::width) {
-      return L::load_part(x, n);
-    }
-  }
-  return L::load(x);
-}
-template <class L>
-[[gnu::always_inline]] inline void store_some(float* x, typename L::reg a, int n) {
-  if constexpr (L::width > 1) {
-    if (n < L::width) {
-      L::store_part(x, a, n);
-      return;
-    }
-  }
-  L::store(x, a);
-}
-
 // One moment of them between the parts of a step.
 template <class L>
 struct KeptMoment {
@@ -68,7 +47,7 @@ struct KeptMoment {
   // Takes the scales of `count` groups.
   [[gnu::always_inline]] void start(const float* scales, int count, float factor) {
     for (int g = 0; g < count; g += One::width) {
-      One::store(decoding + g, One::mul(load_some<One>(scales + g, count - g), One::set1(factor)));
+      One::store(decoding + g, One::mul(One::load_part(scales + g, count - g), One::set1(factor)));
     }
   }
   // Stores their new ones.
@@ -77,7 +56,11 @@ struct KeptMoment {
       One::largest(most[g / One::width], inverse + g);
       const auto encoding = encoding_of<One>(One::load(inverse + g), codes, unit);
       One::store(inverse + g, encoding.inverse);
-      store_some<One>(scales + g, encoding.scale, count - g);
+      if (count - g >= One::width) {  // a masked store takes longer
+        One::store(scales + g, encoding.scale);
+      } else {
+        One::store_part(scales + g, encoding.scale, count - g);
+      }
     }
   }
 
@@ -118,16 +101,12 @@ class ShortGroups {
   void load(int group, const Layout& layout, void* const (&x)[kArrays], int64_t first, int size) {
     const auto load = [&](char* copy, char* element, int64_t bytes) {
       std::memcpy(copy, element, static_cast<size_t>(size * bytes));
-      switch (bytes) {
-        case 1:
-          return repeat<uint8_t>(copy, size);
-        case 2:
-          return repeat<uint16_t>(copy, size);
-        default:
-          return repeat<float>(copy, size);
+      for (int n = size; n < kQuantGroup; n *= 2) {
+        const int more = n < kQuantGroup - n ? n : kQuantGroup - n;
+        std::memcpy(copy + n * bytes, copy, static_cast<size_t>(more * bytes));
       }
     };
-    for_each_state(layout, group, x, first, load);
+    for_each_written(layout, [&](Array array) { visit(array, layout, group, x, first, load); });
     visit(kGrad, layout, group, x, first, load);
   }
   void store(int group, const Layout& layout, const StepMode& mode, void* const (&x)[kArrays],
@@ -135,7 +114,7 @@ class ShortGroups {
     const auto store = [&](char* copy, char* element, int64_t bytes) {
       std::memcpy(element, copy, static_cast<size_t>(size * bytes));
     };
-    for_each_state(layout, group, x, first, store);
+    for_each_written(layout, [&](Array array) { visit(array, layout, group, x, first, store); });
     if (mode.write_back) {
       visit(kGrad, layout, group, x, first, store);
     }
@@ -144,26 +123,7 @@ class ShortGroups {
   void* memory[kArrays];
 
  private:
-  // Fills a group with the last of `size` elements.
-  template <class T>
-  static void repeat(char* copy, int size) {
-    auto* const elements = reinterpret_cast<T*>(copy);
-    for (int k = size; k < kQuantGroup; ++k) {
-      elements[k] = elements[size - 1];
-    }
-  }
-
-  // copy(to or from the copy, the elements, bytes of one) for each array that a step writes.
-  template <class Copy>
-  void for_each_state(const Layout& layout, int group, void* const (&x)[kArrays], int64_t first,
-                      const Copy& copy) const {
-    visit(kParam, layout, group, x, first, copy);
-    visit(kExpAvg, layout, group, x, first, copy);
-    visit(kExpAvgSq, layout, group, x, first, copy);
-    if (layout.master != Master::kNone) {
-      visit(kMaster, layout, group, x, first, copy);
-    }
-  }
+  // copy(to or from the copy, the elements, bytes of one).
   template <class Copy>
   void visit(Array array, const Layout& layout, int group, void* const (&x)[kArrays], int64_t first,
              const Copy& copy) const {

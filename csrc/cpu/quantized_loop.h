@@ -12,20 +12,6 @@
 namespace torchopt_ext {
 namespace {
 
-// Asks for what the loop comes to after the group that begins at element i, once a line.
-template <class L>
-[[gnu::always_inline]] inline void fetch_group_ahead(const Layout& layout,
-                                                     void* const (&x)[kArrays], int64_t i) {
-  constexpr Array kRead[] = {kParam, kExpAvg, kExpAvgSq, kMaster, kGrad};
-  for (const Array array : kRead) {
-    if (array == kMaster && layout.master == Master::kNone) {
-      continue;
-    }
-    const int64_t size = element_size(layout, array);
-    fetch_lines_ahead<L>(x[array], i * size, kQuantGroup * size);
-  }
-}
-
 // Elements [begin, end), whole groups: of kQuantGroup elements each with kWhole, which spares their
 // bookkeeping. Rounded at random if `key` is not null.
 template <class L, bool kWhole, class Trace>
@@ -79,7 +65,7 @@ template <class L, bool kWhole, class Trace>
   const auto average = [&](int g) __attribute__((always_inline)) {
     const Group group = group_at(g);
     const GroupScales decoding{kept.exp_avg.decoding[g], kept.root.decoding[g]};
-    Moments<L> most;
+    Moments<L> most{};
     for (int k = 0; k < kQuantGroup; k += L::width) {
       const Moments<L> now = averaged(lane, factors, layout, *group.memory, group.at + k, decoding);
       L::keep(kept.exp_avg.value[g] + k, now.exp_avg);
@@ -120,7 +106,7 @@ template <class L, bool kWhole, class Trace>
       }
     }
     for (int k = 0; k < kQuantGroup; k += L::width) {
-      write_back(lane, factors, layout, mode, *group.memory, group.at + k);
+      write_back(lane, scalars.grad_factor, layout, mode, *group.memory, group.at + k);
     }
   };
   const auto store = [&](int g) __attribute__((always_inline)) {
@@ -164,7 +150,7 @@ template <class L, bool kWhole, class Trace>
     for (int g = 0; g < count; ++g) {
       const int size = kWhole || left >= kQuantGroup ? kQuantGroup : static_cast<int>(left);
       if (size == kQuantGroup) {
-        fetch_group_ahead<L>(layout, work.memory, next);
+        fetch_arrays_ahead<L>(layout, mode, work.memory, next, kQuantGroup);
       }
       if constexpr (!kWhole) {
         if (size == kQuantGroup) {

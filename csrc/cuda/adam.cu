@@ -27,7 +27,7 @@ struct Kernels {
 };
 template <int... kKinds>
 constexpr Kernels kernels(std::integer_sequence<int, kKinds...>) {
-  return {{adam_kernel<static_cast<AdamKind>(kKinds)>...}};
+  return {{adam_kernel<AdamKind{kKinds}>...}};
 }
 
 }  // namespace

@@ -118,7 +118,7 @@ struct QuantizedChunk {
     const Moments<L> now = averaged(L{}, factors, layout, elements.x, i, decoding);
     store_weight(L{}, layout, mode(), elements.x, i,
                  moved(L{}, factors, layout, elements.x, i, now), draws);
-    write_back(L{}, factors, layout, mode(), elements.x, i);
+    write_back(L{}, elements.scalars.grad_factor, layout, mode(), elements.x, i);
     return now;
   }
   template <class L>

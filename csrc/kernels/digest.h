@@ -12,11 +12,6 @@
 namespace torchopt_ext {
 namespace {
 
-// What elements share whose numbers differ in kStreamBits.
-TORCHOPT_HD inline uint32_t digest_base(uint32_t parameter, uint64_t element) {
-  return static_cast<uint32_t>(mix64(mix64(parameter) + (element >> kStreamBits)));
-}
-
 inline constexpr uint32_t kDigestSegment = 512;  // elements
 
 // Of a half's place in its segment, half 2 * k the lower half of an fp32 element. All are
@@ -40,26 +35,21 @@ TORCHOPT_HD constexpr uint64_t array_factor(int array, bool is_upper = false) {
 template <class Visit>
 [[gnu::always_inline]] TORCHOPT_HD inline void for_each_stored(const Layout& layout,
                                                                const Visit& visit) {
-  if (layout.master != Master::kFloat32) {
-    visit(kParam);
-  }
-  visit(kExpAvg);
-  visit(kExpAvgSq);
-  if (layout.amsgrad) {
-    visit(kMaxExpAvgSq);
-  }
-  if (layout.master != Master::kNone) {
-    visit(kMaster);
-  }
+  for_each_written(
+      layout, [&](Array array) __attribute__((always_inline)) {
+        if (array != kParam || layout.master != Master::kFloat32) {
+          visit(array);
+        }
+      });
 }
 
 // Where an element lies in its parameter.
 struct DigestPlace {
-  uint32_t base;    // digest_base()
+  uint32_t base;    // of elements whose numbers differ in kStreamBits alone
   uint32_t number;  // the lower half of the element's
 };
 TORCHOPT_HD inline DigestPlace digest_place(uint32_t parameter, uint64_t element, int behind = 0) {
-  return {digest_base(parameter, element),
+  return {static_cast<uint32_t>(mix64(mix64(parameter) + (element >> kStreamBits))),
           static_cast<uint32_t>(element) + static_cast<uint32_t>(behind)};
 }
 

@@ -27,12 +27,15 @@ struct ScalarLane {
   using One = ScalarLane;
   using scalar = T;
   using reg = T;
+  using Words = ScalarWords;
   static constexpr int width = 1;
   static constexpr bool converts = sizeof(T) == sizeof(float);  // from and to 16-bit elements
   static constexpr bool any_layout = converts;                  // and 8-bit ones, and at random
 
   TORCHOPT_HD static T load(const T* x) { return *x; }
   TORCHOPT_HD static void store(T* x, T a) { *x = a; }
+  TORCHOPT_HD static T load_part(const T* x, int /*n*/) { return *x; }
+  TORCHOPT_HD static void store_part(T* x, T a, int /*n*/) { *x = a; }
   TORCHOPT_HD static T set1(T a) { return a; }
   // The same, of a constant of a loop: x86 compilers would broadcast it again at each use.
   TORCHOPT_HD static T held(T a) { return a; }
@@ -64,7 +67,7 @@ struct ScalarLane {
     store_split(weight, remainder, a);
     store_split(weight + 1, remainder + 1, b);
   }
-  using Random = RandomWords<ScalarWords>;
+  using Random = RandomWords<Words>;
   TORCHOPT_HD static Random random(const RoundingStream& stream, uint32_t number) {
     return random_words<ScalarWords>(stream, number);
   }

@@ -26,7 +26,6 @@ struct QuantizedScalars {
   float to_divisor, eps;  // root * to_divisor + eps divides exp_avg: kernels/quotient.h
   bool scales_gradients;  // by grad_factor, first
   bool has_l2, has_decay;
-  float written_factor;  // of gradients that are written back
 };
 
 // With those that many elements take in registers.
@@ -54,7 +53,7 @@ TORCHOPT_HD inline QuantizedScalars quantized_scalars(const AdamScalars<float>& 
   const float per_unit = L::mul(L::mul(s.step_size, kQuotientScale), units.exp_avg);
   const float to_divisor = L::div(units.root, per_unit);
   // Steps of 0, and those too small for divisors, have the largest one.
-  const bool moves = !(L::abs(to_divisor) >= 0x1p64f);
+  const bool moves = L::abs(to_divisor) < 0x1p64f;
   return {.units = units,
           .from = {L::div(L::mul(s.beta1, kDecodedExpAvg), units.exp_avg),
                    L::div(L::sqrt(s.beta2), units.root)},
@@ -65,8 +64,7 @@ TORCHOPT_HD inline QuantizedScalars quantized_scalars(const AdamScalars<float>& 
           .eps = moves ? L::div(s.eps_hat, per_unit) : kLargestDivisor,
           .scales_gradients = scales_gradients,
           .has_l2 = s.has_l2,
-          .has_decay = s.has_decay,
-          .written_factor = s.grad_factor};
+          .has_decay = s.has_decay};
 }
 
 // The moments of elements [i, i + width) after this step, in units. `decoding`: what codes of their
@@ -108,14 +106,13 @@ template <class L>
 
 // Stores their gradients scaled, if the step is to.
 template <class L>
-[[gnu::always_inline]] TORCHOPT_HD inline void write_back(const L& lane,
-                                                          const QuantizedFactors<L>& f,
+[[gnu::always_inline]] TORCHOPT_HD inline void write_back(const L& lane, float factor,
                                                           const Layout& layout,
                                                           const StepMode& mode,
                                                           void* const (&x)[kArrays], int64_t i) {
   if (mode.write_back) {
     const typename L::reg g = load_as(lane, layout.grad, x[kGrad], i);
-    store_as(lane, layout.grad, x[kGrad], i, scaled<L>(g, f.of.written_factor));
+    store_as(lane, layout.grad, x[kGrad], i, scaled<L>(g, factor));
   }
 }
 

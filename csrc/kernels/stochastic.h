@@ -66,10 +66,12 @@ TORCHOPT_HD inline RoundingKey rounding_key(const StepOptions& options, const Te
 // One word, for the host and for CUDA threads; cpu/lane_avx2.h and lane_avx512.h hold registers.
 struct ScalarWords {
   using reg = uint32_t;
+  static constexpr int width = 1;
   TORCHOPT_HD static reg set1(uint32_t a) { return a; }
   TORCHOPT_HD static reg multiples(uint32_t) { return 0; }  // of a factor, by 0 to width - 1
   TORCHOPT_HD static reg add(reg a, reg b) { return a + b; }
   TORCHOPT_HD static reg bit_xor(reg a, reg b) { return a ^ b; }
+  TORCHOPT_HD static reg bit_and(reg a, reg b) { return a & b; }
   TORCHOPT_HD static reg multiply(reg a, reg b) { return a * b; }
   template <int kBits>
   TORCHOPT_HD static reg shifted(reg a) {
@@ -92,8 +94,10 @@ TORCHOPT_HD inline RandomWords<W> random_words(const RoundingStream& stream, uin
 }
 
 // The 16 bits that decide about an array's element.
-TORCHOPT_HD inline uint32_t draw_of(const RandomWords<ScalarWords>& random, Array array) {
-  return random.word[array / 2] >> (16 * (array % 2)) & 0xffffu;
+template <class W>
+TORCHOPT_HD inline typename W::reg draw_of(const RandomWords<W>& random, Array array) {
+  const typename W::reg word = random.word[array / 2];
+  return array % 2 == 0 ? W::bit_and(word, W::set1(0xffffu)) : W::template shifted<16>(word);
 }
 
 // Infinity and the canonical NaN stay, as their lower halves are 0. Above the largest finite bf16

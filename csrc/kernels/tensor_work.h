@@ -98,6 +98,21 @@ TORCHOPT_HD constexpr int64_t element_size(const Layout& layout, int array) {
   }
 }
 
+// Calls visit(array) for the arrays of elements that a step writes.
+template <class Visit>
+[[gnu::always_inline]] TORCHOPT_HD inline void for_each_written(const Layout& layout,
+                                                                const Visit& visit) {
+  visit(kParam);
+  visit(kExpAvg);
+  visit(kExpAvgSq);
+  if (layout.amsgrad) {
+    visit(kMaxExpAvgSq);
+  }
+  if (layout.master != Master::kNone) {
+    visit(kMaster);
+  }
+}
+
 TORCHOPT_HD inline float& step_of(const TensorWork& work) {
   return *static_cast<float*>(work.memory[kStep]);
 }

@@ -148,6 +148,29 @@ TEST(Adam, LostUpdatesAreCounted) {
   EXPECT_EQ(on_cpu.memory(kParam), start.memory(kParam));
 }
 
+TEST(Adam, NormsThatAreNaNHaveOneForm) {
+  for (const AdamKind kind : {AdamKind::kFloat32, AdamKind::kFloat64, AdamKind::kBFloat16}) {
+    Case c{.layout = layout_of(kind), .options = {.track = kTrackNorms}, .row_length = 600};
+    Tensor start(c);
+    std::vector<unsigned char>& gradient = start.memory(kGrad);
+    const auto size = static_cast<size_t>(start.size(kGrad));
+    for (const size_t i : {5, 8, 69}) {  // of one lane and of one register, with other signs
+      std::fill_n(gradient.begin() + static_cast<int64_t>(size * i), size, i == 8 ? 0x7f : 0xff);
+    }
+    const auto expect = [&](const Report& report) {
+      for (const double norm : report.norms) {
+        EXPECT_EQ(bit_cast<uint64_t>(norm), bit_cast<uint64_t>(canonical_nan(0.0)));
+      }
+    };
+    for (const KernelTable* table : runnable_tables()) {
+      Tensor tensor = start;
+      expect(step_on_cpu(*table, tensor, hyper_of(1), control_of_a_step()));
+    }
+    Tensor tensor = start;
+    expect(step_as_cuda(tensor, hyper_of(1), control_of_a_step(), 256));
+  }
+}
+
 TEST(Adam, LostUpdatesAreCountedAroundZerosInfinitiesAndNaNs) {
   const float values[] = {0.0f, -0.0f, 1.0f, -0x1p-149f, 0x1p127f, INFINITY, -INFINITY, NAN};
   std::vector<float> params;
