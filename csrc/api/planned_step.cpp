@@ -7,6 +7,7 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
+#include <c10/util/ScopeExit.h>
 
 #include <atomic>
 #include <cmath>
@@ -244,14 +245,11 @@ void PlannedStep::step(const Groups& groups, State& state, double max_grad_norm,
     hypers.push_back({hyper_of(options_of(group)), {}});
   }
   // A gradient must not outlive the step, however it ends.
-  struct ReleaseAtEnd {
-    std::unique_ptr<StepPlan>& plan;
-    ~ReleaseAtEnd() {
-      if (plan) {
-        plan->release();
-      }
+  const auto releasing = c10::make_scope_exit([this] {
+    if (plan_) {
+      plan_->release();
     }
-  } releasing{plan_};
+  });
   if (!collect(groups, state)) {
     build(groups, state);
     TORCH_CHECK(collect(groups, state), "the parameters changed while the step was prepared");

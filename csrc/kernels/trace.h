@@ -40,8 +40,7 @@ TORCHOPT_HD inline void finish_trace(const ChunkTrace& sum, const Control& contr
                                      bool has_gradient, double* norms, int64_t* counts) {
   using L = ScalarLane<double>;
   // Which of several NaNs is left depends on the order of additions within a register.
-  norms[0] =
-      has_gradient ? L::canonical(L::div(L::sqrt(sum.grad_sumsq), control.grad_scale)) : 0.0;
+  norms[0] = has_gradient ? L::canonical(L::div(L::sqrt(sum.grad_sumsq), control.grad_scale)) : 0.0;
   norms[1] = has_gradient ? L::canonical(L::sqrt(sum.update_sumsq)) : 0.0;
   counts[0] = has_gradient ? sum.lost : 0;
   if (has_gradient) {

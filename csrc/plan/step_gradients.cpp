@@ -1,5 +1,6 @@
 // What a step plan does in a step: takes the gradients, and runs the two passes.
 #include <ATen/ops/empty_like.h>
+#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
 #include <utility>
@@ -17,28 +18,6 @@ namespace torchopt_ext {
 namespace {
 
 constexpr char kEmptyGradient = 0;
-
-// While it exists, passes take these entries for ones without gradient.
-class WithoutGradients {
- public:
-  WithoutGradients(WorkList& work, const std::vector<size_t>& entries) : work_(work) {
-    hidden_.reserve(entries.size());
-    for (const size_t i : entries) {
-      hidden_.emplace_back(i, std::exchange(work.tensors[i].memory[kGrad], nullptr));
-    }
-  }
-  ~WithoutGradients() {
-    for (const auto& [i, gradient] : hidden_) {
-      work_.tensors[i].memory[kGrad] = gradient;
-    }
-  }
-  WithoutGradients(const WithoutGradients&) = delete;
-  WithoutGradients& operator=(const WithoutGradients&) = delete;
-
- private:
-  WorkList& work_;
-  std::vector<std::pair<size_t, void*>> hidden_;
-};
 
 }  // namespace
 
@@ -152,7 +131,16 @@ void StepPlan::renew_copies() const {
 
 void StepPlan::accumulate(const at::Tensor& accumulator, bool normalize,
                           const std::vector<size_t>& measured) {
-  const WithoutGradients hidden(work_, measured);
+  std::vector<std::pair<size_t, void*>> hidden;
+  hidden.reserve(measured.size());
+  for (const size_t i : measured) {
+    hidden.emplace_back(i, std::exchange(work_.tensors[i].memory[kGrad], nullptr));
+  }
+  const auto restoring = c10::make_scope_exit([&] {
+    for (const auto& [i, gradient] : hidden) {
+      work_.tensors[i].memory[kGrad] = gradient;
+    }
+  });
   if (on_cuda(device_)) {
     cuda::sum_of_squares(work_, accumulator, normalize);
   } else {

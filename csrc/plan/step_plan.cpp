@@ -1,6 +1,5 @@
 #include "plan/step_plan.h"
 
-#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/ScalarTypeToTypeMeta.h>
 

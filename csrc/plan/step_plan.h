@@ -85,7 +85,6 @@ class StepPlan {
   at::Device device() const { return device_; }
   int64_t gradients_copied() const { return gradients_copied_; }
   const Traces& traces() const { return traces_; }
-  const c10::TensorImpl* param(size_t i) const { return borrowed_[i][kParam]; }
 
   // Asks the processor for the memory that attach() and set_gradient() of an entry will read.
   void prefetch(size_t i) const;

@@ -47,7 +47,7 @@ void OptimizerPlan::collect_unchanged(size_t part) {
 // tensor is taken as it is now.
 bool OptimizerPlan::attach_changed(size_t part) {
   const std::vector<Objects>& objects = objects_[part];
-  changed_.clear();
+  std::vector<size_t> changed;
   for (size_t i = 0; i < objects.size(); ++i) {
     if (remaining_[i] == Remaining::kNothing) {
       continue;
@@ -58,14 +58,14 @@ bool OptimizerPlan::attach_changed(size_t part) {
       return false;
     }
     if (remaining_[i] == Remaining::kAll) {
-      changed_.push_back(i);
+      changed.push_back(i);
     }
   }
-  if (changed_.empty()) {
+  if (changed.empty()) {
     return true;
   }
   try {
-    plans_[part].renew(changed_);
+    plans_[part].renew(changed);
   } catch (const c10::Error&) {
     return false;  // the optimizer makes the state fit, or finds what is wrong
   }

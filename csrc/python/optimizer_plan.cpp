@@ -13,7 +13,6 @@
 #include "ops/control_update.h"
 #include "plan/on_cuda.h"
 #include "plan/step_checks.h"
-#include "python/param_group.h"
 
 namespace torchopt_ext {
 namespace {
@@ -25,22 +24,26 @@ at::Tensor unpack(PyObject* object) {
   return object == Py_None ? at::Tensor() : THPVariable_Unpack(object);
 }
 
-// Calls release() when a step ends, however it ends: a gradient must not outlive it.
-class ReleaseAtEnd {
- public:
-  explicit ReleaseAtEnd(OptimizerPlan& plan) : plan_(&plan) {}
-  ~ReleaseAtEnd() {
-    if (plan_ != nullptr) {
-      plan_->release();
-    }
+// The arguments of a param group, under the keys of torch.optim.AdamW. Raises if one is missing, of
+// another type, or a learning rate that `device` cannot read.
+GroupHyper read_group(py::handle group, at::Device device) {
+  GroupHyper hyper{};
+  const py::object lr = group["lr"];
+  if (THPVariable_Check(lr.ptr())) {
+    hyper.lr = THPVariable_Unpack(lr.ptr());
+    check_lr(hyper.lr, device);
+  } else {
+    hyper.adam.lr = py::float_(lr);
   }
-  ReleaseAtEnd(const ReleaseAtEnd&) = delete;
-  ReleaseAtEnd& operator=(const ReleaseAtEnd&) = delete;
-  void cancel() { plan_ = nullptr; }
-
- private:
-  OptimizerPlan* plan_;
-};
+  const py::sequence betas = group["betas"];
+  hyper.adam.beta1 = py::float_(betas[0]);
+  hyper.adam.beta2 = py::float_(betas[1]);
+  hyper.adam.eps = py::float_(group["eps"]);
+  hyper.adam.weight_decay = py::float_(group["weight_decay"]);
+  hyper.adam.maximize = py::bool_(group["maximize"]);
+  hyper.adam.decoupled_weight_decay = py::bool_(group["decoupled_weight_decay"]);
+  return hyper;
+}
 
 }  // namespace
 
@@ -126,7 +129,7 @@ bool OptimizerPlan::collect(const py::list& param_groups, const py::dict& state)
     }
   }
   collected_ = true;
-  ReleaseAtEnd releasing(*this);
+  auto releasing = release_at_end();
   for (size_t part = 0; part < plans_.size(); ++part) {
     collect_unchanged(part);
     if (!attach_changed(part)) {
@@ -135,14 +138,13 @@ bool OptimizerPlan::collect(const py::list& param_groups, const py::dict& state)
     set_remaining_gradients(part);
     plans_[part].check_gradients_apart();
     plans_[part].renew_copies();
-    hypers_[part].clear();
     for (size_t group = 0; group < uses_group_[part].size(); ++group) {
       hypers_[part].push_back(uses_group_[part][group]
                                   ? read_group(param_groups[group], plans_[part].device())
                                   : GroupHyper{});
     }
   }
-  releasing.cancel();
+  releasing.release();  // does not call it
   return true;
 }
 
@@ -170,7 +172,7 @@ void OptimizerPlan::accumulate(size_t part, const at::Tensor& accumulator, bool 
 
 void OptimizerPlan::update(const std::vector<at::Tensor>& part_controls) {
   TORCH_CHECK(collected_, "gradients have not been collected");
-  const ReleaseAtEnd releasing(*this);
+  const auto releasing = release_at_end();
   TORCH_CHECK(part_controls.size() == plans_.size(), "got ", part_controls.size(),
               " control blocks for ", plans_.size(), " parts");
   for (size_t i = 0; i < plans_.size(); ++i) {
@@ -188,6 +190,9 @@ void OptimizerPlan::release() {
     for (StepPlan& plan : plans_) {
       plan.release();
     }
+    for (std::vector<GroupHyper>& hypers : hypers_) {
+      hypers.clear();
+    }
   }
 }
 
@@ -201,7 +206,7 @@ bool OptimizerPlan::step(const py::list& param_groups, const py::dict& state,
   if (!collect(param_groups, state)) {
     return false;
   }
-  const ReleaseAtEnd releasing(*this);
+  const auto releasing = release_at_end();
   const at::Device device = plans_.at(0).device();
   check_accumulator(accumulator, device);
   check_control(control, device);

@@ -9,6 +9,7 @@
 // optim/step.py sees to it.
 #pragma once
 
+#include <c10/util/ScopeExit.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <array>
@@ -63,7 +64,7 @@ class OptimizerPlan {
   // Pass B of every part, with its device's control block; then releases the gradients.
   void update(const std::vector<at::Tensor>& part_controls);
 
-  // Drops the gradients that collect() took.
+  // Drops the gradients and the learning rates that collect() took.
   void release();
 
   // All of a step for one part whose norm is its own: collect, pass A if `with_norm`, control,
@@ -92,6 +93,10 @@ class OptimizerPlan {
   // What collect() still has to do for an entry.
   enum class Remaining : uint8_t { kNothing, kGradient, kAll };
 
+  // Calls release() when a step ends, however it ends: a gradient must not outlive it.
+  auto release_at_end() {
+    return c10::make_scope_exit([this] { release(); });
+  }
   uint32_t path_of(pybind11::handle param, pybind11::handle local);
   std::vector<size_t> entries_of(size_t part, const std::vector<size_t>& positions) const;
   void collect_unchanged(size_t part);
@@ -108,7 +113,6 @@ class OptimizerPlan {
   std::vector<std::pair<size_t, size_t>> entry_of_;  // of each position: plan and entry
   std::vector<pybind11::object> idle_;
   std::vector<Remaining> remaining_;  // of the part in work
-  std::vector<size_t> changed_;
   pybind11::object local_gradients_;
 };
 

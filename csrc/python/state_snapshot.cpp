@@ -29,12 +29,12 @@ bool is_read(PyObject* name) {
 
 // A number that no other dictionary has, nor this one before its last change (PEP 509): what it
 // holds lies elsewhere in memory, and comparing that takes several times as long. 0 where Python
-// has none.
+// has none, and of objects that are no dictionaries, which users may put into an optimizer's state.
 uint64_t version_of(PyObject* dict) {
 #if PY_VERSION_HEX < 0x030e0000
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wdeprecated-declarations"  // it goes in Python 3.14
-  return reinterpret_cast<PyDictObject*>(dict)->ma_version_tag;
+  return PyDict_Check(dict) ? reinterpret_cast<PyDictObject*>(dict)->ma_version_tag : 0;
 #pragma GCC diagnostic pop
 #else
   static_cast<void>(dict);
@@ -46,8 +46,8 @@ bool is_version(PyObject* dict, uint64_t version) {
   return version != 0 && version_of(dict) == version;
 }
 
-// Calls visit(object) on every parameter, in order, until it returns false. Returns whether it
-// never did.
+// Calls visit(object) on every group's list of parameters, its amsgrad and its parameters, in
+// order, until it returns false. Returns whether it never did.
 template <class Visit>
 bool walk_groups(const py::list& param_groups, Visit&& visit) {
   for (const py::handle group : param_groups) {

@@ -226,9 +226,7 @@ inline Report step_on_cpu(const KernelTable& table, Tensor& tensor, AdamHyper hy
 template <int... kKinds>
 void adam_as_cuda(AdamKind kind, const HostCta& cta, const AdamArgs& args,
                   std::integer_sequence<int, kKinds...>) {
-  ((static_cast<int>(kind) == kKinds ? pass_b_body<AdamKind{kKinds}>(cta, args)
-                                     : void()),
-   ...);
+  ((static_cast<int>(kind) == kKinds ? pass_b_body<AdamKind{kKinds}>(cta, args) : void()), ...);
 }
 
 inline Report step_as_cuda(Tensor& tensor, const AdamHyper& hyper, const Control& control,

@@ -398,3 +398,13 @@ def test_entries_that_were_empty_at_first_are_noticed_among_thousands() -> None:
     optimizer.step()
     assert all(optimizer.state[param]["step"].item() == 1.0 for param in params)
     assert_steps_as_a_fresh_one(optimizer)
+
+
+def test_a_swapped_learning_rate() -> None:
+    params, optimizer = started(lr=torch.tensor(0.02))
+    torch.utils.swap_tensors(optimizer.param_groups[0]["lr"], torch.tensor(0.5))
+    expected = afresh(optimizer)
+    for each in (optimizer, expected):
+        set_gradients(params_of(each), seed=9)
+        each.step()
+    assert_same_bits(params, params_of(expected))
