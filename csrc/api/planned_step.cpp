@@ -14,7 +14,7 @@
 #include <limits>
 
 #include "kernels/exact_accumulator.h"
-#include "ops/control_update.h"
+#include "ops/operators.h"
 #include "plan/for_each_entry.h"
 #include "plan/step_checks.h"
 

@@ -14,14 +14,21 @@ void check_count(size_t actual, size_t expected, const char* what) {
   TORCH_CHECK(actual == expected, "got ", actual, " ", what, " for ", expected, " parameters");
 }
 
-void adam_lists(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs,
-                at::TensorList exp_avg_sqs, at::TensorList max_exp_avg_sqs,
-                at::TensorList state_steps, const at::Tensor& control, const GroupHyper& hyper) {
+// The learning rate is a number or a tensor.
+template <class Lr>
+void adam_(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs,
+           at::TensorList exp_avg_sqs, at::TensorList max_exp_avg_sqs, at::TensorList state_steps,
+           const at::Tensor& control, Lr lr, double beta1, double beta2, double eps,
+           double weight_decay, bool decoupled_weight_decay, bool maximize) {
   check_control(control);
-  check_hyper(hyper.adam);
-  if (hyper.lr.defined()) {
-    check_lr(hyper.lr, control.device());
+  GroupHyper hyper{{0.0, beta1, beta2, eps, weight_decay, decoupled_weight_decay, maximize}, {}};
+  if constexpr (std::is_same_v<Lr, double>) {
+    hyper.adam.lr = lr;
+  } else {
+    hyper.lr = lr;
+    check_lr(lr, control.device());
   }
+  check_hyper(hyper.adam);
   const size_t n = params.size();
   check_count(grads.size(), n, "gradients");
   check_count(exp_avgs.size(), n, "exp_avgs");
@@ -50,37 +57,15 @@ void adam_lists(at::TensorList params, at::TensorList grads, at::TensorList exp_
   plan.update({hyper}, control);
 }
 
-void adam_(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs,
-           at::TensorList exp_avg_sqs, at::TensorList max_exp_avg_sqs, at::TensorList state_steps,
-           const at::Tensor& control, double lr, double beta1, double beta2, double eps,
-           double weight_decay, bool decoupled_weight_decay, bool maximize) {
-  adam_lists(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps, control,
-             {{lr, beta1, beta2, eps, weight_decay, decoupled_weight_decay, maximize}, {}});
+std::string arguments(const std::string& lr) {
+  return "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
+         "Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] state_steps, Tensor control, *, " +
+         lr +
+         " lr, float beta1, float beta2, float eps, float weight_decay, "
+         "bool decoupled_weight_decay, bool maximize) -> ()";
 }
-
-void adam_tensor_lr_(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs,
-                     at::TensorList exp_avg_sqs, at::TensorList max_exp_avg_sqs,
-                     at::TensorList state_steps, const at::Tensor& control, const at::Tensor& lr,
-                     double beta1, double beta2, double eps, double weight_decay,
-                     bool decoupled_weight_decay, bool maximize) {
-  adam_lists(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps, control,
-             {{0.0, beta1, beta2, eps, weight_decay, decoupled_weight_decay, maximize}, lr});
-}
-
-const Operator kAdam(
-    "adam_",
-    "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
-    "Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] state_steps, Tensor control, *, float lr, "
-    "float beta1, float beta2, float eps, float weight_decay, bool decoupled_weight_decay, "
-    "bool maximize) -> ()",
-    adam_);
-const Operator kAdamTensorLr(
-    "adam_.tensor_lr",
-    "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
-    "Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] state_steps, Tensor control, *, Tensor lr, "
-    "float beta1, float beta2, float eps, float weight_decay, bool decoupled_weight_decay, "
-    "bool maximize) -> ()",
-    adam_tensor_lr_);
+const Operator kAdam("adam_", arguments("float"), adam_<double>);
+const Operator kAdamTensorLr("adam_.tensor_lr", arguments("Tensor"), adam_<const at::Tensor&>);
 
 }  // namespace
 }  // namespace torchopt_ext

@@ -1,10 +1,9 @@
 // control_update_: from the (reduced) accumulator to norm, clip factor, overflow flag and skip
 // decision, all in the control block (float64, fields as in kernels/control.h).
-#include "ops/control_update.h"
-
 #include "cpu/passes.h"
 #include "cuda/passes.h"
 #include "ops/operator.h"
+#include "ops/operators.h"
 #include "plan/on_cuda.h"
 #include "plan/step_checks.h"
 #include "plan/tensor_checks.h"

@@ -1,9 +1,8 @@
 // grad_sumsq_: pass A. Adds every gradient's sum of squares to the exact accumulator (int64[70]).
-#include "ops/grad_sumsq.h"
-
 #include "cpu/passes.h"
 #include "cuda/passes.h"
 #include "ops/operator.h"
+#include "ops/operators.h"
 #include "plan/on_cuda.h"
 #include "plan/step_checks.h"
 #include "plan/tensor_checks.h"

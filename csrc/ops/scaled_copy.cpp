@@ -7,7 +7,7 @@
 #include "cpu/passes.h"
 #include "cuda/passes.h"
 #include "ops/operator.h"
-#include "ops/scaled_copy.h"
+#include "ops/operators.h"
 #include "plan/on_cuda.h"
 #include "plan/step_checks.h"
 #include "plan/tensor_checks.h"

@@ -3,7 +3,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include "ops/grad_sumsq.h"
+#include "ops/operators.h"
 #include "plan/step_checks.h"
 #include "plan/tensor_checks.h"
 #include "python/param_lists.h"

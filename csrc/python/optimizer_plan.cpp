@@ -10,7 +10,7 @@
 
 #include "cpu/passes.h"
 #include "cuda/passes.h"
-#include "ops/control_update.h"
+#include "ops/operators.h"
 #include "plan/on_cuda.h"
 #include "plan/step_checks.h"
 

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "ops/scaled_copy.h"
+#include "ops/operators.h"
 
 namespace torchopt_ext {
 namespace {

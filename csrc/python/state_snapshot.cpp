@@ -1,7 +1,6 @@
 #include "python/state_snapshot.h"
 
 #include <algorithm>
-#include <array>
 
 #include "plan/for_each_entry.h"
 
@@ -13,17 +12,11 @@ namespace py = pybind11;
 // Whether a step reads the state entry of that name; users may keep others and replace them at
 // will.
 bool is_read(PyObject* name) {
-  static const std::array<PyObject*, 9> names = {PyUnicode_InternFromString("step"),
-                                                 PyUnicode_InternFromString("exp_avg"),
-                                                 PyUnicode_InternFromString("exp_avg_sq"),
-                                                 PyUnicode_InternFromString("max_exp_avg_sq"),
-                                                 PyUnicode_InternFromString("master_weight"),
-                                                 PyUnicode_InternFromString("remainder"),
-                                                 PyUnicode_InternFromString("remainder8"),
-                                                 PyUnicode_InternFromString("exp_avg_scale_v2"),
-                                                 PyUnicode_InternFromString("exp_avg_sq_scale_v2")};
-  return PyUnicode_Check(name) && std::any_of(names.begin(), names.end(), [name](PyObject* read) {
-           return PyUnicode_Compare(name, read) == 0;
+  static constexpr const char* kNames[] = {
+      "step",      "exp_avg",    "exp_avg_sq",       "max_exp_avg_sq",     "master_weight",
+      "remainder", "remainder8", "exp_avg_scale_v2", "exp_avg_sq_scale_v2"};
+  return PyUnicode_Check(name) && std::ranges::any_of(kNames, [name](const char* read) {
+           return PyUnicode_CompareWithASCIIString(name, read) == 0;
          });
 }
 

@@ -23,7 +23,7 @@ from torchopt_ext.optim.storage import place_of
 _STEPS = CONTROL_FIELDS.index("steps")
 _DECISION = slice(CONTROL_FIELDS.index("grad_norm"), _STEPS)  # up to the scale
 _PLAIN = {"max_grad_norm": 0.0, "skip_nonfinite": 0.0}
-# What a plan reads of a group (csrc/python/param_group.cpp, state_snapshot.cpp).
+# What a plan reads of a group (csrc/python/optimizer_plan.cpp, state_snapshot.cpp).
 _READ = ("lr", "betas", "eps", "weight_decay", "maximize", "decoupled_weight_decay", "amsgrad")
 _read = itemgetter(*_READ)
 
