@@ -75,7 +75,7 @@ struct Avx2Words : VectorWords<32> {
 struct Avx2Float : VectorLaneOf<float, Avx2Words> {
   using VectorLaneOf<float, Avx2Words>::load;
   using VectorLaneOf<float, Avx2Words>::store;
-  // The first n elements, n < width; nothing beyond them is touched.
+  // The first n elements, all with n above width (below 32); nothing beyond them is touched.
   static __m256i first(int n) {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
   }
@@ -131,7 +131,7 @@ struct Avx2Float : VectorLaneOf<float, Avx2Words> {
 struct Avx2Double : VectorLaneOf<double, Avx2Words> {
   using VectorLaneOf<double, Avx2Words>::load;
   static void stream(double* x, reg a) { _mm256_stream_pd(x, a); }
-  // The first n elements, n < width; nothing beyond them is touched.
+  // The first n elements, all with n above width (below 32); nothing beyond them is touched.
   static __m256i first(int n) {
     return _mm256_cmpgt_epi64(_mm256_set1_epi64x(n), _mm256_setr_epi64x(0, 1, 2, 3));
   }

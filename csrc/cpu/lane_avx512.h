@@ -68,7 +68,7 @@ struct Avx512Words : VectorWords<64> {
 struct Avx512Float : VectorLaneOf<float, Avx512Words> {
   using VectorLaneOf<float, Avx512Words>::load;
   using VectorLaneOf<float, Avx512Words>::store;
-  // The first n elements, n < width; nothing beyond them is touched.
+  // The first n elements, all with n above width (below 32); nothing beyond them is touched.
   static reg load_part(const float* x, int n) {
     return _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << n) - 1), x);
   }
@@ -147,7 +147,7 @@ struct Avx512Float : VectorLaneOf<float, Avx512Words> {
 struct Avx512Double : VectorLaneOf<double, Avx512Words> {
   using VectorLaneOf<double, Avx512Words>::load;
   static void stream(double* x, reg a) { _mm512_stream_pd(x, a); }
-  // The first n elements, n < width; nothing beyond them is touched.
+  // The first n elements, all with n above width (below 32); nothing beyond them is touched.
   static reg load_part(const double* x, int n) {
     return _mm512_maskz_loadu_pd(static_cast<__mmask8>((1u << n) - 1), x);
   }

@@ -33,7 +33,7 @@ template <int kBytes>
 struct VectorWords {
   using reg = VectorOf<long long, kBytes>;  // __m256i or __m512i
   using Word = VectorOf<uint32_t, kBytes>;
-  using Half = VectorOf<int16_t, kBytes>;
+  using Half = VectorOf<uint16_t, kBytes>;  // sums of signed elements would not be allowed to wrap
   static constexpr int bytes = kBytes;
   static constexpr int width = kBytes / 4;
   static reg set1(uint32_t a) { return bit_cast<reg>(a - Word{}); }
@@ -49,20 +49,25 @@ struct VectorWords {
   static reg shifted(reg a) {
     return bit_cast<reg>(bit_cast<Word>(a) >> kBits);
   }
-  static reg add_pairs(reg a, reg b) { return a + b; }
+  static reg add_pairs(reg a, reg b) {
+    using Pair = VectorOf<unsigned long long, kBytes>;
+    return bit_cast<reg>(bit_cast<Pair>(a) + bit_cast<Pair>(b));
+  }
 
   // Words of 16 bits, saturated where they are packed; see PairLane.
-  static reg halves(int16_t a) { return bit_cast<reg>(a - Half{}); }
+  static reg halves(int16_t a) { return bit_cast<reg>(static_cast<uint16_t>(a) - Half{}); }
   static reg add_halves(reg a, reg b) {
     return bit_cast<reg>(bit_cast<Half>(a) + bit_cast<Half>(b));
   }
   static reg sub_halves(reg a, reg b) {
     return bit_cast<reg>(bit_cast<Half>(a) - bit_cast<Half>(b));
   }
-  static reg sign_halves(reg a) { return bit_cast<reg>(bit_cast<Half>(a) >> 15); }
+  static reg sign_halves(reg a) {
+    return bit_cast<reg>(bit_cast<VectorOf<int16_t, kBytes>>(a) >> 15);
+  }
   template <int kBits>
   static reg shifted_halves(reg a) {
-    return bit_cast<reg>(bit_cast<VectorOf<uint16_t, kBytes>>(a) >> kBits);
+    return bit_cast<reg>(bit_cast<Half>(a) >> kBits);
   }
   template <int kBits>
   static reg left_halves(reg a) {

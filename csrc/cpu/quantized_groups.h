@@ -89,7 +89,7 @@ struct Added {
   alignas(64) float root[kQuantGroup];
 };
 
-// Padded copies of short groups. The last element is repeated, which changes no scale.
+// Copies of short groups, padded by their own elements, which change no scale.
 class ShortGroups {
  public:
   ShortGroups() {

@@ -246,8 +246,8 @@ TORCHOPT_HD inline void add_chunk(const Warp& warp, const TensorWork& work, cons
 }
 
 // A block of threads sums chunks into shared memory and then, by integer atomics, whose order does
-// not show, into the accumulator. A warp adds at most one number
-// for each of its elements: no GPU's memory has the 2**30 that would ask for carries in between.
+// not show, into the accumulator. A warp adds at most two numbers for each of its elements: no
+// GPU's memory has the 2**29 elements a warp that would ask for carries in between.
 template <class Cta>
 TORCHOPT_HD inline void norm_body(const Cta& cta, NormShared& shared, const NormArgs& args,
                                   const Gradients& gradients) {

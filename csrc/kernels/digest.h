@@ -1,7 +1,8 @@
 // A 64-bit digest of what a step stores that does not depend on the order it is taken in: the sum,
 // modulo 2**64, of signed halves of words (16 bits) times three odd numbers: of the half's place in
 // its segment of 512 elements, of the word's lane of the segment (every eighth word) and of the
-// array. Words are counted from the parameter's start. Replicas that hold the same have the same
+// array. Words are counted from the parameter's start. Those of fp64 elements and of scales are not
+// split and have numbers of their element and array. Replicas that hold the same have the same
 // digest, shards add up to the whole wherever they are cut, and one flipped bit always changes it.
 // Halves of 32 words of a lane, times the first number, add up to less than 2**31: registers take a
 // product and a sum for all of their halves. docs/numerics.md section 9.

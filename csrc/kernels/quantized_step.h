@@ -53,7 +53,7 @@ TORCHOPT_HD inline QuantizedScalars quantized_scalars(const AdamScalars<float>& 
   const float per_unit = L::mul(L::mul(s.step_size, kQuotientScale), units.exp_avg);
   const float to_divisor = L::div(units.root, per_unit);
   // Steps of 0, and those too small for divisors, have the largest one.
-  const bool moves = L::abs(to_divisor) < 0x1p64f;
+  const bool moves = !(L::abs(to_divisor) >= 0x1p64f);  // a NaN moves
   return {.units = units,
           .from = {L::div(L::mul(s.beta1, kDecodedExpAvg), units.exp_avg),
                    L::div(L::sqrt(s.beta2), units.root)},

@@ -68,7 +68,9 @@ struct ScalarWords {
   using reg = uint32_t;
   static constexpr int width = 1;
   TORCHOPT_HD static reg set1(uint32_t a) { return a; }
-  TORCHOPT_HD static reg multiples(uint32_t) { return 0; }  // of a factor, by 0 to width - 1
+  // Of a factor, by the elements' distance from the first: registers hold every other four
+  // elements.
+  TORCHOPT_HD static reg multiples(uint32_t) { return 0; }
   TORCHOPT_HD static reg add(reg a, reg b) { return a + b; }
   TORCHOPT_HD static reg bit_xor(reg a, reg b) { return a ^ b; }
   TORCHOPT_HD static reg bit_and(reg a, reg b) { return a & b; }
@@ -79,7 +81,7 @@ struct ScalarWords {
   }
 };
 
-// Of elements whose numbers follow `number`, the lower half of the first one's.
+// Of the elements of W's register, the first of which has this number (its lower half).
 template <class W>
 TORCHOPT_HD inline RandomWords<W> random_words(const RoundingStream& stream, uint32_t number) {
   using R = typename W::reg;

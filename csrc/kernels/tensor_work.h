@@ -79,7 +79,9 @@ struct TensorWork {
   // depend on sharding: element i is element global_element(work, i) of parameter `index`.
   uint32_t index;
   int64_t first_element;
-  int64_t run;     // elements of the shard that follow one another in the parameter; 0: all do
+  // Elements of the shard that follow one another in the parameter, whole rows with 8-bit moments;
+  // 0: all do.
+  int64_t run;
   int64_t stride;  // from one such run to the next
 };
 

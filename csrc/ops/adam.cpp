@@ -2,6 +2,8 @@
 // amsgrad. Reads grad_factor and skip from the control block; gradients are read only.
 // adam_.tensor_lr: the same with the learning rate in a one-element tensor, on the CPU or the
 // parameters' device.
+#include <type_traits>
+
 #include "ops/operator.h"
 #include "plan/step_checks.h"
 #include "plan/step_plan.h"

@@ -3,6 +3,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
+
 namespace torchopt_ext {
 
 void grad_sumsq_(at::TensorList grads, const at::Tensor& accumulator);
