@@ -16,8 +16,8 @@ inline constexpr int64_t kDigestTileBytes = 2048;  // of each moment, where only
 inline int64_t end_of_tile(const TensorWork& work, bool changes, int64_t begin, int64_t end,
                            int64_t i) {
   if (is_quantized(work.kind)) {
-    // Their kernel prepares constants in each call and leaves memory time: a digest alone takes
-    // whole chunks, from the second cache.
+    // Their kernel prepares constants in each call: a digest alone takes whole chunks, which the
+    // second cache holds.
     return changes ? end_of_groups(work, begin, end, i) : end;
   }
   const int64_t longest =

@@ -135,12 +135,13 @@ class TileDigest {
     for (int64_t first = begin; first < end;) {
       const int64_t number = global_element(work_, first);
       const int64_t same_base = first + kStream - number % kStream;
+      DigestPlace place = digest_place(work_.index, static_cast<uint64_t>(number));
       int64_t i = first;
       do {  // a row
         const int64_t row_end = i + work_.row_length - i % work_.row_length;
         const int64_t last = row_end < end ? row_end : end;
         const int64_t groups = groups_in_row((last < same_base ? last : same_base) - i);
-        DigestPlace place = digest_place(work_.index, static_cast<uint64_t>(number + i - first));
+        place.number = static_cast<uint32_t>(number + i - first);
         for (int64_t k = 0; k < groups; ++k, place.number += kQuantGroup) {
           digest_ += digest_scales(work_.memory, group++, place);
         }

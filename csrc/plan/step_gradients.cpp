@@ -131,6 +131,7 @@ void StepPlan::renew_copies() const {
 
 void StepPlan::accumulate(const at::Tensor& accumulator, bool normalize,
                           const std::vector<size_t>& measured) {
+  // Pass A takes these entries for ones without gradient.
   std::vector<std::pair<size_t, void*>> hidden;
   hidden.reserve(measured.size());
   for (const size_t i : measured) {
