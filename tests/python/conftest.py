@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import datetime
+import os
+import tempfile
 from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
+
+# Inductor's cache does not tell instruction sets apart: code for another would not compile.
+CACHE = f"inductor-{torch.backends.cpu.get_cpu_capability()}"
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(tempfile.gettempdir(), CACHE)
 
 
 @pytest.fixture(autouse=True)
