@@ -13,7 +13,6 @@ partition_balanced_op(at::IntArrayRef numels, at::IntArrayRef row_lengths, int64
                       std::optional<int64_t> bucket_elements, int64_t alignment) {
   check_world_size(world_size);
   check_numels(numels);
-  check_total(numels);
   TORCH_CHECK_VALUE(row_lengths.size() == numels.size(), "got ", row_lengths.size(),
                     " row_lengths for ", numels.size(), " numels");
   for (size_t i = 0; i < numels.size(); ++i) {

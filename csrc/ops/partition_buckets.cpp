@@ -12,7 +12,6 @@ std::vector<int64_t> partition_buckets_op(at::IntArrayRef numels, at::IntArrayRe
                                           int64_t world_size, bool shard_buckets) {
   check_world_size(world_size);
   check_numels(numels);
-  check_total(numels);
   auto left = static_cast<int64_t>(numels.size());
   for (size_t b = 0; b < bucket_lengths.size(); ++b) {
     TORCH_CHECK_VALUE(bucket_lengths[b] > 0, "bucket_lengths[", b, "] is ", bucket_lengths[b],

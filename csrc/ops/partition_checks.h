@@ -15,16 +15,11 @@ inline void check_world_size(int64_t world_size) {
                     ", expected 1 or more and less than 2**31");
 }
 
-inline void check_numels(at::IntArrayRef numels) {
+// `sum` is what the numels are added to, `most` what they may reach, described by `limit`.
+inline void check_numels(at::IntArrayRef numels, int64_t sum = 0, int64_t most = kMostElements,
+                         const char* limit = "all numels together are more than 2**53") {
   for (size_t i = 0; i < numels.size(); ++i) {
     TORCH_CHECK_VALUE(numels[i] >= 0, "numels[", i, "] is ", numels[i], ", expected 0 or more");
-  }
-}
-
-// `sum` is what the numels are added to, `most` what they may reach, described by `limit`.
-inline void check_total(at::IntArrayRef numels, int64_t sum = 0, int64_t most = kMostElements,
-                        const char* limit = "all numels together are more than 2**53") {
-  for (size_t i = 0; i < numels.size(); ++i) {
     TORCH_CHECK_VALUE(numels[i] <= most - sum, "numels[", i, "] is ", numels[i], ": ", limit);
     sum += numels[i];
   }

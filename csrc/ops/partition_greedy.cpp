@@ -29,11 +29,10 @@ std::vector<int64_t> partition_greedy_op(at::IntArrayRef numels, int64_t world_s
                                          at::OptionalIntArrayRef initial_loads,
                                          at::OptionalIntArrayRef tie_loads) {
   check_world_size(world_size);
-  check_numels(numels);
   std::vector<int64_t> loads = loads_or_zeros(initial_loads, "initial_loads", world_size);
-  check_total(numels, *std::max_element(loads.begin(), loads.end()),
-              std::numeric_limits<int64_t>::max(),
-              "all numels together, added to the largest of initial_loads, are 2**63 or more");
+  check_numels(numels, *std::max_element(loads.begin(), loads.end()),
+               std::numeric_limits<int64_t>::max(),
+               "all numels together, added to the largest of initial_loads, are 2**63 or more");
   return partition_greedy(numels.vec(), loads, loads_or_zeros(tie_loads, "tie_loads", world_size));
 }
 

@@ -15,16 +15,6 @@
 namespace torchopt_ext {
 namespace {
 
-// Whether a tensor needs no closer look. Thousands of them are looked at in every step, and naming
-// each for a message that is not written would take longer than the rest.
-bool is_plain(const at::Tensor& tensor, at::Device device) {
-  const at::ScalarType dtype = tensor.scalar_type();
-  return tensor.layout() == at::kStrided && tensor.device() == device && !is_lazy(tensor) &&
-         (dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf ||
-          dtype == at::kDouble) &&
-         tensor.has_storage() && tensor.const_data_ptr() != nullptr;
-}
-
 void check_tensor(const at::Tensor& tensor, const Label& what, at::Device device) {
   check_supported(tensor, what);
   TORCH_CHECK(tensor.device() == device, what, " is on ", tensor.device(), ", expected ", device,
@@ -32,13 +22,9 @@ void check_tensor(const at::Tensor& tensor, const Label& what, at::Device device
 }
 
 void check_pair(const at::Tensor& to, const at::Tensor& from, size_t i, at::Device device) {
-  if (!is_plain(to, device) || !is_plain(from, device)) {
-    check_tensor(to, Label{"to", i}, device);
-    check_tensor(from, Label{"from", i}, device);
-  }
-  if (!is_dense(to)) {
-    check_dense(to, Label{"to", i});
-  }
+  check_tensor(to, Label{"to", i}, device);
+  check_tensor(from, Label{"from", i}, device);
+  check_dense(to, Label{"to", i});
   TORCH_CHECK(from.sizes() == to.sizes(), Label{"from", i}, " has shape ", from.sizes(),
               ", expected ", to.sizes());
   TORCH_CHECK(can_copy(dtype_of(to), dtype_of(from)), Label{"from", i}, " has dtype ",

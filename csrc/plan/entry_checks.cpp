@@ -94,12 +94,11 @@ void StepPlan::check_entry(size_t i, const Tensors& tensors) {
   work.kind = kind_of(work.layout, work_.options);
   Known& known = known_[i];
   known.shape = shape_of(dense);
-  known.param_type = param.dtype();
-  known.state_type = tensors[kExpAvg].dtype();
   known.swapped = false;
   known.gradient_type = -1;
   for (size_t part = 0; part < kKept; ++part) {
     known.behind[part] = storage_of(tensors[part]);
+    known.type[part] = tensors[part].defined() ? tensors[part].dtype() : caffe2::TypeMeta();
   }
   known.behind[kKept] = param.unsafeGetTensorImpl()->autograd_meta();
 }

@@ -1,7 +1,6 @@
 #include "plan/step_plan.h"
 
 #include <ATen/ops/zeros.h>
-#include <c10/core/ScalarTypeToTypeMeta.h>
 
 #include <algorithm>
 #include <utility>
@@ -16,12 +15,6 @@ namespace {
 constexpr const char* kRoleNames[] = {"parameter",           "exp_avg",       "exp_avg_sq",
                                       "max_exp_avg_sq",      "master weight", "exp_avg_scale_v2",
                                       "exp_avg_sq_scale_v2", "state step"};
-
-caffe2::TypeMeta type_of(Master master) {
-  return c10::scalarTypeToTypeMeta(master == Master::kRemainder    ? at::kShort
-                                   : master == Master::kRemainder8 ? at::kChar
-                                                                   : at::kFloat);
-}
 
 // Sizes and strides of the scales of a contiguous parameter's moments.
 Shape scale_shape(const Shape& param) {
@@ -117,40 +110,27 @@ void StepPlan::split_into_chunks() {
 }
 
 bool StepPlan::attach(size_t i, const Borrowed& tensors) {
-  known_[i].swapped = known_[i].swapped || borrowed_[i] != tensors;
+  Known& known = known_[i];
+  known.swapped = known.swapped || borrowed_[i] != tensors;
   borrowed_[i] = tensors;
   const TensorWork& work = work_.tensors[i];
-  const Known& known = known_[i];
-  const auto is_at = [&](const c10::TensorImpl& tensor, const void* memory, caffe2::TypeMeta type,
-                         const Shape& shape) {
-    return tensor.dtype() == type && (work.numel == 0 || address(tensor) == memory) &&
-           has_shape(tensor, shape);
-  };
-  const auto fits = [&](Array part, caffe2::TypeMeta type) {
-    return tensors[part] == nullptr || is_at(*tensors[part], work.memory[part], type, known.shape);
-  };
-  const auto param_fits = [&] {
-    if (!known.strided) {
-      return fits(kParam, known.param_type);
+  const auto fits = [&](size_t part) {
+    const c10::TensorImpl* tensor = tensors[part];
+    if (tensor == nullptr) {
+      return true;
     }
-    const Strided& strided = strided_.at(i);
-    return is_at(*tensors[kParam], strided.memory, known.param_type, strided.shape);
+    const Strided* strided = part == kParam && known.strided ? &strided_.at(i) : nullptr;
+    const void* memory = strided != nullptr ? strided->memory : work.memory[part];
+    const bool is_scale = part == kExpAvgScale || part == kExpAvgSqScale;
+    return tensor->dtype() == known.type[part] && (work.numel == 0 || address(*tensor) == memory) &&
+           (is_scale ? has_shape(*tensor, scale_shape(known.shape))
+                     : has_shape(*tensor, strided != nullptr ? strided->shape : known.shape));
   };
-  const auto scales_fit = [&] {
-    const Shape shape = scale_shape(known.shape);
-    const auto is_known = [&](Array part) {
-      return tensors[part] != nullptr &&
-             is_at(*tensors[part], work.memory[part], c10::scalarTypeToTypeMeta(at::kFloat), shape);
-    };
-    return is_known(kExpAvgScale) && is_known(kExpAvgSqScale);
-  };
-  const bool quantized = work.layout.state == DType::kInt8;
-  const caffe2::TypeMeta squares_type =
-      quantized ? c10::scalarTypeToTypeMeta(at::kByte) : known.state_type;
-  return !known.swapped && address(*tensors[kStep]) == work.memory[kStep] && param_fits() &&
-         fits(kExpAvg, known.state_type) && fits(kExpAvgSq, squares_type) &&
-         fits(kMaxExpAvgSq, known.state_type) && fits(kMaster, type_of(work.layout.master)) &&
-         (!quantized || scales_fit());
+  bool all = !known.swapped && address(*tensors[kStep]) == work.memory[kStep];
+  for (size_t part = 0; part < kStep && all; ++part) {
+    all = fits(part);
+  }
+  return all;
 }
 
 void StepPlan::renew(const std::vector<size_t>& changed) {
@@ -159,7 +139,7 @@ void StepPlan::renew(const std::vector<size_t>& changed) {
     for (size_t part = 0; part < kKept; ++part) {
       tensors[part] = to_tensor(borrowed_[i][part]);
     }
-    TORCH_CHECK(tensors[kParam].dtype() == known_[i].param_type, what("parameter", i),
+    TORCH_CHECK(tensors[kParam].dtype() == known_[i].type[kParam], what("parameter", i),
                 " is of another dtype, which decides what state it needs");
     check_entry(i, tensors);
   }

@@ -93,8 +93,7 @@ class StepPlan {
   // What is known of an entry besides its TensorWork. A step reads all of it.
   struct Known {
     Shape shape;  // of the parameter or its dense copy
-    caffe2::TypeMeta param_type;
-    caffe2::TypeMeta state_type;        // of exp_avg
+    std::array<caffe2::TypeMeta, kKept> type;
     bool swapped = false;               // a tensor for another: torch.utils.swap_tensors
     bool strided = false;               // the parameter is not dense: see Strided
     c10::DispatchKeySet gradient_keys;  // of a gradient that needed no closer look

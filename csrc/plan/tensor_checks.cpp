@@ -34,8 +34,6 @@ DType dtype_of(const at::Tensor& tensor) {
 
 void check_supported(const at::Tensor& tensor, const Label& what, bool complex) {
   TORCH_CHECK(tensor.defined(), what, " is not defined");
-  TORCH_CHECK(tensor.layout() == at::kStrided, what, " has layout ", tensor.layout(),
-              ", expected a dense (strided) tensor; sparse gradients are not supported");
   const auto dtype = tensor.scalar_type();
   TORCH_CHECK(complex || !tensor.is_complex(), what, " has dtype ", dtype,
               "; complex tensors are not supported: pass torch.view_as_real() of it");
@@ -48,13 +46,12 @@ void check_supported(const at::Tensor& tensor, const Label& what, bool complex) 
 
 void check_memory(const at::Tensor& tensor, const Label& what) {
   TORCH_CHECK(tensor.layout() == at::kStrided, what, " has layout ", tensor.layout(),
-              ", expected a dense (strided) tensor");
+              ", expected a dense (strided) tensor; sparse gradients are not supported");
   TORCH_CHECK(!tensor.is_meta(), what, " is on the meta device and has no data");
   TORCH_CHECK(!is_lazy(tensor), what,
               " is a lazy view; call resolve_neg() or resolve_conj() first");
-  TORCH_CHECK(tensor.numel() == 0 || tensor.has_storage(), what, " has no storage");
-  TORCH_CHECK(tensor.numel() == 0 || tensor.const_data_ptr() != nullptr, what,
-              " has had its storage freed");
+  TORCH_CHECK(tensor.numel() == 0 || address(*tensor.unsafeGetTensorImpl()) != nullptr, what,
+              tensor.has_storage() ? " has had its storage freed" : " has no storage");
 }
 
 void check_matches(const at::Tensor& tensor, const Label& what, const at::Tensor& param,
@@ -91,7 +88,10 @@ void check_no_internal_overlap(const at::Tensor& tensor, const Label& what) {
 }
 
 bool is_lazy(const at::Tensor& tensor) {
-  return tensor.is_neg() || tensor.is_conj() || tensor._is_zerotensor();
+  using c10::DispatchKey;
+  constexpr c10::DispatchKeySet kLazy(
+      {DispatchKey::Negative, DispatchKey::Conjugate, DispatchKey::ZeroTensor});
+  return tensor.key_set().has_any(kLazy);
 }
 
 bool same_layout(const at::Tensor& a, const at::Tensor& b) {

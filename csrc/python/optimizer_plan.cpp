@@ -58,23 +58,22 @@ OptimizerPlan::OptimizerPlan(const py::list& param_groups, const py::dict& state
       local_gradients_(std::move(local_gradients)) {
   std::vector<std::vector<StepPlan::Entry>> entries(part_devices.size());
   for (size_t i = 0; i < params.size(); ++i) {
-    const Param& param = params[i];
+    const auto& [param, local, group, name, part, place, copied] = params[i];
+    const auto& [index, first_element, run, stride] = place;
     StepPlan::Entry entry;
-    entry.group = param.group;
-    entry.name = param.name;
+    entry.group = group;
+    entry.name = name;
     entry.position = i;
-    entry.place = param.place;
-    entry.copied = param.copied;
-    for (size_t k = 0; k < param.local.size(); ++k) {
-      entry.tensors[k] = unpack(param.local[k].ptr());
+    entry.place = {index, first_element, run, stride};
+    entry.copied = copied;
+    for (size_t k = 0; k < local.size(); ++k) {
+      entry.tensors[k] = unpack(local[k].ptr());
     }
-    const Array own = param.copied ? kMaster : kParam;
-    objects_.at(param.part)
-        .push_back({param.param, param.local, path_of(param.param, param.local[own]), own,
-                    static_cast<int64_t>(i)});
-    uses_group_[param.part].at(static_cast<size_t>(param.group)) = true;
-    entry_of_.emplace_back(param.part, entries[param.part].size());
-    entries[param.part].push_back(std::move(entry));
+    const Array own = copied ? kMaster : kParam;
+    objects_.at(part).push_back({param, local, path_of(param, local[own]), own});
+    uses_group_[part].at(static_cast<size_t>(group)) = true;
+    entry_of_.emplace_back(part, entries[part].size());
+    entries[part].push_back(std::move(entry));
   }
   for (const py::handle param : idle) {
     idle_.push_back(py::reinterpret_borrow<py::object>(param));
@@ -160,14 +159,14 @@ std::vector<size_t> OptimizerPlan::entries_of(size_t part,
   return entries;
 }
 
-void OptimizerPlan::accumulate(size_t part, const at::Tensor& accumulator, bool normalize,
+void OptimizerPlan::accumulate(size_t part, const at::Tensor& accumulator,
                                const std::vector<size_t>& measured) {
   TORCH_CHECK(collected_, "gradients have not been collected");
   StepPlan& plan = plans_.at(part);
   check_accumulator(accumulator, plan.device());
   const std::vector<size_t> entries = entries_of(part, measured);
   const py::gil_scoped_release unlocked;
-  plan.accumulate(accumulator, normalize, entries);
+  plan.accumulate(accumulator, /*normalize=*/true, entries);
 }
 
 void OptimizerPlan::update(const std::vector<at::Tensor>& part_controls) {
@@ -227,15 +226,6 @@ bool OptimizerPlan::step(const py::list& param_groups, const py::dict& state,
   return true;
 }
 
-std::vector<at::Device> OptimizerPlan::part_devices() const {
-  std::vector<at::Device> devices;
-  devices.reserve(plans_.size());
-  for (const StepPlan& plan : plans_) {
-    devices.push_back(plan.device());
-  }
-  return devices;
-}
-
 int64_t OptimizerPlan::gradients_copied() const {
   int64_t copied = 0;
   for (const StepPlan& plan : plans_) {
@@ -250,9 +240,10 @@ std::vector<std::tuple<at::Tensor, at::Tensor, std::vector<int64_t>>> OptimizerP
   all.reserve(plans_.size());
   for (size_t part = 0; part < plans_.size(); ++part) {
     std::vector<int64_t> positions;
-    positions.reserve(objects_[part].size());
-    for (const Objects& objects : objects_[part]) {
-      positions.push_back(objects.position);
+    for (size_t i = 0; i < entry_of_.size(); ++i) {
+      if (entry_of_[i].first == part) {
+        positions.push_back(static_cast<int64_t>(i));
+      }
     }
     const Traces& traces = plans_[part].traces();
     all.emplace_back(traces.norms, traces.counts, std::move(positions));

@@ -14,6 +14,8 @@
 
 #include <array>
 #include <optional>
+#include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -29,16 +31,10 @@ class OptimizerPlan {
 
   // A parameter with its state, as Python objects: what the optimizer holds (a DTensor, a wrapper
   // subclass, or the local tensor itself) and the local tensors in the order of Array
-  // (kernels/tensor_work.h), None where absent.
-  struct Param {
-    pybind11::object param;
-    LocalObjects local;
-    int32_t group;
-    std::string name;
-    size_t part;  // parts share a device and the ranks that sum their norm
-    StepPlan::Place place;
-    bool copied;  // StepPlan::Entry's
-  };
+  // (kernels/tensor_work.h), None where absent. Then its group, its name, its part (parts share a
+  // device and the ranks that sum their norm), its StepPlan::Place, and StepPlan::Entry::copied.
+  using Param = std::tuple<pybind11::object, LocalObjects, int32_t, std::string, size_t,
+                           std::tuple<uint32_t, int64_t, int64_t, int64_t>, bool>;
 
   // `idle`: parameters without state. `local_gradients(params)`: the local gradients of DTensor
   // parameters whose gradient is placed otherwise or not yet complete. Raises what StepPlan raises.
@@ -57,9 +53,8 @@ class OptimizerPlan {
   bool collect(const pybind11::list& param_groups, const pybind11::dict& state);
 
   // Pass A of one part, after collect(), over all gradients but those of the parameters at the
-  // positions `measured`, of any part. `normalize`: see cuda/passes.h.
-  void accumulate(size_t part, const at::Tensor& accumulator, bool normalize,
-                  const std::vector<size_t>& measured);
+  // positions `measured`, of any part.
+  void accumulate(size_t part, const at::Tensor& accumulator, const std::vector<size_t>& measured);
 
   // Pass B of every part, with its device's control block; then releases the gradients.
   void update(const std::vector<at::Tensor>& part_controls);
@@ -75,7 +70,6 @@ class OptimizerPlan {
             const std::optional<at::Tensor>& grad_scale, const std::optional<at::Tensor>& found_inf,
             const std::vector<size_t>& measured, const std::vector<at::Tensor>& squares);
 
-  std::vector<at::Device> part_devices() const;
   int64_t gradients_copied() const;
   // Of each part, norms and counts (work/passes.h), and which parameters its rows are.
   std::vector<std::tuple<at::Tensor, at::Tensor, std::vector<int64_t>>> traces() const;
@@ -87,7 +81,6 @@ class OptimizerPlan {
     LocalObjects local;
     uint32_t path;  // from param to its local tensor, in paths_; 0: param is that tensor
     Array own;      // which of `local` that is: kParam, or kMaster beside a copy
-    int64_t position;
   };
 
   // What collect() still has to do for an entry.

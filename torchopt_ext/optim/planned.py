@@ -23,7 +23,7 @@ class _Built(NamedTuple):
     """A plan, and what is known of it."""
 
     plan: OptimizerPlan
-    norm_keys: list[NormKey]  # of the plan's parts
+    parts: list[tuple[torch.device, NormKey]]
     named: list[tuple[str, Tensor]]  # name or number, and parameter
     only_device: torch.device | None  # the default device, if all the plan has is one part there
     positions: dict[int, int]  # of the parameters by id, where backward measures gradients
@@ -108,9 +108,7 @@ class PlannedStep(Controlled, Optimizer):
     @property
     def parts(self) -> list[tuple[torch.device, NormKey]]:
         """Device and norm key of each part of the plan, or of the plan that could not be made."""
-        if self._built is None:
-            return list(param_state.norm_parts(self))
-        return list(zip(self._built.plan.part_devices, self._built.norm_keys, strict=True))
+        return list(param_state.norm_parts(self)) if self._built is None else self._built.parts
 
     def check_scaler(self, context: StepContext) -> None:
         """Raises what a gradient scaler's tensors would raise in update()."""
@@ -127,7 +125,8 @@ class PlannedStep(Controlled, Optimizer):
         """
         built = self._built or self._rebuild()  # kept while it is used, whatever other threads do
         device, with_norm = built.only_device, self.wants_norm(context)
-        shared = with_norm and (self.process_group is not None or any(built.norm_keys))
+        reduced = self.process_group is not None or any(key for _, key in built.parts)
+        shared = with_norm and reduced
         if device is None or shared or context.agreement is not None:
             return False
         self._begin_step(context, with_norm)
@@ -160,9 +159,8 @@ class PlannedStep(Controlled, Optimizer):
         assert self._built is not None, "collect() comes first"
         plan, known = self._built.plan, self._measured or self._known_of(self._built)
         self._measured = known
-        plan.accumulate(part, accumulator, normalize=True, measured=known.positions)
-        key = plan.part_devices[part], self._built.norm_keys[part]
-        for squares in known.squares.get(key, ()):
+        plan.accumulate(part, accumulator, known.positions)
+        for squares in known.squares.get(self._built.parts[part], ()):
             accumulator += squares
 
     def distrust_measured(self) -> None:
@@ -178,13 +176,14 @@ class PlannedStep(Controlled, Optimizer):
 
     def update(self, total: dict[torch.device, Tensor], context: StepContext) -> None:
         """Control and pass B, given all gradients' squares by device (none without a norm)."""
-        assert self._plan is not None, "collect() comes first"
+        assert self._built is not None, "collect() comes first"
+        plan, parts, *_ = self._built
         self._begin_step(context, bool(total))
         for device in self.devices:
             control, accumulator = self._block(device)
             accumulated = total.get(device, accumulator.zero_())
             ops.control_update_(control, accumulated, *self._scaler_tensors(context, device))
-        self._plan.update([self._block(device)[0] for device in self._plan.part_devices])
+        plan.update([self._block(device)[0] for device, _ in parts])
 
     def _scaler_tensors(
         self, context: StepContext, device: torch.device
@@ -222,8 +221,7 @@ class PlannedStep(Controlled, Optimizer):
         self._init_states(
             lambda param: param.grad is not None and "step" not in self.state.get(param, ())
         )
-        plan, norm_keys, named = param_state.build_plan(self, self._storage, self._options)
-        only = plan.part_devices == [self.default_device]
+        plan, parts, named = param_state.build_plan(self, self._storage, self._options)
         keep_digests(plan, [self._digests.get(param) for _, param in named])
         self._digests = {}
         positions: dict[int, int] = {}
@@ -231,6 +229,7 @@ class PlannedStep(Controlled, Optimizer):
             params = [param for _, param in named]
             self.norm_in_backward.watch(params)  # some may have become trainable
             positions = {id(param): position for position, param in enumerate(params)}
+        only = [device for device, _ in parts] == [self.default_device]
         device = self.default_device if only else None
-        self._built = _Built(plan, norm_keys, named, device, positions)
+        self._built = _Built(plan, parts, named, device, positions)
         return self._built

@@ -162,14 +162,15 @@ def norm_parts(optimizer: Optimizer) -> dict[tuple[torch.device, NormKey], int]:
 
 def build_plan(
     optimizer: Any, storage: Storage, options: PlanOptions
-) -> tuple[OptimizerPlan, list[NormKey], list[tuple[str, Tensor]]]:
+) -> tuple[OptimizerPlan, list[tuple[torch.device, NormKey]], list[tuple[str, Tensor]]]:
     """A plan for every parameter that has state.
 
     State entries that do not fit (other device, strides or dtype, a step that is a number) are
     replaced in ``optimizer.state`` by ones that do.
 
     Returns:
-        The plan, the norm key of each of its parts, and the name or number of each parameter.
+        The plan, device and norm key of each of its parts, and each parameter with its name or
+        number.
 
     Raises:
         ValueError: a state entry has another shape than its parameter.
@@ -216,4 +217,4 @@ def build_plan(
         **vars(options),
     )
     named = [(name or str(number - first), param) for number, _, _, name, param, _ in stepped]
-    return plan, [key for _, key in parts], named
+    return plan, list(parts), named

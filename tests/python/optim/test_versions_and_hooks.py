@@ -117,7 +117,7 @@ def test_a_plan_takes_no_pass_without_gradients() -> None:
     plan = optimizer._built[0]
     control, accumulator = optimizer._block(torch.device("cpu"))
     with pytest.raises(RuntimeError, match="have not been collected"):
-        plan.accumulate(0, accumulator, True, [])
+        plan.accumulate(0, accumulator, [])
     with pytest.raises(RuntimeError, match="have not been collected"):
         plan.update([control])
 
