@@ -83,6 +83,8 @@ void FusedAdamWParamState::serialize(OutputArchive& archive) const {
 void FusedAdamWParamState::serialize(InputArchive& archive) {
   int64_t steps = 0;
   read_if_there(archive, "step", steps);
+  TORCH_CHECK(steps >= 0 && steps < int64_t{1} << 62, "step is ", steps,
+              ", expected a count of steps");
   step_ = torch::scalar_tensor(static_cast<double>(steps), at::kFloat);
   read_if_there(archive, "exp_avg", exp_avg_);
   read_if_there(archive, "exp_avg_sq", exp_avg_sq_);

@@ -50,7 +50,9 @@ at::Tensor fitted(const at::Tensor& tensor, const char* role, const at::Tensor& 
                   const Label& param_what) {
   TORCH_CHECK(tensor.sizes() == param.sizes(), role, " of ", param_what, " has shape ",
               tensor.sizes(), ", expected ", param.sizes(), " as the parameter");
-  const at::Tensor like = at::empty_like(param, param.options().dtype(tensor.scalar_type()));
+  TORCH_CHECK(tensor.scalar_type() == param.scalar_type(), role, " of ", param_what, " has dtype ",
+              tensor.scalar_type(), ", expected ", param.scalar_type(), " as the parameter");
+  const at::Tensor like = at::empty_like(param, at::MemoryFormat::Preserve);
   return tensor.device() == like.device() && same_layout(tensor, like)
              ? tensor
              : like.copy_(tensor, /*non_blocking=*/false);
@@ -146,9 +148,8 @@ void PlannedStep::build(const Groups& groups, State& state) {
                      at::Tensor(),
                      own->step()};
     entry.group = static_cast<int32_t>(g);
-    const auto named = names_.find(param.unsafeGetTensorImpl());
-    if (named != names_.end()) {
-      entry.name = named->second;
+    if (const std::string* name = what(number, param).name) {
+      entry.name = *name;
     }
     entry.position = number;
     entries.push_back(std::move(entry));

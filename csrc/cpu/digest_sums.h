@@ -130,11 +130,10 @@ class TileDigest {
   // Of groups with 8-bit moments, and of their scales. A group's elements have its first one's
   // base.
   void add_groups(int64_t begin, int64_t end) {
-    constexpr int64_t kStream = int64_t{1} << kStreamBits;
     int64_t group = group_of(work_, begin);
     for (int64_t first = begin; first < end;) {
       const int64_t number = global_element(work_, first);
-      const int64_t same_base = first + kStream - number % kStream;
+      const int64_t same_base = first + kStreamElements - number % kStreamElements;
       DigestPlace place = digest_place(work_.index, static_cast<uint64_t>(number));
       int64_t i = first;
       do {  // a row

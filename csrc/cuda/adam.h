@@ -137,16 +137,15 @@ struct AdamChunk {
   }
 
   template <class L>
-  TORCHOPT_HD void update(const L& lane, const Layout& layout, bool at_random, int i) const {
+  TORCHOPT_HD void update(const L& lane, const Layout& layout, const StepMode& mode, bool at_random,
+                          int i) const {
     if (at_random) {
       const auto random = draw<L>(work, rounding_key(options, work), begin + i);
-      adam_step(lane, scalars, layout, mode(), x, i, &random);
+      adam_step(lane, scalars, layout, mode, x, i, &random);
     } else {
-      adam_step(lane, scalars, layout, mode(), x, i,
-                static_cast<const typename L::Random*>(nullptr));
+      adam_step(lane, scalars, layout, mode, x, i, static_cast<const typename L::Random*>(nullptr));
     }
   }
-  TORCHOPT_HD StepMode mode() const { return {.write_back = options.write_back_gradients}; }
 
   const TensorWork& work;
   const AdamScalars<T> scalars;
@@ -166,13 +165,14 @@ TORCHOPT_HD inline void adam_body(const Cta& cta, const AdamArgs& args) {
   }
   const AdamChunk<T> elements(args, chunk);
   const Layout layout = known_layout<kKind>(elements.work.layout);
+  const StepMode mode{.write_back = writes_back<kKind>(args.options)};
   const bool at_random = rounds_randomly<kKind>(args.options, layout);
   const Registers registers = aligned_registers(layout, elements.x, kWidth, elements.n);
   cta.each([&](int thread) {
     for_each_register(
         registers, kWidth, elements.n, thread, cta.threads,
-        [&](int i) { elements.update(VectorLane<T, kWidth>{}, layout, at_random, i); },
-        [&](int i) { elements.update(VectorLane<T, 1>{}, layout, at_random, i); });
+        [&](int i) { elements.update(VectorLane<T, kWidth>{}, layout, mode, at_random, i); },
+        [&](int i) { elements.update(VectorLane<T, 1>{}, layout, mode, at_random, i); });
   });
 }
 

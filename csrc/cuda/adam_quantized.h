@@ -127,7 +127,9 @@ struct QuantizedChunk {
     L::store_codes(static_cast<uint8_t*>(elements.x[kExpAvgSq]) + i, codes.root);
   }
 
-  TORCHOPT_HD StepMode mode() const { return kIsGeneral ? elements.mode() : StepMode{}; }
+  TORCHOPT_HD StepMode mode() const {
+    return {.write_back = kIsGeneral && elements.options.write_back_gradients};
+  }
 
   // What is added to codes: of elements from a place of a group on, or random bits if there are.
   template <class L>

@@ -72,15 +72,17 @@ struct TileSums {
 template <class T, class Warp>
 TORCHOPT_HD inline ChunkTrace update_tile(const Warp& warp, const AdamChunk<T>& elements, int begin,
                                           int end) {
+  const StepOptions& options = elements.options;
   TileSums<T, Warp> sums;
   warp.each([&](int thread) {
     unrolled<2>([&](int lane) {
       for (int i = begin + 2 * thread + lane; i < end; i += kBlockLanes) {
         const T before = sums.before(elements, thread, lane, i);
         const Layout& layout = elements.work.layout;
-        elements.update(VectorLane<T, 1>{}, layout, rounds_randomly(elements.options, layout), i);
+        elements.update(VectorLane<T, 1>{}, layout, {.write_back = options.write_back_gradients},
+                        rounds_randomly(options, layout), i);
         sums.after(elements, thread, lane, i, before);
-        if ((elements.options.track & kTrackDigest) != 0) {
+        if ((options.track & kTrackDigest) != 0) {
           const auto number =
               static_cast<uint64_t>(global_element(elements.work, elements.begin + i));
           const DigestPlace place = digest_place(elements.work.index, number);

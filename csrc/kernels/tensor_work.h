@@ -24,6 +24,7 @@ inline constexpr int kKept = kGrad;            // what stays between steps, from
 // Elements of a parameter whose numbers differ in these bits alone share what random bits and
 // digests take from the others (stochastic.h).
 inline constexpr int kStreamBits = 20;
+inline constexpr int64_t kStreamElements = int64_t{1} << kStreamBits;
 
 // What is kept beside a 16-bit parameter.
 enum class Master : int32_t {
@@ -130,8 +131,7 @@ template <class Visit>
                                                 const Visit& visit) {
   for (int64_t i = begin; i < end;) {
     const auto number = static_cast<uint64_t>(global_element(work, i));
-    constexpr int64_t kStream = int64_t{1} << kStreamBits;
-    const int64_t same_stream = kStream - static_cast<int64_t>(number) % kStream;
+    const int64_t same_stream = kStreamElements - static_cast<int64_t>(number) % kStreamElements;
     const int64_t run = work.run == 0 ? end - i : work.run - i % work.run;
     const int64_t longest = i + (run < same_stream ? run : same_stream);
     const int64_t last = longest < end ? longest : end;

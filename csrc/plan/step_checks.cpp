@@ -2,6 +2,7 @@
 
 #include "kernels/control.h"
 #include "kernels/exact_accumulator.h"
+#include "plan/tensor_fields.h"
 
 namespace torchopt_ext {
 namespace {
@@ -15,6 +16,8 @@ void check_block(const at::Tensor& tensor, const char* what, at::ScalarType dtyp
               "[", numel, "]");
   TORCH_CHECK(!device || tensor.device() == *device, what, " is on ", tensor.device(),
               ", expected ", *device);
+  TORCH_CHECK(address(*tensor.unsafeGetTensorImpl()) != nullptr, what,
+              " has had its storage freed");
 }
 
 }  // namespace
@@ -51,6 +54,9 @@ void check_lr(const at::Tensor& lr, at::Device device) {
               lr.scalar_type(), ", expected float32 or float64");
   TORCH_CHECK(lr.is_cpu() || lr.device() == device, "lr is on ", lr.device(),
               ", expected the CPU or ", device);
+  TORCH_CHECK(lr.layout() == at::kStrided && address(*lr.unsafeGetTensorImpl()) != nullptr,
+              "lr has no memory to be read: it has layout ", lr.layout(),
+              ", or has had its storage freed");
 }
 
 }  // namespace torchopt_ext

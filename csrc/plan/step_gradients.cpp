@@ -85,7 +85,8 @@ void StepPlan::set_gradient(size_t i, const at::Tensor& gradient) {
   } else {
     TORCH_CHECK(!work_.options.write_back_gradients, what("gradient", i), " has strides ",
                 gradient.strides(),
-                ", not its parameter's, and cannot be written back while it is stepped");
+                ", not its parameter's, or is a lazy view, and cannot be written back while it is "
+                "stepped");
     gradients_[i] = at::empty_like(param, param.options().dtype(dtype)).copy_(gradient.detach());
     ++gradients_copied_;
     known.gradient_type = -1;  // the next is looked at closely, whatever it is
@@ -105,18 +106,8 @@ void StepPlan::set_gradient(size_t i, const at::Tensor& gradient) {
 }
 
 void StepPlan::check_gradients_apart() const {
-  if (!work_.options.write_back_gradients) {
-    return;
-  }
-  std::vector<NamedTensor> gradients;
-  gradients.reserve(size());
-  for (size_t i = 0; i < size(); ++i) {
-    if (gradients_[i].defined()) {
-      gradients.push_back({gradients_[i].unsafeGetTensorImpl(), what("gradient", i), true});
-    }
-  }
-  if (may_overlap(gradients)) {
-    check_no_overlap(gradients);
+  if (work_.options.write_back_gradients) {
+    check_overlap(gradients_);
   }
 }
 
@@ -167,7 +158,8 @@ void StepPlan::find_shared_versions() {
       const c10::TensorImpl* tensor = borrowed_[i][part];
       const c10::TensorImpl* before = borrowed_[i - 1][part];
       shares_version_[i][part] =
-          tensor != nullptr && before != nullptr && shares_version(*tensor, *before);
+          tensor != nullptr && before != nullptr &&
+          shares_version(tensor->version_counter(), before->version_counter());
     }
   }
 }

@@ -75,9 +75,9 @@ const char* StepPlan::role(size_t part, size_t i) const {
 }
 
 // Parameters by themselves first, for the message.
-void StepPlan::check_overlap(at::TensorList read) const {
+void StepPlan::check_overlap(at::TensorList gradients) const {
   std::vector<NamedTensor> tensors;
-  tensors.reserve(size() * kKept + read.size());
+  tensors.reserve(size() * kKept + gradients.size());
   size_t params = 0;
   for (size_t part = 0; part < kKept; ++part) {
     for (size_t i = 0; i < size(); ++i) {
@@ -87,8 +87,11 @@ void StepPlan::check_overlap(at::TensorList read) const {
     }
     params = part == kParam ? tensors.size() : params;
   }
-  for (size_t i = 0; i < read.size(); ++i) {
-    tensors.push_back({read[i].unsafeGetTensorImpl(), what("gradient", i), false});
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    if (gradients[i].defined()) {
+      tensors.push_back({gradients[i].unsafeGetTensorImpl(), what("gradient", i),
+                         work_.options.write_back_gradients});
+    }
   }
   if (may_overlap(tensors)) {
     check_no_overlap({tensors.begin(), tensors.begin() + static_cast<ptrdiff_t>(params)});

@@ -66,7 +66,8 @@ class StepPlan {
   // The same for any gradient; one with other strides than its parameter is copied.
   void set_gradient(size_t i, const at::Tensor& gradient);
 
-  // Raises if gradients that are to be written share memory.
+  // Raises if gradients that are to be written share memory with each other or with what a step
+  // writes besides.
   void check_gradients_apart() const;
 
   // Makes the copies of parameters that have a gradient right: a step may be skipped. Takes
@@ -121,7 +122,7 @@ class StepPlan {
   void check_entry(size_t i, const Tensors& tensors);
   void check_moments(size_t i, const Tensors& tensors, const at::Tensor& dense) const;
   void check_quantized(size_t i, const Tensors& tensors, const at::Tensor& dense) const;
-  void check_overlap(at::TensorList read) const;
+  void check_overlap(at::TensorList gradients) const;
   void split_into_chunks();
   void find_shared_versions();
   void read_versions(size_t i, size_t end) const;

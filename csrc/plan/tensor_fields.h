@@ -3,6 +3,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstring>
+
 namespace torchopt_ext {
 
 using Shape = c10::SmallVector<int64_t, 8>;  // sizes, then strides
@@ -19,23 +21,12 @@ inline at::Tensor to_tensor(c10::TensorImpl* impl) {
 
 inline bool is_16_bit(at::ScalarType dtype) { return dtype == at::kBFloat16 || dtype == at::kHalf; }
 
-// Whether two handles are of one version counter, which torch does not tell: whether a change of
-// one is seen in the other. It is taken back.
-inline bool shares_version(c10::VariableVersion counter, const c10::VariableVersion& other) {
-  // `counter` is a second reference itself.
-  if (!counter.enabled() || !other.enabled() || other.unique() ||
-      counter.current_version() != other.current_version()) {
-    return false;
-  }
-  const uint32_t version = counter.current_version();
-  counter.set_version(version ^ 1U);
-  const bool shared = other.current_version() != version;
-  counter.set_version(version);
-  return shared;
-}
-
-inline bool shares_version(const c10::TensorImpl& a, const c10::TensorImpl& b) {
-  return shares_version(a.version_counter(), b.version_counter());
+// Whether two handles are of one version counter. torch does not tell; a handle is one pointer to
+// it. Changing one to see it in the other would lose what another thread counts.
+inline bool shares_version(const c10::VariableVersion& a, const c10::VariableVersion& b) {
+  static_assert(sizeof(c10::VariableVersion) == sizeof(void*));
+  // NOLINTNEXTLINE(bugprone-suspicious-memory-comparison): as said
+  return a.enabled() && std::memcmp(&a, &b, sizeof(a)) == 0;
 }
 
 // The memory of a tensor; null if it has none.

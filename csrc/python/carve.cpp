@@ -24,9 +24,7 @@ void check_like(const at::Tensor& tensor, size_t i) {
   TORCH_CHECK(tensor.layout() == at::kStrided && !tensor.is_quantized(), Label{"like", i}, " is ",
               tensor.scalar_type(), " of layout ", tensor.layout(),
               ", expected a dense (strided) tensor");
-  if (!is_dense(tensor)) {
-    check_dense(tensor, Label{"like", i});
-  }
+  check_dense(tensor, Label{"like", i});
 }
 
 void check_dtype(std::optional<at::ScalarType> dtype) {
@@ -114,6 +112,9 @@ int64_t carved_bytes(const py::list& like, std::optional<at::ScalarType> dtype) 
   for (size_t i = 0; i < like.size(); ++i) {
     const at::Tensor& tensor = tensor_at(like, i);
     check_like(tensor, i);
+    constexpr int64_t kMost = int64_t{1} << 59;  // sums do not overflow
+    TORCH_CHECK(tensor.numel() < kMost / 16 && bytes < kMost, Label{"like", i}, " has ",
+                tensor.numel(), " elements: no memory holds so many");
     bytes += aligned(bytes_of(tensor, dtype.value_or(tensor.scalar_type())));
   }
   return bytes;

@@ -18,14 +18,17 @@ class TensorMark {
  public:
   explicit TensorMark(const at::Tensor& tensor)
       : memory_(address(*tensor.unsafeGetTensorImpl())),
+        shape_(shape_of(tensor)),
+        dtype_(tensor.scalar_type()),
         counter_(tensor.unsafeGetTensorImpl()->version_counter()),
         version_(counter_.enabled() ? counter_.current_version() : 0) {}
 
-  // Whether a tensor has the same memory, and no operator has written to it since. False also for
-  // tensors of inference mode, whose changes nobody counts.
+  // Whether a tensor is the same view of the same memory, and no operator has written to it since.
+  // False also for tensors of inference mode, whose changes nobody counts.
   bool fits(const at::Tensor& tensor) const {
     const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
-    return address(impl) == memory_ && shares_version(counter_, impl.version_counter()) &&
+    return address(impl) == memory_ && tensor.scalar_type() == dtype_ && has_shape(impl, shape_) &&
+           shares_version(counter_, impl.version_counter()) &&
            counter_.current_version() == version_;
   }
 
@@ -36,6 +39,8 @@ class TensorMark {
 
  private:
   const void* memory_;
+  Shape shape_;
+  at::ScalarType dtype_;
   c10::VariableVersion counter_;
   uint32_t version_;
 };

@@ -47,12 +47,12 @@ bool walk_groups(const py::list& param_groups, Visit&& visit) {
     PyObject* params = PyDict_GetItemString(group.ptr(), "params");
     PyObject* amsgrad =
         PyDict_GetItemString(group.ptr(), "amsgrad");  // decides which state is used
-    if (params == nullptr || !PyList_Check(params) || !visit(params) || amsgrad == nullptr ||
-        !visit(amsgrad)) {
+    const bool lists = params != nullptr && (PyList_Check(params) || PyTuple_Check(params));
+    if (!lists || !visit(params) || amsgrad == nullptr || !visit(amsgrad)) {
       return false;
     }
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(params); ++i) {
-      if (!visit(PyList_GET_ITEM(params, i))) {
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(params); ++i) {
+      if (!visit(PySequence_Fast_GET_ITEM(params, i))) {
         return false;
       }
     }

@@ -75,3 +75,12 @@ def test_a_group_that_the_local_optimizer_refuses(results: Results) -> None:
 def test_two_buckets_of_parameters_are_under_way_at_most(results: Results) -> None:
     found = case(results, "gathers_two_buckets")
     assert found["buckets"] > found["most"] == 2
+
+
+@pytest.mark.parametrize("partition", ["greedy", "balanced"])
+def test_masters_from_fp32_weights(results: Results, partition: str) -> None:
+    found = case(results, "masters_from_fp32")
+    assert "is missing" in found[f"{partition} raised"]
+    assert found[f"{partition} kept"]
+    assert found[partition] == 0.0
+    assert found[f"{partition} threshold"] == 0.25

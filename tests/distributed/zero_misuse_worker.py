@@ -287,6 +287,33 @@ def gathers_two_buckets() -> dict[str, Any]:
     return {"most": most, "buckets": len(zero.parts.all_buckets)}
 
 
+def masters_from_fp32() -> dict[str, Any]:
+    """Both partitions take whole fp32 weights, whose training is then the plain optimizer's."""
+    exact = layers(2)
+    found: dict[str, Any] = {}
+    for partition in ("greedy", "balanced"):
+        one, other = (copy.deepcopy(exact).to(torch.bfloat16) for _ in range(2))
+        for model in (one, other):
+            for param in model.parameters():
+                param.data.zero_()
+        zero: Any = ZeroRedundancyOptimizer(
+            one.named_parameters(), FusedAdamW, partition=partition, master_weights="remainder"
+        )
+        plain = FusedAdamW(other.named_parameters(), master_weights="remainder")
+        partial = {"0.weight": exact[0].weight.detach()}
+        found[f"{partition} raised"] = raised(lambda: zero.refresh_masters(from_=partial))  # noqa: B023
+        found[f"{partition} kept"] = not any(p.any() for p in one.parameters())
+        for optimizer, model in ((zero, one), (plain, other)):
+            optimizer.refresh_masters(from_=exact.state_dict())
+            for param in model.parameters():
+                param.grad = torch.full_like(param, 0.5)
+            optimizer.step()
+        found[partition] = furthest(one, other)
+        zero.max_grad_norm = 0.25
+        found[f"{partition} threshold"] = zero.optim.max_grad_norm
+    return found
+
+
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
     case.__name__: case
     for case in (
@@ -303,6 +330,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
         load_refused_on_one_rank,
         group_refused,
         gathers_two_buckets,
+        masters_from_fp32,
     )
 }
 

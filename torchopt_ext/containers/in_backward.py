@@ -97,6 +97,22 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
         handles, hook = handles_of(self), WeakHook(self, "_take_gradient")
         for param in self._optimizer_of:
             handles.append(param.register_post_accumulate_grad_hook(hook))
+        self._impls = {param: param._cdata for param in self._optimizer_of}  # that have the hooks
+
+    def _watch_swapped(self) -> None:
+        """Takes the gradients of swapped parameters, and lets hooks take their next ones.
+
+        torch.utils.swap_tensors, which conversions of modules may use, leaves the hooks with the
+        tensor that was there before.
+        """
+        for param, impl in self._impls.items():
+            if param._cdata != impl:
+                self._impls[param] = param._cdata
+                hooked: Any = param
+                hooked._post_accumulate_grad_hooks = hooked._post_accumulate_grad_hooks
+                if param.grad is not None:
+                    self._counts.setdefault(param, 1)
+                    self._squares = None
 
     def _shares(self, params: list[nn.Parameter]) -> list[list[nn.Parameter]]:
         if self.measures_norm:
@@ -131,8 +147,17 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
                 "a closure cannot be honoured: backward makes the update, before step() is called; "
                 "compute loss and gradients first, then call step()"
             )
+        self._watch_swapped()
         if self._counts or self._backwards is None:  # other ranks may have gradients
             self._update(self._context)
+
+    def _set_max_grad_norm(self, value: float | None) -> None:
+        if value is not None and not self.measures_norm:
+            raise ValueError(
+                "this container steps each parameter before the norm of all is known: pass "
+                "max_grad_norm to its constructor"
+            )
+        super()._set_max_grad_norm(value)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Does nothing but clear gradients that are not to be used: backward clears the others."""

@@ -6,8 +6,10 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from itertools import chain
+from numbers import Real
 from typing import Any, overload
 
+from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
@@ -38,6 +40,10 @@ class LRSchedulersContainer(Stateful):
     ) -> None:
         if len(optimizers) == 0:
             raise AssertionError("Must have at least one optimizer to create LRScheduler")
+        for group in chain(*(optimizer.param_groups for optimizer in optimizers)):
+            # Before any LambdaLR changes a tensor that groups of several optimizers share.
+            lr = group["lr"]
+            group.setdefault("initial_lr", lr.clone() if isinstance(lr, Tensor) else lr)
         self.schedulers = [LambdaLR(optimizer, lr_lambda) for optimizer in optimizers]
 
     def __iter__(self) -> Iterator[LRScheduler]:
@@ -62,13 +68,18 @@ class LRSchedulersContainer(Stateful):
         holds only one scheduler's, so schedulers that differ keep their own.
 
         Raises:
-            KeyError: no last_epoch. ValueError: it is not a count of steps.
+            KeyError: no last_epoch. ValueError: it is not a count of steps, or base_lrs are no
+                numbers. What the factor raises for that step. Nothing is changed.
         """
         last_epoch = state_dict["last_epoch"]
-        if not isinstance(last_epoch, int) or last_epoch < 0:
+        if not isinstance(last_epoch, int) or isinstance(last_epoch, bool) or last_epoch < 0:
             raise ValueError(f"last_epoch is {last_epoch!r}, expected a number of steps, 0 or more")
         own = [scheduler.base_lrs for scheduler in self.schedulers]
         saved = state_dict.get("base_lrs", own[0])
+        if not all(isinstance(lr, Real | Tensor) for lr in saved):
+            raise ValueError(f"base_lrs is {saved!r}, expected learning rates")
+        for factor in chain(*(getattr(s, "lr_lambdas", ()) for s in self.schedulers)):
+            factor(last_epoch)
         same = all(base_lrs == own[0] for base_lrs in own) and len(saved) == len(own[0])
         for scheduler, base_lrs in zip(self.schedulers, own, strict=True):
             if len(state_dict) > 1:

@@ -145,11 +145,32 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
         Raises:
             AttributeError: the inner optimizers are not FusedAdam or FusedAdamW.
         """
-        fused = [optimizer for optimizer in self.optimizers if isinstance(optimizer, FusedAdam)]
-        if not fused:
-            raise AttributeError(f"{type(self.optimizers[0]).__name__} has no control block")
+        fused = self._fused()
         # All of them decide alike, but for one without parameters, whose step does nothing.
         return min(fused, key=lambda optimizer: not optimizer.param_groups[0]["params"]).control
+
+    def _fused(self) -> list[FusedAdam]:
+        fused: list[FusedAdam] = [opt for opt in self.optimizers if isinstance(opt, FusedAdam)]
+        if not fused:
+            raise AttributeError(f"{type(self.optimizers[0]).__name__} has no control block")
+        return fused
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        """The inner optimizers' threshold for the norm over all parts; None: no clipping.
+
+        Raises:
+            AttributeError: as :attr:`control`.
+        """
+        return self._fused()[0].max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float | None) -> None:
+        self._set_max_grad_norm(value)
+
+    def _set_max_grad_norm(self, value: float | None) -> None:
+        for optimizer in self._fused():
+            optimizer.max_grad_norm = value
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         if self.deferred_clipping is not None:

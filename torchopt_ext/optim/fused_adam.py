@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
@@ -123,6 +124,7 @@ class FusedAdam(HookedStep, PlannedStep):
             [torch.empty(0)], lr, betas, eps, weight_decay, amsgrad,
             maximize=maximize, capturable=capturable,
         )  # fmt: skip
+        rounding_seed = operator.index(rounding_seed)
         if not 0 <= rounding_seed < 2**64:
             raise ValueError(f"Invalid rounding_seed: {rounding_seed}, expected 64 bits")
         self._storage = Storage(master_weights, state_dtype)
@@ -212,8 +214,9 @@ class FusedAdam(HookedStep, PlannedStep):
         """
         self._mark_control()
         packed = super().state_dict()
-        packed["state"] = with_own_steps(packed["state"])
-        for entry in packed["state"].values():
+        if "state" in packed:  # unless a hook has made something else of it
+            packed["state"] = with_own_steps(packed["state"])
+        for entry in packed.get("state", {}).values():
             if not isinstance(entry, dict):
                 continue
             if CONTROL_KEY in entry:
@@ -287,6 +290,7 @@ class FusedAdam(HookedStep, PlannedStep):
             "_options": self._options,
             "_settings": self._settings,
             "_blocks": self._blocks,
+            "_norm_measured": self._norm_measured,
             "verdict": self.verdict,
             "norm_in_backward": self.norm_in_backward,
         }
@@ -296,7 +300,7 @@ class FusedAdam(HookedStep, PlannedStep):
         for group in self.param_groups:  # state dicts of older torch versions lack some keys
             for key, default in self.defaults.items():
                 group.setdefault(key, default)
-        self._built = None
+        self._forget_plan()
         self._digests = {}
         self._mark_control()
         if self.norm_in_backward is not None:
@@ -332,11 +336,14 @@ class FusedAdam(HookedStep, PlannedStep):
     @torch.no_grad()
     def set_weights(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Sets parameters and their masters to float32 weights that fit them."""
+        begun = set()
         for param, weight in pairs:
             state = self.state.get(param, {})
             set_weight(param, state, weight, self._storage)
             if state and param.requires_grad:  # frozen ones get a master when they need it
                 self.state[param] = state
+                begun.add(param)
+        self._init_states(begun.__contains__)  # a state dict is complete or empty
 
     def keep_masters(self) -> None:
         """Lets 16-bit parameters have fp32 masters from the next step on.
@@ -345,7 +352,7 @@ class FusedAdam(HookedStep, PlannedStep):
         """
         if self._storage.master_weights is None and not self._options.stochastic_rounding:
             self._storage = replace(self._storage, master_weights="fp32")
-            self._built = None
+            self._forget_plan()
 
 
 _ARGUMENTS = inspect.signature(FusedAdam).parameters.keys()

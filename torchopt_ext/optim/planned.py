@@ -209,6 +209,9 @@ class PlannedStep(Controlled, Optimizer):
     def _plan(self) -> OptimizerPlan | None:
         return None if self._built is None else self._built.plan
 
+    def _forget_plan(self) -> None:
+        self._copied_before, self._built = self.gradients_copied, None
+
     @torch.no_grad()
     def _rebuild(self) -> _Built:
         if self._built is not None:
@@ -216,8 +219,7 @@ class PlannedStep(Controlled, Optimizer):
             if self._options.track:
                 seen = telemetry_of(plan, named).digests
                 self._digests = dict(zip((param for _, param in named), seen, strict=True))
-            self._copied_before += plan.gradients_copied
-            self._built = None
+            self._forget_plan()
         self._init_states(
             lambda param: param.grad is not None and "step" not in self.state.get(param, ())
         )

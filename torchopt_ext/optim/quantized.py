@@ -55,7 +55,7 @@ def scales_like(param: Any) -> Tensor:
     Of shape (rows, groups in a row), float32.
     """
     local = local_tensor(param)
-    scales = torch.zeros(scale_shape(local), device=local.device)
+    scales = torch.zeros(scale_shape(local), dtype=torch.float32, device=local.device)
     if not is_dtensor(param):
         return scales
     from torch.distributed.tensor import DTensor

@@ -16,6 +16,7 @@ from torchopt_ext.optim.quantized import SCALES, quantized_problem, scales_like
 from torchopt_ext.optim.storage import Storage, packed_steps, place_of
 from torchopt_ext.statedict.entries import MASTERS, MOMENTS, step_problem, tensor_problem
 from torchopt_ext.statedict.masters import fit_master
+from torchopt_ext.statedict.moments import code_problems, fit_moments, has_codes
 
 SMALL = 1 << 16  # elements; in larger ones the prefetcher has time to start
 
@@ -81,7 +82,7 @@ def _fit_step(step: Any, device: torch.device) -> Tensor:
             return step  # unread: reading would wait for the device
     if found := step_problem(step):
         raise ValueError(f"step {found}")
-    return torch.as_tensor(step).detach().to(device, torch.float32).reshape(())
+    return torch.as_tensor(step, dtype=torch.float32).detach().to(device).reshape(())
 
 
 def _fit(value: Tensor, param: Tensor, dtype: torch.dtype) -> Tensor:
@@ -108,6 +109,11 @@ def _fit_state(
         ValueError: an entry does not fit; names it.
     """
     fit_master(param, state, storage)
+    if has_codes(state) and not storage.quantizes(param) and not [*code_problems(state, param)]:
+        # The parameter has another dtype or layout than when its moments were made.
+        fitted = fit_moments(state, param, quantizes=False)
+        state.clear()
+        state.update(fitted)
     state["step"] = _fit_step(state["step"], local_tensor(param).device)
     quantized = _fit_quantized(group, param, state, what) if storage.quantizes(param) else ()
     for name in (*moments_of(group), *(MASTERS.keys() & state.keys())):

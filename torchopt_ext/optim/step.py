@@ -73,11 +73,14 @@ def _begin_use(optimizers: Sequence[PlannedStep]) -> None:
 
     A step lets other threads run Python while it waits, for its kernels or for a collective.
     """
-    user = object()
     for i, optimizer in enumerate(optimizers):
+        user = object()
         # A lock in all but name: setdefault() is atomic, and copies do not take it along.
         if vars(optimizer).setdefault("_user", user) is not user:
+            twice = any(optimizer is other for other in optimizers[:i])
             _end_use(optimizers[:i])
+            if twice:
+                raise ValueError(f"optimizer {i} is listed twice; it can make one step at a time")
             raise RuntimeError("another thread is stepping this optimizer; let its step end first")
 
 

@@ -175,7 +175,7 @@ def _update_to_weight(optimizer: PlannedStep) -> Tensor:
     updates = optimizer.telemetry.update_norms
     total = torch.zeros((), dtype=torch.float64, device=updates.device)
     weights: dict[torch.device, list[Tensor]] = {}
-    for param in optimizer.state:
+    for param in filter(torch.is_tensor, optimizer.state):  # state may hold more than parameters'
         local = local_tensor(param).detach()
         local = torch.view_as_real(local) if local.is_complex() else local
         weights.setdefault(local.device, []).append(local)

@@ -13,9 +13,9 @@ TRACKED = {"norms": 1, "lost_updates": 2, "digest": 4}
 """What can be tracked, and its bit in csrc/kernels/trace.h, Track."""
 
 
-def track_bits(track: bool | Collection[str]) -> int:
-    """The bits of what is to be tracked: names of :data:`TRACKED`, or True for all."""
-    names = set(TRACKED if track is True else track or ())
+def track_bits(track: bool | str | Collection[str]) -> int:
+    """The bits of what is to be tracked: a name or names of :data:`TRACKED`, or True for all."""
+    names = {track} if isinstance(track, str) else set(TRACKED if track is True else track or ())
     if not names <= TRACKED.keys():
         raise ValueError(f"Invalid track: {track!r}, expected some of {list(TRACKED)}")
     return sum(TRACKED[name] for name in names)

@@ -180,7 +180,8 @@ def buffers_by_key(params: Mapping[str, Tensor]) -> Buffers:
             return None
         if param is not None and name in SCALES and can_quantize(param):
             scales = scales_like(param)
-            return scales if scales.shape == like.shape else torch.empty(like.shape)
+            same = scales.shape == like.shape
+            return scales if same else torch.empty(like.shape, dtype=like.dtype)
         if param is None or name == "step" or like.shape != param.shape:
             return torch.empty(like.shape, dtype=like.dtype)
         return torch.zeros_like(param, dtype=like.dtype)

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -164,7 +165,7 @@ def plain(value: Any, nested: bool = True) -> Any:
 def _same_kind(value: Any, live: Any) -> bool:
     if isinstance(live, tuple) and isinstance(value, tuple) and len(value) == len(live):
         return all(map(_same_kind, value, live))
-    both = isinstance(value, int | float) and isinstance(live, int | float)
+    both = isinstance(value, Real) and isinstance(live, Real)  # numpy's scalars, too
     return both or (type(value) is type(live) and not isinstance(live, tuple))
 
 
@@ -184,8 +185,8 @@ def converted(
         return {k: converted(k, v, param, storage, step_device) for k, v in value.items()}
     device = local_tensor(param).device
     if name == "step":
-        step = torch.as_tensor(local_tensor(value)).detach()
-        return step.to(step_device or device, torch.float32, copy=True).reshape(())
+        step = torch.as_tensor(local_tensor(value), dtype=torch.float32).detach()
+        return step.to(step_device or device, copy=True).reshape(())
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
     dtype = value.dtype

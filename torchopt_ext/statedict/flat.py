@@ -135,7 +135,7 @@ def _commit(slot: Slot, state: dict[str, Any]) -> None:
     for name, value in slot.entry.items():
         live = state.get(name)
         if isinstance(live, Tensor) and isinstance(value, Tensor | int | float):
-            tensor = value if isinstance(value, Tensor) else torch.tensor(value)
+            tensor = torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else live.dtype)
             live.copy_(tensor.reshape(live.shape) if tensor.numel() == 1 else tensor)
         elif not isinstance(value, Tensor):
             state[name] = copy.deepcopy(value)  # a number, where the optimizer keeps one

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -89,9 +90,16 @@ class Loaded:
             yield from slot.problems(optimizer)
         pairs = zip(self.groups, optimizer.param_groups, strict=True)
         for number, (group, own) in enumerate(pairs if required is not None else ()):
+            if group.get("amsgrad") and _has_8_bit_moments(optimizer):
+                yield f"group {number} has amsgrad, which does not go with 8-bit moments here"
             for name in sorted(own.keys() & group.keys() - {"params", "param_names"}):
                 if found := option_problem(name, group[name], own[name]):
                     yield f"{name} of group {number} {found}"
+
+
+def _has_8_bit_moments(optimizer: Any) -> bool:
+    storage = getattr(optimizer, "_storage", None)
+    return storage is not None and storage.state_dtype == torch.int8
 
 
 def largest_step(entries: Iterable[Mapping[str, Any]]) -> float:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from torchopt_ext._torch import is_dtensor
 from torchopt_ext.optim.local import as_placed, local_tensor
 from torchopt_ext.optim.quantized import (
     CODES,
@@ -43,10 +44,18 @@ def code_problems(entry: Mapping[str, Any], param: Tensor) -> Iterator[tuple[str
     for name in (*CODES, *SCALES):
         if name not in entry:
             yield name, "is missing beside 8-bit moments"
-        elif not can_quantize(param):
+        elif not _can_decode(param):
             yield name, "belongs to 8-bit moments, which the parameter cannot have here"
         elif found := problem(name, entry[name], param):
             yield name, found
+
+
+def _can_decode(param: Tensor) -> bool:
+    """Whether codes of a parameter can be read, if only to make float moments of them.
+
+    A DTensor's shard may hold parts of rows, whose scales are of whole ones.
+    """
+    return can_quantize(param) or (param.dim() >= 2 and not is_dtensor(param))
 
 
 def fit_moments(entry: Mapping[str, Any], param: Tensor, quantizes: bool) -> Mapping[str, Any]:
@@ -69,7 +78,7 @@ def fit_moments(entry: Mapping[str, Any], param: Tensor, quantizes: bool) -> Map
 def quantize(name: str, moment: Tensor) -> tuple[Tensor, Tensor]:
     """Codes and scales of a moment, as a step stores them but rounded to nearest."""
     codes = torch.empty(moment.shape, dtype=CODES[name], device=moment.device)
-    scales = torch.empty(scale_shape(moment), device=moment.device)
+    scales = torch.empty(scale_shape(moment), dtype=torch.float32, device=moment.device)
     by_row = codes.flatten(1)
     is_root = name == "exp_avg_sq"  # a root's code 0 is one step, and 255 is 256
     for own in _blocks(moment):
@@ -87,7 +96,7 @@ def quantize(name: str, moment: Tensor) -> tuple[Tensor, Tensor]:
 
 def dequantize(name: str, codes: Tensor, scales: Tensor) -> Tensor:
     """The float32 moment that codes and scales stand for, exactly as a step reads it."""
-    moment = torch.empty(codes.shape, device=codes.device)
+    moment = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
     by_row = moment.flatten(1)
     for own in _blocks(codes):
         code = _grouped(codes[own].reshape(-1, by_row.shape[1]).float())

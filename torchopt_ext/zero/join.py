@@ -103,7 +103,8 @@ def share(
     """
     scaling = [nan if t is None else float(t) for t in (context.grad_scale, context.found_inf)]
     present = [float(param.grad is not None) for param in params]
-    mine = torch.tensor([float(not out_of_data), *scaling, context.check_overflow, *present])
+    values = [float(not out_of_data), *scaling, context.check_overflow, *present]
+    mine = torch.tensor(values, dtype=torch.float32)
     all_ranks = all_gather(mine, ranks.group, "exchanging which ranks have data")
     found = [of_rank.tolist() for of_rank in all_ranks]
     source = next(rank for rank, of_rank in enumerate(found) if of_rank[0])
@@ -124,7 +125,7 @@ def share(
     if not out_of_data:
         return context
     return context._replace(
-        grad_scale=None if isnan(scale) else torch.tensor(scale),
-        found_inf=None if isnan(flag) else torch.tensor(flag),
+        grad_scale=None if isnan(scale) else torch.tensor(scale, dtype=torch.float32),
+        found_inf=None if isnan(flag) else torch.tensor(flag, dtype=torch.float32),
         check_overflow=bool(check_overflow),
     )

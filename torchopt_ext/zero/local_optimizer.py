@@ -1,7 +1,7 @@
 """The optimizer that steps this rank's part: how it is built, and what it is told."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from itertools import chain
 from typing import Any, cast
@@ -13,12 +13,13 @@ from torch.optim import Optimizer
 
 from torchopt_ext import ops
 from torchopt_ext.optim import FusedAdam
-from torchopt_ext.optim.collective import collective, wait
+from torchopt_ext.optim.collective import all_or_none, collective, wait
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, fp32_params, is_8_bit
 from torchopt_ext.optim.hooks import inner_step
 from torchopt_ext.optim.rejection import Agreement, reject_in
 from torchopt_ext.optim.state import named_group_params
+from torchopt_ext.statedict.masters import read_weights
 from torchopt_ext.zero.balanced import BalancedBuckets
 from torchopt_ext.zero.sharded import ShardedOptimizer
 
@@ -39,6 +40,24 @@ def fp32_moments(zero: ShardedOptimizer) -> tuple[Tensor, ...]:
     chosen = fp32_params(named, zero._optim_defaults.get("fp32_moments", EMBEDDINGS))
     mine = chain(*zero.parts.mine)
     return tuple(part for part in mine if zero.parts.part_of(part).param in chosen)
+
+
+def refresh_masters(zero: ShardedOptimizer, from_: Mapping[Any, Tensor] | None) -> None:
+    """Makes this rank's masters what the parameters are, or both what the given weights are."""
+    optim = zero.optim
+    with all_or_none(zero.process_group):
+        if not isinstance(optim, FusedAdam):
+            raise TypeError(f"a {type(optim).__name__} keeps no master weights")
+        named = [(name, param) for _, _, name, param in named_group_params(cast(Optimizer, zero))]
+        pairs = read_weights(from_ or {}, named, optim.keeps_master) if from_ is not None else []
+    if from_ is None:
+        optim.refresh_masters()
+    for param, weight in pairs:
+        param.copy_(weight)  # on every rank; the rounding is that of a master's owner
+    weight_of = dict(pairs)
+    parts = [zero.parts.part_of(own) for own in chain(*zero.parts.mine)]
+    optim.set_weights((p.tensor, p.of(weight_of[p.param])) for p in parts if p.param in weight_of)
+    zero._consolidated = None
 
 
 def build(zero: ShardedOptimizer) -> None:

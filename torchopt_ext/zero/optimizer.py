@@ -3,9 +3,9 @@
 import copy
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -392,6 +392,32 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
     def control(self) -> Any:
         """The local FusedAdam's decision, which is that of all ranks."""
         return self.optim.control
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        """The local FusedAdam's; to be set on all ranks."""
+        return cast(float | None, self.optim.max_grad_norm)
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float | None) -> None:
+        self.optim.max_grad_norm = value
+
+    @bounded
+    @torch.no_grad()
+    def refresh_masters(self, from_: Mapping[Any, Tensor] | None = None) -> None:
+        """Makes the master weights what the parameters are now, or sets both from float32 weights.
+
+        As :meth:`torchopt_ext.FusedAdamW.refresh_masters`; call it on all ranks.
+
+        Args:
+            from_: whole float32 weights by parameter or name, the same on all ranks.
+
+        Raises:
+            TypeError: the local optimizer is not FusedAdam or FusedAdamW.
+            ValueError: a weight is missing or does not fit, on any rank. Nothing is changed.
+        """
+        self.wait_for_params()
+        local_optimizer.refresh_masters(self, from_)
 
     def overlap_forward(self, *modules: torch.nn.Module) -> None:
         """Lets ``step`` return before the modules' parameters have arrived.

@@ -47,7 +47,8 @@ class Part:
             return self
         begin, end = (groups_before(self.param, element) for element in (self.begin, self.end))
         param, tensor = (
-            torch.empty(scale_shape(like), device="meta") for like in (self.param, self.tensor)
+            torch.empty(scale_shape(like), dtype=torch.float32, device="meta")
+            for like in (self.param, self.tensor)
         )
         return Part(param, begin, end, tensor, self.divided)
 

@@ -431,3 +431,41 @@ def test_is_an_optimizers_container(choice, parts):
     ]
     with pytest.raises(NotImplementedError):
         container.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+
+
+@pytest.mark.parametrize("norm", [None, 0.5])
+def test_a_conversion_that_swaps_tensors(parts, assert_same, norm):
+    """Swapped tensors have no hooks: the next step() finds that out and updates."""
+    copies = copy.deepcopy(parts)
+    kwargs = {"lr": 1e-2, "max_grad_norm": norm}
+    containers = (
+        OptimizersInBackwardContainer(parts, FusedAdamW, kwargs),
+        OptimizersContainer(copies, FusedAdamW, kwargs),
+    )
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        for part in (*parts, *copies):
+            part.double()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    for seed in range(3):
+        for own, container in ((parts, containers[0]), (copies, containers[1])):
+            x = torch.randn(4, 5, generator=torch.Generator().manual_seed(seed)).double()
+            for part in own:
+                x = part(x)
+            x.square().sum().backward()
+            container.step()
+            container.zero_grad()
+    for part, other in zip(parts, copies, strict=True):
+        assert_same(part, other)
+    assert all(param.grad is None for param in parameters(parts))
+
+
+def test_the_threshold_is_the_inner_optimizers(parts):
+    container = OptimizersContainer(parts, FusedAdamW, {"lr": 1e-2})
+    container.max_grad_norm = 0.5
+    assert [o.max_grad_norm for o in container] == [0.5] * len(container)
+    with pytest.raises(ValueError, match="pass max_grad_norm to its constructor"):
+        OptimizersInBackwardContainer(parts, FusedAdamW, {}).max_grad_norm = 1.0
+    with pytest.raises(AttributeError, match="no control block"):
+        OptimizersContainer(parts, torch.optim.AdamW, {}).max_grad_norm = 1.0

@@ -19,6 +19,7 @@ from torchopt_ext import FusedAdamW, ops
 from torchopt_ext.containers import (
     LRSchedulersContainer,
     OptimizersContainer,
+    OptimizersInBackwardContainer,
     build_lr_schedulers,
 )
 
@@ -501,7 +502,31 @@ def test_a_lambda_with_state_is_restored(optimizers):
     assert resumed.schedulers[0].lr_lambdas[0].factors is not saved["lr_lambdas"][0]["factors"]
 
 
-@pytest.mark.parametrize("value", [-1, 1.5, "3", None])
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # without backward
+@pytest.mark.parametrize("kind", [OptimizersContainer, OptimizersInBackwardContainer])
+def test_a_tensor_that_optimizers_share_is_each_ones_base(parts, kind):
+    container = kind(parts, FusedAdamW, {"lr": torch.tensor(BASE_LR)})
+    schedulers = LRSchedulersContainer(container, lambda step: (step + 1) / 4)
+    for step in range(3):
+        assert {float(lr) for s in schedulers for lr in s.base_lrs} == {BASE_LR}
+        assert {float(g["lr"]) for g in container.param_groups} == {BASE_LR * (step + 1) / 4}
+        container.step()
+        schedulers.step()
+
+
+def test_a_load_that_raises_changes_nothing(optimizers):
+    schedulers = LRSchedulersContainer(optimizers, lambda step: [1.0, 0.5][step])
+    before = copy.deepcopy([vars(s) for s in schedulers]), copy.deepcopy(optimizers.param_groups)
+    with pytest.raises(IndexError):
+        schedulers.load_state_dict({"last_epoch": 7})
+    with pytest.raises(ValueError, match="base_lrs is"):
+        schedulers.load_state_dict({**schedulers.state_dict(), "base_lrs": ["x"]})
+    counts = [(s.last_epoch, s.base_lrs, s.get_last_lr()) for s in schedulers]
+    assert counts == [(v["last_epoch"], v["base_lrs"], v["_last_lr"]) for v in before[0]]
+    assert [g["lr"] for g in optimizers.param_groups] == [g["lr"] for g in before[1]]
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, "3", None, True])
 def test_a_senseless_step_is_refused(optimizers, value):
     schedulers = LRSchedulersContainer(optimizers, lambda step: 0.5**step)
     before = copy.deepcopy(schedulers.state_dict())

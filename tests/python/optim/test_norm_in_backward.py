@@ -218,11 +218,19 @@ def replace_memory(model: Model, step: int) -> None:
     model.weights[0].grad.data = model.weights[0].grad * 2
 
 
+def view(model: Model, step: int) -> None:
+    row = model.weights[0].grad[:1]
+    model.weights[0].grad = row.expand_as(model.weights[0].grad)
+
+
 def drop(model: Model, step: int) -> None:
     model.weights[0].grad = None
 
 
-@pytest.mark.parametrize("change", [change_in_place, change_by_list, replace, replace_memory, drop])
+CHANGES = [change_in_place, change_by_list, replace, replace_memory, view, drop]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_changed_gradients_are_read_again(measured: list[int], change: Any) -> None:
     """Another gradient at the address of a freed one is another."""
     with pytest.warns(UserWarning, match="norm_in_backward saves nothing") as caught:

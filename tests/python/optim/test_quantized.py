@@ -407,3 +407,57 @@ def test_a_dtensor_has_scales_placed_as_it_is(one_rank: None) -> None:
         assert state[name].placements == (Shard(0),)
         assert state[name].full_tensor().equal(expected[name])
     assert state["exp_avg_scale_v2"].shape == (6, 4)
+
+
+@pytest.mark.parametrize("change", ["channels_last", "double"])  # which goes with fp64 moments only
+def test_codes_of_a_parameter_that_can_hold_none_become_floats(change: str) -> None:
+    """Exactly, whether the state is loaded or the parameter converted between two steps."""
+
+    def conv() -> nn.Conv2d:
+        torch.manual_seed(0)
+        return nn.Conv2d(16, 5, 3, bias=False)
+
+    def convert(module: nn.Conv2d) -> None:
+        if change == "double":
+            module.double()
+        else:
+            module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    module, other = conv(), conv()
+    own = FusedAdamW(module.parameters(), state_dtype="int8")
+    module.weight.grad = gradients(*module.weight.shape)
+    own.step()
+    saved = copy.deepcopy(own.state_dict())
+    floats = FusedAdamW(conv().parameters())
+    floats.load_state_dict(saved)
+    (expected,) = floats.state.values()
+    other.load_state_dict(module.state_dict())
+    convert(module)
+    convert(other)
+    loaded = FusedAdamW(other.parameters(), state_dtype=None if change == "double" else "int8")
+    loaded.load_state_dict(saved)
+    pairs = [(other.weight, loaded), (module.weight, own)]
+    for weight, optimizer in pairs[:1] if change == "double" else pairs:
+        weight.grad = torch.zeros_like(weight)
+        for group in optimizer.param_groups:
+            group["betas"] = (0.0, 0.0)  # zeros by a step: no trace of how they were read
+        held = {k: v.clone() for k, v in optimizer.state[weight].items()}
+        if optimizer is loaded:
+            for name in ("exp_avg", "exp_avg_sq"):
+                assert held[name].equal(expected[name].to(held[name].dtype))
+        optimizer.step()
+        assert optimizer.state[weight]["exp_avg"].dtype == weight.dtype
+        assert not optimizer.state[weight].keys() & {*ENTRIES[2:]}
+        assert not optimizer.state[weight]["exp_avg"].any()
+    assert change == "double" or module.weight.equal(other.weight)
+
+
+def test_amsgrad_is_not_loaded_beside_8_bits() -> None:
+    (p,) = params(torch.float32, (3, 70))
+    p.grad = torch.ones_like(p)
+    theirs = torch.optim.AdamW([p], amsgrad=True)
+    theirs.step()
+    optimizer = FusedAdamW([p], state_dtype="int8")
+    with pytest.raises(ValueError, match="group 0 has amsgrad, which does not go with 8-bit"):
+        optimizer.load_state_dict(theirs.state_dict())
+    optimizer.step()

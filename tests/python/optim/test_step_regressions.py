@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -227,3 +228,107 @@ def test_a_gradient_without_memory_of_its_own_is_refused_by_name() -> None:
     message = r"gradient 0 \('layer.weight'\) is a tensor subclass without memory of its own"
     with pytest.raises(RuntimeError, match=message):
         optimizer.step()
+
+
+@pytest.mark.parametrize("kind", ["other parameter", "parameter", "moment"])
+def test_gradients_written_back_are_not_what_a_step_writes_besides(kind: str) -> None:
+    p, q = param(4), param(4)
+    optimizer = FusedAdamW([p, q], max_grad_norm=0.1, write_back_gradients=True)
+    optimizer.step()
+    moment = optimizer.state[q]["exp_avg"]
+    p.grad = {"other parameter": q.data, "parameter": p.data, "moment": moment}[kind]
+    before = p.detach().clone(), q.detach().clone(), moment.clone()
+    with pytest.raises(RuntimeError, match="gradient 0 shares memory with"):
+        optimizer.step()
+    assert p.equal(before[0])
+    assert q.equal(before[1])
+    assert moment.equal(before[2])
+
+
+def test_an_optimizer_that_is_listed_twice_is_not_stepped() -> None:
+    p, q = param(2), param(2)
+    optimizer, other = FusedAdamW([p]), FusedAdamW([q])
+    with pytest.raises(ValueError, match="optimizer 2 is listed twice"):
+        fused_step([other, optimizer, optimizer])
+    assert p.equal(torch.ones(2))
+    assert q.equal(torch.ones(2))
+    fused_step([other, optimizer])  # nobody holds them
+
+
+@pytest.mark.parametrize("lr", ["freed", "sparse"])
+def test_a_learning_rate_without_memory_stops_all_optimizers(lr: str) -> None:
+    params = [param(2), param(2)]
+    first, second = optimizers = [FusedAdamW([p], lr=torch.tensor(0.1)) for p in params]
+    if lr == "freed":
+        second.param_groups[0]["lr"].untyped_storage().resize_(0)
+    else:
+        second.param_groups[0]["lr"] = torch.ones(1).to_sparse()
+    with pytest.raises(RuntimeError, match="lr has no memory to be read"):
+        fused_step(optimizers)
+    assert all(p.equal(torch.ones(2)) for p in params)
+    assert float(first.control.steps) == 0
+
+
+def test_parameters_in_a_tuple() -> None:
+    p = param(2)
+    optimizer = FusedAdamW([p])
+    optimizer.param_groups[0]["params"] = (p,)
+    optimizer.step()
+    optimizer.step()
+    assert optimizer.state[p]["step"] == 2
+
+
+def test_a_number_of_numpy_is_a_learning_rate_that_loads() -> None:
+    optimizer = FusedAdamW([param(2)])
+    optimizer.param_groups[0]["lr"] = np.float32(0.25)
+    optimizer.step()
+    resumed = FusedAdamW([param(2)])
+    resumed.load_state_dict(optimizer.state_dict())
+    assert resumed.param_groups[0]["lr"] == 0.25
+
+
+def test_a_copy_knows_its_last_norm_and_a_load_what_was_copied() -> None:
+    p = param(2, 3)
+    optimizer = FusedAdamW([p], max_grad_norm=1.0)
+    p.grad = torch.ones(3, 2).t()
+    optimizer.step()
+    assert float(copy.deepcopy(optimizer).control.grad_norm) == float(optimizer.control.grad_norm)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.gradients_copied == 1
+
+
+def test_a_hook_may_give_the_state_dict_another_layout() -> None:
+    optimizer = FusedAdamW([param(2)])
+    optimizer.step()
+    optimizer.register_state_dict_post_hook(lambda o, packed: {"wrapped": packed})
+    assert optimizer.state_dict()["wrapped"]["state"][0]["step"] == 1
+
+
+def test_a_seed_is_a_whole_number() -> None:
+    with pytest.raises(TypeError, match="integer"):
+        FusedAdamW([param(2)], rounding_seed=1.5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, BF16])
+def test_the_default_dtype_decides_nothing(dtype: torch.dtype) -> None:
+    def run() -> list[bytes]:
+        p = param(3, 70)
+        optimizer = FusedAdamW([p], lr=1e-2, state_dtype="int8")
+        optimizer.step()
+        floats = FusedAdamW([param(3, 70)])
+        floats.load_state_dict(optimizer.state_dict())  # exactly
+        floats.state[floats.param_groups[0]["params"][0]]["step"] = 1001.0  # as older versions
+        floats.step()
+        again = FusedAdamW([param(3, 70)], state_dtype="int8")
+        again.load_state_dict(floats.state_dict())
+        states = [*optimizer.state.values(), *floats.state.values(), *again.state.values()]
+        return [t.numpy().tobytes() for state in states for t in state.values()]
+
+    expected = run()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        found = run()
+    finally:
+        torch.set_default_dtype(before)
+    assert found == expected

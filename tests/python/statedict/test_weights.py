@@ -232,3 +232,20 @@ def test_a_sharded_parameter_takes_its_shard(second_of_two_ranks: Any, placement
     plain = FusedAdamW([("w", nn.Parameter(whole.to(BF16)))], master_weights="fp32")
     with pytest.raises(ValueError, match=r"'w' is placed .* a plain tensor"):
         plain.refresh_masters(from_={"w": copy.copy(placed)})
+
+
+@pytest.mark.parametrize("masters", ["fp32", "remainder", "remainder8"])
+def test_a_state_dict_before_the_first_step_is_complete(masters: str) -> None:
+    exact = fp32_model()
+    models = [copy.deepcopy(exact).to(BF16) for _ in range(2)]
+    first, resumed = (FusedAdamW(m.named_parameters(), master_weights=masters) for m in models)
+    first.refresh_masters(from_=exact.state_dict())
+    resumed.load_state_dict(first.state_dict())
+    for model, optimizer in zip(models, (first, resumed), strict=True):
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        assert {float(state["step"]) for state in optimizer.state.values()} == {1.0}
+    assert_same_bits([*models[0].parameters()], [*models[1].parameters()])
+    for one, other in zip(first.state.values(), resumed.state.values(), strict=True):
+        assert_same_bits([*one.values()], [*other.values()])
