@@ -224,10 +224,12 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
             return
         owner = {p: o for o in fused for group in o.param_groups for p in group["params"]}
         named = flat.named_parameters(self._parts())
-        pairs = read_weights(from_, named, lambda p: p in owner and owner[p].keeps_master(p))
-        for param, weight in pairs:
-            if param in owner:
-                owner[param].set_weights([(param, weight)])
+        weight_of = dict(
+            read_weights(from_, named, lambda p: p in owner and owner[p].keeps_master(p))
+        )
+        for optimizer in fused:
+            own = [p for group in optimizer.param_groups for p in group["params"]]
+            optimizer.begin_with((p, weight_of[p]) for p in own if p in weight_of)
 
     def init_cache_state_dict(self) -> None:
         """Nothing to do: only a fault-tolerant container caches its state dict."""

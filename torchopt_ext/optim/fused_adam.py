@@ -324,7 +324,7 @@ class FusedAdam(HookedStep, PlannedStep):
         """
         named = [(name, param) for _, _, name, param in param_state.named_group_params(self)]
         if from_ is not None:
-            self.set_weights(read_weights(from_, named, self.keeps_master))
+            self.begin_with(read_weights(from_, named, self.keeps_master))
             return
         for _, param in named:
             refresh_master(param, self.state.get(param, {}))
@@ -334,16 +334,20 @@ class FusedAdam(HookedStep, PlannedStep):
         return self._storage.master_of(param) is not None
 
     @torch.no_grad()
+    def begin_with(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Sets weights and gives new masters the rest of their state, which is saved as a whole."""
+        weights = dict(pairs)
+        self.set_weights(weights.items())
+        self._init_states(lambda p: p in weights and "step" not in self.state.get(p, ("step",)))
+
+    @torch.no_grad()
     def set_weights(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Sets parameters and their masters to float32 weights that fit them."""
-        begun = set()
         for param, weight in pairs:
             state = self.state.get(param, {})
             set_weight(param, state, weight, self._storage)
             if state and param.requires_grad:  # frozen ones get a master when they need it
                 self.state[param] = state
-                begun.add(param)
-        self._init_states(begun.__contains__)  # a state dict is complete or empty
 
     def keep_masters(self) -> None:
         """Lets 16-bit parameters have fp32 masters from the next step on.

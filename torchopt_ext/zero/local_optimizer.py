@@ -56,7 +56,7 @@ def refresh_masters(zero: ShardedOptimizer, from_: Mapping[Any, Tensor] | None) 
         param.copy_(weight)  # on every rank; the rounding is that of a master's owner
     weight_of = dict(pairs)
     parts = [zero.parts.part_of(own) for own in chain(*zero.parts.mine)]
-    optim.set_weights((p.tensor, p.of(weight_of[p.param])) for p in parts if p.param in weight_of)
+    optim.begin_with((p.tensor, p.of(weight_of[p.param])) for p in parts if p.param in weight_of)
     zero._consolidated = None
 
 

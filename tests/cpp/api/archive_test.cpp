@@ -91,6 +91,18 @@ TEST(FusedAdamWArchive, IsRefusedWhole) {
             std::string::npos);
   EXPECT_NE(message_of([&] { load(optimizer, saved(FusedAdamW(Tensors{others[0]}))); }),
             "nothing was raised");
+  const Tensors doubles = some_params(at::kDouble);
+  torch::optim::AdamW wider(doubles);
+  train(wider, doubles, 0, 1);
+  EXPECT_NE(message_of([&] { load(optimizer, saved(wider)); }).find("has dtype Double"),
+            std::string::npos);
+  torch::optim::AdamW earlier(copies(params));
+  train(earlier, earlier.param_groups()[0].params(), 0, 1);
+  for (const auto& [param, state] : earlier.state()) {
+    static_cast<torch::optim::AdamWParamState&>(*state).step(-5);
+  }
+  EXPECT_NE(message_of([&] { load(optimizer, saved(earlier)); }).find("step is -5"),
+            std::string::npos);
   EXPECT_EQ(saved(optimizer), before);
 }
 
