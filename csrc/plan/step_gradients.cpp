@@ -105,9 +105,19 @@ void StepPlan::set_gradient(size_t i, const at::Tensor& gradient) {
                   : " has had its storage freed");
 }
 
-void StepPlan::check_gradients_apart() const {
-  if (work_.options.write_back_gradients) {
+void StepPlan::check_gradients_apart() {
+  if (!work_.options.write_back_gradients) {
+    return;
+  }
+  apart_.resize(size());
+  const bool as_before = std::equal(
+      apart_.begin(), apart_.end(), work_.tensors.begin(),
+      [](const void* memory, const TensorWork& work) { return memory == work.memory[kGrad]; });
+  if (!as_before) {
     check_overlap(gradients_);
+    for (size_t i = 0; i < size(); ++i) {
+      apart_[i] = work_.tensors[i].memory[kGrad];
+    }
   }
 }
 

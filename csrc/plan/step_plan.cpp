@@ -101,6 +101,7 @@ void StepPlan::check_overlap(at::TensorList gradients) const {
 
 void StepPlan::split_into_chunks() {
   shares_version_.clear();
+  apart_.clear();
   work_.split_into_chunks();
   if (work_.options.track != 0) {
     const auto on_device = at::TensorOptions().device(device_);

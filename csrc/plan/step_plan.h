@@ -68,7 +68,7 @@ class StepPlan {
 
   // Raises if gradients that are to be written share memory with each other or with what a step
   // writes besides.
-  void check_gradients_apart() const;
+  void check_gradients_apart();
 
   // Makes the copies of parameters that have a gradient right: a step may be skipped. Takes
   // gradients into account that were taken; with Python's interpreter locked.
@@ -133,6 +133,7 @@ class StepPlan {
   std::vector<Known> known_;
   std::vector<Borrowed> borrowed_;
   std::vector<at::Tensor> gradients_;            // keeps this step's gradients alive
+  std::vector<const void*> apart_;               // where gradients were when they were apart
   std::unordered_map<size_t, Strided> strided_;  // by entry
   std::vector<size_t> copied_;                   // ascending: entries that are Entry::copied
   std::vector<Name> names_;

@@ -25,7 +25,7 @@ inline bool is_16_bit(at::ScalarType dtype) { return dtype == at::kBFloat16 || d
 // it. Changing one to see it in the other would lose what another thread counts.
 inline bool shares_version(const c10::VariableVersion& a, const c10::VariableVersion& b) {
   static_assert(sizeof(c10::VariableVersion) == sizeof(void*));
-  // NOLINTNEXTLINE(bugprone-suspicious-memory-comparison): as said
+  // NOLINTNEXTLINE(bugprone-suspicious-memory-comparison): all that a handle holds
   return a.enabled() && std::memcmp(&a, &b, sizeof(a)) == 0;
 }
 

@@ -84,3 +84,10 @@ def test_masters_from_fp32_weights(results: Results, partition: str) -> None:
     assert found[f"{partition} kept"]
     assert found[partition] == 0.0
     assert found[f"{partition} threshold"] == 0.25
+
+
+def test_codes_of_other_layouts(results: Results) -> None:
+    found = case(results, "codes_of_other_layouts")["local"]
+    assert "a AdamW, expected FusedAdam" in found.pop("of another class")
+    assert len(found) == 4
+    assert all(found.values()), found

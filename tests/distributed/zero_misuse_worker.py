@@ -314,6 +314,41 @@ def masters_from_fp32() -> dict[str, Any]:
     return found
 
 
+def codes_of_other_layouts() -> dict[str, Any]:
+    """Parts of parameters that can hold no codes get floats of whole ones."""
+    found: dict[str, Any] = {}
+    torch.manual_seed(0)
+    module = nn.Conv2d(70, 6, 3, bias=False)
+    module.weight.grad = torch.randn(6, 70, 3, 3) * torch.logspace(0, 5, 6)[:, None, None, None]
+    codes = FusedAdamW(module.parameters(), state_dtype="int8")
+    codes.step()
+    floats = FusedAdamW(module.parameters())
+    floats.load_state_dict(codes.state_dict())
+    expected = floats.state[module.weight]
+    for kind in ("channels_last", "double"):
+        for partition in ("greedy", "balanced"):
+            other: Any = copy.deepcopy(module)
+            if kind == "double":
+                other.double()
+            else:
+                other.to(memory_format=torch.channels_last)
+            zero: Any = ZeroRedundancyOptimizer(
+                other.parameters(), FusedAdamW, partition=partition, bucket_elements=64
+            )
+            zero.load_state_dict(codes.state_dict())
+            zero.consolidate_state_dict()
+            if dist.get_rank() == 0:
+                state = zero.state_dict()["state"][0]
+                same = all(
+                    state[name].to(torch.float32).equal(expected[name])
+                    for name in ("exp_avg", "exp_avg_sq")
+                )
+                found[f"{kind} {partition}"] = same
+    adamw: Any = ZeroRedundancyOptimizer(module.parameters(), torch.optim.AdamW)
+    found["of another class"] = raised(lambda: setattr(adamw, "max_grad_norm", 1.0))
+    return {"local": found}
+
+
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
     case.__name__: case
     for case in (
@@ -331,6 +366,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
         group_refused,
         gathers_two_buckets,
         masters_from_fp32,
+        codes_of_other_layouts,
     )
 }
 

@@ -152,7 +152,7 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
             self._update(self._context)
 
     def _set_max_grad_norm(self, value: float | None) -> None:
-        if value is not None and not self.measures_norm:
+        if value and not self.measures_norm:
             raise ValueError(
                 "this container steps each parameter before the norm of all is known: pass "
                 "max_grad_norm to its constructor"
@@ -161,6 +161,7 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Does nothing but clear gradients that are not to be used: backward clears the others."""
+        self._watch_swapped()
         if self._counts:
             self._clear()
 
@@ -208,6 +209,8 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
         return completed
 
     def _take_gradient(self, param: nn.Parameter) -> None:
+        if param not in self._optimizer_of:  # has got the hook of a tensor it was swapped with
+            return
         if self._reduced_later is None:
             self._reduced_later = _is_reduced_by_ddp(self._optimizer_of)
         at_once = not (self.measures_norm or self._reduced_later)
@@ -249,6 +252,7 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
             self._update_complete()
 
     def _update_complete(self) -> None:
+        self._watch_swapped()
         if (
             self._counts and self._is_complete()
         ):  # else another part's microbatches are to come, or step()

@@ -4,7 +4,7 @@ import copy
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from numbers import Real
 from typing import Any, overload
@@ -78,8 +78,7 @@ class LRSchedulersContainer(Stateful):
         saved = state_dict.get("base_lrs", own[0])
         if not all(isinstance(lr, Real | Tensor) for lr in saved):
             raise ValueError(f"base_lrs is {saved!r}, expected learning rates")
-        for factor in chain(*(getattr(s, "lr_lambdas", ()) for s in self.schedulers)):
-            factor(last_epoch)
+        self._try_factors(last_epoch, state_dict.get("lr_lambdas", ()))
         same = all(base_lrs == own[0] for base_lrs in own) and len(saved) == len(own[0])
         for scheduler, base_lrs in zip(self.schedulers, own, strict=True):
             if len(state_dict) > 1:
@@ -91,6 +90,16 @@ class LRSchedulersContainer(Stateful):
             set_step_count(scheduler, 0)
             scheduler.step()
             set_step_count(scheduler, last_epoch + 1)
+
+    def _try_factors(self, step: int, saved: Sequence[dict[str, Any] | None]) -> None:
+        """Raises what the factors, with their saved attributes, would raise at this step."""
+        for scheduler in self.schedulers:
+            factors = [copy.copy(factor) for factor in getattr(scheduler, "lr_lambdas", ())]
+            for number, attributes in enumerate(saved):
+                if attributes is not None:  # of an object; functions have none
+                    vars(factors[number]).update(copy.deepcopy(attributes))
+            for factor in factors:
+                factor(step)
 
     def get_metrics(self) -> dict[str, float]:
         """The present learning rates, as "lr/AdamW", or "lr/AdamW/0" and on if there are several.

@@ -169,6 +169,8 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
         self._set_max_grad_norm(value)
 
     def _set_max_grad_norm(self, value: float | None) -> None:
+        if value and self.deferred_clipping is not None:
+            raise ValueError("deferred_clipping sets max_grad_norm for each step: leave it out")
         for optimizer in self._fused():
             optimizer.max_grad_norm = value
 

@@ -214,9 +214,10 @@ class FusedAdam(HookedStep, PlannedStep):
         """
         self._mark_control()
         packed = super().state_dict()
-        if "state" in packed:  # unless a hook has made something else of it
-            packed["state"] = with_own_steps(packed["state"])
-        for entry in packed.get("state", {}).values():
+        if not (isinstance(packed, dict) and "state" in packed):
+            return packed  # a hook has made something else of it, with the optimizer's own tensors
+        packed["state"] = with_own_steps(packed["state"])
+        for entry in packed["state"].values():
             if not isinstance(entry, dict):
                 continue
             if CONTROL_KEY in entry:
@@ -335,10 +336,11 @@ class FusedAdam(HookedStep, PlannedStep):
 
     @torch.no_grad()
     def begin_with(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Sets weights and gives new masters the rest of their state, which is saved as a whole."""
-        weights = dict(pairs)
-        self.set_weights(weights.items())
-        self._init_states(lambda p: p in weights and "step" not in self.state.get(p, ("step",)))
+        """Sets weights; where that makes masters, it makes all state, as it is saved as a whole."""
+        self.set_weights(pairs)
+        groups = (group["params"] for group in self.param_groups)
+        if any("step" not in self.state.get(p, ("step",)) for params in groups for p in params):
+            self._init_states(lambda param: param.requires_grad)
 
     @torch.no_grad()
     def set_weights(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:

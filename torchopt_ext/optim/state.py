@@ -100,6 +100,25 @@ def _fit(value: Tensor, param: Tensor, dtype: torch.dtype) -> Tensor:
     return fitted
 
 
+def _fit_kind(param: Tensor, state: dict[str, Any], storage: Storage) -> None:
+    """Makes floats of codes, or codes of floats, where a parameter's layout decides otherwise now.
+
+    What does not fit is left to be named.
+    """
+    quantizes = storage.quantizes(param)
+    if storage.state_dtype != torch.int8 or has_codes(state) == quantizes:
+        return
+    moments = {name: state.get(name) for name in MOMENTS[:2]}
+    if quantizes:
+        fits = not any(tensor_problem(value, param) for value in moments.values())
+    else:
+        fits = not storage.problem(param, False) and not [*code_problems(state, param)]
+    if fits:
+        fitted = fit_moments(state, param, quantizes)
+        state.clear()
+        state.update(fitted)
+
+
 def _fit_state(
     group: dict[str, Any], param: Tensor, state: dict[str, Any], storage: Storage, what: str
 ) -> None:
@@ -109,11 +128,6 @@ def _fit_state(
         ValueError: an entry does not fit; names it.
     """
     fit_master(param, state, storage)
-    if has_codes(state) and not storage.quantizes(param) and not [*code_problems(state, param)]:
-        # The parameter has another dtype or layout than when its moments were made.
-        fitted = fit_moments(state, param, quantizes=False)
-        state.clear()
-        state.update(fitted)
     state["step"] = _fit_step(state["step"], local_tensor(param).device)
     quantized = _fit_quantized(group, param, state, what) if storage.quantizes(param) else ()
     for name in (*moments_of(group), *(MASTERS.keys() & state.keys())):
@@ -189,6 +203,8 @@ def build_plan(
             stepped.append((number, index, group, name, param, state))
         else:
             idle.append(param)
+    for _, _, _, _, param, state in stepped:
+        _fit_kind(param, state, storage)
     init_param_states([(group, param, state) for _, _, group, _, param, state in stepped], storage)
     by_device: dict[torch.device, list[dict[str, Any]]] = {}
     for position, (_, _, group, name, param, state) in enumerate(stepped):

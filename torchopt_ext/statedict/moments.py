@@ -53,9 +53,10 @@ def code_problems(entry: Mapping[str, Any], param: Tensor) -> Iterator[tuple[str
 def _can_decode(param: Tensor) -> bool:
     """Whether codes of a parameter can be read, if only to make float moments of them.
 
-    A DTensor's shard may hold parts of rows, whose scales are of whole ones.
+    Not of a DTensor: its shard may hold parts of rows, whose scales are of whole ones.
     """
-    return can_quantize(param) or (param.dim() >= 2 and not is_dtensor(param))
+    plain = not is_dtensor(param) and not param.is_complex()
+    return can_quantize(param) or (plain and param.dim() >= 2)
 
 
 def fit_moments(entry: Mapping[str, Any], param: Tensor, quantizes: bool) -> Mapping[str, Any]:

@@ -1,5 +1,6 @@
 """A ZeroRedundancyOptimizer behind the face of OptimizersContainer."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -7,7 +8,6 @@ from torch import Tensor, nn
 from torchopt_ext.containers import OptimizersContainer
 from torchopt_ext.containers.optimizers import with_fp32_moments
 from torchopt_ext.optim import FusedAdam
-from torchopt_ext.optim.control import ControlView
 from torchopt_ext.statedict import dcp
 from torchopt_ext.zero import ZeroRedundancyOptimizer
 from torchopt_ext.zero.state import buffers
@@ -54,10 +54,15 @@ class ZeroOptimizersContainer(OptimizersContainer[ZeroRedundancyOptimizer]):
         params = (param for group in self.param_groups for param in group["params"])
         return [name_of[param] for param in params]
 
-    @property
-    def control(self) -> ControlView:
-        view: ControlView = self._zero.control
-        return view
+    def _fused(self) -> list[FusedAdam]:
+        return [self._zero.optim]
+
+    def refresh_masters(self, from_: Mapping[Any, Tensor] | None = None) -> None:
+        """As ZeroRedundancyOptimizer's, with the model's names; call it on all ranks."""
+        if from_ is not None:
+            named = dict(self.model_parts[0].named_parameters())
+            from_ = {named.get(key, key): weight for key, weight in from_.items()}
+        self._zero.refresh_masters(from_)
 
     def state_dict(self) -> dict[str, Any]:
         """As OptimizersContainer's, with this rank's parts of tensors."""

@@ -42,14 +42,21 @@ def fp32_moments(zero: ShardedOptimizer) -> tuple[Tensor, ...]:
     return tuple(part for part in mine if zero.parts.part_of(part).param in chosen)
 
 
+def fused(zero: ShardedOptimizer) -> FusedAdam:
+    """The local optimizer; AttributeError unless it is FusedAdam or FusedAdamW."""
+    optim = getattr(zero, "optim", None)
+    if not isinstance(optim, FusedAdam):
+        found = "not built yet" if optim is None else f"a {type(optim).__name__}"
+        raise AttributeError(f"the local optimizer is {found}, expected FusedAdam or FusedAdamW")
+    return optim
+
+
 def refresh_masters(zero: ShardedOptimizer, from_: Mapping[Any, Tensor] | None) -> None:
     """Makes this rank's masters what the parameters are, or both what the given weights are."""
-    optim = zero.optim
+    optim = fused(zero)
     with all_or_none(zero.process_group):
-        if not isinstance(optim, FusedAdam):
-            raise TypeError(f"a {type(optim).__name__} keeps no master weights")
         named = [(name, param) for _, _, name, param in named_group_params(cast(Optimizer, zero))]
-        pairs = read_weights(from_ or {}, named, optim.keeps_master) if from_ is not None else []
+        pairs = [] if from_ is None else read_weights(from_, named, optim.keeps_master)
     if from_ is None:
         optim.refresh_masters()
     for param, weight in pairs:

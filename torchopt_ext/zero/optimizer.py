@@ -5,7 +5,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -395,12 +395,16 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
 
     @property
     def max_grad_norm(self) -> float | None:
-        """The local FusedAdam's; to be set on all ranks."""
-        return cast(float | None, self.optim.max_grad_norm)
+        """The local FusedAdam's; to be set on all ranks.
+
+        Raises:
+            AttributeError: the local optimizer is not FusedAdam or FusedAdamW.
+        """
+        return local_optimizer.fused(self).max_grad_norm
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | None) -> None:
-        self.optim.max_grad_norm = value
+        local_optimizer.fused(self).max_grad_norm = value
 
     @bounded
     @torch.no_grad()
@@ -413,7 +417,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
             from_: whole float32 weights by parameter or name, the same on all ranks.
 
         Raises:
-            TypeError: the local optimizer is not FusedAdam or FusedAdamW.
+            AttributeError: the local optimizer is not FusedAdam or FusedAdamW.
             ValueError: a weight is missing or does not fit, on any rank. Nothing is changed.
         """
         self.wait_for_params()

@@ -20,10 +20,12 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torchopt_ext.optim import FusedAdam
 from torchopt_ext.optim.collective import all_gather_text, all_or_none
 from torchopt_ext.optim.hooks import run_hooks
+from torchopt_ext.optim.quantized import can_quantize
 from torchopt_ext.optim.storage import Storage
 from torchopt_ext.statedict import dcp
 from torchopt_ext.statedict.entries import CONTROL_KEY, control_entry, converted
-from torchopt_ext.statedict.loaded import Loaded, load_whole, raise_problems, read_indexed
+from torchopt_ext.statedict.loaded import Loaded, Slot, load_whole, raise_problems, read_indexed
+from torchopt_ext.statedict.moments import fit_moments, has_codes
 from torchopt_ext.zero import local_optimizer
 from torchopt_ext.zero.exchange import Entry, gather_entries
 from torchopt_ext.zero.part import Part, in_memory_order
@@ -112,6 +114,22 @@ def numbered(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+def _decoded(slot: Slot) -> Slot:
+    """With float moments where the parameter can hold no codes: parts then need not be of rows.
+
+    Raises:
+        ValueError: the codes are a rank's part of a parameter.
+    """
+    if can_quantize(slot.param) or not has_codes(slot.entry):
+        return slot
+    if any(isinstance(value, StateShard) for value in slot.entry.values()):
+        raise ValueError(
+            f"{slot.called('exp_avg')} belongs to 8-bit moments, which the parameter cannot have "
+            f"here: consolidate the state dict before"
+        )
+    return replace(slot, entry=fit_moments(slot.entry, slot.param, quantizes=False))
+
+
 def load(zero: ShardedOptimizer, state_dict: dict[str, Any]) -> None:
     """Lets the local optimizer continue with this rank's part of an unsharded state dict.
 
@@ -122,7 +140,7 @@ def load(zero: ShardedOptimizer, state_dict: dict[str, Any]) -> None:
         hooked = run_hooks(zero, "load_state_dict_pre", state_dict.copy())
         loaded = read_indexed(hooked, zero.param_groups)
         raise_problems(loaded.problems(zero.optim))
-        slot_of = {slot.param: slot for slot in loaded.slots}
+        slot_of = {slot.param: _decoded(slot) for slot in loaded.slots}
         slots = []
         for part in parts:
             slot = slot_of[part.param]

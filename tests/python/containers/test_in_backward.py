@@ -13,6 +13,7 @@ from torchopt_ext.containers import (
     OptimizersContainer,
     OptimizersInBackwardContainer,
 )
+from torchopt_ext.containers.deferred_clipping import defer_clipping
 from torchopt_ext.optim.planned import PlannedStep
 
 
@@ -433,8 +434,9 @@ def test_is_an_optimizers_container(choice, parts):
         container.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
 
 
+@pytest.mark.parametrize("converted", [slice(None), slice(1)], ids=["all parts", "the first"])
 @pytest.mark.parametrize("norm", [None, 0.5])
-def test_a_conversion_that_swaps_tensors(parts, assert_same, norm):
+def test_a_conversion_that_swaps_tensors(parts, assert_same, norm, converted):
     """Swapped tensors have no hooks: the next step() finds that out and updates."""
     copies = copy.deepcopy(parts)
     kwargs = {"lr": 1e-2, "max_grad_norm": norm}
@@ -444,15 +446,15 @@ def test_a_conversion_that_swaps_tensors(parts, assert_same, norm):
     )
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
-        for part in (*parts, *copies):
+        for part in (*parts[converted], *copies[converted]):
             part.double()
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
     for seed in range(3):
         for own, container in ((parts, containers[0]), (copies, containers[1])):
-            x = torch.randn(4, 5, generator=torch.Generator().manual_seed(seed)).double()
+            x = torch.randn(4, 5, generator=torch.Generator().manual_seed(seed))
             for part in own:
-                x = part(x)
+                x = part(x.to(next(part.parameters()).dtype))
             x.square().sum().backward()
             container.step()
             container.zero_grad()
@@ -467,5 +469,10 @@ def test_the_threshold_is_the_inner_optimizers(parts):
     assert [o.max_grad_norm for o in container] == [0.5] * len(container)
     with pytest.raises(ValueError, match="pass max_grad_norm to its constructor"):
         OptimizersInBackwardContainer(parts, FusedAdamW, {}).max_grad_norm = 1.0
+    OptimizersInBackwardContainer(parts, FusedAdamW, {}).max_grad_norm = 0  # off
     with pytest.raises(AttributeError, match="no control block"):
         OptimizersContainer(parts, torch.optim.AdamW, {}).max_grad_norm = 1.0
+    container.max_grad_norm = None
+    defer_clipping(container)
+    with pytest.raises(ValueError, match="deferred_clipping sets max_grad_norm"):
+        container.max_grad_norm = 1.0

@@ -500,6 +500,13 @@ def test_a_lambda_with_state_is_restored(optimizers):
     resumed.load_state_dict(saved)
     assert [group["lr"] for group in optimizers.param_groups] == [BASE_LR / 4] * 2
     assert resumed.schedulers[0].lr_lambdas[0].factors is not saved["lr_lambdas"][0]["factors"]
+    before = copy.deepcopy(resumed.state_dict())
+    with pytest.raises(IndexError):  # of the saved table
+        resumed.load_state_dict({**saved, "last_epoch": 5})
+    assert resumed.state_dict() == before
+    longer = LRSchedulersContainer(optimizers, Table([1.0]))
+    longer.load_state_dict({**saved, "last_epoch": 1})  # which the present table does not have
+    assert longer.schedulers[0].lr_lambdas[0](1) == 0.5
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # without backward

@@ -461,3 +461,39 @@ def test_amsgrad_is_not_loaded_beside_8_bits() -> None:
     with pytest.raises(ValueError, match="group 0 has amsgrad, which does not go with 8-bit"):
         optimizer.load_state_dict(theirs.state_dict())
     optimizer.step()
+
+
+def test_a_layout_that_comes_and_goes() -> None:
+    """Moments follow what the parameter can hold; a dtype that no step takes leaves them."""
+    torch.manual_seed(0)
+    module = nn.Conv2d(16, 5, 3, bias=False)
+    optimizer = FusedAdamW(module.parameters(), state_dtype="int8")
+    formats = (torch.contiguous_format, torch.channels_last, torch.contiguous_format)
+    for count, (layout, dtype) in enumerate(
+        zip(formats, (torch.int8, torch.float32, torch.int8), strict=True), 1
+    ):
+        module.to(memory_format=layout)  # type: ignore[call-overload]
+        module.weight.grad = gradients(*module.weight.shape)
+        optimizer.step()
+        state = optimizer.state[module.weight]
+        assert (state["step"], state["exp_avg"].dtype) == (count, dtype)
+    before = {name: value.clone() for name, value in state.items()}
+    module.double()
+    module.weight.grad = torch.ones_like(module.weight)
+    with pytest.raises((RuntimeError, ValueError), match="exp_avg"):
+        optimizer.step()
+    assert all(value.equal(before[name]) for name, value in state.items())
+    module.float()
+    module.weight.grad = torch.ones_like(module.weight)
+    optimizer.step()
+    assert state["step"] == 4
+    loaded = FusedAdamW(module.parameters(), state_dtype="int8")
+    loaded.load_state_dict(optimizer.state_dict())
+
+
+def test_complex_parameters_take_no_codes() -> None:
+    (p,) = params(torch.float32, (3, 70))
+    saved = stepped([p], [[gradients(3, 70)]]).state_dict()
+    optimizer = FusedAdamW([nn.Parameter(torch.ones(3, 70, dtype=torch.complex64))])
+    with pytest.raises(ValueError, match="which the parameter cannot have here"):
+        optimizer.load_state_dict(saved)

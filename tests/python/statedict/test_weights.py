@@ -238,8 +238,11 @@ def test_a_sharded_parameter_takes_its_shard(second_of_two_ranks: Any, placement
 def test_a_state_dict_before_the_first_step_is_complete(masters: str) -> None:
     exact = fp32_model()
     models = [copy.deepcopy(exact).to(BF16) for _ in range(2)]
+    for model in models:
+        model[1].float()  # without masters
     first, resumed = (FusedAdamW(m.named_parameters(), master_weights=masters) for m in models)
     first.refresh_masters(from_=exact.state_dict())
+    assert len(first.state) == len([*models[0].parameters()])
     resumed.load_state_dict(first.state_dict())
     for model, optimizer in zip(models, (first, resumed), strict=True):
         for param in model.parameters():
@@ -247,5 +250,7 @@ def test_a_state_dict_before_the_first_step_is_complete(masters: str) -> None:
         optimizer.step()
         assert {float(state["step"]) for state in optimizer.state.values()} == {1.0}
     assert_same_bits([*models[0].parameters()], [*models[1].parameters()])
-    for one, other in zip(first.state.values(), resumed.state.values(), strict=True):
-        assert_same_bits([*one.values()], [*other.values()])
+    for own, loaded in zip(*(model.parameters() for model in models), strict=True):
+        one, other = first.state[own], resumed.state[loaded]
+        assert one.keys() == other.keys()
+        assert_same_bits(one.values(), [other[name] for name in one])
