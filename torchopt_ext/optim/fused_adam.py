@@ -338,8 +338,8 @@ class FusedAdam(HookedStep, PlannedStep):
     def begin_with(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Sets weights; where that makes masters, it makes all state, as it is saved as a whole."""
         self.set_weights(pairs)
-        groups = (group["params"] for group in self.param_groups)
-        if any("step" not in self.state.get(p, ("step",)) for params in groups for p in params):
+        params = (param for *_, param in param_state.named_group_params(self))
+        if any("step" not in self.state.get(param, ("step",)) for param in params):
             self._init_states(lambda param: param.requires_grad)
 
     @torch.no_grad()

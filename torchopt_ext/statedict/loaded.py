@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torchopt_ext._torch import tree_map_only
 from torchopt_ext.optim.local import local_tensor
 from torchopt_ext.optim.quantized import CODES, SCALES
+from torchopt_ext.optim.storage import Storage
 from torchopt_ext.statedict.entries import (
     CONTROL_KEY,
     control_fields,
@@ -83,6 +84,7 @@ class Loaded:
         if found := control_problem(self.control):
             yield found
         required = required_of(type(optimizer))
+        storage = getattr(optimizer, "_storage", Storage())  # torch's classes have none
         for slot in self.slots:
             for name in required or () if slot.entry else ():
                 if name not in slot.entry:
@@ -90,16 +92,11 @@ class Loaded:
             yield from slot.problems(optimizer)
         pairs = zip(self.groups, optimizer.param_groups, strict=True)
         for number, (group, own) in enumerate(pairs if required is not None else ()):
-            if group.get("amsgrad") and _has_8_bit_moments(optimizer):
+            if group.get("amsgrad") and storage.state_dtype == torch.int8:
                 yield f"group {number} has amsgrad, which does not go with 8-bit moments here"
             for name in sorted(own.keys() & group.keys() - {"params", "param_names"}):
                 if found := option_problem(name, group[name], own[name]):
                     yield f"{name} of group {number} {found}"
-
-
-def _has_8_bit_moments(optimizer: Any) -> bool:
-    storage = getattr(optimizer, "_storage", None)
-    return storage is not None and storage.state_dtype == torch.int8
 
 
 def largest_step(entries: Iterable[Mapping[str, Any]]) -> float:
