@@ -5,7 +5,7 @@ GradScaler (torch/amp/grad_scaler.py) and ZeroRedundancyOptimizer's names that t
 tests/python/test_torch_names.py holds the package to it and touches each name.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from operator import attrgetter, methodcaller
 from typing import Any, TypeVar
@@ -50,18 +50,40 @@ _WRAPPER = Optimizer.profile_hook_step(lambda _: None).__code__
 def has_step_hooks(optimizer: Any, *, own_only: bool = False) -> bool:
     """Whether hooks on an optimizer's steps are registered: its own, or those on all optimizers."""
     own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    if own or own_only:
-        return bool(own)
-    return bool(_optimizer._global_optimizer_pre_hooks or _optimizer._global_optimizer_post_hooks)
+    return bool(own) if own or own_only else _global_hooks_on(optimizer)
 
 
-def any_step_hooks(optimizers: Iterable[Any]) -> bool:
-    """Whether there are hooks on the steps of any of several optimizers."""
-    if _optimizer._global_optimizer_pre_hooks or _optimizer._global_optimizer_post_hooks:
-        return True
-    return any(
+def any_step_hooks(optimizers: Sequence[Any]) -> bool:
+    """Whether there are hooks on the steps of any of several optimizers of one class."""
+    return _global_hooks_on(optimizers[0]) or any(
         opt._optimizer_step_pre_hooks or opt._optimizer_step_post_hooks for opt in optimizers
     )
+
+
+def _global_hooks_on(optimizer: Any) -> bool:
+    hooks = _optimizer._global_optimizer_post_hooks
+    if hooks and optimizer_writes_copies(optimizer):
+        return bool(_optimizer._global_optimizer_pre_hooks or {*hooks.values()} - _after_others)
+    return bool(hooks or _optimizer._global_optimizer_pre_hooks)
+
+
+_after_others: set[Callable[..., None]] = set()
+
+
+def after_steps_of_others(hook: Callable[..., None]) -> None:
+    """Fires a hook after the steps of optimizers that do not write weights' copies by themselves.
+
+    Those that do are not slowed down: nothing is wrapped around their steps.
+    """
+    if hook not in _after_others:
+        _optimizer.register_optimizer_step_post_hook(hook)
+        _after_others.add(hook)
+
+
+def optimizer_writes_copies(optimizer: Any) -> bool:
+    """Whether an optimizer's step writes copies of the weights (torchopt_ext.fsdp) as well."""
+    inner = getattr(optimizer, "optimizers", None) or [getattr(optimizer, "optim", optimizer)]
+    return all(getattr(type(one), "writes_copies", False) for one in inner)
 
 
 def hooks(optimizer: Any, kind: str) -> list[Callable[..., Any]]:

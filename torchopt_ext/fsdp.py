@@ -13,8 +13,11 @@ from torch.autograd.graph import increment_version
 from torchopt_ext._C import renew_copy
 from torchopt_ext._torch import (
     add_gather_extension,
+    after_steps_of_others,
     fsdp_params,
+    is_dtensor,
     local_shard,
+    optimizer_writes_copies,
     set_local_shard,
     version,
 )
@@ -34,10 +37,11 @@ def keep_low_precision_shards(model: nn.Module) -> None:
     bit. A copy is 2 bytes an element more of memory.
 
     All-gathers cast as FSDP2 does from when a shard may have been changed otherwise until the next
-    step: through the parameter (loading, averages, torch's optimizers), through its local tensor,
+    step: by another optimizer, through the parameter (loading, averages), through its local tensor,
     or through a state dict, which shares its memory, taken after the last step. Not noticed, as by
-    autograd, are writes through ``.data``, collectives into local tensors, and writes into an older
-    state dict: call this function again after those.
+    autograd, are writes through ``.data``, ``torch._foreach_*`` functions on DTensors outside
+    optimizers, collectives into local tensors, and writes into an older state dict: call this
+    function again after those.
 
     Call it when the parameters have their memory (after ``to_empty``, ``to`` and
     ``load_state_dict(assign=True)``, which replace parameters), before or after building the
@@ -72,6 +76,15 @@ def keep_low_precision_shards(model: nn.Module) -> None:
             module.register_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]
     for param in params:
         renew_copy(_copy_of(param), local_shard(param.sharded_param))
+    after_steps_of_others(_count_step)
+
+
+def _count_step(optimizer: Any, *_: Any) -> None:
+    """Counts an optimizer's changes of shards: foreach and fused kernels on DTensors do not."""
+    if not optimizer_writes_copies(optimizer):
+        for param in [param for group in optimizer.param_groups for param in group["params"]]:
+            if is_dtensor(param) and hasattr(shard := local_shard(param), "low_precision_copy"):
+                increment_version(shard)
 
 
 def _copy_of(param: Any) -> Any:

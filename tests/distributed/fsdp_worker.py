@@ -112,7 +112,7 @@ def train(
     batches: int = 1,
     several: bool = False,
     nan_at: int | None = None,
-    torchs: bool = False,
+    torchs: dict[str, bool] | None = None,
     compiled: str = "",
     **options: Any,
 ) -> dict[str, Any]:
@@ -124,8 +124,8 @@ def train(
     """
     model = model_of(mesh, reshard, dtype)
     optimizers: list[Any] = optimizers_of(model, several, options)
-    if torchs:
-        optimizers = [torch.optim.AdamW(model.parameters(), lr=0.05)]
+    if torchs is not None:
+        optimizers = [torch.optim.AdamW(model.parameters(), lr=0.05, **torchs)]
     run: Any = model
     if compiled == "whole":
         run = torch.compile(model, backend="eager")
@@ -147,7 +147,7 @@ def train(
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        if keep_at is not None and step >= keep_at and not torchs:
+        if keep_at is not None and step >= keep_at and torchs is None:
             wrong += wrong_copies(model)
     weights = [shard.detach().clone() for shard in shards(model)]
     state = [dict(optimizer.state[p]) for optimizer in optimizers for p in optimizer.state]
@@ -260,7 +260,10 @@ def cases() -> dict[str, Callable[[], dict[str, Any]]]:
         **{name: partial(compare, **setting) for name, setting in settings.items()},
         **{name: partial(compare, at_step(change, 2)) for name, change in changes.items()},
         "kept later": partial(compare, keep_at=2),
-        "torch's optimizer": partial(compare, torchs=True),
+        **{
+            f"torch's optimizer {name}": partial(compare, torchs={name: True} if name else {})
+            for name in ("", "foreach", "fused")
+        },
         "changed, then skipped": partial(
             compare, at_step(multiply, 1), skip_nonfinite=True, nan_at=1
         ),

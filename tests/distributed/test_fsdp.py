@@ -33,7 +33,10 @@ def results(run_two_ranks: Callable[[str], Results]) -> Results:
         *((name, ONCE) for name in CHANGES),
         ("changed, then skipped", [FROZEN, ALL, FROZEN, FROZEN]),
         ("kept later", [ALL, ALL, FROZEN, FROZEN]),
-        ("torch's optimizer", [FROZEN, ALL, ALL, ALL]),
+        *(
+            (f"torch's optimizer {name}", [FROZEN, ALL, ALL, ALL])
+            for name in ("", "foreach", "fused")
+        ),
     ],
 )
 def test_training_is_that_without(results: Results, name: str, cast: list[int]) -> None:

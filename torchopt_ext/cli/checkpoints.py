@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import re
+import stat
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +22,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torchopt_ext._torch import flatten_state_dict
 from torchopt_ext.cli.terminal import CommandError
+from torchopt_ext.optim.quantized import SCALES
 from torchopt_ext.statedict.dcp import Path as KeyPath
-from torchopt_ext.statedict.dcp import Reader, read
-from torchopt_ext.statedict.entries import CONTROL_KEY
+from torchopt_ext.statedict.dcp import Reader, check_complete, read
+from torchopt_ext.statedict.entries import CONTROL_KEY, MASTERS, MOMENTS
 
 FILE, FOLDER = "torch.save file", "distributed checkpoint"
 _ZIP = b"PK\x03\x04"
@@ -48,10 +51,22 @@ class Entry:
     kind: str
 
 
-def entry_of(key: str, path: KeyPath) -> Entry:
-    """What a key says."""
+_KINDS = {"step", *MOMENTS, *MASTERS, *SCALES}
+
+
+def entry_of(key: str, path: KeyPath, optimizers: Set[str]) -> Entry:
+    """What a key says.
+
+    Args:
+        key, path: as DCP has them.
+        optimizers: parts that have param groups. A model may have a module that is called `state`.
+    """
     marked = f".{key}"
-    at, state = marked.find(f".{CONTROL_KEY}"), marked.find(".state.")
+    starts = [found.start() for found in re.finditer(r"\.state(?=\.)", marked)]
+    state = next((at for at in starts if marked[1:at] in optimizers), -1)
+    if state < 0 and marked.rpartition(".")[2] in _KINDS:
+        state = marked.find(".state.")
+    at = marked.find(f".{CONTROL_KEY}")
     if at >= 0:
         first = state if 0 <= state < at else at
         return Entry(key, marked[1:first], "", CONTROL)
@@ -77,6 +92,7 @@ class Checkpoint:
         tensors: of each one's shape and dtype; :meth:`tensor` reads one.
         values: everything else.
         paths: where each of both is in the nested state dict.
+        nested: the state dict itself, if a file has it: DCP makes text of all keys.
         bytes: size of its files.
     """
 
@@ -84,6 +100,7 @@ class Checkpoint:
     tensors: dict[str, Tensor]
     values: dict[str, Any]
     paths: dict[str, KeyPath]
+    nested: dict[Any, Any] | None = None
     bytes: int
 
     def tensor(self, key: str) -> Tensor:
@@ -92,7 +109,12 @@ class Checkpoint:
 
     def entry(self, key: str) -> Entry:
         """What a tensor is."""
-        return entry_of(key, self.paths[key])
+        return entry_of(key, self.paths[key], self._optimizers)
+
+    @functools.cached_property
+    def _optimizers(self) -> Set[str]:
+        marked = (f".{key}".partition(".param_groups.") for key in self.paths)
+        return {before[1:] for before, mark, _ in marked if mark}
 
     def options(self) -> dict[str, dict[str, Any]]:
         """By part and param group (or parameter, in flat state dicts) the group's options."""
@@ -134,14 +156,16 @@ class _File(Checkpoint):
             raise CommandError(f"{path}: {error}") from error
         self.tensors = {key: value for key, value in flat.items() if isinstance(value, Tensor)}
         self.values = {key: value for key, value in flat.items() if key not in self.tensors}
+        self.nested = loaded
         for key, value in self.tensors.items():
             plain = type(value) in (Tensor, torch.nn.Parameter)
-            if not plain or value.layout is not torch.strided:
-                what = str(value.layout) if plain else type(value).__name__
+            if not plain or value.layout is not torch.strided or value.is_meta:
+                what = type(value).__name__ if not plain else value.layout
+                what = "on the meta device" if value.is_meta else what
                 raise CommandError(f"{path}: {key} is {what}, expected a dense tensor")
 
     def tensor(self, key: str) -> Tensor:
-        return self.tensors[key].detach()
+        return self.tensors[key].detach().resolve_conj().resolve_neg()
 
 
 class _Folder(Checkpoint):
@@ -161,6 +185,9 @@ class _Folder(Checkpoint):
                 for key, value in stored.items()
                 if isinstance(value, TensorStorageMetadata)
             }
+            for key, value in stored.items():
+                if isinstance(value, TensorStorageMetadata):
+                    check_complete(key, value)
             self.bytes = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
         except (OSError, ValueError) as error:
             raise CommandError(" ".join(str(error).split())) from error
@@ -203,9 +230,13 @@ def open_checkpoint(path: Path) -> Checkpoint:
     Raises:
         CommandError: there is none, it is damaged, or it holds other than tensors and plain values.
     """
-    if not path.exists():
-        raise CommandError(f"there is no {path}")
-    return _Folder(path) if path.is_dir() else _File(path)
+    try:
+        kind = path.stat().st_mode
+    except FileNotFoundError:
+        raise CommandError(f"there is no {path}") from None
+    except OSError as error:
+        raise CommandError(f"cannot read {path}: {error.strerror}") from error
+    return _Folder(path) if stat.S_ISDIR(kind) else _File(path)
 
 
 def give_back_memory() -> None:

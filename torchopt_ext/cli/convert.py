@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,6 @@ from torchopt_ext.cli.checkpoints import (
     CONTROL,
     FILE,
     FOLDER,
-    WEIGHTS,
     Checkpoint,
     Entry,
     give_back_memory,
@@ -31,16 +32,16 @@ from torchopt_ext.cli.checkpoints import (
 )
 from torchopt_ext.cli.tensors import DTYPES, add_dtype
 from torchopt_ext.cli.terminal import CommandError, Parser, Progress, size, written
+from torchopt_ext.cli.weights import Weights
+from torchopt_ext.optim.groups import found_by
 from torchopt_ext.optim.quantized import CODES, SCALE, SCALES, can_quantize, scale_shape
 from torchopt_ext.optim.storage import (
     MASTER,
     MASTER_WEIGHTS,
     SIXTEEN_BIT,
-    join_master,
-    split_master,
 )
 from torchopt_ext.statedict.dcp import Path as KeyPath
-from torchopt_ext.statedict.entries import MASTERS, MOMENTS, REMAINDERS
+from torchopt_ext.statedict.entries import MASTERS, MOMENTS
 from torchopt_ext.statedict.moments import dequantize, quantize
 
 FORMATS = {"torch": FILE, "dcp": FOLDER}
@@ -74,6 +75,13 @@ def parser() -> Parser:
     made.add_argument("--master-weights", choices=KINDS, help="what to keep of each weight")
     add_dtype(made, "--state-dtype", MOMENT_DTYPES, "of the moments")
     made.add_argument(
+        "--fp32-moments",
+        type=lambda text: [item for item in text.split(",") if item],
+        metavar="A,B,C",
+        help="patterns of the names of parameters that have no 8-bit moments; FusedAdamW's "
+        "embeddings have none by default, but a checkpoint does not say what an embedding is",
+    )
+    made.add_argument(
         "--weights", type=Path, metavar="CHECKPOINT",
         help="of the model, by name: a remainder becomes a master weight with the bf16 weight, and "
         "where there is neither, either is made of the fp32 weight",
@@ -95,10 +103,13 @@ def main(args: list[str]) -> int:
         options.master_weights, options.state_dtype = "none", "float32"
     give_back_memory()
     source = open_checkpoint(options.input)
-    if options.save_weights is not None and options.save_weights == options.output:
+    if options.fp32_moments and options.state_dtype != "int8":
+        raise CommandError("--fp32-moments are exceptions from --state-dtype int8")
+    outputs = [path for path in (options.output, options.save_weights) if path is not None]
+    if len({os.path.realpath(path) for path in outputs}) < len(outputs):
         raise CommandError(f"{options.output} is both the output and --save-weights")
-    for path in (options.output, options.save_weights):
-        if path is not None and path.exists():
+    for path in outputs:
+        if os.path.exists(path):
             if path.samefile(options.input):
                 raise CommandError(f"{path} is the input")
             if not options.force:
@@ -117,94 +128,24 @@ def main(args: list[str]) -> int:
         (save_file if chosen == FILE else save_folder)(source, new, path, options.to_torch)
         if exact:  # first to be in place: the output may lack their bits
             with written(options.save_weights, options.force) as file:
-                exact_weights = {weights.name(e): weights.as_kind(e, MASTER) for e in exact}
-                torch_save(exact_weights, file)
-            print(f"wrote {options.save_weights}: {len(exact):,} weights, float32")
+                torch_save(exact_weights(weights, exact), file)
+    if weights.beside:
+        print(f"took {len({*weights.beside}):,} weights such as {weights.beside[0]}")
+    if options.state_dtype == "int8" and options.fp32_moments is None:
+        print("8-bit moments of embeddings, too, if there are any: see --fp32-moments")
+    if exact:
+        print(f"wrote {options.save_weights}: {len(exact):,} weights, float32")
     total = sum(tensor.bytes for tensor in new.values())
     print(f"wrote {options.output}: {chosen}, {len(new):,} tensors, {size(total)}")
     return 0
 
 
-# ---- weights -------------------------------------------------------------------------------------
-
-
-class Weights:
-    """The weights of parameters, from master weights, remainders and a model's checkpoint.
-
-    Args:
-        source: the optimizer's checkpoint; a model in it will do.
-        other: a model's checkpoint.
-    """
-
-    def __init__(self, source: Checkpoint, other: Checkpoint | None) -> None:
-        self.source = source
-        self._names: dict[tuple[str, str], str] = {}
-        for group, options in source.options().items():
-            part = f".{group}".rpartition(".param_groups.")[0][1:]
-            pairs = zip(options.get("params", ()), options.get("param_names", ()), strict=False)
-            self._names |= {(part, str(index)): name for index, name in pairs}
-        self.given = other is not None
-        self._found: dict[str, tuple[Checkpoint, str]] = {}
-        for checkpoint in (source, other) if other else (source,):
-            for entry in map(checkpoint.entry, checkpoint.tensors):
-                if entry.kind == WEIGHTS:
-                    self._found[entry.key] = checkpoint, entry.key
-
-    def name(self, entry: Entry) -> str:
-        """The name of an entry's parameter.
-
-        Raises:
-            CommandError: the checkpoint does not say it.
-        """
-        known = self._names.get((entry.part, entry.owner))
-        if known is None and entry.owner.isdigit():
-            raise CommandError(
-                "the optimizer's state has no param_names, by which weights would be found: save "
-                "it from an optimizer that was given model.named_parameters()"
-            )
-        return known or entry.owner
-
-    def _place(self, entry: Entry) -> tuple[Checkpoint, str]:
-        name = self.name(entry)
-        keys = [key for key in self._found if key == name] or [
-            key for key in self._found if key.endswith(f".{name}")
-        ]
-        if len(keys) != 1:
-            found = f"{len(keys)} weights that end so" if keys else "no such weight"
-            raise CommandError(f"there is {found}: {name}; name the model's by --weights")
-        return self._found[keys[0]]
-
-    def check(self, entry: Entry, wanted: str) -> None:
-        """Raises CommandError if :meth:`as_kind` could not make what is wanted."""
-        if entry.kind in (MASTER, wanted):
-            return
-        checkpoint, key = self._place(entry)
-        weight, like = checkpoint.tensors[key], self.source.tensors[entry.key]
-        expected = (torch.bfloat16,) if entry.kind in REMAINDERS else (torch.float32, *SIXTEEN_BIT)
-        if weight.shape != like.shape or weight.dtype not in expected:
-            names = " or ".join(str(dtype).removeprefix("torch.") for dtype in expected)
-            raise CommandError(
-                f"the weight {key} is {weight.dtype} {list(weight.shape)}, expected {names} "
-                f"{list(like.shape)}"
-            )
-
-    def as_kind(self, entry: Entry, wanted: str) -> Tensor:
-        """The master weight or remainder of the parameter that an entry belongs to.
-
-        Args:
-            entry: its master weight, its remainder, or another if it has neither.
-        """
-        if entry.kind == wanted:
-            return self.source.tensor(entry.key)
-        if entry.kind == MASTER:
-            exact = self.source.tensor(entry.key)
-        else:
-            checkpoint, key = self._place(entry)
-            exact = checkpoint.tensor(key)
-            if entry.kind in REMAINDERS:
-                exact = join_master(exact, self.source.tensor(entry.key))
-        exact = exact.float()
-        return exact if wanted == MASTER else split_master(exact, MASTERS[wanted])[1]
+def exact_weights(weights: Weights, masters: list[Entry]) -> dict[str, Any]:
+    """The master weights by name; of several optimizers, by theirs first."""
+    found: dict[str, Any] = {}
+    for entry in masters:
+        found.setdefault(entry.part, {})[weights.name(entry)] = weights.as_kind(entry, MASTER)
+    return found if len(found) > 1 else next(iter(found.values()))
 
 
 # ---- what is written -----------------------------------------------------------------------------
@@ -236,6 +177,7 @@ def converted(source: Checkpoint, weights: Weights, options: Any) -> dict[str, N
         CommandError: a weight that is needed is missing or does not fit.
     """
     new: dict[str, New] = {}
+    keep_fp32 = found_by_name(source, weights, options.fp32_moments or ())
     owners: dict[tuple[str, str], dict[str, Entry]] = {}
     for key, like in source.tensors.items():
         entry = source.entry(key)
@@ -246,7 +188,8 @@ def converted(source: Checkpoint, weights: Weights, options: Any) -> dict[str, N
         if options.master_weights is not None and entry.kind in MASTERS:
             continue  # made below
         if entry.owner and options.state_dtype and entry.kind in (*MOMENTS, *SCALES):
-            made = moments(source, entry, options.state_dtype)
+            kept_fp32 = (entry.part, entry.owner) in keep_fp32
+            made = moments(source, entry, "float32" if kept_fp32 else options.state_dtype)
         else:
             made = iter([kept(source, entry, like.dtype)])
         new |= {".".join(map(str, tensor.path)): tensor for tensor in made}
@@ -268,6 +211,30 @@ def converted(source: Checkpoint, weights: Weights, options: Any) -> dict[str, N
         shape = source.tensors[entry.key].shape
         new[".".join(map(str, path))] = New(path, shape, MASTERS[wanted], make)
     return new
+
+
+def found_by_name(
+    source: Checkpoint, weights: Weights, patterns: Sequence[str]
+) -> set[tuple[str, str]]:
+    """Part and owner of the parameters of which a name has one of the patterns.
+
+    Raises:
+        CommandError: a pattern is none, or in no name.
+    """
+    if not patterns:
+        return set()
+    owned = [entry for entry in map(source.entry, source.tensors) if entry.owner]
+    names = {(entry.part, entry.owner): [weights.name(entry)] for entry in owned}
+    every: set[Any] = set()
+    for pattern in patterns:
+        try:
+            found: set[Any] = found_by(pattern, names)
+        except ValueError as error:
+            raise CommandError(f"--fp32-moments: {error}") from error
+        if not found:
+            raise CommandError(f"--fp32-moments: no parameter has a name with {pattern!r}")
+        every |= found
+    return every
 
 
 def kept(source: Checkpoint, entry: Entry, dtype: torch.dtype) -> New:
@@ -329,15 +296,59 @@ def kept_values(source: Checkpoint, to_torch: bool) -> dict[str, Any]:
 
 def save_file(source: Checkpoint, new: dict[str, New], path: Path, to_torch: bool) -> None:
     """One file of torch.save, with parameters' indices as numbers again."""
-    indices = {str(index) for o in source.options().values() for index in o.get("params", ())}
-    nested: dict[str, Any] = {}
+    made = {}
     with Progress("converting", sum(tensor.bytes for tensor in new.values())) as progress:
-        for tensor in new.values():
-            set_element(nested, tensor.path, tensor.make())
+        for key, tensor in new.items():
+            made[key] = tensor.make()
             progress.add(tensor.bytes)
+    if source.nested is not None:
+        torch_save(with_tensors(source.nested, source, new, made, to_torch), path)
+        return
+    nested: dict[str, Any] = {}
+    for key, tensor in new.items():
+        set_element(nested, tensor.path, made[key])
     for key, value in kept_values(source, to_torch).items():
         set_element(nested, source.paths[key], value)
+    indices = {str(index) for o in source.options().values() for index in o.get("params", ())}
     torch_save(with_indices(nested, indices), path)
+
+
+def with_tensors(
+    nested: dict[Any, Any],
+    source: Checkpoint,
+    new: dict[str, New],
+    made: dict[str, Tensor],
+    to_torch: bool,
+) -> Any:
+    """A file's state dict with other tensors, and the rest as it is: keys, types, what is empty."""
+    added: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in new.items():
+        if key not in source.tensors:
+            holder = ".".join(map(str, tensor.path[:-1]))
+            added.setdefault(holder, {})[str(tensor.path[-1])] = made[key]
+
+    def rewritten(value: Any, key: str) -> Any:
+        def inner(name: Any, item: Any) -> Any:
+            return rewritten(item, f"{key}.{name}" if key else f"{name}")
+
+        if key in source.tensors:
+            return made.get(key, _GONE)
+        if key in source.values or not isinstance(value, dict | list | tuple):
+            return _GONE if to_torch and is_control(key) else value
+        if isinstance(value, dict):
+            items = {name: inner(name, item) for name, item in value.items()}
+            copied = copy.copy(value)  # of its class, with its attributes
+            copied.clear()
+            copied.update({name: item for name, item in items.items() if item is not _GONE})
+            copied.update(added.get(key, {}))
+            return _GONE if to_torch and is_control(key) else copied
+        return type(value)(inner(number, item) for number, item in enumerate(value))
+
+    return rewritten(nested, "")
+
+
+_GONE = object()
+"""Stands for an entry that is left out."""
 
 
 def torch_save(value: Any, path: Path) -> None:
@@ -403,4 +414,6 @@ def save_folder(source: Checkpoint, new: dict[str, New], path: Path, to_torch: b
             save(nested, storage_writer=writer, planner=_Planner(new, progress), no_dist=True)
         except CheckpointException as error:  # of this process, the only one
             (cause, _), *_ = error.failures.values()
+            if isinstance(cause, RuntimeError):  # torch's, of what the disk says
+                raise OSError(str(cause).splitlines()[0]) from error
             raise cause from error

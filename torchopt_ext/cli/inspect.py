@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import textwrap
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,11 @@ import torch
 from torch import Tensor
 
 from torchopt_ext.cli.checkpoints import (
-    CONTROL,
     OPTION,
     Checkpoint,
     Entry,
     give_back_memory,
+    is_control,
     memory_of,
     open_checkpoint,
 )
@@ -73,7 +75,10 @@ def report(path: Path, hashed: bool) -> dict[str, Any]:
         "format": checkpoint.format,
         "bytes": checkpoint.bytes,
         "parts": {part: part_report(checkpoint, part, own) for part, own in parts.items()},
-        "other_values": sum(".param_groups." not in f".{key}" for key in checkpoint.values),
+        "other_values": sum(
+            not is_control(key) and checkpoint.entry(key).kind != OPTION
+            for key in checkpoint.values
+        ),
         "tensors": {
             key: {"dtype": dtype_name(like), "shape": list(like.shape)}
             for key, like in sorted(checkpoint.tensors.items())
@@ -99,12 +104,12 @@ def part_report(checkpoint: Checkpoint, part: str, entries: list[Entry]) -> dict
         elements[what] += like.numel()
         held[what] += like.numel() * like.dtype.itemsize
         if entry.kind == "step" and like.numel() == 1:
-            steps.append(float(checkpoint.tensor(entry.key)))
+            steps.append(checkpoint.tensor(entry.key).item())
     names = {kind for kind, _ in kinds}
     owners = {entry.owner for entry in entries if entry.owner}
     for key, value in checkpoint.values.items():  # torch before 2.0 kept numbers
         if key.startswith(f"{part}.state." if part else "state.") and key.endswith(".step"):
-            steps.append(float(value))
+            steps.append(value)
     found: dict[str, Any] = {
         "optimizer": bool(owners),
         "entries": [
@@ -114,20 +119,33 @@ def part_report(checkpoint: Checkpoint, part: str, entries: list[Entry]) -> dict
         ],
     }  # fmt: skip
     if owners:
-        indexed = all(owner.isdigit() for owner in owners)
+        own = groups(checkpoint, part)
+        indexed = any(group["indices"] for group in own) or not own
         found |= {
             "layout": "indices" if indexed else "names",
             "parameters": len(owners),
             "masters": next((kind for kind, name in MASTER_WEIGHTS.items() if name in names), None),
-            "steps": sorted({int(step) for step in steps}),
-            "groups": groups(checkpoint, part),
+            "steps": sorted({int(step) for step in steps if is_finite(step)}),
+            "groups": [{k: v for k, v in group.items() if k != "indices"} for group in own],
             "control": {
-                entry.key.rpartition(".")[2]: float(checkpoint.tensor(entry.key))
-                for entry in entries
-                if entry.kind == CONTROL
+                key.rpartition(".")[2]: _plain(value) for key, value in controls(checkpoint, part)
             },
         }
     return found
+
+
+def controls(checkpoint: Checkpoint, part: str) -> Iterator[tuple[str, Any]]:
+    """The counts of a schedule or of a loss scale: tensors, or numbers in flat state dicts."""
+    for key in checkpoint.paths:
+        if is_control(key) and checkpoint.entry(key).part == part:
+            yield (
+                key,
+                checkpoint.tensor(key) if key in checkpoint.tensors else checkpoint.values[key],
+            )
+
+
+def is_finite(step: Any) -> bool:
+    return isinstance(step, int | float) and math.isfinite(step)
 
 
 def groups(checkpoint: Checkpoint, part: str) -> list[dict[str, Any]]:
@@ -141,13 +159,16 @@ def groups(checkpoint: Checkpoint, part: str) -> list[dict[str, Any]]:
         plain = {name: _plain(v) for name, v in sorted(saved.items()) if name not in _NO_OPTIONS}
         # Groups of an indexed layout stay apart though their options may be the same.
         text = json.dumps(plain, sort_keys=True) + (owner if "params" in saved else "")
-        found.setdefault(text, {"parameters": 0, "options": plain})["parameters"] += count
+        made = {"parameters": 0, "options": plain, "indices": "params" in saved}
+        found.setdefault(text, made)["parameters"] += count
     return list(found.values())
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return value.item() if value.numel() == 1 else value.tolist()
+        return _plain(value.item() if value.numel() == 1 else value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # JSON has no such numbers
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value if isinstance(value, bool | int | float | str | None) else str(value)
@@ -190,7 +211,11 @@ def as_text(found: dict[str, Any], tensors: bool) -> str:
             text = f"group {number}, {group['parameters']:,} parameters: {' '.join(shown)}"
             lines += ["", *textwrap.wrap(text, WIDTH)]
         if own.get("control"):
-            counts = ", ".join(f"{name} {value:g}" for name, value in own["control"].items())
+            named = own["control"].items()
+            counts = ", ".join(
+                f"{name} {value:g}" if is_finite(value) else f"{name} {value}"
+                for name, value in named
+            )
             lines += ["", *textwrap.wrap(f"control: {counts}", WIDTH)]
     if tensors:
         rows = [
@@ -210,11 +235,13 @@ def headline(part: str, own: dict[str, Any]) -> str:
     if not own["optimizer"]:
         return f"{part or 'tensors'}:"
     steps = own["steps"]
-    counted = f"steps {steps[0]:,} to {steps[-1]:,}" if steps[1:] else f"step {steps[0]:,}"
+    counted = "no steps"
+    if steps:
+        counted = f"steps {steps[0]:,} to {steps[-1]:,}" if steps[1:] else f"step {steps[0]:,}"
     masters = MASTERS_NAMED.get(own["masters"])
     said = [
         f"{own['parameters']:,} parameters by {'index' if own['layout'] == 'indices' else 'name'}",
-        counted if steps else "no steps",
+        counted,
         masters or "no master weights",
     ]
     return f"{part or 'optimizer'}: optimizer state, {', '.join(said)}"

@@ -51,7 +51,7 @@ class DeferredClipping:
             self._optimizers.append(optimizer)
         self._asked = False
         self._measured: dict[torch.device, Tensor] = {}
-        _all.add(self)
+        _all[self] = None
 
     @torch.no_grad()
     def clip(self, max_norm: float, process_group: Any = None) -> Tensor:
@@ -134,7 +134,7 @@ class ClippedInBackward:
     def __init__(self, container: OptimizersInBackwardContainer[Any]) -> None:
         self._container = weakref.ref(container)
         self.ids = {id(p) for group in container.param_groups for p in group["params"]}
-        _all.add(self)
+        _all[self] = None
 
     def clip(self, max_norm: float, process_group: Any = None) -> Tensor:
         """The norm of the last update, before clipping: 0-dim, float64."""
@@ -148,7 +148,9 @@ class ClippedInBackward:
         return known and all(p.grad is None for p in parameters)
 
 
-_all: "weakref.WeakSet[DeferredClipping | ClippedInBackward]" = weakref.WeakSet()
+# In the order in which they were made.
+_all: "weakref.WeakKeyDictionary[DeferredClipping | ClippedInBackward, None]"
+_all = weakref.WeakKeyDictionary()
 
 
 def defer_clipping(container: OptimizersContainer[Any]) -> DeferredClipping:
@@ -205,6 +207,9 @@ def take_over(module: Any) -> None:
 
 
 def _clipping_of(parameters: Sequence[Tensor]) -> DeferredClipping | ClippedInBackward | None:
-    """What clips exactly these parameters; of several, what has most: a stage may train none."""
-    fitting = [clipping for clipping in _all if clipping.covers(parameters)]
+    """What clips exactly these parameters; of several, what has most: a stage may train none.
+
+    Of those with as many it is the latest: an older container may not be collected yet.
+    """
+    fitting = [clipping for clipping in reversed([*_all]) if clipping.covers(parameters)]
     return max(fitting, key=lambda clipping: len(clipping.ids), default=None)

@@ -20,14 +20,13 @@ from torchopt_ext.optim.control import ControlView
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, embeddings_of, fp32_params, is_8_bit
 from torchopt_ext.optim.hooks import HookedStep, inner_step, with_own_hooks
 from torchopt_ext.statedict import dcp, flat
+from torchopt_ext.statedict.entries import BY_NAME, unwrapped
 from torchopt_ext.statedict.masters import read_weights
 
 if TYPE_CHECKING:
     from torchopt_ext.containers.deferred_clipping import DeferredClipping
 
 T = TypeVar("T", bound=Optimizer)
-_WRAPPERS = {"_checkpoint_wrapped_module", "_orig_mod"}
-"""What activation checkpointing and torch.compile add to names of parameters."""
 
 
 class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
@@ -207,6 +206,8 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
         """
         flat.load_state_dict(self._parts(), state_dict)
 
+    checkpoint_layout = BY_NAME
+
     def checkpoint_buffers(self, ids: list[str]) -> dcp.Buffers:
         """For :func:`torchopt_ext.statedict.dcp.load`."""
         named = flat.named_parameters(self._parts())
@@ -342,7 +343,7 @@ def with_fp32_moments(
     if not is_8_bit(arguments.get("state_dtype")):
         return dict(arguments)
     named = [
-        (".".join(own for own in name.split(".") if own not in _WRAPPERS), param)
+        (unwrapped(name), param)
         for part in model_parts
         for name, param in part.named_parameters(remove_duplicate=False)
     ]

@@ -9,6 +9,7 @@ from typing import Any
 import accelerate
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
+from torch import Tensor
 
 from torchopt_ext.integrations.clipping import (
     clipping_optimizers,
@@ -23,6 +24,27 @@ from torchopt_ext.optim.control import ControlView
 class FusedAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     """What :meth:`Accelerator.prepare` makes of an optimizer that clips in its step."""
 
+    _own_threshold: float | None = None  # while clip_grad_norm_'s is set
+    _overridden = _asked = False  # clip_grad_norm_'s is set; it counts for the next step
+
+    def clip_next(self, max_norm: float) -> Tensor:
+        """Lets the next step clip; returns :func:`norm_of_step`."""
+        optimizers = clipping_optimizers(self.optimizer)
+        if not self._overridden:
+            self._own_threshold = self.max_grad_norm
+        self._overridden = self._asked = True
+        set_threshold(optimizers, max_norm)
+        return norm_of_step(optimizers)
+
+    def step(self, closure: Any = None) -> Any:
+        """The optimizer's step, where gradients are complete."""
+        if self.gradient_state.sync_gradients:
+            # Only now: setting it writes to the device, and most loops ask before each step.
+            if self._overridden and not self._asked:
+                self.max_grad_norm = self._own_threshold
+            self._asked = False
+        return super().step(closure)
+
     @property
     def control(self) -> ControlView:
         """The last step's decision, such as ``control.grad_norm``."""
@@ -35,6 +57,7 @@ class FusedAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | None) -> None:
+        self._overridden = False
         for optimizer in clipping_optimizers(self.optimizer):
             optimizer.max_grad_norm = value
 
@@ -90,6 +113,4 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 f"the step clips by the 2-norm of one optimizer's gradients; got norm_type="
                 f"{norm_type} and {len(self._optimizers)} optimizers: set max_grad_norm of each"
             )
-        optimizers = clipping_optimizers(prepared[0].optimizer)
-        set_threshold(optimizers, max_norm)
-        return norm_of_step(optimizers)
+        return prepared[0].clip_next(max_norm)

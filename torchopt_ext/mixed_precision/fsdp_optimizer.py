@@ -27,7 +27,7 @@ from torchopt_ext.optim.local import moved, sent_to_host
 from torchopt_ext.optim.rejection import Agreement
 from torchopt_ext.optim.step import reject
 from torchopt_ext.optim.storage import is_steppable
-from torchopt_ext.statedict.entries import MASTERS, tensor_problem
+from torchopt_ext.statedict.entries import MASTERS, WITH_BASE, tensor_problem
 from torchopt_ext.statedict.loaded import load_whole, raise_problems, read_indexed
 from torchopt_ext.statedict.masters import weight_of
 
@@ -308,6 +308,8 @@ class FSDPadaptOptimizer(BaseOptimizer):
             ValueError: a tensor has another shape or placement; names the parameter.
         """
         self.load_checked(*self.check_state_dict(states))
+
+    checkpoint_layout = WITH_BASE
 
     def checkpoint_buffers(self, ids: list[str]) -> Any:
         """For :func:`torchopt_ext.statedict.dcp.load`."""

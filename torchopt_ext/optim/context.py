@@ -38,7 +38,10 @@ def amp_context(optimizer: Any) -> StepContext:
     attributes = vars(optimizer)
     if "grad_scale" not in attributes and "found_inf" not in attributes:
         return ALONE
-    return StepContext(attributes.get("grad_scale"), attributes.get("found_inf"))
+    found_inf = attributes.get("found_inf")
+    if not isinstance(found_inf, Tensor):  # of no gradients torch's scaler makes the number 0
+        found_inf = None
+    return StepContext(attributes.get("grad_scale"), found_inf)
 
 
 def taken_grad_scale(optimizer: Any) -> Any:

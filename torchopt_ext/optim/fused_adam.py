@@ -86,6 +86,7 @@ class FusedAdam(HookedStep, PlannedStep):
     _step_supports_amp_scaling = True
     # torchopt_ext.GradScaler then leaves the overflow check to the step.
     checks_overflow_in_step = True
+    writes_copies = True  # of weights that have them (torchopt_ext.fsdp)
     required_state = ("step", "exp_avg", "exp_avg_sq")
     _fp32_moments: tuple[str | Tensor, ...] = ()  # while the constructor adds its groups
 

@@ -32,6 +32,8 @@ from torch.optim import Optimizer
 from torchopt_ext._torch import set_element
 from torchopt_ext.optim.collective import agree, all_or_none
 from torchopt_ext.optim.quantized import SCALES, can_quantize, scales_like
+from torchopt_ext.statedict.entries import BY_INDEX, BY_NAME, REQUIRED, WITH_BASE, required_of
+from torchopt_ext.statedict.loaded import load_whole, raise_problems, read_indexed
 
 Path: TypeAlias = tuple[str | int, ...]
 """Keys and list positions that lead to an entry of a nested state dict."""
@@ -62,10 +64,11 @@ def load(
     """``dcp.load`` that changes no optimizer before its entries are read and checked.
 
     Call it on all ranks. Each reads its own parts, so the checkpoint may be from another number of
-    ranks, from another optimizer of this package or from torch's; docs/containers.md says what is
-    converted. Optimizers come first; other objects, and optimizers whose state dicts have a layout
-    of their own, follow as with ``dcp.load``, in place. Pickled values are to be plain values: no
-    code of the files runs.
+    ranks, or from another optimizer of the same layout, torch's included; docs/containers.md says
+    what is converted. Optimizers come first, in order: one that does not fit stays as it was, and
+    so does all that follows. Other objects, and optimizers whose state dicts have a layout of their
+    own, come last, as with ``dcp.load``, in place. Pickled values are to be plain values: no code
+    of the files runs.
 
     Args:
         state_dict: optimizers, modules and other objects by key, as they were saved.
@@ -75,8 +78,9 @@ def load(
         no_dist: this process alone reads.
 
     Raises:
-        ValueError: on all ranks, if an optimizer is not in the checkpoint or does not fit; names
-            what.
+        ValueError: on all ranks, if an optimizer is not in the checkpoint, has another layout there
+            or does not fit; names what.
+        KeyError: a container has a parameter that the checkpoint lacks.
         RuntimeError: on all ranks, if one cannot read.
     """
     group = None if no_dist else group_of(process_group)
@@ -90,7 +94,13 @@ def load(
     loaded = read_optimizers(optimizers, storage_reader, group) if optimizers else {}
     for key, states in loaded.items():
         with all_or_none(group):
-            optimizers[key].load_state_dict(states)
+            if type(optimizers[key]) in REQUIRED:  # torch's check less, and keep what they are given
+                raise_problems(
+                    read_indexed(states, optimizers[key].param_groups).problems(optimizers[key])
+                )
+                load_whole(optimizers[key], states)
+            else:
+                optimizers[key].load_state_dict(states)
     others = {key: value for key, value in state_dict.items() if key not in loaded}
     if others:
         read(others, storage_reader, group, "the checkpoint")
@@ -120,7 +130,12 @@ def read_optimizers(
     saved = {}
     for key, optimizer in optimizers.items():
         entries = entries_below(metadata, key)
-        if hasattr(optimizer, "checkpoint_buffers") or id_lists(entries):
+        if (wanted := layout_of(optimizer)) not in (None, found := _layout(entries)):
+            raise ValueError(
+                f"'{key}' is of an optimizer whose state dict is {found}, but that of "
+                f"{type(optimizer).__name__} is {wanted}: load it into an optimizer of that layout"
+            )
+        if wanted is not None or id_lists(entries):
             saved[key] = entries
     every = [entry for entries in saved.values() for entry in entries.items()]
     values: dict[str, Any] = {fqn: None for fqn, (_, like) in every if like is None}
@@ -146,6 +161,18 @@ def read_optimizers(
                     states["state"] = {ids.get(text, text): by_text[text] for text in by_text}
     read(tensors, reader, group, "the optimizer state")
     return loaded
+
+
+def layout_of(optimizer: Optimizer) -> str | None:
+    """The layout of an optimizer's state dict, by its attribute of this name; None: not known."""
+    known = required_of(type(optimizer)) is not None or hasattr(optimizer, "checkpoint_buffers")
+    return getattr(optimizer, "checkpoint_layout", BY_INDEX) if known else None
+
+
+def _layout(entries: Entries) -> str:
+    if any(path[0] == BASE for path, _ in entries.values()):
+        return WITH_BASE
+    return BY_INDEX if id_lists(entries) else BY_NAME
 
 
 def id_lists(entries: Entries) -> list[str]:
@@ -215,6 +242,9 @@ def read(values: dict[str, Any], reader: StorageReader, group: Any, what: str) -
             values, storage_reader=reader, planner=_Planner(), process_group=group, no_dist=alone
         )
     except CheckpointException as error:  # a BaseException, which callers would not expect
+        for problem, _ in error.failures.values():
+            if not isinstance(problem, Exception):  # such as KeyboardInterrupt
+                raise problem from error
         found = [f"rank {rank}: {problem!r}" for rank, (problem, _) in error.failures.items()]
         raise RuntimeError(f"reading {what}: {'; '.join(found)}") from error
 
@@ -329,6 +359,16 @@ class Reader(FileSystemReader):
         return found
 
 
+def check_complete(fqn: str, stored: TensorStorageMetadata) -> None:
+    """Raises ValueError if a checkpoint lacks elements of a tensor."""
+    held, wanted = sum(math.prod(chunk.sizes) for chunk in stored.chunks), stored.size.numel()
+    if held != wanted:
+        raise ValueError(
+            f"'{fqn}' is incomplete: the checkpoint has {held} of its {wanted} elements, so not "
+            "all ranks saved theirs"
+        )
+
+
 def entries_below(metadata: Metadata, key: str) -> Entries:
     """The entries of the state dict saved as ``key``, in its order, with paths in it.
 
@@ -345,12 +385,7 @@ def entries_below(metadata: Metadata, key: str) -> Entries:
         like = None
         if isinstance(stored, TensorStorageMetadata):
             like = torch.zeros((), dtype=stored.properties.dtype).expand(stored.size)
-            held = sum(math.prod(chunk.sizes) for chunk in stored.chunks)
-            if held != like.numel():
-                raise ValueError(
-                    f"'{fqn}' is incomplete: the checkpoint has {held} of its {like.numel()} "
-                    f"elements, so not all ranks saved theirs"
-                )
+            check_complete(fqn, stored)
         entries[fqn] = path[depth:], like
     if not entries:
         tops = sorted({str(path[0]) for path in paths.values()})

@@ -42,6 +42,10 @@ REQUIRED: dict[type[Optimizer], tuple[str, ...]] = {
 """What a parameter's state holds in any case, by class."""
 
 
+BY_INDEX, BY_NAME = "by index, as torch's", "flat and by name, as a container's"
+WITH_BASE = "FSDPadaptOptimizer's"
+"""Layouts of optimizers' state dicts, to follow "the state dict is"."""
+
 CONTROL_KEY = "torchopt_ext.control"
 """Entry of the first parameter's state: the counts and the loss scale of a control block.
 
@@ -49,6 +53,14 @@ torch's ``get_optimizer_state_dict`` and ``set_optimizer_state_dict`` drop top-l
 on a key of a parameter group that the dict lacks. They keep this one, and torch's optimizers load
 and ignore it. Containers have ``torchopt_ext.control.{field}`` keys.
 """
+
+WRAPPERS = {"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod"}
+"""What activation checkpointing, FSDP1 and torch.compile add to names of parameters."""
+
+
+def unwrapped(name: str) -> str:
+    """A parameter's name without what wrappers add."""
+    return ".".join(own for own in name.split(".") if own not in WRAPPERS)
 
 
 def control_entry(fields: Mapping[str, float]) -> dict[str, Tensor]:

@@ -116,6 +116,24 @@ def test_inspect_others(run: Run, tmp_path: Path) -> None:
     assert [group["parameters"] for group in part["groups"]] == [4]
     torch.save(model.state_dict(), tmp_path / "model.pt")
     assert "weights" in run("inspect", tmp_path / "model.pt")
+    listed = nn.ParameterList([nn.Parameter(torch.ones(2))])
+    container = OptimizersContainer([listed], FusedAdamW, {"lr": float("inf")})
+    container.step()
+    torch.save({"optim": container.state_dict()}, tmp_path / "listed.pt")
+    found = run("inspect", tmp_path / "listed.pt", "--json")
+    part = json.loads(found, parse_constant=pytest.fail)["parts"]["optim"]
+    assert (part["layout"], part["groups"][0]["options"]["lr"]) == ("names", "inf")
+
+
+@pytest.mark.parametrize("step", [None, torch.tensor(float("nan")), 3, torch.tensor(3.0)])
+def test_inspect_odd_values(run: Run, tmp_path: Path, step: Any) -> None:
+    entry = {"step": step, "exp_avg": torch.tensor([1 + 2j]).conj()}
+    torch.save({"state": {0: entry}, "param_groups": [{"params": [0]}]}, tmp_path / "a.pt")
+    shown = run("inspect", tmp_path / "a.pt")
+    assert ("step 3" if step in (3, torch.tensor(3.0)) else "no steps") in shown
+    plain = {**entry, "exp_avg": torch.tensor([1 - 2j])}
+    torch.save({"state": {0: plain}, "param_groups": [{"params": [0]}]}, tmp_path / "b.pt")
+    assert run("inspect", tmp_path / "b.pt").splitlines()[1:] == shown.splitlines()[1:]
 
 
 class Evil:
@@ -131,6 +149,7 @@ def test_inspect_rejects(fails: Run, tmp_path: Path) -> None:
     torch.save({"a": Evil()}, evil)
     torch.save([1], tmp_path / "list")
     torch.save({"a": torch.eye(2).to_sparse()}, tmp_path / "sparse")
+    torch.save({"a": torch.ones(2, device="meta")}, tmp_path / "meta")
     (tmp_path / "folder").mkdir()
     (tmp_path / "dcp").mkdir()
     (tmp_path / "dcp" / ".metadata").write_bytes(b"junk")
@@ -141,6 +160,7 @@ def test_inspect_rejects(fails: Run, tmp_path: Path) -> None:
         ("evil", "refers to exec, whose code could run"),
         ("list", "holds a list"),
         ("sparse", "torch.sparse_coo, expected a dense tensor"),
+        ("meta", "on the meta device, expected a dense tensor"),
         ("folder", "has no .metadata"),
         ("dcp", "no checkpoint's metadata"),
     ):
@@ -409,7 +429,7 @@ def test_convert_rejects_before_it_writes(fails: Run, tmp_path: Path) -> None:
         ("a.pt", [*to_fp32, "--weights", tmp_path / "fp32.pt"], "expected bfloat16"),
         ("nameless.pt", [*to_fp32, "--weights", tmp_path / "model.pt"], "no param_names"),
         ("a.pt", ["--to-torch", *to_fp32], "--to-torch keeps no master"),
-        ("a.pt", ["--save-weights", out], "both the output and --save-weights"),
+        ("a.pt", ["--save-weights", out.parent / "." / out.name], "both the output"),
         ("gone.pt", [], "there is no"),
     ):
         assert problem in fails("convert", tmp_path / source, out, *options)

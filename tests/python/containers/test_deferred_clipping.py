@@ -253,6 +253,19 @@ def test_without_it_torchtitans_clipping_is_as_before(parts, set_grads, titan):
     assert plain.deferred_clipping is None
 
 
+def test_the_latest_of_several_containers_clips(parts, set_grads, titan):
+    old, *_, new = containers = [deferring(parts) for _ in range(5)]
+    set_grads(parts, 0)
+    titan.clip_grad_norm_(parameters(parts), MAX_NORM)
+    new.step()
+    assert new.optimizers[0].max_grad_norm == MAX_NORM
+    assert old.optimizers[0].max_grad_norm is None
+    del containers, new
+    set_grads(parts, 1)
+    titan.clip_grad_norm_(parameters(parts), MAX_NORM)
+    old.step()
+
+
 def test_taking_over_twice_changes_nothing(titan):
     once = titan.clip_grad_norm_
     take_over(titan)

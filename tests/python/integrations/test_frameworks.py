@@ -179,6 +179,22 @@ def test_accelerate_resumes(accelerator: Any, tmp_path: Path) -> None:
     assert resumed == whole
 
 
+def test_accelerate_clips_in_the_steps_that_are_asked_to(accelerator: Any) -> None:
+    """By default not at all; by its own threshold where the optimizer has one."""
+    for own in (None, 7.0):
+        model, prepared = accelerator.prepare(model := new_model(), new_optimizer(model))
+        prepared.max_grad_norm = own
+        seen = []
+        for asked in (True, False, False, True, True, False):
+            accelerator.backward(model(*batches()[0])["loss"])
+            if asked:
+                accelerator.clip_grad_norm_(model.parameters(), 0.3)
+            prepared.step()
+            seen.append(prepared.max_grad_norm)
+        assert seen == [0.3, own, own, 0.3, 0.3, own]
+        accelerator.free_memory()
+
+
 def test_accelerate_leaves_other_optimizers_alone(accelerator: Any) -> None:
     model = new_model()
     optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters()))

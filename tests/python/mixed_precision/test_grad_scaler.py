@@ -257,6 +257,20 @@ def test_optimizers_of_different_kinds_under_one_scaler(bad: int | None) -> None
 # ---- misuse --------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, GradScaler])
+def test_an_optimizer_without_gradients_does_nothing(scaler_class: Any) -> None:
+    """torch's scaler gives it the number 0 for its flag."""
+    used, unused = (torch.nn.Linear(4, 4) for _ in range(2))
+    both = [FusedAdamW(model.parameters()) for model in (used, unused)]
+    scaler = scaler_class("cpu", init_scale=4.0)
+    scaler.scale(used(torch.ones(1, 4)).sum()).backward()
+    for optimizer in both:
+        scaler.step(optimizer)
+    scaler.update()
+    assert len(both[0].state) == 2
+    assert not both[1].state
+
+
 def test_disabled_scaler() -> None:
     params, plain = make_params(), make_params()
     optimizer, reference = FusedAdamW(params), FusedAdamW(plain)

@@ -231,6 +231,63 @@ def test_a_bad_checkpoint_changes_nothing_and_runs_nothing(
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.parametrize("kind", ["container, fp32", "FSDPadapt", "torch"])
+@pytest.mark.parametrize("other", ["container, fp32", "FSDPadapt", "torch"])
+def test_another_layout_is_named(tmp_path: Path, kind: str, other: str) -> None:
+    def made(name: str) -> Any:
+        if name != "torch":
+            return job(name, 1, 1)[1]
+        model = nn.Linear(9, 7)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(2, 9)).sum().backward()
+        optimizer.step()
+        return optimizer
+
+    dcp.save({"optim": made(kind)}, checkpoint_id=tmp_path)
+    taken = made(other)
+    if kind == other:
+        load({"optim": taken}, checkpoint_id=tmp_path)
+        return
+    with pytest.raises(ValueError, match=f"'optim' is of .* but that of {type(taken).__name__} is"):
+        load({"optim": taken}, checkpoint_id=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("taken", "message"),
+    [
+        (lambda: torch.optim.SGD(nn.Linear(4, 4).parameters(), momentum=0.9), "lacks .*momentum"),
+        (lambda: torch.optim.AdamW(nn.Linear(5, 4).parameters()), r"shape \(4, 4\), .* \(4, 5\)"),
+    ],
+)
+def test_torchs_optimizers_take_what_fits_only(
+    tmp_path: Path, taken: Callable[[], Any], message: str
+) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = FusedAdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    dcp.save({"optim": optimizer}, checkpoint_id=tmp_path)
+    loading = taken()
+    with pytest.raises(ValueError, match=message):
+        load({"optim": loading}, checkpoint_id=tmp_path)
+    assert not loading.state
+    assert loading.param_groups[0]["params"]
+
+
+def test_an_interrupt_is_no_failure_to_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, optimizer = job("container, fp32", 1, 1)
+    dcp.save({"optim": optimizer}, checkpoint_id=tmp_path)
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Reader, "read_data", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        load({"optim": optimizer}, checkpoint_id=tmp_path)
+
+
 def test_no_reader_of_ours_runs_the_metadata(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
