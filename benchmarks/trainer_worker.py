@@ -90,7 +90,7 @@ class ByTrainer:
         self.trainer.checkpointer.load = lambda step=-1: False  # type: ignore[method-assign]
         self._save = self.trainer.checkpointer.save
         # The last step of a job is always saved; a chunk's is none.
-        self.trainer.checkpointer.save = lambda step, force=False: self._save(step)  # type: ignore
+        self.trainer.checkpointer.save = lambda step, **_: self._save(step)  # type: ignore
 
     def __call__(self, steps: int = CHUNK) -> None:
         self.config.training.steps += steps

@@ -1,11 +1,13 @@
 """python -m torchopt_ext COMMAND ..."""
 
+import contextlib
 import difflib
 import importlib
+import io
 import os
 import sys
 
-from torchopt_ext.cli.terminal import CommandError
+from torchopt_ext.cli.terminal import CommandError, Terminated
 
 COMMANDS = {
     "info": ("torchopt_ext.cli.info", "Say what is installed and built, and test a step."),
@@ -26,31 +28,50 @@ def main(args: list[str] | None = None) -> int:
         args: the command and its arguments; None for this process's.
     """
     args = sys.argv[1:] if args is None else args
-    if not args or args[0] in ("-h", "--help"):
+    name, *rest = args or ["--help"]
+    if sys.stderr is None:  # closed, with which print() would write to stdout
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a path may have what its encoding has not
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        if sys.stdout is None:
+            raise CommandError("stdout is closed")
+        try:
+            return _run(name, rest)
+        finally:
+            sys.stdout.flush()
+    except CommandError as error:
+        print(f"torchopt_ext {name}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt as error:
+        # As the shell has it for a process that SIGTERM or SIGINT ended.
+        return 143 if isinstance(error, Terminated) else 130
+    except OSError as error:
+        quiet = isinstance(error, BrokenPipeError)  # such as of `| head`
+        if name == "train" and not quiet:
+            raise  # an error of training is found by its traceback
+        if not quiet:
+            print(f"torchopt_ext {name}: {error}", file=sys.stderr)
+        with contextlib.suppress(OSError):  # stdout may have no file
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        return 141 if quiet else 2
+
+
+def _run(name: str, args: list[str]) -> int:
+    if name in ("-h", "--help"):
         print("usage: python -m torchopt_ext COMMAND ...\n\nCommands, each with --help:")
-        for name, (_, does) in COMMANDS.items():
-            print(f"  {name:10} {does}")
+        for command, (_, does) in COMMANDS.items():
+            print(f"  {command:10} {does}")
         return 0
-    if args[0] == "--version":
+    if name == "--version":
         print(importlib.import_module("torchopt_ext").__version__)
         return 0
-    name, *rest = args
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(COMMANDS)}"
         print(f"torchopt_ext: there is no command {name}: {hint}", file=sys.stderr)
         return 2
-    try:
-        code: int = importlib.import_module(COMMANDS[name][0]).main(rest)
-        sys.stdout.flush()
-    except CommandError as error:
-        print(f"torchopt_ext {name}: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130  # as the shell has it for a process that SIGINT ended
-    except BrokenPipeError:  # such as of `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
-        return 141
+    code: int = importlib.import_module(COMMANDS[name][0]).main(args)
     return code
 
 

@@ -193,11 +193,13 @@ def test_too_many_skips_in_a_row_end_the_job(behaviour):
     step, message = behaviour(1)[0]["too_many_skips"]
     assert step == 7
     assert "3 steps in a row" in message
-    assert "the last good checkpoint is step 6" in message
+    assert "the last checkpoint before them is step 4" in message
 
 
 def test_training_ends_with_its_data(behaviour):
-    assert behaviour(1)[0]["data_that_ends"] == ["data", 5, 5]
+    """Validated and exported as after the last of all steps."""
+    saved = ["step-4", "step-5", "step-5.safetensors"]
+    assert behaviour(1)[0]["data_that_ends"] == ["data", 5, saved, "model", [0, 3, 5]]
 
 
 def test_validation_reads_the_same_data_every_time(behaviour):

@@ -69,11 +69,27 @@ def test_all_ranks_skip_what_one_finds_damaged(phase: Phase) -> None:
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_one_ranks_full_disk_is_told_on_all(phase: Phase, mode: str) -> None:
-    ranks = phase(2, until=6, full_disk=4, async_mode=mode)
+@pytest.mark.parametrize("fault", ["full_disk", "no_memory"])
+def test_one_ranks_failure_is_told_on_all(phase: Phase, mode: str, fault: str) -> None:
+    ranks = phase(2, until=6, **{fault: 4}, async_mode=mode)
+    reason = {"full_disk": "[Errno 28] No space left on device", "no_memory": "no room"}[fault]
     for rank in ranks:
         assert rank["saved"] == ["step-2", "step-6"]
         assert "step 4" in rank["log"]
-        assert "rank 1: [Errno 28] No space left on device" in rank["log"]
+        assert reason in rank["log"]
+    assert "rank 1: " in ranks[0]["log"]
     again = phase(2, until=6, load=-1)
     assert [(rank["step"], rank["differences"]) for rank in again] == [(6, []), (6, [])]
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_all_ranks_wait_for_a_step_that_none_says_was_skipped(phase: Phase, mode: str) -> None:
+    for rank in phase(2, until=6, skipped=4, async_mode=mode):
+        assert rank["saved"] == ["step-2", "step-5", "step-6"]
+
+
+def test_all_ranks_resume_what_was_saved_after_going_back(phase: Phase) -> None:
+    phase(2, until=4)
+    phase(2, until=3, load=2, interval=1)
+    ranks = phase(2, until=3, load=-1)
+    assert [(rank["step"], rank["differences"]) for rank in ranks] == [(3, []), (3, [])]

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # examples/
 
+from torchopt_ext.trainer.checkpoint_files import contents_of
 from torchopt_ext.trainer.config import ConfigError
 from torchopt_ext.trainer.load_config import load_config
 from torchopt_ext.trainer.trainer import Trainer
@@ -177,11 +178,19 @@ def data_that_ends(folder: Path, shared: list[str]) -> Any:
     (text / "a").write_bytes(bytes(range(256)) * 3)  # 23 windows of 33 bytes
     settings = (
         *("--training.dataset_path", str(text), "--training.epochs", "1"),
-        *("--training.batch_size", "4", "--checkpoint.enable_checkpoint"),
+        *("--training.batch_size", "4", "--training.steps", "50", "--validation.enable"),
+        *("--validation.dataset", "text", "--validation.dataset_path", str(text)),
+        *("--validation.local_batch_size", "2", "--validation.freq", "3"),
+        *("--validation.seq_len", "16", "--checkpoint.enable_checkpoint"),
+        *("--checkpoint.interval", "4", "--checkpoint.model_weights_only"),
+        "--checkpoint.export_safetensors",
     )
-    with trainer_of(folder, shared, *settings, "--training.steps", "50") as trainer:
+    with trainer_of(folder, shared, *settings) as trainer:
         trainer.train()
-        return [trainer.stopped_by, trainer.step, trainer.checkpointer.newest()]
+        saved = sorted(path.name for path in trainer.checkpointer.folder.iterdir())
+        contents = contents_of(trainer.checkpointer.folder / "step-5")
+    validated = [line["step"] for line in lines(folder) if "validation_metrics/loss" in line]
+    return [trainer.stopped_by, trainer.step, saved, contents, validated]
 
 
 @case(1)

@@ -27,6 +27,8 @@ def main(
     until: int,
     kind: str = "sharded",
     full_disk: int = 0,
+    no_memory: int = 0,
+    skipped: int = 0,
     damage: str = "",
     **settings: Any,
 ) -> dict[str, Any]:
@@ -38,6 +40,8 @@ def main(
         until: the step to train to; each saved step's contents are noted.
         kind: as Job takes it, on several ranks.
         full_disk: the step in which rank 1's file cannot be written.
+        no_memory: the step in which rank 1's state cannot be gathered.
+        skipped: the step of which rank 1 says, when saving, that it was skipped.
         damage: a file in which to flip a byte first.
     """
     rank = dist.get_rank()
@@ -60,6 +64,16 @@ def main(
         saving = files.saving_folder(job.manager.folder, full_disk)
         saving.mkdir(parents=True)
         (saving / "__1_0.distcp").symlink_to("/dev/full")
+    if rank == 1:
+        state_dict, save = job.state_dict, job.manager.save
+
+        def gather() -> dict[str, Any]:
+            if job.step == no_memory:
+                raise MemoryError("no room")
+            return state_dict()
+
+        job.state_dict = gather  # type: ignore[method-assign]
+        job.manager.save = lambda step: save(step, skipping=step == skipped)  # type: ignore
     dist.barrier()
     while job.step < until:
         job.train(job.step + 1)

@@ -96,6 +96,11 @@ def main(args: list[str]) -> int:
         check_output(options.markdown)
     if any(param.is_complex() for param in like):
         raise CommandError(f"{name} has complex parameters, which torch's fused AdamW has not")
+    dtypes = {param.dtype for param in like}
+    if options.master_weights is not None and dtypes.isdisjoint(SIXTEEN_BIT):
+        raise CommandError(f"--master-weights is of 16-bit parameters, which {name} has not")
+    if options.master_weights not in (None, "fp32") and torch.float16 in dtypes:
+        raise CommandError("a remainder completes bfloat16 only: --master-weights fp32")
     found = run(name, like, options)
     if options.markdown is not None:
         with written(options.markdown) as file:
@@ -113,12 +118,12 @@ def run(name: str, like: list[Tensor], options: Any) -> dict[str, Any]:
         device = torch.device(options.device)
         if device.type not in ("cpu", "cuda"):
             raise CommandError(f"--device is {options.device}, expected cpu or cuda")
+        if device.type == "cpu":
+            check_memory(name, like)
         params = filled(like, device)
     except (RuntimeError, AssertionError) as error:  # torch asserts that it was built for CUDA
-        raise CommandError(f"--device {options.device}: {first_sentence(error)}") from error
-    remainders = options.master_weights not in (None, "fp32")
-    if remainders and any(p.dtype == torch.float16 for p in params):
-        raise CommandError("a remainder completes bfloat16 only: --master-weights fp32")
+        fault = f"{name} is too large" if "memory" in str(error) else f"--device {options.device}"
+        raise CommandError(f"{fault}: {first_sentence(error)}") from error
     clock = Clock(device)
     plain = plain_update(device)
     try:
@@ -162,6 +167,17 @@ def run(name: str, like: list[Tensor], options: Any) -> dict[str, Any]:
 
 def first_sentence(error: BaseException) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def check_memory(name: str, like: list[Tensor]) -> None:
+    """Rejects what Linux would grant, and then kill the process for."""
+    needed = 8 * sum(param.numel() * param.dtype.itemsize for param in like)
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > there:
+        raise CommandError(
+            f"{name} is too large: weights, gradients and the moments of three optimizers take "
+            f"{size(needed)} of memory, and this machine has {size(there)}"
+        )
 
 
 def filled(like: list[Tensor], device: torch.device) -> list[Tensor]:

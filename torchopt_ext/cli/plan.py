@@ -70,16 +70,16 @@ def parser() -> Parser:
     made.add_argument(
         "--fp32-moments",
         type=lambda text: [item for item in text.split(",") if item],
-        default=[*EMBEDDINGS],
         metavar="A,B,C",
         help='what has no 8-bit moments: "embedding", or patterns of names; "" for nothing '
         "(embedding)",
     )
     made.add_argument("--amsgrad", action="store_true", help="a third moment")
-    made.add_argument(
+    norm = made.add_mutually_exclusive_group()
+    norm.add_argument(
         "--no-norm", action="store_true", help="gradients are neither clipped nor checked"
     )
-    made.add_argument(
+    norm.add_argument(
         "--norm-in-backward", action="store_true", help="as FusedAdamW's: backward measures it"
     )
     made.add_argument(
@@ -135,11 +135,14 @@ def estimate_by(params: list[Tensor], sharding: str, options: Any) -> list[RankB
 
 def chosen_fp32(entries: list[Entry], options: Any) -> Collection[Tensor]:
     """The tensors that `--fp32-moments` chooses."""
+    chosen = options.fp32_moments
     if not is_8_bit(options.state_dtype):
+        if chosen is not None:
+            raise CommandError("--fp32-moments is of 8-bit moments: it needs --state-dtype int8")
         return ()
     named = [(entry.name, entry.tensor) for entry in entries]
     embeddings = [entry.tensor for entry in entries if entry.embedding]
-    return fp32_params(named, options.fp32_moments, embeddings)
+    return fp32_params(named, EMBEDDINGS if chosen is None else chosen, embeddings)
 
 
 def fullest(ranks: list[RankBytes]) -> RankBytes:

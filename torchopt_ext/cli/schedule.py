@@ -5,8 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import itertools
+import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -65,7 +66,7 @@ def parser() -> Parser:
     )
     made.add_argument("--steps", type=number, metavar="N", help="steps of training")
     made.add_argument("--lr", default="1.0", metavar="LR", help="what the factor multiplies (1)")
-    made.add_argument("--warmup", default="0", metavar="N", help="steps of warmup (0)")
+    made.add_argument("--warmup", default="0", metavar="N", help="whole steps of warmup (0)")
     made.add_argument(
         "--decay-ratio",
         default="",
@@ -90,7 +91,7 @@ def main(args: list[str]) -> int:
     options = parser().parse_args(args)
     if options.steps is not None and options.steps > MOST_STEPS:
         raise CommandError(f"--steps is {options.steps:,}, expected {MOST_STEPS:,} at most")
-    curves = [curve for path in options.config for curve in from_job(path)]
+    curves = [from_job(path) for path in options.config]
     if options.steps is not None:
         curves += from_flags(options)
     if not curves:
@@ -111,7 +112,7 @@ def main(args: list[str]) -> int:
 # ---- curves --------------------------------------------------------------------------------------
 
 
-def from_job(path: str) -> Iterator[Curve]:
+def from_job(path: str) -> Curve:
     """The schedule of a job's TOML file."""
     from torchopt_ext.trainer.config import ConfigError  # both need the Trainer's packages
     from torchopt_ext.trainer.load_config import load_config
@@ -120,15 +121,19 @@ def from_job(path: str) -> Iterator[Curve]:
         job = load_config(["--config", path], prog="python -m torchopt_ext schedule")
     except (ConfigError, ImportError) as error:
         raise CommandError(str(error)) from error
-    steps = job.lr_scheduler.total_steps or job.training.steps
-    yield sampled(Path(path).stem, job.optimizer.lr, steps, schedule_from_job_config, job)
+    lr, steps = job.optimizer.lr, job.lr_scheduler.total_steps or job.training.steps
+    if not 0 <= lr < math.inf:
+        raise CommandError(f"optimizer.lr is {lr} in {path}, expected a number from 0 on")
+    if not 1 <= steps <= MOST_STEPS:
+        raise CommandError(f"{path} has {steps:,} steps, expected 1 to {MOST_STEPS:,}")
+    return sampled(Path(path).stem, lr, steps, schedule_from_job_config, job)
 
 
 def from_flags(options: Any) -> list[Curve]:
     """A curve for each combination of values, named by the values that differ."""
     named: dict[str, list[Any]] = {
         "lr": parts("--lr", options.lr, positive),
-        "warmup": parts("--warmup", options.warmup, lambda text: int(float(text))),
+        "warmup": parts("--warmup", options.warmup, whole),
         "decay_ratio": parts("--decay-ratio", options.decay_ratio, float)
         if options.decay_ratio
         else [None],
@@ -161,6 +166,14 @@ def from_flags(options: Any) -> list[Curve]:
             curve = sampled(name, chosen["lr"], options.steps, schedule_from_job_config, job)
         curves.append(curve)
     return curves
+
+
+def whole(text: str) -> int:
+    """A whole number, also as 1e3."""
+    value = float(text)
+    if not value.is_integer() or abs(value) >= 2**62:
+        raise ValueError
+    return int(value)
 
 
 def parts(option: str, text: str, read: Callable[[str], Any]) -> list[Any]:
@@ -222,8 +235,9 @@ def sparkline(values: Sequence[float], highest: float, columns: int) -> str:
         blocks = ASCII
     columns = max(1, min(columns, len(values)))
     edges = [n * len(values) // columns for n in range(columns + 1)]
-    means = [sum(values[lo:hi]) / (hi - lo) for lo, hi in itertools.pairwise(edges)]
-    return "".join(blocks[min(7, int(8 * mean / highest))] for mean in means)
+    shares = [value / highest for value in values]  # whose sums are finite
+    means = [sum(shares[lo:hi]) / (hi - lo) for lo, hi in itertools.pairwise(edges)]
+    return "".join(blocks[min(7, int(8 * mean))] for mean in means)
 
 
 def as_csv(curves: Sequence[Curve]) -> str:

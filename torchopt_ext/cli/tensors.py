@@ -32,11 +32,15 @@ MASTERS_NAMED = {
 }  # fmt: skip
 """What ``master_weights`` keeps, by its value."""
 MOST_TENSORS = 1_000_000
+MOST_ELEMENTS = 2**53
+"""More than the partitions take; the bytes of fewer fit into 63 bits."""
 _SAFETENSORS = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U8": torch.uint8, "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
+    "BOOL": torch.bool, "C64": torch.complex64, "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
 }  # fmt: skip
 _LARGEST_HEADER = 100_000_000  # the format's own limit
 
@@ -151,7 +155,7 @@ def from_text(text: str) -> list[Entry]:
             entries += gpt2()
         elif re.fullmatch(r"[1-9]\d*(x[1-9]\d*)+", item):
             count, *shape = map(int, item.split("x"))
-            if count > MOST_TENSORS or count * math.prod(shape) >= 2**53:
+            if count > MOST_TENSORS or count * math.prod(shape) >= MOST_ELEMENTS:
                 raise CommandError(
                     f"{item} is too large: expected {MOST_TENSORS:,} tensors and 2**53 elements "
                     f"at most"
@@ -207,7 +211,7 @@ def from_safetensors(path: Path) -> list[Entry]:
         files = sorted({Path(file) for file in index["weight_map"].values()})
     except OSError as error:
         raise CommandError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CommandError(f"{path} is no index of safetensors files: it needs a weight_map of "
                            "names and files") from error  # fmt: skip
     found: dict[str, Tensor] = {}
@@ -240,15 +244,18 @@ def read_header(path: Path) -> dict[str, Tensor]:
         header = json.loads(text)
         header.pop("__metadata__", None)
         entries = sorted(header.items(), key=lambda entry: entry[1]["data_offsets"][0])
-        return {name: _described(name, entry) for name, entry in entries}
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        return {name: _described(f"{path}: {name}", entry) for name, entry in entries}
+    except (
+        ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError
+    ) as error:  # fmt: skip
         raise CommandError(f"{path} has a damaged header: {error}") from error
 
 
 def _described(name: str, entry: dict[str, Any]) -> Tensor:
     shape, kind = entry["shape"], entry["dtype"]
     if kind not in _SAFETENSORS:
-        raise ValueError(f"{name} has the unknown dtype {kind}")
-    if any(type(length) is not int or length < 0 for length in shape) or math.prod(shape) >= 2**62:
-        raise ValueError(f"{name} has the shape {shape}")
+        raise CommandError(f"{name} has the dtype {kind}, expected {', '.join(_SAFETENSORS)}")
+    lengths = [length or 1 for length in shape]  # strides are as of 1 where a length is 0
+    if any(type(n) is not int or n < 0 for n in shape) or math.prod(lengths) >= MOST_ELEMENTS:
+        raise CommandError(f"{name} has the shape {shape}")
     return meta(shape, _SAFETENSORS[kind])

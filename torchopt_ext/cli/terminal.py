@@ -6,8 +6,13 @@ import argparse
 import contextlib
 import importlib
 import os
+import shutil
+import signal
+import stat
 import sys
+import tempfile
 import textwrap
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,6 +24,10 @@ WIDTH = 80
 
 class CommandError(Exception):
     """A command cannot do what it was asked to; one sentence says why."""
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came while something was written."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -196,21 +205,30 @@ def save_picture(figure: Any, path: Path) -> None:
 
 def check_output(path: Path, force: bool = True, checkpoint: bool = False) -> None:
     """Raises CommandError if :func:`written` would not write to ``path``."""
-    if path.exists() and not force:
-        raise CommandError(f"{path} exists; --force replaces it")
-    if path.is_dir():
-        names = [file.name for file in path.iterdir()]
-        others = [n for n in names if n != ".metadata" and not n.endswith(".distcp")]
-        if not checkpoint or others:
-            what = f"has {min(others)}, no part of a checkpoint" if checkpoint else "is a folder"
-            raise CommandError(f"{path} {what}: not replaced")
-    if not path.parent.is_dir():
-        raise CommandError(f"cannot write {path}: there is no folder {path.parent}")
+    try:
+        if path.exists() and not force:
+            raise CommandError(f"{path} exists; --force replaces it")
+        if path.is_dir():
+            names = [file.name for file in path.iterdir()]
+            others = [n for n in names if n != ".metadata" and not n.endswith(".distcp")]
+            if not checkpoint or others:
+                found = (
+                    f"has {min(others)}, no part of a checkpoint" if checkpoint else "is a folder"
+                )
+                raise CommandError(f"{path} {found}: not replaced")
+        folder = target_of(path).parent
+        if not path.exists() and not folder.is_dir():
+            raise CommandError(f"cannot write {path}: there is no folder {folder}")
+    except OSError as error:
+        raise CommandError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 @contextlib.contextmanager
 def written(path: Path, force: bool = True, checkpoint: bool = False) -> Iterator[Path]:
-    """A name beside ``path`` to write to, which takes its place when all is written.
+    """A name to write to; what is written takes the place of ``path`` when it is complete.
+
+    A link stays, and what it leads to is replaced. A pipe or a device stays, too, and receives a
+    copy.
 
     Args:
         force: replace what is there.
@@ -220,20 +238,77 @@ def written(path: Path, force: bool = True, checkpoint: bool = False) -> Iterato
         CommandError: ``path`` is not to be replaced, or cannot be written.
     """
     check_output(path, force, checkpoint)
-    beside = path.with_name(f".{path.name}.{os.getpid()}{path.suffix}")
     try:
-        yield beside
-        if path.is_dir():
-            replaced = path.with_name(f".{path.name}.{os.getpid()}.replaced")
-            path.rename(replaced)
-            beside.rename(path)
-            remove(replaced)
-        else:
-            beside.replace(path)
+        target, stream = target_of(path), stream_of(path)
+        # A rename does not cross disks, so it is written beside the target.
+        parent = target.parent if stream is None else None
+        with (
+            unwound_by_signals(),
+            tempfile.TemporaryDirectory(
+                prefix=".torchopt_ext-", dir=parent, ignore_cleanup_errors=True
+            ) as beside,
+        ):
+            new = Path(beside, target.stem + path.suffix)  # which says the format of a picture
+            yield new
+            if stream is not None:
+                with new.open("rb") as source, open(stream, "wb", closefd=stream != 1) as sink:
+                    shutil.copyfileobj(source, sink)
+            elif target.is_dir():
+                replaced = Path(f"{beside}.replaced")
+                target.rename(replaced)
+                new.rename(target)
+                remove(replaced)
+            else:
+                new.replace(target)
     except OSError as error:
         raise CommandError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def target_of(path: Path) -> Path:
+    """Where a path leads; of a link to nothing, what is to be made."""
+    return Path(os.path.realpath(path))  # Path.resolve() raises RuntimeError of links in a circle
+
+
+def stream_of(path: Path) -> Path | int | None:
+    """What to open if a path names a pipe, a device or this process's stdout; None for others."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    if os.path.samestat(found, os.fstat(1)):  # opened anew, a file would be written from its start
+        return 1
+    return None if stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode) else path
+
+
+@contextlib.contextmanager
+def unwound_by_signals() -> Iterator[None]:
+    """Lets SIGTERM raise as SIGINT does, and raises what they do instead of what comes of it.
+
+    torch's writers raise errors of their own when a signal interrupts them.
+    """
+    raised: list[KeyboardInterrupt] = []
+
+    def end(number: int, _: object) -> NoReturn:
+        raised.append(Terminated() if number == signal.SIGTERM else KeyboardInterrupt())
+        raise raised[-1]
+
+    usual: dict[signal.Signals, Any] = {
+        signal.SIGTERM: signal.SIG_DFL,
+        signal.SIGINT: signal.default_int_handler,
+    }
+    main = threading.current_thread() is threading.main_thread()  # no other has signals
+    handled = [number for number in usual if main and signal.getsignal(number) == usual[number]]
+    for number in handled:
+        signal.signal(number, end)
+    try:
+        yield
+    except Exception as error:
+        if raised:
+            raise raised[0] from error
+        raise
     finally:
-        remove(beside)
+        for number in handled:
+            signal.signal(number, usual[number])
 
 
 def remove(path: Path) -> None:

@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import sys
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -30,6 +31,7 @@ def main(args: list[str]) -> int:
         job_config = load_config(args)
         check_supported(job_config)
         _check_seed_checkpoint(job_config, world_size)
+        _check_load_step(job_config)
         return _train(job_config) or 0
     except ConfigError as error:
         print(f"torchopt_ext train: {error}", file=sys.stderr)
@@ -49,6 +51,18 @@ def _check_seed_checkpoint(job_config: JobConfig, world_size: int) -> None:
     if not checkpoint.enable_checkpoint:
         raise ConfigError(
             "checkpoint.create_seed_checkpoint needs checkpoint.enable_checkpoint, which is false"
+        )
+
+
+def _check_load_step(job_config: JobConfig) -> None:
+    """Rejects a job without the checkpoint that it is to go on from, before anything is built."""
+    checkpoint = job_config.checkpoint
+    if not checkpoint.enable_checkpoint or checkpoint.load_step == -1:
+        return
+    folder = Path(job_config.job.dump_folder, checkpoint.folder, f"step-{checkpoint.load_step}")
+    if not folder.is_dir():
+        raise ConfigError(
+            f"checkpoint.load_step is {checkpoint.load_step}, but there is no {folder}"
         )
 
 

@@ -63,8 +63,8 @@ def build_optimizers(
         AssertionError: unknown implementation.
         ValueError: early step in backward with fault tolerance; a setting that would have no
             effect, such as an argument of FusedAdamW's with an implementation of torch's; a norm
-            over pipeline stages whose group is not known; nothing to train, except in a pipeline,
-            where another stage may have something.
+            over pipeline stages whose group is not known; nothing to train. In a pipeline another
+            stage may have something to train, or parameters on which a setting has an effect.
     """
     given = args[0] if args else kwargs.get("job_config", kwargs.get("optimizer_config"))
     read = _of_job_config if hasattr(given, "optimizer") else _of_optimizer_config
@@ -90,7 +90,8 @@ def build_optimizers(
             f"Optimizers in backward are not supported with {kind} parallelism."
         )
     params = [param for part in model_parts for param in part.parameters()]
-    if not getattr(dims, "pp_enabled", False) and not any(param.requires_grad for param in params):
+    partial = getattr(dims, "pp_enabled", False)  # other stages have parameters, too
+    if not partial and not any(param.requires_grad for param in params):
         raise ValueError("no parameter of the model parts is trainable")
 
     options = fused_options(config)
@@ -105,8 +106,9 @@ def build_optimizers(
             f"{min(named, default='deferred_clipping')} needs implementation 'fused', found "
             f"{config.implementation!r}: torch's optimizers have no such argument"
         )
-    reject_ineffective(options, params)
-    options = with_fp32_moments(options, model_parts, partial=getattr(dims, "pp_enabled", False))
+    if not partial:  # else it may have an effect there
+        reject_ineffective(options, params)
+    options = with_fp32_moments(options, model_parts, partial=partial)
     options |= common_arguments(config) | {"fused": fused}
     options["foreach"] = config.implementation == "foreach"
     backwards = getattr(config, "backwards_per_step", 1)

@@ -94,13 +94,12 @@ def load(
     loaded = read_optimizers(optimizers, storage_reader, group) if optimizers else {}
     for key, states in loaded.items():
         with all_or_none(group):
-            if type(optimizers[key]) in REQUIRED:  # torch's check less, and keep what they are given
-                raise_problems(
-                    read_indexed(states, optimizers[key].param_groups).problems(optimizers[key])
-                )
-                load_whole(optimizers[key], states)
+            optimizer = optimizers[key]
+            if type(optimizer) in REQUIRED:  # torch's, which check less
+                raise_problems(read_indexed(states, optimizer.param_groups).problems(optimizer))
+                load_whole(optimizer, states)
             else:
-                optimizers[key].load_state_dict(states)
+                optimizer.load_state_dict(states)
     others = {key: value for key, value in state_dict.items() if key not in loaded}
     if others:
         read(others, storage_reader, group, "the checkpoint")

@@ -94,6 +94,8 @@ class CheckpointManager:
             self._own[DATALOADER] = states_of.DataPosition(dataloader)
         self._refused: set[int] = set()
         self._done: int | None = None  # the last step of which this process saved everything
+        self._left_out = False  # a periodic save, for steps that were skipped
+        self._went_back_to: int | None = None  # load_step, until something was saved
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._remover = ThreadPoolExecutor(1, "checkpoint-removal")
         self._pending: tuple[int, Future[None]] | None = None
@@ -106,7 +108,9 @@ class CheckpointManager:
     # ---- saving ----------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def save(self, curr_step: int, force: bool = False) -> None:
+    def save(
+        self, curr_step: int, force: bool = False, *, ended: bool = False, skipping: bool = False
+    ) -> None:
         """Saves if this step is due: at each interval, at step 1 if asked for, and when forced.
 
         Step 0 is a seed for jobs of any parallelism: the model only. So is a forced save of the
@@ -116,15 +120,26 @@ class CheckpointManager:
 
         A periodic save that fails is logged as an error, on all ranks, and training goes on.
 
+        Args:
+            ended: this is the last step, whatever `training.steps` says.
+            skipping: the latest steps were skipped. If a rank says so, a periodic save, other than
+                that of step 1, waits for a step that is not: it may be the weights that are bad.
+
         Raises:
             RuntimeError: on all ranks, if a forced save failed, or that of step 1, of which an
                 asynchronous mode tells in the next call.
+            TypeError, ValueError: on all ranks, if the state is none that can be saved and loaded
+                again; names what of it.
         """
         if not self._is_due(curr_step, force):
             return
         begin = time.monotonic()
         self._finish_pending(raises=True)
-        last = force and curr_step >= self._last_step
+        if not force and curr_step != 1:
+            self._left_out = self._any(skipping)
+            if self._left_out:
+                return
+        last = force and (ended or curr_step >= self._last_step)
         model_only = curr_step == 0 or (last and self._config.model_weights_only)
         if model_only or self._done != curr_step:
             self._start(curr_step, "model" if model_only else "full", last, force, begin)
@@ -140,37 +155,61 @@ class CheckpointManager:
         if self._manager is not None and self._manager.participating_rank() != 0:
             return False  # another replica group saves the same
         first = step == 1 and self._config.enable_first_step_checkpoint
-        return force or first or step % self._config.interval == 0
+        return force or first or self._left_out or step % self._config.interval == 0
 
     def _start(self, step: int, contents: str, last: bool, force: bool, begin: float) -> None:
         """Writes a checkpoint, or lets a thread do so."""
-        with all_or_none(self._group):
-            state: Any = self._state(contents, exported=last)
-            if now := force or self._config.async_mode == "disabled":
-                self._staged = None
-            else:
-                pinned = self._config.async_mode == "async_with_pinned_mem"
-                state = self._staged = Staged(state, pinned=pinned)
-        if not now:
-            self._pending = step, self._writer.submit(self._write, step, contents, state, begin)
-            return
+        now = force or self._config.async_mode == "disabled"
         try:
-            self._write(step, contents, state, begin)
+            state = self._gathered_state(step, contents, exported=last, staged=not now)
+            if now:
+                self._write(step, contents, state, begin)
+            else:
+                self._pending = step, self._writer.submit(self._write, step, contents, state, begin)
         except RuntimeError as error:
             if force or step == 1:
                 raise
             logger.error("%s; training goes on", error)
+
+    def _gathered_state(self, step: int, contents: str, *, exported: bool, staged: bool) -> Any:
+        """What to write, on all ranks or none: live, or staged.
+
+        Raises:
+            RuntimeError: what failed, such as for lack of memory.
+            TypeError, ValueError: what of the state cannot be saved, at this step or a later one.
+        """
+        unfit: Exception | None = None
+        state: Any = None
+        self._staged = None
+        try:
+            with all_or_none(self._group):
+                try:
+                    state = self._state(contents, exported)
+                except (TypeError, ValueError) as error:
+                    unfit = error
+                if staged and not unfit:
+                    pinned = self._config.async_mode == "async_with_pinned_mem"
+                    state = self._staged = Staged(state, pinned=pinned)
+        except Exception as error:  # the states' owners raise any kind
+            self._staged = None
+            raise self._failure(step, error) from error
+        with all_or_none(self._group):
+            if unfit:
+                raise unfit
+        return state
 
     def _state(self, contents: str, exported: bool) -> dict[str, Any]:
         """What a checkpoint holds, by key; tensors are the live ones."""
         model = self._model_state()
         if contents == "model":
             dtype = self._export_dtype if exported else None
-            return states_of.converted(model, dtype) if dtype else model
+            model = states_of.converted(model, dtype) if dtype else model
+            return {key: states_of.loadable(value, key) for key, value in model.items()}
         rest = self._states | self._own
         if both := sorted(model.keys() & rest.keys()):
             raise ValueError(f"the model has {both}, which are keys of other entries")
-        return model | {key: value.state_dict() for key, value in rest.items()}
+        every = model | {key: value.state_dict() for key, value in rest.items()}
+        return {key: states_of.loadable(value, key) for key, value in every.items()}
 
     @property
     def _export_dtype(self) -> torch.dtype | None:
@@ -178,9 +217,7 @@ class CheckpointManager:
         dtype = DTYPES[self._config.export_dtype]
         return None if dtype == torch.float32 else dtype
 
-    def _write(
-        self, step: int, contents: str, state: dict[str, Any] | Staged, begin: float
-    ) -> None:
+    def _write(self, step: int, contents: str, state: Any, begin: float) -> None:
         """Writes and publishes a checkpoint, on all ranks or none.
 
         Raises:
@@ -201,18 +238,24 @@ class CheckpointManager:
             manifest = Manifest(step, contents, self._gathered(writer.written))
             with all_or_none(self._group):
                 if self._rank == 0:
+                    if self._went_back_to is not None:
+                        files.abandon(self.folder, self._went_back_to)
                     files.commit(self.folder, manifest)
+            self._went_back_to = None
         except (Exception, CheckpointException) as error:  # which is not an Exception
             if self._rank == 0:
                 shutil.rmtree(saving, ignore_errors=True)
-            raise RuntimeError(
-                f"saving the checkpoint of step {step} in {self.folder} failed: {_reason(error)}"
-            ) from error
+            raise self._failure(step, error) from error
         self._done = step if contents == "full" else self._done
         self._refused.discard(step)
         if self._rank == 0:
             self._log("Saved", f"step {step}", contents, manifest.size, begin)
             self._remover.submit(self._remove_old)
+
+    def _failure(self, step: int, error: BaseException) -> RuntimeError:
+        return RuntimeError(
+            f"saving the checkpoint of step {step} in {self.folder} failed: {_reason(error)}"
+        )
 
     def _gathered(self, written: dict[str, File]) -> dict[str, File]:
         """All ranks' files."""
@@ -223,14 +266,12 @@ class CheckpointManager:
         return {name: File(**file) for name, file in every}
 
     def _remove_old(self) -> None:
-        """All but the newest `keep_latest_k` that are not damaged; a seed stays, too."""
+        """All but the best `keep_latest_k`."""
         if not self._config.keep_latest_k:
             return
-        usable = [step for step in files.steps(self.folder) if step not in self._refused]
-        for step in usable[self._config.keep_latest_k :]:
+        for step in files.to_remove(self.folder, self._config.keep_latest_k, self._refused):
             try:
-                if step > 0:
-                    files.remove(self.folder / f"step-{step}")
+                files.remove(self.folder / f"step-{step}")
             except OSError as error:
                 logger.warning("removing step %d of %s: %s", step, self.folder, error)
 
@@ -270,6 +311,8 @@ class CheckpointManager:
 
         Every file is checked first. With -1, damaged checkpoints are skipped with a warning, and
         if there is none at all, `initial_load_path` is loaded, if set. Step 0 is the model only.
+        With a step, later checkpoints become an abandoned branch as soon as one is saved: they come
+        after all others when the newest is looked for, and are the first to be removed.
 
         Raises:
             ValueError: on all ranks, if that step's checkpoint, or each that there is, is damaged
@@ -280,6 +323,7 @@ class CheckpointManager:
             return False
         begin = time.monotonic()
         self._finish_pending(raises=True)
+        self._went_back_to = None if step == -1 else step
         if step != -1:
             checkpoint = self.folder / f"step-{step}"
             if not self._agreed(checkpoint.is_dir()):
@@ -289,7 +333,7 @@ class CheckpointManager:
             self._load_checked(checkpoint, step, model_only=step == 0, begin=begin)
             return True
         refused = []
-        for candidate in self._agreed(files.steps(self.folder)):
+        for candidate in self._agreed(files.by_preference(self.folder)):
             checkpoint = self.folder / f"step-{candidate}"
             problem = self._problem(checkpoint, candidate)
             if not problem:
@@ -313,18 +357,20 @@ class CheckpointManager:
         self._load_checked(checkpoint, None, model_only=model_only, begin=begin)
         return True
 
-    def newest(self) -> int | None:
-        """The last step with a complete checkpoint that was not found damaged, if any."""
+    def newest(self, until: int | None = None) -> int | None:
+        """The last step, up to one, with a complete checkpoint not found damaged, if any."""
         if not self._enabled:
             return None
-        return next((step for step in files.steps(self.folder) if step not in self._refused), None)
+        usable = (s for s in files.by_preference(self.folder) if s not in self._refused)
+        return next((step for step in usable if until is None or step <= until), None)
 
     def _load_checked(
         self, checkpoint: Path, step: int | None, *, model_only: bool, begin: float
     ) -> None:
         if problem := self._problem(checkpoint, step, model_only=model_only):
             raise ValueError(f"{checkpoint} cannot be loaded: {problem}")
-        self._load(checkpoint, step or 0, model_only=model_only, begin=begin)
+        step = files.step_of(checkpoint) if step is None else step
+        self._load(checkpoint, step, model_only=model_only, begin=begin)
 
     def _problem(self, checkpoint: Path, step: int | None, *, model_only: bool = False) -> str:
         """What is wrong with a checkpoint, the same text on all ranks; each checks some files."""
@@ -346,8 +392,7 @@ class CheckpointManager:
         with all_or_none(self._group):
             metadata = reader.read_metadata()
             model = {} if MODEL in excluded else self._model_state()
-            if missing := sorted(model.keys() - metadata.state_dict_metadata.keys()):
-                raise ValueError(f"{checkpoint} lacks of the model: {', '.join(missing)}")
+            model = states_of.model_to_load(model, metadata, checkpoint)
         rest = {} if model_only else self._states | self._own
         rest = {key: value for key, value in rest.items() if key not in excluded}
         own = {key: rest[key] for key in self._own if key in rest}
@@ -358,6 +403,10 @@ class CheckpointManager:
         with all_or_none(self._group):
             if model:
                 states_of.set_model_state(self._model_parts, wanted)
+            if OPTIMIZER in rest and LR_SCHEDULER not in rest:
+                # The optimizer's learning rates are those of the saved schedule's step.
+                schedulers = self._states[LR_SCHEDULER]
+                schedulers.load_state_dict(schedulers.state_dict())
             if DATALOADER in own:
                 own[DATALOADER].load_state_dict(wanted[DATALOADER])
             if RNG in own and not own[RNG].load_state_dict(wanted[RNG]):
@@ -376,6 +425,12 @@ class CheckpointManager:
             return value
         text = json.dumps(value) if self._rank == 0 else ""
         return json.loads(all_gather_text(text, self._group, "choosing a checkpoint")[0])
+
+    def _any(self, here: bool) -> bool:
+        """Whether it is so on any rank."""
+        if self._group is None:
+            return here
+        return any(all_gather_text("x" if here else "", self._group, "whether a save is due"))
 
     def _log(self, did: str, what: str, contents: str, size: int, begin: float) -> None:
         seconds = time.monotonic() - begin

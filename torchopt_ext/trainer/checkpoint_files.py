@@ -22,6 +22,8 @@ from torchopt_ext.statedict.dcp import Reader
 
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
+ABANDONED = "abandoned"
+"""A file in a checkpoint after which training does not go on: one before it was loaded."""
 _STEP = re.compile(r"step-(\d+)")
 _LEFTOVER = re.compile(r"step-\d+(\.safetensors)?\.(saving|removing)")
 _CHUNK = 1 << 22
@@ -105,6 +107,14 @@ def remove(folder: Path) -> None:
     shutil.rmtree(removing)
 
 
+def abandon(folder: Path, step: int) -> None:
+    """Marks the checkpoints after a step, from which training goes on by another branch."""
+    (folder / f"step-{step}" / ABANDONED).unlink(missing_ok=True)
+    for later in steps(folder):
+        if later > step:
+            (folder / f"step-{later}" / ABANDONED).touch()
+
+
 def recover(folder: Path) -> None:
     """Clears away what a process left that was killed while it saved or removed."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
@@ -133,6 +143,28 @@ def steps(folder: Path) -> list[int]:
         if match and ((path / METADATA).exists() or (path / MANIFEST).exists()):
             found.append(int(match[1]))
     return sorted(found, reverse=True)
+
+
+def by_preference(folder: Path) -> list[int]:
+    """The steps as :func:`steps` has them, but those of abandoned branches last."""
+    return sorted(steps(folder), key=lambda step: (folder / f"step-{step}" / ABANDONED).exists())
+
+
+def to_remove(folder: Path, keep: int, refused: set[int]) -> list[int]:
+    """The steps of the checkpoints beyond the best `keep`, without seeds and damaged ones.
+
+    One that training can go on from stays, whatever comes before it.
+    """
+    usable = [step for step in by_preference(folder) if step > 0 and step not in refused]
+    full = next((n for n, step in enumerate(usable) if _is_full(folder / f"step-{step}")), 0)
+    return [step for n, step in enumerate(usable) if n >= keep and n != full]
+
+
+def _is_full(checkpoint: Path) -> bool:
+    try:
+        return contents_of(checkpoint) == "full"
+    except (ValueError, OSError):
+        return False
 
 
 def read_manifest(checkpoint: Path) -> Manifest | None:
@@ -182,6 +214,14 @@ def contents_of(checkpoint: Path) -> str:
     """ "full" or "model"; without manifest it is not known, and taken for full."""
     manifest = read_manifest(checkpoint)
     return "full" if manifest is None else manifest.contents
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step of a checkpoint in any folder: its manifest's, or that of its name, or 0."""
+    if manifest := read_manifest(checkpoint):
+        return manifest.step
+    match = _STEP.fullmatch(checkpoint.name)
+    return int(match[1]) if match else 0
 
 
 def _file_problem(path: Path, expected: File) -> str:

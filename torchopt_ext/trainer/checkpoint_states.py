@@ -1,5 +1,6 @@
 """What checkpoints hold beside model, optimizer and schedule: random numbers, data position."""
 
+import copy
 import io
 import json
 import math
@@ -9,15 +10,18 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     set_model_state_dict,
 )
 
+from torchopt_ext._torch import set_element
 from torchopt_ext.trainer.distributed import seed_generators
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 class ModelState:
@@ -66,6 +70,38 @@ def set_model_state(model_parts: list[nn.Module], state: dict[str, Any]) -> None
         set_model_state_dict(part, own, options=StateDictOptions(strict=False))
 
 
+def model_to_load(live: dict[str, Any], metadata: Metadata, where: Any) -> dict[str, Any]:
+    """A model's state for DCP to load into; what is no tensor has the items that were saved.
+
+    Such is what modules' get_extra_state returns. Of a dict DCP makes an entry for each item, and
+    of an empty one none: those that are there, or their like, stay.
+
+    Raises:
+        ValueError: the checkpoint at `where` lacks entries; names them.
+    """
+    others = {name for name, value in live.items() if not torch.is_tensor(value)}
+    found = _without_leaves({name: live[name] for name in others})
+    saved = set()
+    for name, path in (metadata.planner_data or {}).items():
+        if path[0] in others:
+            stored = metadata.state_dict_metadata.get(name)
+            value = None
+            if isinstance(stored, TensorStorageMetadata):
+                value = torch.empty(stored.size, dtype=stored.properties.dtype)
+            set_element(found, path, value)
+            saved.add(path[0])
+    empty = {name for name in others if isinstance(live[name], Mapping) and not live[name]}
+    if missing := sorted(live.keys() - metadata.state_dict_metadata.keys() - saved - empty):
+        raise ValueError(f"{where} lacks of the model: {', '.join(missing)}")
+    return live | found
+
+
+def _without_leaves(value: Mapping[Any, Any]) -> dict[str, Any]:
+    """The dicts within a dict, empty."""
+    items = ((key, item) for key, item in value.items() if isinstance(key, str))
+    return {key: _without_leaves(item) for key, item in items if isinstance(item, Mapping)}
+
+
 def converted(state: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """Copies with floating-point tensors in a dtype."""
     return {
@@ -85,6 +121,51 @@ def packed(value: Any) -> bytes:
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()
+
+
+def loadable(value: Any, where: str) -> Any:
+    """A state with numpy's numbers as Python's, in which all can be loaded again.
+
+    Raises:
+        TypeError: something would need code of the file to run, as numpy's arrays do; names it.
+    """
+    if type(value) in _PLAIN or isinstance(value, Tensor):
+        return value
+    if isinstance(value, Mapping) or type(value) in (list, tuple):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        changed = {}
+        for key, item in items:
+            if type(item) not in _PLAIN and (new := loadable(item, f"{where}.{key}")) is not item:
+                changed[key] = new
+        return _with_items(value, changed) if changed else value
+    if (numpy := sys.modules.get("numpy")) and isinstance(value, numpy.generic):
+        value = value.item()
+    if type(value) not in _PLAIN:
+        _loadable_bytes(value, where)
+    return value
+
+
+def _with_items(value: Any, changed: dict[Any, Any]) -> Any:
+    if type(value) is tuple:
+        return tuple(changed.get(n, item) for n, item in enumerate(value))
+    copied = copy.copy(value)
+    for key, item in changed.items():
+        copied[key] = item
+    return copied
+
+
+def _loadable_bytes(value: Any, where: str) -> bytes:
+    """:func:`packed`, of what :func:`unpacked` takes."""
+    try:
+        data = packed(value)
+        unpacked(data, where)
+    except Exception as error:  # pickling runs code of the value, which raises any kind
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        raise TypeError(
+            f"{where} is a {kind}, which could not be loaded again without running code of the "
+            "file: expected plain values, tensors, and dicts, lists and tuples of them"
+        ) from error
+    return data
 
 
 def unpacked(data: Any, what: str) -> Any:
@@ -123,7 +204,12 @@ class DataPosition:
         self._dataloader = dataloader
 
     def state_dict(self) -> dict[str, bytes]:
-        return {str(key): packed(value) for key, value in self._dataloader.state_dict().items()}
+        """Raises TypeError if something of it could not be loaded again; names it."""
+        packed_values = {}
+        for key, value in self._dataloader.state_dict().items():
+            where = f"dataloader.{key}"
+            packed_values[str(key)] = _loadable_bytes(loadable(value, where), where)
+        return packed_values
 
     def names_to_load(self, metadata: Metadata) -> list[str]:
         """All: with another number of ranks the loader may need, or refuses, other ranks'."""

@@ -4,6 +4,8 @@ Sections, names and defaults are torchtitan's at 96c11f922; what torchtitan 0.2 
 there. load_config.py reads the names that changed between torchtitan's versions.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -12,6 +14,20 @@ from torchopt_ext.trainer.quantize_config import MX, Float8, Quantize
 
 class ConfigError(ValueError):
     """A setting is unknown, ill-typed, out of range or not supported; the message names it."""
+
+
+@contextmanager
+def as_config_error() -> Iterator[None]:
+    """Makes what a part of the package says of its arguments an error of the settings.
+
+    Only around code that gets nothing but settings: of another error the traceback is needed.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (ValueError, NotImplementedError) as error:
+        raise ConfigError(str(error)) from error
 
 
 @dataclass
@@ -103,7 +119,7 @@ class Optimizer:
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
     """fused: this project's step; foreach and for-loop: torch's."""
     early_step_in_backward: bool = False
-    """Update each parameter in backward, when its gradient is complete."""
+    """Update each parameter in backward; torch's steps there can neither clip nor skip."""
     skip_nonfinite: bool = True
     """Change nothing in a step in which a gradient is not finite."""
     master_weights: Literal["fp32", "remainder", "remainder8"] | None = None

@@ -3,13 +3,24 @@
 import dataclasses
 import logging
 import random
+import sys
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    default_collate,
+    get_worker_info,
+)
 
+from torchopt_ext.trainer.checkpoint_states import generator_states, set_generator_states
 from torchopt_ext.trainer.config import ConfigError, JobConfig
 from torchopt_ext.trainer.extras import import_extra
 from torchopt_ext.trainer.windows import Batch, FileBytes, TokenWindows
@@ -28,9 +39,9 @@ class BuildDataset(Protocol):
 
     It returns either samples by index (a torch Dataset with a length), the same on every rank,
     which are shuffled and dealt to the ranks here; or an IterableDataset of this rank's samples
-    only, in their final order, with as many on each rank. A sample is ({"input": int64 [seq_len]},
-    labels int64 [seq_len]); a data set with other samples has a `collate_fn`, which makes a batch
-    of a list of them.
+    only, in their final order, with as many on each rank: each `iter` of it is a pass. A sample is
+    ({"input": int64 [seq_len]}, labels int64 [seq_len]); a data set with other samples has a
+    `collate_fn`, which makes a batch of a list of them.
     """
 
     def __call__(
@@ -76,15 +87,15 @@ def build_text(
     encodes all files (UTF-8) at the start, and holds 4 bytes for a token.
 
     Raises:
-        ConfigError: dataset_path is not set.
-        OSError: the path does not exist, or a file under it cannot be read.
+        ConfigError: dataset_path is not set, or does not exist.
+        OSError: a file under it cannot be read.
     """
     training = job_config.training
     if not training.dataset_path:
         raise ConfigError("data set 'text' reads the files under dataset_path, which is not set")
     path = Path(training.dataset_path)
     if not path.exists():
-        raise FileNotFoundError(f"dataset_path is {path}, which does not exist")
+        raise ConfigError(f"dataset_path is {path}, which does not exist")
     data = FileBytes(path)
     if tokenizer is None:
         return TokenWindows(data, training.seq_len)
@@ -98,7 +109,52 @@ def build_text(
 register_dataset("text", build_text)
 
 
-class ShuffledBatches(Sampler[list[int]]):
+Key = tuple[int, int, int]
+"""Of a sample: the seed and the epoch of the order that it is in, and its index."""
+
+
+class KeyedSamples(Dataset[Any]):
+    """A data set's samples by key. In a worker process each has random numbers of its own.
+
+    They depend on the key only: a worker knows neither what others have drawn nor, when a job goes
+    on, what those before it have. In the training process samples draw from the generators that
+    checkpoints hold.
+    """
+
+    def __init__(self, dataset: Dataset[Any]) -> None:
+        self._dataset = dataset
+
+    def __getitems__(self, keys: list[Key]) -> list[Any]:
+        """The samples of a batch; a data set that makes them together draws by the first's key."""
+        together = getattr(self._dataset, "__getitems__", None)
+        if together is None:
+            return [self[key] for key in keys]
+        _seed_worker(keys[0])
+        samples: list[Any] = together([index for _, _, index in keys])
+        return samples
+
+    def __getitem__(self, key: Key) -> Any:
+        _seed_worker(key)
+        return self._dataset[key[2]]
+
+
+def _seed_worker(key: Key) -> None:
+    if get_worker_info() is None:
+        return
+    seed = _hashed(*key)
+    # torch.manual_seed takes 200 us, for generators of devices that a worker does not use.
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed % 2**32)
+
+
+def _hashed(*numbers: int) -> int:
+    """A seed of 63 bits: neighboring numbers have nothing in common."""
+    return random.Random(" ".join(map(str, numbers))).getrandbits(63)  # sha512 of the text
+
+
+class ShuffledBatches(Sampler[list[Key]]):
     """The batches of one rank, from a position in a sequence of shuffled epochs.
 
     The position counts samples of all ranks together: it is the same on every rank, and a resumed
@@ -127,18 +183,17 @@ class ShuffledBatches(Sampler[list[int]]):
         self._dp_rank, self._together = dp_rank, batch_size * dp_world_size
         self._seed, self._epoch, self._samples = seed, 0, 0
 
-    def __iter__(self) -> Iterator[list[int]]:
-        """Indices of the samples in each batch, from the position on."""
+    def __iter__(self) -> Iterator[list[Key]]:
+        """Keys of the samples in each batch, from the position on."""
         epoch, samples = self._whole(self._epoch, self._samples)
         while not self._epochs or epoch < self._epochs:
-            # sha512 of the text, so that neighboring seeds and epochs have nothing in common.
-            seed = random.Random(f"{self._seed} {epoch}").getrandbits(63)
-            generator = torch.Generator().manual_seed(seed)
+            generator = torch.Generator().manual_seed(_hashed(self._seed, epoch))
             order = torch.randperm(self._size, generator=generator, dtype=torch.int32)
             ordered = epoch
             while epoch == ordered:
                 start = samples + self._dp_rank * self._batch_size
-                yield order[start : start + self._batch_size].tolist()
+                batch = order[start : start + self._batch_size].tolist()
+                yield [(self._seed, epoch, index) for index in batch]
                 epoch, samples = self._whole(epoch, samples + self._together)
 
     def advance(self) -> None:
@@ -184,7 +239,7 @@ class ShuffledDataLoader(DataLoader[Any]):
     """
 
     def __init__(self, dataset: Dataset[Any], batches: ShuffledBatches, options: Any) -> None:
-        super().__init__(dataset, batch_sampler=batches, **options)
+        super().__init__(KeyedSamples(dataset), batch_sampler=batches, **options)
         self._batches = batches
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
@@ -209,8 +264,47 @@ class ShuffledDataLoader(DataLoader[Any]):
         self._batches.load_state_dict(state_dict["position"])
 
 
+class CountedStream(IterableDataset[Any]):
+    """A data set without a state, whose iterators have one: how many samples were taken.
+
+    StatefulDataLoader's own count of batches is too high once it has gone on from a state.
+    """
+
+    def __init__(self, dataset: IterableDataset[Any]) -> None:
+        self._dataset = dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        samples = iter(self._dataset)
+        return samples if isinstance(samples, Stateful) else _Counted(samples)
+
+
+class _Counted(Iterator[Any]):
+    def __init__(self, samples: Iterator[Any]) -> None:
+        self._samples, self._taken = samples, 0
+
+    def __next__(self) -> Any:
+        sample = next(self._samples)
+        self._taken += 1
+        return sample
+
+    def state_dict(self) -> dict[str, int]:
+        return {"taken": self._taken}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Takes as many samples, of an iterator at its beginning."""
+        self._taken = sum(1 for _ in islice(self._samples, state_dict["taken"]))
+
+
 class StreamDataLoader:
     """torchdata's StatefulDataLoader, whose state is kept by data-parallel rank as torchtitan's.
+
+    Iterating goes on from the saved position to the end of the last pass. Workers' random numbers
+    depend on seed, rank and pass.
+
+    Args:
+        options: for StatefulDataLoader, with a `generator`, which seeds workers.
+        seed: the same on all ranks.
+        epochs: passes over the data set; 0: endless, unless it is empty.
 
     Raises:
         ImportError: torchdata is not installed.
@@ -223,22 +317,49 @@ class StreamDataLoader:
         dp_rank: int,
         dp_world_size: int,
         options: Any,
+        *,
+        seed: int,
+        epochs: int,
     ) -> None:
         torchdata = import_extra("torchdata.stateful_dataloader", "a data set without a length")
+        self._counts = not isinstance(dataset, Stateful)
+        dataset = CountedStream(dataset) if self._counts else dataset
         self._loader = torchdata.StatefulDataLoader(dataset, batch_size, drop_last=True, **options)
         self._key, self._dp_world_size = f"dp_rank_{dp_rank}", dp_world_size
+        self._generator, self._seeds = options["generator"], (seed, dp_rank)
+        self._epochs, self._passes, self._resumes = epochs, 0, False
 
     def __iter__(self) -> Iterator[Batch]:
-        return iter(self._loader)
+        resumes, self._resumes = self._resumes, False
+        while not self._epochs or self._passes < self._epochs:
+            self._generator.manual_seed(_hashed(*self._seeds, self._passes))
+            # A data set without a state is read again up to the position, which may draw random
+            # numbers; those that a checkpoint has are for what follows.
+            before = generator_states() if resumes else None
+            batches = iter(self._loader)
+            if before:
+                set_generator_states(before)
+            batch = None
+            for batch in batches:
+                yield batch
+            if batch is None and not resumes:
+                return
+            self._passes += 1
+            resumes = False
 
     def state_dict(self) -> dict[str, Any]:
-        return {self._key: self._loader.state_dict(), "world_size": self._dp_world_size}
+        return {
+            self._key: self._loader.state_dict(),
+            "world_size": self._dp_world_size,
+            "passes": self._passes,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes to where this rank was.
 
         Raises:
-            ValueError: the state is that of another number of ranks, or of another kind of data.
+            ValueError: the state is that of another number of ranks, or of another kind of data,
+                or does not count the samples of a data set without a state.
         """
         if self._key not in state_dict or state_dict["world_size"] != self._dp_world_size:
             raise ValueError(
@@ -247,7 +368,13 @@ class StreamDataLoader:
                 f"{self._key!r} of {self._dp_world_size}: a stream of samples cannot be divided "
                 "anew; resume with as many ranks, or exclude 'dataloader' from loading"
             )
+        if self._counts and "passes" not in state_dict:
+            raise ValueError(
+                "the data loader's state does not say how many samples were taken, but the data "
+                "set has no state of its own: exclude 'dataloader' from loading"
+            )
         self._loader.load_state_dict(state_dict[self._key])
+        self._passes, self._resumes = state_dict.get("passes", 0), True
 
 
 def build_dataloader(
@@ -260,14 +387,14 @@ def build_dataloader(
     `training.epochs` counts, 0 is endless. The order depends on `training.seed` (0 if unset).
 
     Raises:
-        ValueError: the data set is not registered, has too few samples for one batch on each
+        ConfigError: the data set is not registered, has too few samples for one batch on each
             rank, or a setting is out of range.
         OSError: the data set's files cannot be read.
     """
     training = job_config.training
     for name, least in (("batch_size", 1), ("seq_len", 1), ("epochs", 0)):
         if getattr(training, name) < least:
-            raise ValueError(f"{name} is {getattr(training, name)}, expected {least} or more")
+            raise ConfigError(f"{name} is {getattr(training, name)}, expected {least} or more")
     dataset = get_dataset(training.dataset)(
         dp_world_size=dp_world_size, dp_rank=dp_rank, tokenizer=tokenizer, job_config=job_config
     )
@@ -279,10 +406,14 @@ def build_dataloader(
     }
     batch_size = training.batch_size
     if isinstance(dataset, IterableDataset):
-        return StreamDataLoader(dataset, batch_size, dp_rank, dp_world_size, options)
+        return StreamDataLoader(
+            *(dataset, batch_size, dp_rank, dp_world_size, options),
+            seed=training.seed or 0,
+            epochs=training.epochs,
+        )
     size, needed = len(dataset), batch_size * dp_world_size  # type: ignore[arg-type]
     if size < needed:
-        raise ValueError(
+        raise ConfigError(
             f"data set {training.dataset!r} has {size} samples of seq_len {training.seq_len}, "
             f"expected at least {needed}: a batch of {batch_size} on each of {dp_world_size} ranks"
         )

@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchopt_ext import _torch
-from torchopt_ext.trainer.config import JobConfig
+from torchopt_ext.trainer.config import ConfigError, JobConfig
 from torchopt_ext.trainer.parallel_dims import ParallelDims
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ def choose_device(job_config: JobConfig) -> torch.device:
         return torch.device("cpu")
     index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if index >= count:
-        raise ValueError(
+        raise ConfigError(
             f"training.device is {job_config.training.device!r}, and LOCAL_RANK {index} needs "
             f"{index + 1} GPUs, but {count} can be used"
         )
@@ -311,7 +311,7 @@ def create_context_parallel_ctx(
     from torch.distributed.tensor.experimental import context_parallel
 
     if batch[0].shape[1] % (2 * parallel_dims.cp):  # two chunks a rank, to share causal work
-        raise ValueError(
+        raise ConfigError(
             f"training.seq_len is {batch[0].shape[1]}, expected a multiple of twice "
             f"parallelism.context_parallel_degree {parallel_dims.cp}"
         )

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from torchopt_ext.optim.local import local_gradients
-from torchopt_ext.trainer.config import JobConfig
+from torchopt_ext.trainer.config import ConfigError, JobConfig
 from torchopt_ext.trainer.extras import import_extra
 
 
@@ -72,16 +72,16 @@ def init_ft_manager(job_config: JobConfig) -> FTManager:
     if not config.enable:
         return FTManager(None)
     if config.group_size < 1 or not 0 <= config.replica_id < config.group_size:
-        raise ValueError(
+        raise ConfigError(
             f"fault_tolerance.replica_id is {config.replica_id} of group_size "
             f"{config.group_size}, expected 0 <= replica_id < group_size"
         )
     if config.process_group not in ("gloo", "nccl"):
-        raise ValueError(
+        raise ConfigError(
             f"fault_tolerance.process_group is {config.process_group!r}, expected 'gloo' or 'nccl'"
         )
     if os.environ.get("MASTER_PORT", "0") == "0":
-        raise ValueError("fault_tolerance.enable needs torchrun, whose store torchft uses")
+        raise ConfigError("fault_tolerance.enable needs torchrun, whose store torchft uses")
     torchft = import_extra("torchft", "fault_tolerance.enable")
     kinds = {"gloo": torchft.ProcessGroupGloo, "nccl": torchft.ProcessGroupNCCL}
     timeout = timedelta(milliseconds=config.process_group_timeout_ms)

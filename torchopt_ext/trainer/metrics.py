@@ -101,6 +101,7 @@ class MetricsProcessor:
         self.data_loading_times: list[float] = []
         self.time_last_log = time.perf_counter()
         self._writers = _build_writers(job_config, parallel_dims, self.color)
+        self._failed: list[MetricWriter] = []
 
     def should_log(self, step: int) -> bool:
         """Whether to log at `step`: the first, and every `metrics.log_freq`."""
@@ -177,12 +178,28 @@ class MetricsProcessor:
 
     def _write(self, step: int, metrics: dict[str, float]) -> None:
         for writer in self._writers:
-            writer.write(step, metrics)
+            with self._logs_failure(writer):
+                writer.write(step, metrics)
+
+    @contextmanager
+    def _logs_failure(self, writer: MetricWriter) -> Iterator[None]:
+        """Lets training go on where metrics cannot be written, such as on a full disk."""
+        try:
+            yield
+        except BrokenPipeError:  # whoever reads stdout has ended, and means the job
+            raise
+        except OSError as error:
+            if writer not in self._failed:
+                name = type(writer).__name__
+                logger.error("%s cannot write metrics: %s; training goes on", name, error)
+                self._failed.append(writer)
 
     def close(self) -> None:
         """Ends the writers: files are complete after it. A second call does nothing."""
         while self._writers:
-            self._writers.pop().close()
+            writer = self._writers.pop()
+            with self._logs_failure(writer):
+                writer.close()
 
 
 def _build_writers(

@@ -1,8 +1,10 @@
 """The optimizers that a job configuration asks for, clipping in their step where they can."""
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -14,9 +16,9 @@ from torchopt_ext.containers.build import (
     fused_options,
     reject_ineffective,
 )
-from torchopt_ext.containers.optimizers import with_fp32_moments
 from torchopt_ext.optim import FusedAdam
-from torchopt_ext.trainer.config import ConfigError, JobConfig
+from torchopt_ext.optim.collective import all_gather_text
+from torchopt_ext.trainer.config import ConfigError, JobConfig, as_config_error
 from torchopt_ext.trainer.zero_container import ZeroOptimizersContainer
 
 
@@ -32,7 +34,7 @@ def gradient_accumulation_steps(job_config: JobConfig, dp_degree: int) -> int:
     if wanted < 0:
         return 1
     if wanted == 0 or wanted % at_once:
-        raise ValueError(
+        raise ConfigError(
             f"training.global_batch_size is {wanted}, expected a multiple of {at_once}: "
             f"training.batch_size {training.batch_size} x {dp_degree} data-parallel ranks"
         )
@@ -50,16 +52,18 @@ def data_parallel_degree(job_config: JobConfig) -> int:
     return dist.get_world_size() // sharing
 
 
+@as_config_error()
 def build_optimizers(
     model_parts: list[nn.Module], job_config: JobConfig, ft_manager: Any = None
 ) -> OptimizersContainer[Any]:
     """As torchtitan's; torchopt_ext's optimizers clip to `training.max_norm` in their step.
 
     Raises:
-        ConfigError: there is no optimizer of that name.
-        ValueError: a setting without effect; low-precision shards with another implementation than
-            "fused"; ZeRO with another, in backward or fault tolerant.
-        NotImplementedError, AssertionError: as :func:`torchopt_ext.containers.build_optimizers`.
+        ConfigError: there is no optimizer of that name; a setting without effect, but in a pipeline
+            see `agree_over_stages`; torch's optimizers in backward where clipping or skipping is
+            asked for; low-precision shards with another implementation than "fused"; ZeRO with
+            another, in backward or fault tolerant.
+        AssertionError: unknown implementation.
     """
     config = SimpleNamespace(**vars(job_config.optimizer))
     if config.name not in FUSED:
@@ -68,9 +72,18 @@ def build_optimizers(
     if config.implementation == "fused":
         config.max_grad_norm = job_config.training.max_norm
     else:
+        if config.early_step_in_backward and (
+            config.skip_nonfinite or job_config.training.max_norm < math.inf
+        ):
+            # No gradient is left when torch's clipping would measure them.
+            raise ConfigError(
+                f"optimizer.implementation {config.implementation!r} with early_step_in_backward "
+                "neither clips nor skips: set training.max_norm = inf and "
+                "optimizer.skip_nonfinite = false, or use 'fused'"
+            )
         config.skip_nonfinite = False  # the Trainer asks the norm, which torch's clipping returns
         if job_config.parallelism.fsdp_keep_low_precision_shards:
-            raise ValueError(
+            raise ConfigError(
                 "parallelism.fsdp_keep_low_precision_shards has no effect with "
                 f"optimizer.implementation {config.implementation!r}: 'fused' writes them"
             )
@@ -81,21 +94,17 @@ def build_optimizers(
     partition = job_config.parallelism.zero
     if partition == "none":
         stages = job_config.parallelism.pipeline_parallel_degree > 1
-        if stages:  # a pattern may be found in another one
-            options = with_fp32_moments(fused_options(config), model_parts, partial=True)
-            config.fp32_moments = options.get("fp32_moments", config.fp32_moments)
-        # Stages agree later: agree_over_stages.
-        in_backward = config.early_step_in_backward
-        dims = SimpleNamespace(pp_enabled=stages and in_backward, ep_enabled=False)
+        no_group = SimpleNamespace(get_group=lambda: None)  # they agree later: agree_over_stages
+        dims = SimpleNamespace(pp_enabled=stages, ep_enabled=False, get_mesh=lambda name: no_group)
         return containers.build_optimizers(model_parts, config, dims, ft_manager)
     if config.implementation != "fused" or config.early_step_in_backward:
-        raise ValueError(
+        raise ConfigError(
             f"parallelism.zero is {partition!r}, which needs optimizer.implementation 'fused' and "
             f"early_step_in_backward false, found {config.implementation!r} and "
             f"{config.early_step_in_backward}"
         )
     if ft_manager is not None and ft_manager.enabled:
-        raise ValueError("parallelism.zero divides the state among ranks that may not come and go")
+        raise ConfigError("parallelism.zero divides the state among ranks that may not come and go")
     options = fused_options(config)
     reject_ineffective(options, [p for part in model_parts for p in part.parameters()])
     arguments = options | common_arguments(config)
@@ -112,7 +121,19 @@ def clips_in_step(optimizers: OptimizersContainer[Any]) -> bool:
 
 
 def agree_over_stages(optimizers: OptimizersContainer[Any], process_group: Any) -> None:
-    """Lets the optimizers of all pipeline stages clip and skip by one norm."""
+    """Lets the optimizers of all pipeline stages clip and skip by one norm.
+
+    Raises:
+        ConfigError: on all ranks, if no stage has anything to train, or a setting no effect in any.
+    """
     for optimizer in optimizers:
         if isinstance(optimizer, FusedAdam):
             optimizer.process_group = process_group
+    own = {str(param.dtype) for group in optimizers.param_groups for param in group["params"]}
+    every = all_gather_text(" ".join(own), process_group, "comparing dtypes of pipeline stages")
+    names = {name.removeprefix("torch.") for text in every for name in text.split()}
+    if not names:
+        raise ConfigError("no parameter of the model is trainable")
+    dtypes = [nn.Parameter(torch.empty(0, dtype=getattr(torch, name))) for name in names]
+    with as_config_error():
+        reject_ineffective(optimizers.defaults, dtypes)

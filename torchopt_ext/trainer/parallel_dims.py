@@ -7,6 +7,7 @@ from math import prod
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchopt_ext import _torch
+from torchopt_ext.trainer.config import ConfigError
 
 _SETTINGS = {
     "pp": "pipeline_parallel_degree",
@@ -55,7 +56,7 @@ class ParallelDims:
             degree = getattr(self, name)
             if degree < 1 and not (name == "dp_shard" and degree == -1):
                 least = "1 or more, or -1" if name == "dp_shard" else "1 or more"
-                raise ValueError(f"parallelism.{setting} is {degree}, expected {least}")
+                raise ConfigError(f"parallelism.{setting} is {degree}, expected {least}")
         if self.dp_shard == -1:
             others = self.dp_replicate * self.cp * self.tp * self.pp
             # Where nothing is left, or a remainder, the product below is not the world size.
@@ -63,7 +64,7 @@ class ParallelDims:
         degrees = self._degrees()
         if prod(degrees.values()) != self.world_size:
             product = " * ".join(f"{name} {degree}" for name, degree in degrees.items())
-            raise ValueError(
+            raise ConfigError(
                 f"{product} = {prod(degrees.values())} ranks, but the world size is "
                 f"{self.world_size}; the degrees are parallelism.{', .'.join(_SETTINGS.values())}"
             )
@@ -90,7 +91,7 @@ class ParallelDims:
         if self.cp_enabled and device_type != "cuda":
             # torch/distributed/tensor/experimental/_context_parallel/_attention.py divides CUDA's
             # attention kernels; the CPU's would raise in the first forward pass.
-            raise ValueError(
+            raise ConfigError(
                 f"parallelism.context_parallel_degree is {self.cp}, but torch's context parallel "
                 f"has no attention for {device_type!r}: use 1, or training.device = 'cuda'"
             )

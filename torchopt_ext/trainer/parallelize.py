@@ -24,8 +24,9 @@ from torch.utils.checkpoint import (
 )
 
 from torchopt_ext import _torch
-from torchopt_ext.trainer.config import ActivationCheckpoint, JobConfig
+from torchopt_ext.trainer.config import ActivationCheckpoint, ConfigError, JobConfig
 from torchopt_ext.trainer.distributed import DTYPES
+from torchopt_ext.trainer.initial_weights import tie, tied_names
 from torchopt_ext.trainer.parallel_dims import ParallelDims
 
 logger = logging.getLogger(__name__)
@@ -63,29 +64,31 @@ def parallelize(
     """
     config = job_config.parallelism
     if config.enable_compiled_autograd and parallel_dims.world_size > 1:
-        raise ValueError(
+        raise ConfigError(
             "parallelism.enable_compiled_autograd needs one rank, but there are "
             f"{parallel_dims.world_size}: torch cannot trace what DDP, FSDP2 and tensor parallel "
             "do in backward"
         )
     if job_config.training.enable_cpu_offload and not parallel_dims.fsdp_enabled:
-        raise ValueError(
+        raise ConfigError(
             "training.enable_cpu_offload has no effect without FSDP, of which this job has none: "
             f"parallelism.data_parallel_shard_degree is {parallel_dims.dp_shard}"
         )
     if parallel_dims.tp_enabled:
         if tp_plan is None:
-            raise ValueError(
+            raise ConfigError(
                 f"parallelism.tensor_parallel_degree is {parallel_dims.tp}, but "
                 f"{type(model).__name__}'s TrainSpec gives parallelize no tp_plan"
             )
         if job_config.training.seq_len % parallel_dims.tp:
-            raise ValueError(
+            raise ConfigError(
                 f"training.seq_len is {job_config.training.seq_len}, expected a multiple of "
                 f"parallelism.tensor_parallel_degree {parallel_dims.tp}"
             )
         plan = tp_plan(model, parallel_dims.loss_parallel_enabled)
+        ties = tied_names(model)
         parallelize_module(model, world_mesh["tp"], dict(plan))
+        tie(model, ties)  # parallelize_module makes a parameter for each name
     checkpoint_activations(model, job_config.activation_checkpoint)
     if job_config.training.compile:
         for block in layers_of(model).values():
@@ -95,7 +98,7 @@ def parallelize(
         shard(model, parallel_dims.fsdp_mesh(world_mesh), parallel_dims, job_config)
     elif parallel_dims.dp_replicate_enabled:
         if parallel_dims.tp_enabled or parallel_dims.pp_enabled:
-            raise ValueError(
+            raise ConfigError(
                 f"parallelism.data_parallel_replicate_degree is {parallel_dims.dp_replicate} with "
                 f"tensor_parallel_degree {parallel_dims.tp} and pipeline_parallel_degree "
                 f"{parallel_dims.pp}, but DDP goes with neither: use data_parallel_shard_degree"
@@ -134,7 +137,7 @@ def checkpoint_activations(model: nn.Module, config: ActivationCheckpoint) -> No
     """
     option = config.selective_ac_option
     if config.mode not in ("none", "full", "selective"):
-        raise ValueError(
+        raise ConfigError(
             f"activation_checkpoint.mode is {config.mode!r}, expected 'none', 'full' or 'selective'"
         )
     if config.mode == "none":
@@ -150,7 +153,7 @@ def checkpoint_activations(model: nn.Module, config: ActivationCheckpoint) -> No
         elif option.isdigit() and int(option) > 0:
             every = int(option)
         else:
-            raise ValueError(
+            raise ConfigError(
                 f"activation_checkpoint.selective_ac_option is {option!r}, expected 'op' or a "
                 "positive integer"
             )
@@ -201,7 +204,7 @@ def shard(
 
     policy = job_config.parallelism.fsdp_reshard_after_forward
     if policy not in ("default", "always", "never"):
-        raise ValueError(
+        raise ConfigError(
             f"parallelism.fsdp_reshard_after_forward is {policy!r}, expected 'default', 'always' "
             "or 'never'"
         )

@@ -16,7 +16,8 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 
-from torchopt_ext.trainer.config import JobConfig, Parallelism
+from torchopt_ext.trainer.config import ConfigError, JobConfig, Parallelism
+from torchopt_ext.trainer.initial_weights import tied_names
 from torchopt_ext.trainer.parallel_dims import ParallelDims
 from torchopt_ext.trainer.parallelize import layers_of
 
@@ -58,17 +59,18 @@ def pipeline(
         mean; this rank's parts; whether the first and the last stage are among them.
 
     Raises:
-        ValueError: a schedule, split or size that does not fit; says which.
+        ConfigError: on all ranks, for a schedule, split or size that does not fit, or a parameter
+            that two stages would have; says which.
     """
     config, training = job_config.parallelism, job_config.training
     schedule_class = get_schedule_class(config.pipeline_parallel_schedule)
     if schedule_class in (PipelineScheduleSingle, PipelineScheduleMulti):
-        raise ValueError(
+        raise ConfigError(
             "parallelism.pipeline_parallel_schedule is "
             f"{config.pipeline_parallel_schedule!r}, which is a base class of schedules"
         )
     if training.batch_size % config.pipeline_parallel_microbatch_size:
-        raise ValueError(
+        raise ConfigError(
             f"training.batch_size is {training.batch_size}, expected a multiple of "
             f"parallelism.pipeline_parallel_microbatch_size "
             f"{config.pipeline_parallel_microbatch_size}"
@@ -76,6 +78,7 @@ def pipeline(
     n_microbatches = training.batch_size // config.pipeline_parallel_microbatch_size
 
     split = split_layers(list(layers_of(model)), parallel_dims.pp, schedule_class, config)
+    _check_ties(model, split)
     pp_mesh = world_mesh["pp"]
     mine = stages_of_rank(pp_mesh.get_local_rank(), parallel_dims.pp, len(split), schedule_class)
     if n_microbatches < len(split):
@@ -128,14 +131,14 @@ def split_layers(
         names = [f"layers.{name}" for name in layers]
         positions = [names.index(point) for point in points if point in names]
         if len(positions) < len(points) or positions != sorted(set(positions)):
-            raise ValueError(
+            raise ConfigError(
                 f"parallelism.pipeline_parallel_split_points is {points}, expected names from "
                 f"{names} in this order"
             )
         source, bounds = "pipeline_parallel_split_points", [0, *positions, len(layers)]
     else:
         if per_stage is not None and per_stage < 1:
-            raise ValueError(
+            raise ConfigError(
                 f"parallelism.pipeline_parallel_layers_per_stage is {per_stage}, expected 1 or more"
             )
         count = -(-effective // per_stage) if per_stage else ranks * (1 if single else 2)
@@ -143,7 +146,7 @@ def split_layers(
         ends = [stage * share + min(stage, rest) - before for stage in range(1, count)]
         source, bounds = "pipeline_parallel_layers_per_stage", [0, *ends, len(layers)]
         if sorted(bounds) != bounds or not share:
-            raise ValueError(
+            raise ConfigError(
                 f"{len(layers)} layers, with parallelism.pipeline_parallel_first_stage_less_layers "
                 f"{before} and last_stage_less_layers {effective - before - len(layers)}, do not "
                 f"fill {count} pipeline stages"
@@ -154,7 +157,7 @@ def split_layers(
     wanted = "one" if single else "two" if v_style else "two or more"
     fits = a_rank == 1 if single else a_rank == 2 if v_style else a_rank >= 2
     if stages % ranks or not fits:
-        raise ValueError(
+        raise ConfigError(
             f"parallelism.{source} makes {stages} pipeline stages on {ranks} ranks, but schedule "
             f"{config.pipeline_parallel_schedule} needs {wanted} a rank"
         )
@@ -168,6 +171,26 @@ def stages_of_rank(
     if schedule_class in (ScheduleZBVZeroBubble, ScheduleDualPipeV):
         return (rank, stages - 1 - rank)
     return tuple(range(rank, stages, ranks))
+
+
+def _check_ties(model: nn.Module, split: list[list[str]]) -> None:
+    """Rejects a parameter with names in several stages, where each stage would train its own."""
+    children = [name for name, _ in model.named_children()]
+    middle = children.index("layers")
+
+    def stage_of(name: str) -> int:
+        child, _, rest = name.partition(".")
+        if child == "layers":
+            layer = rest.partition(".")[0]
+            return next(index for index, layers in enumerate(split) if layer in layers)
+        return 0 if child in children[:middle] else len(split) - 1
+
+    for names in tied_names(model):
+        if len({stage_of(name) for name in names}) > 1:
+            raise ConfigError(
+                f"{' and '.join(names)} are one parameter of {type(model).__name__}, but in "
+                "different pipeline stages: use parallelism.pipeline_parallel_degree 1"
+            )
 
 
 def stage_module(model: nn.Module, split: list[list[str]], index: int) -> nn.Module:

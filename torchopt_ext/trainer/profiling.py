@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from torchopt_ext._torch import dump_memory_snapshot, record_memory_history
-from torchopt_ext.trainer.config import JobConfig
+from torchopt_ext.trainer.config import ConfigError, JobConfig
 from torchopt_ext.trainer.distributed import choose_device
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ def maybe_enable_profiling(
         return
     wait = config.profile_freq - config.profiler_warmup - config.profiler_active
     if wait < 0 or config.profiler_active < 1 or config.profiler_warmup < 0:
-        raise ValueError(
+        raise ConfigError(
             f"profiling.profile_freq is {config.profile_freq}, expected at least profiler_warmup "
             f"({config.profiler_warmup}, 0 or more) + profiler_active ({config.profiler_active}, "
             "1 or more)"
@@ -114,7 +114,7 @@ def maybe_enable_memory_snapshot(
         yield None
         return
     if choose_device(job_config).type != "cuda":
-        raise ValueError(
+        raise ConfigError(
             "profiling.enable_memory_snapshot needs training.device 'cuda', found a CPU: use "
             "profiling.enable_profiling, whose traces hold a CPU's allocations"
         )

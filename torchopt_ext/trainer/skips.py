@@ -47,5 +47,10 @@ class SkippedSteps:
         self.total = total
 
     @property
+    def since_good(self) -> int:
+        """Steps after the last that is known not to be skipped; of some it may not be known yet."""
+        return self.consecutive + len(self._coming)
+
+    @property
     def too_many(self) -> bool:
         return 0 < self.limit <= self.consecutive

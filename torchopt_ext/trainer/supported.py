@@ -61,6 +61,18 @@ _AT_LEAST = {
     "checkpoint.load_step": -1,
 }
 
+_FROM_0_BELOW = {
+    "optimizer.lr": math.inf,
+    "optimizer.beta1": 1,
+    "optimizer.beta2": 1,
+    "optimizer.eps": math.inf,
+    "optimizer.weight_decay": math.inf,
+    "lr_scheduler.lr_min": math.nextafter(1, 2),
+    "lr_scheduler.decay_ratio": math.inf,
+    "lr_scheduler.total_steps": math.inf,
+}
+"""Numbers that are 0 or more, and below what; None, where it is allowed, is another default."""
+
 
 def check_supported(job_config: JobConfig) -> None:
     """Rejects settings that the Trainer cannot honour.
@@ -89,9 +101,11 @@ def check_supported(job_config: JobConfig) -> None:
         )
     if job_config.activation_checkpoint.mode == "memory_budget":
         wrong.append(f"activation_checkpoint.mode is 'memory_budget', but {_NO_BUDGET}")
-    optimizer = job_config.optimizer
-    if not 0 <= optimizer.lr < math.inf:
-        wrong.append(f"optimizer.lr is {optimizer.lr}, expected a number from 0 on")
+    for name, below in _FROM_0_BELOW.items():
+        value = _get(job_config, name)
+        if value is not None and not 0 <= value < below:
+            most = {math.inf: "a number from 0 on", 1: "0 or more and less than 1"}
+            wrong.append(f"{name} is {value}, expected {most.get(below, '0 to 1')}")
     seed = job_config.training.seed
     if seed is not None and not 0 <= seed < 1 << 64:
         wrong.append(f"training.seed is {seed}, expected 0 to 2**64 - 1")

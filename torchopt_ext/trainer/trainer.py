@@ -18,12 +18,12 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchopt_ext.containers import LRSchedulersContainer, OptimizersContainer
-from torchopt_ext.fsdp import keep_low_precision_shards
 from torchopt_ext.trainer import distributed, ft
 from torchopt_ext.trainer.checkpoint import CheckpointManager
-from torchopt_ext.trainer.config import ConfigError, JobConfig
+from torchopt_ext.trainer.config import ConfigError, JobConfig, as_config_error
 from torchopt_ext.trainer.failures import record
 from torchopt_ext.trainer.garbage import GarbageCollection
+from torchopt_ext.trainer.initial_weights import give_weights, tied_names
 from torchopt_ext.trainer.metrics import MetricsProcessor, build_metrics_processor
 from torchopt_ext.trainer.model_converter import build_model_converters
 from torchopt_ext.trainer.optimizer_time import OptimizerTime
@@ -60,8 +60,8 @@ class Trainer(Stateful):
         job_config: the job.
 
     Raises:
-        ValueError, NotImplementedError: a setting that is wrong, or has no effect; says which. The
-            process group that was started then ends, unless it is NCCL's of several ranks.
+        ConfigError: a setting that is wrong, or has no effect; says which. The process group that
+            was started then ends, unless it is NCCL's of several ranks.
     """
 
     job_config: JobConfig
@@ -139,15 +139,16 @@ class Trainer(Stateful):
         # What checkpoints hold has to exist before one is loaded.
         self.step = 0
         self.stopped_by: str | None = None
-        self.checkpointer = CheckpointManager(
-            dataloader=self.dataloader,
-            model_parts=self.model_parts,
-            optimizers=self.optimizers,
-            lr_schedulers=self.lr_schedulers,
-            states={"train_state": self},
-            job_config=job_config,
-            ft_manager=self.ft_manager,
-        )
+        with as_config_error():
+            self.checkpointer = CheckpointManager(
+                dataloader=self.dataloader,
+                model_parts=self.model_parts,
+                optimizers=self.optimizers,
+                lr_schedulers=self.lr_schedulers,
+                states={"train_state": self},
+                job_config=job_config,
+                ft_manager=self.ft_manager,
+            )
         # Last, for it changes the process, and close() ends it.
         self.gc_handler = GarbageCollection(
             job_config.training.gc_freq, job_config.training.gc_debug
@@ -184,6 +185,7 @@ class Trainer(Stateful):
             torch.set_default_dtype(default)
         self.model_converters = build_model_converters(job_config, dims)
         self.model_converters.convert(model)
+        ties = tied_names(model)
 
         build_metrics = spec.build_metrics_processor_fn or build_metrics_processor
         self.metrics_processor = metrics = build_metrics(job_config, dims)
@@ -196,7 +198,7 @@ class Trainer(Stateful):
         self.pp_schedule, self.pp_has_first_stage, self.pp_has_last_stage = None, True, True
         if dims.pp_enabled:
             if spec.pipelining_fn is None:
-                raise ValueError(f"{spec.name} has no pipelining_fn, which pipeline stages need")
+                raise ConfigError(f"{spec.name} has no pipelining_fn, which pipeline stages need")
             (
                 self.pp_schedule,
                 self.model_parts,
@@ -208,16 +210,7 @@ class Trainer(Stateful):
             )  # fmt: skip
         else:
             self.model_parts = [spec.parallelize_fn(model, self.world_mesh, dims, job_config)]
-        offload = job_config.training.enable_cpu_offload
-        seeding = job_config.checkpoint.create_seed_checkpoint  # one process without FSDP
-        on_host = offload or seeding
-        for part in self.model_parts:
-            part.to_empty(device="cpu" if on_host else self.device.type)
-            with torch.no_grad():
-                part.init_weights(buffer_device=self.device if offload else None)  # type: ignore[operator]
-            part.train()
-            if job_config.parallelism.fsdp_keep_low_precision_shards and not seeding:
-                keep_low_precision_shards(part)
+        give_weights(self.model_parts, ties, job_config, self.device)
 
     def _build_optimizers(self) -> None:
         job_config, dims = self.job_config, self.parallel_dims
@@ -394,7 +387,7 @@ class Trainer(Stateful):
         """Trains from the newest checkpoint to `training.steps`, or until SIGTERM or no more data.
 
         Raises:
-            RuntimeError: too many steps in a row were skipped; names the last good checkpoint.
+            RuntimeError: too many steps in a row were skipped; names the last checkpoint before.
         """
         job_config, steps = self.job_config, self.job_config.training.steps
         self.checkpointer.load(step=job_config.checkpoint.load_step)
@@ -427,7 +420,8 @@ class Trainer(Stateful):
                 self.train_step(inputs, labels)
                 self._stop_if_stuck()
                 self._validate_if_due()
-                self.checkpointer.save(self.step, force=self.step == steps)
+                skipping = self._skips.consecutive > 0
+                self.checkpointer.save(self.step, force=self.step == steps, skipping=skipping)
                 for profiler in (torch_profiler, memory_profiler):
                     if profiler:
                         profiler.step()
@@ -442,12 +436,16 @@ class Trainer(Stateful):
                     steps,
                     "SIGTERM" if self.stopped_by == "SIGTERM" else "the data set has ended",
                 )
-                self.checkpointer.save(self.step, force=True)
+                ended = self.stopped_by == "data"
+                if ended:
+                    self._validate_if_due(last=True)
+                self.checkpointer.save(self.step, force=True, ended=ended)
         self.metrics_processor.close()
         logger.info("Training completed")
 
-    def _validate_if_due(self) -> None:
-        if self.validator is None or not self.validator.should_validate(self.step):
+    def _validate_if_due(self, last: bool = False) -> None:
+        """With `last`, also after a step in which that was not due, where it has not been done."""
+        if self.validator is None or self.validator.should_validate(self.step) == last:
             return
         with self.metrics_processor.pause():
             loss = self._mean_and_max(self.validator.validate())[0]
@@ -456,10 +454,10 @@ class Trainer(Stateful):
     def _stop_if_stuck(self) -> None:
         if not self._skips.too_many:
             return
-        newest = self.checkpointer.newest()
+        newest = self.checkpointer.newest(until=self.step - self._skips.since_good)
         raise RuntimeError(
             f"{self._skips.consecutive} steps in a row were skipped for gradients that are not "
-            f"finite, up to step {self.step}; the last good checkpoint is "
+            f"finite, up to step {self.step}; the last checkpoint before them is "
             + ("none" if newest is None else f"step {newest} in {self.checkpointer.folder}")
         )
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from torchopt_ext.trainer.config import JobConfig
+from torchopt_ext.trainer.config import ConfigError, JobConfig
 
 if TYPE_CHECKING:
     from torchopt_ext.trainer.trainer import Trainer
@@ -29,7 +29,7 @@ class Validator:
     def __init__(self, trainer: "Trainer", build_dataloader: Callable[[JobConfig], Any]) -> None:
         config = trainer.job_config.validation
         if config.freq < 1:
-            raise ValueError(f"validation.freq is {config.freq}, expected 1 or more")
+            raise ConfigError(f"validation.freq is {config.freq}, expected 1 or more")
         training = dataclasses.replace(
             trainer.job_config.training,
             dataset=config.dataset,

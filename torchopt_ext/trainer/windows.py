@@ -1,6 +1,7 @@
 """Training samples cut from one long text: windows of tokens, and files as one string of bytes."""
 
 import os
+import stat
 from bisect import bisect_right
 from collections.abc import Iterator
 from functools import lru_cache
@@ -96,7 +97,9 @@ def _map_file(path: Path, size: int) -> Tensor:
 
 
 def files_under(path: Path) -> Iterator[Path]:
-    """All files under `path`, or the one that it is, by relative path.
+    """All regular files under `path`, or the one that it is, by relative path.
+
+    Pipes and devices, which would wait or never end, are left out.
 
     Raises:
         FileNotFoundError, PermissionError: a file or folder cannot be read; names it.
@@ -112,5 +115,7 @@ def files_under(path: Path) -> Iterator[Path]:
     else:
         paths = [path]
     for file in paths:
+        if not stat.S_ISREG(file.stat().st_mode):
+            continue
         with file.open("rb"):
             yield file

@@ -86,6 +86,14 @@ def test_bench_writes_markdown_and_a_picture(run: Run, tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_bench_names_what_does_not_fit(fails: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(bench, "filled", full)
+    assert "2x3 is too large: CUDA out of memory" in fails("bench", "--shapes", "2x3")
+
+
 def test_bench_rejects(fails: Run, tmp_path: Path) -> None:
     half = ["--dtype", "float16", "--master-weights", "remainder"]
     for args, problem in (
@@ -96,5 +104,7 @@ def test_bench_rejects(fails: Run, tmp_path: Path) -> None:
         (["--shapes", "2x3", "--threads", "1e6"], "--threads is 1000000; this machine has"),
         (["--shapes", "2x3", "--seconds", "-1"], "-1 is not a number above 0"),
         (["--shapes", "2x3", *half], "bfloat16 only"),
+        (["--shapes", "2x3", "--master-weights", "remainder"], "which 2x3 has not"),
+        (["--params", "1e15"], "--params 1000000000000000 is too large: weights"),
     ):
         assert problem in fails("bench", *args)

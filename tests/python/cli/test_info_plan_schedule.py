@@ -257,7 +257,7 @@ def test_plan_of_a_model(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 def safetensors(path: Path, tensors: dict[str, Any]) -> Path:
     header, offset = {}, 0
     for name, (kind, shape) in tensors.items():
-        end = offset + math.prod(shape) * {"BF16": 2, "F32": 4, "I64": 8}[kind]
+        end = offset + math.prod(shape)  # bytes are not read
         header[name] = {"dtype": kind, "shape": shape, "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header | {"__metadata__": {"format": "pt"}}).encode()
@@ -283,6 +283,26 @@ def test_plan_reads_what_safetensors_writes(run: Run, tmp_path: Path) -> None:
     assert json.loads(run("plan", tmp_path / "w.safetensors", "--json"))["parameters"] == 15
 
 
+def test_plan_knows_the_dtypes_of_safetensors(run: Run, tmp_path: Path) -> None:
+    kinds = {
+        8: ["F64", "I64", "U64", "C64"],
+        4: ["F32", "I32", "U32"],
+        2: ["F16", "BF16", "I16", "U16"],
+        1: [
+            "I8",
+            "U8",
+            "BOOL",
+            "F8_E8M0",
+            *(f"F8_{k}{z}" for k in ("E4M3", "E5M2") for z in ("", "FNUZ")),
+        ],
+    }
+    tensors = {kind: (kind, [3]) for group in kinds.values() for kind in group}
+    file = safetensors(tmp_path / "a.safetensors", tensors)
+    rank = json.loads(run("plan", file, "--json"))["shardings"]["ddp"]["ranks"][0]
+    assert rank["weights"] == 3 * sum(size * len(group) for size, group in kinds.items())
+    assert rank["elements"] == 3 * 5  # integers and what has 8 bits are not trained
+
+
 def test_plan_rejects(fails: Run, tmp_path: Path) -> None:
     long = tmp_path / "long.safetensors"
     long.write_bytes(struct.pack("<Q", 1000) + b"{")
@@ -290,6 +310,13 @@ def test_plan_rejects(fails: Run, tmp_path: Path) -> None:
     text.write_text("hello, world")
     broken = tmp_path / "broken.safetensors"
     broken.write_bytes(struct.pack("<Q", 8) + b'{"w": 1}')
+    deep = tmp_path / "deep.safetensors"
+    deep.write_bytes(struct.pack("<Q", 50_000) + b"[" * 50_000)
+    deep_index = tmp_path / "deep.json"
+    deep_index.write_text("[" * 50_000)
+    wide = safetensors(tmp_path / "wide.safetensors", {"w": ("F32", [2**61])})
+    flat = safetensors(tmp_path / "flat.safetensors", {"w": ("F32", [2**70, 0])})
+    small = safetensors(tmp_path / "small.safetensors", {"w": ("F6_E2M3", [4])})
     index = tmp_path / "index.json"
     index.write_text(json.dumps({"weight_map": {"w": "gone.safetensors"}}))
     no_index = tmp_path / "other.json"
@@ -310,6 +337,11 @@ def test_plan_rejects(fails: Run, tmp_path: Path) -> None:
         ([long], "ends in its header, after 1 of 1000"),
         ([text], "is no safetensors file: it begins with b'hello, w'"),
         ([broken], "damaged header"),
+        ([deep], "damaged header"),
+        ([deep_index], "weight_map"),
+        ([wide], "w has the shape [2305843009213693952]"),
+        ([flat], "w has the shape"),
+        ([small], "w has the dtype F6_E2M3, expected F64, F32"),
         ([index], "names gone.safetensors"),
         ([no_index], "weight_map"),
         ([odd_index], "weight_map"),
@@ -327,6 +359,8 @@ def test_plan_rejects(fails: Run, tmp_path: Path) -> None:
         (["--model", "broken_model:g"], "returns a int, expected"),
         (["--shapes", "2x2", "--dtype", "float16", "--master-weights", "remainder"], "float16"),
         (["--shapes", "gpt2", "--state-dtype", "int8", "--fp32-moments", "wte"], "have no names"),
+        (["--shapes", "2x2", "--fp32-moments", ""], "--fp32-moments is of 8-bit moments"),
+        (["--shapes", "2x2", "--no-norm", "--norm-in-backward"], "not allowed with"),
         (["--shapes", "2x2", "--plot", tmp_path / "gone" / "x.png"], "cannot write"),
     ):
         assert problem in fails("plan", *args)
@@ -399,10 +433,34 @@ def test_schedule_rejects(fails: Run, tmp_path: Path) -> None:
         (["--steps", "10", "--decay", "steep"], "'steep'"),
         (["--steps", "10", "--min-factor", "2"], "min_lr_factor is 2"),
         (["--steps", "10", "--warmup", "ten"], "--warmup is 'ten'"),
+        (["--steps", "10", "--warmup", "3.7"], "--warmup is '3.7'"),
+        (["--steps", "10", "--warmup", "1e30", "--generation", "1"], "--warmup is '1e30'"),
         (["--steps", "10", "--generation", "3"], "--generation is '3'"),
         (["--config", tmp_path / "gone.toml"], "gone.toml"),
     ):
         assert problem in fails("schedule", *args)
+
+
+@pytest.mark.parametrize(
+    ("job", "problem"),
+    [
+        ("[optimizer]\nlr = nan", "optimizer.lr is nan in job.toml"),
+        ("[optimizer]\nlr = -1.0", "optimizer.lr is -1.0 in job.toml"),
+        ("[training]\nsteps = 0", "job.toml has 0 steps"),
+        ("[training]\nsteps = 100000000000", "expected 1 to 10,000,000"),
+    ],
+)
+def test_schedule_rejects_jobs(
+    fails: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: str, problem: str
+) -> None:
+    pytest.importorskip("tyro")
+    monkeypatch.chdir(tmp_path)
+    Path("job.toml").write_text(job)
+    assert problem in fails("schedule", "--config", "job.toml")
+
+
+def test_schedule_of_the_largest_rate(run: Run) -> None:
+    assert "highest 1.7e+308" in run("schedule", "--steps", "500", "--lr", "1.7e308")
 
 
 def test_pictures_are_made(run: Run, tmp_path: Path) -> None:

@@ -107,6 +107,14 @@ def test_a_seed_checkpoint_is_saved_instead_of_training(trainer: Spy) -> None:
         (["--comm.mode", "local_tensor"], "1", "comm.mode is 'local_tensor'"),
         (["--optimizer.lr", "nan"], "1", "optimizer.lr is nan"),
         (["--training.seed", "-1"], "1", "training.seed is -1"),
+        (["--optimizer.beta1", "1.5"], "1", "optimizer.beta1 is 1.5, expected 0 or more and less"),
+        (["--optimizer.eps=-1"], "1", "optimizer.eps is -1.0, expected a number from 0 on"),
+        (["--lr_scheduler.lr_min", "2"], "1", "lr_scheduler.lr_min is 2.0, expected 0 to 1"),
+        (
+            ["--checkpoint.enable", "--checkpoint.load_step", "7", "--job.dump_folder", "/no"],
+            "1",
+            "checkpoint.load_step is 7, but there is no /no/checkpoint/step-7",
+        ),
     ],
 )
 def test_wrong_configurations_end_with_one_sentence(
@@ -124,6 +132,36 @@ def test_wrong_configurations_end_with_one_sentence(
     assert message in error
     assert error.count("\n") == 1
     assert trainer.calls == []
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("training.global_batch_size", "7", "global_batch_size is 7, expected a multiple of 8"),
+        ("parallelism.tensor_parallel_degree", "2", "tp 2 = 2 ranks, but the world size is 1"),
+        ("training.seq_len", "100000000", "has 0 samples of seq_len 100000000"),
+        ("optimizer.rounding_seed", "3", "rounding_seed has no effect without stochastic_roun"),
+        ("checkpoint.exclude_from_loading", "rgn", "exclude_from_loading has ['rgn'], expected"),
+    ],
+)
+def test_wrong_configurations_that_the_trainer_finds(
+    setting: str,
+    value: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    for name, rank in (alone | {"MASTER_PORT": "0"}).items():
+        monkeypatch.setenv(name, rank)
+    config = ["--config", str(ROOT / "examples/debug.toml"), "--job.dump_folder", str(tmp_path)]
+    assert main(["train", *config, f"--{setting}", value]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("torchopt_ext train: ")
+    assert message in last
+    assert not dist.is_initialized()
 
 
 def test_errors_of_a_job(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
+import os
+import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -254,7 +256,7 @@ def test_registered_data_sets(job_config: JobConfig, monkeypatch: pytest.MonkeyP
     first = [labels[:, 0].tolist() for _, labels in itertools.islice(loader, 2)]
     assert first == [[2, 4], [6, 8]]
     packed = DataPosition(loader).state_dict()
-    assert packed.keys() == {"dp_rank_1", "world_size"}
+    assert packed.keys() == {"dp_rank_1", "world_size", "passes"}
     resumed = build(job_config, 1, 2)
     DataPosition(resumed).load_state_dict(packed)
     assert next(iter(resumed))[1][:, 0].tolist() == [10, 12]
@@ -268,6 +270,96 @@ def test_registered_data_sets(job_config: JobConfig, monkeypatch: pytest.MonkeyP
         build(job_config).load_state_dict(loader.state_dict())
 
 
+class Augmented(Pairs):
+    """Samples of random numbers, one at a time or a batch together."""
+
+    def __init__(self, together: bool) -> None:
+        if together:
+            self.__getitems__ = lambda indices: [self[index] for index in indices]
+
+    def __getitem__(self, index: int) -> tuple[dict[str, Tensor], Tensor]:
+        draws = [int(torch.randint(1 << 30, ())), random.getrandbits(30)]
+        return {"input": torch.tensor([index, *draws])}, torch.tensor([index])
+
+
+class Drawing(IterableDataset[Any]):
+    """As many numbers, each with a random one; workers take turns."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = torch.utils.data.get_worker_info()
+        for number in range(worker.id if worker else 0, self.count, 2 if worker else 1):
+            yield {"input": torch.tensor([number])}, torch.randint(1 << 30, (1,))
+
+
+def drawn(batches: Any) -> list[list[int]]:
+    return [[*inputs["input"].flatten().tolist(), *labels.flatten()] for inputs, labels in batches]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("together", [False, True])
+def test_random_numbers_of_workers(job_config: JobConfig, together: bool) -> None:
+    """They differ by seed, rank and sample, and are the same for a job that goes on."""
+    register_dataset("augmented", lambda **_: Augmented(together))
+    training = job_config.training
+    training.dataset, training.dataloader.num_workers = "augmented", 2
+    undisturbed = drawn(build(job_config))
+    loader = build(job_config)
+    begun = drawn(itertools.islice(loader, 1))
+    resumed = build(job_config)
+    resumed.load_state_dict(loader.state_dict())
+    assert begun + drawn(resumed) == undisturbed
+    ranks = flat([drawn(build(job_config, rank, 2)) for rank in range(2)])
+    training.seed, training.epochs = 1, 2
+    others = [*undisturbed, *drawn(build(job_config))]
+    for numbers in flat(ranks), flat(others):
+        draws = [number for number in numbers if number >= 8]  # else an index
+        assert len(set(draws)) == len(draws) > 0
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_passes_over_a_stream(job_config: JobConfig, epochs: int, workers: int) -> None:
+    """A job that goes on again and again, with the generator's state of when it stopped."""
+    register_dataset("drawing", lambda **_: Drawing(12))
+    training = job_config.training
+    training.dataset, training.dataloader.num_workers = "drawing", workers
+    training.epochs = epochs
+    torch.manual_seed(0)
+    undisturbed = drawn(build(job_config))
+    assert len(undisturbed) == 6 * epochs
+    torch.manual_seed(0)
+    loader, found = build(job_config), []
+    for _ in range(10):
+        found += drawn(itertools.islice(loader, 2))
+        packed, random_numbers = DataPosition(loader).state_dict(), torch.get_rng_state()
+        loader = build(job_config)
+        DataPosition(loader).load_state_dict(packed)
+        torch.set_rng_state(random_numbers)
+    assert found == undisturbed
+
+
+def test_endless_and_empty_streams(job_config: JobConfig) -> None:
+    job_config.training.epochs = 0
+    for count, expected in ((4, 7), (1, 0)):
+        register_dataset(f"drawing{count}", lambda count=count, **_: Drawing(count))
+        job_config.training.dataset = f"drawing{count}"
+        assert len(list(itertools.islice(build(job_config), 7))) == expected
+
+
+def test_a_stream_that_was_not_counted_is_refused(job_config: JobConfig) -> None:
+    register_dataset("drawing", lambda **_: Drawing(4))
+    job_config.training.dataset = "drawing"
+    loader = build(job_config)
+    state = loader.state_dict()
+    del state["passes"]
+    with pytest.raises(ValueError, match=r"how many samples .* exclude 'dataloader'"):
+        loader.load_state_dict(state)
+
+
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
@@ -277,12 +369,12 @@ def test_registered_data_sets(job_config: JobConfig, monkeypatch: pytest.MonkeyP
             "'c4' is not registered, expected one of .*'text'; .*regis",
         ),
         ({"dataset_path": None}, ConfigError, "under dataset_path, which is not set"),
-        ({"dataset_path": "/no"}, FileNotFoundError, "dataset_path is /no, which does not exist"),
-        ({"seq_len": 0}, ValueError, "seq_len is 0, expected 1 or more"),
-        ({"batch_size": 0}, ValueError, "batch_size is 0, expected 1 or more"),
-        ({"epochs": -1}, ValueError, "epochs is -1, expected 0 or more"),
-        ({"batch_size": 12}, ValueError, "'text' has 23 samples of seq_len 3, expected .* 24"),
-        ({"seq_len": 500}, ValueError, "'text' has 0 samples of seq_len 500"),
+        ({"dataset_path": "/no"}, ConfigError, "dataset_path is /no, which does not exist"),
+        ({"seq_len": 0}, ConfigError, "seq_len is 0, expected 1 or more"),
+        ({"batch_size": 0}, ConfigError, "batch_size is 0, expected 1 or more"),
+        ({"epochs": -1}, ConfigError, "epochs is -1, expected 0 or more"),
+        ({"batch_size": 12}, ConfigError, "'text' has 23 samples of seq_len 3, expected .* 24"),
+        ({"seq_len": 500}, ConfigError, "'text' has 0 samples of seq_len 500"),
     ],
 )
 def test_refused(
@@ -296,6 +388,8 @@ def test_refused(
 
 def test_refused_files_and_names(job_config: JobConfig) -> None:
     folder = Path(str(job_config.training.dataset_path))
+    os.mkfifo(folder / "y")  # of which a reader would wait for a writer
+    assert len(build(job_config).dataset._dataset) == SAMPLES
     (folder / "z").symlink_to("gone")
     with pytest.raises(FileNotFoundError, match="text/z"):
         build(job_config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import logging
@@ -171,6 +172,23 @@ def test_a_resumed_job_appends(job_config: JobConfig) -> None:
             lines(job_config)
     processor = build_metrics_processor(job_config, dims())
     assert [line["step"] for line in lines(job_config)] == [1, 4, 8, 8, 12]
+
+
+def test_a_full_disk_is_logged_once_and_training_goes_on(
+    job_config: JobConfig, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    processor = build_metrics_processor(job_config, dims())
+    _, file = processor._writers
+
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    file._file = SimpleNamespace(write=fail, close=fail)
+    for step in (1, 4):
+        processor.log(step, 1.0, 1.0)
+    processor.close()
+    assert caplog.text.count("JsonLines cannot write metrics: [Errno 28] No space left") == 1
+    assert "step:  4" in capsys.readouterr().out
 
 
 def test_tensorboard(job_config: JobConfig) -> None:

@@ -1,15 +1,18 @@
 """The optimizers of a job: which there are, and who clips."""
 
+from contextlib import nullcontext
+from math import inf
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from torchopt_ext import FusedAdamW
 from torchopt_ext.containers import OptimizersContainer
 from torchopt_ext.trainer.config import ConfigError, JobConfig
-from torchopt_ext.trainer.optimizers import build_optimizers, clips_in_step
+from torchopt_ext.trainer.optimizers import agree_over_stages, build_optimizers, clips_in_step
 
 
 @pytest.mark.parametrize("partition", ["none", "greedy"])
@@ -57,6 +60,46 @@ def test_a_pattern_may_be_of_another_stage() -> None:
         build_optimizers([part], config)
     config.parallelism.pipeline_parallel_degree = 2
     build_optimizers([part], config)
+
+
+@pytest.mark.parametrize("implementation", ["foreach", "for-loop"])
+@pytest.mark.parametrize(
+    ("max_norm", "skip", "refused"),
+    [(1.0, True, True), (1.0, False, True), (inf, True, True), (inf, False, False)],
+)
+def test_torchs_steps_in_backward_neither_clip_nor_skip(
+    implementation: Any, max_norm: float, skip: bool, refused: bool, one_rank: None
+) -> None:
+    config = JobConfig()
+    config.optimizer.implementation, config.optimizer.early_step_in_backward = implementation, True
+    config.training.max_norm, config.optimizer.skip_nonfinite = max_norm, skip
+    if refused:
+        with pytest.raises(ConfigError, match=f"{implementation}.* neither clips nor skips: set"):
+            build_optimizers([nn.Linear(2, 2)], config)
+    else:
+        build_optimizers([nn.Linear(2, 2)], config)
+
+
+@pytest.mark.parametrize(
+    ("stage", "master", "message"),
+    [
+        (nn.Linear(2, 2).requires_grad_(False), None, "no parameter of the model is trainable"),
+        (nn.Linear(2, 2), "fp32", "master_weights has no effect: the parameters are torch.float32"),
+        (nn.Linear(2, 2).bfloat16(), "fp32", None),
+    ],
+)
+def test_stages_are_judged_together(
+    stage: nn.Module, master: Any, message: str | None, one_rank: None
+) -> None:
+    config = JobConfig()
+    config.optimizer.master_weights = master
+    with pytest.raises(ConfigError) if message else nullcontext():
+        build_optimizers([stage], config)
+    config.parallelism.pipeline_parallel_degree = 2
+    optimizers = build_optimizers([stage], config)
+    with pytest.raises(ConfigError, match=message) if message else nullcontext():
+        agree_over_stages(optimizers, dist.group.WORLD)
+    assert all(optimizer.process_group is dist.group.WORLD for optimizer in optimizers)
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from torchopt_ext.trainer.config import Parallelism
+from torchopt_ext.trainer.config import ConfigError, JobConfig, Parallelism
 from torchopt_ext.trainer.parallelize import layers_of
-from torchopt_ext.trainer.pipeline import split_layers, stage_module, stages_of_rank
+from torchopt_ext.trainer.pipeline import pipeline, split_layers, stage_module, stages_of_rank
 
 
 def split(layers: int, ranks: int, schedule: str, **settings: object) -> list[int]:
@@ -113,6 +116,17 @@ def test_a_parameter_outside_of_all_stages_is_rejected() -> None:
     model.scale = nn.Parameter(torch.ones(()))
     with pytest.raises(ValueError, match=r"Model has \['scale'\] itself"):
         stage_module(model, [["0"], ["1", "2"]], 0)
+
+
+@pytest.mark.parametrize("names", [("embedding", "output"), ("layers.0", "layers.2")])
+def test_a_parameter_of_two_stages_is_rejected_on_all_ranks(names: tuple[str, str]) -> None:
+    model = Model()
+    first, second = map(model.get_submodule, names)
+    second.weight = first.weight
+    dims: Any = SimpleNamespace(pp=2)
+    without: Any = None  # it is rejected before what differs by rank is read
+    with pytest.raises(ConfigError, match=rf"{names[0]}.weight and {names[1]}.weight are one"):
+        pipeline(model, without, dims, JobConfig(), without, without, without, without)
 
 
 def test_layers_have_names() -> None:

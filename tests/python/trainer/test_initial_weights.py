@@ -1,0 +1,58 @@
+"""First weights: tied parameters stay one, whatever is done to the model before."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from torchopt_ext.trainer.config import JobConfig
+from torchopt_ext.trainer.initial_weights import give_weights, tie, tied_names
+
+TIES = [["embedding.weight", "output.weight"]]
+CPU = torch.device("cpu")
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(4, 2), nn.LayerNorm(2)
+        self.output = nn.Linear(2, 4, bias=False)
+        self.output.weight = self.embedding.weight
+
+    def init_weights(self, buffer_device: torch.device | None = None) -> None:
+        for number, param in enumerate(self.parameters()):
+            param.fill_(number)
+
+
+def test_tied_parameters_stay_tied() -> None:
+    with torch.device("meta"):
+        model = Tied()
+    assert tied_names(model) == TIES
+    give_weights([model.eval()], TIES, JobConfig(), CPU)
+    assert model.output.weight is model.embedding.weight
+    assert [param.unique().tolist() for param in model.parameters()] == [[0], [1], [2]]
+    assert model.training
+
+
+def test_a_tie_that_is_lost_is_reported() -> None:
+    with torch.device("meta"):
+        model = Tied()
+        model.output = nn.Linear(2, 4, bias=False)  # as parallelize_fn may replace it
+    with pytest.raises(ValueError, match=r"embedding.weight and output.weight are .* made several"):
+        give_weights([model], TIES, JobConfig(), CPU)
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()])
+def test_a_tensor_parallel_plan_divides_tied_parameters_alike(placement, one_rank: None) -> None:
+    model, mesh = Tied(), init_device_mesh("cpu", (1,))
+    for module, place in ((model.embedding, Shard(0)), (model.output, placement)):
+        module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), mesh, [place]))
+    if placement == Shard(0):
+        tie(model, TIES)
+        assert model.output.weight is model.embedding.weight
+    else:
+        with pytest.raises(ValueError, match=r"one parameter, which .* by \(Shard.* by \(Repl"):
+            tie(model, TIES)

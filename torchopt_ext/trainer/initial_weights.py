@@ -1,0 +1,74 @@
+"""Memory and first values of the model parts' weights, in which tied parameters stay tied."""
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from torchopt_ext.fsdp import keep_low_precision_shards
+from torchopt_ext.trainer.config import JobConfig, as_config_error
+
+
+def tied_names(model: nn.Module) -> list[list[str]]:
+    """The names of each parameter that has several."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def tie(model: nn.Module, ties: list[list[str]]) -> None:
+    """Gives the names of each group its first one's parameter.
+
+    Raises:
+        ValueError: tensor parallelism has divided them in different ways.
+    """
+    for first, *others in ties:
+        param = model.get_parameter(first)
+        for name in others:
+            other = model.get_parameter(name)
+            if _placed(other) != _placed(param):
+                raise ValueError(
+                    f"{first} and {name} are one parameter, which the tensor parallel plan divides "
+                    f"by {_placed(param)} and by {_placed(other)}"
+                )
+            if other is not param:
+                owner, _, own = name.rpartition(".")
+                setattr(model.get_submodule(owner), own, param)
+
+
+def _placed(param: nn.Parameter) -> object:
+    return param.placements if isinstance(param, DTensor) else None
+
+
+@torch.no_grad()
+def give_weights(
+    model_parts: list[nn.Module], ties: list[list[str]], job_config: JobConfig, device: torch.device
+) -> None:
+    """Gives the parts memory and their `init_weights`, and lets them train.
+
+    Args:
+        ties: of the model before it was divided and made parallel: :func:`tied_names`.
+        device: that trains.
+
+    Raises:
+        ConfigError: shards cannot be kept in low precision.
+        ValueError: a tied parameter has become several.
+    """
+    offload = job_config.training.enable_cpu_offload
+    seeding = job_config.checkpoint.create_seed_checkpoint  # one process without FSDP
+    for part in model_parts:
+        kept = tied_names(part)
+        part.to_empty(device="cpu" if offload or seeding else device.type)
+        tie(part, kept)  # to_empty makes a parameter for each name
+        part.init_weights(buffer_device=device if offload else None)  # type: ignore[operator]
+        named = dict(part.named_parameters(remove_duplicate=False))
+        for names in ties:
+            if len({named[name] for name in names if name in named}) > 1:
+                raise ValueError(
+                    f"{' and '.join(names)} are one parameter of the model, of which "
+                    "parallelize_fn has made several, as FSDP does of one in several layers"
+                )
+        part.train()
+        if job_config.parallelism.fsdp_keep_low_precision_shards and not seeding:
+            with as_config_error():
+                keep_low_precision_shards(part)
