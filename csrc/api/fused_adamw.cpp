@@ -13,6 +13,11 @@ using torch::optim::OptimizerParamGroup;
 using torch::serialize::InputArchive;
 using torch::serialize::OutputArchive;
 
+// Raises for options that no group begins with; a schedule may set others.
+void check_new(const FusedAdamWOptions& options) {
+  TORCH_CHECK_VALUE(hyper_of(options).lr >= 0.0, "Invalid learning rate: ", options.lr());
+}
+
 // A group's options as libtorch 2.15 completes those of its own optimizers, and of no others: what
 // equals a new object's is the optimizer's (torch/optim/optimizer.h).
 std::unique_ptr<FusedAdamWOptions> completed(const FusedAdamWOptions& own,
@@ -31,16 +36,18 @@ std::unique_ptr<FusedAdamWOptions> completed(const FusedAdamWOptions& own,
   complete([](auto& o) -> auto& { return o.amsgrad(); });
   complete([](auto& o) -> auto& { return o.maximize(); });
   complete([](auto& o) -> auto& { return o.decoupled_weight_decay(); });
-  hyper_of(*options);  // checks them
+  check_new(*options);
   return options;
 }
 
 template <class T>
-void read_if_there(InputArchive& archive, const char* name, T& value) {
+bool read_if_there(InputArchive& archive, const char* name, T& value) {
   c10::IValue found;
-  if (archive.try_read(name, found)) {
+  const bool there = archive.try_read(name, found);
+  if (there) {
     value = found.to<T>();
   }
+  return there;
 }
 
 }  // namespace
@@ -57,15 +64,14 @@ void FusedAdamWOptions::serialize(OutputArchive& archive) const {
   _TORCH_OPTIM_SERIALIZE_TORCH_ARG(decoupled_weight_decay);
 }
 
-// torch::optim::AdamW has no archive of the last two.
 void FusedAdamWOptions::serialize(InputArchive& archive) {
   read_if_there(archive, "lr", lr_);
   read_if_there(archive, "betas", betas_);
   read_if_there(archive, "eps", eps_);
   read_if_there(archive, "weight_decay", weight_decay_);
   read_if_there(archive, "amsgrad", amsgrad_);
-  read_if_there(archive, "maximize", maximize_);
-  read_if_there(archive, "decoupled_weight_decay", decoupled_weight_decay_);
+  of_another_class_ = !read_if_there(archive, "maximize", maximize_) ||
+                      !read_if_there(archive, "decoupled_weight_decay", decoupled_weight_decay_);
 }
 
 double FusedAdamWOptions::get_lr() const { return lr(); }
@@ -94,7 +100,7 @@ void FusedAdamWParamState::serialize(InputArchive& archive) {
 FusedAdamW::FusedAdamW(const ParamGroups& param_groups, const FusedAdamWOptions& defaults)
     : Optimizer(ParamGroups{}, std::make_unique<FusedAdamWOptions>(defaults)),
       planned_(std::make_unique<PlannedStep>()) {
-  hyper_of(defaults);
+  check_new(defaults);
   for (const OptimizerParamGroup& group : param_groups) {
     add_param_group(group);
   }
@@ -156,14 +162,24 @@ void FusedAdamW::save(OutputArchive& archive) const {
 
 void FusedAdamW::load(InputArchive& archive) {
   const at::NoGradGuard no_grad;
-  FusedAdamW loaded(param_groups_);
+  ParamGroups groups;  // without options, which the archive has
+  for (const OptimizerParamGroup& group : param_groups_) {
+    groups.emplace_back(group.params());
+  }
+  FusedAdamW loaded(groups);
   torch::optim::serialize<FusedAdamWParamState, FusedAdamWOptions>(archive, loaded);
   for (const OptimizerParamGroup& group : loaded.param_groups_) {
     hyper_of(options_of(group));
   }
   planned_->fit(loaded.param_groups_, loaded.state_);
   for (size_t g = 0; g < param_groups_.size(); ++g) {
-    param_groups_[g].set_options(loaded.param_groups_[g].options().clone());
+    auto options = std::make_unique<FusedAdamWOptions>(options_of(loaded.param_groups_[g]));
+    if (std::exchange(options->of_another_class_, false)) {
+      const FusedAdamWOptions& own = options_of(param_groups_[g]);
+      options->maximize(own.maximize());
+      options->decoupled_weight_decay(own.decoupled_weight_decay());
+    }
+    param_groups_[g].set_options(std::move(options));
   }
   state_ = std::move(loaded.state_);
 }

@@ -1,5 +1,7 @@
 #include "plan/step_checks.h"
 
+#include <cmath>
+
 #include "kernels/control.h"
 #include "kernels/exact_accumulator.h"
 #include "plan/tensor_fields.h"
@@ -38,8 +40,9 @@ void check_scalar(const at::Tensor& tensor, const char* what, at::Device device,
 }
 
 void check_hyper(const AdamHyper& hyper) {
+  // Below 0, too: schedules that end at 0 may miss it by a rounding.
+  TORCH_CHECK_VALUE(!std::isnan(hyper.lr), "Invalid learning rate: ", hyper.lr);
   // Comparisons that a NaN fails.
-  TORCH_CHECK_VALUE(hyper.lr >= 0.0, "Invalid learning rate: ", hyper.lr);
   TORCH_CHECK_VALUE(hyper.beta1 >= 0.0 && hyper.beta1 < 1.0,
                     "Invalid beta parameter at index 0: ", hyper.beta1);
   TORCH_CHECK_VALUE(hyper.beta2 >= 0.0 && hyper.beta2 < 1.0,

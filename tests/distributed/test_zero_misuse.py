@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from .rank_results import Results, case
+from .rank_results import Results, case, each_rank
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -27,6 +27,7 @@ def results(run_two_ranks: Callable[[str], Results]) -> Results:
         "other_layout",
         "closure_replaces_memory",
         "clipped_copies",
+        "complex_gradients_are_clipped",
     ],
 )
 def test_ends_where_the_plain_optimizer_ends(results: Results, name: str) -> None:
@@ -91,3 +92,17 @@ def test_codes_of_other_layouts(results: Results) -> None:
     assert "a AdamW, expected FusedAdam" in found.pop("of another class")
     assert len(found) == 4
     assert all(found.values()), found
+
+
+@pytest.mark.parametrize("name", ["partial", "function"])
+def test_however_the_local_optimizer_is_made(results: Results, name: str) -> None:
+    for rank in each_rank(results, "by_another_callable"):
+        assert rank[f"{name} False"] == [0.0, True, False]
+        assert rank[f"{name} True"][0::2] == [0.0, True]
+        assert "give state_dtype to ZeroRedundancyOptimizer" in rank["codes"]
+
+
+def test_a_join_that_failed_is_over(results: Results) -> None:
+    for rank in each_rank(results, "after_a_join_that_failed"):
+        assert rank["failed"]
+        assert rank["norm"] == pytest.approx(rank["expected"])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from rank_cases import run_cases
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 from torch.utils.checkpoint import checkpoint
 
 from torchopt_ext import FusedAdamW
@@ -349,6 +351,72 @@ def codes_of_other_layouts() -> dict[str, Any]:
     return {"local": found}
 
 
+def by_another_callable() -> dict[str, Any]:
+    """The ranks clip by one norm and skip together, however the local optimizer is made."""
+
+    def made(make: Any, bad: bool, **options: Any) -> tuple[nn.Module, Any]:
+        model = layers(2)
+        zero: Any = ZeroRedundancyOptimizer(model.parameters(), make, lr=0.1, **options)
+        for number, param in enumerate(model.parameters()):
+            param.grad = torch.full_like(param, number + 1.0)
+            if bad and number == 0:
+                param.grad[0] = torch.inf
+        zero.skip_nonfinite = zero.skip_nonfinite or bad
+        zero.step()
+        return model, zero
+
+    clips = {"max_grad_norm": 0.01, "eps": 1e-2}
+    makes: dict[str, Any] = {
+        "partial": partial(FusedAdamW, **clips),
+        "function": lambda params, **options: FusedAdamW(params, **clips, **options),
+    }
+    found: dict[str, Any] = {}
+    for bad in (False, True):
+        model, zero = made(FusedAdamW, bad, **clips)
+        for name, make in makes.items():
+            other, its = made(make, bad)
+            same = its.control.grad_norm.equal(zero.control.grad_norm)
+            skipped = bool(its.control.skip)
+            found[f"{name} {bad}"] = [furthest(model, other), same, skipped]
+    codes = partial(FusedAdamW, state_dtype="int8")
+    wrapped = lambda params, **options: codes(params, **options)  # noqa: E731
+    found["codes"] = raised(lambda: ZeroRedundancyOptimizer(layers().parameters(), wrapped))
+    return found
+
+
+def after_a_join_that_failed() -> dict[str, Any]:
+    model = layers(2)
+    ddp = nn.parallel.DistributedDataParallel(model)
+    zero: Any = ZeroRedundancyOptimizer(model.parameters(), FusedAdamW, lr=0.1)
+
+    def train() -> None:
+        with Join([ddp, zero], throw_on_early_termination=True):
+            for _ in range(2 + dist.get_rank()):
+                ddp(torch.ones(2, 70)).sum().backward()
+                zero.step()
+                zero.zero_grad()
+
+    failed = raised(train)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    norm = zero.clip_grad_norm_(1.0).item()
+    return {"failed": failed, "norm": norm, "expected": (2 * (70 * 70 + 70)) ** 0.5}
+
+
+def complex_gradients_are_clipped() -> dict[str, Any]:
+    both = [[nn.Parameter(torch.ones(5, dtype=torch.complex64)) for _ in range(2)] for _ in "ab"]
+    for params in both:
+        for param in params:
+            param.grad = torch.full_like(param, 3 - 4j)
+    zero: Any = ZeroRedundancyOptimizer(both[0], torch.optim.SGD, lr=1.0)
+    norm = zero.clip_grad_norm_(1.0)
+    zero.step()
+    expected = nn.utils.clip_grad_norm_(both[1], 1.0)
+    torch.optim.SGD(both[1], lr=1.0).step()
+    moved = (a - b for a, b in zip(*both, strict=True))
+    return {"off": max(abs(norm.item() - expected.item()), *(float(d.abs().max()) for d in moved))}
+
+
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
     case.__name__: case
     for case in (
@@ -367,6 +435,9 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
         gathers_two_buckets,
         masters_from_fp32,
         codes_of_other_layouts,
+        by_another_callable,
+        after_a_join_that_failed,
+        complex_gradients_are_clipped,
     )
 }
 

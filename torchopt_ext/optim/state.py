@@ -82,7 +82,7 @@ def _fit_step(step: Any, device: torch.device) -> Tensor:
             return step  # unread: reading would wait for the device
     if found := step_problem(step):
         raise ValueError(f"step {found}")
-    return torch.as_tensor(step, dtype=torch.float32).detach().to(device).reshape(())
+    return torch.as_tensor(step, dtype=torch.float32, device=device).detach().reshape(())
 
 
 def _fit(value: Tensor, param: Tensor, dtype: torch.dtype) -> Tensor:

@@ -178,6 +178,8 @@ def packed_steps(states: Sequence[dict[str, Any]]) -> None:
     steps = [state["step"] for state in states]
     first: int = steps[0].data_ptr()
     if any(step.data_ptr() != first + 4 * i for i, step in enumerate(steps)):
+        if any(step.is_cpu and step.is_shared() for step in steps):
+            return  # other processes count with it (A3C's SharedAdam)
         vector = torch.stack([step.reshape(()) for step in steps])
         for state, step in zip(states, vector.unbind(), strict=True):
             state["step"] = step

@@ -65,7 +65,7 @@ def unwrapped(name: str) -> str:
 
 def control_entry(fields: Mapping[str, float]) -> dict[str, Tensor]:
     """The fields as an entry of a state: dcp.load does not load numbers at integer keys."""
-    return {name: torch.tensor(v, dtype=torch.float64) for name, v in fields.items()}
+    return {name: torch.tensor(v, dtype=torch.float64, device="cpu") for name, v in fields.items()}
 
 
 def control_fields(entry: Any) -> Any:
@@ -197,8 +197,10 @@ def converted(
         return {k: converted(k, v, param, storage, step_device) for k, v in value.items()}
     device = local_tensor(param).device
     if name == "step":
-        step = torch.as_tensor(local_tensor(value), dtype=torch.float32).detach()
-        return step.to(step_device or device, copy=True).reshape(())
+        step = torch.as_tensor(
+            local_tensor(value), dtype=torch.float32, device=step_device or device
+        )
+        return step.detach().clone().reshape(())
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
     dtype = value.dtype

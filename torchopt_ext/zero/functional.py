@@ -102,6 +102,14 @@ register(FusedAdam, FunctionalFusedAdam)
 register(FusedAdamW, FunctionalFusedAdamW)
 
 
+def without_partial(optimizer_class: Any, defaults: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The class in functools.partial, whose arguments decide how ranks go together, and those."""
+    while isinstance(optimizer_class, functools.partial) and not optimizer_class.args:
+        defaults = {**optimizer_class.keywords, **defaults}
+        optimizer_class = optimizer_class.func
+    return optimizer_class, defaults
+
+
 def constructor_of(optimizer_class: Any, overlap_with_ddp: bool) -> Any:
     """What builds the local optimizer: the class, or its functional counterpart to overlap.
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from math import isnan, nan
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from torchopt_ext.zero.sharded import ShardedOptimizer
 
 class _Hook(JoinHook):
     def __init__(self, zero: "StepsAlong") -> None:
-        self.zero = zero
+        self.zero, self.ended = zero, False
         super().__init__()
 
     def main_hook(self) -> None:
@@ -31,13 +32,15 @@ class _Hook(JoinHook):
                 self.zero._out_of_data = False
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        self.zero._uneven = False
+        self.ended = True
 
 
 class StepsAlong(ShardedOptimizer, Joinable):
     """What a sharded optimizer does in a Join context."""
 
-    _uneven = False  # given to a Join context, whose ranks may run out of data
+    # Of the Join context that it was given to, whose ranks may run out of data. An exception ends
+    # the context without a call: the hook is then gone.
+    _hook: "ReferenceType[_Hook] | None" = None
     _out_of_data = False  # as this rank has
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
@@ -53,12 +56,14 @@ class StepsAlong(ShardedOptimizer, Joinable):
                 "Join does not go with sharded_gradients=True: use DDP, with reduce_scatter_hook "
                 "if traffic is to stay low"
             )
-        self._uneven = True
-        return _Hook(self)
+        hook = _Hook(self)
+        self._hook = ref(hook)
+        return hook
 
     @property
     def _in_join(self) -> bool:
-        return self._uneven and self._join_config.enable
+        hook = None if self._hook is None else self._hook()
+        return hook is not None and not hook.ended and self._join_config.enable
 
     @property
     def join_device(self) -> torch.device:

@@ -1,7 +1,8 @@
 """The optimizer that steps this rank's part: how it is built, and what it is told."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from typing import Any, cast
@@ -87,7 +88,13 @@ def build(zero: ShardedOptimizer) -> None:
     groups = range(len(zero.param_groups))
     zero.optim = constructor([local_group(zero, number) for number in groups], **defaults)
     if isinstance(zero.optim, FusedAdam):
+        zero.optim.process_group = zero.process_group  # a function that makes one leaves it out
         zero.optim.device_without_params = zero._default_device
+        if is_8_bit(zero.optim._storage.state_dtype) and "fp32_moments" not in defaults:
+            raise ValueError(
+                "8-bit moments depend on whole parameters: give state_dtype to "
+                "ZeroRedundancyOptimizer, not to a function that makes the optimizer"
+            )
     zero.defaults = dict(zero.optim.defaults)
     sync(zero)
 
@@ -150,6 +157,20 @@ def step_alone(zero: ShardedOptimizer, context: StepContext, kwargs: dict[str, A
     result = inner_step(zero.optim, context, **kwargs)
     zero.parts.finish_step()
     return result
+
+
+def squares_of(params: Sequence[Tensor], device: torch.device) -> Tensor:
+    """An accumulator on ``device`` of all gradients' squares."""
+    by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
+    for gradient in [param.grad for param in params if param.grad is not None]:
+        real = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
+        by_device[gradient.device].append(real)
+    total = ops.new_accumulator(device)
+    for its_device, gradients in by_device.items():
+        own = ops.new_accumulator(its_device)
+        ops.grad_sumsq_(gradients, own)
+        total += own.to(device)
+    return total
 
 
 def agree(

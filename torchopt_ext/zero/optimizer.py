@@ -24,7 +24,7 @@ from torchopt_ext.zero import local_optimizer
 from torchopt_ext.zero import state as zero_state
 from torchopt_ext.zero.balanced import BalancedBuckets
 from torchopt_ext.zero.exchange import check_same
-from torchopt_ext.zero.functional import constructor_of
+from torchopt_ext.zero.functional import constructor_of, without_partial
 from torchopt_ext.zero.inputs import check_dense, check_elementwise, check_owners, described
 from torchopt_ext.zero.join import StepsAlong
 from torchopt_ext.zero.overlap import OverlapInfo, OverlapStatus, assign_buckets
@@ -98,6 +98,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
         self.initialized = False
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self._allow_mixed_dtypes = allow_mixed_dtypes
+        optimizer_class, defaults = without_partial(optimizer_class, defaults)
         self._optim_defaults = defaults
         self._overlap_with_ddp = overlap_with_ddp
         self._overlap_info = OverlapInfo(self.world_size)
@@ -406,6 +407,15 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
     def max_grad_norm(self, value: float | None) -> None:
         local_optimizer.fused(self).max_grad_norm = value
 
+    @property
+    def skip_nonfinite(self) -> bool:
+        """As :attr:`max_grad_norm`."""
+        return local_optimizer.fused(self).skip_nonfinite
+
+    @skip_nonfinite.setter
+    def skip_nonfinite(self, value: bool) -> None:
+        local_optimizer.fused(self).skip_nonfinite = value
+
     @bounded
     @torch.no_grad()
     def refresh_masters(self, from_: Mapping[Any, Tensor] | None = None) -> None:
@@ -464,15 +474,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
             self._notice_trainability()
             self.parts.take_gradients()
             mine = [param for own in self.parts.mine for param in own]
-            by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
-            for param in mine:
-                if param.grad is not None:
-                    by_device[param.grad.device].append(param.grad)
-            total = ops.new_accumulator(self._default_device)
-            for device, grads in by_device.items():
-                own = ops.new_accumulator(device)
-                ops.grad_sumsq_(grads, own)
-                total += own.to(self._default_device)
+            total = local_optimizer.squares_of(mine, self._default_device)
         except Exception:
             local_optimizer.reject(self, agreement, with_norm=True)
             raise

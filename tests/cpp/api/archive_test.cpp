@@ -1,4 +1,5 @@
 // What torch::save and torch::load make of the optimizer.
+#include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
 #include <torch/serialize.h>
 
@@ -73,6 +74,30 @@ TEST(FusedAdamWArchive, IsThatOfLibtorchsAdamW) {
       EXPECT_TRUE(params[i].allclose(theirs[i], 1e-12, 1e-14)) << i;
     }
   }
+}
+
+TEST(FusedAdamWArchive, LeavesWhatLibtorchDoesNotSave) {
+  const Tensors params = some_params(at::kDouble);
+  const Tensors theirs = copies(params);
+  torch::optim::Adam adam(theirs, torch::optim::AdamOptions(2e-2).weight_decay(0.2));
+  FusedAdamW fused(params, FusedAdamWOptions(1.0).decoupled_weight_decay(false));
+  train(adam, theirs, 0, 3);
+  fused.param_groups()[0].options().set_lr(-1e-19);  // as schedules may end
+  train(fused, params, 0, 1);
+  load(fused, saved(adam));
+  for (size_t i = 0; i < params.size(); ++i) {
+    params[i].set_data(theirs[i].detach().clone());
+  }
+  train(adam, theirs, 3, 5);
+  train(fused, params, 3, 5);
+  for (size_t i = 0; i < params.size(); ++i) {
+    EXPECT_TRUE(params[i].allclose(theirs[i], 1e-12, 1e-14)) << i;
+  }
+  FusedAdamW rising(params, FusedAdamWOptions().maximize(true));
+  load(rising, saved(torch::optim::AdamW(copies(params))));
+  EXPECT_TRUE(static_cast<FusedAdamWOptions&>(rising.param_groups()[0].options()).maximize());
+  load(rising, saved(FusedAdamW(copies(params))));
+  EXPECT_FALSE(static_cast<FusedAdamWOptions&>(rising.param_groups()[0].options()).maximize());
 }
 
 TEST(FusedAdamWArchive, IsRefusedWhole) {

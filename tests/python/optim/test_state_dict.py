@@ -162,6 +162,34 @@ def test_dtype_follows_the_parameter() -> None:
     train([target], [narrow], 1)
 
 
+def test_the_default_device_does_not_matter() -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = OURS["AdamW"](model.parameters())
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    with torch.device("meta"):
+        optimizer.load_state_dict(saved)
+        again = optimizer.state_dict()
+    optimizer.step()
+    assert again["state"][0]["step"] == 1
+
+
+def test_step_counts_that_processes_share() -> None:
+    """A3C's SharedAdam: a step of any process counts for all, as their moments do."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = OURS["AdamW"](model.parameters())
+    for param in model.parameters():
+        zeros = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
+        shared = {"step": torch.zeros(1), **zeros}
+        optimizer.state[param] = {name: value.share_memory_() for name, value in shared.items()}
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert [float(state["step"]) for state in optimizer.state.values()] == [1.0, 1.0]
+    assert all(state["step"].is_shared() for state in optimizer.state.values())
+
+
 def test_state_with_other_strides() -> None:
     """Moments saved in another memory order, which torch's fused kernels misread."""
     params = make_params([(4, 6)])

@@ -170,6 +170,16 @@ def test_arguments_are_checked(
         ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1, **kwargs)
 
 
+def test_schedules_may_miss_0_by_a_rounding() -> None:
+    params = parameters()
+    functional = functional_optim_map[FusedAdamW](params, lr=0.1)
+    functional.param_group["lr"] = -3e-19
+    functional.step([torch.ones_like(param) for param in params])
+    functional.param_group["lr"] = float("nan")
+    with pytest.raises(ValueError, match="Invalid learning rate: nan"):
+        functional.step([torch.ones_like(param) for param in params])
+
+
 def test_functional_optimizers_are_for_overlap() -> None:
     functional = functional_optim_map[torch.optim.AdamW]
     with pytest.raises(ValueError, match="functional optimizer"):

@@ -33,6 +33,10 @@ struct FusedAdamWOptions : torch::optim::OptimizerCloneableOptions<FusedAdamWOpt
   void serialize(torch::serialize::OutputArchive& archive) const override;
   double get_lr() const override;
   void set_lr(double lr) override;
+
+ private:
+  friend class FusedAdamW;
+  bool of_another_class_ = false;  // of an archive that lacks the last two
 };
 
 // A parameter's state. The step count is one float32 on the parameter's device; the moments have
@@ -88,7 +92,8 @@ class FusedAdamW : public torch::optim::Optimizer {
   void add_param_group(const torch::optim::OptimizerParamGroup& param_group);
 
   // load() checks the whole archive before anything changes, and converts it to the parameters'
-  // device. Groups and the numbers of their parameters must be those that were saved.
+  // device. Groups and the numbers of their parameters must be those that were saved. What an
+  // archive of libtorch's Adam or AdamW does not say, the groups' own options do.
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
 
