@@ -29,13 +29,12 @@ def main(args: list[str] | None = None) -> int:
     """
     args = sys.argv[1:] if args is None else args
     name, *rest = args or ["--help"]
-    if sys.stderr is None:  # closed, with which print() would write to stdout
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    for name_of in ("stdout", "stderr"):
+        if getattr(sys, name_of) is None:  # closed: its number would go to the next file
+            setattr(sys, name_of, open(os.devnull, "w"))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):  # a path may have what its encoding has not
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        if sys.stdout is None:
-            raise CommandError("stdout is closed")
         try:
             return _run(name, rest)
         finally:

@@ -63,7 +63,8 @@ def any_step_hooks(optimizers: Sequence[Any]) -> bool:
 def _global_hooks_on(optimizer: Any) -> bool:
     hooks = _optimizer._global_optimizer_post_hooks
     if hooks and optimizer_writes_copies(optimizer):
-        return bool(_optimizer._global_optimizer_pre_hooks or {*hooks.values()} - _after_others)
+        others = any(hook not in _after_others for hook in hooks.values())
+        return others or bool(_optimizer._global_optimizer_pre_hooks)
     return bool(hooks or _optimizer._global_optimizer_pre_hooks)
 
 

@@ -121,8 +121,7 @@ def main(args: list[str]) -> int:
         exact = [e for e in map(source.entry, source.tensors) if e.kind in MASTERS]
         if not exact:
             raise CommandError(f"{options.input} has no master weights for --save-weights")
-        for entry in exact:
-            weights.check(entry, MASTER)
+        weights.find(exact, MASTER)
     chosen = FORMATS.get(options.format, source.format)
     with written(options.output, options.force, checkpoint=True) as path:
         (save_file if chosen == FILE else save_folder)(source, new, path, options.to_torch)
@@ -198,13 +197,15 @@ def converted(source: Checkpoint, weights: Weights, options: Any) -> dict[str, N
     wanted = KINDS[options.master_weights or "none"]
     if wanted is None:
         return new
+    entries = []
     mixed = any(MASTERS.keys() & own.keys() for own in owners.values())
     for own in owners.values():
         kinds = [kind for kind in (wanted, *MASTERS, "exp_avg") if kind in own]
         if not kinds or (kinds == ["exp_avg"] and mixed and not weights.given):
             continue  # no parameter of Adam's; or one of 32 bits beside those of 16
-        entry = own[kinds[0]]
-        weights.check(entry, wanted)
+        entries.append(own[kinds[0]])
+    weights.find(entries, wanted)
+    for entry in entries:
         path = source.paths[entry.key]
         path = (*path[:-1], str(path[-1]).removesuffix(entry.kind) + wanted)
         make = functools.partial(weights.as_kind, entry, wanted)

@@ -206,7 +206,7 @@ def save_picture(figure: Any, path: Path) -> None:
 def check_output(path: Path, force: bool = True, checkpoint: bool = False) -> None:
     """Raises CommandError if :func:`written` would not write to ``path``."""
     try:
-        if path.exists() and not force:
+        if path.exists() and not force and stream_of(path) is None:
             raise CommandError(f"{path} exists; --force replaces it")
         if path.is_dir():
             names = [file.name for file in path.iterdir()]
@@ -254,10 +254,14 @@ def written(path: Path, force: bool = True, checkpoint: bool = False) -> Iterato
                 with new.open("rb") as source, open(stream, "wb", closefd=stream != 1) as sink:
                     shutil.copyfileobj(source, sink)
             elif target.is_dir():
-                replaced = Path(f"{beside}.replaced")
-                target.rename(replaced)
-                new.rename(target)
-                remove(replaced)
+                replaced = Path(beside, ".replaced")  # removed with the rest
+                try:
+                    target.rename(replaced)
+                    new.rename(target)
+                except BaseException:
+                    if not target.exists():
+                        replaced.rename(target)
+                    raise
             else:
                 new.replace(target)
     except OSError as error:
@@ -275,7 +279,8 @@ def stream_of(path: Path) -> Path | int | None:
         found = path.stat()
     except FileNotFoundError:
         return None
-    if os.path.samestat(found, os.fstat(1)):  # opened anew, a file would be written from its start
+    # Opened anew, /dev/stdout would write a file that it leads to from the start.
+    if os.path.samestat(found, os.fstat(1)):
         return 1
     return None if stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode) else path
 
@@ -306,6 +311,9 @@ def unwound_by_signals() -> Iterator[None]:
         if raised:
             raise raised[0] from error
         raise
+    else:
+        if raised:  # and swallowed, as in a destructor
+            raise raised[0]
     finally:
         for number in handled:
             signal.signal(number, usual[number])

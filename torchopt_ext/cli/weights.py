@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ class Weights:
 
     Args:
         source: the optimizer's checkpoint; a model in it will do.
-        other: a model's checkpoint, which comes first.
+        other: a model's checkpoint instead.
     """
 
     def __init__(self, source: Checkpoint, other: Checkpoint | None) -> None:
@@ -30,13 +30,10 @@ class Weights:
             part = f".{group}".rpartition(".param_groups.")[0][1:]
             pairs = zip(options.get("params", ()), options.get("param_names", ()), strict=False)
             self._names |= {(part, str(index)): name for index, name in pairs}
-        self._models = [
-            (checkpoint, [e.key for e in map(checkpoint.entry, checkpoint.tensors)
-                          if e.kind == WEIGHTS])
-            for checkpoint in (other, source) if checkpoint is not None
-        ]  # fmt: skip
-        self.beside: list[str] = []  # keys of weights that are the source's own
-        self._found: dict[str, list[tuple[Checkpoint, dict[str, list[str]]]]] = {}
+        self._model = other or source
+        entries = map(self._model.entry, self._model.tensors)
+        self._keys = [entry.key for entry in entries if entry.kind == WEIGHTS]
+        self._key_of: dict[Entry, str] = {}
 
     def name(self, entry: Entry) -> str:
         """The name of an entry's parameter.
@@ -52,31 +49,34 @@ class Weights:
             )
         return known or entry.owner
 
-    def _place(self, entry: Entry) -> tuple[Checkpoint, str]:
-        name = self.name(entry)
-        if entry.part not in self._found:
-            every = {e.owner: e for e in map(self.source.entry, self.source.tensors)
-                     if e.owner and e.part == entry.part}  # fmt: skip
-            names = [self.name(e) for e in every.values()]
-            self._found[entry.part] = [
-                (checkpoint, keys_of(names, keys, entry.part)) for checkpoint, keys in self._models
-            ]
-        found = ((checkpoint, keys[name]) for checkpoint, keys in self._found[entry.part]
-                 if name in keys)  # fmt: skip
-        checkpoint, keys = next(found, (self.source, []))
-        if len(keys) != 1:
-            problem = f"{len(keys)} weights that end so" if keys else "no such weight"
-            raise CommandError(f"there is {problem}: {name}; name the model's by --weights")
-        return checkpoint, keys[0]
+    def find(self, entries: Iterable[Entry], wanted: str) -> None:
+        """Finds the weights by which :meth:`as_kind` makes what is wanted.
 
-    def check(self, entry: Entry, wanted: str) -> None:
-        """Raises CommandError if :meth:`as_kind` could not make what is wanted."""
-        if entry.kind in (MASTER, wanted):
-            return
-        checkpoint, key = self._place(entry)
-        if checkpoint is self.source:
-            self.beside.append(key)
-        weight, like = checkpoint.tensors[key], self.source.tensors[entry.key]
+        Args:
+            entries: of each parameter its master weight, its remainder, or another if it has
+                neither.
+
+        Raises:
+            CommandError: a weight is missing, or is of another shape or dtype.
+        """
+        needed: defaultdict[str, list[Entry]] = defaultdict(list)
+        for entry in entries:
+            if entry.kind not in (MASTER, wanted):
+                needed[entry.part].append(entry)
+        for part, own in needed.items():
+            names = [self.name(entry) for entry in own]
+            found = keys_of(names, self._keys, part)
+            for entry, key in zip(own, found, strict=True):
+                self._check(self._model.tensors[key], key, entry)
+                self._key_of[entry] = key
+
+    @property
+    def beside(self) -> list[str]:
+        """Keys of the weights that were found beside the optimizer."""
+        return [] if self.given else [*self._key_of.values()]
+
+    def _check(self, weight: Tensor, key: str, entry: Entry) -> None:
+        like = self.source.tensors[entry.key]
         expected = (torch.bfloat16,) if entry.kind in REMAINDERS else (torch.float32, *SIXTEEN_BIT)
         if weight.shape != like.shape or weight.dtype not in expected:
             names = " or ".join(str(dtype).removeprefix("torch.") for dtype in expected)
@@ -86,46 +86,48 @@ class Weights:
             )
 
     def as_kind(self, entry: Entry, wanted: str) -> Tensor:
-        """The master weight or remainder of the parameter that an entry belongs to.
-
-        Args:
-            entry: its master weight, its remainder, or another if it has neither.
-        """
+        """The master weight or remainder of a parameter, by an entry as in :meth:`find`."""
         if entry.kind == wanted:
             return self.source.tensor(entry.key)
         if entry.kind == MASTER:
             exact = self.source.tensor(entry.key)
         else:
-            checkpoint, key = self._place(entry)
-            exact = checkpoint.tensor(key)
+            exact = self._model.tensor(self._key_of[entry])
             if entry.kind in REMAINDERS:
                 exact = join_master(exact, self.source.tensor(entry.key))
         exact = exact.float()
         return exact if wanted == MASTER else split_master(exact, MASTERS[wanted])[1]
 
 
-def keys_of(names: Collection[str], keys: Iterable[str], part: str) -> dict[str, list[str]]:
-    """By parameter's name the keys that may be its weight's.
+def keys_of(names: Sequence[str], keys: Iterable[str], part: str) -> list[str]:
+    """The keys of a model's weights, by the names of an optimizer's parameters.
 
-    A key ends in the name. What stands before it is the same for all weights of a model, so that
-    the one with most names is right. Among such, none or the optimizer's own `part` is.
+    A key ends in the name, and what stands before it is the same for all of them. If other weights
+    end so, too, such as averages, only the model at the top is taken, or that which is called as
+    the optimizer's `part`.
+
+    Raises:
+        CommandError: no model has all names, or it is not clear which.
     """
-    wanted = {unwrapped(name): name for name in names}
-    under_ddp = all(name.startswith("module.") for name in wanted)
-    wanted = {key.removeprefix("module." if under_ddp else ""): v for key, v in wanted.items()}
-    below: defaultdict[str, defaultdict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for key in keys:
-        path = unwrapped(key).split(".")
-        for depth in range(len(path)):
-            if (name := wanted.get(".".join(path[depth:]))) is not None:
-                below[name][".".join(path[:depth])].append(key)
-    counts = Counter(before for found in below.values() for before in found)
-
-    def rank(before: str) -> tuple[int, bool]:
-        return counts[before], before in ("", part)
-
-    return {
-        name: [key for before, own in found.items() if rank(before) == max(map(rank, found))
-               for key in own]
-        for name, found in below.items()
-    }  # fmt: skip
+    plain = [unwrapped(name) for name in names]
+    if all(name.startswith("module.") for name in plain):  # of DistributedDataParallel
+        plain = [name.removeprefix("module.") for name in plain]
+    wanted = set(plain)
+    key_of = {unwrapped(key): key for key in keys}
+    found: defaultdict[str, set[str]] = defaultdict(set)  # names by what is before them: "model."
+    for key in key_of:
+        for start in [0, *(n + 1 for n, letter in enumerate(key) if letter == ".")]:
+            if key[start:] in wanted:
+                found[key[:start]].add(key[start:])
+    whole = [before for before, own in found.items() if len(own) == len(wanted)]
+    if not whole:
+        missing = wanted - max(found.values(), key=len, default=set())
+        name = next(name for name in plain if name in missing)
+        raise CommandError(f"there is no such weight: {name}; name the model's by --weights")
+    # Weights deeper in a model end as others do: layers.0.norm.weight and norm.weight.
+    model = min(whole, key=lambda before: (before not in ("", f"{part}."), len(before)))
+    if model not in ("", f"{part}.") and any(not before.startswith(model) for before in found):
+        raise CommandError(
+            f"several weights end in {names[0]} or another name; name the model's by --weights"
+        )
+    return [key_of[f"{model}{name}"] for name in plain]

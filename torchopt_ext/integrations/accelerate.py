@@ -24,15 +24,16 @@ from torchopt_ext.optim.control import ControlView
 class FusedAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     """What :meth:`Accelerator.prepare` makes of an optimizer that clips in its step."""
 
-    _own_threshold: float | None = None  # while clip_grad_norm_'s is set
-    _overridden = _asked = False  # clip_grad_norm_'s is set; it counts for the next step
+    _own_threshold: float | None = None  # while that of clip_grad_norm_ is set
+    _clip: float | None = None  # which that is
+    _asked = False  # whether the next step is to clip by it
 
     def clip_next(self, max_norm: float) -> Tensor:
         """Lets the next step clip; returns :func:`norm_of_step`."""
         optimizers = clipping_optimizers(self.optimizer)
-        if not self._overridden:
+        if self._clip is None:
             self._own_threshold = self.max_grad_norm
-        self._overridden = self._asked = True
+        self._clip, self._asked = max_norm, True
         set_threshold(optimizers, max_norm)
         return norm_of_step(optimizers)
 
@@ -40,8 +41,10 @@ class FusedAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         """The optimizer's step, where gradients are complete."""
         if self.gradient_state.sync_gradients:
             # Only now: setting it writes to the device, and most loops ask before each step.
-            if self._overridden and not self._asked:
-                self.max_grad_norm = self._own_threshold
+            if self._clip is not None and not self._asked:
+                if self.max_grad_norm == self._clip:  # nobody has set another
+                    self.max_grad_norm = self._own_threshold
+                self._clip = None
             self._asked = False
         return super().step(closure)
 
@@ -57,7 +60,7 @@ class FusedAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | None) -> None:
-        self._overridden = False
+        self._clip = None
         for optimizer in clipping_optimizers(self.optimizer):
             optimizer.max_grad_norm = value
 

@@ -47,7 +47,8 @@ Buffers: TypeAlias = Callable[[Path, Tensor], Tensor | None]
 
 The tensor itself stands for an entry that is to be checked but not read; None leaves the entry out.
 An optimizer may say it by a method ``checkpoint_buffers(ids)``, given what the checkpoint calls its
-parameters, in order.
+parameters, in order. With an attribute ``checkpoint_layout``, one of entries.py's, state dicts of
+another layout are rejected.
 """
 BASE = "base_optim_states"
 """Where FSDPadaptOptimizer's state dict has its base's, which has torch's layout."""
@@ -129,12 +130,12 @@ def read_optimizers(
     saved = {}
     for key, optimizer in optimizers.items():
         entries = entries_below(metadata, key)
-        if (wanted := layout_of(optimizer)) not in (None, found := _layout(entries)):
+        if (wanted := wanted_layout(optimizer)) not in (None, found := saved_layout(entries)):
             raise ValueError(
                 f"'{key}' is of an optimizer whose state dict is {found}, but that of "
                 f"{type(optimizer).__name__} is {wanted}: load it into an optimizer of that layout"
             )
-        if wanted is not None or id_lists(entries):
+        if wanted or hasattr(optimizer, "checkpoint_buffers") or id_lists(entries):
             saved[key] = entries
     every = [entry for entries in saved.values() for entry in entries.items()]
     values: dict[str, Any] = {fqn: None for fqn, (_, like) in every if like is None}
@@ -162,13 +163,13 @@ def read_optimizers(
     return loaded
 
 
-def layout_of(optimizer: Optimizer) -> str | None:
-    """The layout of an optimizer's state dict, by its attribute of this name; None: not known."""
-    known = required_of(type(optimizer)) is not None or hasattr(optimizer, "checkpoint_buffers")
-    return getattr(optimizer, "checkpoint_layout", BY_INDEX) if known else None
+def wanted_layout(optimizer: Optimizer) -> str | None:
+    """The layout of an optimizer's state dict; None if it is not known."""
+    usual = None if required_of(type(optimizer)) is None else BY_INDEX
+    return getattr(optimizer, "checkpoint_layout", usual)
 
 
-def _layout(entries: Entries) -> str:
+def saved_layout(entries: Entries) -> str:
     if any(path[0] == BASE for path, _ in entries.values()):
         return WITH_BASE
     return BY_INDEX if id_lists(entries) else BY_NAME

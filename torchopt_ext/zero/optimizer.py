@@ -20,6 +20,7 @@ from torchopt_ext.optim.fp32_moments import is_8_bit
 from torchopt_ext.optim.hooks import HookedStep, run_hooks
 from torchopt_ext.optim.rejection import Agreement, Verdict
 from torchopt_ext.statedict.dcp import Buffers
+from torchopt_ext.statedict.entries import BY_INDEX
 from torchopt_ext.zero import local_optimizer
 from torchopt_ext.zero import state as zero_state
 from torchopt_ext.zero.balanced import BalancedBuckets
@@ -320,6 +321,8 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
         else:
             result = zero_state.sharded(self, elsewhere=self._consolidated is not None)
         return run_hooks(self, "state_dict_post", result)
+
+    checkpoint_layout = BY_INDEX
 
     def checkpoint_buffers(self, ids: list[str]) -> Buffers:
         """For :func:`torchopt_ext.statedict.dcp.load`."""

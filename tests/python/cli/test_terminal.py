@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -80,14 +81,17 @@ def test_folders_that_may_not_be_entered(
 
 
 @pytest.mark.parametrize("csv", [[], ["--csv", "-"]])
-@pytest.mark.parametrize("stdout", ["/dev/full", None])
 def test_stdout_that_takes_nothing(
-    fails: Run, monkeypatch: pytest.MonkeyPatch, stdout: str | None, csv: list[str]
+    fails: Run, monkeypatch: pytest.MonkeyPatch, csv: list[str]
 ) -> None:
-    stream = stdout and open(stdout, "w")  # noqa: SIM115
-    monkeypatch.setattr(sys, "stdout", stream)
-    problem = "No space left" if stdout else "stdout is closed"
-    assert problem in fails("schedule", "--steps", "5000", *csv)
+    monkeypatch.setattr(sys, "stdout", open("/dev/full", "w"))  # noqa: SIM115
+    assert "No space left" in fails("schedule", "--steps", "5000", *csv)
+
+
+def test_stdout_that_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main([*STEPS, "--csv", str(tmp_path / "lr.csv")]) == 0
+    assert (tmp_path / "lr.csv").read_text() == CSV
 
 
 def test_stderr_that_is_closed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,14 +138,15 @@ def test_signals_leave_nothing_behind(tmp_path: Path, number: int, code: int) ->
     assert [*folder.iterdir()] == []
 
 
-def test_a_signal_is_not_taken_for_an_error(tmp_path: Path) -> None:
-    """torch's writers raise their own when they are interrupted."""
+@pytest.mark.parametrize("ending", ["error", "swallowed"])
+def test_a_signal_is_not_taken_for_an_error(tmp_path: Path, ending: str) -> None:
+    """torch's writers raise their own when they are interrupted; destructors raise nothing."""
 
     def write() -> None:
         with written(tmp_path / "file"):
-            try:
+            with contextlib.suppress(KeyboardInterrupt):
                 signal.raise_signal(signal.SIGINT)
-            finally:
+            if ending == "error":
                 raise OSError("unexpected pos 704 vs 598")
 
     before = signal.getsignal(signal.SIGINT)
@@ -151,3 +156,24 @@ def test_a_signal_is_not_taken_for_an_error(tmp_path: Path) -> None:
             write()
     finally:
         signal.signal(signal.SIGINT, before)
+    assert [*tmp_path.glob("[!.]*")] == []
+
+
+def test_a_folder_stays_where_it_cannot_be_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "step-1"
+    folder.mkdir()
+    (folder / ".metadata").write_text("before")
+    rename = Path.rename
+
+    def failing(self: Path, to: Path) -> Path:
+        if to == folder and self.name != ".replaced":
+            raise KeyboardInterrupt
+        return rename(self, to)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(KeyboardInterrupt), written(folder, checkpoint=True) as new:
+        new.mkdir()
+    assert (folder / ".metadata").read_text() == "before"
+    assert [*tmp_path.iterdir()] == [folder]

@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from torchopt_ext import FusedAdamW
+from torchopt_ext.cli.terminal import CommandError
 from torchopt_ext.cli.weights import keys_of
 from torchopt_ext.optim.storage import join_master
 
@@ -113,23 +114,35 @@ def test_two_optimizers_keep_the_weights_of_both(run: Run, tmp_path: Path) -> No
     assert back["d"]["state"][0]["master_weight"].equal(found["d"]["norm.weight"])
 
 
+MISSING, SEVERAL = "no such weight", "several weights end in"
+
+
 @pytest.mark.parametrize(
     ("names", "keys", "part", "expected"),
     [
-        (["w"], ["m.w", "ema.w"], "", {"w": ["m.w", "ema.w"]}),
-        (["w"], ["w", "ema.w"], "", {"w": ["w"]}),
-        (["w"], ["g.w", "d.w"], "d", {"w": ["d.w"]}),
-        (["w", "b.w"], ["m.w", "m.b.w"], "", {"w": ["m.w"], "b.w": ["m.b.w"]}),
-        (["module.w"], ["m.w"], "", {"module.w": ["m.w"]}),
-        (["w"], ["m.module.w"], "", {"w": ["m.module.w"]}),
-        (["module.w", "v"], ["module.w", "v"], "", {"module.w": ["module.w"], "v": ["v"]}),
-        (["w"], ["xw"], "", {}),
+        ("w", "m.w ema.w", "", SEVERAL),
+        ("w", "w ema.w", "", "w"),
+        ("w", "g.w d.w", "d", "d.w"),
+        ("w b.w", "m.w m.b.w", "", "m.w m.b.w"),
+        ("w v", "m.w ema.w ema.v", "", SEVERAL),
+        ("w v", "m.w m.v ema.v", "", SEVERAL),
+        ("w v", "w v ema.w ema.v", "", "w v"),
+        ("w v", "m.w teacher.v", "", MISSING),
+        ("w v", "m.w ema.v m.u", "", MISSING),
+        ("module.w", "m.w", "", "m.w"),
+        ("w", "m.module.w", "", "m.module.w"),
+        ("module.w v", "module.w v", "", "module.w v"),
+        ("a._orig_mod.w", "m.a.w", "", "m.a.w"),
+        ("a.w", "m.a._checkpoint_wrapped_module.w", "", "m.a._checkpoint_wrapped_module.w"),
+        ("w", "xw", "", MISSING),
     ],
 )
-def test_which_keys(
-    names: list[str], keys: list[str], part: str, expected: dict[str, list[str]]
-) -> None:
-    assert keys_of(names, keys, part) == expected
+def test_which_keys(names: str, keys: str, part: str, expected: str) -> None:
+    if expected in (MISSING, SEVERAL):
+        with pytest.raises(CommandError, match=expected):
+            keys_of(names.split(), keys.split(), part)
+    else:
+        assert keys_of(names.split(), keys.split(), part) == expected.split()
 
 
 def test_fp32_moments_stay_exact(run: Run, fails: Run, tmp_path: Path) -> None:

@@ -192,6 +192,11 @@ def test_accelerate_clips_in_the_steps_that_are_asked_to(accelerator: Any) -> No
             prepared.step()
             seen.append(prepared.max_grad_norm)
         assert seen == [0.3, own, own, 0.3, 0.3, own]
+        accelerator.clip_grad_norm_(model.parameters(), 0.3)
+        prepared.step()
+        prepared.optimizer.max_grad_norm = 5.0  # by the optimizer itself
+        prepared.step()
+        assert prepared.max_grad_norm == 5.0
         accelerator.free_memory()
 
 

@@ -252,6 +252,23 @@ def test_another_layout_is_named(tmp_path: Path, kind: str, other: str) -> None:
         load({"optim": taken}, checkpoint_id=tmp_path)
 
 
+def test_a_layout_that_is_not_known_is_not_rejected(tmp_path: Path) -> None:
+    class Flat(torch.optim.SGD):
+        def state_dict(self) -> dict[str, Any]:
+            return {"state.w.sum": torch.arange(3.0)}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            self.loaded = state_dict
+
+        def checkpoint_buffers(self, ids: list[str]) -> Any:
+            return lambda path, like: torch.empty(like.shape)
+
+    optimizer = Flat(nn.Linear(1, 1).parameters(), lr=0.1)
+    dcp.save({"optim": optimizer}, checkpoint_id=tmp_path)
+    load({"optim": optimizer}, checkpoint_id=tmp_path)
+    assert optimizer.loaded["state.w.sum"].tolist() == [0.0, 1.0, 2.0]
+
+
 @pytest.mark.parametrize(
     ("taken", "message"),
     [
