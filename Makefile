@@ -25,7 +25,7 @@ JOBS := $(shell nproc)
 .DEFAULT_GOAL := help
 
 help: ## List the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 24
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 24
 	@echo "Variables: TORCH=$(TORCH) PYTHON=$(PYTHON) USE_CUDA=0 TORCH_CUDA_ARCH_LIST=..."
 
 # ---- environment and package -------------------------------------------------------------------

@@ -321,7 +321,9 @@ def main() -> None:
     rows: list[Row] = []
     for row in SECTIONS[options.section](Bench(options.device, options.quick)):
         rows.append(row)
-        options.out.write_text(json.dumps(rows, indent=1))
+        beside = options.out.with_suffix(".new")  # a section may be stopped while it writes
+        beside.write_text(json.dumps(rows, indent=1))
+        beside.replace(options.out)
         print(
             row.get("note")
             or f"{row['set']}, {row['operation']}, {row['implementation']}: "

@@ -39,9 +39,9 @@ def keep_low_precision_shards(model: nn.Module) -> None:
     All-gathers cast as FSDP2 does from when a shard may have been changed otherwise until the next
     step: by another optimizer, through the parameter (loading, averages), through its local tensor,
     or through a state dict, which shares its memory, taken after the last step. Not noticed, as by
-    autograd, are writes through ``.data``, ``torch._foreach_*`` functions on DTensors outside
-    optimizers, collectives into local tensors, and writes into an older state dict: call this
-    function again after those.
+    autograd, are writes through ``.data``, foreach functions on DTensors outside optimizers,
+    collectives into local tensors, and writes into an older state dict: call this function again
+    after those.
 
     Call it when the parameters have their memory (after ``to_empty``, ``to`` and
     ``load_state_dict(assign=True)``, which replace parameters), before or after building the

@@ -56,7 +56,10 @@ void DeviceTable::fill(const void* values, size_t bytes, c10::cuda::CUDAStream s
     // Now and not when the graph is replayed, so on another stream. Nor may the memory be the
     // graph's own, which other work of the graph has used before.
     const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
-    const c10::cuda::CUDAStream other = c10::cuda::getStreamFromPool(false, stream.device_index());
+    c10::cuda::CUDAStream other = stream;
+    while (graph_of(other) != nullptr) {  // the pool gives its streams in turn, captured ones too
+      other = c10::cuda::getStreamFromPool(false, stream.device_index());
+    }
     const c10::cuda::CUDAStreamGuard guard(other);
     memory_ = allocate(bytes);
     C10_CUDA_CHECK(

@@ -43,6 +43,27 @@ def test_a_process_group_of_one_changes_no_bit() -> None:
 
 
 @pytest.mark.usefixtures("world")
+def test_a_step_with_a_process_group_is_captured_after_eager_ones() -> None:
+    found = []
+    for captured in (False, True):
+        params = make_params("cuda")
+        lr = torch.tensor(1e-2, device="cuda")
+        optimizer = FusedAdamW(params, lr, max_grad_norm=0.5, process_group=dist.group.WORLD)
+        set_gradients(params, 0)
+        optimizer.step()
+        if captured:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                optimizer.step()
+            graph.replay()
+        else:
+            optimizer.step()
+        optimizer.step()
+        found.append(everything(params, optimizer))
+    assert found[0] == found[1]
+
+
+@pytest.mark.usefixtures("world")
 def test_dtensors_on_a_mesh_of_one_change_no_bit() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor

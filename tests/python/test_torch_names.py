@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from torch.optim import optimizer as optimizer_module
 from torch.optim.lr_scheduler import LambdaLR
 
 import torchopt_ext
-from torchopt_ext import _torch
+from torchopt_ext import FusedAdamW, _torch
 
 PACKAGE = Path(torchopt_ext.__file__).parent
 PRIVATE = re.compile(
@@ -47,9 +48,13 @@ def a_step(optimizer: Any) -> None:
     optimizer.step()
 
 
-def test_hooks() -> None:
+def test_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each table is the one that torch's public functions fill."""
+    for kind in ("pre", "post"):  # without those of other tests
+        monkeypatch.setattr(optimizer_module, f"_global_optimizer_{kind}_hooks", OrderedDict())
+    monkeypatch.setattr(_torch, "_after_others", set())
     optimizer = SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    ours = FusedAdamW([nn.Parameter(torch.ones(1))])
     assert not _torch.has_step_hooks(optimizer)
 
     def hook(*_: Any) -> None:
@@ -66,7 +71,14 @@ def test_hooks() -> None:
         handle = getattr(optimizer_module, register)(hook)
         assert _torch.has_step_hooks(optimizer)
         assert not _torch.has_step_hooks(optimizer, own_only=True)
+        assert _torch.has_step_hooks(ours)
         handle.remove()
+    _torch.after_steps_of_others(hook)
+    _torch.after_steps_of_others(hook)
+    assert len(optimizer_module._global_optimizer_post_hooks) == 1
+    assert _torch.has_step_hooks(optimizer)
+    assert not _torch.has_step_hooks(ours)
+    assert not _torch.any_step_hooks([ours])
     _torch.tell_profiler(optimizer)
     assert {key for key in vars(optimizer) if _torch.is_hook_table(key)} >= {
         "_optimizer_step_pre_hooks",

@@ -93,6 +93,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 self.device.type, stock.get_scale(), stock.get_growth_factor(),
                 stock.get_backoff_factor(), stock.get_growth_interval(), stock.is_enabled(),
             )  # fmt: skip
+            for earlier in self._optimizers:
+                if earlier.scaler is stock:
+                    earlier.scaler = self.scaler
         # State is made beside the parameters; moving it would be a state dict of all ranks.
         prepared = FusedAcceleratedOptimizer(optimizer, device_placement=False, scaler=self.scaler)
         self._optimizers.append(prepared)

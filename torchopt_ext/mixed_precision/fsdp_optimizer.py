@@ -23,7 +23,7 @@ from torchopt_ext.optim import FusedAdam
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.control import ControlView
 from torchopt_ext.optim.hooks import inner_step, run_hooks
-from torchopt_ext.optim.local import moved, sent_to_host
+from torchopt_ext.optim.local import is_captured, moved, sent_to_host
 from torchopt_ext.optim.rejection import Agreement
 from torchopt_ext.optim.step import reject
 from torchopt_ext.optim.storage import is_steppable
@@ -190,7 +190,8 @@ class FSDPadaptOptimizer(BaseOptimizer):
 
     def _step(self, closure: Callable[[], Any] | None, wait: bool) -> bool | None:
         base = self._base
-        if self._unlogged is not None:  # the device has long made that decision
+        # The device has long made that decision. In a capture nothing may wait for it.
+        if self._unlogged is not None and not is_captured():
             skip, copied = self._unlogged
             self._unlogged = None
             copied.synchronize()

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchopt_ext import ops
 from torchopt_ext.ops import CONTROL_FIELDS
 from torchopt_ext.optim.context import StepContext
-from torchopt_ext.optim.local import NormKey
+from torchopt_ext.optim.local import NormKey, is_captured
 from torchopt_ext.optim.loss_scale import is_scale, scale_settings
 from torchopt_ext.optim.rejection import Verdict
 
@@ -274,7 +274,7 @@ class Controlled:
         self._norm_measured = with_norm
         skip = context.check_overflow or self.skips_overflow
         if skip is not self._written_skip:
-            self._written_skip = skip
+            self._written_skip = None if is_captured() else skip  # a capture writes nothing yet
             self._write_control({"skip_nonfinite": skip})
 
     def wants_norm(self, context: StepContext) -> bool:

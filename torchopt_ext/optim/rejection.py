@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchopt_ext.optim.local import sent_to_host
+from torchopt_ext.optim.local import is_captured, sent_to_host
 
 FLAGS = slice(-2, None)
 """Where an accumulator counts what was infinite and what was a NaN (docs/numerics.md section 3)."""
@@ -64,8 +64,11 @@ class Verdict:
         return flags.is_cpu
 
     def check(self) -> None:
-        """Raises if an earlier step is known by now to have been rejected; does not wait."""
-        while self._later and self._later[0][1].query():
+        """Raises if an earlier step is known by now to have been rejected; does not wait.
+
+        Not while a graph is captured, in which CUDA allows no query of an event.
+        """
+        while self._later and not is_captured() and self._later[0][1].query():
             _check(self._later.pop(0)[0])
 
     def __reduce__(self) -> Any:

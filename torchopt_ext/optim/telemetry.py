@@ -61,7 +61,7 @@ def telemetry_of(plan: OptimizerPlan, named: Sequence[tuple[str, Tensor]]) -> Te
     norms = torch.zeros(len(named), 2, dtype=torch.float64, device=device)
     counts = torch.zeros(len(named), 2, dtype=torch.int64, device=device)
     for part_norms, part_counts, positions in traces:
-        rows = torch.tensor(positions, dtype=torch.long, device=device)
+        rows = moved(torch.tensor(positions, dtype=torch.long, device="cpu"), device)
         norms[rows] = moved(part_norms, device)
         counts[rows] = moved(part_counts, device)
     names = [name for name, _ in named]

@@ -63,4 +63,6 @@ class Staged:
             return value.detach().to("cpu", copy=True)
         source = value.detach()
         host = torch.empty_like(source, device="cpu", pin_memory=self._pinned and source.is_cuda)
+        if self._pinned and source.is_cuda:  # a temporary's memory would be reused before
+            source.record_stream(torch.cuda.current_stream())
         return host.copy_(source, non_blocking=self._pinned)

@@ -171,6 +171,18 @@ def test_accelerate_with_a_scaler(accelerator: Any) -> None:
     assert accelerator.scaler.get_scale() == scaler.get_scale() != 4.0
 
 
+def test_accelerate_scales_for_optimizers_prepared_earlier(accelerator: Any) -> None:
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    models = [torch.nn.Linear(2, 2) for _ in range(2)]
+    theirs = torch.optim.SGD(models[0].parameters(), lr=0.5)
+    both = accelerator.prepare(theirs, FusedAdamW(models[1].parameters()))
+    accelerator.backward(sum(model(torch.ones(1, 2)).sum() for model in models))
+    before = models[0].weight.detach().clone()
+    for optimizer in both:
+        optimizer.step()
+    assert torch.equal(models[0].weight, before - 0.5)
+
+
 def test_accelerate_resumes(accelerator: Any, tmp_path: Path) -> None:
     whole = accelerated(accelerator, 0.3, save_at=3, folder=str(tmp_path))
     accelerator.free_memory()
