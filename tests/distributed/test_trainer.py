@@ -221,6 +221,12 @@ def test_low_precision_shards_change_no_bit(behaviour):
         assert kept[1] == cast[1]
 
 
+def test_all_stages_end_if_one_has_no_optimizer(behaviour):
+    own, other = (found["a_stage_that_fails"] for found in reversed(behaviour(2)))
+    assert own == "no optimizer for the last stage"
+    assert other == f"rank 1: ConfigError: {own}"
+
+
 def test_sigterm_at_one_rank_ends_all_after_one_step(behaviour):
     for found in behaviour(2):
         assert found["sigterm_at_one_rank"] == ["SIGTERM", 4, 4]

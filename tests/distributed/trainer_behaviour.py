@@ -6,7 +6,9 @@ Arguments: a folder, and the settings that all cases share.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
+import importlib
 import json
 import math
 import os
@@ -29,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # examples/
 from torchopt_ext.trainer.checkpoint_files import contents_of
 from torchopt_ext.trainer.config import ConfigError
 from torchopt_ext.trainer.load_config import load_config
+from torchopt_ext.trainer.train_spec import get_train_spec, register_train_spec
 from torchopt_ext.trainer.trainer import Trainer
 
 CLIPPING = 0.05  # seconds that torch's takes at least where calls are watched
@@ -236,6 +239,27 @@ def low_precision_shards(folder: Path, shared: list[str]) -> Any:
             copies = [hasattr(shard, "low_precision_copy") for shard in shards]
             found.append([copies, [shard.double().sum().item().hex() for shard in shards]])
     return found
+
+
+@case(2)
+def a_stage_that_fails(folder: Path, shared: list[str]) -> Any:
+    """The error on this rank, if the optimizers of one stage cannot be built."""
+    importlib.import_module("examples.byte_llama")
+    spec = get_train_spec("byte_llama")
+
+    def build(model_parts: Any, *rest: Any) -> Any:
+        if model_parts[0].output is not None:
+            raise ConfigError("no optimizer for the last stage")
+        return spec.build_optimizers_fn(model_parts, *rest)
+
+    failing = dataclasses.replace(spec, name=folder.name, build_optimizers_fn=build)
+    register_train_spec(failing)
+    settings = ("--model.name", folder.name, "--parallelism.pipeline_parallel_degree", "2")
+    try:
+        Trainer(load_config([*shared, "--job.dump_folder", str(folder), *settings]))
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 @case(2)

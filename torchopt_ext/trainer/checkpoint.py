@@ -95,6 +95,7 @@ class CheckpointManager:
         self._refused: set[int] = set()
         self._done: int | None = None  # the last step of which this process saved everything
         self._left_out = False  # a periodic save, for steps that were skipped
+        self._unfit: set[str] = set()  # keys without which checkpoints are saved
         self._went_back_to: int | None = None  # load_step, until something was saved
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._remover = ThreadPoolExecutor(1, "checkpoint-removal")
@@ -201,15 +202,24 @@ class CheckpointManager:
     def _state(self, contents: str, exported: bool) -> dict[str, Any]:
         """What a checkpoint holds, by key; tensors are the live ones."""
         model = self._model_state()
-        if contents == "model":
-            dtype = self._export_dtype if exported else None
-            model = states_of.converted(model, dtype) if dtype else model
-            return {key: states_of.loadable(value, key) for key, value in model.items()}
-        rest = self._states | self._own
+        rest = {} if contents == "model" else self._states | self._own
         if both := sorted(model.keys() & rest.keys()):
             raise ValueError(f"the model has {both}, which are keys of other entries")
-        every = model | {key: value.state_dict() for key, value in rest.items()}
-        return {key: states_of.loadable(value, key) for key, value in every.items()}
+        if contents == "model" and exported and self._export_dtype:
+            model = states_of.converted(model, self._export_dtype)
+        state = {name: states_of.model_entry(value, name) for name, value in model.items()}
+        for key, owner in rest.items():
+            try:
+                own = owner.state_dict()
+                state[key] = states_of.loadable(own, key, strict=key == OPTIMIZER)
+            except (TypeError, ValueError) as error:
+                if key not in self._config.exclude_from_loading:
+                    raise
+                if key not in self._unfit:
+                    text = "Checkpoints are without %s, which is excluded from loading: %s"
+                    logger.warning(text, key, error)
+                    self._unfit.add(key)
+        return state
 
     @property
     def _export_dtype(self) -> torch.dtype | None:
@@ -393,16 +403,21 @@ class CheckpointManager:
             metadata = reader.read_metadata()
             model = {} if MODEL in excluded else self._model_state()
             model = states_of.model_to_load(model, metadata, checkpoint)
-        rest = {} if model_only else self._states | self._own
-        rest = {key: value for key, value in rest.items() if key not in excluded}
-        own = {key: rest[key] for key in self._own if key in rest}
-        found = {key: dict.fromkeys(value.names_to_load(metadata)) for key, value in own.items()}
+            rest = {} if model_only else self._states | self._own
+            rest = {key: value for key, value in rest.items() if key not in excluded}
+            own = {key: rest[key] for key in self._own if key in rest}
+            found = {k: dict.fromkeys(value.names_to_load(metadata)) for k, value in own.items()}
+            plain = {key: rest[key] for key in rest if key not in (*own, OPTIMIZER)}
+            for key, owner in plain.items():
+                found[key] = states_of.state_to_load(owner.state_dict(), key, metadata)
         wanted = model | rest | found
         alone = self._group is None
         dcp.load(wanted, storage_reader=reader, process_group=self._group, no_dist=alone)
         with all_or_none(self._group):
             if model:
                 states_of.set_model_state(self._model_parts, wanted)
+            for key, owner in plain.items():
+                owner.load_state_dict(states_of.restored(wanted[key]))
             if OPTIMIZER in rest and LR_SCHEDULER not in rest:
                 # The optimizer's learning rates are those of the saved schedule's step.
                 schedulers = self._states[LR_SCHEDULER]

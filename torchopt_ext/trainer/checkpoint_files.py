@@ -6,6 +6,7 @@ files and flipped bytes are found before anything is read from them.
 """
 
 import json
+import logging
 import math
 import os
 import re
@@ -19,6 +20,8 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata
 
 from torchopt_ext.statedict.dcp import Reader
+
+logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
@@ -108,11 +111,20 @@ def remove(folder: Path) -> None:
 
 
 def abandon(folder: Path, step: int) -> None:
-    """Marks the checkpoints after a step, from which training goes on by another branch."""
-    (folder / f"step-{step}" / ABANDONED).unlink(missing_ok=True)
-    for later in steps(folder):
-        if later > step:
-            (folder / f"step-{later}" / ABANDONED).touch()
+    """Marks the checkpoints after a step, from which training goes on by another branch.
+
+    Warns of what cannot be marked. No save fails for it.
+    """
+    for found in steps(folder):
+        mark = folder / f"step-{found}" / ABANDONED
+        try:
+            if found == step:
+                mark.unlink(missing_ok=True)
+            elif found > step:
+                mark.touch()
+        except OSError as error:
+            text = "Training went back to step %d, but step %d cannot be marked accordingly: %s"
+            logger.warning(text, step, found, error)
 
 
 def recover(folder: Path) -> None:

@@ -6,7 +6,9 @@ import json
 import math
 import random
 import sys
-from collections.abc import Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +20,15 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 
-from torchopt_ext._torch import set_element
+from torchopt_ext._torch import is_dtensor, set_element
+from torchopt_ext.statedict.dcp import INDEXED
 from torchopt_ext.trainer.distributed import seed_generators
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_PLAIN = (bool, int, float, complex, str, type(None))
+_KNOWN = (Tensor, dict, list, tuple, OrderedDict, Counter)
+"""What torch loads without running code of the file, if it has no attributes of its own."""
+_WHOLE = "torchopt_ext.whole"
+"""Begins a tuple whose second item is a value that DCP would divide. It does not divide tuples."""
 
 
 class ModelState:
@@ -64,24 +71,37 @@ class _Names:
 
 
 def set_model_state(model_parts: list[nn.Module], state: dict[str, Any]) -> None:
-    """Gives each part its entries of :class:`ModelState`'s."""
+    """Gives each part its entries of :class:`ModelState`'s, as they are or as they were saved."""
     for part in model_parts:
-        own = {name: state[name] for name in get_model_state_dict(part)}
+        own = {name: restored(state[name]) for name in get_model_state_dict(part)}
         set_model_state_dict(part, own, options=StateDictOptions(strict=False))
 
 
-def model_to_load(live: dict[str, Any], metadata: Metadata, where: Any) -> dict[str, Any]:
-    """A model's state for DCP to load into; what is no tensor has the items that were saved.
+def model_entry(value: Any, name: str) -> Any:
+    """What to save of an entry of a model's state: what is no tensor as one entry.
 
-    Such is what modules' get_extra_state returns. Of a dict DCP makes an entry for each item, and
-    of an empty one none: those that are there, or their like, stay.
+    Such is what modules' get_extra_state returns. The model that loads it may have other items.
+
+    Raises:
+        TypeError: it could not be loaded again; names what of it.
+    """
+    if torch.is_tensor(value):
+        return value
+    value = loadable(value, name, whole=True)
+    return value if type(value) in (*_PLAIN, bytes) else (_WHOLE, value)
+
+
+def model_to_load(live: dict[str, Any], metadata: Metadata, where: Any) -> dict[str, Any]:
+    """A model's state for DCP to load into, where what is no tensor gives way to what was saved.
+
+    DCP has divided it in a checkpoint of torchtitan's, or of this package before it saved such
+    values as one entry, and has then no entry for an empty dict.
 
     Raises:
         ValueError: the checkpoint at `where` lacks entries; names them.
     """
     others = {name for name, value in live.items() if not torch.is_tensor(value)}
-    found = _without_leaves({name: live[name] for name in others})
-    saved = set()
+    found: dict[str, Any] = {}
     for name, path in (metadata.planner_data or {}).items():
         if path[0] in others:
             stored = metadata.state_dict_metadata.get(name)
@@ -89,17 +109,10 @@ def model_to_load(live: dict[str, Any], metadata: Metadata, where: Any) -> dict[
             if isinstance(stored, TensorStorageMetadata):
                 value = torch.empty(stored.size, dtype=stored.properties.dtype)
             set_element(found, path, value)
-            saved.add(path[0])
     empty = {name for name in others if isinstance(live[name], Mapping) and not live[name]}
-    if missing := sorted(live.keys() - metadata.state_dict_metadata.keys() - saved - empty):
+    if missing := sorted(live.keys() - metadata.state_dict_metadata.keys() - found.keys() - empty):
         raise ValueError(f"{where} lacks of the model: {', '.join(missing)}")
     return live | found
-
-
-def _without_leaves(value: Mapping[Any, Any]) -> dict[str, Any]:
-    """The dicts within a dict, empty."""
-    items = ((key, item) for key, item in value.items() if isinstance(key, str))
-    return {key: _without_leaves(item) for key, item in items if isinstance(item, Mapping)}
 
 
 def converted(state: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
@@ -123,29 +136,93 @@ def packed(value: Any) -> bytes:
     return stream.getvalue()
 
 
-def loadable(value: Any, where: str) -> Any:
+def loadable(
+    value: Any, where: str, *, whole: bool = False, strict: bool = False, nested: bool = False
+) -> Any:
     """A state with numpy's numbers as Python's, in which all can be loaded again.
 
+    DCP divides dicts, makes text of their keys, and loads the items that the running job has, too.
+    So a dict inside of the state becomes a tuple, which :func:`restored` undoes, unless it has
+    tensors. One with keys that are no strings becomes a tuple in any case.
+
+    Args:
+        whole: DCP does not divide the value, so that keys and classes are saved, too.
+        strict: the state is an optimizer's, which :mod:`torchopt_ext.statedict.dcp` loads as it was
+            divided. Keys that it cannot make of text again are rejected.
+        nested: the value is inside of the state.
+
     Raises:
-        TypeError: something would need code of the file to run, as numpy's arrays do; names it.
+        TypeError: something would need code of the file to run, as numpy's arrays do, or would come
+            back in part or otherwise; names it.
     """
-    if type(value) in _PLAIN or isinstance(value, Tensor):
+    if type(value) in _PLAIN or (type(value) is bytes and value):  # torch cannot load b"" again
         return value
-    if isinstance(value, Mapping) or type(value) in (list, tuple):
-        items = value.items() if isinstance(value, Mapping) else enumerate(value)
-        changed = {}
-        for key, item in items:
-            if type(item) not in _PLAIN and (new := loadable(item, f"{where}.{key}")) is not item:
-                changed[key] = new
-        return _with_items(value, changed) if changed else value
-    if (numpy := sys.modules.get("numpy")) and isinstance(value, numpy.generic):
-        value = value.item()
-    if type(value) not in _PLAIN:
-        _loadable_bytes(value, where)
+    is_list = type(value) in (list, tuple)
+    if is_list or isinstance(value, Mapping):
+        whole = whole or type(value) is tuple
+        if not is_list:
+            texts = all(issubclass(kind, str) for kind in {*map(type, value)})
+            apart = not texts or (nested and bool(value) and _is_without_tensors(value))
+            if apart and not whole and not strict:
+                return (_WHOLE, loadable(value, where, whole=True))
+            if whole or not texts:
+                _check_keys(value, where, whole=whole)
+        function = partial(loadable, whole=whole, strict=strict, nested=True)
+        value = _replaced(value, where, function)
+    elif isinstance(value, Tensor):
+        if whole and is_dtensor(value):
+            raise TypeError(
+                f"{where} is a DTensor inside of a value that one rank saves for all: expected a "
+                "plain tensor"
+            )
+    else:
+        if (numpy := sys.modules.get("numpy")) and isinstance(value, numpy.generic):
+            value = value.item()
+        whole = type(value) not in _PLAIN
+    if whole and not _is_known(value):
+        _check_loadable(value, where)
     return value
 
 
-def _with_items(value: Any, changed: dict[Any, Any]) -> Any:
+def _is_without_tensors(value: Any) -> bool:
+    """Whether it is also of classes that can be saved."""
+    if isinstance(value, Mapping):
+        return type(value) in _KNOWN and all(map(_is_without_tensors, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_is_without_tensors, value))
+    return not isinstance(value, Tensor)
+
+
+def restored(value: Any) -> Any:
+    """The state that :func:`loadable` or :func:`model_entry` was given, of what was loaded."""
+    if type(value) is tuple and len(value) == 2 and isinstance(value[0], str):
+        return value[1] if value[0] == _WHOLE else value
+    if isinstance(value, Mapping) or type(value) is list:
+        return _replaced(value, "", lambda item, _: restored(item))
+    return value
+
+
+def state_to_load(live: Any, where: str, metadata: Metadata) -> Any:
+    """A running job's state for DCP to load into, with one place for what is one entry."""
+    if type(live) is not list and not isinstance(live, Mapping):
+        return live
+    if where in metadata.state_dict_metadata:
+        return None
+    return _replaced(live, where, partial(state_to_load, metadata=metadata))
+
+
+def _replaced(value: Any, where: str, function: Callable[[Any, str], Any]) -> Any:
+    """A dict, list or tuple with what a function makes of its items, given the place of each.
+
+    A copy if anything changes. Plain items are not asked about.
+    """
+    items = enumerate(value) if type(value) in (list, tuple) else value.items()
+    changed = {}
+    for key, item in items:
+        if type(item) not in _PLAIN and (new := function(item, f"{where}.{key}")) is not item:
+            changed[key] = new
+    if not changed:
+        return value
     if type(value) is tuple:
         return tuple(changed.get(n, item) for n, item in enumerate(value))
     copied = copy.copy(value)
@@ -154,18 +231,30 @@ def _with_items(value: Any, changed: dict[Any, Any]) -> Any:
     return copied
 
 
-def _loadable_bytes(value: Any, where: str) -> bytes:
-    """:func:`packed`, of what :func:`unpacked` takes."""
+def _check_keys(value: Mapping[Any, Any], where: str, *, whole: bool) -> None:
+    for key in value:
+        if whole and type(key) not in _PLAIN:
+            _check_loadable(key, f"the key {key!r} of {where}")
+        if not whole and not isinstance(key, str) and where.partition(".")[2] not in INDEXED:
+            raise TypeError(f"{where} has the key {key!r}, expected strings as keys")
+
+
+def _is_known(value: Any) -> bool:
+    return type(value) in _KNOWN and not getattr(value, "__dict__", None)
+
+
+def _check_loadable(value: Any, where: str) -> None:
+    """Saves and loads a value, in memory."""
     try:
-        data = packed(value)
-        unpacked(data, where)
+        unpacked(packed(value), where)
+    except (MemoryError, torch.OutOfMemoryError):  # says nothing about the value
+        raise
     except Exception as error:  # pickling runs code of the value, which raises any kind
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         raise TypeError(
             f"{where} is a {kind}, which could not be loaded again without running code of the "
             "file: expected plain values, tensors, and dicts, lists and tuples of them"
         ) from error
-    return data
 
 
 def unpacked(data: Any, what: str) -> Any:
@@ -176,6 +265,8 @@ def unpacked(data: Any, what: str) -> Any:
     """
     try:
         return torch.load(io.BytesIO(data), weights_only=True)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
     except Exception as error:  # a damaged file or another's pickle raises any kind
         text = f"{what} was not saved by this package ({type(error).__name__}: {error})"
         raise ValueError(text) from error
@@ -207,8 +298,7 @@ class DataPosition:
         """Raises TypeError if something of it could not be loaded again; names it."""
         packed_values = {}
         for key, value in self._dataloader.state_dict().items():
-            where = f"dataloader.{key}"
-            packed_values[str(key)] = _loadable_bytes(loadable(value, where), where)
+            packed_values[str(key)] = packed(loadable(value, f"dataloader.{key}", whole=True))
         return packed_values
 
     def names_to_load(self, metadata: Metadata) -> list[str]:

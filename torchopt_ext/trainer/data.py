@@ -1,10 +1,11 @@
 """Data sets by name, and the loader that gives each data-parallel rank its own share of one."""
 
 import dataclasses
+import hashlib
 import logging
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -116,8 +117,8 @@ Key = tuple[int, int, int]
 class KeyedSamples(Dataset[Any]):
     """A data set's samples by key. In a worker process each has random numbers of its own.
 
-    They depend on the key only: a worker knows neither what others have drawn nor, when a job goes
-    on, what those before it have. In the training process samples draw from the generators that
+    They depend on the key only. A worker does not know which samples other workers, or those
+    before a restart, have made. In the training process samples draw from the generators that
     checkpoints hold.
     """
 
@@ -141,7 +142,9 @@ class KeyedSamples(Dataset[Any]):
 def _seed_worker(key: Key) -> None:
     if get_worker_info() is None:
         return
-    seed = _hashed(*key)
+    # Each sample needs one, and _hashed takes six times as long.
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    seed = int.from_bytes(digest, "little") >> 1
     # torch.manual_seed takes 200 us, for generators of devices that a worker does not use.
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
@@ -239,11 +242,13 @@ class ShuffledDataLoader(DataLoader[Any]):
     """
 
     def __init__(self, dataset: Dataset[Any], batches: ShuffledBatches, options: Any) -> None:
-        super().__init__(KeyedSamples(dataset), batch_sampler=batches, **options)
+        super().__init__(dataset, batch_sampler=batches, **options)
+        # This one loads, so that `dataset` is what was given.
+        self._keyed = DataLoader(KeyedSamples(dataset), batch_sampler=batches, **options)
         self._batches = batches
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
-        for batch in super().__iter__():
+        for batch in self._keyed:
             self._batches.advance()  # workers are ahead of it
             yield batch
 
@@ -298,8 +303,11 @@ class _Counted(Iterator[Any]):
 class StreamDataLoader:
     """torchdata's StatefulDataLoader, whose state is kept by data-parallel rank as torchtitan's.
 
-    Iterating goes on from the saved position to the end of the last pass. Workers' random numbers
-    depend on seed, rank and pass.
+    Iterating goes on from the saved position to the end of the last pass. Workers are seeded when
+    they start, by seed, rank and pass. Persistent workers start once.
+
+    Attributes:
+        dataset: what was given.
 
     Args:
         options: for StatefulDataLoader, with a `generator`, which seeds workers.
@@ -322,9 +330,9 @@ class StreamDataLoader:
         epochs: int,
     ) -> None:
         torchdata = import_extra("torchdata.stateful_dataloader", "a data set without a length")
-        self._counts = not isinstance(dataset, Stateful)
-        dataset = CountedStream(dataset) if self._counts else dataset
-        self._loader = torchdata.StatefulDataLoader(dataset, batch_size, drop_last=True, **options)
+        self.dataset = dataset
+        stream = dataset if isinstance(dataset, Stateful) else CountedStream(dataset)
+        self._loader = torchdata.StatefulDataLoader(stream, batch_size, drop_last=True, **options)
         self._key, self._dp_world_size = f"dp_rank_{dp_rank}", dp_world_size
         self._generator, self._seeds = options["generator"], (seed, dp_rank)
         self._epochs, self._passes, self._resumes = epochs, 0, False
@@ -359,7 +367,7 @@ class StreamDataLoader:
 
         Raises:
             ValueError: the state is that of another number of ranks, or of another kind of data,
-                or does not count the samples of a data set without a state.
+                or says nothing about a data set without a state of its own.
         """
         if self._key not in state_dict or state_dict["world_size"] != self._dp_world_size:
             raise ValueError(
@@ -368,13 +376,20 @@ class StreamDataLoader:
                 f"{self._key!r} of {self._dp_world_size}: a stream of samples cannot be divided "
                 "anew; resume with as many ranks, or exclude 'dataloader' from loading"
             )
-        if self._counts and "passes" not in state_dict:
+        if not isinstance(self.dataset, Stateful) and not _has_iterator(state_dict[self._key]):
             raise ValueError(
-                "the data loader's state does not say how many samples were taken, but the data "
-                "set has no state of its own: exclude 'dataloader' from loading"
+                "the data loader's state does not say how many samples were taken, but neither the "
+                "data set nor its iterator has a state: exclude 'dataloader' from loading"
             )
         self._loader.load_state_dict(state_dict[self._key])
         self._passes, self._resumes = state_dict.get("passes", 0), True
+
+
+def _has_iterator(state: Any) -> bool:
+    """Whether a StatefulDataLoader's state has that of an iterator, in any worker."""
+    if not isinstance(state, Mapping):
+        return False
+    return state.get("dataset_iter_state") is not None or any(map(_has_iterator, state.values()))
 
 
 def build_dataloader(
@@ -407,7 +422,11 @@ def build_dataloader(
     batch_size = training.batch_size
     if isinstance(dataset, IterableDataset):
         return StreamDataLoader(
-            *(dataset, batch_size, dp_rank, dp_world_size, options),
+            dataset,
+            batch_size,
+            dp_rank,
+            dp_world_size,
+            options,
             seed=training.seed or 0,
             epochs=training.epochs,
         )

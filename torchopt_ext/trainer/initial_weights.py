@@ -5,7 +5,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torchopt_ext.fsdp import keep_low_precision_shards
-from torchopt_ext.trainer.config import JobConfig, as_config_error
+from torchopt_ext.statedict.entries import unwrapped
+from torchopt_ext.trainer.config import ConfigError, JobConfig, as_config_error
 
 
 def tied_names(model: nn.Module) -> list[list[str]]:
@@ -20,14 +21,14 @@ def tie(model: nn.Module, ties: list[list[str]]) -> None:
     """Gives the names of each group its first one's parameter.
 
     Raises:
-        ValueError: tensor parallelism has divided them in different ways.
+        ConfigError: tensor parallelism has divided them in different ways.
     """
     for first, *others in ties:
         param = model.get_parameter(first)
         for name in others:
             other = model.get_parameter(name)
             if _placed(other) != _placed(param):
-                raise ValueError(
+                raise ConfigError(
                     f"{first} and {name} are one parameter, which the tensor parallel plan divides "
                     f"by {_placed(param)} and by {_placed(other)}"
                 )
@@ -51,8 +52,7 @@ def give_weights(
         device: that trains.
 
     Raises:
-        ConfigError: shards cannot be kept in low precision.
-        ValueError: a tied parameter has become several.
+        ConfigError: a tied parameter has become several; shards cannot be kept in low precision.
     """
     offload = job_config.training.enable_cpu_offload
     seeding = job_config.checkpoint.create_seed_checkpoint  # one process without FSDP
@@ -61,10 +61,10 @@ def give_weights(
         part.to_empty(device="cpu" if offload or seeding else device.type)
         tie(part, kept)  # to_empty makes a parameter for each name
         part.init_weights(buffer_device=device if offload else None)  # type: ignore[operator]
-        named = dict(part.named_parameters(remove_duplicate=False))
+        named = {unwrapped(n): p for n, p in part.named_parameters(remove_duplicate=False)}
         for names in ties:
-            if len({named[name] for name in names if name in named}) > 1:
-                raise ValueError(
+            if len({named[name] for name in map(unwrapped, names) if name in named}) > 1:
+                raise ConfigError(
                     f"{' and '.join(names)} are one parameter of the model, of which "
                     "parallelize_fn has made several, as FSDP does of one in several layers"
                 )

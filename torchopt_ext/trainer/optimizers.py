@@ -1,6 +1,8 @@
 """The optimizers that a job configuration asks for, clipping in their step where they can."""
 
+import json
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +19,9 @@ from torchopt_ext.containers.build import (
     reject_ineffective,
 )
 from torchopt_ext.optim import FusedAdam
-from torchopt_ext.optim.collective import all_gather_text
+from torchopt_ext.optim.collective import all_gather_text, all_or_none
+from torchopt_ext.optim.fp32_moments import fp32_params, is_8_bit
+from torchopt_ext.statedict.entries import unwrapped
 from torchopt_ext.trainer.config import ConfigError, JobConfig, as_config_error
 from torchopt_ext.trainer.zero_container import ZeroOptimizersContainer
 
@@ -60,7 +64,7 @@ def build_optimizers(
 
     Raises:
         ConfigError: there is no optimizer of that name; a setting without effect, but in a pipeline
-            see `agree_over_stages`; torch's optimizers in backward where clipping or skipping is
+            see `build_in_stages`; torch's optimizers in backward where clipping or skipping is
             asked for; low-precision shards with another implementation than "fused"; ZeRO with
             another, in backward or fault tolerant.
         AssertionError: unknown implementation.
@@ -94,7 +98,7 @@ def build_optimizers(
     partition = job_config.parallelism.zero
     if partition == "none":
         stages = job_config.parallelism.pipeline_parallel_degree > 1
-        no_group = SimpleNamespace(get_group=lambda: None)  # they agree later: agree_over_stages
+        no_group = SimpleNamespace(get_group=lambda: None)  # they agree later: build_in_stages
         dims = SimpleNamespace(pp_enabled=stages, ep_enabled=False, get_mesh=lambda name: no_group)
         return containers.build_optimizers(model_parts, config, dims, ft_manager)
     if config.implementation != "fused" or config.early_step_in_backward:
@@ -120,20 +124,41 @@ def clips_in_step(optimizers: OptimizersContainer[Any]) -> bool:
     return all(isinstance(one, FusedAdam) and one.max_grad_norm is not None for one in stepping)
 
 
-def agree_over_stages(optimizers: OptimizersContainer[Any], process_group: Any) -> None:
-    """Lets the optimizers of all pipeline stages clip and skip by one norm.
+def build_in_stages(
+    build: Callable[[], OptimizersContainer[Any]], job_config: JobConfig, process_group: Any
+) -> OptimizersContainer[Any]:
+    """The optimizers of one of several pipeline stages, which clip and skip by one norm.
+
+    Args:
+        build: makes this stage's.
+        process_group: of the stages.
 
     Raises:
-        ConfigError: on all ranks, if no stage has anything to train, or a setting no effect in any.
+        ConfigError: on all ranks, if no stage has anything to train, a setting has no effect in
+            any, or a stage's settings are wrong.
     """
+    with as_config_error(), all_or_none(process_group):
+        optimizers = build()
     for optimizer in optimizers:
         if isinstance(optimizer, FusedAdam):
             optimizer.process_group = process_group
-    own = {str(param.dtype) for group in optimizers.param_groups for param in group["params"]}
-    every = all_gather_text(" ".join(own), process_group, "comparing dtypes of pipeline stages")
-    names = {name.removeprefix("torch.") for text in every for name in text.split()}
-    if not names:
+    own = [
+        (unwrapped(name), str(param.dtype).removeprefix("torch."))
+        for part in optimizers.model_parts
+        for name, param in part.named_parameters(remove_duplicate=False)
+        if param.requires_grad
+    ]
+    every = all_gather_text(json.dumps(own), process_group, "comparing pipeline stages")
+    named = [
+        (name, nn.Parameter(torch.empty(0, dtype=getattr(torch, dtype))))
+        for text in every
+        for name, dtype in json.loads(text)
+    ]
+    if not named:
         raise ConfigError("no parameter of the model is trainable")
-    dtypes = [nn.Parameter(torch.empty(0, dtype=getattr(torch, name))) for name in names]
     with as_config_error():
-        reject_ineffective(optimizers.defaults, dtypes)
+        reject_ineffective(optimizers.defaults, [param for _, param in named])
+        if is_8_bit(optimizers.defaults.get("state_dtype")):
+            # A stage does not know whether a pattern is found in another one.
+            fp32_params(named, job_config.optimizer.fp32_moments, embeddings=())
+    return optimizers

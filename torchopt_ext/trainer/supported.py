@@ -1,6 +1,7 @@
 """Which settings the Trainer honours."""
 
 import math
+from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
@@ -61,17 +62,22 @@ _AT_LEAST = {
     "checkpoint.load_step": -1,
 }
 
-_FROM_0_BELOW = {
-    "optimizer.lr": math.inf,
-    "optimizer.beta1": 1,
-    "optimizer.beta2": 1,
-    "optimizer.eps": math.inf,
-    "optimizer.weight_decay": math.inf,
-    "lr_scheduler.lr_min": math.nextafter(1, 2),
-    "lr_scheduler.decay_ratio": math.inf,
-    "lr_scheduler.total_steps": math.inf,
+_Range = tuple[Callable[[float], bool], str]
+"""Whether a number is in it, and how to say so."""
+_FROM_0: _Range = (lambda number: 0 <= number < math.inf, "a number from 0 on")
+_BELOW_1: _Range = (lambda number: 0 <= number < 1, "0 or more and less than 1")
+_TO_1: _Range = (lambda number: 0 <= number <= 1, "0 to 1")
+_RANGES = {
+    "optimizer.lr": _FROM_0,
+    "optimizer.beta1": _BELOW_1,
+    "optimizer.beta2": _BELOW_1,
+    "optimizer.eps": _FROM_0,
+    "optimizer.weight_decay": _FROM_0,
+    "lr_scheduler.lr_min": _TO_1,
+    "lr_scheduler.decay_ratio": _FROM_0,
+    "lr_scheduler.total_steps": _FROM_0,
 }
-"""Numbers that are 0 or more, and below what; None, where it is allowed, is another default."""
+"""Which numbers are expected; None, where it is allowed, is another default."""
 
 
 def check_supported(job_config: JobConfig) -> None:
@@ -101,11 +107,10 @@ def check_supported(job_config: JobConfig) -> None:
         )
     if job_config.activation_checkpoint.mode == "memory_budget":
         wrong.append(f"activation_checkpoint.mode is 'memory_budget', but {_NO_BUDGET}")
-    for name, below in _FROM_0_BELOW.items():
+    for name, (is_in_range, expected) in _RANGES.items():
         value = _get(job_config, name)
-        if value is not None and not 0 <= value < below:
-            most = {math.inf: "a number from 0 on", 1: "0 or more and less than 1"}
-            wrong.append(f"{name} is {value}, expected {most.get(below, '0 to 1')}")
+        if value is not None and not is_in_range(value):
+            wrong.append(f"{name} is {value}, expected {expected}")
     seed = job_config.training.seed
     if seed is not None and not 0 <= seed < 1 << 64:
         wrong.append(f"training.seed is {seed}, expected 0 to 2**64 - 1")

@@ -28,7 +28,7 @@ from torchopt_ext.trainer.metrics import MetricsProcessor, build_metrics_process
 from torchopt_ext.trainer.model_converter import build_model_converters
 from torchopt_ext.trainer.optimizer_time import OptimizerTime
 from torchopt_ext.trainer.optimizers import (
-    agree_over_stages,
+    build_in_stages,
     clips_in_step,
     gradient_accumulation_steps,
 )
@@ -214,11 +214,11 @@ class Trainer(Stateful):
 
     def _build_optimizers(self) -> None:
         job_config, dims = self.job_config, self.parallel_dims
-        self.optimizers = self.train_spec.build_optimizers_fn(
-            self.model_parts, job_config, self.ft_manager
-        )
+        arguments = self.model_parts, job_config, self.ft_manager
+        build = partial(self.train_spec.build_optimizers_fn, *arguments)
         if dims.pp_enabled:
-            agree_over_stages(self.optimizers, dims.get_mesh("pp").get_group())
+            build = partial(build_in_stages, build, job_config, dims.get_mesh("pp").get_group())
+        self.optimizers = build()
         self.lr_schedulers = self.train_spec.build_lr_schedulers_fn(self.optimizers, job_config)
         self.optimizers.register_step_post_hook(
             lambda *_: self.model_converters.post_optimizer_hook(self.model_parts)
@@ -400,8 +400,8 @@ class Trainer(Stateful):
             maybe_enable_profiling(job_config, global_step=self.step) as torch_profiler,
             maybe_enable_memory_snapshot(job_config, global_step=self.step) as memory_profiler,
         ):
-            if self.step == 0:
-                self._validate_if_due()
+            if self.step == 0 and self._validation_is_due():
+                self._validate()
             data_iterator = iter(self.dataloader)
             self.metrics_processor.time_last_log = time.perf_counter()
             while self.step < steps:
@@ -419,7 +419,8 @@ class Trainer(Stateful):
                     break
                 self.train_step(inputs, labels)
                 self._stop_if_stuck()
-                self._validate_if_due()
+                if self._validation_is_due():
+                    self._validate()
                 skipping = self._skips.consecutive > 0
                 self.checkpointer.save(self.step, force=self.step == steps, skipping=skipping)
                 for profiler in (torch_profiler, memory_profiler):
@@ -437,15 +438,17 @@ class Trainer(Stateful):
                     "SIGTERM" if self.stopped_by == "SIGTERM" else "the data set has ended",
                 )
                 ended = self.stopped_by == "data"
-                if ended:
-                    self._validate_if_due(last=True)
+                if ended and not self._validation_is_due():
+                    self._validate()
                 self.checkpointer.save(self.step, force=True, ended=ended)
         self.metrics_processor.close()
         logger.info("Training completed")
 
-    def _validate_if_due(self, last: bool = False) -> None:
-        """With `last`, also after a step in which that was not due, where it has not been done."""
-        if self.validator is None or self.validator.should_validate(self.step) == last:
+    def _validation_is_due(self) -> bool:
+        return self.validator is not None and self.validator.should_validate(self.step)
+
+    def _validate(self) -> None:
+        if self.validator is None:
             return
         with self.metrics_processor.pause():
             loss = self._mean_and_max(self.validator.validate())[0]

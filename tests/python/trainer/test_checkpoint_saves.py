@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from torchopt_ext.trainer import checkpoint_states
 from torchopt_ext.trainer.checkpoint_files import contents_of
 from torchopt_ext.trainer.staging import Staged
 
@@ -54,6 +55,27 @@ def test_checkpoints_are_abandoned_when_another_is_saved(tmp_path: Path) -> None
     assert resumed_step(tmp_path) == 6, "it was gone on from after all"
 
 
+def test_a_checkpoint_that_cannot_be_marked_fails_no_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Job(tmp_path).train(until=6).close()
+    touch = Path.touch
+
+    def fail(path: Path) -> None:
+        if path.parent.name == "step-6":
+            raise PermissionError("not allowed")
+        touch(path)
+
+    monkeypatch.setattr(Path, "touch", fail)
+    go_back(tmp_path, 2, until=3)
+    assert (
+        "went back to step 2, but step 6 cannot be marked accordingly: not allowed" in caplog.text
+    )
+    folder = tmp_path / "checkpoint"
+    assert {path.parent.name for path in folder.rglob("abandoned")} == {"step-4"}
+    assert (folder / "step-3").exists()
+
+
 def test_one_to_resume_from_stays_beside_the_model_only(tmp_path: Path) -> None:
     job = Job(tmp_path, steps=3, model_weights_only=True, keep_latest_k=1).train(until=3)
     job.manager.save(3, force=True)
@@ -63,7 +85,11 @@ def test_one_to_resume_from_stays_beside_the_model_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "stage"), [("disabled", "gathering"), ("async", "gathering"), ("async", "copying")]
+    ("mode", "stage"),
+    [
+        *(("disabled", "gathering"), ("async", "gathering"), ("async", "copying")),
+        *(("disabled", "packing"), ("async", "packing")),
+    ],
 )
 def test_a_periodic_save_without_memory_does_not_end_the_training(
     tmp_path: Path,
@@ -73,11 +99,15 @@ def test_a_periodic_save_without_memory_does_not_end_the_training(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     job = Job(tmp_path, async_mode=mode)
-    owner, name = (Staged, "__init__") if stage == "copying" else (job, "state_dict")
+    owner, name = {
+        "gathering": (job, "state_dict"),
+        "copying": (Staged, "__init__"),
+        "packing": (checkpoint_states, "packed"),
+    }[stage]
     call = getattr(owner, name)
 
     def fail(*args: Any, **more: Any) -> Any:
-        if job.step == 4:
+        if job.step == 4 and (stage != "packing" or "taken" in args[0]):  # the data position
             raise MemoryError("no room")
         return call(*args, **more)
 
@@ -86,7 +116,7 @@ def test_a_periodic_save_without_memory_does_not_end_the_training(
     assert saved_steps(job) == [2, 6]
     assert "step 4" in caplog.text
     assert "no room; training goes on" in caplog.text
-    if stage == "gathering":
+    if stage != "copying":
         job.step = 4
         with pytest.raises(RuntimeError, match=r"step 4 in .* failed: no room"):
             job.manager.save(4, force=True)

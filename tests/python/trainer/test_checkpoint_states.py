@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, UserDict, defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as torch_dcp
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.optim.lr_scheduler import MultiStepLR
 
 from torchopt_ext.trainer import checkpoint_states
 
@@ -44,11 +49,58 @@ def test_numbers_of_numpy_become_pythons(value: Any, expected: Any) -> None:
         (np.arange(3), r"^state is a numpy\.ndarray"),
         ([0, {"at": Path("x")}], r"^state\.1\.at is a pathlib\.\w+, .* expected plain values"),
         ({"call": lambda: None}, r"^state\.call is a builtins\.function"),
+        ({"raw": b""}, r"^state\.raw is a builtins\.bytes"),
+        ((UserDict(a=1),), r"^state\.0 is a collections\.UserDict"),
+        ({0: defaultdict(int)}, r"^state\.0 is a collections\.defaultdict"),
+        ({0: {np.int64(1): 2}}, r"^the key .* of state\.0 is a numpy\.int64"),
     ],
 )
 def test_what_cannot_be_loaded_again_is_named(value: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         checkpoint_states.loadable(value, "state")
+
+
+def test_no_rank_saves_its_part_of_a_tensor_for_all() -> None:
+    part = distribute_tensor(torch.ones(2), init_device_mesh("cpu", (1,)), [Replicate()])
+    assert checkpoint_states.loadable({"a": {"b": part}}, "state") == {"a": {"b": part}}
+    with pytest.raises(TypeError, match=r"^state\.0\.b is a DTensor inside"):
+        checkpoint_states.loadable({0: {"b": part}}, "state")
+
+
+def test_an_optimizers_dicts_have_texts_as_keys() -> None:
+    """But for indices of parameters, of which statedict.dcp.load makes numbers again."""
+    kept = {"state": {0: {"step": {"a": 1}}}, "param_groups": [{"params": [0]}]}
+    assert checkpoint_states.loadable(kept, "optimizer", strict=True) == kept
+    state = {"state.w.factors": {0: 1}}
+    with pytest.raises(TypeError, match=r"^optimizer\.state\.w\.factors has the key 0, expected"):
+        checkpoint_states.loadable(state, "optimizer", strict=True)
+
+
+@pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
+def test_lack_of_memory_says_nothing_about_a_state(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error("no room")
+
+    data = checkpoint_states.packed({1, 2})
+    for owner, name in (torch, "load"), (torch, "save"):
+        monkeypatch.setattr(owner, name, fail)
+        with pytest.raises(error, match="no room"):
+            checkpoint_states.loadable({1, 2}, "state")
+        with pytest.raises(error, match="no room"):
+            checkpoint_states.unpacked(data, "state")
+
+
+def test_the_data_position_is_packed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading it again would take several times as long, on the thread that trains."""
+    state = {"dp_rank_0": {"buffer": [*range(9)], 1: (b"x", torch.ones(2), OrderedDict(a=None))}}
+    data: Any = type("Data", (), {"state_dict": lambda _: state})()
+    with monkeypatch.context() as context:
+        context.delattr(torch, "load")
+        packed = checkpoint_states.DataPosition(data).state_dict()
+    found = checkpoint_states.unpacked(packed["dp_rank_0"], "state")
+    assert repr(found) == repr(state["dp_rank_0"])
 
 
 def test_a_job_with_numpys_numbers_resumes(tmp_path: Path) -> None:
@@ -79,6 +131,78 @@ def test_a_state_that_cannot_be_loaded_ends_the_training(
     assert not job.manager.folder.exists()
 
 
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_what_is_not_loaded_may_be_left_out(
+    tmp_path: Path, mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def job(**settings: Any) -> Job:
+        made = Job(tmp_path, async_mode=mode, **settings)
+        made.data.state_dict = lambda: {"order": np.arange(3)}  # type: ignore[method-assign]
+        return made
+
+    job(exclude_from_loading=["dataloader"]).train(until=4).close()
+    resumed = job(exclude_from_loading=["dataloader"])
+    assert resumed.manager.load()
+    assert resumed.step == 4
+    assert caplog.text.count("without dataloader, which is excluded from loading: dataloader") == 1
+    with pytest.raises(TypeError, match=r"^dataloader\.order is a numpy"):
+        job(exclude_from_loading=["lr_scheduler"]).manager.save(6)
+
+
+def with_state(folder: Path, value: Any) -> tuple[Job, list[Any]]:
+    """A job with a value in its state, and those that it has loaded."""
+    job, loaded = Job(folder), []
+    step_only: Callable[[Any], None] = job.load_state_dict
+    job.state_dict = lambda: {"step": job.step, "value": value}  # type: ignore[method-assign]
+
+    def load(state: Any) -> None:
+        step_only(state)
+        loaded.append(state["value"])
+
+    job.load_state_dict = load  # type: ignore[method-assign]
+    return job, loaded
+
+
+@pytest.mark.parametrize(
+    ("saved", "live"),
+    [
+        ({0: 5}, {0: 99}),
+        ({0: 5}, {}),
+        ({"a": 1, "b": {"c": 2}}, {"a": 0}),
+        ({(1, "x"): [{2: None}]}, {}),
+        (Counter({30: 1}), Counter({40: 2})),
+        (OrderedDict(b=1, a=2), None),
+        ([{"a": 1}, {0: 1}], []),
+        ({}, {}),
+        ({"t": torch.ones(2), "n": {1: 2}}, {"t": torch.zeros(2), "n": {}}),
+    ],
+)
+def test_a_state_comes_back_as_it_was_saved(tmp_path: Path, saved: Any, live: Any) -> None:
+    with_state(tmp_path, saved)[0].train(until=2).close()
+    job, loaded = with_state(tmp_path, live)
+    assert job.manager.load()
+    assert repr(loaded) == repr([saved])
+    assert job.step == 2
+
+
+def test_a_state_whose_dict_has_become_empty_is_not_mixed(tmp_path: Path) -> None:
+    with_state(tmp_path, {})[0].train(until=2).close()
+    with pytest.raises(RuntimeError, match=r"Missing key .* train_state\.value\.a"):
+        with_state(tmp_path, {"a": 1})[0].manager.load()
+
+
+def test_a_schedules_milestones_come_back(tmp_path: Path) -> None:
+    for milestones, load in (([3, 3, 5], False), ([4], True)):
+        job = Job(tmp_path)
+        schedule = MultiStepLR(job.optimizers.optimizers[0], milestones)
+        job.manager._states["lr_scheduler"] = schedule
+        if load:
+            assert job.manager.load()
+            assert schedule.milestones == Counter({3: 2, 5: 1})
+        else:
+            job.manager.save(2, force=True)
+
+
 class Noted(nn.Module):
     def __init__(self, value: Any) -> None:
         super().__init__()
@@ -102,6 +226,13 @@ class Noted(nn.Module):
         ([1, 2], [0, 0, 0]),
         (torch.ones(3), None),
         (5, {"n": 0}),
+        (b"raw", None),
+        ({0: 1, "a": 2}, {0: 5, "a": 3}),
+        ({"s": "x"}, {"s": "y", "t": {"u": 1}}),
+        ({}, {"n": 0}),
+        ({"a": {}}, {"a": {"x": 1}}),
+        ({"a.b": 1, "a": {"b": 2}}, {}),
+        (OrderedDict(a=(1, [2])), {}),
     ],
 )
 def test_extra_state_comes_back_as_it_was_saved(tmp_path: Path, saved: Any, live: Any) -> None:
@@ -110,7 +241,20 @@ def test_extra_state_comes_back_as_it_was_saved(tmp_path: Path, saved: Any, live
         job.model.add_module("noted", Noted(value))
     jobs[0].manager.save(2, force=True)
     assert jobs[1].manager.load()
-    torch.testing.assert_close(jobs[1].model.noted.value, saved, rtol=0, atol=0)  # type: ignore
+    assert repr(jobs[1].model.noted.value) == repr(saved)
+
+
+@pytest.mark.parametrize(
+    ("saved", "live"), [({"n": 3, "t": torch.ones(2)}, {"n": 0, "u": 1}), ({}, {}), (5, 6)]
+)
+def test_extra_state_that_torchs_writer_has_saved(tmp_path: Path, saved: Any, live: Any) -> None:
+    """As in checkpoints of torchtitan, it is divided."""
+    jobs = [Job(tmp_path / "a"), Job(tmp_path / "b", initial_load_path=str(tmp_path / "c"))]
+    for job, value in zip(jobs, (saved, live), strict=True):
+        job.model.add_module("noted", Noted(value))
+    torch_dcp.save(jobs[0].model.state_dict(), checkpoint_id=tmp_path / "c")
+    assert jobs[1].manager.load()
+    assert repr(jobs[1].model.noted.value) == repr(saved)
 
 
 def test_extra_state_that_is_not_there_is_named(tmp_path: Path) -> None:

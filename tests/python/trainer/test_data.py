@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchopt_ext.trainer import data as data_module
 from torchopt_ext.trainer.checkpoint_states import DataPosition
@@ -350,14 +351,58 @@ def test_endless_and_empty_streams(job_config: JobConfig) -> None:
         assert len(list(itertools.islice(build(job_config), 7))) == expected
 
 
-def test_a_stream_that_was_not_counted_is_refused(job_config: JobConfig) -> None:
-    register_dataset("drawing", lambda **_: Drawing(4))
-    job_config.training.dataset = "drawing"
+class Resumable(Drawing):
+    """A stream whose iterators have a state."""
+
+    class Numbers(Iterator[Any]):
+        def __init__(self, count: int) -> None:
+            self.at, self.count = -1, count
+
+        def __next__(self) -> Any:
+            self.at += 1
+            if self.at >= self.count:
+                raise StopIteration
+            return {"input": torch.tensor([self.at])}, torch.tensor([0])
+
+        def state_dict(self) -> dict[str, int]:
+            return {"at": self.at}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.at = state["at"]
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.Numbers(self.count)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("stream", [Drawing(8), Resumable(8)])
+def test_streams_of_earlier_checkpoints(
+    job_config: JobConfig, stream: Drawing, workers: int
+) -> None:
+    """They have torchdata's state as it is, which counts batches unless iterators have a state."""
+    register_dataset("stream", lambda **_: stream)
+    job_config.training.dataset = "stream"
+    job_config.training.dataloader.num_workers = workers
+    earlier = StatefulDataLoader(stream, 2, num_workers=workers)
+    next(iter(earlier))
+    state = {"dp_rank_0": earlier.state_dict(), "world_size": 1}
     loader = build(job_config)
-    state = loader.state_dict()
-    del state["passes"]
-    with pytest.raises(ValueError, match=r"how many samples .* exclude 'dataloader'"):
+    if isinstance(stream, Resumable):
         loader.load_state_dict(state)
+        assert [inputs["input"][0].item() for inputs, _ in loader] == [2, 4, 6]
+    else:
+        with pytest.raises(ValueError, match=r"how many samples .* exclude 'dataloader'"):
+            loader.load_state_dict(state)
+
+
+@pytest.mark.parametrize("dataset", [Pairs(), Stream(0, 1), Drawing(4)])
+def test_a_loader_shows_the_data_set_that_was_built(job_config: JobConfig, dataset: Any) -> None:
+    register_dataset("own", lambda **_: dataset)
+    job_config.training.dataset = "own"
+    loader = build(job_config)
+    next(iter(loader))
+    assert loader.dataset is dataset
 
 
 @pytest.mark.parametrize(
@@ -389,7 +434,7 @@ def test_refused(
 def test_refused_files_and_names(job_config: JobConfig) -> None:
     folder = Path(str(job_config.training.dataset_path))
     os.mkfifo(folder / "y")  # of which a reader would wait for a writer
-    assert len(build(job_config).dataset._dataset) == SAMPLES
+    assert len(build(job_config).dataset) == SAMPLES
     (folder / "z").symlink_to("gone")
     with pytest.raises(FileNotFoundError, match="text/z"):
         build(job_config)

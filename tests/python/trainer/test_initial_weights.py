@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from torchopt_ext.trainer.config import JobConfig
+from torchopt_ext.trainer.config import ConfigError, JobConfig
 from torchopt_ext.trainer.initial_weights import give_weights, tie, tied_names
 
 TIES = [["embedding.weight", "output.weight"]]
@@ -41,7 +46,20 @@ def test_a_tie_that_is_lost_is_reported() -> None:
     with torch.device("meta"):
         model = Tied()
         model.output = nn.Linear(2, 4, bias=False)  # as parallelize_fn may replace it
-    with pytest.raises(ValueError, match=r"embedding.weight and output.weight are .* made several"):
+    with pytest.raises(ConfigError, match=r"embedding.weight and output.weight .* made several"):
+        give_weights([model], TIES, JobConfig(), CPU)
+
+
+@pytest.mark.parametrize("wrap", [checkpoint_wrapper, partial(torch.compile, backend="eager")])
+@pytest.mark.parametrize("kept", [True, False])
+def test_wrappers_hide_no_tie(wrap: Any, kept: bool) -> None:
+    with torch.device("meta"):
+        model = Tied()
+        if not kept:
+            model.output = nn.Linear(2, 4, bias=False)
+    for name in ("embedding", "output"):
+        setattr(model, name, wrap(model.get_submodule(name)))
+    with nullcontext() if kept else pytest.raises(ConfigError, match="made several"):
         give_weights([model], TIES, JobConfig(), CPU)
 
 
@@ -54,5 +72,5 @@ def test_a_tensor_parallel_plan_divides_tied_parameters_alike(placement, one_ran
         tie(model, TIES)
         assert model.output.weight is model.embedding.weight
     else:
-        with pytest.raises(ValueError, match=r"one parameter, which .* by \(Shard.* by \(Repl"):
+        with pytest.raises(ConfigError, match=r"one parameter, which .* by \(Shard.* by \(Repl"):
             tie(model, TIES)

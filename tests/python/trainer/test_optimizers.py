@@ -1,6 +1,7 @@
 """The optimizers of a job: which there are, and who clips."""
 
 from contextlib import nullcontext
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 from torchopt_ext import FusedAdamW
 from torchopt_ext.containers import OptimizersContainer
 from torchopt_ext.trainer.config import ConfigError, JobConfig
-from torchopt_ext.trainer.optimizers import agree_over_stages, build_optimizers, clips_in_step
+from torchopt_ext.trainer.optimizers import build_in_stages, build_optimizers, clips_in_step
 
 
 @pytest.mark.parametrize("partition", ["none", "greedy"])
@@ -62,6 +63,17 @@ def test_a_pattern_may_be_of_another_stage() -> None:
     build_optimizers([part], config)
 
 
+@pytest.mark.parametrize(("pattern", "fits"), [("^0", True), ("embedding", True), ("tok", False)])
+def test_a_pattern_is_of_one_of_the_stages(pattern: str, fits: bool, one_rank: None) -> None:
+    config, part = JobConfig(), nn.Sequential(nn.Linear(64, 2))
+    config.optimizer.state_dtype, config.optimizer.fp32_moments = "int8", [pattern]
+    config.parallelism.pipeline_parallel_degree = 2
+    build = partial(build_optimizers, [part], config)
+    message = r"no parameter has a name with 'tok'; .* \['0\.weight', '0\.bias'\]"
+    with nullcontext() if fits else pytest.raises(ConfigError, match=message):
+        build_in_stages(build, config, dist.group.WORLD)
+
+
 @pytest.mark.parametrize("implementation", ["foreach", "for-loop"])
 @pytest.mark.parametrize(
     ("max_norm", "skip", "refused"),
@@ -98,7 +110,7 @@ def test_stages_are_judged_together(
     config.parallelism.pipeline_parallel_degree = 2
     optimizers = build_optimizers([stage], config)
     with pytest.raises(ConfigError, match=message) if message else nullcontext():
-        agree_over_stages(optimizers, dist.group.WORLD)
+        build_in_stages(lambda: optimizers, config, dist.group.WORLD)
     assert all(optimizer.process_group is dist.group.WORLD for optimizer in optimizers)
 
 
