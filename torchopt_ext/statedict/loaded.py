@@ -92,11 +92,11 @@ class Loaded:
             yield from slot.problems(optimizer)
         pairs = zip(self.groups, optimizer.param_groups, strict=True)
         for number, (group, own) in enumerate(pairs if required is not None else ()):
-            if group.get("amsgrad") and storage.state_dtype == torch.int8:
-                yield f"group {number} has amsgrad, which does not go with 8-bit moments here"
             for name in sorted(own.keys() & group.keys() - {"params", "param_names"}):
                 if found := option_problem(name, group[name], own[name]):
                     yield f"{name} of group {number} {found}"
+                elif name == "amsgrad" and group[name] and storage.state_dtype == torch.int8:
+                    yield f"group {number} has amsgrad, which does not go with 8-bit moments here"
 
 
 def largest_step(entries: Iterable[Mapping[str, Any]]) -> float:

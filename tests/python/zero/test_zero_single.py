@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.optim.utils import functional_optim_map
@@ -507,6 +507,7 @@ def damaged_pair(kind: str, partition: str, damages: list[Any]) -> tuple[Any, An
 @every_kind
 @quickly
 @some_damage
+@example(damages=[([1, 0, 16], "replace", torch.ones(2))])  # amsgrad
 def test_damaged_state_dicts_load_or_change_nothing(
     kind: str, partition: str, damages: list[Any]
 ) -> None:
