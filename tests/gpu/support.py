@@ -53,6 +53,14 @@ def set_gradients(params: Sequence[nn.Parameter], seed: int, scale: float = 1.0)
         param.grad = grad * scale if scale != 1.0 else grad
 
 
+def step_by_graph(optimizer: Optimizer) -> None:
+    """A step that is captured, and replayed once."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    graph.replay()
+
+
 def bits(tensor: Tensor) -> bytes:
     plain = tensor.detach().cpu().contiguous()
     return ctypes.string_at(plain.data_ptr(), plain.nbytes)  # without numpy

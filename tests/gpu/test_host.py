@@ -14,7 +14,17 @@ from torch.profiler import ProfilerActivity, profile
 
 from torchopt_ext import FusedAdamW, ops
 
-from .support import SHAPES, bits, carved, everything, make_params, marks, on, set_gradients
+from .support import (
+    SHAPES,
+    bits,
+    carved,
+    everything,
+    make_params,
+    marks,
+    on,
+    set_gradients,
+    step_by_graph,
+)
 
 pytestmark = marks
 
@@ -126,10 +136,7 @@ def test_a_step_without_some_gradients_can_be_captured() -> None:
         optimizer.step()  # the control block is copied from the host
         params[0].grad = None
         if captured:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                optimizer.step()
-            graph.replay()
+            step_by_graph(optimizer)
         else:
             optimizer.step()
         optimizer.step()

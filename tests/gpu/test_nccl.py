@@ -15,7 +15,7 @@ from torch import nn
 from torchopt_ext import FusedAdamW
 from torchopt_ext.zero import ZeroRedundancyOptimizer
 
-from .support import bits, everything, make_params, marks, set_gradients
+from .support import bits, everything, make_params, marks, set_gradients, step_by_graph
 
 pytestmark = marks
 
@@ -52,10 +52,7 @@ def test_a_step_with_a_process_group_is_captured_after_eager_ones() -> None:
         set_gradients(params, 0)
         optimizer.step()
         if captured:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                optimizer.step()
-            graph.replay()
+            step_by_graph(optimizer)
         else:
             optimizer.step()
         optimizer.step()

@@ -180,14 +180,12 @@ class _Folder(Checkpoint):
             stored = metadata.state_dict_metadata
             paths = metadata.planner_data or {}
             self.paths = {key: paths.get(key, (key,)) for key in stored}
-            self.tensors = {
-                key: torch.zeros((), dtype=value.properties.dtype).expand(value.size)
-                for key, value in stored.items()
-                if isinstance(value, TensorStorageMetadata)
-            }
+            self.tensors = {}
             for key, value in stored.items():
                 if isinstance(value, TensorStorageMetadata):
                     check_complete(key, value)
+                    like = torch.zeros((), dtype=value.properties.dtype)
+                    self.tensors[key] = like.expand(value.size)
             self.bytes = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
         except (OSError, ValueError) as error:
             raise CommandError(" ".join(str(error).split())) from error

@@ -31,7 +31,7 @@ from torchopt_ext.cli.checkpoints import (
     quiet_dcp,
 )
 from torchopt_ext.cli.tensors import DTYPES, add_dtype
-from torchopt_ext.cli.terminal import CommandError, Parser, Progress, size, written
+from torchopt_ext.cli.terminal import CommandError, Parser, Progress, listed, size, written
 from torchopt_ext.cli.weights import Weights
 from torchopt_ext.optim.groups import found_by
 from torchopt_ext.optim.quantized import CODES, SCALE, SCALES, can_quantize, scale_shape
@@ -76,7 +76,7 @@ def parser() -> Parser:
     add_dtype(made, "--state-dtype", MOMENT_DTYPES, "of the moments")
     made.add_argument(
         "--fp32-moments",
-        type=lambda text: [item for item in text.split(",") if item],
+        type=listed,
         metavar="A,B,C",
         help="patterns of the names of parameters that have no 8-bit moments; FusedAdamW's "
         "embeddings have none by default, but a checkpoint does not say what an embedding is",

@@ -19,6 +19,7 @@ from torchopt_ext.cli.terminal import (
     Parser,
     Progress,
     figures,
+    listed,
     new_figure,
     number,
     positive,
@@ -69,7 +70,7 @@ def parser() -> Parser:
     add_dtype(made, "--state-dtype", ("float32", "bfloat16", "int8"), "of the moments")
     made.add_argument(
         "--fp32-moments",
-        type=lambda text: [item for item in text.split(",") if item],
+        type=listed,
         metavar="A,B,C",
         help='what has no 8-bit moments: "embedding", or patterns of names; "" for nothing '
         "(embedding)",

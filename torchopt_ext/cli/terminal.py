@@ -86,6 +86,11 @@ def positive(text: str) -> float:
     return value
 
 
+def listed(text: str) -> list[str]:
+    """What stands between commas, as an argument; nothing for an empty text."""
+    return [item for item in text.split(",") if item]
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Rows in columns, the first at the left margin, the others flush right."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]

@@ -17,6 +17,18 @@ std::string saved(const Optimizer& optimizer) {
   return stream.str();
 }
 
+void set_weights(const Tensors& params, const Tensors& weights) {
+  for (size_t i = 0; i < params.size(); ++i) {
+    params[i].set_data(weights[i].detach().clone());
+  }
+}
+
+void expect_near(const Tensors& params, const Tensors& expected) {
+  for (size_t i = 0; i < params.size(); ++i) {
+    EXPECT_TRUE(params[i].allclose(expected[i], 1e-12, 1e-14)) << i;
+  }
+}
+
 template <class Optimizer>
 void load(Optimizer& optimizer, const std::string& archive) {
   std::istringstream stream(archive);
@@ -61,18 +73,14 @@ TEST(FusedAdamWArchive, IsThatOfLibtorchsAdamW) {
     FusedAdamW fused(params);
     train(adamw, theirs, 0, 3);
     load(fused, saved(adamw));
-    for (size_t i = 0; i < params.size(); ++i) {
-      params[i].set_data(theirs[i].detach().clone());
-    }
+    set_weights(params, theirs);
     train(adamw, theirs, 3, 5);
     train(fused, params, 3, 5);
     torch::optim::AdamW back(params);
     load(back, saved(fused));
     train(adamw, theirs, 5, 7);
     train(back, params, 5, 7);
-    for (size_t i = 0; i < params.size(); ++i) {
-      EXPECT_TRUE(params[i].allclose(theirs[i], 1e-12, 1e-14)) << i;
-    }
+    expect_near(params, theirs);
   }
 }
 
@@ -85,14 +93,10 @@ TEST(FusedAdamWArchive, LeavesWhatLibtorchDoesNotSave) {
   fused.param_groups()[0].options().set_lr(-1e-19);  // as schedules may end
   train(fused, params, 0, 1);
   load(fused, saved(adam));
-  for (size_t i = 0; i < params.size(); ++i) {
-    params[i].set_data(theirs[i].detach().clone());
-  }
+  set_weights(params, theirs);
   train(adam, theirs, 3, 5);
   train(fused, params, 3, 5);
-  for (size_t i = 0; i < params.size(); ++i) {
-    EXPECT_TRUE(params[i].allclose(theirs[i], 1e-12, 1e-14)) << i;
-  }
+  expect_near(params, theirs);
   FusedAdamW rising(params, FusedAdamWOptions().maximize(true));
   load(rising, saved(torch::optim::AdamW(copies(params))));
   EXPECT_TRUE(static_cast<FusedAdamWOptions&>(rising.param_groups()[0].options()).maximize());
