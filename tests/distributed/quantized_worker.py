@@ -222,13 +222,14 @@ def cases() -> dict[str, Callable[[], Any]]:
         pairs = [*product(KINDS, WAYS), *product(WEIGHTS, ("balanced",))]
         return {f"{way} {kind}": partial(save, kind, way) for kind, way in pairs}
     kinds = [(kind, kind) for kind in KINDS]
-    for other in ("fp32", "every matrix"):
-        kinds += [(other, "nearest"), ("nearest", other)]
     moves = [("FSDP2", "FSDP2"), ("greedy", "greedy"), ("balanced", "balanced")]
-    moves += [("greedy", "balanced"), ("balanced", "greedy")]
+    other = [("greedy", "balanced"), ("balanced", "greedy")]
+    pairs = [*product(kinds, moves + other)]
+    for kind in ("fp32", "every matrix"):
+        pairs += product([(kind, "nearest"), ("nearest", kind)], [moves[0], *other])
     made: dict[str, Callable[[], Any]] = {
         f"{s_way} {s} as {way} {k}": partial(resume, s, k, s_way, way)
-        for (s, k), (s_way, way) in product(kinds, moves)
+        for (s, k), (s_way, way) in pairs
     }
     for kind in WEIGHTS:
         made[f"balanced {kind}"] = partial(resume, kind, kind, "balanced", "balanced")

@@ -104,7 +104,7 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-@pytest.mark.processes
+@pytest.mark.newest_torch
 @pytest.mark.parametrize(
     ("cases", "source", "target"),
     [

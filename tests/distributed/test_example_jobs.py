@@ -11,7 +11,7 @@ import pytest
 
 from torchopt_ext.trainer.load_config import load_config
 
-pytestmark = [pytest.mark.timeout(150), pytest.mark.processes]
+pytestmark = [pytest.mark.timeout(150), pytest.mark.newest_torch]
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 JOBS = sorted(path for path in EXAMPLES.glob("*.toml") if path.name != "demo.toml")

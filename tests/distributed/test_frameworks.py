@@ -8,7 +8,7 @@ import pytest
 
 from .rank_results import Results, case
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.newest_torch, pytest.mark.timeout(150)]
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 
 from .rank_results import Results, agreed
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.processes]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.newest_torch]
 
 WORLD_SIZES = (4, 2, 1)  # in this order: a checkpoint goes from one to the next
 SHARDED = (4, 2)

@@ -9,7 +9,7 @@ import torch
 
 from .rank_results import Results, each_rank
 
-pytestmark = [pytest.mark.timeout(150), pytest.mark.processes]
+pytestmark = [pytest.mark.timeout(150), pytest.mark.newest_torch]
 
 DATA_PARALLEL = (
     "fsdp",

@@ -8,7 +8,7 @@ import pytest
 
 from .rank_results import Results
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.processes]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.newest_torch]
 
 SOON = 20  # seconds; the group waits for 60
 

@@ -26,7 +26,7 @@ try:
 except importlib.metadata.PackageNotFoundError:
     pytest.skip("torchtitan is not installed", allow_module_level=True)
 
-pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.newest_torch, pytest.mark.timeout(600)]
 
 HERE = Path(__file__).parent / "torchtitan_cpu"
 STEPS = 10

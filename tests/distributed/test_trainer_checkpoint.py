@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.newest_torch
 Phase = Callable[..., list[dict[str, Any]]]
 
 

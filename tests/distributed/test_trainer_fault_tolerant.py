@@ -13,7 +13,7 @@ from .test_trainer import JOB, STEPS
 
 pytest.importorskip("torchft")
 
-pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.slow, pytest.mark.newest_torch, pytest.mark.timeout(150)]
 
 
 def test_replica_groups_read_other_data_and_end_with_the_same_bits(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 
 from .rank_results import Results, agreed
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.processes]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.newest_torch]
 
 WORLD_SIZES = (1, 4, 3, 2)  # in this order: a checkpoint goes from one to the next
 NAMES = ("fused", "fp32", "remainder", "remainder8", "adamw", "sgd")

@@ -8,7 +8,7 @@ import pytest
 
 from .rank_results import Results, each_rank
 
-pytestmark = [pytest.mark.timeout(150), pytest.mark.processes]
+pytestmark = [pytest.mark.timeout(150), pytest.mark.newest_torch]
 
 QUICK = 20  # seconds; the group's own limit is 60, and a call takes well below one
 

@@ -14,7 +14,7 @@ import torch
 
 from torchopt_ext import FusedAdamW
 
-pytestmark = [pytest.mark.timeout(150), pytest.mark.processes]
+pytestmark = [pytest.mark.timeout(150), pytest.mark.newest_torch]
 
 STEPS = 5
 WORKER = Path(__file__).with_name("zero_failures_worker.py")

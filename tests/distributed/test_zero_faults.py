@@ -12,7 +12,7 @@ import pytest
 
 from .rank_results import Results, each_rank
 
-pytestmark = [pytest.mark.timeout(150), pytest.mark.processes]
+pytestmark = [pytest.mark.timeout(150), pytest.mark.newest_torch]
 
 KINDS = ("AdamW", "FusedAdamW", "SGD")
 PARTITIONS = ("greedy", "bucket view", "balanced")

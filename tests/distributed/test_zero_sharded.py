@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,8 @@ from .rank_results import Results, agreed
 
 pytestmark = pytest.mark.timeout(150)
 
-WORLD_SIZES = (1, 2, 3, 4)
+WORLD_SIZES = (1, 2, 3, pytest.param(4, marks=pytest.mark.slow))
+Runs = Callable[[int], Results]  # by world size
 HELD = ("fp32", "master", "remainder", "stochastic", "int8")
 WAYS = (
     "greedy, averaged",
@@ -25,8 +27,8 @@ WAYS = (
 
 
 @pytest.fixture(scope="module")
-def runs(run_ranks: Callable[[str, int], Results]) -> dict[int, Results]:
-    return {size: run_ranks("zero_sharded_worker.py", size) for size in WORLD_SIZES}
+def runs(run_ranks: Callable[[str, int], Results]) -> Runs:
+    return functools.cache(lambda size: run_ranks("zero_sharded_worker.py", size))
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> None:
@@ -39,35 +41,33 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> None:
 @pytest.mark.parametrize("size", WORLD_SIZES)
 @pytest.mark.parametrize("held", HELD)
 @pytest.mark.parametrize("way", WAYS)
-def test_bits_are_those_of_one_process(
-    runs: dict[int, Results], size: int, held: str, way: str
-) -> None:
+def test_bits_are_those_of_one_process(runs: Runs, size: int, held: str, way: str) -> None:
     """Norms, parameters and the consolidated state after clipped steps and a skipped one."""
-    alone = agreed(runs[1], f"{held}: none, averaged")[0]
+    alone = agreed(runs(1), f"{held}: none, averaged")[0]
     assert len({n for n in alone["norms"] if n != "nan"}) > 1 and "nan" in alone["norms"]
-    sharded = agreed(runs[size], f"{held}: {way}")[0]
+    sharded = agreed(runs(size), f"{held}: {way}")[0]
     if size == 3 and "ddp" in way:  # DDP divides by 3 before it adds: its averages are rounded
-        same(sharded, agreed(runs[size], f"{held}: greedy, ddp")[0])
+        same(sharded, agreed(runs(size), f"{held}: greedy, ddp")[0])
     else:
         same(sharded, alone)
 
 
 @pytest.mark.parametrize("size", WORLD_SIZES)
-def test_gradients_accumulate_over_backward_passes(runs: dict[int, Results], size: int) -> None:
-    alone = agreed(runs[1], "twice: none, averaged")[0]
-    assert alone["params"] != agreed(runs[1], "fp32: none, averaged")[0]["params"]
-    same(agreed(runs[size], "twice: balanced, sharded")[0], alone)
-    same(agreed(runs[size], "twice: balanced, hook")[0], alone)
+def test_gradients_accumulate_over_backward_passes(runs: Runs, size: int) -> None:
+    alone = agreed(runs(1), "twice: none, averaged")[0]
+    assert alone["params"] != agreed(runs(1), "fp32: none, averaged")[0]["params"]
+    same(agreed(runs(size), "twice: balanced, sharded")[0], alone)
+    same(agreed(runs(size), "twice: balanced, hook")[0], alone)
 
 
 @pytest.mark.parametrize("size", WORLD_SIZES)
 @pytest.mark.parametrize(
     "way", ["greedy, averaged", "balanced, averaged", "balanced, hook", "balanced, sharded"]
 )
-def test_gradient_scaler(runs: dict[int, Results], size: int, way: str) -> None:
+def test_gradient_scaler(runs: Runs, size: int, way: str) -> None:
     """All ranks' scales back off when one rank overflows; torch's scaler finds nothing to check."""
-    alone = agreed(runs[1], "scaled: none, averaged")[0]
-    found = agreed(runs[size], f"scaled: {way}")[0]
+    alone = agreed(runs(1), "scaled: none, averaged")[0]
+    found = agreed(runs(size), f"scaled: {way}")[0]
     same(found, alone)
     assert found["scale"] == alone["scale"] == 32.0
     if "averaged" not in way:
@@ -77,28 +77,26 @@ def test_gradient_scaler(runs: dict[int, Results], size: int, way: str) -> None:
 
 @pytest.mark.parametrize("size", WORLD_SIZES)
 @pytest.mark.parametrize("way", ["greedy, averaged", "balanced, averaged", "balanced, sharded"])
-def test_frozen_thawed_and_unused_parameters(runs: dict[int, Results], size: int, way: str) -> None:
-    same(agreed(runs[size], f"frozen: {way}")[0], agreed(runs[1], "frozen: none, averaged")[0])
+def test_frozen_thawed_and_unused_parameters(runs: Runs, size: int, way: str) -> None:
+    same(agreed(runs(size), f"frozen: {way}")[0], agreed(runs(1), "frozen: none, averaged")[0])
 
 
 @pytest.mark.parametrize("size", WORLD_SIZES)
-def test_a_parameter_used_on_one_rank_is_updated_on_all(
-    runs: dict[int, Results], size: int
-) -> None:
-    assert agreed(runs[size], "unused on one rank")[0]["moved"]
+def test_a_parameter_used_on_one_rank_is_updated_on_all(runs: Runs, size: int) -> None:
+    assert agreed(runs(size), "unused on one rank")[0]["moved"]
 
 
 @pytest.mark.parametrize("size", WORLD_SIZES)
-def test_parameters_may_arrive_during_the_next_forward(runs: dict[int, Results], size: int) -> None:
-    result = agreed(runs[size], "lazily")[0]
+def test_parameters_may_arrive_during_the_next_forward(runs: Runs, size: int) -> None:
+    result = agreed(runs(size), "lazily")[0]
     assert result["under_way"]
-    assert result["params"] == agreed(runs[1], "lazily")[0]["params"]
+    assert result["params"] == agreed(runs(1), "lazily")[0]["params"]
 
 
 @pytest.mark.parametrize("size", WORLD_SIZES)
-def test_every_rank_holds_its_share_and_no_more(runs: dict[int, Results], size: int) -> None:
+def test_every_rank_holds_its_share_and_no_more(runs: Runs, size: int) -> None:
     """In every bucket the shares differ by a block of 4,096 elements at most."""
-    results = agreed(runs[size], "shares")
+    results = agreed(runs(size), "shares")
     held = [result["local"]["elements"] for result in results]
     assert sum(held) == results[0]["total"]
     buckets = len(results[0]["local"]["windows"])

@@ -24,7 +24,7 @@ sys.path.insert(0, {str(BENCHMARKS)!r})
 runpy.run_path({str(RUN)!r}, run_name="__main__")"""
 
 
-@pytest.mark.processes
+@pytest.mark.newest_torch
 def test_quick_run(tmp_path: Path) -> None:
     command = [sys.executable, "-c", EAGER, "--quick", "--out", str(tmp_path), "--threads", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
@@ -73,6 +73,7 @@ def test_quick_run(tmp_path: Path) -> None:
     assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.newest_torch
 def test_one_set_by_itself(tmp_path: Path) -> None:
     command = [sys.executable, str(RUN), "--quick", "--only", "throughout", "--out", str(tmp_path)]
     subprocess.run(command, capture_output=True, timeout=100, check=True)
@@ -93,7 +94,8 @@ def test_draws_of_random_rounding() -> None:
     assert done.stdout.count("sigma") > 70
 
 
-@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.newest_torch
 @pytest.mark.timeout(240)
 def test_convergence_compares_and_resumes(tmp_path: Path) -> None:
     command = [sys.executable, str(BENCHMARKS / "convergence.py"), "--out", str(tmp_path)]

@@ -144,6 +144,7 @@ def test_table_targets_and_chart(report: ModuleType, tmp_path: Path) -> None:
     assert bars == pytest.approx([report.BAR, report.BAR / 1.5, report.BAR], abs=0.1)
 
 
+@pytest.mark.newest_torch
 def test_measurements_run_on_the_cpu(report: ModuleType) -> None:
     """Their Python, at tiny sizes; the times mean nothing."""
     torch.set_num_threads(1)
@@ -161,7 +162,7 @@ def test_measurements_run_on_the_cpu(report: ModuleType) -> None:
     assert started - {"tests", "memcheck", "racecheck"} == set(found) - {"short"}
 
 
-@pytest.mark.processes
+@pytest.mark.newest_torch
 def test_a_section_is_a_program(report: ModuleType, tmp_path: Path) -> None:
     (section,) = [s for s in report.sections(tmp_path, "cpu", quick=True) if s.name == "copy"]
     environment = {"PYTHONPATH": os.pathsep.join(sys.path)}
@@ -171,7 +172,7 @@ def test_a_section_is_a_program(report: ModuleType, tmp_path: Path) -> None:
     assert [r["operation"] for r in outcome.rows] == ["copy"]
 
 
-@pytest.mark.processes
+@pytest.mark.newest_torch
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_nothing_runs(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}

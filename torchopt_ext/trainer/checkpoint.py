@@ -23,6 +23,7 @@ from torchopt_ext.optim.collective import agree, all_gather_text, all_or_none
 from torchopt_ext.statedict import dcp
 from torchopt_ext.trainer import checkpoint_files as files
 from torchopt_ext.trainer import checkpoint_states as states_of
+from torchopt_ext.trainer import saved_values
 from torchopt_ext.trainer.checkpoint_files import File, Manifest
 from torchopt_ext.trainer.checkpoint_writer import Planner, Writer
 from torchopt_ext.trainer.export import export_safetensors
@@ -211,7 +212,7 @@ class CheckpointManager:
         for key, owner in rest.items():
             try:
                 own = owner.state_dict()
-                state[key] = states_of.loadable(own, key, strict=key == OPTIMIZER)
+                state[key] = saved_values.divided(own, key, strict=key == OPTIMIZER)
             except (TypeError, ValueError) as error:
                 if key not in self._config.exclude_from_loading:
                     raise
@@ -409,7 +410,7 @@ class CheckpointManager:
             found = {k: dict.fromkeys(value.names_to_load(metadata)) for k, value in own.items()}
             plain = {key: rest[key] for key in rest if key not in (*own, OPTIMIZER)}
             for key, owner in plain.items():
-                found[key] = states_of.state_to_load(owner.state_dict(), key, metadata)
+                found[key] = saved_values.state_to_load(owner.state_dict(), key, metadata)
         wanted = model | rest | found
         alone = self._group is None
         dcp.load(wanted, storage_reader=reader, process_group=self._group, no_dist=alone)
@@ -417,7 +418,7 @@ class CheckpointManager:
             if model:
                 states_of.set_model_state(self._model_parts, wanted)
             for key, owner in plain.items():
-                owner.load_state_dict(states_of.restored(wanted[key]))
+                owner.load_state_dict(saved_values.restored(wanted[key]))
             if OPTIMIZER in rest and LR_SCHEDULER not in rest:
                 # The optimizer's learning rates are those of the saved schedule's step.
                 schedulers = self._states[LR_SCHEDULER]

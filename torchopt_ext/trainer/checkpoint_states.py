@@ -1,18 +1,14 @@
-"""What checkpoints hold beside model, optimizer and schedule: random numbers, data position."""
+"""What checkpoints hold of the model, the data position and the random numbers."""
 
-import copy
-import io
 import json
 import math
 import random
 import sys
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -20,15 +16,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 
-from torchopt_ext._torch import is_dtensor, set_element
-from torchopt_ext.statedict.dcp import INDEXED
+from torchopt_ext._torch import set_element
 from torchopt_ext.trainer.distributed import seed_generators
-
-_PLAIN = (bool, int, float, complex, str, type(None))
-_KNOWN = (Tensor, dict, list, tuple, OrderedDict, Counter)
-"""What torch loads without running code of the file, if it has no attributes of its own."""
-_WHOLE = "torchopt_ext.whole"
-"""Begins a tuple whose second item is a value that DCP would divide. It does not divide tuples."""
+from torchopt_ext.trainer.saved_values import one_entry, packed, restored, undivided, unpacked
 
 
 class ModelState:
@@ -85,10 +75,7 @@ def model_entry(value: Any, name: str) -> Any:
     Raises:
         TypeError: it could not be loaded again; names what of it.
     """
-    if torch.is_tensor(value):
-        return value
-    value = loadable(value, name, whole=True)
-    return value if type(value) in (*_PLAIN, bytes) else (_WHOLE, value)
+    return value if torch.is_tensor(value) else undivided(value, name)
 
 
 def model_to_load(live: dict[str, Any], metadata: Metadata, where: Any) -> dict[str, Any]:
@@ -129,149 +116,6 @@ def saved_names(metadata: Metadata, key: str) -> list[str]:
     return list(dict.fromkeys(str(path[1]) for path in paths if len(path) > 1))
 
 
-def packed(value: Any) -> bytes:
-    """A nested value as one entry; DCP would make an entry of each item, of fixed number."""
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    return stream.getvalue()
-
-
-def loadable(
-    value: Any, where: str, *, whole: bool = False, strict: bool = False, nested: bool = False
-) -> Any:
-    """A state with numpy's numbers as Python's, in which all can be loaded again.
-
-    DCP divides dicts, makes text of their keys, and loads the items that the running job has, too.
-    So a dict inside of the state becomes a tuple, which :func:`restored` undoes, unless it has
-    tensors. One with keys that are no strings becomes a tuple in any case.
-
-    Args:
-        whole: DCP does not divide the value, so that keys and classes are saved, too.
-        strict: the state is an optimizer's, which :mod:`torchopt_ext.statedict.dcp` loads as it was
-            divided. Keys that it cannot make of text again are rejected.
-        nested: the value is inside of the state.
-
-    Raises:
-        TypeError: something would need code of the file to run, as numpy's arrays do, or would come
-            back in part or otherwise; names it.
-    """
-    if type(value) in _PLAIN or (type(value) is bytes and value):  # torch cannot load b"" again
-        return value
-    is_list = type(value) in (list, tuple)
-    if is_list or isinstance(value, Mapping):
-        whole = whole or type(value) is tuple
-        if not is_list:
-            texts = all(issubclass(kind, str) for kind in {*map(type, value)})
-            apart = not texts or (nested and bool(value) and _is_without_tensors(value))
-            if apart and not whole and not strict:
-                return (_WHOLE, loadable(value, where, whole=True))
-            if whole or not texts:
-                _check_keys(value, where, whole=whole)
-        function = partial(loadable, whole=whole, strict=strict, nested=True)
-        value = _replaced(value, where, function)
-    elif isinstance(value, Tensor):
-        if whole and is_dtensor(value):
-            raise TypeError(
-                f"{where} is a DTensor inside of a value that one rank saves for all: expected a "
-                "plain tensor"
-            )
-    else:
-        if (numpy := sys.modules.get("numpy")) and isinstance(value, numpy.generic):
-            value = value.item()
-        whole = type(value) not in _PLAIN
-    if whole and not _is_known(value):
-        _check_loadable(value, where)
-    return value
-
-
-def _is_without_tensors(value: Any) -> bool:
-    """Whether it is also of classes that can be saved."""
-    if isinstance(value, Mapping):
-        return type(value) in _KNOWN and all(map(_is_without_tensors, value.values()))
-    if isinstance(value, list | tuple):
-        return all(map(_is_without_tensors, value))
-    return not isinstance(value, Tensor)
-
-
-def restored(value: Any) -> Any:
-    """The state that :func:`loadable` or :func:`model_entry` was given, of what was loaded."""
-    if type(value) is tuple and len(value) == 2 and isinstance(value[0], str):
-        return value[1] if value[0] == _WHOLE else value
-    if isinstance(value, Mapping) or type(value) is list:
-        return _replaced(value, "", lambda item, _: restored(item))
-    return value
-
-
-def state_to_load(live: Any, where: str, metadata: Metadata) -> Any:
-    """A running job's state for DCP to load into, with one place for what is one entry."""
-    if type(live) is not list and not isinstance(live, Mapping):
-        return live
-    if where in metadata.state_dict_metadata:
-        return None
-    return _replaced(live, where, partial(state_to_load, metadata=metadata))
-
-
-def _replaced(value: Any, where: str, function: Callable[[Any, str], Any]) -> Any:
-    """A dict, list or tuple with what a function makes of its items, given the place of each.
-
-    A copy if anything changes. Plain items are not asked about.
-    """
-    items = enumerate(value) if type(value) in (list, tuple) else value.items()
-    changed = {}
-    for key, item in items:
-        if type(item) not in _PLAIN and (new := function(item, f"{where}.{key}")) is not item:
-            changed[key] = new
-    if not changed:
-        return value
-    if type(value) is tuple:
-        return tuple(changed.get(n, item) for n, item in enumerate(value))
-    copied = copy.copy(value)
-    for key, item in changed.items():
-        copied[key] = item
-    return copied
-
-
-def _check_keys(value: Mapping[Any, Any], where: str, *, whole: bool) -> None:
-    for key in value:
-        if whole and type(key) not in _PLAIN:
-            _check_loadable(key, f"the key {key!r} of {where}")
-        if not whole and not isinstance(key, str) and where.partition(".")[2] not in INDEXED:
-            raise TypeError(f"{where} has the key {key!r}, expected strings as keys")
-
-
-def _is_known(value: Any) -> bool:
-    return type(value) in _KNOWN and not getattr(value, "__dict__", None)
-
-
-def _check_loadable(value: Any, where: str) -> None:
-    """Saves and loads a value, in memory."""
-    try:
-        unpacked(packed(value), where)
-    except (MemoryError, torch.OutOfMemoryError):  # says nothing about the value
-        raise
-    except Exception as error:  # pickling runs code of the value, which raises any kind
-        kind = f"{type(value).__module__}.{type(value).__qualname__}"
-        raise TypeError(
-            f"{where} is a {kind}, which could not be loaded again without running code of the "
-            "file: expected plain values, tensors, and dicts, lists and tuples of them"
-        ) from error
-
-
-def unpacked(data: Any, what: str) -> Any:
-    """The value of :func:`packed`, without running code of the file.
-
-    Raises:
-        ValueError: it is something else.
-    """
-    try:
-        return torch.load(io.BytesIO(data), weights_only=True)
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # a damaged file or another's pickle raises any kind
-        text = f"{what} was not saved by this package ({type(error).__name__}: {error})"
-        raise ValueError(text) from error
-
-
 def layout(parallelism: Any, ranks: int) -> str:
     """Which rank does which part of the work, from the configuration's section."""
     names = (
@@ -298,7 +142,7 @@ class DataPosition:
         """Raises TypeError if something of it could not be loaded again; names it."""
         packed_values = {}
         for key, value in self._dataloader.state_dict().items():
-            packed_values[str(key)] = packed(loadable(value, f"dataloader.{key}", whole=True))
+            packed_values[str(key)] = packed(one_entry(value, f"dataloader.{key}"))
         return packed_values
 
     def names_to_load(self, metadata: Metadata) -> list[str]:

@@ -18,6 +18,8 @@ from torchopt_ext.cli.terminal import written
 
 from .conftest import Run
 
+pytestmark = pytest.mark.newest_torch
+
 CSV = "step,lr\n0,1.0\n1,0.5\n"
 STEPS = ("schedule", "--steps", "2")
 

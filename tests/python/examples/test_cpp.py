@@ -16,7 +16,8 @@ from torch import Tensor
 import torchopt_ext
 from torchopt_ext import FusedAdamW
 
-pytestmark = pytest.mark.timeout(300)  # the first test waits for the compiler
+# The first test waits for the compiler.
+pytestmark = [pytest.mark.timeout(300), pytest.mark.newest_torch]
 
 LIBRARY = Path(torchopt_ext.cmake_prefix_path).parents[1] / "lib" / "libtorchopt_ext.so"
 ROOT = Path(__file__).resolve().parents[3]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.timeout(100), pytest.mark.processes]
+pytestmark = [pytest.mark.timeout(100), pytest.mark.newest_torch]
 
 
 def run(script: Path) -> str:

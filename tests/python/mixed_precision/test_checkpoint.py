@@ -176,7 +176,7 @@ save_checkpoint(optimizer, {path!r})
 """
 
 
-@pytest.mark.processes
+@pytest.mark.newest_torch
 @pytest.mark.parametrize(
     ("moment", "steps"),
     [

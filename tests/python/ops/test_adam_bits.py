@@ -29,6 +29,8 @@ from torch import Tensor
 
 from torchopt_ext import ops
 
+pytestmark = pytest.mark.newest_torch
+
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 GRAD_FACTOR = ops.CONTROL_FIELDS.index("grad_factor")
 SKIP = ops.CONTROL_FIELDS.index("skip")

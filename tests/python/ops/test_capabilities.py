@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.newest_torch
 
 WORKER = Path(__file__).resolve().parent / "capability_digests.py"
 FLAGS = {"default": "", "avx2": " avx2 ", "avx512": " avx512f "}

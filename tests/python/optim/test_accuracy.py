@@ -16,6 +16,8 @@ import torch
 from .reference import Errors, Reference, Run, measure
 from .subject import OURS, TORCH
 
+pytestmark = pytest.mark.newest_torch
+
 FAST, FULL = 4_096, 1_000_000
 
 BETAS = [

@@ -21,6 +21,8 @@ from torchopt_ext.optim.estimate import estimate
 from . import independent
 from .independent import Floats, fma
 
+pytestmark = pytest.mark.newest_torch
+
 F = np.float32
 LR, BETAS, EPS, DECAY = 1e-2, (0.9, 0.99), 1e-8, 0.1
 ENTRIES = ["exp_avg", "exp_avg_sq", "exp_avg_scale_v2", "exp_avg_sq_scale_v2"]

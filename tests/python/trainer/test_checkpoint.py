@@ -485,7 +485,7 @@ def save_until_killed(folder: Path, mode: str, run: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.processes
+@pytest.mark.newest_torch
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_a_killed_process_leaves_a_loadable_checkpoint(
     tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, UserDict, defaultdict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.optim.lr_scheduler import MultiStepLR
 
-from torchopt_ext.trainer import checkpoint_states
+from torchopt_ext.trainer import checkpoint_states, saved_values
 
 from ...distributed.checkpoint_job import Job, differences
 from .test_checkpoint import folder_of
@@ -27,71 +25,6 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        (np.float64(3.5), 3.5),
-        ({"a": (np.int64(1), None)}, {"a": (1, None)}),
-        ([np.bool_(True), [np.str_("x")]], [True, ["x"]]),
-        (Counter(a=np.int64(2)), Counter(a=2)),
-        (OrderedDict(a=1, b={1, 2}), OrderedDict(a=1, b={1, 2})),
-    ],
-)
-def test_numbers_of_numpy_become_pythons(value: Any, expected: Any) -> None:
-    found = checkpoint_states.loadable(value, "state")
-    assert type(found) is type(expected)
-    assert repr(found) == repr(expected)
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (np.arange(3), r"^state is a numpy\.ndarray"),
-        ([0, {"at": Path("x")}], r"^state\.1\.at is a pathlib\.\w+, .* expected plain values"),
-        ({"call": lambda: None}, r"^state\.call is a builtins\.function"),
-        ({"raw": b""}, r"^state\.raw is a builtins\.bytes"),
-        ((UserDict(a=1),), r"^state\.0 is a collections\.UserDict"),
-        ({0: defaultdict(int)}, r"^state\.0 is a collections\.defaultdict"),
-        ({0: {np.int64(1): 2}}, r"^the key .* of state\.0 is a numpy\.int64"),
-    ],
-)
-def test_what_cannot_be_loaded_again_is_named(value: Any, message: str) -> None:
-    with pytest.raises(TypeError, match=message):
-        checkpoint_states.loadable(value, "state")
-
-
-def test_no_rank_saves_its_part_of_a_tensor_for_all() -> None:
-    part = distribute_tensor(torch.ones(2), init_device_mesh("cpu", (1,)), [Replicate()])
-    assert checkpoint_states.loadable({"a": {"b": part}}, "state") == {"a": {"b": part}}
-    with pytest.raises(TypeError, match=r"^state\.0\.b is a DTensor inside"):
-        checkpoint_states.loadable({0: {"b": part}}, "state")
-
-
-def test_an_optimizers_dicts_have_texts_as_keys() -> None:
-    """But for indices of parameters, of which statedict.dcp.load makes numbers again."""
-    kept = {"state": {0: {"step": {"a": 1}}}, "param_groups": [{"params": [0]}]}
-    assert checkpoint_states.loadable(kept, "optimizer", strict=True) == kept
-    state = {"state.w.factors": {0: 1}}
-    with pytest.raises(TypeError, match=r"^optimizer\.state\.w\.factors has the key 0, expected"):
-        checkpoint_states.loadable(state, "optimizer", strict=True)
-
-
-@pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
-def test_lack_of_memory_says_nothing_about_a_state(
-    error: type[Exception], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise error("no room")
-
-    data = checkpoint_states.packed({1, 2})
-    for owner, name in (torch, "load"), (torch, "save"):
-        monkeypatch.setattr(owner, name, fail)
-        with pytest.raises(error, match="no room"):
-            checkpoint_states.loadable({1, 2}, "state")
-        with pytest.raises(error, match="no room"):
-            checkpoint_states.unpacked(data, "state")
-
-
 def test_the_data_position_is_packed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading it again would take several times as long, on the thread that trains."""
     state = {"dp_rank_0": {"buffer": [*range(9)], 1: (b"x", torch.ones(2), OrderedDict(a=None))}}
@@ -99,7 +32,7 @@ def test_the_data_position_is_packed_once(monkeypatch: pytest.MonkeyPatch) -> No
     with monkeypatch.context() as context:
         context.delattr(torch, "load")
         packed = checkpoint_states.DataPosition(data).state_dict()
-    found = checkpoint_states.unpacked(packed["dp_rank_0"], "state")
+    found = saved_values.unpacked(packed["dp_rank_0"], "state")
     assert repr(found) == repr(state["dp_rank_0"])
 
 

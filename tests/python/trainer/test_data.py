@@ -133,7 +133,7 @@ def test_resume_is_exact(job_config: JobConfig, stop: int) -> None:
     assert samples(resumed) == []
 
 
-@pytest.mark.processes
+@pytest.mark.newest_torch
 def test_resume_with_workers(job_config: JobConfig) -> None:
     """Workers have read ahead of what training has seen."""
     undisturbed = samples(build(job_config))
@@ -299,7 +299,7 @@ def drawn(batches: Any) -> list[list[int]]:
     return [[*inputs["input"].flatten().tolist(), *labels.flatten()] for inputs, labels in batches]
 
 
-@pytest.mark.processes
+@pytest.mark.newest_torch
 @pytest.mark.parametrize("together", [False, True])
 def test_random_numbers_of_workers(job_config: JobConfig, together: bool) -> None:
     """They differ by seed, rank and sample, and are the same for a job that goes on."""
@@ -320,7 +320,7 @@ def test_random_numbers_of_workers(job_config: JobConfig, together: bool) -> Non
         assert len(set(draws)) == len(draws) > 0
 
 
-@pytest.mark.processes
+@pytest.mark.newest_torch
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("epochs", [1, 3])
 def test_passes_over_a_stream(job_config: JobConfig, epochs: int, workers: int) -> None:
@@ -374,7 +374,7 @@ class Resumable(Drawing):
         return self.Numbers(self.count)
 
 
-@pytest.mark.processes
+@pytest.mark.newest_torch
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("stream", [Drawing(8), Resumable(8)])
 def test_streams_of_earlier_checkpoints(
