@@ -190,8 +190,8 @@ bool PlannedStep::collect(const Groups& groups, const State& state) {
   remaining_.assign(slots_.size(), 0);
   for_each_entry(slots_.size(), [&](size_t begin, size_t end) {
     for (size_t i = begin; i < end; ++i) {
-      if (i + kAhead < end) {
-        plan_->prefetch(i + kAhead);
+      if (i + kEntriesAhead < end) {
+        plan_->prefetch(i + kEntriesAhead);
       }
       const at::Tensor& param = param_at(slots_[i]);
       const FusedAdamWParamState* own = state_of(state, param);

@@ -24,7 +24,7 @@ template <class L>
                                                       void* const (&x)[kArrays], int64_t i, int n) {
   const auto ahead = [&](Array array) __attribute__((always_inline)) {
     const int64_t size = element_size(layout, array);
-    fetch_lines<L>(x[array], size * i + kAhead, size * n);
+    fetch_lines<L>(x[array], size * i + kBytesAhead, size * n);
   };
   for_each_written(
       layout, [&](Array array) __attribute__((always_inline)) {
@@ -35,7 +35,7 @@ template <class L>
   ahead(kGrad);
 }
 
-// adam_step() on elements of one register, the first of which is number `i` behind that of `draws`.
+// adam_step() on elements of one register, whose first element has number draws->first + i.
 template <class L>
 [[gnu::always_inline]] inline void adam_register(const L& lane,
                                                  const AdamScalars<typename L::scalar>& s,

@@ -42,7 +42,8 @@ class HalfSums {
     if constexpr (W::width > 1) {
       using reg = typename W::reg;
       constexpr int64_t kBytes = int64_t{W::width} * 4;
-      constexpr int64_t kMost = 32 * kBytes;  // times 2048 (half_factor), times 2**15: 2**31
+      // 32 words of a lane add at most 2**15 times their two factors' 2048, which int32 holds.
+      constexpr int64_t kMost = 32 * kBytes;
       const reg lane = W::load(lanes);
       while (bytes - done >= kBytes) {
         const int64_t last = done + (bytes - done < kMost ? bytes - done : kMost) - kBytes;
@@ -69,7 +70,7 @@ class HalfSums {
       uint64_t sum = rest_[array];
       if constexpr (W::width > 1) {
         uint64_t pairs[W::width / 2];
-        W::store_pairs(pairs, pairs_[array]);
+        W::store(pairs, pairs_[array]);
         for (const uint64_t pair : pairs) {
           sum += pair;
         }

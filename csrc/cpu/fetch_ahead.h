@@ -11,7 +11,7 @@
 namespace torchopt_ext {
 namespace {
 
-inline constexpr int64_t kAhead = 512;
+inline constexpr int64_t kBytesAhead = 512;
 
 // Asks for each cache line of `bytes` from byte `at` of an array on, into all caches, or with 2
 // into all but the first. Loops of single elements go without, as the compiler vectorises them.

@@ -15,7 +15,7 @@ namespace {
 
 class FloatMode {
  public:
-  FloatMode() : saved_(control()) { set_control(kNearestNoFlushMasked); }
+  FloatMode() { set_control(kNearestNoFlushMasked); }
   ~FloatMode() { set_control(saved_); }
   FloatMode(const FloatMode&) = delete;
   FloatMode& operator=(const FloatMode&) = delete;
@@ -25,8 +25,6 @@ class FloatMode {
   static constexpr uint32_t kNearestNoFlushMasked = 0x1f80;
   static uint32_t control() { return _mm_getcsr(); }
   static void set_control(uint32_t value) { _mm_setcsr(value); }
-
-  uint32_t saved_;
 #else
   // FPCR: a NaN keeps its payload, and neither FZ, FZ16 nor FIZ flushes.
   static constexpr uint64_t kNearestNoFlushMasked = 0;
@@ -36,9 +34,8 @@ class FloatMode {
     return value;
   }
   static void set_control(uint64_t value) { asm volatile("msr fpcr, %0" ::"r"(value) : "memory"); }
-
-  uint64_t saved_;
 #endif
+  const decltype(control()) saved_ = control();
 };
 
 }  // namespace

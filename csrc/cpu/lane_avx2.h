@@ -29,9 +29,6 @@ struct Avx2Words : VectorWords<32> {
   // Pairs of words as integers of 64 bits: sums, products of signed lower words, upper words.
   static reg multiply_lower(reg a, reg b) { return _mm256_mul_epi32(a, b); }
   static reg upper(reg a) { return _mm256_srli_epi64(a, 32); }
-  static void store_pairs(uint64_t* x, reg a) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(x), a);
-  }
 
   // The signed 16-bit halves of words, multiplied, those of a word added.
   static reg add_products_of_halves(reg a, reg b) { return _mm256_madd_epi16(a, b); }
@@ -75,7 +72,6 @@ struct Avx2Words : VectorWords<32> {
 struct Avx2Float : VectorLaneOf<float, Avx2Words> {
   using VectorLaneOf<float, Avx2Words>::load;
   using VectorLaneOf<float, Avx2Words>::store;
-  // The first n elements, all with n above width (below 32); nothing beyond them is touched.
   static __m256i first(int n) {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
   }
@@ -131,7 +127,6 @@ struct Avx2Float : VectorLaneOf<float, Avx2Words> {
 struct Avx2Double : VectorLaneOf<double, Avx2Words> {
   using VectorLaneOf<double, Avx2Words>::load;
   static void stream(double* x, reg a) { _mm256_stream_pd(x, a); }
-  // The first n elements, all with n above width (below 32); nothing beyond them is touched.
   static __m256i first(int n) {
     return _mm256_cmpgt_epi64(_mm256_set1_epi64x(n), _mm256_setr_epi64x(0, 1, 2, 3));
   }

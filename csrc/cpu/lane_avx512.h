@@ -21,7 +21,6 @@ struct Avx512Words : VectorWords<64> {
   static reg upper(reg a) {  // a shuffle: shifts share their port with multiplications
     return _mm512_shuffle_epi32(a, _MM_PERM_DDBB);
   }
-  static void store_pairs(uint64_t* x, reg a) { _mm512_storeu_si512(x, a); }
 
   // The signed 16-bit halves of words, multiplied, those of a word added.
   static reg add_products_of_halves(reg a, reg b) { return _mm512_madd_epi16(a, b); }
@@ -68,7 +67,6 @@ struct Avx512Words : VectorWords<64> {
 struct Avx512Float : VectorLaneOf<float, Avx512Words> {
   using VectorLaneOf<float, Avx512Words>::load;
   using VectorLaneOf<float, Avx512Words>::store;
-  // The first n elements, all with n above width (below 32); nothing beyond them is touched.
   static reg load_part(const float* x, int n) {
     return _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << n) - 1), x);
   }
@@ -100,7 +98,7 @@ struct Avx512Float : VectorLaneOf<float, Avx512Words> {
   // to[k] is the largest element of register k; of magnitudes, among which NaN is the largest.
   static void largest(const reg (&from)[16], float* to) {
     const auto max = [](reg a, reg b) { return max_magnitude(a, b); };
-    reg four[4];  // sums up four registers each
+    reg four[4];  // of four registers each
     for (int k = 0; k < 4; ++k) {
       reg two[2];
       for (int j = 0; j < 2; ++j) {
@@ -147,7 +145,6 @@ struct Avx512Float : VectorLaneOf<float, Avx512Words> {
 struct Avx512Double : VectorLaneOf<double, Avx512Words> {
   using VectorLaneOf<double, Avx512Words>::load;
   static void stream(double* x, reg a) { _mm512_stream_pd(x, a); }
-  // The first n elements, all with n above width (below 32); nothing beyond them is touched.
   static reg load_part(const double* x, int n) {
     return _mm512_maskz_loadu_pd(static_cast<__mmask8>((1u << n) - 1), x);
   }

@@ -3,8 +3,6 @@
 
 #include <immintrin.h>
 
-#include <type_traits>
-
 #include "kernels/lane.h"
 
 namespace torchopt_ext {

@@ -1,5 +1,5 @@
 // One parallel region per pass over the whole work list.
-#include "cpu/passes.h"
+#include "work/passes.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/scalar_tensor.h>
@@ -37,9 +37,10 @@ void store_fence() {
 #endif  // ScalarLane's stores are ordinary ones
 }
 
-// With more bytes of parameters than this, of which a step moves at least ten times as many, caches
-// hold little of what the step wrote first.
-constexpr int64_t kStreamedParameters = int64_t{16} << 20;
+// With more bytes of parameters than these, caches hold little of what a pass wrote first: stores
+// past them spare reading the lines. A step moves at least ten times its parameters' bytes.
+constexpr int64_t kStreamedStep = int64_t{16} << 20;
+constexpr int64_t kStreamedCopy = int64_t{64} << 20;
 
 // The scalars of a param group at a step count; tensors that share both share these.
 struct Scalars {
@@ -79,18 +80,12 @@ void sum_traces(const WorkList& work, const Control& control, const Traces& trac
   }
 }
 
-// A list that writes more than this leaves little of itself in the caches: stores past them spare
-// reading the lines first.
-constexpr int64_t kPastCaches = int64_t{64} << 20;
-
-}  // namespace
-
-void sum_of_squares(const WorkList& work, const at::Tensor& accumulator) {
+void sum_of_squares(const WorkList& work, const at::Tensor& accumulator, bool /*normalize*/) {
   auto& total = *static_cast<ExactAccumulator*>(accumulator.data_ptr());
   std::mutex mutex;
   for_each_share(work, [&](size_t first, size_t last) {
     ExactAccumulator acc{};
-    int64_t pending = 0;  // at most one addition an element
+    int64_t pending = 0;  // elements since then: a limb takes at most one addition of each
     for (size_t i = first; i < last; ++i) {
       const Chunk& chunk = work.chunks[i];
       const TensorWork& tensor = work.tensors[static_cast<size_t>(chunk.tensor)];
@@ -181,7 +176,7 @@ void adam(const WorkList& work, const std::vector<GroupHyper>& groups, const at:
   const uint32_t* const index = scalars_of.data();
   auto* chunk_traces = work.options.track != 0 ? static_cast<ChunkTrace*>(traces.chunks.data_ptr())
                                                : static_cast<ChunkTrace*>(nullptr);
-  const bool past_caches = work.cumulative.back() > kStreamedParameters;
+  const bool past_caches = work.cumulative.back() > kStreamedStep;
   for_each_share(work, [&, all, index](size_t first, size_t last) {
     for (size_t i = first; i < last; ++i) {
       const Chunk& chunk = work.chunks[i];
@@ -215,7 +210,7 @@ void scaled_copy(const WorkList& work, const at::Tensor& control, bool unscale) 
     return;
   }
   const double factor = unscale ? decision.grad_factor : 1.0;
-  const bool past_caches = work.cumulative.back() > kPastCaches;
+  const bool past_caches = work.cumulative.back() > kStreamedCopy;
   for_each_share(work, [&](size_t first, size_t last) {
     const KernelTable& table = kernels();
     for (size_t i = first; i < last; ++i) {
@@ -246,6 +241,14 @@ at::Tensor lr_factors(const Schedule& schedule, const at::Tensor& steps) {
     to[i] = lr_factor(schedule, from[i]);
   }
   return factors;
+}
+
+}  // namespace
+
+const Passes& passes() {
+  static constexpr Passes all{sum_of_squares,    clear, accumulator_total, control_update,
+                              loss_scale_update, adam,  scaled_copy,       lr_factors};
+  return all;
 }
 
 }  // namespace torchopt_ext::cpu

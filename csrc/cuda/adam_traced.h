@@ -8,8 +8,8 @@
 
 namespace torchopt_ext {
 
-// Elements that a ChunkTrace sums by the block rule before it adds the sums up: the CPU's tiles of
-// norms. Those of kTileGroups groups are fewer where rows end in short groups.
+// A tile's squares are summed by the block rule, and the sums of tiles are added in order, as on
+// the CPU. A tile of kTileGroups groups has fewer elements where rows end in short groups.
 inline constexpr int kTraceTile = 512;
 inline constexpr int kMostTiles = 2 * kChunkElements / kTraceTile;
 

@@ -53,8 +53,8 @@ void free_released() {
 
 void DeviceTable::fill(const void* values, size_t bytes, c10::cuda::CUDAStream stream) {
   if (graph_of(stream) != nullptr) {
-    // Now and not when the graph is replayed, so on another stream. Nor may the memory be the
-    // graph's own, which other work of the graph has used before.
+    // Now and not when the graph is replayed, so on another stream. Nor may the memory come from
+    // the graph's pool: a replay's earlier kernels may write to it.
     const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
     c10::cuda::CUDAStream other = stream;
     while (graph_of(other) != nullptr) {  // the pool gives its streams in turn, captured ones too

@@ -5,8 +5,6 @@
 
 #include <cstdint>
 
-#include "kernels/host_device.h"
-
 namespace torchopt_ext {
 
 struct Gradients {
@@ -15,8 +13,6 @@ struct Gradients {
   int32_t first;        // tensor
   int32_t count;        // of tensors
   void* memory[kMost];  // null: no gradient
-
-  TORCHOPT_HD void* of(int64_t tensor) const { return memory[tensor - first]; }
 };
 
 }  // namespace torchopt_ext

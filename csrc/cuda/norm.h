@@ -259,7 +259,7 @@ TORCHOPT_HD inline void norm_body(const Cta& cta, NormShared& shared, const Norm
          c += cta.blocks * kNormWarps) {
       const Chunk chunk = args.chunks[c];
       const TensorWork& work = args.tensors[chunk.tensor];
-      const void* const grad = gradients.of(chunk.tensor);
+      const void* const grad = gradients.memory[int64_t{chunk.tensor} - gradients.first];
       if (grad == nullptr) {
         continue;
       }

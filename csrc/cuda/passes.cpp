@@ -1,6 +1,6 @@
 // Nothing here waits for the device: tables go up through pinned memory when a work list is new,
 // gradients as kernels' parameters, and every scalar a kernel needs is read on the device.
-#include "cuda/passes.h"
+#include "work/passes.h"
 
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/ops/empty.h>
@@ -80,8 +80,6 @@ void for_each_range(const WorkList& work, const F& f) {
   }
 }
 
-}  // namespace
-
 void sum_of_squares(const WorkList& work, const at::Tensor& accumulator, bool normalize) {
   const c10::cuda::CUDAGuard guard(accumulator.device());
   const c10::cuda::CUDAStream stream = at::cuda::getCurrentCUDAStream();
@@ -146,8 +144,6 @@ void loss_scale_update(const at::Tensor& control, const at::Tensor& found_inf,
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-namespace {
-
 // A learning rate in a CPU tensor is read here, one on the device by the device.
 std::vector<Groups> group_ranges(const std::vector<GroupHyper>& groups) {
   std::vector<Groups> ranges;
@@ -170,6 +166,7 @@ std::vector<Groups> group_ranges(const std::vector<GroupHyper>& groups) {
 
 void launch_tracked(const WorkList& work, const AdamArgs& args, const Traces& traces,
                     c10::cuda::CUDAStream stream) {
+  keep_with_graph(std::make_shared<Traces>(traces), stream);
   const auto tensors = static_cast<int64_t>(work.tensors.size());
   const auto chunks = static_cast<int64_t>(work.chunks.size());
   const TraceArgs to{static_cast<ChunkTrace*>(traces.chunks.data_ptr()),
@@ -186,8 +183,6 @@ void launch_tracked(const WorkList& work, const AdamArgs& args, const Traces& tr
   launch_sum_traces(tensors, chunks, args, to, stream);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
-
-}  // namespace
 
 void adam(const WorkList& work, const std::vector<GroupHyper>& groups, const at::Tensor& control,
           const Traces& traces) {
@@ -244,7 +239,7 @@ void scaled_copy(const WorkList& work, const at::Tensor& control, bool unscale) 
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-// A negative step is a caller's error that only the host could see; it counts as warm-up.
+// A negative step is a caller's error that only the host could see; it counts as 0.
 at::Tensor lr_factors(const Schedule& schedule, const at::Tensor& steps) {
   const c10::cuda::CUDAGuard guard(steps.device());
   at::Tensor factors = at::empty(steps.sizes(), steps.options().dtype(at::kDouble));
@@ -254,6 +249,14 @@ at::Tensor lr_factors(const Schedule& schedule, const at::Tensor& steps) {
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   }
   return factors;
+}
+
+}  // namespace
+
+const Passes& passes() {
+  static constexpr Passes all{sum_of_squares,    clear, accumulator_total, control_update,
+                              loss_scale_update, adam,  scaled_copy,       lr_factors};
+  return all;
 }
 
 }  // namespace torchopt_ext::cuda

@@ -91,7 +91,7 @@ TORCHOPT_HD inline bool is_aligned(const void* address, int64_t bytes) {
   return reinterpret_cast<uint64_t>(address) % static_cast<uint64_t>(bytes) == 0;
 }
 
-// Of a chunk's elements, those in [begin, end) are whole registers.
+// Of a chunk's elements, those in [begin, end) can be accessed as whole, aligned registers.
 struct Registers {
   int begin;
   int end;

@@ -14,7 +14,7 @@ struct Control {
   double max_grad_norm;   // 0 or less: no clipping
   double skip_nonfinite;  // 1: a step with a non-finite gradient is skipped
   // The last decision.
-  double grad_norm;    // of the unscaled gradients; 0 when no pass A was asked for
+  double grad_norm;    // of the unscaled gradients; 0 without pass A, which the classes show as NaN
   double clip_factor;  // what clipping multiplies gradients with
   double grad_factor;  // clip_factor / loss scale: what pass B multiplies gradients with
   double found_inf;    // 1: a gradient was not finite
@@ -92,9 +92,9 @@ TORCHOPT_HD inline double scheduled_lr_factor(const Control& control) {
   const Schedule schedule{bounded_steps(control.warmup_steps),
                           bounded_steps(control.stable_steps),
                           bounded_steps(control.decay_steps),
-                          static_cast<DecayType>(static_cast<int32_t>(control.decay_type)),
+                          static_cast<DecayType>(bounded_steps(control.decay_type)),
                           control.min_lr_factor,
-                          static_cast<int>(control.schedule_generation)};
+                          static_cast<int>(bounded_steps(control.schedule_generation))};
   return lr_factor(schedule, bounded_steps(control.steps - control.skipped_steps));
 }
 

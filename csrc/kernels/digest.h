@@ -46,7 +46,7 @@ template <class Visit>
 
 // Where an element lies in its parameter.
 struct DigestPlace {
-  uint32_t base;    // of elements whose numbers differ in kStreamBits alone
+  uint32_t base;    // the same for elements whose numbers differ in their lowest kStreamBits alone
   uint32_t number;  // the lower half of the element's
 };
 TORCHOPT_HD inline DigestPlace digest_place(uint32_t parameter, uint64_t element, int behind = 0) {

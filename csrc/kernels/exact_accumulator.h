@@ -15,7 +15,7 @@ struct ExactAccumulator {
   static constexpr int kNans = kLimbs + 1;     // of NaNs
   static constexpr int kBaseExponent = -1088;  // weight of limb 0's lowest bit
   static constexpr int kSize = kLimbs + 2;
-  // An addition moves a limb by less than 2**32, so normalise at least this often.
+  // An addition moves a limb by less than 2**32: normalise after at most this many.
   static constexpr int64_t kMaxPendingAdds = int64_t{1} << 30;
 
   int64_t limb[kSize];

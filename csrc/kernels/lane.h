@@ -34,6 +34,7 @@ struct ScalarLane {
 
   TORCHOPT_HD static T load(const T* x) { return *x; }
   TORCHOPT_HD static void store(T* x, T a) { *x = a; }
+  // The first n elements, all with n above width (below 32); nothing beyond them is touched.
   TORCHOPT_HD static T load_part(const T* x, int /*n*/) { return *x; }
   TORCHOPT_HD static void store_part(T* x, T a, int /*n*/) { *x = a; }
   TORCHOPT_HD static T set1(T a) { return a; }

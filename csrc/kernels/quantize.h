@@ -27,8 +27,8 @@ namespace {
 
 inline constexpr float kLargestCode = 127.0f;  // of exp_avg; the least is -128
 inline constexpr float kRootCodes = 256.0f;
-// L::load_code() gives a code of exp_avg times 2^16, which takes the least work, and one more than
-// a root's code.
+// L::load_code() gives 2^16 times a code of exp_avg, the cheapest conversion, and a root's code
+// plus one.
 inline constexpr float kDecodedExpAvg = 0x1p-16f;
 
 TORCHOPT_HD constexpr int64_t groups_in_row(int64_t row_length) {

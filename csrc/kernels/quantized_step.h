@@ -23,7 +23,7 @@ struct QuantizedScalars {
   GroupScales from;  // of the moments before, beside their scales
   float grad_factor, l2;
   float minus_decay;
-  float to_divisor, eps;  // root * to_divisor + eps divides exp_avg: kernels/quotient.h
+  float to_divisor, eps;  // root * to_divisor + eps divides exp_avg, in quotient.h's units
   bool scales_gradients;  // by grad_factor, first
   bool has_l2, has_decay;
 };

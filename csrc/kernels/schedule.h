@@ -24,7 +24,8 @@ struct Schedule {
 namespace {
 
 TORCHOPT_HD inline int64_t bounded_steps(int64_t steps) {
-  return steps < kMostSteps ? steps : kMostSteps;
+  const int64_t counted = steps > 0 ? steps : 0;
+  return counted < kMostSteps ? counted : kMostSteps;
 }
 
 // Of a control block's field, which may hold anything; a NaN is 0.
@@ -73,7 +74,7 @@ TORCHOPT_HD inline double cospi(double x) {
   return negative ? -result : result;
 }
 
-// The factor after `steps` steps, 0 or more.
+// The factor after `steps` steps; fewer than 0 are 0.
 TORCHOPT_HD inline double lr_factor(const Schedule& schedule, int64_t steps) {
   using L = ScalarLane<double>;
   const int64_t step = bounded_steps(steps);

@@ -10,7 +10,7 @@ namespace torchopt_ext {
 enum Track : uint32_t { kTrackNorms = 1, kTrackLost = 2, kTrackDigest = 4 };
 
 struct ChunkTrace {
-  double grad_sumsq;    // of the gradient as it is in memory, scaled
+  double grad_sumsq;    // of the gradient as it is in memory, loss scale included
   double update_sumsq;  // of what was added to the stored weight
   int64_t lost;         // elements whose update rounded to nothing
   uint64_t digest;      // kernels/digest.h

@@ -1,18 +1,15 @@
 // accumulator_total: the accumulator's sum, rounded once to float64; NaN or infinity if one was
 // counted.
-#include "cpu/passes.h"
-#include "cuda/passes.h"
 #include "ops/operator.h"
-#include "plan/on_cuda.h"
 #include "plan/step_checks.h"
+#include "work/passes.h"
 
 namespace torchopt_ext {
 namespace {
 
 at::Tensor accumulator_total_op(const at::Tensor& accumulator) {
   check_accumulator(accumulator);
-  return on_cuda(accumulator.device()) ? cuda::accumulator_total(accumulator)
-                                       : cpu::accumulator_total(accumulator);
+  return passes_on(accumulator.device()).accumulator_total(accumulator);
 }
 
 const Operator kAccumulatorTotal("accumulator_total", "(Tensor accumulator) -> Tensor",

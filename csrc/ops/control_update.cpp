@@ -1,12 +1,10 @@
 // control_update_: from the (reduced) accumulator to norm, clip factor, overflow flag and skip
 // decision, all in the control block (float64, fields as in kernels/control.h).
-#include "cpu/passes.h"
-#include "cuda/passes.h"
 #include "ops/operator.h"
 #include "ops/operators.h"
-#include "plan/on_cuda.h"
 #include "plan/step_checks.h"
 #include "plan/tensor_checks.h"
+#include "work/passes.h"
 
 namespace torchopt_ext {
 
@@ -24,8 +22,7 @@ void control_update_(const at::Tensor& control, const at::Tensor& accumulator,
   if (found_inf) {
     check_scalar(*found_inf, "found_inf", device);
   }
-  (on_cuda(device) ? cuda::control_update : cpu::control_update)(control, accumulator, grad_scale,
-                                                                 found_inf);
+  passes_on(device).control_update(control, accumulator, grad_scale, found_inf);
   bump_version(control);
 }
 

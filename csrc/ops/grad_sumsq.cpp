@@ -1,11 +1,9 @@
 // grad_sumsq_: pass A. Adds every gradient's sum of squares to the exact accumulator (int64[70]).
-#include "cpu/passes.h"
-#include "cuda/passes.h"
 #include "ops/operator.h"
 #include "ops/operators.h"
-#include "plan/on_cuda.h"
 #include "plan/step_checks.h"
 #include "plan/tensor_checks.h"
+#include "work/passes.h"
 
 namespace torchopt_ext {
 
@@ -29,11 +27,7 @@ void grad_sumsq_(at::TensorList grads, const at::Tensor& accumulator) {
     work.tensors.push_back(tensor);
   }
   work.split_into_chunks();
-  if (on_cuda(device)) {
-    cuda::sum_of_squares(work, accumulator, /*normalize=*/true);
-  } else {
-    cpu::sum_of_squares(work, accumulator);
-  }
+  passes_on(device).sum_of_squares(work, accumulator, /*normalize=*/true);
   bump_version(accumulator);
 }
 

@@ -1,11 +1,9 @@
 // loss_scale_update_: after a step under a gradient scaler, `scale` (one float32 element) becomes
 // the control block's loss scale, backs off or grows by its settings, and is written back.
-#include "cpu/passes.h"
-#include "cuda/passes.h"
 #include "ops/operator.h"
-#include "plan/on_cuda.h"
 #include "plan/step_checks.h"
 #include "plan/tensor_checks.h"
+#include "work/passes.h"
 
 namespace torchopt_ext {
 namespace {
@@ -16,7 +14,7 @@ void loss_scale_update_(const at::Tensor& control, const at::Tensor& found_inf,
   const at::Device device = control.device();
   check_scalar(scale, "scale", device);
   check_scalar(found_inf, "found_inf", device, /*or_double=*/true);
-  (on_cuda(device) ? cuda::loss_scale_update : cpu::loss_scale_update)(control, found_inf, scale);
+  passes_on(device).loss_scale_update(control, found_inf, scale);
   bump_version(control);
   bump_version(scale);
 }

@@ -1,10 +1,10 @@
 // lr_factor: learning-rate factor of the warmup-stable-decay family after `step` steps.
 // lr_factor.tensor: the same for every element of an int64 tensor; float64 on its device.
+#include <torchopt_ext/lr_schedule.h>
+
 #include "cpu/float_mode.h"
-#include "cpu/passes.h"
-#include "cuda/passes.h"
 #include "ops/operator.h"
-#include "plan/on_cuda.h"
+#include "work/passes.h"
 
 namespace torchopt_ext {
 namespace {
@@ -51,7 +51,7 @@ at::Tensor lr_factor_tensor(const at::Tensor& step, int64_t warmup_steps, int64_
       make_schedule(warmup_steps, stable_steps, decay_steps, decay_type, min_factor, generation);
   TORCH_CHECK(step.scalar_type() == at::kLong, "step has dtype ", step.scalar_type(),
               ", expected int64");
-  return (on_cuda(step.device()) ? cuda::lr_factors : cpu::lr_factors)(schedule, step.contiguous());
+  return passes_on(step.device()).lr_factors(schedule, step.contiguous());
 }
 
 const Operator kLrFactor("lr_factor",
@@ -65,4 +65,10 @@ const Operator kLrFactorTensor(
     lr_factor_tensor);
 
 }  // namespace
+
+double lr_factor(int64_t step, const LRSchedule& schedule) {
+  return lr_factor_op(step, schedule.warmup_steps, schedule.stable_steps, schedule.decay_steps,
+                      schedule.decay_type, schedule.min_factor, schedule.generation);
+}
+
 }  // namespace torchopt_ext

@@ -1,6 +1,8 @@
 // partition_greedy: whole tensors, largest first, each to the least loaded rank: the rank of every
 // tensor, in the order given. `initial_loads` are elements that ranks already hold; ranks of equal
 // load come in the order of `tie_loads`.
+#include <torchopt_ext/partition.h>
+
 #include <limits>
 
 #include "ops/operator.h"
@@ -43,4 +45,9 @@ const Operator kPartitionGreedy(
     partition_greedy_op);
 
 }  // namespace
+
+std::vector<int64_t> partition_greedy(const std::vector<int64_t>& numels, int64_t world_size) {
+  return partition_greedy_op(numels, world_size, std::nullopt, std::nullopt);
+}
+
 }  // namespace torchopt_ext

@@ -4,13 +4,11 @@
 
 #include <ATen/ops/empty_like.h>
 
-#include "cpu/passes.h"
-#include "cuda/passes.h"
 #include "ops/operator.h"
 #include "ops/operators.h"
-#include "plan/on_cuda.h"
 #include "plan/step_checks.h"
 #include "plan/tensor_checks.h"
+#include "work/passes.h"
 
 namespace torchopt_ext {
 namespace {
@@ -88,7 +86,7 @@ void scaled_copy_(at::TensorList to, at::TensorList from, const at::Tensor& cont
     x.layout.grad = dtype_of(source);
   }
   work.split_into_chunks();
-  (on_cuda(control.device()) ? cuda::scaled_copy : cpu::scaled_copy)(work, control, unscale);
+  passes_on(control.device()).scaled_copy(work, control, unscale);
   for (const at::Tensor& tensor : to) {
     bump_version(tensor);
   }

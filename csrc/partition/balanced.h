@@ -60,20 +60,15 @@ inline BucketLayout lay_out_buckets(const std::vector<int64_t>& numels, int64_t 
 
 // Where one bucket may be cut: at its tensors' starts, at its end, and inside a tensor where the
 // sum of squares has a block's boundary. Nothing is listed, as a bucket has very many such places.
-class CutPlaces {
- public:
+struct CutPlaces {
   // Of each of the bucket's `count` tensors, its start, elements and row length; the arrays must
   // outlive this. The bucket has `length` elements.
-  CutPlaces(const int64_t* starts, const int64_t* numels, const int64_t* row_lengths, size_t count,
-            int64_t length, int64_t alignment)
-      : starts_(starts),
-        numels_(numels),
-        row_lengths_(row_lengths),
-        count_(count),
-        length_(length),
-        alignment_(alignment) {}
-
-  int64_t length() const { return length_; }
+  const int64_t* starts;
+  const int64_t* numels;
+  const int64_t* row_lengths;
+  size_t count;
+  int64_t length;
+  int64_t alignment;
 
   // The nearest places at or before, and at or after, a position in [0, length].
   struct Neighbours {
@@ -81,29 +76,29 @@ class CutPlaces {
     int64_t after;
   };
   Neighbours around(int64_t position) const {
-    if (position == length_) {
-      return {length_, length_};
+    if (position == length) {
+      return {length, length};
     }
-    const size_t i = std::upper_bound(starts_, starts_ + count_, position) - starts_ - 1;
+    const size_t i = std::upper_bound(starts, starts + count, position) - starts - 1;
     // The padding after a tensor belongs to its last item.
-    const int64_t offset = std::min(position - starts_[i], numels_[i] - 1);
-    const int64_t row_length = row_lengths_[i];
+    const int64_t offset = std::min(position - starts[i], numels[i] - 1);
+    const int64_t row_length = row_lengths[i];
     int64_t before = 0;
     int64_t after = 0;
     if (row_length < kShortRow) {
-      before = offset / alignment_ * alignment_;
-      after = before + alignment_;
+      before = offset / alignment * alignment;
+      after = before + alignment;
     } else {
       const int64_t row = offset / row_length * row_length;
       const int64_t block = std::min((offset - row) / kBlockElements, last_block(row_length));
       before = row + block * kBlockElements;
       after = block < last_block(row_length) ? before + kBlockElements : row + row_length;
     }
-    before += starts_[i];
+    before += starts[i];
     if (before == position) {
       return {before, before};
     }
-    return {before, after < numels_[i] ? starts_[i] + after : end_of(i)};
+    return {before, after < numels[i] ? starts[i] + after : end_of(i)};
   }
   int64_t before(int64_t position) const { return around(position).before; }
   int64_t after(int64_t position) const { return around(position).after; }
@@ -115,12 +110,12 @@ class CutPlaces {
   // The longest distance between one place and the next.
   int64_t largest_item() const {
     int64_t largest = 0;
-    for (size_t i = 0; i < count_; ++i) {
-      const int64_t extent = end_of(i) - starts_[i];
-      int64_t item = alignment_;
-      if (row_lengths_[i] >= kShortRow) {
-        const int64_t last = last_block(row_lengths_[i]);
-        const int64_t tail = row_lengths_[i] - last * kBlockElements + extent - numels_[i];
+    for (size_t i = 0; i < count; ++i) {
+      const int64_t extent = end_of(i) - starts[i];
+      int64_t item = alignment;
+      if (row_lengths[i] >= kShortRow) {
+        const int64_t last = last_block(row_lengths[i]);
+        const int64_t tail = row_lengths[i] - last * kBlockElements + extent - numels[i];
         item = last > 0 ? std::max(kBlockElements, tail) : tail;
       }
       largest = std::max(largest, std::min(item, extent));
@@ -128,20 +123,12 @@ class CutPlaces {
     return largest;
   }
 
- private:
   // The last block of a row that may be a rank's first: a shorter rest would be a short row, which
   // the block rule sums by element.
   static int64_t last_block(int64_t row_length) {
     return (row_length - kShortRow) / kBlockElements;
   }
-  int64_t end_of(size_t i) const { return i + 1 < count_ ? starts_[i + 1] : length_; }
-
-  const int64_t* starts_;
-  const int64_t* numels_;
-  const int64_t* row_lengths_;
-  size_t count_;
-  int64_t length_;
-  int64_t alignment_;
+  int64_t end_of(size_t i) const { return i + 1 < count ? starts[i + 1] : length; }
 };
 
 // The world_size + 1 cuts of one bucket.
@@ -153,7 +140,7 @@ class CutPlaces {
 // Both ends rise with the range: bisection finds one, which Bárány & Grinberg show to exist. From
 // the end backwards each cut is then placed near its ideal place among those that remain.
 inline std::vector<int64_t> balanced_cuts(const CutPlaces& places, int64_t world_size) {
-  const int64_t length = places.length();
+  const int64_t length = places.length;
   const int64_t item = places.largest_item();
   const auto ranks = static_cast<size_t>(world_size);
   std::vector<int64_t> lows(ranks + 1, 0);
@@ -219,8 +206,9 @@ inline BalancedPlan partition_balanced(const std::vector<int64_t>& numels,
     while (end < numels.size() && plan.layout.buckets[end] == static_cast<int64_t>(b)) {
       ++end;
     }
-    const CutPlaces places(&plan.layout.starts[begin], &numels[begin], &row_lengths[begin],
-                           end - begin, plan.layout.lengths[b], alignment);
+    const CutPlaces places{&plan.layout.starts[begin], &numels[begin],
+                           &row_lengths[begin],        end - begin,
+                           plan.layout.lengths[b],     alignment};
     const std::vector<int64_t> cuts = balanced_cuts(places, world_size);
     plan.cuts.insert(plan.cuts.end(), cuts.begin(), cuts.end());
     begin = end;

@@ -1,6 +1,10 @@
 // The control block's fields by name, for Python.
 #pragma once
 
+#include <algorithm>
+#include <array>
+#include <bit>
+
 #include "kernels/control.h"
 
 namespace torchopt_ext {
@@ -40,29 +44,15 @@ inline constexpr ControlField kControlFields[kControlSize] = {
     {"min_lr_factor", &Control::min_lr_factor},
     {"schedule_generation", &Control::schedule_generation}};
 
-namespace {
-
-template <int kCount>
-struct Doubles {
-  double value[kCount];
-};
-
-// Whether field i of the list is the struct's i-th double.
-constexpr bool fields_are_in_order() {
+// Field i of the list is the struct's i-th double.
+static_assert([] {
   Control numbered{};
   for (int i = 0; i < kControlSize; ++i) {
     numbered.*kControlFields[i].field = i;
   }
-  const auto values = __builtin_bit_cast(Doubles<kControlSize>, numbered);
-  for (int i = 0; i < kControlSize; ++i) {
-    if (values.value[i] != i) {
-      return false;
-    }
-  }
-  return true;
-}
-static_assert(fields_are_in_order());
-
-}  // namespace
+  const auto values = std::bit_cast<std::array<double, kControlSize>>(numbered);
+  double next = 0.0;
+  return std::ranges::all_of(values, [&](double value) { return value == next++; });
+}());
 
 }  // namespace torchopt_ext

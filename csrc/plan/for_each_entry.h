@@ -1,4 +1,4 @@
-// Work on a step plan's entries, of each of which a few lines of memory are read or written.
+// Loops over a step plan's entries, each of which touches a few cache lines.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -8,7 +8,7 @@ namespace torchopt_ext {
 // Entries that are worth a thread.
 inline constexpr int64_t kEntriesPerThread = 512;
 // How many entries ahead memory is prefetched.
-inline constexpr size_t kAhead = 8;
+inline constexpr size_t kEntriesAhead = 8;
 
 // Calls body(begin, end) on ranges of entries, in parallel. The same entries are the same thread's
 // each time, whose caches then hold what it wrote of them.

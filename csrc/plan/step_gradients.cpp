@@ -5,10 +5,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "cpu/passes.h"
-#include "cuda/passes.h"
 #include "plan/for_each_entry.h"
-#include "plan/on_cuda.h"
 #include "plan/step_plan.h"
 #include "plan/tensor_checks.h"
 #include "plan/tensor_fields.h"
@@ -143,11 +140,7 @@ void StepPlan::accumulate(const at::Tensor& accumulator, bool normalize,
       work_.tensors[i].memory[kGrad] = gradient;
     }
   });
-  if (on_cuda(device_)) {
-    cuda::sum_of_squares(work_, accumulator, normalize);
-  } else {
-    cpu::sum_of_squares(work_, accumulator);
-  }
+  passes_on(device_).sum_of_squares(work_, accumulator, normalize);
 }
 
 // Reads the version counters of the parameters from entry `i` on, for which atomic increments would
@@ -178,8 +171,8 @@ void StepPlan::count_as_changed() const {
   for_each_entry(size(), [this](size_t begin, size_t end) {
     std::array<bool, kKept> counted{};  // already, of this entry's part or one that shares with it
     for (size_t i = begin; i < end; ++i) {
-      if ((i - begin) % kAhead == 0) {
-        read_versions(i, std::min(i + kAhead, end));
+      if ((i - begin) % kEntriesAhead == 0) {
+        read_versions(i, std::min(i + kEntriesAhead, end));
       }
       for (size_t part = 0; part < kKept; ++part) {
         counted[part] = counted[part] && !shares_version_.empty() && shares_version_[i][part];
@@ -210,7 +203,7 @@ void StepPlan::update(const std::vector<GroupHyper>& groups, const at::Tensor& c
       strided.copy.copy_(strided.param.detach());
     }
   }
-  (on_cuda(device_) ? cuda::adam : cpu::adam)(work_, groups, control, traces_);
+  passes_on(device_).adam(work_, groups, control, traces_);
   for (auto& [i, strided] : strided_) {
     if (strided.param.defined()) {
       strided.param.detach().copy_(strided.copy);
@@ -225,8 +218,8 @@ void StepPlan::update(const std::vector<GroupHyper>& groups, const at::Tensor& c
 
 void StepPlan::release() {
   for (size_t i = 0; i < size(); ++i) {  // by this thread: a gradient's finalizer may run
-    if (i + 2 * kAhead < size()) {
-      __builtin_prefetch(gradients_[i + 2 * kAhead].unsafeGetTensorImpl());
+    if (i + 2 * kEntriesAhead < size()) {
+      __builtin_prefetch(gradients_[i + 2 * kEntriesAhead].unsafeGetTensorImpl());
     }
     gradients_[i].reset();
   }

@@ -3,7 +3,6 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
-#include <utility>
 
 #include "kernels/quantize.h"
 #include "plan/tensor_checks.h"

@@ -60,7 +60,8 @@ class StepPlan {
 
   // This step's gradient of an entry, undefined where it has none, if it is like the one before;
   // otherwise returns false, and set_gradient() is to look at it. Entries may be taken by several
-  // threads at once, which need not hold Python's lock: a gradient is its parameter's as well.
+  // threads at once, without Python's lock: the parameter refers to the gradient as well, so this
+  // reference is never the first or the last beside Python's.
   bool take_gradient(size_t i, const at::Tensor& gradient);
 
   // The same for any gradient; one with other strides than its parameter is copied.

@@ -95,15 +95,7 @@ bool is_lazy(const at::Tensor& tensor) {
 }
 
 bool same_layout(const at::Tensor& a, const at::Tensor& b) {
-  if (a.numel() <= 1) {
-    return true;
-  }
-  for (int64_t d = 0; d < a.dim(); ++d) {
-    if (a.size(d) > 1 && a.stride(d) != b.stride(d)) {
-      return false;
-    }
-  }
-  return true;
+  return a.numel() <= 1 || has_shape(*a.unsafeGetTensorImpl(), shape_of(b));
 }
 
 MemoryRange memory_of(const c10::TensorImpl& tensor, size_t source, bool written) {

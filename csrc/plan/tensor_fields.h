@@ -9,8 +9,8 @@ namespace torchopt_ext {
 
 using Shape = c10::SmallVector<int64_t, 8>;  // sizes, then strides
 
-// Only with Python's interpreter locked, if the tensor may be Python's: the second reference to a
-// tensor counts as one to its Python object (c10/util/intrusive_ptr.h, PyObject preservation).
+// Only with Python's lock, if the tensor may be Python's: taking the second reference to a tensor
+// increments its Python object's count (c10/util/intrusive_ptr.h, PyObject preservation).
 inline at::Tensor to_tensor(c10::TensorImpl* impl) {
   return impl == nullptr
              ? at::Tensor()

@@ -17,11 +17,11 @@ void OptimizerPlan::collect_unchanged(size_t part) {
   remaining_.resize(objects.size());
   for_each_entry(objects.size(), [&](size_t begin, size_t end) {
     for (size_t i = begin; i < end; ++i) {
-      if (i + kAhead < end) {
-        for (const py::object& object : objects[i + kAhead].local) {
+      if (i + kEntriesAhead < end) {
+        for (const py::object& object : objects[i + kEntriesAhead].local) {
           __builtin_prefetch(object.ptr());
         }
-        plan.prefetch(i + kAhead);
+        plan.prefetch(i + kEntriesAhead);
       }
       StepPlan::Borrowed borrowed;
       for (size_t k = 0; k < borrowed.size(); ++k) {

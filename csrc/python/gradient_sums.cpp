@@ -54,6 +54,8 @@ Marks sum_gradients(const py::list& like, const std::optional<py::list>& gradien
 }
 
 bool gradients_fit(const py::list& params, const Marks& marks) {
+  TORCH_CHECK_VALUE(params.size() == marks.size(), "there are ", marks.size(), " marks for ",
+                    params.size(), " parameters");
   for (size_t i = 0; i < marks.size(); ++i) {
     const at::Tensor& gradient = tensor_at(params, i).grad();
     if (marks[i] == nullptr ? gradient.defined()
@@ -65,6 +67,8 @@ bool gradients_fit(const py::list& params, const Marks& marks) {
 }
 
 bool all_fit(const Marks& marks, const py::list& tensors) {
+  TORCH_CHECK_VALUE(tensors.size() == marks.size(), "there are ", marks.size(), " marks for ",
+                    tensors.size(), " tensors");
   for (size_t i = 0; i < marks.size(); ++i) {
     if (py::handle(tensors[i]).is_none() || !marks[i]->fits(tensor_at(tensors, i))) {
       return false;

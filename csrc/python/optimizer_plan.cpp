@@ -8,10 +8,7 @@
 #include <tuple>
 #include <utility>
 
-#include "cpu/passes.h"
-#include "cuda/passes.h"
 #include "ops/operators.h"
-#include "plan/on_cuda.h"
 #include "plan/step_checks.h"
 
 namespace torchopt_ext {
@@ -25,7 +22,7 @@ at::Tensor unpack(PyObject* object) {
 }
 
 // The arguments of a param group, under the keys of torch.optim.AdamW. Raises if one is missing, of
-// another type, or a learning rate that `device` cannot read.
+// another type, out of its range, or a learning rate that `device` cannot read.
 GroupHyper read_group(py::handle group, at::Device device) {
   GroupHyper hyper{};
   const py::object lr = group["lr"];
@@ -42,6 +39,7 @@ GroupHyper read_group(py::handle group, at::Device device) {
   hyper.adam.weight_decay = py::float_(group["weight_decay"]);
   hyper.adam.maximize = py::bool_(group["maximize"]);
   hyper.adam.decoupled_weight_decay = py::bool_(group["decoupled_weight_decay"]);
+  check_hyper(hyper.adam);
   return hyper;
 }
 
@@ -209,7 +207,7 @@ bool OptimizerPlan::step(const py::list& param_groups, const py::dict& state,
   const at::Device device = plans_.at(0).device();
   check_accumulator(accumulator, device);
   check_control(control, device);
-  (on_cuda(device) ? cuda::clear : cpu::clear)(accumulator);
+  passes_on(device).clear(accumulator);
   for (const at::Tensor& sum : squares) {
     check_accumulator(sum, device);
   }

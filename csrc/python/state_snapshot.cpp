@@ -128,8 +128,8 @@ bool StateSnapshot::matches(const py::list& param_groups, const py::dict& state)
     return false;
   }
   for (i = 0; i < entries_.size(); ++i) {
-    if (i + 2 * kAhead < entries_.size()) {
-      __builtin_prefetch(entries_[i + 2 * kAhead].dict.ptr());
+    if (i + 2 * kEntriesAhead < entries_.size()) {
+      __builtin_prefetch(entries_[i + 2 * kEntriesAhead].dict.ptr());
     }
     Entry& known = entries_[i];
     if (!is_version(known.dict.ptr(), known.version)) {

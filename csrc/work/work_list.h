@@ -12,8 +12,7 @@
 
 namespace torchopt_ext {
 
-// Elements [begin, end) of a tensor. Both ends are block boundaries, so that pass A gives the same
-// block sums whatever the chunks are.
+// Elements [begin, end) of a tensor.
 struct Chunk {
   int32_t tensor;
   int64_t begin;
@@ -39,7 +38,8 @@ struct WorkList {
 // About this many elements a chunk: 128 KB of fp32, long enough to stream, short enough to balance.
 inline constexpr int64_t kChunkElements = 32768;
 
-// Cuts tensors into chunks; empty tensors get none.
+// Cuts tensors into chunks at block boundaries, so that pass A gives the same block sums whatever
+// the chunks are. Empty tensors get none.
 std::vector<Chunk> make_chunks(const std::vector<TensorWork>& tensors,
                                int64_t chunk_elements = kChunkElements);
 

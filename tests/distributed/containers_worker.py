@@ -92,6 +92,20 @@ def compared(wrap: Any, part_of: Any = lambda m: m, microbatches: int = 1, **kwa
     return {"difference": difference(found, expected), "moved": moved, "last": float(found[-1][0])}
 
 
+def wrapped_later(in_backward: bool) -> list[torch.Tensor]:
+    """Trains in DDP after a first step without it, which is the same on all ranks."""
+    module = model()
+    cls = OptimizersInBackwardContainer if in_backward else OptimizersContainer
+    container = cls([module], FusedAdamW, {"lr": 1e-2})
+    for forward in (module, None, None):
+        wrapped = forward or DistributedDataParallel(module)
+        inputs = torch.ones(1, 6) * (1 if forward else 1 + dist.get_rank())
+        wrapped(inputs).square().sum().backward()
+        container.step()
+        container.zero_grad()
+    return weights(module)
+
+
 def sharded(module: nn.Module) -> nn.Module:
     for layer in (module[0], module[2]):  # type: ignore[index]
         fully_shard(layer)
@@ -188,6 +202,9 @@ def rejected() -> Result:
 def cases() -> dict[str, Callable[[], Result]]:
     found: dict[str, Callable[[], Result]] = {}
     ddp, inner = DistributedDataParallel, lambda m: m.module
+    found["wrapped later"] = lambda: {
+        "difference": difference(wrapped_later(True), wrapped_later(False))
+    }
     for name, kwargs in {"": {}, " clipped": {"max_grad_norm": MAX_NORM}}.items():
         found[f"ddp{name}"] = lambda k=kwargs: compared(ddp, **k)
         found[f"inner module of ddp{name}"] = lambda k=kwargs: compared(ddp, inner, **k)

@@ -29,6 +29,10 @@ def test_in_backward_equals_the_plain_container(results: Results, name: str, cli
     assert found["moved"] > 1e-3
 
 
+def test_a_wrapper_may_come_after_the_first_backward(results: Results) -> None:
+    assert case(results, "wrapped later")["difference"] == ""
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_deferred_clipping_over_meshes(results: Results, layout: str) -> None:
     """The norm is that of all gradients, and the step is the bits of one that clips by itself."""

@@ -2,28 +2,23 @@
 
 import gc
 import logging
-from collections import defaultdict
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from torchopt_ext import ops
-from torchopt_ext._torch import call_at_end_of_backward, current_node, graph_task
+from torchopt_ext._torch import call_at_end_of_backward, current_node, graph_task, note_step
 from torchopt_ext.containers.batches import make_batches
 from torchopt_ext.containers.optimizers import OptimizersContainer, T, deciding_jointly
+from torchopt_ext.optim import FusedAdam
 from torchopt_ext.optim.context import ALONE, StepContext
 from torchopt_ext.optim.hooks import inner_step
-from torchopt_ext.optim.local import NormKey, current_stream, local_gradients, norm_key
-from torchopt_ext.optim.step import measure_norm
 from torchopt_ext.optim.weak_hooks import WeakHook, handles_of
 from torchopt_ext.statedict import flat
 from torchopt_ext.statedict.entries import MASTERS
-
-CACHED_BYTES = 1 << 19
-"""Of gradients that are measured together: they have just been written, and are in the cache."""
 
 logger = logging.getLogger(__name__)
 
@@ -36,9 +31,9 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
     `torch.nn.utils.clip_grad_norm_` then sees none and returns 0. Small parameters are stepped in
     batches, for which at most 2 MiB of gradients wait (:class:`.batches.Batches`).
 
-    With `max_grad_norm` or `skip_nonfinite` there is one optimizer per part. Gradients are measured
-    as they come, while they are in cache, and kept: the update of all follows, clipped by their
-    exact norm, when backward ends.
+    With `max_grad_norm` or `skip_nonfinite` there is one optimizer per part. Large gradients are
+    measured as they come, while they are in cache (:mod:`..optim.norm_in_backward`), and all are
+    kept: the update follows, clipped by their exact norm, when backward ends.
 
     Under DistributedDataParallel, also as torch.distributed's `replicate`, gradients are reduced
     after the hooks: the update follows the last reduction, when backward ends. DDP's buckets hold
@@ -61,6 +56,7 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
 
     measures_norm: bool  # as max_grad_norm and skip_nonfinite need it
     reported_norm: Any = None  # set by deferred_clipping.report_norm()
+    _noted = False
 
     def __init__(
         self,
@@ -73,13 +69,15 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
     ) -> None:
         if optimizer_kwargs.get("norm_in_backward"):
             raise ValueError(
-                "norm_in_backward has no effect in a container that steps in backward, which "
-                "measures gradients as they come: leave it out"
+                "a container that steps in backward measures gradients as they come wherever a "
+                "norm is asked for: leave norm_in_backward out"
             )
         norm_for = ("max_grad_norm", "skip_nonfinite")
         self.measures_norm = any(optimizer_kwargs.get(name) for name in norm_for)
         self._backwards = backwards_per_step
         self._check_arguments(optimizer_kwargs.get("process_group"))
+        if self.measures_norm:
+            optimizer_kwargs = {**optimizer_kwargs, "norm_in_backward": True}
         super().__init__(model_parts, optimizer_cls, optimizer_kwargs, compat=compat)
         if not self.optimizers:
             raise ValueError("no parameter of the model parts is trainable")
@@ -90,13 +88,16 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
         self._batches_of = {id(param): batches for batches in found for param in batches.params}
         self._joint_steps = [joint for batches in found for joint in batches.joint_steps]
         self._counts: dict[Tensor, int] = {}  # gradients since a parameter's last update
-        # Of the parameters whose gradients are complete; None while that is not known.
-        self._squares: _Squares | None = _Squares()
         self._task: int | None = None  # the graph task at whose end the update is made
         self._reduced_later: bool | None = None  # by DDP; None: not looked for yet
         handles, hook = handles_of(self), WeakHook(self, "_take_gradient")
         for param in self._optimizer_of:
             handles.append(param.register_post_accumulate_grad_hook(hook))
+        handles.append(register_module_module_registration_hook(WeakHook(self, "_watch_ddp")))
+        for optimizer in self.optimizers:
+            vars(optimizer)["add_param_group"] = _reject_group
+            if not self.measures_norm and isinstance(optimizer, FusedAdam):
+                vars(optimizer)["set_schedule"] = _reject_schedule
         self._impls = {param: param._cdata for param in self._optimizer_of}  # that have the hooks
 
     def _watch_swapped(self) -> None:
@@ -112,7 +113,11 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
                 hooked._post_accumulate_grad_hooks = hooked._post_accumulate_grad_hooks
                 if param.grad is not None:
                     self._counts.setdefault(param, 1)
-                    self._squares = None
+
+    def _watch_ddp(self, module: nn.Module, *_: Any) -> None:
+        """Looks for a DDP anew once one has been made: after a first backward, too."""
+        if isinstance(module, DistributedDataParallel):
+            self._reduced_later = None
 
     def _shares(self, params: list[nn.Parameter]) -> list[list[nn.Parameter]]:
         if self.measures_norm:
@@ -150,6 +155,10 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
         self._watch_swapped()
         if self._counts or self._backwards is None:  # other ranks may have gradients
             self._update(self._context)
+        if not self._noted:  # for learning-rate schedulers: some may never get a gradient
+            self._noted = True
+            for optimizer in self.optimizers:
+                note_step(optimizer)
 
     def _set_max_grad_norm(self, value: float | None) -> None:
         if value and not self.measures_norm:
@@ -162,8 +171,16 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Does nothing but clear gradients that are not to be used: backward clears the others."""
         self._watch_swapped()
-        if self._counts:
+        if self.measures_norm:
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
+            self._counts = {}
+        elif self._counts:
             self._clear()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self._built:
+            _reject_group(param_group)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -226,10 +243,6 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
                 self._optimizer_of[param].step()
                 param.grad = None
             return
-        if self._reduced_later:
-            self._squares = None
-        elif self._squares is not None:
-            self._squares.add(param)
         if self._backwards is not None:
             self._update_at_end()
 
@@ -253,27 +266,22 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
 
     def _update_complete(self) -> None:
         self._watch_swapped()
-        if (
-            self._counts and self._is_complete()
-        ):  # else another part's microbatches are to come, or step()
+        # Otherwise another part's microbatches are to come, or step().
+        if self._counts and self._is_complete():
+            for optimizer in self.optimizers if self.measures_norm else ():
+                if isinstance(optimizer, FusedAdam) and optimizer.norm_in_backward is not None:
+                    optimizer.norm_in_backward.end_backward()  # its own call may come later
             self._update(ALONE)
 
     def _is_complete(self) -> bool:
         return all(count == (self._backwards or 1) for count in self._counts.values())
 
     def _update(self, context: StepContext) -> None:
-        squares, self._squares = self._squares, None  # used once, also by an update that fails
-        known = squares is not None and self.measures_norm and self._is_complete()
-        if squares is not None and known and context.is_plain:
-            sums = squares.sums()
-            measured: list[Any] = [_Measured(optimizer, sums) for optimizer in self.optimizers]
-            context = context._replace(measured=measure_norm(measured))
         self._step(context)
         self._clear()
 
     def _step(self, context: StepContext, *args: Any, **kwargs: Any) -> Any:
-        apart = not context.is_plain or deciding_jointly(self.optimizers, context)
-        if apart or not self._joint_steps:
+        if not context.is_plain or deciding_jointly(self.optimizers, context):
             return super()._step(context, *args, **kwargs)
         for joint in self._joint_steps:
             joint.step_all(lambda optimizer: inner_step(optimizer, context))
@@ -283,75 +291,27 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
         return None
 
     def _clear(self) -> None:
-        # DDP also gives a gradient to what only other ranks have used, and whose hook was not run.
-        for param in self._optimizer_of if self._reduced_later else self._counts:
+        # DDP gives a gradient to what only other ranks have used, and others may come by hand: the
+        # update has taken them, too.
+        for param in (
+            self._optimizer_of if self._reduced_later or self.measures_norm else self._counts
+        ):
             param.grad = None
-        self._counts, self._squares = {}, _Squares()
+        self._counts = {}
 
 
-class _Squares:
-    """Sums of the squares of gradients, by device and norm key.
-
-    A gradient is measured together with those that came just before it on the same stream, while
-    all of them are in cache.
-    """
-
-    def __init__(self) -> None:
-        self._sums: dict[tuple[torch.device, NormKey], Tensor] = {}
-        self._waiting: defaultdict[Any, list[nn.Parameter]] = defaultdict(list)
-        self._bytes: defaultdict[Any, int] = defaultdict(int)
-
-    def add(self, param: nn.Parameter) -> None:
-        """Adds a parameter's gradient, which stays as it is until :meth:`sums`."""
-        place = param.device, current_stream(param.device)
-        self._waiting[place].append(param)
-        self._bytes[place] += param.nbytes
-        if self._bytes[place] >= CACHED_BYTES:
-            self._measure(place)
-
-    def sums(self) -> dict[tuple[torch.device, NormKey], Tensor]:
-        for place in list(self._waiting):
-            self._measure(place)
-        return self._sums
-
-    @torch.no_grad()
-    def _measure(self, place: Any) -> None:
-        del self._bytes[place]
-        params = self._waiting.pop(place)
-        alike: defaultdict[tuple[torch.device, NormKey], list[Tensor]] = defaultdict(list)
-        for param, gradient in zip(params, local_gradients(params), strict=True):
-            if gradient is not None:
-                alike[gradient.device, norm_key(param)].append(gradient)
-        for key, gradients in alike.items():
-            if key not in self._sums:
-                self._sums[key] = ops.new_accumulator(key[0])
-            ops.grad_sumsq_(gradients, self._sums[key])
+def _reject_group(*_: Any, **__: Any) -> NoReturn:
+    raise NotImplementedError(
+        "a container in backward takes the gradients of the parameters that it was built with: "
+        "build one for the grown model and load this one's state_dict()"
+    )
 
 
-class _Measured:
-    """An optimizer whose gradients' squares are known already (measure_norm in optim/step.py)."""
-
-    def __init__(self, optimizer: Any, sums: dict[tuple[torch.device, NormKey], Tensor]) -> None:
-        self.process_group = optimizer.process_group
-        self.verdict = optimizer.verdict
-        self.parts, self.devices = optimizer.parts, optimizer.devices
-        self._sums = sums
-
-    def wants_norm(self, context: StepContext) -> bool:
-        return True
-
-    def collect(self) -> tuple[Any]:
-        """Itself for the plan: the gradients are taken."""
-        return (self,)
-
-    def release(self) -> None:
-        """There is nothing to let go of."""
-
-    def accumulate(self, part: int, accumulator: Tensor) -> None:
-        """Once: optimizers of several parts share the sums."""
-        measured = self._sums.pop(self.parts[part], None)
-        if measured is not None:
-            accumulator += measured
+def _reject_schedule(*_: Any, **__: Any) -> NoReturn:
+    raise NotImplementedError(
+        "a schedule counts the steps of its optimizer, and here each parameter has one, which "
+        "steps only where it is used: take LRSchedulersContainer"
+    )
 
 
 def _is_reduced_by_ddp(params: Iterable[Tensor]) -> bool:

@@ -18,7 +18,7 @@ from torchopt_ext.optim import FusedAdam, fused_step
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.control import ControlView
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, embeddings_of, fp32_params, is_8_bit
-from torchopt_ext.optim.hooks import HookedStep, inner_step, with_own_hooks
+from torchopt_ext.optim.hooks import HookedStep, inner_step, is_patched, with_own_hooks
 from torchopt_ext.statedict import dcp, flat
 from torchopt_ext.statedict.entries import BY_NAME, unwrapped
 from torchopt_ext.statedict.masters import read_weights
@@ -120,7 +120,7 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
                 f"a closure cannot be honoured by {len(self.optimizers)} optimizers, since each "
                 "would run it: compute loss and gradients first, then call step()"
             )
-        if fused := deciding_jointly(self.optimizers, context):
+        if fused := deciding_jointly(self.optimizers, context) or _alike(self.optimizers):
             _step_jointly(fused, context)
         else:
             for optimizer in self.optimizers:
@@ -261,7 +261,9 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
             if isinstance(optimizer, FusedAdam):
                 optimizer.first_parameter_number = number
             number += sum(len(group["params"]) for group in optimizer.param_groups)
-        Optimizer.__init__(self, [{"params": all_params}], dict(optimizer_kwargs))
+        # Schedulers such as OneCycleLR look for betas among the defaults.
+        defaults = {**self.optimizers[0].defaults, **optimizer_kwargs} if self.optimizers else {}
+        Optimizer.__init__(self, [{"params": all_params}], defaults)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -374,6 +376,14 @@ def deciding_jointly(optimizers: Sequence[Optimizer], context: StepContext) -> l
                 f"{len(fused)} optimizers cannot call: leave out max_grad_norm and skip_nonfinite"
             )
     return fused
+
+
+def _alike(optimizers: Sequence[Optimizer]) -> list[FusedAdam]:
+    """The optimizers, if one call can step them, which rejects a step before any has made it."""
+    fused = [opt for opt in optimizers if isinstance(opt, FusedAdam) and not is_patched(opt)]
+    steps = {inspect.unwrap(type(opt).step) for opt in fused} - {inspect.unwrap(FusedAdam.step)}
+    groups = {id(opt.process_group) for opt in fused}
+    return fused if len(fused) == len(optimizers) and not steps and len(groups) == 1 else []
 
 
 def _step_jointly(optimizers: Sequence[FusedAdam], context: StepContext) -> None:

@@ -70,13 +70,17 @@ def inner_step(optimizer: Any, context: StepContext, *args: Any, **kwargs: Any) 
     """
     if isinstance(optimizer, HookedStep):
         return step_in(optimizer, context._replace(inner=True), *args, **kwargs)
-    patch = vars(optimizer).get("step")
     with amp_attributes(optimizer, context):
-        # Learning-rate schedulers patch it as well, to note its calls.
-        if patch is not None and getattr(patch, "__wrapped__", None) is not type(optimizer).step:
+        if is_patched(optimizer):
             return optimizer.step(*args, **kwargs)
         _torch.note_step(optimizer)
         return with_own_hooks(optimizer, _torch.step_without_hooks(optimizer), args, kwargs)
+
+
+def is_patched(optimizer: Any) -> bool:
+    """Whether somebody has put a ``step`` on the object; a learning-rate scheduler notes calls."""
+    patch = vars(optimizer).get("step")
+    return patch is not None and getattr(patch, "__wrapped__", None) is not type(optimizer).step
 
 
 def with_own_hooks(

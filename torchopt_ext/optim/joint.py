@@ -15,6 +15,7 @@ from torchopt_ext._torch import any_step_hooks, note_step
 from torchopt_ext.ops import CONTROL_FIELDS
 from torchopt_ext.optim.context import ALONE, amp_context
 from torchopt_ext.optim.fused_adam import FusedAdam
+from torchopt_ext.optim.hooks import is_patched
 from torchopt_ext.optim.local import moved
 from torchopt_ext.optim.planned import PlannedStep
 from torchopt_ext.optim.step import fused_step
@@ -108,12 +109,13 @@ class JointStep(PlannedStep):
         for optimizer in self.optimizers:
             if optimizer._settings != _PLAIN or amp_context(optimizer) is not ALONE:
                 return False
-            patch = vars(optimizer).get("step")  # a scheduler's notes the step and no more
-            if patch and getattr(patch, "__wrapped__", None) is not type(optimizer).step:
+            if is_patched(optimizer):
                 return False
         return True
 
     def _step_jointly(self, positions: Collection[int]) -> None:
+        if not positions:
+            return
         self.param_groups = self._groups()
         every = enumerate(zip(self.params, self.optimizers, strict=True))
         # Looking an entry up would make it.

@@ -131,7 +131,7 @@ class NormInBackward:
             return
         if (task := graph_task()) != self._task and task >= 0:
             self._task, self._elsewhere = task, _reduced_elsewhere()
-            call_at_end_of_backward(WeakHook(self, "_end_task"))
+            call_at_end_of_backward(WeakHook(self, "end_backward"))
         key = id(param)
         nbytes, kind, limit = self._watched[key]
         if self._elsewhere and not kind.sharded:
@@ -162,7 +162,7 @@ class NormInBackward:
         gradients = [param.grad for param in params.values()] if kind.sharded else None
         self._sum(place, params, gradients, mark=True)
 
-    def _end_task(self) -> None:
+    def end_backward(self) -> None:
         """Measures the rest; the streams of backward have joined the caller's by now."""
         self._task = None
         for place in list(self._waiting):

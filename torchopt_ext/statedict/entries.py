@@ -155,6 +155,15 @@ def tensor_problem(value: Any, param: Tensor, dtype: torch.dtype | None = None) 
     return None
 
 
+def was_cast(master: Any, param: Tensor) -> bool:
+    """Whether torch's load_state_dict has made a 16-bit number of what completed the parameter."""
+    return (
+        isinstance(master, Tensor)
+        and master.dtype == param.dtype
+        and param.dtype in (torch.bfloat16, torch.float16)
+    )
+
+
 def option_problem(name: str, value: Any, live: Any) -> str | None:
     """What is wrong with an option of a group, ``live`` being the optimizer's own."""
     value, live = plain(value), plain(live)

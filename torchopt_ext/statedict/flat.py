@@ -120,7 +120,7 @@ def _option_problems(name: str, values: Mapping[str, Any], live: Any) -> Iterato
             yield f"'{key}' {found}"
         elif name in _FIXED and value != live:
             yield f"'{key}' is {value!r}, this optimizer was built with {live!r}"
-        elif value != first:
+        elif value != first and (value == value or first == first):  # NaN is not another NaN
             yield (
                 f"'{key}' is {value!r} but '{other}' is {first!r}, and both parameters are in one "
                 f"group here"

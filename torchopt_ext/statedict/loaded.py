@@ -1,6 +1,7 @@
 """A state dict as it was read: what it has for each parameter, whatever its layout."""
 
 import copy
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,13 +16,17 @@ from torchopt_ext.optim.quantized import CODES, SCALES
 from torchopt_ext.optim.storage import Storage
 from torchopt_ext.statedict.entries import (
     CONTROL_KEY,
+    MASTERS,
     control_fields,
     control_problem,
     option_problem,
     problem,
     required_of,
+    was_cast,
 )
 from torchopt_ext.statedict.moments import code_problems, has_codes
+
+_NEEDED = {"lr", "betas", "eps", "weight_decay"}  # of a group, in any version of torch
 
 SHOWN = 5
 """Problems that a message has in full."""
@@ -92,6 +97,11 @@ class Loaded:
             yield from slot.problems(optimizer)
         pairs = zip(self.groups, optimizer.param_groups, strict=True)
         for number, (group, own) in enumerate(pairs if required is not None else ()):
+            if lacking := sorted((_NEEDED & own.keys()) - group.keys()):
+                yield (
+                    f"group {number} lacks {', '.join(lacking)}, which {type(optimizer).__name__} "
+                    "needs: it is another optimizer's"
+                )
             for name in sorted(own.keys() & group.keys() - {"params", "param_names"}):
                 if found := option_problem(name, group[name], own[name]):
                     yield f"{name} of group {number} {found}"
@@ -126,7 +136,7 @@ def read_indexed(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> Loaded
     others = dict(state_dict)
     state, saved_groups = others.pop("state"), others.pop("param_groups")
     control = others.pop(CONTROL_KEY, {})
-    slots, loaded_groups = [], []
+    slots, loaded_groups, cast = [], [], list[Tensor]()
     for group, saved in zip(groups, saved_groups, strict=True):
         names = group.get("param_names") or [""] * len(group["params"])
         for index, param, name in zip(saved["params"], group["params"], names, strict=True):
@@ -134,11 +144,18 @@ def read_indexed(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> Loaded
             # torch's set_optimizer_state_dict makes {} of an entry that a flat dict lacks.
             given = state.get(index, {}).items()
             entry = {k: v for k, v in given if not (isinstance(v, Mapping) and not v)}
+            cast += [entry.pop(name) for name in MASTERS if was_cast(entry.get(name), param)]
             control = entry.pop(CONTROL_KEY, control)
             slots.append(Slot(param, label, entry))
         kept = {key: group[key] for key in ("params", "param_names") if key in group}
         loaded = {key: copy.deepcopy(v) for key, v in saved.items() if key != "params"}
         loaded_groups.append(kept | loaded)
+    if cast:
+        warnings.warn(
+            f"one of torch's optimizers has had this state: the masters of {len(cast)} parameters "
+            "are 16-bit numbers of before its steps, and are made from the weights instead",
+            stacklevel=3,
+        )
     known = {index for saved in saved_groups for index in saved["params"]}
     foreign = {key: value for key, value in state.items() if key not in known}
     return Loaded(slots, loaded_groups, foreign, control_fields(control), others)

@@ -1,20 +1,21 @@
 """OptimizersInBackwardContainer: the same training, each update inside backward."""
 
 import copy
+import warnings
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from torchopt_ext import FusedAdamW, GradScaler
+from torchopt_ext import FusedAdam, FusedAdamW, GradScaler
 from torchopt_ext.containers import (
     LRSchedulersContainer,
     OptimizersContainer,
     OptimizersInBackwardContainer,
 )
 from torchopt_ext.containers.deferred_clipping import defer_clipping
-from torchopt_ext.optim.planned import PlannedStep
+from torchopt_ext.optim import norm_in_backward
 
 
 def in_backward(choice, parts):
@@ -31,6 +32,21 @@ def backward(parts, seed, scale=lambda loss: loss):
     for part in parts:
         x = part(x)
     scale(x.square().sum()).backward()
+
+
+@pytest.fixture
+def known(monkeypatch):
+    """How many gradients each norm did not read again, of any size."""
+    counts, original = [], norm_in_backward.NormInBackward.known
+
+    def known(self, positions):
+        found = original(self, positions)
+        counts.append(len(found.positions))
+        return found
+
+    monkeypatch.setattr(norm_in_backward.NormInBackward, "known", known)
+    monkeypatch.setattr(norm_in_backward, "MEASURED_BYTES", 0)
+    return counts
 
 
 @pytest.fixture
@@ -183,19 +199,18 @@ def test_gradients_of_a_step_not_wanted_can_be_cleared(parts):
 
 
 @pytest.mark.parametrize("single", [True, False])
-def test_seed_bug_gradients_were_not_clipped(parts, assert_same, monkeypatch, single):
+def test_seed_bug_gradients_were_not_clipped(parts, assert_same, known, single):
     parts, kwargs = parts[: 1 if single else 2], {"lr": 1e-2, "max_grad_norm": 0.25}
     copies = copy.deepcopy(parts)
     container = OptimizersInBackwardContainer(parts, FusedAdamW, kwargs)
     plain = OptimizersContainer(copies, FusedAdamW, kwargs)
-    accumulate = PlannedStep.accumulate
     for seed in range(3):
         backward(copies, seed)
         plain.step()
         plain.zero_grad()
-        monkeypatch.setattr(PlannedStep, "accumulate", lambda *_: pytest.fail("a second pass"))
+        known.clear()
         backward(parts, seed)
-        monkeypatch.setattr(PlannedStep, "accumulate", accumulate)
+        assert sum(known) == len(parameters(parts))
         for part, other in zip(parts, copies, strict=True):
             assert_same(part, other)  # before step() is called
         assert torch.equal(container.control.grad_norm, plain.control.grad_norm)
@@ -248,21 +263,81 @@ def test_a_scaler_is_refused_where_backward_updates(choice, parts):
         scaler.step(container)
 
 
-def test_update_in_step_uses_what_backward_measured(parts, monkeypatch):
+def test_update_in_step_uses_what_backward_measured(parts, known):
     copies, kwargs = copy.deepcopy(parts), {"lr": 1e-2, "max_grad_norm": 0.25}
     container = OptimizersInBackwardContainer(parts, FusedAdamW, kwargs, backwards_per_step=None)
     plain = OptimizersContainer(copies, FusedAdamW, kwargs)
-    for microbatches in (1, 2):
+    for microbatches in (1, 2, 2):
         for seed in range(microbatches):
             backward(parts, seed)
             backward(copies, seed)
         plain.step()
         plain.zero_grad()
-        with monkeypatch.context() as patch:
-            if microbatches == 1:  # with more, what was measured is not what is there now
-                patch.setattr(PlannedStep, "accumulate", lambda *_: pytest.fail("a second pass"))
-            container.step()
+        container.step()
         assert all(map(torch.equal, parameters(parts), parameters(copies)))
+    # What it measures is the last gradient of as many as there were in the step before.
+    assert [sum(known[i : i + 2]) for i in (0, 2, 4)] == [12, 0, 12]
+
+
+@pytest.mark.filterwarnings("ignore:a gradient was changed after backward")
+@pytest.mark.parametrize("change", ["scaled", "not finite", "replaced", "dropped", "all by hand"])
+def test_gradients_that_change_before_step_are_measured_anew(parts, known, assert_same, change):
+    copies, kwargs = copy.deepcopy(parts), {"max_grad_norm": 0.25, "skip_nonfinite": True}
+    container = OptimizersInBackwardContainer(parts, FusedAdamW, kwargs, backwards_per_step=None)
+    plain = OptimizersContainer(copies, FusedAdamW, kwargs)
+    for seed in range(3):
+        for own, optimizer in ((parts, container), (copies, plain)):
+            if seed != 1 or change != "all by hand":
+                backward(own, seed)
+            params = parameters(own)
+            if seed == 1:
+                match change:
+                    case "scaled":
+                        params[0].grad.mul_(1000)
+                    case "not finite":
+                        params[1].grad[0] = torch.inf
+                    case "replaced":
+                        params[0].grad = torch.ones_like(params[0])
+                    case "dropped":
+                        params[0].grad = None
+                    case "all by hand":
+                        for param in params:
+                            param.grad = torch.ones_like(param)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.equal(container.control.grad_norm, plain.control.grad_norm)
+        assert all(param.grad is None for param in parameters(parts))
+    assert float(container.control.skipped_steps) == (change == "not finite")
+    for part, other in zip(parts, copies, strict=True):
+        assert_same(part, other)
+
+
+@pytest.mark.filterwarnings("ignore:a gradient was changed after backward")
+def test_hooks_that_come_later_may_change_gradients(parts, known):
+    container = OptimizersInBackwardContainer(parts, FusedAdamW, {"max_grad_norm": 1.0})
+    plain = OptimizersContainer(copies := copy.deepcopy(parts), FusedAdamW, {"max_grad_norm": 1.0})
+
+    def scale(param):
+        param.grad.mul_(20)
+
+    for param in parameters(parts) + parameters(copies):
+        param.register_post_accumulate_grad_hook(scale)
+    backward(parts, 0)
+    backward(copies, 0)
+    plain.step()
+    assert torch.equal(container.control.grad_norm, plain.control.grad_norm)
+
+
+def test_complex_parameters_are_clipped():
+    params = [nn.Parameter(torch.tensor([1 + 2j, 3 - 1j])) for _ in range(2)]
+    options = {"max_grad_norm": 0.5}
+    container = OptimizersInBackwardContainer([nn.ParameterList(params[:1])], FusedAdamW, options)
+    plain = FusedAdamW(params[1:], **options)
+    for param in params:
+        (param.conj() * (2 - 1j)).real.sum().backward()  # a gradient that is lazily conjugated
+    plain.step()
+    assert torch.equal(*params)
+    assert torch.equal(container.control.grad_norm, plain.control.grad_norm)
 
 
 @pytest.mark.parametrize("norm", [{}, {"max_grad_norm": 0.25}])
@@ -430,8 +505,30 @@ def test_is_an_optimizers_container(choice, parts):
     assert [p for group in container.param_groups for p in group["params"]] == [
         p for part in parts for p in part.parameters()
     ]
-    with pytest.raises(NotImplementedError):
-        container.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+
+
+def test_what_would_not_be_honoured_is_rejected(choice, parts):
+    """Nothing takes gradients of later groups; each parameter's optimizer counts its own steps."""
+    container = in_backward(choice, parts)
+    for owner in (container, container.optimizers[3]):
+        with pytest.raises(NotImplementedError, match="build one for the grown model"):
+            owner.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    assert len(container.param_groups) == 12
+    if isinstance(container.optimizers[0], FusedAdam):
+        with pytest.raises(NotImplementedError, match="take LRSchedulersContainer"):
+            container.optimizers[0].set_schedule(warmup_steps=1, stable_steps=1, decay_steps=1)
+
+
+def test_a_scheduler_finds_that_all_have_stepped(choice, parts):
+    """Also those whose parameters have never had a gradient."""
+    container = in_backward(choice, parts)
+    schedules = [torch.optim.lr_scheduler.StepLR(optimizer, 1) for optimizer in container]
+    parts[0](torch.ones(1, 5)).sum().backward()
+    container.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for schedule in schedules:
+            schedule.step()
 
 
 @pytest.mark.parametrize("converted", [slice(None), slice(1)], ids=["all parts", "the first"])

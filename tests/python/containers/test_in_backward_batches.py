@@ -11,13 +11,14 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.checkpoint import checkpoint
 
-from torchopt_ext import FusedAdamW, ops
+from torchopt_ext import FusedAdamW
 from torchopt_ext.containers import (
     LRSchedulersContainer,
+    OptimizersContainer,
     OptimizersInBackwardContainer,
     batches,
-    in_backward,
 )
+from torchopt_ext.optim import norm_in_backward
 from torchopt_ext.optim.planned import PlannedStep
 
 
@@ -50,9 +51,10 @@ def own_hyperparameters(container, parts):
 def own_settings(container, parts):
     train(container, parts)
     container.optimizers[1].max_grad_norm = 0.1
-    container.optimizers[0].set_schedule(warmup_steps=9, stable_steps=9, decay_steps=9)
+    container.optimizers[0].skip_nonfinite = True
     train(container, parts)
     container.optimizers[1].max_grad_norm = None
+    container.optimizers[0].skip_nonfinite = False
     train(container, parts)
 
 
@@ -212,14 +214,31 @@ def test_one_call_a_batch(parts, built, monkeypatch):
     assert len(calls) == 3 + 1  # the weights of linear layers, and everything else
 
 
+def test_a_batch_without_gradients_is_left_alone(parts, built, assert_same):
+    """As of a branch that no microbatch has used."""
+    copies = copy.deepcopy(parts)
+    container = built(parts, {"backwards_per_step": 2}, batch=300)
+    plain = OptimizersContainer(copies, FusedAdamW, {"lr": 1e-2})
+    for layer in "0", "1":
+        for own in (parts, copies):
+            own[0].layers[layer](torch.ones(1, 5)).sum().backward()
+    for optimizer in (container, plain):
+        optimizer.step()
+    for part, other in zip(parts, copies, strict=True):
+        assert_same(part, other)
+    assert all(param.grad is None for param in parameters(parts))
+
+
 def test_one_measurement_of_neighbours(parts, built, monkeypatch):
-    container, measured = built(parts, {"max_grad_norm": 0.25}), []
-    add = ops.grad_sumsq_
-    monkeypatch.setattr(in_backward, "CACHED_BYTES", 250)
+    measured, add = [], norm_in_backward.sum_gradients
+    monkeypatch.setattr(norm_in_backward, "MEASURED_BYTES", 0)
+    monkeypatch.setitem(norm_in_backward.CACHED_BYTES, "cpu", 250)
     monkeypatch.setattr(
-        ops, "grad_sumsq_", lambda grads, sums: measured.append(len(grads)) or add(grads, sums)
+        norm_in_backward,
+        "sum_gradients",
+        lambda params, *more: measured.append(len(params)) or add(params, *more),
     )
-    train(container, parts, [0])
+    train(built(parts, {"max_grad_norm": 0.25}), parts, [0])
     assert len(measured) == 2 and sum(measured) == 12
 
 

@@ -459,3 +459,24 @@ def test_without_a_norm_each_optimizer_makes_its_own_step(parts):
 def test_clipping_arguments_are_torchs_typeerror_with_torchs_classes(parts):
     with pytest.raises(TypeError, match="max_grad_norm"):
         OptimizersContainer(parts, torch.optim.AdamW, {"max_grad_norm": 1.0})
+
+
+def test_a_rejected_step_changes_no_part(parts, set_grads, assert_same):
+    container = OptimizersContainer(parts, FusedAdamW, {"lr": 1e-2})
+    before = copy.deepcopy(parts)
+    set_grads(parts, 0)
+    weight = parts[1].layers["2"][0].weight
+    weight.grad = torch.eye(5).to_sparse()
+    with pytest.raises(RuntimeError, match="has layout Sparse"):
+        container.step()
+    for part, other in zip(parts, before, strict=True):
+        assert_same(part, other)
+    weight.grad = torch.eye(5)
+    container.step()
+    assert {float(state["step"]) for state in container.state.values()} == {1.0}
+
+
+def test_one_cycle_finds_the_optimizers_betas(choice, parts):
+    container = OptimizersContainer(parts, choice.cls, {"lr": 1e-2})
+    torch.optim.lr_scheduler.OneCycleLR(container, max_lr=1.0, total_steps=9)
+    assert {group["betas"][0] for group in container.param_groups} == {0.95}

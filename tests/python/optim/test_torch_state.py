@@ -294,3 +294,55 @@ def test_decoupled_weight_decay_key() -> None:
     del state_dict["param_groups"][0]["decoupled_weight_decay"]
     loaded.load_state_dict(state_dict)
     assert loaded.param_groups[0]["decoupled_weight_decay"] is True
+
+
+@pytest.mark.parametrize("kept", ["fp32", "remainder", "remainder8"])
+def test_masters_do_not_survive_torchs_optimizer(kept: str) -> None:
+    """It casts them to bfloat16 and leaves them as they are; the weights go on."""
+    params = [nn.Parameter(torch.linspace(-2, 2, 300).reshape(3, 100).bfloat16())]
+    optimizer = OURS["AdamW"](params, lr=0.1, master_weights=kept)
+    train([optimizer], [params], 3)
+    theirs = torch.optim.AdamW(params, lr=0.1)
+    theirs.load_state_dict(optimizer.state_dict())
+    train([theirs], [params], 3)
+    resumed = OURS["AdamW"](params, lr=0.1, master_weights=kept)
+    with pytest.warns(UserWarning, match="masters of 1 parameters"):
+        resumed.load_state_dict(theirs.state_dict())
+    fresh = copy_params(params)
+    expected = OURS["AdamW"](fresh, lr=0.1, master_weights=kept)
+    state = {
+        k: v for k, v in theirs.state_dict()["state"][0].items() if "exp_avg" in k or k == "step"
+    }
+    expected.load_state_dict({**theirs.state_dict(), "state": {0: state}})
+    train([resumed, expected], [params, fresh], 2)
+    assert bits(params[0]) == bits(fresh[0])
+
+
+def test_another_optimizers_state_dict_is_rejected() -> None:
+    params = make_params()
+    optimizer = OURS["AdamW"](params, lr=0.25)
+    with pytest.raises(ValueError, match=r"lacks betas, eps, which FusedAdamW needs"):
+        optimizer.load_state_dict(torch.optim.SGD(params, lr=0.5).state_dict())
+    assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("betas", (1.0, 0.99), "Invalid beta parameter at index 0: 1"),
+        ("eps", -1.0, "Invalid epsilon"),
+        ("lr", float("nan"), "Invalid learning rate: nan"),
+    ],
+)
+def test_options_are_checked_when_they_change(option: str, value: Any, message: str) -> None:
+    params = make_params()
+    optimizer = OURS["AdamW"](params)
+    train([optimizer], [params], 1)
+    before = copy_params(params)
+    usual, optimizer.param_groups[0][option] = optimizer.param_groups[0][option], value
+    set_gradients(params, seed=1)
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+    assert all(bits(p) == bits(q) for p, q in zip(params, before, strict=True))
+    optimizer.param_groups[0][option] = usual
+    optimizer.step()
