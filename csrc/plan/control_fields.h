@@ -1,7 +1,6 @@
 // The control block's fields by name, for Python.
 #pragma once
 
-#include <algorithm>
 #include <array>
 #include <bit>
 
@@ -51,8 +50,12 @@ static_assert([] {
     numbered.*kControlFields[i].field = i;
   }
   const auto values = std::bit_cast<std::array<double, kControlSize>>(numbered);
-  double next = 0.0;
-  return std::ranges::all_of(values, [&](double value) { return value == next++; });
+  for (int i = 0; i < kControlSize; ++i) {
+    if (values[i] != i) {
+      return false;
+    }
+  }
+  return true;
 }());
 
 }  // namespace torchopt_ext

@@ -112,6 +112,13 @@ def sharded(module: nn.Module) -> nn.Module:
     return fully_shard(module)
 
 
+def sharded_apart(module: nn.Module) -> nn.Module:
+    """By roots of their own, of which the first reduces when backward has ended."""
+    fully_shard(module[0])  # type: ignore[index]
+    fully_shard(module[2])  # type: ignore[index]
+    return module
+
+
 class UsedByRank(nn.Module):
     """Its first layer is trained by one rank in each call, and by the other in the next."""
 
@@ -213,6 +220,7 @@ def cases() -> dict[str, Callable[[], Result]]:
         found[f"ddp, used by rank{name}"] = lambda k=kwargs: compared(
             lambda m: ddp(UsedByRank(m), find_unused_parameters=True), **k
         )
+        found[f"fsdp, several roots{name}"] = lambda k=kwargs: compared(sharded_apart, **k)
         found[f"fsdp{name}"] = lambda k=kwargs: compared(sharded, **k)
         found[f"fsdp, accumulated{name}"] = lambda k=kwargs: compared(sharded, microbatches=3, **k)
     for how in ("plain", "rows", "expert parallel", "tensor parallel", "stages"):

@@ -11,7 +11,7 @@ from .rank_results import Results, case, each_rank
 pytestmark = pytest.mark.timeout(150)
 
 WRAPPERS = ("ddp", "inner module of ddp", "replicate", "ddp, accumulated", "ddp, used by rank")
-SHARDED = ("fsdp", "fsdp, accumulated")
+SHARDED = ("fsdp", "fsdp, accumulated", "fsdp, several roots")
 LAYOUTS = ("plain", "rows", "expert parallel", "tensor parallel", "stages")
 
 

@@ -191,7 +191,6 @@ def test_the_environment_has_what_is_pinned_for_it() -> None:
         importlib.metadata.distribution(name)
 
 
-@pytest.mark.newest_torch
 class TestThreads:
     def test_one_openmp_library_is_loaded(self) -> None:
         paths = run(

@@ -2,7 +2,7 @@
 
 import gc
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -16,6 +16,7 @@ from torchopt_ext.containers.optimizers import OptimizersContainer, T, deciding_
 from torchopt_ext.optim import FusedAdam
 from torchopt_ext.optim.context import ALONE, StepContext
 from torchopt_ext.optim.hooks import inner_step
+from torchopt_ext.optim.norm_in_backward import NormInBackward
 from torchopt_ext.optim.weak_hooks import WeakHook, handles_of
 from torchopt_ext.statedict import flat
 from torchopt_ext.statedict.entries import MASTERS
@@ -39,8 +40,8 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
     after the hooks: the update follows the last reduction, when backward ends. DDP's buckets hold
     all gradients until then anyway.
 
-    `step()` and `zero_grad()` do nothing, but step hooks fire in `step()`, when the parameters have
-    already been updated.
+    `step()` fires step hooks, when the parameters have already been updated. Like `zero_grad()`, it
+    does nothing else, but with gradients that backward has left: it updates, that one drops them.
 
     Args:
         model_parts, optimizer_cls, optimizer_kwargs, compat: as OptimizersContainer's.
@@ -76,8 +77,6 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
         self.measures_norm = any(optimizer_kwargs.get(name) for name in norm_for)
         self._backwards = backwards_per_step
         self._check_arguments(optimizer_kwargs.get("process_group"))
-        if self.measures_norm:
-            optimizer_kwargs = {**optimizer_kwargs, "norm_in_backward": True}
         super().__init__(model_parts, optimizer_cls, optimizer_kwargs, compat=compat)
         if not self.optimizers:
             raise ValueError("no parameter of the model parts is trainable")
@@ -90,6 +89,10 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
         self._counts: dict[Tensor, int] = {}  # gradients since a parameter's last update
         self._task: int | None = None  # the graph task at whose end the update is made
         self._reduced_later: bool | None = None  # by DDP; None: not looked for yet
+        for optimizer in self.optimizers if self.measures_norm else ():
+            if isinstance(optimizer, FusedAdam):
+                optimizer.norm_in_backward = NormInBackward()
+                optimizer.norm_in_backward.watch(optimizer.param_groups[0]["params"])
         handles, hook = handles_of(self), WeakHook(self, "_take_gradient")
         for param in self._optimizer_of:
             handles.append(param.register_post_accumulate_grad_hook(hook))
@@ -169,7 +172,7 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
         super()._set_max_grad_norm(value)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Does nothing but clear gradients that are not to be used: backward clears the others."""
+        """Drops gradients that no update has used: backward clears the others."""
         self._watch_swapped()
         if self.measures_norm:
             for optimizer in self.optimizers:
@@ -243,8 +246,16 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
                 self._optimizer_of[param].step()
                 param.grad = None
             return
+        if self._reduced_later:
+            for norm in self._norms():
+                norm.spoil()
         if self._backwards is not None:
             self._update_at_end()
+
+    def _norms(self) -> Iterator[NormInBackward]:
+        for optimizer in self.optimizers if self.measures_norm else ():
+            if isinstance(optimizer, FusedAdam) and optimizer.norm_in_backward is not None:
+                yield optimizer.norm_in_backward
 
     def _update_at_end(self, *_: Any) -> None:
         """Lets the update follow when the graph task that runs now has ended."""
@@ -257,20 +268,19 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
         node = current_node()
         if node is not None:  # reentrant activation checkpointing: its outer task goes on
             node.register_hook(WeakHook(self, "_update_at_end"))
-        elif self._reduced_later:
-            # DDP's reducer waits for its reductions in a callback that it queues after this one
-            # (torch/csrc/distributed/c10d/reducer.cpp, mark_variable_ready).
-            call_at_end_of_backward(WeakHook(self, "_update_complete"))
         else:
-            self._update_complete()
+            # Callbacks that were queued after this one bring gradients, too: DDP's reducer waits
+            # for its reductions (torch/csrc/distributed/c10d/reducer.cpp, mark_variable_ready), and
+            # each root of FSDP2 reduces what no hook of its backward has (_fsdp_state.py,
+            # _root_post_backward_final_callback).
+            call_at_end_of_backward(WeakHook(self, "_update_complete"))
 
     def _update_complete(self) -> None:
         self._watch_swapped()
         # Otherwise another part's microbatches are to come, or step().
         if self._counts and self._is_complete():
-            for optimizer in self.optimizers if self.measures_norm else ():
-                if isinstance(optimizer, FusedAdam) and optimizer.norm_in_backward is not None:
-                    optimizer.norm_in_backward.end_backward()  # its own call may come later
+            for norm in self._norms():
+                norm.end_backward()  # its own call may come later
             self._update(ALONE)
 
     def _is_complete(self) -> bool:
@@ -281,7 +291,8 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
         self._clear()
 
     def _step(self, context: StepContext, *args: Any, **kwargs: Any) -> Any:
-        if not context.is_plain or deciding_jointly(self.optimizers, context):
+        norm = self.measures_norm or deciding_jointly(self.optimizers, context)
+        if norm or not context.is_plain:  # else there is an optimizer for each parameter
             return super()._step(context, *args, **kwargs)
         for joint in self._joint_steps:
             joint.step_all(lambda optimizer: inner_step(optimizer, context))
@@ -291,11 +302,9 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
         return None
 
     def _clear(self) -> None:
-        # DDP gives a gradient to what only other ranks have used, and others may come by hand: the
-        # update has taken them, too.
-        for param in (
-            self._optimizer_of if self._reduced_later or self.measures_norm else self._counts
-        ):
+        # The update has also taken gradients that no hook has: DDP gives some to what only other
+        # ranks have used, and others may come by hand.
+        for param in self._optimizer_of:
             param.grad = None
         self._counts = {}
 

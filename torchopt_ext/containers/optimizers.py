@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
-from torchopt_ext._torch import note_step
+from torchopt_ext import _C
+from torchopt_ext._torch import has_step_hooks, note_step
 from torchopt_ext.optim import FusedAdam, fused_step
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.control import ControlView
@@ -120,7 +121,10 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
                 f"a closure cannot be honoured by {len(self.optimizers)} optimizers, since each "
                 "would run it: compute loss and gradients first, then call step()"
             )
-        if fused := deciding_jointly(self.optimizers, context) or _alike(self.optimizers):
+        fused = deciding_jointly(self.optimizers, context)
+        if fused := fused or ([] if args or kwargs else _alike(self.optimizers)):
+            if args or kwargs:
+                inspect.signature(fused[0].step).bind(*args, **kwargs)  # raises as a call would
             _step_jointly(fused, context)
         else:
             for optimizer in self.optimizers:
@@ -379,7 +383,12 @@ def deciding_jointly(optimizers: Sequence[Optimizer], context: StepContext) -> l
 
 
 def _alike(optimizers: Sequence[Optimizer]) -> list[FusedAdam]:
-    """The optimizers, if one call can step them, which rejects a step before any has made it."""
+    """The optimizers, if one call can step them, which rejects a step before any has made it.
+
+    Hooks, or a profiler, are to see one step after the other.
+    """
+    if _C.observed() or any(has_step_hooks(opt, own_only=True) for opt in optimizers):
+        return []
     fused = [opt for opt in optimizers if isinstance(opt, FusedAdam) and not is_patched(opt)]
     steps = {inspect.unwrap(type(opt).step) for opt in fused} - {inspect.unwrap(FusedAdam.step)}
     groups = {id(opt.process_group) for opt in fused}
@@ -394,7 +403,8 @@ def _step_jointly(optimizers: Sequence[FusedAdam], context: StepContext) -> None
 
     for optimizer in optimizers:
         note_step(optimizer)
-        step = functools.partial(_between_hooks, optimizer, step)
+        if _C.observed() or has_step_hooks(optimizer, own_only=True):
+            step = functools.partial(_between_hooks, optimizer, step)
     step()
 
 

@@ -328,6 +328,37 @@ def test_hooks_that_come_later_may_change_gradients(parts, known):
     assert torch.equal(container.control.grad_norm, plain.control.grad_norm)
 
 
+@pytest.mark.parametrize("backwards", [1, 2, None])
+def test_a_norm_that_is_asked_for_no_more(parts, assert_same, backwards):
+    copies, kwargs = copy.deepcopy(parts), {"lr": 1e-2, "max_grad_norm": 0.25}
+    container = OptimizersInBackwardContainer(
+        parts, FusedAdamW, kwargs, backwards_per_step=backwards
+    )
+    plain = OptimizersContainer(copies, FusedAdamW, kwargs)
+    for threshold in (0.25, None, 0.25):
+        for own, optimizer in ((parts, container), (copies, plain)):
+            optimizer.max_grad_norm = threshold
+            for seed in range(backwards or 1):
+                backward(own, seed)
+            optimizer.step()
+            optimizer.zero_grad()
+    for part, other in zip(parts, copies, strict=True):
+        assert_same(part, other)
+    assert_same(container.state_dict(), plain.state_dict())
+
+
+def test_ddp_of_one_rank_changes_no_measured_gradient(one_rank, known):
+    """It writes the gradients that it has reduced."""
+    model = nn.parallel.DistributedDataParallel(nn.Linear(5, 5))
+    container = OptimizersInBackwardContainer([model], FusedAdamW, {"max_grad_norm": 1.0})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            model(torch.ones(1, 5)).sum().backward()
+    assert float(container.control.steps) == 2
+    assert known == [0, 0]
+
+
 def test_complex_parameters_are_clipped():
     params = [nn.Parameter(torch.tensor([1 + 2j, 3 - 1j])) for _ in range(2)]
     options = {"max_grad_norm": 0.5}

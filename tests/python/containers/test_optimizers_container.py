@@ -476,6 +476,18 @@ def test_a_rejected_step_changes_no_part(parts, set_grads, assert_same):
     assert {float(state["step"]) for state in container.state.values()} == {1.0}
 
 
+@pytest.mark.parametrize("norm", [None, 1.0])
+def test_any_number_of_parts(norm):
+    parts = [nn.ParameterList([torch.ones(1)]) for _ in range(1200)]
+    container = OptimizersContainer(parts, FusedAdamW, {"max_grad_norm": norm})
+    for part in parts:
+        part[0].grad = torch.ones(1)
+    container.step()
+    assert {float(state["step"]) for state in container.state.values()} == {1.0}
+    with pytest.raises(TypeError, match="unexpected keyword argument 'other'"):
+        container.step(other=1)
+
+
 def test_one_cycle_finds_the_optimizers_betas(choice, parts):
     container = OptimizersContainer(parts, choice.cls, {"lr": 1e-2})
     torch.optim.lr_scheduler.OneCycleLR(container, max_lr=1.0, total_steps=9)
