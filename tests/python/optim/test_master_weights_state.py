@@ -286,7 +286,7 @@ def test_a_refused_group_leaves_the_optimizer_as_it_was() -> None:
     [
         ("bf16 master", "master_weight", lambda t: t[:1]),
         ("bf16 master", "master_weight", lambda t: t.double()),
-        ("bf16 master", "master_weight", lambda t: t.to(BF16)),
+        ("bf16 master", "master_weight", lambda t: t.to(FP16)),
         ("bf16 master", "master_weight", lambda _: 1.0),
         ("bf16 remainder", "remainder", lambda t: t.flatten()),
         ("bf16 remainder", "remainder", lambda t: t.int()),
