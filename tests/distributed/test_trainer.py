@@ -108,7 +108,7 @@ def test_one_process_repeats_the_loop_by_hand_bit_for_bit(train, by_hand, tmp_pa
     run = train(tmp_path, 1, *batch("one process"))
     assert trajectory(run) == trajectory(by_hand)
     assert [line["step"] for line in run] == list(range(1, STEPS + 1))
-    assert run[-1]["loss_metrics/global_avg_loss"] < run[0]["loss_metrics/global_avg_loss"]
+    assert len({line["loss_metrics/global_avg_loss"] for line in run}) == STEPS
 
 
 @pytest.mark.parametrize("name", layouts(*FAST))
