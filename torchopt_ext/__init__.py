@@ -48,6 +48,10 @@ _MODULES = {
 }
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     """Imports a subpackage when it, or a name of it, is first used: some take long to import."""
     if name not in __all__:

@@ -8,6 +8,7 @@ import os
 import weakref
 from collections.abc import Callable, Mapping
 from itertools import chain
+from numbers import Real
 from typing import Any
 
 import torch
@@ -128,11 +129,25 @@ class FSDPadaptOptimizer(BaseOptimizer):
             max_norm: of all gradients; 0 or less for no clipping.
 
         Raises:
+            TypeError: ``model`` is a number.
             ValueError: ``max_norm`` is NaN.
         """
+        if isinstance(model, Real):
+            raise TypeError(
+                f"model is {model!r}; the threshold is clip_grad_norm(max_norm={model!r})"
+            )
         if math.isnan(max_norm):
             raise ValueError("Invalid max_norm: nan; 0 or less leaves gradients alone")
         self._clip_grad_norm = float(max_norm)
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        """The threshold that :meth:`clip_grad_norm` sets; None: no clipping."""
+        return self._clip_grad_norm if self._clip_grad_norm > 0.0 else None
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float | None) -> None:
+        self.clip_grad_norm(max_norm=value or 0.0)
 
     @property
     def params_by_group(self) -> list[list[Tensor]]:
@@ -204,9 +219,8 @@ class FSDPadaptOptimizer(BaseOptimizer):
         except RuntimeError:
             reject([base], StepContext(check_overflow=True), Agreement())
             raise
-        clip = self._clip_grad_norm if self._clip_grad_norm > 0.0 else None
-        if base.max_grad_norm != clip:
-            base.max_grad_norm = clip
+        if base.max_grad_norm != self.max_grad_norm:
+            base.max_grad_norm = self.max_grad_norm
         try:
             if isinstance(base, MasterWeights):
                 skipped = base.step(self.loss_scale)

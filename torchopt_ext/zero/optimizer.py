@@ -16,6 +16,7 @@ from torchopt_ext._torch import is_hook_table
 from torchopt_ext.optim import FusedAdam
 from torchopt_ext.optim.collective import all_or_none, use_device, waits_at_most
 from torchopt_ext.optim.context import ALONE, StepContext
+from torchopt_ext.optim.control import ControlView
 from torchopt_ext.optim.fp32_moments import is_8_bit
 from torchopt_ext.optim.hooks import HookedStep, run_hooks
 from torchopt_ext.optim.rejection import Agreement, Verdict
@@ -393,7 +394,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
         return self.parts.hides_gradients
 
     @property
-    def control(self) -> Any:
+    def control(self) -> ControlView:
         """The local FusedAdam's decision, which is that of all ranks."""
         return self.optim.control
 

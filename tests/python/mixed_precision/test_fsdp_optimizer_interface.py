@@ -403,3 +403,15 @@ def test_base_optimizer_hands_everything_on() -> None:
     assert_same_bits(gradients(params[:1]), [torch.full((3, 4), 6.0)])
     pickle.loads(pickle.dumps(ours))
     copy.deepcopy(ours)
+
+
+def test_the_threshold_has_one_value() -> None:
+    optimizer = FSDPadaptOptimizer(FusedAdamW(parameters(BF16)), clip_grad_norm=2.0)
+    assert optimizer.max_grad_norm == 2.0
+    optimizer.max_grad_norm = 0.5
+    optimizer.step()
+    assert optimizer.optim.max_grad_norm == 0.5
+    with pytest.raises(TypeError, match=r"clip_grad_norm\(max_norm=0\.25\)"):
+        optimizer.clip_grad_norm(0.25)
+    optimizer.max_grad_norm = None
+    assert optimizer.max_grad_norm is None

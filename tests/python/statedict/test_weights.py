@@ -254,3 +254,11 @@ def test_a_state_dict_before_the_first_step_is_complete(masters: str) -> None:
         one, other = first.state[own], resumed.state[loaded]
         assert one.keys() == other.keys()
         assert_same_bits(one.values(), [other[name] for name in one])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_of_which_none_is_known_are_rejected(dtype: torch.dtype) -> None:
+    model = nn.Linear(3, 2).to(dtype)
+    given = {name: torch.ones(p.shape) for name, p in model.named_parameters()}
+    with pytest.raises(ValueError, match="no parameter's name is among"):
+        FusedAdamW(model.parameters()).refresh_masters(from_=given)
