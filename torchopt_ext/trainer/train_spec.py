@@ -109,8 +109,9 @@ def get_train_spec(name: str) -> TrainSpec:
     if name not in _train_specs:
         known = ", ".join(map(repr, sorted(_train_specs))) or "none"
         raise ConfigError(
-            f"model.name is {name!r}, which is not registered (registered: {known}): give --config, "
-            "such as examples/debug.toml, or call torchopt_ext.trainer.register_train_spec in a module that experimental.custom_import "
+            f"model.name is {name!r}, which is not registered (registered: {known}): give "
+            "--config, such as examples/debug.toml, or call "
+            "torchopt_ext.trainer.register_train_spec in a module that experimental.custom_import "
             "names"
         )
     return _train_specs[name]
