@@ -266,8 +266,8 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
                 optimizer.first_parameter_number = number
             number += sum(len(group["params"]) for group in optimizer.param_groups)
         # Schedulers such as OneCycleLR look for betas among the defaults.
-        defaults = {**self.optimizers[0].defaults, **optimizer_kwargs} if self.optimizers else {}
-        Optimizer.__init__(self, [{"params": all_params}], defaults)
+        own = self.optimizers[0].defaults if self.optimizers else {}
+        Optimizer.__init__(self, [{"params": all_params}], {**own, **optimizer_kwargs})
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
