@@ -2,7 +2,7 @@
 
 import gc
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -89,10 +89,12 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
         self._counts: dict[Tensor, int] = {}  # gradients since a parameter's last update
         self._task: int | None = None  # the graph task at whose end the update is made
         self._reduced_later: bool | None = None  # by DDP; None: not looked for yet
+        self._norms: list[NormInBackward] = []  # of the optimizers, if there is a norm
         for optimizer in self.optimizers if self.measures_norm else ():
             if isinstance(optimizer, FusedAdam):
-                optimizer.norm_in_backward = NormInBackward()
-                optimizer.norm_in_backward.watch(optimizer.param_groups[0]["params"])
+                optimizer.norm_in_backward = norm = NormInBackward()
+                norm.watch(optimizer.param_groups[0]["params"])
+                self._norms.append(norm)
         handles, hook = handles_of(self), WeakHook(self, "_take_gradient")
         for param in self._optimizer_of:
             handles.append(param.register_post_accumulate_grad_hook(hook))
@@ -175,8 +177,7 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
         """Drops gradients that no update has used: backward clears the others."""
         self._watch_swapped()
         if self.measures_norm:
-            for optimizer in self.optimizers:
-                optimizer.zero_grad()
+            super().zero_grad()
             self._counts = {}
         elif self._counts:
             self._clear()
@@ -247,15 +248,10 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
                 param.grad = None
             return
         if self._reduced_later:
-            for norm in self._norms():
+            for norm in self._norms:
                 norm.spoil()
         if self._backwards is not None:
             self._update_at_end()
-
-    def _norms(self) -> Iterator[NormInBackward]:
-        for optimizer in self.optimizers if self.measures_norm else ():
-            if isinstance(optimizer, FusedAdam) and optimizer.norm_in_backward is not None:
-                yield optimizer.norm_in_backward
 
     def _update_at_end(self, *_: Any) -> None:
         """Lets the update follow when the graph task that runs now has ended."""
@@ -279,7 +275,7 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
         self._watch_swapped()
         # Otherwise another part's microbatches are to come, or step().
         if self._counts and self._is_complete():
-            for norm in self._norms():
+            for norm in self._norms:
                 norm.end_backward()  # its own call may come later
             self._update(ALONE)
 

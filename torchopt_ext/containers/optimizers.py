@@ -13,13 +13,19 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
-from torchopt_ext import _C
-from torchopt_ext._torch import has_step_hooks, note_step
+from torchopt_ext._torch import note_step
 from torchopt_ext.optim import FusedAdam, fused_step
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.control import ControlView
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, embeddings_of, fp32_params, is_8_bit
-from torchopt_ext.optim.hooks import HookedStep, inner_step, is_patched, with_own_hooks
+from torchopt_ext.optim.hooks import (
+    HookedStep,
+    inner_step,
+    is_patched,
+    is_watched,
+    with_own_hooks,
+)
+from torchopt_ext.optim.joint import has_own_step
 from torchopt_ext.statedict import dcp, flat
 from torchopt_ext.statedict.entries import BY_NAME, unwrapped
 from torchopt_ext.statedict.masters import read_weights
@@ -122,9 +128,11 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
                 "would run it: compute loss and gradients first, then call step()"
             )
         fused = deciding_jointly(self.optimizers, context)
-        if fused := fused or ([] if args or kwargs else _alike(self.optimizers)):
-            if args or kwargs:
-                inspect.signature(fused[0].step).bind(*args, **kwargs)  # raises as a call would
+        if fused and (args or kwargs):
+            inspect.signature(fused[0].step).bind(*args, **kwargs)  # raises as a call would
+        elif not fused and not args and not kwargs:
+            fused = _alike(self.optimizers)
+        if fused:
             _step_jointly(fused, context)
         else:
             for optimizer in self.optimizers:
@@ -374,7 +382,7 @@ def deciding_jointly(optimizers: Sequence[Optimizer], context: StepContext) -> l
     if len(fused) < len(optimizers) or not any(opt.wants_norm(context) for opt in fused):
         return []
     for opt in fused:
-        if inspect.unwrap(type(opt).step) is not inspect.unwrap(FusedAdam.step):
+        if not has_own_step(opt):
             raise TypeError(
                 f"{type(opt).__name__} overrides step(), which one decision over "
                 f"{len(fused)} optimizers cannot call: leave out max_grad_norm and skip_nonfinite"
@@ -387,12 +395,11 @@ def _alike(optimizers: Sequence[Optimizer]) -> list[FusedAdam]:
 
     Hooks, or a profiler, are to see one step after the other.
     """
-    if _C.observed() or any(has_step_hooks(opt, own_only=True) for opt in optimizers):
+    if any(map(is_watched, optimizers)):
         return []
-    fused = [opt for opt in optimizers if isinstance(opt, FusedAdam) and not is_patched(opt)]
-    steps = {inspect.unwrap(type(opt).step) for opt in fused} - {inspect.unwrap(FusedAdam.step)}
+    fused = [opt for opt in optimizers if has_own_step(opt) and not is_patched(opt)]
     groups = {id(opt.process_group) for opt in fused}
-    return fused if len(fused) == len(optimizers) and not steps and len(groups) == 1 else []
+    return fused if len(fused) == len(optimizers) and len(groups) == 1 else []
 
 
 def _step_jointly(optimizers: Sequence[FusedAdam], context: StepContext) -> None:
@@ -403,7 +410,7 @@ def _step_jointly(optimizers: Sequence[FusedAdam], context: StepContext) -> None
 
     for optimizer in optimizers:
         note_step(optimizer)
-        if _C.observed() or has_step_hooks(optimizer, own_only=True):
+        if is_watched(optimizer):
             step = functools.partial(_between_hooks, optimizer, step)
     step()
 

@@ -83,11 +83,16 @@ def is_patched(optimizer: Any) -> bool:
     return patch is not None and getattr(patch, "__wrapped__", None) is not type(optimizer).step
 
 
+def is_watched(optimizer: Any) -> bool:
+    """Whether a hook of the optimizer's own, or a profiler, is to see its step."""
+    return _C.observed() or _torch.has_step_hooks(optimizer, own_only=True)
+
+
 def with_own_hooks(
     optimizer: Any, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """profile_hook_step of torch/optim/optimizer.py without the global hooks."""
-    if not (_C.observed() or _torch.has_step_hooks(optimizer, own_only=True)):
+    if not is_watched(optimizer):
         return step(optimizer, *args, **kwargs)
     args = (optimizer, *args)
     with record_function(f"Optimizer.step#{type(optimizer).__name__}.step"):

@@ -29,11 +29,17 @@ _READ = ("lr", "betas", "eps", "weight_decay", "maximize", "decoupled_weight_dec
 _read = itemgetter(*_READ)
 
 
+def has_own_step(optimizer: Any) -> TypeGuard[FusedAdam]:
+    """Whether it is a FusedAdam whose class does not override the step."""
+    return isinstance(optimizer, FusedAdam) and unwrap(type(optimizer).step) is unwrap(
+        FusedAdam.step
+    )
+
+
 def can_join(optimizer: Any) -> TypeGuard[FusedAdam]:
     """Whether a :class:`JointStep` may have the optimizer: it has one parameter and our step."""
     return (
-        isinstance(optimizer, FusedAdam)
-        and unwrap(type(optimizer).step) is unwrap(FusedAdam.step)
+        has_own_step(optimizer)
         and not optimizer._options.track  # the optimizer's own plan would tell what it saw
         and [len(group["params"]) for group in optimizer.param_groups] == [1]
     )

@@ -97,16 +97,18 @@ class Loaded:
             yield from slot.problems(optimizer)
         pairs = zip(self.groups, optimizer.param_groups, strict=True)
         for number, (group, own) in enumerate(pairs if required is not None else ()):
-            if lacking := sorted((_NEEDED & own.keys()) - group.keys()):
-                yield (
-                    f"group {number} lacks {', '.join(lacking)}, which {type(optimizer).__name__} "
-                    "needs: it is another optimizer's"
-                )
+            if lacking := (_NEEDED & own.keys()) - group.keys():
+                yield f"group {number} {_lacks(lacking, optimizer)}"
             for name in sorted(own.keys() & group.keys() - {"params", "param_names"}):
                 if found := option_problem(name, group[name], own[name]):
                     yield f"{name} of group {number} {found}"
                 elif name == "amsgrad" and group[name] and storage.state_dtype == torch.int8:
                     yield f"group {number} has amsgrad, which does not go with 8-bit moments here"
+
+
+def _lacks(names: Iterable[str], optimizer: Any) -> str:
+    kind, lacking = type(optimizer).__name__, ", ".join(sorted(names))
+    return f"lacks {lacking}, which {kind} needs: it is another optimizer's"
 
 
 def largest_step(entries: Iterable[Mapping[str, Any]]) -> float:
@@ -203,10 +205,7 @@ def load_whole(optim: Optimizer, state_dict: Mapping[str, Any]) -> None:
         optim.load_state_dict({**state_dict, "state": own})
         for number, (group, before) in enumerate(zip(optim.param_groups, contents, strict=True)):
             if lacking := (optim.defaults.keys() & before.keys()) - group.keys():
-                raise ValueError(
-                    f"group {number} of the state dict lacks {', '.join(sorted(lacking))}, which "
-                    f"{type(optim).__name__} needs: it is another optimizer's"
-                )
+                raise ValueError(f"group {number} of the state dict {_lacks(lacking, optim)}")
     except Exception:
         optim.state, optim.param_groups = state, groups
         for group, content in zip(groups, contents, strict=True):
