@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
+TEXT = REPOSITORY / "tests" / "golden" / "adam.json"  # one that seldom changes
 STEPS = 6
 JOB = [
     *("--experimental.custom_import", "examples.byte_llama"),
     *("--model.name", "byte_llama", "--model.flavor", "debug"),
     *("--training.device", "cpu", "--training.steps", str(STEPS), "--training.seed", "7"),
-    *("--training.dataset", "text", "--training.dataset_path", str(REPOSITORY / "docs")),
+    *("--training.dataset", "text", "--training.dataset_path", str(TEXT)),
     *("--training.seq_len", "32", "--training.mixed_precision_param", "float32"),
     *("--activation_checkpoint.mode", "none", "--metrics.log_freq", "1"),
     *("--metrics.progress_bar", "off", "--lr_scheduler.warmup_steps", "2"),
@@ -108,7 +109,7 @@ def test_one_process_repeats_the_loop_by_hand_bit_for_bit(train, by_hand, tmp_pa
     run = train(tmp_path, 1, *batch("one process"))
     assert trajectory(run) == trajectory(by_hand)
     assert [line["step"] for line in run] == list(range(1, STEPS + 1))
-    assert len({line["loss_metrics/global_avg_loss"] for line in run}) == STEPS
+    assert run[-1]["loss_metrics/global_avg_loss"] < run[0]["loss_metrics/global_avg_loss"]
 
 
 @pytest.mark.parametrize("name", layouts(*FAST))
