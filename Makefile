@@ -184,9 +184,9 @@ build/gpu-site/.installed: $(SOURCES)
 	tar -c --exclude='*.so' --exclude=_build_info.py --exclude=torchopt_ext/lib torchopt_ext | tar -x -C $(@D)
 	@touch $@
 
-gpu-report: ## Test and time the library on a GPU in nine minutes; results go to build/gpu-report
+gpu-report: ## Test and time the library on a GPU in nine minutes (ONLY="tests fp32": these sections)
 	since=$$(date +%s) && $(MAKE) --no-print-directory $(GPU_INSTALLED) && \
-		$(GPU_PY) benchmarks/gpu_report.py --since $$since
+		$(GPU_PY) benchmarks/gpu_report.py --since $$since $(if $(ONLY),--only $(ONLY))
 
 test-gpu: $(GPU_INSTALLED) ## Run the tests that need a GPU; results go to out/gpu
 	mkdir -p out/gpu

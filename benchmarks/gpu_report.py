@@ -334,14 +334,21 @@ def main() -> int:
     parser.add_argument(
         "--since", type=float, default=time.time(), help="when it began, in Unix time"
     )
+    parser.add_argument("--only", nargs="+", metavar="SECTION", help="these sections, in this order")
     options = parser.parse_args()
+    out = options.out.resolve()
+    todo = sections(out)
+    if options.only:
+        named = {section.name: section for section in todo}
+        if unknown := [name for name in options.only if name not in named]:
+            parser.error(f"no section {', '.join(unknown)}; there are {', '.join(named)}")
+        todo = [named[name] for name in options.only]
     if not torch.cuda.is_available():
         print("No GPU: torch.cuda.is_available() is False. The library is built; nothing was run.")
         return 2
-    out = options.out.resolve()
     shutil.rmtree(out, ignore_errors=True)  # results of another run would be taken for this one's
     out.mkdir(parents=True)
-    outcomes = run_all(sections(out), out, options.since + options.seconds)
+    outcomes = run_all(todo, out, options.since + options.seconds)
     print((out / "report.txt").read_text())
     print(f"written to {out}: report.txt, report.json, report.svg")
     return int(any(outcome.status in (FAILED, TIMED_OUT) for outcome in outcomes))
