@@ -34,6 +34,16 @@ WAYS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
         torch.bfloat16,
         {"master_weights": "remainder", "state_dtype": torch.bfloat16, **RANDOM},
     ),
+    "fp32, 8-bit moments": (torch.float32, {"state_dtype": torch.int8}),
+    "bf16, 8-bit moments, 8-bit remainder": (
+        torch.bfloat16,
+        {"state_dtype": torch.int8, "master_weights": "remainder8"},
+    ),
+    "bf16, random 8-bit moments": (torch.bfloat16, {"state_dtype": torch.int8, **RANDOM}),
+    "bf16, random 8-bit moments, master": (
+        torch.bfloat16,
+        {"state_dtype": torch.int8, "master_weights": "fp32", "amsgrad": False, **RANDOM},
+    ),
     "fp16": (torch.float16, {}),
     "fp16, master": (torch.float16, {"master_weights": "fp32", "amsgrad": True}),
 }

@@ -1,0 +1,251 @@
+"""Containers, updates and norms inside backward, logs and scripts on the GPU."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torchopt_ext
+from torchopt_ext import FusedAdamW, ops
+from torchopt_ext.containers import (
+    LRSchedulersContainer,
+    OptimizersContainer,
+    OptimizersInBackwardContainer,
+)
+
+from .support import bits, everything, make_params, marks, set_gradients
+
+pytestmark = marks
+
+SETTINGS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Linear(67, 130), nn.GELU(), nn.Linear(130, 65), nn.GELU(), nn.Linear(65, 5)]
+    return nn.Sequential(*layers).to("cuda")
+
+
+def train(model: nn.Module, step: Callable[[], object], steps: int = 4) -> list[bytes]:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        data = torch.randn(9, 67, generator=generator).to("cuda")
+        model(data).square().mean().backward()
+        step()
+    return [bits(p) for p in model.parameters()]
+
+
+def stepped_by(container: Any, *schedulers: Any) -> Callable[[], None]:
+    def step() -> None:
+        container.step()
+        for scheduler in schedulers:
+            scheduler.step()
+        container.zero_grad()
+
+    return step
+
+
+def test_updates_inside_backward_give_the_bits_of_a_step_after_it() -> None:
+    """Clipping of the batch as a whole, and without clipping."""
+    for norm in ({}, {"max_grad_norm": 0.01}):
+        model = make_model()
+        twin = copy.deepcopy(model)
+        after = OptimizersContainer([model], FusedAdamW, {**SETTINGS, **norm})
+        inside = OptimizersInBackwardContainer([twin], FusedAdamW, {**SETTINGS, **norm})
+        assert train(model, stepped_by(after)) == train(twin, stepped_by(inside))
+
+
+def test_norms_measured_inside_backward_give_the_bits_of_pass_a() -> None:
+    model = make_model()
+    twin = copy.deepcopy(model)
+    settings = {**SETTINGS, "max_grad_norm": 0.01}
+    optimizers = [
+        FusedAdamW(model.parameters(), **settings),
+        FusedAdamW(twin.parameters(), norm_in_backward=True, **settings),
+    ]
+    found = []
+    for net, optimizer in zip((model, twin), optimizers, strict=True):
+        found.append(train(net, stepped_by(optimizer)))
+        found[-1].append(bits(optimizer.control.grad_norm))
+    assert found[0] == found[1]
+
+
+def test_schedules_and_checkpoints_of_containers() -> None:
+    def make(model: nn.Module) -> tuple[OptimizersContainer, Any]:
+        container = OptimizersContainer([model], FusedAdamW, {**SETTINGS, "max_grad_norm": 0.1})
+        return container, LRSchedulersContainer(container, lambda step: 1.0 / (1 + step))
+
+    model = make_model()
+    container, schedulers = make(model)
+    train(model, stepped_by(container, schedulers), 3)
+    twin = copy.deepcopy(model)
+    other, others = make(twin)
+    other.load_state_dict(container.state_dict())
+    others.load_state_dict(schedulers.state_dict())
+    found = [
+        train(net, stepped_by(*both), 3)
+        for net, both in ((model, (container, schedulers)), (twin, (other, others)))
+    ]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("to", ["cpu", "cuda"])
+def test_state_moves_between_devices(to: str) -> None:
+    """A state dict of one device is loaded on the other, and both train on alike."""
+    source = "cuda" if to == "cpu" else "cpu"
+    found = []
+    states: Any = None
+    for device in (source, to):
+        params = make_params(device, torch.bfloat16)
+        optimizer = FusedAdamW(params, master_weights="fp32", max_grad_norm=0.5, **SETTINGS)
+        if states is None:
+            set_gradients(params, 0)
+            optimizer.step()
+            states = copy.deepcopy(optimizer.state_dict()), [p.detach().clone() for p in params]
+        else:
+            with torch.no_grad():
+                for param, value in zip(params, states[1], strict=True):
+                    param.copy_(value)
+            optimizer.load_state_dict(states[0])
+        set_gradients(params, 1)
+        optimizer.step()
+        found.append(everything(params, optimizer))
+    assert found[0] == found[1]
+
+
+def test_a_log_is_written_without_waiting() -> None:
+    params = make_params("cuda")
+    optimizer = FusedAdamW(params, max_grad_norm=0.5, track=True, **SETTINGS)
+    written: list[dict[str, float]] = []
+    log = torchopt_ext.log_to(written.append, optimizer, every=2)
+    for step in range(6):
+        set_gradients(params, step)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")
+        try:
+            optimizer.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    log.remove()
+    assert len(written) == 3
+    assert written[-1]["optimizer/grad_norm"] == float(optimizer.control.grad_norm)
+
+
+def test_a_scripted_step_gives_the_bits_of_the_optimizer() -> None:
+    class Step(nn.Module):
+        def forward(
+            self,
+            params: list[torch.Tensor],
+            grads: list[torch.Tensor],
+            exp_avgs: list[torch.Tensor],
+            exp_avg_sqs: list[torch.Tensor],
+            steps: list[torch.Tensor],
+            control: torch.Tensor,
+        ) -> torch.Tensor:
+            accumulator = torch.zeros(70, dtype=torch.int64, device=params[0].device)
+            torch.ops.torchopt_ext.grad_sumsq_(grads, accumulator)
+            torch.ops.torchopt_ext.control_update_(control, accumulator, None, None)
+            nothing: list[torch.Tensor] = []
+            torch.ops.torchopt_ext.adam_(
+                params,
+                grads,
+                exp_avgs,
+                exp_avg_sqs,
+                nothing,
+                steps,
+                control,
+                lr=1e-2,
+                beta1=0.9,
+                beta2=0.999,
+                eps=1e-8,
+                weight_decay=0.1,
+                decoupled_weight_decay=True,
+                maximize=False,
+            )
+            return torch.ops.torchopt_ext.accumulator_total(accumulator).sqrt()
+
+    params, others = make_params("cuda"), make_params("cuda")
+    optimizer = FusedAdamW(others, max_grad_norm=0.5, **SETTINGS)
+    scripted = torch.jit.script(Step())
+    control = ops.new_control("cuda", max_grad_norm=0.5)
+    plain = [p.detach() for p in params]
+    states = [[torch.zeros_like(p) for p in plain] for _ in range(2)]
+    counts = [torch.zeros((), device="cuda") for _ in plain]
+    for step in range(3):
+        set_gradients(params, step)
+        set_gradients(others, step)
+        norm = scripted(plain, [p.grad for p in params], *states, counts, control)
+        optimizer.step()
+        assert bits(norm) == bits(optimizer.control.grad_norm)
+    assert [bits(p) for p in plain] == [bits(p) for p in others]
+
+
+def test_a_compiled_step_gives_the_bits_of_an_eager_one() -> None:
+    found = []
+    for compiled in (False, True):
+        params = make_params("cuda")
+        optimizer = FusedAdamW(params, max_grad_norm=0.5, **SETTINGS)
+        step = torch.compile(optimizer.step) if compiled else optimizer.step
+        for seed in range(3):
+            set_gradients(params, seed)
+            step()
+        found.append(everything(params, optimizer))
+    assert found[0] == found[1]
+
+
+def test_a_training_step_is_captured_as_a_whole() -> None:
+    """Forward, backward and the step in one graph, as torch's documentation captures them."""
+    data = torch.randn(9, 67, device="cuda")
+    found = []
+    for captured in (False, True):
+        model = make_model()
+        lr = torch.tensor(1e-2, device="cuda")
+        optimizer = FusedAdamW(model.parameters(), lr, max_grad_norm=0.01, skip_nonfinite=True)
+
+        def step(model: nn.Module = model, optimizer: FusedAdamW = optimizer) -> None:
+            optimizer.zero_grad(set_to_none=True)
+            model(data).square().mean().backward()
+            optimizer.step()
+
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                step()
+        torch.cuda.current_stream().wait_stream(side)
+        if captured:
+            graph = torch.cuda.CUDAGraph()
+            optimizer.zero_grad(set_to_none=True)
+            with torch.cuda.graph(graph):
+                model(data).square().mean().backward()
+                optimizer.step()
+            for _ in range(3):
+                graph.replay()
+        else:
+            for _ in range(3):
+                step()
+        found.append(everything(list(model.parameters()), optimizer))
+    assert found[0] == found[1]
+
+
+def test_the_command_line_names_the_gpu_and_times_on_it(capsys: pytest.CaptureFixture[str]) -> None:
+    from torchopt_ext.__main__ import main
+
+    sys.argv, argv = ["torchopt-ext", "info", "--json"], sys.argv
+    try:
+        assert main() == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["cuda"]["usable"]
+        assert found["cuda"]["devices"] == [torch.cuda.get_device_name(0)]
+        sys.argv = ["torchopt-ext", "bench", "--params", "1e6", "--device", "cuda"]
+        assert main() == 0
+    finally:
+        sys.argv = argv
+    assert torch.cuda.get_device_name(0) in capsys.readouterr().out
