@@ -169,7 +169,7 @@ format: $(VENV)/.requirements ## Format the sources and fix what ruff can
 # -P: this folder's package has no library in it. The addopts spare pytest-timeout.
 ifdef SYSTEM
 GPU_INSTALLED := build/gpu-site/.installed
-GPU_PY := PYTHONPATH=$(CURDIR)/build/gpu-site $(PYTHON)
+GPU_PY := PYTHONPATH=$(CURDIR)/build/gpu-site:$$PYTHONPATH $(PYTHON)
 else
 GPU_INSTALLED := $(VENV)/.installed
 GPU_PY := $(PY)

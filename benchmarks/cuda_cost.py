@@ -20,10 +20,8 @@ from shapes import GPT2, SETS, SMALL, Shapes, parameters
 # Of pass A (csrc/kernels/block_rule.h): a warp takes whole rows or a block of one row at a time,
 # and rows below SHORT_ROW as one stream. A thread block has WARPS of them and comes back for more.
 SHORT_ROW, NORM_CHUNK, WARPS = 64, 4096, 8
-# Pass B: one thread block a chunk, of equal sizes in a tensor, in groups of eight elements.
-UPDATE_CHUNK, GROUP = 8192, 8
 MULTIPROCESSORS = 132  # of an H100 or H200
-RESIDENT = {"A": 3, "B": 3}  # thread blocks of a multiprocessor: .ci/sass.toml
+RESIDENT = {"A": 3, "B": 4}  # thread blocks of a multiprocessor: .ci/sass.toml
 BANDWIDTHS = (3.0, 4.3)  # TB/s of a copy, read and written, on an H100 and an H200
 GAP = 2.0  # microseconds between kernels that follow one another
 # Of a step that clips: pass A; the decision; scalars of each tensor; pass B.
@@ -32,18 +30,19 @@ LAUNCHES = 4
 
 @dataclass(frozen=True)
 class Types:
-    """Bytes of one parameter that a pass reads and writes."""
+    """Bytes of one parameter that a pass reads and writes; pass B has one thread block a chunk."""
 
     name: str
     norm: int
     update: int
+    chunk: int = 2048
 
 
 TYPES = [
     Types("fp32", 4, 28),  # g; g, p, m, v and p, m, v
     Types("bf16, fp32 masters", 2, 28),  # g; g, master, m, v and master, m, v, p
     Types("bf16, remainders", 2, 26),  # g; g, p, remainder, m, v and p, remainder, m, v
-    Types("bf16 throughout", 2, 14),  # g; g, p, m, v and p, m, v
+    Types("bf16 throughout", 2, 14, 4096),  # g; g, p, m, v and p, m, v
 ]
 # torch: the norm reads g, clipping reads and writes it, and the fused step is pass B.
 TORCH_FP32 = 4 + 8 + 28
@@ -77,14 +76,9 @@ def norm_chunks(shape: tuple[int, ...]) -> int:
     return shape[0] * -(-row // NORM_CHUNK)
 
 
-def update_chunks(numel: int) -> list[int]:
-    """Elements of pass B's chunks of one tensor."""
-    if numel == 0:
-        return []
-    count = -(-numel // UPDATE_CHUNK)
-    size = -(-numel // count)
-    size = -(-size // GROUP) * GROUP
-    return [min(size, numel - begin) for begin in range(0, numel, size)]
+def update_chunks(numel: int, types: Types) -> int:
+    """Chunks of pass B."""
+    return -(-numel // types.chunk)
 
 
 @dataclass(frozen=True)
@@ -116,7 +110,7 @@ def cost(model: str, shapes: Shapes, types: Types) -> Step:
     count = parameters(shapes)
     blocks = {
         "A": -(-sum(norm_chunks(shape) for shape in shapes) // WARPS),
-        "B": sum(len(update_chunks(math.prod(shape))) for shape in shapes),
+        "B": sum(update_chunks(math.prod(shape), types) for shape in shapes),
     }
     moved = {"A": types.norm * count, "B": types.update * count}
     passes = [

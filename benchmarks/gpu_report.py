@@ -89,7 +89,7 @@ def sections(out: Path, device: str = "cuda", quick: bool = False) -> list[Secti
         measured("small", 45),
         measured("passes", 60),
         measured("adapters", 40),
-        measured("peers", 45),
+        measured("peers", 60),
     ]
 
 
@@ -334,7 +334,9 @@ def main() -> int:
     parser.add_argument(
         "--since", type=float, default=time.time(), help="when it began, in Unix time"
     )
-    parser.add_argument("--only", nargs="+", metavar="SECTION", help="these sections, in this order")
+    parser.add_argument(
+        "--only", nargs="+", metavar="SECTION", help="these sections, in this order"
+    )
     options = parser.parse_args()
     out = options.out.resolve()
     todo = sections(out)

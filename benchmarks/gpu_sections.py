@@ -52,7 +52,7 @@ COPY_BYTES = 1 << 32
 BF16 = "bf16"
 GRAPH = "as a CUDA graph"
 FLUSHED = "caches flushed"
-SECONDS, SAMPLES = 3.0, 30  # of one case, at most
+SECONDS, SAMPLES = 3.0, 20  # of one case, at most
 # Longer than the host takes for any call here: 30 ms and more at the clocks of current GPUs.
 SLEEP_CYCLES = 60_000_000
 LR = 1e-3
@@ -158,6 +158,9 @@ def passes(bench: Bench) -> Rows:
         (torch.bfloat16, {"master_weights": "fp32"}, 28, f"{BF16}, fp32 masters"),
         (torch.bfloat16, {"master_weights": "remainder"}, 26, f"{BF16}, remainders"),
         (torch.bfloat16, {}, 14, f"{BF16} throughout"),
+        (torch.bfloat16, {"stochastic_rounding": True}, 14, f"{BF16} throughout, random"),
+        (torch.bfloat16, {"track": True}, 14, f"{BF16} throughout, tracked"),
+        (torch.float32, {"track": True}, 28, "fp32, tracked"),
     ):
         gradients = bench.gradients(BILLION, dtype)
         optimizer = FusedAdamW(params_with(gradients), **kwargs)
@@ -257,22 +260,38 @@ def adapters(bench: Bench) -> Rows:
             del case, call, gradients
 
 
-PEERS = {"apex": "apex.optimizers", "TransformerEngine": "transformer_engine.pytorch.optimizers"}
+# Library, module and class; with 8-bit moments they step bf16 parameters.
+PEERS = [
+    ("apex", "apex.optimizers", "FusedAdam"),
+    ("TransformerEngine", "transformer_engine.pytorch.optimizers", "FusedAdam"),
+    ("bitsandbytes", "bitsandbytes.optim", "AdamW"),
+    ("bitsandbytes", "bitsandbytes.optim", "AdamW8bit"),
+    ("torchao", "torchao.optim", "AdamW8bit"),
+]
 
 
 def peers(bench: Bench) -> Rows:
-    """FusedAdam of other libraries, which neither clips nor checks; what is missing is named."""
-    for name, module in PEERS.items():
+    """Steps that neither clip nor check: ours with 8-bit moments, then other libraries'."""
+    found: list[tuple[str, bool, Callable[..., Any]]] = []
+    for remainder, name in ((None, "8-bit moments"), ("remainder8", "8-bit moments, remainder")):
+        settings = {"state_dtype": torch.int8, "master_weights": remainder}
+        found.append((f"{OURS}, {name}", True, partial(FusedAdamW, **settings)))
+    for library, module, kind in PEERS:
         try:
-            fused_adam = importlib.import_module(module).FusedAdam
+            made = getattr(importlib.import_module(module), kind)
         except ImportError as error:
-            yield {"note": f"{name}: {error}"}
+            yield {"note": f"{library}: {error}"}
             continue
-        for set_name in (GPT2, SMALL, BILLION):
-            gradients = bench.gradients(set_name, torch.float32)
-            optimizer = fused_adam(params_with(gradients), lr=LR)
-            moved = BYTES[FUSED, STEP] * parameters(bench.sets[set_name])
-            yield bench.row(set_name, STEP, f"{name} FusedAdam", moved, optimizer.step)
+        found.append((f"{library} {kind}", "8bit" in kind, made))
+    for name in (BILLION, GPT2, SMALL):
+        for implementation, narrow, make in found:
+            if narrow and name == SMALL:
+                continue
+            gradients = bench.gradients(name, torch.bfloat16 if narrow else torch.float32)
+            optimizer = make(params_with(gradients), lr=LR)
+            moved = None if narrow else BYTES[FUSED, STEP] * parameters(bench.sets[name])
+            types = f", {BF16}" if narrow else ""
+            yield bench.row(name + types, STEP, implementation, moved, optimizer.step)
             del optimizer, gradients
 
 

@@ -58,8 +58,9 @@ TORCHOPT_HD inline double learning_rate(const GroupArgs& group) {
 
 // Counts the step of the i-th of the gradients' tensors, if it takes part and is of one of the
 // groups, and computes its scalars.
-TORCHOPT_HD inline void prepare_body(int i, const AdamArgs& args, const Gradients& gradients,
-                                     const Groups& groups) {
+template <int kTensors>
+TORCHOPT_HD inline void prepare_body(int i, const AdamArgs& args,
+                                     const GradientsOf<kTensors>& gradients, const Groups& groups) {
   if (i >= gradients.count) {
     return;
   }
@@ -179,8 +180,9 @@ TORCHOPT_HD inline void adam_body(const Cta& cta, const AdamArgs& args) {
 }  // namespace
 
 // Before launch_adam, once for every range of tensors and groups.
-void launch_prepare(const AdamArgs& args, const Gradients& gradients, const Groups& groups,
-                    CUstream_st* stream);
+template <int kTensors>
+void launch_prepare(const AdamArgs& args, const GradientsOf<kTensors>& gradients,
+                    const Groups& groups, CUstream_st* stream);
 // For each kind that tensors are of.
 void launch_adam(AdamKind kind, const AdamArgs& args, int64_t chunk_count, CUstream_st* stream);
 

@@ -8,8 +8,9 @@ namespace {
 // Three blocks on a multiprocessor have 48 KB of loads under way, twice what keeps memory busy.
 constexpr int kResident = 3;
 
+template <int kTensors>
 __global__ void __launch_bounds__(kNormThreads, kResident)
-    norm_kernel(NormArgs args, const __grid_constant__ Gradients gradients) {
+    norm_kernel(NormArgs args, const __grid_constant__ GradientsOf<kTensors> gradients) {
   __shared__ NormShared shared;
   norm_body(DeviceCta{}, shared, args, gradients);
 }
@@ -17,12 +18,15 @@ __global__ void __launch_bounds__(kNormThreads, kResident)
 }  // namespace
 
 // As many blocks as the device runs at once: each ends with atomics.
-void launch_norm(const NormArgs& args, const Gradients& gradients, int processors,
+template <int kTensors>
+void launch_norm(const NormArgs& args, const GradientsOf<kTensors>& gradients, int processors,
                  cudaStream_t stream) {
   const int64_t blocks = (args.chunk_count + kNormWarps - 1) / kNormWarps;
   const auto grid =
       static_cast<unsigned>(std::min<int64_t>(blocks, int64_t{kResident} * processors));
   norm_kernel<<<grid, kNormThreads, 0, stream>>>(args, gradients);
 }
+template void launch_norm(const NormArgs&, const Gradients&, int, cudaStream_t);
+template void launch_norm(const NormArgs&, const FewGradients&, int, cudaStream_t);
 
 }  // namespace torchopt_ext

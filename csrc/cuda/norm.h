@@ -248,9 +248,9 @@ TORCHOPT_HD inline void add_chunk(const Warp& warp, const TensorWork& work, cons
 // A block of threads sums chunks into shared memory and then, by integer atomics, whose order does
 // not show, into the accumulator. A warp adds at most two numbers for each of its elements: no
 // GPU's memory has the 2**29 elements a warp that would ask for carries in between.
-template <class Cta>
+template <class Cta, int kTensors>
 TORCHOPT_HD inline void norm_body(const Cta& cta, NormShared& shared, const NormArgs& args,
-                                  const Gradients& gradients) {
+                                  const GradientsOf<kTensors>& gradients) {
   cta.each_warp([&](int warp_index, const auto& warp) {
     ExactAccumulator& acc = shared[warp_index];
     WarpSlots<std::decay_t<decltype(warp)>> zeros{};
@@ -297,7 +297,8 @@ TORCHOPT_HD inline void norm_body(const Cta& cta, NormShared& shared, const Norm
 
 }  // namespace
 
-void launch_norm(const NormArgs& args, const Gradients& gradients, int processors,
+template <int kTensors>
+void launch_norm(const NormArgs& args, const GradientsOf<kTensors>& gradients, int processors,
                  CUstream_st* stream);
 
 }  // namespace torchopt_ext

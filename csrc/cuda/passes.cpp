@@ -21,9 +21,18 @@
 namespace torchopt_ext::cuda {
 namespace {
 
-// Elements of a block of threads in passes that keep nothing from chunk to chunk: 4 to 8 registers
-// of each of its threads.
-constexpr int64_t kBlockChunk = 8192;
+// Elements of a block of threads in a copy: 4 to 8 registers of each of its threads.
+constexpr int64_t kCopyChunk = 8192;
+
+// Elements of a block of threads in pass B, which keeps nothing from chunk to chunk: about 57 KB to
+// read and write. On an H100 longer chunks take up to 2 % more time, and shorter ones of 16-bit
+// moments 10 %.
+int64_t update_chunk(const TensorWork& tensor) {
+  if (is_quantized(tensor.kind)) {
+    return 8192;
+  }
+  return element_size(tensor.layout.state) == 2 ? 4096 : 2048;
+}
 
 // What the passes over a work list keep on its device.
 struct CudaTables : DeviceTables {
@@ -54,7 +63,7 @@ void fill_chunks(const WorkList& work, CudaTables& tables, c10::cuda::CUDAStream
   const auto kind = [&](const Chunk& chunk) {
     return static_cast<size_t>(work.tensors[static_cast<size_t>(chunk.tensor)].kind);
   };
-  std::vector<Chunk> chunks = make_equal_chunks(work.tensors, kBlockChunk);
+  std::vector<Chunk> chunks = make_plain_chunks(work.tensors, update_chunk);
   std::stable_sort(chunks.begin(), chunks.end(),
                    [&](const Chunk& a, const Chunk& b) { return kind(a) < kind(b); });
   for (const Chunk& chunk : chunks) {
@@ -65,18 +74,26 @@ void fill_chunks(const WorkList& work, CudaTables& tables, c10::cuda::CUDAStream
 }
 
 // Calls f(gradients) for ranges of tensors.
-template <class F>
-void for_each_range(const WorkList& work, const F& f) {
+template <class Range, class F>
+void for_each_range_as(const WorkList& work, const F& f) {
   const auto n = static_cast<int32_t>(work.tensors.size());
-  Gradients gradients;
-  for (int32_t first = 0; first < n; first += Gradients::kMost) {
+  Range gradients;
+  for (int32_t first = 0; first < n; first += Range::kMost) {
     gradients.first = first;
-    gradients.count = std::min(Gradients::kMost, n - first);
+    gradients.count = std::min(Range::kMost, n - first);
     for (int32_t i = 0; i < gradients.count; ++i) {
       gradients.memory[i] = work.tensors[static_cast<size_t>(first + i)].memory[kGrad];
     }
     f(gradients);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
+  }
+}
+template <class F>
+void for_each_range(const WorkList& work, const F& f) {
+  if (work.tensors.size() <= FewGradients::kMost) {
+    for_each_range_as<FewGradients>(work, f);
+  } else {
+    for_each_range_as<Gradients>(work, f);
   }
 }
 
@@ -93,7 +110,7 @@ void sum_of_squares(const WorkList& work, const at::Tensor& accumulator, bool no
     }
     const int processors = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
     const auto* chunks = tables.norm_chunks.on<const Chunk>(stream);
-    for_each_range(work, [&](const Gradients& gradients) {
+    for_each_range(work, [&](const auto& gradients) {
       const auto range = static_cast<size_t>(gradients.first / Gradients::kMost);
       const int64_t first = tables.norm_first[range];
       const int64_t count = tables.norm_first[range + 1] - first;
@@ -201,8 +218,8 @@ void adam(const WorkList& work, const std::vector<GroupHyper>& groups, const at:
   args.control = static_cast<const Control*>(control.const_data_ptr());
   args.options = work.options;
   for (const Groups& range : group_ranges(groups)) {
-    for_each_range(
-        work, [&](const Gradients& gradients) { launch_prepare(args, gradients, range, stream); });
+    for_each_range(work,
+                   [&](const auto& gradients) { launch_prepare(args, gradients, range, stream); });
   }
   if (!work.chunks.empty()) {
     if (tables.chunks.empty()) {
@@ -231,7 +248,8 @@ void scaled_copy(const WorkList& work, const at::Tensor& control, bool unscale) 
   const c10::cuda::CUDAGuard guard(control.device());
   const c10::cuda::CUDAStream stream = at::cuda::getCurrentCUDAStream();
   CudaTables& tables = tables_of(work, stream);
-  const std::vector<Chunk> chunks = make_equal_chunks(work.tensors, kBlockChunk);
+  const std::vector<Chunk> chunks =
+      make_plain_chunks(work.tensors, [](const TensorWork&) { return kCopyChunk; });
   tables.chunks.fill(chunks, stream);
   launch_copy({tables.tensors.on<const TensorWork>(stream), tables.chunks.on<const Chunk>(stream),
                static_cast<const Control*>(control.const_data_ptr()), unscale},

@@ -5,8 +5,10 @@
 
 namespace torchopt_ext {
 
-// Entries that are worth a thread.
-inline constexpr int64_t kEntriesPerThread = 512;
+// With fewer entries than these, waking threads takes longer than one takes for all. Beyond them a
+// thread has so many at least.
+inline constexpr size_t kFewEntries = 512;
+inline constexpr size_t kEntriesPerThread = 128;
 // How many entries ahead memory is prefetched.
 inline constexpr size_t kEntriesAhead = 8;
 
@@ -14,7 +16,8 @@ inline constexpr size_t kEntriesAhead = 8;
 // each time, whose caches then hold what it wrote of them.
 template <class Body>
 void for_each_entry(size_t entries, const Body& body) {
-  at::parallel_for(0, static_cast<int64_t>(entries), kEntriesPerThread,
+  const size_t each = entries <= kFewEntries ? kFewEntries : kEntriesPerThread;
+  at::parallel_for(0, static_cast<int64_t>(entries), static_cast<int64_t>(each),
                    [&](int64_t begin, int64_t end) {
                      body(static_cast<size_t>(begin), static_cast<size_t>(end));
                    });

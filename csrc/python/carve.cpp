@@ -59,9 +59,9 @@ Block block_of(const at::Tensor& block, int64_t bytes) {
   }
   auto* memory = static_cast<char*>(block.mutable_data_ptr());
   const auto misaligned =
-      static_cast<int64_t>(reinterpret_cast<uintptr_t>(memory)) % kCarveAlignment;
+      static_cast<int64_t>(reinterpret_cast<uintptr_t>(memory)) % kBlockAlignment;
   TORCH_CHECK(misaligned == 0, "block starts ", misaligned, " bytes after a multiple of ",
-              kCarveAlignment, ", expected one that starts at a multiple");
+              kBlockAlignment, ", expected one that starts at a multiple");
   // Resizing it would free memory that others are using.
   block.storage().unsafeGetStorageImpl()->set_resizable(false);
   return {memory, block.storage(), block.device()};

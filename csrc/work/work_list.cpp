@@ -42,19 +42,18 @@ std::vector<Chunk> make_chunks(const std::vector<TensorWork>& tensors, int64_t c
   return chunks;
 }
 
-std::vector<Chunk> make_equal_chunks(const std::vector<TensorWork>& tensors, int64_t most) {
-  constexpr int64_t kMultiple = 8;
+std::vector<Chunk> make_plain_chunks(const std::vector<TensorWork>& tensors,
+                                     const std::function<int64_t(const TensorWork&)>& elements) {
   std::vector<Chunk> chunks;
   for (size_t t = 0; t < tensors.size(); ++t) {
+    const int64_t length = elements(tensors[t]);
     if (is_quantized(tensors[t].kind)) {
-      cut_by_rows(tensors, t, most, chunks);
+      cut_by_rows(tensors, t, length, chunks);
       continue;
     }
-    const int64_t numel = tensors[t].numel;
-    const int64_t count = std::max<int64_t>(1, (numel + most - 1) / most);
-    const int64_t length = ((numel + count - 1) / count + kMultiple - 1) / kMultiple * kMultiple;
-    for (int64_t begin = 0; begin < numel; begin += length) {
-      chunks.push_back({static_cast<int32_t>(t), begin, std::min(begin + length, numel)});
+    for (int64_t begin = 0; begin < tensors[t].numel; begin += length) {
+      chunks.push_back(
+          {static_cast<int32_t>(t), begin, std::min(begin + length, tensors[t].numel)});
     }
   }
   return chunks;

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -43,10 +44,11 @@ inline constexpr int64_t kChunkElements = 32768;
 std::vector<Chunk> make_chunks(const std::vector<TensorWork>& tensors,
                                int64_t chunk_elements = kChunkElements);
 
-// Cuts each tensor into chunks of one length, but for the last, and of at most `most` elements: for
-// work that needs no block boundaries. Lengths are multiples of 8 elements, 16 bytes or more. Those
-// with 8-bit moments are cut as by make_chunks, at groups.
-std::vector<Chunk> make_equal_chunks(const std::vector<TensorWork>& tensors, int64_t most);
+// Cuts each tensor every so many elements, for work that needs no block boundaries. On a GPU they
+// are a multiple of 128 bytes in every array: a step over chunks that begin within a line of memory
+// takes a tenth longer. Tensors with 8-bit moments are cut as by make_chunks, at groups.
+std::vector<Chunk> make_plain_chunks(const std::vector<TensorWork>& tensors,
+                                     const std::function<int64_t(const TensorWork&)>& elements);
 
 // The first chunk of each range of so many tensors, and behind the last range the number of chunks.
 std::vector<int64_t> first_chunks(const std::vector<Chunk>& chunks, size_t tensors, size_t range);

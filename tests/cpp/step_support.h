@@ -233,9 +233,10 @@ inline Report step_as_cuda(Tensor& tensor, const AdamHyper& hyper, const Control
                            int threads, int64_t chunk_elements = 8192) {
   tensor.point();
   const StepOptions& options = tensor.options();
-  const std::vector<Chunk> chunks = options.track != 0
-                                        ? make_chunks({tensor.work})
-                                        : make_equal_chunks({tensor.work}, chunk_elements);
+  const std::vector<Chunk> chunks =
+      options.track != 0
+          ? make_chunks({tensor.work})
+          : make_plain_chunks({tensor.work}, [=](const TensorWork&) { return chunk_elements; });
   TensorStep step{};
   Report report;
   AdamArgs args{};

@@ -21,6 +21,7 @@ from torchopt_ext.trainer import Trainer, load_config
 from .support import bits, marks
 
 pytestmark = marks
+pytest.importorskip("tyro", reason="the Trainer reads its settings with tyro")
 
 REPOSITORY = Path(__file__).parents[2]
 STEPS = 6
@@ -128,7 +129,7 @@ def test_a_step_that_is_not_finite_is_counted_and_changes_nothing(
 
 
 def test_profiles_and_memory_snapshots(tmp_path: Path) -> None:
-    settings = ["--profiling.enable_profiling", "--profiling.profile_freq", "3"]
+    settings = ["--profiling.enable_profiling", "--profiling.profile_freq", "5"]
     train(tmp_path, *settings, "--profiling.enable_memory_snapshot")
     written = {file.suffix for file in tmp_path.rglob("*") if file.is_file()}
     assert {".json", ".pickle"} <= written

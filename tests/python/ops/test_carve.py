@@ -58,7 +58,7 @@ def test_layout(dtype: torch.dtype | None, given: bool) -> None:
         assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
         if tensor.numel() > 0:
             assert tensor.data_ptr() == start
-        start += -(-tensor.nbytes // 64) * 64
+        start += -(-tensor.nbytes // 128) * 128
     assert start - (carved[0].data_ptr() if block is None else block.data_ptr()) == size
     filled(carved)
     assert all((tensor == i + 1).all() for i, tensor in enumerate(carved))
@@ -71,12 +71,12 @@ def test_bytes_of_two_lists_add_up() -> None:
 
 
 def test_values_are_in_the_block() -> None:
-    block = torch.zeros(256, dtype=torch.uint8)
+    block = torch.zeros(320, dtype=torch.uint8)
     first, second = _C.carve([torch.empty(3), torch.empty(2)], torch.float32, block[64:])
     first.fill_(1)
     second.fill_(2)
     floats = block.view(torch.float32).tolist()
-    assert floats == [0] * 16 + [1] * 3 + [0] * 13 + [2] * 2 + [0] * 30
+    assert floats == [0] * 16 + [1] * 3 + [0] * 29 + [2] * 2 + [0] * 30
 
 
 class Counter(TorchDispatchMode):
@@ -254,11 +254,11 @@ def test_refuses_other_things() -> None:
 @pytest.mark.parametrize(
     ("block", "words"),
     [
-        (torch.empty(127, dtype=torch.uint8), "block has 127 bytes, expected 128"),
-        (torch.empty(200, dtype=torch.int8), "block is Char"),
+        (torch.empty(255, dtype=torch.uint8), "block has 255 bytes, expected 256"),
+        (torch.empty(400, dtype=torch.int8), "block is Char"),
         (torch.empty(400, dtype=torch.uint8)[::2], "contiguous uint8"),
-        (torch.empty(200, dtype=torch.uint8, device="meta"), "meta"),
-        (torch.empty(200, dtype=torch.uint8)[4:], "4 bytes after a multiple of 64"),
+        (torch.empty(400, dtype=torch.uint8, device="meta"), "meta"),
+        (torch.empty(400, dtype=torch.uint8)[4:], "4 bytes after a multiple of 64"),
     ],
     ids=["short", "dtype", "strides", "meta", "alignment"],
 )
