@@ -96,7 +96,7 @@ TORCHOPT_HD inline typename L::Random draw(const TensorWork& work, const Roundin
   RoundingStream stream{};
   uint64_t upper = ~uint64_t{0};
   unrolled<L::width>([&](int k) {
-    const auto element = static_cast<uint64_t>(global_element(work, i + k));
+    const auto element = static_cast<uint64_t>(global_element(work, i + L::offset(k)));
     if (element >> kStreamBits != upper) {
       upper = element >> kStreamBits;
       stream = rounding_stream(key, element);

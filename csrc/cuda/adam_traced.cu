@@ -10,10 +10,10 @@ __global__ void __launch_bounds__(kAdamThreads, kKind == TracedKind::kQuantized 
   adam_traced_body<kKind>(DeviceCta{}, shared, args, traces);
 }
 
-__global__ void __launch_bounds__(kAdamThreads)
-    sum_traces_kernel(int64_t tensor_count, int64_t chunk_count, AdamArgs args, TraceArgs traces) {
-  sum_traces_body(static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x, tensor_count,
-                  chunk_count, args, traces);
+__global__ void __launch_bounds__(kWarpThreads)
+    sum_traces_kernel(int64_t chunk_count, AdamArgs args, TraceArgs traces) {
+  __shared__ SharedTraces shared;
+  sum_traces_body(DeviceWarp{}, shared, blockIdx.x, chunk_count, args, traces);
 }
 
 }  // namespace
@@ -31,8 +31,8 @@ void launch_adam_traced(TracedKind kind, const AdamArgs& args, const TraceArgs& 
 
 void launch_sum_traces(int64_t tensor_count, int64_t chunk_count, const AdamArgs& args,
                        const TraceArgs& traces, cudaStream_t stream) {
-  const auto grid = static_cast<unsigned>((tensor_count + kAdamThreads - 1) / kAdamThreads);
-  sum_traces_kernel<<<grid, kAdamThreads, 0, stream>>>(tensor_count, chunk_count, args, traces);
+  const auto grid = static_cast<unsigned>(tensor_count);
+  sum_traces_kernel<<<grid, kWarpThreads, 0, stream>>>(chunk_count, args, traces);
 }
 
 }  // namespace torchopt_ext

@@ -28,26 +28,72 @@ inline constexpr int kTracedKinds = 3;
 
 namespace {
 
+// Digests of elements that follow one another in one of a thread's lanes, 64 apart: those of a
+// segment have one factor (lane_factor), by which their sum is multiplied.
+struct LaneDigest {
+  TORCHOPT_HD void add(const AdamChunk<float>& elements, int i, uint64_t& digest) {
+    const Layout& layout = elements.work.layout;
+    const auto number = static_cast<uint64_t>(global_element(elements.work, elements.begin + i));
+    if (number / kDigestSegment != first / kDigestSegment || (number - first) % kBlockLanes != 0) {
+      digest += total(elements.work);
+      first = number;
+    }
+    for_each_stored(layout, [&](Array array) {
+      const int64_t size = element_size(layout, array);
+      const char* const at = static_cast<const char*>(elements.x[array]) + size * i;
+      const auto in_segment = static_cast<uint32_t>(number % kDigestSegment);
+      halves[array] += static_cast<int32_t>(weighted_element(at, size, in_segment));
+    });
+  }
+  // Of what was added since the last time.
+  TORCHOPT_HD uint64_t total(const TensorWork& work) {
+    uint64_t sum = 0;
+    const DigestPlace place = digest_place(work.index, first);
+    for_each_stored(work.layout, [&](Array array) {
+      const auto size = static_cast<uint32_t>(element_size(work.layout, array));
+      const int64_t lane = lane_factor(place, place.number % kDigestSegment * size / 4);
+      sum += static_cast<uint64_t>(halves[array] * lane) * array_factor(array);
+      halves[array] = 0;
+    });
+    return sum;
+  }
+
+  uint64_t first = 0;  // number of the first element
+  int32_t halves[kWritten]{};
+};
+
 // What the threads of a warp see of a tile. By the block rule, thread t owns lanes 2t and 2t + 1.
 template <class T, class Warp>
 struct TileSums {
-  using L = ScalarLane<T>;
   using D = ScalarLane<double>;
 
-  // Before an element's step. Returns its weight.
-  TORCHOPT_HD T before(const AdamChunk<T>& elements, int thread, int lane, int i) {
+  // Before a register's step, whose first element is of the thread's lane `first`. Returns its
+  // weights.
+  template <class L>
+  TORCHOPT_HD typename L::reg before(const L& lane, const AdamChunk<T>& elements, int thread,
+                                     int first, int i) {
     const Layout& layout = elements.work.layout;
-    grad[lane][thread] =
-        D::add(grad[lane][thread], square(load_as(L{}, layout.grad, elements.x[kGrad], i)));
-    return load_weight(L{}, layout, elements.x, i);
+    const typename L::reg g = load_as(lane, layout.grad, elements.x[kGrad], i);
+    unrolled<L::width>([&](int k) {
+      double& sum = grad[(first + k) % 2][thread];
+      sum = D::add(sum, square(g.element[k]));
+    });
+    return load_weight(lane, layout, elements.x, i);
   }
   // After it.
-  TORCHOPT_HD void after(const AdamChunk<T>& elements, int thread, int lane, int i, T before) {
+  template <class L>
+  TORCHOPT_HD void after(const L& lane, const AdamChunk<T>& elements, int thread, int first, int i,
+                         const typename L::reg& before) {
+    using One = typename L::One;
     const Layout& layout = elements.work.layout;
-    const T after = load_weight(L{}, layout, elements.x, i);
-    change[lane][thread] = D::add(change[lane][thread], square(L::sub(after, before)));
-    lost[thread] += L::count_lost(before, after, load_exp_avg(L{}, layout, elements.x, i),
-                                  elements.scalars.has_decay);
+    const typename L::reg after = load_weight(lane, layout, elements.x, i);
+    const typename L::reg exp_avg = load_exp_avg(lane, layout, elements.x, i);
+    unrolled<L::width>([&](int k) {
+      double& sum = change[(first + k) % 2][thread];
+      sum = D::add(sum, square(One::sub(after.element[k], before.element[k])));
+      lost[thread] += One::count_lost(before.element[k], after.element[k], exp_avg.element[k],
+                                      elements.scalars.has_decay);
+    });
   }
   // The result is thread 0's.
   TORCHOPT_HD ChunkTrace total(const Warp& warp) {
@@ -68,28 +114,53 @@ struct TileSums {
   typename Warp::template PerThread<uint64_t> digest{};
 };
 
-// A warp's step of elements [begin, end), a tile at most, with what it saw.
+// A warp's step of elements [begin, end), a tile at most, with what it saw: of four rows of lanes
+// at once, whose loads are under way together.
 template <class T, class Warp>
 TORCHOPT_HD inline ChunkTrace update_tile(const Warp& warp, const AdamChunk<T>& elements, int begin,
                                           int end) {
+  constexpr int kRows = sizeof(T) == sizeof(float) ? 2 : 1;
+  using Rows = VectorLane<T, 2 * kRows, 2, kBlockLanes>;
+  const TensorWork& work = elements.work;
   const StepOptions& options = elements.options;
+  const bool digests = (options.track & kTrackDigest) != 0;
+  const bool aligned = are_registers_at(work.layout, elements.x, 2, begin);
   TileSums<T, Warp> sums;
   warp.each([&](int thread) {
-    unrolled<2>([&](int lane) {
-      for (int i = begin + 2 * thread + lane; i < end; i += kBlockLanes) {
-        const T before = sums.before(elements, thread, lane, i);
-        const Layout& layout = elements.work.layout;
-        elements.update(VectorLane<T, 1>{}, layout, {.write_back = options.write_back_gradients},
-                        rounds_randomly(options, layout), i);
-        sums.after(elements, thread, lane, i, before);
-        if ((options.track & kTrackDigest) != 0) {
-          const auto number =
-              static_cast<uint64_t>(global_element(elements.work, elements.begin + i));
-          const DigestPlace place = digest_place(elements.work.index, number);
-          sums.digest[thread] += digest_element<T>(elements.work.layout, elements.x, i, place);
+    LaneDigest lane_digests[2];
+    const auto step = [&](const auto& lane, int first, int i) {
+      using L = std::decay_t<decltype(lane)>;
+      const auto before = sums.before(lane, elements, thread, first, i);
+      elements.update(lane, work.layout, {.write_back = options.write_back_gradients},
+                      rounds_randomly(options, work.layout), i);
+      sums.after(lane, elements, thread, first, i, before);
+      unrolled<L::width>([&](int k) {
+        const int at = i + L::offset(k);
+        if constexpr (sizeof(T) == sizeof(float)) {
+          if (digests) {
+            lane_digests[(first + k) % 2].add(elements, at, sums.digest[thread]);
+          }
+        } else if (digests) {
+          const auto number = static_cast<uint64_t>(global_element(work, elements.begin + at));
+          sums.digest[thread] +=
+              digest_element<T>(work.layout, elements.x, at, digest_place(work.index, number));
         }
+      });
+    };
+    int row = begin;
+    for (; aligned && row + kRows * kBlockLanes <= end; row += kRows * kBlockLanes) {
+      step(Rows{}, 0, row + 2 * thread);
+    }
+    unrolled<2>([&](int first) {
+      for (int i = row + 2 * thread + first; i < end; i += kBlockLanes) {
+        step(VectorLane<T, 1>{}, first, i);
       }
     });
+    if (digests) {
+      for (LaneDigest& lane : lane_digests) {
+        sums.digest[thread] += lane.total(work);
+      }
+    }
   });
   return sums.total(warp);
 }
@@ -98,8 +169,9 @@ TORCHOPT_HD inline ChunkTrace update_tile(const Warp& warp, const AdamChunk<T>& 
 template <class Warp>
 TORCHOPT_HD inline ChunkTrace update_groups(const Warp& warp, const QuantizedChunk<true>& chunk,
                                             int first) {
+  using One = VectorLane<float, 1>;
   struct Weights {
-    float of[kTraceTile / kWarpThreads];
+    typename One::reg of[kTraceTile / kWarpThreads];
   };
   const AdamChunk<float>& elements = chunk.elements;
   const ChunkGroups& groups = chunk.groups;
@@ -119,7 +191,7 @@ TORCHOPT_HD inline ChunkTrace update_groups(const Warp& warp, const QuantizedChu
   };
   warp.each([&](int thread) {
     for_each_owned(thread, [&](int k, int lane, int i) {
-      before[thread].of[k] = sums.before(elements, thread, lane, i);
+      before[thread].of[k] = sums.before(One{}, elements, thread, lane, i);
     });
   });
   for (int group = first; group < last; group += kWarpGroups) {
@@ -127,7 +199,7 @@ TORCHOPT_HD inline ChunkTrace update_groups(const Warp& warp, const QuantizedChu
   }
   warp.each([&](int thread) {
     for_each_owned(thread, [&](int k, int lane, int i) {
-      sums.after(elements, thread, lane, i, before[thread].of[k]);
+      sums.after(One{}, elements, thread, lane, i, before[thread].of[k]);
     });
     const int digests =
         (elements.options.track & kTrackDigest) != 0 ? kTraceTile / kWarpThreads : 0;
@@ -205,27 +277,51 @@ TORCHOPT_HD inline void adam_traced_body(const Cta& cta, TraceShared& shared, co
   });
 }
 
-// What was seen of tensor i, from its chunks, which lie together in the table.
-TORCHOPT_HD inline void sum_traces_body(int64_t i, int64_t tensor_count, int64_t chunk_count,
-                                        const AdamArgs& args, const TraceArgs& traces) {
-  if (i >= tensor_count || args.control->skip != 0.0) {
-    return;
-  }
+// The first chunk of tensor i or one behind it.
+TORCHOPT_HD inline int64_t first_chunk(const Chunk* chunks, int64_t count, int64_t i) {
   int64_t c = 0;
-  for (int64_t end = chunk_count; c < end;) {
+  for (int64_t end = count; c < end;) {
     const int64_t middle = c + (end - c) / 2;
-    if (args.chunks[middle].tensor < i) {
+    if (chunks[middle].tensor < i) {
       c = middle + 1;
     } else {
       end = middle;
     }
   }
-  ChunkTrace sum{};
-  for (; c < chunk_count && args.chunks[c].tensor == i; ++c) {
-    add_trace(sum, traces.chunks[c]);
+  return c;
+}
+
+using SharedTraces = ChunkTrace[kWarpThreads];
+
+// What was seen of tensor i, from its chunks, which lie together in the table: a warp reads their
+// traces, and one thread adds them in their order.
+template <class Warp>
+TORCHOPT_HD inline void sum_traces_body(const Warp& warp, SharedTraces& shared, int64_t i,
+                                        int64_t chunk_count, const AdamArgs& args,
+                                        const TraceArgs& traces) {
+  if (args.control->skip != 0.0) {
+    return;
   }
-  finish_trace(sum, *args.control, args.steps[i].grad != nullptr, traces.norms + 2 * i,
-               traces.counts + 2 * i);
+  const int64_t first = first_chunk(args.chunks, chunk_count, i);
+  const int64_t last = first_chunk(args.chunks, chunk_count, i + 1);
+  ChunkTrace sum{};
+  for (int64_t begin = first; begin < last; begin += kWarpThreads) {
+    const auto n = static_cast<int>(last - begin < kWarpThreads ? last - begin : kWarpThreads);
+    warp.each([&](int thread) {
+      if (thread < n) {
+        shared[thread] = traces.chunks[begin + thread];
+      }
+    });
+    warp.leader([&] {
+      for (int k = 0; k < n; ++k) {
+        add_trace(sum, shared[k]);
+      }
+    });
+  }
+  warp.leader([&] {
+    finish_trace(sum, *args.control, args.steps[i].grad != nullptr, traces.norms + 2 * i,
+                 traces.counts + 2 * i);
+  });
 }
 
 }  // namespace

@@ -9,7 +9,6 @@
 
 #include <algorithm>
 #include <array>
-#include <numeric>
 
 #include "cuda/adam_traced.h"
 #include "cuda/control.h"
@@ -60,16 +59,14 @@ void fill_chunks(const WorkList& work, CudaTables& tables, c10::cuda::CUDAStream
     tables.chunks.fill(work.chunks, stream);
     return;
   }
-  const auto kind = [&](const Chunk& chunk) {
-    return static_cast<size_t>(work.tensors[static_cast<size_t>(chunk.tensor)].kind);
-  };
-  std::vector<Chunk> chunks = make_plain_chunks(work.tensors, update_chunk);
-  std::stable_sort(chunks.begin(), chunks.end(),
-                   [&](const Chunk& a, const Chunk& b) { return kind(a) < kind(b); });
-  for (const Chunk& chunk : chunks) {
-    ++tables.first[kind(chunk) + 1];
+  std::vector<Chunk> chunks;
+  for (size_t kind = 0; kind < kAdamKinds; ++kind) {
+    const std::vector<Chunk> own = make_plain_chunks(work.tensors, [=](const TensorWork& tensor) {
+      return static_cast<size_t>(tensor.kind) == kind ? update_chunk(tensor) : 0;
+    });
+    chunks.insert(chunks.end(), own.begin(), own.end());
+    tables.first[kind + 1] = static_cast<int64_t>(chunks.size());
   }
-  std::partial_sum(tables.first.begin(), tables.first.end(), tables.first.begin());
   tables.chunks.fill(chunks, stream);
 }
 

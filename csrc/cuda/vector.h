@@ -12,6 +12,10 @@ template <int kBytes>
 struct alignas(kBytes) Words {
   uint32_t word[kBytes / 4];
 };
+template <>
+struct alignas(2) Words<2> {
+  uint16_t word[1];
+};
 using Vector = Words<16>;
 
 // The bits of an element of 1, 2, 4 or 8 bytes.
@@ -37,11 +41,19 @@ TORCHOPT_HD inline void unrolled(const F& f) {
   }
 }
 
+// On the host an access that a GPU would refuse ends the program, too.
+template <class T>
+TORCHOPT_HD inline void check_aligned(const void* address) {
+  if (reinterpret_cast<uint64_t>(address) % alignof(T) != 0) {
+    __builtin_trap();
+  }
+}
 template <class T>
 TORCHOPT_HD inline T load_bits(const void* from) {
 #ifdef __CUDA_ARCH__
   return *static_cast<const T*>(from);
 #else
+  check_aligned<T>(from);
   T bits;
   __builtin_memcpy(&bits, from, sizeof(T));
   return bits;
@@ -52,6 +64,7 @@ TORCHOPT_HD inline void store_bits(void* to, const T& bits) {
 #ifdef __CUDA_ARCH__
   *static_cast<T*>(to) = bits;
 #else
+  check_aligned<T>(to);
   __builtin_memcpy(to, &bits, sizeof(T));
 #endif
 }
@@ -78,7 +91,9 @@ TORCHOPT_HD inline void set_element(Words& words, int k, Bits<kSize> bits) {
     words.word[k] = bits;
   } else {
     constexpr int kEach = 4 / kSize;
-    words.word[k / kEach] |= static_cast<uint32_t>(bits) << (8 * kSize * (k % kEach));
+    auto& word = words.word[k / kEach];
+    word = static_cast<std::decay_t<decltype(word)>>(word | static_cast<uint32_t>(bits)
+                                                                << (8 * kSize * (k % kEach)));
   }
 }
 

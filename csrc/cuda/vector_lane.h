@@ -8,7 +8,7 @@
 namespace torchopt_ext {
 namespace {
 
-template <class T, int kWidth>
+template <class T, int kWidth, int kRun = kWidth, int kStride = kWidth>
 struct VectorLane {
   using scalar = T;
   using One = ScalarLane<T>;
@@ -18,6 +18,8 @@ struct VectorLane {
   static constexpr int width = kWidth;
   static constexpr bool converts = One::converts;
   static constexpr bool any_layout = One::any_layout;
+  // Where element k lies: runs of kRun elements are kStride apart.
+  TORCHOPT_HD static constexpr int offset(int k) { return k / kRun * kStride + k % kRun; }
 
   template <class Element>
   TORCHOPT_HD static reg load(const Element* from) {
@@ -155,11 +157,11 @@ struct VectorLane {
     if constexpr (kWidth == 1) {
       all.element[0] = load_bits<Bits<kSize>>(from);
     } else {
-      constexpr int kBytes = access_bytes(kWidth, kSize);
+      constexpr int kBytes = access_bytes(kRun, kSize);
       constexpr int kEach = kBytes / kSize;
       unrolled<kWidth / kEach>([&](int access) {
-        const auto words =
-            load_bits<Words<kBytes>>(static_cast<const char*>(from) + access * kBytes);
+        const auto words = load_bits<Words<kBytes>>(static_cast<const char*>(from) +
+                                                    offset(access * kEach) * kSize);
         unrolled<kEach>(
             [&](int k) { all.element[access * kEach + k] = element_of<kSize>(words, k); });
       });
@@ -172,14 +174,14 @@ struct VectorLane {
     if constexpr (kWidth == 1) {
       store_bits(to, bit_cast<Bits<kSize>>(f(0)));
     } else {
-      constexpr int kBytes = access_bytes(kWidth, kSize);
+      constexpr int kBytes = access_bytes(kRun, kSize);
       constexpr int kEach = kBytes / kSize;
       unrolled<kWidth / kEach>([&](int access) {
         Words<kBytes> words{};
         unrolled<kEach>([&](int k) {
           set_element<kSize>(words, k, bit_cast<Bits<kSize>>(f(access * kEach + k)));
         });
-        store_bits(reinterpret_cast<char*>(to) + access * kBytes, words);
+        store_bits(to + offset(access * kEach), words);
       });
     }
   }

@@ -47,6 +47,9 @@ std::vector<Chunk> make_plain_chunks(const std::vector<TensorWork>& tensors,
   std::vector<Chunk> chunks;
   for (size_t t = 0; t < tensors.size(); ++t) {
     const int64_t length = elements(tensors[t]);
+    if (length == 0) {
+      continue;
+    }
     if (is_quantized(tensors[t].kind)) {
       cut_by_rows(tensors, t, length, chunks);
       continue;

@@ -44,9 +44,10 @@ inline constexpr int64_t kChunkElements = 32768;
 std::vector<Chunk> make_chunks(const std::vector<TensorWork>& tensors,
                                int64_t chunk_elements = kChunkElements);
 
-// Cuts each tensor every so many elements, for work that needs no block boundaries. On a GPU they
-// are a multiple of 128 bytes in every array: a step over chunks that begin within a line of memory
-// takes a tenth longer. Tensors with 8-bit moments are cut as by make_chunks, at groups.
+// Cuts each tensor every so many elements, for work that needs no block boundaries; one with 0 is
+// left out. On a GPU they are a multiple of 128 bytes in every array: a step over chunks that begin
+// within a line of memory takes a tenth longer. Tensors with 8-bit moments are cut as by
+// make_chunks, at groups.
 std::vector<Chunk> make_plain_chunks(const std::vector<TensorWork>& tensors,
                                      const std::function<int64_t(const TensorWork&)>& elements);
 

@@ -266,8 +266,9 @@ inline Report step_as_cuda(Tensor& tensor, const AdamHyper& hyper, const Control
       adam_as_cuda(tensor.work.kind, cta, args, std::make_integer_sequence<int, kAdamKinds>{});
     }
   }
-  for (int64_t i = 0; i < 3 && options.track != 0; ++i) {
-    sum_traces_body(i, 1, blocks, args, traces);
+  if (options.track != 0) {
+    SharedTraces shared;
+    sum_traces_body(HostWarp{}, shared, 0, blocks, args, traces);
   }
   return report;
 }

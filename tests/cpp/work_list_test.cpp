@@ -100,6 +100,8 @@ TEST(ChunkTable, PlainChunksCoverEachElementOnce) {
       next.at(t) = chunk.end;
     }
     ASSERT_EQ(next, (std::array<int64_t, 2>{numel, 8192}));
+    EXPECT_TRUE(
+        make_plain_chunks({tensor_of(1, numel)}, [](const TensorWork&) { return 0; }).empty());
   }
 }
 
