@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import html
+import importlib.util
 import json
 import os
 import shutil
@@ -42,11 +43,12 @@ OURS = "torchopt_ext"
 
 @dataclass(frozen=True)
 class Section:
-    """``seconds``: its limit. Without the command's program it is left out."""
+    """``seconds``: its limit. Without the command's program or ``module`` it is left out."""
 
     name: str
     command: list[str]
     seconds: float
+    module: str = "torch"
     environment: dict[str, str] = field(default_factory=dict)
 
 
@@ -69,18 +71,33 @@ def sections(out: Path, device: str = "cuda", quick: bool = False) -> list[Secti
         command = [python, str(HERE / "gpu_sections.py"), name, "--out", str(out / f"{name}.json")]
         return Section(name, [*command, *options], seconds)
 
-    tests = [python, "-P", "-m", "pytest", "-o", "addopts=--import-mode=importlib", "-m", "gpu"]
-    tests += ["-ra", f"--junitxml={out / 'tests.xml'}", str(ROOT / "tests" / "gpu")]
+    tests = ROOT / "tests" / "gpu"
+    trainer = str(tests / "test_trainer.py")
+
+    def tested(name: str, seconds: float, module: str, *what: str) -> Section:
+        command = [
+            python,
+            "-P",
+            "-m",
+            "pytest",
+            "-o",
+            "addopts=--import-mode=importlib",
+            "-m",
+            "gpu",
+        ]
+        command += ["-ra", f"--junitxml={out / name}.xml", *what]
+        return Section(name, command, seconds, module)
+
     short = measured("short", 0).command
     # Each tensor in an allocation of its own, or accesses past its end would go unseen.
     apart = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
     def watched(tool: str, environment: dict[str, str]) -> Section:
         command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *short]
-        return Section(tool, command, 90, environment)
+        return Section(tool, command, 90, environment=environment)
 
     return [
-        Section("tests", tests, 150),
+        tested("tests", 150, "pytest", str(tests), f"--ignore={trainer}"),
         watched("memcheck", apart),
         watched("racecheck", {}),
         measured("copy", 30),
@@ -89,6 +106,7 @@ def sections(out: Path, device: str = "cuda", quick: bool = False) -> list[Secti
         measured("small", 45),
         measured("passes", 60),
         measured("adapters", 40),
+        tested("trainer", 120, "tyro", trainer),
         measured("peers", 60),
     ]
 
@@ -110,6 +128,8 @@ def run(section: Section, out: Path, left: float) -> Outcome:
     program = shutil.which(section.command[0], path=search_path())
     if program is None:
         return Outcome(section.name, SKIPPED, 0.0, f"{section.command[0]} is not installed")
+    if importlib.util.find_spec(section.module) is None:
+        return Outcome(section.name, SKIPPED, 0.0, f"{section.module} is not installed")
     limit = min(section.seconds, left)
     if limit < LEAST_SECONDS:
         return Outcome(section.name, TIMED_OUT, 0.0, "not started: the time for all was used up")

@@ -6,6 +6,7 @@ import itertools
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,13 @@ WAYS: dict[str, tuple[str, ...]] = {
 
 
 @pytest.fixture(autouse=True)
-def examples(monkeypatch: pytest.MonkeyPatch) -> None:
+def a_process_like_a_jobs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """That finds the examples; many threads would slow the small jobs on the CPU down."""
     monkeypatch.syspath_prepend(str(REPOSITORY))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def local(value: Any) -> Any:

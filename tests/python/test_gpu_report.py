@@ -62,6 +62,7 @@ def test_what_fails_or_hangs_is_recorded_and_the_next_section_runs(
         python(report, "wrong", "print('first'); raise SystemExit('the reason')"),
         python(report, "slow", partial, seconds=2),
         report.Section("absent", ["no-such-program"], 60),
+        report.Section("unmet", [sys.executable, "-c", ""], 60, "no_such_module"),
         python(report, "fine", "pass"),
     ]
     started = time.monotonic()
@@ -72,11 +73,13 @@ def test_what_fails_or_hangs_is_recorded_and_the_next_section_runs(
         ("wrong", report.FAILED),
         ("slow", report.TIMED_OUT),
         ("absent", report.SKIPPED),
+        ("unmet", report.SKIPPED),
         ("fine", report.PASSED),
     ]
     assert outcomes[0].notes[-1] == "wrong.log: the reason"
     assert outcomes[1].rows[0]["operation"] == "copy"  # written before it was stopped
     assert "no-such-program is not installed" in outcomes[2].detail
+    assert "no_such_module is not installed" in outcomes[3].detail
     text = (tmp_path / "report.txt").read_text()
     assert all(name in text for name, _ in found)
     assert len(json.loads((tmp_path / "report.json").read_text())["sections"]) == 4
@@ -159,7 +162,7 @@ def test_measurements_run_on_the_cpu(report: ModuleType) -> None:
     report.add_ratios(rows)
     assert all("of_copy" in row for row in rows if row["bytes"])
     started = {s.name for s in report.sections(Path(), quick=True)}
-    assert started - {"tests", "memcheck", "racecheck"} == set(found) - {"short"}
+    assert started - {"tests", "trainer", "memcheck", "racecheck"} == set(found) - {"short"}
 
 
 @pytest.mark.newest_torch
