@@ -82,7 +82,7 @@ def test_what_fails_or_hangs_is_recorded_and_the_next_section_runs(
     assert "no_such_module is not installed" in outcomes[3].detail
     text = (tmp_path / "report.txt").read_text()
     assert all(name in text for name, _ in found)
-    assert len(json.loads((tmp_path / "report.json").read_text())["sections"]) == 4
+    assert len(json.loads((tmp_path / "report.json").read_text())["sections"]) == 5
 
 
 def test_nothing_is_started_when_the_time_is_up(report: ModuleType, tmp_path: Path) -> None:
