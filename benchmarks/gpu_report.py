@@ -292,28 +292,30 @@ BAR, LABEL, LINE = 420, 430, 20  # pixels
 
 
 def chart_of(about: dict[str, Any], rows: list[Row]) -> str:
-    """Bars of milliseconds; those of one set and operation are drawn to one scale."""
+    """Bars of milliseconds of what has something to compare with, to one scale in a group."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["set"], row["operation"]), []).append(row)
     parts = []
     y = 2 * LINE
-    group = None
-    for row in rows:
-        if (row["set"], row["operation"]) != group:
-            group = (row["set"], row["operation"])
-            longest = max(r["milliseconds"] for r in rows if (r["set"], r["operation"]) == group)
-            y += LINE // 2
-        length = BAR * row["milliseconds"] / longest
-        ours = row["implementation"].startswith(OURS)
-        label = html.escape(f"{row['set']}, {row['operation']}, {row['implementation']}")
-        shown = f"{row['milliseconds']:.4g} ms"
-        if row.get("of_copy"):
-            shown += f", {100 * row['of_copy']:.0f} % of a copy"
-        color = "#1b6ca8" if ours else "#b8b8b8"
-        parts += [
-            f'<text x="{LABEL - 6}" y="{y + 13}" text-anchor="end">{label}</text>',
-            f'<rect x="{LABEL}" y="{y + 2}" width="{length:.1f}" height="15" fill="{color}"/>',
-            f'<text x="{LABEL + length + 5:.1f}" y="{y + 13}">{shown}</text>',
-        ]
-        y += LINE
+    for group in groups.values():
+        if len(group) == 1:
+            continue
+        longest = max(row["milliseconds"] for row in group)
+        y += LINE // 2
+        for row in group:
+            length = BAR * row["milliseconds"] / longest
+            label = html.escape(f"{row['set']}, {row['operation']}, {row['implementation']}")
+            shown = f"{row['milliseconds']:.4g} ms"
+            if row.get("of_copy"):
+                shown += f", {100 * row['of_copy']:.0f} % of a copy"
+            color = "#1b6ca8" if row["implementation"].startswith(OURS) else "#b8b8b8"
+            parts += [
+                f'<text x="{LABEL - 6}" y="{y + 13}" text-anchor="end">{label}</text>',
+                f'<rect x="{LABEL}" y="{y + 2}" width="{length:.1f}" height="15" fill="{color}"/>',
+                f'<text x="{LABEL + length + 5:.1f}" y="{y + 13}">{shown}</text>',
+            ]
+            y += LINE
     device = html.escape(f"One step on {about.get('device', 'no GPU')}, torch {about['torch']}")
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{LABEL + BAR + 190}" height="{y + LINE}" '

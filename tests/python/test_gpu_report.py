@@ -144,7 +144,8 @@ def test_table_targets_and_chart(report: ModuleType, tmp_path: Path) -> None:
         for r in chart.iter("{http://www.w3.org/2000/svg}rect")
         if r.get("y")
     ]
-    assert bars == pytest.approx([report.BAR, report.BAR / 1.5, report.BAR], abs=0.1)
+    # The copy has nothing to compare with.
+    assert bars == pytest.approx([report.BAR / 1.5, report.BAR], abs=0.1)
 
 
 @pytest.mark.newest_torch
