@@ -1,9 +1,8 @@
 // lr_factor: learning-rate factor of the warmup-stable-decay family after `step` steps.
 // lr_factor.tensor: the same for every element of an int64 tensor; float64 on its device.
-#include <torchopt_ext/lr_schedule.h>
-
 #include "cpu/float_mode.h"
 #include "ops/operator.h"
+#include "ops/operators.h"
 #include "work/passes.h"
 
 namespace torchopt_ext {
@@ -35,6 +34,8 @@ Schedule make_schedule(int64_t warmup_steps, int64_t stable_steps, int64_t decay
           static_cast<int>(generation)};
 }
 
+}  // namespace
+
 double lr_factor_op(int64_t step, int64_t warmup_steps, int64_t stable_steps, int64_t decay_steps,
                     c10::string_view decay_type, double min_factor, int64_t generation) {
   TORCH_CHECK_VALUE(step >= 0, "step is ", step, ", expected 0 or more");
@@ -43,6 +44,8 @@ double lr_factor_op(int64_t step, int64_t warmup_steps, int64_t stable_steps, in
       make_schedule(warmup_steps, stable_steps, decay_steps, decay_type, min_factor, generation),
       step);
 }
+
+namespace {
 
 at::Tensor lr_factor_tensor(const at::Tensor& step, int64_t warmup_steps, int64_t stable_steps,
                             int64_t decay_steps, c10::string_view decay_type, double min_factor,
@@ -65,10 +68,4 @@ const Operator kLrFactorTensor(
     lr_factor_tensor);
 
 }  // namespace
-
-double lr_factor(int64_t step, const LRSchedule& schedule) {
-  return lr_factor_op(step, schedule.warmup_steps, schedule.stable_steps, schedule.decay_steps,
-                      schedule.decay_type, schedule.min_factor, schedule.generation);
-}
-
 }  // namespace torchopt_ext

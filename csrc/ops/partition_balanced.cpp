@@ -1,14 +1,12 @@
 // partition_balanced: tensors laid one after the other into buckets, each bucket cut into one
 // interval a rank: the tensors' buckets and starts, the buckets' lengths, and world_size + 1 cuts
 // for each bucket.
-#include <torchopt_ext/partition.h>
-
 #include "ops/operator.h"
+#include "ops/operators.h"
 #include "ops/partition_checks.h"
 #include "partition/balanced.h"
 
 namespace torchopt_ext {
-namespace {
 
 std::tuple<std::vector<int64_t>, std::vector<int64_t>, std::vector<int64_t>, std::vector<int64_t>>
 partition_balanced_op(at::IntArrayRef numels, at::IntArrayRef row_lengths, int64_t world_size,
@@ -34,6 +32,8 @@ partition_balanced_op(at::IntArrayRef numels, at::IntArrayRef row_lengths, int64
           std::move(plan.layout.lengths), std::move(plan.cuts)};
 }
 
+namespace {
+
 const Operator kPartitionBalanced(
     "partition_balanced",
     "(int[] numels, int[] row_lengths, int world_size, int? bucket_elements=None, int "
@@ -41,12 +41,4 @@ const Operator kPartitionBalanced(
     partition_balanced_op);
 
 }  // namespace
-
-BalancedPartition partition_balanced(const std::vector<int64_t>& numels,
-                                     const std::vector<int64_t>& row_lengths, int64_t world_size,
-                                     std::optional<int64_t> bucket_elements, int64_t alignment) {
-  return std::make_from_tuple<BalancedPartition>(
-      partition_balanced_op(numels, row_lengths, world_size, bucket_elements, alignment));
-}
-
 }  // namespace torchopt_ext

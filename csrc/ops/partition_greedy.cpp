@@ -1,11 +1,10 @@
 // partition_greedy: whole tensors, largest first, each to the least loaded rank: the rank of every
 // tensor, in the order given. `initial_loads` are elements that ranks already hold; ranks of equal
 // load come in the order of `tie_loads`.
-#include <torchopt_ext/partition.h>
-
 #include <limits>
 
 #include "ops/operator.h"
+#include "ops/operators.h"
 #include "ops/partition_checks.h"
 #include "partition/greedy.h"
 
@@ -27,6 +26,8 @@ std::vector<int64_t> loads_or_zeros(at::OptionalIntArrayRef loads, const char* n
   return loads->vec();
 }
 
+}  // namespace
+
 std::vector<int64_t> partition_greedy_op(at::IntArrayRef numels, int64_t world_size,
                                          at::OptionalIntArrayRef initial_loads,
                                          at::OptionalIntArrayRef tie_loads) {
@@ -38,6 +39,8 @@ std::vector<int64_t> partition_greedy_op(at::IntArrayRef numels, int64_t world_s
   return partition_greedy(numels.vec(), loads, loads_or_zeros(tie_loads, "tie_loads", world_size));
 }
 
+namespace {
+
 const Operator kPartitionGreedy(
     "partition_greedy",
     "(int[] numels, int world_size, int[]? initial_loads=None, int[]? tie_loads=None) -> "
@@ -45,9 +48,4 @@ const Operator kPartitionGreedy(
     partition_greedy_op);
 
 }  // namespace
-
-std::vector<int64_t> partition_greedy(const std::vector<int64_t>& numels, int64_t world_size) {
-  return partition_greedy_op(numels, world_size, std::nullopt, std::nullopt);
-}
-
 }  // namespace torchopt_ext

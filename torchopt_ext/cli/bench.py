@@ -43,7 +43,7 @@ from torchopt_ext.cli.terminal import (
     written,
 )
 from torchopt_ext.optim.estimate import element_bytes
-from torchopt_ext.optim.storage import MASTER_WEIGHTS, SIXTEEN_BIT, Storage
+from torchopt_ext.optim.storage import MASTER_WEIGHTS, SIXTEEN_BIT, MasterWeights, Storage
 
 OURS, FUSED = "torchopt_ext FusedAdamW", "torch AdamW fused"
 MAX_NORM = 1.0
@@ -271,7 +271,7 @@ def summary(times: list[float], ours: list[float]) -> dict[str, float]:
 # ---- what is timed -------------------------------------------------------------------------------
 
 
-def peers(params: list[Tensor], masters: str | None) -> tuple[dict[str, Step], list[str]]:
+def peers(params: list[Tensor], masters: MasterWeights | None) -> tuple[dict[str, Step], list[str]]:
     """A step of each implementation over the same parameters, and who is not installed."""
     ours = FusedAdamW(params, max_grad_norm=MAX_NORM, master_weights=masters)
     steps: dict[str, Step] = {OURS: ours.step}

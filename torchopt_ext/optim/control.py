@@ -33,6 +33,35 @@ class ControlView:
     the last step measured none. csrc/kernels/control.h says what each field means.
     """
 
+    # For type checkers; properties are made of CONTROL_FIELDS below.
+    max_grad_norm: Tensor
+    skip_nonfinite: Tensor
+    clip_factor: Tensor
+    grad_factor: Tensor
+    found_inf: Tensor
+    skip: Tensor
+    grad_scale: Tensor
+    steps: Tensor
+    skipped_steps: Tensor
+    loss_scale: Tensor
+    growth_tracker: Tensor
+    hysteresis_tracker: Tensor
+    growth_factor: Tensor
+    backoff_factor: Tensor
+    growth_interval: Tensor
+    hysteresis: Tensor
+    consecutive_hysteresis: Tensor
+    min_scale: Tensor
+    max_scale: Tensor
+    lr_factor: Tensor
+    scheduled: Tensor
+    warmup_steps: Tensor
+    stable_steps: Tensor
+    decay_steps: Tensor
+    decay_type: Tensor
+    min_lr_factor: Tensor
+    schedule_generation: Tensor
+
     def __init__(self, block: Tensor, owner: "Controlled") -> None:
         self._block = block
         self._views = block.unbind()  # making one is an operator of its own

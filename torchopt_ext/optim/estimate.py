@@ -13,7 +13,7 @@ from torchopt_ext import ops
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, check_chosen, fp32_params
 from torchopt_ext.optim.norm_in_backward import MEASURED_BYTES
 from torchopt_ext.optim.quantized import CODES, SCALES, groups_before
-from torchopt_ext.optim.storage import MASTER, Storage
+from torchopt_ext.optim.storage import MASTER, MasterWeights, StateDtype, Storage
 from torchopt_ext.statedict.entries import MASTERS
 
 STEP = 4
@@ -94,8 +94,8 @@ def estimate(
     sharding: str = "ddp",
     world_size: int = 1,
     grad_dtype: torch.dtype | None = None,
-    master_weights: str | None = None,
-    state_dtype: torch.dtype | str | None = None,
+    master_weights: MasterWeights | None = None,
+    state_dtype: StateDtype | None = None,
     amsgrad: bool = False,
     norm: bool = True,
     norm_in_backward: bool = False,

@@ -20,7 +20,7 @@ from torchopt_ext.optim.hooks import HookedStep, run_hooks
 from torchopt_ext.optim.norm_in_backward import NormInBackward
 from torchopt_ext.optim.planned import PlannedStep
 from torchopt_ext.optim.step import fused_step
-from torchopt_ext.optim.storage import REMAINDER, Storage, with_own_steps
+from torchopt_ext.optim.storage import REMAINDER, MasterWeights, StateDtype, Storage, with_own_steps
 from torchopt_ext.optim.telemetry import track_bits
 from torchopt_ext.statedict.entries import CONTROL_KEY, control_entry, converted
 from torchopt_ext.statedict.loaded import Loaded, Slot, largest_step, raise_problems, read_indexed
@@ -109,8 +109,8 @@ class FusedAdam(HookedStep, PlannedStep):
         max_grad_norm: float | None = None,
         skip_nonfinite: bool = False,
         process_group: torch.distributed.ProcessGroup | None = None,
-        master_weights: str | None = None,
-        state_dtype: torch.dtype | str | None = None,
+        master_weights: MasterWeights | None = None,
+        state_dtype: StateDtype | None = None,
         stochastic_rounding: bool = False,
         rounding_seed: int = 0,
         write_back_gradients: bool = False,
@@ -389,8 +389,8 @@ class FusedAdamW(FusedAdam):
         max_grad_norm: float | None = None,
         skip_nonfinite: bool = False,
         process_group: torch.distributed.ProcessGroup | None = None,
-        master_weights: str | None = None,
-        state_dtype: torch.dtype | str | None = None,
+        master_weights: MasterWeights | None = None,
+        state_dtype: StateDtype | None = None,
         stochastic_rounding: bool = False,
         rounding_seed: int = 0,
         write_back_gradients: bool = False,

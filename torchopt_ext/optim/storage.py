@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from torchopt_ext._torch import is_dtensor, local_shape_and_offset
 from torchopt_ext.optim.local import inner_tensors, local_tensor
 from torchopt_ext.optim.quantized import CODES, can_quantize
 
+MasterWeights = Literal["fp32", "remainder", "remainder8"]
+StateDtype = torch.dtype | Literal["int8"]
 MASTER, REMAINDER, REMAINDER8 = "master_weight", "remainder", "remainder8"
 MASTER_WEIGHTS = {"fp32": MASTER, "remainder": REMAINDER, "remainder8": REMAINDER8}
 """Values of ``master_weights``, and the state entry that each keeps."""
@@ -30,8 +32,8 @@ class Storage:
         fp32_moments: parameters whose moments are float32 where others' have 8 bits.
     """
 
-    master_weights: str | None = None
-    state_dtype: torch.dtype | str | None = None
+    master_weights: MasterWeights | None = None
+    state_dtype: StateDtype | None = None
     fp32_moments: frozenset[Tensor] = field(default=frozenset(), compare=False)
 
     def __post_init__(self) -> None:
