@@ -88,7 +88,7 @@ TORCHOPT_HD inline void prepare_body(int i, const AdamArgs& args,
   }
 }
 
-// The random bits of elements [i, i + L::width).
+// The random bits of a register of elements from i on.
 template <class L>
 TORCHOPT_HD inline typename L::Random draw(const TensorWork& work, const RoundingKey& key,
                                            int64_t i) {

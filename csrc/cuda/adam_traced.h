@@ -28,47 +28,55 @@ inline constexpr int kTracedKinds = 3;
 
 namespace {
 
-// Digests of elements that follow one another in one of a thread's lanes, 64 apart: those of a
-// segment have one factor (lane_factor), by which their sum is multiplied.
-struct LaneDigest {
-  TORCHOPT_HD void add(const AdamChunk<float>& elements, int i, uint64_t& digest) {
-    const Layout& layout = elements.work.layout;
-    const auto number = static_cast<uint64_t>(global_element(elements.work, elements.begin + i));
-    if (number / kDigestSegment != first / kDigestSegment || (number - first) % kBlockLanes != 0) {
-      digest += total(elements.work);
-      first = number;
-    }
-    for_each_stored(layout, [&](Array array) {
-      const int64_t size = element_size(layout, array);
-      const char* const at = static_cast<const char*>(elements.x[array]) + size * i;
-      const auto in_segment = static_cast<uint32_t>(number % kDigestSegment);
-      halves[array] += static_cast<int32_t>(weighted_element(at, size, in_segment));
-    });
-  }
-  // Of what was added since the last time.
-  TORCHOPT_HD uint64_t total(const TensorWork& work) {
-    uint64_t sum = 0;
+// Digest of a thread's lane of a tile: elements [begin, end), a row of lanes apart. Those of a
+// segment have one factor for each array (lane_factor), by which the sum of their halves is
+// multiplied: of at most 8 elements, so it is below 2**29.
+template <class T>
+TORCHOPT_HD inline uint64_t digest_lane(const AdamChunk<T>& elements, int begin, int end) {
+  static_assert(kTraceTile / kBlockLanes == 8 && kBlockLanes / 4 % kDigestLanes == 0);
+  const TensorWork& work = elements.work;
+  uint64_t digest = 0;
+  uint64_t first = 0;  // the number of the first element since the last multiplication
+  int32_t halves[kWritten]{};
+  const auto multiply = [&] {
     const DigestPlace place = digest_place(work.index, first);
     for_each_stored(work.layout, [&](Array array) {
       const auto size = static_cast<uint32_t>(element_size(work.layout, array));
-      const int64_t lane = lane_factor(place, place.number % kDigestSegment * size / 4);
-      sum += static_cast<uint64_t>(halves[array] * lane) * array_factor(array);
+      const int64_t factor = lane_factor(place, place.number % kDigestSegment * size / 4);
+      digest += static_cast<uint64_t>(halves[array] * factor) * array_factor(array);
       halves[array] = 0;
     });
-    return sum;
+  };
+  for (int i = begin; i < end; i += kBlockLanes) {
+    const auto number = static_cast<uint64_t>(global_element(work, elements.begin + i));
+    if constexpr (sizeof(T) == sizeof(double)) {
+      digest += digest_element<T>(work.layout, elements.x, i, digest_place(work.index, number));
+    } else {
+      // A shard's runs may leave the lane within a segment.
+      if (number / kDigestSegment != first / kDigestSegment ||
+          number % kBlockLanes != first % kBlockLanes) {
+        multiply();
+        first = number;
+      }
+      for_each_stored(work.layout, [&](Array array) {
+        const int64_t size = element_size(work.layout, array);
+        const char* const at = static_cast<const char*>(elements.x[array]) + size * i;
+        const auto in_segment = static_cast<uint32_t>(number % kDigestSegment);
+        halves[array] += static_cast<int32_t>(weighted_element(at, size, in_segment));
+      });
+    }
   }
-
-  uint64_t first = 0;  // number of the first element
-  int32_t halves[kWritten]{};
-};
+  multiply();
+  return digest;
+}
 
 // What the threads of a warp see of a tile. By the block rule, thread t owns lanes 2t and 2t + 1.
 template <class T, class Warp>
 struct TileSums {
   using D = ScalarLane<double>;
 
-  // Before a register's step, whose first element is of the thread's lane `first`. Returns its
-  // weights.
+  // Before a register's step, whose elements are of the thread's two lanes in turn, the first one
+  // of lane `first`. Returns its weights.
   template <class L>
   TORCHOPT_HD typename L::reg before(const L& lane, const AdamChunk<T>& elements, int thread,
                                      int first, int i) {
@@ -114,54 +122,44 @@ struct TileSums {
   typename Warp::template PerThread<uint64_t> digest{};
 };
 
-// A warp's step of elements [begin, end), a tile at most, with what it saw: of four rows of lanes
+// A warp's step of elements [begin, end), a tile at most, with what it saw: of some rows of lanes
 // at once, whose loads are under way together.
 template <class T, class Warp>
 TORCHOPT_HD inline ChunkTrace update_tile(const Warp& warp, const AdamChunk<T>& elements, int begin,
                                           int end) {
-  constexpr int kRows = sizeof(T) == sizeof(float) ? 2 : 1;
+  constexpr int kRows = 8 / sizeof(T);  // more take more registers than there are
   using Rows = VectorLane<T, 2 * kRows, 2, kBlockLanes>;
+  using Pair = VectorLane<T, 2, 2, 2, 1>;  // wherever it lies
   const TensorWork& work = elements.work;
   const StepOptions& options = elements.options;
-  const bool digests = (options.track & kTrackDigest) != 0;
   const bool aligned = are_registers_at(work.layout, elements.x, 2, begin);
   TileSums<T, Warp> sums;
   warp.each([&](int thread) {
-    LaneDigest lane_digests[2];
-    const auto step = [&](const auto& lane, int first, int i) {
-      using L = std::decay_t<decltype(lane)>;
-      const auto before = sums.before(lane, elements, thread, first, i);
+    const auto step = [&](const auto& lane, int i) {
+      const auto before = sums.before(lane, elements, thread, 0, i);
       elements.update(lane, work.layout, {.write_back = options.write_back_gradients},
                       rounds_randomly(options, work.layout), i);
-      sums.after(lane, elements, thread, first, i, before);
-      unrolled<L::width>([&](int k) {
-        const int at = i + L::offset(k);
-        if constexpr (sizeof(T) == sizeof(float)) {
-          if (digests) {
-            lane_digests[(first + k) % 2].add(elements, at, sums.digest[thread]);
-          }
-        } else if (digests) {
-          const auto number = static_cast<uint64_t>(global_element(work, elements.begin + at));
-          sums.digest[thread] +=
-              digest_element<T>(work.layout, elements.x, at, digest_place(work.index, number));
-        }
-      });
+      sums.after(lane, elements, thread, 0, i, before);
     };
-    int row = begin;
-    for (; aligned && row + kRows * kBlockLanes <= end; row += kRows * kBlockLanes) {
-      step(Rows{}, 0, row + 2 * thread);
+    int i = begin + 2 * thread;
+    for (int row = begin; aligned && row + kRows * kBlockLanes <= end; row += kRows * kBlockLanes) {
+      step(Rows{}, i);
+      i += kRows * kBlockLanes;
     }
-    unrolled<2>([&](int first) {
-      for (int i = row + 2 * thread + first; i < end; i += kBlockLanes) {
-        step(VectorLane<T, 1>{}, first, i);
-      }
-    });
-    if (digests) {
-      for (LaneDigest& lane : lane_digests) {
-        sums.digest[thread] += lane.total(work);
-      }
+    for (; i + 1 < end; i += kBlockLanes) {
+      step(Pair{}, i);
+    }
+    if (i < end) {
+      step(VectorLane<T, 1>{}, i);
     }
   });
+  if ((options.track & kTrackDigest) != 0) {
+    warp.each([&](int thread) {
+      for (int lane = 0; lane < 2; ++lane) {
+        sums.digest[thread] += digest_lane(elements, begin + 2 * thread + lane, end);
+      }
+    });
+  }
   return sums.total(warp);
 }
 

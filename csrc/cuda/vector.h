@@ -10,11 +10,8 @@ namespace torchopt_ext {
 
 template <int kBytes>
 struct alignas(kBytes) Words {
-  uint32_t word[kBytes / 4];
-};
-template <>
-struct alignas(2) Words<2> {
-  uint16_t word[1];
+  using Word = std::conditional_t<kBytes == 2, uint16_t, uint32_t>;
+  Word word[kBytes / sizeof(Word)];
 };
 using Vector = Words<16>;
 
@@ -91,9 +88,8 @@ TORCHOPT_HD inline void set_element(Words& words, int k, Bits<kSize> bits) {
     words.word[k] = bits;
   } else {
     constexpr int kEach = 4 / kSize;
-    auto& word = words.word[k / kEach];
-    word = static_cast<std::decay_t<decltype(word)>>(word | static_cast<uint32_t>(bits)
-                                                                << (8 * kSize * (k % kEach)));
+    words.word[k / kEach] |=
+        static_cast<typename Words::Word>(static_cast<uint32_t>(bits) << (8 * kSize * (k % kEach)));
   }
 }
 

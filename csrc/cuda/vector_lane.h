@@ -1,5 +1,6 @@
-// A lane type (kernels/lane.h) of a CUDA thread: a register is kWidth elements, which it loads and
-// stores by accesses of up to 16 bytes. Arrays are aligned to these.
+// A lane type (kernels/lane.h) of a CUDA thread: a register is kWidth elements in runs of kRun,
+// which begin kStride elements apart. It loads and stores them by accesses of up to 16 bytes and
+// kAccess elements, to which arrays are aligned.
 #pragma once
 
 #include "cuda/vector.h"
@@ -8,7 +9,7 @@
 namespace torchopt_ext {
 namespace {
 
-template <class T, int kWidth, int kRun = kWidth, int kStride = kWidth>
+template <class T, int kWidth, int kRun = kWidth, int kStride = kWidth, int kAccess = kRun>
 struct VectorLane {
   using scalar = T;
   using One = ScalarLane<T>;
@@ -18,7 +19,7 @@ struct VectorLane {
   static constexpr int width = kWidth;
   static constexpr bool converts = One::converts;
   static constexpr bool any_layout = One::any_layout;
-  // Where element k lies: runs of kRun elements are kStride apart.
+  // Where element k lies.
   TORCHOPT_HD static constexpr int offset(int k) { return k / kRun * kStride + k % kRun; }
 
   template <class Element>
@@ -154,10 +155,12 @@ struct VectorLane {
   template <int kSize>
   TORCHOPT_HD static Elements<kSize> load_elements(const void* from) {
     Elements<kSize> all;
-    if constexpr (kWidth == 1) {
-      all.element[0] = load_bits<Bits<kSize>>(from);
+    if constexpr (kAccess == 1) {
+      unrolled<kWidth>([&](int k) {
+        all.element[k] = load_bits<Bits<kSize>>(static_cast<const char*>(from) + offset(k) * kSize);
+      });
     } else {
-      constexpr int kBytes = access_bytes(kRun, kSize);
+      constexpr int kBytes = access_bytes(kAccess, kSize);
       constexpr int kEach = kBytes / kSize;
       unrolled<kWidth / kEach>([&](int access) {
         const auto words = load_bits<Words<kBytes>>(static_cast<const char*>(from) +
@@ -171,10 +174,10 @@ struct VectorLane {
   template <class Element, class F>
   TORCHOPT_HD static void store_each(Element* to, const F& f) {
     constexpr int kSize = sizeof(Element);
-    if constexpr (kWidth == 1) {
-      store_bits(to, bit_cast<Bits<kSize>>(f(0)));
+    if constexpr (kAccess == 1) {
+      unrolled<kWidth>([&](int k) { store_bits(to + offset(k), bit_cast<Bits<kSize>>(f(k))); });
     } else {
-      constexpr int kBytes = access_bytes(kRun, kSize);
+      constexpr int kBytes = access_bytes(kAccess, kSize);
       constexpr int kEach = kBytes / kSize;
       unrolled<kWidth / kEach>([&](int access) {
         Words<kBytes> words{};

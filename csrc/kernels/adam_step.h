@@ -147,8 +147,8 @@ template <class L, class Random>
   store_rounded(lane, layout.param, x[kParam], i, p, random, kParam);
 }
 
-// Elements [i, i + width) of arrays `x`; `random` has their random bits as the
-// lane takes them, or is null.
+// A register of elements of arrays `x` from i on; `random` has their random bits as the lane takes
+// them, or is null.
 template <class L, class Random>
 [[gnu::always_inline]] TORCHOPT_HD inline void adam_step(const L& lane,
                                                          const AdamScalars<typename L::scalar>& s,

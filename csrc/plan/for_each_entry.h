@@ -5,8 +5,8 @@
 
 namespace torchopt_ext {
 
-// With fewer entries than these, waking threads takes longer than one takes for all. Beyond them a
-// thread has so many at least.
+// At most so many entries are one thread's, which has done them before others are awake. For more
+// all threads wake (ATen/ParallelOpenMP.h), and as many get work as there are kEntriesPerThread.
 inline constexpr size_t kFewEntries = 512;
 inline constexpr size_t kEntriesPerThread = 128;
 // How many entries ahead memory is prefetched.

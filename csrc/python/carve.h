@@ -8,7 +8,7 @@ namespace torchopt_ext {
 
 // A GPU's lines of 128 bytes: a step over arrays that begin within one takes a tenth longer.
 inline constexpr int64_t kCarveAlignment = 128;
-inline constexpr int64_t kBlockAlignment = 64;  // as torch's CPU allocator gives it
+inline constexpr int64_t kBlockAlignment = 64;  // of a caller's, as torch's CPU allocator gives it
 
 // Uninitialised tensors with the sizes and strides of each of `like` and a given dtype, or its own,
 // one after the other at multiples of kCarveAlignment bytes from the start of `block`, a contiguous

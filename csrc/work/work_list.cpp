@@ -42,9 +42,9 @@ std::vector<Chunk> make_chunks(const std::vector<TensorWork>& tensors, int64_t c
   return chunks;
 }
 
-std::vector<Chunk> make_plain_chunks(const std::vector<TensorWork>& tensors,
-                                     const std::function<int64_t(const TensorWork&)>& elements) {
-  std::vector<Chunk> chunks;
+void add_plain_chunks(const std::vector<TensorWork>& tensors,
+                      const std::function<int64_t(const TensorWork&)>& elements,
+                      std::vector<Chunk>& chunks) {
   for (size_t t = 0; t < tensors.size(); ++t) {
     const int64_t length = elements(tensors[t]);
     if (length == 0) {
@@ -59,7 +59,6 @@ std::vector<Chunk> make_plain_chunks(const std::vector<TensorWork>& tensors,
           {static_cast<int32_t>(t), begin, std::min(begin + length, tensors[t].numel)});
     }
   }
-  return chunks;
 }
 
 std::vector<int64_t> first_chunks(const std::vector<Chunk>& chunks, size_t tensors, size_t range) {

@@ -44,12 +44,13 @@ inline constexpr int64_t kChunkElements = 32768;
 std::vector<Chunk> make_chunks(const std::vector<TensorWork>& tensors,
                                int64_t chunk_elements = kChunkElements);
 
-// Cuts each tensor every so many elements, for work that needs no block boundaries; one with 0 is
-// left out. On a GPU they are a multiple of 128 bytes in every array: a step over chunks that begin
-// within a line of memory takes a tenth longer. Tensors with 8-bit moments are cut as by
-// make_chunks, at groups.
-std::vector<Chunk> make_plain_chunks(const std::vector<TensorWork>& tensors,
-                                     const std::function<int64_t(const TensorWork&)>& elements);
+// Cuts each tensor every so many elements, for work that needs no block boundaries, and adds the
+// chunks to `chunks`; a tensor with 0 is left out. On a GPU they are a multiple of 128 bytes in
+// every array: a step over chunks that begin within a line of memory takes a tenth longer. Tensors
+// with 8-bit moments are cut as by make_chunks, at groups.
+void add_plain_chunks(const std::vector<TensorWork>& tensors,
+                      const std::function<int64_t(const TensorWork&)>& elements,
+                      std::vector<Chunk>& chunks);
 
 // The first chunk of each range of so many tensors, and behind the last range the number of chunks.
 std::vector<int64_t> first_chunks(const std::vector<Chunk>& chunks, size_t tensors, size_t range);

@@ -33,7 +33,7 @@ void expect_same_bits(const Case& c, int variant) {
   for (const int threads : {32, 256}) {
     Tensor actual = start;
     const Report report =
-        step_as_cuda(actual, hyper, control, threads, threads == 32 ? 1000 : 8192);
+        step_as_cuda(actual, hyper, control, threads, threads == 32 ? 1000 : 4096);
     ASSERT_TRUE(actual.same_bits(expected)) << threads << " CUDA threads " << describe(c);
     ASSERT_TRUE(report.same_bits(expected_report)) << threads << " CUDA threads " << describe(c);
   }

@@ -78,8 +78,8 @@ Memory by_cuda(const Case& c, const Control& control, bool unscale, Memory to, c
   work.row_length = 1;
   work.layout.param = c.types.to;
   work.layout.grad = c.types.from;
-  const std::vector<Chunk> chunks =
-      make_plain_chunks({work}, [](const TensorWork&) { return 4096; });
+  std::vector<Chunk> chunks;
+  add_plain_chunks({work}, [](const TensorWork&) { return 4096; }, chunks);
   const CopyArgs args{&work, chunks.data(), &control, unscale};
   const auto blocks = static_cast<int64_t>(chunks.size());
   for (int64_t block = 0; block < blocks; ++block) {

@@ -230,13 +230,15 @@ void adam_as_cuda(AdamKind kind, const HostCta& cta, const AdamArgs& args,
 }
 
 inline Report step_as_cuda(Tensor& tensor, const AdamHyper& hyper, const Control& control,
-                           int threads, int64_t chunk_elements = 8192) {
+                           int threads, int64_t chunk_elements = 2048) {
   tensor.point();
   const StepOptions& options = tensor.options();
-  const std::vector<Chunk> chunks =
-      options.track != 0
-          ? make_chunks({tensor.work})
-          : make_plain_chunks({tensor.work}, [=](const TensorWork&) { return chunk_elements; });
+  std::vector<Chunk> chunks;
+  if (options.track != 0) {
+    chunks = make_chunks({tensor.work});
+  } else {
+    add_plain_chunks({tensor.work}, [=](const TensorWork&) { return chunk_elements; }, chunks);
+  }
   TensorStep step{};
   Report report;
   AdamArgs args{};

@@ -89,19 +89,25 @@ TEST(ChunkTable, BlocksOfChunksAreTheBlocksOfTheRule) {
 
 TEST(ChunkTable, PlainChunksCoverEachElementOnce) {
   for (const int64_t numel : {0, 1, 1000, 8191, 8192, 8193, 33000}) {
-    const std::vector<Chunk> chunks = make_plain_chunks(
-        {tensor_of(1, numel), tensor_of(2, 4096)},
-        [](const TensorWork& tensor) { return tensor.row_length == 4096 ? 2048 : 4096; });
-    std::array<int64_t, 2> next{};
+    TensorWork quantized = tensor_of(3, 5000);  // whose chunks do not cross rows
+    quantized.kind = AdamKind::kInt8;
+    const std::vector<TensorWork> tensors{tensor_of(1, numel), tensor_of(2, 4096), quantized,
+                                          tensor_of(1, 7)};
+    const std::array<int64_t, 4> most{4096, 2048, 4096, 0};
+    size_t next_most = 0;
+    std::vector<Chunk> chunks;
+    add_plain_chunks(tensors, [&](const TensorWork&) { return most.at(next_most++); }, chunks);
+    std::array<int64_t, 4> covered{};
     for (const Chunk& chunk : chunks) {
       const auto t = static_cast<size_t>(chunk.tensor);
-      ASSERT_EQ(chunk.begin, next.at(t));
-      ASSERT_EQ(chunk.begin % (t == 0 ? 4096 : 2048), 0);
-      next.at(t) = chunk.end;
+      ASSERT_EQ(chunk.begin, covered.at(t));
+      ASSERT_GT(chunk.end, chunk.begin);
+      ASSERT_LE(chunk.end - chunk.begin, most.at(t));
+      ASSERT_EQ(chunk.begin % (t == 2 ? 1 : most.at(t)), 0);
+      ASSERT_TRUE(t != 2 || chunk.begin / 5000 == (chunk.end - 1) / 5000);
+      covered.at(t) = chunk.end;
     }
-    ASSERT_EQ(next, (std::array<int64_t, 2>{numel, 8192}));
-    EXPECT_TRUE(
-        make_plain_chunks({tensor_of(1, numel)}, [](const TensorWork&) { return 0; }).empty());
+    ASSERT_EQ(covered, (std::array<int64_t, 4>{numel, 8192, 15000, 0}));
   }
 }
 
