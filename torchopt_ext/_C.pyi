@@ -32,10 +32,11 @@ def scaled_copy_(
 
 # Uninitialised tensors with the sizes and strides of each of `like`, and `dtype` or its own, one
 # after the other at multiples of 128 bytes from the start of `block`, which is aligned to 64: a
-# contiguous uint8 tensor of carved_bytes() or more, whose device is theirs and which can no longer be resized. Without one, of an allocation
-# on their device. Each has a storage of its own, of its own bytes, that cannot be resized and keeps
-# the block's memory; so recording a stream does nothing for it, and has to be done to the block.
-# With `one_version` they share a version counter, as views of one tensor do.
+# contiguous uint8 tensor of carved_bytes() or more, whose device is theirs and which can no longer
+# be resized. Without one, of an allocation on their device. Each has a storage of its own, of its
+# own bytes, that cannot be resized and keeps the block's memory; so recording a stream does nothing
+# for it, and has to be done to the block. With `one_version` they share a version counter, as views
+# of one tensor do.
 def carve(
     like: list[Tensor],
     dtype: torch.dtype | None = None,
