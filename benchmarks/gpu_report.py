@@ -14,6 +14,7 @@ import argparse
 import datetime
 import html
 import importlib.util
+import itertools
 import json
 import os
 import shutil
@@ -75,17 +76,8 @@ def sections(out: Path, device: str = "cuda", quick: bool = False) -> list[Secti
     trainer = str(tests / "test_trainer.py")
 
     def tested(name: str, seconds: float, module: str, *what: str) -> Section:
-        command = [
-            python,
-            "-P",
-            "-m",
-            "pytest",
-            "-o",
-            "addopts=--import-mode=importlib",
-            "-m",
-            "gpu",
-        ]
-        command += ["-ra", f"--junitxml={out / name}.xml", *what]
+        pytest = ["-P", "-m", "pytest", "-o", "addopts=--import-mode=importlib", "-m", "gpu", "-ra"]
+        command = [python, *pytest, f"--junitxml={out / name}.xml", *what]
         return Section(name, command, seconds, module)
 
     short = measured("short", 0).command
@@ -206,16 +198,23 @@ def find(rows: Sequence[Row], name: str, operation: str, implementation: str) ->
     return next(matching, None)
 
 
+def grouped(rows: Sequence[Row]) -> list[list[Row]]:
+    """The rows of each set and operation."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["set"], row["operation"]), []).append(row)
+    return list(groups.values())
+
+
 def add_ratios(rows: list[Row]) -> None:
     """The share of a copy's bandwidth, and how many times as fast as torch from idle to idle."""
     copies = [row["gigabytes_per_second"] for row in rows if row["operation"] == "copy"]
     for row in rows:
         if copies and row["gigabytes_per_second"]:
             row["of_copy"] = row["gigabytes_per_second"] / copies[0]
-        group = (row["set"], row["operation"])
-        for other in rows:
-            same = (other["set"], other["operation"]) == group
-            if same and other["implementation"].startswith("torch ") and row is not other:
+    for group in grouped(rows):
+        for row, other in itertools.permutations(group, 2):
+            if other["implementation"].startswith("torch "):
                 row["times_as_fast"] = other["wall_milliseconds"] / row["wall_milliseconds"]
 
 
@@ -293,12 +292,9 @@ BAR, LABEL, LINE = 420, 430, 20  # pixels
 
 def chart_of(about: dict[str, Any], rows: list[Row]) -> str:
     """Bars of milliseconds of what has something to compare with, to one scale in a group."""
-    groups: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row["set"], row["operation"]), []).append(row)
     parts = []
     y = 2 * LINE
-    for group in groups.values():
+    for group in grouped(rows):
         if len(group) == 1:
             continue
         longest = max(row["milliseconds"] for row in group)

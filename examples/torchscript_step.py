@@ -35,7 +35,7 @@ class Step(nn.Module):
         step: int,
     ) -> Tensor:
         """Updates all lists in place and returns the gradients' norm before clipping."""
-        accumulator = torch.zeros(70, dtype=torch.int64)
+        accumulator = torch.zeros(70, dtype=torch.int64, device=self.control.device)
         torch.ops.torchopt_ext.grad_sumsq_(grads, accumulator)
         torch.ops.torchopt_ext.control_update_(self.control, accumulator, None, None)
         factor = torch.ops.torchopt_ext.lr_factor(

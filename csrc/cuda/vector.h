@@ -38,10 +38,14 @@ TORCHOPT_HD inline void unrolled(const F& f) {
   }
 }
 
+TORCHOPT_HD inline bool is_aligned(const void* address, int64_t bytes) {
+  return reinterpret_cast<uint64_t>(address) % static_cast<uint64_t>(bytes) == 0;
+}
+
 // On the host an access that a GPU would refuse ends the program, too.
 template <class T>
 TORCHOPT_HD inline void check_aligned(const void* address) {
-  if (reinterpret_cast<uint64_t>(address) % alignof(T) != 0) {
+  if (!is_aligned(address, alignof(T))) {
     __builtin_trap();
   }
 }
@@ -96,10 +100,6 @@ TORCHOPT_HD inline void set_element(Words& words, int k, Bits<kSize> bits) {
 // Bytes of an access to some of so many elements.
 TORCHOPT_HD constexpr int64_t access_bytes(int64_t elements, int64_t size) {
   return elements * size < 16 ? elements * size : 16;
-}
-
-TORCHOPT_HD inline bool is_aligned(const void* address, int64_t bytes) {
-  return reinterpret_cast<uint64_t>(address) % static_cast<uint64_t>(bytes) == 0;
 }
 
 // Of a chunk's elements, those in [begin, end) can be accessed as whole, aligned registers.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from torch import nn
 
 import torchopt_ext
 from torchopt_ext import FusedAdamW, ops
+from torchopt_ext.__main__ import main
 from torchopt_ext.containers import (
     LRSchedulersContainer,
     OptimizersContainer,
@@ -138,50 +139,23 @@ def test_a_log_is_written_without_waiting() -> None:
     assert written[-1]["optimizer/grad_norm"] == float(optimizer.control.grad_norm)
 
 
-def test_a_scripted_step_gives_the_bits_of_the_optimizer() -> None:
-    class Step(nn.Module):
-        def forward(
-            self,
-            params: list[torch.Tensor],
-            grads: list[torch.Tensor],
-            exp_avgs: list[torch.Tensor],
-            exp_avg_sqs: list[torch.Tensor],
-            steps: list[torch.Tensor],
-            control: torch.Tensor,
-        ) -> torch.Tensor:
-            accumulator = torch.zeros(70, dtype=torch.int64, device=params[0].device)
-            torch.ops.torchopt_ext.grad_sumsq_(grads, accumulator)
-            torch.ops.torchopt_ext.control_update_(control, accumulator, None, None)
-            nothing: list[torch.Tensor] = []
-            torch.ops.torchopt_ext.adam_(
-                params,
-                grads,
-                exp_avgs,
-                exp_avg_sqs,
-                nothing,
-                steps,
-                control,
-                lr=1e-2,
-                beta1=0.9,
-                beta2=0.999,
-                eps=1e-8,
-                weight_decay=0.1,
-                decoupled_weight_decay=True,
-                maximize=False,
-            )
-            return torch.ops.torchopt_ext.accumulator_total(accumulator).sqrt()
+def test_a_scripted_step_gives_the_bits_of_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module of examples/torchscript_step.py, on a GPU."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
+    from examples.torchscript_step import Step
 
     params, others = make_params("cuda"), make_params("cuda")
-    optimizer = FusedAdamW(others, max_grad_norm=0.5, **SETTINGS)
-    scripted = torch.jit.script(Step())
-    control = ops.new_control("cuda", max_grad_norm=0.5)
+    optimizer = FusedAdamW(others, weight_decay=0.01, max_grad_norm=0.5)
+    scripted = torch.jit.script(Step(max_grad_norm=0.5, lr=1e-2).to("cuda"))
     plain = [p.detach() for p in params]
     states = [[torch.zeros_like(p) for p in plain] for _ in range(2)]
     counts = [torch.zeros((), device="cuda") for _ in plain]
     for step in range(3):
         set_gradients(params, step)
         set_gradients(others, step)
-        norm = scripted(plain, [p.grad for p in params], *states, counts, control)
+        norm = scripted(plain, [p.grad for p in params], *states, counts, step)
+        factor = ops.lr_factor(step, warmup_steps=2, stable_steps=4, decay_steps=4)
+        optimizer.param_groups[0]["lr"] = 1e-2 * factor
         optimizer.step()
         assert bits(norm) == bits(optimizer.control.grad_norm)
     assert [bits(p) for p in plain] == [bits(p) for p in others]
@@ -236,16 +210,9 @@ def test_a_training_step_is_captured_as_a_whole() -> None:
 
 
 def test_the_command_line_names_the_gpu_and_times_on_it(capsys: pytest.CaptureFixture[str]) -> None:
-    from torchopt_ext.__main__ import main
-
-    sys.argv, argv = ["torchopt-ext", "info", "--json"], sys.argv
-    try:
-        assert main() == 0
-        found = json.loads(capsys.readouterr().out)
-        assert found["cuda"]["usable"]
-        assert found["cuda"]["devices"] == [torch.cuda.get_device_name(0)]
-        sys.argv = ["torchopt-ext", "bench", "--params", "1e6", "--device", "cuda"]
-        assert main() == 0
-    finally:
-        sys.argv = argv
+    assert main(["info", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["cuda"]["usable"]
+    assert found["cuda"]["devices"] == [torch.cuda.get_device_name(0)]
+    assert main(["bench", "--params", "1e6", "--device", "cuda"]) == 0
     assert torch.cuda.get_device_name(0) in capsys.readouterr().out

@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from torchopt_ext.containers import OptimizersContainer
 from torchopt_ext.trainer import Trainer, load_config
@@ -60,10 +59,6 @@ def a_process_like_a_jobs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def local(value: Any) -> Any:
-    return value.to_local() if isinstance(value, DTensor) else value
-
-
 def train(folder: Path, *settings: str) -> tuple[list[dict[str, Any]], list[bytes]]:
     """Metrics, a line a step, and all bits of weights and optimizer state."""
     trainer = Trainer(load_config([*JOB, "--job.dump_folder", str(folder), *settings]))
@@ -72,7 +67,7 @@ def train(folder: Path, *settings: str) -> tuple[list[dict[str, Any]], list[byte
         kept = [part.state_dict() for part in trainer.model_parts]
         kept.append(trainer.optimizers.state_dict())
         ended = [
-            bits(local(value))
+            bits(value)
             for values in kept
             for _, value in sorted(values.items())
             if isinstance(value, Tensor)
@@ -118,7 +113,7 @@ def test_a_step_that_is_not_finite_is_counted_and_changes_nothing(
 
     def spoil(self: Trainer, *args: Any) -> Any:
         model = self.model_parts[0]
-        weights.append([bits(local(p)) for p in model.parameters()])
+        weights.append([bits(p) for p in model.parameters()])
         first = next(model.parameters())
         if self.step == 3:
             handle = first.register_hook(lambda grad: grad * float("nan"))
