@@ -17,6 +17,9 @@ TIER ?= not slow and not gpu
 SMOKED := 2.12.0 2.13.0 2.14.0
 DIST ?= dist
 JOBS := $(shell nproc)
+# Each process of pytest takes about 1 GB. Waiting threads of OpenMP would take the others' cores.
+WORKERS := $(shell nproc | awk '{ print $$1 < 8 ? $$1 : 8 }')
+PYTEST := OMP_WAIT_POLICY=passive $(BIN)/pytest -n $(WORKERS) --dist worksteal
 
 .PHONY: help install demo test test-python smoke test-all test-cpp test-sanitize \
 	check-aarch64 check-sass test-gpu gpu-report bench bench-convergence bench-dtensor-host bench-in-backward \
@@ -104,11 +107,11 @@ test-cpp: $(VENV)/.installed ## Build and run the C++ tests
 test: test-cpp test-python ## Run the fast tests, C++ and Python
 
 test-python: $(VENV)/.installed
-	$(BIN)/pytest -m "$(TIER)" $(PYTEST_ARGS)
+	$(PYTEST) -m "$(TIER)" $(PYTEST_ARGS)
 
 # Import, containers' checkpoints, two ranks of FSDP2 and of ZeRO.
 smoke: $(VENV)/.installed ## Run a few tests of everything, such as with TORCH=2.12.0
-	$(BIN)/pytest -m "$(TIER)" tests/python/test_packaging.py tests/python/containers/test_checkpoint.py \
+	$(PYTEST) -m "$(TIER)" tests/python/test_packaging.py tests/python/containers/test_checkpoint.py \
 		tests/distributed/test_containers_dcp.py tests/distributed/test_step_engine.py \
 		tests/distributed/test_zero_misuse.py
 

@@ -181,7 +181,9 @@ def parts(option: str, text: str, read: Callable[[str], Any]) -> list[Any]:
     try:
         return [read(part.strip()) for part in text.split(",")]
     except Exception as error:  # of any kind, from numbers of any kind
-        raise CommandError(f"{option} is {text!r}, expected what --help says") from error
+        raise CommandError(
+            f"{option} is {text!r}, which cannot be read; --help shows what there is"
+        ) from error
 
 
 def sampled(name: str, lr: float, steps: int, schedule: Callable[..., Any], *of: Any) -> Curve:

@@ -29,6 +29,9 @@ class LRSchedulersContainer(Stateful):
     Args:
         optimizers: the optimizers, usually an OptimizersContainer; at least one.
         lr_lambda: from the number of steps done to the factor of each group's initial lr.
+
+    Raises:
+        TypeError: `optimizers` is one optimizer or a generator.
     """
 
     schedulers: list[LRScheduler]
@@ -38,6 +41,9 @@ class LRSchedulersContainer(Stateful):
         optimizers: OptimizersContainer[Any] | list[Optimizer],
         lr_lambda: Callable[[int], float],
     ) -> None:
+        if not hasattr(optimizers, "__len__"):
+            kind = type(optimizers).__name__
+            raise TypeError(f"optimizers is of type {kind}, expected a container or a list")
         if len(optimizers) == 0:
             raise AssertionError("Must have at least one optimizer to create LRScheduler")
         for group in chain(*(optimizer.param_groups for optimizer in optimizers)):

@@ -56,6 +56,7 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
             step later.
 
     Raises:
+        TypeError: `model_parts` is no list of modules.
         ValueError: a trainable parameter is on the meta device, or belongs to two parts; unknown
             `compat`; a pattern of `fp32_moments` that is found in no name, without a
             `process_group` of other parts.
@@ -321,9 +322,15 @@ def check_compat(compat: Any) -> str | None:
 
 def trainable_parameters(model_parts: Sequence[nn.Module]) -> list[list[nn.Parameter]]:
     """Each part's trainable parameters, tied ones once; rejects what no optimizer can train."""
+    if isinstance(model_parts, nn.Module):
+        raise TypeError(
+            f"model_parts is of type {type(model_parts).__name__}, expected a list of modules"
+        )
     owner: dict[nn.Parameter, str] = {}
     params: list[list[nn.Parameter]] = []
     for i, part in enumerate(model_parts):
+        if not isinstance(part, nn.Module):
+            raise TypeError(f"model part {i} is of type {type(part).__name__}, expected a module")
         named = [(name, param) for name, param in part.named_parameters() if param.requires_grad]
         for name, param in named:
             text = f"'{name}' of model part {i}"

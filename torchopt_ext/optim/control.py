@@ -11,6 +11,7 @@ from torch import Tensor
 
 from torchopt_ext import ops
 from torchopt_ext.ops import CONTROL_FIELDS
+from torchopt_ext.optim.arguments import expect_counts, expect_numbers
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.local import NormKey, is_captured
 from torchopt_ext.optim.loss_scale import is_scale, scale_settings
@@ -114,12 +115,13 @@ class Controlled:
         """Clip threshold for the norm of all gradients.
 
         None or 0: off. ``math.inf``: the norm is measured, and nothing clipped. Setting it to a
-        negative number or NaN raises ValueError.
+        negative number or NaN raises ValueError, to what is no number TypeError.
         """
         return self._settings["max_grad_norm"] or None
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | None) -> None:
+        expect_numbers(max_grad_norm=0.0 if value is None else value)
         if value is not None and not value >= 0.0:
             raise ValueError(f"Invalid max_grad_norm: {value}, expected None or a number from 0 on")
         self._set_control(max_grad_norm=float(value or 0.0))
@@ -149,6 +151,7 @@ class Controlled:
         change it. Arguments as :func:`torchopt_ext.ops.lr_factor`.
 
         Raises:
+            TypeError: an argument of another type.
             ValueError: an argument out of range.
         """
         steps = {
@@ -156,6 +159,8 @@ class Controlled:
             "stable_steps": stable_steps,
             "decay_steps": decay_steps,
         }
+        expect_counts(**steps)
+        expect_numbers(min_factor=min_factor)
         ops.lr_factor(
             0, decay_type=decay_type, min_factor=min_factor, generation=generation, **steps
         )  # checks the arguments
@@ -190,8 +195,10 @@ class Controlled:
         are skipped. Arguments as :class:`torchopt_ext.GradScaler`.
 
         Raises:
+            TypeError: an argument of another type.
             ValueError: an argument out of range.
         """
+        expect_numbers(init_scale=init_scale)
         if not is_scale(init_scale):
             raise ValueError(f"Invalid init_scale: {init_scale}")
         rule = scale_settings(

@@ -14,6 +14,7 @@ from torch.optim import Adam  # torch's own, also where a program replaces it by
 
 from torchopt_ext._torch import is_dtensor
 from torchopt_ext.optim import state as param_state
+from torchopt_ext.optim.arguments import HYPERPARAMETERS, expect_hyperparameters
 from torchopt_ext.optim.estimate import estimate
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, check_chosen, fp32_params
 from torchopt_ext.optim.hooks import HookedStep, run_hooks
@@ -76,7 +77,7 @@ class FusedAdam(HookedStep, PlannedStep):
             nothing) and "digest" (64 bits that tell replicas apart); True for all.
 
     Raises:
-        TypeError: a parameter that no step could update; names it.
+        TypeError: a parameter that no step could update; names it. An argument of another type.
         ValueError: an argument out of range; with 8-bit moments, a pattern of ``fp32_moments``
             that is found in no name, or a tensor that is no parameter, unless ranks of a
             ``process_group`` may have it.
@@ -119,6 +120,7 @@ class FusedAdam(HookedStep, PlannedStep):
         fp32_moments: Collection[str | Tensor] = EMBEDDINGS,
         decoupled_weight_decay: bool = False,
     ) -> None:
+        expect_hyperparameters(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         if isinstance(lr, Tensor) and lr.dtype not in (torch.float32, torch.float64):
             raise ValueError(f"Tensor lr has dtype {lr.dtype}, expected float32 or float64")
         torchs = Adam(  # checks the arguments, and has the keys of state dicts
@@ -178,6 +180,7 @@ class FusedAdam(HookedStep, PlannedStep):
         names = group.get("param_names") or [""] * len(group["params"])
         named = list(zip(names, group["params"], strict=True))
         try:
+            expect_hyperparameters(**{key: group[key] for key in HYPERPARAMETERS})
             if misplaced := sorted(_ARGUMENTS & group.keys() - self.defaults.keys() - {"params"}):
                 raise ValueError(
                     f"{', '.join(misplaced)}: arguments of {type(self).__name__} for all its "

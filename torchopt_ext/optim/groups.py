@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchopt_ext.optim.arguments import expect_numbers
+
 KINDS = ("norm", "bias", "vector", "embedding")
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 _NORM_IN_NAME = re.compile("(Norm|norm|NORM)(?![a-z])")
@@ -43,20 +45,22 @@ def param_groups(
             factors of their learning rates; the first that is found decides.
 
     Raises:
-        TypeError: ``no_decay`` is a string.
+        TypeError: ``no_decay`` is a string, ``model`` no module, or a number something else.
         ValueError: a pattern that is found in no parameter's name or is no regular expression;
             multipliers without ``lr``; a negative or infinite number; nothing that can be trained;
             FSDP's first generation, which flattens parameters.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is of type {type(model).__name__}, expected a torch.nn.Module")
     if isinstance(no_decay, str):
         raise TypeError(f"no_decay is {no_decay!r}, expected a sequence such as ({no_decay!r},)")
     multipliers = dict(lr_multipliers or {})
     if multipliers and lr is None:
         raise ValueError("lr_multipliers needs lr=, the learning rate that they multiply")
     numbers = {"weight_decay": weight_decay, "lr": lr or 0.0}
-    for name, value in (
-        numbers | {f"lr_multipliers[{k!r}]": multipliers[k] for k in multipliers}
-    ).items():
+    numbers |= {f"lr_multipliers[{k!r}]": multipliers[k] for k in multipliers}
+    expect_numbers(**numbers)
+    for name, value in numbers.items():
         if not 0.0 <= value < math.inf:
             raise ValueError(f"Invalid {name}: {value}, expected a finite number from 0 on")
     names, kinds = _names_and_kinds(model)

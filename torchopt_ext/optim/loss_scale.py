@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from torchopt_ext import ops
+from torchopt_ext.optim.arguments import expect_numbers
 
 LARGEST_SCALE: float = torch.finfo(torch.float32).max
 SMALLEST_SCALE: float = torch.finfo(torch.float32).smallest_normal
@@ -25,12 +26,14 @@ def scale_settings(**given: float | None) -> dict[str, float]:
     """The fields of a control block for the arguments of :class:`torchopt_ext.GradScaler`.
 
     Raises:
-        TypeError: there is no such argument.
+        TypeError: there is no such argument, or its value is no number.
         ValueError: an argument out of range.
     """
     if unknown := given.keys() - RULE.keys():
         raise TypeError(f"loss scaling has no argument {min(unknown)!r}")
-    rule = RULE | {name: float(value or 0.0) for name, value in given.items()}
+    values = {name: value or 0.0 for name, value in given.items()}
+    expect_numbers(**values)
+    rule = RULE | {name: float(value) for name, value in values.items()}
     low, high = rule["min_scale"], rule["max_scale"]
     valid = {
         "growth_factor": 1.0 <= rule["growth_factor"] <= LARGEST_SCALE,

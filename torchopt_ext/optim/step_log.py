@@ -118,7 +118,8 @@ def log_to(
     values. ``skipped_steps``: so far. ``loss_scale``: what this step's gradients were too large by.
     ``lr``: with the factor of a schedule on the device; for several groups ``lr/<name or number>``.
     ``update_to_weight``: 2-norm of the update over that of the weights, of this rank's shards, from
-    a FusedAdam or FusedAdamW with ``track="norms"``; steps that log it read the weights once more.
+    a FusedAdam or FusedAdamW with ``track="norms"``; left out if this step was skipped. Steps that
+    log it read the weights once more.
 
     No step waits for a GPU: values are copied to pinned memory and written an interval later, the
     last ones by ``flush()``. Values that are NaN are left out. A captured CUDA graph's replays run
@@ -183,4 +184,5 @@ def _update_to_weight(optimizer: PlannedStep) -> Tensor:
         accumulator = ops.new_accumulator(device)
         ops.grad_sumsq_(tensors, accumulator)
         total += moved(ops.accumulator_total(accumulator), total.device).reshape(())
-    return updates.square().sum().sqrt() / total.sqrt()
+    made = (optimizer.control.skip == 0.0).to(updates.device)
+    return torch.where(made, updates.square().sum().sqrt() / total.sqrt(), math.nan)

@@ -15,6 +15,8 @@ TRACKED = {"norms": 1, "lost_updates": 2, "digest": 4}
 
 def track_bits(track: bool | str | Collection[str]) -> int:
     """The bits of what is to be tracked: a name or names of :data:`TRACKED`, or True for all."""
+    if not isinstance(track, bool | Collection):
+        raise TypeError(f"track is {track!r:.200}, expected a bool or some of {list(TRACKED)}")
     names = {track} if isinstance(track, str) else set(TRACKED if track is True else track or ())
     if not names <= TRACKED.keys():
         raise ValueError(f"Invalid track: {track!r}, expected some of {list(TRACKED)}")

@@ -309,9 +309,14 @@ def test_a_wrong_call_is_pythons_own_error(optimizers):
         build_lr_schedulers(optimizers, section("lr_min", total_steps=None), 10)
 
 
-def test_no_optimizer_is_refused():
+def test_no_optimizer_and_one_alone_are_refused():
     with pytest.raises(AssertionError, match="at least one optimizer"):
         LRSchedulersContainer([], lambda step: 1.0)
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])
+    with pytest.raises(
+        TypeError, match="optimizers is of type AdamW, expected a container or a list"
+    ):
+        LRSchedulersContainer(optimizer, lambda step: 1.0)
 
 
 # The container

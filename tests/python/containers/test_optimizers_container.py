@@ -348,6 +348,13 @@ def test_a_meta_parameter_is_refused(choice, parts):
     choice.container(parts)
 
 
+def test_what_is_no_list_of_modules_is_refused(choice, parts):
+    with pytest.raises(TypeError, match=r"model_parts is of type .*, expected a list of modules"):
+        choice.container(parts[0])
+    with pytest.raises(TypeError, match="model part 0 is of type Parameter, expected a module"):
+        choice.container(parts[0].parameters())
+
+
 # What subclasses rely on
 
 

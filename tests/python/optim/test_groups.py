@@ -128,9 +128,13 @@ def test_refusals(arguments: dict, message: str) -> None:
         param_groups(Model(), **arguments)
 
 
-def test_a_string_and_flattened_parameters_are_refused() -> None:
+def test_other_types_and_flattened_parameters_are_refused() -> None:
     with pytest.raises(TypeError, match=r"expected a sequence such as \('bias',\)"):
         param_groups(Model(), no_decay="bias")
+    with pytest.raises(TypeError, match=r"model is of type generator, expected a torch.nn.Module"):
+        param_groups(Model().parameters())
+    with pytest.raises(TypeError, match=r"weight_decay is '0.1', expected a number"):
+        param_groups(Model(), "0.1")
     model = Model()
     model.gate._fsdp_flattened = True  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="gate is flattened by FullyShardedDataParallel"):

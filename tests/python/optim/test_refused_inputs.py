@@ -72,6 +72,45 @@ def test_refused_gradients(kind: str) -> None:
     assert_same_bits(params, reference)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"lr": "1e-3"}, "lr is '1e-3', expected a number"),  # as YAML reads 1e-3
+        ({"lr": None}, "lr is None"),
+        ({"eps": "1e-8"}, "eps is '1e-8'"),
+        ({"weight_decay": [0.1]}, r"weight_decay is \[0.1\]"),
+        ({"betas": (0.9,)}, r"betas is \(0.9,\), expected two numbers"),
+        ({"betas": (0.9, "0.95")}, r"betas\[1\] is '0.95'"),
+        ({"max_grad_norm": "1"}, "max_grad_norm is '1'"),
+        ({"track": 1}, "track is 1, expected a bool or some of"),
+    ],
+)
+@pytest.mark.parametrize("name", OURS)
+def test_arguments_of_another_type_are_refused(name: str, arguments: dict, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        OURS[name]([nn.Parameter(torch.ones(2))], **arguments)
+
+
+def test_settings_of_another_type_are_refused() -> None:
+    """Of a group, of the schedule and of the loss scale; all is as it was."""
+    optimizer = OURS["AdamW"]([nn.Parameter(torch.ones(2))])
+    steps = {"warmup_steps": 1, "stable_steps": 1, "decay_steps": 1}
+    before = optimizer.control.live("lr_factor")._base.clone()
+    for call, message in [
+        (lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "lr": "1"}),
+         "lr is '1'"),
+        (lambda: optimizer.set_schedule(**steps | {"warmup_steps": 1.5}),
+         "warmup_steps is 1.5, expected an integer"),
+        (lambda: optimizer.set_schedule(**steps, min_factor="0"), "min_factor is '0'"),
+        (lambda: optimizer.set_loss_scale("8"), "init_scale is '8'"),
+        (lambda: optimizer.set_loss_scale(hysteresis="2"), "hysteresis is '2'"),
+    ]:  # fmt: skip
+        with pytest.raises(TypeError, match=message):
+            call()
+    assert len(optimizer.param_groups) == 1
+    assert torch.equal(optimizer.control.live("lr_factor")._base, before)
+
+
 def test_duplicate_parameters_are_refused() -> None:
     p = nn.Parameter(torch.ones(3))
     with pytest.warns(UserWarning, match="duplicate"):

@@ -57,6 +57,10 @@ def test_values() -> None:
     log.remove()
     run(optimizer, param)
     assert len(written) == 2
+    log_to(written.append, optimizer, every=3)
+    run(optimizer, param)  # the third step is skipped: the update is of the second
+    assert written[2]["optimizer/skipped_steps"] == 3
+    assert "optimizer/update_to_weight" not in written[2]
 
 
 def test_unmeasured_norm_is_left_out_and_groups_have_their_learning_rates() -> None:
