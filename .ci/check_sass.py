@@ -66,6 +66,22 @@ def short_name(demangled: str) -> str:
     return name
 
 
+def enumerators(sources: Iterable[str]) -> dict[str, str]:
+    """By ``(Kind)1``, as demangled names have it, the name in ``enum class Kind { kA, kB };``."""
+    names = {}
+    for source in sources:
+        code = re.sub(r"//.*", "", source)
+        for enum, body in re.findall(r"enum class (\w+)[^{;]*\{([^}=]*)\}", code):
+            listed = [name.strip() for name in body.split(",") if name.strip()]
+            names |= {f"({enum}){value}": name for value, name in enumerate(listed)}
+    return names
+
+
+def with_names(kernel: str, names: dict[str, str]) -> str:
+    """``adam_kernel<kB>`` of ``adam_kernel<(Kind)1>``."""
+    return re.sub(r"\(\w+\)\d+", lambda found: names.get(found[0], found[0]), kernel)
+
+
 def read_ptxas(report: str, arch: str) -> dict[str, Kernel]:
     """What ``ptxas -v`` printed, demangled, by the functions' short names."""
     found: dict[str, Kernel] = {}
@@ -248,6 +264,9 @@ def main() -> int:
             (k for found in pool.map(compiled, jobs) for k in found),
             key=lambda k: (k.name, ARCHITECTURES.index(k.arch)),
         )
+    names = enumerators(path.read_text() for path in (ROOT / "csrc").glob("*/*.h"))
+    for kernel in kernels:
+        kernel.name = with_names(kernel.name, names)
     print(table(kernels))
     found = problems(kernels, tomllib.loads(Path(__file__).with_name("sass.toml").read_text()))
     print(*found, sep="\n", end="\n" if found else "")

@@ -27,7 +27,7 @@ TORCHOPT_HD inline typename L::Random draw_behind(const RoundingStream& stream, 
 }
 
 // A chunk of a tensor with 8-bit moments.
-template <bool kIsGeneral>
+template <AdamKind kKind>
 struct QuantizedChunk {
   using Share = VectorLane<float, kThreadElements>;
   using One = VectorLane<float, 1>;
@@ -35,6 +35,8 @@ struct QuantizedChunk {
   TORCHOPT_HD QuantizedChunk(const AdamChunk<float>& chunk, const Layout& layout)
       : elements(chunk),
         layout(layout),
+        mode{.write_back = writes_back<kKind>(chunk.options)},
+        rounds(rounds_randomly<kKind>(chunk.options, layout)),
         scalars(quantized_scalars(chunk.scalars)),
         groups(chunk.work, chunk.n),
         first_group(group_of(chunk.work, chunk.begin)),
@@ -100,6 +102,8 @@ struct QuantizedChunk {
 
   const AdamChunk<float>& elements;
   const Layout& layout;
+  const StepMode mode;
+  const bool rounds;
   const QuantizedScalars scalars;
   const ChunkGroups groups;
   const int64_t first_group;  // of the tensor's
@@ -116,9 +120,9 @@ struct QuantizedChunk {
     const GroupScales decoding{Scalar::mul(scales.exp_avg, scalars.from.exp_avg),
                                Scalar::mul(scales.root, scalars.from.root)};
     const Moments<L> now = averaged(L{}, factors, layout, elements.x, i, decoding);
-    store_weight(L{}, layout, mode(), elements.x, i,
-                 moved(L{}, factors, layout, elements.x, i, now), draws);
-    write_back(L{}, elements.scalars.grad_factor, layout, mode(), elements.x, i);
+    store_weight(L{}, layout, mode, elements.x, i, moved(L{}, factors, layout, elements.x, i, now),
+                 draws);
+    write_back(L{}, elements.scalars.grad_factor, layout, mode, elements.x, i);
     return now;
   }
   template <class L>
@@ -127,15 +131,11 @@ struct QuantizedChunk {
     L::store_codes(static_cast<uint8_t*>(elements.x[kExpAvgSq]) + i, codes.root);
   }
 
-  TORCHOPT_HD StepMode mode() const {
-    return {.write_back = kIsGeneral && elements.options.write_back_gradients};
-  }
-
   // What is added to codes: of elements from a place of a group on, or random bits if there are.
   template <class L>
   TORCHOPT_HD auto added(int place, const typename L::Random* random) const {
     return [this, place, random](Array array) {
-      if (kIsGeneral && random != nullptr) {
+      if (random != nullptr) {
         return added_at_random<L>(*random, array);
       }
       typename L::reg all;
@@ -146,14 +146,14 @@ struct QuantizedChunk {
 
   // A thread's part of a group: whole(draws, i) for elements [i, i + 8) where registers may start
   // there, else single(draws, i, k) for the k-th of up to 8. `draws` points to random bits if
-  // `random` and the options ask for them.
+  // `random` and the step rounds at random.
   template <class Whole, class Single>
   TORCHOPT_HD void for_each_part(int group, int thread, bool random, const Whole& whole,
                                  const Single& single) const {
     const int begin = groups.begin(group);
     const int size = groups.size(group);
     const int member = thread % kGroupThreads;
-    const bool draws = kIsGeneral && random && elements.options.stochastic_rounding;
+    const bool draws = random && rounds;
     uint64_t number = 0;
     RoundingStream stream{};
     if (draws) {
@@ -190,7 +190,7 @@ TORCHOPT_HD inline void quantized_body(const Cta& cta, const AdamArgs& args) {
   }
   const AdamChunk<float> elements(args, chunk);
   const Layout layout = known_layout<kKind>(elements.work.layout);
-  const QuantizedChunk<is_general(kKind)> quantized(elements, layout);
+  const QuantizedChunk<kKind> quantized(elements, layout);
   const int count = quantized.groups.count();
   cta.each_warp([&](int warp_index, const auto& warp) {
     for (int first = warp_index * kWarpGroups; first < count;

@@ -165,7 +165,8 @@ TORCHOPT_HD inline ChunkTrace update_tile(const Warp& warp, const AdamChunk<T>& 
 
 // The same of kTileGroups groups from `first` on, as far as there are so many.
 template <class Warp>
-TORCHOPT_HD inline ChunkTrace update_groups(const Warp& warp, const QuantizedChunk<true>& chunk,
+TORCHOPT_HD inline ChunkTrace update_groups(const Warp& warp,
+                                            const QuantizedChunk<AdamKind::kInt8>& chunk,
                                             int first) {
   using One = VectorLane<float, 1>;
   struct Weights {
@@ -250,7 +251,7 @@ TORCHOPT_HD inline void adam_traced_body(const Cta& cta, TraceShared& shared, co
   };
   int tiles = 0;
   if constexpr (kKind == TracedKind::kQuantized) {
-    const QuantizedChunk<true> quantized(elements, elements.work.layout);
+    const QuantizedChunk<AdamKind::kInt8> quantized(elements, elements.work.layout);
     tiles = for_each_tile((quantized.groups.count() + kTileGroups - 1) / kTileGroups,
                           [&](const auto& warp, int tile) {
                             return update_groups(warp, quantized, tile * kTileGroups);

@@ -62,10 +62,13 @@ enum class AdamKind : int32_t {
   kBFloat16Remainder,  // the same with a remainder
   kBFloat16Rounded,    // as kBFloat16, rounded stochastically
   kGeneral,            // any but float64 and 8-bit moments
-  kInt8Remainder8,     // bf16 parameter and gradient, with 8-bit moments and remainder
+  kInt8Float32,        // fp32 parameter and gradient, with 8-bit moments
+  kInt8BFloat16,       // the same in bf16
+  kInt8Rounded,        // as kInt8BFloat16, rounded stochastically
+  kInt8Remainder8,     // as kInt8BFloat16, with a remainder of 8 bits
   kInt8,               // any with 8-bit moments
 };
-inline constexpr int kAdamKinds = 9;
+inline constexpr int kAdamKinds = 12;
 
 // Pointers are to dense storage, null where there is no such array; element index is storage order.
 // A scaled copy uses kParam, which it writes, kGrad, which it reads, their dtypes and numel.
@@ -153,9 +156,7 @@ TORCHOPT_HD inline bool rounds_randomly(const StepOptions& options, const Layout
           layout.state == DType::kInt8);
 }
 
-TORCHOPT_HD constexpr bool is_quantized(AdamKind kind) {
-  return kind == AdamKind::kInt8Remainder8 || kind == AdamKind::kInt8;
-}
+TORCHOPT_HD constexpr bool is_quantized(AdamKind kind) { return kind >= AdamKind::kInt8Float32; }
 
 TORCHOPT_HD constexpr Layout layout_of(AdamKind kind) {
   constexpr DType kHalf = DType::kBFloat16;
@@ -169,6 +170,11 @@ TORCHOPT_HD constexpr Layout layout_of(AdamKind kind) {
       return {kHalf, kHalf, DType::kFloat32, Master::kFloat32, false};
     case AdamKind::kBFloat16Remainder:
       return {kHalf, kHalf, DType::kFloat32, Master::kRemainder, false};
+    case AdamKind::kInt8Float32:
+      return {DType::kFloat32, DType::kFloat32, DType::kInt8, Master::kNone, false};
+    case AdamKind::kInt8BFloat16:
+    case AdamKind::kInt8Rounded:
+      return {kHalf, kHalf, DType::kInt8, Master::kNone, false};
     case AdamKind::kInt8Remainder8:
       return {kHalf, kHalf, DType::kInt8, Master::kRemainder8, false};
     default:
@@ -178,6 +184,10 @@ TORCHOPT_HD constexpr Layout layout_of(AdamKind kind) {
 
 TORCHOPT_HD constexpr bool is_general(AdamKind kind) {
   return kind == AdamKind::kGeneral || kind == AdamKind::kInt8;
+}
+
+TORCHOPT_HD constexpr bool is_rounded(AdamKind kind) {
+  return kind == AdamKind::kBFloat16Rounded || kind == AdamKind::kInt8Rounded;
 }
 
 // What a kernel of this kind is compiled for of a tensor's layout and of the options: of what is
@@ -192,38 +202,31 @@ template <AdamKind kKind>
 }
 template <AdamKind kKind>
 TORCHOPT_HD inline bool rounds_randomly(const StepOptions& options, const Layout& layout) {
-  return is_general(kKind) ? rounds_randomly(options, layout) : kKind == AdamKind::kBFloat16Rounded;
+  return is_general(kKind) ? rounds_randomly(options, layout) : is_rounded(kKind);
 }
 template <AdamKind kKind>
 TORCHOPT_HD inline bool writes_back(const StepOptions& options) {
   return (is_general(kKind) || kKind == AdamKind::kFloat64) && options.write_back_gradients;
 }
 
-inline AdamKind kind_of(Layout layout, const StepOptions& options) {
+inline AdamKind kind_of(const Layout& layout, const StepOptions& options) {
   if (layout.param == DType::kFloat64) {
     return AdamKind::kFloat64;
   }
-  if (layout.state == DType::kInt8) {
-    const bool is_usual = layout == layout_of(AdamKind::kInt8Remainder8) &&
-                          !options.write_back_gradients && !options.stochastic_rounding;
-    return is_usual ? AdamKind::kInt8Remainder8 : AdamKind::kInt8;
-  }
+  const AdamKind general = layout.state == DType::kInt8 ? AdamKind::kInt8 : AdamKind::kGeneral;
   if (options.write_back_gradients) {
-    return AdamKind::kGeneral;
+    return general;
   }
-  if (rounds_randomly(options, layout)) {
-    const bool is_usual = layout == layout_of(AdamKind::kBFloat16Rounded);
-    return is_usual ? AdamKind::kBFloat16Rounded : AdamKind::kGeneral;
-  }
-  constexpr AdamKind kHalves[] = {AdamKind::kBFloat16, AdamKind::kBFloat16Master,
-                                  AdamKind::kBFloat16Remainder};
-  for (const AdamKind kind : kHalves) {
-    if (layout == layout_of(kind)) {
+  const bool rounds = rounds_randomly(options, layout);
+  for (int k = 0; k < kAdamKinds; ++k) {
+    const auto kind = static_cast<AdamKind>(k);
+    Layout usual = layout_of(kind);
+    usual.amsgrad = kind == AdamKind::kFloat32 && layout.amsgrad;
+    if (!is_general(kind) && is_rounded(kind) == rounds && layout == usual) {
       return kind;
     }
   }
-  layout.amsgrad = false;
-  return layout == layout_of(AdamKind::kFloat32) ? AdamKind::kFloat32 : AdamKind::kGeneral;
+  return general;
 }
 
 }  // namespace

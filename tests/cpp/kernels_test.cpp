@@ -51,7 +51,7 @@ TEST(Adam, SameBitsHoweverAStepIsMade) {
       if (c.layout.amsgrad && c.layout.state == DType::kInt8) {
         continue;
       }
-      for (const int64_t numel : {1, 31, 513, 4700}) {
+      for (const int64_t numel : {1, 31, 513, 640, 4700}) {  // 640: whole groups
         ++variant;
         c.row_length = numel;
         c.seed = static_cast<unsigned>(variant);
@@ -74,6 +74,8 @@ TEST(Adam, SameBitsWhereverArraysStart) {
                        {.layout = {.param = DType::kFloat16, .master = Master::kFloat32}},
                        {.layout = layout_of(AdamKind::kBFloat16Master)},
                        {.layout = layout_of(AdamKind::kBFloat16)},
+                       {.layout = layout_of(AdamKind::kInt8Float32)},
+                       {.layout = layout_of(AdamKind::kInt8BFloat16)},
                        {.layout = layout_of(AdamKind::kInt8Remainder8)}};
   for (Case c : ways) {
     c.layout.amsgrad = c.layout.state != DType::kInt8;

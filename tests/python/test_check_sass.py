@@ -75,6 +75,15 @@ def test_what_ptxas_reports(check: ModuleType) -> None:
     assert (cospi.registers, cospi.spill, cospi.stack) == (0, 28, 16)
 
 
+def test_kinds_are_called_by_their_names(check: ModuleType) -> None:
+    header = (
+        "enum class Kind : int {\n  kOne,  // is {0}, not 1\n  kTwo };\nenum class Bit { kA = 4 };"
+    )
+    names = check.enumerators([header, "enum class Other;"])
+    assert names == {"(Kind)0": "kOne", "(Kind)1": "kTwo"}
+    assert check.with_names("f<(Kind)1, (Bit)0>", names) == "f<kTwo, (Bit)0>"
+
+
 @pytest.mark.parametrize(
     ("demangled", "short"),
     [
