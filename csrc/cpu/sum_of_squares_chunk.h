@@ -16,14 +16,14 @@ inline void add_chunk(const KernelTable& table, const TensorWork& work, const Ch
   const auto* grad = static_cast<const char*>(work.memory[kGrad]);
   const int64_t size = element_size(work.layout, kGrad);
   if (work.row_length >= kShortRow) {  // whole rows, or blocks of one
-    const int64_t length = std::min(work.row_length, chunk.end - chunk.begin);
-    const int64_t rows = (chunk.end - chunk.begin) / length;
+    const int64_t length = std::min<int64_t>(work.row_length, chunk.count);
+    const int64_t rows = chunk.count / length;
     table.add_rows[dtype](grad + chunk.begin * size, rows, length, next, acc);
     return;
   }
-  for (int64_t i = chunk.begin; i < chunk.end; i += kBlockElements) {
-    const int64_t n = std::min(kBlockElements, chunk.end - i);
-    const void* after = i + n < chunk.end ? grad + (i + n) * size : next;
+  for (int64_t i = chunk.begin; i < chunk.end(); i += kBlockElements) {
+    const int64_t n = std::min(kBlockElements, chunk.end() - i);
+    const void* after = i + n < chunk.end() ? grad + (i + n) * size : next;
     table.add_short_rows[dtype](grad + i * size, n, after, acc);
   }
 }

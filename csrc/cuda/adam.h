@@ -127,7 +127,7 @@ struct AdamChunk {
         scalars(scalars_in<T>(args.steps[chunk.tensor].scalars)),
         options(args.options),
         begin(chunk.begin),
-        n(static_cast<int>(chunk.end - chunk.begin)) {
+        n(chunk.count) {
     const auto point = [&](int array, void* memory) {
       x[array] = memory == nullptr
                      ? memory

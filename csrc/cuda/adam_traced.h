@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/adam_quantized.h"
+#include "cuda/sum_traces.h"
 #include "kernels/block_rule.h"
 #include "kernels/digest.h"
 #include "kernels/trace.h"
@@ -12,13 +13,6 @@ namespace torchopt_ext {
 // the CPU. A tile of kTileGroups groups has fewer elements where rows end in short groups.
 inline constexpr int kTraceTile = 512;
 inline constexpr int kMostTiles = 2 * kChunkElements / kTraceTile;
-
-// Where a tracked step reports, in device memory.
-struct TraceArgs {
-  ChunkTrace* chunks;  // of each chunk
-  double* norms;       // of each tensor, as in Traces
-  int64_t* counts;
-};
 
 using TraceShared = ChunkTrace[kMostTiles];
 
@@ -276,60 +270,11 @@ TORCHOPT_HD inline void adam_traced_body(const Cta& cta, TraceShared& shared, co
   });
 }
 
-// The first chunk of tensor i or one behind it.
-TORCHOPT_HD inline int64_t first_chunk(const Chunk* chunks, int64_t count, int64_t i) {
-  int64_t c = 0;
-  for (int64_t end = count; c < end;) {
-    const int64_t middle = c + (end - c) / 2;
-    if (chunks[middle].tensor < i) {
-      c = middle + 1;
-    } else {
-      end = middle;
-    }
-  }
-  return c;
-}
-
-using SharedTraces = ChunkTrace[kWarpThreads];
-
-// What was seen of tensor i, from its chunks, which lie together in the table: a warp reads their
-// traces, and one thread adds them in their order.
-template <class Warp>
-TORCHOPT_HD inline void sum_traces_body(const Warp& warp, SharedTraces& shared, int64_t i,
-                                        int64_t chunk_count, const AdamArgs& args,
-                                        const TraceArgs& traces) {
-  if (args.control->skip != 0.0) {
-    return;
-  }
-  const int64_t first = first_chunk(args.chunks, chunk_count, i);
-  const int64_t last = first_chunk(args.chunks, chunk_count, i + 1);
-  ChunkTrace sum{};
-  for (int64_t begin = first; begin < last; begin += kWarpThreads) {
-    const auto n = static_cast<int>(last - begin < kWarpThreads ? last - begin : kWarpThreads);
-    warp.each([&](int thread) {
-      if (thread < n) {
-        shared[thread] = traces.chunks[begin + thread];
-      }
-    });
-    warp.leader([&] {
-      for (int k = 0; k < n; ++k) {
-        add_trace(sum, shared[k]);
-      }
-    });
-  }
-  warp.leader([&] {
-    finish_trace(sum, *args.control, args.steps[i].grad != nullptr, traces.norms + 2 * i,
-                 traces.counts + 2 * i);
-  });
-}
-
 }  // namespace
 
 // Instead of launch_adam, on the CPU's chunks, whose sums tracking adds up: for tensors of one
 // kind.
 void launch_adam_traced(TracedKind kind, const AdamArgs& args, const TraceArgs& traces,
                         int64_t chunk_count, CUstream_st* stream);
-void launch_sum_traces(int64_t tensor_count, int64_t chunk_count, const AdamArgs& args,
-                       const TraceArgs& traces, CUstream_st* stream);
 
 }  // namespace torchopt_ext

@@ -32,7 +32,7 @@ TORCHOPT_HD inline void copy_chunk(const Cta& cta, const TensorWork& work, const
         static_cast<char*>(work.memory[array]) + chunk.begin * element_size(work.layout, array);
   }
   const Layout layout = work.layout;
-  const auto n = static_cast<int>(chunk.end - chunk.begin);
+  const int n = chunk.count;
   const auto copy = [&](const auto& lane, int i) {
     using L = std::decay_t<decltype(lane)>;
     store_as(lane, layout.param, x[kParam], i,

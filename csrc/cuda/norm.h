@@ -233,12 +233,11 @@ TORCHOPT_HD inline void add_chunk(const Warp& warp, const TensorWork& work, cons
                                   const Chunk& chunk, ExactAccumulator& acc) {
   const auto* const bytes = static_cast<const char*>(grad);
   if (work.row_length < kShortRow) {
-    add_squares<kSize>(warp, bytes + chunk.begin * kSize, work.layout.grad,
-                       static_cast<int>(chunk.end - chunk.begin), acc);
+    add_squares<kSize>(warp, bytes + chunk.begin * kSize, work.layout.grad, chunk.count, acc);
     return;
   }
-  for (int64_t i = chunk.begin; i < chunk.end; i += work.row_length) {
-    const int64_t n = work.row_length < chunk.end - i ? work.row_length : chunk.end - i;
+  for (int64_t i = chunk.begin; i < chunk.end(); i += work.row_length) {
+    const int64_t n = work.row_length < chunk.end() - i ? work.row_length : chunk.end() - i;
     const double sum =
         block_sum<kSize>(warp, bytes + i * kSize, work.layout.grad, static_cast<int>(n));
     warp.leader([&] { accumulator_add(acc, sum); });

@@ -27,7 +27,7 @@ void cut_by_rows(const std::vector<TensorWork>& tensors, size_t t, int64_t chunk
   for (int64_t begin = 0; begin < numel;) {
     const int64_t limit = by_element || whole_rows ? numel : begin - begin % row + row;
     const int64_t end = std::min(begin + length, limit);
-    chunks.push_back({static_cast<int32_t>(t), begin, end});
+    chunks.push_back({static_cast<int32_t>(t), static_cast<int32_t>(end - begin), begin});
     begin = end;
   }
 }
@@ -55,8 +55,8 @@ void add_plain_chunks(const std::vector<TensorWork>& tensors,
       continue;
     }
     for (int64_t begin = 0; begin < tensors[t].numel; begin += length) {
-      chunks.push_back(
-          {static_cast<int32_t>(t), begin, std::min(begin + length, tensors[t].numel)});
+      const int64_t count = std::min(length, tensors[t].numel - begin);
+      chunks.push_back({static_cast<int32_t>(t), static_cast<int32_t>(count), begin});
     }
   }
 }
@@ -78,8 +78,7 @@ std::vector<int64_t> cumulative_bytes(const std::vector<TensorWork>& tensors,
   std::vector<int64_t> cumulative(chunks.size() + 1, 0);
   for (size_t i = 0; i < chunks.size(); ++i) {
     const Layout& layout = tensors[static_cast<size_t>(chunks[i].tensor)].layout;
-    cumulative[i + 1] =
-        cumulative[i] + (chunks[i].end - chunks[i].begin) * element_size(layout, kParam);
+    cumulative[i + 1] = cumulative[i] + chunks[i].count * element_size(layout, kParam);
   }
   return cumulative;
 }

@@ -13,11 +13,12 @@
 
 namespace torchopt_ext {
 
-// Elements [begin, end) of a tensor.
+// Elements [begin, begin + count) of a tensor.
 struct Chunk {
   int32_t tensor;
+  int32_t count;
   int64_t begin;
-  int64_t end;
+  TORCHOPT_HD int64_t end() const { return begin + count; }
 };
 
 // A back end's copy of a work list's tables, kept between steps; null where it needs none.

@@ -210,11 +210,11 @@ inline Report step_on_cpu(const KernelTable& table, Tensor& tensor, AdamHyper hy
     const StepOptions& options = tensor.options();
     if (options.track != 0) {
       report.chunks.push_back(
-          adam_traced(table, scalars, tensor.work, options, chunk.begin, chunk.end, past_caches));
+          adam_traced(table, scalars, tensor.work, options, chunk.begin, chunk.end(), past_caches));
       add_trace(sum, report.chunks.back());
     } else {
       table.adam[static_cast<int>(tensor.work.kind)](scalars, tensor.work, options, chunk.begin,
-                                                     chunk.end, past_caches);
+                                                     chunk.end(), past_caches);
     }
   }
   if (tensor.options().track != 0) {

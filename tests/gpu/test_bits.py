@@ -35,6 +35,7 @@ WAYS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
         {"master_weights": "remainder", "state_dtype": torch.bfloat16, **RANDOM},
     ),
     "fp32, 8-bit moments": (torch.float32, {"state_dtype": torch.int8}),
+    "bf16, 8-bit moments": (torch.bfloat16, {"state_dtype": torch.int8}),
     "bf16, 8-bit moments, 8-bit remainder": (
         torch.bfloat16,
         {"state_dtype": torch.int8, "master_weights": "remainder8"},
