@@ -153,12 +153,21 @@ def passes(bench: Bench) -> Rows:
         gradients = bench.gradients(BILLION, dtype)
         call = partial(ops.grad_sumsq_, gradients, ops.new_accumulator(bench.device))
         yield bench.row(f"{BILLION}, {name}", NORM, OURS, dtype.itemsize * count, call)
+    int8 = {"state_dtype": torch.int8}
     for dtype, kwargs, update, name in (
         (torch.float32, {}, 28, "fp32"),
         (torch.bfloat16, {"master_weights": "fp32"}, 28, f"{BF16}, fp32 masters"),
         (torch.bfloat16, {"master_weights": "remainder"}, 26, f"{BF16}, remainders"),
         (torch.bfloat16, {}, 14, f"{BF16} throughout"),
         (torch.bfloat16, {"stochastic_rounding": True}, 14, f"{BF16} throughout, random"),
+        (torch.float32, int8, 16.25, "fp32, 8-bit moments"),
+        (torch.bfloat16, int8, 10.25, f"{BF16}, 8-bit moments"),
+        (
+            torch.bfloat16,
+            {"stochastic_rounding": True, **int8},
+            10.25,
+            f"{BF16}, random 8-bit moments",
+        ),
         (torch.bfloat16, {"track": True}, 14, f"{BF16} throughout, tracked"),
         (torch.float32, {"track": True}, 28, "fp32, tracked"),
     ):
