@@ -64,10 +64,13 @@ def test_a_step_over_small_tensors(cost: ModuleType) -> None:
 
 
 def test_constants_are_the_librarys(cost: ModuleType) -> None:
-    sources = "".join(path.read_text() for path in sorted((ROOT / "csrc").rglob("*.h")))
+    paths = [*sorted((ROOT / "csrc").rglob("*.h")), ROOT / "csrc" / "cuda" / "passes.cpp"]
+    sources = "".join(path.read_text() for path in paths)
     named = dict(re.findall(r"constexpr \w+ (k\w+) = (\d+);", sources))
     assert int(named["kShortRow"]) == cost.SHORT_ROW
     assert int(named["kBlockElements"]) == cost.NORM_CHUNK
+    chunks = [int(named[name]) for name in ("kUpdateChunk", "kUpdateChunk16")]
+    assert [cost.TYPES[0].chunk, cost.TYPES[3].chunk] == chunks
 
 
 def test_json_and_table(cost: ModuleType) -> None:
