@@ -22,7 +22,7 @@ from torchopt_ext.optim.norm_in_backward import NormInBackward
 from torchopt_ext.optim.planned import PlannedStep
 from torchopt_ext.optim.step import fused_step
 from torchopt_ext.optim.storage import REMAINDER, MasterWeights, StateDtype, Storage, with_own_steps
-from torchopt_ext.optim.telemetry import track_bits
+from torchopt_ext.optim.telemetry import TRACKED, track_bits
 from torchopt_ext.statedict.entries import CONTROL_KEY, control_entry, converted
 from torchopt_ext.statedict.loaded import Loaded, Slot, largest_step, raise_problems, read_indexed
 from torchopt_ext.statedict.masters import read_weights, refresh_master, set_weight
@@ -354,6 +354,23 @@ class FusedAdam(HookedStep, PlannedStep):
             set_weight(param, state, weight, self._storage)
             if state and param.requires_grad:  # frozen ones get a master when they need it
                 self.state[param] = state
+
+    def __repr__(self) -> str:
+        """As torch's, with the arguments for all groups that are given."""
+        options = self._options
+        given = {
+            "max_grad_norm": self.max_grad_norm,
+            "skip_nonfinite": self.skip_nonfinite,
+            "master_weights": self._storage.master_weights,
+            "state_dtype": self._storage.state_dtype,
+            "stochastic_rounding": options.stochastic_rounding,
+            "rounding_seed": options.rounding_seed,
+            "write_back_gradients": options.write_back_gradients,
+            "track": [name for name, bit in TRACKED.items() if options.track & bit],
+            "norm_in_backward": self.norm_in_backward is not None,
+        }
+        lines = "".join(f"\n{name}: {value}" for name, value in given.items() if value)
+        return super().__repr__().replace(" (", f" ({lines}", 1)
 
     def keep_masters(self) -> None:
         """Lets 16-bit parameters have fp32 masters from the next step on.

@@ -382,9 +382,11 @@ def test_noop_for_zero_gradients(name: str, kwargs: dict[str, Any]) -> None:
 @inputs()
 def test_printing(name: str, kwargs: dict[str, Any]) -> None:
     text = repr(OURS[name](make_params(), **kwargs))
-    assert text.startswith(f"Fused{name} (")
-    assert "Parameter Group 0" in text
+    assert text.startswith(f"Fused{name} (\nParameter Group 0\n")
     assert "betas: (0.9, 0.999)" in text
+    optimizer = OURS[name](make_params(), **kwargs, max_grad_norm=0.5, track=("norms",))
+    own = "max_grad_norm: 0.5\ntrack: ['norms']\n"
+    assert repr(optimizer) == text.replace("(\n", f"(\n{own}", 1)
 
 
 @inputs()
