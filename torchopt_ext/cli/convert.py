@@ -116,9 +116,10 @@ def main(args: list[str]) -> int:
                 raise CommandError(f"{path} exists; --force replaces it")
     weights = Weights(source, options.weights and open_checkpoint(options.weights))
     new = converted(source, weights, options)
+    held = [e for e in map(source.entry, source.tensors) if e.kind in MASTERS]
     exact = []
     if options.save_weights is not None:
-        exact = [e for e in map(source.entry, source.tensors) if e.kind in MASTERS]
+        exact = held
         if not exact:
             raise CommandError(f"{options.input} has no master weights for --save-weights")
         weights.find(exact, MASTER)
@@ -132,6 +133,8 @@ def main(args: list[str]) -> int:
         print(f"took {len({*weights.beside}):,} weights such as {weights.beside[0]}")
     if options.state_dtype == "int8" and options.fp32_moments is None:
         print("8-bit moments of embeddings, too, if there are any: see --fp32-moments")
+    if held and not exact and options.to_torch:
+        print(f"without the low bits of {len(held):,} weights, which --save-weights writes")
     if exact:
         print(f"wrote {options.save_weights}: {len(exact):,} weights, float32")
     total = sum(tensor.bytes for tensor in new.values())

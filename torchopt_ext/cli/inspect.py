@@ -225,7 +225,8 @@ def as_text(found: dict[str, Any], tensors: bool) -> str:
         lines += ["", table(["tensor", "dtype", "shape"], rows)]
     lines += ["", f"{len(found['tensors']):,} tensors, {found['elements']:,} elements"]
     if found["other_values"]:
-        lines.append(f"{found['other_values']:,} values beside them")
+        count = found["other_values"]
+        lines.append(f"{count:,} value{'s' if count > 1 else ''} beside them")
     if found["sha256"]:
         lines.append(f"sha256 {found['sha256']}")
     return "\n".join(lines)

@@ -30,7 +30,7 @@ from torchopt_ext.cli.terminal import (
 )
 from torchopt_ext.optim.estimate import SHARDINGS, RankBytes, estimate, unevenness
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, fp32_params, is_8_bit
-from torchopt_ext.optim.storage import MASTER_WEIGHTS
+from torchopt_ext.optim.storage import MASTER_WEIGHTS, SIXTEEN_BIT
 
 HELD = ("weights", "gradients", "masters", "moments")
 COLORS = ("#b8b8b8", "#e08e45", "#5aa2d6", "#1b6ca8")
@@ -101,6 +101,11 @@ def main(args: list[str]) -> int:
         raise CommandError("give one of FILE, --model, --params and --shapes")
     name, entries = from_options(options)
     params = [entry.tensor for entry in entries]
+    if options.master_weights and not any(param.dtype in SIXTEEN_BIT for param in params):
+        raise CommandError(
+            f"--master-weights {options.master_weights} completes 16-bit parameters, and {name} "
+            "has none: see --dtype"
+        )
     plans = {}
     try:
         options.fp32_moments = chosen_fp32(entries, options)

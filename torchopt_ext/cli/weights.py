@@ -44,8 +44,8 @@ class Weights:
         known = self._names.get((entry.part, entry.owner))
         if known is None and entry.owner.isdigit():
             raise CommandError(
-                "the optimizer's state has no param_names, by which weights would be found: save "
-                "it from an optimizer that was given model.named_parameters()"
+                "the optimizer's state has no param_names, by which weights would be found: load "
+                "it into an optimizer that was given model.named_parameters(), and save that"
             )
         return known or entry.owner
 

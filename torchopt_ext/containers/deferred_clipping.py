@@ -157,8 +157,12 @@ def defer_clipping(container: OptimizersContainer[Any]) -> DeferredClipping:
     """Lets a container's steps do the clipping that calls of `clip` ask for.
 
     Raises:
+        TypeError: it is no container.
         ValueError: its optimizers cannot: as :class:`DeferredClipping`.
     """
+    if not isinstance(container, OptimizersContainer):
+        kind = type(container).__name__
+        raise TypeError(f"deferred clipping needs an OptimizersContainer, found a {kind}")
     if container.deferred_clipping is None:
         container.deferred_clipping = DeferredClipping(container.optimizers)
     return container.deferred_clipping

@@ -17,10 +17,9 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torchopt_ext import ops
 from torchopt_ext._torch import set_step_count
 from torchopt_ext.containers.optimizers import OptimizersContainer, check_compat
+from torchopt_ext.optim.control import DECAY_TYPES
 
 logger = logging.getLogger(__name__)
-
-_DECAY_TYPES = ("linear", "sqrt", "cosine")
 
 
 class LRSchedulersContainer(Stateful):
@@ -179,8 +178,8 @@ def _schedule(
     total = int(_number("training steps", total_steps))
     warmup = int(_number("warmup_steps", config.warmup_steps))
     min_factor = _number(min_factor_name, getattr(config, min_factor_name), maximum=1.0)
-    if config.decay_type not in _DECAY_TYPES:
-        raise ValueError(f"decay_type is {config.decay_type!r}, expected one of {_DECAY_TYPES}")
+    if config.decay_type not in DECAY_TYPES:
+        raise ValueError(f"decay_type is {config.decay_type!r}, expected one of {DECAY_TYPES}")
     if warmup > total:
         does = "is shortened" if generation == 2 else "will not be completed"
         text = "Warmup (%d steps) is longer than the training (%d steps): it %s."

@@ -4,6 +4,7 @@ Stock Accelerate unscales, measures and clips gradients before the step, and lea
 only whether one was skipped (accelerate/optimizer.py).
 """
 
+import math
 from typing import Any
 
 import accelerate
@@ -13,7 +14,6 @@ from torch import Tensor
 
 from torchopt_ext.integrations.clipping import (
     clipping_optimizers,
-    norm_of_step,
     set_threshold,
     was_skipped,
 )
@@ -27,15 +27,18 @@ class FusedAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     _own_threshold: float | None = None  # while that of clip_grad_norm_ is set
     _clip: float | None = None  # which that is
     _asked = False  # whether the next step is to clip by it
+    _norm: Tensor | None = None  # what the next step fills
 
     def clip_next(self, max_norm: float) -> Tensor:
-        """Lets the next step clip; returns :func:`norm_of_step`."""
+        """Lets the next step clip; returns a 0-dim tensor that the step fills with the norm."""
         optimizers = clipping_optimizers(self.optimizer)
         if self._clip is None:
             self._own_threshold = self.max_grad_norm
         self._clip, self._asked = max_norm, True
         set_threshold(optimizers, max_norm)
-        return norm_of_step(optimizers)
+        if self._norm is None:
+            self._norm = torch.full_like(optimizers[0].control.live("grad_norm"), math.nan)
+        return self._norm
 
     def step(self, closure: Any = None) -> Any:
         """The optimizer's step, where gradients are complete."""
@@ -46,7 +49,11 @@ class FusedAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
                     self.max_grad_norm = self._own_threshold
                 self._clip = None
             self._asked = False
-        return super().step(closure)
+        result = super().step(closure)
+        if self._norm is not None and self.gradient_state.sync_gradients:
+            self._norm.copy_(self.control.live("grad_norm"))
+            self._norm = None
+        return result
 
     @property
     def control(self) -> ControlView:
@@ -105,8 +112,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Sets the threshold of the next step, which clips all gradients of its optimizer.
 
         Returns:
-            The norm, unscaled: a 0-dim tensor that has its value from the step on, and changes with
-            each step. Stock Accelerate's returns it before the step.
+            The norm, unscaled: a 0-dim tensor that is NaN until the step fills it. Stock
+            Accelerate's has it before the step.
 
         Raises:
             ValueError: a norm other than the 2-norm, or optimizers of which some do not clip.

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
-
 from torchopt_ext.mixed_precision import FSDPadaptOptimizer
 from torchopt_ext.optim.control import Controlled
 
@@ -37,11 +35,6 @@ def set_threshold(optimizers: Sequence[Controlled], max_grad_norm: float) -> Non
             optimizer.max_grad_norm = max_grad_norm
 
 
-def norm_of_step(optimizers: Sequence[Controlled]) -> Tensor:
-    """A 0-dim tensor that is the norm of the last step, and that later steps change."""
-    return optimizers[0].control.live("grad_norm")
-
-
 def was_skipped(optimizers: Sequence[Controlled], scaled: bool) -> bool:
     """Whether the last step was skipped; waits for its device only if it could have been.
 
@@ -49,3 +42,18 @@ def was_skipped(optimizers: Sequence[Controlled], scaled: bool) -> bool:
         scaled: a scaler took part in it.
     """
     return any((scaled or o.skips_overflow) and bool(o.control.skip != 0.0) for o in optimizers)
+
+
+def expect_first(mixin: type, cls: type, method: str) -> None:
+    """Rejects a class whose bases hide the mixin's method.
+
+    Raises:
+        TypeError: a base of the class that knows nothing of the mixin comes before it.
+    """
+    order = cls.__mro__
+    for base in order[: order.index(mixin)]:
+        if method in vars(base) and not issubclass(base, mixin):
+            raise TypeError(
+                f"{cls.__name__} has {base.__name__} before {mixin.__name__}, which then does "
+                f"nothing: class {cls.__name__}({mixin.__name__}, {base.__name__})"
+            )

@@ -5,6 +5,7 @@ from typing import Any
 import accelerate
 
 from torchopt_ext.integrations.accelerate import Accelerator, FusedAcceleratedOptimizer
+from torchopt_ext.integrations.clipping import expect_first
 
 
 class FusedStep:
@@ -18,6 +19,10 @@ class FusedStep:
 
     accelerator: accelerate.Accelerator
     optimizer: Any
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        expect_first(FusedStep, cls, "create_accelerator_and_postprocess")
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]

@@ -7,7 +7,12 @@ Stock Lightning refuses to clip with fused optimizers under "16-mixed" and "bf16
 import math
 from typing import Any
 
-from torchopt_ext.integrations.clipping import clipping_optimizers, set_threshold, was_skipped
+from torchopt_ext.integrations.clipping import (
+    clipping_optimizers,
+    expect_first,
+    set_threshold,
+    was_skipped,
+)
 
 
 class FusedStep:
@@ -21,6 +26,10 @@ class FusedStep:
     """
 
     trainer: Any
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        expect_first(FusedStep, cls, "configure_gradient_clipping")
 
     def configure_gradient_clipping(
         self,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchopt_ext.optim.arguments import expect_numbers
 from torchopt_ext.optim.loss_scale import LossScale, is_scale, scale_settings
 
 
@@ -31,6 +32,7 @@ class DynamicGradScaler(LossScale):
     Raises:
         AssertionError: float16 with a growth factor of at most 1 or a backoff factor not between
             0 and 1.
+        TypeError: an argument is no number.
         ValueError: another argument is out of range.
     """
 
@@ -48,6 +50,11 @@ class DynamicGradScaler(LossScale):
         consecutive_hysteresis: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
+        expect_numbers(
+            initial_scale=initial_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+        )
         if dtype == torch.float16:
             assert growth_factor > 1.0, f"growth_factor is {growth_factor}, expected above 1"
             assert 0.0 < backoff_factor < 1.0, (
@@ -122,6 +129,11 @@ class DynamicGradScaler(LossScale):
             raise ValueError(
                 f"a scaler's state has _scale, {', '.join(counts)}; got {state_dict!r}"
             )
+        numbers = {key: state_dict[key] for key in ("_scale", *counts)}
+        try:
+            expect_numbers(**numbers)
+        except TypeError as error:
+            raise ValueError(str(error)) from None
         if not is_scale(float(state_dict["_scale"])):
             raise ValueError(f"'_scale' is {state_dict['_scale']!r}, expected a positive number")
         for key in counts:

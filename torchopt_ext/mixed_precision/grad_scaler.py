@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchopt_ext._torch import OptState, fresh_optimizer_state, run_eagerly
+from torchopt_ext.optim.arguments import expect_numbers
 from torchopt_ext.optim.context import StepContext, taken_grad_scale
 from torchopt_ext.optim.hooks import HookedStep, step_in
 from torchopt_ext.optim.local import moved
@@ -34,7 +35,9 @@ class GradScaler(torch.amp.GradScaler):
         min_scale, max_scale: limits of the scale; 0 for none.
 
     Raises:
-        ValueError: an argument out of range.
+        TypeError: an argument is no number.
+        ValueError: ``hysteresis``, ``min_scale`` or ``max_scale`` is out of range; the others are
+            checked as torch does.
     """
 
     def __init__(
@@ -51,6 +54,12 @@ class GradScaler(torch.amp.GradScaler):
         min_scale: float = 0.0,
         max_scale: float = 0.0,
     ) -> None:
+        expect_numbers(
+            init_scale=init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+        )
         settings = scale_settings(
             hysteresis=hysteresis,
             consecutive_hysteresis=consecutive_hysteresis,

@@ -1,8 +1,7 @@
 """Checks of arguments' types: the message names the argument and shows its value."""
 
 import operator
-from numbers import Real
-from typing import Any
+from typing import Any, SupportsFloat
 
 from torch import Tensor
 
@@ -11,27 +10,31 @@ HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay")
 
 
 def expect_numbers(**values: Any) -> None:
-    """Rejects what is neither a number nor a tensor, such as YAML's ``1e-3``, a string there.
+    """Rejects what is not one number, such as YAML's ``1e-3``, a string there.
 
     Raises:
-        TypeError: names the argument.
+        TypeError, ValueError: names the argument.
     """
     for name, value in values.items():
-        if not isinstance(value, Real | Tensor):
+        if not isinstance(value, SupportsFloat):
             raise TypeError(f"{name} is {value!r:.200}, expected a number")
+        if isinstance(value, Tensor) and value.numel() != 1:  # with torch.optim.Adam's message
+            raise ValueError(f"Tensor {name} must be 1-element, but has shape {[*value.shape]}")
 
 
 def expect_counts(**values: Any) -> None:
-    """Rejects what is no integer.
+    """Rejects what is no integer of 64 bits.
 
     Raises:
-        TypeError: names the argument.
+        TypeError, ValueError: names the argument.
     """
     for name, value in values.items():
         try:
-            operator.index(value)
+            count = operator.index(value)
         except TypeError:
             raise TypeError(f"{name} is {value!r:.200}, expected an integer") from None
+        if not -(2**63) <= count < 2**64:
+            raise ValueError(f"{name} is {count}, expected an integer of 64 bits")
 
 
 def expect_hyperparameters(*, betas: Any, **others: Any) -> None:
@@ -40,6 +43,8 @@ def expect_hyperparameters(*, betas: Any, **others: Any) -> None:
     Raises:
         TypeError: names the value.
     """
-    if not isinstance(betas, tuple | list) or len(betas) != 2:
-        raise TypeError(f"betas is {betas!r:.200}, expected two numbers")
-    expect_numbers(**{f"betas[{i}]": beta for i, beta in enumerate(betas)}, **others)
+    try:
+        first, second = betas
+    except (TypeError, ValueError):
+        raise TypeError(f"betas is {betas!r:.200}, expected two numbers") from None
+    expect_numbers(**{"betas[0]": first, "betas[1]": second}, **others)

@@ -17,6 +17,7 @@ from torchopt_ext.optim.local import NormKey, is_captured
 from torchopt_ext.optim.loss_scale import is_scale, scale_settings
 from torchopt_ext.optim.rejection import Verdict
 
+DECAY_TYPES = ("linear", "sqrt", "cosine")
 PERSISTENT = ("steps", "skipped_steps", "loss_scale", "growth_tracker", "hysteresis_tracker")
 """The fields that a checkpoint decides; the others are settings of the run that loads it."""
 
@@ -133,6 +134,7 @@ class Controlled:
 
     @skip_nonfinite.setter
     def skip_nonfinite(self, value: bool) -> None:
+        expect_numbers(skip_nonfinite=value)
         self._set_control(skip_nonfinite=float(value))
 
     def set_schedule(
@@ -159,14 +161,16 @@ class Controlled:
             "stable_steps": stable_steps,
             "decay_steps": decay_steps,
         }
-        expect_counts(**steps)
+        expect_counts(**steps, generation=generation)
         expect_numbers(min_factor=min_factor)
+        if decay_type not in DECAY_TYPES:
+            raise ValueError(f"decay_type is {decay_type!r}, expected one of {DECAY_TYPES}")
         ops.lr_factor(
             0, decay_type=decay_type, min_factor=min_factor, generation=generation, **steps
         )  # checks the arguments
         self._set_control(
             **steps,
-            decay_type=float(("linear", "sqrt", "cosine").index(decay_type)),
+            decay_type=float(DECAY_TYPES.index(decay_type)),
             min_lr_factor=min_factor,
             schedule_generation=float(generation),
             scheduled=1.0,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchopt_ext import ops
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, check_chosen, fp32_params
@@ -126,7 +126,7 @@ def estimate(
 
     Raises:
         ValueError: an argument out of range, or a parameter that cannot be held so.
-        TypeError: ``fp32_moments`` is no sequence of strings and tensors.
+        TypeError: ``params`` is a module; ``fp32_moments`` is no sequence of strings and tensors.
     """
     if sharding not in SHARDINGS:
         raise ValueError(f"Invalid sharding: {sharding!r}, expected one of {', '.join(SHARDINGS)}")
@@ -136,6 +136,9 @@ def estimate(
     if amsgrad and storage.state_dtype == torch.int8:
         raise ValueError("amsgrad does not go with 8-bit moments: state_dtype='int8'")
     check_chosen(fp32_moments)
+    if isinstance(params, nn.Module):
+        kind = type(params).__name__
+        raise TypeError(f"params is of type {kind}, expected its parameters or named_parameters()")
     named = [("", p) if isinstance(p, Tensor) else p for p in params]
     tensors = [param for _, param in named]
     for number, (name, param) in enumerate(named):

@@ -14,7 +14,11 @@ from torch.optim import Adam  # torch's own, also where a program replaces it by
 
 from torchopt_ext._torch import is_dtensor
 from torchopt_ext.optim import state as param_state
-from torchopt_ext.optim.arguments import HYPERPARAMETERS, expect_hyperparameters
+from torchopt_ext.optim.arguments import (
+    HYPERPARAMETERS,
+    expect_counts,
+    expect_hyperparameters,
+)
 from torchopt_ext.optim.estimate import estimate
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, check_chosen, fp32_params
 from torchopt_ext.optim.hooks import HookedStep, run_hooks
@@ -127,6 +131,7 @@ class FusedAdam(HookedStep, PlannedStep):
             [torch.empty(0)], lr, betas, eps, weight_decay, amsgrad,
             maximize=maximize, capturable=capturable,
         )  # fmt: skip
+        expect_counts(rounding_seed=rounding_seed)
         rounding_seed = operator.index(rounding_seed)
         if not 0 <= rounding_seed < 2**64:
             raise ValueError(f"Invalid rounding_seed: {rounding_seed}, expected 64 bits")

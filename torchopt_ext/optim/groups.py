@@ -54,12 +54,14 @@ def param_groups(
         raise TypeError(f"model is of type {type(model).__name__}, expected a torch.nn.Module")
     if isinstance(no_decay, str):
         raise TypeError(f"no_decay is {no_decay!r}, expected a sequence such as ({no_decay!r},)")
+    no_decay = tuple(no_decay)
     multipliers = dict(lr_multipliers or {})
     if multipliers and lr is None:
         raise ValueError("lr_multipliers needs lr=, the learning rate that they multiply")
     numbers = {"weight_decay": weight_decay, "lr": lr or 0.0}
     numbers |= {f"lr_multipliers[{k!r}]": multipliers[k] for k in multipliers}
     expect_numbers(**numbers)
+    multipliers = {pattern: float(factor) for pattern, factor in multipliers.items()}
     for name, value in numbers.items():
         if not 0.0 <= value < math.inf:
             raise ValueError(f"Invalid {name}: {value}, expected a finite number from 0 on")

@@ -31,21 +31,23 @@ def scale_settings(**given: float | None) -> dict[str, float]:
     """
     if unknown := given.keys() - RULE.keys():
         raise TypeError(f"loss scaling has no argument {min(unknown)!r}")
-    values = {name: value or 0.0 for name, value in given.items()}
+    unlimited = {name: 0.0 for name in ("min_scale", "max_scale") if given.get(name) is None}
+    values = RULE | given | unlimited
     expect_numbers(**values)
-    rule = RULE | {name: float(value) for name, value in values.items()}
+    rule = {name: float(value or 0.0) for name, value in values.items()}
     low, high = rule["min_scale"], rule["max_scale"]
+    limit = min(high or LARGEST_SCALE, LARGEST_SCALE)
     valid = {
-        "growth_factor": 1.0 <= rule["growth_factor"] <= LARGEST_SCALE,
-        "backoff_factor": 0.0 < rule["backoff_factor"] <= 1.0,
-        "growth_interval": rule["growth_interval"] >= 1.0,
-        "hysteresis": rule["hysteresis"] >= 0.0,
-        "max_scale": high >= 0.0,
-        "min_scale": 0.0 <= low <= min(high or LARGEST_SCALE, LARGEST_SCALE),
+        "growth_factor": (1.0 <= rule["growth_factor"] <= LARGEST_SCALE, "1 or more"),
+        "backoff_factor": (0.0 < rule["backoff_factor"] <= 1.0, "above 0, up to 1"),
+        "growth_interval": (rule["growth_interval"] >= 1.0, "1 or more"),
+        "hysteresis": (rule["hysteresis"] >= 0.0, "0 or more"),
+        "max_scale": (high >= 0.0, "0 or more"),
+        "min_scale": (0.0 <= low <= limit, f"0 to {limit:g}, the largest scale"),
     }
-    for name, fits in valid.items():
+    for name, (fits, expected) in valid.items():
         if not fits:
-            raise ValueError(f"Invalid {name}: {rule[name]}")
+            raise ValueError(f"Invalid {name}: {rule[name]:g}, expected {expected}")
     return rule
 
 

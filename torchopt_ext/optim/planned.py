@@ -15,7 +15,7 @@ from torchopt_ext.optim.control import Controlled
 from torchopt_ext.optim.local import NormKey, moved
 from torchopt_ext.optim.norm_in_backward import NOTHING, Measured, NormInBackward
 from torchopt_ext.optim.storage import Place, Storage, param_problem
-from torchopt_ext.optim.telemetry import Telemetry, keep_digests, telemetry_of
+from torchopt_ext.optim.telemetry import TRACKED, Telemetry, keep_digests, telemetry_of
 from torchopt_ext.statedict.entries import CONTROL_KEY
 
 
@@ -57,9 +57,9 @@ class PlannedStep(Controlled, Optimizer):
         """
         if not self._options.track or self._built is None:
             raise RuntimeError(
-                "there is no telemetry without track= and before the first step with this state"
+                "there is no telemetry without track=, or before the first step with this state"
             )
-        return telemetry_of(self._built.plan, self._built.named)
+        return telemetry_of(self._built.plan, self._built.named, self._options.track)
 
     @property
     def gradients_copied(self) -> int:
@@ -216,8 +216,8 @@ class PlannedStep(Controlled, Optimizer):
     def _rebuild(self) -> _Built:
         if self._built is not None:
             plan, named = self._built.plan, self._built.named
-            if self._options.track:
-                seen = telemetry_of(plan, named).digests
+            if self._options.track & TRACKED["digest"]:
+                seen = telemetry_of(plan, named, self._options.track).digests
                 self._digests = dict(zip((param for _, param in named), seen, strict=True))
             self._forget_plan()
         self._init_states(

@@ -89,6 +89,8 @@ def quantized_problem(name: str, value: Any, param: Any) -> str | None:
     if not isinstance(value, Tensor) or local_tensor(value).dtype != dtype:
         found = value.dtype if isinstance(value, Tensor) else type(value).__name__
         return f"is {found}, expected {dtype}: the optimizer keeps 8-bit moments of the parameter"
-    if value.shape != shape or local_tensor(value).is_meta:
-        return f"has shape {tuple(value.shape)}, expected {tuple(shape)} with memory"
+    local = local_tensor(value)
+    if value.shape != shape or local.layout is not torch.strided or local.is_meta:
+        found = f"has shape {tuple(value.shape)}, {local.layout}, on {local.device}"
+        return f"{found}; expected a dense tensor of shape {tuple(shape)} with memory"
     return None

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchopt_ext import ops
+from torchopt_ext.optim.arguments import expect_counts
 from torchopt_ext.optim.local import is_captured, local_tensor, moved
 from torchopt_ext.optim.planned import PlannedStep
 from torchopt_ext.optim.telemetry import TRACKED
@@ -116,7 +117,8 @@ def log_to(
     ``grad_norm``: before clipping, unscaled; left out if no step measured it. ``clip_factor``: what
     clipping multiplied this step's gradients with. ``clipped_share``: of the steps since the last
     values. ``skipped_steps``: so far. ``loss_scale``: what this step's gradients were too large by.
-    ``lr``: with the factor of a schedule on the device; for several groups ``lr/<name or number>``.
+    ``lr``: with the factor of a schedule on the device; for several groups ``lr/<name>``, or
+    ``lr/<number>`` where names are missing or alike.
     ``update_to_weight``: 2-norm of the update over that of the weights, of this rank's shards, from
     a FusedAdam or FusedAdamW with ``track="norms"``; left out if this step was skipped. Steps that
     log it read the weights once more.
@@ -138,7 +140,7 @@ def log_to(
         A log with ``flush()``, ``remove()`` and ``count_step()``.
 
     Raises:
-        TypeError: the optimizer decides nothing, or the writer is neither.
+        TypeError: the optimizer decides nothing, or the writer is neither; a count is no integer.
         ValueError: ``every`` is not positive.
     """
     if not hasattr(optimizer, "control"):
@@ -147,6 +149,7 @@ def log_to(
         raise TypeError(
             f"a {type(writer).__name__} neither has add_scalar nor can be called with a dict"
         )
+    expect_counts(every=every, first_step=first_step)
     if every < 1:
         raise ValueError(f"Invalid every: {every}, expected a number of steps from 1 on")
     return StepLog(writer, optimizer, every, first_step, prefix)
@@ -161,12 +164,13 @@ def _values(optimizer: Any) -> dict[str, Tensor]:
         "loss_scale": control.grad_scale,
     }
     groups, factor = optimizer.param_groups, control.lr_factor
-    own = [group.get("name", i) for i, group in enumerate(groups)]
-    for i, group in enumerate(groups):
-        label = own[i] if own.count(own[i]) == 1 else i
+    labels = [str(group.get("name", "")) for group in groups]
+    if "" in labels or len(set(labels)) < len(labels):
+        labels = [str(i) for i in range(len(groups))]
+    for label, group in zip(labels, groups, strict=True):
         name = "lr" if len(groups) == 1 else f"lr/{label}"
         lr = group["lr"]
-        values[name] = factor * (moved(lr, factor.device) if isinstance(lr, Tensor) else lr)
+        values[name] = factor * (moved(lr, factor.device) if isinstance(lr, Tensor) else float(lr))
     if isinstance(optimizer, PlannedStep) and optimizer._options.track & TRACKED["norms"]:
         values["update_to_weight"] = _update_to_weight(optimizer)
     return values

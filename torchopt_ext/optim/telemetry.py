@@ -33,15 +33,39 @@ class Telemetry:
 
     names: list[str]
     """The parameters' names, or their numbers where they have none."""
-    grad_norms: Tensor
-    """float64: 2-norm of the unscaled, unclipped gradient; 0 without one."""
-    update_norms: Tensor
-    """float64: 2-norm of what the step added to the weight as it is stored."""
-    lost_updates: Tensor
-    """int64: elements whose update was not zero but rounded to nothing."""
-    digests: Tensor
-    """int64: order-independent digest of weight and moments after the step, modulo 2**64. Weights
-    are fp32 masters where there are some. Of a parameter without gradient that of its last step."""
+    track: int
+    """The bits of what was tracked; other values raise RuntimeError."""
+    norms: Tensor
+    counts: Tensor
+
+    @property
+    def grad_norms(self) -> Tensor:
+        """float64: 2-norm of the unscaled, unclipped gradient; 0 without one."""
+        return self._tracked("norms", self.norms[:, 0])
+
+    @property
+    def update_norms(self) -> Tensor:
+        """float64: 2-norm of what the step added to the weight as it is stored."""
+        return self._tracked("norms", self.norms[:, 1])
+
+    @property
+    def lost_updates(self) -> Tensor:
+        """int64: elements whose update was not zero but rounded to nothing."""
+        return self._tracked("lost_updates", self.counts[:, 0])
+
+    @property
+    def digests(self) -> Tensor:
+        """int64: order-independent digest of weight and moments after the step, modulo 2**64.
+
+        Weights are fp32 masters where there are some. Of a parameter without gradient that of its
+        last step.
+        """
+        return self._tracked("digest", self.counts[:, 1])
+
+    def _tracked(self, name: str, values: Tensor) -> Tensor:
+        if not self.track & TRACKED[name]:
+            raise RuntimeError(f"{name!r} was not tracked: name it in the optimizer's track=")
+        return values
 
     def digest(self) -> int:
         """All digests as one number below 2**64, equal on ranks that hold the same."""
@@ -56,7 +80,7 @@ def keep_digests(plan: OptimizerPlan, digests: Sequence[Tensor | None]) -> None:
                 counts[row, 1] = known
 
 
-def telemetry_of(plan: OptimizerPlan, named: Sequence[tuple[str, Tensor]]) -> Telemetry:
+def telemetry_of(plan: OptimizerPlan, named: Sequence[tuple[str, Tensor]], track: int) -> Telemetry:
     """The plan's traces by parameter, which are in the order that the plan was given them."""
     traces = plan.traces()
     device = traces[0][0].device if traces else torch.device("cpu")
@@ -67,4 +91,4 @@ def telemetry_of(plan: OptimizerPlan, named: Sequence[tuple[str, Tensor]]) -> Te
         norms[rows] = moved(part_norms, device)
         counts[rows] = moved(part_counts, device)
     names = [name for name, _ in named]
-    return Telemetry(names, norms[:, 0], norms[:, 1], counts[:, 0], counts[:, 1])
+    return Telemetry(names, track, norms, counts)

@@ -132,8 +132,8 @@ def read_optimizers(
         entries = entries_below(metadata, key)
         if (wanted := wanted_layout(optimizer)) not in (None, found := saved_layout(entries)):
             raise ValueError(
-                f"'{key}' is of an optimizer whose state dict is {found}, but that of "
-                f"{type(optimizer).__name__} is {wanted}: load it into an optimizer of that layout"
+                f"the state dict saved as '{key}' is {found}, but that of "
+                f"{type(optimizer).__name__} is {wanted}: load it into an optimizer of its layout"
             )
         if wanted or hasattr(optimizer, "checkpoint_buffers") or id_lists(entries):
             saved[key] = entries
@@ -329,10 +329,15 @@ class Reader(FileSystemReader):
         """The metadata.
 
         Raises:
-            ValueError: the file holds or refers to something else, or names files elsewhere.
+            ValueError: there is no such file, it holds or refers to something else, or names files
+                elsewhere.
         """
         rank = kwargs.get("rank")
         file = self.fs.concat_path(self.path, ".metadata" if rank is None else f"__{rank}.metadata")
+        if not os.path.exists(file):
+            raise ValueError(
+                f"there is no checkpoint in {self.path}: it lacks {PurePath(file).name}"
+            )
         status = os.stat(file)
         version = file, status.st_ino, status.st_size, status.st_mtime_ns
         if self._read is None or self._read[0] != version:

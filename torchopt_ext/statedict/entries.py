@@ -42,7 +42,8 @@ REQUIRED: dict[type[Optimizer], tuple[str, ...]] = {
 """What a parameter's state holds in any case, by class."""
 
 
-BY_INDEX, BY_NAME = "by index, as torch's", "flat and by name, as a container's"
+BY_INDEX = "nested, as torch's optimizers and get_optimizer_state_dict() have it"
+BY_NAME = "flat, as containers and torch's flatten_optimizer_state_dict=True have it"
 WITH_BASE = "FSDPadaptOptimizer's"
 """Layouts of optimizers' state dicts, to follow "the state dict is"."""
 
@@ -120,7 +121,7 @@ def step_problem(step: Any) -> str | None:
     readable = isinstance(step, Tensor) and step.numel() == 1 and not local_tensor(step).is_meta
     value = step.item() if readable else step
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    return None if number and value >= 0 else f"is {step!r}, expected a count of steps"
+    return None if number and 0 <= value < 2**53 else f"is {step!r}, expected a count of steps"
 
 
 def shape_problem(value: Any, like: Tensor) -> str | None:

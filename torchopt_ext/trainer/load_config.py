@@ -151,6 +151,8 @@ def _describe(kind: Any) -> str:
 
 
 def _read(path: str) -> dict[str, Any]:
+    if not Path(path).exists():
+        raise ConfigError(f"there is no {path}")
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors

@@ -1,6 +1,5 @@
 """Trainer: the training loop of torchtitan, on any device, with torchopt_ext's optimizer step."""
 
-import importlib
 import json
 import logging
 import math
@@ -21,6 +20,7 @@ from torchopt_ext.containers import LRSchedulersContainer, OptimizersContainer
 from torchopt_ext.trainer import distributed, ft
 from torchopt_ext.trainer.checkpoint import CheckpointManager
 from torchopt_ext.trainer.config import ConfigError, JobConfig, as_config_error
+from torchopt_ext.trainer.extras import import_custom
 from torchopt_ext.trainer.failures import record
 from torchopt_ext.trainer.garbage import GarbageCollection
 from torchopt_ext.trainer.initial_weights import give_weights, tied_names
@@ -88,7 +88,7 @@ class Trainer(Stateful):
         self.job_config = job_config
         check_supported(job_config)
         if job_config.experimental.custom_import:
-            importlib.import_module(job_config.experimental.custom_import)
+            import_custom(job_config.experimental.custom_import)
         self.train_spec = spec = get_train_spec(job_config.model.name)
         self.device = distributed.init_distributed(job_config)
         try:

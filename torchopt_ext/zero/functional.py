@@ -6,7 +6,7 @@ DDP's backward need: one bucket's parameters at a time.
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -110,11 +110,14 @@ def without_partial(optimizer_class: Any, defaults: dict[str, Any]) -> tuple[Any
     return optimizer_class, defaults
 
 
-def constructor_of(optimizer_class: Any, overlap_with_ddp: bool) -> Any:
+def constructor_of(
+    optimizer_class: Any, overlap_with_ddp: bool, defaults: Mapping[str, Any]
+) -> Any:
     """What builds the local optimizer: the class, or its functional counterpart to overlap.
 
     Raises:
-        ValueError: a functional optimizer without overlap, or no counterpart with it.
+        ValueError: a functional optimizer without overlap; with it no counterpart, or arguments
+            that it has not.
     """
     functional = optimizer_class in functional_optim_map.values()
     if functional and not overlap_with_ddp:
@@ -123,4 +126,7 @@ def constructor_of(optimizer_class: Any, overlap_with_ddp: bool) -> Any:
         return optimizer_class
     if optimizer_class not in functional_optim_map:
         raise ValueError(f"overlap_with_ddp=True: {optimizer_class} has no functional counterpart")
-    return functional_optim_map[optimizer_class]
+    found = functional_optim_map[optimizer_class]
+    if issubclass(found, FunctionalFusedAdam):
+        found([torch.zeros(1)], **defaults)  # would else raise in the third backward pass
+    return found

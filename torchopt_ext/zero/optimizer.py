@@ -138,7 +138,9 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
                     raise ValueError("overlap_with_ddp=True supports one param group only")
                 if balanced and not elementwise:
                     check_elementwise(optimizer_class)
-                self._optim_constructor = constructor_of(optimizer_class, overlap_with_ddp)
+                self._optim_constructor = constructor_of(
+                    optimizer_class, overlap_with_ddp, defaults
+                )
             check_same(described(self.param_groups), "parameters", self.process_group)
             self._is_trainable_mask = _C.requires_grad(self._all_params)
             self.parts: WholeTensors | BalancedBuckets

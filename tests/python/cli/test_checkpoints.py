@@ -221,7 +221,9 @@ def test_convert_to_torch_and_its_weights(run: Run, tmp_path: Path) -> None:
     torch.save(optimizer.state_dict(), tmp_path / "ours.pt")
     args = ["--to-torch", "--save-weights", tmp_path / "fp32.pt"]
     shown = run("convert", tmp_path / "ours.pt", tmp_path / "torch.pt", *args)
-    assert "4 weights, float32" in shown
+    assert "4 weights, float32" in shown and "low bits" not in shown
+    shown = run("convert", tmp_path / "ours.pt", tmp_path / "alone.pt", "--to-torch")
+    assert "without the low bits of 4 weights, which --save-weights writes" in shown
     states = loaded(tmp_path / "torch.pt")
     assert {tuple(entry) for entry in states["state"].values()} == {
         ("step", "exp_avg", "exp_avg_sq")

@@ -357,6 +357,7 @@ def test_plan_rejects(fails: Run, tmp_path: Path) -> None:
         (["--model", "broken_model:leave"], "SystemExit: 3"),
         (["--shapes", "2x99999999999999999999"], "too large"),
         (["--model", "broken_model:g"], "returns a int, expected"),
+        (["--shapes", "2x2", "--master-weights", "fp32"], "completes 16-bit parameters"),
         (["--shapes", "2x2", "--dtype", "float16", "--master-weights", "remainder"], "float16"),
         (["--shapes", "gpt2", "--state-dtype", "int8", "--fp32-moments", "wte"], "have no names"),
         (["--shapes", "2x2", "--fp32-moments", ""], "--fp32-moments is of 8-bit moments"),

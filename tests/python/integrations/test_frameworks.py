@@ -149,12 +149,12 @@ def accelerated(
         assert prepared.max_grad_norm == max_grad_norm
         assert norm.equal(prepared.control.grad_norm) or not norm.isfinite()
         assert prepared.step_was_skipped is accelerator.optimizer_step_was_skipped is (i == broken)
-        norms.append(norm.item())
+        norms.append(norm)
         lrs.append(optimizer.param_groups[0]["lr"])
         schedule.step()
         if i + 1 == save_at and not load:
             accelerator.save_state(folder)
-    return Trained(model, optimizer, norms, lrs)
+    return Trained(model, optimizer, [norm.item() for norm in norms], lrs)
 
 
 @each_case
@@ -245,6 +245,9 @@ def hugging_face(tmp_path: Path) -> Callable[..., Trained]:
     class Trainer(FusedStep, transformers.Trainer):
         pass
 
+    with pytest.raises(TypeError, match="has Trainer before FusedStep, which then does nothing"):
+        type("Wrong", (transformers.Trainer, FusedStep), {})
+
     class Rows(torch.utils.data.IterableDataset[Any]):
         def __init__(self, broken: int | None) -> None:
             self.data = batches(broken)
@@ -328,6 +331,9 @@ def test_hugging_face_clips_gradients_of_several_meshes_in_the_step(
 def lightning(tmp_path: Path) -> Callable[..., Trained]:
     pl = pytest.importorskip("lightning", reason=WITHOUT)
     from torchopt_ext.integrations.lightning import FusedStep
+
+    with pytest.raises(TypeError, match="has LightningModule before FusedStep"):
+        type("Wrong", (pl.LightningModule, FusedStep), {})
 
     class Module(FusedStep, pl.LightningModule):
         def __init__(self) -> None:

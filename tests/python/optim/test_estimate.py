@@ -128,3 +128,8 @@ def test_wrong_arguments_are_rejected() -> None:
     ):
         with pytest.raises(ValueError, match=problem):
             estimate(params, **options)
+
+
+def test_a_module_is_no_list_of_parameters() -> None:
+    with pytest.raises(TypeError, match="params is of type Linear, expected its parameters"):
+        estimate(torch.nn.Linear(2, 2))  # type: ignore[arg-type]

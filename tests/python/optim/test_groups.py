@@ -131,6 +131,10 @@ def test_refusals(arguments: dict, message: str) -> None:
 def test_other_types_and_flattened_parameters_are_refused() -> None:
     with pytest.raises(TypeError, match=r"expected a sequence such as \('bias',\)"):
         param_groups(Model(), no_decay="bias")
+    model = Model()
+    assert param_groups(model, no_decay=iter(("norm", "bias"))) == param_groups(
+        model, no_decay=("norm", "bias")
+    )
     with pytest.raises(TypeError, match=r"model is of type generator, expected a torch.nn.Module"):
         param_groups(Model().parameters())
     with pytest.raises(TypeError, match=r"weight_decay is '0.1', expected a number"):

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
+
+from torchopt_ext import log_to
 
 from .subject import (
     OURS,
@@ -82,13 +87,31 @@ def test_refused_gradients(kind: str) -> None:
         ({"betas": (0.9,)}, r"betas is \(0.9,\), expected two numbers"),
         ({"betas": (0.9, "0.95")}, r"betas\[1\] is '0.95'"),
         ({"max_grad_norm": "1"}, "max_grad_norm is '1'"),
+        ({"eps": torch.ones(2)}, r"Tensor eps must be 1-element, but has shape \[2\]"),
+        ({"rounding_seed": "1"}, "rounding_seed is '1', expected an integer"),
+        ({"skip_nonfinite": None}, "skip_nonfinite is None"),
         ({"track": 1}, "track is 1, expected a bool or some of"),
     ],
 )
 @pytest.mark.parametrize("name", OURS)
 def test_arguments_of_another_type_are_refused(name: str, arguments: dict, message: str) -> None:
-    with pytest.raises(TypeError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         OURS[name]([nn.Parameter(torch.ones(2))], **arguments)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_numbers_of_any_type_are_taken(name: str) -> None:
+    params = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizers = [
+        OURS[name]([params[0]], lr=0.125, betas=(0.5, 0.75), eps=2**-20, weight_decay=0.25),
+        OURS[name](
+            [params[1]], lr=np.array(0.125), betas=np.array([0.5, 0.75]), eps=Fraction(1, 2**20),
+            weight_decay=np.float32(0.25), max_grad_norm=torch.tensor(math.inf),
+        ),
+    ]  # fmt: skip
+    log_to(lambda values: None, optimizers[1], every=1)
+    train(optimizers, [[params[0]], [params[1]]], 2)
+    assert_same_bits([params[0]], [params[1]])
 
 
 def test_settings_of_another_type_are_refused() -> None:
@@ -102,6 +125,8 @@ def test_settings_of_another_type_are_refused() -> None:
         (lambda: optimizer.set_schedule(**steps | {"warmup_steps": 1.5}),
          "warmup_steps is 1.5, expected an integer"),
         (lambda: optimizer.set_schedule(**steps, min_factor="0"), "min_factor is '0'"),
+        (lambda: optimizer.set_schedule(**steps, generation=1.9), "generation is 1.9"),
+        (lambda: optimizer.set_loss_scale(growth_factor=None), "growth_factor is None"),
         (lambda: optimizer.set_loss_scale("8"), "init_scale is '8'"),
         (lambda: optimizer.set_loss_scale(hysteresis="2"), "hysteresis is '2'"),
     ]:  # fmt: skip

@@ -227,6 +227,11 @@ def parameter_removed(state_dict: dict[str, Any]) -> None:
     state_dict["param_groups"][0]["params"].pop()
 
 
+def flattened(state_dict: dict[str, Any]) -> None:
+    del state_dict["state"], state_dict["param_groups"]
+    state_dict["state.weight.step"] = torch.ones(())
+
+
 BAD_DICTS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "no groups": (group_removed, "parameter groups"),
     "parameter missing": (parameter_removed, "size of optimizer's group"),
@@ -237,6 +242,9 @@ BAD_DICTS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "missing": (without("exp_avg_sq"), "exp_avg_sq"),
     "no step": (without("step"), "step"),
     "step with several elements": (replaced("step", torch.ones(2)), "step"),
+    "infinite step": (replaced("step", math.inf), "step"),
+    "a step too large": (replaced("step", 10**400), "step"),
+    "flat": (flattened, "as containers have it"),
 }
 
 

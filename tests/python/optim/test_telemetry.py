@@ -261,6 +261,14 @@ def test_without_tracking_there_is_none() -> None:
     _, optimizer = build("fp32")
     with pytest.raises(RuntimeError, match="first step"):
         _ = optimizer.telemetry
+    params, optimizer = build("fp32", track=("norms",))
+    set_gradients(params)
+    optimizer.step()
+    assert optimizer.telemetry.update_norms.any()
+    with pytest.raises(RuntimeError, match="'digest' was not tracked"):
+        optimizer.telemetry.digest()
+    with pytest.raises(RuntimeError, match="'lost_updates' was not tracked"):
+        _ = optimizer.telemetry.lost_updates
 
 
 def test_a_skipped_step_leaves_what_the_last_one_saw() -> None:

@@ -248,8 +248,15 @@ def test_another_layout_is_named(tmp_path: Path, kind: str, other: str) -> None:
     if kind == other:
         load({"optim": taken}, checkpoint_id=tmp_path)
         return
-    with pytest.raises(ValueError, match=f"'optim' is of .* but that of {type(taken).__name__} is"):
+    with pytest.raises(
+        ValueError, match=f"saved as 'optim' is .* but that of {type(taken).__name__} is"
+    ):
         load({"optim": taken}, checkpoint_id=tmp_path)
+
+
+def test_a_folder_without_checkpoint_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=f"there is no checkpoint in {tmp_path / 'none'}"):
+        load({"optim": job("container, fp32", 1, 1)[1]}, checkpoint_id=tmp_path / "none")
 
 
 def test_a_layout_that_is_not_known_is_not_rejected(tmp_path: Path) -> None:

@@ -152,6 +152,7 @@ def test_by_name(saved: str, kept: str, way: str, tmp_path: Path) -> None:
         ("exp_avg_scale_v2", None, "scale_v2 of parameter 0 is missing beside 8-bit moments"),
         ("exp_avg_scale_v2", lambda t: t[:, :1], r"scale_v2 of parameter 0 has shape \(30, 1\)"),
         ("exp_avg_scale_v2", "exp_avg_scale_v3", "v3 of parameter 0 is of another format"),
+        ("exp_avg_scale_v2", lambda t: t.to_sparse(), "scale_v2 of parameter 0 has .*sparse"),
         ("exp_avg_sq", lambda t: t.to(torch.int8), "exp_avg_sq of parameter 0 is torch.int8"),
         ("exp_avg", lambda t: t.float(), "exp_avg of parameter 0 is torch.float32"),
     ],

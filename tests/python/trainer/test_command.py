@@ -142,6 +142,8 @@ def test_wrong_configurations_end_with_one_sentence(
         ("training.seq_len", "100000000", "has 0 samples of seq_len 100000000"),
         ("optimizer.rounding_seed", "3", "rounding_seed has no effect without stochastic_roun"),
         ("checkpoint.exclude_from_loading", "rgn", "exclude_from_loading has ['rgn'], expected"),
+        ("experimental.custom_import", "examples.none", "there is no module 'examples.none' in"),
+        ("job.config_file", "none.toml", "there is no none.toml"),
     ],
 )
 def test_wrong_configurations_that_the_trainer_finds(

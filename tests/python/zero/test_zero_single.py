@@ -189,6 +189,11 @@ def test_functional_optimizers_are_for_overlap() -> None:
     groups = [{"params": [p]} for p in parameters()]
     with pytest.raises(ValueError, match="one param group"):
         ZeroRedundancyOptimizer(groups, torch.optim.AdamW, overlap_with_ddp=True, lr=0.1)
+    for kind in (FusedAdam, FusedAdamW):
+        with pytest.raises(ValueError, match="have no norms"):
+            ZeroRedundancyOptimizer(
+                parameters(), kind, overlap_with_ddp=True, lr=0.1, max_grad_norm=1.0
+            )
     for known in (functional, torch.optim.AdamW, FusedAdam, FusedAdamW):
         zero = ZeroRedundancyOptimizer(parameters(), known, overlap_with_ddp=True, lr=0.1)
         before = [p.detach().clone() for p in zero.param_groups[0]["params"]]
