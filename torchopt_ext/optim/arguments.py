@@ -1,7 +1,7 @@
 """Checks of arguments' types: the message names the argument and shows its value."""
 
 import operator
-from typing import Any, SupportsFloat
+from typing import Any
 
 from torch import Tensor
 
@@ -16,7 +16,7 @@ def expect_numbers(**values: Any) -> None:
         TypeError, ValueError: names the argument.
     """
     for name, value in values.items():
-        if not isinstance(value, SupportsFloat):
+        if not hasattr(value, "__float__"):
             raise TypeError(f"{name} is {value!r:.200}, expected a number")
         if isinstance(value, Tensor) and value.numel() != 1:  # with torch.optim.Adam's message
             raise ValueError(f"Tensor {name} must be 1-element, but has shape {[*value.shape]}")

@@ -35,23 +35,23 @@ class Telemetry:
     """The parameters' names, or their numbers where they have none."""
     track: int
     """The bits of what was tracked; other values raise RuntimeError."""
-    norms: Tensor
-    counts: Tensor
+    _norms: Tensor
+    _counts: Tensor
 
     @property
     def grad_norms(self) -> Tensor:
         """float64: 2-norm of the unscaled, unclipped gradient; 0 without one."""
-        return self._tracked("norms", self.norms[:, 0])
+        return self._tracked("norms", self._norms[:, 0])
 
     @property
     def update_norms(self) -> Tensor:
         """float64: 2-norm of what the step added to the weight as it is stored."""
-        return self._tracked("norms", self.norms[:, 1])
+        return self._tracked("norms", self._norms[:, 1])
 
     @property
     def lost_updates(self) -> Tensor:
         """int64: elements whose update was not zero but rounded to nothing."""
-        return self._tracked("lost_updates", self.counts[:, 0])
+        return self._tracked("lost_updates", self._counts[:, 0])
 
     @property
     def digests(self) -> Tensor:
@@ -60,7 +60,7 @@ class Telemetry:
         Weights are fp32 masters where there are some. Of a parameter without gradient that of its
         last step.
         """
-        return self._tracked("digest", self.counts[:, 1])
+        return self._tracked("digest", self._counts[:, 1])
 
     def _tracked(self, name: str, values: Tensor) -> Tensor:
         if not self.track & TRACKED[name]:
