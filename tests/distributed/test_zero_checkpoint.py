@@ -113,7 +113,7 @@ def test_what_dcp_would_not_give_back_is_named(runs: dict[int, Results], value: 
         ("other key", "ValueError", "no 'optim'; it has ['optimizer']"),
         ("missing file", "RuntimeError", "reading the optimizer state: rank "),
         ("truncated file", "RuntimeError", "reading the optimizer state: rank "),
-        ("no metadata", "RuntimeError", "metadata of the checkpoint: ValueError: there is no checkpoint in"),
+        ("no metadata", "RuntimeError", "the checkpoint: ValueError: there is no checkpoint in"),
         ("incomplete", "ValueError", "of its 20000 elements, so not all ranks saved theirs"),
         ("pickled code", "RuntimeError", "Weights only load failed"),
         ("pickled metadata", "RuntimeError", ".metadata refers to posix.mkdir"),
