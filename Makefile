@@ -18,8 +18,7 @@ SMOKED := 2.12.0 2.13.0 2.14.0
 DIST ?= dist
 JOBS := $(shell nproc)
 # Each process of pytest takes about 1 GB. Waiting threads of OpenMP would take the others' cores.
-WORKERS := $(shell nproc | awk '{ print $$1 < 8 ? $$1 : 8 }')
-PYTEST := OMP_WAIT_POLICY=passive $(BIN)/pytest -n $(WORKERS) --dist worksteal
+PYTEST := OMP_WAIT_POLICY=passive $(BIN)/pytest -n $(JOBS) --maxprocesses 8 --dist worksteal
 
 .PHONY: help install demo test test-python smoke test-all test-cpp test-sanitize \
 	check-aarch64 check-sass test-gpu gpu-report bench bench-convergence bench-dtensor-host bench-in-backward \

@@ -260,13 +260,11 @@ def main() -> int:
         return list(kernels.values())
 
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
-        kernels = sorted(
-            (k for found in pool.map(compiled, jobs) for k in found),
-            key=lambda k: (k.name, ARCHITECTURES.index(k.arch)),
-        )
+        kernels = [kernel for found in pool.map(compiled, jobs) for kernel in found]
     names = enumerators(path.read_text() for path in (ROOT / "csrc").glob("*/*.h"))
     for kernel in kernels:
         kernel.name = with_names(kernel.name, names)
+    kernels.sort(key=lambda kernel: (kernel.name, ARCHITECTURES.index(kernel.arch)))
     print(table(kernels))
     found = problems(kernels, tomllib.loads(Path(__file__).with_name("sass.toml").read_text()))
     print(*found, sep="\n", end="\n" if found else "")

@@ -62,7 +62,7 @@ enum class AdamKind : int32_t {
   kBFloat16Remainder,  // the same with a remainder
   kBFloat16Rounded,    // as kBFloat16, rounded stochastically
   kGeneral,            // any but float64 and 8-bit moments
-  kInt8Float32,        // fp32 parameter and gradient, with 8-bit moments
+  kInt8Float32,        // fp32 parameter and gradient; from here on all have 8-bit moments
   kInt8BFloat16,       // the same in bf16
   kInt8Rounded,        // as kInt8BFloat16, rounded stochastically
   kInt8Remainder8,     // as kInt8BFloat16, with a remainder of 8 bits

@@ -31,26 +31,26 @@ class FusedAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     def clip_next(self, max_norm: float) -> Tensor:
         """Lets the next step clip; returns a 0-dim tensor that the step fills with the norm."""
-        optimizers = clipping_optimizers(self.optimizer)
         if self._clip is None:
             self._own_threshold = self.max_grad_norm
         self._clip, self._asked = max_norm, True
-        set_threshold(optimizers, max_norm)
+        set_threshold(clipping_optimizers(self.optimizer), max_norm)
         if self._norm is None:
-            self._norm = torch.full_like(optimizers[0].control.live("grad_norm"), math.nan)
+            self._norm = torch.full_like(self.control.live("grad_norm"), math.nan)
         return self._norm
 
     def step(self, closure: Any = None) -> Any:
         """The optimizer's step, where gradients are complete."""
-        if self.gradient_state.sync_gradients:
-            # Only now: setting it writes to the device, and most loops ask before each step.
-            if self._clip is not None and not self._asked:
-                if self.max_grad_norm == self._clip:  # nobody has set another
-                    self.max_grad_norm = self._own_threshold
-                self._clip = None
-            self._asked = False
+        if not self.gradient_state.sync_gradients:
+            return super().step(closure)
+        # Only now: setting it writes to the device, and most loops ask before each step.
+        if self._clip is not None and not self._asked:
+            if self.max_grad_norm == self._clip:  # nobody has set another
+                self.max_grad_norm = self._own_threshold
+            self._clip = None
+        self._asked = False
         result = super().step(closure)
-        if self._norm is not None and self.gradient_state.sync_gradients:
+        if self._norm is not None:
             self._norm.copy_(self.control.live("grad_norm"))
             self._norm = None
         return result

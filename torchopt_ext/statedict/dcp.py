@@ -334,11 +334,12 @@ class Reader(FileSystemReader):
         """
         rank = kwargs.get("rank")
         file = self.fs.concat_path(self.path, ".metadata" if rank is None else f"__{rank}.metadata")
-        if not os.path.exists(file):
+        try:
+            status = os.stat(file)
+        except (FileNotFoundError, NotADirectoryError) as error:
             raise ValueError(
                 f"there is no checkpoint in {self.path}: it lacks {PurePath(file).name}"
-            )
-        status = os.stat(file)
+            ) from error
         version = file, status.st_ino, status.st_size, status.st_mtime_ns
         if self._read is None or self._read[0] != version:
             self._read = version, self._read_metadata(file)

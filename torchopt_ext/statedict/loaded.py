@@ -166,11 +166,13 @@ def read_indexed(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> Loaded
 def _structure_problems(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     given = state_dict if isinstance(state_dict, Mapping) else {}
     state, saved = given.get("state"), given.get("param_groups")
-    if any(str(key).startswith("state.") for key in given):
-        yield "it is flat, as containers have it: load it into a container"
-        return
     if not isinstance(state, Mapping) or not isinstance(saved, list | tuple):
-        yield f"'state' and 'param_groups' are to be a dict and a list, in {state_dict!r:.200}"
+        flat = any(str(key).startswith("state.") for key in given)
+        yield (
+            "it is flat, as containers have it: load it into a container"
+            if flat
+            else f"'state' and 'param_groups' are to be a dict and a list, in {state_dict!r:.200}"
+        )
         return
     if len(saved) != len(groups):
         yield f"it has {len(saved)} parameter groups, expected {len(groups)}"

@@ -151,10 +151,10 @@ def _describe(kind: Any) -> str:
 
 
 def _read(path: str) -> dict[str, Any]:
-    if not Path(path).exists():
-        raise ConfigError(f"there is no {path}")
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ConfigError(f"there is no {path}") from error
     except (OSError, ValueError) as error:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
         text = getattr(error, "strerror", None) or error
         raise ConfigError(f"{path} cannot be read as TOML: {text}") from error
