@@ -168,8 +168,15 @@ def passes(bench: Bench) -> Rows:
             10.25,
             f"{BF16}, random 8-bit moments",
         ),
-        (torch.bfloat16, {"track": True}, 14, f"{BF16} throughout, tracked"),
         (torch.float32, {"track": True}, 28, "fp32, tracked"),
+        (
+            torch.bfloat16,
+            {"track": True, "master_weights": "fp32"},
+            28,
+            f"{BF16}, fp32 masters, tracked",
+        ),
+        (torch.bfloat16, {"track": True}, 14, f"{BF16} throughout, tracked"),
+        (torch.bfloat16, {"track": True, **int8}, 10.25, f"{BF16}, 8-bit moments, tracked"),
     ):
         gradients = bench.gradients(BILLION, dtype)
         optimizer = FusedAdamW(params_with(gradients), **kwargs)
@@ -311,6 +318,7 @@ SHORT: Shapes = [(300, 257), (3, 4096), (9001,), (7, 63), (1,), (), (0, 3)]
 def short(bench: Bench) -> Rows:
     """One clipped step in every type, to be watched by compute-sanitizer."""
     random = {"stochastic_rounding": True, "rounding_seed": 3}
+    int8 = {"state_dtype": torch.int8}
     for dtype, kwargs in (
         (torch.float32, {"amsgrad": True}),
         (torch.float64, {}),
@@ -318,6 +326,10 @@ def short(bench: Bench) -> Rows:
         (torch.bfloat16, {"master_weights": "fp32", "track": True}),
         (torch.bfloat16, {"master_weights": "remainder", "write_back_gradients": True}),
         (torch.bfloat16, {"track": True, "write_back_gradients": True, **random}),
+        (torch.float32, int8),
+        (torch.bfloat16, int8),
+        (torch.bfloat16, {**int8, **random}),
+        (torch.bfloat16, {**int8, "master_weights": "remainder8", "track": True}),
     ):
         flat = torch.randn(parameters(SHORT) + 1, device=bench.device).to(dtype)
         pieces = flat[1:].split([torch.Size(shape).numel() for shape in SHORT])
@@ -330,7 +342,7 @@ def short(bench: Bench) -> Rows:
             control = ops.new_control(bench.device, grad_factor=0.5)
             ops.scaled_copy_(copies, gradients, control, unscale=True)
         assert all(bool(p.isfinite().all()) for p in params)
-    yield {"note": "steps in six ways to hold parameters"}
+    yield {"note": "steps in ten ways to hold parameters"}
 
 
 SECTIONS: dict[str, Callable[[Bench], Rows]] = {

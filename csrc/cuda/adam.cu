@@ -24,8 +24,9 @@ constexpr int blocks_of(AdamKind kind) {
       return 4;
     case AdamKind::kBFloat16Rounded:
     case AdamKind::kGeneral:
+    case AdamKind::kInt8Rounded:
       return 3;
-    default:  // fp64 and 8-bit moments
+    default:
       return 2;
   }
 }

@@ -1,26 +1,49 @@
+#include <utility>
+
 #include "cuda/adam_traced.h"
 
 namespace torchopt_ext {
 namespace {
 
-template <TracedKind kKind>
-__global__ void __launch_bounds__(kAdamThreads, kKind == TracedKind::kQuantized ? 1 : 2)
+// Blocks on a multiprocessor: as many as registers suffice for.
+constexpr int blocks_of(AdamKind kind) {
+  switch (kind) {
+    case AdamKind::kFloat32:
+    case AdamKind::kBFloat16:
+    case AdamKind::kBFloat16Master:
+    case AdamKind::kBFloat16Remainder:
+      return 3;
+    case AdamKind::kInt8Remainder8:
+    case AdamKind::kInt8:
+      return 1;
+    default:
+      return 2;
+  }
+}
+
+template <AdamKind kKind>
+__global__ void __launch_bounds__(kAdamThreads, blocks_of(kKind))
     adam_traced_kernel(AdamArgs args, TraceArgs traces) {
   __shared__ TraceShared shared;
   adam_traced_body<kKind>(DeviceCta{}, shared, args, traces);
 }
 
+struct Kernels {
+  void (*of[kAdamKinds])(AdamArgs, TraceArgs);
+};
+template <int... kKinds>
+constexpr Kernels kernels(std::integer_sequence<int, kKinds...>) {
+  return {{adam_traced_kernel<AdamKind{kKinds}>...}};
+}
+
 }  // namespace
 
-void launch_adam_traced(TracedKind kind, const AdamArgs& args, const TraceArgs& traces,
+void launch_adam_traced(AdamKind kind, const AdamArgs& args, const TraceArgs& traces,
                         int64_t chunk_count, cudaStream_t stream) {
-  using Kernel = void (*)(AdamArgs, TraceArgs);
-  constexpr Kernel kKernels[kTracedKinds] = {
-      // in the order of TracedKind
-      adam_traced_kernel<TracedKind::kFloat32>, adam_traced_kernel<TracedKind::kFloat64>,
-      adam_traced_kernel<TracedKind::kQuantized>};
-  kKernels[static_cast<int>(kind)]<<<static_cast<unsigned>(chunk_count), kAdamThreads, 0, stream>>>(
-      args, traces);
+  static constexpr Kernels kKernels = kernels(std::make_integer_sequence<int, kAdamKinds>{});
+  kKernels
+      .of[static_cast<int>(kind)]<<<static_cast<unsigned>(chunk_count), kAdamThreads, 0, stream>>>(
+          args, traces);
 }
 
 }  // namespace torchopt_ext

@@ -14,67 +14,98 @@ namespace torchopt_ext {
 inline constexpr int kTraceTile = 512;
 inline constexpr int kMostTiles = 2 * kChunkElements / kTraceTile;
 
-using TraceShared = ChunkTrace[kMostTiles];
-
-// The kernels of tracking: each takes the chunks of its tensors and leaves the others'.
-enum class TracedKind { kFloat32, kFloat64, kQuantized };
-inline constexpr int kTracedKinds = 3;
+struct TileNorms {
+  double sumsq[2];  // of the gradient, of the update
+};
+struct WarpCounts {
+  int64_t lost;
+  uint64_t digest;
+};
+struct TraceShared {
+  TileNorms tiles[kMostTiles];
+  WarpCounts warps[kAdamThreads / kWarpThreads];
+  uint16_t half_factors[kDigestSegment];  // of the upper half of each word
+};
 
 namespace {
 
-// Digest of a thread's lane of a tile: elements [begin, end), a row of lanes apart. Those of a
-// segment have one factor for each array (lane_factor), by which the sum of their halves is
-// multiplied: of at most 8 elements, so it is below 2**29.
-template <class T>
-TORCHOPT_HD inline uint64_t digest_lane(const AdamChunk<T>& elements, int begin, int end) {
+// half_factor() from a block's table.
+struct HalfFactors {
+  TORCHOPT_HD int operator()(uint32_t half) const {
+    const int factor = of_words[half / 2];
+    return half % 2 == 0 ? 2048 - factor : factor;
+  }
+  const uint16_t* of_words;
+};
+
+// Digest of what a thread stored of its two lanes of a tile: elements i, i + 1, i + kBlockLanes and
+// so on, pairs below `end`, behind which it leaves i. They follow one another in the parameter from
+// the place's even number on. Halves of a segment's words in one lane have one more factor
+// (lane_factor), by which their sum is multiplied: of at most 8 words, so it is below 2**29.
+template <class L>
+TORCHOPT_HD inline uint64_t digest_pairs(const L&, const Layout& layout, void* const (&x)[kArrays],
+                                         int& i, int end, DigestPlace place,
+                                         const HalfFactors& factors) {
   static_assert(kTraceTile / kBlockLanes == 8 && kBlockLanes / 4 % kDigestLanes == 0);
-  const TensorWork& work = elements.work;
-  uint64_t digest = 0;
-  uint64_t first = 0;  // the number of the first element since the last multiplication
-  int32_t halves[kWritten]{};
+  int32_t halves[kWritten][2]{};
+  int64_t sums[kWritten]{};  // without the array's factor
   const auto multiply = [&] {
-    const DigestPlace place = digest_place(work.index, first);
-    for_each_stored(work.layout, [&](Array array) {
-      const auto size = static_cast<uint32_t>(element_size(work.layout, array));
-      const int64_t factor = lane_factor(place, place.number % kDigestSegment * size / 4);
-      digest += static_cast<uint64_t>(halves[array] * factor) * array_factor(array);
-      halves[array] = 0;
+    for_each_stored(layout, [&](Array array) {
+      const auto size = static_cast<uint32_t>(element_size(layout, array));
+      unrolled<2>([&](int k) {
+        if (k == 0 || size == 4) {  // else both elements are of one word
+          const uint32_t element = place.number % kDigestSegment + static_cast<uint32_t>(k);
+          sums[array] += halves[array][k] * int64_t{lane_factor(place, element * size / 4)};
+          halves[array][k] = 0;
+        }
+      });
     });
   };
-  for (int i = begin; i < end; i += kBlockLanes) {
-    const auto number = static_cast<uint64_t>(global_element(work, elements.begin + i));
-    if constexpr (sizeof(T) == sizeof(double)) {
-      digest += digest_element<T>(work.layout, elements.x, i, digest_place(work.index, number));
-    } else {
-      // A shard's runs may leave the lane within a segment.
-      if (number / kDigestSegment != first / kDigestSegment ||
-          number % kBlockLanes != first % kBlockLanes) {
-        multiply();
-        first = number;
-      }
-      for_each_stored(work.layout, [&](Array array) {
-        const int64_t size = element_size(work.layout, array);
-        const char* const at = static_cast<const char*>(elements.x[array]) + size * i;
-        const auto in_segment = static_cast<uint32_t>(number % kDigestSegment);
-        halves[array] += static_cast<int32_t>(weighted_element(at, size, in_segment));
-      });
+  uint32_t number = place.number;
+  for (; i + 1 < end; i += kBlockLanes, number += kBlockLanes) {
+    if (number / kDigestSegment != place.number / kDigestSegment) {
+      multiply();
+      place.number = number;
     }
+    const uint32_t pair = number % kDigestSegment / 2;
+    for_each_stored(layout, [&](Array array) {
+      const auto size = static_cast<int>(element_size(layout, array));
+      const auto bits = L::load_bits_of(size, static_cast<const char*>(x[array]) + i * size);
+      unrolled<2>([&](int k) {
+        const auto in_segment = 2 * pair + static_cast<uint32_t>(k);
+        const int32_t element = weighted_element(bits.element[k], size, in_segment, factors);
+        if (size == 4) {
+          halves[array][k] += element;
+        } else {
+          halves[array][0] += element;
+        }
+      });
+    });
   }
   multiply();
+  uint64_t digest = 0;
+  for_each_stored(layout, [&](Array array) {
+    digest += static_cast<uint64_t>(sums[array]) * array_factor(array);
+  });
   return digest;
 }
 
-// What the threads of a warp see of a tile. By the block rule, thread t owns lanes 2t and 2t + 1.
+// Two elements wherever they lie.
+template <class T>
+using Apart = VectorLane<T, 2, 2, 2, 1>;
+
+// What a warp sees of its tiles. By the block rule, thread t owns lanes 2t and 2t + 1 of each.
 template <class T, class Warp>
-struct TileSums {
+struct WarpTrace {
   using D = ScalarLane<double>;
+  template <class Value>
+  using PerThread = typename Warp::template PerThread<Value>;
 
   // Before a register's step, whose elements are of the thread's two lanes in turn, the first one
   // of lane `first`. Returns its weights.
   template <class L>
-  TORCHOPT_HD typename L::reg before(const L& lane, const AdamChunk<T>& elements, int thread,
-                                     int first, int i) {
-    const Layout& layout = elements.work.layout;
+  TORCHOPT_HD typename L::reg before(const L& lane, const AdamChunk<T>& elements,
+                                     const Layout& layout, int thread, int first, int i) {
     const typename L::reg g = load_as(lane, layout.grad, elements.x[kGrad], i);
     unrolled<L::width>([&](int k) {
       double& sum = grad[(first + k) % 2][thread];
@@ -84,10 +115,9 @@ struct TileSums {
   }
   // After it.
   template <class L>
-  TORCHOPT_HD void after(const L& lane, const AdamChunk<T>& elements, int thread, int first, int i,
-                         const typename L::reg& before) {
+  TORCHOPT_HD void after(const L& lane, const AdamChunk<T>& elements, const Layout& layout,
+                         int thread, int first, int i, const typename L::reg& before) {
     using One = typename L::One;
-    const Layout& layout = elements.work.layout;
     const typename L::reg after = load_weight(lane, layout, elements.x, i);
     const typename L::reg exp_avg = load_exp_avg(lane, layout, elements.x, i);
     unrolled<L::width>([&](int k) {
@@ -97,43 +127,101 @@ struct TileSums {
                                       elements.scalars.has_decay);
     });
   }
-  // The result is thread 0's.
-  TORCHOPT_HD ChunkTrace total(const Warp& warp) {
+  // Sums of squares of a tile. After two steps a thread has one of the four: of gradients in the
+  // lower half of the warp, of lane 0 where its number lacks bit 8.
+  TORCHOPT_HD void finish_tile(const Warp& warp, TileNorms& norms) {
+    unrolled<2>([&](int lane) { warp.fold_two(grad[lane], change[lane], 16); });
+    warp.fold_two(grad[0], grad[1], 8);
+    warp.fold(grad[0], 4);
+    warp.fold(grad[0], 2);
+    warp.fold(grad[0], 1);
+    warp.fold(grad[0], 8);
+    warp.each([&](int thread) {
+      if (thread % 16 == 0) {
+        norms.sumsq[thread / 16] = grad[0][thread];
+      }
+    });
+    unrolled<2>([&](int lane) { grad[lane] = change[lane] = {}; });
+  }
+  // The counts of all tiles.
+  TORCHOPT_HD void finish(const Warp& warp, WarpCounts& counts) {
     for (int distance = kWarpThreads / 2; distance > 0; distance /= 2) {
-      unrolled<2>([&](int lane) {
-        warp.fold(grad[lane], distance);
-        warp.fold(change[lane], distance);
-      });
       warp.fold(lost, distance);
       warp.fold(digest, distance);
     }
-    return {D::add(grad[0][0], grad[1][0]), D::add(change[0][0], change[1][0]), lost[0], digest[0]};
+    warp.leader([&] { counts = {lost[0], digest[0]}; });
   }
 
-  typename Warp::template PerThread<double> grad[2]{};
-  typename Warp::template PerThread<double> change[2]{};
-  typename Warp::template PerThread<int64_t> lost{};
-  typename Warp::template PerThread<uint64_t> digest{};
+  PerThread<double> grad[2]{};
+  PerThread<double> change[2]{};
+  PerThread<int> lost{};
+  PerThread<uint64_t> digest{};
 };
 
-// A warp's step of elements [begin, end), a tile at most, with what it saw: of some rows of lanes
-// at once, whose loads are under way together.
-template <class T, class Warp>
-TORCHOPT_HD inline ChunkTrace update_tile(const Warp& warp, const AdamChunk<T>& elements, int begin,
-                                          int end) {
-  constexpr int kRows = 8 / sizeof(T);  // more take more registers than there are
-  using Rows = VectorLane<T, 2 * kRows, 2, kBlockLanes>;
-  using Pair = VectorLane<T, 2, 2, 2, 1>;  // wherever it lies
+// The digest of elements [begin, end), a tile at most; place_of(i) is where they lie, for those
+// that do not follow one another in the parameter.
+template <class T, class Warp, class PlaceOf>
+TORCHOPT_HD inline void digest_tile(const Warp& warp, WarpTrace<T, Warp>& trace,
+                                    const AdamChunk<T>& elements, const Layout& layout,
+                                    const HalfFactors& factors, int begin, int end,
+                                    const PlaceOf& place_of) {
   const TensorWork& work = elements.work;
+  const auto first = static_cast<uint64_t>(global_element(work, elements.begin + begin));
+  const auto last = static_cast<uint64_t>(global_element(work, elements.begin + end - 1));
+  const bool follow = last - first == static_cast<uint64_t>(end - 1 - begin) &&
+                      first >> kStreamBits == last >> kStreamBits && first % 2 == 0;
+  const bool aligned = are_registers_at(layout, elements.x, 2, begin);
+  warp.each([&](int thread) {
+    int i = begin + 2 * thread;
+    uint64_t& digest = trace.digest[thread];
+    if (std::is_same_v<T, float> && follow) {
+      const DigestPlace place = digest_place(work.index, first, 2 * thread);
+      using Pair = VectorLane<T, 2>;
+      digest += aligned ? digest_pairs(Pair{}, layout, elements.x, i, end, place, factors)
+                        : digest_pairs(Apart<T>{}, layout, elements.x, i, end, place, factors);
+    }
+    for (; i < end; i += kBlockLanes) {
+      digest += digest_element<T>(layout, elements.x, i, place_of(i));
+      digest += i + 1 < end ? digest_element<T>(layout, elements.x, i + 1, place_of(i + 1)) : 0;
+    }
+  });
+}
+
+// A chunk of a tensor whose moments are not of 8 bits.
+template <AdamKind kKind>
+struct PlainChunk {
+  using T = std::conditional_t<kKind == AdamKind::kFloat64, double, float>;
+  const AdamChunk<T>& elements;
+  const Layout& layout;
+};
+template <AdamKind kKind>
+TORCHOPT_HD inline int tiles_of(const PlainChunk<kKind>& chunk) {
+  return (chunk.elements.n + kTraceTile - 1) / kTraceTile;
+}
+template <AdamKind kKind>
+TORCHOPT_HD inline int tiles_of(const QuantizedChunk<kKind>& chunk) {
+  return (chunk.groups.count() + kTileGroups - 1) / kTileGroups;
+}
+
+// A warp's step of a tile: of some rows of lanes at once, whose loads are under way together.
+template <AdamKind kKind, class T, class Warp>
+TORCHOPT_HD inline void update_tile(const Warp& warp, WarpTrace<T, Warp>& trace,
+                                    const PlainChunk<kKind>& chunk, const HalfFactors& factors,
+                                    int tile) {
+  constexpr int kRows = register_width(kKind) / 2;
+  using Rows = VectorLane<T, 2 * kRows, 2, kBlockLanes>;
+  const AdamChunk<T>& elements = chunk.elements;
+  const Layout& layout = chunk.layout;
+  const int begin = tile * kTraceTile;
+  const int end = begin + kTraceTile < elements.n ? begin + kTraceTile : elements.n;
   const StepOptions& options = elements.options;
-  const bool aligned = are_registers_at(work.layout, elements.x, 2, begin);
-  TileSums<T, Warp> sums;
+  const bool aligned = are_registers_at(layout, elements.x, 2, begin);
   warp.each([&](int thread) {
     const auto step = [&](const auto& lane, int i) {
-      const auto before = sums.before(lane, elements, thread, 0, i);
-      elements.update(lane, work.layout, {.write_back = options.write_back_gradients},
-                      rounds_randomly(options, work.layout), i);
-      sums.after(lane, elements, thread, 0, i, before);
+      const auto before = trace.before(lane, elements, layout, thread, 0, i);
+      elements.update(lane, layout, {.write_back = writes_back<kKind>(options)},
+                      rounds_randomly<kKind>(options, layout), i);
+      trace.after(lane, elements, layout, thread, 0, i, before);
     };
     int i = begin + 2 * thread;
     for (int row = begin; aligned && row + kRows * kBlockLanes <= end; row += kRows * kBlockLanes) {
@@ -141,37 +229,36 @@ TORCHOPT_HD inline ChunkTrace update_tile(const Warp& warp, const AdamChunk<T>& 
       i += kRows * kBlockLanes;
     }
     for (; i + 1 < end; i += kBlockLanes) {
-      step(Pair{}, i);
+      step(Apart<T>{}, i);
     }
     if (i < end) {
       step(VectorLane<T, 1>{}, i);
     }
   });
   if ((options.track & kTrackDigest) != 0) {
-    warp.each([&](int thread) {
-      for (int lane = 0; lane < 2; ++lane) {
-        sums.digest[thread] += digest_lane(elements, begin + 2 * thread + lane, end);
-      }
+    digest_tile(warp, trace, elements, layout, factors, begin, end, [&](int i) {
+      const int64_t number = global_element(elements.work, elements.begin + i);
+      return digest_place(elements.work.index, static_cast<uint64_t>(number));
     });
   }
-  return sums.total(warp);
 }
 
-// The same of kTileGroups groups from `first` on, as far as there are so many.
-template <class Warp>
-TORCHOPT_HD inline ChunkTrace update_groups(const Warp& warp,
-                                            const QuantizedChunk<AdamKind::kInt8>& chunk,
-                                            int first) {
+// A tile of kTileGroups groups, or as many as are left.
+static_assert(kTileGroups <= kWarpThreads);
+template <AdamKind kKind, class Warp>
+TORCHOPT_HD inline void update_tile(const Warp& warp, WarpTrace<float, Warp>& trace,
+                                    const QuantizedChunk<kKind>& chunk, const HalfFactors& factors,
+                                    int tile) {
   using One = VectorLane<float, 1>;
   struct Weights {
     typename One::reg of[kTraceTile / kWarpThreads];
   };
   const AdamChunk<float>& elements = chunk.elements;
   const ChunkGroups& groups = chunk.groups;
+  const int first = tile * kTileGroups;
   const int last = first + kTileGroups < groups.count() ? first + kTileGroups : groups.count();
   const int begin = groups.begin(first);
   const int end = groups.begin(last - 1) + groups.size(last - 1);
-  TileSums<float, Warp> sums;
   typename Warp::template PerThread<Weights> before;
   const auto for_each_owned = [&](int thread, const auto& visit) {
     unrolled<kTraceTile / kWarpThreads>([&](int k) {
@@ -184,7 +271,7 @@ TORCHOPT_HD inline ChunkTrace update_groups(const Warp& warp,
   };
   warp.each([&](int thread) {
     for_each_owned(thread, [&](int k, int lane, int i) {
-      before[thread].of[k] = sums.before(One{}, elements, thread, lane, i);
+      before[thread].of[k] = trace.before(One{}, elements, chunk.layout, thread, lane, i);
     });
   });
   for (int group = first; group < last; group += kWarpGroups) {
@@ -192,78 +279,69 @@ TORCHOPT_HD inline ChunkTrace update_groups(const Warp& warp,
   }
   warp.each([&](int thread) {
     for_each_owned(thread, [&](int k, int lane, int i) {
-      sums.after(One{}, elements, thread, lane, i, before[thread].of[k]);
+      trace.after(One{}, elements, chunk.layout, thread, lane, i, before[thread].of[k]);
     });
-    const int digests =
-        (elements.options.track & kTrackDigest) != 0 ? kTraceTile / kWarpThreads : 0;
-    for (int k = 0; k < digests; ++k) {  // a loop: digests are long
-      const int i = begin + 2 * thread + k % 2 + k / 2 * kBlockLanes;
-      if (i >= end) {
-        continue;
-      }
-      const int group = groups.of(i);
-      const int in_group = i - groups.begin(group);
-      const auto number = static_cast<uint64_t>(
-          global_element(elements.work, elements.begin + groups.begin(group)));
-      const DigestPlace place = digest_place(elements.work.index, number, in_group);
-      sums.digest[thread] += digest_element<float>(elements.work.layout, elements.x, i, place);
-      if (in_group == 0) {
-        sums.digest[thread] +=
-            digest_scales(elements.work.memory, chunk.first_group + group, place);
-      }
+  });
+  if ((elements.options.track & kTrackDigest) == 0) {
+    return;
+  }
+  const auto place_of = [&](int group, int in_group) {
+    const int64_t number = global_element(elements.work, elements.begin + groups.begin(group));
+    return digest_place(elements.work.index, static_cast<uint64_t>(number), in_group);
+  };
+  warp.each([&](int thread) {
+    const int group = first + thread;
+    if (group < last) {
+      trace.digest[thread] +=
+          digest_scales(elements.work.memory, chunk.first_group + group, place_of(group, 0));
     }
   });
-  return sums.total(warp);
+  digest_tile(warp, trace, elements, chunk.layout, factors, begin, end, [&](int i) {
+    const int group = groups.of(i);
+    return place_of(group, i - groups.begin(group));
+  });
 }
 
-TORCHOPT_HD constexpr TracedKind traced_kind(AdamKind kind) {
-  return kind == AdamKind::kFloat64 ? TracedKind::kFloat64
-         : is_quantized(kind)       ? TracedKind::kQuantized
-                                    : TracedKind::kFloat32;
-}
-
-// A block's chunk, of a tensor of this kind: a warp takes a tile, and the tiles are added in their
-// order.
-template <TracedKind kKind, class Cta>
+// A block's chunk, if it is of a tensor of this kind: a warp takes a tile, and the tiles are added
+// in their order.
+template <AdamKind kKind, class Cta>
 TORCHOPT_HD inline void adam_traced_body(const Cta& cta, TraceShared& shared, const AdamArgs& args,
                                          const TraceArgs& traces) {
-  using T = std::conditional_t<kKind == TracedKind::kFloat64, double, float>;
+  using T = std::conditional_t<kKind == AdamKind::kFloat64, double, float>;
   const Chunk chunk = args.chunks[cta.block];
-  if (args.steps[chunk.tensor].grad == nullptr ||
-      traced_kind(args.tensors[chunk.tensor].kind) != kKind) {
+  if (args.steps[chunk.tensor].grad == nullptr || args.tensors[chunk.tensor].kind != kKind) {
     return;
   }
   const AdamChunk<T> elements(args, chunk);
-  const auto for_each_tile = [&](int tiles, const auto& step) {
-    cta.each_warp([&](int warp_index, const auto& warp) {
-      for (int tile = warp_index; tile < tiles; tile += cta.threads / kWarpThreads) {
-        const ChunkTrace seen = step(warp, tile);
-        warp.leader([&] { shared[tile] = seen; });
-      }
-    });
-    return tiles;
-  };
-  int tiles = 0;
-  if constexpr (kKind == TracedKind::kQuantized) {
-    const QuantizedChunk<AdamKind::kInt8> quantized(elements, elements.work.layout);
-    tiles = for_each_tile((quantized.groups.count() + kTileGroups - 1) / kTileGroups,
-                          [&](const auto& warp, int tile) {
-                            return update_groups(warp, quantized, tile * kTileGroups);
-                          });
-  } else {
-    tiles =
-        for_each_tile((elements.n + kTraceTile - 1) / kTraceTile, [&](const auto& warp, int tile) {
-          const int begin = tile * kTraceTile;
-          const int left = elements.n - begin;
-          const int n = left < kTraceTile ? left : kTraceTile;
-          return update_tile(warp, elements, begin, begin + n);
-        });
-  }
+  const Layout layout = known_layout<kKind>(elements.work.layout);
+  cta.each([&](int thread) {
+    for (int k = thread; k < static_cast<int>(kDigestSegment); k += cta.threads) {
+      const int factor = half_factor(2 * static_cast<uint32_t>(k) + 1);
+      shared.half_factors[k] = static_cast<uint16_t>(factor);
+    }
+  });
+  using ChunkOfKind =
+      std::conditional_t<is_quantized(kKind), QuantizedChunk<kKind>, PlainChunk<kKind>>;
+  const ChunkOfKind of_kind{elements, layout};
+  const int tiles = tiles_of(of_kind);
+  const int warps = cta.threads / kWarpThreads;
+  cta.each_warp([&](int warp_index, const auto& warp) __attribute__((always_inline)) {
+    WarpTrace<T, std::remove_cvref_t<decltype(warp)>> trace;
+    for (int tile = warp_index; tile < tiles; tile += warps) {
+      update_tile(warp, trace, of_kind, HalfFactors{shared.half_factors}, tile);
+      trace.finish_tile(warp, shared.tiles[tile]);
+    }
+    trace.finish(warp, shared.warps[warp_index]);
+  });
   cta.each([&](int thread) {
     if (thread == 0) {
       ChunkTrace sum{};
       for (int tile = 0; tile < tiles; ++tile) {
-        add_trace(sum, shared[tile]);
+        const double(&sumsq)[2] = shared.tiles[tile].sumsq;
+        add_trace(sum, {sumsq[0], sumsq[1], 0, 0});
+      }
+      for (int warp = 0; warp < warps; ++warp) {
+        add_trace(sum, {0.0, 0.0, shared.warps[warp].lost, shared.warps[warp].digest});
       }
       traces.chunks[cta.block] = tracked(sum, args.options.track);
     }
@@ -274,7 +352,7 @@ TORCHOPT_HD inline void adam_traced_body(const Cta& cta, TraceShared& shared, co
 
 // Instead of launch_adam, on the CPU's chunks, whose sums tracking adds up: for tensors of one
 // kind.
-void launch_adam_traced(TracedKind kind, const AdamArgs& args, const TraceArgs& traces,
+void launch_adam_traced(AdamKind kind, const AdamArgs& args, const TraceArgs& traces,
                         int64_t chunk_count, CUstream_st* stream);
 
 }  // namespace torchopt_ext

@@ -46,6 +46,17 @@ struct HostWarp {
       }
     }
   }
+  // Such two threads share the work: the lower one's `a` becomes the sum of both `a`, the upper
+  // one's that of both `b`.
+  template <class T>
+  void fold_two(PerThread<T>& a, const PerThread<T>& b, int distance) const {
+    for (int thread = 0; thread < kWarpThreads; ++thread) {
+      if ((thread & distance) == 0) {
+        a[thread] += a[thread + distance];
+        a[thread + distance] = b.value[thread] + b.value[thread + distance];
+      }
+    }
+  }
   // Of such two threads, the lower one's `b` and the upper one's `a` change places.
   void exchange(PerThread<uint32_t>& a, PerThread<uint32_t>& b, int distance) const {
     for (int thread = 0; thread < kWarpThreads; ++thread) {
@@ -134,6 +145,12 @@ struct DeviceWarp {
   __device__ void fold(PerThread<T>& values, int distance) const {
     values.value += __shfl_xor_sync(kAll, values.value, distance);
   }
+  template <class T>
+  __device__ void fold_two(PerThread<T>& a, const PerThread<T>& b, int distance) const {
+    const bool upper = (thread() & distance) != 0;
+    const T other = __shfl_xor_sync(kAll, upper ? a.value : b.value, distance);
+    a.value = (upper ? b.value : a.value) + other;
+  }
   __device__ void exchange(PerThread<uint32_t>& a, PerThread<uint32_t>& b, int distance) const {
     const bool upper = (thread() & distance) != 0;
     const uint32_t other = __shfl_xor_sync(kAll, upper ? a.value : b.value, distance);
@@ -161,8 +178,9 @@ struct DeviceCta {
     f(static_cast<int>(threadIdx.x));
     __syncthreads();
   }
+  // Inlined always: a call would take what a phase keeps from registers to memory.
   template <class F>
-  __device__ void each_warp(const F& f) const {
+  __device__ __forceinline__ void each_warp(const F& f) const {
     f(static_cast<int>(threadIdx.x) / kWarpThreads, DeviceWarp{});
     __syncthreads();
   }

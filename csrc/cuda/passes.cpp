@@ -189,11 +189,10 @@ void launch_tracked(const WorkList& work, const AdamArgs& args, const Traces& tr
   const auto chunks = static_cast<int64_t>(work.chunks.size());
   const TraceArgs to{static_cast<ChunkTrace*>(traces.chunks.data_ptr()),
                      traces.norms.data_ptr<double>(), traces.counts.data_ptr<int64_t>()};
-  for (int k = 0; k < kTracedKinds && chunks > 0; ++k) {
-    const auto kind = static_cast<TracedKind>(k);
-    if (std::any_of(work.tensors.begin(), work.tensors.end(), [kind](const TensorWork& tensor) {
-          return traced_kind(tensor.kind) == kind;
-        })) {
+  for (int k = 0; k < kAdamKinds && chunks > 0; ++k) {
+    const auto kind = static_cast<AdamKind>(k);
+    if (std::any_of(work.tensors.begin(), work.tensors.end(),
+                    [kind](const TensorWork& tensor) { return tensor.kind == kind; })) {
       launch_adam_traced(kind, args, to, chunks, stream);
       C10_CUDA_KERNEL_LAUNCH_CHECK();
     }

@@ -69,20 +69,29 @@ TORCHOPT_HD inline int32_t lane_factor(const DigestPlace& place, uint32_t word) 
   return element_factor({place.base, segment + word % kDigestLanes});
 }
 
-// An element of at most 4 bytes: its halves times the factors of their places in the segment.
-TORCHOPT_HD inline int64_t weighted_element(const void* x, int64_t size, uint32_t in_segment) {
+// Element i of an array whose elements have at most 4 bytes.
+TORCHOPT_HD inline uint32_t element_bits(const void* x, int64_t size, int64_t i) {
+  return size == 4   ? static_cast<const uint32_t*>(x)[i]
+         : size == 2 ? static_cast<const uint16_t*>(x)[i]
+                     : static_cast<const uint8_t*>(x)[i];
+}
+
+// Such an element: its halves times the factors of their places in the segment. `factor` is
+// half_factor, or has its results.
+template <class Factor>
+TORCHOPT_HD inline int32_t weighted_element(uint32_t bits, int64_t size, uint32_t in_segment,
+                                            const Factor& factor) {
   if (size == 4) {
-    const uint32_t word = *static_cast<const uint32_t*>(x);
-    return static_cast<int16_t>(word) * half_factor(2 * in_segment) +
-           static_cast<int16_t>(word >> 16) * half_factor(2 * in_segment + 1);
+    return static_cast<int16_t>(bits) * factor(2 * in_segment) +
+           static_cast<int16_t>(bits >> 16) * factor(2 * in_segment + 1);
   }
   if (size == 2) {
-    return *static_cast<const int16_t*>(x) * half_factor(in_segment);
+    return static_cast<int16_t>(bits) * factor(in_segment);
   }
   // Half of a half, of which the upper one has the sign.
   const int byte =
-      in_segment % 2 == 0 ? *static_cast<const uint8_t*>(x) : *static_cast<const int8_t*>(x) * 256;
-  return byte * half_factor(in_segment / 2);
+      in_segment % 2 == 0 ? static_cast<uint8_t>(bits) : static_cast<int8_t>(bits) * 256;
+  return byte * factor(in_segment / 2);
 }
 
 // Of a whole word, where few are added.
@@ -105,8 +114,8 @@ TORCHOPT_HD inline uint64_t digest_element(const Layout& layout, void* const (&x
     const uint32_t in_segment = place.number % kDigestSegment;
     for_each_stored(layout, [&](Array array) {
       const int64_t size = element_size(layout, array);
-      const char* const at = static_cast<const char*>(x[array]) + size * i;
-      const int64_t element = weighted_element(at, size, in_segment);
+      const int64_t element =
+          weighted_element(element_bits(x[array], size, i), size, in_segment, half_factor);
       const int64_t lane = lane_factor(place, in_segment * static_cast<uint32_t>(size) / 4);
       sum += static_cast<uint64_t>(element * lane) * array_factor(array);
     });

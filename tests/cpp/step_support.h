@@ -229,6 +229,13 @@ void adam_as_cuda(AdamKind kind, const HostCta& cta, const AdamArgs& args,
   ((static_cast<int>(kind) == kKinds ? pass_b_body<AdamKind{kKinds}>(cta, args) : void()), ...);
 }
 
+// One kernel of each kind, as a step of tensors of all kinds launches them.
+template <int... kKinds>
+void traced_as_cuda(const HostCta& cta, TraceShared& shared, const AdamArgs& args,
+                    const TraceArgs& traces, std::integer_sequence<int, kKinds...>) {
+  (adam_traced_body<AdamKind{kKinds}>(cta, shared, args, traces), ...);
+}
+
 inline Report step_as_cuda(Tensor& tensor, const AdamHyper& hyper, const Control& control,
                            int threads, int64_t chunk_elements = 2048) {
   tensor.point();
@@ -261,9 +268,7 @@ inline Report step_as_cuda(Tensor& tensor, const AdamHyper& hyper, const Control
     const HostCta cta{block, blocks, threads};
     if (options.track != 0) {
       TraceShared shared;
-      adam_traced_body<TracedKind::kFloat32>(cta, shared, args, traces);
-      adam_traced_body<TracedKind::kFloat64>(cta, shared, args, traces);
-      adam_traced_body<TracedKind::kQuantized>(cta, shared, args, traces);
+      traced_as_cuda(cta, shared, args, traces, std::make_integer_sequence<int, kAdamKinds>{});
     } else {
       adam_as_cuda(tensor.work.kind, cta, args, std::make_integer_sequence<int, kAdamKinds>{});
     }
