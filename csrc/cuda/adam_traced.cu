@@ -6,7 +6,7 @@ namespace torchopt_ext {
 namespace {
 
 // Blocks on a multiprocessor: as many as registers suffice for.
-constexpr int blocks_of(AdamKind kind) {
+constexpr int traced_blocks(AdamKind kind) {
   switch (kind) {
     case AdamKind::kFloat32:
     case AdamKind::kBFloat16:
@@ -22,17 +22,17 @@ constexpr int blocks_of(AdamKind kind) {
 }
 
 template <AdamKind kKind>
-__global__ void __launch_bounds__(kAdamThreads, blocks_of(kKind))
+__global__ void __launch_bounds__(kAdamThreads, traced_blocks(kKind))
     adam_traced_kernel(AdamArgs args, TraceArgs traces) {
   __shared__ TraceShared shared;
   adam_traced_body<kKind>(DeviceCta{}, shared, args, traces);
 }
 
-struct Kernels {
+struct TracedKernels {
   void (*of[kAdamKinds])(AdamArgs, TraceArgs);
 };
 template <int... kKinds>
-constexpr Kernels kernels(std::integer_sequence<int, kKinds...>) {
+constexpr TracedKernels traced_kernels(std::integer_sequence<int, kKinds...>) {
   return {{adam_traced_kernel<AdamKind{kKinds}>...}};
 }
 
@@ -40,7 +40,8 @@ constexpr Kernels kernels(std::integer_sequence<int, kKinds...>) {
 
 void launch_adam_traced(AdamKind kind, const AdamArgs& args, const TraceArgs& traces,
                         int64_t chunk_count, cudaStream_t stream) {
-  static constexpr Kernels kKernels = kernels(std::make_integer_sequence<int, kAdamKinds>{});
+  static constexpr TracedKernels kKernels =
+      traced_kernels(std::make_integer_sequence<int, kAdamKinds>{});
   kKernels
       .of[static_cast<int>(kind)]<<<static_cast<unsigned>(chunk_count), kAdamThreads, 0, stream>>>(
           args, traces);
