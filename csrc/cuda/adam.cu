@@ -15,8 +15,8 @@ __global__ void __launch_bounds__(kAdamThreads)
 // Blocks on a multiprocessor. Where registers suffice for four, whose threads have 64 to 112 bytes
 // of loads under way each, they took a tenth less time on an H100 than three over 2,000 tensors of
 // 1,000, and with chunks of one or two turns of a block (passes.cpp) 2 % less over large tensors.
-// With 8-bit moments three took 3 % (fp32), 13 % (bf16) and 14 % (at random) less than two, although
-// the first two spill some of the 16 dithers that a thread keeps for all its groups.
+// With 8-bit moments three took 3 % (fp32), 13 % (bf16) and 14 % (at random) less than two,
+// although the first two spill some of the 16 dithers that a thread keeps for all its groups.
 constexpr int blocks_of(AdamKind kind) {
   switch (kind) {
     case AdamKind::kFloat32:
