@@ -33,6 +33,8 @@ GroupHyper read_group(py::handle group, at::Device device) {
     hyper.adam.lr = py::float_(lr);
   }
   const py::sequence betas = group["betas"];
+  TORCH_CHECK_VALUE(betas.size() == 2, "betas is ", py::repr(betas).cast<std::string>(),
+                    ", expected two numbers");
   hyper.adam.beta1 = py::float_(betas[0]);
   hyper.adam.beta2 = py::float_(betas[1]);
   hyper.adam.eps = py::float_(group["eps"]);

@@ -19,8 +19,9 @@ RUN_TIMEOUT = 120  # seconds; a run takes about 10 on an idle machine
 
 
 @contextmanager
-def serve(*preloaded: str) -> Iterator[Callable[..., None]]:
-    """Runs scripts of this folder on so many ranks, forked after the preloaded scripts have run."""
+def serve(*preloaded: str) -> Iterator[Callable[..., str]]:
+    """Runs scripts of this folder on so many ranks, forked after the preloaded scripts have run,
+    and returns what they print."""
     with subprocess.Popen(
         [sys.executable, *(str(HERE / script) for script in ("rank_server.py", *preloaded))],
         stdin=subprocess.PIPE,
@@ -31,23 +32,24 @@ def serve(*preloaded: str) -> Iterator[Callable[..., None]]:
         assert server.stdin and server.stdout
         requests, answers = server.stdin, server.stdout
 
-        def start(worker: str, ranks: int, *arguments: str, seconds: float = RUN_TIMEOUT) -> None:
+        def start(worker: str, ranks: int, *arguments: str, seconds: float = RUN_TIMEOUT) -> str:
             print(json.dumps([str(HERE / worker), arguments, ranks, seconds]), file=requests)
             requests.flush()
             problem, output = json.loads(answers.readline() or '["the rank server ended", ""]')
             assert not problem, f"{worker} on {ranks} ranks: {problem}\n{output}"
+            return output
 
         yield start
         requests.close()
 
 
 @pytest.fixture(scope="session")
-def rank_server() -> Callable[..., AbstractContextManager[Callable[..., None]]]:
+def rank_server() -> Callable[..., AbstractContextManager[Callable[..., str]]]:
     return serve
 
 
 @pytest.fixture(scope="session")
-def start_ranks() -> Iterator[Callable[..., None]]:
+def start_ranks() -> Iterator[Callable[..., str]]:
     """Runs a script of this folder on so many ranks."""
     with serve() as start:
         yield start
@@ -55,7 +57,7 @@ def start_ranks() -> Iterator[Callable[..., None]]:
 
 @pytest.fixture(scope="session")
 def run_ranks(
-    start_ranks: Callable[..., None], tmp_path_factory: pytest.TempPathFactory
+    start_ranks: Callable[..., str], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., Results]:
     """All cases of a worker script of this folder, in one run of so many processes."""
 

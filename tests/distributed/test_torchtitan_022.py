@@ -7,12 +7,10 @@ are started when the first test asks for them and shared by the tests of this mo
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import shutil
-import signal
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,14 @@ from typing import Any
 import pytest
 from torch.distributed.checkpoint import FileSystemReader
 
-from .torchtitan_runs import CROSSINGS, WEIGHTS_ALONE, Run, read_checkpoint, read_metrics
+from .torchtitan_runs import (
+    CROSSINGS,
+    WEIGHTS_ALONE,
+    Run,
+    read_checkpoint,
+    read_metrics,
+    torchtitan_server,
+)
 
 try:
     version = importlib.metadata.version("torchtitan")
@@ -76,7 +81,7 @@ LAYOUTS = {  # processes, and options
         ),
     ),
 }
-RUN_TIMEOUT = 180  # seconds; a run takes about 10 on an idle machine
+RUN_TIMEOUT = 180  # seconds; a run takes about 5 on an idle machine
 
 
 @dataclass
@@ -84,6 +89,7 @@ class Runs:
     """Starts runs under `folder`, each combination of arguments once."""
 
     folder: Path
+    start: Callable[..., str]
     done: dict[str, Run] = field(default_factory=dict)
 
     def get(
@@ -108,20 +114,17 @@ class Runs:
             saved = self.get(saved_in or layout, resume).checkpoints / f"step-{SAVED}"
             (checkpoints / saved.name).symlink_to(saved)
         world_size, parallelism = LAYOUTS[layout]
-        command = [
-            # Loopback only, on a port of torchrun's choosing.
-            *[sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={world_size}"],
-            *["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"],
-            *[str(HERE / "train.py"), *self.options(folder), *parallelism, *KINDS[kind]],
-            *([f"--checkpoint.exclude_from_loading={without}"] if without else []),
-        ]
-        run_with_timeout(command, folder)
+        options = [*self.options(folder), *parallelism, *KINDS[kind]]
+        if without:
+            options.append(f"--checkpoint.exclude_from_loading={without}")
+        script = "torchtitan_cpu/train.py"
+        log = self.start(script, world_size, str(folder / "metrics"), *options, seconds=RUN_TIMEOUT)
         metrics = [read_metrics(folder / f"metrics.rank{rank}") for rank in range(world_size)]
         for line, *others in zip(*(run.values() for run in metrics), strict=True):
             if layout.startswith("pp"):  # only the last stage knows the loss
                 line, *others = ({**each, "loss": 0, "max_loss": 0} for each in (line, *others))
             assert all(other == line for other in others), f"{name}: ranks disagree"
-        self.done[name] = Run(metrics[-1], checkpoints)
+        self.done[name] = Run(metrics[-1], checkpoints, log)
         return self.done[name]
 
     def options(self, folder: Path) -> list[str]:
@@ -144,38 +147,12 @@ class Runs:
         ]
 
 
-def run_with_timeout(command: list[str], folder: Path) -> None:
-    environment = os.environ | {
-        "METRICS_FILE": str(folder / "metrics"),
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "CUDA_VISIBLE_DEVICES": "",
-        "HF_HOME": str(folder.parent / "hf"),
-        "HF_DATASETS_OFFLINE": "1",
-    }
-    log = folder / "log"
-    with open(log, "w") as file:
-        process = subprocess.Popen(
-            command, cwd=folder, env=environment, stdout=file, stderr=subprocess.STDOUT
-        )
-        try:
-            code = process.wait(RUN_TIMEOUT)
-        except subprocess.TimeoutExpired:
-            # torchrun ends its workers, which are in sessions of their own, when it is terminated.
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(60)
-            finally:
-                process.kill()
-            pytest.fail(f"no end after {RUN_TIMEOUT} s:\n{log.read_text()[-4000:]}")
-    assert code == 0, log.read_text()[-8000:]
-
-
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory):
+def runs(tmp_path_factory: pytest.TempPathFactory, rank_server: Any) -> Iterator[Runs]:
     folder = tmp_path_factory.mktemp("torchtitan")
     subprocess.run([sys.executable, HERE / "assets.py", folder], check=True, timeout=60)
-    yield Runs(folder)
+    with torchtitan_server(rank_server, "preload_022.py", folder) as start:
+        yield Runs(folder, start)
     shutil.rmtree(folder)  # the checkpoints are some 70 MB each
 
 
@@ -196,8 +173,7 @@ def assert_same_training(
 
 @pytest.mark.parametrize("layout", ["single", "fsdp", slow("tp"), slow("ddp"), slow("pp")])
 def test_training_equals_stock(runs: Runs, layout: str) -> None:
-    with ThreadPoolExecutor() as pool:
-        stock, ours = pool.map(lambda kind: runs.get(layout, kind), ("stock", "ours"))
+    stock, ours = (runs.get(layout, kind) for kind in ("stock", "ours"))
     assert stock.metrics[1]["classes"][1] == "torch.optim.adamw.AdamW"
     assert all(name.startswith("torchopt_ext.") for name in ours.metrics[1]["classes"])
     # The same weights to begin with, and a model that learns.
@@ -243,9 +219,7 @@ def test_checkpoints_are_exchanged(runs: Runs, layout: str, kind: str, saved: st
 @pytest.mark.parametrize(("saved_in", "layout"), CROSSINGS)
 def test_another_layout_resumes_as_with_stock(runs: Runs, saved_in: str, layout: str) -> None:
     runs.get(saved_in, "ours")
-    with ThreadPoolExecutor() as pool:
-        kinds = ("stock", "ours")
-        stock, ours = pool.map(lambda kind: runs.get(layout, kind, "ours", saved_in), kinds)
+    stock, ours = (runs.get(layout, kind, "ours", saved_in) for kind in ("stock", "ours"))
     assert_same_training(ours, stock, first_step=SAVED + 1)
     # From trained weights, not from new ones.
     assert ours.metrics[SAVED + 1]["loss"] < runs.get(saved_in, "ours").metrics[1]["loss"] - 0.5
@@ -254,9 +228,9 @@ def test_another_layout_resumes_as_with_stock(runs: Runs, saved_in: str, layout:
 @pytest.mark.slow
 def test_weights_alone_are_loaded_as_with_stock(runs: Runs) -> None:
     runs.get("fsdp", "ours")
-    with ThreadPoolExecutor() as pool:
-        runs_of = lambda kind: runs.get("fsdp", kind, "ours", without=WEIGHTS_ALONE)  # noqa: E731
-        stock, ours = pool.map(runs_of, ("stock", "ours"))
+    stock, ours = (
+        runs.get("fsdp", kind, "ours", without=WEIGHTS_ALONE) for kind in ("stock", "ours")
+    )
     assert_same_training(ours, stock, first_step=SAVED + 1)
     assert ours.metrics[SAVED + 1]["lr"] == runs.get("fsdp", "ours").metrics[1]["lr"]
 
@@ -265,8 +239,7 @@ def test_weights_alone_are_loaded_as_with_stock(runs: Runs) -> None:
     "layout", [slow("single"), slow("fsdp"), slow("tp"), "pp", slow("pp interleaved")]
 )
 def test_deferred_clipping_equals_stock(runs: Runs, layout: str) -> None:
-    with ThreadPoolExecutor() as pool:
-        stock, ours = pool.map(lambda kind: runs.get(layout, kind), ("stock", "deferred"))
+    stock, ours = (runs.get(layout, kind) for kind in ("stock", "deferred"))
     assert all(line["grad_norm"] > MAX_NORM for line in stock.metrics.values())
     assert_same_training(ours, stock, norm_tolerance=NORM_TOLERANCE)
     assert all(line["clip_factor"] == 1 for line in stock.metrics.values())
@@ -282,18 +255,14 @@ def test_in_backward_resumes_exactly(runs: Runs, layout: str, kind: str) -> None
 
 @pytest.mark.parametrize("layout", ["single", slow("fsdp"), slow("ddp")])
 def test_clipping_in_backward_equals_stock(runs: Runs, layout: str) -> None:
-    with ThreadPoolExecutor() as pool:
-        kinds = ("stock", "clipped in backward")
-        stock, ours = pool.map(lambda kind: runs.get(layout, kind), kinds)
+    stock, ours = (runs.get(layout, kind) for kind in ("stock", "clipped in backward"))
     assert_same_training(ours, stock, norm_tolerance=NORM_TOLERANCE)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["single accumulated", "fsdp accumulated"])
 def test_accumulation_in_backward_equals_stock(runs: Runs, layout: str) -> None:
-    with ThreadPoolExecutor() as pool:
-        kinds = ("stock", "accumulated in backward")
-        stock, ours = pool.map(lambda kind: runs.get(layout, kind), kinds)
+    stock, ours = (runs.get(layout, kind) for kind in ("stock", "accumulated in backward"))
     assert_same_training(ours, stock, norm_tolerance=NORM_TOLERANCE)
 
 
@@ -312,8 +281,7 @@ def test_in_backward_from_torchtitans_checkpoint(runs: Runs) -> None:
     """Which has one parameter's state: the others' start anew, and a warning says so."""
     resumed = runs.get("single", "in backward", resume="stock in backward")
     assert list(resumed.metrics) == list(range(SAVED + 1, STEPS + 1))
-    log = (resumed.checkpoints.parent / "log").read_text()
-    assert "optimizer state of 'tok_embeddings.weight' only" in log
+    assert "optimizer state of 'tok_embeddings.weight' only" in resumed.log
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -21,7 +20,14 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
-from .torchtitan_runs import CROSSINGS, WEIGHTS_ALONE, Run, read_checkpoint, read_metrics
+from .torchtitan_runs import (
+    CROSSINGS,
+    WEIGHTS_ALONE,
+    Run,
+    read_checkpoint,
+    read_metrics,
+    torchtitan_server,
+)
 
 try:
     version = importlib.metadata.version("torchtitan")
@@ -61,7 +67,7 @@ class Runs:
     """Starts runs under `folder`, each combination of arguments once."""
 
     folder: Path
-    start: Callable[..., None]
+    start: Callable[..., str]
     done: dict[str, Run] = field(default_factory=dict)
 
     def get(
@@ -105,12 +111,12 @@ class Runs:
             options.append(f"--checkpoint.exclude_from_loading={without}")
         metrics = folder / "metrics"
         script = "torchtitan_cpu/train_030.py"
-        self.start(script, world_size, str(metrics), *options, seconds=RUN_TIMEOUT)
+        log = self.start(script, world_size, str(metrics), *options, seconds=RUN_TIMEOUT)
         lines = [read_metrics(folder / f"metrics.rank{rank}") for rank in range(world_size)]
         if layout == "pp":
             lines = lines[-1:]  # the first stage logs a loss of -1
         assert all(other == lines[0] for other in lines), f"{name}: ranks disagree"
-        self.done[name] = Run(lines[0], checkpoints)
+        self.done[name] = Run(lines[0], checkpoints, log)
         return self.done[name]
 
     def options(self, folder: Path, config: str) -> list[str]:
@@ -139,17 +145,8 @@ def entries(run: Run) -> dict[str, Any]:
 def runs(tmp_path_factory: pytest.TempPathFactory, rank_server: Any) -> Iterator[Runs]:
     folder = tmp_path_factory.mktemp("torchtitan")
     subprocess.run([sys.executable, HERE / "assets.py", folder], check=True, timeout=60)
-    settings = {
-        "CUDA_VISIBLE_DEVICES": "",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "HF_DATASETS_OFFLINE": "1",
-        "HF_HOME": str(folder / "hf"),
-    }
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in settings.items():
-            patch.setitem(os.environ, name, value)
-        with rank_server("torchtitan_cpu/preload_030.py") as start:
-            yield Runs(folder, start)
+    with torchtitan_server(rank_server, "preload_030.py", folder) as start:
+        yield Runs(folder, start)
     shutil.rmtree(folder)
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -23,6 +27,23 @@ WEIGHTS_ALONE = "lr_scheduler,dataloader,optimizer"
 class Run:
     metrics: dict[int, dict[str, Any]]  # by step, as a rank that has the loss logged them
     checkpoints: Path
+    log: str  # what its ranks printed
+
+
+@contextmanager
+def torchtitan_server(rank_server: Any, preload: str, folder: Path) -> Iterator[Callable[..., str]]:
+    """Starts ranks on the CPU, without a network, in which ``preload`` has imported torchtitan."""
+    settings = {
+        "CUDA_VISIBLE_DEVICES": "",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "HF_DATASETS_OFFLINE": "1",
+        "HF_HOME": str(folder / "hf"),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in settings.items():
+            patch.setitem(os.environ, name, value)
+        with rank_server(f"torchtitan_cpu/{preload}") as start:
+            yield start
 
 
 def read_metrics(path: Path) -> dict[int, dict[str, Any]]:

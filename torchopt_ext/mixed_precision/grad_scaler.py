@@ -14,7 +14,7 @@ from torchopt_ext.optim.arguments import expect_numbers
 from torchopt_ext.optim.context import StepContext, taken_grad_scale
 from torchopt_ext.optim.hooks import HookedStep, step_in
 from torchopt_ext.optim.local import moved
-from torchopt_ext.optim.loss_scale import LossScale, scale_settings
+from torchopt_ext.optim.loss_scale import LossScale, expect_within_limits, scale_settings
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -66,6 +66,7 @@ class GradScaler(torch.amp.GradScaler):
             min_scale=min_scale,
             max_scale=max_scale,
         )
+        expect_within_limits(init_scale, settings)
         self._settings = settings  # those of growth are set when they are needed
         self._loss_scale: LossScale | None = None
         self._init_hysteresis_tracker = 0

@@ -3,6 +3,7 @@
 import operator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay")
@@ -48,3 +49,16 @@ def expect_hyperparameters(*, betas: Any, **others: Any) -> None:
     except (TypeError, ValueError):
         raise TypeError(f"betas is {betas!r:.200}, expected two numbers") from None
     expect_numbers(**{"betas[0]": first, "betas[1]": second}, **others)
+
+
+def expect_group(process_group: Any) -> None:
+    """Rejects what is neither None nor a process group, such as a mesh dimension's name.
+
+    Raises:
+        TypeError: shows the value.
+    """
+    if process_group is None or isinstance(process_group, torch.distributed.ProcessGroup):
+        return
+    raise TypeError(
+        f"process_group is {process_group!r:.200}, expected a torch.distributed.ProcessGroup"
+    )

@@ -17,6 +17,7 @@ from torchopt_ext.optim import state as param_state
 from torchopt_ext.optim.arguments import (
     HYPERPARAMETERS,
     expect_counts,
+    expect_group,
     expect_hyperparameters,
 )
 from torchopt_ext.optim.estimate import estimate
@@ -140,6 +141,7 @@ class FusedAdam(HookedStep, PlannedStep):
         self._options = param_state.PlanOptions(
             stochastic_rounding, rounding_seed, write_back_gradients, track_bits(track)
         )
+        expect_group(process_group)
         self.process_group = process_group
         self.norm_in_backward = NormInBackward() if norm_in_backward else None
         self._init_control()

@@ -1,5 +1,6 @@
 """The loss scale: its limits, and one that lives in a tensor of its own beside a control block."""
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -49,6 +50,21 @@ def scale_settings(**given: float | None) -> dict[str, float]:
         if not fits:
             raise ValueError(f"Invalid {name}: {rule[name]:g}, expected {expected}")
     return rule
+
+
+def expect_within_limits(init_scale: float, settings: Mapping[str, float]) -> None:
+    """Rejects a first scale below the least one or above the largest.
+
+    Args:
+        init_scale: the argument of this name.
+        settings: from :func:`scale_settings`.
+
+    Raises:
+        ValueError: says the limits.
+    """
+    low, high = settings["min_scale"], settings["max_scale"] or math.inf
+    if not low <= init_scale <= high:
+        raise ValueError(f"Invalid init_scale: {init_scale:g}, expected {low:g} to {high:g}")
 
 
 class LossScale:

@@ -121,7 +121,8 @@ def step_problem(step: Any) -> str | None:
     readable = isinstance(step, Tensor) and step.numel() == 1 and not local_tensor(step).is_meta
     value = step.item() if readable else step
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    return None if number and 0 <= value < 2**53 else f"is {step!r}, expected a count of steps"
+    counts = number and 0 <= value < 2**53 and value == int(value)
+    return None if counts else f"is {step!r}, expected a count of steps"
 
 
 def shape_problem(value: Any, like: Tensor) -> str | None:

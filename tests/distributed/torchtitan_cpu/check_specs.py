@@ -106,6 +106,7 @@ OPTIONS = {
     "track": ["norms", "digest"],
     "amsgrad": True,
     "maximize": True,
+    "norm_in_backward": True,
 }
 
 
@@ -126,7 +127,7 @@ def check_every_option(in_file: bool) -> None:
     assert {name: found[name] for name in OPTIONS} == OPTIONS
     ours = {field.name for field in dataclasses.fields(torchtitan_0_2.Optimizer)}
     assert ours - OPTIONS.keys() == {
-        *("deferred_clipping", "max_grad_norm", "backwards_per_step", "compat")
+        *("deferred_clipping", "max_grad_norm", "backwards_per_step", "compat", "fp32_moments")
     }
     model = nn.Linear(2, 2).bfloat16()
     builder = train_spec.get_train_spec("llama3").build_optimizers_fn
@@ -144,6 +145,19 @@ def check_every_option(in_file: bool) -> None:
     (optimizer,) = optimizers
     assert optimizer.telemetry.digests.any()
     assert optimizer.telemetry.grad_norms.any()
+
+
+def check_fp32_moments() -> None:
+    module = f"--job.custom_config_module={torchtitan_0_2.__name__}"
+    builder = train_spec.get_train_spec("llama3").build_optimizers_fn
+    for options, expected in (((), torch.float32), (("--optimizer.fp32_moments=^x",), torch.int8)):
+        arguments = [module, "--optimizer.state_dtype=int8", *options]
+        model = nn.Sequential(nn.Embedding(4, 64))
+        model.register_parameter("x", nn.Parameter(torch.ones(2, 64)))
+        optimizers = builder([model], ConfigManager().parse_args(arguments).optimizer, ONE_PROCESS)
+        (model(torch.tensor([1])).sum() + model.x.sum()).backward()
+        optimizers.step()
+        assert optimizers.state[model[0].weight]["exp_avg"].dtype == expected
 
 
 def check_an_option_without_effect() -> None:
@@ -247,6 +261,7 @@ if __name__ == "__main__":
     check_names_of_ones_own()
     check_every_option(in_file=False)
     check_every_option(in_file=True)
+    check_fp32_moments()
     check_an_option_without_effect()
     check_compat()
     check_bad_input()

@@ -1,25 +1,27 @@
-"""torchtitan's own command line on a CPU: METRICS_FILE=PATH torchrun train.py <torchtitan options>
+"""torchtitan 0.2's command line on a CPU: train.py METRICS <torchtitan's options>
 
-Each rank appends one JSON line per step to PATH.rank<r>: loss, gradient norm and learning rate as
-the Trainer hands them to its metrics logger, in full precision, whose classes are at work, and by
-what the step has multiplied the gradients.
+Each rank appends one JSON line per step to METRICS.rank<r>: loss, gradient norm and learning rate
+as the Trainer hands them to its metrics logger, in full precision, whose classes are at work, and
+by what the step has multiplied the gradients. Forked by a rank server with preload_022.py.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import runpy
+import sys
+from pathlib import Path
 from typing import Any
 
-import cpu_shim
+if "torchtitan" not in sys.modules:
+    runpy.run_path(str(Path(__file__).with_name("preload_022.py")))
 
-cpu_shim.install()
-
-from torch import nn  # noqa: E402
-from torch.distributed.tensor import DTensor  # noqa: E402
-from torchtitan.config import JobConfig  # noqa: E402
-from torchtitan.distributed import utils as dist_utils  # noqa: E402
-from torchtitan.train import Trainer, main  # noqa: E402
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.train import Trainer, main
 
 clip_grad_norm_ = dist_utils.clip_grad_norm_
 
@@ -75,4 +77,7 @@ class RecordingTrainer(Recording, Trainer):
 
 
 if __name__ == "__main__":
+    os.environ["METRICS_FILE"] = sys.argv.pop(1)
+    os.environ["LOCAL_RANK"] = os.environ["RANK"]
+    ConfigManager.parse_args.__defaults__ = (sys.argv[1:],)  # where it was imported: the server's
     main(RecordingTrainer)

@@ -481,6 +481,8 @@ def test_fused_step_of_differing_settings_is_refused() -> None:
         {"min_scale": math.inf},
         {"max_scale": math.nan},
         {"min_scale": 4.0, "max_scale": 2.0},
+        {"min_scale": 16.0},
+        {"max_scale": 4.0},
     ],
     ids=str,
 )

@@ -91,6 +91,7 @@ def test_refused_gradients(kind: str) -> None:
         ({"rounding_seed": "1"}, "rounding_seed is '1', expected an integer"),
         ({"skip_nonfinite": None}, "skip_nonfinite is None"),
         ({"track": 1}, "track is 1, expected a bool or some of"),
+        ({"process_group": "dp"}, "process_group is 'dp', expected a torch.distributed"),
     ],
 )
 @pytest.mark.parametrize("name", OURS)
@@ -134,6 +135,17 @@ def test_settings_of_another_type_are_refused() -> None:
             call()
     assert len(optimizer.param_groups) == 1
     assert torch.equal(optimizer.control.live("lr_factor")._base, before)
+
+
+def test_a_group_given_three_betas_later_is_refused() -> None:
+    params = make_params([(3,)])
+    optimizer = OURS["AdamW"](params)
+    set_gradients(params)
+    before = snapshot(optimizer)
+    optimizer.param_groups[0]["betas"] = (0.9, 0.95, 0.999)
+    with pytest.raises(ValueError, match=r"betas is \(0.9, 0.95, 0.999\), expected two numbers"):
+        optimizer.step()
+    assert snapshot(optimizer) == before
 
 
 def test_duplicate_parameters_are_refused() -> None:

@@ -243,6 +243,7 @@ BAD_DICTS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "no step": (without("step"), "step"),
     "step with several elements": (replaced("step", torch.ones(2)), "step"),
     "infinite step": (replaced("step", math.inf), "step"),
+    "half a step": (replaced("step", 2.5), "step"),
     "a step too large": (replaced("step", 10**400), "step"),
     "flat": (flattened, "as containers have it"),
 }
