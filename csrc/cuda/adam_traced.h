@@ -2,16 +2,15 @@
 #pragma once
 
 #include "cuda/adam_quantized.h"
+#include "cuda/digest_tile.h"
 #include "cuda/sum_traces.h"
-#include "kernels/block_rule.h"
-#include "kernels/digest.h"
 #include "kernels/trace.h"
 
 namespace torchopt_ext {
 
 // A tile's squares are summed by the block rule, and the sums of tiles are added in order, as on
-// the CPU. A tile of kTileGroups groups has fewer elements where rows end in short groups.
-inline constexpr int kTraceTile = 512;
+// the CPU. A tile of kTileGroups groups has fewer elements where rows end in short groups, but more
+// than half as many: 8-bit moments have rows of kQuantGroup elements or more (entry_checks.cpp).
 inline constexpr int kMostTiles = 2 * kChunkElements / kTraceTile;
 
 struct TileNorms {
@@ -28,71 +27,6 @@ struct TraceShared {
 };
 
 namespace {
-
-// half_factor() from a block's table.
-struct HalfFactors {
-  TORCHOPT_HD int operator()(uint32_t half) const {
-    const int factor = of_words[half / 2];
-    return half % 2 == 0 ? 2048 - factor : factor;
-  }
-  const uint16_t* of_words;
-};
-
-// Digest of what a thread stored of its two lanes of a tile: elements i, i + 1, i + kBlockLanes and
-// so on, pairs below `end`, behind which it leaves i. They follow one another in the parameter from
-// the place's even number on. Halves of a segment's words in one lane have one more factor
-// (lane_factor), by which their sum is multiplied: of at most 8 words, so it is below 2**29.
-template <class L>
-TORCHOPT_HD inline uint64_t digest_pairs(const L&, const Layout& layout, void* const (&x)[kArrays],
-                                         int& i, int end, DigestPlace place,
-                                         const HalfFactors& factors) {
-  static_assert(kTraceTile / kBlockLanes == 8 && kBlockLanes / 4 % kDigestLanes == 0);
-  int32_t halves[kWritten][2]{};
-  int64_t sums[kWritten]{};  // without the array's factor
-  const auto multiply = [&] {
-    for_each_stored(layout, [&](Array array) {
-      const auto size = static_cast<uint32_t>(element_size(layout, array));
-      unrolled<2>([&](int k) {
-        if (k == 0 || size == 4) {  // else both elements are of one word
-          const uint32_t element = place.number % kDigestSegment + static_cast<uint32_t>(k);
-          sums[array] += halves[array][k] * int64_t{lane_factor(place, element * size / 4)};
-          halves[array][k] = 0;
-        }
-      });
-    });
-  };
-  uint32_t number = place.number;
-  for (; i + 1 < end; i += kBlockLanes, number += kBlockLanes) {
-    if (number / kDigestSegment != place.number / kDigestSegment) {
-      multiply();
-      place.number = number;
-    }
-    const uint32_t pair = number % kDigestSegment / 2;
-    for_each_stored(layout, [&](Array array) {
-      const auto size = static_cast<int>(element_size(layout, array));
-      const auto bits = L::load_bits_of(size, static_cast<const char*>(x[array]) + i * size);
-      unrolled<2>([&](int k) {
-        const auto in_segment = 2 * pair + static_cast<uint32_t>(k);
-        const int32_t element = weighted_element(bits.element[k], size, in_segment, factors);
-        if (size == 4) {
-          halves[array][k] += element;
-        } else {
-          halves[array][0] += element;
-        }
-      });
-    });
-  }
-  multiply();
-  uint64_t digest = 0;
-  for_each_stored(layout, [&](Array array) {
-    digest += static_cast<uint64_t>(sums[array]) * array_factor(array);
-  });
-  return digest;
-}
-
-// Two elements wherever they lie.
-template <class T>
-using Apart = VectorLane<T, 2, 2, 2, 1>;
 
 // What a warp sees of its tiles. By the block rule, thread t owns lanes 2t and 2t + 1 of each.
 template <class T, class Warp>
@@ -127,8 +61,9 @@ struct WarpTrace {
                                       elements.scalars.has_decay);
     });
   }
-  // Sums of squares of a tile. After two steps a thread has one of the four: of gradients in the
-  // lower half of the warp, of lane 0 where its number lacks bit 8.
+  // Sums of squares of a tile, in the block rule's order. After two steps a thread has one of the
+  // four: of gradients where thread & 16 is 0, of lane 0 where thread & 8 is. The last step adds
+  // the lanes.
   TORCHOPT_HD void finish_tile(const Warp& warp, TileNorms& norms) {
     unrolled<2>([&](int lane) { warp.fold_two(grad[lane], change[lane], 16); });
     warp.fold_two(grad[0], grad[1], 8);
@@ -158,35 +93,6 @@ struct WarpTrace {
   PerThread<uint64_t> digest{};
 };
 
-// The digest of elements [begin, end), a tile at most; place_of(i) is where they lie, for those
-// that do not follow one another in the parameter.
-template <class T, class Warp, class PlaceOf>
-TORCHOPT_HD inline void digest_tile(const Warp& warp, WarpTrace<T, Warp>& trace,
-                                    const AdamChunk<T>& elements, const Layout& layout,
-                                    const HalfFactors& factors, int begin, int end,
-                                    const PlaceOf& place_of) {
-  const TensorWork& work = elements.work;
-  const auto first = static_cast<uint64_t>(global_element(work, elements.begin + begin));
-  const auto last = static_cast<uint64_t>(global_element(work, elements.begin + end - 1));
-  const bool follow = last - first == static_cast<uint64_t>(end - 1 - begin) &&
-                      first >> kStreamBits == last >> kStreamBits && first % 2 == 0;
-  const bool aligned = are_registers_at(layout, elements.x, 2, begin);
-  warp.each([&](int thread) {
-    int i = begin + 2 * thread;
-    uint64_t& digest = trace.digest[thread];
-    if (std::is_same_v<T, float> && follow) {
-      const DigestPlace place = digest_place(work.index, first, 2 * thread);
-      using Pair = VectorLane<T, 2>;
-      digest += aligned ? digest_pairs(Pair{}, layout, elements.x, i, end, place, factors)
-                        : digest_pairs(Apart<T>{}, layout, elements.x, i, end, place, factors);
-    }
-    for (; i < end; i += kBlockLanes) {
-      digest += digest_element<T>(layout, elements.x, i, place_of(i));
-      digest += i + 1 < end ? digest_element<T>(layout, elements.x, i + 1, place_of(i + 1)) : 0;
-    }
-  });
-}
-
 // A chunk of a tensor whose moments are not of 8 bits.
 template <AdamKind kKind>
 struct PlainChunk {
@@ -206,8 +112,8 @@ TORCHOPT_HD inline int tiles_of(const QuantizedChunk<kKind>& chunk) {
 // A warp's step of a tile: of some rows of lanes at once, whose loads are under way together.
 template <AdamKind kKind, class T, class Warp>
 TORCHOPT_HD inline void update_tile(const Warp& warp, WarpTrace<T, Warp>& trace,
-                                    const PlainChunk<kKind>& chunk, const HalfFactors& factors,
-                                    int tile) {
+                                    const PlainChunk<kKind>& chunk,
+                                    const SharedHalfFactors& factors, int tile) {
   constexpr int kRows = register_width(kKind) / 2;
   using Rows = VectorLane<T, 2 * kRows, 2, kBlockLanes>;
   const AdamChunk<T>& elements = chunk.elements;
@@ -229,14 +135,14 @@ TORCHOPT_HD inline void update_tile(const Warp& warp, WarpTrace<T, Warp>& trace,
       i += kRows * kBlockLanes;
     }
     for (; i + 1 < end; i += kBlockLanes) {
-      step(Apart<T>{}, i);
+      step(UnalignedPairLane<T>{}, i);
     }
     if (i < end) {
       step(VectorLane<T, 1>{}, i);
     }
   });
   if ((options.track & kTrackDigest) != 0) {
-    digest_tile(warp, trace, elements, layout, factors, begin, end, [&](int i) {
+    digest_tile(warp, trace.digest, elements, layout, factors, begin, end, [&](int i) {
       const int64_t number = global_element(elements.work, elements.begin + i);
       return digest_place(elements.work.index, static_cast<uint64_t>(number));
     });
@@ -247,8 +153,8 @@ TORCHOPT_HD inline void update_tile(const Warp& warp, WarpTrace<T, Warp>& trace,
 static_assert(kTileGroups <= kWarpThreads);
 template <AdamKind kKind, class Warp>
 TORCHOPT_HD inline void update_tile(const Warp& warp, WarpTrace<float, Warp>& trace,
-                                    const QuantizedChunk<kKind>& chunk, const HalfFactors& factors,
-                                    int tile) {
+                                    const QuantizedChunk<kKind>& chunk,
+                                    const SharedHalfFactors& factors, int tile) {
   using One = VectorLane<float, 1>;
   struct Weights {
     typename One::reg of[kTraceTile / kWarpThreads];
@@ -296,7 +202,7 @@ TORCHOPT_HD inline void update_tile(const Warp& warp, WarpTrace<float, Warp>& tr
           digest_scales(elements.work.memory, chunk.first_group + group, place_of(group, 0));
     }
   });
-  digest_tile(warp, trace, elements, chunk.layout, factors, begin, end, [&](int i) {
+  digest_tile(warp, trace.digest, elements, chunk.layout, factors, begin, end, [&](int i) {
     const int group = groups.of(i);
     return place_of(group, i - groups.begin(group));
   });
@@ -328,7 +234,7 @@ TORCHOPT_HD inline void adam_traced_body(const Cta& cta, TraceShared& shared, co
   cta.each_warp([&](int warp_index, const auto& warp) __attribute__((always_inline)) {
     WarpTrace<T, std::remove_cvref_t<decltype(warp)>> trace;
     for (int tile = warp_index; tile < tiles; tile += warps) {
-      update_tile(warp, trace, of_kind, HalfFactors{shared.half_factors}, tile);
+      update_tile(warp, trace, of_kind, SharedHalfFactors{shared.half_factors}, tile);
       trace.finish_tile(warp, shared.tiles[tile]);
     }
     trace.finish(warp, shared.warps[warp_index]);

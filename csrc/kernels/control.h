@@ -51,7 +51,8 @@ namespace {
 // After a step: back off on overflow, grow after enough good steps. The scale is rounded to float,
 // as torch.amp's is, and never grows to infinity. With hysteresis 1 this is torch.amp's rule
 // (aten/src/ATen/native/cuda/AmpKernels.cu); otherwise that of Megatron, DeepSpeed and InternEvo,
-// or with `consecutive_hysteresis` apex's, which a good step resets.
+// or with `consecutive_hysteresis` apex's, which a good step resets. Unlike theirs it does not back
+// off to numbers whose reciprocals a float does not hold, and so to 0.
 TORCHOPT_HD inline void loss_scale_update(Control& control, bool overflow) {
   using L = ScalarLane<double>;
   const auto rounded = [](double x) { return static_cast<double>(static_cast<float>(x)); };
@@ -59,8 +60,11 @@ TORCHOPT_HD inline void loss_scale_update(Control& control, bool overflow) {
     control.growth_tracker = 0.0;
     control.hysteresis_tracker = L::add(control.hysteresis_tracker, 1.0);
     if (control.hysteresis_tracker >= control.hysteresis) {
+      constexpr double kSmallestNormal = 0x1p-126;
+      const double least =
+          control.min_scale > kSmallestNormal ? control.min_scale : kSmallestNormal;
       const double scale = rounded(L::mul(control.loss_scale, control.backoff_factor));
-      control.loss_scale = scale < control.min_scale ? control.min_scale : scale;
+      control.loss_scale = scale < least ? least : scale;
     }
     return;
   }
@@ -118,8 +122,11 @@ TORCHOPT_HD inline void control_update(Control& control, double total, const flo
   if (control.scheduled != 0.0) {
     control.lr_factor = scheduled_lr_factor(control);
   }
-  const bool nonfinite = !(total <= largest_finite<double>);
-  const bool skip = scaler_says_skip || (nonfinite && control.skip_nonfinite != 0.0);
+  // Of a scale that is too small for finite gradients, too.
+  const bool factor_fits = control.grad_factor <= static_cast<double>(largest_finite<float>);
+  const bool nonfinite = !(total <= largest_finite<double>) || !factor_fits;
+  const bool skip = scaler_says_skip || (nonfinite && control.skip_nonfinite != 0.0) ||
+                    (!factor_fits && grad_scale != nullptr);
   control.found_inf = nonfinite || scaler_says_skip ? 1.0 : 0.0;
   control.skip = skip ? 1.0 : 0.0;
   control.steps = L::add(control.steps, 1.0);

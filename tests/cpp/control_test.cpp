@@ -57,6 +57,11 @@ TEST(LossScale, ConsecutiveHysteresisIsForgivenByAGoodStep) {
   EXPECT_EQ(scales(control, "ogogoo"), (Scales{8, 8, 8, 8, 8, 4}));
 }
 
+TEST(LossScale, StaysANormalNumberOfFloat) {
+  EXPECT_EQ(scales(scaler(0x1p-125, 1, 1), "ooog"),
+            (Scales{0x1p-126, 0x1p-126, 0x1p-126, 0x1p-125}));
+}
+
 TEST(LossScale, StaysWithinItsBounds) {
   Control control = scaler(8, 1, 1);
   control.min_scale = 3.0;

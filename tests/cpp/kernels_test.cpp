@@ -103,7 +103,7 @@ TEST(Adam, SameBitsOverManyChunks) {
   for (const uint32_t track : {0u, 1u, 2u, 4u, 7u}) {
     Case c{.layout = layout_of(AdamKind::kBFloat16Remainder)};
     c.rows = 71;
-    c.row_length = 1999;  // chunks start at odd elements
+    c.row_length = 1999;
     c.options.track = track;
     expect_same_bits(c, 2);
     expect_same_bits({.options = {.track = track}, .rows = 71, .row_length = 1999}, 2);

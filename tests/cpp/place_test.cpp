@@ -19,12 +19,13 @@ struct Place {
   int64_t stride;
 };
 
-Case whole_case(Master master) {
-  Case c{.layout = layout_of(AdamKind::kBFloat16)};
-  c.layout.master = master;
-  c.layout.amsgrad = true;
-  c.options = {.stochastic_rounding = true, .track = 7, .rounding_seed = 5};
-  c.row_length = kElements;
+// Groups of 8-bit moments lie within rows; else rows do not matter.
+Case case_of(const Layout& layout, int64_t numel) {
+  Case c{.layout = layout,
+         .options = {.stochastic_rounding = true, .track = 7, .rounding_seed = 5}};
+  const bool is_quantized = layout.state == DType::kInt8;
+  c.row_length = is_quantized ? kColumns : numel;
+  c.rows = numel / c.row_length;
   return c;
 }
 
@@ -36,62 +37,107 @@ int64_t element_of(const Place& place, int64_t i) {
   return global_element(work, i);
 }
 
-// The elements of the whole that a shard has.
+constexpr Array kOfElements[] = {kParam, kExpAvg, kExpAvgSq, kMaxExpAvgSq, kMaster, kGrad};
+
+// The elements of the whole that a shard has, and the scales of its rows.
 Tensor shard_of(const Tensor& whole, const Place& place) {
-  Case c = whole_case(whole.work.layout.master);
-  c.row_length = place.numel;
-  Tensor shard(c);
-  for (const Array array : {kParam, kExpAvg, kExpAvgSq, kMaxExpAvgSq, kMaster, kGrad}) {
-    const auto size = static_cast<size_t>(whole.size(array));
+  Tensor shard(case_of(whole.work.layout, place.numel));
+  const auto copy = [&](Array array, int64_t to, int64_t from, int64_t count) {
+    const auto size = static_cast<int64_t>(whole.size(array));
+    std::memcpy(shard.memory(array).data() + to * size, whole.memory(array).data() + from * size,
+                static_cast<size_t>(count * size));
+  };
+  for (const Array array : kOfElements) {
     for (int64_t i = 0; i < place.numel; ++i) {
-      std::memcpy(shard.memory(array).data() + static_cast<size_t>(i) * size,
-                  whole.memory(array).data() + static_cast<size_t>(element_of(place, i)) * size,
-                  size);
+      copy(array, i, element_of(place, i), 1);
     }
   }
-  shard.work.first_element = place.first_element;
+  if (whole.work.layout.state == DType::kInt8) {
+    const int64_t groups = groups_in_row(kColumns);
+    for (int64_t row = 0; row < place.numel / kColumns; ++row) {
+      const int64_t from = element_of(place, row * kColumns) / kColumns;
+      copy(kExpAvgScale, row * groups, from * groups, groups);
+      copy(kExpAvgSqScale, row * groups, from * groups, groups);
+    }
+  }
+  shard.work.first_element = whole.work.first_element + place.first_element;
   shard.work.run = place.run;
   shard.work.stride = place.stride;
   return shard;
 }
 
 template <class Step>
-void expect_shards_as_whole(Master master, const std::vector<Place>& places, const Step& step) {
-  Tensor whole(whole_case(master));
-  const Tensor start = whole;
+void expect_shards_as_whole(const Tensor& start, const std::vector<Place>& places,
+                            const Step& step) {
+  Tensor whole = start;
   const auto digest = static_cast<uint64_t>(step(whole).counts[1]);
   uint64_t sum = 0;
   for (const Place& place : places) {
     Tensor shard = shard_of(start, place);
     sum += static_cast<uint64_t>(step(shard).counts[1]);
     const Tensor expected = shard_of(whole, place);
-    for (const Array array : {kParam, kExpAvg, kExpAvgSq, kMaxExpAvgSq, kMaster, kGrad}) {
-      const auto bytes = static_cast<size_t>(place.numel * whole.size(array));
-      ASSERT_EQ(std::memcmp(shard.memory(array).data(), expected.memory(array).data(), bytes), 0);
+    for (int array = 0; array < kArrays; ++array) {
+      ASSERT_EQ(shard.memory(static_cast<Array>(array)),
+                expected.memory(static_cast<Array>(array)));
     }
   }
   EXPECT_EQ(sum, digest);
 }
 
+// Rows; a flat interval that starts at an odd element; columns, of odd and even width.
+const std::vector<std::vector<Place>> kSplits{
+    {{5 * kColumns, 0, 0, 0}, {7 * kColumns, 5 * kColumns, 0, 0}},
+    {{33, 0, 0, 0}, {kElements - 33, 33, 0, 0}},
+    {{kRows * 45, 0, 45, kColumns}, {kRows * 45, 45, 45, kColumns}},
+    {{kRows * 32, 0, 32, kColumns}, {kRows * 58, 32, 58, kColumns}}};
+// Of whole rows: a part, and two of four rows each.
+const std::vector<std::vector<Place>> kRowSplits{
+    kSplits[0],
+    {{kElements / 2, 0, 2 * kColumns, 4 * kColumns},
+     {kElements / 2, 2 * kColumns, 2 * kColumns, 4 * kColumns}}};
+
 TEST(Place, ShardsGetTheBitsOfTheWhole) {
-  const std::vector<std::vector<Place>> splits{
-      // Rows; a flat interval that starts at an odd element; columns, of odd and even width.
-      {{5 * kColumns, 0, 0, 0}, {7 * kColumns, 5 * kColumns, 0, 0}},
-      {{33, 0, 0, 0}, {kElements - 33, 33, 0, 0}},
-      {{kRows * 45, 0, 45, kColumns}, {kRows * 45, 45, 45, kColumns}},
-      {{kRows * 32, 0, 32, kColumns}, {kRows * 58, 32, 58, kColumns}}};
-  for (const Master master : {Master::kNone, Master::kRemainder8}) {
-    for (const auto& split : splits) {
-      for (const KernelTable* table : runnable_tables()) {
-        expect_shards_as_whole(master, split, [&](Tensor& tensor) {
-          return step_on_cpu(*table, tensor, hyper_of(2), control_of_a_step());
+  std::vector<Layout> layouts{
+      layout_of(AdamKind::kFloat32),           layout_of(AdamKind::kFloat64),
+      layout_of(AdamKind::kBFloat16),          layout_of(AdamKind::kBFloat16Master),
+      layout_of(AdamKind::kBFloat16Remainder), layout_of(AdamKind::kInt8Float32),
+      layout_of(AdamKind::kInt8Remainder8)};
+  Layout layout = layout_of(AdamKind::kBFloat16);
+  layout.amsgrad = true;
+  layouts.push_back(layout);
+  layout.master = Master::kRemainder8;
+  layouts.push_back(layout);
+  for (const Layout& held : layouts) {
+    // From the beginning of a parameter; from an odd element on, over the end of a stream.
+    for (const int64_t first : {int64_t{0}, kStreamElements - 517}) {
+      Tensor whole(case_of(held, kElements));
+      whole.work.first_element = first;
+      for (const auto& split : held.state == DType::kInt8 ? kRowSplits : kSplits) {
+        for (const KernelTable* table : runnable_tables()) {
+          expect_shards_as_whole(whole, split, [&](Tensor& tensor) {
+            return step_on_cpu(*table, tensor, hyper_of(2), control_of_a_step());
+          });
+        }
+        expect_shards_as_whole(whole, split, [&](Tensor& tensor) {
+          return step_as_cuda(tensor, hyper_of(2), control_of_a_step(), 64);
         });
       }
-      expect_shards_as_whole(master, split, [&](Tensor& tensor) {
-        return step_as_cuda(tensor, hyper_of(2), control_of_a_step(), 64);
-      });
     }
   }
+}
+
+// A chunk whose tiles end with short rows has the most tiles.
+TEST(Place, AChunkOfShortRowsHasTilesForAllGroups) {
+  Case c = case_of(layout_of(AdamKind::kInt8Float32), kColumns);
+  c.row_length = kQuantGroup + 1;
+  c.rows = 500;
+  Tensor on_cpu(c);
+  Tensor as_cuda = on_cpu;
+  const Report expected = step_on_cpu(kernels(), on_cpu, hyper_of(2), control_of_a_step());
+  const Report found = step_as_cuda(as_cuda, hyper_of(2), control_of_a_step(), 256);
+  EXPECT_TRUE(as_cuda.same_bits(on_cpu));
+  EXPECT_EQ(found.norms, expected.norms);
+  EXPECT_EQ(found.counts, expected.counts);
 }
 
 }  // namespace

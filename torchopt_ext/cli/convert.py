@@ -112,6 +112,8 @@ def main(args: list[str]) -> int:
         if os.path.exists(path):
             if path.samefile(options.input):
                 raise CommandError(f"{path} is the input")
+            if options.weights is not None and path.samefile(options.weights):
+                raise CommandError(f"{path} is --weights")
             if not options.force:
                 raise CommandError(f"{path} exists; --force replaces it")
     weights = Weights(source, options.weights and open_checkpoint(options.weights))

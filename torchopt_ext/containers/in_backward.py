@@ -14,6 +14,7 @@ from torchopt_ext._torch import call_at_end_of_backward, current_node, graph_tas
 from torchopt_ext.containers.batches import make_batches
 from torchopt_ext.containers.optimizers import OptimizersContainer, T, deciding_jointly
 from torchopt_ext.optim import FusedAdam
+from torchopt_ext.optim.arguments import expect_counts
 from torchopt_ext.optim.context import ALONE, StepContext
 from torchopt_ext.optim.hooks import inner_step
 from torchopt_ext.optim.norm_in_backward import NormInBackward
@@ -137,6 +138,7 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
                     "OptimizersContainer does: it is for max_grad_norm and skip_nonfinite"
                 )
             return
+        expect_counts(backwards_per_step=self._backwards)
         if self._backwards < 1:
             raise ValueError(f"backwards_per_step is {self._backwards}, expected 1 or more")
         if process_group is not None:

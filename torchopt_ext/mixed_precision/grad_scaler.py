@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from typing import Any
 
@@ -32,12 +33,13 @@ class GradScaler(torch.amp.GradScaler):
         hysteresis: overflows until the scale backs off; 1 for stock's behaviour. Growth forgives
             overflows (Megatron-LM, DeepSpeed).
         consecutive_hysteresis: every step without overflow forgives them (apex).
-        min_scale, max_scale: limits of the scale; 0 for none.
+        min_scale, max_scale: limits of the scale; 0 for none. Unlike stock's it stays a normal
+            number of float32, whose reciprocal is finite.
 
     Raises:
         TypeError: an argument is no number.
-        ValueError: ``hysteresis``, ``min_scale`` or ``max_scale`` is out of range; the others are
-            checked as torch does.
+        ValueError: ``init_scale``, ``hysteresis``, ``min_scale`` or ``max_scale`` is out of range;
+            the others are checked as torch does.
     """
 
     def __init__(
@@ -66,6 +68,8 @@ class GradScaler(torch.amp.GradScaler):
             min_scale=min_scale,
             max_scale=max_scale,
         )
+        if not 0.0 < init_scale < math.inf:
+            raise ValueError(f"Invalid init_scale: {init_scale}, expected above 0")
         expect_within_limits(init_scale, settings)
         self._settings = settings  # those of growth are set when they are needed
         self._loss_scale: LossScale | None = None

@@ -38,6 +38,17 @@ def expect_counts(**values: Any) -> None:
             raise ValueError(f"{name} is {count}, expected an integer of 64 bits")
 
 
+def expect_bools(**values: Any) -> None:
+    """Rejects what is neither True nor False, such as "no", which would be true.
+
+    Raises:
+        TypeError: names the argument.
+    """
+    for name, value in values.items():
+        if value not in (True, False):
+            raise TypeError(f"{name} is {value!r:.200}, expected a bool")
+
+
 def expect_hyperparameters(*, betas: Any, **others: Any) -> None:
     """Rejects values of :data:`HYPERPARAMETERS` that are no numbers.
 

@@ -16,6 +16,7 @@ from torchopt_ext._torch import is_dtensor
 from torchopt_ext.optim import state as param_state
 from torchopt_ext.optim.arguments import (
     HYPERPARAMETERS,
+    expect_bools,
     expect_counts,
     expect_group,
     expect_hyperparameters,
@@ -23,10 +24,18 @@ from torchopt_ext.optim.arguments import (
 from torchopt_ext.optim.estimate import estimate
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, check_chosen, fp32_params
 from torchopt_ext.optim.hooks import HookedStep, run_hooks
+from torchopt_ext.optim.local import local_tensor
 from torchopt_ext.optim.norm_in_backward import NormInBackward
 from torchopt_ext.optim.planned import PlannedStep
 from torchopt_ext.optim.step import fused_step
-from torchopt_ext.optim.storage import REMAINDER, MasterWeights, StateDtype, Storage, with_own_steps
+from torchopt_ext.optim.storage import (
+    MASTER,
+    REMAINDER,
+    MasterWeights,
+    StateDtype,
+    Storage,
+    with_own_steps,
+)
 from torchopt_ext.optim.telemetry import TRACKED, track_bits
 from torchopt_ext.statedict.entries import CONTROL_KEY, control_entry, converted
 from torchopt_ext.statedict.loaded import Loaded, Slot, largest_step, raise_problems, read_indexed
@@ -132,6 +141,11 @@ class FusedAdam(HookedStep, PlannedStep):
             [torch.empty(0)], lr, betas, eps, weight_decay, amsgrad,
             maximize=maximize, capturable=capturable,
         )  # fmt: skip
+        expect_bools(
+            stochastic_rounding=stochastic_rounding,
+            write_back_gradients=write_back_gradients,
+            norm_in_backward=norm_in_backward,
+        )
         expect_counts(rounding_seed=rounding_seed)
         rounding_seed = operator.index(rounding_seed)
         if not 0 <= rounding_seed < 2**64:
@@ -263,6 +277,7 @@ class FusedAdam(HookedStep, PlannedStep):
         Args:
             counted: the largest step count of a parameter, on any rank.
         """
+        own = [slot.param for slot in loaded.slots if self._has_own_master(slot)]
         state = loaded.foreign | {
             slot.param: {
                 name: converted(name, value, slot.param, self._storage)
@@ -274,6 +289,13 @@ class FusedAdam(HookedStep, PlannedStep):
         made = largest_step(self.state.values())
         self.__setstate__({"state": defaultdict(dict, state), "param_groups": loaded.groups})
         self.load_control(loaded.control, counted, made)
+        self._loaded_from_itself = own
+
+    def _has_own_master(self, slot: Slot) -> bool:
+        own, given = self.state.get(slot.param, {}).get(MASTER), slot.entry.get(MASTER)
+        if own is None or given is None:
+            return False
+        return bool(local_tensor(own).data_ptr() == local_tensor(given).data_ptr())
 
     def _kept(self, slot: Slot) -> Mapping[str, Any]:
         return fit_moments(slot.entry, slot.param, self._storage.quantizes(slot.param))

@@ -1,6 +1,6 @@
 """The plan of a fused optimizer's steps, and the parts that such a step is made of."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from torchopt_ext.optim.norm_in_backward import NOTHING, Measured, NormInBackwar
 from torchopt_ext.optim.storage import Place, Storage, param_problem
 from torchopt_ext.optim.telemetry import TRACKED, Telemetry, keep_digests, telemetry_of
 from torchopt_ext.statedict.entries import CONTROL_KEY
+from torchopt_ext.statedict.masters import keep_up
 
 
 class _Built(NamedTuple):
@@ -45,6 +46,10 @@ class PlannedStep(Controlled, Optimizer):
     _built: _Built | None = None
     _digests: Mapping[Tensor, Tensor] = {}  # while there is no plan, for the next one
     _copied_before = 0
+    # Parameters whose fp32 master weights were loaded from this optimizer's own state, which is
+    # where torch's set_optimizer_state_dict takes what a full state dict lacks: the model's weights
+    # may be others.
+    _loaded_from_itself: Sequence[Tensor] = ()
     norm_in_backward: NormInBackward | None = None
     _measured: Measured | None = None  # of the collected gradients, in backward
 
@@ -220,6 +225,9 @@ class PlannedStep(Controlled, Optimizer):
                 seen = telemetry_of(plan, named, self._options.track).digests
                 self._digests = dict(zip((param for _, param in named), seen, strict=True))
             self._forget_plan()
+        for param in self._loaded_from_itself:
+            keep_up(param, self.state.get(param, {}))
+        self._loaded_from_itself = ()
         self._init_states(
             lambda param: param.grad is not None and "step" not in self.state.get(param, ())
         )

@@ -99,6 +99,9 @@ class Loaded:
         for number, (group, own) in enumerate(pairs if required is not None else ()):
             if lacking := (_NEEDED & own.keys()) - group.keys():
                 yield f"group {number} {_lacks(lacking, optimizer)}"
+            names, count = group.get("param_names"), len(own["params"])
+            if names is not None and len(names) != count:
+                yield f"group {number} has {len(names)} param_names for {count} parameters"
             for name in sorted(own.keys() & group.keys() - {"params", "param_names"}):
                 if found := option_problem(name, group[name], own[name]):
                     yield f"{name} of group {number} {found}"

@@ -52,6 +52,14 @@ def refresh_master(param: Tensor, state: dict[str, Any]) -> None:
         local_tensor(state[name]).zero_()
 
 
+def keep_up(param: Tensor, state: dict[str, Any]) -> None:
+    """Makes an fp32 master weight what the parameter is now, unless it rounds to the parameter."""
+    if MASTER in state:
+        local, master = local_tensor(param), local_tensor(state[MASTER])
+        if not torch.equal(local, master.to(local.device, local.dtype)):
+            refresh_master(param, state)
+
+
 def weight_of(param: Tensor, state: dict[str, Any]) -> Tensor:
     """What a 16-bit parameter is rounded from, as float32; of others, the parameter's values.
 

@@ -414,6 +414,10 @@ def test_convert_replaces_only_when_told_to_and_whole(
     for args in (["/proc/a.pt"], ["/proc/a", "--format", "dcp"]):  # where nobody can write
         assert f"cannot write {args[0]}" in fails("convert", tmp_path / "a.pt", *args)
     assert "is the input" in fails("convert", tmp_path / "a.pt", tmp_path / "a.pt", "--force")
+    weights = tmp_path / "weights.pt"
+    torch.save({"x": torch.ones(2)}, weights)
+    command = ("convert", tmp_path / "a.pt", weights, "--weights", weights, "--force")
+    assert "weights.pt is --weights" in fails(*command, "--master-weights", "fp32")
 
 
 def test_convert_rejects_before_it_writes(fails: Run, tmp_path: Path) -> None:

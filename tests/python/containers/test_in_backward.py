@@ -500,12 +500,13 @@ def test_torchtitans_state_of_one_parameter(parts, kwargs, caplog):
     ("kwargs", "backwards", "message"),
     [
         ({}, 0, "backwards_per_step is 0, expected 1 or more"),
+        ({}, 1.5, "backwards_per_step is 1.5, expected an integer"),
         ({}, None, "keeps all gradients until"),
         ({"max_grad_norm": 1.0, "process_group": object()}, 1, "pass backwards_per_step=None"),
     ],
 )
 def test_when_to_update_that_cannot_be(parts, kwargs, backwards, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         OptimizersInBackwardContainer(parts, FusedAdamW, kwargs, backwards_per_step=backwards)
 
 

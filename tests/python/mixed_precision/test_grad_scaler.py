@@ -50,7 +50,6 @@ def all_params(parts: Sequence[nn.Module]) -> list[nn.Parameter]:
         {"growth_interval": 1},
         {"growth_interval": 3, "growth_factor": 1.7, "backoff_factor": 0.3},
         {"init_scale": 2.0**126},  # growth to infinity is refused
-        {"init_scale": 2.0**-146, "growth_interval": 100},  # backs off to zero
     ],
     ids=str,
 )
@@ -74,6 +73,46 @@ def test_scales_and_steps_are_torchs(settings: dict[str, Any], kwargs: dict[str,
     if not kwargs and not extreme:
         for p, q in zip(mine, theirs, strict=True):
             torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("init_scale", [2.0**-120, 2.0**-146])
+def test_a_scale_stays_a_normal_number_and_recovers(init_scale: float) -> None:
+    """torch's goes on to 0, and the next good step makes every weight NaN."""
+    params, reference = make_params(), make_params()
+    optimizer, plain = (FusedAdamW(each, lr=0.02) for each in (params, reference))
+    scaler = scaler_of(GradScaler, init_scale=init_scale, growth_interval=1)
+    drive(scaler, optimizer, params, [True] * 10)
+    assert scaler.get_scale() == 2.0**-126
+    assert_same_bits(params, reference)
+    for optimizer_, scale in ((optimizer, 2.0**-126), (plain, 1.0)):
+        for p in optimizer_.param_groups[0]["params"]:
+            p.grad = torch.full_like(p, scale)
+    scaler.step(optimizer)
+    plain.step()
+    scaler.update()
+    assert_same_bits(params, reference)
+    assert scaler.get_scale() == 2.0**-125
+
+
+@pytest.mark.parametrize("scaler_class", [GradScaler, torch.amp.GradScaler])
+def test_a_scale_whose_reciprocal_is_infinite_changes_nothing(scaler_class: Any) -> None:
+    params = make_params()
+    optimizer = FusedAdamW(params, lr=0.02)
+    set_gradients(params)
+    optimizer.init_state()
+    before = snapshot(optimizer)
+    scaler = scaler_of(scaler_class, init_scale=2.0**-140)
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+    assert snapshot(optimizer) == before
+
+
+@pytest.mark.parametrize("init_scale", [0.0, -1.0, math.nan, math.inf])
+def test_a_first_scale_that_is_none_is_refused(init_scale: float) -> None:
+    with pytest.raises(ValueError, match="Invalid init_scale"):
+        GradScaler("cpu", init_scale=init_scale)
+    with pytest.raises(ValueError, match="Invalid init_scale: 65536, expected 0 to 1024"):
+        GradScaler("cpu", max_scale=1024.0)
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"max_grad_norm": 0.5}], ids=str)

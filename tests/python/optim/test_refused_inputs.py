@@ -91,6 +91,9 @@ def test_refused_gradients(kind: str) -> None:
         ({"rounding_seed": "1"}, "rounding_seed is '1', expected an integer"),
         ({"skip_nonfinite": None}, "skip_nonfinite is None"),
         ({"track": 1}, "track is 1, expected a bool or some of"),
+        ({"stochastic_rounding": "no"}, "stochastic_rounding is 'no', expected a bool"),
+        ({"write_back_gradients": None}, "write_back_gradients is None"),
+        ({"norm_in_backward": "false"}, "norm_in_backward is 'false'"),
         ({"process_group": "dp"}, "process_group is 'dp', expected a torch.distributed"),
     ],
 )
@@ -146,6 +149,21 @@ def test_a_group_given_three_betas_later_is_refused() -> None:
     with pytest.raises(ValueError, match=r"betas is \(0.9, 0.95, 0.999\), expected two numbers"):
         optimizer.step()
     assert snapshot(optimizer) == before
+
+
+@pytest.mark.parametrize("moment", ["exp_avg", "exp_avg_sq"])
+def test_a_moment_that_was_taken_away_is_missed(moment: str) -> None:
+    """Zeros in its place would make the next update several times too large."""
+    params = make_params([(3,), (2, 4)])
+    optimizer = OURS["AdamW"](params)
+    train([optimizer], [params], 2)
+    taken = optimizer.state[params[1]].pop(moment)
+    before = snapshot(optimizer)
+    with pytest.raises(ValueError, match=rf"shape \(2, 4\) has a step count and no {moment}"):
+        optimizer.step()
+    assert snapshot(optimizer) == before
+    optimizer.state[params[1]][moment] = taken
+    optimizer.step()
 
 
 def test_duplicate_parameters_are_refused() -> None:

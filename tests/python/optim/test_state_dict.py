@@ -227,6 +227,10 @@ def parameter_removed(state_dict: dict[str, Any]) -> None:
     state_dict["param_groups"][0]["params"].pop()
 
 
+def one_name(state_dict: dict[str, Any]) -> None:
+    state_dict["param_groups"][0]["param_names"] = ["p0"]
+
+
 def flattened(state_dict: dict[str, Any]) -> None:
     del state_dict["state"], state_dict["param_groups"]
     state_dict["state.weight.step"] = torch.ones(())
@@ -245,6 +249,7 @@ BAD_DICTS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "infinite step": (replaced("step", math.inf), "step"),
     "half a step": (replaced("step", 2.5), "step"),
     "a step too large": (replaced("step", 10**400), "step"),
+    "too few names": (one_name, "1 param_names for"),
     "flat": (flattened, "as containers have it"),
 }
 

@@ -10,6 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -145,6 +150,38 @@ def test_weights_that_do_not_fit_change_nothing(kind: str, wrong: str) -> None:
     with pytest.raises(ValueError, match=rf"'0.bias' has shape \(2,\).*{message}"):
         optimizer.refresh_masters(from_=given)
     assert [bits(tensor) for tensor in tensors] == before
+
+
+@pytest.mark.parametrize("model_first", [True, False])
+@pytest.mark.parametrize("stepped", [0, 2])
+def test_masters_that_a_full_state_dict_lacks_are_the_models(
+    one_rank: None, stepped: int, model_first: bool
+) -> None:
+    """torch fills in this optimizer's own, of the weights before."""
+    options = StateDictOptions(full_state_dict=True)
+    source = fp32_model().to(BF16)
+    twin = torch.optim.AdamW(source.parameters(), **ADAM)
+    train(source, twin, range(3))
+    model = fp32_model(seed=1).to(BF16)
+    optimizer = FusedAdamW(model.parameters(), **ADAM, master_weights="fp32")
+    train(model, optimizer, range(stepped))
+    if model_first:
+        model.load_state_dict(source.state_dict())
+    saved = get_optimizer_state_dict(source, twin, options=options)
+    set_optimizer_state_dict(model, optimizer, saved, options=options)
+    model.load_state_dict(source.state_dict())
+    optimizer.param_groups[0].update(lr=0.0, weight_decay=0.0)
+    train(model, optimizer, [3])
+    assert_same_bits(model.parameters(), source.parameters())
+    # Masters that it has are taken, and go on.
+    saved = get_optimizer_state_dict(model, optimizer, options=options)
+    masters = [weight.clone() for weight in exact_weights(model, optimizer)]
+    masters[0] += 2**-20
+    for entry, master in zip(saved["state"].values(), masters, strict=True):
+        entry["master_weight"] = master
+    set_optimizer_state_dict(model, optimizer, saved, options=options)
+    train(model, optimizer, [4])
+    assert_same_bits(exact_weights(model, optimizer), masters)
 
 
 def test_a_models_whole_state_dict_serves() -> None:

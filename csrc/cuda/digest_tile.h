@@ -1,0 +1,120 @@
+// The digest (kernels/digest.h) of a tile that a warp has stored, whose values are in the first
+// cache: a thread takes pairs of elements, and multiplies once for a segment.
+#pragma once
+
+#include <type_traits>
+
+#include "cuda/adam.h"
+#include "kernels/block_rule.h"
+#include "kernels/digest.h"
+
+namespace torchopt_ext {
+
+inline constexpr int kTraceTile = 512;  // elements of a tile, at most
+
+namespace {
+
+// half_factor() from a block's table.
+struct SharedHalfFactors {
+  TORCHOPT_HD int operator()(uint32_t half) const {
+    const int factor = of_words[half / 2];
+    return half % 2 == 0 ? 2048 - factor : factor;
+  }
+  const uint16_t* of_words;  // of their upper halves
+};
+
+// Two elements at once; wherever they lie.
+template <class T>
+using PairLane = VectorLane<T, 2>;
+template <class T>
+using UnalignedPairLane = VectorLane<T, 2, 2, 2, 1>;
+
+// Digest of the pairs (i, i + 1), kBlockLanes apart, that end by `end`; leaves i at the first one
+// that does not. Their numbers in the parameter follow the place's even one as i does. Halves of a
+// segment's words in one lane have one more factor (lane_factor), by which their sum is multiplied:
+// of at most 8 words, so it is below 2**29.
+template <class L>
+TORCHOPT_HD inline uint64_t digest_pairs(const Layout& layout, void* const (&x)[kArrays], int& i,
+                                         int end, DigestPlace place,
+                                         const SharedHalfFactors& factors) {
+  static_assert(kTraceTile / kBlockLanes == 8 && kBlockLanes / 4 % kDigestLanes == 0);
+  int32_t halves[kWritten][2]{};  // of each element of a pair; in the first where a word has both
+  int64_t sums[kWritten]{};       // without the array's factor
+  const auto multiply = [&] {
+    for_each_stored(layout, [&](Array array) {
+      const auto size = static_cast<uint32_t>(element_size(layout, array));
+      unrolled<2>([&](int k) {
+        if (k == 0 || size == 4) {
+          const uint32_t element = place.number % kDigestSegment + static_cast<uint32_t>(k);
+          sums[array] += halves[array][k] * int64_t{lane_factor(place, element * size / 4)};
+          halves[array][k] = 0;
+        }
+      });
+    });
+  };
+  uint32_t number = place.number;
+  for (; i + 1 < end; i += kBlockLanes, number += kBlockLanes) {
+    if (number / kDigestSegment != place.number / kDigestSegment) {
+      multiply();
+      place.number = number;
+    }
+    const uint32_t pair = number % kDigestSegment / 2;
+    for_each_stored(layout, [&](Array array) {
+      const auto size = static_cast<int>(element_size(layout, array));
+      const auto bits = L::load_bits_of(size, static_cast<const char*>(x[array]) + i * size);
+      unrolled<2>([&](int k) {
+        const auto in_segment = 2 * pair + static_cast<uint32_t>(k);
+        const int32_t element = weighted_element(bits.element[k], size, in_segment, factors);
+        if (size == 4) {  // an index that is not constant would take memory
+          halves[array][k] += element;
+        } else {
+          halves[array][0] += element;
+        }
+      });
+    });
+  }
+  multiply();
+  uint64_t digest = 0;
+  for_each_stored(layout, [&](Array array) {
+    digest += static_cast<uint64_t>(sums[array]) * array_factor(array);
+  });
+  return digest;
+}
+
+// Adds the digest of elements [begin, end), a tile at most, to those of a warp's threads.
+// place_of(i) is where an element lies, for those that are not taken in pairs.
+template <class T, class Warp, class PlaceOf>
+TORCHOPT_HD inline void digest_tile(const Warp& warp,
+                                    typename Warp::template PerThread<uint64_t>& digest,
+                                    const AdamChunk<T>& elements, const Layout& layout,
+                                    const SharedHalfFactors& factors, int begin, int end,
+                                    const PlaceOf& place_of) {
+  const TensorWork& work = elements.work;
+  const auto first = static_cast<uint64_t>(global_element(work, elements.begin + begin));
+  const auto last = static_cast<uint64_t>(global_element(work, elements.begin + end - 1));
+  // Numbers that follow one another, of one base, and pairs that lie within a word or a half.
+  const bool in_pairs = last - first == static_cast<uint64_t>(end - 1 - begin) &&
+                        first >> kStreamBits == last >> kStreamBits && first % 2 == 0;
+  const bool aligned = are_registers_at(layout, elements.x, 2, begin);
+  warp.each([&](int thread) {
+    int i = begin + 2 * thread;
+    if constexpr (std::is_same_v<T, float>) {
+      if (in_pairs) {
+        const DigestPlace place = digest_place(work.index, first, 2 * thread);
+        digest[thread] +=
+            aligned
+                ? digest_pairs<PairLane<T>>(layout, elements.x, i, end, place, factors)
+                : digest_pairs<UnalignedPairLane<T>>(layout, elements.x, i, end, place, factors);
+      }
+    }
+    for (; i < end; i += kBlockLanes) {
+      digest[thread] += digest_element<T>(layout, elements.x, i, place_of(i));
+      if (i + 1 < end) {
+        digest[thread] += digest_element<T>(layout, elements.x, i + 1, place_of(i + 1));
+      }
+    }
+  });
+}
+
+}  // namespace
+}  // namespace torchopt_ext
