@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <string>
 #include <tuple>
 #include <utility>
 
@@ -21,6 +22,16 @@ at::Tensor unpack(PyObject* object) {
   return object == Py_None ? at::Tensor() : THPVariable_Unpack(object);
 }
 
+double number(const char* name, py::handle value) {
+  PyObject* const converted = PyNumber_Float(value.ptr());
+  if (converted == nullptr) {
+    PyErr_Clear();
+    throw py::type_error(std::string(name) + " is " + py::repr(value).cast<std::string>() +
+                         ", expected a number");
+  }
+  return py::reinterpret_steal<py::float_>(converted);
+}
+
 // The arguments of a param group, under the keys of torch.optim.AdamW. Raises if one is missing, of
 // another type, out of its range, or a learning rate that `device` cannot read.
 GroupHyper read_group(py::handle group, at::Device device) {
@@ -30,15 +41,17 @@ GroupHyper read_group(py::handle group, at::Device device) {
     hyper.lr = THPVariable_Unpack(lr.ptr());
     check_lr(hyper.lr, device);
   } else {
-    hyper.adam.lr = py::float_(lr);
+    hyper.adam.lr = number("lr", lr);
   }
-  const py::sequence betas = group["betas"];
-  TORCH_CHECK_VALUE(betas.size() == 2, "betas is ", py::repr(betas).cast<std::string>(),
-                    ", expected two numbers");
-  hyper.adam.beta1 = py::float_(betas[0]);
-  hyper.adam.beta2 = py::float_(betas[1]);
-  hyper.adam.eps = py::float_(group["eps"]);
-  hyper.adam.weight_decay = py::float_(group["weight_decay"]);
+  const py::object betas = group["betas"];
+  if (PySequence_Check(betas.ptr()) == 0 || py::len(betas) != 2) {
+    throw py::type_error("betas is " + py::repr(betas).cast<std::string>() +
+                         ", expected two numbers");
+  }
+  hyper.adam.beta1 = number("betas[0]", betas[py::int_(0)]);
+  hyper.adam.beta2 = number("betas[1]", betas[py::int_(1)]);
+  hyper.adam.eps = number("eps", group["eps"]);
+  hyper.adam.weight_decay = number("weight_decay", group["weight_decay"]);
   hyper.adam.maximize = py::bool_(group["maximize"]);
   hyper.adam.decoupled_weight_decay = py::bool_(group["decoupled_weight_decay"]);
   check_hyper(hyper.adam);

@@ -3,13 +3,15 @@
 import bisect
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torchopt_ext import ops
+from torchopt_ext.optim.arguments import expect_counts
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, check_chosen, fp32_params
 from torchopt_ext.optim.norm_in_backward import MEASURED_BYTES
 from torchopt_ext.optim.quantized import CODES, SCALES, groups_before
@@ -88,8 +90,23 @@ def element_bytes(
     return ElementBytes(weight, gradient, master, moments, gradient if norm else 0, update)
 
 
+def _named(
+    params: Iterable[Tensor | tuple[str, Tensor] | Mapping[str, Any]],
+) -> Iterator[tuple[str, Tensor]]:
+    for item in params:
+        if isinstance(item, Tensor):
+            yield "", item
+        elif isinstance(item, Mapping):
+            own = item["params"]
+            found = list(_named([own] if isinstance(own, Tensor) else own))
+            names = item.get("param_names") or [name for name, _ in found]
+            yield from zip(names, (param for _, param in found), strict=True)
+        else:
+            yield item
+
+
 def estimate(
-    params: Iterable[Tensor | tuple[str, Tensor]],
+    params: Iterable[Tensor | tuple[str, Tensor] | Mapping[str, Any]],
     *,
     sharding: str = "ddp",
     world_size: int = 1,
@@ -108,8 +125,8 @@ def estimate(
     sharded backward pass), and what does not grow with the model are not counted.
 
     Args:
-        params: contiguous parameters, in forward order, with names or without; shapes, dtypes and
-            ``requires_grad`` are read, so they may be on the meta device.
+        params: contiguous parameters, in forward order, with names or without, or param groups;
+            shapes, dtypes and ``requires_grad`` are read, so they may be on the meta device.
         sharding: one of :data:`SHARDINGS`.
         world_size: ranks that share the work.
         grad_dtype: of gradients; None for each parameter's own.
@@ -130,6 +147,7 @@ def estimate(
     """
     if sharding not in SHARDINGS:
         raise ValueError(f"Invalid sharding: {sharding!r}, expected one of {', '.join(SHARDINGS)}")
+    expect_counts(world_size=world_size)
     if world_size < 1:
         raise ValueError(f"Invalid world_size: {world_size}, expected 1 or more")
     storage = Storage(master_weights, state_dtype)
@@ -139,7 +157,7 @@ def estimate(
     if isinstance(params, nn.Module):
         kind = type(params).__name__
         raise TypeError(f"params is of type {kind}, expected its parameters or named_parameters()")
-    named = [("", p) if isinstance(p, Tensor) else p for p in params]
+    named = list(_named(params))
     tensors = [param for _, param in named]
     for number, (name, param) in enumerate(named):
         if param.requires_grad and (found := storage.problem(param, False)):

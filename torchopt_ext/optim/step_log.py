@@ -150,6 +150,8 @@ def log_to(
             f"a {type(writer).__name__} neither has add_scalar nor can be called with a dict"
         )
     expect_counts(every=every, first_step=first_step)
+    if not isinstance(prefix, str):
+        raise TypeError(f"prefix is {prefix!r:.200}, expected a string")
     if every < 1:
         raise ValueError(f"Invalid every: {every}, expected a number of steps from 1 on")
     return StepLog(writer, optimizer, every, first_step, prefix)

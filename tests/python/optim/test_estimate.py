@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchopt_ext import FusedAdamW
+from torchopt_ext import FusedAdamW, param_groups
 from torchopt_ext.optim.estimate import SHARDINGS, estimate, unevenness
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -128,6 +128,16 @@ def test_wrong_arguments_are_rejected() -> None:
     ):
         with pytest.raises(ValueError, match=problem):
             estimate(params, **options)
+
+
+def test_param_groups_are_counted_as_their_parameters() -> None:
+    model = torch.nn.Sequential(torch.nn.Embedding(9, 64), torch.nn.Linear(64, 8))
+    options: dict[str, Any] = {"state_dtype": "int8", "fp32_moments": ["^1.weight"]}
+    expected = FusedAdamW.estimate(model.named_parameters(), **options)
+    named = list(model.named_parameters())
+    for groups in (param_groups(model), [{"params": named[:1]}, {"params": named[1:]}]):
+        assert FusedAdamW.estimate(groups, **options) == expected
+    assert FusedAdamW.estimate([{"params": named[0][1]}]) == FusedAdamW.estimate(named[:1])
 
 
 def test_a_module_is_no_list_of_parameters() -> None:

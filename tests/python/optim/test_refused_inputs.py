@@ -143,10 +143,15 @@ def test_settings_of_another_type_are_refused() -> None:
 def test_a_group_given_three_betas_later_is_refused() -> None:
     params = make_params([(3,)])
     optimizer = OURS["AdamW"](params)
+    optimizer.init_state()
     set_gradients(params)
     before = snapshot(optimizer)
     optimizer.param_groups[0]["betas"] = (0.9, 0.95, 0.999)
-    with pytest.raises(ValueError, match=r"betas is \(0.9, 0.95, 0.999\), expected two numbers"):
+    with pytest.raises(TypeError, match=r"betas is \(0.9, 0.95, 0.999\), expected two numbers"):
+        optimizer.step()
+    assert snapshot(optimizer) == before
+    optimizer.param_groups[0].update(betas=(0.9, 0.999), eps="small")
+    with pytest.raises(TypeError, match="eps is 'small', expected a number"):
         optimizer.step()
     assert snapshot(optimizer) == before
 
