@@ -118,15 +118,16 @@ TORCHOPT_HD inline void control_update(Control& control, double total, const flo
     const double factor = L::div(control.max_grad_norm, L::add(control.grad_norm, 1e-6));
     control.clip_factor = factor > 1.0 ? 1.0 : factor;  // a NaN stays
   }
-  control.grad_factor = L::mul(control.clip_factor, L::div(1.0, scale));
+  const double inverse = L::div(1.0, scale);
+  control.grad_factor = L::mul(control.clip_factor, inverse);
   if (control.scheduled != 0.0) {
     control.lr_factor = scheduled_lr_factor(control);
   }
-  // Of a scale that is too small for finite gradients, too.
-  const bool factor_fits = control.grad_factor <= static_cast<double>(largest_finite<float>);
-  const bool nonfinite = !(total <= largest_finite<double>) || !factor_fits;
+  // Finite gradients times an infinity would be infinities.
+  const bool unscales = inverse <= static_cast<double>(largest_finite<float>);
+  const bool nonfinite = !(total <= largest_finite<double>) || !unscales;
   const bool skip = scaler_says_skip || (nonfinite && control.skip_nonfinite != 0.0) ||
-                    (!factor_fits && grad_scale != nullptr);
+                    (!unscales && grad_scale != nullptr);
   control.found_inf = nonfinite || scaler_says_skip ? 1.0 : 0.0;
   control.skip = skip ? 1.0 : 0.0;
   control.steps = L::add(control.steps, 1.0);

@@ -22,12 +22,23 @@ at::Tensor unpack(PyObject* object) {
   return object == Py_None ? at::Tensor() : THPVariable_Unpack(object);
 }
 
+// What `value` is, as Python prints it, and what was expected.
+std::string mismatch(const char* name, py::handle value, const char* expected) {
+  return std::string(name) + " is " + py::repr(value).cast<std::string>().substr(0, 200) +
+         ", expected " + expected;
+}
+
+// Not of a string, which Python would read.
 double number(const char* name, py::handle value) {
-  PyObject* const converted = PyNumber_Float(value.ptr());
+  PyObject* const converted =
+      PyUnicode_Check(value.ptr()) != 0 ? nullptr : PyNumber_Float(value.ptr());
   if (converted == nullptr) {
-    PyErr_Clear();
-    throw py::type_error(std::string(name) + " is " + py::repr(value).cast<std::string>() +
-                         ", expected a number");
+    const std::string message = mismatch(name, value, "a number");
+    if (PyErr_Occurred() == nullptr) {
+      throw py::type_error(message);
+    }
+    py::raise_from(PyExc_TypeError, message.c_str());
+    throw py::error_already_set();
   }
   return py::reinterpret_steal<py::float_>(converted);
 }
@@ -45,8 +56,7 @@ GroupHyper read_group(py::handle group, at::Device device) {
   }
   const py::object betas = group["betas"];
   if (PySequence_Check(betas.ptr()) == 0 || py::len(betas) != 2) {
-    throw py::type_error("betas is " + py::repr(betas).cast<std::string>() +
-                         ", expected two numbers");
+    throw py::type_error(mismatch("betas", betas, "two numbers"));
   }
   hyper.adam.beta1 = number("betas[0]", betas[py::int_(0)]);
   hyper.adam.beta2 = number("betas[1]", betas[py::int_(1)]);

@@ -105,6 +105,7 @@ def main(args: list[str]) -> int:
     source = open_checkpoint(options.input)
     if options.fp32_moments and options.state_dtype != "int8":
         raise CommandError("--fp32-moments are exceptions from --state-dtype int8")
+    given = options.weights and open_checkpoint(options.weights)
     outputs = [path for path in (options.output, options.save_weights) if path is not None]
     if len({os.path.realpath(path) for path in outputs}) < len(outputs):
         raise CommandError(f"{options.output} is both the output and --save-weights")
@@ -116,7 +117,7 @@ def main(args: list[str]) -> int:
                 raise CommandError(f"{path} is --weights")
             if not options.force:
                 raise CommandError(f"{path} exists; --force replaces it")
-    weights = Weights(source, options.weights and open_checkpoint(options.weights))
+    weights = Weights(source, given)
     new = converted(source, weights, options)
     held = [e for e in map(source.entry, source.tensors) if e.kind in MASTERS]
     exact = []

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchopt_ext.optim.arguments import expect_numbers
-from torchopt_ext.optim.loss_scale import LossScale, is_scale, scale_settings
+from torchopt_ext.optim.loss_scale import LossScale, expect_scale, is_scale, scale_settings
 
 
 class DynamicGradScaler(LossScale):
@@ -60,8 +60,6 @@ class DynamicGradScaler(LossScale):
             assert 0.0 < backoff_factor < 1.0, (
                 f"backoff_factor is {backoff_factor}, expected between 0 and 1"
             )
-        if not is_scale(initial_scale):
-            raise ValueError(f"Invalid initial_scale: {initial_scale}")
         self._moves = growth_factor != 1.0 or backoff_factor != 1.0
         settings = scale_settings(
             growth_factor=growth_factor,
@@ -72,6 +70,7 @@ class DynamicGradScaler(LossScale):
             min_scale=min_scale,
             max_scale=max_scale,
         )
+        expect_scale("initial_scale", initial_scale, settings)
         with torch.inference_mode(False):
             scale = torch.tensor([initial_scale], dtype=torch.float32, device=device)
         super().__init__(scale, settings)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from typing import Any
 
@@ -15,7 +14,7 @@ from torchopt_ext.optim.arguments import expect_numbers
 from torchopt_ext.optim.context import StepContext, taken_grad_scale
 from torchopt_ext.optim.hooks import HookedStep, step_in
 from torchopt_ext.optim.local import moved
-from torchopt_ext.optim.loss_scale import LossScale, expect_within_limits, scale_settings
+from torchopt_ext.optim.loss_scale import LossScale, expect_scale, scale_settings
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -68,9 +67,8 @@ class GradScaler(torch.amp.GradScaler):
             min_scale=min_scale,
             max_scale=max_scale,
         )
-        if not 0.0 < init_scale < math.inf:
-            raise ValueError(f"Invalid init_scale: {init_scale}, expected above 0")
-        expect_within_limits(init_scale, settings)
+        if enabled:
+            expect_scale("init_scale", init_scale, settings)
         self._settings = settings  # those of growth are set when they are needed
         self._loss_scale: LossScale | None = None
         self._init_hysteresis_tracker = 0

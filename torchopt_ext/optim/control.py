@@ -14,7 +14,7 @@ from torchopt_ext.ops import CONTROL_FIELDS
 from torchopt_ext.optim.arguments import expect_counts, expect_numbers
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.local import NormKey, is_captured
-from torchopt_ext.optim.loss_scale import expect_within_limits, is_scale, scale_settings
+from torchopt_ext.optim.loss_scale import expect_scale, scale_settings
 from torchopt_ext.optim.rejection import Verdict
 
 DECAY_TYPES = ("linear", "sqrt", "cosine")
@@ -203,15 +203,13 @@ class Controlled:
             ValueError: an argument out of range.
         """
         expect_numbers(init_scale=init_scale)
-        if not is_scale(init_scale):
-            raise ValueError(f"Invalid init_scale: {init_scale}")
         rule = scale_settings(
             growth_factor=growth_factor, backoff_factor=backoff_factor,
             growth_interval=growth_interval, hysteresis=hysteresis,
             consecutive_hysteresis=consecutive_hysteresis, min_scale=min_scale,
             max_scale=max_scale,
         )  # fmt: skip
-        expect_within_limits(init_scale, rule)
+        expect_scale("init_scale", init_scale, rule)
         counts = {"growth_tracker": 0.0, "hysteresis_tracker": 0.0}
         self._set_control(**rule, loss_scale=init_scale, **counts)
 

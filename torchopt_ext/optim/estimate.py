@@ -157,6 +157,10 @@ def estimate(
     if isinstance(params, nn.Module):
         kind = type(params).__name__
         raise TypeError(f"params is of type {kind}, expected its parameters or named_parameters()")
+    params = list(params)
+    for item in params:
+        if isinstance(item, Mapping) and item.get("amsgrad", amsgrad) != amsgrad:
+            raise ValueError(f"a group has amsgrad={item['amsgrad']}, expected amsgrad={amsgrad}")
     named = list(_named(params))
     tensors = [param for _, param in named]
     for number, (name, param) in enumerate(named):

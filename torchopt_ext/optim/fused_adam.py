@@ -37,7 +37,7 @@ from torchopt_ext.optim.storage import (
     with_own_steps,
 )
 from torchopt_ext.optim.telemetry import TRACKED, track_bits
-from torchopt_ext.statedict.entries import CONTROL_KEY, control_entry, converted
+from torchopt_ext.statedict.entries import CONTROL_KEY, MASTERS, control_entry, converted
 from torchopt_ext.statedict.loaded import Loaded, Slot, largest_step, raise_problems, read_indexed
 from torchopt_ext.statedict.masters import read_weights, refresh_master, set_weight
 from torchopt_ext.statedict.moments import fit_moments
@@ -142,6 +142,10 @@ class FusedAdam(HookedStep, PlannedStep):
             maximize=maximize, capturable=capturable,
         )  # fmt: skip
         expect_bools(
+            amsgrad=amsgrad,
+            maximize=maximize,
+            capturable=capturable,
+            decoupled_weight_decay=decoupled_weight_decay,
             stochastic_rounding=stochastic_rounding,
             write_back_gradients=write_back_gradients,
             norm_in_backward=norm_in_backward,
@@ -277,7 +281,7 @@ class FusedAdam(HookedStep, PlannedStep):
         Args:
             counted: the largest step count of a parameter, on any rank.
         """
-        own = [slot.param for slot in loaded.slots if self._has_own_master(slot)]
+        own = [slot.param for slot in loaded.slots if MASTER in self._own_masters(slot)]
         state = loaded.foreign | {
             slot.param: {
                 name: converted(name, value, slot.param, self._storage)
@@ -291,14 +295,22 @@ class FusedAdam(HookedStep, PlannedStep):
         self.load_control(loaded.control, counted, made)
         self._loaded_from_itself = own
 
-    def _has_own_master(self, slot: Slot) -> bool:
-        own, given = self.state.get(slot.param, {}).get(MASTER), slot.entry.get(MASTER)
-        if own is None or given is None:
-            return False
-        return bool(local_tensor(own).data_ptr() == local_tensor(given).data_ptr())
+    def _own_masters(self, slot: Slot) -> list[str]:
+        """The kinds of master weights that are this optimizer's tensors."""
+        own, given = self.state.get(slot.param, {}), slot.entry
+        return [
+            kind
+            for kind in MASTERS.keys() & own.keys() & given.keys()
+            if local_tensor(own[kind]).data_ptr() == local_tensor(given[kind]).data_ptr()
+        ]
 
     def _kept(self, slot: Slot) -> Mapping[str, Any]:
-        return fit_moments(slot.entry, slot.param, self._storage.quantizes(slot.param))
+        entry, own = slot.entry, self._own_masters(slot)
+        if len(MASTERS.keys() & entry.keys()) > len(
+            own
+        ):  # torch filled it in beside the loaded one
+            entry = {name: value for name, value in entry.items() if name not in own}
+        return fit_moments(entry, slot.param, self._storage.quantizes(slot.param))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = type(self).__new__(type(self))

@@ -1,6 +1,5 @@
 """The loss scale: its limits, and one that lives in a tensor of its own beside a control block."""
 
-import math
 from collections.abc import Mapping
 
 import torch
@@ -52,19 +51,20 @@ def scale_settings(**given: float | None) -> dict[str, float]:
     return rule
 
 
-def expect_within_limits(init_scale: float, settings: Mapping[str, float]) -> None:
-    """Rejects a first scale below the least one or above the largest.
+def expect_scale(name: str, scale: float, settings: Mapping[str, float]) -> None:
+    """Rejects a first scale that :func:`is_scale` or the limits of the settings rule out.
 
     Args:
-        init_scale: the argument of this name.
+        name: of the argument.
         settings: from :func:`scale_settings`.
 
     Raises:
         ValueError: says the limits.
     """
-    low, high = settings["min_scale"], settings["max_scale"] or math.inf
-    if not low <= init_scale <= high:
-        raise ValueError(f"Invalid init_scale: {init_scale:g}, expected {low:g} to {high:g}")
+    low = max(settings["min_scale"], SMALLEST_SCALE)
+    high = settings["max_scale"] or LARGEST_SCALE
+    if not (is_scale(scale) and low <= scale <= high):
+        raise ValueError(f"Invalid {name}: {scale:g}, expected {low:g} to {high:g}")
 
 
 class LossScale:

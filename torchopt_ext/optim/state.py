@@ -1,7 +1,7 @@
 """Per-parameter state that looks like torch's, and the plan built from it."""
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,18 @@ def moments_of(group: dict[str, Any]) -> tuple[str, ...]:
     return MOMENTS if group["amsgrad"] else MOMENTS[:2]
 
 
+def reject_incomplete(what: str, state: Mapping[str, Any]) -> None:
+    """Rejects a state with a step count that lacks a moment, or codes that lack their scales.
+
+    Raises:
+        ValueError: names the parameter.
+    """
+    needed = (*MOMENTS[:2], *SCALES) if has_codes(state) else MOMENTS[:2]
+    for name in needed if "step" in state else ():
+        if name not in state:
+            raise ValueError(f"{what} has a step count and no {name} in the optimizer's state")
+
+
 def init_param_states(
     entries: Sequence[tuple[dict[str, Any], Tensor, dict[str, Any]]], storage: Storage
 ) -> None:
@@ -42,12 +54,6 @@ def init_param_states(
     Moments of small parameters on the host lie one after the other, which lets the processor's
     prefetcher go on from one to the next: a seventh of the step over 2,000 tensors of 1,000.
     """
-    for _, param, state in entries:
-        if "step" in state and (lacking := [m for m in MOMENTS[:2] if m not in state]):
-            raise ValueError(
-                f"the state of a parameter of shape {tuple(param.shape)} has a step count and no "
-                f"{lacking[0]}"
-            )
     for _, param, state in entries:
         if "step" not in state:
             device = local_tensor(param).device
@@ -72,6 +78,10 @@ def init_param_states(
             state.update({scale: scales_like(param) for scale in SCALES})
         if not MASTERS.keys() & state.keys():
             fit_master(param, state, storage)
+
+
+def _called(name: str, position: int) -> str:
+    return repr(name) if name else f"parameter {position}"
 
 
 def _lies_with_others(param: Tensor) -> bool:
@@ -209,12 +219,13 @@ def build_plan(
             stepped.append((number, index, group, name, param, state))
         else:
             idle.append(param)
-    for _, _, _, _, param, state in stepped:
+    for position, (_, _, _, name, param, state) in enumerate(stepped):
+        reject_incomplete(_called(name, position), state)
         _fit_kind(param, state, storage)
     init_param_states([(group, param, state) for _, _, group, _, param, state in stepped], storage)
     by_device: dict[torch.device, list[dict[str, Any]]] = {}
     for position, (_, _, group, name, param, state) in enumerate(stepped):
-        _fit_state(group, param, state, storage, repr(name) if name else f"parameter {position}")
+        _fit_state(group, param, state, storage, _called(name, position))
         by_device.setdefault(local_tensor(param).device, []).append(state)
     for states in by_device.values():
         packed_steps(states)

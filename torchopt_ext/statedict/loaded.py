@@ -99,9 +99,6 @@ class Loaded:
         for number, (group, own) in enumerate(pairs if required is not None else ()):
             if lacking := (_NEEDED & own.keys()) - group.keys():
                 yield f"group {number} {_lacks(lacking, optimizer)}"
-            names, count = group.get("param_names"), len(own["params"])
-            if names is not None and len(names) != count:
-                yield f"group {number} has {len(names)} param_names for {count} parameters"
             for name in sorted(own.keys() & group.keys() - {"params", "param_names"}):
                 if found := option_problem(name, group[name], own[name]):
                     yield f"{name} of group {number} {found}"
@@ -189,6 +186,9 @@ def _structure_problems(state_dict: Any, groups: Sequence[Mapping[str, Any]]) ->
                 f"group {number} has {len(ids)} parameters, expected {len(own['params'])}, the "
                 f"size of optimizer's group"
             )
+        names = group.get("param_names") or ids
+        if not isinstance(names, list | tuple) or len(names) != len(ids):
+            yield f"group {number} has param_names {names!r:.200} for {len(ids)} parameters"
         for index in ids:
             if not isinstance(state.get(index, {}), Mapping):
                 yield f"the state of parameter {index} is {state[index]!r:.200}, expected a dict"

@@ -53,11 +53,11 @@ def refresh_master(param: Tensor, state: dict[str, Any]) -> None:
 
 
 def keep_up(param: Tensor, state: dict[str, Any]) -> None:
-    """Makes an fp32 master weight what the parameter is now, unless it rounds to the parameter."""
+    """Makes those elements of an fp32 master weight what they are now that do not round to it."""
     if MASTER in state:
-        local, master = local_tensor(param), local_tensor(state[MASTER])
-        if not torch.equal(local, master.to(local.device, local.dtype)):
-            refresh_master(param, state)
+        master = local_tensor(state[MASTER])
+        local = local_tensor(param).to(master.device)
+        master.copy_(torch.where(master.to(local.dtype) == local, master, local))
 
 
 def weight_of(param: Tensor, state: dict[str, Any]) -> Tensor:

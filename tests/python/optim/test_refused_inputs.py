@@ -164,11 +164,23 @@ def test_a_moment_that_was_taken_away_is_missed(moment: str) -> None:
     train([optimizer], [params], 2)
     taken = optimizer.state[params[1]].pop(moment)
     before = snapshot(optimizer)
-    with pytest.raises(ValueError, match=rf"shape \(2, 4\) has a step count and no {moment}"):
+    with pytest.raises(ValueError, match=rf"parameter 1 has a step count and no {moment}"):
         optimizer.step()
     assert snapshot(optimizer) == before
+    with pytest.raises(ValueError, match=rf"parameter 1 has a step count and no {moment}"):
+        optimizer.init_state()
     optimizer.state[params[1]][moment] = taken
     optimizer.step()
+
+
+def test_codes_whose_scales_were_taken_away_are_missed() -> None:
+    params = make_params([(2, 64)])
+    optimizer = OURS["AdamW"](params, state_dtype="int8")
+    train([optimizer], [params], 2)
+    for name in ("exp_avg_scale_v2", "exp_avg_sq_scale_v2"):
+        del optimizer.state[params[0]][name]
+    with pytest.raises(ValueError, match="has a step count and no exp_avg_scale_v2"):
+        optimizer.step()
 
 
 def test_duplicate_parameters_are_refused() -> None:

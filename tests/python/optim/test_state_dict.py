@@ -249,7 +249,7 @@ BAD_DICTS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "infinite step": (replaced("step", math.inf), "step"),
     "half a step": (replaced("step", 2.5), "step"),
     "a step too large": (replaced("step", 10**400), "step"),
-    "too few names": (one_name, "1 param_names for"),
+    "too few names": (one_name, r"param_names \['p0'\] for"),
     "flat": (flattened, "as containers have it"),
 }
 
