@@ -27,6 +27,7 @@ from torchopt_ext.optim.hooks import HookedStep, run_hooks
 from torchopt_ext.optim.local import local_tensor
 from torchopt_ext.optim.norm_in_backward import NormInBackward
 from torchopt_ext.optim.planned import PlannedStep
+from torchopt_ext.optim.quantized import SCALES
 from torchopt_ext.optim.step import fused_step
 from torchopt_ext.optim.storage import (
     MASTER,
@@ -271,6 +272,7 @@ class FusedAdam(HookedStep, PlannedStep):
         """
         hooked = run_hooks(self, "load_state_dict_pre", state_dict.copy())
         loaded = read_indexed(hooked, self.param_groups)
+        loaded.slots = [self._without_fillers(slot) for slot in loaded.slots]
         raise_problems(loaded.problems(self))
         self.take_loaded(loaded, loaded.counted)
         run_hooks(self, "load_state_dict_post")
@@ -281,7 +283,7 @@ class FusedAdam(HookedStep, PlannedStep):
         Args:
             counted: the largest step count of a parameter, on any rank.
         """
-        own = [slot.param for slot in loaded.slots if MASTER in self._own_masters(slot)]
+        own = [slot.param for slot in loaded.slots if self._own(slot, [MASTER])]
         state = loaded.foreign | {
             slot.param: {
                 name: converted(name, value, slot.param, self._storage)
@@ -295,22 +297,33 @@ class FusedAdam(HookedStep, PlannedStep):
         self.load_control(loaded.control, counted, made)
         self._loaded_from_itself = own
 
-    def _own_masters(self, slot: Slot) -> list[str]:
-        """The kinds of master weights that are this optimizer's tensors."""
+    def _without_fillers(self, slot: Slot) -> Slot:
+        """Leaves out entries that are this optimizer's own beside those that they would replace.
+
+        torch's set_optimizer_state_dict hands them over where a full state dict has none.
+        """
+        fillers = self._own(slot, MASTERS)
+        if len(MASTERS.keys() & slot.entry.keys()) == len(fillers):
+            fillers = []  # nothing else says the weight
+        moment = slot.entry.get("exp_avg")
+        if isinstance(moment, Tensor) and moment.is_floating_point():
+            fillers += self._own(slot, SCALES)
+        kept = {name: value for name, value in slot.entry.items() if name not in fillers}
+        return replace(slot, entry=kept)
+
+    def _own(self, slot: Slot, names: Iterable[str]) -> list[str]:
+        """The entries of these names that are this optimizer's own tensors."""
         own, given = self.state.get(slot.param, {}), slot.entry
         return [
-            kind
-            for kind in MASTERS.keys() & own.keys() & given.keys()
-            if local_tensor(own[kind]).data_ptr() == local_tensor(given[kind]).data_ptr()
+            name
+            for name in names
+            if isinstance(own.get(name), Tensor)
+            and isinstance(given.get(name), Tensor)
+            and local_tensor(own[name]).data_ptr() == local_tensor(given[name]).data_ptr()
         ]
 
     def _kept(self, slot: Slot) -> Mapping[str, Any]:
-        entry, own = slot.entry, self._own_masters(slot)
-        if len(MASTERS.keys() & entry.keys()) > len(
-            own
-        ):  # torch filled it in beside the loaded one
-            entry = {name: value for name, value in entry.items() if name not in own}
-        return fit_moments(entry, slot.param, self._storage.quantizes(slot.param))
+        return fit_moments(slot.entry, slot.param, self._storage.quantizes(slot.param))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = type(self).__new__(type(self))

@@ -184,6 +184,45 @@ def test_masters_that_a_full_state_dict_lacks_are_the_models(
     assert_same_bits(exact_weights(model, optimizer), masters)
 
 
+@pytest.mark.parametrize("kept", ["fp32", "remainder"])
+def test_masters_of_another_kind_come_whole_through_a_full_state_dict(
+    one_rank: None, kept: str
+) -> None:
+    """torch hands over both: those of the dict and this optimizer's own."""
+    options = StateDictOptions(full_state_dict=True)
+    made = {"fp32": "remainder", "remainder": "fp32"}[kept]
+    source, model = (fp32_model(seed).to(BF16) for seed in range(2))
+    saving = FusedAdamW(source.parameters(), **ADAM, master_weights=kept)
+    loading = FusedAdamW(model.parameters(), **ADAM, master_weights=made)
+    train(source, saving, range(3))
+    saved = get_optimizer_state_dict(source, saving, options=options)
+    set_optimizer_state_dict(model, loading, saved, options=options)
+    model.load_state_dict(source.state_dict())
+    loading.param_groups[0].update(lr=0.0, weight_decay=0.0)
+    train(model, loading, [3])
+    expected = exact_weights(source, saving)
+    for mine, other in zip(exact_weights(model, loading), expected, strict=True):
+        # A tie that rounds to an even neighbour moves by its last bit (numerics.md, section 7).
+        torch.testing.assert_close(mine, other, rtol=2**-23, atol=0)
+
+
+def test_float_moments_become_codes_through_a_full_state_dict(one_rank: None) -> None:
+    """torch hands over this optimizer's scales beside them."""
+    options = StateDictOptions(full_state_dict=True)
+    source, model, direct = (nn.Linear(64, 4) for _ in range(3))
+    twin = torch.optim.AdamW(source.parameters(), **ADAM)
+    train(source, twin, range(3))
+    ours = [FusedAdamW(m.parameters(), **ADAM, state_dtype="int8") for m in (model, direct)]
+    saved = get_optimizer_state_dict(source, twin, options=options)
+    set_optimizer_state_dict(model, ours[0], saved, options=options)
+    ours[1].load_state_dict(twin.state_dict())
+    for name in ("exp_avg", "exp_avg_sq", "exp_avg_scale_v2"):
+        found, expected = (
+            o.state[m.weight][name] for o, m in zip(ours, (model, direct), strict=True)
+        )
+        assert_same_bits([found], [expected])
+
+
 def test_a_models_whole_state_dict_serves() -> None:
     """Of frozen 16-bit, float64 and complex parameters it has what they are."""
     frozen = nn.Parameter(torch.ones(3).bfloat16(), requires_grad=False)
