@@ -7,7 +7,6 @@ are started when the first test asks for them and shared by the tests of this mo
 from __future__ import annotations
 
 import importlib.metadata
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -149,11 +148,8 @@ class Runs:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, rank_server: Any) -> Iterator[Runs]:
-    folder = tmp_path_factory.mktemp("torchtitan")
-    subprocess.run([sys.executable, HERE / "assets.py", folder], check=True, timeout=60)
-    with torchtitan_server(rank_server, "preload_022.py", folder) as start:
+    with torchtitan_server(rank_server, "preload_022.py", tmp_path_factory) as (folder, start):
         yield Runs(folder, start)
-    shutil.rmtree(folder)  # the checkpoints are some 70 MB each
 
 
 def slow(layout: str) -> Any:

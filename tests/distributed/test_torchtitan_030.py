@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,7 +35,6 @@ if not version.startswith("0.3."):
 
 pytestmark = pytest.mark.timeout(400)
 
-HERE = Path(__file__).parent / "torchtitan_cpu"
 INTEGRATION = "torchopt_ext.integrations.torchtitan_0_3"
 STEPS, SAVED = 10, 5
 PIPELINE = (
@@ -143,11 +139,8 @@ def entries(run: Run) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, rank_server: Any) -> Iterator[Runs]:
-    folder = tmp_path_factory.mktemp("torchtitan")
-    subprocess.run([sys.executable, HERE / "assets.py", folder], check=True, timeout=60)
-    with torchtitan_server(rank_server, "preload_030.py", folder) as start:
+    with torchtitan_server(rank_server, "preload_030.py", tmp_path_factory) as (folder, start):
         yield Runs(folder, start)
-    shutil.rmtree(folder)
 
 
 def slow(*values: Any) -> Any:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +17,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+HERE = Path(__file__).parent / "torchtitan_cpu"
 CROSSINGS = [
     *[("fsdp", layout) for layout in ("single", "ddp", "tp", "pp")],
     *[(layout, "fsdp") for layout in ("single", "tp", "pp")],
@@ -31,8 +35,13 @@ class Run:
 
 
 @contextmanager
-def torchtitan_server(rank_server: Any, preload: str, folder: Path) -> Iterator[Callable[..., str]]:
-    """Starts ranks on the CPU, without a network, in which ``preload`` has imported torchtitan."""
+def torchtitan_server(
+    rank_server: Any, preload: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Path, Callable[..., str]]]:
+    """A folder with tokenizer and data, for runs, and what starts their ranks: on the CPU, without
+    a network, and ``preload`` has imported torchtitan in them."""
+    folder = tmp_path_factory.mktemp("torchtitan")
+    subprocess.run([sys.executable, HERE / "assets.py", folder], check=True, timeout=60)
     settings = {
         "CUDA_VISIBLE_DEVICES": "",
         "GLOO_SOCKET_IFNAME": "lo",
@@ -43,7 +52,8 @@ def torchtitan_server(rank_server: Any, preload: str, folder: Path) -> Iterator[
         for name, value in settings.items():
             patch.setitem(os.environ, name, value)
         with rank_server(f"torchtitan_cpu/{preload}") as start:
-            yield start
+            yield folder, start
+    shutil.rmtree(folder)  # the checkpoints are some 70 MB each
 
 
 def read_metrics(path: Path) -> dict[int, dict[str, Any]]:

@@ -52,7 +52,7 @@ def scale_settings(**given: float | None) -> dict[str, float]:
 
 
 def expect_scale(name: str, scale: float, settings: Mapping[str, float]) -> None:
-    """Rejects a first scale that :func:`is_scale` or the limits of the settings rule out.
+    """Rejects a first scale that is none (:func:`is_scale`) or lies outside the settings' limits.
 
     Args:
         name: of the argument.
@@ -62,8 +62,8 @@ def expect_scale(name: str, scale: float, settings: Mapping[str, float]) -> None
         ValueError: says the limits.
     """
     low = max(settings["min_scale"], SMALLEST_SCALE)
-    high = settings["max_scale"] or LARGEST_SCALE
-    if not (is_scale(scale) and low <= scale <= high):
+    high = min(settings["max_scale"] or LARGEST_SCALE, LARGEST_SCALE)
+    if not low <= scale <= high:
         raise ValueError(f"Invalid {name}: {scale:g}, expected {low:g} to {high:g}")
 
 
