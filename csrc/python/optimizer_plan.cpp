@@ -43,6 +43,14 @@ double number(const char* name, py::handle value) {
   return py::reinterpret_steal<py::float_>(converted);
 }
 
+// Whether a value is true; not of a string, such as "no", which would be.
+bool flag(const char* name, const py::object& value) {
+  if (PyUnicode_Check(value.ptr()) != 0) {
+    throw py::type_error(mismatch(name, value, "a bool"));
+  }
+  return py::bool_(value);
+}
+
 // The arguments of a param group, under the keys of torch.optim.AdamW. Raises if one is missing, of
 // another type, out of its range, or a learning rate that `device` cannot read.
 GroupHyper read_group(py::handle group, at::Device device) {
@@ -62,8 +70,9 @@ GroupHyper read_group(py::handle group, at::Device device) {
   hyper.adam.beta2 = number("betas[1]", betas[py::int_(1)]);
   hyper.adam.eps = number("eps", group["eps"]);
   hyper.adam.weight_decay = number("weight_decay", group["weight_decay"]);
-  hyper.adam.maximize = py::bool_(group["maximize"]);
-  hyper.adam.decoupled_weight_decay = py::bool_(group["decoupled_weight_decay"]);
+  hyper.adam.maximize = flag("maximize", group["maximize"]);
+  hyper.adam.decoupled_weight_decay =
+      flag("decoupled_weight_decay", group["decoupled_weight_decay"]);
   check_hyper(hyper.adam);
   return hyper;
 }

@@ -51,8 +51,11 @@ TEST(Adam, SameBitsHoweverAStepIsMade) {
       if (c.layout.amsgrad && c.layout.state == DType::kInt8) {
         continue;
       }
-      for (const int64_t numel : {1, 31, 513, 640, 4700}) {  // 640: whole groups
+      for (int64_t numel : {1, 31, 513, 640, 4700}) {  // 640: whole groups
         ++variant;
+        if (numel == 4700 && variant % 2 != 0) {
+          numel = 1500;  // one chunk: several take most of this test's time
+        }
         c.row_length = numel;
         c.seed = static_cast<unsigned>(variant);
         for (size_t a = 0; a < c.offsets.size(); ++a) {
@@ -102,11 +105,11 @@ TEST(Adam, SameBitsWhereverArraysStart) {
 TEST(Adam, SameBitsOverManyChunks) {
   for (const uint32_t track : {0u, 1u, 2u, 4u, 7u}) {
     Case c{.layout = layout_of(AdamKind::kBFloat16Remainder)};
-    c.rows = 71;
+    c.rows = 35;
     c.row_length = 1999;
     c.options.track = track;
     expect_same_bits(c, 2);
-    expect_same_bits({.options = {.track = track}, .rows = 71, .row_length = 1999}, 2);
+    expect_same_bits({.options = {.track = track}, .rows = 35, .row_length = 1999}, 2);
     c.layout.state = DType::kInt8;  // groups end with their rows
     expect_same_bits(c, 2);
     c.row_length = 150;                                    // three groups: tiles end within rows

@@ -149,6 +149,7 @@ def test_table_targets_and_chart(report: ModuleType, tmp_path: Path) -> None:
 
 
 @pytest.mark.newest_torch
+@torch.compiler.set_stance("force_eager")  # torchao's steps compile themselves, for half a minute
 def test_measurements_run_on_the_cpu(report: ModuleType) -> None:
     """Their Python, at tiny sizes; the times mean nothing."""
     torch.set_num_threads(1)

@@ -210,6 +210,8 @@ def converted(source: Checkpoint, weights: Weights, options: Any) -> dict[str, N
         if not kinds or (kinds == ["exp_avg"] and mixed and not weights.given):
             continue  # no parameter of Adam's; or one of 32 bits beside those of 16
         entries.append(own[kinds[0]])
+    if not entries:
+        raise CommandError(f"{options.input} has no moments of Adam, which master weights go with")
     weights.find(entries, wanted)
     for entry in entries:
         path = source.paths[entry.key]

@@ -175,8 +175,8 @@ def _total_steps(config: Any, training_steps: int) -> int:
 def _schedule(
     config: Any, total_steps: int, min_factor_name: str, generation: int
 ) -> Callable[[int], Any]:
-    total = int(_number("training steps", total_steps))
-    warmup = int(_number("warmup_steps", config.warmup_steps))
+    total = _count("training steps", total_steps)
+    warmup = _count("warmup_steps", config.warmup_steps)
     min_factor = _number(min_factor_name, getattr(config, min_factor_name), maximum=1.0)
     if config.decay_type not in DECAY_TYPES:
         raise ValueError(f"decay_type is {config.decay_type!r}, expected one of {DECAY_TYPES}")
@@ -212,3 +212,10 @@ def _number(name: str, value: float, maximum: float = math.inf) -> float:
     if not (math.isfinite(value) and 0 <= value <= maximum):
         raise ValueError(f"{name} is {value}, expected a finite number from 0 to {maximum:g}")
     return value
+
+
+def _count(name: str, value: float) -> int:
+    count = int(_number(name, value))
+    if count != value:
+        raise ValueError(f"{name} is {value}, expected a whole number")
+    return count

@@ -270,9 +270,12 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
     def _post_init(self, all_params: list[nn.Parameter], optimizer_kwargs: dict[str, Any]) -> None:
         """Make this container an Optimizer itself, with hooks and defaults of its own."""
         number = 0
+        named = chain(*(part.named_parameters() for part in self.model_parts))
+        names: dict[torch.Tensor, str] = {param: unwrapped(name) for name, param in named}
         for optimizer in self.optimizers:
             if isinstance(optimizer, FusedAdam):
                 optimizer.first_parameter_number = number
+                optimizer.parameter_names = names
             number += sum(len(group["params"]) for group in optimizer.param_groups)
         # Schedulers such as OneCycleLR look for betas among the defaults.
         own = self.optimizers[0].defaults if self.optimizers else {}

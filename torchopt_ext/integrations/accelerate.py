@@ -51,7 +51,7 @@ class FusedAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         self._asked = False
         result = super().step(closure)
         if self._norm is not None:
-            self._norm.copy_(self.control.live("grad_norm"))
+            self._norm.copy_(self.control.grad_norm)  # NaN if the step measured none
             self._norm = None
         return result
 

@@ -21,6 +21,7 @@ from torchopt_ext.mixed_precision.base_optimizer import BaseOptimizer
 from torchopt_ext.mixed_precision.dynamic_grad_scaler import DynamicGradScaler
 from torchopt_ext.mixed_precision.master_weights import MasterWeights
 from torchopt_ext.optim import FusedAdam
+from torchopt_ext.optim.arguments import expect_numbers
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.control import ControlView
 from torchopt_ext.optim.hooks import inner_step, run_hooks
@@ -129,13 +130,14 @@ class FSDPadaptOptimizer(BaseOptimizer):
             max_norm: of all gradients; 0 or less for no clipping.
 
         Raises:
-            TypeError: ``model`` is a number.
+            TypeError: ``model`` is a number, or ``max_norm`` is none.
             ValueError: ``max_norm`` is NaN.
         """
         if isinstance(model, Real):
             raise TypeError(
                 f"model is {model!r}; the threshold is clip_grad_norm(max_norm={model!r})"
             )
+        expect_numbers(max_norm=max_norm)
         if math.isnan(max_norm):
             raise ValueError("Invalid max_norm: nan; 0 or less leaves gradients alone")
         self._clip_grad_norm = float(max_norm)
@@ -339,10 +341,20 @@ class FSDPadaptOptimizer(BaseOptimizer):
     @torch.no_grad()
     def load_checked(self, states: dict[str, Any], weights: list[Tensor]) -> None:
         """Takes what :meth:`check_state_dict` has returned."""
-        if self._base is self.optim:
-            self.optim.load_state_dict(states["base_optim_states"])
+        base = states["base_optim_states"]
+        if isinstance(self._base, MasterWeights):
+            ids = chain(*(group["params"] for group in base["param_groups"]))
+            saved = dict(zip(params_of(self._base), zip(ids, weights, strict=True), strict=True))
+
+            def had_master(param: Tensor) -> bool:  # unfrozen after the start, by its run or this
+                index, weight = saved[param]
+                began = param.requires_grad or bool(base["state"].get(index))
+                return began and is_steppable(param) and weight.dtype == torch.float32
+
+            self._base.give_masters(had_master)
+            load_whole(self.optim, base)
         else:
-            load_whole(self.optim, states["base_optim_states"])
+            self.optim.load_state_dict(base)
         self._base.set_weights(zip(params_of(self._base), weights, strict=True))
         self.grad_scaler.load_state_dict(states["grad_scaler"])
         run_hooks(self, "load_state_dict_post")
@@ -407,6 +419,8 @@ def reject_base(optimizer: Any) -> None:
 def scaler_config(given: Mapping[str, Any] | None, params: list[Tensor]) -> dict[str, Any]:
     """DynamicGradScaler's arguments."""
     if given is not None:
+        if not isinstance(given, Mapping):
+            raise TypeError(f"grad_scal_cfg is {given!r:.200}, expected a mapping")
         config = dict(given)
         nested = config.pop("fp16", {})
         return {"dtype": torch.float16 if nested else torch.bfloat16, **nested, **config}

@@ -14,7 +14,7 @@ from torchopt_ext.optim.arguments import expect_numbers
 from torchopt_ext.optim.context import StepContext, taken_grad_scale
 from torchopt_ext.optim.hooks import HookedStep, step_in
 from torchopt_ext.optim.local import moved
-from torchopt_ext.optim.loss_scale import LossScale, expect_scale, scale_settings
+from torchopt_ext.optim.loss_scale import LossScale, expect_scale, is_scale, scale_settings
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -186,7 +186,15 @@ class GradScaler(torch.amp.GradScaler):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state dict of this class or of torch.amp.GradScaler."""
+        """Loads a state dict of this class or of torch.amp.GradScaler.
+
+        Raises:
+            TypeError, ValueError: a value is no number, or the scale no scale. Nothing is changed.
+        """
+        if self._enabled and state_dict:
+            expect_numbers(**state_dict)
+            if not is_scale(float(state_dict["scale"])):
+                raise ValueError(f"scale is {state_dict['scale']!r}, expected a positive number")
         super().load_state_dict(state_dict)
         self._init_hysteresis_tracker = int(state_dict.get("_hysteresis_tracker", 0))
         if self._loss_scale is not None:

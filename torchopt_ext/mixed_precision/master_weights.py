@@ -7,7 +7,7 @@ masters, lets the optimizer step, and rounds the masters to the parameters.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -112,6 +112,15 @@ class MasterWeights(Controlled):
             }
         return master
 
+    def give_masters(self, needs: Callable[[Tensor], bool]) -> None:
+        """Gives one to the 16-bit parameters without that need one."""
+        for own, group in zip(self.param_groups, self.optim.param_groups, strict=True):
+            held = group["params"]
+            for i, param in enumerate(own["params"]):
+                if held[i] is param and param.dtype in SIXTEEN_BIT and needs(param):
+                    held[i] = self._master_of(param)
+        self._table = None
+
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Every parameter of the model, and what the optimizer steps for it."""
         for own, group in zip(self.param_groups, self.optim.param_groups, strict=True):
@@ -197,11 +206,7 @@ class MasterWeights(Controlled):
         if table is None or not all(map(operator.is_, groups, table.groups)):
             table = _Table(own, self.optim)
         if table.unfrozen():
-            for params, held in zip(own, groups, strict=True):
-                for i, param in enumerate(params):
-                    frozen = held[i] is param and param.dtype in SIXTEEN_BIT
-                    if frozen and param.grad is not None:
-                        held[i] = self._master_of(param)
+            self.give_masters(lambda param: param.grad is not None)
             table = _Table(own, self.optim)
         self._table = table
         table.take_gradients()

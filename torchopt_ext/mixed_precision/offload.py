@@ -45,6 +45,7 @@ def offload_fsdp_optimizer(
             processes can have it.
 
     Raises:
+        TypeError: ``optimizer`` is none.
         ValueError: there is no such kind to include.
         RuntimeError: a step of the optimizer, an :class:`FSDPadaptOptimizer`, is under way.
     """
@@ -93,9 +94,12 @@ def optimizer_on_device(
 
 def _offloader_of(optimizer: Any) -> Offloader:
     """The optimizer's, made when it is first asked for."""
-    if getattr(optimizer, "_offloader", None) is None:
-        optimizer._offloader = Offloader(optimizer)
-    return optimizer._offloader
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"expected a torch.optim.Optimizer, got a {type(optimizer).__name__}")
+    owner: Any = optimizer
+    if getattr(owner, "_offloader", None) is None:
+        owner._offloader = Offloader(optimizer)
+    return owner._offloader
 
 
 def check_kinds(include: Collection[str]) -> None:

@@ -350,6 +350,7 @@ class FusedAdam(HookedStep, PlannedStep):
             "_settings": self._settings,
             "_blocks": self._blocks,
             "_norm_measured": self._norm_measured,
+            "_digests": self._seen_digests(),
             "verdict": self.verdict,
             "norm_in_backward": self.norm_in_backward,
         }
@@ -360,7 +361,7 @@ class FusedAdam(HookedStep, PlannedStep):
             for key, default in self.defaults.items():
                 group.setdefault(key, default)
         self._forget_plan()
-        self._digests = {}
+        self._digests = state.get("_digests", {})
         self._mark_control()
         if self.norm_in_backward is not None:
             self.norm_in_backward.watch(p for group in self.param_groups for p in group["params"])

@@ -13,6 +13,7 @@ from torchopt_ext.optim.arguments import expect_numbers
 
 KINDS = ("norm", "bias", "vector", "embedding")
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
+_BIAS = re.compile("(^|_)bias(_|$)|bias$")
 _NORM_IN_NAME = re.compile("(Norm|norm|NORM)(?![a-z])")
 """Names of others' norms: LlamaRMSNorm, LayerNormFP32 and Rmsnorm, but not NormedBlock."""
 
@@ -35,11 +36,12 @@ def param_groups(
         weight_decay: of the groups that decay; the others have 0.
         no_decay: what does not decay. "norm": parameters of torch's norms, of any shape, and the
             vectors of modules whose class name has the word "Norm" (LlamaRMSNorm). "bias":
-            parameters whose own name is or ends in "bias". "vector": parameters of fewer than two
-            dimensions, such as gates and scales. "embedding": weights of Embedding and
-            EmbeddingBag, also where they are tied to an output layer. Anything else is a regular
-            expression, searched for in the names of parameters. The default makes nanoGPT's and
-            Megatron-LM's groups; transformers' Trainer lets vectors decay that are neither.
+            parameters whose own name has the word "bias" or ends in it (bias_ih_l0). "vector":
+            parameters of fewer than two dimensions, such as gates and scales. "embedding": weights
+            of Embedding and EmbeddingBag, also where they are tied to an output layer. Anything
+            else is a regular expression, searched for in the names of parameters. The default makes
+            nanoGPT's and Megatron-LM's groups; transformers' Trainer lets vectors decay that are
+            neither.
         lr: the learning rate that multipliers multiply; without it groups have the optimizer's.
         lr_multipliers: regular expressions, searched for in the names of parameters, and the
             factors of their learning rates; the first that is found decides.
@@ -119,7 +121,7 @@ def _kinds(module: nn.Module, name: str, param: nn.Parameter) -> Iterator[str]:
     named_norm = _NORM_IN_NAME.search(type(module).__name__) and long <= 1
     if isinstance(module, _NORMS) or named_norm:
         yield "norm"
-    if name.endswith("bias"):
+    if _BIAS.search(name):
         yield "bias"
     if param.ndim < 2:
         yield "vector"

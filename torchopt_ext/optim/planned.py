@@ -41,6 +41,8 @@ class PlannedStep(Controlled, Optimizer):
     first_parameter_number = 0
     # Parameters that are parts of a larger model's, and where: set by ZeroRedundancyOptimizer.
     parameter_places: Mapping[Tensor, Place] = {}
+    # For messages and telemetry, of groups without param_names: set by containers.
+    parameter_names: Mapping[Tensor, str] = {}
     _storage: Storage
     _options: param_state.PlanOptions
     _built: _Built | None = None
@@ -97,15 +99,19 @@ class PlannedStep(Controlled, Optimizer):
             raise TypeError(f"parameter {name!r} of {type(self).__name__} {found}")
 
     def _mark_control(self) -> None:
-        """Gives the first state the entry for the control's fields, if they are to be saved.
+        """Gives the first parameter's state the entry for the control's fields, if they are saved.
 
-        torch's set_optimizer_state_dict takes from a flat dict only the entries that state has.
+        torch's set_optimizer_state_dict takes from a dict only the entries that state has: the
+        first parameter's, of the groups, whichever had the first gradient.
         """
         if self.keeps_counts:
-            for entry in self.state.values():
-                if isinstance(entry, dict) and "step" in entry:
-                    entry.setdefault(CONTROL_KEY, {})
-                    return
+            named = param_state.named_group_params(self)
+            entries = [self.state.get(param) for *_, param in named]
+            states = [entry for entry in entries if isinstance(entry, dict) and "step" in entry]
+            for entry in states[:1]:
+                entry.setdefault(CONTROL_KEY, {})
+            for entry in states[1:]:
+                entry.pop(CONTROL_KEY, None)
 
     def _set_control(self, **fields: float) -> None:
         super()._set_control(**fields)
@@ -218,14 +224,17 @@ class PlannedStep(Controlled, Optimizer):
     def _forget_plan(self) -> None:
         self._copied_before, self._built = self.gradients_copied, None
 
+    def _seen_digests(self) -> Mapping[Tensor, Tensor]:
+        """The digests of the last steps by parameter, of those without gradient in them as well."""
+        if self._built is None or not self._options.track & TRACKED["digest"]:
+            return self._digests
+        params = (param for _, param in self._built.named)
+        return dict(zip(params, self.telemetry.digests, strict=True))
+
     @torch.no_grad()
     def _rebuild(self) -> _Built:
-        if self._built is not None:
-            plan, named = self._built.plan, self._built.named
-            if self._options.track & TRACKED["digest"]:
-                seen = telemetry_of(plan, named, self._options.track).digests
-                self._digests = dict(zip((param for _, param in named), seen, strict=True))
-            self._forget_plan()
+        self._digests = self._seen_digests()
+        self._forget_plan()
         for param in self._loaded_from_itself:
             keep_up(param, self.state.get(param, {}))
         self._loaded_from_itself = ()

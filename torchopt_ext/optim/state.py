@@ -23,8 +23,9 @@ SMALL = 1 << 16  # elements; in larger ones the prefetcher has time to start
 
 def named_group_params(optimizer: Optimizer) -> Iterator[tuple[int, dict[str, Any], str, Tensor]]:
     """(group index, group, name or "", parameter) of every parameter, in order."""
+    known: Mapping[Tensor, str] = getattr(optimizer, "parameter_names", {})
     for index, group in enumerate(optimizer.param_groups):
-        names = group.get("param_names") or [""] * len(group["params"])
+        names = group.get("param_names") or [known.get(param, "") for param in group["params"]]
         for name, param in zip(names, group["params"], strict=True):
             yield index, group, name, param
 

@@ -131,7 +131,7 @@ def log_to(
         writer: what has ``add_scalar(tag, value, step)``, or is called with a dict, in which
             ``step`` is an entry. Give it on one rank only; nothing is communicated.
         optimizer: FusedAdam, FusedAdamW, or ZeroRedundancyOptimizer or a container with such; or
-            FSDPadaptOptimizer.
+            FSDPadaptOptimizer; or what Accelerate or Lightning has made of one.
         every: steps, skipped ones included.
         first_step: steps that were made before, such as by the run that this one continues.
         prefix: of all names.
@@ -143,6 +143,8 @@ def log_to(
         TypeError: the optimizer decides nothing, or the writer is neither; a count is no integer.
         ValueError: ``every`` is not positive.
     """
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inner  # of Accelerate's or Lightning's wrapper
     if not hasattr(optimizer, "control"):
         raise TypeError(f"a {type(optimizer).__name__} has no control to log")
     if not (callable(writer) or hasattr(writer, "add_scalar")):

@@ -58,7 +58,7 @@ class Telemetry:
         """int64: order-independent digest of weight and moments after the step, modulo 2**64.
 
         Weights are fp32 masters where there are some. Of a parameter without gradient that of its
-        last step.
+        last step, and 0 until its next one after ``load_state_dict``.
         """
         return self._tracked("digest", self._counts[:, 1])
 

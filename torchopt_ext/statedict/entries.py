@@ -1,6 +1,7 @@
 """Entries of a parameter's state: what each kind must be, and how it is kept."""
 
 import copy
+import math
 from collections.abc import Mapping
 from numbers import Real
 from typing import Any
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchopt_ext._torch import is_dtensor
-from torchopt_ext.optim.local import local_tensor, placed, same_placement
+from torchopt_ext.optim.local import inner_tensors, local_tensor, placed, same_placement
 from torchopt_ext.optim.quantized import SCALES
 from torchopt_ext.optim.storage import MASTER, REMAINDER, REMAINDER8, Storage
 
@@ -147,6 +148,8 @@ def tensor_problem(value: Any, param: Tensor, dtype: torch.dtype | None = None) 
     fits = local.is_complex() if param.is_complex() else local.is_floating_point()
     if dtype is not None:
         fits = local.dtype == dtype
+    if inner_tensors(local):
+        return f"is a {type(local).__name__}, expected a plain tensor"
     if not fits or local.layout is not torch.strided or local.is_meta:
         return (
             f"is {local.dtype}, {local.layout}, on {local.device}; expected a dense "
@@ -164,6 +167,17 @@ def was_cast(master: Any, param: Tensor) -> bool:
         and master.dtype == param.dtype
         and param.dtype in (torch.bfloat16, torch.float16)
     )
+
+
+def was_rounded(name: str, value: Any, param: Tensor) -> bool:
+    """Whether torch's load_state_dict may have made another number of a control block's field.
+
+    A loss scale may be any number that is not too large.
+    """
+    if not was_cast(value, param):
+        return False
+    exact = math.inf if name == "loss_scale" else 2 / torch.finfo(param.dtype).eps
+    return not value.item() < exact
 
 
 def option_problem(name: str, value: Any, live: Any) -> str | None:

@@ -117,8 +117,11 @@ def read_weights(
         keeps: whether a parameter has a master weight; of those that are trained none may lack.
 
     Raises:
+        TypeError: ``given`` is no mapping.
         ValueError: what is missing or does not fit.
     """
+    if not isinstance(given, Mapping):
+        raise TypeError(f"got a {type(given).__name__}, expected weights by parameter or name")
     pairs, problems = [], []
     known = set()
     for number, (name, param) in enumerate(named):

@@ -259,6 +259,8 @@ def test_compat_is_seed_or_nothing(optimizers):
         ({"min_factor": math.nan}, "(lr_min|min_lr_factor) is nan"),
         ({"min_factor": 1.5}, r"(lr_min|min_lr_factor) is 1\.5, expected .* from 0 to 1"),
         ({"steps": -5}, "training steps is -5"),
+        ({"steps": 10.5}, r"training steps is 10\.5, expected a whole number"),
+        ({"warmup_steps": 2.5}, r"warmup_steps is 2\.5, expected a whole number"),
         ({"steps": math.nan}, "training steps is nan"),
     ],
 )

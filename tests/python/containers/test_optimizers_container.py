@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import (
@@ -14,7 +15,11 @@ from torch.optim.optimizer import (
 )
 
 from torchopt_ext import FusedAdamW
-from torchopt_ext.containers import LRSchedulersContainer, OptimizersContainer
+from torchopt_ext.containers import (
+    LRSchedulersContainer,
+    OptimizersContainer,
+    OptimizersInBackwardContainer,
+)
 
 
 def test_is_an_optimizer_and_stateful_with_one_optimizer_per_part(choice, parts):
@@ -474,13 +479,31 @@ def test_a_rejected_step_changes_no_part(parts, set_grads, assert_same):
     set_grads(parts, 0)
     weight = parts[1].layers["2"][0].weight
     weight.grad = torch.eye(5).to_sparse()
-    with pytest.raises(RuntimeError, match="has layout Sparse"):
+    with pytest.raises(RuntimeError, match=r"gradient 0 \('layers.2.0.weight'\) has layout Sparse"):
         container.step()
     for part, other in zip(parts, before, strict=True):
         assert_same(part, other)
     weight.grad = torch.eye(5)
     container.step()
     assert {float(state["step"]) for state in container.state.values()} == {1.0}
+
+
+@pytest.mark.parametrize("cls", [OptimizersContainer, OptimizersInBackwardContainer])
+def test_inner_optimizers_know_the_models_names(model, cls):
+    """For their messages and their telemetry; activation checkpointing's own do not count."""
+    plain = [name for name, _ in model.named_parameters()]
+    model.layers["0"] = checkpoint_wrapper(model.layers["0"])
+    container = cls([model], FusedAdamW, {"lr": 1e-2, "track": True})
+    names = [name for optimizer in container for name in named(optimizer)]
+    assert names == plain
+    assert all("param_names" not in group for group in container.param_groups)
+
+
+def named(optimizer):
+    for param in optimizer.param_groups[0]["params"]:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    return optimizer.telemetry.names
 
 
 @pytest.mark.parametrize("norm", [None, 1.0])

@@ -1,5 +1,7 @@
 """The examples are scripts that import one another by name from their own folder."""
 
+import fcntl
+import os
 import re
 import shutil
 import subprocess
@@ -35,18 +37,31 @@ def cmake(*arguments: str) -> str:
 
 @pytest.fixture(scope="session")
 def cpp_programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of what tests/python/cpp/CMakeLists.txt builds against the installed package."""
-    build = tmp_path_factory.mktemp("cpp")
+    """The folder of what tests/python/cpp/CMakeLists.txt builds against the installed package.
+
+    Processes of pytest-xdist share it: the first builds, and others find everything up to date.
+    """
+    base = tmp_path_factory.getbasetemp()
+    build = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cpp"
+    build.mkdir(exist_ok=True)
+    with open(build / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        build_programs(build)
+    return build
+
+
+def build_programs(build: Path) -> None:
     page = (EXAMPLES.parent / "docs" / "cpp.md").read_text()
     for i, block in enumerate(re.findall(r"```cpp\n(.*?)```", page, flags=re.DOTALL)):
-        (build / f"block_{i}.inc").write_text(block)  # for documented.cpp
+        included = build / f"block_{i}.inc"  # by documented.cpp
+        if not included.exists():
+            included.write_text(block)
     prefixes = f"{torchopt_ext.cmake_prefix_path};{torch.utils.cmake_prefix_path}"
     source = Path(__file__).resolve().parents[1] / "cpp"
     root = Path(torch.__file__).parent
     settings = [f"-DCMAKE_PREFIX_PATH={prefixes}", f"-DTORCH_ROOT={root}"]
     cmake("-S", str(source), "-B", str(build), *settings)
     cmake("--build", str(build), "--parallel", "2")
-    return build
 
 
 @pytest.fixture

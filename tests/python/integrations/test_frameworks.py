@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_module
 from torch.optim.lr_scheduler import LambdaLR
 
-from torchopt_ext import FSDPadaptOptimizer, FusedAdamW, GradScaler, param_groups
+from torchopt_ext import FSDPadaptOptimizer, FusedAdamW, GradScaler, log_to, param_groups
 
 STEPS, SKIPPED = 6, 2
 WITHOUT = "the frameworks are installed with torch 2.15"
@@ -210,6 +210,19 @@ def test_accelerate_clips_in_the_steps_that_are_asked_to(accelerator: Any) -> No
         prepared.step()
         assert prepared.max_grad_norm == 5.0
         accelerator.free_memory()
+
+
+def test_accelerate_reports_norms_that_were_measured(accelerator: Any) -> None:
+    model, prepared = accelerator.prepare(model := new_model(), FusedAdamW(model.parameters()))
+    logged: list[dict[str, float]] = []
+    log_to(logged.append, prepared, every=1, prefix="")
+    for threshold in (0.3, None):
+        accelerator.backward(model(*batches()[0])["loss"])
+        norm = accelerator.clip_grad_norm_(model.parameters(), threshold)
+        prepared.step()
+        assert norm.isnan() == (threshold is None)
+    assert logged[0]["grad_norm"] > 0.3 and logged[0]["clip_factor"] < 1
+    assert "grad_norm" not in logged[1]
 
 
 def test_accelerate_leaves_other_optimizers_alone(accelerator: Any) -> None:

@@ -110,20 +110,22 @@ def test_what_is_no_optimizer(wrong: Any) -> None:
 
 @every_kind
 @pytest.mark.parametrize(
-    "config",
+    ("given", "problem"),
     [
-        {"growth_fcator": 2.0},
-        {"fp16": {"initial_scal": 2.0}},
-        {"dtype": FP16, "growth_factor": 1.0},
+        ({"grad_scal_cfg": {"growth_fcator": 2.0}}, "growth_fcator"),
+        ({"grad_scal_cfg": {"fp16": {"initial_scal": 2.0}}}, "initial_scal"),
+        ({"grad_scal_cfg": {"dtype": FP16, "growth_factor": 1.0}}, "growth_factor is 1.0"),
+        ({"grad_scal_cfg": 3}, "grad_scal_cfg is 3, expected a mapping"),
+        ({"clip_grad_norm": "1.0"}, "max_norm is '1.0', expected a number"),
     ],
     ids=str,
 )
-def test_configurations_of_the_scaler(kind: str, config: Any) -> None:
-    """A name that means nothing is an error; the base stays what it was."""
+def test_arguments(kind: str, given: dict[str, Any], problem: str) -> None:
+    """A name or type that means nothing is an error; the base stays what it was."""
     params = parameters(BF16, SHORT)
     base = BASES[kind][0](params)
-    with pytest.raises((TypeError, ValueError, AssertionError)):
-        FSDPadaptOptimizer(base, grad_scal_cfg=config)
+    with pytest.raises((TypeError, AssertionError), match=problem):
+        FSDPadaptOptimizer(base, **given)
     assert [id(p) for p in base.param_groups[0]["params"]] == [id(p) for p in params]
     assert_same_bits(params, parameters(BF16, SHORT))
     train(FSDPadaptOptimizer(base), params, [0])

@@ -12,9 +12,13 @@ from ..optim.subject import assert_same_bits, bits
 from .training import (
     BASES,
     BF16,
+    DYNAMIC,
     FP16,
     FP32,
+    SHORT,
     content,
+    ours_of,
+    parameters,
     train,
     trained,
     weights_of,
@@ -115,6 +119,31 @@ def test_row_18_loading_takes_other_dtypes_of_the_same_values(kind: str) -> None
     assert_same_bits(others, params)
     assert_same_bits(weights_of(other), weights_of(ours))
     assert all(w.dtype == FP32 for w in weights_of(other))
+
+
+@every_base
+@pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen again"])
+def test_parameters_unfrozen_late_resume_to_the_bit(kind: str, frozen: bool) -> None:
+    """The job that goes on may train them from the start, or have them frozen still."""
+
+    def begun() -> tuple[Any, Any]:
+        params = parameters(BF16, SHORT)
+        params[0].requires_grad_(False)
+        return params, ours_of(kind, params, grad_scal_cfg=DYNAMIC)
+
+    params, ours = begun()
+    train(ours, params[1:], range(2))
+    params[0].requires_grad_(True)
+    train(ours, params, range(2, 5))
+    saved = ours.state_dict(snapshot=True)
+    others, other = begun()
+    others[0].requires_grad_(not frozen)
+    other.load_state_dict(saved)
+    others[0].requires_grad_(True)
+    for optimizer, mine in ((ours, params), (other, others)):
+        train(optimizer, mine, range(5, 8))
+    assert_same_bits(others, params)
+    assert_same_bits(weights_of(other), weights_of(ours))
 
 
 def test_a_state_dict_of_another_base_moves_over() -> None:

@@ -329,6 +329,16 @@ def test_disabled_scaler() -> None:
     pickle.loads(pickle.dumps(scaler))
 
 
+@pytest.mark.parametrize("scale", [math.nan, math.inf, 0.0, -1.0, "2"])
+def test_a_state_dict_without_a_scale(scale: Any) -> None:
+    """Multiplied by it, all gradients would be nonsense."""
+    scaler = GradScaler("cpu")
+    saved = scaler.state_dict()
+    with pytest.raises((TypeError, ValueError), match="scale is"):
+        scaler.load_state_dict(saved | {"scale": scale, "_growth_tracker": 5})
+    assert scaler.state_dict() == saved
+
+
 def test_calls_in_the_wrong_order() -> None:
     params = make_params()
     optimizer, scaler = FusedAdamW(params), GradScaler("cpu")

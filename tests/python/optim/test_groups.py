@@ -57,6 +57,17 @@ def test_rule(no_decay: tuple[str, ...], spared: set[str]) -> None:
     assert all("lr" not in group for group in groups)
 
 
+def test_biases_of_torchs_modules() -> None:
+    model = nn.ModuleDict(
+        {"lstm": nn.LSTM(4, 4), "attention": nn.MultiheadAttention(4, 2, add_bias_kv=True)}
+    )
+    named = dict(model.named_parameters())
+    spared = names(param_groups(model, no_decay=["bias"]))["no_decay"]
+    assert spared == {name for name in named if "bias" in name}
+    debiased = nn.ParameterDict({"debias_scale": torch.ones(2, 2)})
+    assert "no_decay" not in names(param_groups(debiased))
+
+
 class Vectors(nn.Module):
     def __init__(self, *shape: int) -> None:
         super().__init__()

@@ -140,7 +140,7 @@ def test_settings_of_another_type_are_refused() -> None:
     assert torch.equal(optimizer.control.live("lr_factor")._base, before)
 
 
-def test_a_group_given_three_betas_later_is_refused() -> None:
+def test_a_group_given_another_type_later_is_refused() -> None:
     params = make_params([(3,)])
     optimizer = OURS["AdamW"](params)
     optimizer.init_state()
@@ -152,6 +152,9 @@ def test_a_group_given_three_betas_later_is_refused() -> None:
     assert snapshot(optimizer) == before
     optimizer.param_groups[0].update(betas=(0.9, 0.999), eps="small")
     with pytest.raises(TypeError, match="eps is 'small', expected a number"):
+        optimizer.step()
+    optimizer.param_groups[0].update(eps=1e-8, maximize="no")
+    with pytest.raises(TypeError, match="maximize is 'no', expected a bool"):
         optimizer.step()
     assert snapshot(optimizer) == before
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 from typing import Any
@@ -284,12 +285,14 @@ def test_a_skipped_step_leaves_what_the_last_one_saw() -> None:
     assert [t.tolist() for t in (seen.grad_norms, seen.update_norms, seen.digests)] == before
 
 
-@pytest.mark.parametrize("change", ["nothing", "new parameter", "new memory"])
+@pytest.mark.parametrize("change", ["nothing", "new parameter", "new memory", "a copy"])
 def test_a_parameter_without_gradient_keeps_its_digest(change: str) -> None:
     """It holds what it held, also if the step had to look at its tensors anew."""
     params, optimizer = build("fp32", shapes=((3, 4), (7,), (600,)))
     set_gradients(params)
     optimizer.step()
+    if change == "a copy":
+        params, optimizer = copy.deepcopy((params, optimizer))
     set_gradients(params, seed=1)
     params[1].grad = None
     if change == "new memory":

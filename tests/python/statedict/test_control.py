@@ -146,6 +146,48 @@ def test_torchs_optimizer_takes_the_fields_and_its_steps_count(
     assert fields(back) == fields(optimizer) | {"steps": 9}
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_fields_that_16_bits_do_not_hold_are_left_out(dtype: torch.dtype) -> None:
+    """torch's optimizers round them to the parameter's dtype: 3003 to 3004, 65536 to infinity."""
+    model, optimizer = job(dtype=dtype)
+    optimizer.set_loss_scale(2.0**17, growth_interval=10**6)
+    train(model, optimizer, 3, overflow=1)
+    given = copy.deepcopy(optimizer.state_dict())
+    for entry in given["state"].values():
+        entry["step"].fill_(3002)
+    given["state"][0]["torchopt_ext.control"]["steps"].fill_(3003)
+    _, theirs = job(torch.optim.AdamW, dtype)
+    theirs.load_state_dict(given)
+    _, back = job(dtype=dtype)
+    back.set_loss_scale(2.0**17, growth_interval=10**6)
+    with pytest.warns(UserWarning, match=WARNING):
+        back.load_state_dict(theirs.state_dict())
+    scale = 2.0**17 if dtype == torch.float16 else 2.0**16  # begins anew, or was kept
+    expected = {"steps": 3003, "skipped_steps": 1, "loss_scale": scale}
+    assert fields(back).items() >= expected.items()
+
+
+@each_form
+@pytest.mark.parametrize("late", [(0,), (0, 1), (1,)], ids=str)
+def test_the_first_parameter_may_be_stepped_later(form: str, late: tuple[int, ...]) -> None:
+    """It was frozen, or not used: its state is the last one made, and yet has the fields."""
+    model, optimizer = job()
+    params = list(model.parameters())
+    for step in range(9):
+        train(model, optimizer, 0)
+        for i, param in enumerate(params):
+            bad = torch.inf if step == 6 else 1.0
+            param.grad = None if i in late and step < 5 else torch.full_like(param, bad)
+        optimizer.step()
+    assert [i for i, p in enumerate(params) if "torchopt_ext.control" in optimizer.state[p]] == [0]
+    other, resumed = job()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load(other, resumed, saved(model, optimizer, form), form)
+    assert fields(resumed) == fields(optimizer)
+    assert fields(resumed)["skipped_steps"] == 1
+
+
 @pytest.mark.parametrize("containers", [False, True])
 def test_a_roll_back_restores_counts_that_no_parameter_has(containers: bool) -> None:
     """Parameters that take turns have made fewer steps each than the optimizer has."""

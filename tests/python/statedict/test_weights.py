@@ -251,6 +251,8 @@ def test_names_and_masters_have_to_be_there() -> None:
         OptimizersContainer([model], torch.optim.AdamW, {}).refresh_masters(from_=given)
     model[2].requires_grad_(False)  # type: ignore[index]
     optimizer = FusedAdamW(model.named_parameters(), master_weights="fp32")
+    with pytest.raises(TypeError, match="got a list, expected weights by parameter or name"):
+        optimizer.refresh_masters(from_=[*given.values()])  # type: ignore[arg-type]
     optimizer.refresh_masters(from_=given)  # sets frozen ones, too, which have no master yet
     assert_same_bits([model[2].weight], [given["2.weight"].to(BF16)])  # type: ignore[index]
     assert len(optimizer.state) == 4
