@@ -131,8 +131,8 @@ class Bench:
         return self.row(name + types, operation, implementation, moved and moved * count, case.call)
 
     def gradients(self, name: str, dtype: torch.dtype) -> list[torch.Tensor]:
-        gc.collect()
         if self.device == "cuda":
+            gc.collect()
             torch.cuda.empty_cache()
         return gradients_of(self.sets[name], dtype, self.device)
 
