@@ -21,7 +21,7 @@ from rank_cases import run_cases  # noqa: E402
 
 from examples.byte_llama import tp_plan  # noqa: E402
 from examples.model import Transformer  # noqa: E402
-from torchopt_ext.trainer.config import JobConfig  # noqa: E402
+from torchopt_ext.trainer.config import ConfigError, JobConfig  # noqa: E402
 from torchopt_ext.trainer.distributed import (  # noqa: E402
     clip_grad_norm_,
     dist_max,
@@ -245,11 +245,21 @@ def seeds(**settings: Any) -> dict[str, Any]:
     return {"seed": torch.initial_seed()}
 
 
+def rejected(**settings: Any) -> dict[str, Any]:
+    try:
+        build(job(**settings))
+    except ConfigError as error:
+        return {"problem": str(error)}
+    raise AssertionError("it was built")
+
+
 def cases() -> dict[str, Callable[[], Any]]:
     chosen = sys.argv[2]
     named = {name: partial(compare, **settings) for name, settings in CASES[chosen].items()}
     if chosen == "data parallel":
         named |= {"seeds of replicas": seeds, "seeds of stages": partial(seeds, **{PP: 2})}
+        too_few = {PP: 2, "parallelism__pipeline_parallel_microbatch_size": BATCH}
+        named["one microbatch"] = partial(rejected, **too_few)
     return named
 
 

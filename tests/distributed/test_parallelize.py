@@ -86,6 +86,14 @@ def test_seeds(data_parallel: Results) -> None:
     assert (shared, stages) == ([100, 100], [100, 101])
 
 
+def test_too_few_microbatches(data_parallel: Results) -> None:
+    for found in each_rank(data_parallel, "one microbatch"):
+        assert (
+            "batch_size 4 in microbatches of parallelism.pipeline_parallel_microbatch_size 4"
+            in (found["problem"])
+        )
+
+
 @pytest.fixture(scope="module")
 def two_ranks(run_ranks: Callable[..., Results]) -> Results:
     return run_ranks("parallelize_worker.py", 2, "two ranks")

@@ -19,8 +19,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torchopt_ext import FusedAdamW, GradScaler
 from torchopt_ext.zero import ZeroRedundancyOptimizer, reduce_scatter_hook
 
-# Long rows that blocks cut, short rows, channels last, scalars, more ranks than rows.
-SHAPES = [(3, 9000), (70, 100), (5,), (333,), (8, 4, 3, 3), (), (2, 3, 5000), (40, 7), (1, 130)]
+# Long rows that blocks cut, short rows, channels last, scalars, more ranks than rows; and nothing,
+# in a group and so a bucket of its own.
+SHAPES = [
+    (3, 9000), (70, 100), (5,), (333,), (8, 4, 3, 3), (), (2, 3, 5000), (40, 7), (1, 130), (0, 4)
+]  # fmt: skip
 STEPS = 6
 OVERFLOW_STEP = 3
 
@@ -52,7 +55,7 @@ def gradients(model: Model, step: int, rank: int, world_size: int) -> list[Tenso
         sign = 0 if world_size % 2 and rank == world_size - 1 else 1 - 2 * (rank % 2)
         found.append((mean + sign).to(weight.dtype))
     if step == OVERFLOW_STEP and rank == 0:
-        last = found[-1]
+        last = found[-2]
         assert last is not None
         last[0, -1] = float("nan")
     return found
@@ -103,7 +106,8 @@ def build(model: Model, held: str, partition: str, **further: Any) -> Any:
     kwargs = settings(held)[1]
     groups: list[dict[str, Any]] = [
         {"params": list(model.weights)[:4], "weight_decay": 0.1},
-        {"params": list(model.weights)[4:], "weight_decay": 0.0},
+        {"params": list(model.weights)[4:-1], "weight_decay": 0.0},
+        {"params": list(model.weights)[-1:], "weight_decay": 0.2},
     ]
     if partition == "none":
         return FusedAdamW(groups, **kwargs)

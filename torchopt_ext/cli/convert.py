@@ -200,6 +200,9 @@ def converted(source: Checkpoint, weights: Weights, options: Any) -> dict[str, N
         new |= {".".join(map(str, tensor.path)): tensor for tensor in made}
     if not owners:
         raise CommandError(f"{options.input} holds no optimizer's state")
+    changes = options.state_dtype is not None or options.master_weights is not None
+    if changes and not any(MOMENTS[0] in own for own in owners.values()):
+        raise CommandError(f"{options.input} has no moments of Adam: there is nothing to convert")
     wanted = KINDS[options.master_weights or "none"]
     if wanted is None:
         return new
@@ -210,8 +213,6 @@ def converted(source: Checkpoint, weights: Weights, options: Any) -> dict[str, N
         if not kinds or (kinds == ["exp_avg"] and mixed and not weights.given):
             continue  # no parameter of Adam's; or one of 32 bits beside those of 16
         entries.append(own[kinds[0]])
-    if not entries:
-        raise CommandError(f"{options.input} has no moments of Adam, which master weights go with")
     weights.find(entries, wanted)
     for entry in entries:
         path = source.paths[entry.key]

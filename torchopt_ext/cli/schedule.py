@@ -7,7 +7,7 @@ import io
 import itertools
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,6 +34,11 @@ MOST_STEPS = 10_000_000
 TABLED = 4
 """Curves that a table has room for beside each other."""
 STYLES = ("-", "--", "-.", ":")
+DEFAULTS = {
+    "lr": "1.0", "warmup": "0", "decay_ratio": "", "decay": "linear", "min_factor": "0",
+    "generation": "2",
+}  # fmt: skip
+"""Of the options that go with --steps."""
 
 
 @dataclass(frozen=True)
@@ -65,20 +70,17 @@ def parser() -> Parser:
         "--config", action="append", default=[], metavar="TOML", help="a job of the Trainer"
     )
     made.add_argument("--steps", type=number, metavar="N", help="steps of training")
-    made.add_argument("--lr", default="1.0", metavar="LR", help="what the factor multiplies (1)")
-    made.add_argument("--warmup", default="0", metavar="N", help="whole steps of warmup (0)")
+    made.add_argument("--lr", metavar="LR", help="what the factor multiplies (1)")
+    made.add_argument("--warmup", metavar="N", help="whole steps of warmup (0)")
     made.add_argument(
         "--decay-ratio",
-        default="",
         metavar="SHARE",
         help="share of the steps in which the rate falls; from the end of the warmup if not given",
     )
-    made.add_argument("--decay", default="linear", metavar="KIND", help="linear, sqrt or cosine")
+    made.add_argument("--decay", metavar="KIND", help="linear, sqrt or cosine (linear)")
+    made.add_argument("--min-factor", metavar="SHARE", help="where the fall ends, of LR (0)")
     made.add_argument(
-        "--min-factor", default="0", metavar="SHARE", help="where the fall ends, of LR (0)"
-    )
-    made.add_argument(
-        "--generation", default="2", metavar="1|2",
+        "--generation", metavar="1|2",
         help="formula of torchtitan before 0.1, which the Trainer has, or of later ones (2)",
     )  # fmt: skip
     made.add_argument("--rows", type=number, default=11, metavar="N", help="of the table (11)")
@@ -91,9 +93,14 @@ def main(args: list[str]) -> int:
     options = parser().parse_args(args)
     if options.steps is not None and options.steps > MOST_STEPS:
         raise CommandError(f"--steps is {options.steps:,}, expected {MOST_STEPS:,} at most")
+    given = {name: getattr(options, name) for name in DEFAULTS}
+    given = {name: text for name, text in given.items() if text is not None}
+    if options.steps is None and given and options.config:
+        option = min(given).replace("_", "-")
+        raise CommandError(f"--{option} goes with --steps; a job's schedule is in its file")
     curves = [from_job(path) for path in options.config]
     if options.steps is not None:
-        curves += from_flags(options)
+        curves += from_flags(options.steps, DEFAULTS | given)
     if not curves:
         raise CommandError("give --steps, or a job by --config")
     if options.plot is not None:
@@ -129,17 +136,16 @@ def from_job(path: str) -> Curve:
     return sampled(Path(path).stem, lr, steps, schedule_from_job_config, job)
 
 
-def from_flags(options: Any) -> list[Curve]:
+def from_flags(steps: int, given: Mapping[str, str]) -> list[Curve]:
     """A curve for each combination of values, named by the values that differ."""
+    ratio = given["decay_ratio"]
     named: dict[str, list[Any]] = {
-        "lr": parts("--lr", options.lr, positive),
-        "warmup": parts("--warmup", options.warmup, whole),
-        "decay_ratio": parts("--decay-ratio", options.decay_ratio, float)
-        if options.decay_ratio
-        else [None],
-        "decay": parts("--decay", options.decay, str),
-        "min_factor": parts("--min-factor", options.min_factor, float),
-        "generation": parts("--generation", options.generation, {"1": 1, "2": 2}.__getitem__),
+        "lr": parts("--lr", given["lr"], positive),
+        "warmup": parts("--warmup", given["warmup"], whole),
+        "decay_ratio": parts("--decay-ratio", ratio, float) if ratio else [None],
+        "decay": parts("--decay", given["decay"], str),
+        "min_factor": parts("--min-factor", given["min_factor"], float),
+        "generation": parts("--generation", given["generation"], {"1": 1, "2": 2}.__getitem__),
     }
     several = [key for key, values in named.items() if len(values) > 1]
     curves = []
@@ -156,14 +162,10 @@ def from_flags(options: Any) -> list[Curve]:
             lr_min=chosen["min_factor"],
         )
         if chosen["generation"] == 2:
-            curve = sampled(
-                name, chosen["lr"], options.steps, schedule_from_config, section, options.steps
-            )
+            curve = sampled(name, chosen["lr"], steps, schedule_from_config, section, steps)
         else:
-            job = SimpleNamespace(
-                lr_scheduler=section, training=SimpleNamespace(steps=options.steps)
-            )
-            curve = sampled(name, chosen["lr"], options.steps, schedule_from_job_config, job)
+            job = SimpleNamespace(lr_scheduler=section, training=SimpleNamespace(steps=steps))
+            curve = sampled(name, chosen["lr"], steps, schedule_from_job_config, job)
         curves.append(curve)
     return curves
 

@@ -63,7 +63,10 @@ def pipeline(
             that two stages would have; says which.
     """
     config, training = job_config.parallelism, job_config.training
-    schedule_class = get_schedule_class(config.pipeline_parallel_schedule)
+    try:
+        schedule_class = get_schedule_class(config.pipeline_parallel_schedule)
+    except ValueError as error:
+        raise ConfigError(f"parallelism.pipeline_parallel_schedule: {error}") from None
     if schedule_class in (PipelineScheduleSingle, PipelineScheduleMulti):
         raise ConfigError(
             "parallelism.pipeline_parallel_schedule is "
@@ -99,12 +102,20 @@ def pipeline(
         return loss.detach() + (loss - loss.detach()) / n_microbatches
 
     many = issubclass(schedule_class, PipelineScheduleMulti)
-    schedule: Schedule = schedule_class(
-        stages if many else stages[0],
-        n_microbatches=n_microbatches,
-        loss_fn=microbatch_loss,
-        scale_grads=False,
-    )
+    try:
+        schedule: Schedule = schedule_class(
+            stages if many else stages[0],
+            n_microbatches=n_microbatches,
+            loss_fn=microbatch_loss,
+            scale_grads=False,
+        )
+    except ValueError as error:  # of numbers that are the same on all ranks
+        raise ConfigError(
+            f"training.batch_size {training.batch_size} in microbatches of "
+            f"parallelism.pipeline_parallel_microbatch_size "
+            f"{config.pipeline_parallel_microbatch_size}, with schedule "
+            f"{config.pipeline_parallel_schedule}: {error}"
+        ) from error
     return schedule, model_parts, mine[0] == 0, len(split) - 1 in mine
 
 

@@ -206,7 +206,7 @@ class Reducer:
             wait(work)
         rank = self.ranks.rank
         count = bucket.cuts[rank + 1] - bucket.cuts[rank]
-        windows = received.view(-1, bucket.window)[:, :count]
+        windows = [window[:count] for window in torch.split(received, bucket.window)]
         wide = torch.promote_types(received.dtype, torch.float32)
         total = windows[0].to(wide, copy=True)
         for window in windows[1:]:  # in the order of ranks

@@ -460,6 +460,12 @@ def test_schedule_rejects_jobs(
     assert problem in fails("schedule", "--config", "job.toml")
 
 
+def test_schedule_of_a_job_takes_no_other_options(fails: Run, tmp_path: Path) -> None:
+    for option, value in (("--lr", "1"), ("--warmup", "50"), ("--decay-ratio", "0.5")):
+        problem = fails("schedule", "--config", tmp_path / "job.toml", option, value)
+        assert f"{option} goes with --steps; a job's schedule is in its file" in problem
+
+
 def test_schedule_of_the_largest_rate(run: Run) -> None:
     assert "highest 1.7e+308" in run("schedule", "--steps", "500", "--lr", "1.7e308")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -127,6 +127,15 @@ def test_a_parameter_of_two_stages_is_rejected_on_all_ranks(names: tuple[str, st
     without: Any = None  # it is rejected before what differs by rank is read
     with pytest.raises(ConfigError, match=rf"{names[0]}.weight and {names[1]}.weight are one"):
         pipeline(model, without, dims, JobConfig(), without, without, without, without)
+
+
+def test_schedules_have_names() -> None:
+    config, without = JobConfig(), cast(Any, None)
+    config.parallelism.pipeline_parallel_schedule = "nosuch"
+    with pytest.raises(
+        ConfigError, match="pipeline_parallel_schedule: Unknown schedule name 'nosu"
+    ):
+        pipeline(nn.Linear(1, 1), without, without, config, without, without, without, without)
 
 
 def test_layers_have_names() -> None:
