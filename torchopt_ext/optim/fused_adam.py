@@ -40,6 +40,7 @@ from torchopt_ext.optim.storage import (
 from torchopt_ext.optim.telemetry import TRACKED, track_bits
 from torchopt_ext.statedict.entries import CONTROL_KEY, MASTERS, control_entry, converted
 from torchopt_ext.statedict.loaded import Loaded, Slot, largest_step, raise_problems, read_indexed
+from torchopt_ext.statedict.low_bit import with_numbers
 from torchopt_ext.statedict.masters import read_weights, refresh_master, set_weight
 from torchopt_ext.statedict.moments import fit_moments
 
@@ -262,17 +263,18 @@ class FusedAdam(HookedStep, PlannedStep):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict of this class or of torch's; checked whole before anything changes.
 
-        Nothing of the given dict is kept. Moments come in the dtype this optimizer keeps them in;
-        a master weight, a remainder, or neither is converted to what this optimizer keeps, with
-        the parameter as it is when the next step begins. Without the counts of a schedule, they
-        are derived from the parameters' steps.
+        Also of Adam and AdamW of torchao and bitsandbytes, in 4 and 8 bits, as the numbers that
+        their moments stand for. Nothing of the given dict is kept. Moments come in the dtype this
+        optimizer keeps them in; a master weight, a remainder, or neither is converted to what this
+        optimizer keeps, with the parameter as it is when the next step begins. Without the counts
+        of a schedule, they are derived from the parameters' steps.
 
         Raises:
             ValueError: groups or entries do not fit this optimizer; says all that does not.
         """
         hooked = run_hooks(self, "load_state_dict_pre", state_dict.copy())
         loaded = read_indexed(hooked, self.param_groups)
-        loaded.slots = [self._without_fillers(slot) for slot in loaded.slots]
+        loaded.slots = [self._without_fillers(with_numbers(slot)) for slot in loaded.slots]
         raise_problems(loaded.problems(self))
         self.take_loaded(loaded, loaded.counted)
         run_hooks(self, "load_state_dict_post")

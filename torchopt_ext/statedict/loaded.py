@@ -146,7 +146,7 @@ def read_indexed(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> Loaded
             label = f"{{}} of parameter {index}" + (f" ({name!r})" if name else "")
             # torch's set_optimizer_state_dict makes {} of an entry that a flat dict lacks.
             given = state.get(index, {}).items()
-            entry = {k: decoded(v) for k, v in given if not (isinstance(v, Mapping) and not v)}
+            entry = {k: v for k, v in given if not (isinstance(v, Mapping) and not v)}
             cast += [entry.pop(name) for name in MASTERS if was_cast(entry.get(name), param)]
             control = entry.pop(CONTROL_KEY, control)
             if isinstance(control, Mapping):
@@ -164,12 +164,6 @@ def read_indexed(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> Loaded
     known = {index for saved in saved_groups for index in saved["params"]}
     foreign = {key: value for key, value in state.items() if key not in known}
     return Loaded(slots, loaded_groups, foreign, control_fields(control), others)
-
-
-def decoded(value: Any) -> Any:
-    """A low-bit moment of torchao's as numbers; anything else as it is."""
-    own = isinstance(value, Tensor) and type(value).dequantize is not Tensor.dequantize
-    return value.dequantize() if own else value
 
 
 def _structure_problems(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:

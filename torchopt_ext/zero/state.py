@@ -25,6 +25,7 @@ from torchopt_ext.optim.storage import Storage
 from torchopt_ext.statedict import dcp
 from torchopt_ext.statedict.entries import CONTROL_KEY, control_entry, converted
 from torchopt_ext.statedict.loaded import Loaded, Slot, load_whole, raise_problems, read_indexed
+from torchopt_ext.statedict.low_bit import with_numbers
 from torchopt_ext.statedict.moments import fit_moments, has_codes
 from torchopt_ext.zero import local_optimizer
 from torchopt_ext.zero.exchange import Entry, gather_entries
@@ -139,6 +140,7 @@ def load(zero: ShardedOptimizer, state_dict: dict[str, Any]) -> None:
         parts = local_parts(zero)
         hooked = run_hooks(zero, "load_state_dict_pre", state_dict.copy())
         loaded = read_indexed(hooked, zero.param_groups)
+        loaded.slots = [*map(with_numbers, loaded.slots)]
         raise_problems(loaded.problems(zero.optim))
         slot_of = {slot.param: _decoded(slot) for slot in loaded.slots}
         slots = []

@@ -32,39 +32,6 @@ PAIRS = [(kind, "int8") for kind in KINDS] + [("int8", "fp32"), ("int8", "bf16")
 each_pair = pytest.mark.parametrize(("saved", "kept"), PAIRS)
 
 
-@pytest.mark.parametrize("kind", ["fp32", "bf16", "int8"])
-@pytest.mark.parametrize("theirs", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
-@torch.compiler.set_stance("force_eager")
-def test_moments_of_torchao(theirs: str, kind: str) -> None:
-    """They come as the numbers that they stand for; containers name what they do not read."""
-    torchao = pytest.importorskip("torchao.optim")
-    model = nn.Linear(256, 64)
-    optimizer = getattr(torchao, theirs)(model.parameters(), lr=0.02)
-    for param in model.parameters():
-        param.grad = torch.randn(param.shape)
-    optimizer.step()
-    ours = KINDS[kind](model)
-    saved = optimizer.state_dict()
-    ours.load_state_dict(saved)
-    numbers = {
-        index: {
-            name: value if type(value) is Tensor else value.dequantize()
-            for name, value in entry.items()
-        }
-        for index, entry in saved["state"].items()
-    }
-    twin = KINDS[kind](model)
-    twin.load_state_dict({**saved, "state": numbers})
-    for param in model.parameters():
-        assert ours.state[param].keys() == twin.state[param].keys()
-        for name, value in ours.state[param].items():
-            assert_same_bits([value], [twin.state[param][name]])
-    held = container(model, "fp32")
-    flat = held.state_dict() | {"state.weight.exp_avg": optimizer.state[model.weight]["exp_avg"]}
-    with pytest.raises(ValueError, match=r"exp_avg.* is a OptimState\w+, expected a plain tensor"):
-        held.load_state_dict(flat)
-
-
 def container(model: nn.Module, kind: str) -> Any:
     cls = torch.optim.AdamW if kind == "torch" else FusedAdamW
     dtypes: dict[str, Any] = {"bf16": {"state_dtype": BF16}, "int8": {"state_dtype": "int8"}}

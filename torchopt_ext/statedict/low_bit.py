@@ -1,0 +1,55 @@
+"""Moments that torchao and bitsandbytes keep in 4 or 8 bits, as the numbers that they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchopt_ext.statedict.entries import MOMENTS
+from torchopt_ext.statedict.loaded import Slot
+
+# bitsandbytes/optim/optimizer.py: a state dict has the codes, their values and scales by itself,
+# or in an entry that FSDP leaves alone.
+_WRAPPED = "__bnb_optimizer_quant_state__"
+_BLOCK = 256  # elements in a row, in memory, that share a scale
+
+
+def with_numbers(slot: Slot) -> Slot:
+    """The slot with float moments. What cannot be read stays as it is, to be named as unfit."""
+    entry = dict(slot.entry)
+    if isinstance(wrapped := entry.pop(_WRAPPED, None), Mapping):
+        entry |= wrapped
+    for number, name in enumerate(MOMENTS[:2], 1):
+        keys = [f"{kind}{number}" for kind in ("state", "absmax", "qmap")]
+        state, scales, values = map(entry.get, keys)
+        if isinstance(state, Tensor) and state.is_floating_point():  # of a small parameter
+            found: Tensor | None = state
+        else:
+            found = _of_blocks(state, scales, values)
+        if found is not None:
+            entry = {key: value for key, value in entry.items() if key not in keys}
+            entry[name] = found
+    return replace(slot, entry={name: _plain(value) for name, value in entry.items()})
+
+
+def _of_blocks(codes: Any, scales: Any, values: Any) -> Tensor | None:
+    """Each code's value times its block's scale; None if they are not of bitsandbytes' shapes."""
+    if not all(isinstance(tensor, Tensor) for tensor in (codes, scales, values)):
+        return None
+    blocks = -(-codes.numel() // _BLOCK)
+    fits = codes.dtype == torch.uint8 and codes.is_contiguous()
+    if not fits or scales.shape != (blocks,) or values.shape != (256,):
+        return None
+    numbers = values.float()[codes.view(-1).int()]
+    numbers *= scales.float().repeat_interleave(_BLOCK)[: codes.numel()]
+    return numbers.view(codes.shape)
+
+
+def _plain(value: Any) -> Any:
+    """torchao's subclasses know how to; a plain tensor's method is of torch's quantized dtypes."""
+    low_bit = isinstance(value, Tensor) and type(value).dequantize is not Tensor.dequantize
+    return value.dequantize() if low_bit else value
