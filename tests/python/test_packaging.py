@@ -73,6 +73,7 @@ def fails():
     except ImportError as error:
         print(error)
 
+sys.dont_write_bytecode = True  # it would stand for a file that changes within the second
 path, init = sys.path, pathlib.Path("torchopt_ext/__init__.py")
 text = init.read_text()
 sys.path = [p for p in path if not p or not os.path.exists(f"{p}/torchopt_ext")]
