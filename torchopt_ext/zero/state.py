@@ -140,7 +140,8 @@ def load(zero: ShardedOptimizer, state_dict: dict[str, Any]) -> None:
         parts = local_parts(zero)
         hooked = run_hooks(zero, "load_state_dict_pre", state_dict.copy())
         loaded = read_indexed(hooked, zero.param_groups)
-        loaded.slots = [*map(with_numbers, loaded.slots)]
+        if isinstance(zero.optim, FusedAdam):
+            loaded.slots = [*map(with_numbers, loaded.slots)]
         raise_problems(loaded.problems(zero.optim))
         slot_of = {slot.param: _decoded(slot) for slot in loaded.slots}
         slots = []
