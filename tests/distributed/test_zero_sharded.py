@@ -10,7 +10,7 @@ import pytest
 
 from .rank_results import Results, agreed
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = [pytest.mark.timeout(150), pytest.mark.newest_torch]
 
 WORLD_SIZES = (1, 2, 3, pytest.param(4, marks=pytest.mark.slow))
 Runs = Callable[[int], Results]  # by world size
