@@ -201,7 +201,7 @@ def converted(source: Checkpoint, weights: Weights, options: Any) -> dict[str, N
     if not owners:
         raise CommandError(f"{options.input} holds no optimizer's state")
     changes = options.state_dtype is not None or options.master_weights is not None
-    if changes and not any(MOMENTS[0] in own for own in owners.values()):
+    if changes and not options.to_torch and not any(MOMENTS[0] in own for own in owners.values()):
         raise CommandError(f"{options.input} has no moments of Adam: there is nothing to convert")
     wanted = KINDS[options.master_weights or "none"]
     if wanted is None:

@@ -275,7 +275,8 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
         for optimizer in self.optimizers:
             if isinstance(optimizer, FusedAdam):
                 optimizer.first_parameter_number = number
-                optimizer.parameter_names = names
+                params = (param for group in optimizer.param_groups for param in group["params"])
+                optimizer.parameter_names = {p: names[p] for p in params if p in names}
             number += sum(len(group["params"]) for group in optimizer.param_groups)
         # Schedulers such as OneCycleLR look for betas among the defaults.
         own = self.optimizers[0].defaults if self.optimizers else {}

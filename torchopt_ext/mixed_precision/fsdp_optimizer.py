@@ -25,12 +25,13 @@ from torchopt_ext.optim.arguments import expect_numbers
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.control import ControlView
 from torchopt_ext.optim.hooks import inner_step, run_hooks
-from torchopt_ext.optim.local import is_captured, moved, sent_to_host
+from torchopt_ext.optim.local import is_captured, local_tensor, moved, sent_to_host
 from torchopt_ext.optim.rejection import Agreement
 from torchopt_ext.optim.step import reject
 from torchopt_ext.optim.storage import is_steppable
 from torchopt_ext.statedict.entries import MASTERS, WITH_BASE, tensor_problem
 from torchopt_ext.statedict.loaded import load_whole, raise_problems, read_indexed
+from torchopt_ext.statedict.low_bit import with_numbers
 from torchopt_ext.statedict.masters import weight_of
 
 logger = logging.getLogger(__name__)
@@ -346,12 +347,15 @@ class FSDPadaptOptimizer(BaseOptimizer):
             ids = chain(*(group["params"] for group in base["param_groups"]))
             saved = dict(zip(params_of(self._base), zip(ids, weights, strict=True), strict=True))
 
-            def had_master(param: Tensor) -> bool:  # unfrozen after the start, by its run or this
+            def needs_master(param: Tensor) -> bool:  # unfrozen after the start, by its run or this
                 index, weight = saved[param]
-                began = param.requires_grad or bool(base["state"].get(index))
-                return began and is_steppable(param) and weight.dtype == torch.float32
+                if not is_steppable(param) or weight.dtype != torch.float32:
+                    return False
+                local = local_tensor(weight)
+                has_low_bits = not local.to(param.dtype).float().equal(local)
+                return param.requires_grad or bool(base["state"].get(index)) or has_low_bits
 
-            self._base.give_masters(had_master)
+            self._base.give_masters(needs_master)
             load_whole(self.optim, base)
         else:
             self.optim.load_state_dict(base)
@@ -377,6 +381,8 @@ class FSDPadaptOptimizer(BaseOptimizer):
             )
         weights = list(chain(*(saved[index] for index in range(len(groups)))))
         loaded = read_indexed(states["base_optim_states"], self.param_groups)
+        if isinstance(self.optim, FusedAdam):
+            loaded.slots = [*map(with_numbers, loaded.slots)]
         problems = [
             f"{slot.called('the saved weight')} {found}"
             for slot, weight in zip(loaded.slots, weights, strict=True)

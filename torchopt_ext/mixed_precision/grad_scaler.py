@@ -16,6 +16,11 @@ from torchopt_ext.optim.hooks import HookedStep, step_in
 from torchopt_ext.optim.local import moved
 from torchopt_ext.optim.loss_scale import LossScale, expect_scale, is_scale, scale_settings
 
+_SAVED = (
+    "scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker",
+    "_hysteresis_tracker",
+)  # fmt: skip
+
 
 class GradScaler(torch.amp.GradScaler):
     """torch.amp.GradScaler whose check and unscaling are part of a fused optimizer's step.
@@ -192,9 +197,11 @@ class GradScaler(torch.amp.GradScaler):
             TypeError, ValueError: a value is no number, or the scale no scale. Nothing is changed.
         """
         if self._enabled and state_dict:
-            expect_numbers(**state_dict)
+            expect_numbers(**{name: state_dict[name] for name in _SAVED if name in state_dict})
             if not is_scale(float(state_dict["scale"])):
-                raise ValueError(f"scale is {state_dict['scale']!r}, expected a positive number")
+                raise ValueError(
+                    f"scale is {state_dict['scale']!r}, expected a positive and finite float32"
+                )
         super().load_state_dict(state_dict)
         self._init_hysteresis_tracker = int(state_dict.get("_hysteresis_tracker", 0))
         if self._loss_scale is not None:

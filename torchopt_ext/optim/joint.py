@@ -72,7 +72,7 @@ class JointStep(PlannedStep):
         fp32 = [opt._storage.fp32_moments for opt in optimizers]
         self._storage = replace(optimizers[0]._storage, fp32_moments=frozenset().union(*fp32))
         self._options = optimizers[0]._options
-        self.parameter_names = optimizers[0].parameter_names  # of all its container's parameters
+        self.parameter_names = {p: n for o in optimizers for p, n in o.parameter_names.items()}
         self._init_control()
         self._common: dict[str, Any] = {"params": self.params}  # a group like all of theirs
         self._blocks_of_all: Tensor | None = None  # theirs, one after the other

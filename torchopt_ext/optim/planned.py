@@ -101,12 +101,12 @@ class PlannedStep(Controlled, Optimizer):
     def _mark_control(self) -> None:
         """Gives the first parameter's state the entry for the control's fields, if they are saved.
 
-        torch's set_optimizer_state_dict takes from a dict only the entries that state has: the
-        first parameter's, of the groups, whichever had the first gradient.
+        torch's set_optimizer_state_dict takes from a dict only the entries that state has: those of
+        the first parameter, in the order of the groups, that has state.
         """
         if self.keeps_counts:
-            named = param_state.named_group_params(self)
-            entries = [self.state.get(param) for *_, param in named]
+            params = [param for group in self.param_groups for param in group["params"]]
+            entries = [self.state.get(param) for param in params]
             states = [entry for entry in entries if isinstance(entry, dict) and "step" in entry]
             for entry in states[:1]:
                 entry.setdefault(CONTROL_KEY, {})
@@ -114,8 +114,10 @@ class PlannedStep(Controlled, Optimizer):
                 entry.pop(CONTROL_KEY, None)
 
     def _set_control(self, **fields: float) -> None:
+        kept_counts = self.keeps_counts
         super()._set_control(**fields)
-        self._mark_control()
+        if not kept_counts:
+            self._mark_control()
 
     @property
     def parts(self) -> list[tuple[torch.device, NormKey]]:

@@ -170,14 +170,14 @@ def was_cast(master: Any, param: Tensor) -> bool:
 
 
 def was_rounded(name: str, value: Any, param: Tensor) -> bool:
-    """Whether torch's load_state_dict may have made another number of a control block's field.
+    """Whether torch's load_state_dict has made a number of no use of a control block's field.
 
-    A loss scale may be any number that is not too large.
+    That is infinity, and a count of steps that 16 bits do not hold: parameters count them, too.
     """
-    if not was_cast(value, param):
+    if not was_cast(value, param) or value.numel() != 1:
         return False
-    exact = math.inf if name == "loss_scale" else 2 / torch.finfo(param.dtype).eps
-    return not value.item() < exact
+    number = value.item()
+    return number == math.inf or (name == "steps" and number >= 2 / torch.finfo(param.dtype).eps)
 
 
 def option_problem(name: str, value: Any, live: Any) -> str | None:

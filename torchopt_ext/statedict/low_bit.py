@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchopt_ext._torch import is_dtensor
+from torchopt_ext.optim.local import as_placed
 from torchopt_ext.statedict.entries import MOMENTS
 from torchopt_ext.statedict.loaded import Slot
 
@@ -51,5 +53,7 @@ def _of_blocks(codes: Any, scales: Any, values: Any) -> Tensor | None:
 
 def _plain(value: Any) -> Any:
     """torchao's subclasses know how to; a plain tensor's method is of torch's quantized dtypes."""
-    low_bit = isinstance(value, Tensor) and type(value).dequantize is not Tensor.dequantize
-    return value.dequantize() if low_bit else value
+    local: Any = value.to_local() if is_dtensor(value) else value
+    if not isinstance(local, Tensor) or type(local).dequantize is Tensor.dequantize:
+        return value
+    return as_placed(local.dequantize(), value)

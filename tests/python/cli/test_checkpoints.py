@@ -436,7 +436,6 @@ def test_convert_rejects_before_it_writes(fails: Run, tmp_path: Path) -> None:
         ("model.pt", [], "holds no optimizer's state"),
         ("sgd.pt", to_fp32, "has no moments of Adam"),
         ("sgd.pt", ["--state-dtype", "int8"], "has no moments of Adam"),
-        ("sgd.pt", ["--to-torch"], "has no moments of Adam"),
         ("a.pt", to_fp32, "no such weight: 0.weight"),
         ("a.pt", [*to_fp32, "--weights", tmp_path / "fp32.pt"], "expected bfloat16"),
         ("nameless.pt", [*to_fp32, "--weights", tmp_path / "model.pt"], "no param_names"),

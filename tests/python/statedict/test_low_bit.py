@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
-from torchopt_ext import FusedAdamW
+from torchopt_ext import FSDPadaptOptimizer, FusedAdamW
 from torchopt_ext.containers import OptimizersContainer
 from torchopt_ext.zero import ZeroRedundancyOptimizer
 
@@ -59,6 +61,22 @@ def test_torchao(one_rank: None, theirs: str, kind: str) -> None:
     flat = held.state_dict() | {"state.weight.exp_avg": optimizer.state[model.weight]["exp_avg"]}
     with pytest.raises(ValueError, match=r"exp_avg.* is a OptimState\w+, expected a plain tensor"):
         held.load_state_dict(flat)
+
+
+@torch.compiler.set_stance("force_eager")
+def test_torchao_with_fsdp(one_rank: None) -> None:
+    torchao = pytest.importorskip("torchao.optim")
+    model = nn.Linear(256, 64)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    optimizer = torchao.AdamW8bit(model.parameters(), lr=0.02)
+    model(torch.ones(1, 256)).sum().backward()
+    optimizer.step()
+    ours = FSDPadaptOptimizer(FusedAdamW(model.parameters()))
+    states = ours.state_dict() | {"base_optim_states": optimizer.state_dict()}
+    ours.load_state_dict(states)
+    for name in ("exp_avg", "exp_avg_sq"):
+        found, given = (o.state[model.weight][name].to_local() for o in (ours.optim, optimizer))
+        assert_same_bits([found], [given.dequantize()])
 
 
 @pytest.mark.parametrize("wrapped", [True, False])
