@@ -12,8 +12,12 @@ import pytest
 pytestmark = [pytest.mark.timeout(100), pytest.mark.newest_torch]
 
 
-def run(script: Path) -> str:
-    """What an example prints on two ranks; it has to end in time and with status 0."""
+def run(script: Path, again: bool = True) -> str:
+    """What an example prints on two ranks; it has to end in time and with status 0.
+
+    On a busy machine gloo's threads may abort a process that has done its work, as the interpreter
+    ends (pytorch pull request 179291): it is then run once more.
+    """
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
     command += ["--local-addr=127.0.0.1", "--nproc-per-node=2", str(script)]
     process = subprocess.Popen(
@@ -29,6 +33,8 @@ def run(script: Path) -> str:
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         pytest.fail(f"the ranks still ran after 80 s:\n{process.communicate()[0]}")
+    if again and "terminate called without an active exception" in output:
+        return run(script, again=False)
     assert process.returncode == 0, output
     return output
 
