@@ -93,8 +93,7 @@ def main(args: list[str]) -> int:
     options = parser().parse_args(args)
     if options.steps is not None and options.steps > MOST_STEPS:
         raise CommandError(f"--steps is {options.steps:,}, expected {MOST_STEPS:,} at most")
-    given = {name: getattr(options, name) for name in DEFAULTS}
-    given = {name: text for name, text in given.items() if text is not None}
+    given = {n: text for n in DEFAULTS if (text := getattr(options, n)) is not None}
     if options.steps is None and given and options.config:
         option = min(given).replace("_", "-")
         raise CommandError(f"--{option} goes with --steps; a job's schedule is in its file")

@@ -351,9 +351,10 @@ class FSDPadaptOptimizer(BaseOptimizer):
                 index, weight = saved[param]
                 if not is_steppable(param) or weight.dtype != torch.float32:
                     return False
+                if param.requires_grad or base["state"].get(index):
+                    return True
                 local = local_tensor(weight)
-                has_low_bits = not local.to(param.dtype).float().equal(local)
-                return param.requires_grad or bool(base["state"].get(index)) or has_low_bits
+                return not local.to(param.dtype).float().equal(local)  # it has low bits
 
             self._base.give_masters(needs_master)
             load_whole(self.optim, base)

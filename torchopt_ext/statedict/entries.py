@@ -170,10 +170,8 @@ def was_cast(master: Any, param: Tensor) -> bool:
 
 
 def was_rounded(name: str, value: Any, param: Tensor) -> bool:
-    """Whether torch's load_state_dict has made a number of no use of a control block's field.
-
-    That is infinity, and a count of steps that 16 bits do not hold: parameters count them, too.
-    """
+    """Whether torch's load_state_dict has made a control block's field useless: infinite, or a
+    count of steps that 16 bits do not hold, and that the parameters' steps tell."""
     if not was_cast(value, param) or value.numel() != 1:
         return False
     number = value.item()
