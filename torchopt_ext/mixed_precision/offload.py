@@ -19,6 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from torchopt_ext import _C
 from torchopt_ext._torch import tree_leaves, tree_map_only
 from torchopt_ext.mixed_precision.fsdp_optimizer import params_of
+from torchopt_ext.optim.arguments import unwrapped
 from torchopt_ext.optim.context import IDLE
 from torchopt_ext.optim.local import local_tensor
 from torchopt_ext.statedict.entries import MASTERS
@@ -93,7 +94,8 @@ def optimizer_on_device(
 
 
 def _offloader_of(optimizer: Any) -> Offloader:
-    """The optimizer's, made when it is first asked for."""
+    """Returns the optimizer's offloader, and creates it at the first call."""
+    optimizer = unwrapped(optimizer)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"expected a torch.optim.Optimizer, got a {type(optimizer).__name__}")
     owner: Any = optimizer

@@ -1,10 +1,11 @@
-"""Checks of arguments' types: the message names the argument and shows its value."""
+"""Checks of arguments: the message names the argument and shows its value."""
 
 import operator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay")
 """Of a param group of Adam's."""
@@ -60,6 +61,13 @@ def expect_hyperparameters(*, betas: Any, **others: Any) -> None:
     except (TypeError, ValueError):
         raise TypeError(f"betas is {betas!r:.200}, expected two numbers") from None
     expect_numbers(**{"betas[0]": first, "betas[1]": second}, **others)
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer inside the wrappers that Accelerate and Lightning put around it."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inner
+    return optimizer
 
 
 def expect_group(process_group: Any) -> None:

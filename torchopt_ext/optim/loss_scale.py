@@ -1,5 +1,6 @@
 """The loss scale: its limits, and one that lives in a tensor of its own beside a control block."""
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -22,6 +23,10 @@ def is_scale(value: float) -> bool:
     return SMALLEST_SCALE <= value <= LARGEST_SCALE
 
 
+def _is_count(value: float, least: int) -> bool:
+    return value >= least and (value.is_integer() or value == math.inf)
+
+
 def scale_settings(**given: float | None) -> dict[str, float]:
     """The fields of a control block for the arguments of :class:`torchopt_ext.GradScaler`.
 
@@ -40,8 +45,8 @@ def scale_settings(**given: float | None) -> dict[str, float]:
     valid = {
         "growth_factor": (1.0 <= rule["growth_factor"] <= LARGEST_SCALE, "1 or more"),
         "backoff_factor": (0.0 < rule["backoff_factor"] <= 1.0, "above 0, up to 1"),
-        "growth_interval": (rule["growth_interval"] >= 1.0, "1 or more"),
-        "hysteresis": (rule["hysteresis"] >= 0.0, "0 or more"),
+        "growth_interval": (_is_count(rule["growth_interval"], 1), "a whole number, 1 or more"),
+        "hysteresis": (_is_count(rule["hysteresis"], 0), "a whole number, 0 or more"),
         "max_scale": (high >= 0.0, "0 or more"),
         "min_scale": (0.0 <= low <= limit, f"0 to {limit:g}, the largest scale"),
     }

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchopt_ext import ops
-from torchopt_ext.optim.arguments import expect_counts
+from torchopt_ext.optim.arguments import expect_counts, unwrapped
 from torchopt_ext.optim.local import is_captured, local_tensor, moved
 from torchopt_ext.optim.planned import PlannedStep
 from torchopt_ext.optim.telemetry import TRACKED
@@ -143,8 +143,7 @@ def log_to(
         TypeError: the optimizer decides nothing, or the writer is neither; a count is no integer.
         ValueError: ``every`` is not positive.
     """
-    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
-        optimizer = inner  # of Accelerate's or Lightning's wrapper
+    optimizer = unwrapped(optimizer)
     if not hasattr(optimizer, "control"):
         raise TypeError(f"a {type(optimizer).__name__} has no control to log")
     if not (callable(writer) or hasattr(writer, "add_scalar")):

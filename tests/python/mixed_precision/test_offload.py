@@ -103,6 +103,22 @@ def test_everything_moves_and_comes_back(device: set[int], base: str) -> None:
     assert all(a is b for a, b in zip(held(optimizer), objects, strict=True))
 
 
+class Wrapper(torch.optim.Optimizer):
+    """Accelerate's and Lightning's way to hold an optimizer: no state of its own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+
+def test_a_frameworks_wrapper_is_looked_through(device: set[int]) -> None:
+    params, optimizer = job("fused")
+    step(params, optimizer, 0)
+    offload_fsdp_optimizer(Wrapper(optimizer))
+    assert all(where(held(optimizer), device))
+    load_fsdp_optimizer(Wrapper(optimizer))
+    assert not any(where(held(optimizer), device))
+
+
 @every_base
 def test_training_with_a_cycle_after_every_step_is_as_without(base: str) -> None:
     params, optimizer = job(base)

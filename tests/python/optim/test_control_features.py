@@ -471,6 +471,8 @@ def test_fused_step_of_differing_settings_is_refused() -> None:
         {"init_scale": 1e300},
         {"growth_interval": 0},
         {"growth_interval": math.nan},
+        {"growth_interval": 1.5},
+        {"hysteresis": 1.5},
         {"growth_factor": 0.5},
         {"growth_factor": math.inf},
         {"backoff_factor": 1.5},
