@@ -205,7 +205,10 @@ def assert_resumes_exactly(runs: Runs, layout: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("layout", [slow("single"), "fsdp"])
-@pytest.mark.parametrize(("kind", "saved"), [("ours", "stock"), ("stock", "ours")])
+@pytest.mark.parametrize(
+    ("kind", "saved"),
+    [("ours", "stock"), pytest.param("stock", "ours", marks=pytest.mark.slow)],
+)
 def test_checkpoints_are_exchanged(runs: Runs, layout: str, kind: str, saved: str) -> None:
     resumed = runs.get(layout, kind, resume=saved)
     assert_same_training(resumed, runs.get(layout, saved), first_step=SAVED + 1)
