@@ -95,10 +95,12 @@ def main(args: list[str]) -> int:
     if options.markdown is not None:
         check_output(options.markdown)
     if any(param.is_complex() for param in like):
-        raise CommandError(f"{name} has complex parameters, which torch's fused AdamW has not")
+        raise CommandError(
+            f"{name} has complex parameters, which torch's fused AdamW does not support"
+        )
     dtypes = {param.dtype for param in like}
     if options.master_weights is not None and dtypes.isdisjoint(SIXTEEN_BIT):
-        raise CommandError(f"--master-weights is of 16-bit parameters, which {name} has not")
+        raise CommandError(f"--master-weights needs 16-bit parameters, and {name} has none")
     if options.master_weights not in (None, "fp32") and torch.float16 in dtypes:
         raise CommandError("a remainder completes bfloat16 only: --master-weights fp32")
     found = run(name, like, options)

@@ -173,7 +173,7 @@ class _Folder(Checkpoint):
 
     def __init__(self, path: Path) -> None:
         if not (path / ".metadata").is_file():
-            raise CommandError(f"{path} is no distributed checkpoint: it has no .metadata")
+            raise CommandError(f"{path} is not a distributed checkpoint: it has no .metadata")
         self._path, self._reader = path, Reader(path)
         try:
             metadata = self._reader.read_metadata()

@@ -264,7 +264,7 @@ def moments(source: Checkpoint, entry: Entry, wanted: str) -> Iterator[New]:
     if kind in CODES and like.dtype == CODES[kind] and not coded:
         raise CommandError(f"{key} is {like.dtype} without {key}{SCALE}: another format's")
     if wanted == "int8" and kind not in (*CODES, *SCALES):
-        raise CommandError(f"{key} belongs to amsgrad, which 8-bit moments do not go with")
+        raise CommandError(f"{key} belongs to amsgrad, which 8-bit moments do not support")
     if wanted == "int8" and (coded or kind in SCALES):
         yield kept(source, entry, like.dtype)
     elif wanted == "int8" and quantizes(source, like):

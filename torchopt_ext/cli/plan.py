@@ -144,7 +144,7 @@ def chosen_fp32(entries: list[Entry], options: Any) -> Collection[Tensor]:
     chosen = options.fp32_moments
     if not is_8_bit(options.state_dtype):
         if chosen is not None:
-            raise CommandError("--fp32-moments is of 8-bit moments: it needs --state-dtype int8")
+            raise CommandError("--fp32-moments needs --state-dtype int8")
         return ()
     named = [(entry.name, entry.tensor) for entry in entries]
     embeddings = [entry.tensor for entry in entries if entry.embedding]

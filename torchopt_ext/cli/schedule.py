@@ -96,7 +96,7 @@ def main(args: list[str]) -> int:
     given = {n: text for n in DEFAULTS if (text := getattr(options, n)) is not None}
     if options.steps is None and given and options.config:
         option = min(given).replace("_", "-")
-        raise CommandError(f"--{option} goes with --steps; a job's schedule is in its file")
+        raise CommandError(f"--{option} needs --steps; a job's schedule is in its file")
     curves = [from_job(path) for path in options.config]
     if options.steps is not None:
         curves += from_flags(options.steps, DEFAULTS | given)
@@ -129,7 +129,7 @@ def from_job(path: str) -> Curve:
         raise CommandError(str(error)) from error
     lr, steps = job.optimizer.lr, job.lr_scheduler.total_steps or job.training.steps
     if not 0 <= lr < math.inf:
-        raise CommandError(f"optimizer.lr is {lr} in {path}, expected a number from 0 on")
+        raise CommandError(f"optimizer.lr is {lr} in {path}, expected a number of 0 or more")
     if not 1 <= steps <= MOST_STEPS:
         raise CommandError(f"{path} has {steps:,} steps, expected 1 to {MOST_STEPS:,}")
     return sampled(Path(path).stem, lr, steps, schedule_from_job_config, job)

@@ -212,14 +212,15 @@ def from_safetensors(path: Path) -> list[Entry]:
     except OSError as error:
         raise CommandError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CommandError(f"{path} is no index of safetensors files: it needs a weight_map of "
-                           "names and files") from error  # fmt: skip
+        raise CommandError(
+            f"{path} is not an index of safetensors files: it needs a weight_map of names and files"
+        ) from error
     found: dict[str, Tensor] = {}
     for file in files:
         if not (path.parent / file).is_file():
             raise CommandError(
-                f"{path} names {file}, which is not beside it: its header has the shapes (or give "
-                f"--params)"
+                f"{path} names {file}, which is not in the same folder: its header has the shapes "
+                f"(or give --params)"
             )
         found |= read_header(path.parent / file)
     if missing := sorted(index["weight_map"].keys() - found.keys()):
@@ -234,7 +235,7 @@ def read_header(path: Path) -> dict[str, Tensor]:
             start = stream.read(8)
             (length,) = struct.unpack("<Q", start) if len(start) == 8 else (0,)
             if not 2 <= length <= _LARGEST_HEADER:
-                raise CommandError(f"{path} is no safetensors file: it begins with {start!r}")
+                raise CommandError(f"{path} is not a safetensors file: it begins with {start!r}")
             text = stream.read(length)
     except OSError as error:
         raise CommandError(f"cannot read {path}: {error.strerror}") from error

@@ -78,7 +78,7 @@ class FaultTolerant(OptimizersContainer[T]):
             return self._committed_step(*args, **kwargs)
         if kwargs.get("closure", args[0] if args else None) is not None:
             raise ValueError(
-                "a closure cannot be honoured: replica groups average gradients, and decide "
+                "a closure is not supported: replica groups average gradients, and decide "
                 "whether to commit, before the step; compute loss and gradients first"
             )
         with self._calling_ft():

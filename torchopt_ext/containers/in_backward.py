@@ -156,7 +156,7 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
         """
         if callable(kwargs.get("closure", args[0] if args else None)):
             raise ValueError(
-                "a closure cannot be honoured: backward makes the update, before step() is called; "
+                "a closure is not supported: backward makes the update, before step() is called; "
                 "compute loss and gradients first, then call step()"
             )
         self._watch_swapped()

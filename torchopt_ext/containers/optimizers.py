@@ -125,7 +125,7 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
             return inner_step(self.optimizers[0], context, *args, **kwargs)
         if kwargs.get("closure", args[0] if args else None) is not None:
             raise ValueError(
-                f"a closure cannot be honoured by {len(self.optimizers)} optimizers, since each "
+                f"a closure is not supported with {len(self.optimizers)} optimizers, since each "
                 "would run it: compute loss and gradients first, then call step()"
             )
         fused = deciding_jointly(self.optimizers, context)
@@ -263,8 +263,8 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
     def _validate_length(self, expected_length: int) -> None:
         if expected_length != len(self.optimizers):
             raise AssertionError(
-                "there is to be one optimizer for each model part, or in backward for each "
-                f"parameter: expected {expected_length} optimizers, got {len(self.optimizers)}"
+                f"expected {expected_length} optimizers, got {len(self.optimizers)}: one for each "
+                "model part, or in backward one for each parameter"
             )
 
     def _post_init(self, all_params: list[nn.Parameter], optimizer_kwargs: dict[str, Any]) -> None:

@@ -32,7 +32,7 @@ class DynamicGradScaler(LossScale):
     Raises:
         AssertionError: float16 with a growth factor of at most 1 or a backoff factor not between
             0 and 1.
-        TypeError: an argument is no number.
+        TypeError: an argument is not a number.
         ValueError: another argument is out of range.
     """
 

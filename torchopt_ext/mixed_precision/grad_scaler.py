@@ -41,7 +41,7 @@ class GradScaler(torch.amp.GradScaler):
             number of float32, whose reciprocal is finite.
 
     Raises:
-        TypeError: an argument is no number.
+        TypeError: an argument is not a number.
         ValueError: ``init_scale``, ``hysteresis``, ``min_scale`` or ``max_scale`` is out of range;
             the others are checked as torch does.
     """
@@ -194,7 +194,8 @@ class GradScaler(torch.amp.GradScaler):
         """Loads a state dict of this class or of torch.amp.GradScaler.
 
         Raises:
-            TypeError, ValueError: a value is no number, or the scale no scale. Nothing is changed.
+            TypeError, ValueError: a value is not a number, or ``scale`` is not a valid scale.
+                Nothing is changed.
         """
         if self._enabled and state_dict:
             expect_numbers(**{name: state_dict[name] for name in _SAVED if name in state_dict})

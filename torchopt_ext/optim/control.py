@@ -116,7 +116,7 @@ class Controlled:
         """Clip threshold for the norm of all gradients.
 
         None or 0: off. ``math.inf``: the norm is measured, and nothing clipped. Setting it to a
-        negative number or NaN raises ValueError, to what is no number TypeError.
+        negative number or NaN raises ValueError, to what is not a number TypeError.
         """
         return self._settings["max_grad_norm"] or None
 
@@ -124,7 +124,9 @@ class Controlled:
     def max_grad_norm(self, value: float | None) -> None:
         expect_numbers(max_grad_norm=0.0 if value is None else value)
         if value is not None and not value >= 0.0:
-            raise ValueError(f"Invalid max_grad_norm: {value}, expected None or a number from 0 on")
+            raise ValueError(
+                f"Invalid max_grad_norm: {value}, expected None or a number of 0 or more"
+            )
         self._set_control(max_grad_norm=float(value or 0.0))
 
     @property
@@ -255,8 +257,8 @@ class Controlled:
             if self.keeps_counts:
                 warnings.warn(
                     f"the state dict does not count all steps for the schedule and the loss scale: "
-                    f"they go on after {counted:g} steps, which its parameters have made, with the "
-                    f"loss scale {fields['loss_scale']:g}",
+                    f"both continue from step {counted:g}, the largest step count of a parameter, "
+                    f"with the loss scale {fields['loss_scale']:g}",
                     stacklevel=3,
                 )
         self._block(self.default_device)  # blocks made later take the counts from one that is there

@@ -152,7 +152,7 @@ def estimate(
         raise ValueError(f"Invalid world_size: {world_size}, expected 1 or more")
     storage = Storage(master_weights, state_dtype)
     if amsgrad and storage.state_dtype == torch.int8:
-        raise ValueError("amsgrad does not go with 8-bit moments: state_dtype='int8'")
+        raise ValueError("amsgrad is not supported with 8-bit moments: state_dtype='int8'")
     check_chosen(fp32_moments)
     if isinstance(params, nn.Module):
         kind = type(params).__name__

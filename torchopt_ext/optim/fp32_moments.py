@@ -20,7 +20,7 @@ def check_chosen(chosen: Any) -> None:
 
     Raises:
         TypeError: it is no collection of strings and tensors.
-        ValueError: a string is no regular expression.
+        ValueError: a string is not a regular expression.
     """
     if isinstance(chosen, str | Tensor) or not isinstance(chosen, Collection):
         raise TypeError(

@@ -214,7 +214,7 @@ class FusedAdam(HookedStep, PlannedStep):
                     "groups, which one group cannot have"
                 )
             if group["amsgrad"] and self._storage.state_dtype == torch.int8:
-                raise ValueError("amsgrad does not go with 8-bit moments: state_dtype='int8'")
+                raise ValueError("amsgrad is not supported with 8-bit moments: state_dtype='int8'")
             if group["foreach"] or group["fused"] is False or group["differentiable"]:
                 asked = {name: group[name] for name in ("foreach", "fused", "differentiable")}
                 raise ValueError(

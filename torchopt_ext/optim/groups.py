@@ -48,7 +48,7 @@ def param_groups(
 
     Raises:
         TypeError: ``no_decay`` is a string, ``model`` no module, or a number something else.
-        ValueError: a pattern that is found in no parameter's name or is no regular expression;
+        ValueError: a pattern that is found in no parameter's name or is not a regular expression;
             multipliers without ``lr``; a negative or infinite number; nothing that can be trained;
             FSDP's first generation, which flattens parameters.
     """
@@ -66,7 +66,7 @@ def param_groups(
     multipliers = {pattern: float(factor) for pattern, factor in multipliers.items()}
     for name, value in numbers.items():
         if not 0.0 <= value < math.inf:
-            raise ValueError(f"Invalid {name}: {value}, expected a finite number from 0 on")
+            raise ValueError(f"Invalid {name}: {value}, expected a finite number of 0 or more")
     names, kinds = _names_and_kinds(model)
     plain = [pattern for pattern in no_decay if pattern not in KINDS]
     found = {pattern: found_by(pattern, names) for pattern in dict.fromkeys([*plain, *multipliers])}
@@ -133,10 +133,10 @@ def found_by(pattern: str, names: Mapping[Any, Sequence[str]]) -> set[torch.Tens
     """The parameters of which a name has the pattern.
 
     Raises:
-        ValueError: it is no regular expression.
+        ValueError: it is not a regular expression.
     """
     try:
         compiled = re.compile(pattern)
     except re.error as error:
-        raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+        raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
     return {param for param, own in names.items() if any(map(compiled.search, own))}

@@ -31,7 +31,7 @@ def scale_settings(**given: float | None) -> dict[str, float]:
     """The fields of a control block for the arguments of :class:`torchopt_ext.GradScaler`.
 
     Raises:
-        TypeError: there is no such argument, or its value is no number.
+        TypeError: there is no such argument, or its value is not a number.
         ValueError: an argument out of range.
     """
     if unknown := given.keys() - RULE.keys():

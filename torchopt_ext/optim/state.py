@@ -161,7 +161,7 @@ def _fit_quantized(
 ) -> tuple[str, ...]:
     """The same for moments of 8 bits. Returns their names."""
     if group["amsgrad"]:
-        raise ValueError(f"{what} has 8-bit moments, which amsgrad does not go with")
+        raise ValueError(f"{what} has 8-bit moments, which amsgrad does not support")
     moments = moments_of(group)
     for name in (*moments, *SCALES):
         if found := quantized_problem(name, state.get(name), param):

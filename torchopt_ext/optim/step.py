@@ -61,9 +61,9 @@ def _warn_of_fixed_lr(optimizers: Sequence[PlannedStep]) -> None:
     groups = [group for o in optimizers if not o.has_schedule for group in o.param_groups]
     if fixed := {group["lr"] for group in groups if not isinstance(group["lr"], Tensor)}:
         warnings.warn(
-            f"the captured graph keeps the learning rates {sorted(fixed)} whatever becomes of "
-            f'group["lr"]: to change them between replays, make lr a tensor on the GPU or call '
-            f"set_schedule() (docs/step.md, Schedule on the device)",
+            f"the captured graph keeps the learning rates {sorted(fixed)} and does not see later "
+            f'changes of group["lr"]: to change them between replays, make lr a tensor on the GPU '
+            f"or call set_schedule() (docs/step.md, Schedule on the device)",
             stacklevel=2,
         )
 
@@ -264,6 +264,7 @@ def _warn_of_different_norms(keys: Sequence[NormKey]) -> None:
     if len(set(ranks)) > 1:
         warnings.warn(
             f"parameters are split over different ranks, {[sorted(own) for own in ranks]}, so the "
-            f"gradient norm is not the same on all of them: process_group= says who agrees on one",
+            f"gradient norm is not the same on all of them: pass process_group=, the ranks that "
+            f"take one norm together",
             stacklevel=2,
         )

@@ -62,8 +62,8 @@ class StepLog:
     def _after_step(self, optimizer: Any, *_: Any) -> None:
         if is_captured():
             warnings.warn(
-                "a CUDA graph's replays run no hooks: for log_to call count_step() of what it "
-                "returned after each",
+                "a CUDA graph's replays run no hooks: call count_step() of the log that log_to "
+                "returned after each replay",
                 stacklevel=2,
             )
         else:
@@ -154,7 +154,7 @@ def log_to(
     if not isinstance(prefix, str):
         raise TypeError(f"prefix is {prefix!r:.200}, expected a string")
     if every < 1:
-        raise ValueError(f"Invalid every: {every}, expected a number of steps from 1 on")
+        raise ValueError(f"Invalid every: {every}, expected 1 or more steps")
     return StepLog(writer, optimizer, every, first_step, prefix)
 
 

@@ -310,8 +310,8 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in ALLOWED:
             raise pickle.UnpicklingError(
-                f".metadata refers to {module}.{name}, which is no part of a checkpoint's metadata "
-                f"and could run code"
+                f".metadata refers to {module}.{name}, which does not belong to a checkpoint's "
+                f"metadata and could run code"
             )
         return super().find_class(module, name)
 
@@ -361,7 +361,7 @@ class Reader(FileSystemReader):
                     if data.is_absolute() or ".." in data.parts:
                         raise ValueError(f"{data} is not in the checkpoint's folder")
             except Exception as error:  # a damaged pickle raises any kind
-                raise ValueError(f"{file} is no checkpoint's metadata: {error}") from error
+                raise ValueError(f"{file} is not a checkpoint's metadata: {error}") from error
         return found
 
 

@@ -83,7 +83,7 @@ def control_problem(fields: Any) -> str | None:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         scale = name == "loss_scale"
         if not number or not 0 <= value < float("inf") or (scale and value == 0):
-            expected = f"expected a number {'above 0' if scale else 'from 0 on'}"
+            expected = f"expected a number {'above 0' if scale else 'of 0 or more'}"
             return f"'{CONTROL_KEY}' has {name} = {value!r}, {expected}"
     return None
 
@@ -113,7 +113,7 @@ def problem(optimizer_class: Any, name: str, value: Any, param: Tensor, held: An
     if not isinstance(held, Tensor):
         return shape_problem(value, param) if is_dtensor(value) else None
     if isinstance(value, Tensor | int | float) and held.numel() == 1:
-        return None if not isinstance(value, Tensor) or value.numel() == 1 else "is no number"
+        return None if not isinstance(value, Tensor) or value.numel() == 1 else "is not a number"
     return None if value is None else shape_problem(value, held)
 
 

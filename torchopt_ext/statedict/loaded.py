@@ -104,7 +104,7 @@ class Loaded:
                 if found := option_problem(name, group[name], own[name]):
                     yield f"{name} of group {number} {found}"
                 elif name == "amsgrad" and group[name] and storage.state_dtype == torch.int8:
-                    yield f"group {number} has amsgrad, which does not go with 8-bit moments here"
+                    yield f"group {number} has amsgrad, which 8-bit moments do not support"
 
 
 def _lacks(names: Iterable[str], optimizer: Any) -> str:
@@ -157,8 +157,9 @@ def read_indexed(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> Loaded
         loaded_groups.append(kept | loaded)
     if cast:
         warnings.warn(
-            f"one of torch's optimizers has had this state: the masters of {len(cast)} parameters "
-            "are 16-bit numbers of before its steps, and are made from the weights instead",
+            f"this state was stepped by one of torch's optimizers, which rounds master weights to "
+            f"16 bits and does not update them: those of {len(cast)} parameters are made from the "
+            "weights instead",
             stacklevel=3,
         )
     known = {index for saved in saved_groups for index in saved["params"]}
@@ -174,7 +175,7 @@ def _structure_problems(state_dict: Any, groups: Sequence[Mapping[str, Any]]) ->
         yield (
             "it is flat, as containers have it: load it into a container"
             if flat
-            else f"'state' and 'param_groups' are to be a dict and a list, in {state_dict!r:.200}"
+            else f"expected a dict 'state' and a list 'param_groups' in {state_dict!r:.200}"
         )
         return
     if len(saved) != len(groups):

@@ -363,7 +363,7 @@ class CheckpointManager:
             return False
         checkpoint = Path(self._config.initial_load_path)
         if not self._agreed(checkpoint.is_dir()):
-            raise ValueError(f"checkpoint.initial_load_path is {checkpoint}, which is no folder")
+            raise ValueError(f"checkpoint.initial_load_path is {checkpoint}, which is not a folder")
         model_only = self._config.initial_load_model_only
         self._load_checked(checkpoint, None, model_only=model_only, begin=begin)
         return True

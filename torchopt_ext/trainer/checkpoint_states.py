@@ -98,7 +98,7 @@ def model_to_load(live: dict[str, Any], metadata: Metadata, where: Any) -> dict[
             set_element(found, path, value)
     empty = {name for name in others if isinstance(live[name], Mapping) and not live[name]}
     if missing := sorted(live.keys() - metadata.state_dict_metadata.keys() - found.keys() - empty):
-        raise ValueError(f"{where} lacks of the model: {', '.join(missing)}")
+        raise ValueError(f"{where} lacks entries of the model: {', '.join(missing)}")
     return live | found
 
 

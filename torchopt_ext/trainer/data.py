@@ -223,7 +223,7 @@ class ShuffledBatches(Sampler[list[Key]]):
         if state_dict["size"] != self._size:
             logger.warning(
                 "The data set had %d samples when the checkpoint was saved, and has %d now: epoch "
-                "%d goes on in another order",
+                "%d continues in another order",
                 state_dict["size"],
                 self._size,
                 state_dict["epoch"] + 1,

@@ -294,7 +294,7 @@ def _from_options(
             args.append(f"--{off if negated else name}")
             continue
         if negated:
-            raise ConfigError(f"{name} is no switch: write --{name} value")
+            raise ConfigError(f"{name} is not a switch: write --{name} value")
         found = " ".join(map(repr, values)) or "without a value"
         if not values or not _fits(kind, values):
             raise ConfigError(f"{given} is {found}, expected {_describe(kind)}")

@@ -71,7 +71,7 @@ def parallelize(
         )
     if job_config.training.enable_cpu_offload and not parallel_dims.fsdp_enabled:
         raise ConfigError(
-            "training.enable_cpu_offload has no effect without FSDP, of which this job has none: "
+            "training.enable_cpu_offload has no effect without FSDP: "
             f"parallelism.data_parallel_shard_degree is {parallel_dims.dp_shard}"
         )
     if parallel_dims.tp_enabled:
@@ -101,7 +101,7 @@ def parallelize(
             raise ConfigError(
                 f"parallelism.data_parallel_replicate_degree is {parallel_dims.dp_replicate} with "
                 f"tensor_parallel_degree {parallel_dims.tp} and pipeline_parallel_degree "
-                f"{parallel_dims.pp}, but DDP goes with neither: use data_parallel_shard_degree"
+                f"{parallel_dims.pp}, but DDP supports neither: use data_parallel_shard_degree"
             )
         _torch.replicate(model, device_mesh=world_mesh["dp_replicate"], bucket_cap_mb=100)
     return model

@@ -64,7 +64,7 @@ _AT_LEAST = {
 
 _Range = tuple[Callable[[float], bool], str]
 """Whether a number is in it, and how to say so."""
-_FROM_0: _Range = (lambda number: 0 <= number < math.inf, "a number from 0 on")
+_FROM_0: _Range = (lambda number: 0 <= number < math.inf, "a number of 0 or more")
 _BELOW_1: _Range = (lambda number: 0 <= number < 1, "0 or more and less than 1")
 _TO_1: _Range = (lambda number: 0 <= number <= 1, "0 to 1")
 _RANGES = {

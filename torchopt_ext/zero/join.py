@@ -53,7 +53,7 @@ class StepsAlong(ShardedOptimizer, Joinable):
         """
         if isinstance(self.parts, BalancedBuckets) and self.parts.reducer.hooks:
             raise RuntimeError(
-                "Join does not go with sharded_gradients=True: use DDP, with reduce_scatter_hook "
+                "Join does not support sharded_gradients=True: use DDP, with reduce_scatter_hook "
                 "if traffic is to stay low"
             )
         hook = _Hook(self)

@@ -472,8 +472,8 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
         """
         if self._in_join:
             raise RuntimeError(
-                "in a Join context ranks out of data only step: clip in the step, with "
-                "max_grad_norm of FusedAdam or FusedAdamW"
+                "in a Join context, ranks without data only call step(): clip inside the step, "
+                "with max_grad_norm of FusedAdam or FusedAdamW"
             )
         agreement = Agreement()
         try:

@@ -214,7 +214,7 @@ def check_bad_input() -> None:
     with pytest.raises(ValueError, match="decay_type is 'step'"):
         spec.build_lr_schedulers_fn(optimizers, LRScheduler(decay_type="step"), 10)
     assert "initial_lr" not in optimizers.param_groups[0]
-    with pytest.raises(ValueError, match="closure cannot be honoured by 2"):
+    with pytest.raises(ValueError, match="closure is not supported with 2"):
         optimizers.step(lambda: 0.0)
     assert not optimizers.state
 

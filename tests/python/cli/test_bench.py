@@ -104,7 +104,7 @@ def test_bench_rejects(fails: Run, tmp_path: Path) -> None:
         (["--shapes", "2x3", "--threads", "1e6"], "--threads is 1000000; this machine has"),
         (["--shapes", "2x3", "--seconds", "-1"], "-1 is not a number above 0"),
         (["--shapes", "2x3", *half], "bfloat16 only"),
-        (["--shapes", "2x3", "--master-weights", "remainder"], "which 2x3 has not"),
+        (["--shapes", "2x3", "--master-weights", "remainder"], "and 2x3 has none"),
         (["--params", "1e15"], "--params 1000000000000000 is too large: weights"),
     ):
         assert problem in fails("bench", *args)

@@ -162,7 +162,7 @@ def test_inspect_rejects(fails: Run, tmp_path: Path) -> None:
         ("sparse", "torch.sparse_coo, expected a dense tensor"),
         ("meta", "on the meta device, expected a dense tensor"),
         ("folder", "has no .metadata"),
-        ("dcp", "no checkpoint's metadata"),
+        ("dcp", "is not a checkpoint's metadata"),
     ):
         assert problem in fails("inspect", tmp_path / name)
 

@@ -335,7 +335,7 @@ def test_plan_rejects(fails: Run, tmp_path: Path) -> None:
         ([long, "--params", "3"], "one of FILE"),
         ([tmp_path / "gone.safetensors"], "No such file"),
         ([long], "ends in its header, after 1 of 1000"),
-        ([text], "is no safetensors file: it begins with b'hello, w'"),
+        ([text], "is not a safetensors file: it begins with b'hello, w'"),
         ([broken], "damaged header"),
         ([deep], "damaged header"),
         ([deep_index], "weight_map"),
@@ -346,7 +346,7 @@ def test_plan_rejects(fails: Run, tmp_path: Path) -> None:
         ([no_index], "weight_map"),
         ([odd_index], "weight_map"),
         (["--model", "no_python:f"], "cannot be imported: SyntaxError"),
-        (["--params", "many"], "'many' is no number"),
+        (["--params", "many"], "'many' is not a number"),
         (["--params", "1.5"], "1.5 is not a whole number"),
         (["--params", "3", "--dtype", "int8"], "'int8'"),
         (["--shapes", "2000"], "'2000' names no shapes"),
@@ -360,7 +360,7 @@ def test_plan_rejects(fails: Run, tmp_path: Path) -> None:
         (["--shapes", "2x2", "--master-weights", "fp32"], "completes 16-bit parameters"),
         (["--shapes", "2x2", "--dtype", "float16", "--master-weights", "remainder"], "float16"),
         (["--shapes", "gpt2", "--state-dtype", "int8", "--fp32-moments", "wte"], "have no names"),
-        (["--shapes", "2x2", "--fp32-moments", ""], "--fp32-moments is of 8-bit moments"),
+        (["--shapes", "2x2", "--fp32-moments", ""], "--fp32-moments needs --state-dtype int8"),
         (["--shapes", "2x2", "--no-norm", "--norm-in-backward"], "not allowed with"),
         (["--shapes", "2x2", "--plot", tmp_path / "gone" / "x.png"], "cannot write"),
     ):
@@ -463,7 +463,7 @@ def test_schedule_rejects_jobs(
 def test_schedule_of_a_job_takes_no_other_options(fails: Run, tmp_path: Path) -> None:
     for option, value in (("--lr", "1"), ("--warmup", "50"), ("--decay-ratio", "0.5")):
         problem = fails("schedule", "--config", tmp_path / "job.toml", option, value)
-        assert f"{option} goes with --steps; a job's schedule is in its file" in problem
+        assert f"{option} needs --steps; a job's schedule is in its file" in problem
 
 
 def test_schedule_of_the_largest_rate(run: Run) -> None:

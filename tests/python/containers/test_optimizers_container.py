@@ -182,7 +182,7 @@ def test_a_closure_runs_once_with_one_optimizer_and_its_loss_is_returned(choice,
 def test_a_closure_is_refused_with_several_optimizers(choice, parts, as_keyword, assert_same):
     container = choice.container(parts)
     before = copy.deepcopy(parts[0])
-    with pytest.raises(ValueError, match="closure cannot be honoured by 2 optimizers"):
+    with pytest.raises(ValueError, match="closure is not supported with 2 optimizers"):
         container.step(closure=lambda: 0) if as_keyword else container.step(lambda: 0)
     assert_same(parts[0], before)
     container.step(None)

@@ -491,7 +491,7 @@ def test_closures_are_rejected_by_several_optimizers() -> None:
     part = model()
     container = build(ours, part, *SEVERAL)
     before = copy.deepcopy(part)
-    with pytest.raises(ValueError, match="closure cannot be honoured by 2 optimizers"):
+    with pytest.raises(ValueError, match="closure is not supported with 2 optimizers"):
         container.step(lambda: 0.0)
     assert all(map(torch.equal, part.parameters(), before.parameters()))
 

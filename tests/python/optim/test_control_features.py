@@ -242,8 +242,8 @@ def test_a_checkpoint_does_not_decide_settings() -> None:
 @pytest.mark.parametrize(
     ("wrong", "expected"),
     [
-        ({"steps": "many"}, "from 0 on"),
-        ({"steps": None}, "from 0 on"),
+        ({"steps": "many"}, "of 0 or more"),
+        ({"steps": None}, "of 0 or more"),
         ({"loss_scale": 0.0}, "above 0"),
         ([1.0], "a dict"),
         (3.0, "a dict"),

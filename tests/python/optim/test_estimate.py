@@ -123,7 +123,7 @@ def test_wrong_arguments_are_rejected() -> None:
         ({"world_size": 0}, "world_size: 0"),
         ({"master_weights": "fp64"}, "fp64"),
         ({"master_weights": "remainder"}, "parameter 0 has dtype float16"),
-        ({"state_dtype": "int8", "amsgrad": True}, "amsgrad does not go with 8-bit moments"),
+        ({"state_dtype": "int8", "amsgrad": True}, "amsgrad is not supported with 8-bit moments"),
         ({"state_dtype": F16}, "float16"),
     ):
         with pytest.raises(ValueError, match=problem):

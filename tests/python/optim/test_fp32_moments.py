@@ -153,7 +153,7 @@ def test_copies_keep_the_choice() -> None:
         (None, TypeError, "fp32_moments is None, expected a sequence"),
         (torch.ones(2), TypeError, "fp32_moments is tensor"),
         ([nn.Embedding], TypeError, "fp32_moments has <class .*Embedding'>, expected 'embedding'"),
-        (["(bo"], ValueError, r"'\(bo' is no regular expression"),
+        (["(bo"], ValueError, r"'\(bo' is not a regular expression"),
         (["bodi"], ValueError, r"no parameter has a name with 'bodi'; the nearest .*'body"),
         ([torch.ones(2, 3)], ValueError, r"tensor of shape \(2, 3\) that is none of the"),
     ],

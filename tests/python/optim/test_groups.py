@@ -128,7 +128,7 @@ def test_multipliers_that_look_alike_stay_apart() -> None:
         ({"no_decay": ("norms",)}, r"no parameter of Model has a name with \['norms'\]"),
         ({"lr": 1.0, "lr_multipliers": {"hed.weight": 2.0}}, r"'hed.weight': \['head.weight'"),
         ({"lr_multipliers": {"tok": 2.0}}, "needs lr="),
-        ({"no_decay": ("(",)}, "no regular expression"),
+        ({"no_decay": ("(",)}, "is not a regular expression"),
         ({"weight_decay": -1.0}, "Invalid weight_decay"),
         ({"lr": float("inf")}, "Invalid lr: inf, expected a finite number"),
         ({"lr": 1.0, "lr_multipliers": {"tok": float("nan")}}, "Invalid lr_multipliers"),

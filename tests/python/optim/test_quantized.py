@@ -460,7 +460,7 @@ def test_amsgrad_is_not_loaded_beside_8_bits() -> None:
     theirs = torch.optim.AdamW([p], amsgrad=True)
     theirs.step()
     optimizer = FusedAdamW([p], state_dtype="int8")
-    with pytest.raises(ValueError, match="group 0 has amsgrad, which does not go with 8-bit"):
+    with pytest.raises(ValueError, match="group 0 has amsgrad, which 8-bit moments do not support"):
         optimizer.load_state_dict(theirs.state_dict())
     optimizer.step()
 

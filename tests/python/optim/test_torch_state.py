@@ -306,7 +306,7 @@ def test_masters_do_not_survive_torchs_optimizer(kept: str) -> None:
     theirs.load_state_dict(optimizer.state_dict())
     train([theirs], [params], 3)
     resumed = OURS["AdamW"](params, lr=0.1, master_weights=kept)
-    with pytest.warns(UserWarning, match="masters of 1 parameters"):
+    with pytest.warns(UserWarning, match="those of 1 parameters are made from the weights"):
         resumed.load_state_dict(theirs.state_dict())
     fresh = copy_params(params)
     expected = OURS["AdamW"](fresh, lr=0.1, master_weights=kept)

@@ -202,8 +202,8 @@ def file_elsewhere(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "error", "message"),
     [
-        (no_metadata, RuntimeError, r"ValueError: .*\.metadata is no .*: it is a dict"),
-        (cut_metadata, RuntimeError, r"ValueError: .*\.metadata is no checkpoint's metadata"),
+        (no_metadata, RuntimeError, r"ValueError: .*\.metadata is not .*: it is a dict"),
+        (cut_metadata, RuntimeError, r"ValueError: .*\.metadata is not a checkpoint's metadata"),
         (file_elsewhere, RuntimeError, r"\.\./saved/.* is not in the checkpoint's folder"),
         (truncate, RuntimeError, "reading the optimizer state: rank 0"),
         (replace_metadata, RuntimeError, r"\.metadata refers to posix\.mkdir"),

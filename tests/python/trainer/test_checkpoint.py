@@ -287,7 +287,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "manifest flipped": (lambda p: damage(p / "manifest.json", 60), "manifest.json is damaged"),
     "manifest of less": (with_a_sum_for_less, ".metadata is not in its manifest"),
     "no manifest, truncated": (cut_without_manifest, r"__0_0.distcp has \d+ bytes, expected \d+"),
-    "code in metadata": (with_code_in_metadata, "no checkpoint's metadata"),
+    "code in metadata": (with_code_in_metadata, "does not belong to a checkpoint's metadata"),
     "another step's": (of_another_step, "of step 2"),
 }
 
@@ -383,14 +383,14 @@ def test_torch_reads_a_checkpoint(tmp_path: Path) -> None:
 def test_a_checkpoint_of_another_model_is_rejected(tmp_path: Path) -> None:
     job = Job(tmp_path).train(until=2)
     job.model.extra = torch.nn.Linear(1, 1)
-    with pytest.raises(ValueError, match=r"lacks of the model: extra\.bias, extra\.weight"):
+    with pytest.raises(ValueError, match=r"lacks entries of the model: extra\.bias, extra\.weight"):
         job.manager.load()
 
 
 def test_a_missing_step_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"load_step is 7, but there is no .*step-7"):
         Job(tmp_path).manager.load(7)
-    with pytest.raises(ValueError, match=r"initial_load_path is .*, which is no folder"):
+    with pytest.raises(ValueError, match=r"initial_load_path is .*, which is not a folder"):
         Job(tmp_path, initial_load_path=str(tmp_path / "none")).manager.load()
 
 

@@ -108,7 +108,7 @@ def test_a_seed_checkpoint_is_saved_instead_of_training(trainer: Spy) -> None:
         (["--optimizer.lr", "nan"], "1", "optimizer.lr is nan"),
         (["--training.seed", "-1"], "1", "training.seed is -1"),
         (["--optimizer.beta1", "1.5"], "1", "optimizer.beta1 is 1.5, expected 0 or more and less"),
-        (["--optimizer.eps=-1"], "1", "optimizer.eps is -1.0, expected a number from 0 on"),
+        (["--optimizer.eps=-1"], "1", "optimizer.eps is -1.0, expected a number of 0 or more"),
         (["--lr_scheduler.lr_min", "2"], "1", "lr_scheduler.lr_min is 2.0, expected 0 to 1"),
         (
             ["--checkpoint.enable", "--checkpoint.load_step", "7", "--job.dump_folder", "/no"],

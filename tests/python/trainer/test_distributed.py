@@ -204,7 +204,7 @@ def test_invalid_checkpointing(option: str) -> None:
         (
             (2, 1, 1, 1, 2),
             {},
-            r"replicate_degree is 2 .* DDP goes with neither: use",
+            r"replicate_degree is 2 .* DDP supports neither: use",
         ),
         (
             (1, 1, 1, 1, 1),

@@ -115,7 +115,7 @@ def test_values(
 
 
 def test_what_is_not_known_is_left_out(job_config: JobConfig) -> None:
-    """A CPU's peak, a model's operations; a loss that is no number is written as null."""
+    """A CPU's peak, a model's operations; a loss that is not a number is written as null."""
     processor = build_metrics_processor(job_config, dims())
     for step, flops in ((1, 0), (4, 10)):
         processor.num_flops_per_token = flops
