@@ -1,4 +1,4 @@
-// Loops of pass B over elements of one tensor: kernels/adam_step.h, a register at a time.
+// The loop of pass B over elements of one tensor: runs kernels/adam_step.h register by register.
 #pragma once
 
 #include "cpu/fetch_ahead.h"
@@ -7,8 +7,8 @@
 namespace torchopt_ext {
 namespace {
 
-// The first n elements of a register, n < L::width; nothing beyond them is touched. What is left of
-// a small tensor would otherwise spend much on single elements' roots and divisions.
+// A lane that accesses only the first n elements of a register, n < L::width. Without it, the tail
+// of a small tensor would spend much time on scalar square roots and divisions.
 template <class L>
 struct Part : L {
   static constexpr bool converts = false;
@@ -18,7 +18,7 @@ struct Part : L {
   int n;
 };
 
-// Asks for what a loop comes to after element i, line by line.
+// Prefetches n elements of each array, kBytesAhead bytes after element i.
 template <class L>
 [[gnu::always_inline]] inline void fetch_arrays_ahead(const Layout& layout, const StepMode& mode,
                                                       void* const (&x)[kArrays], int64_t i, int n) {
@@ -35,7 +35,7 @@ template <class L>
   ahead(kGrad);
 }
 
-// adam_step() on elements of one register, whose first element has number draws->first + i.
+// Calls adam_step() on one register, whose first element has number draws->first + i.
 template <class L>
 [[gnu::always_inline]] inline void adam_register(const L& lane,
                                                  const AdamScalars<typename L::scalar>& s,
@@ -54,15 +54,15 @@ template <class L>
   }
 }
 
-// What a step notes that is not tracked (loop_trace.h): nothing.
+// The trace of a step without tracking (see LoopTrace, loop_trace.h): both calls are no-ops.
 struct NoTrace {
   void before(const auto&... /*register*/) const {}
   void after(const auto&... /*register*/) const {}
 };
 
-// Elements [begin, end), those that fill no register of L by Tail or one by one; `draws` begins at
-// element `begin`, or is null. Inlined into every caller: where layout and mode are constants, the
-// branches on them go.
+// Updates elements [begin, end). Elements that do not fill a register of L are updated by Tail,
+// Part or one by one. `draws` begins at element `begin`, or is null. Inlined into every caller, so
+// that the compiler removes branches on a constant layout or mode.
 template <class L, class Tail, class Trace>
 [[gnu::always_inline]] inline void adam_loop(const AdamScalars<typename L::scalar>& scalars,
                                              const Layout& layout, const StepMode& mode,
@@ -70,7 +70,7 @@ template <class L, class Tail, class Trace>
                                              const Draws* draws, Trace&& trace) {
   using Scalar = ScalarLane<typename L::scalar>;
   const AdamScalars<typename L::scalar> s = scalars;
-  const TensorWork copy = work;  // stays in registers: a store might change `work`
+  const TensorWork copy = work;  // stays in registers: stores may alias `work`
   const auto& x = copy.memory;
   int64_t i = begin;
   const auto update = [&](const auto& lane) __attribute__((always_inline)) {
@@ -78,7 +78,7 @@ template <class L, class Tail, class Trace>
     adam_register(lane, s, layout, mode, x, i, draws, i - begin);
     trace.after(lane, layout, x, i, s.has_decay);
   };
-  if (mode.past_caches) {  // up to where a register of the parameter is aligned
+  if (mode.past_caches) {  // until a register of the parameter is aligned
     const auto size = static_cast<uintptr_t>(element_size(layout, kParam));
     const auto misaligned = [&] {
       const auto at = reinterpret_cast<uintptr_t>(x[kParam]) + size * static_cast<uintptr_t>(i);

@@ -1,4 +1,4 @@
-// Tracking on the CPU (kernels/trace.h): pass B on a chunk, with what it saw of it.
+// Tracking on the CPU (kernels/trace.h): runs pass B on a chunk and returns the chunk's trace.
 #pragma once
 
 #include "cpu/kernel_table.h"
@@ -6,18 +6,18 @@
 
 namespace torchopt_ext {
 
-// Norms and the digest find a tile in the first cache. Norms are summed by tiles, so that their
-// bits depend on its length.
+// The elements of a tile, which the L1 cache holds for norms and the digest. Norms are summed tile
+// by tile, so their bits depend on this length.
 inline constexpr int64_t kTileElements = 512;
-inline constexpr int64_t kDigestTileBytes = 2048;  // of each moment, where only the digest is taken
+inline constexpr int64_t kDigestTileBytes = 2048;  // of each moment, if only the digest is tracked
 
-// Where the tile from element i of chunk [begin, end) on ends; `changes`: whether norms or lost
-// updates are noted.
+// Returns the end of the tile that begins at element i of chunk [begin, end). `changes`: whether
+// norms or lost updates are tracked.
 inline int64_t end_of_tile(const TensorWork& work, bool changes, int64_t begin, int64_t end,
                            int64_t i) {
   if (is_quantized(work.kind)) {
-    // Their kernel prepares constants in each call: a digest alone takes whole chunks, which the
-    // second cache holds.
+    // The kernel for 8-bit moments prepares constants in each call. If only the digest is tracked,
+    // the tile is therefore the whole chunk, which the L2 cache holds.
     return changes ? end_of_groups(work, begin, end, i) : end;
   }
   const int64_t longest =
@@ -43,7 +43,7 @@ inline ChunkTrace adam_traced(const KernelTable& table, const TensorScalars& sca
   for (int64_t i = begin; i < end;) {
     const int64_t tile_end = end_of_tile(work, changes, begin, end, i);
     const int64_t n = tile_end - i;
-    if (norms) {  // before the gradient may be written
+    if (norms) {  // before the step may overwrite the gradient
       trace.grad_sumsq += sum_of_squares(work.layout.grad, element(work, kGrad, i), n);
     }
     if (changes) {

@@ -1,5 +1,5 @@
-// The digest (kernels/digest.h) of what a step stored of a tile, while that is in the caches: a
-// multiply-add of two 16-bit halves for each word.
+// The digest (kernels/digest.h) of what a step stored of a tile, computed while the tile is in the
+// caches. Each word takes one multiply-add of its two 16-bit halves.
 #pragma once
 
 #include "kernels/digest.h"
@@ -8,7 +8,7 @@
 namespace torchopt_ext {
 namespace {
 
-// half_factor() of a segment's halves.
+// The results of half_factor() for the halves of a segment.
 struct HalfFactors {
   constexpr HalfFactors() {
     for (uint32_t half = 0; half < 2 * kDigestSegment; ++half) {
@@ -19,7 +19,7 @@ struct HalfFactors {
 };
 inline constexpr HalfFactors kHalfFactors;
 
-// lane_factor() of a segment's words from word 0 to 7 on.
+// The results of lane_factor(), which repeat every 8 words. Registers load from words 0 to 7 on.
 struct LaneFactors {
   explicit LaneFactors(const DigestPlace& place) {
     for (uint32_t word = 0; word < 24; ++word) {
@@ -29,20 +29,20 @@ struct LaneFactors {
   alignas(64) int32_t of[24];
 };
 
-// Of each array's halves: products with their own and their lanes' factors, summed. W has the
-// operations on words of 32 bits; void: one half at a time.
+// Each array's sum of halves times their half factors and lane factors. W has the operations on
+// 32-bit words. ScalarWords adds one word at a time.
 template <class W>
 class HalfSums {
  public:
-  // `bytes` of an array, of one segment, from the beginning of a word on; factors of their halves
-  // and words.
+  // Adds `bytes` bytes of an array, all in one segment, from the beginning of a word on. `factors`
+  // and `lanes` begin with the factors of the first half and word.
   [[gnu::always_inline]] void add(Array array, const char* from, int64_t bytes, const char* factors,
                                   const int32_t* lanes) {
     int64_t done = 0;
     if constexpr (W::width > 1) {
       using reg = typename W::reg;
       constexpr int64_t kBytes = int64_t{W::width} * 4;
-      // 32 words of a lane add at most 2**15 times their two factors' 2048, which int32 holds.
+      // A word adds at most 2**15 * 2048, as its half factors add up to 2048: int32 holds 32 words.
       constexpr int64_t kMost = 32 * kBytes;
       const reg lane = W::load(lanes);
       while (bytes - done >= kBytes) {
@@ -81,7 +81,7 @@ class HalfSums {
   }
 
  private:
-  // Of bytes [at, end).
+  // Returns the sum of the halves in bytes [at, end) times their factors.
   static int64_t weighted(const char* from, int64_t at, int64_t end, const char* factors) {
     int64_t sum = 0;
     for (; at < end; at += 2) {
@@ -98,17 +98,17 @@ class HalfSums {
   uint64_t rest_[kWritten] = {};
 };
 
-// Of a tensor that is not computed in fp64.
+// The digest of a tile of a tensor that is not computed in fp64.
 template <class W>
 class TileDigest {
  public:
   explicit TileDigest(const TensorWork& work) : work_(work) {}
 
-  // Of elements [begin, end), where they follow one another in the parameter from element `number`
-  // on, whose base all have.
+  // Adds elements [begin, end), which are contiguous in the parameter from element `number` on and
+  // share its DigestPlace::base.
   void add_run(int64_t begin, int64_t end, uint64_t number) {
     DigestPlace place = digest_place(work_.index, number);
-    for (; place.number % 4 != 0 && begin < end; ++place.number) {  // to where words begin
+    for (; place.number % 4 != 0 && begin < end; ++place.number) {  // until a word begins
       digest_ += digest_element<float>(work_.layout, work_.memory, begin++, place);
     }
     while (begin < end) {
@@ -128,8 +128,8 @@ class TileDigest {
       place.number += static_cast<uint32_t>(n);
     }
   }
-  // Of groups with 8-bit moments, and of their scales. A group's elements have its first one's
-  // base.
+  // Adds whole groups with 8-bit moments and their scales. All elements of a group use the base of
+  // its first element.
   void add_groups(int64_t begin, int64_t end) {
     int64_t group = group_of(work_, begin);
     for (int64_t first = begin; first < end;) {
@@ -137,7 +137,7 @@ class TileDigest {
       const int64_t same_base = first + kStreamElements - number % kStreamElements;
       DigestPlace place = digest_place(work_.index, static_cast<uint64_t>(number));
       int64_t i = first;
-      do {  // a row
+      do {  // row by row
         const int64_t row_end = i + work_.row_length - i % work_.row_length;
         const int64_t last = row_end < end ? row_end : end;
         const int64_t groups = groups_in_row((last < same_base ? last : same_base) - i);
@@ -159,7 +159,7 @@ class TileDigest {
   uint64_t digest_ = 0;
 };
 
-// Of elements [begin, end) of a tensor, whole groups of those with 8-bit moments.
+// Returns the digest of elements [begin, end), which are whole groups if moments are 8-bit.
 template <class W>
 uint64_t digest_elements(const TensorWork& work, int64_t begin, int64_t end) {
   if (work.layout.param == DType::kFloat64) {

@@ -1,8 +1,8 @@
-// Sums of squares of short rows, 1-D tensors included, which are exact: docs/numerics.md section 3.
+// Exact sums of squares of short rows, including 1-D tensors: docs/numerics.md section 3.
 //
-// Adding every element to the exact accumulator would cost several times the memory traffic, so
-// squares are first gathered in bins, where up to 4,096 of them add without rounding. The sum is
-// exact, so its order does not show in the result.
+// Adding every element to the exact accumulator would take several times as long as reading it.
+// Squares are therefore first summed in bins, which add up to 4,096 squares without rounding. The
+// sum is exact, so the result does not depend on the order of additions.
 #pragma once
 
 #include <type_traits>
@@ -16,10 +16,10 @@ namespace torchopt_ext {
 
 namespace {
 
-// The magnitudes that are not zero: from where to where they go; a NaN counts above infinity.
+// The range of the magnitudes that are not zero. A NaN counts as larger than infinity.
 struct Magnitudes {
   float smallest;
-  float largest;  // 0: all are zero
+  float largest;  // 0 if all magnitudes are zero
 };
 template <class T>
 inline Magnitudes magnitudes(const T* x, int64_t n) {
@@ -27,7 +27,7 @@ inline Magnitudes magnitudes(const T* x, int64_t n) {
   constexpr auto kAllBits = static_cast<Bits>(~Bits{0});
   constexpr auto kAllButSign = static_cast<Bits>(kAllBits >> 1);
   Bits largest = 0;
-  Bits smallest_but_one = kAllBits;  // which a zero, less one, is as well
+  Bits smallest_but_one = kAllBits;  // of magnitude - 1: a zero wraps to kAllBits
   for (int64_t i = 0; i < n; ++i) {
     const auto magnitude = static_cast<Bits>(bit_cast<Bits>(x[i]) & kAllButSign);
     const auto but_one = static_cast<Bits>(magnitude - 1);
@@ -38,7 +38,7 @@ inline Magnitudes magnitudes(const T* x, int64_t n) {
   return {widen(bit_cast<T>(smallest)), widen(bit_cast<T>(largest))};
 }
 
-// Adds the square of one register to its bins.
+// Adds the squares of one register to the bins.
 template <class L, int Bins>
 inline void add_square(typename L::reg wide, typename L::reg (&sums)[Bins]) {
   const auto first = L::add_exact_square(sums[0], wide);
@@ -53,13 +53,13 @@ inline void add_square(typename L::reg wide, typename L::reg (&sums)[Bins]) {
   sums[Bins - 1] = L::add(sums[Bins - 1], rest);
 }
 
-// Adds the squares, all below 2**(exponent + 1) and multiples of the last of Bins bins' unit; n is
-// a multiple of the width. Asks for as much at `next`.
+// Adds the squares, which are below 2**(exponent + 1) and multiples of the last bin's unit. n is a
+// multiple of the width. Prefetches as many bytes at `next`.
 template <class L, int Bins, class T>
 inline void add_squares_in_bins(const T* x, int64_t n, int exponent, const void* next,
                                 ExactAccumulator& acc) {
   constexpr int64_t size = sizeof(T);
-  // With 2 bins, even and odd registers apart: one sum would wait for the other.
+  // With 2 bins, even and odd registers have separate sums: an addition to the same sum would wait.
   typename L::reg even[Bins];
   typename L::reg odd[Bins];
   double bias[Bins];
@@ -83,15 +83,15 @@ inline void add_squares_in_bins(const T* x, int64_t n, int exponent, const void*
     L::store(lane, L::add(L::sub(even[b], start), L::sub(odd[b], start)));
     double total = 0.0;
     for (const double sum : lane) {
-      total += sum;  // exact, as are the differences before: below 2**52 units
+      total += sum;  // exact, like the differences above: below 2**52 units
     }
     accumulator_add(acc, total);
   }
 }
 
-// Adds the exact square of each of at most 4,096 elements. `next`, which may be null, is what the
-// caller will come to: memory would be idle while squares are added, and asking for it then, line
-// by line rather than at once, spares pass A over 2,000 tensors of 1,000 a third of its time.
+// Adds the exact squares of at most 4,096 elements. `next`, which may be null, is what the caller
+// reads soon. Prefetching it line by line during the additions, when memory would be idle, rather
+// than at once takes a third off the time of pass A over 2,000 tensors of 1,000 elements.
 template <class L, class T>
 inline void add_exact_squares(const void* memory, int64_t n, const void* next,
                               ExactAccumulator& acc) {
@@ -100,14 +100,14 @@ inline void add_exact_squares(const void* memory, int64_t n, const void* next,
   if constexpr (L::width > 1 && sizeof(T) < sizeof(double)) {
     vectorised = n - n % L::width;
     const Magnitudes range = magnitudes(x, vectorised);
-    const void* const fetched = next != nullptr ? next : x;  // the latter is in the cache already
+    const void* const fetched = next != nullptr ? next : x;  // x is in the cache already
     if (range.largest == 0.0f) {
       // all squares are zero
     } else if (!(range.largest <= 0x1.fffffep127f)) {
       vectorised = 0;  // infinities and NaNs are counted one by one
     } else {
       const int exponent = exponent_of(square(range.largest));
-      // fp32 gradients within 2**16 of the largest take 2 bins, all of fp32's take 14.
+      // fp32 gradients within 2**16 of the largest take 2 bins, the whole range of fp32 takes 14.
       const int last_bit = 2 * last_bit_of<T>(range.smallest);
       if (last_bit >= bin_unit(exponent, 1)) {
         add_squares_in_bins<L, 2>(x, vectorised, exponent, fetched, acc);

@@ -1,9 +1,9 @@
-// Prefetching of what a loop over an array comes to next.
+// Prefetches what a loop over an array reads next.
 //
-// Pass B reads four or five arrays at once, and hardware prefetchers stop at the end of a page,
-// where all arrays may end together. Asking for the lines 512 bytes ahead made it 10 to 15 % faster
-// on a Zen 4 with tensors that memory holds, of any type; 256 and 768 bytes gave about half of
-// that. On an Intel Xeon of 2023 distances up to 8,192 bytes are alike.
+// Pass B reads four or five arrays at once. Hardware prefetchers stop at the end of a page, which
+// all arrays may reach together. On a Zen 4, prefetching 512 bytes ahead made pass B 10 to 15 %
+// faster for tensors of any type that only memory holds; 256 and 768 bytes gave about half of that
+// gain. On an Intel Xeon of 2023 all distances up to 8,192 bytes are equally fast.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +13,8 @@ namespace {
 
 inline constexpr int64_t kBytesAhead = 512;
 
-// Asks for each cache line of `bytes` from byte `at` of an array on, into all caches, or with 2
-// into all but the first. Loops of single elements go without, as the compiler vectorises them.
+// Prefetches the lines of `bytes` bytes from byte `at` on, into all caches, or with kLocality 2
+// into all but L1. A no-op for lanes of one element, whose loops the compiler vectorizes.
 template <class L, int kLocality = 3>
 [[gnu::always_inline]] inline void fetch_lines(const void* array, int64_t at, int64_t bytes) {
   if constexpr (L::width > 1) {

@@ -10,10 +10,10 @@
 
 namespace torchopt_ext {
 
-// Below this a second thread costs more than it brings.
+// Below this many bytes a second thread costs more time than it saves.
 inline constexpr int64_t kBytesPerThread = 32768;
 
-// Calls body(first, last) on ranges of chunks, in parallel and in the pinned floating-point mode.
+// Calls body(first, last) on ranges of chunks, in parallel and in the mode that FloatMode sets.
 template <class Body>
 void for_each_share(const WorkList& work, const Body& body) {
   if (work.chunks.empty()) {

@@ -1,5 +1,5 @@
-// The CPU kernels of one instruction set. kernels.cpp is compiled once for each, exporting one
-// table; kernel_table.cpp picks among them.
+// The CPU kernels of one instruction set. kernels.cpp is compiled once per instruction set and
+// exports one table. kernel_table.cpp selects the table to use.
 #pragma once
 
 #include "kernels/adam.h"
@@ -11,28 +11,28 @@ namespace torchopt_ext {
 struct KernelTable {
   const char* name;  // "default", "avx2" or "avx512"
 
-  // Pass B on elements [begin, end) of a tensor, by its kind. `past_caches`: the parameters beside
-  // masters are stored past the caches.
+  // Pass B on elements [begin, end) of a tensor, indexed by AdamKind. With `past_caches`,
+  // parameters that have an fp32 master are stored past the caches.
   void (*adam[kAdamKinds])(const TensorScalars&, const TensorWork&, const StepOptions&,
                            int64_t begin, int64_t end, bool past_caches);
-  // The same, by its kind, too. Notes what was added to each weight as it is stored, in the type
-  // the tensor is computed in. Returns how many did not change although something was to be added.
+  // The same with tracking. Writes the change of each stored weight to `change`, in the tensor's
+  // compute type. Returns how many weights did not change although their update was not 0.
   int64_t (*adam_traced[kAdamKinds])(const TensorScalars&, const TensorWork&, const StepOptions&,
                                      int64_t begin, int64_t end, bool past_caches, void* change);
-  // The digest of what pass B stored of elements [begin, end): whole groups, of 8-bit moments.
+  // Returns the digest of what pass B stored of elements [begin, end): whole groups if quantized.
   uint64_t (*digest)(const TensorWork&, int64_t begin, int64_t end);
 
-  // Pass A, by DType; `next`, which may be null, is what will be read soon. Adds the squares of
-  // rows of kShortRow or more elements, and of at most kBlockElements elements of shorter rows.
+  // Pass A, indexed by DType. Adds the squares of rows of kShortRow or more elements, or of at most
+  // kBlockElements elements of shorter rows. Prefetches `next` unless it is null.
   void (*add_rows[kDTypes])(const void* x, int64_t rows, int64_t length, const void* next,
                             ExactAccumulator& acc);
   void (*add_short_rows[kDTypes])(const void* x, int64_t n, const void* next,
                                   ExactAccumulator& acc);
-  // The sum of squares of at most kBlockElements elements, in cache.
+  // Returns the sum of squares of at most kBlockElements elements, which lie in the cache.
   double (*block_sum[kDTypes])(const void* x, int64_t n);
 
-  // By DType of `to`, which may be `from`, and of `from`; null where one is float64 and the other
-  // is not. `past_caches`: for more than the caches hold.
+  // Indexed by the DTypes of `to` and `from`, which may be the same memory. Null if only one DType
+  // is float64. `past_caches`: for copies that are larger than the caches.
   void (*scaled_copy[kDTypes][kDTypes])(void* to, const void* from, double factor, int64_t n,
                                         bool past_caches);
 };
@@ -41,7 +41,7 @@ const KernelTable& default_kernels();
 const KernelTable& avx2_kernels();
 const KernelTable& avx512_kernels();
 
-// The table of at::get_cpu_capability(), which ATEN_CPU_CAPABILITY can lower.
+// Returns the table for at::get_cpu_capability(), which ATEN_CPU_CAPABILITY can lower.
 const KernelTable& kernels();
 
 }  // namespace torchopt_ext

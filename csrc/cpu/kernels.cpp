@@ -1,6 +1,6 @@
-// Compiled once per instruction set, without torch; the compiler's flags choose the lanes and
-// TORCHOPT_KERNELS names the getter. Everything else stays in anonymous namespaces
-// (kernels/host_device.h).
+// Compiled once per instruction set, without torch. The compiler's flags select the lane types, and
+// TORCHOPT_KERNELS is the name of the function that returns the table. Everything else stays in
+// anonymous namespaces (kernels/host_device.h).
 #include <type_traits>
 #include <utility>
 
@@ -40,7 +40,7 @@ using ManyLane = FloatLane;
 using DoubleLane = ScalarLane<double>;
 #endif
 
-// The lanes of a layout's loop and of its rest: pairs of registers, but where most arrays are fp32.
+// The lane types of a main loop and its tail: register pairs unless most arrays are fp32 or fp64.
 template <AdamKind kKind>
 struct Lanes {
   using Main = ManyLane;
@@ -58,7 +58,7 @@ struct Lanes<AdamKind::kFloat64> {
   using Tail = DoubleLane;
 };
 
-// Whole groups of elements with 8-bit moments. The usual kernel is of rows without a short group.
+// Updates whole groups (8-bit moments). Specialized kernels leave rows with a short group to kInt8.
 template <AdamKind kKind, class Trace>
 void quantized_step(const TensorScalars& scalars, const TensorWork& work,
                     const StepOptions& options, int64_t begin, int64_t end, Trace&& trace) {

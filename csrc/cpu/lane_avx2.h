@@ -1,4 +1,4 @@
-// 256-bit lanes. Compiled only in the AVX2 build of cpu/kernels.cpp.
+// 256-bit lanes. Compiled only in the AVX2 and AVX-512 builds of cpu/kernels.cpp.
 #pragma once
 
 #include <immintrin.h>
@@ -8,7 +8,7 @@
 namespace torchopt_ext {
 namespace {
 
-// Eight 16-bit elements to float and back (see dtype.h).
+// Convert eight 16-bit elements to float and back (see dtype.h).
 inline __m256 widen8(const BFloat16* x) {
   const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x));
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
@@ -24,23 +24,23 @@ inline __m128i narrow8(__m256 a, Float16) {
   return _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 
-// Words of 32 bits (kernels/stochastic.h, cpu/digest_sums.h).
+// Operations on registers of 32-bit words (kernels/stochastic.h, cpu/digest_sums.h).
 struct Avx2Words : VectorWords<32> {
-  // Pairs of words as integers of 64 bits: sums, products of signed lower words, upper words.
+  // Operations on 64-bit pairs of words: the product of the signed lower words, the upper word.
   static reg multiply_lower(reg a, reg b) { return _mm256_mul_epi32(a, b); }
   static reg upper(reg a) { return _mm256_srli_epi64(a, 32); }
 
-  // The signed 16-bit halves of words, multiplied, those of a word added.
+  // Multiplies the signed 16-bit halves of words and adds the two products of each word.
   static reg add_products_of_halves(reg a, reg b) { return _mm256_madd_epi16(a, b); }
 
-  // Words of 16 bits, saturated where they are packed; see PairLane.
+  // Operations on 16-bit words, for PairLane. Packing saturates.
   static reg load_halves(const int8_t* x) {
     return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
   }
   static reg load_halves(const uint8_t* x) {
     return _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
   }
-  // Lower halves; a tie, half of the upper half's unit, becomes one less where that is even.
+  // Returns the lower halves. A tie (0x8000) above an even upper half becomes 0x7fff.
   static reg lowered_ties(reg high, reg low) {
     const reg tie = _mm256_cmpeq_epi16(low, halves(-0x8000));
     const reg above_even = bit_and(tie, sub_halves(bit_and(high, halves(1)), halves(1)));
@@ -48,14 +48,14 @@ struct Avx2Words : VectorWords<32> {
   }
   static reg sub_saturated(reg a, reg b) { return _mm256_subs_epu16(a, b); }
   template <int kBy>
-  static reg rounded_quotient(reg a) {  // of signed ones, ties up
+  static reg rounded_quotient(reg a) {  // a / kBy for signed words, ties rounded up
     return _mm256_mulhrs_epi16(a, halves(32768 / kBy));
   }
   static reg lower_fours(reg low, reg high) { return _mm256_unpacklo_epi16(low, high); }
   static reg upper_fours(reg low, reg high) { return _mm256_unpackhi_epi16(low, high); }
   static reg packed(reg a, reg b) { return _mm256_packus_epi32(a, b); }
   static reg packed_signed(reg a, reg b) { return _mm256_packs_epi32(a, b); }
-  static void store_bytes(int8_t* x, reg a) {  // the first and the third quarter
+  static void store_bytes(int8_t* x, reg a) {  // the first and third quarter of the pack
     const reg all = _mm256_permute4x64_epi64(_mm256_packs_epi16(a, a), 0x08);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(x), _mm256_castsi256_si128(all));
   }
@@ -91,13 +91,13 @@ struct Avx2Float : VectorLaneOf<float, Avx2Words> {
   static reg fma(reg a, reg b, reg c) { return _mm256_fmadd_ps(a, b, c); }
   static reg sqrt(reg a) { return _mm256_sqrt_ps(a); }
   static reg min(reg a, reg b) { return _mm256_min_ps(a, b); }
-  static reg max_magnitude(reg a, reg b) {  // as integers, of which NaN's are the largest
+  static reg max_magnitude(reg a, reg b) {  // compares as integers: NaN is the largest
     return from_bits(_mm256_max_epu32(bits(a), bits(b)));
   }
-  // to[k] is the largest element of register k; of magnitudes, among which NaN is the largest.
+  // Sets to[k] to the largest element of register k. Elements are magnitudes; NaN is the largest.
   static void largest(const reg (&from)[8], float* to) {
     const auto max = [](reg a, reg b) { return max_magnitude(a, b); };
-    reg four[2];  // of four registers each
+    reg four[2];  // maxima of four registers each
     for (int k = 0; k < 2; ++k) {
       __m256d two[2];
       for (int j = 0; j < 2; ++j) {
@@ -113,7 +113,7 @@ struct Avx2Float : VectorLaneOf<float, Avx2Words> {
                   _mm256_shuffle_ps(four[0], four[1], 0xdd)));
   }
 
-  // For PairLane, with its order of elements.
+  // For PairLane: into_fours() puts two registers into its order, out_of_fours() into memory order.
   static void into_fours(reg& a, reg& b) {
     const reg first = a;
     a = _mm256_permute2f128_ps(first, b, 0x20);
@@ -134,10 +134,10 @@ struct Avx2Double : VectorLaneOf<double, Avx2Words> {
   static void store_part(double* x, reg a, int n) { _mm256_maskstore_pd(x, first(n), a); }
   static reg sqrt(reg a) { return _mm256_sqrt_pd(a); }
   static reg min(reg a, reg b) { return _mm256_min_pd(a, b); }
-  // sum + x*x for a square that is exact, where a fused operation rounds as separate ones do.
+  // Returns sum + x*x. The square is exact, so the fused operation rounds like separate operations.
   static reg add_exact_square(reg sum, reg x) { return _mm256_fmadd_pd(x, x, sum); }
   static reg exact_square_minus(reg x, reg a) { return _mm256_fmsub_pd(x, x, a); }
-  // Four elements of any type, converted exactly.
+  // Loads four elements of any type and converts them exactly.
   static reg load(const float* x) { return _mm256_cvtps_pd(_mm_loadu_ps(x)); }
   static reg load(const BFloat16* x) {
     const __m128i half = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(x));
@@ -146,7 +146,7 @@ struct Avx2Double : VectorLaneOf<double, Avx2Words> {
   static reg load(const Float16* x) {
     return _mm256_cvtps_pd(_mm_cvtph_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(x))));
   }
-  // 16 elements: of the first 8 the even ones and the odd ones, then of the others.
+  // Loads the even, then the odd elements of the first 8, then the same of the next 8.
   static void load_pairs(const BFloat16* x, reg (&to)[4]) {
     const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
     const __m256 even = _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));

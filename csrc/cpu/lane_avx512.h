@@ -15,24 +15,24 @@ inline __m256i narrow16(__m512 a, Float16) {
   return _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 
-// Words of 32 bits; see Avx2Words.
+// Operations on registers of 32-bit words; see Avx2Words.
 struct Avx512Words : VectorWords<64> {
   static reg multiply_lower(reg a, reg b) { return _mm512_mul_epi32(a, b); }
   static reg upper(reg a) {  // a shuffle: shifts share their port with multiplications
     return _mm512_shuffle_epi32(a, _MM_PERM_DDBB);
   }
 
-  // The signed 16-bit halves of words, multiplied, those of a word added.
+  // Multiplies the signed 16-bit halves of words and adds the two products of each word.
   static reg add_products_of_halves(reg a, reg b) { return _mm512_madd_epi16(a, b); }
 
-  // Words of 16 bits, saturated where they are packed; see PairLane.
+  // Operations on 16-bit words, for PairLane. Packing saturates.
   static reg load_halves(const int8_t* x) {
     return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
   }
   static reg load_halves(const uint8_t* x) {
     return _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
   }
-  // Lower halves; a tie, half of the upper half's unit, becomes one less where that is even.
+  // Returns the lower halves. A tie (0x8000) above an even upper half becomes 0x7fff.
   static reg lowered_ties(reg high, reg low) {
     const __mmask32 tie = _mm512_cmpeq_epi16_mask(low, halves(-0x8000));
     const __mmask32 above_even = _mm512_mask_testn_epi16_mask(tie, high, halves(1));
@@ -40,7 +40,7 @@ struct Avx512Words : VectorWords<64> {
   }
   static reg sub_saturated(reg a, reg b) { return _mm512_subs_epu16(a, b); }
   template <int kBy>
-  static reg rounded_quotient(reg a) {  // of signed ones, ties up
+  static reg rounded_quotient(reg a) {  // a / kBy for signed words, ties rounded up
     return _mm512_mulhrs_epi16(a, halves(32768 / kBy));
   }
   static reg lower_fours(reg low, reg high) { return _mm512_unpacklo_epi16(low, high); }
@@ -50,7 +50,7 @@ struct Avx512Words : VectorWords<64> {
   static void store_bytes(int8_t* x, reg a) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(x), _mm512_cvtsepi16_epi8(a));
   }
-  // Those of two registers, which takes two operations in place of four.
+  // Stores two registers at once: two operations instead of four.
   static void store_bytes(int8_t* x, reg a, reg b) { store_packed(x, _mm512_packs_epi16(a, b)); }
   static void store_bytes(uint8_t* x, reg a, reg b) { store_packed(x, _mm512_packus_epi16(a, b)); }
   static void store_packed(void* x, reg a) {
@@ -92,13 +92,13 @@ struct Avx512Float : VectorLaneOf<float, Avx512Words> {
   static reg fma(reg a, reg b, reg c) { return _mm512_fmadd_ps(a, b, c); }
   static reg sqrt(reg a) { return _mm512_sqrt_ps(a); }
   static reg min(reg a, reg b) { return _mm512_min_ps(a, b); }
-  static reg max_magnitude(reg a, reg b) {  // as integers, of which NaN's are the largest
+  static reg max_magnitude(reg a, reg b) {  // compares as integers: NaN is the largest
     return from_bits(_mm512_max_epu32(bits(a), bits(b)));
   }
-  // to[k] is the largest element of register k; of magnitudes, among which NaN is the largest.
+  // Sets to[k] to the largest element of register k. Elements are magnitudes; NaN is the largest.
   static void largest(const reg (&from)[16], float* to) {
     const auto max = [](reg a, reg b) { return max_magnitude(a, b); };
-    reg four[4];  // of four registers each
+    reg four[4];  // maxima of four registers each
     for (int k = 0; k < 4; ++k) {
       reg two[2];
       for (int j = 0; j < 2; ++j) {
@@ -120,11 +120,11 @@ struct Avx512Float : VectorLaneOf<float, Avx512Words> {
           max(_mm512_shuffle_ps(two[0], two[1], 0x88), _mm512_shuffle_ps(two[0], two[1], 0xdd)));
   }
   static reg canonical(reg a) {
-    // The table's digits, by what an element is: of quiet and signaling NaNs the first operand.
+    // Table digits by class: 0 (quiet and signaling NaN) gives the first operand, 1 gives `a`.
     return _mm512_fixupimm_ps(set1(canonical_nan(0.0f)), a, _mm512_set1_epi32(0x11111100), 0);
   }
 
-  // For PairLane, with its order of elements.
+  // For PairLane: into_fours() puts two registers into its order, out_of_fours() into memory order.
   static void into_fours(reg& a, reg& b) {
     const reg first = a;
     a = _mm512_shuffle_f32x4(first, b, 0x88);
@@ -153,14 +153,14 @@ struct Avx512Double : VectorLaneOf<double, Avx512Words> {
   }
   static reg sqrt(reg a) { return _mm512_sqrt_pd(a); }
   static reg min(reg a, reg b) { return _mm512_min_pd(a, b); }
-  // sum + x*x for a square that is exact, where a fused operation rounds as separate ones do.
+  // Returns sum + x*x. The square is exact, so the fused operation rounds like separate operations.
   static reg add_exact_square(reg sum, reg x) { return _mm512_fmadd_pd(x, x, sum); }
   static reg exact_square_minus(reg x, reg a) { return _mm512_fmsub_pd(x, x, a); }
-  // Eight elements of any type, converted exactly.
+  // Loads eight elements of any type and converts them exactly.
   static reg load(const float* x) { return _mm512_cvtps_pd(_mm256_loadu_ps(x)); }
   static reg load(const BFloat16* x) { return _mm512_cvtps_pd(widen8(x)); }
   static reg load(const Float16* x) { return _mm512_cvtps_pd(widen8(x)); }
-  // 32 elements: of the first 16 the even ones and the odd ones, then of the others.
+  // Loads the even, then the odd elements of the first 16, then the same of the next 16.
   static void load_pairs(const BFloat16* x, reg (&to)[4]) {
     const __m512i pairs = _mm512_loadu_si512(x);
     const __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));

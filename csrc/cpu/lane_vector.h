@@ -1,4 +1,4 @@
-// What x86's lanes share, in the compiler's vector types.
+// The common part of the x86 lanes, in the compiler's vector types.
 #pragma once
 
 #include <immintrin.h>
@@ -26,12 +26,12 @@ inline void store_vector(void* x, V a) {
   __builtin_memcpy(x, &a, sizeof(a));
 }
 
-// Words of 32 bits (kernels/stochastic.h, cpu/digest_sums.h).
+// Operations on registers of 32-bit words (kernels/stochastic.h, cpu/digest_sums.h).
 template <int kBytes>
 struct VectorWords {
   using reg = VectorOf<long long, kBytes>;  // __m256i or __m512i
   using Word = VectorOf<uint32_t, kBytes>;
-  using Half = VectorOf<uint16_t, kBytes>;  // sums of signed elements would not be allowed to wrap
+  using Half = VectorOf<uint16_t, kBytes>;  // unsigned: sums may wrap
   static constexpr int bytes = kBytes;
   static constexpr int width = kBytes / 4;
   static reg set1(uint32_t a) { return bit_cast<reg>(a - Word{}); }
@@ -52,7 +52,7 @@ struct VectorWords {
     return bit_cast<reg>(bit_cast<Pair>(a) + bit_cast<Pair>(b));
   }
 
-  // Words of 16 bits, saturated where they are packed; see PairLane.
+  // Operations on 16-bit words, for PairLane.
   static reg halves(int16_t a) { return bit_cast<reg>(static_cast<uint16_t>(a) - Half{}); }
   static reg add_halves(reg a, reg b) {
     return bit_cast<reg>(bit_cast<Half>(a) + bit_cast<Half>(b));
@@ -91,7 +91,7 @@ struct VectorLaneOf {
   static constexpr bool any_layout = false;
   static reg load(const T* x) { return load_vector<reg>(x); }
   static void store(T* x, reg a) { store_vector(x, a); }
-  static reg set1(T a) { return a - reg{}; }  // of -0, too
+  static reg set1(T a) { return a - reg{}; }  // an addition would lose -0
   static reg held(T a) {
     reg all = set1(a);
     asm("" : "+v"(all));
@@ -112,7 +112,7 @@ struct VectorLaneOf {
     return W::count_bytes(bit_cast<Word>(moves & (after == before))) / static_cast<int>(sizeof(T));
   }
 
-  // The next ones are of floats only.
+  // The functions below are for floats only.
   static Word bits(reg a) { return bit_cast<Word>(a); }
   static reg from_bits(Word a) { return bit_cast<reg>(a); }
   static reg from_words(Word a) {

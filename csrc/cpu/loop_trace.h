@@ -1,5 +1,5 @@
-// What pass B notes of a register of elements while it has them (kernels/trace.h): the changes of
-// weights as they are stored, and how many did not change.
+// Tracking inside the loops of pass B (kernels/trace.h): records the change of each stored weight
+// and counts the lost updates, which leave their weight unchanged.
 #pragma once
 
 #include "cpu/adam_loop.h"
@@ -7,8 +7,8 @@
 namespace torchopt_ext {
 namespace {
 
-// `change` holds the weights before, until it holds the changes; its first element is element
-// `origin`.
+// `change` first holds the weights before the update, then their changes. Its first element belongs
+// to element `origin` of the tensor.
 template <class Scalar>
 class LoopTrace {
  public:

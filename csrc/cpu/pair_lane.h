@@ -1,7 +1,7 @@
-// Two registers of float as one lane, for elements of 16 and 8 bits: one access serves both, and
-// words of 16 bits, of which a register holds all of the pair's, take half the operations. Loads
-// and stores leave elements in the order in which x86 unpacks and packs: of every eight, four in
-// the lower register and four in the upper. L is the lane type of one register.
+// Two float registers as one lane, for 16-bit and 8-bit elements. One memory access serves both
+// registers, and a register of 16-bit words holds the whole pair, which halves the operations.
+// Elements are in the order of x86's unpack and pack instructions: of every eight, four are in the
+// lower register and four in the upper. L is the lane type of one register.
 #pragma once
 
 #include "kernels/lane.h"
@@ -26,7 +26,7 @@ struct PairLane {
   static constexpr bool converts = true;
   static constexpr bool any_layout = true;
 
-  // Of floats and fp16, in two accesses.
+  // Floats and fp16 take two accesses.
   template <class Element>
   static reg load(const Element* x) {
     reg a{L::load(x), L::load(x + L::width)};
@@ -45,7 +45,7 @@ struct PairLane {
     L::stream(x, a.lower);
     L::stream(x + L::width, a.upper);
   }
-  // For a while, in whatever order.
+  // Buffers a register for kept(), in the lane's own order.
   static void keep(float* x, reg a) {
     L::store(x, a.lower);
     L::store(x + L::width, a.upper);
@@ -77,12 +77,12 @@ struct PairLane {
   static void store_split(BFloat16* weight, int8_t* remainder, reg a) {
     Words::store_bytes(remainder, split8(weight, a));
   }
-  // Of two registers' elements.
+  // Stores the elements of two registers.
   static void store_split(BFloat16* weight, int8_t* remainder, reg a, reg b) {
     Words::store_bytes(remainder, split8(weight, a), split8(weight + width, b));
   }
-  // An unnamed pair goes up or down by a bit of its own. An even weight's remainder of 128 is one
-  // that goes down, which saturation does.
+  // The tie above an even weight (remainder.h) goes up if bit 8 of its draw is set, otherwise down:
+  // its remainder of 128 then saturates to 127.
   static void store_split_stochastic(BFloat16* weight, int8_t* remainder, reg a,
                                      const Random& random) {
     const Word one = Words::halves(1);
@@ -111,10 +111,10 @@ struct PairLane {
   }
   static reg load_code(const uint8_t* x) {
     const Word codes = Words::load_halves(x);
-    const Word exponent = Words::halves(0x4b00);  // of 2^23, to whose last digits a code adds
+    const Word exponent = Words::halves(0x4b00);  // upper half of 2^23, whose low half is the code
     return sub(floats(codes, exponent), set1(0x1p23f - 1.0f));
   }
-  // Of two registers' elements. NaN converts to the least integer.
+  // Stores the codes of two registers. NaN converts to the least integer.
   static void store_codes(int8_t* x, reg a, reg b) {
     const auto halves = [](reg code) {
       return Words::packed_signed(L::nearest_words(code.lower), L::nearest_words(code.upper));
@@ -163,7 +163,7 @@ struct PairLane {
   static reg max_magnitude(reg a, reg b) {
     return {L::max_magnitude(a.lower, b.lower), L::max_magnitude(a.upper, b.upper)};
   }
-  // One register of the pair's magnitudes that has the largest of them.
+  // Returns the element-wise maximum of the pair's two registers of magnitudes.
   static typename L::reg folded(reg a) { return L::max_magnitude(a.lower, a.upper); }
   static int count_lost(reg before, reg after, reg exp_avg, bool decays) {
     return L::count_lost(before.lower, after.lower, exp_avg.lower, decays) +
@@ -182,15 +182,15 @@ struct PairLane {
   static Word random_half(typename L::reg a, Word draw) {
     return Words::template shifted<16>(Words::add(L::bits(a), draw));
   }
-  // `low`: the lower halves. A negative one takes one from the upper half.
+  // `low`: the lower halves. A negative lower half subtracts 1 from the upper half.
   static reg joined(Word weight, Word low) {
     return floats(low, Words::add_halves(weight, Words::sign_halves(low)));
   }
-  // Stores weights and gives their remainders of 8 bits, 128 for 127.
+  // Stores the weights and returns their 8-bit remainders. Storing saturates 128 to 127.
   static Word split8(BFloat16* weight, reg a) {
     const auto [high, low] = halves_of(L::bits(a.lower), L::bits(a.upper));
     const Word even = Words::bit_and_not(high, Words::halves(1));
-    // `a` minus its weight, as int16; one less beside even halves, whose ties go down.
+    // `a` minus its weight as int16, minus 1 if the upper half is even, so that its ties go down.
     const Word rest = Words::sub_saturated(low, even);
     const Word nearest = Words::template rounded_quotient<256>(rest);
     const Word lowest = Words::bit_or(even, Words::halves(-128));

@@ -19,7 +19,7 @@
 namespace torchopt_ext::cpu {
 namespace {
 
-// Where pass A reads when it comes to chunk i; null if that is beyond the share or has no gradient.
+// Returns the address of chunk i's gradient, or null without a gradient or beyond the share.
 const void* gradient_at(const WorkList& work, size_t i, size_t last) {
   if (i >= last) {
     return nullptr;
@@ -29,20 +29,20 @@ const void* gradient_at(const WorkList& work, size_t i, size_t last) {
   return tensor.memory[kGrad] == nullptr ? nullptr : element(tensor, kGrad, chunk.begin);
 }
 
-// Orders a thread's stores past the caches (the lanes' `stream`) before what it stores later:
-// without it another thread may see that a pass has ended before it sees the pass's values.
+// Orders a thread's stores past the caches (the lanes' `stream`) before its later stores. Without
+// the fence another thread may see that a pass has ended before it sees the values of the pass.
 void store_fence() {
 #ifdef __x86_64__
   _mm_sfence();
-#endif  // ScalarLane's stores are ordinary ones
+#endif  // elsewhere only ScalarLane is used, whose stores are ordinary
 }
 
-// With more bytes of parameters than these, caches hold little of what a pass wrote first: stores
-// past them spare reading the lines. A step moves at least ten times its parameters' bytes.
+// Above this many bytes of parameters caches hold little of what a pass wrote first. Stores past
+// the caches then avoid reading the lines. A step moves at least ten times its parameters' bytes.
 constexpr int64_t kStreamedStep = int64_t{16} << 20;
 constexpr int64_t kStreamedCopy = int64_t{64} << 20;
 
-// The scalars of a param group at a step count; tensors that share both share these.
+// The scalars of a group at a step count. Successive tensors of equal group and step share them.
 struct Scalars {
   int32_t group;
   float step;
@@ -64,7 +64,7 @@ std::vector<AdamHyper> with_learning_rates(const std::vector<GroupHyper>& groups
   return hypers;
 }
 
-// What the chunks saw, tensor by tensor. A tensor without gradient keeps its digest.
+// Sums the traces of each tensor's chunks. A tensor without a gradient keeps its digest.
 void sum_traces(const WorkList& work, const Control& control, const Traces& traces) {
   const auto* chunk_traces = static_cast<const ChunkTrace*>(traces.chunks.const_data_ptr());
   auto* norms = traces.norms.data_ptr<double>();
@@ -85,7 +85,7 @@ void sum_of_squares(const WorkList& work, const at::Tensor& accumulator, bool /*
   std::mutex mutex;
   for_each_share(work, [&](size_t first, size_t last) {
     ExactAccumulator acc{};
-    int64_t pending = 0;  // elements since then: a limb takes at most one addition of each
+    int64_t pending = 0;  // elements since acc was normalized: each adds to a limb at most once
     for (size_t i = first; i < last; ++i) {
       const Chunk& chunk = work.chunks[i];
       const TensorWork& tensor = work.tensors[static_cast<size_t>(chunk.tensor)];
@@ -143,9 +143,9 @@ void adam(const WorkList& work, const std::vector<GroupHyper>& groups, const at:
   if (decision.skip != 0.0) {
     return;
   }
-  // Kept between steps, so that a step does not allocate what grows with the model.
+  // Kept between steps, so that a step does not allocate memory that grows with the model.
   static thread_local std::vector<Scalars> scalars;
-  static thread_local std::vector<uint32_t> scalars_of;  // which of them each tensor uses
+  static thread_local std::vector<uint32_t> scalars_of;  // the index into `scalars` of each tensor
   scalars.clear();
   scalars_of.resize(work.tensors.size());
   {

@@ -1,4 +1,4 @@
-// What the loop over 8-bit moments (quantized_loop.h) keeps of the groups that it steps together.
+// State that the loop over 8-bit moments (quantized_loop.h) buffers for groups updated together.
 #pragma once
 
 #include <cstring>
@@ -9,7 +9,7 @@
 namespace torchopt_ext {
 namespace {
 
-// The random bits of a group, all of whose elements take the stream of the first one.
+// The random bits of a group. All of its elements use the stream of its first element.
 class GroupDraws {
  public:
   explicit GroupDraws(const RoundingKey& key) : key_(key) {}
@@ -32,11 +32,11 @@ class GroupDraws {
   Draws draws_{};
 };
 
-// Groups whose moments are kept until their scales are known: several, so that these are found
-// together.
+// The number of groups updated together. Their moments are buffered until find_scales() has
+// computed the scales, a register of groups at a time.
 inline constexpr int kGroupsAtOnce = 16;
 
-// One moment of them between the parts of a step.
+// One of the two moments of kGroupsAtOnce groups, buffered between the parts of a step.
 template <class L>
 struct KeptMoment {
   using One = typename L::One;
@@ -44,13 +44,13 @@ struct KeptMoment {
   [[gnu::always_inline]] void set_largest(int group, typename L::reg a) {
     most[group / One::width][group % One::width] = L::folded(a);
   }
-  // Takes the scales of `count` groups.
+  // Computes the decoding factors of `count` groups from their scales.
   [[gnu::always_inline]] void start(const float* scales, int count, float factor) {
     for (int g = 0; g < count; g += One::width) {
       One::store(decoding + g, One::mul(One::load_part(scales + g, count - g), One::set1(factor)));
     }
   }
-  // Stores their new ones.
+  // Stores the scales after this step and computes the encoding factors.
   [[gnu::always_inline]] void find_scales(float* scales, int count, float codes, float unit) {
     for (int g = 0; g < count; g += One::width) {
       One::largest(most[g / One::width], inverse + g);
@@ -65,13 +65,13 @@ struct KeptMoment {
   }
 
   alignas(64) float value[kGroupsAtOnce][kQuantGroup];
-  // A register of a group each, whose largest element is the group's.
+  // One register per group. Its largest element is the largest magnitude of the group.
   typename One::reg most[kGroupsAtOnce / One::width][One::width] = {};
-  alignas(64) float decoding[kGroupsAtOnce];  // what codes are multiplied by
-  alignas(64) float inverse[kGroupsAtOnce];   // what moments are multiplied by
+  alignas(64) float decoding[kGroupsAtOnce];  // factors from codes to moments
+  alignas(64) float inverse[kGroupsAtOnce];   // factors from moments to codes
 };
 
-// What is added to the codes of a group: dither, in the order in which registers are kept.
+// The dither that is added to the codes of a group, in the order of L::keep().
 template <class L>
 struct Added {
   explicit Added(const TensorWork& work) {
@@ -89,7 +89,7 @@ struct Added {
   alignas(64) float root[kQuantGroup];
 };
 
-// Copies of short groups, padded by their own elements, which change no scale.
+// Copies of short groups, padded with their own elements, so that the padding changes no scale.
 class ShortGroups {
  public:
   ShortGroups() {
@@ -123,7 +123,7 @@ class ShortGroups {
   void* memory[kArrays];
 
  private:
-  // copy(to or from the copy, the elements, bytes of one).
+  // Calls copy(address in the copy, address in the tensor's array, bytes per element).
   template <class Copy>
   void visit(Array array, const Layout& layout, int group, void* const (&x)[kArrays], int64_t first,
              const Copy& copy) const {

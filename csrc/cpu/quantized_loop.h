@@ -1,9 +1,9 @@
-// The loop of pass B over elements with moments of 8 bits: kernels/quantized_step.h. Moments stay
-// in the first-level cache until the scales of their group are known.
+// The loop of pass B over elements with 8-bit moments (kernels/quantized_step.h). Moments stay in
+// the L1 cache until the scales of their group are known.
 //
-// A group's weights move after the next group's moments are averaged: roots, which follow each
-// other slowly, then have other work beside them and nothing that waits for them (5 % faster in
-// cache on an Intel Xeon of 2023).
+// The weights of a group are updated after the moments of the next group are averaged. Square roots
+// have a low throughput: in this order they overlap with other work and nothing waits for them (5 %
+// faster in cache on an Intel Xeon of 2023).
 #pragma once
 
 #include "cpu/quantized_groups.h"
@@ -12,8 +12,8 @@
 namespace torchopt_ext {
 namespace {
 
-// Elements [begin, end), whole groups: of kQuantGroup elements each with kWhole, which spares their
-// bookkeeping. Rounded at random if `key` is not null.
+// Updates elements [begin, end), which are whole groups. With kWhole every group has kQuantGroup
+// elements and needs no bookkeeping. Rounds stochastically if `key` is not null.
 template <class L, bool kWhole, class Trace>
 [[gnu::always_inline]] inline void quantized_loop(const AdamScalars<float>& scalars,
                                                   const Layout& layout, const StepMode& mode,
@@ -23,7 +23,7 @@ template <class L, bool kWhole, class Trace>
   using Scalar = ScalarLane<float>;
   constexpr L lane;
   const QuantizedFactors<L> factors{quantized_scalars(scalars)};
-  const TensorWork work = tensor;  // stays in registers: a store might change `tensor`
+  const TensorWork work = tensor;  // stays in registers: stores may alias `tensor`
   const Added<L> added(work);
   const bool random_weights = weight_may_round_randomly(layout);
   auto* exp_avg_scales = static_cast<float*>(work.memory[kExpAvgScale]);
@@ -33,20 +33,20 @@ template <class L, bool kWhole, class Trace>
   Each<KeptMoment<L>> kept;
 
   struct Group {
-    int64_t first;  // element of the tensor
+    int64_t first;  // first element, in the tensor
     int size;
-    int64_t at;  // its place in `memory`
+    int64_t at;  // first element, in `memory`
     void* const (*memory)[kArrays];
   };
   Group groups[kWhole ? 1 : kGroupsAtOnce];
-  int64_t first = begin;                  // element of the groups that are stepped together
-  int64_t index = group_of(work, begin);  // of its scales
+  int64_t first = begin;                  // first element of the groups that are updated together
+  int64_t index = group_of(work, begin);  // index of the first group's scales
   const auto group_at = [&](int g) __attribute__((always_inline)) {
     const int64_t i = first + int64_t{g} * kQuantGroup;
     return kWhole ? Group{i, kQuantGroup, i, &work.memory} : groups[g];
   };
 
-  // visit(lane, element) of what tracking sees.
+  // Calls visit(lane, element) for each register of a full group or each element of a short group.
   const auto for_each_traced = [&](const Group& group, const auto& visit)
       __attribute__((always_inline)) {
     if (group.size == kQuantGroup) {
@@ -140,7 +140,7 @@ template <class L, bool kWhole, class Trace>
         });
   };
 
-  int64_t left = work.row_length - begin % work.row_length;  // of the row
+  int64_t left = work.row_length - begin % work.row_length;  // elements left in the row
   auto groups_left = static_cast<int>(group_of(work, end - 1) + 1 - index);
   while (groups_left > 0) {
     const int count = groups_left < kGroupsAtOnce ? groups_left : kGroupsAtOnce;

@@ -9,13 +9,13 @@
 
 namespace torchopt_ext {
 
-// `next` is where pass A will read soon after this chunk.
+// Adds the squares of a chunk. Prefetches `next`, which pass A reads soon, unless it is null.
 inline void add_chunk(const KernelTable& table, const TensorWork& work, const Chunk& chunk,
                       const void* next, ExactAccumulator& acc) {
   const auto dtype = static_cast<int>(work.layout.grad);
   const auto* grad = static_cast<const char*>(work.memory[kGrad]);
   const int64_t size = element_size(work.layout, kGrad);
-  if (work.row_length >= kShortRow) {  // whole rows, or blocks of one
+  if (work.row_length >= kShortRow) {  // whole rows, or blocks of one row
     const int64_t length = std::min<int64_t>(work.row_length, chunk.count);
     const int64_t rows = chunk.count / length;
     table.add_rows[dtype](grad + chunk.begin * size, rows, length, next, acc);

@@ -1,5 +1,5 @@
-// The exact accumulator (kernels/exact_accumulator.h) by a warp: thread t owns slots 3t to 3t + 2,
-// a limb or a counter each, in registers.
+// The exact accumulator (kernels/exact_accumulator.h) in the registers of a warp: thread t owns
+// slots 3t to 3t + 2. A slot is a limb or a counter.
 #pragma once
 
 #include "cuda/cta.h"
@@ -30,8 +30,8 @@ TORCHOPT_HD inline void each_slot(const Warp& warp, WarpSlots<Warp>& slots, cons
   });
 }
 
-// The same digits as accumulator_normalize's. A carry goes through a thread's limbs at once and
-// then to the next thread; few go further, but a borrow may go through all.
+// Normalizes to the same digits as accumulator_normalize. A round carries through each thread's
+// limbs, then into the next thread. Few carries go further, but a borrow may go through all.
 template <class Warp>
 TORCHOPT_HD inline void warp_normalize(const Warp& warp, WarpSlots<Warp>& slots) {
   constexpr int kTop = ExactAccumulator::kLimbs - 1;
@@ -66,7 +66,7 @@ TORCHOPT_HD inline WarpSlots<Warp> slots_of(const Warp& warp, const int64_t* acc
   return slots;
 }
 
-// accumulator_total, for the leader to have. `limbs` is memory that the warp shares.
+// Returns accumulator_total to the leader. `limbs` is memory that the warp shares.
 template <class Warp>
 TORCHOPT_HD inline double warp_total(const Warp& warp, const int64_t* accumulator,
                                      int64_t (&limbs)[ExactAccumulator::kSize]) {

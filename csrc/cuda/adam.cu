@@ -12,11 +12,11 @@ __global__ void __launch_bounds__(kAdamThreads)
   prepare_body(static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x), args, gradients, groups);
 }
 
-// Blocks on a multiprocessor. Where registers suffice for four, whose threads have 64 to 112 bytes
-// of loads under way each, they took a tenth less time on an H100 than three over 2,000 tensors of
-// 1,000, and with chunks of one or two turns of a block (passes.cpp) 2 % less over large tensors.
-// With 8-bit moments three took 3 % (fp32), 13 % (bf16) and 14 % (at random) less than two,
-// although the first two spill some of the 16 dithers that a thread keeps for all its groups.
+// Blocks on a multiprocessor: four where registers suffice, with 64 to 112 bytes of loads in flight
+// in each thread. On an H100 four blocks took a tenth less time than three over 2,000 tensors of
+// 1,000, and 2 % less over large tensors in chunks of one or two iterations of a block
+// (passes.cpp). With 8-bit moments three took 3 % (fp32), 13 % (bf16) and 14 % (stochastic) less
+// than two, although the fp32 and bf16 kernels spill some of the 16 dithers that each thread keeps.
 constexpr int blocks_of(AdamKind kind) {
   switch (kind) {
     case AdamKind::kFloat32:

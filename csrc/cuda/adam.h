@@ -1,5 +1,5 @@
-// Pass B as bodies of CUDA kernels, templates over the block of threads (cta.h): first the step
-// counts and scalars of each tensor, then its elements by the rules of kernels/adam_step.h.
+// Pass B as bodies of CUDA kernels. prepare_body computes each tensor's step count and scalars;
+// adam_body, a template over the block (cta.h), updates elements as kernels/adam_step.h says.
 #pragma once
 
 #include "cuda/cta.h"
@@ -13,14 +13,14 @@ namespace torchopt_ext {
 
 inline constexpr int kAdamThreads = 256;
 
-// A param group's arguments; a learning rate on the device replaces the number.
+// A param group's arguments.
 struct GroupArgs {
   AdamHyper hyper;
-  const void* lr;
+  const void* lr;  // if not null, a learning rate on the device that replaces hyper.lr
   DType lr_dtype;
 };
 
-// Consecutive groups as a kernel's parameter, as Gradients are. More groups take several launches.
+// Consecutive groups as a kernel parameter, like Gradients. More groups take several launches.
 struct Groups {
   static constexpr int kMost = 64;
 
@@ -30,17 +30,17 @@ struct Groups {
 };
 static_assert(sizeof(Gradients) + sizeof(Groups) < 32000);
 
-// A tensor's part in this step.
+// A tensor's gradient and scalars in this step.
 struct TensorStep {
-  void* grad;  // null: none
+  void* grad;  // null: the tensor is not updated
   TensorScalars scalars;
 };
 
 // Pointers are to device memory.
 struct AdamArgs {
-  const TensorWork* tensors;  // whose gradients are in `steps`
+  const TensorWork* tensors;  // their gradients are in `steps`
   const Chunk* chunks;        // one for each block
-  TensorStep* steps;          // of each tensor
+  TensorStep* steps;          // one for each tensor
   const Control* control;
   StepOptions options;
 };
@@ -56,8 +56,8 @@ TORCHOPT_HD inline double learning_rate(const GroupArgs& group) {
              : static_cast<double>(*static_cast<const float*>(group.lr));
 }
 
-// Counts the step of the i-th of the gradients' tensors, if it takes part and is of one of the
-// groups, and computes its scalars.
+// Prepares the i-th tensor of `gradients` if the tensor belongs to one of `groups`. If the tensor
+// is updated in this step, advances its step count and computes its scalars.
 template <int kTensors>
 TORCHOPT_HD inline void prepare_body(int i, const AdamArgs& args,
                                      const GradientsOf<kTensors>& gradients, const Groups& groups) {
@@ -88,7 +88,7 @@ TORCHOPT_HD inline void prepare_body(int i, const AdamArgs& args,
   }
 }
 
-// The random bits of a register of elements from i on.
+// Returns the random bits of a register of elements from i on.
 template <class L>
 TORCHOPT_HD inline typename L::Random draw(const TensorWork& work, const RoundingKey& key,
                                            int64_t i) {
@@ -106,7 +106,7 @@ TORCHOPT_HD inline typename L::Random draw(const TensorWork& work, const Roundin
   return random;
 }
 
-// Elements of a thread at once: 16 bytes of the narrowest array, or 4 where types are told apart.
+// Elements that a thread takes at once: 16 bytes of the narrowest array, 4 with branches on types.
 TORCHOPT_HD constexpr int register_width(AdamKind kind) {
   switch (kind) {
     case AdamKind::kFloat64:
@@ -119,7 +119,7 @@ TORCHOPT_HD constexpr int register_width(AdamKind kind) {
   }
 }
 
-// A chunk of a tensor of a step. Elements are counted from its first.
+// A chunk of a tensor in a step. Elements are counted from the chunk's first.
 template <class T>
 struct AdamChunk {
   TORCHOPT_HD AdamChunk(const AdamArgs& args, const Chunk& chunk)
@@ -153,7 +153,7 @@ struct AdamChunk {
   const StepOptions& options;
   const int64_t begin;
   const int n;
-  void* x[kArrays] = {};  // those of elements
+  void* x[kArrays] = {};  // the arrays of elements
 };
 
 template <AdamKind kKind, class Cta>
@@ -179,11 +179,11 @@ TORCHOPT_HD inline void adam_body(const Cta& cta, const AdamArgs& args) {
 
 }  // namespace
 
-// Before launch_adam, once for every range of tensors and groups.
+// Must run before launch_adam, once for every range of tensors and range of groups.
 template <int kTensors>
 void launch_prepare(const AdamArgs& args, const GradientsOf<kTensors>& gradients,
                     const Groups& groups, CUstream_st* stream);
-// For each kind that tensors are of.
+// Must run once for each kind that tensors have.
 void launch_adam(AdamKind kind, const AdamArgs& args, int64_t chunk_count, CUstream_st* stream);
 
 }  // namespace torchopt_ext

@@ -1,5 +1,5 @@
-// Pass B with moments of 8 bits as the body of a CUDA kernel. Neighbouring threads of a warp share
-// a group of elements, whose moments they keep in registers until its scales are known.
+// Pass B with 8-bit moments as the body of a CUDA kernel. Neighboring threads of a warp share a
+// group of elements and keep its moments in registers until the group's scales are known.
 #pragma once
 
 #include "cuda/adam.h"
@@ -13,8 +13,8 @@ inline constexpr int kWarpGroups = kWarpThreads / kGroupThreads;
 
 namespace {
 
-// The random bits of elements [i, i + L::width) behind the one with this number; all take its
-// stream.
+// Returns the random bits of elements [i, i + L::width), counted from the element with this number.
+// All elements use `stream`.
 template <class L>
 TORCHOPT_HD inline typename L::Random draw_behind(const RoundingStream& stream, uint64_t number,
                                                   int i) {
@@ -44,7 +44,7 @@ struct QuantizedChunk {
         exp_avg_scales(static_cast<float*>(chunk.work.memory[kExpAvgScale]) + first_group),
         root_scales(static_cast<float*>(chunk.work.memory[kExpAvgSqScale]) + first_group) {}
 
-  // Four groups from `first` on, as far as there are so many below `end`.
+  // Updates four groups from `first` on, or as many as there are below `end`.
   template <class Warp>
   TORCHOPT_HD void update(const Warp& warp, int first, int end) const {
     typename Warp::template PerThread<Moments<Share>> moments;
@@ -106,13 +106,13 @@ struct QuantizedChunk {
   const bool rounds;
   const QuantizedScalars scalars;
   const ChunkGroups groups;
-  const int64_t first_group;  // of the tensor's
+  const int64_t first_group;  // the chunk's first group, counted in the tensor
   const uint32_t step;
   float* const exp_avg_scales;
   float* const root_scales;
 
  private:
-  // The moments of elements [i, i + L::width), whose weights are stored.
+  // Stores the weights of elements [i, i + L::width) and returns their moments.
   template <class L, class Random>
   TORCHOPT_HD Moments<L> stepped(int i, const GroupScales& scales, const Random* draws) const {
     using Scalar = ScalarLane<float>;
@@ -131,7 +131,7 @@ struct QuantizedChunk {
     L::store_codes(static_cast<uint8_t*>(elements.x[kExpAvgSq]) + i, codes.root);
   }
 
-  // What is added to codes: of elements from a place of a group on, or random bits if there are.
+  // Returns what is added to an array's codes: dither from `place` of a group on, or random bits.
   template <class L>
   TORCHOPT_HD auto added(int place, const typename L::Random* random) const {
     return [this, place, random](Array array) {
@@ -144,9 +144,9 @@ struct QuantizedChunk {
     };
   }
 
-  // A thread's part of a group: whole(draws, i) for elements [i, i + 8) where registers may start
-  // there, else single(draws, i, k) for the k-th of up to 8. `draws` points to random bits if
-  // `random` and the step rounds at random.
+  // Visits a thread's part of a group: whole(draws, i) for elements [i, i + 8) if the group is full
+  // and aligned, else single(draws, i, k) for the k-th of up to 8 elements. `draws` points to
+  // random bits if `random` is set and the step rounds stochastically. Otherwise `draws` is null.
   template <class Whole, class Single>
   TORCHOPT_HD void for_each_part(int group, int thread, bool random, const Whole& whole,
                                  const Single& single) const {
@@ -200,7 +200,7 @@ TORCHOPT_HD inline void quantized_body(const Cta& cta, const AdamArgs& args) {
   });
 }
 
-// A block's chunk, of a tensor of this kind.
+// Updates a block's chunk, which must be of a tensor of this kind.
 template <AdamKind kKind, class Cta>
 TORCHOPT_HD inline void pass_b_body(const Cta& cta, const AdamArgs& args) {
   if constexpr (is_quantized(kKind)) {

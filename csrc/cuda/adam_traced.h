@@ -1,4 +1,4 @@
-// Tracking on CUDA (kernels/trace.h): pass B on a chunk, with what it saw of the chunk's tiles.
+// Tracking on CUDA (kernels/trace.h): pass B on a chunk, which also records the chunk's trace.
 #pragma once
 
 #include "cuda/adam_quantized.h"
@@ -9,8 +9,8 @@
 namespace torchopt_ext {
 
 // A tile's squares are summed by the block rule, and the sums of tiles are added in order, as on
-// the CPU. A tile of kTileGroups groups has fewer elements where rows end in short groups, but more
-// than half as many: 8-bit moments have rows of kQuantGroup elements or more (entry_checks.cpp).
+// the CPU. A tile of kTileGroups groups has fewer than kTraceTile elements if rows end in short
+// groups, but more than half: rows with 8-bit moments have at least kQuantGroup (entry_checks.cpp).
 inline constexpr int kMostTiles = 2 * kChunkElements / kTraceTile;
 
 struct TileNorms {
@@ -23,20 +23,20 @@ struct WarpCounts {
 struct TraceShared {
   TileNorms tiles[kMostTiles];
   WarpCounts warps[kAdamThreads / kWarpThreads];
-  uint16_t half_factors[kDigestSegment];  // of the upper half of each word
+  uint16_t half_factors[kDigestSegment];  // half_factor() of each word's upper half
 };
 
 namespace {
 
-// What a warp sees of its tiles. By the block rule, thread t owns lanes 2t and 2t + 1 of each.
+// Sums and counts over a warp's tiles. By the block rule, thread t owns lanes 2t and 2t + 1.
 template <class T, class Warp>
 struct WarpTrace {
   using D = ScalarLane<double>;
   template <class Value>
   using PerThread = typename Warp::template PerThread<Value>;
 
-  // Before a register's step, whose elements are of the thread's two lanes in turn, the first one
-  // of lane `first`. Returns its weights.
+  // Called before a register's step: adds the squares of its gradient and returns its weights. The
+  // elements alternate between the thread's two lanes, from lane `first` on.
   template <class L>
   TORCHOPT_HD typename L::reg before(const L& lane, const AdamChunk<T>& elements,
                                      const Layout& layout, int thread, int first, int i) {
@@ -47,7 +47,7 @@ struct WarpTrace {
     });
     return load_weight(lane, layout, elements.x, i);
   }
-  // After it.
+  // Called after the register's step: adds the squares of the changes and counts lost updates.
   template <class L>
   TORCHOPT_HD void after(const L& lane, const AdamChunk<T>& elements, const Layout& layout,
                          int thread, int first, int i, const typename L::reg& before) {
@@ -61,9 +61,9 @@ struct WarpTrace {
                                       elements.scalars.has_decay);
     });
   }
-  // Sums of squares of a tile, in the block rule's order. After two steps a thread has one of the
-  // four: of gradients where thread & 16 is 0, of lane 0 where thread & 8 is. The last step adds
-  // the lanes.
+  // Writes a tile's sums of squares, added in the block rule's order. After two folds each thread
+  // holds one of four sums: the gradient's if thread & 16 is 0, else the update's; of lane 0 if
+  // thread & 8 is 0, else of lane 1. The last fold adds the two lanes.
   TORCHOPT_HD void finish_tile(const Warp& warp, TileNorms& norms) {
     unrolled<2>([&](int lane) { warp.fold_two(grad[lane], change[lane], 16); });
     warp.fold_two(grad[0], grad[1], 8);
@@ -78,7 +78,7 @@ struct WarpTrace {
     });
     unrolled<2>([&](int lane) { grad[lane] = change[lane] = {}; });
   }
-  // The counts of all tiles.
+  // Writes the counts of all tiles.
   TORCHOPT_HD void finish(const Warp& warp, WarpCounts& counts) {
     for (int distance = kWarpThreads / 2; distance > 0; distance /= 2) {
       warp.fold(lost, distance);
@@ -93,7 +93,7 @@ struct WarpTrace {
   PerThread<uint64_t> digest{};
 };
 
-// A chunk of a tensor whose moments are not of 8 bits.
+// A chunk of a tensor without 8-bit moments.
 template <AdamKind kKind>
 struct PlainChunk {
   using T = std::conditional_t<kKind == AdamKind::kFloat64, double, float>;
@@ -109,7 +109,7 @@ TORCHOPT_HD inline int tiles_of(const QuantizedChunk<kKind>& chunk) {
   return (chunk.groups.count() + kTileGroups - 1) / kTileGroups;
 }
 
-// A warp's step of a tile: of some rows of lanes at once, whose loads are under way together.
+// Updates a tile by a warp, several rows of lanes at once, so that their loads overlap.
 template <AdamKind kKind, class T, class Warp>
 TORCHOPT_HD inline void update_tile(const Warp& warp, WarpTrace<T, Warp>& trace,
                                     const PlainChunk<kKind>& chunk,
@@ -149,7 +149,7 @@ TORCHOPT_HD inline void update_tile(const Warp& warp, WarpTrace<T, Warp>& trace,
   }
 }
 
-// A tile of kTileGroups groups, or as many as are left.
+// Updates a tile of kTileGroups groups, or as many as are left.
 static_assert(kTileGroups <= kWarpThreads);
 template <AdamKind kKind, class Warp>
 TORCHOPT_HD inline void update_tile(const Warp& warp, WarpTrace<float, Warp>& trace,
@@ -208,8 +208,8 @@ TORCHOPT_HD inline void update_tile(const Warp& warp, WarpTrace<float, Warp>& tr
   });
 }
 
-// A block's chunk, if it is of a tensor of this kind: a warp takes a tile, and the tiles are added
-// in their order.
+// Updates a block's chunk if its tensor is of this kind. Each warp takes a tile at a time, and one
+// thread adds the tiles' sums in order.
 template <AdamKind kKind, class Cta>
 TORCHOPT_HD inline void adam_traced_body(const Cta& cta, TraceShared& shared, const AdamArgs& args,
                                          const TraceArgs& traces) {
@@ -256,8 +256,8 @@ TORCHOPT_HD inline void adam_traced_body(const Cta& cta, TraceShared& shared, co
 
 }  // namespace
 
-// Instead of launch_adam, on the CPU's chunks, whose sums tracking adds up: for tensors of one
-// kind.
+// Replaces launch_adam in a tracked step, for tensors of one kind. It runs on the CPU's chunks,
+// because tracking adds up sums of chunks.
 void launch_adam_traced(AdamKind kind, const AdamArgs& args, const TraceArgs& traces,
                         int64_t chunk_count, CUstream_st* stream);
 

@@ -1,5 +1,4 @@
-// What a step decides between its passes (kernels/control.h), as the bodies of CUDA kernels of one
-// warp each.
+// A step's decision between its passes (kernels/control.h) as bodies of CUDA kernels of one warp.
 #pragma once
 
 #include "cuda/accumulator.h"
@@ -8,12 +7,12 @@
 
 namespace torchopt_ext {
 
-// What the kernels' warp shares.
+// The shared memory of a kernel's warp.
 using SharedLimbs = int64_t[ExactAccumulator::kSize];
 
 namespace {
 
-// Digits below 2**32, so that ranks can add them as integers.
+// Normalizes the digits to below 2**32, so that ranks can add them as integers.
 template <class Warp>
 TORCHOPT_HD inline void normalize_body(const Warp& warp, int64_t* accumulator) {
   WarpSlots<Warp> slots = slots_of(warp, accumulator);

@@ -11,7 +11,7 @@ namespace torchopt_ext {
 
 inline constexpr int kCopyThreads = 256;
 
-// All in device memory.
+// Pointers are to device memory.
 struct CopyArgs {
   const TensorWork* tensors;
   const Chunk* chunks;  // one for each block
@@ -21,8 +21,8 @@ struct CopyArgs {
 
 namespace {
 
-// Of a type other than fp64, which converts to and from nothing else, a thread copies 16 bytes or
-// more at once.
+// Copies a chunk; each thread copies 16 bytes or more at once. T is double for fp64, which converts
+// to and from no other type, and float for all other types.
 template <class T, int kWidth, class Cta>
 TORCHOPT_HD inline void copy_chunk(const Cta& cta, const TensorWork& work, const Chunk& chunk,
                                    T factor) {

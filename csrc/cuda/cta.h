@@ -1,7 +1,7 @@
-// A block of CUDA threads and its warps, as the kernel bodies see them, twice: the real ones, and
-// ones that run on the host through loops over threads. A body is a sequence of phases; every
-// thread finishes a phase before any starts the next. So the host can run the very code the GPU
-// runs and must give the same bits.
+// A block of CUDA threads and its warps as the kernel bodies see them: on the GPU (DeviceCta,
+// DeviceWarp), and on the host as loops over threads (HostCta, HostWarp). A body is a sequence of
+// phases: every thread finishes a phase before any thread starts the next. The host can therefore
+// run the GPU's code and must give the same bits.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ namespace torchopt_ext {
 
 inline constexpr int kWarpThreads = 32;
 
-// 32 threads that run in step. A PerThread holds a value for each of them.
+// 32 threads that run in lockstep. A PerThread holds a value for each thread.
 struct HostWarp {
   template <class T>
   struct PerThread {
@@ -27,7 +27,7 @@ struct HostWarp {
       f(thread);
     }
   }
-  // One thread after another, although they write the same memory.
+  // Runs f for one thread after another, so that threads may write to the same memory.
   template <class F>
   void in_turn(const F& f) const {
     each(f);
@@ -36,8 +36,7 @@ struct HostWarp {
   void leader(const F& f) const {
     f();
   }
-  // Each thread's value and that of the thread whose number differs in bit `distance` become their
-  // sum.
+  // For each pair of threads whose numbers differ in bit `distance`: both values become their sum.
   template <class T>
   void fold(PerThread<T>& values, int distance) const {
     for (int thread = 0; thread < kWarpThreads; ++thread) {
@@ -46,8 +45,8 @@ struct HostWarp {
       }
     }
   }
-  // Such two threads share the work: the lower one's `a` becomes the sum of both `a`, the upper
-  // one's that of both `b`.
+  // For each such pair: the lower thread's `a` becomes the sum of both `a`, the upper thread's `a`
+  // the sum of both `b`. The two threads share the work.
   template <class T>
   void fold_two(PerThread<T>& a, const PerThread<T>& b, int distance) const {
     for (int thread = 0; thread < kWarpThreads; ++thread) {
@@ -57,7 +56,7 @@ struct HostWarp {
       }
     }
   }
-  // Of such two threads, the lower one's `b` and the upper one's `a` change places.
+  // For each such pair: swaps the lower thread's `b` and the upper thread's `a`.
   void exchange(PerThread<uint32_t>& a, PerThread<uint32_t>& b, int distance) const {
     for (int thread = 0; thread < kWarpThreads; ++thread) {
       if ((thread & distance) == 0) {
@@ -67,14 +66,14 @@ struct HostWarp {
       }
     }
   }
-  // Each thread gets the value of the one before; the first one 0.
+  // Gives each thread the value of the thread before, and the first thread 0.
   void shift(PerThread<int64_t>& values) const {
     for (int thread = kWarpThreads - 1; thread > 0; --thread) {
       values[thread] = values[thread - 1];
     }
     values[0] = 0;
   }
-  // Each thread gets the largest value of its `count` neighbours, itself included.
+  // Gives each thread the largest value in its group of `count` neighboring threads.
   static void max_of_neighbours(PerThread<uint32_t>& values, int count) {
     for (int first = 0; first < kWarpThreads; first += count) {
       uint32_t most = 0;
@@ -178,7 +177,7 @@ struct DeviceCta {
     f(static_cast<int>(threadIdx.x));
     __syncthreads();
   }
-  // Inlined always: a call would take what a phase keeps from registers to memory.
+  // Always inlined: a call would move a phase's values from registers to memory.
   template <class F>
   __device__ __forceinline__ void each_warp(const F& f) const {
     f(static_cast<int>(threadIdx.x) / kWarpThreads, DeviceWarp{});
@@ -194,7 +193,7 @@ struct DeviceCta {
 
 namespace {
 
-// The largest value, for every thread to have.
+// Returns the largest value to every thread.
 template <class Warp>
 TORCHOPT_HD inline uint32_t warp_max(typename Warp::template PerThread<uint32_t> values) {
   Warp::max_of_neighbours(values, kWarpThreads);

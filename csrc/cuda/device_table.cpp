@@ -13,7 +13,7 @@
 namespace torchopt_ext {
 namespace {
 
-// The graph that a stream is captured into; null if it is not captured.
+// Returns the graph that a stream is being captured into, or null.
 cudaGraph_t graph_of(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   cudaGraph_t graph = nullptr;
@@ -25,15 +25,15 @@ c10::DataPtr allocate(size_t bytes) {
   return c10::cuda::CUDACachingAllocator::get()->allocate(bytes);
 }
 
-// The tables of graphs that are gone, until the next pass: CUDA tells of a graph's end where CUDA
-// must not be called, as freeing memory does.
+// The tables of destroyed graphs, kept until the next pass. CUDA reports a graph's destruction in a
+// callback that must not call CUDA, and freeing memory calls CUDA.
 struct Released {
   std::mutex mutex;
   std::vector<std::shared_ptr<void>> tables;
 };
 
 Released& released() {
-  static auto& all = *new Released();  // outlives CUDA's own end
+  static auto& all = *new Released();  // leaked: must outlive CUDA's shutdown
   return all;
 }
 
@@ -53,11 +53,11 @@ void free_released() {
 
 void DeviceTable::fill(const void* values, size_t bytes, c10::cuda::CUDAStream stream) {
   if (graph_of(stream) != nullptr) {
-    // Now and not when the graph is replayed, so on another stream. Nor may the memory come from
-    // the graph's pool: a replay's earlier kernels may write to it.
+    // The upload must run during the capture and not at each replay, so it uses another stream. The
+    // memory must not come from the graph's pool, to which a replay's earlier kernels may write.
     const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
     c10::cuda::CUDAStream other = stream;
-    while (graph_of(other) != nullptr) {  // the pool gives its streams in turn, captured ones too
+    while (graph_of(other) != nullptr) {  // streams come round robin, captured streams included
       other = c10::cuda::getStreamFromPool(false, stream.device_index());
     }
     const c10::cuda::CUDAStreamGuard guard(other);
@@ -73,12 +73,12 @@ void DeviceTable::fill(const void* values, size_t bytes, c10::cuda::CUDAStream s
   std::memcpy(pinned.get(), values, bytes);
   C10_CUDA_CHECK(
       cudaMemcpyAsync(memory_.get(), pinned.get(), bytes, cudaMemcpyHostToDevice, stream));
-  host.record_event(pinned.get(), pinned.get_context(), stream.unwrap());  // not reused before
+  host.record_event(pinned.get(), pinned.get_context(), stream.unwrap());  // reused after the copy
 }
 
 void DeviceTable::reserve(size_t bytes) { memory_ = allocate(bytes); }
 
-// The allocator reuses memory in the order of the stream that it was allocated on.
+// Records the use on `stream`: the allocator orders reuse only with the allocation's stream.
 void* DeviceTable::used_on(c10::cuda::CUDAStream stream) {
   if (graph_of(stream) == nullptr) {
     c10::cuda::CUDACachingAllocator::recordStream(memory_, stream);

@@ -1,8 +1,8 @@
-// Plain values in a device's memory, uploaded once, when a work list is first run: from pinned
-// memory, without waiting for the device.
+// Plain values in a device's memory. They are uploaded once, when a work list is first run: from
+// pinned memory without waiting for the device, or, during a capture, from pageable memory.
 //
-// A captured CUDA graph holds the tables of its work lists and gives them back with itself. It
-// uploads nothing when it is replayed.
+// A captured CUDA graph keeps the tables of its work lists until the graph is destroyed. A replay
+// uploads nothing.
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -17,15 +17,15 @@ class DeviceTable {
  public:
   bool empty() const { return memory_.get() == nullptr; }
 
-  // Once.
+  // Allocates the memory and uploads the values. Call once.
   template <class T>
   void fill(const std::vector<T>& values, c10::cuda::CUDAStream stream) {
     fill(values.data(), values.size() * sizeof(T), stream);
   }
-  // Memory that is not written here.
+  // Allocates memory without writing to it.
   void reserve(size_t bytes);
 
-  // Where work on the stream finds the values.
+  // Returns the address of the values for work on the stream.
   template <class T>
   T* on(c10::cuda::CUDAStream stream) {
     return static_cast<T*>(used_on(stream));
@@ -38,7 +38,7 @@ class DeviceTable {
   c10::DataPtr memory_;
 };
 
-// If the stream is captured, the graph keeps the tables.
+// If the stream is being captured, makes the graph keep the tables.
 void keep_with_graph(const std::shared_ptr<void>& tables, c10::cuda::CUDAStream stream);
 
 }  // namespace torchopt_ext

@@ -1,5 +1,5 @@
-// The digest (kernels/digest.h) of a tile that a warp has stored, whose values are in the first
-// cache: a thread takes pairs of elements, and multiplies once for a segment.
+// The digest (kernels/digest.h) of a tile that a warp has stored and that is still in the
+// first-level cache. A thread takes pairs of elements and multiplies once for each segment.
 #pragma once
 
 #include <type_traits>
@@ -20,25 +20,25 @@ struct SharedHalfFactors {
     const int factor = of_words[half / 2];
     return half % 2 == 0 ? 2048 - factor : factor;
   }
-  const uint16_t* of_words;  // of their upper halves
+  const uint16_t* of_words;  // the factor of each word's upper half
 };
 
-// Two elements at once; wherever they lie.
+// Two elements at once; UnalignedPairLane takes any address.
 template <class T>
 using PairLane = VectorLane<T, 2>;
 template <class T>
 using UnalignedPairLane = VectorLane<T, 2, 2, 2, 1>;
 
-// Digest of the pairs (i, i + 1), kBlockLanes apart, that end by `end`; leaves i at the first one
-// that does not. Their numbers in the parameter follow the place's even one as i does. Halves of a
-// segment's words in one lane have one more factor (lane_factor), by which their sum is multiplied:
-// of at most 8 words, so it is below 2**29.
+// Returns the digest of the pairs (i, i + 1), kBlockLanes apart, that end by `end`, and leaves i at
+// the first pair that does not. The elements' numbers start at the place's, which is even, and grow
+// with i. The sum of the halves of a segment's words in one lane is multiplied by lane_factor. The
+// sum covers at most 8 words, so its magnitude is at most 2**29.
 template <class L>
 TORCHOPT_HD inline uint64_t digest_pairs(const Layout& layout, void* const (&x)[kArrays], int& i,
                                          int end, DigestPlace place,
                                          const SharedHalfFactors& factors) {
   static_assert(kTraceTile / kBlockLanes == 8 && kBlockLanes / 4 % kDigestLanes == 0);
-  int32_t halves[kWritten][2]{};  // of each element of a pair; in the first where a word has both
+  int32_t halves[kWritten][2]{};  // of each element of a pair; both in [0] if they share a word
   int64_t sums[kWritten]{};       // without the array's factor
   const auto multiply = [&] {
     for_each_stored(layout, [&](Array array) {
@@ -65,7 +65,7 @@ TORCHOPT_HD inline uint64_t digest_pairs(const Layout& layout, void* const (&x)[
       unrolled<2>([&](int k) {
         const auto in_segment = 2 * pair + static_cast<uint32_t>(k);
         const int32_t element = weighted_element(bits.element[k], size, in_segment, factors);
-        if (size == 4) {  // an index that is not constant would take memory
+        if (size == 4) {  // a non-constant index would put the array in memory
           halves[array][k] += element;
         } else {
           halves[array][0] += element;
@@ -81,8 +81,8 @@ TORCHOPT_HD inline uint64_t digest_pairs(const Layout& layout, void* const (&x)[
   return digest;
 }
 
-// Adds the digest of elements [begin, end), a tile at most, to those of a warp's threads.
-// place_of(i) is where an element lies, for those that are not taken in pairs.
+// Adds the digest of elements [begin, end), at most a tile, to the digests of a warp's threads.
+// place_of(i) returns the place of an element that is not taken in a pair.
 template <class T, class Warp, class PlaceOf>
 TORCHOPT_HD inline void digest_tile(const Warp& warp,
                                     typename Warp::template PerThread<uint64_t>& digest,
@@ -92,7 +92,8 @@ TORCHOPT_HD inline void digest_tile(const Warp& warp,
   const TensorWork& work = elements.work;
   const auto first = static_cast<uint64_t>(global_element(work, elements.begin + begin));
   const auto last = static_cast<uint64_t>(global_element(work, elements.begin + end - 1));
-  // Numbers that follow one another, of one base, and pairs that lie within a word or a half.
+  // Pairs need consecutive numbers of one base. An even first number keeps each pair of 16-bit
+  // (8-bit) elements within a word (half).
   const bool in_pairs = last - first == static_cast<uint64_t>(end - 1 - begin) &&
                         first >> kStreamBits == last >> kStreamBits && first % 2 == 0;
   const bool aligned = are_registers_at(layout, elements.x, 2, begin);

@@ -5,7 +5,7 @@
 namespace torchopt_ext {
 namespace {
 
-// Three blocks on a multiprocessor have 48 KB of loads under way, twice what keeps memory busy.
+// Blocks on a multiprocessor: three have 48 KB of loads in flight, twice what keeps memory busy.
 constexpr int kResident = 3;
 
 template <int kTensors>
@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(kNormThreads, kResident)
 
 }  // namespace
 
-// As many blocks as the device runs at once: each ends with atomics.
+// Launches at most as many blocks as the device runs at once, because each block ends with atomics.
 template <int kTensors>
 void launch_norm(const NormArgs& args, const GradientsOf<kTensors>& gradients, int processors,
                  cudaStream_t stream) {

@@ -1,5 +1,5 @@
 // Pass A as a CUDA kernel's body, a template over the block of threads (cta.h). Block rule and
-// lanes are the CPU's (cpu/block_sums.h); what differs is who computes which element.
+// lanes are the CPU's (cpu/block_sums.h); only the assignment of elements to threads differs.
 #pragma once
 
 #include "cuda/accumulator.h"
@@ -17,9 +17,9 @@ inline constexpr int kNormWarps = kNormThreads / kWarpThreads;
 // Tables in device memory.
 struct NormArgs {
   const TensorWork* tensors;
-  const Chunk* chunks;  // of at most kBlockElements, for a warp each
+  const Chunk* chunks;  // of at most kBlockElements; a warp takes one chunk at a time
   int64_t chunk_count;
-  int64_t* accumulator;  // of an ExactAccumulator
+  int64_t* accumulator;  // the slots of an ExactAccumulator
 };
 
 // Each warp adds to an accumulator of its own.
@@ -37,17 +37,17 @@ TORCHOPT_HD inline double square_at(const char* memory, int i, DType dtype) {
   return square_of(load_bits<Bits<kSize>>(memory + i * kSize), dtype);
 }
 
-// A warp's sum over one block. With vectors of 16 bytes the warp reads one, two or four rows of the
-// rule's 64 lanes at once, of each of which a thread gets 2, 4 or 8 lanes; exchanges leave it two
-// lanes of every row, whose elements it adds in their order.
+// Returns a warp's sum over one block. With vectors of 16 bytes the warp reads one, two or four
+// rows of the rule's 64 lanes at once, and a thread 2, 4 or 8 lanes of one row. Exchanges between
+// threads give each thread two lanes of every row, whose elements it adds in order.
 template <int kSize, class Warp>
 TORCHOPT_HD inline double block_sum(const Warp& warp, const char* memory, DType dtype, int n) {
   using L = ScalarLane<double>;
   constexpr int kElements = 16 / kSize;                 // of a vector
-  constexpr int kRows = kElements / 2;                  // that a warp reads at once
-  constexpr int kRowThreads = kBlockLanes / kElements;  // that read one
+  constexpr int kRows = kElements / 2;                  // read by a warp at once
+  constexpr int kRowThreads = kBlockLanes / kElements;  // threads that read one row
   constexpr int kRowsElements = kRows * kBlockLanes;
-  constexpr int kAhead = 4;  // loads under way
+  constexpr int kAhead = 4;  // loads in flight
   using Words = typename Warp::template PerThread<uint32_t>;
   const auto first_lane = [](int thread) {
     return kElements * (thread % kRowThreads) + 2 * (thread / kRowThreads);
@@ -123,7 +123,7 @@ TORCHOPT_HD inline double block_sum(const Warp& warp, const char* memory, DType 
       }
     });
   }
-  // Lanes 32 to 4 apart, then 2 apart; a thread has neighbours itself.
+  // Folds lanes 32 to kElements apart, then the others to 2 apart. A thread holds lanes 1 apart.
   const auto fold = [&](int distance) {
     warp.fold(even, distance);
     warp.fold(odd, distance);
@@ -137,8 +137,9 @@ TORCHOPT_HD inline double block_sum(const Warp& warp, const char* memory, DType 
   return L::add(even[0], odd[0]);
 }
 
-// Adds the exact square of each of a short row's elements, of which a warp takes kShortPiece at a
-// time, in bins below the largest; what is left below the last bin in bins of its own, and so on.
+// Adds the exact squares of the elements of short rows. A warp sums kShortPiece squares at a time
+// in two bins (kernels/bins.h) from the largest square down. The remainders below the last bin go
+// to two bins from the largest remainder down, and so on.
 template <int kSize, class Warp>
 TORCHOPT_HD inline void add_squares(const Warp& warp, const char* memory, DType dtype, int n,
                                     ExactAccumulator& acc) {
@@ -153,7 +154,7 @@ TORCHOPT_HD inline void add_squares(const Warp& warp, const char* memory, DType 
   typename Warp::template PerThread<uint32_t> largest;
   typename Warp::template PerThread<double> first;
   typename Warp::template PerThread<double> second;
-  // What is left at most: the upper half of its bits, 0 for zero alone.
+  // Returns the upper half of the bits of the largest remainder; 0 only if all remainders are zero.
   const auto most_left = [&] {
     warp.each([&](int thread) {
       uint32_t most = 0;
@@ -189,7 +190,7 @@ TORCHOPT_HD inline void add_squares(const Warp& warp, const char* memory, DType 
     });
     for (uint32_t most = most_left(); most != 0; most = most_left()) {
       const auto biased = static_cast<int>(most >> 20);
-      // Infinities and NaNs; fp64 squares that bins have no exponents for.
+      // Infinities, NaNs, and fp64 squares for which bins have no exponents.
       if (biased == 0x7ff || (kSize == 8 && (biased < 200 || biased > 2000))) {
         for (int turn = 0; turn < kEach; ++turn) {
           warp.in_turn([&](int thread) { accumulator_add(acc, left[thread].value[0]); });
@@ -215,7 +216,7 @@ TORCHOPT_HD inline void add_squares(const Warp& warp, const char* memory, DType 
         second[thread] = L::sub(bin[1], bias[1]);
       });
       for (int distance = kWarpThreads / 2; distance > 0; distance /= 2) {
-        warp.fold(first, distance);  // exact, as every thread's sum is
+        warp.fold(first, distance);  // exact, like each thread's sum
         warp.fold(second, distance);
       }
       warp.leader([&] {
@@ -226,8 +227,8 @@ TORCHOPT_HD inline void add_squares(const Warp& warp, const char* memory, DType 
   }
 }
 
-// A warp's chunk: whole rows of at most kBlockElements, one block of a longer row, or elements of
-// short rows.
+// Adds the squares of a warp's chunk: whole rows of at most kBlockElements, one block of a longer
+// row, or elements of short rows.
 template <int kSize, class Warp>
 TORCHOPT_HD inline void add_chunk(const Warp& warp, const TensorWork& work, const void* grad,
                                   const Chunk& chunk, ExactAccumulator& acc) {
@@ -244,9 +245,9 @@ TORCHOPT_HD inline void add_chunk(const Warp& warp, const TensorWork& work, cons
   }
 }
 
-// A block of threads sums chunks into shared memory and then, by integer atomics, whose order does
-// not show, into the accumulator. A warp adds at most two numbers for each of its elements: no
-// GPU's memory has the 2**29 elements a warp that would ask for carries in between.
+// A block of threads sums chunks in shared memory, then adds the sum to the accumulator by integer
+// atomics, whose order does not matter. A warp adds at most two numbers for each element. It would
+// need carries in between from 2**29 elements per warp on, more than any GPU's memory has.
 template <class Cta, int kTensors>
 TORCHOPT_HD inline void norm_body(const Cta& cta, NormShared& shared, const NormArgs& args,
                                   const GradientsOf<kTensors>& gradients) {

@@ -1,5 +1,7 @@
-// Nothing here waits for the device: tables go up through pinned memory when a work list is new,
-// gradients as kernels' parameters, and every scalar a kernel needs is read on the device.
+// Nothing here waits for the device, except the first upload during a graph's capture
+// (device_table.cpp). Tables are uploaded through pinned memory when a work list is first run,
+// gradients and hyperparameters are kernel parameters, and kernels read all other scalars on the
+// device.
 #include "work/passes.h"
 
 #include <ATen/cuda/CUDAContext.h>
@@ -20,14 +22,14 @@
 namespace torchopt_ext::cuda {
 namespace {
 
-// Elements of a block of threads in a copy.
+// Elements that a block of threads copies.
 constexpr int64_t kCopyChunk = 8192;
 
-// Elements of a block of threads in pass B, which keeps nothing from chunk to chunk. On an H100
-// longer chunks took up to 2 % more time, and chunks of 2,048 in bf16 throughout 10 % more than of
-// 4,096. Chunks of 8-bit moments are not tried.
+// Elements that a block of threads updates in pass B. A block keeps nothing from chunk to chunk. On
+// an H100 longer chunks took up to 2 % more time. In pure bf16, chunks of 2,048 took 10 % more time
+// than chunks of 4,096. Other sizes for 8-bit moments are not measured.
 constexpr int64_t kUpdateChunk = 2048;
-constexpr int64_t kUpdateChunk16 = 4096;  // of 16-bit moments
+constexpr int64_t kUpdateChunk16 = 4096;  // with 16-bit moments
 constexpr int64_t kUpdateChunk8 = 8192;
 
 int64_t update_chunk(const TensorWork& tensor) {
@@ -37,14 +39,14 @@ int64_t update_chunk(const TensorWork& tensor) {
   return element_size(tensor.layout.state) == 2 ? kUpdateChunk16 : kUpdateChunk;
 }
 
-// What the passes over a work list keep on its device.
+// The tables that the passes over a work list keep on its device.
 struct CudaTables : DeviceTables {
   DeviceTable tensors;
   DeviceTable steps;
   DeviceTable norm_chunks;
-  std::vector<int64_t> norm_first;  // chunk of each range of tensors; of FewGradients there is one
+  std::vector<int64_t> norm_first;  // first chunk of each range of tensors; FewGradients: one range
   DeviceTable chunks;
-  std::array<int64_t, kAdamKinds + 1> first{};  // chunk of each kind
+  std::array<int64_t, kAdamKinds + 1> first{};  // first chunk of each kind
 };
 
 CudaTables& tables_of(const WorkList& work, c10::cuda::CUDAStream stream) {
@@ -57,7 +59,7 @@ CudaTables& tables_of(const WorkList& work, c10::cuda::CUDAStream stream) {
   return static_cast<CudaTables&>(*work.device_tables);
 }
 
-// Chunks for a kernel of each kind, one kind after another; those of tracking are the CPU's.
+// Fills the table with the chunks of one kind after another. Tracking uses the CPU's chunks.
 void fill_chunks(const WorkList& work, CudaTables& tables, c10::cuda::CUDAStream stream) {
   if (work.options.track != 0) {
     tables.chunks.fill(work.chunks, stream);
@@ -74,7 +76,7 @@ void fill_chunks(const WorkList& work, CudaTables& tables, c10::cuda::CUDAStream
   tables.chunks.fill(chunks, stream);
 }
 
-// Calls f(gradients) for ranges of tensors.
+// Calls f(gradients) for each range of tensors.
 template <class Range, class F>
 void for_each_range_as(const WorkList& work, const F& f) {
   const auto n = static_cast<int32_t>(work.tensors.size());
@@ -162,7 +164,7 @@ void loss_scale_update(const at::Tensor& control, const at::Tensor& found_inf,
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-// A learning rate in a CPU tensor is read here, one on the device by the device.
+// Reads learning rates in CPU tensors. Kernels read learning rates on the device.
 std::vector<Groups> group_ranges(const std::vector<GroupHyper>& groups) {
   std::vector<Groups> ranges;
   for (const GroupHyper& group : groups) {
@@ -257,7 +259,7 @@ void scaled_copy(const WorkList& work, const at::Tensor& control, bool unscale) 
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-// A negative step is a caller's error that only the host could see; it counts as 0.
+// A negative step is a caller's error that only the host could detect. It counts as 0.
 at::Tensor lr_factors(const Schedule& schedule, const at::Tensor& steps) {
   const c10::cuda::CUDAGuard guard(steps.device());
   at::Tensor factors = at::empty(steps.sizes(), steps.options().dtype(at::kDouble));

@@ -1,4 +1,4 @@
-// What a tracked step reports of each tensor, from the traces of its chunks (adam_traced.h).
+// Makes a tracked step's report of each tensor from the traces of its chunks (adam_traced.h).
 #pragma once
 
 #include "cuda/adam.h"
@@ -6,16 +6,16 @@
 
 namespace torchopt_ext {
 
-// Where a tracked step reports, in device memory.
+// The outputs of a tracked step, in device memory.
 struct TraceArgs {
-  ChunkTrace* chunks;  // of each chunk
+  ChunkTrace* chunks;  // one for each chunk
   double* norms;       // of each tensor, as in Traces
   int64_t* counts;
 };
 
 namespace {
 
-// The first chunk of tensor i or one behind it.
+// Returns the first chunk of tensor i or of a later tensor.
 TORCHOPT_HD inline int64_t first_chunk(const Chunk* chunks, int64_t count, int64_t i) {
   int64_t c = 0;
   for (int64_t end = count; c < end;) {
@@ -31,8 +31,8 @@ TORCHOPT_HD inline int64_t first_chunk(const Chunk* chunks, int64_t count, int64
 
 using SharedTraces = ChunkTrace[kWarpThreads];
 
-// What was seen of tensor i, from its chunks, which lie together in the table: a warp reads their
-// traces, and one thread adds them in their order.
+// Makes the report of tensor i from its chunks, which are adjacent in the table. A warp reads the
+// chunks' traces, and one thread adds them in order.
 template <class Warp>
 TORCHOPT_HD inline void sum_traces_body(const Warp& warp, SharedTraces& shared, int64_t i,
                                         int64_t chunk_count, const AdamArgs& args,
@@ -64,7 +64,7 @@ TORCHOPT_HD inline void sum_traces_body(const Warp& warp, SharedTraces& shared, 
 
 }  // namespace
 
-// After launch_adam_traced.
+// Must run after launch_adam_traced.
 void launch_sum_traces(int64_t tensor_count, int64_t chunk_count, const AdamArgs& args,
                        const TraceArgs& traces, CUstream_st* stream);
 

@@ -1,4 +1,4 @@
-// What a CUDA thread accesses at once: up to 16 bytes of an array, and where arrays allow it.
+// A CUDA thread's memory accesses of up to 16 bytes, and where the arrays' alignment allows them.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +29,7 @@ struct Constant {
 
 namespace {
 
-// f(0), f(1) and so on to f(kCount - 1) without a loop: what f indexes stays in registers.
+// Calls f(0) to f(kCount - 1) without a loop, so that arrays indexed by f stay in registers.
 template <int kCount, class F>
 TORCHOPT_HD inline void unrolled(const F& f) {
   if constexpr (kCount > 0) {
@@ -42,7 +42,7 @@ TORCHOPT_HD inline bool is_aligned(const void* address, int64_t bytes) {
   return reinterpret_cast<uint64_t>(address) % static_cast<uint64_t>(bytes) == 0;
 }
 
-// On the host an access that a GPU would refuse ends the program, too.
+// Ends the program on the host for a misaligned access, as a GPU does.
 template <class T>
 TORCHOPT_HD inline void check_aligned(const void* address) {
   if (!is_aligned(address, alignof(T))) {
@@ -70,7 +70,7 @@ TORCHOPT_HD inline void store_bits(void* to, const T& bits) {
 #endif
 }
 
-// Element k of those that fill some words.
+// Returns element k of the elements packed in `words`.
 template <int kSize, class Words>
 TORCHOPT_HD inline Bits<kSize> element_of(const Words& words, int k) {
   if constexpr (kSize == 8) {
@@ -78,11 +78,11 @@ TORCHOPT_HD inline Bits<kSize> element_of(const Words& words, int k) {
   } else if constexpr (kSize == 4) {
     return words.word[k];
   } else {
-    constexpr int kEach = 4 / kSize;  // in a word
+    constexpr int kEach = 4 / kSize;  // elements in a word
     return static_cast<Bits<kSize>>(words.word[k / kEach] >> (8 * kSize * (k % kEach)));
   }
 }
-// Of words that start as zero.
+// Sets element k of `words`, which must start as zero.
 template <int kSize, class Words>
 TORCHOPT_HD inline void set_element(Words& words, int k, Bits<kSize> bits) {
   if constexpr (kSize == 8) {
@@ -97,24 +97,24 @@ TORCHOPT_HD inline void set_element(Words& words, int k, Bits<kSize> bits) {
   }
 }
 
-// Bytes of an access to some of so many elements.
+// Returns the bytes of one access to part or all of `elements` elements of `size` bytes.
 TORCHOPT_HD constexpr int64_t access_bytes(int64_t elements, int64_t size) {
   return elements * size < 16 ? elements * size : 16;
 }
 
-// Of a chunk's elements, those in [begin, end) can be accessed as whole, aligned registers.
+// The elements [begin, end) of a chunk that can be accessed as whole, aligned registers.
 struct Registers {
   int begin;
   int end;
 };
 
-// Whether a register of an array may start at element i.
+// Returns whether a register of `array` may start at element i.
 TORCHOPT_HD inline bool is_register_at(const Layout& layout, void* const (&x)[kArrays], int array,
                                        int width, int i) {
   const int64_t size = element_size(layout, array);
   return is_aligned(static_cast<const char*>(x[array]) + i * size, access_bytes(width, size));
 }
-// Of every array that is not null.
+// Returns whether a register of every array that is not null may start at element i.
 TORCHOPT_HD inline bool are_registers_at(const Layout& layout, void* const (&x)[kArrays], int width,
                                          int i) {
   bool aligned = true;
@@ -124,8 +124,8 @@ TORCHOPT_HD inline bool are_registers_at(const Layout& layout, void* const (&x)[
   return aligned;
 }
 
-// Registers of the first n elements of arrays `x`, from where every array is aligned on; none where
-// the arrays are aligned differently.
+// Returns the registers of the first n elements of arrays `x`, from the first element where every
+// array is aligned. Returns an empty range if the arrays are aligned differently.
 TORCHOPT_HD inline Registers aligned_registers(const Layout& layout, void* const (&x)[kArrays],
                                                int width, int n) {
   int first = 0;
@@ -136,8 +136,8 @@ TORCHOPT_HD inline Registers aligned_registers(const Layout& layout, void* const
   return aligned ? Registers{first, first + (n - first) / width * width} : Registers{0, 0};
 }
 
-// A thread's share of n elements: whole(i) for elements [i, i + width), single(i) for one element.
-// Neighbouring threads have neighbouring registers.
+// Visits a thread's share of n elements: whole(i) for elements [i, i + width), single(i) for one
+// element. Neighboring threads have neighboring registers.
 template <class Whole, class Single>
 TORCHOPT_HD inline void for_each_register(const Registers& registers, int width, int n, int thread,
                                           int threads, const Whole& whole, const Single& single) {

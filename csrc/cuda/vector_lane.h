@@ -1,6 +1,6 @@
-// A lane type (kernels/lane.h) of a CUDA thread: a register is kWidth elements in runs of kRun,
-// which begin kStride elements apart. It loads and stores them by accesses of up to 16 bytes and
-// kAccess elements, to which arrays are aligned.
+// A lane type (kernels/lane.h) of a CUDA thread. A register is kWidth elements in runs of kRun,
+// which begin kStride elements apart. An access takes up to kAccess elements and 16 bytes; arrays
+// must be aligned to it.
 #pragma once
 
 #include "cuda/vector.h"
@@ -19,7 +19,7 @@ struct VectorLane {
   static constexpr int width = kWidth;
   static constexpr bool converts = One::converts;
   static constexpr bool any_layout = One::any_layout;
-  // Where element k lies.
+  // Returns the distance of element k from the register's first element.
   TORCHOPT_HD static constexpr int offset(int k) { return k / kRun * kStride + k % kRun; }
 
   template <class Element>
@@ -91,7 +91,7 @@ struct VectorLane {
     return map([&](int k) { return One::fraction(random.element[k], array); });
   }
 
-  // Elements of 1, 2 or 4 bytes as they are in memory.
+  // The bits of elements of 1, 2 or 4 bytes, as in memory.
   struct ElementBits {
     uint32_t element[kWidth];
   };
@@ -127,7 +127,7 @@ struct VectorLane {
   TORCHOPT_HD static reg neg(const reg& a) {
     return map([&](int k) { return One::neg(a.element[k]); });
   }
-  // Of all elements' magnitudes.
+  // Returns the largest of all elements' magnitudes.
   TORCHOPT_HD static T largest(const reg& a) {
     T most{0};
     unrolled<kWidth>([&](int k) { most = One::max_magnitude(most, One::abs(a.element[k])); });

@@ -17,14 +17,14 @@ struct AdamHyper {
   bool maximize;
 };
 
-// What an element needs, rounded once to the compute type.
+// The update's scalars, rounded once to the compute type T.
 template <class T>
 struct AdamScalars {
   T grad_factor, l2, beta1, beta2, w1, w2, eps_hat, decay, step_size;
   bool maximize, has_l2, has_decay, small_w1, small_w2;
 };
 
-// Those of a tensor's step, of which one is used: that of the type it is computed in.
+// The scalars of one tensor's step in both compute types. Only the tensor's own type is used.
 struct TensorScalars {
   AdamScalars<float> as_float;
   AdamScalars<double> as_double;
@@ -41,7 +41,7 @@ TORCHOPT_HD inline const AdamScalars<T>& scalars_in(const TensorScalars& scalars
   }
 }
 
-// base**exponent by repeated squaring: libm's pow differs between hosts and CUDA.
+// Returns base**exponent by repeated squaring: libm's pow differs between hosts and CUDA.
 TORCHOPT_HD inline double pow_by_squaring(double base, int64_t exponent) {
   using L = ScalarLane<double>;
   double result = 1.0;
@@ -83,8 +83,8 @@ TORCHOPT_HD inline AdamScalars<T> adam_scalars(const AdamHyper& hyper, int64_t s
   return s;
 }
 
-// Updates one register of elements. NaNs are canonical. The conditions depend on scalars alone, so
-// the branch predictor makes them free.
+// Updates one register of elements and makes NaNs canonical. The conditions depend only on scalars,
+// so the branch predictor makes them free.
 template <class L, class R = typename L::reg>
 [[gnu::always_inline]] TORCHOPT_HD inline void adam_registers(
     const AdamScalars<typename L::scalar>& s, R& p, R g, R& m, R& v, R& max_exp_avg_sq,
@@ -101,7 +101,7 @@ template <class L, class R = typename L::reg>
   m = s.small_w1 ? L::add(m, L::mul(L::set1(s.w1), from_m))
                  : L::sub(g, L::mul(L::set1(s.beta1), from_m));
   const R weighted_square = L::mul(L::mul(L::set1(s.w2), g), g);
-  // Once v has overflowed, v - w2*v would be infinity - infinity; the bound keeps it infinite.
+  // Once v has overflowed, v - w2*v would be infinity - infinity; the bound keeps v infinite.
   const R forgotten = L::min(L::mul(L::set1(s.w2), v), L::set1(largest_finite<T>));
   v = s.small_w2 ? L::add(v, L::sub(weighted_square, forgotten))
                  : L::add(weighted_square, L::mul(L::set1(s.beta2), v));

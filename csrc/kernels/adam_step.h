@@ -1,10 +1,10 @@
-// Adam on a register of elements in memory: load, update, round, store. A template over the lane
-// type (lane.h), whose loads and stores convert. These rules are written here alone, for every CPU
-// build and for CUDA.
+// Adam on a register of elements in memory: load, update, round, store. Templates over the lane
+// type (lane.h), whose loads and stores convert. Every CPU build and CUDA share these rules.
 //
-// Element types are told apart by branches on the layout. Where a kernel's layout is a constant the
-// compiler takes them out; elsewhere they go the same way throughout a tensor and cost little.
-// Inlined always: GCC would share a copy among kernels, which then branches on their layouts.
+// Branches on the layout select element types. Where a kernel's layout is a constant, the compiler
+// removes the branches; elsewhere they go the same way throughout a tensor and cost little.
+// Functions are always inlined: otherwise GCC shares a copy among kernels, which then branches on
+// their layouts.
 #pragma once
 
 #include "kernels/adam.h"
@@ -13,11 +13,11 @@
 
 namespace torchopt_ext {
 
-// What a kernel does besides the update.
+// The work of a kernel in addition to the update.
 struct StepMode {
   bool write_back = false;  // StepOptions::write_back_gradients
-  // Beside a master the parameter is written and not read: aligned stores past the caches spare
-  // reading its lines first.
+  // Stores past the caches: a parameter with an fp32 master is written and not read, and aligned
+  // stores past the caches avoid reading its cache lines first.
   bool past_caches = false;
 };
 
@@ -40,7 +40,7 @@ template <class L>
   }
 }
 
-// exp_avg as it is stored, or its code: for whether it is 0.
+// Loads exp_avg, or its code for 8-bit moments. The caller only tests whether the value is 0.
 template <class L>
 [[gnu::always_inline]] TORCHOPT_HD inline typename L::reg load_exp_avg(const L& lane,
                                                                        const Layout& layout,
@@ -54,7 +54,7 @@ template <class L>
   return load_as(lane, layout.state, x[kExpAvg], i);
 }
 
-// Rounded to nearest.
+// Stores a register, rounded to nearest.
 template <class L>
 [[gnu::always_inline]] TORCHOPT_HD inline void store_as(const L& lane, DType dtype, void* x,
                                                         int64_t i, typename L::reg a) {
@@ -72,7 +72,7 @@ template <class L>
   }
 }
 
-// bf16 is rounded by random bits, if there are any.
+// Rounds bf16 stochastically if `random` is given, otherwise to nearest.
 template <class L, class Random>
 [[gnu::always_inline]] TORCHOPT_HD inline void store_rounded(const L& lane, DType dtype, void* x,
                                                              int64_t i, typename L::reg a,
@@ -86,7 +86,7 @@ template <class L, class Random>
   store_as(lane, dtype, x, i, a);
 }
 
-// The value that the update changes.
+// Loads the weight that the update changes.
 template <class L>
 [[gnu::always_inline]] TORCHOPT_HD inline typename L::reg load_weight(const L& lane,
                                                                       const Layout& layout,
@@ -147,8 +147,8 @@ template <class L, class Random>
   store_rounded(lane, layout.param, x[kParam], i, p, random, kParam);
 }
 
-// A register of elements of arrays `x` from i on; `random` has their random bits as the lane takes
-// them, or is null.
+// Updates a register of elements of arrays `x`, from i on. `random` has random bits in the lane's
+// form, or is null.
 template <class L, class Random>
 [[gnu::always_inline]] TORCHOPT_HD inline void adam_step(const L& lane,
                                                          const AdamScalars<typename L::scalar>& s,

@@ -1,6 +1,6 @@
-// Bins that doubles of about the same size are added to without rounding. A bin is a biased sum
-// whose last bit is its unit: adding to it rounds the addend to units, and the sum's change tells
-// what was added (Demmel & Nguyen's and ReproBLAS' indexed sums).
+// Bins, to which doubles of about the same size are added without rounding. A bin is a biased sum
+// whose last bit is the bin's unit. An addition rounds the addend to units, and the change of the
+// sum tells how much was added (the indexed sums of Demmel & Nguyen and of ReproBLAS).
 #pragma once
 
 #include <type_traits>
@@ -17,20 +17,20 @@ TORCHOPT_HD inline double power_of_two(int exponent) {
   return bit_cast<double>(static_cast<uint64_t>(exponent + 1023) << 52);
 }
 
-// Addends of a bin are below 2**40 of its units, and there are at most 4,096: their sum fits the 51
-// bits that a sum biased by 1.5 * 2**52 units has room for, and what is left over is at most half a
-// unit.
+// Addends of a bin are at most 2**40 of its units. A biased sum gets at most 1,024 addends (4,096
+// elements in 4 lanes or more), so they add up to at most 2**50 units; a bias of 1.5 * 2**52 units
+// leaves room for 2**51. The remainder of an addend is at most half a unit.
 inline constexpr int kBinBits = 40;
 
-// The unit of bin `bin`, for addends below 2**(exponent + 1), is 2 to the power of this.
+// Returns the binary exponent of the unit of bin `bin`, for addends below 2**(exponent + 1).
 TORCHOPT_HD inline int bin_unit(int exponent, int bin) {
   return exponent + 1 - kBinBits - (kBinBits + 1) * bin;
 }
-// What the sum of that bin starts from.
+// Returns the value from which the sum of bin `bin` starts.
 TORCHOPT_HD inline double bin_bias(int exponent, int bin) {
   return 1.5 * power_of_two(bin_unit(exponent, bin) + 52);
 }
-// A finite number of type T other than zero is a multiple of 2 to the power of this.
+// Returns the binary exponent of the last bit of a finite, nonzero number of type T.
 template <class T>
 TORCHOPT_HD inline int last_bit_of(float x) {
   constexpr bool kHalf = std::is_same_v<T, Float16>;

@@ -1,5 +1,5 @@
-// The control block: what pass A and pass B of a step agree on. One small float64 tensor per
-// device has this layout, so no value has to travel to the host during a step. docs/numerics.md
+// The control block: the values that pass A and pass B of a step share. One small float64 tensor
+// per device has this layout, so no value has to travel to the host during a step. docs/numerics.md
 // section 4.
 #pragma once
 
@@ -14,17 +14,17 @@ struct Control {
   double max_grad_norm;   // 0 or less: no clipping
   double skip_nonfinite;  // 1: a step with a non-finite gradient is skipped
   // The last decision.
-  double grad_norm;    // of the unscaled gradients; 0 without pass A, which the classes show as NaN
-  double clip_factor;  // what clipping multiplies gradients with
-  double grad_factor;  // clip_factor / loss scale: what pass B multiplies gradients with
-  double found_inf;    // 1: a gradient was not finite
+  double grad_norm;    // of the unscaled gradients; 0 without pass A, shown as NaN by the classes
+  double clip_factor;  // the factor that clips gradients
+  double grad_factor;  // clip_factor / loss scale: the factor by which pass B multiplies gradients
+  double found_inf;    // 1: a gradient or 1 / scale was not finite, or a scaler said so
   double skip;         // 1: pass B changes nothing
-  double grad_scale;   // what gradients in memory are too large by
+  double grad_scale;   // the loss scale of the gradients in memory
   // Counters.
-  double steps;          // decisions made, skipped ones included
-  double skipped_steps;  // of them, skipped
+  double steps;          // decisions made, skipped steps included
+  double skipped_steps;  // decisions to skip
   // Loss scale: its state, then its settings (loss_scale_update).
-  double loss_scale;          // what gradients are too large by, unless a scaler's tensor says it
+  double loss_scale;          // the scale of gradients, unless a scaler's tensor gives another
   double growth_tracker;      // good steps since the scale last changed
   double hysteresis_tracker;  // overflows that count against hysteresis
   double growth_factor;
@@ -32,10 +32,10 @@ struct Control {
   double growth_interval;         // good steps until the scale grows; 0: the scale stays
   double hysteresis;              // overflows until the scale backs off; 0 and 1: at the first
   double consecutive_hysteresis;  // 1: a good step forgives overflows; 0: only growth does
-  double min_scale;               // 0: none
-  double max_scale;               // 0: none
+  double min_scale;               // 0: no minimum
+  double max_scale;               // 0: no maximum
   // Schedule of the learning rate (schedule.h), counted in steps that were not skipped.
-  double lr_factor;  // what pass B multiplies the learning rate with
+  double lr_factor;  // the factor by which pass B multiplies the learning rate
   double scheduled;  // 1: lr_factor follows the schedule; 0: it stays
   double warmup_steps;
   double stable_steps;
@@ -48,11 +48,12 @@ inline constexpr int kControlSize = sizeof(Control) / sizeof(double);
 
 namespace {
 
-// After a step: back off on overflow, grow after enough good steps. The scale is rounded to float,
-// as torch.amp's is, and never grows to infinity. With hysteresis 1 this is torch.amp's rule
-// (aten/src/ATen/native/cuda/AmpKernels.cu); otherwise that of Megatron, DeepSpeed and InternEvo,
-// or with `consecutive_hysteresis` apex's, which a good step resets. Unlike theirs it does not back
-// off to numbers whose reciprocals a float does not hold, and so to 0.
+// Updates the loss scale after a step: backs off on overflow, grows after enough good steps. The
+// scale is rounded to float, as in torch.amp, and never grows to infinity. With hysteresis 1 this
+// is torch.amp's rule (aten/src/ATen/native/cuda/AmpKernels.cu); otherwise that of Megatron,
+// DeepSpeed and InternEvo, or with `consecutive_hysteresis` apex's, where a good step resets the
+// count. Unlike theirs, the scale never falls to 0: its minimum is 2**-126, whose reciprocal is
+// finite.
 TORCHOPT_HD inline void loss_scale_update(Control& control, bool overflow) {
   using L = ScalarLane<double>;
   const auto rounded = [](double x) { return static_cast<double>(static_cast<float>(x)); };
@@ -85,7 +86,7 @@ TORCHOPT_HD inline void loss_scale_update(Control& control, bool overflow) {
   }
 }
 
-// The same for a scale that a scaler keeps in a float of its own.
+// Updates a scale that a scaler keeps in its own float.
 TORCHOPT_HD inline void scaler_update(Control& control, bool overflow, float& scale) {
   control.loss_scale = static_cast<double>(scale);
   loss_scale_update(control, overflow);
@@ -102,9 +103,9 @@ TORCHOPT_HD inline double scheduled_lr_factor(const Control& control) {
   return lr_factor(schedule, bounded_steps(control.steps - control.skipped_steps));
 }
 
-// `total` is the accumulator's. grad_scale and found_inf are what a gradient scaler hands to an
-// optimizer, or null. Without grad_scale the block's own loss scale counts, and follows the
-// overflows where it is dynamic.
+// Decides about a step. `total` is the accumulator's total. grad_scale and found_inf are the values
+// that a gradient scaler passes to an optimizer, or null. Without grad_scale the block's own loss
+// scale is used, and follows the overflows if it is dynamic.
 TORCHOPT_HD inline void control_update(Control& control, double total, const float* grad_scale,
                                        const float* found_inf) {
   using L = ScalarLane<double>;
@@ -116,14 +117,14 @@ TORCHOPT_HD inline void control_update(Control& control, double total, const flo
   control.clip_factor = 1.0;
   if (control.max_grad_norm > 0.0) {
     const double factor = L::div(control.max_grad_norm, L::add(control.grad_norm, 1e-6));
-    control.clip_factor = factor > 1.0 ? 1.0 : factor;  // a NaN stays
+    control.clip_factor = factor > 1.0 ? 1.0 : factor;  // a NaN stays NaN
   }
   const double inverse = L::div(1.0, scale);
   control.grad_factor = L::mul(control.clip_factor, inverse);
   if (control.scheduled != 0.0) {
     control.lr_factor = scheduled_lr_factor(control);
   }
-  // Finite gradients times an infinity would be infinities.
+  // If 1 / scale overflows a float, unscaling would turn finite gradients into infinities.
   const bool unscales = inverse <= static_cast<double>(largest_finite<float>);
   const bool nonfinite = !(total <= largest_finite<double>) || !unscales;
   const bool skip = scaler_says_skip || (nonfinite && control.skip_nonfinite != 0.0) ||

@@ -11,9 +11,9 @@
 
 namespace torchopt_ext {
 
-// 8-bit codes are of moments only (quantize.h).
+// Only moments use kInt8: 8-bit codes (quantize.h).
 enum class DType : int32_t { kFloat32, kFloat64, kBFloat16, kFloat16, kInt8 };
-inline constexpr int kDTypes = 4;  // of parameters and gradients
+inline constexpr int kDTypes = 4;  // the types of parameters and gradients
 
 // 16-bit storage types; arithmetic happens in float.
 struct BFloat16 {
@@ -59,8 +59,7 @@ TORCHOPT_HD inline float widen(Float16 x) {
 #endif
 }
 
-// Round to nearest even. The argument is not a NaN other than 0x7fc00000, the form in which
-// adam.h leaves one.
+// Rounds to nearest even. A NaN argument must be 0x7fc00000, the canonical form that adam.h leaves.
 template <class T>
 TORCHOPT_HD T narrow(float x);
 template <>
@@ -90,8 +89,8 @@ TORCHOPT_HD inline Float16 narrow<Float16>(float x) {
     const uint32_t rebased = magnitude - ((127u - 15u) << 23);
     return {static_cast<uint16_t>(sign | ((rebased + 0xfffu + ((rebased >> 13) & 1u)) >> 13))};
   }
-  // Subnormal in fp16: adding 0.5 aligns the last fp16 bit with the last bit of the sum, whose
-  // own rounding to nearest even is then the one wanted.
+  // Subnormal in fp16: adding 0.5 aligns the last fp16 bit with the last bit of the sum, so the
+  // addition itself rounds to nearest even.
   const float aligned = bit_cast<float>(magnitude) + 0.5f;
   return {static_cast<uint16_t>(sign | (bit_cast<uint32_t>(aligned) - 0x3f000000u))};
 #endif

@@ -12,10 +12,10 @@ namespace torchopt_ext {
 struct ExactAccumulator {
   static constexpr int kLimbs = 68;
   static constexpr int kInfinities = kLimbs;   // a counter of addends that were infinite
-  static constexpr int kNans = kLimbs + 1;     // of NaNs
+  static constexpr int kNans = kLimbs + 1;     // a counter of addends that were NaN
   static constexpr int kBaseExponent = -1088;  // weight of limb 0's lowest bit
   static constexpr int kSize = kLimbs + 2;
-  // An addition moves a limb by less than 2**32: normalise after at most this many.
+  // An addition changes a limb by less than 2**32: normalize after at most this many additions.
   static constexpr int64_t kMaxPendingAdds = int64_t{1} << 30;
 
   int64_t limb[kSize];
@@ -50,7 +50,7 @@ TORCHOPT_HD inline void accumulator_add(ExactAccumulator& acc, double x) {
   }
 }
 
-// Carries, so that every limb but the last is in [0, 2**32). The value stays.
+// Propagates carries, so that all limbs except the last are in [0, 2**32). Keeps the value.
 inline void accumulator_normalize(ExactAccumulator& acc) {
   int64_t carry = 0;
   for (int k = 0; k < ExactAccumulator::kLimbs - 1; ++k) {
@@ -67,8 +67,8 @@ inline void accumulator_merge(ExactAccumulator& into, const ExactAccumulator& fr
   }
 }
 
-// A finite sum, to nearest even. `limbs` are the digits of its magnitude, limb `top` the highest
-// that is not 0, or limb 0. `below`: a limb below the three from there down is not 0.
+// Rounds a finite sum to nearest even. `limbs` are the digits of its magnitude. `top` is the
+// highest limb that is not 0, or 0. `below` says whether a limb below limb top - 2 is not 0.
 TORCHOPT_HD inline double rounded(const int64_t* limbs, bool negative, int top, bool below) {
   const auto limb = [&](int k) { return k < 0 ? 0 : static_cast<uint64_t>(limbs[k]); };
   const uint64_t first = limb(top);
@@ -81,14 +81,14 @@ TORCHOPT_HD inline double rounded(const int64_t* limbs, bool negative, int top, 
   if (top == ExactAccumulator::kLimbs - 1) {  // 2**1056 and above
     return bit_cast<double>(sign | 0x7ff0000000000000u);
   }
-  // The 64 bits from the leading one down, and whether anything lies below them.
+  // The 64 bits from the leading 1 bit down, and whether any lower bit is set.
   int lead = 0;
   while (((first << lead) & 0x80000000u) == 0) {
     ++lead;
   }
   const uint64_t significand = (((first << 32) | second) << lead) | ((third << lead) >> 32);
   const bool sticky = below || ((third << lead) & 0xffffffffu) != 0;
-  // Exponent of the leading one.
+  // The exponent of the leading 1 bit.
   const int exponent = 63 + 32 * (top - 1) + ExactAccumulator::kBaseExponent - lead;
   if (exponent > 1023) {
     return bit_cast<double>(sign | 0x7ff0000000000000u);
@@ -99,17 +99,17 @@ TORCHOPT_HD inline double rounded(const int64_t* limbs, bool negative, int top, 
   const uint64_t kept = significand >> 11;
   const uint64_t rest = significand & 0x7ff;
   const bool up = rest > 0x400 || (rest == 0x400 && (sticky || (kept & 1) != 0));
-  // A carry out of the significand moves into the exponent, up to infinity, as it should.
+  // A carry out of the significand correctly increments the exponent, up to infinity.
   const uint64_t magnitude = (static_cast<uint64_t>(exponent + 1022) << 52) + kept;
   return bit_cast<double>(sign | (magnitude + (up ? 1 : 0)));
 }
 
-// The sum if an addend was not finite.
+// Returns the sum when an addend was not finite.
 TORCHOPT_HD inline double nonfinite_total(bool has_nan) {
   return bit_cast<double>(has_nan ? uint64_t{0x7ff8000000000000} : uint64_t{0x7ff0000000000000});
 }
 
-// The sum, rounded once to nearest even.
+// Returns the sum, rounded once to nearest even.
 inline double accumulator_total(ExactAccumulator acc) {
   const bool has_nan = acc.limb[ExactAccumulator::kNans] != 0;
   if (has_nan || acc.limb[ExactAccumulator::kInfinities] != 0) {

@@ -1,7 +1,7 @@
-// Marks a function that runs on the host and inside CUDA kernels. The headers of this folder are
-// free of torch and of the C++ library's inline code, and keep their functions in an anonymous
-// namespace: they are compiled once per instruction set, and a copy that the linker shared between
-// those builds could run AVX-512 code on a machine without it (aten/src/ATen/native/cpu/README.md).
+// Marks a function for the host and for CUDA kernels. The headers of this folder use neither torch
+// nor inline code of the C++ library, and keep their functions in an anonymous namespace: they are
+// compiled once per instruction set, and a copy that the linker shared between the builds could run
+// AVX-512 code on a machine without AVX-512 (aten/src/ATen/native/cpu/README.md).
 #pragma once
 
 #ifdef __CUDACC__

@@ -1,10 +1,10 @@
-// The lane type: the only arithmetic the formulas use. A lane type offers load, store, set1, held,
-// add, sub, mul, fma, div, sqrt, neg, abs, min, max_keep_nan, sub_bits, count_lost and canonical on
-// a register of `width` elements. Every operation is correctly rounded, fma() alone is fused, which
-// is what makes the bits the same on every instruction set. This is the one-element lane, for the
-// host and for CUDA threads; lane_avx2.h and lane_avx512.h hold the others. Float lanes also load
-// and store 16-bit elements: rounded to nearest, with a remainder, or stochastically; and 8-bit
-// codes (quantize.h), with what finds the largest of a group.
+// The lane type: the only arithmetic that the formulas use. A lane type offers load, store, set1,
+// held, add, sub, mul, fma, div, sqrt, neg, abs, min, max_keep_nan, sub_bits, count_lost and
+// canonical on a register of `width` elements. Every operation is correctly rounded and only fma()
+// is fused, so the bits are the same on every instruction set. This header has the one-element lane
+// for the host and for CUDA threads; lane_avx2.h and lane_avx512.h have the vector lanes. Float
+// lanes also load and store 16-bit elements (rounded to nearest, with a remainder, or
+// stochastically) and 8-bit codes (quantize.h), and find the largest element of a group.
 #pragma once
 
 #include "kernels/remainder.h"
@@ -29,16 +29,16 @@ struct ScalarLane {
   using reg = T;
   using Words = ScalarWords;
   static constexpr int width = 1;
-  static constexpr bool converts = sizeof(T) == sizeof(float);  // from and to 16-bit elements
-  static constexpr bool any_layout = converts;                  // and 8-bit ones, and at random
+  static constexpr bool converts = sizeof(T) == sizeof(float);  // to and from 16-bit elements
+  static constexpr bool any_layout = converts;                  // codes, remainders, random bits
 
   TORCHOPT_HD static T load(const T* x) { return *x; }
   TORCHOPT_HD static void store(T* x, T a) { *x = a; }
-  // The first n elements, all with n above width (below 32); nothing beyond them is touched.
+  // Load and store the first n elements, or all if n >= width (n < 32), and touch no other memory.
   TORCHOPT_HD static T load_part(const T* x, int /*n*/) { return *x; }
   TORCHOPT_HD static void store_part(T* x, T a, int /*n*/) { *x = a; }
   TORCHOPT_HD static T set1(T a) { return a; }
-  // The same, of a constant of a loop: x86 compilers would broadcast it again at each use.
+  // As set1, for the constants of a loop: x86 compilers would broadcast set1() again at each use.
   TORCHOPT_HD static T held(T a) { return a; }
   // 16-bit elements (float lanes only).
   template <class Half>
@@ -49,7 +49,7 @@ struct ScalarLane {
   TORCHOPT_HD static void store(Half* x, T a) {
     *x = narrow<Half>(a);
   }
-  // Aligned, and past the caches where there is such a store.
+  // Stores to an aligned address, past the caches where the instruction set has such a store.
   template <class Element>
   TORCHOPT_HD static void stream(Element* x, T a) {
     store(x, a);
@@ -82,49 +82,49 @@ struct ScalarLane {
   TORCHOPT_HD static T neg(T a) { return -a; }
   TORCHOPT_HD static T add_exact_square(T sum, T x) { return add(sum, mul(x, x)); }
   TORCHOPT_HD static T sub(T a, T b) { return add(a, -b); }
-  // b if either is a NaN.
+  // Returns b if either is a NaN.
   TORCHOPT_HD static T min(T a, T b) { return a < b ? a : b; }
-  // vmax unless v is larger or a NaN; a NaN in either is kept.
+  // Returns vmax unless v is larger or a NaN; a NaN in either is kept.
   TORCHOPT_HD static T max_keep_nan(T vmax, T v) { return vmax > v || vmax != vmax ? vmax : v; }
-  // How many elements (of one) are what they were, although something was to be added to them.
+  // Counts elements that did not change although exp_avg, or with decay the weight, is not 0.
   TORCHOPT_HD static int count_lost(T before, T after, T exp_avg, bool decays) {
     const bool moves = (exp_avg != T{0}) | (decays & (before != T{0}));
     return static_cast<int>((after == before) & moves);
   }
   TORCHOPT_HD static T canonical(T a) { return a == a ? a : canonical_nan(a); }
 
-  // The next ones are of floats only.
-  // The number whose bits are the difference of these.
+  // The functions from here to store_codes() are for floats only.
+  // Returns the number whose bits are the difference of the arguments' bits.
   TORCHOPT_HD static T sub_bits(T a, T b) {
     return bit_cast<T>(bit_cast<uint32_t>(a) - bit_cast<uint32_t>(b));
   }
   TORCHOPT_HD static T abs(T a) { return bit_cast<T>(bit_cast<uint32_t>(a) & 0x7fffffffu); }
-  // The larger of two magnitudes; NaN, of either sign, if either is.
+  // Returns the larger of two magnitudes, or a NaN of either sign if either is a NaN.
   TORCHOPT_HD static T max_magnitude(T a, T b) {
     return bit_cast<uint32_t>(a) > bit_cast<uint32_t>(b) ? a : b;
   }
-  // cpu/pair_lane.h, cpu/lane_avx512.h
+  // Help to find the largest element of a group: cpu/pair_lane.h, cpu/lane_avx512.h.
   TORCHOPT_HD static T folded(T a) { return a; }
   TORCHOPT_HD static void largest(const T (&from)[1], T* to) { *to = from[0]; }
-  // For a while, in an order of the lane's own.
+  // Store and load temporary values, in an element order of the lane's own.
   TORCHOPT_HD static void keep(T* x, T a) { *x = a; }
   TORCHOPT_HD static T kept(const T* x) { return *x; }
-  // Codes as kDecodedExpAvg says.
+  // Load codes as described at kDecodedExpAvg.
   TORCHOPT_HD static T load_code(const int8_t* x) { return static_cast<T>(*x * 65536); }
   TORCHOPT_HD static T load_code(const uint8_t* x) { return static_cast<T>(*x + 1); }
-  // An array's random bits as a number in [0, 1).
+  // Returns an array's random bits as a number in [0, 1).
   TORCHOPT_HD static T fraction(const Random& random, Array array) {
     return mul(static_cast<T>(draw_of(random, array)), T{0x1p-16f});
   }
-  // Codes (quantize.h) of [-129, 129), rounded to nearest even; NaN becomes -128.
+  // Stores codes (quantize.h) in [-128.5, 129), rounded to nearest even; NaN becomes -128.
   TORCHOPT_HD static void store_codes(int8_t* x, T code) {
-    // Of a number below 2^22 this addition leaves the nearest integer in the lower bits.
+    // For numbers below 2^22 this addition leaves the nearest integer in the lower bits.
     constexpr float kRounder = 0x1.8p23f;
     const auto bits = bit_cast<uint32_t>(add(code, T{kRounder})) - bit_cast<uint32_t>(kRounder);
     const auto nearest = static_cast<int32_t>(bits);
     *x = static_cast<int8_t>(code != code ? -128 : nearest > 127 ? 127 : nearest);
   }
-  // Codes below 257, cut off; what is below 1 becomes 0, and so does NaN.
+  // Stores codes below 257, truncated; values below 1 and NaN become 0.
   TORCHOPT_HD static void store_codes(uint8_t* x, T code) {
     const int whole = code >= T{1} ? static_cast<int>(code) : 0;
     *x = static_cast<uint8_t>(whole > 255 ? 255 : whole);

@@ -1,46 +1,46 @@
-// Moments of 8 bits: groups of elements that share a scale for each moment, and the map between a
+// 8-bit moments: groups of elements that share a scale for each moment, and the map between a
 // moment and its code. docs/numerics.md section 11.
 //
-// Codes of exp_avg and of the root of exp_avg_sq are linear, so that a moment is one product away.
-// A root's code 0 stands for one step of its scale: were it zero, an update would divide by eps. A
-// step changes moments by less than a code, and rounded to nearest they would stay where they are:
-// both are dithered by a sequence over steps and places of a group, the additive recurrence R2 (M.
-// Roberts, "The Unreasonable Effectiveness of Quasirandom Sequences").
+// Codes of exp_avg and of the root of exp_avg_sq are linear, so a moment is one product away. Code
+// 0 of a root stands for one step of its scale: if it stood for zero, an update would divide by
+// eps. A step changes moments by less than a code, and rounding to nearest would leave them
+// unchanged: both are dithered by a sequence over steps and places of a group, the additive
+// recurrence R2 (M. Roberts, "The Unreasonable Effectiveness of Quasirandom Sequences").
 #pragma once
 
 #include "kernels/lane.h"
 
 namespace torchopt_ext {
 
-// Elements that follow one another in a row; the last ones of a row may be fewer.
+// The number of consecutive elements of a row in a group; the last group of a row may be shorter.
 inline constexpr int kQuantGroup = 64;
 
-// One for exp_avg, one for the root of exp_avg_sq.
+// A value for exp_avg and a value for the root of exp_avg_sq.
 template <class T>
 struct Each {
   T exp_avg;
   T root;
 };
-using GroupScales = Each<float>;  // what a step from one code to the next stands for
+using GroupScales = Each<float>;  // the differences between adjacent codes
 
 namespace {
 
-inline constexpr float kLargestCode = 127.0f;  // of exp_avg; the least is -128
+inline constexpr float kLargestCode = 127.0f;  // of exp_avg; the smallest is -128
 inline constexpr float kRootCodes = 256.0f;
-// L::load_code() gives 2^16 times a code of exp_avg, the cheapest conversion, and a root's code
-// plus one.
+// L::load_code() returns 2^16 times a code of exp_avg, which is the cheapest conversion, or a
+// root's code plus one.
 inline constexpr float kDecodedExpAvg = 0x1p-16f;
 
 TORCHOPT_HD constexpr int64_t groups_in_row(int64_t row_length) {
   return (row_length + kQuantGroup - 1) / kQuantGroup;
 }
-// Of an element, in its tensor.
+// Returns the index of an element's group in its tensor.
 TORCHOPT_HD inline int64_t group_of(const TensorWork& work, int64_t i) {
   return i / work.row_length * groups_in_row(work.row_length) + i % work.row_length / kQuantGroup;
 }
 
-// The groups of a chunk: of whole rows, or of a part of one that begins where a group does. Groups
-// and elements are counted from the chunk's first.
+// The groups of a chunk, which is whole rows, or a part of a row that begins at a group. Groups and
+// elements are counted from the chunk's first.
 class ChunkGroups {
  public:
   TORCHOPT_HD ChunkGroups(const TensorWork& work, int64_t elements)
@@ -64,25 +64,26 @@ class ChunkGroups {
   int count_;
 };
 
-// Tracking adds norms up by this many groups, which are at most as many elements as its other tiles
-// have.
+// The number of groups in a tile, by which tracking sums norms. Such a tile has at most as many
+// elements as the tiles of other tensors.
 inline constexpr int kTileGroups = 8;
 
-// Where these groups end, from element i of chunk [begin, end) on.
+// Returns the end of the tile that starts at element i of chunk [begin, end).
 inline int64_t end_of_groups(const TensorWork& work, int64_t begin, int64_t end, int64_t i) {
   const ChunkGroups groups(work, end - begin);
   const int next = groups.of(static_cast<int>(i - begin)) + kTileGroups;
   return next < groups.count() ? begin + groups.begin(next) : end;
 }
 
-// A group's new scale, and what its moments are multiplied by to be encoded.
+// A group's new scale, and the factor that turns its moments into codes.
 template <class L>
 struct Encoding {
   typename L::reg scale;
   typename L::reg inverse;
 };
-// Of groups whose largest magnitudes these are, as multiples of `unit`. `codes`: kLargestCode or
-// kRootCodes. Zeros stay zeros where a scale is 0; NaN gives every lane type the same codes.
+// Returns the encoding of groups from their largest magnitudes, in multiples of `unit`. `codes` is
+// kLargestCode or kRootCodes. The bound of `inverse` keeps zeros zero where a scale is 0. A NaN
+// gives the same codes in every lane type.
 template <class L>
 TORCHOPT_HD inline Encoding<L> encoding_of(typename L::reg largest, float codes, float unit) {
   const typename L::reg step = L::div(largest, L::set1(codes));
@@ -90,16 +91,16 @@ TORCHOPT_HD inline Encoding<L> encoding_of(typename L::reg largest, float codes,
           L::min(L::set1(0x1p126f), L::div(L::set1(1.0f), step))};
 }
 
-// A code of exp_avg is rounded to nearest after a number from -1/2 to 1/2 was added, one of a root
-// is cut off after one from -1 to 0 was.
+// The smallest number that dither adds. A code of exp_avg gets a number from -1/2 to 1/2 and is
+// rounded to nearest; a code of a root gets a number from -1 to 0 and is truncated.
 inline constexpr float kFromExpAvg = -0.5f;
 inline constexpr float kFromRoot = -1.0f;
 
-// What is added to the codes of a place of a group. `step`: the tensor's count after this step.
+// Returns the dither of the codes at a place of a group. `step`: the count after this step.
 TORCHOPT_HD inline float dither(Array array, uint32_t step, int place) {
   using L = ScalarLane<float>;
   constexpr uint32_t kLonger = 3242174889u;   // 2^32 / 1.3247..., the plastic number
-  constexpr uint32_t kShorter = 2447445414u;  // 2^32 / its square
+  constexpr uint32_t kShorter = 2447445414u;  // 2^32 / the plastic number's square
   const bool is_root = array == kExpAvgSq;
   const uint32_t bits = step * (is_root ? kLonger : kShorter) +
                         static_cast<uint32_t>(place) * (is_root ? kShorter : kLonger);

@@ -1,8 +1,8 @@
-// Adam on a register of elements with moments of 8 bits (quantize.h): docs/numerics.md section 11.
-// In parts: moments are averaged, weights move by them and are stored, and moments are encoded when
-// the scales of their group are known. Between the parts the loops keep them, in registers or the
-// first-level cache. Operations are fused here alone: instructions, not memory, bound a step over
-// so few bytes.
+// Adam on a register of elements with 8-bit moments (quantize.h): docs/numerics.md section 11. A
+// step has three parts: it averages the moments, updates and stores the weights, and encodes the
+// moments when the scales of their group are known. Between the parts the loops keep the moments in
+// registers or the first-level cache. Operations are fused only here: instructions, not memory,
+// bound a step over so few bytes.
 #pragma once
 
 #include "kernels/adam_step.h"
@@ -12,23 +12,22 @@
 namespace torchopt_ext {
 
 template <class L>
-using Moments = Each<typename L::reg>;  // of exp_avg_sq the root
+using Moments = Each<typename L::reg>;  // exp_avg and the root of exp_avg_sq
 
-// A tensor's scalars. While they are averaged, moments are multiples of units in which gradients
-// weigh 1; units, bias corrections and the step meet in one factor and in eps. Decoding and
-// averaging are one product: moments of 8 bits are far less exact than the rounding that separate
-// ones would spare.
+// The scalars of a tensor. Averaged moments are multiples of units in which gradients have weight
+// 1; units, bias corrections and step size combine into one factor and eps. One product decodes and
+// averages: the rounding that separate products avoid is far below the error of 8-bit moments.
 struct QuantizedScalars {
   GroupScales units;
-  GroupScales from;  // of the moments before, beside their scales
+  GroupScales from;  // factors of the old moments, in addition to their scales
   float grad_factor, l2;
   float minus_decay;
-  float to_divisor, eps;  // root * to_divisor + eps divides exp_avg, in quotient.h's units
-  bool scales_gradients;  // by grad_factor, first
+  float to_divisor, eps;  // exp_avg's divisor in quotient.h's units: root * to_divisor + eps
+  bool scales_gradients;  // multiplies gradients by grad_factor first
   bool has_l2, has_decay;
 };
 
-// With those that many elements take in registers.
+// The scalars, and registers of the scalars that every element uses.
 template <class L>
 struct QuantizedFactors {
   QuantizedScalars of;
@@ -45,15 +44,15 @@ namespace {
 TORCHOPT_HD inline QuantizedScalars quantized_scalars(const AdamScalars<float>& s) {
   using L = ScalarLane<float>;
   const float factor = s.maximize ? -s.grad_factor : s.grad_factor;
-  // Units take the factor where it is positive, and squares of gradients have about the range that
-  // they would have after it: clipping may be what makes them finite.
+  // Units include the factor if it is positive and squares of gradients have about the range that
+  // they would have after scaling. Otherwise clipping may be what makes the squares finite.
   const bool scales_gradients = s.has_l2 || !(factor >= 0x1p-16f && factor <= 1.0f);
   const float weight = scales_gradients ? 1.0f : factor;
   const GroupScales units{L::mul(s.w1, weight), L::mul(L::sqrt(s.w2), weight)};
   const float per_unit = L::mul(L::mul(s.step_size, kQuotientScale), units.exp_avg);
   const float to_divisor = L::div(units.root, per_unit);
-  // Steps of 0, and those too small for divisors, have the largest one.
-  const bool moves = !(L::abs(to_divisor) >= 0x1p64f);  // a NaN moves
+  // A step size of 0, or too small for divisors, gets the largest divisor.
+  const bool moves = !(L::abs(to_divisor) >= 0x1p64f);  // true for a NaN
   return {.units = units,
           .from = {L::div(L::mul(s.beta1, kDecodedExpAvg), units.exp_avg),
                    L::div(L::sqrt(s.beta2), units.root)},
@@ -67,8 +66,8 @@ TORCHOPT_HD inline QuantizedScalars quantized_scalars(const AdamScalars<float>& 
           .has_decay = s.has_decay};
 }
 
-// The moments of elements [i, i + width) after this step, in units. `decoding`: what codes of their
-// group are multiplied by, its scales times `from`.
+// Returns the moments of elements [i, i + width) after this step, in units. `decoding` has the
+// factors of the codes of their group: its scales times `from`.
 template <class L>
 [[gnu::always_inline]] TORCHOPT_HD inline Moments<L> averaged(const L& lane,
                                                               const QuantizedFactors<L>& f,
@@ -90,7 +89,7 @@ template <class L>
           L::sqrt(L::fma(before, before, L::mul(g, g)))};
 }
 
-// Their weights after this step.
+// Returns the weights of these elements after this step.
 template <class L>
 [[gnu::always_inline]] TORCHOPT_HD inline typename L::reg moved(
     const L& lane, const QuantizedFactors<L>& f, const Layout& layout, void* const (&x)[kArrays],
@@ -104,7 +103,7 @@ template <class L>
   return L::canonical(minus_quotient(f.quotient, p, moments.exp_avg, divisor));
 }
 
-// Stores their gradients scaled, if the step is to.
+// Stores the scaled gradients of these elements if mode.write_back is set.
 template <class L>
 [[gnu::always_inline]] TORCHOPT_HD inline void write_back(const L& lane, float factor,
                                                           const Layout& layout,
@@ -116,14 +115,15 @@ template <class L>
   }
 }
 
-// Random bits in place of dither.
+// Returns random offsets for the codes, in place of dither.
 template <class L, class Random>
 [[gnu::always_inline]] TORCHOPT_HD inline typename L::reg added_at_random(const Random& random,
                                                                           Array array) {
   return L::add(L::fraction(random, array), L::set1(array == kExpAvg ? kFromExpAvg : kFromRoot));
 }
 
-// The codes of their moments, by the inverses of the scales. added(array): what is added to them.
+// Returns the codes of moments before they are rounded. `inverse` has the inverses of the scales;
+// added(array) returns the dither or the random offsets.
 template <class L, class Added>
 [[gnu::always_inline]] TORCHOPT_HD inline Moments<L> encoded(const Moments<L>& moments,
                                                              const GroupScales& inverse,

@@ -1,15 +1,14 @@
-// A float held as a bf16 weight and the int16 that is missing from it. The weight is always the
-// float rounded to nearest even, so that what the model computes with is what a cast of the exact
-// value would give. docs/numerics.md section 7.
+// A float split into a bf16 weight and an int16 remainder. The weight is always the float rounded
+// to nearest even: the model computes with the cast of the exact value. docs/numerics.md section 7.
 //
-// Sixteen bits beside the weight cannot name every float that rounds to it: an even weight has
-// 65,537, as both of its ties round to it. The tie above an even weight is therefore moved one
-// float towards it; everything else is kept exactly (TransformerEngine and apex keep the tie
-// instead and decode a weight that is not the rounded value: NVIDIA/apex#1842).
+// Sixteen bits in addition to the weight cannot name every float that rounds to it: 65,537 floats
+// round to an even weight, because both of its ties do. The tie above an even weight is therefore
+// moved one float toward the weight; every other float is kept exactly (TransformerEngine and apex
+// keep the tie instead and decode a weight that is not the rounded value: NVIDIA/apex#1842).
 //
-// With an int8 the pair has the upper 24 bits of a float, again but for the ties above even
-// weights. A float is stored as its nearest weight with the remainder that comes nearest, so that
-// weights are those of an int16 remainder; or as one of the two pairs around it at random.
+// With an int8 the pair has the upper 24 bits of a float, again except for ties above even weights.
+// A float is stored as its nearest weight with the nearest remainder, so that weights are the same
+// as with an int16, or stochastically as one of the two pairs around the float.
 #pragma once
 
 #include "kernels/dtype.h"
@@ -33,34 +32,34 @@ TORCHOPT_HD inline float join(BFloat16 weight, int8_t remainder) {
   return join(weight, static_cast<int16_t>(remainder * 256));
 }
 
-// The tie above an even weight.
+// Returns whether the bits are the tie above an even weight, which no pair names.
 TORCHOPT_HD inline bool is_unnamed(uint32_t bits) { return (bits & 0x1ffffu) == 0x08000u; }
 
 // A NaN must be canonical.
 TORCHOPT_HD inline SplitFloat<int16_t> split(float x) {
   auto bits = bit_cast<uint32_t>(x);
   bits -= is_unnamed(bits) ? 1u : 0u;
-  // bits - (weight << 16), of which the low half is that of bits
+  // The remainder is bits - (weight << 16), whose low half is the low half of bits.
   return {narrow<BFloat16>(bit_cast<float>(bits)),
           static_cast<int16_t>(static_cast<uint16_t>(bits))};
 }
 
-// The weight that split() gives, and of its remainders the one that comes nearest: of two, the
-// lower one where bit 16 of x is 0.
+// Returns the weight of split() and the nearest remainder, of two equally near remainders the lower
+// one if bit 16 of x is 0, otherwise the upper one.
 TORCHOPT_HD inline SplitFloat<int8_t> split8(float x) {
   const auto weight = narrow<BFloat16>(x);
   const auto rest =
       static_cast<int32_t>(bit_cast<uint32_t>(x) - (static_cast<uint32_t>(weight.bits) << 16));
   const auto even = static_cast<int32_t>(~(bit_cast<uint32_t>(x) >> 16) & 1);
   const int32_t nearest = (rest - even + 0x80) >> 8;
-  // Rounded up from an even half the weight is odd, and the tie below it belongs to the even one.
+  // Rounding up from an even half makes the weight odd; the tie below is the even weight's.
   const int32_t lowest = even - 128;
   const int32_t raised = nearest < lowest ? lowest : nearest;
   return {weight, static_cast<int8_t>(raised > 127 ? 127 : raised)};
 }
 
-// One of the two pairs around x, the upper one with a probability of what lies below x. Around an
-// unnamed float they lie twice as far apart, which takes one more of the random bits.
+// Returns one of the two pairs around x, the upper with a probability equal to the part of their
+// distance below x. Around an unnamed float they lie twice as far apart, which takes one more bit.
 TORCHOPT_HD inline SplitFloat<int8_t> split8_stochastic(float x, uint32_t draw) {
   uint32_t bits = (bit_cast<uint32_t>(x) + (draw & 0xffu)) & ~0xffu;
   if (is_unnamed(bits)) {

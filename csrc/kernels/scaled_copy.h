@@ -1,5 +1,5 @@
-// The copy that converts between element types: from gradients to unscaled and clipped ones in the
-// type a step wants, and from master weights to the parameters' type.
+// The copy that converts between element types: from gradients to unscaled and clipped gradients in
+// the type a step needs, and from master weights to the parameters' type.
 #pragma once
 
 #include "kernels/dtype.h"
@@ -7,18 +7,18 @@
 namespace torchopt_ext {
 namespace {
 
-// In registers of L. A factor of 1 leaves every value as it is, which spares a second loop.
+// Scales a register. A factor of 1 keeps every value, so that a plain copy needs no second loop.
 template <class L>
 TORCHOPT_HD inline typename L::reg scaled(typename L::reg x, typename L::scalar factor) {
   return L::canonical(L::mul(x, L::set1(factor)));
 }
 
-// float64 converts to and from nothing else.
+// float64 converts only to and from float64.
 TORCHOPT_HD constexpr bool can_copy(DType to, DType from) {
   return (to == DType::kFloat64) == (from == DType::kFloat64);
 }
 
-// Whether a copy onto its own source would change nothing but the form of a NaN; it is left out.
+// Returns whether a copy onto its own source would change only the form of a NaN; it is skipped.
 TORCHOPT_HD inline bool is_idle_copy(const void* to, const void* from, DType dtype, double factor) {
   return to == from &&
          (dtype == DType::kFloat64 ? factor : static_cast<double>(static_cast<float>(factor))) ==

@@ -8,8 +8,8 @@ namespace torchopt_ext {
 
 enum class DecayType : int32_t { kLinear, kSqrt, kCosine };
 
-// More steps than this count as this many: a schedule's control block holds them as doubles, which
-// are exact up to here, and sums of them stay far from the end of int64_t.
+// The limit to which step counts are clamped. A schedule's control block holds them as doubles,
+// which are exact up to this limit, and sums of clamped counts stay far from the end of int64_t.
 inline constexpr int64_t kMostSteps = int64_t{1} << 53;
 
 struct Schedule {
@@ -28,7 +28,7 @@ TORCHOPT_HD inline int64_t bounded_steps(int64_t steps) {
   return counted < kMostSteps ? counted : kMostSteps;
 }
 
-// Of a control block's field, which may hold anything; a NaN is 0.
+// Clamps a field of a control block, which may hold any double; a NaN becomes 0.
 TORCHOPT_HD inline int64_t bounded_steps(double steps) {
   if (steps >= static_cast<double>(kMostSteps)) {
     return kMostSteps;
@@ -36,7 +36,7 @@ TORCHOPT_HD inline int64_t bounded_steps(double steps) {
   return steps > 0.0 ? static_cast<int64_t>(steps) : 0;
 }
 
-// cos(pi * x) for x in [0, 1] without libm, whose results differ between hosts and CUDA.
+// Returns cos(pi * x) for x in [0, 1] without libm, whose results differ between hosts and CUDA.
 TORCHOPT_HD inline double cospi(double x) {
   using L = ScalarLane<double>;
   constexpr double kPi = 3.141592653589793;
@@ -74,7 +74,7 @@ TORCHOPT_HD inline double cospi(double x) {
   return negative ? -result : result;
 }
 
-// The factor after `steps` steps; fewer than 0 are 0.
+// Returns the factor after `steps` steps; a negative count is taken as 0.
 TORCHOPT_HD inline double lr_factor(const Schedule& schedule, int64_t steps) {
   using L = ScalarLane<double>;
   const int64_t step = bounded_steps(steps);

@@ -1,13 +1,13 @@
-// Stochastic rounding to bf16: up with a probability of the part that is cut off, so that the mean
-// is the exact value. The draws depend on seed, step, parameter and element alone, never on thread
-// or rank. docs/numerics.md section 8.
+// Stochastic rounding to bf16: rounds up with a probability equal to the part that is cut off, so
+// that the mean is the exact value. The draws depend only on seed, step, parameter and element,
+// never on thread or rank. docs/numerics.md section 8.
 //
-// An element's first word of random bits mixes its number: a Weyl sequence, then multiplications
-// and xor-shifts as in "lowbias32" (C. Wellons, "Prospecting for hash functions"). A second key
-// enters behind a multiplication: one that only moved the number would let two parameters share
-// their draws at shifted elements. The second word is a product of the first. All of it works on
-// 32-bit words beside fp32 ones; Philox4x32-10 takes 10 multiplications of twice the width for as
-// many bits. benchmarks/rounding_quality.cpp tests the draws.
+// The first word of an element's random bits mixes the element's number: a Weyl sequence, then
+// multiplications and xor-shifts as in "lowbias32" (C. Wellons, "Prospecting for hash functions").
+// A second key enters after a multiplication: a key that only moved the number would let two
+// parameters share their draws at shifted elements. The second word is a product of the first.
+// Operations are on 32-bit words, as wide as fp32; Philox4x32-10 takes 10 multiplications of twice
+// the width for as many bits. benchmarks/rounding_quality.cpp tests the draws.
 #pragma once
 
 #include "kernels/tensor_work.h"
@@ -20,20 +20,19 @@ struct RoundingKey {
   uint32_t parameter;
 };
 
-// The keys of elements whose numbers share all but their last kStreamBits bits. More elements would
-// show that few multiplications mix a word's upper bits.
+// The keys of elements whose numbers differ only in their last kStreamBits bits. Over more elements
+// the draws would show that few multiplications mix a word's upper bits.
 struct RoundingStream {
   uint32_t key[2];
 };
 
-// The random bits of elements whose numbers follow one another.
+// The source of the random bits of elements with consecutive numbers.
 struct Draws {
   RoundingStream stream;
-  uint32_t first;  // the lower half of the first one's number
+  uint32_t first;  // the lower half of the first element's number
 };
 
-// The random bits of a register of elements; array a has half a % 2 of word[a / 2], lower half
-// first.
+// The random bits of a register. Array a has half a % 2 of word[a / 2], where half 0 is the lower.
 template <class W>
 struct RandomWords {
   typename W::reg word[2];
@@ -43,7 +42,7 @@ namespace {
 
 inline constexpr uint32_t kWeylStep = 0x9e3779b1u;
 
-// The finaliser of SplitMix64 (Steele et al., OOPSLA 2014; its constants are Stafford's "Mix13").
+// The finalizer of SplitMix64 (Steele et al., OOPSLA 2014; its constants are Stafford's "Mix13").
 TORCHOPT_HD constexpr uint64_t mix64(uint64_t x) {
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
   x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
@@ -63,13 +62,13 @@ TORCHOPT_HD inline RoundingKey rounding_key(const StepOptions& options, const Te
           work.index};
 }
 
-// One word, for the host and for CUDA threads; cpu/lane_avx2.h and lane_avx512.h hold registers.
+// One word, for the host and for CUDA threads; cpu/lane_avx2.h and lane_avx512.h have registers.
 struct ScalarWords {
   using reg = uint32_t;
   static constexpr int width = 1;
   TORCHOPT_HD static reg set1(uint32_t a) { return a; }
-  // Of a factor, by the elements' distance from the first: registers hold every other four
-  // elements.
+  // Returns a factor times the distance of each element from the first one. Registers hold every
+  // other four elements.
   TORCHOPT_HD static reg multiples(uint32_t) { return 0; }
   TORCHOPT_HD static reg add(reg a, reg b) { return a + b; }
   TORCHOPT_HD static reg bit_xor(reg a, reg b) { return a ^ b; }
@@ -81,7 +80,7 @@ struct ScalarWords {
   }
 };
 
-// Of the elements of W's register, the first of which has this number (its lower half).
+// Returns the random bits of W's register, whose first element has this number (its lower half).
 template <class W>
 TORCHOPT_HD inline RandomWords<W> random_words(const RoundingStream& stream, uint32_t number) {
   using R = typename W::reg;
@@ -95,15 +94,15 @@ TORCHOPT_HD inline RandomWords<W> random_words(const RoundingStream& stream, uin
   return {{x, W::bit_xor(y, W::template shifted<16>(y))}};
 }
 
-// The 16 bits that decide about an array's element.
+// Returns the 16 bits that decide the rounding of an array's element.
 template <class W>
 TORCHOPT_HD inline typename W::reg draw_of(const RandomWords<W>& random, Array array) {
   const typename W::reg word = random.word[array / 2];
   return array % 2 == 0 ? W::bit_and(word, W::set1(0xffffu)) : W::template shifted<16>(word);
 }
 
-// Infinity and the canonical NaN stay, as their lower halves are 0. Above the largest finite bf16
-// the upper neighbour is infinity.
+// Keeps infinity and the canonical NaN, whose lower halves are 0. Above the largest finite bf16 the
+// upper neighbor is infinity.
 TORCHOPT_HD inline BFloat16 narrow_stochastic(float x, uint32_t draw) {
   return {static_cast<uint16_t>((bit_cast<uint32_t>(x) + draw) >> 16)};
 }

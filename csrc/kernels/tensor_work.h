@@ -1,40 +1,40 @@
-// One parameter of a step, from the plan to the kernels of both back ends.
+// One parameter of a step, as the plan hands it to the kernels of both back ends.
 #pragma once
 
 #include "kernels/dtype.h"
 
 namespace torchopt_ext {
 
-// A parameter's arrays: those that a step writes, its step count, and this step's gradient.
+// A parameter's arrays: the arrays that a step writes, its step count, and this step's gradient.
 enum Array {
   kParam,
   kExpAvg,
   kExpAvgSq,
   kMaxExpAvgSq,
   kMaster,
-  kExpAvgScale,  // of quantized moments, one for each group of elements (quantize.h)
+  kExpAvgScale,  // scales of quantized moments, one for each group of elements (quantize.h)
   kExpAvgSqScale,
   kStep,
   kGrad,
   kArrays
 };
-inline constexpr int kWritten = kExpAvgScale;  // arrays of elements, from kParam on
-inline constexpr int kKept = kGrad;            // what stays between steps, from kParam on
+inline constexpr int kWritten = kExpAvgScale;  // kParam to kMaster: per-element arrays
+inline constexpr int kKept = kGrad;            // kParam to kStep: arrays kept between steps
 
-// Elements of a parameter whose numbers differ in these bits alone share what random bits and
-// digests take from the others (stochastic.h).
+// Elements of a parameter whose numbers differ only in their lowest kStreamBits bits share a
+// RoundingStream (stochastic.h) and a digest's base (digest.h).
 inline constexpr int kStreamBits = 20;
 inline constexpr int64_t kStreamElements = int64_t{1} << kStreamBits;
 
-// What is kept beside a 16-bit parameter.
+// The part of a weight that is kept in addition to a 16-bit parameter.
 enum class Master : int32_t {
   kNone,
-  kFloat32,     // the weight; the parameter is its copy and written only
-  kRemainder,   // int16: what a bf16 parameter lacks (remainder.h)
+  kFloat32,     // the weight; the parameter is its copy, which is only written
+  kRemainder,   // int16: the lower bits that a bf16 parameter lacks (remainder.h)
   kRemainder8,  // int8: the next eight bits of a bf16 parameter
 };
 
-// How a parameter's arrays are held. Its kernel is chosen by this.
+// The types of a parameter's arrays. They select the parameter's kernel.
 struct Layout {
   DType param = DType::kFloat32;
   DType grad = DType::kFloat32;
@@ -44,47 +44,47 @@ struct Layout {
   bool operator==(const Layout&) const = default;
 };
 
-// What a step does beyond the update, the same for all its tensors.
+// The options of a step in addition to the update, the same for all its tensors.
 struct StepOptions {
-  bool stochastic_rounding = false;   // of what rounds_randomly() says
-  bool write_back_gradients = false;  // gradients become unscaled and clipped in memory, too
-  uint32_t track = 0;                 // what to note of each chunk: Track (trace.h)
+  bool stochastic_rounding = false;   // where rounds_randomly() allows it
+  bool write_back_gradients = false;  // also unscales and clips gradients in memory
+  uint32_t track = 0;                 // the statistics of each chunk: Track (trace.h)
   uint64_t rounding_seed = 0;
 };
 
-// The layouts that have kernels of their own: those that large models are trained in. Branches on
-// types would take a third of the time of 16-bit moments and a tenth of that of fp32 ones.
+// The layouts with kernels of their own: layouts in which large models are trained. Branches on
+// types would take a third of the time with 16-bit moments and a tenth with fp32 moments.
 enum class AdamKind : int32_t {
   kFloat32,
   kFloat64,
   kBFloat16,           // parameter, gradient and moments
   kBFloat16Master,     // parameter and gradient, with fp32 moments and master
-  kBFloat16Remainder,  // the same with a remainder
+  kBFloat16Remainder,  // as kBFloat16Master, with a 16-bit remainder
   kBFloat16Rounded,    // as kBFloat16, rounded stochastically
-  kGeneral,            // any but float64 and 8-bit moments
+  kGeneral,            // any layout except float64 and 8-bit moments
   kInt8Float32,        // fp32 parameter and gradient; from here on all have 8-bit moments
-  kInt8BFloat16,       // the same in bf16
+  kInt8BFloat16,       // bf16 parameter and gradient
   kInt8Rounded,        // as kInt8BFloat16, rounded stochastically
   kInt8Remainder8,     // as kInt8BFloat16, with a remainder of 8 bits
-  kInt8,               // any with 8-bit moments
+  kInt8,               // any layout with 8-bit moments
 };
 inline constexpr int kAdamKinds = 12;
 
-// Pointers are to dense storage, null where there is no such array; element index is storage order.
-// A scaled copy uses kParam, which it writes, kGrad, which it reads, their dtypes and numel.
+// Pointers are to dense storage, or null for a missing array. Elements are indexed in storage
+// order. A scaled copy uses kParam (written), kGrad (read), their dtypes, numel and row_length.
 struct TensorWork {
-  void* memory[kArrays];  // without kGrad the tensor takes no part in this step
+  void* memory[kArrays];  // if kGrad is null, the step skips the tensor
   int64_t numel;
   int64_t row_length;  // the unit that blocks never cross: block_rule.h
   Layout layout;
   AdamKind kind;
-  int32_t group;  // index of its hyperparameters
-  // The whole parameter's index and this shard's place in it, for draws and digests, which do not
-  // depend on sharding: element i is element global_element(work, i) of parameter `index`.
+  int32_t group;  // index of the tensor's hyperparameters
+  // The whole parameter's index and this shard's place in it. Draws and digests depend on them and
+  // not on sharding: element i is element global_element(work, i) of parameter `index`.
   uint32_t index;
   int64_t first_element;
-  // Elements of the shard that follow one another in the parameter, whole rows with 8-bit moments;
-  // 0: all do.
+  // The number of elements of the shard that are consecutive in the parameter (whole rows with
+  // 8-bit moments), or 0 if all are.
   int64_t run;
   int64_t stride;  // from one such run to the next
 };
@@ -104,7 +104,7 @@ TORCHOPT_HD constexpr int64_t element_size(const Layout& layout, int array) {
   }
 }
 
-// Calls visit(array) for the arrays of elements that a step writes.
+// Calls visit(array) for the per-element arrays that a step writes.
 template <class Visit>
 [[gnu::always_inline]] TORCHOPT_HD inline void for_each_written(const Layout& layout,
                                                                 const Visit& visit) {
@@ -127,8 +127,8 @@ TORCHOPT_HD inline int64_t global_element(const TensorWork& work, int64_t i) {
   return work.first_element + (work.run == 0 ? i : i / work.run * work.stride + i % work.run);
 }
 
-// Calls visit(first, last, number of the first one) for the runs of elements [begin, end) of a
-// tensor that follow one another in the whole parameter, with numbers of one RoundingStream.
+// Calls visit(first, last, number of `first`) for the runs of elements [begin, end) of a tensor
+// that are consecutive in the whole parameter and share a RoundingStream.
 template <class Visit>
 [[gnu::always_inline]] inline void for_each_run(const TensorWork& work, int64_t begin, int64_t end,
                                                 const Visit& visit) {
@@ -143,13 +143,13 @@ template <class Visit>
   }
 }
 
+// Returns false with an fp32 master or int16 remainder, which keep the bits that bf16 loses.
 TORCHOPT_HD inline bool weight_may_round_randomly(const Layout& layout) {
   const bool is_exact = layout.master == Master::kFloat32 || layout.master == Master::kRemainder;
   return layout.param == DType::kBFloat16 && !is_exact;
 }
 
-// Whether what a step stores of a tensor takes random bits: not where an fp32 master or an int16
-// remainder keeps what the parameter loses.
+// Returns whether a step rounds any array of the tensor stochastically.
 TORCHOPT_HD inline bool rounds_randomly(const StepOptions& options, const Layout& layout) {
   return options.stochastic_rounding &&
          (weight_may_round_randomly(layout) || layout.state == DType::kBFloat16 ||
@@ -190,8 +190,8 @@ TORCHOPT_HD constexpr bool is_rounded(AdamKind kind) {
   return kind == AdamKind::kBFloat16Rounded || kind == AdamKind::kInt8Rounded;
 }
 
-// What a kernel of this kind is compiled for of a tensor's layout and of the options: of what is
-// constant no branches are left.
+// The functions below return a layout and options as a kernel of kind kKind sees them. Where the
+// kind determines a value, the value is a constant, and the compiler removes the branches on it.
 template <AdamKind kKind>
 [[gnu::always_inline]] TORCHOPT_HD inline Layout known_layout(const Layout& layout) {
   Layout known = is_general(kKind) ? layout : layout_of(kKind);

@@ -1,24 +1,24 @@
-// Tracking: what a step notes of each chunk while its values are in the cache, and what it reports
-// of each tensor.
+// Tracking: the statistics that a step collects of each chunk while the chunk is in the cache, and
+// reports for each tensor.
 #pragma once
 
 #include "kernels/control.h"
 
 namespace torchopt_ext {
 
-// What to note, as bits of StepOptions::track.
+// The statistics to collect, as bits of StepOptions::track.
 enum Track : uint32_t { kTrackNorms = 1, kTrackLost = 2, kTrackDigest = 4 };
 
 struct ChunkTrace {
   double grad_sumsq;    // of the gradient as it is in memory, loss scale included
-  double update_sumsq;  // of what was added to the stored weight
+  double update_sumsq;  // of the change of the stored weight
   int64_t lost;         // elements whose update rounded to nothing
   uint64_t digest;      // kernels/digest.h
 };
 
 namespace {
 
-// Only what `track` asks for (Track).
+// Returns the fields that `track` (Track) asks for; the other fields are 0.
 TORCHOPT_HD inline ChunkTrace tracked(const ChunkTrace& trace, uint32_t track) {
   const bool norms = (track & kTrackNorms) != 0;
   return {norms ? trace.grad_sumsq : 0.0, norms ? trace.update_sumsq : 0.0,
@@ -26,7 +26,7 @@ TORCHOPT_HD inline ChunkTrace tracked(const ChunkTrace& trace, uint32_t track) {
           (track & kTrackDigest) != 0 ? trace.digest : 0};
 }
 
-// In the order of the chunks, so that the sums do not depend on threads.
+// Adds a chunk. Callers add chunks in order, so that the sums do not depend on threads.
 TORCHOPT_HD inline void add_trace(ChunkTrace& sum, const ChunkTrace& chunk) {
   using L = ScalarLane<double>;
   sum.grad_sumsq = L::add(sum.grad_sumsq, chunk.grad_sumsq);
@@ -35,11 +35,12 @@ TORCHOPT_HD inline void add_trace(ChunkTrace& sum, const ChunkTrace& chunk) {
   sum.digest += chunk.digest;
 }
 
-// norms: of the unscaled gradient, of the update; counts: lost updates, digest.
+// Writes the norms of the unscaled gradient and of the update to `norms`, and the lost updates and
+// the digest to `counts`. Without a gradient the digest is left as it is.
 TORCHOPT_HD inline void finish_trace(const ChunkTrace& sum, const Control& control,
                                      bool has_gradient, double* norms, int64_t* counts) {
   using L = ScalarLane<double>;
-  // Which of several NaNs is left depends on the order of additions within a register.
+  // The order of additions in a register decides which of several NaNs remains.
   norms[0] = has_gradient ? L::canonical(L::div(L::sqrt(sum.grad_sumsq), control.grad_scale)) : 0.0;
   norms[1] = has_gradient ? L::canonical(L::sqrt(sum.update_sumsq)) : 0.0;
   counts[0] = has_gradient ? sum.lost : 0;

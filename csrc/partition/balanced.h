@@ -1,10 +1,10 @@
-// Balanced plan: tensors laid one after the other into buckets, and each bucket cut into one
-// interval a rank, of about equal length. A pure function of sizes and world size.
+// Balanced plan: lays tensors one after the other into buckets and cuts each bucket into one
+// interval per rank, of about equal lengths. A pure function of sizes and world size.
 //
-// Cuts respect the blocks of the sum of squares (docs/numerics.md section 3), so that the ranks'
-// sums are those of whole tensors. Bárány & Grinberg, "Block partitions of sequences" (Israel J.
-// Math. 206, 2015): items in a row can be split into any number of runs whose sums differ by at
-// most the largest item. The items here are what lies between two possible cuts.
+// Cuts respect the blocks of the sum of squares (docs/numerics.md section 3), so that ranks' block
+// sums are the same as for whole tensors. Bárány & Grinberg, "Block partitions of sequences"
+// (Israel J. Math. 206, 2015): items in a row can be split into any number of runs whose sums
+// differ by at most the largest item. Here an item is the range between two adjacent possible cuts.
 #pragma once
 
 #include <algorithm>
@@ -16,8 +16,8 @@
 
 namespace torchopt_ext {
 
-// The size of buckets that nobody chose: enough to be worth a collective, and for every rank a
-// share of which the one block by which shares differ (4,096 elements) is at most 0.4%.
+// Returns the default bucket size. It makes a collective worthwhile, and the one block (4,096
+// elements) by which shares of ranks differ is at most 0.4% of a share.
 inline int64_t usual_bucket_elements(int64_t world_size) {
   return std::max(int64_t{1} << 23, world_size << 20);
 }
@@ -28,8 +28,8 @@ struct BucketLayout {
   std::vector<int64_t> lengths;  // of each bucket: where its last tensor ends
 };
 
-// A bucket with elements ends before the tensor that would take it beyond `target` elements; a last
-// one of less than half of that joins the one before.
+// A bucket that has elements ends before the tensor that would take it beyond `target` elements. A
+// last bucket shorter than half of `target` joins the previous bucket.
 inline BucketLayout lay_out_buckets(const std::vector<int64_t>& numels, int64_t target,
                                     int64_t alignment) {
   const auto align = [&](int64_t x) { return (x + alignment - 1) / alignment * alignment; };
@@ -58,10 +58,11 @@ inline BucketLayout lay_out_buckets(const std::vector<int64_t>& numels, int64_t 
   return layout;
 }
 
-// Where one bucket may be cut: at its tensors' starts, at its end, and inside a tensor where the
-// sum of squares has a block's boundary. Nothing is listed, as a bucket has very many such places.
+// The places where one bucket may be cut: its end, its tensors' starts, and inside a tensor the
+// block boundaries of the sum of squares, or multiples of `alignment` if rows are short. Places are
+// computed and not listed, as a bucket has very many.
 struct CutPlaces {
-  // Of each of the bucket's `count` tensors, its start, elements and row length; the arrays must
+  // The start, elements and row length of each of the bucket's `count` tensors; the arrays must
   // outlive this. The bucket has `length` elements.
   const int64_t* starts;
   const int64_t* numels;
@@ -70,7 +71,7 @@ struct CutPlaces {
   int64_t length;
   int64_t alignment;
 
-  // The nearest places at or before, and at or after, a position in [0, length].
+  // The nearest places at or before a position in [0, length], and at or after it.
   struct Neighbours {
     int64_t before;
     int64_t after;
@@ -107,7 +108,7 @@ struct CutPlaces {
     return position - near.before <= near.after - position ? near.before : near.after;
   }
 
-  // The longest distance between one place and the next.
+  // Returns the largest distance between adjacent places.
   int64_t largest_item() const {
     int64_t largest = 0;
     for (size_t i = 0; i < count; ++i) {
@@ -123,29 +124,29 @@ struct CutPlaces {
     return largest;
   }
 
-  // The last block of a row that may be a rank's first: a shorter rest would be a short row, which
-  // the block rule sums by element.
+  // Returns the last block of a row that may be a rank's first. A shorter rest would be a short
+  // row, which the block rule sums element by element.
   static int64_t last_block(int64_t row_length) {
     return (row_length - kShortRow) / kBlockElements;
   }
   int64_t end_of(size_t i) const { return i + 1 < count ? starts[i + 1] : length; }
 };
 
-// The world_size + 1 cuts of one bucket.
+// Returns the world_size + 1 cuts of one bucket.
 //
-// If every part is to have from `least` to `most` elements, the places that cut r can take are all
-// those from lows[r] to highs[r]: the places that follow from one place are a run of neighbours,
-// and as `most - least` is the largest item, neighbours' runs leave nothing out between them. So a
-// range [least, most] can be had if the bucket's end is in [lows[world_size], highs[world_size]].
-// Both ends rise with the range: bisection finds one, which Bárány & Grinberg show to exist. From
-// the end backwards each cut is then placed near its ideal place among those that remain.
+// Let every part have `least` to `most` elements. Cut r can then take exactly the places from
+// lows[r] to highs[r]: the places that can follow one place are adjacent, and because `most -
+// least` is the largest item, the runs that follow adjacent places leave no gap. So a range [least,
+// most] is feasible if the bucket's end is in [lows[world_size], highs[world_size]]. Both ends rise
+// with the range: bisection finds a feasible range, which exists by Bárány & Grinberg. From the end
+// backwards, each cut is then placed near its ideal place among the remaining places.
 inline std::vector<int64_t> balanced_cuts(const CutPlaces& places, int64_t world_size) {
   const int64_t length = places.length;
   const int64_t item = places.largest_item();
   const auto ranks = static_cast<size_t>(world_size);
   std::vector<int64_t> lows(ranks + 1, 0);
   std::vector<int64_t> highs(ranks + 1, 0);
-  // Once a part of `least` elements would end behind the bucket, so do all after it.
+  // Once a part of `least` elements would end beyond the bucket, so would all parts after it.
   const auto find_lows = [&](int64_t least) {
     for (size_t r = 0; r < ranks; ++r) {
       const int64_t low = lows[r] + least;

@@ -19,7 +19,7 @@ struct BucketAssignment {
   int64_t rank;
 };
 
-// Each bucket to one rank, in turn: ZeroRedundancyOptimizer._get_assigned_rank.
+// Assigns whole buckets to ranks in turn: ZeroRedundancyOptimizer._get_assigned_rank.
 inline std::vector<BucketAssignment> partition_whole_buckets(
     const std::vector<int64_t>& bucket_lengths, int64_t world_size) {
   std::vector<BucketAssignment> assignments;
@@ -30,15 +30,16 @@ inline std::vector<BucketAssignment> partition_whole_buckets(
   return assignments;
 }
 
-// Each bucket in runs of parameters, each to the rank with the least load that has no run of this
-// bucket yet, smallest bucket first: ZeroRedundancyOptimizer._bucket_assignments_per_rank. A run
-// ends before the parameter that brings it to the threshold, an equal share of all elements; a
-// division of doubles and >= as in Python, where an equal size ends a run. `numels` are the
-// parameters' sizes, bucket by bucket. Throws if a bucket has more runs than there are ranks.
+// Splits each bucket into runs of parameters, smallest bucket first. Each run goes to the rank with
+// the least load that has no run of this bucket yet, as in
+// ZeroRedundancyOptimizer._bucket_assignments_per_rank, and ends before the parameter that brings
+// it to the threshold, an equal share of all elements. As in Python, the share is a quotient of
+// doubles, and an equal size (>=) ends a run. `numels` are the parameters' sizes, bucket by bucket.
+// Throws if a bucket has more runs than there are ranks.
 inline std::vector<BucketAssignment> partition_sharded_buckets(
     const std::vector<int64_t>& numels, const std::vector<int64_t>& bucket_lengths,
     int64_t world_size) {
-  std::vector<int64_t> begins;  // of each bucket in `numels`
+  std::vector<int64_t> begins;  // the start of each bucket in `numels`
   std::vector<int64_t> sizes;   // of each bucket, in elements
   auto begin = numels.begin();
   for (const int64_t length : bucket_lengths) {

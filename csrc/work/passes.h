@@ -1,4 +1,4 @@
-// The passes of a step, on the CPU and on CUDA devices, and what they take besides a work list.
+// The passes of a step, on the CPU and on CUDA devices, and their arguments besides a work list.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,41 +12,41 @@
 
 namespace torchopt_ext {
 
-// A learning rate held in a tensor; replaces AdamHyper::lr when defined.
+// A param group's arguments. A learning rate held in a tensor, if defined, replaces AdamHyper::lr.
 struct GroupHyper {
   AdamHyper adam;
   at::Tensor lr;
 };
 
-// What a tracked step reports of its tensors, on the plan's device; see ChunkTrace.
+// The report of a tracked step for its tensors, on the plan's device; see ChunkTrace.
 struct Traces {
-  at::Tensor chunks;  // int64[chunks, 4]: a ChunkTrace each
-  at::Tensor norms;   // float64[tensors, 2]: of the unscaled gradient, of the update
+  at::Tensor chunks;  // int64[chunks, 4]: one ChunkTrace per row
+  at::Tensor norms;   // float64[tensors, 2]: norms of the unscaled gradient and of the update
   at::Tensor counts;  // int64[tensors, 2]: lost updates, digest
 };
 
-// A back end's, each one call for all tensors. On CUDA none waits for the device.
+// The functions of a back end: one call for all tensors. No CUDA function waits for the device.
 struct Passes {
-  // Pass A: adds the gradients' squares to the accumulator (int64[70]). On CUDA its digits are left
-  // as the blocks' sums make them unless `normalize`.
+  // Pass A: adds the gradients' squares to the accumulator (int64[70]). On CUDA its digits are not
+  // normalized unless `normalize` is set.
   void (*sum_of_squares)(const WorkList& work, const at::Tensor& accumulator, bool normalize);
   void (*clear)(const at::Tensor& accumulator);
   at::Tensor (*accumulator_total)(const at::Tensor& accumulator);
   void (*control_update)(const at::Tensor& control, const at::Tensor& accumulator,
                          const std::optional<at::Tensor>& grad_scale,
                          const std::optional<at::Tensor>& found_inf);
-  // After a step whose scale belongs to a scaler: `scale`, one float32 element, becomes the block's
-  // loss scale, follows `found_inf`, one float32 or float64 element, and is written back.
+  // Updates a scaler's scale after a step. `scale`, one float32 element, becomes the block's loss
+  // scale, follows `found_inf`, one float32 or float64 element, and is written back.
   void (*loss_scale_update)(const at::Tensor& control, const at::Tensor& found_inf,
                             const at::Tensor& scale);
   // Pass B: advances step counts and updates every tensor that has a gradient, unless the control
   // block says skip. Fills `traces` if the options ask for it.
   void (*adam)(const WorkList& work, const std::vector<GroupHyper>& groups,
                const at::Tensor& control, const Traces& traces);
-  // Every `param` of the list becomes its `grad`, times grad_factor if `unscale`, unless the
+  // Copies every `grad` of the list to its `param`, times grad_factor if `unscale`, unless the
   // control block says skip.
   void (*scaled_copy)(const WorkList& work, const at::Tensor& control, bool unscale);
-  // The schedule's factor after each of `steps` (int64): float64.
+  // Returns the schedule's factor after each of `steps` (int64), as float64.
   at::Tensor (*lr_factors)(const Schedule& schedule, const at::Tensor& steps);
 };
 
@@ -57,7 +57,7 @@ namespace cuda {
 const Passes& passes();  // raises in a build without CUDA (absent.cpp)
 }
 
-// The one choice between the back ends. Raises if there is none for the device.
+// Chooses between the back ends. Raises if there is none for the device.
 inline const Passes& passes_on(at::Device device) {
   TORCH_CHECK(device.is_cpu() || device.is_cuda(), "torchopt_ext has no support for ",
               device.type(), " tensors, expected tensors on the CPU or on a CUDA device");

@@ -14,7 +14,8 @@ void WorkList::split_into_chunks() {
 
 namespace {
 
-// Whole rows where they are short enough, otherwise whole blocks of one row.
+// Cuts a tensor into chunks of whole rows if they fit, otherwise of whole blocks of one row, or of
+// multiples of kBlockElements if rows are shorter than kShortRow.
 void cut_by_rows(const std::vector<TensorWork>& tensors, size_t t, int64_t chunk_elements,
                  std::vector<Chunk>& chunks) {
   const int64_t numel = tensors[t].numel;
