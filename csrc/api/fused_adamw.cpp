@@ -13,13 +13,13 @@ using torch::optim::OptimizerParamGroup;
 using torch::serialize::InputArchive;
 using torch::serialize::OutputArchive;
 
-// Raises for options that no group begins with; a schedule may set others.
+// Raises for options that are invalid at construction. A schedule may later set lr below 0.
 void check_new(const FusedAdamWOptions& options) {
   TORCH_CHECK_VALUE(hyper_of(options).lr >= 0.0, "Invalid learning rate: ", options.lr());
 }
 
-// A group's options as libtorch 2.15 completes those of its own optimizers, and of no others: what
-// equals a new object's is the optimizer's (torch/optim/optimizer.h).
+// Returns a group's options. Replaces each option that equals that of a new object by the
+// optimizer's. libtorch 2.15 does so for its own optimizers only (torch/optim/optimizer.h).
 std::unique_ptr<FusedAdamWOptions> completed(const FusedAdamWOptions& own,
                                              const FusedAdamWOptions& defaults) {
   const FusedAdamWOptions usual;
@@ -162,7 +162,7 @@ void FusedAdamW::save(OutputArchive& archive) const {
 
 void FusedAdamW::load(InputArchive& archive) {
   const at::NoGradGuard no_grad;
-  ParamGroups groups;  // without options, which the archive has
+  ParamGroups groups;  // without options: the archive has them
   for (const OptimizerParamGroup& group : param_groups_) {
     groups.emplace_back(group.params());
   }

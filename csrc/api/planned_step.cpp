@@ -28,7 +28,7 @@ FusedAdamWParamState* state_of(const PlannedStep::State& state, const at::Tensor
   return found == state.end() ? nullptr : static_cast<FusedAdamWParamState*>(found->second.get());
 }
 
-// Calls visit(slot of the parameter, its number, parameter) for all parameters, in order.
+// Calls visit(group, index in the group, index among all parameters, parameter) in order.
 template <class Visit>
 void for_each_param(const PlannedStep::Groups& groups, const Visit& visit) {
   size_t number = 0;
@@ -45,7 +45,7 @@ int64_t index_of(double Control::*field) {
   return &(kNone.*field) - &kNone.max_grad_norm;
 }
 
-// `tensor` like a new moment of the parameter: itself if it is so already.
+// Returns `tensor` with a new moment's device and strides. Copies `tensor` only if they differ.
 at::Tensor fitted(const at::Tensor& tensor, const char* role, const at::Tensor& param,
                   const Label& param_what) {
   TORCH_CHECK(tensor.sizes() == param.sizes(), role, " of ", param_what, " has shape ",
@@ -106,7 +106,7 @@ void PlannedStep::fit(const Groups& groups, State& state) const {
   });
 }
 
-// Makes the state of parameters that have a first gradient, and the plan of all that have state.
+// Makes the state of parameters with a first gradient, and the plan of all parameters with state.
 void PlannedStep::build(const Groups& groups, State& state) {
   plan_.reset();
   std::vector<at::Tensor> begun;
@@ -117,7 +117,7 @@ void PlannedStep::build(const Groups& groups, State& state) {
     }
   });
   if (!begun.empty()) {
-    // One vector of all step counts, which a step passes over once.
+    // All step counts share one vector, which a step passes over once.
     const at::Tensor steps = at::zeros({static_cast<int64_t>(begun.size())},
                                        begun[0].options().dtype(at::kFloat).requires_grad(false));
     for (size_t i = 0; i < begun.size(); ++i) {
@@ -163,7 +163,7 @@ void PlannedStep::build(const Groups& groups, State& state) {
   plan_ = std::make_unique<StepPlan>(entries, device);
 }
 
-// Takes this step's gradients. False if the plan does not fit: tensors were replaced, or a
+// Takes this step's gradients. Returns false if the plan does not fit: tensors were replaced, or a
 // parameter without state has a gradient.
 bool PlannedStep::collect(const Groups& groups, const State& state) {
   if (!plan_ || groups.size() != group_sizes_.size()) {
@@ -228,7 +228,7 @@ void PlannedStep::set_control(double max_grad_norm, bool skip_nonfinite) {
     control_ = control_.to(plan_->device());
     accumulator_ = at::empty({ExactAccumulator::kSize}, control_.options().dtype(at::kLong));
   }
-  if (settings != settings_) {  // a kernel each on a GPU
+  if (settings != settings_) {  // each write is a kernel on a GPU
     settings_ = settings;
     control_[index_of(&Control::max_grad_norm)] = std::isinf(max_grad_norm) ? 0.0 : max_grad_norm;
     control_[index_of(&Control::skip_nonfinite)] = skip_nonfinite ? 1.0 : 0.0;
@@ -245,7 +245,7 @@ void PlannedStep::step(const Groups& groups, State& state, double max_grad_norm,
   for (const OptimizerParamGroup& group : groups) {
     hypers.push_back({hyper_of(options_of(group)), {}});
   }
-  // A gradient must not outlive the step, however it ends.
+  // A gradient must not outlive the step, even if the step raises.
   const auto releasing = c10::make_scope_exit([this] {
     if (plan_) {
       plan_->release();

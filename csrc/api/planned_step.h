@@ -1,4 +1,4 @@
-// The step of a libtorch optimizer: its plan, kept from step to step, and its control block.
+// The step of a libtorch optimizer: its plan, kept between steps, and its control block.
 #pragma once
 
 #include <torchopt_ext/optim.h>
@@ -20,18 +20,18 @@ class PlannedStep {
   using Groups = std::vector<torch::optim::OptimizerParamGroup>;
   using State = ska::flat_hash_map<void*, std::unique_ptr<torch::optim::OptimizerParamState>>;
 
-  // `names`: of parameters that have one, for messages.
+  // `names`: the known names of parameters by TensorImpl, for error messages.
   explicit PlannedStep(std::unordered_map<const void*, std::string> names = {})
       : names_(std::move(names)) {}
 
-  // Gives parameters with a first gradient their state.
+  // Makes a step, and before it the state of parameters with a first gradient.
   void step(const Groups& groups, State& state, double max_grad_norm, bool skip_nonfinite);
 
-  // Makes what there is of state fit its parameters: on their device, in their storage order.
-  // Raises, naming the parameter, if a tensor has another shape.
+  // Moves the existing state to its parameters' device and storage order. Raises, naming the
+  // parameter, if a tensor is missing or has another shape or dtype.
   void fit(const Groups& groups, State& state) const;
 
-  // A copy of a field of the control block, float64; NaN if there was no step yet.
+  // Returns a copy of a field of the control block as float64; NaN before the first step.
   at::Tensor control(double Control::*field) const;
   bool norm_was_measured() const { return norm_was_measured_; }
 
@@ -49,20 +49,20 @@ class PlannedStep {
 
   std::unordered_map<const void*, std::string> names_;
   std::unique_ptr<StepPlan> plan_;
-  std::vector<Slot> slots_;          // of the plan's entries
-  std::vector<Slot> idle_;           // of parameters without state
-  std::vector<size_t> group_sizes_;  // that the plan was built for
-  std::vector<uint8_t> remaining_;   // entries whose gradient needs a closer look
+  std::vector<Slot> slots_;          // by plan entry
+  std::vector<Slot> idle_;           // parameters without state
+  std::vector<size_t> group_sizes_;  // when the plan was built
+  std::vector<uint8_t> remaining_;   // by plan entry: whether set_gradient() must take it
   at::Tensor control_;
   at::Tensor accumulator_;
-  std::pair<double, bool> settings_;  // that the control block has
+  std::pair<double, bool> settings_;  // the control block's
   bool norm_was_measured_ = false;
 };
 
-// A group's options. Raises if they are those of another optimizer.
+// Returns a group's options. Raises if the options belong to another optimizer class.
 const FusedAdamWOptions& options_of(const torch::optim::OptimizerParamGroup& group);
 
-// One group's hyperparameters; raises naming the argument that is out of range.
+// Returns a group's hyperparameters. Raises, naming the argument, if one is out of range.
 AdamHyper hyper_of(const FusedAdamWOptions& options);
 
 }  // namespace torchopt_ext

@@ -1,5 +1,5 @@
-// accumulator_total: the accumulator's sum, rounded once to float64; NaN or infinity if one was
-// counted.
+// accumulator_total: returns the accumulator's sum, rounded once to float64; NaN or infinity if the
+// accumulator counted one.
 #include "ops/operator.h"
 #include "plan/step_checks.h"
 #include "work/passes.h"

@@ -1,5 +1,5 @@
 // adam_: pass B. One Adam or AdamW step over lists of tensors; max_exp_avg_sqs is empty without
-// amsgrad. Reads grad_factor and skip from the control block; gradients are read only.
+// amsgrad. Reads grad_factor, lr_factor and skip from the control block. Does not write gradients.
 // adam_.tensor_lr: the same with the learning rate in a one-element tensor, on the CPU or the
 // parameters' device.
 #include <type_traits>

@@ -1,5 +1,5 @@
-// control_update_: from the (reduced) accumulator to norm, clip factor, overflow flag and skip
-// decision, all in the control block (float64, fields as in kernels/control.h).
+// control_update_: computes norm, clip factor, overflow flag and skip decision from the (reduced)
+// accumulator and writes them to the control block (float64, fields as in kernels/control.h).
 #include "ops/operator.h"
 #include "ops/operators.h"
 #include "plan/step_checks.h"

@@ -20,7 +20,7 @@ void grad_sumsq_(at::TensorList grads, const at::Tensor& accumulator) {
     kept.push_back(is_dense(grads[i]) ? grads[i] : grads[i].contiguous());
     const at::Tensor& grad = kept.back();
     TensorWork tensor{};
-    tensor.memory[kGrad] = const_cast<void*>(grad.const_data_ptr());  // read only in pass A
+    tensor.memory[kGrad] = const_cast<void*>(grad.const_data_ptr());  // pass A only reads it
     tensor.numel = grad.numel();
     tensor.row_length = row_length(grad);
     tensor.layout.param = tensor.layout.grad = dtype_of(grad);

@@ -1,5 +1,5 @@
-// loss_scale_update_: after a step under a gradient scaler, `scale` (one float32 element) becomes
-// the control block's loss scale, backs off or grows by its settings, and is written back.
+// loss_scale_update_: after a step under a gradient scaler, copies `scale` (one float32 element)
+// into the control block, backs it off or grows it by the block's settings, and writes it back.
 #include "ops/operator.h"
 #include "plan/step_checks.h"
 #include "plan/tensor_checks.h"

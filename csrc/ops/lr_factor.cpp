@@ -1,5 +1,5 @@
 // lr_factor: learning-rate factor of the warmup-stable-decay family after `step` steps.
-// lr_factor.tensor: the same for every element of an int64 tensor; float64 on its device.
+// lr_factor.tensor: the same for every element of an int64 tensor, as float64 on its device.
 #include "cpu/float_mode.h"
 #include "ops/operator.h"
 #include "ops/operators.h"

@@ -1,5 +1,5 @@
-// What the files of this folder share. Each defines one operator: its schema, what it computes
-// (docs/numerics.md says how), its checks and its registration.
+// Shared by the files of this folder. Each file defines one operator: its schema, its computation
+// (documented in docs/numerics.md), its checks and its registration.
 //
 // Mutating operators end in `_` and return (). Each list operator also takes a plain tensor, so
 // that a call with empty lists still finds its device.
@@ -9,12 +9,12 @@
 
 namespace torchopt_ext {
 
-// The Meta kernel of operators that return (). Under tracing all tensors are without memory and
-// there is nothing to compute. A mixture is a caller's error.
+// The Meta kernel of operators that return (). Under tracing no tensor has memory, so there is
+// nothing to compute. Raises if only some tensors are on the meta device.
 void shapes_only(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 
-// Registers an operator as long as it lives. One function serves every dispatch key of a tensor
-// with memory, sparse ones too, which it rejects by their position.
+// Registers an operator for the lifetime of the object. One function serves every dispatch key of
+// tensors with memory. Sparse tensors reach the function, too: its error names their position.
 class Operator {
  public:
   template <class Function>

@@ -1,4 +1,4 @@
-// Operators that other folders call too; each is defined in the file of its name.
+// Operators that other folders call, too. Each is defined in the file of its name.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,6 +1,6 @@
-// partition_balanced: tensors laid one after the other into buckets, each bucket cut into one
-// interval a rank: the tensors' buckets and starts, the buckets' lengths, and world_size + 1 cuts
-// for each bucket.
+// partition_balanced: lays tensors one after the other into buckets and cuts each bucket into one
+// interval per rank. Returns the tensors' buckets and starts, the buckets' lengths, and per bucket
+// world_size + 1 cuts.
 #include "ops/operator.h"
 #include "ops/operators.h"
 #include "ops/partition_checks.h"
@@ -23,7 +23,7 @@ partition_balanced_op(at::IntArrayRef numels, at::IntArrayRef row_lengths, int64
   }
   const int64_t target = bucket_elements.value_or(usual_bucket_elements(world_size));
   TORCH_CHECK_VALUE(target > 0, "bucket_elements is ", target, ", expected 1 or more");
-  // 2**31 paddings of 2**31 elements still fit.
+  // 2**31 paddings of 2**31 elements still fit in int64_t.
   TORCH_CHECK_VALUE(alignment > 0 && alignment < kInt32End, "alignment is ", alignment,
                     ", expected 1 or more and less than 2**31");
   BalancedPlan plan = partition_balanced(numels.vec(), row_lengths.vec(), world_size,

@@ -1,6 +1,6 @@
-// partition_buckets: which rank steps which parameters of DistributedDataParallel's gradient
-// buckets, as torch's ZeroRedundancyOptimizer decides it: rows of bucket, first parameter, number
-// of parameters and rank. `numels` are the parameters' sizes, bucket by bucket.
+// partition_buckets: decides which rank steps which parameters of DistributedDataParallel's
+// gradient buckets, as torch's ZeroRedundancyOptimizer does. Returns rows of bucket, first
+// parameter, number of parameters and rank. `numels` are the parameters' sizes, bucket by bucket.
 #include "ops/operator.h"
 #include "ops/partition_checks.h"
 #include "partition/buckets.h"

@@ -6,7 +6,7 @@
 
 namespace torchopt_ext {
 
-// Sums of this many elements are exact as doubles, and far from the end of int64_t.
+// Sums up to this many elements are exact as doubles and far below the largest int64_t.
 inline constexpr int64_t kMostElements = int64_t{1} << 53;
 inline constexpr int64_t kInt32End = int64_t{1} << 31;
 
@@ -15,7 +15,7 @@ inline void check_world_size(int64_t world_size) {
                     ", expected 1 or more and less than 2**31");
 }
 
-// `sum` is what the numels are added to, `most` what they may reach, described by `limit`.
+// Raises if `sum` plus all numels exceeds `most`. The message ends with `limit`.
 inline void check_numels(at::IntArrayRef numels, int64_t sum = 0, int64_t most = kMostElements,
                          const char* limit = "all numels together are more than 2**53") {
   for (size_t i = 0; i < numels.size(); ++i) {

@@ -1,6 +1,6 @@
-// partition_greedy: whole tensors, largest first, each to the least loaded rank: the rank of every
-// tensor, in the order given. `initial_loads` are elements that ranks already hold; ranks of equal
-// load come in the order of `tie_loads`.
+// partition_greedy: assigns whole tensors, largest first, each to the least loaded rank. Returns
+// the rank of every tensor in the given order. `initial_loads` are elements that ranks already
+// hold. Among ranks of equal load the rank with the least of `tie_loads` comes first.
 #include <limits>
 
 #include "ops/operator.h"

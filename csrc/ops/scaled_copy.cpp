@@ -1,5 +1,5 @@
-// scaled_copy_: to[i] = from_[i], times the control block's grad_factor if `unscale`, converted;
-// nothing if the control block says skip. to[i] may be from_[i].
+// scaled_copy_: copies from_[i] to to[i], times the control block's grad_factor if `unscale`, cast
+// to the dtype of to[i]. Copies nothing if the control block says skip. to[i] may be from_[i].
 #include "kernels/scaled_copy.h"
 
 #include <ATen/ops/empty_like.h>
@@ -30,7 +30,7 @@ void check_pair(const at::Tensor& to, const at::Tensor& from, size_t i, at::Devi
               "; float64 goes with float64 only");
 }
 
-// to[i] may be from[i] itself, and what is only read may be read twice.
+// Raises if a written tensor shares memory with another tensor, except to[i] with from[i] itself.
 void check_apart(at::TensorList to, at::TensorList from) {
   std::vector<MemoryRange> ranges;
   ranges.reserve(2 * to.size());
@@ -94,7 +94,7 @@ void scaled_copy_(at::TensorList to, at::TensorList from, const at::Tensor& cont
 
 namespace {
 
-// `from_`: Python's keyword would break the code that torch.compile writes.
+// The name is `from_`: the keyword `from` would break the Python code that torch.compile writes.
 const Operator kScaledCopy(
     "scaled_copy_", "(Tensor(a!)[] to, Tensor[] from_, Tensor control, *, bool unscale) -> ()",
     scaled_copy_);

@@ -8,7 +8,7 @@
 
 namespace torchopt_ext {
 
-// By name, in the order of the struct.
+// A field of the control block. kControlFields has all fields in the order of the struct.
 struct ControlField {
   const char* name;
   double Control::*field;

@@ -1,4 +1,4 @@
-// What a plan checks of an entry's tensors, and what it notes of them.
+// A plan's checks of an entry's tensors, and the properties that the plan records of the tensors.
 #include <ATen/ops/empty_like.h>
 
 #include <utility>
@@ -128,7 +128,7 @@ void StepPlan::check_moments(size_t i, const Tensors& tensors, const at::Tensor&
   }
 }
 
-// Groups are of contiguous rows of at least a group's elements.
+// 8-bit moments need contiguous rows of at least one group's elements.
 void StepPlan::check_quantized(size_t i, const Tensors& tensors, const at::Tensor& dense) const {
   const Label param_what = what("parameter", i);
   const at::ScalarType dtype = dense.scalar_type();

@@ -5,15 +5,15 @@
 
 namespace torchopt_ext {
 
-// At most so many entries are one thread's, which has done them before others are awake. For more
-// all threads wake (ATen/ParallelOpenMP.h), and as many get work as there are kEntriesPerThread.
+// One thread loops over up to kFewEntries entries: it ends before other threads are awake. For
+// more, all threads wake (ATen/ParallelOpenMP.h), and one thread per kEntriesPerThread gets work.
 inline constexpr size_t kFewEntries = 512;
 inline constexpr size_t kEntriesPerThread = 128;
 // How many entries ahead memory is prefetched.
 inline constexpr size_t kEntriesAhead = 8;
 
-// Calls body(begin, end) on ranges of entries, in parallel. The same entries are the same thread's
-// each time, whose caches then hold what it wrote of them.
+// Calls body(begin, end) on ranges of entries in parallel. The same thread gets the same entries
+// each time, so that its caches hold what it wrote to the entries before.
 template <class Body>
 void for_each_entry(size_t entries, const Body& body) {
   const size_t each = entries <= kFewEntries ? kFewEntries : kEntriesPerThread;

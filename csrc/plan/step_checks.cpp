@@ -40,9 +40,9 @@ void check_scalar(const at::Tensor& tensor, const char* what, at::Device device,
 }
 
 void check_hyper(const AdamHyper& hyper) {
-  // Below 0, too: schedules that end at 0 may miss it by a rounding.
+  // lr may be below 0: schedules that end at 0 may miss 0 by a rounding.
   TORCH_CHECK_VALUE(!std::isnan(hyper.lr), "Invalid learning rate: ", hyper.lr);
-  // Comparisons that a NaN fails.
+  // A NaN fails each of the comparisons.
   TORCH_CHECK_VALUE(hyper.beta1 >= 0.0 && hyper.beta1 < 1.0,
                     "Invalid beta parameter at index 0: ", hyper.beta1);
   TORCH_CHECK_VALUE(hyper.beta2 >= 0.0 && hyper.beta2 < 1.0,

@@ -1,4 +1,4 @@
-// What a step plan does in a step: takes the gradients, and runs the two passes.
+// A step plan's work in a step: it takes the gradients and runs the two passes.
 #include <ATen/ops/empty_like.h>
 #include <c10/util/ScopeExit.h>
 
@@ -86,14 +86,14 @@ void StepPlan::set_gradient(size_t i, const at::Tensor& gradient) {
                 "stepped");
     gradients_[i] = at::empty_like(param, param.options().dtype(dtype)).copy_(gradient.detach());
     ++gradients_copied_;
-    known.gradient_type = -1;  // the next is looked at closely, whatever it is
+    known.gradient_type = -1;  // take_gradient() rejects the next gradient
   }
   if (work.layout.grad != dtype_of(gradient)) {
     work.layout.grad = dtype_of(gradient);
     work.kind = kind_of(work.layout, work_.options);
     work_.device_tables.reset();
   }
-  // An empty gradient may have no memory, but its parameter takes part: its step counts.
+  // An empty gradient may have no memory, but its parameter is stepped: its step count advances.
   work.memory[kGrad] = const_cast<void*>(
       gradient.numel() > 0 ? address(*gradients_[i].unsafeGetTensorImpl()) : &kEmptyGradient);
   TORCH_CHECK(work.memory[kGrad] != nullptr, what("gradient", i),
@@ -129,7 +129,7 @@ void StepPlan::renew_copies() const {
 
 void StepPlan::accumulate(const at::Tensor& accumulator, bool normalize,
                           const std::vector<size_t>& measured) {
-  // Pass A takes these entries for ones without gradient.
+  // Hides the gradients of the measured entries from pass A.
   std::vector<std::pair<size_t, void*>> hidden;
   hidden.reserve(measured.size());
   for (const size_t i : measured) {
@@ -143,8 +143,8 @@ void StepPlan::accumulate(const at::Tensor& accumulator, bool normalize,
   passes_on(device_).sum_of_squares(work_, accumulator, normalize);
 }
 
-// Reads the version counters of the parameters from entry `i` on, for which atomic increments would
-// wait one after the other. Most moments share theirs.
+// Reads the version counters of the parameters of entries [i, end) ahead of the atomic increments,
+// which would wait for memory one after the other. Most moments share a counter.
 void StepPlan::read_versions(size_t i, size_t end) const {
   for (; i < end; ++i) {
     const c10::VariableVersion& version = borrowed_[i][kParam]->version_counter();
@@ -169,7 +169,7 @@ void StepPlan::find_shared_versions() {
 
 void StepPlan::count_as_changed() const {
   for_each_entry(size(), [this](size_t begin, size_t end) {
-    std::array<bool, kKept> counted{};  // already, of this entry's part or one that shares with it
+    std::array<bool, kKept> counted{};  // by part: whether its counter is already bumped
     for (size_t i = begin; i < end; ++i) {
       if ((i - begin) % kEntriesAhead == 0) {
         read_versions(i, std::min(i + kEntriesAhead, end));
@@ -217,7 +217,7 @@ void StepPlan::update(const std::vector<GroupHyper>& groups, const at::Tensor& c
 }
 
 void StepPlan::release() {
-  for (size_t i = 0; i < size(); ++i) {  // by this thread: a gradient's finalizer may run
+  for (size_t i = 0; i < size(); ++i) {  // on this thread: a gradient's finalizer may run
     if (i + 2 * kEntriesAhead < size()) {
       __builtin_prefetch(gradients_[i + 2 * kEntriesAhead].unsafeGetTensorImpl());
     }

@@ -15,7 +15,7 @@ constexpr const char* kRoleNames[] = {"parameter",           "exp_avg",       "e
                                       "max_exp_avg_sq",      "master weight", "exp_avg_scale_v2",
                                       "exp_avg_sq_scale_v2", "state step"};
 
-// Sizes and strides of the scales of a contiguous parameter's moments.
+// Returns sizes and strides of the scales of a contiguous parameter's moments.
 Shape scale_shape(const Shape& param) {
   const size_t dims = param.size() / 2;
   const int64_t row =
@@ -73,7 +73,7 @@ const char* StepPlan::role(size_t part, size_t i) const {
   return kRoleNames[part];
 }
 
-// Parameters by themselves first, for the message.
+// Checks the parameters separately first, so that the message names parameters that overlap.
 void StepPlan::check_overlap(at::TensorList gradients) const {
   std::vector<NamedTensor> tensors;
   tensors.reserve(size() * kKept + gradients.size());
@@ -147,7 +147,7 @@ void StepPlan::renew(const std::vector<size_t>& changed) {
     check_entry(i, tensors);
   }
   check_overlap({});
-  const at::Tensor counts = traces_.counts;  // digests of tensors without gradient stay
+  const at::Tensor counts = traces_.counts;  // keeps digests of tensors without gradient
   split_into_chunks();
   if (counts.defined()) {
     traces_.counts.copy_(counts);

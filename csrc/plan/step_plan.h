@@ -1,10 +1,10 @@
 // A step plan: the parameters of one device with their state, checked once, and this step's
-// gradients. Operators and optimizer classes both run their passes through it.
+// gradients. Operators and optimizer classes both run their passes through a plan.
 //
-// It owns none of the tensors it was given but this step's gradients: torch.utils.swap_tensors,
-// which nn.Module.to() may use, rejects a tensor that something else refers to, and
-// reference counting alone would take longer than a step over small tensors may. Whoever holds the
-// plan keeps the tensors alive while one of its methods runs.
+// A plan owns none of the tensors it is given except this step's gradients:
+// torch.utils.swap_tensors, which nn.Module.to() may use, rejects a tensor with other references,
+// and reference counting alone would take longer than a step over small tensors may. The owner of a
+// plan keeps the tensors alive while a method of the plan runs.
 #pragma once
 
 #include <array>
@@ -21,12 +21,12 @@ namespace torchopt_ext {
 
 class StepPlan {
  public:
-  // The tensors of a parameter by Array. Undefined: no amsgrad, no master, no scales. The master is
-  // an fp32 master weight, or a remainder of int16 or int8. Scales go with int8 and uint8 moments.
+  // A parameter's tensors by Array. Undefined tensors mean no amsgrad, no master, no scales. The
+  // master is an fp32 master weight or an int16 or int8 remainder. Only 8-bit moments have scales.
   using Tensors = std::array<at::Tensor, kKept>;
   using Borrowed = std::array<c10::TensorImpl*, kKept>;  // null where undefined
 
-  // Where a shard lies in its parameter: TensorWork says what the fields mean.
+  // The place of a shard in its parameter. TensorWork documents the fields.
   struct Place {
     uint32_t index = 0;
     int64_t first_element = 0;
@@ -44,41 +44,41 @@ class StepPlan {
   };
 
   // Checks shapes, dtypes, devices, strides and overlap. A parameter that is not dense is stepped
-  // through a dense copy; the operators reject it beforehand. `read`: gradients, to check that none
-  // lies in what is written.
+  // through a dense copy; the operators reject such a parameter beforehand. `read`: gradients,
+  // which must not share memory with the entries' tensors.
   StepPlan(const std::vector<Entry>& entries, at::Device device, const StepOptions& options = {},
            at::TensorList read = {});
 
-  // Notes where an entry's tensors are now; false if these are others than those known (not only
-  // behind the same Python objects), or their memory, shape or type.
-  // Entries may be attached by several threads at once.
+  // Records an entry's current tensors. Returns false if a TensorImpl (also one swapped behind the
+  // same Python object), its memory, shape or dtype differs from the known one. Several threads may
+  // attach different entries at once.
   bool attach(size_t i, const Borrowed& tensors);
 
-  // Takes what the entries' tensors are now, checked as at first. `changed` is in ascending order;
-  // all tensors must be attached.
+  // Adopts the attached tensors of the `changed` entries, with the checks of the constructor.
+  // `changed` is in ascending order; all tensors must be attached.
   void renew(const std::vector<size_t>& changed);
 
-  // This step's gradient of an entry, undefined where it has none, if it is like the one before;
-  // otherwise returns false, and set_gradient() is to look at it. Entries may be taken by several
-  // threads at once, without Python's lock: the parameter refers to the gradient as well, so this
-  // reference is never the first or the last beside Python's.
+  // Takes this step's gradient of an entry, which may be undefined, if it is like the gradient
+  // before. Otherwise returns false, and the caller uses set_gradient(). Several threads may take
+  // gradients of different entries at once, without the GIL: the parameter also refers to the
+  // gradient, so this reference is never the first or last reference besides Python's.
   bool take_gradient(size_t i, const at::Tensor& gradient);
 
-  // The same for any gradient; one with other strides than its parameter is copied.
+  // Takes any gradient of an entry. Copies a gradient whose strides differ from its parameter's.
   void set_gradient(size_t i, const at::Tensor& gradient);
 
-  // Raises if gradients that are to be written share memory with each other or with what a step
-  // writes besides.
+  // Raises if gradients that the step writes back share memory with each other or with another
+  // tensor that the step writes.
   void check_gradients_apart();
 
-  // Makes the copies of parameters that have a gradient right: a step may be skipped. Takes
-  // gradients into account that were taken; with Python's interpreter locked.
+  // Renews outdated copies of parameters that have a gradient, as a skipped step would not write
+  // them. Call it after the gradients are taken, with the GIL held.
   void renew_copies() const;
 
   // Drops the gradients.
   void release();
 
-  // Pass A over all gradients but those of the entries in `measured`.
+  // Runs pass A over all gradients except those of the entries in `measured`.
   void accumulate(const at::Tensor& accumulator, bool normalize,
                   const std::vector<size_t>& measured = {});
   void update(const std::vector<GroupHyper>& groups, const at::Tensor& control);
@@ -88,24 +88,24 @@ class StepPlan {
   int64_t gradients_copied() const { return gradients_copied_; }
   const Traces& traces() const { return traces_; }
 
-  // Asks the processor for the memory that attach() and set_gradient() of an entry will read.
+  // Prefetches the memory of an entry that attach() and set_gradient() read.
   void prefetch(size_t i) const;
 
  private:
-  // What is known of an entry besides its TensorWork. A step reads all of it.
+  // The known properties of an entry besides its TensorWork. A step reads all of them.
   struct Known {
-    Shape shape;  // of the parameter or its dense copy
+    Shape shape;  // the parameter's or its dense copy's
     std::array<caffe2::TypeMeta, kKept> type;
-    bool swapped = false;               // a tensor for another: torch.utils.swap_tensors
+    bool swapped = false;               // a TensorImpl changed: torch.utils.swap_tensors
     bool strided = false;               // the parameter is not dense: see Strided
-    c10::DispatchKeySet gradient_keys;  // of a gradient that needed no closer look
-    int32_t gradient_type = -1;         // its ScalarType
-    // For prefetch only: the last gradient, and what tensors refer to, storages and the parameter's
-    // autograd data. Their addresses would take a read of each tensor to find.
+    c10::DispatchKeySet gradient_keys;  // the last gradient taken without a copy
+    int32_t gradient_type = -1;         // the same gradient's ScalarType
+    // For prefetch only: the last gradient, the tensors' storages and the parameter's autograd
+    // data. Finding their addresses in the tensors would take a read of each tensor.
     const c10::TensorImpl* gradient = nullptr;
     std::array<const void*, kKept + 2> behind{};
   };
-  // A parameter that is not dense is stepped through a copy that is.
+  // A parameter that is not dense, and the dense copy through which it is stepped.
   struct Strided {
     at::Tensor copy;
     at::Tensor param;  // during a step in which it has a gradient
@@ -134,15 +134,15 @@ class StepPlan {
   std::vector<Known> known_;
   std::vector<Borrowed> borrowed_;
   std::vector<at::Tensor> gradients_;            // keeps this step's gradients alive
-  std::vector<const void*> apart_;               // where gradients were when they were apart
+  std::vector<const void*> apart_;               // gradient addresses that passed the check
   std::unordered_map<size_t, Strided> strided_;  // by entry
-  std::vector<size_t> copied_;                   // ascending: entries that are Entry::copied
+  std::vector<size_t> copied_;                   // entries with Entry::copied, ascending
   std::vector<Name> names_;
   Traces traces_;
   at::Device device_;
   int64_t gradients_copied_ = 0;
-  // Whether an entry's tensor of a part has the version counter of the entry's before. Found at the
-  // second update: an operator's plan has only one.
+  // By entry and part: whether the tensor shares its version counter with the previous entry's.
+  // Found at the second update, as an operator's plan makes only one update.
   std::vector<std::array<bool, kKept>> shares_version_;
   bool has_updated_ = false;
 };

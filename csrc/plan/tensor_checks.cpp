@@ -114,7 +114,7 @@ MemoryRange memory_of(const c10::TensorImpl& tensor, size_t source, bool written
 
 namespace {
 
-// A tensor's runs of elements without gaps: tensors may lie in each other's gaps.
+// Appends a tensor's runs of elements without gaps: tensors may lie in each other's gaps.
 void append_runs(const c10::TensorImpl& tensor, size_t source, bool written,
                  std::vector<MemoryRange>& ranges) {
   const MemoryRange all = memory_of(tensor, source, written);
@@ -146,8 +146,8 @@ void append_runs(const c10::TensorImpl& tensor, size_t source, bool written,
   }
 }
 
-// A list of tensors that were allocated one after another ascends. Merging a few such lists takes a
-// third of the time of sorting them.
+// The addresses of tensors that were allocated one after another ascend. Merging a few such lists
+// takes a third of the time of sorting them.
 void sort_ascending_lists(std::vector<MemoryRange>& ranges) {
   const auto lies_before = [](const MemoryRange& a, const MemoryRange& b) {
     return a.begin < b.begin;
@@ -169,7 +169,7 @@ void sort_ascending_lists(std::vector<MemoryRange>& ranges) {
 std::optional<std::pair<size_t, size_t>> find_overlap(std::vector<MemoryRange>& ranges) {
   std::erase_if(ranges, [](const MemoryRange& range) { return range.begin == range.end; });
   sort_ascending_lists(ranges);
-  // The ranges that reach furthest so far, among the written ones and among all.
+  // The ranges that reach furthest so far, among the written ranges and among all ranges.
   const MemoryRange* written = nullptr;
   const MemoryRange* any = nullptr;
   for (const MemoryRange& range : ranges) {
@@ -218,7 +218,7 @@ int64_t row_length(const at::Tensor& tensor) {
   if (tensor.dim() == 0 || tensor.numel() == 0) {
     return reals;
   }
-  // One row stays one row, however its elements are permuted: it may be a shard of several.
+  // One row stays one row, however its elements are permuted: it may be a shard of several rows.
   int64_t outer = 0;
   for (int64_t d = 1; d < tensor.dim() && tensor.size(0) > 1; ++d) {
     if (tensor.size(d) > 1 && tensor.stride(d) > tensor.stride(outer)) {

@@ -1,4 +1,4 @@
-// Fields of tensors that a step plan reads and compares, step after step.
+// Fields of tensors that a step plan reads and compares in every step.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,7 +9,7 @@ namespace torchopt_ext {
 
 using Shape = c10::SmallVector<int64_t, 8>;  // sizes, then strides
 
-// Only with Python's lock, if the tensor may be Python's: taking the second reference to a tensor
+// Needs the GIL if the tensor may have a Python object: taking the second reference to a tensor
 // increments its Python object's count (c10/util/intrusive_ptr.h, PyObject preservation).
 inline at::Tensor to_tensor(c10::TensorImpl* impl) {
   return impl == nullptr
@@ -21,15 +21,15 @@ inline at::Tensor to_tensor(c10::TensorImpl* impl) {
 
 inline bool is_16_bit(at::ScalarType dtype) { return dtype == at::kBFloat16 || dtype == at::kHalf; }
 
-// Whether two handles are of one version counter. torch does not tell; a handle is one pointer to
-// it. Changing one to see it in the other would lose what another thread counts.
+// Whether two handles refer to the same version counter. torch has no such function; a handle is
+// one pointer to its counter. A test that changes the counter would lose counts of other threads.
 inline bool shares_version(const c10::VariableVersion& a, const c10::VariableVersion& b) {
   static_assert(sizeof(c10::VariableVersion) == sizeof(void*));
   // NOLINTNEXTLINE(bugprone-suspicious-memory-comparison): all that a handle holds
   return a.enabled() && std::memcmp(&a, &b, sizeof(a)) == 0;
 }
 
-// The memory of a tensor; null if it has none.
+// Returns the memory of a tensor; null if the tensor has none.
 inline const void* address(const c10::TensorImpl& tensor) {
   const c10::Storage& storage = tensor.unsafe_storage();
   if (!storage || storage.data() == nullptr) {
@@ -45,7 +45,7 @@ inline Shape shape_of(const at::Tensor& tensor) {
   return shape;
 }
 
-// Same sizes, and same strides wherever a dimension has more than one element.
+// Whether the sizes agree, and the strides in every dimension with more than one element.
 inline bool has_shape(const c10::TensorImpl& tensor, const Shape& shape) {
   const at::IntArrayRef sizes = tensor.sizes();
   const at::IntArrayRef strides = tensor.strides();

@@ -16,7 +16,7 @@ namespace {
 
 namespace py = pybind11;
 
-// Only what needs no closer look at a subclass's idea of itself.
+// Rejects subclasses with sizes or memory of their own, and tensors that are not dense.
 void check_like(const at::Tensor& tensor, size_t i) {
   TORCH_CHECK(
       !tensor.key_set().has(c10::DispatchKey::Python), Label{"like", i},
@@ -40,7 +40,7 @@ int64_t aligned(int64_t bytes) {
   return (bytes + kCarveAlignment - 1) / kCarveAlignment * kCarveAlignment;
 }
 
-// Memory, and the storage that holds it.
+// Memory and the storage that owns it.
 struct Block {
   char* memory = nullptr;
   c10::Storage storage;
@@ -62,7 +62,7 @@ Block block_of(const at::Tensor& block, int64_t bytes) {
       static_cast<int64_t>(reinterpret_cast<uintptr_t>(memory)) % kBlockAlignment;
   TORCH_CHECK(misaligned == 0, "block starts ", misaligned, " bytes after a multiple of ",
               kBlockAlignment, ", expected one that starts at a multiple");
-  // Resizing it would free memory that others are using.
+  // Resizing the block would free memory that carved tensors use.
   block.storage().unsafeGetStorageImpl()->set_resizable(false);
   return {memory, block.storage(), block.device()};
 }

@@ -1,4 +1,4 @@
-// How the gradients of a step come from Python's objects to the plans: OptimizerPlan::collect().
+// Moves the gradients of a step from Python's objects to the plans: OptimizerPlan::collect().
 #include <torch/csrc/autograd/python_variable.h>
 
 #include "plan/for_each_entry.h"
@@ -8,9 +8,9 @@ namespace torchopt_ext {
 
 namespace py = pybind11;
 
-// What most entries need, which is reading memory, by all threads: the state of an entry's tensors
-// and its gradient, if nothing changed and no Python is involved. Notes in remaining_ what others
-// need.
+// Attaches each entry's tensors and takes its gradient, on all threads, if nothing changed and no
+// Python is involved. For most entries this only reads memory. Records in remaining_ what the other
+// entries still need.
 void OptimizerPlan::collect_unchanged(size_t part) {
   const std::vector<Objects>& objects = objects_[part];
   StepPlan& plan = plans_[part];
@@ -34,7 +34,7 @@ void OptimizerPlan::collect_unchanged(size_t part) {
       } else if (objects[i].path != 0) {
         remaining_[i] = Remaining::kGradient;
       } else {
-        // Not at::Tensor::grad(), which looks for non-leaf tensors to warn about.
+        // Avoids at::Tensor::grad(), which looks for non-leaf tensors to warn about.
         const at::Tensor& gradient = borrowed[objects[i].own]->grad();
         remaining_[i] =
             plan.take_gradient(i, gradient) ? Remaining::kNothing : Remaining::kGradient;
@@ -43,8 +43,8 @@ void OptimizerPlan::collect_unchanged(size_t part) {
   });
 }
 
-// False if a parameter has another local tensor than before. Memory that was replaced under a
-// tensor is taken as it is now.
+// Renews entries whose tensors changed, such as by memory replaced under a tensor. Returns false if
+// a parameter has another local tensor than before, or if the changed tensors fail a check.
 bool OptimizerPlan::attach_changed(size_t part) {
   const std::vector<Objects>& objects = objects_[part];
   std::vector<size_t> changed;
@@ -67,12 +67,12 @@ bool OptimizerPlan::attach_changed(size_t part) {
   try {
     plans_[part].renew(changed);
   } catch (const c10::Error&) {
-    return false;  // the optimizer makes the state fit, or finds what is wrong
+    return false;  // the optimizer then makes the state fit, or reports the error
   }
   return true;
 }
 
-// The gradients that collect_unchanged() did not take.
+// Takes the gradients that collect_unchanged() did not take.
 void OptimizerPlan::set_remaining_gradients(size_t part) {
   const std::vector<Objects>& objects = objects_[part];
   StepPlan& plan = plans_[part];

@@ -1,5 +1,5 @@
-// Pass A in backward (optim/norm_in_backward.py): the squares of some gradients, and marks by which
-// the step sees whether they still are what they were.
+// Pass A in backward (optim/norm_in_backward.py): sums the squares of some gradients and marks the
+// gradients, so that the step sees whether they changed.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -12,8 +12,8 @@
 
 namespace torchopt_ext {
 
-// A tensor at a time. The mark keeps neither it nor its memory alive: it holds the version counter,
-// so that another tensor that is made at the same address has another one.
+// A tensor as it was at one time. The mark keeps neither the tensor nor its memory alive. It holds
+// the version counter, so that a later tensor at the same address has another counter.
 class TensorMark {
  public:
   explicit TensorMark(const at::Tensor& tensor)
@@ -24,7 +24,7 @@ class TensorMark {
         version_(counter_.enabled() ? counter_.current_version() : 0) {}
 
   // Whether a tensor is the same view of the same memory, and no operator has written to it since.
-  // False also for tensors of inference mode, whose changes nobody counts.
+  // False also for tensors of inference mode, whose changes are not counted.
   bool fits(const at::Tensor& tensor) const {
     const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
     return address(impl) == memory_ && tensor.scalar_type() == dtype_ && has_shape(impl, shape_) &&
@@ -32,7 +32,7 @@ class TensorMark {
            counter_.current_version() == version_;
   }
 
-  // Whether a change of one tensor is seen in the other, as with views of one.
+  // Whether a change of one tensor counts as a change of the other, as with views of one tensor.
   bool changes_with(const TensorMark& other) const {
     return shares_version(counter_, other.counter_);
   }
@@ -47,13 +47,13 @@ class TensorMark {
 
 using Marks = std::vector<std::shared_ptr<TensorMark>>;
 
-// Adds the squares of the gradients that a plan reads as they are: dense, laid out as the tensor of
-// `like` at their position. Null marks are of those left out, which may be None. Without
-// `gradients`, takes those that the tensors of `like` have, which spares a Python object for each.
+// Adds the squares of the gradients that a plan reads without a copy: dense, with the layout of the
+// tensor of `like` at their position. Returns a null mark for each gradient left out, which may be
+// None. Without `gradients`, takes the gradients of `like`, which avoids a Python object for each.
 Marks sum_gradients(const pybind11::list& like, const std::optional<pybind11::list>& gradients,
                     const at::Tensor& accumulator);
 
-// Whether every parameter's gradient fits its mark; a null mark fits that there is none.
+// Whether every parameter's gradient fits its mark. A null mark fits only an absent gradient.
 bool gradients_fit(const pybind11::list& params, const Marks& marks);
 
 // Whether every tensor fits its mark; None fits no mark.

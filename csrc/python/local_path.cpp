@@ -7,10 +7,10 @@ namespace {
 
 namespace py = pybind11;
 
-// Raises if it is missing.
+// Raises if the attribute is missing.
 py::object attribute(py::handle object, PyObject* name) { return object.attr(py::handle(name)); }
 
-// Names that many objects have; a reference to each is kept for good.
+// Interned attribute names, which are never freed.
 PyObject* local_name() {
   static PyObject* const kName = PyUnicode_InternFromString("_local_tensor");
   return kName;

@@ -1,6 +1,6 @@
-// From a parameter to the plain tensor that this rank steps: a DTensor's shard, the inner tensor of
-// a wrapper subclass, or both. optim/local.py's local_tensor() chooses it when a plan is built; a
-// step only follows the attributes again.
+// The path from a parameter to the plain tensor that this rank steps: a DTensor's shard, the inner
+// tensor of a wrapper subclass, or the inner tensor of a shard. local_tensor() (optim/local.py)
+// chooses the tensor when a plan is built; a step only follows the attributes again.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -10,18 +10,18 @@
 namespace torchopt_ext {
 
 struct LocalPath {
-  std::array<PyObject*, 2> attributes{};  // interned names, never freed; those used come first
-  bool distributed = false;               // begins at a DTensor
+  std::array<PyObject*, 2> attributes{};  // interned names, never freed; used names first
+  bool distributed = false;               // the parameter is a DTensor
 
   pybind11::object follow(PyObject* param) const;
   bool operator==(const LocalPath&) const = default;
 };
 
-// Raises if `local` is not what attributes of `param` lead to.
+// Returns the path from `param` to `local`. Raises if no attributes of `param` lead to `local`.
 LocalPath local_path(pybind11::handle param, pybind11::handle local);
 
-// The local tensor of a DTensor's gradient if it is placed as the parameter and complete; else
-// None.
+// Returns a DTensor gradient's local tensor if the gradient is placed as the parameter and no
+// collective on it is pending; else None.
 pybind11::object plain_local_gradient(PyObject* param, PyObject* gradient);
 
 }  // namespace torchopt_ext

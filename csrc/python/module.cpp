@@ -1,5 +1,5 @@
-// The Python module: build information, the optimizers' plan, and what Python needs beside
-// operators (torchopt_ext/_C.pyi has the types). Importing it registers the operators.
+// The Python module: build information, the optimizers' plan, and functions that are not operators
+// (torchopt_ext/_C.pyi has the types). Importing the module registers the operators.
 #include <ATen/record_function.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -17,7 +17,7 @@ namespace {
 
 namespace py = pybind11;
 
-// Adds every value, as a double, exactly, and carries the digits.
+// Adds every value exactly, as a double, and propagates the carries.
 void add_values(const at::Tensor& accumulator, const at::Tensor& values) {
   check_accumulator(accumulator, at::kCPU);
   auto& acc = *static_cast<ExactAccumulator*>(accumulator.data_ptr());
@@ -87,7 +87,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("check_step", check_step, py::arg("params"), py::arg("masters"), py::arg("gradients"),
         py::arg("names"));
   m.def("observed", at::hasCallbacks);
-  // Without the dispatcher, which takes 0.22 of 0.50 ms for 2,000 tensors.
+  // Bypasses the dispatcher, which takes 0.22 of 0.50 ms for 2,000 tensors.
   m.def("scaled_copy_", scaled_copy_list, py::arg("to"), py::arg("from_"), py::arg("control"),
         py::kw_only(), py::arg("unscale"));
   m.def("carve", carve, py::arg("like"), py::arg("dtype") = py::none(),

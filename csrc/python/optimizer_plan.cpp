@@ -17,18 +17,18 @@ namespace {
 
 namespace py = pybind11;
 
-// An undefined tensor for None.
+// Returns an undefined tensor for None.
 at::Tensor unpack(PyObject* object) {
   return object == Py_None ? at::Tensor() : THPVariable_Unpack(object);
 }
 
-// What `value` is, as Python prints it, and what was expected.
+// Returns a message with `value` as Python prints it and what was expected.
 std::string mismatch(const char* name, py::handle value, const char* expected) {
   return std::string(name) + " is " + py::repr(value).cast<std::string>().substr(0, 200) +
          ", expected " + expected;
 }
 
-// Not of a string, which Python would read.
+// Converts a value as Python's float(), but raises for a string.
 double number(const char* name, py::handle value) {
   PyObject* const converted =
       PyUnicode_Check(value.ptr()) != 0 ? nullptr : PyNumber_Float(value.ptr());
@@ -43,7 +43,7 @@ double number(const char* name, py::handle value) {
   return py::reinterpret_steal<py::float_>(converted);
 }
 
-// Whether a value is true; not of a string, such as "no", which would be.
+// Whether a value is true. Raises for a string, as "no" would be true.
 bool flag(const char* name, const py::object& value) {
   if (PyUnicode_Check(value.ptr()) != 0) {
     throw py::type_error(mismatch(name, value, "a bool"));
@@ -51,8 +51,8 @@ bool flag(const char* name, const py::object& value) {
   return py::bool_(value);
 }
 
-// The arguments of a param group, under the keys of torch.optim.AdamW. Raises if one is missing, of
-// another type, out of its range, or a learning rate that `device` cannot read.
+// Reads the arguments of a param group under the keys of torch.optim.AdamW. Raises if an argument
+// is missing, of another type or out of range, or if `device` cannot read the learning rate.
 GroupHyper read_group(py::handle group, at::Device device) {
   GroupHyper hyper{};
   const py::object lr = group["lr"];
@@ -115,7 +115,7 @@ OptimizerPlan::OptimizerPlan(const py::list& param_groups, const py::dict& state
   }
 }
 
-// The path's index in paths_, where parameters of the same kind share one.
+// Returns the path's index in paths_. Parameters of the same kind share a path.
 uint32_t OptimizerPlan::path_of(py::handle param, py::handle local) {
   const LocalPath path = local_path(param, local);
   auto found = std::find(paths_.begin(), paths_.end(), path);
@@ -143,7 +143,7 @@ int OptimizerPlan::traverse(visitproc visit, void* arg) const {
 }
 
 void OptimizerPlan::clear() {
-  // Dropping an object may run code that comes here again: nothing may refer to it by then.
+  // Dropping an object may run code that calls clear() again, so members are emptied first.
   const auto dropped = std::tuple(std::exchange(snapshot_, {}), std::exchange(objects_, {}),
                                   std::exchange(idle_, {}), std::exchange(plans_, {}),
                                   std::exchange(local_gradients_, {}));
@@ -175,7 +175,7 @@ bool OptimizerPlan::collect(const py::list& param_groups, const py::dict& state)
                                   : GroupHyper{});
     }
   }
-  releasing.release();  // does not call it
+  releasing.release();  // the guard then does nothing
   return true;
 }
 

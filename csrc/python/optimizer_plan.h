@@ -1,12 +1,12 @@
 // The plan of one optimizer: its step plans (one for each device and norm group) and the snapshot
 // of the Python objects they were built from. One call makes a whole step.
 //
-// It owns the Python objects that it reads, and shows them to the garbage collector, which so finds
-// cycles through an optimizer. Of the tensors behind them it owns none: torch.utils.swap_tensors
-// and nn.Module.to reject a tensor that C++ refers to a second time.
+// The plan owns the Python objects that it reads and shows them to the garbage collector, which
+// thus finds cycles through an optimizer. The plan owns none of the tensors behind the objects:
+// torch.utils.swap_tensors and nn.Module.to reject a tensor with a second reference from C++.
 //
-// One thread uses it from collect() to release(), also while others run Python: _begin_use() of
-// optim/step.py sees to it.
+// One thread uses a plan from collect() to release(), also while other threads run Python:
+// _begin_use() of optim/step.py ensures this.
 #pragma once
 
 #include <c10/util/ScopeExit.h>
@@ -29,15 +29,15 @@ class OptimizerPlan {
  public:
   using LocalObjects = std::array<pybind11::object, kKept>;
 
-  // A parameter with its state, as Python objects: what the optimizer holds (a DTensor, a wrapper
+  // A parameter with its state as Python objects: the optimizer's parameter (a DTensor, a wrapper
   // subclass, or the local tensor itself) and the local tensors in the order of Array
-  // (kernels/tensor_work.h), None where absent. Then its group, its name, its part (parts share a
-  // device and the ranks that sum their norm), its StepPlan::Place, and StepPlan::Entry::copied.
+  // (kernels/tensor_work.h), None where absent. Then its group, its name, its part (parameters of a
+  // part share a device and the ranks that sum their norm), StepPlan::Place and Entry::copied.
   using Param = std::tuple<pybind11::object, LocalObjects, int32_t, std::string, size_t,
                            std::tuple<uint32_t, int64_t, int64_t, int64_t>, bool>;
 
-  // `idle`: parameters without state. `local_gradients(params)`: the local gradients of DTensor
-  // parameters whose gradient is placed otherwise or not yet complete. Raises what StepPlan raises.
+  // `idle`: parameters without state. `local_gradients(params)` returns local gradients of DTensor
+  // parameters whose gradient is placed otherwise or incomplete. Raises what StepPlan raises.
   OptimizerPlan(const pybind11::list& param_groups, const pybind11::dict& state,
                 const std::vector<Param>& params, const std::vector<at::Device>& part_devices,
                 const pybind11::list& idle, pybind11::object local_gradients,
@@ -47,31 +47,31 @@ class OptimizerPlan {
   int traverse(visitproc visit, void* arg) const;
   void clear();
 
-  // Takes this step's tensors, gradients and hyperparameters; every check of a step is made here,
-  // so that of several optimizers none is updated when one cannot be. False, with nothing changed,
-  // if the plan no longer fits: objects were replaced, or a parameter without state has a gradient.
+  // Takes this step's tensors, gradients and hyperparameters. Makes every check of a step, so that
+  // no optimizer of several is updated if one is rejected. Returns false, with nothing changed, if
+  // the plan does not fit: objects were replaced, or a parameter without state has a gradient.
   bool collect(const pybind11::list& param_groups, const pybind11::dict& state);
 
-  // Pass A of one part, after collect(), over all gradients but those of the parameters at the
-  // positions `measured`, of any part.
+  // Runs pass A of one part, after collect(), over all gradients except those of the parameters at
+  // the positions `measured`, which may be of any part.
   void accumulate(size_t part, const at::Tensor& accumulator, const std::vector<size_t>& measured);
 
-  // Pass B of every part, with its device's control block; then releases the gradients.
+  // Runs pass B of every part with the control block of its device, then releases the gradients.
   void update(const std::vector<at::Tensor>& part_controls);
 
   // Drops the gradients and the learning rates that collect() took.
   void release();
 
-  // All of a step for one part whose norm is its own: collect, pass A if `with_norm`, control,
-  // pass B. Overwrites the accumulator. `measured`: as accumulate()'s; `squares`: accumulators with
-  // their sums.
+  // Makes a whole step of one part whose norm is not shared: collect(), pass A if `with_norm`,
+  // control update, pass B. Returns what collect() returns. Overwrites the accumulator. `measured`:
+  // as in accumulate(). `squares`: accumulators with the sums of the measured gradients.
   bool step(const pybind11::list& param_groups, const pybind11::dict& state,
             const at::Tensor& control, const at::Tensor& accumulator, bool with_norm,
             const std::optional<at::Tensor>& grad_scale, const std::optional<at::Tensor>& found_inf,
             const std::vector<size_t>& measured, const std::vector<at::Tensor>& squares);
 
   int64_t gradients_copied() const;
-  // Of each part, norms and counts (work/passes.h), and which parameters its rows are.
+  // Returns each part's norms and counts (work/passes.h) and the parameter position of each row.
   std::vector<std::tuple<at::Tensor, at::Tensor, std::vector<int64_t>>> traces() const;
 
  private:
@@ -79,14 +79,14 @@ class OptimizerPlan {
   struct Objects {
     pybind11::object param;
     LocalObjects local;
-    uint32_t path;  // from param to its local tensor, in paths_; 0: param is that tensor
-    Array own;      // which of `local` that is: kParam, or kMaster beside a copy
+    uint32_t path;  // index in paths_, from param to its local tensor; 0: param itself
+    Array own;      // index in `local` of that tensor: kParam, or kMaster with a copy
   };
 
-  // What collect() still has to do for an entry.
+  // The work that collect() still has to do for an entry.
   enum class Remaining : uint8_t { kNothing, kGradient, kAll };
 
-  // Calls release() when a step ends, however it ends: a gradient must not outlive it.
+  // Calls release() when a step ends, even by an exception: a gradient must not outlive the step.
   auto release_at_end() {
     return c10::make_scope_exit([this] { release(); });
   }
@@ -100,12 +100,12 @@ class OptimizerPlan {
   StateSnapshot snapshot_;
   std::vector<StepPlan> plans_;
   std::vector<LocalPath> paths_{LocalPath{}};
-  std::vector<std::vector<Objects>> objects_;        // of each plan's entries
-  std::vector<std::vector<GroupHyper>> hypers_;      // of each plan, this step's
-  std::vector<std::vector<bool>> uses_group_;        // of each plan, by group
-  std::vector<std::pair<size_t, size_t>> entry_of_;  // of each position: plan and entry
+  std::vector<std::vector<Objects>> objects_;        // by plan and entry
+  std::vector<std::vector<GroupHyper>> hypers_;      // by plan and group, this step's
+  std::vector<std::vector<bool>> uses_group_;        // by plan and group
+  std::vector<std::pair<size_t, size_t>> entry_of_;  // by position: plan and entry
   std::vector<pybind11::object> idle_;
-  std::vector<Remaining> remaining_;  // of the part in work
+  std::vector<Remaining> remaining_;  // by entry of the part that is being collected
   pybind11::object local_gradients_;
 };
 

@@ -13,7 +13,7 @@ namespace {
 
 namespace py = pybind11;
 
-// Value(tensor) of every tensor, one after the other.
+// Returns the bytes of value(tensor) for every tensor, one after the other.
 template <class Value>
 py::bytes packed(const py::list& tensors, const Value& value) {
   std::string bytes;

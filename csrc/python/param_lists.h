@@ -1,21 +1,21 @@
-// Loops over lists of parameters that every step makes, a tenth of what they cost in Python where
-// thousands of tensors are no longer in the caches.
+// Loops that every step makes over lists of parameters. They take a tenth of the time that they
+// take in Python when thousands of tensors are not in the caches.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
 
 namespace torchopt_ext {
 
-// Raises if the item is no tensor.
+// Returns item `i`. Raises if the item is not a tensor.
 const at::Tensor& tensor_at(const pybind11::list& tensors, size_t i);
 
-// One byte for each tensor: whether it requires a gradient.
+// Returns one byte for each tensor: whether it requires a gradient.
 pybind11::bytes requires_grad(const pybind11::list& tensors);
 
-// Eight bytes for each tensor: its address.
+// Returns eight bytes for each tensor: its address.
 pybind11::bytes addresses(const pybind11::list& tensors);
 
-// Gives each of `tensors` the gradient, or its absence, of the parameter at the same position.
+// Sets the gradient of each tensor to that of the parameter at its position, which may be none.
 void share_gradients(const pybind11::list& tensors, const pybind11::list& params);
 
 // Drops the gradient of each tensor.
@@ -25,12 +25,12 @@ void clear_gradients(const pybind11::list& tensors);
 void increment_versions(const pybind11::list& tensors);
 
 // Raises unless parameters that have a gradient can be stepped through their masters (the parameter
-// itself where it has none): same shape and device, a gradient of the parameter's dtype or float32,
-// and memory behind all three. `gradients` has None for parameters without.
+// itself where it has no master): same shape and device, a gradient of the parameter's dtype or
+// float32, and memory behind all three. `gradients` has None for parameters without gradient.
 void check_step(const pybind11::list& params, const pybind11::list& masters,
                 const pybind11::list& gradients, const pybind11::list& names);
 
-// The operator of the same name without the dispatcher, which takes longer over thousands of small
+// The operator scaled_copy_ without the dispatcher, which takes longer over thousands of small
 // tensors than copying them.
 void scaled_copy_list(const pybind11::list& to, const pybind11::list& from,
                       const at::Tensor& control, bool unscale);

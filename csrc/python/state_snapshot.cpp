@@ -9,7 +9,7 @@ namespace {
 
 namespace py = pybind11;
 
-// Whether a step reads the state entry of that name; users may keep others and replace them at
+// Whether a step reads the state entry of this name. Users may keep and replace other entries at
 // will.
 bool is_read(PyObject* name) {
   static constexpr const char* kNames[] = {
@@ -20,13 +20,13 @@ bool is_read(PyObject* name) {
          });
 }
 
-// A number that no other dictionary has, nor this one before its last change (PEP 509): what it
-// holds lies elsewhere in memory, and comparing that takes several times as long. 0 where Python
-// has none, and of objects that are no dictionaries, which users may put into an optimizer's state.
+// Returns a number that no other dictionary has, nor this dictionary before its last change (PEP
+// 509). The contents lie elsewhere in memory: comparing them takes several times as long. Returns 0
+// if Python has no such number, or if `dict` is another object that a user put into the state.
 uint64_t version_of(PyObject* dict) {
 #if PY_VERSION_HEX < 0x030e0000
 #pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wdeprecated-declarations"  // it goes in Python 3.14
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"  // removed in Python 3.14
   return PyDict_Check(dict) ? reinterpret_cast<PyDictObject*>(dict)->ma_version_tag : 0;
 #pragma GCC diagnostic pop
 #else
@@ -40,7 +40,7 @@ bool is_version(PyObject* dict, uint64_t version) {
 }
 
 // Calls visit(object) on every group's list of parameters, its amsgrad and its parameters, in
-// order, until it returns false. Returns whether it never did.
+// order, until a call returns false or a group lacks one of them. Returns whether all were visited.
 template <class Visit>
 bool walk_groups(const py::list& param_groups, Visit&& visit) {
   for (const py::handle group : param_groups) {

@@ -1,6 +1,6 @@
-// Notices, without hashing a single key, that an optimizer's param groups or state hold other
+// Detects, without hashing a parameter, that an optimizer's param groups or state hold other
 // objects than before: groups added, parameters swapped, entries of state replaced, cleared or
-// loaded. It calls Python, so one thread that holds the interpreter's lock compares everything.
+// loaded. One thread that holds the GIL compares everything, because the comparison calls Python.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -17,8 +17,8 @@ class StateSnapshot {
 
   bool matches(const pybind11::list& param_groups, const pybind11::dict& state);
 
-  // For the garbage collector: visits what the snapshot owns, which is all it compares. Were an
-  // object freed, another could get its address.
+  // Visits the objects that the snapshot owns, for the garbage collector. The snapshot owns all
+  // that it compares: if an object were freed, another object could get its address.
   int traverse(visitproc visit, void* arg) const;
 
  private:
@@ -26,10 +26,10 @@ class StateSnapshot {
     pybind11::object name;
     pybind11::object object;
   };
-  // What a step reads of one parameter's state: values_[first, last).
+  // The entries of one parameter's state that a step reads: values_[first, last).
   struct Entry {
     pybind11::object dict;
-    uint64_t version;  // of dict, when it held these values
+    uint64_t version;  // version of dict with these values
     pybind11::object param;
     size_t first;
     size_t last;

@@ -1,5 +1,5 @@
-// The control block: loss scales as those of torch.amp, Megatron, DeepSpeed and apex, and the
-// schedule. tests/python/test_golden.py holds norm, clipping and skipping.
+// Tests the control block: loss scales by the rules of torch.amp, Megatron, DeepSpeed and apex, and
+// the schedule. tests/python/test_golden.py tests norm, clipping and skipping.
 #include "kernels/control.h"
 
 #include <gtest/gtest.h>
@@ -24,7 +24,7 @@ Control scaler(double scale, double interval, double hysteresis) {
   return control;
 }
 
-// The scale after each step of `steps`: 'g' is a good one, 'o' an overflow.
+// Returns the scale after each step of `steps`: 'g' is a good step, 'o' an overflow.
 std::vector<double> scales(Control control, const std::string& steps) {
   std::vector<double> all;
   for (const char step : steps) {
@@ -36,21 +36,21 @@ std::vector<double> scales(Control control, const std::string& steps) {
 
 using Scales = std::vector<double>;
 
-// torch.amp: every overflow backs off, every `interval` good steps in a row grow.
+// torch.amp: every overflow backs off, and every `interval` good steps in a row grow the scale.
 TEST(LossScale, WithHysteresisOneIsTorchs) {
   EXPECT_EQ(scales(scaler(8, 2, 1), "gggoggog"), (Scales{8, 16, 16, 8, 8, 16, 8, 8}));
   EXPECT_EQ(scales(scaler(8, 2, 0), "oo"), (Scales{4, 2}));  // 0 means 1
 }
 
-// Megatron, DeepSpeed: overflows use up the hysteresis, further ones each back off, and only growth
-// forgives them.
+// Megatron, DeepSpeed: overflows use up the hysteresis, each further overflow backs off, and only
+// growth resets the count.
 TEST(LossScale, WithHysteresisTwoTheSecondOverflowBacksOff) {
   EXPECT_EQ(scales(scaler(8, 3, 2), "ooo"), (Scales{8, 4, 2}));
   EXPECT_EQ(scales(scaler(8, 3, 2), "oggo"), (Scales{8, 8, 8, 4}));
   EXPECT_EQ(scales(scaler(8, 3, 2), "ogggoo"), (Scales{8, 8, 8, 16, 16, 8}));
 }
 
-// apex: a good step forgives overflows.
+// apex: a good step resets the count of overflows.
 TEST(LossScale, ConsecutiveHysteresisIsForgivenByAGoodStep) {
   Control control = scaler(8, 100, 2);
   control.consecutive_hysteresis = 1.0;
@@ -91,8 +91,8 @@ TEST(Control, TheBlocksOwnScaleUnscalesAndFollowsOverflows) {
   EXPECT_EQ(control.grad_norm, 1.0);
   EXPECT_EQ(control.grad_factor, 0.125);
   step(control, 64.0, nullptr, nullptr);
-  EXPECT_EQ(control.grad_scale, 8.0);   // what the gradients had
-  EXPECT_EQ(control.loss_scale, 16.0);  // what the next ones will have
+  EXPECT_EQ(control.grad_scale, 8.0);   // the scale of these gradients
+  EXPECT_EQ(control.loss_scale, 16.0);  // the scale of the next gradients
   step(control, bit_cast<double>(uint64_t{0x7ff0000000000000}), nullptr, nullptr);
   EXPECT_EQ(control.skip, 1.0);
   EXPECT_EQ(control.loss_scale, 8.0);

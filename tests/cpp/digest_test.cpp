@@ -1,5 +1,5 @@
-// The digest notices any flipped bit, and tells places, arrays and parameters apart. That shards
-// add up to the whole on every instruction set is place_test.cpp's.
+// The digest changes with any flipped bit, and differs between places, arrays and parameters.
+// place_test.cpp tests that shards add up to the whole on every instruction set.
 #include "kernels/digest.h"
 
 #include <gtest/gtest.h>
@@ -11,7 +11,7 @@
 namespace torchopt_ext {
 namespace {
 
-// An element of each array, in 8 bytes.
+// One element of each array, 8 bytes each.
 struct Element {
   explicit Element(uint64_t seed = 0) : bytes(8 * kWritten) {
     std::mt19937_64 random(seed);
@@ -74,7 +74,7 @@ TEST(Digest, PlacesAndArraysAndParametersDiffer) {
   EXPECT_EQ(std::unique(seen.begin(), seen.end()), seen.end());
 }
 
-// So that exchanged halves show; and sums of words stay as small as digest_sums.h says.
+// Distinct factors reveal exchanged halves. Pairs that add up to 2048 bound sums (digest_sums.h).
 TEST(Digest, FactorsOfHalvesDifferAndAreOdd) {
   std::vector<int> factors;
   for (uint32_t half = 0; half < 2 * kDigestSegment; ++half) {
@@ -101,7 +101,7 @@ TEST(Digest, FactorsOfLanesDifferAndAreOdd) {
     }
   }
   std::sort(factors.begin(), factors.end());
-  // The lowest bit is lost: about 2**16 * 2**16 / 2**32 = 1 pair of these becomes equal.
+  // The lowest bit is always 1: about 2**16 * 2**16 / 2**32 = 1 pair of factors becomes equal.
   EXPECT_GE(std::unique(factors.begin(), factors.end()) - factors.begin(), (1 << 16) - 8);
 }
 

@@ -1,5 +1,5 @@
-// 16-bit conversions against c10's, over every half and over floats around every rounding boundary,
-// in the scalar header and in each instruction set's kernels.
+// Compares 16-bit conversions with c10's, over all 16-bit values and floats around every rounding
+// boundary, in the scalar header and in each instruction set's kernels.
 #include "kernels/dtype.h"
 
 #include <c10/util/BFloat16.h>
@@ -27,7 +27,7 @@ void widen_agrees() {
   }
 }
 
-// Every half, its neighbours' midpoint, and a few floats on each side of both.
+// Returns all 16-bit values, the midpoints between neighbors, and two floats on each side of both.
 template <class Ours>
 std::vector<float> boundary_floats() {
   std::vector<float> values;

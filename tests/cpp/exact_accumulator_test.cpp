@@ -1,5 +1,5 @@
-// The accumulator against sums that are known exactly, and a CUDA warp's work on it against the
-// CPU's. tests/python/ops compares it with fractions.
+// Compares the accumulator with sums that are known exactly, and a CUDA warp's work on it with the
+// CPU's. tests/python/ops compares the accumulator with Python's fractions.
 #include "kernels/exact_accumulator.h"
 
 #include <gtest/gtest.h>
@@ -107,11 +107,10 @@ TEST(ExactAccumulator, NormalisedLimbsAreDigits) {
   }
 }
 
-// Limbs that carry and borrow far, cancel, overflow and round at ties.
+// Returns accumulators whose limbs carry and borrow far, cancel, overflow and round at ties.
 std::vector<ExactAccumulator> adversaries() {
   constexpr int64_t kDigits = 0xffffffff;
-  constexpr int64_t kLastBit = int64_t{1}
-                               << 14;  // of limb 0: 2**-1074, of which doubles are multiples
+  constexpr int64_t kLastBit = int64_t{1} << 14;  // in limb 0: 2**-1074, the unit of all doubles
   const int64_t values[] = {0,
                             0,
                             1,
@@ -130,13 +129,13 @@ std::vector<ExactAccumulator> adversaries() {
   std::vector<ExactAccumulator> all(2);
   std::fill(all[0].limb, all[0].limb + ExactAccumulator::kLimbs - 1, kDigits);  // one carry ripples
   all[0].limb[0] += 1;
-  all[1].limb[0] = -kLastBit;  // one borrow does
+  all[1].limb[0] = -kLastBit;  // one borrow ripples
   for (int i = 0; i < 20000; ++i) {
     ExactAccumulator acc{};
     const auto first = static_cast<int>(random() % ExactAccumulator::kLimbs);
     const auto last =
         std::min<int>(ExactAccumulator::kLimbs, first + 1 + static_cast<int>(random() % 70));
-    const bool few = i % 2 == 0;  // values, so that they make long runs
+    const bool few = i % 2 == 0;  // different values: long runs of one value
     const int64_t run = values[random() % std::size(values)];
     for (int k = first; k < last; ++k) {
       acc.limb[k] = few && random() % 8 != 0 ? run : values[random() % std::size(values)];
@@ -148,7 +147,7 @@ std::vector<ExactAccumulator> adversaries() {
     }
     all.push_back(acc);
   }
-  for (int i = 0; i < 20000; ++i) {  // ties, and next to them
+  for (int i = 0; i < 20000; ++i) {  // ties and their neighbors
     ExactAccumulator acc{};
     const double x = std::ldexp(1.0 + static_cast<double>(random() % 4) * 0x1p-52,
                                 static_cast<int>(random() % 2000) - 1000);

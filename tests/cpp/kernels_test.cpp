@@ -1,5 +1,5 @@
 // The bitwise contract of pass B: every instruction set's kernels and the bodies of the CUDA
-// kernels give the same bits, whatever a parameter and its state are held in and wherever they lie.
+// kernels give the same bits for all dtypes of parameter and state, wherever arrays start.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 namespace torchopt_ext {
 namespace {
 
-// The CPU's scalar kernels are what the others are held to.
+// Compares all kernels with the CPU's scalar kernels.
 void expect_same_bits(const Case& c, int variant) {
   const AdamHyper hyper = hyper_of(variant);
   const Control control = control_of_a_step();
@@ -20,7 +20,7 @@ void expect_same_bits(const Case& c, int variant) {
   for (const KernelTable* table : runnable_tables()) {
     for (const int64_t chunk : {int64_t{4096}, kChunkElements}) {
       if (c.options.track != 0 && chunk != kChunkElements) {
-        continue;  // a trace adds up chunk by chunk
+        continue;  // a trace depends on the chunks
       }
       for (const bool past_caches : {false, true}) {
         Tensor actual = start;
@@ -54,7 +54,7 @@ TEST(Adam, SameBitsHoweverAStepIsMade) {
       for (int64_t numel : {1, 31, 513, 640, 4700}) {  // 640: whole groups
         ++variant;
         if (numel == 4700 && variant % 2 != 0) {
-          numel = 1500;  // one chunk: several take most of this test's time
+          numel = 1500;  // one chunk: several chunks take most of this test's time
         }
         c.row_length = numel;
         c.seed = static_cast<unsigned>(variant);
@@ -135,7 +135,7 @@ TEST(Adam, ASkippedStepChangesNothingInTheCudaBody) {
   }
 }
 
-// Nothing but a decay that is too small for bf16: every element loses its update.
+// The only update is a decay too small for bf16, so every element loses its update.
 TEST(Adam, LostUpdatesAreCounted) {
   Case c{.layout = {.param = DType::kBFloat16, .grad = DType::kBFloat16}};
   c.options.track = 7;
@@ -159,7 +159,7 @@ TEST(Adam, NormsThatAreNaNHaveOneForm) {
     Tensor start(c);
     std::vector<unsigned char>& gradient = start.memory(kGrad);
     const auto size = static_cast<size_t>(start.size(kGrad));
-    for (const size_t i : {5, 8, 69}) {  // of one lane and of one register, with other signs
+    for (const size_t i : {5, 8, 69}) {  // in one lane and in one register, with different signs
       std::fill_n(gradient.begin() + static_cast<int64_t>(size * i), size, i == 8 ? 0x7f : 0xff);
     }
     const auto expect = [&](const Report& report) {
@@ -187,7 +187,7 @@ TEST(Adam, LostUpdatesAreCountedAroundZerosInfinitiesAndNaNs) {
     }
   }
   for (const bool decays : {false, true}) {
-    // Moments stay, and weights as far as 0 times anything is 0.
+    // Moments stay unchanged, and weights where 0 times the moment is 0.
     TensorScalars scalars{};
     scalars.as_float.small_w1 = scalars.as_float.small_w2 = true;
     scalars.as_float.eps_hat = 1.0f;
@@ -195,7 +195,7 @@ TEST(Adam, LostUpdatesAreCountedAroundZerosInfinitiesAndNaNs) {
     for (const KernelTable* table : runnable_tables()) {
       int64_t expected = 0;
       int64_t lost = 0;
-      for (size_t first = 0; first < params.size(); first += 8) {  // a register at a time, and less
+      for (size_t first = 0; first < params.size(); first += 8) {  // the next 8, and all the rest
         for (const size_t n : {size_t{8}, params.size() - first}) {
           std::vector<float> p(params.begin() + first, params.begin() + first + n);
           std::vector<float> m(exp_avgs.begin() + first, exp_avgs.begin() + first + n);
@@ -246,7 +246,7 @@ TEST(Adam, ACudaLaunchPreparesItsRangesOfTensorsAndGroups) {
   EXPECT_TRUE(std::ranges::equal(counts, std::array{3.0f, 4.0f, 3.0f, 3.0f}));
   EXPECT_EQ(steps[0].grad, nullptr);
   EXPECT_EQ(steps[1].grad, &gradient);
-  EXPECT_EQ(steps[2].grad, nullptr);  // of another group, which another launch has
+  EXPECT_EQ(steps[2].grad, nullptr);  // its group belongs to another launch
   EXPECT_EQ(steps[3].grad, nullptr);  // no gradient
   EXPECT_EQ(steps[1].scalars.as_float.beta1, static_cast<float>(hyper_of(1).beta1));
   control.skip = 1.0;

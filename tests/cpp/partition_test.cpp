@@ -1,5 +1,5 @@
-// The balanced cuts of small buckets, and greedy loads up to the end of int64_t, for the
-// sanitizers' sake too; the contracts are tested in Python.
+// Tests balanced cuts of small buckets, and greedy loads up to the largest int64_t, also for the
+// sanitizers. The Python tests cover the contracts.
 #include <gtest/gtest.h>
 
 #include <limits>
@@ -14,7 +14,7 @@ const int64_t kLengthsOfRows[] = {1, 63, 64, 4095, 4096, 4097, 4160, 9000};
 const int64_t kCountsOfRows[] = {0, 1, 3, 70};
 const int64_t kWorldSizes[] = {1, 2, 3, 8, 50};
 
-// The bucket's places by asking for each position in turn.
+// Returns the bucket's cut places, found one after another with after().
 std::vector<int64_t> walk(const CutPlaces& places) {
   std::vector<int64_t> found{0};
   while (found.back() < places.length) {

@@ -1,4 +1,4 @@
-// Where a shard lies in its parameter decides its draws and digests: sharded any way, a parameter
+// A shard's place in its parameter decides its draws and digests: with any sharding, a parameter
 // gets the bits of the whole, and the shards' digests add up to the whole's.
 #include <gtest/gtest.h>
 
@@ -11,7 +11,7 @@ constexpr int64_t kRows = 12;
 constexpr int64_t kColumns = 90;
 constexpr int64_t kElements = kRows * kColumns;
 
-// Elements of the parameter, run by run.
+// The place of a shard: elements of the parameter, run by run.
 struct Place {
   int64_t numel;
   int64_t first_element;
@@ -19,7 +19,7 @@ struct Place {
   int64_t stride;
 };
 
-// Groups of 8-bit moments lie within rows; else rows do not matter.
+// Groups of 8-bit moments lie within rows. For other moments rows do not matter.
 Case case_of(const Layout& layout, int64_t numel) {
   Case c{.layout = layout,
          .options = {.stochastic_rounding = true, .track = 7, .rounding_seed = 5}};
@@ -39,7 +39,7 @@ int64_t element_of(const Place& place, int64_t i) {
 
 constexpr Array kOfElements[] = {kParam, kExpAvg, kExpAvgSq, kMaxExpAvgSq, kMaster, kGrad};
 
-// The elements of the whole that a shard has, and the scales of its rows.
+// Returns a shard with its elements of the whole and the scales of its rows.
 Tensor shard_of(const Tensor& whole, const Place& place) {
   Tensor shard(case_of(whole.work.layout, place.numel));
   const auto copy = [&](Array array, int64_t to, int64_t from, int64_t count) {
@@ -84,13 +84,13 @@ void expect_shards_as_whole(const Tensor& start, const std::vector<Place>& place
   EXPECT_EQ(sum, digest);
 }
 
-// Rows; a flat interval that starts at an odd element; columns, of odd and even width.
+// Splits by rows, by flat intervals that meet at an odd element, by columns of odd or even width.
 const std::vector<std::vector<Place>> kSplits{
     {{5 * kColumns, 0, 0, 0}, {7 * kColumns, 5 * kColumns, 0, 0}},
     {{33, 0, 0, 0}, {kElements - 33, 33, 0, 0}},
     {{kRows * 45, 0, 45, kColumns}, {kRows * 45, 45, 45, kColumns}},
     {{kRows * 32, 0, 32, kColumns}, {kRows * 58, 32, 58, kColumns}}};
-// Of whole rows: a part, and two of four rows each.
+// Splits by whole rows: one interval each, and two of every four rows each.
 const std::vector<std::vector<Place>> kRowSplits{
     kSplits[0],
     {{kElements / 2, 0, 2 * kColumns, 4 * kColumns},
@@ -108,7 +108,7 @@ TEST(Place, ShardsGetTheBitsOfTheWhole) {
   layout.master = Master::kRemainder8;
   layouts.push_back(layout);
   for (const Layout& held : layouts) {
-    // From the beginning of a parameter; from an odd element on, over the end of a stream.
+    // The start of a parameter, and an odd element before the end of a stream.
     for (const int64_t first : {int64_t{0}, kStreamElements - 517}) {
       Tensor whole(case_of(held, kElements));
       whole.work.first_element = first;
@@ -126,7 +126,7 @@ TEST(Place, ShardsGetTheBitsOfTheWhole) {
   }
 }
 
-// A chunk whose tiles end with short rows has the most tiles.
+// A chunk of short rows has the most tiles, because rows end in short groups.
 TEST(Place, AChunkOfShortRowsHasTilesForAllGroups) {
   Case c = case_of(layout_of(AdamKind::kInt8Float32), kColumns);
   c.row_length = kQuantGroup + 1;

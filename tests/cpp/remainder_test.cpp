@@ -1,5 +1,5 @@
-// A float as a bf16 weight and a remainder of int16 or int8: all lower halves of the upper halves
-// that can make a difference.
+// Tests a float as a bf16 weight and an int16 or int8 remainder, with all lower halves of the upper
+// halves that can make a difference.
 #include "kernels/remainder.h"
 
 #include <gtest/gtest.h>
@@ -12,14 +12,14 @@
 namespace torchopt_ext {
 namespace {
 
-// Both parities and signs around every exponent: zero, denormals, the largest finite numbers and
-// infinity among them.
+// Returns upper halves of both parities and signs at the ends of exponents: among them zero,
+// denormals and the largest finite numbers, which also round to infinity.
 std::vector<uint32_t> upper_halves() {
   std::vector<uint32_t> halves;
   for (const uint32_t sign : {0x0000u, 0x8000u}) {
     for (uint32_t exponent = 0; exponent < 0xff; ++exponent) {
       if (exponent > 3 && exponent < 0xfb && exponent % 16 != 15) {
-        continue;  // carries are alike in all of them
+        continue;  // carries are the same in all skipped exponents
       }
       for (const uint32_t mantissa : {0x00u, 0x01u, 0x7eu, 0x7fu}) {
         halves.push_back(sign | exponent << 7 | mantissa);
@@ -53,7 +53,7 @@ TEST(Remainder, KeepsEveryFloatButTheTiesAboveEvenWeights) {
   EXPECT_EQ(moved, static_cast<int64_t>(upper_halves().size() / 2));
 }
 
-// The values of pairs with an int8 around a float: its own, if there is one.
+// The nearest floats that pairs with an int8 can hold; both are the float itself if possible.
 struct Pairs {
   uint32_t below;
   uint32_t above;
@@ -73,7 +73,7 @@ uint32_t joined_bits(const SplitFloat<int8_t>& parts) {
   return bit_cast<uint32_t>(join(parts.weight, parts.remainder));
 }
 
-// The weight is the float's own nearest, and no remainder that keeps it the pair's comes nearer.
+// The weight is the nearest to the float, and no other remainder of this weight comes nearer.
 TEST(Remainder, OfEightBitsComesNearest) {
   for (const uint32_t upper : upper_halves()) {
     for (uint32_t lower = 0; lower < 0x10000u; ++lower) {
@@ -90,7 +90,7 @@ TEST(Remainder, OfEightBitsComesNearest) {
       };
       const int64_t found = distance(parts.remainder);
       ASSERT_LE(found, 0x100) << bits;
-      // Between two the lower one where bit 16 is 0.
+      // Of two equally near remainders, the lower is chosen where bit 16 is 0.
       const bool is_odd = upper % 2 == 1;
       ASSERT_TRUE(found < distance(parts.remainder - 1) + is_odd) << bits;
       ASSERT_TRUE(found < distance(parts.remainder + 1) + !is_odd) << bits;
@@ -104,7 +104,7 @@ TEST(Remainder, OfEightBitsKeepsPairs) {
       const BFloat16 weight{static_cast<uint16_t>(upper)};
       const float x = join(weight, static_cast<int8_t>(remainder));
       if (narrow<BFloat16>(x).bits != upper || std::isnan(x)) {
-        continue;  // no pair: a step never stores it
+        continue;  // not a pair that a step stores
       }
       const SplitFloat<int16_t> wider = split(x);
       ASSERT_EQ(wider.weight.bits, upper);
@@ -154,8 +154,8 @@ constexpr Layout kLayout{
     .param = DType::kBFloat16,
     .master = sizeof(Remainder) == 1 ? Master::kRemainder8 : Master::kRemainder};
 
-// What a kernel takes weights for, but for the sign of a zero: less themselves they are 0, and so
-// their change is what they were, negated.
+// Returns the floats that a kernel joins from weights and remainders, except for the sign of a
+// zero. A decay of 1 makes the floats 0, so that their changes are the negated floats.
 template <class Remainder>
 std::vector<float> joined_by(const KernelTable& table, std::vector<BFloat16> weights,
                              std::vector<Remainder> remainders) {
@@ -180,7 +180,7 @@ std::vector<float> joined_by(const KernelTable& table, std::vector<BFloat16> wei
   return change;
 }
 
-// From the pair nearest to a value to the value, which is then split again.
+// Moves the pair nearest to a value to the value, which the kernel then splits again.
 template <class Remainder>
 void expect_kernels_split_and_join() {
   std::vector<float> values;
@@ -204,7 +204,7 @@ void expect_kernels_split_and_join() {
     std::vector<Remainder> remainders = before_remainder;
     const TensorWork work = work_of(kLayout<Remainder>, weights.data(), remainders.data());
     subtract(*table, work, amounts);
-    for (int stored = 1; stored <= 2; ++stored) {  // the second is the first, joined and split
+    for (int stored = 1; stored <= 2; ++stored) {  // the second time after a join and a split
       for (size_t i = 0; i < values.size(); ++i) {
         ASSERT_EQ(weights[i].bits, before[i].bits) << table->name << " " << values[i];
         ASSERT_EQ(remainders[i], before_remainder[i]) << table->name << " " << values[i];
@@ -214,7 +214,7 @@ void expect_kernels_split_and_join() {
     const std::vector<float> joined = joined_by(*table, weights, remainders);
     for (size_t i = 0; i < values.size(); ++i) {
       const float expected = join(weights[i], remainders[i]);
-      if (expected != 0.0f) {  // the sign of a zero has been split again above
+      if (expected != 0.0f) {  // the loop above tests the sign of a zero
         ASSERT_EQ(bit_cast<uint32_t>(joined[i]), bit_cast<uint32_t>(expected)) << table->name;
       }
     }

@@ -11,7 +11,7 @@ namespace torchopt_ext {
 namespace {
 
 using Memory = std::vector<unsigned char>;
-constexpr int64_t kSlack = 32;  // elements around those that are copied
+constexpr int64_t kSlack = 32;  // elements around the copied elements
 
 struct Pair {
   DType to;
@@ -30,7 +30,7 @@ std::vector<Pair> every_pair() {
   return pairs;
 }
 
-// `n` elements, a third of which are any bit pattern at all.
+// Returns `n` elements, a third of which have random bit patterns.
 Memory elements_of(DType dtype, int64_t n, unsigned seed) {
   Memory memory = random_elements(dtype, n, 20, seed);
   std::mt19937 random(seed);
@@ -102,7 +102,7 @@ void expect_same_bits(const Case& c) {
   for (const int threads : {32, 256}) {
     ASSERT_EQ(by_cuda(c, control, true, to, &from, threads), expected);
   }
-  // Nothing beside the elements is written, and none of them is left out.
+  // Nothing outside of the elements is written.
   const auto size = static_cast<size_t>(element_size(c.types.to));
   const auto begin = static_cast<ptrdiff_t>(static_cast<size_t>(c.to_offset) * size);
   const auto end = begin + static_cast<ptrdiff_t>(static_cast<size_t>(c.n) * size);
@@ -155,7 +155,7 @@ TEST(ScaledCopy, InPlace) {
       table->scaled_copy[d][d](x, x, c.factor, c.n, false);
       EXPECT_EQ(memory, expected) << table->name;
     }
-    // Nothing to do: not even a NaN changes its form.
+    // A copy in place without a factor is a no-op: not even a NaN changes its bits.
     EXPECT_EQ(by_cuda(c, control, false, start, nullptr, 256), start);
     control.grad_factor = 1.0;
     EXPECT_EQ(by_cuda(c, control, true, start, nullptr, 256), start);

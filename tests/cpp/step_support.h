@@ -15,15 +15,15 @@
 
 namespace torchopt_ext {
 
-// What a step is tried with.
+// The settings of one tested step.
 struct Case {
   Layout layout{};
   StepOptions options{};
   int64_t rows = 1;
   int64_t row_length = 1;
   unsigned seed = 1;
-  int64_t first_element = 0;  // where it lies in its parameter
-  // Where each array starts in its allocation, in elements, by Array; scales' stay.
+  int64_t first_element = 0;  // place of the tensor in its parameter
+  // Where each array starts in its allocation, in elements, by Array; ignored for scales.
   std::array<int64_t, kArrays> offsets{};
 };
 
@@ -41,7 +41,7 @@ inline std::string describe(const Case& c) {
   return text.str();
 }
 
-// Every way to hold a parameter with its gradient and state.
+// Returns every supported combination of dtypes and masters.
 inline std::vector<Case> every_way_to_hold() {
   std::vector<Case> all;
   std::vector<DType> states(std::begin(kAllDTypes), std::end(kAllDTypes));
@@ -115,7 +115,7 @@ class Tensor {
     }
   }
 
-  // Of the memory as it is now: a copy has its own.
+  // Points `work` to this object's memory: a copied object has its own memory.
   void point() {
     for (unsigned a = 0; a < kArrays; ++a) {
       work.memory[a] = memory_[a].data() + case_.offsets[a] * size_[a];
@@ -132,7 +132,7 @@ class Tensor {
     work.memory[kStep] = &step;
   }
 
-  // Also outside of the elements.
+  // Compares all memory, also outside of the elements.
   bool same_bits(const Tensor& other) const {
     return memory_ == other.memory_ && step == other.step;
   }
@@ -176,7 +176,7 @@ inline Control control_of_a_step() {
   return control;
 }
 
-// What a step reported of a tensor.
+// A step's report of one tensor.
 struct Report {
   std::vector<ChunkTrace> chunks;
   std::array<double, 2> norms{};
@@ -229,7 +229,7 @@ void adam_as_cuda(AdamKind kind, const HostCta& cta, const AdamArgs& args,
   ((static_cast<int>(kind) == kKinds ? pass_b_body<AdamKind{kKinds}>(cta, args) : void()), ...);
 }
 
-// One kernel of each kind, as a step of tensors of all kinds launches them.
+// Runs one kernel of each kind, as a step over tensors of all kinds does.
 template <int... kKinds>
 void traced_as_cuda(const HostCta& cta, TraceShared& shared, const AdamArgs& args,
                     const TraceArgs& traces, std::integer_sequence<int, kKinds...>) {

@@ -1,4 +1,4 @@
-// The draws' words, and rounding by them. Golden vectors (tests/golden) hold the draws themselves.
+// Tests the draws' words and rounding by draws. Golden vectors (tests/golden) pin the draws.
 #include "kernels/stochastic.h"
 
 #include <gtest/gtest.h>
@@ -17,7 +17,7 @@ Drawn random_of(const RoundingKey& key, uint64_t element) {
   return random_words<ScalarWords>(rounding_stream(key, element), static_cast<uint32_t>(element));
 }
 
-// Draws below and at the part that is cut off, for each array by itself.
+// Tests draws below and at the part that is cut off, for each array separately.
 TEST(Stochastic, RoundsToOneOfTheNeighbours) {
   for (uint32_t upper = 0; upper < 0x8000u; ++upper) {
     if (upper >= 0x7f80u) {
@@ -52,7 +52,7 @@ TEST(Stochastic, KeepsInfinityAndNaN) {
 TEST(Stochastic, TheMeanIsTheExactValue) {
   constexpr uint64_t kDraws = 100000;
   const RoundingKey key{20240601, 17, 3};
-  for (const double part : {0.01, 0.25, 0.5, 0.9}) {  // of the distance between neighbours
+  for (const double part : {0.01, 0.25, 0.5, 0.9}) {  // fractions of the distance between neighbors
     const double step = 0x1p-7;
     const auto x = static_cast<float>(1.0 + step * part);
     for (const Array draw : {kParam, kExpAvg, kExpAvgSq, kMaxExpAvgSq}) {
@@ -67,7 +67,7 @@ TEST(Stochastic, TheMeanIsTheExactValue) {
   }
 }
 
-// Where the numbers' upper half changes on the way, too, and run by run.
+// Tests also elements whose number carries into its upper half, and shards in several runs.
 void expect_kernels_round_as_the_header(Master master) {
   constexpr size_t kElements = 1000;
   constexpr int64_t kCarry = (int64_t{1} << 32) - 21;
@@ -90,9 +90,9 @@ void expect_kernels_round_as_the_header(Master master) {
             random_of({key.seed, static_cast<uint32_t>(step), key.parameter}, element);
         uint32_t bits = (random.word[1] * 0x9e3779b9u) & 0xbfffffffu;
         if (i % 3 == 0) {
-          bits = (bits & 0xfffe00ffu) | 0x8000u;  // by the tie above an even weight
+          bits = (bits & 0xfffe00ffu) | 0x8000u;  // near the tie above an even weight
         }
-        const auto x = bit_cast<float>(bits);  // of any sign, below 2 in magnitude
+        const auto x = bit_cast<float>(bits);  // any sign, below 2 in magnitude
         before.push_back({static_cast<uint16_t>(bits >> 16)});
         amounts.push_back(widen(before.back()) - x);  // exact, and so is the subtraction
         const uint32_t draw = draw_of(random, kParam);

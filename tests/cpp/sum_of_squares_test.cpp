@@ -29,13 +29,13 @@ ExactAccumulator sum_as_cuda(const TensorWork& work) {
                       reinterpret_cast<int64_t*>(&acc)};
   static Gradients gradients{0, 1, {}};
   gradients.memory[0] = work.memory[kGrad];
-  constexpr int64_t kBlocks = 2;  // fewer than there are chunks for: warps stride
+  constexpr int64_t kBlocks = 2;  // fewer than the chunks could fill: warps stride
   for (int64_t block = 0; block < kBlocks; ++block) {
     NormShared shared;
     norm_body(HostCta{block, kBlocks, kNormThreads}, shared, args, gradients);
   }
   EXPECT_EQ(std::isnan(accumulator_total(acc)),
-            acc.limb[ExactAccumulator::kNans] != 0);  // of digits with carries to come
+            acc.limb[ExactAccumulator::kNans] != 0);  // while carries are pending
   const double total = accumulator_total(acc);
   accumulator_normalize(acc);
   EXPECT_EQ(bit_cast<uint64_t>(accumulator_total(acc)), bit_cast<uint64_t>(total));
@@ -77,7 +77,7 @@ TEST(SumOfSquares, SameBitsOnEveryInstructionSetAndInTheCudaBody) {
   }
 }
 
-// Blocks are summed four and two at a time; how many there are must not show.
+// Kernels sum four or two blocks at a time. The number of blocks must not change the result.
 TEST(SumOfSquares, SameBitsHoweverManyBlocksThereAre) {
   for (const DType dtype : kAllDTypes) {
     for (const int64_t row_length : {64, 100, 4096, 5000, 14336, 40000}) {
@@ -103,8 +103,8 @@ TEST(SumOfSquares, SameBitsWhereverAGradientStarts) {
   }
 }
 
-// Few bins hold gradients of about the same size, more those that are far apart; every last bit of
-// the smallest counts.
+// Gradients of about the same size need few bins (kernels/bins.h), gradients far apart need more.
+// Every last bit of the smallest gradient counts.
 TEST(SumOfSquares, SameBitsHoweverFarGradientsAreApart) {
   constexpr float kOdd = 0x1.fffffep0f;
   for (const int largest : {127, 60, 0, -60, -126}) {

@@ -27,7 +27,7 @@ inline std::vector<const KernelTable*> runnable_tables() {
 constexpr DType kAllDTypes[] = {DType::kFloat32, DType::kFloat64, DType::kBFloat16,
                                 DType::kFloat16};
 
-// `n` elements of a type as raw memory: normal values of the given spread in powers of two.
+// Returns `n` elements of a type as raw memory: normal values times 2**-spread to 2**spread.
 inline std::vector<unsigned char> random_elements(DType dtype, int64_t n, int spread,
                                                   unsigned seed) {
   std::mt19937_64 random(seed);
@@ -53,8 +53,8 @@ inline std::vector<unsigned char> random_elements(DType dtype, int64_t n, int sp
   return memory;
 }
 
-// Param minus `amounts`, through pass B's kernel for any layout: it stores what a test wants to see
-// stored. Moments and gradient of `work` are overwritten.
+// Subtracts `amounts` from the parameter through pass B's kernel for any layout, so that a test
+// chooses what is stored. Uses its own gradient and moments, not those of `work`.
 inline void subtract(const KernelTable& table, TensorWork work, std::vector<float> amounts,
                      const StepOptions& options = {}) {
   TensorScalars scalars{};  // exp_avg stays, exp_avg_sq becomes 0, and the update is exp_avg
@@ -71,7 +71,7 @@ inline void subtract(const KernelTable& table, TensorWork work, std::vector<floa
                                                    static_cast<int64_t>(amounts.size()), false);
 }
 
-// A tensor of these arrays, of which the rest is not there.
+// Returns a tensor with the given arrays; its other arrays are null.
 inline TensorWork work_of(Layout layout, void* param, void* master = nullptr) {
   TensorWork work{};
   work.layout = layout;

@@ -1,4 +1,4 @@
-// The index arithmetic of CUDA threads' registers, exhaustively over small sizes and all
+// Tests the index arithmetic of CUDA threads' registers, exhaustively over small sizes and all
 // alignments.
 #include "cuda/vector.h"
 
@@ -9,7 +9,7 @@
 namespace torchopt_ext {
 namespace {
 
-// Each element once, whatever the number of threads, and by whole registers within the range.
+// Expects each element once for any number of threads, and whole registers within the range.
 void expect_each_element_once(const Registers& registers, int width, int n) {
   for (const int threads : {1, 3, 32}) {
     std::vector<int> seen(static_cast<size_t>(n), 0);
@@ -32,11 +32,11 @@ void expect_each_element_once(const Registers& registers, int width, int n) {
   }
 }
 
-alignas(64) char memory[1024];  // whose addresses count
+alignas(64) char memory[1024];  // only its addresses matter
 
 void* at(int64_t offset) { return memory + offset; }
 
-// Registers start at the first element where all arrays are aligned, and leave less than one out.
+// Registers start at the first element where all arrays are aligned; less than a register is left.
 TEST(Registers, StartWhereEveryArrayIsAligned) {
   struct Way {
     AdamKind kind;
@@ -48,7 +48,7 @@ TEST(Registers, StartWhereEveryArrayIsAligned) {
     const Layout layout = layout_of(way.kind);
     const bool master = layout.master != Master::kNone;
     for (int offset = 0; offset < 2 * way.width; ++offset) {
-      for (int moved = 0; moved < way.width; ++moved) {  // the gradient, against the others
+      for (int moved = 0; moved < way.width; ++moved) {  // the gradient's extra offset
         for (int n = 0; n <= 40; ++n) {
           void* x[kArrays] = {};
           for (const Array array : {kParam, kExpAvg, kExpAvgSq, kGrad}) {
@@ -74,7 +74,7 @@ TEST(Registers, NarrowerArraysNeedLessAlignment) {
   const Layout layout{.param = DType::kFloat32, .grad = DType::kBFloat16};
   void* x[kArrays] = {};
   x[kParam] = at(0);
-  x[kGrad] = at(8);  // four elements of it are 8 bytes
+  x[kGrad] = at(8);  // four bf16 elements are 8 bytes
   EXPECT_EQ(aligned_registers(layout, x, 4, 100).end, 100);
   x[kGrad] = at(4);
   EXPECT_EQ(aligned_registers(layout, x, 4, 100).end, 0);

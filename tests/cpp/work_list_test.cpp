@@ -1,4 +1,4 @@
-// The index arithmetic of both back ends, exhaustively over small sizes.
+// Tests the index arithmetic of both back ends, exhaustively over small sizes.
 #include "work/work_list.h"
 
 #include <gtest/gtest.h>
@@ -23,7 +23,7 @@ struct BlockRange {
   int64_t length;
 };
 
-// Every block of a tensor by the rule itself: rows cut every 4,096 elements.
+// Returns every block of a tensor by the block rule: rows cut every 4,096 elements.
 std::vector<BlockRange> blocks_by_the_rule(int64_t rows, int64_t row_length) {
   std::vector<BlockRange> blocks;
   for (int64_t row = 0; row < rows; ++row) {
@@ -56,7 +56,7 @@ TEST(ChunkTable, CoversEveryElementOnceInOrder) {
           }
           ASSERT_EQ(next, tensors[static_cast<size_t>(t)].numel);
         }
-        ASSERT_EQ(c, chunks.size());  // the empty tensor has none
+        ASSERT_EQ(c, chunks.size());  // the empty tensor has no chunk
       }
     }
   }
@@ -89,7 +89,7 @@ TEST(ChunkTable, BlocksOfChunksAreTheBlocksOfTheRule) {
 
 TEST(ChunkTable, PlainChunksCoverEachElementOnce) {
   for (const int64_t numel : {0, 1, 1000, 8191, 8192, 8193, 33000}) {
-    TensorWork quantized = tensor_of(3, 5000);  // whose chunks do not cross rows
+    TensorWork quantized = tensor_of(3, 5000);  // its chunks do not cross rows
     quantized.kind = AdamKind::kInt8;
     const std::vector<TensorWork> tensors{tensor_of(1, numel), tensor_of(2, 4096), quantized,
                                           tensor_of(1, 7)};
@@ -114,7 +114,7 @@ TEST(ChunkTable, PlainChunksCoverEachElementOnce) {
 TEST(ChunkTable, FirstChunksOfRangesOfTensors) {
   const std::vector<TensorWork> tensors{tensor_of(0, 1), tensor_of(1, 10), tensor_of(2, 5000),
                                         tensor_of(0, 1), tensor_of(0, 1),  tensor_of(1, 1)};
-  const std::vector<Chunk> chunks = make_chunks(tensors, 4096);  // 0, 1, 4, 0, 0 and 1 of them
+  const std::vector<Chunk> chunks = make_chunks(tensors, 4096);  // by tensor: 0, 1, 4, 0, 0, 1
   ASSERT_EQ(chunks.size(), 6U);
   using Firsts = std::vector<int64_t>;
   EXPECT_EQ(first_chunks(chunks, 6, 1), (Firsts{0, 0, 1, 5, 5, 5, 6}));

@@ -1,4 +1,4 @@
-// What torch::save and torch::load make of the optimizer.
+// Tests torch::save and torch::load of the optimizer.
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
 #include <torch/serialize.h>
@@ -90,7 +90,7 @@ TEST(FusedAdamWArchive, LeavesWhatLibtorchDoesNotSave) {
   torch::optim::Adam adam(theirs, torch::optim::AdamOptions(2e-2).weight_decay(0.2));
   FusedAdamW fused(params, FusedAdamWOptions(1.0).decoupled_weight_decay(false));
   train(adam, theirs, 0, 3);
-  fused.param_groups()[0].options().set_lr(-1e-19);  // as schedules may end
+  fused.param_groups()[0].options().set_lr(-1e-19);  // schedules may end below 0
   train(fused, params, 0, 1);
   load(fused, saved(adam));
   set_weights(params, theirs);

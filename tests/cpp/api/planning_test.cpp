@@ -1,4 +1,4 @@
-// Schedules and partitions from C++; what they compute is tested in tests/python/ops.
+// Schedules and partitions from C++. tests/python/ops tests what they compute.
 #include "support.h"
 
 namespace torchopt_ext::test {

@@ -1,5 +1,5 @@
-// Steps from C++, by the contract in torchopt_ext/optim.h. The bits of the Python class are
-// compared in tests/python/examples/test_cpp.py.
+// Steps from C++, by the contract in torchopt_ext/optim.h. tests/python/examples/test_cpp.py
+// compares the bits with those of the Python class.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/nn/utils/clip_grad.h>
 #include <torch/optim/adam.h>
@@ -58,7 +58,7 @@ TEST(FusedAdamW, MaximizesAlongTheGradient) {
   EXPECT_TRUE(same(up, down));
 }
 
-// The operators' bits are tested in tests/python/ops, against golden vectors, too.
+// tests/python/ops tests the operators' bits, also against golden vectors.
 TEST(FusedAdamW, HasTheBitsOfTheOperators) {
   auto& operators = c10::Dispatcher::singleton();
   const auto grad_sumsq = operators.findSchemaOrThrow("torchopt_ext::grad_sumsq_", "")
@@ -159,7 +159,7 @@ TEST(FusedAdamW, FollowsWhatBecomesOfGroupsAndTensors) {
   train(later, expected, 2, 4);
   EXPECT_TRUE(same(params, expected));
   for (const Tensor& param : params) {
-    param.set_data(param.detach().clone());  // the same tensor, elsewhere
+    param.set_data(param.detach().clone());  // same tensor at another address
   }
   for (auto* each : {&moved, &first}) {
     static_cast<FusedAdamWOptions&>(each->param_groups()[0].options()).amsgrad(true);
@@ -251,7 +251,7 @@ TEST(FusedAdamW, MeasuresWithoutClipping) {
   give_gradients(params, 9);
   give_gradients(expected, 9);
   for (const Tensors& each : {params, expected}) {
-    each[1].mutable_grad()[7] = kInfinity;  // no other tensor's concern
+    each[1].mutable_grad()[7] = kInfinity;  // affects no other tensor
   }
   measuring.step();
   plain.step();

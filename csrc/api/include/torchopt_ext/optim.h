@@ -1,5 +1,5 @@
 // torch::optim::AdamW with gradient norm, clipping and overflow check inside the step: docs/cpp.md.
-// What it computes is in docs/numerics.md, to the bit.
+// docs/numerics.md defines the results to the bit.
 #pragma once
 
 #include <torch/optim/optimizer.h>
@@ -16,7 +16,7 @@ namespace torchopt_ext {
 
 class PlannedStep;
 
-// A param group's options, those of torch::optim::AdamW first.
+// The options of a param group. The first five are those of torch::optim::AdamW.
 struct FusedAdamWOptions : torch::optim::OptimizerCloneableOptions<FusedAdamWOptions> {
   FusedAdamWOptions(double lr = 1e-3);
   TORCH_ARG(double, lr) = 1e-3;
@@ -36,11 +36,11 @@ struct FusedAdamWOptions : torch::optim::OptimizerCloneableOptions<FusedAdamWOpt
 
  private:
   friend class FusedAdamW;
-  bool of_another_class_ = false;  // of an archive that lacks the last two
+  bool of_another_class_ = false;  // loaded from an archive without the last two options
 };
 
-// A parameter's state. The step count is one float32 on the parameter's device; the moments have
-// the parameter's shape and dtype, and without amsgrad there is no maximum.
+// The state of a parameter. The step count is one float32 on the parameter's device. The moments
+// have the parameter's shape and dtype. Only amsgrad needs max_exp_avg_sq.
 struct FusedAdamWParamState : torch::optim::OptimizerCloneableParamState<FusedAdamWParamState> {
   TORCH_ARG(torch::Tensor, step);
   TORCH_ARG(torch::Tensor, exp_avg);
@@ -52,27 +52,27 @@ struct FusedAdamWParamState : torch::optim::OptimizerCloneableParamState<FusedAd
   void serialize(torch::serialize::OutputArchive& archive) const override;
 };
 
-// Steps dense parameters of one device: the CPU or a CUDA device. Options of a group that equal
-// FusedAdamWOptions() are the optimizer's, as in libtorch 2.15. Archives are those of
-// torch::optim::AdamW, which reads ours, and whose we read.
+// Steps dense parameters on one device, the CPU or a CUDA device. A group takes each option that
+// equals that of FusedAdamWOptions() from the optimizer's defaults, as in libtorch 2.15. The
+// archive format is that of torch::optim::AdamW: each class loads the archives of the other.
 class FusedAdamW : public torch::optim::Optimizer {
  public:
   using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
 
-  // Raise c10::Error for an option out of range.
+  // The constructors raise c10::Error for an option out of range.
   explicit FusedAdamW(const ParamGroups& param_groups, const FusedAdamWOptions& defaults = {});
   explicit FusedAdamW(std::vector<torch::Tensor> params, const FusedAdamWOptions& defaults = {});
-  // Of Module::named_parameters(): messages then have the parameters' names.
+  // Takes Module::named_parameters(): error messages then name the parameters.
   explicit FusedAdamW(const torch::OrderedDict<std::string, torch::Tensor>& named_params,
                       const FusedAdamWOptions& defaults = {});
   ~FusedAdamW() override;
   FusedAdamW(FusedAdamW&& other) noexcept;
   FusedAdamW& operator=(FusedAdamW&& other) noexcept;
 
-  // Clips the gradients, inside the step, to this 2-norm over all of them; the gradients themselves
-  // are not changed. 0: off. Infinity: measures the norm without clipping.
+  // Clips gradients inside the step to this 2-norm over all gradients. The gradients in memory do
+  // not change. 0: off. Infinity: measures the norm without clipping.
   TORCH_ARG(double, max_grad_norm) = 0.0;
-  // Whether a step in which a gradient is not finite changes nothing.
+  // Whether a step with an infinite or NaN gradient changes nothing.
   TORCH_ARG(bool, skip_nonfinite) = false;
 
  public:
@@ -80,20 +80,20 @@ class FusedAdamW : public torch::optim::Optimizer {
   // Raises c10::Error, naming the parameter, and updates none if a tensor does not fit.
   torch::Tensor step(LossClosure closure = nullptr) override;
 
-  // The norm of the last step's gradients before clipping, one float64 on the parameters' device:
-  // nothing waits for a GPU until it is read. NaN if neither clipping nor skipping asked for it.
+  // Returns the norm of the last step's gradients before clipping, one float64 on the parameters'
+  // device. Only reading the value waits for a GPU. NaN if neither clipping nor skipping was on.
   torch::Tensor grad_norm() const;
-  // How many steps were made and how many of them were skipped; likewise.
+  // Return the numbers of steps and of skipped steps, each one float64 on the parameters' device.
   torch::Tensor steps() const;
   torch::Tensor skipped_steps() const;
 
-  // Shadows torch's, which is not virtual.
+  // Shadows torch's method of this name, which is not virtual.
   // NOLINTNEXTLINE(bugprone-derived-method-shadowing-base-method)
   void add_param_group(const torch::optim::OptimizerParamGroup& param_group);
 
-  // load() checks the whole archive before anything changes, and converts it to the parameters'
-  // device. Groups and the numbers of their parameters must be those that were saved. What an
-  // archive of libtorch's Adam or AdamW does not say, the groups' own options do.
+  // load() checks the whole archive before it changes anything, and moves the state to the
+  // parameters' device. The number of groups and of parameters per group must equal the archive's.
+  // Options that an archive of libtorch's Adam or AdamW lacks keep the groups' values.
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
 
