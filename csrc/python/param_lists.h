@@ -30,8 +30,8 @@ void increment_versions(const pybind11::list& tensors);
 void check_step(const pybind11::list& params, const pybind11::list& masters,
                 const pybind11::list& gradients, const pybind11::list& names);
 
-// The operator scaled_copy_ without the dispatcher, which takes longer over thousands of small
-// tensors than copying them.
+// The operator scaled_copy_ without the dispatcher, which takes nearly half of the operator's time
+// over thousands of small tensors.
 void scaled_copy_list(const pybind11::list& to, const pybind11::list& from,
                       const at::Tensor& control, bool unscale);
 

@@ -194,7 +194,8 @@ def reject_ineffective(options: dict[str, Any], params: Iterable[nn.Parameter]) 
     master = options.get("master_weights")
     if master and not dtypes & {torch.bfloat16, torch.float16}:
         raise ValueError(f"master_weights has no effect: {found}, expected bfloat16 or float16")
-    rounded = {options.get("state_dtype")} | (set() if master else dtypes)
+    kept = master in ("fp32", "remainder")  # these keep what rounding a weight would lose
+    rounded = {options.get("state_dtype")} | (set() if kept else dtypes)
     if options.get("stochastic_rounding") and not rounded & {torch.bfloat16, torch.int8}:
         raise ValueError(
             f"stochastic_rounding has no effect: {found}, and nothing else is rounded to bfloat16"

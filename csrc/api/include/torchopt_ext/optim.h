@@ -52,7 +52,7 @@ struct FusedAdamWParamState : torch::optim::OptimizerCloneableParamState<FusedAd
   void serialize(torch::serialize::OutputArchive& archive) const override;
 };
 
-// Steps dense parameters on one device, the CPU or a CUDA device. A group takes each option that
+// Steps strided parameters on one device, the CPU or a CUDA device. A group takes each option that
 // equals that of FusedAdamWOptions() from the optimizer's defaults, as in libtorch 2.15. The
 // archive format is that of torch::optim::AdamW: each class loads the archives of the other.
 class FusedAdamW : public torch::optim::Optimizer {
@@ -83,7 +83,8 @@ class FusedAdamW : public torch::optim::Optimizer {
   // Returns the norm of the last step's gradients before clipping, one float64 on the parameters'
   // device. Only reading the value waits for a GPU. NaN if neither clipping nor skipping was on.
   torch::Tensor grad_norm() const;
-  // Return the numbers of steps and of skipped steps, each one float64 on the parameters' device.
+  // Return the numbers of steps and of skipped steps, each one float64 on the parameters' device;
+  // NaN before the first step.
   torch::Tensor steps() const;
   torch::Tensor skipped_steps() const;
 
