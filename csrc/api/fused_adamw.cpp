@@ -14,14 +14,14 @@ using torch::serialize::InputArchive;
 using torch::serialize::OutputArchive;
 
 // Raises for options that are invalid at construction. A schedule may later set lr below 0.
-void check_new(const FusedAdamWOptions& options) {
+void check_initial_options(const FusedAdamWOptions& options) {
   TORCH_CHECK_VALUE(hyper_of(options).lr >= 0.0, "Invalid learning rate: ", options.lr());
 }
 
 // Returns a group's options. Replaces each option that equals that of a new object by the
 // optimizer's. libtorch 2.15 does so for its own optimizers only (torch/optim/optimizer.h).
-std::unique_ptr<FusedAdamWOptions> completed(const FusedAdamWOptions& own,
-                                             const FusedAdamWOptions& defaults) {
+std::unique_ptr<FusedAdamWOptions> with_inherited_defaults(const FusedAdamWOptions& own,
+                                                           const FusedAdamWOptions& defaults) {
   const FusedAdamWOptions usual;
   auto options = std::make_unique<FusedAdamWOptions>(defaults);
   const auto complete = [&](auto field) {
@@ -36,7 +36,7 @@ std::unique_ptr<FusedAdamWOptions> completed(const FusedAdamWOptions& own,
   complete([](auto& o) -> auto& { return o.amsgrad(); });
   complete([](auto& o) -> auto& { return o.maximize(); });
   complete([](auto& o) -> auto& { return o.decoupled_weight_decay(); });
-  check_new(*options);
+  check_initial_options(*options);
   return options;
 }
 
@@ -70,8 +70,8 @@ void FusedAdamWOptions::serialize(InputArchive& archive) {
   read_if_there(archive, "eps", eps_);
   read_if_there(archive, "weight_decay", weight_decay_);
   read_if_there(archive, "amsgrad", amsgrad_);
-  of_another_class_ = !read_if_there(archive, "maximize", maximize_) ||
-                      !read_if_there(archive, "decoupled_weight_decay", decoupled_weight_decay_);
+  lacks_own_options_ = !read_if_there(archive, "maximize", maximize_) ||
+                       !read_if_there(archive, "decoupled_weight_decay", decoupled_weight_decay_);
 }
 
 double FusedAdamWOptions::get_lr() const { return lr(); }
@@ -100,7 +100,7 @@ void FusedAdamWParamState::serialize(InputArchive& archive) {
 FusedAdamW::FusedAdamW(const ParamGroups& param_groups, const FusedAdamWOptions& defaults)
     : Optimizer(ParamGroups{}, std::make_unique<FusedAdamWOptions>(defaults)),
       planned_(std::make_unique<PlannedStep>()) {
-  check_new(defaults);
+  check_initial_options(defaults);
   for (const OptimizerParamGroup& group : param_groups) {
     add_param_group(group);
   }
@@ -127,7 +127,7 @@ void FusedAdamW::add_param_group(const OptimizerParamGroup& param_group) {
   auto options =
       std::make_unique<FusedAdamWOptions>(static_cast<const FusedAdamWOptions&>(*defaults_));
   if (param_group.has_options()) {
-    options = completed(options_of(param_group), *options);
+    options = with_inherited_defaults(options_of(param_group), *options);
   }
   Optimizer::add_param_group(OptimizerParamGroup(param_group.params()));
   param_groups_.back().set_options(std::move(options));
@@ -171,10 +171,10 @@ void FusedAdamW::load(InputArchive& archive) {
   for (const OptimizerParamGroup& group : loaded.param_groups_) {
     hyper_of(options_of(group));
   }
-  planned_->fit(loaded.param_groups_, loaded.state_);
+  planned_->fit_state(loaded.param_groups_, loaded.state_);
   for (size_t g = 0; g < param_groups_.size(); ++g) {
     auto options = std::make_unique<FusedAdamWOptions>(options_of(loaded.param_groups_[g]));
-    if (std::exchange(options->of_another_class_, false)) {
+    if (std::exchange(options->lacks_own_options_, false)) {
       const FusedAdamWOptions& own = options_of(param_groups_[g]);
       options->maximize(own.maximize());
       options->decoupled_weight_decay(own.decoupled_weight_decay());

@@ -46,8 +46,8 @@ int64_t index_of(double Control::*field) {
 }
 
 // Returns `tensor` with a new moment's device and strides. Copies `tensor` only if they differ.
-at::Tensor fitted(const at::Tensor& tensor, const char* role, const at::Tensor& param,
-                  const Label& param_what) {
+at::Tensor like_new_moment(const at::Tensor& tensor, const char* role, const at::Tensor& param,
+                           const Label& param_what) {
   TORCH_CHECK(tensor.sizes() == param.sizes(), role, " of ", param_what, " has shape ",
               tensor.sizes(), ", expected ", param.sizes(), " as the parameter");
   TORCH_CHECK(tensor.scalar_type() == param.scalar_type(), role, " of ", param_what, " has dtype ",
@@ -86,7 +86,7 @@ Label PlannedStep::what(size_t number, const at::Tensor& param) const {
   return {"parameter", number, named == names_.end() ? nullptr : &named->second};
 }
 
-void PlannedStep::fit(const Groups& groups, State& state) const {
+void PlannedStep::fit_state(const Groups& groups, State& state) const {
   for_each_param(groups, [&](size_t g, size_t, size_t number, const at::Tensor& param) {
     FusedAdamWParamState* own = state_of(state, param);
     if (own == nullptr) {
@@ -96,10 +96,11 @@ void PlannedStep::fit(const Groups& groups, State& state) const {
     TORCH_CHECK(own->step().defined() && own->exp_avg().defined() && own->exp_avg_sq().defined(),
                 "the state of ", param_what, " lacks step, exp_avg or exp_avg_sq");
     own->step(own->step().to(param.device(), at::kFloat).reshape({}));
-    own->exp_avg(fitted(own->exp_avg(), "exp_avg", param, param_what));
-    own->exp_avg_sq(fitted(own->exp_avg_sq(), "exp_avg_sq", param, param_what));
+    own->exp_avg(like_new_moment(own->exp_avg(), "exp_avg", param, param_what));
+    own->exp_avg_sq(like_new_moment(own->exp_avg_sq(), "exp_avg_sq", param, param_what));
     if (own->max_exp_avg_sq().defined()) {
-      own->max_exp_avg_sq(fitted(own->max_exp_avg_sq(), "max_exp_avg_sq", param, param_what));
+      own->max_exp_avg_sq(
+          like_new_moment(own->max_exp_avg_sq(), "max_exp_avg_sq", param, param_what));
     } else if (options_of(groups[g]).amsgrad()) {
       own->max_exp_avg_sq(at::zeros_like(own->exp_avg_sq()));
     }
@@ -128,13 +129,13 @@ void PlannedStep::build(const Groups& groups, State& state) {
       state[begun[i].unsafeGetTensorImpl()] = std::move(own);
     }
   }
-  fit(groups, state);
+  fit_state(groups, state);
   slots_.clear();
-  idle_.clear();
+  without_state_.clear();
   std::vector<StepPlan::Entry> entries;
   for_each_param(groups, [&](size_t g, size_t index, size_t number, const at::Tensor& param) {
     const FusedAdamWParamState* own = state_of(state, param);
-    (own == nullptr ? idle_ : slots_).push_back({g, index});
+    (own == nullptr ? without_state_ : slots_).push_back({g, index});
     if (own == nullptr) {
       return;
     }
@@ -177,7 +178,7 @@ bool PlannedStep::collect(const Groups& groups, const State& state) {
   const auto param_at = [&](const Slot& slot) -> const at::Tensor& {
     return groups[slot.group].params()[slot.index];
   };
-  for (const Slot& slot : idle_) {
+  for (const Slot& slot : without_state_) {
     if (param_at(slot).unsafeGetTensorImpl()->grad().defined()) {
       return false;
     }
@@ -187,7 +188,7 @@ bool PlannedStep::collect(const Groups& groups, const State& state) {
     amsgrad.push_back(options_of(group).amsgrad());
   }
   std::atomic<bool> fits{true};
-  remaining_.assign(slots_.size(), 0);
+  needs_set_gradient_.assign(slots_.size(), 0);
   for_each_entry(slots_.size(), [&](size_t begin, size_t end) {
     for (size_t i = begin; i < end; ++i) {
       if (i + kEntriesAhead < end) {
@@ -204,11 +205,11 @@ bool PlannedStep::collect(const Groups& groups, const State& state) {
         fits = false;
         return;
       }
-      remaining_[i] = !plan_->take_gradient(i, param.unsafeGetTensorImpl()->grad());
+      needs_set_gradient_[i] = !plan_->take_gradient(i, param.unsafeGetTensorImpl()->grad());
     }
   });
   for (size_t i = 0; fits && i < slots_.size(); ++i) {
-    if (remaining_[i] != 0) {
+    if (needs_set_gradient_[i] != 0) {
       plan_->set_gradient(i, param_at(slots_[i]).unsafeGetTensorImpl()->grad());
     }
   }

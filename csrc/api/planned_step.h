@@ -29,7 +29,7 @@ class PlannedStep {
 
   // Moves the existing state to its parameters' device and storage order. Raises, naming the
   // parameter, if a tensor is missing or has another shape or dtype.
-  void fit(const Groups& groups, State& state) const;
+  void fit_state(const Groups& groups, State& state) const;
 
   // Returns a copy of a field of the control block as float64; NaN before the first step.
   at::Tensor control(double Control::*field) const;
@@ -49,10 +49,10 @@ class PlannedStep {
 
   std::unordered_map<const void*, std::string> names_;
   std::unique_ptr<StepPlan> plan_;
-  std::vector<Slot> slots_;          // by plan entry
-  std::vector<Slot> idle_;           // parameters without state
-  std::vector<size_t> group_sizes_;  // when the plan was built
-  std::vector<uint8_t> remaining_;   // by plan entry: whether set_gradient() must take it
+  std::vector<Slot> slots_;                  // by plan entry
+  std::vector<Slot> without_state_;          // parameters without state
+  std::vector<size_t> group_sizes_;          // when the plan was built
+  std::vector<uint8_t> needs_set_gradient_;  // by plan entry: whether set_gradient() must take it
   at::Tensor control_;
   at::Tensor accumulator_;
   std::pair<double, bool> settings_;  // the control block's

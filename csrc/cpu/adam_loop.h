@@ -10,7 +10,7 @@ namespace {
 // A lane that accesses only the first n elements of a register, n < L::width. Without it, the tail
 // of a small tensor would spend much time on scalar square roots and divisions.
 template <class L>
-struct Part : L {
+struct PartialRegister : L {
   static constexpr bool converts = false;
   static constexpr bool any_layout = false;
   typename L::reg load(const typename L::scalar* x) const { return L::load_part(x, n); }
@@ -20,11 +20,11 @@ struct Part : L {
 
 // Prefetches n elements of each array, kBytesAhead bytes after element i.
 template <class L>
-[[gnu::always_inline]] inline void fetch_arrays_ahead(const Layout& layout, const StepMode& mode,
-                                                      void* const (&x)[kArrays], int64_t i, int n) {
+[[gnu::always_inline]] inline void prefetch_arrays(const Layout& layout, const StepMode& mode,
+                                                   void* const (&x)[kArrays], int64_t i, int n) {
   const auto ahead = [&](Array array) __attribute__((always_inline)) {
     const int64_t size = element_size(layout, array);
-    fetch_lines<L>(x[array], size * i + kBytesAhead, size * n);
+    prefetch_lines<L>(x[array], size * i + kBytesAhead, size * n);
   };
   for_each_written(
       layout, [&](Array array) __attribute__((always_inline)) {
@@ -89,7 +89,7 @@ template <class L, class Tail, class Trace>
     }
   }
   for (; i + L::width <= end; i += L::width) {
-    fetch_arrays_ahead<L>(layout, mode, x, i, L::width);
+    prefetch_arrays<L>(layout, mode, x, i, L::width);
     update(L{});
   }
   if constexpr (Tail::width < L::width) {
@@ -101,7 +101,7 @@ template <class L, class Tail, class Trace>
     const bool is_wide = layout.param == layout.grad && layout.param == layout.state &&
                          element_size(layout.param) == sizeof(typename L::scalar);
     if (is_wide && i < end) {
-      update(Part<L>{{}, static_cast<int>(end - i)});
+      update(PartialRegister<L>{{}, static_cast<int>(end - i)});
       return;
     }
   }

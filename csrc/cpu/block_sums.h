@@ -14,24 +14,24 @@ namespace torchopt_ext {
 namespace {
 
 // The prefetch distance within blocks, in bytes. Distances of 512 and 2,048 took 4 % longer.
-inline constexpr int64_t kReadAhead = 1024;
+inline constexpr int64_t kReadAheadBytes = 1024;
 
 // Up to this many bytes in total, prefetching what follows the blocks gains more than within them.
-inline constexpr int64_t kSmall = 16384;
+inline constexpr int64_t kSmallBytes = 16384;
 
 // Whether elements widen in pairs: even and odd bf16 elements go to separate registers and do not
 // move between lanes. This takes 16 cycles for 64 elements instead of 20.
 template <class L, class T>
-inline constexpr bool kPairs = L::width > 1 && std::is_same_v<T, BFloat16>;
+inline constexpr bool kWidensInPairs = L::width > 1 && std::is_same_v<T, BFloat16>;
 
 // Adds the square of one element to each lane.
 template <class L, class T>
 inline void add_lanes(const T* x, typename L::reg (&sums)[kBlockLanes / L::width]) {
-  constexpr int kAtOnce = kPairs<L, T> ? 4 : 1;
+  constexpr int kAtOnce = kWidensInPairs<L, T> ? 4 : 1;
 #pragma GCC unroll 16
   for (int r = 0; r < kBlockLanes / L::width; r += kAtOnce) {
     typename L::reg wide[kAtOnce];
-    if constexpr (kPairs<L, T>) {
+    if constexpr (kWidensInPairs<L, T>) {
       L::load_pairs(x + r * L::width, wide);
     } else if constexpr (L::width == 1) {
       wide[0] = static_cast<double>(widen(x[r]));
@@ -48,7 +48,7 @@ inline void add_lanes(const T* x, typename L::reg (&sums)[kBlockLanes / L::width
 // Folds the lanes: lane j += lane j + half, for half = 32, 16, 8, 4, 2 and 1. With kInPairs the
 // last fold adds the total of the odd lanes to the total of the even lanes.
 template <class L, bool kInPairs>
-inline double folded(typename L::reg (&sums)[kBlockLanes / L::width]) {
+inline double fold_lanes(typename L::reg (&sums)[kBlockLanes / L::width]) {
   constexpr int kLast = kInPairs ? 2 : 1;
   for (int half = kBlockLanes / L::width / 2; half >= kLast; half /= 2) {
     for (int r = 0; r < half; ++r) {
@@ -85,7 +85,7 @@ inline void block_sums(const T* const (&block)[kBlocks], const void* const (&ahe
   for (; i + kBlockLanes <= n; i += kBlockLanes) {
 #pragma GCC unroll 4
     for (int b = 0; b < kBlocks; ++b) {
-      fetch_lines<L, 2>(ahead[b], size * i, kBlockLanes * size);
+      prefetch_lines<L, 2>(ahead[b], size * i, kBlockLanes * size);
       add_lanes<L>(block[b] + i, sums[b]);
     }
   }
@@ -97,7 +97,7 @@ inline void block_sums(const T* const (&block)[kBlocks], const void* const (&ahe
       }
       add_lanes<L>(rest, sums[b]);
     }
-    totals[b] = folded<L, kPairs<L, T>>(sums[b]);
+    totals[b] = fold_lanes<L, kWidensInPairs<L, T>>(sums[b]);
   }
 }
 
@@ -109,16 +109,16 @@ inline double block_sum(const void* block, int64_t n) {
 }
 
 // Adds the sums of blocks k, k + step, k + 2 step, ... of n elements. block(k) returns the address
-// of block k. Prefetches what lies kReadAhead bytes ahead, or `next` if it is not null.
+// of block k. Prefetches what lies kReadAheadBytes bytes ahead, or `next` if it is not null.
 template <class L, int kBlocks, class Block>
-inline void add_together(const Block& block, int64_t k, int64_t step, int64_t n, const void* next,
-                         ExactAccumulator& acc) {
+inline void add_block_group(const Block& block, int64_t k, int64_t step, int64_t n,
+                            const void* next, ExactAccumulator& acc) {
   decltype(block(0)) at[kBlocks];
   const void* ahead[kBlocks];
   for (int b = 0; b < kBlocks; ++b) {
     at[b] = block(k + b * step);
     ahead[b] = next == nullptr
-                   ? reinterpret_cast<const char*>(at[b]) + kReadAhead
+                   ? reinterpret_cast<const char*>(at[b]) + kReadAheadBytes
                    : static_cast<const char*>(next) + b * n * static_cast<int64_t>(sizeof(*at[b]));
   }
   double totals[kBlocks];
@@ -137,17 +137,17 @@ template <class L, class Block>
 inline void add_blocks(const Block& block, int64_t count, int64_t n, const void* next,
                        ExactAccumulator& acc) {
   const int64_t quarter = count / 4;
-  const bool is_small = count * n * static_cast<int64_t>(sizeof(*block(0))) <= kSmall;
+  const bool is_small = count * n * static_cast<int64_t>(sizeof(*block(0))) <= kSmallBytes;
   const auto ahead_of = [&](bool is_last) { return is_small && is_last ? next : nullptr; };
   for (int64_t k = 0; k < quarter; ++k) {
-    add_together<L, 4>(block, k, quarter, n, ahead_of(4 * (k + 1) == count), acc);
+    add_block_group<L, 4>(block, k, quarter, n, ahead_of(4 * (k + 1) == count), acc);
   }
   int64_t k = 4 * quarter;
   for (; k + 2 <= count; k += 2) {
-    add_together<L, 2>(block, k, 1, n, ahead_of(k + 2 == count), acc);
+    add_block_group<L, 2>(block, k, 1, n, ahead_of(k + 2 == count), acc);
   }
   if (k < count) {
-    add_together<L, 1>(block, k, 1, n, next, acc);
+    add_block_group<L, 1>(block, k, 1, n, next, acc);
   }
 }
 

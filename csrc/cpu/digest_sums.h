@@ -94,8 +94,8 @@ class HalfSums {
     return sum;
   }
 
-  typename W::reg pairs_[kWritten] = {};
-  uint64_t rest_[kWritten] = {};
+  typename W::reg pairs_[kElementArrays] = {};
+  uint64_t rest_[kElementArrays] = {};
 };
 
 // The digest of a tile of a tensor that is not computed in fp64.

@@ -17,24 +17,24 @@ namespace torchopt_ext {
 namespace {
 
 // The range of the magnitudes that are not zero. A NaN counts as larger than infinity.
-struct Magnitudes {
+struct MagnitudeRange {
   float smallest;
   float largest;  // 0 if all magnitudes are zero
 };
 template <class T>
-inline Magnitudes magnitudes(const T* x, int64_t n) {
+inline MagnitudeRange magnitude_range(const T* x, int64_t n) {
   using Bits = std::conditional_t<sizeof(T) == sizeof(uint32_t), uint32_t, uint16_t>;
   constexpr auto kAllBits = static_cast<Bits>(~Bits{0});
   constexpr auto kAllButSign = static_cast<Bits>(kAllBits >> 1);
   Bits largest = 0;
-  Bits smallest_but_one = kAllBits;  // of magnitude - 1: a zero wraps to kAllBits
+  Bits smallest_minus_one = kAllBits;  // of magnitude - 1: a zero wraps to kAllBits
   for (int64_t i = 0; i < n; ++i) {
     const auto magnitude = static_cast<Bits>(bit_cast<Bits>(x[i]) & kAllButSign);
-    const auto but_one = static_cast<Bits>(magnitude - 1);
+    const auto minus_one = static_cast<Bits>(magnitude - 1);
     largest = magnitude > largest ? magnitude : largest;
-    smallest_but_one = but_one < smallest_but_one ? but_one : smallest_but_one;
+    smallest_minus_one = minus_one < smallest_minus_one ? minus_one : smallest_minus_one;
   }
-  const auto smallest = static_cast<Bits>(smallest_but_one + 1);
+  const auto smallest = static_cast<Bits>(smallest_minus_one + 1);
   return {widen(bit_cast<T>(smallest)), widen(bit_cast<T>(largest))};
 }
 
@@ -69,12 +69,12 @@ inline void add_squares_in_bins(const T* x, int64_t n, int exponent, const void*
   }
   int64_t i = 0;
   for (; Bins == 2 && i + 2 * L::width <= n; i += 2 * L::width) {
-    fetch_lines<L>(next, size * i, 1);
+    prefetch_lines<L>(next, size * i, 1);
     add_square<L>(L::load(x + i), even);
     add_square<L>(L::load(x + i + L::width), odd);
   }
   for (; i < n; i += L::width) {
-    fetch_lines<L>(next, size * i, 1);
+    prefetch_lines<L>(next, size * i, 1);
     add_square<L>(L::load(x + i), even);
   }
   double lane[L::width];
@@ -96,29 +96,29 @@ template <class L, class T>
 inline void add_exact_squares(const void* memory, int64_t n, const void* next,
                               ExactAccumulator& acc) {
   const auto* x = static_cast<const T*>(memory);
-  int64_t vectorised = 0;
+  int64_t vectorized = 0;
   if constexpr (L::width > 1 && sizeof(T) < sizeof(double)) {
-    vectorised = n - n % L::width;
-    const Magnitudes range = magnitudes(x, vectorised);
-    const void* const fetched = next != nullptr ? next : x;  // x is in the cache already
+    vectorized = n - n % L::width;
+    const MagnitudeRange range = magnitude_range(x, vectorized);
+    const void* const prefetch_from = next != nullptr ? next : x;  // x is in the cache already
     if (range.largest == 0.0f) {
       // all squares are zero
     } else if (!(range.largest <= 0x1.fffffep127f)) {
-      vectorised = 0;  // infinities and NaNs are counted one by one
+      vectorized = 0;  // infinities and NaNs are counted one by one
     } else {
       const int exponent = exponent_of(square(range.largest));
       // fp32 gradients within 2**16 of the largest take 2 bins, the whole range of fp32 takes 14.
       const int last_bit = 2 * last_bit_of<T>(range.smallest);
       if (last_bit >= bin_unit(exponent, 1)) {
-        add_squares_in_bins<L, 2>(x, vectorised, exponent, fetched, acc);
+        add_squares_in_bins<L, 2>(x, vectorized, exponent, prefetch_from, acc);
       } else if (last_bit >= bin_unit(exponent, 2)) {
-        add_squares_in_bins<L, 3>(x, vectorised, exponent, fetched, acc);
+        add_squares_in_bins<L, 3>(x, vectorized, exponent, prefetch_from, acc);
       } else {
-        add_squares_in_bins<L, 14>(x, vectorised, exponent, fetched, acc);
+        add_squares_in_bins<L, 14>(x, vectorized, exponent, prefetch_from, acc);
       }
     }
   }
-  for (int64_t i = vectorised; i < n; ++i) {
+  for (int64_t i = vectorized; i < n; ++i) {
     accumulator_add(acc, square(x[i]));
   }
 }

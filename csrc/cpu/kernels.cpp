@@ -26,24 +26,24 @@ namespace {
 #if defined(__AVX512F__)
 constexpr const char* kName = "avx512";
 using FloatLane = Avx512Float;
-using ManyLane = PairLane<Avx512Float>;
+using WideLane = PairLane<Avx512Float>;
 using DoubleLane = Avx512Double;
 #elif defined(__AVX2__)
 constexpr const char* kName = "avx2";
 using FloatLane = Avx2Float;
-using ManyLane = PairLane<Avx2Float>;
+using WideLane = PairLane<Avx2Float>;
 using DoubleLane = Avx2Double;
 #else
 constexpr const char* kName = "default";
 using FloatLane = ScalarLane<float>;
-using ManyLane = FloatLane;
+using WideLane = FloatLane;
 using DoubleLane = ScalarLane<double>;
 #endif
 
 // The lane types of a main loop and its tail: register pairs unless most arrays are fp32 or fp64.
 template <AdamKind kKind>
 struct Lanes {
-  using Main = ManyLane;
+  using Main = WideLane;
   using Tail = std::conditional_t<kKind == AdamKind::kBFloat16, FloatLane, ScalarLane<float>>;
 };
 template <AdamKind kKind>
@@ -73,7 +73,7 @@ void quantized_step(const TensorScalars& scalars, const TensorWork& work,
   const StepMode mode{.write_back = writes_back<kKind>(options)};
   const bool rounds = rounds_randomly<kKind>(options, layout);
   const RoundingKey key = rounds ? rounding_key(options, work) : RoundingKey{};
-  quantized_loop<ManyLane, /*kWhole=*/!kIsGeneral>(scalars.as_float, layout, mode, work, begin, end,
+  quantized_loop<WideLane, /*kWhole=*/!kIsGeneral>(scalars.as_float, layout, mode, work, begin, end,
                                                    rounds ? &key : nullptr, trace);
 }
 

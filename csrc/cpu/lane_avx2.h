@@ -51,8 +51,8 @@ struct Avx2Words : VectorWords<32> {
   static reg rounded_quotient(reg a) {  // a / kBy for signed words, ties rounded up
     return _mm256_mulhrs_epi16(a, halves(32768 / kBy));
   }
-  static reg lower_fours(reg low, reg high) { return _mm256_unpacklo_epi16(low, high); }
-  static reg upper_fours(reg low, reg high) { return _mm256_unpackhi_epi16(low, high); }
+  static reg unpack_low(reg low, reg high) { return _mm256_unpacklo_epi16(low, high); }
+  static reg unpack_high(reg low, reg high) { return _mm256_unpackhi_epi16(low, high); }
   static reg packed(reg a, reg b) { return _mm256_packus_epi32(a, b); }
   static reg packed_signed(reg a, reg b) { return _mm256_packs_epi32(a, b); }
   static void store_bytes(int8_t* x, reg a) {  // the first and third quarter of the pack
@@ -113,15 +113,15 @@ struct Avx2Float : VectorLaneOf<float, Avx2Words> {
                   _mm256_shuffle_ps(four[0], four[1], 0xdd)));
   }
 
-  // For PairLane: into_fours() puts two registers into its order, out_of_fours() into memory order.
-  static void into_fours(reg& a, reg& b) {
+  // For PairLane: put two registers into its order of elements, or back into memory order.
+  static void to_pair_order(reg& a, reg& b) {
     const reg first = a;
     a = _mm256_permute2f128_ps(first, b, 0x20);
     b = _mm256_permute2f128_ps(first, b, 0x31);
   }
-  static void out_of_fours(reg& a, reg& b) { into_fours(a, b); }
-  static __m256i nearest_words(reg a) { return _mm256_cvtps_epi32(a); }
-  static __m256i cut_words(reg a) { return _mm256_cvttps_epi32(a); }
+  static void to_memory_order(reg& a, reg& b) { to_pair_order(a, b); }
+  static __m256i rounded_words(reg a) { return _mm256_cvtps_epi32(a); }
+  static __m256i truncated_words(reg a) { return _mm256_cvttps_epi32(a); }
 };
 
 struct Avx2Double : VectorLaneOf<double, Avx2Words> {

@@ -43,8 +43,8 @@ struct Avx512Words : VectorWords<64> {
   static reg rounded_quotient(reg a) {  // a / kBy for signed words, ties rounded up
     return _mm512_mulhrs_epi16(a, halves(32768 / kBy));
   }
-  static reg lower_fours(reg low, reg high) { return _mm512_unpacklo_epi16(low, high); }
-  static reg upper_fours(reg low, reg high) { return _mm512_unpackhi_epi16(low, high); }
+  static reg unpack_low(reg low, reg high) { return _mm512_unpacklo_epi16(low, high); }
+  static reg unpack_high(reg low, reg high) { return _mm512_unpackhi_epi16(low, high); }
   static reg packed(reg a, reg b) { return _mm512_packus_epi32(a, b); }
   static reg packed_signed(reg a, reg b) { return _mm512_packs_epi32(a, b); }
   static void store_bytes(int8_t* x, reg a) {
@@ -124,13 +124,13 @@ struct Avx512Float : VectorLaneOf<float, Avx512Words> {
     return _mm512_fixupimm_ps(set1(canonical_nan(0.0f)), a, _mm512_set1_epi32(0x11111100), 0);
   }
 
-  // For PairLane: into_fours() puts two registers into its order, out_of_fours() into memory order.
-  static void into_fours(reg& a, reg& b) {
+  // For PairLane: put two registers into its order of elements, or back into memory order.
+  static void to_pair_order(reg& a, reg& b) {
     const reg first = a;
     a = _mm512_shuffle_f32x4(first, b, 0x88);
     b = _mm512_shuffle_f32x4(first, b, 0xdd);
   }
-  static void out_of_fours(reg& a, reg& b) {
+  static void to_memory_order(reg& a, reg& b) {
     const __m512d lower = _mm512_castps_pd(a);
     const __m512d upper = _mm512_castps_pd(b);
     const __m512i first = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11);
@@ -138,8 +138,8 @@ struct Avx512Float : VectorLaneOf<float, Avx512Words> {
     a = _mm512_castpd_ps(_mm512_permutex2var_pd(lower, first, upper));
     b = _mm512_castpd_ps(_mm512_permutex2var_pd(lower, second, upper));
   }
-  static __m512i nearest_words(reg a) { return _mm512_cvtps_epi32(a); }
-  static __m512i cut_words(reg a) { return _mm512_cvttps_epi32(a); }
+  static __m512i rounded_words(reg a) { return _mm512_cvtps_epi32(a); }
+  static __m512i truncated_words(reg a) { return _mm512_cvttps_epi32(a); }
 };
 
 struct Avx512Double : VectorLaneOf<double, Avx512Words> {

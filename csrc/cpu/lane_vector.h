@@ -92,7 +92,7 @@ struct VectorLaneOf {
   static reg load(const T* x) { return load_vector<reg>(x); }
   static void store(T* x, reg a) { store_vector(x, a); }
   static reg set1(T a) { return a - reg{}; }  // an addition would lose -0
-  static reg held(T a) {
+  static reg set1_in_register(T a) {
     reg all = set1(a);
     asm("" : "+v"(all));
     return all;

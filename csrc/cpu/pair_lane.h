@@ -11,7 +11,7 @@ namespace {
 
 template <class L>
 struct PairLane {
-  using One = L;
+  using SingleLane = L;
   using scalar = float;
   using Words = typename L::Words;
   struct reg {
@@ -30,43 +30,43 @@ struct PairLane {
   template <class Element>
   static reg load(const Element* x) {
     reg a{L::load(x), L::load(x + L::width)};
-    L::into_fours(a.lower, a.upper);
+    L::to_pair_order(a.lower, a.upper);
     return a;
   }
   template <class Element>
   static void store(Element* x, reg a) {
-    L::out_of_fours(a.lower, a.upper);
+    L::to_memory_order(a.lower, a.upper);
     L::store(x, a.lower);
     L::store(x + L::width, a.upper);
   }
   template <class Element>
   static void stream(Element* x, reg a) {
-    L::out_of_fours(a.lower, a.upper);
+    L::to_memory_order(a.lower, a.upper);
     L::stream(x, a.lower);
     L::stream(x + L::width, a.upper);
   }
   // Buffers a register for kept(), in the lane's own order.
-  static void keep(float* x, reg a) {
+  static void store_temporary(float* x, reg a) {
     L::store(x, a.lower);
     L::store(x + L::width, a.upper);
   }
-  static reg kept(const float* x) { return {L::load(x), L::load(x + L::width)}; }
+  static reg load_temporary(const float* x) { return {L::load(x), L::load(x + L::width)}; }
 
   static reg load(const BFloat16* x) { return floats(Words::set1(0), Words::load(x)); }
   static void store(BFloat16* x, reg a) {
     Words::store(x, Words::packed(nearest_half(a.lower), nearest_half(a.upper)));
   }
   static void store_stochastic(BFloat16* x, reg a, const Random& random, Array array) {
-    Words::store(x, Words::packed(random_half(a.lower, draw_of(random.lower, array)),
-                                  random_half(a.upper, draw_of(random.upper, array))));
+    Words::store(x, Words::packed(random_half(a.lower, random_bits_of(random.lower, array)),
+                                  random_half(a.upper, random_bits_of(random.upper, array))));
   }
 
-  static reg joined(const BFloat16* weight, const int16_t* remainder) {
-    return joined(Words::load(weight), Words::load(remainder));
+  static reg load_joined(const BFloat16* weight, const int16_t* remainder) {
+    return load_joined(Words::load(weight), Words::load(remainder));
   }
-  static reg joined(const BFloat16* weight, const int8_t* remainder) {
-    return joined(Words::load(weight),
-                  Words::template left_halves<8>(Words::load_halves(remainder)));
+  static reg load_joined(const BFloat16* weight, const int8_t* remainder) {
+    return load_joined(Words::load(weight),
+                       Words::template left_halves<8>(Words::load_halves(remainder)));
   }
   static void store_split(BFloat16* weight, int16_t* remainder, reg a) {
     const auto [high, low] = halves_of(L::bits(a.lower), L::bits(a.upper));
@@ -87,8 +87,8 @@ struct PairLane {
                                      const Random& random) {
     const Word one = Words::halves(1);
     const Word mask = Words::set1(0xff);
-    const Word lower = draw_of(random.lower, kParam);
-    const Word upper = draw_of(random.upper, kParam);
+    const Word lower = random_bits_of(random.lower, kParam);
+    const Word upper = random_bits_of(random.upper, kParam);
     const Word draws = Words::packed(lower, upper);
     auto [high, low] = halves_of(Words::add(L::bits(a.lower), Words::bit_and(lower, mask)),
                                  Words::add(L::bits(a.upper), Words::bit_and(upper, mask)));
@@ -106,8 +106,8 @@ struct PairLane {
 
   static reg load_code(const int8_t* x) {
     const Word codes = Words::load_halves(x);
-    return {L::from_words(Words::lower_fours(Words::set1(0), codes)),
-            L::from_words(Words::upper_fours(Words::set1(0), codes))};
+    return {L::from_words(Words::unpack_low(Words::set1(0), codes)),
+            L::from_words(Words::unpack_high(Words::set1(0), codes))};
   }
   static reg load_code(const uint8_t* x) {
     const Word codes = Words::load_halves(x);
@@ -117,13 +117,13 @@ struct PairLane {
   // Stores the codes of two registers. NaN converts to the least integer.
   static void store_codes(int8_t* x, reg a, reg b) {
     const auto halves = [](reg code) {
-      return Words::packed_signed(L::nearest_words(code.lower), L::nearest_words(code.upper));
+      return Words::packed_signed(L::rounded_words(code.lower), L::rounded_words(code.upper));
     };
     Words::store_bytes(x, halves(a), halves(b));
   }
   static void store_codes(uint8_t* x, reg a, reg b) {
     const auto halves = [](reg code) {
-      return Words::packed(L::cut_words(code.lower), L::cut_words(code.upper));
+      return Words::packed(L::truncated_words(code.lower), L::truncated_words(code.upper));
     };
     Words::store_bytes(x, halves(a), halves(b));
   }
@@ -133,14 +133,14 @@ struct PairLane {
   }
   static reg fraction(const Random& random, Array array) {
     const auto part = [&](const RandomWords<Words>& words) {
-      return L::mul(L::from_words(draw_of(words, array)), L::set1(0x1p-16f));
+      return L::mul(L::from_words(random_bits_of(words, array)), L::set1(0x1p-16f));
     };
     return {part(random.lower), part(random.upper)};
   }
 
   static reg set1(float a) { return {L::set1(a), L::set1(a)}; }
-  static reg held(float a) {
-    const typename L::reg one = L::held(a);
+  static reg set1_in_register(float a) {
+    const typename L::reg one = L::set1_in_register(a);
     return {one, one};
   }
   static reg add(reg a, reg b) { return {L::add(a.lower, b.lower), L::add(a.upper, b.upper)}; }
@@ -164,7 +164,7 @@ struct PairLane {
     return {L::max_magnitude(a.lower, b.lower), L::max_magnitude(a.upper, b.upper)};
   }
   // Returns the element-wise maximum of the pair's two registers of magnitudes.
-  static typename L::reg folded(reg a) { return L::max_magnitude(a.lower, a.upper); }
+  static typename L::reg max_of_pair(reg a) { return L::max_magnitude(a.lower, a.upper); }
   static int count_lost(reg before, reg after, reg exp_avg, bool decays) {
     return L::count_lost(before.lower, after.lower, exp_avg.lower, decays) +
            L::count_lost(before.upper, after.upper, exp_avg.upper, decays);
@@ -175,15 +175,15 @@ struct PairLane {
   using Word = typename Words::reg;
 
   static reg floats(Word low, Word high) {
-    return {L::from_bits(Words::lower_fours(low, high)),
-            L::from_bits(Words::upper_fours(low, high))};
+    return {L::from_bits(Words::unpack_low(low, high)),
+            L::from_bits(Words::unpack_high(low, high))};
   }
   static Word nearest_half(typename L::reg a) { return nearest_upper_half(L::bits(a)); }
   static Word random_half(typename L::reg a, Word draw) {
     return Words::template shifted<16>(Words::add(L::bits(a), draw));
   }
   // `low`: the lower halves. A negative lower half subtracts 1 from the upper half.
-  static reg joined(Word weight, Word low) {
+  static reg load_joined(Word weight, Word low) {
     return floats(low, Words::add_halves(weight, Words::sign_halves(low)));
   }
   // Stores the weights and returns their 8-bit remainders. Storing saturates 128 to 127.

@@ -217,7 +217,7 @@ void scaled_copy(const WorkList& work, const at::Tensor& control, bool unscale) 
       const Chunk& chunk = work.chunks[i];
       const TensorWork& x = work.tensors[static_cast<size_t>(chunk.tensor)];
       const auto [to_dtype, from_dtype] = std::pair(x.layout.param, x.layout.grad);
-      if (is_idle_copy(x.memory[kParam], x.memory[kGrad], to_dtype, factor)) {
+      if (is_noop_copy(x.memory[kParam], x.memory[kGrad], to_dtype, factor)) {
         continue;
       }
       void* to = const_cast<char*>(element(x, kParam, chunk.begin));

@@ -38,51 +38,53 @@ inline constexpr int kGroupsAtOnce = 16;
 
 // One of the two moments of kGroupsAtOnce groups, buffered between the parts of a step.
 template <class L>
-struct KeptMoment {
-  using One = typename L::One;
+struct BufferedMoment {
+  using SingleLane = typename L::SingleLane;
 
   [[gnu::always_inline]] void set_largest(int group, typename L::reg a) {
-    most[group / One::width][group % One::width] = L::folded(a);
+    largest_registers[group / SingleLane::width][group % SingleLane::width] = L::max_of_pair(a);
   }
   // Computes the decoding factors of `count` groups from their scales.
-  [[gnu::always_inline]] void start(const float* scales, int count, float factor) {
-    for (int g = 0; g < count; g += One::width) {
-      One::store(decoding + g, One::mul(One::load_part(scales + g, count - g), One::set1(factor)));
+  [[gnu::always_inline]] void load_scales(const float* scales, int count, float factor) {
+    for (int g = 0; g < count; g += SingleLane::width) {
+      SingleLane::store(decoding + g, SingleLane::mul(SingleLane::load_part(scales + g, count - g),
+                                                      SingleLane::set1(factor)));
     }
   }
   // Stores the scales after this step and computes the encoding factors.
   [[gnu::always_inline]] void find_scales(float* scales, int count, float codes, float unit) {
-    for (int g = 0; g < count; g += One::width) {
-      One::largest(most[g / One::width], inverse + g);
-      const auto encoding = encoding_of<One>(One::load(inverse + g), codes, unit);
-      One::store(inverse + g, encoding.inverse);
-      if (count - g >= One::width) {  // a masked store takes longer
-        One::store(scales + g, encoding.scale);
+    for (int g = 0; g < count; g += SingleLane::width) {
+      SingleLane::largest(largest_registers[g / SingleLane::width], inverse + g);
+      const auto encoding = encoding_of<SingleLane>(SingleLane::load(inverse + g), codes, unit);
+      SingleLane::store(inverse + g, encoding.inverse);
+      if (count - g >= SingleLane::width) {  // a masked store takes longer
+        SingleLane::store(scales + g, encoding.scale);
       } else {
-        One::store_part(scales + g, encoding.scale, count - g);
+        SingleLane::store_part(scales + g, encoding.scale, count - g);
       }
     }
   }
 
   alignas(64) float value[kGroupsAtOnce][kQuantGroup];
   // One register per group. Its largest element is the largest magnitude of the group.
-  typename One::reg most[kGroupsAtOnce / One::width][One::width] = {};
+  typename SingleLane::reg largest_registers[kGroupsAtOnce / SingleLane::width][SingleLane::width] =
+      {};
   alignas(64) float decoding[kGroupsAtOnce];  // factors from codes to moments
   alignas(64) float inverse[kGroupsAtOnce];   // factors from moments to codes
 };
 
 // The dither that is added to the codes of a group, in the order of L::keep().
 template <class L>
-struct Added {
-  explicit Added(const TensorWork& work) {
+struct GroupDither {
+  explicit GroupDither(const TensorWork& work) {
     const auto step = static_cast<uint32_t>(static_cast<int64_t>(step_of(work)));
     for (int k = 0; k < kQuantGroup; ++k) {
       exp_avg[k] = dither(kExpAvg, step, k);
       root[k] = dither(kExpAvgSq, step, k);
     }
     for (int k = 0; k < kQuantGroup; k += L::width) {
-      L::keep(exp_avg + k, L::load(exp_avg + k));
-      L::keep(root + k, L::load(root + k));
+      L::store_temporary(exp_avg + k, L::load(exp_avg + k));
+      L::store_temporary(root + k, L::load(root + k));
     }
   }
   alignas(64) float exp_avg[kQuantGroup];

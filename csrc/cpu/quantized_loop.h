@@ -24,13 +24,13 @@ template <class L, bool kWhole, class Trace>
   constexpr L lane;
   const QuantizedFactors<L> factors{quantized_scalars(scalars)};
   const TensorWork work = tensor;  // stays in registers: stores may alias `tensor`
-  const Added<L> added(work);
+  const GroupDither<L> group_dither(work);
   const bool random_weights = weight_may_round_randomly(layout);
   auto* exp_avg_scales = static_cast<float*>(work.memory[kExpAvgScale]);
   auto* root_scales = static_cast<float*>(work.memory[kExpAvgSqScale]);
   GroupDraws draws(key != nullptr ? *key : RoundingKey{});
   ShortGroups shorts;
-  Each<KeptMoment<L>> kept;
+  PerMoment<BufferedMoment<L>> kept;
 
   struct Group {
     int64_t first;  // first element, in the tensor
@@ -60,16 +60,18 @@ template <class L, bool kWhole, class Trace>
     }
   };
   const auto kept_moments = [&](int g, int k) __attribute__((always_inline)) {
-    return Moments<L>{L::kept(kept.exp_avg.value[g] + k), L::kept(kept.root.value[g] + k)};
+    return Moments<L>{L::load_temporary(kept.exp_avg.value[g] + k),
+                      L::load_temporary(kept.root.value[g] + k)};
   };
   const auto average = [&](int g) __attribute__((always_inline)) {
     const Group group = group_at(g);
     const GroupScales decoding{kept.exp_avg.decoding[g], kept.root.decoding[g]};
     Moments<L> most{};
     for (int k = 0; k < kQuantGroup; k += L::width) {
-      const Moments<L> now = averaged(lane, factors, layout, *group.memory, group.at + k, decoding);
-      L::keep(kept.exp_avg.value[g] + k, now.exp_avg);
-      L::keep(kept.root.value[g] + k, now.root);
+      const Moments<L> now =
+          average_moments(lane, factors, layout, *group.memory, group.at + k, decoding);
+      L::store_temporary(kept.exp_avg.value[g] + k, now.exp_avg);
+      L::store_temporary(kept.root.value[g] + k, now.root);
       const Moments<L> magnitudes{L::abs(now.exp_avg), now.root};
       most = k == 0 ? magnitudes
                     : Moments<L>{L::max_magnitude(most.exp_avg, magnitudes.exp_avg),
@@ -86,22 +88,23 @@ template <class L, bool kWhole, class Trace>
     if (key != nullptr && random_weights) {
       draws.start(static_cast<uint64_t>(global_element(work, group.first)));
     }
-    const auto moved_at = [&](int k) __attribute__((always_inline)) {
-      return moved(lane, factors, layout, *group.memory, group.at + k, kept_moments(g, k));
+    const auto updated_at = [&](int k) __attribute__((always_inline)) {
+      return updated_weights(lane, factors, layout, *group.memory, group.at + k,
+                             kept_moments(g, k));
     };
     if (layout.master == Master::kRemainder8 && key == nullptr) {
       for (int k = 0; k < kQuantGroup; k += 2 * L::width) {
         const int64_t i = group.at + k;
-        const auto weights = moved_at(k);
+        const auto weights = updated_at(k);
         lane.store_split(static_cast<BFloat16*>((*group.memory)[kParam]) + i,
                          static_cast<int8_t*>((*group.memory)[kMaster]) + i, weights,
-                         moved_at(k + L::width));
+                         updated_at(k + L::width));
       }
     } else {
       for (int k = 0; k < kQuantGroup; k += L::width) {
         const bool draws_bits = key != nullptr && random_weights;
         const auto drawn = draws_bits ? draws.of<L>(k) : typename L::Random{};
-        store_weight(lane, layout, mode, *group.memory, group.at + k, moved_at(k),
+        store_weight(lane, layout, mode, *group.memory, group.at + k, updated_at(k),
                      draws_bits ? &drawn : nullptr);
       }
     }
@@ -117,10 +120,12 @@ template <class L, bool kWhole, class Trace>
     const GroupScales inverse{kept.exp_avg.inverse[g], kept.root.inverse[g]};
     const auto codes = [&](int k) __attribute__((always_inline)) {
       const auto drawn = key != nullptr ? draws.of<L>(k) : typename L::Random{};
-      return encoded<L>(
+      return encode_moments<L>(
           kept_moments(g, k), inverse, [&](Array array) __attribute__((always_inline)) {
-            return key != nullptr ? added_at_random<L>(drawn, array)
-                                  : L::kept((array == kExpAvg ? added.exp_avg : added.root) + k);
+            return key != nullptr
+                       ? random_offset<L>(drawn, array)
+                       : L::load_temporary(
+                             (array == kExpAvg ? group_dither.exp_avg : group_dither.root) + k);
           });
     };
     for (int k = 0; k < kQuantGroup; k += 2 * L::width) {
@@ -136,7 +141,7 @@ template <class L, bool kWhole, class Trace>
     }
     for_each_traced(
         group, [&](const auto& one, int64_t i) __attribute__((always_inline)) {
-          trace.after(one, layout, work.memory, i, factors.of.has_decay);
+          trace.after(one, layout, work.memory, i, factors.scalars.has_decay);
         });
   };
 
@@ -144,13 +149,13 @@ template <class L, bool kWhole, class Trace>
   auto groups_left = static_cast<int>(group_of(work, end - 1) + 1 - index);
   while (groups_left > 0) {
     const int count = groups_left < kGroupsAtOnce ? groups_left : kGroupsAtOnce;
-    kept.exp_avg.start(exp_avg_scales + index, count, factors.of.from.exp_avg);
-    kept.root.start(root_scales + index, count, factors.of.from.root);
+    kept.exp_avg.load_scales(exp_avg_scales + index, count, factors.scalars.decoding.exp_avg);
+    kept.root.load_scales(root_scales + index, count, factors.scalars.decoding.root);
     int64_t next = first;
     for (int g = 0; g < count; ++g) {
       const int size = kWhole || left >= kQuantGroup ? kQuantGroup : static_cast<int>(left);
       if (size == kQuantGroup) {
-        fetch_arrays_ahead<L>(layout, mode, work.memory, next, kQuantGroup);
+        prefetch_arrays<L>(layout, mode, work.memory, next, kQuantGroup);
       }
       if constexpr (!kWhole) {
         if (size == kQuantGroup) {
@@ -168,8 +173,9 @@ template <class L, bool kWhole, class Trace>
       }
     }
     move(count - 1);
-    kept.exp_avg.find_scales(exp_avg_scales + index, count, kLargestCode, factors.of.units.exp_avg);
-    kept.root.find_scales(root_scales + index, count, kRootCodes, factors.of.units.root);
+    kept.exp_avg.find_scales(exp_avg_scales + index, count, kLargestCode,
+                             factors.scalars.units.exp_avg);
+    kept.root.find_scales(root_scales + index, count, kRootCodes, factors.scalars.units.root);
     for (int g = 0; g < count; ++g) {
       store(g);
     }

@@ -7,22 +7,22 @@
 
 namespace torchopt_ext {
 
-struct Slots {
-  static constexpr int kEach = 3;
-  int64_t value[kEach];
+struct ThreadSlots {
+  static constexpr int kPerThread = 3;
+  int64_t value[kPerThread];
 };
 
 namespace {
 
 template <class Warp>
-using WarpSlots = typename Warp::template PerThread<Slots>;
+using WarpSlots = typename Warp::template PerThread<ThreadSlots>;
 
 // Calls f(slot's number, slot) for each slot of the warp.
 template <class Warp, class F>
 TORCHOPT_HD inline void each_slot(const Warp& warp, WarpSlots<Warp>& slots, const F& f) {
   warp.each([&](int thread) {
-    for (int j = 0; j < Slots::kEach; ++j) {
-      const int k = Slots::kEach * thread + j;
+    for (int j = 0; j < ThreadSlots::kPerThread; ++j) {
+      const int k = ThreadSlots::kPerThread * thread + j;
       if (k < ExactAccumulator::kSize) {
         f(k, slots[thread].value[j]);
       }
@@ -40,8 +40,8 @@ TORCHOPT_HD inline void warp_normalize(const Warp& warp, WarpSlots<Warp>& slots)
   do {
     warp.each([&](int thread) {
       int64_t c = carry[thread];
-      for (int j = 0; j < Slots::kEach; ++j) {
-        const int k = Slots::kEach * thread + j;
+      for (int j = 0; j < ThreadSlots::kPerThread; ++j) {
+        const int k = ThreadSlots::kPerThread * thread + j;
         int64_t& limb = slots[thread].value[j];
         if (k < kTop) {
           limb += c;
@@ -60,7 +60,7 @@ TORCHOPT_HD inline void warp_normalize(const Warp& warp, WarpSlots<Warp>& slots)
 }
 
 template <class Warp>
-TORCHOPT_HD inline WarpSlots<Warp> slots_of(const Warp& warp, const int64_t* accumulator) {
+TORCHOPT_HD inline WarpSlots<Warp> load_slots(const Warp& warp, const int64_t* accumulator) {
   WarpSlots<Warp> slots;
   each_slot(warp, slots, [&](int k, int64_t& slot) { slot = accumulator[k]; });
   return slots;
@@ -71,7 +71,7 @@ template <class Warp>
 TORCHOPT_HD inline double warp_total(const Warp& warp, const int64_t* accumulator,
                                      int64_t (&limbs)[ExactAccumulator::kSize]) {
   constexpr int kTop = ExactAccumulator::kLimbs - 1;
-  WarpSlots<Warp> slots = slots_of(warp, accumulator);
+  WarpSlots<Warp> slots = load_slots(warp, accumulator);
   const auto share = [&] {
     warp_normalize(warp, slots);
     each_slot(warp, slots, [&](int k, int64_t slot) { limbs[k] = slot; });
@@ -92,7 +92,8 @@ TORCHOPT_HD inline double warp_total(const Warp& warp, const int64_t* accumulato
   warp.each([&](int thread) {
     high[thread] = 0;
     low[thread] = 0;
-    for (int k = Slots::kEach * thread; k < Slots::kEach * (thread + 1) && k <= kTop; ++k) {
+    for (int k = ThreadSlots::kPerThread * thread;
+         k < ThreadSlots::kPerThread * (thread + 1) && k <= kTop; ++k) {
       if (limbs[k] != 0) {
         high[thread] = static_cast<uint32_t>(k);
         const auto from_top = static_cast<uint32_t>(kTop - k);

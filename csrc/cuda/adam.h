@@ -90,8 +90,8 @@ TORCHOPT_HD inline void prepare_body(int i, const AdamArgs& args,
 
 // Returns the random bits of a register of elements from i on.
 template <class L>
-TORCHOPT_HD inline typename L::Random draw(const TensorWork& work, const RoundingKey& key,
-                                           int64_t i) {
+TORCHOPT_HD inline typename L::Random random_bits_at(const TensorWork& work, const RoundingKey& key,
+                                                     int64_t i) {
   typename L::Random random;
   RoundingStream stream{};
   uint64_t upper = ~uint64_t{0};
@@ -133,7 +133,7 @@ struct AdamChunk {
                      ? memory
                      : static_cast<char*>(memory) + begin * element_size(work.layout, array);
     };
-    unrolled<kWritten>([&](int array) { point(array, work.memory[array]); });
+    unrolled<kElementArrays>([&](int array) { point(array, work.memory[array]); });
     point(kGrad, args.steps[chunk.tensor].grad);
   }
 
@@ -141,7 +141,7 @@ struct AdamChunk {
   TORCHOPT_HD void update(const L& lane, const Layout& layout, const StepMode& mode, bool at_random,
                           int i) const {
     if (at_random) {
-      const auto random = draw<L>(work, rounding_key(options, work), begin + i);
+      const auto random = random_bits_at<L>(work, rounding_key(options, work), begin + i);
       adam_step(lane, scalars, layout, mode, x, i, &random);
     } else {
       adam_step(lane, scalars, layout, mode, x, i, static_cast<const typename L::Random*>(nullptr));
@@ -168,7 +168,7 @@ TORCHOPT_HD inline void adam_body(const Cta& cta, const AdamArgs& args) {
   const Layout layout = known_layout<kKind>(elements.work.layout);
   const StepMode mode{.write_back = writes_back<kKind>(args.options)};
   const bool at_random = rounds_randomly<kKind>(args.options, layout);
-  const Registers registers = aligned_registers(layout, elements.x, kWidth, elements.n);
+  const AlignedRange registers = aligned_registers(layout, elements.x, kWidth, elements.n);
   cta.each([&](int thread) {
     for_each_register(
         registers, kWidth, elements.n, thread, cta.threads,

@@ -16,8 +16,8 @@ namespace {
 // Returns the random bits of elements [i, i + L::width), counted from the element with this number.
 // All elements use `stream`.
 template <class L>
-TORCHOPT_HD inline typename L::Random draw_behind(const RoundingStream& stream, uint64_t number,
-                                                  int i) {
+TORCHOPT_HD inline typename L::Random random_bits_from(const RoundingStream& stream,
+                                                       uint64_t number, int i) {
   typename L::Random random;
   unrolled<L::width>([&](int k) {
     random.element[k] = random_words<ScalarWords>(
@@ -59,9 +59,9 @@ struct QuantizedChunk {
         const bool random = weight_may_round_randomly(layout);
         for_each_part(
             group, thread, random,
-            [&](const auto& draws, int i) { kept = stepped<Share>(i, scales, draws); },
+            [&](const auto& draws, int i) { kept = update_weights<Share>(i, scales, draws); },
             [&](const auto& draws, int i, int k) {
-              const auto one = stepped<One>(i, scales, draws);
+              const auto one = update_weights<One>(i, scales, draws);
               kept.exp_avg.element[k] = one.exp_avg.element[0];
               kept.root.element[k] = one.root.element[0];
             });
@@ -78,24 +78,26 @@ struct QuantizedChunk {
       }
       const auto& kept = moments[thread];
       using L = ScalarLane<float>;
-      const auto of_exp_avg =
+      const auto exp_avg_encoding =
           encoding_of<L>(bit_cast<float>(exp_avg[thread]), kLargestCode, scalars.units.exp_avg);
-      const auto of_root =
+      const auto root_encoding =
           encoding_of<L>(bit_cast<float>(root[thread]), kRootCodes, scalars.units.root);
       if (thread % kGroupThreads == 0) {
-        exp_avg_scales[group] = of_exp_avg.scale;
-        root_scales[group] = of_root.scale;
+        exp_avg_scales[group] = exp_avg_encoding.scale;
+        root_scales[group] = root_encoding.scale;
       }
-      const GroupScales inverse{of_exp_avg.inverse, of_root.inverse};
+      const GroupScales inverse{exp_avg_encoding.inverse, root_encoding.inverse};
       const int begin = groups.begin(group);
       for_each_part(
           group, thread, true,
           [&](const auto& draws, int i) {
-            store_codes<Share>(i, encoded<Share>(kept, inverse, added<Share>(i - begin, draws)));
+            store_codes<Share>(
+                i, encode_moments<Share>(kept, inverse, rounding_offset<Share>(i - begin, draws)));
           },
           [&](const auto& draws, int i, int k) {
             const Moments<One> one{{{kept.exp_avg.element[k]}}, {{kept.root.element[k]}}};
-            store_codes<One>(i, encoded<One>(one, inverse, added<One>(i - begin, draws)));
+            store_codes<One>(
+                i, encode_moments<One>(one, inverse, rounding_offset<One>(i - begin, draws)));
           });
     });
   }
@@ -114,14 +116,15 @@ struct QuantizedChunk {
  private:
   // Stores the weights of elements [i, i + L::width) and returns their moments.
   template <class L, class Random>
-  TORCHOPT_HD Moments<L> stepped(int i, const GroupScales& scales, const Random* draws) const {
+  TORCHOPT_HD Moments<L> update_weights(int i, const GroupScales& scales,
+                                        const Random* draws) const {
     using Scalar = ScalarLane<float>;
     const QuantizedFactors<L> factors{scalars};
-    const GroupScales decoding{Scalar::mul(scales.exp_avg, scalars.from.exp_avg),
-                               Scalar::mul(scales.root, scalars.from.root)};
-    const Moments<L> now = averaged(L{}, factors, layout, elements.x, i, decoding);
-    store_weight(L{}, layout, mode, elements.x, i, moved(L{}, factors, layout, elements.x, i, now),
-                 draws);
+    const GroupScales decoding{Scalar::mul(scales.exp_avg, scalars.decoding.exp_avg),
+                               Scalar::mul(scales.root, scalars.decoding.root)};
+    const Moments<L> now = average_moments(L{}, factors, layout, elements.x, i, decoding);
+    store_weight(L{}, layout, mode, elements.x, i,
+                 updated_weights(L{}, factors, layout, elements.x, i, now), draws);
     write_back(L{}, elements.scalars.grad_factor, layout, mode, elements.x, i);
     return now;
   }
@@ -133,10 +136,10 @@ struct QuantizedChunk {
 
   // Returns what is added to an array's codes: dither from `place` of a group on, or random bits.
   template <class L>
-  TORCHOPT_HD auto added(int place, const typename L::Random* random) const {
+  TORCHOPT_HD auto rounding_offset(int place, const typename L::Random* random) const {
     return [this, place, random](Array array) {
       if (random != nullptr) {
-        return added_at_random<L>(*random, array);
+        return random_offset<L>(*random, array);
       }
       typename L::reg all;
       unrolled<L::width>([&](int k) { all.element[k] = dither(array, step, place + k); });
@@ -160,10 +163,10 @@ struct QuantizedChunk {
       number = static_cast<uint64_t>(global_element(elements.work, elements.begin + begin));
       stream = rounding_stream({elements.options.rounding_seed, step, elements.work.index}, number);
     }
-    if (size == kQuantGroup && are_registers_at(layout, elements.x, kThreadElements, begin)) {
+    if (size == kQuantGroup && are_all_aligned_at(layout, elements.x, kThreadElements, begin)) {
       const int i = member * kThreadElements;
       if (draws) {
-        const auto drawn = draw_behind<Share>(stream, number, i);
+        const auto drawn = random_bits_from<Share>(stream, number, i);
         whole(&drawn, begin + i);
       } else {
         whole(static_cast<const typename Share::Random*>(nullptr), begin + i);
@@ -173,7 +176,7 @@ struct QuantizedChunk {
     unrolled<kThreadElements>([&](int k) {
       const int i = member + k * kGroupThreads;
       if (i < size && draws) {
-        const auto drawn = draw_behind<One>(stream, number, i);
+        const auto drawn = random_bits_from<One>(stream, number, i);
         single(&drawn, begin + i, k);
       } else if (i < size) {
         single(static_cast<const typename One::Random*>(nullptr), begin + i, k);

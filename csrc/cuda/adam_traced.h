@@ -9,9 +9,10 @@
 namespace torchopt_ext {
 
 // A tile's squares are summed by the block rule, and the sums of tiles are added in order, as on
-// the CPU. A tile of kTileGroups groups has fewer than kTraceTile elements if rows end in short
-// groups, but more than half: rows with 8-bit moments have at least kQuantGroup (entry_checks.cpp).
-inline constexpr int kMostTiles = 2 * kChunkElements / kTraceTile;
+// the CPU. A tile of kTileGroups groups has fewer than kTraceTileElements elements if rows end in
+// short groups, but more than half: rows with 8-bit moments have at least kQuantGroup
+// (entry_checks.cpp).
+inline constexpr int kMostTiles = 2 * kChunkElements / kTraceTileElements;
 
 struct TileNorms {
   double sumsq[2];  // of the gradient, of the update
@@ -51,22 +52,22 @@ struct WarpTrace {
   template <class L>
   TORCHOPT_HD void after(const L& lane, const AdamChunk<T>& elements, const Layout& layout,
                          int thread, int first, int i, const typename L::reg& before) {
-    using One = typename L::One;
+    using SingleLane = typename L::SingleLane;
     const typename L::reg after = load_weight(lane, layout, elements.x, i);
     const typename L::reg exp_avg = load_exp_avg(lane, layout, elements.x, i);
     unrolled<L::width>([&](int k) {
       double& sum = change[(first + k) % 2][thread];
-      sum = D::add(sum, square(One::sub(after.element[k], before.element[k])));
-      lost[thread] += One::count_lost(before.element[k], after.element[k], exp_avg.element[k],
-                                      elements.scalars.has_decay);
+      sum = D::add(sum, square(SingleLane::sub(after.element[k], before.element[k])));
+      lost[thread] += SingleLane::count_lost(before.element[k], after.element[k],
+                                             exp_avg.element[k], elements.scalars.has_decay);
     });
   }
   // Writes a tile's sums of squares, added in the block rule's order. After two folds each thread
   // holds one of four sums: the gradient's if thread & 16 is 0, else the update's; of lane 0 if
   // thread & 8 is 0, else of lane 1. The last fold adds the two lanes.
   TORCHOPT_HD void finish_tile(const Warp& warp, TileNorms& norms) {
-    unrolled<2>([&](int lane) { warp.fold_two(grad[lane], change[lane], 16); });
-    warp.fold_two(grad[0], grad[1], 8);
+    unrolled<2>([&](int lane) { warp.fold_pair(grad[lane], change[lane], 16); });
+    warp.fold_pair(grad[0], grad[1], 8);
     warp.fold(grad[0], 4);
     warp.fold(grad[0], 2);
     warp.fold(grad[0], 1);
@@ -102,7 +103,7 @@ struct PlainChunk {
 };
 template <AdamKind kKind>
 TORCHOPT_HD inline int tiles_of(const PlainChunk<kKind>& chunk) {
-  return (chunk.elements.n + kTraceTile - 1) / kTraceTile;
+  return (chunk.elements.n + kTraceTileElements - 1) / kTraceTileElements;
 }
 template <AdamKind kKind>
 TORCHOPT_HD inline int tiles_of(const QuantizedChunk<kKind>& chunk) {
@@ -118,10 +119,10 @@ TORCHOPT_HD inline void update_tile(const Warp& warp, WarpTrace<T, Warp>& trace,
   using Rows = VectorLane<T, 2 * kRows, 2, kBlockLanes>;
   const AdamChunk<T>& elements = chunk.elements;
   const Layout& layout = chunk.layout;
-  const int begin = tile * kTraceTile;
-  const int end = begin + kTraceTile < elements.n ? begin + kTraceTile : elements.n;
+  const int begin = tile * kTraceTileElements;
+  const int end = begin + kTraceTileElements < elements.n ? begin + kTraceTileElements : elements.n;
   const StepOptions& options = elements.options;
-  const bool aligned = are_registers_at(layout, elements.x, 2, begin);
+  const bool aligned = are_all_aligned_at(layout, elements.x, 2, begin);
   warp.each([&](int thread) {
     const auto step = [&](const auto& lane, int i) {
       const auto before = trace.before(lane, elements, layout, thread, 0, i);
@@ -155,9 +156,9 @@ template <AdamKind kKind, class Warp>
 TORCHOPT_HD inline void update_tile(const Warp& warp, WarpTrace<float, Warp>& trace,
                                     const QuantizedChunk<kKind>& chunk,
                                     const SharedHalfFactors& factors, int tile) {
-  using One = VectorLane<float, 1>;
+  using SingleLane = VectorLane<float, 1>;
   struct Weights {
-    typename One::reg of[kTraceTile / kWarpThreads];
+    typename SingleLane::reg of[kTraceTileElements / kWarpThreads];
   };
   const AdamChunk<float>& elements = chunk.elements;
   const ChunkGroups& groups = chunk.groups;
@@ -167,7 +168,7 @@ TORCHOPT_HD inline void update_tile(const Warp& warp, WarpTrace<float, Warp>& tr
   const int end = groups.begin(last - 1) + groups.size(last - 1);
   typename Warp::template PerThread<Weights> before;
   const auto for_each_owned = [&](int thread, const auto& visit) {
-    unrolled<kTraceTile / kWarpThreads>([&](int k) {
+    unrolled<kTraceTileElements / kWarpThreads>([&](int k) {
       const int lane = k % 2;
       const int i = begin + 2 * thread + lane + k / 2 * kBlockLanes;
       if (i < end) {
@@ -177,7 +178,7 @@ TORCHOPT_HD inline void update_tile(const Warp& warp, WarpTrace<float, Warp>& tr
   };
   warp.each([&](int thread) {
     for_each_owned(thread, [&](int k, int lane, int i) {
-      before[thread].of[k] = trace.before(One{}, elements, chunk.layout, thread, lane, i);
+      before[thread].of[k] = trace.before(SingleLane{}, elements, chunk.layout, thread, lane, i);
     });
   });
   for (int group = first; group < last; group += kWarpGroups) {
@@ -185,7 +186,7 @@ TORCHOPT_HD inline void update_tile(const Warp& warp, WarpTrace<float, Warp>& tr
   }
   warp.each([&](int thread) {
     for_each_owned(thread, [&](int k, int lane, int i) {
-      trace.after(One{}, elements, chunk.layout, thread, lane, i, before[thread].of[k]);
+      trace.after(SingleLane{}, elements, chunk.layout, thread, lane, i, before[thread].of[k]);
     });
   });
   if ((elements.options.track & kTrackDigest) == 0) {

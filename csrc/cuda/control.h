@@ -15,7 +15,7 @@ namespace {
 // Normalizes the digits to below 2**32, so that ranks can add them as integers.
 template <class Warp>
 TORCHOPT_HD inline void normalize_body(const Warp& warp, int64_t* accumulator) {
-  WarpSlots<Warp> slots = slots_of(warp, accumulator);
+  WarpSlots<Warp> slots = load_slots(warp, accumulator);
   warp_normalize(warp, slots);
   each_slot(warp, slots, [&](int k, int64_t slot) { accumulator[k] = slot; });
 }

@@ -38,7 +38,7 @@ TORCHOPT_HD inline void copy_chunk(const Cta& cta, const TensorWork& work, const
     store_as(lane, layout.param, x[kParam], i,
              scaled<L>(load_as(lane, layout.grad, x[kGrad], i), factor));
   };
-  const Registers registers = aligned_registers(layout, x, kWidth, n);
+  const AlignedRange registers = aligned_registers(layout, x, kWidth, n);
   cta.each([&](int thread) {
     for_each_register(
         registers, kWidth, n, thread, cta.threads, [&](int i) { copy(VectorLane<T, kWidth>{}, i); },
@@ -52,7 +52,7 @@ TORCHOPT_HD inline void copy_body(const Cta& cta, const CopyArgs& args) {
   const TensorWork& work = args.tensors[chunk.tensor];
   const double factor = args.unscale ? args.control->grad_factor : 1.0;
   if (args.control->skip != 0.0 ||
-      is_idle_copy(work.memory[kParam], work.memory[kGrad], work.layout.param, factor)) {
+      is_noop_copy(work.memory[kParam], work.memory[kGrad], work.layout.param, factor)) {
     return;
   }
   if (work.layout.param == DType::kFloat64) {

@@ -48,7 +48,7 @@ struct HostWarp {
   // For each such pair: the lower thread's `a` becomes the sum of both `a`, the upper thread's `a`
   // the sum of both `b`. The two threads share the work.
   template <class T>
-  void fold_two(PerThread<T>& a, const PerThread<T>& b, int distance) const {
+  void fold_pair(PerThread<T>& a, const PerThread<T>& b, int distance) const {
     for (int thread = 0; thread < kWarpThreads; ++thread) {
       if ((thread & distance) == 0) {
         a[thread] += a[thread + distance];
@@ -145,7 +145,7 @@ struct DeviceWarp {
     values.value += __shfl_xor_sync(kAll, values.value, distance);
   }
   template <class T>
-  __device__ void fold_two(PerThread<T>& a, const PerThread<T>& b, int distance) const {
+  __device__ void fold_pair(PerThread<T>& a, const PerThread<T>& b, int distance) const {
     const bool upper = (thread() & distance) != 0;
     const T other = __shfl_xor_sync(kAll, upper ? a.value : b.value, distance);
     a.value = (upper ? b.value : a.value) + other;

@@ -51,7 +51,7 @@ void free_released() {
 
 }  // namespace
 
-void DeviceTable::fill(const void* values, size_t bytes, c10::cuda::CUDAStream stream) {
+void DeviceTable::upload(const void* values, size_t bytes, c10::cuda::CUDAStream stream) {
   if (graph_of(stream) != nullptr) {
     // The upload must run during the capture and not at each replay, so it uses another stream. The
     // memory must not come from the graph's pool, to which a replay's earlier kernels may write.
@@ -79,7 +79,7 @@ void DeviceTable::fill(const void* values, size_t bytes, c10::cuda::CUDAStream s
 void DeviceTable::reserve(size_t bytes) { memory_ = allocate(bytes); }
 
 // Records the use on `stream`: the allocator orders reuse only with the allocation's stream.
-void* DeviceTable::used_on(c10::cuda::CUDAStream stream) {
+void* DeviceTable::record_use(c10::cuda::CUDAStream stream) {
   if (graph_of(stream) == nullptr) {
     c10::cuda::CUDACachingAllocator::recordStream(memory_, stream);
   }

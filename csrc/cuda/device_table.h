@@ -19,21 +19,21 @@ class DeviceTable {
 
   // Allocates the memory and uploads the values. Call once.
   template <class T>
-  void fill(const std::vector<T>& values, c10::cuda::CUDAStream stream) {
-    fill(values.data(), values.size() * sizeof(T), stream);
+  void upload(const std::vector<T>& values, c10::cuda::CUDAStream stream) {
+    upload(values.data(), values.size() * sizeof(T), stream);
   }
   // Allocates memory without writing to it.
   void reserve(size_t bytes);
 
   // Returns the address of the values for work on the stream.
   template <class T>
-  T* on(c10::cuda::CUDAStream stream) {
-    return static_cast<T*>(used_on(stream));
+  T* address(c10::cuda::CUDAStream stream) {
+    return static_cast<T*>(record_use(stream));
   }
 
  private:
-  void fill(const void* values, size_t bytes, c10::cuda::CUDAStream stream);
-  void* used_on(c10::cuda::CUDAStream stream);
+  void upload(const void* values, size_t bytes, c10::cuda::CUDAStream stream);
+  void* record_use(c10::cuda::CUDAStream stream);
 
   c10::DataPtr memory_;
 };

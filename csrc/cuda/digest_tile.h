@@ -10,17 +10,17 @@
 
 namespace torchopt_ext {
 
-inline constexpr int kTraceTile = 512;  // elements of a tile, at most
+inline constexpr int kTraceTileElements = 512;  // elements of a tile, at most
 
 namespace {
 
 // half_factor() from a block's table.
 struct SharedHalfFactors {
   TORCHOPT_HD int operator()(uint32_t half) const {
-    const int factor = of_words[half / 2];
+    const int factor = upper_factors[half / 2];
     return half % 2 == 0 ? 2048 - factor : factor;
   }
-  const uint16_t* of_words;  // the factor of each word's upper half
+  const uint16_t* upper_factors;  // the factor of each word's upper half
 };
 
 // Two elements at once; UnalignedPairLane takes any address.
@@ -37,9 +37,10 @@ template <class L>
 TORCHOPT_HD inline uint64_t digest_pairs(const Layout& layout, void* const (&x)[kArrays], int& i,
                                          int end, DigestPlace place,
                                          const SharedHalfFactors& factors) {
-  static_assert(kTraceTile / kBlockLanes == 8 && kBlockLanes / 4 % kDigestLanes == 0);
-  int32_t halves[kWritten][2]{};  // of each element of a pair; both in [0] if they share a word
-  int64_t sums[kWritten]{};       // without the array's factor
+  static_assert(kTraceTileElements / kBlockLanes == 8 && kBlockLanes / 4 % kDigestLanes == 0);
+  // Sums of halves of each element of a pair; all in [0] if the elements share a word.
+  int32_t halves[kElementArrays][2]{};
+  int64_t sums[kElementArrays]{};  // without the array's factor
   const auto multiply = [&] {
     for_each_stored(layout, [&](Array array) {
       const auto size = static_cast<uint32_t>(element_size(layout, array));
@@ -96,7 +97,7 @@ TORCHOPT_HD inline void digest_tile(const Warp& warp,
   // (8-bit) elements within a word (half).
   const bool in_pairs = last - first == static_cast<uint64_t>(end - 1 - begin) &&
                         first >> kStreamBits == last >> kStreamBits && first % 2 == 0;
-  const bool aligned = are_registers_at(layout, elements.x, 2, begin);
+  const bool aligned = are_all_aligned_at(layout, elements.x, 2, begin);
   warp.each([&](int thread) {
     int i = begin + 2 * thread;
     if constexpr (std::is_same_v<T, float>) {

@@ -47,7 +47,7 @@ TORCHOPT_HD inline double block_sum(const Warp& warp, const char* memory, DType 
   constexpr int kRows = kElements / 2;                  // read by a warp at once
   constexpr int kRowThreads = kBlockLanes / kElements;  // threads that read one row
   constexpr int kRowsElements = kRows * kBlockLanes;
-  constexpr int kAhead = 4;  // loads in flight
+  constexpr int kLoadsInFlight = 4;
   using Words = typename Warp::template PerThread<uint32_t>;
   const auto first_lane = [](int thread) {
     return kElements * (thread % kRowThreads) + 2 * (thread / kRowThreads);
@@ -102,8 +102,8 @@ TORCHOPT_HD inline double block_sum(const Warp& warp, const char* memory, DType 
   };
   const auto add_whole_rows = [&](auto aligned) {
     int i = 0;
-    for (; i + kAhead * kRowsElements <= n; i += kAhead * kRowsElements) {
-      add_rows(i, Constant<kAhead>{}, aligned);
+    for (; i + kLoadsInFlight * kRowsElements <= n; i += kLoadsInFlight * kRowsElements) {
+      add_rows(i, Constant<kLoadsInFlight>{}, aligned);
     }
     for (; i + kRowsElements <= n; i += kRowsElements) {
       add_rows(i, Constant<1>{}, aligned);
@@ -144,22 +144,22 @@ template <int kSize, class Warp>
 TORCHOPT_HD inline void add_squares(const Warp& warp, const char* memory, DType dtype, int n,
                                     ExactAccumulator& acc) {
   using L = ScalarLane<double>;
-  constexpr int kEach = 8;  // elements of a thread
+  constexpr int kPerThread = 8;  // elements of a thread
   constexpr int kElements = 16 / kSize;
-  constexpr int kShortPiece = kEach * kWarpThreads;
+  constexpr int kShortPiece = kPerThread * kWarpThreads;
   struct Squares {
-    double value[kEach];
+    double value[kPerThread];
   };
-  typename Warp::template PerThread<Squares> left;
+  typename Warp::template PerThread<Squares> remainders;
   typename Warp::template PerThread<uint32_t> largest;
   typename Warp::template PerThread<double> first;
   typename Warp::template PerThread<double> second;
   // Returns the upper half of the bits of the largest remainder; 0 only if all remainders are zero.
-  const auto most_left = [&] {
+  const auto largest_remainder = [&] {
     warp.each([&](int thread) {
       uint32_t most = 0;
-      unrolled<kEach>([&](int k) {
-        const auto bits = bit_cast<uint64_t>(left[thread].value[k]);
+      unrolled<kPerThread>([&](int k) {
+        const auto bits = bit_cast<uint64_t>(remainders[thread].value[k]);
         const uint32_t high = (static_cast<uint32_t>(bits >> 32) & 0x7fffffffu) |
                               (static_cast<uint32_t>(bits) != 0 ? 1u : 0u);
         most = high > most ? high : most;
@@ -172,30 +172,31 @@ TORCHOPT_HD inline void add_squares(const Warp& warp, const char* memory, DType 
     const char* const piece = memory + begin * kSize;
     const bool whole = n - begin >= kShortPiece && is_aligned(piece, 16);
     warp.each([&](int thread) {
-      double(&x)[kEach] = left[thread].value;
+      double(&x)[kPerThread] = remainders[thread].value;
       if (whole) {
-        Vector vector[kEach / kElements];
-        unrolled<kEach / kElements>([&](int v) {
+        Vector vector[kPerThread / kElements];
+        unrolled<kPerThread / kElements>([&](int v) {
           vector[v] = load_bits<Vector>(piece + 16 * (v * kWarpThreads + thread));
         });
-        unrolled<kEach>([&](int k) {
+        unrolled<kPerThread>([&](int k) {
           x[k] = square_of(element_of<kSize>(vector[k / kElements], k % kElements), dtype);
         });
       } else {
-        unrolled<kEach>([&](int k) {
+        unrolled<kPerThread>([&](int k) {
           const int i = begin + k * kWarpThreads + thread;
           x[k] = i < n ? square_at<kSize>(memory, i, dtype) : 0.0;
         });
       }
     });
-    for (uint32_t most = most_left(); most != 0; most = most_left()) {
+    for (uint32_t most = largest_remainder(); most != 0; most = largest_remainder()) {
       const auto biased = static_cast<int>(most >> 20);
       // Infinities, NaNs, and fp64 squares for which bins have no exponents.
       if (biased == 0x7ff || (kSize == 8 && (biased < 200 || biased > 2000))) {
-        for (int turn = 0; turn < kEach; ++turn) {
-          warp.in_turn([&](int thread) { accumulator_add(acc, left[thread].value[0]); });
+        for (int turn = 0; turn < kPerThread; ++turn) {
+          warp.in_turn([&](int thread) { accumulator_add(acc, remainders[thread].value[0]); });
           warp.each([&](int thread) {
-            unrolled<kEach - 1>([&](int k) { left[thread].value[k] = left[thread].value[k + 1]; });
+            unrolled<kPerThread - 1>(
+                [&](int k) { remainders[thread].value[k] = remainders[thread].value[k + 1]; });
           });
         }
         break;
@@ -204,8 +205,8 @@ TORCHOPT_HD inline void add_squares(const Warp& warp, const char* memory, DType 
       warp.each([&](int thread) {
         const double bias[2] = {bin_bias(exponent, 0), bin_bias(exponent, 1)};
         double bin[2] = {bias[0], bias[1]};
-        unrolled<kEach>([&](int k) {
-          double& rest = left[thread].value[k];
+        unrolled<kPerThread>([&](int k) {
+          double& rest = remainders[thread].value[k];
           unrolled<2>([&](int b) {
             const double before = bin[b];
             bin[b] = L::add(before, rest);
@@ -298,7 +299,7 @@ TORCHOPT_HD inline void norm_body(const Cta& cta, NormShared& shared, const Norm
 }  // namespace
 
 template <int kTensors>
-void launch_norm(const NormArgs& args, const GradientsOf<kTensors>& gradients, int processors,
+void launch_norm(const NormArgs& args, const GradientsOf<kTensors>& gradients, int multiprocessors,
                  CUstream_st* stream);
 
 }  // namespace torchopt_ext

@@ -44,15 +44,15 @@ struct CudaTables : DeviceTables {
   DeviceTable tensors;
   DeviceTable steps;
   DeviceTable norm_chunks;
-  std::vector<int64_t> norm_first;  // first chunk of each range of tensors; FewGradients: one range
+  std::vector<int64_t> first_norm_chunk;  // by range of tensors; FewGradients has one range
   DeviceTable chunks;
-  std::array<int64_t, kAdamKinds + 1> first{};  // first chunk of each kind
+  std::array<int64_t, kAdamKinds + 1> first_chunk{};  // by kind
 };
 
 CudaTables& tables_of(const WorkList& work, c10::cuda::CUDAStream stream) {
   if (work.device_tables == nullptr) {
     auto tables = std::make_shared<CudaTables>();
-    tables->tensors.fill(work.tensors, stream);
+    tables->tensors.upload(work.tensors, stream);
     work.device_tables = std::move(tables);
   }
   keep_with_graph(work.device_tables, stream);
@@ -62,7 +62,7 @@ CudaTables& tables_of(const WorkList& work, c10::cuda::CUDAStream stream) {
 // Fills the table with the chunks of one kind after another. Tracking uses the CPU's chunks.
 void fill_chunks(const WorkList& work, CudaTables& tables, c10::cuda::CUDAStream stream) {
   if (work.options.track != 0) {
-    tables.chunks.fill(work.chunks, stream);
+    tables.chunks.upload(work.chunks, stream);
     return;
   }
   std::vector<Chunk> chunks;
@@ -71,9 +71,9 @@ void fill_chunks(const WorkList& work, CudaTables& tables, c10::cuda::CUDAStream
       return static_cast<size_t>(tensor.kind) == kind ? update_chunk(tensor) : 0;
     };
     add_plain_chunks(work.tensors, elements, chunks);
-    tables.first[kind + 1] = static_cast<int64_t>(chunks.size());
+    tables.first_chunk[kind + 1] = static_cast<int64_t>(chunks.size());
   }
-  tables.chunks.fill(chunks, stream);
+  tables.chunks.upload(chunks, stream);
 }
 
 // Calls f(gradients) for each range of tensors.
@@ -108,18 +108,19 @@ void sum_of_squares(const WorkList& work, const at::Tensor& accumulator, bool no
     CudaTables& tables = tables_of(work, stream);
     if (tables.norm_chunks.empty()) {
       const std::vector<Chunk> norm_chunks = make_chunks(work.tensors, kBlockElements);
-      tables.norm_chunks.fill(norm_chunks, stream);
-      tables.norm_first = first_chunks(norm_chunks, work.tensors.size(), Gradients::kMost);
+      tables.norm_chunks.upload(norm_chunks, stream);
+      tables.first_norm_chunk = first_chunks(norm_chunks, work.tensors.size(), Gradients::kMost);
     }
-    const int processors = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
-    const auto* chunks = tables.norm_chunks.on<const Chunk>(stream);
+    const int multiprocessors = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
+    const auto* chunks = tables.norm_chunks.address<const Chunk>(stream);
     for_each_range(work, [&](const auto& gradients) {
       const auto range = static_cast<size_t>(gradients.first / Gradients::kMost);
-      const int64_t first = tables.norm_first[range];
-      const int64_t count = tables.norm_first[range + 1] - first;
+      const int64_t first = tables.first_norm_chunk[range];
+      const int64_t count = tables.first_norm_chunk[range + 1] - first;
       if (count > 0) {
-        launch_norm({tables.tensors.on<const TensorWork>(stream), chunks + first, count, digits},
-                    gradients, processors, stream);
+        launch_norm(
+            {tables.tensors.address<const TensorWork>(stream), chunks + first, count, digits},
+            gradients, multiprocessors, stream);
       }
     });
   }
@@ -215,8 +216,8 @@ void adam(const WorkList& work, const std::vector<GroupHyper>& groups, const at:
     tables.steps.reserve(work.tensors.size() * sizeof(TensorStep));
   }
   AdamArgs args{};
-  args.tensors = tables.tensors.on<const TensorWork>(stream);
-  args.steps = tables.steps.on<TensorStep>(stream);
+  args.tensors = tables.tensors.address<const TensorWork>(stream);
+  args.steps = tables.steps.address<TensorStep>(stream);
   args.control = static_cast<const Control*>(control.const_data_ptr());
   args.options = work.options;
   for (const Groups& range : group_ranges(groups)) {
@@ -227,14 +228,14 @@ void adam(const WorkList& work, const std::vector<GroupHyper>& groups, const at:
     if (tables.chunks.empty()) {
       fill_chunks(work, tables, stream);
     }
-    args.chunks = tables.chunks.on<const Chunk>(stream);
+    args.chunks = tables.chunks.address<const Chunk>(stream);
   }
   if (work.options.track != 0) {
     launch_tracked(work, args, traces, stream);
     return;
   }
   for (size_t kind = 0; kind < kAdamKinds; ++kind) {
-    const int64_t count = tables.first[kind + 1] - tables.first[kind];
+    const int64_t count = tables.first_chunk[kind + 1] - tables.first_chunk[kind];
     if (count > 0) {
       launch_adam(static_cast<AdamKind>(kind), args, count, stream);
       C10_CUDA_KERNEL_LAUNCH_CHECK();
@@ -252,10 +253,11 @@ void scaled_copy(const WorkList& work, const at::Tensor& control, bool unscale) 
   CudaTables& tables = tables_of(work, stream);
   std::vector<Chunk> chunks;
   add_plain_chunks(work.tensors, [](const TensorWork&) { return kCopyChunk; }, chunks);
-  tables.chunks.fill(chunks, stream);
-  launch_copy({tables.tensors.on<const TensorWork>(stream), tables.chunks.on<const Chunk>(stream),
-               static_cast<const Control*>(control.const_data_ptr()), unscale},
-              static_cast<int64_t>(chunks.size()), stream);
+  tables.chunks.upload(chunks, stream);
+  launch_copy(
+      {tables.tensors.address<const TensorWork>(stream), tables.chunks.address<const Chunk>(stream),
+       static_cast<const Control*>(control.const_data_ptr()), unscale},
+      static_cast<int64_t>(chunks.size()), stream);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 

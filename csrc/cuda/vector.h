@@ -78,8 +78,8 @@ TORCHOPT_HD inline Bits<kSize> element_of(const Words& words, int k) {
   } else if constexpr (kSize == 4) {
     return words.word[k];
   } else {
-    constexpr int kEach = 4 / kSize;  // elements in a word
-    return static_cast<Bits<kSize>>(words.word[k / kEach] >> (8 * kSize * (k % kEach)));
+    constexpr int kPerWord = 4 / kSize;  // elements in a word
+    return static_cast<Bits<kSize>>(words.word[k / kPerWord] >> (8 * kSize * (k % kPerWord)));
   }
 }
 // Sets element k of `words`, which must start as zero.
@@ -91,9 +91,9 @@ TORCHOPT_HD inline void set_element(Words& words, int k, Bits<kSize> bits) {
   } else if constexpr (kSize == 4) {
     words.word[k] = bits;
   } else {
-    constexpr int kEach = 4 / kSize;
-    words.word[k / kEach] |=
-        static_cast<typename Words::Word>(static_cast<uint32_t>(bits) << (8 * kSize * (k % kEach)));
+    constexpr int kPerWord = 4 / kSize;
+    words.word[k / kPerWord] |= static_cast<typename Words::Word>(static_cast<uint32_t>(bits)
+                                                                  << (8 * kSize * (k % kPerWord)));
   }
 }
 
@@ -103,44 +103,45 @@ TORCHOPT_HD constexpr int64_t access_bytes(int64_t elements, int64_t size) {
 }
 
 // The elements [begin, end) of a chunk that can be accessed as whole, aligned registers.
-struct Registers {
+struct AlignedRange {
   int begin;
   int end;
 };
 
 // Returns whether a register of `array` may start at element i.
-TORCHOPT_HD inline bool is_register_at(const Layout& layout, void* const (&x)[kArrays], int array,
-                                       int width, int i) {
+TORCHOPT_HD inline bool is_aligned_at(const Layout& layout, void* const (&x)[kArrays], int array,
+                                      int width, int i) {
   const int64_t size = element_size(layout, array);
   return is_aligned(static_cast<const char*>(x[array]) + i * size, access_bytes(width, size));
 }
 // Returns whether a register of every array that is not null may start at element i.
-TORCHOPT_HD inline bool are_registers_at(const Layout& layout, void* const (&x)[kArrays], int width,
-                                         int i) {
+TORCHOPT_HD inline bool are_all_aligned_at(const Layout& layout, void* const (&x)[kArrays],
+                                           int width, int i) {
   bool aligned = true;
   unrolled<kArrays>([&](int array) {
-    aligned = aligned && (x[array] == nullptr || is_register_at(layout, x, array, width, i));
+    aligned = aligned && (x[array] == nullptr || is_aligned_at(layout, x, array, width, i));
   });
   return aligned;
 }
 
 // Returns the registers of the first n elements of arrays `x`, from the first element where every
 // array is aligned. Returns an empty range if the arrays are aligned differently.
-TORCHOPT_HD inline Registers aligned_registers(const Layout& layout, void* const (&x)[kArrays],
-                                               int width, int n) {
+TORCHOPT_HD inline AlignedRange aligned_registers(const Layout& layout, void* const (&x)[kArrays],
+                                                  int width, int n) {
   int first = 0;
-  while (first < width && !is_register_at(layout, x, kParam, width, first)) {
+  while (first < width && !is_aligned_at(layout, x, kParam, width, first)) {
     ++first;
   }
-  const bool aligned = first <= n && are_registers_at(layout, x, width, first);
-  return aligned ? Registers{first, first + (n - first) / width * width} : Registers{0, 0};
+  const bool aligned = first <= n && are_all_aligned_at(layout, x, width, first);
+  return aligned ? AlignedRange{first, first + (n - first) / width * width} : AlignedRange{0, 0};
 }
 
 // Visits a thread's share of n elements: whole(i) for elements [i, i + width), single(i) for one
 // element. Neighboring threads have neighboring registers.
 template <class Whole, class Single>
-TORCHOPT_HD inline void for_each_register(const Registers& registers, int width, int n, int thread,
-                                          int threads, const Whole& whole, const Single& single) {
+TORCHOPT_HD inline void for_each_register(const AlignedRange& registers, int width, int n,
+                                          int thread, int threads, const Whole& whole,
+                                          const Single& single) {
   for (int i = registers.begin + thread * width; i < registers.end; i += threads * width) {
     whole(i);
   }

@@ -12,13 +12,13 @@ namespace {
 template <class T, int kWidth, int kRun = kWidth, int kStride = kWidth, int kAccess = kRun>
 struct VectorLane {
   using scalar = T;
-  using One = ScalarLane<T>;
+  using SingleLane = ScalarLane<T>;
   struct reg {
     T element[kWidth];
   };
   static constexpr int width = kWidth;
-  static constexpr bool converts = One::converts;
-  static constexpr bool any_layout = One::any_layout;
+  static constexpr bool converts = SingleLane::converts;
+  static constexpr bool any_layout = SingleLane::any_layout;
   // Returns the distance of element k from the register's first element.
   TORCHOPT_HD static constexpr int offset(int k) { return k / kRun * kStride + k % kRun; }
 
@@ -42,7 +42,7 @@ struct VectorLane {
     store(to, a);
   }
   template <class Remainder>
-  TORCHOPT_HD static reg joined(const BFloat16* weight, const Remainder* remainder) {
+  TORCHOPT_HD static reg load_joined(const BFloat16* weight, const Remainder* remainder) {
     const auto weights = load_elements<2>(weight);
     const auto remainders = load_elements<sizeof(Remainder)>(remainder);
     return map([&](int k) {
@@ -60,7 +60,7 @@ struct VectorLane {
     const auto codes = load_elements<1>(from);
     return map([&](int k) {
       const auto code = static_cast<Code>(codes.element[k]);
-      return One::load_code(&code);
+      return SingleLane::load_code(&code);
     });
   }
   struct Random {
@@ -69,13 +69,13 @@ struct VectorLane {
   TORCHOPT_HD static void store_stochastic(BFloat16* to, const reg& a, const Random& random,
                                            Array array) {
     store_each(to, [&](int k) {
-      return narrow_stochastic(a.element[k], draw_of(random.element[k], array));
+      return narrow_stochastic(a.element[k], random_bits_of(random.element[k], array));
     });
   }
   TORCHOPT_HD static void store_split_stochastic(BFloat16* weight, int8_t* remainder, const reg& a,
                                                  const Random& random) {
     store_parts(weight, remainder, [&](int k) {
-      return split8_stochastic(a.element[k], draw_of(random.element[k], kParam));
+      return split8_stochastic(a.element[k], random_bits_of(random.element[k], kParam));
     });
   }
 
@@ -83,12 +83,12 @@ struct VectorLane {
   TORCHOPT_HD static void store_codes(Code* to, const reg& code) {
     store_each(to, [&](int k) {
       Code one;
-      One::store_codes(&one, code.element[k]);
+      SingleLane::store_codes(&one, code.element[k]);
       return one;
     });
   }
   TORCHOPT_HD static reg fraction(const Random& random, Array array) {
-    return map([&](int k) { return One::fraction(random.element[k], array); });
+    return map([&](int k) { return SingleLane::fraction(random.element[k], array); });
   }
 
   // The bits of elements of 1, 2 or 4 bytes, as in memory.
@@ -102,45 +102,46 @@ struct VectorLane {
   TORCHOPT_HD static reg set1(T a) {
     return map([&](int) { return a; });
   }
-  TORCHOPT_HD static reg held(T a) { return set1(a); }
+  TORCHOPT_HD static reg set1_in_register(T a) { return set1(a); }
   TORCHOPT_HD static reg add(const reg& a, const reg& b) {
-    return map([&](int k) { return One::add(a.element[k], b.element[k]); });
+    return map([&](int k) { return SingleLane::add(a.element[k], b.element[k]); });
   }
   TORCHOPT_HD static reg sub(const reg& a, const reg& b) {
-    return map([&](int k) { return One::sub(a.element[k], b.element[k]); });
+    return map([&](int k) { return SingleLane::sub(a.element[k], b.element[k]); });
   }
   TORCHOPT_HD static reg mul(const reg& a, const reg& b) {
-    return map([&](int k) { return One::mul(a.element[k], b.element[k]); });
+    return map([&](int k) { return SingleLane::mul(a.element[k], b.element[k]); });
   }
   TORCHOPT_HD static reg fma(const reg& a, const reg& b, const reg& c) {
-    return map([&](int k) { return One::fma(a.element[k], b.element[k], c.element[k]); });
+    return map([&](int k) { return SingleLane::fma(a.element[k], b.element[k], c.element[k]); });
   }
   TORCHOPT_HD static reg div(const reg& a, const reg& b) {
-    return map([&](int k) { return One::div(a.element[k], b.element[k]); });
+    return map([&](int k) { return SingleLane::div(a.element[k], b.element[k]); });
   }
   TORCHOPT_HD static reg sqrt(const reg& a) {
-    return map([&](int k) { return One::sqrt(a.element[k]); });
+    return map([&](int k) { return SingleLane::sqrt(a.element[k]); });
   }
   TORCHOPT_HD static reg sub_bits(const reg& a, const reg& b) {
-    return map([&](int k) { return One::sub_bits(a.element[k], b.element[k]); });
+    return map([&](int k) { return SingleLane::sub_bits(a.element[k], b.element[k]); });
   }
   TORCHOPT_HD static reg neg(const reg& a) {
-    return map([&](int k) { return One::neg(a.element[k]); });
+    return map([&](int k) { return SingleLane::neg(a.element[k]); });
   }
   // Returns the largest of all elements' magnitudes.
   TORCHOPT_HD static T largest(const reg& a) {
     T most{0};
-    unrolled<kWidth>([&](int k) { most = One::max_magnitude(most, One::abs(a.element[k])); });
+    unrolled<kWidth>(
+        [&](int k) { most = SingleLane::max_magnitude(most, SingleLane::abs(a.element[k])); });
     return most;
   }
   TORCHOPT_HD static reg min(const reg& a, const reg& b) {
-    return map([&](int k) { return One::min(a.element[k], b.element[k]); });
+    return map([&](int k) { return SingleLane::min(a.element[k], b.element[k]); });
   }
   TORCHOPT_HD static reg max_keep_nan(const reg& vmax, const reg& v) {
-    return map([&](int k) { return One::max_keep_nan(vmax.element[k], v.element[k]); });
+    return map([&](int k) { return SingleLane::max_keep_nan(vmax.element[k], v.element[k]); });
   }
   TORCHOPT_HD static reg canonical(const reg& a) {
-    return map([&](int k) { return One::canonical(a.element[k]); });
+    return map([&](int k) { return SingleLane::canonical(a.element[k]); });
   }
 
  private:
@@ -176,12 +177,12 @@ struct VectorLane {
       });
     } else {
       constexpr int kBytes = access_bytes(kAccess, kSize);
-      constexpr int kEach = kBytes / kSize;
-      unrolled<kWidth / kEach>([&](int access) {
+      constexpr int kPerAccess = kBytes / kSize;
+      unrolled<kWidth / kPerAccess>([&](int access) {
         const auto words = load_bits<Words<kBytes>>(static_cast<const char*>(from) +
-                                                    offset(access * kEach) * kSize);
-        unrolled<kEach>(
-            [&](int k) { all.element[access * kEach + k] = element_of<kSize>(words, k); });
+                                                    offset(access * kPerAccess) * kSize);
+        unrolled<kPerAccess>(
+            [&](int k) { all.element[access * kPerAccess + k] = element_of<kSize>(words, k); });
       });
     }
     return all;
@@ -193,13 +194,13 @@ struct VectorLane {
       unrolled<kWidth>([&](int k) { store_bits(to + offset(k), bit_cast<Bits<kSize>>(f(k))); });
     } else {
       constexpr int kBytes = access_bytes(kAccess, kSize);
-      constexpr int kEach = kBytes / kSize;
-      unrolled<kWidth / kEach>([&](int access) {
+      constexpr int kPerAccess = kBytes / kSize;
+      unrolled<kWidth / kPerAccess>([&](int access) {
         Words<kBytes> words{};
-        unrolled<kEach>([&](int k) {
-          set_element<kSize>(words, k, bit_cast<Bits<kSize>>(f(access * kEach + k)));
+        unrolled<kPerAccess>([&](int k) {
+          set_element<kSize>(words, k, bit_cast<Bits<kSize>>(f(access * kPerAccess + k)));
         });
-        store_bits(to + offset(access * kEach), words);
+        store_bits(to + offset(access * kPerAccess), words);
       });
     }
   }

@@ -100,10 +100,10 @@ template <class L>
   if constexpr (L::any_layout) {
     const auto* weight = static_cast<const BFloat16*>(x[kParam]) + i;
     if (layout.master == Master::kRemainder) {
-      return lane.joined(weight, static_cast<const int16_t*>(x[kMaster]) + i);
+      return lane.load_joined(weight, static_cast<const int16_t*>(x[kMaster]) + i);
     }
     if (layout.master == Master::kRemainder8) {
-      return lane.joined(weight, static_cast<const int8_t*>(x[kMaster]) + i);
+      return lane.load_joined(weight, static_cast<const int8_t*>(x[kMaster]) + i);
     }
   }
   return load_as(lane, layout.param, x[kParam], i);

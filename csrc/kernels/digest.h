@@ -27,7 +27,7 @@ TORCHOPT_HD constexpr int half_factor(uint32_t half) {
 
 // Returns the factor of an array, or of the upper words of its fp64 elements.
 TORCHOPT_HD constexpr uint64_t array_factor(int array, bool is_upper = false) {
-  const int number = array + (is_upper ? kWritten : 0) + 1;
+  const int number = array + (is_upper ? kElementArrays : 0) + 1;
   return mix64(static_cast<uint64_t>(number)) | 1;
 }
 

@@ -24,7 +24,7 @@ inline constexpr T largest_finite =
 
 template <class T>
 struct ScalarLane {
-  using One = ScalarLane;
+  using SingleLane = ScalarLane;
   using scalar = T;
   using reg = T;
   using Words = ScalarWords;
@@ -39,7 +39,7 @@ struct ScalarLane {
   TORCHOPT_HD static void store_part(T* x, T a, int /*n*/) { *x = a; }
   TORCHOPT_HD static T set1(T a) { return a; }
   // As set1, for the constants of a loop: x86 compilers would broadcast set1() again at each use.
-  TORCHOPT_HD static T held(T a) { return a; }
+  TORCHOPT_HD static T set1_in_register(T a) { return a; }
   // 16-bit elements (float lanes only).
   template <class Half>
   TORCHOPT_HD static T load(const Half* x) {
@@ -55,7 +55,7 @@ struct ScalarLane {
     store(x, a);
   }
   template <class Remainder>
-  TORCHOPT_HD static T joined(const BFloat16* weight, const Remainder* remainder) {
+  TORCHOPT_HD static T load_joined(const BFloat16* weight, const Remainder* remainder) {
     return join(*weight, *remainder);
   }
   TORCHOPT_HD static void store_split(BFloat16* weight, int16_t* remainder, T a) {
@@ -73,11 +73,11 @@ struct ScalarLane {
     return random_words<ScalarWords>(stream, number);
   }
   TORCHOPT_HD static void store_stochastic(BFloat16* x, T a, const Random& random, Array array) {
-    *x = narrow_stochastic(a, draw_of(random, array));
+    *x = narrow_stochastic(a, random_bits_of(random, array));
   }
   TORCHOPT_HD static void store_split_stochastic(BFloat16* weight, int8_t* remainder, T a,
                                                  const Random& random) {
-    store_parts(weight, remainder, split8_stochastic(a, draw_of(random, kParam)));
+    store_parts(weight, remainder, split8_stochastic(a, random_bits_of(random, kParam)));
   }
   TORCHOPT_HD static T neg(T a) { return -a; }
   TORCHOPT_HD static T add_exact_square(T sum, T x) { return add(sum, mul(x, x)); }
@@ -104,17 +104,17 @@ struct ScalarLane {
     return bit_cast<uint32_t>(a) > bit_cast<uint32_t>(b) ? a : b;
   }
   // Help to find the largest element of a group: cpu/pair_lane.h, cpu/lane_avx512.h.
-  TORCHOPT_HD static T folded(T a) { return a; }
+  TORCHOPT_HD static T max_of_pair(T a) { return a; }
   TORCHOPT_HD static void largest(const T (&from)[1], T* to) { *to = from[0]; }
   // Store and load temporary values, in an element order of the lane's own.
-  TORCHOPT_HD static void keep(T* x, T a) { *x = a; }
-  TORCHOPT_HD static T kept(const T* x) { return *x; }
-  // Load codes as described at kDecodedExpAvg.
+  TORCHOPT_HD static void store_temporary(T* x, T a) { *x = a; }
+  TORCHOPT_HD static T load_temporary(const T* x) { return *x; }
+  // Load codes as described at kExpAvgCodeUnit.
   TORCHOPT_HD static T load_code(const int8_t* x) { return static_cast<T>(*x * 65536); }
   TORCHOPT_HD static T load_code(const uint8_t* x) { return static_cast<T>(*x + 1); }
   // Returns an array's random bits as a number in [0, 1).
   TORCHOPT_HD static T fraction(const Random& random, Array array) {
-    return mul(static_cast<T>(draw_of(random, array)), T{0x1p-16f});
+    return mul(static_cast<T>(random_bits_of(random, array)), T{0x1p-16f});
   }
   // Stores codes (quantize.h) in [-128.5, 129), rounded to nearest even; NaN becomes -128.
   TORCHOPT_HD static void store_codes(int8_t* x, T code) {

@@ -17,11 +17,11 @@ inline constexpr int kQuantGroup = 64;
 
 // A value for exp_avg and a value for the root of exp_avg_sq.
 template <class T>
-struct Each {
+struct PerMoment {
   T exp_avg;
   T root;
 };
-using GroupScales = Each<float>;  // the differences between adjacent codes
+using GroupScales = PerMoment<float>;  // the differences between adjacent codes
 
 namespace {
 
@@ -29,7 +29,7 @@ inline constexpr float kLargestCode = 127.0f;  // of exp_avg; the smallest is -1
 inline constexpr float kRootCodes = 256.0f;
 // L::load_code() returns 2^16 times a code of exp_avg, which is the cheapest conversion, or a
 // root's code plus one.
-inline constexpr float kDecodedExpAvg = 0x1p-16f;
+inline constexpr float kExpAvgCodeUnit = 0x1p-16f;
 
 TORCHOPT_HD constexpr int64_t groups_in_row(int64_t row_length) {
   return (row_length + kQuantGroup - 1) / kQuantGroup;
@@ -93,8 +93,8 @@ TORCHOPT_HD inline Encoding<L> encoding_of(typename L::reg largest, float codes,
 
 // The smallest number that dither adds. A code of exp_avg gets a number from -1/2 to 1/2 and is
 // rounded to nearest; a code of a root gets a number from -1 to 0 and is truncated.
-inline constexpr float kFromExpAvg = -0.5f;
-inline constexpr float kFromRoot = -1.0f;
+inline constexpr float kExpAvgDitherStart = -0.5f;
+inline constexpr float kRootDitherStart = -1.0f;
 
 // Returns the dither of the codes at a place of a group. `step`: the count after this step.
 TORCHOPT_HD inline float dither(Array array, uint32_t step, int place) {
@@ -104,7 +104,8 @@ TORCHOPT_HD inline float dither(Array array, uint32_t step, int place) {
   const bool is_root = array == kExpAvgSq;
   const uint32_t bits = step * (is_root ? kLonger : kShorter) +
                         static_cast<uint32_t>(place) * (is_root ? kShorter : kLonger);
-  return L::add(L::mul(static_cast<float>(bits >> 8), 0x1p-24f), is_root ? kFromRoot : kFromExpAvg);
+  return L::add(L::mul(static_cast<float>(bits >> 8), 0x1p-24f),
+                is_root ? kRootDitherStart : kExpAvgDitherStart);
 }
 
 }  // namespace

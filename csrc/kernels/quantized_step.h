@@ -12,14 +12,14 @@
 namespace torchopt_ext {
 
 template <class L>
-using Moments = Each<typename L::reg>;  // exp_avg and the root of exp_avg_sq
+using Moments = PerMoment<typename L::reg>;  // exp_avg and the root of exp_avg_sq
 
 // The scalars of a tensor. Averaged moments are multiples of units in which gradients have weight
 // 1; units, bias corrections and step size combine into one factor and eps. One product decodes and
 // averages: the rounding that separate products avoid is far below the error of 8-bit moments.
 struct QuantizedScalars {
   GroupScales units;
-  GroupScales from;  // factors of the old moments, in addition to their scales
+  GroupScales decoding;  // factors of the old moments, in addition to their scales
   float grad_factor, l2;
   float minus_decay;
   float to_divisor, eps;  // exp_avg's divisor in quotient.h's units: root * to_divisor + eps
@@ -30,12 +30,12 @@ struct QuantizedScalars {
 // The scalars, and registers of the scalars that every element uses.
 template <class L>
 struct QuantizedFactors {
-  QuantizedScalars of;
-  typename L::reg grad_factor = L::held(of.grad_factor);
-  typename L::reg l2 = L::held(of.l2);
-  typename L::reg minus_decay = L::held(of.minus_decay);
-  typename L::reg to_divisor = L::held(of.to_divisor);
-  typename L::reg eps = L::held(of.eps);
+  QuantizedScalars scalars;
+  typename L::reg grad_factor = L::set1_in_register(scalars.grad_factor);
+  typename L::reg l2 = L::set1_in_register(scalars.l2);
+  typename L::reg minus_decay = L::set1_in_register(scalars.minus_decay);
+  typename L::reg to_divisor = L::set1_in_register(scalars.to_divisor);
+  typename L::reg eps = L::set1_in_register(scalars.eps);
   QuotientConstants<L> quotient{};
 };
 
@@ -52,33 +52,31 @@ TORCHOPT_HD inline QuantizedScalars quantized_scalars(const AdamScalars<float>& 
   const float per_unit = L::mul(L::mul(s.step_size, kQuotientScale), units.exp_avg);
   const float to_divisor = L::div(units.root, per_unit);
   // A step size of 0, or too small for divisors, gets the largest divisor.
-  const bool moves = !(L::abs(to_divisor) >= 0x1p64f);  // true for a NaN
+  const bool divisor_fits = !(L::abs(to_divisor) >= 0x1p64f);  // true for a NaN
   return {.units = units,
-          .from = {L::div(L::mul(s.beta1, kDecodedExpAvg), units.exp_avg),
-                   L::div(L::sqrt(s.beta2), units.root)},
+          .decoding = {L::div(L::mul(s.beta1, kExpAvgCodeUnit), units.exp_avg),
+                       L::div(L::sqrt(s.beta2), units.root)},
           .grad_factor = factor,
           .l2 = s.l2,
           .minus_decay = -s.decay,
-          .to_divisor = moves ? to_divisor : 1.0f,
-          .eps = moves ? L::div(s.eps_hat, per_unit) : kLargestDivisor,
+          .to_divisor = divisor_fits ? to_divisor : 1.0f,
+          .eps = divisor_fits ? L::div(s.eps_hat, per_unit) : kLargestDivisor,
           .scales_gradients = scales_gradients,
           .has_l2 = s.has_l2,
           .has_decay = s.has_decay};
 }
 
 // Returns the moments of elements [i, i + width) after this step, in units. `decoding` has the
-// factors of the codes of their group: its scales times `from`.
+// factors of the codes of their group: its scales times `decoding`.
 template <class L>
-[[gnu::always_inline]] TORCHOPT_HD inline Moments<L> averaged(const L& lane,
-                                                              const QuantizedFactors<L>& f,
-                                                              const Layout& layout,
-                                                              void* const (&x)[kArrays], int64_t i,
-                                                              const GroupScales& decoding) {
+[[gnu::always_inline]] TORCHOPT_HD inline Moments<L> average_moments(
+    const L& lane, const QuantizedFactors<L>& f, const Layout& layout, void* const (&x)[kArrays],
+    int64_t i, const GroupScales& decoding) {
   using R = typename L::reg;
   R g = load_as(lane, layout.grad, x[kGrad], i);
-  if (f.of.scales_gradients) {
+  if (f.scalars.scales_gradients) {
     g = L::mul(g, f.grad_factor);
-    if (f.of.has_l2) {
+    if (f.scalars.has_l2) {
       g = L::fma(f.l2, load_weight(lane, layout, x, i), g);
     }
   }
@@ -91,16 +89,16 @@ template <class L>
 
 // Returns the weights of these elements after this step.
 template <class L>
-[[gnu::always_inline]] TORCHOPT_HD inline typename L::reg moved(
+[[gnu::always_inline]] TORCHOPT_HD inline typename L::reg updated_weights(
     const L& lane, const QuantizedFactors<L>& f, const Layout& layout, void* const (&x)[kArrays],
     int64_t i, const Moments<L>& moments) {
   using R = typename L::reg;
   R p = load_weight(lane, layout, x, i);
-  if (f.of.has_decay) {
+  if (f.scalars.has_decay) {
     p = L::fma(f.minus_decay, p, p);
   }
   const R divisor = L::fma(moments.root, f.to_divisor, f.eps);
-  return L::canonical(minus_quotient(f.quotient, p, moments.exp_avg, divisor));
+  return L::canonical(subtract_quotient(f.quotient, p, moments.exp_avg, divisor));
 }
 
 // Stores the scaled gradients of these elements if mode.write_back is set.
@@ -117,17 +115,18 @@ template <class L>
 
 // Returns random offsets for the codes, in place of dither.
 template <class L, class Random>
-[[gnu::always_inline]] TORCHOPT_HD inline typename L::reg added_at_random(const Random& random,
-                                                                          Array array) {
-  return L::add(L::fraction(random, array), L::set1(array == kExpAvg ? kFromExpAvg : kFromRoot));
+[[gnu::always_inline]] TORCHOPT_HD inline typename L::reg random_offset(const Random& random,
+                                                                        Array array) {
+  return L::add(L::fraction(random, array),
+                L::set1(array == kExpAvg ? kExpAvgDitherStart : kRootDitherStart));
 }
 
 // Returns the codes of moments before they are rounded. `inverse` has the inverses of the scales;
 // added(array) returns the dither or the random offsets.
 template <class L, class Added>
-[[gnu::always_inline]] TORCHOPT_HD inline Moments<L> encoded(const Moments<L>& moments,
-                                                             const GroupScales& inverse,
-                                                             const Added& added) {
+[[gnu::always_inline]] TORCHOPT_HD inline Moments<L> encode_moments(const Moments<L>& moments,
+                                                                    const GroupScales& inverse,
+                                                                    const Added& added) {
   return {L::fma(moments.exp_avg, L::set1(inverse.exp_avg), added(kExpAvg)),
           L::fma(moments.root, L::set1(inverse.root), added(kExpAvgSq))};
 }

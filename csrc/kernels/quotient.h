@@ -21,16 +21,17 @@ inline constexpr float kLargestDivisor = 0x1.6a09e6p126f;
 // The constants of every quotient in a loop, held in registers.
 template <class L>
 struct QuotientConstants {
-  typename L::reg largest = L::held(kLargestDivisor);
-  typename L::reg minus_largest = L::held(-kLargestDivisor);
-  typename L::reg mean = L::held(0x1.13a592p+0f);  // 3/2 of the center of the products' range
-  typename L::reg rest = L::held(0x1.8ba59p-2f);   // 3/4 * (center^2 - half_width^2)
+  typename L::reg largest = L::set1_in_register(kLargestDivisor);
+  typename L::reg minus_largest = L::set1_in_register(-kLargestDivisor);
+  typename L::reg mean =
+      L::set1_in_register(0x1.13a592p+0f);  // 3/2 of the center of the products' range
+  typename L::reg rest = L::set1_in_register(0x1.8ba59p-2f);  // 3/4 * (center^2 - half_width^2)
 };
 
 // Returns a - m / (kQuotientScale * d) for a normal d > 0, and NaN if d is NaN.
 template <class L, class R = typename L::reg>
-[[gnu::always_inline]] TORCHOPT_HD inline R minus_quotient(const QuotientConstants<L>& constants,
-                                                           R a, R m, R d) {
+[[gnu::always_inline]] TORCHOPT_HD inline R subtract_quotient(const QuotientConstants<L>& constants,
+                                                              R a, R m, R d) {
   d = L::min(constants.largest, d);
   const R guess = L::sub_bits(constants.minus_largest, d);  // the negated guess
   const R from_mean = L::fma(d, guess, constants.mean);

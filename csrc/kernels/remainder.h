@@ -33,12 +33,12 @@ TORCHOPT_HD inline float join(BFloat16 weight, int8_t remainder) {
 }
 
 // Returns whether the bits are the tie above an even weight, which no pair names.
-TORCHOPT_HD inline bool is_unnamed(uint32_t bits) { return (bits & 0x1ffffu) == 0x08000u; }
+TORCHOPT_HD inline bool is_unrepresentable(uint32_t bits) { return (bits & 0x1ffffu) == 0x08000u; }
 
 // A NaN must be canonical.
 TORCHOPT_HD inline SplitFloat<int16_t> split(float x) {
   auto bits = bit_cast<uint32_t>(x);
-  bits -= is_unnamed(bits) ? 1u : 0u;
+  bits -= is_unrepresentable(bits) ? 1u : 0u;
   // The remainder is bits - (weight << 16), whose low half is the low half of bits.
   return {narrow<BFloat16>(bit_cast<float>(bits)),
           static_cast<int16_t>(static_cast<uint16_t>(bits))};
@@ -62,7 +62,7 @@ TORCHOPT_HD inline SplitFloat<int8_t> split8(float x) {
 // distance below x. Around an unnamed float they lie twice as far apart, which takes one more bit.
 TORCHOPT_HD inline SplitFloat<int8_t> split8_stochastic(float x, uint32_t draw) {
   uint32_t bits = (bit_cast<uint32_t>(x) + (draw & 0xffu)) & ~0xffu;
-  if (is_unnamed(bits)) {
+  if (is_unrepresentable(bits)) {
     bits += (draw & 0x100u) != 0 ? 0x100u : ~0xffu;
   }
   return {narrow<BFloat16>(bit_cast<float>(bits)),

@@ -19,7 +19,7 @@ TORCHOPT_HD constexpr bool can_copy(DType to, DType from) {
 }
 
 // Returns whether a copy onto its own source would change only the form of a NaN; it is skipped.
-TORCHOPT_HD inline bool is_idle_copy(const void* to, const void* from, DType dtype, double factor) {
+TORCHOPT_HD inline bool is_noop_copy(const void* to, const void* from, DType dtype, double factor) {
   return to == from &&
          (dtype == DType::kFloat64 ? factor : static_cast<double>(static_cast<float>(factor))) ==
              1.0;

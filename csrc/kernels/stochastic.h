@@ -96,7 +96,7 @@ TORCHOPT_HD inline RandomWords<W> random_words(const RoundingStream& stream, uin
 
 // Returns the 16 bits that decide the rounding of an array's element.
 template <class W>
-TORCHOPT_HD inline typename W::reg draw_of(const RandomWords<W>& random, Array array) {
+TORCHOPT_HD inline typename W::reg random_bits_of(const RandomWords<W>& random, Array array) {
   const typename W::reg word = random.word[array / 2];
   return array % 2 == 0 ? W::bit_and(word, W::set1(0xffffu)) : W::template shifted<16>(word);
 }

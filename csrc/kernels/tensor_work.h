@@ -18,8 +18,8 @@ enum Array {
   kGrad,
   kArrays
 };
-inline constexpr int kWritten = kExpAvgScale;  // kParam to kMaster: per-element arrays
-inline constexpr int kKept = kGrad;            // kParam to kStep: arrays kept between steps
+inline constexpr int kElementArrays = kExpAvgScale;  // kParam to kMaster: per-element arrays
+inline constexpr int kPersistentArrays = kGrad;      // kParam to kStep: arrays kept between steps
 
 // Elements of a parameter whose numbers differ only in their lowest kStreamBits bits share a
 // RoundingStream (stochastic.h) and a digest's base (digest.h).

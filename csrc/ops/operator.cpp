@@ -2,7 +2,7 @@
 
 namespace torchopt_ext {
 
-void shapes_only(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+void meta_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& arguments = op.schema().arguments();
   bool some_have_memory = false;
   std::string first_meta;

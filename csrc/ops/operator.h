@@ -11,7 +11,7 @@ namespace torchopt_ext {
 
 // The Meta kernel of operators that return (). Under tracing no tensor has memory, so there is
 // nothing to compute. Raises if only some tensors are on the meta device.
-void shapes_only(const c10::OperatorHandle& op, torch::jit::Stack* stack);
+void meta_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 
 // Registers an operator for the lifetime of the object. One function serves every dispatch key of
 // tensors with memory. Sparse tensors reach the function, too: its error names their position.
@@ -23,7 +23,7 @@ class Operator {
     schema_.def((name + arguments).c_str());
     kernel_.impl(name.c_str(), function);
     if (arguments.ends_with("-> ()")) {
-      meta_.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&shapes_only>());
+      meta_.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&meta_kernel>());
     }
   }
 

@@ -21,13 +21,13 @@ partition_balanced_op(at::IntArrayRef numels, at::IntArrayRef row_lengths, int64
     TORCH_CHECK_VALUE(numels[i] % row_lengths[i] == 0, "row_lengths[", i, "] is ", row_lengths[i],
                       ", which does not divide numels[", i, "], ", numels[i]);
   }
-  const int64_t target = bucket_elements.value_or(usual_bucket_elements(world_size));
+  const int64_t target = bucket_elements.value_or(default_bucket_elements(world_size));
   TORCH_CHECK_VALUE(target > 0, "bucket_elements is ", target, ", expected 1 or more");
   // 2**31 paddings of 2**31 elements still fit in int64_t.
   TORCH_CHECK_VALUE(alignment > 0 && alignment < kInt32End, "alignment is ", alignment,
                     ", expected 1 or more and less than 2**31");
   BalancedPlan plan = partition_balanced(numels.vec(), row_lengths.vec(), world_size,
-                                         std::min(target, kMostElements), alignment);
+                                         std::min(target, kMaxElements), alignment);
   return {std::move(plan.layout.buckets), std::move(plan.layout.starts),
           std::move(plan.layout.lengths), std::move(plan.cuts)};
 }

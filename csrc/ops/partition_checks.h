@@ -7,7 +7,7 @@
 namespace torchopt_ext {
 
 // Sums up to this many elements are exact as doubles and far below the largest int64_t.
-inline constexpr int64_t kMostElements = int64_t{1} << 53;
+inline constexpr int64_t kMaxElements = int64_t{1} << 53;
 inline constexpr int64_t kInt32End = int64_t{1} << 31;
 
 inline void check_world_size(int64_t world_size) {
@@ -16,7 +16,7 @@ inline void check_world_size(int64_t world_size) {
 }
 
 // Raises if `sum` plus all numels exceeds `most`. The message ends with `limit`.
-inline void check_numels(at::IntArrayRef numels, int64_t sum = 0, int64_t most = kMostElements,
+inline void check_numels(at::IntArrayRef numels, int64_t sum = 0, int64_t most = kMaxElements,
                          const char* limit = "all numels together are more than 2**53") {
   for (size_t i = 0; i < numels.size(); ++i) {
     TORCH_CHECK_VALUE(numels[i] >= 0, "numels[", i, "] is ", numels[i], ", expected 0 or more");

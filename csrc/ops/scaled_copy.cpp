@@ -31,7 +31,7 @@ void check_pair(const at::Tensor& to, const at::Tensor& from, size_t i, at::Devi
 }
 
 // Raises if a written tensor shares memory with another tensor, except to[i] with from[i] itself.
-void check_apart(at::TensorList to, at::TensorList from) {
+void check_no_overlap(at::TensorList to, at::TensorList from) {
   std::vector<MemoryRange> ranges;
   ranges.reserve(2 * to.size());
   for (size_t i = 0; i < to.size(); ++i) {
@@ -63,7 +63,7 @@ void scaled_copy_(at::TensorList to, at::TensorList from, const at::Tensor& cont
   for (size_t i = 0; i < to.size(); ++i) {
     check_pair(to[i], from[i], i, control.device());
   }
-  check_apart(to, from);
+  check_no_overlap(to, from);
   WorkList work;
   work.tensors.resize(to.size());
   std::vector<at::Tensor> restrided;
@@ -74,12 +74,12 @@ void scaled_copy_(at::TensorList to, at::TensorList from, const at::Tensor& cont
     if (x.numel == 0) {
       continue;
     }
-    const bool as_it_is = same_layout(from[i], to[i]);
-    if (!as_it_is) {
+    const bool has_target_layout = same_layout(from[i], to[i]);
+    if (!has_target_layout) {
       restrided.push_back(at::empty_like(to[i], from[i].options(), at::MemoryFormat::Preserve));
       restrided.back().copy_(from[i].detach());
     }
-    const at::Tensor& source = as_it_is ? from[i] : restrided.back();
+    const at::Tensor& source = has_target_layout ? from[i] : restrided.back();
     x.memory[kParam] = to[i].mutable_data_ptr();
     x.memory[kGrad] = const_cast<void*>(source.const_data_ptr());  // read only
     x.layout.param = dtype_of(to[i]);

@@ -18,7 +18,7 @@ namespace torchopt_ext {
 
 // Returns the default bucket size. It makes a collective worthwhile, and the one block (4,096
 // elements) by which shares of ranks differ is at most 0.4% of a share.
-inline int64_t usual_bucket_elements(int64_t world_size) {
+inline int64_t default_bucket_elements(int64_t world_size) {
   return std::max(int64_t{1} << 23, world_size << 20);
 }
 
@@ -72,11 +72,11 @@ struct CutPlaces {
   int64_t alignment;
 
   // The nearest places at or before a position in [0, length], and at or after it.
-  struct Neighbours {
+  struct Neighbors {
     int64_t before;
     int64_t after;
   };
-  Neighbours around(int64_t position) const {
+  Neighbors neighbors_of(int64_t position) const {
     if (position == length) {
       return {length, length};
     }
@@ -101,10 +101,10 @@ struct CutPlaces {
     }
     return {before, after < numels[i] ? starts[i] + after : end_of(i)};
   }
-  int64_t before(int64_t position) const { return around(position).before; }
-  int64_t after(int64_t position) const { return around(position).after; }
+  int64_t before(int64_t position) const { return neighbors_of(position).before; }
+  int64_t after(int64_t position) const { return neighbors_of(position).after; }
   int64_t nearest(int64_t position) const {
-    const Neighbours near = around(position);
+    const Neighbors near = neighbors_of(position);
     return position - near.before <= near.after - position ? near.before : near.after;
   }
 

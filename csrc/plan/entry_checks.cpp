@@ -55,15 +55,15 @@ void StepPlan::check_entry(size_t i, const Tensors& tensors) {
   check_supported(param, param_what, /*complex=*/true);
   TORCH_CHECK(param.device() == device_, param_what, " is on ", param.device(), ", expected ",
               device_);
-  strided_.erase(i);
-  known_[i].strided = false;
+  non_dense_.erase(i);
+  known_[i].non_dense = false;
   if (!is_dense(param)) {
     check_no_internal_overlap(param, param_what);
-    strided_[i] = {at::empty_like(param, at::MemoryFormat::Preserve), at::Tensor(),
-                   address(*param.unsafeGetTensorImpl()), shape_of(param)};
-    known_[i].strided = true;
+    non_dense_[i] = {at::empty_like(param, at::MemoryFormat::Preserve), at::Tensor(),
+                     address(*param.unsafeGetTensorImpl()), shape_of(param)};
+    known_[i].non_dense = true;
   }
-  const at::Tensor& dense = known_[i].strided ? strided_[i].copy : param;
+  const at::Tensor& dense = known_[i].non_dense ? non_dense_[i].copy : param;
   const bool is_quantized =
       tensors[kExpAvg].defined() && tensors[kExpAvg].scalar_type() == at::kChar;
   if (is_quantized) {
@@ -81,7 +81,7 @@ void StepPlan::check_entry(size_t i, const Tensors& tensors) {
   check_memory(step, what(role(kStep, i), i));
 
   TensorWork& work = work_.tensors[i];
-  for (size_t part = 0; part < kKept; ++part) {
+  for (size_t part = 0; part < kPersistentArrays; ++part) {
     work.memory[part] = writable(part == kParam ? dense : tensors[part]);
   }
   work.numel = reals_per_element(dense) * dense.numel();
@@ -94,13 +94,13 @@ void StepPlan::check_entry(size_t i, const Tensors& tensors) {
   work.kind = kind_of(work.layout, work_.options);
   Known& known = known_[i];
   known.shape = shape_of(dense);
-  known.swapped = false;
+  known.impl_changed = false;
   known.gradient_type = -1;
-  for (size_t part = 0; part < kKept; ++part) {
-    known.behind[part] = storage_of(tensors[part]);
+  for (size_t part = 0; part < kPersistentArrays; ++part) {
+    known.prefetch_addresses[part] = storage_of(tensors[part]);
     known.type[part] = tensors[part].defined() ? tensors[part].dtype() : caffe2::TypeMeta();
   }
-  known.behind[kKept] = param.unsafeGetTensorImpl()->autograd_meta();
+  known.prefetch_addresses[kPersistentArrays] = param.unsafeGetTensorImpl()->autograd_meta();
 }
 
 void StepPlan::check_moments(size_t i, const Tensors& tensors, const at::Tensor& dense) const {

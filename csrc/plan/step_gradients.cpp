@@ -18,7 +18,7 @@ constexpr char kEmptyGradient = 0;
 
 }  // namespace
 
-void StepPlan::check_step(size_t i) const {
+void StepPlan::check_step_count(size_t i) const {
   if (device_.is_cpu()) {
     const float step = step_of(work_.tensors[i]);
     TORCH_CHECK(step >= 0.0f && step < 0x1p62f, what("state step", i), " is ", step,
@@ -34,7 +34,7 @@ bool StepPlan::take_gradient(size_t i, const at::Tensor& gradient) {
   }
   const c10::TensorImpl* impl = gradient.unsafeGetTensorImpl();
   known.gradient = impl;
-  if (known.strided || !(impl->key_set() == known.gradient_keys) ||
+  if (known.non_dense || !(impl->key_set() == known.gradient_keys) ||
       static_cast<int32_t>(gradient.scalar_type()) != known.gradient_type ||
       impl->device() != device_ || !has_shape(*impl, known.shape)) {
     return false;
@@ -43,10 +43,10 @@ bool StepPlan::take_gradient(size_t i, const at::Tensor& gradient) {
   if (memory == nullptr) {
     return false;
   }
-  check_step(i);
+  check_step_count(i);
   gradients_[i] = gradient;
   work_.tensors[i].memory[kGrad] = const_cast<void*>(memory);
-  known.behind[kKept + 1] = impl->unsafe_storage().unsafeGetStorageImpl();
+  known.prefetch_addresses[kPersistentArrays + 1] = impl->unsafe_storage().unsafeGetStorageImpl();
   return true;
 }
 
@@ -58,10 +58,10 @@ void StepPlan::set_gradient(size_t i, const at::Tensor& gradient) {
   Known& known = known_[i];
   const at::ScalarType dtype = gradient.scalar_type();
   at::Tensor param = to_tensor(borrowed_[i][kParam]);
-  if (known.strided) {
-    Strided& strided = strided_.at(i);
-    strided.param = param;
-    param = strided.copy;
+  if (known.non_dense) {
+    NonDense& non_dense = non_dense_.at(i);
+    non_dense.param = param;
+    param = non_dense.copy;
   }
   const at::ScalarType expected = is_copied(i) ? at::kFloat : param.scalar_type();
   const bool fits = dtype == expected || (dtype == at::kFloat && is_16_bit(expected)) ||
@@ -74,7 +74,7 @@ void StepPlan::set_gradient(size_t i, const at::Tensor& gradient) {
               gradient.sizes(), ", expected ", param.sizes());
   TORCH_CHECK(gradient.device() == device_, what("gradient", i), " is on ", gradient.device(),
               ", expected ", device_);
-  check_step(i);
+  check_step_count(i);
   if (has_shape(*gradient.unsafeGetTensorImpl(), known.shape) && !is_lazy(gradient)) {
     known.gradient_keys = gradient.key_set();
     known.gradient_type = static_cast<int32_t>(dtype);
@@ -102,18 +102,18 @@ void StepPlan::set_gradient(size_t i, const at::Tensor& gradient) {
                   : " has had its storage freed");
 }
 
-void StepPlan::check_gradients_apart() {
+void StepPlan::check_gradient_overlap() {
   if (!work_.options.write_back_gradients) {
     return;
   }
-  apart_.resize(size());
+  checked_gradients_.resize(size());
   const bool as_before = std::equal(
-      apart_.begin(), apart_.end(), work_.tensors.begin(),
+      checked_gradients_.begin(), checked_gradients_.end(), work_.tensors.begin(),
       [](const void* memory, const TensorWork& work) { return memory == work.memory[kGrad]; });
   if (!as_before) {
     check_overlap(gradients_);
     for (size_t i = 0; i < size(); ++i) {
-      apart_[i] = work_.tensors[i].memory[kGrad];
+      checked_gradients_[i] = work_.tensors[i].memory[kGrad];
     }
   }
 }
@@ -157,7 +157,7 @@ void StepPlan::read_versions(size_t i, size_t end) const {
 void StepPlan::find_shared_versions() {
   shares_version_.assign(size(), {});
   for (size_t i = 1; i < size(); ++i) {
-    for (size_t part = 0; part < kKept; ++part) {
+    for (size_t part = 0; part < kPersistentArrays; ++part) {
       const c10::TensorImpl* tensor = borrowed_[i][part];
       const c10::TensorImpl* before = borrowed_[i - 1][part];
       shares_version_[i][part] =
@@ -169,12 +169,13 @@ void StepPlan::find_shared_versions() {
 
 void StepPlan::count_as_changed() const {
   for_each_entry(size(), [this](size_t begin, size_t end) {
-    std::array<bool, kKept> counted{};  // by part: whether its counter is already bumped
+    std::array<bool, kPersistentArrays>
+        counted{};  // by part: whether its counter is already bumped
     for (size_t i = begin; i < end; ++i) {
       if ((i - begin) % kEntriesAhead == 0) {
         read_versions(i, std::min(i + kEntriesAhead, end));
       }
-      for (size_t part = 0; part < kKept; ++part) {
+      for (size_t part = 0; part < kPersistentArrays; ++part) {
         counted[part] = counted[part] && !shares_version_.empty() && shares_version_[i][part];
         c10::TensorImpl* tensor = borrowed_[i][part];
         if (counted[part] || tensor == nullptr || work_.tensors[i].memory[kGrad] == nullptr) {
@@ -198,15 +199,15 @@ void StepPlan::count_as_changed() const {
 }
 
 void StepPlan::update(const std::vector<GroupHyper>& groups, const at::Tensor& control) {
-  for (auto& [i, strided] : strided_) {
-    if (strided.param.defined()) {
-      strided.copy.copy_(strided.param.detach());
+  for (auto& [i, non_dense] : non_dense_) {
+    if (non_dense.param.defined()) {
+      non_dense.copy.copy_(non_dense.param.detach());
     }
   }
   passes_on(device_).adam(work_, groups, control, traces_);
-  for (auto& [i, strided] : strided_) {
-    if (strided.param.defined()) {
-      strided.param.detach().copy_(strided.copy);
+  for (auto& [i, non_dense] : non_dense_) {
+    if (non_dense.param.defined()) {
+      non_dense.param.detach().copy_(non_dense.copy);
     }
   }
   if (has_updated_ && shares_version_.empty()) {
@@ -223,8 +224,8 @@ void StepPlan::release() {
     }
     gradients_[i].reset();
   }
-  for (auto& [i, strided] : strided_) {
-    strided.param.reset();
+  for (auto& [i, non_dense] : non_dense_) {
+    non_dense.param.reset();
   }
 }
 

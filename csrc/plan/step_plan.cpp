@@ -49,7 +49,7 @@ StepPlan::StepPlan(const std::vector<Entry>& entries, at::Device device, const S
     work.run = reals * entry.place.run;
     work.stride = reals * entry.place.stride;
     check_entry(i, entry.tensors);
-    for (size_t part = 0; part < kKept; ++part) {
+    for (size_t part = 0; part < kPersistentArrays; ++part) {
       const at::Tensor& tensor = entry.tensors[part];
       borrowed_[i][part] = tensor.defined() ? tensor.unsafeGetTensorImpl() : nullptr;
     }
@@ -76,9 +76,9 @@ const char* StepPlan::role(size_t part, size_t i) const {
 // Checks the parameters separately first, so that the message names parameters that overlap.
 void StepPlan::check_overlap(at::TensorList gradients) const {
   std::vector<NamedTensor> tensors;
-  tensors.reserve(size() * kKept + gradients.size());
+  tensors.reserve(size() * kPersistentArrays + gradients.size());
   size_t params = 0;
-  for (size_t part = 0; part < kKept; ++part) {
+  for (size_t part = 0; part < kPersistentArrays; ++part) {
     for (size_t i = 0; i < size(); ++i) {
       if (borrowed_[i][part] != nullptr) {
         tensors.push_back({borrowed_[i][part], what(role(part, i), i), true});
@@ -100,7 +100,7 @@ void StepPlan::check_overlap(at::TensorList gradients) const {
 
 void StepPlan::split_into_chunks() {
   shares_version_.clear();
-  apart_.clear();
+  checked_gradients_.clear();
   work_.split_into_chunks();
   if (work_.options.track != 0) {
     const auto on_device = at::TensorOptions().device(device_);
@@ -112,9 +112,9 @@ void StepPlan::split_into_chunks() {
   }
 }
 
-bool StepPlan::attach(size_t i, const Borrowed& tensors) {
+bool StepPlan::attach(size_t i, const TensorImpls& tensors) {
   Known& known = known_[i];
-  known.swapped = known.swapped || borrowed_[i] != tensors;
+  known.impl_changed = known.impl_changed || borrowed_[i] != tensors;
   borrowed_[i] = tensors;
   const TensorWork& work = work_.tensors[i];
   const auto fits = [&](size_t part) {
@@ -122,14 +122,14 @@ bool StepPlan::attach(size_t i, const Borrowed& tensors) {
     if (tensor == nullptr) {
       return true;
     }
-    const Strided* strided = part == kParam && known.strided ? &strided_.at(i) : nullptr;
-    const void* memory = strided != nullptr ? strided->memory : work.memory[part];
+    const NonDense* non_dense = part == kParam && known.non_dense ? &non_dense_.at(i) : nullptr;
+    const void* memory = non_dense != nullptr ? non_dense->memory : work.memory[part];
     const bool is_scale = part == kExpAvgScale || part == kExpAvgSqScale;
     return tensor->dtype() == known.type[part] && (work.numel == 0 || address(*tensor) == memory) &&
            (is_scale ? has_shape(*tensor, scale_shape(known.shape))
-                     : has_shape(*tensor, strided != nullptr ? strided->shape : known.shape));
+                     : has_shape(*tensor, non_dense != nullptr ? non_dense->shape : known.shape));
   };
-  bool all = !known.swapped && address(*tensors[kStep]) == work.memory[kStep];
+  bool all = !known.impl_changed && address(*tensors[kStep]) == work.memory[kStep];
   for (size_t part = 0; part < kStep && all; ++part) {
     all = fits(part);
   }
@@ -139,7 +139,7 @@ bool StepPlan::attach(size_t i, const Borrowed& tensors) {
 void StepPlan::renew(const std::vector<size_t>& changed) {
   for (const size_t i : changed) {
     Tensors tensors;
-    for (size_t part = 0; part < kKept; ++part) {
+    for (size_t part = 0; part < kPersistentArrays; ++part) {
       tensors[part] = to_tensor(borrowed_[i][part]);
     }
     TORCH_CHECK(tensors[kParam].dtype() == known_[i].type[kParam], what("parameter", i),
@@ -166,7 +166,7 @@ void StepPlan::prefetch(size_t i) const {
     }
   }
   ask(known_[i].gradient, sizeof(c10::TensorImpl));
-  for (const void* memory : known_[i].behind) {
+  for (const void* memory : known_[i].prefetch_addresses) {
     ask(memory, 64);
   }
 }

@@ -23,8 +23,8 @@ class StepPlan {
  public:
   // A parameter's tensors by Array. Undefined tensors mean no amsgrad, no master, no scales. The
   // master is an fp32 master weight or an int16 or int8 remainder. Only 8-bit moments have scales.
-  using Tensors = std::array<at::Tensor, kKept>;
-  using Borrowed = std::array<c10::TensorImpl*, kKept>;  // null where undefined
+  using Tensors = std::array<at::Tensor, kPersistentArrays>;
+  using TensorImpls = std::array<c10::TensorImpl*, kPersistentArrays>;  // null where undefined
 
   // The place of a shard in its parameter. TensorWork documents the fields.
   struct Place {
@@ -52,7 +52,7 @@ class StepPlan {
   // Records an entry's current tensors. Returns false if a TensorImpl (also one swapped behind the
   // same Python object), its memory, shape or dtype differs from the known one. Several threads may
   // attach different entries at once.
-  bool attach(size_t i, const Borrowed& tensors);
+  bool attach(size_t i, const TensorImpls& tensors);
 
   // Adopts the attached tensors of the `changed` entries, with the checks of the constructor.
   // `changed` is in ascending order; all tensors must be attached.
@@ -69,7 +69,7 @@ class StepPlan {
 
   // Raises if gradients that the step writes back share memory with each other or with another
   // tensor that the step writes.
-  void check_gradients_apart();
+  void check_gradient_overlap();
 
   // Renews outdated copies of parameters that have a gradient, as a skipped step would not write
   // them. Call it after the gradients are taken, with the GIL held.
@@ -95,18 +95,18 @@ class StepPlan {
   // The known properties of an entry besides its TensorWork. A step reads all of them.
   struct Known {
     Shape shape;  // the parameter's or its dense copy's
-    std::array<caffe2::TypeMeta, kKept> type;
-    bool swapped = false;               // a TensorImpl changed: torch.utils.swap_tensors
-    bool strided = false;               // the parameter is not dense: see Strided
+    std::array<caffe2::TypeMeta, kPersistentArrays> type;
+    bool impl_changed = false;          // a TensorImpl changed: torch.utils.swap_tensors
+    bool non_dense = false;             // the parameter is not dense: see NonDense
     c10::DispatchKeySet gradient_keys;  // the last gradient taken without a copy
     int32_t gradient_type = -1;         // the same gradient's ScalarType
     // For prefetch only: the last gradient, the tensors' storages and the parameter's autograd
     // data. Finding their addresses in the tensors would take a read of each tensor.
     const c10::TensorImpl* gradient = nullptr;
-    std::array<const void*, kKept + 2> behind{};
+    std::array<const void*, kPersistentArrays + 2> prefetch_addresses{};
   };
   // A parameter that is not dense, and the dense copy through which it is stepped.
-  struct Strided {
+  struct NonDense {
     at::Tensor copy;
     at::Tensor param;  // during a step in which it has a gradient
     const void* memory = nullptr;
@@ -128,22 +128,22 @@ class StepPlan {
   void find_shared_versions();
   void read_versions(size_t i, size_t end) const;
   void count_as_changed() const;
-  void check_step(size_t i) const;
+  void check_step_count(size_t i) const;
 
   WorkList work_;
   std::vector<Known> known_;
-  std::vector<Borrowed> borrowed_;
-  std::vector<at::Tensor> gradients_;            // keeps this step's gradients alive
-  std::vector<const void*> apart_;               // gradient addresses that passed the check
-  std::unordered_map<size_t, Strided> strided_;  // by entry
-  std::vector<size_t> copied_;                   // entries with Entry::copied, ascending
+  std::vector<TensorImpls> borrowed_;
+  std::vector<at::Tensor> gradients_;               // keeps this step's gradients alive
+  std::vector<const void*> checked_gradients_;      // gradient addresses that passed the check
+  std::unordered_map<size_t, NonDense> non_dense_;  // by entry
+  std::vector<size_t> copied_;                      // entries with Entry::copied, ascending
   std::vector<Name> names_;
   Traces traces_;
   at::Device device_;
   int64_t gradients_copied_ = 0;
   // By entry and part: whether the tensor shares its version counter with the previous entry's.
   // Found at the second update, as an operator's plan makes only one update.
-  std::vector<std::array<bool, kKept>> shares_version_;
+  std::vector<std::array<bool, kPersistentArrays>> shares_version_;
   bool has_updated_ = false;
 };
 

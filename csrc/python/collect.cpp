@@ -12,7 +12,7 @@ namespace py = pybind11;
 // Python is involved. For most entries this only reads memory. Records in remaining_ what the other
 // entries still need.
 void OptimizerPlan::collect_unchanged(size_t part) {
-  const std::vector<Objects>& objects = objects_[part];
+  const std::vector<EntryObjects>& objects = objects_[part];
   StepPlan& plan = plans_[part];
   remaining_.resize(objects.size());
   for_each_entry(objects.size(), [&](size_t begin, size_t end) {
@@ -23,21 +23,21 @@ void OptimizerPlan::collect_unchanged(size_t part) {
         }
         plan.prefetch(i + kEntriesAhead);
       }
-      StepPlan::Borrowed borrowed;
+      StepPlan::TensorImpls borrowed;
       for (size_t k = 0; k < borrowed.size(); ++k) {
         PyObject* object = objects[i].local[k].ptr();
         borrowed[k] =
             object == Py_None ? nullptr : THPVariable_Unpack(object).unsafeGetTensorImpl();
       }
       if (!plan.attach(i, borrowed)) {
-        remaining_[i] = Remaining::kAll;
+        remaining_[i] = PendingEntries::kAll;
       } else if (objects[i].path != 0) {
-        remaining_[i] = Remaining::kGradient;
+        remaining_[i] = PendingEntries::kGradient;
       } else {
         // Avoids at::Tensor::grad(), which looks for non-leaf tensors to warn about.
         const at::Tensor& gradient = borrowed[objects[i].own]->grad();
         remaining_[i] =
-            plan.take_gradient(i, gradient) ? Remaining::kNothing : Remaining::kGradient;
+            plan.take_gradient(i, gradient) ? PendingEntries::kNothing : PendingEntries::kGradient;
       }
     }
   });
@@ -46,10 +46,10 @@ void OptimizerPlan::collect_unchanged(size_t part) {
 // Renews entries whose tensors changed, such as by memory replaced under a tensor. Returns false if
 // a parameter has another local tensor than before, or if the changed tensors fail a check.
 bool OptimizerPlan::attach_changed(size_t part) {
-  const std::vector<Objects>& objects = objects_[part];
+  const std::vector<EntryObjects>& objects = objects_[part];
   std::vector<size_t> changed;
   for (size_t i = 0; i < objects.size(); ++i) {
-    if (remaining_[i] == Remaining::kNothing) {
+    if (remaining_[i] == PendingEntries::kNothing) {
       continue;
     }
     if (objects[i].path != 0 && !paths_[objects[i].path]
@@ -57,7 +57,7 @@ bool OptimizerPlan::attach_changed(size_t part) {
                                      .is(objects[i].local[objects[i].own])) {
       return false;
     }
-    if (remaining_[i] == Remaining::kAll) {
+    if (remaining_[i] == PendingEntries::kAll) {
       changed.push_back(i);
     }
   }
@@ -74,12 +74,12 @@ bool OptimizerPlan::attach_changed(size_t part) {
 
 // Takes the gradients that collect_unchanged() did not take.
 void OptimizerPlan::set_remaining_gradients(size_t part) {
-  const std::vector<Objects>& objects = objects_[part];
+  const std::vector<EntryObjects>& objects = objects_[part];
   StepPlan& plan = plans_[part];
   py::list placed_otherwise;
   std::vector<size_t> their_index;
   for (size_t i = 0; i < objects.size(); ++i) {
-    if (remaining_[i] == Remaining::kNothing) {
+    if (remaining_[i] == PendingEntries::kNothing) {
       continue;
     }
     const at::Tensor& gradient =

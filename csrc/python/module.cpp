@@ -47,7 +47,7 @@ std::unique_ptr<OptimizerPlan> make_plan(const py::list& param_groups, const py:
 }
 
 // Lets the garbage collector see what a plan owns.
-void collect_garbage_through(PyHeapTypeObject* heap_type) {
+void enable_gc(PyHeapTypeObject* heap_type) {
   PyTypeObject& type = heap_type->ht_type;
   type.tp_flags |= Py_TPFLAGS_HAVE_GC;
   type.tp_traverse = [](PyObject* self, visitproc visit, void* arg) {
@@ -104,7 +104,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("accumulator"));
   m.def("gradients_fit", gradients_fit, py::arg("params"), py::arg("marks"));
   m.def("all_fit", all_fit, py::arg("marks"), py::arg("tensors"));
-  py::class_<OptimizerPlan>(m, "OptimizerPlan", py::custom_type_setup(collect_garbage_through))
+  py::class_<OptimizerPlan>(m, "OptimizerPlan", py::custom_type_setup(enable_gc))
       .def(py::init(&make_plan), py::arg("param_groups"), py::arg("state"), py::arg("params"),
            py::arg("part_devices"), py::arg("idle"), py::arg("local_gradients"),
            py::arg("stochastic_rounding"), py::arg("rounding_seed"),

@@ -128,7 +128,7 @@ uint32_t OptimizerPlan::path_of(py::handle param, py::handle local) {
 
 int OptimizerPlan::traverse(visitproc visit, void* arg) const {
   for (const auto& part : objects_) {
-    for (const Objects& objects : part) {
+    for (const EntryObjects& objects : part) {
       Py_VISIT(objects.param.ptr());
       for (const py::object& local : objects.local) {
         Py_VISIT(local.ptr());
@@ -167,7 +167,7 @@ bool OptimizerPlan::collect(const py::list& param_groups, const py::dict& state)
       return false;
     }
     set_remaining_gradients(part);
-    plans_[part].check_gradients_apart();
+    plans_[part].check_gradient_overlap();
     plans_[part].renew_copies();
     for (size_t group = 0; group < uses_group_[part].size(); ++group) {
       hypers_[part].push_back(uses_group_[part][group]

@@ -27,7 +27,7 @@ namespace torchopt_ext {
 
 class OptimizerPlan {
  public:
-  using LocalObjects = std::array<pybind11::object, kKept>;
+  using LocalObjects = std::array<pybind11::object, kPersistentArrays>;
 
   // A parameter with its state as Python objects: the optimizer's parameter (a DTensor, a wrapper
   // subclass, or the local tensor itself) and the local tensors in the order of Array
@@ -76,7 +76,7 @@ class OptimizerPlan {
 
  private:
   // One entry's Python objects.
-  struct Objects {
+  struct EntryObjects {
     pybind11::object param;
     LocalObjects local;
     uint32_t path;  // index in paths_, from param to its local tensor; 0: param itself
@@ -84,7 +84,7 @@ class OptimizerPlan {
   };
 
   // The work that collect() still has to do for an entry.
-  enum class Remaining : uint8_t { kNothing, kGradient, kAll };
+  enum class PendingEntries : uint8_t { kNothing, kGradient, kAll };
 
   // Calls release() when a step ends, even by an exception: a gradient must not outlive the step.
   auto release_at_end() {
@@ -100,12 +100,12 @@ class OptimizerPlan {
   StateSnapshot snapshot_;
   std::vector<StepPlan> plans_;
   std::vector<LocalPath> paths_{LocalPath{}};
-  std::vector<std::vector<Objects>> objects_;        // by plan and entry
+  std::vector<std::vector<EntryObjects>> objects_;   // by plan and entry
   std::vector<std::vector<GroupHyper>> hypers_;      // by plan and group, this step's
   std::vector<std::vector<bool>> uses_group_;        // by plan and group
   std::vector<std::pair<size_t, size_t>> entry_of_;  // by position: plan and entry
   std::vector<pybind11::object> idle_;
-  std::vector<Remaining> remaining_;  // by entry of the part that is being collected
+  std::vector<PendingEntries> remaining_;  // by entry of the part that is being collected
   pybind11::object local_gradients_;
 };
 

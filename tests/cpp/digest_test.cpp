@@ -13,7 +13,7 @@ namespace {
 
 // One element of each array, 8 bytes each.
 struct Element {
-  explicit Element(uint64_t seed = 0) : bytes(8 * kWritten) {
+  explicit Element(uint64_t seed = 0) : bytes(8 * kElementArrays) {
     std::mt19937_64 random(seed);
     for (uint8_t& byte : bytes) {
       byte = seed == 0 ? 0 : static_cast<uint8_t>(random());
@@ -22,7 +22,7 @@ struct Element {
   uint8_t* at(int array) { return bytes.data() + 8 * array; }
   uint64_t digest(const Layout& layout, const DigestPlace& place) {
     void* x[kArrays] = {};
-    for (int array = kParam; array < kWritten; ++array) {
+    for (int array = kParam; array < kElementArrays; ++array) {
       x[array] = at(array);
     }
     return layout.param == DType::kFloat64 ? digest_element<double>(layout, x, 0, place)

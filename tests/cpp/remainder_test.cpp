@@ -38,14 +38,14 @@ TEST(Remainder, KeepsEveryFloatButTheTiesAboveEvenWeights) {
       const uint32_t bits = upper << 16 | lower;
       const auto x = bit_cast<float>(bits);
       const SplitFloat<int16_t> parts = split(x);
-      const float joined = join(parts.weight, parts.remainder);
-      const auto joined_bits = bit_cast<uint32_t>(joined);
+      const float load_joined = join(parts.weight, parts.remainder);
+      const auto joined_bits = bit_cast<uint32_t>(load_joined);
       const bool moves = is_tie(bits) && upper % 2 == 0;
       moved += moves ? 1 : 0;
       ASSERT_EQ(joined_bits, moves ? bits - 1 : bits) << bits;  // towards the even weight below
-      ASSERT_EQ(narrow<BFloat16>(joined).bits, parts.weight.bits) << bits;
+      ASSERT_EQ(narrow<BFloat16>(load_joined).bits, parts.weight.bits) << bits;
       ASSERT_EQ(narrow<BFloat16>(x).bits, parts.weight.bits) << bits;
-      const SplitFloat<int16_t> again = split(joined);
+      const SplitFloat<int16_t> again = split(load_joined);
       ASSERT_EQ(again.weight.bits, parts.weight.bits) << bits;
       ASSERT_EQ(again.remainder, parts.remainder) << bits;
     }
@@ -211,11 +211,11 @@ void expect_kernels_split_and_join() {
       }
       subtract(*table, work, nothing);
     }
-    const std::vector<float> joined = joined_by(*table, weights, remainders);
+    const std::vector<float> load_joined = joined_by(*table, weights, remainders);
     for (size_t i = 0; i < values.size(); ++i) {
       const float expected = join(weights[i], remainders[i]);
       if (expected != 0.0f) {  // the loop above tests the sign of a zero
-        ASSERT_EQ(bit_cast<uint32_t>(joined[i]), bit_cast<uint32_t>(expected)) << table->name;
+        ASSERT_EQ(bit_cast<uint32_t>(load_joined[i]), bit_cast<uint32_t>(expected)) << table->name;
       }
     }
   }

@@ -31,7 +31,7 @@ TEST(Stochastic, RoundsToOneOfTheNeighbours) {
             const Drawn bits{
                 {draw < 2 ? random << (16 * draw) : 0, draw < 2 ? 0 : random << (16 * (draw - 2))}};
             const bool up = lower + random >= 0x10000u;
-            ASSERT_EQ(narrow_stochastic(x, draw_of(bits, draw)).bits,
+            ASSERT_EQ(narrow_stochastic(x, random_bits_of(bits, draw)).bits,
                       (sign | upper) + (up ? 1u : 0u))
                 << x << " " << random;
           }
@@ -58,7 +58,7 @@ TEST(Stochastic, TheMeanIsTheExactValue) {
     for (const Array draw : {kParam, kExpAvg, kExpAvgSq, kMaxExpAvgSq}) {
       double sum = 0.0;
       for (uint64_t i = 0; i < kDraws; ++i) {
-        const BFloat16 rounded = narrow_stochastic(x, draw_of(random_of(key, i), draw));
+        const BFloat16 rounded = narrow_stochastic(x, random_bits_of(random_of(key, i), draw));
         sum += static_cast<double>(widen(rounded)) - static_cast<double>(x);
       }
       const double sigma = step * std::sqrt(part * (1.0 - part) / kDraws);
@@ -95,7 +95,7 @@ void expect_kernels_round_as_the_header(Master master) {
         const auto x = bit_cast<float>(bits);  // any sign, below 2 in magnitude
         before.push_back({static_cast<uint16_t>(bits >> 16)});
         amounts.push_back(widen(before.back()) - x);  // exact, and so is the subtraction
-        const uint32_t draw = draw_of(random, kParam);
+        const uint32_t draw = random_bits_of(random, kParam);
         expected.push_back(master == Master::kRemainder8
                                ? split8_stochastic(x, draw)
                                : SplitFloat<int8_t>{narrow_stochastic(x, draw), 0});

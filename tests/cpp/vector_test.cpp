@@ -10,7 +10,7 @@ namespace torchopt_ext {
 namespace {
 
 // Expects each element once for any number of threads, and whole registers within the range.
-void expect_each_element_once(const Registers& registers, int width, int n) {
+void expect_each_element_once(const AlignedRange& registers, int width, int n) {
   for (const int threads : {1, 3, 32}) {
     std::vector<int> seen(static_cast<size_t>(n), 0);
     for (int thread = 0; thread < threads; ++thread) {
@@ -37,7 +37,7 @@ alignas(64) char memory[1024];  // only its addresses matter
 void* at(int64_t offset) { return memory + offset; }
 
 // Registers start at the first element where all arrays are aligned; less than a register is left.
-TEST(Registers, StartWhereEveryArrayIsAligned) {
+TEST(AlignedRange, StartWhereEveryArrayIsAligned) {
   struct Way {
     AdamKind kind;
     int width;
@@ -58,7 +58,7 @@ TEST(Registers, StartWhereEveryArrayIsAligned) {
           if (master) {
             x[kMaster] = at(offset * element_size(layout, kMaster));
           }
-          const Registers registers = aligned_registers(layout, x, way.width, n);
+          const AlignedRange registers = aligned_registers(layout, x, way.width, n);
           expect_each_element_once(registers, way.width, n);
           const int head = (2 * way.width - offset) % way.width;
           const bool some = moved == 0 && head + way.width <= n;
@@ -70,7 +70,7 @@ TEST(Registers, StartWhereEveryArrayIsAligned) {
   }
 }
 
-TEST(Registers, NarrowerArraysNeedLessAlignment) {
+TEST(AlignedRange, NarrowerArraysNeedLessAlignment) {
   const Layout layout{.param = DType::kFloat32, .grad = DType::kBFloat16};
   void* x[kArrays] = {};
   x[kParam] = at(0);

@@ -36,7 +36,7 @@ struct FusedAdamWOptions : torch::optim::OptimizerCloneableOptions<FusedAdamWOpt
 
  private:
   friend class FusedAdamW;
-  bool of_another_class_ = false;  // loaded from an archive without the last two options
+  bool lacks_own_options_ = false;  // loaded from an archive without the last two options
 };
 
 // The state of a parameter. The step count is one float32 on the parameter's device. The moments
