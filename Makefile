@@ -1,4 +1,4 @@
-# make help lists the targets. TORCH=2.11.0 chooses another torch, in an environment of its own.
+# make help lists the targets. TORCH=2.11.0 chooses another torch, in a separate environment.
 TORCH ?= 2.15.0
 PYTHON ?= $(if $(SYSTEM),python3,$(shell command -v python3.11 || command -v python3))
 
@@ -17,7 +17,7 @@ TIER ?= not slow and not gpu
 SMOKED := 2.12.0 2.13.0 2.14.0
 DIST ?= dist
 JOBS := $(shell nproc)
-# Each process of pytest takes about 1 GB. Waiting threads of OpenMP would take the others' cores.
+# Each process of pytest takes about 1 GB. OpenMP threads that spin would take the others' cores.
 PYTEST := OMP_WAIT_POLICY=passive $(BIN)/pytest -n $(JOBS) --maxprocesses 8 --dist worksteal
 
 .PHONY: help install demo test test-python smoke test-all test-cpp test-sanitize \
@@ -32,7 +32,7 @@ help: ## List the targets
 
 # ---- environment and package -------------------------------------------------------------------
 # $(call fill,PYTHON,REQUIREMENTS): uv takes a third of pip's time. It does not read pip's
-# configuration, such as of another index: pip goes on where it fails.
+# configuration, for example another index, so pip installs where uv fails.
 fill = $(1) -m pip install --quiet uv==0.13.9 && \
 	$(1) -m uv pip install --cache-dir build/uv --python $(1) -r $(2) || $(1) -m pip install -r $(2)
 
@@ -48,8 +48,8 @@ $(VENV)/.requirements: $(REQUIREMENTS)
 .ci/requirements-%.txt:
 	@echo "No pinned environment for torch $*; there are:"; ls .ci/requirements-*; exit 1
 
-# Not editable, so that each environment keeps libraries for its own torch. Installed again when a
-# source changed, or when something else, such as pip install -e, has taken the package's place.
+# Not editable, so that each environment has libraries built for its own torch. Installed again when a
+# source changed, or when something else, such as pip install -e, has replaced the package.
 INSTALLED := $(wildcard $(VENV)/lib/python3.*/site-packages/torchopt_ext/_build_info.py)
 $(VENV)/.installed: $(VENV)/.requirements $(SOURCES) $(if $(INSTALLED),,FORCE)
 	$(PY) -m pip install --no-build-isolation --no-deps --force-reinstall .
@@ -88,7 +88,7 @@ bench-zero: $(VENV)/.installed ## Time ZeroRedundancyOptimizer beside torch's, o
 bench-trainer: $(VENV)/.installed ## Time the Trainer beside loops written by hand
 	$(PY) benchmarks/trainer.py --out out/bench-trainer
 
-# Of the installed package, as its users build programs.
+# Builds against the installed package, as its users do.
 bench-cxx: $(VENV)/.installed ## Time the step from C++ beside libtorch's AdamW
 	$(BIN)/cmake -S benchmarks/cpp -B build/bench-cxx -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
 		-DCMAKE_PREFIX_PATH=$$($(PY) -P -c 'import torchopt_ext; print(torchopt_ext.cmake_prefix_path)') >/dev/null
@@ -113,7 +113,7 @@ test: test-cpp test-python ## Run the fast tests, C++ and Python
 test-python: $(VENV)/.installed
 	$(PYTEST) -m "$(TIER)" $(PYTEST_ARGS)
 
-# Import, containers' checkpoints, two ranks of FSDP2 and of ZeRO.
+# Tests the import, containers' checkpoints, and two ranks of FSDP2 and of ZeRO.
 smoke: $(VENV)/.installed ## Run a few tests of everything, such as with TORCH=2.12.0
 	$(PYTEST) -m "$(TIER)" tests/python/test_packaging.py tests/python/containers/test_checkpoint.py \
 		tests/distributed/test_containers_dcp.py tests/distributed/test_step_engine.py \
@@ -126,8 +126,8 @@ test-sanitize: $(VENV)/.requirements ## Run the C++ tests under AddressSanitizer
 	$(BIN)/cmake --build build/sanitize --parallel $(JOBS)
 	$(BIN)/ctest --test-dir build/sanitize --output-on-failure --parallel $(JOBS)
 
-# For Grace hosts. The compiler is Zig's clang, which brings an Arm sysroot; it takes 90 MB from PyPI,
-# so that an environment has it only where this runs. Objects: torch's libraries here are x86-64's.
+# For Grace hosts. The compiler is Zig's clang, which brings an Arm sysroot. Its 90 MB from PyPI are
+# installed by this target only. Builds objects only, because torch's libraries here are for x86-64.
 ZIGLANG := build/ziglang-0.16.0
 $(ZIGLANG)/.installed: $(VENV)/.requirements
 	$(PY) -m pip install --quiet --no-deps --upgrade --target $(@D) $(subst -,==,$(notdir $(@D)))
@@ -153,8 +153,8 @@ test-all: ## Run everything: lint, sanitizers, each torch version and instructio
 	$(MAKE) test TORCH=2.15.0 TIER="not gpu"
 	for torch in $(SMOKED); do $(MAKE) smoke USE_CUDA=0 TORCH=$$torch || exit 1; done
 
-# clang-tidy reads a CPU build, as it knows no nvcc, and has no omp.h. It takes each library's sources
-# as one: torch's headers take most of its time.
+# clang-tidy checks a CPU build, because it does not know nvcc, and it has no omp.h. It reads each
+# library's sources as one unity source: torch's headers take most of its time.
 lint: $(VENV)/.requirements ## Check formatting and types, and run clang-tidy and ruff
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -171,9 +171,9 @@ format: $(VENV)/.requirements ## Format the sources and fix what ruff can
 	$(BIN)/clang-format -i $(CXX_SOURCES)
 
 # ---- on a GPU ---------------------------------------------------------------------------------
-# In this Makefile's environment; or, on a machine that cannot fetch packages, with SYSTEM=1 in
-# PYTHON's own, which has torch and pytest already; cmake, ninja and nvcc are then the machine's.
-# -P: this folder's package has no library in it. The addopts spare pytest-timeout.
+# Runs in this Makefile's environment. On a machine that cannot fetch packages, SYSTEM=1 uses PYTHON's
+# own environment, which must have torch and pytest, and the machine's cmake, ninja and nvcc.
+# -P: this folder's package has no library. The addopts are replaced to do without pytest-timeout.
 ifdef SYSTEM
 GPU_INSTALLED := build/gpu-site/.installed
 GPU_PY := PYTHONPATH=$(CURDIR)/build/gpu-site:$$PYTHONPATH $(PYTHON)
@@ -201,7 +201,7 @@ test-gpu: $(GPU_INSTALLED) ## Run the tests that need a GPU; results go to out/g
 	$(GPU_PY) -P -m pytest -o addopts=--import-mode=importlib -m gpu -ra --junitxml=out/gpu/tests.xml tests/gpu
 
 # ---- documentation ----------------------------------------------------------------------------
-# In an environment of its own, without torch. The pages are laid out as in the repository.
+# Uses a separate environment without torch. The pages are laid out as in the repository.
 DOCS_VENV := .venv-docs
 $(DOCS_VENV)/.requirements: .ci/requirements-docs.txt
 	test -x $(DOCS_VENV)/bin/python || $(PYTHON) -m venv $(DOCS_VENV)
@@ -215,8 +215,8 @@ docs: $(DOCS_VENV)/.requirements ## Build the documentation's site into build/si
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
 
 # ---- distribution -------------------------------------------------------------------------------
-# auditwheel finds the oldest glibc that the wheel runs with, for its name. torch brings the libraries
-# that are left out, and has loaded them before ours.
+# auditwheel finds the oldest glibc that the wheel runs with, for the wheel's name. The excluded
+# libraries come with torch, which loads them before ours.
 wheel: $(VENV)/.requirements ## Build a wheel for this torch, Python and CUDA or none, into dist/
 	rm -rf $(BUILD)/wheel
 	$(PY) -m pip wheel --no-build-isolation --no-deps --wheel-dir $(BUILD)/wheel .

@@ -1,7 +1,7 @@
-"""Builds the compiled part with CMake, which holds the source list and the flags.
+"""Builds the compiled part with CMake, which has the source list and the flags.
 
-    pip install --no-build-isolation .        # the environment's own torch is built against
-    pip install --no-build-isolation -e .     # the libraries then lie in torchopt_ext/
+    pip install --no-build-isolation .        # builds against the environment's torch
+    pip install --no-build-isolation -e .     # puts the libraries into torchopt_ext/
 
 Environment variables become CMake options: USE_CUDA=0 and FORCE_CUDA=1 (default: CUDA when nvcc
 is found), TORCH_CUDA_ARCH_LIST, CMAKE_UNITY_BUILD, CMAKE_BUILD_PARALLEL_LEVEL,
@@ -36,7 +36,7 @@ if major != 2 or minor not in SUPPORTED_MINORS:
         f"this Python has {torch.__version__}"
     )
 
-# As CMake's AUTO: only an nvcc that was pointed at counts.
+# As CMake's AUTO: nvcc counts only if CUDACXX, CUDA_HOME or PATH leads to it.
 nvcc_path = os.pathsep.join([f"{os.environ.get('CUDA_HOME', '')}/bin", os.environ.get("PATH", "")])
 nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc", path=nvcc_path)
 use_cuda = "ON" if nvcc and torch.version.cuda else "OFF"
@@ -50,23 +50,23 @@ build_dir = Path(os.environ.get("TORCHOPT_EXT_BUILD_DIR", ROOT / "build" / varia
 
 
 def tool(name: str) -> str:
-    """The tool of this environment (from PyPI) rather than the system's, which may be too old."""
+    """Finds this environment's tool (from PyPI) before the system's, which may be too old."""
     path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")])
     found = shutil.which(name, path=path)
     return found or sys.exit(f"torchopt_ext is built with {name}: pip install cmake ninja")
 
 
 def version() -> str:
-    """The package's version; built from a clone, also what for, such as 0.2.0+pt2.15.cu130.
+    """Returns the package's version. A build from a clone adds its target: 0.2.0+pt2.15.cu130.
 
-    A source distribution is for any torch, and what is built from it has the version in its name.
+    A source distribution is for any torch. A build from it has the distribution's version.
     """
     text = (ROOT / "torchopt_ext/__init__.py").read_text()
     public = re.search(r'^__version__ = "(.+)"$', text, re.M)[1]
     if "sdist" in sys.argv or (ROOT / "PKG-INFO").exists():
         return public
     built_for = "cpu"
-    if use_cuda == "ON" and nvcc:  # without nvcc CMake says what is missing
+    if use_cuda == "ON" and nvcc:  # without nvcc CMake reports what is missing
         told = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True)
         built_for = "cu" + "".join(re.search(r"release (\d+)\.(\d+)", told.stdout).groups())
     return f"{public}+pt{major}.{minor}.{built_for}"
@@ -95,14 +95,14 @@ class CMakeBuild(build_ext):
                 sys.exit(f"torchopt_ext: {' '.join(command[:2])} failed; its message is above")
 
 
-# setuptools' staging copy of the package, made anew: a kept one would keep deleted modules.
+# setuptools' staging copy, made from scratch: an old copy would keep deleted modules.
 staging = build_dir / "package"
 shutil.rmtree(staging, ignore_errors=True)
 setup(
     version=version(),
     ext_modules=[Extension("torchopt_ext._C", sources=[])],
     cmdclass={"build_ext": CMakeBuild},
-    # The binaries hold for the torch minor they were built against.
+    # The binaries fit only the minor version of torch that they were built against.
     install_requires=[f"torch=={major}.{minor}.*"],
     options={"build": {"build_base": str(staging)}},
 )

@@ -1,8 +1,8 @@
 """Compiles the CUDA kernels and checks what the machine code uses, without a GPU.
 
-For each architecture that nvcc knows: registers, spills and stack as ptxas reports them, the blocks
-that a multiprocessor holds at once, and the widths of the global accesses in a kernel's main loop,
-read from its disassembly. sass.toml beside this file says what each kernel may use.
+Reads for each architecture that nvcc knows: registers, spills and stack as ptxas reports them, the
+blocks that a multiprocessor holds at once, and the widths of the global accesses in a kernel's main
+loop, from its disassembly. sass.toml in this folder says what each kernel may use.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 THREADS = 256  # of a block
-# Of a multiprocessor, the same on all these architectures (CUDA C++ Programming Guide, "Technical
-# Specifications per Compute Capability"): registers in units of 256 a warp, in four partitions.
+# Limits of a multiprocessor, the same on all these architectures (CUDA C++ Programming Guide,
+# "Technical Specifications per Compute Capability"). A warp gets registers in units of 256.
 REGISTERS, PARTITIONS, WARPS = 65536, 4, 64
 SHARED_BYTES = {"sm_80": 164 << 10, "sm_90": 228 << 10, "sm_100": 228 << 10}
-BLOCK_SHARED_BYTES = 1 << 10  # taken for the system by each block
+BLOCK_SHARED_BYTES = 1 << 10  # reserved for the system in each block
 
 
 @dataclass
 class Kernel:
-    """One function of one architecture. ``loads`` and ``stores`` count the main loop's accesses by
-    their width in bits."""
+    """A function compiled for one architecture. ``loads`` and ``stores`` count the main loop's
+    accesses by width in bits."""
 
     name: str
     arch: str
-    registers: int = 0  # 0: no kernel, but a function that kernels call
+    registers: int = 0  # 0: not a kernel, but a function that kernels call
     spill: int = 0
     stack: int = 0
     shared: int = 0
@@ -56,7 +56,7 @@ class Kernel:
 
 
 def short_name(demangled: str) -> str:
-    """``adam<float>`` of ``void torchopt_ext::(anonymous namespace)::adam<float>(AdamArgs)``."""
+    """Returns ``adam<float>`` for ``void torchopt_ext::(anonymous namespace)::adam<float>()``."""
     name = re.sub(r"\(anonymous namespace\)::|_INTERNAL_\w+::|torchopt_ext::|^void ", "", demangled)
     depth = 0
     for i, character in enumerate(name):
@@ -67,7 +67,7 @@ def short_name(demangled: str) -> str:
 
 
 def enumerators(sources: Iterable[str]) -> dict[str, str]:
-    """By ``(Kind)1``, as demangled names have it, the name in ``enum class Kind { kA, kB };``."""
+    """Maps ``(Kind)1``, as in demangled names, to ``kB`` of ``enum class Kind { kA, kB };``."""
     names = {}
     for source in sources:
         code = re.sub(r"//.*", "", source)
@@ -78,12 +78,12 @@ def enumerators(sources: Iterable[str]) -> dict[str, str]:
 
 
 def with_names(kernel: str, names: dict[str, str]) -> str:
-    """``adam_kernel<kB>`` of ``adam_kernel<(Kind)1>``."""
+    """Returns ``adam_kernel<kB>`` for ``adam_kernel<(Kind)1>``."""
     return re.sub(r"\(\w+\)\d+", lambda found: names.get(found[0], found[0]), kernel)
 
 
 def read_ptxas(report: str, arch: str) -> dict[str, Kernel]:
-    """What ``ptxas -v`` printed, demangled, by the functions' short names."""
+    """Reads the demangled output of ``ptxas -v``. Keys are the functions' short names."""
     found: dict[str, Kernel] = {}
     current = ""
     for line in report.splitlines():
@@ -93,7 +93,7 @@ def read_ptxas(report: str, arch: str) -> dict[str, Kernel]:
             current = short_name(match[1])
             found.setdefault(current, Kernel(current, arch))
         elif match := re.search(r"(\d+) bytes stack frame, (\d+) \D*stores, (\d+) \D*loads", line):
-            kernel = found[current]  # a function that several kernels call comes several times
+            kernel = found[current]  # a function that several kernels call is listed several times
             kernel.stack = max(kernel.stack, int(match[1]))
             kernel.spill = max(kernel.spill, int(match[2]) + int(match[3]))
         elif match := re.search(r"Used (\d+) registers", line):
@@ -111,8 +111,8 @@ class Access:
 
 
 def main_loop(accesses: list[Access], branches: Iterable[tuple[int, int]]) -> list[Access]:
-    """The accesses of the loop that moves most in accesses of 128 bits and more, and then most in
-    all. A loop is a branch back and contains no other; code outside them counts as one, too."""
+    """Returns the accesses of the innermost loop that moves most bits in accesses of 128 bits and
+    more, then in all accesses. Code outside all loops counts as a loop."""
     loops = sorted({(to, at) for at, to in branches if to <= at})
     inner = [a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
     parts = [[x for x in accesses if first <= x.address <= last] for first, last in inner]
@@ -125,7 +125,7 @@ def main_loop(accesses: list[Access], branches: Iterable[tuple[int, int]]) -> li
 
 
 def read_sass(listing: str, kernels: dict[str, Kernel]) -> None:
-    """Adds what ``cuobjdump -sass`` printed, demangled, to its kernels."""
+    """Adds the accesses in the demangled output of ``cuobjdump -sass`` to the kernels."""
     for part in re.split(r"^\s*Function : ", listing, flags=re.M)[1:]:
         name, _, code = part.partition("\n")
         accesses = []
@@ -149,7 +149,7 @@ def read_sass(listing: str, kernels: dict[str, Kernel]) -> None:
 
 
 def problems(kernels: Iterable[Kernel], expected: dict[str, dict[str, int]]) -> list[str]:
-    """Where the kernels use more than ``expected``, by patterns of their names, allows them."""
+    """Lists where kernels use more than ``expected``, limits by patterns of names, allows."""
     found = []
     unmatched = set(expected)
     for kernel in kernels:
@@ -207,7 +207,7 @@ def table(kernels: Iterable[Kernel]) -> str:
 
 
 def flags() -> list[str]:
-    """The project's flags for CUDA, from CMakeLists.txt."""
+    """Returns the project's flags for CUDA, from CMakeLists.txt."""
     text = (ROOT / "CMakeLists.txt").read_text()
     match = re.search(r"\$<\$<COMPILE_LANGUAGE:CUDA>:([^>]*)>", text)
     if match is None:
@@ -220,7 +220,7 @@ def flags() -> list[str]:
 
 
 def find_disassembler(nvcc: str) -> str | None:
-    """cuobjdump of the toolkit or of Triton's package, which every CUDA build of torch requires."""
+    """Finds cuobjdump in the toolkit, or in Triton, which every CUDA build of torch requires."""
     places = [Path(nvcc).resolve().parent, *map(Path, os.get_exec_path())]
     triton = importlib.util.find_spec("triton")
     if triton is not None and triton.origin is not None:

@@ -1,4 +1,4 @@
-"""Links torch and all it requires, nothing else, into the site-packages of another environment."""
+"""Links torch and its requirements, and nothing else, into another environment's site-packages."""
 
 import sys
 from importlib.metadata import distribution

@@ -1,4 +1,4 @@
-"""FSDPadaptOptimizer beside the same algorithm in torch operators, one tensor after the other."""
+"""Compares FSDPadaptOptimizer with the same algorithm in torch operators, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ PLAIN = "torch operators, torch AdamW fused"
 IMPLEMENTATIONS = (FUSED, ANY, PLAIN)
 STEP = "check+clip+step"
 
-# Bytes per parameter. Ours with FusedAdamW: g 2, then g 2, master, m, v 24, p written 2. With
-# another base: g 2, g 2 and fp32 gradient written 4, the base's 28, master 4 and p written 2.
-# Operators: cast to double 10, its norm 8, cast to float 6, product 8, the base's 28, copy back 6.
+# Bytes per parameter. Ours with FusedAdamW: g 2, then g 2, master, m, v 24, p written 2. Ours with
+# another base: g 2, then g 2 and fp32 gradient written 4, the base 28, master 4 and p written 2.
+# Operators: cast to double 10, its norm 8, cast to float 6, product 8, the base 28, copy back 6.
 BYTES = {FUSED: 30, ANY: 42, PLAIN: 66}
 
 
 class PlainAdapter:
-    """The seed's step where nothing overflows: what LightRFT's class does, operator by operator."""
+    """LightRFT's step without overflow, operator by operator."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, clip: float = 1.0) -> None:
         self.optimizer, self.clip = optimizer, clip
@@ -65,7 +65,7 @@ def adapter(
 
 
 def step_of(implementation: str, gradients: list[Tensor]) -> Callable[[], object]:
-    """A call that gives the parameters the gradients, which a step clears, and steps."""
+    """Returns a call that sets the parameters' gradients, which a step clears, and steps."""
     holders = [nn.Parameter(torch.empty_like(gradient)) for gradient in gradients]
     for holder, gradient in zip(holders, gradients, strict=True):
         holder.grad = gradient

@@ -1,8 +1,7 @@
-// Counts what the process allocates while counting is on: preloaded, it replaces malloc and its
-// kin.
+// Counts what the process allocates while counting is on. The library is preloaded, and replaces
+// malloc and the related functions by glibc's __libc_ functions with a count around them.
 //
-// They are glibc's __libc_ functions with a count around them. Sizes are those of the blocks that
-// were handed out, in bytes.
+// Sizes are the usable bytes of the blocks that malloc returned.
 #include <malloc.h>
 
 #include <atomic>
@@ -10,7 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 
-// glibc's own declarations carry attributes that need not be repeated here.
+// glibc's own declarations have attributes that are not needed here.
 extern "C" {
 void* __libc_malloc(size_t);
 void* __libc_calloc(size_t, size_t);
@@ -72,7 +71,7 @@ void free(void* block) {
   __libc_free(block);
 }
 
-// Counts from here.
+// Starts counting.
 void allocations_start() {
   calls = 0;
   live = 0;
@@ -80,7 +79,7 @@ void allocations_start() {
   counting = true;
 }
 
-// Allocations since the start, and the most that was held beyond what was held then.
+// Stops counting. Returns the allocations since the start, and the peak above what was held then.
 void allocations_stop(int64_t* count, int64_t* bytes) {
   counting = false;
   *count = calls;

@@ -1,6 +1,6 @@
-"""How much memory a step allocates: every malloc of the process counted (allocations.cpp).
+"""Measures how much memory a step allocates: allocations.cpp counts every malloc of the process.
 
-A process of its own is needed, because the counting malloc has to be there from its start.
+This needs a separate process, because the counting malloc must be preloaded at its start.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ELEMENTS = 1000  # of each tensor
 
 
 def measure_allocations(tensors: tuple[int, ...], threads: int) -> list[Row]:
-    """Allocations of one step, ours and torch fused, for each number of tensors."""
+    """Returns the allocations of one step, ours and torch fused, for each number of tensors."""
     with shared_library("allocations.cpp") as library:
         command = [sys.executable, __file__, str(threads), *map(str, tensors)]
         environment = os.environ | {"LD_PRELOAD": str(library)}
@@ -37,7 +37,7 @@ def count_in_this_process(tensors: int) -> list[Row]:
     for implementation in (OURS, FUSED):
         operations = (STEP, CLIP, SCALER)
         for case in fp32_cases(implementation, gradients, "cpu", operations, loops=False):
-            for _ in range(3):  # the first creates state and plans
+            for _ in range(3):  # the first call creates state and plans
                 case.call()
             preloaded.allocations_start()
             case.call()

@@ -1,4 +1,4 @@
-"""bfloat16 parameters and gradients: ours, and float32 masters kept with torch's operators."""
+"""Cases with bfloat16 parameters: ours, and float32 masters updated by torch's operators."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def build_masters(name: str, shapes: Shapes) -> Group:
-    """Ours with masters, with remainders and in 8 bits, beside torch's operators with masters."""
+    """Compares ours with masters, remainders and 8 bits to torch's operators with masters."""
     gradients = gradients_of(shapes, torch.bfloat16, "cpu")
     kinds = (MASTERS, REMAINDER, INT8)
     cases = [case for kind in kinds for case in our_cases(kind, gradients, "cpu")]
@@ -67,7 +67,7 @@ def build_masters(name: str, shapes: Shapes) -> Group:
 
 
 def build_plain(name: str, shapes: Shapes) -> Group:
-    """Everything in bfloat16, rounded to nearest and stochastically."""
+    """Builds cases with everything in bfloat16, rounded to nearest and stochastically."""
     gradients = gradients_of(shapes, torch.bfloat16, "cpu")
     cases = our_cases(PLAIN, gradients, "cpu")
     loops = {case.operation for case in cases}
@@ -77,7 +77,7 @@ def build_plain(name: str, shapes: Shapes) -> Group:
 
 
 def our_cases(implementation: str, gradients: list[Tensor], device: str) -> list[Case]:
-    """The step, and on the CPU the roofline's loops over the same tensors."""
+    """Returns the step and, on the CPU, the roofline's loops over the same tensors."""
     params = params_with(gradients)
     optimizer = FusedAdamW(params, max_grad_norm=MAX_NORM, **OPTIONS[implementation])
     scaler = ready_scaler(GradScaler(device, **SCALER_SETTINGS), device)
@@ -98,9 +98,9 @@ def our_cases(implementation: str, gradients: list[Tensor], device: str) -> list
 def streams_of(
     implementation: str, optimizer: FusedAdamW, gradients: list[Tensor]
 ) -> list[list[Tensor]]:
-    """The tensors of pass B, in the order of the loop in roofline.cpp."""
+    """Returns the tensors of pass B, in the order of the loop in roofline.cpp."""
     params = optimizer.param_groups[0]["params"]
-    if implementation == INT8:  # without vectors, whose moments are fp32
+    if implementation == INT8:  # leaves out vectors, whose moments are fp32
         pairs = zip(gradients, params, strict=True)
         held = [(g, p) for g, p in pairs if SCALES.keys() & optimizer.state[p].keys()]
         gradients, params = [g for g, _ in held], [p for _, p in held]
@@ -114,7 +114,7 @@ def streams_of(
 
 
 def kept_beside(entry: dict[str, Tensor]) -> Tensor:
-    """The master or remainder: what a parameter's state holds beside torch's entries."""
+    """Returns the master or remainder in a parameter's state."""
     (name,) = entry.keys() & {"master_weight", "remainder", "remainder8"}
     return entry[name]
 
@@ -122,8 +122,8 @@ def kept_beside(entry: dict[str, Tensor]) -> Tensor:
 class TorchMasters:
     """bf16 weights and their fp32 masters in torch.optim.AdamW(fused=True), stepped in two ways.
 
-    Both check for overflow and multiply by the combined factor of scale and clipping. The
-    gradients of the weights are left as they are; what is clipped are fp32 copies.
+    Both check for overflow and multiply by the combined factor of scale and clipping. They clip
+    fp32 copies, and leave the gradients of the weights unchanged.
     """
 
     scale = 1.0
@@ -136,7 +136,7 @@ class TorchMasters:
 
     @torch.no_grad()
     def step_by_operators(self) -> None:
-        """One operator a tensor, gradients cast into new memory."""
+        """Steps by one operator a tensor, with gradients cast into new memory."""
         gradients = [weight.grad.to(torch.float32) for weight in self.weights]
 
         def scale_(factor: Tensor) -> None:
@@ -151,7 +151,7 @@ class TorchMasters:
 
     @torch.no_grad()
     def step_preallocated(self) -> None:
-        """foreach operators, gradients cast into memory that is kept."""
+        """Steps by foreach operators, with gradients cast into memory that is kept."""
         torch._foreach_copy_(self.gradients, [weight.grad for weight in self.weights])
         self._finish(
             self.gradients,

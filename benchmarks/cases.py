@@ -1,4 +1,4 @@
-"""AdamW in float32: ours and torch's, what they do in each operation, and the bytes that takes."""
+"""Cases of AdamW in float32: ours and torch's, by operation, with the bytes that they move."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ Calls = dict[str, Callable[[], object]]
 
 OURS, FUSED, FOREACH = "torchopt_ext", "torch fused", "torch foreach"
 STEP, CLIP, SCALER = "step", "clip+step", "scaler+clip+step"
-HOST = "before pass A"  # what the host does first in a step: checks, and gathering of gradients
+HOST = "before pass A"  # the host's work before a step's passes: checks, gathering gradients
 MAX_NORM = 1.0
-# With any other scale, unscaling the same gradients again and again would end in subnormals, which
-# take processors longer. The scale does not grow either.
+# With any other scale, unscaling the same gradients repeatedly would end in subnormals, which are
+# slow. The growth interval keeps the scale from growing.
 SCALER_SETTINGS: dict[str, Any] = {"init_scale": 1.0, "growth_interval": 1_000_000}
 
 # Bytes read and written per float32 parameter. A fused step reads p, g, m, v and writes p, m, v.
 # The foreach step makes eight passes: decay 8, lerp of m 12, v*beta2 8, addcmul 12, sqrt 8, div 8,
-# add eps 8, addcdiv 16. clip_grad_norm_ reads the gradients, then reads and writes them;
-# GradScaler.unscale_ reads and writes them; ours reads them once for either.
+# add eps 8, addcdiv 16. clip_grad_norm_ reads the gradients, then reads and writes them.
+# GradScaler.unscale_ reads and writes the gradients. Ours reads the gradients once for both.
 FUSED_STEP, FOREACH_STEP, TORCH_CLIP, TORCH_UNSCALE, NORM = 28, 80, 12, 8, 4
 BYTES = {
     (OURS, STEP): FUSED_STEP,
@@ -57,9 +57,9 @@ def gradients_of(shapes: Shapes, dtype: torch.dtype, device: str) -> list[torch.
 
 
 def params_with(gradients: list[torch.Tensor]) -> list[nn.Parameter]:
-    """Parameters that share the gradients, which stay where they are.
+    """Returns parameters whose ``grad`` are the given tensors, not copies.
 
-    Clipping gradients again and again leaves them as they are after the first time.
+    After the first time, clipping the same gradients does not change them.
     """
     params = [nn.Parameter(torch.full_like(gradient, 0.02)) for gradient in gradients]
     for p, gradient in zip(params, gradients, strict=True):
@@ -75,7 +75,7 @@ def build_fp32(
     flushed: bool = False,
     loops: bool = True,
 ) -> Group:
-    """Every implementation and operation, each implementation with its own parameters."""
+    """Builds every implementation and operation. Each implementation has its own parameters."""
     gradients = gradients_of(shapes, torch.float32, "cpu")
     cases = [
         case
@@ -92,7 +92,7 @@ def fp32_cases(
     operations: tuple[str, ...],
     loops: bool = True,
 ) -> list[Case]:
-    """One implementation's operations, and with ours on the CPU the roofline's loops."""
+    """Returns one implementation's operations and, for ours on the CPU, the roofline's loops."""
     params = params_with(gradients)
     plain: list[Case] = []
     if implementation == OURS:
@@ -116,7 +116,7 @@ def fp32_cases(
 
 
 def fp32_loops(optimizer: FusedAdamW) -> list[Case]:
-    """The roofline's loops, over the optimizer's own tensors, whose values they keep."""
+    """Returns the roofline's loops over the optimizer's own tensors. They keep the values."""
     optimizer.step()  # creates the state
     params = optimizer.param_groups[0]["params"]
     gradients = [p.grad for p in params]
@@ -138,7 +138,7 @@ def fp32_loops(optimizer: FusedAdamW) -> list[Case]:
 
 
 def ready_scaler(scaler: torch.amp.GradScaler, device: str) -> torch.amp.GradScaler:
-    """The scaler as it is after scaling a loss, which creates its tensors."""
+    """Returns the scaler after it scaled a loss, which creates its tensors."""
     scaler.scale(torch.zeros((), device=device))
     return scaler
 
@@ -147,7 +147,7 @@ def our_calls(optimizer: FusedAdamW, device: str) -> Calls:
     scaler = ready_scaler(GradScaler(device, **SCALER_SETTINGS), device)
 
     def set_clipping(max_norm: float | None) -> None:
-        if optimizer.max_grad_norm != max_norm:  # only in the call before those that are timed
+        if optimizer.max_grad_norm != max_norm:  # only in the call before the timed calls
             optimizer.max_grad_norm = max_norm
 
     def step(max_norm: float | None) -> None:

@@ -1,4 +1,4 @@
-"""One chart of all medians, with the roofline."""
+"""Draws all medians and the roofline in one chart."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ OUR_COLORS = ["#1b6ca8", "#5aa2d6", "#0b3c5d", "#93c6e8", "#4b8f8c"]
 PEER_COLORS = ["#e08e45", "#b8b8b8", "#8c6bb1", "#6b9e5b", "#c25b56"]
 OUR_NAMES = (OURS, "FSDPadaptOptimizer")
 COLUMNS = 3
-CUT = 2.5  # times the largest median of ours and the baseline; longer bars are cut there
+CUT = 2.5  # bars longer than this times the largest median of ours and the baseline are cut
 
 
 def chart(rows: list[Row], about: dict[str, Any], path: Path) -> None:
-    """One panel for each tensor set."""
+    """Draws one panel for each tensor set."""
     sets = list(dict.fromkeys(row["set"] for row in rows))
     columns = min(COLUMNS, len(sets))
     lines = -(-len(sets) // columns)
@@ -49,9 +49,9 @@ def colors_of(implementations: list[str]) -> dict[str, str]:
 
 
 def draw(panel: Axes, rows: list[Row]) -> None:
-    """Bars of medians with quartiles, grouped by operation.
+    """Draws bars of medians with quartiles, grouped by operation.
 
-    A black line is a bar's roofline; a bar that is cut has an arrow at its figure.
+    A black line is a bar's roofline. A bar that is cut has an arrow at its figure.
     """
     operations = list(dict.fromkeys(row["operation"] for row in rows))
     colors = colors_of(list(dict.fromkeys(row["implementation"] for row in rows)))
@@ -90,7 +90,7 @@ def draw(panel: Axes, rows: list[Row]) -> None:
         x += 0.7
     labels = [operation.replace("scaler+", "scaler+\n") for operation in operations]
     panel.set_xticks(ticks, labels, fontsize=8)
-    panel.set_ylim(0, (1.15 + 0.07 * len(labelled)) * highest)  # the legend stands above
+    panel.set_ylim(0, (1.15 + 0.07 * len(labelled)) * highest)  # leaves room for the legend
     panel.set_ylabel("milliseconds, lower is better", fontsize=8)
     panel.spines[["top", "right"]].set_visible(False)
     panel.legend(frameon=False, fontsize=7, loc="upper right")

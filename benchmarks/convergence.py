@@ -1,8 +1,8 @@
-"""Trains small models with every way to keep weights and moments, beside fp32. See README.md.
+"""Trains small models with every way to keep weights and moments, and with fp32. See README.md.
 
 python benchmarks/convergence.py --out out/convergence
 
-A run's result is kept in OUT/runs, and the next call does what is missing.
+Results of runs are kept in OUT/runs. The next call makes the missing runs.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from torchopt_ext import FusedAdamW
 MAX_NORM = 1.0
 COMMON = {"betas": (0.9, 0.999), "weight_decay": 0.1}
 TASKS = {"transformer": text, "perceptron": teacher}
-RATES = {"transformer": 3e-3, "perceptron": 1e-3}  # the largest
-POINTS = 20  # times the held-out loss is taken in a run
+RATES = {"transformer": 3e-3, "perceptron": 1e-3}  # the peak learning rates
+POINTS = 20  # how often a run computes the held-out loss
 Curve = list[tuple[int, float]]
 
 
 @dataclass(frozen=True)
 class Setting:
     name: str
-    arguments: dict[str, Any] | None = field(default_factory=dict)  # of FusedAdamW; None: torch's
+    arguments: dict[str, Any] | None = field(default_factory=dict)  # FusedAdamW's; None: torch's
     bf16: bool = False
     recommended: bool = True  # by docs/step.md
 
@@ -57,7 +57,7 @@ def bf16(name: str, recommended: bool = True, **arguments: Any) -> Setting:
     return Setting(f"bf16, {name}", arguments, True, recommended)
 
 
-INT8: dict[str, Any] = {"state_dtype": "int8", "fp32_moments": ()}  # the embedding's, too
+INT8: dict[str, Any] = {"state_dtype": "int8", "fp32_moments": ()}  # also for the embedding
 BASE = Setting("fp32, torch.optim.AdamW", None)
 SETTINGS = [
     BASE,
@@ -79,14 +79,14 @@ SETTINGS = [
 
 
 def rate(task: Task, step: int, steps: int) -> float:
-    """Linear warmup over a twentieth of the steps and linear decay to 0."""
+    """Returns the learning rate: linear warmup over a twentieth of the steps, linear decay to 0."""
     return RATES[task.name] * min(1.0, 20 * step / steps, (1 + steps - step) / (0.95 * steps))
 
 
 def train(task: Task, setting: Setting, seed: int, steps: int) -> Curve:
-    """One run's curve: steps and held-out losses in nats, the last of them after the last step."""
+    """Returns steps and held-out losses in nats of a run. The last loss is after the last step."""
     model = task.model(seed)
-    if setting.bf16:  # not the tables of rotary positions, which are buffers
+    if setting.bf16:  # leaves out tables of rotary positions, which are buffers
         for parameter in model.parameters():
             parameter.data = parameter.data.bfloat16()
     optimizer = setting.optimizer(model)
@@ -107,7 +107,7 @@ def train(task: Task, setting: Setting, seed: int, steps: int) -> Curve:
 
 @dataclass(frozen=True)
 class Run:
-    """One training, and the file that keeps its curve."""
+    """A training run, and the file that keeps its curve."""
 
     folder: Path
     task: str
@@ -126,14 +126,14 @@ class Run:
         return {"setting": repr(self.setting), "steps": self.steps, **versions}
 
     def kept(self) -> Curve | None:
-        """The curve in the file, if this run with these versions made it."""
+        """Returns the curve in the file if this run made it with the same versions."""
         if not self.path.exists():
             return None
         record = json.loads(self.path.read_text())
         return record["curve"] if record["made_with"] == self.made_with else None
 
     def __call__(self) -> None:
-        torch.set_num_threads(1)  # the models are small, and runs go on side by side
+        torch.set_num_threads(1)  # the models are small, and several runs share the machine
         curve = train(TASKS[self.task](), self.setting, self.seed, self.steps)
         part = self.path.with_suffix(".part")
         part.write_text(json.dumps({"made_with": self.made_with, "curve": curve}) + "\n")
@@ -141,7 +141,7 @@ class Run:
 
 
 def complete(runs: Sequence[Run], jobs: int) -> None:
-    """Makes the runs that are not kept, `jobs` at a time."""
+    """Makes the runs that have no kept result, `jobs` at a time."""
     todo = [run for run in runs if run.kept() is None]
     spawn = multiprocessing.get_context("spawn")  # OpenMP's threads do not survive a fork
     with ProcessPoolExecutor(jobs, spawn) as pool:
@@ -153,7 +153,7 @@ def complete(runs: Sequence[Run], jobs: int) -> None:
 
 
 def missing(settings: Iterable[Setting]) -> dict[str, str]:
-    """What the settings say that this build does not have."""
+    """Returns the errors of settings that this build does not support, by name."""
     reasons = {}
     for setting in settings:
         dtype = torch.bfloat16 if setting.bf16 else torch.float32
@@ -167,9 +167,9 @@ def missing(settings: Iterable[Setting]) -> dict[str, str]:
 def compare(
     task: str, settings: Sequence[Setting], curves: dict[str, list[Curve]]
 ) -> list[dict[str, Any]]:
-    """A row each setting: final losses by seed, and how far they are from the first setting's.
+    """Returns a row per setting: final losses by seed, and their differences from the base's.
 
-    A setting passes if its mean is above the first's by no more than the first's losses are apart.
+    A setting passes if its mean is above the base's by at most the spread of the base's losses.
     """
     final = {s.name: [curve[-1][1] for curve in curves[s.name]] for s in settings}
     base = final[BASE.name]
@@ -227,7 +227,7 @@ def main() -> None:
     chosen = [setting for setting in SETTINGS if args.only in setting.name or setting is BASE]
     settings = [setting for setting in chosen if setting.name not in absent]
     seeds = range(1, 1 + args.seeds)
-    # Seeds first, so that a call that is stopped has done something of every setting.
+    # One seed after the other, so that a stopped call has results of every setting.
     runs = [Run(folder, t, s, seed, args.steps) for seed in seeds for t in TASKS for s in settings]
     complete(runs, args.jobs)
     rows = []

@@ -1,4 +1,4 @@
-"""Draws what convergence.py found: curves with bands, and final losses beside fp32 AdamW's."""
+"""Draws the results of convergence.py: loss curves, and final losses relative to fp32 AdamW."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def color(index: int) -> Any:
 
 
 def curves(axis: Axes, rows: list[Row]) -> None:
-    """The mean over seeds, and from the smallest to the largest a band."""
+    """Draws the mean over seeds, and a band from the smallest to the largest loss."""
     for index, row in enumerate(rows):
         steps = [step for step, _ in row["curves"][0]]
         losses = list(zip(*([loss for _, loss in curve] for curve in row["curves"]), strict=True))
@@ -39,7 +39,7 @@ def curves(axis: Axes, rows: list[Row]) -> None:
 
 
 def differences(axis: Axes, rows: list[Row]) -> None:
-    """One dot a seed, a bar at the mean; shaded is what passes, linear up to there."""
+    """Draws a dot per seed and a bar at the mean. The passing range is shaded and linear."""
     unit = rows[0]["spread"] or 1.0
     axis.axvspan(-1, 1, color="black", alpha=0.08, linewidth=0)
     axis.axvline(0, color="black", linewidth=2)
@@ -60,7 +60,7 @@ def differences(axis: Axes, rows: list[Row]) -> None:
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """A line of panels for each task."""
+    """Draws a row of panels for each task."""
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     figure, panels = plt.subplots(
         len(tasks), 2, figsize=(12, 4.2 * len(tasks)), squeeze=False, layout="constrained"

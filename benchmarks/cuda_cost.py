@@ -1,11 +1,11 @@
-"""What a step on a GPU costs, counted from the tensors' shapes; needs neither GPU nor torch.
+"""Estimates the cost of a step on a GPU from the tensors' shapes; needs neither GPU nor torch.
 
 python benchmarks/cuda_cost.py [--json]
 
-Bytes are those of docs/numerics.md's two passes, each array read or written once. A step's time is
-its bytes over the bandwidth and, for each launch, what the device waits between two kernels of a
-stream. Where a set's bytes fit into the L2 cache, as those of 2,000 tensors of 1,000 in fp32 do, a
-step that finds them there takes less.
+Bytes are the bytes of docs/numerics.md's two passes, which read or write each array once. A step's
+time is its bytes divided by the bandwidth, plus the wait between two kernels of a stream for each
+launch. If a set's bytes fit into the L2 cache, as 2,000 fp32 tensors of 1,000 do, a step that finds
+them in the cache takes less.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from dataclasses import asdict, dataclass
 
 from shapes import GPT2, SETS, SMALL, Shapes, parameters
 
-# Of pass A (csrc/kernels/block_rule.h): a warp takes whole rows or a block of one row at a time,
-# and rows below SHORT_ROW as one stream. A thread block has WARPS of them and comes back for more.
+# Pass A (csrc/kernels/block_rule.h): a warp takes whole rows or a block of one row at a time, and
+# rows shorter than SHORT_ROW as one stream. A thread block has WARPS warps, which loop.
 SHORT_ROW, NORM_CHUNK, WARPS = 64, 4096, 8
 MULTIPROCESSORS = 132  # of an H100 or H200
-RESIDENT = {"A": 3, "B": 4}  # thread blocks of a multiprocessor: .ci/sass.toml
-BANDWIDTHS = (3.0, 4.3)  # TB/s of a copy, read and written, on an H100 and an H200
-GAP = 2.0  # microseconds between kernels that follow one another
-# Of a step that clips: pass A; the decision; scalars of each tensor; pass B.
+RESIDENT = {"A": 3, "B": 4}  # thread blocks a multiprocessor: .ci/sass.toml
+BANDWIDTHS = (3.0, 4.3)  # TB/s of a copy, reads plus writes, on an H100 and an H200
+GAP = 2.0  # microseconds between consecutive kernels
+# A step that clips launches pass A, the decision, the scalars of each tensor, and pass B.
 LAUNCHES = 4
 
 
 @dataclass(frozen=True)
 class Types:
-    """Bytes of one parameter that a pass reads and writes; pass B has one thread block a chunk."""
+    """Bytes a parameter that each pass reads and writes. Pass B has one thread block a chunk."""
 
     name: str
     norm: int
@@ -44,12 +44,12 @@ TYPES = [
     Types("bf16, remainders", 2, 26),  # g; g, p, remainder, m, v and p, remainder, m, v
     Types("bf16 throughout", 2, 14, 4096),  # g; g, p, m, v and p, m, v
 ]
-# torch: the norm reads g, clipping reads and writes it, and the fused step is pass B.
+# torch: the norm reads g, clipping reads and writes g, and the fused step moves what pass B moves.
 TORCH_FP32 = 4 + 8 + 28
 
 
 def llama3(vocabulary: int, width: int, layers: int, keys: int, hidden: int) -> Shapes:
-    """Parameter shapes of Llama 3, as torchtitan names them; ``keys`` is the width of keys."""
+    """Returns Llama 3's parameter shapes in torchtitan's order. ``keys`` is the width of keys."""
     block: Shapes = [
         *[(width, width), (keys, width), (keys, width), (width, width)],  # q, k, v, o
         *[(hidden, width), (width, hidden), (hidden, width)],  # gate, down, up
@@ -66,7 +66,7 @@ MODELS: dict[str, Shapes] = {
 
 
 def norm_chunks(shape: tuple[int, ...]) -> int:
-    """Chunks of pass A: whole rows, or whole blocks of one row."""
+    """Counts the chunks of pass A: whole rows, or whole blocks of one row."""
     numel = math.prod(shape)
     row = numel // shape[0] if shape and numel else 1
     if row < SHORT_ROW:
@@ -77,13 +77,13 @@ def norm_chunks(shape: tuple[int, ...]) -> int:
 
 
 def update_chunks(numel: int, types: Types) -> int:
-    """Chunks of pass B."""
+    """Counts the chunks of pass B."""
     return -(-numel // types.chunk)
 
 
 @dataclass(frozen=True)
 class Pass:
-    """One kernel over all tensors. ``waves``: how often all multiprocessors are filled."""
+    """One kernel over all tensors. ``waves`` is how often its blocks fill all multiprocessors."""
 
     name: str
     bytes: int
@@ -93,7 +93,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Step:
-    """A step that clips: its passes, and its time in microseconds by terabytes per second."""
+    """A step that clips: its passes, and its time in microseconds by bandwidth in TB/s."""
 
     model: str
     types: str
@@ -101,7 +101,7 @@ class Step:
     tensors: int
     passes: list[Pass]
     launches: int
-    table_bytes: int  # gradients' addresses, which go to the device in each step
+    table_bytes: int  # the gradients' addresses, uploaded in each step
     microseconds: dict[float, float]
     torch_microseconds: dict[float, float] | None
 

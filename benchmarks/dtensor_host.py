@@ -1,4 +1,4 @@
-"""Times clipping and step over many small DTensors, which is host time. See README.md.
+"""Times the host's work of clipping and stepping many small DTensors. See README.md.
 
 python benchmarks/dtensor_host.py --out out/bench-dtensor-host
 """

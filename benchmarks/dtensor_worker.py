@@ -1,4 +1,4 @@
-"""What dtensor_host.py times, run on every rank: dtensor_worker.py OUT ROUNDS TENSORS ELEMENTS"""
+"""The ranks of dtensor_host.py: dtensor_worker.py OUT ROUNDS TENSORS ELEMENTS"""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Tensors(nn.Module):
 
 
 def clip_and_step(implementation: str, tensors: int, elements: int) -> Callable[[], object]:
-    """Clipping and step over sharded parameters that have gradients."""
+    """Returns a call that clips and steps sharded parameters with gradients."""
     torch.manual_seed(0)
     model = fully_shard(Tensors(tensors, elements))
     params = list(model.parameters())
@@ -54,7 +54,7 @@ def clip_and_step(implementation: str, tensors: int, elements: int) -> Callable[
 
 
 def operators(implementation: str, tensors: int, elements: int) -> int:
-    """How many operators a step dispatches, DTensors' or others."""
+    """Counts the operators that a step dispatches, on DTensors and on plain tensors."""
     call = clip_and_step(implementation, tensors, elements)
     call()
     with Operators() as seen:

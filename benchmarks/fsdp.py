@@ -1,4 +1,4 @@
-"""Times FSDP2's all-gathers and the step with low-precision shards and without. See README.md.
+"""Times FSDP2's all-gathers and the step with and without low-precision shards. See README.md.
 
 python benchmarks/fsdp.py --out out/bench-fsdp
 """

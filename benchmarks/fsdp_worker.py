@@ -1,4 +1,4 @@
-"""What fsdp.py times, run on every rank: fsdp_worker.py OUT ROUNDS quick|full"""
+"""The ranks of fsdp.py: fsdp_worker.py OUT ROUNDS quick|full"""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ IN_BLOCK = 12  # tensors of a layer
 
 
 class CopiedBytes(TorchDispatchMode):
-    """Adds up what copies within a rank read and write before a collective."""
+    """Counts the bytes that copies within a rank read and write before a collective."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class CopiedBytes(TorchDispatchMode):
 
 
 class AllGather:
-    """FSDP2's, which can leave out the exchange."""
+    """FSDP2's all-gather, with a switch that leaves out the exchange."""
 
     exchanges = True
 
@@ -62,7 +62,7 @@ ALL_GATHER = AllGather()
 
 
 def sharded(shapes: Shapes) -> nn.Module:
-    """Parameters of these shapes in modules of a layer each."""
+    """Returns a sharded model with parameters of these shapes, one module per layer."""
     torch.manual_seed(0)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     layers = [shapes[i : i + IN_BLOCK] for i in range(0, len(shapes), IN_BLOCK)]
@@ -74,14 +74,14 @@ def sharded(shapes: Shapes) -> nn.Module:
 
 
 def begin(model: nn.Module) -> None:
-    """All that a rank does before the exchange, and the exchange."""
+    """Runs a rank's work before the exchange, and the exchange."""
     for module in model:
         assert isinstance(module, FSDPModule)
         module.unshard(async_op=True)
 
 
 def end(model: nn.Module) -> None:
-    """Unpacks what was begun, and frees it."""
+    """Unpacks the gathered parameters, and frees them."""
     for module in model:
         assert isinstance(module, FSDPModule)
         module.unshard()
@@ -89,7 +89,7 @@ def end(model: nn.Module) -> None:
 
 
 def times_of(kind: str, shapes: Shapes) -> tuple[Callable[[], dict[str, float]], float]:
-    """Times everything once; and the bytes copied for an all-gather of one element of a shard."""
+    """Returns a call that times everything once, and the bytes copied per element of a shard."""
     model = sharded(shapes)
     if kind == KEPT:
         keep_low_precision_shards(model)
@@ -123,7 +123,7 @@ def main() -> None:
     calls = []
     for kind in IMPLEMENTATIONS:
         times, for_gather = times_of(kind, shapes)
-        # Norm, and gradient, weight and moments; the copy is written only.
+        # The norm reads 4, the update moves 28, and the 16-bit copy is only written.
         copied[kind] = [for_gather, 4 + 28 + (2 if kind == KEPT else 0)]
         calls.append((kind, times))
     samples: dict[str, list[float]] = {

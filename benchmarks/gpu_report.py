@@ -1,11 +1,11 @@
-"""Tests and times the library on a GPU: one command, one report. See make gpu-report.
+"""Tests and times the library on a GPU by one command, with one report. See make gpu-report.
 
 python benchmarks/gpu_report.py --out build/gpu-report
 
-Sections run one after another, each in a process of its own with a limit of its own, the most
-important first. After each one report.json, report.txt and report.svg are written anew; one that
-fails or runs out of time is recorded, and the next goes on. Exit status: 0 if all passed, 1 if some
-did not, 2 without a GPU.
+Sections run one after another, the most important first, each in a separate process with its own
+time limit. report.json, report.txt and report.svg are written after each section. A section that
+fails or runs out of time is recorded, and the next section runs. Exit status: 0 if all passed, 1 if
+some did not, 2 without a GPU.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ ROOT = HERE.parent
 Row = dict[str, Any]
 
 PASSED, FAILED, TIMED_OUT, SKIPPED = "passed", "failed", "ran out of time", "skipped"
-LEAST_SECONDS = 5.0  # a section is not started with less
+LEAST_SECONDS = 5.0  # a section is not started with less time left
 OURS = "torchopt_ext"
 
 
 @dataclass(frozen=True)
 class Section:
-    """``seconds``: its limit. Without the command's program or ``module`` it is left out."""
+    """``seconds`` is the limit. A section whose program or ``module`` is missing is skipped."""
 
     name: str
     command: list[str]
@@ -64,7 +64,7 @@ class Outcome:
 
 
 def sections(out: Path, device: str = "cuda", quick: bool = False) -> list[Section]:
-    """Everything, the most important first; the limits add up to more than all may take."""
+    """Returns all sections, the most important first. Their limits exceed the total limit."""
     python = sys.executable
     options = ["--device", device, *["--quick"] * quick]
 
@@ -81,7 +81,7 @@ def sections(out: Path, device: str = "cuda", quick: bool = False) -> list[Secti
         return Section(name, command, seconds, module)
 
     short = measured("short", 0).command
-    # Each tensor in an allocation of its own, or accesses past its end would go unseen.
+    # Gives each tensor its own allocation. Otherwise accesses past its end would not be seen.
     apart = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
     def watched(tool: str, environment: dict[str, str]) -> Section:
@@ -104,19 +104,19 @@ def sections(out: Path, device: str = "cuda", quick: bool = False) -> list[Secti
 
 
 def search_path() -> str:
-    """PATH, and the CUDA toolkit's folder, where compute-sanitizer lies."""
+    """Returns PATH and the CUDA toolkit's folder, which has compute-sanitizer."""
     home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     return os.pathsep.join([os.environ.get("PATH", ""), str(Path(home, "bin"))])
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """Ends the process and all that it started."""
+    """Kills the process and all processes that it started."""
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def run(section: Section, out: Path, left: float) -> Outcome:
-    """Runs a section within its limit and ``left`` seconds; its output goes to NAME.log."""
+    """Runs a section within its limit and ``left`` seconds. Its output goes to NAME.log."""
     program = shutil.which(section.command[0], path=search_path())
     if program is None:
         return Outcome(section.name, SKIPPED, 0.0, f"{section.command[0]} is not installed")
@@ -154,7 +154,7 @@ def run(section: Section, out: Path, left: float) -> Outcome:
 
 
 def collect(outcome: Outcome, out: Path) -> None:
-    """Adds the rows that a section has written, or what the tests say."""
+    """Adds the rows that a section has written, or the results of tests."""
     rows = out / f"{outcome.section}.json"
     if rows.exists():
         found: list[Row] = json.loads(rows.read_text())
@@ -199,7 +199,7 @@ def find(rows: Sequence[Row], name: str, operation: str, implementation: str) ->
 
 
 def grouped(rows: Sequence[Row]) -> list[list[Row]]:
-    """The rows of each set and operation."""
+    """Groups the rows by set and operation."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((row["set"], row["operation"]), []).append(row)
@@ -207,7 +207,7 @@ def grouped(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def add_ratios(rows: list[Row]) -> None:
-    """The share of a copy's bandwidth, and how many times as fast as torch from idle to idle."""
+    """Adds the share of a copy's bandwidth, and the speedup over torch from idle to idle."""
     copies = [row["gigabytes_per_second"] for row in rows if row["operation"] == "copy"]
     for row in rows:
         if copies and row["gigabytes_per_second"]:
@@ -220,7 +220,7 @@ def add_ratios(rows: list[Row]) -> None:
 
 BILLION, SMALL, CLIP, SCALER = "30 of 32 M", "2,000 of 1,000", "clip+step", "scaler+clip+step"
 EAGER, GRAPH = (SMALL, CLIP, OURS), (SMALL, f"{CLIP}, as a CUDA graph", OURS)
-# What is aimed for: a row, its field, the bound, and whether that is the least or the most.
+# Targets: a row, its field, the bound, and whether the bound is a minimum (True) or a maximum.
 TARGETS: list[tuple[tuple[str, str, str], str, float, bool]] = [
     ((BILLION, CLIP, OURS), "of_copy", 0.90, True),
     ((f"{BILLION}, bf16", SCALER, f"{OURS}, fp32 masters"), "of_copy", 0.90, True),
@@ -291,7 +291,7 @@ BAR, LABEL, LINE = 420, 430, 20  # pixels
 
 
 def chart_of(about: dict[str, Any], rows: list[Row]) -> str:
-    """Bars of milliseconds of what has something to compare with, to one scale in a group."""
+    """Draws bars of milliseconds for groups of several rows, to one scale in a group."""
     parts = []
     y = 2 * LINE
     for group in grouped(rows):
@@ -334,7 +334,7 @@ def write(about: dict[str, Any], outcomes: list[Outcome], out: Path) -> str:
 
 
 def run_all(todo: Sequence[Section], out: Path, end: float) -> list[Outcome]:
-    """Runs sections until ``end``, a time of ``time.time``, and writes the report after each."""
+    """Runs sections until ``end`` (as from ``time.time``), and writes the report after each."""
     about = environment()
     outcomes: list[Outcome] = []
     for section in todo:
@@ -366,7 +366,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("No GPU: torch.cuda.is_available() is False. The library is built; nothing was run.")
         return 2
-    shutil.rmtree(out, ignore_errors=True)  # results of another run would be taken for this one's
+    shutil.rmtree(out, ignore_errors=True)  # earlier results would be taken for this run's
     out.mkdir(parents=True)
     outcomes = run_all(todo, out, options.since + options.seconds)
     print((out / "report.txt").read_text())

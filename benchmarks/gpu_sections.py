@@ -1,8 +1,8 @@
-"""The measurements of gpu_report.py, a section a process, with nothing but torch.
+"""Measures one section of gpu_report.py. Needs only torch.
 
 python benchmarks/gpu_sections.py SECTION --out FILE [--device cpu --quick]
 
-Every row is written as soon as it is measured, so that a section that is stopped keeps the others.
+Writes every row as soon as it is measured, so that a stopped section keeps the earlier rows.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ COPY_BYTES = 1 << 32
 BF16 = "bf16"
 GRAPH = "as a CUDA graph"
 FLUSHED = "caches flushed"
-SECONDS, SAMPLES = 3.0, 20  # of one case, at most
-# Longer than the host takes for any call here: 30 ms and more at the clocks of current GPUs.
+SECONDS, SAMPLES = 3.0, 20  # at most, for one case
+# Longer than any call here takes the host: at least 30 ms at the clock rates of current GPUs.
 SLEEP_CYCLES = 60_000_000
 LR = 1e-3
 
 
 def device_milliseconds(call: Call) -> float:
-    """What the device takes, which first sleeps, so that it never waits for the host."""
+    """Returns the device's time. The device sleeps first, so that it never waits for the host."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     torch.cuda._sleep(SLEEP_CYCLES)
@@ -71,7 +71,7 @@ def device_milliseconds(call: Call) -> float:
 
 
 def host_and_wall_milliseconds(call: Call) -> tuple[float, float]:
-    """What the host takes until ``call`` returns, and all from an idle device to an idle one."""
+    """Returns the time until ``call`` returns, and the time from idle device to idle device."""
     wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     wait()
     start = time.perf_counter_ns()
@@ -96,7 +96,7 @@ def samples_of(clock: Callable[[Call], T], call: Call, most: int = SAMPLES) -> l
 
 
 class Bench:
-    """Where sections run, and how they time."""
+    """The device, tensor sets and clock of the sections."""
 
     def __init__(self, device: str, quick: bool) -> None:
         self.device = device
@@ -108,7 +108,7 @@ class Bench:
     def row(
         self, name: str, operation: str, implementation: str, moved: float | None, call: Call
     ) -> Row:
-        """``moved``: bytes that one call reads and writes."""
+        """Times a case. ``moved`` is the bytes that one call reads and writes."""
         times = samples_of(self.clock, call, self.samples)
         ms = median(times)
         host, wall = zip(*samples_of(host_and_wall_milliseconds, call, self.samples), strict=True)
@@ -147,7 +147,7 @@ def copy(bench: Bench) -> Rows:
 
 
 def passes(bench: Bench) -> Rows:
-    """Pass A alone is the operator, pass B alone a step that neither clips nor checks."""
+    """Times pass A as an operator, and pass B as a step that neither clips nor checks."""
     count = parameters(bench.sets[BILLION])
     for dtype, name in ((torch.float32, "fp32"), (torch.bfloat16, BF16)):
         gradients = bench.gradients(BILLION, dtype)
@@ -185,7 +185,7 @@ def passes(bench: Bench) -> Rows:
 
 
 def fp32(bench: Bench) -> Rows:
-    """The step beside torch's clip_grad_norm_ and fused AdamW, and under gradient scalers."""
+    """Times the step and torch's clip_grad_norm_ and fused AdamW, also under gradient scalers."""
     for name in (BILLION, GPT2):
         for implementation in (OURS, FUSED):
             gradients = bench.gradients(name, torch.float32)
@@ -196,7 +196,7 @@ def fp32(bench: Bench) -> Rows:
 
 
 def bf16(bench: Bench) -> Rows:
-    """Masters beside torch's foreach operators; then everything in bf16."""
+    """Times masters and torch's foreach operators, then everything in bf16."""
     for name in (BILLION, GPT2):
         for implementation in (MASTERS, REMAINDER):
             gradients = bench.gradients(name, torch.bfloat16)
@@ -225,7 +225,7 @@ def clip_and_step(params: list[nn.Parameter], optimizer: torch.optim.Optimizer) 
 
 
 def small(bench: Bench) -> Rows:
-    """2,000 tensors of 1,000, eager and captured."""
+    """Times 2,000 tensors of 1,000, eager and captured."""
     count = parameters(bench.sets[SMALL])
     gradients = bench.gradients(SMALL, torch.float32)
     lr = torch.tensor(LR, device=bench.device)
@@ -244,7 +244,7 @@ def small(bench: Bench) -> Rows:
 
 
 def flushed(bench: Bench, operation: str, implementation: str, moved: float, call: Call) -> Row:
-    """A row whose device time is that after the L2 cache was overwritten."""
+    """Times a call on the device after the L2 cache was overwritten."""
     flush = torch.empty(256 << 20, dtype=torch.uint8, device=bench.device).zero_
     row = bench.row(SMALL, operation, implementation, moved, call)
     both = median(samples_of(bench.clock, lambda: (flush(), call())))
@@ -266,7 +266,7 @@ def captured(call: Call) -> Call:
 
 
 def adapters(bench: Bench) -> Rows:
-    """FSDPadaptOptimizer beside torch operators; its step waits for the device."""
+    """Times FSDPadaptOptimizer, whose step waits for the device, and torch operators."""
     for name in (GPT2, SMALL):
         for implementation in IMPLEMENTATIONS:
             gradients = bench.gradients(name, torch.bfloat16)
@@ -276,7 +276,7 @@ def adapters(bench: Bench) -> Rows:
             del case, call, gradients
 
 
-# Library, module and class; with 8-bit moments they step bf16 parameters.
+# Library, module and class. Classes with 8-bit moments step bf16 parameters.
 PEERS = [
     ("apex", "apex.optimizers", "FusedAdam"),
     ("TransformerEngine", "transformer_engine.pytorch.optimizers", "FusedAdam"),
@@ -287,7 +287,7 @@ PEERS = [
 
 
 def peers(bench: Bench) -> Rows:
-    """Steps that neither clip nor check: ours with 8-bit moments, then other libraries'."""
+    """Times steps that neither clip nor check: ours with 8-bit moments, then other libraries'."""
     found: list[tuple[str, bool, Callable[..., Any]]] = []
     for remainder, name in ((None, "8-bit moments"), ("remainder8", "8-bit moments, remainder")):
         settings = {"state_dtype": torch.int8, "master_weights": remainder}
@@ -311,12 +311,12 @@ def peers(bench: Bench) -> Rows:
             del optimizer, gradients
 
 
-# Long rows and short ones, a scalar, nothing; odd sizes, so that what follows is misaligned.
+# Long and short rows, a scalar, an empty tensor. Odd sizes misalign the tensors that follow.
 SHORT: Shapes = [(300, 257), (3, 4096), (9001,), (7, 63), (1,), (), (0, 3)]
 
 
 def short(bench: Bench) -> Rows:
-    """One clipped step in every type, to be watched by compute-sanitizer."""
+    """Runs one clipped step in every type, under compute-sanitizer."""
     random = {"stochastic_rounding": True, "rounding_seed": 3}
     int8 = {"state_dtype": torch.int8}
     for dtype, kwargs in (
@@ -361,7 +361,7 @@ def main() -> None:
     rows: list[Row] = []
     for row in SECTIONS[options.section](Bench(options.device, options.quick)):
         rows.append(row)
-        beside = options.out.with_suffix(".new")  # a section may be stopped while it writes
+        beside = options.out.with_suffix(".new")  # the section may be stopped while it writes
         beside.write_text(json.dumps(rows, indent=1))
         beside.replace(options.out)
         print(

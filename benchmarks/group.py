@@ -1,4 +1,4 @@
-"""What is timed: cases, and groups of cases that are timed in turn."""
+"""Cases to time, and groups of cases that are timed in turn."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from shapes import Shapes
 class Case:
     """One thing to time: ``call`` does it once.
 
-    ``bytes_per_parameter`` is what its passes read and write, counted from the algorithm; None for
-    another library's.
-    ``roofline`` names the plain-loop case of the group (by its operation) that takes what memory
-    allows.
+    ``bytes_per_parameter`` is how much the passes read and write, counted from the algorithm, and
+    None for other libraries. ``roofline`` is the operation of the plain-loop case in the group that
+    takes the time that memory allows.
     """
 
     implementation: str
@@ -29,8 +28,8 @@ class Case:
 class Group:
     """Cases on one set of tensors. Ratios are taken inside a group only.
 
-    ``baseline`` is the implementation that the table's ratios compare with. ``shown`` are the
-    implementations that get rows, all if None. ``rounds`` is for cases too slow for all rounds.
+    The table's ratios compare with the implementation ``baseline``. ``shown`` are the
+    implementations that get rows, all if None. ``rounds`` limits the rounds of slow cases.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Times backward that updates each parameter as its gradient comes. See README.md.
+"""Times a backward that updates each parameter when its gradient is ready. See README.md.
 
 python benchmarks/in_backward.py --out out/bench-in-backward
 """
@@ -33,7 +33,7 @@ SETTINGS: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.1}
 
 
 class Products(nn.Module):
-    """A loss whose backward has little to do for each parameter."""
+    """A model and loss whose backward has little to do for each parameter."""
 
     def __init__(self, shapes: Shapes) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def hook_each(model: nn.Module, hook: Callable[[nn.Parameter], None]) -> None:
 
 
 def drop(model: nn.Module) -> Callable[[], object]:
-    """What backward takes by itself, with a hook for each parameter."""
+    """Times backward alone: a hook for each parameter frees the gradient."""
 
     def clear(param: nn.Parameter) -> None:
         param.grad = None
@@ -60,7 +60,7 @@ def drop(model: nn.Module) -> Callable[[], object]:
 
 
 def stock_in_hooks(model: nn.Module) -> Callable[[], object]:
-    """An optimizer for each parameter, stepped in its hook, as torchtitan 0.2's container does."""
+    """Steps one optimizer per parameter in its hook, as torchtitan 0.2's container does."""
     optimizer_of = {p: torch.optim.AdamW([p], fused=True, **SETTINGS) for p in model.parameters()}
 
     def step(param: nn.Parameter) -> None:
@@ -88,7 +88,7 @@ def ours(model: nn.Module, batched: bool = True, **settings: Any) -> Callable[[]
 
 
 class Backward:
-    """Milliseconds of a backward and of what follows it."""
+    """Returns the milliseconds of a backward and the call after it."""
 
     def __init__(
         self, shapes: Shapes, prepare: Callable[[nn.Module], Callable[[], object]]

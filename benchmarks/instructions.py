@@ -1,8 +1,8 @@
-"""Instructions of a step with many small tensors, counted by valgrind: exact, not timed.
+"""Counts a step's instructions over many small tensors with valgrind: exact, not timed.
 
 python benchmarks/instructions.py --out out/bench        # several minutes; needs valgrind
 
-The program runs with some steps and with twice as many; the difference is what steps alone take.
+The program runs with some steps and with twice as many. The difference is the steps' share.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import torch
 from cases import CLIP, FUSED, OURS, fp32_cases, gradients_of
 
 ELEMENTS = 1000  # of each tensor
-KERNELS = "avx2"  # valgrind knows no AVX-512
+KERNELS = "avx2"  # valgrind does not support AVX-512
 
 
 def run_steps(implementation: str, tensors: int, steps: int) -> None:
-    """What is counted: clipping and the step, on one thread, since threads that wait count too."""
+    """Clips and steps on one thread: valgrind also counts waiting threads."""
     torch.set_num_threads(1)
     gradients = gradients_of([(ELEMENTS,)] * tensors, torch.float32, "cpu")
     (case,) = fp32_cases(implementation, gradients, "cpu", (CLIP,), loops=False)
@@ -34,7 +34,7 @@ def run_steps(implementation: str, tensors: int, steps: int) -> None:
 
 
 def count(implementation: str, tensors: int, steps: int) -> int:
-    """Instructions of the whole process."""
+    """Counts the instructions of the whole process."""
     valgrind = [
         "valgrind",
         "--tool=cachegrind",

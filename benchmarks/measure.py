@@ -12,15 +12,15 @@ from timing import Clock, Flush, time_in_turn
 from tqdm import tqdm
 
 Build = Callable[[], Group]
-CACHED = 10_000_000  # parameters; a set below fits into the caches of some machines
+CACHED = 10_000_000  # parameters; a smaller set fits into the caches of some machines
 
 
 def measure(
     builds: Sequence[Build], rounds: int, clock: Clock, flush: Callable[[], Flush]
 ) -> tuple[list[Row], list[str]]:
-    """The rows of all groups, those of a tensor set together, and what could not be built.
+    """Returns the rows of all groups, sorted by tensor set, and the groups' import errors.
 
-    A group is built when its turn comes and let go of before the next, to spare memory.
+    A group is built when its turn comes and freed before the next, to save memory.
     """
     rows: list[Row] = []
     missing: dict[str, None] = {}

@@ -1,4 +1,4 @@
-"""Times FSDPadaptOptimizer beside the same algorithm in torch operators. See README.md.
+"""Times FSDPadaptOptimizer and the same algorithm in torch operators. See README.md.
 
 python benchmarks/mixed_precision.py --out out/bench-mixed-precision
 """
@@ -26,11 +26,11 @@ from shapes import GPT2, QUICK_SETS, SETS, SMALL, Shapes, parameters
 from targets import Target, at_least
 from timing import Flush, wall_milliseconds
 
-MOST_OPERATORS = 6  # of ours in a step, whatever the number of tensors
+MOST_OPERATORS = 6  # of ours in a step, for any number of tensors
 
 
 def operators(implementation: str, shapes: Shapes) -> dict[str, int]:
-    """Operators of one step, and which of them are those of torch's AdamW."""
+    """Counts the operators of one step, and those of them that torch's AdamW calls."""
     call = step_of(implementation, gradients_of(shapes, torch.bfloat16, "cpu"))
     call()
     with Operators() as seen:
@@ -40,7 +40,7 @@ def operators(implementation: str, shapes: Shapes) -> dict[str, int]:
 
 
 def peak_bytes(names: list[str]) -> dict[str, dict[str, int]]:
-    """By set and implementation, the most that a step holds beyond what there was before it."""
+    """Returns the peak memory of a step above what was held before it."""
     with shared_library("allocations.cpp") as library:
         environment = os.environ | {"LD_PRELOAD": str(library)}
         command = [sys.executable, __file__, "--count-allocations", *names]
@@ -55,7 +55,7 @@ def count_in_this_process(names: list[str]) -> dict[str, dict[str, int]]:
     for name in names:
         for implementation in IMPLEMENTATIONS:
             call = step_of(implementation, gradients_of(SETS[name], torch.bfloat16, "cpu"))
-            for _ in range(2):  # the first creates state
+            for _ in range(2):  # the first call creates state
                 call()
             preloaded.allocations_start()
             call()

@@ -1,4 +1,4 @@
-"""Compiles the small C++ programs beside the benchmarks, for the processor at hand."""
+"""Compiles the small C++ programs of the benchmarks for this machine's processor."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pathlib import Path
 
 @contextmanager
 def shared_library(source: str) -> Iterator[Path]:
-    """A shared library of benchmarks/``source``; the file is gone afterwards, a loaded copy stays.
+    """Builds a shared library of benchmarks/``source``. Its file is removed; a loaded copy stays.
 
     Raises:
-        RuntimeError: the compiler (``CXX``, otherwise g++) fails; with what it says.
+        RuntimeError: the compiler (``CXX``, otherwise g++) fails; with the compiler's output.
     """
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "library.so"

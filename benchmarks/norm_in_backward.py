@@ -1,4 +1,4 @@
-"""Times backward and step with the gradient norm measured in either. See README.md.
+"""Times backward and step with the norm measured in the step or in backward. See README.md.
 
 python benchmarks/norm_in_backward.py --out out/bench-norm-in-backward
 """
@@ -41,7 +41,7 @@ EQUAL: dict[str, Shapes] = {
 
 
 class Demo(nn.Module):
-    """The loss of the demo's model on one of its batches."""
+    """The loss of the demo's model on a random batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Demo(nn.Module):
 
 
 class Training:
-    """Milliseconds of backward and step."""
+    """Returns the milliseconds of backward and step."""
 
     def __init__(self, make: Callable[[], nn.Module], early: bool) -> None:
         self.model = make()

@@ -1,4 +1,4 @@
-"""Which operators a step dispatches."""
+"""Counts the operators that a step dispatches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Operators(TorchDispatchMode):
-    """Counts operators, but for the profiler's marks; of DTensors' not those within."""
+    """Counts operators, except the profiler's marks and operators inside DTensor's."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Other libraries' AdamW on the CPU, where they are installed. None of them clips in its step."""
+"""Other libraries' AdamW on the CPU, if installed. None of them clips in its step."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from torch.optim import Optimizer
 
 from torchopt_ext import FusedAdamW
 
-LR, DECAY = 1e-3, 1e-2  # torch's defaults; the libraries' differ
+LR, DECAY = 1e-3, 1e-2  # torch's defaults; other libraries' differ
 
 
 @dataclass(frozen=True)
 class Peer:
-    """An optimizer of another library; ``make`` raises ImportError where that is missing."""
+    """An optimizer of another library. ``make`` raises ImportError if it is not installed."""
 
     name: str
     package: str
@@ -61,7 +61,7 @@ def bitsandbytes_8bit(params: list[nn.Parameter]) -> Optimizer:
 def deepspeed(params: list[nn.Parameter]) -> Optimizer:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    # It compiles itself and looks for ninja, which pip puts beside python, on the path.
+    # DeepSpeed compiles its operator and searches PATH for ninja, which pip puts next to python.
     beside = str(Path(sys.executable).parent)
     if beside not in os.environ["PATH"].split(os.pathsep):
         os.environ["PATH"] += os.pathsep + beside
@@ -96,7 +96,7 @@ PEERS = [
 ]
 
 BITSANDBYTES_8BIT, TORCHAO_8BIT = "bitsandbytes AdamW8bit", "torchao AdamW8bit"
-# On bf16 weights, which they round to nearest.
+# 8-bit optimizers over bf16 weights, which they round to nearest.
 PEERS_8BIT = [
     Peer(
         BITSANDBYTES_8BIT,
@@ -116,10 +116,10 @@ PEERS_8BIT = [
 
 
 def build_peer_8bit(peer: Peer, name: str, shapes: Shapes) -> Group:
-    """The peer's step over bf16 weights, in turn with ours with 8-bit moments and remainders.
+    """Builds the peer's step over bf16 weights, and ours with 8-bit moments and remainders.
 
     Raises:
-        ImportError: it is not installed.
+        ImportError: the peer is not installed.
     """
     gradients = gradients_of(shapes, torch.bfloat16, "cpu")
     ours = FusedAdamW(params_with(gradients), lr=LR, weight_decay=DECAY, **OPTIONS[INT8])
@@ -138,10 +138,10 @@ def made(peer: Peer, gradients: list[Tensor]) -> Optimizer:
 
 
 def build_peer(peer: Peer, name: str, shapes: Shapes) -> Group:
-    """The peer's step, in turn with ours and torch fused, of which only the peer's gets a row.
+    """Builds the peer's step, ours and torch fused. Only the peer's step gets a row.
 
     Raises:
-        ImportError: it is not installed.
+        ImportError: the peer is not installed.
     """
     gradients = gradients_of(shapes, torch.float32, "cpu")
     cases = [Case(peer.name, STEP, made(peer, gradients).step, None)]

@@ -1,9 +1,9 @@
-"""Compares maps to 8 bits for Adam's moments. See README.md.
+"""Compares maps from Adam's moments to 8 bits. See README.md.
 
 python benchmarks/quantization.py
 
-Moments of recorded and of synthetic gradients are quantized after every step, and the updates
-compared with exact ones; then a transformer trains with such moments. Prints Markdown tables.
+Quantizes the moments of recorded and of synthetic gradients after every step, compares the updates
+with exact updates, then trains a transformer with such moments. Prints Markdown tables.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from torch import Tensor
 
 BETA1, EPS = 0.9, 1e-8
 GROUP = 64
-ROUNDINGS = {  # of exp_avg, of exp_avg_sq
+ROUNDINGS = {  # of exp_avg and of exp_avg_sq
     "nearest": ("nearest", "nearest"),
     "random": ("random", "random"),
     "dither": ("dither", "dither"),
 }
-# Steps of the R2 sequence from a step and from a place to the next, for exp_avg and exp_avg_sq.
+# R2 sequence: increments per step and per place in a group for exp_avg_sq; swapped for exp_avg.
 R2 = 0.7548776662466927, 0.5698402909980532
 Moments = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
 class Map:
-    """The magnitudes, over a group's largest, that are told apart."""
+    """The magnitudes that codes represent, relative to a group's largest."""
 
     values: Tensor  # fp32 [codes], from 0 to 1
-    encode: Callable[[Tensor], Tensor]  # the place among the values, as a real number
+    encode: Callable[[Tensor], Tensor]  # magnitude to place among the values, a real number
 
 
 def formula(
@@ -48,7 +48,7 @@ def formula(
 def dynamic(codes: int) -> Map:
     """Dynamic tree quantization (arXiv:2110.02861, section 1.3).
 
-    The number of leading zeros is the decimal exponent; the bits left divide [0.1, 1] evenly.
+    The number of leading zeros is the decimal exponent. The other bits divide [0.1, 1] evenly.
     """
     values = [0.0]
     for exponent in range(7):
@@ -63,7 +63,7 @@ def dynamic(codes: int) -> Map:
     return Map(table, encode)
 
 
-SIGNED, UNSIGNED = 128, 256  # codes of a magnitude; exp_avg's sign is a bit of its own
+SIGNED, UNSIGNED = 128, 256  # codes of a magnitude; exp_avg's sign takes a bit
 EXP_AVG = {
     "linear": formula(SIGNED, lambda x: x, lambda z: z),
     # arXiv:2602.23349
@@ -73,7 +73,7 @@ EXP_AVG = {
 }
 EXP_AVG_SQ = {
     "linear": formula(UNSIGNED, lambda x: x, lambda z: z),
-    # Code 0 is one step of the root: nothing becomes 0.
+    # Code 0 stands for one step of the root, so no value becomes 0.
     "square root": Map(
         ((torch.arange(UNSIGNED) + 1) / UNSIGNED).square(), lambda x: x.sqrt() * UNSIGNED - 1
     ),
@@ -91,13 +91,13 @@ PAIRS = [
 
 
 def quantized(x: Tensor, how: Map, group: int, rounding: str, step: int, positive: bool) -> Tensor:
-    """x [..., row], what is left of it in groups of `group` elements with an fp32 scale each.
+    """Quantizes and decodes x [..., row] in groups of `group` elements with an fp32 scale each.
 
     Args:
-        rounding: to the nearest code; up or down at random, by the place between two codes
-            ("random"); or so with the numbers of a sequence that fills [0, 1] evenly over the steps
-            ("dither").
-        positive: what is above 0 never becomes 0.
+        rounding: "nearest" rounds to the nearest code. "random" rounds up with the probability that
+            the place between two codes gives. "dither" takes the numbers of a sequence that fills
+            [0, 1] evenly over the steps instead of random numbers.
+        positive: values above 0 never become 0.
     """
     groups = F.pad(x, (0, -x.shape[-1] % group)).unflatten(-1, (-1, group))
     magnitude = groups.abs()
@@ -128,18 +128,19 @@ def averages(moments: Moments, grad: Tensor, beta2: float) -> Moments:
 
 
 def update(moments: Moments, beta2: float, step: int) -> Tensor:
-    """Adam's update before the learning rate."""
+    """Returns Adam's update before the learning rate is applied."""
     return moments[0] / (1 - BETA1**step) / ((moments[1] / (1 - beta2**step)).sqrt() + EPS)
 
 
 def drift(
     gradients: list[Tensor], pair: tuple[str, str], group: int, rounding: str, beta2: float
 ) -> list[str]:
-    """How wrong updates are in the last quarter of the steps.
+    """Measures the updates' error in the last quarter of the steps.
 
     Returns:
-        Relative RMS error if the exact moments are quantized once; if they are after every step;
-        and then the length of the updates along the exact ones, and of the largest, over the exact.
+        The relative RMS error if the exact moments are quantized once, and if they are quantized
+        after every step. For the second case also the updates' length along the exact updates, and
+        the largest update, both relative to the exact ones.
     """
     torch.manual_seed(0)
     exact = moments = (torch.zeros_like(gradients[0]),) * 2
@@ -168,11 +169,11 @@ def train(
     hold: Callable[..., Moments] | None = None,
     record: list[dict[str, Tensor]] | None = None,
 ) -> float:
-    """Trains with AdamW; the loss on held-out data.
+    """Trains with AdamW, and returns the loss on held-out data.
 
     Args:
-        hold: what a matrix keeps of its moments after a step.
-        record: takes some rows of every matrix's gradient.
+        hold: returns the moments that a matrix keeps after a step.
+        record: gets some rows of every matrix's gradient.
     """
     model, batches = task.model(seed), task.batches(seed)
     torch.manual_seed(seed)
@@ -194,7 +195,7 @@ def train(
 
 
 def synthetic(steps: int) -> Iterator[Tensor]:
-    """Student's t of 3 degrees of freedom; the scales in a row span some four decades."""
+    """Yields Student's t of 3 degrees of freedom. The scales in a row span about four decades."""
     generator = torch.Generator().manual_seed(1)
     scale = 10 ** torch.randn(64, 256, generator=generator)
     for _ in range(steps):

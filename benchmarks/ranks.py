@@ -19,12 +19,12 @@ import torch.distributed as dist
 def run_ranks(
     worker: str, ranks: int, *arguments: object, threads: int = 1, log: Path | None = None
 ) -> dict[str, Any]:
-    """What rank 0 of `worker`, a program of this folder, writes to the file it is given first.
+    """Runs `worker`, a program of this folder, on ranks, and returns the JSON that rank 0 writes.
 
     Args:
-        arguments: of the worker, after that file.
+        arguments: of the worker, after the file to write.
         threads: of each rank.
-        log: takes what the ranks print.
+        log: the file for the ranks' output.
     """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
@@ -41,7 +41,7 @@ def run_ranks(
 
 
 def sample(call: Callable[[], object]) -> float:
-    """Milliseconds from a barrier until the slowest rank is done."""
+    """Returns the milliseconds from a barrier until the slowest rank is done."""
     dist.barrier()
     start = time.perf_counter()
     call()

@@ -1,4 +1,4 @@
-"""Where and with what a measurement was made; its table, JSON and chart."""
+"""The environment of a measurement, and its table, JSON and chart."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def cpu_model() -> str:
 
 
 def environment() -> dict[str, Any]:
-    """Versions, hardware, date and command."""
+    """Returns versions, hardware, date and command."""
     about: dict[str, Any] = {
         "torchopt_ext": torchopt_ext.__version__,
         "torch": torch.__version__,
@@ -88,7 +88,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def aligned(lines: Sequence[tuple[str, ...]], text_columns: int) -> list[str]:
-    """A header and rows of cells as lines of text, with a rule below the header."""
+    """Formats a header and rows of cells as lines of text, with a rule below the header."""
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     text = [
         "  ".join(
@@ -102,7 +102,7 @@ def aligned(lines: Sequence[tuple[str, ...]], text_columns: int) -> list[str]:
 
 
 def table(rows: list[Row]) -> list[str]:
-    """Medians with quartiles; a rule before each other tensor set."""
+    """Formats medians with quartiles, with an empty line between tensor sets."""
     text = aligned([HEADER, *map(cells, rows)], TEXT_COLUMNS)
     out = text[:2]
     for index, row in enumerate(rows):
@@ -138,7 +138,7 @@ def write(
 
     Args:
         sections: lines under a heading, after the table.
-        content: what the JSON holds beside the environment and the rows.
+        content: further entries of the JSON, in addition to the environment and the rows.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lines = [*[f"{key}: {value}" for key, value in about.items()], "", *table(rows)]

@@ -1,9 +1,8 @@
-// What memory allows: plain loops over the streams of the two passes of a step, and nothing else.
-// The last two compute as well what a step cannot do without, in the plainest way: a norm and
-// AdamW.
+// Plain loops over the streams of a step's two passes show what memory allows. The last two loops
+// also compute what a step cannot do without, in the plainest way: a norm and AdamW.
 //
-// Every loop has the same signature. streams[s][t] is tensor t of stream s, in the order named at
-// the loop. Each thread takes one equal, contiguous share of all elements.
+// Every loop has the same signature. streams[s][t] is tensor t of stream s, in the order given
+// at the loop. Each thread takes one equal, contiguous share of all elements.
 #include <omp.h>
 
 #include <algorithm>
@@ -16,8 +15,8 @@ using Streams = void* const* const*;
 
 namespace {
 
-// 0, which the compiler cannot know: the loops have to read, compute and write, and the tensors
-// keep their values.
+// Volatile, so the compiler cannot know that this is 0. The loops have to read, compute and write,
+// and the tensors keep their values.
 volatile uint16_t zero = 0;
 std::atomic<uint64_t> sink{0};
 
@@ -44,7 +43,7 @@ T* at(Streams streams, int stream, int64_t tensor, int64_t element) {
   return static_cast<T*>(streams[stream][tensor]) + element;
 }
 
-// Integer sums vectorise without permission to reorder floating point.
+// Integer sums vectorize without permission to reorder floating-point operations.
 template <typename Word>
 void read(Streams streams, const int64_t* sizes, int64_t tensors, int threads) {
   for_each_share(sizes, tensors, threads, [&](int64_t t, int64_t from, int64_t to) {
@@ -72,7 +71,7 @@ void fp32(const float* __restrict g, float* __restrict p, float* __restrict m, f
   }
 }
 
-// AdamW with a learning rate and weights that leave everything as it is.
+// AdamW. All factors are k = 0, which keeps the values.
 void adamw(const float* __restrict g, float* __restrict p, float* __restrict m, float* __restrict v,
            int64_t n, float k) {
   for (int64_t i = 0; i < n; ++i) {
@@ -84,7 +83,7 @@ void adamw(const float* __restrict g, float* __restrict p, float* __restrict m, 
 }
 
 double sum_of_squares(const float* g, int64_t n) {
-  constexpr int kLanes = 32;  // independent sums, which vectorise
+  constexpr int kLanes = 32;  // independent sums, which vectorize
   double sums[kLanes] = {};
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) {
@@ -159,10 +158,10 @@ void read_bf16(Streams s, const int64_t* sizes, int64_t tensors, int threads) {
   read<uint16_t>(s, sizes, tensors, threads);
 }
 
-// What a step has to look at before it may touch a tensor's memory. Streams: of g, p, m, v and the
-// step count in turn, each tensor's c10::TensorImpl and its c10::StorageImpl.
+// Reads what a step must check before it may access a tensor's memory. Streams: each tensor's
+// c10::TensorImpl and c10::StorageImpl, in turn for g, p, m, v and the step count.
 void read_objects(Streams s, const int64_t* sizes, int64_t tensors, int threads) {
-  constexpr int64_t kTensorWords = 24, kStorageWords = 8;  // the cache lines in which fields lie
+  constexpr int64_t kTensorWords = 24, kStorageWords = 8;  // the cache lines that hold the fields
   for_each_share(sizes, tensors, threads, [&](int64_t t, int64_t, int64_t) {
     uint64_t sum = 0;
     for (int stream = 0; stream < 10; ++stream) {

@@ -1,4 +1,4 @@
-"""Plain loops over the same tensors as a step: what memory allows (roofline.cpp)."""
+"""Plain loops over a step's tensors show what memory allows (roofline.cpp)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from native import shared_library
 from rows import LOOP
 from torch import Tensor
 
-# Bytes per parameter of each loop: its streams, those that are rewritten counted twice.
+# Bytes per parameter of each loop: its streams. Streams that it rewrites count twice.
 BYTES = {
     "read_fp32": 4,
     "read_bf16": 2,
@@ -22,7 +22,7 @@ BYTES = {
     "update_bf16_master": 28,
     "update_bf16_remainder": 26,
     "update_bf16": 14,
-    "update_bf16_int8": 12,  # without the scales, a quarter of a byte
+    "update_bf16_int8": 12,  # without the scales of 0.25 bytes
 }
 OBJECTS = "read_objects"
 
@@ -30,11 +30,11 @@ OBJECTS = "read_objects"
 @functools.cache
 def library() -> ctypes.CDLL:
     with shared_library("roofline.cpp") as path:
-        return ctypes.CDLL(str(path))  # shares torch's OpenMP threads: the same libgomp.so.1
+        return ctypes.CDLL(str(path))  # uses torch's OpenMP threads: the same libgomp.so.1
 
 
 def loop_case(name: str, *streams: Sequence[Tensor]) -> Case:
-    """A case that runs the loop ``name`` over lists of tensors, with torch's number of threads."""
+    """Returns a case that runs the loop ``name`` over tensors, with torch's number of threads."""
     kept = [[tensor.detach() for tensor in stream] for stream in streams]
     addresses = [[tensor.data_ptr() for tensor in stream] for stream in kept]
     call = loop_call(name, addresses, [tensor.numel() for tensor in kept[0]], kept)
@@ -42,7 +42,7 @@ def loop_case(name: str, *streams: Sequence[Tensor]) -> Case:
 
 
 def objects_case(*streams: Sequence[Tensor]) -> Case:
-    """A case that reads the tensors' own fields instead of their elements."""
+    """Returns a case that reads the tensors' own fields instead of their elements."""
     addresses = []
     for stream in streams:
         addresses.append([tensor._cdata for tensor in stream])
@@ -51,10 +51,10 @@ def objects_case(*streams: Sequence[Tensor]) -> Case:
 
 
 def in_turn(*loops: Case) -> Case:
-    """A case that runs one loop after the other, as a step does its passes.
+    """Returns a case that runs the loops one after the other, as a step runs its passes.
 
-    What the caches keep of one for the next is then the same. Each by itself would find its own
-    last streams in them.
+    The caches then keep the same data from one loop to the next. A loop timed separately would find
+    its own last streams in the caches.
     """
 
     def call() -> None:
@@ -68,7 +68,7 @@ def in_turn(*loops: Case) -> Case:
 def loop_call(
     name: str, addresses: Sequence[Sequence[int]], sizes: Sequence[int], alive: object
 ) -> Callable[[], None]:
-    """Calls the loop ``name`` on streams of addresses, for which ``alive`` is kept."""
+    """Returns a call of the loop ``name`` on addresses of memory that ``alive`` keeps alive."""
     function = getattr(library(), name)
     function.restype = None
     count = len(sizes)

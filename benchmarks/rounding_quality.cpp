@@ -1,11 +1,11 @@
-// Statistical tests of the draws of random rounding (csrc/kernels/stochastic.h). It prints each
-// test's largest deviation, in standard deviations and as a share, and fails where a share is above
-// kMost: what would show in a mean over ten million elements.
+// Statistical tests of the draws of stochastic rounding (csrc/kernels/stochastic.h). The program
+// prints each test's largest deviation, in standard deviations and as a share. It fails if a share
+// is above kMost, which would show in a mean over ten million elements.
 //
 //   make rounding-quality DRAWS=1e10
 //
-// A deviation's share is its distance from what independent uniform bits would give, divided by the
-// most that it can be: 1 for a bit that is always set, or for two sequences that are the same.
+// A deviation's share is its distance from the value for independent uniform bits, divided by the
+// largest possible distance: 1 for a bit that is always set, or for two equal sequences.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -24,7 +24,7 @@ constexpr int kBlock = 4096;
 struct Element {
   RoundingKey key{7, 1, 0};
   uint64_t first = 12345;
-  uint32_t flipped = 0;  // bits of the element's number
+  uint32_t flipped = 0;  // bits that are flipped in the element's number
 };
 
 struct Words {
@@ -54,8 +54,8 @@ struct Deviation {
   }
 };
 
-// How often bits of two sequences agree, and the correlation of the 16-bit halves. `other` is null
-// to test one sequence's bits alone. With `crossed`, one's first word against other's second.
+// Tests how often bits of two sequences agree, and the correlation of their 16-bit halves. If
+// `other` is null, tests the bits of `one` alone. `crossed` compares first words with second words.
 Deviation compare(const Element& one, const Element* other, bool crossed, uint64_t blocks) {
   std::vector<uint64_t> ones(64, 0);
   double products[4] = {};
@@ -102,7 +102,7 @@ Deviation compare(const Element& one, const Element* other, bool crossed, uint64
   return deviation;
 }
 
-// Every 16-bit half takes each of its values equally often.
+// Tests that every 16-bit half takes each of its values equally often.
 Deviation frequencies(uint64_t blocks) {
   std::vector<std::vector<uint32_t>> seen(4, std::vector<uint32_t>(65536, 0));
   static Words a;

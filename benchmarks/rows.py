@@ -1,4 +1,4 @@
-"""From samples to rows: medians, ratios to the other cases of the group, ratio to the roofline."""
+"""Turns samples into rows: medians, ratios to the group's other cases and to the roofline."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from shapes import parameters
 
 Row = dict[str, Any]
 Samples = list[float]  # milliseconds per call, one for each round
-LOOP = "plain loop"  # the implementation of the roofline's own cases
+LOOP = "plain loop"  # the implementation name of the roofline's cases
 
 
 def paired(numerator: Samples, denominator: Samples) -> float:
-    """Median of the ratios within rounds: a change of the machine's speed hits both halves."""
+    """Returns the median of ratios within rounds. The machine's speed affects both halves."""
     return statistics.median(n / d for n, d in zip(numerator, denominator, strict=True))
 
 
@@ -26,7 +26,7 @@ def quartiles(samples: Samples) -> tuple[float, float]:
 
 
 def rows_of(name: str, group: Group, samples: list[Samples]) -> list[Row]:
-    """One row for each case that is shown, the operations together."""
+    """Returns a row for each shown case, sorted by operation."""
     timed = list(zip(group.cases, samples, strict=True))
     count = parameters(group.shapes)
     rows = []
@@ -67,7 +67,7 @@ def rows_of(name: str, group: Group, samples: list[Samples]) -> list[Row]:
 
 
 def roofline(case: Case, mine: Samples, timed: list[tuple[Case, Samples]]) -> Row | None:
-    """The time of the case's plain loops, and how many times that the case takes."""
+    """Returns the time of the case's plain loops, and the case's time relative to it."""
     for loop, samples in timed:
         if loop.implementation == LOOP and loop.operation == case.roofline:
             return {"milliseconds": statistics.median(samples), "ratio": paired(mine, samples)}

@@ -1,4 +1,4 @@
-"""Times the optimizer step beside torch's and other libraries'. See README.md.
+"""Times the optimizer step, torch's and other libraries'. See README.md.
 
 python benchmarks/run.py --out out/bench
 """
@@ -24,7 +24,7 @@ from tracked_cases import build_digests, build_tracked
 
 
 def cpu_builds(sets: dict[str, Shapes]) -> list[partial[Group]]:
-    """What to time on the CPU."""
+    """Returns the groups to time on the CPU."""
     pair = partial(build_fp32, implementations=(OURS, FUSED))
     return [
         partial(build_fp32, LARGE, sets[LARGE]),
@@ -70,7 +70,7 @@ def main() -> None:
     rows, missing = measure(builds, options.rounds, wall_milliseconds, flush)
     counts = (len(sets[ONES]) // 10, len(sets[ONES]))
     counted = [] if options.only else measure_allocations(counts, options.threads)
-    # Those of tiny tensors would only mislead.
+    # Targets of tiny tensors would mislead.
     reached = [] if options.quick else targets(rows, counted)
     sections = {
         "Other libraries": [*map(str, PEERS + PEERS_8BIT), *missing],

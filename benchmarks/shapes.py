@@ -8,7 +8,7 @@ Shapes = list[tuple[int, ...]]
 
 
 def gpt2(vocabulary: int, context: int, width: int, layers: int) -> Shapes:
-    """Parameter shapes of GPT-2 with tied embeddings, in the order of the Hugging Face model."""
+    """Returns GPT-2's parameter shapes with tied embeddings, in the Hugging Face model's order."""
     block: Shapes = [
         *[(width,), (width,)],  # layer norm
         *[(width, 3 * width), (3 * width,), (width, width), (width,)],  # attention
@@ -19,7 +19,7 @@ def gpt2(vocabulary: int, context: int, width: int, layers: int) -> Shapes:
 
 
 LARGE, GPT2, SMALL, ONES = "4 of 16 M", "GPT-2 124 M", "2,000 of 1,000", "2,000 of 1"
-FEWER = ("500 of 1,000", "1,000 of 1,000")  # 8 and 16 MB, where SMALL has 32
+FEWER = ("500 of 1,000", "1,000 of 1,000")  # 8 and 16 MB; SMALL has 32 MB
 BILLION = "30 of 32 M"
 
 SETS: dict[str, Shapes] = {
@@ -32,7 +32,7 @@ SETS: dict[str, Shapes] = {
     BILLION: [(4096, 8192)] * 30,
 }
 
-# The same sets in small, to try the program.
+# Small versions of the sets, to try the program.
 QUICK_SETS: dict[str, Shapes] = {
     LARGE: [(256, 256)] * 4,
     GPT2: gpt2(500, 32, 48, 2),

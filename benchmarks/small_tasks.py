@@ -1,4 +1,4 @@
-"""Two tasks that small models learn in a minute, of data that every machine has."""
+"""Two tasks that small models learn in a minute, with data that every machine has."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from examples.data import load_text
 from examples.model import Transformer
 
-Batch = tuple[Tensor, Tensor]  # inputs, and classes int64
+Batch = tuple[Tensor, Tensor]  # inputs, and int64 classes
 HELD_OUT = 20  # batches
 
 
 @dataclass(frozen=True)
 class Task:
     name: str
-    model: Callable[[int], nn.Module]  # of a seed
-    batches: Callable[[int], Iterator[Batch]]  # of a seed, without end
+    model: Callable[[int], nn.Module]  # takes a seed
+    batches: Callable[[int], Iterator[Batch]]  # takes a seed; yields without end
     held_out: list[Batch]
 
 
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-    """Mean cross-entropy in nats; inputs that are not tokens take the parameters' dtype."""
+    """Returns the mean cross-entropy in nats. Casts float inputs to the parameters' dtype."""
     inputs, classes = batch
     if inputs.is_floating_point():
         inputs = inputs.to(next(model.parameters()).dtype)
@@ -43,7 +43,7 @@ def held_out_loss(model: nn.Module, task: Task) -> float:
 
 @cache
 def text(dim: int = 64, length: int = 64, size: int = 8) -> Task:
-    """The demo's transformer, small, and the demo's text: which byte is next?"""
+    """Predicts the next byte of the demo's text with a small version of the demo's transformer."""
     train, held_out = load_text()
 
     def batches(seed: int, source: Tensor = train) -> Iterator[Batch]:
@@ -70,7 +70,7 @@ def perceptron(features: int, width: int, classes: int = 10) -> nn.Sequential:
 
 @cache
 def teacher(features: int = 64, width: int = 256, size: int = 128) -> Task:
-    """A perceptron that learns the classes a random perceptron gives to Gaussian points."""
+    """Learns the classes that a random perceptron gives to Gaussian points."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         labels = perceptron(features, width)

@@ -1,4 +1,4 @@
-"""The figures that the library promises, beside what was measured."""
+"""Compares what was measured with the figures that the library promises."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rows import LOOP, Row, find
 from shapes import GPT2, LARGE, ONES, SMALL
 
 BF16, FLUSHED = f"{GPT2}, bf16", f"{SMALL}, caches flushed"
-# Memory of some machines has two modes, which give pass B's streams about 60 and 100 GB/s. The fast
-# one raises the targets: there the arithmetic of torch's additional passes shows as well.
+# The memory of some machines has two modes, which give pass B's streams about 60 and 100 GB/s. In
+# the fast mode targets are higher: there the arithmetic of torch's additional passes shows as well.
 FAST_GIGABYTES = 80.0
 PASS_B_PERCENT, OVER_ROOFLINE, HOST_MILLISECONDS = 94.0, 1.08, 0.3
 SLACK_BYTES = 4096  # allocators round
@@ -36,7 +36,7 @@ def milliseconds(row: Row) -> float:
 def at_least(
     what: str, row: Row | None, other: str, target: float, computing: Row | None = None
 ) -> Iterable[Target]:
-    """How many times as fast as the other implementation; ``computing``: loops that compute."""
+    """Yields a target on the speedup over ``other``. ``computing``: loops that compute."""
     if row is not None and other in row["times_as_fast_as"]:
         times = row["times_as_fast_as"][other]
         measured = f"{times:.2f}"
@@ -83,10 +83,10 @@ def speed(rows: list[Row]) -> Iterable[Target]:
 
 
 def over_limit(rows: list[Row], row: Row) -> str:
-    """Of small tensors, which arithmetic and the host's own work bound rather than memory."""
+    """Compares small tensors' time with its limit: arithmetic and the host's work, not memory."""
     name = row["set"]
     computing = find(rows, name, ARITHMETIC, LOOP)
-    objects = find(rows, name, OBJECTS, LOOP)  # the host reads them as well
+    objects = find(rows, name, OBJECTS, LOOP)  # ``host`` reads the objects as well
     host = find(rows, name, HOST, OURS)
     if computing is None or objects is None or host is None:
         return ""
@@ -113,7 +113,7 @@ def roofline(rows: list[Row]) -> Iterable[Target]:
 
 
 def host(rows: list[Row]) -> Iterable[Target]:
-    """The host's part of a step by itself, and a whole step with next to nothing else in it."""
+    """Yields targets on the host's part of a step, and on a whole step with next to no work."""
     for name, operation in ((SMALL, HOST), (ONES, STEP)):
         row = find(rows, name, operation, OURS)
         if row is not None:
@@ -134,5 +134,5 @@ def allocations(counted: list[Row]) -> Iterable[Target]:
 
 
 def targets(rows: list[Row], counted: list[Row]) -> list[Target]:
-    """Every target whose cases were timed."""
+    """Returns every target whose cases were timed."""
     return [*speed(rows), *roofline(rows), *host(rows), *allocations(counted)]

@@ -1,4 +1,4 @@
-"""Timing of several cases in turn, so that a change of the machine's speed meets all of them."""
+"""Times several cases in turn, so that a change of the machine's speed affects all of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def wall_milliseconds(call: Callable[[], object]) -> float:
 
 
 class Flush:
-    """Touches more memory than the caches hold, from every thread."""
+    """Writes more memory than the caches hold, from every thread."""
 
     def __init__(self, megabytes: int) -> None:
         self.memory = torch.zeros(megabytes << 18)
@@ -30,7 +30,7 @@ class Flush:
 
 
 def orders(count: int, rounds: int) -> Iterator[list[int]]:
-    """Forwards and backwards by turns, each time starting with another case."""
+    """Yields orders: forward and backward in turn, starting with another case every two rounds."""
     for index in range(rounds):
         start = index // 2 % count
         order = [(start + i) % count for i in range(count)]
@@ -43,8 +43,8 @@ def time_in_turn(
     """Times every case once per round.
 
     Args:
-        calls: calls in a row whose mean is one sample, after one that is not timed.
-        flush: called before each of them.
+        calls: how many calls in a row give one sample, their mean. An untimed call comes first.
+        flush: called before each timed call.
     """
     for case in cases:  # creates state and plans
         case.call()

@@ -24,11 +24,11 @@ ROOT = Path(__file__).parents[1]
 DEFERRED = f"{OURS}, deferred clipping"
 NAMES = {"stock": FUSED, "ours": DEFERRED}
 WHOLE, PART = "training step", "clip+step"
-WARM_UP = 4  # steps that the worker leaves out
+WARM_UP = 4  # untimed steps of the worker
 
 
 def options_of(version: str, folder: Path, steps: int) -> list[str]:
-    """The example's, which clips in the step."""
+    """Returns the command line of the example's job, which clips in the step."""
     if version.startswith("0.2."):
         return [
             f"--job.config_file={ROOT / 'examples/torchtitan_0_2/job.toml'}",
@@ -44,7 +44,7 @@ def options_of(version: str, folder: Path, steps: int) -> list[str]:
 
 
 def rows_of_layout(name: str, result: dict[str, Any]) -> list[Row]:
-    """Of what the optimizers do in a training step."""
+    """Returns rows for the optimizers' operations in a training step."""
     cases, samples = [], []
     for key, implementation in NAMES.items():
         for operation, values in result["samples"][key].items():
@@ -55,7 +55,7 @@ def rows_of_layout(name: str, result: dict[str, Any]) -> list[Row]:
 
 
 def shares(name: str, result: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Milliseconds of a training step, and the part of it that clipping and step take."""
+    """Returns the milliseconds of a training step, and the share of clipping and step in it."""
     lines = []
     for key, implementation in NAMES.items():
         of = {what: statistics.median(values) for what, values in result["samples"][key].items()}

@@ -1,6 +1,6 @@
-"""What torchtitan_step.py times, in a rank of torchtitan: torchtitan_worker.py OUT [options ...]
+"""A rank of torchtitan_step.py in torchtitan: torchtitan_worker.py OUT [options ...]
 
-torchtitan's Trainer trains, and clips and steps with its own container and with ours by turns.
+torchtitan's Trainer trains, and clips and steps with its own container and with ours in turn.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ VERSION = importlib.metadata.version("torchtitan")
 if VERSION.startswith("0.2."):
     from torchtitan import train as module
 
-    build_optimizers = optimizer.build_optimizers  # before ours takes its place
+    build_optimizers = optimizer.build_optimizers  # before ours replaces it
 else:
     from torchtitan import trainer as module
 
-WARM_UP = 4  # steps, which make state and plans; torchtitan_step.py adds them
+WARM_UP = 4  # steps that create state and plans; torchtitan_step.py adds them
 WHAT = ("clip", "step", "clip+step", "training step")
 train_step = module.Trainer.train_step
 
 
 class ByTurns:
-    """Stands for the Trainer's container: torchtitan's own and ours, over the same parameters."""
+    """Replaces the Trainer's container by torchtitan's own and ours over the same parameters."""
 
     def __init__(self, trainer: Any) -> None:
         ours = trainer.optimizers
@@ -57,7 +57,7 @@ class ByTurns:
             stock = optimizer.OptimizersContainer(
                 trainer.config.optimizer, model_parts=trainer.model_parts
             )
-        deferred = dist_utils.clip_grad_norm_  # which ours has put in the place of torchtitan's
+        deferred = dist_utils.clip_grad_norm_  # ours has replaced torchtitan's by it
         self.containers = {"stock": stock, "ours": ours}
         self.clips = {"stock": deferred.__wrapped__, "ours": deferred}
         dist_utils.clip_grad_norm_ = self.clip
@@ -76,7 +76,7 @@ class ByTurns:
 
     @property
     def turn(self) -> str:
-        """Stock, ours, ours, stock, and so on."""
+        """The container of this step: stock, ours, ours, stock, and so on."""
         return ("stock", "ours")[(self.steps + self.steps // 2) % 2]
 
     def clip(self, *args: Any, **kwargs: Any) -> Any:
@@ -117,7 +117,7 @@ def main() -> None:
     if VERSION.startswith("0.2."):
         module.main(module.Trainer)
     else:
-        module.time.sleep = lambda seconds: None  # two at the end, for ranks on other hosts
+        module.time.sleep = lambda seconds: None  # sleeps 2 s at the end, for ranks on other hosts
         importlib.import_module("torchtitan.train").main()
     (turns,) = found
     if os.environ["RANK"] == "0":

@@ -1,4 +1,4 @@
-"""What a step notes of its parameters on the way, beside the same step without."""
+"""Cases of steps that track, and of the same steps without tracking."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TRACKED = {
 
 
 def build_tracked(name: str, shapes: Shapes, device: str = "cpu") -> Group:
-    """float32; each case has its own parameters and state, all share the gradients."""
+    """Builds float32 cases with their own parameters and state, and shared gradients."""
     gradients = gradients_of(shapes, torch.float32, device)
     cases = []
     for implementation, track in TRACKED.items():
@@ -31,7 +31,7 @@ def build_tracked(name: str, shapes: Shapes, device: str = "cpu") -> Group:
 
 
 def build_digests(implementation: str, name: str, shapes: Shapes) -> Group:
-    """bfloat16, with a digest and without; ``implementation`` is one of bf16_cases.OPTIONS."""
+    """Builds bfloat16 cases with and without a digest for a key of bf16_cases.OPTIONS."""
     gradients = gradients_of(shapes, torch.bfloat16, "cpu")
     cases = []
     for case, track in ((implementation, ()), (f"{implementation}, digest", ("digest",))):

@@ -1,4 +1,4 @@
-"""Times the Trainer beside loops written by hand, on gloo ranks of one machine. See README.md.
+"""Times the Trainer and loops written by hand, on gloo ranks of one machine. See README.md.
 
 python benchmarks/trainer.py --out out/bench-trainer
 """
@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 TRAINER, OURS = "Trainer", "loop with FusedAdamW"
 TORCH = "loop with torch's clip + fused AdamW"
 MODELS = {"demo": 128, "small_tensors": 32, "debug": 64}
-"""Sequence length by the flavor of examples/byte_llama.py."""
+"""Sequence lengths by flavor of examples/byte_llama.py."""
 
 
 def run(ranks: int, flavor: str, rounds: int) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def run(ranks: int, flavor: str, rounds: int) -> dict[str, Any]:
 
 
 def start_seconds() -> float:
-    """From a process's start to the end of its first step."""
+    """Returns the time from a process's start to the end of its first step."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torchopt_ext", "train", "--config"]
         command += ["examples/debug.toml", "--training.steps", "1", "--job.dump_folder", folder]
@@ -65,7 +65,7 @@ def table(runs: list[dict[str, Any]]) -> list[str]:
 
 
 def targets(runs: list[dict[str, Any]], seconds: float) -> list[str]:
-    """Each figure that the Trainer is to reach, and whether this run did."""
+    """Formats the Trainer's targets, and whether this run met them."""
     lines = []
 
     def judge(what: str, value: float, at_most: float) -> None:
@@ -94,7 +94,7 @@ def main() -> None:
     options = parser.parse_args()
     about = report.environment() | {"threads": "1 for each rank"}
     runs = [run(n, model, options.rounds) for n in options.ranks for model in options.models]
-    start_seconds()  # reads all files once
+    start_seconds()  # fills the file cache
     sections = {
         "Milliseconds of a training step, median": table(runs),
         "Targets": targets(runs, start_seconds()),

@@ -1,4 +1,4 @@
-"""One rank of benchmarks/trainer.py: the Trainer beside loops written by hand, in turn."""
+"""One rank of benchmarks/trainer.py: times the Trainer and loops written by hand in turn."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torchopt_ext.trainer.data import build_dataloader
 from torchopt_ext.trainer.train_spec import get_train_spec
 from torchopt_ext.trainer.trainer import Trainer
 
-CHUNK = 10  # steps in a row of one contender
+CHUNK = 10  # consecutive steps of one contender
 
 
 def job(flavor: str, ranks: int, seq_len: int, folder: Path) -> JobConfig:
@@ -46,7 +46,7 @@ def job(flavor: str, ranks: int, seq_len: int, folder: Path) -> JobConfig:
 
 
 class Loop:
-    """What one writes by hand: forward, backward, clip, AdamW, a schedule, the next batch."""
+    """A loop written by hand: forward, backward, clip, AdamW, a schedule, the next batch."""
 
     def __init__(self, config: JobConfig, ours: bool) -> None:
         spec = get_train_spec("byte_llama")
@@ -83,13 +83,13 @@ class Loop:
 
 
 class ByTrainer:
-    """The Trainer, in chunks: its loop ends after each and is entered again."""
+    """The Trainer, in chunks: its loop ends after each chunk and is entered again."""
 
     def __init__(self, config: JobConfig) -> None:
         self.trainer, self.config = Trainer(config), config
         self.trainer.checkpointer.load = lambda step=-1: False  # type: ignore[method-assign]
         self._save = self.trainer.checkpointer.save
-        # The last step of a job is always saved; a chunk's is none.
+        # A job's last step is always saved. The last step of a chunk is not.
         self.trainer.checkpointer.save = lambda step, **_: self._save(step)  # type: ignore
 
     def __call__(self, steps: int = CHUNK) -> None:
@@ -97,7 +97,7 @@ class ByTrainer:
         self.trainer.train()
 
     def asynchronous_saves(self, count: int) -> tuple[list[float], list[float]]:
-        """Milliseconds that a save stops training, and that a copy of the state takes."""
+        """Returns milliseconds that a save stops training, and that a copy of the state takes."""
         stops, copies = [], []
         for _ in range(count):
             self()
@@ -116,7 +116,7 @@ class ByTrainer:
         return stops, copies
 
     def growth(self, steps: int) -> float:
-        """MiB by which this process grows over so many steps, after as many tenths to warm up."""
+        """Returns the process's growth in MiB over ``steps`` steps, after a tenth as warm-up."""
         self(steps // 10)
         before = resident()
         self(steps)

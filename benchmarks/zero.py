@@ -1,4 +1,4 @@
-"""Times ZeroRedundancyOptimizer beside torch's, on gloo ranks of one machine. See README.md.
+"""Times ZeroRedundancyOptimizer and torch's, on gloo ranks of one machine. See README.md.
 
 python benchmarks/zero.py --out out/bench-zero
 """
@@ -18,7 +18,7 @@ Run = dict[str, Any]
 
 
 def training(runs: list[Run]) -> list[str]:
-    """Whole training steps; bytes sent are counted at the loopback device, frames included."""
+    """Formats whole training steps. Bytes sent are the loopback device's, frames included."""
     lines = [
         f"{'ranks':<6}{'way':<30}{'ms':>9}{'B/param sent':>14}{'computed':>10}{'peak B/param':>14}"
     ]
@@ -35,9 +35,9 @@ def training(runs: list[Run]) -> list[str]:
 
 
 def moved_bytes(row: Run, ranks: int) -> float:
-    """What all ranks together read and write per parameter in clipping and the local step.
+    """Returns the bytes a parameter that all ranks together move in clipping and the local step.
 
-    They share the machine's memory, so this and not one rank's part is what takes time. Torch's
+    The ranks share the machine's memory, so the time depends on the sum over ranks. Torch's
     clip_grad_norm_ reads all gradients twice and writes them once on every rank.
     """
     return 12 * ranks + 28 if row["implementation"].startswith(TORCH) else 4 + 28
@@ -77,7 +77,7 @@ def consolidation(runs: list[Run]) -> list[str]:
 
 
 def targets(runs: list[Run]) -> list[str]:
-    """Each figure that ZeRO is to reach, and whether this run did."""
+    """Formats ZeRO's targets, and whether this run met them."""
     lines = []
 
     def judge(what: str, value: float, least: float | None, at_most: float | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What zero.py times, run on every rank: torch's ZeroRedundancyOptimizer and ours in turn.
+"""The ranks of zero.py: time torch's ZeroRedundancyOptimizer and ours in turn.
 
 Every sample begins after a barrier and ends when the slowest rank is done.
 """
@@ -42,7 +42,7 @@ def params_of(shapes: Shapes) -> list[torch.nn.Parameter]:
 
 
 class Subject:
-    """One implementation on parameters of its own, with gradients that all ranks have."""
+    """One implementation with its own parameters. All ranks have the same gradients."""
 
     def __init__(self, name: str, shapes: Shapes) -> None:
         self.name = name
@@ -77,7 +77,7 @@ class Subject:
             else:
                 self.zero._local_step()
             return
-        # "clip + step" alone leaves out the small all-reduce in the middle of ours.
+        # LOCAL leaves out the small all-reduce in the middle of ours.
         self.zero.optim.process_group = None if operation == LOCAL else self.zero.process_group
         if operation == FULL:
             self.zero.step()
@@ -110,7 +110,7 @@ def timed(name: str, shapes: Shapes, rounds: int) -> list[dict[str, Any]]:
         for subject in subjects if number % 2 else subjects[::-1]:
             for operation in (LOCAL, STEP, FULL):
                 spent = sample(lambda s=subject, o=operation: s.run(o))  # type: ignore[misc]
-                if number:  # the first creates state and plans
+                if number:  # the first round creates state and plans
                     samples[subject.name, operation].append(spent)
     held = {s.name: most(s.state_bytes()) for s in subjects}
     share = 8 * parameters(shapes) / dist.get_world_size()
@@ -132,20 +132,20 @@ def timed(name: str, shapes: Shapes, rounds: int) -> list[dict[str, Any]]:
 
 
 class PeakMemory:
-    """How far the resident set rises above what it was when this was made (Linux)."""
+    """Measures how far the resident set rises above its size at construction (Linux)."""
 
     def __init__(self) -> None:
         gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # memory that was freed is not there to be used again
+        ctypes.CDLL(None).malloc_trim(0)  # freed memory must not be reused
         self.before = self._field("VmRSS")
         self.start()
 
     def start(self) -> None:
-        """Lets the peak begin anew, from what there is now."""
+        """Resets the peak to the present resident set."""
         Path("/proc/self/clear_refs").write_text("5")
 
     def rise(self) -> int:
-        """Bytes from the beginning to the peak."""
+        """Returns the bytes from construction to the peak."""
         return self._field("VmHWM") - self.before
 
     @staticmethod
@@ -157,7 +157,7 @@ class PeakMemory:
 
 
 def consolidated(elements: int, rounds: int) -> list[dict[str, Any]]:
-    """Consolidation of the state of ``elements`` parameters, in tensors of a million each."""
+    """Times consolidation of ``elements`` parameters' state, in tensors of 2**20 elements."""
     shapes = [(1024, 1024)] * (elements >> 20)
     samples: dict[str, Samples] = {}
     peaks: dict[str, list[int]] = {}
@@ -166,7 +166,7 @@ def consolidated(elements: int, rounds: int) -> list[dict[str, Any]]:
         subject.run(LOCAL)
         subject.zero.zero_grad()
         samples[name], peaks[name] = [], []
-        for _ in range(1 if name == TORCH else rounds):  # which takes a minute for a gigabyte
+        for _ in range(1 if name == TORCH else rounds):  # torch's takes a minute a gigabyte
             above = PeakMemory()
             samples[name].append(sample(lambda s=subject: s.zero.consolidate_state_dict(to=0)))  # type: ignore[misc]
             peaks[name].append(most(above.rise() if dist.get_rank() else 0))
@@ -189,7 +189,7 @@ def consolidated(elements: int, rounds: int) -> list[dict[str, Any]]:
 
 
 def loopback_bytes() -> int:
-    """Bytes that the loopback device has sent: those of all ranks of this machine (Linux)."""
+    """Returns the bytes that the loopback device sent, for all ranks of this machine (Linux)."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         if line.strip().startswith("lo:"):
             return int(line.split(":")[1].split()[8])
@@ -206,7 +206,7 @@ WAYS = {
 
 
 def trained(width: int, depth: int, rounds: int) -> list[dict[str, Any]]:
-    """Whole training steps: time, bytes that travel, and how far memory rises above the model."""
+    """Times training steps, and measures bytes sent and the memory rise above the model."""
     rows = []
     for name, (kind, how) in WAYS.items():
         torch.manual_seed(0)
@@ -243,7 +243,7 @@ def trained(width: int, depth: int, rounds: int) -> list[dict[str, Any]]:
             zero.step()
 
         above.start()
-        for _ in range(3):  # DDP decides on its buckets in the second
+        for _ in range(3):  # DDP rebuilds its buckets in the second step
             step()
         peak = most(above.rise())
         samples, sent = [], []

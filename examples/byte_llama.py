@@ -2,8 +2,8 @@
 
     python -m torchopt_ext train --config examples/debug.toml
 
-A job names it: experimental.custom_import = "examples.byte_llama", model.name = "byte_llama". From
-another model to the Trainer it takes what is here: sizes, a plan for tensor parallel, data.
+A job selects it: experimental.custom_import = "examples.byte_llama", model.name = "byte_llama". To
+train another model, write the same parts: sizes, a plan for tensor parallelism, data.
 """
 
 from collections.abc import Mapping
@@ -47,7 +47,7 @@ class ByteLlamaArgs:
         self.seed = job_config.training.seed
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
-        """Parameters, and FLOPs to train on one token (arXiv:2204.02311, appendix B)."""
+        """Counts parameters, and FLOPs to train on one token (arXiv:2204.02311, appendix B)."""
         count = sum(p.numel() for p in model.parameters())
         table = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding))
         return count, 6 * (count - table) + 12 * self.n_layers * self.dim * seq_len
@@ -62,9 +62,9 @@ class ByteLlama(Transformer):
 
 
 def tp_plan(model: nn.Module, loss_parallel: bool) -> Mapping[str, ParallelStyle]:
-    """Tensor parallel as in torch's tutorial: heads and hidden units divided among the ranks.
+    """Returns torch's tutorial's tensor-parallel plan: ranks shard heads and hidden units.
 
-    Between the divided layers it is the sequence that is divided (arXiv:2205.05198).
+    Between the sharded layers they shard the sequence (arXiv:2205.05198).
     """
     assert isinstance(model, Transformer)
     block = {
@@ -105,7 +105,7 @@ def _text() -> tuple[Tensor, Tensor]:
 
 
 def build_text(held_out: bool, *, job_config: JobConfig, **_: Any) -> TokenWindows:
-    """Windows of the Python standard library's source; some of its files are held out."""
+    """Builds windows of the Python standard library's source. Some of its files are held out."""
     return TokenWindows(_text()[held_out], job_config.training.seq_len)
 
 
@@ -118,7 +118,7 @@ register_train_spec(
         config={
             "debug": ByteLlamaArgs(),
             "demo": ByteLlamaArgs(dim=192, n_layers=5, n_heads=4),
-            # 1,011 tensors: 9 a layer, and 3
+            # 1,011 tensors: 9 per layer, and 3
             "small_tensors": ByteLlamaArgs(dim=32, n_layers=112, n_heads=4),
         },
         parallelize_fn=partial(parallelize, tp_plan=tp_plan),

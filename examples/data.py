@@ -23,19 +23,19 @@ SKIPPED = frozenset(
 
 
 def source_files(root: Path | None = None) -> list[Path]:
-    """The .py files under `root` (default: the standard library), by relative path."""
+    """Returns the .py files under `root` (default: the standard library), by relative path."""
     base = Path(sysconfig.get_path("stdlib")) if root is None else root
     paths = sorted((p.relative_to(base) for p in base.rglob("*.py")), key=Path.as_posix)
     return [base / p for p in paths if not SKIPPED.intersection(p.parts)]
 
 
 def is_held_out(relative_path: str) -> bool:
-    """About one file in sixteen is for validation only; the path alone decides which."""
+    """Returns by the path alone whether a file, about one in sixteen, is for validation only."""
     return hashlib.sha256(relative_path.encode()).digest()[0] < 16
 
 
 def load_text(root: Path | None = None, min_bytes: int = MIN_BYTES) -> tuple[Tensor, Tensor]:
-    """Training and held-out text, uint8 [bytes] each. Fails below `min_bytes` in total."""
+    """Returns training and held-out text, uint8 [bytes]. Raises below `min_bytes` in total."""
     base = Path(sysconfig.get_path("stdlib")) if root is None else root
     parts: tuple[bytearray, bytearray] = (bytearray(), bytearray())
     for path in source_files(base):

@@ -1,4 +1,4 @@
-"""A 16-bit model under FSDP2 with FSDPadaptOptimizer, whose state waits on the host in between.
+"""A 16-bit model under FSDP2 with FSDPadaptOptimizer, whose state is offloaded between steps.
 
 OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/fsdp_mixed_precision.py
 """
@@ -28,7 +28,7 @@ sampler: DistributedSampler[torch.Tensor] = DistributedSampler(text, seed=1234)
 batches = DataLoader(text, batch_size=8, sampler=sampler, collate_fn=text.collate_fn)
 for step, (inputs, labels) in zip(range(1, 21), batches, strict=False):
     loss = F.cross_entropy(model(inputs["input"]).flatten(0, 1), labels.flatten())
-    optimizer.backward(loss)  # times the loss scale, which float16 needs
+    optimizer.backward(loss)  # multiplies by the loss scale, which float16 needs
     load_fsdp_optimizer(optimizer)
     stepped = optimizer.step()  # False: a gradient was not finite on some rank, nothing changed
     offload_fsdp_optimizer(optimizer)  # as in RL, to make room for generating samples

@@ -12,14 +12,14 @@ VOCABULARY = 256  # one token per byte value
 
 
 def rotary_tables(seq_len: int, head_dim: int, base: float = 10_000.0) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the rotation angles, each fp32 [seq_len, head_dim / 2]."""
+    """Returns cosines and sines of the rotation angles, each fp32 [seq_len, head_dim / 2]."""
     frequencies = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     angles = torch.outer(torch.arange(seq_len, dtype=torch.float64), frequencies)
     return angles.cos().float(), angles.sin().float()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding (Su et al., arXiv:2104.09864) of x [..., seq_len, head_dim]."""
+    """Applies rotary positions (Su et al., arXiv:2104.09864) to x [..., seq_len, head_dim]."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).type_as(x)
 
@@ -79,12 +79,12 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Bytes int64 [batch, seq_len] -> logits fp32 [batch, seq_len, 256] of each next byte.
 
-    As a pipeline stage it lacks some layers, and embedding or norm and output, which are None then.
-    Without an embedding it takes, and without an output it gives, activations
+    A pipeline stage lacks some layers, and embedding or norm and output, which are then None.
+    Without an embedding its input, and without an output its result, are activations
     [batch, seq_len, dim].
 
     Args:
-        seed: of the initial weights; None: `torch.initial_seed()`.
+        seed: seed of the initial weights; None: `torch.initial_seed()`.
     """
 
     embedding: nn.Embedding | None
@@ -101,24 +101,24 @@ class Transformer(nn.Module):
         self.n_layers, self.n_heads, self.seed = n_layers, n_heads, seed
         self.head_dim, self.max_seq_len = dim // n_heads, max_seq_len
         self.embedding = nn.Embedding(VOCABULARY, dim)
-        # By name, so that a layer keeps its name in a stage that lacks those before it.
+        # By name, so that a layer keeps its name in a stage without the layers before it.
         self.layers = nn.ModuleDict({str(i): Block(dim, n_heads) for i in range(n_layers)})
         self.norm = nn.RMSNorm(dim, eps=1e-5)
         self.output = nn.Linear(dim, VOCABULARY, bias=False)
-        # [max_seq_len, 2, head_dim / 2]: cosines, sines. Context parallel divides it as the tokens.
+        # [max_seq_len, 2, head_dim / 2]: cosines, sines. Context parallelism shards it as tokens.
         self.register_buffer("freqs_cis", torch.empty(0), persistent=False)
         if not self.output.weight.is_meta:
             self.init_weights()
 
     @torch.no_grad()
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
-        """Sets parameters and buffers.
+        """Initializes parameters and buffers.
 
-        A parameter's values depend on the seed and its name, not on how the model is divided: each
-        is drawn whole, on the CPU, and a rank keeps its part. Nothing is communicated.
+        A parameter's values depend on the seed and its name, not on how the model is sharded. Each
+        parameter is drawn whole on the CPU, and a rank keeps its shard, without communication.
 
         Args:
-            buffer_device: for the buffer; None: where it is.
+            buffer_device: the buffer's device; None: its current device.
         """
         seed = torch.initial_seed() if self.seed is None else self.seed
         for name, weight in self.named_parameters():
@@ -144,12 +144,12 @@ class Transformer(nn.Module):
 
 
 def build() -> Transformer:
-    """The model of examples/demo.toml, for `python -m torchopt_ext plan --model` and `bench`."""
+    """Builds examples/demo.toml's model, for `python -m torchopt_ext plan --model` and `bench`."""
     return Transformer(dim=192, n_layers=5, n_heads=4, max_seq_len=128)
 
 
 def _part_like(weight: Tensor, whole: Tensor) -> Tensor:
-    """This rank's part of `whole`, divided as `weight` is."""
+    """Returns this rank's shard of `whole`, sharded as `weight`."""
     if not isinstance(weight, DTensor):
         return whole
     return distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None)

@@ -1,4 +1,4 @@
-"""One picture of the first two runs: loss, learning rate and gradient norm against steps."""
+"""Draws the first two runs: loss, learning rate and gradient norm against steps."""
 
 import math
 from pathlib import Path
@@ -16,7 +16,7 @@ Metrics = list[dict[str, float]]
 
 
 def series(metrics: Metrics, key: str) -> tuple[list[float], list[float]]:
-    """Steps and values of one metric; losses in bits."""
+    """Returns steps and values of one metric; losses in bits."""
     unit = math.log(2) if "loss" in key else 1
     found = [line for line in metrics if key in line]
     return [line["step"] for line in found], [line[key] / unit for line in found]
@@ -30,7 +30,7 @@ def draw(
     title: str,
     path: Path,
 ) -> None:
-    """Draws the killed run, before and after, over the undisturbed one, which it should cover."""
+    """Draws the killed run, in two parts, over the undisturbed run, which it should cover."""
     before, after = killed
     resume_step = after[0]["step"] - 1
     runs: list[tuple[Metrics, str, dict[str, Any]]] = [

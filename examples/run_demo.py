@@ -1,9 +1,9 @@
-"""The demonstration: a job of the Trainer, undisturbed, with a rank killed, and with torch's AdamW.
+"""Runs a job of the Trainer three times: undisturbed, with a rank killed, with torch's AdamW.
 
     python examples/run_demo.py --out out/demo
 
-The first two runs must end with the same bits. Writes demo.png, summary.json and a folder for each
-run into the output folder; exits with a sentence and a non-zero status if any stage fails.
+The first two runs must end with the same bits. The output folder gets demo.png, summary.json and a
+folder for each run. If a stage fails, the script prints a sentence and its exit status is not 0.
 """
 
 import argparse
@@ -79,11 +79,11 @@ class DemoError(Exception):
 
 
 def read_metrics(out: Path) -> Metrics:
-    """A run's metrics so far; a line that is still being written is left out."""
+    """Returns a run's metrics so far, without a line that is still being written."""
     file = out / "metrics.jsonl"
     lines = file.read_text().splitlines(keepends=True) if file.exists() else []
     found = [json.loads(line) for line in lines if line.endswith("\n")]
-    # null is what JSON has for a value that is not finite
+    # null stands for a value that is not finite
     return [{key: math.nan if v is None else v for key, v in line.items()} for line in found]
 
 
@@ -95,7 +95,7 @@ def last_step(metrics: Metrics) -> int:
 
 
 def start(out: Path, settings: tuple[str, ...]) -> "subprocess.Popen[bytes]":
-    """The job under torchrun, which starts it again once if a rank fails."""
+    """Starts the job under torchrun, which restarts it once if a rank fails."""
     out.mkdir(parents=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--local-addr=127.0.0.1", f"--nproc-per-node={RANKS}"]
@@ -105,7 +105,7 @@ def start(out: Path, settings: tuple[str, ...]) -> "subprocess.Popen[bytes]":
     with (out / "stdout.txt").open("wb") as stdout, (out / "stderr.txt").open("wb") as stderr:
         return subprocess.Popen(
             command,
-            cwd=EXAMPLES.parent,  # where examples is a package
+            cwd=EXAMPLES.parent,  # examples is a package there
             env=env,
             stdout=None if sys.stdout.isatty() else stdout,  # a terminal gets the progress bar
             stderr=stderr,
@@ -131,7 +131,7 @@ def run(
             process.terminate()  # torchrun passes it on to its ranks
             process.wait(timeout=60)
     if status != 0:
-        # With what the run itself had to say at its end.
+        # Show the end of the run's own messages.
         messages = (out / "stderr.txt").read_text(errors="replace").splitlines()
         sentence = f"Run {label} ended with exit status {status}."
         raise DemoError("\n".join([sentence, f"The end of {out}/stderr.txt:", *messages[-40:]]))
@@ -159,7 +159,7 @@ def kill_after(
 
 
 def fingerprint(checkpoint: Path) -> tuple[str, int]:
-    """sha256 of every weight and optimizer state tensor, and how many elements the weights have."""
+    """Returns the sha256 of all weights and optimizer states, and the weights' element count."""
     saved = dcp.Reader(checkpoint).read_metadata().state_dict_metadata
     tensors: dict[str, Any] = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -167,7 +167,7 @@ def fingerprint(checkpoint: Path) -> tuple[str, int]:
         if isinstance(entry, TensorStorageMetadata)
     }
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # meant so
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # on purpose
         dcp.load(tensors, checkpoint_id=checkpoint, no_dist=True)
     sha = hashlib.sha256()
     for name, tensor in tensors.items():
@@ -178,7 +178,7 @@ def fingerprint(checkpoint: Path) -> tuple[str, int]:
 
 
 def split_at_restart(metrics: Metrics) -> tuple[Metrics, Metrics]:
-    """What was logged before the ranks were started again, and after."""
+    """Splits metrics into the lines before the ranks were restarted, and after."""
     for i in range(1, len(metrics)):
         if metrics[i]["step"] < metrics[i - 1]["step"]:
             return metrics[:i], metrics[i:]
@@ -186,7 +186,7 @@ def split_at_restart(metrics: Metrics) -> tuple[Metrics, Metrics]:
 
 
 def trajectory(metrics: Metrics) -> dict[tuple[float, bool], dict[str, float]]:
-    """What was computed at each step. Steps that are repeated must repeat to the last bit."""
+    """Returns each step's results. Steps that are repeated must repeat to the last bit."""
     found: dict[tuple[float, bool], dict[str, float]] = {}
     for line in metrics:
         values = {key: line[key] for key in COMPARED if key in line}
@@ -196,7 +196,7 @@ def trajectory(metrics: Metrics) -> dict[tuple[float, bool], dict[str, float]]:
 
 
 def check_learning(peace: Metrics, torchs: Metrics) -> dict[str, float]:
-    """The model learned, and torch's AdamW would have taught it the same."""
+    """Checks that the model learned, and that torch's AdamW gives the same loss."""
     before, *_, after = [line[VALIDATION] / math.log(2) for line in peace if VALIDATION in line]
     if not after < 0.5 * before:
         raise DemoError(f"The model hardly learned: {before} to {after} bits per byte.")
@@ -208,7 +208,7 @@ def check_learning(peace: Metrics, torchs: Metrics) -> dict[str, float]:
 
 
 def check_resume(peace: Metrics, killed: Metrics, resume_step: int) -> None:
-    """The killed run went on from that step, and computed what the undisturbed one did."""
+    """Checks that the killed run resumed from the step, and computed the same as the other run."""
     resumed = split_at_restart(killed)[1][0]["step"] - 1
     if resumed != resume_step:
         raise DemoError(f"The killed run went on from step {resumed:.0f}, not {resume_step}.")
@@ -217,7 +217,7 @@ def check_resume(peace: Metrics, killed: Metrics, resume_step: int) -> None:
 
 
 def step_times(metrics: Metrics) -> dict[str, float]:
-    """Median milliseconds of a step and of its parts."""
+    """Returns the median milliseconds of a step and of its parts."""
     timed = [line for line in metrics if LOSS in line and line["step"] > WARM_UP]
     times = {
         name: 1e3 * statistics.median(line[key] for line in timed) for name, key in TIMES.items()
@@ -227,7 +227,7 @@ def step_times(metrics: Metrics) -> dict[str, float]:
 
 
 def table(ours: dict[str, float], torchs: dict[str, float]) -> str:
-    """Both optimizers' step times side by side, and shares of the step."""
+    """Formats both optimizers' step times side by side, with shares of the step."""
     lines = [f"{'step time (medians)':28}{'torchopt_ext':>20}{'torch':>20}"]
     for name in (REST, OPTIMIZER, DATA, WHOLE):
         cells = [
@@ -247,7 +247,7 @@ def table(ours: dict[str, float], torchs: dict[str, float]) -> str:
 
 
 def demo(out: Path) -> None:
-    """The runs, the checks, the picture and the report."""
+    """Makes the runs, the checks, the picture and the report."""
     started = time.monotonic()
     job = load_config(["--config", str(JOB)])
     steps, interval = job.training.steps, job.checkpoint.interval
@@ -270,7 +270,7 @@ def demo(out: Path) -> None:
 
     peace = run("1 of 3: undisturbed", folders[0])
     killed = run("2 of 3: with a rank killed half-way", folders[1], meanwhile=kill)
-    # As long a schedule, so that the steps are the same ones.
+    # The schedule keeps its length, so that the steps are the same.
     schedule = ("--training.steps", str(TORCH_STEPS), "--lr_scheduler.total_steps", str(steps))
     torchs = run("3 of 3: with torch's AdamW", folders[2], *TORCH, *schedule)
 

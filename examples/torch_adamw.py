@@ -3,7 +3,7 @@
     python -m torchopt_ext train --config examples/debug.toml \
         --experimental.custom_import examples.torch_adamw --model.name byte_llama_torch_adamw
 
-It does not clip in its step: the Trainer calls clip_grad_norm_ first.
+torch's optimizer does not clip in its step, so the Trainer calls clip_grad_norm_ first.
 """
 
 import dataclasses

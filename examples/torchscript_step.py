@@ -2,7 +2,7 @@
 
     python examples/torchscript_step.py --out step.pt
 
-The saved module calls the library's operators only, so a C++ program that has loaded
+The saved module calls only the library's operators, so a C++ program that has loaded
 libtorchopt_ext.so runs it as well: torchscript_step.cpp.
 """
 
@@ -62,7 +62,7 @@ class Step(nn.Module):
 
     @torch.jit.export
     def partition(self, numels: list[int], world_size: int) -> list[int]:
-        """The rank that each tensor would belong to, were the step shared by several."""
+        """Returns the rank that would own each tensor if several ranks shared the step."""
         return torch.ops.torchopt_ext.partition_greedy(numels, world_size, None)
 
 
@@ -78,7 +78,7 @@ def main() -> None:
     states = [[torch.zeros_like(p) for p in params] for _ in range(2)]
     counts = [torch.zeros(()) for _ in params]
     for step in range(10):
-        grads = [2 * p for p in params]  # of the sum of squares
+        grads = [2 * p for p in params]  # gradients of the sum of squares
         norm = loaded(params, grads, *states, counts, step)
         print(f"step {step}: gradient norm {norm.item():.4f}")
     print("ranks of two:", loaded.partition([p.numel() for p in params], 2))

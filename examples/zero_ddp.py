@@ -1,4 +1,4 @@
-"""Plain DDP with ZeroRedundancyOptimizer, in a loop of one's own; docs/zero.md explains both lines.
+"""Plain DDP with ZeroRedundancyOptimizer, in your own loop. docs/zero.md explains both lines.
 
 OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/zero_ddp.py
 """
@@ -30,7 +30,7 @@ for step, (inputs, labels) in zip(range(1, 21), batches, strict=False):
     zero.zero_grad()
     loss = F.cross_entropy(ddp(inputs["input"]).flatten(0, 1), labels.flatten())
     loss.backward()
-    zero.step()  # one norm over all ranks' parts; then each rank's parameters go to all
+    zero.step()  # one norm over all ranks' parts; then each rank sends its parameters to all
     if dist.get_rank() == 0 and step % 5 == 0:
         print(f"step {step:2}  loss {loss.item():.4f}")
 

@@ -1,9 +1,9 @@
 """The optimizer half of a PyTorch training step, in C++ and CUDA.
 
-FusedAdam and FusedAdamW stand where torch.optim's do, GradScaler where torch.amp's does,
-ZeroRedundancyOptimizer where torch.distributed.optim's does, FSDPadaptOptimizer where LightRFT's
-does, the containers where torchtitan's do, and ``torchopt_ext.ops`` holds the operators they are
-made of. docs/numerics.md states what is computed.
+FusedAdam and FusedAdamW take the place of torch.optim's Adam and AdamW, GradScaler of torch.amp's,
+ZeroRedundancyOptimizer of torch.distributed.optim's, FSDPadaptOptimizer of LightRFT's, and the
+containers of torchtitan's. ``torchopt_ext.ops`` holds the operators that they call.
+docs/numerics.md specifies what the operators compute.
 """
 
 __version__ = "0.2.0"
@@ -11,7 +11,7 @@ __version__ = "0.2.0"
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from torchopt_ext import _library, ops  # _library first: it checks what it loads
+from torchopt_ext import _library, ops  # _library first: it checks the compiled libraries
 from torchopt_ext.optim import FusedAdam, FusedAdamW
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 cuda_built = _library.cuda_built
 cmake_prefix_path: str = _library.cmake_prefix_path
-"""Where CMake finds the C++ interface (docs/cpp.md), as torch.utils.cmake_prefix_path for torch."""
+"""The CMake prefix path of the C++ interface (docs/cpp.md), as torch.utils.cmake_prefix_path."""
 
 __all__ = [
     "DynamicGradScaler", "FSDPadaptOptimizer", "FusedAdam", "FusedAdamW", "GradScaler",
@@ -53,7 +53,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a subpackage when it, or a name of it, is first used: some take long to import."""
+    """Imports subpackages when one of their names is first used: some take long to import."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name in ("containers", "mixed_precision", "zero"):

@@ -1,4 +1,4 @@
-"""python -m torchopt_ext COMMAND ..."""
+"""The command line: python -m torchopt_ext COMMAND ..."""
 
 import contextlib
 import difflib
@@ -25,14 +25,14 @@ def main(args: list[str] | None = None) -> int:
     """Runs a command; returns its exit code.
 
     Args:
-        args: the command and its arguments; None for this process's.
+        args: the command and its arguments; None for this process's arguments.
     """
     args = sys.argv[1:] if args is None else args
     name, *rest = args or ["--help"]
     for name_of in ("stdout", "stderr"):
-        if getattr(sys, name_of) is None:  # closed: its number would go to the next file
+        if getattr(sys, name_of) is None:  # closed: the next file would get its descriptor
             setattr(sys, name_of, open(os.devnull, "w"))  # noqa: SIM115
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a path may have what its encoding has not
+    if isinstance(sys.stdout, io.TextIOWrapper):  # its encoding may lack a path's characters
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
@@ -43,15 +43,15 @@ def main(args: list[str] | None = None) -> int:
         print(f"torchopt_ext {name}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as error:
-        # As the shell has it for a process that SIGTERM or SIGINT ended.
+        # The shell's exit codes for processes that SIGTERM or SIGINT ended.
         return 143 if isinstance(error, Terminated) else 130
     except OSError as error:
-        quiet = isinstance(error, BrokenPipeError)  # such as of `| head`
+        quiet = isinstance(error, BrokenPipeError)  # for example, `| head` has ended
         if name == "train" and not quiet:
-            raise  # an error of training is found by its traceback
+            raise  # training errors need their traceback
         if not quiet:
             print(f"torchopt_ext {name}: {error}", file=sys.stderr)
-        with contextlib.suppress(OSError):  # stdout may have no file
+        with contextlib.suppress(OSError):  # stdout may have no descriptor
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
         return 141 if quiet else 2
 

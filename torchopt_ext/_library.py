@@ -1,7 +1,7 @@
 """Finds and loads the compiled operators, if they were built for this torch.
 
-The libraries use torch's C++ interface, which changes with every minor version. Loaded under
-another version they would end in an undefined symbol, or in a crash later.
+The libraries use torch's C++ interface, which changes with every minor version. Under another
+version, loading them would fail with an undefined symbol, or a later call would crash.
 """
 
 import importlib
@@ -17,13 +17,13 @@ _REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps ."
 def mismatch(
     built_torch: str, built_cuda: str | None, torch_version: str, torch_cuda: str | None
 ) -> str | None:
-    """Why libraries built for one torch cannot run under another, as a sentence; None if they can.
+    """Returns why libraries built for one torch cannot run under another; None if they can.
 
     Args:
         built_torch: ``torch.__version__`` at build time, such as ``"2.15.0+cu132"``.
-        built_cuda: version of the CUDA toolkit built with; None for a build without CUDA.
-        torch_version: ``torch.__version__`` now.
-        torch_cuda: ``torch.version.cuda`` now; None for a CPU build of torch.
+        built_cuda: version of the CUDA toolkit at build time; None for a build without CUDA.
+        torch_version: ``torch.__version__`` at run time.
+        torch_cuda: ``torch.version.cuda`` at run time; None for a CPU build of torch.
     """
     built, running = f"torch {built_torch}", f"torch {torch_version}"
     same = built_torch.split(".")[:2] == torch_version.split(".")[:2]
@@ -40,7 +40,7 @@ def mismatch(
 
 
 def _find() -> None:
-    """Lets a source folder without libraries use those of the installed package of its version.
+    """Lets a source folder without libraries use the installed package's, if versions agree.
 
     Python started in a clone's root imports the source folder, which shadows the installed package.
     """
@@ -71,7 +71,7 @@ def _load() -> str | None:
     reason = mismatch(info.TORCH_VERSION, cuda, torch.__version__, torch.version.cuda)
     if reason is not None:
         raise ImportError(reason)
-    importlib.import_module("torchopt_ext._C")  # brings in lib/libtorchopt_ext.so, the operators
+    importlib.import_module("torchopt_ext._C")  # loads lib/libtorchopt_ext.so, the operators
     return cuda
 
 
@@ -79,7 +79,7 @@ _CUDA_VERSION = _load()
 
 
 def _installed() -> Path:
-    """The package's folder that has the libraries."""
+    """Returns the package folder that holds the libraries."""
     info = sys.modules["torchopt_ext._build_info"].__file__
     assert info is not None
     return Path(info).parent
@@ -89,5 +89,5 @@ cmake_prefix_path = str(_installed() / "share" / "cmake")
 
 
 def cuda_built() -> bool:
-    """Whether the operators were built for CUDA; says nothing of a GPU."""
+    """Returns whether the operators were built for CUDA; does not look for a GPU."""
     return _CUDA_VERSION is not None

@@ -1,4 +1,4 @@
-"""16-bit shards that FSDP2 gathers as they are: steps write them beside the fp32 weights."""
+"""16-bit copies of fp32 shards: steps write the copies, and FSDP2 gathers them without a cast."""
 
 import inspect
 import weakref
@@ -30,32 +30,32 @@ __all__ = ["keep_low_precision_shards"]
 def keep_low_precision_shards(model: nn.Module) -> None:
     """Keeps a 16-bit copy of every trainable fp32 shard that FSDP2 would cast for its all-gathers.
 
-    With ``MixedPrecisionPolicy(param_dtype=torch.bfloat16)`` or float16 FSDP2 reads 4 and writes 2
-    bytes of each element of a shard before it gathers the parameter, in forward and, with
-    ``reshard_after_forward``, in backward. Here steps of FusedAdam and FusedAdamW write the copy,
-    2 bytes, and all-gathers take it. Losses, weights, state and state dicts stay the same to the
-    bit. A copy is 2 bytes an element more of memory.
+    With ``MixedPrecisionPolicy(param_dtype=torch.bfloat16)`` or float16, FSDP2 casts a shard before
+    it gathers the parameter, in forward and, with ``reshard_after_forward``, in backward. The cast
+    reads 4 and writes 2 bytes of each element. With copies, steps of FusedAdam and FusedAdamW write
+    the copy, 2 bytes, and all-gathers send it. Losses, weights, state and state dicts stay the same
+    to the bit. A copy takes 2 more bytes of memory per element.
 
-    All-gathers cast as FSDP2 does from when a shard may have been changed otherwise until the next
-    step: by another optimizer, through the parameter (loading, averages), through its local tensor,
-    or through a state dict, which shares its memory, taken after the last step. Not noticed, as by
-    autograd, are writes through ``.data``, foreach functions on DTensors outside optimizers,
-    collectives into local tensors, and writes into an older state dict: call this function again
-    after those.
+    If anything but these steps may have changed a shard, all-gathers cast as FSDP2 does until the
+    next step. Such changes are made by another optimizer, or through the parameter (loading,
+    averages), its local tensor, or a state dict taken after the last step, which shares the shard's
+    memory. Some changes are not noticed, as by autograd: writes through ``.data``, foreach
+    functions on DTensors outside optimizers, collectives into local tensors, and writes into an
+    older state dict. Call this function again after such a change.
 
     Call it when the parameters have their memory (after ``to_empty``, ``to`` and
     ``load_state_dict(assign=True)``, which replace parameters), before or after building the
     optimizer.
 
     Args:
-        model: a module to which, or to modules in which, ``fully_shard`` was applied. Frozen
-            parameters, those of other dtypes, and those whose tensor subclass has an extension of
-            its own (torchao's float8) are left as they are.
+        model: a module with ``fully_shard`` applied to it or to modules in it. Frozen parameters,
+            parameters of other dtypes, and parameters whose tensor subclass has its own extension
+            (torchao's float8) stay unchanged.
 
     Raises:
-        ValueError: FSDP2 casts no trainable parameter of the model; or one is on the meta device,
-            is offloaded to the CPU (``CPUOffloadPolicy``) or is resharded to a smaller mesh (a
-            number as ``reshard_after_forward``). Nothing is changed.
+        ValueError: FSDP2 casts no trainable parameter of the model; or a parameter is on the meta
+            device, is offloaded to the CPU (``CPUOffloadPolicy``) or is resharded to a smaller mesh
+            (a number as ``reshard_after_forward``). Nothing is changed.
     """
     cast = {module: list(filter(_is_cast, fsdp_params(module))) for module in model.modules()}
     params = [param for own in cast.values() for param in own]
@@ -80,7 +80,7 @@ def keep_low_precision_shards(model: nn.Module) -> None:
 
 
 def _count_step(optimizer: Any, *_: Any) -> None:
-    """Counts an optimizer's changes of shards: foreach and fused kernels on DTensors do not."""
+    """Increments shards' versions after a step: foreach and fused kernels on DTensors do not."""
     if not optimizer_writes_copies(optimizer):
         for param in [param for group in optimizer.param_groups for param in group["params"]]:
             if is_dtensor(param) and hasattr(shard := local_shard(param), "low_precision_copy"):
@@ -92,7 +92,7 @@ def _copy_of(param: Any) -> Any:
 
 
 def _is_cast(param: Any) -> bool:
-    """Whether FSDP2 casts a parameter, of which this is its record, before it gathers it."""
+    """Returns whether FSDP2 casts a parameter before all-gathers; ``param`` is FSDP2's record."""
     shard = local_shard(param.sharded_param)
     extended = hasattr(shard, "fsdp_pre_all_gather") and _copy_of(param) is None
     wanted = param.mp_policy.param_dtype in SIXTEEN_BIT and shard.dtype == torch.float32
@@ -100,7 +100,7 @@ def _is_cast(param: Any) -> bool:
 
 
 def _problem(param: Any) -> str | None:
-    """Why all-gathers of a parameter cannot take a copy, to follow its name in a message."""
+    """Returns why a parameter cannot have a copy, to follow its name in a message, or None."""
     if local_shard(param.sharded_param).is_meta:
         return "is on the meta device; materialise it before its low-precision shard"
     if param.offload_to_cpu:
@@ -115,7 +115,7 @@ def _problem(param: Any) -> str | None:
 
 
 def _notice_aliases(copies: Sequence["_Copy"]) -> Any:
-    """A hook on a module's ``state_dict``, through which shards may be written unnoticed."""
+    """Returns a state_dict hook that outdates the copies: the dict's tensors may be written to."""
 
     def hook(*_: Any) -> None:
         for copy in copies:
@@ -125,21 +125,21 @@ def _notice_aliases(copies: Sequence["_Copy"]) -> Any:
 
 
 class _Copy:
-    """The 16-bit copy of a shard, and the extension by which FSDP2 gathers it.
+    """The 16-bit copy of a shard, and the extension with which FSDP2 gathers the copy.
 
-    FSDP2 takes what a shard's ``fsdp_pre_all_gather`` returns instead of casting the shard
-    (torch/distributed/fsdp/_fully_shard/_fsdp_param.py). The methods are attributes of one tensor
-    object here, so that views of it, and with them state dicts, are plain tensors. Gathered weights
-    are laid out as without the extension.
+    FSDP2 sends what a shard's ``fsdp_pre_all_gather`` returns instead of casting the shard
+    (torch/distributed/fsdp/_fully_shard/_fsdp_param.py). Here the methods are attributes of one
+    tensor object, so its views, and therefore state dicts, are plain tensors. Gathered weights have
+    the same layout as without the extension.
 
-    The copy is right while it has the version of the shard (csrc/plan/weight_copy.h) and the
-    parameter has the one it had: operators on a DTensor count its own changes only.
+    The copy is valid while its version is the shard's (csrc/plan/weight_copy.h) and the parameter's
+    version is unchanged: operators on a DTensor count changes of the DTensor only.
     """
 
     def __init__(self, param: Any) -> None:
-        """``param``: FSDP2's record."""
-        self.param = weakref.ref(param)  # its shard refers to this
-        # Another object, for which optimizers make another plan.
+        """Makes the copy and the extension for ``param``, FSDP2's record of a parameter."""
+        self.param = weakref.ref(param)  # weak: the record's shard refers to this object
+        # A different tensor object, for which optimizers make another plan.
         shard = self.shard.detach()
         padded = shard.new_zeros(param.padded_sharded_param_size, dtype=param.mp_policy.param_dtype)
         self.padded, self.copy = padded, padded[tuple(map(slice, shard.shape))]
@@ -151,7 +151,7 @@ class _Copy:
         extended.fsdp_pre_all_gather = before
         extended.fsdp_post_all_gather = self.fsdp_post_all_gather
         extended.low_precision_copy = self.copy
-        extended.__getstate__ = dict  # pickles have none of these
+        extended.__getstate__ = dict  # pickles leave these attributes out
         set_local_shard(param.sharded_param, shard)
         add_gather_extension(param)
 
@@ -163,22 +163,22 @@ class _Copy:
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor], None]:
-        """What this rank sends: the copy, with the padding that makes all ranks' equally long."""
+        """Returns what this rank sends: the copy, padded to the same length on all ranks."""
         param: Any = self.param()
         shard = self.shard
         if version(param.sharded_param) != self.version:
             self.version = version(param.sharded_param)
             increment_version(shard)
         if version(shard) != version(self.copy):
-            self.copy.data.copy_(shard)  # not counted: the next may be other values
+            self.copy.data.copy_(shard)  # keeps the old version: the shard may change again
         return (self.padded,), None
 
     def fsdp_post_all_gather(
         self, gathered: tuple[Tensor, ...], metadata: Any, param_dtype: Any, *, out: Any = None
     ) -> tuple[Tensor, tuple[()]] | None:
-        """The parameter is what was gathered; ``out`` lies in the same memory already."""
+        """Returns what was gathered as the parameter; None if ``out`` already has its memory."""
         return None if out is not None else (gathered[0], ())
 
 
 _SIGNATURE = inspect.signature(lambda mesh, outer_size, outer_stride, module, mp_policy: None)
-"""FSDP2 asks for it in every all-gather, and finding it takes ten times as long as all the rest."""
+"""FSDP2 asks for it in every all-gather; computing it there takes ten times as long as all else."""

@@ -1,7 +1,7 @@
 """Typed wrappers of the operators in csrc/ops/. docs/numerics.md states what they compute.
 
-An argument out of range raises ValueError. Tensors that do not fit raise RuntimeError, which names
-their position in a list. Nothing is changed then.
+An argument out of range raises ValueError. A tensor that does not fit raises RuntimeError, which
+names its position in the list. In both cases nothing is changed.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ _ops = torch.ops.torchopt_ext
 
 
 def new_accumulator(device: torch.device | str = "cpu") -> Tensor:
-    """An exact accumulator that holds zero: int64, on ``device``."""
+    """Returns an exact accumulator (int64) that holds zero, on ``device``."""
     return torch.zeros(_C.ACCUMULATOR_SIZE, dtype=torch.int64, device=device)
 
 
@@ -30,16 +30,17 @@ def new_control(
     skip_nonfinite: bool | float = False,
     **fields: float,
 ) -> Tensor:
-    """A control block: float64, one element for each of :data:`CONTROL_FIELDS`.
+    """Returns a control block: float64, one element for each of :data:`CONTROL_FIELDS`.
 
     Args:
-        device: where the parameters are.
-        max_grad_norm: clip threshold; 0 or less leaves gradients as they are.
-        skip_nonfinite: skip a step that has a non-finite gradient.
-        fields: first values of other fields; factors and scales are 1 by default, the rest 0.
+        device: the parameters' device.
+        max_grad_norm: clip threshold; 0 or less leaves gradients unchanged.
+        skip_nonfinite: whether to skip a step that has a non-finite gradient.
+        fields: initial values of other fields. By default ``clip_factor``, ``grad_factor``,
+            ``grad_scale``, ``loss_scale`` and ``lr_factor`` are 1, and the rest is 0.
 
     Raises:
-        ValueError: there is no such field.
+        ValueError: a keyword is not the name of a field.
     """
     if unknown := fields.keys() - set(CONTROL_FIELDS):
         raise ValueError(f"a control block has no field {min(unknown)!r}")
@@ -61,7 +62,7 @@ def grad_sumsq_(grads: Sequence[Tensor], accumulator: Tensor) -> None:
 
 
 def accumulator_total(accumulator: Tensor) -> Tensor:
-    """The accumulator's sum rounded once to float64, 0-dim; NaN or infinity if one was added."""
+    """Returns the sum, rounded once to float64, 0-dim; NaN or infinity if any was added."""
     return _ops.accumulator_total.default(accumulator)
 
 
@@ -71,13 +72,13 @@ def control_update_(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """Decides norm, clip factor and skip from the accumulated squares, in place.
+    """Computes norm, clip factor and skip decision from the accumulated squares, in place.
 
     Args:
         control: from :func:`new_control`, on the accumulator's device.
-        accumulator: the squares of all gradients, reduced over ranks where they are sharded.
-        grad_scale: one float32; gradients are that many times too large (torch.amp.GradScaler).
-        found_inf: one float32; nonzero skips the step.
+        accumulator: the squares of all gradients, reduced over ranks if they are sharded.
+        grad_scale: one float32 element, torch.amp.GradScaler's scale of the gradients.
+        found_inf: one float32 element; nonzero skips the step.
     """
     _ops.control_update_.default(control, accumulator, grad_scale, found_inf)
 
@@ -86,9 +87,9 @@ def loss_scale_update_(control: Tensor, found_inf: Tensor, scale: Tensor) -> Non
     """Lets the loss scale back off or grow after a step, in place.
 
     Args:
-        control: has the settings for growth, backoff and hysteresis, and counts.
-        found_inf: one float32 or float64; nonzero for a step whose gradients overflowed.
-        scale: one float32, the loss scale.
+        control: holds the settings for growth, backoff and hysteresis, and the counts.
+        found_inf: one float32 or float64 element; nonzero if the step's gradients overflowed.
+        scale: one float32 element, the loss scale.
     """
     _ops.loss_scale_update_.default(control, found_inf, scale)
 
@@ -110,15 +111,16 @@ def adam_(
     decoupled_weight_decay: bool,
     maximize: bool,
 ) -> None:
-    """One Adam (or, with ``decoupled_weight_decay``, AdamW) step, in place (pass B).
+    """Makes one Adam (or, with ``decoupled_weight_decay``, AdamW) step, in place (pass B).
 
     Args:
         params: dense tensors of float32, float64, bfloat16 or float16 on one device.
-        grads: of each parameter's shape and dtype; read only.
+        grads: of each parameter's shape and dtype, read only. The gradient of a 16-bit parameter
+            may be float32, and the gradient of a float32 parameter may be 16-bit.
         exp_avgs, exp_avg_sqs: of each parameter's shape and strides.
-        max_exp_avg_sqs: likewise; empty without amsgrad.
-        state_steps: one float32 each, the steps done before this one; advanced by one.
-        control: says what to multiply gradients with and whether to skip.
+        max_exp_avg_sqs: of each parameter's shape and strides; empty without amsgrad.
+        state_steps: one float32 element each, the steps done before this step; incremented.
+        control: holds the factors for gradients and learning rate, and the skip decision.
         lr: a number, or one float32 or float64 element on the CPU or the parameters' device.
     """
     overload = _ops.adam_.tensor_lr if isinstance(lr, Tensor) else _ops.adam_.default
@@ -132,19 +134,20 @@ def adam_(
 def scaled_copy_(
     to: Sequence[Tensor], from_: Sequence[Tensor], control: Tensor, *, unscale: bool
 ) -> None:
-    """Copies every tensor of ``from_`` into the one of ``to`` at its position, converting it.
+    """Copies each tensor of ``from_`` to the tensor of ``to`` at its position, with a cast.
 
-    With ``unscale`` each element is first multiplied by the control block's ``grad_factor``:
-    gradients arrive unscaled and clipped. Values are rounded to nearest even. Where the control
-    block says skip, nothing is written.
+    With ``unscale`` each element is first multiplied by the control block's ``grad_factor``, which
+    unscales and clips gradients. Values are rounded to nearest even. If the control block says
+    skip, nothing is written.
 
     Args:
         to: dense tensors of float32, bfloat16 or float16, or of float64 if their sources are.
-        from_: of each one's shape, in any of these types; with other strides it is copied first.
-            May be the very tensor at its position in ``to``, and shares no other memory with any
-            there. In place, a factor of exactly 1 leaves memory alone, payloads of NaNs included.
+        from_: tensors of the same shapes, in any of these dtypes; a tensor with other strides is
+            copied first. A source may be the very tensor at its position in ``to``, but may share
+            no other memory with tensors there. In place, a factor that rounds to 1 changes nothing,
+            not even payloads of NaNs.
         control: from :func:`new_control`, on the device of all the tensors.
-        unscale: whether to multiply.
+        unscale: whether to multiply by ``grad_factor``.
     """
     _ops.scaled_copy_.default(to, from_, control, unscale=unscale)
 
@@ -181,15 +184,15 @@ def lr_factor(
     min_factor: float = 0.0,
     generation: int = 1,
 ) -> Any:
-    """Learning-rate factor after ``step`` steps of a warmup-stable-decay schedule.
+    """Returns the learning-rate factor after ``step`` steps of a warmup-stable-decay schedule.
 
     Args:
         step: steps done, 0 or more; an int64 tensor gives a float64 tensor of its shape, an int a
-            float.
-        warmup_steps, stable_steps, decay_steps: lengths of the three parts.
+            float. Pass a tensor under torch.compile: an int is a constant of the compiled graph.
+        warmup_steps, stable_steps, decay_steps: lengths of the three parts, in steps.
         decay_type: "linear", "sqrt" or "cosine".
-        min_factor: where the decay ends, 0 to 1.
-        generation: 1 for torchtitan's formula before 0.1, 2 for the later one.
+        min_factor: the factor at the end of the decay, 0 to 1.
+        generation: 1 for torchtitan's formula before 0.1, 2 for the later formula.
     """
     overload = _ops.lr_factor.tensor if isinstance(step, Tensor) else _ops.lr_factor.default
     return overload(
@@ -204,18 +207,18 @@ def partition_greedy(
     initial_loads: Sequence[int] | None = None,
     tie_loads: Sequence[int] | None = None,
 ) -> list[int]:
-    """The rank of each tensor: largest first, each to the first rank with the least load.
+    """Assigns each tensor to a rank: largest first, each to the first rank with the least load.
 
     Args:
         numels: elements of each tensor.
         world_size: number of ranks.
-        initial_loads: elements each rank already has; zeros by default.
-        tie_loads: which of the ranks with the least load comes first: the first with the least
-            of these, which stay as given. Spreads tensors that weigh nothing, such as frozen ones.
+        initial_loads: elements that each rank already has; zeros by default.
+        tie_loads: among ranks with the least load, the rank with the smallest value comes first.
+            The values stay as given. They spread tensors without load, such as frozen tensors.
 
     Raises:
-        ValueError: loads that are negative or not one for each rank, or all numels together with
-            the largest initial load are 2**63 or more.
+        ValueError: loads are negative or are not one for each rank, or all numels together with the
+            largest initial load are 2**63 or more.
     """
     return _ops.partition_greedy.default(numels, world_size, initial_loads, tie_loads)
 
@@ -223,11 +226,11 @@ def partition_greedy(
 def partition_buckets(
     numels: Sequence[int], bucket_lengths: Sequence[int], world_size: int, shard_buckets: bool
 ) -> list[tuple[int, int, int, int]]:
-    """Which rank steps which parameters of DistributedDataParallel's buckets, where steps overlap.
+    """Assigns the parameters of DistributedDataParallel's buckets to ranks, for overlapped steps.
 
-    Each row is a bucket, the offset in it of the first parameter, the number of parameters and
+    Each row is a bucket, the position in it of the first parameter, the number of parameters and
     their group rank. The rows are the assignments of torch's
-    ``ZeroRedundancyOptimizer(overlap_with_ddp=True)``, in the order in which it makes them.
+    ``ZeroRedundancyOptimizer(overlap_with_ddp=True)``, in the order in which torch makes them.
 
     Args:
         numels: elements of each parameter, bucket by bucket.
@@ -237,7 +240,7 @@ def partition_buckets(
             ``sum(numels) / world_size`` elements; otherwise rank ``bucket % world_size`` takes all.
 
     Raises:
-        ValueError: lengths that do not add up to ``len(numels)``.
+        ValueError: the lengths do not add up to ``len(numels)``.
         RuntimeError: a bucket needs more ranks than there are; torch fails there, too.
     """
     rows = iter(_ops.partition_buckets.default(numels, bucket_lengths, world_size, shard_buckets))
@@ -245,10 +248,10 @@ def partition_buckets(
 
 
 class BalancedPlan(NamedTuple):
-    """Where tensors lie in buckets, and which part of a bucket each rank owns; all in elements.
+    """The positions of tensors in buckets, and each rank's part of every bucket, in elements.
 
-    Tensor ``i`` lies at ``starts[i]`` of bucket ``buckets[i]``; bucket ``b`` ends with its last
-    tensor, at ``lengths[b]``; rank ``r`` owns elements ``cuts[b][r]`` to ``cuts[b][r + 1]`` of it.
+    Tensor ``i`` begins at ``starts[i]`` of bucket ``buckets[i]``. Bucket ``b`` ends with its last
+    tensor, at ``lengths[b]``. Rank ``r`` owns its elements ``cuts[b][r]`` to ``cuts[b][r + 1]``.
     """
 
     buckets: list[int]
@@ -267,35 +270,26 @@ def partition_balanced(
     """Lays tensors one after the other into buckets and cuts each bucket evenly among the ranks.
 
     A bucket is cut only where the blocks of the sum of squares allow it (docs/numerics.md
-    section 3): at a tensor's start; in a tensor of rows below 64 elements, at multiples of
-    ``alignment`` from its start; in one of longer rows, at a row's start, and every 4,096 elements
-    from there unless fewer than 64 of the row are left. So the ranks' shares of a bucket differ by
-    one such block at most, 4,159 elements with padding aside, or by ``alignment`` if that is more.
+    section 3): at a tensor's start; in a tensor with rows below 64 elements, at multiples of
+    ``alignment`` from its start; in a tensor with longer rows, at a row's start and every 4,096
+    elements from there, unless fewer than 64 of the row are left. So ranks' shares of a bucket
+    differ by one block at most, 4,159 elements without padding, or by ``alignment`` if that is
+    more.
 
     Args:
         numels: elements of each tensor, in forward order.
         row_lengths: elements of each tensor's rows; 1 for a 1-D tensor.
         world_size: number of ranks.
-        bucket_elements: a bucket ends before the tensor that would take it beyond this; a last
-            one of less than half of it joins the one before. By default 2**23, or
+        bucket_elements: a bucket ends before the tensor that would take it beyond this size. A last
+            bucket of less than half the size joins the previous bucket. By default 2**23, or
             ``world_size * 2**20`` if that is more: shares then differ by 0.4% at most.
-        alignment: every tensor starts at a multiple of this in its bucket.
+        alignment: every tensor starts at a multiple of this number in its bucket.
 
     Raises:
-        ValueError: a row length that does not divide its tensor's elements; names the position.
+        ValueError: a row length does not divide its tensor's elements; the message says which.
     """
     buckets, starts, lengths, cuts = _ops.partition_balanced.default(
         numels, row_lengths, world_size, bucket_elements, alignment
     )
     cut = [cuts[i : i + world_size + 1] for i in range(0, len(cuts), world_size + 1)]
     return BalancedPlan(buckets, starts, lengths, cut)
-
-
-@torch.library.register_fake("torchopt_ext::accumulator_total")
-def _(accumulator: Tensor) -> Tensor:
-    return accumulator.new_empty((), dtype=torch.float64)
-
-
-@torch.library.register_fake("torchopt_ext::lr_factor.tensor")
-def _(step: Tensor, **_: object) -> Tensor:
-    return step.new_empty(step.shape, dtype=torch.float64)

@@ -1,8 +1,8 @@
-// Times a clipped AdamW step from C++ beside libtorch's: `make bench-cxx`, half a minute, 5 GB.
+// Times a clipped AdamW step from C++, ours and libtorch's: `make bench-cxx`, half a minute, 5 GB.
 //
 // libtorch: torch::nn::utils::clip_grad_norm_, then torch::optim::AdamW, neither of them fused.
-// Ours: torchopt_ext::FusedAdamW with max_grad_norm. Both run in turn, in an order that alternates;
-// the ratio is the median over pairs, because the machine's speed changes meanwhile.
+// Ours: torchopt_ext::FusedAdamW with max_grad_norm. Both run in turn, in an order that alternates.
+// The ratio is the median over pairs, because the machine's speed changes meanwhile.
 #include <ATen/Parallel.h>
 #include <ATen/Version.h>
 #include <torch/nn/utils/clip_grad.h>
@@ -23,7 +23,7 @@ namespace {
 
 using Shapes = std::vector<std::vector<int64_t>>;
 
-// The parameters of GPT-2 with tied embeddings: benchmarks/shapes.py.
+// The parameters of GPT-2 with tied embeddings, as in benchmarks/shapes.py.
 Shapes gpt2(int64_t vocabulary, int64_t context, int64_t width, int layers) {
   Shapes shapes{{vocabulary, width}, {context, width}};
   for (int layer = 0; layer < layers; ++layer) {
@@ -79,10 +79,10 @@ void compare(const char* name, const Shapes& shapes, double target, int rounds, 
                                          },
                                          [&] { fused.step(); }};
   std::vector<double> samples[2];
-  for (int round = -1; round < rounds; ++round) {  // the first makes state and plans
+  for (int round = -1; round < rounds; ++round) {  // the first round makes state and plans
     for (int i = 0; i < 2; ++i) {
       const int which = round % 2 == 0 ? i : 1 - i;
-      cases[which]();  // fills the caches, as after a step of its own
+      cases[which]();  // fills the caches, as the same step before it would
       const double ms = milliseconds(cases[which], calls);
       if (round >= 0) {
         samples[which].push_back(ms);

@@ -1,6 +1,7 @@
 #include <torch/optim/serialize.h>
 #include <torchopt_ext/optim.h>
 
+#include <algorithm>
 #include <limits>
 #include <utility>
 
@@ -50,6 +51,24 @@ bool read_if_there(InputArchive& archive, const char* name, T& value) {
   return there;
 }
 
+template <class T>
+void read_option(InputArchive& archive, const char* name, T& value) {
+  TORCH_CHECK(read_if_there(archive, name, value), "the archive has no option ", name,
+              ", expected that of an Adam or AdamW optimizer");
+}
+
+// Raises if a parameter is listed twice.
+std::vector<at::Tensor> listed_once(
+    const torch::OrderedDict<std::string, at::Tensor>& named_params) {
+  std::unordered_map<const void*, std::string> names;
+  for (const auto& named : named_params) {
+    const auto [first, is_new] = names.emplace(named.value().unsafeGetTensorImpl(), named.key());
+    TORCH_CHECK_VALUE(is_new, "parameter '", named.key(), "' is '", first->second,
+                      "' again, expected each parameter once");
+  }
+  return named_params.values();
+}
+
 }  // namespace
 
 FusedAdamWOptions::FusedAdamWOptions(double lr) : lr_(lr) {}
@@ -65,13 +84,13 @@ void FusedAdamWOptions::serialize(OutputArchive& archive) const {
 }
 
 void FusedAdamWOptions::serialize(InputArchive& archive) {
-  read_if_there(archive, "lr", lr_);
-  read_if_there(archive, "betas", betas_);
-  read_if_there(archive, "eps", eps_);
-  read_if_there(archive, "weight_decay", weight_decay_);
-  read_if_there(archive, "amsgrad", amsgrad_);
-  lacks_own_options_ = !read_if_there(archive, "maximize", maximize_) ||
-                       !read_if_there(archive, "decoupled_weight_decay", decoupled_weight_decay_);
+  read_option(archive, "lr", lr_);
+  read_option(archive, "betas", betas_);
+  read_option(archive, "eps", eps_);
+  read_option(archive, "weight_decay", weight_decay_);
+  read_option(archive, "amsgrad", amsgrad_);
+  lacks_maximize_ = !read_if_there(archive, "maximize", maximize_);
+  lacks_decoupled_ = !read_if_there(archive, "decoupled_weight_decay", decoupled_weight_decay_);
 }
 
 double FusedAdamWOptions::get_lr() const { return lr(); }
@@ -111,7 +130,7 @@ FusedAdamW::FusedAdamW(std::vector<at::Tensor> params, const FusedAdamWOptions& 
 
 FusedAdamW::FusedAdamW(const torch::OrderedDict<std::string, at::Tensor>& named_params,
                        const FusedAdamWOptions& defaults)
-    : FusedAdamW(named_params.values(), defaults) {
+    : FusedAdamW(listed_once(named_params), defaults) {
   std::unordered_map<const void*, std::string> names;
   for (const auto& named : named_params) {
     names.emplace(named.value().unsafeGetTensorImpl(), named.key());
@@ -124,6 +143,16 @@ FusedAdamW::FusedAdamW(FusedAdamW&& other) noexcept = default;
 FusedAdamW& FusedAdamW::operator=(FusedAdamW&& other) noexcept = default;
 
 void FusedAdamW::add_param_group(const OptimizerParamGroup& param_group) {
+  std::unordered_map<const void*, size_t> numbers;
+  const auto list_once = [&](const at::Tensor& param) {
+    const auto [first, is_new] = numbers.emplace(param.unsafeGetTensorImpl(), numbers.size());
+    TORCH_CHECK_VALUE(is_new, "parameter ", numbers.size(), " is parameter ", first->second,
+                      " again, expected each parameter once");
+  };
+  for (const OptimizerParamGroup& group : param_groups_) {
+    std::for_each(group.params().begin(), group.params().end(), list_once);
+  }
+  std::for_each(param_group.params().begin(), param_group.params().end(), list_once);
   auto options =
       std::make_unique<FusedAdamWOptions>(static_cast<const FusedAdamWOptions&>(*defaults_));
   if (param_group.has_options()) {
@@ -139,21 +168,26 @@ torch::Tensor FusedAdamW::step(LossClosure closure) {
     const at::AutoGradMode enable_grad(true);
     loss = closure();
   }
-  planned_->step(param_groups_, state_, max_grad_norm_, skip_nonfinite_);
+  planned().step(param_groups_, state_, max_grad_norm_, skip_nonfinite_);
   return loss;
 }
 
 torch::Tensor FusedAdamW::grad_norm() const {
-  const torch::Tensor norm = planned_->control(&Control::grad_norm);
-  return planned_->norm_was_measured()
+  const torch::Tensor norm = planned().control(&Control::grad_norm);
+  return planned().norm_was_measured()
              ? norm
              : at::full_like(norm, std::numeric_limits<double>::quiet_NaN());
 }
 
-torch::Tensor FusedAdamW::steps() const { return planned_->control(&Control::steps); }
+torch::Tensor FusedAdamW::steps() const { return planned().control(&Control::steps); }
 
 torch::Tensor FusedAdamW::skipped_steps() const {
-  return planned_->control(&Control::skipped_steps);
+  return planned().control(&Control::skipped_steps);
+}
+
+PlannedStep& FusedAdamW::planned() const {
+  TORCH_CHECK(planned_ != nullptr, "this FusedAdamW was moved from");
+  return *planned_;
 }
 
 void FusedAdamW::save(OutputArchive& archive) const {
@@ -171,15 +205,21 @@ void FusedAdamW::load(InputArchive& archive) {
   for (const OptimizerParamGroup& group : loaded.param_groups_) {
     hyper_of(options_of(group));
   }
-  planned_->fit_state(loaded.param_groups_, loaded.state_);
+  planned().fit_state(loaded.param_groups_, loaded.state_);
+  std::vector<FusedAdamWOptions> options;
   for (size_t g = 0; g < param_groups_.size(); ++g) {
-    auto options = std::make_unique<FusedAdamWOptions>(options_of(loaded.param_groups_[g]));
-    if (std::exchange(options->lacks_own_options_, false)) {
-      const FusedAdamWOptions& own = options_of(param_groups_[g]);
-      options->maximize(own.maximize());
-      options->decoupled_weight_decay(own.decoupled_weight_decay());
+    const FusedAdamWOptions& own = options_of(param_groups_[g]);
+    FusedAdamWOptions& next = options.emplace_back(options_of(loaded.param_groups_[g]));
+    if (std::exchange(next.lacks_maximize_, false)) {
+      next.maximize(own.maximize());
     }
-    param_groups_[g].set_options(std::move(options));
+    if (std::exchange(next.lacks_decoupled_, false)) {
+      next.decoupled_weight_decay(own.decoupled_weight_decay());
+    }
+  }
+  for (size_t g = 0; g < param_groups_.size(); ++g) {
+    // In place, as libtorch does: the program may hold references to the options.
+    static_cast<FusedAdamWOptions&>(param_groups_[g].options()) = options[g];
   }
   state_ = std::move(loaded.state_);
 }

@@ -4,14 +4,12 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/from_blob.h>
-#include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/util/ScopeExit.h>
 
 #include <atomic>
 #include <cmath>
-#include <limits>
 
 #include "kernels/exact_accumulator.h"
 #include "ops/operators.h"
@@ -266,8 +264,7 @@ void PlannedStep::step(const Groups& groups, State& state, double max_grad_norm,
 }
 
 at::Tensor PlannedStep::control(double Control::*field) const {
-  return control_.defined() ? control_[index_of(field)].clone()
-                            : at::full({}, std::numeric_limits<double>::quiet_NaN(), at::kDouble);
+  return control_.defined() ? control_[index_of(field)].clone() : at::zeros({}, at::kDouble);
 }
 
 }  // namespace torchopt_ext

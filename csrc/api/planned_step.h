@@ -31,7 +31,7 @@ class PlannedStep {
   // parameter, if a tensor is missing or has another shape or dtype.
   void fit_state(const Groups& groups, State& state) const;
 
-  // Returns a copy of a field of the control block as float64; NaN before the first step.
+  // Returns a copy of a field of the control block as float64; 0 before the first step.
   at::Tensor control(double Control::*field) const;
   bool norm_was_measured() const { return norm_was_measured_; }
 

@@ -1,5 +1,7 @@
 // accumulator_total: returns the accumulator's sum, rounded once to float64; NaN or infinity if the
 // accumulator counted one.
+#include <ATen/ops/empty.h>
+
 #include "ops/operator.h"
 #include "plan/step_checks.h"
 #include "work/passes.h"
@@ -12,8 +14,12 @@ at::Tensor accumulator_total_op(const at::Tensor& accumulator) {
   return passes_on(accumulator.device()).accumulator_total(accumulator);
 }
 
+at::Tensor accumulator_total_meta(const at::Tensor& accumulator) {
+  return at::empty({}, accumulator.options().dtype(at::kDouble));
+}
+
 const Operator kAccumulatorTotal("accumulator_total", "(Tensor accumulator) -> Tensor",
-                                 accumulator_total_op);
+                                 accumulator_total_op, torch::CppFunction(accumulator_total_meta));
 
 }  // namespace
 }  // namespace torchopt_ext

@@ -60,14 +60,15 @@ void adam_(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs,
 }
 
 std::string arguments(const std::string& lr) {
-  return "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
-         "Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] state_steps, Tensor control, *, " +
+  return "(Tensor(a! -> *)[] params, Tensor[] grads, Tensor(b! -> *)[] exp_avgs, "
+         "Tensor(c! -> *)[] exp_avg_sqs, Tensor(d! -> *)[] max_exp_avg_sqs, "
+         "Tensor(e! -> *)[] state_steps, Tensor control, *, " +
          lr +
          " lr, float beta1, float beta2, float eps, float weight_decay, "
          "bool decoupled_weight_decay, bool maximize) -> ()";
 }
-const Operator kAdam("adam_", arguments("float"), adam_<double>);
 const Operator kAdamTensorLr("adam_.tensor_lr", arguments("Tensor"), adam_<const at::Tensor&>);
+const Operator kAdam("adam_", arguments("float"), adam_<double>);
 
 }  // namespace
 }  // namespace torchopt_ext

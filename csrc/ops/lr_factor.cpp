@@ -1,5 +1,7 @@
 // lr_factor: learning-rate factor of the warmup-stable-decay family after `step` steps.
 // lr_factor.tensor: the same for every element of an int64 tensor, as float64 on its device.
+#include <ATen/ops/empty_like.h>
+
 #include "cpu/float_mode.h"
 #include "ops/operator.h"
 #include "ops/operators.h"
@@ -57,15 +59,19 @@ at::Tensor lr_factor_tensor(const at::Tensor& step, int64_t warmup_steps, int64_
   return passes_on(step.device()).lr_factors(schedule, step.contiguous());
 }
 
-const Operator kLrFactor("lr_factor",
-                         "(int step, *, int warmup_steps, int stable_steps, int decay_steps, str "
-                         "decay_type=\"linear\", float min_factor=0.0, int generation=1) -> float",
-                         lr_factor_op);
-const Operator kLrFactorTensor(
-    "lr_factor.tensor",
-    "(Tensor step, *, int warmup_steps, int stable_steps, int decay_steps, str "
-    "decay_type=\"linear\", float min_factor=0.0, int generation=1) -> Tensor",
-    lr_factor_tensor);
+at::Tensor lr_factor_meta(const at::Tensor& step, int64_t, int64_t, int64_t, c10::string_view,
+                          double, int64_t) {
+  return at::empty_like(step, step.options().dtype(at::kDouble), at::MemoryFormat::Contiguous);
+}
+
+std::string arguments(const std::string& step) {
+  return "(" + step +
+         " step, *, int warmup_steps, int stable_steps, int decay_steps, "
+         "str decay_type=\"linear\", float min_factor=0.0, int generation=1)";
+}
+const Operator kLrFactorTensor("lr_factor.tensor", arguments("Tensor") + " -> Tensor",
+                               lr_factor_tensor, torch::CppFunction(lr_factor_meta));
+const Operator kLrFactor("lr_factor", arguments("int") + " -> float", lr_factor_op);
 
 }  // namespace
 }  // namespace torchopt_ext

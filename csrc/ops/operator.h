@@ -2,10 +2,18 @@
 // (documented in docs/numerics.md), its checks and its registration.
 //
 // Mutating operators end in `_` and return (). Each list operator also takes a plain tensor, so
-// that a call with empty lists still finds its device.
+// that a call with empty lists still finds its device. Lists that an operator writes are annotated
+// `(a! -> *)`: TorchScript's alias analysis misses writes through `(a!)` to a list that the script
+// itself makes, and removes the call (torch/csrc/jit/ir/alias_analysis.cpp).
+//
+// Overloads with a tensor are registered before overloads with a number: torch.ops takes the first
+// overload that fits, and a tensor of one element converts to a number.
 #pragma once
 
 #include <torch/library.h>
+
+#include <optional>
+#include <utility>
 
 namespace torchopt_ext {
 
@@ -15,15 +23,18 @@ void meta_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 
 // Registers an operator for the lifetime of the object. One function serves every dispatch key of
 // tensors with memory. Sparse tensors reach the function, too: its error names their position.
+// `meta` is the Meta kernel of an operator that returns a tensor.
 class Operator {
  public:
   template <class Function>
-  Operator(const std::string& name, const std::string& arguments, Function* function) {
-    schema_.set_python_module("torchopt_ext.ops");
+  Operator(const std::string& name, const std::string& arguments, Function* function,
+           std::optional<torch::CppFunction> meta = std::nullopt) {
     schema_.def((name + arguments).c_str());
     kernel_.impl(name.c_str(), function);
     if (arguments.ends_with("-> ()")) {
       meta_.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&meta_kernel>());
+    } else if (meta) {
+      meta_.impl(name.c_str(), std::move(*meta));
     }
   }
 

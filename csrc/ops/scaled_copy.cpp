@@ -96,7 +96,7 @@ namespace {
 
 // The name is `from_`: the keyword `from` would break the Python code that torch.compile writes.
 const Operator kScaledCopy(
-    "scaled_copy_", "(Tensor(a!)[] to, Tensor[] from_, Tensor control, *, bool unscale) -> ()",
+    "scaled_copy_", "(Tensor(a! -> *)[] to, Tensor[] from_, Tensor control, *, bool unscale) -> ()",
     scaled_copy_);
 
 }  // namespace

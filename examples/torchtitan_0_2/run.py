@@ -2,9 +2,9 @@
 
     python examples/torchtitan_0_2/run.py --ranks 2 --steps 20 [torchtitan's options ...]
 
-A tokenizer and a text of random words are made in the output folder first. Then torchtitan's own
-command line runs on so many ranks with job.toml; options that this program does not know go on to
-torchtitan, such as `--parallelism.tensor_parallel_degree=2`.
+The script first makes a tokenizer and a text of random words in the output folder. Then it runs
+torchtitan's own command line on all ranks, with job.toml. It passes options that it does not know
+to torchtitan, such as `--parallelism.tensor_parallel_degree=2`.
 """
 
 import argparse

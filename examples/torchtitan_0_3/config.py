@@ -18,5 +18,5 @@ def llama3() -> Trainer.Config:
     config.training.seq_len, config.training.local_batch_size = 128, 4
     config.training.disable_cuda_graphs = True
     config.validator.enable = False
-    # The one line: everything else is torchtitan's.
+    # The only line for torchopt_ext: everything else is torchtitan's.
     return use_torchopt_ext(config, deferred_clipping=True)

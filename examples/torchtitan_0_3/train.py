@@ -1,9 +1,9 @@
-"""torchtitan's command line; without an accelerator with what lets its Trainer run on a CPU."""
+"""torchtitan's command line. Without an accelerator a shim lets its Trainer run on a CPU."""
 
 import torch
 
 if not torch.accelerator.is_available():
-    import cpu_shim  # of tests/distributed/torchtitan_cpu
+    import cpu_shim  # in tests/distributed/torchtitan_cpu
 
     cpu_shim.install()
 

@@ -1,4 +1,4 @@
-"""python -m torchopt_ext bench: the step beside torch's, on this machine and these shapes."""
+"""python -m torchopt_ext bench: times the step and torch's, on this machine and these shapes."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ from torchopt_ext.optim.storage import MASTER_WEIGHTS, SIXTEEN_BIT, MasterWeight
 OURS, FUSED = "torchopt_ext FusedAdamW", "torch AdamW fused"
 MAX_NORM = 1.0
 PLAIN = "a += b"
-"""The roofline: as a step does, it writes what it has read, and reads more than it writes."""
+"""The roofline. Like a step, it writes what it has read, and reads more than it writes."""
 ELEMENTS = 2**25
-"""Of each of its two float32 tensors: more than caches hold."""
+"""Elements of each of the roofline's two float32 tensors: more than caches hold."""
 Step = Callable[[], Any]
 
 
@@ -115,7 +115,7 @@ def main(args: list[str]) -> int:
 
 
 def run(name: str, like: list[Tensor], options: Any) -> dict[str, Any]:
-    """Builds everything, and times it."""
+    """Builds the optimizers, times their steps, and returns all results."""
     try:
         device = torch.device(options.device)
         if device.type not in ("cpu", "cuda"):
@@ -172,7 +172,7 @@ def first_sentence(error: BaseException) -> str:
 
 
 def check_memory(name: str, like: list[Tensor]) -> None:
-    """Rejects what Linux would grant, and then kill the process for."""
+    """Rejects sizes for which Linux would grant memory and later kill the process."""
     needed = 8 * sum(param.numel() * param.dtype.itemsize for param in like)
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > there:
@@ -183,7 +183,7 @@ def check_memory(name: str, like: list[Tensor]) -> None:
 
 
 def filled(like: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Parameters and gradients of these shapes, of random values."""
+    """Returns parameters of these shapes with gradients, both of random values."""
     generator = torch.Generator(device).manual_seed(0)
     params = []
     for one in like:
@@ -197,7 +197,7 @@ def filled(like: list[Tensor], device: torch.device) -> list[Tensor]:
 
 
 class Clock:
-    """Seconds of a call; on a GPU until what it started has ended."""
+    """Measures the seconds of a call; on a GPU including the work that the call started."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -215,14 +215,14 @@ class Clock:
 
 
 def plain_update(device: torch.device) -> Step:
-    """The roofline, which moves 12 bytes an element."""
+    """Returns the roofline's operation, which moves 12 bytes per element."""
     ones = torch.ones(ELEMENTS, device=device)
     return functools.partial(torch.zeros_like(ones).add_, ones)
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without what others log or warn of, such as torch.compile, which torchao's step calls."""
+    """Silences other packages' logs and warnings, such as torch.compile's in torchao's step."""
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings(action="ignore"):
@@ -232,13 +232,13 @@ def quiet() -> Iterator[None]:
 
 
 def prepare(steps: dict[str, Step], clock: Clock) -> list[str]:
-    """Calls each once, which allocates state or compiles; removes and names what fails."""
+    """Calls each step once, to allocate or compile. Removes and names the steps that fail."""
     failed = []
     with Progress("preparing", len(steps)) as progress:
         for label in list(steps):
             try:
                 clock(steps[label])
-            except Exception:  # of any kind, such as of torch.compile without a compiler
+            except Exception:  # of any kind, for example torch.compile's without a compiler
                 if label not in OTHERS:
                     raise
                 del steps[label]
@@ -248,9 +248,9 @@ def prepare(steps: dict[str, Step], clock: Clock) -> list[str]:
 
 
 def in_turn(steps: dict[str, Step], clock: Clock, seconds: float) -> dict[str, list[float]]:
-    """Times of each, called in turn so that what disturbs the machine disturbs all alike.
+    """Times the steps in turn, so that disturbances of the machine affect all steps equally.
 
-    Each was called once before.
+    Each step must have been called once before.
     """
     samples: dict[str, list[float]] = {label: [] for label in steps}
     gc.collect()
@@ -274,7 +274,7 @@ def summary(times: list[float], ours: list[float]) -> dict[str, float]:
 
 
 def peers(params: list[Tensor], masters: MasterWeights | None) -> tuple[dict[str, Step], list[str]]:
-    """A step of each implementation over the same parameters, and who is not installed."""
+    """Returns a step of each implementation, and the names of those that are not installed."""
     ours = FusedAdamW(params, max_grad_norm=MAX_NORM, master_weights=masters)
     steps: dict[str, Step] = {OURS: ours.step}
     stepped = params
@@ -301,7 +301,7 @@ def clip_then(params: list[Tensor], step: Step) -> None:
 
 
 class Copies:
-    """fp32 copies of 16-bit parameters and gradients, kept by hand around another's step."""
+    """fp32 copies of 16-bit parameters and gradients, cast before and after another step."""
 
     def __init__(self, params: list[Tensor]) -> None:
         self.params = params
@@ -326,14 +326,14 @@ OTHERS = {
     "apex FusedAdam": ("apex.optimizers", "FusedAdam"),
     "torchao AdamW8bit": ("torchao.optim", "AdamW8bit"),
 }
-"""Modules and classes of others' optimizers."""
+"""Modules and classes of other packages' optimizers."""
 
 
 # ---- what is shown -------------------------------------------------------------------------------
 
 
 def about(found: dict[str, Any]) -> str:
-    """The machine and what was timed, in lines."""
+    """Describes the machine and the timed model, in lines."""
     versions, bandwidth = found["versions"], found["roofline_bytes_per_second"]
     by = f"{found['instruction_set']}, " if found["instruction_set"] else ""
     kind = found["master_weights"]
@@ -374,7 +374,7 @@ def as_text(found: dict[str, Any]) -> str:
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
-    """Bars of medians with quartiles, and a line at the roofline of our step."""
+    """Draws bars of medians with quartiles, and a line at the roofline of our step."""
     figure = new_figure(6.4, 1.6 + 0.45 * len(found["steps"]))
     panel = figure.subplots()
     for y, (label, step) in enumerate(found["steps"].items()):

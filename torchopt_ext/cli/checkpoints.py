@@ -1,6 +1,6 @@
-"""Checkpoints of optimizers, read tensor by tensor: files of torch.save, and folders of DCP.
+"""Reads checkpoints of optimizers tensor by tensor: files of torch.save, and folders of DCP.
 
-No code of a file runs, and no more than a tensor is in memory at a time.
+No code of a file runs, and only one tensor at a time is in memory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torchopt_ext.statedict.entries import CONTROL_KEY, MASTERS, MOMENTS
 FILE, FOLDER = "torch.save file", "distributed checkpoint"
 _ZIP = b"PK\x03\x04"
 CONTROL, OPTION, WEIGHTS = "control", "option", "weights"
-"""Kinds of tensors that are no state of a parameter."""
+"""Kinds of tensors that are not state of a parameter."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class Entry:
     """One tensor's place in a checkpoint.
 
     Attributes:
-        key: all of its path, as DCP writes it.
-        part: the key of the optimizer or model that it belongs to; "" at the top.
+        key: the tensor's whole path, as DCP writes it.
+        part: the key of the optimizer or model that holds the tensor; "" at the top.
         owner: in an optimizer the parameter, by index or name; otherwise "".
-        kind: such as "exp_avg"; CONTROL for the counts of a schedule; OPTION for those of param
+        kind: such as "exp_avg"; CONTROL for the counts of a schedule; OPTION for options of param
             groups; WEIGHTS outside optimizers.
     """
 
@@ -55,10 +55,10 @@ _KINDS = {"step", *MOMENTS, *MASTERS, *SCALES}
 
 
 def entry_of(key: str, path: KeyPath, optimizers: Set[str]) -> Entry:
-    """What a key says.
+    """Returns the entry that a key describes.
 
     Args:
-        key, path: as DCP has them.
+        key, path: in DCP's form.
         optimizers: parts that have param groups. A model may have a module that is called `state`.
     """
     marked = f".{key}"
@@ -80,7 +80,7 @@ def entry_of(key: str, path: KeyPath, optimizers: Set[str]) -> Entry:
 
 
 def is_control(key: str) -> bool:
-    """Whether a key is of the counts of a schedule or of a loss scale."""
+    """Returns whether a key belongs to the counts of a schedule or of a loss scale."""
     return f".{CONTROL_KEY}" in f".{key}"
 
 
@@ -89,11 +89,11 @@ class Checkpoint:
 
     Attributes:
         format: FILE or FOLDER.
-        tensors: of each one's shape and dtype; :meth:`tensor` reads one.
+        tensors: each tensor's shape and dtype; :meth:`tensor` reads a tensor.
         values: everything else.
-        paths: where each of both is in the nested state dict.
-        nested: the state dict itself, if a file has it: DCP makes text of all keys.
-        bytes: size of its files.
+        paths: the path of each tensor and value in the nested state dict.
+        nested: a file's own state dict; None for folders: DCP turns all keys into text.
+        bytes: size of the checkpoint's files.
     """
 
     format: str
@@ -104,11 +104,11 @@ class Checkpoint:
     bytes: int
 
     def tensor(self, key: str) -> Tensor:
-        """The tensor, on the CPU."""
+        """Returns the tensor, on the CPU."""
         raise NotImplementedError
 
     def entry(self, key: str) -> Entry:
-        """What a tensor is."""
+        """Returns the entry of a tensor or value."""
         return entry_of(key, self.paths[key], self._optimizers)
 
     @functools.cached_property
@@ -117,7 +117,7 @@ class Checkpoint:
         return {before[1:] for before, mark, _ in marked if mark}
 
     def options(self) -> dict[str, dict[str, Any]]:
-        """By part and param group (or parameter, in flat state dicts) the group's options."""
+        """Returns options by part and param group, or in flat state dicts by part and parameter."""
         groups: dict[str, dict[str, Any]] = {}
         for key, value in {**self.values, **self.tensors}.items():
             before, mark, rest = f".{key}".rpartition(".param_groups.")
@@ -146,7 +146,7 @@ class _File(Checkpoint):
             )
         try:
             loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except Exception as error:  # damaged files raise any kind
+        except Exception as error:  # damaged files may raise any kind
             raise CommandError(_why(path, error)) from error
         if not isinstance(loaded, dict):
             raise CommandError(f"{path} holds a {type(loaded).__name__}, expected a state dict")
@@ -196,7 +196,7 @@ class _Folder(Checkpoint):
         try:
             with quiet_dcp():
                 read(values, self._reader, None, str(self._path))
-        except Exception as error:  # damaged files raise any kind
+        except Exception as error:  # damaged files may raise any kind
             raise CommandError(_why(self._path, error)) from error
 
     def tensor(self, key: str) -> Tensor:
@@ -207,7 +207,7 @@ class _Folder(Checkpoint):
 
 
 def _why(path: Path, error: Exception) -> str:
-    """Why a checkpoint cannot be read, in one sentence."""
+    """Returns why a checkpoint cannot be read, in one sentence."""
     text = str(error)
     if found := re.search(r"GLOBAL ([\w.]+)", text):
         return f"{path} refers to {found[1]}, whose code could run when it is loaded: not loaded"
@@ -216,17 +216,17 @@ def _why(path: Path, error: Exception) -> str:
 
 @contextlib.contextmanager
 def quiet_dcp() -> Iterator[None]:
-    """Without DCP's warning that a single process calls it."""
+    """Silences DCP's warning that a single process calls it."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """A checkpoint's contents.
+    """Opens a checkpoint.
 
     Raises:
-        CommandError: there is none, it is damaged, or it holds other than tensors and plain values.
+        CommandError: The file is missing or damaged, or has other than tensors and plain values.
     """
     try:
         kind = path.stat().st_mode
@@ -238,15 +238,15 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def give_back_memory() -> None:
-    """Lets glibc return memory of tensors when they are freed.
+    """Makes glibc return the memory of tensors when they are freed.
 
-    It keeps blocks of up to 32 MB for later (mallopt(3), M_MMAP_THRESHOLD), but torch's aligned
-    ones do not fit there again: memory would grow to the size of the checkpoint.
+    glibc keeps blocks of up to 32 MB for later (mallopt(3), M_MMAP_THRESHOLD), but torch's aligned
+    blocks do not fit into them again: memory would grow to the size of the checkpoint.
     """
     if hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(-3, 2**20)
 
 
 def memory_of(tensor: Tensor) -> Any:
-    """A CPU tensor's elements as a buffer, in row-major order. Keep the tensor meanwhile."""
+    """Returns a CPU tensor's elements as a row-major buffer. The tensor must outlive the buffer."""
     return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())

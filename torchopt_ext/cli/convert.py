@@ -146,7 +146,7 @@ def main(args: list[str]) -> int:
 
 
 def exact_weights(weights: Weights, masters: list[Entry]) -> dict[str, Any]:
-    """The master weights by name; of several optimizers, by theirs first."""
+    """Returns the master weights by name; for several optimizers, one dict for each."""
     found: dict[str, Any] = {}
     for entry in masters:
         found.setdefault(entry.part, {})[weights.name(entry)] = weights.as_kind(entry, MASTER)
@@ -158,7 +158,7 @@ def exact_weights(weights: Weights, masters: list[Entry]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class New:
-    """A tensor of the output: where it goes, what it will be like, and what makes it."""
+    """A tensor of the output: its path, shape and dtype, and the function that makes it."""
 
     path: KeyPath
     shape: torch.Size
@@ -167,7 +167,7 @@ class New:
 
     @property
     def like(self) -> Tensor:
-        """Of its shape and dtype, without its memory."""
+        """A tensor of the same shape and dtype that takes no memory."""
         return torch.zeros((), dtype=self.dtype).expand(self.shape)
 
     @property
@@ -176,10 +176,10 @@ class New:
 
 
 def converted(source: Checkpoint, weights: Weights, options: Any) -> dict[str, New]:
-    """The output's tensors by key.
+    """Returns the output's tensors by key.
 
     Raises:
-        CommandError: a weight that is needed is missing or does not fit.
+        CommandError: A weight that is needed is missing or does not fit.
     """
     new: dict[str, New] = {}
     keep_fp32 = found_by_name(source, weights, options.fp32_moments or ())
@@ -211,7 +211,7 @@ def converted(source: Checkpoint, weights: Weights, options: Any) -> dict[str, N
     for own in owners.values():
         kinds = [kind for kind in (wanted, *MASTERS, "exp_avg") if kind in own]
         if not kinds or (kinds == ["exp_avg"] and mixed and not weights.given):
-            continue  # no parameter of Adam's; or one of 32 bits beside those of 16
+            continue  # not Adam's parameter, or a 32-bit parameter next to 16-bit parameters
         entries.append(own[kinds[0]])
     weights.find(entries, wanted)
     for entry in entries:
@@ -226,10 +226,10 @@ def converted(source: Checkpoint, weights: Weights, options: Any) -> dict[str, N
 def found_by_name(
     source: Checkpoint, weights: Weights, patterns: Sequence[str]
 ) -> set[tuple[str, str]]:
-    """Part and owner of the parameters of which a name has one of the patterns.
+    """Returns part and owner of the parameters whose names match one of the patterns.
 
     Raises:
-        CommandError: a pattern is none, or in no name.
+        CommandError: A pattern is not a regular expression, or matches no name.
     """
     if not patterns:
         return set()
@@ -248,16 +248,16 @@ def found_by_name(
 
 
 def kept(source: Checkpoint, entry: Entry, dtype: torch.dtype) -> New:
-    """A tensor as it is, or rounded to another dtype."""
+    """Returns a tensor as it is, or rounded to another dtype."""
     shape = source.tensors[entry.key].shape
     return New(source.paths[entry.key], shape, dtype, lambda: source.tensor(entry.key).to(dtype))
 
 
 def moments(source: Checkpoint, entry: Entry, wanted: str) -> Iterator[New]:
-    """A moment as FusedAdamW(state_dtype=...) holds it: codes with their scales, or floats.
+    """Yields a moment in the form of FusedAdamW(state_dtype=...): codes and scales, or floats.
 
     Raises:
-        CommandError: it cannot be held so, or is of another format of 8-bit moments.
+        CommandError: The moment cannot have this form, or has another format of 8-bit moments.
     """
     key, kind, like = entry.key, entry.kind, source.tensors[entry.key]
     coded = kind in CODES and f"{key}{SCALE}" in source.tensors
@@ -273,7 +273,7 @@ def moments(source: Checkpoint, entry: Entry, wanted: str) -> Iterator[New]:
         path = (*path[:-1], f"{path[-1]}{SCALE}")
         shape = scale_shape(like)
         yield New(path, shape, torch.float32, lambda: quantize(kind, source.tensor(key))[1])
-    elif kind not in SCALES:  # which go into their moments
+    elif kind not in SCALES:  # scales go into their moments
         held = like.dtype in (torch.float32, *SIXTEEN_BIT)
         dtype = DTYPES.get(wanted, torch.float32) if held or coded else like.dtype
         if coded:
@@ -284,28 +284,28 @@ def moments(source: Checkpoint, entry: Entry, wanted: str) -> Iterator[New]:
 
 
 def quantizes(source: Checkpoint, like: Tensor) -> bool:
-    """Whether a moment's parameter can have 8 bits, whatever its order in memory.
+    """Returns whether a moment can have 8 bits, whatever its parameter's order in memory.
 
-    A folder does not tell channels-last ones, of four dimensions or more, which cannot. FusedAdamW
-    quantizes their float moments if it can.
+    Channels-last moments, of four or more dimensions, cannot, and a folder does not tell them from
+    others. FusedAdamW quantizes their float moments if it can.
     """
     known = source.format == FILE or like.dim() < 4
     return known and can_quantize(torch.empty_like(like, device="meta"))
 
 
 def decoded(source: Checkpoint, entry: Entry, dtype: torch.dtype) -> Tensor:
-    """A moment of 8 bits as floats."""
+    """Returns an 8-bit moment as floats."""
     scales = source.tensor(f"{entry.key}{SCALE}")
     return dequantize(entry.kind, source.tensor(entry.key), scales).to(dtype)
 
 
 def kept_values(source: Checkpoint, to_torch: bool) -> dict[str, Any]:
-    """What is no tensor."""
+    """Returns the values that are not tensors."""
     return {key: v for key, v in source.values.items() if not (to_torch and is_control(key))}
 
 
 def save_file(source: Checkpoint, new: dict[str, New], path: Path, to_torch: bool) -> None:
-    """One file of torch.save, with parameters' indices as numbers again."""
+    """Writes a file of torch.save. Parameters' indices become numbers again."""
     made = {}
     with Progress("converting", sum(tensor.bytes for tensor in new.values())) as progress:
         for key, tensor in new.items():
@@ -330,7 +330,7 @@ def with_tensors(
     made: dict[str, Tensor],
     to_torch: bool,
 ) -> Any:
-    """A file's state dict with other tensors, and the rest as it is: keys, types, what is empty."""
+    """Returns a file's state dict with new tensors. Keys, types and empty values stay."""
     added: dict[str, dict[str, Tensor]] = {}
     for key, tensor in new.items():
         if key not in source.tensors:
@@ -347,7 +347,7 @@ def with_tensors(
             return _GONE if to_torch and is_control(key) else value
         if isinstance(value, dict):
             items = {name: inner(name, item) for name, item in value.items()}
-            copied = copy.copy(value)  # of its class, with its attributes
+            copied = copy.copy(value)  # keeps class and attributes
             copied.clear()
             copied.update({name: item for name, item in items.items() if item is not _GONE})
             copied.update(added.get(key, {}))
@@ -362,10 +362,10 @@ _GONE = object()
 
 
 def torch_save(value: Any, path: Path) -> None:
-    """torch.save, which makes a RuntimeError of what the disk says.
+    """Calls torch.save, and turns its RuntimeError for a disk's error into OSError.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: The file cannot be written.
     """
     try:
         torch.save(value, path)
@@ -374,20 +374,20 @@ def torch_save(value: Any, path: Path) -> None:
 
 
 def with_indices(nested: Any, indices: set[str]) -> Any:
-    """A state dict whose states have numbers as keys, which DCP makes text of."""
+    """Returns a state dict whose states have numbers as keys again, which DCP turns into text."""
     if isinstance(nested, list):
         return [with_indices(value, indices) for value in nested]
     if not isinstance(nested, dict):
         return nested
     found = {key: with_indices(value, indices) for key, value in nested.items()}
     if "param_groups" in found:
-        state = found.get("state", {})  # nothing is left of an empty one
+        state = found.get("state", {})  # DCP drops an empty state
         found["state"] = {int(k) if k in indices else k: value for k, value in state.items()}
     return found
 
 
 class _Planner(DefaultSavePlanner):
-    """Makes each tensor when it is written, and frees it when the next one is.
+    """Makes each tensor when it is written, and frees it when the next tensor is written.
 
     The writer keeps every tensor object until its file is complete (torch's filesystem.py), but
     reads it only once.
@@ -410,7 +410,7 @@ class _Planner(DefaultSavePlanner):
 
 
 def save_folder(source: Checkpoint, new: dict[str, New], path: Path, to_torch: bool) -> None:
-    """A folder of torch.distributed.checkpoint."""
+    """Writes a folder of torch.distributed.checkpoint."""
     nested: dict[str, Any] = {}
     for tensor in new.values():
         set_element(nested, tensor.path, tensor.like)
@@ -418,12 +418,12 @@ def save_folder(source: Checkpoint, new: dict[str, New], path: Path, to_torch: b
         set_element(nested, source.paths[key], value)
     total = sum(tensor.bytes for tensor in new.values())
     with Progress("converting", total) as progress, quiet_dcp():
-        # Without copies ahead, which would be of tensors that are freed by then.
+        # No copy-ahead: it would copy tensors that are freed by then.
         writer = FileSystemWriter(path, single_file_per_rank=True, per_thread_copy_ahead=0)
         try:
             save(nested, storage_writer=writer, planner=_Planner(new, progress), no_dist=True)
-        except CheckpointException as error:  # of this process, the only one
+        except CheckpointException as error:  # of the only process
             (cause, _), *_ = error.failures.values()
-            if isinstance(cause, RuntimeError):  # torch's, of what the disk says
+            if isinstance(cause, RuntimeError):  # torch's, for a disk's error
                 raise OSError(str(cause).splitlines()[0]) from error
             raise cause from error

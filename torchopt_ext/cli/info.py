@@ -1,4 +1,4 @@
-"""python -m torchopt_ext info: what is installed and built, and whether a step is right."""
+"""python -m torchopt_ext info: shows what is installed and built, and tests a step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PACKAGES = (
     "numpy", "torchtitan", "torchft", "tyro", "tqdm", "matplotlib", "safetensors", "tensorboard",
 )  # fmt: skip
 TOLERANCE = 1e-6
-"""Largest error of a parameter after the steps, of 1: float32 rounds to 6e-8."""
+"""Largest error of a parameter of size 1 after the steps. float32 rounds to 6e-8."""
 
 
 def parser() -> Parser:
@@ -48,7 +48,7 @@ def main(args: list[str]) -> int:
 
 
 def report() -> dict[str, Any]:
-    """Everything, as JSON has it."""
+    """Returns the whole report in JSON's types."""
     devices = ["cpu"]
     if torchopt_ext.cuda_built() and torch.cuda.is_available():
         devices += [f"cuda:{n}" for n in range(torch.cuda.device_count())]
@@ -91,7 +91,7 @@ def version(package: str) -> str | None:
 
 
 def processor() -> str:
-    """The processor's name as Linux has it."""
+    """Returns the processor's name, from Linux if possible."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -104,7 +104,7 @@ def processor() -> str:
 
 
 def self_test(device: str) -> dict[str, Any]:
-    """Three clipped steps over tensors of several sizes, and their largest error."""
+    """Makes three clipped steps over tensors of several sizes, and reports their largest error."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(1,), (63,), (64, 65), (3, 5000)]
     start = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
@@ -122,13 +122,13 @@ def self_test(device: str) -> dict[str, Any]:
             optimizer.step()
         pairs = zip(params, expected, strict=True)
         error = max(float((p.detach().cpu().double() - e).abs().max()) for p, e in pairs)
-    except RuntimeError as problem:  # such as of a device without memory
+    except RuntimeError as problem:  # for example out of device memory
         return {"passed": False, "problem": " ".join(str(problem).split())}
     return {"passed": error <= TOLERANCE, "largest_error": error}
 
 
 def reference(start: list[Tensor], grads: list[list[Tensor]]) -> list[Tensor]:
-    """AdamW with clipping in float64 (Loshchilov & Hutter, arXiv:1711.05101, Algorithm 2)."""
+    """Steps AdamW with clipping in float64 (Loshchilov & Hutter, arXiv:1711.05101, Algorithm 2)."""
     lr, decay, eps, beta1, beta2 = 1e-2, 0.1, 1e-8, 0.9, 0.999
     params = [value.clone() for value in start]
     first = [torch.zeros_like(value) for value in start]

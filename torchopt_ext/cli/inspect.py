@@ -1,4 +1,4 @@
-"""python -m torchopt_ext inspect: what a checkpoint of an optimizer holds."""
+"""python -m torchopt_ext inspect: shows what a checkpoint of an optimizer holds."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def main(args: list[str]) -> int:
 
 
 def report(path: Path, hashed: bool) -> dict[str, Any]:
-    """Everything, as JSON has it."""
+    """Returns the whole report in JSON's types."""
     checkpoint = open_checkpoint(path)
     parts: dict[str, list[Entry]] = {}
     for entry in map(checkpoint.entry, sorted(checkpoint.tensors)):
@@ -107,7 +107,7 @@ def part_report(checkpoint: Checkpoint, part: str, entries: list[Entry]) -> dict
             steps.append(checkpoint.tensor(entry.key).item())
     names = {kind for kind, _ in kinds}
     owners = {entry.owner for entry in entries if entry.owner}
-    for key, value in checkpoint.values.items():  # torch before 2.0 kept numbers
+    for key, value in checkpoint.values.items():  # torch before 2.0 saved numbers
         if key.startswith(f"{part}.state." if part else "state.") and key.endswith(".step"):
             steps.append(value)
     found: dict[str, Any] = {
@@ -135,7 +135,7 @@ def part_report(checkpoint: Checkpoint, part: str, entries: list[Entry]) -> dict
 
 
 def controls(checkpoint: Checkpoint, part: str) -> Iterator[tuple[str, Any]]:
-    """The counts of a schedule or of a loss scale: tensors, or numbers in flat state dicts."""
+    """Yields counts of schedules and loss scales: tensors, or numbers in flat state dicts."""
     for key in checkpoint.paths:
         if is_control(key) and checkpoint.entry(key).part == part:
             yield (
@@ -149,7 +149,7 @@ def is_finite(step: Any) -> bool:
 
 
 def groups(checkpoint: Checkpoint, part: str) -> list[dict[str, Any]]:
-    """The groups' options; parameters of a flat state dict with the same ones are a group."""
+    """Returns the groups' options. In a flat state dict, equal options make a group."""
     found: dict[str, dict[str, Any]] = {}
     start = f"{part}.param_groups." if part else "param_groups."
     for owner, saved in checkpoint.options().items():
@@ -157,7 +157,7 @@ def groups(checkpoint: Checkpoint, part: str) -> list[dict[str, Any]]:
             continue
         count = len(saved.get("params", [owner]))
         plain = {name: _plain(v) for name, v in sorted(saved.items()) if name not in _NO_OPTIONS}
-        # Groups of an indexed layout stay apart though their options may be the same.
+        # Groups of an indexed layout stay separate, even if their options are the same.
         text = json.dumps(plain, sort_keys=True) + (owner if "params" in saved else "")
         made = {"parameters": 0, "options": plain, "indices": "params" in saved}
         found.setdefault(text, made)["parameters"] += count
@@ -175,7 +175,7 @@ def _plain(value: Any) -> Any:
 
 
 def digest(checkpoint: Checkpoint) -> str:
-    """SHA-256 of all tensors, in the order of their keys."""
+    """Returns the SHA-256 of all tensors, in the order of their keys."""
     hashed = hashlib.sha256()
     total = sum(like.numel() * like.dtype.itemsize for like in checkpoint.tensors.values())
     with Progress("hashing", total) as progress:

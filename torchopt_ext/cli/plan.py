@@ -1,4 +1,4 @@
-"""python -m torchopt_ext plan: memory and traffic of the optimizer before a run."""
+"""python -m torchopt_ext plan: shows memory and traffic of the optimizer before a run."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def estimate_by(params: list[Tensor], sharding: str, options: Any) -> list[RankB
 
 
 def chosen_fp32(entries: list[Entry], options: Any) -> Collection[Tensor]:
-    """The tensors that `--fp32-moments` chooses."""
+    """Returns the tensors that `--fp32-moments` selects."""
     chosen = options.fp32_moments
     if not is_8_bit(options.state_dtype):
         if chosen is not None:
@@ -156,7 +156,7 @@ def fullest(ranks: list[RankBytes]) -> RankBytes:
 
 
 def seconds(ranks: list[RankBytes], options: Any) -> dict[str, float]:
-    """What the slowest rank takes, where a bandwidth is given."""
+    """Returns the times of the slowest rank, if bandwidths are given."""
     found = {}
     if options.bandwidth:
         found["step_seconds"] = max(rank.moved for rank in ranks) / (options.bandwidth * 1e9)
@@ -244,7 +244,7 @@ def cells(rank: RankBytes, scale: float) -> list[str]:
 
 
 def draw(name: str, plans: dict[str, list[RankBytes]], path: Path) -> None:
-    """Bars of what the fullest rank holds, and marks of what the mean rank does."""
+    """Draws bars of the bytes that the fullest rank holds, and marks at the mean of all ranks."""
     most = [fullest(ranks) for ranks in plans.values()]
     unit, scale = unit_of(max(rank.held for rank in most))
     figure = new_figure(6.4, 4.0)

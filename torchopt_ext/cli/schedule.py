@@ -1,4 +1,4 @@
-"""python -m torchopt_ext schedule: learning rates by step, before a run."""
+"""python -m torchopt_ext schedule: shows learning rates by step, before a run."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from torchopt_ext.containers.lr_schedulers import schedule_from_config, schedule
 COLUMNS = 60
 BLOCKS, ASCII = "▁▂▃▄▅▆▇█", "_.-:=+*#"
 MOST_STEPS = 10_000_000
-"""Every step's rate is computed."""
+"""Limit of the steps, because every step's rate is computed."""
 TABLED = 4
-"""Curves that a table has room for beside each other."""
+"""Curves that fit next to each other in a table."""
 STYLES = ("-", "--", "-.", ":")
 DEFAULTS = {
     "lr": "1.0", "warmup": "0", "decay_ratio": "", "decay": "linear", "min_factor": "0",
     "generation": "2",
 }  # fmt: skip
-"""Of the options that go with --steps."""
+"""Defaults of the options that need --steps."""
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,8 @@ def main(args: list[str]) -> int:
 
 
 def from_job(path: str) -> Curve:
-    """The schedule of a job's TOML file."""
-    from torchopt_ext.trainer.config import ConfigError  # both need the Trainer's packages
+    """Returns the schedule of a job's TOML file."""
+    from torchopt_ext.trainer.config import ConfigError  # needs the Trainer's packages
     from torchopt_ext.trainer.load_config import load_config
 
     try:
@@ -136,7 +136,7 @@ def from_job(path: str) -> Curve:
 
 
 def from_flags(steps: int, given: Mapping[str, str]) -> list[Curve]:
-    """A curve for each combination of values, named by the values that differ."""
+    """Returns a curve for each combination of values, named by the values that differ."""
     ratio = given["decay_ratio"]
     named: dict[str, list[Any]] = {
         "lr": parts("--lr", given["lr"], positive),
@@ -170,7 +170,7 @@ def from_flags(steps: int, given: Mapping[str, str]) -> list[Curve]:
 
 
 def whole(text: str) -> int:
-    """A whole number, also as 1e3."""
+    """Parses a whole number, also in the form 1e3."""
     value = float(text)
     if not value.is_integer() or abs(value) >= 2**62:
         raise ValueError
@@ -178,10 +178,10 @@ def whole(text: str) -> int:
 
 
 def parts(option: str, text: str, read: Callable[[str], Any]) -> list[Any]:
-    """The values of an option, between commas."""
+    """Parses the comma-separated values of an option."""
     try:
         return [read(part.strip()) for part in text.split(",")]
-    except Exception as error:  # of any kind, from numbers of any kind
+    except Exception as error:  # parsers may raise any kind
         raise CommandError(
             f"{option} is {text!r}, which cannot be read; --help shows what there is"
         ) from error
@@ -199,7 +199,7 @@ def sampled(name: str, lr: float, steps: int, schedule: Callable[..., Any], *of:
 
 
 def as_text(curves: Sequence[Curve], rows: int) -> str:
-    """A line for each curve, and a table of some steps."""
+    """Formats a line for each curve, and a table of some steps."""
     highest = max(max(curve.rates) for curve in curves) or 1.0
     steps = max(len(curve.factors) for curve in curves)
     lines = [f"{steps:,} steps; highest {highest:.4g}", ""]
@@ -220,7 +220,7 @@ def as_text(curves: Sequence[Curve], rows: int) -> str:
 
 
 def short(name: str) -> str:
-    """A name that leaves room for others beside it."""
+    """Shortens a name to leave room for others in the same line."""
     return name if len(name) <= 15 else name[:14] + "~"
 
 
@@ -229,7 +229,7 @@ def rate(rates: Sequence[float], step: int) -> str:
 
 
 def sparkline(values: Sequence[float], highest: float, columns: int) -> str:
-    """Values as a line of blocks, each the mean of what it stands for."""
+    """Formats values as a line of blocks. Each block is the mean of the values it stands for."""
     encoding = getattr(sys.stdout, "encoding", None) or "ascii"
     try:
         BLOCKS.encode(encoding)
@@ -238,13 +238,13 @@ def sparkline(values: Sequence[float], highest: float, columns: int) -> str:
         blocks = ASCII
     columns = max(1, min(columns, len(values)))
     edges = [n * len(values) // columns for n in range(columns + 1)]
-    shares = [value / highest for value in values]  # whose sums are finite
+    shares = [value / highest for value in values]  # sums of shares are finite
     means = [sum(shares[lo:hi]) / (hi - lo) for lo, hi in itertools.pairwise(edges)]
     return "".join(blocks[min(7, int(8 * mean))] for mean in means)
 
 
 def as_csv(curves: Sequence[Curve]) -> str:
-    """Every step of every curve; steps that a shorter one lacks are empty."""
+    """Formats every step of every curve as CSV. Steps after a curve's end are empty."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["step", *(curve.name or "lr" for curve in curves)])

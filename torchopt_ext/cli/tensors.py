@@ -21,7 +21,7 @@ from torchopt_ext.optim.fp32_moments import embeddings_of
 
 NAMED = "gpt2"
 ALIKE = 1024
-"""Tensors that stand for a number of parameters."""
+"""The number of tensors that `--params` stands for."""
 DTYPES = {
     "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
     "float64": torch.float64,
@@ -30,10 +30,10 @@ _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "flo
 MASTERS_NAMED = {
     "fp32": "fp32 master weights", "remainder": "remainders", "remainder8": "8-bit remainders"
 }  # fmt: skip
-"""What ``master_weights`` keeps, by its value."""
+"""Descriptions of the values of ``master_weights``."""
 MOST_TENSORS = 1_000_000
 MOST_ELEMENTS = 2**53
-"""More than the partitions take; the bytes of fewer fit into 63 bits."""
+"""The partitions' limit. Sizes must be below it, so that their bytes fit into 63 bits."""
 _SAFETENSORS = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
@@ -46,12 +46,12 @@ _LARGEST_HEADER = 100_000_000  # the format's own limit
 
 
 class Entry(NamedTuple):
-    """A tensor without memory that stands for one of the model's.
+    """A tensor without memory that stands for a tensor of the model.
 
     Attributes:
-        tensor: of its shape and dtype.
-        name: "" if there is none.
-        embedding: whether it is known to be the weight of an embedding.
+        tensor: a meta tensor of the same shape and dtype.
+        name: the tensor's name, or "".
+        embedding: whether the tensor is known to be the weight of an embedding.
     """
 
     tensor: Tensor
@@ -60,7 +60,7 @@ class Entry(NamedTuple):
 
 
 def add_source(parser: Parser, *, required: bool) -> None:
-    """Adds the options that say which tensors."""
+    """Adds the options that select the tensors."""
     source = parser.add_mutually_exclusive_group(required=required)
     source.add_argument(
         "--model",
@@ -84,7 +84,7 @@ def add_source(parser: Parser, *, required: bool) -> None:
 
 
 def add_dtype(parser: Parser, flag: str, choices: Iterable[str], what: str) -> None:
-    """Adds an option that takes torch's names of dtypes, and short ones such as bf16."""
+    """Adds an option that takes torch's names of dtypes, and short names such as bf16."""
     parser.add_argument(
         flag,
         type=lambda text: _SHORT.get(text, text),
@@ -95,10 +95,10 @@ def add_dtype(parser: Parser, flag: str, choices: Iterable[str], what: str) -> N
 
 
 def from_options(options: Any) -> tuple[str, list[Entry]]:
-    """What the options of :func:`add_source` name, and its tensors.
+    """Returns the name of the model that :func:`add_source`'s options select, and its tensors.
 
     Raises:
-        CommandError: it cannot be found, read or built.
+        CommandError: The model cannot be found, read or built, or cannot be trained.
     """
     if options.model is not None:
         name, entries = options.model, from_function(options.model)
@@ -123,19 +123,19 @@ def from_options(options: Any) -> tuple[str, list[Entry]]:
 
 
 def meta(shape: Sequence[int], dtype: torch.dtype = torch.float32, trained: bool = True) -> Tensor:
-    """A parameter without memory; integers are never trained."""
+    """Returns a parameter without memory. Integers and types of one byte are never trained."""
     trained = trained and (dtype.is_floating_point or dtype.is_complex) and dtype.itemsize > 1
     return torch.empty(tuple(shape), dtype=dtype, device="meta", requires_grad=trained)
 
 
 def alike(count: int) -> list[Tensor]:
-    """So many elements in tensors that differ by one element at most."""
+    """Returns tensors of `count` elements in total. Their sizes differ by one element at most."""
     each, more = divmod(count, ALIKE)
     return [meta((each + (n < more),)) for n in range(ALIKE)]
 
 
 def gpt2() -> list[Entry]:
-    """Parameters of GPT-2 124 M with tied embeddings, in the Hugging Face model's order."""
+    """Returns GPT-2 124 M's parameters with tied embeddings, in the Hugging Face model's order."""
     width = 768
     block: list[tuple[int, ...]] = [
         *[(width,), (width,)],  # layer norm
@@ -148,7 +148,7 @@ def gpt2() -> list[Entry]:
 
 
 def from_text(text: str) -> list[Entry]:
-    """Parameters of the shapes that the command line names."""
+    """Returns parameters of the shapes that the command line names."""
     entries: list[Entry] = []
     for item in text.split(","):
         if item == NAMED:
@@ -170,11 +170,11 @@ def from_text(text: str) -> list[Entry]:
 
 
 def from_function(text: str) -> list[Entry]:
-    """The parameters, each once, of the model that ``module:function`` builds."""
+    """Returns the parameters, each once, of the model that ``module:function`` builds."""
     where, _, name = text.partition(":")
     if not where or not name:
         raise CommandError(f"--model is {text!r}, expected MODULE:FUNCTION")
-    if os.getcwd() not in sys.path and "" not in sys.path:  # as python -m has it
+    if os.getcwd() not in sys.path and "" not in sys.path:  # as with python -m
         sys.path.insert(0, os.getcwd())
     try:
         build = getattr(importlib.import_module(where), name)
@@ -200,7 +200,7 @@ def from_function(text: str) -> list[Entry]:
 
 
 def from_safetensors(path: Path) -> list[Entry]:
-    """Tensors of a safetensors file, or of the files that an index beside them names.
+    """Returns the tensors of a safetensors file, or of the files that an index names.
 
     Only headers are read (https://github.com/huggingface/safetensors, Format).
     """
@@ -229,7 +229,7 @@ def from_safetensors(path: Path) -> list[Entry]:
 
 
 def read_header(path: Path) -> dict[str, Tensor]:
-    """Every tensor of a safetensors file, without memory, in the order of the file."""
+    """Reads every tensor of a safetensors file, without memory, in the order of the file."""
     try:
         with path.open("rb") as stream:
             start = stream.read(8)
@@ -256,7 +256,7 @@ def _described(name: str, entry: dict[str, Any]) -> Tensor:
     shape, kind = entry["shape"], entry["dtype"]
     if kind not in _SAFETENSORS:
         raise CommandError(f"{name} has the dtype {kind}, expected {', '.join(_SAFETENSORS)}")
-    lengths = [length or 1 for length in shape]  # strides are as of 1 where a length is 0
+    lengths = [length or 1 for length in shape]  # strides count a length of 0 as 1
     if any(type(n) is not int or n < 0 for n in shape) or math.prod(lengths) >= MOST_ELEMENTS:
         raise CommandError(f"{name} has the shape {shape}")
     return meta(shape, _SAFETENSORS[kind])

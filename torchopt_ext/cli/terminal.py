@@ -1,4 +1,4 @@
-"""What the commands share: errors, arguments, tables, units, progress and files."""
+"""Shared parts of the commands: errors, arguments, tables, units, progress and files."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 WIDTH = 80
-"""Columns that every line of output fits into."""
+"""Maximum width of a line of output, in columns."""
 
 
 class CommandError(Exception):
-    """A command cannot do what it was asked to; one sentence says why."""
+    """A command cannot do what it was asked to do. The message is one sentence that says why."""
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM came while something was written."""
+    """SIGTERM arrived while a file was written."""
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's, with examples below the help and errors of one sentence.
+    """argparse's parser, with examples below the help and errors of one sentence.
 
     Args:
         command: name of the command.
-        does: what it does.
-        examples: argument lists, one a line.
-        listing: lines below what it does.
-        takes: names of what stands before the options.
+        does: description of the command.
+        examples: argument lists, one per line.
+        listing: lines below the description.
+        takes: names of the positional arguments.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def number(text: str) -> int:
-    """A whole number of 1 or more, as an argument; 8e9 and 1_000 are numbers, too."""
+    """Parses an argument that is a whole number of 1 or more. 8e9 and 1_000 are allowed."""
     try:
         value = float(text)
     except ValueError:
@@ -76,7 +76,7 @@ def number(text: str) -> int:
 
 
 def positive(text: str) -> float:
-    """A finite number above 0, as an argument."""
+    """Parses an argument that is a finite number above 0."""
     try:
         value = float(text)
     except ValueError:
@@ -87,12 +87,12 @@ def positive(text: str) -> float:
 
 
 def listed(text: str) -> list[str]:
-    """What stands between commas, as an argument; nothing for an empty text."""
+    """Parses a comma-separated argument. An empty text gives an empty list."""
     return [item for item in text.split(",") if item]
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Rows in columns, the first at the left margin, the others flush right."""
+    """Formats rows as columns: the first column flush left, the others flush right."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     lines = [header, ["-" * width for width in widths], *rows]
     return "\n".join(
@@ -105,7 +105,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The same as a Markdown table."""
+    """Formats rows as a Markdown table."""
     marks = ["---", *["---:"] * (len(header) - 1)]
     return "\n".join(f"| {' | '.join(line)} |" for line in (header, marks, *rows))
 
@@ -114,18 +114,18 @@ _UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
 
 
 def unit_of(largest: float) -> tuple[str, float]:
-    """The unit in which the largest of some byte counts is 1 or more, and its bytes."""
+    """Returns the unit in which the largest byte count is 1 or more, and the unit's bytes."""
     return next((unit for unit in _UNITS if largest >= unit[1]), _UNITS[-1])
 
 
 def size(count: float) -> str:
-    """Bytes for people: "1.23 GB"."""
+    """Formats a number of bytes: "1.23 GB"."""
     name, scale = unit_of(count)
     return f"{count / scale:.0f} B" if scale == 1 else f"{figures(count / scale)} {name}"
 
 
 def figures(value: float) -> str:
-    """Three significant digits, without an exponent and up to three decimals."""
+    """Formats three significant digits, without an exponent and up to three decimals."""
     if value == 0:
         return "0"
     limits = (99.95, 9.995, 0.9995)
@@ -134,17 +134,17 @@ def figures(value: float) -> str:
 
 
 class Progress:
-    """How far something is that takes more than a second, on stderr.
+    """Shows the progress of work that takes more than a second, on stderr.
 
-    A bar on a terminal if tqdm is installed; otherwise a line now and then.
+    On a terminal it is a bar if tqdm is installed, otherwise a line every few seconds.
 
     Args:
-        what: is done.
+        what: name of the work.
         total: units of work.
     """
 
     every = 5.0
-    """Seconds from one line to the next, and before the first."""
+    """Seconds from one line to the next, and before the first line."""
 
     def __init__(self, what: str, total: float) -> None:
         self.what, self.total, self.done = what, total, 0.0
@@ -175,10 +175,10 @@ class Progress:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """A matplotlib Figure of that many inches.
+    """Returns a matplotlib Figure of this size in inches.
 
     Raises:
-        CommandError: matplotlib is not installed; names the extra.
+        CommandError: matplotlib is not installed. The message names the extra.
     """
     try:
         made = importlib.import_module("matplotlib.figure").Figure(figsize=(width, height))
@@ -190,10 +190,10 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def check_picture(path: Path) -> None:
-    """Raises what :func:`save_picture` would of ``path``, before anything takes long.
+    """Raises :func:`save_picture`'s errors about ``path`` early, before any long work.
 
     Raises:
-        CommandError: matplotlib is not installed, or knows no such format; as :func:`check_output`.
+        CommandError: matplotlib is not installed or lacks the format, or ``path`` is not writable.
     """
     formats = new_figure(1, 1).canvas.get_supported_filetypes()
     if path.suffix[1:].lower() not in formats:
@@ -230,22 +230,21 @@ def check_output(path: Path, force: bool = True, checkpoint: bool = False) -> No
 
 @contextlib.contextmanager
 def written(path: Path, force: bool = True, checkpoint: bool = False) -> Iterator[Path]:
-    """A name to write to; what is written takes the place of ``path`` when it is complete.
+    """Yields a temporary path to write to. The file replaces ``path`` when it is complete.
 
-    A link stays, and what it leads to is replaced. A pipe or a device stays, too, and receives a
-    copy.
+    If ``path`` is a link, its target is replaced. A pipe or a device receives a copy.
 
     Args:
-        force: replace what is there.
-        checkpoint: that may be the folder of a distributed checkpoint.
+        force: whether an existing file is replaced.
+        checkpoint: whether an existing folder of a distributed checkpoint may be replaced.
 
     Raises:
-        CommandError: ``path`` is not to be replaced, or cannot be written.
+        CommandError: ``path`` must not be replaced, or cannot be written.
     """
     check_output(path, force, checkpoint)
     try:
         target, stream = target_of(path), stream_of(path)
-        # A rename does not cross disks, so it is written beside the target.
+        # A rename does not cross disks, so the temporary file is next to the target.
         parent = target.parent if stream is None else None
         with (
             unwound_by_signals(),
@@ -253,13 +252,13 @@ def written(path: Path, force: bool = True, checkpoint: bool = False) -> Iterato
                 prefix=".torchopt_ext-", dir=parent, ignore_cleanup_errors=True
             ) as beside,
         ):
-            new = Path(beside, target.stem + path.suffix)  # which says the format of a picture
+            new = Path(beside, target.stem + path.suffix)  # its suffix is a picture's format
             yield new
             if stream is not None:
                 with new.open("rb") as source, open(stream, "wb", closefd=stream != 1) as sink:
                     shutil.copyfileobj(source, sink)
             elif target.is_dir():
-                replaced = Path(beside, ".replaced")  # removed with the rest
+                replaced = Path(beside, ".replaced")  # removed with the temporary folder
                 try:
                     target.rename(replaced)
                     new.rename(target)
@@ -274,17 +273,17 @@ def written(path: Path, force: bool = True, checkpoint: bool = False) -> Iterato
 
 
 def target_of(path: Path) -> Path:
-    """Where a path leads; of a link to nothing, what is to be made."""
-    return Path(os.path.realpath(path))  # Path.resolve() raises RuntimeError of links in a circle
+    """Returns where a path leads; for a dangling link, the file that the link names."""
+    return Path(os.path.realpath(path))  # Path.resolve() raises RuntimeError for circular links
 
 
 def stream_of(path: Path) -> Path | int | None:
-    """What to open if a path names a pipe, a device or this process's stdout; None for others."""
+    """Returns what to open for a pipe, a device or this process's stdout, otherwise None."""
     try:
         found = path.stat()
     except FileNotFoundError:
         return None
-    # Opened anew, /dev/stdout would write a file that it leads to from the start.
+    # If opened again, /dev/stdout would overwrite the file behind it from the start.
     if os.path.samestat(found, os.fstat(1)):
         return 1
     return None if stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode) else path
@@ -292,7 +291,7 @@ def stream_of(path: Path) -> Path | int | None:
 
 @contextlib.contextmanager
 def unwound_by_signals() -> Iterator[None]:
-    """Lets SIGTERM raise as SIGINT does, and raises what they do instead of what comes of it.
+    """Lets SIGTERM raise as SIGINT does. The signal's exception replaces errors that it causes.
 
     torch's writers raise errors of their own when a signal interrupts them.
     """
@@ -306,7 +305,7 @@ def unwound_by_signals() -> Iterator[None]:
         signal.SIGTERM: signal.SIG_DFL,
         signal.SIGINT: signal.default_int_handler,
     }
-    main = threading.current_thread() is threading.main_thread()  # no other has signals
+    main = threading.current_thread() is threading.main_thread()  # others get no signals
     handled = [number for number in usual if main and signal.getsignal(number) == usual[number]]
     for number in handled:
         signal.signal(number, end)
@@ -317,7 +316,7 @@ def unwound_by_signals() -> Iterator[None]:
             raise raised[0] from error
         raise
     else:
-        if raised:  # and swallowed, as in a destructor
+        if raised:  # and swallowed, for example by a destructor
             raise raised[0]
     finally:
         for number in handled:
@@ -325,7 +324,7 @@ def unwound_by_signals() -> Iterator[None]:
 
 
 def remove(path: Path) -> None:
-    """Removes a file, or a folder of files; nothing if there is none."""
+    """Removes a file or a folder of files, if it exists."""
     if path.is_dir():
         for file in path.iterdir():
             file.unlink()

@@ -1,4 +1,4 @@
-"""python -m torchopt_ext train: one process, or one of those that torchrun starts."""
+"""python -m torchopt_ext train: trains, as one process or as one of torchrun's ranks."""
 
 import gc
 import logging
@@ -17,10 +17,10 @@ logger = logging.getLogger(__name__)
 
 
 def main(args: list[str]) -> int:
-    """Trains; returns the exit code.
+    """Trains, and returns the exit code.
 
-    It is 0 when training is complete or out of data, 2 for a wrong configuration and 143 after
-    SIGTERM, as the shell has it for a process that the signal ended.
+    The code is 0 if training is complete or out of data, 2 for a wrong configuration, and 143 after
+    SIGTERM, as a shell reports it for a process that the signal ended.
     """
     rank, world_size = (
         int(os.environ.get(key, d)) for key, d in (("RANK", "0"), ("WORLD_SIZE", "1"))
@@ -55,7 +55,7 @@ def _check_seed_checkpoint(job_config: JobConfig, world_size: int) -> None:
 
 
 def _check_load_step(job_config: JobConfig) -> None:
-    """Rejects a job without the checkpoint that it is to go on from, before anything is built."""
+    """Rejects a job without the checkpoint of its load_step, before anything is built."""
     checkpoint = job_config.checkpoint
     if not checkpoint.enable_checkpoint or checkpoint.load_step == -1:
         return
@@ -68,7 +68,7 @@ def _check_load_step(job_config: JobConfig) -> None:
 
 @record
 def _train(job_config: JobConfig) -> int:
-    from torchopt_ext.trainer.trainer import Trainer  # what it imports takes longest
+    from torchopt_ext.trainer.trainer import Trainer  # a slow import
 
     trainer = Trainer(job_config)
     try:
@@ -80,10 +80,10 @@ def _train(job_config: JobConfig) -> int:
     finally:
         trainer.close()
     status = 143 if trainer.stopped_by == "SIGTERM" else 0
-    # What holds a process group keeps it and its threads, which cannot finish collectives' tensors
-    # once the interpreter has ended (pytorch#179291: SIGABRT).
+    # Objects that hold a process group keep its threads, which cannot free collectives' tensors
+    # after the interpreter has ended (pytorch#179291: SIGABRT).
     del trainer
     gc.collect()
-    # Not after an error: other ranks may be waiting in a collective, and this would wait, too.
+    # Not after an error: other ranks may wait in a collective, and this call would also wait.
     dist.destroy_process_group()
     return status

@@ -18,8 +18,8 @@ class Weights:
     """The weights of parameters, from master weights, remainders and a model's checkpoint.
 
     Args:
-        source: the optimizer's checkpoint; a model in it will do.
-        other: a model's checkpoint instead.
+        source: the optimizer's checkpoint, which may also hold the model.
+        other: the model's checkpoint, if it is separate; used instead of a model in `source`.
     """
 
     def __init__(self, source: Checkpoint, other: Checkpoint | None) -> None:
@@ -36,10 +36,10 @@ class Weights:
         self._key_of: dict[Entry, str] = {}
 
     def name(self, entry: Entry) -> str:
-        """The name of an entry's parameter.
+        """Returns the name of an entry's parameter.
 
         Raises:
-            CommandError: the checkpoint does not say it.
+            CommandError: The checkpoint does not hold the name.
         """
         known = self._names.get((entry.part, entry.owner))
         if known is None and entry.owner.isdigit():
@@ -50,14 +50,14 @@ class Weights:
         return known or entry.owner
 
     def find(self, entries: Iterable[Entry], wanted: str) -> None:
-        """Finds the weights by which :meth:`as_kind` makes what is wanted.
+        """Finds the weights from which :meth:`as_kind` makes the wanted kind.
 
         Args:
-            entries: of each parameter its master weight, its remainder, or another if it has
-                neither.
+            entries: one entry per parameter: its master weight, its remainder, or any other entry
+                if it has neither.
 
         Raises:
-            CommandError: a weight is missing, or is of another shape or dtype.
+            CommandError: A weight is missing, or has another shape or dtype.
         """
         needed: defaultdict[str, list[Entry]] = defaultdict(list)
         for entry in entries:
@@ -72,7 +72,7 @@ class Weights:
 
     @property
     def beside(self) -> list[str]:
-        """Keys of the weights that were found beside the optimizer."""
+        """Keys of the weights that were found in the optimizer's own checkpoint."""
         return [] if self.given else [*self._key_of.values()]
 
     def _check(self, weight: Tensor, key: str, entry: Entry) -> None:
@@ -86,7 +86,7 @@ class Weights:
             )
 
     def as_kind(self, entry: Entry, wanted: str) -> Tensor:
-        """The master weight or remainder of a parameter, by an entry as in :meth:`find`."""
+        """Returns a parameter's master weight or remainder, from an entry as in :meth:`find`."""
         if entry.kind == wanted:
             return self.source.tensor(entry.key)
         if entry.kind == MASTER:
@@ -100,21 +100,21 @@ class Weights:
 
 
 def keys_of(names: Sequence[str], keys: Iterable[str], part: str) -> list[str]:
-    """The keys of a model's weights, by the names of an optimizer's parameters.
+    """Returns the keys of a model's weights, by the names of an optimizer's parameters.
 
-    A key ends in the name, and what stands before it is the same for all of them. If other weights
-    end so, too, such as averages, only the model at the top is taken, or that which is called as
-    the optimizer's `part`.
+    A key is a prefix and the name. The prefix is the same for all keys of a model. If other weights
+    have the same names, such as averages, only the model without a prefix is accepted, or the model
+    whose prefix is the optimizer's `part`.
 
     Raises:
-        CommandError: no model has all names, or it is not clear which.
+        CommandError: No model has all names, or several models have them.
     """
     plain = [unwrapped(name) for name in names]
-    if all(name.startswith("module.") for name in plain):  # of DistributedDataParallel
+    if all(name.startswith("module.") for name in plain):  # DistributedDataParallel's prefix
         plain = [name.removeprefix("module.") for name in plain]
     wanted = set(plain)
     key_of = {unwrapped(key): key for key in keys}
-    found: defaultdict[str, set[str]] = defaultdict(set)  # names by what is before them: "model."
+    found: defaultdict[str, set[str]] = defaultdict(set)  # names by their prefix, such as "model."
     for key in key_of:
         for start in [0, *(n + 1 for n, letter in enumerate(key) if letter == ".")]:
             if key[start:] in wanted:
@@ -124,7 +124,7 @@ def keys_of(names: Sequence[str], keys: Iterable[str], part: str) -> list[str]:
         missing = wanted - max(found.values(), key=len, default=set())
         name = next(name for name in plain if name in missing)
         raise CommandError(f"there is no such weight: {name}; name the model's by --weights")
-    # Weights deeper in a model end as others do: layers.0.norm.weight and norm.weight.
+    # Weights deeper in a model end like other weights: layers.0.norm.weight and norm.weight.
     model = min(whole, key=lambda before: (before not in ("", f"{part}."), len(before)))
     if model not in ("", f"{part}.") and any(not before.startswith(model) for before in found):
         raise CommandError(

@@ -1,4 +1,4 @@
-"""Steps of small parameters in backward, many in one call of the engine."""
+"""Steps small parameters in backward, many in one call of the engine."""
 
 import math
 import weakref
@@ -17,27 +17,27 @@ from torchopt_ext.optim.joint import JointStep, can_join, only_param
 from torchopt_ext.optim.local import NormKey, current_stream, local_tensor, norm_key
 
 SMALL_BYTES = 1 << 18
-"""A larger parameter is stepped by itself: its update takes much longer than the call."""
+"""Larger parameters are stepped separately: their updates take much longer than the call."""
 
 BATCH_BYTES = 1 << 20
-"""Of parameters in one call, whose own cost is little beside that of their updates."""
+"""Bytes of parameters in one call. The call then costs little compared with their updates."""
 
 WAITING_BYTES = 2 * BATCH_BYTES
-"""The most that gradients of one backward pass wait with, in whatever order they come."""
+"""The maximum bytes of gradients that wait in a backward pass, in any order of arrival."""
 
 
 class Batches:
     """Steps small parameters in backward, in batches.
 
-    A batch is stepped when all its gradients have come, and every batch when too many gradients
-    wait and when backward ends. A gradient that waits is no longer the parameter's `grad`: a second
-    one in the same backward is another step. It belongs to the backward in which it came, and is
-    gone with it if that raises.
+    A batch is stepped when all its gradients have arrived. All batches are stepped when too many
+    gradients wait, and when backward ends. A waiting gradient is no longer the parameter's `grad`:
+    a second gradient in the same backward makes another step. If a backward raises, the gradients
+    that wait in it are dropped.
 
     Args:
         batches: optimizers of parameters on one device.
-        sizes: bytes of each parameter, the same on all ranks that have one: gradients of a batch
-            may be redistributed together, so all ranks have to step the same ones.
+        sizes: bytes of each parameter, the same on all ranks that share it: gradients of a batch
+            may be redistributed together, so all ranks must step the same parameters.
     """
 
     def __init__(self, batches: Iterable[Sequence[FusedAdam]], sizes: dict[Tensor, int]) -> None:
@@ -47,7 +47,7 @@ class Batches:
             for joint in self.joint_steps
             for position, param in enumerate(joint.params)
         }
-        # By stream, on each of which gradients are complete in order.
+        # By stream, because gradients are complete in order on each stream.
         self._waiting: dict[torch.Stream | None, weakref.ref[_Waiting]] = {}
 
     @property
@@ -55,7 +55,7 @@ class Batches:
         return [param for joint in self.joint_steps for param in joint.params]
 
     def take(self, param: nn.Parameter) -> None:
-        """Takes a parameter's gradient, and steps by it now or before backward has ended."""
+        """Takes a parameter's gradient, and steps with it now or before backward has ended."""
         gradient, param.grad = param.grad, None
         task, stream = graph_task(), current_stream(param.device)
         known = self._waiting.get(stream)
@@ -64,15 +64,15 @@ class Batches:
             waiting = _Waiting(task)
             self._waiting[stream] = weakref.ref(waiting)
             if task >= 0:
-                call_at_end_of_backward(waiting.end)  # nothing else keeps the gradients
+                call_at_end_of_backward(waiting.end)  # only this callback keeps the gradients
         if gradient is not None:
             waiting.add(gradient, *self._places[id(param)])
-        if task < 0:  # called by hand
+        if task < 0:  # called outside of backward
             waiting.end()
 
 
 class _Waiting:
-    """The gradients of one graph task, on one stream, that wait."""
+    """The waiting gradients of one graph task on one stream."""
 
     def __init__(self, task: int) -> None:
         self.task = task
@@ -92,9 +92,9 @@ class _Waiting:
             self._step_all()
 
     def end(self) -> None:
-        """At the end of the graph task, when the caller's stream has waited for the others.
+        """Steps all batches at the end of the graph task. Later callbacks may bring more gradients.
 
-        Other callbacks may yet bring gradients.
+        The caller's stream has waited for the other streams by then.
         """
         self.task = -1
         self._step_all()
@@ -110,9 +110,9 @@ class _Waiting:
 
 
 def make_batches(optimizers: Sequence[Optimizer]) -> list[Batches]:
-    """Batches of the optimizers that have one small parameter each.
+    """Batches the optimizers that have one small parameter each.
 
-    Neighbours in the model are batched, from its end, as backward mostly comes to them.
+    A batch holds neighbors in the model, from its end, in the usual order of backward.
     """
     alike: defaultdict[tuple[torch.device, NormKey], list[FusedAdam]] = defaultdict(list)
     sizes: dict[Tensor, int] = {}
@@ -126,13 +126,13 @@ def make_batches(optimizers: Sequence[Optimizer]) -> list[Batches]:
 
 
 def _cut(optimizers: list[FusedAdam], sizes: dict[Tensor, int]) -> list[list[FusedAdam]]:
-    """Runs of the optimizers, each of about BATCH_BYTES of parameters."""
+    """Cuts the optimizers into runs with about BATCH_BYTES of parameters each."""
     ends = accumulate(sizes[only_param(optimizer)] for optimizer in optimizers)
     numbered = zip((end // BATCH_BYTES for end in ends), optimizers, strict=True)
     return [[opt for _, opt in run] for _, run in groupby(numbered, key=itemgetter(0))]
 
 
 def _bytes(param: Tensor, key: NormKey) -> int:
-    """Of an equal share of a parameter, which is the same on all ranks."""
+    """Returns the bytes of an equal share of a parameter, which is the same on all ranks."""
     shards = math.prod(key[0].size(d) for d in key[1]) if key else 1
     return -(-param.numel() // shards) * param.element_size()

@@ -1,4 +1,4 @@
-"""build_optimizers: from a configuration, as torchtitan's up to 0.2 have it, to a container."""
+"""build_optimizers: builds a container from a configuration like torchtitan's up to 0.2."""
 
 from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
@@ -46,25 +46,25 @@ def build_optimizers(
 def build_optimizers(
     model_parts: list[nn.Module], *args: Any, process_group: Any = None, **kwargs: Any
 ) -> OptimizersContainer[Any]:
-    """Build the optimizers that a configuration asks for.
+    """Builds a container with the optimizers that a configuration describes.
 
-    Takes `(model_parts, job_config, ft_manager)`, as torchtitan before 0.1, or `(model_parts,
-    optimizer_config, parallel_dims, ft_manager=None)`, as torchtitan 0.1 to 0.2: a configuration
-    with an attribute `optimizer` is a job configuration. Any objects serve that have the attributes
-    listed in docs/containers.md.
+    Accepts `(model_parts, job_config, ft_manager)`, as torchtitan before 0.1, or `(model_parts,
+    optimizer_config, parallel_dims, ft_manager=None)`, as torchtitan 0.1 to 0.2. A configuration
+    with an attribute `optimizer` is a job configuration. Any objects can serve that have the
+    attributes listed in docs/containers.md.
 
     Args:
-        process_group: ranks that take norm and skip decision together, as in FusedAdamW. By
-            default, with pipeline stages, the group of the "pp" mesh.
+        process_group: ranks that share the norm and the skip decision, as in FusedAdamW. With
+            pipeline stages, the default is the group of the "pp" mesh.
 
     Raises:
-        NotImplementedError: unknown name; early step in backward with pipeline or expert
-            parallelism.
-        AssertionError: unknown implementation.
-        ValueError: early step in backward with fault tolerance; a setting that would have no
-            effect, such as an argument of FusedAdamW's with an implementation of torch's; a norm
-            over pipeline stages whose group is not known; nothing to train. In a pipeline another
-            stage may have something to train, or parameters on which a setting has an effect.
+        NotImplementedError: the name is unknown, or early step in backward is combined with
+            pipeline or expert parallelism.
+        AssertionError: the implementation is unknown.
+        ValueError: early step in backward is combined with fault tolerance; a setting would have no
+            effect, such as an argument of FusedAdamW with torch's implementations; the group for a
+            norm over pipeline stages is unknown; or no parameter is trainable. In a pipeline,
+            checks of parameters are skipped, because other stages have parameters, too.
     """
     given = args[0] if args else kwargs.get("job_config", kwargs.get("optimizer_config"))
     read = _of_job_config if hasattr(given, "optimizer") else _of_optimizer_config
@@ -101,12 +101,12 @@ def build_optimizers(
     if process_group is not None:
         options["process_group"] = process_group
     if (options or deferred) and not fused:
-        named = options.keys() - {"fp32_moments"}  # which comes with state_dtype
+        named = options.keys() - {"fp32_moments"}  # it comes with state_dtype
         raise ValueError(
             f"{min(named, default='deferred_clipping')} needs implementation 'fused', found "
             f"{config.implementation!r}: torch's optimizers have no such argument"
         )
-    if not partial:  # else it may have an effect there
+    if not partial:  # otherwise an option may have an effect on another stage
         reject_ineffective(options, params)
     options = with_fp32_moments(options, model_parts, partial=partial)
     options |= common_arguments(config) | {"fused": fused}
@@ -138,7 +138,7 @@ def build_optimizers(
             classes[config.name],
             options,
             ft_manager.manager,
-            getattr(ft_manager, "use_async_quorum", True),  # torchtitan has it from 0.1 on
+            getattr(ft_manager, "use_async_quorum", True),  # in torchtitan from 0.1 on
             compat=compat,
         )
     else:
@@ -149,7 +149,7 @@ def build_optimizers(
 
 
 def common_arguments(config: Any) -> dict[str, Any]:
-    """The arguments that a configuration has of torch's Adam and AdamW and of ours."""
+    """Returns a configuration's arguments that torch's Adam and AdamW share with FusedAdam(W)."""
     options = {name: value for name in _SHARED_OPTIONS if (value := getattr(config, name, None))}
     return options | {
         "lr": config.lr,
@@ -160,11 +160,10 @@ def common_arguments(config: Any) -> dict[str, Any]:
 
 
 def fused_options(config: Any) -> dict[str, Any]:
-    """The arguments of FusedAdamW that a configuration has; a dtype may be given by its name.
+    """Returns a configuration's arguments of FusedAdamW. A dtype may be given by its name.
 
     Raises:
-        ValueError: a `rounding_seed` that nothing is rounded with; `fp32_moments` without 8-bit
-            ones.
+        ValueError: `rounding_seed` lacks `stochastic_rounding`, or `fp32_moments` 8-bit moments.
     """
     options = {name: value for name in _OPTIONS if (value := getattr(config, name, None))}
     if "rounding_seed" in options and "stochastic_rounding" not in options:
@@ -184,8 +183,8 @@ def reject_ineffective(options: dict[str, Any], params: Iterable[nn.Parameter]) 
     """Rejects arguments of FusedAdamW that would have no effect on parameters of these dtypes.
 
     Raises:
-        ValueError: master weights without 16-bit parameters; stochastic rounding where neither
-            parameters nor moments are rounded to bfloat16.
+        ValueError: there are master weights without 16-bit parameters, or stochastic rounding
+            although neither parameters nor moments are rounded to bfloat16 or int8.
     """
     dtypes = {param.dtype for param in params if param.requires_grad}
     if not dtypes:
@@ -203,14 +202,14 @@ def reject_ineffective(options: dict[str, Any], params: Iterable[nn.Parameter]) 
 
 
 def reject_unclipped_write_back(options: Mapping[str, Any], *, deferred: bool) -> None:
-    """Rejects `write_back_gradients` where no scaler and no clipping in the step changes gradients.
+    """Rejects `write_back_gradients` if the step does not clip, for jobs without gradient scaler.
 
     Args:
         options: FusedAdamW's arguments.
         deferred: the step clips by deferred clipping.
 
     Raises:
-        ValueError: it would have no effect.
+        ValueError: `write_back_gradients` would have no effect.
     """
     clips = deferred or options.get("max_grad_norm")
     if options.get("write_back_gradients") and not clips:
@@ -237,7 +236,7 @@ def _of_optimizer_config(
 
 
 def _group_of_stages(dims: Any) -> Any:
-    """The ranks that decide together on norm and skipping, if there are pipeline stages."""
+    """Returns the group that shares norm and skip decision if there are pipeline stages."""
     if not dims.pp_enabled:
         return None
     if hasattr(dims, "get_mesh"):  # from torchtitan 0.2.1 on

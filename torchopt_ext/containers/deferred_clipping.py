@@ -1,8 +1,8 @@
-"""Gradient clipping that the step carries out: the call before it only measures the norm.
+"""Deferred gradient clipping: a call before the step only measures the norm, and the step clips.
 
 torchtitan's Trainers clip between backward and step (torchtitan/train.py, train_step), which reads
-every gradient twice and writes it once before the step reads it again. Deferred, the call reads
-gradients once, for the norm, and the step multiplies them while it reads them anyway.
+every gradient twice and writes it once before the step reads it again. A deferred call reads the
+gradients once, for the norm. The step multiplies them while it reads them anyway.
 """
 
 import functools
@@ -23,16 +23,16 @@ from torchopt_ext.optim.step import measure_norm
 
 
 class DeferredClipping:
-    """Clips the gradients of a container in its steps, to what :meth:`clip` was called with.
+    """Clips a container's gradients in its steps, to the norm that :meth:`clip` was given.
 
-    One call counts for one step: the next that succeeds. `zero_grad` takes it back. A step without
-    a call before it clips nothing.
+    A call counts for one step: the next step that succeeds. `zero_grad` cancels the call. A step
+    without a call before it clips nothing.
 
     Args:
-        optimizers: of the container: FusedAdam or FusedAdamW, without `max_grad_norm`.
+        optimizers: the container's optimizers: FusedAdam or FusedAdamW without `max_grad_norm`.
 
     Raises:
-        ValueError: another optimizer; one that clips by itself.
+        ValueError: an optimizer is of another class, or has `max_grad_norm`.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
@@ -55,23 +55,23 @@ class DeferredClipping:
 
     @torch.no_grad()
     def clip(self, max_norm: float, process_group: Any = None) -> Tensor:
-        """Measures the norm of all gradients, and lets the next step clip them to `max_norm`.
+        """Measures the norm of all gradients, and makes the next step clip them to `max_norm`.
 
-        The gradients stay as they are, and must stay so until the step. All ranks that share the
-        norm call this.
+        The gradients are not changed, and must not change until the step. All ranks that share the
+        norm must call this.
 
         Args:
-            max_norm: above 0; infinity measures only.
-            process_group: ranks that hold other parameters, such as pipeline stages, as
-                FusedAdamW's argument; by default what the optimizers were given.
+            max_norm: above 0; infinity only measures the norm.
+            process_group: ranks that hold other parameters, such as pipeline stages, as in
+                FusedAdamW; by default the optimizers' own group.
 
         Returns:
             The norm over all shards and the group before clipping: 0-dim, float64, on the first
-            parameter's device. It is complete, and later calls leave it alone.
+            parameter's device. It is complete, and later calls do not change it.
 
         Raises:
             ValueError: `max_norm` is not above 0.
-            RuntimeError: a gradient does not fit its parameter, here or on another rank.
+            RuntimeError: a gradient does not fit its parameter, on this rank or another rank.
         """
         if not max_norm > 0.0:
             raise ValueError(f"max_norm is {max_norm}, expected a number above 0")
@@ -82,18 +82,18 @@ class DeferredClipping:
             self._let_clip(optimizer, float(max_norm))
         self._measured = measure_norm(self._optimizers)
         self._asked = True
-        # An optimizer with parameters, if any: the others' control blocks are on the host.
+        # Prefer an optimizer with parameters: without parameters, control blocks are on the host.
         first = max(self._optimizers, key=lambda opt: bool(opt.param_groups[0]["params"]))
         total = ops.accumulator_total(self._measured[first.default_device])
         return total.sqrt() / first.control.loss_scale
 
     def for_step(self, context: StepContext, *, new_gradients: bool) -> StepContext:
-        """The context of a step that clips, if it was asked to.
+        """Returns the context of a step, which clips if :meth:`clip` was called.
 
         Args:
-            context: as it is without clipping. A scaler's adds flags to the sums that ranks
-                exchange, so that its step measures anew.
-            new_gradients: a closure will compute them.
+            context: the step's context without clipping. A scaler adds flags to the sums that ranks
+                exchange, so its step measures the norm again.
+            new_gradients: a closure will compute the gradients.
         """
         if not self._asked:
             for optimizer in self._optimizers:
@@ -104,11 +104,11 @@ class DeferredClipping:
         return context._replace(measured=self._measured)
 
     def forget(self) -> None:
-        """Takes back the call for the next step."""
+        """Cancels the call for the next step."""
         self._asked, self._measured = False, {}
 
     def covers(self, parameters: Sequence[Tensor]) -> bool:
-        """Whether these are the optimizers' parameters and others that have no gradient."""
+        """Returns whether these are the optimizers' parameters, and the rest has no gradients."""
         own = self.ids
         if not own <= set(map(id, parameters)):
             return False
@@ -116,19 +116,19 @@ class DeferredClipping:
 
     @property
     def ids(self) -> set[int]:
-        """Of the optimizers' parameters."""
+        """The ids of the optimizers' parameters."""
         return {id(p) for o in self._optimizers for g in o.param_groups for p in g["params"]}
 
     @staticmethod
     def _let_clip(optimizer: FusedAdam, max_norm: float | None) -> None:
-        if optimizer.max_grad_norm != max_norm:  # setting it writes to the device
+        if optimizer.max_grad_norm != max_norm:  # setting the attribute writes to the device
             optimizer.max_grad_norm = max_norm
 
 
 class ClippedInBackward:
-    """What a container in backward answers to a call that comes when it has clipped and updated.
+    """Answers clipping calls for a container in backward, which has clipped and updated already.
 
-    torchtitan's function sees no gradients then, and would log a norm of 0.
+    torchtitan's function would see no gradients at that time, and would return a norm of 0.
     """
 
     def __init__(self, container: OptimizersInBackwardContainer[Any]) -> None:
@@ -137,28 +137,28 @@ class ClippedInBackward:
         _all[self] = None
 
     def clip(self, max_norm: float, process_group: Any = None) -> Tensor:
-        """The norm of the last update, before clipping: 0-dim, float64."""
+        """Returns the norm of the last update, before clipping: 0-dim, float64."""
         container = self._container()
-        assert container is not None  # which keeps this object
+        assert container is not None  # the container keeps this object
         return container.control.grad_norm
 
     def covers(self, parameters: Sequence[Tensor]) -> bool:
-        """Whether these are the container's parameters, and no gradient is left."""
+        """Returns whether these include the container's parameters, and no gradient is left."""
         known = self.ids <= set(map(id, parameters))
         return known and all(p.grad is None for p in parameters)
 
 
-# In the order in which they were made.
+# All objects that clip, in the order of creation.
 _all: "weakref.WeakKeyDictionary[DeferredClipping | ClippedInBackward, None]"
 _all = weakref.WeakKeyDictionary()
 
 
 def defer_clipping(container: OptimizersContainer[Any]) -> DeferredClipping:
-    """Lets a container's steps do the clipping that calls of `clip` ask for.
+    """Makes a container clip in its steps when `clip` of the returned object was called.
 
     Raises:
-        TypeError: it is no container.
-        ValueError: its optimizers cannot: as :class:`DeferredClipping`.
+        TypeError: `container` is not an OptimizersContainer.
+        ValueError: its optimizers cannot clip this way, as in :class:`DeferredClipping`.
     """
     if not isinstance(container, OptimizersContainer):
         kind = type(container).__name__
@@ -169,18 +169,18 @@ def defer_clipping(container: OptimizersContainer[Any]) -> DeferredClipping:
 
 
 def report_norm(container: OptimizersInBackwardContainer[Any]) -> None:
-    """Lets `clip_grad_norm_`, once taken over, return the norm that a container has clipped by."""
+    """Makes `clip_grad_norm_` return a container's norm, after :func:`take_over` replaced it."""
     container.reported_norm = ClippedInBackward(container)
 
 
 def take_over(module: Any) -> None:
     """Replaces `clip_grad_norm_` of torchtitan's `distributed.utils`, in 0.2 and 0.3.
 
-    From then on a call with exactly the parameters of a container with deferred clipping measures
-    their norm for that container's next step; with those of a container in backward it returns what
-    has been measured (:func:`report_norm`). Every other call goes on to torchtitan's function: of
+    A call with exactly the parameters of a container with deferred clipping then measures their
+    norm for the container's next step. A call with the parameters of a container in backward
+    returns the measured norm (:func:`report_norm`). torchtitan's function handles every other call:
     other parameters that have gradients, another norm than the 2-norm, `error_if_nonfinite`, and a
-    `max_norm` that is not above 0. The choice has to be the same on all ranks.
+    `max_norm` that is not above 0. The choice must be the same on all ranks.
     """
     stock: Callable[..., Tensor] = module.clip_grad_norm_
     if getattr(stock, "torchopt_ext_defers", False):
@@ -196,7 +196,7 @@ def take_over(module: Any) -> None:
         pp_mesh: Any = None,
         ep_enabled: bool = False,
     ) -> Tensor:
-        # A generator can be read once.
+        # A generator can be read only once.
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         clipping = _clipping_of(params)
         alike = norm_type == 2.0 and not error_if_nonfinite and max_norm > 0.0
@@ -211,9 +211,10 @@ def take_over(module: Any) -> None:
 
 
 def _clipping_of(parameters: Sequence[Tensor]) -> DeferredClipping | ClippedInBackward | None:
-    """What clips exactly these parameters; of several, what has most: a stage may train none.
+    """Returns the object that clips exactly these parameters, or None.
 
-    Of those with as many it is the latest: an older container may not be collected yet.
+    If several match, it is the object with the most parameters, because a stage may train none. If
+    several have as many, it is the latest, because an older container may not be collected yet.
     """
     fitting = [clipping for clipping in reversed([*_all]) if clipping.covers(parameters)]
     return max(fitting, key=lambda clipping: len(clipping.ids), default=None)

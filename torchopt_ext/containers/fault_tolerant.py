@@ -1,4 +1,4 @@
-"""FTOptimizersContainer: steps that torchft's Manager decides on."""
+"""FTOptimizersContainer: a container whose steps torchft's Manager decides on."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,21 +18,21 @@ R = TypeVar("R")
 
 
 class FaultTolerant(OptimizersContainer[T]):
-    """What a container needs for torchft; a constructor calls :meth:`_init_fault_tolerance`.
+    """Adds torchft to a container. Constructors must call :meth:`_init_fault_tolerance`.
 
-    `zero_grad()` and `step()` go through `torchft.Optimizer`: the first starts a quorum, the second
-    asks all replica groups whether to commit, lets a recovering group load its peer's state, and
-    steps. Step hooks fire once per committed step, and not if the commit is refused.
+    `zero_grad()` and `step()` go through `torchft.Optimizer`. `zero_grad()` starts a quorum.
+    `step()` asks all replica groups whether to commit, lets a recovering group load its peer's
+    state, and steps. Step hooks fire once per committed step, and not if the commit is refused.
     """
 
     _ft_optimizer: "torchft.Optimizer"
     _use_ft_optimizer: bool
     _call_from_ft = False
-    """While torchft is at work, which calls step() and zero_grad() in turn."""
+    """True during a call of torchft, which calls step() and zero_grad() in turn."""
 
     @staticmethod
     def profile_hook_step(step: Callable[P, R]) -> Callable[P, R]:
-        """Not wrapped: torch's hooks would fire before the decision; _committed_step fires them."""
+        """Does not wrap: torch's hooks would precede the decision. _committed_step fires them."""
         return step
 
     def _init_fault_tolerance(self, ft_manager: "torchft.Manager", use_ft_optimizer: bool) -> None:
@@ -47,18 +47,18 @@ class FaultTolerant(OptimizersContainer[T]):
     def init_cache_state_dict(self) -> None:
         """Completes the optimizers' state, with step 0, and finds the parameters' names.
 
-        torchft asks for the state in a thread of its own. Meanwhile FSDP2 may have unsharded
-        parameters in the model, so that names could not be found then.
+        torchft asks for the state from another thread, while FSDP2 may have unsharded parameters in
+        the model. Names could not be found at that time.
         """
         self._names = flat.complete(self._parts())
 
     @property
     def cache_state_dict(self) -> dict[str, Any]:
-        """The state as it is: torchtitan's containers return an older one from their cache."""
+        """The current state. torchtitan's containers return an older state from their cache."""
         return self.state_dict()
 
     def state_dict(self) -> dict[str, Any]:
-        """As OptimizersContainer's, from any thread, and whatever is in the model meanwhile.
+        """Returns OptimizersContainer's state dict without reading the model, in any thread.
 
         Raises:
             ValueError: an optimizer has parameters that `init_cache_state_dict` has not seen.
@@ -69,10 +69,10 @@ class FaultTolerant(OptimizersContainer[T]):
         flat.load_state_dict(self._parts(), state_dict, self._names)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Step if the replica groups commit; every step, if torchft's optimizer is not used.
+        """Steps if the replica groups commit, or always with ``use_ft_optimizer=False``.
 
         Raises:
-            ValueError: a closure: gradients are to be averaged before the decision.
+            ValueError: a closure is given. Gradients must be averaged before the decision.
         """
         if self._call_from_ft or not self._use_ft_optimizer:
             return self._committed_step(*args, **kwargs)
@@ -110,7 +110,7 @@ class FaultTolerant(OptimizersContainer[T]):
 class FTOptimizersContainer(FaultTolerant[T]):
     """OptimizersContainer for replica groups that may fail and come back, with torchft's Manager.
 
-    Gradients are to be averaged over the groups when `step()` is called, by torchft's
+    Gradients must have been averaged over the groups when `step()` is called, by torchft's
     DistributedDataParallel, by FSDP2's all-reduce hook as torchtitan sets it, or by
     `Manager.allreduce`.
 
@@ -118,16 +118,16 @@ class FTOptimizersContainer(FaultTolerant[T]):
     `Manager.register_state_dict_fn`, as torchtitan's CheckpointManager does.
 
     Args:
-        model_parts, optimizer_cls, optimizer_kwargs: as OptimizersContainer's.
+        model_parts, optimizer_cls, optimizer_kwargs: as in OptimizersContainer.
         ft_manager: torchft.Manager.
-        use_ft_optimizer: False for LocalSGD and DiLoCo, which start quorums and commit by
-            themselves: `step` and `zero_grad` are then OptimizersContainer's.
-        compat: "seed" makes the state here, by a step with lr 0 that counts, as torchtitan's
-            container does: bias corrections are those of one step later.
+        use_ft_optimizer: False for LocalSGD and DiLoCo, which start quorums and commit on their
+            own. `step` and `zero_grad` then work as in OptimizersContainer.
+        compat: "seed" creates the state in the constructor, by a step with lr 0 that counts, as
+            torchtitan's container does. Bias corrections are then one step ahead.
 
     Raises:
         ModuleNotFoundError: torchft is not installed.
-        ValueError: as OptimizersContainer.
+        ValueError: as in OptimizersContainer.
     """
 
     def __init__(

@@ -26,37 +26,37 @@ logger = logging.getLogger(__name__)
 
 
 class OptimizersInBackwardContainer(OptimizersContainer[T]):
-    """Steps inside backward. Keep the container: once it is gone, so are its state and the hooks.
+    """Steps inside backward. Keep the container: when it is deleted, state and hooks are gone, too.
 
-    Without a norm there is one optimizer per trainable parameter, and a gradient lives only from
-    its accumulation to the step that follows at once, so that all gradients never exist together.
-    `torch.nn.utils.clip_grad_norm_` then sees none and returns 0. Small parameters are stepped in
-    batches, for which at most 2 MiB of gradients wait (:class:`.batches.Batches`).
+    Without a norm there is one optimizer per trainable parameter. It steps as soon as a gradient
+    has been accumulated, and then frees the gradient, so that all gradients never exist together.
+    `torch.nn.utils.clip_grad_norm_` then sees no gradients and returns 0. Small parameters are
+    stepped in batches, for which at most 2 MiB of gradients wait (:class:`.batches.Batches`).
 
     With `max_grad_norm` or `skip_nonfinite` there is one optimizer per part. Large gradients are
-    measured as they come, while they are in cache (:mod:`..optim.norm_in_backward`), and all are
-    kept: the update follows, clipped by their exact norm, when backward ends.
+    measured on arrival, while they are in cache (:mod:`..optim.norm_in_backward`). All gradients
+    are kept. The update follows when backward ends, clipped by the exact norm.
 
-    Under DistributedDataParallel, also as torch.distributed's `replicate`, gradients are reduced
-    after the hooks: the update follows the last reduction, when backward ends. DDP's buckets hold
-    all gradients until then anyway.
+    Under DistributedDataParallel and torch.distributed's `replicate`, gradients are reduced after
+    the hooks. The update therefore follows the last reduction, when backward ends. DDP's buckets
+    hold all gradients until then anyway.
 
-    `step()` fires step hooks, when the parameters have already been updated. Like `zero_grad()`, it
-    does nothing else, but with gradients that backward has left: it updates, that one drops them.
+    `step()` fires step hooks, after the parameters have been updated. `zero_grad()` does nothing.
+    If backward has left gradients, `step()` updates with them and `zero_grad()` drops them.
 
     Args:
-        model_parts, optimizer_cls, optimizer_kwargs, compat: as OptimizersContainer's.
-        backwards_per_step: how many gradients of a parameter are accumulated, such as those of
-            microbatches, before it is updated. A parameter that gets fewer is updated in `step()`.
-            None, with a norm: `step()` updates all that backward has measured, which gradient
-            scalers and a `process_group` of pipeline stages need.
+        model_parts, optimizer_cls, optimizer_kwargs, compat: as in OptimizersContainer.
+        backwards_per_step: how many gradients of a parameter are accumulated before its update, for
+            example of microbatches. A parameter that gets fewer gradients is updated in `step()`.
+            None, only with a norm: `step()` updates with all that backward has measured. Gradient
+            scalers and a `process_group` of pipeline stages need None.
 
     Raises:
-        ValueError: as OptimizersContainer; also if no parameter is trainable, `backwards_per_step`
-            is below 1, it is None without a norm, or it is a number with a `process_group`.
+        ValueError: as in OptimizersContainer. Also: no parameter is trainable, `backwards_per_step`
+            is below 1, None without a norm, or a number with a `process_group`.
     """
 
-    measures_norm: bool  # as max_grad_norm and skip_nonfinite need it
+    measures_norm: bool  # max_grad_norm and skip_nonfinite need the norm
     reported_norm: Any = None  # set by deferred_clipping.report_norm()
     _noted = False
 
@@ -89,7 +89,7 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
         self._joint_steps = [joint for batches in found for joint in batches.joint_steps]
         self._counts: dict[Tensor, int] = {}  # gradients since a parameter's last update
         self._task: int | None = None  # the graph task at whose end the update is made
-        self._reduced_later: bool | None = None  # by DDP; None: not looked for yet
+        self._reduced_later: bool | None = None  # by DDP; None: not searched for yet
         self._norms: list[NormInBackward] = []  # of the optimizers, if there is a norm
         for optimizer in self.optimizers if self.measures_norm else ():
             if isinstance(optimizer, FusedAdam):
@@ -104,13 +104,13 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
             vars(optimizer)["add_param_group"] = _reject_group
             if not self.measures_norm and isinstance(optimizer, FusedAdam):
                 vars(optimizer)["set_schedule"] = _reject_schedule
-        self._impls = {param: param._cdata for param in self._optimizer_of}  # that have the hooks
+        self._impls = {param: param._cdata for param in self._optimizer_of}  # the hooked tensors
 
     def _watch_swapped(self) -> None:
-        """Takes the gradients of swapped parameters, and lets hooks take their next ones.
+        """Takes the gradients of swapped parameters, and moves the hooks to the swapped tensors.
 
         torch.utils.swap_tensors, which conversions of modules may use, leaves the hooks with the
-        tensor that was there before.
+        former tensor.
         """
         for param, impl in self._impls.items():
             if param._cdata != impl:
@@ -121,7 +121,7 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
                     self._counts.setdefault(param, 1)
 
     def _watch_ddp(self, module: nn.Module, *_: Any) -> None:
-        """Looks for a DDP anew once one has been made: after a first backward, too."""
+        """Makes the next gradient search for DDP again if a DDP is built, even after a backward."""
         if isinstance(module, DistributedDataParallel):
             self._reduced_later = None
 
@@ -149,10 +149,10 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
             )
 
     def step(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
-        """Fires the step hooks, and updates what backward has not: see `backwards_per_step`.
+        """Fires the step hooks, and updates what backward has not updated (`backwards_per_step`).
 
         Raises:
-            ValueError: a closure: the backward in it would make the update itself.
+            ValueError: a closure is given. Its backward would make the update itself.
         """
         if callable(kwargs.get("closure", args[0] if args else None)):
             raise ValueError(
@@ -162,7 +162,7 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
         self._watch_swapped()
         if self._counts or self._backwards is None:  # other ranks may have gradients
             self._update(self._context)
-        if not self._noted:  # for learning-rate schedulers: some may never get a gradient
+        if not self._noted:  # for schedulers: some parameters may never get a gradient
             self._noted = True
             for optimizer in self.optimizers:
                 note_step(optimizer)
@@ -176,7 +176,7 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
         super()._set_max_grad_norm(value)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Drops gradients that no update has used: backward clears the others."""
+        """Drops gradients that no update has used. Backward clears all other gradients."""
         self._watch_swapped()
         if self.measures_norm:
             super().zero_grad()
@@ -190,7 +190,7 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Only if `step()` updates: before, a scaler has not said what to unscale by."""
+        """Whether `step()` updates. In backward, a scaler has not given its scale yet."""
         return self._backwards is None
 
     @property
@@ -198,10 +198,10 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
         return self._backwards is None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As OptimizersContainer's; takes that of torchtitan's container in backward as well.
+        """Loads a state dict of OptimizersContainer, or of torchtitan's container in backward.
 
-        That has the first parameter's state only (torchtitan/components/optimizer.py zips model
-        parts with optimizers). A warning says which state starts anew.
+        torchtitan's dict has only the first parameter's state (torchtitan/components/optimizer.py
+        zips model parts with optimizers). A warning then says which state starts anew.
         """
         flat.load_state_dict(self._parts(), self._completed(state_dict))
 
@@ -232,7 +232,7 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
         return completed
 
     def _take_gradient(self, param: nn.Parameter) -> None:
-        if param not in self._optimizer_of:  # has got the hook of a tensor it was swapped with
+        if param not in self._optimizer_of:  # it has the hook of a tensor it was swapped with
             return
         if self._reduced_later is None:
             self._reduced_later = _is_reduced_by_ddp(self._optimizer_of)
@@ -256,7 +256,7 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
             self._update_at_end()
 
     def _update_at_end(self, *_: Any) -> None:
-        """Lets the update follow when the graph task that runs now has ended."""
+        """Schedules the update for the end of the current graph task."""
         if (task := graph_task()) != self._task:
             self._task = task
             call_at_end_of_backward(WeakHook(self, "_end_task"))
@@ -264,21 +264,21 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
     def _end_task(self) -> None:
         self._task = None
         node = current_node()
-        if node is not None:  # reentrant activation checkpointing: its outer task goes on
+        if node is not None:  # reentrant activation checkpointing: the outer task continues
             node.register_hook(WeakHook(self, "_update_at_end"))
         else:
-            # Callbacks that were queued after this one bring gradients, too: DDP's reducer waits
-            # for its reductions (torch/csrc/distributed/c10d/reducer.cpp, mark_variable_ready), and
-            # each root of FSDP2 reduces what no hook of its backward has (_fsdp_state.py,
-            # _root_post_backward_final_callback).
+            # Callbacks queued after this callback bring gradients, too: DDP's reducer waits for
+            # its reductions (torch/csrc/distributed/c10d/reducer.cpp, mark_variable_ready), and
+            # each FSDP2 root reduces gradients that no hook of its backward has reduced
+            # (_fsdp_state.py, _root_post_backward_final_callback).
             call_at_end_of_backward(WeakHook(self, "_update_complete"))
 
     def _update_complete(self) -> None:
         self._watch_swapped()
-        # Otherwise another part's microbatches are to come, or step().
+        # Otherwise another part's microbatches or step() must follow.
         if self._counts and self._is_complete():
             for norm in self._norms:
-                norm.end_backward()  # its own call may come later
+                norm.end_backward()  # the norm's own callback may run later
             self._update(ALONE)
 
     def _is_complete(self) -> bool:
@@ -290,7 +290,7 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
 
     def _step(self, context: StepContext, *args: Any, **kwargs: Any) -> Any:
         norm = self.measures_norm or deciding_jointly(self.optimizers, context)
-        if norm or not context.is_plain:  # else there is an optimizer for each parameter
+        if norm or not context.is_plain:  # otherwise each parameter has its own optimizer
             return super()._step(context, *args, **kwargs)
         for joint in self._joint_steps:
             joint.step_all(lambda optimizer: inner_step(optimizer, context))
@@ -300,8 +300,8 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
         return None
 
     def _clear(self) -> None:
-        # The update has also taken gradients that no hook has: DDP gives some to what only other
-        # ranks have used, and others may come by hand.
+        # The update also uses gradients that no hook has seen: DDP gives gradients to parameters
+        # that only other ranks have used, and users may set gradients.
         for param in self._optimizer_of:
             param.grad = None
         self._counts = {}
@@ -322,9 +322,9 @@ def _reject_schedule(*_: Any, **__: Any) -> NoReturn:
 
 
 def _is_reduced_by_ddp(params: Iterable[Tensor]) -> bool:
-    """Whether a DistributedDataParallel, `replicate`'s included, reduces these gradients.
+    """Returns whether a DistributedDataParallel, also `replicate`'s, reduces these gradients.
 
-    It leaves no mark on parameters or modules within it, so this looks through what exists.
+    DDP leaves no mark on parameters or modules within it, so this searches all existing objects.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return False

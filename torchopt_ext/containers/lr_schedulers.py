@@ -23,14 +23,14 @@ logger = logging.getLogger(__name__)
 
 
 class LRSchedulersContainer(Stateful):
-    """One LambdaLR per optimizer of a container, all with the same factor of the step.
+    """Holds one LambdaLR per optimizer of a container, all with the same factor by step.
 
     Args:
         optimizers: the optimizers, usually an OptimizersContainer; at least one.
-        lr_lambda: from the number of steps done to the factor of each group's initial lr.
+        lr_lambda: maps the number of completed steps to the factor of each group's initial lr.
 
     Raises:
-        TypeError: `optimizers` is one optimizer or a generator.
+        TypeError: `optimizers` is a single optimizer or a generator.
     """
 
     schedulers: list[LRScheduler]
@@ -46,7 +46,7 @@ class LRSchedulersContainer(Stateful):
         if len(optimizers) == 0:
             raise AssertionError("Must have at least one optimizer to create LRScheduler")
         for group in chain(*(optimizer.param_groups for optimizer in optimizers)):
-            # Before any LambdaLR changes a tensor that groups of several optimizers share.
+            # Copy lr before a LambdaLR changes a tensor that groups of several optimizers share.
             lr = group["lr"]
             group.setdefault("initial_lr", lr.clone() if isinstance(lr, Tensor) else lr)
         self.schedulers = [LambdaLR(optimizer, lr_lambda) for optimizer in optimizers]
@@ -62,19 +62,20 @@ class LRSchedulersContainer(Stateful):
             scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """The first scheduler's state dict, which stands for all: only base_lrs may differ."""
+        """Returns the first scheduler's state dict. Others may differ only in base_lrs."""
         return self.schedulers[0].state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a saved step, and set each group's lr to its base lr times the factor.
+        """Continues from a saved step, and sets each group's lr to its base lr times the factor.
 
-        Takes what `state_dict` returns, or `{"last_epoch": n}` as torchtitan from 0.3 writes it.
-        Saved base_lrs replace the present ones if all schedulers here have the same ones; a dict
-        holds only one scheduler's, so schedulers that differ keep their own.
+        Accepts what `state_dict` returns, or `{"last_epoch": n}` as torchtitan from 0.3 writes it.
+        Saved base_lrs replace the current base_lrs if all schedulers here have the same base_lrs.
+        If they differ, each keeps its own, because the dict holds only one scheduler's.
 
         Raises:
-            KeyError: no last_epoch. ValueError: it is not a count of steps, or base_lrs are no
-                numbers. What the factor raises for that step. Nothing is changed.
+            KeyError: last_epoch is missing.
+            ValueError: last_epoch is not a number of steps, or base_lrs are not numbers.
+            Exception: the factor raises for this step. No error changes anything.
         """
         last_epoch = state_dict["last_epoch"]
         if not isinstance(last_epoch, int) or isinstance(last_epoch, bool) or last_epoch < 0:
@@ -90,26 +91,25 @@ class LRSchedulersContainer(Stateful):
                 scheduler.load_state_dict(copy.deepcopy({"lr_lambdas": [], **state_dict}))
             scheduler.base_lrs = copy.deepcopy(saved) if same else base_lrs
             scheduler.last_epoch = last_epoch - 1
-            # step() computes the lr of last_epoch. It warns where the count says that it is called
-            # a second time before the optimizer's step: this is no such call.
+            # step() computes the lr of last_epoch. A count of 0 avoids its order warning.
             set_step_count(scheduler, 0)
             scheduler.step()
             set_step_count(scheduler, last_epoch + 1)
 
     def _try_factors(self, step: int, saved: Sequence[dict[str, Any] | None]) -> None:
-        """Raises what the factors, with their saved attributes, would raise at this step."""
+        """Calls copies of the factors, with their saved attributes, to raise their errors early."""
         for scheduler in self.schedulers:
             factors = [copy.copy(factor) for factor in getattr(scheduler, "lr_lambdas", ())]
             for number, attributes in enumerate(saved):
-                if attributes is not None:  # of an object; functions have none
+                if attributes is not None:  # None for functions, which are saved without attributes
                     vars(factors[number]).update(copy.deepcopy(attributes))
             for factor in factors:
                 factor(step)
 
     def get_metrics(self) -> dict[str, float]:
-        """The present learning rates, as "lr/AdamW", or "lr/AdamW/0" and on if there are several.
+        """Returns the current learning rates as "lr/AdamW", or "lr/AdamW/0" and so on for several.
 
-        Schedulers of equal base_lrs share their entries. Ours go by the name of torch's class.
+        Schedulers with equal base_lrs share entries. FusedAdam(W) has the name of torch's class.
         """
         lrs: dict[str, dict[tuple[float, ...], list[float]]] = {}
         for scheduler in self.schedulers:
@@ -135,15 +135,15 @@ def build_lr_schedulers(
 def build_lr_schedulers(
     optimizers: OptimizersContainer[Any], *args: Any, **kwargs: Any
 ) -> LRSchedulersContainer:
-    """Build the schedule that a configuration asks for: warm up, stay, decay.
+    """Builds the learning-rate schedule of a configuration: warmup, constant phase, decay.
 
-    Takes `(optimizers, job_config)`, as torchtitan before 0.1, or `(optimizers,
-    lr_scheduler_config, training_steps)`, as torchtitan 0.1 to 0.2: a configuration with an
-    attribute `lr_scheduler` is a job configuration. Any objects serve that have the attributes
+    Accepts `(optimizers, job_config)`, as torchtitan before 0.1, or `(optimizers,
+    lr_scheduler_config, training_steps)`, as torchtitan 0.1 to 0.2. A configuration with an
+    attribute `lr_scheduler` is a job configuration. Any objects can serve that have the attributes
     listed in docs/containers.md.
 
     Raises:
-        ValueError: unknown decay type; a negative or non-finite number; a factor above 1.
+        ValueError: the decay type is unknown, a number is below 0 or not finite, a factor above 1.
     """
     config = args[0] if args else kwargs.get("job_config", kwargs.get("lr_scheduler_config"))
     schedule = schedule_from_job_config if hasattr(config, "lr_scheduler") else schedule_from_config
@@ -151,15 +151,15 @@ def build_lr_schedulers(
 
 
 def schedule_from_job_config(job_config: Any) -> Callable[[int], Any]:
-    """The learning rate's factor by step, from a configuration of torchtitan before 0.1."""
+    """Returns the lr factor as a function of the step, for a torchtitan config before 0.1."""
     config, steps = job_config.lr_scheduler, job_config.training.steps
     return _schedule(config, _total_steps(config, steps), "lr_min", generation=1)
 
 
 def schedule_from_config(lr_scheduler_config: Any, training_steps: int) -> Callable[[int], Any]:
-    """The learning rate's factor by step, from a configuration of torchtitan 0.1 or later.
+    """Returns the lr factor as a function of the step, for a torchtitan config from 0.1 on.
 
-    `compat = "seed"` asks for the formula of torchtitan before 0.1.
+    `compat = "seed"` selects the formula of torchtitan before 0.1.
     """
     generation = 1 if check_compat(getattr(lr_scheduler_config, "compat", None)) else 2
     total_steps = _total_steps(lr_scheduler_config, training_steps)
@@ -167,7 +167,7 @@ def schedule_from_config(lr_scheduler_config: Any, training_steps: int) -> Calla
 
 
 def _total_steps(config: Any, training_steps: int) -> int:
-    """The schedule's length, which configurations from torchtitan 0.2.2 on can set."""
+    """Returns the schedule's length, which configurations from torchtitan 0.2.2 on can set."""
     total_steps: int | None = getattr(config, "total_steps", None)
     return training_steps if total_steps is None else total_steps
 
@@ -195,11 +195,11 @@ def _schedule(
         )
         logger.warning(text, warmup, decay, total, room)
         decay = room
-    # A partial has no attributes of its own, so a scheduler saves none, and it can be pickled.
+    # A partial can be pickled. It has no attributes of its own that a scheduler would save.
     return functools.partial(
         ops.lr_factor,
         warmup_steps=warmup,
-        # Of the later formula one step more, so that the last real one does not have factor 0.
+        # The later formula has one more step, so that the last real step's factor is not 0.
         stable_steps=room - decay + (generation == 2),
         decay_steps=decay,
         decay_type=config.decay_type,

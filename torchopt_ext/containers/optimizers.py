@@ -1,4 +1,4 @@
-"""OptimizersContainer: many optimizers behind the face of one."""
+"""OptimizersContainer: several optimizers with the interface of one optimizer."""
 
 import functools
 import inspect
@@ -37,36 +37,35 @@ T = TypeVar("T", bound=Optimizer)
 
 
 class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
-    """One optimizer per model part, used as if it were one optimizer.
+    """Holds one optimizer per model part, with the interface of one optimizer.
 
-    Frozen parameters (`requires_grad` False) are left out; a part with nothing to train gets an
+    Frozen parameters (`requires_grad` False) are left out. A part with nothing to train gets an
     optimizer without parameters, so that optimizers and parts correspond. `param_groups` and
-    `state` show those of the inner optimizers. Step hooks registered here fire once per step.
+    `state` are the inner optimizers' own. Step hooks registered here fire once per step.
 
     If the class is FusedAdam or FusedAdamW, `optimizer_kwargs` may hold `max_grad_norm` and
-    `skip_nonfinite`: norm, clipping and skipping are then one decision over all parts. Patterns of
+    `skip_nonfinite`. Norm, clipping and skipping are then one decision over all parts. Patterns of
     `fp32_moments` are searched for in the names of all parts' parameters.
 
     Args:
         model_parts: the modules to train.
-        optimizer_cls: class of each inner optimizer.
-        optimizer_kwargs: its arguments, the same for every part.
-        compat: "seed" lets `state_dict()` before the first step make the state as torchtitan's
-            containers do, by a step with lr 0 that counts: bias corrections are then those of one
-            step later.
+        optimizer_cls: the class of the inner optimizers.
+        optimizer_kwargs: the class's arguments, the same for every part.
+        compat: "seed" makes `state_dict()` before the first step create the state as torchtitan
+            does, by a step with lr 0 that counts. Bias corrections are then one step ahead.
 
     Raises:
-        TypeError: `model_parts` is no list of modules.
-        ValueError: a trainable parameter is on the meta device, or belongs to two parts; unknown
-            `compat`; a pattern of `fp32_moments` that is found in no name, without a
-            `process_group` of other parts.
+        TypeError: `model_parts` is not a list of modules.
+        ValueError: a trainable parameter is on the meta device or belongs to two parts; `compat` is
+            unknown; or a pattern of `fp32_moments` is found in no name, and there is no
+            `process_group`, which may have other parts.
     """
 
     optimizers: list[T]
     model_parts: list[nn.Module]
     deferred_clipping: "DeferredClipping | None" = None  # set by defer_clipping()
     compat: str | None = None
-    _sizes: Sequence[int] = ()  # optimizers of each part; one, where a subclass makes them itself
+    _sizes: Sequence[int] = ()  # optimizers per part; () if a subclass makes one for each part
     _built = False
 
     def __init__(
@@ -94,7 +93,7 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
         self._built = True
 
     def _shares(self, params: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-        """The parameters of each optimizer of a model part."""
+        """Divides a model part's parameters among its optimizers."""
         return [params]
 
     def __iter__(self) -> Iterator[T]:
@@ -104,13 +103,13 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
         return len(self.optimizers)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Step every inner optimizer with these arguments.
+        """Steps every inner optimizer with these arguments.
 
-        A closure would run once for each optimizer, so it is taken, and its loss returned, only
-        where there is one; with several it raises ValueError.
+        With one optimizer a closure is accepted, and its loss is returned. With several optimizers
+        it raises ValueError, because each optimizer would run it.
 
-        Step hooks of the container fire, then those of each inner optimizer; global step hooks
-        fire once, with the container.
+        The container's step hooks fire first, then each inner optimizer's. Global step hooks fire
+        once, with the container.
         """
         context, clipping = self._context, self.deferred_clipping
         if clipping is not None:
@@ -158,7 +157,7 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
             AttributeError: the inner optimizers are not FusedAdam or FusedAdamW.
         """
         fused = self._fused()
-        # All of them decide alike, but for one without parameters, whose step does nothing.
+        # All decisions are equal, except without parameters, where a step does nothing.
         return min(fused, key=lambda optimizer: not optimizer.param_groups[0]["params"]).control
 
     def _fused(self) -> list[FusedAdam]:
@@ -169,10 +168,10 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
 
     @property
     def max_grad_norm(self) -> float | None:
-        """The inner optimizers' threshold for the norm over all parts; None: no clipping.
+        """The inner optimizers' threshold for the norm over all parts; None without clipping.
 
         Raises:
-            AttributeError: as :attr:`control`.
+            AttributeError: as for :attr:`control`.
         """
         return self._fused()[0].max_grad_norm
 
@@ -193,10 +192,10 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
             optimizer.zero_grad(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """All optimizers' state as one flat dict: `state.{fqn}.*` and `param_groups.{fqn}.*`.
+        """Returns all state as one flat dict: `state.{fqn}.*` and `param_groups.{fqn}.*`.
 
         The keys are complete before the first step, too: missing state is created with step 0.
-        Gradients are left alone. As with torch, the tensors are the optimizers' own.
+        Gradients are not touched. As in torch, the tensors are the optimizers' own.
 
         Raises:
             ValueError: two parts have a trained parameter of the same name.
@@ -207,10 +206,10 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
         return flat.get_state_dict(self._parts(), self._complete(self._parts()))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy a flat state dict into the optimizers, after checking all of it.
+        """Copies a flat state dict into the optimizers, after checking all of it.
 
-        Keys of parameters that are not here are ignored, the dict is not changed, and none of its
-        tensors is kept. docs/containers.md says how frozen parameters and options are treated.
+        Keys of other parameters are ignored. The dict is not changed, and none of its tensors is
+        kept. docs/containers.md says how frozen parameters and options are treated.
 
         Raises:
             KeyError: a key is missing.
@@ -222,15 +221,15 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
     checkpoint_layout = BY_NAME
 
     def checkpoint_buffers(self, ids: list[str]) -> dcp.Buffers:
-        """For :func:`torchopt_ext.statedict.dcp.load`."""
+        """Returns the buffers that :func:`torchopt_ext.statedict.dcp.load` reads into."""
         named = flat.named_parameters(self._parts())
         return dcp.buffers_by_key({f"state.{fqn}": param for fqn, param in named})
 
     def refresh_masters(self, from_: Mapping[Any, torch.Tensor] | None = None) -> None:
-        """As :meth:`torchopt_ext.FusedAdamW.refresh_masters`, for the optimizers of all parts.
+        """Sets all parts' masters as :meth:`torchopt_ext.FusedAdamW.refresh_masters` does.
 
         Args:
-            from_: float32 weights by parameter, or by name in the state dict; all of them are
+            from_: float32 weights by parameter, or by name in the state dict. All weights are
                 checked before any is set.
         """
         fused = [optimizer for optimizer in self.optimizers if isinstance(optimizer, FusedAdam)]
@@ -248,14 +247,14 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
             optimizer.begin_with((p, weight_of[p]) for p in own if p in weight_of)
 
     def init_cache_state_dict(self) -> None:
-        """Nothing to do: only a fault-tolerant container caches its state dict."""
+        """Does nothing: only a fault-tolerant container caches its state dict."""
 
     @cached_property
     def _complete(self) -> flat.Completion:
         return flat.Completion()
 
     def _parts(self) -> list[flat.ModelPart]:
-        """Each model part with the optimizers of its parameters."""
+        """Returns each model part with the optimizers of its parameters."""
         optimizers = iter(self.optimizers)
         sized = zip(self.model_parts, self._sizes or [1] * len(self.optimizers), strict=True)
         return [(part, [*islice(optimizers, size)]) for part, size in sized]
@@ -268,7 +267,7 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
             )
 
     def _post_init(self, all_params: list[nn.Parameter], optimizer_kwargs: dict[str, Any]) -> None:
-        """Make this container an Optimizer itself, with hooks and defaults of its own."""
+        """Makes this container an Optimizer itself, with its own hooks and defaults."""
         number = 0
         named = chain(*(part.named_parameters() for part in self.model_parts))
         names: dict[torch.Tensor, str] = {param: unwrapped(name) for name, param in named}
@@ -289,11 +288,11 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        """Ignored: Optimizer.__init__ assigns an empty list, but the groups are the inner ones."""
+        """Ignores the empty list of Optimizer.__init__: the groups are the inner optimizers'."""
 
     @property
     def state(self) -> defaultdict[torch.Tensor, Any]:
-        """The inner optimizers' state by parameter, to be read."""
+        """The inner optimizers' state by parameter, for reading only."""
         merged: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         for optimizer in self.optimizers:
             merged.update(optimizer.state)
@@ -301,7 +300,7 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
 
     @state.setter
     def state(self, state: defaultdict[torch.Tensor, Any]) -> None:
-        """Ignored, as for param_groups."""
+        """Ignores the empty state of Optimizer.__init__."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._built:
@@ -318,14 +317,14 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
 
 
 def check_compat(compat: Any) -> str | None:
-    """Rejects what is neither None nor "seed"."""
+    """Returns ``compat``. Raises ValueError unless it is None or "seed"."""
     if compat not in (None, "seed"):
         raise ValueError(f"Invalid compat: {compat!r}, expected None or 'seed'")
     return compat
 
 
 def trainable_parameters(model_parts: Sequence[nn.Module]) -> list[list[nn.Parameter]]:
-    """Each part's trainable parameters, tied ones once; rejects what no optimizer can train."""
+    """Returns each part's trainable parameters, each once. Rejects meta and shared parameters."""
     if isinstance(model_parts, nn.Module):
         raise TypeError(
             f"model_parts is of type {type(model_parts).__name__}, expected a list of modules"
@@ -355,9 +354,9 @@ def trainable_parameters(model_parts: Sequence[nn.Module]) -> list[list[nn.Param
 def with_fp32_moments(
     arguments: Mapping[str, Any], model_parts: Sequence[nn.Module], *, partial: bool = False
 ) -> dict[str, Any]:
-    """FusedAdam's arguments, with the parameters themselves as `fp32_moments` of 8-bit ones.
+    """Returns FusedAdam's arguments, in which the chosen parameters replace `fp32_moments`.
 
-    Patterns are searched for in names without those of wrappers.
+    It changes nothing without 8-bit moments. Patterns are searched for in names without wrappers.
 
     Args:
         partial: other ranks have other parts, as with a `process_group`.
@@ -380,7 +379,7 @@ def with_fp32_moments(
 
 
 def own_fp32_moments(arguments: dict[str, Any], params: Sequence[nn.Parameter]) -> dict[str, Any]:
-    """What :func:`with_fp32_moments` made, for an optimizer of some of the parameters."""
+    """Restricts the result of :func:`with_fp32_moments` to an optimizer's own parameters."""
     chosen = arguments.get("fp32_moments")
     if not isinstance(chosen, frozenset):
         return arguments
@@ -388,7 +387,7 @@ def own_fp32_moments(arguments: dict[str, Any], params: Sequence[nn.Parameter]) 
 
 
 def deciding_jointly(optimizers: Sequence[Optimizer], context: StepContext) -> list[FusedAdam]:
-    """The optimizers, if gradient norm and skipping are one decision over them all."""
+    """Returns the optimizers if norm and skipping are one decision over all of them, else []."""
     fused = [opt for opt in optimizers if isinstance(opt, FusedAdam)]
     if len(fused) < len(optimizers) or not any(opt.wants_norm(context) for opt in fused):
         return []
@@ -402,9 +401,9 @@ def deciding_jointly(optimizers: Sequence[Optimizer], context: StepContext) -> l
 
 
 def _alike(optimizers: Sequence[Optimizer]) -> list[FusedAdam]:
-    """The optimizers, if one call can step them, which rejects a step before any has made it.
+    """Returns the optimizers if one call can step all of them, else [].
 
-    Hooks, or a profiler, are to see one step after the other.
+    One call rejects a step before any optimizer has stepped. Hooks and profilers need single steps.
     """
     if any(map(is_watched, optimizers)):
         return []
@@ -414,7 +413,7 @@ def _alike(optimizers: Sequence[Optimizer]) -> list[FusedAdam]:
 
 
 def _step_jointly(optimizers: Sequence[FusedAdam], context: StepContext) -> None:
-    """fused_step between the step hooks of every optimizer, which it does not fire itself."""
+    """Calls fused_step inside every optimizer's step hooks, which it does not fire itself."""
 
     def step(*_: Any, **__: Any) -> None:
         fused_step(optimizers, context)

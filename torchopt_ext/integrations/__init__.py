@@ -1,1 +1,1 @@
-"""One module for each outside project and generation; none is imported unless it is asked for."""
+"""Integrations: one module per outside project and generation, imported only on request."""

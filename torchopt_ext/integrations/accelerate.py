@@ -1,7 +1,7 @@
 """Accelerate with clipping, overflow checks and unscaling in the optimizer's step.
 
-Stock Accelerate unscales, measures and clips gradients before the step, and learns from its scaler
-only whether one was skipped (accelerate/optimizer.py).
+Stock Accelerate unscales, measures and clips gradients before the step. It knows of skipped steps
+only from its scaler (accelerate/optimizer.py).
 """
 
 import math
@@ -22,15 +22,15 @@ from torchopt_ext.optim.control import ControlView
 
 
 class FusedAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
-    """What :meth:`Accelerator.prepare` makes of an optimizer that clips in its step."""
+    """The wrapper in which :meth:`Accelerator.prepare` puts an optimizer that clips in its step."""
 
-    _own_threshold: float | None = None  # while that of clip_grad_norm_ is set
-    _clip: float | None = None  # which that is
-    _asked = False  # whether the next step is to clip by it
-    _norm: Tensor | None = None  # what the next step fills
+    _own_threshold: float | None = None  # kept while clip_grad_norm_'s is set
+    _clip: float | None = None  # clip_grad_norm_'s threshold
+    _asked = False  # whether clip_grad_norm_ was called for the next step
+    _norm: Tensor | None = None  # the tensor that the next step fills
 
     def clip_next(self, max_norm: float) -> Tensor:
-        """Lets the next step clip; returns a 0-dim tensor that the step fills with the norm."""
+        """Makes the next step clip. Returns a 0-dim tensor that the step fills with the norm."""
         if self._clip is None:
             self._own_threshold = self.max_grad_norm
         self._clip, self._asked = max_norm, True
@@ -40,18 +40,18 @@ class FusedAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         return self._norm
 
     def step(self, closure: Any = None) -> Any:
-        """The optimizer's step, where gradients are complete."""
+        """Makes the optimizer's step if gradients are complete."""
         if not self.gradient_state.sync_gradients:
             return super().step(closure)
-        # Only now: setting it writes to the device, and most loops ask before each step.
+        # Reset only now: setting it writes to the device, and most loops set it for each step.
         if self._clip is not None and not self._asked:
-            if self.max_grad_norm == self._clip:  # nobody has set another
+            if self.max_grad_norm == self._clip:  # nobody has set another threshold
                 self.max_grad_norm = self._own_threshold
             self._clip = None
         self._asked = False
         result = super().step(closure)
         if self._norm is not None:
-            self._norm.copy_(self.control.grad_norm)  # NaN if the step measured none
+            self._norm.copy_(self.control.grad_norm)  # NaN if the step measured no norm
             self._norm = None
         return result
 
@@ -75,13 +75,13 @@ class FusedAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     def step_was_skipped(self) -> bool:
         """Whether the last step changed nothing, so that prepared schedules wait.
 
-        Waits for a GPU if steps can be skipped, as the stock scaler's step does.
+        Reading it waits for a GPU if steps can be skipped, as the stock scaler's step does.
         """
         return was_skipped(clipping_optimizers(self.optimizer), self.scaler is not None)
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
-    """accelerate.Accelerator that leaves clipping to FusedAdam, FusedAdamW and ZeRO with them.
+    """accelerate.Accelerator whose clipping happens in the step of FusedAdam, FusedAdamW and ZeRO.
 
     Other optimizers are prepared and clipped as by accelerate.Accelerator.
     """
@@ -91,7 +91,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """Also makes the scaler :class:`torchopt_ext.GradScaler`, which reads no gradient."""
+        """Prepares an optimizer, with :class:`torchopt_ext.GradScaler`, which reads no gradient."""
         if not clipping_optimizers(optimizer):
             return super().prepare_optimizer(optimizer, device_placement)
         if type(self.scaler) is torch.amp.GradScaler:
@@ -103,7 +103,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             for earlier in self._optimizers:
                 if earlier.scaler is stock:
                     earlier.scaler = self.scaler
-        # State is made beside the parameters; moving it would be a state dict of all ranks.
+        # State is made on the parameters' device. Moving it would need all ranks' state dict.
         prepared = FusedAcceleratedOptimizer(optimizer, device_placement=False, scaler=self.scaler)
         self._optimizers.append(prepared)
         return prepared
@@ -112,11 +112,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Sets the threshold of the next step, which clips all gradients of its optimizer.
 
         Returns:
-            The norm, unscaled: a 0-dim tensor that is NaN until the step fills it. Stock
-            Accelerate's has it before the step.
+            The unscaled norm: a 0-dim tensor that is NaN until the step fills it. Stock
+            Accelerate's tensor has the norm before the step.
 
         Raises:
-            ValueError: a norm other than the 2-norm, or optimizers of which some do not clip.
+            ValueError: The norm is not the 2-norm, or there is more than one optimizer.
         """
         prepared = [o for o in self._optimizers if isinstance(o, FusedAcceleratedOptimizer)]
         if not prepared:

@@ -1,4 +1,4 @@
-"""Lets torchtitan's CheckpointManager, of 0.2 and 0.3, load our containers by our own loader."""
+"""Lets torchtitan 0.2's and 0.3's CheckpointManager load our containers with our loader."""
 
 import functools
 from collections.abc import Callable
@@ -10,12 +10,12 @@ from torchopt_ext.statedict import dcp
 def load_ours(manager: Any, key: str, is_ours: Callable[[Any], bool]) -> None:
     """Replaces ``dcp_load`` of the class ``manager``.
 
-    torchtitan's demands every entry that a container has; ours checks all before anything changes,
-    makes what torch's optimizers do not save, such as masters, and loads what is there.
+    torchtitan's loader demands every entry of a container. Ours checks all before anything changes,
+    loads existing entries, and makes entries that torch does not save, such as masters.
 
     Args:
-        key: of the container in the state dict.
-        is_ours: whether our loader is to load an object at that key.
+        key: the container's key in the state dict.
+        is_ours: returns whether our loader loads the object at that key.
     """
     stock = manager.dcp_load
 

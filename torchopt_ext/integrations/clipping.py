@@ -1,4 +1,4 @@
-"""Optimizers that clip in their step, in what frameworks hand over."""
+"""Finds optimizers that clip in their step inside a framework's optimizer."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,13 +8,13 @@ from torchopt_ext.optim.control import Controlled
 
 
 def clipping_optimizers(optimizer: Any) -> Sequence[Controlled]:
-    """Those that decide in an optimizer's step; none for an optimizer of another package.
+    """Returns the optimizers that clip in an optimizer's step; none for other packages' optimizers.
 
     Args:
-        optimizer: FusedAdam or FusedAdamW; ZeroRedundancyOptimizer or a container of such.
+        optimizer: FusedAdam, FusedAdamW, or ZeroRedundancyOptimizer or a container with them.
 
     Raises:
-        TypeError: FSDPadaptOptimizer, which has a threshold and a loss scale of its own.
+        TypeError: `optimizer` is FSDPadaptOptimizer, with its own threshold and loss scale.
     """
     if isinstance(optimizer, FSDPadaptOptimizer):
         raise TypeError(
@@ -29,17 +29,17 @@ def clipping_optimizers(optimizer: Any) -> Sequence[Controlled]:
 
 
 def set_threshold(optimizers: Sequence[Controlled], max_grad_norm: float) -> None:
-    """Lets the next steps clip by a norm; ``math.inf`` only measures it."""
+    """Sets the norm to which the next steps clip. ``math.inf`` only measures the norm."""
     for optimizer in optimizers:
         if optimizer.max_grad_norm != max_grad_norm:
             optimizer.max_grad_norm = max_grad_norm
 
 
 def was_skipped(optimizers: Sequence[Controlled], scaled: bool) -> bool:
-    """Whether the last step was skipped; waits for its device only if it could have been.
+    """Returns whether the last step was skipped. Waits for the device only if steps can be skipped.
 
     Args:
-        scaled: a scaler took part in it.
+        scaled: whether a loss scaler was used in the step.
     """
     return any((scaled or o.skips_overflow) and bool(o.control.skip != 0.0) for o in optimizers)
 
@@ -48,7 +48,7 @@ def expect_first(mixin: type, cls: type, method: str) -> None:
     """Rejects a class whose bases hide the mixin's method.
 
     Raises:
-        TypeError: a base of the class that knows nothing of the mixin comes before it.
+        TypeError: A base class with this method, but without the mixin, comes before the mixin.
     """
     order = cls.__mro__
     for base in order[: order.index(mixin)]:

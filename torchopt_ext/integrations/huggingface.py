@@ -1,4 +1,4 @@
-"""transformers' Trainer with ``max_grad_norm`` in the optimizer's step."""
+"""transformers' Trainer with clipping by ``max_grad_norm`` in the optimizer's step."""
 
 from typing import Any
 
@@ -9,12 +9,12 @@ from torchopt_ext.integrations.clipping import expect_first
 
 
 class FusedStep:
-    """A mixin for transformers.Trainer: ``class Trainer(FusedStep, transformers.Trainer)``.
+    """Clips in the optimizer's step: ``class Trainer(FusedStep, transformers.Trainer)``.
 
-    ``args.max_grad_norm`` becomes the step's threshold; 0 measures the norm without clipping, where
-    the stock Trainer reads all gradients once more for it. The logged ``grad_norm`` is the step's.
-    Learning-rate schedules wait where a step was skipped. ``trainer.optimizer.control`` is the last
-    step's decision. With an optimizer of another package nothing changes.
+    ``args.max_grad_norm`` becomes the step's threshold. 0 only measures the norm, for which the
+    stock Trainer reads all gradients once more. The logged ``grad_norm`` is the step's norm.
+    Learning-rate schedules wait if a step was skipped. ``trainer.optimizer.control`` is the last
+    step's decision. For other packages' optimizers nothing changes.
     """
 
     accelerator: accelerate.Accelerator
@@ -26,7 +26,7 @@ class FusedStep:
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        # The Trainer makes its Accelerator by itself. Nothing has been prepared with it yet.
+        # The Trainer makes its own Accelerator, with which nothing has been prepared yet.
         if type(self.accelerator) is not accelerate.Accelerator:
             raise TypeError(
                 f"FusedStep changes the Accelerator of transformers.Trainer, and found a "
@@ -35,8 +35,8 @@ class FusedStep:
         self.accelerator.__class__ = Accelerator
 
     def _has_mixed_mesh_grads(self, model: Any) -> bool:
-        # For gradients on several meshes, as of FSDP with tensor parallelism, the Trainer clips by
-        # itself, without the Accelerator. The step adds each one up over its own mesh.
+        # For gradients on several meshes, as with FSDP and tensor parallelism, the Trainer clips
+        # without the Accelerator. The step sums each gradient over its own mesh.
         if isinstance(self.optimizer, FusedAcceleratedOptimizer):
             return False
         return bool(super()._has_mixed_mesh_grads(model))  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Lightning with ``gradient_clip_val`` in the optimizer's step, under every precision.
+"""Lightning with clipping by ``gradient_clip_val`` in the optimizer's step, in every precision.
 
 Stock Lightning refuses to clip with fused optimizers under "16-mixed" and "bf16-mixed"
 (lightning/pytorch/plugins/precision/amp.py).
@@ -16,13 +16,13 @@ from torchopt_ext.integrations.clipping import (
 
 
 class FusedStep:
-    """A mixin for LightningModule: ``class Model(FusedStep, lightning.LightningModule)``.
+    """Clips in the optimizer's step: ``class Model(FusedStep, lightning.LightningModule)``.
 
-    ``Trainer(gradient_clip_val=...)`` becomes the step's threshold; 0 measures the norm without
-    clipping, and without it the optimizer's own ``max_grad_norm`` stays. Schedules of interval
-    "step" wait where a step was skipped. ``trainer.optimizers[0].control`` is the last step's
-    decision: not that of ``self.optimizers()``, a wrapper without the optimizer's state. With
-    optimizers of other packages nothing changes.
+    ``Trainer(gradient_clip_val=...)`` becomes the step's threshold. 0 only measures the norm; if
+    it is not set, the optimizer's own ``max_grad_norm`` stays. Schedules of interval "step" wait if
+    a step was skipped. Read the last step's decision from ``trainer.optimizers[0].control``:
+    ``self.optimizers()`` returns a wrapper without the optimizer's state. For other packages'
+    optimizers nothing changes.
     """
 
     trainer: Any
@@ -40,7 +40,7 @@ class FusedStep:
         """Sets the step's threshold.
 
         Raises:
-            ValueError: ``gradient_clip_algorithm="value"``.
+            ValueError: ``gradient_clip_algorithm`` is "value".
         """
         optimizers = clipping_optimizers(optimizer)
         if not optimizers:
@@ -57,7 +57,7 @@ class FusedStep:
         set_threshold(optimizers, float(gradient_clip_val) or math.inf)
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
-        """Steps the schedule, unless it counts steps and its optimizer's last one was skipped."""
+        """Steps the schedule, unless it counts steps and the optimizer's last step was skipped."""
         configs = self.trainer.lr_scheduler_configs
         by_step = any(c.scheduler is scheduler and c.interval == "step" for c in configs)
         scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None

@@ -1,11 +1,11 @@
-"""Says with which version of another package an integration was tested."""
+"""Warns if an integration was not tested with another package's version."""
 
 import warnings
 from importlib.metadata import version
 
 
 def warn_if_untested(package: str, tested: str) -> None:
-    """Warns unless the installed version is the tested one; for the head of an integration."""
+    """Warns unless the installed version is the tested version. Integrations call it on import."""
     found = version(package)
     if found.split("+")[0] != tested:
         warnings.warn(

@@ -3,13 +3,12 @@
     torchrun ... -m torchtitan.train ... \
         --experimental.custom_import=torchopt_ext.integrations.torchtitan_0_2
 
-Every TrainSpec that torchtitan looks up from then on, its own or a registered one, builds its
-optimizers and learning-rate schedules with `torchopt_ext.containers` wherever it would have used
-torchtitan's builders. Expert load balancing of mixture-of-experts models stays. A TrainSpec with
-builders of its own keeps them, and a warning says so. "llama3_torchopt_ext", and so on for every
-model, is the same TrainSpec under a name that says it.
+After the import, every TrainSpec that torchtitan looks up builds its optimizers and learning-rate
+schedules with `torchopt_ext.containers` instead of torchtitan's builders. Mixture-of-experts models
+keep their expert load balancing. A TrainSpec with its own builders keeps them, and a warning says
+so. Every model is also available under a name that says so, such as "llama3_torchopt_ext".
 
-`--job.custom_config_module` with this module's name does the same and adds the fields of
+`--job.custom_config_module` with this module's name does the same, and also adds the fields of
 :class:`Optimizer` and :class:`LRScheduler` to torchtitan's configuration.
 """
 
@@ -52,54 +51,54 @@ _SUFFIX = "_torchopt_ext"
 
 @dataclass
 class Optimizer:
-    """What `[optimizer]` may have besides torchtitan's fields: docs/torchtitan.md.
+    """Additional fields of `[optimizer]`: see docs/torchtitan.md.
 
-    torchtitan adds the fields to its own (config/manager.py, _merge_configs).
+    torchtitan merges them with its own fields (config/manager.py, _merge_configs).
     """
 
     deferred_clipping: bool = False
-    """Let the step clip to training.max_norm, where torchtitan reads all gradients twice more."""
+    """Clip to training.max_norm in the step; torchtitan reads all gradients twice more."""
     max_grad_norm: float | None = None
-    """Clip to this norm inside the step, besides what training.max_norm does before it."""
+    """Clip to this norm in the step, in addition to training.max_norm before the step."""
     skip_nonfinite: bool = False
-    """Change nothing in a step in which a gradient is not finite."""
+    """Skip the update of a step in which a gradient is not finite."""
     master_weights: Literal["fp32", "remainder", "remainder8"] | None = None
-    """Keep what 16-bit parameters (training.dtype) lack of float32."""
+    """Keep fp32 precision of 16-bit parameters (training.dtype), as copies or as remainders."""
     state_dtype: Literal["float32", "bfloat16", "int8"] | None = None
     """Dtype of the moments."""
     fp32_moments: list[str] = field(default_factory=lambda: ["embedding"])
-    """What keeps fp32 moments with state_dtype int8: "embedding" or patterns of names."""
+    """Parameters with fp32 moments under state_dtype int8: "embedding" or patterns of names."""
     stochastic_rounding: bool = False
-    """Round bfloat16 parameters and moments at random, without bias."""
+    """Round bfloat16 parameters and moments stochastically, without bias."""
     rounding_seed: int = 0
     """Seed of stochastic_rounding."""
     write_back_gradients: bool = False
-    """Let gradients be clipped in memory, too."""
+    """Also write clipped gradients back to memory."""
     track: list[str] = field(default_factory=list)
-    """What to note of each parameter: norms, lost_updates, digest."""
+    """Values to record for each parameter: norms, lost_updates, digest."""
     norm_in_backward: bool = False
     """Sum the squares of gradients in backward, while they are in cache."""
     amsgrad: bool = False
-    """As torch.optim.AdamW's."""
+    """As in torch.optim.AdamW."""
     maximize: bool = False
-    """As torch.optim.AdamW's."""
+    """As in torch.optim.AdamW."""
     backwards_per_step: int = 1
-    """With early_step_in_backward: gradient accumulation steps."""
+    """With early_step_in_backward: number of gradient accumulation steps."""
     compat: Literal["seed"] | None = None
-    """"seed", with fault tolerance: count a step that makes the state, as torchtitan does."""
+    """With fault tolerance, "seed" also counts the step that makes the state, as in torchtitan."""
 
 
 @dataclass
 class LRScheduler:
-    """What `[lr_scheduler]` may have besides torchtitan's fields."""
+    """Additional fields of `[lr_scheduler]`."""
 
     compat: Literal["seed"] | None = None
-    """"seed": the learning rates of torchtitan before 0.1, for jobs that began with it."""
+    """Use "seed" for learning rates of torchtitan before 0.1, if the job began with them."""
 
 
 @dataclass
 class JobConfig:
-    """What torchtitan merges into its own JobConfig."""
+    """The extension that torchtitan merges into its own JobConfig."""
 
     optimizer: Optimizer = field(default_factory=Optimizer)
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
@@ -111,14 +110,14 @@ def build_optimizers(
     parallel_dims: Any,
     ft_manager: Any = None,
 ) -> containers.OptimizersContainer[Any]:
-    """As torchtitan's, with :func:`torchopt_ext.containers.build_optimizers`.
+    """Builds containers for torchtitan, with :func:`torchopt_ext.containers.build_optimizers`.
 
-    With `deferred_clipping`, and for clipping in backward, torchtitan's `clip_grad_norm_` is taken
-    over.
+    With `deferred_clipping`, and for clipping in backward, it replaces torchtitan's
+    `clip_grad_norm_`.
 
     Raises:
-        ValueError: `compat` without fault tolerance: the Trainer saves no state before the first
-            step; `write_back_gradients` without clipping in the step.
+        ValueError: `compat` is set without fault tolerance, where the Trainer saves no state before
+            the first step, or `write_back_gradients` is set without clipping in the step.
     """
     fault_tolerant = ft_manager is not None and ft_manager.enabled
     if getattr(optimizer_config, "compat", None) and not fault_tolerant:
@@ -148,7 +147,7 @@ _OURS: dict[Callable[..., Any], Callable[..., Any]] = {
 
 
 def use_torchopt_ext(spec: train_spec.TrainSpec) -> train_spec.TrainSpec:
-    """The same TrainSpec, with torchopt_ext in place of torchtitan's two builders."""
+    """Returns the TrainSpec with torchopt_ext's builders in place of torchtitan's."""
     return dataclasses.replace(
         spec,
         build_optimizers_fn=_ours(spec.build_optimizers_fn),

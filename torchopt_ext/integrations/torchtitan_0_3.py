@@ -4,8 +4,8 @@
         torchopt_ext.integrations.torchtitan_0_3.optimizers \
         torchopt_ext.integrations.torchtitan_0_3.lr_schedulers
 
-or, in a config function of one's own, `use_torchopt_ext(llama3_debugmodel())`. Importing the module
-lets torchtitan's CheckpointManager load our containers' optional entries, and nothing else.
+or, in your own config function, `use_torchopt_ext(llama3_debugmodel())`. The import itself only
+lets torchtitan's CheckpointManager load our containers' optional entries.
 """
 
 import dataclasses
@@ -64,33 +64,33 @@ _FUSED = ("fused", _BF16_STATES)
 
 
 class OptimizersContainer(containers.OptimizersContainer[Any], Configurable):  # type: ignore[misc]
-    """One optimizer per model part and optimizer name, over the groups that patterns make.
+    """A container with one optimizer per model part and optimizer name, over groups by patterns.
 
-    Stands for torchtitan's class of this name (torchtitan/components/optimizer/optimizer.py), with
-    its configuration. "FusedAdam" and "FusedAdamW" are torchopt_ext's; "Adam" and "AdamW" are, too,
-    where the implementation is a fused one. Other names are torchtitan's.
+    It replaces torchtitan's class of this name (torchtitan/components/optimizer/optimizer.py), with
+    its configuration. "FusedAdam" and "FusedAdamW" are torchopt_ext's. "Adam" and "AdamW" are also
+    torchopt_ext's if the implementation is fused. Other names are torchtitan's.
 
-    Patterns are searched for in parameter names without wrappers of modules; the first that is
-    found decides. A pattern may be found in the part of another pipeline stage only, so that all
-    ranks build their containers together.
+    Patterns are searched for in parameter names without wrappers of modules. The first match
+    decides. A pattern may match only in another pipeline stage, so all ranks must build their
+    containers together.
 
     Args:
-        config: what to build.
+        config: the container's configuration.
         model_parts: the modules to train.
 
     Raises:
-        NotImplementedError: unknown optimizer name.
-        AssertionError: unknown implementation; a trainable parameter that no pattern matches.
-        ValueError: a pattern that matches nothing; a setting without effect; clipping or skipping
-            that could not be one decision; what the optimizers reject; parameters on the meta
-            device or in two parts.
+        NotImplementedError: An optimizer name is unknown.
+        AssertionError: The implementation is unknown, or no pattern matches a trainable parameter.
+        ValueError: A pattern matches nothing, a setting has no effect, or clipping or skipping
+            could not be one decision; an optimizer rejects its arguments; a parameter is on the
+            meta device or in two parts.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(stock.OptimizersContainer.Config):  # type: ignore[misc]
-        """torchtitan's fields, and arguments of FusedAdamW for every such optimizer.
+        """torchtitan's fields, and FusedAdamW's arguments for all torchopt_ext optimizers.
 
-        `optimizer_factory_kwargs_by_name` may have the same arguments, for those of one name.
+        `optimizer_factory_kwargs_by_name` may have these arguments for the optimizers of one name.
         """
 
         max_grad_norm: float | None = None
@@ -104,7 +104,7 @@ class OptimizersContainer(containers.OptimizersContainer[Any], Configurable):  #
         track: list[Literal["norms", "lost_updates", "digest"]] = field(default_factory=list)
         norm_in_backward: bool = False
         deferred_clipping: bool = False
-        """Let the step clip to training.max_norm; torchtitan reads all gradients twice more."""
+        """Clip to training.max_norm in the step; torchtitan reads all gradients twice more."""
 
     def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
         arguments = _arguments_by_name(config)
@@ -112,7 +112,7 @@ class OptimizersContainer(containers.OptimizersContainer[Any], Configurable):  #
             for name in arguments:
                 if _ours(name, config):
                     reject_ineffective(arguments[name], params)
-        # Other ranks may have other stages, where a pattern is found.
+        # A pattern may match in a stage on another rank.
         partial = dist.is_initialized() and dist.get_world_size() > 1
         for name in filter(lambda name: _ours(name, config), arguments):
             reject_unclipped_write_back(arguments[name], deferred=config.deferred_clipping)
@@ -129,14 +129,14 @@ class OptimizersContainer(containers.OptimizersContainer[Any], Configurable):  #
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         self._post_init([param for group in groups for param in group["params"]], {})
         self._built = True
-        self._knows_stages = config.deferred_clipping  # the Trainer's call names their group
+        self._knows_stages = config.deferred_clipping  # clipping calls name their group
         if config.deferred_clipping:
             defer_clipping(self)
             take_over(distributed)
 
     @staticmethod
     def _resolve_optimizer_factory(name: str) -> Callable[..., Optimizer]:
-        """What makes an optimizer whose name is not ours; to be overridden, as in torchtitan."""
+        """Returns the factory for a name that is not ours. May be overridden, as in torchtitan."""
         return stock.OptimizersContainer._resolve_optimizer_factory(name)
 
     def _built_for_part(
@@ -146,18 +146,18 @@ class OptimizersContainer(containers.OptimizersContainer[Any], Configurable):  #
         matched: list[dict[str, nn.Parameter]],
         arguments: dict[str, dict[str, Any]],
     ) -> list[Optimizer]:
-        """A part's optimizers, given the parameters of each of the configuration's groups."""
+        """Builds a part's optimizers from the parameters of each of the configuration's groups."""
         stocks = stock.OptimizersContainer
         groups: dict[str, list[dict[str, Any]]] = {}
         patterns: dict[str, list[str]] = {}
-        frozen = not any(matched)  # it shares norm and schedule with other stages all the same
+        frozen = not any(matched)  # still shares norm and schedule with other stages
         names = [asked.optimizer_name for asked in config.param_groups]
         of_frozen = min(names, key=lambda name: _ours(name, config) is None, default=None)
         for asked, named in zip(config.param_groups, matched, strict=True):
             name = asked.optimizer_name
             if _ours(name, config):
                 switches = {"fused": True, "foreach": False}
-            elif name == "DistMuon":  # rejects both (distributed/flex_shard/dist_muon.py)
+            elif name == "DistMuon":  # accepts neither (distributed/flex_shard/dist_muon.py)
                 switches = {"fused": False, "foreach": False}
             else:
                 switches = stocks._build_impl_kwargs(config)
@@ -185,10 +185,10 @@ class LRSchedulersContainer(containers.LRSchedulersContainer, Configurable):  # 
 
     @dataclass(kw_only=True, slots=True)
     class Config(stock.LRSchedulersContainer.Config):  # type: ignore[misc]
-        """torchtitan's fields, and which formula."""
+        """torchtitan's fields, and the choice of the formula."""
 
         compat: Literal["seed"] | None = None
-        """"seed": the learning rates of torchtitan before 0.1, for jobs that began with it."""
+        """Use "seed" for learning rates of torchtitan before 0.1, if the job began with them."""
 
         def build(
             self, *, optimizers: containers.OptimizersContainer[Any], training_steps: int
@@ -196,42 +196,42 @@ class LRSchedulersContainer(containers.LRSchedulersContainer, Configurable):  # 
             return LRSchedulersContainer(optimizers, schedule_from_config(self, training_steps))
 
     def state_dict(self) -> dict[str, Any]:
-        """`{"last_epoch": n}`: other keys would be missing in a checkpoint of torchtitan 0.3."""
+        """Returns `{"last_epoch": n}`. Checkpoints of torchtitan 0.3 would lack other keys."""
         return {"last_epoch": self.schedulers[0].last_epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues after `last_epoch` steps, whichever version of torchtitan saved it.
 
-        Everything else follows from the present configuration: torchtitan 0.2 saves one scheduler's
-        values, and schedulers may have other groups here.
+        Everything else follows from the current configuration, because torchtitan 0.2 saves one
+        scheduler's values, and schedulers may have other groups here.
         """
         super().load_state_dict({"last_epoch": state_dict["last_epoch"]})
 
 
 @override(target=stock.OptimizersContainer.Config, exact=True, description="torchopt_ext")
 def optimizers(config: Any, **fields: Any) -> OptimizersContainer.Config:
-    """Our optimizers for torchtitan's, with its settings; `fields` are of our `Config`."""
+    """Replaces torchtitan's optimizers by ours, with its settings and `fields` of our `Config`."""
     return derive(config, OptimizersContainer.Config, **fields)
 
 
 @override(target=stock.LRSchedulersContainer.Config, exact=True, description="torchopt_ext")
 def lr_schedulers(config: Any, **fields: Any) -> LRSchedulersContainer.Config:
-    """Our schedules for torchtitan's, with its settings; `fields` are of our `Config`."""
+    """Replaces torchtitan's schedules by ours, with its settings and `fields` of our `Config`."""
     return derive(config, LRSchedulersContainer.Config, **fields)
 
 
 def use_torchopt_ext(config: Any, **fields: Any) -> Any:
-    """The same Trainer.Config, with torchopt_ext's optimizers and schedules in it.
+    """Puts torchopt_ext's optimizers and schedules into a Trainer.Config, and returns the Config.
 
-    Pipeline stages then take clipping and skipping within the step as one decision.
+    All pipeline stages then clip and skip in the step by one decision.
 
     Args:
         config: a Trainer.Config; changed in place.
-        fields: of :class:`OptimizersContainer.Config`.
+        fields: fields of :class:`OptimizersContainer.Config`.
 
     Raises:
-        TypeError: its optimizer or scheduler section belongs to another class of containers.
-        ValueError: unknown field.
+        TypeError: The optimizer or scheduler section belongs to another class of containers.
+        ValueError: A field is unknown.
     """
     check_section(config.optimizer, stock.OptimizersContainer, OptimizersContainer)
     section = optimizers(config.optimizer, **fields)
@@ -247,7 +247,7 @@ def check_section(section: Any, *known: Any) -> None:
 
 
 def use_schedules_and_stages(config: Any) -> None:
-    """:func:`use_torchopt_ext` besides the optimizer section."""
+    """Does the part of :func:`use_torchopt_ext` outside the optimizer section."""
     check_section(config.lr_scheduler, stock.LRSchedulersContainer, LRSchedulersContainer)
     config.lr_scheduler = lr_schedulers(config.lr_scheduler)
     own_hook = config.model_spec.post_optimizer_build_fn
@@ -265,7 +265,7 @@ def use_schedules_and_stages(config: Any) -> None:
 def agree_over_pipeline(
     optimizers: OptimizersContainer, model_parts: Sequence[nn.Module], parallel_dims: Any
 ) -> None:
-    """Lets pipeline stages decide together; a ModelSpec's `post_optimizer_build_fn`."""
+    """Lets pipeline stages decide together, as a ModelSpec's `post_optimizer_build_fn`."""
     if (mesh := parallel_dims.get_optional_mesh("pp")) is not None:
         for optimizer in optimizers:
             if isinstance(optimizer, FusedAdam):
@@ -280,14 +280,14 @@ load_ours(
 
 
 def _ours(name: str, config: Any) -> type[FusedAdam] | None:
-    """Our class for the name of an optimizer, or None."""
+    """Returns our class for the name of an optimizer, or None."""
     return _OURS.get(name) or (
         _OURS_IF_FUSED.get(name) if config.implementation in _FUSED else None
     )
 
 
 def _arguments_by_name(config: Any) -> dict[str, dict[str, Any]]:
-    """Each optimizer's arguments besides its groups; rejects settings that reach none."""
+    """Returns each optimizer's arguments except groups. Rejects settings without effect."""
     known = (*_FUSED, "foreach", "for-loop")
     if config.implementation not in known:
         raise AssertionError(f"implementation is {config.implementation!r}, expected {known}")
@@ -319,9 +319,9 @@ def _arguments_by_name(config: Any) -> dict[str, dict[str, Any]]:
 def _matched(
     model_parts: Sequence[nn.Module], patterns: Sequence[str]
 ) -> list[list[dict[str, nn.Parameter]]]:
-    """Each part's trainable parameters by name, for each pattern those it is the first to match.
+    """Returns each part's trainable parameters by name, grouped by the first matching pattern.
 
-    Collective if there are several ranks, which may hold other pipeline stages.
+    With several ranks, which may hold other pipeline stages, all ranks must call it.
     """
     compiled = [re.compile(pattern) for pattern in patterns]
     matched: list[list[dict[str, nn.Parameter]]] = []
@@ -352,7 +352,7 @@ def _matched(
 
 
 def _missing_everywhere(model_parts: Sequence[nn.Module], found: list[bool]) -> list[int]:
-    """What was found neither here nor on another rank, by index."""
+    """Returns the indices of patterns that were found neither here nor on another rank."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         device = next(p.device for part in model_parts for p in part.parameters())
         flags = torch.tensor(found, dtype=torch.int32, device=device)
@@ -362,7 +362,7 @@ def _missing_everywhere(model_parts: Sequence[nn.Module], found: list[bool]) -> 
 
 
 def _check_one_decision(optimizers: Sequence[Optimizer]) -> None:
-    """Raises ValueError if a norm or a skipped step would concern some parameters only."""
+    """Raises ValueError if a norm or a skipped step would concern only some parameters."""
     ours = [optimizer for optimizer in optimizers if isinstance(optimizer, FusedAdam)]
     if not any(optimizer.wants_norm(ALONE) for optimizer in ours):
         return
@@ -376,10 +376,10 @@ def _check_one_decision(optimizers: Sequence[Optimizer]) -> None:
 
 
 def _check_stages(optimizers: Sequence[Optimizer]) -> None:
-    """Raises ValueError if other pipeline stages would decide by themselves.
+    """Raises ValueError if pipeline stages would decide separately.
 
-    torchtitan builds optimizers without saying whether there are any. Its parameters' meshes span
-    all ranks of their stage.
+    torchtitan builds optimizers without saying whether there are other stages. The parameters'
+    meshes span all ranks of their stage.
     """
     alone = [o for o in optimizers if isinstance(o, FusedAdam) and o.process_group is None]
     if not any(optimizer.wants_norm(ALONE) for optimizer in alone) or not dist.is_initialized():

@@ -3,7 +3,7 @@
     def my_llama3() -> FaultTolerantTrainer.Config:
         return use_torchopt_ext(llama3_torchft_debugmodel())
 
-That Trainer ignores `--override.imports` (torchtitan 0.3.0, experiments/torchft/trainer.py).
+This Trainer ignores `--override.imports` (torchtitan 0.3.0, experiments/torchft/trainer.py).
 """
 
 from dataclasses import dataclass
@@ -23,15 +23,15 @@ __all__ = ["FTOptimizersContainer", "use_torchopt_ext"]
 class FTOptimizersContainer(FaultTolerant[Any], torchtitan_0_3.OptimizersContainer):
     """:class:`torchtitan_0_3.OptimizersContainer` for replica groups that may fail and come back.
 
-    Stands for torchtitan's TorchFTOptimizersContainer (experiments/torchft/optimizer.py).
+    It replaces torchtitan's TorchFTOptimizersContainer (experiments/torchft/optimizer.py).
 
     Args:
-        config: what to build.
+        config: the container's configuration.
         model_parts: the modules to train.
-        ft_manager: TorchFTManager.
+        ft_manager: torchtitan's TorchFTManager.
 
     Raises:
-        ValueError: `fault_tolerance.enable` is false; or as torchtitan_0_3.OptimizersContainer.
+        ValueError: `fault_tolerance.enable` is false, or the base class raises it.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -39,10 +39,10 @@ class FTOptimizersContainer(FaultTolerant[Any], torchtitan_0_3.OptimizersContain
         torchtitan_0_3.OptimizersContainer.Config,
         stock.TorchFTOptimizersContainer.Config,  # type: ignore[misc]
     ):
-        """The Trainer knows by torchtitan's class that a container takes its manager."""
+        """Derives from torchtitan's class, so that the Trainer passes its manager."""
 
         compat: Literal["seed"] | None = None
-        """"seed": as torchtitan's, count a step that makes the state when the container is made."""
+        """Use "seed" to count the step that makes the state at the start, as torchtitan does."""
 
     def __init__(self, config: Config, *, model_parts: list[nn.Module], ft_manager: Any) -> None:
         if not ft_manager.enabled:
@@ -56,15 +56,15 @@ class FTOptimizersContainer(FaultTolerant[Any], torchtitan_0_3.OptimizersContain
 
 
 def use_torchopt_ext(config: Any, **fields: Any) -> Any:
-    """As :func:`torchtitan_0_3.use_torchopt_ext`, for a FaultTolerantTrainer.Config.
+    """Puts torchopt_ext's optimizers and schedules into a FaultTolerantTrainer.Config.
 
     Args:
-        config: changed in place.
-        fields: of :class:`FTOptimizersContainer.Config`.
+        config: the FaultTolerantTrainer.Config; changed in place and returned.
+        fields: fields of :class:`FTOptimizersContainer.Config`.
 
     Raises:
-        TypeError: its optimizer or scheduler section belongs to another class of containers.
-        ValueError: unknown field.
+        TypeError: The optimizer or scheduler section belongs to another class of containers.
+        ValueError: A field is unknown.
     """
     torchtitan_0_3.check_section(
         config.optimizer, stock.TorchFTOptimizersContainer, FTOptimizersContainer

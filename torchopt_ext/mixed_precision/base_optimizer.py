@@ -1,4 +1,4 @@
-"""BaseOptimizer: an optimizer around another one."""
+"""BaseOptimizer: an optimizer that wraps another optimizer."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from torchopt_ext.optim.hooks import HookedStep, inner_step, run_hooks
 
 
 def _of_base(name: str) -> Any:
-    """An attribute that is the base's."""
+    """Returns a property that reads and sets an attribute of ``optim``."""
     return property(
         attrgetter(f"optim.{name}"), lambda self, value: setattr(self.optim, name, value)
     )
 
 
 class BaseOptimizer(HookedStep, Optimizer):
-    """An optimizer whose groups, state and defaults are those of the one in it, ``optim``.
+    """Wraps an optimizer and shares its param groups, state and defaults.
 
-    The interface of InternEvo's and LightRFT's class; it is a torch.optim.Optimizer, so that
-    schedulers, hooks and isinstance checks take it for one.
+    It has the interface of InternEvo's and LightRFT's class. It is a torch.optim.Optimizer, so that
+    schedulers, hooks and isinstance checks accept it.
 
     Args:
         optim: any optimizer.
 
     Raises:
-        TypeError: ``optim`` is no optimizer.
+        TypeError: ``optim`` is not an optimizer.
     """
 
-    _offloader: Any = None  # of mixed_precision/offload.py, once there is one
+    _offloader: Any = None  # an Offloader (mixed_precision/offload.py) once state was offloaded
 
     def __init__(self, optim: Optimizer) -> None:
         if not isinstance(optim, Optimizer):
             raise TypeError(f"expected a torch.optim.Optimizer, got a {type(optim).__name__}")
         self.optim = optim
-        super().__setstate__({})  # hooks, without groups of its own
+        super().__setstate__({})  # creates tables of hooks, but no param groups
 
-    # torch's Optimizer reads and sets these.
+    # torch's Optimizer reads and sets these attributes.
     param_groups = _of_base("param_groups")
     state = _of_base("state")
     defaults = _of_base("defaults")
@@ -65,21 +65,21 @@ class BaseOptimizer(HookedStep, Optimizer):
         run_hooks(self, "load_state_dict_post")
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """The gradients of ``loss``, a tensor of one element."""
+        """Computes the gradients of ``loss``, a tensor of one element."""
         torch.autograd.backward(loss, retain_graph=retain_graph)
 
     def backward_by_grad(self, tensor: Any, grad: Any) -> None:
-        """Goes on with the gradients ``grad`` of ``tensor``, as a pipeline's stages do."""
+        """Continues backward from the gradients ``grad`` of ``tensor``, as pipeline stages do."""
         torch.autograd.backward(tensors=tensor, grad_tensors=grad)
 
     def clip_grad_norm(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing; for subclasses that clip in :meth:`step`."""
+        """Does nothing. Subclasses that clip in :meth:`step` override it."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy or pickle has; hooks stay with the original, as with torch's optimizers."""
+        """Returns the state for copies and pickles, without hooks, as torch's optimizers do."""
 
         def left_out(key: str) -> bool:
-            patched = callable(getattr(type(self), key, None))  # by a scheduler, say
+            patched = callable(getattr(type(self), key, None))  # for example by a scheduler
             return patched or is_hook_table(key) or key == "_offloader"
 
         return {key: value for key, value in vars(self).items() if not left_out(key)}

@@ -1,6 +1,6 @@
 """Checkpoints of an FSDPadaptOptimizer on disk, which another number of ranks can load.
 
-A folder is replaced as a whole: whenever the job dies, the old checkpoint or the new one is there.
+A folder is replaced as a whole: whenever the job dies, the old or the new checkpoint exists.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ SAVING, PREVIOUS = ".saving", ".previous"
 def save_checkpoint(
     optimizer: FSDPadaptOptimizer, folder: str | os.PathLike[str], process_group: Any = None
 ) -> None:
-    """``dcp.save({"optimizer": optimizer})`` that replaces a folder; call it on all ranks.
+    """Saves an optimizer to a folder, which is replaced as a whole. Call it on all ranks.
 
-    Every rank writes its shards of DTensors; plain tensors, taken for replicas, one rank. What was
-    in ``folder`` stays usable until all is written.
+    It calls ``dcp.save({"optimizer": optimizer})``. Each rank writes its shards of DTensors. One
+    rank writes plain tensors, as replicas. The old checkpoint stays usable until all is written.
 
     Args:
-        folder: on a disk that all ranks share.
-        process_group: the ranks that call this; all of them by default.
+        folder: a folder on a disk that all ranks share.
+        process_group: the ranks that call this; by default all ranks.
 
     Raises:
-        ValueError: plain parameters are shards that ranks of a process group hold: save the
-            state dict of each rank instead.
+        ValueError: plain parameters are shards on the ranks of a process group. Save each rank's
+            state dict instead.
         TypeError: a value in the state would not load again; names its key.
         FileExistsError: ``folder`` has other files.
-        RuntimeError: on all ranks, if one cannot write.
+        RuntimeError: a rank cannot write; all ranks raise.
     """
     group = group_of(process_group)
     rank = 0 if group is None else dist.get_rank(group)
-    folder = Path(folder).resolve()  # not to replace a link to it
+    folder = Path(folder).resolve()  # replace the folder, not a link to it
     saving = folder.with_name(folder.name + SAVING)
     with all_or_none(group):
         plain = not all(is_dtensor(p) for own in optimizer.params_by_group for p in own)
@@ -75,7 +75,7 @@ def save_checkpoint(
 
 
 def reject_other_files(folder: Path) -> None:
-    """Raises FileExistsError where replacing a checkpoint would delete something else."""
+    """Raises FileExistsError if replacing the checkpoint would delete something else."""
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"{folder} is a file")
     files = [path.name for path in folder.iterdir()] if folder.is_dir() else []
@@ -93,15 +93,15 @@ def reject_other_files(folder: Path) -> None:
 def load_checkpoint(
     optimizer: FSDPadaptOptimizer, folder: str | os.PathLike[str], process_group: Any = None
 ) -> None:
-    """Loads what :func:`save_checkpoint` or LightRFT's ``save_ckpt`` wrote; call it on all ranks.
+    """Loads a checkpoint of :func:`save_checkpoint` or LightRFT's ``save_ckpt``, on all ranks.
 
-    :func:`torchopt_ext.statedict.dcp.load` loads the first, on any number of ranks. LightRFT's
-    files, ``_rank0`` and so on, need as many ranks as wrote them. All is read and checked before
-    anything changes. No code of the files runs.
+    :func:`torchopt_ext.statedict.dcp.load` loads the former on any number of ranks. LightRFT's
+    files, ``_rank0`` and so on, need as many ranks as wrote them. Everything is read and checked
+    before anything changes. No code in the files runs.
 
     Raises:
-        AssertionError, ValueError: on all ranks, if something does not fit; names it.
-        RuntimeError: on all ranks, if one cannot read.
+        AssertionError, ValueError: something does not fit; all ranks raise and name it.
+        RuntimeError: a rank cannot read; all ranks raise.
     """
     group = group_of(process_group)
     rank = 0 if group is None else dist.get_rank(group)
@@ -127,7 +127,7 @@ def load_checkpoint(
 
 
 def replace(folder: Path, saving: Path) -> None:
-    """Puts a finished checkpoint in the place of ``folder``."""
+    """Replaces ``folder`` by a finished checkpoint."""
     previous = folder.with_name(folder.name + PREVIOUS)
     shutil.rmtree(previous, ignore_errors=True)
     if folder.exists():
@@ -137,7 +137,7 @@ def replace(folder: Path, saving: Path) -> None:
 
 
 def recover(folder: Path) -> None:
-    """Takes up the old checkpoint again if the job died between :func:`replace`'s two renames."""
+    """Restores the old checkpoint if the job died between the two renames of :func:`replace`."""
     previous = folder.with_name(folder.name + PREVIOUS)
     if previous.exists() and not folder.exists():
         previous.rename(folder)

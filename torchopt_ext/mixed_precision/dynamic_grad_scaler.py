@@ -15,23 +15,23 @@ from torchopt_ext.optim.loss_scale import LossScale, expect_scale, is_scale, sca
 class DynamicGradScaler(LossScale):
     """A loss scale on the device that backs off after overflows and grows after good steps.
 
-    Overflows are counted until the scale next grows; from the ``hysteresis``-th on, each backs the
-    scale off (InternEvo, Megatron-LM, DeepSpeed; docs/numerics.md section 4).
+    Overflows are counted until the scale next grows. From the ``hysteresis``-th overflow on, each
+    backs the scale off (InternEvo, Megatron-LM, DeepSpeed; docs/numerics.md section 4).
 
     Args:
-        initial_scale: the scale at first.
+        initial_scale: the scale at the start.
         growth_factor: multiplies the scale after ``growth_interval`` good steps.
         backoff_factor: multiplies the scale after an overflow.
         growth_interval: good steps in a row until the scale grows.
-        min_scale, max_scale: limits; None or 0 for none.
-        hysteresis: overflows until the scale backs off; 0 and 1: at the first.
-        dtype: of the gradients; float16 needs a scale that moves.
-        consecutive_hysteresis: every good step forgives overflows (apex, and DeepSpeed's option).
-        device: of the scale.
+        min_scale, max_scale: limits of the scale; None or 0 for no limit.
+        hysteresis: overflows until the scale backs off; with 0 or 1 the first overflow does it.
+        dtype: the gradients' dtype; float16 needs a scale that can change.
+        consecutive_hysteresis: every good step resets the count (apex, an option in DeepSpeed).
+        device: the scale's device.
 
     Raises:
-        AssertionError: float16 with a growth factor of at most 1 or a backoff factor not between
-            0 and 1.
+        AssertionError: ``dtype`` is float16, and ``growth_factor`` is at most 1 or
+            ``backoff_factor`` is not between 0 and 1.
         TypeError: an argument is not a number.
         ValueError: another argument is out of range.
     """
@@ -74,7 +74,7 @@ class DynamicGradScaler(LossScale):
         with torch.inference_mode(False):
             scale = torch.tensor([initial_scale], dtype=torch.float32, device=device)
         super().__init__(scale, settings)
-        self._constant: float | None = None  # the scale, if it was read
+        self._constant: float | None = None  # the scale as last read
 
     @property
     def inv_scale(self) -> Tensor:
@@ -82,18 +82,18 @@ class DynamicGradScaler(LossScale):
         return self.scale.double().reciprocal().float()
 
     def is_one(self) -> bool:
-        """Whether the scale is 1; waits for its device only if :meth:`update` can change it."""
+        """Returns whether the scale is 1. If the scale is constant, only the first call waits."""
         if self._moves or self._constant is None:
             self._constant = self.scale.item()
         return self._constant == 1.0
 
     @torch.no_grad()
     def update(self, overflow: bool | Tensor) -> None:
-        """Counts a step, and lets the scale back off or grow.
+        """Counts a step, and backs the scale off or grows it.
 
         Args:
-            overflow: whether a gradient was not finite: a bool, or one element, float32 or float64
-                on the scale's device, nonzero for yes, which is not waited for.
+            overflow: whether a gradient was not finite: a bool, or a tensor of one element, float32
+                or float64 on the scale's device, nonzero for yes. The host does not wait for it.
         """
         if not isinstance(overflow, Tensor):
             overflow = torch.tensor(float(overflow), dtype=torch.float64, device=self.scale.device)
@@ -102,7 +102,7 @@ class DynamicGradScaler(LossScale):
         super().update(overflow)
 
     def state_dict(self) -> dict[str, Any]:
-        """``_scale``, ``_growth_step`` and ``_hysteresis_step`` as numbers; no settings."""
+        """Returns ``_scale``, ``_growth_step``, ``_hysteresis_step`` as numbers; no settings."""
         counts = {key: int(count.item()) for key, count in self._counts().items()}
         return {"_scale": self.scale.item()} | counts
 
@@ -111,7 +111,7 @@ class DynamicGradScaler(LossScale):
         return {key: self.field(name) for key, name in names.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes what :meth:`state_dict` gave.
+        """Loads a state dict of :meth:`state_dict`.
 
         Raises:
             ValueError: a number is missing or out of range. Nothing is changed.
@@ -122,7 +122,7 @@ class DynamicGradScaler(LossScale):
             tensor.fill_(float(state_dict[key]))
 
     def check_state_dict(self, state_dict: Any) -> None:
-        """Raises ValueError unless it is what :meth:`load_state_dict` takes."""
+        """Raises ValueError unless :meth:`load_state_dict` accepts the state dict."""
         counts = self._counts()
         if not isinstance(state_dict, Mapping) or not {"_scale", *counts} <= state_dict.keys():
             raise ValueError(

@@ -36,37 +36,37 @@ from torchopt_ext.statedict.masters import weight_of
 
 logger = logging.getLogger(__name__)
 
-# The wrapper of each base, to reject a second one.
+# The wrapper of each base, to reject a second wrapper.
 _wrappers: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
 
 
 class FSDPadaptOptimizer(BaseOptimizer):
-    """Loss scale, overflow check, clipping and fp32 master weights around an optimizer.
+    """Adds a loss scale, overflow check, clipping and fp32 master weights to an optimizer.
 
-    A step finds the norm of all gradients, of all groups and ranks, skips if one is not finite, and
-    otherwise divides them by ``loss_scale * max(1, (norm + 1e-6) / clip_grad_norm)`` on their way
-    into the optimizer; then it clears them. LightRFT's class, whose interface and state dict this
-    one has, steps fp32 masters in the optimizer's groups; so does this one, but for
-    :class:`~torchopt_ext.FusedAdam` and :class:`~torchopt_ext.FusedAdamW`: they do all of it in two
-    passes over memory, step the model's parameters, and keep masters in
-    ``state[p]["master_weight"]``.
+    A step computes the norm of all gradients, over all groups and ranks. If a gradient is not
+    finite, the step is skipped. Otherwise the optimizer gets the gradients divided by
+    ``loss_scale * max(1, (norm + 1e-6) / clip_grad_norm)``. Then the step clears the gradients.
 
-    Parameters may be plain tensors or DTensors of any meshes (FSDP2, HSDP, tensor parallel). After
-    weights were changed from outside call :meth:`refresh_masters`.
+    Interface and state dict are LightRFT's. Like LightRFT's class, this class puts fp32 masters
+    into the optimizer's groups. :class:`~torchopt_ext.FusedAdam` and
+    :class:`~torchopt_ext.FusedAdamW` instead make the whole step in two passes over memory, step
+    the model's parameters, and keep masters in ``state[p]["master_weight"]``.
+
+    Parameters may be plain tensors or DTensors of any meshes (FSDP2, HSDP, tensor parallel). Call
+    :meth:`refresh_masters` after weights were changed from outside.
 
     Args:
-        optimizer: the base. Masters of bf16 and fp16 parameters replace them in its groups; fp32
-            and fp64 parameters are stepped themselves.
-        grad_scal_cfg: arguments of :class:`DynamicGradScaler`, or InternEvo's form of them, with
-            some of them under "fp16". None for a constant scale of 1, and for a dynamic one if a
-            trainable parameter is fp16.
+        optimizer: the base. In its groups, masters replace bf16 and fp16 parameters. It steps fp32
+            and fp64 parameters directly.
+        grad_scal_cfg: arguments of :class:`DynamicGradScaler`, or InternEvo's form, which has some
+            arguments under "fp16". None for a dynamic scale if a trainable parameter is fp16,
+            otherwise for a constant scale of 1.
         clip_grad_norm: threshold for the 2-norm of all gradients; 0 or less for no clipping. None
-            for the base's ``max_grad_norm`` if that is above 0, else 1.0: as LightRFT's class does,
-            this one clips unless it is told not to.
-        process_group: ranks that take norm and skip decision together, where DTensors do not say
-            it: plain parameters are then disjoint shards, and DTensors, whose meshes lie within
-            the group, are counted once. None: every DTensor is summed over its own mesh, and plain
-            parameters are taken for replicas.
+            for the base's ``max_grad_norm`` if above 0, otherwise 1.0: LightRFT clips by default.
+        process_group: ranks that share the norm and the skip decision, if DTensors do not define
+            them. Plain parameters are then disjoint shards. DTensors, whose meshes lie within the
+            group, are counted once. None: every DTensor is summed over its own mesh, and plain
+            parameters count as replicas.
 
     Raises:
         TypeError: the base cannot be wrapped, or a parameter cannot be stepped; names it.
@@ -89,7 +89,7 @@ class FSDPadaptOptimizer(BaseOptimizer):
         if clip_grad_norm is None:
             clip_grad_norm = getattr(optimizer, "max_grad_norm", None) or 1.0
         self.clip_grad_norm(max_norm=clip_grad_norm)
-        # What has the model's parameters in its groups, and the last step's decision.
+        # Its groups hold the model's parameters. It also holds the last step's decision.
         self._base: FusedAdam | MasterWeights
         if isinstance(optimizer, FusedAdam):
             self._base = optimizer
@@ -113,13 +113,13 @@ class FSDPadaptOptimizer(BaseOptimizer):
         return self.grad_scaler.scale
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """The gradients of ``loss``, one element, times the loss scale; they add up to a step."""
+        """Computes gradients of ``loss``, one element, times the loss scale. Calls add up."""
         scale = moved(self.loss_scale, loss.device).reshape(())
         super().backward(scale * loss.float(), retain_graph=retain_graph)
         self._scaled = True
 
     def backward_by_grad(self, tensor: Any, grad: Any) -> None:
-        """Goes on with the gradients ``grad`` of ``tensor``, which the loss scale is in already."""
+        """Continues backward from ``grad``, the already scaled gradients of ``tensor``."""
         super().backward_by_grad(tensor, grad)
         self._scaled = True
 
@@ -128,10 +128,10 @@ class FSDPadaptOptimizer(BaseOptimizer):
 
         Args:
             model: not used; all of the optimizer's gradients are clipped together.
-            max_norm: of all gradients; 0 or less for no clipping.
+            max_norm: the threshold for the norm of all gradients; 0 or less for no clipping.
 
         Raises:
-            TypeError: ``model`` is a number, or ``max_norm`` is none.
+            TypeError: ``model`` is a number, or ``max_norm`` is not a number.
             ValueError: ``max_norm`` is NaN.
         """
         if isinstance(model, Real):
@@ -145,7 +145,7 @@ class FSDPadaptOptimizer(BaseOptimizer):
 
     @property
     def max_grad_norm(self) -> float | None:
-        """The threshold that :meth:`clip_grad_norm` sets; None: no clipping."""
+        """The threshold that :meth:`clip_grad_norm` sets; None without clipping."""
         return self._clip_grad_norm if self._clip_grad_norm > 0.0 else None
 
     @max_grad_norm.setter
@@ -159,7 +159,7 @@ class FSDPadaptOptimizer(BaseOptimizer):
 
     @property
     def process_group(self) -> Any:
-        """The ranks that take norm and skip decision together, if they were given."""
+        """The ranks that share the norm and the skip decision, if given."""
         return self._base.process_group
 
     @property
@@ -174,7 +174,7 @@ class FSDPadaptOptimizer(BaseOptimizer):
 
     @property
     def skipped_steps(self) -> Tensor:
-        """Steps that were skipped so far, float64, 0-dim."""
+        """The number of skipped steps; float64, 0-dim."""
         return self._base.control.skipped_steps
 
     # ---- torch.optim.Optimizer ----------------------------------------------------------------
@@ -183,20 +183,20 @@ class FSDPadaptOptimizer(BaseOptimizer):
     def step(  # type: ignore[override]
         self, closure: Callable[[], Any] | None = None, *, wait: bool = True
     ) -> bool | None:
-        """One step with the gradients there are, which it clears.
+        """Makes one step with the current gradients, and clears them.
 
         Args:
             closure: clears gradients, evaluates the model and calls :meth:`backward`.
             wait: False: do not wait for a GPU to know whether the step was made.
 
         Returns:
-            Whether the step was made: False if a gradient on any rank was not finite, in which case
-            only the loss scale has changed. None if only a GPU knows and ``wait`` is False:
-            :attr:`skipped_steps` counts it, and the next step logs it.
+            Whether the step was made. False: a gradient on some rank was not finite, and only the
+            loss scale has changed. None: only a GPU knows, and ``wait`` is False. A skip then
+            counts in :attr:`skipped_steps`, and the next step logs it.
 
         Raises:
-            RuntimeError: gradients that were not scaled; a gradient or parameter does not fit;
-                names it. Nothing is changed.
+            RuntimeError: gradients were not scaled, or a gradient or parameter does not fit; names
+                it. Nothing is changed.
         """
         if self._stepping:
             raise RuntimeError("a step of this optimizer is under way")
@@ -208,7 +208,7 @@ class FSDPadaptOptimizer(BaseOptimizer):
 
     def _step(self, closure: Callable[[], Any] | None, wait: bool) -> bool | None:
         base = self._base
-        # The device has long made that decision. In a capture nothing may wait for it.
+        # The device made this decision long ago. During a graph capture the host must not wait.
         if self._unlogged is not None and not is_captured():
             skip, copied = self._unlogged
             self._unlogged = None
@@ -271,29 +271,29 @@ class FSDPadaptOptimizer(BaseOptimizer):
         self._base.add_param_group(param_group)
 
     def refresh_masters(self, from_: Mapping[Any, Tensor] | None = None) -> None:
-        """Makes the masters what the parameters are now, or sets both from float32 weights.
+        """Sets the masters from the parameters, or both from float32 weights.
 
-        Call it after weights were changed from outside, such as by loading a model's checkpoint
-        without the optimizer's: the next step would otherwise go on from the old masters.
+        Call it after weights were changed from outside, for example by loading a model's checkpoint
+        without the optimizer's. Otherwise the next step continues from the old masters.
 
         Args:
-            from_: as :meth:`torchopt_ext.FusedAdamW.refresh_masters` has it.
+            from_: float32 weights, as in :meth:`torchopt_ext.FusedAdamW.refresh_masters`.
         """
         if self._offloader is not None:
             self._offloader.bring_back()
         self._base.refresh_masters(from_)
 
     def state_dict(self, *, snapshot: bool = False) -> dict[str, Any]:
-        """``grad_scaler``, ``base_optim_states`` and ``flat_fp32_weights``.
+        """Returns ``grad_scaler``, ``base_optim_states`` and ``flat_fp32_weights``.
 
-        The last maps group indices to lists of what each parameter is rounded from.
+        ``flat_fp32_weights`` maps group indices to the weights from which parameters are rounded.
 
         Args:
-            snapshot: copies on the CPU instead of the optimizer's own tensors.
+            snapshot: return copies on the CPU instead of the optimizer's own tensors.
         """
         run_hooks(self, "state_dict_pre")
         packed = self.optim.state_dict()
-        masters: Mapping[Any, Any] = {}  # in the state, beside the parameters
+        masters: Mapping[Any, Any] = {}  # state entries that hold masters, by parameter
         if self._base is self.optim:
             masters = self.optim.state
             entries = {
@@ -319,10 +319,10 @@ class FSDPadaptOptimizer(BaseOptimizer):
     def load_state_dict(self, states: dict[str, Any]) -> None:
         """Loads a state dict of this class or of LightRFT's, and sets the model's parameters.
 
-        Checked whole before anything changes; nothing of the given dict is kept.
+        The dict is checked completely before anything changes. No reference to it is kept.
 
         Raises:
-            AssertionError: a part is missing, or groups have other numbers of tensors.
+            AssertionError: a part is missing, or the number of groups or their tensors differs.
             ValueError: a tensor has another shape or placement; names the parameter.
         """
         self.load_checked(*self.check_state_dict(states))
@@ -330,7 +330,7 @@ class FSDPadaptOptimizer(BaseOptimizer):
     checkpoint_layout = WITH_BASE
 
     def checkpoint_buffers(self, ids: list[str]) -> Any:
-        """For :func:`torchopt_ext.statedict.dcp.load`."""
+        """Returns the buffers that :func:`torchopt_ext.statedict.dcp.load` reads into."""
         from torchopt_ext.statedict.dcp import BASE, buffers_by_key
 
         keys = [f"{BASE}.state.{i}" for i in ids]
@@ -341,13 +341,13 @@ class FSDPadaptOptimizer(BaseOptimizer):
 
     @torch.no_grad()
     def load_checked(self, states: dict[str, Any], weights: list[Tensor]) -> None:
-        """Takes what :meth:`check_state_dict` has returned."""
+        """Loads what :meth:`check_state_dict` has returned."""
         base = states["base_optim_states"]
         if isinstance(self._base, MasterWeights):
             ids = chain(*(group["params"] for group in base["param_groups"]))
             saved = dict(zip(params_of(self._base), zip(ids, weights, strict=True), strict=True))
 
-            def needs_master(param: Tensor) -> bool:  # unfrozen after the start, by its run or this
+            def needs_master(param: Tensor) -> bool:  # unfrozen late, in the saved run or in this
                 index, weight = saved[param]
                 if not is_steppable(param) or weight.dtype != torch.float32:
                     return False
@@ -365,12 +365,12 @@ class FSDPadaptOptimizer(BaseOptimizer):
         run_hooks(self, "load_state_dict_post")
 
     def check_state_dict(self, states: dict[str, Any]) -> tuple[dict[str, Any], list[Tensor]]:
-        """Raises what :meth:`load_state_dict` would; the dict after its hooks, and the weights."""
+        """Checks a dict for :meth:`load_state_dict`. Returns it after hooks, and its weights."""
         states = run_hooks(self, "load_state_dict_pre", states.copy())
         for part in ("grad_scaler", "base_optim_states", "flat_fp32_weights"):
             assert part in states, f"Not found {part} state!"
         self.grad_scaler.check_state_dict(states["grad_scaler"])
-        # DCP makes text of indices.
+        # DCP converts indices to strings.
         saved = {int(index): list(own) for index, own in states["flat_fp32_weights"].items()}
         groups = self.params_by_group
         assert set(saved) == set(range(len(groups))), (
@@ -393,7 +393,7 @@ class FSDPadaptOptimizer(BaseOptimizer):
         return states, weights
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._offloader is not None:  # a copy has no host memory of its own
+        if self._offloader is not None:  # a copy has no offloader, so its state must be on device
             self._offloader.bring_back()
         made_anew = {"_stepping": False, "_scaled": False, "_unlogged": None}
         return super().__getstate__() | made_anew
@@ -424,7 +424,7 @@ def reject_base(optimizer: Any) -> None:
 
 
 def scaler_config(given: Mapping[str, Any] | None, params: list[Tensor]) -> dict[str, Any]:
-    """DynamicGradScaler's arguments."""
+    """Returns the arguments of DynamicGradScaler."""
     if given is not None:
         if not isinstance(given, Mapping):
             raise TypeError(f"grad_scal_cfg is {given!r:.200}, expected a mapping")

@@ -23,27 +23,27 @@ _SAVED = (
 
 
 class GradScaler(torch.amp.GradScaler):
-    """torch.amp.GradScaler whose check and unscaling are part of a fused optimizer's step.
+    """A torch.amp.GradScaler that checks and unscales gradients inside a fused optimizer's step.
 
-    Stock GradScaler reads and writes every gradient before the step, and its flag is this rank's
-    alone. With FusedAdam, FusedAdamW and containers of them, this one hands over the scale, and the
-    step's own norm pass says whether a gradient overflowed, on any rank that holds a shard. With
-    other optimizers it works as stock does. Gradients in memory stay scaled; ``unscale_`` unscales
-    them there, as stock's, for those who want to see them.
+    torch's class reads and writes every gradient before the step, and its overflow flag covers only
+    this rank. With FusedAdam, FusedAdamW and containers of them, this class passes the scale to the
+    step, whose norm pass finds overflows on any rank that holds a shard. With other optimizers it
+    works as torch's class. Gradients in memory stay scaled. To see unscaled gradients, call
+    ``unscale_``, which unscales them in memory.
 
     Args:
-        device, init_scale, growth_factor, backoff_factor, growth_interval, enabled: as
+        device, init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in
             torch.amp.GradScaler.
-        hysteresis: overflows until the scale backs off; 1 for stock's behaviour. Growth forgives
-            overflows (Megatron-LM, DeepSpeed).
-        consecutive_hysteresis: every step without overflow forgives them (apex).
-        min_scale, max_scale: limits of the scale; 0 for none. Unlike stock's it stays a normal
-            number of float32, whose reciprocal is finite.
+        hysteresis: overflows until the scale backs off; 1 as in torch's class. Growth resets the
+            count (Megatron-LM, DeepSpeed).
+        consecutive_hysteresis: every step without overflow resets the count (apex).
+        min_scale, max_scale: limits of the scale; 0 for no limit. Unlike in torch's class, the
+            scale stays a normal float32 number, whose reciprocal is finite.
 
     Raises:
         TypeError: an argument is not a number.
-        ValueError: ``init_scale``, ``hysteresis``, ``min_scale`` or ``max_scale`` is out of range;
-            the others are checked as torch does.
+        ValueError: ``init_scale``, ``hysteresis``, ``min_scale`` or ``max_scale`` is out of range.
+            torch checks the other arguments.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class GradScaler(torch.amp.GradScaler):
         )
         if enabled:
             expect_scale("init_scale", init_scale, settings)
-        self._settings = settings  # those of growth are set when they are needed
+        self._settings = settings  # without growth settings, which _growth_settings() adds
         self._loss_scale: LossScale | None = None
         self._init_hysteresis_tracker = 0
         super().__init__(
@@ -90,7 +90,7 @@ class GradScaler(torch.amp.GradScaler):
             self._init_growth_tracker,
             self._init_hysteresis_tracker,
         )
-        # torch's methods read and fill it.
+        # torch's methods read and fill this tensor.
         self._growth_tracker = self._loss_scale.field("growth_tracker")
 
     def _growth_settings(self) -> dict[str, float]:
@@ -102,13 +102,13 @@ class GradScaler(torch.amp.GradScaler):
 
     @run_eagerly
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Steps the optimizer with unscaled gradients, or not at all if one overflowed.
+        """Steps the optimizer with unscaled gradients. Skips the step if a gradient overflowed.
 
         Returns what ``optimizer.step(*args, **kwargs)`` returns.
 
         Raises:
-            RuntimeError: called twice since the last ``update()``, or with a closure other than
-                None, while the scaler is enabled.
+            RuntimeError: the scaler is enabled, and ``step`` was called twice since the last
+                ``update()`` or with a closure other than None.
         """
         closure = kwargs.pop("closure", args[0] if args else None)
         if not self._enabled:
@@ -129,7 +129,7 @@ class GradScaler(torch.amp.GradScaler):
         if mine["stage"] is OptState.READY:
             own = taken_grad_scale(optimizer)
             context = StepContext(scale if own is None else scale * own, check_overflow=True)
-        else:  # what unscale_ saw counts, whatever became of the gradients since
+        else:  # the check of unscale_ counts, even if the gradients have changed since
             found = [moved(f, scale.device) for f in mine["found_inf_per_device"].values()]
             total = torch.stack(found).sum() if found else torch.zeros_like(scale)
             context = StepContext(found_inf=total, check_overflow=True)
@@ -142,11 +142,11 @@ class GradScaler(torch.amp.GradScaler):
 
     @run_eagerly
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Unscales the optimizer's gradients in memory, as torch's.
+        """Unscales the optimizer's gradients in memory, as torch's class does.
 
         Raises:
-            RuntimeError: the optimizer's gradients are not those of its parameters
-                (ZeroRedundancyOptimizer with sharded gradients): its step unscales them.
+            RuntimeError: the parameters do not hold the optimizer's gradients
+                (ZeroRedundancyOptimizer with sharded gradients). Its step unscales them.
         """
         if self._enabled and getattr(optimizer, "hides_gradients", False):
             raise RuntimeError(
@@ -160,7 +160,7 @@ class GradScaler(torch.amp.GradScaler):
         """Backs the scale off after an overflow, or grows it after enough steps without one.
 
         Args:
-            new_scale: the scale from now on, instead.
+            new_scale: sets the scale to this value instead.
         """
         if not self._enabled or new_scale is not None:
             super().update(new_scale)
@@ -175,7 +175,7 @@ class GradScaler(torch.amp.GradScaler):
             raise AssertionError("No inf checks were recorded prior to update.")
         loss_scale, growth = self._loss_scale, self._growth_settings()
         assert loss_scale is not None
-        if growth != self._growth:  # torch has setters for them
+        if growth != self._growth:  # torch's setters have changed the settings
             self._growth = growth
             for name, value in growth.items():
                 loss_scale.field(name).fill_(value)
@@ -184,7 +184,7 @@ class GradScaler(torch.amp.GradScaler):
         self._per_optimizer_states = defaultdict(fresh_optimizer_state)
 
     def state_dict(self) -> dict[str, Any]:
-        """torch.amp.GradScaler's five entries, and with hysteresis ``_hysteresis_tracker``."""
+        """Returns torch's five entries, and ``_hysteresis_tracker`` if hysteresis is above 1."""
         state = super().state_dict()
         if state and self._settings["hysteresis"] > 1.0:
             state["_hysteresis_tracker"] = self._get_hysteresis_tracker()

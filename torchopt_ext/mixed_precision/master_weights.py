@@ -1,7 +1,7 @@
-"""Any optimizer under FSDPadaptOptimizer: it steps fp32 masters of the model's parameters.
+"""Lets any optimizer under FSDPadaptOptimizer step fp32 masters of the model's parameters.
 
 A step reads the gradients for their norm, writes unscaled and clipped fp32 gradients for the
-masters, lets the optimizer step, and rounds the masters to the parameters.
+masters, steps the optimizer, and rounds the masters to the parameters.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ NormPart = tuple[torch.device, NormKey]
 class MasterWeights(Controlled):
     """Puts fp32 masters into the groups of an optimizer in place of 16-bit parameters.
 
-    Trainable 16-bit parameters have a master from the start, frozen ones from their first gradient
-    on; others are stepped themselves, and their gradients unscaled and clipped in place.
+    Trainable 16-bit parameters have a master from the start, frozen parameters from their first
+    gradient on. Others are stepped directly, and their gradients unscaled and clipped in place.
 
     Args:
-        optim: its groups and state are changed to the masters.
-        process_group: ranks that agree on norm and overflow; None for those of DTensors' meshes.
+        optim: the optimizer; masters take the parameters' places in its groups and state.
+        process_group: ranks that agree on norm and overflow; None for the DTensors' own meshes.
 
     Raises:
-        TypeError: a parameter that no step could update; names it. Nothing is changed.
+        TypeError: no step could update a parameter; names it. Nothing is changed.
     """
 
     def __init__(self, optim: Optimizer, process_group: Any) -> None:
@@ -100,9 +100,9 @@ class MasterWeights(Controlled):
 
     @torch.no_grad()
     def _master_of(self, param: Tensor) -> Tensor:
-        """A new master, which takes over the state that the parameter had."""
+        """Makes a master, and moves the parameter's state to it."""
         master: Any = as_placed(local_tensor(param).detach().float(), param)
-        master.is_master_weight = True  # copies of the base keep it, too
+        master.is_master_weight = True  # copies of the base keep this attribute
         if param in self.optim.state:
             self.optim.state[master] = {
                 name: value.float()
@@ -113,7 +113,7 @@ class MasterWeights(Controlled):
         return master
 
     def give_masters(self, needs: Callable[[Tensor], bool]) -> None:
-        """Gives one to the 16-bit parameters without that need one."""
+        """Makes masters for the 16-bit parameters that have none and satisfy ``needs``."""
         for own, group in zip(self.param_groups, self.optim.param_groups, strict=True):
             held = group["params"]
             for i, param in enumerate(own["params"]):
@@ -122,13 +122,13 @@ class MasterWeights(Controlled):
         self._table = None
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Every parameter of the model, and what the optimizer steps for it."""
+        """Yields every parameter of the model, and the tensor that the optimizer steps for it."""
         for own, group in zip(self.param_groups, self.optim.param_groups, strict=True):
             yield from zip(own["params"], group["params"], strict=True)
 
     @torch.no_grad()
     def refresh_masters(self, from_: Mapping[Any, Tensor] | None) -> None:
-        """Makes the masters what the parameters are now, or sets both from float32 weights."""
+        """Sets the masters from the parameters, or both from float32 weights."""
         if from_ is not None:
             master_of = dict(self._pairs())
             every: Any = self
@@ -140,7 +140,7 @@ class MasterWeights(Controlled):
                 local_tensor(master).copy_(local_tensor(param))
 
     def set_weights(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Sets parameters and their masters to weights that fit them."""
+        """Sets parameters and their masters to weights of the same shapes and placements."""
         master_of = dict(self._pairs())
         for param, weight in pairs:
             for target in (param, master_of[param]) if is_steppable(param) else ():
@@ -150,14 +150,14 @@ class MasterWeights(Controlled):
 
     @torch.no_grad()
     def step(self, scale: Tensor) -> float | None:
-        """One step with gradients that are ``scale``, one float32 element, times too large.
+        """Makes one step with gradients that are too large by ``scale``, one float32 element.
 
         Returns:
             Nonzero if the step was skipped; None if only the device knows.
 
         Raises:
-            RuntimeError: a gradient or parameter does not fit, here or on a rank that shares the
-                norm; names it. Nothing is changed.
+            RuntimeError: a gradient or parameter does not fit, on this rank or on a rank that
+                shares the norm; names it. Nothing is changed.
         """
         self.verdict.check()
         agreement, optim = Agreement(), self.optim
@@ -194,7 +194,7 @@ class MasterWeights(Controlled):
                 self._table.gradients = []
 
     def _collect(self) -> _Table:
-        """The table of all parameters with this step's gradients, checked."""
+        """Returns the table of all parameters, with this step's gradients checked."""
         groups = [group["params"] for group in self.optim.param_groups]
         own = [group["params"] for group in self.param_groups]
         if list(map(len, groups)) != list(map(len, own)):
@@ -225,9 +225,9 @@ class MasterWeights(Controlled):
             ops.control_update_(self._block(device)[0], total[device], moved(scale, device))
 
     def _hand_over(self, table: _Table, device: torch.device, wide: list[int]) -> None:
-        """Gives masters their gradients, unscaled and clipped, and lets go of the parameters'.
+        """Gives masters unscaled and clipped gradients, and releases the parameters' gradients.
 
-        So gradients of 16 and of 32 bits are there together for this long only.
+        Gradients of 16 and of 32 bits therefore exist together only during this call.
         """
         made = self._room(table, device, wide)
         itself = [table.writable_gradient(i) for i in table.stepped(device, wide=False)]
@@ -239,11 +239,11 @@ class MasterWeights(Controlled):
         _C.clear_gradients([table.params[i] for i in wide])
 
     def _room(self, table: _Table, device: torch.device, wide: list[int]) -> list[Tensor]:
-        """Memory for the masters' gradients.
+        """Returns memory for the masters' gradients.
 
-        A GPU's allocator has it at hand. The host's would get it from the system, page by page, at
-        several times the cost of the step, so there it is kept, unless the optimizer is not one of
-        torch's and may keep gradients itself.
+        A GPU's allocator caches memory. The host's allocator would get it from the system, page by
+        page, at several times the cost of the step. The host's memory is therefore kept, except for
+        optimizers other than torch's, which may keep gradients themselves.
         """
         kept = device.type == "cpu" and type(self.optim).__module__.startswith("torch.optim.")
         if kept and table.room[0] == wide:
@@ -257,7 +257,7 @@ class MasterWeights(Controlled):
 
     @property
     def parts(self) -> list[NormPart]:
-        """Device and norm key of the parameters' parts, the same on all ranks."""
+        """Devices and norm keys by which parameters are summed, the same on all ranks."""
         if self._table is not None:
             return self._table.parts
         params = (param for param, _ in self._pairs())
@@ -277,14 +277,14 @@ class MasterWeights(Controlled):
 
 
 class _Table:
-    """Parameters of the model, what the optimizer steps for each, and where; a step's gradients.
+    """The model's parameters, the tensors that the optimizer steps for them, and their gradients.
 
-    Whatever a step needs of thousands of parameters is worked out once, as Python takes longer
-    for it than memory for their updates.
+    What a step needs to know of thousands of parameters is computed once, because Python takes
+    longer for it than the updates take for their memory traffic.
 
     Args:
-        params: the model's, by group.
-        optim: has masters or the parameters themselves in its groups.
+        params: the model's parameters, by group.
+        optim: the optimizer, whose groups hold masters or the parameters themselves.
     """
 
     def __init__(self, params: list[list[Tensor]], optim: Optimizer) -> None:
@@ -297,7 +297,7 @@ class _Table:
         self.own_masters = [master for param, master in pairs if master is not param]
         self._without_master = [param for param, master in pairs if master is param]
         self._sharded = [i for i, param in enumerate(self.params) if is_dtensor(param)]
-        # This rank's parts; those of DTensors may be replaced between steps.
+        # This rank's parts. Parts of DTensors may be replaced between steps.
         self.local_params: list[Tensor] = [local_tensor(param) for param in self.params]
         self.local_masters: list[Tensor] = [local_tensor(master) for master in self.masters]
         # Frozen parameters that no step can update, such as quantized weights.
@@ -310,11 +310,11 @@ class _Table:
                 self._frozen.append(i)
         self.parts = list(self._of_part)
         self.devices = list(dict.fromkeys(device for device, _ in self.parts))
-        self.gradients: list[Any] = []  # this step's by parameter, None where there is none
-        self.room: tuple[list[int], list[Tensor]] = [], []  # kept, and whose gradients it is for
+        self.gradients: list[Any] = []  # this step's gradients by parameter, or None
+        self.room: tuple[list[int], list[Tensor]] = [], []  # parameters, memory for gradients
 
     def unfrozen(self) -> bool:
-        """Whether a parameter without master has a gradient that it needs one for.
+        """Returns whether a 16-bit parameter without master has a gradient, so that it needs one.
 
         Raises:
             TypeError: a parameter that no step can update has a gradient; names it.
@@ -348,12 +348,12 @@ class _Table:
         self.gradients = grads
 
     def gradients_of(self, part: int) -> list[Tensor]:
-        """The gradients of a part that there are."""
+        """Returns the gradients that a part's parameters have."""
         grads = self.gradients
         return [grads[i] for i in self._of_part[self.parts[part]] if grads[i] is not None]
 
     def stepped(self, device: torch.device, *, wide: bool) -> list[int]:
-        """Which parameters on a device have a gradient, and a master (``wide``) or none."""
+        """Returns the parameters on a device with a gradient, and with (``wide``) or no master."""
         return [
             i
             for part in self.parts
@@ -363,7 +363,7 @@ class _Table:
         ]
 
     def writable_gradient(self, i: int) -> Tensor:
-        """The gradient of a parameter that is stepped itself, copied if it cannot be written."""
+        """Returns the gradient of a parameter without master, copied if it cannot be written."""
         param: Any = self.params[i]
         grad: Tensor = self.gradients[i]
         if grad is local_tensor(param.grad) and grad.stride() == self.local_params[i].stride():
@@ -374,12 +374,12 @@ class _Table:
 
 
 def part_of(param: Tensor) -> NormPart:
-    """The device and the norm key of a parameter."""
+    """Returns the device and the norm key of a parameter."""
     return local_tensor(param).device, norm_key(param)
 
 
 def names_of(number: int, group: dict[str, Any]) -> list[str]:
-    """What messages call the parameters of a group."""
+    """Returns the names of a group's parameters for messages."""
     given = group.get("param_names")
     return [
         repr(given[i]) if given else f"{i} of group {number}" for i in range(len(group["params"]))
@@ -387,10 +387,10 @@ def names_of(number: int, group: dict[str, Any]) -> list[str]:
 
 
 def skips_by_itself(optim: Optimizer) -> bool:
-    """Whether a step with ``found_inf`` leaves all as it is, without the host having to know.
+    """Returns whether a step with ``found_inf`` changes nothing, without help of the host.
 
-    torch's fused Adam and AdamW do; its fused SGD leaves momentum that a skipped first step made
-    uninitialised (torch/optim/sgd.py).
+    torch's fused Adam and AdamW are such optimizers. torch's fused SGD is not, because a skipped
+    first step leaves uninitialized momentum (torch/optim/sgd.py).
     """
     fused = all(group.get("fused") for group in optim.param_groups)
     return fused and type(optim) in (torch.optim.Adam, torch.optim.AdamW)

@@ -1,4 +1,4 @@
-"""Keeps an optimizer's state on the host while others need the device's memory.
+"""Keeps an optimizer's state on the host while other programs need the device's memory.
 
 Between the steps of reinforcement learning an inference engine generates samples on the same GPU.
 """
@@ -32,23 +32,23 @@ KINDS = ("states", "masters")
 def offload_fsdp_optimizer(
     optimizer: Optimizer, *, include: Collection[str] = KINDS, empty_cache: bool = True
 ) -> None:
-    """Moves an optimizer's state from its GPU to the host; does nothing to what is there already.
+    """Moves an optimizer's state from its GPU to the host. State on the host stays there.
 
-    Copies run on a stream of their own, into pinned memory of exactly their size, which is kept for
-    the next time (pageable where memory cannot be pinned). A step, and ``load_state_dict``, bring
-    everything back first; ``state_dict`` works while it is on the host. Whoever reads the state
-    otherwise waits for the copies first: ``empty_cache`` does.
+    Copies run on a separate stream, into pinned memory of exactly their size (pageable memory if
+    pinning fails), which is kept for the next time. A step and ``load_state_dict`` first bring
+    everything back. ``state_dict`` works while the state is on the host. Other code must wait for
+    the copies before it reads the state: ``empty_cache`` waits.
 
     Args:
-        optimizer: any; of an :class:`FSDPadaptOptimizer` the masters, too.
+        optimizer: any optimizer. The masters of an :class:`FSDPadaptOptimizer` move, too.
         include: what to move: "states", such as moments; "masters", master weights and remainders.
-        empty_cache: waits for the copies and hands the memory back to the driver, so that other
-            processes can have it.
+        empty_cache: wait for the copies and return the memory to the driver, so that other
+            processes can use it.
 
     Raises:
-        TypeError: ``optimizer`` is none.
-        ValueError: there is no such kind to include.
-        RuntimeError: a step of the optimizer, an :class:`FSDPadaptOptimizer`, is under way.
+        TypeError: ``optimizer`` is not an optimizer.
+        ValueError: ``include`` contains an unknown kind.
+        RuntimeError: a step of an optimizer of this package is under way.
     """
     offloader = _offloader_of(optimizer)
     offloader.offload(include)
@@ -61,10 +61,10 @@ def offload_fsdp_optimizer(
 def load_fsdp_optimizer(
     optimizer: Optimizer, device_id: torch.device | int | str | None = None
 ) -> None:
-    """Moves an optimizer's state back to the device, on a stream that the current one waits for.
+    """Moves an optimizer's state back to its device. The current stream waits for the copies.
 
     Args:
-        device_id: where to; None for where each tensor was.
+        device_id: the target device; None for each tensor's former device.
     """
     device = None if device_id is None else torch.device(device_id)
     _offloader_of(optimizer).bring_back(device)
@@ -77,9 +77,9 @@ def optimizer_on_device(
     *,
     include: Collection[str] = KINDS,
 ) -> Iterator[None]:
-    """Has an optimizer's state on the device for the time of a ``with`` block, around a step.
+    """Keeps an optimizer's state on its device during a ``with`` block, for example for a step.
 
-    Args: as :func:`load_fsdp_optimizer` and :func:`offload_fsdp_optimizer`.
+    Arguments are as in :func:`load_fsdp_optimizer` and :func:`offload_fsdp_optimizer`.
     """
     check_kinds(include)
     load_fsdp_optimizer(optimizer, device_id)
@@ -89,7 +89,7 @@ def optimizer_on_device(
         yield
     finally:
         offloader.users -= 1
-        if not offloader.users:  # or an outer block still needs it
+        if not offloader.users:  # otherwise an outer block still needs the state
             offload_fsdp_optimizer(optimizer, include=include)
 
 
@@ -105,29 +105,28 @@ def _offloader_of(optimizer: Any) -> Offloader:
 
 
 def check_kinds(include: Collection[str]) -> None:
-    """Raises ValueError unless ``include`` has nothing but kinds."""
+    """Raises ValueError if ``include`` contains anything but kinds."""
     if isinstance(include, str) or not set(include) <= set(KINDS):
         raise ValueError(f"Invalid include: {include!r}, expected any of {KINDS}")
 
 
 def is_on_device(tensor: Tensor) -> bool:
-    """Whether offloading moves a tensor. Counts of steps stay: they are small and read at once."""
+    """Returns whether offloading moves a tensor. Step counts stay: they are small, read at once."""
     moves = tensor.device.type not in ("cpu", "meta") and tensor.numel() > 1
     return moves and bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
 
 
 class Offloader:
-    """Where one optimizer's state is, and the host memory it goes to.
+    """Moves one optimizer's state between its device and host memory.
 
-    Memory is replaced under the tensors, which stay the same objects, so that nobody who has one is
-    left with a copy.
+    Tensors stay the same objects and only their memory is replaced, so references stay valid.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = weakref.ref(optimizer)  # which has the hooks, and they this object
-        self.users = 0  # blocks of optimizer_on_device() that are under way
+        self._optimizer = weakref.ref(optimizer)  # weak: its hooks refer to this object
+        self.users = 0  # active blocks of optimizer_on_device()
         self._kept: dict[str, _Kept] = {}  # host memory, by kind
-        self._origin: Any = WeakTensorKeyDictionary()  # devices of tensors that are on the host
+        self._origin: Any = WeakTensorKeyDictionary()  # former devices of offloaded tensors
         self._streams: dict[torch.device, Any] = {}
         optimizer.register_step_pre_hook(lambda *_: self.bring_back())
         optimizer.register_state_dict_pre_hook(lambda _: self.wait())
@@ -135,15 +134,15 @@ class Offloader:
         optimizer.register_load_state_dict_pre_hook(lambda *_: self.bring_back())
 
     def _own_copies(self, _: Any, states: dict[str, Any]) -> dict[str, Any]:
-        """Host memory is written anew the next time; a state dict is not to change then."""
+        """Clones offloaded state for a state dict: the next offload overwrites host memory."""
         return tree_map_only(Tensor, Tensor.clone, states) if len(self._origin) else states
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """A copy of the optimizer has none."""
+        """Returns None: a copy of the optimizer has no offloader."""
 
     @torch.no_grad()
     def offload(self, include: Collection[str]) -> None:
-        """Moves what is on a device, and of a kind in ``include``, to the host."""
+        """Moves state of the kinds in ``include`` from devices to the host."""
         optimizer = self._optimizer()
         assert optimizer is not None
         if getattr(optimizer, "_context", IDLE) is not IDLE:
@@ -160,7 +159,7 @@ class Offloader:
 
     @torch.no_grad()
     def bring_back(self, device: torch.device | None = None) -> None:
-        """Moves back what is on the host."""
+        """Moves all offloaded state back."""
         if not len(self._origin):
             return
         if device is not None and device.type == "cuda" and device.index is None:
@@ -170,14 +169,14 @@ class Offloader:
         self._move((t, torch.empty_like(local_tensor(t), device=device or of)) for t, of in here)
 
     def wait(self) -> None:
-        """Until all copies to the host have ended."""
+        """Waits until all copies to the host have ended."""
         for stream in self._streams.values():
             stream.synchronize()
 
     def _move(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Copies tensors to memory, and lets them be what it holds.
+        """Copies tensors to other memory, which then replaces their own memory.
 
-        Copies from and to a GPU run on a stream of its own; the current one waits for those to it.
+        Copies run on a separate stream per GPU. The current stream waits for copies to the GPU.
         """
         by_device: dict[torch.device, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         for tensor, memory in pairs:
@@ -198,7 +197,7 @@ class Offloader:
                 for tensor, memory in moving:
                     source = local_tensor(tensor)
                     memory.copy_(source, non_blocking=True)
-                    if source.is_cuda:  # not to be reused before it was read
+                    if source.is_cuda:  # its memory must not be reused before the copy ends
                         source.record_stream(stream)
                     replace_memory(tensor, memory)
             if moving[0][1].is_cuda:
@@ -206,10 +205,10 @@ class Offloader:
 
 
 class _Kept:
-    """Host memory of exactly the size of some tensors, kept as long as they are the same.
+    """Host memory of exactly the size of some tensors, kept while the tensors are the same.
 
-    It is pinned if CUDA is in use and its driver agrees. torch's allocator of pinned memory rounds
-    sizes up to powers of two.
+    It is pinned if CUDA is in use and its driver agrees. torch's allocator of pinned memory is not
+    used, because it rounds sizes up to powers of two.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -221,9 +220,9 @@ class _Kept:
             size = self.block.numel()
             if int(cuda.cudart().cudaHostRegister(self.block.data_ptr(), size, 0)) == 0:
                 unpin = weakref.finalize(self, _unpin, self.block)
-                unpin.atexit = False  # the driver has let go of everything by then
+                unpin.atexit = False  # the driver has released all memory by then
             else:
-                with suppress(RuntimeError):  # here, and not after whatever kernel comes next
+                with suppress(RuntimeError):  # raise the error here, not after the next kernel
                     torch.zeros(1, device="cuda")
 
     def is_for(self, tensors: Sequence[Tensor]) -> bool:
@@ -240,11 +239,11 @@ def _unpin(block: Tensor) -> None:
 
 
 def tensors_of(optimizer: Optimizer, kind: str) -> Iterator[Tensor]:
-    """An optimizer's own tensors: its "states", or its "masters"."""
+    """Yields an optimizer's tensors of a kind: "states" or "masters"."""
     for entry in optimizer.state.values():
         for name, value in entry.items() if isinstance(entry, dict) else ():
             if (name in MASTERS) == (kind == "masters"):
-                for leaf in tree_leaves(value):  # lists of tensors, in some optimizers
+                for leaf in tree_leaves(value):  # some optimizers have lists of tensors
                     if isinstance(leaf, Tensor):
                         yield leaf
     if kind == "masters":
@@ -252,5 +251,5 @@ def tensors_of(optimizer: Optimizer, kind: str) -> Iterator[Tensor]:
 
 
 def replace_memory(tensor: Any, memory: Tensor) -> None:
-    """Lets a tensor, or this rank's part of a DTensor, be what ``memory`` holds."""
-    local_tensor(tensor).data = memory  # the same object: steps know it
+    """Replaces the memory of a tensor, or of this rank's part of a DTensor."""
+    local_tensor(tensor).data = memory  # keeps the tensor object, which steps refer to

@@ -1,4 +1,4 @@
-"""Checks of arguments: the message names the argument and shows its value."""
+"""Checks of arguments. The messages name the argument and show its value."""
 
 import operator
 from typing import Any
@@ -8,27 +8,27 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay")
-"""Of a param group of Adam's."""
+"""The hyperparameters of a param group of Adam."""
 
 
 def expect_numbers(**values: Any) -> None:
-    """Rejects what is not one number, such as YAML's ``1e-3``, a string there.
+    """Rejects values that are not one number, such as ``1e-3``, which YAML reads as a string.
 
     Raises:
-        TypeError, ValueError: names the argument.
+        TypeError, ValueError: a value is not a number, or is a tensor with several elements.
     """
     for name, value in values.items():
         if not hasattr(value, "__float__"):
             raise TypeError(f"{name} is {value!r:.200}, expected a number")
-        if isinstance(value, Tensor) and value.numel() != 1:  # with torch.optim.Adam's message
+        if isinstance(value, Tensor) and value.numel() != 1:  # torch.optim.Adam's message
             raise ValueError(f"Tensor {name} must be 1-element, but has shape {[*value.shape]}")
 
 
 def expect_counts(**values: Any) -> None:
-    """Rejects what is no integer of 64 bits.
+    """Rejects values that are not integers of 64 bits, signed or unsigned.
 
     Raises:
-        TypeError, ValueError: names the argument.
+        TypeError, ValueError: a value is not an integer, or has more than 64 bits.
     """
     for name, value in values.items():
         try:
@@ -40,10 +40,10 @@ def expect_counts(**values: Any) -> None:
 
 
 def expect_bools(**values: Any) -> None:
-    """Rejects what is neither True nor False, such as "no", which would be true.
+    """Rejects values other than True and False, such as "no", which counts as true.
 
     Raises:
-        TypeError: names the argument.
+        TypeError: a value is neither True nor False.
     """
     for name, value in values.items():
         if value not in (True, False):
@@ -51,10 +51,10 @@ def expect_bools(**values: Any) -> None:
 
 
 def expect_hyperparameters(*, betas: Any, **others: Any) -> None:
-    """Rejects values of :data:`HYPERPARAMETERS` that are no numbers.
+    """Rejects values of :data:`HYPERPARAMETERS` that are not numbers.
 
     Raises:
-        TypeError: names the value.
+        TypeError, ValueError: ``betas`` is not two values, or as :func:`expect_numbers`.
     """
     try:
         first, second = betas
@@ -64,17 +64,17 @@ def expect_hyperparameters(*, betas: Any, **others: Any) -> None:
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """The optimizer inside the wrappers that Accelerate and Lightning put around it."""
+    """Returns the optimizer inside the wrappers of Accelerate and Lightning."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inner
     return optimizer
 
 
 def expect_group(process_group: Any) -> None:
-    """Rejects what is neither None nor a process group, such as a mesh dimension's name.
+    """Rejects values that are neither None nor a process group, such as a mesh dimension's name.
 
     Raises:
-        TypeError: shows the value.
+        TypeError: the value is neither.
     """
     if process_group is None or isinstance(process_group, torch.distributed.ProcessGroup):
         return

@@ -1,7 +1,7 @@
-"""Collectives: how long to wait, what to say when one fails, and how ranks exchange text and agree.
+"""Collectives: time limits, errors that name a purpose, exchange of text, and agreement of ranks.
 
-Ranks are ranks of the group. Every function that communicates is called by all of them, and raises
-RuntimeError if one of them died or is late.
+Ranks are numbered within the group. All of them must call a function that communicates. Such a
+function raises RuntimeError if a rank died or is late.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ _devices: "WeakKeyDictionary[Any, torch.device]" = WeakKeyDictionary()
 
 @contextmanager
 def waits_at_most(timeout: timedelta | None) -> Iterator[None]:
-    """Bounds :func:`run` and :func:`wait` inside; None keeps the bound of the caller."""
+    """Limits how long :func:`run` and :func:`wait` wait inside; None keeps the caller's limit."""
     token = _timeout.set(timeout or _timeout.get())
     try:
         yield
@@ -33,7 +33,7 @@ def waits_at_most(timeout: timedelta | None) -> Iterator[None]:
 
 @contextmanager
 def collective(what: str, timeout: timedelta | None = None) -> Iterator[None]:
-    """Says what a collective was for if it fails; ``timeout`` is :func:`waits_at_most`'s."""
+    """Adds a collective's purpose to its error. ``timeout`` is as for :func:`waits_at_most`."""
     try:
         with waits_at_most(timeout):
             yield
@@ -52,7 +52,7 @@ def run(operation: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
 
 
 def wait(work: Any) -> None:
-    """Waits for a collective under way: as long as the bound allows, without one the group."""
+    """Waits for a collective under way, up to the limit, or without a limit as the group does."""
     timeout = _timeout.get()
     if timeout is None:
         work.wait()  # NCCL makes the stream wait, not the host
@@ -61,13 +61,13 @@ def wait(work: Any) -> None:
 
 
 def use_device(group: Any, device: torch.device) -> None:
-    """Says which CUDA device this rank's tensors of ``group`` are on, if not the current one."""
+    """Sets the CUDA device of this rank's tensors of ``group``, if it is not the current device."""
     if device.type == "cuda":
         _devices[group] = device
 
 
 def comm_device(group: dist.ProcessGroup, at: torch.device = CPU) -> torch.device:
-    """Where tensors that `group` communicates have to be: where they are, the CPU or the GPU."""
+    """Returns the device for tensors that ``group`` sends: ``at`` if possible, else CPU or GPU."""
     for device in (at, CPU):
         if f"{device.type}:" in dist.get_backend_config(group):
             return device
@@ -77,7 +77,7 @@ def comm_device(group: dist.ProcessGroup, at: torch.device = CPU) -> torch.devic
 def all_gather_text(
     text: str, group: dist.ProcessGroup, what: str = "exchanging text"
 ) -> list[str]:
-    """The `text` of every rank, by rank; `what` it is for, for errors."""
+    """Returns the text of every rank, by rank. Errors name the purpose ``what``."""
     data = bytearray(text.encode("utf-8", "surrogatepass"))
     lengths = [int(n) for n in all_gather(torch.tensor([len(data)]), group, what)]
     if not any(lengths):
@@ -91,7 +91,7 @@ def all_gather_text(
 def agree(
     error: str | None, group: dist.ProcessGroup | None, kind: type[Exception] = RuntimeError
 ) -> None:
-    """Raises `kind` on all ranks of a group (None: this process) if one has an error, naming it."""
+    """Raises ``kind`` with all ranks' errors, if any, on every rank (None: in this process)."""
     mine = "" if error is None else error or "an error without a message"
     if group is None:
         if mine:
@@ -104,10 +104,10 @@ def agree(
 
 @contextmanager
 def all_or_none(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """For local work of which no rank may be the only one to fail: the others raise with it.
+    """Runs local work that fails on all ranks if it fails on one: the others raise, too.
 
     Raises:
-        ValueError: another rank's work failed; says which rank's, and how.
+        ValueError: the work failed on another rank; the message has the rank and its error.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""What a step must know besides its gradients, as one value that is passed down."""
+"""The context of a step: all that it must know in addition to its gradients, in one value."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,41 +11,41 @@ from torchopt_ext.optim.rejection import Agreement
 
 
 class StepContext(NamedTuple):  # made in a third of a frozen dataclass's time
-    """Given to a step by GradScaler, container, ZeRO or FSDPadaptOptimizer (hooks.step_in)."""
+    """Passed to a step by GradScaler, a container, ZeRO or FSDPadaptOptimizer (hooks.step_in)."""
 
-    grad_scale: Tensor | None = None  # gradients are this many times too large; one float32 element
+    grad_scale: Tensor | None = None  # the loss scale of the gradients; one float32 element
     found_inf: Tensor | None = None  # nonzero skips the step; one float32 element
     check_overflow: bool = False  # a gradient that is not finite skips the step
     agreed: bool = False  # every rank that shares the decision has the same found_inf
-    inner: bool = False  # a part of another optimizer's step, for which global hooks have fired
-    agreement: Agreement | None = None  # all ranks of the group agree to the step, norm or not
-    measured: Mapping[torch.device, Tensor] | None = None  # all gradients' squares, by device
+    inner: bool = False  # a part of another optimizer's step, which has fired the global hooks
+    agreement: Agreement | None = None  # all ranks of the group agree on the step, norm or not
+    measured: Mapping[torch.device, Tensor] | None = None  # sums of all squares, by device
 
     @property
     def is_plain(self) -> bool:
-        """Whether no scaler or wrapper adds a flag to what ranks exchange, or a scale."""
+        """Whether no scaler or wrapper adds a scale, or a flag to what ranks exchange."""
         scaled = self.grad_scale is not None or self.found_inf is not None or self.check_overflow
         return not scaled and self.agreement is None
 
 
 ALONE = StepContext()
 IDLE = StepContext()
-"""While no step is under way."""
+"""The context while no step is under way."""
 
 
 def amp_context(optimizer: Any) -> StepContext:
-    """What torch.amp.GradScaler has set on an optimizer (torch/amp/grad_scaler.py, step)."""
+    """Returns what torch.amp.GradScaler (torch/amp/grad_scaler.py, step) set on an optimizer."""
     attributes = vars(optimizer)
     if "grad_scale" not in attributes and "found_inf" not in attributes:
         return ALONE
     found_inf = attributes.get("found_inf")
-    if not isinstance(found_inf, Tensor):  # of no gradients torch's scaler makes the number 0
+    if not isinstance(found_inf, Tensor):  # without gradients torch's scaler sets the number 0
         found_inf = None
     return StepContext(attributes.get("grad_scale"), found_inf)
 
 
 def taken_grad_scale(optimizer: Any) -> Any:
-    """A scale that the user has set for one step, which the scaler multiplies and removes."""
+    """Removes and returns a scale that the user set for one step; the scaler multiplies it."""
     return vars(optimizer).pop("grad_scale", None)
 
 

@@ -19,23 +19,23 @@ from torchopt_ext.optim.rejection import Verdict
 
 DECAY_TYPES = ("linear", "sqrt", "cosine")
 PERSISTENT = ("steps", "skipped_steps", "loss_scale", "growth_tracker", "hysteresis_tracker")
-"""The fields that a checkpoint decides; the others are settings of the run that loads it."""
+"""The fields that a checkpoint saves; the others are settings of the run that loads it."""
 
 
 def read_fields(block: Tensor) -> dict[str, float]:
-    """A control block's fields by name; waits for its device."""
+    """Returns a control block's fields by name; waits for the block's device."""
     return dict(zip(CONTROL_FIELDS, block.tolist(), strict=True))
 
 
 class ControlView:
     """The decision of an optimizer's last step: ``control.grad_norm`` and so on.
 
-    Reading a field copies it on the parameters' device: a 0-dim float64 tensor that later steps
-    leave alone, and that synchronises only when its value is asked for. ``grad_norm`` is NaN if
-    the last step measured none. csrc/kernels/control.h says what each field means.
+    Reading a field copies it on the parameters' device, to a 0-dim float64 tensor that later steps
+    do not change. Only asking for the tensor's value synchronizes. ``grad_norm`` is NaN if the last
+    step measured no norm. csrc/kernels/control.h says what each field means.
     """
 
-    # For type checkers; properties are made of CONTROL_FIELDS below.
+    # Declarations for type checkers. The properties are made from CONTROL_FIELDS below.
     max_grad_norm: Tensor
     skip_nonfinite: Tensor
     clip_factor: Tensor
@@ -66,7 +66,7 @@ class ControlView:
 
     def __init__(self, block: Tensor, owner: "Controlled") -> None:
         self._block = block
-        self._views = block.unbind()  # making one is an operator of its own
+        self._views = block.unbind()  # made once: each view costs an operator call
         self._owner = weakref.ref(owner)
 
     def __getattr__(self, name: str) -> Tensor:
@@ -78,7 +78,7 @@ class ControlView:
         return norm if owner is None or owner._norm_measured else norm.fill_(math.nan)
 
     def live(self, name: str) -> Tensor:
-        """The field itself, which later steps change: a 0-dim float64 tensor."""
+        """Returns the field itself, a 0-dim float64 tensor that later steps change."""
         return self._views[CONTROL_FIELDS.index(name)]
 
     def __repr__(self) -> str:
@@ -96,15 +96,15 @@ for _index, _name in enumerate(CONTROL_FIELDS):
 
 
 class Controlled:
-    """What steps by a gradient norm: its settings, and a control block for each device."""
+    """Base of classes that step by a gradient norm: settings, and a control block per device."""
 
     param_groups: list[dict[str, Any]]
     process_group: Any = None
-    # Where a rank that holds no parameters takes part in the others' norm.
+    # The device on which a rank without parameters takes part in the norm.
     device_without_params = torch.device("cpu")
     _view: ControlView | None = None
     _norm_measured = False  # by the last step
-    _written_skip: bool | None = None  # what the control blocks say
+    _written_skip: bool | None = None  # skip_nonfinite in the control blocks, if known
 
     def _init_control(self) -> None:
         self._settings = {"max_grad_norm": 0.0, "skip_nonfinite": 0.0}
@@ -115,8 +115,8 @@ class Controlled:
     def max_grad_norm(self) -> float | None:
         """Clip threshold for the norm of all gradients.
 
-        None or 0: off. ``math.inf``: the norm is measured, and nothing clipped. Setting it to a
-        negative number or NaN raises ValueError, to what is not a number TypeError.
+        None and 0 turn clipping off. ``math.inf`` measures the norm without clipping. A negative
+        number or NaN raises ValueError. A value that is not a number raises TypeError.
         """
         return self._settings["max_grad_norm"] or None
 
@@ -131,7 +131,7 @@ class Controlled:
 
     @property
     def skip_nonfinite(self) -> bool:
-        """Whether a step in which a gradient is not finite changes nothing."""
+        """Whether a step with a gradient that is not finite changes nothing."""
         return bool(self._settings["skip_nonfinite"])
 
     @skip_nonfinite.setter
@@ -149,14 +149,14 @@ class Controlled:
         min_factor: float = 0.0,
         generation: int = 1,
     ) -> None:
-        """Lets a warmup-stable-decay factor, computed on the device, multiply the learning rate.
+        """Multiplies the learning rate by a warmup-stable-decay factor, computed on the device.
 
         Skipped steps do not count. ``group["lr"]`` stays the base value; no other scheduler should
-        change it. Arguments as :func:`torchopt_ext.ops.lr_factor`.
+        change it. The arguments are as for :func:`torchopt_ext.ops.lr_factor`.
 
         Raises:
-            TypeError: an argument of another type.
-            ValueError: an argument out of range.
+            TypeError: an argument has the wrong type.
+            ValueError: an argument is out of range.
         """
         steps = {
             "warmup_steps": warmup_steps,
@@ -195,14 +195,14 @@ class Controlled:
         min_scale: float = 0.0,
         max_scale: float = 0.0,
     ) -> None:
-        """Lets the control block keep a loss scale that follows overflows, without a scaler.
+        """Keeps a loss scale in the control block, which follows overflows without a scaler.
 
-        Multiply losses with ``optimizer.control.loss_scale`` before backward. Steps with overflow
-        are skipped. Arguments as :class:`torchopt_ext.GradScaler`.
+        Multiply losses by ``optimizer.control.loss_scale`` before backward. Steps with overflow are
+        skipped. The arguments are as for :class:`torchopt_ext.GradScaler`.
 
         Raises:
-            TypeError: an argument of another type.
-            ValueError: an argument out of range.
+            TypeError: an argument has the wrong type.
+            ValueError: an argument is out of range.
         """
         expect_numbers(init_scale=init_scale)
         rule = scale_settings(
@@ -217,7 +217,7 @@ class Controlled:
 
     @property
     def skips_overflow(self) -> bool:
-        """Whether a gradient that is not finite skips a step, without a scaler that asks for it."""
+        """Whether a gradient that is not finite skips a step even if no scaler asks for it."""
         return bool(self._settings["skip_nonfinite"] or self._settings.get("growth_interval"))
 
     @property
@@ -226,9 +226,9 @@ class Controlled:
         return bool(self._settings.get("scheduled") or self._settings.get("growth_interval"))
 
     def saved_control(self) -> dict[str, float]:
-        """What a checkpoint has to hold of the control block: its counts and loss scale.
+        """Returns the control block's counts and loss scale, for a checkpoint.
 
-        Empty without a schedule or a loss scale of its own, which alone depend on them.
+        Returns an empty dict without a schedule or loss scale: nothing else depends on the fields.
         """
         if not self.keeps_counts:
             return {}
@@ -236,19 +236,19 @@ class Controlled:
         return {name: values[name] for name in PERSISTENT}
 
     def load_control(self, control: Mapping[str, float], counted: float, made: float) -> None:
-        """Takes what :meth:`saved_control` gave; a field that is missing begins anew.
+        """Sets the fields that :meth:`saved_control` returned; a missing field is reset.
 
         Args:
             control: empty for the state dict of an optimizer that keeps no counts.
-            counted: the largest step count of a parameter. Steps that such an optimizer made are
-                counted there only, and added with a warning.
+            counted: the largest step count of a parameter. Steps of an optimizer that keeps no
+                counts appear only here. They are added to the loaded counts, with a warning.
             made: the largest step count before loading.
         """
         kept = {name: float(value) for name, value in control.items() if name in PERSISTENT}
         done = kept.get("steps", 0.0) - kept.get("skipped_steps", 0.0)
         if done != counted != made and kept == self.saved_control():
-            # torch's set_optimizer_state_dict fills what a full state dict lacks with our own, of
-            # other steps than were loaded.
+            # torch's set_optimizer_state_dict fills a missing entry with this optimizer's own
+            # counts, which belong to other steps than the loaded state.
             kept, done = {}, 0.0
         fields = dict.fromkeys(PERSISTENT, 0.0)
         fields |= {"loss_scale": self._settings.get("loss_scale", 1.0)} | kept
@@ -261,25 +261,25 @@ class Controlled:
                     f"with the loss scale {fields['loss_scale']:g}",
                     stacklevel=3,
                 )
-        self._block(self.default_device)  # blocks made later take the counts from one that is there
+        self._block(self.default_device)  # blocks made later copy the counts of an existing block
         self._write_control(fields)
 
     @property
     def control(self) -> ControlView:
-        """The last step's decision, such as ``control.grad_norm``; reading it is lazy."""
+        """The last step's decision, such as ``control.grad_norm``; only its values synchronize."""
         block = self._block(self.default_device)[0]
         if self._view is None or self._view._block is not block:
             self._view = ControlView(block, self)
         return self._view
 
     def known(self, name: str) -> float | None:
-        """A field's value if no device has to be waited for; else None."""
+        """Returns a field's value if reading it does not wait for a device, otherwise None."""
         value = self.control.live(name)
         return value.item() if value.is_cpu else None
 
     @property
     def default_device(self) -> torch.device:
-        """The first parameter's device; not of a frozen one on the meta device."""
+        """The device of the first parameter that is not on the meta device."""
         for group in self.param_groups:
             for param in group["params"]:
                 if not param.is_meta:
@@ -290,18 +290,18 @@ class Controlled:
         if (found := self._blocks.get(device)) is not None:
             return found
         fields = dict(self._settings)
-        for block, _ in self._blocks.values():  # one that has counted, on another device
+        for block, _ in self._blocks.values():  # continue the counts of another device's block
             values = read_fields(block)
             fields |= {name: values[name] for name in PERSISTENT}
         if self._written_skip is not None:
             fields["skip_nonfinite"] = self._written_skip
-        with torch.inference_mode(False):  # steps will change them
+        with torch.inference_mode(False):  # steps outside inference mode will change them
             control = ops.new_control(device, **_as_stored(fields))
             self._blocks[device] = control, ops.new_accumulator(device)
         return self._blocks[device]
 
     def _set_control(self, **fields: float) -> None:
-        self._settings = self._settings | fields  # a copy may share the old dict
+        self._settings = self._settings | fields  # a copied optimizer may share the old dict
         self._written_skip = None
         self._write_control(fields)
 
@@ -311,7 +311,7 @@ class Controlled:
                 control[CONTROL_FIELDS.index(name)] = value
 
     def _begin_step(self, context: StepContext, with_norm: bool) -> None:
-        """Lets an overflow skip the step if a scaler or loss scale asks for it, too."""
+        """Lets an overflow skip the step, also if a scaler or loss scale asks for it."""
         self._norm_measured = with_norm
         skip = context.check_overflow or self.skips_overflow
         if skip is not self._written_skip:
@@ -319,26 +319,25 @@ class Controlled:
             self._write_control({"skip_nonfinite": skip})
 
     def wants_norm(self, context: StepContext) -> bool:
-        """Whether a step measures the gradients' norm, or whether they are finite."""
+        """Returns whether a step measures the gradients' norm or checks that they are finite."""
         clips = self._settings["max_grad_norm"] != 0.0
         return clips or context.check_overflow or self.skips_overflow
 
     @property
     def parts(self) -> list[tuple[torch.device, NormKey]]:
-        """Device and norm key of each part; the same keys in the same order on all ranks."""
+        """Device and norm key of each part; keys and order are the same on all ranks."""
         raise NotImplementedError
 
     @property
     def devices(self) -> list[torch.device]:
-        """Where a control block has to know the decision: the first parameter's device, from
-        which it is read, and those of the parts."""
+        """The devices with a control block: the first parameter's, for reading, and the parts'."""
         return list(dict.fromkeys([self.default_device, *(device for device, _ in self.parts)]))
 
     def accumulate(self, part: int, accumulator: Tensor) -> None:
-        """Adds the squares of a part's gradients (pass A)."""
+        """Adds the squares of a part's gradients to the accumulator (pass A)."""
         raise NotImplementedError
 
 
 def _as_stored(fields: Mapping[str, float]) -> Mapping[str, float]:
-    """Fields as the control block has them: an infinite threshold does not clip."""
+    """Returns fields as the control block stores them: infinity becomes 0, which clips nothing."""
     return {**fields, "max_grad_norm": 0.0} if fields.get("max_grad_norm") == math.inf else fields

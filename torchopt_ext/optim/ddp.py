@@ -18,17 +18,17 @@ Hook = Callable[[Any, GradBucket], Future]
 
 
 def norm_hook(optimizer: Any, hook: Hook = allreduce_hook) -> Hook:
-    """A communication hook by which gradients are measured as soon as they are reduced.
+    """Returns a DDP communication hook that measures gradients as soon as they are reduced.
 
-    ``ddp.register_comm_hook(None, norm_hook(optimizer))``. Parameters that the optimizer is given
-    later are measured in the step.
+    Register it by ``ddp.register_comm_hook(None, norm_hook(optimizer))``. Parameters that are added
+    to the optimizer later are measured in the step.
 
     Args:
-        optimizer: FusedAdam, FusedAdamW or a container of such, built with ``norm_in_backward``.
+        optimizer: FusedAdam, FusedAdamW or a container of them, built with ``norm_in_backward``.
         hook: another communication hook, which reduces the gradients; it gets DDP's state.
 
     Raises:
-        ValueError: the optimizer does not measure in backward.
+        ValueError: the optimizer was built without ``norm_in_backward=True``.
     """
     found: dict[int, NormInBackward] = {}
     for one in getattr(optimizer, "optimizers", [optimizer]):
@@ -44,7 +44,7 @@ def norm_hook(optimizer: Any, hook: Hook = allreduce_hook) -> Hook:
     def measuring_hook(state: Any, bucket: GradBucket) -> Future:
         return norms.reduce(state, bucket)
 
-    # By its name DDP knows a hook that needs bfloat16.
+    # DDP recognizes a hook that needs bfloat16 by its name.
     measuring_hook.__name__ = getattr(hook, "__name__", measuring_hook.__name__)
     return measuring_hook
 
@@ -54,7 +54,7 @@ class _BucketNorms:
         self._squares_of = squares_of  # by the parameter's id
         self._hook = hook
         self._task: int | None = None  # the backward pass under way
-        # Measured in it: parameter, its part of the bucket, and its gradient before the reduction.
+        # The measured parameters, their parts of the bucket, their gradients before the reduction.
         self._measured: list[tuple[Tensor, Tensor, TensorMark | None]] = []
 
     def reduce(self, state: Any, bucket: GradBucket) -> Future:
@@ -87,14 +87,14 @@ class _BucketNorms:
         return future.then(measure)
 
     def _expect_end(self) -> None:
-        """Waits for the end of backward, and then for DDP's own callback, which comes after."""
+        """Schedules :meth:`_mark` for the end of backward, after DDP's own callback."""
         if (task := graph_task()) != self._task:
             self._task = task
             self._measured.clear()
             call_at_end_of_backward(lambda: call_at_end_of_backward(self._mark))
 
     def _mark(self) -> None:
-        """Notes the gradients that DDP has set to what was measured."""
+        """Marks the gradients that DDP has set to the measured values."""
         self._task = None
         while self._measured:
             param, part, before = self._measured.pop()
@@ -104,16 +104,16 @@ class _BucketNorms:
             written = viewed or before is None or not before.fits(param.grad)
             if written and param.grad.dtype == part.dtype:
                 self._squares_of[id(param)].mark(param, param.grad)
-            else:  # DDP leaves the gradient of a parameter that no rank has used as it was
+            else:  # no rank has used the parameter, so DDP has left its gradient unchanged
                 self._squares_of[id(param)].spoil()
 
 
 def bucket_gradients(bucket: GradBucket) -> list[Tensor]:
-    """A bucket's gradients as its parameters are laid out.
+    """Returns a bucket's gradients with the strides of its parameters.
 
-    DDP's bucket holds a dense gradient in the parameter's own order of dimensions, which
-    ``bucket.gradients()`` takes for the plain order (torch/csrc/distributed/c10d/reducer.cpp and
-    comm.hpp): channels_last gradients would come out shuffled.
+    DDP's bucket holds a dense gradient in the parameter's own order of dimensions, but
+    ``bucket.gradients()`` assumes the contiguous order (torch/csrc/distributed/c10d/reducer.cpp and
+    comm.hpp). So it would return channels_last gradients with their elements shuffled.
     """
     return [
         gradient.as_strided(param.shape, param.stride(), gradient.storage_offset())

@@ -27,12 +27,12 @@ SCALE = 4 * len(SCALES)
 
 @dataclass(frozen=True)
 class ElementBytes:
-    """Bytes that belong to one element of a parameter, in one step with FusedAdamW.
+    """Bytes of one element of a parameter in a step with FusedAdamW.
 
     Attributes:
-        weight, gradient, master, moments: held; without the scales of 8-bit moments.
-        norm: moved by pass A, which measures the norm.
-        update: moved by pass B: every stream that is rewritten counts twice (docs/step.md).
+        weight, gradient, master, moments: bytes held, without the scales of 8-bit moments.
+        norm: bytes moved by pass A, which measures the norm.
+        update: bytes moved by pass B: every array that is rewritten counts twice (docs/step.md).
     """
 
     weight: int
@@ -48,15 +48,15 @@ class RankBytes:
     """What one rank holds and moves, in bytes.
 
     Attributes:
-        elements: trainable elements that this rank steps.
-        weights: parameters, frozen ones and padding included.
-        gradients: kept from backward until the step.
+        elements: number of trainable elements that this rank steps.
+        weights: parameters, including frozen parameters and padding.
+        gradients: gradients that are kept from backward until the step.
         masters: fp32 master weights or remainders.
         moments: first, second and, with amsgrad, largest second moments, and their scales.
-        steps: the tensors' step counts; of tensors that are cut, one each.
+        steps: the tensors' step counts; a tensor that is cut has one in each piece.
         moved: memory read and written by the optimizer's step.
-        sent: to other ranks in a training step, by ring algorithms: gradients, and parameters
-            where they are returned (ZeRO) or gathered for forward and for backward (FSDP).
+        sent: sent to other ranks in a training step, by ring algorithms: gradients, and parameters
+            if they are returned (ZeRO) or gathered for forward and for backward (FSDP).
     """
 
     elements: int
@@ -70,21 +70,21 @@ class RankBytes:
 
     @property
     def held(self) -> int:
-        """All that is held when a step begins."""
+        """All bytes that are held when a step begins."""
         return self.weights + self.gradients + self.masters + self.moments + self.steps
 
 
 def element_bytes(
     param: Tensor, grad_dtype: torch.dtype | None, storage: Storage, amsgrad: bool, norm: bool
 ) -> ElementBytes:
-    """The bytes of one element of a parameter, of which only dtype and shape are read."""
+    """Returns the bytes of one element of a parameter; reads no values of the parameter."""
     weight = param.dtype.itemsize
     gradient = (grad_dtype or param.dtype).itemsize
     kind = storage.master_of(param)
     master = 0 if kind is None else MASTERS[kind].itemsize
     moments = sum(storage.moment_dtype(param, name).itemsize for name in CODES)
     moments += storage.moment_dtype(param).itemsize if amsgrad else 0
-    # With an fp32 master the parameter itself is written only.
+    # With an fp32 master a step writes the parameter but does not read it.
     weights_moved = weight + 2 * master if kind == MASTER else 2 * (weight + master)
     update = gradient + weights_moved + 2 * moments
     return ElementBytes(weight, gradient, master, moments, gradient if norm else 0, update)
@@ -119,31 +119,29 @@ def estimate(
     bucket_elements: int | None = None,
     fp32_moments: Collection[str | Tensor] = EMBEDDINGS,
 ) -> list[RankBytes]:
-    """What every rank holds and moves with FusedAdamW over these parameters.
+    """Estimates the bytes that every rank holds and moves with FusedAdamW over these parameters.
 
     Activations, communication buffers (DDP's buckets, FSDP's gathered layers, two buckets of a
-    sharded backward pass), and what does not grow with the model are not counted.
+    sharded backward pass), and memory that does not grow with the model are not counted.
 
     Args:
-        params: contiguous parameters, in forward order, with names or without, or param groups;
+        params: contiguous parameters in forward order, with or without names, or param groups; only
             shapes, dtypes and ``requires_grad`` are read, so they may be on the meta device.
         sharding: one of :data:`SHARDINGS`.
-        world_size: ranks that share the work.
-        grad_dtype: of gradients; None for each parameter's own.
+        world_size: number of ranks that share the work.
+        grad_dtype: dtype of gradients; None for each parameter's own dtype.
         master_weights, state_dtype, amsgrad: as FusedAdamW's.
         norm: whether gradients are clipped or checked, which reads them once more.
-        norm_in_backward: FusedAdamW's: of the tensors whose gradients it measures in backward, the
-            step reads none for the norm.
-        bucket_elements: ZeroRedundancyOptimizer's, for "balanced" and "zero2".
-        fp32_moments: as FusedAdamW's; of parameters on the meta device, too, as long as their
-            module exists.
+        norm_in_backward: as FusedAdamW's; the norm then skips gradients that backward measures.
+        bucket_elements: as ZeroRedundancyOptimizer's, for "balanced" and "zero2".
+        fp32_moments: as FusedAdamW's; embeddings may be on the meta device if their module exists.
 
     Returns:
         One entry for each rank.
 
     Raises:
-        ValueError: an argument out of range, or a parameter that cannot be held so.
-        TypeError: ``params`` is a module; ``fp32_moments`` is no sequence of strings and tensors.
+        ValueError: an argument is out of range, or a parameter cannot be held this way.
+        TypeError: ``params`` is a module; ``fp32_moments`` is no collection of strings and tensors.
     """
     if sharding not in SHARDINGS:
         raise ValueError(f"Invalid sharding: {sharding!r}, expected one of {', '.join(SHARDINGS)}")
@@ -175,7 +173,7 @@ def estimate(
     gradients = sum(p.numel() * made.width(p) for p in trained)
     returned = sum(p.numel() * p.dtype.itemsize for p in trained)
     kinds = {made.kind(p): element_bytes(p, grad_dtype, storage, amsgrad, norm) for p in trained}
-    # In units of (world_size - 1) / world_size, which a ring sends of all elements.
+    # In units of (world_size - 1) / world_size, the share of the bytes that a ring sends.
     sent = {
         "ddp": 2 * gradients,
         "zero1": 2 * gradients + returned,
@@ -205,7 +203,7 @@ def estimate(
 
 
 def unevenness(elements: Sequence[int]) -> float:
-    """By what share the fullest rank has more than the mean; 0 for none or nothing."""
+    """Returns the relative excess of the fullest rank over the mean; 0 if all ranks are empty."""
     mean = sum(elements) / len(elements)
     return max(elements) / mean - 1 if mean else 0.0
 
@@ -218,13 +216,13 @@ _Kind = tuple[torch.dtype, bool]
 
 @dataclass(frozen=True)
 class _Made:
-    """How gradients and state are made."""
+    """The dtype of gradients and the storage of state."""
 
     grad_dtype: torch.dtype | None
     storage: Storage
 
     def width(self, param: Tensor) -> int:
-        """Bytes of an element of a parameter's gradient."""
+        """Returns the bytes of an element of a parameter's gradient."""
         return (self.grad_dtype or param.dtype).itemsize
 
     def kind(self, param: Tensor) -> _Kind:
@@ -233,18 +231,18 @@ class _Made:
 
 @dataclass
 class _Share:
-    """What one rank has: bytes of weights and gradients, and by kind the elements it steps."""
+    """One rank's bytes of weights and gradients, and the elements that it steps, by kind."""
 
     made: _Made
     weights: int
     gradients: int
     elements: Counter[_Kind] = field(default_factory=Counter)
     tensors: int = 0
-    groups: int = 0  # of elements whose moments share scales
+    groups: int = 0  # groups of elements whose moments share scales
     small: Counter[_Kind] = field(default_factory=Counter)  # elements of small tensors
 
     def add(self, param: Tensor, elements: int, first: int = 0) -> None:
-        """Adds so many of a parameter's elements, from ``first`` on, which begins a group."""
+        """Adds ``elements`` elements of a parameter, from ``first`` on, where a group begins."""
         kind = self.made.kind(param)
         self.elements[kind] += elements
         self.tensors += 1
@@ -255,7 +253,7 @@ class _Share:
 
 
 def _whole(params: Sequence[Tensor], world_size: int, made: _Made) -> list[_Share]:
-    """Shares of ranks that have all weights and gradients, and nothing to step yet."""
+    """Returns shares of ranks that hold all weights and gradients, and step nothing yet."""
     weights = sum(p.numel() * p.dtype.itemsize for p in params)
     gradients = sum(p.numel() * made.width(p) for p in params if p.requires_grad)
     return [_Share(made, weights, gradients) for _ in range(world_size)]
@@ -275,7 +273,7 @@ def _replicated(
 def _greedy(
     params: Sequence[Tensor], world_size: int, made: _Made, bucket_elements: int | None
 ) -> list[_Share]:
-    """Whole tensors (zero/whole.py)."""
+    """Assigns whole tensors (zero/whole.py)."""
     shares = _whole(params, world_size, made)
     trained = [p for p in params if p.requires_grad]
     owners = ops.partition_greedy([p.numel() for p in trained], world_size)
@@ -287,18 +285,18 @@ def _greedy(
 def _balanced(
     params: Sequence[Tensor], world_size: int, made: _Made, bucket_elements: int | None
 ) -> list[_Share]:
-    """Buckets that are cut evenly, beside DDP (zero/balanced.py)."""
+    """Cuts buckets evenly, in addition to DDP's full gradients (zero/balanced.py)."""
     shares = _in_buckets(params, world_size, made, bucket_elements)
     gradients = sum(p.numel() * made.width(p) for p in params if p.requires_grad)
     for share in shares:
-        share.gradients += gradients  # DDP's
+        share.gradients += gradients  # DDP's full gradients
     return shares
 
 
 def _in_buckets(
     params: Sequence[Tensor], world_size: int, made: _Made, bucket_elements: int | None
 ) -> list[_Share]:
-    """Parameters lie in buckets; of reduced gradients a rank keeps its part."""
+    """Cuts buckets evenly; a rank keeps its part of the reduced gradients."""
     shares = [_Share(made, 0, 0) for _ in range(world_size)]
     kinds: dict[tuple[torch.dtype, bool], list[Tensor]] = defaultdict(list)
     for param in params:
@@ -326,7 +324,7 @@ def _in_buckets(
 def _rows(
     params: Sequence[Tensor], world_size: int, made: _Made, bucket_elements: int | None
 ) -> list[_Share]:
-    """FSDP2: every tensor's rows are divided, and memory is padded to the first rank's."""
+    """Divides every tensor's rows, as FSDP2 does; memory is padded to the first rank's part."""
     shares = [_Share(made, 0, 0) for _ in range(world_size)]
     for param in params:
         length = param.shape[0] if param.dim() else 1
@@ -348,5 +346,5 @@ SHARDINGS: dict[str, Callable[..., list[_Share]]] = {
     "zero2": _in_buckets,
     "fsdp": _rows,
 }
-"""DDP, which is also one process; ZeroRedundancyOptimizer with whole tensors; with balanced buckets
-and ``reduce_scatter_hook``; with ``sharded_gradients``; FSDP2 with resharding after forward."""
+"""DDP, or one process; ZeroRedundancyOptimizer with whole tensors, with balanced buckets and
+``reduce_scatter_hook``, and with ``sharded_gradients``; FSDP2 with resharding after forward."""

@@ -1,4 +1,4 @@
-"""Which parameters keep fp32 moments where others have 8 bits: FusedAdam's ``fp32_moments``."""
+"""Chooses which parameters keep fp32 moments if others have 8-bit moments: ``fp32_moments``."""
 
 import difflib
 import gc
@@ -16,10 +16,10 @@ _CLASSES = (nn.Embedding, nn.EmbeddingBag)
 
 
 def check_chosen(chosen: Any) -> None:
-    """Rejects what cannot be ``fp32_moments``.
+    """Rejects a value that cannot be ``fp32_moments``.
 
     Raises:
-        TypeError: it is no collection of strings and tensors.
+        TypeError: the value is not a collection of strings and tensors.
         ValueError: a string is not a regular expression.
     """
     if isinstance(chosen, str | Tensor) or not isinstance(chosen, Collection):
@@ -44,18 +44,18 @@ def fp32_params(
     *,
     partial: bool = False,
 ) -> frozenset[Tensor]:
-    """The parameters among those given that ``fp32_moments`` chooses.
+    """Returns the given parameters that ``fp32_moments`` chooses.
 
     Args:
-        named: names, "" where there is none, and parameters; some may have several names.
+        named: pairs of name and parameter, "" for no name; a parameter may have several names.
         chosen: as FusedAdam's ``fp32_moments``.
-        embeddings: parameters that are weights of embeddings; None for those of all modules in this
-            process, for a parameter does not know its module.
-        partial: there are other parameters elsewhere, so that what is not found here may be theirs.
+        embeddings: the weights of embeddings. None searches all modules in this process, because a
+            parameter does not know its module.
+        partial: whether there are parameters elsewhere, to which an item without a match may refer.
 
     Raises:
         TypeError, ValueError: as :func:`check_chosen`.
-        ValueError: a pattern that is found in no name, or a parameter that is none of those given.
+        ValueError: a pattern matches no name, or a tensor is not among the given parameters.
     """
     check_chosen(chosen)
     names: dict[Tensor, list[str]] = {}
@@ -79,14 +79,14 @@ def fp32_params(
 
 
 def embeddings_of(objects: Iterable[Any]) -> set[Tensor]:
-    """Weights of the embeddings among modules or any objects."""
+    """Returns the weights of the embeddings among modules or any objects."""
     modules = (module for module in objects if issubclass(type(module), _CLASSES))
     weights = (vars(module).get("_parameters", {}).get("weight") for module in modules)
     return {weight for weight in weights if weight is not None}
 
 
 def is_8_bit(state_dtype: Any) -> bool:
-    """Whether a value of FusedAdam's ``state_dtype`` says moments of 8 bits."""
+    """Returns whether a value of FusedAdam's ``state_dtype`` means 8-bit moments."""
     return state_dtype in ("int8", torch.int8)
 
 

@@ -48,64 +48,63 @@ from torchopt_ext.statedict.moments import fit_moments
 class FusedAdam(HookedStep, PlannedStep):
     """torch.optim.Adam (Kingma & Ba, arXiv:1412.6980), fused with clipping and overflow check.
 
-    The arguments up to ``fused`` are torch.optim.Adam's; ``weight_decay`` is added to the gradient.
+    The arguments up to ``fused`` are torch.optim.Adam's; weight decay is added to the gradient.
     ``foreach=True``, ``fused=False`` and ``differentiable=True`` raise ValueError. Per-parameter
     state is torch's: ``step``, ``exp_avg``, ``exp_avg_sq``, with amsgrad ``max_exp_avg_sq``.
 
     Args:
-        params: parameters, named parameters or param groups; docs/step.md says of which kinds.
-            DTensors are stepped by their local shards, frozen parameters may be anything.
-        max_grad_norm: clips the gradients, inside the step, to this 2-norm over all of them, as
-            ``torch.nn.utils.clip_grad_norm_`` would; the gradients themselves are not changed.
-            None or 0: off. ``math.inf``: measures ``control.grad_norm`` without clipping.
-        skip_nonfinite: a step in which any gradient is not finite changes nothing.
-        decoupled_weight_decay: AdamW instead, as in torch.optim.Adam.
-        process_group: ranks that take norm and skip decision together, where DTensors do not say
-            it: plain parameters are then disjoint shards. DTensors whose meshes lie within the
-            group are counted once (experts on meshes of their own); those whose meshes share this
-            rank alone with it are summed over their meshes first (pipeline stages under FSDP).
-            Leave it out under DDP, whose gradients are replicated, and where DTensors' meshes are
-            all.
-        master_weights: for bfloat16 and float16 parameters: "fp32" keeps a float32 copy in
-            ``state[p]["master_weight"]`` which steps update and parameters are rounded from;
-            "remainder", for bfloat16, keeps the 16 bits that complete the parameter to float32 in
-            ``state[p]["remainder"]`` (int16), 2 bytes less; "remainder8" the next 8 bits in
-            ``state[p]["remainder8"]`` (int8), 3 bytes less (docs/numerics.md section 7).
-        state_dtype: dtype of the moments, float32 or bfloat16; None for float32 with a master
-            weight and for the parameter's own dtype without. "int8": 8 bits each, ``exp_avg`` as
-            int8 and ``exp_avg_sq`` as uint8, with float32 scales for groups of 64 elements of a row
-            in ``exp_avg_scale_v2`` and ``exp_avg_sq_scale_v2`` (docs/numerics.md section 11);
-            moments of parameters with one dimension or rows of less than 64 elements are float32.
-        fp32_moments: what else keeps float32 moments with ``state_dtype="int8"``, a sequence.
-            "embedding": weights of nn.Embedding and EmbeddingBag, also where they are tied to an
-            output layer; the modules of this process are looked through for them. Any other
-            string is a regular expression, searched for in the names of parameters. A tensor is
-            one of the parameters. (): every matrix has 8 bits.
-        stochastic_rounding: bfloat16 parameters without master weight, weights with "remainder8",
-            and bfloat16 and 8-bit moments are rounded up or down at random so that the mean is
+        params: parameters, named parameters or param groups; docs/step.md says of which kinds. The
+            step updates the local shards of DTensors. Frozen parameters may be anything.
+        max_grad_norm: clips the 2-norm of all gradients to this value, inside the step, as
+            ``torch.nn.utils.clip_grad_norm_`` would; the gradients in memory do not change. None
+            and 0 turn clipping off. ``math.inf`` measures ``control.grad_norm`` without clipping.
+        skip_nonfinite: skips a step in which any gradient is not finite.
+        decoupled_weight_decay: uses the weight decay of AdamW, as in torch.optim.Adam.
+        process_group: ranks that decide norm and skip together, if DTensors do not tell. Plain
+            parameters are then disjoint shards. DTensors whose meshes lie within the group are
+            counted once (experts on meshes of their own). DTensors whose meshes have only this rank
+            in common with the group are summed over their meshes first (pipeline stages under
+            FSDP). Leave it out under DDP, whose gradients are replicated, and if no ranks outside
+            the DTensors' meshes share the norm.
+        master_weights: what 16-bit parameters keep. "fp32": a float32 weight in
+            ``state[p]["master_weight"]``, which steps update and round to the parameter.
+            "remainder", for bfloat16: the 16 bits that complete the parameter to float32, in
+            ``state[p]["remainder"]`` (int16), 2 bytes less. "remainder8", for bfloat16: the next 8
+            bits, in ``state[p]["remainder8"]`` (int8), 3 bytes less (docs/numerics.md section 7).
+        state_dtype: dtype of the moments, float32 or bfloat16. None means float32 with a master
+            weight and the parameter's own dtype without. "int8" means 8 bits each: ``exp_avg`` is
+            int8 and ``exp_avg_sq`` is uint8, with float32 scales for groups of 64 elements of a row
+            in ``exp_avg_scale_v2`` and ``exp_avg_sq_scale_v2`` (docs/numerics.md section 11).
+            Parameters with one dimension or rows of less than 64 elements keep float32 moments.
+        fp32_moments: which other parameters keep float32 moments with ``state_dtype="int8"``, a
+            sequence. "embedding" chooses weights of nn.Embedding and EmbeddingBag, also if they are
+            tied to an output layer; it searches the modules of this process. Any other string is a
+            regular expression, searched for in the names of parameters. A tensor chooses the given
+            parameter. With (), every matrix has 8-bit moments.
+        stochastic_rounding: rounds bfloat16 parameters without master weight, weights with
+            "remainder8", and bfloat16 and 8-bit moments up or down at random, so that the mean is
             exact.
-        rounding_seed: with step, parameter number and element it decides every random bit.
-        write_back_gradients: gradients become unscaled and clipped in memory, too.
-        norm_in_backward: the squares of gradients of 2 MB or more are summed in backward, as soon
-            as they are final, and the step does not read them again for the norm (docs/step.md).
-        track: what the step notes of each parameter on its way, for :attr:`telemetry`: any of
-            "norms" (of gradient and update), "lost_updates" (elements whose update rounded to
-            nothing) and "digest" (64 bits that tell replicas apart); True for all.
+        rounding_seed: decides every random bit, together with step, parameter number and element.
+        write_back_gradients: also writes the unscaled and clipped gradients to memory.
+        norm_in_backward: for parameters of 2 MB or more, sums the squares of gradients in backward,
+            when they are final. The step does not read them again for the norm (docs/step.md).
+        track: what a step records of each parameter for :attr:`telemetry`: any of "norms" (of
+            gradient and update), "lost_updates" (elements whose update rounded to nothing) and
+            "digest" (64 bits that tell replicas apart); True for all.
 
     Raises:
-        TypeError: a parameter that no step could update; names it. An argument of another type.
-        ValueError: an argument out of range; with 8-bit moments, a pattern of ``fp32_moments``
-            that is found in no name, or a tensor that is no parameter, unless ranks of a
-            ``process_group`` may have it.
+        TypeError: a parameter cannot be updated (see the message), or an argument has a wrong type.
+        ValueError: an argument is out of range. With 8-bit moments: ``fp32_moments`` has a pattern
+            without a match or a tensor that is no parameter, and there is no ``process_group``.
     """
 
     # torch.amp.GradScaler then sets grad_scale and found_inf instead of unscaling gradients.
     _step_supports_amp_scaling = True
     # torchopt_ext.GradScaler then leaves the overflow check to the step.
     checks_overflow_in_step = True
-    writes_copies = True  # of weights that have them (torchopt_ext.fsdp)
+    writes_copies = True  # steps write the 16-bit copies of weights (torchopt_ext.fsdp)
     required_state = ("step", "exp_avg", "exp_avg_sq")
-    _fp32_moments: tuple[str | Tensor, ...] = ()  # while the constructor adds its groups
+    _fp32_moments: tuple[str | Tensor, ...] = ()  # until the constructor has added its groups
 
     estimate = staticmethod(estimate)
 
@@ -139,7 +138,7 @@ class FusedAdam(HookedStep, PlannedStep):
         expect_hyperparameters(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         if isinstance(lr, Tensor) and lr.dtype not in (torch.float32, torch.float64):
             raise ValueError(f"Tensor lr has dtype {lr.dtype}, expected float32 or float64")
-        torchs = Adam(  # checks the arguments, and has the keys of state dicts
+        torchs = Adam(  # checks the arguments, and knows the keys of state dicts
             [torch.empty(0)], lr, betas, eps, weight_decay, amsgrad,
             maximize=maximize, capturable=capturable,
         )  # fmt: skip
@@ -179,14 +178,14 @@ class FusedAdam(HookedStep, PlannedStep):
         self._keep_fp32_moments(named, partial=process_group is not None)
 
     def _keep_fp32_moments(self, named: list[tuple[str, Tensor]], *, partial: bool) -> None:
-        """Adds those parameters to what keeps float32 moments that the argument chooses."""
+        """Adds the parameters that ``fp32_moments`` chooses to the storage."""
         if self._storage.state_dtype == torch.int8:
             found = fp32_params(named, self._fp32_moments, partial=partial)
             kept = self._storage.fp32_moments | found
             self._storage = replace(self._storage, fp32_moments=kept)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One optimization step; ``closure`` evaluates the model again and returns the loss.
+        """Makes one optimization step; ``closure`` evaluates the model and returns the loss.
 
         Returns:
             The closure's loss, or None.
@@ -222,7 +221,7 @@ class FusedAdam(HookedStep, PlannedStep):
                     f"Use torch.optim for the other implementations."
                 )
             for number, (name, param) in enumerate(named):
-                if param.requires_grad:  # a frozen one is checked when it has a gradient
+                if param.requires_grad:  # a frozen parameter is checked with its first gradient
                     self._check_param(param, name or number)
         except (TypeError, ValueError):
             self.param_groups.pop()
@@ -232,21 +231,22 @@ class FusedAdam(HookedStep, PlannedStep):
         self._keep_fp32_moments(named, partial=True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's."""
+        """Clears the gradients, as torch's ``zero_grad`` does."""
         super().zero_grad(set_to_none)
         if self.norm_in_backward is not None:
             self.norm_in_backward.restart()
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's; with a schedule or a loss scale, the first parameter's state has also
-        ``torchopt_ext.control``.
+        """Returns the optimizer's state dict, in torch's layout.
 
-        Tensors are the optimizer's own but for the steps, which are copies.
+        With a schedule or loss scale, the first parameter's state also has
+        ``torchopt_ext.control``. Tensors are the optimizer's own, except the steps, which are
+        copies.
         """
         self._mark_control()
         packed = super().state_dict()
         if not (isinstance(packed, dict) and "state" in packed):
-            return packed  # a hook has made something else of it, with the optimizer's own tensors
+            return packed  # a hook has replaced the dict; the tensors are the optimizer's own
         packed["state"] = with_own_steps(packed["state"])
         for entry in packed["state"].values():
             if not isinstance(entry, dict):
@@ -261,16 +261,16 @@ class FusedAdam(HookedStep, PlannedStep):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state dict of this class or of torch's; checked whole before anything changes.
+        """Loads a state dict of this class or of torch's; checks all of it before any change.
 
-        Also of Adam and AdamW of torchao and bitsandbytes, in 4 and 8 bits, as the numbers that
-        their moments stand for. Nothing of the given dict is kept. Moments come in the dtype this
-        optimizer keeps them in; a master weight, a remainder, or neither is converted to what this
-        optimizer keeps, with the parameter as it is when the next step begins. Without the counts
-        of a schedule, they are derived from the parameters' steps.
+        State dicts of torchao's and bitsandbytes' Adam and AdamW, in 4 and 8 bits, are decoded.
+        Nothing of the given dict is kept. Moments are converted to this optimizer's dtype. A master
+        weight or remainder is converted to the kind that this optimizer keeps, or made if it is
+        missing, from the parameter's values when the next step begins. Missing counts of a schedule
+        are derived from the parameters' steps.
 
         Raises:
-            ValueError: groups or entries do not fit this optimizer; says all that does not.
+            ValueError: groups or entries do not fit this optimizer; the message lists the problems.
         """
         hooked = run_hooks(self, "load_state_dict_pre", state_dict.copy())
         loaded = read_indexed(hooked, self.param_groups)
@@ -300,13 +300,13 @@ class FusedAdam(HookedStep, PlannedStep):
         self._loaded_from_itself = own
 
     def _without_fillers(self, slot: Slot) -> Slot:
-        """Leaves out entries that are this optimizer's own beside those that they would replace.
+        """Drops this optimizer's own entries if the slot has others that should replace them.
 
-        torch's set_optimizer_state_dict hands them over where a full state dict has none.
+        torch's set_optimizer_state_dict passes in own entries that a full state dict lacks.
         """
         fillers = self._own(slot, MASTERS)
         if len(MASTERS.keys() & slot.entry.keys()) == len(fillers):
-            fillers = []  # nothing else says the weight
+            fillers = []  # no other entry holds the weight
         moment = slot.entry.get("exp_avg")
         if isinstance(moment, Tensor) and moment.is_floating_point():
             fillers += self._own(slot, SCALES)
@@ -314,7 +314,7 @@ class FusedAdam(HookedStep, PlannedStep):
         return replace(slot, entry=kept)
 
     def _own(self, slot: Slot, names: Iterable[str]) -> list[str]:
-        """The entries of these names that are this optimizer's own tensors."""
+        """Returns the names whose entries are this optimizer's own tensors."""
         own, given = self.state.get(slot.param, {}), slot.entry
         return [
             name
@@ -370,19 +370,19 @@ class FusedAdam(HookedStep, PlannedStep):
 
     @torch.no_grad()
     def refresh_masters(self, from_: Mapping[Any, Tensor] | None = None) -> None:
-        """Makes the master weights what the parameters are now, or sets both from float32 weights.
+        """Sets the master weights to the parameters' values, or sets both from float32 weights.
 
-        Call it after weights were changed from outside, such as by loading a checkpoint of the
-        model alone: the next step would otherwise continue from the old master weights.
+        Call it after weights were changed from outside, for example by loading a checkpoint of the
+        model alone. Otherwise the next step continues from the old master weights.
 
         Args:
             from_: float32 weights by parameter, or by name if the optimizer was given names, such
-                as an fp32 model's state dict. Masters and remainders then have all their bits, and
-                16-bit parameters are their rounding.
+                as an fp32 model's state dict. Masters and remainders get every bit that they can
+                hold, and 16-bit parameters get the rounded weights.
 
         Raises:
-            ValueError: a weight is missing or does not fit; says all that is wrong. Nothing is
-                changed.
+            TypeError: ``from_`` is not a mapping.
+            ValueError: a weight is missing or does not fit (all are listed). Nothing is changed.
         """
         named = [(name, param) for _, _, name, param in param_state.named_group_params(self)]
         if from_ is not None:
@@ -392,12 +392,12 @@ class FusedAdam(HookedStep, PlannedStep):
             refresh_master(param, self.state.get(param, {}))
 
     def keeps_master(self, param: Tensor) -> bool:
-        """Whether a parameter has a master weight or a remainder."""
+        """Returns whether a parameter has a master weight or a remainder."""
         return self._storage.master_of(param) is not None
 
     @torch.no_grad()
     def begin_with(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Sets weights; where that makes masters, it makes all state, as it is saved as a whole."""
+        """Sets weights. If this makes masters, makes all state, which is saved as a whole."""
         self.set_weights(pairs)
         params = (param for *_, param in param_state.named_group_params(self))
         if any("step" not in self.state.get(param, ("step",)) for param in params):
@@ -409,11 +409,11 @@ class FusedAdam(HookedStep, PlannedStep):
         for param, weight in pairs:
             state = self.state.get(param, {})
             set_weight(param, state, weight, self._storage)
-            if state and param.requires_grad:  # frozen ones get a master when they need it
+            if state and param.requires_grad:  # a frozen parameter gets a master when trained
                 self.state[param] = state
 
     def __repr__(self) -> str:
-        """As torch's, with the arguments for all groups that are given."""
+        """Returns torch's text and the arguments for all groups that are set."""
         options = self._options
         given = {
             "max_grad_norm": self.max_grad_norm,
@@ -430,9 +430,9 @@ class FusedAdam(HookedStep, PlannedStep):
         return super().__repr__().replace(" (", f" ({lines}", 1)
 
     def keep_masters(self) -> None:
-        """Lets 16-bit parameters have fp32 masters from the next step on.
+        """Gives 16-bit parameters fp32 masters from the next step on.
 
-        Unless the arguments said how to keep them: by masters, remainders or random rounding.
+        Does nothing if the arguments chose masters, remainders or stochastic rounding.
         """
         if self._storage.master_weights is None and not self._options.stochastic_rounding:
             self._storage = replace(self._storage, master_weights="fp32")
@@ -445,8 +445,8 @@ _ARGUMENTS = inspect.signature(FusedAdam).parameters.keys()
 class FusedAdamW(FusedAdam):
     """torch.optim.AdamW (Loshchilov & Hutter, arXiv:1711.05101), fused as :class:`FusedAdam` is.
 
-    ``weight_decay`` multiplies the parameter, apart from the gradient; everything else is as in
-    :class:`FusedAdam`.
+    Weight decay multiplies the parameter and does not go through the gradient. Everything else is
+    as in :class:`FusedAdam`.
     """
 
     def __init__(
@@ -488,5 +488,5 @@ class FusedAdamW(FusedAdam):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for group in self.param_groups:  # a state dict of Adam's says otherwise
+        for group in self.param_groups:  # a state dict of Adam has False here
             group["decoupled_weight_decay"] = True

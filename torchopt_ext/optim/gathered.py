@@ -1,4 +1,4 @@
-"""Sharded remainders that torch can gather: ``full_state_dict=True``."""
+"""Sharded remainders that torch can gather with ``full_state_dict=True``."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torchopt_ext._torch import layout_of, local_shard
 
 
 class Remainder(DTensor):
-    """An int16 DTensor, in a state dict, that gathers as int32: neither gloo nor NCCL sends int16.
+    """An int16 DTensor in a state dict, gathered as int32: neither gloo nor NCCL sends int16.
 
     Copies and pickles of it are plain DTensors.
     """
 
     @classmethod
     def of(cls, tensor: Any) -> Any:
-        """A view of a DTensor."""
+        """Returns a view of a DTensor."""
         return cls(local_shard(tensor), layout_of(tensor), requires_grad=False)
 
     def plain(self) -> Any:

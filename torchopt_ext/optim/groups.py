@@ -15,7 +15,7 @@ KINDS = ("norm", "bias", "vector", "embedding")
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 _BIAS = re.compile("(^|_)bias(_|$)|bias$")
 _NORM_IN_NAME = re.compile("(Norm|norm|NORM)(?![a-z])")
-"""Names of others' norms: LlamaRMSNorm, LayerNormFP32 and Rmsnorm, but not NormedBlock."""
+"""Class names of other packages' norms: LlamaRMSNorm, LayerNormFP32, Rmsnorm; not NormedBlock."""
 
 
 def param_groups(
@@ -26,31 +26,32 @@ def param_groups(
     lr: float | None = None,
     lr_multipliers: Mapping[str, float] | None = None,
 ) -> list[dict[str, Any]]:
-    """Param groups with parameters' names, with and without weight decay, for any torch optimizer.
+    """Returns a model's named parameters in groups with and without decay, for any torch optimizer.
 
-    Frozen parameters are left out, tied ones are there once. Groups are in the order of the model's
-    parameters; each has a ``"name"``, such as "decay" or "no_decay, lr * 0.1".
+    Frozen parameters are left out, tied parameters appear once. Groups are in the order of the
+    model's parameters; each has a ``"name"``, such as "decay" or "no_decay, lr * 0.1".
 
     Args:
-        model: a module, also one under DDP, FSDP2, tensor parallelism, torch.compile or peft.
-        weight_decay: of the groups that decay; the others have 0.
+        model: a module, also under DDP, FSDP2, tensor parallelism, torch.compile or peft.
+        weight_decay: weight decay of the groups that decay; the others have 0.
         no_decay: what does not decay. "norm": parameters of torch's norms, of any shape, and the
             vectors of modules whose class name has the word "Norm" (LlamaRMSNorm). "bias":
             parameters whose own name has the word "bias" or ends in it (bias_ih_l0). "vector":
             parameters of fewer than two dimensions, such as gates and scales. "embedding": weights
-            of Embedding and EmbeddingBag, also where they are tied to an output layer. Anything
-            else is a regular expression, searched for in the names of parameters. The default makes
-            nanoGPT's and Megatron-LM's groups; transformers' Trainer lets vectors decay that are
-            neither.
-        lr: the learning rate that multipliers multiply; without it groups have the optimizer's.
-        lr_multipliers: regular expressions, searched for in the names of parameters, and the
-            factors of their learning rates; the first that is found decides.
+            of Embedding and EmbeddingBag, also if they are tied to an output layer. Any other
+            string is a regular expression, searched for in the names of parameters. The default
+            makes the groups of nanoGPT and Megatron-LM; in transformers' Trainer, vectors that are
+            neither norms nor biases decay.
+        lr: the learning rate that multipliers multiply; without it groups use the optimizer's.
+        lr_multipliers: factors of the learning rate by regular expression, searched for in the
+            names of parameters; the first match decides.
 
     Raises:
-        TypeError: ``no_decay`` is a string, ``model`` no module, or a number something else.
-        ValueError: a pattern that is found in no parameter's name or is not a regular expression;
-            multipliers without ``lr``; a negative or infinite number; nothing that can be trained;
-            FSDP's first generation, which flattens parameters.
+        TypeError: ``no_decay`` is a string, ``model`` is not a module, or a number has a wrong
+            type.
+        ValueError: a pattern matches no parameter's name or is not a regular expression; there are
+            multipliers without ``lr``; a number is negative or infinite; no parameter can be
+            trained; or the first generation of FSDP has flattened the parameters.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is of type {type(model).__name__}, expected a torch.nn.Module")
@@ -100,7 +101,7 @@ def param_groups(
 def _names_and_kinds(
     model: nn.Module,
 ) -> tuple[dict[nn.Parameter, list[str]], dict[nn.Parameter, set[str]]]:
-    """All names of every parameter, first the one that named_parameters() gives; and its kinds."""
+    """Returns every parameter's names, beginning with named_parameters()'s, and its kinds."""
     names: dict[nn.Parameter, list[str]] = {}
     kinds: dict[nn.Parameter, set[str]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
@@ -130,10 +131,10 @@ def _kinds(module: nn.Module, name: str, param: nn.Parameter) -> Iterator[str]:
 
 
 def found_by(pattern: str, names: Mapping[Any, Sequence[str]]) -> set[torch.Tensor]:
-    """The parameters of which a name has the pattern.
+    """Returns the parameters with a name in which the pattern is found.
 
     Raises:
-        ValueError: it is not a regular expression.
+        ValueError: the pattern is not a regular expression.
     """
     try:
         compiled = re.compile(pattern)

@@ -1,7 +1,7 @@
 """Hooks of torch.optim.Optimizer around a wrapper and the optimizer in it.
 
 A step fires global step hooks once, with the object on which ``step`` was called. Every optimizer
-that takes part fires its own hooks once, also where a subclass's ``step`` calls ``super().step()``.
+that takes part fires its own hooks once, even if a subclass's ``step`` calls ``super().step()``.
 """
 
 import functools
@@ -16,13 +16,13 @@ from torchopt_ext.optim.context import IDLE, StepContext, amp_attributes, amp_co
 
 
 def hooked_step(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``step`` in its hooks and a profiler's record, as torch does, once in nested calls.
+    """Wraps ``step`` in hooks and a profiler's record, as torch does, but once in nested calls.
 
-    ``self._context`` is the context of the step under way, which :func:`step_in` has given, so that
-    neither a subclass's ``step`` nor a patch of it needs an argument for it.
+    ``self._context`` is the context of the step under way, set by :func:`step_in`. So neither a
+    subclass's ``step`` nor a patch of ``step`` needs an argument for the context.
 
-    torch (torch/optim/optimizer.py, profile_hook_step) makes the record even if nobody observes
-    it, which takes a twentieth of a step over 2,000 small tensors; here only if somebody does.
+    torch (torch/optim/optimizer.py, profile_hook_step) makes the record even if nobody observes it,
+    which takes a twentieth of a step over 2,000 small tensors. Here only an observer causes it.
     """
     by_torch = Optimizer.profile_hook_step(step)
 
@@ -39,13 +39,13 @@ def hooked_step(step: Callable[..., Any]) -> Callable[..., Any]:
                 return by_torch(self, *args, **kwargs)
             return step(self)
         finally:
-            del self._context  # copies do not take it along
+            del self._context  # copies must not include it
 
     return _torch.run_eagerly(wrapper)
 
 
 class HookedStep:
-    """Lets torch's constructor wrap ``step``, of a mixin as well, by :func:`hooked_step`."""
+    """Makes torch's constructor wrap ``step`` (also a mixin's) by :func:`hooked_step`."""
 
     _context = IDLE
     _given: StepContext | None = None  # for the next step
@@ -53,7 +53,7 @@ class HookedStep:
 
 
 def step_in(optimizer: Any, context: StepContext, *args: Any, **kwargs: Any) -> Any:
-    """``optimizer.step(...)`` with what the step must know besides gradients."""
+    """Calls ``optimizer.step(...)`` with a context, which the step must know."""
     optimizer._given = context
     try:
         return optimizer.step(*args, **kwargs)
@@ -62,11 +62,11 @@ def step_in(optimizer: Any, context: StepContext, *args: Any, **kwargs: Any) -> 
 
 
 def inner_step(optimizer: Any, context: StepContext, *args: Any, **kwargs: Any) -> Any:
-    """``optimizer.step(...)`` as a part of another optimizer's step: fires no global hooks.
+    """Calls ``optimizer.step(...)`` as part of another optimizer's step, without global hooks.
 
-    The tables of global hooks stay as they are, since other threads' optimizers use them: of
-    torch's optimizers, what torch has wrapped in hooks is called. A ``step`` that somebody has
-    put on the object itself is called as it is.
+    The tables of global hooks stay as they are, because other threads' optimizers use them. For
+    torch's optimizers it calls the function inside torch's hook wrapper instead. A ``step`` that
+    was set on the object itself is called unchanged.
     """
     if isinstance(optimizer, HookedStep):
         return step_in(optimizer, context._replace(inner=True), *args, **kwargs)
@@ -78,20 +78,20 @@ def inner_step(optimizer: Any, context: StepContext, *args: Any, **kwargs: Any) 
 
 
 def is_patched(optimizer: Any) -> bool:
-    """Whether somebody has put a ``step`` on the object; a learning-rate scheduler notes calls."""
+    """Returns whether the object has its own ``step``, other than a learning-rate scheduler's."""
     patch = vars(optimizer).get("step")
     return patch is not None and getattr(patch, "__wrapped__", None) is not type(optimizer).step
 
 
 def is_watched(optimizer: Any) -> bool:
-    """Whether a hook of the optimizer's own, or a profiler, is to see its step."""
+    """Returns whether a hook of the optimizer's own or a profiler observes its step."""
     return _C.observed() or _torch.has_step_hooks(optimizer, own_only=True)
 
 
 def with_own_hooks(
     optimizer: Any, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """profile_hook_step of torch/optim/optimizer.py without the global hooks."""
+    """Runs profile_hook_step of torch/optim/optimizer.py without the global hooks."""
     if not is_watched(optimizer):
         return step(optimizer, *args, **kwargs)
     args = (optimizer, *args)

@@ -1,4 +1,4 @@
-"""Several optimizers stepped by one call of the engine, each as if it were stepped by itself."""
+"""Several optimizers stepped by one call of the engine, each as if it were stepped separately."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -22,51 +22,51 @@ from torchopt_ext.optim.step import fused_step
 from torchopt_ext.optim.storage import place_of
 
 _STEPS = CONTROL_FIELDS.index("steps")
-_DECISION = slice(CONTROL_FIELDS.index("grad_norm"), _STEPS)  # up to the scale
+_DECISION = slice(CONTROL_FIELDS.index("grad_norm"), _STEPS)  # grad_norm to grad_scale
 _PLAIN = {"max_grad_norm": 0.0, "skip_nonfinite": 0.0}
-# What a plan reads of a group (csrc/python/optimizer_plan.cpp, state_snapshot.cpp).
+# The options of a group that a plan reads (csrc/python/optimizer_plan.cpp, state_snapshot.cpp).
 _READ = ("lr", "betas", "eps", "weight_decay", "maximize", "decoupled_weight_decay", "amsgrad")
 _read = itemgetter(*_READ)
 
 
 def has_own_step(optimizer: Any) -> TypeGuard[FusedAdam]:
-    """Whether it is a FusedAdam whose class does not override the step."""
+    """Returns whether ``optimizer`` is a FusedAdam whose class does not override the step."""
     return isinstance(optimizer, FusedAdam) and unwrap(type(optimizer).step) is unwrap(
         FusedAdam.step
     )
 
 
 def can_join(optimizer: Any) -> TypeGuard[FusedAdam]:
-    """Whether a :class:`JointStep` may have the optimizer: it has one parameter and our step."""
+    """Returns whether a :class:`JointStep` can step it: one parameter, with FusedAdam's step."""
     return (
         has_own_step(optimizer)
-        and not optimizer._options.track  # the optimizer's own plan would tell what it saw
+        and not optimizer._options.track  # telemetry reads the optimizer's own plan
         and [len(group["params"]) for group in optimizer.param_groups] == [1]
     )
 
 
 def only_param(optimizer: Optimizer) -> Tensor:
-    """The parameter of an optimizer that has one."""
+    """Returns the parameter of an optimizer that has exactly one."""
     (param,) = optimizer.param_groups[0]["params"]
     return param
 
 
 class JointStep(PlannedStep):
-    """One plan for optimizers of one parameter each, which stay optimizers of their own.
+    """One plan for several optimizers of one parameter each, which stay separate optimizers.
 
-    Their groups and state are read anew in each step, so that hyperparameters may differ and
-    change. If one of them has more to do than an update, all are stepped one by one: hooks, a norm,
-    a schedule or loss scale of its own, a patched `step`.
+    Every step reads their groups and state again, so hyperparameters may differ and change. If an
+    optimizer has more to do than an update, all are stepped one by one: hooks, a norm, a schedule
+    or loss scale of its own, a patched `step`.
 
     Args:
-        optimizers: for which :func:`can_join` holds, built with equal arguments; the parameters are
-            on one device and, DTensors, split over the same ranks.
+        optimizers: optimizers for which :func:`can_join` holds, built with equal arguments. The
+            parameters are on one device and, if they are DTensors, split over the same ranks.
     """
 
     state: dict[Tensor, Any]  # type: ignore[assignment]
 
     def __init__(self, optimizers: Sequence[FusedAdam]) -> None:
-        # Not Optimizer.__init__: nobody sees groups and hooks of this one.
+        # Does not call Optimizer.__init__: nobody sees this object's groups and hooks.
         self.optimizers = list(optimizers)
         self.params: list[Tensor] = [only_param(opt) for opt in optimizers]
         fp32 = [opt._storage.fp32_moments for opt in optimizers]
@@ -74,21 +74,21 @@ class JointStep(PlannedStep):
         self._options = optimizers[0]._options
         self.parameter_names = {p: n for o in optimizers for p, n in o.parameter_names.items()}
         self._init_control()
-        self._common: dict[str, Any] = {"params": self.params}  # a group like all of theirs
-        self._blocks_of_all: Tensor | None = None  # theirs, one after the other
+        self._common: dict[str, Any] = {"params": self.params}  # a group that stands for all
+        self._blocks_of_all: Tensor | None = None  # the optimizers' control blocks, stacked
 
     def step_gradients(
         self, gradients: Mapping[int, Tensor], step_one: Callable[[FusedAdam], Any]
     ) -> None:
-        """Steps parameters by gradients that they do not have, and lets go of those.
+        """Steps parameters with the given gradients, and then releases the gradients.
 
         Args:
-            gradients: by the parameter's position.
+            gradients: gradients by the parameter's position.
             step_one: steps an optimizer if it is not stepped jointly.
         """
         params = self.params
         chosen = params if len(gradients) == len(params) else [params[i] for i in gradients]
-        # The plan steps all that have a gradient.
+        # The plan steps all parameters that have a gradient.
         apart = chosen is not params and any(param.grad is not None for param in params)
         try:
             for i, gradient in gradients.items():
@@ -102,7 +102,7 @@ class JointStep(PlannedStep):
             clear_gradients(chosen)
 
     def step_all(self, step_one: Callable[[FusedAdam], Any]) -> None:
-        """Steps all parameters that have a gradient, and leaves those there."""
+        """Steps all parameters that have a gradient; the gradients stay."""
         if self._is_plain():
             self._step_jointly([i for i, p in enumerate(self.params) if p.grad is not None])
         else:
@@ -110,7 +110,7 @@ class JointStep(PlannedStep):
                 step_one(optimizer)
 
     def _is_plain(self) -> bool:
-        """Whether all that the optimizers would do is to update."""
+        """Returns whether the optimizers would do nothing but the update."""
         if any_step_hooks(self.optimizers):
             return False
         for optimizer in self.optimizers:
@@ -125,14 +125,14 @@ class JointStep(PlannedStep):
             return
         self.param_groups = self._groups()
         every = enumerate(zip(self.params, self.optimizers, strict=True))
-        # Looking an entry up would make it.
+        # A look-up would create the entry.
         self.state = {p: opt.state[p] for i, (p, opt) in every if opt.state or i in positions}
         fused_step([self])
         self._tell(positions)
 
     def _groups(self) -> list[dict[str, Any]]:
-        """The optimizers' groups, or one if it says the same: reading a group takes longer than
-        stepping a small parameter."""
+        """Returns the optimizers' groups, or a single group if all are equal: reading a group takes
+        longer than stepping a small parameter."""
         groups = [opt.param_groups[0] for opt in self.optimizers]
         read = [_read(group) for group in groups]
         if isinstance(groups[0]["lr"], Tensor) or read.count(read[0]) < len(read):
@@ -141,7 +141,7 @@ class JointStep(PlannedStep):
         return [self._common]
 
     def _rebuild(self) -> Any:
-        if self._options.stochastic_rounding:  # numbered as in their own optimizers
+        if self._options.stochastic_rounding:  # numbered as in the separate optimizers
             self.parameter_places = {
                 param: place_of(opt.first_parameter_number, param)
                 for param, opt in zip(self.params, self.optimizers, strict=True)
@@ -150,7 +150,7 @@ class JointStep(PlannedStep):
 
     @torch.no_grad()
     def _tell(self, positions: Collection[int]) -> None:
-        """Notes the step in the optimizers' control blocks, and for their schedulers."""
+        """Records the step in the optimizers' control blocks, and for their schedulers."""
         for i in positions:
             optimizer = self.optimizers[i]
             note_step(optimizer)

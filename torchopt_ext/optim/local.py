@@ -1,4 +1,4 @@
-"""From a parameter to the tensor that this rank steps, and to whom it talks about its norm."""
+"""The tensors that this rank steps for a parameter, and the ranks that share the norm with it."""
 
 from typing import Any, TypeAlias
 
@@ -9,14 +9,14 @@ from torchopt_ext._torch import all_reduce_coalesced, is_dtensor, local_shard
 from torchopt_ext.optim.collective import collective, comm_device, run
 
 NormKey: TypeAlias = tuple[Any, ...]
-"""Parameters with an equal key have their squares summed over the same ranks; () is this rank."""
+"""The ranks over which squares are summed: equal keys for the same ranks, () for this rank."""
 
 
 def local_tensor(tensor: Any) -> Any:
-    """The plain tensor of this rank: a DTensor's shard, a wrapper subclass's inner tensor.
+    """Returns this rank's plain tensor: a DTensor's shard, a wrapper subclass's inner tensor.
 
     torchao's subclasses for float8 and int8 training hold the weight in one inner tensor of the
-    same shape and dtype, which their operators step. Any other subclass is returned as it is.
+    same shape and dtype, which their operators update. Any other subclass is returned unchanged.
     """
     if is_dtensor(tensor):
         tensor = local_shard(tensor)
@@ -28,13 +28,13 @@ def local_tensor(tensor: Any) -> Any:
 
 
 def inner_tensors(tensor: Any) -> dict[str, Tensor]:
-    """The tensors in a wrapper subclass by attribute; none of a plain tensor."""
+    """Returns the tensors in a wrapper subclass by attribute; empty for a plain tensor."""
     names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
     return {name: getattr(tensor, name) for name in names}
 
 
 def as_placed(local: Tensor, like: Any) -> Any:
-    """A rank's part of a tensor as a DTensor placed as ``like`` is; itself if that is plain."""
+    """Returns a rank's part as a DTensor placed as ``like``, or unchanged if ``like`` is plain."""
     if not is_dtensor(like):
         return local
     from torch.distributed.tensor import DTensor
@@ -44,24 +44,24 @@ def as_placed(local: Tensor, like: Any) -> Any:
 
 
 def same_placement(a: Any, b: Any) -> bool:
-    """Whether two tensors lie on the same ranks in the same way; plain ones do."""
+    """Returns whether two tensors lie on the same ranks in the same way; two plain tensors do."""
     if not is_dtensor(a) or not is_dtensor(b):
         return is_dtensor(a) == is_dtensor(b)
     return bool(a.device_mesh == b.device_mesh and a.placements == b.placements)
 
 
 def placed(tensor: Any) -> str:
-    """How a tensor lies on which ranks, for messages."""
+    """Returns a text for messages: how a tensor lies on which ranks."""
     if not is_dtensor(tensor):
         return "a plain tensor"
     return f"placed {tuple(tensor.placements)} over ranks {tensor.device_mesh.mesh.tolist()}"
 
 
 def norm_key(param: Tensor) -> NormKey:
-    """The mesh and the dimensions of it over which a parameter is split; () for a plain tensor.
+    """Returns the mesh and the mesh dimensions that split a parameter; () for a plain tensor.
 
     Raises:
-        ValueError: the parameter is Partial: its value is not known on any rank.
+        ValueError: the parameter is Partial, so its value is not known on any rank.
     """
     if not is_dtensor(param):
         return ()
@@ -73,8 +73,8 @@ def norm_key(param: Tensor) -> NormKey:
 
 
 def crosses(key: NormKey, group: Any) -> bool:
-    """Whether a parameter's mesh has this rank alone in common with a group, as FSDP's has with
-    that of pipeline stages: the group then adds up what every mesh has summed over itself.
+    """Returns whether a parameter's mesh has only this rank in common with a group, as FSDP's mesh
+    has with the group of pipeline stages: the group then adds up the sums of the meshes.
 
     Raises:
         ValueError: some, but not all, other ranks of the mesh are in the group.
@@ -95,9 +95,9 @@ def crosses(key: NormKey, group: Any) -> bool:
 
 
 def counts_here(key: NormKey, group: Any) -> bool:
-    """Whether this rank's shard, of all its replicas, is the one that a sum over a group counts.
+    """Returns whether a sum over a group counts this rank's shard and not another replica of it.
 
-    Plain tensors always do: ranks that are summed over hold others.
+    Plain tensors always count: the ranks of the group hold different tensors.
     """
     if not key or crosses(key, group):
         return True
@@ -107,18 +107,18 @@ def counts_here(key: NormKey, group: Any) -> bool:
 
 
 def local_gradients(params: list[Any], *, written: bool = False) -> list[Tensor | None]:
-    """The parameters' gradients as plain tensors: of a DTensor this rank's shard, placed as it is.
+    """Returns this rank's part of the gradients as plain tensors, placed as the parameters.
 
-    A gradient may be placed otherwise: sequence parallel gives a replicated weight a Partial one,
-    whose local part is not the gradient. All redistributions are started before any is waited for,
-    and those that only sum over one mesh dimension travel together.
+    A gradient may be placed differently: sequence parallel gives a replicated weight a Partial
+    gradient, whose local part is not the gradient. All redistributions start before any is waited
+    for. Redistributions that only sum over one mesh dimension share a collective.
 
     Args:
-        params: parameters, not all of them DTensors.
-        written: the gradients are to be written, which cannot reach those that are redistributed.
+        params: parameters, which may include DTensors.
+        written: whether the gradients will be written. A redistributed gradient is then rejected.
 
     Raises:
-        RuntimeError: a gradient is of another kind than its parameter, or cannot be written.
+        RuntimeError: a gradient's kind or mesh is not its parameter's, or it cannot be written.
     """
     grads = [_checked_gradient(param) for param in params]
     summed: dict[NormKey, list[int]] = {}
@@ -155,7 +155,7 @@ def _checked_gradient(param: Any) -> Any:
 
 
 def _sum_over(found: Any, wanted: Any) -> int | None:
-    """The mesh dimension whose Partial sum is all that separates the placements, if one is."""
+    """Returns the mesh dimension if its Partial sum is the only difference of the placements."""
     differing = [d for d, (a, b) in enumerate(zip(found, wanted, strict=True)) if a != b]
     if len(differing) != 1:
         return None
@@ -164,7 +164,7 @@ def _sum_over(found: Any, wanted: Any) -> int | None:
 
 
 def _complete(grad: Any) -> Any:
-    """A gradient's local tensor, after waiting for its collective (AsyncCollectiveTensor)."""
+    """Waits for a gradient's collective (AsyncCollectiveTensor); returns its local tensor."""
     local = local_shard(grad) if is_dtensor(grad) else grad
     if type(local) is not Tensor and hasattr(local, "wait"):
         return local.wait()
@@ -172,30 +172,30 @@ def _complete(grad: Any) -> Any:
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """``tensor`` on ``device``, ready to be read there.
+    """Returns ``tensor`` on ``device``, ready to be read there.
 
-    A copy to the host has to be waited for: torch makes one that does not block asynchronous.
+    A copy to the host blocks: torch would return from a non-blocking copy before it has ended.
     """
     if tensor.device == device:
-        return tensor  # sooner than to(), which makes a call into torch to find it so
+        return tensor  # faster than to(), which calls into torch first
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
 def current_stream(device: torch.device) -> torch.Stream | None:
-    """The stream on which this thread's work on a device is in order; None for the host."""
+    """Returns the stream that orders this thread's work on a device; None for the host."""
     return None if device.type == "cpu" else torch.accelerator.current_stream(device)
 
 
 def is_captured() -> bool:
-    """Whether what this thread does on a GPU becomes part of a graph."""
+    """Returns whether this thread's work on a GPU is captured in a graph."""
     initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return initialized and torch.cuda.is_current_stream_capturing()
 
 
 def sent_to_host(tensor: Tensor) -> tuple[Tensor, Any] | None:
-    """A copy of a GPU's tensor on its way to pinned memory, and the event that ends it.
+    """Starts a copy of a GPU's tensor to pinned memory; returns it and the event that ends it.
 
-    None while a graph is captured, whose replays tell the host nothing.
+    Returns None while a graph is captured, because its replays tell the host nothing.
     """
     if is_captured():
         return None
@@ -207,9 +207,9 @@ def sent_to_host(tensor: Tensor) -> tuple[Tensor, Any] | None:
 
 
 def all_reduce_(accumulator: Tensor, group: Any, op: Any = None) -> None:
-    """Sums normalised accumulators, or whatever ``op`` is, over the ranks of a group, in place.
+    """Reduces normalized accumulators over the ranks of a group, in place: by ``op`` or as a sum.
 
-    Parameters may be on the CPU (FSDP2's CPUOffloadPolicy) while their ranks speak through NCCL.
+    Parameters may be on the CPU (FSDP2's CPUOffloadPolicy) while their ranks communicate by NCCL.
     """
     sent = moved(accumulator, comm_device(group, accumulator.device))
     with collective("adding up the gradient norm"):

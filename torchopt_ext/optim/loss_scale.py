@@ -1,4 +1,4 @@
-"""The loss scale: its limits, and one that lives in a tensor of its own beside a control block."""
+"""The loss scale: its limits, and a scale in a tensor of its own, outside a control block."""
 
 import math
 from collections.abc import Mapping
@@ -15,11 +15,11 @@ RULE = {
     "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000.0, "hysteresis": 1.0,
     "consecutive_hysteresis": 0.0, "min_scale": 0.0, "max_scale": 0.0,
 }  # fmt: skip
-"""How a loss scale follows overflows, unless told otherwise."""
+"""The default rule by which a loss scale follows overflows."""
 
 
 def is_scale(value: float) -> bool:
-    """Whether float32 holds ``value`` as a positive, normal and finite number."""
+    """Returns whether float32 holds ``value`` as a positive, normal and finite number."""
     return SMALLEST_SCALE <= value <= LARGEST_SCALE
 
 
@@ -28,11 +28,11 @@ def _is_count(value: float, least: int) -> bool:
 
 
 def scale_settings(**given: float | None) -> dict[str, float]:
-    """The fields of a control block for the arguments of :class:`torchopt_ext.GradScaler`.
+    """Returns the control block's fields for arguments of :class:`torchopt_ext.GradScaler`.
 
     Raises:
-        TypeError: there is no such argument, or its value is not a number.
-        ValueError: an argument out of range.
+        TypeError: an argument does not exist, or its value is not a number.
+        ValueError: an argument is out of range.
     """
     if unknown := given.keys() - RULE.keys():
         raise TypeError(f"loss scaling has no argument {min(unknown)!r}")
@@ -57,14 +57,14 @@ def scale_settings(**given: float | None) -> dict[str, float]:
 
 
 def expect_scale(name: str, scale: float, settings: Mapping[str, float]) -> None:
-    """Rejects a first scale that is none (:func:`is_scale`) or lies outside the settings' limits.
+    """Rejects an initial scale that fails :func:`is_scale` or is outside the settings' limits.
 
     Args:
-        name: of the argument.
+        name: the argument's name.
         settings: from :func:`scale_settings`.
 
     Raises:
-        ValueError: says the limits.
+        ValueError: the scale is out of range; the message has the limits.
     """
     low = max(settings["min_scale"], SMALLEST_SCALE)
     high = min(settings["max_scale"] or LARGEST_SCALE, LARGEST_SCALE)
@@ -78,7 +78,7 @@ class LossScale:
     Args:
         scale: float32, one element; :meth:`update` changes it in place.
         settings: from :func:`scale_settings`.
-        growth_tracker, hysteresis_tracker: counts to go on from.
+        growth_tracker, hysteresis_tracker: initial counts.
     """
 
     def __init__(
@@ -98,14 +98,14 @@ class LossScale:
             )
 
     def field(self, name: str) -> Tensor:
-        """A view of the control block: ``growth_tracker`` counts steps without overflow in a row,
+        """Returns a view of a field: ``growth_tracker`` counts steps without overflow in a row, and
         ``hysteresis_tracker`` the overflows that count against the hysteresis."""
         return self._block[ops.CONTROL_FIELDS.index(name)]
 
     def update(self, found_inf: Tensor) -> None:
-        """Counts a step, and lets the scale back off or grow.
+        """Counts a step and lets the scale back off or grow.
 
         Args:
-            found_inf: one float32 or float64 on the scale's device, nonzero for an overflow.
+            found_inf: one float32 or float64 element on the scale's device, nonzero for overflow.
         """
         ops.loss_scale_update_(self._block, found_inf, self.scale)

@@ -1,7 +1,7 @@
-"""Pass A in backward: gradients are summed as they become final, while they are in cache.
+"""Pass A in backward: gradients are summed as they become final, while they are in the cache.
 
-The sums are of the gradients as they were. Before a step uses them, each gradient has to be the
-same memory, unchanged by its version counter; otherwise the step measures all gradients itself.
+A step uses the sums only if each gradient still is in the same memory and unchanged by its version
+counter. Otherwise the step measures all gradients itself.
 """
 
 import math
@@ -27,17 +27,17 @@ from torchopt_ext.optim.local import (
 from torchopt_ext.optim.weak_hooks import WeakHook, handles_of
 
 MEASURED_BYTES = 1 << 21
-"""Smaller parameters are left to the step: their hook, which finds Python's memory out of the
-caches, would take as long as reading them (benchmarks/README.md)."""
+"""Smaller parameters are left to the step: a hook would take as long as reading them, because it
+does not find Python's memory in the caches (benchmarks/README.md)."""
 
 CACHED_BYTES = {"cpu": 1 << 20}
-"""Of gradients that one call measures, by kind of device; a core's own cache holds 1 or 2 MB."""
+"""Bytes of gradients per call, by kind of device; a core's own cache holds 1 or 2 MB."""
 
 CACHED_BYTES_ON_GPU = 1 << 24
 
 
 class Measured(NamedTuple):
-    """What a step need not measure."""
+    """The gradients that a step need not measure, and the sums of their squares."""
 
     positions: Sequence[int] = ()  # of the parameters in the plan
     squares: Mapping[tuple[torch.device, NormKey], list[Tensor]] = {}  # accumulators
@@ -47,7 +47,7 @@ NOTHING = Measured()
 
 
 class _Kind(NamedTuple):
-    """What parameters have in common that one call measures."""
+    """The common properties of all parameters that one call measures."""
 
     device: torch.device
     norm_key: NormKey
@@ -55,11 +55,11 @@ class _Kind(NamedTuple):
 
 
 class _Watched(NamedTuple):
-    """What is known of a parameter."""
+    """A large parameter whose gradients are measured."""
 
     nbytes: int
     kind: _Kind
-    limit: float  # of bytes that wait for one call
+    limit: float  # bytes that wait for one call
 
 
 class _Waiting:
@@ -68,21 +68,21 @@ class _Waiting:
     def __init__(self) -> None:
         self.params: dict[int, Tensor] = {}  # by id
         self.nbytes = 0
-        self.layer: TensorMark | None = None  # a gradient of the last layer
+        self.layer: TensorMark | None = None  # the mark of a gradient of the last layer
 
 
 class NormInBackward:
-    """Sums of the squares of an optimizer's gradients, made while backward runs.
+    """The sums of the squares of an optimizer's gradients, made while backward runs.
 
-    Of several gradients that a parameter gets between two steps, such as those of micro-batches,
-    the last counts. Which that is, the step before tells: it is measured when it is the parameter's
-    as many-th as there were then. Where that proves wrong, the step measures all gradients.
+    If a parameter gets several gradients between two steps, for example from micro-batches, the
+    last gradient counts. The number of gradients before the previous step tells which gradient is
+    the last. If this turns out wrong, the step measures all gradients.
     """
 
     def __init__(self) -> None:
         self._handles = handles_of(self)
         self._watched: dict[int, _Watched] = {}  # large parameters, by id
-        self._expected: dict[int, int] = {}  # gradients a parameter had before the last step
+        self._expected: dict[int, int] = {}  # gradients of each parameter before the last step
         self._active = True  # the last step measured a norm
         self._warned = False
         self._lock = threading.Lock()  # autograd has a thread for each device
@@ -93,24 +93,24 @@ class NormInBackward:
 
     def restart(self) -> None:
         """Forgets what was measured since the last step."""
-        self._seen: dict[int, int] = {}  # gradients of each parameter
-        self._stale = False  # a gradient came after its parameter was measured
+        self._seen: dict[int, int] = {}  # gradients of each parameter since the last step
+        self._stale = False  # the sums are useless: a gradient came later or was changed
         self._waiting: dict[tuple[_Kind, Any], _Waiting] = {}  # by kind and stream
         self._task: int | None = None  # the backward pass at whose end the rest is measured
-        self._elsewhere = False  # plain gradients of it may be reduced over ranks later
+        self._elsewhere = False  # plain gradients may be reduced over ranks later
         self._measured: dict[int, Tensor] = {}  # parameters, by id
-        self._marks: dict[int, TensorMark] = {}  # what their gradients were
-        self._shard_marks: dict[int, TensorMark] = {}  # and the shards of those
+        self._marks: dict[int, TensorMark] = {}  # marks of the measured gradients
+        self._shard_marks: dict[int, TensorMark] = {}  # marks of these gradients' shards
         self._sums: dict[tuple[_Kind, Any], Tensor] = {}  # by kind and stream
         self._ends: dict[Any, Any] = {}  # events, by stream
 
     def end_step(self, measured_norm: bool) -> None:
-        """After a step that was made, with or without a norm."""
+        """Prepares for the next step, after a step with or without a norm."""
         self._expected, self._active = self._seen, measured_norm
         self.restart()
 
     def watch(self, params: Iterable[Tensor]) -> None:
-        """Takes the gradients of large parameters when autograd has accumulated them.
+        """Hooks large parameters, to measure gradients when autograd has accumulated them.
 
         FSDP2 calls the hooks as well, with the reduced gradients.
         """
@@ -122,7 +122,7 @@ class NormInBackward:
                 local = local_tensor(param)
                 kind = _Kind(local.device, norm_key(param), is_dtensor(param))
                 limit: float = CACHED_BYTES.get(local.device.type, CACHED_BYTES_ON_GPU)
-                if kind.sharded:  # wait for the next layer's
+                if kind.sharded:  # wait for the gradients of the next layer
                     limit = math.inf
                 self._watched[id(param)] = _Watched(local.nbytes, kind, limit)
 
@@ -139,8 +139,8 @@ class NormInBackward:
         place = kind, current_stream(kind.device)
         waiting = self._waiting.get(place) or self._waiting.setdefault(place, _Waiting())
         if kind.sharded and param.grad is not None:
-            # FSDP2 adds to the gradients of a layer one after the other, which share a version
-            # counter: they are marked when those of another layer come.
+            # FSDP2 accumulates the gradients of a layer one after the other, and they share a
+            # version counter: they are measured when gradients of another layer come.
             gradient = param.grad
             layer = TensorMark(local_shard(gradient) if is_dtensor(gradient) else gradient)
             if waiting.layer is not None and not waiting.layer.changes_with(layer):
@@ -158,18 +158,18 @@ class NormInBackward:
         kind, stream = place
         if waiting is None or (stream is not None and is_captured()):
             return
-        params = waiting.params.copy()  # another thread may have it in its hands
+        params = waiting.params.copy()  # another thread may be changing it
         gradients = [param.grad for param in params.values()] if kind.sharded else None
         self._sum(place, params, gradients, mark=True)
 
     def end_backward(self) -> None:
-        """Measures the rest; the streams of backward have joined the caller's by now."""
+        """Measures the rest; by now the streams of backward have joined the caller's."""
         self._task = None
         for place in list(self._waiting):
             self._measure_waiting(place)
 
     def is_last(self, param: Tensor) -> bool:
-        """Counts a gradient, and tells whether it is to be measured: not of a small parameter."""
+        """Counts a gradient; returns whether to measure it, which is False for small parameters."""
         key = id(param)
         if key not in self._watched:
             return False
@@ -179,17 +179,17 @@ class NormInBackward:
         return self._active and not self._stale and seen >= self._expected.get(key, 1)
 
     def spoil(self) -> None:
-        """Lets the step measure all gradients."""
+        """Discards the sums, so that the step measures all gradients."""
         self._stale = True
 
     def measure(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Sums gradients, in the order of work on the current stream; the step has to be later.
+        """Sums squares of gradients in order on the current stream; the step must come later.
 
-        :meth:`mark` follows, but for parameters that are to have none, of which zeros are measured.
+        The caller then calls :meth:`mark`, except for parameters that get no gradient but zeros.
 
         Args:
-            pairs: parameters for which :meth:`is_last` held, and what will be their gradients.
-                Those that the step would redistribute or copy first are left to it.
+            pairs: parameters for which :meth:`is_last` held, and their future gradients. Gradients
+                that the step would redistribute or copy first are left to the step.
         """
         alike: dict[_Kind, list[tuple[Tensor, Tensor]]] = {}
         for param, gradient in pairs:
@@ -206,11 +206,11 @@ class NormInBackward:
         gradients: list[Any] | None,
         mark: bool,
     ) -> None:
-        """Sums gradients of one kind, and marks them.
+        """Sums the squares of gradients of one kind, and marks the gradients.
 
         Args:
-            gradients: None: those that the parameters have, which are no DTensors.
-            mark: they are the parameters' gradients already.
+            gradients: None for the gradients that the parameters have, which are not DTensors.
+            mark: whether the gradients are already the parameters' gradients.
         """
         if self._stale:
             return
@@ -236,15 +236,15 @@ class NormInBackward:
             self._marks.update(found)
 
     def mark(self, param: Tensor, gradient: Tensor) -> None:
-        """Notes what a parameter's gradient is that was measured, if it was."""
+        """Marks the gradient of a parameter if it was measured."""
         if id(param) in self._measured and id(param) not in self._marks:
             self._marks[id(param)] = TensorMark(gradient)
 
     def known(self, positions: Mapping[int, int]) -> Measured:
-        """What this step need not measure: nothing if a measured gradient is not as it was.
+        """Returns what this step need not measure: nothing if a measured gradient has changed.
 
         Args:
-            positions: in the plan, by the parameter's id.
+            positions: the parameters' positions in the plan, by id.
         """
         if self._stale or not self._measured or is_captured():
             return NOTHING
@@ -289,7 +289,7 @@ def _is_worth_a_hook(param: Any) -> bool:
     if is_dtensor(param):
         if any(placement.is_partial() for placement in param.placements):
             return False
-        # FSDP2 moves gradients to the host after the reduction: a hook would let it wait there.
+        # FSDP2 moves gradients to the host after the reduction: a hook would wait for the copy.
         if local.device.type != param.device_mesh.device_type:
             return False
     elif local is not param:
@@ -298,14 +298,14 @@ def _is_worth_a_hook(param: Any) -> bool:
 
 
 def _reduced_elsewhere() -> bool:
-    """Whether plain gradients may be reduced over ranks later.
+    """Returns whether plain gradients may be reduced over ranks later.
 
-    DDP leaves no mark on parameters, nor a collective on the tensors that it writes.
+    DDP leaves no mark on parameters, and collectives leave no mark on tensors that they write.
     """
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     return distributed and torch.distributed.get_world_size() > 1
 
 
 def _shard(param: Any, gradient: Any) -> Tensor | None:
-    """This rank's shard of a gradient; None unless that is placed as its parameter."""
+    """Returns this rank's shard of a gradient, or None if it is not placed as its parameter."""
     return local_shard(gradient) if same_placement(param, gradient) else None

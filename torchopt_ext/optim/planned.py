@@ -1,4 +1,4 @@
-"""The plan of a fused optimizer's steps, and the parts that such a step is made of."""
+"""The plan of a fused optimizer's steps, and the parts of such a step."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -21,46 +21,46 @@ from torchopt_ext.statedict.masters import keep_up
 
 
 class _Built(NamedTuple):
-    """A plan, and what is known of it."""
+    """A plan, and what is known about it."""
 
     plan: OptimizerPlan
     parts: list[tuple[torch.device, NormKey]]
     named: list[tuple[str, Tensor]]  # name or number, and parameter
-    only_device: torch.device | None  # the default device, if all the plan has is one part there
-    positions: dict[int, int]  # of the parameters by id, where backward measures gradients
+    only_device: torch.device | None  # the default device, if the plan has one part, on it
+    positions: dict[int, int]  # positions of parameters by id, if backward measures gradients
 
 
 class PlannedStep(Controlled, Optimizer):
-    """An optimizer whose parameters, state and options a plan in C++ knows from step to step.
+    """An optimizer with a plan in C++, which keeps parameters, state and options between steps.
 
-    It is built anew when parameters or state are others than it knows (docs/step.md).
+    The plan is rebuilt if a step finds other parameters or other state (docs/step.md).
     """
 
-    # The number of the first parameter, in draws and digests (docs/numerics.md sections 8 and 9):
-    # a container numbers its optimizers' parameters through.
+    # The number of the first parameter in draws and digests (docs/numerics.md sections 8 and 9). A
+    # container numbers the parameters of its optimizers consecutively.
     first_parameter_number = 0
-    # Parameters that are parts of a larger model's, and where: set by ZeroRedundancyOptimizer.
+    # Places of parameters that are parts of larger parameters: set by ZeroRedundancyOptimizer.
     parameter_places: Mapping[Tensor, Place] = {}
-    # For messages and telemetry, of groups without param_names: set by containers.
+    # Names for messages and telemetry if groups have no param_names: set by containers.
     parameter_names: Mapping[Tensor, str] = {}
     _storage: Storage
     _options: param_state.PlanOptions
     _built: _Built | None = None
-    _digests: Mapping[Tensor, Tensor] = {}  # while there is no plan, for the next one
+    _digests: Mapping[Tensor, Tensor] = {}  # kept for the next plan while there is no plan
     _copied_before = 0
-    # Parameters whose fp32 master weights were loaded from this optimizer's own state, which is
-    # where torch's set_optimizer_state_dict takes what a full state dict lacks: the model's weights
-    # may be others.
+    # Parameters whose fp32 master weights were loaded from this optimizer's own state. torch's
+    # set_optimizer_state_dict takes master weights from there if a full state dict lacks them, and
+    # the model's weights may differ from them.
     _loaded_from_itself: Sequence[Tensor] = ()
     norm_in_backward: NormInBackward | None = None
-    _measured: Measured | None = None  # of the collected gradients, in backward
+    _measured: Measured | None = None  # what backward has measured of the collected gradients
 
     @property
     def telemetry(self) -> Telemetry:
-        """What the last step saw of each parameter; for optimizers built with ``track``.
+        """The last step's record of each parameter, for optimizers built with ``track``.
 
         Raises:
-            RuntimeError: ``track`` is off, or there was no step yet.
+            RuntimeError: ``track`` is off, or no step was made with this state.
         """
         if not self._options.track or self._built is None:
             raise RuntimeError(
@@ -70,15 +70,15 @@ class PlannedStep(Controlled, Optimizer):
 
     @property
     def gradients_copied(self) -> int:
-        """How many gradients had other strides than their parameter and were copied, so far."""
+        """How many gradients were copied so far because their strides are not the parameter's."""
         return self._copied_before + (self._plan.gradients_copied if self._plan else 0)
 
     @torch.no_grad()
     def init_state(self) -> None:
-        """Creates the state a first step would create, with step 0, for trainable parameters.
+        """Creates the state that a first step would create, with step 0, for trainable parameters.
 
-        A state dict taken before the first step is then complete, and taking it changes nothing:
-        a loaded master weight or remainder of the other kind is left for the next step.
+        A state dict taken before the first step is then complete. Taking it changes nothing: the
+        next step converts a loaded master weight or remainder of another kind.
         """
         self._init_states(lambda param: param.requires_grad)
 
@@ -99,10 +99,10 @@ class PlannedStep(Controlled, Optimizer):
             raise TypeError(f"parameter {name!r} of {type(self).__name__} {found}")
 
     def _mark_control(self) -> None:
-        """Gives the first parameter's state the entry for the control's fields, if they are saved.
+        """Adds the entry for the control's fields to the first parameter's state, if it is saved.
 
-        torch's set_optimizer_state_dict takes from a dict only the entries that state has: those of
-        the first parameter, in the order of the groups, that has state.
+        torch's set_optimizer_state_dict takes from a dict only entries that the state has: the
+        entries of the first parameter that has state, in the order of the groups.
         """
         if self.keeps_counts:
             params = [param for group in self.param_groups for param in group["params"]]
@@ -121,11 +121,11 @@ class PlannedStep(Controlled, Optimizer):
 
     @property
     def parts(self) -> list[tuple[torch.device, NormKey]]:
-        """Device and norm key of each part of the plan, or of the plan that could not be made."""
+        """Device and norm key of each part of the plan, also if the plan could not be made."""
         return list(param_state.norm_parts(self)) if self._built is None else self._built.parts
 
     def check_scaler(self, context: StepContext) -> None:
-        """Raises what a gradient scaler's tensors would raise in update()."""
+        """Raises the errors of a gradient scaler's tensors that update() would raise."""
         for name in ("grad_scale", "found_inf"):
             value = getattr(context, name)
             if value is not None and (value.dtype != torch.float32 or value.numel() != 1):
@@ -133,11 +133,11 @@ class PlannedStep(Controlled, Optimizer):
         self._scaler_tensors(context, self.default_device)
 
     def step_alone(self, context: StepContext, again: bool = True) -> bool:
-        """The whole step in one call into C++, if one part with a norm of its own is all there is.
+        """Makes the whole step in one call into C++, if the plan has one part with its own norm.
 
-        Returns False, with nothing changed, if the step has to be made piece by piece.
+        Returns False, with nothing changed, if the step must be made piece by piece.
         """
-        built = self._built or self._rebuild()  # kept while it is used, whatever other threads do
+        built = self._built or self._rebuild()  # kept alive here, whatever other threads do
         device, with_norm = built.only_device, self.wants_norm(context)
         reduced = self.process_group is not None or any(key for _, key in built.parts)
         shared = with_norm and reduced
@@ -156,7 +156,7 @@ class PlannedStep(Controlled, Optimizer):
         return again and self.step_alone(context, again=False)
 
     def collect(self) -> _Built:
-        """Takes this step's gradients by a plan that fits, which is to be released at the end."""
+        """Gives this step's gradients to a plan that fits; the caller must release the plan."""
         built = self._built or self._rebuild()
         if not built.plan.collect(self.param_groups, self.state):
             built = self._rebuild()
@@ -178,18 +178,18 @@ class PlannedStep(Controlled, Optimizer):
             accumulator += squares
 
     def distrust_measured(self) -> None:
-        """Lets this step measure all gradients itself."""
+        """Discards what backward has measured, so that this step measures all gradients."""
         if self.norm_in_backward is not None:
             self.norm_in_backward.spoil()
 
     def end_step(self) -> None:
-        """Forgets what backward has measured, which was for the step that was made."""
+        """Discards what backward has measured, because the step was made."""
         self._measured = None
         if self.norm_in_backward is not None:
             self.norm_in_backward.end_step(self._norm_measured)
 
     def update(self, total: dict[torch.device, Tensor], context: StepContext) -> None:
-        """Control and pass B, given all gradients' squares by device (none without a norm)."""
+        """Updates control and runs pass B, given all squares by device (empty without a norm)."""
         assert self._built is not None, "collect() comes first"
         plan, parts, *_ = self._built
         self._begin_step(context, bool(total))
@@ -202,12 +202,12 @@ class PlannedStep(Controlled, Optimizer):
     def _scaler_tensors(
         self, context: StepContext, device: torch.device
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The context's grad_scale and found_inf on ``device``.
+        """Returns the context's grad_scale and found_inf on ``device``.
 
         Raises:
             RuntimeError: ranks that hold plain shards of the gradients would decide differently:
-                torch.amp.GradScaler reduces its flag over the mesh of DTensor gradients, but keeps
-                that of plain tensors to its rank.
+                torch.amp.GradScaler reduces its flag over the mesh of DTensor gradients, but its
+                flag of plain tensors covers one rank only.
         """
         scale, found_inf = context.grad_scale, context.found_inf
         if found_inf is not None:
@@ -227,7 +227,7 @@ class PlannedStep(Controlled, Optimizer):
         self._copied_before, self._built = self.gradients_copied, None
 
     def _seen_digests(self) -> Mapping[Tensor, Tensor]:
-        """The digests of the last steps by parameter, of those without gradient in them as well."""
+        """Returns the last digests by parameter, including parameters without a gradient."""
         if self._built is None or not self._options.track & TRACKED["digest"]:
             return self._digests
         params = (param for _, param in self._built.named)

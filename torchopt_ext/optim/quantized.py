@@ -14,19 +14,19 @@ GROUP = 64
 
 CODES = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}
 SCALE = "_scale_v2"
-"""What the names of scales add to a moment's. The number is the version of the format."""
+"""The end of scales' names, after the moment's name. The number is the version of the format."""
 SCALES = {name + SCALE: name for name in CODES}
-"""Entries of a parameter's state that hold scales, float32, and the moments they belong to."""
+"""Entries of a parameter's state that hold float32 scales, and the moments they belong to."""
 
 _HELD = (torch.bfloat16, torch.float16, torch.float32)
 _KEEPS_FLOATS = "torchopt_ext_keeps_float_moments"
 
 
 def can_quantize(param: Any) -> bool:
-    """Whether a parameter has rows of whole groups on every rank; others keep float32 moments.
+    """Returns whether a parameter can have 8-bit moments; others keep float32 moments.
 
-    A row is an index of the first dimension. One-dimensional parameters, shorter rows, and shards
-    that cut rows otherwise than at groups have none.
+    A row is an index of the first dimension. One-dimensional or non-contiguous parameters, rows
+    shorter than a group, and shards that cut rows inside a group do not allow 8-bit moments.
     """
     local = local_tensor(param)
     if param.dtype not in _HELD or param.dim() < 2 or not local.is_contiguous():
@@ -34,7 +34,7 @@ def can_quantize(param: Any) -> bool:
     if hasattr(local, _KEEPS_FLOATS):
         return False
     if is_dtensor(param):
-        ranks = 1  # that divide a row
+        ranks = 1  # ranks that divide a row
         for placement, size in zip(param.placements, param.device_mesh.shape, strict=True):
             if placement.is_partial() or (not placement.is_replicate() and placement.dim > 1):
                 return False
@@ -45,15 +45,12 @@ def can_quantize(param: Any) -> bool:
 
 
 def keep_float_moments(piece: Tensor) -> None:
-    """Marks a piece of memory whose whole parameter cannot be quantized."""
+    """Marks a piece of memory of a parameter that cannot be quantized as a whole."""
     setattr(piece, _KEEPS_FLOATS, True)
 
 
 def scales_like(param: Any) -> Tensor:
-    """Scales of zero for a parameter that can be quantized, placed as it is.
-
-    Of shape (rows, groups in a row), float32.
-    """
+    """Returns zero scales of a quantizable parameter, placed like it: float32 (rows, groups)."""
     local = local_tensor(param)
     scales = torch.zeros(scale_shape(local), dtype=torch.float32, device=local.device)
     if not is_dtensor(param):
@@ -72,18 +69,18 @@ def scales_like(param: Any) -> Tensor:
 
 
 def scale_shape(tensor: Tensor) -> torch.Size:
-    """(rows, groups in a row): the shape of the scales of a tensor's codes."""
+    """Returns the shape of the scales of a tensor's codes: (rows, groups in a row)."""
     return torch.Size((tensor.shape[0], -(-math.prod(tensor.shape[1:]) // GROUP)))
 
 
 def groups_before(param: Tensor, element: int) -> int:
-    """Groups of a parameter that can be quantized before the one that begins at an element."""
+    """Returns how many groups of a parameter come before the group that begins at ``element``."""
     row, groups = math.prod(param.shape[1:]), scale_shape(param)[1]
     return element // row * groups + element % row // GROUP
 
 
 def quantized_problem(name: str, value: Any, param: Any) -> str | None:
-    """What is wrong with codes or scales of a quantized parameter, to follow the entry's name."""
+    """Returns what is wrong with codes or scales, to follow the entry's name, or None."""
     dtype = CODES.get(name, torch.float32)
     shape = param.shape if name in CODES else scale_shape(param)
     if not isinstance(value, Tensor) or local_tensor(value).dtype != dtype:

@@ -1,4 +1,4 @@
-"""How a rank tells the others, in the collective they wait in, that it rejects a step."""
+"""How a rank that rejects a step tells the others, in the collective in which they wait."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from torch import Tensor
 from torchopt_ext.optim.local import is_captured, sent_to_host
 
 FLAGS = slice(-2, None)
-"""Where an accumulator counts what was infinite and what was a NaN (docs/numerics.md section 3)."""
+"""The accumulator's counters of infinities and of NaNs (docs/numerics.md section 3)."""
 
 _UNIT = 1 << 44
-"""More than any count of elements. NaNs from here on are ranks that reject, infinities their number
-in the default group, plus 1."""
+"""More than any count of elements. In units of it, the counter of NaNs counts the ranks that
+reject, and the counter of infinities adds up their numbers in the default group, each plus 1."""
 
 
 @dataclass
 class Agreement:
     """How far this rank is in a step that ranks agree on."""
 
-    pending: bool = True  # it has yet to take part in the collective in which they agree
-    accepted: bool = False  # all ranks have agreed there to make the step
-    in_closure: bool = False  # a closure is under way, in which other ranks may wait for this one
+    pending: bool = True  # this rank has not yet joined the collective in which ranks agree
+    accepted: bool = False  # all ranks have agreed to make the step
+    in_closure: bool = False  # a closure is under way, in which other ranks may wait for this rank
 
 
 def reject_in(accumulator: Tensor) -> None:
-    """Adds this rank to those that reject the step; no rank uses the sum then."""
+    """Adds this rank to the ranks that reject the step; no rank uses the sum then."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     rank = torch.distributed.get_rank() if distributed else 0
     accumulator[-2] += (rank + 1) * _UNIT
@@ -36,22 +36,22 @@ def reject_in(accumulator: Tensor) -> None:
 
 
 def is_rejected(accumulator: Tensor) -> Tensor:
-    """1.0 on the accumulator's device if a rank rejects the step, else 0.0."""
+    """Returns 1.0 on the accumulator's device if a rank rejects the step, otherwise 0.0."""
     return (accumulator[-1] >= _UNIT).float()
 
 
 class Verdict:
-    """What the ranks have said about an optimizer's steps.
+    """The ranks' answers about an optimizer's steps.
 
-    On the CPU all ranks raise in the step itself. No step waits for a GPU, which skips a rejected
-    one: there a later step raises, the first that finds the answer on the host.
+    On the CPU all ranks raise in the rejected step itself. On a GPU no step waits for the answer:
+    the GPU skips the step, and the first later step that finds the answer on the host raises.
     """
 
     def __init__(self) -> None:
-        self._later: list[tuple[Tensor, Any]] = []  # flags on their way to the host, and its end
+        self._later: list[tuple[Tensor, Any]] = []  # flags on their way to the host, end events
 
     def note(self, total: Tensor) -> None:
-        """Takes the joined accumulator of a step; raises if another rank rejects the step."""
+        """Takes the reduced accumulator of a step; raises if a rank rejects the step."""
         flags = total[FLAGS]
         if self.is_known(flags):
             _check(flags)
@@ -60,13 +60,13 @@ class Verdict:
 
     @staticmethod
     def is_known(flags: Tensor) -> bool:
-        """Whether the host can read ``flags`` without waiting."""
+        """Returns whether the host can read ``flags`` without waiting."""
         return flags.is_cpu
 
     def check(self) -> None:
-        """Raises if an earlier step is known by now to have been rejected; does not wait.
+        """Raises if an earlier step is known to have been rejected; does not wait.
 
-        Not while a graph is captured, in which CUDA allows no query of an event.
+        Does nothing while a graph is captured, because CUDA then allows no query of an event.
         """
         while self._later and not is_captured() and self._later[0][1].query():
             _check(self._later.pop(0)[0])

@@ -1,4 +1,4 @@
-"""Per-parameter state that looks like torch's, and the plan built from it."""
+"""Per-parameter state in torch's form, and the plan that is built from it."""
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,11 +18,11 @@ from torchopt_ext.statedict.entries import MASTERS, MOMENTS, step_problem, tenso
 from torchopt_ext.statedict.masters import fit_master
 from torchopt_ext.statedict.moments import code_problems, fit_moments, has_codes
 
-SMALL = 1 << 16  # elements; in larger ones the prefetcher has time to start
+SMALL = 1 << 16  # elements; larger tensors give the prefetcher time to start
 
 
 def named_group_params(optimizer: Optimizer) -> Iterator[tuple[int, dict[str, Any], str, Tensor]]:
-    """(group index, group, name or "", parameter) of every parameter, in order."""
+    """Yields (group index, group, name or "", parameter) of every parameter, in order."""
     known: Mapping[Tensor, str] = getattr(optimizer, "parameter_names", {})
     for index, group in enumerate(optimizer.param_groups):
         names = group.get("param_names") or [known.get(param, "") for param in group["params"]]
@@ -31,15 +31,15 @@ def named_group_params(optimizer: Optimizer) -> Iterator[tuple[int, dict[str, An
 
 
 def moments_of(group: dict[str, Any]) -> tuple[str, ...]:
-    """The moments a group's parameters have."""
+    """Returns the names of the moments of a group's parameters."""
     return MOMENTS if group["amsgrad"] else MOMENTS[:2]
 
 
 def reject_incomplete(what: str, state: Mapping[str, Any]) -> None:
-    """Rejects a state with a step count that lacks a moment, or codes that lack their scales.
+    """Rejects a state that has a step count and lacks a moment, or has codes and lacks scales.
 
     Raises:
-        ValueError: names the parameter.
+        ValueError: an entry is missing; the message names the parameter.
     """
     needed = (*MOMENTS[:2], *SCALES) if has_codes(state) else MOMENTS[:2]
     for name in needed if "step" in state else ():
@@ -50,10 +50,10 @@ def reject_incomplete(what: str, state: Mapping[str, Any]) -> None:
 def init_param_states(
     entries: Sequence[tuple[dict[str, Any], Tensor, dict[str, Any]]], storage: Storage
 ) -> None:
-    """Adds what is missing of states, with group and parameter: step 0, zero moments, the master.
+    """Adds what states lack, given with group and parameter: step 0, zero moments, scales, master.
 
-    Moments of small parameters on the host lie one after the other, which lets the processor's
-    prefetcher go on from one to the next: a seventh of the step over 2,000 tensors of 1,000.
+    Moments of small parameters on the host lie one after the other, so the processor's prefetcher
+    goes on to the next. This saves a seventh of the step over 2,000 tensors of 1,000 elements.
     """
     for _, param, state in entries:
         if "step" not in state:
@@ -69,7 +69,7 @@ def init_param_states(
                 else:
                     state[moment] = torch.zeros_like(param, dtype=dtype)
         for dtype, members in small.items():
-            # A step changes all of them: counting that once saves it a look at each.
+            # A step changes all of them, so with one version counter it counts the change once.
             made = carve([like for like, _ in members], dtype, one_version=True)
             torch._foreach_zero_(made)
             for (_, state), tensor in zip(members, made, strict=True):
@@ -92,21 +92,18 @@ def _lies_with_others(param: Tensor) -> bool:
 
 
 def _fit_step(step: Any, device: torch.device) -> Tensor:
-    """A step count as one float32 element on ``device``, whatever an older state dict holds."""
+    """Returns a step count, in whatever form, as one float32 element on ``device``."""
     if isinstance(step, Tensor):
         step = local_tensor(step)
         if step.dtype == torch.float32 and step.device == device and step.numel() == 1:
-            return step  # unread: reading would wait for the device
+            return step  # not read: reading would wait for the device
     if found := step_problem(step):
         raise ValueError(f"step {found}")
     return torch.as_tensor(step, dtype=torch.float32, device=device).detach().reshape(())
 
 
 def _fit(value: Tensor, param: Tensor, dtype: torch.dtype) -> Tensor:
-    """An entry on the parameter's device, in its storage order and of ``dtype``.
-
-    It is copied only if it was not so.
-    """
+    """Fits an entry to the parameter's device and storage order, and to ``dtype``; may copy it."""
     local, like = local_tensor(value), local_tensor(param)
     dense = torch.empty_like(like, dtype=dtype, memory_format=torch.preserve_format)
     same = local.device == like.device and local.stride() == dense.stride()
@@ -118,9 +115,9 @@ def _fit(value: Tensor, param: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _fit_kind(param: Tensor, state: dict[str, Any], storage: Storage) -> None:
-    """Makes floats of codes, or codes of floats, where a parameter's layout decides otherwise now.
+    """Converts codes to floats, or floats to codes, if the parameter's layout has changed.
 
-    What does not fit is left to be named.
+    Entries that do not fit stay, so that a later check names them.
     """
     quantizes = storage.quantizes(param)
     if storage.state_dtype != torch.int8 or has_codes(state) == quantizes:
@@ -142,7 +139,7 @@ def _fit_state(
     """Replaces entries that the plan cannot use as they are.
 
     Raises:
-        ValueError: an entry does not fit; names it.
+        ValueError: an entry does not fit; the message names it.
     """
     fit_master(param, state, storage)
     state["step"] = _fit_step(state["step"], local_tensor(param).device)
@@ -159,7 +156,7 @@ def _fit_state(
 def _fit_quantized(
     group: dict[str, Any], param: Tensor, state: dict[str, Any], what: str
 ) -> tuple[str, ...]:
-    """The same for moments of 8 bits. Returns their names."""
+    """Replaces codes and scales that the plan cannot use; returns the moments' names."""
     if group["amsgrad"]:
         raise ValueError(f"{what} has 8-bit moments, which amsgrad does not support")
     moments = moments_of(group)
@@ -179,7 +176,7 @@ def _fit_quantized(
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What an optimizer's steps do beyond the update: csrc/kernels/tensor_work.h, StepOptions."""
+    """Options for more than the update: StepOptions of csrc/kernels/tensor_work.h."""
 
     stochastic_rounding: bool = False
     rounding_seed: int = 0
@@ -188,10 +185,10 @@ class PlanOptions:
 
 
 def norm_parts(optimizer: Optimizer) -> dict[tuple[torch.device, NormKey], int]:
-    """The number of each part of a plan: parameters of one device and norm key."""
+    """Returns the number of each part of a plan: the parameters of one device and norm key."""
     parts: dict[tuple[torch.device, NormKey], int] = {}
     for _, _, _, param in named_group_params(optimizer):
-        # Of parameters without a gradient, too: other ranks may have one, and sum over its mesh.
+        # Parameters without a gradient count, too: other ranks may have one, and sum over the mesh.
         if optimizer.state.get(param) or (param.requires_grad and not param.is_meta):
             parts.setdefault((local_tensor(param).device, norm_key(param)), len(parts))
     return parts
@@ -200,18 +197,18 @@ def norm_parts(optimizer: Optimizer) -> dict[tuple[torch.device, NormKey], int]:
 def build_plan(
     optimizer: Any, storage: Storage, options: PlanOptions
 ) -> tuple[OptimizerPlan, list[tuple[torch.device, NormKey]], list[tuple[str, Tensor]]]:
-    """A plan for every parameter that has state.
+    """Builds a plan for every parameter that has state.
 
     State entries that do not fit (other device, strides or dtype, a step that is a number) are
-    replaced in ``optimizer.state`` by ones that do.
+    replaced in ``optimizer.state`` by entries that do.
 
     Returns:
         The plan, device and norm key of each of its parts, and each parameter with its name or
         number.
 
     Raises:
-        ValueError: a state entry has another shape than its parameter.
-        RuntimeError: what csrc/plan/step_plan.h rejects.
+        ValueError: a state entry is missing or does not fit its parameter.
+        RuntimeError: csrc/plan/step_plan.h rejects a tensor.
     """
     stepped, idle = [], []
     first = optimizer.first_parameter_number

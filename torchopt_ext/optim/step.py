@@ -20,27 +20,27 @@ from torchopt_ext.optim.rejection import FLAGS, Agreement, is_rejected, reject_i
 def fused_step(optimizers: Sequence[PlannedStep], context: StepContext = ALONE) -> None:
     """Steps several optimizers with one gradient norm, one clip factor and one skip decision.
 
-    Closures and step hooks are the callers' business: ``Optimizer.step`` runs them, this does not.
+    Closures and step hooks are left to the caller, such as ``Optimizer.step``.
 
     Args:
         optimizers: fused optimizers, all with the same ``max_grad_norm``, ``skip_nonfinite`` and
             ``process_group``.
-        context: of the scaler or optimizer that this step is part of.
+        context: the context of the scaler or optimizer that this step is part of.
 
     Raises:
-        ValueError: the optimizers' settings differ.
-        RuntimeError: a gradient does not fit its parameter, here or on a rank that shares the
-            norm; names it. Nothing is changed, but parameters without state may have got that of
-            step 0. Or another thread is stepping one of the optimizers.
+        ValueError: the optimizers' settings differ, or an optimizer is listed twice.
+        RuntimeError: a gradient does not fit its parameter, here or on a rank that shares the norm
+            (the message names it), or another thread is stepping an optimizer. Nothing is changed,
+            except that parameters without state may have got the state of step 0.
     """
-    # Not within torch's contexts, which take a thirtieth of a step over 2,000 small tensors.
+    # No torch context managers here: they take a thirtieth of a step over 2,000 small tensors.
     agreement = context.agreement
     if agreement is None:
         optimizers[0].verdict.check()
     if is_captured():
         _warn_of_fixed_lr(optimizers)
     if context.found_inf is not None and context.grad_scale is None:
-        for optimizer in optimizers:  # a scaler has unscaled, which no version counter tells
+        for optimizer in optimizers:  # a scaler has unscaled, which version counters do not show
             optimizer.distrust_measured()
     _begin_use(optimizers)
     try:
@@ -75,7 +75,7 @@ def _begin_use(optimizers: Sequence[PlannedStep]) -> None:
     """
     for i, optimizer in enumerate(optimizers):
         user = object()
-        # A lock in all but name: setdefault() is atomic, and copies do not take it along.
+        # In effect a lock: setdefault() is atomic, and copies do not include the attribute.
         if vars(optimizer).setdefault("_user", user) is not user:
             twice = any(optimizer is other for other in optimizers[:i])
             _end_use(optimizers[:i])
@@ -123,17 +123,17 @@ def _step_together(
 @run_eagerly
 @torch.no_grad()
 def measure_norm(optimizers: Sequence[PlannedStep]) -> dict[torch.device, Tensor]:
-    """Pass A by itself: the squares of all gradients, on every device that has some.
+    """Runs pass A separately: returns the squares of all gradients by device.
 
-    For a step that follows in a context with ``measured``, which is then pass B alone. The
-    gradients have to stay as they are until then.
+    The next step takes the result as its context's ``measured`` and is then pass B alone. The
+    gradients must not change until then.
 
     Raises:
         RuntimeError: a gradient does not fit its parameter, here or on a rank that shares the norm.
     """
     optimizers[0].verdict.check()
     agreement = Agreement()
-    context = StepContext(agreement=agreement)  # the ranks wait for each other, norm or not
+    context = StepContext(agreement=agreement)  # the ranks wait for each other even without a norm
     _begin_use(optimizers)
     built = []
     try:
@@ -166,7 +166,7 @@ def _unless_rejected(
 
 @torch.no_grad()
 def reject(optimizers: Sequence[Controlled], context: StepContext, agreement: Agreement) -> None:
-    """Tells the ranks that wait in this step's norm that this rank does not make the step."""
+    """Tells the ranks that wait in this step's norm that this rank rejects the step."""
     if agreement.pending and (context.agreement is not None or optimizers[0].wants_norm(context)):
         with suppress(Exception):
             accumulated_norm(optimizers, context, agreement, rejects=True)
@@ -180,15 +180,15 @@ def accumulated_norm(
     measured: bool = True,
     rejects: bool = False,
 ) -> dict[torch.device, Tensor]:
-    """The squares of all gradients, on every device that has some.
+    """Returns the sum of all gradients' squares, on every device that has gradients.
 
     Without a process group, parameters that are split over the same ranks are summed here first and
-    then over those ranks. With one, every rank adds what no other rank of the group does, and one
-    all-reduce joins them; parameters whose meshes cross the group are summed over those first. The
-    sum is exact, so neither order nor grouping shows.
+    then over these ranks. With a group, every rank adds what no other rank of the group adds, and
+    one all-reduce joins the sums. Parameters whose meshes cross the group are summed over their
+    meshes first. The sum is exact, so order and grouping do not change it.
 
     Raises:
-        ValueError: some parameters' meshes cross the process group and some lie within it.
+        ValueError: some parameters' meshes cross the process group, and some lie within it.
     """
     group = optimizers[0].process_group
     devices = list(dict.fromkeys(device for o in optimizers for device in o.devices))
@@ -204,15 +204,15 @@ def accumulated_norm(
             counts = group is None or counts_here(key, group)
             own = sums[key] if counts and device == first else ops.new_accumulator(device)
             optimizer.accumulate(part, own)
-            if not counts:  # another replica's squares do; what is not finite here has to be known
+            if not counts:  # another replica's squares count; here only the non-finite flags do
                 own[: FLAGS.start] = 0
             if own is not sums[key]:
                 elsewhere.append((sums[key], own))
-    for subtotal, own in elsewhere:  # all devices are at work now
+    for subtotal, own in elsewhere:  # only when all devices are at work
         subtotal += moved(own, first)
     total = ops.new_accumulator(first)
     if context.check_overflow and context.found_inf is not None:
-        # What a scaler found when it unscaled this rank's gradients counts as a NaN.
+        # An overflow that a scaler found when it unscaled this rank's gradients counts as a NaN.
         total[-1] += (moved(context.found_inf, first) != 0).sum()
     if rejects:
         reject_in(total)
@@ -235,10 +235,10 @@ def accumulated_norm(
 
 
 def _sum_over_meshes(sums: dict[NormKey, Tensor], own: Tensor) -> None:
-    """Sums over the dimensions that split parameters, and lets all ranks of the meshes know flags.
+    """Sums over the mesh dimensions that split parameters, and sends flags to all of the ranks.
 
-    The sums alone reach neither replicas, of which one may be broken, nor the ranks of another
-    parameter's mesh. Where one sum reaches everybody, the other flags, ``own``, travel with it.
+    The sums alone do not reach replicas, of which one may be broken, nor the ranks of another
+    parameter's mesh. If one sum reaches all ranks, it carries the flags of all sums and of ``own``.
     """
     meshes = dict.fromkeys(key[0] for key in sums if key)
     joined = [(mesh, d) for mesh in meshes for d in range(mesh.ndim) if mesh.size(d) > 1]
@@ -258,7 +258,7 @@ def _sum_over_meshes(sums: dict[NormKey, Tensor], own: Tensor) -> None:
 
 
 def _warn_of_different_norms(keys: Sequence[NormKey]) -> None:
-    """Says so where ranks of one parameter know other norms, and clip it by other factors."""
+    """Warns if ranks of one parameter have different norms, and so clip by different factors."""
     split = [key[0] for key in keys if key and key[1]]
     ranks = [frozenset(mesh.mesh.flatten().tolist()) for mesh in dict.fromkeys(split)]
     if len(set(ranks)) > 1:

@@ -1,4 +1,4 @@
-"""What a step decided, for TensorBoard or a function that takes a dict, without waiting for it."""
+"""Logs what steps decided, to TensorBoard or to a function that takes a dict, without waiting."""
 
 import math
 import warnings
@@ -18,13 +18,13 @@ from torchopt_ext.optim.telemetry import TRACKED
 
 
 class ScalarWriter(Protocol):
-    """torch.utils.tensorboard.SummaryWriter, or what has its ``add_scalar``."""
+    """torch.utils.tensorboard.SummaryWriter, or any object with its ``add_scalar``."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int, /) -> Any: ...
 
 
 class StepLog:
-    """Writes what :func:`log_to` says, until :meth:`remove`."""
+    """Writes the values that :func:`log_to` describes, until :meth:`remove`."""
 
     def __init__(
         self,
@@ -37,12 +37,12 @@ class StepLog:
         self._writer, self._every, self._prefix = writer, every, prefix
         self._optimizer = weakref.ref(optimizer)
         self._step, self._since = first_step, 0
-        self._clipped: Tensor | None = None  # steps, since the last values
+        self._clipped: Tensor | None = None  # clipped steps since the last values
         self._under_way: tuple[int, list[str], Tensor, torch.Event] | None = None
         self._handle = optimizer.register_step_post_hook(self._after_step)
 
     def count_step(self) -> None:
-        """For each replay of a CUDA graph that has the step in it, which runs no hooks."""
+        """Counts a step in a CUDA graph, which runs no hooks; call it after each replay."""
         if (optimizer := self._optimizer()) is not None:
             self._count(optimizer)
 
@@ -55,7 +55,7 @@ class StepLog:
             self._write(step, names, values)
 
     def remove(self) -> None:
-        """Writes what is on its way, and nothing from then on."""
+        """Writes the values that are on their way, and stops the log."""
         self.flush()
         self._handle.remove()
 
@@ -77,7 +77,7 @@ class StepLog:
         self._step, self._since = self._step + 1, self._since + 1
         if self._since < self._every:
             return
-        self.flush()  # copied an interval ago, so that there is nothing left to wait for
+        self.flush()  # was copied an interval ago, so there is nothing to wait for
         values = _values(optimizer) | {"clipped_share": self._clipped / self._since}
         self._clipped, self._since = None, 0
         names = list(values)
@@ -112,35 +112,38 @@ def log_to(
     first_step: int = 0,
     prefix: str = "optimizer/",
 ) -> StepLog:
-    """Logs what every n-th step decided, by a step hook, to TensorBoard or such as ``wandb.log``.
+    """Logs what every n-th step decided to TensorBoard or to a function such as ``wandb.log``.
 
-    ``grad_norm``: before clipping, unscaled; left out if no step measured it. ``clip_factor``: what
-    clipping multiplied this step's gradients with. ``clipped_share``: of the steps since the last
-    values. ``skipped_steps``: so far. ``loss_scale``: what this step's gradients were too large by.
-    ``lr``: with the factor of a schedule on the device; for several groups ``lr/<name>``, or
-    ``lr/<number>`` where names are missing or alike.
-    ``update_to_weight``: 2-norm of the update over that of the weights, of this rank's shards, from
-    a FusedAdam or FusedAdamW with ``track="norms"``; left out if this step was skipped. Steps that
-    log it read the weights once more.
+    - ``grad_norm``: the norm before clipping, unscaled; left out if no step measured it.
+    - ``clip_factor``: the factor by which clipping multiplied this step's gradients.
+    - ``clipped_share``: the share of clipped steps among the steps since the last values.
+    - ``skipped_steps``: the number of skipped steps so far.
+    - ``loss_scale``: the scale of this step's gradients.
+    - ``lr``: the learning rate, with the factor of a schedule on the device. Several groups are
+      ``lr/<name>``, or ``lr/<number>`` if names are missing or equal.
+    - ``update_to_weight``: 2-norm of the update divided by the 2-norm of the weights, over this
+      rank's shards, from a FusedAdam or FusedAdamW with ``track="norms"``; left out if this step
+      was skipped. Steps that log it read the weights once more.
 
     No step waits for a GPU: values are copied to pinned memory and written an interval later, the
-    last ones by ``flush()``. Values that are NaN are left out. A captured CUDA graph's replays run
-    no hooks: call ``count_step()`` after each.
+    last values by ``flush()``. Values that are NaN are left out. A captured CUDA graph's replays
+    run no hooks: call ``count_step()`` after each replay.
 
     Args:
-        writer: what has ``add_scalar(tag, value, step)``, or is called with a dict, in which
-            ``step`` is an entry. Give it on one rank only; nothing is communicated.
-        optimizer: FusedAdam, FusedAdamW, or ZeroRedundancyOptimizer or a container with such; or
-            FSDPadaptOptimizer; or what Accelerate or Lightning has made of one.
-        every: steps, skipped ones included.
-        first_step: steps that were made before, such as by the run that this one continues.
-        prefix: of all names.
+        writer: an object with ``add_scalar(tag, value, step)``, or a function of a dict, in which
+            ``step`` is an entry. Use it on one rank only; nothing is communicated.
+        optimizer: FusedAdam, FusedAdamW, FSDPadaptOptimizer, a ZeroRedundancyOptimizer or container
+            with such optimizers, or a wrapper of Accelerate or Lightning around any of them.
+        every: number of steps between values, skipped steps included.
+        first_step: steps that were made before, for example by the run that this run continues.
+        prefix: prefix of all names.
 
     Returns:
         A log with ``flush()``, ``remove()`` and ``count_step()``.
 
     Raises:
-        TypeError: the optimizer decides nothing, or the writer is neither; a count is no integer.
+        TypeError: the optimizer has no ``control``, the writer is neither an object with
+            ``add_scalar`` nor a function, a count is not an integer, or the prefix not a string.
         ValueError: ``every`` is not positive.
     """
     optimizer = unwrapped(optimizer)
@@ -183,7 +186,7 @@ def _update_to_weight(optimizer: PlannedStep) -> Tensor:
     updates = optimizer.telemetry.update_norms
     total = torch.zeros((), dtype=torch.float64, device=updates.device)
     weights: dict[torch.device, list[Tensor]] = {}
-    for param in filter(torch.is_tensor, optimizer.state):  # state may hold more than parameters'
+    for param in filter(torch.is_tensor, optimizer.state):  # state may have other keys, too
         local = local_tensor(param).detach()
         local = torch.view_as_real(local) if local.is_complex() else local
         weights.setdefault(local.device, []).append(local)

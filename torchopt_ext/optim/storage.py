@@ -26,10 +26,10 @@ Place = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class Storage:
-    """What is kept for a parameter besides itself: arguments of :class:`FusedAdam`.
+    """The arguments of :class:`FusedAdam` that say what is kept in addition to a parameter.
 
     Attributes:
-        fp32_moments: parameters whose moments are float32 where others' have 8 bits.
+        fp32_moments: parameters that keep float32 moments if others have 8-bit moments.
     """
 
     master_weights: MasterWeights | None = None
@@ -47,13 +47,13 @@ class Storage:
             raise ValueError(f"Invalid state_dtype: {self.state_dtype}, {expected}")
 
     def master_of(self, param: Tensor) -> str | None:
-        """The state entry that completes a parameter: one of MASTER_WEIGHTS's, or None."""
+        """Returns the state entry that completes a parameter, by MASTER_WEIGHTS, or None."""
         if self.master_weights is None or param.dtype not in SIXTEEN_BIT:
             return None
         return MASTER_WEIGHTS[self.master_weights]
 
     def quantizes(self, param: Tensor) -> bool:
-        """Whether a parameter's moments have 8 bits, and scales of their own."""
+        """Returns whether a parameter has 8-bit moments with scales."""
         eight_bits = self.state_dtype == torch.int8 and param not in self.fp32_moments
         return eight_bits and can_quantize(param)
 
@@ -65,11 +65,11 @@ class Storage:
 
     @property
     def says_moment_dtype(self) -> bool:
-        """Whether moments of another dtype are converted; otherwise they are taken as they are."""
+        """Whether moments of another dtype are converted; otherwise they stay as they are."""
         return self.master_weights is not None or self.state_dtype is not None
 
     def problem(self, param: Tensor, stochastic_rounding: bool) -> str | None:
-        """Why a parameter cannot be held this way, to follow its name in a message."""
+        """Returns why a parameter cannot be held this way, to follow its name, or None."""
         if self.master_of(param) not in (None, MASTER) and param.dtype == torch.float16:
             return (
                 "has dtype float16, but a remainder completes bfloat16 only: "
@@ -89,14 +89,14 @@ def reject_param(param: Tensor, what: str) -> None:
 
 
 def is_steppable(param: Tensor) -> bool:
-    """Whether a step could update the parameter if it had a gradient."""
+    """Returns whether a step could update the parameter if it had a gradient."""
     return param_problem(param) is None
 
 
 def param_problem(param: Tensor) -> str | None:
-    """Why no step could update a parameter, to follow its name in a message.
+    """Returns why no step could update a parameter, to follow its name in a message, or None.
 
-    Only parameters that require a gradient or have one are to be checked: a frozen one, such as a
+    Call it only for parameters that require or have a gradient: a frozen parameter, such as a
     quantized weight, may be anything.
     """
     if torch.nn.parameter.is_lazy(param):
@@ -119,11 +119,12 @@ def param_problem(param: Tensor) -> str | None:
 
 
 def split_master(master: Tensor, dtype: torch.dtype = torch.int16) -> tuple[Tensor, Tensor]:
-    """A float32 tensor as bfloat16 weight and remainder (csrc/kernels/remainder.h).
+    """Splits a float32 tensor into bfloat16 weight and remainder (csrc/kernels/remainder.h).
 
-    The weight is the nearest, ties to even. A remainder of int16 makes it exact but for ties
-    between two bfloat16 of which the even one is nearer to zero: those move by one float32 towards
-    it. One of int8 is the nearest that belongs to the weight, within 2**-15 of the value.
+    The weight is the nearest, ties to even. An int16 remainder makes the pair exact, except for
+    ties between two bfloat16 of which the even value is nearer to zero: such ties move by one
+    float32 towards it. An int8 remainder is the nearest that belongs to the weight, within 2**-15
+    of the value.
     """
     bits = master.view(torch.int32)
     weight = master.to(torch.bfloat16)
@@ -133,29 +134,29 @@ def split_master(master: Tensor, dtype: torch.dtype = torch.int16) -> tuple[Tens
         return weight, rest.clamp_(max=0x7FFF).to(dtype)
     even = ~(bits >> 16) & 1
     rest = (rest - even + 0x80) >> 8
-    # Rounded up from an even half the weight is odd, and the tie below it belongs to the even one.
+    # Rounding up from an even half makes the weight odd. The tie below belongs to the even value.
     lowest = even - 0x80
     return weight, rest.clamp_(max=0x7F).clamp_(lowest).to(dtype)
 
 
 def join_master(weight: Tensor, remainder: Tensor) -> Tensor:
-    """The float32 tensor that a bfloat16 weight and its remainder stand for, exactly."""
+    """Returns the exact float32 value of a bfloat16 weight and its remainder."""
     low = remainder.to(torch.int32)
     high = weight.view(torch.int16).to(torch.int32) << 16
     return (high + (low << 8 if remainder.dtype == torch.int8 else low)).view(torch.float32)
 
 
 def place_of(index: int, param: Any) -> Place:
-    """Where this rank's shard lies in parameter ``index``.
+    """Returns where this rank's shard lies in parameter ``index``.
 
     Raises:
-        ValueError: it is split over two dimensions other than the first, or is not contiguous.
+        ValueError: two dimensions other than the first are split, or the shard is not contiguous.
     """
     if not is_dtensor(param):
         return index, 0, 0, 0
     local, offset = local_shape_and_offset(param)
     sizes = list(param.shape)
-    inner = [math.prod(sizes[d:]) for d in range(len(sizes) + 1)]  # elements of an index before d
+    inner = [math.prod(sizes[d:]) for d in range(len(sizes) + 1)]  # elements of dimensions d and up
     split = [d for d in range(1, len(sizes)) if local[d] != sizes[d]]
     if len(split) > 1 or not local_tensor(param).is_contiguous():
         raise ValueError(
@@ -170,10 +171,10 @@ def place_of(index: int, param: Any) -> Place:
 
 
 def packed_steps(states: Sequence[dict[str, Any]]) -> None:
-    """Makes the steps of parameters on one device views into one vector.
+    """Makes the step counts of parameters on one device views into one vector.
 
-    Counting them then costs one pass over contiguous memory. They are not to leave the optimizer
-    as they are: whoever saves or copies one alone would carry the vector along.
+    Incrementing them then takes one pass over contiguous memory. The views must not leave the
+    optimizer: saving or copying a single view would carry the vector along.
     """
     if not states:
         return
@@ -181,14 +182,14 @@ def packed_steps(states: Sequence[dict[str, Any]]) -> None:
     first: int = steps[0].data_ptr()
     if any(step.data_ptr() != first + 4 * i for i, step in enumerate(steps)):
         if any(step.is_cpu and step.is_shared() for step in steps):
-            return  # other processes count with it (A3C's SharedAdam)
+            return  # other processes use the same counts (A3C's SharedAdam)
         vector = torch.stack([step.reshape(()) for step in steps])
         for state, step in zip(states, vector.unbind(), strict=True):
             state["step"] = step
 
 
 def with_own_steps(state: dict[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
-    """A copy of an optimizer's state in which every step has memory of its own."""
+    """Returns a copy of an optimizer's state in which every step has memory of its own."""
     own = {key: dict(v) if isinstance(v, dict) else v for key, v in state.items()}
     for entry in own.values():
         if isinstance(entry, dict) and isinstance(entry.get("step"), Tensor):

@@ -1,4 +1,4 @@
-"""What a tracked step saw of each parameter while its values were in registers."""
+"""Records of a tracked step about each parameter, from values that the step reads anyway."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ from torchopt_ext._C import OptimizerPlan
 from torchopt_ext.optim.local import moved
 
 TRACKED = {"norms": 1, "lost_updates": 2, "digest": 4}
-"""What can be tracked, and its bit in csrc/kernels/trace.h, Track."""
+"""The names of records, with their bits in Track of csrc/kernels/trace.h."""
 
 
 def track_bits(track: bool | str | Collection[str]) -> int:
-    """The bits of what is to be tracked: a name or names of :data:`TRACKED`, or True for all."""
+    """Returns the bits of what to track: a name or names of :data:`TRACKED`, or True for all."""
     if not isinstance(track, bool | Collection):
         raise TypeError(f"track is {track!r:.200}, expected a bool or some of {list(TRACKED)}")
     names = {track} if isinstance(track, str) else set(TRACKED if track is True else track or ())
@@ -25,40 +25,41 @@ def track_bits(track: bool | str | Collection[str]) -> int:
 
 @dataclass(frozen=True)
 class Telemetry:
-    """Of every parameter that has state, in the order of the param groups, on the first's device.
+    """The record of the last step that was not skipped, for every parameter with state.
 
-    It is of the last step that was not skipped. Reading a value is what synchronises. Of a DTensor
-    it is this rank's shard: squares of norms, counts and digests of all shards add up.
+    Tensors have one element per parameter, in the order of the param groups, on the first
+    parameter's device. Only reading a value synchronizes. For a DTensor the values are of this
+    rank's shard: squares of norms, counts and digests of all shards add up.
     """
 
     names: list[str]
-    """The parameters' names, or their numbers where they have none."""
+    """The parameters' names, or their numbers if they have no names."""
     track: int
-    """The bits of what was tracked; other values raise RuntimeError."""
+    """The bits of what was tracked; reading other values raises RuntimeError."""
     _norms: Tensor
     _counts: Tensor
 
     @property
     def grad_norms(self) -> Tensor:
-        """float64: 2-norm of the unscaled, unclipped gradient; 0 without one."""
+        """float64: 2-norms of the unscaled, unclipped gradients; 0 without a gradient."""
         return self._tracked("norms", self._norms[:, 0])
 
     @property
     def update_norms(self) -> Tensor:
-        """float64: 2-norm of what the step added to the weight as it is stored."""
+        """float64: 2-norms of the changes of the weights as they are stored."""
         return self._tracked("norms", self._norms[:, 1])
 
     @property
     def lost_updates(self) -> Tensor:
-        """int64: elements whose update was not zero but rounded to nothing."""
+        """int64: numbers of elements whose update was not zero but rounded to nothing."""
         return self._tracked("lost_updates", self._counts[:, 0])
 
     @property
     def digests(self) -> Tensor:
-        """int64: order-independent digest of weight and moments after the step, modulo 2**64.
+        """int64: order-independent digests of weight and moments after the step, modulo 2**64.
 
-        Weights are fp32 masters where there are some. Of a parameter without gradient that of its
-        last step, and 0 until its next one after ``load_state_dict``.
+        Weights are the fp32 masters if there are any. A parameter without a gradient has the digest
+        of its last step; after ``load_state_dict`` it has 0 until its next step.
         """
         return self._tracked("digest", self._counts[:, 1])
 
@@ -68,12 +69,12 @@ class Telemetry:
         return values
 
     def digest(self) -> int:
-        """All digests as one number below 2**64, equal on ranks that hold the same."""
+        """Returns all digests as one number below 2**64, equal on ranks with equal values."""
         return int(self.digests.sum().item()) % 2**64
 
 
 def keep_digests(plan: OptimizerPlan, digests: Sequence[Tensor | None]) -> None:
-    """Gives a new plan the digests of an old one, in the order of the parameters with state."""
+    """Copies an old plan's digests to a new plan, in the order of the parameters with state."""
     for _, counts, positions in plan.traces():
         for row, position in enumerate(positions):
             if (known := digests[position]) is not None:
@@ -81,7 +82,7 @@ def keep_digests(plan: OptimizerPlan, digests: Sequence[Tensor | None]) -> None:
 
 
 def telemetry_of(plan: OptimizerPlan, named: Sequence[tuple[str, Tensor]], track: int) -> Telemetry:
-    """The plan's traces by parameter, which are in the order that the plan was given them."""
+    """Returns the plan's traces by parameter, in the order in which the plan was given them."""
     traces = plan.traces()
     device = traces[0][0].device if traces else torch.device("cpu")
     norms = torch.zeros(len(named), 2, dtype=torch.float64, device=device)

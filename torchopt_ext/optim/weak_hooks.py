@@ -1,4 +1,4 @@
-"""Hooks on parameters and modules that neither keep their owner alive nor stay after it."""
+"""Hooks on parameters and modules that do not keep their owner alive and are removed with it."""
 
 import contextlib
 import weakref
@@ -6,10 +6,10 @@ from typing import Any
 
 
 class WeakHook:
-    """Calls a method of an owner that it does not keep alive.
+    """Calls a method of an owner but does not keep the owner alive.
 
-    A copy of it, or what is unpickled, does nothing: the standard library's
-    ``nullcontext().__exit__``, so that a saved module needs no package of ours.
+    A copied or unpickled hook does nothing: it is ``nullcontext().__exit__`` of the standard
+    library, so that a saved module does not need this package.
     """
 
     def __init__(self, owner: Any, method: str) -> None:
@@ -26,7 +26,7 @@ class WeakHook:
 
 
 def handles_of(owner: Any) -> list[Any]:
-    """A list for handles of hooks, which are removed when ``owner`` has gone."""
+    """Returns a list for handles of hooks, which are removed when ``owner`` is gone."""
     handles: list[Any] = []
     weakref.finalize(owner, _remove_all, handles)
     return handles

@@ -1,8 +1,8 @@
 """Optimizers in distributed checkpoints (torch.distributed.checkpoint, DCP).
 
-``dcp.save({"optim": optimizer}, checkpoint_id=folder)`` saves every optimizer of this package;
-:func:`load` loads it. ``dcp.load`` would read into the optimizer's own tensors, before anything is
-checked, and only what the optimizer has already.
+``dcp.save({"optim": optimizer}, checkpoint_id=folder)`` saves any optimizer of this package, and
+:func:`load` loads it. ``dcp.load`` would read into the optimizer's own tensors before anything is
+checked, and would read only entries that the optimizer already has.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from torchopt_ext.statedict.loaded import load_whole, raise_problems, read_index
 Path: TypeAlias = tuple[str | int, ...]
 """Keys and list positions that lead to an entry of a nested state dict."""
 Entries: TypeAlias = dict[str, tuple[Path, Tensor | None]]
-"""By DCP's key the path, and a tensor of the entry's shape and dtype without memory.
+"""The path of each entry by DCP's key, and a tensor of its shape and dtype without memory.
 
 The tensor is None for other values.
 """
 Buffers: TypeAlias = Callable[[Path, Tensor], Tensor | None]
-"""What to read an entry into, given its path and a tensor of its shape without memory.
+"""A function that returns the buffer for an entry, given its path and a tensor without memory.
 
-The tensor itself stands for an entry that is to be checked but not read; None leaves the entry out.
-An optimizer may say it by a method ``checkpoint_buffers(ids)``, given what the checkpoint calls its
-parameters, in order. With an attribute ``checkpoint_layout``, one of entries.py's, state dicts of
-another layout are rejected.
+If it returns the given tensor, the entry is checked but not read. None leaves the entry out. An
+optimizer may have its own, by a method ``checkpoint_buffers(ids)`` that takes the checkpoint's ids
+of its parameters, in order. If an optimizer has an attribute ``checkpoint_layout`` (a layout of
+entries.py), state dicts of another layout are rejected.
 """
 BASE = "base_optim_states"
-"""Where FSDPadaptOptimizer's state dict has its base's, which has torch's layout."""
+"""The key of the base's state dict, with torch's layout, in FSDPadaptOptimizer's state dict."""
 
 
 def load(
@@ -62,27 +62,27 @@ def load(
     process_group: Any = None,
     no_dist: bool = False,
 ) -> None:
-    """``dcp.load`` that changes no optimizer before its entries are read and checked.
+    """Loads like ``dcp.load``, but reads and checks an optimizer's entries before changing it.
 
     Call it on all ranks. Each reads its own parts, so the checkpoint may be from another number of
     ranks, or from another optimizer of the same layout, torch's included; docs/containers.md says
-    what is converted. Optimizers come first, in order: one that does not fit stays as it was, and
-    so does all that follows. Other objects, and optimizers whose state dicts have a layout of their
-    own, come last, as with ``dcp.load``, in place. Pickled values are to be plain values: no code
-    of the files runs.
+    what is converted. Optimizers come first, in order: if an optimizer does not fit, neither it nor
+    anything after it changes. Other objects, and optimizers whose state dicts have a layout of
+    their own, come last and are loaded in place, as with ``dcp.load``. Pickled values must be plain
+    values: no code of the files runs.
 
     Args:
         state_dict: optimizers, modules and other objects by key, as they were saved.
         checkpoint_id: a folder.
-        storage_reader: of another storage. Only :class:`Reader` reads ``.metadata`` safely.
-        process_group: the ranks that call this; all by default.
-        no_dist: this process alone reads.
+        storage_reader: a reader of another storage; only :class:`Reader` reads metadata safely.
+        process_group: the ranks that call this function; all by default.
+        no_dist: whether this process alone reads.
 
     Raises:
         ValueError: on all ranks, if an optimizer is not in the checkpoint, has another layout there
-            or does not fit; names what.
-        KeyError: a container has a parameter that the checkpoint lacks.
-        RuntimeError: on all ranks, if one cannot read.
+            or does not fit; the message names the problem.
+        KeyError: the checkpoint lacks a parameter of a container.
+        RuntimeError: on all ranks, if a rank cannot read.
     """
     group = None if no_dist else group_of(process_group)
     if storage_reader is None:
@@ -96,7 +96,7 @@ def load(
     for key, states in loaded.items():
         with all_or_none(group):
             optimizer = optimizers[key]
-            if type(optimizer) in REQUIRED:  # torch's, which check less
+            if type(optimizer) in REQUIRED:  # torch's classes, which check less
                 raise_problems(read_indexed(states, optimizer.param_groups).problems(optimizer))
                 load_whole(optimizer, states)
             else:
@@ -108,7 +108,7 @@ def load(
 
 
 def group_of(process_group: Any) -> Any:
-    """The group to communicate in; None for a single process."""
+    """Returns the group to communicate in; None for a single process."""
     if process_group is None and dist.is_available() and dist.is_initialized():
         return dist.group.WORLD
     return process_group
@@ -117,14 +117,14 @@ def group_of(process_group: Any) -> Any:
 def read_optimizers(
     optimizers: Mapping[str, Optimizer], reader: StorageReader, group: Any
 ) -> dict[str, dict[str, Any]]:
-    """The optimizers' state dicts as a checkpoint has them, in memory of their own.
+    """Returns the optimizers' state dicts as a checkpoint has them, in memory of their own.
 
-    Without those of other packages' optimizers whose layout is not known.
+    Leaves out optimizers of other packages whose layout is not known.
     """
     error = None
     try:
         metadata = reader.read_metadata()
-    except Exception as problem:  # whatever it is, the other ranks must not wait for this one
+    except Exception as problem:  # of any kind: the other ranks must not wait for this rank
         error = f"reading the metadata of the checkpoint: {type(problem).__name__}: {problem}"
     agree(error, group)
     saved = {}
@@ -164,7 +164,7 @@ def read_optimizers(
 
 
 def wanted_layout(optimizer: Optimizer) -> str | None:
-    """The layout of an optimizer's state dict; None if it is not known."""
+    """Returns the layout of an optimizer's state dict; None if it is not known."""
     usual = None if required_of(type(optimizer)) is None else BY_INDEX
     return getattr(optimizer, "checkpoint_layout", usual)
 
@@ -176,7 +176,7 @@ def saved_layout(entries: Entries) -> str:
 
 
 def id_lists(entries: Entries) -> list[str]:
-    """DCP's keys of the groups' lists of parameters, in a state dict of torch's layout or ours."""
+    """Returns DCP's keys of the groups' parameter lists, in torch's layout and ours."""
     groups = {
         path: fqn
         for fqn, (path, _) in entries.items()
@@ -186,17 +186,17 @@ def id_lists(entries: Entries) -> list[str]:
 
 
 def indexed_buffers(optimizer: Optimizer, ids: list[str]) -> Buffers:
-    """For torch's layout: ``state``, index, name."""
+    """Returns buffers for torch's layout: ``state``, index, name."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     return buffers_by_key({f"state.{i}": param for i, param in zip(ids, params, strict=False)})
 
 
 def buffers_by_key(params: Mapping[str, Tensor]) -> Buffers:
-    """Memory placed as the parameter if shaped so, otherwise on the host.
+    """Returns buffers placed as the parameter if they have its shape, otherwise on the host.
 
     Args:
-        params: by what is before the name in the keys of their entries, or by the whole key. Of
-            other parameters, flat dicts' entries are left out.
+        params: parameters by the part of their entries' keys before the name, or by the whole key.
+            Entries of flat dicts for other parameters are left out.
     """
 
     def buffer(path: Path, like: Tensor) -> Tensor | None:
@@ -217,9 +217,9 @@ def buffers_by_key(params: Mapping[str, Tensor]) -> Buffers:
 
 
 class _Planner(DefaultLoadPlanner):
-    """Unpickles only plain values, where torch's would run any code.
+    """Unpickles only plain values, whereas torch's planner would run any code.
 
-    Each once: flat optimizer states repeat a group's options for every parameter.
+    Equal bytes are unpickled once: flat states repeat a group's options for every parameter.
     """
 
     def __init__(self) -> None:
@@ -235,7 +235,7 @@ class _Planner(DefaultLoadPlanner):
 
 
 def read(values: dict[str, Any], reader: StorageReader, group: Any, what: str) -> None:
-    """``dcp.load`` into ``values``, without running code of the files."""
+    """Calls ``dcp.load`` into ``values``, without running code of the files."""
     alone = group is None
     try:
         load_in_place(
@@ -250,11 +250,11 @@ def read(values: dict[str, Any], reader: StorageReader, group: Any, what: str) -
 
 
 INDEXED = ("state", f"{BASE}.state", "flat_fp32_weights")
-"""Where state dicts have indices as keys."""
+"""The places in state dicts where keys are indices."""
 
 
 def storable(value: Any, where: str = "") -> Any:
-    """A state dict with numpy's numbers as Python's, if DCP gives it back as it is.
+    """Returns a state dict that DCP gives back unchanged, with numpy's numbers as Python's.
 
     Raises:
         TypeError: a value is neither a dense tensor nor plain, or a key is no string; names it.
@@ -270,7 +270,7 @@ def storable(value: Any, where: str = "") -> Any:
         return value
     if isinstance(value, Mapping):
         for key in value:
-            # DCP makes text of keys, which is undone for indices of parameters and groups only.
+            # DCP turns keys into text, and back only for indices of parameters and groups.
             if not isinstance(key, str) and where not in INDEXED:
                 raise TypeError(f"{where} has the key {key!r}, expected strings as keys")
         return {k: storable(item, f"{where}.{k}".lstrip(".")) for k, item in value.items()}
@@ -298,12 +298,12 @@ ALLOWED = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
     *(("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
-    # The checkpoint's folder; the module is another from Python 3.13 on.
+    # Types of the checkpoint's folder; from Python 3.13 on they are in another module.
     *((module, f"{kind}Path") for module in ("pathlib", "pathlib._local")
       for kind in ("Posix", "Windows", "PurePosix", "PureWindows")),
     ("collections", "OrderedDict"),
 }  # fmt: skip
-"""Modules and names of what a ``.metadata`` file may refer to; none of it runs code."""
+"""Modules and names that a ``.metadata`` file may refer to; none of them runs code."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -317,20 +317,20 @@ class _Unpickler(pickle.Unpickler):
 
 
 class Reader(FileSystemReader):
-    """torch's reader of checkpoints in folders, which runs no code of the files.
+    """Reads checkpoint folders as torch's FileSystemReader does, but runs no code of the files.
 
-    ``dcp.load(..., storage_reader=Reader(folder))`` reads ``.metadata`` as :func:`load` does. It is
-    kept, for one load asks for it several times.
+    ``dcp.load(..., storage_reader=Reader(folder))`` reads ``.metadata`` as :func:`load` does. The
+    metadata is kept, because a load asks for it several times.
     """
 
     _read: tuple[Any, Metadata] | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The metadata.
+        """Returns the metadata.
 
         Raises:
-            ValueError: there is no such file, it holds or refers to something else, or names files
-                elsewhere.
+            ValueError: the file does not exist, holds or refers to something else, or names files
+                outside the folder.
         """
         rank = kwargs.get("rank")
         file = self.fs.concat_path(self.path, ".metadata" if rank is None else f"__{rank}.metadata")
@@ -376,10 +376,10 @@ def check_complete(fqn: str, stored: TensorStorageMetadata) -> None:
 
 
 def entries_below(metadata: Metadata, key: str) -> Entries:
-    """The entries of the state dict saved as ``key``, in its order, with paths in it.
+    """Returns the entries of the state dict saved as ``key``, in order, with paths inside it.
 
     Raises:
-        ValueError: there is nothing at ``key``, or some elements are missing.
+        ValueError: the checkpoint has nothing at ``key``, or lacks elements of a tensor.
     """
     entries: Entries = {}
     paths: dict[str, Path] = metadata.planner_data or {}

@@ -16,11 +16,11 @@ from torchopt_ext.optim.quantized import SCALES
 from torchopt_ext.optim.storage import MASTER, REMAINDER, REMAINDER8, Storage
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-# How a step is computed, not what: a state dict does not decide that.
+# Options for how a step is computed, not what: a state dict does not decide them.
 SWITCHES = {"foreach", "fused", "capturable", "differentiable"}
 REMAINDERS = {REMAINDER: torch.int16, REMAINDER8: torch.int8}
 MASTERS = {MASTER: torch.float32, **REMAINDERS}
-"""What completes a 16-bit parameter, and its dtype. A state dict may hold any of them or none."""
+"""The entries that complete a 16-bit parameter, with dtypes. A state dict may hold any or none."""
 
 _BY_ELEMENT = "exp_inf momentum_buffer square_avg grad_avg acc_delta sum ax prev step_size"
 SHAPED_LIKE_PARAM = frozenset([*MOMENTS, *_BY_ELEMENT.split()])
@@ -40,43 +40,43 @@ REQUIRED: dict[type[Optimizer], tuple[str, ...]] = {
     torch.optim.Rprop: ("step", "prev", "step_size"),
     torch.optim.SGD: (),
 }
-"""What a parameter's state holds in any case, by class."""
+"""The entries that a parameter's state always has, by class."""
 
 
 BY_INDEX = "nested, as torch's optimizers and get_optimizer_state_dict() have it"
 BY_NAME = "flat, as containers and torch's flatten_optimizer_state_dict=True have it"
 WITH_BASE = "FSDPadaptOptimizer's"
-"""Layouts of optimizers' state dicts, to follow "the state dict is"."""
+"""Layouts of optimizers' state dicts, worded to follow "the state dict is"."""
 
 CONTROL_KEY = "torchopt_ext.control"
-"""Entry of the first parameter's state: the counts and the loss scale of a control block.
+"""The entry of the first parameter's state for a control block's counts and loss scale.
 
 torch's ``get_optimizer_state_dict`` and ``set_optimizer_state_dict`` drop top-level keys, and fail
-on a key of a parameter group that the dict lacks. They keep this one, and torch's optimizers load
+on a key of a parameter group that the dict lacks. They keep this entry, and torch's optimizers load
 and ignore it. Containers have ``torchopt_ext.control.{field}`` keys.
 """
 
 WRAPPERS = {"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod"}
-"""What activation checkpointing, FSDP1 and torch.compile add to names of parameters."""
+"""The parts that activation checkpointing, FSDP1 and torch.compile add to names of parameters."""
 
 
 def unwrapped(name: str) -> str:
-    """A parameter's name without what wrappers add."""
+    """Returns a parameter's name without the parts that wrappers add."""
     return ".".join(own for own in name.split(".") if own not in WRAPPERS)
 
 
 def control_entry(fields: Mapping[str, float]) -> dict[str, Tensor]:
-    """The fields as an entry of a state: dcp.load does not load numbers at integer keys."""
+    """Returns the fields as an entry of a state: dcp.load loads no numbers at integer keys."""
     return {name: torch.tensor(v, dtype=torch.float64, device="cpu") for name, v in fields.items()}
 
 
 def control_fields(entry: Any) -> Any:
-    """The fields of an entry as numbers; anything else as it is."""
+    """Returns the fields of an entry as numbers; any other value unchanged."""
     return {k: plain(v) for k, v in entry.items()} if isinstance(entry, Mapping) else entry
 
 
 def control_problem(fields: Any) -> str | None:
-    """What is wrong with a control block's fields as plain values."""
+    """Returns what is wrong with a control block's fields, given as plain values, or None."""
     if not isinstance(fields, Mapping):
         return f"'{CONTROL_KEY}' is {fields!r}, expected a dict of numbers"
     for name, value in fields.items():
@@ -89,17 +89,17 @@ def control_problem(fields: Any) -> str | None:
 
 
 def required_of(optimizer_class: Any) -> tuple[str, ...] | None:
-    """What a parameter's state holds in any case; None for a class that is not known."""
+    """Returns the entries that a parameter's state always has; None for an unknown class."""
     own: tuple[str, ...] | None = getattr(optimizer_class, "required_state", None)
     return REQUIRED.get(optimizer_class) if own is None else own
 
 
 def problem(optimizer_class: Any, name: str, value: Any, param: Tensor, held: Any) -> str | None:
-    """What is wrong with an entry of a parameter's state, to follow its name in a message.
+    """Returns what is wrong with an entry of a parameter's state, to follow its name, or None.
 
     Args:
-        held: the optimizer's own entry of this name, if any. It tells what is expected where name
-            and class do not.
+        held: the optimizer's own entry of this name, if any. It tells what is expected if name and
+            class do not.
     """
     if name in SCALES:
         return "belongs to 8-bit moments, which this optimizer cannot read"
@@ -118,7 +118,7 @@ def problem(optimizer_class: Any, name: str, value: Any, param: Tensor, held: An
 
 
 def step_problem(step: Any) -> str | None:
-    """A step is a count: a number, or a tensor of one element."""
+    """Returns a problem unless ``step`` is a count: a number, or a tensor of one element."""
     readable = isinstance(step, Tensor) and step.numel() == 1 and not local_tensor(step).is_meta
     value = step.item() if readable else step
     number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -127,7 +127,7 @@ def step_problem(step: Any) -> str | None:
 
 
 def shape_problem(value: Any, like: Tensor) -> str | None:
-    """A value for each element has the shape of ``like``, and lies where it lies."""
+    """Returns a problem unless a tensor has the shape and the placement of ``like``."""
     if not isinstance(value, Tensor):
         return f"is a {type(value).__name__}, expected a tensor of shape {tuple(like.shape)}"
     if value.shape != like.shape:
@@ -141,7 +141,7 @@ def shape_problem(value: Any, like: Tensor) -> str | None:
 
 
 def tensor_problem(value: Any, param: Tensor, dtype: torch.dtype | None = None) -> str | None:
-    """A moment or weight is dense, has memory and is floating-point, or of ``dtype``."""
+    """Returns a problem unless a tensor is dense, has memory and is floating-point or ``dtype``."""
     if found := shape_problem(value, param):
         return found
     local = local_tensor(value)
@@ -161,7 +161,7 @@ def tensor_problem(value: Any, param: Tensor, dtype: torch.dtype | None = None) 
 
 
 def was_cast(master: Any, param: Tensor) -> bool:
-    """Whether torch's load_state_dict has made a 16-bit number of what completed the parameter."""
+    """Returns whether torch's load_state_dict has cast a master or remainder to 16-bit floats."""
     return (
         isinstance(master, Tensor)
         and master.dtype == param.dtype
@@ -170,8 +170,8 @@ def was_cast(master: Any, param: Tensor) -> bool:
 
 
 def was_rounded(name: str, value: Any, param: Tensor) -> bool:
-    """Whether torch's load_state_dict has made a control block's field useless: infinite, or a
-    count of steps that 16 bits do not hold, and that the parameters' steps tell."""
+    """Returns whether torch's load_state_dict has made a control block's field useless: infinite,
+    or a count of steps that 16 bits do not hold, and that the parameters' steps tell."""
     if not was_cast(value, param) or value.numel() != 1:
         return False
     number = value.item()
@@ -179,7 +179,7 @@ def was_rounded(name: str, value: Any, param: Tensor) -> bool:
 
 
 def option_problem(name: str, value: Any, live: Any) -> str | None:
-    """What is wrong with an option of a group, ``live`` being the optimizer's own."""
+    """Returns what is wrong with an option of a group; ``live`` is the optimizer's own value."""
     value, live = plain(value), plain(live)
     if name in SWITCHES:
         return None if isinstance(value, bool | None) else f"is {value!r}, expected a bool or None"
@@ -189,7 +189,7 @@ def option_problem(name: str, value: Any, live: Any) -> str | None:
 
 
 def plain(value: Any, nested: bool = True) -> Any:
-    """A copy that holds no tensor: options may be tensors of one element, or a list of some."""
+    """Returns a copy without tensors: options may be tensors of one element, or lists of them."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
     if isinstance(value, list | tuple) and nested:
@@ -207,14 +207,13 @@ def _same_kind(value: Any, live: Any) -> bool:
 def converted(
     name: str, value: Any, param: Tensor, storage: Storage, step_device: Any = None
 ) -> Any:
-    """A checked entry in memory of its own, on the parameter's device.
+    """Returns a checked entry in memory of its own, on the parameter's device.
 
     torch casts every floating-point entry to the parameter's dtype, float32 moments of a bfloat16
-    parameter included. Here moments get the dtype that ``storage`` keeps them in, and masters
-    theirs.
+    parameter included. Here moments get the dtype of ``storage``, and masters keep their own dtype.
 
     Args:
-        step_device: where steps are kept, if not with the parameter.
+        step_device: the device of steps, if it is not the parameter's.
     """
     if isinstance(value, Mapping):
         return {k: converted(k, v, param, storage, step_device) for k, v in value.items()}

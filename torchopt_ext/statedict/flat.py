@@ -1,6 +1,6 @@
 """The flat state dict of a model's optimizers.
 
-Keys are those of torch's `flatten_optimizer_state_dict`: `state.{fqn}.{name}` and
+The keys are torch's of `flatten_optimizer_state_dict`: `state.{fqn}.{name}` and
 `param_groups.{fqn}.{name}`, where fqn is the parameter's name in its model part.
 """
 
@@ -30,24 +30,24 @@ Names: TypeAlias = Mapping[Tensor, str]
 BESIDE = {**MASTERS, **SCALES}
 """Entries that a state dict may have or lack, whatever the optimizer keeps."""
 
-# What decides which state exists or which algorithm runs: a checkpoint must agree.
+# Options that decide which state exists or which algorithm runs: a checkpoint must agree.
 _FIXED = {"amsgrad", "decoupled_weight_decay"}
-# Absent without a learning-rate scheduler, and from older versions of torch.
+# Options that are absent without a learning-rate scheduler, and in older versions of torch.
 _OPTIONAL = {"initial_lr", "decoupled_weight_decay"}
 _NOT_LOADED = {"params", "param_names"} | entries.SWITCHES
 
 
 def get_state_dict(parts: Sequence[ModelPart], names: Names | None = None) -> dict[str, Any]:
-    """:meth:`OptimizersContainer.state_dict` of all parts.
+    """Returns the flat state dict of all parts (:meth:`OptimizersContainer.state_dict`).
 
     The control block's fields, which are the same in all parts, are `torchopt_ext.control.*`.
 
     Args:
-        names: what :func:`complete` has returned; the modules are then not looked at.
+        names: the result of :func:`complete`; the modules are then not read.
     """
     flat: dict[str, Any] = {}
     for _, _, saved, states in _groups(parts, names):
-        saved.pop("param_names", None)  # not of torchtitan's keys
+        saved.pop("param_names", None)  # torchtitan has no such keys
         for fqn in saved.pop("params"):
             entry = states.get(fqn, {})
             flat |= {f"state.{fqn}.{k}": v for k, v in entry.items() if k != CONTROL_KEY}
@@ -62,7 +62,7 @@ def get_state_dict(parts: Sequence[ModelPart], names: Names | None = None) -> di
 def load_state_dict(
     parts: Sequence[ModelPart], state_dict: Mapping[str, Any], names: Names | None = None
 ) -> None:
-    """:meth:`OptimizersContainer.load_state_dict`: checks everything before it writes anything.
+    """Loads a flat state dict as :meth:`OptimizersContainer.load_state_dict`; checks it first.
 
     Args:
         names: as in :func:`get_state_dict`.
@@ -90,7 +90,7 @@ def load_state_dict(
             missing += [key for key in wanted if key not in values and name not in _OPTIONAL]
             problems += _option_problems(name, values, plain(group[name]))
             options += [(group, name, value) for value in [*values.values()][:1]]
-    # A container's own keys, or what torch's functions made of the first parameter's entry.
+    # A container's own keys, or keys that torch's functions made of the first parameter's entry.
     split = ((key.rpartition(f"{CONTROL_KEY}."), value) for key, value in state_dict.items())
     control = entries.control_fields({name: value for (_, found, name), value in split if found})
     problems += filter(None, [entries.control_problem(control)])
@@ -113,14 +113,14 @@ def load_state_dict(
 
 
 def _option_problems(name: str, values: Mapping[str, Any], live: Any) -> Iterator[str]:
-    """What is wrong with the values of an option, by key, that the parameters of a group have."""
+    """Yields what is wrong with an option's values, by key, for the parameters of a group."""
     for key, value in values.items():
         other, first = next(iter(values.items()))
         if found := entries.option_problem(name, value, live):
             yield f"'{key}' {found}"
         elif name in _FIXED and value != live:
             yield f"'{key}' is {value!r}, this optimizer was built with {live!r}"
-        elif value != first and (value == value or first == first):  # NaN is not another NaN
+        elif value != first and (value == value or first == first):  # two NaNs count as equal
             yield (
                 f"'{key}' is {value!r} but '{other}' is {first!r}, and both parameters are in one "
                 f"group here"
@@ -128,10 +128,10 @@ def _option_problems(name: str, values: Mapping[str, Any], live: Any) -> Iterato
 
 
 def _commit(slot: Slot, state: dict[str, Any]) -> None:
-    """Writes a checked entry into the live tensors, which a captured graph may read."""
+    """Writes a checked entry into the live tensors in place: a captured graph may read them."""
     keeps_master = bool(MASTERS.keys() & state.keys())
     for name in MASTERS.keys() - slot.entry.keys() if slot.entry else ():
-        state.pop(name, None)  # the next step makes it from what there is (fit_master)
+        state.pop(name, None)  # the next step makes it from the other entries (fit_master)
     for name, value in slot.entry.items():
         live = state.get(name)
         if isinstance(live, Tensor) and isinstance(value, Tensor | int | float):
@@ -144,15 +144,15 @@ def _commit(slot: Slot, state: dict[str, Any]) -> None:
 
 
 def named_parameters(parts: Sequence[ModelPart]) -> list[tuple[str, Tensor]]:
-    """The trained parameters by their names in a flat state dict."""
+    """Returns the optimizers' parameters with their names in a flat state dict."""
     return [(fqn, param) for param, fqn in complete(parts).items()]
 
 
 def init_state(optimizer: Optimizer) -> None:
     """Creates the state that the first step would create, with step 0, where it is missing.
 
-    Unlike torch's own way, a step with lr = 0, it advances no step count and touches no gradient.
-    It knows torch's Adam and AdamW and optimizers with a method `init_state`; others are left.
+    Unlike torch's way, a step with lr = 0, this advances no step count and touches no gradient. It
+    knows torch's Adam and AdamW and optimizers with a method `init_state`; others stay unchanged.
     """
     if own := getattr(optimizer, "init_state", None):
         own()
@@ -164,9 +164,9 @@ def init_state(optimizer: Optimizer) -> None:
 
 
 def init_state_by_step(parts: Sequence[ModelPart]) -> None:
-    """Lets torch create missing state by a step with lr = 0, whose count stays.
+    """Lets torch create missing state by a step with lr = 0, which the step counts include.
 
-    As torch does it, not while there are gradients.
+    Like torch, it does nothing while there are gradients.
     """
     for part, optimizers in parts:
         for optimizer in optimizers:
@@ -175,7 +175,7 @@ def init_state_by_step(parts: Sequence[ModelPart]) -> None:
 
 
 def _adam_state(param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-    """As torch/optim/adam.py, Adam._init_group: the step is on the CPU unless a kernel reads it."""
+    """Makes torch's Adam._init_group state, with steps on the CPU unless a kernel reads them."""
     device = param.device if group["capturable"] or group["fused"] else "cpu"
     dtype = torch.float32 if group["fused"] else torch.get_default_dtype()
     step = torch.zeros((), dtype=dtype if dtype == torch.float64 else torch.float32, device=device)
@@ -184,7 +184,7 @@ def _adam_state(param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def complete(parts: Sequence[ModelPart]) -> dict[Tensor, str]:
-    """Completes the state of every optimizer, and names their parameters, group by group."""
+    """Completes the state of every optimizer; returns the parameters' names, group by group."""
     names: dict[Tensor, str] = {}
     for part, optimizers in parts:
         if any(isinstance(module, FullyShardedDataParallel) for module in part.modules()):
@@ -198,7 +198,7 @@ def complete(parts: Sequence[ModelPart]) -> dict[Tensor, str]:
         for optimizer in optimizers:
             init_state(optimizer)
             if not optimizer.state:
-                get_optimizer_state_dict(part, optimizer)  # torch makes it
+                get_optimizer_state_dict(part, optimizer)  # torch creates the state
         named: dict[str, Any] = get_optimizer_state_dict(part, _Nameless(params))
         (group,) = named["param_groups"]
         known = {*names.values()}
@@ -213,7 +213,7 @@ def complete(parts: Sequence[ModelPart]) -> dict[Tensor, str]:
 
 
 class Completion:
-    """:func:`complete`, which asks for names again only where a module or an optimizer has changed:
+    """A :func:`complete` that asks for names again only after a module or an optimizer has changed:
     torch takes 40 us to find a parameter's name, which a save would add to each training step."""
 
     def __init__(self) -> None:
@@ -240,9 +240,9 @@ class Completion:
 def _groups(
     parts: Sequence[ModelPart], names: Names | None
 ) -> Iterator[tuple[Optimizer, dict[str, Any], dict[str, Any], dict[str, Any]]]:
-    """Each optimizer's groups, as they are and as torch saves them, and the saved state by name.
+    """Yields each optimizer, a group as it is and as torch saves it, and the saved state by name.
 
-    Names stand for parameters in what torch saves. The state is complete.
+    In the saved groups, names stand for parameters. The state is complete.
     """
     names = complete(parts) if names is None else names
     for optimizer in [optimizer for _, own in parts for optimizer in own]:
@@ -265,7 +265,7 @@ def _groups(
 
 
 class _Nameless(Optimizer):
-    """Parameters for torch to name; without state get_optimizer_state_dict would make a step."""
+    """An optimizer whose parameters torch names; its entry of state keeps torch from a step."""
 
     def __init__(self, params: list[Tensor]) -> None:
         super().__init__([{"params": params}], {})

@@ -27,10 +27,10 @@ from torchopt_ext.statedict.entries import (
 )
 from torchopt_ext.statedict.moments import code_problems, has_codes
 
-_NEEDED = {"lr", "betas", "eps", "weight_decay"}  # of a group, in any version of torch
+_NEEDED = {"lr", "betas", "eps", "weight_decay"}  # options of a group in any version of torch
 
 SHOWN = 5
-"""Problems that a message has in full."""
+"""How many problems a message has in full."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Slot:
     """A parameter, and what a state dict has for it.
 
     Attributes:
-        label: what messages call an entry, with {} for its name.
-        entry: empty if there is no state.
+        label: the name of an entry in messages, with {} for the entry's key.
+        entry: the state; empty if there is no state.
     """
 
     param: Tensor
@@ -50,7 +50,7 @@ class Slot:
         return self.label.replace("{}", name)
 
     def problems(self, optimizer: Optimizer) -> Iterator[str]:
-        """Entries that do not fit."""
+        """Yields a message for each entry that does not fit."""
         held = optimizer.state.get(self.param, {})
         coded = hasattr(optimizer, "_storage") and has_codes(self.entry)
         for name, wrong in code_problems(self.entry, self.param) if coded else ():
@@ -69,7 +69,7 @@ class Loaded:
     Attributes:
         slots: one for each parameter, in order.
         groups: hyperparameters by group, with the optimizer's own parameters.
-        foreign: state that belongs to no parameter, as it was.
+        foreign: state that belongs to no parameter, unchanged.
         control: fields of a control block; empty if there are none.
         extra: further top-level entries.
     """
@@ -86,7 +86,7 @@ class Loaded:
         return largest_step(slot.entry for slot in self.slots)
 
     def problems(self, optimizer: Any) -> Iterator[str]:
-        """All that does not fit the optimizer that is to take it."""
+        """Yields all that does not fit the optimizer that is to load it."""
         if found := control_problem(self.control):
             yield found
         required = required_of(type(optimizer))
@@ -113,13 +113,13 @@ def _lacks(names: Iterable[str], optimizer: Any) -> str:
 
 
 def largest_step(entries: Iterable[Mapping[str, Any]]) -> float:
-    """The largest step count of parameters' checked states; 0 without any."""
+    """Returns the largest step count of parameters' checked states; 0 without any."""
     steps = [local_tensor(entry["step"]) for entry in entries if "step" in entry]
     return max(map(float, steps), default=0.0)
 
 
 def raise_problems(found: Iterable[str], kind: type[Exception] = ValueError) -> None:
-    """Raises ``kind`` with all problems, the first of them in full; nothing if there is none."""
+    """Raises ``kind`` with all problems, the first of them in full; does nothing without any."""
     problems = list(found)
     if problems:
         more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
@@ -127,13 +127,13 @@ def raise_problems(found: Iterable[str], kind: type[Exception] = ValueError) -> 
 
 
 def read_indexed(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> Loaded:
-    """What a state dict in torch's layout, ``state`` by index and ``param_groups``, has.
+    """Reads a state dict in torch's layout: ``state`` by index, and ``param_groups``.
 
     Args:
-        groups: of the optimizer that loads it, in which the parameters are found.
+        groups: groups of the optimizer that loads it, which hold the parameters.
 
     Raises:
-        ValueError: it is no such dict, or its groups have other sizes.
+        ValueError: the state dict has another layout, or its groups have other sizes.
     """
     raise_problems(_structure_problems(state_dict, groups))
     others = dict(state_dict)
@@ -144,7 +144,7 @@ def read_indexed(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> Loaded
         names = group.get("param_names") or [""] * len(group["params"])
         for index, param, name in zip(saved["params"], group["params"], names, strict=True):
             label = f"{{}} of parameter {index}" + (f" ({name!r})" if name else "")
-            # torch's set_optimizer_state_dict makes {} of an entry that a flat dict lacks.
+            # torch's set_optimizer_state_dict makes {} for an entry that a flat dict lacks.
             given = state.get(index, {}).items()
             entry = {k: v for k, v in given if not (isinstance(v, Mapping) and not v)}
             cast += [entry.pop(name) for name in MASTERS if was_cast(entry.get(name), param)]
@@ -199,12 +199,12 @@ def _structure_problems(state_dict: Any, groups: Sequence[Mapping[str, Any]]) ->
 
 
 def load_whole(optim: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Loads a copy into any optimizer; whatever that raises, the optimizer is then as it was.
+    """Loads a copy into any optimizer; if this raises, the optimizer is as before.
 
-    torch's classes may raise after they have taken part of a dict, and share tensors with it.
+    torch's classes may raise after they have loaded part of a dict, and share tensors with it.
 
     Raises:
-        ValueError: the groups lack what the optimizer needs.
+        ValueError: the groups lack options that the optimizer needs.
     """
     state, groups = optim.state, optim.param_groups
     contents = [dict(group) for group in groups]

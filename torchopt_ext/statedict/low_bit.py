@@ -1,4 +1,4 @@
-"""Moments that torchao and bitsandbytes keep in 4 or 8 bits, as the numbers that they stand for."""
+"""Decodes moments that torchao and bitsandbytes keep in 4 or 8 bits."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from torchopt_ext.optim.local import as_placed
 from torchopt_ext.statedict.entries import MOMENTS
 from torchopt_ext.statedict.loaded import Slot
 
-# bitsandbytes/optim/optimizer.py: a state dict has the codes, their values and scales by itself,
-# or in an entry that FSDP leaves alone.
+# bitsandbytes/optim/optimizer.py: a state dict has the codes, their values and scales directly, or
+# in this entry, which FSDP leaves alone.
 _WRAPPED = "__bnb_optimizer_quant_state__"
-_BLOCK = 256  # elements in a row, in memory, that share a scale
+_BLOCK = 256  # consecutive elements in memory that share a scale
 
 
 def with_numbers(slot: Slot) -> Slot:
-    """The slot with float moments. What cannot be read stays as it is, to be named as unfit."""
+    """Returns the slot with float moments. Unreadable entries stay, so that a check names them."""
     entry = dict(slot.entry)
     if isinstance(wrapped := entry.pop(_WRAPPED, None), Mapping):
         entry |= wrapped
     for number, name in enumerate(MOMENTS[:2], 1):
         keys = [f"{kind}{number}" for kind in ("state", "absmax", "qmap")]
         state, scales, values = map(entry.get, keys)
-        if isinstance(state, Tensor) and state.is_floating_point():  # of a small parameter
+        if isinstance(state, Tensor) and state.is_floating_point():  # a small parameter's moment
             found: Tensor | None = state
         else:
             found = _of_blocks(state, scales, values)
@@ -39,7 +39,7 @@ def with_numbers(slot: Slot) -> Slot:
 
 
 def _of_blocks(codes: Any, scales: Any, values: Any) -> Tensor | None:
-    """Each code's value times its block's scale; None if they are not of bitsandbytes' shapes."""
+    """Returns each code's value times its block's scale; None unless shapes are bitsandbytes'."""
     if not all(isinstance(tensor, Tensor) for tensor in (codes, scales, values)):
         return None
     blocks = -(-codes.numel() // _BLOCK)
@@ -52,7 +52,7 @@ def _of_blocks(codes: Any, scales: Any, values: Any) -> Tensor | None:
 
 
 def _plain(value: Any) -> Any:
-    """torchao's subclasses know how to; a plain tensor's method is of torch's quantized dtypes."""
+    """Decodes torchao's subclasses. A plain tensor's method is for torch's quantized dtypes."""
     local: Any = value.to_local() if is_dtensor(value) else value
     if not isinstance(local, Tensor) or type(local).dequantize is Tensor.dequantize:
         return value

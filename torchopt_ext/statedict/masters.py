@@ -1,4 +1,4 @@
-"""Between master weights and remainders, and from each to the weight that it completes."""
+"""Conversions between master weights, remainders and the weights that they stand for."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -23,8 +23,8 @@ from torchopt_ext.statedict.loaded import raise_problems
 def fit_master(param: Tensor, state: dict[str, Any], storage: Storage) -> None:
     """Leaves in ``state`` the one master entry that ``storage`` asks for, made from what is there.
 
-    A remainder belongs to the parameter as it is now, so a checkpoint's is completed only here,
-    when a step is near, and not when it is loaded, which may be before the model is.
+    A remainder belongs to the parameter's present values. So a checkpoint's master is converted
+    only here, shortly before a step, and not when it is loaded: the model may be loaded later.
     """
     wanted = storage.master_of(param)
     if wanted is not None and wanted not in state:
@@ -40,12 +40,12 @@ def fit_master(param: Tensor, state: dict[str, Any], storage: Storage) -> None:
 
 
 def remainder_of(state: dict[str, Any]) -> Tensor | None:
-    """A state's remainder, the one with more bits."""
+    """Returns a state's remainder, the remainder with more bits if there are two, or None."""
     return next((state[name] for name in REMAINDERS if name in state), None)
 
 
 def refresh_master(param: Tensor, state: dict[str, Any]) -> None:
-    """Makes the master weight what the parameter is now."""
+    """Sets the master weight or remainder to the parameter's values."""
     if MASTER in state:
         local_tensor(state[MASTER]).copy_(local_tensor(param))
     for name in REMAINDERS.keys() & state.keys():
@@ -53,7 +53,7 @@ def refresh_master(param: Tensor, state: dict[str, Any]) -> None:
 
 
 def keep_up(param: Tensor, state: dict[str, Any]) -> None:
-    """Makes those elements of an fp32 master weight what they are now that do not round to it."""
+    """Sets elements of an fp32 master weight that do not round to the parameter to its values."""
     if MASTER in state:
         master = local_tensor(state[MASTER])
         local = local_tensor(param).to(master.device)
@@ -61,10 +61,10 @@ def keep_up(param: Tensor, state: dict[str, Any]) -> None:
 
 
 def weight_of(param: Tensor, state: dict[str, Any]) -> Tensor:
-    """What a 16-bit parameter is rounded from, as float32; of others, the parameter's values.
+    """Returns what a 16-bit parameter is rounded from, as float32; for others, their values.
 
-    The master weight itself if there is one. An empty tensor for a frozen parameter that no step
-    could update: its checkpoint is the model's alone.
+    If there is a master weight, returns the master weight itself. Returns an empty tensor for a
+    frozen parameter that no step could update: only the model's checkpoint holds it.
     """
     if not is_steppable(param):
         return torch.empty(0)
@@ -84,7 +84,7 @@ def weight_of(param: Tensor, state: dict[str, Any]) -> Tensor:
 def set_weight(param: Tensor, state: dict[str, Any], weight: Tensor, storage: Storage) -> None:
     """Sets a parameter and its master to ``weight``, which has its shape and placements.
 
-    A parameter that no step could update stays.
+    A parameter that no step could update stays unchanged.
     """
     if not is_steppable(param):
         return
@@ -108,17 +108,17 @@ def set_weight(param: Tensor, state: dict[str, Any], weight: Tensor, storage: St
 def read_weights(
     given: Mapping[Any, Any], named: Iterable[tuple[str, Tensor]], keeps: Callable[[Tensor], bool]
 ) -> list[tuple[Tensor, Tensor]]:
-    """The parameters and the float32 weights that ``given`` has for them, each placed as its one.
+    """Returns pairs of parameters and their float32 weights in ``given``, placed as parameters.
 
     Args:
-        given: weights by parameter or name. Other names are ignored, so that a model's whole state
-            dict will do; a plain tensor for a DTensor is the whole weight.
-        named: an optimizer's parameters, "" where it knows no name.
-        keeps: whether a parameter has a master weight; of those that are trained none may lack.
+        given: weights by parameter or name. Other names are ignored, so a model's whole state dict
+            will do. A plain tensor for a DTensor is the whole weight.
+        named: an optimizer's parameters, "" if it knows no name.
+        keeps: whether a parameter has a master; ``given`` must have all such trained parameters.
 
     Raises:
-        TypeError: ``given`` is no mapping.
-        ValueError: what is missing or does not fit.
+        TypeError: ``given`` is not a mapping.
+        ValueError: weights are missing or do not fit; the message lists the problems.
     """
     if not isinstance(given, Mapping):
         raise TypeError(f"got a {type(given).__name__}, expected weights by parameter or name")
@@ -154,7 +154,7 @@ def read_weights(
 
 
 def _placed_as(weight: Tensor, param: Any) -> Tensor:
-    """This rank's shard of a whole tensor, without communication."""
+    """Returns this rank's shard of a whole tensor, without communication."""
     from torch.distributed.tensor import distribute_tensor
 
     mesh = param.device_mesh

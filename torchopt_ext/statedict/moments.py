@@ -1,4 +1,4 @@
-"""Moments of 8 bits from float ones and back, some rows at a time (docs/numerics.md section 11)."""
+"""Converts float moments to 8 bits and back, some rows at a time (docs/numerics.md section 11)."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -21,22 +21,22 @@ from torchopt_ext.optim.quantized import (
 from torchopt_ext.optim.quantized import quantized_problem as problem
 
 _ELEMENTS = 1 << 18
-"""What is in memory as float32 at once, or a row."""
+"""Elements that are in memory as float32 at once, at least one row."""
 _ANY_SCALE = tuple(f"{name}_scale" for name in CODES)
-"""How names of scales begin in every version of the format."""
+"""How the names of scales begin, in every version of the format."""
 _CODES = {"exp_avg": 127.0, "exp_avg_sq": 256.0}
-"""Steps of a scale up to the largest magnitude of a group."""
+"""Steps of a scale up to the largest magnitude of its group."""
 
 
 def has_codes(entry: Mapping[str, Any]) -> bool:
-    """Whether a parameter's saved state has moments of 8 bits."""
+    """Returns whether a parameter's saved state has 8-bit moments."""
     found = [entry.get(name) for name in CODES]
     coded = any(isinstance(c, Tensor) and c.dtype in CODES.values() for c in found)
     return coded or bool(SCALES.keys() & entry.keys())
 
 
 def code_problems(entry: Mapping[str, Any], param: Tensor) -> Iterator[tuple[str, str]]:
-    """Names of codes and scales that do not fit, and why."""
+    """Yields names of codes and scales that do not fit, and why."""
     for name in entry:
         if name not in SCALES and name.startswith(_ANY_SCALE):
             yield name, f"is of another format of 8-bit moments, expected {', '.join(SCALES)}"
@@ -51,16 +51,16 @@ def code_problems(entry: Mapping[str, Any], param: Tensor) -> Iterator[tuple[str
 
 
 def _can_decode(param: Tensor) -> bool:
-    """Whether codes of a parameter can be read, if only to make float moments of them.
+    """Returns whether codes of a parameter can be read, if only to make float moments of them.
 
-    Not of a DTensor: its shard may hold parts of rows, whose scales are of whole ones.
+    Other DTensors are excluded: a shard may hold parts of rows, but scales belong to whole rows.
     """
     plain = not is_dtensor(param) and not param.is_complex()
     return can_quantize(param) or (plain and param.dim() >= 2)
 
 
 def fit_moments(entry: Mapping[str, Any], param: Tensor, quantizes: bool) -> Mapping[str, Any]:
-    """A checked entry with moments of 8 bits, or with float ones."""
+    """Returns a checked entry with 8-bit moments if ``quantizes``, otherwise with float moments."""
     if not entry or has_codes(entry) == quantizes:
         return entry
     fitted = {name: value for name, value in entry.items() if name not in SCALES}
@@ -77,11 +77,11 @@ def fit_moments(entry: Mapping[str, Any], param: Tensor, quantizes: bool) -> Map
 
 
 def quantize(name: str, moment: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and scales of a moment, as a step stores them but rounded to nearest."""
+    """Returns codes and scales of a moment, as a step stores them but rounded to nearest."""
     codes = torch.empty(moment.shape, dtype=CODES[name], device=moment.device)
     scales = torch.empty(scale_shape(moment), dtype=torch.float32, device=moment.device)
     by_row = codes.flatten(1)
-    is_root = name == "exp_avg_sq"  # a root's code 0 is one step, and 255 is 256
+    is_root = name == "exp_avg_sq"  # a root's code c stands for c + 1 steps
     for own in _blocks(moment):
         grouped = _grouped(moment[own].reshape(-1, by_row.shape[1]).float())
         value = _sqrt(grouped) if is_root else grouped
@@ -96,7 +96,7 @@ def quantize(name: str, moment: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(name: str, codes: Tensor, scales: Tensor) -> Tensor:
-    """The float32 moment that codes and scales stand for, exactly as a step reads it."""
+    """Returns the float32 moment that codes and scales stand for, exactly as a step reads it."""
     moment = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
     by_row = moment.flatten(1)
     for own in _blocks(codes):
@@ -108,17 +108,17 @@ def dequantize(name: str, codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def _blocks(tensor: Tensor) -> Iterator[slice]:
-    """Rows that are converted together."""
+    """Yields slices of rows that are converted together."""
     step = max(1, _ELEMENTS // math.prod(tensor.shape[1:]))
     return (slice(start, start + step) for start in range(0, len(tensor), step))
 
 
 def _grouped(rows: Tensor) -> Tensor:
-    """(rows, elements) as (rows, groups, GROUP), the last group filled with zeros."""
+    """Returns (rows, elements) as (rows, groups, GROUP); zeros fill the last group."""
     padded = pad(rows, (0, -rows.shape[1] % GROUP))
     return padded.view(len(rows), padded.shape[1] // GROUP, GROUP)
 
 
 def _sqrt(x: Tensor) -> Tensor:
-    """Correctly rounded, which torch's float32 is not where it comes from MKL."""
+    """Returns the correctly rounded root; torch's float32 root is not, if it comes from MKL."""
     return x.double().sqrt().float()

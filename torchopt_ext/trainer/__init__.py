@@ -1,4 +1,4 @@
-"""The Trainer: a training loop as torchtitan's, on any device. docs/trainer.md."""
+"""The Trainer: torchtitan's training loop, on any device. See docs/trainer.md."""
 
 from torchopt_ext.trainer.checkpoint import CheckpointManager
 from torchopt_ext.trainer.config import ConfigError, JobConfig

@@ -1,7 +1,7 @@
 """CheckpointManager: when the Trainer saves, and what it resumes from.
 
-Interface and keys are those of torchtitan's (torchtitan/components/checkpoint.py). What writes and
-reads is torch.distributed.checkpoint (DCP).
+Interface and keys are those of torchtitan (torchtitan/components/checkpoint.py).
+torch.distributed.checkpoint (DCP) writes and reads.
 """
 
 import json
@@ -38,24 +38,24 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch
 
 
 class CheckpointManager:
-    """Saves and loads everything that a job needs to go on as if it had never stopped.
+    """Saves and loads everything that a job needs to continue as if it had never stopped.
 
-    A checkpoint is complete or not there: it is written beside, with size and CRC-32 of every file
-    in a manifest, and renamed when all ranks have written. All ranks call `save` and `load`.
+    A checkpoint is complete or absent: it is written under another name, with a manifest of sizes
+    and CRC-32s, and renamed when all ranks have written. All ranks call `save` and `load`.
 
     Attributes:
-        folder: where the checkpoints are, each in `step-N`.
+        folder: folder of the checkpoints, each in `step-N`.
 
     Args:
-        dataloader: with `state_dict` and `load_state_dict`, where keys of what differs between
-            data-parallel ranks differ, too; None: nothing is saved of it.
-        model_parts, optimizers, lr_schedulers: what is trained.
+        dataloader: has `state_dict` and `load_state_dict`. Entries that differ between
+            data-parallel ranks must have different keys. None: no data position is saved.
+        model_parts, optimizers, lr_schedulers: the objects that are trained.
         states: further objects to save, by key, such as {"train_state": trainer}.
-        job_config: `checkpoint`, `job.dump_folder`, `training.steps` and `parallelism` of it.
-        ft_manager: `enabled` and, if so, torchft's `manager`.
+        job_config: provides `checkpoint`, `job.dump_folder`, `training.steps` and `parallelism`.
+        ft_manager: has `enabled` and, if it is true, torchft's `manager`.
 
     Raises:
-        ValueError: a setting that is wrong or cannot be honoured; names it.
+        ValueError: A setting is wrong or cannot be honored. The message names the setting.
     """
 
     folder: Path
@@ -86,7 +86,7 @@ class CheckpointManager:
         self._group: Any = None
         self._rank, self._ranks = 0, 1
         if dist.is_available() and dist.is_initialized():
-            # Of its own, for saves go on beside the training's collectives.
+            # A separate group, because saves run during the training's collectives.
             self._group = dist.new_group(backend="gloo")
             self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         layout = states_of.layout(job_config.parallelism, self._ranks)
@@ -94,16 +94,16 @@ class CheckpointManager:
         if dataloader is not None:
             self._own[DATALOADER] = states_of.DataPosition(dataloader)
         self._refused: set[int] = set()
-        self._done: int | None = None  # the last step of which this process saved everything
-        self._left_out = False  # a periodic save, for steps that were skipped
-        self._unfit: set[str] = set()  # keys without which checkpoints are saved
-        self._went_back_to: int | None = None  # load_step, until something was saved
+        self._done: int | None = None  # the last step that this process saved in full
+        self._left_out = False  # whether skipped steps delay a periodic save
+        self._unfit: set[str] = set()  # keys that checkpoints leave out
+        self._went_back_to: int | None = None  # load_step, until the first save
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._remover = ThreadPoolExecutor(1, "checkpoint-removal")
         self._pending: tuple[int, Future[None]] | None = None
         self._staged: Staged | None = None
         with all_or_none(self._group):
-            # A replica group must not touch what another one may be saving.
+            # A replica group must not touch files that another group may be saving.
             if self._rank == 0 and not self._config.load_only and self._manager is None:
                 files.recover(self.folder)
 
@@ -113,25 +113,25 @@ class CheckpointManager:
     def save(
         self, curr_step: int, force: bool = False, *, ended: bool = False, skipping: bool = False
     ) -> None:
-        """Saves if this step is due: at each interval, at step 1 if asked for, and when forced.
+        """Saves if this step is due: at each interval, at step 1 if configured, and if forced.
 
-        Step 0 is a seed for jobs of any parallelism: the model only. So is a forced save of the
-        last step, in `export_dtype`, if `model_weights_only` is set. `export_safetensors` writes
-        that model beside it, to `step-N.safetensors`. In the asynchronous modes the call copies the
-        state to host memory, and a thread writes it; forced saves are written when it returns.
+        Step 0 saves only the model, as a seed for jobs of any parallelism. So does a forced save of
+        the last step, in `export_dtype`, if `model_weights_only` is set. `export_safetensors` also
+        writes the last model to `step-N.safetensors`. In asynchronous modes the call copies the
+        state to host memory, and a thread writes it. Forced saves are done when the call returns.
 
-        A periodic save that fails is logged as an error, on all ranks, and training goes on.
+        If a periodic save fails, all ranks log an error, and training continues.
 
         Args:
-            ended: this is the last step, whatever `training.steps` says.
-            skipping: the latest steps were skipped. If a rank says so, a periodic save, other than
-                that of step 1, waits for a step that is not: it may be the weights that are bad.
+            ended: whether this is the last step, whatever `training.steps` says.
+            skipping: whether the latest steps were skipped. If so on any rank, a periodic save,
+                except at step 1, waits for a step that is not skipped: the weights may be bad.
 
         Raises:
-            RuntimeError: on all ranks, if a forced save failed, or that of step 1, of which an
-                asynchronous mode tells in the next call.
-            TypeError, ValueError: on all ranks, if the state is none that can be saved and loaded
-                again; names what of it.
+            RuntimeError: A forced save or the save at step 1 failed. All ranks raise. For step 1 an
+                asynchronous mode raises in the next call.
+            TypeError, ValueError: The state cannot be saved and loaded again. All ranks raise. The
+                message names the entry.
         """
         if not self._is_due(curr_step, force):
             return
@@ -160,7 +160,7 @@ class CheckpointManager:
         return force or first or self._left_out or step % self._config.interval == 0
 
     def _start(self, step: int, contents: str, last: bool, force: bool, begin: float) -> None:
-        """Writes a checkpoint, or lets a thread do so."""
+        """Writes a checkpoint, or lets a thread write it."""
         now = force or self._config.async_mode == "disabled"
         try:
             state = self._gathered_state(step, contents, exported=last, staged=not now)
@@ -174,11 +174,11 @@ class CheckpointManager:
             logger.error("%s; training goes on", error)
 
     def _gathered_state(self, step: int, contents: str, *, exported: bool, staged: bool) -> Any:
-        """What to write, on all ranks or none: live, or staged.
+        """Returns the state to write, live or staged. All ranks succeed, or all ranks raise.
 
         Raises:
-            RuntimeError: what failed, such as for lack of memory.
-            TypeError, ValueError: what of the state cannot be saved, at this step or a later one.
+            RuntimeError: Gathering failed, for example for lack of memory.
+            TypeError, ValueError: An entry cannot be saved, at this step or any later step.
         """
         unfit: Exception | None = None
         state: Any = None
@@ -192,7 +192,7 @@ class CheckpointManager:
                 if staged and not unfit:
                     pinned = self._config.async_mode == "async_with_pinned_mem"
                     state = self._staged = Staged(state, pinned=pinned)
-        except Exception as error:  # the states' owners raise any kind
+        except Exception as error:  # the states' owners may raise any kind of error
             self._staged = None
             raise self._failure(step, error) from error
         with all_or_none(self._group):
@@ -201,7 +201,7 @@ class CheckpointManager:
         return state
 
     def _state(self, contents: str, exported: bool) -> dict[str, Any]:
-        """What a checkpoint holds, by key; tensors are the live ones."""
+        """Returns the contents of a checkpoint by key, with live tensors."""
         model = self._model_state()
         rest = {} if contents == "model" else self._states | self._own
         if both := sorted(model.keys() & rest.keys()):
@@ -224,7 +224,7 @@ class CheckpointManager:
 
     @property
     def _export_dtype(self) -> torch.dtype | None:
-        """None for float32, which leaves the model as it is, as in torchtitan."""
+        """The dtype to convert to. None for float32: the model stays as it is, as in torchtitan."""
         dtype = DTYPES[self._config.export_dtype]
         return None if dtype == torch.float32 else dtype
 
@@ -232,7 +232,7 @@ class CheckpointManager:
         """Writes and publishes a checkpoint, on all ranks or none.
 
         Raises:
-            RuntimeError: what failed, and at which step; what was written is removed.
+            RuntimeError: Saving failed. The message has reason and step. Written files are removed.
         """
         saving = files.saving_folder(self.folder, step)
         try:
@@ -253,7 +253,7 @@ class CheckpointManager:
                         files.abandon(self.folder, self._went_back_to)
                     files.commit(self.folder, manifest)
             self._went_back_to = None
-        except (Exception, CheckpointException) as error:  # which is not an Exception
+        except (Exception, CheckpointException) as error:  # the latter is no Exception
             if self._rank == 0:
                 shutil.rmtree(saving, ignore_errors=True)
             raise self._failure(step, error) from error
@@ -269,7 +269,7 @@ class CheckpointManager:
         )
 
     def _gathered(self, written: dict[str, File]) -> dict[str, File]:
-        """All ranks' files."""
+        """Returns the files of all ranks."""
         texts = [json.dumps({name: asdict(file) for name, file in written.items()})]
         if self._group is not None:
             texts = all_gather_text(texts[0], self._group, "listing a checkpoint's files")
@@ -277,7 +277,7 @@ class CheckpointManager:
         return {name: File(**file) for name, file in every}
 
     def _remove_old(self) -> None:
-        """All but the best `keep_latest_k`."""
+        """Removes all checkpoints except the best `keep_latest_k`."""
         if not self._config.keep_latest_k:
             return
         for step in files.to_remove(self.folder, self._config.keep_latest_k, self._refused):
@@ -287,16 +287,16 @@ class CheckpointManager:
                 logger.warning("removing step %d of %s: %s", step, self.folder, error)
 
     def maybe_wait_for_staging(self) -> None:
-        """Lets the stream wait for the copy to host memory; call it before the state changes.
+        """Makes the stream wait for the copy to host memory. Call it before the state changes.
 
-        Only "async_with_pinned_mem" copies beside the training.
+        Only "async_with_pinned_mem" copies during training.
         """
         if self._enabled and self._staged is not None:
             self._staged.wait()
             self._staged = None
 
     def close(self) -> None:
-        """Waits for a save and for removals under way; an error of the save is logged."""
+        """Waits for a save and for removals in progress. Logs an error of the save."""
         if not self._enabled:
             return
         self._finish_pending(raises=False)
@@ -304,7 +304,7 @@ class CheckpointManager:
         self._remover.shutdown()
 
     def _finish_pending(self, *, raises: bool) -> None:
-        """Waits for the save under way; logs its error, or raises that of step 1."""
+        """Waits for the save in progress. Logs its error, or raises an error of step 1."""
         self.maybe_wait_for_staging()
         if self._pending is None:
             return
@@ -318,17 +318,17 @@ class CheckpointManager:
 
     @torch.no_grad()
     def load(self, step: int = -1) -> bool:
-        """Loads the newest usable checkpoint, or that of a step; whether there was one.
+        """Loads the newest usable checkpoint, or a step's. Returns whether there was a checkpoint.
 
         Every file is checked first. With -1, damaged checkpoints are skipped with a warning, and
-        if there is none at all, `initial_load_path` is loaded, if set. Step 0 is the model only.
-        With a step, later checkpoints become an abandoned branch as soon as one is saved: they come
-        after all others when the newest is looked for, and are the first to be removed.
+        `initial_load_path`, if set, is loaded if there is no checkpoint at all. Step 0 is the model
+        only. With a step, later checkpoints become an abandoned branch at the next save: they are
+        resumed only if there is no other checkpoint, and are the first to be removed.
 
         Raises:
-            ValueError: on all ranks, if that step's checkpoint, or each that there is, is damaged
-                or does not fit; says what is wrong.
-            FileNotFoundError: on all ranks, if that step has none.
+            ValueError: The step's checkpoint, or every checkpoint, is damaged or does not fit. All
+                ranks raise. The message says what is wrong.
+            FileNotFoundError: The step has no checkpoint. All ranks raise.
         """
         if not self._enabled:
             return False
@@ -369,7 +369,7 @@ class CheckpointManager:
         return True
 
     def newest(self, until: int | None = None) -> int | None:
-        """The last step, up to one, with a complete checkpoint not found damaged, if any."""
+        """Returns the last step, up to `until`, whose checkpoint was not found damaged, or None."""
         if not self._enabled:
             return None
         usable = (s for s in files.by_preference(self.folder) if s not in self._refused)
@@ -384,7 +384,7 @@ class CheckpointManager:
         self._load(checkpoint, step, model_only=model_only, begin=begin)
 
     def _problem(self, checkpoint: Path, step: int | None, *, model_only: bool = False) -> str:
-        """What is wrong with a checkpoint, the same text on all ranks; each checks some files."""
+        """Describes what is wrong, with the same text on all ranks. Each rank checks some files."""
         try:
             wrong = files.problems(checkpoint, step, self._rank, self._ranks)
             if step and not model_only and files.contents_of(checkpoint) == "model":
@@ -420,7 +420,7 @@ class CheckpointManager:
             for key, owner in plain.items():
                 owner.load_state_dict(saved_values.restored(wanted[key]))
             if OPTIMIZER in rest and LR_SCHEDULER not in rest:
-                # The optimizer's learning rates are those of the saved schedule's step.
+                # The loaded learning rates are of the saved schedule's step: set them again.
                 schedulers = self._states[LR_SCHEDULER]
                 schedulers.load_state_dict(schedulers.state_dict())
             if DATALOADER in own:
@@ -436,14 +436,14 @@ class CheckpointManager:
             self._log("Loaded", str(checkpoint), contents, size, begin)
 
     def _agreed(self, value: Any) -> Any:
-        """Rank 0's value, which JSON can hold."""
+        """Returns rank 0's value, which must be of JSON's types."""
         if self._group is None:
             return value
         text = json.dumps(value) if self._rank == 0 else ""
         return json.loads(all_gather_text(text, self._group, "choosing a checkpoint")[0])
 
     def _any(self, here: bool) -> bool:
-        """Whether it is so on any rank."""
+        """Returns whether `here` is true on any rank."""
         if self._group is None:
             return here
         return any(all_gather_text("x" if here else "", self._group, "whether a save is due"))
@@ -475,7 +475,7 @@ class CheckpointManager:
             )
 
     def _state_for_peer(self) -> dict[str, Any]:
-        """What a replica group gives to one that heals."""
+        """Returns the state that a replica group sends to a group that recovers."""
         rest = {key: value.state_dict() for key, value in self._states.items()}
         return rest | {MODEL: self._model_state()}
 
@@ -486,7 +486,7 @@ class CheckpointManager:
 
 
 def _reason(error: BaseException) -> str:
-    """What went wrong in a save: of DCP's error each rank's, without its trace."""
+    """Returns why a save failed; for DCP's error each rank's reason, without its trace."""
     if isinstance(error, CheckpointException):
         found = [f"rank {rank}: {problem}" for rank, (problem, _) in error.failures.items()]
         return "; ".join(found)

@@ -1,8 +1,8 @@
-"""Folders of checkpoints: written beside, checked file by file, made visible by one rename.
+"""Folders of checkpoints: written under another name, published by one rename, checked by file.
 
-A folder ``step-N`` is complete. While it is written it is ``step-N.saving``, while it is removed
-``step-N.removing``. ``manifest.json`` in it lists size and CRC-32 of every file, so that truncated
-files and flipped bytes are found before anything is read from them.
+A folder ``step-N`` is complete. It is called ``step-N.saving`` while it is written, and
+``step-N.removing`` while it is removed. Its ``manifest.json`` lists size and CRC-32 of every file,
+so that truncated files and flipped bytes are found before anything is read from them.
 """
 
 import json
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
 ABANDONED = "abandoned"
-"""A file in a checkpoint after which training does not go on: one before it was loaded."""
+"""A file that marks a checkpoint of an abandoned branch: an earlier checkpoint was loaded."""
 _STEP = re.compile(r"step-(\d+)")
 _LEFTOVER = re.compile(r"step-\d+(\.safetensors)?\.(saving|removing)")
 _CHUNK = 1 << 22
@@ -42,11 +42,11 @@ class File:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint consists of.
+    """The contents of a checkpoint.
 
     Attributes:
-        contents: "full", or "model" without what training needs to go on.
-        files: by name, all but the manifest.
+        contents: "full", or "model" without the states that training needs to continue.
+        files: all files except the manifest, by name.
     """
 
     step: int
@@ -55,7 +55,7 @@ class Manifest:
 
     @property
     def size(self) -> int:
-        """All files' bytes."""
+        """Bytes of all files."""
         return sum(file.size for file in self.files.values())
 
 
@@ -63,12 +63,12 @@ class Manifest:
 
 
 def saving_folder(folder: Path, step: int) -> Path:
-    """Where the files of a checkpoint are until it is complete."""
+    """Returns the folder that holds a checkpoint's files until it is complete."""
     return folder / f"step-{step}.saving"
 
 
 def commit(folder: Path, manifest: Manifest) -> None:
-    """Makes the files that were saved ``step-N``, whose present files, if any, are removed."""
+    """Publishes the saved files as ``step-N``. An existing ``step-N`` is removed."""
     saving, final = saving_folder(folder, manifest.step), folder / f"step-{manifest.step}"
     content = asdict(manifest)
     with open(saving / f"{MANIFEST}.tmp", "w") as stream:
@@ -95,7 +95,7 @@ def _publish(saving: Path, final: Path) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Makes renames in a folder last through a power failure."""
+    """Makes renames in a folder survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -104,16 +104,16 @@ def _sync(folder: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Removes a checkpoint; a crash meanwhile leaves none that seems complete."""
+    """Removes a checkpoint. A crash during removal leaves no checkpoint that looks complete."""
     removing = folder.with_name(f"{folder.name}.removing")
     os.rename(folder, removing)
     shutil.rmtree(removing)
 
 
 def abandon(folder: Path, step: int) -> None:
-    """Marks the checkpoints after a step, from which training goes on by another branch.
+    """Marks the checkpoints after a step as abandoned, because training went back to the step.
 
-    Warns of what cannot be marked. No save fails for it.
+    Warns of checkpoints that cannot be marked, so that no save fails because of them.
     """
     for found in steps(folder):
         mark = folder / f"step-{found}" / ABANDONED
@@ -128,7 +128,7 @@ def abandon(folder: Path, step: int) -> None:
 
 
 def recover(folder: Path) -> None:
-    """Clears away what a process left that was killed while it saved or removed."""
+    """Cleans up after a process that was killed while it saved or removed a checkpoint."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if not _LEFTOVER.fullmatch(path.name):
             continue
@@ -145,9 +145,9 @@ def recover(folder: Path) -> None:
 
 
 def steps(folder: Path) -> list[int]:
-    """The steps of a folder's checkpoints, newest first, damaged ones, too.
+    """Returns the steps of a folder's checkpoints, newest first, including damaged checkpoints.
 
-    Without what torch's own writer left incomplete: it writes ``.metadata`` last.
+    Checkpoints that torch's own writer left incomplete are excluded: it writes ``.metadata`` last.
     """
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
@@ -158,14 +158,14 @@ def steps(folder: Path) -> list[int]:
 
 
 def by_preference(folder: Path) -> list[int]:
-    """The steps as :func:`steps` has them, but those of abandoned branches last."""
+    """Returns the steps of :func:`steps`, with abandoned checkpoints last."""
     return sorted(steps(folder), key=lambda step: (folder / f"step-{step}" / ABANDONED).exists())
 
 
 def to_remove(folder: Path, keep: int, refused: set[int]) -> list[int]:
-    """The steps of the checkpoints beyond the best `keep`, without seeds and damaged ones.
+    """Returns the steps of the checkpoints to remove: all but the best `keep`.
 
-    One that training can go on from stays, whatever comes before it.
+    Seeds and checkpoints in `refused` do not count and stay. The best full checkpoint stays, too.
     """
     usable = [step for step in by_preference(folder) if step > 0 and step not in refused]
     full = next((n for n, step in enumerate(usable) if _is_full(folder / f"step-{step}")), 0)
@@ -180,10 +180,10 @@ def _is_full(checkpoint: Path) -> bool:
 
 
 def read_manifest(checkpoint: Path) -> Manifest | None:
-    """A checkpoint's manifest; None if it has none, as torchtitan's.
+    """Returns a checkpoint's manifest, or None if it has none, as in torchtitan's checkpoints.
 
     Raises:
-        ValueError: it is damaged.
+        ValueError: The manifest is damaged.
     """
     path = checkpoint / MANIFEST
     if not path.exists():
@@ -200,14 +200,14 @@ def read_manifest(checkpoint: Path) -> Manifest | None:
 
 
 def problems(checkpoint: Path, step: int | None, rank: int, ranks: int) -> list[str]:
-    """What is wrong with a checkpoint, in words; of the files' contents a rank checks its share.
+    """Describes what is wrong with a checkpoint. A rank reads only its share of the files.
 
     Args:
-        step: that it should be of; None: any.
+        step: the step that the checkpoint should be of; None: any step.
 
     Raises:
-        ValueError: manifest or metadata are damaged.
-        OSError: the system cannot read.
+        ValueError: The manifest or the metadata is damaged.
+        OSError: The system cannot read a file.
     """
     manifest = read_manifest(checkpoint)
     if manifest is None:
@@ -223,13 +223,13 @@ def problems(checkpoint: Path, step: int | None, rank: int, ranks: int) -> list[
 
 
 def contents_of(checkpoint: Path) -> str:
-    """ "full" or "model"; without manifest it is not known, and taken for full."""
+    """Returns "full" or "model". A checkpoint without a manifest is taken to be full."""
     manifest = read_manifest(checkpoint)
     return "full" if manifest is None else manifest.contents
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step of a checkpoint in any folder: its manifest's, or that of its name, or 0."""
+    """Returns a checkpoint's step, from its manifest or from its folder's name, or 0."""
     if manifest := read_manifest(checkpoint):
         return manifest.step
     match = _STEP.fullmatch(checkpoint.name)
@@ -257,7 +257,7 @@ def _crc32(path: Path) -> int:
 
 
 def share(files: Mapping[str, File], rank: int, ranks: int) -> dict[str, File]:
-    """The files that a rank checks, so that all ranks check about as many bytes."""
+    """Returns the files that a rank checks. All ranks check about the same number of bytes."""
     loads = [0] * ranks
     mine = {}
     for name in sorted(files, key=lambda name: (-files[name].size, name)):
@@ -269,7 +269,7 @@ def share(files: Mapping[str, File], rank: int, ranks: int) -> dict[str, File]:
 
 
 def too_short(checkpoint: Path, metadata: Metadata) -> list[str]:
-    """Which files lack bytes that the metadata refers to: all that can be told without manifest."""
+    """Describes files that are shorter than the metadata says, the only check without manifest."""
     ends: dict[str, int] = {}
     for stored in (metadata.storage_data or {}).values():
         end = stored.offset + stored.length
@@ -284,10 +284,10 @@ def too_short(checkpoint: Path, metadata: Metadata) -> list[str]:
 
 
 def read_metadata(checkpoint: Path) -> Metadata:
-    """DCP's metadata, without running code of the file.
+    """Returns DCP's metadata, without running code from the file.
 
     Raises:
-        ValueError: it is damaged or missing.
+        ValueError: The metadata is damaged or missing.
     """
     if not (checkpoint / METADATA).is_file():
         raise ValueError(f"{checkpoint / METADATA} is missing")

@@ -1,4 +1,4 @@
-"""What checkpoints hold of the model, the data position and the random numbers."""
+"""The states of model, data position and random numbers, as checkpoints hold them."""
 
 import json
 import math
@@ -22,16 +22,16 @@ from torchopt_ext.trainer.saved_values import one_entry, packed, restored, undiv
 
 
 class ModelState:
-    """The parts' live parameters and buffers by name in the whole model."""
+    """The live parameters and buffers of all parts, by their names in the whole model."""
 
     def __init__(self, model_parts: list[nn.Module]) -> None:
         self._parts = [(part, _Names()) for part in model_parts]
 
     def __call__(self) -> dict[str, Any]:
-        """What DCP saves.
+        """Returns the state for DCP to save.
 
         Raises:
-            ValueError: two parts have the same name.
+            ValueError: Two parts have an entry of the same name.
         """
         merged: dict[str, Any] = {}
         for part, names in self._parts:
@@ -43,12 +43,12 @@ class ModelState:
 
 
 class _Names:
-    """get_model_state_dict, which is asked again only where a module's keys have changed: it takes
-    30 us a key, which a save would add to a training step."""
+    """Caches get_model_state_dict's names until a module's keys change: the call takes 30 us per
+    key, which a save would add to a training step."""
 
     def __init__(self) -> None:
         self._keys: list[str] = []
-        self._renamed: dict[str, str] = {}  # those that wrappers have changed
+        self._renamed: dict[str, str] = {}  # names with wrappers to names without
 
     def state_of(self, part: nn.Module) -> dict[str, Any]:
         own = part.state_dict()
@@ -61,31 +61,31 @@ class _Names:
 
 
 def set_model_state(model_parts: list[nn.Module], state: dict[str, Any]) -> None:
-    """Gives each part its entries of :class:`ModelState`'s, as they are or as they were saved."""
+    """Loads each part's entries from `state`, live or in the form in which they were saved."""
     for part in model_parts:
         own = {name: restored(state[name]) for name in get_model_state_dict(part)}
         set_model_state_dict(part, own, options=StateDictOptions(strict=False))
 
 
 def model_entry(value: Any, name: str) -> Any:
-    """What to save of an entry of a model's state: what is no tensor as one entry.
+    """Returns an entry of a model's state for DCP. A value that is not a tensor stays one entry.
 
-    Such is what modules' get_extra_state returns. The model that loads it may have other items.
+    get_extra_state returns such values. The model that loads one may have other items in it.
 
     Raises:
-        TypeError: it could not be loaded again; names what of it.
+        TypeError: A part of the value could not be loaded again. The message names the part.
     """
     return value if torch.is_tensor(value) else undivided(value, name)
 
 
 def model_to_load(live: dict[str, Any], metadata: Metadata, where: Any) -> dict[str, Any]:
-    """A model's state for DCP to load into, where what is no tensor gives way to what was saved.
+    """Returns a model's state for DCP to load into, with non-tensor values as they were saved.
 
-    DCP has divided it in a checkpoint of torchtitan's, or of this package before it saved such
-    values as one entry, and has then no entry for an empty dict.
+    Checkpoints of torchtitan, and of this package's earlier format, split such values into several
+    entries. An empty dict then has no entry.
 
     Raises:
-        ValueError: the checkpoint at `where` lacks entries; names them.
+        ValueError: The checkpoint at `where` lacks entries. The message names them.
     """
     others = {name for name, value in live.items() if not torch.is_tensor(value)}
     found: dict[str, Any] = {}
@@ -103,7 +103,7 @@ def model_to_load(live: dict[str, Any], metadata: Metadata, where: Any) -> dict[
 
 
 def converted(state: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Copies with floating-point tensors in a dtype."""
+    """Returns a copy of a state with floating-point tensors converted to a dtype."""
     return {
         name: value.to(dtype) if torch.is_tensor(value) and value.is_floating_point() else value
         for name, value in state.items()
@@ -111,13 +111,13 @@ def converted(state: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
 
 
 def saved_names(metadata: Metadata, key: str) -> list[str]:
-    """The names right below a key of what was saved."""
+    """Returns the names of the saved entries directly below a key."""
     paths = [path for path in (metadata.planner_data or {}).values() if path[0] == key]
     return list(dict.fromkeys(str(path[1]) for path in paths if len(path) > 1))
 
 
 def layout(parallelism: Any, ranks: int) -> str:
-    """Which rank does which part of the work, from the configuration's section."""
+    """Returns the parallel degrees as text. Equal texts mean an equal division of work."""
     names = (
         *("data_parallel_replicate", "data_parallel_shard", "context_parallel"),
         *("tensor_parallel", "pipeline_parallel"),
@@ -131,22 +131,22 @@ def layout(parallelism: Any, ranks: int) -> str:
 class DataPosition:
     """The position of a data loader, one entry for each key of its state dict.
 
-    Of a parallel loader's state dict the keys differ by data-parallel rank, as torchtitan's
-    ``dp_rank_0``; what several ranks have under one key is saved once.
+    The keys of a parallel loader's state dict differ between data-parallel ranks, such as
+    torchtitan's ``dp_rank_0``. A key that several ranks have is saved once.
     """
 
     def __init__(self, dataloader: Any) -> None:
         self._dataloader = dataloader
 
     def state_dict(self) -> dict[str, bytes]:
-        """Raises TypeError if something of it could not be loaded again; names it."""
+        """Returns the packed state. Raises TypeError, naming a value that could not be loaded."""
         packed_values = {}
         for key, value in self._dataloader.state_dict().items():
             packed_values[str(key)] = packed(one_entry(value, f"dataloader.{key}"))
         return packed_values
 
     def names_to_load(self, metadata: Metadata) -> list[str]:
-        """All: with another number of ranks the loader may need, or refuses, other ranks'."""
+        """Returns all names: another number of ranks may need, or reject, other ranks' entries."""
         return saved_names(metadata, "dataloader")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -158,9 +158,9 @@ class RandomState:
     """This rank's generators: torch's of CPU and current device, Python's, numpy's if imported.
 
     Args:
-        rank: global.
-        layout: as :func:`layout` says; states of another one are not loaded, for it divides the
-            work otherwise.
+        rank: the global rank.
+        layout: the text of :func:`layout`. States of another layout are not loaded, because its
+            ranks do other parts of the work.
     """
 
     def __init__(self, rank: int, layout: str) -> None:
@@ -173,7 +173,7 @@ class RandomState:
         return [name for name in ("layout", self._key) if name in saved_names(metadata, "rng")]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """False: they are of another layout, and this rank's generators were not set."""
+        """Sets the generators. Returns False, and sets none, if the states do not fit this rank."""
         if state.get("layout") != self._layout or self._key not in state:
             return False
         set_generator_states(unpacked(state[self._key], f"rng.{self._key}"))
@@ -181,7 +181,7 @@ class RandomState:
 
 
 def generator_states() -> dict[str, Any]:
-    """The states of this process's generators."""
+    """Returns the states of this process's generators."""
     states: dict[str, Any] = {"cpu": torch.get_rng_state(), "python": random.getstate()}
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states["cuda"] = torch.cuda.get_rng_state()
@@ -192,7 +192,7 @@ def generator_states() -> dict[str, Any]:
 
 
 def set_generator_states(states: Mapping[str, Any]) -> None:
-    """Sets what of :func:`generator_states` this process has."""
+    """Sets the generators of :func:`generator_states` that this process has."""
     torch.set_rng_state(states["cpu"])
     version, numbers, gauss = states["python"]
     random.setstate((version, tuple(numbers), gauss))
@@ -203,5 +203,5 @@ def set_generator_states(states: Mapping[str, Any]) -> None:
 
 
 def reseed(step: int) -> None:
-    """Seeds the generators for a step: ranks of equal seeds stay equal, no step repeats another."""
+    """Seeds the generators for a step. Equal seeds stay equal, and no step repeats another."""
     seed_generators((torch.initial_seed() + step) % 2**63)

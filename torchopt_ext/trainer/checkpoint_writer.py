@@ -1,4 +1,4 @@
-"""torch's writer of distributed checkpoints: it sums what it writes, and writes a value once."""
+"""torch's writer of distributed checkpoints, with CRC-32s and without repeated values."""
 
 import os
 import zlib
@@ -18,11 +18,11 @@ from torchopt_ext.trainer.checkpoint_files import File
 
 _FIXED = (bool, int, float, complex, str, type(None))
 _REPEATED = "torchopt_ext.repeated"
-"""Where a rank's plan has its repeated values, beside the paths of its keys."""
+"""The key of a rank's repeated values in its plan, next to the paths of its keys."""
 
 
 class _Summing:
-    """A file that is written from beginning to end, and its CRC-32."""
+    """A file that is written from beginning to end, with its CRC-32."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream, self.crc32 = stream, 0
@@ -50,7 +50,7 @@ class _SummingFiles(FileSystem):
             try:
                 yield summing
             except RuntimeError as error:
-                # torch.save then says "unexpected pos", and not why.
+                # torch.save then reports "unexpected pos" instead of the cause.
                 raise summing.failed or error from None
         self.written[Path(path).name] = File(os.path.getsize(path), summing.crc32)
 
@@ -60,12 +60,12 @@ class _SummingFiles(FileSystem):
 
 
 class Writer(FileSystemWriter):
-    """Writes a checkpoint's files; :class:`Planner` says which."""
+    """Writes the files of a checkpoint that :class:`Planner` plans."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path)
         self.fs: _SummingFiles = _SummingFiles()
-        self.repeated: dict[str, str] = {}  # of all ranks, on the coordinator
+        self.repeated: dict[str, str] = {}  # all ranks' repeated values, on the coordinator
 
     @property
     def written(self) -> dict[str, File]:
@@ -80,11 +80,11 @@ class Writer(FileSystemWriter):
 
 
 class Planner(DefaultSavePlanner):
-    """Plans a checkpoint in which equal plain values are one entry of a file, under all their keys.
+    """Plans a checkpoint that stores equal plain values once, under all their keys.
 
-    A flat optimizer state has every option of a group once for each parameter. Saving each takes
-    half of the time where parameters are small. Any reader finds them, for the metadata says for
-    each key where in which file it is.
+    A flat optimizer state repeats every option of a group for each parameter. If parameters are
+    small, saving each option takes half of the time. Any reader finds the values, because the
+    metadata gives file and position for each key.
     """
 
     def __init__(self, writer: Writer) -> None:
@@ -113,7 +113,7 @@ class Planner(DefaultSavePlanner):
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is told by its type and text."""
+    """Returns whether a value is determined by its type and repr."""
     if type(value) in (list, tuple):
         return all(type(item) in _FIXED for item in value)
     return type(value) in _FIXED

@@ -1,7 +1,7 @@
-"""JobConfig: everything that a training job can be told, in sections.
+"""JobConfig: all settings of a training job, in sections.
 
-Sections, names and defaults are torchtitan's at 96c11f922; what torchtitan 0.2 added has its name
-there. load_config.py reads the names that changed between torchtitan's versions.
+Sections, names and defaults are those of torchtitan at commit 96c11f922. Settings that torchtitan
+0.2 added have its names. load_config.py translates names that differ between its versions.
 """
 
 from collections.abc import Iterator
@@ -13,14 +13,14 @@ from torchopt_ext.trainer.quantize_config import MX, Float8, Quantize
 
 
 class ConfigError(ValueError):
-    """A setting is unknown, ill-typed, out of range or not supported; the message names it."""
+    """A setting is unknown, wrongly typed, out of range or not supported. The message names it."""
 
 
 @contextmanager
 def as_config_error() -> Iterator[None]:
-    """Makes what a part of the package says of its arguments an error of the settings.
+    """Turns ValueError and NotImplementedError into ConfigError, which is shown without traceback.
 
-    Only around code that gets nothing but settings: of another error the traceback is needed.
+    Use it only around code whose arguments are all settings: other errors need a traceback.
     """
     try:
         yield
@@ -37,15 +37,15 @@ class Job:
     dump_folder: str = "./outputs"
     """Folder for everything that the job writes."""
     description: str = "default job"
-    """What the log says the job is."""
+    """Description of the job in the log."""
     use_for_integration_test: bool = False
-    """Accepted for torchtitan's files; nothing reads it."""
+    """Accepted in torchtitan's files; has no effect."""
     print_args: bool = False
     """Log all settings at the start."""
     save_config_file: str | None = None
     """File in dump_folder to write all settings to, as JSON."""
     custom_config_module: str = ""
-    """Module whose dataclass JobConfig adds sections and fields to this one."""
+    """Module with a dataclass JobConfig whose sections and fields are added to these settings."""
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Profiling:
     enable_profiling: bool = False
     """Record traces with torch.profiler."""
     save_traces_folder: str = "profile_traces"
-    """Folder of traces in dump_folder."""
+    """Folder for traces, in dump_folder."""
     profile_freq: int = 10
     """Steps from one trace to the next."""
     profiler_active: int = 1
@@ -61,9 +61,9 @@ class Profiling:
     profiler_warmup: int = 3
     """Steps that the profiler runs before it records."""
     enable_memory_snapshot: bool = False
-    """Write snapshots of the GPU's allocator."""
+    """Write snapshots of the CUDA allocator's memory."""
     save_memory_snapshot_folder: str = "memory_snapshot"
-    """Folder of snapshots in dump_folder."""
+    """Folder for snapshots, in dump_folder."""
 
 
 @dataclass
@@ -75,15 +75,15 @@ class Metrics:
     disable_color_printing: bool = False
     """Print without colors, also on a terminal."""
     save_tb_folder: str = "tb"
-    """Folder of TensorBoard's files in dump_folder."""
+    """Folder for TensorBoard's files, in dump_folder."""
     save_for_all_ranks: bool = False
-    """Let every rank write its metrics, and not one rank only."""
+    """Write metrics on every rank instead of one rank."""
     enable_wandb: bool = False
     """Send metrics to Weights & Biases."""
     enable_jsonl: bool = True
-    """Write metrics to dump_folder/metrics.jsonl, one object a line."""
+    """Write metrics to dump_folder/metrics.jsonl, one object per line."""
     progress_bar: Literal["auto", "on", "off"] = "auto"
-    """Show a progress bar; "auto": if stdout is a terminal."""
+    """Show a progress bar; auto: if stdout is a terminal."""
 
 
 @dataclass
@@ -91,15 +91,15 @@ class Model:
     name: str = "llama3"
     """Name of a registered TrainSpec."""
     flavor: str = "debugmodel"
-    """Which of the TrainSpec's sizes to train."""
+    """Size of the model: a key of the TrainSpec's config."""
     hf_assets_path: str = "./tests/assets/tokenizer"
-    """Folder of a tokenizer and other files that a TrainSpec may read."""
+    """Folder with a tokenizer and other files that a TrainSpec may read."""
     tokenizer_path: str | None = None
-    """Tokenizer that a TrainSpec may read."""
+    """Path of a tokenizer that a TrainSpec may read."""
     converters: list[str] = field(default_factory=list)
     """Names of registered model converters, applied in this order."""
     print_after_conversion: bool = False
-    """Log the model when the converters have been applied."""
+    """Log the model after the converters were applied."""
 
 
 @dataclass
@@ -107,41 +107,41 @@ class Optimizer:
     name: str = "AdamW"
     """Adam or AdamW."""
     lr: float = 8e-4
-    """Learning rate before the schedule's factor."""
+    """Learning rate, which the schedule's factor multiplies."""
     beta1: float = 0.9
     """Decay of the first moment."""
     beta2: float = 0.95
     """Decay of the second moment."""
     eps: float = 1e-8
-    """Added to the root of the second moment."""
+    """Added to the square root of the second moment."""
     weight_decay: float = 0.1
-    """Decoupled weight decay."""
+    """Weight decay: decoupled for AdamW, added to the gradient for Adam."""
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
-    """fused: this project's step; foreach and for-loop: torch's."""
+    """fused: torchopt_ext's step; foreach, for-loop: torch's step."""
     early_step_in_backward: bool = False
-    """Update each parameter in backward; torch's steps there can neither clip nor skip."""
+    """Update each parameter in backward; foreach and for-loop then neither clip nor skip."""
     skip_nonfinite: bool = True
-    """Change nothing in a step in which a gradient is not finite."""
+    """Skip the update of a step in which a gradient or the loss is not finite."""
     master_weights: Literal["fp32", "remainder", "remainder8"] | None = None
-    """Keep what 16-bit parameters (training.dtype) lack of float32."""
+    """Keep fp32 precision of 16-bit parameters (training.dtype), as copies or as remainders."""
     state_dtype: Literal["float32", "bfloat16", "int8"] | None = None
     """Dtype of the moments."""
     fp32_moments: list[str] = field(default_factory=lambda: ["embedding"])
-    """What keeps fp32 moments with state_dtype int8: "embedding" or patterns of names."""
+    """Parameters with fp32 moments under state_dtype int8: "embedding" or patterns of names."""
     stochastic_rounding: bool = False
-    """Round bfloat16 parameters and moments at random, without bias."""
+    """Round bfloat16 parameters and moments stochastically, without bias."""
     rounding_seed: int = 0
     """Seed of stochastic_rounding."""
     write_back_gradients: bool = False
     """Write unscaled and clipped gradients back to memory."""
     track: list[Literal["norms", "lost_updates", "digest"]] = field(default_factory=list)
-    """What to note of each parameter."""
+    """Values to record for each parameter."""
     norm_in_backward: bool = False
     """Sum the squares of gradients in backward, while they are in cache (docs/step.md)."""
     amsgrad: bool = False
-    """As torch.optim.AdamW's."""
+    """As in torch.optim.AdamW."""
     maximize: bool = False
-    """As torch.optim.AdamW's."""
+    """As in torch.optim.AdamW."""
 
 
 @dataclass
@@ -151,45 +151,45 @@ class LRScheduler:
     total_steps: int | None = None
     """Length of the schedule; None: training.steps."""
     decay_ratio: float | None = None
-    """Share of the steps over which it falls; None: from the end of the warmup."""
+    """Share of the steps in which the learning rate decays; None: all steps after the warmup."""
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
-    """Shape of the fall."""
+    """Shape of the decay."""
     lr_min: float = 0.0
-    """Where the fall ends, as a share of optimizer.lr."""
+    """Learning rate at the end of the decay, as a share of optimizer.lr."""
 
 
 @dataclass
 class DataLoader:
     num_workers: int = 0
-    """Processes that load data."""
+    """Worker processes that load data."""
     persistent_workers: bool = False
-    """Keep them from one epoch to the next."""
+    """Keep worker processes from one epoch to the next."""
     pin_memory: bool = False
     """Load into pinned memory, for copies to a GPU."""
     prefetch_factor: int | None = None
-    """Batches that each process loads ahead."""
+    """Batches that each worker process prefetches."""
 
 
 @dataclass
 class Training:
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """cpu with gloo or cuda with NCCL; auto: cuda where there is one."""
+    """cpu with gloo or cuda with NCCL; auto: cuda if it is available."""
     dataset: str = "c4_test"
     """Name of a registered data set."""
     dataset_path: str | None = None
-    """Where the data set is."""
+    """Path of the data set."""
     epochs: int = 0
-    """How often the data set is read before training ends; 0: again and again."""
+    """Passes over the data set before training ends; 0: no limit."""
     batch_size: int = 8
-    """Sequences that a rank reads at once."""
+    """Sequences in one local batch of a rank."""
     global_batch_size: int = -1
-    """Sequences of a step on all ranks, by gradient accumulation; -1: without."""
+    """Sequences of a step on all ranks, by gradient accumulation; -1: no accumulation."""
     seq_len: int = 2048
-    """Tokens of a sequence."""
+    """Tokens per sequence."""
     max_norm: float = 1.0
     """Clip gradients to this norm in the step; inf: measure only."""
     max_consecutive_skips: int = 10
-    """Steps in a row that may be skipped for gradients that are not finite; 0: any number."""
+    """End the job after this many skipped steps in a row; 0: never."""
     steps: int = 10000
     """Steps to train."""
     enable_cpu_offload: bool = False
@@ -197,7 +197,7 @@ class Training:
     dtype: Literal["bfloat16", "float32"] = "float32"
     """Dtype of the parameters."""
     mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
-    """Dtype of computation: of FSDP's gathered parameters, otherwise of autocast."""
+    """Compute dtype: of FSDP's gathered parameters, without FSDP of autocast."""
     mixed_precision_reduce: Literal["float32"] = "float32"
     """Dtype in which FSDP reduces gradients."""
     compile: bool = False
@@ -207,65 +207,65 @@ class Training:
     gc_debug: bool = False
     """Collect garbage in every step."""
     seed: int | None = None
-    """Seed of all random numbers; None: a new one, and data in the order of seed 0."""
+    """Seed of all random numbers; None: a random seed, and data in the order of seed 0."""
     deterministic: bool = False
     """Let torch use deterministic algorithms only."""
     dataloader: DataLoader = field(default_factory=DataLoader)
-    """Processes that load data."""
+    """Worker processes that load data."""
 
 
 @dataclass
 class Parallelism:
     data_parallel_replicate_degree: int = 1
-    """Ranks that hold the same weights (DDP, or the outer dimension of HSDP)."""
+    """Replicas of the weights (DDP, or the outer dimension of HSDP)."""
     enable_compiled_autograd: bool = False
-    """Compile backward, too."""
+    """Also compile backward, with compiled autograd."""
     data_parallel_shard_degree: int = -1
-    """Ranks that divide the weights (FSDP); -1: all that are left."""
+    """Ranks that shard the weights (FSDP); -1: all ranks that the other degrees leave."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Whether FSDP frees gathered weights after forward; default: not in pipelines."""
+    """Free FSDP's gathered weights after forward; default: except in pipelines."""
     fsdp_keep_low_precision_shards: bool = False
-    """Keep 16-bit copies of FSDP's shards, which steps write, instead of casting them to gather."""
+    """Let steps write 16-bit copies of FSDP's shards, instead of a cast in each all-gather."""
     tensor_parallel_degree: int = 1
-    """Ranks that divide each layer's matrices."""
+    """Ranks that shard each layer's matrices (tensor parallelism)."""
     disable_loss_parallel: bool = False
-    """Gather the logits for the loss under tensor parallelism."""
+    """Under tensor parallelism, gather the logits for the loss."""
     enable_async_tensor_parallel: bool = False
     """Overlap tensor parallel communication; needs training.compile."""
     pipeline_parallel_degree: int = 1
-    """Ranks that divide the layers among them."""
+    """Ranks that split the layers into pipeline stages."""
     pipeline_parallel_split_points: list[str] = field(default_factory=list)
     """Modules that begin a stage, such as layers.2."""
     module_fqns_per_model_part: list[list[str]] | None = None
-    """Modules of each stage, in place of split points."""
+    """Modules of each stage, instead of split points."""
     pipeline_parallel_first_stage_less_layers: int = 1
-    """Layers that the first stage has less, for its embedding."""
+    """Layers by which the first stage is shorter, because it has the embedding."""
     pipeline_parallel_last_stage_less_layers: int = 1
-    """Layers that the last stage has less, for its output."""
+    """Layers by which the last stage is shorter, because it has the output."""
     pipeline_parallel_layers_per_stage: int | None = None
-    """Layers of a stage; None: as many stages as the schedule needs at least."""
+    """Layers per stage at most; None: as few stages as the schedule allows."""
     pipeline_parallel_schedule: str = "1F1B"
-    """A schedule of torch.distributed.pipelining."""
+    """Name of a schedule of torch.distributed.pipelining."""
     pipeline_parallel_schedule_csv: str | None = ""
-    """File of a schedule of one's own."""
+    """CSV file of a custom schedule."""
     pipeline_parallel_microbatch_size: int = 1
-    """Sequences of a microbatch."""
+    """Sequences per microbatch."""
     pipeline_parallel_expert_parallel_overlap: bool = True
-    """Accepted for torchtitan's files."""
+    """Accepted in torchtitan's files; has no effect."""
     context_parallel_degree: int = 1
-    """Ranks that divide each sequence."""
+    """Ranks that shard each sequence (context parallelism)."""
     context_parallel_load_balancer: str | None = "headtail"
-    """How a sequence is divided."""
+    """How a sequence is sharded."""
     context_parallel_rotate_method: Literal["allgather", "alltoall"] = "allgather"
-    """How keys and values travel."""
+    """Collective that exchanges keys and values."""
     expert_parallel_degree: int = 1
-    """Ranks that divide experts."""
+    """Ranks that share the experts."""
     expert_tensor_parallel_degree: int = 1
-    """Ranks that divide each expert."""
+    """Ranks that shard each expert."""
     expert_parallel_comm_backend: Literal["standard", "deepep"] = "standard"
-    """How tokens travel to experts."""
+    """Backend that sends tokens to experts."""
     zero: Literal["none", "greedy", "balanced"] = "none"
-    """Divide the optimizer's state among replicas by ZeroRedundancyOptimizer."""
+    """Shard the optimizer's state over replicas with ZeroRedundancyOptimizer."""
 
 
 @dataclass
@@ -273,13 +273,13 @@ class Checkpoint:
     enable_checkpoint: bool = False
     """Save and load checkpoints."""
     enable_ft_dataloader_checkpoints: bool = True
-    """Accepted for torchtitan's files."""
+    """Save the data position under fault tolerance; only true is supported."""
     folder: str = "checkpoint"
-    """Folder of checkpoints in dump_folder."""
+    """Folder for checkpoints, in dump_folder."""
     interval: int = 500
     """Steps from one checkpoint to the next."""
     initial_load_path: str | None = None
-    """Checkpoint to start from when the job has none of its own."""
+    """Checkpoint to start from if the job has no checkpoint of its own."""
     initial_load_model_only: bool = True
     """Load only the weights from initial_load_path."""
     initial_load_in_hf: bool = False
@@ -289,57 +289,57 @@ class Checkpoint:
     model_weights_only: bool = False
     """Save only the weights, in export_dtype, after the last step."""
     last_save_in_hf: bool = False
-    """Accepted for torchtitan's files: use export_safetensors."""
+    """Not supported: use export_safetensors."""
     export_safetensors: bool = False
-    """Write the weights as safetensors, too, after the last step."""
+    """After the last step, also write the weights as safetensors."""
     export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
-    """Dtype of weights that are saved alone."""
+    """Dtype of the weights for model_weights_only and export_safetensors."""
     create_seed_checkpoint: bool = False
-    """Save the initial weights, on one process, and end."""
+    """Save the initial weights, in one process, and exit."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
-    """Write checkpoints while training goes on."""
+    """Write checkpoints while training continues."""
     keep_latest_k: int = 10
     """Checkpoints to keep; 0: all."""
     load_step: int = -1
-    """Step to resume from; -1: the newest."""
+    """Step to resume from; -1: the newest checkpoint."""
     exclude_from_loading: list[str] = field(default_factory=list)
-    """What not to load: optimizer, lr_scheduler, dataloader, train_state, rng."""
+    """States not to load: model, optimizer, lr_scheduler, dataloader, train_state, rng."""
     enable_first_step_checkpoint: bool = False
-    """Save after step 1, to learn early whether saving works."""
+    """Save after step 1, to find out early whether saving works."""
     load_only: bool = False
-    """Load, and never save."""
+    """Load checkpoints, but save none."""
 
 
 @dataclass
 class ActivationCheckpoint:
     mode: Literal["selective", "full", "memory_budget", "none"] = "selective"
-    """Which activations backward computes again."""
+    """Activations that are recomputed in backward."""
     selective_ac_option: str = "2"
-    """selective: every so many layers, or "op" for chosen operators."""
+    """For mode selective: n for every n-th layer, or "op" for all but costly operators."""
     per_op_sac_force_recompute_mm_shapes_by_fqns: list[str] = field(
         default_factory=lambda: ["moe.router.gate"]
     )
-    """Modules whose matrix products are always computed again under "op"."""
+    """Modules whose matrix products are always recomputed with option "op"."""
     early_stop: bool = False
-    """Stop computing again as soon as backward has what it needs."""
+    """Stop recomputation as soon as backward has everything that it needs."""
     memory_budget: float = 0.5
     """Share of activation memory that the compiler may use in mode memory_budget."""
     visualize_memory_budget_pareto: bool = False
-    """Draw time against memory in mode memory_budget."""
+    """Plot time against memory in mode memory_budget."""
     preserve_rng_state: bool = True
-    """Repeat random numbers when computing again."""
+    """Use the same random numbers in recomputation."""
     determinism_check: str = "default"
-    """As torch.utils.checkpoint's."""
+    """As in torch.utils.checkpoint."""
     debug: bool = False
-    """As torch.utils.checkpoint's."""
+    """As in torch.utils.checkpoint."""
 
 
 @dataclass
 class Compile:
     components: list[str] = field(default_factory=lambda: ["model", "loss"])
-    """What training.compile compiles."""
+    """Parts that training.compile compiles."""
     backend: str = "inductor"
-    """Compiler that torch.compile uses."""
+    """Backend of torch.compile."""
 
 
 @dataclass
@@ -347,21 +347,21 @@ class Comm:
     init_timeout_seconds: int = 300
     """Timeout of collectives until the first step is done."""
     train_timeout_seconds: int = 100
-    """Timeout of collectives from then on."""
+    """Timeout of collectives after the first step."""
     trace_buf_size: int = 20000
     """Entries of NCCL's flight recorder; 0: off."""
     save_traces_folder: str = "comm_traces"
-    """Folder of the flight recorder's files in dump_folder."""
+    """Folder for the flight recorder's files, in dump_folder."""
     save_traces_file_prefix: str = "rank_"
-    """Beginning of their names."""
+    """Prefix of the names of the flight recorder's files."""
     mode: Literal["default", "fake_backend", "local_tensor"] = "default"
-    """Real communication; the others are torchtitan's."""
+    """Kind of communication; only default is supported."""
 
 
 @dataclass
 class MemoryEstimation:
     enabled: bool = False
-    """torchtitan's estimation instead of training."""
+    """Estimate memory instead of training."""
     disable_fake_mode: bool = False
     """Estimate with real tensors."""
 
@@ -369,17 +369,17 @@ class MemoryEstimation:
 @dataclass
 class FaultTolerance:
     enable: bool = False
-    """Train replica groups that may come and go, with torchft."""
+    """Train with torchft in replica groups that may fail and come back."""
     process_group: str = "gloo"
     """torchft's backend between replica groups."""
     process_group_timeout_ms: int = 10000
     """Timeout of collectives between replica groups."""
     replica_id: int = 0
-    """Which replica group this is."""
+    """Index of this replica group."""
     group_size: int = 0
-    """How many replica groups share the data."""
+    """Number of replica groups that share the data."""
     min_replica_size: int = 1
-    """Replica groups that a step needs."""
+    """Smallest number of replica groups for a step."""
     semi_sync_method: str | None = None
     """local_sgd or diloco."""
     sync_steps: int = 5
@@ -387,7 +387,7 @@ class FaultTolerance:
     should_quantize: bool = False
     """Quantize what diloco sends."""
     fragment_sync_delay: int = 0
-    """Steps by which diloco's fragments are late."""
+    """Steps by which diloco's fragments are delayed."""
     fragment_update_alpha: float = 0.0
     """Share of the local weights in diloco's mixture."""
 
@@ -405,17 +405,17 @@ class Validation:
     dataset: str = "c4_validation"
     """Name of a registered data set."""
     dataset_path: str | None = None
-    """Where the data set is."""
+    """Path of the data set."""
     local_batch_size: int = 8
-    """Sequences that a rank reads at once."""
+    """Sequences in one local batch of a rank."""
     seq_len: int = 2048
-    """Tokens of a sequence."""
+    """Tokens per sequence."""
     freq: int = 10
     """Steps from one validation to the next."""
     steps: int = -1
     """Batches that a rank reads; -1: all."""
     dataloader: DataLoader = field(default_factory=DataLoader)
-    """Processes that load data."""
+    """Worker processes that load data."""
 
 
 @dataclass
@@ -428,7 +428,7 @@ class Debug:
 
 @dataclass
 class JobConfig:
-    """A job's settings; `load_config` makes one from a file and a command line."""
+    """All settings of a job. `load_config` reads them from a TOML file and a command line."""
 
     job: Job = field(default_factory=Job)
     profiling: Profiling = field(default_factory=Profiling)
@@ -452,5 +452,5 @@ class JobConfig:
     debug: Debug = field(default_factory=Debug)
 
     def to_dict(self) -> dict[str, Any]:
-        """All settings by section and name."""
+        """Returns all settings by section and name."""
         return asdict(self)

@@ -1,4 +1,4 @@
-"""Data sets by name, and the loader that gives each data-parallel rank its own share of one."""
+"""Data sets by name, and loaders that give each data-parallel rank its share of a data set."""
 
 import dataclasses
 import hashlib
@@ -30,19 +30,19 @@ logger = logging.getLogger(__name__)
 
 
 class Tokenizer(Protocol):
-    """What the data set "text" asks of a tokenizer."""
+    """The interface of a tokenizer for the data set "text"."""
 
     def encode(self, text: str) -> list[int]: ...
 
 
 class BuildDataset(Protocol):
-    """Makes a data set for a job.
+    """Builds a data set for a job.
 
-    It returns either samples by index (a torch Dataset with a length), the same on every rank,
-    which are shuffled and dealt to the ranks here; or an IterableDataset of this rank's samples
-    only, in their final order, with as many on each rank: each `iter` of it is a pass. A sample is
-    ({"input": int64 [seq_len]}, labels int64 [seq_len]); a data set with other samples has a
-    `collate_fn`, which makes a batch of a list of them.
+    A torch Dataset with a length must be the same on every rank; this module shuffles its samples
+    and distributes them over the ranks. An IterableDataset must yield only this rank's samples, in
+    their final order and the same number on each rank; each `iter` of it is one pass. A sample is
+    ({"input": int64 [seq_len]}, labels int64 [seq_len]). A data set with other samples needs a
+    `collate_fn`, which makes a batch from a list of samples.
     """
 
     def __call__(
@@ -54,10 +54,10 @@ _DATASETS: dict[str, BuildDataset] = {}
 
 
 def register_dataset(name: str, build: BuildDataset) -> None:
-    """Lets `training.dataset` and `validation.dataset` be `name`.
+    """Registers a data set under a name for `training.dataset` and `validation.dataset`.
 
     Raises:
-        ValueError: the name is taken.
+        ValueError: The name is registered already.
     """
     if name in _DATASETS:
         raise ValueError(f"data set {name!r} is registered already")
@@ -65,10 +65,10 @@ def register_dataset(name: str, build: BuildDataset) -> None:
 
 
 def get_dataset(name: str) -> BuildDataset:
-    """What was registered under `name`.
+    """Returns the function that was registered under `name`.
 
     Raises:
-        ConfigError: nothing was.
+        ConfigError: No function is registered under `name`.
     """
     if name not in _DATASETS:
         raise ConfigError(
@@ -82,14 +82,14 @@ def get_dataset(name: str) -> BuildDataset:
 def build_text(
     *, dp_world_size: int, dp_rank: int, tokenizer: Tokenizer | None, job_config: JobConfig
 ) -> Dataset[Any]:
-    """The data set "text": all files under `training.dataset_path`, one after another.
+    """Builds the data set "text": all files under `training.dataset_path`, one after another.
 
-    Without a tokenizer, tokens are the files' bytes, which stay on disk. With one, each rank
-    encodes all files (UTF-8) at the start, and holds 4 bytes for a token.
+    Without a tokenizer, tokens are the files' bytes, which stay on disk. With a tokenizer, each
+    rank encodes all files (UTF-8) at the start, and holds 4 bytes per token.
 
     Raises:
-        ConfigError: dataset_path is not set, or does not exist.
-        OSError: a file under it cannot be read.
+        ConfigError: `training.dataset_path` is not set, or does not exist.
+        OSError: A file under `training.dataset_path` cannot be read.
     """
     training = job_config.training
     if not training.dataset_path:
@@ -111,22 +111,22 @@ register_dataset("text", build_text)
 
 
 Key = tuple[int, int, int]
-"""Of a sample: the seed and the epoch of the order that it is in, and its index."""
+"""The key of a sample: seed and epoch of the order that it is in, and the sample's index."""
 
 
 class KeyedSamples(Dataset[Any]):
-    """A data set's samples by key. In a worker process each has random numbers of its own.
+    """A data set's samples by key. In a worker process each sample has its own random numbers.
 
-    They depend on the key only. A worker does not know which samples other workers, or those
-    before a restart, have made. In the training process samples draw from the generators that
-    checkpoints hold.
+    The random numbers depend only on the key, because a worker does not know which samples other
+    workers, or workers before a restart, have made. In the training process samples draw from the
+    generators that checkpoints hold.
     """
 
     def __init__(self, dataset: Dataset[Any]) -> None:
         self._dataset = dataset
 
     def __getitems__(self, keys: list[Key]) -> list[Any]:
-        """The samples of a batch; a data set that makes them together draws by the first's key."""
+        """Returns a batch's samples. A data set with `__getitems__` is seeded by the first key."""
         together = getattr(self._dataset, "__getitems__", None)
         if together is None:
             return [self[key] for key in keys]
@@ -142,10 +142,10 @@ class KeyedSamples(Dataset[Any]):
 def _seed_worker(key: Key) -> None:
     if get_worker_info() is None:
         return
-    # Each sample needs one, and _hashed takes six times as long.
+    # Every sample needs a seed, and _hashed takes six times as long.
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
     seed = int.from_bytes(digest, "little") >> 1
-    # torch.manual_seed takes 200 us, for generators of devices that a worker does not use.
+    # torch.manual_seed takes 200 us, because it seeds devices that a worker does not use.
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):
@@ -153,23 +153,23 @@ def _seed_worker(key: Key) -> None:
 
 
 def _hashed(*numbers: int) -> int:
-    """A seed of 63 bits: neighboring numbers have nothing in common."""
-    return random.Random(" ".join(map(str, numbers))).getrandbits(63)  # sha512 of the text
+    """Returns a seed of 63 bits. Neighboring numbers give unrelated seeds."""
+    return random.Random(" ".join(map(str, numbers))).getrandbits(63)  # by SHA-512
 
 
 class ShuffledBatches(Sampler[list[Key]]):
     """The batches of one rank, from a position in a sequence of shuffled epochs.
 
-    The position counts samples of all ranks together: it is the same on every rank, and a resumed
-    job may have another number of ranks or another batch size, and still sees no sample of an epoch
-    twice. An epoch's order depends on the seed and its number. What is left at its end, too little
-    for a batch on every rank, is not used.
+    The position counts the samples of all ranks together, so it is the same on every rank. A job
+    that resumes with another number of ranks or another batch size sees no sample of an epoch
+    twice. An epoch's order depends on the seed and the epoch's number. Samples at an epoch's end
+    that are too few for a batch on every rank are not used.
 
     Args:
         size: samples in an epoch.
-        batch_size: samples of one batch of one rank.
+        batch_size: samples in a batch of one rank.
         seed: the same on all ranks.
-        epochs: how many there are; 0: endless.
+        epochs: number of epochs; 0: endless.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class ShuffledBatches(Sampler[list[Key]]):
         self._seed, self._epoch, self._samples = seed, 0, 0
 
     def __iter__(self) -> Iterator[list[Key]]:
-        """Keys of the samples in each batch, from the position on."""
+        """Yields the keys of the samples in each batch, from the position on."""
         epoch, samples = self._whole(self._epoch, self._samples)
         while not self._epochs or epoch < self._epochs:
             generator = torch.Generator().manual_seed(_hashed(self._seed, epoch))
@@ -207,7 +207,7 @@ class ShuffledBatches(Sampler[list[Key]]):
         self._epoch, self._samples = epoch, samples + self._together
 
     def _whole(self, epoch: int, samples: int) -> tuple[int, int]:
-        """Where the next batch of every rank is, for what is left of an epoch may be too little."""
+        """Returns the next batch's position: the next epoch's start if too few samples are left."""
         return (epoch, samples) if samples + self._together <= self._size else (epoch + 1, 0)
 
     def state_dict(self) -> dict[str, int]:
@@ -219,7 +219,7 @@ class ShuffledBatches(Sampler[list[Key]]):
         }
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Goes to a saved position, in the order of the saved seed."""
+        """Moves to a saved position, in the order of the saved seed."""
         if state_dict["size"] != self._size:
             logger.warning(
                 "The data set had %d samples when the checkpoint was saved, and has %d now: epoch "
@@ -233,33 +233,33 @@ class ShuffledBatches(Sampler[list[Key]]):
 
 
 class ShuffledDataLoader(DataLoader[Any]):
-    """Loads shuffled batches, and knows the position behind the last batch that was taken.
+    """Loads shuffled batches, and tracks the position after the last batch that was taken.
 
-    torchdata's loader would save how many batches this rank has taken of an epoch, which says
-    nothing to another number of ranks.
+    torchdata's loader would save how many batches this rank has taken from an epoch, which is of
+    no use to another number of ranks.
 
-    Iterating goes on from the position. After the last epoch there is nothing.
+    Iteration continues from the position. It yields nothing after the last epoch.
     """
 
     def __init__(self, dataset: Dataset[Any], batches: ShuffledBatches, options: Any) -> None:
         super().__init__(dataset, batch_sampler=batches, **options)
-        # This one loads, so that `dataset` is what was given.
+        # This loader reads the data, so that `self.dataset` stays the given data set.
         self._keyed = DataLoader(KeyedSamples(dataset), batch_sampler=batches, **options)
         self._batches = batches
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
         for batch in self._keyed:
-            self._batches.advance()  # workers are ahead of it
+            self._batches.advance()  # workers are ahead of this position
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
         return {"position": self._batches.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes to a saved position.
+        """Moves to a saved position.
 
         Raises:
-            ValueError: the state is another kind of data set's.
+            ValueError: The state belongs to another kind of data set.
         """
         if "position" not in state_dict:
             raise ValueError(
@@ -270,9 +270,9 @@ class ShuffledDataLoader(DataLoader[Any]):
 
 
 class CountedStream(IterableDataset[Any]):
-    """A data set without a state, whose iterators have one: how many samples were taken.
+    """Gives the iterators of a data set without a state a state: the number of samples taken.
 
-    StatefulDataLoader's own count of batches is too high once it has gone on from a state.
+    StatefulDataLoader's own count of batches is too high after it has resumed from a state.
     """
 
     def __init__(self, dataset: IterableDataset[Any]) -> None:
@@ -296,21 +296,21 @@ class _Counted(Iterator[Any]):
         return {"taken": self._taken}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Takes as many samples, of an iterator at its beginning."""
+        """Skips the samples that were taken. The iterator must be at its beginning."""
         self._taken = sum(1 for _ in islice(self._samples, state_dict["taken"]))
 
 
 class StreamDataLoader:
-    """torchdata's StatefulDataLoader, whose state is kept by data-parallel rank as torchtitan's.
+    """torchdata's StatefulDataLoader, with a state per data-parallel rank as torchtitan's.
 
-    Iterating goes on from the saved position to the end of the last pass. Workers are seeded when
+    Iteration continues from the saved position to the end of the last pass. Workers are seeded when
     they start, by seed, rank and pass. Persistent workers start once.
 
     Attributes:
-        dataset: what was given.
+        dataset: the given data set.
 
     Args:
-        options: for StatefulDataLoader, with a `generator`, which seeds workers.
+        options: arguments of StatefulDataLoader. Their `generator` seeds the workers.
         seed: the same on all ranks.
         epochs: passes over the data set; 0: endless, unless it is empty.
 
@@ -342,7 +342,7 @@ class StreamDataLoader:
         while not self._epochs or self._passes < self._epochs:
             self._generator.manual_seed(_hashed(*self._seeds, self._passes))
             # A data set without a state is read again up to the position, which may draw random
-            # numbers; those that a checkpoint has are for what follows.
+            # numbers. The checkpoint's random numbers are for the samples that follow.
             before = generator_states() if resumes else None
             batches = iter(self._loader)
             if before:
@@ -363,11 +363,11 @@ class StreamDataLoader:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes to where this rank was.
+        """Moves to this rank's saved position.
 
         Raises:
-            ValueError: the state is that of another number of ranks, or of another kind of data,
-                or says nothing about a data set without a state of its own.
+            ValueError: The state belongs to another number of ranks or another kind of data, or
+                has no position for a data set without a state of its own.
         """
         if self._key not in state_dict or state_dict["world_size"] != self._dp_world_size:
             raise ValueError(
@@ -386,7 +386,7 @@ class StreamDataLoader:
 
 
 def _has_iterator(state: Any) -> bool:
-    """Whether a StatefulDataLoader's state has that of an iterator, in any worker."""
+    """Returns whether a StatefulDataLoader's state holds an iterator's state, in any worker."""
     if not isinstance(state, Mapping):
         return False
     return state.get("dataset_iter_state") is not None or any(map(_has_iterator, state.values()))
@@ -395,16 +395,16 @@ def _has_iterator(state: Any) -> bool:
 def build_dataloader(
     *, dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: JobConfig
 ) -> ShuffledDataLoader | StreamDataLoader:
-    """The batches of `training.dataset` for one data-parallel rank: its `state_dict` resumes it.
+    """Builds a resumable loader of `training.dataset` for one data-parallel rank.
 
     A batch is ({"input": int64 [batch_size, seq_len]}, labels int64 [batch_size, seq_len]). All
-    ranks get different samples, and end after the same number of batches, if at all:
-    `training.epochs` counts, 0 is endless. The order depends on `training.seed` (0 if unset).
+    ranks get different samples, and the same number of batches. They end after `training.epochs`
+    epochs, or never if it is 0. The order depends on `training.seed` (0 if unset).
 
     Raises:
-        ConfigError: the data set is not registered, has too few samples for one batch on each
+        ConfigError: The data set is not registered or has too few samples for one batch on each
             rank, or a setting is out of range.
-        OSError: the data set's files cannot be read.
+        OSError: The data set's files cannot be read.
     """
     training = job_config.training
     for name, least in (("batch_size", 1), ("seq_len", 1), ("epochs", 0)):
@@ -416,7 +416,7 @@ def build_dataloader(
     options = {
         **dataclasses.asdict(training.dataloader),
         "collate_fn": getattr(dataset, "collate_fn", default_collate),
-        # Else starting to iterate would draw from the generator that the model's dropout uses.
+        # Without it, starting an iteration would draw from the generator of the model's dropout.
         "generator": torch.Generator(),
     }
     batch_size = training.batch_size

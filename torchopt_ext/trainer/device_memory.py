@@ -1,4 +1,4 @@
-"""How much memory a rank's device holds at most, and how fast the device can be."""
+"""Peak memory and peak speed of a rank's device."""
 
 import logging
 import os
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 _GIB = 1024**3
 
 _PEAK_FLOPS = (
-    # Dense bf16, from the vendors' data sheets; the first pattern that is found decides.
+    # Dense bf16, from the vendors' data sheets. The first matching pattern decides.
     (r"GB200|B200", 2.25e15),
     (r"H100.*PCIe", 756e12),
     (r"H100.*NVL", 835e12),
@@ -25,15 +25,15 @@ _PEAK_FLOPS = (
     (r"L40S", 362e12),
     (r"MI355X", 2.5e15),
     (r"MI300X|MI325X", 1.3e15),
-    (r"MI250X", 191.5e12),  # one of its two dies, which is one device
+    (r"MI250X", 191.5e12),  # one of two dies; each die is a device
 )
 
 
 def get_peak_flops(device_name: str) -> float | None:
-    """Dense bf16 operations a second of one device, None where that is not known.
+    """Returns the dense bf16 operations per second of one device, or None if unknown.
 
     Args:
-        device_name: as torch.cuda.get_device_name gives it, "NVIDIA H100 80GB HBM3".
+        device_name: torch.cuda.get_device_name's result, such as "NVIDIA H100 80GB HBM3".
     """
     return next((flops for name, flops in _PEAK_FLOPS if re.search(name, device_name)), None)
 
@@ -52,15 +52,15 @@ class DeviceMemStats(NamedTuple):
 class DeviceMemoryMonitor:
     """Reads the memory of one device, without waiting for it.
 
-    On a CPU it reads the process's resident set, as both active and reserved; the system counts
-    its peak from the start of the process and knows no reset.
+    On a CPU it reports the peak of the process's resident set, as both active and reserved. The
+    system counts this peak from the start of the process and cannot reset it.
 
     Args:
         device: a CUDA device, or the CPU.
 
     Attributes:
-        device_name: of the GPU as torch names it, or the machine's architecture.
-        device_capacity: bytes of memory that it has.
+        device_name: torch's name of the GPU, or the machine's architecture.
+        device_capacity: bytes of memory of the device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -83,7 +83,7 @@ class DeviceMemoryMonitor:
                             "num_alloc_retries", "num_ooms")
             )  # fmt: skip
         else:
-            # getrusage(2): kilobytes, but for macOS.
+            # getrusage(2): kilobytes, except on macOS.
             unit = 1 if sys.platform == "darwin" else 1024
             active = reserved = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
             retries = ooms = 0

@@ -1,4 +1,4 @@
-"""What the Trainer does with process groups: start, seeds, timeouts, reductions, contexts.
+"""Functions on process groups for the Trainer: start, seeds, timeouts, reductions, contexts.
 
 The functions are those of torchtitan 0.1 (torchtitan/distributed/utils.py), for any device.
 """
@@ -36,10 +36,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def choose_device(job_config: JobConfig) -> torch.device:
-    """`training.device` of this process; of several GPUs that of LOCAL_RANK.
+    """Returns this process's device for `training.device`; of several GPUs the GPU of LOCAL_RANK.
 
     Raises:
-        ValueError: "cuda" is asked for, and there is no GPU for this process.
+        ValueError: The device is CUDA, but there is no GPU for this process.
     """
     kind = job_config.training.device
     if kind == "auto":
@@ -56,18 +56,18 @@ def choose_device(job_config: JobConfig) -> torch.device:
 
 
 def init_distributed(job_config: JobConfig) -> torch.device:
-    """Makes the default process group, and returns this rank's device, which is made current.
+    """Initializes the default process group. Returns this rank's device; a GPU becomes current.
 
-    The group is gloo's on a CPU and NCCL's on GPUs, with gloo for CPU tensors beside it where
-    CPU offload or asynchronous checkpoints need that. Without torchrun it is a group of one.
+    The backend is gloo on a CPU and NCCL on GPUs. If CPU offload or asynchronous checkpoints need
+    gloo on GPUs, it is added for CPU tensors. Without torchrun the group has one rank.
 
     Raises:
-        ValueError: as `choose_device`.
+        ValueError: `choose_device` raises it.
     """
     device = choose_device(job_config)
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-        # Port 0: any that is free; nobody else has to know it.
+        # Port 0: any free port. No other process has to know it.
         os.environ |= alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     backend = "gloo"
     if device.type == "cuda":
@@ -79,8 +79,8 @@ def init_distributed(job_config: JobConfig) -> torch.device:
         _record_collectives(job_config)
     timeout = timedelta(seconds=job_config.comm.init_timeout_seconds)
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
-    # When torchrun starts ranks again it keeps its store (dynamic_rendezvous.py), and with it the
-    # addresses of those before, to which gloo would connect.
+    # When torchrun restarts ranks, its store (dynamic_rendezvous.py) keeps the addresses of the
+    # previous ranks, to which gloo would connect.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     dist.init_process_group(
         backend,
@@ -93,9 +93,9 @@ def init_distributed(job_config: JobConfig) -> torch.device:
 
 
 def _record_collectives(job_config: JobConfig) -> None:
-    """Sets NCCL's flight recorder, which writes down the last collectives when one times out."""
+    """Sets up NCCL's flight recorder, which dumps the last collectives after a timeout."""
     comm = job_config.comm
-    # 3: the watchdog leaves the process to the recorder (pytorch issue 121055).
+    # 3: the watchdog lets the recorder finish its dump (pytorch issue 121055).
     settings = {
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
         "TORCH_FR_BUFFER_SIZE": str(comm.trace_buf_size),
@@ -117,21 +117,21 @@ def set_determinism(
     seed: int | None = None,
     deterministic: bool = False,
 ) -> None:
-    """Seeds random numbers alike on all ranks, but for pipeline stages, which differ by number.
+    """Seeds all ranks with the same seed, to which each pipeline stage adds its index.
 
     Args:
-        world_mesh: of all ranks; None: one process.
-        device: of the rank.
-        seed: of the first stage; None: rank 0's present one.
+        world_mesh: the mesh of all ranks; None: one process.
+        device: the rank's device.
+        seed: the first stage's seed; None: rank 0's current seed.
         deterministic: whether torch uses deterministic algorithms only.
     """
     if deterministic:
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.deterministic = True
         torch.backends.cudnn.benchmark = False
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # as use_deterministic_algorithms asks
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # use_deterministic_algorithms needs it
     if seed is None:
-        # Two's complement, for a seed has 64 bits and NCCL sends int64.
+        # Shifted to int64, which NCCL sends: a seed has 64 bits without sign.
         shared = torch.tensor(torch.initial_seed() - (1 << 63), device=device)
         if world_mesh is not None:
             dist.broadcast(shared, src=0)
@@ -140,7 +140,7 @@ def set_determinism(
         seed += world_mesh.get_local_rank("pp")
     seed %= 1 << 64
     seed_generators(seed)
-    os.environ["PYTHONHASHSEED"] = str(seed % (1 << 32))  # of processes that this one starts
+    os.environ["PYTHONHASHSEED"] = str(seed % (1 << 32))  # for child processes
     if world_mesh is not None and device.type != "cpu":
         same = tuple(name for name in world_mesh.mesh_dim_names or () if name != "pp")
         if same:
@@ -160,10 +160,10 @@ def seed_generators(seed: int) -> None:
 
 
 def set_pg_timeouts(timeout: timedelta, world_mesh: DeviceMesh) -> None:
-    """Sets the timeout of the default process group and those of the mesh. All ranks call it.
+    """Sets the timeout of the default process group and the mesh's groups. All ranks call it.
 
-    Waits for all ranks first: else one that is late by the old timeout's measure would find the
-    others timed out by the new one's.
+    Waits for all ranks first. Otherwise the others could exceed the new timeout while they wait
+    for a rank that is late within the old timeout.
     """
     if world_mesh.device_type == "cuda":
         dist.barrier(device_ids=[torch.cuda.current_device()])
@@ -180,19 +180,19 @@ def set_pg_timeouts(timeout: timedelta, world_mesh: DeviceMesh) -> None:
 def _reduce(value: Tensor, op: dist.ReduceOp.RedOpType, mesh: DeviceMesh) -> float:
     if isinstance(value, DTensor):
         value = value.full_tensor()
-    # double: sums of fp32 are exact enough; a copy, for the collective works in place
+    # float64, where sums of fp32 are exact enough; a copy, because the collective works in place
     reduced = value.detach().to(torch.float64, copy=True)
     dist.all_reduce(reduced, op, group=mesh.get_group())
     return float(reduced.item())
 
 
 def dist_mean(value: Tensor, mesh: DeviceMesh) -> float:
-    """The mean of a 0-dim tensor over a mesh of one dimension; waits for the device."""
+    """Returns the mean of a 0-dim tensor over a 1-dim mesh. Waits for the device."""
     return _reduce(value, dist.ReduceOp.SUM, mesh) / mesh.size()  # gloo has no AVG
 
 
 def dist_max(value: Tensor, mesh: DeviceMesh) -> float:
-    """The maximum of a 0-dim tensor over a mesh of one dimension; waits for the device."""
+    """Returns the maximum of a 0-dim tensor over a 1-dim mesh. Waits for the device."""
     return _reduce(value, dist.ReduceOp.MAX, mesh)
 
 
@@ -205,37 +205,37 @@ def clip_grad_norm_(
     foreach: bool | None = None,
     pp_mesh: DeviceMesh | None = None,
 ) -> Tensor:
-    """Clips gradients by the norm of all, as torch.nn.utils.clip_grad_norm_, over pipeline stages.
+    """Clips gradients as torch.nn.utils.clip_grad_norm_, by the norm over all pipeline stages.
 
-    For optimizers of torch's; this project's clip inside of the step.
+    For torch's optimizers; torchopt_ext's optimizers clip in their step.
 
     Args:
-        parameters: of this rank's stages.
-        max_norm: scales to this norm what has more.
-        norm_type: p of the p-norm; inf: the largest.
+        parameters: parameters of this rank's stages.
+        max_norm: larger norms are scaled to this norm.
+        norm_type: p of the p-norm; inf: the maximum.
         error_if_nonfinite: whether a norm that is not finite raises RuntimeError.
-        foreach: whether to work on many gradients at once; None: where that is faster.
-        pp_mesh: of the pipeline's ranks.
+        foreach: whether to process many gradients at once; None: if that is faster.
+        pp_mesh: mesh of the pipeline's ranks.
 
     Returns:
-        The norm before, 0-dim.
+        The norm before clipping, 0-dim.
     """
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     for param in params:
         grad = param.grad
         if isinstance(grad, DTensor) and any(place.is_partial() for place in grad.placements):
-            # Sequence parallel leaves the sum over ranks to be made, and torch 2.11 then scales a
-            # copy instead of the gradient.
+            # Sequence parallelism leaves partial sums over ranks, and torch 2.11 then scales a copy
+            # instead of the gradient.
             assert isinstance(param, DTensor)
             param.grad = grad.redistribute(placements=param.placements)
     grads = [p.grad for p in params if p.grad is not None]
     norm = nn.utils.get_total_norm(grads, norm_type, False, foreach)
-    if isinstance(norm, DTensor):  # of each rank's part
+    if isinstance(norm, DTensor):  # sum the ranks' parts
         norm = norm.full_tensor()
     if pp_mesh is not None:
-        if not grads:  # get_total_norm's zero is on the CPU
+        if not grads:  # get_total_norm's 0 is on the CPU
             norm = norm.to(pp_mesh.device_type)
-        # A norm of norms; in double, where powers of what fits fp32 fit too.
+        # The norm of the stages' norms, in float64, which also holds powers of fp32 values.
         if math.isinf(norm_type):
             dist.all_reduce(norm, dist.ReduceOp.MAX, group=pp_mesh.get_group())
         else:
@@ -254,14 +254,14 @@ TrainContext = Callable[[AbstractContextManager[None] | None], AbstractContextMa
 
 
 def get_train_context(enable_loss_parallel: bool, enable_compiled_autograd: bool) -> TrainContext:
-    """What to enter around each forward and backward pass.
+    """Returns a function that makes the context for a forward and backward pass.
 
     Args:
-        enable_loss_parallel: whether the loss is computed from logits divided among ranks.
+        enable_loss_parallel: whether the loss is computed from logits sharded over ranks.
         enable_compiled_autograd: whether backward passes are compiled.
 
     Returns:
-        From a context of `create_context_parallel_ctx`, or None, to the context to enter.
+        A function from a context of `create_context_parallel_ctx`, or None, to the context.
     """
 
     @contextlib.contextmanager
@@ -272,7 +272,7 @@ def get_train_context(enable_loss_parallel: bool, enable_compiled_autograd: bool
             if enable_compiled_autograd:
                 stack.enter_context(_torch.compiled_autograd())
             if cp_context is not None:
-                # The kernels that torch's context parallel divides: all but MATH.
+                # The kernels that torch's context parallelism shards: all except MATH.
                 kernels = (
                     SDPBackend.FLASH_ATTENTION,
                     SDPBackend.EFFICIENT_ATTENTION,
@@ -292,16 +292,16 @@ def create_context_parallel_ctx(
     batch: list[Tensor],
     model_parts: list[nn.Module],
 ) -> AbstractContextManager[None] | None:
-    """torch's context_parallel for one batch, or None without context parallel.
+    """Returns torch's context_parallel for one batch, or None without context parallelism.
 
-    Inside, each tensor holds this rank's positions, and attention passes keys and values around.
+    Inside, each tensor holds this rank's positions, and attention exchanges keys and values.
 
     Args:
-        world_mesh: of all ranks.
-        parallel_dims: its degrees.
-        job_config: names the method of passing around.
-        batch: inputs and labels [batch, seq_len]; stay divided.
-        model_parts: their positions' table `freqs_cis` [seq_len, ...] is divided, and restored.
+        world_mesh: the mesh of all ranks.
+        parallel_dims: the mesh's degrees.
+        job_config: names the method of the exchange.
+        batch: inputs and labels [batch, seq_len]; they stay sharded.
+        model_parts: their table of positions `freqs_cis` [seq_len, ...] is sharded, and restored.
 
     Raises:
         ValueError: seq_len is not a multiple of twice the degree.
@@ -310,7 +310,7 @@ def create_context_parallel_ctx(
         return None
     from torch.distributed.tensor.experimental import context_parallel
 
-    if batch[0].shape[1] % (2 * parallel_dims.cp):  # two chunks a rank, to share causal work
+    if batch[0].shape[1] % (2 * parallel_dims.cp):  # two chunks per rank, to balance causal work
         raise ConfigError(
             f"training.seq_len is {batch[0].shape[1]}, expected a multiple of twice "
             f"parallelism.context_parallel_degree {parallel_dims.cp}"
@@ -328,10 +328,10 @@ def create_context_parallel_ctx(
 def maybe_enable_amp(
     parallel_dims: ParallelDims, mixed_precision_param: str, device_type: str
 ) -> AbstractContextManager[Any]:
-    """Autocast where it is what makes for mixed precision: DDP, or one rank. To enter each step.
+    """Returns autocast for mixed precision with DDP or on one rank. Enter it in each step.
 
-    FSDP does so itself. For tensor and pipeline parallel without FSDP there is none, as in
-    torchtitan.
+    FSDP casts on its own. Tensor and pipeline parallelism without FSDP have no mixed precision, as
+    in torchtitan.
     """
     if mixed_precision_param == "float32" or parallel_dims.fsdp_enabled:
         return contextlib.nullcontext()

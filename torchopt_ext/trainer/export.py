@@ -1,4 +1,4 @@
-"""A checkpoint's model as safetensors, for programs that know neither this package nor DCP."""
+"""Exports a checkpoint's model as safetensors, for programs without this package and DCP."""
 
 import json
 import math
@@ -24,7 +24,7 @@ _NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""The format, at github.com/huggingface/safetensors: a length, a header in JSON, and the data."""
+"""The format's dtypes (github.com/huggingface/safetensors: a length, a JSON header, the data)."""
 
 
 def export_safetensors(
@@ -32,32 +32,33 @@ def export_safetensors(
     output: str | os.PathLike[str],
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Writes the model of a checkpoint into one file, by one process, whatever ranks saved it.
+    """Writes a checkpoint's model into one safetensors file, in one process for any saved layout.
 
-    The tensors are read into the mapped file, so the model does not have to fit into memory. A file
-    that is there is replaced when the new one is complete.
+    The tensors are read into the mapped file, so the model does not have to fit into memory. An
+    existing file is replaced when the output is complete.
 
     Args:
         checkpoint: a folder ``step-N`` of CheckpointManager or of torchtitan.
         output: the file, usually named ``*.safetensors``.
-        dtype: to convert floating-point tensors to; None: as they are.
+        dtype: the dtype to convert floating-point tensors to; None: no conversion.
 
     Raises:
-        ValueError: the checkpoint is damaged, or the format has no such dtype; names the tensor.
-        OSError: the file cannot be written; nothing of it is left.
+        ValueError: The checkpoint is damaged, or the format lacks the dtype of a tensor. The
+            message names the tensor.
+        OSError: The file cannot be written. No part of it is left.
     """
     reader = dcp.Reader(checkpoint)
     metadata = reader.read_metadata()
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for name, path in (metadata.planner_data or {}).items():
         stored = metadata.state_dict_metadata[name]
-        if len(path) == 1 and isinstance(stored, TensorStorageMetadata):  # not of an optimizer
+        if len(path) == 1 and isinstance(stored, TensorStorageMetadata):  # not an optimizer's
             own = stored.properties.dtype
             kind = dtype if dtype and own.is_floating_point else own
             if kind not in _NAMES:
                 raise ValueError(f"'{name}' is {kind}, which safetensors files cannot hold")
             tensors[name] = kind, tuple(stored.size)
-    # The widest first, so that each begins at a multiple of its width.
+    # The widest elements first, so that each tensor begins at a multiple of its element size.
     names = sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name))
     entries, end = {}, 0
     for name in names:
@@ -71,7 +72,7 @@ def export_safetensors(
         with open(saving, "wb") as stream:
             stream.write(len(header).to_bytes(8, "little") + header)
             stream.flush()
-            # Writing to a mapped file that the disk has no room for would kill the process.
+            # Without reserved space, writing to a mapped file on a full disk kills the process.
             os.posix_fallocate(stream.fileno(), 0, 8 + len(header) + end)
         size = os.path.getsize(saving)
         mapped = torch.from_file(str(saving), shared=True, size=size, dtype=torch.uint8)
@@ -80,7 +81,7 @@ def export_safetensors(
             name: data[slice(*entry["data_offsets"])].view(tensors[name][0]).view(tensors[name][1])
             for name, entry in entries.items()
         }
-        with warnings.catch_warnings():  # that one process reads is meant so
+        with warnings.catch_warnings():  # one process reads on purpose
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             dcp.load(views, storage_reader=reader, no_dist=True)
         with open(saving, "rb") as stream:

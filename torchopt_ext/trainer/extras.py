@@ -1,4 +1,4 @@
-"""Packages and modules that only some jobs need."""
+"""Imports packages and modules that only some jobs need."""
 
 import importlib
 from pathlib import Path
@@ -8,10 +8,10 @@ from torchopt_ext.trainer.config import ConfigError
 
 
 def import_extra(module: str, needed_by: str) -> Any:
-    """A module of a package that the extra "trainer" installs.
+    """Imports a module of a package that the extra "trainer" installs.
 
     Raises:
-        ImportError: it cannot be imported; says what needs it, and how to install it.
+        ImportError: The import fails. The message says what needs it and how to install it.
     """
     try:
         return importlib.import_module(module)
@@ -22,10 +22,10 @@ def import_extra(module: str, needed_by: str) -> Any:
 
 
 def import_custom(module: str) -> None:
-    """Imports what registers a job's own parts; what it raises has its own traceback.
+    """Imports a module that registers a job's own parts. Its errors keep their traceback.
 
     Raises:
-        ConfigError: there is no such module.
+        ConfigError: There is no such module.
     """
     try:
         importlib.import_module(module)

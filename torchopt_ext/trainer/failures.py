@@ -1,4 +1,4 @@
-"""torch's ``record``, which leaves its error file whole or not at all."""
+"""torch's ``record``, with an error file that is complete or absent."""
 
 import os
 from functools import partial
@@ -10,11 +10,11 @@ _FILE = "TORCHELASTIC_ERROR_FILE"
 
 
 class _WholeFiles(ErrorHandler):
-    """Writes the error beside the error file and renames it.
+    """Writes the error next to the error file, and renames it when it is complete.
 
-    When a rank fails, torchrun ends the others and reads their error files
-    (torch/distributed/elastic/multiprocessing/api.py). One that is cut off there raises in torchrun
-    itself, which then restarts nothing.
+    When a rank fails, torchrun ends the other ranks and reads their error files
+    (torch/distributed/elastic/multiprocessing/api.py). A truncated file raises in torchrun itself,
+    which then restarts nothing.
     """
 
     def record_exception(self, e: BaseException) -> None:

@@ -1,4 +1,4 @@
-"""Fault tolerance by torchft: the manager of this replica group, and its share of the data."""
+"""Fault tolerance with torchft: this replica group's manager, and its share of the data."""
 
 import os
 from collections.abc import Iterable
@@ -13,11 +13,11 @@ from torchopt_ext.trainer.extras import import_extra
 
 
 class FTManager:
-    """torchft's Manager, or nothing.
+    """Holds torchft's Manager, or None without fault tolerance.
 
     Args:
-        manager: torchft's; None: not fault tolerant.
-        group_size, replica_id: how many replica groups share the data, and which one this is.
+        manager: torchft's Manager; None: no fault tolerance.
+        group_size, replica_id: number of replica groups that share the data, and this one's index.
     """
 
     def __init__(self, manager: Any, group_size: int = 1, replica_id: int = 0) -> None:
@@ -33,14 +33,14 @@ class FTManager:
         """torchft's Manager.
 
         Raises:
-            RuntimeError: not fault tolerant.
+            RuntimeError: Fault tolerance is off.
         """
         if self._manager is None:
             raise RuntimeError("fault_tolerance.enable is false, so there is no torchft.Manager")
         return self._manager
 
     def get_dp_info(self, dp_degree: int, dp_rank: int) -> tuple[int, int]:
-        """Degree and rank by which data is divided: replica groups read different data, too."""
+        """Returns the degree and rank that divide data. Replica groups also read different data."""
         if not self.enabled:
             return dp_degree, dp_rank
         return dp_degree * self.group_size, dp_degree * self.replica_id + dp_rank
@@ -48,8 +48,8 @@ class FTManager:
     def average_gradients(self, model_parts: Iterable[nn.Module]) -> None:
         """Averages gradients over the replica groups of this step, after backward.
 
-        The ranks of a group hold the same parts of the model in each group. torchft notes an error
-        of communication, and the step is not committed.
+        Ranks of the same index hold the same part of the model in each group. torchft records an
+        error of communication, and the step is then not committed.
         """
         if not self.enabled:
             return
@@ -61,12 +61,12 @@ class FTManager:
 
 
 def init_ft_manager(job_config: JobConfig) -> FTManager:
-    """The manager that `[fault_tolerance]` asks for.
+    """Builds the manager that `[fault_tolerance]` asks for.
 
     Raises:
-        ImportError: fault tolerance without torchft.
-        ValueError: a group size or replica id out of range; an unknown process group; not started
-            by torchrun.
+        ImportError: Fault tolerance is enabled, but torchft is not installed.
+        ValueError: The group size or replica id is out of range, the process group is unknown, or
+            torchrun did not start the job.
     """
     config = job_config.fault_tolerance
     if not config.enable:
@@ -88,9 +88,9 @@ def init_ft_manager(job_config: JobConfig) -> FTManager:
     manager = torchft.Manager(
         pg=kinds[config.process_group](timeout=timeout),
         min_replica_size=config.min_replica_size,
-        load_state_dict=None,  # the checkpoint manager says what, once there is something
+        load_state_dict=None,  # the checkpoint manager sets both functions later
         state_dict=None,
-        # A quorum beside forward would read the model's state while FSDP2 has gathered parameters.
+        # A quorum during forward would read the model's state while FSDP2 has gathered parameters.
         use_async_quorum=False,
         replica_id=f"torchopt_ext_ft_{config.replica_id}",
     )

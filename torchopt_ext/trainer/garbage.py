@@ -1,4 +1,4 @@
-"""Python's garbage collection at the same steps on all ranks, so that none waits for another."""
+"""Python's garbage collection at the same steps on all ranks, so that no rank waits."""
 
 import gc
 import logging
@@ -11,7 +11,7 @@ class GarbageCollection:
     """Turns automatic collection off and collects every ``gc_freq`` steps.
 
     Args:
-        gc_freq: steps, 1 or more.
+        gc_freq: steps from one collection to the next, 1 or more.
         debug: collect everything in every step.
 
     Raises:
@@ -26,7 +26,7 @@ class GarbageCollection:
         self.collect()
 
     def run(self, step: int) -> None:
-        """Collects if it is due in this step."""
+        """Collects if a collection is due in this step."""
         if self.debug:
             self.collect(2)
         elif step > 1 and step % self.gc_freq == 0:
@@ -34,7 +34,7 @@ class GarbageCollection:
 
     @staticmethod
     def collect(generation: int = 1) -> None:
-        """Collects young objects by default: the model and what lives as long are never young."""
+        """Collects young objects by default. The model and other long-lived objects are older."""
         started = time.monotonic()
         gc.collect(generation)
         logger.debug("garbage collection took %.3f s", time.monotonic() - started)

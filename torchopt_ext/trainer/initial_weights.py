@@ -1,4 +1,4 @@
-"""Memory and first values of the model parts' weights, in which tied parameters stay tied."""
+"""Allocates and initializes the model parts' weights. Tied parameters stay tied."""
 
 import torch
 from torch import nn
@@ -10,7 +10,7 @@ from torchopt_ext.trainer.config import ConfigError, JobConfig, as_config_error
 
 
 def tied_names(model: nn.Module) -> list[list[str]]:
-    """The names of each parameter that has several."""
+    """Returns the names of each parameter that has several names."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(param, []).append(name)
@@ -18,10 +18,10 @@ def tied_names(model: nn.Module) -> list[list[str]]:
 
 
 def tie(model: nn.Module, ties: list[list[str]]) -> None:
-    """Gives the names of each group its first one's parameter.
+    """Sets all names of each group to the parameter of the group's first name.
 
     Raises:
-        ConfigError: tensor parallelism has divided them in different ways.
+        ConfigError: Tensor parallelism has sharded the group's parameters in different ways.
     """
     for first, *others in ties:
         param = model.get_parameter(first)
@@ -45,21 +45,21 @@ def _placed(param: nn.Parameter) -> object:
 def give_weights(
     model_parts: list[nn.Module], ties: list[list[str]], job_config: JobConfig, device: torch.device
 ) -> None:
-    """Gives the parts memory and their `init_weights`, and lets them train.
+    """Allocates the parts, calls their `init_weights`, and sets them to training mode.
 
     Args:
-        ties: of the model before it was divided and made parallel: :func:`tied_names`.
-        device: that trains.
+        ties: :func:`tied_names` of the model before it was split and parallelized.
+        device: the device that trains.
 
     Raises:
-        ConfigError: a tied parameter has become several; shards cannot be kept in low precision.
+        ConfigError: A tied parameter was split, or shards cannot be kept in low precision.
     """
     offload = job_config.training.enable_cpu_offload
     seeding = job_config.checkpoint.create_seed_checkpoint  # one process without FSDP
     for part in model_parts:
         kept = tied_names(part)
         part.to_empty(device="cpu" if offload or seeding else device.type)
-        tie(part, kept)  # to_empty makes a parameter for each name
+        tie(part, kept)  # to_empty makes a separate parameter for each name
         part.init_weights(buffer_device=device if offload else None)  # type: ignore[operator]
         named = {unwrapped(n): p for n, p in part.named_parameters(remove_duplicate=False)}
         for names in ties:

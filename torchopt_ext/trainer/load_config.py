@@ -1,7 +1,7 @@
-"""From a TOML file and a command line to a JobConfig.
+"""Builds a JobConfig from a TOML file and a command line.
 
-The command line goes over the file, and the file over the defaults, as in torchtitan 0.2
-(torchtitan/config/manager.py). Both may use torchtitan's names of 0.1 and 0.2.
+The command line overrides the file, and the file overrides the defaults, as in torchtitan 0.2
+(torchtitan/config/manager.py). Both may use the names of torchtitan 0.1 and 0.2.
 """
 
 import contextlib
@@ -35,22 +35,22 @@ _RENAMED = {
     "training.debug_moe_force_load_balance": "debug.moe_force_load_balance",
     "training.local_batch_size": "training.batch_size",
 }
-"""What torchtitan 0.1 to 0.2.2 call otherwise, and `--config`."""
+"""Other names of settings in torchtitan 0.1 to 0.2.2, and `--config`."""
 
 
 def load_config(args: Sequence[str], prog: str = "python -m torchopt_ext train") -> JobConfig:
-    """The configuration that a command line asks for; `--help` prints all settings and exits.
+    """Returns the configuration of a command line. `--help` prints all settings and exits.
 
     Args:
-        args: `--config FILE`, also `--job.config_file FILE`, and `--section.field value` for any
+        args: `--config FILE` or `--job.config_file FILE`, and `--section.field value` for any
             setting; "-" and "_" are the same in names. A switch is `--section.field` or
-            `--section.no_field`. The items of a list stand between commas.
-        prog: what the help calls the command.
+            `--section.no_field`. Commas separate the items of a list.
+        prog: the command's name in the help.
 
     Raises:
-        ConfigError: a name, value, file or module is wrong; one sentence that says which, and for
-            a name the nearest valid one.
-        ImportError: tyro is not installed; says how to install it.
+        ConfigError: A name, value, file or module is wrong. The message is one sentence that says
+            which. For an unknown name it suggests the nearest valid name.
+        ImportError: tyro is not installed. The message says how to install it.
     """
     options = list(_options(args))
     path = _given(options, "job.config_file")
@@ -64,7 +64,7 @@ def load_config(args: Sequence[str], prog: str = "python -m torchopt_ext train")
 
 
 def _given(options: Iterable[tuple[str, Any]], name: str) -> Any:
-    """The last value of a setting, which may have its other name; None: there is none."""
+    """Returns the last value given for a setting under either of its names, or None."""
     found = None
     for given, value in options:
         if given == name or _RENAMED.get(given) == name:
@@ -76,7 +76,7 @@ def _given(options: Iterable[tuple[str, Any]], name: str) -> Any:
 
 
 def _settings(cls: Any) -> dict[str, Any]:
-    """Every setting of a configuration, as "section.field", and its type."""
+    """Returns every setting of a configuration class, as "section.field", with its type."""
     settings: dict[str, Any] = {}
     hints = get_type_hints(cls)
     for field in dataclasses.fields(cls):
@@ -87,10 +87,10 @@ def _settings(cls: Any) -> dict[str, Any]:
 
 
 def _name_of(given: str, settings: Mapping[str, Any]) -> str:
-    """The setting that a name means.
+    """Returns the setting that `given` names.
 
     Raises:
-        ConfigError: it means none.
+        ConfigError: No setting has this name.
     """
     name = given if given in settings else _RENAMED.get(given, given)
     if name in settings:
@@ -104,10 +104,10 @@ def _name_of(given: str, settings: Mapping[str, Any]) -> str:
 
 
 def _check(kind: Any, value: Any) -> Any:
-    """A value of a file as a field of that type has it.
+    """Checks a value from a file against a field's type, and converts it.
 
     Raises:
-        TypeError: it is of another type.
+        TypeError: The value is of another type.
     """
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
@@ -125,7 +125,7 @@ def _check(kind: Any, value: Any) -> Any:
         return float(value)
     if origin is Literal:
         fits = value in inner and type(value) in map(type, inner)
-    else:  # other types are an extension's: tyro checks them, if anything does
+    else:  # other types come from an extension: only tyro may check them
         fits = type(value) is kind or kind not in (bool, int, float, str, types.NoneType)
     if not fits:
         raise TypeError
@@ -133,7 +133,7 @@ def _check(kind: Any, value: Any) -> Any:
 
 
 def _describe(kind: Any) -> str:
-    """What a setting of that type may be."""
+    """Describes the values that a type allows, for messages."""
     named = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
     if kind in named:
         return named[kind]
@@ -163,7 +163,7 @@ def _read(path: str) -> dict[str, Any]:
 def _leaves(
     settings: Mapping[str, Any], table: Mapping[str, Any], prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """A file's values by "section.field"; a table is a value only where a setting is one."""
+    """Yields a file's values by "section.field". A table is a value if a setting has its name."""
     for key, value in table.items():
         name = f"{prefix}{key}"
         if isinstance(value, dict) and value and name not in settings:
@@ -173,7 +173,7 @@ def _leaves(
 
 
 def _from_file(cls: type[JobConfig], file: Mapping[str, Any], path: str | None) -> JobConfig:
-    """The configuration of a file alone."""
+    """Builds the configuration from a file alone."""
     config, settings, seen = cls(), _settings(cls), dict[str, str]()
     sections = {name[: match.start()] for name in settings for match in re.finditer(r"\.", name)}
     for given, value in _leaves(settings, file):
@@ -204,7 +204,7 @@ def _from_file(cls: type[JobConfig], file: Mapping[str, Any], path: str | None) 
 
 
 def _extended(module: str) -> type[JobConfig]:
-    """JobConfig with the sections and fields that a module's JobConfig adds or replaces."""
+    """Returns JobConfig with the sections and fields that a module's JobConfig adds or replaces."""
     try:
         extension = importlib.import_module(module).JobConfig
     except (ImportError, AttributeError) as error:
@@ -221,7 +221,7 @@ def _extended(module: str) -> type[JobConfig]:
 
 
 def _merged(base: Any, extension: Any) -> Any:
-    """A dataclass with the fields of both; dataclasses of one name are merged, too."""
+    """Returns a dataclass with the fields of both. Sections of the same name are merged."""
     ours, theirs = get_type_hints(base), get_type_hints(extension)
     fields: list[tuple[str, Any, Any]] = []
     for name in (field.name for field in dataclasses.fields(extension)):
@@ -236,7 +236,7 @@ def _merged(base: Any, extension: Any) -> Any:
 
 
 def _options(args: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Each option's name, with "_" for "-", and what follows it."""
+    """Yields each option's name, with "_" for "-", and the values that follow it."""
     name, values = "", list[str]()
     for arg in ["--help" if arg == "-h" else arg for arg in args]:
         if arg.startswith("--") and arg != "--":
@@ -253,7 +253,7 @@ def _options(args: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _fits(kind: Any, values: list[str]) -> bool:
-    """Whether a setting of that type can be read from what stands on the command line."""
+    """Returns whether values from a command line can be read as a type."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return any(_fits(one, values) for one in inner)
@@ -277,7 +277,7 @@ def _fits(kind: Any, values: list[str]) -> bool:
 def _from_options(
     cls: type[JobConfig], options: Iterable[tuple[str, list[str]]], default: JobConfig, prog: str
 ) -> JobConfig:
-    """A configuration with the command line's changes."""
+    """Returns `default` with the command line's changes."""
     settings, args = _settings(cls), []
     for given, values in options:
         if given == "help":
@@ -315,7 +315,7 @@ def _from_options(
 
 
 def _list_rule(info: Any) -> Any:
-    """Lets tyro read lists of strings with commas, as torchtitan's command line does."""
+    """Lets tyro read comma-separated lists of strings, as torchtitan's command line does."""
     tyro = import_extra("tyro", "reading a job's configuration")
     (item,) = get_args(info.type) if get_origin(info.type) is list else (None,)
     if item is not str and get_origin(item) is not Literal:
@@ -331,5 +331,5 @@ def _list_rule(info: Any) -> Any:
 
 
 def _sentence(message: str) -> str:
-    """What tyro says, without its box."""
+    """Returns tyro's message without the box around it."""
     return " ".join(re.sub(r"[-─]{4,}|[│├┤╭╮╰╯]", " ", message).split())

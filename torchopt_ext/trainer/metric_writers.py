@@ -1,4 +1,4 @@
-"""Where metrics go: the console, TensorBoard, a JSONL file, Weights & Biases."""
+"""Writers of metrics: to the console, TensorBoard, a JSONL file, Weights & Biases."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from torchopt_ext.trainer.extras import import_extra
 
 
 class MetricWriter(Protocol):
-    """Takes the metrics of one step at a time."""
+    """Writes the metrics of one step at a time."""
 
     def write(self, step: int, metrics: dict[str, float]) -> None: ...
 
@@ -20,7 +20,7 @@ class MetricWriter(Protocol):
 
 
 class Lines:
-    """One line a step on standard output.
+    """Prints one line per step on standard output.
 
     Args:
         color: the escape sequences of the colors, or empty strings.
@@ -45,12 +45,12 @@ class Lines:
 
 
 class ProgressBar:
-    """A bar over the steps of the job, with the newest metrics beside it.
+    """A bar over the steps of the job, with the newest metrics next to it.
 
-    Log messages to the console appear above it.
+    Log messages to the console appear above the bar.
 
     Args:
-        steps: of the whole job.
+        steps: number of steps of the whole job.
 
     Raises:
         ImportError: tqdm is not installed.
@@ -84,7 +84,7 @@ class ProgressBar:
 
 
 def describe(metrics: dict[str, float]) -> dict[str, str]:
-    """The metrics that a console shows, formatted, by their short names."""
+    """Returns the metrics that a console shows, formatted, by their short names."""
     formats = {
         "loss_metrics/global_avg_loss": ("loss", "{:.5f}"),
         "validation_metrics/loss": ("validation loss", "{:.5f}"),
@@ -103,12 +103,12 @@ def describe(metrics: dict[str, float]) -> dict[str, str]:
 
 
 class JsonLines:
-    """Appends one JSON object a step to a file; what is not finite becomes null.
+    """Appends one JSON object per step to a file. Values that are not finite become null.
 
-    A resumed job appends as well: the later of two lines for one step is the one that counts.
+    A resumed job also appends. If a step has two lines, the later line counts.
 
     Args:
-        path: of the file. What a killed job left of its last line is cut off.
+        path: path of the file. An incomplete last line of a killed job is cut off.
     """
 
     def __init__(self, path: Path) -> None:
@@ -127,10 +127,10 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Scalars for TensorBoard.
+    """Writes scalars for TensorBoard.
 
     Args:
-        folder: of the run.
+        folder: the run's folder.
 
     Raises:
         ImportError: TensorBoard is not installed.
@@ -149,11 +149,11 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of Weights & Biases, of the project that WANDB_PROJECT names ("torchopt_ext").
+    """Writes to a run of Weights & Biases, in the project WANDB_PROJECT or "torchopt_ext".
 
     Args:
-        folder: for its files.
-        config: of the job, to be shown beside the run.
+        folder: folder for the run's files.
+        config: the job's configuration, which is shown with the run.
 
     Raises:
         ImportError: wandb is not installed.

@@ -1,4 +1,4 @@
-"""Metrics of training, computed on the host from what the Trainer hands over."""
+"""Metrics of training, computed on the host from values that the Trainer provides."""
 
 import logging
 import sys
@@ -52,7 +52,7 @@ _V_SCHEDULES = frozenset({"zbvzerobubble", "dualpipev"})
 
 
 def metrics_rank(parallel_dims: ParallelDims, job_config: JobConfig) -> int:
-    """The rank that knows the loss and reports it: with pipeline stages, the first of the last."""
+    """Returns the rank that has and reports the loss: the first rank of the last pipeline stage."""
     schedule = job_config.parallelism.pipeline_parallel_schedule
     if not parallel_dims.pp_enabled or schedule.lower() in _V_SCHEDULES:
         return 0
@@ -60,28 +60,28 @@ def metrics_rank(parallel_dims: ParallelDims, job_config: JobConfig) -> int:
 
 
 class MetricsProcessor:
-    """Computes and writes metrics, as torchtitan/components/metrics.py at 96c11f922.
+    """Computes and writes metrics, as torchtitan/components/metrics.py at commit 96c11f922.
 
-    The Trainer adds to the counters at every step, and calls :meth:`log` at those where
-    :meth:`should_log` says so. Nothing here reads a tensor or waits for a device.
+    The Trainer adds to the counters at every step. It calls :meth:`log` at the steps for which
+    :meth:`should_log` returns True. Nothing here reads a tensor or waits for a device.
 
     Args:
         job_config: its `metrics` section chooses the writers.
-        parallel_dims: how many ranks share one rank's tokens, and which rank reports.
+        parallel_dims: says how many ranks share the same tokens, and which rank reports.
 
     Attributes:
-        color: escape sequences for console output, empty where it is no terminal.
-        device_memory_monitor: of this rank's device.
+        color: escape sequences for console output; empty if stdout is not a terminal.
+        device_memory_monitor: monitor of the memory of this rank's device.
         num_flops_per_token: floating-point operations for one token, forward and backward; 0 or
-            less: not known.
+            less: unknown.
         optimizers, lr_schedulers: set by the Trainer, for metrics of a subclass.
         ntokens_since_last_log: tokens that this rank has read, int.
         data_loading_times: seconds that each step since the last log waited for data.
-        time_last_log: time.perf_counter() where the time being measured begins.
+        time_last_log: time.perf_counter() at the start of the measured time.
 
     Raises:
-        ImportError: a writer's package is not installed; names it.
-        ValueError: a setting out of range.
+        ImportError: A writer's package is not installed. The message names the package.
+        ValueError: A setting is out of range.
     """
 
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
@@ -104,7 +104,7 @@ class MetricsProcessor:
         self._failed: list[MetricWriter] = []
 
     def should_log(self, step: int) -> bool:
-        """Whether to log at `step`: the first, and every `metrics.log_freq`."""
+        """Returns whether to log at `step`: the first step, and every `metrics.log_freq` steps."""
         return step == 1 or step % self.job_config.metrics.log_freq == 0
 
     def log(
@@ -114,16 +114,16 @@ class MetricsProcessor:
         global_max_loss: float,
         extra_metrics: dict[str, float] | None = None,
     ) -> None:
-        """Writes the metrics of the steps since the last log, and starts anew.
+        """Writes the metrics of the steps since the last log, and resets the counters.
 
         Args:
-            step: the one that has just been made.
+            step: the step that was just made.
             global_avg_loss, global_max_loss: its loss, over the ranks that read different tokens.
-            extra_metrics: more, by tag; they replace those of the same tag.
+            extra_metrics: further metrics by tag. They replace metrics of the same tag.
         """
         seconds = time.perf_counter() - self.time_last_log
         waited, steps = sum(self.data_loading_times), max(len(self.data_loading_times), 1)
-        # Of one device: tensor, pipeline and context parallel ranks share the tokens of one.
+        # Per device: tensor, pipeline and context parallel ranks share the same tokens.
         tokens_per_second = self.ntokens_since_last_log / (
             seconds * self.parallel_dims.non_data_parallel_size
         )
@@ -152,7 +152,7 @@ class MetricsProcessor:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Leaves what happens inside, such as a validation, out of the time being measured."""
+        """Excludes the time spent inside, such as a validation, from the measured time."""
         started = time.perf_counter()
         try:
             yield
@@ -162,7 +162,7 @@ class MetricsProcessor:
     def log_validation(
         self, loss: float, step: int, extra_metrics: dict[str, float] | None = None
     ) -> None:
-        """Writes a validation loss; the counters of training stay as they are."""
+        """Writes a validation loss. The counters of training do not change."""
         self._write(step, {"validation_metrics/loss": loss, **(extra_metrics or {})})
 
     def _memory(self) -> dict[str, float]:
@@ -183,10 +183,10 @@ class MetricsProcessor:
 
     @contextmanager
     def _logs_failure(self, writer: MetricWriter) -> Iterator[None]:
-        """Lets training go on where metrics cannot be written, such as on a full disk."""
+        """Logs a writer's first error, such as a full disk, and lets training continue."""
         try:
             yield
-        except BrokenPipeError:  # whoever reads stdout has ended, and means the job
+        except BrokenPipeError:  # the reader of stdout has exited, which ends the job
             raise
         except OSError as error:
             if writer not in self._failed:
@@ -195,7 +195,7 @@ class MetricsProcessor:
                 self._failed.append(writer)
 
     def close(self) -> None:
-        """Ends the writers: files are complete after it. A second call does nothing."""
+        """Closes the writers, which completes their files. A second call is a no-op."""
         while self._writers:
             writer = self._writers.pop()
             with self._logs_failure(writer):
@@ -205,7 +205,7 @@ class MetricsProcessor:
 def _build_writers(
     job_config: JobConfig, parallel_dims: ParallelDims, color: Color
 ) -> list[MetricWriter]:
-    """The writers of this rank: files on one rank or on all, the console on one."""
+    """Returns this rank's writers: files on one rank or on all, the console on one rank."""
     config, rank = job_config.metrics, dist.get_rank()
     reports = rank == metrics_rank(parallel_dims, job_config)
     if not reports and not config.save_for_all_ranks:
@@ -231,5 +231,5 @@ def _build_writers(
 
 
 def build_metrics_processor(job_config: JobConfig, parallel_dims: ParallelDims) -> MetricsProcessor:
-    """The metrics of a job, on this rank; the process group has to be there."""
+    """Builds this rank's MetricsProcessor. The process group must be initialized."""
     return MetricsProcessor(job_config, parallel_dims)

@@ -1,4 +1,4 @@
-"""Model converters: what changes a model before it is parallelized, such as to low precision."""
+"""Model converters, which change a model before it is parallelized, such as to low precision."""
 
 import logging
 from typing import Any, Protocol
@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 class ModelConverter(Protocol):
-    """As torchtitan's (torchtitan/protocols/model_converter.py)."""
+    """The interface of a converter, as in torchtitan/protocols/model_converter.py."""
 
     def __init__(self, job_config: JobConfig, parallel_dims: Any) -> None: ...
 
@@ -19,17 +19,17 @@ class ModelConverter(Protocol):
         """Changes the model in place."""
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
-        """Called with the model parts after every optimizer step."""
+        """Runs after every optimizer step, with the model parts."""
 
 
 _registered: dict[str, type[ModelConverter]] = {}
 
 
 def register_model_converter(converter_cls: type[ModelConverter], name: str) -> None:
-    """Makes a converter known to `model.converters`.
+    """Registers a converter under a name for `model.converters`.
 
     Raises:
-        ValueError: the name is taken.
+        ValueError: The name is registered already.
     """
     if name in _registered:
         raise ValueError(f"a model converter named {name!r} is registered already")
@@ -40,7 +40,7 @@ class ModelConvertersContainer:
     """The converters of a job, in the order of `model.converters`.
 
     Raises:
-        ConfigError: a name that is not registered.
+        ConfigError: A name is not registered.
     """
 
     def __init__(self, job_config: JobConfig, parallel_dims: Any) -> None:

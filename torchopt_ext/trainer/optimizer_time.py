@@ -1,4 +1,4 @@
-"""How long optimizer steps take, on their device."""
+"""Measures the time of optimizer steps on their device."""
 
 import time
 from collections import deque
@@ -8,10 +8,10 @@ import torch
 
 
 class OptimizerTime:
-    """A context for each step. On a GPU its events are read when the mean is asked for.
+    """A context manager that times each step. On a GPU, :meth:`mean` reads the events.
 
     Args:
-        device: where the step runs.
+        device: the device that the step runs on.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -37,7 +37,7 @@ class OptimizerTime:
             self._seconds.append(time.perf_counter() - self._started)
 
     def mean(self) -> float:
-        """Seconds of a step, over the steps since the last call; 0 without any."""
+        """Returns the mean seconds of the steps since the last call; 0 without steps."""
         for started, ended in self._events:
             ended.synchronize()
             self._seconds.append(started.elapsed_time(ended) / 1000)

@@ -1,4 +1,4 @@
-"""The optimizers that a job configuration asks for, clipping in their step where they can."""
+"""Builds a job's optimizers, which clip in their step if they can."""
 
 import json
 import math
@@ -27,10 +27,10 @@ from torchopt_ext.trainer.zero_container import ZeroOptimizersContainer
 
 
 def gradient_accumulation_steps(job_config: JobConfig, dp_degree: int) -> int:
-    """How many local batches make one step.
+    """Returns the number of local batches in one step.
 
     Raises:
-        ValueError: training.global_batch_size is no multiple of what all ranks read at once.
+        ValueError: training.global_batch_size is not a multiple of all ranks' local batches.
     """
     training = job_config.training
     at_once = training.batch_size * dp_degree
@@ -46,7 +46,7 @@ def gradient_accumulation_steps(job_config: JobConfig, dp_degree: int) -> int:
 
 
 def data_parallel_degree(job_config: JobConfig) -> int:
-    """Ranks that read different data."""
+    """Returns the number of ranks that read different data."""
     parallelism = job_config.parallelism
     sharing = (
         parallelism.tensor_parallel_degree
@@ -60,14 +60,14 @@ def data_parallel_degree(job_config: JobConfig) -> int:
 def build_optimizers(
     model_parts: list[nn.Module], job_config: JobConfig, ft_manager: Any = None
 ) -> OptimizersContainer[Any]:
-    """As torchtitan's; torchopt_ext's optimizers clip to `training.max_norm` in their step.
+    """Builds a job's optimizers. torchopt_ext's clip to `training.max_norm` in their step.
 
     Raises:
-        ConfigError: there is no optimizer of that name; a setting without effect, but in a pipeline
-            see `build_in_stages`; torch's optimizers in backward where clipping or skipping is
-            asked for; low-precision shards with another implementation than "fused"; ZeRO with
-            another, in backward or fault tolerant.
-        AssertionError: unknown implementation.
+        ConfigError: The optimizer's name is unknown; a setting has no effect (in a pipeline
+            `build_in_stages` checks this); torch's optimizers should step in backward, and clip or
+            skip; low-precision shards or ZeRO without implementation "fused"; ZeRO in backward or
+            with fault tolerance.
+        AssertionError: The implementation is unknown.
     """
     config = SimpleNamespace(**vars(job_config.optimizer))
     if config.name not in FUSED:
@@ -79,13 +79,13 @@ def build_optimizers(
         if config.early_step_in_backward and (
             config.skip_nonfinite or job_config.training.max_norm < math.inf
         ):
-            # No gradient is left when torch's clipping would measure them.
+            # No gradients are left when torch's clipping would measure them.
             raise ConfigError(
                 f"optimizer.implementation {config.implementation!r} with early_step_in_backward "
                 "neither clips nor skips: set training.max_norm = inf and "
                 "optimizer.skip_nonfinite = false, or use 'fused'"
             )
-        config.skip_nonfinite = False  # the Trainer asks the norm, which torch's clipping returns
+        config.skip_nonfinite = False  # the Trainer decides by the norm of torch's clipping
         if job_config.parallelism.fsdp_keep_low_precision_shards:
             raise ConfigError(
                 "parallelism.fsdp_keep_low_precision_shards has no effect with "
@@ -98,7 +98,7 @@ def build_optimizers(
     partition = job_config.parallelism.zero
     if partition == "none":
         stages = job_config.parallelism.pipeline_parallel_degree > 1
-        no_group = SimpleNamespace(get_group=lambda: None)  # they agree later: build_in_stages
+        no_group = SimpleNamespace(get_group=lambda: None)  # build_in_stages sets it later
         dims = SimpleNamespace(pp_enabled=stages, ep_enabled=False, get_mesh=lambda name: no_group)
         return containers.build_optimizers(model_parts, config, dims, ft_manager)
     if config.implementation != "fused" or config.early_step_in_backward:
@@ -116,9 +116,9 @@ def build_optimizers(
 
 
 def clips_in_step(optimizers: OptimizersContainer[Any]) -> bool:
-    """Whether steps clip, whatever the configuration says: a TrainSpec may build other optimizers.
+    """Returns whether the optimizers clip in their step, whatever the configuration says.
 
-    ZeRO's optimizer has the one that steps in its `optim`.
+    A TrainSpec may build other optimizers. ZeroRedundancyOptimizer's inner optimizer is `optim`.
     """
     stepping = [getattr(optimizer, "optim", optimizer) for optimizer in optimizers]
     return all(isinstance(one, FusedAdam) and one.max_grad_norm is not None for one in stepping)
@@ -127,15 +127,15 @@ def clips_in_step(optimizers: OptimizersContainer[Any]) -> bool:
 def build_in_stages(
     build: Callable[[], OptimizersContainer[Any]], job_config: JobConfig, process_group: Any
 ) -> OptimizersContainer[Any]:
-    """The optimizers of one of several pipeline stages, which clip and skip by one norm.
+    """Builds the optimizers of one pipeline stage. All stages clip and skip by one norm.
 
     Args:
-        build: makes this stage's.
-        process_group: of the stages.
+        build: builds this stage's optimizers.
+        process_group: group of the stages.
 
     Raises:
-        ConfigError: on all ranks, if no stage has anything to train, a setting has no effect in
-            any, or a stage's settings are wrong.
+        ConfigError: No stage has a trainable parameter, a setting has no effect in any stage, or a
+            stage's settings are wrong. All ranks raise.
     """
     with as_config_error(), all_or_none(process_group):
         optimizers = build()
@@ -159,6 +159,6 @@ def build_in_stages(
     with as_config_error():
         reject_ineffective(optimizers.defaults, [param for _, param in named])
         if is_8_bit(optimizers.defaults.get("state_dtype")):
-            # A stage does not know whether a pattern is found in another one.
+            # A stage does not know whether a pattern is found in another stage.
             fp32_params(named, job_config.optimizer.fp32_moments, embeddings=())
     return optimizers

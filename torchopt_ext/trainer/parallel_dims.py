@@ -31,15 +31,15 @@ class ParallelDims:
 
     Args:
         dp_replicate: copies of the model: DDP, or with dp_shard the outer dimension of HSDP.
-        dp_shard: ranks that a copy is divided among by FSDP; -1: all that the others leave.
-        cp: ranks that a sequence is divided among.
-        tp: ranks that a layer is divided among.
-        pp: ranks that the layers are divided among.
-        world_size: all ranks.
+        dp_shard: ranks that shard a copy by FSDP; -1: all ranks that the other degrees leave.
+        cp: ranks that shard a sequence (context parallelism).
+        tp: ranks that shard a layer (tensor parallelism).
+        pp: ranks that split the layers (pipeline parallelism).
+        world_size: number of all ranks.
         enable_loss_parallel: whether tensor-parallel ranks each compute a part of the loss.
 
     Raises:
-        ValueError: the product of the degrees is not the world size, or one is less than 1.
+        ValueError: The product of the degrees is not the world size, or a degree is less than 1.
     """
 
     dp_replicate: int
@@ -59,7 +59,7 @@ class ParallelDims:
                 raise ConfigError(f"parallelism.{setting} is {degree}, expected {least}")
         if self.dp_shard == -1:
             others = self.dp_replicate * self.cp * self.tp * self.pp
-            # Where nothing is left, or a remainder, the product below is not the world size.
+            # If the other degrees do not divide the world size, the check of the product fails.
             self.dp_shard = max(self.world_size // others, 1)
         degrees = self._degrees()
         if prod(degrees.values()) != self.world_size:
@@ -73,24 +73,24 @@ class ParallelDims:
         return {name: getattr(self, name) for name in _SETTINGS}
 
     def build_mesh(self, device_type: str) -> DeviceMesh:
-        """The mesh of all ranks; needs the default process group, and every rank calls it.
+        """Builds the mesh of all ranks. Every rank calls it, after the default process group.
 
-        Its dimensions are those of "pp", "dp_replicate", "dp_shard", "cp" and "tp" whose degree is
-        more than 1, in this order; on one rank it is "dp_shard" of size 1. Names of several
-        dimensions together, where there is one of them (see `get_mesh`):
-            "dp": dp_replicate and dp_shard, what the data set is divided among;
-            "dp_shard_cp": dp_shard and cp, what FSDP divides parameters among;
-            "dp_cp": dp_replicate, dp_shard and cp, what the loss is averaged over.
+        The mesh has the dimensions "pp", "dp_replicate", "dp_shard", "cp" and "tp" with a degree of
+        more than 1, in this order; on one rank "dp_shard" of size 1. `get_mesh` knows more names,
+        for several dimensions together, if the mesh has one of the dimensions:
+            "dp": dp_replicate and dp_shard, over which the data set is divided;
+            "dp_shard_cp": dp_shard and cp, over which FSDP shards parameters;
+            "dp_cp": dp_replicate, dp_shard and cp, over which the loss is averaged.
 
         Args:
             device_type: "cpu" or "cuda".
 
         Raises:
-            ValueError: context parallel on a device that torch's does not support.
+            ValueError: torch's context parallelism does not support the device.
         """
         if self.cp_enabled and device_type != "cuda":
-            # torch/distributed/tensor/experimental/_context_parallel/_attention.py divides CUDA's
-            # attention kernels; the CPU's would raise in the first forward pass.
+            # torch/distributed/tensor/experimental/_context_parallel/_attention.py shards only
+            # CUDA's attention kernels. The CPU's kernel would raise in the first forward pass.
             raise ConfigError(
                 f"parallelism.context_parallel_degree is {self.cp}, but torch's context parallel "
                 f"has no attention for {device_type!r}: use 1, or training.device = 'cuda'"
@@ -104,23 +104,23 @@ class ParallelDims:
         return mesh
 
     def get_mesh(self, name: str) -> DeviceMesh:
-        """One dimension, or several together, of the mesh that was built.
+        """Returns one dimension of the built mesh, or several dimensions together.
 
-        world_mesh[name] is the same, but torch warns of it where it is several together.
+        world_mesh[name] is the same, but torch warns if the name stands for several dimensions.
 
         Raises:
-            ValueError: there is none of this name.
+            ValueError: The mesh has no such name.
         """
         if name not in self._meshes:
             raise ValueError(f"the mesh has no {name!r}, expected one of {list(self._meshes)}")
         return self._meshes[name]
 
     def fsdp_mesh(self, world_mesh: DeviceMesh) -> DeviceMesh:
-        """What fully_shard divides over: [dp_shard_cp], or for HSDP [dp_replicate, dp_shard_cp]."""
+        """Returns fully_shard's mesh: [dp_shard_cp], or for HSDP [dp_replicate, dp_shard_cp]."""
         if not self.dp_replicate_enabled:
             return self.get_mesh("dp_shard_cp")
         with warnings.catch_warnings():
-            # Meant for what get_mesh is for; of two dimensions together there is no other way.
+            # For one name get_mesh avoids the warning. For two names there is no other way.
             warnings.filterwarnings("ignore", message="Slicing a flattened dim")
             return world_mesh["dp_replicate", "dp_shard_cp"]
 

@@ -1,4 +1,4 @@
-"""Makes a model parallel by torch's means: tensor parallel, FSDP2, HSDP or DDP."""
+"""Parallelizes a model with torch's tensor parallelism, FSDP2, HSDP or DDP."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -32,7 +32,7 @@ from torchopt_ext.trainer.parallel_dims import ParallelDims
 logger = logging.getLogger(__name__)
 
 TensorParallelPlan = Callable[[nn.Module, bool], Mapping[str, ParallelStyle]]
-"""From a model, and whether the loss is computed in parts, to torch's plan for it."""
+"""A function from a model, and whether the loss is computed in parts, to torch's plan."""
 
 
 def parallelize(
@@ -43,24 +43,24 @@ def parallelize(
     *,
     tp_plan: TensorParallelPlan | None = None,
 ) -> nn.Module:
-    """Applies what the job asks for to a model, or to the part in a pipeline stage.
+    """Parallelizes a model, or a pipeline stage's part, as the job asks.
 
-    In this order: tensor parallel, activation checkpointing, torch.compile, FSDP2 or DDP. The
+    The order is: tensor parallelism, activation checkpointing, torch.compile, FSDP2 or DDP. The
     names of modules and parameters stay as they are.
 
     Args:
         model: on the meta device, or where it trains; `model.layers` is an nn.ModuleDict of the
-            repeated blocks, each of which is checkpointed, compiled and sharded on its own.
-        world_mesh: of `ParallelDims.build_mesh`.
-        parallel_dims: its degrees.
+            repeated blocks, each of which is checkpointed, compiled and sharded separately.
+        world_mesh: the mesh of `ParallelDims.build_mesh`.
+        parallel_dims: the mesh's degrees.
         job_config: the job.
-        tp_plan: for tensor parallel.
+        tp_plan: the plan for tensor parallelism.
 
     Returns:
         The model, changed in place.
 
     Raises:
-        ValueError: settings that do not go together; says which.
+        ValueError: Settings cannot be combined. The message says which.
     """
     config = job_config.parallelism
     if config.enable_compiled_autograd and parallel_dims.world_size > 1:
@@ -88,11 +88,11 @@ def parallelize(
         plan = tp_plan(model, parallel_dims.loss_parallel_enabled)
         ties = tied_names(model)
         parallelize_module(model, world_mesh["tp"], dict(plan))
-        tie(model, ties)  # parallelize_module makes a parameter for each name
+        tie(model, ties)  # parallelize_module makes a separate parameter for each name
     checkpoint_activations(model, job_config.activation_checkpoint)
     if job_config.training.compile:
         for block in layers_of(model).values():
-            # Not the module, whose hooks for FSDP break graphs, nor a wrapper, which renames.
+            # Only forward: FSDP's hooks on the module break graphs, and a wrapper would rename.
             block.forward = torch.compile(block.forward, fullgraph=True)
     if parallel_dims.fsdp_enabled:
         shard(model, parallel_dims.fsdp_mesh(world_mesh), parallel_dims, job_config)
@@ -108,7 +108,7 @@ def parallelize(
 
 
 def layers_of(model: nn.Module) -> nn.ModuleDict:
-    """The repeated blocks of a model.
+    """Returns the repeated blocks of a model.
 
     Raises:
         TypeError: `model.layers` is not an nn.ModuleDict.
@@ -129,11 +129,11 @@ def checkpoint_activations(model: nn.Module, config: ActivationCheckpoint) -> No
 
     Args:
         model: with `layers`.
-        config: mode "none", "full" or "selective"; selective_ac_option n, or "op" for what
-            `_torch.ops_worth_saving` lists, but every second matrix product.
+        config: mode "none", "full" or "selective"; selective_ac_option n, or "op", which saves the
+            outputs of `_torch.ops_worth_saving`, but only of every second matrix product.
 
     Raises:
-        ValueError: another mode or option.
+        ValueError: The mode or the option is unknown.
     """
     option = config.selective_ac_option
     if config.mode not in ("none", "full", "selective"):
@@ -158,7 +158,7 @@ def checkpoint_activations(model: nn.Module, config: ActivationCheckpoint) -> No
                 "positive integer"
             )
 
-    # torch's checkpoint_wrapper would put a module around each block, and so rename parameters. A
+    # torch's checkpoint_wrapper would put a module around each block, which renames parameters. A
     # function that all blocks share is compiled once.
     def forward(block: nn.Module, *args: Any) -> Any:
         return checkpoint(type(block).forward, block, *args, use_reentrant=False, **options)
@@ -169,9 +169,9 @@ def checkpoint_activations(model: nn.Module, config: ActivationCheckpoint) -> No
 
 
 def _save_costly_ops() -> Any:
-    """Contexts of the forward pass and the recomputation of one block.
+    """Returns the contexts of the forward pass and the recomputation of one block.
 
-    As torchtitan's (models/llama3/infra/parallelize.py): every second product is recomputed.
+    As in torchtitan (models/llama3/infra/parallelize.py), every second product is recomputed.
     """
     worth_saving, products = _torch.ops_worth_saving(), {False: 0, True: 0}
 
@@ -191,7 +191,7 @@ def _save_costly_ops() -> Any:
 def shard(
     model: nn.Module, mesh: DeviceMesh, parallel_dims: ParallelDims, job_config: JobConfig
 ) -> None:
-    """FSDP2 over a mesh of one dimension, HSDP over two: each layer, then what is left."""
+    """Applies FSDP2 (1-dim mesh) or HSDP (2-dim mesh) to each layer, then to the rest."""
     training = job_config.training
     precision = MixedPrecisionPolicy(
         param_dtype=DTYPES[training.mixed_precision_param],
@@ -212,8 +212,8 @@ def shard(
     for block in blocks:
         reshard = policy == "always"
         if policy == "default":
-            # A pipeline's microbatches shall not gather a layer again and again, and backward
-            # begins with the last layer.
+            # A pipeline would gather a layer again in every microbatch, and backward begins with
+            # the last layer.
             reshard = not parallel_dims.pp_enabled and block is not blocks[-1]
         apply(block, reshard_after_forward=reshard)
     apply(model, reshard_after_forward=not parallel_dims.pp_enabled)
@@ -224,9 +224,9 @@ def shard(
 
 
 def set_gradient_sync(model_parts: list[nn.Module], on: bool) -> None:
-    """Says whether the next backward passes reduce gradients over data-parallel ranks.
+    """Sets whether the next backward passes reduce gradients over data-parallel ranks.
 
-    Off for all but the last of several accumulated batches. FSDP then keeps whole gradients.
+    It is off for all accumulated batches except the last. FSDP then keeps unsharded gradients.
     """
     for part in model_parts:
         # fully_shard and replicate add the method.

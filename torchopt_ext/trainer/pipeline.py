@@ -1,4 +1,4 @@
-"""Divides a model into pipeline stages, and makes torch's schedule for this rank's."""
+"""Splits a model into pipeline stages, and builds torch's schedule for this rank's stages."""
 
 import copy
 import logging
@@ -38,29 +38,29 @@ def pipeline(
     parallelize_fn: ParallelizeFunction,
     loss_fn: LossFunction,
 ) -> tuple[Schedule, list[nn.Module], bool, bool]:
-    """Keeps this rank's stages of a model, each made parallel, and schedules their microbatches.
+    """Builds this rank's pipeline stages of a model, each parallelized, and their schedule.
 
-    The children of `model` are run in order, and `layers`, an nn.ModuleDict, is divided. What comes
-    before it is in the first stage and what comes after it in the last; elsewhere it is None, which
-    the model's `forward` passes over. Names stay as they are in the whole model.
+    The children of `model` run in order, and `layers`, an nn.ModuleDict, is split. Children before
+    `layers` are in the first stage and children after it in the last stage. In other stages they
+    are None, which the model's `forward` must skip. Names stay as they are in the whole model.
 
     Args:
-        model: whole, on the meta device.
-        world_mesh: with a dimension "pp".
-        parallel_dims: its degrees.
+        model: the whole model, on the meta device.
+        world_mesh: a mesh with a dimension "pp".
+        parallel_dims: the mesh's degrees.
         job_config: names the schedule, the split and the size of a microbatch.
-        device: of this rank.
-        model_args: not used; torchtitan's signature.
-        parallelize_fn: for each part.
-        loss_fn: mean loss of a microbatch, from output and labels.
+        device: this rank's device.
+        model_args: not used; part of torchtitan's signature.
+        parallelize_fn: parallelizes each part.
+        loss_fn: computes the mean loss of a microbatch, from output and labels.
 
     Returns:
-        The schedule, whose `losses` are the microbatches' and whose gradients are those of their
-        mean; this rank's parts; whether the first and the last stage are among them.
+        The schedule, whose `losses` are the microbatches' losses and whose gradients are those of
+        the mean loss; this rank's parts; whether the first and the last stage are among them.
 
     Raises:
-        ConfigError: on all ranks, for a schedule, split or size that does not fit, or a parameter
-            that two stages would have; says which.
+        ConfigError: A schedule, split or size does not fit, or two stages would have the same
+            parameter. The message says which. All ranks raise.
     """
     config, training = job_config.parallelism, job_config.training
     try:
@@ -96,8 +96,8 @@ def pipeline(
         stages.append(PipelineStage(part, index, len(split), device, group=pp_mesh.get_group("pp")))
 
     def microbatch_loss(pred: Tensor, labels: Tensor) -> Tensor:
-        # The loss, and the gradient of its part in the mean. The schedule's own scaling divides
-        # whatever is in .grad, and so again what an earlier accumulated batch has left there.
+        # Returns the loss, with the gradient of its share in the mean. The schedule's own scaling
+        # divides all of .grad, so earlier accumulated batches would be divided again.
         loss = loss_fn(pred, labels)
         return loss.detach() + (loss - loss.detach()) / n_microbatches
 
@@ -109,7 +109,7 @@ def pipeline(
             loss_fn=microbatch_loss,
             scale_grads=False,
         )
-    except ValueError as error:  # of numbers that are the same on all ranks
+    except ValueError as error:  # the numbers are the same on all ranks
         raise ConfigError(
             f"training.batch_size {training.batch_size} in microbatches of "
             f"parallelism.pipeline_parallel_microbatch_size "
@@ -122,16 +122,16 @@ def pipeline(
 def split_layers(
     layers: list[str], ranks: int, schedule_class: type[Schedule], config: Parallelism
 ) -> list[list[str]]:
-    """The names of the layers in each stage.
+    """Returns the names of the layers in each stage.
 
-    They begin at `pipeline_parallel_split_points`, "layers.<name>" for all stages but the first. If
-    there are none, the stages get equal shares, where what comes before and after the layers counts
-    as so many layers as the first and the last stage shall have less, and the first stages get the
-    rest: `pipeline_parallel_layers_per_stage` at most, or by default as makes one stage a rank, or
-    two for schedules with several.
+    Every stage but the first begins at one of `pipeline_parallel_split_points`, "layers.<name>".
+    Without split points the stages get equal shares, and the first stages get the remainder. The
+    modules before and after the layers count as `pipeline_parallel_first_stage_less_layers` and
+    `..._last_stage_less_layers` layers. A share is at most `pipeline_parallel_layers_per_stage`. By
+    default each rank gets one stage, or two for schedules with several stages per rank.
 
     Raises:
-        ValueError: the stages are not as many as schedule and ranks need; a split point is unknown.
+        ValueError: The number of stages does not fit schedule and ranks, or a split point is wrong.
     """
     points = config.pipeline_parallel_split_points
     per_stage = config.pipeline_parallel_layers_per_stage
@@ -178,14 +178,14 @@ def split_layers(
 def stages_of_rank(
     rank: int, ranks: int, stages: int, schedule_class: type[Schedule]
 ) -> tuple[int, ...]:
-    """The stages that a rank runs: every so many, or there and back for V-shaped schedules."""
+    """Returns a rank's stages: every `ranks`-th, or for V-shaped schedules one from each end."""
     if schedule_class in (ScheduleZBVZeroBubble, ScheduleDualPipeV):
         return (rank, stages - 1 - rank)
     return tuple(range(rank, stages, ranks))
 
 
 def _check_ties(model: nn.Module, split: list[list[str]]) -> None:
-    """Rejects a parameter with names in several stages, where each stage would train its own."""
+    """Rejects a parameter with names in several stages: each stage would train its own copy."""
     children = [name for name, _ in model.named_children()]
     middle = children.index("layers")
 
@@ -205,10 +205,10 @@ def _check_ties(model: nn.Module, split: list[list[str]]) -> None:
 
 
 def stage_module(model: nn.Module, split: list[list[str]], index: int) -> nn.Module:
-    """A copy of the model with one stage's part only.
+    """Returns a copy of the model with only one stage's part.
 
     Raises:
-        ValueError: the model has parameters outside of its children, which belong to no stage.
+        ValueError: The model has parameters outside its children, which belong to no stage.
     """
     if own := [name for name, _ in model.named_parameters(recurse=False)]:
         raise ValueError(f"{type(model).__name__} has {own} itself, outside of its stages' modules")

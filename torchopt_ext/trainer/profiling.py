@@ -1,4 +1,4 @@
-"""Traces of torch.profiler, and snapshots of CUDA memory, of every so many steps."""
+"""Traces of torch.profiler and snapshots of CUDA memory, every few steps."""
 
 import logging
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from torchopt_ext.trainer.distributed import choose_device
 
 logger = logging.getLogger(__name__)
 
-# torchtitan/tools/profiling.py: how many allocations and frees a memory snapshot goes back.
+# Allocations and frees in a memory snapshot, as in torchtitan/tools/profiling.py.
 _SNAPSHOT_ENTRIES = 100_000
 
 
@@ -25,16 +25,16 @@ def maybe_enable_profiling(
 ) -> Iterator[profile | None]:
     """Yields a profiler whose `step()` ends a step, or None without `profiling.enable_profiling`.
 
-    Each cycle of `profile_freq` steps ends with `profiler_warmup` steps that are recorded and
-    thrown away and `profiler_active` steps of which a Chrome trace is written:
-    {dump_folder}/{save_traces_folder}/iteration_{step}/rank{rank}_trace.json. On a CPU, traces hold
-    allocations and frees, too.
+    Each cycle of `profile_freq` steps ends with `profiler_warmup` steps, which are recorded and
+    discarded, and `profiler_active` steps, of which a Chrome trace is written:
+    {dump_folder}/{save_traces_folder}/iteration_{step}/rank{rank}_trace.json. On a CPU, traces also
+    hold allocations and frees.
 
     Args:
-        global_step: the steps done.
+        global_step: number of steps done.
 
     Raises:
-        ValueError: a cycle is too short.
+        ValueError: A cycle is too short.
     """
     config = job_config.profiling
     if not config.enable_profiling:
@@ -69,11 +69,11 @@ def maybe_enable_profiling(
 
 
 class MemoryProfiler:
-    """Writes what the CUDA allocator did, every so many steps.
+    """Writes snapshots of the CUDA allocator's history, every few steps.
 
     Args:
-        folder: for a folder of each snapshot.
-        step_num: the steps done.
+        folder: the folder in which each snapshot gets a subfolder.
+        step_num: number of steps done.
         freq: steps between snapshots.
     """
 
@@ -81,13 +81,13 @@ class MemoryProfiler:
         self._folder, self.step_num, self._freq = folder, step_num, freq
 
     def step(self) -> None:
-        """Ends a step."""
+        """Counts a step, and writes a snapshot if one is due."""
         self.step_num += 1
         if self.step_num % self._freq == 0:
             self.dump(f"iteration_{self.step_num}")
 
     def dump(self, name: str) -> None:
-        """Writes a snapshot, which pytorch.org/memory_viz shows."""
+        """Writes a snapshot for pytorch.org/memory_viz."""
         path = self._folder / name / f"rank{dist.get_rank()}_memory_snapshot.pickle"
         path.parent.mkdir(parents=True, exist_ok=True)
         dump_memory_snapshot(str(path))
@@ -98,16 +98,16 @@ class MemoryProfiler:
 def maybe_enable_memory_snapshot(
     job_config: JobConfig, *, global_step: int = 0
 ) -> Iterator[MemoryProfiler | None]:
-    """Yields what writes memory snapshots, or None without `profiling.enable_memory_snapshot`.
+    """Yields a MemoryProfiler, or None without `profiling.enable_memory_snapshot`.
 
-    They come every `profile_freq` steps, and when memory runs out:
+    It writes a snapshot every `profile_freq` steps, and when memory runs out:
     {dump_folder}/{save_memory_snapshot_folder}/iteration_{step}[_exit]/rank{rank}_memory_snapshot.pickle.
 
     Args:
-        global_step: the steps done.
+        global_step: number of steps done.
 
     Raises:
-        ValueError: the device is a CPU, whose allocations torch does not record.
+        ValueError: The device is a CPU, whose allocations torch does not record.
     """
     config = job_config.profiling
     if not config.enable_memory_snapshot:

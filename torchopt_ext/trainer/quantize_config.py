@@ -12,23 +12,23 @@ class Float8:
     enable_fsdp_float8_all_gather: bool = False
     """Let FSDP gather weights in float8."""
     precompute_float8_dynamic_scale_for_fsdp: bool = False
-    """Compute the scales of all weights after each step, at once."""
+    """After each step, compute the scales of all weights at once."""
     force_recompute_fp8_weight_in_bwd: bool = False
-    """Convert weights again in backward."""
+    """Convert weights to float8 again in backward."""
     recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
-    """Named choice of scales."""
+    """Named recipe of scales."""
     filter_fqns: list[str] = field(default_factory=list)
     """Modules that are not converted."""
     emulate: bool = False
-    """Compute in float32, for tests."""
+    """Emulate float8 in float32, for tests."""
 
 
 @dataclass
 class MX:
     use_fp8_dim1_cast_triton_kernel: bool = True
-    """Convert by a Triton kernel."""
+    """Cast with a Triton kernel."""
     recipe_name: Literal["mxfp8"] = "mxfp8"
-    """Named choice of formats."""
+    """Named recipe of formats."""
     filter_fqns: list[str] = field(default_factory=lambda: ["output"])
     """Modules that are not converted."""
 
@@ -38,21 +38,21 @@ class Float8Linear:
     enable_fsdp_float8_all_gather: bool = False
     """Let FSDP gather weights in float8."""
     precompute_float8_dynamic_scale_for_fsdp: bool = False
-    """Compute the scales of all weights after each step, at once."""
+    """After each step, compute the scales of all weights at once."""
     recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
-    """Named choice of scales."""
+    """Named recipe of scales."""
     filter_fqns: list[str] = field(default_factory=list)
     """Modules that are not converted."""
     emulate: bool = False
-    """Compute in float32, for tests."""
+    """Emulate float8 in float32, for tests."""
 
 
 @dataclass
 class MXLinear:
     mxfp8_dim1_cast_kernel_choice: Literal["triton", "cuda", "torch"] = "triton"
-    """Kernel that converts."""
+    """Kernel for the cast."""
     recipe_name: str = "mxfp8_cublas"
-    """Named choice of formats."""
+    """Named recipe of formats."""
     filter_fqns: list[str] = field(default_factory=lambda: ["output"])
     """Modules that are not converted."""
 
@@ -66,7 +66,7 @@ class Float8GroupedMM:
 @dataclass
 class MXGroupedMM:
     recipe_name: Literal["mxfp8"] = "mxfp8"
-    """Named choice of formats."""
+    """Named recipe of formats."""
     fqns: list[str] = field(default_factory=list)
     """Experts that are converted."""
 

@@ -1,7 +1,7 @@
-"""Values that a checkpoint loads again as they were saved, without running code of its files.
+"""Saves values so that they load unchanged from a checkpoint, without running code of its files.
 
-DCP divides dicts and lists into entries, makes text of their keys, and loads only the items that
-the running job has, too. It does not divide tuples.
+DCP splits dicts and lists into entries, turns their keys into text, and loads only the items that
+the running job also has. It does not split tuples.
 """
 
 import copy
@@ -21,24 +21,24 @@ from torchopt_ext.statedict.dcp import INDEXED
 
 _PLAIN = (bool, int, float, complex, str, type(None))
 _KNOWN = (Tensor, dict, list, tuple, OrderedDict, Counter)
-"""What torch loads without running code of the file, if it has no attributes of its own."""
+"""Types that torch loads without running code of the file, if values have no attributes."""
 _WHOLE = "torchopt_ext.whole"
-"""Begins a tuple whose second item is a value that DCP would divide."""
+"""The first item of a tuple whose second item is a value that DCP would split."""
 
 
 def divided(value: Any, where: str, *, strict: bool = False, nested: bool = False) -> Any:
-    """A state that DCP divides, in which all can be loaded again.
+    """Returns a state that DCP can split, and from which every value can be loaded again.
 
-    A dict inside of the state becomes a tuple, which :func:`restored` undoes, unless it has
-    tensors. One with keys that are no strings becomes a tuple in any case.
+    A dict inside the state becomes a tuple, which :func:`restored` undoes, unless the dict has
+    tensors. A dict with keys that are not strings becomes a tuple in any case.
 
     Args:
-        strict: the state is an optimizer's, which :mod:`torchopt_ext.statedict.dcp` loads as it was
-            divided. Keys that it cannot make of text again are rejected.
-        nested: the value is inside of the state.
+        strict: whether the state is an optimizer's, which :mod:`torchopt_ext.statedict.dcp` loads
+            as it was split. Keys that cannot be restored from text are rejected.
+        nested: whether the value is inside the state.
 
     Raises:
-        TypeError: something would come back in part or otherwise, or as :func:`one_entry`.
+        TypeError: A value would come back changed or in part, or :func:`one_entry` raises it.
     """
     if isinstance(value, Tensor):
         return value
@@ -57,21 +57,21 @@ def divided(value: Any, where: str, *, strict: bool = False, nested: bool = Fals
 
 
 def undivided(value: Any, where: str) -> Any:
-    """A value for DCP to save as one entry, which :func:`restored` gives back.
+    """Returns a value in a form that DCP saves as one entry. :func:`restored` undoes the form.
 
     Raises:
-        TypeError: as :func:`one_entry`.
+        TypeError: :func:`one_entry` raises it.
     """
     value = one_entry(value, where)
     return value if type(value) in (*_PLAIN, bytes) else (_WHOLE, value)
 
 
 def one_entry(value: Any, where: str) -> Any:
-    """A value with numpy's numbers as Python's, of which keys and classes are saved, too.
+    """Converts numpy's numbers in a value to Python's, and checks that the value can be loaded.
 
     Raises:
-        TypeError: something would need code of the file to run, as numpy's arrays do, or is a
-            DTensor; names it.
+        TypeError: A part of the value needs code of the file to load, as numpy's arrays do, or is a
+            DTensor. The message names the part.
     """
     if (numpy := sys.modules.get("numpy")) and isinstance(value, numpy.generic):
         value = value.item()
@@ -94,7 +94,7 @@ def one_entry(value: Any, where: str) -> Any:
 
 
 def _is_without_tensors(value: Any) -> bool:
-    """Whether it is also of classes that can be saved."""
+    """Returns whether a value has no tensors, and no dicts of classes that cannot be saved."""
     if isinstance(value, Mapping):
         return type(value) in _KNOWN and all(map(_is_without_tensors, value.values()))
     if isinstance(value, list | tuple):
@@ -103,7 +103,7 @@ def _is_without_tensors(value: Any) -> bool:
 
 
 def restored(value: Any) -> Any:
-    """The state that :func:`divided` or :func:`undivided` was given, of what was loaded."""
+    """Returns the original of a loaded state from :func:`divided` or :func:`undivided`."""
     if type(value) is tuple and len(value) == 2 and isinstance(value[0], str):
         return value[1] if value[0] == _WHOLE else value
     if isinstance(value, Mapping) or type(value) is list:
@@ -112,7 +112,7 @@ def restored(value: Any) -> Any:
 
 
 def state_to_load(live: Any, where: str, metadata: Metadata) -> Any:
-    """A running job's state for DCP to load into, with one place for what is one entry."""
+    """Returns a job's state for DCP to load into, with None for values saved as one entry."""
     if type(live) is not list and not isinstance(live, Mapping):
         return live
     if where in metadata.state_dict_metadata:
@@ -121,9 +121,9 @@ def state_to_load(live: Any, where: str, metadata: Metadata) -> Any:
 
 
 def _replaced(value: Any, where: str, function: Callable[[Any, str], Any]) -> Any:
-    """A dict, list or tuple with what a function makes of its items, given the place of each.
+    """Applies a function to each item of a dict, list or tuple, and to the item's path.
 
-    A copy if anything changes. Plain items are not asked about.
+    Returns a copy if any item changes. Plain items are not passed to the function.
     """
     items = enumerate(value) if type(value) in (list, tuple) else value.items()
     changed = {}
@@ -141,12 +141,12 @@ def _replaced(value: Any, where: str, function: Callable[[Any, str], Any]) -> An
 
 
 def _check_loadable(value: Any, where: str) -> None:
-    """Saves and loads a value, in memory."""
+    """Checks that a value can be saved and loaded, in memory."""
     try:
         unpacked(packed(value), where)
     except (MemoryError, torch.OutOfMemoryError):  # says nothing about the value
         raise
-    except Exception as error:  # pickling runs code of the value, which raises any kind
+    except Exception as error:  # pickling runs the value's code, which may raise any kind
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         raise TypeError(
             f"{where} is a {kind}, which could not be loaded again without running code of the "
@@ -155,22 +155,22 @@ def _check_loadable(value: Any, where: str) -> None:
 
 
 def packed(value: Any) -> bytes:
-    """A nested value as one entry; DCP would make an entry of each item, of fixed number."""
+    """Packs a nested value into one entry. DCP would make an entry per item, in fixed number."""
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()
 
 
 def unpacked(data: Any, what: str) -> Any:
-    """The value of :func:`packed`, without running code of the file.
+    """Returns the value that :func:`packed` got, without running code of the file.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: The data is not from :func:`packed`.
     """
     try:
         return torch.load(io.BytesIO(data), weights_only=True)
     except (MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # a damaged file or another's pickle raises any kind
+    except Exception as error:  # a damaged file or a foreign pickle may raise any kind
         text = f"{what} was not saved by this package ({type(error).__name__}: {error})"
         raise ValueError(text) from error

@@ -1,4 +1,4 @@
-"""Counting steps that were skipped, without waiting for the device."""
+"""Counts skipped steps without waiting for the device."""
 
 from collections import deque
 from typing import Any
@@ -8,16 +8,16 @@ from torch import Tensor
 
 
 class SkippedSteps:
-    """Watches the control block's count of skipped steps for runs of them.
+    """Counts consecutive skipped steps from the control block's total.
 
-    On a GPU the count is copied to the host beside the work that follows, and read when it has
-    arrived, so that the limit takes effect a step or two late.
+    On a GPU the total is copied to the host asynchronously and read when it has arrived, so that
+    the limit takes effect a step or two late.
 
     Args:
         limit: consecutive skipped steps at which to stop; 0: never.
 
     Attributes:
-        total: of all steps; to be set where the count does not begin at 0.
+        total: total of skipped steps. Set it if the control block does not begin at 0.
     """
 
     def __init__(self, limit: int) -> None:
@@ -29,7 +29,7 @@ class SkippedSteps:
         self._coming: deque[tuple[Tensor, Any]] = deque()
 
     def note(self, skipped_steps: Tensor) -> None:
-        """Takes the count after a step: 0-dim, of all steps so far."""
+        """Records the total after a step: 0-dim, skipped steps so far."""
         if not skipped_steps.is_cuda:
             self.count(int(skipped_steps))
             return
@@ -42,13 +42,13 @@ class SkippedSteps:
             self.count(int(self._coming.popleft()[0]))
 
     def count(self, total: int) -> None:
-        """Takes the count after a step, known on the host."""
+        """Records the total after a step, as a number on the host."""
         self.consecutive = self.consecutive + 1 if total > self.total else 0
         self.total = total
 
     @property
     def since_good(self) -> int:
-        """Steps after the last that is known not to be skipped; of some it may not be known yet."""
+        """Steps since the last step known not to be skipped, including steps not known yet."""
         return self.consecutive + len(self._coming)
 
     @property

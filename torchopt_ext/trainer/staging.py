@@ -1,4 +1,4 @@
-"""Copies of a state in host memory, from which a thread writes while training goes on."""
+"""Copies of a state in host memory, from which a thread writes while training continues."""
 
 import copy
 from typing import Any
@@ -14,13 +14,13 @@ _FIXED = (bool, int, float, complex, str, bytes, type(None))
 class Staged:
     """A copy of nested dictionaries and lists, with their tensors in host memory.
 
-    torch's stagers (torch/distributed/checkpoint/staging.py) take ten times as long as the copy
-    where tensors are small.
+    If tensors are small, torch's stagers (torch/distributed/checkpoint/staging.py) take ten times
+    as long as the copy.
 
     Args:
-        state: what to copy; of tensors only DTensors, plain ones and such as ``Tensor.to`` copies.
-        pinned: copies go into pinned memory by a stream of their own, and :meth:`wait` has to be
-            called before the tensors change; otherwise all is copied when this is made.
+        state: the state to copy. Subclasses of Tensor other than DTensor need a ``to`` that copies.
+        pinned: whether to copy into pinned memory on a separate stream; call :meth:`wait` before
+            the tensors change. Otherwise the constructor returns when everything is copied.
     """
 
     def __init__(self, state: dict[str, Any], *, pinned: bool) -> None:
@@ -41,7 +41,7 @@ class Staged:
             torch.cuda.current_stream().wait_event(self._copied)
 
     def result(self) -> dict[str, Any]:
-        """The copy, when it is complete."""
+        """Returns the copy when it is complete."""
         if self._copied is not None:
             self._copied.synchronize()
         found: dict[str, Any] = self._state
@@ -63,6 +63,6 @@ class Staged:
             return value.detach().to("cpu", copy=True)
         source = value.detach()
         host = torch.empty_like(source, device="cpu", pin_memory=self._pinned and source.is_cuda)
-        if self._pinned and source.is_cuda:  # a temporary's memory would be reused before
+        if self._pinned and source.is_cuda:  # else a temporary's memory is reused too early
             source.record_stream(torch.cuda.current_stream())
         return host.copy_(source, non_blocking=self._pinned)

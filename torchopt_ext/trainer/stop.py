@@ -15,27 +15,27 @@ _KEY = "torchopt_ext.trainer.stop_after"
 
 
 class StopOnSignal:
-    """Lets all ranks end after one step when any of them gets SIGTERM, as schedulers send it.
+    """Stops all ranks after the same step when any rank gets SIGTERM, which schedulers send.
 
-    A rank that got the signal writes after which step to stop into the store that all ranks share;
-    each asks the store before every step, which takes some 50 us. On a CPU that is the step that
-    the rank is about to make. No other rank can be past it, since it needs every rank's gradients.
+    A rank that got the signal writes the last step into the store that all ranks share. Each rank
+    reads the store before every step, which takes about 50 us. On a CPU the last step is the step
+    that the rank is about to make. No other rank can be past it: it needs every rank's gradients.
 
-    Beside a GPU the host runs ahead of the steps, and would of any number of them. Here it waits
-    for the step before the last one that it started, which leaves the GPU a step to work on. So a
-    host may have started the step after the one that another is about to make, and no later one:
-    all stop after that.
+    With a GPU the host would run ahead of the steps by any number. It waits for the step before the
+    last step that it started, which leaves the GPU one step to work on. Another rank's host may
+    therefore have started the step after the step that this rank is about to make, but no later
+    step. All ranks stop after that step.
 
-    Signals reach Python's main thread only: from another one nothing is watched.
+    Signals reach only Python's main thread. In another thread no signal is watched.
 
     Args:
-        device: where the steps run.
+        device: the device that the steps run on.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self._event: Any = torch.cuda.Event  # untyped
-        self._ends: deque[Any] = deque()  # of the steps that were started
+        self._ends: deque[Any] = deque()  # of the started steps
         # torchrun's store outlives a restart of the ranks.
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._store, self._key = default_store(), f"{_KEY}.{restarts}"
@@ -55,10 +55,10 @@ class StopOnSignal:
         self.received = True
 
     def last_step(self, step: int) -> int | None:
-        """The step after which to stop, if that is decided; call it once before each step.
+        """Returns the step after which to stop, or None. Call it once before each step.
 
         Args:
-            step: the one that is about to be made.
+            step: the step that is about to be made.
         """
         if self._on_gpu:
             self._ends.append(self._event())

@@ -1,4 +1,4 @@
-"""Which settings the Trainer honours."""
+"""Rejects settings that the Trainer cannot honor."""
 
 import math
 from collections.abc import Callable
@@ -39,7 +39,7 @@ _UNSUPPORTED = {
     "debug.deterministic_warn_only": "training.deterministic rejects what is not deterministic",
     "debug.moe_force_load_balance": _NO_EXPERTS,
 }
-"""Settings of torchtitan that have to keep their defaults, and why."""
+"""Settings of torchtitan that must keep their defaults, and the reasons."""
 
 _AT_LEAST = {
     "training.batch_size": 1,
@@ -63,7 +63,7 @@ _AT_LEAST = {
 }
 
 _Range = tuple[Callable[[float], bool], str]
-"""Whether a number is in it, and how to say so."""
+"""A test whether a number is in the range, and a description of the range."""
 _FROM_0: _Range = (lambda number: 0 <= number < math.inf, "a number of 0 or more")
 _BELOW_1: _Range = (lambda number: 0 <= number < 1, "0 or more and less than 1")
 _TO_1: _Range = (lambda number: 0 <= number <= 1, "0 to 1")
@@ -77,20 +77,20 @@ _RANGES = {
     "lr_scheduler.decay_ratio": _FROM_0,
     "lr_scheduler.total_steps": _FROM_0,
 }
-"""Which numbers are expected; None, where it is allowed, is another default."""
+"""Expected ranges of numbers. None is not checked: it stands for a default."""
 
 
 def check_supported(job_config: JobConfig) -> None:
-    """Rejects settings that the Trainer cannot honour.
+    """Rejects settings that the Trainer cannot honor.
 
     Raises:
-        ConfigError: names all of them, and why, or what was expected.
+        ConfigError: A setting is not supported or out of range. The message names all of them.
     """
     default = JobConfig()
     wrong = [
         f"{name} is {_get(job_config, name)!r}, but {why}"
         for name, why in _UNSUPPORTED.items()
-        # None and "" both mean that there is none
+        # None and "" both mean "not set"
         if (_get(job_config, name) or None) != (_get(default, name) or None)
     ]
     if wrong:

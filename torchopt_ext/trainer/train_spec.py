@@ -1,4 +1,4 @@
-"""TrainSpec: what the Trainer has to know of a model, and the registry of them by name."""
+"""TrainSpec: everything that the Trainer has to know about a model, and a registry by name."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,37 +15,37 @@ from torchopt_ext.trainer.metrics import MetricsProcessor
 from torchopt_ext.trainer.optimizers import build_optimizers
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
-"""From what the model returns and the labels to a batch's mean loss."""
+"""Computes a batch's mean loss from the model's output and the labels."""
 
 
 class BaseModelArgs(Protocol):
     """The sizes of a model."""
 
     def update_from_config(self, job_config: JobConfig, tokenizer: Any) -> None:
-        """Takes what the job decides, such as the sequence length."""
+        """Takes over the job's settings, such as the sequence length."""
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, float]:
-        """Number of parameters, and floating point operations of a token's forward and backward."""
+        """Returns the number of parameters, and the FLOPs of forward and backward for one token."""
 
 
 class ModelProtocol(Protocol):
-    """What the Trainer asks of a model besides being an nn.Module."""
+    """The interface of a model for the Trainer, in addition to nn.Module's."""
 
     @classmethod
     def from_model_args(cls, model_args: Any) -> nn.Module:
-        """Built on the meta device."""
+        """Builds the model. The Trainer calls it on the meta device."""
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
-        """Sets weights and buffers, which have memory but no values."""
+        """Initializes weights and buffers, which have memory but no values yet."""
 
 
 def cross_entropy_loss(pred: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross entropy of logits [batch, seq_len, vocabulary] and labels [batch, seq_len]."""
+    """Returns the mean loss of logits [batch, seq_len, vocabulary] and labels [batch, seq_len]."""
     return nn.functional.cross_entropy(pred.flatten(0, 1).float(), labels.flatten(0, 1))
 
 
 def build_cross_entropy_loss(job_config: JobConfig) -> LossFunction:
-    """`cross_entropy_loss`; compiled, if `compile.components` says so, but for DTensors."""
+    """Returns `cross_entropy_loss`, compiled if the job says so and has no tensor parallelism."""
     whole = job_config.parallelism.tensor_parallel_degree == 1
     if job_config.training.compile and "loss" in job_config.compile.components and whole:
         compiled: LossFunction = torch.compile(cross_entropy_loss)
@@ -55,22 +55,22 @@ def build_cross_entropy_loss(job_config: JobConfig) -> LossFunction:
 
 @dataclass
 class TrainSpec:
-    """A model and what builds everything around it; fields as torchtitan's.
+    """A model, and the functions that build everything around it. The fields are torchtitan's.
 
     Attributes:
         name: `model.name` of the job.
-        cls: the model, as :class:`ModelProtocol`.
-        config: sizes by `model.flavor`, as :class:`BaseModelArgs`.
-        parallelize_fn: from (model, world_mesh, parallel_dims, job_config) to the model.
-        pipelining_fn: from (model, world_mesh, parallel_dims, job_config, device, model_args,
+        cls: the model's class, a :class:`ModelProtocol`.
+        config: the model's sizes, each a :class:`BaseModelArgs`, by `model.flavor`.
+        parallelize_fn: maps (model, world_mesh, parallel_dims, job_config) to the model.
+        pipelining_fn: maps (model, world_mesh, parallel_dims, job_config, device, model_args,
             parallelize_fn, loss_fn) to (schedule, model_parts, has_first_stage, has_last_stage).
-        build_optimizers_fn: from (model_parts, job_config, ft_manager) to the container.
-        build_lr_schedulers_fn: from (optimizers, job_config) to the container.
-        build_dataloader_fn: from keywords dp_world_size, dp_rank, tokenizer and job_config to what
-            yields ({"input": int64 [batch, seq_len]}, labels int64 [batch, seq_len]).
-        build_tokenizer_fn: from (job_config); None: no tokenizer.
-        build_loss_fn: from (job_config) to a LossFunction.
-        build_metrics_processor_fn: from (job_config, parallel_dims); None: the Trainer's.
+        build_optimizers_fn: maps (model_parts, job_config, ft_manager) to the container.
+        build_lr_schedulers_fn: maps (optimizers, job_config) to the container.
+        build_dataloader_fn: maps keywords dp_world_size, dp_rank, tokenizer and job_config to an
+            iterable of ({"input": int64 [batch, seq_len]}, labels int64 [batch, seq_len]).
+        build_tokenizer_fn: maps (job_config) to the tokenizer; None: no tokenizer.
+        build_loss_fn: maps (job_config) to a LossFunction.
+        build_metrics_processor_fn: maps (job_config, parallel_dims) to a processor; None: ours.
     """
 
     name: str
@@ -90,10 +90,10 @@ _train_specs: dict[str, TrainSpec] = {}
 
 
 def register_train_spec(train_spec: TrainSpec) -> None:
-    """Makes a model known by its name.
+    """Registers a model under the TrainSpec's name.
 
     Raises:
-        ValueError: the name is taken.
+        ValueError: The name is registered already.
     """
     if train_spec.name in _train_specs:
         raise ValueError(f"a TrainSpec named {train_spec.name!r} is registered already")
@@ -101,10 +101,10 @@ def register_train_spec(train_spec: TrainSpec) -> None:
 
 
 def get_train_spec(name: str) -> TrainSpec:
-    """The TrainSpec of that name.
+    """Returns the TrainSpec of a name.
 
     Raises:
-        ConfigError: there is none; names what is registered and how to register.
+        ConfigError: The name is not registered. The message says which are, and how to register.
     """
     if name not in _train_specs:
         known = ", ".join(map(repr, sorted(_train_specs))) or "none"
@@ -118,6 +118,6 @@ def get_train_spec(name: str) -> TrainSpec:
 
 
 def apply_to_train_specs(function: Callable[[TrainSpec], TrainSpec]) -> None:
-    """Replaces every registered TrainSpec by what the function makes of it."""
+    """Replaces every registered TrainSpec by `function(spec)`."""
     for name, spec in _train_specs.items():
         _train_specs[name] = function(spec)

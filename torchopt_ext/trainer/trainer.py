@@ -47,21 +47,21 @@ logger = logging.getLogger(__name__)
 class Trainer(Stateful):
     """Builds everything that a job needs, and trains.
 
-    The interface and the order of operations are those of torchtitan's Trainer at 96c11f922
-    (torchtitan/train.py). It differs in this: the device is a setting; gradients are clipped inside
-    the optimizer's step, whose norm is reported; a step with an overflow changes nothing; SIGTERM
-    ends training after a checkpoint.
+    The interface and the order of operations are those of torchtitan's Trainer at commit 96c11f922
+    (torchtitan/train.py), with these differences: the device is a setting; the optimizer's step
+    clips gradients, and its norm is reported; a step with an overflow changes nothing; SIGTERM ends
+    training after a checkpoint.
 
     Attributes:
-        step: the steps done; saved in checkpoints.
+        step: number of steps done; saved in checkpoints.
         stopped_by: why `train` returned before `training.steps`: "SIGTERM", "data" or None.
 
     Args:
         job_config: the job.
 
     Raises:
-        ConfigError: a setting that is wrong, or has no effect; says which. The process group that
-            was started then ends, unless it is NCCL's of several ranks.
+        ConfigError: A setting is wrong or has no effect. The message names the setting. The process
+            group is then destroyed, unless it is NCCL's with several ranks.
     """
 
     job_config: JobConfig
@@ -94,13 +94,13 @@ class Trainer(Stateful):
         try:
             self._build(job_config, spec)
         except BaseException:
-            # NCCL's would wait for ranks that have not failed.
+            # NCCL's destruction would wait for ranks that have not failed.
             if self.device.type == "cpu" or dist.get_world_size() == 1:
                 dist.destroy_process_group()
             raise
 
     def _build(self, job_config: JobConfig, spec: TrainSpec) -> None:
-        """Everything that needs the process group."""
+        """Builds everything that needs the process group."""
         logger.info("Starting job: %s", job_config.job.description)
         if job_config.job.print_args:
             logger.info("Running with args: %s", job_config.to_dict())
@@ -136,7 +136,7 @@ class Trainer(Stateful):
 
         self.validator = self._build_validator(dp_degree, dp_rank)
 
-        # What checkpoints hold has to exist before one is loaded.
+        # Everything that checkpoints hold must exist before a checkpoint is loaded.
         self.step = 0
         self.stopped_by: str | None = None
         with as_config_error():
@@ -149,7 +149,7 @@ class Trainer(Stateful):
                 job_config=job_config,
                 ft_manager=self.ft_manager,
             )
-        # Last, for it changes the process, and close() ends it.
+        # Last, because it changes the process until close().
         self.gc_handler = GarbageCollection(
             job_config.training.gc_freq, job_config.training.gc_debug
         )
@@ -166,7 +166,7 @@ class Trainer(Stateful):
         )
 
     def _build_model(self) -> None:
-        """The model parts of this rank, parallelized, with initial weights."""
+        """Builds this rank's model parts, parallelized, with initial weights."""
         job_config, dims, spec = self.job_config, self.parallel_dims, self.train_spec
         if job_config.model.flavor not in spec.config:
             raise ConfigError(
@@ -227,7 +227,7 @@ class Trainer(Stateful):
         self.metrics_processor.lr_schedulers = self.lr_schedulers
         self._clips_in_step = clips_in_step(self.optimizers)
         self._skips = SkippedSteps(job_config.training.max_consecutive_skips)
-        self._clip_time = OptimizerTime(self.device)  # where it is not part of the step
+        self._clip_time = OptimizerTime(self.device)  # if it is not part of the step
         self._optimizer_time = OptimizerTime(self.device)
         self.train_context = distributed.get_train_context(
             dims.loss_parallel_enabled, job_config.parallelism.enable_compiled_autograd
@@ -253,10 +253,10 @@ class Trainer(Stateful):
     # ---- one step -------------------------------------------------------------------------------
 
     def next_batch(self, data_iterator: Iterable[Any]) -> tuple[dict[str, Tensor], Tensor]:
-        """Inputs and labels of a step: the local batches that it accumulates, one after another.
+        """Returns inputs and labels of a step: all local batches that it accumulates, concatenated.
 
         Raises:
-            StopIteration: the data set has ended.
+            StopIteration: The data set has ended.
         """
         started = time.perf_counter()
         iterator = iter(data_iterator)
@@ -275,11 +275,11 @@ class Trainer(Stateful):
         return inputs, labels.to(self.device, non_blocking=True)
 
     def train_step(self, input_dict: dict[str, Tensor], labels: Tensor) -> None:
-        """Makes one step, and logs it if that is due.
+        """Makes one step, and logs it if logging is due.
 
         Args:
-            input_dict: "input" is int64 [batch, seq_len], and whatever else the model's TrainSpec
-                reads; batch is `training.batch_size` times the gradient accumulation steps.
+            input_dict: "input" is int64 [batch, seq_len], where batch is `training.batch_size`
+                times the gradient accumulation steps. The model gets no other entry.
             labels: int64 [batch, seq_len].
         """
         self.optimizers.zero_grad()
@@ -301,7 +301,7 @@ class Trainer(Stateful):
             self._log(loss, grad_norm)
 
     def _forward_backward(self, input_dict: dict[str, Tensor], labels: Tensor) -> Tensor:
-        """Gradients of the mean loss over all microbatches; returns that loss, detached."""
+        """Computes gradients of the mean loss over all microbatches. Returns the loss, detached."""
         count = self.gradient_accumulation_steps
         total: Tensor | None = None
         for index in range(count):
@@ -314,7 +314,7 @@ class Trainer(Stateful):
         return total
 
     def _microbatch(self, input_dict: dict[str, Tensor], labels: Tensor) -> Tensor:
-        """Forward and backward of one local batch; its share of the loss, detached."""
+        """Runs one local batch forward and backward. Returns its share of the loss, detached."""
         inputs = input_dict["input"]
         cp_context = distributed.create_context_parallel_ctx(
             self.world_mesh, self.parallel_dims, self.job_config, [inputs, labels], self.model_parts
@@ -335,10 +335,10 @@ class Trainer(Stateful):
         return torch.stack(losses).mean().detach().to(self.device)
 
     def _share_of_loss(self, pred: Tensor, labels: Tensor) -> Tensor:
-        """What a local batch adds to the mean loss of the step.
+        """Returns a local batch's share of the mean loss of the step.
 
-        A loss that is not finite may have finite gradients, of a step that is to be skipped. They
-        become NaN, which reaches all ranks with them, and without waiting for the device.
+        A loss that is not finite may have finite gradients, but the step must be skipped. The
+        gradients become NaN, which reaches all ranks with them, without waiting for the device.
         """
         loss: Tensor = self.loss_fn(pred, labels) / self.gradient_accumulation_steps
         if self.job_config.optimizer.skip_nonfinite and loss.requires_grad:
@@ -346,7 +346,7 @@ class Trainer(Stateful):
         return loss
 
     def _clip_grad_norm(self) -> Tensor:
-        """Clips for optimizers of torch's; returns the norm before."""
+        """Clips gradients for torch's optimizers. Returns the norm before clipping."""
         return distributed.clip_grad_norm_(
             [p for part in self.model_parts for p in part.parameters()],
             self.job_config.training.max_norm,
@@ -355,13 +355,13 @@ class Trainer(Stateful):
         )
 
     def _is_usable(self, grad_norm: Tensor) -> bool:
-        """Whether an optimizer of torch's may step, which would not look itself."""
+        """Returns whether torch's optimizer, which does not check the norm itself, may step."""
         skip = self.job_config.optimizer.skip_nonfinite and not bool(grad_norm.isfinite())
         self._skips.count(self._skips.total + skip)
         return not skip
 
     def _mean_and_max(self, loss: Tensor) -> tuple[float, float]:
-        """Of the losses of all ranks that read different tokens; waits for the device."""
+        """Reduces the loss over the ranks that read different tokens. Waits for the device."""
         dims = self.parallel_dims
         if not dims.dp_cp_enabled:
             return (loss.item(),) * 2
@@ -384,10 +384,11 @@ class Trainer(Stateful):
 
     @record
     def train(self) -> None:
-        """Trains from the newest checkpoint to `training.steps`, or until SIGTERM or no more data.
+        """Trains from the newest checkpoint to `training.steps`, SIGTERM or the end of the data.
 
         Raises:
-            RuntimeError: too many steps in a row were skipped; names the last checkpoint before.
+            RuntimeError: Too many steps in a row were skipped. The message names the last
+                checkpoint before them.
         """
         job_config, steps = self.job_config, self.job_config.training.steps
         self.checkpointer.load(step=job_config.checkpoint.load_step)
@@ -473,7 +474,7 @@ class Trainer(Stateful):
         self.step = int(state_dict["step"])
 
     def close(self) -> None:
-        """Ends background saves, and completes metrics' files. The process group stays."""
+        """Waits for background saves and completes metrics' files. The process group stays."""
         self.gc_handler.close()
         self.metrics_processor.close()
         self.checkpointer.close()

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 class Validator:
-    """Evaluates a Trainer's model on `[validation]`'s data set, read once from its beginning.
+    """Evaluates a Trainer's model on `[validation]`'s data set, always read from its beginning.
 
     Args:
-        trainer: whose model, loss and contexts are used.
-        build_dataloader: this rank's loader for a configuration, in which the `validation` section
-            has taken the place of the data set, batch size and sequence length of `training`.
+        trainer: the Trainer whose model, loss and contexts are used.
+        build_dataloader: builds this rank's loader from a configuration in which `validation`
+            replaces the data set, batch size and sequence length of `training`.
 
     Raises:
         ValueError: `validation.freq` is below 1.
@@ -43,15 +43,15 @@ class Validator:
         self._trainer, self._build, self._config = trainer, build_dataloader, config
 
     def should_validate(self, step: int) -> bool:
-        """Every `validation.freq` steps, before the first step, and after the last."""
+        """Returns True every `validation.freq` steps, before the first step and after the last."""
         return step % self._config.freq == 0 or step == self._job_config.training.steps
 
     @torch.no_grad()
     def validate(self) -> Tensor:
-        """This rank's mean loss: 0-dim; -1 on pipeline stages before the last.
+        """Returns this rank's mean loss, 0-dim; -1 on pipeline stages before the last.
 
         Raises:
-            ValueError: the data set has no batch.
+            ValueError: The data set has no batch.
         """
         trainer = self._trainer
         for part in trainer.model_parts:
@@ -81,5 +81,5 @@ class Validator:
         trainer.pp_schedule.eval(*((inputs,) if trainer.pp_has_first_stage else ()), **last)
         if not losses:
             return torch.full((), -1.0, device=trainer.device)
-        share = trainer.gradient_accumulation_steps  # which the schedule's loss is divided by
+        share = trainer.gradient_accumulation_steps  # the schedule's loss is divided by it
         return torch.stack(losses).mean().to(trainer.device) * share

@@ -1,4 +1,4 @@
-"""Training samples cut from one long text: windows of tokens, and files as one string of bytes."""
+"""Samples cut from one long text: windows of tokens, and files as one sequence of bytes."""
 
 import os
 import stat
@@ -17,7 +17,7 @@ Batch = tuple[dict[str, Tensor], Tensor]
 
 
 class Tokens(Protocol):
-    """A long sequence of tokens: a 1-dim tensor of integers, or what reads one piece by piece."""
+    """A long sequence of tokens: a 1-dim tensor of integers, or an object that reads pieces."""
 
     def __len__(self) -> int: ...
 
@@ -25,11 +25,11 @@ class Tokens(Protocol):
 
 
 class TokenWindows(Dataset[Tensor]):
-    """Windows of `seq_len` inputs and one token more, one after another; a rest is left out.
+    """Consecutive windows of `seq_len + 1` tokens. A remainder at the end is left out.
 
     Args:
-        tokens: of any integer type.
-        seq_len: inputs of one sample.
+        tokens: tokens of any integer type.
+        seq_len: number of inputs in a sample.
 
     Raises:
         ValueError: `seq_len` is less than 1.
@@ -44,13 +44,13 @@ class TokenWindows(Dataset[Tensor]):
         return len(self._tokens) // (self.seq_len + 1)
 
     def __getitem__(self, index: int) -> Tensor:
-        """Window `index`: [seq_len + 1], of the tokens' type."""
+        """Returns window `index`: [seq_len + 1], of the tokens' type."""
         start = index * (self.seq_len + 1)
         return self._tokens[start : start + self.seq_len + 1]
 
     @staticmethod
     def collate_fn(windows: list[Tensor]) -> Batch:
-        """Inputs and labels, the next token of each: int64 [batch, seq_len]."""
+        """Returns inputs, and the next token of each as labels: int64 [batch, seq_len]."""
         batch = torch.stack(windows).long()
         return {"input": batch[:, :-1].contiguous()}, batch[:, 1:].contiguous()
 
@@ -61,11 +61,11 @@ class FileBytes:
     Files are mapped into memory when they are read, and never copied as a whole.
 
     Args:
-        path: of a folder or a file.
+        path: path of a folder or a file.
 
     Raises:
-        FileNotFoundError: there is nothing at the path.
-        PermissionError: a file or folder cannot be read.
+        FileNotFoundError: There is nothing at the path.
+        PermissionError: A file or folder cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -76,7 +76,7 @@ class FileBytes:
         return self._ends[-1] if self._ends else 0
 
     def __getitem__(self, span: slice, /) -> Tensor:
-        """Bytes start to stop: uint8 [stop - start]."""
+        """Returns bytes start to stop: uint8 [stop - start]."""
         start, stop, _ = span.indices(len(self))
         pieces = []
         index = bisect_right(self._ends, start)
@@ -97,12 +97,12 @@ def _map_file(path: Path, size: int) -> Tensor:
 
 
 def files_under(path: Path) -> Iterator[Path]:
-    """All regular files under `path`, or the one that it is, by relative path.
+    """Yields all regular files under `path`, by relative path, or `path` if it is a file.
 
-    Pipes and devices, which would wait or never end, are left out.
+    Pipes and devices, which would block or never end, are left out.
 
     Raises:
-        FileNotFoundError, PermissionError: a file or folder cannot be read; names it.
+        FileNotFoundError, PermissionError: A file or folder cannot be read. The error names it.
     """
 
     def fail(error: OSError) -> None:

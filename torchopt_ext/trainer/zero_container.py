@@ -1,4 +1,4 @@
-"""A ZeroRedundancyOptimizer behind the face of OptimizersContainer."""
+"""ZeroRedundancyOptimizer with the interface of OptimizersContainer."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,19 +14,19 @@ from torchopt_ext.zero.state import buffers
 
 
 class ZeroOptimizersContainer(OptimizersContainer[ZeroRedundancyOptimizer]):
-    """One model part, whose optimizer state is divided among all ranks.
+    """A container of one model part whose optimizer state is sharded over all ranks.
 
-    The state dict has the names of :class:`OptimizersContainer`'s and, for tensors, this rank's
-    parts, so that distributed checkpoints move between ZeRO and every other layout.
+    The state dict has the keys of :class:`OptimizersContainer`'s, with this rank's shards of
+    tensors. Distributed checkpoints can therefore move between ZeRO and every other layout.
 
     Args:
         model_parts: one module, the same on all ranks; DistributedDataParallel averages gradients.
         optimizer_cls: FusedAdam or FusedAdamW.
-        optimizer_kwargs: its arguments.
-        partition: "greedy" or "balanced", as ZeroRedundancyOptimizer's.
+        optimizer_kwargs: arguments of `optimizer_cls`.
+        partition: "greedy" or "balanced", as in ZeroRedundancyOptimizer.
 
     Raises:
-        ValueError: more than one part, or as ZeroRedundancyOptimizer.
+        ValueError: There is more than one part, or ZeroRedundancyOptimizer raises it.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ZeroOptimizersContainer(OptimizersContainer[ZeroRedundancyOptimizer]):
 
     @property
     def _names(self) -> list[str]:
-        """Of the optimizer's parameters, in its order."""
+        """The names of the optimizer's parameters, in its order."""
         name_of = {param: name for name, param in self.model_parts[0].named_parameters()}
         params = (param for group in self.param_groups for param in group["params"])
         return [name_of[param] for param in params]
@@ -58,14 +58,14 @@ class ZeroOptimizersContainer(OptimizersContainer[ZeroRedundancyOptimizer]):
         return [self._zero.optim]
 
     def refresh_masters(self, from_: Mapping[Any, Tensor] | None = None) -> None:
-        """As ZeroRedundancyOptimizer's, with the model's names; call it on all ranks."""
+        """Refreshes masters, by the model's names if `from_` has names. Call it on all ranks."""
         if from_ is not None:
             named = dict(self.model_parts[0].named_parameters())
             from_ = {named.get(key, key): weight for key, weight in from_.items()}
         self._zero.refresh_masters(from_)
 
     def state_dict(self) -> dict[str, Any]:
-        """As OptimizersContainer's, with this rank's parts of tensors."""
+        """Returns the state dict of an OptimizersContainer, with this rank's shards of tensors."""
         self._zero.optim.init_state()
         indexed = self._zero.state_dict()
         names = self._names
@@ -79,7 +79,7 @@ class ZeroOptimizersContainer(OptimizersContainer[ZeroRedundancyOptimizer]):
         return flat
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes whole tensors or this rank's parts; everything is checked before it is used."""
+        """Loads whole tensors or this rank's shards. Everything is checked before it is used."""
         groups = self._zero.state_dict()["param_groups"]
         names = self._names
         index_of = {f"state.{name}": index for index, name in enumerate(names)}
@@ -95,7 +95,7 @@ class ZeroOptimizersContainer(OptimizersContainer[ZeroRedundancyOptimizer]):
         self._zero.load_state_dict({"state": state, "param_groups": groups})
 
     def checkpoint_buffers(self, ids: list[str]) -> dcp.Buffers:
-        """For :func:`torchopt_ext.statedict.dcp.load`: this rank's parts only."""
+        """Returns the buffers of this rank's shards for :func:`torchopt_ext.statedict.dcp.load`."""
         index_of = {name: str(index) for index, name in enumerate(self._names)}
         indexed = buffers(self._zero, list(index_of.values()))
 

@@ -7,24 +7,25 @@ from torchopt_ext._torch import call_at_end_of_backward, current_node, graph_tas
 
 
 class BackwardPasses:
-    """Tells when a backward pass begins and ends, and in which order reducers go.
+    """Detects where backward passes begin and end, and orders the reducers of a process group.
 
     A pass ends with the outermost backward call. Reentrant activation checkpointing runs a graph
-    task inside a node of another one; its final callbacks see that node as the current one
-    (NodeGuard in torch/csrc/autograd/engine.cpp), while those of the outermost task see none.
+    task inside a node of another task. The inner task's callbacks see this node as the current node
+    (NodeGuard in torch/csrc/autograd/engine.cpp). The outermost task's final callbacks see none.
 
-    All ranks start a group's collectives in one order. Ranks may use different parameters, so they
-    may complete the buckets of several reducers in different orders: these wait for the end of the
-    pass. A reducer goes before it if it was alone in its last pass, or is the group's first.
+    All ranks start a group's collectives in the same order. Ranks may use different parameters and
+    complete the buckets of several reducers in different orders, so reducers wait for the end of
+    the pass. Only a pass's first reducer may start earlier, if it was alone in its last pass or is
+    the group's first.
     """
 
     _of: ClassVar[weakref.WeakKeyDictionary[Any, "BackwardPasses"]] = weakref.WeakKeyDictionary()
 
     def __init__(self) -> None:
         self._count = 0
-        self._members: weakref.WeakSet[Any] = weakref.WeakSet()  # of the pass under way
+        self._members: weakref.WeakSet[Any] = weakref.WeakSet()  # reducers in the current pass
         self._task: int | None = None  # the graph task of the last gradient
-        # What graph tasks call at their end, by task. They alone keep it: an error drops it.
+        # Final callbacks by graph task. Only the task keeps a callback alive: an error drops it.
         self._callbacks: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
     @classmethod
@@ -32,15 +33,15 @@ class BackwardPasses:
         return cls._of.setdefault(group, cls())
 
     def number(self) -> int:
-        """The next reducer's."""
+        """Returns the next reducer's number."""
         self._count += 1
         return self._count - 1
 
     def enter(self, reducer: Any) -> bool:
-        """Takes note of a gradient; returns whether it is the reducer's first in this pass."""
+        """Records a gradient. Returns whether it is the reducer's first in this pass."""
         task = graph_task()
         if task != self._task:
-            if not self._callbacks:  # an error has ended the pass before
+            if not self._callbacks:  # an error has ended the previous pass
                 self.end()
             self._task = task
             self._call_at_end_of(task)
@@ -76,7 +77,7 @@ class BackwardPasses:
         call_at_end_of_backward(ended)
 
     def end(self) -> None:
-        """Lets every reducer of the pass start what it has left."""
+        """Ends the pass. Every reducer starts its remaining reductions."""
         members = sorted(self._members, key=lambda member: (not member.early, member.number))
         self._members.clear()
         self._task = None

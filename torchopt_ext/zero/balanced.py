@@ -1,8 +1,8 @@
 """Balanced buckets: every communication bucket divided evenly among the ranks.
 
-Parameters become views of buckets, in forward order. A bucket is cut at places where the sum of
-squares of its gradients may be cut without a trace (docs/numerics.md section 3), so that ranks'
-shares differ by a block at most, and any number of ranks computes the same bits.
+Parameters become views of buckets, in forward order. A bucket is cut only where the sum of squares
+of its gradients may be split (docs/numerics.md section 3). The ranks' shares therefore differ by
+one block at most, and any number of ranks computes the same bits.
 """
 
 import copy
@@ -25,19 +25,19 @@ from torchopt_ext.zero.ranks import Ranks
 from torchopt_ext.zero.reducer import IN_FLIGHT, Reducer
 
 SHORT_ROW = 64
-"""Rows of fewer elements are summed element by element (csrc/kernels/block_rule.h)."""
+"""Rows shorter than this are summed element by element (csrc/kernels/block_rule.h)."""
 
 
 class BalancedBuckets:
-    """Who owns which elements, and how updated parameters reach the other ranks.
+    """The balanced partition: who owns which elements, and how updates reach the other ranks.
 
     Args:
-        ranks: among whom.
-        bucket_elements: of a bucket; None for the planner's choice.
-        sharded_gradients: reduce gradients as backward makes them (reducer.py).
+        ranks: the ranks that share the parameters.
+        bucket_elements: elements of a bucket; None for the planner's choice.
+        sharded_gradients: reduce gradients while backward computes them (reducer.py).
     """
 
-    gathers = False  # parameters on the CPU as well
+    gathers = False  # all-gather parameters on the CPU as well
 
     def __init__(self, ranks: Ranks, bucket_elements: int | None, sharded_gradients: bool) -> None:
         self.ranks = ranks
@@ -48,10 +48,10 @@ class BalancedBuckets:
         self._part_of: dict[Tensor, Part] = {}
         self._whole: tuple[list[Tensor], list[Tensor]] = [], []  # whole parts, their parameters
         self._cut: list[Part] = []  # the other parts
-        # What the gradients of cut parts were cut out of: clipping may have changed a copy since.
+        # Sources of cut gradients, and their versions. To cut the same again could undo clipping.
         self._sources: dict[Part, tuple[Tensor, int]] = {}
         self._laid: list[Tensor] = []  # all parameters
-        self._places = b""  # and where they are
+        self._places = b""  # the addresses of all parameters
         # Collectives under way, and the windows they fill.
         self._returning: dict[Bucket, tuple[list[Any], Tensor | None]] = {}
         self._lazy: dict[Tensor, None] = {}  # parameters whose modules wait for them
@@ -64,14 +64,14 @@ class BalancedBuckets:
         for key, value in vars(self).items():
             if key not in ("_sources", "_lazy", "_handles"):
                 vars(copied)[key] = copy.deepcopy(value, memo)
-        for bucket in copied.all_buckets:  # copied parameters are views of nothing
+        for bucket in copied.all_buckets:  # the copied parameters are not views of the buckets yet
             bucket.adopt()
         copied._places = _C.addresses(copied._laid)
         return copied
 
     @property
     def hides_gradients(self) -> bool:
-        """Whether parameters' own gradients are not those that steps take."""
+        """Whether steps take other gradients than the parameters' own ``grad``."""
         return self.reducer.active
 
     def part_of(self, tensor: Tensor) -> Part:
@@ -83,7 +83,7 @@ class BalancedBuckets:
     def add_group(
         self, params: Sequence[Tensor], per_rank: Sequence[Sequence[Tensor]] | None = None
     ) -> None:
-        """Lays one more group's parameters into buckets of their own."""
+        """Lays the parameters of one more group into separate buckets."""
         assert per_rank is None, "balanced buckets have no owners to choose"
         kinds: dict[tuple[torch.device, torch.dtype, bool], list[Tensor]] = {}
         for param in params:
@@ -97,7 +97,7 @@ class BalancedBuckets:
                 self.bucket_elements,
             )
             laid = list(zip(alike, plan.buckets, plan.starts, strict=True))
-            for number, cuts in enumerate(plan.cuts):  # the memory of one bucket's parameters twice
+            for number, cuts in enumerate(plan.cuts):  # one bucket at a time is in memory twice
                 window = max(hi - lo for lo, hi in itertools.pairwise(cuts))
                 flat = torch.zeros(max(cuts[:-1]) + window, dtype=dtype, device=device)
                 bucket = Bucket(len(self.all_buckets), flat, list(cuts), window)
@@ -111,7 +111,7 @@ class BalancedBuckets:
         self._places = _C.addresses(self._laid)
 
     def _make_parts(self, bucket: Bucket, param: Tensor, start: int) -> list[Part]:
-        """Parts for this rank's elements; a parameter without any is the first rank's."""
+        """Makes parts of this rank's elements. Rank 0 owns parameters without elements."""
         lo, hi = bucket.cuts[self.ranks.rank], bucket.cuts[self.ranks.rank + 1]
         runs = pieces(param, max(lo - start, 0), min(hi - start, param.numel()))
         if not param.numel() and self.ranks.rank == 0:
@@ -136,12 +136,12 @@ class BalancedBuckets:
         return parts
 
     def ready(self) -> None:
-        """The local optimizer took what add_group made: parameters may get hooks."""
+        """Installs gradient hooks, once the local optimizer has taken the parts from add_group."""
         self.build_buckets()
         self.reducer.unfrozen.clear()
 
     def build_buckets(self) -> None:
-        """Notes which parameters are trainable now; the buckets stay as they are."""
+        """Records which parameters are trainable. The buckets stay as they are."""
         for bucket in self.all_buckets:
             bucket.returned |= any(param.requires_grad for param in bucket.starts)
             for part in bucket.parts:
@@ -151,10 +151,10 @@ class BalancedBuckets:
     # ---- gradients --------------------------------------------------------------------------
 
     def take_gradients(self) -> None:
-        """Gives every part its gradient: cut out of the parameter's, or reduced to here."""
+        """Gives every part its gradient, cut out of the parameter's or reduced to this rank."""
         self.finish_returns()
         if self.reducer.active:
-            self.reducer.finish()  # before what may raise on one rank: the others wait for it
+            self.reducer.finish()  # first: the code below may raise while other ranks wait
         if _C.addresses(self._laid) != self._places:
             for bucket in self.all_buckets:
                 bucket.adopt()
@@ -173,7 +173,7 @@ class BalancedBuckets:
                 self._sources[part] = source
 
     def finish_step(self) -> None:
-        """Lets go of gradients that are the parameters', and tells autograd of the new weights."""
+        """Drops references to parameters' gradients. Tells autograd that weights changed."""
         if self.reducer.active:
             self.reducer.stepped = True
         else:
@@ -193,7 +193,7 @@ class BalancedBuckets:
 
     @torch.no_grad()
     def return_params(self) -> None:
-        """Every rank gets every parameter as its owners have it now."""
+        """Sends every rank's updated elements to all other ranks."""
         if self.ranks.size == 1:
             return
         with collective("returning the updated parameters"):
@@ -203,7 +203,7 @@ class BalancedBuckets:
                 if not self.gathers and bucket.flat.is_cpu:
                     self._returning[bucket] = self._broadcast(bucket)
                     continue
-                if len(self._returning) >= IN_FLIGHT:  # each holds a bucket's parameters twice
+                if len(self._returning) >= IN_FLIGHT:  # each holds a second copy of its bucket
                     self.finish_returns(list(self._returning)[:1])
                 self._returning[bucket] = self._gather(bucket)
         self.finish_returns(
@@ -211,7 +211,7 @@ class BalancedBuckets:
         )
 
     def _gather(self, bucket: Bucket) -> tuple[list[Any], Tensor | None]:
-        """One all-gather of windows of one size, which are copied to their places after it."""
+        """Starts one all-gather of windows of equal size, later copied to their places."""
         first = bucket.cuts[self.ranks.rank]
         gathered = bucket.flat.new_empty(self.ranks.size * bucket.window)
         work = dist.all_gather_into_tensor(
@@ -223,7 +223,7 @@ class BalancedBuckets:
         return [work], gathered
 
     def _broadcast(self, bucket: Bucket) -> tuple[list[Any], Tensor | None]:
-        """Every rank's elements from and to their places; gloo's all-gather takes twice as long."""
+        """Starts one broadcast per rank, in place. gloo's all-gather takes twice as long."""
         works = []
         for rank, (lo, hi) in enumerate(itertools.pairwise(bucket.cuts)):
             if lo < hi:
@@ -234,7 +234,7 @@ class BalancedBuckets:
 
     @torch.no_grad()
     def finish_returns(self, buckets: Iterable[Bucket] | None = None) -> None:
-        """Waits for parameters under way: those of some buckets, or all."""
+        """Waits until the parameters of the given buckets, by default all, have arrived."""
         for bucket in list(self._returning) if buckets is None else buckets:
             works, gathered = self._returning.pop(bucket)
             with collective("returning the updated parameters", self.ranks.timeout):
@@ -248,7 +248,7 @@ class BalancedBuckets:
                 torch._foreach_copy_(targets, sources)
 
     def overlap_forward(self, modules: Sequence[torch.nn.Module]) -> None:
-        """Lets ``step`` return before the modules' parameters have arrived: they wait for them."""
+        """Lets ``step`` return before these modules' parameters arrive. Their forward waits."""
         wait_for, wait = WeakHook(self, "_wait_for"), WeakHook(self, "_wait")
         for module in modules:
             self._lazy |= dict.fromkeys(module.parameters())
@@ -268,17 +268,17 @@ class BalancedBuckets:
 
 
 def row_length(param: Tensor) -> int:
-    """Elements of one index of the outermost dimension in memory; 1 for 1-D and scalars."""
+    """Returns the elements per index of the outermost dimension in memory; 1 for 1-D and 0-D."""
     if param.dim() < 2 or not param.numel():
         return 1
     return param.numel() // param.shape[memory_order(param)[0]]
 
 
 def pieces(param: Tensor, begin: int, end: int) -> Iterator[tuple[int, int, list[int] | None]]:
-    """The elements [begin, end) of a parameter as runs (begin, end, shape).
+    """Yields the elements [begin, end) of a parameter as runs (begin, end, shape).
 
-    Whole rows stay rows and a part of a long row is one: the sum of squares goes by rows. A shape
-    of None stands for the whole parameter.
+    The sum of squares is taken by rows: whole rows stay rows, and a part of a long row becomes a
+    row. A shape of None stands for the whole parameter.
     """
     if end <= begin:
         return

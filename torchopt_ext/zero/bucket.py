@@ -14,14 +14,14 @@ class Bucket:
 
     Attributes:
         number: its place among the optimizer's buckets.
-        flat: 1-D; holds the parameters, padded at the end for the last rank's window.
+        flat: a 1-D tensor of the parameters, padded at the end for the last rank's window.
         cuts: rank r owns elements [cuts[r], cuts[r + 1]).
-        window: the largest rank's number of elements, which every rank sends.
-        starts: parameters and where they begin.
-        places: the views of ``flat`` that they are.
-        parts: this rank's parts of them.
-        returned: whether parameters were trainable at some step, so that others need them.
-        staging: gradients of the backward pass under way, for each rank a window with its elements.
+        window: the number of elements of the largest share; every rank sends this many.
+        starts: the first element of each parameter in ``flat``.
+        places: the parameters' views of ``flat``.
+        parts: this rank's parts of the parameters.
+        returned: a parameter was trainable at some step, so that other ranks need its updates.
+        staging: gradients of the current backward pass, one window of elements for each rank.
         arrived: parameters whose gradient is in ``staging``.
         grad: this rank's elements of the reduced gradient.
     """
@@ -51,10 +51,10 @@ class Bucket:
 
     @torch.no_grad()
     def adopt(self) -> None:
-        """Moves weights whose memory was replaced (``p.data = ...``) to their places again.
+        """Moves weights whose memory was replaced (``p.data = ...``) back to their places.
 
         Raises:
-            RuntimeError: a parameter has become another: shape, dtype or device differ.
+            RuntimeError: the shape, dtype or device of a parameter has changed.
         """
         for param, place in zip(self.starts, self.places, strict=True):
             is_now, was = ((t.shape, t.dtype, t.device) for t in (param, place))

@@ -1,7 +1,7 @@
-"""What the ranks of one process group tell each other outside of a step.
+"""Communication among the ranks of one process group outside of a step.
 
-Comparison of what all must have, and optimizer state on its way to one rank. Ranks are ranks of the
-group. Tensors travel as bytes: gloo does not know every dtype.
+Ranks compare descriptions that must be the same, and gather optimizer state on one rank. Ranks are
+ranks of the group. Tensors are sent as bytes, because gloo does not know every dtype.
 """
 
 import hashlib
@@ -31,16 +31,16 @@ _CONSOLIDATING = "consolidating the optimizer state"
 
 
 def check_same(descriptions: Sequence[str], what: str, group: dist.ProcessGroup) -> None:
-    """Raise on every rank unless all have the same descriptions. All ranks call it.
+    """Raises on every rank unless all ranks have the same descriptions. All ranks call it.
 
-    Only a count and a digest travel while they are the same.
+    If the descriptions are the same, ranks exchange only a count and a digest.
 
     Args:
-        descriptions: one a parameter: "'wq.weight': float32 (16, 8), trainable".
-        what: what they are of, for errors: "parameters".
+        descriptions: one per parameter: "'wq.weight': float32 (16, 8), trainable".
+        what: what the descriptions describe, for errors: "parameters".
 
     Raises:
-        ValueError: the first position where ranks differ, and what each has there.
+        ValueError: ranks differ; names the first position, and what each rank has there.
         RuntimeError: a rank died or is late.
     """
     purpose = f"comparing the {what} of the ranks"
@@ -53,7 +53,7 @@ def check_same(descriptions: Sequence[str], what: str, group: dist.ProcessGroup)
     lists: list[list[str]] = [json.loads(t) for t in all_gather_text(text, group, purpose)]
     for position, found in enumerate(zip_longest(*lists)):
         if len(set(found)) > 1:
-            # ranks by what they have, as there may be hundreds of ranks
+            # Group ranks by description, because there may be hundreds of ranks.
             ranks: dict[str | None, list[str]] = {}
             for rank, description in enumerate(found):
                 ranks.setdefault(description, []).append(str(rank))
@@ -72,9 +72,9 @@ class Entry:
         index: the parameter's index in the state dict.
         name: the key in the parameter's state.
         value: anything `metadata.encode` takes; with `whole`, a 1-D tensor.
-        whole: of the shape and strides of the full tensor, of which `value` holds elements [begin,
-            begin + value.numel()) in memory order.
-        begin: where they begin.
+        whole: a tensor with the shape and strides of the full tensor. `value` holds its elements
+            [begin, begin + value.numel()) in memory order.
+        begin: the first of these elements.
     """
 
     index: int
@@ -87,25 +87,25 @@ class Entry:
 def gather_entries(
     entries: Sequence[Entry], to: int, group: dist.ProcessGroup
 ) -> dict[int, dict[Any, Any]] | None:
-    """Bring the entries of all ranks together on rank `to`. All ranks call it.
+    """Gathers the entries of all ranks on rank `to`. All ranks call it.
 
-    Beyond the result, a rank needs the memory of one message (STAGING), and of one tensor
+    In addition to the result, a rank needs memory for one message (STAGING) and for one tensor
     that is not dense.
 
     Returns:
-        On rank `to`, ``{index: {name: value}}`` by ascending index, names in the order of the
-        lowest rank that has the index, tensors on the CPU in memory of their own, dense ones with
-        the strides they had. Of a value without `whole` that several ranks have, that of the lowest
-        rank. None on other ranks.
+        On rank `to`, ``{index: {name: value}}`` by ascending index; None on other ranks. Names are
+        in the order of the lowest rank that has the index. Tensors are on the CPU in separate
+        memory. Dense tensors keep their strides. If several ranks have a value without `whole`, the
+        result has the lowest rank's value.
 
     Raises:
-        RuntimeError: on every rank, if an entry cannot be sent; or a rank died or is late.
-        ValueError: on every rank, if parts of a tensor do not make up all of it.
+        RuntimeError: an entry cannot be sent (every rank raises), or a rank died or is late.
+        ValueError: the parts of a tensor do not make up all of it (every rank raises).
     """
     header, tensors, error = "", list[Tensor](), None
     try:
         header, tensors = _described(entries)
-    except Exception as problem:  # whatever it is, the other ranks must not wait for this one
+    except Exception as problem:  # any exception: the other ranks must not wait for this rank
         error = f"{_CONSOLIDATING}: {problem}"
     agree(error, group)
     headers = all_gather_text(header, group, _CONSOLIDATING)
@@ -127,7 +127,7 @@ def gather_entries(
 
 
 def _described(entries: Sequence[Entry]) -> tuple[str, list[Tensor]]:
-    """The header, from which all ranks know what this one has, and the tensors in it."""
+    """Returns a header that tells all ranks what this rank has, and the tensors it describes."""
     described, tensors = [], list[Tensor]()
     for entry in entries:
         where, full = f"state of parameter {entry.index} [{entry.name!r}]", None
@@ -139,7 +139,7 @@ def _described(entries: Sequence[Entry]) -> tuple[str, list[Tensor]]:
             like = view_in(torch.empty(entry.whole.numel(), device="meta"), 0, entry.whole)
             full = like.shape, like.stride()
         for tensor in own:
-            # A subclass's bytes, and a sparse tensor's, are elsewhere.
+            # Subclasses and sparse tensors keep their bytes elsewhere.
             if (
                 type(tensor) not in (Tensor, nn.Parameter)
                 or tensor.layout is not torch.strided
@@ -150,7 +150,7 @@ def _described(entries: Sequence[Entry]) -> tuple[str, list[Tensor]]:
                     f"{where}: cannot send a {type(tensor).__name__} of layout {tensor.layout} on "
                     f"{tensor.device}; tensors must be plain and dense"
                 )
-        # as torch.clone lays it out: dense tensors keep their strides
+        # The layout is torch.clone's: dense tensors keep their strides.
         layouts = [(t.dtype, t.shape, torch.empty_like(t, device="meta").stride()) for t in own]
         described.append((entry.index, entry.name, full, entry.begin, text, layouts))
         tensors += own
@@ -180,7 +180,7 @@ def _receive(places: Sequence[Tensor], source: int, group: dist.ProcessGroup) ->
 
 
 def _memory(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor as torch.clone lays it out."""
+    """Returns the bytes of a tensor in the layout of torch.clone."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     flat = flat_memory(tensor)
     if flat is None:
@@ -192,15 +192,15 @@ def _memory(tensor: Tensor) -> Tensor:
 def _result(
     headers: Sequence[str], device: str
 ) -> tuple[dict[int, dict[Any, Any]], list[list[tuple[int, Tensor]]]]:
-    """The state that the entries of all ranks make up, with tensors on ``device`` yet to be filled.
+    """Builds the state that the headers of all ranks describe, with unfilled tensors on ``device``.
 
     Returns:
-        The state, and for each rank which of its tensors are wanted, and the bytes they go to.
+        The state, and for each rank the numbers of its wanted tensors with the bytes to fill.
     """
     state: dict[int, dict[Any, Any]] = {}
     kinds: dict[str, str] = {}
     memory: dict[str, list[Tensor]] = {}
-    runs: dict[str, list[tuple[int, int]]] = {}  # of parts, in bytes
+    runs: dict[str, list[tuple[int, int]]] = {}  # the parts' ranges of bytes
     wanted: list[list[tuple[int, Tensor]]] = []
     for rank, header in enumerate(headers):
         wanted.append([])

@@ -1,7 +1,7 @@
 """FusedAdam and FusedAdamW as functional optimizers: gradients are an argument of ``step``.
 
-The form that torch.distributed.optim.utils.functional_optim_map asks for, and that steps inside
-DDP's backward need: one bucket's parameters at a time.
+torch.distributed.optim.utils.functional_optim_map expects this form. Steps inside DDP's backward
+need it because they update one bucket's parameters at a time.
 """
 
 import functools
@@ -18,15 +18,15 @@ from torchopt_ext.optim import FusedAdam, FusedAdamW
 
 
 class FunctionalFusedAdam:
-    """FusedAdam whose ``step`` takes gradients; state and arithmetic are the same.
+    """FusedAdam whose ``step`` takes the gradients. State and arithmetic are FusedAdam's.
 
     Args:
-        params: what to update.
-        defaults: of FusedAdam; what needs all gradients at once (``max_grad_norm``,
-            ``skip_nonfinite``) or a storage of its own is not available.
+        params: the parameters to update.
+        defaults: FusedAdam's arguments, except arguments that need all gradients at once
+            (``max_grad_norm``, ``skip_nonfinite``), change the storage, round randomly or track.
 
     Raises:
-        ValueError: an argument that is not available here, or no parameters.
+        ValueError: an argument is not available here, or there are no parameters.
     """
 
     optimizer_class: type[FusedAdam] = FusedAdam
@@ -54,11 +54,11 @@ class FunctionalFusedAdam:
         """Updates the parameters that have a gradient.
 
         Args:
-            gradients: one for each parameter, of its shape and dtype, or None; on one device, as
-                those of a DDP bucket.
+            gradients: for each parameter a gradient of its shape and dtype, or None. All are on
+                one device, as in a DDP bucket.
 
         Raises:
-            ValueError: their number is not that of the parameters.
+            ValueError: the number of gradients differs from the number of parameters.
         """
         group = self.param_group
         given = zip(group["params"], gradients, strict=True)
@@ -92,7 +92,7 @@ class FunctionalFusedAdam:
 
 
 class FunctionalFusedAdamW(FunctionalFusedAdam):
-    """FusedAdamW in the same form."""
+    """FusedAdamW whose ``step`` takes the gradients. State and arithmetic are FusedAdamW's."""
 
     optimizer_class = FusedAdamW
 
@@ -103,7 +103,7 @@ register(FusedAdamW, FunctionalFusedAdamW)
 
 
 def without_partial(optimizer_class: Any, defaults: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The class in functools.partial, whose arguments decide how ranks go together, and those."""
+    """Unwraps functools.partial, because its arguments decide how the ranks work together."""
     while isinstance(optimizer_class, functools.partial) and not optimizer_class.args:
         defaults = {**optimizer_class.keywords, **defaults}
         optimizer_class = optimizer_class.func
@@ -113,11 +113,11 @@ def without_partial(optimizer_class: Any, defaults: dict[str, Any]) -> tuple[Any
 def constructor_of(
     optimizer_class: Any, overlap_with_ddp: bool, defaults: Mapping[str, Any]
 ) -> Any:
-    """What builds the local optimizer: the class, or its functional counterpart to overlap.
+    """Returns the class of the local optimizer; with overlap its functional counterpart.
 
     Raises:
-        ValueError: a functional optimizer without overlap; with it no counterpart, or arguments
-            that it has not.
+        ValueError: the class is functional but there is no overlap. With overlap, the class has no
+            functional counterpart, or FunctionalFusedAdam rejects the arguments.
     """
     functional = optimizer_class in functional_optim_map.values()
     if functional and not overlap_with_ddp:
@@ -128,5 +128,5 @@ def constructor_of(
         raise ValueError(f"overlap_with_ddp=True: {optimizer_class} has no functional counterpart")
     found = functional_optim_map[optimizer_class]
     if issubclass(found, FunctionalFusedAdam):
-        found([torch.zeros(1)], **defaults)  # would else raise in the third backward pass
+        found([torch.zeros(1)], **defaults)  # otherwise this raises in the third backward pass
     return found

@@ -1,8 +1,8 @@
 """DDP communication hooks that step a ZeroRedundancyOptimizer inside the backward pass.
 
-Interfaces of torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook. All stepping and all
-broadcasts happen in the autograd thread, in the order of DDP's buckets, which is the same on every
-rank: gloo's worker threads finish reductions in an order of their own (pytorch#62300).
+The interfaces are the same as in torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook. All
+steps and broadcasts happen in the autograd thread, in the order of DDP's buckets. This order is the
+same on every rank, but gloo's worker threads finish reductions in any order (pytorch#62300).
 """
 
 import weakref
@@ -30,7 +30,7 @@ def hook_with_zero_step(
     *,
     interleaved: bool = False,
 ) -> Hook:
-    """Wraps ``hook`` so that the step follows the last bucket's gradients.
+    """Wraps ``hook`` so that the optimizer steps in backward, after the last bucket's gradients.
 
     The step overlaps with gradient reductions that are still under way. The first two backward
     passes (three with a static graph) do not step: DDP has not decided on its buckets yet.
@@ -40,7 +40,7 @@ def hook_with_zero_step(
         ddp: the wrapped model.
         zero: built with ``overlap_with_ddp=True`` from the model's parameters.
         shard_buckets: divide buckets among ranks for equal shares; else a bucket has one owner.
-        interleaved: as :func:`hook_with_zero_step_interleaved`.
+        interleaved: step bucket by bucket, as :func:`hook_with_zero_step_interleaved` does.
 
     Returns:
         A communication hook for ``ddp.register_comm_hook``.
@@ -60,7 +60,7 @@ def hook_with_zero_step(
         future = hook(state, bucket)
         if not _prepared(ddp_ref(), zero, bucket):
             return future
-        if bucket.index() == 0:  # an error may have ended the pass before
+        if bucket.index() == 0:  # an error may have ended the previous pass
             waiting.clear()
         waiting.append((bucket, future))
         while waiting and (bucket.is_last() or (interleaved and len(waiting) > 1)):
@@ -80,9 +80,10 @@ def hook_with_zero_step_interleaved(
     zero: ZeroRedundancyOptimizer,
     shard_buckets: bool = False,
 ) -> Hook:
-    """As :func:`hook_with_zero_step`, but steps each bucket once the next one has its gradients.
+    """Wraps ``hook`` so that each bucket is stepped once the next bucket has its gradients.
 
-    Reductions and parameter broadcasts then overlap with the rest of the backward pass.
+    Reductions and parameter broadcasts overlap with the rest of the backward pass. Everything else
+    is the same as in :func:`hook_with_zero_step`.
     """
     return hook_with_zero_step(hook, ddp, zero, shard_buckets, interleaved=True)
 
@@ -90,7 +91,7 @@ def hook_with_zero_step_interleaved(
 def _prepared(
     ddp: DistributedDataParallel | None, zero: ZeroRedundancyOptimizer, bucket: GradBucket
 ) -> bool:
-    """Whether the optimizer knows DDP's final buckets; notes this one if it does not."""
+    """Returns whether the optimizer knows DDP's final buckets. If not, records this bucket."""
     info = zero._overlap_info
     if info.status == OverlapStatus.INITIALIZED:
         return True
@@ -131,15 +132,15 @@ def _step_bucket(zero: ZeroRedundancyOptimizer, bucket: GradBucket, future: Futu
 
 
 def reduce_scatter_hook(zero: ZeroRedundancyOptimizer) -> Hook:
-    """A communication hook that reduces every gradient to the ranks that own its elements.
+    """Returns a DDP hook that reduces every gradient to the ranks that own its elements.
 
-    For ``partition="balanced"``: moves half of what DDP's all-reduce moves. DDP keeps its buffers
-    for all gradients, but they are zero after backward: ``zero.step()`` has the reduced ones.
+    It needs ``partition="balanced"`` and sends half as much as DDP's all-reduce. DDP keeps its
+    buffers for all gradients, but they are zero after backward: ``zero`` has reduced gradients.
 
     Ranks out of data need ``Join([ddp, zero])``; without ``zero`` all ranks raise.
 
     Raises:
-        ValueError: ``zero`` has another partition, or takes gradients by itself.
+        ValueError: the partition is not "balanced", or ``zero`` has ``sharded_gradients``.
     """
     if not isinstance(zero.parts, BalancedBuckets):
         raise ValueError("reduce_scatter_hook needs partition='balanced'")
@@ -151,13 +152,13 @@ def reduce_scatter_hook(zero: ZeroRedundancyOptimizer) -> Hook:
     def scattering_hook(state: Any, bucket: GradBucket) -> Future:
         for param, gradient in zip(bucket.parameters(), bucket_gradients(bucket), strict=True):
             reducer.take(param, gradient)
-        if bucket.is_last() and graph_task() < 0 and not zero._in_join:  # DDP's join hook
+        if bucket.is_last() and graph_task() < 0 and not zero._in_join:  # called by DDP's join hook
             reducer.wrong = (
                 "this rank is out of data, and its sharded optimizer does not step along: use "
                 "Join([ddp, optimizer])"
             )
-            zero.step()  # which raises on all ranks
-        bucket.buffer().zero_()  # or the next pass would bring what this one has brought
+            zero.step()  # raises on all ranks
+        bucket.buffer().zero_()  # otherwise the next pass would bring these gradients again
         future: Future = torch.futures.Future()
         future.set_result(bucket.buffer())
         return future

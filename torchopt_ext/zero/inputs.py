@@ -12,9 +12,10 @@ from torchopt_ext.statedict.entries import REQUIRED
 
 
 def check_elementwise(optimizer_class: Any) -> None:
-    """Raises ValueError unless the class is known to treat every element by itself.
+    """Raises ValueError unless the class is known to treat every element separately.
 
-    Such an optimizer may step any part of a parameter. A subclass may do anything and is not known.
+    An element-wise optimizer may step any part of a parameter. Subclasses of torch's classes are
+    rejected, because they may do anything.
     """
     fused = isinstance(optimizer_class, type) and issubclass(optimizer_class, FusedAdam)
     if not fused and optimizer_class not in REQUIRED:
@@ -59,7 +60,7 @@ def check_dense(params: Sequence[Tensor], allow_mixed_dtypes: bool) -> None:
 
 
 def described(groups: Sequence[dict[str, Any]]) -> list[str]:
-    """One line for each parameter, equal on all ranks that hold the same model."""
+    """Describes each parameter in one line, equal on all ranks that hold the same model."""
     return [
         f"{name!r}: " * bool(name)
         + f"{param.dtype} {tuple(param.shape)} with strides {param.stride()}, "

@@ -1,4 +1,4 @@
-"""Ranks that run out of data before others: torch.distributed.algorithms.join.Join."""
+"""Support for ranks that run out of data early (torch.distributed.algorithms.join.Join)."""
 
 from collections.abc import Sequence
 from math import isnan, nan
@@ -24,7 +24,7 @@ class _Hook(JoinHook):
 
     def main_hook(self) -> None:
         """Steps along with the ranks that still have data: they wait for this rank's parameters."""
-        if not self.zero._overlap_with_ddp:  # whose hook steps
+        if not self.zero._overlap_with_ddp:  # with overlap, DDP's communication hook steps
             self.zero._out_of_data = True
             try:
                 self.zero.step()
@@ -36,20 +36,20 @@ class _Hook(JoinHook):
 
 
 class StepsAlong(ShardedOptimizer, Joinable):
-    """What a sharded optimizer does in a Join context."""
+    """A sharded optimizer's behavior in a Join context."""
 
-    # Of the Join context that it was given to, whose ranks may run out of data. An exception ends
-    # the context without a call: the hook is then gone.
+    # The hook given to the Join context. If an exception ends the context, no method of the hook is
+    # called, but the hook is gone.
     _hook: "ReferenceType[_Hook] | None" = None
-    _out_of_data = False  # as this rank has
+    _out_of_data = False  # this rank has run out of data
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """For ``Join([ddp, optimizer])``: ranks out of data keep stepping their part.
+        """Returns the hook for ``Join([ddp, optimizer])``: ranks out of data step their part.
 
-        They step with the averages of the ranks that have data, which DDP does not leave there.
+        They step with the averages of the ranks that have data. DDP does not leave these averages.
 
         Raises:
-            RuntimeError: with ``sharded_gradients``, where ranks out of data cannot reduce along.
+            RuntimeError: ``sharded_gradients`` is set: ranks out of data cannot join reductions.
         """
         if isinstance(self.parts, BalancedBuckets) and self.parts.reducer.hooks:
             raise RuntimeError(
@@ -74,15 +74,15 @@ class StepsAlong(ShardedOptimizer, Joinable):
         return self.process_group
 
     def _notify_join(self) -> None:
-        """Tells ranks out of data that this one steps."""
+        """Tells ranks out of data that this rank steps."""
         if not self._out_of_data:
             Join.notify_join_context(self)
 
     def _take_gradients(self, context: StepContext) -> StepContext:
-        """Gives this rank's parts their gradients, those of other ranks if it is out of data.
+        """Gives this rank's parts their gradients. A rank out of data gets other ranks' gradients.
 
         Returns:
-            What is known of those gradients.
+            The step's context, with the scale and flags of these gradients.
         """
         if self._in_join:
             shared = [] if self.parts.hides_gradients else self._all_params
@@ -95,16 +95,16 @@ class StepsAlong(ShardedOptimizer, Joinable):
 def share(
     params: Sequence[Tensor], ranks: Ranks, out_of_data: bool, context: StepContext
 ) -> StepContext:
-    """Gives ranks out of data the gradients of the first rank that has some. All ranks call it.
+    """Gives ranks out of data the gradients of the first rank that has data. All ranks call it.
 
     Every rank with data has the same averages, and the same scale. DDP's join hook computes the
-    averages on the others as well, in buffers that it drops.
+    averages on ranks out of data as well, but in buffers that it drops.
 
     Args:
-        params: whose gradients; none if they reach their owners otherwise.
+        params: parameters whose gradients are sent; none if gradients reach owners otherwise.
 
     Returns:
-        The step's context, on ranks out of data with that rank's scale and flags.
+        The step's context. On ranks out of data it has the scale and flags of the sending rank.
     """
     scaling = [nan if t is None else float(t) for t in (context.grad_scale, context.found_inf)]
     present = [float(param.grad is not None) for param in params]

@@ -1,4 +1,4 @@
-"""The optimizer that steps this rank's part: how it is built, and what it is told."""
+"""The local optimizer, which steps this rank's part: building it and keeping it in sync."""
 
 import inspect
 from collections import defaultdict
@@ -26,7 +26,7 @@ from torchopt_ext.zero.sharded import ShardedOptimizer
 
 
 def local_group(zero: ShardedOptimizer, number: int) -> dict[str, Any]:
-    """A group as the local optimizer gets it: this rank's part, with the names it belongs to."""
+    """Returns a param group for the local optimizer: this rank's parts, with parameter names."""
     group, own = zero.param_groups[number], zero.parts.mine[number]
     local = {**group, "params": own}
     if names := local.get("param_names"):
@@ -36,7 +36,7 @@ def local_group(zero: ShardedOptimizer, number: int) -> dict[str, Any]:
 
 
 def fp32_moments(zero: ShardedOptimizer) -> tuple[Tensor, ...]:
-    """This rank's parts of the parameters that ``fp32_moments`` of the local optimizer chooses."""
+    """Returns this rank's parts of the parameters that the ``fp32_moments`` argument selects."""
     named = [(name, param) for _, _, name, param in named_group_params(cast(Optimizer, zero))]
     chosen = fp32_params(named, zero._optim_defaults.get("fp32_moments", EMBEDDINGS))
     mine = chain(*zero.parts.mine)
@@ -44,7 +44,7 @@ def fp32_moments(zero: ShardedOptimizer) -> tuple[Tensor, ...]:
 
 
 def fused(zero: ShardedOptimizer) -> FusedAdam:
-    """The local optimizer; AttributeError unless it is FusedAdam or FusedAdamW."""
+    """Returns the local optimizer. Raises AttributeError unless it is FusedAdam or FusedAdamW."""
     optim = getattr(zero, "optim", None)
     if not isinstance(optim, FusedAdam):
         found = "not built yet" if optim is None else f"a {type(optim).__name__}"
@@ -53,7 +53,7 @@ def fused(zero: ShardedOptimizer) -> FusedAdam:
 
 
 def refresh_masters(zero: ShardedOptimizer, from_: Mapping[Any, Tensor] | None) -> None:
-    """Makes this rank's masters what the parameters are, or both what the given weights are."""
+    """Sets this rank's masters from the parameters, or both from the given weights."""
     optim = fused(zero)
     with all_or_none(zero.process_group):
         named = [(name, param) for _, _, name, param in named_group_params(cast(Optimizer, zero))]
@@ -61,7 +61,7 @@ def refresh_masters(zero: ShardedOptimizer, from_: Mapping[Any, Tensor] | None) 
     if from_ is None:
         optim.refresh_masters()
     for param, weight in pairs:
-        param.copy_(weight)  # on every rank; the rounding is that of a master's owner
+        param.copy_(weight)  # on every rank; rounds as the rank that owns the master does
     weight_of = dict(pairs)
     parts = [zero.parts.part_of(own) for own in chain(*zero.parts.mine)]
     optim.begin_with((p.tensor, p.of(weight_of[p.param])) for p in parts if p.param in weight_of)
@@ -69,7 +69,7 @@ def refresh_masters(zero: ShardedOptimizer, from_: Mapping[Any, Tensor] | None) 
 
 
 def build(zero: ShardedOptimizer) -> None:
-    """Makes ``zero.optim``, and lets the groups say what its groups say."""
+    """Builds ``zero.optim`` and copies the settings of its groups into the groups of ``zero``."""
     defaults = dict(zero._optim_defaults)
     constructor = zero._optim_constructor
     if is_8_bit(defaults.get("state_dtype")):
@@ -81,14 +81,14 @@ def build(zero: ShardedOptimizer) -> None:
         if not hasattr(zero.optim, "param_groups"):
             zero.optim.param_groups = [zero.optim.param_group]
         for key, value in zero.optim.param_groups[0].items():
-            zero.param_groups[0].setdefault(key, value)  # a schedule may have changed others
+            zero.param_groups[0].setdefault(key, value)  # a schedule may have changed existing keys
         return
     if isinstance(constructor, type) and issubclass(constructor, FusedAdam):
         defaults["process_group"] = zero.process_group
     groups = range(len(zero.param_groups))
     zero.optim = constructor([local_group(zero, number) for number in groups], **defaults)
     if isinstance(zero.optim, FusedAdam):
-        zero.optim.process_group = zero.process_group  # a function that makes one leaves it out
+        zero.optim.process_group = zero.process_group  # a factory function has not set the group
         zero.optim.device_without_params = zero._default_device
         if is_8_bit(zero.optim._storage.state_dtype) and "fp32_moments" not in defaults:
             raise ValueError(
@@ -100,9 +100,9 @@ def build(zero: ShardedOptimizer) -> None:
 
 
 def sync(zero: ShardedOptimizer) -> None:
-    """Groups say what the local optimizer's say, in its order, so that state dicts do.
+    """Copies the local groups' settings, in their order, to the groups that state dicts save.
 
-    It learns where its parts are: random rounding and digests count elements of whole parameters.
+    The local optimizer gets its parts' places: random rounding and digests count whole parameters.
     """
     zero.verdict = getattr(zero.optim, "verdict", zero.verdict)
     if isinstance(zero.optim, FusedAdam):
@@ -119,7 +119,7 @@ def sync(zero: ShardedOptimizer) -> None:
 
 
 def copy_settings(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
-    """Copies what groups hold besides their parameters to another list of groups."""
+    """Copies all settings of groups, except the parameters, to another list of groups."""
     for group, other in zip(source, target, strict=True):
         for key, value in group.items():
             if key not in ("params", "param_names"):
@@ -127,10 +127,10 @@ def copy_settings(source: list[dict[str, Any]], target: list[dict[str, Any]]) ->
 
 
 def step_alone(zero: ShardedOptimizer, context: StepContext, kwargs: dict[str, Any]) -> Any:
-    """The local step: takes this rank's gradients, and fires no global hooks.
+    """Makes the local step: takes this rank's gradients, and fires no global hooks.
 
-    A closure in ``kwargs`` makes the gradients, so they are taken after it. The local optimizer
-    changes nothing before all ranks agree to make the step; ours agree within their norm.
+    A closure in ``kwargs`` computes the gradients, so they are taken after it. The local optimizer
+    changes nothing before all ranks agree to step; FusedAdam agrees in its norm's all-reduce.
     """
     agreement, closure = context.agreement or Agreement(), kwargs.get("closure")
 
@@ -152,7 +152,7 @@ def step_alone(zero: ShardedOptimizer, context: StepContext, kwargs: dict[str, A
         kwargs["closure"] = prepare
     else:
         prepare()
-    if not zero.parts.hides_gradients:  # a scaler has seen the same gradients on every rank
+    if not zero.parts.hides_gradients:  # a scaler has checked the same gradients on every rank
         context = context._replace(agreed=True)
     result = inner_step(zero.optim, context, **kwargs)
     zero.parts.finish_step()
@@ -160,7 +160,7 @@ def step_alone(zero: ShardedOptimizer, context: StepContext, kwargs: dict[str, A
 
 
 def squares_of(params: Sequence[Tensor], device: torch.device) -> Tensor:
-    """An accumulator on ``device`` of all gradients' squares."""
+    """Sums the squares of all gradients in an accumulator on ``device``."""
     by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
     for gradient in [param.grad for param in params if param.grad is not None]:
         real = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
@@ -181,14 +181,14 @@ def agree(
     total: Tensor | None = None,
     meanwhile: Callable[[], None] | None = None,
 ) -> None:
-    """Lets the ranks know whether one of them does not go on, as this one if it ``rejects``.
+    """Agrees with the other ranks on whether all make the step; ``rejects`` if this rank does not.
 
     Args:
-        total: what to sum over the ranks: an accumulator, or its flags alone, as by default.
-        meanwhile: what to do while the ranks tell each other.
+        total: the accumulator to sum over the ranks; by default only its two flags.
+        meanwhile: called while the all-reduce is under way.
 
     Raises:
-        RuntimeError: another rank does not; says which. On a GPU a later step raises it.
+        RuntimeError: another rank rejects the step; says which. On a GPU a later step raises this.
     """
     agreement.pending = False
     if total is None:
@@ -197,7 +197,7 @@ def agree(
         reject_in(total)
     with collective("agreeing to make the step", zero.ranks.timeout):
         work = dist.all_reduce(total, group=zero.ranks.group, async_op=True)
-        if agreement.in_closure:  # the others may never come
+        if agreement.in_closure:  # the other ranks may never join the collective
             return
         if meanwhile is not None:
             meanwhile()
@@ -208,12 +208,12 @@ def agree(
 
 
 def reject(zero: ShardedOptimizer, agreement: Agreement, *, with_norm: bool) -> None:
-    """Tells the ranks that wait for this one, for its part of a norm or not, that it rejects."""
+    """Tells waiting ranks that this rank rejects; ``with_norm`` if they wait to sum a norm."""
     if zero.ranks.size == 1 or (agreement.in_closure and zero.parts.hides_gradients):
-        return  # in a closure, the others wait in its reductions
+        return  # in a closure, the other ranks wait in the reductions of gradients
     with suppress(Exception):
         if agreement.pending:
             total = ops.new_accumulator(zero._default_device) if with_norm else None
             agree(zero, agreement, rejects=True, total=total)
-        elif agreement.accepted:  # in the middle of its step: the others return parameters
+        elif agreement.accepted:  # the step failed midway: the other ranks return parameters
             agree(zero, agreement, rejects=True, meanwhile=zero.parts.return_params)

@@ -1,7 +1,7 @@
-"""Optimizer state without its tensors as JSON: reading it runs nothing, unlike pickle.
+"""Optimizer state without its tensors as JSON. Unlike pickle, reading it runs no code.
 
-None, bool, int, float, str and list are JSON's own; anything else is an object of one key that says
-what it is, e.g. ``{"tuple": [1, 2]}``.
+None, bool, int, float, str and list are JSON's own. Any other value is an object with one key that
+names its type, e.g. ``{"tuple": [1, 2]}``.
 """
 
 import json
@@ -17,16 +17,16 @@ DICTS = (dict, OrderedDict, defaultdict)
 
 
 def encode(value: Any, where: str) -> tuple[str, list[Tensor]]:
-    """Text for ``value``, and the tensors in it, which the text refers to by position.
+    """Encodes ``value`` as text. Returns the text and its tensors, which it refers to by position.
 
     Args:
         value: tensors, numbers, strings, None, lists, tuples, dicts, dtypes and devices, nested;
             torch.Size arrives as a tuple, OrderedDict and defaultdict as a dict.
-        where: what it is, for errors: "state of parameter 3".
+        where: what ``value`` is, for errors: "state of parameter 3".
 
     Raises:
-        TypeError: something else is in it, also a subclass of these.
-        RecursionError: it is nested too deep.
+        TypeError: ``value`` contains another type, or a subclass of an accepted type.
+        RecursionError: ``value`` is nested too deeply.
     """
     tensors: list[Tensor] = []
 
@@ -56,15 +56,15 @@ def encode(value: Any, where: str) -> tuple[str, list[Tensor]]:
 
 
 def decode(text: str, tensors: Sequence[Any]) -> Any:
-    """The value that :func:`encode` made ``text`` of, with ``tensors`` where it had tensors.
+    """Decodes text from :func:`encode`, with ``tensors`` in place of the encoded tensors.
 
     Raises:
-        ValueError: the text is not from ``encode``, or refers to a tensor that is not there.
+        ValueError: the text is not from ``encode``, or refers to a tensor that ``tensors`` lacks.
     """
     known: dict[str, Any] = {"tensor": dict(enumerate(tensors)), "dtype": DTYPES}
 
     def value_of(tag: str, content: Any) -> Any:
-        """JSON's objects arrive here from the inside out."""
+        """Decodes one JSON object. The objects inside ``content`` are decoded already."""
         if tag == "dict":
             return dict(content)
         if tag in ("tuple", "complex"):

@@ -39,36 +39,36 @@ logger = logging.getLogger(__name__)
 class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
     """Divides an optimizer's state, and the work of its step, among the ranks of a group.
 
-    torch.distributed.optim.ZeroRedundancyOptimizer (ZeRO stage 1, arXiv:1910.02054): every rank
-    steps its part of the parameters and then gets the others' parts from the other ranks.
+    It replaces torch.distributed.optim.ZeroRedundancyOptimizer (ZeRO stage 1, arXiv:1910.02054).
+    Every rank steps its part of the parameters and then receives the other ranks' parts.
 
     Args:
         params: (named) parameters or param groups, the same on all ranks, which is checked.
-        optimizer_class: any torch.optim.Optimizer; under ``overlap_with_ddp`` a functional one, or
-            one that has a functional counterpart.
-        process_group: the ranks; all by default.
-        parameters_as_bucket_view: parameters of a rank become views of one tensor, strides kept.
+        optimizer_class: any torch.optim.Optimizer class. ``overlap_with_ddp`` needs a functional
+            optimizer, or a class that has a functional counterpart.
+        process_group: the ranks; by default all ranks.
+        parameters_as_bucket_view: a rank's parameters become views of one tensor and keep strides.
         overlap_with_ddp: step inside DDP's backward, by a hook of :mod:`torchopt_ext.zero`.
-        partition: "greedy" gives whole parameters to ranks as torch does; "balanced" divides
-            communication buckets evenly, parameters included (docs/zero.md).
-        compat: "torch" lets frozen parameters count in the greedy partition as torch does.
-        params_per_rank: who owns which parameter, instead of the greedy rule; one param group only.
-        allow_mixed_dtypes: shard parameters of each dtype by themselves.
-        sharded_gradients: with "balanced": reduce gradients while backward runs and keep only this
-            rank's part of them (ZeRO stage 2); without DDP.
-        elementwise: with "balanced": promises that ``optimizer_class``, if not known to, treats
-            every element by itself.
-        bucket_elements: with "balanced": elements of a communication bucket; by default as
+        partition: "greedy" assigns whole parameters to ranks as torch does; "balanced" divides
+            communication buckets evenly, and may divide parameters (docs/zero.md).
+        compat: "torch" makes frozen parameters count in the greedy partition, as in torch.
+        params_per_rank: each rank's parameters, instead of the greedy rule; one param group only.
+        allow_mixed_dtypes: shard the parameters of each dtype separately.
+        sharded_gradients: with "balanced", reduce gradients while backward runs and keep only this
+            rank's part of them (ZeRO stage 2). Do not use DDP then.
+        elementwise: with "balanced", promises that an ``optimizer_class`` unknown to this package
+            treats every element separately.
+        bucket_elements: with "balanced", the elements of a communication bucket; by default
             :func:`torchopt_ext.ops.partition_balanced` chooses.
-        timeout: how long to wait for another rank in a collective, if that is to be less than the
-            group's timeout. On NCCL such a wait blocks the host.
+        timeout: the longest wait for another rank in a collective, if shorter than the group's
+            timeout. On NCCL such a wait blocks the host.
         defaults: arguments of ``optimizer_class``. With FusedAdam and FusedAdamW, ``max_grad_norm``
             and ``skip_nonfinite`` decide over the gradients of all ranks' parts.
 
     Raises:
-        TypeError: ``params`` is not what it should be.
-        ValueError: empty or sparse parameters, dtypes that differ, arguments that exclude each
-            other, or parameters that differ between ranks; says which.
+        TypeError: ``params`` is neither an iterable of parameters nor of param groups.
+        ValueError: there are no parameters, parameters are sparse, dtypes differ, arguments exclude
+            each other, or parameters differ between ranks; says which.
     """
 
     optim: Any
@@ -106,13 +106,13 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
         self._overlap_info = OverlapInfo(self.world_size)
         self._bucket_assignments_per_rank: list[dict[int, Any]] = []
         self._steps_by_group_rank = False
-        self.verdict = Verdict()  # the local optimizer's, if it has one
-        # What was consolidated since the last step; empty if another rank has it.
+        self.verdict = Verdict()  # replaced by the local optimizer's verdict, if it has one
+        # The state consolidated since the last step; empty if another rank holds it.
         self._consolidated: tuple[Any, ...] | None = None
         balanced = partition == "balanced"
         with waits_at_most(timeout):
             with all_or_none(self.process_group):
-                # The local optimizer completes the groups, in the order of its own arguments.
+                # The local optimizer adds its defaults to the groups, in its arguments' order.
                 Optimizer.__init__(self, params, defaults if overlap_with_ddp else {})
                 StepsAlong.__init__(self)
                 self._all_params = [p for group in self.param_groups for p in group["params"]]
@@ -161,7 +161,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
         self.initialized = True
 
     def _assign(self, params_per_rank: Sequence[Sequence[Tensor]] | None) -> None:
-        """Divides the groups' parameters among the ranks, or as ``params_per_rank`` says."""
+        """Assigns the groups' parameters to ranks; by ``params_per_rank`` if given."""
         if params_per_rank is not None:
             if len(self.param_groups) != 1:
                 raise RuntimeError("`params_per_rank` only supports a single parameter group")
@@ -173,21 +173,21 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
 
     @property
     def state(self) -> Any:
-        """The local optimizer's state: that of this rank's parameters."""
+        """The local optimizer's state, which covers this rank's parts of the parameters."""
         return self.__dict__["optim"].state if "optim" in self.__dict__ else defaultdict(dict)
 
     @state.setter
     def state(self, value: Any) -> None:
-        """torch.optim.Optimizer sets an empty state before there is a local optimizer."""
+        """Ignores the empty state that torch.optim.Optimizer's constructor sets."""
 
     @bounded
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, on all ranks; parameters of other groups stay where they are.
+        """Adds a param group. Call it on all ranks. Other groups' parameters keep their owners.
 
         Raises:
-            RuntimeError: under ``overlap_with_ddp``.
-            ValueError: a dtype that differs, a parameter that is here already, or groups that
-                differ between ranks. Nothing is changed.
+            RuntimeError: the optimizer has ``overlap_with_ddp``.
+            ValueError: a dtype differs, a parameter is already in a group, or groups differ
+                between ranks. Nothing is changed.
         """
         if not self.initialized:
             super().add_param_group({**param_group})
@@ -201,7 +201,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
                 group = self.param_groups[-1]
                 params = self._all_params + group["params"]
                 check_dense(params, self._allow_mixed_dtypes)
-                # Of fp32_moments some may be of other groups.
+                # fp32_moments may hold parameters of other groups.
                 others = {k: v for k, v in self._optim_defaults.items() if k != "fp32_moments"}
                 self._optim_constructor([dict(group)], **others)
             check_same(described(self.param_groups), "parameters", self.process_group)
@@ -219,25 +219,25 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
         local_optimizer.sync(self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch.optim.Optimizer's; this rank's parts of the gradients included."""
+        """Clears gradients as torch.optim.Optimizer does, including this rank's parts of them."""
         super().zero_grad(set_to_none)
         self.parts.zero_grad(set_to_none)
 
     @bounded
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Steps this rank's part of the parameters and returns every part to all ranks.
+        """Steps this rank's part of the parameters, and distributes the updated parts to all ranks.
 
         Args:
             closure: evaluates the model again and returns the loss.
             kwargs: further arguments of the local optimizer's ``step``.
 
         Returns:
-            What the local optimizer's ``step`` returns; None under ``overlap_with_ddp``.
+            The result of the local optimizer's ``step``; None with ``overlap_with_ddp``.
 
         Raises:
-            RuntimeError: a rank died or is late, or does not make the step, for example as a
-                gradient does not fit its parameter; all ranks raise and say which. Nothing is
-                changed, unless another optimizer than ours raises in the middle of its step.
+            RuntimeError: a rank died, is late or rejects the step, for example because a gradient
+                does not fit its parameter. All ranks raise and name the rank. Nothing is changed,
+                unless an optimizer other than FusedAdam(W) raises in the middle of its step.
         """
         if self._overlap_with_ddp:
             logger.warning("overlap_with_ddp=True steps in backward: do not call step()")
@@ -272,7 +272,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
         self._notice_trainability()
         local_optimizer.copy_settings(self.param_groups, self.optim.param_groups)
         if gradients is not None:
-            # Torch's functional optimizers read ``defaults``, where no schedule would reach them.
+            # Torch's functional optimizers read ``defaults``, which schedules do not change.
             defaults = getattr(self.optim, "defaults", {})
             for key in defaults.keys() & self.param_groups[0].keys():
                 defaults[key] = self.param_groups[0][key]
@@ -296,27 +296,27 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Collects every rank's state on rank ``to`` of the group, in CPU memory.
 
-        Call it on all ranks. Tensors travel as they are and only to that rank, straight into their
-        final place; the next step drops the copy.
+        Call it on all ranks. Tensors are sent as raw bytes to that rank only, directly into their
+        final place. The next step drops the copy.
 
         Raises:
-            RuntimeError: under ``overlap_with_ddp`` before the buckets are known, or a rank has
-                state that is neither tensors nor plain values; all ranks raise, naming it.
-            ValueError: there is no such rank.
+            RuntimeError: DDP's buckets are not known yet (``overlap_with_ddp``), or a rank has
+                state that is neither tensors nor plain values; all ranks raise and name the state.
+            ValueError: the group has no rank ``to``.
         """
         if not 0 <= to < self.world_size:
             raise ValueError(f"Invalid rank: to={to}, expected 0 to {self.world_size - 1}")
         self._consolidated = zero_state.consolidated(self, to)
 
     def state_dict(self) -> dict[str, Any]:
-        """The consolidated state dict: keys, order and values of the unsharded optimizer's.
+        """Returns the consolidated state dict: the unsharded optimizer's keys, order and values.
 
-        Where nothing was consolidated to this rank since the last step it is this rank's part, for
-        ``dcp.save({"optimizer": zero})``: tensors are StateShards, which torch.save rejects.
+        Without consolidation to this rank since the last step, it returns this rank's part, for
+        ``dcp.save({"optimizer": zero})``. Its tensors are StateShards, which torch.save rejects.
 
         Raises:
-            RuntimeError: under ``overlap_with_ddp`` before the buckets are known.
-            TypeError: DCP would not give back an entry as it is; names it.
+            RuntimeError: DDP's buckets are not known yet (``overlap_with_ddp``).
+            TypeError: DCP would not restore an entry unchanged; names the entry.
         """
         run_hooks(self, "state_dict_pre")
         if self._consolidated:
@@ -328,20 +328,20 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
     checkpoint_layout = BY_INDEX
 
     def checkpoint_buffers(self, ids: list[str]) -> Buffers:
-        """For :func:`torchopt_ext.statedict.dcp.load`."""
+        """Returns the buffers that :func:`torchopt_ext.statedict.dcp.load` reads into."""
         return zero_state.buffers(self, ids)
 
     @bounded
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads this rank's part of an unsharded state dict; call it on all ranks.
+        """Loads this rank's part of an unsharded state dict. Call it on all ranks.
 
-        The dict may be from :meth:`state_dict`, from torch's class or from the unsharded
-        optimizer; it is not changed, and checked whole before anything else is. This rank's part
-        of one (:class:`~torchopt_ext.zero.state_shard.StateShard`) may be loaded, too, where the
-        ranks own what they owned.
+        The dict may come from :meth:`state_dict`, from torch's class or from the unsharded
+        optimizer. It is checked completely before anything is changed, and stays unchanged itself.
+        A dict with only this rank's part (:class:`~torchopt_ext.zero.state_shard.StateShard`)
+        loads, too, if every rank owns what it owned before.
 
         Raises:
-            RuntimeError: under ``overlap_with_ddp`` before the buckets are known.
+            RuntimeError: DDP's buckets are not known yet (``overlap_with_ddp``).
             ValueError: groups or shapes do not fit; names the parameter. Nothing is changed.
         """
         zero_state.load(self, state_dict)
@@ -353,7 +353,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
         if self._overlap_with_ddp:
             raise TypeError("an optimizer that overlaps with a DDP instance cannot be copied")
         for key, value in vars(self).items():
-            patched = callable(getattr(type(self), key, None))  # by a scheduler, say
+            patched = callable(getattr(type(self), key, None))  # for example by a scheduler
             if is_hook_table(key) or patched:
                 continue  # hooks belong to the original, as with torch's optimizers
             shared = key in ("process_group", "_join_config", "_optim_constructor")
@@ -373,10 +373,10 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Asked by torch.amp.GradScaler, which then reads every parameter's gradient.
+        """Whether the local step unscales. torch.amp.GradScaler asks, then reads all gradients.
 
         Raises:
-            RuntimeError: gradients go to their owners only, so that there are none to read.
+            RuntimeError: gradients are reduced to their owners, so there are none to read.
         """
         if self.parts.hides_gradients:
             raise RuntimeError(
@@ -387,22 +387,22 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
 
     @property
     def checks_overflow_in_step(self) -> bool:
-        """Whether the local optimizer lets torchopt_ext.GradScaler leave the check to the step."""
+        """Whether torchopt_ext.GradScaler may leave the overflow check to the local step."""
         return bool(getattr(self.optim, "checks_overflow_in_step", False))
 
     @property
     def hides_gradients(self) -> bool:
-        """Whether gradients go to their owners, so that a scaler cannot unscale them by itself."""
+        """Whether gradients are reduced to their owners, so that a scaler cannot unscale them."""
         return self.parts.hides_gradients
 
     @property
     def control(self) -> ControlView:
-        """The local FusedAdam's decision, which is that of all ranks."""
+        """The control block of the local FusedAdam. Its decision is the same on all ranks."""
         return self.optim.control
 
     @property
     def max_grad_norm(self) -> float | None:
-        """The local FusedAdam's; to be set on all ranks.
+        """The norm that the local FusedAdam clips gradients to. Set it on all ranks.
 
         Raises:
             AttributeError: the local optimizer is not FusedAdam or FusedAdamW.
@@ -415,7 +415,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
 
     @property
     def skip_nonfinite(self) -> bool:
-        """As :attr:`max_grad_norm`."""
+        """Whether the local FusedAdam skips non-finite steps. Set it on all ranks."""
         return local_optimizer.fused(self).skip_nonfinite
 
     @skip_nonfinite.setter
@@ -425,9 +425,9 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
     @bounded
     @torch.no_grad()
     def refresh_masters(self, from_: Mapping[Any, Tensor] | None = None) -> None:
-        """Makes the master weights what the parameters are now, or sets both from float32 weights.
+        """Sets the master weights from the parameters, or both from float32 weights.
 
-        As :meth:`torchopt_ext.FusedAdamW.refresh_masters`; call it on all ranks.
+        It works like :meth:`torchopt_ext.FusedAdamW.refresh_masters`. Call it on all ranks.
 
         Args:
             from_: whole float32 weights by parameter or name, the same on all ranks.
@@ -442,33 +442,33 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
     def overlap_forward(self, *modules: torch.nn.Module) -> None:
         """Lets ``step`` return before the modules' parameters have arrived.
 
-        Each module, say a layer, waits for its parameters when its forward begins; whatever else
-        reads them, but for ``state_dict`` and ``load_state_dict``, is to call
-        :meth:`wait_for_params` first. Parameters of no such module have arrived after ``step``.
+        Each module, for example a layer, waits for its parameters when its forward begins, and in
+        ``state_dict`` and ``load_state_dict``. Call :meth:`wait_for_params` before anything else
+        reads these parameters. All other parameters have arrived when ``step`` returns.
 
         Raises:
-            ValueError: not with ``partition="balanced"``.
+            ValueError: the partition is not "balanced".
         """
         if not isinstance(self.parts, BalancedBuckets):
             raise ValueError("overlap_forward needs partition='balanced'")
         self.parts.overlap_forward(modules)
 
     def wait_for_params(self) -> None:
-        """Waits until all parameters are as the last step left them (:meth:`overlap_forward`)."""
+        """Waits until all updated parameters have arrived (see :meth:`overlap_forward`)."""
         if isinstance(self.parts, BalancedBuckets):
             self.parts.finish_returns()
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scales this rank's parts of the gradients to a norm of at most ``max_norm`` over all.
+        """Clips this rank's parts of the gradients by the norm over all ranks' parts.
 
-        Reads only this rank's parts, each once; one small all-reduce joins the ranks. With
-        ``FusedAdamW(max_grad_norm=...)`` inside, not even that is needed.
+        The norm reads only this rank's parts, each once, and needs one small all-reduce. With
+        ``FusedAdamW(max_grad_norm=...)`` inside, the step clips and this call is not needed.
 
         Returns:
-            The norm before, float64, 0-dim.
+            The norm before clipping: float64, 0-dim.
 
         Raises:
-            RuntimeError: a rank rejects its gradients; all ranks raise and say which.
+            RuntimeError: a rank rejects its gradients; all ranks raise and name the rank.
         """
         if self._in_join:
             raise RuntimeError(

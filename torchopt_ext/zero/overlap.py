@@ -1,7 +1,7 @@
 """The sharded step inside DDP's backward: which part of which gradient bucket a rank owns.
 
-Classes are torch's, as its own hooks (torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook)
-read and fill them.
+The classes are torch's, because torch's own hooks
+(torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook) read and fill them.
 """
 
 from typing import Any
@@ -18,12 +18,12 @@ OverlapInfo, BucketAssignment, OverlapStatus = overlap_classes()
 
 @torch.no_grad()
 def assign_buckets(info: Any, ranks: Ranks) -> list[dict[int, Any]]:
-    """Assigns every DDP bucket, or with ``info.shard_buckets`` parts of it, to ranks.
+    """Assigns every DDP bucket to a rank, or parts of it to ranks with ``info.shard_buckets``.
 
-    The parameters of each assignment become views of one tensor, so that they travel as one.
+    The parameters of each assignment become views of one tensor, which is sent as a whole.
 
     Returns:
-        Each rank's assignment of each bucket.
+        Each rank's assignments by bucket.
     """
     buckets = info.params_per_bucket
     numels = [param.numel() for bucket in buckets for param in bucket]

@@ -15,9 +15,9 @@ class Part:
 
     Attributes:
         param: the parameter.
-        begin, end: of its elements in memory order.
-        tensor: what the local optimizer steps; the parameter itself where parameters stay whole.
-        divided: whether state of this part is cut out of the parameter's.
+        begin, end: the range of its elements, counted in memory order.
+        tensor: the tensor that the local optimizer steps; ``param`` where parameters stay whole.
+        divided: whether the state of this part is cut out of the whole parameter's state.
     """
 
     param: Tensor
@@ -35,13 +35,13 @@ class Part:
         return tuple(self.param.shape[d] for d in self.order)
 
     def divides(self, value: Any) -> bool:
-        """Whether a state entry of this part holds one value for each of its elements."""
+        """Returns whether a state entry holds one value for each element of this part."""
         return self.divided and isinstance(value, Tensor) and value.shape == self.tensor.shape
 
     def of_entry(self, name: Any) -> "Part":
-        """The same part of a state entry of this name: scales are counted by group.
+        """Returns this part as a range of the state entry ``name``: scales are counted by group.
 
-        Balanced parts begin and end at rows and blocks, which are whole groups.
+        Parts of a balanced partition begin and end at rows or blocks, so they hold whole groups.
         """
         if name not in SCALES or not can_quantize(self.param):
             return self
@@ -53,7 +53,7 @@ class Part:
         return Part(param, begin, end, tensor, self.divided)
 
     def cut(self, whole: Tensor) -> Tensor:
-        """This part of a tensor of the parameter's shape, shaped as ``tensor``; mostly a view."""
+        """Cuts this part out of a tensor of the parameter's shape. The result is mostly a view."""
         if whole.layout is not torch.strided:
             raise RuntimeError(
                 f"the gradient of a parameter of shape {tuple(self.param.shape)} has layout "
@@ -64,7 +64,7 @@ class Part:
         return whole.permute(self.order).reshape(-1)[self.begin : self.end].view(self.tensor.shape)
 
     def of(self, value: Any) -> Any:
-        """This part of a whole parameter's state entry; entries of other shapes as they are."""
+        """Cuts this part out of a parameter's state entry. Returns other shapes unchanged."""
         whole = isinstance(value, Tensor) and value.shape == self.param.shape and value.dim() > 0
         return self.cut(value) if self.divided and whole else value
 
@@ -74,7 +74,7 @@ class Part:
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...]:
-    """A dense tensor's dimensions, outermost in memory first; rising for other tensors."""
+    """Returns a dense tensor's dimensions, outermost in memory first; ascending if not dense."""
     if tensor.is_contiguous() or not torch.ops.aten.is_non_overlapping_and_dense(tensor):
         return tuple(range(tensor.dim()))
     strides = tensor.stride()
@@ -82,18 +82,18 @@ def memory_order(tensor: Tensor) -> tuple[int, ...]:
 
 
 def in_memory_order(value: Tensor, like: Tensor) -> Tensor:
-    """``value`` as 1-D tensor in the order in which ``like``, of its shape, lies in memory."""
+    """Flattens ``value`` in the memory order of ``like``, a tensor of the same shape."""
     return value.permute(memory_order(like)).reshape(-1)
 
 
 def in_param_order(param: Tensor, value: Tensor) -> Tensor:
-    """The inverse: a tensor shaped in ``param``'s memory order, as ``param`` is shaped."""
+    """Permutes ``value`` from the memory order of ``param`` to the dimensions of ``param``."""
     order = memory_order(param)
     return value.permute([order.index(d) for d in range(len(order))])
 
 
 def view_in(flat: Tensor, start: int, param: Tensor) -> Tensor:
-    """The place of a parameter in a bucket, in the parameter's own order of dimensions."""
+    """Returns a parameter's place in a bucket as a view in its own order of dimensions."""
     if torch.ops.aten.is_non_overlapping_and_dense(param):
         return flat.as_strided(param.shape, param.stride(), start)
     return flat[start : start + param.numel()].view(param.shape)

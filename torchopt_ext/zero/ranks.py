@@ -15,10 +15,10 @@ from torchopt_ext.optim.collective import waits_at_most
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 LARGE = 1 << 20
-"""Tensors of so many bytes travel alone."""
+"""Tensors of at least this many bytes are sent separately."""
 
 STAGING = 16 << 20
-"""The most bytes that are packed into one message."""
+"""The maximum bytes of tensors packed into one message."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Ranks:
     """A process group as this rank sees it.
 
     Attributes:
-        rank, size: within the group.
-        timeout: how long to wait for one of its collectives; None for the group's own timeout.
+        rank, size: this process's rank in the group, and the group's number of ranks.
+        timeout: the longest wait for a collective of the group; None for the group's own timeout.
     """
 
     group: Any
@@ -44,12 +44,12 @@ class Ranks:
         return self
 
     def global_rank(self, rank: int) -> int:
-        """The rank in the default group of rank ``rank`` of this group."""
+        """Converts a rank of this group to a rank of the default group."""
         return dist.get_global_rank(self.group, rank)
 
 
 def bounded(method: Method) -> Method:
-    """``method`` with its waits bounded by the timeout in ``self.ranks``."""
+    """Decorates a method so that the timeout in ``self.ranks`` bounds its waits."""
 
     @functools.wraps(method)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -60,9 +60,9 @@ def bounded(method: Method) -> Method:
 
 
 def flat_memory(tensor: Tensor) -> Tensor | None:
-    """A dense tensor's memory as uint8, whatever the order of its dimensions; None if not dense.
+    """Returns a dense tensor's memory as uint8, in any order of dimensions; None if not dense.
 
-    Every back end sends bytes, whereas gloo and NCCL each lack some dtypes.
+    Every backend can send bytes, whereas gloo and NCCL each lack some dtypes.
     """
     if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
         return None
@@ -71,7 +71,7 @@ def flat_memory(tensor: Tensor) -> Tensor | None:
 
 
 def batches(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Which of the tensors travel together: each large one alone, then the others in order."""
+    """Groups tensors into batches to send: each large tensor separately, then the rest in order."""
     found = [[tensor] for tensor in tensors if tensor.nbytes >= LARGE]
     room = -1
     for tensor in tensors:

@@ -1,4 +1,4 @@
-"""Gradients reduced to their owners while backward runs: one reduction a bucket."""
+"""Reduces gradients to their owners while backward runs, with one reduction per bucket."""
 
 import bisect
 import copy
@@ -18,31 +18,31 @@ from torchopt_ext.zero.part import Part, in_memory_order
 from torchopt_ext.zero.ranks import Ranks
 
 IN_FLIGHT = 2
-"""Reductions under way at a time: each holds a bucket's gradients of all ranks."""
+"""The maximum number of reductions under way. Each holds a bucket's gradients of all ranks."""
 
 
 class Reducer:
-    """Averages gradients over the ranks; each keeps its own elements only.
+    """Averages gradients over the ranks. Each rank keeps only its own elements.
 
     Gradients come from post-accumulate hooks, which free them at once (``hooks``), or from a DDP
-    communication hook, in either case in the order of backward. Buckets are reduced in the order
-    last to first, on every rank alike, and all of them in every backward pass.
+    communication hook. Both follow the order of backward. Every backward pass reduces all buckets,
+    from last to first, in the same order on every rank.
 
     Args:
-        ranks: among whom.
-        buckets: of the optimizer; groups that are added add to them.
+        ranks: the ranks to average over.
+        buckets: the optimizer's list of buckets, which grows when a group is added.
         hooks: put hooks on the parameters.
 
     Attributes:
-        active: gradients come here.
-        bucket_of: the parameters, and their buckets.
-        unfrozen: parameters whose first gradient came before their hook.
-        number: its place among the group's reducers, the same on all ranks.
+        active: the reducer receives the gradients.
+        bucket_of: the bucket of each parameter.
+        unfrozen: parameters whose first gradient may have come before their hook.
+        number: the reducer's place among the group's reducers, the same on all ranks.
         alone: no other reducer was in its last backward pass.
         early: it starts reductions before the pass ends.
-        stepped: a step has used the gradients that are there.
-        wrong: what is wrong with a gradient, for :meth:`finish` to raise.
-        squares: measures reduced gradients, if the local optimizer does so in backward.
+        stepped: a step has used the current gradients.
+        wrong: an error message about a gradient, which :meth:`finish` raises.
+        squares: measures reduced gradients, if the local optimizer has ``norm_in_backward``.
     """
 
     def __init__(self, ranks: Ranks, buckets: list[Bucket], hooks: bool) -> None:
@@ -59,7 +59,7 @@ class Reducer:
         self.stepped = False
         self.wrong: str | None = None
         self.squares: NormInBackward | None = None
-        # Collectives and what they fill, oldest first.
+        # Buckets, their collectives and the tensors that these fill, oldest first.
         self._under_way: list[tuple[Bucket, Any, Tensor]] = []
         self._present: set[Tensor] = set()
         self._next = -1  # the bucket to reduce next, in this backward pass
@@ -77,8 +77,8 @@ class Reducer:
         return copied
 
     def serve_hook(self) -> None:
-        """Prepares for gradients from a DDP communication hook, which brings those of unused
-        parameters, too: parameters themselves say which were used."""
+        """Prepares for gradients from a DDP communication hook. Parameter hooks record the used
+        parameters, because DDP's hook also brings gradients of unused parameters."""
         self.number = self.passes.number()
         self.active = True
         self._hook("_note_used")
@@ -113,7 +113,7 @@ class Reducer:
 
     @torch.no_grad()
     def take(self, param: Tensor, gradient: Tensor) -> None:
-        """Takes a parameter's gradient of the backward pass under way; it may be freed after this.
+        """Takes a parameter's gradient in backward. The caller may free the gradient afterwards.
 
         Raises:
             RuntimeError: the parameter is unknown, or gradients of the last step were not cleared.
@@ -132,7 +132,7 @@ class Reducer:
         if bucket.staging is None:
             bucket.staging = bucket.flat.new_zeros(self.ranks.size * bucket.window)
         if gradient.layout is not torch.strided or gradient.dtype != param.dtype:
-            # To raise here would leave the other ranks waiting for this one's reductions.
+            # Raising here would leave the other ranks waiting for this rank's reductions.
             self.wrong = (
                 f"the gradient of a parameter of shape {tuple(param.shape)} is {gradient.dtype}, "
                 f"{gradient.layout}; expected {param.dtype}, dense"
@@ -151,8 +151,8 @@ class Reducer:
             self._start_next()
 
     def _begin(self) -> None:
-        """Notices the beginning of a backward pass."""
-        if self.stepped and graph_task() < 0:  # DDP's join hook, on a rank out of data
+        """Detects the beginning of a backward pass."""
+        if self.stepped and graph_task() < 0:  # called by DDP's join hook on a rank out of data
             self.zero_grad(set_to_none=True)
         if not self.passes.enter(self):
             return
@@ -164,12 +164,12 @@ class Reducer:
         self._next = len(self.buckets) - 1
 
     def reduce_rest(self) -> None:
-        """Starts what the backward pass has left, so that all ranks reduce all buckets."""
+        """Starts the pass's remaining reductions, so that all ranks reduce all buckets."""
         while self._next >= 0:
             self._start_next()
 
     def _start_next(self) -> None:
-        """Starts the reduction of the next bucket; frozen buckets have none."""
+        """Starts the reduction of the next bucket. Skips buckets that were never trainable."""
         bucket = self.buckets[self._next]
         self._next -= 1
         if not bucket.returned:
@@ -182,7 +182,7 @@ class Reducer:
         bucket.staging, bucket.arrived = None, set()
         with collective("reducing gradients"):
             if staging.is_cpu:
-                # gloo reduces-scatters by an all-reduce; this moves what is needed, and no more.
+                # gloo's reduce-scatter is an all-reduce. An all-to-all sends only what is needed.
                 received = torch.empty_like(staging)
                 work = dist.all_to_all_single(
                     received.view(torch.uint8),
@@ -191,7 +191,7 @@ class Reducer:
                     async_op=True,
                 )
             else:
-                if staging.dtype == torch.float16:  # whose sum could overflow; as DDP does
+                if staging.dtype == torch.float16:  # the sum could overflow; DDP divides, too
                     staging.div_(self.ranks.size)
                 received = staging.new_empty(bucket.window)
                 work = dist.reduce_scatter_tensor(
@@ -200,7 +200,7 @@ class Reducer:
         self._under_way.append((bucket, work, received))
 
     def _accumulate_oldest(self) -> None:
-        """Waits for a reduction and adds its average to this rank's gradient."""
+        """Waits for the oldest reduction and adds its average to this rank's gradient."""
         bucket, work, received = self._under_way.pop(0)
         with collective("reducing gradients", self.ranks.timeout):
             wait(work)
@@ -220,7 +220,7 @@ class Reducer:
             squares.measure([(p.tensor, self._gradient_of(bucket, p)) for p in last])
 
     def _gradient_of(self, bucket: Bucket, part: Part) -> Tensor:
-        """A part's view of the bucket's reduced gradient."""
+        """Returns a part's view of the bucket's reduced gradient."""
         assert bucket.grad is not None
         begin = bucket.starts[part.param] + part.begin - bucket.cuts[self.ranks.rank]
         run = bucket.grad[begin : begin + part.end - part.begin]
@@ -235,7 +235,7 @@ class Reducer:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Waits for all reductions and gives parts their gradients; None where no rank had one.
+        """Waits for all reductions and sets the parts' gradients; None if no rank had a gradient.
 
         Raises:
             RuntimeError: a gradient does not fit its parameter.
@@ -260,7 +260,7 @@ class Reducer:
                         self.squares.mark(part.tensor, gradient)
 
     def _used_elsewhere(self) -> set[Tensor]:
-        """Parameters that other ranks used since gradients were cleared, and this one did not."""
+        """Returns parameters that any rank used since zero_grad; empty if this rank used all."""
         params = list(self.bucket_of)
         if self.ranks.size == 1 or not params:
             return set()
@@ -269,7 +269,7 @@ class Reducer:
         seen = seen.to(comm_device(self.ranks.group))
         with collective("agreeing on which parameters have gradients", self.ranks.timeout):
             run(dist.all_reduce, seen, dist.ReduceOp.MAX, group=self.ranks.group)
-        if complete:  # then the answer is known, and nobody waits for the device
+        if complete:  # the answer is known without waiting for the device
             return set()
         return {p for p, here in zip(params, seen.tolist(), strict=True) if here}
 

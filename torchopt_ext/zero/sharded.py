@@ -1,4 +1,4 @@
-"""What the modules under ZeroRedundancyOptimizer need of it."""
+"""The attributes of ZeroRedundancyOptimizer that the other modules of this package use."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,13 +12,13 @@ from torchopt_ext.zero.whole import WholeTensors
 
 
 class ShardedOptimizer:
-    """The base of ZeroRedundancyOptimizer: its attributes.
+    """The base class of ZeroRedundancyOptimizer, which declares its attributes.
 
     Attributes:
         optim: the local optimizer, which steps this rank's part.
-        parts: who owns what.
+        parts: the partition: who owns what.
         _all_params: the parameters in the order of the groups.
-        _consolidated: the state of all ranks, until the next step.
+        _consolidated: the state gathered from all ranks, until the next step.
     """
 
     optim: Any

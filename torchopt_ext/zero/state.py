@@ -1,7 +1,7 @@
 """State dicts of a sharded optimizer, whole and as distributed checkpoints (DCP).
 
-They have the keys and shapes of the unsharded optimizer's, so any world size, either partition and
-the unsharded optimizer can load them. In a checkpoint every rank writes and reads its own parts.
+Their keys and shapes are the unsharded optimizer's, so any world size, either partition and the
+unsharded optimizer can load them. In a checkpoint every rank writes and reads its own parts.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from torchopt_ext.zero.sharded import ShardedOptimizer
 from torchopt_ext.zero.state_shard import StateShard
 
 Pieces = dict[int, dict[str, list[tuple[Part, Any]]]]
-"""A rank's state by the parameter's index and the entry's name: its parts and their values."""
+"""A rank's state by parameter index and entry name: the rank's parts and their values."""
 
 
 def local_parts(zero: ShardedOptimizer) -> list[Part]:
-    """What this rank's parameters are parts of, in the order in which its state is numbered.
+    """Returns this rank's parts of parameters, in the order in which its state is numbered.
 
     Raises:
-        RuntimeError: under ``overlap_with_ddp`` before the buckets are known.
+        RuntimeError: DDP's buckets are not known yet (``overlap_with_ddp``).
     """
     if not hasattr(zero, "optim"):
         raise RuntimeError("overlap_with_ddp=True: not fully initialized before the first step")
@@ -50,14 +50,14 @@ def local_parts(zero: ShardedOptimizer) -> list[Part]:
 
 
 def local_state(zero: ShardedOptimizer) -> tuple[Pieces, dict[str, Any]]:
-    """This rank's state, and further top-level entries of its state dict.
+    """Returns this rank's state, and the further top-level entries of its state dict.
 
-    Among these is the control block, as a rank without parameters has one, too.
+    The entries include the control block, because a rank without parameters has one, too.
     """
     parts = local_parts(zero)
     numbers = {part.tensor: number for number, part in enumerate(parts)}
     for key in [k for k in zero.optim.state if isinstance(k, Tensor) and k not in numbers]:
-        if not zero.optim.state[key]:  # looking up another rank's parameter has made it
+        if not zero.optim.state[key]:  # a lookup of another rank's parameter has made this entry
             del zero.optim.state[key]
     if hasattr(zero.optim, "state_dict"):
         extra = dict(zero.optim.state_dict())
@@ -78,7 +78,7 @@ def local_state(zero: ShardedOptimizer) -> tuple[Pieces, dict[str, Any]]:
 
 
 def consolidated(zero: ShardedOptimizer, to: int) -> tuple[Any, ...]:
-    """On rank ``to`` the state by parameter's index, and further entries; empty elsewhere."""
+    """Gathers all state on rank ``to``, by parameter index, and further entries; () elsewhere."""
     with all_or_none(zero.process_group):
         pieces, extra = local_state(zero)
     entries = []
@@ -97,7 +97,7 @@ def consolidated(zero: ShardedOptimizer, to: int) -> tuple[Any, ...]:
 def packed(
     zero: ShardedOptimizer, state: Mapping[int, dict[str, Any]], extra: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The state dict that the unsharded optimizer would give."""
+    """Returns the state dict that the unsharded optimizer would return."""
     copied = {index: dict(entry) for index, entry in state.items()}
     if extra.get(CONTROL_KEY) and copied:
         copied[min(copied)][CONTROL_KEY] = extra[CONTROL_KEY]
@@ -106,7 +106,7 @@ def packed(
 
 
 def numbered(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Param groups as in a state dict: parameters are numbered through."""
+    """Returns param groups as in a state dict, with parameters numbered across groups."""
     numbers = count()
     return [
         {key: value for key, value in group.items() if key != "params"}
@@ -116,10 +116,10 @@ def numbered(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _decoded(slot: Slot) -> Slot:
-    """With float moments where the parameter can hold no codes: parts then need not be of rows.
+    """Decodes moments if the parameter cannot hold codes: float moments can be cut anywhere.
 
     Raises:
-        ValueError: the codes are a rank's part of a parameter.
+        ValueError: the codes are only a rank's part of the parameter's codes.
     """
     if can_quantize(slot.param) or not has_codes(slot.entry):
         return slot
@@ -132,10 +132,7 @@ def _decoded(slot: Slot) -> Slot:
 
 
 def load(zero: ShardedOptimizer, state_dict: dict[str, Any]) -> None:
-    """Lets the local optimizer continue with this rank's part of an unsharded state dict.
-
-    It is checked first and copied.
-    """
+    """Checks an unsharded state dict and copies this rank's part into the local optimizer."""
     with all_or_none(zero.process_group):
         parts = local_parts(zero)
         hooked = run_hooks(zero, "load_state_dict_pre", state_dict.copy())
@@ -157,7 +154,7 @@ def load(zero: ShardedOptimizer, state_dict: dict[str, Any]) -> None:
         | {key: own[key] for key in ("params", "param_names") if key in own}
         for group, own in zip(loaded.groups, zero.optim.param_groups, strict=True)
     ]
-    if is_fused := isinstance(zero.optim, FusedAdam):  # which has one count on all ranks
+    if is_fused := isinstance(zero.optim, FusedAdam):  # its step count is the same on all ranks
         text = json.dumps([loaded.control, loaded.counted])
         found = [json.loads(t) for t in all_gather_text(text, zero.process_group)]
         control: dict[str, Any] = next((control for control, _ in found if control), {})
@@ -171,7 +168,7 @@ def load(zero: ShardedOptimizer, state_dict: dict[str, Any]) -> None:
                 state = {number: slot.entry for number, slot in enumerate(slots) if slot.entry}
                 local = {"state": state, "param_groups": numbered(groups)}
                 load_whole(zero.optim, loaded.extra | local)
-            else:  # a functional optimizer, whose steps torch keeps on the CPU
+            else:  # a functional optimizer; torch keeps its step counts on the CPU
                 zero.optim.state = {
                     slot.param: {
                         name: converted(name, value, slot.param, Storage(), "cpu")
@@ -181,7 +178,7 @@ def load(zero: ShardedOptimizer, state_dict: dict[str, Any]) -> None:
                     if slot.entry
                 }
                 local_optimizer.copy_settings(groups, zero.optim.param_groups)
-    except Exception:  # maybe another rank's
+    except Exception:  # possibly another rank's
         zero.optim.state, zero.optim.param_groups = before
         raise
     zero._consolidated = None
@@ -193,21 +190,21 @@ def load(zero: ShardedOptimizer, state_dict: dict[str, Any]) -> None:
 
 @bounded
 def sharded_state_dict(zero: ShardedOptimizer) -> dict[str, Any]:
-    """This rank's part of a ZeroRedundancyOptimizer's state dict; call it on all ranks.
+    """Returns this rank's part of a ZeroRedundancyOptimizer's state dict. Call it on all ranks.
 
-    ``dcp.save({"optimizer": zero}, checkpoint_id=...)`` saves the same. Here all ranks learn of it
-    if one has an entry that DCP would not give back.
+    ``dcp.save({"optimizer": zero}, checkpoint_id=...)`` saves the same. In addition, this function
+    raises on all ranks if one rank has an entry that DCP would not restore.
 
     Raises:
-        TypeError: DCP would not give back an entry as it is; names it.
-        ValueError: so it is on another rank; names the rank and the entry.
+        TypeError: DCP would not restore an entry of this rank unchanged; names the entry.
+        ValueError: another rank has such an entry; names the rank and the entry.
     """
     with all_or_none(zero.process_group):
         return sharded(zero, elsewhere=False)
 
 
 def sharded(zero: ShardedOptimizer, *, elsewhere: bool) -> dict[str, Any]:
-    """:func:`sharded_state_dict` of this rank alone, with StateShards for tensors.
+    """Builds the result of :func:`sharded_state_dict` on this rank alone; tensors are StateShards.
 
     Args:
         elsewhere: another rank gives the whole tensors to DCP.
@@ -223,7 +220,7 @@ def sharded(zero: ShardedOptimizer, *, elsewhere: bool) -> dict[str, Any]:
 
 
 def joined(pieces: Sequence[tuple[Part, Any]], elsewhere: bool = False) -> Any:
-    """One value for DCP of an entry of all of this rank's parts of a parameter."""
+    """Joins one entry's values from this rank's parts of a parameter into one value for DCP."""
     part, value = pieces[0]
     cut = part.divides(value) or not part.divided
     if isinstance(value, Tensor) and value.dim() and cut:
@@ -238,23 +235,25 @@ def load_sharded(
     checkpoint: str | os.PathLike[str] | StorageReader,
     key: str = "optimizer",
 ) -> None:
-    """``load({key: zero})`` of :mod:`torchopt_ext.statedict.dcp`; call it on all ranks.
+    """Loads a ZeroRedundancyOptimizer from a distributed checkpoint. Call it on all ranks.
+
+    The call is ``load({key: zero})`` of :mod:`torchopt_ext.statedict.dcp`.
 
     Args:
         zero: the ZeroRedundancyOptimizer.
         checkpoint: a folder, or a reader of another storage.
-        key: where the optimizer's state dict is in what was saved.
+        key: the key under which the optimizer was saved.
 
     Raises:
-        ValueError: on all ranks, if groups, shapes or keys do not fit; names the parameter or key.
-        RuntimeError: on all ranks, if one cannot read its parts.
+        ValueError: groups, shapes or keys do not fit; all ranks raise, naming the parameter or key.
+        RuntimeError: a rank cannot read its parts. All ranks raise.
     """
     reader = checkpoint if isinstance(checkpoint, StorageReader) else dcp.Reader(checkpoint)
     dcp.load({key: zero}, storage_reader=reader, process_group=zero.process_group)
 
 
 def buffers(zero: ShardedOptimizer, ids: list[str]) -> dcp.Buffers:
-    """What this rank reads: of its own parameters their parts, of others nothing."""
+    """Returns what this rank reads into: its parts of parameters, nothing for other parameters."""
     of_id = zip(ids, zero._all_params, strict=False)
     params: dict[dcp.Path, Tensor] = {("state", i): param for i, param in of_id}
     parts: dict[Tensor, list[Part]] = {}

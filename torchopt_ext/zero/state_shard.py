@@ -29,22 +29,22 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class StateShard(Tensor):
-    """This rank's boxes of one state tensor, as DCP's ``_Checkpointable`` protocol wants them.
+    """This rank's boxes of one state tensor, in the form of DCP's ``_Checkpointable`` protocol.
 
-    It has the whole tensor's shape but only memory for the boxes. DCP stages, copies, writes and
-    fills it; it is not for computing, and not for torch.save.
+    It has the whole tensor's shape but memory only for the boxes. DCP stages, copies, writes and
+    fills it. Computations with it raise, and so does torch.save.
 
     Args:
-        shape: of the whole tensor.
+        shape: the whole tensor's shape.
         shards: the boxes' elements, of one dtype and device.
-        chunks: where in the whole tensor they are.
+        chunks: the boxes' places in the whole tensor.
         elsewhere: another rank writes the whole tensor.
     """
 
     shards: list[Tensor]
     chunks: list[ChunkStorageMetadata]
     elsewhere: bool
-    entries: dict[tuple[int, int], Tensor]  # of parts, by their elements; empty in copies
+    entries: dict[tuple[int, int], Tensor]  # by (begin, end) of the part; empty in copies
 
     @staticmethod
     def __new__(
@@ -62,10 +62,10 @@ class StateShard(Tensor):
 
     @classmethod
     def of(cls, pieces: Sequence[tuple[Part, Tensor]], elsewhere: bool = False) -> StateShard:
-        """Parts of a parameter with the values of one of their state entries."""
+        """Makes a shard of a parameter's parts from the values of one of their state entries."""
         shards, chunks, shape = [], [], pieces[0][0].param.shape
         for part, value in pieces:
-            if part.is_whole:  # and so is the entry, whatever its shape
+            if part.is_whole:  # the entry is whole as well, whatever its shape
                 shape = value.shape
                 shards, chunks = [value], [_chunk([0] * value.dim(), shape)]
                 continue
@@ -82,10 +82,10 @@ class StateShard(Tensor):
         return made
 
     def of_part(self, part: Part) -> Tensor:
-        """The entry of a part, as :meth:`of` got it.
+        """Returns the value that :meth:`of` was given for a part.
 
         Raises:
-            ValueError: the shard is of other parts.
+            ValueError: the shard was made from other parts.
         """
         if (part.begin, part.end) not in self.entries:
             raise ValueError(
@@ -98,7 +98,7 @@ class StateShard(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> StateShard:
-        """What DCP's stagers use (_state_dict_stager.py, _state_dict_utils.py), box by box."""
+        """Runs what DCP's stagers use (_state_dict_stager.py, _state_dict_utils.py) on each box."""
         first, rest, kwargs = args[0], args[1:], kwargs or {}
         name = func.__name__
         if name == "copy_.default":
@@ -107,7 +107,7 @@ class StateShard(Tensor):
             return first
         if name not in _SHARD_BY_SHARD:
             raise NotImplementedError(f"{func} of a StateShard, which is for checkpoints only")
-        new = name == "new_empty.default"  # whose argument is the whole tensor's shape
+        new = name == "new_empty.default"  # its argument is the whole tensor's shape
         shards = [func(s, *((s.shape,) if new else rest), **kwargs) for s in first.shards]
         return cls(first.shape, shards, first.chunks, first.elsewhere)
 
@@ -143,7 +143,7 @@ class StateShard(Tensor):
         raise ValueError(f"'{index.fqn}' has nothing at {index.offset} on this rank, but {self!r}")
 
 
-# A process of DCP's own that writes (AsyncCheckpointerType.PROCESS) gets the state dict by pickle.
+# DCP's separate writer process (AsyncCheckpointerType.PROCESS) gets the state dict by pickle.
 ForkingPickler.register(
     StateShard, lambda s: (StateShard, (s.shape, s.shards, s.chunks, s.elsewhere))
 )
@@ -154,7 +154,7 @@ def _chunk(offsets: Sequence[int], sizes: Sequence[int]) -> ChunkStorageMetadata
 
 
 def boxes(begin: int, end: int, shape: Sequence[int]) -> Iterator[Box]:
-    """Row-major elements [begin, end) of a tensor as the fewest boxes that are each contiguous."""
+    """Divides row-major elements [begin, end) of a tensor into the fewest contiguous boxes."""
     if end <= begin:
         return
     if not shape:

@@ -1,4 +1,4 @@
-"""Whole tensors: every parameter belongs to one rank, which updates it for all the others."""
+"""The greedy partition: every parameter belongs to one rank, which updates it for all ranks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,20 +14,20 @@ from torchopt_ext.zero.part import Part, view_in
 from torchopt_ext.zero.ranks import Ranks, batches, flat_memory
 
 ALIGNMENT = 64
-"""Bytes between starts of parameters in a bucket: vector loads never cross a cache line."""
+"""Parameters start at multiples of this many bytes: no vector load crosses a cache line."""
 
 
 class WholeTensors:
-    """Who owns which parameter, and how updated parameters reach the other ranks.
+    """The greedy partition: who owns which parameter, and how updates reach the other ranks.
 
     Parameters are assigned group by group, largest first, each to the rank that has least so far
-    (torch.distributed.optim.ZeroRedundancyOptimizer); frozen ones weigh nothing, but are spread by
-    the same rule among themselves, so that unfreezing one moves no state.
+    (torch.distributed.optim.ZeroRedundancyOptimizer). Frozen parameters weigh nothing. The same
+    rule spreads them separately, so that unfreezing a parameter moves no state.
 
     Args:
-        ranks: among whom.
-        bucket_view: parameters of a rank become views of one tensor, which travels as a whole.
-        count_frozen: frozen parameters weigh as much as others, as in torch.
+        ranks: the ranks that share the parameters.
+        bucket_view: parameters of a rank become views of one tensor, which is sent as a whole.
+        count_frozen: frozen parameters weigh as much as trainable parameters, as in torch.
     """
 
     def __init__(self, ranks: Ranks, *, bucket_view: bool, count_frozen: bool) -> None:
@@ -36,23 +36,23 @@ class WholeTensors:
         self.count_frozen = count_frozen
         self.owner: dict[Tensor, int] = {}
         self.params: list[list[list[Tensor]]] = []  # by group and rank
-        # What weighs, and what does not.
+        # Elements by rank, of parameters that weigh (True) and of parameters that do not (False).
         self._loads = {True: [0] * ranks.size, False: [0] * ranks.size}
-        # Parameters that were trainable at some step: a frozen one may still have a gradient that
-        # its owner applies, so once returned, always returned.
+        # Parameters that were trainable at some step. A parameter frozen since may still have a
+        # gradient that its owner applies, so it continues to be returned.
         self._returned: set[Tensor] = set()
         self._viewed: list[Tensor] = []  # the parameters that are views of buckets
-        self._places = b""  # and where they are
-        self._outgoing: list[list[list[Tensor]]] = []  # by rank, what travels together
+        self._places = b""  # the addresses of these parameters
+        self._outgoing: list[list[list[Tensor]]] = []  # by rank, the batches of parameters to send
 
     def add_group(
         self, params: Sequence[Tensor], per_rank: Sequence[Sequence[Tensor]] | None = None
     ) -> None:
-        """Assigns the parameters of one more group; earlier groups stay where they are.
+        """Assigns the parameters of one more group. Earlier groups stay where they are.
 
         Args:
             params: the group's parameters.
-            per_rank: who is to own which, instead of the rule; some may be left out.
+            per_rank: each rank's parameters, instead of the greedy rule; may leave parameters out.
         """
         if per_rank is None:
             per_rank = self._assign(params)
@@ -71,7 +71,7 @@ class WholeTensors:
                 owner[param] = rank
                 loads[rank] += size
         per_rank: list[list[Tensor]] = [[] for _ in range(self.ranks.size)]
-        for param in sorted(params, key=lambda p: -p.numel()):  # the order of torch's groups
+        for param in sorted(params, key=lambda p: -p.numel()):  # the order in torch's groups
             per_rank[owner[param]].append(param)
         return per_rank
 
@@ -80,31 +80,30 @@ class WholeTensors:
         """This rank's parameters, group by group."""
         return [group[self.ranks.rank] for group in self.params]
 
-    # Gradients are the parameters' own.
-    hides_gradients = False
+    hides_gradients = False  # steps take the parameters' own gradients
 
     def ready(self) -> None:
-        """There is nothing to do once there is a local optimizer."""
+        """Does nothing: whole tensors need no hooks."""
 
     def finish_step(self) -> None:
-        """There is nothing to do after the local step."""
+        """Does nothing: the local step leaves nothing to clean up."""
 
     def take_gradients(self) -> None:
-        """Takes weights whose memory was replaced (``p.data = ...``) into their bucket again."""
+        """Moves weights whose memory was replaced (``p.data = ...``) back into their bucket."""
         if _C.addresses(self._viewed) != self._places:
             self.build_buckets()
 
     def zero_grad(self, set_to_none: bool) -> None:
-        """There are no gradients but the parameters'."""
+        """Does nothing: the parameters' own gradients are the only gradients."""
 
     def part_of(self, param: Tensor) -> Part:
         return Part(param, 0, param.numel(), param, divided=False)
 
     @torch.no_grad()
     def build_buckets(self) -> None:
-        """Plans what travels together of the parameters that were trainable at some step.
+        """Batches the parameters that were trainable at some step, for sending.
 
-        With ``bucket_view`` they become views of one bucket for each kind and rank.
+        With ``bucket_view`` they become views of one bucket per rank, device and dtype.
         """
         self._outgoing, self._viewed = [], []
         for rank in range(self.ranks.size):
@@ -125,7 +124,7 @@ class WholeTensors:
 
     @torch.no_grad()
     def return_params(self) -> None:
-        """Every rank gets every parameter as its owner has it now."""
+        """Sends every parameter from its owner to all other ranks."""
         if self.ranks.size == 1:
             return
         with collective("returning the updated parameters", self.ranks.timeout):
@@ -149,7 +148,7 @@ class WholeTensors:
 
 
 def bucket_of(params: Sequence[Tensor]) -> Tensor:
-    """A 1-D tensor of which the parameters become views, in their own order of dimensions."""
+    """Makes the parameters views of one 1-D tensor, in their own order of dimensions."""
     dtype, device = params[0].dtype, params[0].device
     step = ALIGNMENT // dtype.itemsize
     starts = [0]

@@ -1,6 +1,7 @@
 // Tests torch::save and torch::load of the optimizer.
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
+#include <torch/optim/sgd.h>
 #include <torch/serialize.h>
 
 #include <sstream>
@@ -102,6 +103,28 @@ TEST(FusedAdamWArchive, LeavesWhatLibtorchDoesNotSave) {
   EXPECT_TRUE(static_cast<FusedAdamWOptions&>(rising.param_groups()[0].options()).maximize());
   load(rising, saved(FusedAdamW(copies(params))));
   EXPECT_FALSE(static_cast<FusedAdamWOptions&>(rising.param_groups()[0].options()).maximize());
+}
+
+// A program may hold a reference to a group's options, as it may with libtorch's optimizers.
+TEST(FusedAdamWArchive, LoadsIntoTheGroupsOwnOptions) {
+  const Tensors params = some_params();
+  FusedAdamW optimizer(params);
+  auto& options = static_cast<FusedAdamWOptions&>(optimizer.param_groups()[0].options());
+  load(optimizer, saved(FusedAdamW(copies(params), FusedAdamWOptions(0.5))));
+  EXPECT_EQ(&options, &optimizer.param_groups()[0].options());
+  EXPECT_EQ(options.lr(), 0.5);
+}
+
+TEST(FusedAdamWArchive, OfOtherOptimizersIsRefused) {
+  const Tensors params = some_params();
+  FusedAdamW optimizer(params, FusedAdamWOptions(0.25));
+  train(optimizer, params, 0, 1);
+  const std::string before = saved(optimizer);
+  EXPECT_NE(message_of([&] {
+              load(optimizer, saved(torch::optim::SGD(copies(params), 0.7)));
+            }).find("the archive has no option betas"),
+            std::string::npos);
+  EXPECT_EQ(saved(optimizer), before);
 }
 
 TEST(FusedAdamWArchive, IsRefusedWhole) {

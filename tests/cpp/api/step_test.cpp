@@ -295,6 +295,29 @@ TEST(FusedAdamW, NamesWhatDoesNotFitAndChangesNothing) {
       std::string::npos);
 }
 
+TEST(FusedAdamW, RefusesAParameterThatIsListedTwice) {
+  const Tensors params = some_params();
+  EXPECT_EQ(message_of([&] { FusedAdamW(Tensors{params[0], params[1], params[0]}); }),
+            "parameter 2 is parameter 0 again, expected each parameter once");
+  torch::OrderedDict<std::string, Tensor> named;
+  named.insert("embedding.weight", params[0]);
+  named.insert("head.weight", params[0]);
+  EXPECT_EQ(message_of([&] { FusedAdamW optimizer(named); }),
+            "parameter 'head.weight' is 'embedding.weight' again, expected each parameter once");
+}
+
+TEST(FusedAdamW, CountsFromZeroAndEndsWhenItIsMovedFrom) {
+  FusedAdamW optimizer(some_params());
+  EXPECT_EQ(optimizer.steps().item<double>(), 0.0);
+  EXPECT_EQ(optimizer.skipped_steps().item<double>(), 0.0);
+  EXPECT_TRUE(std::isnan(optimizer.grad_norm().item<double>()));
+  const FusedAdamW other = std::move(optimizer);
+  EXPECT_NE(message_of([&] {
+              optimizer.step();  // NOLINT(bugprone-use-after-move)
+            }).find("was moved from"),
+            std::string::npos);
+}
+
 TEST(FusedAdamW, RefusesOptionsOutOfRange) {
   const Tensors params = some_params();
   const auto raised = [&](const FusedAdamWOptions& options) {

@@ -457,6 +457,56 @@ def test_torchscript() -> None:
         assert torch.equal(a, b)
 
 
+class Stepped(torch.nn.Module):
+    """Makes the operators' lists in the script, from tensors that it reads before and after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Buffer(torch.ones(3))
+        self.exp_avg, self.exp_avg_sq = (torch.nn.Buffer(torch.zeros(3)) for _ in range(2))
+        self.steps = torch.nn.Buffer(torch.zeros(()))
+        self.control = torch.nn.Buffer(ops.new_control())
+
+    def forward(self, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        empty: list[Tensor] = []
+        before = self.weight.sum()
+        torch.ops.torchopt_ext.adam_(
+            [self.weight], [grad], [self.exp_avg], [self.exp_avg_sq], empty, [self.steps],
+            self.control, lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1,
+            decoupled_weight_decay=True, maximize=False,
+        )  # fmt: skip
+        copy = torch.zeros(3, dtype=torch.bfloat16)
+        torch.ops.torchopt_ext.scaled_copy_([copy], [self.weight], self.control, unscale=False)
+        return before, self.weight.sum(), copy
+
+
+@pytest.mark.parametrize("way", ["script", "trace"])
+def test_torchscript_keeps_writes_to_lists_that_it_makes(way: str) -> None:
+    """Its alias analysis removes a call whose writes it does not see."""
+    grad = torch.ones(3)
+    eager, module = Stepped().eval(), Stepped().eval()
+    compiled: Any
+    if way == "trace":
+        compiled = torch.jit.trace(module, (torch.zeros(3),), check_trace=False)
+        eager(torch.zeros(3))
+    else:
+        compiled = torch.jit.script(module)
+    for _ in range(3):
+        for a, b in zip(compiled(grad), eager(grad), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_one_element_is_a_tensor_to_the_operators() -> None:
+    for steps in (torch.tensor(3), torch.tensor([3])):
+        factor = operators.lr_factor(steps, **SCHEDULE)
+        assert factor.shape == steps.shape and factor.dtype == torch.float64
+    assert isinstance(operators.lr_factor(3, **SCHEDULE), float)
+    lists = adam_lists()
+    arguments = (*(lists[name] for name in LISTS), ops.new_control())
+    with pytest.raises(RuntimeError, match="lr has dtype Long, expected float32 or float64"):
+        operators.adam_(*arguments, **HYPER | {"lr": torch.tensor(1)})
+
+
 def compiled_step(lists: Lists, accumulator: Tensor, control: Tensor, steps: Tensor) -> Tensor:
     ops.grad_sumsq_(lists["grads"], accumulator)
     ops.control_update_(control, accumulator)

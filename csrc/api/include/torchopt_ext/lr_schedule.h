@@ -24,7 +24,8 @@ double lr_factor(int64_t step, const LRSchedule& schedule);
 
 // Sets the learning rates of any libtorch optimizer: the constructor those of the next step, step()
 // those of the step after. The base rates are the optimizer's at construction: construct a
-// ScheduledLR before loading the optimizer, with the number of steps that the saved optimizer made.
+// ScheduledLR before loading the optimizer, with the number of steps that the saved optimizer made,
+// and a new one after add_param_group().
 class ScheduledLR : public torch::optim::LRScheduler {
  public:
   ScheduledLR(torch::optim::Optimizer& optimizer, LRSchedule schedule, unsigned steps_made = 0);

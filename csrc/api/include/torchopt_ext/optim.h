@@ -36,7 +36,9 @@ struct FusedAdamWOptions : torch::optim::OptimizerCloneableOptions<FusedAdamWOpt
 
  private:
   friend class FusedAdamW;
-  bool lacks_own_options_ = false;  // loaded from an archive without the last two options
+  // Whether the archive that the options come from lacks an option that libtorch's Adam lacks.
+  bool lacks_maximize_ = false;
+  bool lacks_decoupled_ = false;
 };
 
 // The state of a parameter. The step count is one float32 on the parameter's device. The moments
@@ -59,7 +61,8 @@ class FusedAdamW : public torch::optim::Optimizer {
  public:
   using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
 
-  // The constructors raise c10::Error for an option out of range.
+  // The constructors raise c10::Error for an option out of range, and for a parameter that is listed
+  // twice, as Module::parameters() lists those of a module that is registered twice.
   explicit FusedAdamW(const ParamGroups& param_groups, const FusedAdamWOptions& defaults = {});
   explicit FusedAdamW(std::vector<torch::Tensor> params, const FusedAdamWOptions& defaults = {});
   // Takes Module::named_parameters(): error messages then name the parameters.
@@ -83,22 +86,25 @@ class FusedAdamW : public torch::optim::Optimizer {
   // Returns the norm of the last step's gradients before clipping, one float64 on the parameters'
   // device. Only reading the value waits for a GPU. NaN if neither clipping nor skipping was on.
   torch::Tensor grad_norm() const;
-  // Return the numbers of steps and of skipped steps, each one float64 on the parameters' device;
-  // NaN before the first step.
+  // Return the numbers of steps and of skipped steps, each one float64 on the parameters' device.
   torch::Tensor steps() const;
   torch::Tensor skipped_steps() const;
 
-  // Shadows torch's method of this name, which is not virtual.
+  // Shadows torch's method of this name, which is not virtual: a call through a reference to
+  // torch::optim::Optimizer gives the group the optimizer's defaults instead of its own options.
   // NOLINTNEXTLINE(bugprone-derived-method-shadowing-base-method)
   void add_param_group(const torch::optim::OptimizerParamGroup& param_group);
 
   // load() checks the whole archive before it changes anything, and moves the state to the
   // parameters' device. The number of groups and of parameters per group must equal the archive's.
-  // Options that an archive of libtorch's Adam or AdamW lacks keep the groups' values.
+  // maximize and decoupled_weight_decay, which archives of libtorch's Adam and AdamW lack, keep the
+  // groups' values. Raises if an archive lacks another option: it is another optimizer's.
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
 
  private:
+  PlannedStep& planned() const;  // raises if the optimizer was moved from
+
   std::unique_ptr<PlannedStep> planned_;
 };
 
