@@ -10,11 +10,11 @@ import sys
 from torchopt_ext.cli.terminal import CommandError, Terminated
 
 COMMANDS = {
-    "info": ("torchopt_ext.cli.info", "Say what is installed and built, and test a step."),
-    "plan": ("torchopt_ext.cli.plan", "Say what each rank will hold and move, before a run."),
+    "info": ("torchopt_ext.cli.info", "Show what is installed and built, and test a step."),
+    "plan": ("torchopt_ext.cli.plan", "Show what each rank will hold and move, before a run."),
     "schedule": ("torchopt_ext.cli.schedule", "Show learning-rate schedules."),
-    "bench": ("torchopt_ext.cli.bench", "Time the step beside torch's on this machine."),
-    "inspect": ("torchopt_ext.cli.inspect", "Say what a checkpoint of an optimizer holds."),
+    "bench": ("torchopt_ext.cli.bench", "Time the step and torch's on this machine."),
+    "inspect": ("torchopt_ext.cli.inspect", "Show what a checkpoint of an optimizer holds."),
     "convert": ("torchopt_ext.cli.convert", "Change how a checkpoint keeps weights and moments."),
     "train": ("torchopt_ext.cli.train", "Train a model, as a TOML file and the command line say."),
 }

@@ -71,14 +71,16 @@ def parser() -> Parser:
     made.add_argument(
         "--master-weights",
         choices=tuple(MASTER_WEIGHTS),
-        help="of 16-bit parameters; torch is then timed with fp32 copies, cast before and after",
+        help="masters of 16-bit parameters; torch is then timed on fp32 copies, with the casts",
     )
     made.add_argument("--device", default="cpu", help="cpu (the default), cuda or such as cuda:1")
-    made.add_argument("--threads", type=number, metavar="N", help="of the CPU; torch's number")
-    made.add_argument("--seconds", type=positive, default=12.0, help="to time for (12)")
+    made.add_argument("--threads", type=number, metavar="N", help="CPU threads (torch's number)")
+    made.add_argument("--seconds", type=positive, default=12.0, help="how long to time (12)")
     made.add_argument("--json", action="store_true", help="print everything as JSON")
     made.add_argument("--markdown", type=Path, metavar="FILE", help="write a Markdown table")
-    made.add_argument("--plot", type=Path, metavar="FILE", help="draw bars, such as bench.png")
+    made.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw a bar chart, such as bench.png"
+    )
     return made
 
 

@@ -52,7 +52,7 @@ KINDS = {"none": None, **MASTER_WEIGHTS}
 def parser() -> Parser:
     made = Parser(
         "convert",
-        "Writes a checkpoint anew: as a file of torch.save or a folder of "
+        "Rewrites a checkpoint: as a file of torch.save or a folder of "
         "torch.distributed.checkpoint, with other master weights or moments. A folder is "
         "written one tensor at a time; for a file, what changes is in memory. Nothing is at "
         "OUTPUT before all of it is written. Layouts (by index, by name) stay as they are.",
@@ -66,31 +66,31 @@ def parser() -> Parser:
     )
     made.add_argument("input", type=Path)
     made.add_argument("output", type=Path)
-    made.add_argument("--format", choices=FORMATS, help="of OUTPUT, if not INPUT's")
+    made.add_argument("--format", choices=FORMATS, help="format of OUTPUT (INPUT's)")
     made.add_argument(
         "--to-torch", action="store_true",
-        help="as torch.optim.AdamW over fp32 weights has it: fp32 moments, no master weights, no "
-        "entries of this package",
+        help="write the state of torch.optim.AdamW over fp32 weights: fp32 moments, no master "
+        "weights, no entries of this package",
     )  # fmt: skip
-    made.add_argument("--master-weights", choices=KINDS, help="what to keep of each weight")
-    add_dtype(made, "--state-dtype", MOMENT_DTYPES, "of the moments")
+    made.add_argument("--master-weights", choices=KINDS, help="kind of master weights in OUTPUT")
+    add_dtype(made, "--state-dtype", MOMENT_DTYPES, "dtype of the moments")
     made.add_argument(
         "--fp32-moments",
         type=listed,
         metavar="A,B,C",
-        help="patterns of the names of parameters that have no 8-bit moments; FusedAdamW's "
-        "embeddings have none by default, but a checkpoint does not say what an embedding is",
+        help="patterns of the names of parameters that keep fp32 moments, such as embeddings, "
+        "which a checkpoint does not mark",
     )
     made.add_argument(
         "--weights", type=Path, metavar="CHECKPOINT",
-        help="of the model, by name: a remainder becomes a master weight with the bf16 weight, and "
-        "where there is neither, either is made of the fp32 weight",
+        help="the model's checkpoint, by name: bf16 weights turn remainders into master weights; "
+        "fp32 weights provide missing master weights or remainders",
     )  # fmt: skip
     made.add_argument(
         "--save-weights", type=Path, metavar="FILE",
-        help="write what the master weights are, by name, with all their bits",
+        help="also write the exact master weights, by name",
     )  # fmt: skip
-    made.add_argument("--force", action="store_true", help="replace what is there")
+    made.add_argument("--force", action="store_true", help="replace existing files")
     return made
 
 

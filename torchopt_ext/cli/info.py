@@ -27,7 +27,7 @@ TOLERANCE = 1e-6
 def parser() -> Parser:
     made = Parser(
         "info",
-        "Says what is installed, what the library was built for and what it uses here, and "
+        "Shows what is installed, what the library was built for and what it uses here, and "
         "compares three steps on each device with float64. Exit code 1 if one is wrong.",
         """
         --json

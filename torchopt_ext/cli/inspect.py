@@ -34,8 +34,8 @@ _NO_OPTIONS = ("params", "param_names")
 def parser() -> Parser:
     made = Parser(
         "inspect",
-        "Says what a file of torch.save or a folder of torch.distributed.checkpoint holds: of "
-        "this package's optimizers, of torch's, and of models beside them. One tensor at a time "
+        "Shows what a file of torch.save or a folder of torch.distributed.checkpoint holds: of "
+        "this package's optimizers, of torch's, and of models next to them. One tensor at a time "
         "is in memory, and no code of the files runs. The hash is SHA-256 over all tensors in "
         "the order of their keys: key, dtype, shape, elements. It is the same in both formats.",
         """
@@ -47,7 +47,9 @@ def parser() -> Parser:
     )
     made.add_argument("checkpoint", type=Path)
     made.add_argument("--tensors", action="store_true", help="list every tensor")
-    made.add_argument("--no-hash", action="store_true", help="do not read all elements")
+    made.add_argument(
+        "--no-hash", action="store_true", help="compute no hash, so that elements are not read"
+    )
     made.add_argument("--json", action="store_true", help="print everything as JSON")
     return made
 

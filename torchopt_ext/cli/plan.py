@@ -35,17 +35,17 @@ from torchopt_ext.optim.storage import MASTER_WEIGHTS, SIXTEEN_BIT
 HELD = ("weights", "gradients", "masters", "moments")
 COLORS = ("#b8b8b8", "#e08e45", "#5aa2d6", "#1b6ca8")
 MEANING = """\
-ddp       every rank has all, as one process alone does
+ddp       every rank holds everything, as a single process does
 zero1     ZeroRedundancyOptimizer, whole tensors (greedy)
-balanced  the same with partition="balanced" and reduce_scatter_hook
+balanced  ZeroRedundancyOptimizer, partition="balanced", with reduce_scatter_hook
 zero2     partition="balanced", sharded_gradients=True
-fsdp      fully_shard: weights, too; gathered for forward and for backward"""
+fsdp      fully_shard: shards weights, too, and gathers them for forward and backward"""
 
 
 def parser() -> Parser:
     made = Parser(
         "plan",
-        "Says what each rank holds and moves with FusedAdamW, without activations and "
+        "Shows what each rank holds and moves with FusedAdamW, without activations and "
         "communication buffers.",
         """
         --params 8e9 --world-size 8 --dtype bfloat16 --master-weights fp32
@@ -56,38 +56,46 @@ def parser() -> Parser:
         "[FILE]",
     )
     made.add_argument(
-        "file", nargs="?", help="a safetensors file, or the index of several; headers are read"
+        "file", nargs="?", help="a safetensors file, or the index of several; only headers are read"
     )
     add_source(made, required=False)
     made.add_argument("--world-size", type=number, default=8, metavar="W", help="ranks (8)")
     made.add_argument(
-        "--sharding", choices=SHARDINGS, default="zero1", help="whose ranks are listed (zero1)"
+        "--sharding", choices=SHARDINGS, default="zero1", help="plan whose ranks are listed (zero1)"
     )
-    add_dtype(made, "--grad-dtype", DTYPES, "of gradients, if not their parameters'")
+    add_dtype(made, "--grad-dtype", DTYPES, "dtype of gradients (their parameters')")
     made.add_argument(
-        "--master-weights", choices=tuple(MASTER_WEIGHTS), help="as FusedAdamW's (none)"
+        "--master-weights", choices=tuple(MASTER_WEIGHTS), help="FusedAdamW's master_weights (none)"
     )
-    add_dtype(made, "--state-dtype", ("float32", "bfloat16", "int8"), "of the moments")
+    add_dtype(made, "--state-dtype", ("float32", "bfloat16", "int8"), "dtype of the moments")
     made.add_argument(
         "--fp32-moments",
         type=listed,
         metavar="A,B,C",
-        help='what has no 8-bit moments: "embedding", or patterns of names; "" for nothing '
-        "(embedding)",
+        help='parameters that keep fp32 moments with int8: "embedding", or patterns of names; "" '
+        "for none (embedding)",
     )
-    made.add_argument("--amsgrad", action="store_true", help="a third moment")
+    made.add_argument("--amsgrad", action="store_true", help="include the third moment")
     norm = made.add_mutually_exclusive_group()
     norm.add_argument(
         "--no-norm", action="store_true", help="gradients are neither clipped nor checked"
     )
     norm.add_argument(
-        "--norm-in-backward", action="store_true", help="as FusedAdamW's: backward measures it"
+        "--norm-in-backward",
+        action="store_true",
+        help="backward measures the norm, as in FusedAdamW",
     )
     made.add_argument(
-        "--bandwidth", type=positive, metavar="GB/S", help="of memory: adds the step's time"
+        "--bandwidth",
+        type=positive,
+        metavar="GB/S",
+        help="bandwidth of memory; adds the step's time",
     )
     made.add_argument(
-        "--network", type=positive, metavar="GB/S", help="of a rank: adds the time to send"
+        "--network",
+        type=positive,
+        metavar="GB/S",
+        help="network bandwidth of a rank; adds the time to send",
     )
     made.add_argument("--json", action="store_true", help="print everything as JSON")
     made.add_argument("--plot", type=Path, metavar="FILE", help="draw bars, such as plan.png")

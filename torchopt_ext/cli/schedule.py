@@ -67,25 +67,31 @@ def parser() -> Parser:
         """,
     )
     made.add_argument(
-        "--config", action="append", default=[], metavar="TOML", help="a job of the Trainer"
+        "--config",
+        action="append",
+        default=[],
+        metavar="TOML",
+        help="the file of a Trainer job; repeatable",
     )
     made.add_argument("--steps", type=number, metavar="N", help="steps of training")
-    made.add_argument("--lr", metavar="LR", help="what the factor multiplies (1)")
+    made.add_argument("--lr", metavar="LR", help="learning rate, which the factor multiplies (1)")
     made.add_argument("--warmup", metavar="N", help="whole steps of warmup (0)")
     made.add_argument(
         "--decay-ratio",
         metavar="SHARE",
-        help="share of the steps in which the rate falls; from the end of the warmup if not given",
+        help="share of the steps in which the rate decays (all steps after the warmup)",
     )
     made.add_argument("--decay", metavar="KIND", help="linear, sqrt or cosine (linear)")
-    made.add_argument("--min-factor", metavar="SHARE", help="where the fall ends, of LR (0)")
+    made.add_argument("--min-factor", metavar="SHARE", help="final rate as a share of LR (0)")
     made.add_argument(
         "--generation", metavar="1|2",
-        help="formula of torchtitan before 0.1, which the Trainer has, or of later ones (2)",
+        help="1: torchtitan's formula before 0.1, which the Trainer uses; 2: the later formula (2)",
     )  # fmt: skip
-    made.add_argument("--rows", type=number, default=11, metavar="N", help="of the table (11)")
-    made.add_argument("--csv", metavar="FILE", help="write every step; - for stdout, and that only")
-    made.add_argument("--plot", type=Path, metavar="FILE", help="draw them, such as lr.png")
+    made.add_argument("--rows", type=number, default=11, metavar="N", help="rows of the table (11)")
+    made.add_argument(
+        "--csv", metavar="FILE", help="write every step as CSV; - prints the CSV and nothing else"
+    )
+    made.add_argument("--plot", type=Path, metavar="FILE", help="draw the curves, such as lr.png")
     return made
 
 

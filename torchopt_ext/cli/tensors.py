@@ -72,7 +72,7 @@ def add_source(parser: Parser, *, required: bool) -> None:
         "--params",
         type=number,
         metavar="N",
-        help=f"so many parameters, such as 8e9, as {ALIKE} tensors of equal size",
+        help=f"number of parameters, such as 8e9, in {ALIKE} tensors of equal size",
     )
     source.add_argument(
         "--shapes",
@@ -80,7 +80,7 @@ def add_source(parser: Parser, *, required: bool) -> None:
         help=f"{NAMED} (124 M parameters), or COUNTxSIZE[xSIZE], such as 2000x1000 for 2,000 "
         "vectors of 1,000; several with commas",
     )
-    add_dtype(parser, "--dtype", DTYPES, "of parameters, instead of their own")
+    add_dtype(parser, "--dtype", DTYPES, "dtype of the parameters, instead of their own")
 
 
 def add_dtype(parser: Parser, flag: str, choices: Iterable[str], what: str) -> None:
