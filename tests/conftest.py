@@ -1,4 +1,4 @@
-"""The order of all tests."""
+"""Sorts the tests of a run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import pytest
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Those with the longest time limits first: no process of several is left with one of them."""
+    """Puts tests with the longest time limits first, so no worker process ends with only such a
+    test."""
 
     def limit(item: pytest.Item) -> float:
         marker = item.get_closest_marker("timeout")

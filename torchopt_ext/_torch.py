@@ -71,7 +71,7 @@ def _global_hooks_on(optimizer: Any) -> bool:
 _after_others: set[Callable[..., None]] = set()
 
 
-def after_steps_of_others(hook: Callable[..., None]) -> None:
+def register_copy_invalidation_hook(hook: Callable[..., None]) -> None:
     """Registers a global step hook for optimizers that do not write copies of the weights.
 
     For optimizers that do, :func:`has_step_hooks` ignores the hook: their steps are not wrapped.
@@ -92,7 +92,7 @@ def hooks(optimizer: Any, kind: str) -> list[Callable[..., Any]]:
     return list(getattr(optimizer, f"_optimizer_{kind}_hooks").values())
 
 
-tell_profiler = methodcaller("_optimizer_step_code")
+profiler_step_hook = methodcaller("_optimizer_step_code")
 """Called after a step: torch.profiler watches this call to see the optimizer's parameters."""
 
 
@@ -104,7 +104,7 @@ def step_without_hooks(optimizer: Any) -> Callable[..., Any]:
     return step
 
 
-def note_step(optimizer: Any) -> None:
+def mark_step_for_schedulers(optimizer: Any) -> None:
     """Records a step that bypasses learning-rate schedulers' patch of ``step``; else they warn."""
     optimizer._opt_called = True
 

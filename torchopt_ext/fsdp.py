@@ -13,11 +13,11 @@ from torch.autograd.graph import increment_version
 from torchopt_ext._C import renew_copy
 from torchopt_ext._torch import (
     add_gather_extension,
-    after_steps_of_others,
     fsdp_params,
     is_dtensor,
     local_shard,
     optimizer_writes_copies,
+    register_copy_invalidation_hook,
     set_local_shard,
     version,
 )
@@ -76,7 +76,7 @@ def keep_low_precision_shards(model: nn.Module) -> None:
             module.register_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]
     for param in params:
         renew_copy(_copy_of(param), local_shard(param.sharded_param))
-    after_steps_of_others(_count_step)
+    register_copy_invalidation_hook(_count_step)
 
 
 def _count_step(optimizer: Any, *_: Any) -> None:

@@ -25,7 +25,7 @@ from torchopt_ext.zero.state_shard import StateShard
 
 
 class Data:
-    """Batches by number; each rank's differ. The state has more entries once there was a batch."""
+    """Numbered batches, different on each rank. Each batch adds an entry to the state."""
 
     def __init__(self) -> None:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
@@ -51,12 +51,12 @@ class Job:
 
     Args:
         folder: the job's dump folder.
-        seed: of the weights.
-        optimizer: class of the container's optimizers, and its arguments.
-        container: class of the container.
-        kind: what the ranks do: "sharded", FSDP2 of the model; "zero", DDP with the optimizer state
-            divided; "stages", each rank has parts of its own, two on two ranks, all four on one.
-        settings: of the section `checkpoint`.
+        seed: the seed of the weights.
+        optimizer, arguments: the class of the container's optimizers, and its keyword arguments.
+        container: the class of the container.
+        kind: "sharded" is FSDP2, "zero" is DDP with sharded optimizer state, "stages" gives each
+            rank its own model parts: two on each of two ranks, all four on a single rank.
+        settings: fields of the section `checkpoint`, or `steps` of `training`.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Job:
         self.step = state["step"]
 
     def train(self, until: int) -> Job:
-        """As the Trainer's loop; all of what is random has a part in the weights."""
+        """Trains as the Trainer's loop does. Every random generator affects the weights."""
         while self.step < until:
             self.step += 1
             self.optimizers.zero_grad()
@@ -129,7 +129,7 @@ class Job:
         return self.parts[0]
 
     def contents(self) -> dict[str, Any]:
-        """Copies of everything, of shards the whole tensors; of ZeRO's state the settings only."""
+        """Returns copies of all values, shards as full tensors. Of ZeRO's state, only settings."""
         model = {k: v for part in self.parts for k, v in get_model_state_dict(part).items()}
         own = {"step": self.step, "taken": self.data.taken, "lr": self.lr_schedulers.state_dict()}
         found = model | self.optimizers.state_dict()
@@ -159,7 +159,7 @@ class Stage(nn.Module):
 
 
 def parts_of(kind: str, dtype: torch.dtype) -> list[nn.Module]:
-    """The model's parts on this rank."""
+    """Returns the model's parts on this rank."""
     if kind == "stages":
         return [Stage(f"stage{n}") for n in range(4)][dist.get_rank() :: dist.get_world_size()]
     model = network().to(dtype)
@@ -175,7 +175,7 @@ def whole(value: Any) -> Any:
 
 
 def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
-    """Keys whose values are not the same to the bit."""
+    """Returns the keys whose values differ."""
     keys = sorted(found.keys() | expected.keys())
     return [key for key in keys if not same(found.get(key), expected.get(key))]
 

@@ -20,8 +20,8 @@ RUN_TIMEOUT = 120  # seconds; a run takes about 10 on an idle machine
 
 @contextmanager
 def serve(*preloaded: str) -> Iterator[Callable[..., str]]:
-    """Runs scripts of this folder on so many ranks, forked after the preloaded scripts have run,
-    and returns what they print."""
+    """Yields a function that runs a script of this folder on a number of ranks and returns its
+    output. The ranks are forked after the preloaded scripts have run."""
     with subprocess.Popen(
         [sys.executable, *(str(HERE / script) for script in ("rank_server.py", *preloaded))],
         stdin=subprocess.PIPE,
@@ -50,7 +50,7 @@ def rank_server() -> Callable[..., AbstractContextManager[Callable[..., str]]]:
 
 @pytest.fixture(scope="session")
 def start_ranks() -> Iterator[Callable[..., str]]:
-    """Runs a script of this folder on so many ranks."""
+    """A function that runs a script of this folder on a number of ranks."""
     with serve() as start:
         yield start
 
@@ -59,7 +59,7 @@ def start_ranks() -> Iterator[Callable[..., str]]:
 def run_ranks(
     start_ranks: Callable[..., str], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., Results]:
-    """All cases of a worker script of this folder, in one run of so many processes."""
+    """A function that runs all cases of a worker script and returns every rank's results."""
 
     def run(worker: str, ranks: int, *arguments: str) -> Results:
         folder = tmp_path_factory.mktemp(Path(worker).stem)

@@ -1,4 +1,4 @@
-"""One rank of tests/distributed/test_containers_steps.py; writes what it saw as JSON.
+"""One rank of tests/distributed/test_containers_steps.py; writes its results as JSON.
 
 Usage: torchrun ... containers_worker.py FOLDER
 """
@@ -48,7 +48,7 @@ def loss_of(module: nn.Module, seed: int) -> torch.Tensor:
 
 @contextlib.contextmanager
 def unsynchronised(module: Any, when: bool) -> Any:
-    """What gradient accumulation does in all microbatches but the last."""
+    """Turns off gradient synchronization `when` told, as accumulation does before the last batch."""
     if isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(not when)
     if when and isinstance(module, DistributedDataParallel):
@@ -67,7 +67,7 @@ def train(
 ) -> list[torch.Tensor]:
     wrapped = wrap(model())
     parts, kwargs = [part_of(wrapped)], {"lr": 1e-2, **kwargs}
-    # FSDP2 calls the hooks when it has reduced, and not before.
+    # FSDP2 calls the hooks only after it has reduced the gradients.
     backwards = 1 if isinstance(wrapped, FSDPModule) else microbatches
     container = (
         OptimizersInBackwardContainer(parts, FusedAdamW, kwargs, backwards_per_step=backwards)
@@ -93,7 +93,7 @@ def compared(wrap: Any, part_of: Any = lambda m: m, microbatches: int = 1, **kwa
 
 
 def wrapped_later(in_backward: bool) -> list[torch.Tensor]:
-    """Trains in DDP after a first step without it, which is the same on all ranks."""
+    """Takes a step without DDP, with the same data on all ranks, and then trains with DDP."""
     module = model()
     cls = OptimizersInBackwardContainer if in_backward else OptimizersContainer
     container = cls([module], FusedAdamW, {"lr": 1e-2})
@@ -113,14 +113,14 @@ def sharded(module: nn.Module) -> nn.Module:
 
 
 def sharded_apart(module: nn.Module) -> nn.Module:
-    """By roots of their own, of which the first reduces when backward has ended."""
+    """Makes each layer an FSDP root. The first layer reduces only when backward has ended."""
     fully_shard(module[0])  # type: ignore[index]
     fully_shard(module[2])  # type: ignore[index]
     return module
 
 
 class UsedByRank(nn.Module):
-    """Its first layer is trained by one rank in each call, and by the other in the next."""
+    """A model whose first layer is trained by one rank only, by the other rank in the next call."""
 
     def __init__(self, layers: nn.Sequential) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class UsedByRank(nn.Module):
 
 
 def parameters_on(how: str) -> tuple[list[nn.Parameter], Any]:
-    """Parameters with gradients, the same in sum on each layout; and the mesh of the stages."""
+    """Returns parameters with gradients, equal in total in all layouts, and the stages' mesh."""
     generator = torch.Generator().manual_seed(0)
     mesh = init_device_mesh("cpu", (2,))
     other = init_device_mesh("cpu", (1, 2), mesh_dim_names=("efsdp", "ep"))
@@ -160,7 +160,7 @@ def parameters_on(how: str) -> tuple[list[nn.Parameter], Any]:
 
 
 def deferred(how: str) -> Result:
-    """torchtitan's call, then the step, beside a step that clips by itself."""
+    """Compares torchtitan's clipping call and a step with a step under `max_grad_norm`."""
     titan = SimpleNamespace(clip_grad_norm_=None)
     take_over(titan)
     results: list[Any] = []
@@ -191,7 +191,7 @@ def deferred(how: str) -> Result:
 
 
 def rejected() -> Result:
-    """A gradient on another mesh, on one rank: no rank is left waiting, and all say so."""
+    """Clips while rank 1 has a gradient on another mesh: all ranks raise, and none hangs."""
     params, _ = parameters_on("rows")
     other = init_device_mesh("cpu", (1, 2))
     container = OptimizersContainer([nn.ParameterList(params)], FusedAdamW, {})

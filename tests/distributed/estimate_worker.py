@@ -1,4 +1,4 @@
-"""Cases of test_estimate.py: what a rank really holds, and what was estimated."""
+"""Cases of test_estimate.py: the memory that a rank holds, and the estimate."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MASTERS = {"fp32": "master_weight", "remainder": "remainder", "remainder8": "rem
 
 
 def build(dtype: torch.dtype) -> nn.Sequential:
-    """Odd sizes, a tensor above a bucket, one that is frozen, and an embedding."""
+    """Returns a model with odd sizes, a tensor above a bucket, a frozen tensor, an embedding."""
     torch.manual_seed(0)
     linear = nn.Linear(70, 111), nn.Linear(111, 70), nn.Linear(70, 7)
     model = nn.Sequential(nn.Embedding(5, 70), *linear).to(dtype)
@@ -39,7 +39,7 @@ def own(tensor: Tensor) -> Tensor:
 
 
 def allocated(tensors: Iterable[Tensor | None]) -> int:
-    """Bytes of all storages of some tensors, each once."""
+    """Returns the bytes of the tensors' storages and counts a shared storage once."""
     storages = {}
     for tensor in tensors:
         if tensor is not None:
@@ -52,7 +52,7 @@ def allocated(tensors: Iterable[Tensor | None]) -> int:
 def held(
     sharding: str, dtype: torch.dtype = torch.float32, **options: Any
 ) -> dict[str, dict[str, int]]:
-    """What a rank holds after a step, beside its estimate."""
+    """Returns the bytes that a rank holds after a step, and the estimate."""
     model = build(dtype)
     params = list(model.parameters())
     with torch.device("meta"):

@@ -1,8 +1,8 @@
-"""One replica group of one process, trained with torchft until the test says stop.
+"""Trains a replica group of one process with torchft until the test asks it to stop.
 
-fault_tolerance_worker.py FOLDER REPLICA KIND: appends a line of JSON to
-FOLDER/REPLICA.steps for each committed step; some steps after FOLDER/stop exists, all groups end
-together, with their state in FOLDER/REPLICA.pt.
+Usage: fault_tolerance_worker.py FOLDER REPLICA KIND. Appends a line of JSON to FOLDER/REPLICA.steps
+for each committed step. Some steps after FOLDER/stop exists, all groups end after the same step and
+save their state in FOLDER/REPLICA.pt.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.distributed import TCPStore
 
-socket.gethostname = lambda: "localhost"  # torchft's addresses, of this host only
+socket.gethostname = lambda: "localhost"  # torchft's addresses stay on this host
 
 import torchft  # noqa: E402
 
@@ -36,7 +36,7 @@ TIMEOUT = timedelta(seconds=20)
 
 def main(folder: Path, replica: int, kind: str) -> None:
     torch.set_num_threads(1)
-    torch.manual_seed(os.getpid())  # all but the first group take their weights from a peer
+    torch.manual_seed(os.getpid())  # all groups except the first load a peer's weights
     port = int(os.environ["MASTER_PORT"])
     store = TCPStore("localhost", port, is_master=True, wait_for_workers=False)
     manager = torchft.Manager(
@@ -70,7 +70,7 @@ def main(folder: Path, replica: int, kind: str) -> None:
         batch = torch.randn(4, 8, generator=generator).to(dtype)
         (model(batch).float() - 1).square().mean().backward()
         votes = torch.full((), float((folder / "stop").exists()))
-        # torchft's DistributedDataParallel raises AssertionError where a peer ends in backward.
+        # torchft's DistributedDataParallel raises AssertionError if a peer ends in backward.
         for tensor in (*(param.grad for param in model.parameters()), votes):
             manager.allreduce(tensor).wait()
         if clipping is not None:
@@ -78,7 +78,7 @@ def main(folder: Path, replica: int, kind: str) -> None:
         batches = manager.batches_committed()
         optimizers.step()
         if manager.batches_committed() == batches:
-            continue  # refused
+            continue  # the step was not committed
         schedulers.step()
         committed, asked_to_stop = committed + 1, votes.item()
         line = {"step": manager.current_step(), "groups": manager.num_participants()}
@@ -86,8 +86,8 @@ def main(folder: Path, replica: int, kind: str) -> None:
         with open(folder / f"{replica}.steps", "a") as file:
             print(json.dumps(line), file=file)
     torch.save({name: each.state_dict() for name, each in states.items()}, folder / f"{replica}.pt")
-    del store  # which the manager reads
-    os._exit(0)  # torchft's threads may wait for others
+    del store  # the manager needs the store until here
+    os._exit(0)  # torchft's threads may wait for other groups
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Accelerate, transformers and Lightning on two ranks, beside DDP by hand."""
+"""Trains with Accelerate, transformers and Lightning on two ranks, and with plain DDP."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Model(nn.Module):
 
 
 def batches() -> list[dict[str, Tensor]]:
-    """This rank's: one row a step."""
+    """Returns this rank's batches, one row per step."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     return [
         {
@@ -128,7 +128,7 @@ def lightning() -> Any:
         def on_train_batch_end(self, *_: Any) -> None:
             self.norms.append(self.trainer.optimizers[0].control.grad_norm.item())
 
-    # As torchrun's children are told; Lightning then starts no processes.
+    # torchrun sets these variables. With them Lightning starts no processes.
     os.environ |= {"TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     module = Module()
     trainer = pl.Trainer(

@@ -1,4 +1,4 @@
-"""Low-precision shards: training with them against training without, on two gloo ranks."""
+"""Compares training with and without low-precision copies of shards, on two gloo ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Change = Callable[[nn.Module, int], object]
 
 
 def model_of(mesh_shape: tuple[int, ...], reshard: bool, dtype: torch.dtype) -> nn.Module:
-    """Rows that two ranks share unevenly, one row, which rank 1 has nothing of, a frozen layer."""
+    """Returns a model with uneven shards, a single row (none on rank 1) and a frozen layer."""
     torch.manual_seed(3)
     model = nn.Sequential(
         nn.Embedding(9, 6),
@@ -59,7 +59,7 @@ def optimizers_of(model: nn.Module, several: bool, options: dict[str, Any]) -> l
 
 
 def backward(model: nn.Module, step: int, batches: int) -> list[str]:
-    """The losses of a step's batches."""
+    """Runs backward for the batches of a step and returns their losses."""
     losses = []
     for batch in range(batches):
         if batches > 1 and isinstance(model, FSDPModule):
@@ -77,7 +77,7 @@ def shards(model: nn.Module) -> list[Tensor]:
 
 
 def wrong_copies(model: nn.Module) -> list[str]:
-    """Names of parameters whose copies are not what FSDP2 would cast."""
+    """Returns the names of parameters whose copies differ from FSDP2's cast."""
     return [
         name
         for name, param in model.named_parameters()
@@ -97,7 +97,7 @@ class Casts(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default and args[0].dtype != args[1].dtype:
             self.count += 1
-        if func is torch.ops.aten._foreach_copy_.default:  # FSDP2's own
+        if func is torch.ops.aten._foreach_copy_.default:  # FSDP2's own casts
             self.count += len(args[0])
         return func(*args, **(kwargs or {}))
 
@@ -116,11 +116,11 @@ def train(
     compiled: str = "",
     **options: Any,
 ) -> dict[str, Any]:
-    """Losses, weights and state of a few steps, and how many shards were cast.
+    """Returns losses, weights and state after a few steps, and the number of casts in each step.
 
     Args:
-        keep_at: the step before which copies are made; None: never.
-        change: what is done to the model before every step.
+        keep_at: the step before which copies are made. None makes no copies.
+        change: called with the model and the step's number before every step.
     """
     model = model_of(mesh, reshard, dtype)
     optimizers: list[Any] = optimizers_of(model, several, options)
@@ -156,7 +156,7 @@ def train(
 
 
 def compare(change: Change | None = None, keep_at: int = 0, **settings: Any) -> dict[str, Any]:
-    """Where training with copies differs from that without, and what was cast in it."""
+    """Returns the differences that copies make, and the casts of the training with copies."""
     plain = train(None, change, **settings)
     kept = train(keep_at, change, **settings)
     same = {key: difference(kept[key], plain[key]) for key in ("losses", "weights", "state")}
@@ -165,7 +165,7 @@ def compare(change: Change | None = None, keep_at: int = 0, **settings: Any) -> 
 
 
 def at_step(change: Callable[[nn.Module], object], step: int) -> Change:
-    """A change before one step."""
+    """Returns a change that is made only before the given step."""
     return lambda model, now: change(model) if now == step else None
 
 
@@ -182,7 +182,7 @@ def multiply_shards(model: nn.Module) -> None:
 
 @torch.no_grad()
 def multiply_hidden(model: nn.Module) -> None:
-    """No version counter tells."""
+    """Changes weights without changing their version counter, then makes the copies again."""
     for param in model.parameters():
         param.data.mul_(0.5)
     if hasattr(shards(model)[0], "low_precision_copy"):
@@ -202,7 +202,7 @@ def set_state(model: nn.Module) -> None:
 
 
 def load_dcp(model: nn.Module) -> None:
-    """Reads into the tensors of the state dict, as trainers do."""
+    """Loads in place into the tensors of the state dict, as trainers do."""
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder)
     dcp.save(halved(model), checkpoint_id=folder[0])
@@ -210,7 +210,7 @@ def load_dcp(model: nn.Module) -> None:
 
 
 def state_dicts() -> dict[str, Any]:
-    """State dicts with copies are those without: plain fp32 tensors, also when pickled."""
+    """Compares state dicts with and without copies. Lists types, dtypes and attributes."""
     found = []
     for keep in (False, True):
         model = model_of((2,), True, torch.bfloat16)

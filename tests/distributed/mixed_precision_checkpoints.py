@@ -1,4 +1,4 @@
-"""Cases of test_mixed_precision.py that save, load and refuse to load."""
+"""Cases of test_mixed_precision.py that save checkpoints, load them and reject bad loads."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from torch.distributed.tensor import Replicate
 
 from torchopt_ext.mixed_precision import load_checkpoint, save_checkpoint
 
-folder = Path(sys.argv[1]).parent / "mixed_precision_checkpoints"  # of all world sizes
+folder = Path(sys.argv[1]).parent / "mixed_precision_checkpoints"  # shared by all world sizes
 
 
 def chain(base: str) -> Result:
-    """4 ranks train and save, 2 go on, then 1: as one that was never interrupted."""
+    """Trains on 4 ranks, then resumes on 2 and on 1. Compares with uninterrupted training."""
     size = dist.get_world_size()
     steps = {4: range(3), 2: range(3, 6), 1: range(6, 9)}[size]
     dtype = torch.bfloat16 if base == "remainder" else torch.float16
@@ -51,7 +51,7 @@ def chain(base: str) -> Result:
 
 
 def rank_files(base: str) -> Result:
-    """The seed's files, one a rank, are read; a rank that cannot read its own stops all."""
+    """Loads LightRFT's files, one per rank. If a rank cannot read its file, all ranks raise."""
     path = folder / f"ranks-{base}-{dist.get_world_size()}"
     path.mkdir(parents=True, exist_ok=True)
     dist.barrier()
@@ -83,7 +83,7 @@ def bad_loads() -> Result:
 
 
 def hook_that_fails() -> Result:
-    """One rank cannot make its state dict: all say so, and the old checkpoint stays."""
+    """Saves while rank 1 cannot make its state dict. All ranks raise, the old checkpoint stays."""
     job = Job("fused", mesh=one_mesh()).run(range(2))
     path = folder / f"hook-{dist.get_world_size()}"
     save_checkpoint(job.optimizer, path)

@@ -1,7 +1,6 @@
-"""What the ranks of test_mixed_precision.py share: jobs with given gradients, and comparisons.
+"""Jobs with given gradients, and comparisons, for the ranks of test_mixed_precision.py.
 
-Gradients are equal at every world size, so that sharded and unsharded steps can be compared to the
-last bit.
+Gradients are equal at every world size, so sharded and unsharded steps can be compared bitwise.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def placed(full: Tensor, mesh: DeviceMesh | None, placements: Sequence[Placement
 
 
 class Job:
-    """An optimizer over parameters placed in some way, stepped with given gradients."""
+    """An optimizer over parameters with given placements, stepped with given gradients."""
 
     def __init__(
         self,
@@ -65,7 +64,7 @@ class Job:
         self.optimizer = FSDPadaptOptimizer(BASES[base](self.params), **options)
 
     def give(self, step: int) -> None:
-        """The gradients of a step, scaled."""
+        """Sets the gradients of a step, multiplied by the loss scale."""
         scale = self.optimizer.loss_scale.item()
         for param, grad in zip(self.params, full_gradients(step, self.dtype, scale), strict=True):
             param.grad = placed(grad, self.mesh, self.placements)
@@ -81,7 +80,7 @@ class Job:
         return self
 
     def values(self) -> list[Tensor]:
-        """Weights, their masters and moments in full."""
+        """Returns weights, masters and moments as full tensors."""
         state = self.optimizer.state_dict()
         tensors = [*self.params, *[w for own in state["flat_fp32_weights"].values() for w in own]]
         for _, entry in sorted(state["base_optim_states"]["state"].items()):
@@ -95,7 +94,7 @@ def in_full(tensor: Tensor) -> Tensor:
 
 
 def differing(found: Sequence[Tensor], expected: Sequence[Tensor]) -> str:
-    """Says which tensors differ; "" if none do."""
+    """Returns the indices of the tensors that differ, or "" if none do."""
     if len(found) != len(expected):
         return f"{len(found)} tensors, expected {len(expected)}"
     pairs = enumerate(zip(found, expected, strict=True))
@@ -103,7 +102,7 @@ def differing(found: Sequence[Tensor], expected: Sequence[Tensor]) -> str:
 
 
 def largest(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """The largest difference in float32 tensors: masters and moments."""
+    """Returns the largest difference between float32 tensors, which are masters and moments."""
     pairs = [(a, b) for a, b in zip(found, expected, strict=True) if a.dtype == torch.float32]
     return max((a - b).abs().max().item() for a, b in pairs)
 

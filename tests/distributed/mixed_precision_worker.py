@@ -1,4 +1,4 @@
-"""One rank of tests/distributed/test_mixed_precision.py; writes what it saw as JSON.
+"""One rank of tests/distributed/test_mixed_precision.py; writes its results as JSON.
 
 Usage: torchrun ... mixed_precision_worker.py FOLDER
 """
@@ -43,7 +43,7 @@ from torchopt_ext.mixed_precision import (
 
 
 def bits(base: str, dtype: torch.dtype) -> Result:
-    """Five steps, sharded by rows, beside the same steps on whole tensors."""
+    """Compares five steps on tensors sharded by rows with the same steps on whole tensors."""
     config = DYNAMIC if dtype == torch.float16 else None
     sharded = Job(base, dtype, one_mesh(), grad_scal_cfg=config).run(range(5))
     whole = Job(base, dtype, grad_scal_cfg=config).run(range(5))
@@ -58,7 +58,7 @@ def bits(base: str, dtype: torch.dtype) -> Result:
 
 
 def placements(kind: str) -> Result:
-    """Norms of other placements: every element counts once."""
+    """Returns the norms of other placements, in which every element must count once."""
     size = dist.get_world_size()
     if kind == "replicated":
         mesh, how = one_mesh(), [Replicate()]
@@ -84,7 +84,7 @@ def placements(kind: str) -> Result:
 
 
 def planted(base: str, value: float) -> Result:
-    """A gradient that is not finite on one rank, each in turn: what every rank decides."""
+    """Steps with a non-finite gradient on each rank in turn. Returns every rank's decisions."""
     job = Job(base, torch.float16, one_mesh(), grad_scal_cfg=DYNAMIC)
     job.run(range(2))
     before = job.values()
@@ -109,10 +109,10 @@ def planted(base: str, value: float) -> Result:
 
 
 def tensor_parallel(base: str) -> Result:
-    """FSDP by tensor parallelism: rows over one dimension of the mesh, columns over the other."""
+    """Shards rows over one mesh dimension (FSDP) and columns over the other (TP)."""
     size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("fsdp", "tp"))
-    matrices = [(33, 70), (8, 6), (5, 3)]  # the last leaves ranks without any
+    matrices = [(33, 70), (8, 6), (5, 3)]  # the last matrix is uneven in both dimensions
     generator = torch.Generator().manual_seed(5)
     values = [torch.randn(shape, generator=generator).bfloat16() for shape in matrices * 4]
     how = [Shard(0), Shard(1)]
@@ -134,7 +134,7 @@ def tensor_parallel(base: str) -> Result:
 
 
 def planted_on_replicas(base: str, whole_group: bool, hybrid: bool) -> Result:
-    """A NaN that only one replica's rank has, each in turn."""
+    """Steps with a NaN in the gradient of only one rank of the replicas, each rank in turn."""
     size = dist.get_world_size()
     mesh, how = one_mesh(), [Replicate()]
     if hybrid:
@@ -153,7 +153,7 @@ def planted_on_replicas(base: str, whole_group: bool, hybrid: bool) -> Result:
 
 
 def separate_experts(base: str) -> Result:
-    """Experts on meshes of their own, a dense part on all ranks, no process group given."""
+    """Steps experts on separate meshes and a dense part on all ranks, without a process group."""
     size, rank = dist.get_world_size(), dist.get_rank()
     mine = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("expert", "shard"))["shard"]
     params = [
@@ -173,7 +173,7 @@ def separate_experts(base: str) -> Result:
 
 
 def small_group() -> Result:
-    """A process group that has two of four ranks of a parameter's mesh."""
+    """Steps with a process group of two of the four ranks of a parameter's mesh."""
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     job = Job("fused", mesh=one_mesh(), process_group=halves[dist.get_rank() // 2])
     job.give(0)
@@ -181,7 +181,7 @@ def small_group() -> Result:
 
 
 def two_meshes(base: str) -> Result:
-    """A dense part over all ranks, and experts, of which each half of the ranks has its own."""
+    """Steps a dense part over all ranks and one expert over each half of the ranks."""
     size, rank = dist.get_world_size(), dist.get_rank()
     world = one_mesh()
     halves = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("expert", "shard"))
@@ -200,7 +200,7 @@ def two_meshes(base: str) -> Result:
     for step in range(3):
         params[0].grad = distribute_tensor(gradients[0], world, [Shard(0)])
         params[1].grad = distribute_tensor(gradients[1 + half], mine, [Shard(0)])
-        if step == 1 and rank == size - 1:  # in an expert that only half of the ranks know of
+        if step == 1 and rank == size - 1:  # in an expert that only half of the ranks hold
             params[1].grad._local_tensor[0, 0] = float("nan")
         outcomes.append(bool(optimizer.step()))
         norms.append(optimizer.grad_norm.item())
@@ -212,7 +212,7 @@ def two_meshes(base: str) -> Result:
 
 
 def plain_shards() -> Result:
-    """Plain tensors that are shards, and a rank that holds none of them."""
+    """Steps plain tensors that are shards, while the last rank holds none."""
     rank, size = dist.get_rank(), dist.get_world_size()
     found = []
     for base in ("fused", "sgd"):
@@ -231,7 +231,7 @@ def plain_shards() -> Result:
 
 
 def without_gradient(base: str, last: bool) -> Result:
-    """The last rank has no gradient for a parameter, the first or last, that the others have."""
+    """Steps while the last rank lacks the gradient of the first or of the last parameter."""
     world = one_mesh()
     wide = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("one", "all"))
     params = [
@@ -274,7 +274,7 @@ def train(model: nn.Module, optimizer: FSDPadaptOptimizer, ranks: Sequence[int])
 
 
 def real_training(kind: str, base: str) -> Result:
-    """A model trained by FSDP2 or DDP, beside one that sees all ranks' batches."""
+    """Compares FSDP2 or DDP with a model on one process that sees all ranks' batches."""
     ranks = range(dist.get_world_size())
     alone = network()
     reference = FSDPadaptOptimizer(BASES[base](alone.parameters()))
@@ -316,7 +316,7 @@ def offload_cycle(optimizer: FSDPadaptOptimizer) -> Result:
 
 
 def moved_shards(base: str) -> Result:
-    """Offloaded after every step, where part of the host stands in for a device."""
+    """Offloads after every step. Memory that is not in the offloaded buffers acts as a device."""
     kept: set[int] = set()
     real_init, real_test = offload._Kept.__init__, offload.is_on_device
 
@@ -345,7 +345,7 @@ def moved_shards(base: str) -> Result:
 
 
 def resharded(base: str) -> Result:
-    """A parameter is given another placement behind the optimizer's back."""
+    """Changes a parameter's placement after the optimizer was made, then steps."""
     job = Job(base, mesh=one_mesh()).run(range(1))
     param = job.params[0]
     moved = distribute_tensor(full_weights(job.dtype)[0], one_mesh(), [Shard(1)])

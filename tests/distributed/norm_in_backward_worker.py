@@ -1,4 +1,4 @@
-"""Cases of the norm measured in backward, run on every rank by test_norm_in_backward.py."""
+"""Cases of test_norm_in_backward.py: the gradient norm is measured in backward."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ measured: list[int] = []
 
 
 class Count(norm_in_backward.NormInBackward):
-    """Notes how many gradients each norm did not read again."""
+    """Records for each norm how many gradients the step does not measure again."""
 
     def known(self, positions: Any) -> Any:
         found = super().known(positions)
@@ -41,7 +41,7 @@ class Count(norm_in_backward.NormInBackward):
 
 
 def loss(module: nn.Module, step: int, first_only: bool = False) -> Tensor:
-    """Of another batch on every rank."""
+    """Returns the loss of a batch that differs on every rank."""
     generator = torch.Generator().manual_seed(2 * step + dist.get_rank())
     return module(torch.randn(10, 256, generator=generator), first_only).square().mean()
 

@@ -1,4 +1,4 @@
-"""Each kind of parallelism, against one process that computes the same batch."""
+"""Compares each kind of parallelism with one process that computes the same batch."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ DEGREES = {
 
 
 def job(**settings: Any) -> JobConfig:
-    """A job without mixed precision; settings are named as `parallelism__degree`."""
+    """Returns a job without mixed precision. Settings are named `section__field`."""
     config = JobConfig()
     config.training.batch_size, config.training.seq_len = BATCH, SEQ_LEN
     config.training.mixed_precision_param = "float32"
     config.activation_checkpoint.mode = "none"
     for name, value in settings.items():
         section, _, field = name.partition("__")
-        getattr(getattr(config, section), field)  # exists
+        getattr(getattr(config, section), field)  # raises if there is no such field
         setattr(getattr(config, section), field, value)
     return config
 
@@ -70,7 +70,7 @@ def dims_of(config: JobConfig) -> ParallelDims:
 
 
 def batches(ranks: int) -> tuple[Tensor, Tensor]:
-    """Inputs and labels of all data-parallel ranks."""
+    """Returns the inputs and labels of all data-parallel ranks."""
     tokens = torch.randint(
         256, (ranks * BATCH, SEQ_LEN + 1), generator=torch.Generator().manual_seed(1)
     )
@@ -122,7 +122,7 @@ def build(config: JobConfig) -> tuple[Any, ParallelDims, Any, list[nn.Module]]:
 def compare(
     *, accumulate: int = 1, dtype: torch.dtype | None = None, **settings: Any
 ) -> dict[str, Any]:
-    """How far loss, gradients, norm and clipped norm (all / size) are from one process's."""
+    """Returns the relative errors of loss, gradients, norm and clipped norm to one process."""
     config = job(**settings)
     mesh, dims, schedule, parts = build(config)
     dp = dims.get_mesh("dp") if dims.dp_enabled else None
@@ -143,7 +143,7 @@ def compare(
                     loss = cross_entropy_loss(parts[0](inputs[some]), labels[some]) / accumulate
                 loss.backward()
                 total += whole(loss.detach())
-            else:  # the whole batch again: gradients add up
+            else:  # the whole batch each time: gradients add up
                 losses: list[Tensor] = []
                 first = [inputs] if parts[0].embedding is not None else []
                 last = parts[-1].output is not None
@@ -236,7 +236,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def seeds(**settings: Any) -> dict[str, Any]:
-    """What each rank draws when rank 0's seed is shared, and whether its groups still work."""
+    """Returns a rank's seed after rank 0's is shared. Checks that its groups still work."""
     mesh = dims_of(job(**settings)).build_mesh("cpu")
     torch.manual_seed(100 + dist.get_rank())
     set_determinism(mesh, torch.device("cpu"))

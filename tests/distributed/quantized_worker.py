@@ -1,4 +1,4 @@
-"""A rank of a run with moments of 8 bits, FSDP2's or ZeRO's: saves a checkpoint or resumes."""
+"""A rank of an FSDP2 or ZeRO run with 8-bit moments: saves a checkpoint or resumes from it."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ folder = Path(sys.argv[1]).parent / "quantized"
 
 
 class Run:
-    """Rows of three groups and a rest, of one, and of an embedding; the ranks' parts are uneven or
-    empty."""
+    """A model with rows of three groups and a remainder, rows of one group, and an embedding. The
+    ranks' shards are uneven or empty."""
 
     def __init__(self, kind: str, sharded: bool) -> None:
         torch.manual_seed(1)
@@ -72,10 +72,11 @@ class Run:
 
 
 class Greedy(Run):
-    """ZeRO over whole parameters, which ranks step for each other.
+    """ZeRO over whole parameters, each stepped by one rank.
 
-    Rows of two blocks and a rest that is no whole group, one such row, short rows, rows of one
-    group and a rest, and a convolution whose memory has other rows than its shape.
+    The model has rows of two blocks and a remainder that is not whole groups, a single such row,
+    short rows, rows of one group and a remainder, and a convolution in channels_last: the rows of
+    its memory are not the rows of its shape.
     """
 
     partition = "greedy"
@@ -119,7 +120,7 @@ class Greedy(Run):
 
 
 class Balanced(Greedy):
-    """ZeRO over parts of parameters, which begin and end in rows."""
+    """ZeRO over parts of parameters. A part may begin and end within a row."""
 
     partition = "balanced"
 
@@ -158,7 +159,7 @@ def resume(saved: str, kept: str, saved_way: str, way: str) -> list[str]:
 
 
 def take_state_dicts(kind: str) -> list[str]:
-    """The whole state dict of one process, and then this rank's own part."""
+    """Loads the whole state dict of one process, then a state dict of this rank's own part."""
     source, first, again = Balanced("nearest", False), Balanced(kind, True), Balanced(kind, True)
     whole = Balanced(kind, False)
     source.step(1)
@@ -173,7 +174,7 @@ def take_state_dicts(kind: str) -> list[str]:
 
 
 def held() -> list[str]:
-    """Moments and scales of a rank's own elements alone are kept, and read from a checkpoint."""
+    """Compares the moments that a rank keeps, and reads from a checkpoint, with the estimate."""
     run = Balanced("nearest", True)
     run.step(1)
     zero, names = run.optimizer, (*CODES, *SCALES)
@@ -198,7 +199,7 @@ def held() -> list[str]:
 
 
 def wrong_scales() -> list[str]:
-    """All ranks raise, whoever has the part that does not fit, and nothing is changed."""
+    """Loads scales that do not fit. All ranks raise, also those without the part, and keep theirs."""
     run, source = Balanced("nearest", True), Balanced("nearest", False)
     for one in (run, source):
         one.step(1)

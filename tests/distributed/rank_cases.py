@@ -1,4 +1,4 @@
-"""Runs named cases on every rank of a gloo group and writes down what each gave."""
+"""Runs named cases on every rank of a gloo group and writes their results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 def difference(found: Any, expected: Any, where: str = "") -> str:
-    """The first difference: of types, of order of keys, of dtypes, shapes and bits; or nothing."""
+    """Describes the first difference in types, key order, dtypes, shapes or bits, or returns ""."""
     if isinstance(expected, Tensor):
         if not isinstance(found, Tensor):
             return f"{where}: {type(found).__name__}, expected a tensor"
@@ -45,9 +45,9 @@ def run_cases(
     cases: Callable[[], Mapping[str, Callable[[], Any]]],
     each_within: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> None:
-    """A worker script's main program; its argument is the folder for ``rank<n>.json``.
+    """Runs a worker script. Its first argument is the folder for ``rank<n>.json``.
 
-    ``cases`` is called when there is a process group. What a case raises is its result.
+    ``cases`` is called after the process group exists. If a case raises, its result is the error.
     """
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Reads what the cases of rank_cases.py gave."""
+"""Reads the results of rank_cases.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Results = list[dict[str, dict[str, Any]]]  # by rank and case
 
 
 def each_rank(results: Results, name: str) -> list[dict[str, Any]]:
-    """Every rank's result of a case, none of which is an error."""
+    """Returns every rank's result of a case. Fails if a rank's result is an error."""
     found = [rank[name] for rank in results]
     errors = [f"rank {rank}: {f['error']}" for rank, f in enumerate(found) if "error" in f]
     assert not errors, "\n".join(errors)
@@ -16,7 +16,7 @@ def each_rank(results: Results, name: str) -> list[dict[str, Any]]:
 
 
 def agreed(results: Results, name: str, apart: str = "local") -> list[dict[str, Any]]:
-    """Every rank's result; they must agree on all but what is ``apart``."""
+    """Returns every rank's result. Fails unless they agree on all keys except ``apart``."""
     found = each_rank(results, name)
     common = [{k: v for k, v in rank.items() if k != apart} for rank in found]
     assert all(other == common[0] for other in common), common
@@ -24,5 +24,5 @@ def agreed(results: Results, name: str, apart: str = "local") -> list[dict[str, 
 
 
 def case(results: Results, name: str) -> dict[str, Any]:
-    """The first rank's result, with which the others agree on all but what is local."""
+    """Returns rank 0's result. Fails unless the ranks agree on all keys except "local"."""
     return agreed(results, name)[0]

@@ -1,7 +1,7 @@
-"""Forks the ranks of worker scripts from one process in which torch is imported: that takes 4 s.
+"""Forks the ranks of worker scripts from one process that has imported torch, which takes 4 s.
 
-Reads a job a line, [script, arguments, ranks, seconds], and answers with [problem, output]. Scripts
-on its command line run first, in that process.
+Reads one job per line, [script, arguments, ranks, seconds], and answers with [problem, output].
+Scripts on the command line run first, in the server's own process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from contextlib import redirect_stdout
 from multiprocessing import connection, get_context
 from typing import IO, Any
 
-import torch._dynamo  # with the first optimizer
+import torch._dynamo  # the first optimizer would import it
 import torch.distributed.checkpoint
 import torch.distributed.fsdp
 import torch.distributed.tensor  # noqa: F401
@@ -36,7 +36,7 @@ def be_rank(output: IO[bytes], environment: dict[str, str], script: str, argumen
 
 
 def run(script: str, arguments: list[str], ranks: int, seconds: float) -> tuple[str, str]:
-    """What went wrong, if anything did, and the output of all ranks."""
+    """Returns the problem, or "", and the output of all ranks."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
     rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
@@ -66,7 +66,7 @@ def run(script: str, arguments: list[str], ranks: int, seconds: float) -> tuple[
 
 if __name__ == "__main__":
     for preloaded in sys.argv[1:]:
-        with redirect_stdout(sys.stderr):  # which answers go to
+        with redirect_stdout(sys.stderr):  # stdout is for answers only
             runpy.run_path(preloaded)
     for line in sys.stdin:
         print(json.dumps(run(*json.loads(line))), flush=True)

@@ -181,7 +181,7 @@ def large_tensors(to: int) -> Result:
             "small": random((5,), torch.bfloat16, rank),
         }
         for name in ("pieces", "channels_last", "strided", "strided columns"):
-            assert values[name].nbytes > exchange.STAGING
+            assert values[name].nbytes > exchange.MAX_PACKED_BYTES
         expected[rank] = values
         by_rank.append([Entry(rank, name, value) for name, value in values.items()])
     return gathered(by_rank, expected, to)

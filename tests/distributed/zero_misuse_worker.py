@@ -280,7 +280,7 @@ def gathers_two_buckets() -> dict[str, Any]:
 
     def counted(bucket: Any) -> Any:
         nonlocal most
-        most = max(most, len(zero.parts._returning) + 1)
+        most = max(most, len(zero.parts._updates_in_flight) + 1)
         return gather(bucket)
 
     zero.parts._gather = counted

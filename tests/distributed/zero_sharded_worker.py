@@ -231,7 +231,7 @@ def lazily() -> dict[str, Any]:
         optimizer.zero_grad()
         model(torch.full((4, 70), 0.1 * step)).sum().backward()
         optimizer.step()
-    under_way = len(optimizer.parts._returning)
+    under_way = len(optimizer.parts._updates_in_flight)
     params = digest(list(model.state_dict().values()))
     return {"params": params, "under_way": under_way > 0 or dist.get_world_size() == 1}
 

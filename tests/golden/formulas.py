@@ -1,4 +1,4 @@
-"""The formulas of docs/numerics.md, section by section, on top of softfloat."""
+"""Implements the formulas of docs/numerics.md, section by section, on top of softfloat."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def power(base: Number, exponent: int) -> Number:
 
 @dataclass(frozen=True)
 class Adam:
-    """Arguments of one Adam step; numbers are doubles."""
+    """Arguments of one Adam step. The numbers are doubles."""
 
     lr: Number
     beta1: Number
@@ -85,7 +85,7 @@ def adam_scalars(a: Adam, t: int) -> dict[str, Number]:
 def adam_element(
     a: Adam, fmt: Format, scalars: dict[str, Number], p: int, g: int, m: int, v: int, vmax: int
 ) -> tuple[int, int, int, int]:
-    """One element's step, from and to bit patterns of `fmt`: p, m, v, vmax."""
+    """Steps one element, given and returned as bit patterns of `fmt`: p, m, v, vmax."""
     t = compute_format(fmt)
     s = {name: round_to(t, value) for name, value in scalars.items()}
     pt, gt, mt, vt, vmaxt = (decode(fmt, bits) for bits in (p, g, m, v, vmax))
@@ -131,7 +131,7 @@ def adam_steps(
     v: list[int],
     vmax: list[int],
 ) -> tuple[list[int], list[int], list[int], list[int]]:
-    """len(grads) steps from the step count t: new p, m, v, vmax."""
+    """Runs len(grads) steps from step count t. Returns the updated p, m, v, vmax."""
     for g in grads:
         t += 1
         scalars = adam_scalars(a, t)
@@ -165,7 +165,7 @@ class Accumulator:
             self.units += -scaled.numerator if x[0] else scaled.numerator
 
     def limbs(self) -> list[int]:
-        """The normalised limbs and the two counters, as the library's int64[70]."""
+        """Returns the normalized limbs and the two counters, as the library's int64[70]."""
         rest = self.units
         limbs = []
         for _ in range(LIMBS - 1):
@@ -182,7 +182,7 @@ class Accumulator:
 
 
 def row_length(shape: list[int], strides: list[int]) -> int:
-    """`strides` are those of a dense tensor without empty dimensions."""
+    """Returns the row length. `strides` must describe a dense tensor without empty dimensions."""
     if not shape:
         return 1
     count = math.prod(shape)
@@ -250,7 +250,7 @@ PI = number(Fraction("3.14159265358979323846264338327950288419716939937510"))
 
 
 def polynomial(z: Number, coefficients: list[Number]) -> Number:
-    """Horner's rule; coefficients from the lowest power up."""
+    """Evaluates a polynomial by Horner's rule; coefficients start at the lowest power."""
     result = coefficients[-1]
     for c in reversed(coefficients[:-1]):
         result = add(FP64, mul(FP64, result, z), c)
@@ -295,7 +295,7 @@ def lr_factor(
 
 
 # --------------------------------------------------------------------------------------------
-# Greedy partition, as torch/distributed/optim/zero_redundancy_optimizer.py does it.
+# Greedy partition, as in torch/distributed/optim/zero_redundancy_optimizer.py.
 
 
 def partition_greedy(

@@ -1,11 +1,11 @@
 """Golden vectors of docs/numerics.md, from a program that shares no code with the library.
 
-    python tests/golden/generate.py            write the JSON files next to this one
+    python tests/golden/generate.py            write the JSON files next to this file
     python tests/golden/generate.py --check    compute them again and compare
 
-Standard library only. All floating-point arithmetic is softfloat.py's, with ``fractions`` and
-integers; Python's own floats only carry constants. Bit patterns are hexadecimal, most significant
-digit first, the elements of a tensor one after another in storage order.
+Uses the standard library only. softfloat.py does all floating-point arithmetic with ``fractions``
+and integers; Python's own floats only carry constants. Bit patterns are hexadecimal, most
+significant digit first. The elements of a tensor follow each other in storage order.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from storage_formulas import digest, loss_scales, random_of, round_stochasticall
 HERE = Path(__file__).resolve().parent
 
 # --------------------------------------------------------------------------------------------
-# Inputs. Everything random comes from SplitMix64 (Steele, Lea, Flood 2014), so that files which
-# name a seed instead of listing elements can be reproduced anywhere.
+# Inputs. All random numbers come from SplitMix64 (Steele, Lea, Flood 2014), so that files that name
+# a seed instead of listing elements can be reproduced anywhere.
 
 
 class SplitMix64:
@@ -69,7 +69,8 @@ class SplitMix64:
 
 
 def random_bits(rng: SplitMix64, fmt: Format, low: int, high: int, *, signed: bool = True) -> int:
-    """A random significand at a binary exponent in [low, high], cut to the format's range."""
+    """Returns a random significand at a binary exponent in [low, high], cut to the format's
+    range."""
     exponent = low + rng.below(high - low + 1)
     exponent = max(fmt.emin - fmt.precision + 1, min(exponent, fmt.emax))
     fraction = rng.bits() & (fmt.hidden - 1)
@@ -80,8 +81,9 @@ def random_bits(rng: SplitMix64, fmt: Format, low: int, high: int, *, signed: bo
 
 
 def tensor_elements(fmt: Format, count: int, seed: int, values: dict[str, Any]) -> list[int]:
-    """Elements in storage order: exponents in [low, high], or any finite bits with "any"; each
-    `every`-th element of a tensor, from `offset` on, is replaced by the special of that index."""
+    """Returns elements in storage order: exponents in [low, high], or any finite bits with "any".
+
+    With "special", every `every`-th element from `offset` on becomes the special of that index."""
     rng = SplitMix64(seed)
     if "any" in values:
         limit = fmt.exponent_mask << (fmt.precision - 1)
@@ -155,7 +157,7 @@ def adam_arguments(case: dict[str, Any]) -> Adam:
 
 
 def adam_inputs(rng: SplitMix64, fmt: Format, fresh: bool) -> dict[str, Any]:
-    """Elements 0-4 like training, 5-9 any magnitude to 2**100, 10-15 specials."""
+    """Elements 0-4 resemble training, 5-9 have any magnitude up to 2**100, 10-15 hold specials."""
     p: list[int] = []
     m: list[int] = []
     v: list[int] = []
@@ -184,7 +186,7 @@ def adam_inputs(rng: SplitMix64, fmt: Format, fresh: bool) -> dict[str, Any]:
             for g in grads:
                 g.append(random_bits(rng, fmt, size - 1, size + 1))
         else:
-            # two specials among ordinary numbers, so that not everything is NaN
+            # Two specials among ordinary numbers, so that not all results are NaN.
             x = [random_bits(rng, fmt, -3, 3, signed=k != 2) for k in range(4 + ADAM_STEPS)]
             x[rng.below(len(x))] = pick()
             x[rng.below(len(x))] = pick()
@@ -228,7 +230,7 @@ def adam_file() -> Iterator[dict[str, Any]]:
 
 
 ORDINARY = {"low": -20, "high": 0}
-# shape, and the order of dimensions from the outermost stride to the innermost
+# (shape, order of dimensions from the outermost stride to the innermost)
 SUMSQ_SHAPES: list[tuple[list[int], list[int] | None]] = [
     ([], None),
     ([0], None),
@@ -255,7 +257,7 @@ SUMSQ_SHAPES: list[tuple[list[int], list[int] | None]] = [
     ([1, 5000], [1, 0]),
 ]
 SUMSQ_VALUES: list[tuple[str, list[int], dict[str, Any]]] = [
-    # dtype, shape, values: adversarial magnitudes and specials at many places
+    # dtype, shape, values: adversarial magnitudes, and specials in many places
     ("float32", [500], {"any": True}),
     ("float32", [2, 4200], {"any": True}),
     ("float32", [3, 4096], {"low": -149, "high": -140}),
@@ -300,7 +302,7 @@ def sumsq_case(seed: int, dtype: str, shape: list[int], strides: list[int], valu
 
 
 def accumulator_fields(acc: Accumulator) -> dict[str, Any]:
-    """Nonzero entries of the normalised accumulator, and its total."""
+    """Returns the nonzero entries of the normalized accumulator, and its total."""
     return {
         "accumulator": {str(k): limb for k, limb in enumerate(acc.limbs()) if limb},
         "total": double_hex(acc.total()),
@@ -382,7 +384,7 @@ def control_file() -> Iterator[dict[str, Any]]:
                         bool(found_inf),
                     )
                     if skip_nonfinite and not any(x != x or x == inf for x in doubles):
-                        continue  # as without it
+                        continue  # same as without skip_nonfinite
                     yield {
                         "doubles": hexed(FP64, [encode(FP64, number(x)) for x in doubles]),
                         "max_grad_norm": double_hex(number(max_grad_norm)),
@@ -476,7 +478,7 @@ def remainder8_file() -> Iterator[dict[str, Any]]:
 
 
 def stochastic_file() -> Iterator[dict[str, Any]]:
-    """exp_avg after one step with beta1 = 0.5 is half the gradient, exactly."""
+    """exp_avg after one step with beta1 = 0.5 is exactly half the gradient."""
     rng = SplitMix64(13)
     for seed, parameter, steps in ((0, 0, 1), (1, 2, 3), (2**64 - 1, 1, 2)):
         halves = [random_bits(rng, FP32, -20, 20) for _ in range(61)]
@@ -497,7 +499,7 @@ def stochastic_file() -> Iterator[dict[str, Any]]:
 
 
 def digest_file() -> Iterator[dict[str, Any]]:
-    """Of a parameter whose moments are zero, whose words count for nothing."""
+    """Digests of a parameter with zero moments. Zero words add nothing to a digest."""
     rng = SplitMix64(14)
     for fmt in FORMATS.values():
         for parameter, count in ((0, 37), (3, 530)):  # 530: two segments
@@ -549,7 +551,7 @@ FILES: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
 
 
 def text_of(cases: Iterable[dict[str, Any]]) -> str:
-    """A JSON array with a case a line."""
+    """Returns a JSON array with one case per line."""
     return "[\n" + ",\n".join(json.dumps(c, separators=(",", ":")) for c in cases) + "\n]\n"
 
 

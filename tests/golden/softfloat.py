@@ -1,6 +1,7 @@
-"""IEEE 754 binary arithmetic, rounded to nearest even, with ``fractions`` and integers only.
+"""IEEE 754 binary arithmetic, rounded to nearest even, in ``fractions`` and integers only.
 
-A number is a pair (sign, magnitude): sign 0 or 1, magnitude a nonnegative Fraction, INF or NAN.
+A number is a pair (sign, magnitude). The sign is 0 or 1. The magnitude is a nonnegative Fraction,
+INF or NAN.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def power_of_two(exponent: int) -> Fraction:
 
 
 def round_to(fmt: Format, x: Number) -> Number:
-    """Rounds to nearest even: subnormals kept, overflow to infinity, the sign of zero kept."""
+    """Rounds to nearest even; keeps subnormals and the sign of zero, and overflows to infinity."""
     sign, value = x
     if value is NAN or value is INF or value == 0:
         return x
@@ -76,7 +77,8 @@ def decode(fmt: Format, bits: int) -> Number:
 
 
 def encode(fmt: Format, x: Number) -> int:
-    """Bits of a number that `fmt` can represent; every NaN gets the one canonical form."""
+    """Returns the bits of a number that `fmt` can represent; every NaN gets the one canonical
+    form."""
     sign, value = x
     if value is NAN:
         return (fmt.exponent_mask << (fmt.precision - 1)) | (fmt.hidden >> 1)
@@ -96,10 +98,10 @@ def encode(fmt: Format, x: Number) -> int:
 
 
 def number(x: float | int | str | Fraction) -> Number:
-    """The double nearest to a decimal constant."""
+    """Returns the double nearest to a decimal constant."""
     if isinstance(x, float) and not math.isfinite(x):
         return (0, NAN) if x != x else (int(x < 0), INF)
-    # repr gives the decimal digits as written; so this does not rely on Python's parser
+    # repr gives the decimal digits as written, so this does not rely on Python's parser.
     value = x if isinstance(x, Fraction) else Fraction(repr(x) if isinstance(x, float) else x)
     negative = value < 0 or (isinstance(x, float) and math.copysign(1.0, x) < 0)
     return round_to(FP64, (int(negative), abs(value)))
@@ -156,17 +158,18 @@ def sqrt(fmt: Format, a: Number) -> Number:
         return (0, NAN)
     if value is INF:
         return a
-    # More digits than the precision, then half a unit of the last if the root is not exact.
+    # Compute more digits than the precision, plus half a unit of the last digit if the root is
+    # inexact.
     size = value.numerator.bit_length() - value.denominator.bit_length()
     shift = max(0, fmt.precision + 4 - size // 2)
-    # so 4**shift * value >= 2**(2 * precision + 6), and its root has at least precision + 3 bits
+    # 4**shift * value >= 2**(2 * precision + 6), so the root has at least precision + 3 bits.
     root = math.isqrt((value.numerator << 2 * shift) // value.denominator)
     exact = root * root * value.denominator == value.numerator << 2 * shift
     return round_to(fmt, (0, Fraction(2 * root + (0 if exact else 1), 2 << shift)))
 
 
 def less(a: Number, b: Number) -> bool:
-    """a < b as IEEE compares: false with a NaN, and -0 equals 0."""
+    """Compares as IEEE does: false with a NaN, and -0 equals 0."""
     if a[1] is NAN or b[1] is NAN:
         return False
 
@@ -192,7 +195,8 @@ def unhexed(fmt: Format, text: str) -> list[int]:
 
 
 def special_bits(fmt: Format) -> list[int]:
-    """±0, ±smallest, ±largest subnormal, ±smallest normal, ±1, ±largest, ±infinity, NaNs."""
+    """Returns ±0, ±smallest and ±largest subnormal, ±smallest normal, ±1, ±largest, ±infinity,
+    NaNs."""
     top = fmt.exponent_mask << (fmt.precision - 1)
     one = fmt.emax << (fmt.precision - 1)
     plain = [0, 1, fmt.hidden - 1, fmt.hidden, one, top - 1, top]

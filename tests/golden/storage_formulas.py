@@ -1,4 +1,4 @@
-"""Sections 4 (loss scale) and 7 to 9 of docs/numerics.md, on integers and fractions."""
+"""Sections 4 (loss scale) and 7 to 9 of docs/numerics.md, in integers and fractions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ M32, M64 = (1 << 32) - 1, (1 << 64) - 1
 
 
 def split(bits: int) -> tuple[int, int]:
-    """bf16 weight and remainder of an fp32 value that is not a NaN."""
+    """Splits an fp32 value that is not a NaN into its bf16 weight and remainder."""
     if bits % (1 << 17) == 1 << 15:
         bits -= 1
     weight = encode(BF16, round_to(BF16, decode(FP32, bits)))
@@ -19,9 +19,10 @@ def split(bits: int) -> tuple[int, int]:
 
 
 def split8(bits: int) -> tuple[int, int]:
-    """The same with an 8-bit remainder, of those that leave the weight the pair's nearest bf16.
+    """Splits an fp32 value into its bf16 weight and an 8-bit remainder.
 
-    Of two as near it is the lower one where bit 16 is 0.
+    The remainder is the nearest for which the weight is still the nearest bf16 of the pair. Of two
+    equally near remainders, the lower applies if bit 16 is 0, otherwise the upper.
     """
     weight = encode(BF16, round_to(BF16, decode(FP32, bits)))
     rest = bits - (weight << 16)
@@ -34,14 +35,14 @@ def split8(bits: int) -> tuple[int, int]:
 
 
 def mix64(x: int) -> int:
-    """The finaliser of SplitMix64."""
+    """The finalizer of SplitMix64."""
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & M64
     x = (x ^ x >> 27) * 0x94D049BB133111EB & M64
     return x ^ x >> 31
 
 
 def random_of(seed: int, step: int, parameter: int, element: int) -> int:
-    """The 64 random bits of an element: two words, the lower first."""
+    """Returns the 64 random bits of an element: two words, the lower first."""
     golden = 0x9E3779B97F4A7C15
     x = mix64(seed + golden & M64)
     x = mix64(x ^ (step << 32 | parameter))
@@ -57,7 +58,7 @@ def random_of(seed: int, step: int, parameter: int, element: int) -> int:
 
 
 def round_stochastically(bits: int, random: int, draw: int) -> int:
-    """bf16 of an fp32 value that is neither infinite nor a NaN."""
+    """Rounds an fp32 value that is neither infinite nor a NaN to bf16 bits."""
     return (bits + (random >> 16 * draw & 0xFFFF)) >> 16
 
 
@@ -72,7 +73,7 @@ def signed(bits: int, width: int) -> int:
 
 
 def digest(parameter: int, role: int, width: int, elements: Sequence[int]) -> int:
-    """Of one array's elements, given as bits of ``width``."""
+    """Returns the digest of one array, whose elements are given as bits of ``width``."""
     total = 0
     for element, bits in enumerate(elements):
         number = element % 512
@@ -97,7 +98,7 @@ def digest(parameter: int, role: int, width: int, elements: Sequence[int]) -> in
 
 
 def loss_scales(settings: dict[str, Any], overflows: Sequence[bool]) -> list[int]:
-    """Bits of the fp32 scale after each step."""
+    """Returns the bits of the fp32 scale after each step."""
     scale = number(settings["loss_scale"])
     growth = hysteresis = 0
     scales = []

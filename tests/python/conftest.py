@@ -1,4 +1,4 @@
-"""Fixtures of all tests in one process."""
+"""Fixtures shared by all Python tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-# Inductor's cache does not tell instruction sets apart: code for another would not compile.
+# Inductor's cache ignores the instruction set: code for another CPU would not compile.
 CACHE = f"inductor-{torch.backends.cpu.get_cpu_capability()}"
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(tempfile.gettempdir(), CACHE)
 
@@ -25,7 +25,7 @@ def _restore_threads() -> Iterator[None]:
 
 @pytest.fixture
 def one_rank() -> Iterator[None]:
-    """A process group of this process."""
+    """Initializes a process group with this process as its only rank."""
     timeout = datetime.timedelta(seconds=20)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     yield

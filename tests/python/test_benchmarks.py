@@ -1,4 +1,4 @@
-"""The benchmark runs and reports every field; its times are nobody's business here."""
+"""The benchmarks run and report every field. The tests do not judge the times."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytest.importorskip("tqdm")
 OURS = "torchopt_ext"
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 RUN = BENCHMARKS / "run.py"
-# torchao's step compiles itself, for a minute; what is tried here is the benchmark.
+# torchao's step compiles itself for a minute, and this test only checks the benchmark.
 EAGER = f"""import runpy, sys, torch
 torch.compiler.set_stance("force_eager")
 sys.path.insert(0, {str(BENCHMARKS)!r})
@@ -50,7 +50,7 @@ def test_quick_run(tmp_path: Path) -> None:
         times = row["milliseconds"]
         order = [times[key] for key in ("min", "q25", "median", "q75", "max")]
         assert order[0] > 0
-        # A quartile of equal samples may round to less than they are.
+        # A quartile of equal samples may round to less than the samples.
         assert all(a <= b * (1 + 1e-12) for a, b in itertools.pairwise(order))
         assert 1 <= len(times["samples"]) <= result["settings"]["rounds"]
     expected = {
@@ -110,7 +110,7 @@ def test_convergence_compares_and_resumes(tmp_path: Path) -> None:
     base = "fp32, torch.optim.AdamW"
     for (task, setting), row in found.items():
         assert [len(curve) for curve in row["curves"]] == [1, 1]
-        assert all(loss < 7 for loss in row["losses"])  # little more than an even guess has
+        assert all(loss < 7 for loss in row["losses"])  # little above the loss of a uniform guess
         assert (row["within_spread"], row["difference"]) == (True, [0, 0]) or setting != base
         assert row["spread"] == abs(found[task, base]["losses"][0] - found[task, base]["losses"][1])
     assert len({row["task"] for row in found.values()}) == 2

@@ -1,4 +1,5 @@
-"""Reading ptxas's report and a disassembly, on pieces of real ones, and what is refused."""
+"""Parsing of ptxas reports and disassemblies, on excerpts of real output, and which kernels
+fail."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ def check() -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["check_sass"] = module  # dataclasses look themselves up
+    sys.modules["check_sass"] = module  # dataclasses look up their module by name
     spec.loader.exec_module(module)
     return module
 
@@ -46,7 +47,7 @@ def listing(*instructions: str) -> str:
     return f"\t\tFunction : {NAME}\n" + "\n".join(lines)
 
 
-# Loads of a head, the main loop, and a tail of single elements with more accesses.
+# Head loads, the main loop, and a tail of single elements with more accesses than the main loop.
 SASS = listing(
     "LDG.E.64 R2, desc[UR4][R2.64]",
     "LDG.E.128.CONSTANT R4, desc[UR4][R2.64]",
@@ -99,7 +100,8 @@ def test_names(check: ModuleType, demangled: str, short: str) -> None:
     assert check.short_name(demangled) == short
 
 
-# 65,536 registers of a multiprocessor, 256 at a time for a warp; 8 warps a block, 64 at most.
+# A multiprocessor has 65,536 registers, allocated 256 at a time per warp; 8 warps per block, at
+# most 64.
 @pytest.mark.parametrize(
     ("registers", "shared", "blocks"),
     [(32, 0, 8), (33, 0, 6), (64, 0, 4), (80, 0, 3), (81, 0, 2), (255, 0, 1), (32, 75 << 10, 3)],

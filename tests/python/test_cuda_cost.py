@@ -1,4 +1,4 @@
-"""Counts of the cost model, done by hand, and its constants, which are the library's."""
+"""The cost model's counts match manual counts, and its constants match the library's."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def cost() -> ModuleType:
         ((0, 5), 0),
         ((1000,), 1),
         ((33000,), 9),  # one stream
-        ((700, 63), 11),  # rows below 64, too
-        ((50257, 768), 10052),  # 5 rows a chunk
-        ((5, 4097), 10),  # two blocks a row
+        ((700, 63), 11),  # includes rows shorter than 64
+        ((50257, 768), 10052),  # 5 rows per chunk
+        ((5, 4097), 10),  # two blocks per row
         ((3, 40000), 30),
     ],
 )
@@ -49,7 +49,7 @@ def test_pass_b(cost: ModuleType, numel: int, chunks: int) -> None:
 
 
 def test_the_models_have_their_parameters(cost: ModuleType) -> None:
-    """The counts that transformers' GPT2LMHeadModel and Llama 3's model card give."""
+    """The parameter counts match transformers' GPT2LMHeadModel and Llama 3's model card."""
     counted = [cost.parameters(shapes) for shapes in cost.MODELS.values()]
     assert counted == [124_439_808, 8_030_261_248, 2_000_000]
 

@@ -1,13 +1,13 @@
-"""The code of README and docs runs, its commands exist, and its links lead somewhere.
+"""The code of README and docs runs, the commands they name exist, and links have targets.
 
-What a page says in HTML comments, which readers do not see:
+Pages control the tests by HTML comments, which readers do not see:
 
     <!-- setup ... -->           Python that runs at this place: names that the next blocks use
-    <!-- not run: reason -->     before a block: it is compiled, not run
-    <!-- old side not run: reason -->    before a diff: only what it leads to is run
+    <!-- not run: reason -->     before a block: the block is compiled, not run
+    <!-- old side not run: reason -->    before a diff: only the diff's result runs
     <!-- not Python: what -->    before a diff: nothing is checked
-    <!-- needs: packages -->         before a block: compiled, not run, where one is not installed
-    <!-- not a job: reason -->   before a toml block: it is parsed, not read as a job of the Trainer
+    <!-- needs: packages -->     before a block: compiled, not run, if a package is not installed
+    <!-- not a job: reason -->   before a toml block: parsed, not loaded as a job of the Trainer
 
 The python and diff blocks of a page run in order, in one namespace and a temporary directory. Both
 sides of a diff run, each in a copy of the namespace.
@@ -49,7 +49,7 @@ COMMENT = re.compile(r"<!-- ([a-zA-Z ]+): ((?:(?!-->).)+) -->\s*\Z", re.S)
 @dataclass
 class Block:
     page: str
-    line: int  # of its first line of code
+    line: int  # of the first line of code
     language: str  # "setup" for a setup comment
     code: str
     comment: tuple[str, str] | None  # kind and reason
@@ -57,7 +57,7 @@ class Block:
 
 @functools.cache
 def blocks(page: str) -> list[Block]:
-    """All code blocks and setup comments of a page, in order."""
+    """Returns all code blocks and setup comments of a page, in order."""
     text = (ROOT / page).read_text()
     found = []
     for match in [*FENCE.finditer(text), *SETUP.finditer(text)]:
@@ -72,7 +72,7 @@ def blocks(page: str) -> list[Block]:
 
 
 def side(diff: str, other: str) -> str:
-    """One side of a diff: its lines without those that begin with ``other``."""
+    """Returns one side of a diff: its lines without the lines that begin with ``other``."""
     return "".join(line[1:] for line in diff.splitlines(True) if not line.startswith(other))
 
 
@@ -83,7 +83,7 @@ def run(block: Block, code: str, namespace: dict[str, Any], only_compile: bool) 
 
 
 def lacking(block: Block) -> list[str]:
-    """The packages that a block needs and this environment lacks."""
+    """Returns the packages that a block needs and this environment lacks."""
     kind, names = block.comment or ("", "")
     return [n for n in names.split(", ") if kind == "needs" and find_spec(n) is None]
 
@@ -125,7 +125,8 @@ def test_python_blocks_run(page: str) -> None:
 
 @pytest.mark.parametrize("page", NAMES)
 def test_what_blocks_need_is_in_the_environment_of_the_newest_torch(page: str) -> None:
-    """So that they run there: test_packaging.py compares the environment with the file."""
+    """Packages that blocks need are pinned; test_packaging.py compares the environment with the
+    file."""
     newest = max(ROOT.glob(".ci/requirements-2.*.txt")).read_text()
     for block in blocks(page):
         if block.comment and block.comment[0] == "needs":
@@ -168,7 +169,7 @@ def test_toml_blocks_are_jobs(page: str, tmp_path: Path) -> None:
 
 @functools.cache
 def flags(command: str) -> set[str]:
-    """The options in the help of a command of this package."""
+    """Returns the options in the help of a command of this package."""
     text = io.StringIO()
     with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
         torchopt_ext_main([command, "--help"])
@@ -181,7 +182,7 @@ def targets() -> set[str]:
 
 
 def check_command(words: list[str], where: str) -> None:
-    """A command names options, targets and files that are there."""
+    """Checks that the options, targets and files in a command exist."""
     if words[:1] == ["$"]:
         words = words[1:]
     for word in words:
@@ -214,7 +215,7 @@ def test_commands_exist(page: str) -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """The names that GitHub, and the site's `toc` extension, give to headings."""
+    """Returns the anchors that GitHub, and the site's `toc` extension, give to headings."""
     text = re.sub(r"^( *)```.*?^\1```", "", page.read_text(), flags=re.M | re.S)
     headings = re.findall(r"^#+ (.+)$", text, re.M)
     plain = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", h).lower() for h in headings]
@@ -236,7 +237,7 @@ def test_sources_that_texts_name_exist() -> None:
     ours = r"(?:csrc|torchopt_ext|tests|benchmarks|examples)/[\w./]*\w"
     source = re.compile(rf"(?<![\w/.]){ours}\.(?:h|cpp|cu|py|toml)\b")
     texts = [*PAGES, *ROOT.glob("torchopt_ext/**/*.py")]
-    texts.remove(ROOT / "CHANGELOG.md")  # which names what has gone, too
+    texts.remove(ROOT / "CHANGELOG.md")  # also names removed files
     named = {(text, name) for text in texts for name in source.findall(text.read_text())}
     headers = ROOT / "csrc/api/include"
     gone = [
@@ -255,7 +256,8 @@ def test_each_operator_has_a_file_of_its_name() -> None:
 
 @pytest.mark.parametrize("page", NAMES)
 def test_blocks_have_a_language_and_comments_a_known_kind(page: str) -> None:
-    """A block without a language would not be checked; `text` says that there is nothing to."""
+    """Every block has a language, as other blocks go unchecked; `text` means there is nothing to
+    check."""
     kinds = ("needs", "not run", "old side not run", "not Python", "not a job")
     for block in blocks(page):
         assert block.language, f"{page}:{block.line}"
@@ -263,11 +265,11 @@ def test_blocks_have_a_language_and_comments_a_known_kind(page: str) -> None:
 
 
 def test_troubleshooting_has_messages_as_they_are() -> None:
-    """Each message's words, apart from what `...` stands for, are in the sources."""
+    """The words of each message, except where `...` stands for a value, occur in the sources."""
     files = [ROOT / "setup.py", ROOT / "CMakeLists.txt"]
     for folder, ending in (("torchopt_ext", "*.py"), ("csrc", "*.cpp"), ("csrc", "*.h")):
         files += (ROOT / folder).rglob(ending)
-    # A message's pieces in adjacent literals, `"..."\n f"..."`, are one.
+    # Join a message's pieces in adjacent literals, `"..."\n f"..."`.
     sources = re.sub(r'"\s*\n\s*f?"', "", "\n".join(file.read_text() for file in files))
     page = (ROOT / "docs/troubleshooting.md").read_text()
     messages = re.findall(r"^\| `(.+?)` \| ", page.partition("## torch's own")[0], re.M)

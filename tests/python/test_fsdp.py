@@ -1,5 +1,6 @@
-"""Which models can have low-precision shards, and what becomes of them; two ranks train in
-tests/distributed/test_fsdp.py."""
+"""Which models can keep low-precision shards, and how the shards behave on one process.
+
+tests/distributed/test_fsdp.py trains with two ranks."""
 
 from __future__ import annotations
 
@@ -77,7 +78,7 @@ def test_from_meta_to_memory() -> None:
 
 @pytest.mark.usefixtures("four_ranks")
 def test_a_model_leaves_no_shards_behind() -> None:
-    """Nothing but what FSDP2 itself leaves to the garbage collector refers to them."""
+    """After a model is dropped, only FSDP2's own garbage cycles refer to its shards."""
     model = model_of(mp_policy=BF16)
     keep_low_precision_shards(model)
     optimizer = FusedAdamW(model.parameters())

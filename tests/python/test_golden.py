@@ -1,4 +1,4 @@
-"""The library against the golden vectors of tests/golden, to the bit."""
+"""The library matches the golden vectors of tests/golden to the bit."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_partition() -> None:
 def bfloat16_step(
     weights: torch.Tensor, state: dict[str, torch.Tensor], **options: Any
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """A step that leaves the weights as they are: lr 0, decay 0, gradient 0."""
+    """Runs a step that keeps the weights: lr 0, decay 0, gradient 0."""
     param = torch.nn.Parameter(weights.clone())
     optimizer = FusedAdamW([param], lr=0.0, weight_decay=0.0, **options)
     optimizer.init_state()
@@ -161,7 +161,7 @@ def test_remainder(kind: str, dtype: torch.dtype) -> None:
         assert hexed(from_python[0]) == case["parameters"]
         assert from_python[1].equal(remainders)
         got, state = bfloat16_step(want, {kind: remainders}, master_weights=kind)
-        assert hexed(got) == case["parameters"]  # joined and split by the step
+        assert hexed(got) == case["parameters"]  # joined and split again by the step
         assert state[kind].equal(remainders)
 
 
@@ -182,7 +182,7 @@ def test_stochastic_rounding() -> None:
         optimizer.init_state()
         optimizer.state[param]["step"].fill_(case["step"] - 1)
         finite = torch.isfinite(before * 2)
-        # exp_avg becomes g - 0.5 * (g - 0), which is `before` exactly
+        # exp_avg becomes g - 0.5 * (g - 0), which is exactly `before`.
         param.grad = torch.where(finite, before * 2, 0.0)
         optimizer.step()
         got = optimizer.state[param]["exp_avg"]
@@ -216,7 +216,7 @@ def test_loss_scale() -> None:
 def test_files_are_what_the_program_writes() -> None:
     for name, expected in generate.FILES.items():
         if name in ("adam.json", "sumsq.json"):
-            continue  # seconds each: `python tests/golden/generate.py --check` compares them too
+            continue  # seconds each, so the slow test below compares them
         assert (TESTS / "golden" / name).read_text() == generate.text_of(expected())
 
 

@@ -1,4 +1,4 @@
-"""The report about a GPU, on a machine without: its sections' limits, results and exit status."""
+"""The GPU report on a machine without a GPU: its sections' time limits, results and exit status."""
 
 from __future__ import annotations
 
@@ -144,14 +144,14 @@ def test_table_targets_and_chart(report: ModuleType, tmp_path: Path) -> None:
         for r in chart.iter("{http://www.w3.org/2000/svg}rect")
         if r.get("y")
     ]
-    # The copy has nothing to compare with.
+    # The copy row has nothing to compare with, so it has no bar.
     assert bars == pytest.approx([report.BAR / 1.5, report.BAR], abs=0.1)
 
 
 @pytest.mark.newest_torch
-@torch.compiler.set_stance("force_eager")  # torchao's steps compile themselves, for half a minute
+@torch.compiler.set_stance("force_eager")  # torchao's steps compile for half a minute
 def test_measurements_run_on_the_cpu(report: ModuleType) -> None:
-    """Their Python, at tiny sizes; the times mean nothing."""
+    """The measurements' Python code runs at tiny sizes. The times mean nothing."""
     torch.set_num_threads(1)
     measured = importlib.import_module("gpu_sections")
     bench = measured.Bench("cpu", quick=True)

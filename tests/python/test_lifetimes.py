@@ -1,4 +1,4 @@
-"""What is built, trained and dropped leaves nothing behind."""
+"""Optimizers that are built, trained and dropped leave nothing behind."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from torchopt_ext.zero import (
     reduce_scatter_hook,
 )
 
-TIMES = 3  # trainings, on a new model and on one that stays
+TIMES = 3  # trainings on a fresh model and on a kept model
 
-Make = Callable[[nn.Sequential], tuple[nn.Module, Any]]  # what runs, and its optimizer
+Make = Callable[[nn.Sequential], tuple[nn.Module, Any]]  # the module that runs, and its optimizer
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -38,7 +38,7 @@ def _group() -> Iterator[None]:
     store = torch._C._distributed_c10d.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     gc.collect()
-    gc.freeze()  # what other tests have left is not looked at
+    gc.freeze()  # ignore what other tests left behind
     yield
     gc.unfreeze()
     dist.destroy_process_group()
@@ -128,7 +128,7 @@ KINDS: dict[str, Make] = {
 
 
 def alive() -> dict[str, int]:
-    """Python's objects by type, bytes of tensors, and what the system has given."""
+    """Counts Python objects by type, bytes of tensors, descriptors, threads and process groups."""
     gc.collect()
     objects = gc.get_objects()
     found = Counter(f"{type(o).__module__}.{type(o).__qualname__}" for o in objects)
@@ -139,12 +139,12 @@ def alive() -> dict[str, int]:
     found["descriptors"] = len(os.listdir("/proc/self/fd"))
     found["threads"] = len(os.listdir("/proc/self/task"))
     found["groups"] = len(dist.distributed_c10d._world.pg_map)
-    return dict(found)  # which is no object of the garbage collector's
+    return dict(found)  # the garbage collector does not track this dict
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_grows(kind: str) -> None:
-    """Neither with the model dropped, too, nor on one that stays."""
+    """Repeated training leaks nothing, whether the model is dropped or kept."""
     kept = layers()
 
     def train(model: nn.Sequential) -> None:
@@ -170,7 +170,7 @@ def test_nothing_grows(kind: str) -> None:
 
     rounds(3)
     before, between, after = rounds(2), rounds(TIMES), rounds(TIMES)
-    # A leak leaves something each time; what grows once may be another test's in this process.
+    # A leak grows every round. A single growth may come from another test in this process.
     grown = {
         name: (before.get(name, 0), between.get(name, 0), n)
         for name, n in after.items()

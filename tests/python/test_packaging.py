@@ -1,4 +1,4 @@
-"""The installed package: what it refuses to load under, what it ships, and what it loads."""
+"""The installed package: when it refuses to load, what it ships, and what it imports."""
 
 import ast
 import importlib
@@ -19,7 +19,7 @@ PACKAGE = Path(torchopt_ext.__file__).parent
 
 
 def import_again(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """Import `_library` anew, for this test only; it checks and loads as the first import did."""
+    """Imports `_library` again, for this test only; the import repeats the checks and the load."""
     monkeypatch.delitem(sys.modules, "torchopt_ext._library")
     monkeypatch.setattr(torchopt_ext, "_library", _library)
     return importlib.import_module("torchopt_ext._library")
@@ -90,7 +90,7 @@ print(torchopt_ext.ops.__file__)
 
 
 def test_from_the_root_of_a_clone(tmp_path: Path) -> None:
-    """The clone's sources run with the installed libraries, or the message says what to do."""
+    """The clone's sources run with the installed libraries, or the message says how to build."""
     clone = Path(__file__).parents[2]
     built = shutil.ignore_patterns("_build_info.py", "*.so", "lib", "__pycache__")
     shutil.copytree(clone / "torchopt_ext", tmp_path / "torchopt_ext", ignore=built)
@@ -150,7 +150,8 @@ def public(owner: object) -> set[str]:
 
 
 def run(program: str, *arguments: str, cwd: Path | None = None) -> list[str]:
-    """The lines that a program prints in a process of its own, started in ``cwd`` if given."""
+    """Runs a program in a separate process, in ``cwd`` if given, and returns the lines it
+    prints."""
     command = [sys.executable, *([] if cwd else ["-P"]), "-c", program, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=cwd)
     assert done.returncode == 0, done.stderr
@@ -159,7 +160,8 @@ def run(program: str, *arguments: str, cwd: Path | None = None) -> list[str]:
 
 class TestImport:
     def test_brings_nothing_beside_torch_and_the_standard_library(self) -> None:
-        """What torch imports on demand takes a second (torch._dynamo, DCP with its sympy)."""
+        """Importing the package does not import what torch loads on demand (torch._dynamo, DCP's
+        sympy)."""
         more = run(
             "import sys, torch\n"
             "before = set(sys.modules)\n"
@@ -182,7 +184,7 @@ class TestImport:
 
 
 def test_the_environment_has_what_is_pinned_for_it() -> None:
-    """Tests that need a package are skipped without it; none is where `make test` runs them."""
+    """Every pinned package is installed, so `make test` skips no test that needs a package."""
     version = torch.__version__.partition("+")[0]
     file = Path(__file__).parents[2] / f".ci/requirements-{version}.txt"
     if not file.exists():
@@ -202,7 +204,8 @@ class TestThreads:
 
     @pytest.mark.parametrize("threads", [1, 2])
     def test_an_operator_uses_the_threads_it_is_given(self, threads: int) -> None:
-        """OpenMP starts its workers in the first parallel region, here the operator's."""
+        """An operator starts one worker fewer than the thread limit: OpenMP starts them in its
+        first region."""
         (started,) = run(
             "import os, torch\n"
             "from torchopt_ext import ops\n"

@@ -1,4 +1,4 @@
-"""torch's private names: all in one module, and all there in this version of torch."""
+"""torch's private names: only one module uses them, and all exist in this version of torch."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def a_step(optimizer: Any) -> None:
 
 
 def test_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each table is the one that torch's public functions fill."""
-    for kind in ("pre", "post"):  # without those of other tests
+    """Each hook table is the table that torch's public functions fill."""
+    for kind in ("pre", "post"):  # empty tables, without the hooks of other tests
         monkeypatch.setattr(optimizer_module, f"_global_optimizer_{kind}_hooks", OrderedDict())
     monkeypatch.setattr(_torch, "_after_others", set())
     optimizer = SGD([nn.Parameter(torch.ones(1))], lr=0.1)
@@ -58,7 +58,7 @@ def test_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not _torch.has_step_hooks(optimizer)
 
     def hook(*_: Any) -> None:
-        """Never called."""
+        """Does nothing; the test only registers it."""
 
     for step in ("step", "state_dict", "load_state_dict"):
         for kind in (f"{step}_pre", f"{step}_post"):
@@ -73,13 +73,13 @@ def test_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not _torch.has_step_hooks(optimizer, own_only=True)
         assert _torch.has_step_hooks(ours)
         handle.remove()
-    _torch.after_steps_of_others(hook)
-    _torch.after_steps_of_others(hook)
+    _torch.register_copy_invalidation_hook(hook)
+    _torch.register_copy_invalidation_hook(hook)
     assert len(optimizer_module._global_optimizer_post_hooks) == 1
     assert _torch.has_step_hooks(optimizer)
     assert not _torch.has_step_hooks(ours)
     assert not _torch.any_step_hooks([ours])
-    _torch.tell_profiler(optimizer)
+    _torch.profiler_step_hook(optimizer)
     assert {key for key in vars(optimizer) if _torch.is_hook_table(key)} >= {
         "_optimizer_step_pre_hooks",
         "_optimizer_load_state_dict_post_hooks",
@@ -93,8 +93,8 @@ def test_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_schedulers() -> None:
     optimizer = SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     scheduler = LambdaLR(optimizer, lambda _: 1.0)
-    _torch.note_step(optimizer)
-    scheduler.step()  # warns of a step() that was not called
+    _torch.mark_step_for_schedulers(optimizer)
+    scheduler.step()  # would warn if the optimizer were not marked as stepped
     _torch.set_step_count(scheduler, 7)
     assert scheduler.state_dict()["_step_count"] == 7
 
@@ -117,7 +117,7 @@ def test_tensors_and_autograd() -> None:
     assert [p.shape for p in _torch.unflatten_dense(flat, parts)] == [p.shape for p in parts]
 
     class Wrapper(torch.Tensor):
-        """Has no memory."""
+        """A wrapper without memory."""
 
         @classmethod
         def __torch_dispatch__(cls, *_: Any) -> Any:
@@ -196,7 +196,7 @@ def test_names_for_the_trainer() -> None:
 
 
 def test_names_of_gradient_scalers() -> None:
-    """GradScaler extends torch's by its private names."""
+    """The private names of torch's GradScaler that our GradScaler extends exist."""
     scaler = torch.amp.GradScaler("cpu")
     for name in ("_per_optimizer_states", "_scale", "_growth_tracker", "_init_scale", "_enabled",
                  "_check_scale_growth_tracker", "_lazy_init_scale_growth_tracker",

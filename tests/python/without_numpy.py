@@ -1,4 +1,4 @@
-"""Steps, scales, saves and loads where numpy cannot be imported. Argument: a folder to save to."""
+"""Steps, scales, saves and loads without numpy. Argument: a folder to save to."""
 
 # ruff: noqa: E402
 

@@ -33,7 +33,7 @@ from torchopt_ext.cli.checkpoints import (
 from torchopt_ext.cli.tensors import DTYPES, add_dtype
 from torchopt_ext.cli.terminal import CommandError, Parser, Progress, listed, size, written
 from torchopt_ext.cli.weights import Weights
-from torchopt_ext.optim.groups import found_by
+from torchopt_ext.optim.groups import params_matching
 from torchopt_ext.optim.quantized import CODES, SCALE, SCALES, can_quantize, scale_shape
 from torchopt_ext.optim.storage import (
     MASTER,
@@ -238,7 +238,7 @@ def found_by_name(
     every: set[Any] = set()
     for pattern in patterns:
         try:
-            found: set[Any] = found_by(pattern, names)
+            found: set[Any] = params_matching(pattern, names)
         except ValueError as error:
             raise CommandError(f"--fp32-moments: {error}") from error
         if not found:

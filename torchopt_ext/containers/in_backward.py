@@ -10,9 +10,14 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from torchopt_ext._torch import call_at_end_of_backward, current_node, graph_task, note_step
+from torchopt_ext._torch import (
+    call_at_end_of_backward,
+    current_node,
+    graph_task,
+    mark_step_for_schedulers,
+)
 from torchopt_ext.containers.batches import make_batches
-from torchopt_ext.containers.optimizers import OptimizersContainer, T, deciding_jointly
+from torchopt_ext.containers.optimizers import OptimizersContainer, T, jointly_decided
 from torchopt_ext.optim import FusedAdam
 from torchopt_ext.optim.arguments import expect_counts
 from torchopt_ext.optim.context import ALONE, StepContext
@@ -89,7 +94,7 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
         self._joint_steps = [joint for batches in found for joint in batches.joint_steps]
         self._counts: dict[Tensor, int] = {}  # gradients since a parameter's last update
         self._task: int | None = None  # the graph task at whose end the update is made
-        self._reduced_later: bool | None = None  # by DDP; None: not searched for yet
+        self._reduced_by_ddp: bool | None = None  # None: not searched for yet
         self._norms: list[NormInBackward] = []  # of the optimizers, if there is a norm
         for optimizer in self.optimizers if self.measures_norm else ():
             if isinstance(optimizer, FusedAdam):
@@ -123,7 +128,7 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
     def _watch_ddp(self, module: nn.Module, *_: Any) -> None:
         """Makes the next gradient search for DDP again if a DDP is built, even after a backward."""
         if isinstance(module, DistributedDataParallel):
-            self._reduced_later = None
+            self._reduced_by_ddp = None
 
     def _shares(self, params: list[nn.Parameter]) -> list[list[nn.Parameter]]:
         if self.measures_norm:
@@ -165,7 +170,7 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
         if not self._noted:  # for schedulers: some parameters may never get a gradient
             self._noted = True
             for optimizer in self.optimizers:
-                note_step(optimizer)
+                mark_step_for_schedulers(optimizer)
 
     def _set_max_grad_norm(self, value: float | None) -> None:
         if value and not self.measures_norm:
@@ -234,9 +239,9 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
     def _take_gradient(self, param: nn.Parameter) -> None:
         if param not in self._optimizer_of:  # it has the hook of a tensor it was swapped with
             return
-        if self._reduced_later is None:
-            self._reduced_later = _is_reduced_by_ddp(self._optimizer_of)
-        at_once = not (self.measures_norm or self._reduced_later)
+        if self._reduced_by_ddp is None:
+            self._reduced_by_ddp = _is_reduced_by_ddp(self._optimizer_of)
+        at_once = not (self.measures_norm or self._reduced_by_ddp)
         if not (at_once and self._backwards == 1):
             count = self._counts[param] = self._counts.get(param, 0) + 1
             if count != (self._backwards or 1):
@@ -249,7 +254,7 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
                 self._optimizer_of[param].step()
                 param.grad = None
             return
-        if self._reduced_later:
+        if self._reduced_by_ddp:
             for norm in self._norms:
                 norm.spoil()
         if self._backwards is not None:
@@ -289,7 +294,7 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
         self._clear()
 
     def _step(self, context: StepContext, *args: Any, **kwargs: Any) -> Any:
-        norm = self.measures_norm or deciding_jointly(self.optimizers, context)
+        norm = self.measures_norm or jointly_decided(self.optimizers, context)
         if norm or not context.is_plain:  # otherwise each parameter has its own optimizer
             return super()._step(context, *args, **kwargs)
         for joint in self._joint_steps:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
-from torchopt_ext._torch import note_step
+from torchopt_ext._torch import mark_step_for_schedulers
 from torchopt_ext.optim import FusedAdam, fused_step
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.control import ControlView
@@ -127,7 +127,7 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
                 f"a closure is not supported with {len(self.optimizers)} optimizers, since each "
                 "would run it: compute loss and gradients first, then call step()"
             )
-        fused = deciding_jointly(self.optimizers, context)
+        fused = jointly_decided(self.optimizers, context)
         if fused and (args or kwargs):
             inspect.signature(fused[0].step).bind(*args, **kwargs)  # raises as a call would
         elif not fused and not args and not kwargs:
@@ -244,7 +244,7 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
         )
         for optimizer in fused:
             own = [p for group in optimizer.param_groups for p in group["params"]]
-            optimizer.begin_with((p, weight_of[p]) for p in own if p in weight_of)
+            optimizer.set_weights_and_state((p, weight_of[p]) for p in own if p in weight_of)
 
     def init_cache_state_dict(self) -> None:
         """Does nothing: only a fault-tolerant container caches its state dict."""
@@ -386,7 +386,7 @@ def own_fp32_moments(arguments: dict[str, Any], params: Sequence[nn.Parameter]) 
     return {**arguments, "fp32_moments": [param for param in params if param in chosen]}
 
 
-def deciding_jointly(optimizers: Sequence[Optimizer], context: StepContext) -> list[FusedAdam]:
+def jointly_decided(optimizers: Sequence[Optimizer], context: StepContext) -> list[FusedAdam]:
     """Returns the optimizers if norm and skipping are one decision over all of them, else []."""
     fused = [opt for opt in optimizers if isinstance(opt, FusedAdam)]
     if len(fused) < len(optimizers) or not any(opt.wants_norm(context) for opt in fused):
@@ -419,7 +419,7 @@ def _step_jointly(optimizers: Sequence[FusedAdam], context: StepContext) -> None
         fused_step(optimizers, context)
 
     for optimizer in optimizers:
-        note_step(optimizer)
+        mark_step_for_schedulers(optimizer)
         if is_watched(optimizer):
             step = functools.partial(_between_hooks, optimizer, step)
     step()

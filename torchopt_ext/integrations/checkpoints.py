@@ -7,7 +7,7 @@ from typing import Any
 from torchopt_ext.statedict import dcp
 
 
-def load_ours(manager: Any, key: str, is_ours: Callable[[Any], bool]) -> None:
+def patch_dcp_load(manager: Any, key: str, is_ours: Callable[[Any], bool]) -> None:
     """Replaces ``dcp_load`` of the class ``manager``.
 
     torchtitan's loader demands every entry of a container. Ours checks all before anything changes,

@@ -26,7 +26,7 @@ from torchopt_ext import containers
 from torchopt_ext.containers import build_lr_schedulers
 from torchopt_ext.containers.build import fused_options, reject_unclipped_write_back
 from torchopt_ext.containers.deferred_clipping import report_norm, take_over
-from torchopt_ext.integrations.checkpoints import load_ours
+from torchopt_ext.integrations.checkpoints import patch_dcp_load
 from torchopt_ext.integrations.tested import warn_if_untested
 
 warn_if_untested("torchtitan", "0.2.2")
@@ -171,7 +171,7 @@ def _get_train_spec(name: str) -> train_spec.TrainSpec:
     return use_torchopt_ext(spec)
 
 
-load_ours(
+patch_dcp_load(
     checkpoint.CheckpointManager,
     checkpoint.OPTIMIZER,
     lambda saved: isinstance(saved, containers.OptimizersContainer),

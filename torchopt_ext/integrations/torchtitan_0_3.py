@@ -33,7 +33,7 @@ from torchopt_ext.containers.optimizers import (
     trainable_parameters,
     with_fp32_moments,
 )
-from torchopt_ext.integrations.checkpoints import load_ours
+from torchopt_ext.integrations.checkpoints import patch_dcp_load
 from torchopt_ext.integrations.tested import warn_if_untested
 from torchopt_ext.optim import FusedAdam, FusedAdamW
 from torchopt_ext.optim.context import ALONE
@@ -272,7 +272,7 @@ def agree_over_pipeline(
                 optimizer.process_group = mesh.get_group()
 
 
-load_ours(
+patch_dcp_load(
     checkpointer.CheckpointManager,
     checkpointer.OPTIMIZER,
     lambda saved: isinstance(saved, OptimizersContainer),

@@ -13,7 +13,7 @@ from torchopt_ext._torch import is_hook_table
 from torchopt_ext.optim.hooks import HookedStep, inner_step, run_hooks
 
 
-def _of_base(name: str) -> Any:
+def _forward_to_optim(name: str) -> Any:
     """Returns a property that reads and sets an attribute of ``optim``."""
     return property(
         attrgetter(f"optim.{name}"), lambda self, value: setattr(self.optim, name, value)
@@ -42,9 +42,9 @@ class BaseOptimizer(HookedStep, Optimizer):
         super().__setstate__({})  # creates tables of hooks, but no param groups
 
     # torch's Optimizer reads and sets these attributes.
-    param_groups = _of_base("param_groups")
-    state = _of_base("state")
-    defaults = _of_base("defaults")
+    param_groups = _forward_to_optim("param_groups")
+    state = _forward_to_optim("state")
+    defaults = _forward_to_optim("defaults")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self.optim.add_param_group(param_group)

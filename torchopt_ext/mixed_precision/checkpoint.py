@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from torchopt_ext._torch import is_dtensor
-from torchopt_ext.optim.collective import agree, all_or_none
+from torchopt_ext.optim.collective import agree, fail_together
 from torchopt_ext.statedict.dcp import Reader, group_of, load, storable
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def save_checkpoint(
     rank = 0 if group is None else dist.get_rank(group)
     folder = Path(folder).resolve()  # replace the folder, not a link to it
     saving = folder.with_name(folder.name + SAVING)
-    with all_or_none(group):
+    with fail_together(group):
         plain = not all(is_dtensor(p) for own in optimizer.params_by_group for p in own)
         if plain and optimizer.process_group is not None:
             raise ValueError(
@@ -69,7 +69,7 @@ def save_checkpoint(
     except (Exception, CheckpointException) as problem:
         error = f"saving the optimizer: {problem}"
     agree(error, group)
-    with all_or_none(group):
+    with fail_together(group):
         if rank == 0:
             replace(folder, saving)
 
@@ -106,23 +106,23 @@ def load_checkpoint(
     group = group_of(process_group)
     rank = 0 if group is None else dist.get_rank(group)
     folder = Path(folder).resolve()
-    with all_or_none(group):
+    with fail_together(group):
         if rank == 0:
             recover(folder)
-    with all_or_none(group):
+    with fail_together(group):
         if not folder.is_dir():
             raise FileNotFoundError(f"there is no checkpoint {folder}")
     if (folder / ".metadata").is_file():
         load({KEY: optimizer}, checkpoint_id=folder, process_group=group)
         return
     path = folder / f"_rank{rank}"
-    with all_or_none(group):
+    with fail_together(group):
         try:
             states = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:
             raise RuntimeError(f"reading {path}: {type(error).__name__}: {error}") from error
         checked = optimizer.check_state_dict(states)
-    with all_or_none(group):
+    with fail_together(group):
         optimizer.load_checked(*checked)
 
 

@@ -31,7 +31,7 @@ from torchopt_ext.optim.step import reject
 from torchopt_ext.optim.storage import is_steppable
 from torchopt_ext.statedict.entries import MASTERS, WITH_BASE, tensor_problem
 from torchopt_ext.statedict.loaded import load_whole, raise_problems, read_indexed
-from torchopt_ext.statedict.low_bit import with_numbers
+from torchopt_ext.statedict.low_bit import dequantized
 from torchopt_ext.statedict.masters import weight_of
 
 logger = logging.getLogger(__name__)
@@ -356,7 +356,7 @@ class FSDPadaptOptimizer(BaseOptimizer):
                 local = local_tensor(weight)
                 return not local.to(param.dtype).float().equal(local)  # it has low bits
 
-            self._base.give_masters(needs_master)
+            self._base.create_masters(needs_master)
             load_whole(self.optim, base)
         else:
             self.optim.load_state_dict(base)
@@ -383,7 +383,7 @@ class FSDPadaptOptimizer(BaseOptimizer):
         weights = list(chain(*(saved[index] for index in range(len(groups)))))
         loaded = read_indexed(states["base_optim_states"], self.param_groups)
         if isinstance(self.optim, FusedAdam):
-            loaded.slots = [*map(with_numbers, loaded.slots)]
+            loaded.slots = [*map(dequantized, loaded.slots)]
         problems = [
             f"{slot.called('the saved weight')} {found}"
             for slot, weight in zip(loaded.slots, weights, strict=True)

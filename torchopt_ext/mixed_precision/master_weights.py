@@ -112,7 +112,7 @@ class MasterWeights(Controlled):
             }
         return master
 
-    def give_masters(self, needs: Callable[[Tensor], bool]) -> None:
+    def create_masters(self, needs: Callable[[Tensor], bool]) -> None:
         """Makes masters for the 16-bit parameters that have none and satisfy ``needs``."""
         for own, group in zip(self.param_groups, self.optim.param_groups, strict=True):
             held = group["params"]
@@ -166,7 +166,7 @@ class MasterWeights(Controlled):
             self._decide(table, scale, agreement)
             found_inf = None
             if (skip := self.known("skip")) is None:
-                if skips_by_itself(optim):
+                if skips_on_device(optim):
                     found_inf = self.control.found_inf.float()
                 else:
                     skip = self.control.skip.item()
@@ -206,7 +206,7 @@ class MasterWeights(Controlled):
         if table is None or not all(map(operator.is_, groups, table.groups)):
             table = _Table(own, self.optim)
         if table.unfrozen():
-            self.give_masters(lambda param: param.grad is not None)
+            self.create_masters(lambda param: param.grad is not None)
             table = _Table(own, self.optim)
         self._table = table
         table.take_gradients()
@@ -386,7 +386,7 @@ def names_of(number: int, group: dict[str, Any]) -> list[str]:
     ]
 
 
-def skips_by_itself(optim: Optimizer) -> bool:
+def skips_on_device(optim: Optimizer) -> bool:
     """Returns whether a step with ``found_inf`` changes nothing, without help of the host.
 
     torch's fused Adam and AdamW are such optimizers. torch's fused SGD is not, because a skipped

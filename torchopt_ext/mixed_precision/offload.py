@@ -130,10 +130,10 @@ class Offloader:
         self._streams: dict[torch.device, Any] = {}
         optimizer.register_step_pre_hook(lambda *_: self.bring_back())
         optimizer.register_state_dict_pre_hook(lambda _: self.wait())
-        optimizer.register_state_dict_post_hook(self._own_copies)
+        optimizer.register_state_dict_post_hook(self._clone_if_offloaded)
         optimizer.register_load_state_dict_pre_hook(lambda *_: self.bring_back())
 
-    def _own_copies(self, _: Any, states: dict[str, Any]) -> dict[str, Any]:
+    def _clone_if_offloaded(self, _: Any, states: dict[str, Any]) -> dict[str, Any]:
         """Clones offloaded state for a state dict: the next offload overwrites host memory."""
         return tree_map_only(Tensor, Tensor.clone, states) if len(self._origin) else states
 

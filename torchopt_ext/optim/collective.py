@@ -103,7 +103,7 @@ def agree(
 
 
 @contextmanager
-def all_or_none(group: dist.ProcessGroup | None) -> Iterator[None]:
+def fail_together(group: dist.ProcessGroup | None) -> Iterator[None]:
     """Runs local work that fails on all ranks if it fails on one: the others raise, too.
 
     Raises:

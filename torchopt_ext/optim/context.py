@@ -44,7 +44,7 @@ def amp_context(optimizer: Any) -> StepContext:
     return StepContext(attributes.get("grad_scale"), found_inf)
 
 
-def taken_grad_scale(optimizer: Any) -> Any:
+def pop_grad_scale(optimizer: Any) -> Any:
     """Removes and returns a scale that the user set for one step; the scaler multiplies it."""
     return vars(optimizer).pop("grad_scale", None)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchopt_ext.optim.groups import found_by
+from torchopt_ext.optim.groups import params_matching
 
 EMBEDDINGS: tuple[str, ...] = ("embedding",)
 """The default. A row of an embedding has a gradient only in steps in which its token occurs."""
@@ -34,7 +34,7 @@ def check_chosen(chosen: Any) -> None:
                 "parameter"
             )
         if isinstance(item, str):
-            found_by(item, {})
+            params_matching(item, {})
 
 
 def fp32_params(
@@ -71,7 +71,7 @@ def fp32_params(
             found |= names.keys() & set(embeddings)
             continue
         else:
-            own = found_by(item, names)
+            own = params_matching(item, names)
         if not own and not partial:
             raise ValueError(_not_found(item, names))
         found |= own

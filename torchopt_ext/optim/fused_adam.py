@@ -40,7 +40,7 @@ from torchopt_ext.optim.storage import (
 from torchopt_ext.optim.telemetry import TRACKED, track_bits
 from torchopt_ext.statedict.entries import CONTROL_KEY, MASTERS, control_entry, converted
 from torchopt_ext.statedict.loaded import Loaded, Slot, largest_step, raise_problems, read_indexed
-from torchopt_ext.statedict.low_bit import with_numbers
+from torchopt_ext.statedict.low_bit import dequantized
 from torchopt_ext.statedict.masters import read_weights, refresh_master, set_weight
 from torchopt_ext.statedict.moments import fit_moments
 
@@ -274,7 +274,7 @@ class FusedAdam(HookedStep, PlannedStep):
         """
         hooked = run_hooks(self, "load_state_dict_pre", state_dict.copy())
         loaded = read_indexed(hooked, self.param_groups)
-        loaded.slots = [self._without_fillers(with_numbers(slot)) for slot in loaded.slots]
+        loaded.slots = [self._without_own_entries(dequantized(slot)) for slot in loaded.slots]
         raise_problems(loaded.problems(self))
         self.take_loaded(loaded, loaded.counted)
         run_hooks(self, "load_state_dict_post")
@@ -299,7 +299,7 @@ class FusedAdam(HookedStep, PlannedStep):
         self.load_control(loaded.control, counted, made)
         self._loaded_from_itself = own
 
-    def _without_fillers(self, slot: Slot) -> Slot:
+    def _without_own_entries(self, slot: Slot) -> Slot:
         """Drops this optimizer's own entries if the slot has others that should replace them.
 
         torch's set_optimizer_state_dict passes in own entries that a full state dict lacks.
@@ -386,7 +386,7 @@ class FusedAdam(HookedStep, PlannedStep):
         """
         named = [(name, param) for _, _, name, param in param_state.named_group_params(self)]
         if from_ is not None:
-            self.begin_with(read_weights(from_, named, self.keeps_master))
+            self.set_weights_and_state(read_weights(from_, named, self.keeps_master))
             return
         for _, param in named:
             refresh_master(param, self.state.get(param, {}))
@@ -396,7 +396,7 @@ class FusedAdam(HookedStep, PlannedStep):
         return self._storage.master_of(param) is not None
 
     @torch.no_grad()
-    def begin_with(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    def set_weights_and_state(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Sets weights. If this makes masters, makes all state, which is saved as a whole."""
         self.set_weights(pairs)
         params = (param for *_, param in param_state.named_group_params(self))

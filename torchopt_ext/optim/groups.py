@@ -70,7 +70,10 @@ def param_groups(
             raise ValueError(f"Invalid {name}: {value}, expected a finite number of 0 or more")
     names, kinds = _names_and_kinds(model)
     plain = [pattern for pattern in no_decay if pattern not in KINDS]
-    found = {pattern: found_by(pattern, names) for pattern in dict.fromkeys([*plain, *multipliers])}
+    found = {
+        pattern: params_matching(pattern, names)
+        for pattern in dict.fromkeys([*plain, *multipliers])
+    }
     if unfound := [pattern for pattern in found if not found[pattern]]:
         known = [name for own in names.values() for name in own]
         nearest = {p: difflib.get_close_matches(p, known, n=3, cutoff=0.0) for p in unfound}
@@ -130,7 +133,7 @@ def _kinds(module: nn.Module, name: str, param: nn.Parameter) -> Iterator[str]:
         yield "embedding"
 
 
-def found_by(pattern: str, names: Mapping[Any, Sequence[str]]) -> set[torch.Tensor]:
+def params_matching(pattern: str, names: Mapping[Any, Sequence[str]]) -> set[torch.Tensor]:
     """Returns the parameters with a name in which the pattern is found.
 
     Raises:

@@ -73,7 +73,7 @@ def inner_step(optimizer: Any, context: StepContext, *args: Any, **kwargs: Any) 
     with amp_attributes(optimizer, context):
         if is_patched(optimizer):
             return optimizer.step(*args, **kwargs)
-        _torch.note_step(optimizer)
+        _torch.mark_step_for_schedulers(optimizer)
         return with_own_hooks(optimizer, _torch.step_without_hooks(optimizer), args, kwargs)
 
 
@@ -100,7 +100,7 @@ def with_own_hooks(
             if (changed := hook(optimizer, args, kwargs)) is not None:
                 args, kwargs = changed
         result = step(*args, **kwargs)
-        _torch.tell_profiler(optimizer)
+        _torch.profiler_step_hook(optimizer)
         for hook in _torch.hooks(optimizer, "step_post"):
             hook(optimizer, args, kwargs)
     return result

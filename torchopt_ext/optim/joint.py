@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchopt_ext._C import clear_gradients
-from torchopt_ext._torch import any_step_hooks, note_step
+from torchopt_ext._torch import any_step_hooks, mark_step_for_schedulers
 from torchopt_ext.ops import CONTROL_FIELDS
 from torchopt_ext.optim.context import ALONE, amp_context
 from torchopt_ext.optim.fused_adam import FusedAdam
@@ -75,7 +75,7 @@ class JointStep(PlannedStep):
         self.parameter_names = {p: n for o in optimizers for p, n in o.parameter_names.items()}
         self._init_control()
         self._common: dict[str, Any] = {"params": self.params}  # a group that stands for all
-        self._blocks_of_all: Tensor | None = None  # the optimizers' control blocks, stacked
+        self._stacked_controls: Tensor | None = None  # the optimizers' control blocks, stacked
 
     def step_gradients(
         self, gradients: Mapping[int, Tensor], step_one: Callable[[FusedAdam], Any]
@@ -153,17 +153,17 @@ class JointStep(PlannedStep):
         """Records the step in the optimizers' control blocks, and for their schedulers."""
         for i in positions:
             optimizer = self.optimizers[i]
-            note_step(optimizer)
+            mark_step_for_schedulers(optimizer)
             optimizer._norm_measured = False
         device = self.default_device
         block, accumulator = self._block(device)
-        if self._blocks_of_all is None or self._blocks_of_all.device != device:
+        if self._stacked_controls is None or self._stacked_controls.device != device:
             with torch.inference_mode(False):
-                self._blocks_of_all = torch.stack([o._block(device)[0] for o in self.optimizers])
-            for optimizer, own in zip(self.optimizers, self._blocks_of_all, strict=True):
+                self._stacked_controls = torch.stack([o._block(device)[0] for o in self.optimizers])
+            for optimizer, own in zip(self.optimizers, self._stacked_controls, strict=True):
                 optimizer._blocks[device] = own, accumulator
         stepped: Any = slice(None)
         if len(positions) < len(self.optimizers):
             stepped = moved(torch.tensor([*positions]), device)
-        self._blocks_of_all[stepped, _DECISION] = block[_DECISION]
-        self._blocks_of_all[stepped, _STEPS] += 1
+        self._stacked_controls[stepped, _DECISION] = block[_DECISION]
+        self._stacked_controls[stepped, _STEPS] += 1

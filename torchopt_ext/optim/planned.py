@@ -17,7 +17,7 @@ from torchopt_ext.optim.norm_in_backward import NOTHING, Measured, NormInBackwar
 from torchopt_ext.optim.storage import Place, Storage, param_problem
 from torchopt_ext.optim.telemetry import TRACKED, Telemetry, keep_digests, telemetry_of
 from torchopt_ext.statedict.entries import CONTROL_KEY
-from torchopt_ext.statedict.masters import keep_up
+from torchopt_ext.statedict.masters import refresh_stale_elements
 
 
 class _Built(NamedTuple):
@@ -132,7 +132,7 @@ class PlannedStep(Controlled, Optimizer):
                 raise RuntimeError(f"{name} is not one float32 element on {self.default_device}")
         self._scaler_tensors(context, self.default_device)
 
-    def step_alone(self, context: StepContext, again: bool = True) -> bool:
+    def local_step(self, context: StepContext, again: bool = True) -> bool:
         """Makes the whole step in one call into C++, if the plan has one part with its own norm.
 
         Returns False, with nothing changed, if the step must be made piece by piece.
@@ -153,7 +153,7 @@ class PlannedStep(Controlled, Optimizer):
         ):
             return True
         self._rebuild()
-        return again and self.step_alone(context, again=False)
+        return again and self.local_step(context, again=False)
 
     def collect(self) -> _Built:
         """Gives this step's gradients to a plan that fits; the caller must release the plan."""
@@ -177,7 +177,7 @@ class PlannedStep(Controlled, Optimizer):
         for squares in known.squares.get(self._built.parts[part], ()):
             accumulator += squares
 
-    def distrust_measured(self) -> None:
+    def discard_measured(self) -> None:
         """Discards what backward has measured, so that this step measures all gradients."""
         if self.norm_in_backward is not None:
             self.norm_in_backward.spoil()
@@ -238,7 +238,7 @@ class PlannedStep(Controlled, Optimizer):
         self._digests = self._seen_digests()
         self._forget_plan()
         for param in self._loaded_from_itself:
-            keep_up(param, self.state.get(param, {}))
+            refresh_stale_elements(param, self.state.get(param, {}))
         self._loaded_from_itself = ()
         self._init_states(
             lambda param: param.grad is not None and "step" not in self.state.get(param, ())

@@ -149,7 +149,7 @@ def _fit_state(
             continue
         if found := tensor_problem(state[name], param, MASTERS.get(name)):
             raise ValueError(f"{name} of {what} {found}")
-        kept = storage.moment_dtype(param) if storage.says_moment_dtype else state[name].dtype
+        kept = storage.moment_dtype(param) if storage.fixes_moment_dtype else state[name].dtype
         state[name] = _fit(state[name], param, MASTERS.get(name, kept))
 
 

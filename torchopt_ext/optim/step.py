@@ -41,11 +41,11 @@ def fused_step(optimizers: Sequence[PlannedStep], context: StepContext = ALONE) 
         _warn_of_fixed_lr(optimizers)
     if context.found_inf is not None and context.grad_scale is None:
         for optimizer in optimizers:  # a scaler has unscaled, which version counters do not show
-            optimizer.distrust_measured()
+            optimizer.discard_measured()
     _begin_use(optimizers)
     try:
         alone = len(optimizers) == 1 and context.measured is None
-        if not (alone and optimizers[0].step_alone(context)):
+        if not (alone and optimizers[0].local_step(context)):
             agreement = agreement or Agreement()
             _step_together(optimizers, context, agreement)
         for optimizer in optimizers:

@@ -64,7 +64,7 @@ class Storage:
         return self.state_dtype or own  # type: ignore[return-value]
 
     @property
-    def says_moment_dtype(self) -> bool:
+    def fixes_moment_dtype(self) -> bool:
         """Whether moments of another dtype are converted; otherwise they stay as they are."""
         return self.master_weights is not None or self.state_dtype is not None
 

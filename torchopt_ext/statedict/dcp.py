@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from torchopt_ext._torch import set_element
-from torchopt_ext.optim.collective import agree, all_or_none
+from torchopt_ext.optim.collective import agree, fail_together
 from torchopt_ext.optim.quantized import SCALES, can_quantize, scales_like
 from torchopt_ext.statedict.entries import BY_INDEX, BY_NAME, REQUIRED, WITH_BASE, required_of
 from torchopt_ext.statedict.loaded import load_whole, raise_problems, read_indexed
@@ -94,7 +94,7 @@ def load(
     optimizers = {key: value for key, value in state_dict.items() if isinstance(value, Optimizer)}
     loaded = read_optimizers(optimizers, storage_reader, group) if optimizers else {}
     for key, states in loaded.items():
-        with all_or_none(group):
+        with fail_together(group):
             optimizer = optimizers[key]
             if type(optimizer) in REQUIRED:  # torch's classes, which check less
                 raise_problems(read_indexed(states, optimizer.param_groups).problems(optimizer))
@@ -142,7 +142,7 @@ def read_optimizers(
     read(values, reader, group, "the optimizer state")
     loaded: dict[str, dict[str, Any]] = {key: {} for key in saved}
     tensors: dict[str, Any] = {}
-    with all_or_none(group):
+    with fail_together(group):
         for key, entries in saved.items():
             ids = {str(i): i for fqn in id_lists(entries) for i in values[fqn]}
             own = getattr(optimizers[key], "checkpoint_buffers", None)

@@ -199,7 +199,7 @@ def complete(parts: Sequence[ModelPart]) -> dict[Tensor, str]:
             init_state(optimizer)
             if not optimizer.state:
                 get_optimizer_state_dict(part, optimizer)  # torch creates the state
-        named: dict[str, Any] = get_optimizer_state_dict(part, _Nameless(params))
+        named: dict[str, Any] = get_optimizer_state_dict(part, _NamingOptimizer(params))
         (group,) = named["param_groups"]
         known = {*names.values()}
         for param, fqn in zip(params, group["params"], strict=True):
@@ -264,7 +264,7 @@ def _groups(
             yield optimizer, group, {**saved, "params": own}, by_name
 
 
-class _Nameless(Optimizer):
+class _NamingOptimizer(Optimizer):
     """An optimizer whose parameters torch names; its entry of state keeps torch from a step."""
 
     def __init__(self, params: list[Tensor]) -> None:

@@ -20,7 +20,7 @@ _WRAPPED = "__bnb_optimizer_quant_state__"
 _BLOCK = 256  # consecutive elements in memory that share a scale
 
 
-def with_numbers(slot: Slot) -> Slot:
+def dequantized(slot: Slot) -> Slot:
     """Returns the slot with float moments. Unreadable entries stay, so that a check names them."""
     entry = dict(slot.entry)
     if isinstance(wrapped := entry.pop(_WRAPPED, None), Mapping):

@@ -52,7 +52,7 @@ def refresh_master(param: Tensor, state: dict[str, Any]) -> None:
         local_tensor(state[name]).zero_()
 
 
-def keep_up(param: Tensor, state: dict[str, Any]) -> None:
+def refresh_stale_elements(param: Tensor, state: dict[str, Any]) -> None:
     """Sets elements of an fp32 master weight that do not round to the parameter to its values."""
     if MASTER in state:
         master = local_tensor(state[MASTER])

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from torchopt_ext.optim.collective import agree, all_gather_text, all_or_none
+from torchopt_ext.optim.collective import agree, all_gather_text, fail_together
 from torchopt_ext.statedict import dcp
 from torchopt_ext.trainer import checkpoint_files as files
 from torchopt_ext.trainer import checkpoint_states as states_of
@@ -96,13 +96,13 @@ class CheckpointManager:
         self._refused: set[int] = set()
         self._done: int | None = None  # the last step that this process saved in full
         self._left_out = False  # whether skipped steps delay a periodic save
-        self._unfit: set[str] = set()  # keys that checkpoints leave out
-        self._went_back_to: int | None = None  # load_step, until the first save
+        self._dropped_keys: set[str] = set()  # keys that checkpoints leave out
+        self._resumed_step: int | None = None  # load_step, until the first save
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._remover = ThreadPoolExecutor(1, "checkpoint-removal")
         self._pending: tuple[int, Future[None]] | None = None
         self._staged: Staged | None = None
-        with all_or_none(self._group):
+        with fail_together(self._group):
             # A replica group must not touch files that another group may be saving.
             if self._rank == 0 and not self._config.load_only and self._manager is None:
                 files.recover(self.folder)
@@ -146,7 +146,7 @@ class CheckpointManager:
         if model_only or self._done != curr_step:
             self._start(curr_step, "model" if model_only else "full", last, force, begin)
         if last and curr_step and self._config.export_safetensors:
-            with all_or_none(self._group):
+            with fail_together(self._group):
                 if self._rank == 0:
                     checkpoint = self.folder / f"step-{curr_step}"
                     export_safetensors(checkpoint, f"{checkpoint}.safetensors", self._export_dtype)
@@ -184,7 +184,7 @@ class CheckpointManager:
         state: Any = None
         self._staged = None
         try:
-            with all_or_none(self._group):
+            with fail_together(self._group):
                 try:
                     state = self._state(contents, exported)
                 except (TypeError, ValueError) as error:
@@ -195,7 +195,7 @@ class CheckpointManager:
         except Exception as error:  # the states' owners may raise any kind of error
             self._staged = None
             raise self._failure(step, error) from error
-        with all_or_none(self._group):
+        with fail_together(self._group):
             if unfit:
                 raise unfit
         return state
@@ -216,10 +216,10 @@ class CheckpointManager:
             except (TypeError, ValueError) as error:
                 if key not in self._config.exclude_from_loading:
                     raise
-                if key not in self._unfit:
+                if key not in self._dropped_keys:
                     text = "Checkpoints are without %s, which is excluded from loading: %s"
                     logger.warning(text, key, error)
-                    self._unfit.add(key)
+                    self._dropped_keys.add(key)
         return state
 
     @property
@@ -237,7 +237,7 @@ class CheckpointManager:
         saving = files.saving_folder(self.folder, step)
         try:
             writer = Writer(saving)
-            with all_or_none(self._group):
+            with fail_together(self._group):
                 state = state.result() if isinstance(state, Staged) else state
             dcp_save(
                 state,
@@ -247,12 +247,12 @@ class CheckpointManager:
                 no_dist=self._group is None,
             )
             manifest = Manifest(step, contents, self._gathered(writer.written))
-            with all_or_none(self._group):
+            with fail_together(self._group):
                 if self._rank == 0:
-                    if self._went_back_to is not None:
-                        files.abandon(self.folder, self._went_back_to)
+                    if self._resumed_step is not None:
+                        files.abandon(self.folder, self._resumed_step)
                     files.commit(self.folder, manifest)
-            self._went_back_to = None
+            self._resumed_step = None
         except (Exception, CheckpointException) as error:  # the latter is no Exception
             if self._rank == 0:
                 shutil.rmtree(saving, ignore_errors=True)
@@ -334,7 +334,7 @@ class CheckpointManager:
             return False
         begin = time.monotonic()
         self._finish_pending(raises=True)
-        self._went_back_to = None if step == -1 else step
+        self._resumed_step = None if step == -1 else step
         if step != -1:
             checkpoint = self.folder / f"step-{step}"
             if not self._agreed(checkpoint.is_dir()):
@@ -400,7 +400,7 @@ class CheckpointManager:
     def _load(self, checkpoint: Path, step: int, *, model_only: bool, begin: float) -> None:
         excluded = () if model_only else self._config.exclude_from_loading
         reader = dcp.Reader(checkpoint)
-        with all_or_none(self._group):
+        with fail_together(self._group):
             metadata = reader.read_metadata()
             model = {} if MODEL in excluded else self._model_state()
             model = states_of.model_to_load(model, metadata, checkpoint)
@@ -414,7 +414,7 @@ class CheckpointManager:
         wanted = model | rest | found
         alone = self._group is None
         dcp.load(wanted, storage_reader=reader, process_group=self._group, no_dist=alone)
-        with all_or_none(self._group):
+        with fail_together(self._group):
             if model:
                 states_of.set_model_state(self._model_parts, wanted)
             for key, owner in plain.items():

@@ -42,7 +42,7 @@ def _placed(param: nn.Parameter) -> object:
 
 
 @torch.no_grad()
-def give_weights(
+def init_parts(
     model_parts: list[nn.Module], ties: list[list[str]], job_config: JobConfig, device: torch.device
 ) -> None:
     """Allocates the parts, calls their `init_weights`, and sets them to training mode.

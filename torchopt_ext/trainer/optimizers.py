@@ -19,7 +19,7 @@ from torchopt_ext.containers.build import (
     reject_ineffective,
 )
 from torchopt_ext.optim import FusedAdam
-from torchopt_ext.optim.collective import all_gather_text, all_or_none
+from torchopt_ext.optim.collective import all_gather_text, fail_together
 from torchopt_ext.optim.fp32_moments import fp32_params, is_8_bit
 from torchopt_ext.statedict.entries import unwrapped
 from torchopt_ext.trainer.config import ConfigError, JobConfig, as_config_error
@@ -64,7 +64,7 @@ def build_optimizers(
 
     Raises:
         ConfigError: The optimizer's name is unknown; a setting has no effect (in a pipeline
-            `build_in_stages` checks this); torch's optimizers should step in backward, and clip or
+            `build_for_stage` checks this); torch's optimizers should step in backward, and clip or
             skip; low-precision shards or ZeRO without implementation "fused"; ZeRO in backward or
             with fault tolerance.
         AssertionError: The implementation is unknown.
@@ -98,7 +98,7 @@ def build_optimizers(
     partition = job_config.parallelism.zero
     if partition == "none":
         stages = job_config.parallelism.pipeline_parallel_degree > 1
-        no_group = SimpleNamespace(get_group=lambda: None)  # build_in_stages sets it later
+        no_group = SimpleNamespace(get_group=lambda: None)  # build_for_stage sets it later
         dims = SimpleNamespace(pp_enabled=stages, ep_enabled=False, get_mesh=lambda name: no_group)
         return containers.build_optimizers(model_parts, config, dims, ft_manager)
     if config.implementation != "fused" or config.early_step_in_backward:
@@ -124,7 +124,7 @@ def clips_in_step(optimizers: OptimizersContainer[Any]) -> bool:
     return all(isinstance(one, FusedAdam) and one.max_grad_norm is not None for one in stepping)
 
 
-def build_in_stages(
+def build_for_stage(
     build: Callable[[], OptimizersContainer[Any]], job_config: JobConfig, process_group: Any
 ) -> OptimizersContainer[Any]:
     """Builds the optimizers of one pipeline stage. All stages clip and skip by one norm.
@@ -137,7 +137,7 @@ def build_in_stages(
         ConfigError: No stage has a trainable parameter, a setting has no effect in any stage, or a
             stage's settings are wrong. All ranks raise.
     """
-    with as_config_error(), all_or_none(process_group):
+    with as_config_error(), fail_together(process_group):
         optimizers = build()
     for optimizer in optimizers:
         if isinstance(optimizer, FusedAdam):

@@ -23,12 +23,12 @@ from torchopt_ext.trainer.config import ConfigError, JobConfig, as_config_error
 from torchopt_ext.trainer.extras import import_custom
 from torchopt_ext.trainer.failures import record
 from torchopt_ext.trainer.garbage import GarbageCollection
-from torchopt_ext.trainer.initial_weights import give_weights, tied_names
+from torchopt_ext.trainer.initial_weights import init_parts, tied_names
 from torchopt_ext.trainer.metrics import MetricsProcessor, build_metrics_processor
 from torchopt_ext.trainer.model_converter import build_model_converters
 from torchopt_ext.trainer.optimizer_time import OptimizerTime
 from torchopt_ext.trainer.optimizers import (
-    build_in_stages,
+    build_for_stage,
     clips_in_step,
     gradient_accumulation_steps,
 )
@@ -210,14 +210,14 @@ class Trainer(Stateful):
             )  # fmt: skip
         else:
             self.model_parts = [spec.parallelize_fn(model, self.world_mesh, dims, job_config)]
-        give_weights(self.model_parts, ties, job_config, self.device)
+        init_parts(self.model_parts, ties, job_config, self.device)
 
     def _build_optimizers(self) -> None:
         job_config, dims = self.job_config, self.parallel_dims
         arguments = self.model_parts, job_config, self.ft_manager
         build = partial(self.train_spec.build_optimizers_fn, *arguments)
         if dims.pp_enabled:
-            build = partial(build_in_stages, build, job_config, dims.get_mesh("pp").get_group())
+            build = partial(build_for_stage, build, job_config, dims.get_mesh("pp").get_group())
         self.optimizers = build()
         self.lr_schedulers = self.train_spec.build_lr_schedulers_fn(self.optimizers, job_config)
         self.optimizers.register_step_post_hook(

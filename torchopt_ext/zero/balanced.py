@@ -53,12 +53,12 @@ class BalancedBuckets:
         self._laid: list[Tensor] = []  # all parameters
         self._places = b""  # the addresses of all parameters
         # Collectives under way, and the windows they fill.
-        self._returning: dict[Bucket, tuple[list[Any], Tensor | None]] = {}
+        self._updates_in_flight: dict[Bucket, tuple[list[Any], Tensor | None]] = {}
         self._lazy: dict[Tensor, None] = {}  # parameters whose modules wait for them
         self._handles = handles_of(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        self.finish_returns()
+        self.wait_for_updates()
         self.reducer.settle()
         copied = type(self)(self.ranks, self.bucket_elements, sharded_gradients=False)
         for key, value in vars(self).items():
@@ -152,7 +152,7 @@ class BalancedBuckets:
 
     def take_gradients(self) -> None:
         """Gives every part its gradient, cut out of the parameter's or reduced to this rank."""
-        self.finish_returns()
+        self.wait_for_updates()
         if self.reducer.active:
             self.reducer.finish()  # first: the code below may raise while other ranks wait
         if _C.addresses(self._laid) != self._places:
@@ -192,7 +192,7 @@ class BalancedBuckets:
     # ---- returning parameters ---------------------------------------------------------------
 
     @torch.no_grad()
-    def return_params(self) -> None:
+    def send_updates(self) -> None:
         """Sends every rank's updated elements to all other ranks."""
         if self.ranks.size == 1:
             return
@@ -201,13 +201,15 @@ class BalancedBuckets:
                 if not bucket.returned:
                     continue
                 if not self.gathers and bucket.flat.is_cpu:
-                    self._returning[bucket] = self._broadcast(bucket)
+                    self._updates_in_flight[bucket] = self._broadcast(bucket)
                     continue
-                if len(self._returning) >= IN_FLIGHT:  # each holds a second copy of its bucket
-                    self.finish_returns(list(self._returning)[:1])
-                self._returning[bucket] = self._gather(bucket)
-        self.finish_returns(
-            [b for b in self._returning if not b.starts.keys() <= self._lazy.keys()]
+                if (
+                    len(self._updates_in_flight) >= IN_FLIGHT
+                ):  # each holds a second copy of its bucket
+                    self.wait_for_updates(list(self._updates_in_flight)[:1])
+                self._updates_in_flight[bucket] = self._gather(bucket)
+        self.wait_for_updates(
+            [b for b in self._updates_in_flight if not b.starts.keys() <= self._lazy.keys()]
         )
 
     def _gather(self, bucket: Bucket) -> tuple[list[Any], Tensor | None]:
@@ -233,10 +235,10 @@ class BalancedBuckets:
         return works, None
 
     @torch.no_grad()
-    def finish_returns(self, buckets: Iterable[Bucket] | None = None) -> None:
+    def wait_for_updates(self, buckets: Iterable[Bucket] | None = None) -> None:
         """Waits until the parameters of the given buckets, by default all, have arrived."""
-        for bucket in list(self._returning) if buckets is None else buckets:
-            works, gathered = self._returning.pop(bucket)
+        for bucket in list(self._updates_in_flight) if buckets is None else buckets:
+            works, gathered = self._updates_in_flight.pop(bucket)
             with collective("returning the updated parameters", self.ranks.timeout):
                 for work in works:
                     wait(work)
@@ -259,12 +261,14 @@ class BalancedBuckets:
                 self._handles.append(hooked.register_load_state_dict_pre_hook(wait))
 
     def _wait(self, *_: Any) -> None:
-        self.finish_returns()
+        self.wait_for_updates()
 
     def _wait_for(self, module: torch.nn.Module, *_: Any) -> None:
-        if self._returning:
+        if self._updates_in_flight:
             own = set(module.parameters())
-            self.finish_returns([b for b in self._returning if not own.isdisjoint(b.starts)])
+            self.wait_for_updates(
+                [b for b in self._updates_in_flight if not own.isdisjoint(b.starts)]
+            )
 
 
 def row_length(param: Tensor) -> int:

@@ -25,7 +25,7 @@ from torchopt_ext.optim.collective import (
 )
 from torchopt_ext.zero import metadata
 from torchopt_ext.zero.part import view_in
-from torchopt_ext.zero.ranks import STAGING, batches, flat_memory
+from torchopt_ext.zero.ranks import MAX_PACKED_BYTES, batches, flat_memory
 
 _CONSOLIDATING = "consolidating the optimizer state"
 
@@ -89,7 +89,7 @@ def gather_entries(
 ) -> dict[int, dict[Any, Any]] | None:
     """Gathers the entries of all ranks on rank `to`. All ranks call it.
 
-    In addition to the result, a rank needs memory for one message (STAGING) and for one tensor
+    In addition to the result, a rank needs memory for one message (MAX_PACKED_BYTES) and for one tensor
     that is not dense.
 
     Returns:
@@ -128,7 +128,7 @@ def gather_entries(
 
 def _described(entries: Sequence[Entry]) -> tuple[str, list[Tensor]]:
     """Returns a header that tells all ranks what this rank has, and the tensors it describes."""
-    described, tensors = [], list[Tensor]()
+    describe_params, tensors = [], list[Tensor]()
     for entry in entries:
         where, full = f"state of parameter {entry.index} [{entry.name!r}]", None
         text, own = metadata.encode({entry.name: entry.value}, where)
@@ -152,9 +152,9 @@ def _described(entries: Sequence[Entry]) -> tuple[str, list[Tensor]]:
                 )
         # The layout is torch.clone's: dense tensors keep their strides.
         layouts = [(t.dtype, t.shape, torch.empty_like(t, device="meta").stride()) for t in own]
-        described.append((entry.index, entry.name, full, entry.begin, text, layouts))
+        describe_params.append((entry.index, entry.name, full, entry.begin, text, layouts))
         tensors += own
-    return metadata.encode(described, "header")[0], tensors
+    return metadata.encode(describe_params, "header")[0], tensors
 
 
 def _send(tensors: Sequence[Tensor], to: int, group: dist.ProcessGroup) -> None:
@@ -162,7 +162,7 @@ def _send(tensors: Sequence[Tensor], to: int, group: dist.ProcessGroup) -> None:
     for batch in batches(tensors):
         data = [_memory(tensor) for tensor in batch]
         packed = data[0] if len(data) == 1 else torch.cat([memory.to(device) for memory in data])
-        for piece in torch.split(packed, STAGING):
+        for piece in torch.split(packed, MAX_PACKED_BYTES):
             wait(dist.isend(piece.to(device), group=group, group_dst=to))
 
 
@@ -171,7 +171,7 @@ def _receive(places: Sequence[Tensor], source: int, group: dist.ProcessGroup) ->
     for batch in batches(places):
         sizes = [place.numel() for place in batch]
         packed = batch[0] if len(batch) == 1 else batch[0].new_empty(sum(sizes))
-        for piece in torch.split(packed, STAGING):
+        for piece in torch.split(packed, MAX_PACKED_BYTES):
             received = piece if device.type == "cpu" else torch.empty_like(piece, device=device)
             wait(dist.irecv(received, group=group, group_src=source))
             piece.copy_(received)

@@ -102,7 +102,7 @@ register(FusedAdam, FunctionalFusedAdam)
 register(FusedAdamW, FunctionalFusedAdamW)
 
 
-def without_partial(optimizer_class: Any, defaults: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def unwrap_partial(optimizer_class: Any, defaults: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Unwraps functools.partial, because its arguments decide how the ranks work together."""
     while isinstance(optimizer_class, functools.partial) and not optimizer_class.args:
         defaults = {**optimizer_class.keywords, **defaults}

@@ -59,7 +59,7 @@ def check_dense(params: Sequence[Tensor], allow_mixed_dtypes: bool) -> None:
             )
 
 
-def described(groups: Sequence[dict[str, Any]]) -> list[str]:
+def describe_params(groups: Sequence[dict[str, Any]]) -> list[str]:
     """Describes each parameter in one line, equal on all ranks that hold the same model."""
     return [
         f"{name!r}: " * bool(name)

@@ -18,7 +18,7 @@ from torchopt_ext.zero.sharded import ShardedOptimizer
 
 
 class _Hook(JoinHook):
-    def __init__(self, zero: "StepsAlong") -> None:
+    def __init__(self, zero: "JoinSupport") -> None:
         self.zero, self.ended = zero, False
         super().__init__()
 
@@ -35,7 +35,7 @@ class _Hook(JoinHook):
         self.ended = True
 
 
-class StepsAlong(ShardedOptimizer, Joinable):
+class JoinSupport(ShardedOptimizer, Joinable):
     """A sharded optimizer's behavior in a Join context."""
 
     # The hook given to the Join context. If an exception ends the context, no method of the hook is

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from torchopt_ext import ops
 from torchopt_ext.optim import FusedAdam
-from torchopt_ext.optim.collective import all_or_none, collective, wait
+from torchopt_ext.optim.collective import collective, fail_together, wait
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, fp32_params, is_8_bit
 from torchopt_ext.optim.hooks import inner_step
@@ -55,7 +55,7 @@ def fused(zero: ShardedOptimizer) -> FusedAdam:
 def refresh_masters(zero: ShardedOptimizer, from_: Mapping[Any, Tensor] | None) -> None:
     """Sets this rank's masters from the parameters, or both from the given weights."""
     optim = fused(zero)
-    with all_or_none(zero.process_group):
+    with fail_together(zero.process_group):
         named = [(name, param) for _, _, name, param in named_group_params(cast(Optimizer, zero))]
         pairs = [] if from_ is None else read_weights(from_, named, optim.keeps_master)
     if from_ is None:
@@ -64,7 +64,9 @@ def refresh_masters(zero: ShardedOptimizer, from_: Mapping[Any, Tensor] | None) 
         param.copy_(weight)  # on every rank; rounds as the rank that owns the master does
     weight_of = dict(pairs)
     parts = [zero.parts.part_of(own) for own in chain(*zero.parts.mine)]
-    optim.begin_with((p.tensor, p.of(weight_of[p.param])) for p in parts if p.param in weight_of)
+    optim.set_weights_and_state(
+        (p.tensor, p.of(weight_of[p.param])) for p in parts if p.param in weight_of
+    )
     zero._consolidated = None
 
 
@@ -126,7 +128,7 @@ def copy_settings(source: list[dict[str, Any]], target: list[dict[str, Any]]) ->
                 other[key] = value
 
 
-def step_alone(zero: ShardedOptimizer, context: StepContext, kwargs: dict[str, Any]) -> Any:
+def local_step(zero: ShardedOptimizer, context: StepContext, kwargs: dict[str, Any]) -> Any:
     """Makes the local step: takes this rank's gradients, and fires no global hooks.
 
     A closure in ``kwargs`` computes the gradients, so they are taken after it. The local optimizer
@@ -216,4 +218,4 @@ def reject(zero: ShardedOptimizer, agreement: Agreement, *, with_norm: bool) -> 
             total = ops.new_accumulator(zero._default_device) if with_norm else None
             agree(zero, agreement, rejects=True, total=total)
         elif agreement.accepted:  # the step failed midway: the other ranks return parameters
-            agree(zero, agreement, rejects=True, meanwhile=zero.parts.return_params)
+            agree(zero, agreement, rejects=True, meanwhile=zero.parts.send_updates)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torchopt_ext import _C, ops
 from torchopt_ext._torch import is_hook_table
 from torchopt_ext.optim import FusedAdam
-from torchopt_ext.optim.collective import all_or_none, use_device, waits_at_most
+from torchopt_ext.optim.collective import fail_together, use_device, waits_at_most
 from torchopt_ext.optim.context import ALONE, StepContext
 from torchopt_ext.optim.control import ControlView
 from torchopt_ext.optim.fp32_moments import is_8_bit
@@ -26,9 +26,9 @@ from torchopt_ext.zero import local_optimizer
 from torchopt_ext.zero import state as zero_state
 from torchopt_ext.zero.balanced import BalancedBuckets
 from torchopt_ext.zero.exchange import check_same
-from torchopt_ext.zero.functional import constructor_of, without_partial
-from torchopt_ext.zero.inputs import check_dense, check_elementwise, check_owners, described
-from torchopt_ext.zero.join import StepsAlong
+from torchopt_ext.zero.functional import constructor_of, unwrap_partial
+from torchopt_ext.zero.inputs import check_dense, check_elementwise, check_owners, describe_params
+from torchopt_ext.zero.join import JoinSupport
 from torchopt_ext.zero.overlap import OverlapInfo, OverlapStatus, assign_buckets
 from torchopt_ext.zero.ranks import Ranks, bounded
 from torchopt_ext.zero.whole import WholeTensors
@@ -36,7 +36,7 @@ from torchopt_ext.zero.whole import WholeTensors
 logger = logging.getLogger(__name__)
 
 
-class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
+class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
     """Divides an optimizer's state, and the work of its step, among the ranks of a group.
 
     It replaces torch.distributed.optim.ZeroRedundancyOptimizer (ZeRO stage 1, arXiv:1910.02054).
@@ -100,7 +100,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
         self.initialized = False
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self._allow_mixed_dtypes = allow_mixed_dtypes
-        optimizer_class, defaults = without_partial(optimizer_class, defaults)
+        optimizer_class, defaults = unwrap_partial(optimizer_class, defaults)
         self._optim_defaults = defaults
         self._overlap_with_ddp = overlap_with_ddp
         self._overlap_info = OverlapInfo(self.world_size)
@@ -111,10 +111,10 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
         self._consolidated: tuple[Any, ...] | None = None
         balanced = partition == "balanced"
         with waits_at_most(timeout):
-            with all_or_none(self.process_group):
+            with fail_together(self.process_group):
                 # The local optimizer adds its defaults to the groups, in its arguments' order.
                 Optimizer.__init__(self, params, defaults if overlap_with_ddp else {})
-                StepsAlong.__init__(self)
+                JoinSupport.__init__(self)
                 self._all_params = [p for group in self.param_groups for p in group["params"]]
                 if not self._all_params:
                     raise ValueError("ZeroRedundancyOptimizer got an empty parameter list")
@@ -141,7 +141,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
                 self._optim_constructor = constructor_of(
                     optimizer_class, overlap_with_ddp, defaults
                 )
-            check_same(described(self.param_groups), "parameters", self.process_group)
+            check_same(describe_params(self.param_groups), "parameters", self.process_group)
             self._is_trainable_mask = _C.requires_grad(self._all_params)
             self.parts: WholeTensors | BalancedBuckets
             if balanced:
@@ -152,7 +152,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
                     self.ranks, bucket_view=view, count_frozen=compat == "torch"
                 )
             if not overlap_with_ddp:
-                with all_or_none(self.process_group):
+                with fail_together(self.process_group):
                     self._assign(params_per_rank)
                     local_optimizer.build(self)
                 self.parts.ready()
@@ -196,7 +196,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
             raise RuntimeError("overlap_with_ddp=True supports one param group only")
         count = len(self.param_groups)
         try:
-            with all_or_none(self.process_group):
+            with fail_together(self.process_group):
                 super().add_param_group({**param_group})
                 group = self.param_groups[-1]
                 params = self._all_params + group["params"]
@@ -204,7 +204,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
                 # fp32_moments may hold parameters of other groups.
                 others = {k: v for k, v in self._optim_defaults.items() if k != "fp32_moments"}
                 self._optim_constructor([dict(group)], **others)
-            check_same(described(self.param_groups), "parameters", self.process_group)
+            check_same(describe_params(self.param_groups), "parameters", self.process_group)
         except Exception:
             del self.param_groups[count:]
             raise
@@ -255,9 +255,9 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
             local_optimizer.reject(self, agreement, with_norm=fused)
             raise
         if self.world_size == 1 or fused:
-            self.parts.return_params()
+            self.parts.send_updates()
         else:
-            local_optimizer.agree(self, agreement, meanwhile=self.parts.return_params)
+            local_optimizer.agree(self, agreement, meanwhile=self.parts.send_updates)
         return loss
 
     def _local_step(
@@ -278,7 +278,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
                 defaults[key] = self.param_groups[0][key]
             loss = self.optim.step(gradients=gradients)
         else:
-            loss = local_optimizer.step_alone(self, context, kwargs)
+            loss = local_optimizer.local_step(self, context, kwargs)
         local_optimizer.copy_settings(self.optim.param_groups, self.param_groups)
         return loss
 
@@ -456,7 +456,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, StepsAlong):
     def wait_for_params(self) -> None:
         """Waits until all updated parameters have arrived (see :meth:`overlap_forward`)."""
         if isinstance(self.parts, BalancedBuckets):
-            self.parts.finish_returns()
+            self.parts.wait_for_updates()
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clips this rank's parts of the gradients by the norm over all ranks' parts.

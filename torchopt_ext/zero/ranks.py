@@ -17,7 +17,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 LARGE = 1 << 20
 """Tensors of at least this many bytes are sent separately."""
 
-STAGING = 16 << 20
+MAX_PACKED_BYTES = 16 << 20
 """The maximum bytes of tensors packed into one message."""
 
 
@@ -78,7 +78,7 @@ def batches(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
         if tensor.nbytes < LARGE:
             if tensor.nbytes > room:
                 found.append([])
-                room = STAGING
+                room = MAX_PACKED_BYTES
             found[-1].append(tensor)
             room -= tensor.nbytes
     return found

@@ -248,7 +248,7 @@ class Reducer:
                     self._on_gradient(param)
             self.unfrozen.clear()
         self.settle()
-        self._present |= self._used_elsewhere()
+        self._present |= self._used_on_any_rank()
         if self.wrong is not None:
             raise RuntimeError(self.wrong)
         for bucket in self.buckets:
@@ -259,7 +259,7 @@ class Reducer:
                     if self.squares is not None:
                         self.squares.mark(part.tensor, gradient)
 
-    def _used_elsewhere(self) -> set[Tensor]:
+    def _used_on_any_rank(self) -> set[Tensor]:
         """Returns parameters that any rank used since zero_grad; empty if this rank used all."""
         params = list(self.bucket_of)
         if self.ranks.size == 1 or not params:

@@ -18,14 +18,14 @@ from torch import Tensor
 from torch.distributed.checkpoint.storage import StorageReader
 
 from torchopt_ext.optim import FusedAdam
-from torchopt_ext.optim.collective import all_gather_text, all_or_none
+from torchopt_ext.optim.collective import all_gather_text, fail_together
 from torchopt_ext.optim.hooks import run_hooks
 from torchopt_ext.optim.quantized import can_quantize
 from torchopt_ext.optim.storage import Storage
 from torchopt_ext.statedict import dcp
 from torchopt_ext.statedict.entries import CONTROL_KEY, control_entry, converted
 from torchopt_ext.statedict.loaded import Loaded, Slot, load_whole, raise_problems, read_indexed
-from torchopt_ext.statedict.low_bit import with_numbers
+from torchopt_ext.statedict.low_bit import dequantized
 from torchopt_ext.statedict.moments import fit_moments, has_codes
 from torchopt_ext.zero import local_optimizer
 from torchopt_ext.zero.exchange import Entry, gather_entries
@@ -79,7 +79,7 @@ def local_state(zero: ShardedOptimizer) -> tuple[Pieces, dict[str, Any]]:
 
 def consolidated(zero: ShardedOptimizer, to: int) -> tuple[Any, ...]:
     """Gathers all state on rank ``to``, by parameter index, and further entries; () elsewhere."""
-    with all_or_none(zero.process_group):
+    with fail_together(zero.process_group):
         pieces, extra = local_state(zero)
     entries = []
     for index, own in pieces.items():
@@ -133,12 +133,12 @@ def _decoded(slot: Slot) -> Slot:
 
 def load(zero: ShardedOptimizer, state_dict: dict[str, Any]) -> None:
     """Checks an unsharded state dict and copies this rank's part into the local optimizer."""
-    with all_or_none(zero.process_group):
+    with fail_together(zero.process_group):
         parts = local_parts(zero)
         hooked = run_hooks(zero, "load_state_dict_pre", state_dict.copy())
         loaded = read_indexed(hooked, zero.param_groups)
         if isinstance(zero.optim, FusedAdam):
-            loaded.slots = [*map(with_numbers, loaded.slots)]
+            loaded.slots = [*map(dequantized, loaded.slots)]
         raise_problems(loaded.problems(zero.optim))
         slot_of = {slot.param: _decoded(slot) for slot in loaded.slots}
         slots = []
@@ -161,7 +161,7 @@ def load(zero: ShardedOptimizer, state_dict: dict[str, Any]) -> None:
         counted = max(counted for _, counted in found)
     before = zero.optim.state, zero.optim.param_groups
     try:
-        with all_or_none(zero.process_group):
+        with fail_together(zero.process_group):
             if is_fused:
                 zero.optim.take_loaded(Loaded(slots, groups, control=control), counted)
             elif hasattr(zero.optim, "load_state_dict"):
@@ -199,7 +199,7 @@ def sharded_state_dict(zero: ShardedOptimizer) -> dict[str, Any]:
         TypeError: DCP would not restore an entry of this rank unchanged; names the entry.
         ValueError: another rank has such an entry; names the rank and the entry.
     """
-    with all_or_none(zero.process_group):
+    with fail_together(zero.process_group):
         return sharded(zero, elsewhere=False)
 
 

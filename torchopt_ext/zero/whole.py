@@ -123,7 +123,7 @@ class WholeTensors:
     # ---- returning parameters ---------------------------------------------------------------
 
     @torch.no_grad()
-    def return_params(self) -> None:
+    def send_updates(self) -> None:
         """Sends every parameter from its owner to all other ranks."""
         if self.ranks.size == 1:
             return

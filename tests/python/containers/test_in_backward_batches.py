@@ -202,9 +202,9 @@ def test_batches_do_not_show(parts, built, assert_same, training, name, sizes):
 
 def test_one_call_a_batch(parts, built, monkeypatch):
     container, calls = built(parts, {}), []
-    step_alone = PlannedStep.step_alone
+    local_step = PlannedStep.local_step
     monkeypatch.setattr(
-        PlannedStep, "step_alone", lambda *args: calls.append(1) or step_alone(*args)
+        PlannedStep, "local_step", lambda *args: calls.append(1) or local_step(*args)
     )
     train(container, parts, [0])
     assert len(container) == 12 and len(calls) == 1

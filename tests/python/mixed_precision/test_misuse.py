@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from torchopt_ext import FSDPadaptOptimizer, FusedAdamW
-from torchopt_ext.mixed_precision.master_weights import skips_by_itself
+from torchopt_ext.mixed_precision.master_weights import skips_on_device
 
 BASES: dict[str, Any] = {"fused": FusedAdamW, "adamw": AdamW}
 every_base = pytest.mark.parametrize("base", BASES)
@@ -170,7 +170,7 @@ def test_no_mapping_of_state_is_shared(mapping: Any) -> None:
     ],
 )
 def test_whose_steps_skip_without_the_host(optimizer: Any, expected: bool) -> None:
-    assert skips_by_itself(optimizer(parameters())) == expected
+    assert skips_on_device(optimizer(parameters())) == expected
 
 
 def test_the_state_of_another_kind_of_optimizer() -> None:

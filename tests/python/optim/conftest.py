@@ -11,6 +11,6 @@ from .subject import optimizer_inputs
 
 @pytest.fixture
 def kwargs(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Keyword arguments of one of torch's configurations, a fresh copy for each test."""
+    """Returns a fresh copy of the keyword arguments of one of torch's configurations."""
     name, index = request.param
     return dict(optimizer_inputs(name)[index].kwargs)

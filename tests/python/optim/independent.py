@@ -1,4 +1,4 @@
-"""What csrc/kernels/{remainder,stochastic,digest}.h compute, written again in numpy integers.
+"""Computes what csrc/kernels/{remainder,stochastic,digest}.h compute, in numpy integers.
 
 Nothing here calls the library, so that a test against it can fail.
 """
@@ -16,7 +16,7 @@ MASK32 = np.uint64(0xFFFFFFFF)
 
 
 def words(tensor: Tensor) -> Words:
-    """The elements' bits in storage order of a contiguous tensor."""
+    """Returns the elements' bits, in storage order of a contiguous tensor."""
     flat = tensor.detach().contiguous().flatten()
     signed = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
     unsigned = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[flat.element_size()]
@@ -28,7 +28,7 @@ def floats(bits: Words) -> Tensor:
 
 
 def round_to_bf16(bits: Words) -> Words:
-    """float32 bits to bfloat16 bits, to nearest even, by looking at what is cut off."""
+    """Rounds float32 bits to bfloat16 bits, to nearest even, by inspecting the dropped bits."""
     high, low = bits >> np.uint64(16), bits & np.uint64(0xFFFF)
     odd = high & np.uint64(1)
     up = (low > 0x8000) | ((low == 0x8000) & (odd == 1))
@@ -36,19 +36,21 @@ def round_to_bf16(bits: Words) -> Words:
 
 
 def is_upper_tie(bits: Words) -> NDArray[np.bool_]:
-    """Exact ties whose even neighbour is the lower one: the only values a remainder moves."""
+    """Finds exact ties whose even neighbor is the lower one: the only values that a remainder
+    changes."""
     return (bits & np.uint64(0x1FFFF)) == 0x8000
 
 
 def split(bits: Words) -> tuple[Words, NDArray[np.int64]]:
-    """Weight bits and int16 remainder of float32 bits; upper ties become the float below them."""
+    """Returns weight bits and int16 remainder of float32 bits; upper ties become the float below
+    them."""
     exact = bits - is_upper_tie(bits).astype(np.uint64)
     weight = round_to_bf16(exact)
     return weight, exact.astype(np.int64) - (weight << np.uint64(16)).astype(np.int64)
 
 
 def split8(bits: Words) -> tuple[Words, NDArray[np.int64]]:
-    """The same with an int8 remainder: the nearest with which the weight is the pair's nearest.
+    """Returns weight bits and int8 remainder: the nearest whose pair still rounds to the weight.
 
     Ties go down where bit 16 is 0, otherwise up.
     """
@@ -71,9 +73,9 @@ Floats = NDArray[np.float32]
 
 
 def fma(a: Floats, b: Floats, c: Floats) -> Floats:
-    """a * b + c, rounded once to float32.
+    """Computes a * b + c, rounded once to float32.
 
-    The product is exact in float64. The sum is rounded there to odd, so that rounding it again
+    The product is exact in float64. The sum is rounded to odd in float64, so that rounding it again
     does no harm (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums").
     """
     product = np.float64(a) * np.float64(b)
@@ -85,7 +87,7 @@ def fma(a: Floats, b: Floats, c: Floats) -> Floats:
     return odd.astype(np.float32)
 
 
-# ---- random rounding (docs/numerics.md, section 8) -------------------------------------------
+# ---- stochastic rounding (docs/numerics.md, section 8) ---------------------------------------
 
 GOLDEN = 0x9E3779B97F4A7C15
 
@@ -108,7 +110,7 @@ PARAM, EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ, MASTER = range(5)
 
 
 def draws(seed: int, step: int, parameter: int, elements: Words, what: int) -> Words:
-    """The 16 random bits that decide about one stored value of each element below 2**20."""
+    """Returns the 16 random bits that round one stored value of each element below 2**20."""
     x = mix64(mix64((seed + GOLDEN) % 2**64) ^ (step << 32 | parameter))
     x = mix64(x)
     keys = [np.uint64(key) for key in (x % 2**32, x >> 32)]
@@ -122,12 +124,13 @@ def draws(seed: int, step: int, parameter: int, elements: Words, what: int) -> W
 
 
 def round_stochastically(bits: Words, random: Words) -> Words:
-    """float32 bits to bfloat16 bits: up where the cut-off part and the draw make a carry."""
+    """Rounds float32 bits to bfloat16 bits: up if the dropped bits plus the draw carry."""
     return (bits + random) >> np.uint64(16)
 
 
 def round_to_24_bits_stochastically(bits: Words, random: Words) -> Words:
-    """What a weight and its int8 remainder stand for; upper ties go to either side by a coin."""
+    """Rounds to the values a weight plus int8 remainder can hold; a random bit decides upper
+    ties."""
     rounded = (bits + (random & np.uint64(0xFF))) & ~np.uint64(0xFF)
     aside = np.where(random & np.uint64(0x100), np.uint64(0x100), MASK32 - np.uint64(0xFF))
     return np.where(is_upper_tie(rounded), (rounded + aside) & MASK32, rounded)
@@ -151,9 +154,10 @@ def element_factor(parameter: int, elements: Words) -> NDArray[np.int64]:
 
 
 def digest_array(tensor: Tensor, parameter: int, role: int, places: list[int] | None = None) -> int:
-    """Of one contiguous tensor of less than 2**20 elements: signed 16-bit halves times the odd
-    numbers of their places, lanes and array, summed; words of fp64, or of elements at given
-    places, are not split and have their elements' factors."""
+    """Returns the digest of one contiguous tensor of less than 2**20 elements.
+
+    Sums signed 16-bit halves times the odd factors of their place, lane and array. Words of fp64,
+    and elements at given places, are not split: they are multiplied by their elements' factors."""
     values = words(tensor)
     size = tensor.element_size()
     numbers = np.asarray(range(values.size) if places is None else places, np.uint64)
@@ -187,8 +191,9 @@ ROLES = {
 
 
 def digest(parameter: int, weight: Tensor, state: dict[str, Tensor]) -> int:
-    """Of a parameter, unless it has a master weight, and all of its state but the step count,
-    modulo 2**64."""
+    """Returns the digest, modulo 2**64, of a parameter without a master weight, and of its state.
+
+    The step count does not count."""
     total = 0 if "master_weight" in state else digest_array(weight, parameter, PARAM)
     total += sum(digest_array(state[k], parameter, r) for k, r in ROLES.items() if k in state)
     for role, name in enumerate(("exp_avg_scale_v2", "exp_avg_sq_scale_v2"), 5):

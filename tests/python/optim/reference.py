@@ -1,4 +1,4 @@
-"""Adam and AdamW in float64 from float32 inputs, and the RMS error of a training run against it."""
+"""Adam and AdamW in float64 on float32 inputs, and the RMS error of a training run against them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch import Tensor
 class Run:
     """100 steps from random float32 parameters with random float32 gradients.
 
-    ``p`` and ``g`` are the magnitudes of parameters and gradients; with ``drift`` a gradient has a
-    part that is the same in every step, so that parameters move steadily.
+    ``p`` and ``g`` are the magnitudes of parameters and gradients. With ``drift``, part of each
+    gradient is the same in every step, so that parameters move steadily.
     """
 
     name: str = "AdamW"
@@ -51,15 +51,15 @@ class Run:
             noise = torch.randn(numel, generator=generator)
             if self.drift:
                 noise = steady + 0.3 * noise
-            # through float64, so that neither tiny nor huge magnitudes are rounded twice
+            # Cast through float64, so that neither tiny nor huge magnitudes are rounded twice.
             yield (noise.double() * self.g).float()
 
 
 class Reference:
     """The update of Kingma & Ba and of Loshchilov & Hutter as torch documents it, in float64.
 
-    With ``storage=torch.float32`` parameters and moments are rounded to float32 after each step:
-    what no kernel that keeps them in float32 can improve on but by luck.
+    With ``storage=torch.float32``, parameters and moments are rounded to float32 after each step. A
+    kernel that stores float32 can beat this error only by luck.
     """
 
     def __init__(self, run: Run, param: Tensor, storage: torch.dtype = torch.float64) -> None:
@@ -98,7 +98,7 @@ class Errors:
 
     ours: float
     torch: float
-    floor: float | None  # of float64 arithmetic on float32 storage
+    floor: float | None  # error of float64 arithmetic on float32 storage
     torch_overflowed: bool  # some of torch's state is not finite
 
 
@@ -109,7 +109,7 @@ def measure(
     theirs: Callable[..., torch.optim.Optimizer],
     with_floor: bool = False,
 ) -> Errors:
-    """Trains the float64 reference, ours and torch's fused class side by side."""
+    """Trains the float64 reference, our optimizer and torch's fused class on the same gradients."""
     start = run.initial(numel)
     exact = Reference(run, start)
     floor = Reference(run, start, torch.float32) if with_floor else None

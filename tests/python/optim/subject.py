@@ -1,4 +1,4 @@
-"""The optimizers under test beside torch's, and small problems to run them on."""
+"""The optimizers under test, their torch counterparts, and small problems to run them on."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ each_class = pytest.mark.parametrize("name", NAMES)
 
 
 def optimizer_info(name: str) -> OptimizerInfo:
-    """torch's description of Adam or AdamW with our class in it, and the fused kernel only."""
+    """Returns torch's description of Adam or AdamW for our class, without its other
+    implementations."""
     info = next(i for i in optim_db if i.optim_cls is TORCH[name])
     return OptimizerInfo(
         OURS[name],
@@ -45,14 +46,15 @@ def optimizer_info(name: str) -> OptimizerInfo:
 
 
 def optimizer_inputs(name: str) -> list[OptimizerInput]:
-    """Every configuration torch tests Adam with on a CPU."""
+    """Returns every configuration in which torch tests Adam on a CPU."""
     return _get_optim_inputs_including_global_cliquey_kwargs(
         "cpu", torch.float32, optimizer_info(name)
     )
 
 
 def inputs() -> Any:
-    """Parametrises over class and configuration; each test gets a configuration of its own."""
+    """Parametrizes over class and configuration; each test gets its own copy of the
+    configuration."""
     cases = [
         pytest.param(name, (name, index), id=f"{name}-{given.desc}")
         for name in NAMES
@@ -62,7 +64,7 @@ def inputs() -> Any:
 
 
 class Regression:
-    """Least squares on five inputs, its gradients set by autograd."""
+    """A least-squares problem on five inputs. Autograd computes its gradients."""
 
     def __init__(self, contiguous: bool = True, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -107,7 +109,7 @@ def copy_params(params: Iterable[Tensor]) -> list[nn.Parameter]:
 
 
 def set_gradients(*param_lists: Iterable[Tensor], seed: int = 0, scale: float = 1.0) -> None:
-    """Gives every list the same new random gradients."""
+    """Gives every list of parameters the same random gradients."""
     for params in param_lists:
         generator = torch.Generator().manual_seed(seed)
         for p in params:
@@ -137,12 +139,12 @@ def through_file(state_dict: Any) -> Any:
 
 
 def bits(tensor: Tensor) -> bytes:
-    """The tensor's content, NaN and signed zeros included."""
+    """Returns the tensor's bytes, so that NaN and signed zeros compare too."""
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
 def snapshot(optimizer: torch.optim.Optimizer) -> list[bytes]:
-    """Every byte of parameters and per-parameter state, in a fixed order."""
+    """Returns every byte of parameters and per-parameter state, in a fixed order."""
     content: list[bytes] = []
     for group in optimizer.param_groups:
         for p in group["params"]:
@@ -154,7 +156,7 @@ def snapshot(optimizer: torch.optim.Optimizer) -> list[bytes]:
 
 
 def assert_close_to_torch(ours: Iterable[Tensor], reference: Iterable[Tensor]) -> None:
-    """Equal up to rounding: torch's kernels round in another order."""
+    """Asserts equality up to rounding, as torch's kernels round in a different order."""
     for mine, theirs in zip(ours, reference, strict=True):
         wide = mine.dtype in (torch.float32, torch.float64)
         rtol, atol = (2e-6, 1e-7) if wide else (1e-2, 5e-3)

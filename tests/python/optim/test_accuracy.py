@@ -1,9 +1,9 @@
-"""Accuracy of 100 steps against float64, beside torch's fused classes on the same inputs.
+"""Accuracy of 100 steps against float64, compared with torch's fused classes on the same inputs.
 
 The contract: with decoupled weight decay the RMS error of the parameters is at most 0.5 times
-torch's, otherwise at most 1.02 times, wherever float64 and torch stay finite. Where torch itself is
-about as exact as float32 storage allows, nothing could halve its error; those runs are listed in
-``AT_THE_FLOOR`` with the reason, and bounded by the error of float64 arithmetic on that storage.
+torch's, otherwise at most 1.02 times, wherever float64 and torch stay finite. Where torch is
+already about as exact as float32 storage allows, no kernel can halve its error. ``AT_THE_FLOOR``
+lists such runs with the reason; the error of float64 arithmetic on float32 storage bounds them.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ BETAS = [
 ]
 LEARNING_RATES = [1e-5, 1e-4, 6e-4, 1e-2]
 EPSILONS = [0.0, 1e-16, 1e-6, 1e-3, 1.0]
-# float32 denormals; squares that underflow; both normal; squares that overflow; near the end
+# float32 denormals; squares that underflow; normal squares; squares that overflow; near the maximum
 GRADIENTS = [1e-45, 1e-42, 1e-38, 1e-30, 1e-23, 1e-20, 1e-15, 1e-8, 1e8, 1e15, 1e19]
 OVERFLOWING = [1e20, 1e25, 1e30]
 PARAMETERS = [0.0, 1e-45, 1e-40, 1e-30, 1e-10, 1e-5, 1e-3, 1e-2, 10.0, 1e3, 1e5, 1e10, 1e20, 1e30]
 
 
 def grid() -> list[Run]:
-    """One factor at a time, and every combination of the switches."""
+    """Varies one factor at a time, and combines all flags."""
     runs = []
     for weight_decay in (0.0, 0.1):
         base = Run(weight_decay=weight_decay)
@@ -59,7 +59,7 @@ def grid() -> list[Run]:
     return list(dict.fromkeys(runs))
 
 
-# run, and why torch is near the floor there
+# (run, why torch is near the floor there)
 AT_THE_FLOOR = [
     (Run(lr=1e-5, weight_decay=1e-4), "lr * weight_decay is lost in 1 - lr * weight_decay"),
     (Run(p=1e5), "the update is below half an ulp of the parameter in most steps"),
@@ -70,7 +70,7 @@ AT_THE_FLOOR = [
 
 @pytest.fixture(autouse=True)
 def _one_thread(request: pytest.FixtureRequest) -> None:
-    """The bits do not depend on threads, and small tensors are quicker without them."""
+    """The bits do not depend on the thread count, and small tensors are faster on one thread."""
     if "million" not in request.node.name:
         torch.set_num_threads(1)
 
@@ -106,7 +106,7 @@ def test_at_the_floor(run: Run, reason: str) -> None:
 
 @pytest.mark.parametrize("run", [Run(), Run(p=0.02, drift=True), Run(lr=1e-2, betas=(0.9, 0.95))])
 def test_no_formula_could_do_better(run: Run) -> None:
-    """In usual settings the error is that of rounding to float32 once a step."""
+    """In usual settings the error equals that of one rounding to float32 per step."""
     errors = measure(run, FAST, OURS[run.name], TORCH[run.name], with_floor=True)
     assert errors.ours <= 1.02 * errors.floor, errors
 
@@ -114,7 +114,7 @@ def test_no_formula_could_do_better(run: Run) -> None:
 @pytest.mark.parametrize("spike", [1e19, 1e25, 3e38])
 @pytest.mark.parametrize("amsgrad", [False, True])
 def test_finite_after_a_spike(spike: float, amsgrad: bool) -> None:
-    """One huge gradient overflows the second moment, after which updates are zero, as torch's."""
+    """After a huge gradient overflows the second moment, updates are zero, as in torch."""
     results = []
     for cls, flags in ((OURS["AdamW"], {}), (TORCH["AdamW"], {"fused": True})):
         p = torch.ones(64, requires_grad=True)
@@ -130,7 +130,7 @@ def test_finite_after_a_spike(spike: float, amsgrad: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["Adam", "AdamW"])
 def test_low_precision_storage(name: str, dtype: torch.dtype) -> None:
-    """Computed in float32 and rounded once to the storage type, not worse than torch's kernel."""
+    """Low-precision storage is at most 1.02 times as inexact as torch's kernel."""
     kwargs = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-6}
     run = Run(name=name, lr=1e-2, weight_decay=0.1, eps=1e-6)
     start = run.initial(FAST).to(dtype)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from torchopt_ext.trainer.config import ConfigError, JobConfig
-from torchopt_ext.trainer.initial_weights import give_weights, tie, tied_names
+from torchopt_ext.trainer.initial_weights import init_parts, tie, tied_names
 
 TIES = [["embedding.weight", "output.weight"]]
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ def test_tied_parameters_stay_tied() -> None:
     with torch.device("meta"):
         model = Tied()
     assert tied_names(model) == TIES
-    give_weights([model.eval()], TIES, JobConfig(), CPU)
+    init_parts([model.eval()], TIES, JobConfig(), CPU)
     assert model.output.weight is model.embedding.weight
     assert [param.unique().tolist() for param in model.parameters()] == [[0], [1], [2]]
     assert model.training
@@ -47,7 +47,7 @@ def test_a_tie_that_is_lost_is_reported() -> None:
         model = Tied()
         model.output = nn.Linear(2, 4, bias=False)  # as parallelize_fn may replace it
     with pytest.raises(ConfigError, match=r"embedding.weight and output.weight .* made several"):
-        give_weights([model], TIES, JobConfig(), CPU)
+        init_parts([model], TIES, JobConfig(), CPU)
 
 
 @pytest.mark.parametrize("wrap", [checkpoint_wrapper, partial(torch.compile, backend="eager")])
@@ -60,7 +60,7 @@ def test_wrappers_hide_no_tie(wrap: Any, kept: bool) -> None:
     for name in ("embedding", "output"):
         setattr(model, name, wrap(model.get_submodule(name)))
     with nullcontext() if kept else pytest.raises(ConfigError, match="made several"):
-        give_weights([model], TIES, JobConfig(), CPU)
+        init_parts([model], TIES, JobConfig(), CPU)
 
 
 @pytest.mark.parametrize("placement", [Shard(0), Replicate()])

@@ -13,7 +13,7 @@ from torch import nn
 from torchopt_ext import FusedAdamW
 from torchopt_ext.containers import OptimizersContainer
 from torchopt_ext.trainer.config import ConfigError, JobConfig
-from torchopt_ext.trainer.optimizers import build_in_stages, build_optimizers, clips_in_step
+from torchopt_ext.trainer.optimizers import build_for_stage, build_optimizers, clips_in_step
 
 
 @pytest.mark.parametrize("partition", ["none", "greedy"])
@@ -71,7 +71,7 @@ def test_a_pattern_is_of_one_of_the_stages(pattern: str, fits: bool, one_rank: N
     build = partial(build_optimizers, [part], config)
     message = r"no parameter has a name with 'tok'; .* \['0\.weight', '0\.bias'\]"
     with nullcontext() if fits else pytest.raises(ConfigError, match=message):
-        build_in_stages(build, config, dist.group.WORLD)
+        build_for_stage(build, config, dist.group.WORLD)
 
 
 @pytest.mark.parametrize("implementation", ["foreach", "for-loop"])
@@ -110,7 +110,7 @@ def test_stages_are_judged_together(
     config.parallelism.pipeline_parallel_degree = 2
     optimizers = build_optimizers([stage], config)
     with pytest.raises(ConfigError, match=message) if message else nullcontext():
-        build_in_stages(lambda: optimizers, config, dist.group.WORLD)
+        build_for_stage(lambda: optimizers, config, dist.group.WORLD)
     assert all(optimizer.process_group is dist.group.WORLD for optimizer in optimizers)
 
 

@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
 from torchopt_ext import FusedAdam, FusedAdamW
 from torchopt_ext.zero import ZeroRedundancyOptimizer
 from torchopt_ext.zero.balanced import BalancedBuckets
-from torchopt_ext.zero.ranks import LARGE, STAGING, Ranks, batches
+from torchopt_ext.zero.ranks import LARGE, MAX_PACKED_BYTES, Ranks, batches
 
 SHAPES = [(7, 5), (33,), (4, 3), (64,)]
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -127,7 +127,7 @@ def test_large_tensors_do_not_part_small_ones() -> None:
     sizes = [LARGE, 4, 8, LARGE, LARGE - 4, 4, *[LARGE - 4] * 16]
     tensors = [torch.empty(size, dtype=torch.uint8, device="meta") for size in sizes]
     together = [[tensor.nbytes for tensor in batch] for batch in batches(tensors)]
-    full = STAGING // LARGE  # of those just below LARGE
+    full = MAX_PACKED_BYTES // LARGE  # of those just below LARGE
     assert together[:2] == [[LARGE], [LARGE]]
     assert together[2] == [4, 8, LARGE - 4, 4, *[LARGE - 4] * (full - 1)]
     assert together[3:] == [[LARGE - 4] * (17 - full)]
