@@ -6,8 +6,7 @@ import pytest
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts tests with the longest time limits first, so no worker process ends with only such a
-    test."""
+    """Puts tests with long time limits first, so that no worker ends with only a long test left."""
 
     def limit(item: pytest.Item) -> float:
         marker = item.get_closest_marker("timeout")

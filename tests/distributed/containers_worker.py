@@ -48,7 +48,7 @@ def loss_of(module: nn.Module, seed: int) -> torch.Tensor:
 
 @contextlib.contextmanager
 def unsynchronised(module: Any, when: bool) -> Any:
-    """Turns off gradient synchronization `when` told, as accumulation does before the last batch."""
+    """Turns off gradient synchronization if `when`, as accumulation does before the last batch."""
     if isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(not when)
     if when and isinstance(module, DistributedDataParallel):

@@ -74,9 +74,8 @@ class Run:
 class Greedy(Run):
     """ZeRO over whole parameters, each stepped by one rank.
 
-    The model has rows of two blocks and a remainder that is not whole groups, a single such row,
-    short rows, rows of one group and a remainder, and a convolution in channels_last: the rows of
-    its memory are not the rows of its shape.
+    The model has rows (and a single row) of two blocks and a part of a group, short rows, rows of a
+    group and a remainder, and a convolution whose memory has other rows than its shape.
     """
 
     partition = "greedy"
@@ -199,7 +198,7 @@ def held() -> list[str]:
 
 
 def wrong_scales() -> list[str]:
-    """Loads scales that do not fit. All ranks raise, also those without the part, and keep theirs."""
+    """Loads scales that do not fit some rank's part. All ranks raise, and nothing changes."""
     run, source = Balanced("nearest", True), Balanced("nearest", False)
     for one in (run, source):
         one.step(1)

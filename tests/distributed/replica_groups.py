@@ -16,7 +16,7 @@ import torch
 
 
 class Groups:
-    """Replica groups by number; each writes into FOLDER/<number>.log."""
+    """Numbered replica groups. Each writes into FOLDER/<number>.log."""
 
     def __init__(self, folder: Path, lighthouse: str) -> None:
         self.folder, self.lighthouse = folder, lighthouse
@@ -25,7 +25,7 @@ class Groups:
     def start(
         self, group: int, command: list[str], ranks: int = 1, env: Mapping[str, str] | None = None
     ) -> None:
-        """Runs the command on so many ranks, with what torchrun would tell them."""
+        """Runs the command on a number of ranks, with the variables that torchrun would set."""
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
@@ -44,7 +44,7 @@ class Groups:
             ]
 
     def kill(self, group: int) -> None:
-        """SIGKILL to all processes of a group."""
+        """Sends SIGKILL to all processes of a group."""
         for process in self.running.get(group, ()):
             process.kill()
         for process in self.running.pop(group, ()):
@@ -54,7 +54,7 @@ class Groups:
         return self.folder / f"{group}.log"
 
     def wait_until(self, done: Callable[[], Any], seconds: float) -> None:
-        """Fails with the groups' logs after that time, or as soon as a process has failed."""
+        """Waits for `done`. Fails with the logs after `seconds`, or when a process has failed."""
         end = time.monotonic() + seconds
         while not done():
             codes = {g: [process.poll() for process in own] for g, own in self.running.items()}
@@ -64,14 +64,14 @@ class Groups:
             time.sleep(0.02)
 
     def wait(self, seconds: float) -> None:
-        """Until all groups have ended."""
+        """Waits until all groups have ended."""
         every = [process for own in self.running.values() for process in own]
         self.wait_until(lambda: all(process.poll() == 0 for process in every), seconds)
 
 
 @contextmanager
 def lighthouse(min_replicas: int = 1) -> Iterator[str]:
-    """torchft's server of quorums, on loopback: its address."""
+    """Runs torchft's quorum server on loopback and yields its address."""
     from torchft.coordination import LighthouseServer
 
     server = LighthouseServer(
@@ -88,7 +88,7 @@ def lighthouse(min_replicas: int = 1) -> Iterator[str]:
 
 @contextmanager
 def replica_groups(folder: Path, groups: int = 1) -> Iterator[Groups]:
-    """Groups with a lighthouse that waits for so many of them; kills what is left at the end."""
+    """Yields groups with a lighthouse that waits for `groups` of them. Kills all at the end."""
     with lighthouse(groups) as address:
         started = Groups(folder, address)
         try:
@@ -99,7 +99,7 @@ def replica_groups(folder: Path, groups: int = 1) -> Iterator[Groups]:
 
 
 def assert_same_bits(left: Any, right: Any, name: str = "") -> None:
-    """Of nested dicts of tensors and plain values."""
+    """Compares nested dicts of tensors and plain values."""
     if isinstance(left, dict):
         assert left.keys() == right.keys(), name
         for key in left:

@@ -1,9 +1,9 @@
-"""One rank of test_containers_resharding.py: saves containers, or loads what others have saved.
+"""One rank of test_containers_resharding.py: saves containers, or loads saved containers.
 
-Usage: resharding_worker.py RESULTS CHECKPOINTS CASES, the latter as JSON
+Usage: resharding_worker.py RESULTS CHECKPOINTS CASES. CASES is JSON.
 
-A reference is in every process: the same model and state, not distributed. What is loaded has to
-have its bits, and so has the step that follows.
+Every process has a reference: the same model and state, not distributed. The loaded values, and
+the values after the next step, must equal the reference bitwise.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ KINDS: dict[str, tuple[torch.dtype, type[torch.optim.Optimizer], dict[str, Any]]
 
 
 class Block(nn.Module):
-    """Rows are shorter than 64 elements: the squares' sum is exact however they are cut.
+    """Rows are shorter than 64 elements, so the sum of squares is exact in every layout.
 
-    2 to 4 ranks do not divide 10 and 5 evenly; of the bias the fourth has nothing.
+    2 to 4 ranks do not divide both 10 and 5 evenly. A fourth rank has no element of the bias.
     """
 
     def __init__(self, seed: int) -> None:
@@ -76,7 +76,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Blocks of these numbers."""
+    """The blocks with the given numbers."""
 
     def __init__(self, numbers: range, seed: int) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def mesh_of(*sizes: int) -> DeviceMesh:
 
 
 def model_parts(layout: str, dtype: torch.dtype, seed: int) -> list[nn.Module]:
-    """This rank's, on all ranks; "alone" has the whole model."""
+    """Returns this rank's parts of a model over all ranks. "alone" is the whole model."""
     ranks, everything = dist.get_world_size(), range(BLOCKS)
     if layout == "pp":  # interleaved
         own = range(dist.get_rank(), BLOCKS, ranks)
@@ -105,7 +105,7 @@ def model_parts(layout: str, dtype: torch.dtype, seed: int) -> list[nn.Module]:
     if "fsdp" in layout:
         mesh = mesh_of(2, ranks // 2)["first"] if "tp" in layout else mesh_of(ranks)
         fully_shard(model, mesh=mesh)
-    if layout == "ep":  # as torchtitan: experts on a mesh of their own, sharded in both dimensions
+    if layout == "ep":  # as torchtitan: experts on a separate mesh, sharded in both dimensions
         for block in model.blocks.values():
             place(block.up, mesh_of(2, ranks // 2), [Shard(1), Shard(0)])
             for module in (block.norm, block.down):
@@ -122,12 +122,12 @@ def place(module: nn.Module, mesh: DeviceMesh, placements: list[Shard]) -> None:
 
 @functools.cache
 def gradients(layout: str, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
-    """Weights of another model that is distributed alike."""
+    """Returns gradients, which are the weights of another model in the same layout."""
     return [p.detach() for part in model_parts(layout, dtype, seed) for p in part.parameters()]
 
 
 class Weights:
-    """The parts' weights as those of one model."""
+    """Saves and loads the weights of all parts as a single model."""
 
     def __init__(self, parts: list[nn.Module]) -> None:
         self.parts = parts
@@ -165,7 +165,7 @@ class Job:
         self.lr_scheduler.step()
 
     def values(self) -> dict[str, Any]:
-        """All that a checkpoint has, whole and in memory of its own."""
+        """Returns copies of all values of a checkpoint, as full tensors."""
         return {
             f"{name}.{key}": whole(value)
             for name, saved in self.saved.items()
@@ -186,7 +186,7 @@ SAVED, NEXT, OTHER = (3, 4, 5), 6, 7
 
 @functools.cache
 def reference(saved: str, kept: str, steps: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a container of the kind `kept` has of one of the kind `saved`; and a step later."""
+    """Returns the values of a `kept` container that loaded a `saved` one, and a step later."""
     source, job = Job("alone", saved), Job("alone", kept)
     for seed in SAVED[:steps]:
         source.step(seed)
@@ -198,7 +198,7 @@ def reference(saved: str, kept: str, steps: int) -> tuple[dict[str, Any], dict[s
 
 
 def compared(job: Job, expected: dict[str, Any]) -> str:
-    """The first difference of what this rank has."""
+    """Returns the first difference in the values that this rank holds."""
     blocks = range(dist.get_rank(), BLOCKS, dist.get_world_size()) if job.layout == "pp" else None
 
     def is_here(key: str) -> bool:
@@ -209,7 +209,7 @@ def compared(job: Job, expected: dict[str, Any]) -> str:
 
 
 def save(folder: Path, layout: str, kind: str, steps: int, mode: str) -> dict[str, str]:
-    """Saves and steps on, which saving has not disturbed; nor does the step what is written."""
+    """Saves and takes a step. The save must not disturb the step, nor the step the save."""
     job = Job(layout, kind)
     for seed in SAVED[:steps]:
         job.step(seed)
@@ -225,7 +225,7 @@ def save(folder: Path, layout: str, kind: str, steps: int, mode: str) -> dict[st
 
 @functools.cache
 def second_group() -> Any:
-    """For what is written in the background, while the main thread communicates."""
+    """Returns a group for saving in the background while the main thread communicates."""
     return dist.new_group()
 
 

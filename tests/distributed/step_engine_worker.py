@@ -1,4 +1,4 @@
-"""One rank of tests/distributed/test_step_engine.py; writes what it saw as JSON.
+"""One rank of tests/distributed/test_step_engine.py; writes its results as JSON.
 
 Usage: torchrun ... step_engine_worker.py FOLDER
 """
@@ -53,7 +53,7 @@ HELD = ("params", "state")
 
 
 def make(dtype: torch.dtype) -> tuple[list[Tensor], list[list[Tensor]]]:
-    """The same parameters, and gradients for every step, on every rank."""
+    """Returns parameters, and gradients for every step, the same on every rank."""
     generator = torch.Generator().manual_seed(0)
 
     def randn() -> list[Tensor]:
@@ -65,7 +65,7 @@ def make(dtype: torch.dtype) -> tuple[list[Tensor], list[list[Tensor]]]:
 def whole(tensor: Any) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor.detach().contiguous()
-    if tensor.dtype == torch.int16:  # gloo does not gather it
+    if tensor.dtype == torch.int16:  # gloo does not gather int16
         local = tensor.to_local().view(BF16)
         tensor = DTensor.from_local(
             local, tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride()
@@ -79,7 +79,7 @@ def fingerprint(tensor: Any) -> str:
 
 
 def describe(optimizer: Any) -> Result:
-    """The last decision, exactly, and the bits of whole parameters and their state."""
+    """Returns the exact scalars of the last step, and hashes of full parameters and states."""
     names = ("grad_norm", "clip_factor", "found_inf", "skipped_steps")
     result: Result = {n: float(getattr(optimizer.control, n)).hex() for n in names}
     params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -91,7 +91,7 @@ def describe(optimizer: Any) -> Result:
 
 
 def seen(optimizer: FusedAdamW) -> Result:
-    """What telemetry says of this rank's shards."""
+    """Returns the telemetry of this rank's shards."""
     telemetry = optimizer.telemetry
     return {
         "digests": [d % 2**64 for d in telemetry.digests.tolist()],
@@ -109,7 +109,7 @@ def train(
     resume: bool = False,
     **kwargs: Any,
 ) -> Result:
-    """All steps, of plain tensors or of DTensors; optionally a new optimizer goes on halfway."""
+    """Takes all steps on plain tensors or DTensors. `resume` uses a new optimizer halfway."""
     values, gradients = make(dtype)
     mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
 
@@ -140,7 +140,7 @@ def last_dimension(i: int) -> list[Placement]:
 
 
 def mixed(i: int) -> list[Placement]:
-    """As tensor parallel does: rows, columns, replicas."""
+    """Returns rows, columns and replicas in turn, as tensor parallelism places parameters."""
     return [([Shard(0), Shard(len(SHAPES[i]) - 1), Replicate()])[i % 3]]
 
 
@@ -149,13 +149,13 @@ def mixed_rows(i: int) -> list[Placement]:
 
 
 def hybrid(shape: tuple[int, int]) -> Result:
-    """HSDP: replicated over the first dimension of the mesh, split by rows over the second."""
+    """Trains with HSDP: replicas over the first mesh dimension, row shards over the second."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
     return train(lambda _: [Replicate(), Shard(0)], mesh=mesh)
 
 
 def two_meshes() -> Result:
-    """Parameters of a one- and of a two-dimensional mesh in one norm."""
+    """Steps parameters of a one-dimensional and a two-dimensional mesh with a single norm."""
     values, gradients = make(torch.float32)
     line = init_device_mesh("cpu", (2,))
     grid = init_device_mesh("cpu", (2, 1), mesh_dim_names=("shard", "other"))
@@ -181,7 +181,7 @@ def two_meshes() -> Result:
 
 
 def gathered(optimizer: Any, mine: Sequence[int]) -> Result:
-    """What all ranks hold together, each some of the parameters."""
+    """Gathers the results of all ranks, each of which holds some of the parameters."""
     found = describe(optimizer)
     owned: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(owned, [dict(zip(mine, found[k], strict=True)) for k in HELD])
@@ -192,7 +192,7 @@ def gathered(optimizer: Any, mine: Sequence[int]) -> Result:
 
 
 def process_group() -> Result:
-    """As under ZeRO: the group sums the squares."""
+    """Steps different parameters on each rank, as under ZeRO. The group sums the squares."""
     values, gradients = make(torch.float32)
     mine = range(dist.get_rank(), len(values), dist.get_world_size())
     params = [nn.Parameter(values[i]) for i in mine]
@@ -244,7 +244,7 @@ def rank_without_gradients() -> Result:
 
 def scaled(params: Sequence[Any], optimizer: FusedAdamW, backward: Callable[[int, float], None],
            unscale: bool = False, scaler_class: Any = GradScaler) -> Result:  # fmt: skip
-    """Eight steps under a scaler; in 2 and 5 one rank has a bad element in its own shard."""
+    """Takes eight steps with a scaler. In 2 and 5 one rank's shard has a non-finite element."""
     scaler = scaler_class("cpu", init_scale=2.0**10, growth_interval=2)
     scaler.scale(torch.ones(1))
     scales, moved = [], []
@@ -267,7 +267,7 @@ def scaled(params: Sequence[Any], optimizer: FusedAdamW, backward: Callable[[int
 
 
 def overflow_in_process_group() -> Result:
-    """Every rank owns other parameters, as under ZeRO."""
+    """Steps different parameters on each rank, as under ZeRO."""
     params = [nn.Parameter(torch.ones(3, 5)), nn.Parameter(torch.ones(7))]
     optimizer = FusedAdamW(params, lr=0.01, process_group=dist.group.WORLD)
 
@@ -297,7 +297,7 @@ def small_model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 
 def sharded_model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    """FSDP2, with sums instead of averages, which gloo does not have."""
+    """Returns an FSDP2 model that reduces by sums, because gloo has no averages."""
     model = small_model(dtype)
     for module in (model[0], model[2], model):
         fully_shard(module).set_force_sum_reduction_for_comms(True)
@@ -317,7 +317,7 @@ def overflow_under_fsdp(scaler_class: Any = GradScaler) -> Result:
 
 
 def stock_scaler_with_plain_shards() -> Result:
-    """Its flag is this rank's alone."""
+    """Steps with the overflow flag of torch's scaler, which covers this rank only."""
     p = nn.Parameter(torch.ones(4))
     optimizer = FusedAdamW([p], process_group=dist.group.WORLD)
     p.grad = torch.ones(4)
@@ -334,7 +334,7 @@ def stock_scaler_with_plain_shards() -> Result:
 
 
 def model_run(sharded: bool, **kwargs: Any) -> Result:
-    """Both ranks have the same data, so reduced gradients are those of one process, exactly."""
+    """Trains on the same data on both ranks: reduced gradients equal one process's exactly."""
     model = sharded_model(BF16) if sharded else small_model(BF16)
     optimizer = FusedAdamW(model.parameters(), lr=0.01, max_grad_norm=0.05, track=True, **kwargs)
     data = torch.randn(4, 5, generator=torch.Generator().manual_seed(1)).to(BF16)
@@ -363,12 +363,12 @@ class Collectives(TorchDispatchMode):
 
 
 def eighths(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Numbers of few bits, whose sums are exact."""
+    """Returns numbers with few bits, whose sums are exact."""
     return torch.randint(-64, 64, shape, generator=generator) / 8
 
 
 def partial_gradients(place: Placements | None, numbers: int = 1) -> Result:
-    """Every rank holds another part of the sum; its own part alone would be another gradient."""
+    """Steps with gradients that are sums over ranks. A rank's part alone is another gradient."""
     generator = torch.Generator().manual_seed(3)
     values = [eighths(shape, generator) for shape in SHAPES * numbers]
     parts = [[eighths(v.shape, generator) for v in values] for _ in range(2)]
@@ -394,7 +394,7 @@ def partial_gradients(place: Placements | None, numbers: int = 1) -> Result:
 
 
 def written_back(gradient: list[Placement]) -> Result:
-    """What becomes of a sharded gradient, or of one that has to be redistributed first."""
+    """Writes back a sharded gradient, or a gradient that must be redistributed first."""
     mesh = init_device_mesh("cpu", (2,))
     p = nn.Parameter(distribute_tensor(torch.zeros(4, 6), mesh, [Shard(0)]))
     optimizer = FusedAdamW([p], lr=0.01, max_grad_norm=1.0, write_back_gradients=True)
@@ -409,7 +409,7 @@ def written_back(gradient: list[Placement]) -> Result:
 
 
 def resharded_gradients() -> Result:
-    """Parameters by rows, gradients by columns and replicated: all of it is known somewhere."""
+    """Steps parameters sharded by rows. Gradients are sharded by columns or replicated."""
     values, gradients = make(torch.float32)
     mesh = init_device_mesh("cpu", (2,))
     params = [nn.Parameter(distribute_tensor(v, mesh, [Shard(0)])) for v in values]
@@ -432,7 +432,7 @@ class Block(nn.Module):
 
 
 def sequence_parallel(parallel: bool) -> Result:
-    """A block of a transformer: its norm's weight is Replicate, with gradients that are Partial."""
+    """Trains a transformer block. Its norm's weight is Replicate and has Partial gradients."""
     torch.manual_seed(0)
     model = Block()
     mesh = init_device_mesh("cpu", (2,))

@@ -28,7 +28,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "AdamW": (AdamW, {}),
     "SGD": (SGD, {}),
 }
-FAULTS = {  # and in which kinds, "" for all
+FAULTS = {  # by fault: a part of its kinds' names, "" for all kinds
     "argument": "",
     "closure": "",
     "shape": "",
@@ -51,12 +51,12 @@ def content(optimizer: Any) -> Any:
 
 
 def local(tensor: Any) -> Any:
-    """A DTensor's shard on this rank; anything else as it is."""
+    """Returns this rank's shard of a DTensor, and any other value unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def spoil(optimizer: Any, params: Any, fault: str) -> Callable[[], Any]:
-    """What rank 1 does instead of a step."""
+    """Prepares a fault and returns the call that rank 1 makes instead of a good step."""
     if fault == "setting":
         optimizer.param_groups[0]["lr"] = torch.ones(2)
     elif fault == "scaler":
@@ -75,7 +75,7 @@ def spoil(optimizer: Any, params: Any, fault: str) -> Callable[[], Any]:
 
 
 def rejected(optimizer: Any, params: Any, fault: str, backward: Callable[[], Any]) -> Result:
-    """A step that rank 1 rejects, and a good step after it."""
+    """Takes a step that rank 1 rejects, and a good step after it."""
     backward()
     before, memory = content(optimizer), params[0].data
     call = spoil(optimizer, params, fault) if dist.get_rank() == 1 else optimizer.step
@@ -100,7 +100,7 @@ def of_zero(kind: str, fault: str, options: dict[str, Any]) -> Result:
 
 
 def of_reducer() -> Result:
-    """A sparse gradient on rank 1, which backward hands to the reducer."""
+    """Steps after backward on rank 1 handed a sparse gradient to ZeRO's reducer."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 3))
     zero = ZeroRedundancyOptimizer(
@@ -116,7 +116,7 @@ def of_reducer() -> Result:
 
 
 def of_ours(base: str, where: str, fault: str) -> Result:
-    """FusedAdamW, and FSDPadaptOptimizer over it and over AdamW; by a group and by a mesh."""
+    """Steps FusedAdamW, or FSDPadaptOptimizer over it or AdamW, with a group or a mesh."""
     params = parameters()
     options: dict[str, Any] = {}
     if where == "group":
@@ -145,7 +145,7 @@ def of_ours(base: str, where: str, fault: str) -> Result:
 
 
 def known_later() -> Result:
-    """As on a GPU: rank 0 does not know of the rejection within the step."""
+    """Steps as on a GPU, where rank 0 learns of the rejection only after its step."""
     params = parameters()
     group = dist.new_group()
     optimizer = FusedAdamW(params, max_grad_norm=1.0, process_group=group)

@@ -1,7 +1,7 @@
-"""Checkpoints of the containers between one process and FSDP2 on two, bit for bit.
+"""Checkpoints of the containers move bitwise between one process and FSDP2 on two.
 
-Every process is given the same gradients, in shards where the parameters are sharded: backward
-under FSDP2 sums the ranks' gradients in another order than one process does.
+Every process gets the same gradients, sharded like the parameters, because backward under FSDP2
+sums the ranks' gradients in another order than one process does.
 """
 
 import copy
@@ -40,7 +40,7 @@ class Part(nn.Module):
     def __init__(self, name: str, seed: int) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        # 7 rows do not divide by two ranks, and one row leaves the second rank nothing.
+        # Two ranks do not divide 7 rows evenly, and the second rank has nothing of a single row.
         self.add_module(name, nn.Sequential(nn.Linear(9, 7), nn.LayerNorm(7), nn.Linear(7, 1)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -48,7 +48,7 @@ class Part(nn.Module):
 
 
 class Job:
-    """Two parts, one container with a joint norm, one schedule; sharded if there are ranks."""
+    """Two parts with a container and a schedule. The parts are sharded if there are ranks."""
 
     def __init__(
         self, container=OptimizersContainer, cls=FusedAdamW, dtype=torch.float32, **kwargs
@@ -56,7 +56,7 @@ class Job:
         self.parts = [Part("first", 1).to(dtype), Part("second", 2).to(dtype)]
         if dist.is_initialized():
             for part in self.parts:
-                # gloo has no PREMUL_SUM, with which FSDP2 divides gradients otherwise.
+                # gloo has no PREMUL_SUM, which FSDP2 would use to divide gradients.
                 fully_shard(part).set_force_sum_reduction_for_comms(True)
         self.optimizer = container(self.parts, cls, {"lr": 1e-2, **kwargs})
         self.lr_scheduler = LRSchedulersContainer(self.optimizer, lambda step: 1 / (step + 1))
@@ -162,7 +162,7 @@ def convert_masters(path: Path) -> None:
 
 
 def gather_remainders(path: Path) -> None:
-    """Neither gloo nor NCCL sends int16."""
+    """Gathers and saves int16 remainders, which neither gloo nor NCCL sends."""
     job, options = mixed("remainder", range(2)), StateDictOptions(full_state_dict=True)
     part, optimizer = job.parts[0], job.optimizer.optimizers[0]
     before = copy.deepcopy(optimizer.state_dict()["state"])
@@ -204,7 +204,7 @@ def refuse_flat_parameters(path: Path) -> None:
             call()
 
 
-# One start of two processes serves all tests: starting them takes longer than what they do.
+# All tests share one start of two processes, because a start takes longer than their work.
 
 WORK = [
     train_and_save,
@@ -263,7 +263,7 @@ def test_saved_on_one_rank_and_resumed_on_two(path):
 @pytest.mark.parametrize("saved", MIXED)
 @pytest.mark.parametrize("kept", MIXED)
 def test_masters_are_converted_between_one_rank_and_two(path, saved, kept):
-    """As by loading the state dict."""
+    """A loaded checkpoint converts masters as a loaded state dict does."""
     assert_done(convert_masters, path)
     source, expected, loaded = (
         mixed(saved, range(SAVED_AT)),

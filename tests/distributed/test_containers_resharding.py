@@ -1,7 +1,7 @@
-"""Checkpoints of containers, saved on some ranks in one layout and loaded on others in another.
+"""Checkpoints of containers load on another number of ranks and in another layout.
 
-Each case loads what one process holds that made the same steps undistributed, bit for bit, and so
-does the step that follows: resharding_worker.py.
+The loaded values, and the values after the next step, equal bitwise the values of one process that
+took the same steps without distribution (resharding_worker.py).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ LAYOUTS = {
     3: ["fsdp", "ddp", "tp", "pp"],
     4: ["fsdp", "ddp", "tp", "pp", "hsdp", "fsdp, tp", "ep"],
 }
-"""By number of ranks."""
+"""The layouts by number of ranks."""
 SAVES = [(0, "sync"), (3, "sync"), (3, "async")]
-"""Steps before saving, and how it is done."""
+"""The steps before saving, and the way of saving."""
 WAYS = ["fresh", "after steps", "in place"]
-"""statedict.dcp.load into a new container, and into one that has other state; dcp.load."""
+"""statedict.dcp.load into a new or an already stepped container, or dcp.load in place."""
 KINDS = ["fp32", "masters", "remainder"]
 FP32 = ["fp32", "in backward", "torch's fp32"]
 BF16 = ["bf16", "masters", "remainder", "remainder8", "torch's bf16"]
@@ -46,7 +46,7 @@ def loading(saved: Case, layout: str, kept: str, way: str) -> Case:
 
 
 def matrix(source: int, target: int) -> Iterator[tuple[Case, Case]]:
-    """Every layout to every other of each kind, one after the other in all ways."""
+    """Yields all pairs of layouts for each kind. The ways of saving and loading take turns."""
     kinds, froms, tos = (list(enumerate(x)) for x in (KINDS, LAYOUTS[source], LAYOUTS[target]))
     for (k, kind), (i, layout), (j, to) in product(kinds, froms, tos):
         saved = saving(source, layout, kind, *SAVES[(i + k) % 3])
@@ -54,7 +54,7 @@ def matrix(source: int, target: int) -> Iterator[tuple[Case, Case]]:
 
 
 def conversions(source: int, target: int) -> Iterator[tuple[Case, Case]]:
-    """State of every kind for each that keeps another."""
+    """Yields all pairs of a saved kind and a kind that loads it."""
     for n, (kind, kept) in enumerate(CONVERTED):
         layout, to = (names[n % len(names)] for names in (LAYOUTS[source], LAYOUTS[target]))
         saved = saving(source, layout, kind, 3, "sync")
@@ -62,7 +62,7 @@ def conversions(source: int, target: int) -> Iterator[tuple[Case, Case]]:
 
 
 def some(source: int, target: int) -> Iterator[tuple[Case, Case]]:
-    """The fast tier's."""
+    """Yields the cases of the fast tier."""
     first = saving(source, "fsdp", "remainder", 3, "async")
     yield first, loading(first, "tp", "remainder", "fresh")
     yield first, loading(first, "pp", "masters", "after steps")
@@ -76,7 +76,7 @@ def some(source: int, target: int) -> Iterator[tuple[Case, Case]]:
 def run(
     start_ranks: Callable[..., None], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[int, list[Case]], list[str]]:
-    """Does cases on so many ranks, each once; what differs or failed, by case and rank."""
+    """A function that runs each case once, and returns the differences by case and rank."""
     checkpoints = tmp_path_factory.mktemp("checkpoints")
     saved: list[Case] = []
 

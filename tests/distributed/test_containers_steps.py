@@ -23,7 +23,7 @@ def results(run_two_ranks: Callable[[str], Results]) -> Results:
 @pytest.mark.parametrize("clipped", ["", " clipped"])
 @pytest.mark.parametrize("name", [*WRAPPERS, *SHARDED])
 def test_in_backward_equals_the_plain_container(results: Results, name: str, clipped: str) -> None:
-    """torchtitan's steps with what DDP has not reduced, and its ranks part."""
+    """The weights are equal bitwise. torchtitan steps before DDP has reduced: its ranks diverge."""
     found = case(results, name + clipped)
     assert found["difference"] == ""
     assert found["moved"] > 1e-3
@@ -35,7 +35,7 @@ def test_a_wrapper_may_come_after_the_first_backward(results: Results) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_deferred_clipping_over_meshes(results: Results, layout: str) -> None:
-    """The norm is that of all gradients, and the step is the bits of one that clips by itself."""
+    """The norm covers all gradients, and the step equals a step with `max_grad_norm` bitwise."""
     for found in each_rank(results, f"deferred, {layout}"):
         assert found["difference"] == ""
         assert found["clip_factor"] < 1

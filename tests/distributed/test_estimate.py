@@ -1,4 +1,4 @@
-"""optim/estimate.py against what two ranks allocate."""
+"""The estimates of optim/estimate.py equal what two ranks allocate."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ def test_a_rank_holds_what_was_estimated(results: Results, name: str) -> None:
         found, estimated = rank["found"], rank["estimated"]
         for part in ("weights", "gradients", "masters", "moments"):
             assert found[part] == estimated[part], part
-        # Small tensors' moments begin at multiples of 64 bytes; a cut tensor is up to three.
+        # Small tensors' moments begin at multiples of 64 bytes. A cut one becomes up to three.
         assert 0 <= found["moments_allocated"] - found["moments"] <= 64 * 2 * 21
         assert estimated["steps"] <= found["steps"] <= 3 * estimated["steps"]

@@ -1,4 +1,4 @@
-"""The jobs in examples/ run, and train alike: they differ in how the work is divided only."""
+"""The jobs in examples/ run and give equal losses: they only divide the work differently."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FAST = ("debug",)
 
 
 def ranks_of(job: Path) -> int:
-    """The number in the command that the file's comment says."""
+    """Returns the number of ranks in the command of the file's comment."""
     [ranks] = re.findall(r"torchrun --nproc-per-node (\d)", job.read_text())
     return int(ranks)
 

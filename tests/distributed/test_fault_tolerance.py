@@ -1,4 +1,4 @@
-"""Replica groups under torchft: one is killed, comes back, and takes its state from its peer."""
+"""A killed replica group under torchft comes back and takes its state from its peer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .replica_groups import assert_same_bits, replica_groups
 pytest.importorskip("torchft")
 
 WORKER = Path(__file__).with_name("fault_tolerance_worker.py")
-WAIT = 60  # seconds for anything to happen; a whole run takes about 10 on an idle machine
+WAIT = 60  # seconds for each event; a whole run takes about 10 on an idle machine
 
 pytestmark = [pytest.mark.newest_torch, pytest.mark.timeout(150)]
 
@@ -50,7 +50,7 @@ def test_a_killed_group_comes_back_with_its_peers_bits(tmp_path: Path, kind: str
         run.wait(WAIT)
 
     survivor, returned = steps(tmp_path, 0), steps(tmp_path, 1)[before:]
-    # It went on where its peer was, not where it had been killed.
+    # The group continued at its peer's step, not at the step where it was killed.
     assert returned[0]["step"] > killed_at + 5
     assert returned[-1]["step"] == survivor[-1]["step"]
     for line in survivor + returned:

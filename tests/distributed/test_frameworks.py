@@ -1,4 +1,4 @@
-"""Two ranks of Accelerate, transformers and Lightning train as DDP by hand does, to the bit."""
+"""On two ranks, Accelerate, transformers and Lightning train bitwise like plain DDP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Low-precision shards on two gloo ranks: the bits of FSDP2's own casts, and when it casts."""
+"""Low-precision copies of shards on two gloo ranks replace FSDP2's casts and have their bits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def results(run_two_ranks: Callable[[str], Results]) -> Results:
         *((name, NEVER) for name in ("compiled whole", "compiled layers")),
         ("multiply_hidden", NEVER),
         ("no reshard", [2] * 4),
-        ("replicas", [0] * 4),  # a shard is the whole, which is cast otherwise
+        ("replicas", [0] * 4),  # a shard is the whole parameter: another operator casts
         ("accumulation", [3 * FROZEN] * 4),
         *((name, ONCE) for name in CHANGES),
         ("changed, then skipped", [FROZEN, ALL, FROZEN, FROZEN]),
@@ -40,7 +40,7 @@ def results(run_two_ranks: Callable[[str], Results]) -> Results:
     ],
 )
 def test_training_is_that_without(results: Results, name: str, cast: list[int]) -> None:
-    """To the bit; all-gathers cast after changes from outside only; steps leave right copies."""
+    """Copies change no bit and stay right. All-gathers cast only after changes from outside."""
     for rank in each_rank(results, name):
         assert rank["different"] == {"losses": "", "weights": "", "state": ""}
         assert rank["moved"]

@@ -1,4 +1,7 @@
-"""FSDPadaptOptimizer on 1, 2 and 4 gloo ranks: equal bits, one decision, checkpoints that move."""
+"""FSDPadaptOptimizer on 1, 2 and 4 gloo ranks: equal bits, one decision, checkpoints that move.
+
+Row numbers refer to the table in shared/reference/mixed_precision.md, section 2.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from .rank_results import Results, agreed
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.newest_torch]
 
-WORLD_SIZES = (4, 2, 1)  # in this order: a checkpoint goes from one to the next
+WORLD_SIZES = (4, 2, 1)  # in this order: each size loads the checkpoint of the size before
 SHARDED = (4, 2)
 FUSED = ("fused", "remainder")
 BASES = (*FUSED, "adamw", "sgd")
@@ -23,14 +26,14 @@ def runs(run_ranks: Callable[[str, int], Results]) -> dict[int, Results]:
 
 
 def case(results: Results, name: str) -> dict[str, Any]:
-    """What is wrong is said by all, in the words of the rank that noticed or as its report."""
+    """Returns rank 0's result. The ranks agree on all except the text of "refused"."""
     return agreed(results, name, apart="refused")[0]
 
 
 sizes = pytest.mark.parametrize("size", WORLD_SIZES)
 sharded = pytest.mark.parametrize("size", SHARDED)
 wrapped = pytest.mark.parametrize("base", ["fused", "sgd"])
-INEXACT = 1e-6  # torch's AdamW rounds the last elements of a shard otherwise than those before
+INEXACT = 1e-6  # torch's AdamW rounds the last elements of a shard differently
 
 
 @sharded
@@ -54,7 +57,7 @@ def test_rows_give_the_bits_of_whole_tensors(
 @sharded
 @pytest.mark.parametrize("kind", ["replicated", "rows", "hybrid"])
 def test_every_element_counts_once(runs: dict[int, Results], size: int, kind: str) -> None:
-    """Rows 6 and 7: replicas once, shards over their mesh, whether or not a group is given."""
+    """Every element counts once in the norm, with or without a group (rows 6 and 7)."""
     if kind == "hybrid" and size == 2:
         pytest.skip("needs four ranks")
     found = case(runs[size], f"placements {kind}")
@@ -67,7 +70,7 @@ def test_every_element_counts_once(runs: dict[int, Results], size: int, kind: st
 def test_one_rank_overflows_and_all_skip(
     runs: dict[int, Results], size: int, base: str, value: str
 ) -> None:
-    """Rows 1 and 9: the decision is everybody's, and nothing but the scale has changed."""
+    """All ranks skip the step, and only the scale changes (rows 1 and 9)."""
     found = case(runs[size], f"planted {value} {base}")
     assert found["outcomes"] == [False] * size
     assert found["unchanged"] == ""
@@ -78,7 +81,7 @@ def test_one_rank_overflows_and_all_skip(
 
 @wrapped
 def test_dense_and_experts_on_meshes_of_their_own(runs: dict[int, Results], base: str) -> None:
-    """Row 9: half of the ranks have a NaN that the others never see, and all skip."""
+    """All ranks skip if an expert that only half of the ranks hold has a NaN (row 9)."""
     found = case(runs[4], f"two meshes {base}")
     assert found["outcomes"] == [True, False, True]
     assert found["norms"] == [found["whole"]] * 2
@@ -86,7 +89,7 @@ def test_dense_and_experts_on_meshes_of_their_own(runs: dict[int, Results], base
 
 @wrapped
 def test_tensor_parallel(runs: dict[int, Results], base: str) -> None:
-    """Columns agree in the norm to 2^-50, so that the bf16 weights are the same."""
+    """With column shards the norm agrees to 2^-50, and the bf16 weights are equal."""
     found = case(runs[4], f"tensor parallel {base}")
     assert found["norms"][0] == pytest.approx(found["norms"][1], rel=2**-50)
     assert found["differing"] == ""
@@ -96,7 +99,7 @@ def test_tensor_parallel(runs: dict[int, Results], base: str) -> None:
 @pytest.mark.parametrize("group", ["", " in a group"])
 @pytest.mark.parametrize("kind", ["hybrid", "replicated"])
 def test_a_broken_replica(runs: dict[int, Results], base: str, kind: str, group: str) -> None:
-    """Row 9: replicas count once in the norm, but all of them in the decision."""
+    """All ranks skip if one replica has a NaN, although replicas count once (row 9)."""
     found = case(runs[4], f"{kind} replicas{group} {base}")
     assert found["outcomes"] == [False] * 4
     assert found["unchanged"] == ""
@@ -104,7 +107,7 @@ def test_a_broken_replica(runs: dict[int, Results], base: str, kind: str, group:
 
 @wrapped
 def test_experts_of_which_the_others_do_not_know(runs: dict[int, Results], base: str) -> None:
-    """Row 9: the dense part's mesh lets them agree on the decision, though not on the norm."""
+    """Ranks agree on the decision by the dense part's mesh, but not on the norm (row 9)."""
     assert case(runs[4], f"separate experts {base}")["outcomes"] == [True, False, True]
 
 
@@ -124,7 +127,7 @@ def test_one_rank_cannot_make_its_state_dict(runs: dict[int, Results], size: int
 
 @sharded
 def test_plain_shards_and_a_rank_without_any(runs: dict[int, Results], size: int) -> None:
-    """Row 3: a rank that holds nothing takes part in every collective."""
+    """A rank without parameters joins every collective (row 3)."""
     result = case(runs[size], "plain shards")
     for found in result["found"]:
         assert found["outcomes"] == [True, False, True]
@@ -137,7 +140,7 @@ def test_plain_shards_and_a_rank_without_any(runs: dict[int, Results], size: int
 def test_a_gradient_that_only_some_ranks_have(
     runs: dict[int, Results], size: int, base: str, which: str
 ) -> None:
-    """Rows 7 and 12: it counts where it is, and nobody waits for a collective in vain."""
+    """The gradient counts on the ranks that have it, and no rank hangs (rows 7 and 12)."""
     found = case(runs[size], f"without {which} gradient {base}")
     assert found["outcomes"] == [True, True]
     rows_there = 8 - 8 // size
@@ -150,7 +153,7 @@ def test_a_gradient_that_only_some_ranks_have(
 def test_training_under_fsdp_and_ddp(
     runs: dict[int, Results], size: int, base: str, kind: str
 ) -> None:
-    """Row 24 with CPUOffloadPolicy. bf16 gradients are summed in another order than alone."""
+    """Training is close to one process, whose bf16 sums have another order (row 24: offload)."""
     found = case(runs[size], f"{kind} {base}")
     assert found["moved"] > 0.005
     assert found["distance"] < 0.3 * found["moved"]
@@ -170,7 +173,7 @@ def test_shards_move_and_come_back(runs: dict[int, Results], size: int, base: st
 def test_a_checkpoint_goes_from_four_ranks_to_two_to_one(
     runs: dict[int, Results], size: int, base: str
 ) -> None:
-    """Trained with reloads in between as without, and an unsharded optimizer loads it, too."""
+    """Reloads do not change the training, and an unsharded optimizer loads the checkpoint."""
     found = case(runs[size], f"chain {base}")
     assert found["scaler"]
     assert found["unsharded"] == ""
@@ -184,7 +187,7 @@ def test_a_checkpoint_goes_from_four_ranks_to_two_to_one(
 @sharded
 @wrapped
 def test_files_of_each_rank(runs: dict[int, Results], size: int, base: str) -> None:
-    """LightRFT's layout loads; if one rank cannot read its file, no rank has changed."""
+    """LightRFT's layout loads. If a rank cannot read its file, all raise and none changes."""
     found = case(runs[size], f"rank files {base}")
     assert found["loaded"] == ""
     assert found["unchanged"] == ""

@@ -1,4 +1,4 @@
-"""The norm measured in backward over two ranks: the bits of steps that read gradients again."""
+"""A norm measured in backward on two ranks gives the bits of a norm measured in the step."""
 
 from __future__ import annotations
 

@@ -74,13 +74,13 @@ def test_data_parallel(data_parallel: Results, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["fsdp bf16", "ddp bf16"])
 def test_mixed_precision(data_parallel: Results, name: str) -> None:
-    """FSDP gathers bfloat16, DDP autocasts, as does the one process."""
+    """FSDP gathers bf16 weights. DDP and the one process use autocast."""
     check(data_parallel, name, BFLOAT16)
     assert all(result["gradients"] > 1e-3 for result in each_rank(data_parallel, name))
 
 
 def test_seeds(data_parallel: Results) -> None:
-    """Rank 0's for all, but pipeline stages count on from it: dropout shall differ."""
+    """All ranks get rank 0's seed. Pipeline stages count up from it, so dropout differs."""
     shared = [found["seed"] for found in each_rank(data_parallel, "seeds of replicas")]
     stages = [found["seed"] for found in each_rank(data_parallel, "seeds of stages")]
     assert (shared, stages) == ([100, 100], [100, 101])

@@ -1,4 +1,4 @@
-"""Moments of 8 bits and 8-bit remainders with FSDP2 and ZeRO: one process's bits, also resumed."""
+"""8-bit moments and remainders with FSDP2 and ZeRO give one process's bits, also resumed."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ BITWISE = {
 
 @pytest.mark.parametrize("name", BITWISE)
 def test_bits_are_those_of_one_process(results: Results, name: str) -> None:
-    """Norm, clip factor and, after clipped steps, every parameter, master, moment and count."""
+    """Norm, clip factor, and parameters and states after clipped steps are equal bitwise."""
     sharded, whole = case(results, name), case(results, BITWISE[name])
     assert 0 < number(whole, "clip_factor") < 1
     for field in ("grad_norm", "clip_factor", "params", "state"):
@@ -55,7 +55,7 @@ def test_pipeline_stages_clip_by_one_norm(run_ranks: Callable[[str, int], Result
 
 
 def test_a_rank_without_gradients_takes_part(results: Results) -> None:
-    """It knows the norm, which is that of the rank that has gradients."""
+    """A rank without gradients gets the norm of the rank that has gradients."""
     assert number(case(results, "rank without gradients"), "grad_norm") == 12**0.5
 
 
@@ -64,7 +64,7 @@ def test_a_rank_without_gradients_takes_part(results: Results) -> None:
 def test_random_rounding_does_not_depend_on_sharding(
     results: Results, held: str, split: str
 ) -> None:
-    """Draws belong to an element of the parameter: a split by columns has them, too."""
+    """Random bits belong to an element of the parameter, also in a split by columns."""
     sharded = case(results, f"{split} {held}, unclipped")
     whole = case(results, f"unsharded {held}, unclipped")
     assert sharded["params"] == whole["params"]
@@ -72,7 +72,7 @@ def test_random_rounding_does_not_depend_on_sharding(
 
 
 def test_the_ways_to_hold_weights_differ(results: Results) -> None:
-    """Or the tests above would say nothing about them."""
+    """At least three of the four ways give different weights, so the tests above are not empty."""
     params = {held: tuple(case(results, f"unsharded {held}")["params"]) for held in HELD}
     assert len(set(params.values())) >= 3
     assert all(p != tuple(case(results, "unsharded")["params"]) for p in params.values())
@@ -88,7 +88,7 @@ def test_the_ways_to_hold_weights_differ(results: Results) -> None:
     ],
 )
 def test_what_shards_see_adds_up(results: Results, sharded: str, whole: str) -> None:
-    """Digests modulo 2**64 and counts exactly, squares of norms up to rounding."""
+    """Digests modulo 2**64 and counts add up exactly, squares of norms up to rounding."""
     mine = [rank[sharded]["local"] for rank in results]
     exact = results[0][whole]["local"]
     digests = [sum(pair) % 2**64 for pair in zip(*[m["digests"] for m in mine], strict=True)]
@@ -102,7 +102,7 @@ def test_what_shards_see_adds_up(results: Results, sharded: str, whole: str) -> 
 
 
 def test_replicas_have_equal_digests(results: Results) -> None:
-    """A replicated parameter's digest is that of the whole on every rank."""
+    """A replicated parameter has the digest of the unsharded parameter on every rank."""
     whole = results[0]["unsharded"]["local"]["digests"]
     for rank in results:
         local = rank["mixed rows"]["local"]["digests"]
@@ -110,7 +110,7 @@ def test_replicas_have_equal_digests(results: Results) -> None:
 
 
 def test_columns_and_rows_and_replicas_in_one_norm(results: Results) -> None:
-    """Blocks of the sum of squares are cut differently: equal to 2**-50."""
+    """The norms agree to 2**-50, because shards cut the sum of squares differently."""
     mixed, whole = case(results, "mixed"), case(results, "unsharded")
     expected = number(whole, "grad_norm")
     assert abs(number(mixed, "grad_norm") - expected) <= 2**-50 * expected
@@ -124,7 +124,7 @@ def test_columns_and_rows_and_replicas_in_one_norm(results: Results) -> None:
     ],
 )
 def test_an_overflow_on_one_rank_skips_on_all(results: Results, name: str) -> None:
-    """Steps 2 and 5 of 8, on one rank each; case() has compared both ranks' scales and weights."""
+    """An overflow on one rank in steps 2 and 5 of 8 makes both ranks skip and back off."""
     found = [rank[f"overflow {name}"] for rank in results]
     for rank in found:
         assert "error" not in rank, rank["error"]
@@ -143,7 +143,7 @@ def test_stock_scaler_is_rejected_with_plain_shards(results: Results) -> None:
 
 
 def test_partial_gradients_travel_together(results: Results) -> None:
-    """Five times as many of them take no more collectives: one, and one to agree on overflow."""
+    """Any number of gradients takes one collective, and one more to agree on overflow."""
     few, many = (case(results, name) for name in ("partial, replicated", "partial, many"))
     assert sum(few["collectives"].values()) == sum(many["collectives"].values()) == 2
 
@@ -156,7 +156,7 @@ def test_gradients_of_shards_are_written_back(results: Results) -> None:
 
 
 def test_redistributed_gradients_are_not_left_as_they_were(results: Results) -> None:
-    """The step sees a copy of them: it says so, as it does of other strides, or writes it back."""
+    """The step uses copies of redistributed gradients. It raises or writes the copies back."""
     result = case(results, "written back, resharded")
     if result["message"]:
         assert "gradient" in result["message"]
@@ -166,7 +166,7 @@ def test_redistributed_gradients_are_not_left_as_they_were(results: Results) -> 
 
 
 def test_sequence_parallel_block(results: Results) -> None:
-    """DTensors as tensor parallelism makes them, up to the rounding of its sums."""
+    """A block under tensor parallelism trains like one process, up to rounding."""
     parallel, single = case(results, "sequence parallel"), case(results, "one process")
     assert any("Partial" in kind for kind in parallel["kinds"])
     assert any("Shard(dim=1)" in kind for kind in parallel["kinds"])
@@ -180,5 +180,5 @@ def test_sequence_parallel_block(results: Results) -> None:
 def test_a_gradient_still_on_its_way_is_waited_for(results: Results, name: str) -> None:
     result = case(results, name)
     assert result["kind"] == "AsyncCollectiveTensor"
-    assert result["grad_norm"] == pytest.approx(2 * 12**0.5)  # of the sum, 1 - 3, in 12 elements
+    assert result["grad_norm"] == pytest.approx(2 * 12**0.5)  # the sum is 1 - 3 in 12 elements
     assert result["moved_up"]

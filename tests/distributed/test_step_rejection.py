@@ -1,4 +1,4 @@
-"""A step that one rank rejects: the others raise with it, name it, and nothing is changed."""
+"""If a rank rejects a step, all ranks raise, other ranks name that rank, and nothing changes."""
 
 from __future__ import annotations
 

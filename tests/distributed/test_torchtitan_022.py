@@ -1,7 +1,7 @@
 """torchtitan 0.2's own Trainer trains its llama3 debug model on CPU with our builders plugged in.
 
-Every run is `torchtitan_cpu/train.py` in processes of its own, ten steps from the same seed. Runs
-are started when the first test asks for them and shared by the tests of this module.
+Every run is ten steps of `torchtitan_cpu/train.py` in separate processes, from the same seed. The
+first test that needs a run starts it, and all tests of this module share it.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ pytestmark = pytest.mark.timeout(400)
 HERE = Path(__file__).parent / "torchtitan_cpu"
 INTEGRATION = "torchopt_ext.integrations.torchtitan_0_2"
 STEPS, SAVED = 10, 5
-# torch sums squares in float32, on the CPU one after the other: its norms are off by up to 2e-4,
-# ours are exact. The losses hardly show it: Adam does not depend on the gradients' scale.
+# torch sums squares in float32, on the CPU sequentially: its norms are off by up to 2e-4, ours are
+# exact. The losses hardly differ, because Adam does not depend on the gradients' scale.
 NORM_TOLERANCE = 5e-4
 MAX_NORM = 0.1  # below every gradient norm of these runs, so that clipping always shows
 OURS = (f"--job.custom_config_module={INTEGRATION}",)
@@ -94,10 +94,10 @@ class Runs:
     def get(
         self, layout: str, kind: str, resume: str = "", saved_in: str = "", without: str = ""
     ) -> Run:
-        """Train to step 10; `resume` is the kind of run whose step 5 is continued.
+        """Trains to step 10. `resume` is the kind of run whose step 5 is continued.
 
-        In another layout, `saved_in`, with the data from the beginning: torchtitan's loader goes on
-        with the same ranks only. `without` is left out of what is loaded.
+        `saved_in` is that run's layout if it differs. The data then starts from the beginning:
+        torchtitan's loader continues only with the same ranks. `without` is not loaded.
         """
         without = without or ("dataloader" if saved_in else "")
         name = f"{layout}-{kind}-from-{saved_in}-{resume}".removesuffix("-from--") + without
@@ -127,8 +127,8 @@ class Runs:
         return self.done[name]
 
     def options(self, folder: Path) -> list[str]:
-        # The seed gives every run of one layout the same initial weights. Without mixed
-        # precision: under bf16 one flipped rounding moves the loss by more than 1e-5.
+        # The seed gives every run of one layout the same initial weights. No mixed
+        # precision: in bf16 a single other rounding moves the loss by more than 1e-5.
         return [
             f"--job.dump_folder={folder}",
             *["--model.name=llama3", "--model.flavor=debugmodel"],
@@ -172,7 +172,7 @@ def test_training_equals_stock(runs: Runs, layout: str) -> None:
     stock, ours = (runs.get(layout, kind) for kind in ("stock", "ours"))
     assert stock.metrics[1]["classes"][1] == "torch.optim.adamw.AdamW"
     assert all(name.startswith("torchopt_ext.") for name in ours.metrics[1]["classes"])
-    # The same weights to begin with, and a model that learns.
+    # Both runs start with the same weights, and the model learns.
     assert ours.metrics[1]["loss"] == stock.metrics[1]["loss"]
     assert stock.metrics[STEPS]["loss"] < stock.metrics[1]["loss"] - 1
     assert_same_training(ours, stock)
@@ -186,7 +186,7 @@ def test_checkpoint_has_stock_keys(runs: Runs, layout: str) -> None:
 
     ours, stock = entries("ours"), entries("stock")
     assert "optimizer.state.layers.0.attention.wq.weight.exp_avg" in stock
-    assert ours == stock  # names, dtypes, sizes, and how tensors are cut among the ranks
+    assert ours == stock  # names, dtypes, sizes, and the shards of each rank
 
 
 @pytest.mark.parametrize("layout", [slow("single"), "fsdp"])
@@ -220,7 +220,7 @@ def test_another_layout_resumes_as_with_stock(runs: Runs, saved_in: str, layout:
     runs.get(saved_in, "ours")
     stock, ours = (runs.get(layout, kind, "ours", saved_in) for kind in ("stock", "ours"))
     assert_same_training(ours, stock, first_step=SAVED + 1)
-    # From trained weights, not from new ones.
+    # Training continues from trained weights, not from initial weights.
     assert ours.metrics[SAVED + 1]["loss"] < runs.get(saved_in, "ours").metrics[1]["loss"] - 0.5
 
 
@@ -248,7 +248,7 @@ def test_deferred_clipping_equals_stock(runs: Runs, layout: str) -> None:
 @pytest.mark.parametrize("layout", [slow("single"), slow("fsdp")])
 @pytest.mark.parametrize("kind", ["in backward", "clipped in backward"])
 def test_in_backward_resumes_exactly(runs: Runs, layout: str, kind: str) -> None:
-    """torchtitan's own saves the first parameter's state only, and its losses part by 0.03."""
+    """Losses repeat exactly. torchtitan saves the first parameter's state only: off by 0.03."""
     assert_resumes_exactly(runs, layout, kind)
 
 
@@ -270,14 +270,14 @@ def test_master_weights_from_a_checkpoint_without(runs: Runs) -> None:
     resumed = runs.get("single", "masters", resume="stock bf16")
     stock = runs.get("single", "stock bf16")
     for step, line in resumed.metrics.items():
-        assert abs(line["loss"] - stock.metrics[step]["loss"]) < 0.1  # one is rounded to bfloat16
+        assert abs(line["loss"] - stock.metrics[step]["loss"]) < 0.1  # without masters, bf16 rounds
     saved = FileSystemReader(resumed.checkpoints / f"step-{STEPS}").read_metadata()
     assert "optimizer.state.output.weight.master_weight" in saved.state_dict_metadata
 
 
 @pytest.mark.slow
 def test_in_backward_from_torchtitans_checkpoint(runs: Runs) -> None:
-    """Which has one parameter's state: the others' start anew, and a warning says so."""
+    """Such a checkpoint has one parameter's state. The others start anew, with a warning."""
     resumed = runs.get("single", "in backward", resume="stock in backward")
     assert list(resumed.metrics) == list(range(SAVED + 1, STEPS + 1))
     assert "optimizer state of 'tok_embeddings.weight' only" in resumed.log

@@ -1,7 +1,7 @@
 """torchtitan 0.3's own Trainer trains its llama3 debug model on CPU with our containers in it.
 
-Every run is `torchtitan_cpu/train_030.py` in processes of its own, ten steps from the same seed.
-Runs are started when the first test asks for them and shared by the tests of this module.
+Every run is ten steps of `torchtitan_cpu/train_030.py` in separate processes, from the same seed.
+The first test that needs a run starts it, and all tests of this module share it.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ class Runs:
         without: str = "",
         **fields: Any,
     ) -> Run:
-        """Train to step 10; `resume`: continue step 5 of that run, or of that side's.
+        """Trains to step 10. `resume` is the run to continue from step 5, or "ours" or "stock".
 
-        In another layout, `saved_in`, with the data from the beginning: torchtitan's loader goes on
-        with the same ranks only. `without` is left out of what is loaded. `fields` are of our
-        container's Config.
+        `saved_in` is that run's layout if it differs. The data then starts from the beginning:
+        torchtitan's loader continues only with the same ranks. `without` is not loaded. `fields`
+        are fields of our container's Config.
         """
         without = without or ("dataloader" if saved_in else "")
         name = f"{layout}-{config}-{'ours' if ours else 'stock'}"
@@ -116,8 +116,8 @@ class Runs:
         return self.done[name]
 
     def options(self, folder: Path, config: str) -> list[str]:
-        # The seed gives every run of one layout the same initial weights. Without mixed
-        # precision: under bf16 one flipped rounding moves the loss by more than 1e-5.
+        # The seed gives every run of one layout the same initial weights. No mixed
+        # precision: in bf16 a single other rounding moves the loss by more than 1e-5.
         return [
             *["--module=configs_030", f"--config={config}", f"--dump_folder={folder}"],
             f"--hf_assets_path={self.folder / 'tokenizer'}",
@@ -133,7 +133,7 @@ class Runs:
 
 
 def entries(run: Run) -> dict[str, Any]:
-    """Names, dtypes and sizes in a checkpoint, and how its tensors are cut among the ranks."""
+    """Returns names, dtypes and sizes in a checkpoint, and the shards of each rank."""
     return FileSystemReader(run.checkpoints / f"step-{SAVED}").read_metadata().state_dict_metadata
 
 
@@ -164,7 +164,7 @@ def test_training_equals_stock(runs: Runs, layout: str) -> None:
     stock, ours = runs.get(layout, ours=False), runs.get(layout, ours=True)
     assert stock.metrics[1]["classes"][1:] == ["torch.optim.adamw.AdamW"]
     assert all(name.startswith("torchopt_ext.") for name in ours.metrics[1]["classes"])
-    # The same weights to begin with, and a model that learns.
+    # Both runs start with the same weights, and the model learns.
     assert ours.metrics[1]["loss"] == stock.metrics[1]["loss"]
     assert stock.metrics[STEPS]["loss"] < stock.metrics[1]["loss"] - 0.1
     assert_same_training(ours, stock)
@@ -214,7 +214,7 @@ def test_checkpoints_are_exchanged(runs: Runs, layout: str, ours: bool) -> None:
 def test_another_layout_resumes_as_with_stock(runs: Runs, saved_in: str, layout: str) -> None:
     stock, ours = (runs.get(layout, of, "ours", saved_in=saved_in) for of in (False, True))
     assert_same_training(ours, stock, first_step=SAVED + 1)
-    # From trained weights, not from new ones.
+    # Training continues from trained weights, not from initial weights.
     first = runs.get(saved_in, ours=True).metrics[1]
     assert ours.metrics[SAVED + 1]["loss"] < first["loss"] - 0.05
 
@@ -236,7 +236,7 @@ def test_weights_alone_are_loaded_as_with_stock(runs: Runs) -> None:
 
 @pytest.mark.slow
 def test_master_weights_join_a_running_job(runs: Runs) -> None:
-    """A checkpoint of torch's optimizers has none, and torchtitan ignores those in ours."""
+    """Masters start from a checkpoint without masters, and torchtitan ignores saved masters."""
     masters = {"config": "bf16", "master_weights": "fp32"}
     stock = runs.get("fsdp", ours=False, config="bf16")
     joined = runs.get("fsdp", ours=True, resume=stock, **masters)
@@ -254,7 +254,7 @@ def test_master_weights_join_a_running_job(runs: Runs) -> None:
 def test_deferred_clipping_trains_as_stock(runs: Runs, layout: str) -> None:
     stock = runs.get(layout, ours=False)
     assert all(line["grad_norm"] > 1.0 for line in stock.metrics.values())  # all steps clip
-    # torch sums the norm in float32, with an error of 2e-4 here; ours is the exact sum's root.
+    # torch sums the norm in float32, with an error of 2e-4 here. Our sum is exact.
     deferred = runs.get(layout, ours=True, deferred_clipping=True)
     assert_same_training(deferred, stock, norm_tolerance=1e-3)
 
@@ -271,9 +271,9 @@ def test_experts_stay_balanced_as_with_stock(runs: Runs) -> None:
 
 @pytest.mark.slow
 def test_a_group_may_lie_in_one_pipeline_stage_only(runs: Runs) -> None:
-    """torchtitan's own containers reject a pattern that finds nothing in a stage."""
+    """A pattern may match nothing in a stage, which torchtitan's own containers reject."""
     ours = runs.get("pp", ours=True, config="embeddings_apart")
-    assert list(ours.metrics[1]["lrs"]) == ["lr/AdamW"]  # of the last stage
+    assert list(ours.metrics[1]["lrs"]) == ["lr/AdamW"]  # the last stage's
     assert_same_training(ours, runs.get("pp", ours=False, config="small"), norm_tolerance=1e-5)
 
 

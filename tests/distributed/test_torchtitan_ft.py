@@ -1,6 +1,6 @@
-"""torchtitan's fault-tolerant Trainers, of 0.2 and 0.3, on CPU: replica groups under torchft.
+"""torchtitan's fault-tolerant Trainers of 0.2 and 0.3 on CPU, as replica groups under torchft.
 
-Every run is ten steps of its llama3 debug model in two groups of processes, from the same seed.
+Every run is ten steps of the llama3 debug model in two groups of processes, from the same seed.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Version:
     """How to run a Trainer of one version."""
 
     script: str
-    options: Callable[[Path, Path], list[str]]  # given assets and a folder of the group
+    options: Callable[[Path, Path], list[str]]  # from the assets and the group's folder
     kinds: dict[str, tuple[str, ...]]
     semi_sync: tuple[str, ...]  # options of LocalSGD and DiLoCo
-    ranks: int  # of a group with a quorum in every step
+    ranks: int  # ranks of a group with a quorum in every step
 
 
 def options_022(assets: Path, folder: Path) -> list[str]:
@@ -59,7 +59,7 @@ def options_030(assets: Path, folder: Path) -> list[str]:
         f"--hf_assets_path={assets / 'tokenizer'}",
         f"--dataloader.dataset_path={assets / 'data'}",
         *["--validator.no-enable", "--debug.no-enable_structured_logging"],
-        # Otherwise the manager has no state to send (experiments/torchft/checkpoint.py).
+        # Without checkpoints the manager has no state to send (experiments/torchft/checkpoint.py).
         *["--checkpoint.enable", "--checkpoint.interval=100"],
     ]
 
@@ -81,8 +81,8 @@ VERSIONS = {
         ("--job.custom_config_module=torchtitan.components.ft.config.job_config", *SEMI_SYNC),
         ranks=2,
     ),
-    # In a group of two, one rank may send its state while the other takes a peer's, but the model's
-    # state dict communicates: its hook splits the fused weight of attention.
+    # In a group of two ranks, one rank may send its state while the other loads a peer's state. The
+    # model's state dict needs both ranks: its hook splits the fused weight of attention.
     "0.3": Version(
         "train_ft_030.py",
         options_030,
@@ -110,7 +110,7 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start(
     run: Groups, group: int, assets: Path, options: tuple[str, ...], ranks: int, hold: str = ""
 ) -> None:
-    """One group, as torchtitan runs it."""
+    """Starts one group as torchtitan does."""
     command = [
         *[sys.executable, str(HERE / TITAN.script)],
         *TITAN.options(assets, run.folder / str(group)),
@@ -132,7 +132,7 @@ def state(run: Groups, group: int, rank: int) -> Any:
 
 
 def train(folder: Path, assets: Path, options: tuple[str, ...], ranks: int) -> list[dict[int, Any]]:
-    """Two groups that nothing happens to: their metrics by step."""
+    """Trains two groups without a failure and returns each group's metrics by step."""
     folder.mkdir()
     with replica_groups(folder, groups=2) as run:
         for group in (0, 1):
@@ -159,7 +159,7 @@ def test_training_equals_stock(tmp_path: Path, assets: Path, method: str) -> Non
         for step, line in ours.items():
             assert abs(line["loss"] - stock[step]["loss"]) <= 1e-5, step
             assert abs(line["grad_norm"] - stock[step]["grad_norm"]) <= 1e-5, step
-    # In the first step the logged loss may be of one group: the other takes its weights.
+    # The first logged loss may be one group's alone, while the other loads its weights.
     assert stock[STEPS]["loss"] < stock[2]["loss"] - 0.2
 
 
@@ -178,7 +178,7 @@ def test_a_killed_group_comes_back_with_its_peers_bits(
         start(run, 1, assets, TITAN.kinds[kind], TITAN.ranks, hold=f"0,{killed}")
         for group in (0, 1):
             run.wait_until(lambda g=group: "Trainer is init" in run.log(g).read_text(), RUN_TIMEOUT)
-        # The lighthouse knows of both by now, and no quorum is of one alone.
+        # The lighthouse knows both groups by now, so no quorum has a single group.
         for group in (0, 1):
             (tmp_path / f"metrics{group}.go-0").touch()
         for group in (0, 1):
@@ -191,7 +191,7 @@ def test_a_killed_group_comes_back_with_its_peers_bits(
         run.wait_until(
             lambda: "Training starts at step" in run.log(1).read_text()[before:], RUN_TIMEOUT
         )
-        time.sleep(1)  # until it has asked for a quorum
+        time.sleep(1)  # until the group has asked for a quorum
         (tmp_path / f"metrics0.go-{returns}").touch()
         run.wait(RUN_TIMEOUT)
         survivor, returned = (read_metrics(tmp_path / f"metrics{g}.rank0") for g in (0, 1))

@@ -1,4 +1,4 @@
-"""The Trainer's jobs beside a loop written by hand, and beside themselves resumed."""
+"""The Trainer's jobs train like a loop written by hand, and resumed jobs like whole jobs."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
-TEXT = REPOSITORY / "tests" / "golden" / "adam.json"  # one that seldom changes
+TEXT = REPOSITORY / "tests" / "golden" / "adam.json"  # a file that seldom changes
 STEPS = 6
 JOB = [
     *("--experimental.custom_import", "examples.byte_llama"),
@@ -20,7 +20,7 @@ JOB = [
     *("--metrics.progress_bar", "off", "--lr_scheduler.warmup_steps", "2"),
     *("--checkpoint.interval", "3", "--lr_scheduler.total_steps", str(STEPS)),
 ]
-BATCH = 8  # sequences of a step on all ranks
+BATCH = 8  # sequences per step, over all ranks
 SAVING = ("--checkpoint.enable_checkpoint", "--checkpoint.interval", "3")
 Run = list[dict[str, Any]]
 Train = Callable[..., Run]
@@ -39,7 +39,7 @@ def layout(**degrees: int) -> tuple[str, ...]:
 
 ZERO = ("--parallelism.zero", "balanced")
 INTERLEAVED = ("--parallelism.pipeline_parallel_schedule", "Interleaved1F1B")
-# Ranks, how many of them read different data, and settings.
+# Ranks, the number of ranks that read different data, and settings.
 LAYOUTS = {
     "one process": (1, 1, ()),
     "FSDP": (2, 2, layout(fsdp=2)),
@@ -61,6 +61,7 @@ LAYOUTS = {
     ),
     "in backward": (1, 1, ("--optimizer.early_step_in_backward",)),
     "recomputed": (2, 2, (*layout(fsdp=2), "--activation_checkpoint.mode", "full")),
+    "DDP, deterministic": (4, 4, (*layout(ddp=4), "--training.deterministic")),
 }
 FAST = ("one process", "FSDP", "DDP, balanced ZeRO", "accumulation")
 
@@ -79,7 +80,7 @@ def layouts(*fast: str) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def train(rank_server) -> Iterator[Train]:
-    """Runs a job on so many ranks, and returns its metrics, a line a step."""
+    """A function that runs a job on a number of ranks and returns its metrics by step."""
     with rank_server("trainer_worker.py") as start:
 
         def run(folder: Path, ranks: int, *settings: str, worker: str = "trainer_worker.py") -> Run:
@@ -97,7 +98,7 @@ def by_hand(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def ended(folder: Path) -> list[dict[str, Any]]:
-    """What the ranks ended with."""
+    """Returns the results that the ranks wrote at the end."""
     return [json.loads(file.read_text()) for file in sorted(folder.glob("rank*.json"))]
 
 
@@ -120,6 +121,7 @@ def test_layouts_train_as_the_loop_by_hand(train, by_hand, tmp_path, name):
         assert found == pytest.approx(expected, rel=1e-5)
 
 
+# DDP on more than two ranks sums the first step after a start in another order, unless told not to.
 @pytest.mark.parametrize("name", layouts("FSDP", "DDP, balanced ZeRO"))
 def test_resumed_jobs_end_with_the_same_bits(train, tmp_path, name):
     ranks, _, settings = LAYOUTS[name]
@@ -153,7 +155,7 @@ def test_jobs_resume_in_another_layout(train, by_hand, tmp_path, before, after):
 
 @pytest.fixture(scope="module")
 def behaviour(rank_server, tmp_path_factory) -> Callable[[int], list[dict[str, Any]]]:
-    """What trainer_behaviour.py found, by rank."""
+    """A function that returns the results of trainer_behaviour.py by rank."""
     found: dict[int, list[dict[str, Any]]] = {}
 
     def run(ranks: int) -> list[dict[str, Any]]:
@@ -179,7 +181,7 @@ def test_calls_of_a_step_come_in_the_order_of_torchtitan(behaviour):
             "CheckpointManager.save",
         ]
         assert found[name] == step * 2
-    assert min(found["seconds"]) > 0.05  # clipping is the optimizer's time, too
+    assert min(found["seconds"]) > 0.05  # clipping counts as the optimizer's time
 
 
 @pytest.mark.parametrize("implementation", ["fused", "foreach"])
@@ -198,7 +200,7 @@ def test_too_many_skips_in_a_row_end_the_job(behaviour):
 
 
 def test_training_ends_with_its_data(behaviour):
-    """Validated and exported as after the last of all steps."""
+    """When its data ends, a job validates and exports as after its last step."""
     saved = ["step-4", "step-5", "step-5.safetensors"]
     assert behaviour(1)[0]["data_that_ends"] == ["data", 5, saved, "model", [0, 3, 5]]
 

@@ -1,4 +1,4 @@
-"""CheckpointManager with a sharded model: on other numbers of ranks, and where one rank fails."""
+"""CheckpointManager with sharded models, on other numbers of ranks and when one rank fails."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Phase = Callable[..., list[dict[str, Any]]]
 
 @pytest.fixture
 def phase(start_ranks: Callable[..., None], tmp_path: Path) -> Phase:
-    """Runs main() of the worker; what each rank gave, with its log."""
+    """A function that runs the worker's main() and returns each rank's result and log."""
 
     def run(ranks: int, **arguments: Any) -> list[dict[str, Any]]:
         given = json.dumps({"load": None, **arguments})
@@ -31,7 +31,7 @@ def phase(start_ranks: Callable[..., None], tmp_path: Path) -> Phase:
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_the_same_bits_on_other_numbers_of_ranks(phase: Phase, mode: str) -> None:
-    """Weights, optimizer, schedule; on as many ranks random numbers and data position, too."""
+    """Random numbers and data positions are restored only on the same number of ranks."""
     first = phase(2, until=2, async_mode=mode)
     assert first[0]["next"] != first[1]["next"]
     same = phase(2, until=2, load=2)

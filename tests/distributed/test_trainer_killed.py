@@ -1,4 +1,4 @@
-"""SIGKILL of a rank at random moments: the job goes on from its newest checkpoint, bit for bit."""
+"""After SIGKILL of a rank at a random moment, a job resumes bitwise from its newest checkpoint."""
 
 import contextlib
 import json
@@ -18,7 +18,7 @@ from .test_trainer import JOB, layout
 
 pytestmark = [pytest.mark.slow, pytest.mark.newest_torch]
 
-STEPS, LIMIT = 12, 110  # steps; seconds of a run under torchrun, which may start it several times
+STEPS, LIMIT = 12, 110  # steps; seconds of a run under torchrun, which may restart the job
 SETTINGS = (
     *("--training.batch_size", "4", "--training.steps", str(STEPS), *layout(fsdp=2)),
     *("--checkpoint.enable_checkpoint", "--checkpoint.interval", "2"),
@@ -29,7 +29,7 @@ Start = Callable[..., None]
 
 @pytest.fixture(scope="module")
 def start(rank_server) -> Iterator[Start]:
-    """Runs the job on two ranks."""
+    """A function that runs the job on two ranks."""
     with rank_server("trainer_worker.py") as serve:
 
         def run(folder: Path, *settings: str, kill: tuple[Any, ...] = ()) -> None:
@@ -51,7 +51,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 
 def losses(folder: Path) -> dict[int, set[float]]:
-    """By step; a step that was made twice has one loss as well."""
+    """Returns the distinct losses of each step. A repeated step must give the same loss."""
     found: dict[int, set[float]] = {}
     for line in lines(folder):
         found.setdefault(line["step"], set()).add(line["loss_metrics/global_avg_loss"])
@@ -76,7 +76,7 @@ def test_a_killed_job_resumes_to_the_bits_of_one_that_was_not(start, undisturbed
     start(tmp_path, *mode)
     assert ended(tmp_path) == ended(undisturbed)
     assert losses(tmp_path) == losses(undisturbed)
-    # At most the steps since a checkpoint, and those made while that one was written.
+    # A job repeats at most the steps since a checkpoint and the steps during its writing.
     assert len(lines(tmp_path)) - STEPS <= min(made, 4)
 
 

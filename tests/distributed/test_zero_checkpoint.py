@@ -1,4 +1,4 @@
-"""Distributed checkpoints that each rank writes and reads its part of, between world sizes."""
+"""Distributed checkpoints move between world sizes. Each rank writes and reads only its part."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .rank_results import Results, agreed
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.newest_torch]
 
-WORLD_SIZES = (1, 4, 3, 2)  # in this order: a checkpoint goes from one to the next
+WORLD_SIZES = (1, 4, 3, 2)  # in this order: each size loads the checkpoint of the size before
 NAMES = ("fused", "fp32", "remainder", "remainder8", "adamw", "sgd")
 
 
@@ -50,7 +50,7 @@ def test_ranks_write_and_read_their_parts_only(runs: dict[int, Results], size: i
 
 @chained
 def test_rows_are_cut(runs: dict[int, Results], name: str) -> None:
-    """Or the other tests show nothing: in 2-D, 3-D and channels last."""
+    """Ranks cut rows of 2-D, 3-D and channels-last tensors, so the other tests cover this case."""
     found = agreed(runs[4], f"chain {name}")[0]["local"]["cut inside a row"]
     assert found == [[2, 50, 200], [3, 64, 16, 15], [3, 10000]]
 

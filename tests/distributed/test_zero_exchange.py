@@ -1,4 +1,4 @@
-"""What gloo ranks tell each other: text, errors, and optimizer state for one of them."""
+"""gloo ranks exchange text and errors, and send optimizer state to a single rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .rank_results import Results, each_rank
 
 pytestmark = [pytest.mark.timeout(150), pytest.mark.newest_torch]
 
-QUICK = 20  # seconds; the group's own limit is 60, and a call takes well below one
+QUICK = 20  # seconds; the group's timeout is 60, and a call takes well below 1
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +19,7 @@ def results(run_ranks: Callable[[str, int], Results]) -> Results:
 
 
 def raised(results: Results, name: str, kind: str) -> str:
-    """The message, which all ranks must raise alike and soon."""
+    """Returns the error's message. All ranks must raise the same message soon."""
     found = each_rank(results, name)
     for result in found:
         assert result.get("raised") == kind, result
@@ -73,7 +73,7 @@ def test_other_parameters_on_one_rank(
 @pytest.mark.parametrize("name", ["whole", "large", "parts"])
 @pytest.mark.parametrize("to", ["first", "last"])
 def test_state_of_all_ranks_on_one(results: Results, name: str, to: str) -> None:
-    """Bit by bit, with strides, in order, on the target alone."""
+    """Only the target gets the state, with equal bits, strides and order."""
     found = each_rank(results, f"{name} to {to}")
     target = 0 if to == "first" else len(results) - 1
     assert [result["target"] for result in found] == [r == target for r in range(len(results))]
@@ -126,7 +126,7 @@ def test_what_one_rank_cannot_send_is_named_on_all(results: Results, name: str, 
 
 
 def test_sending_takes_little_memory(results: Results) -> None:
-    """128 MB: far less than a copy on the sender, one copy and little else on the target."""
+    """128 MB take far less than a copy on the sender, and little more than a copy on the target."""
     assert min(result["grown"] for result in each_rank(results, "growth")) > 60
     target, *others = each_rank(results, "memory")
     assert target["target"]
@@ -153,7 +153,7 @@ def test_a_rank_that_does_not_answer(results: Results, name: str, what: str) -> 
 
 
 def test_subgroup(results: Results) -> None:
-    """Ranks 1 and 2 of three, by their ranks in the group."""
+    """Ranks 1 and 2 of three exchange by their ranks in the group."""
     _, first, second = each_rank(results, "subgroup")
     assert [first["target"], second["target"]] == [False, True]
     assert second["difference"] == ""

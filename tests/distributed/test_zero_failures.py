@@ -1,4 +1,4 @@
-"""A rank that dies or is late: the other raises in time, and a restart ends with the same bits."""
+"""If a rank dies or is late, the other raises in time, and a restart ends with the same bits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WORKER = Path(__file__).with_name("zero_failures_worker.py")
 
 
 def run(folder: Path, event: str, partition: str) -> list[tuple[int, str]]:
-    """Exit status and output of both ranks."""
+    """Returns the exit status and output of both ranks."""
     folder.mkdir(exist_ok=True)
     store = folder / f"store-{event}"
     processes = [
@@ -49,7 +49,7 @@ def run(folder: Path, event: str, partition: str) -> list[tuple[int, str]]:
 
 @pytest.fixture(scope="module")
 def uninterrupted() -> list[torch.Tensor]:
-    """What one process makes of the data that both ranks have."""
+    """The weights after one process trained on the data that both ranks have."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(70, 90), torch.nn.Linear(90, 30))
     optimizer = FusedAdamW(model.parameters(), max_grad_norm=1.0, lr=1e-2)
@@ -88,7 +88,7 @@ def test_others_raise_and_a_restart_has_the_same_bits(
 
 
 def test_a_timeout_of_the_optimizer_bounds_every_wait(tmp_path: Path) -> None:
-    """The group's timeout is 600 seconds, and the other rank is alive."""
+    """Every call raises, although the group's timeout is 600 s and the other rank is alive."""
     (status, output), _ = run(tmp_path, "alone", "all")
     assert status == 7, output
     for name, error in json.loads((tmp_path / "errors.json").read_text()).items():

@@ -1,6 +1,6 @@
-"""ZeroRedundancyOptimizer over two and four gloo ranks: faults of torch's, and parity.
+"""ZeroRedundancyOptimizer on two and four gloo ranks: faults of torch's class, and parity.
 
-Every comparison is bit by bit with the unsharded optimizer that had the same gradients.
+Every comparison is bitwise with an unsharded optimizer that had the same gradients.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.timeout(150), pytest.mark.newest_torch]
 
 KINDS = ("AdamW", "FusedAdamW", "SGD")
 PARTITIONS = ("greedy", "bucket view", "balanced")
-SOON = 5  # seconds; a group waits for 10, and an error takes well below one
+SOON = 5  # seconds; a group's timeout is 10, and an error takes well below 1
 
 
 @pytest.fixture(scope="module")
@@ -30,13 +30,13 @@ def four(run_ranks: Callable[[str, int], Results]) -> Results:
 
 
 def check_equal(found: list[dict[str, Any]], *fields: str) -> None:
-    """No rank saw a difference."""
+    """Asserts that no rank saw a difference."""
     for field in fields:
         assert [f[field] for f in found] == [""] * len(found), field
 
 
 def check_raised(outcomes: list[dict[str, Any]], kind: str, *parts: str) -> None:
-    """Every rank has the error, soon, and it says what is wrong."""
+    """Asserts that every rank raised the error soon, with all parts in its message."""
     for outcome in outcomes:
         assert outcome["raised"] == kind, outcome
         assert outcome["seconds"] < SOON, outcome
@@ -58,7 +58,7 @@ def test_loading_and_stepping_leave_the_state_dict_alone(
 @pytest.mark.parametrize("partition", PARTITIONS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_float32_state_for_bfloat16_parameters(two: Results, kind: str, partition: str) -> None:
-    """It becomes what the unsharded optimizer makes of it, and training goes on."""
+    """The state is cast to bfloat16, and training continues like the unsharded optimizer's."""
     found = each_rank(two, f"narrower_parameters {kind}, {partition}")
     assert all(f["dtypes"] == ["torch.bfloat16"] for f in found)
     check_equal(found, "params")
@@ -66,7 +66,7 @@ def test_float32_state_for_bfloat16_parameters(two: Results, kind: str, partitio
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_state_is_held_once(two: Results, kind: str) -> None:
-    """After loading, this rank's half is all there is; a consolidated copy lasts until a step."""
+    """After a load a rank holds only its half. A consolidated copy lasts until the next step."""
     found = each_rank(two, f"held once {kind}")
     for rank, f in enumerate(found):
         spare = 4096  # control blocks
@@ -81,7 +81,7 @@ def test_state_is_held_once(two: Results, kind: str) -> None:
 @pytest.mark.parametrize("how", ["shape 0", "shape 1", "shape 3", "shape 5", "balanced"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_wrong_shape_is_refused_on_all_ranks(two: Results, kind: str, how: str) -> None:
-    """Whoever owns the parameter; nothing is changed."""
+    """All ranks raise, whichever rank owns the parameter, and nothing changes."""
     found = each_rank(two, f"refused {kind}, {how}")
     number = how.partition(" ")[2] or "3"
     check_raised(found, "ValueError", f"parameter {number}", "(2, ")
@@ -106,7 +106,7 @@ def test_wrong_groups_are_refused_on_all_ranks(two: Results, kind: str, how: str
 
 @pytest.mark.parametrize("partition", PARTITIONS)
 def test_another_dtype_is_refused(two: Results, partition: str) -> None:
-    """Nothing is changed, and training goes on without the group."""
+    """Nothing changes, and training continues without the group."""
     found = each_rank(two, f"other dtype {partition}, False")
     check_raised(found, "ValueError", "bfloat16", "float32")
     check_equal(found, "changed")
@@ -116,7 +116,7 @@ def test_another_dtype_is_refused(two: Results, partition: str) -> None:
 
 @pytest.mark.parametrize("partition", PARTITIONS)
 def test_another_dtype_where_it_is_allowed(two: Results, partition: str) -> None:
-    """difference() compares dtypes, too."""
+    """The group is added and trains with its dtype, which difference() compares as well."""
     found = each_rank(two, f"other dtype {partition}, True")
     assert all(f["raised"] == "" and f["changed"] != "" for f in found)
     check_equal(found, "params")
@@ -131,9 +131,9 @@ def test_another_dtype_where_it_is_allowed(two: Results, partition: str) -> None
 def test_state_dicts_are_the_unsharded_optimizers(
     two: Results, kind: str, partition: str, named: bool
 ) -> None:
-    """Keys, order, dtypes and bits; it loads there, here and, unnamed, into torch's class.
+    """Keys, order, dtypes and bits are equal, and plain and sharded optimizers load the dict.
 
-    With names it loads into a sharded optimizer without them as well.
+    torch's class loads an unnamed dict. A sharded optimizer without names loads a named dict.
     """
     found = each_rank(two, f"state dict {kind}, {partition}{', named' * named}")
     check_equal(found, "difference", "into plain", "from plain")
@@ -156,7 +156,7 @@ def test_only_a_fresh_consolidation_gives_a_whole_state_dict(
 
 @pytest.mark.parametrize("to", range(4))
 def test_consolidation_sends_state_to_the_target_alone(four: Results, to: int) -> None:
-    """And once: headers, which all ranks get, are all there is besides."""
+    """State is sent once, and only to the target. All ranks get the headers."""
     for rank, f in enumerate(each_rank(four, f"traffic to {to}")):
         assert f["target"] == (rank == to)
         given = f["bytes"].pop("send", 0)
@@ -172,7 +172,7 @@ def test_consolidation_sends_state_to_the_target_alone(four: Results, to: int) -
 
 @pytest.mark.parametrize("ranks", ["two", "four"])
 def test_state_of_many_kinds(request: pytest.FixtureRequest, ranks: str) -> None:
-    """Tuples, keys of all kinds, nested tensors, inf and nan."""
+    """State may have tuples, keys of all kinds, nested tensors, inf and nan."""
     check_equal(each_rank(request.getfixturevalue(ranks), "peculiar"), "difference", "loaded")
 
 
@@ -188,7 +188,7 @@ def test_an_object_in_one_ranks_state_raises_on_all(
 
 @pytest.mark.parametrize("partition", PARTITIONS)
 def test_resuming_at_other_world_sizes(four: Results, partition: str) -> None:
-    """Four ranks, then two, then four again, by files that weights_only=True loads."""
+    """Four ranks, then two, then four again resume from files that weights_only=True loads."""
     check_equal(each_rank(four, f"other world size {partition}"), "params", "state")
 
 
@@ -197,14 +197,14 @@ def test_resuming_at_other_world_sizes(four: Results, partition: str) -> None:
 
 @pytest.mark.parametrize("partition", ["greedy", "bucket view"])
 def test_frozen_parameters(four: Results, partition: str) -> None:
-    """Torch's rule would give ranks 0, 300, 300 and 200 trainable elements."""
+    """Trainable elements are spread. torch's rule would give ranks 0, 300, 300 and 200."""
     found = each_rank(four, f"frozen {partition}")
     for f in found:
         assert sorted(f["loads"]) == [100, 100, 300, 300]
         assert f["owners since"] == f["owners"] == found[0]["owners"]
         assert set(f["owners"]) <= set(range(4))
-        # Two steps of 800 trainable elements, in each of which the ranks agree twice on whether to
-        # make it, by 16 bytes; a bucket adds less than 64 bytes a parameter.
+        # Two steps of 800 trainable elements. In each step the ranks agree twice on whether to
+        # take it, by 16 bytes. A bucket adds less than 64 bytes per parameter.
         exact = 2 * (800 * 4 + 2 * 16)
         assert exact <= f["sent"] <= exact + (2 * 4 * 64 if partition == "bucket view" else 0)
     check_equal(found, "params")
@@ -269,13 +269,13 @@ def test_other_parameters_on_one_rank(two: Results, how: str, name: str) -> None
 
 @pytest.mark.parametrize("how", ["mixed dtypes", "none"])
 def test_what_one_rank_refuses_ends_all(two: Results, how: str) -> None:
-    """A list that no rank would take."""
+    """All ranks raise if one rank has a list that is invalid on every rank."""
     check_raised(each_rank(two, f"other {how}"), "ValueError")
 
 
 @pytest.mark.parametrize("how", ["shape", "count", "dtype", "known"])
 def test_another_group_on_one_rank(two: Results, how: str) -> None:
-    """Nothing is changed on any rank."""
+    """All ranks raise, and nothing changes on any rank."""
     found = each_rank(two, f"added other {how}")
     check_raised(found, "ValueError")
     check_equal(found, "changed")
@@ -310,7 +310,7 @@ def test_overlap_in_a_subgroup(four: Results, kind: str, how: str) -> None:
 @pytest.mark.parametrize("how", ["", ", interleaved"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_overlap(two: Results, kind: str, how: str, schedule: bool) -> None:
-    """Bits of DDP and the plain optimizer, whose learning rate follows the same schedule."""
+    """The weights equal bitwise DDP with the plain optimizer, also under a schedule."""
     check_overlap(each_rank(two, f"overlap {kind}{how}{', schedule' * schedule}"))
 
 
@@ -321,7 +321,7 @@ def test_hooks_want_an_optimizer_that_overlaps(two: Results) -> None:
 @pytest.mark.parametrize("partition", PARTITIONS)
 @pytest.mark.parametrize("how", ["", ", unscaled before"])
 def test_an_overflow_on_one_rank_skips_on_all(two: Results, partition: str, how: str) -> None:
-    """In the third of five steps."""
+    """If a rank overflows in the third of five steps, all ranks skip that step."""
     found = each_rank(two, f"our scaler {partition}{how}")
     for f in found:
         assert f["moved"] == [True, True, False, True, True]
@@ -351,7 +351,7 @@ def test_scalers_leave_the_check_to_the_step(two: Results, name: str) -> None:
 
 @pytest.mark.parametrize("kind", ["FusedAdamW", "fused AdamW"])
 def test_torchs_scaler_skips_what_overflows_on_all(two: Results, kind: str) -> None:
-    """As DDP's averages do."""
+    """torch's scaler skips a step that overflows on all ranks, as DDP's averages do."""
     found = each_rank(two, f"stock scaler, {kind}, all")
     for f in found:
         assert f["moved"] == [True, True, False, True, True]

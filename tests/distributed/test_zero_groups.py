@@ -1,4 +1,4 @@
-"""Ranks of a group that do different things: segments, worlds, sub-groups, uneven inputs."""
+"""Ranks of a group that act differently: segments, worlds, subgroups, uneven inputs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .rank_results import Results, agreed
 
 pytestmark = pytest.mark.timeout(150)
 
-ROUNDING = 1e-6  # averages of equal gradients, and other orders of summing
+ROUNDING = 1e-6  # from averages of equal gradients, and from other orders of summing
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def results(run_ranks: Callable[[str, int], Results]) -> Results:
 
 @pytest.mark.parametrize("name", ["segments", "nested", "segments, unused", "nested, unused"])
 def test_a_backward_pass_reduces_every_bucket_once(results: Results, name: str) -> None:
-    """Under reentrant checkpointing, in segments of other lengths on every rank."""
+    """Reentrant checkpointing has segments of another length on every rank."""
     found = agreed(results, name)[0]
     assert found["off"] <= ROUNDING
     assert found["reductions"] == 3 * found["buckets"] > 3 * 7
@@ -46,7 +46,7 @@ def test_dropped_optimizers_keep_no_group(results: Results) -> None:
     ],
 )
 def test_ranks_out_of_data_step_with_the_averages_of_the_others(results: Results, how: str) -> None:
-    """Join([ddp, zero]) ends as Adam does over all ranks' batches."""
+    """Join([ddp, zero]) ends with the weights of Adam over all ranks' batches."""
     for rank in agreed(results, f"uneven {how}"):
         assert max(rank["off"], rank["local"]) <= ROUNDING
 

@@ -1,4 +1,4 @@
-"""What a script may do around a sharded optimizer's steps: right results or clear errors."""
+"""Unusual calls around a sharded optimizer's steps give right results or clear errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .rank_results import Results, case, each_rank
 
 pytestmark = pytest.mark.timeout(150)
 
-ROUNDING = 1e-5  # averages of equal gradients, and other orders of summing
+ROUNDING = 1e-5  # from averages of equal gradients, and from other orders of summing
 
 
 @pytest.fixture(scope="module")
@@ -106,3 +106,11 @@ def test_a_join_that_failed_is_over(results: Results) -> None:
     for rank in each_rank(results, "after_a_join_that_failed"):
         assert rank["failed"]
         assert rank["norm"] == pytest.approx(rank["expected"])
+
+
+def test_arguments_that_differ_between_ranks_are_named(results: Results) -> None:
+    for rank in each_rank(results, "unequal_arguments"):
+        for name in ("partition", "bucket_elements", "max_grad_norm", "optimizer_class"):
+            assert "the ranks differ in their parameters and arguments" in rank[name]
+            assert f"{name}=" in rank[name]
+        assert "Invalid rank: to=99" in rank["to"]

@@ -1,4 +1,4 @@
-"""The sharded step: one set of bits for every world size, partition and way to reduce."""
+"""The sharded step gives the same bits for every world size, partition and way to reduce."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> None:
 @pytest.mark.parametrize("held", HELD)
 @pytest.mark.parametrize("way", WAYS)
 def test_bits_are_those_of_one_process(runs: Runs, size: int, held: str, way: str) -> None:
-    """Norms, parameters and the consolidated state after clipped steps and a skipped one."""
+    """Norms, parameters and consolidated state are equal after clipped steps and a skipped step."""
     alone = agreed(runs(1), f"{held}: none, averaged")[0]
     assert len({n for n in alone["norms"] if n != "nan"}) > 1 and "nan" in alone["norms"]
     sharded = agreed(runs(size), f"{held}: {way}")[0]
@@ -65,7 +65,7 @@ def test_gradients_accumulate_over_backward_passes(runs: Runs, size: int) -> Non
     "way", ["greedy, averaged", "balanced, averaged", "balanced, hook", "balanced, sharded"]
 )
 def test_gradient_scaler(runs: Runs, size: int, way: str) -> None:
-    """All ranks' scales back off when one rank overflows; torch's scaler finds nothing to check."""
+    """All scales back off if one rank overflows. Shards reject unscale_() and torch's scaler."""
     alone = agreed(runs(1), "scaled: none, averaged")[0]
     found = agreed(runs(size), f"scaled: {way}")[0]
     same(found, alone)
@@ -95,7 +95,7 @@ def test_parameters_may_arrive_during_the_next_forward(runs: Runs, size: int) ->
 
 @pytest.mark.parametrize("size", WORLD_SIZES)
 def test_every_rank_holds_its_share_and_no_more(runs: Runs, size: int) -> None:
-    """In every bucket the shares differ by a block of 4,096 elements at most."""
+    """In every bucket the shares differ by at most a block of 4,096 elements."""
     results = agreed(runs(size), "shares")
     held = [result["local"]["elements"] for result in results]
     assert sum(held) == results[0]["total"]

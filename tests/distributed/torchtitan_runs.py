@@ -1,4 +1,4 @@
-"""What a run of torchtitan's Trainer, 0.2 or 0.3, leaves: metrics and checkpoints."""
+"""Runs of torchtitan's Trainer, 0.2 or 0.3, with their metrics and checkpoints."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ CROSSINGS = [
     *[("fsdp", layout) for layout in ("single", "ddp", "tp", "pp")],
     *[(layout, "fsdp") for layout in ("single", "tp", "pp")],
 ]
-"""Layouts of a checkpoint, and of the run that resumes from it."""
+"""The layout of a checkpoint, and the layout of the run that resumes from it."""
 WEIGHTS_ALONE = "lr_scheduler,dataloader,optimizer"
-"""What is left out, as in torchtitan's test of optional checkpoints."""
+"""The parts that are not loaded, as in torchtitan's test of optional checkpoints."""
 
 
 @dataclass(frozen=True)
 class Run:
-    metrics: dict[int, dict[str, Any]]  # by step, as a rank that has the loss logged them
+    metrics: dict[int, dict[str, Any]]  # by step, from a rank that knows the loss
     checkpoints: Path
-    log: str  # what its ranks printed
+    log: str  # the output of the ranks
 
 
 @contextmanager
 def torchtitan_server(
     rank_server: Any, preload: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Path, Callable[..., str]]]:
-    """A folder with tokenizer and data, for runs, and what starts their ranks: on the CPU, without
-    a network, and ``preload`` has imported torchtitan in them."""
+    """Yields a folder with tokenizer and data, and a function that starts ranks. The ranks are on
+    the CPU, without a network, and ``preload`` has imported torchtitan in them."""
     folder = tmp_path_factory.mktemp("torchtitan")
     subprocess.run([sys.executable, HERE / "assets.py", folder], check=True, timeout=60)
     settings = {
@@ -61,7 +61,7 @@ def read_metrics(path: Path) -> dict[int, dict[str, Any]]:
 
 
 def read_checkpoint(run: Run, step: int) -> dict[str, Any]:
-    """Every tensor of a distributed checkpoint, unsharded, by its flat name."""
+    """Returns every tensor of a distributed checkpoint, unsharded, by its flat name."""
     file = run.checkpoints / f"step-{step}.pt"
     dcp_to_torch_save(run.checkpoints / f"step-{step}", file)
     flat: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Cases of single Trainers, on every rank of a job: what each found is in rank<n>.json.
+"""Cases of test_trainer.py with single Trainers. Every rank writes its results to rank<n>.json.
 
 Arguments: a folder, and the settings that all cases share.
 """
@@ -34,7 +34,7 @@ from torchopt_ext.trainer.load_config import load_config
 from torchopt_ext.trainer.train_spec import get_train_spec, register_train_spec
 from torchopt_ext.trainer.trainer import Trainer
 
-CLIPPING = 0.05  # seconds that torch's takes at least where calls are watched
+CLIPPING = 0.05  # seconds that torch's clipping takes at least while calls are recorded
 CASES: dict[int, list[Callable[[Path, list[str]], Any]]] = {1: [], 2: []}
 
 
@@ -54,7 +54,7 @@ def trainer_of(folder: Path, shared: list[str], *settings: str) -> Any:
 
 
 def _take_another_port() -> None:
-    """For the next group, which could find this one's store still there, and its addresses."""
+    """Changes the port, because the next group could find this group's store and addresses."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = [str(server.getsockname()[1])]
         dist.broadcast_object_list(port)
@@ -66,7 +66,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 
 def spied(trainer: Trainer) -> list[str]:
-    """The calls of one training run, in order."""
+    """Runs a training and returns its calls in order."""
     calls: list[str] = []
     seen = [
         (trainer.gc_handler, "run"),
@@ -125,7 +125,7 @@ def order_of_calls(folder: Path, shared: list[str]) -> Any:
 
 
 def poison(trainer: Trainer, gradients: set[int], losses: set[int] = frozenset()) -> None:
-    """Makes a gradient NaN in some steps, and in others the loss infinite with finite gradients."""
+    """Makes a gradient NaN in some steps, and the loss infinite (gradients finite) in others."""
     param = next(trainer.model_parts[0].parameters())
     param.register_hook(lambda g: g * math.nan if trainer.step in gradients else g)
     loss_fn = trainer.loss_fn
@@ -229,7 +229,7 @@ def closing(folder: Path, shared: list[str]) -> Any:
 
 @case(2)
 def low_precision_shards(folder: Path, shared: list[str]) -> Any:
-    """Whether shards have copies, and the sums of those after three steps, without and with."""
+    """Returns, without and with copies, whether shards have them, and the final shards' sums."""
     found = []
     for kept in ((), ("--parallelism.fsdp_keep_low_precision_shards",)):
         settings = ("--training.mixed_precision_param", "bfloat16", "--training.steps", "3", *kept)
@@ -243,7 +243,7 @@ def low_precision_shards(folder: Path, shared: list[str]) -> Any:
 
 @case(2)
 def a_stage_that_fails(folder: Path, shared: list[str]) -> Any:
-    """The error on this rank, if the optimizers of one stage cannot be built."""
+    """Returns this rank's error when the last stage's optimizers cannot be built."""
     importlib.import_module("examples.byte_llama")
     spec = get_train_spec("byte_llama")
 

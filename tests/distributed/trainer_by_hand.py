@@ -1,4 +1,4 @@
-"""The loop that one would write without a Trainer, on one process; for the job in its arguments."""
+"""Trains the job in the arguments on one process, by a loop without a Trainer."""
 
 from __future__ import annotations
 

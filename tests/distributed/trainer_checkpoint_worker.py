@@ -1,6 +1,6 @@
-"""One phase of a job whose checkpoints other phases load, on so many ranks.
+"""One phase of a job on a number of ranks. Other phases load its checkpoints.
 
-Arguments: the job's folder, and what to do, a JSON object as :func:`main` takes it.
+Arguments: the job's folder, and a JSON object with the arguments of :func:`main`.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ def main(
     damage: str = "",
     **settings: Any,
 ) -> dict[str, Any]:
-    """Loads, trains and says what there was.
+    """Loads and trains, and returns what this rank found.
 
     Args:
-        load: the step to load, if any; its contents, and with `load_only` those of all steps after
-            it, are compared with what the saving phase noted.
-        until: the step to train to; each saved step's contents are noted.
-        kind: as Job takes it, on several ranks.
+        load: the step to load, if any. Its contents, and with `load_only` the contents of all
+            later steps, are compared with the files of the saving phase.
+        until: the step to train to. Without `load_only` each step's contents go to a file.
+        kind: the Job's kind on several ranks.
         full_disk: the step in which rank 1's file cannot be written.
         no_memory: the step in which rank 1's state cannot be gathered.
-        skipped: the step of which rank 1 says, when saving, that it was skipped.
-        damage: a file in which to flip a byte first.
+        skipped: the step that rank 1 reports as skipped when saving.
+        damage: a file in which a bit is flipped first.
     """
     rank = dist.get_rank()
     if damage and rank == 0:
@@ -91,7 +91,7 @@ def main(
 
 
 def drawn() -> list[float]:
-    """What the generator would give next."""
+    """Returns the generator's next numbers without advancing it."""
     with torch.random.fork_rng():
         return torch.rand(2).tolist()
 
@@ -102,7 +102,7 @@ def compared(job: Job, folder: Path) -> list[str]:
 
 
 def all_parts(job: Job) -> dict[str, Any]:
-    """The contents of all ranks' parts."""
+    """Gathers the contents of all ranks' parts."""
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, job.contents())
     return {key: value for own in reversed(every) for key, value in own.items()}

@@ -1,10 +1,10 @@
-"""Runs a job as the command line would: its arguments are the command line's.
+"""Runs a job with the arguments of the command line.
 
-Before these there may be "kill", a rank, a step and seconds: the rank is killed so long after the
-step begins.
+The words "kill", a rank, a step and seconds may precede the arguments: the rank is killed when this
+time has passed since the beginning of the step.
 
-Every rank writes what it ended with to rank<n>.json in the job's folder: digests of its weights and
-optimizer state, steps, and why training stopped.
+At the end every rank writes rank<n>.json in the job's folder: digests of its weights and optimizer
+state, the step, and why training stopped.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from torchopt_ext.trainer.trainer import Trainer
 
 
 def digest(values: dict[str, Any]) -> str:
-    """Of this rank's parts of all tensors, by name."""
+    """Returns a digest of this rank's parts of all tensors, and of their names."""
     found = hashlib.sha256()
     for name, value in sorted(values.items()):
-        tensors = getattr(value, "shards", [value])  # of a StateShard
+        tensors = getattr(value, "shards", [value])  # a StateShard has several
         for tensor in tensors:
             if isinstance(tensor, DTensor):
                 tensor = tensor.to_local()

@@ -1,8 +1,8 @@
-"""One rank of tests/distributed/test_zero_checkpoint.py; writes what it saw as JSON.
+"""One rank of tests/distributed/test_zero_checkpoint.py; writes its results as JSON.
 
 Usage: torchrun ... zero_checkpoint_worker.py FOLDER
 
-A checkpoint goes from world size to world size, so checkpoints are in a folder of all runs.
+A world size loads the checkpoint of another, so all runs share a folder of checkpoints.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from torchopt_ext.zero.state_shard import StateShard
 
 Result = dict[str, Any]
 
-# Rows long enough to be cut inside (2-D, 3-D, channels last), short ones, and tensors of fewer
-# elements than there are ranks.
+# Rows long enough to be cut inside (2-D, 3-D, channels last), short rows, and tensors with fewer
+# elements than ranks.
 SHAPES = [
     (3, 10000), (70, 130), (2, 50, 200), (8, 16, 3, 3), (3, 64, 16, 15), (1000,), (3,), (), (5, 5),
     (1,), (6, 6),
@@ -52,7 +52,7 @@ OPTIMIZERS: dict[str, tuple[torch.dtype, Any, dict[str, Any]]] = {
     "sgd": (torch.float32, torch.optim.SGD, {"momentum": 0.9}),
 }
 
-# By world size: whose checkpoint it loads, and with which partition.
+# By world size: the checkpoint to load, and the partition.
 CHAIN = {1: ("plain", "balanced"), 4: ("1", "balanced"), 3: ("4", "greedy"), 2: ("3", "balanced")}
 
 folder = Path(sys.argv[1]).parent / "zero_checkpoints"
@@ -125,7 +125,7 @@ def weights(params: list[Tensor]) -> dict[str, Tensor]:
 
 
 def whole_state(zero: ZeroRedundancyOptimizer) -> Any:
-    """The unsharded state dict on rank 0, None on other ranks."""
+    """Returns the unsharded state dict on rank 0, and None on other ranks."""
     zero.consolidate_state_dict(0)
     return copy.deepcopy(zero.state_dict()) if dist.get_rank() == 0 else None
 
@@ -135,7 +135,7 @@ def local_state(zero: ZeroRedundancyOptimizer) -> Any:
 
 
 def outcome(call: Callable[[], Any], zero: ZeroRedundancyOptimizer, params: list[Tensor]) -> Result:
-    """What it raises; whether it changed anything; whether the optimizer still steps."""
+    """Returns the call's error, what it changed, and whether the optimizer still steps."""
     before = copy.deepcopy([zero.optim.state_dict(), weights(params)])
     result: Result = {}
     try:
@@ -166,7 +166,7 @@ def save(zero: ZeroRedundancyOptimizer, path: Path) -> Path:
 
 
 def start(name: str) -> Result:
-    """What the chain begins with: an unsharded optimizer's checkpoint."""
+    """Saves an unsharded optimizer's checkpoint, with which the chain begins."""
     params, optimizer = plain(name, 1, 2)
     state = optimizer.state_dict()
     dcp.save({"optimizer": state, "model": weights(params)}, checkpoint_id=folder / f"{name}-plain")
@@ -219,7 +219,8 @@ def chain(name: str) -> Result:
         result["local"]["unsharded"] = loaded_unsharded(name, path, expected)
         keys, expected_keys = keys_and_shapes(path), keys_and_shapes(folder / f"{name}-plain")
         for key in keys.keys() - expected_keys.keys():
-            if "torchopt_ext.control" in key:  # every rank has it at its first parameter
+            # Every rank saves its control with its first parameter.
+            if "torchopt_ext.control" in key:
                 del keys[key]
         result["local"]["keys"] = difference(
             dict(sorted(keys.items())), dict(sorted(expected_keys.items()))
@@ -229,14 +230,14 @@ def chain(name: str) -> Result:
 
 
 def memory(value: Any) -> int:
-    """Elements of a tensor that are on this rank; of a step, none."""
+    """Returns the elements of a tensor on this rank, and 0 for a step."""
     if isinstance(value, StateShard):
         return sum(shard.numel() for shard in value.shards)
     return value.numel() if isinstance(value, Tensor) and value.dim() else 0
 
 
 def loaded_unsharded(name: str, path: Path, expected: Any) -> str:
-    """What an unsharded optimizer has after loading a checkpoint of ours as DCP's users do."""
+    """Loads our checkpoint into an unsharded optimizer by DCP, and returns the difference."""
     _, optimizer = plain(name, 3, 1)
     state = {"optimizer": optimizer.state_dict()}
     dcp.load(state, checkpoint_id=path, no_dist=True)
@@ -245,7 +246,7 @@ def loaded_unsharded(name: str, path: Path, expected: Any) -> str:
 
 
 def cut_inside_a_row(path: Path) -> list[list[int]]:
-    """Shapes of which a rank holds a part that begins or ends inside a row of memory."""
+    """Returns the shapes of which a rank's part begins or ends inside a row of memory."""
     found = []
     for key, md in dcp.FileSystemReader(path).read_metadata().state_dict_metadata.items():
         if not key.startswith("optimizer.state.") or not isinstance(md, TensorStorageMetadata):
@@ -256,7 +257,7 @@ def cut_inside_a_row(path: Path) -> list[list[int]]:
 
 
 def tiny(partition: str) -> Result:
-    """Fewer elements than ranks: most have no parameter, but the schedule's count of steps."""
+    """Saves and loads a single tensor. Ranks without it still count the schedule's steps."""
 
     def build() -> tuple[list[Tensor], ZeroRedundancyOptimizer]:
         return sharded("fused", 1, partition, [(3,)], one_group=True)
@@ -277,7 +278,7 @@ def tiny(partition: str) -> Result:
 
 
 def without_state() -> Result:
-    """An optimizer that has stepped loads one that has not."""
+    """Loads the checkpoint of an optimizer without steps into an optimizer that has stepped."""
     _, fresh = sharded("adamw", 1, "greedy")
     path = save(fresh, folder / f"fresh-{dist.get_world_size()}")
     _, zero = stepped("adamw")
@@ -287,7 +288,7 @@ def without_state() -> Result:
 
 
 def other_masters() -> Result:
-    """A checkpoint with fp32 master weights goes on with remainders, as unsharded."""
+    """Loads fp32 masters into optimizers with remainders, sharded and unsharded, and steps."""
     expected = torch.load(folder / "fp32.pt", weights_only=True)
     same_params, optimizer = plain("remainder", 3, 0)
     optimizer.load_state_dict(expected["optimizer"])
@@ -310,7 +311,7 @@ def other_masters() -> Result:
 
 
 def consolidated(partition: str) -> Result:
-    """One rank has all of the state, so that it writes what the others would."""
+    """Saves when rank 0 holds all of the state, and so writes the other ranks' parts, too."""
     _, zero = stepped("adamw", partition)
     whole = whole_state(zero)
     path = save(zero, folder / f"consolidated-{partition}")
@@ -321,13 +322,13 @@ def consolidated(partition: str) -> Result:
     for tensor in (v for entry in same.optim.state.values() for v in entry.values()):
         if isinstance(tensor, Tensor):
             tensor.zero_()
-    dcp.load({"optimizer": same}, checkpoint_id=path)  # torch's, in place
+    dcp.load({"optimizer": same}, checkpoint_id=path)  # torch's load, in place
     in_place = whole_state(same)
     return {"local": [difference(found, whole), difference(in_place, whole)] if whole else []}
 
 
 def part_of_state(partition: str) -> Result:
-    """A rank's part is not what torch.save may write, nor what other partitions load."""
+    """Gives a rank's part to torch.save, and loads it with the same or another partition."""
     _, zero = stepped("fused")
     state = zero.state_dict()
     result: Result = {}
@@ -341,13 +342,13 @@ def part_of_state(partition: str) -> Result:
 
 
 def asynchronous(writer: bool) -> Result:
-    """Steps after async_save, of an optimizer that updates its state in place."""
+    """Steps after async_save, with an optimizer that updates its state in place."""
     params, zero = stepped("fused")
     path = folder / f"async-{writer}-{dist.get_world_size()}"
     expected = whole_state(zero)
     state = {"optimizer": zero}
-    group = dist.new_group()  # as the steps use the other meanwhile
-    if writer:  # which stages in another way
+    group = dist.new_group()  # the steps use the default group meanwhile
+    if writer:  # a writer stages in another way
         storage = dcp.FileSystemWriter(path)
         future = dcp.async_save(state, storage_writer=storage, process_group=group)
     else:
@@ -366,7 +367,7 @@ def asynchronous(writer: bool) -> Result:
 
 
 def unstorable(value: Any) -> Result:
-    """The last rank has a state entry that DCP would not give back."""
+    """Saves while the last rank has a state entry that DCP would not load again."""
     _, zero = stepped("adamw")
     extra = {}
     if dist.get_rank() == dist.get_world_size() - 1:
@@ -385,7 +386,7 @@ def unstorable(value: Any) -> Result:
 
 
 def refused(name: str, **other: Any) -> Result:
-    """A checkpoint of another model, or of another optimizer."""
+    """Loads a checkpoint of another model or of another optimizer."""
     _, zero = stepped("fused")
     path = save(zero, folder / f"refused-{dist.get_world_size()}")
     params, wrong = sharded(name, 2, "balanced", **other)
@@ -405,7 +406,7 @@ def other_key() -> Result:
 
 
 def damaged(how: Callable[[Path], object]) -> Result:
-    """A checkpoint of which something happened to the last rank's file."""
+    """Loads a checkpoint after `how` damaged the last rank's file."""
     params, zero = stepped("fused")
     path = folder / f"damaged-{dist.get_world_size()}"
     shutil.rmtree(path, ignore_errors=True) if dist.get_rank() == 0 else None
@@ -418,7 +419,7 @@ def damaged(how: Callable[[Path], object]) -> Result:
 
 
 def incomplete() -> Result:
-    """A checkpoint that only the first rank wrote."""
+    """Loads a checkpoint that only the first rank wrote."""
     params, zero = stepped("fused")
     path = folder / f"incomplete-{dist.get_world_size()}"
     state = sharded_state_dict(zero)
@@ -445,7 +446,7 @@ def pickled_code() -> Result:
 
 
 def pickled_metadata() -> Result:
-    """The checkpoint's own pickle would run something."""
+    """Loads a checkpoint whose pickled metadata would run code."""
     params, zero = stepped("fused")
     path = folder / f"metadata-{dist.get_world_size()}"
     path.mkdir(exist_ok=True)
@@ -456,7 +457,7 @@ def pickled_metadata() -> Result:
 
 
 def subgroup() -> Result:
-    """Ranks 1 and 2 of three have an optimizer of their own."""
+    """Saves and loads an optimizer of ranks 1 and 2 of three."""
     group = dist.new_group([1, 2])
     if dist.get_rank() == 0:
         return {}

@@ -1,4 +1,4 @@
-"""One rank of tests/distributed/test_zero_exchange.py; writes what it saw as JSON.
+"""One rank of tests/distributed/test_zero_exchange.py; writes its results as JSON.
 
 Usage: torchrun ... zero_exchange_worker.py FOLDER
 """
@@ -43,7 +43,7 @@ def world() -> dist.ProcessGroup:
 
 
 def random(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
-    """Any bits that the dtype may have, NaNs among them."""
+    """Returns random bits of the dtype, including NaNs."""
     generator = torch.Generator().manual_seed(seed)
     high = 2 if dtype == torch.bool else 256
     nbytes = torch.Size(shape).numel() * dtype.itemsize
@@ -52,7 +52,7 @@ def random(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
 
 
 def copy_difference(found: Any, expected: Any) -> str:
-    """The first difference, of structure, bits, layout, or of who owns the memory; or ""."""
+    """Returns the first difference in structure, bits, layout or owner of the memory, or ""."""
     (mine, structure), (theirs, other) = tree_flatten(found), tree_flatten(expected)
     if structure != other:
         return f"{structure} instead of {other}"
@@ -71,7 +71,7 @@ def copy_difference(found: Any, expected: Any) -> str:
 
 
 def outcome(call: Callable[[], Any]) -> Result:
-    """What it raises, or whether it returns anything, and how long it takes."""
+    """Returns the call's error, or whether it returned a value, and its seconds."""
     start = time.monotonic()
     try:
         result = {"returned": None if call() is None else "something"}
@@ -103,7 +103,7 @@ def all_gather_text() -> Result:
 
 @contextmanager
 def traffic() -> Iterator[list[int]]:
-    """The bytes of every all-gather's contribution."""
+    """Yields a list of the bytes that this rank gives to each all-gather."""
     sizes: list[int] = []
     original = dist.all_gather
 
@@ -119,7 +119,7 @@ def traffic() -> Iterator[list[int]]:
 
 
 def agree(error: str | None) -> Result:
-    """The last rank has an error."""
+    """Agrees on an error that only the last rank has."""
     mine = error if dist.get_rank() == dist.get_world_size() - 1 else None
     with traffic() as sizes:
         result = outcome(lambda: collective.agree(mine, world()))
@@ -127,7 +127,7 @@ def agree(error: str | None) -> Result:
 
 
 def check_same(mine: list[str], last: list[str] | None = None) -> Result:
-    """The last rank has other descriptions."""
+    """Compares descriptions. The last rank may have others (`last`)."""
     if last is not None and dist.get_rank() == dist.get_world_size() - 1:
         mine = last
     with traffic() as sizes:
@@ -139,7 +139,7 @@ def check_same(mine: list[str], last: list[str] | None = None) -> Result:
 
 
 def whole_tensors(to: int) -> Result:
-    """Every rank has other parameters, of all dtypes, layouts and sizes."""
+    """Gathers tensors of all dtypes, layouts and sizes, of other parameters on every rank."""
     size = dist.get_world_size()
     by_rank: list[list[Entry]] = []
     everything: State = {}
@@ -163,7 +163,7 @@ def whole_tensors(to: int) -> Result:
 
 
 def large_tensors(to: int) -> Result:
-    """Around the sizes at which the way they travel changes, and strided ones in pieces."""
+    """Gathers tensors around the transports' size limits, and strided tensors in pieces."""
     by_rank: list[list[Entry]] = []
     expected: State = {}
     for rank in range(dist.get_world_size()):
@@ -188,7 +188,7 @@ def large_tensors(to: int) -> Result:
 
 
 def other_values() -> Result:
-    """What is no tensor, and tensors within."""
+    """Gathers values that are not tensors, some with tensors inside."""
     size = dist.get_world_size()
     by_rank, expected = [], {}
     for rank in range(size):
@@ -211,7 +211,7 @@ def other_values() -> Result:
 
 
 def parts(to: int) -> Result:
-    """Parameters that all ranks hold parts of, uneven, empty, large, beside whole ones."""
+    """Gathers uneven, empty and large parts that all ranks hold, and whole values."""
     size = dist.get_world_size()
     shapes = {0: (5, 7), 4: (3 * MB + 1, 2), 2: (size,), 1: (), 3: (0, 3)}
     dtypes = {0: torch.float32, 4: torch.float32, 2: torch.int16, 1: torch.bool, 3: torch.float64}
@@ -220,14 +220,14 @@ def parts(to: int) -> Result:
     for index, tensor in full.items():
         cuts = [tensor.numel() * r * r // size**2 for r in range(size + 1)]
         if index == 0:
-            cuts[1] = 0  # nothing on rank 0
+            cuts[1] = 0  # an empty part
         for rank in range(size):
             begin, end = cuts[rank], cuts[rank + 1]
             # lower ranks hold later elements
             part = tensor.view(-1)[begin:end].clone()
             entry = Entry(index, "exp_avg", part, tensor, begin)
             by_rank[size - 1 - rank].append(entry)
-    for rank in range(size):  # each has a step, of which that of rank 0 is taken, and its own
+    for rank in range(size):  # each has a step, of which only rank 0's is taken, and a unique entry
         by_rank[rank].append(Entry(0, "step", torch.tensor(float(rank))))
         by_rank[rank].append(Entry(0, f"own {rank}", rank))
     expected: State = {index: {"exp_avg": full[index]} for index in sorted(full)}
@@ -236,7 +236,7 @@ def parts(to: int) -> Result:
 
 
 def parts_not_contiguous() -> Result:
-    """Of a tensor in another order of dimensions."""
+    """Gathers parts of a tensor with permuted dimensions."""
     size = dist.get_world_size()
     flat = random((size, 24), torch.float32, 0)
     full = flat.view(size, 6, 4).permute(1, 2, 0)
@@ -250,12 +250,12 @@ def nothing() -> Result:
 
 
 def wrong_parts(first: Entry, last: Entry) -> Result:
-    """Ranks between have none; large values follow, which nobody sends then."""
+    """Gathers wrong parts of the first and last rank. No rank sends the large values after them."""
     rank, size = dist.get_rank(), dist.get_world_size()
     entries = {0: [first], size - 1: [last]}.get(rank, [])
     entries = [*entries, Entry(9 + rank, "large", torch.ones(2 * MB))]
     result = outcome(lambda: exchange.gather_entries(entries, 0, world()))
-    collective.agree(None, world())  # works, so nothing is left in the way
+    collective.agree(None, world())  # works, so no message is left over
     return result
 
 
@@ -282,7 +282,7 @@ WRONG_PARTS: dict[str, tuple[Entry, Entry]] = {
 
 
 def unsendable(value: Any, **kwargs: Any) -> Result:
-    """The last rank has it, beside state that is large."""
+    """Gathers large state, and a value of the last rank that cannot be sent."""
     entries = [Entry(dist.get_rank(), "exp_avg", torch.ones(8 * MB))]
     if dist.get_rank() == dist.get_world_size() - 1:
         entries.append(Entry(3, "hook", value, **kwargs))
@@ -290,7 +290,7 @@ def unsendable(value: Any, **kwargs: Any) -> Result:
 
 
 def subgroup() -> Result:
-    """Ranks 1 and 2 of three, as 0 and 1 of a group of their own; rank 0 goes on."""
+    """Gathers in a group of ranks 1 and 2 of three. Rank 0 does not wait."""
     group = dist.new_group([1, 2])
     if dist.get_rank() == 0:
         return {}
@@ -318,9 +318,9 @@ def subgroup() -> Result:
 
 
 def late(call: Callable[[dist.ProcessGroup], Any], agreed: bool = False) -> Result:
-    """The last rank does not take part, or only in agreeing that it could."""
+    """Makes a call that the last rank does not join, or joins only in the agreement."""
     group = dist.new_group(timeout=datetime.timedelta(seconds=1))
-    collective.agree(None, group)  # connects, with all time it needs
+    collective.agree(None, group)  # connects the ranks before the call
     dist.barrier()
     if dist.get_rank() == dist.get_world_size() - 1:
         if agreed:
@@ -339,8 +339,8 @@ def resident() -> int:
 
 @contextmanager
 def growth() -> Iterator[dict[str, int]]:
-    """The most by which this process's memory grew meanwhile."""
-    # Memory that was freed before, but kept by malloc, would hide what grows.
+    """Yields a dict for the largest growth of this process's memory meanwhile."""
+    # Memory that malloc keeps after earlier frees would hide the growth.
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     start = resident()
@@ -361,7 +361,7 @@ def growth() -> Iterator[dict[str, int]]:
 
 
 def memory() -> Result:
-    """128 MB on the last rank, which travel in every way."""
+    """Gathers 128 MB from the last rank, by every transport."""
     entries: list[Entry] = []
     if dist.get_rank() == dist.get_world_size() - 1:
         values = {
@@ -381,7 +381,7 @@ def memory() -> Result:
 
 
 def growth_is_seen() -> Result:
-    """Or the test of memory would say nothing."""
+    """Measures the growth by a tensor, to prove that the test of memory sees it."""
     with growth() as grown:
         tensor = torch.ones(16 * MB)
         time.sleep(0.05)

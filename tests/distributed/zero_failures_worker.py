@@ -1,7 +1,7 @@
 """One rank of a training run that loses a rank; started by test_zero_failures.py.
 
-Arguments: folder, what happens ("none", "killed", "late", "alone"), partition, steps. Each step is
-saved as a sharded checkpoint; a checkpoint that is there is continued.
+Arguments: folder, event ("none", "killed", "late", "alone"), partition, steps. Each step saves a
+sharded checkpoint. A run continues from the newest checkpoint in the folder.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LOST_STEP = 3
 
 
 def alone(folder: Path) -> None:
-    """Rank 0 makes every call that waits for rank 1, which does nothing; writes the errors down."""
+    """Rank 0 makes every call that waits for rank 1 and writes the errors. Rank 1 does nothing."""
     join_group(600)
 
     def built(call: Callable[[Any], Any], **options: Any) -> Callable[[], Any]:
@@ -74,7 +74,7 @@ def alone(folder: Path) -> None:
         errors = folder / "errors.json"
         errors.write_text(json.dumps({name: str(f.exception()) for name, f in futures.items()}))
         print("done", flush=True)
-        os._exit(7)  # collectives are under way for ever
+        os._exit(7)  # some collectives never end
     sys.stdin.read()
 
 
@@ -125,7 +125,7 @@ def main() -> None:
             zero.step()
         except RuntimeError as error:
             print(f"raised after {time.monotonic() - began:.1f} s: {error}", flush=True)
-            os._exit(7)  # a group that lost a rank cannot be left in order
+            os._exit(7)  # a group that lost a rank cannot be destroyed cleanly
         content = {"optimizer": sharded_state_dict(zero), "model": model.state_dict()}
         dcp.save(content, checkpoint_id=folder / f"step{step + 1}")
     torch.save([p.detach() for p in model.parameters()], folder / f"rank{rank}.pt")

@@ -1,4 +1,4 @@
-"""What the cases of zero_faults_worker.py and zero_faults_training.py share."""
+"""Helpers for the cases of zero_faults_worker.py and its modules."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Result = dict[str, Any]
 Params = list[nn.Parameter]
 Cases = dict[str, Callable[[], Result]]
 
-# One element, an odd number of bytes in 16 bit, several dimensions, one that outweighs the others.
+# One element, odd numbers of elements, several dimensions, a tensor larger than the others.
 SHAPES = [(7, 5), (33,), (4, 3, 2), (64, 3), (1,), (129,)]
 
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -48,13 +48,13 @@ def place() -> tuple[int, int]:
 def parameters(
     shapes: Sequence[tuple[int, ...]] = SHAPES, dtype: torch.dtype = torch.float32
 ) -> Params:
-    """The same on every rank."""
+    """Returns parameters that are the same on every rank."""
     generator = torch.Generator().manual_seed(0)
     return [nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in shapes]
 
 
 def give_gradients(params: Sequence[Tensor], step: int) -> None:
-    """The same on every rank; other ones in every step."""
+    """Sets gradients that are the same on every rank and differ in every step."""
     generator = torch.Generator().manual_seed(1000 + step)
     for param in params:
         gradient = torch.randn(param.shape, generator=generator).to(param.dtype)
@@ -68,14 +68,14 @@ def train(optimizer: Any, params: Sequence[Tensor], steps: range) -> None:
 
 
 def named_groups(params: Params, named: bool = True) -> list[dict[str, Any]]:
-    """Two groups with settings of their own."""
+    """Returns two groups with different settings."""
     items: list[Any] = [(f"p{i}", p) for i, p in enumerate(params)] if named else list(params)
     return [{"params": items[:4], "lr": 0.02}, {"params": items[4:], "weight_decay": 0.0}]
 
 
 @contextmanager
 def own_group(seconds: int = 10) -> Iterator[None]:
-    """All ranks, in a group of its own: where one case leaves a rank waiting, the others go on."""
+    """Runs a case in a group of its own, so that a rank left waiting does not block other cases."""
     global _group
     _group = dist.new_group(timeout=datetime.timedelta(seconds=seconds))
     try:
@@ -98,7 +98,7 @@ def plain_over(params: Any, kind: str, **options: Any) -> Any:
 
 
 def clones(value: Any) -> Any:
-    """A copy of nested containers and tensors."""
+    """Returns a copy of nested containers and tensors."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, Mapping):
@@ -109,7 +109,7 @@ def clones(value: Any) -> Any:
 
 
 def snapshot(zero: ZeroRedundancyOptimizer) -> Result:
-    """All that a refused call must not change."""
+    """Returns copies of all values that a rejected call must not change."""
     local = [p for group in zero.optim.param_groups for p in group["params"]]
     groups = [zero.param_groups, zero.optim.param_groups]
     return clones(
@@ -125,7 +125,7 @@ def snapshot(zero: ZeroRedundancyOptimizer) -> Result:
 
 
 def outcome(call: Callable[[], Any]) -> Result:
-    """What it raises, and how long it takes."""
+    """Returns the call's error and its seconds."""
     start = time.monotonic()
     result: Result = {"raised": "", "message": ""}
     try:
@@ -136,7 +136,7 @@ def outcome(call: Callable[[], Any]) -> Result:
 
 
 def state_dict_of(zero: Any, rank: int, size: int) -> Any:
-    """The consolidated state dict, for every rank."""
+    """Returns the consolidated state dict on every rank."""
     found = None
     for to in range(size):
         zero.consolidate_state_dict(to)
@@ -146,7 +146,7 @@ def state_dict_of(zero: Any, rank: int, size: int) -> Any:
 
 
 def reachable_bytes(root: Any, without: Sequence[Tensor]) -> int:
-    """Bytes of all tensors an object keeps alive, but for some and their gradients."""
+    """Returns the bytes of all tensors that an object keeps alive, except `without`."""
     given = [t for p in without for t in (p, p.grad) if t is not None]
     known = {t.untyped_storage().data_ptr() for t in given}
     sizes: dict[int, int] = {}
@@ -168,7 +168,7 @@ def reachable_bytes(root: Any, without: Sequence[Tensor]) -> int:
 
 
 class Traffic(TorchDispatchMode):
-    """Bytes by collective, as this rank takes part in it."""
+    """Counts the bytes of this rank's tensors by collective."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Cases of zero_faults_worker.py about who owns what, and on which parameters ranks agree."""
+"""Cases of zero_faults_worker.py about owners of parameters and agreement on parameters."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FROZEN = (0, 5)
 
 
 def frozen(**options: Any) -> Result:
-    """Some parameters are frozen, thaw, and freeze again."""
+    """Trains with parameters that are frozen, thawed, and frozen again."""
     _, size = place()
     params, plain_params = parameters(FREEZABLE), parameters(FREEZABLE)
     for of in (params, plain_params):
@@ -75,7 +75,7 @@ PLANS: list[list[list[tuple[int, ...]]]] = [
 
 
 def torch_plan() -> Result:
-    """Who owns what, of torch's class and of ours with compat="torch"."""
+    """Returns the owners in torch's class and in our class with compat="torch"."""
     found = []
     for shapes in PLANS:
         params = [parameters(of) for of in shapes]
@@ -96,7 +96,7 @@ def torch_plan() -> Result:
 
 
 def buckets() -> Result:
-    """Strides and places of parameters that are views of a bucket."""
+    """Returns strides and alignment of parameters that are views of a bucket."""
     found: Result = {}
     for dtype in (torch.float32, BF16):
         params: Params = []
@@ -152,7 +152,7 @@ def chosen_owners() -> Result:
 
 
 def other_parameters(how: str, named: bool = True) -> Result:
-    """The last rank has other parameters."""
+    """Builds an optimizer while the last rank has other parameters."""
     rank, size = place()
     shapes = [(2, 3), (4,), (5,)]
     names = ["one", "two", "three"]
@@ -180,7 +180,7 @@ def other_parameters(how: str, named: bool = True) -> Result:
 
 
 def other_group(how: str) -> Result:
-    """The last rank adds another one."""
+    """Adds a group while the last rank adds another group."""
     rank, size = place()
     params: list[Any] = [*parameters([(2, 3), (4,)])]
     zero = zero_over(parameters([(1,)]), "AdamW")
@@ -199,7 +199,7 @@ def other_group(how: str) -> Result:
 
 
 def named_few() -> Result:
-    """Named parameters in groups of which some rank has none."""
+    """Trains named parameters in groups of which some rank owns no parameter."""
     params, plain_params = parameters(), parameters()
     zero = zero_over(named_groups(params), "AdamW")
     plain = plain_over(named_groups(plain_params), "AdamW")

@@ -1,4 +1,4 @@
-"""Cases of zero_faults_worker.py about steps: overlap, scalers, schedules, copies, Join."""
+"""Cases of zero_faults_worker.py about steps: overlap, scalers, schedules, copies."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def small_model() -> nn.Sequential:
 
 
 def data_of(step: int) -> Tensor:
-    """Other data on every rank."""
+    """Returns data that differs on every rank."""
     generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
     return torch.randn(6, 5, generator=generator)
 
@@ -61,7 +61,7 @@ def overlap(
     schedule: bool = False,
     **defaults: Any,
 ) -> Result:
-    """Weights of overlapped steps, and of DDP with the plain optimizer."""
+    """Compares overlapped steps with DDP and the plain optimizer."""
     group = dist.group.WORLD if group is None else group
     models = [small_model() for _ in range(2)]
     ddp, plain_ddp = (
@@ -112,7 +112,7 @@ def overlap(
 
 
 def overlap_subgroup(interleaved: bool, shard_buckets: bool, kind: str) -> Result:
-    """Among ranks 2 and 3, whose ranks in the group are others."""
+    """Overlaps in a group of ranks 2 and 3, whose ranks in the group are 0 and 1."""
     group = dist.new_group([2, 3])
     if dist.get_rank() < 2:
         return {"outside": True}
@@ -129,7 +129,7 @@ def hook_over_plain_zero() -> Result:
 
 
 class Counted:
-    """How often the scaler took the path that reads the flag on the host."""
+    """Counts how often the scaler takes the path that reads the flag on the host."""
 
     def __init__(self, scaler: Any) -> None:
         self.calls, self.original = 0, scaler._maybe_opt_step
@@ -141,7 +141,7 @@ class Counted:
 
 
 def scaled(scaler_class: Any, kind: str, bad: str, unscale: bool = False, **options: Any) -> Result:
-    """Five steps; in the third, gradients of one parameter overflow: on its owner, or on all."""
+    """Takes five steps. In the third, a gradient overflows on its owner or on all ranks."""
     params, plain_params = parameters(), parameters()
     fused = {"fused": options["fused"]} if "fused" in options else {}
     zero, plain = zero_over(params, kind, **options), plain_over(plain_params, kind, **fused)
@@ -182,7 +182,7 @@ def scaled(scaler_class: Any, kind: str, bad: str, unscale: bool = False, **opti
 
 
 def copied(kind: str, alone: bool, **options: Any) -> Result:
-    """An optimizer is copied, alone or with its model; the copy trains first."""
+    """Copies an optimizer, alone or with its model. The copy trains first."""
     rank, size = dist.get_rank(), dist.get_world_size()
     model, plain_model = small_model(), small_model()
     params, plain_params = list(model.parameters()), list(plain_model.parameters())
@@ -215,7 +215,7 @@ def copied(kind: str, alone: bool, **options: Any) -> Result:
 
 
 def replaced_weights(kind: str, **options: Any) -> Result:
-    """Weights in other memory than when the optimizer was built."""
+    """Moves the weights to other memory after the optimizer was built."""
     params, plain_params = parameters(), parameters()
     zero, plain = zero_over(params, kind, **options), plain_over(plain_params, kind)
     for turn in range(2):
@@ -239,9 +239,6 @@ def random_rounding(**options: Any) -> Result:
         "params": difference(params, plain_params),
         "differs from nearest": bool(difference(params, nearest)),
     }
-
-
-# ---- uneven inputs -------------------------------------------------------------------------------
 
 
 # ---- all of them ---------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""One rank of tests/distributed/test_zero_faults.py; writes what it saw as JSON.
+"""One rank of tests/distributed/test_zero_faults.py; writes its results as JSON.
 
 Usage: torchrun ... zero_faults_worker.py FOLDER
 """
@@ -62,7 +62,7 @@ def load_leaves_the_dict(kind: str, **options: Any) -> Result:
 
 
 def narrower_parameters(kind: str, **options: Any) -> Result:
-    """State of float32 parameters, loaded for bfloat16 ones."""
+    """Loads the state of float32 parameters for bfloat16 parameters."""
     wide, plain_params, params = parameters(), parameters(dtype=BF16), parameters(dtype=BF16)
     saved = plain_over(wide, kind)
     train(saved, wide, range(2))
@@ -81,7 +81,7 @@ def narrower_parameters(kind: str, **options: Any) -> Result:
 
 
 def held_once(kind: str) -> Result:
-    """Bytes of state, beside the parameters and gradients, that the optimizer keeps alive."""
+    """Returns the bytes that the optimizer keeps alive, without parameters and gradients."""
     shapes = [(128, 64)] * 8
     plain_params, params = parameters(shapes), parameters(shapes)
     plain = plain_over(plain_params, kind)
@@ -102,7 +102,7 @@ def held_once(kind: str) -> Result:
 
 
 def damaged(saved: Any, how: str) -> Any:
-    """A state dict that does not fit."""
+    """Returns a copy of a state dict that does not fit."""
     bad = clones(saved)
     kind, _, number = how.partition(" ")
     if kind == "shape":
@@ -153,7 +153,7 @@ def other_dtype(allow: bool, **options: Any) -> Result:
 
 
 def goes_on(optimizer: Any, params: Params, saved: Any, weights: list[Tensor]) -> list[Tensor]:
-    """The weights after three more steps from a state dict."""
+    """Returns the weights after three more steps from a state dict."""
     with torch.no_grad():
         for param, weight in zip(params, weights, strict=True):
             param.copy_(weight)
@@ -163,7 +163,7 @@ def goes_on(optimizer: Any, params: Params, saved: Any, weights: list[Tensor]) -
 
 
 def written(zero: Any) -> Any:
-    """What torch.save makes of the state dict, of which it does not write shards."""
+    """Returns the outcome of torch.save of the state dict, which does not write shards."""
     return outcome(lambda: torch.save(zero.state_dict(), io.BytesIO()))
 
 
@@ -202,7 +202,7 @@ def state_dicts(kind: str, named: bool, **options: Any) -> Result:
     else:
         theirs = stock.ZeroRedundancyOptimizer(groups(stock_params), optimizer_class, **defaults)
         found["into torch's"] = difference(goes_on(theirs, stock_params, saved, weights), expected)
-        # torch's own state after its own consolidation, and back into ours
+        # torch's own state, after its own consolidation, loads into ours
         theirs_saved = state_dict_of(theirs, rank, size)
         again, ours = parameters(), parameters()
         reference = plain_over(groups(again), kind)
@@ -224,7 +224,7 @@ def state_dicts(kind: str, named: bool, **options: Any) -> Result:
 
 
 def consolidation_traffic(to: int) -> Result:
-    """Bytes by collective, and of the state that has to move to the target."""
+    """Returns the bytes by collective, and the bytes of this rank's state."""
     rank, size = place()
     params = parameters([(256, 128)] * 8)
     zero = zero_over(params, "AdamW")
@@ -236,7 +236,7 @@ def consolidation_traffic(to: int) -> Result:
 
 
 class Peculiar(torch.optim.Optimizer):
-    """Keeps state of many kinds."""
+    """An optimizer that keeps state of many kinds."""
 
     def __init__(self, params: Any, extra: Any = None) -> None:
         self.extra = extra
@@ -272,7 +272,7 @@ def peculiar_state() -> Result:
 
 
 def object_in_state() -> Result:
-    """The last rank's only."""
+    """Consolidates while only the last rank's state has an object."""
     rank, size = place()
     zero = ZeroRedundancyOptimizer(parameters(), Peculiar)
     zero.optim.extra = object() if rank == size - 1 else None
@@ -282,7 +282,7 @@ def object_in_state() -> Result:
 
 
 def other_world_size(folder: Path, **options: Any) -> Result:
-    """From four ranks to two and back, through files."""
+    """Trains on four ranks, then two, then four again, through files."""
     rank, size = place()
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     pair = pairs[rank // 2]

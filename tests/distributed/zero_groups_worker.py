@@ -1,4 +1,4 @@
-"""Cases of test_zero_groups.py: what ranks of one group do at different times, or not at all."""
+"""Cases of test_zero_groups.py: ranks of a group act at different times, or not at all."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def state_off(zero: Any, plain: Any) -> float:
 
 
 def in_segments(run: Callable[[nn.Sequential, Tensor, int], Tensor], used: int) -> dict[str, Any]:
-    """Three backward passes, two of them of one step; the last rank uses ``used`` layers."""
+    """Runs three backward passes in two steps. The last rank uses only ``used`` layers."""
     model, twin, rank = layers(), layers(), dist.get_rank()
     zero = adam(model.parameters(), **SHARDED)
     plain = FusedAdamW(twin.parameters(), lr=1e-2)
@@ -87,14 +87,14 @@ def in_segments(run: Callable[[nn.Sequential, Tensor, int], Tensor], used: int) 
 
 
 def segments(model: nn.Sequential, x: Tensor, rank: int) -> Tensor:
-    """Segments of rank + 1 layers: no parameter has its gradient in the outermost graph task."""
+    """Segments of rank + 1 layers. No parameter gets its gradient in the outermost graph task."""
     for start in range(0, len(model), rank + 1):
         x = checkpoint(model[start : start + rank + 1], x, use_reentrant=True)
     return x
 
 
 def nested(model: nn.Sequential, x: Tensor, rank: int) -> Tensor:
-    """Segments in segments on odd ranks; on all, layers outside of them."""
+    """A segment, with segments inside on odd ranks. The first and last layer are outside."""
     inner = (lambda x: segments(model[1:-1], x, 0)) if rank % 2 else model[1:-1]
     return model[-1](checkpoint(inner, model[0](x), use_reentrant=True))
 
@@ -103,7 +103,7 @@ def nested(model: nn.Sequential, x: Tensor, rank: int) -> Tensor:
 
 
 def worlds() -> dict[str, Any]:
-    """Sub-groups of 2, 3, 4 and 1 ranks step, save, and load what the last one saved."""
+    """Subgroups of 2, 3, 4 and 1 ranks load the previous group's checkpoint, step and save."""
     rank, path, plain = dist.get_rank(), Path(sys.argv[1]) / "worlds", layers(2)
     optimizer = FusedAdamW(plain.parameters(), lr=1e-2)
     found: dict[str, Any] = {}
@@ -138,7 +138,7 @@ def handles() -> dict[str, int]:
 
 
 def dropped() -> dict[str, Any]:
-    """What is left of optimizers that reduce gradients."""
+    """Returns the handles that dropped optimizers with reduced gradients leave."""
 
     def train() -> None:
         models = layers(1), layers(1)
@@ -163,9 +163,9 @@ def dropped() -> dict[str, Any]:
 def uneven(
     optimizer: Any = FusedAdamW, hook: bool = False, scaler: Any = None, **options: Any
 ) -> dict[str, Any]:
-    """Rank r has r batches more than rank 0, so that Adam steps on while ranks are out of data.
+    """Rank r has r batches more than rank 0, so Adam steps while some ranks are out of data.
 
-    Under a scaler the last rank's last batch overflows; a large eps lets Adam see the scale.
+    Under a scaler the last rank's last batch overflows. A large eps makes Adam depend on the scale.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     model, twin = layers(2), layers(2)
@@ -197,7 +197,7 @@ def uneven(
 
 
 def left_out() -> dict[str, Any]:
-    """DDP's own Join context, of which the optimizer does not know."""
+    """Trains in DDP's own Join context, which does not include the optimizer."""
     ddp = DDP(layers(2))
     zero = adam(ddp.parameters(), **BALANCED)
     ddp.register_comm_hook(None, reduce_scatter_hook(zero))

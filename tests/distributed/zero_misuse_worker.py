@@ -1,4 +1,4 @@
-"""Cases of test_zero_misuse.py: what a script may do around a sharded optimizer's steps."""
+"""Cases of test_zero_misuse.py: unusual calls around a sharded optimizer's steps."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Failing(torch.autograd.Function):
 
 
 def against_plain(steps: Callable[[nn.Sequential, Any], None]) -> dict[str, Any]:
-    """How far sharded training ends from plain training, all ranks with the same data."""
+    """Returns how far sharded training ends from plain training. All ranks have the same data."""
     model, twin = layers(), layers()
     steps(model, sharded(model.parameters()))
     steps(twin, torch.optim.SGD(twin.parameters(), **SGD))
@@ -74,7 +74,7 @@ def failed_backward() -> dict[str, Any]:
             loss = segment(model[2:](Failing.apply(model[:2](data)))).mean()
             raised(loss.backward)
             for again in range(3):
-                if again:  # at first what the failed pass left is added to
+                if again:  # the first pass adds to what the failed pass left
                     optimizer.zero_grad()
                 model(data).square().mean().backward()
                 optimizer.step()
@@ -88,7 +88,7 @@ def reentrant_and_tied() -> dict[str, Any]:
         for _ in range(2):
             optimizer.zero_grad()
             x = torch.ones(2, 70, requires_grad=True)
-            for _ in range(2):  # the same layers twice, in segments of their own
+            for _ in range(2):  # the same layers twice, in separate segments
                 x = checkpoint(model[:2], x, use_reentrant=True)
             model[2:](x).square().mean().backward()
             optimizer.step()
@@ -97,7 +97,7 @@ def reentrant_and_tied() -> dict[str, Any]:
 
 
 def two_optimizers() -> dict[str, Any]:
-    """One backward pass through two models; one rank leaves out a layer of the first."""
+    """Runs one backward through two models. Only rank 0 uses the first model's last layer."""
     models = [layers(), layers()]
     optimizers = [sharded(model.parameters()) for model in models]
     data = torch.ones(2, 70)
@@ -127,7 +127,7 @@ def without_zero_grad() -> dict[str, Any]:
 
 
 def other_layout() -> dict[str, Any]:
-    """Memory replaced by another order of dimensions, and by another shape."""
+    """Replaces memory by another order of dimensions, and then by another shape."""
     found: dict[str, Any] = {}
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(8, 130, 3), nn.Conv2d(130, 8, 3))
@@ -187,7 +187,7 @@ def closure_replaces_memory() -> dict[str, Any]:
 
 
 def clipped_copies() -> dict[str, Any]:
-    """Gradients in another order of dimensions are cut by copying; clipping must reach the step."""
+    """Gradients with permuted dimensions are copied to shards. Clipping must reach the copies."""
     torch.manual_seed(0)
     weight = torch.randn(10, 80, 3, 3).contiguous(memory_format=torch.channels_last)
     found = []
@@ -224,7 +224,7 @@ def foreign_state() -> dict[str, Any]:
 
 
 def second_optimizer() -> dict[str, Any]:
-    """A refused optimizer leaves no hooks; a second one says what is wrong, or works."""
+    """Builds an optimizer that is rejected, then two optimizers of the same parameters."""
     model = layers()
     found = raised(lambda: sharded(model.parameters(), lr=-1.0))
     data = torch.ones(2, 70)
@@ -257,7 +257,7 @@ def load_refused_on_one_rank() -> dict[str, Any]:
 
 
 def group_refused() -> dict[str, Any]:
-    """What the local optimizer refuses leaves all ranks as they were."""
+    """Adds a group that the local optimizer rejects, which must leave all ranks unchanged."""
     params = [nn.Parameter(torch.ones(70, dtype=torch.bfloat16)) for _ in range(4)]
     zero = ZeroRedundancyOptimizer(
         params, FusedAdamW, allow_mixed_dtypes=True, master_weights="remainder"
@@ -271,7 +271,7 @@ def group_refused() -> dict[str, Any]:
 
 
 def gathers_two_buckets() -> dict[str, Any]:
-    """The most buckets whose parameters are under way at a time, as on NCCL."""
+    """Returns the most buckets whose parameters are in flight at a time, as on NCCL."""
     model = layers(6)
     zero = sharded(model.parameters())
     zero.parts.gathers = True
@@ -290,7 +290,7 @@ def gathers_two_buckets() -> dict[str, Any]:
 
 
 def masters_from_fp32() -> dict[str, Any]:
-    """Both partitions take whole fp32 weights, whose training is then the plain optimizer's."""
+    """Takes masters from full fp32 weights, then compares with the plain optimizer."""
     exact = layers(2)
     found: dict[str, Any] = {}
     for partition in ("greedy", "balanced"):
@@ -317,7 +317,7 @@ def masters_from_fp32() -> dict[str, Any]:
 
 
 def codes_of_other_layouts() -> dict[str, Any]:
-    """Parts of parameters that can hold no codes get floats of whole ones."""
+    """Loads codes for parts of parameters that cannot hold codes and get floats instead."""
     found: dict[str, Any] = {}
     torch.manual_seed(0)
     module = nn.Conv2d(70, 6, 3, bias=False)
@@ -352,7 +352,7 @@ def codes_of_other_layouts() -> dict[str, Any]:
 
 
 def by_another_callable() -> dict[str, Any]:
-    """The ranks clip by one norm and skip together, however the local optimizer is made."""
+    """Compares norms and skips when the local optimizer is made by other callables."""
 
     def made(make: Any, bad: bool, **options: Any) -> tuple[nn.Module, Any]:
         model = layers(2)
@@ -417,6 +417,25 @@ def complex_gradients_are_clipped() -> dict[str, Any]:
     return {"off": max(abs(norm.item() - expected.item()), *(float(d.abs().max()) for d in moved))}
 
 
+def unequal_arguments() -> dict[str, Any]:
+    """One rank passes another value of an argument that all ranks must share."""
+    here = dist.get_rank() == 1
+    found: dict[str, Any] = {}
+    for name, common, other in (
+        ("partition", "greedy", "balanced"),
+        ("bucket_elements", 64, 128),
+        ("max_grad_norm", 1.0, None),
+        ("optimizer_class", FusedAdamW, torch.optim.AdamW),
+    ):
+        given = {"optimizer_class": FusedAdamW, "partition": "balanced", "lr": 0.1}
+        given[name] = other if here else common
+        arguments = partial(ZeroRedundancyOptimizer, layers(1).parameters(), **given)
+        found[name] = raised(arguments)
+    optimizer = ZeroRedundancyOptimizer(layers(1).parameters(), FusedAdamW)
+    found["to"] = raised(lambda: optimizer.consolidate_state_dict(to=99 if here else 0))
+    return found
+
+
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
     case.__name__: case
     for case in (
@@ -438,6 +457,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
         by_another_callable,
         after_a_join_that_failed,
         complex_gradients_are_clipped,
+        unequal_arguments,
     )
 }
 

@@ -1,7 +1,7 @@
 """Cases of the sharded step, run on every rank by test_zero_sharded.py.
 
-Gradients are small integers, so that averages over ranks are exact and every world size, partition
-and way to reduce has to end with the same bits.
+Gradients are small integers, so averages over ranks are exact, and every world size, partition and
+way to reduce must end with the same bits.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torchopt_ext import FusedAdamW, GradScaler
 from torchopt_ext.zero import ZeroRedundancyOptimizer, reduce_scatter_hook
 
-# Long rows that blocks cut, short rows, channels last, scalars, more ranks than rows; and nothing,
-# in a group and so a bucket of its own.
+# Long rows that blocks cut, short rows, channels last, scalars, more ranks than rows, and an empty
+# tensor in a group, and so a bucket, of its own.
 SHAPES = [
     (3, 9000), (70, 100), (5,), (333,), (8, 4, 3, 3), (), (2, 3, 5000), (40, 7), (1, 130), (0, 4)
 ]  # fmt: skip
@@ -29,7 +29,7 @@ OVERFLOW_STEP = 3
 
 
 class Model(torch.nn.Module):
-    """Parameters whose gradient is what ``forward`` is given."""
+    """Parameters whose gradients are the tensors given to ``forward``."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Model(torch.nn.Module):
 
 
 def gradients(model: Model, step: int, rank: int, world_size: int) -> list[Tensor | None]:
-    """Rank ``rank``'s gradients: their mean over ranks is the same for every world size."""
+    """Returns a rank's gradients. The mean over ranks is the same for every world size."""
     generator = torch.Generator().manual_seed(step)
     found: list[Tensor | None] = []
     for weight in model.weights:
@@ -62,7 +62,7 @@ def gradients(model: Model, step: int, rank: int, world_size: int) -> list[Tenso
 
 
 def mean(model: Model, step: int, world_size: int) -> list[Tensor | None]:
-    """The average of all ranks' gradients."""
+    """Returns the average of all ranks' gradients."""
     ranks = [gradients(model, step, rank, world_size) for rank in range(world_size)]
     return [
         (torch.stack([g for g in same if g is not None]).double().sum(0) / world_size).to(w.dtype)
@@ -117,7 +117,7 @@ def build(model: Model, held: str, partition: str, **further: Any) -> Any:
 
 
 def train(held: str, partition: str, how: str = "averaged", passes: int = 1) -> dict[str, Any]:
-    """``how`` gradients are averaged ("gathered": parameters return as on NCCL)."""
+    """Trains with gradients averaged by ``how``. "gathered" gathers parameters as on NCCL."""
     rank, size = dist.get_rank(), dist.get_world_size()
     model = Model(settings(held)[0])
     further = {"sharded_gradients": True} if how == "sharded" else {}
@@ -146,7 +146,7 @@ def train(held: str, partition: str, how: str = "averaged", passes: int = 1) -> 
 
 
 def frozen_and_unused(partition: str, how: str) -> dict[str, Any]:
-    """Parameters that are frozen, thawed, and unused on some or all ranks."""
+    """Trains with parameters that are frozen, thawed, and unused on all ranks in some steps."""
     rank, size = dist.get_rank(), dist.get_world_size()
     model = Model()
     model.weights[1].requires_grad_(False)
@@ -170,7 +170,7 @@ def frozen_and_unused(partition: str, how: str) -> dict[str, Any]:
 
 
 def scaled(partition: str, how: str) -> dict[str, Any]:
-    """Under our gradient scaler, whose scale is a power of two and backs off after the overflow."""
+    """Trains under our scaler. Its scale is a power of two and backs off after the overflow."""
     rank, size = dist.get_rank(), dist.get_world_size()
     model = Model()
     further = {"sharded_gradients": True} if how == "sharded" else {}
@@ -206,7 +206,7 @@ def scaled(partition: str, how: str) -> dict[str, Any]:
 
 
 def unused_on_one_rank() -> dict[str, Any]:
-    """A parameter that only the last rank uses has its gradient, divided by the world size."""
+    """Steps with a parameter that only the last rank uses."""
     rank, size = dist.get_rank(), dist.get_world_size()
     model = Model()
     optimizer = build(model, "fp32", "balanced", sharded_gradients=True)
@@ -220,7 +220,7 @@ def unused_on_one_rank() -> dict[str, Any]:
 
 
 def lazily() -> dict[str, Any]:
-    """Parameters that arrive during the next forward; the model's state dict waits for them."""
+    """Trains with parameters that arrive during the next forward. The state dict waits for them."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(70, 70) for _ in range(3)))
     optimizer = ZeroRedundancyOptimizer(
@@ -237,7 +237,7 @@ def lazily() -> dict[str, Any]:
 
 
 def shares() -> dict[str, Any]:
-    """How much this rank holds, in elements and bytes of state."""
+    """Returns the elements and bytes of state that this rank holds."""
     model = Model()
     optimizer = build(model, "fp32", "balanced")
     model(gradients(model, 0, 0, 1)).backward()

@@ -1,14 +1,14 @@
-"""Runs torch's own tests of ZeroRedundancyOptimizer on the CPU, with ours in its place.
+"""Runs torch's own tests of ZeroRedundancyOptimizer on the CPU, with our class in its place.
 
     TORCH_ZERO_TEST=.../test_zero_redundancy_optimizer.py python tests/distributed/zero_upstream.py
 
-The file is test/distributed/optim/test_zero_redundancy_optimizer.py of the torch version in use; it
-needs expecttest and numpy. RANKS is the world size (4), START "spawn" or "fork", STOCK=1 leaves
-torch's class in place. Arguments are unittest's.
+The file is test/distributed/optim/test_zero_redundancy_optimizer.py of the torch version in use. It
+needs expecttest and numpy. RANKS is the world size (default 4), START is "spawn" or "fork", STOCK=1
+keeps torch's class. The arguments are unittest's.
 
-Test processes import this module again, so what is replaced is replaced here. On the CPU torch
-skips its overlap tests and those marked for GPUs; here they run. Those of model parallelism need
-two devices in each process and stay out.
+Test processes import this module again, so the module replaces classes at import. On the CPU torch
+skips its overlap tests and the tests marked for GPUs. Here they run. The tests of model parallelism
+need two devices in each process and are left out.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torchopt_ext import zero
 
 
 def unmarked(*_: Any, **__: Any) -> Callable[[Any], Any]:
-    """In place of a decorator with arguments that would skip a test."""
+    """Replaces a decorator with arguments that would skip a test."""
     return lambda test: test
 
 

@@ -69,8 +69,7 @@ class SplitMix64:
 
 
 def random_bits(rng: SplitMix64, fmt: Format, low: int, high: int, *, signed: bool = True) -> int:
-    """Returns a random significand at a binary exponent in [low, high], cut to the format's
-    range."""
+    """Returns a random significand at a binary exponent in [low, high], cut to the format."""
     exponent = low + rng.below(high - low + 1)
     exponent = max(fmt.emin - fmt.precision + 1, min(exponent, fmt.emax))
     fraction = rng.bits() & (fmt.hidden - 1)
@@ -81,9 +80,8 @@ def random_bits(rng: SplitMix64, fmt: Format, low: int, high: int, *, signed: bo
 
 
 def tensor_elements(fmt: Format, count: int, seed: int, values: dict[str, Any]) -> list[int]:
-    """Returns elements in storage order: exponents in [low, high], or any finite bits with "any".
-
-    With "special", every `every`-th element from `offset` on becomes the special of that index."""
+    """Returns elements in storage order: exponents in [low, high], or any finite bits with "any";
+    with "special", every `every`-th element from `offset` on becomes the special of that index."""
     rng = SplitMix64(seed)
     if "any" in values:
         limit = fmt.exponent_mask << (fmt.precision - 1)

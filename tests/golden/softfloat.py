@@ -1,7 +1,6 @@
 """IEEE 754 binary arithmetic, rounded to nearest even, in ``fractions`` and integers only.
 
-A number is a pair (sign, magnitude). The sign is 0 or 1. The magnitude is a nonnegative Fraction,
-INF or NAN.
+A number is a pair (sign 0 or 1, magnitude). The magnitude is a nonnegative Fraction, INF or NAN.
 """
 
 from __future__ import annotations
@@ -77,8 +76,7 @@ def decode(fmt: Format, bits: int) -> Number:
 
 
 def encode(fmt: Format, x: Number) -> int:
-    """Returns the bits of a number that `fmt` can represent; every NaN gets the one canonical
-    form."""
+    """Returns the bits of a number that `fmt` can represent; every NaN gets one canonical form."""
     sign, value = x
     if value is NAN:
         return (fmt.exponent_mask << (fmt.precision - 1)) | (fmt.hidden >> 1)
@@ -158,8 +156,7 @@ def sqrt(fmt: Format, a: Number) -> Number:
         return (0, NAN)
     if value is INF:
         return a
-    # Compute more digits than the precision, plus half a unit of the last digit if the root is
-    # inexact.
+    # Compute extra digits, then add half a unit of the last digit if the root is not exact.
     size = value.numerator.bit_length() - value.denominator.bit_length()
     shift = max(0, fmt.precision + 4 - size // 2)
     # 4**shift * value >= 2**(2 * precision + 6), so the root has at least precision + 3 bits.
@@ -195,8 +192,7 @@ def unhexed(fmt: Format, text: str) -> list[int]:
 
 
 def special_bits(fmt: Format) -> list[int]:
-    """Returns ±0, ±smallest and ±largest subnormal, ±smallest normal, ±1, ±largest, ±infinity,
-    NaNs."""
+    """±0, ±smallest, ±largest subnormal, ±smallest normal, ±1, ±largest, ±infinity, NaNs."""
     top = fmt.exponent_mask << (fmt.precision - 1)
     one = fmt.emax << (fmt.precision - 1)
     plain = [0, 1, fmt.hidden - 1, fmt.hidden, one, top - 1, top]

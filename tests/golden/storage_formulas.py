@@ -19,10 +19,9 @@ def split(bits: int) -> tuple[int, int]:
 
 
 def split8(bits: int) -> tuple[int, int]:
-    """Splits an fp32 value into its bf16 weight and an 8-bit remainder.
+    """Splits an fp32 value into its nearest bf16 weight and an 8-bit remainder.
 
-    The remainder is the nearest for which the weight is still the nearest bf16 of the pair. Of two
-    equally near remainders, the lower applies if bit 16 is 0, otherwise the upper.
+    The nearest remainder whose pair rounds to the weight; ties go down if bit 16 is 0, else up.
     """
     weight = encode(BF16, round_to(BF16, decode(FP32, bits)))
     rest = bits - (weight << 16)

@@ -1,4 +1,4 @@
-"""Parameters that lie anywhere in memory, the same on the CPU and on the GPU, and their steps."""
+"""Misaligned parameters, the same on the CPU and on the GPU, and their steps."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ marks = [
     ),
 ]
 
-# Long rows and short ones, scalars, nothing; odd sizes, so that what follows is misaligned.
+# Long and short rows, scalars, an empty tensor, and odd sizes that misalign the next tensor.
 SHAPES = [(300, 257), (3, 4096), (70001,), (7, 63), (1,), (), (0, 3), (129, 65)]
 
 
 def carved(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, seed: int) -> list[Tensor]:
-    """Tensors that lie one after another in one allocation, from its second element on."""
+    """Returns adjacent tensors in one allocation, from its second element on."""
     generator = torch.Generator().manual_seed(seed)
     numels = [torch.Size(shape).numel() for shape in shapes]
     flat = torch.randn(1 + sum(numels), 1 + dtype.is_complex, generator=generator)
@@ -33,7 +33,7 @@ def carved(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, seed: int) -> 
 
 
 def on(device: str, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors on ``device``, each where it lay in its allocation."""
+    """Returns the tensors on ``device``, each at the same offset in its allocation."""
     flat = tensors[0]._base
     assert flat is not None
     moved = torch.empty_like(flat, device=device).copy_(flat)
@@ -45,7 +45,7 @@ def make_params(device: str, dtype: torch.dtype = torch.float32) -> list[nn.Para
 
 
 def set_gradients(params: Sequence[nn.Parameter], seed: int, scale: float = 1.0) -> None:
-    """The same gradients on any device; scales that are powers of two are exact."""
+    """Sets the same gradients on any device. Scales that are powers of two are exact."""
     device = params[0].device.type
     dtype = params[0].grad_dtype
     grads = carved([tuple(p.shape) for p in params], dtype or params[0].dtype, 1000 + seed)
@@ -54,7 +54,7 @@ def set_gradients(params: Sequence[nn.Parameter], seed: int, scale: float = 1.0)
 
 
 def step_by_graph(optimizer: Optimizer) -> None:
-    """A step that is captured, and replayed once."""
+    """Captures a step and replays it once."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         optimizer.step()
@@ -67,7 +67,7 @@ def bits(tensor: Tensor) -> bytes:
 
 
 def everything(params: Sequence[nn.Parameter], optimizer: Optimizer) -> list[bytes]:
-    """All bits of parameters and state."""
+    """Returns all bits of parameters and state."""
     found = []
     for param in params:
         state: dict[str, Any] = optimizer.state.get(param, {})

@@ -1,4 +1,4 @@
-"""torch.amp around a step on the GPU: autocast, and its gradient scaler."""
+"""A step on the GPU under torch.amp's autocast and gradient scaler."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS, OVERFLOW = 6, 3
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, clip: bool) -> list[float]:
-    """Steps under autocast and torch's scaler, one of which overflows; the scales."""
+    """Steps under autocast and torch's scaler, with one overflow, and returns the scales."""
     generator = torch.Generator().manual_seed(1)
     scaler = torch.amp.GradScaler("cuda", init_scale=2.0**8, growth_interval=2)
     scales = []

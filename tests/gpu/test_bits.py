@@ -1,4 +1,4 @@
-"""A step on the GPU gives the bits of the CPU's."""
+"""A step on the GPU gives the bits of a step on the CPU."""
 
 from __future__ import annotations
 

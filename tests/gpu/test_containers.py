@@ -54,7 +54,7 @@ def stepped_by(container: Any, *schedulers: Any) -> Callable[[], None]:
 
 
 def test_updates_inside_backward_give_the_bits_of_a_step_after_it() -> None:
-    """Clipping of the batch as a whole, and without clipping."""
+    """The bits are equal without clipping and with clipping by the norm of all gradients."""
     for norm in ({}, {"max_grad_norm": 0.01}):
         model = make_model()
         twin = copy.deepcopy(model)
@@ -99,7 +99,7 @@ def test_schedules_and_checkpoints_of_containers() -> None:
 
 @pytest.mark.parametrize("to", ["cpu", "cuda"])
 def test_state_moves_between_devices(to: str) -> None:
-    """A state dict of one device is loaded on the other, and both train on alike."""
+    """A state dict of one device loads on the other, and the next step gives the same bits."""
     source = "cuda" if to == "cpu" else "cpu"
     found = []
     states: Any = None
@@ -140,7 +140,7 @@ def test_a_log_is_written_without_waiting() -> None:
 
 
 def test_a_scripted_step_gives_the_bits_of_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The module of examples/torchscript_step.py, on a GPU."""
+    """The module of examples/torchscript_step.py gives the optimizer's norms and parameters."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
     from examples.torchscript_step import Step
 
@@ -175,7 +175,7 @@ def test_a_compiled_step_gives_the_bits_of_an_eager_one() -> None:
 
 
 def test_a_training_step_is_captured_as_a_whole() -> None:
-    """Forward, backward and the step in one graph, as torch's documentation captures them."""
+    """Forward, backward and step work in one graph, captured as in torch's documentation."""
     data = torch.randn(9, 67, device="cuda")
     found = []
     for captured in (False, True):

@@ -1,4 +1,4 @@
-"""What a step asks of the host: nothing to wait for, few launches, and CUDA graphs."""
+"""A step does not wait for the device, has few launches, and works in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_step_does_not_wait_for_the_device(kwargs: dict[str, Any]) -> None:
 
 
 def calls_of(call: Callable[[], object]) -> dict[str, int]:
-    """How often CUDA functions are called."""
+    """Returns the number of calls of each CUDA function."""
     for _ in range(2):  # the first time starts the profiler
         torch.cuda.synchronize()
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
@@ -87,7 +87,7 @@ def test_a_steady_step_allocates_nothing() -> None:
 
 
 def change(lr: torch.Tensor, params: list[nn.Parameter], step: int) -> None:
-    """The learning rate and the gradients of a step, in the memory they already have."""
+    """Overwrites the learning rate and the gradients in place."""
     lr.fill_(1e-2 / (1 + step))
     kept = [p.grad for p in params]
     set_gradients(params, step)
@@ -105,7 +105,7 @@ def test_a_captured_step_gives_the_bits_of_eager_ones(kwargs: dict[str, Any]) ->
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         optimizer.step()
-    assert everything(params, optimizer) == everything(eager_params, eager)  # only captured
+    assert everything(params, optimizer) == everything(eager_params, eager)  # not run yet
     for step in range(20):
         change(lr, params, step)
         change(eager_lr, eager_params, step)
@@ -126,7 +126,7 @@ def test_a_captured_step_gives_the_bits_of_eager_ones(kwargs: dict[str, Any]) ->
 
 
 def test_a_step_without_some_gradients_can_be_captured() -> None:
-    """Also one whose gradients changed just before; an eager step follows a replay."""
+    """A gradient may vanish just before the capture, and an eager step may follow the replay."""
     found = []
     for captured in (False, True):
         params = make_params("cuda")
@@ -145,7 +145,7 @@ def test_a_step_without_some_gradients_can_be_captured() -> None:
 
 
 def test_captured_operators_are_replayed_when_their_call_is_long_over() -> None:
-    """Memory that held their tables would by then hold something else."""
+    """A replay must not read tables from freed memory, which holds other data by then."""
     gradients = on("cuda", carved(SHAPES, torch.float32, 5))
     accumulator = ops.new_accumulator("cuda")
     ops.grad_sumsq_(gradients, accumulator)
@@ -181,7 +181,7 @@ def test_a_graphs_tables_are_freed_with_it() -> None:
         return torch.cuda.memory_allocated()
 
     def settled(most: int) -> int:
-        """CUDA calls what frees a graph's objects from a thread that cannot be waited for."""
+        """Polls, because CUDA frees a graph's objects on a thread that nobody can wait for."""
         for _ in range(50):
             if (found := allocated()) <= most:
                 break
@@ -196,7 +196,7 @@ def test_a_graphs_tables_are_freed_with_it() -> None:
 
 
 def test_more_operators_are_captured_than_the_pool_has_streams() -> None:
-    """Their tables are uploaded on another stream than the captured one."""
+    """The tables are uploaded on another stream than the captured stream."""
     gradients = on("cuda", carved([(100,)] * 10, torch.float32, 5))
     accumulator, expected = ops.new_accumulator("cuda"), ops.new_accumulator("cuda")
     ops.grad_sumsq_(gradients, accumulator)
@@ -222,7 +222,7 @@ def test_a_step_runs_on_the_current_stream() -> None:
         torch.cuda._sleep(20_000_000)
         for grad in (p.grad for p in params):
             assert grad is not None
-            grad.mul_(0.5)  # seen by the step only in the stream's order
+            grad.mul_(0.5)  # the step sees this only in the stream's order
         optimizer.step()
     torch.cuda.current_stream().wait_stream(stream)
     for grad in (p.grad for p in other_params):

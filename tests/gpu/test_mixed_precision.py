@@ -105,7 +105,7 @@ def test_offloading_frees_memory_and_changes_no_bit(base: str) -> None:
         assert before - torch.cuda.memory_allocated() >= 0.9 * moving
         assert all(t.is_cpu and t.is_pinned() for t in held if t.numel() > 1)
         offload_fsdp_optimizer(optimizer)
-        if seed % 2:  # or the step brings it back
+        if seed % 2:  # or the step loads the state
             load_fsdp_optimizer(optimizer)
     load_fsdp_optimizer(optimizer)
     assert content(optimizer) == content(plain)
@@ -113,7 +113,7 @@ def test_offloading_frees_memory_and_changes_no_bit(base: str) -> None:
 
 @every_base
 def test_offloading_keeps_the_streams_order(base: str) -> None:
-    """The device is far behind the host when state leaves and comes back."""
+    """The bits are right if the device is far behind the host when the state is moved."""
     moved, plain = job("cuda", base), job("cuda", base)
     for seed in (0, 1, 3, 4):
         for params, optimizer in (moved, plain):
@@ -122,7 +122,7 @@ def test_offloading_keeps_the_streams_order(base: str) -> None:
             torch.cuda._sleep(20_000_000)
             optimizer.step(wait=False)
         offload_fsdp_optimizer(moved[1], empty_cache=False)
-        if seed % 2:  # or the step brings it back
+        if seed % 2:  # or the step loads the state
             load_fsdp_optimizer(moved[1])
     load_fsdp_optimizer(moved[1])
     assert content(moved[1]) == content(plain[1])

@@ -93,7 +93,7 @@ def test_dtensors_on_a_mesh_of_one_change_no_bit() -> None:
 def test_fsdp2_gives_the_bits_of_plain_parameters(
     dtype: torch.dtype, kwargs: dict[str, Any]
 ) -> None:
-    """Gradients come from FSDP2's backward; the plain twin gets copies of them."""
+    """The plain twin gets copies of FSDP2's gradients. Parameters and norm are equal bitwise."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 

@@ -1,4 +1,4 @@
-"""The Trainer on one GPU: NCCL, checkpoints from another stream, and what only GPUs have."""
+"""The Trainer on one GPU: NCCL, checkpoints from another stream, and GPU-only features."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ WAYS: dict[str, tuple[str, ...]] = {
 
 @pytest.fixture(autouse=True)
 def a_process_like_a_jobs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """That finds the examples; many threads would slow the small jobs on the CPU down."""
+    """Makes examples/ importable and limits threads: many threads slow small CPU jobs down."""
     monkeypatch.syspath_prepend(str(REPOSITORY))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -60,7 +60,7 @@ def a_process_like_a_jobs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def train(folder: Path, *settings: str) -> tuple[list[dict[str, Any]], list[bytes]]:
-    """Metrics, a line a step, and all bits of weights and optimizer state."""
+    """Returns the metrics of each step, and all bits of weights and optimizer state."""
     trainer = Trainer(load_config([*JOB, "--job.dump_folder", str(folder), *settings]))
     try:
         trainer.train()
@@ -137,7 +137,7 @@ def test_profiles_and_memory_snapshots(tmp_path: Path) -> None:
 
 
 def test_no_step_waits_for_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a job that logs nothing in between: only the optimizer and schedules are watched."""
+    """The optimizers' steps after the first do not wait. The rest of a job is not watched."""
     step = OptimizersContainer.step
 
     def watched(self: OptimizersContainer, *args: Any, **kwargs: Any) -> None:

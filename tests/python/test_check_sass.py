@@ -1,5 +1,4 @@
-"""Parsing of ptxas reports and disassemblies, on excerpts of real output, and which kernels
-fail."""
+"""Parsing of excerpts of ptxas reports and disassemblies, and which kernels fail the check."""
 
 from __future__ import annotations
 
@@ -100,8 +99,7 @@ def test_names(check: ModuleType, demangled: str, short: str) -> None:
     assert check.short_name(demangled) == short
 
 
-# A multiprocessor has 65,536 registers, allocated 256 at a time per warp; 8 warps per block, at
-# most 64.
+# A multiprocessor has 65,536 registers, given out by 256 to a warp; 8 warps a block, at most 64.
 @pytest.mark.parametrize(
     ("registers", "shared", "blocks"),
     [(32, 0, 8), (33, 0, 6), (64, 0, 4), (80, 0, 3), (81, 0, 2), (255, 0, 1), (32, 75 << 10, 3)],

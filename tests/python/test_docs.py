@@ -125,8 +125,7 @@ def test_python_blocks_run(page: str) -> None:
 
 @pytest.mark.parametrize("page", NAMES)
 def test_what_blocks_need_is_in_the_environment_of_the_newest_torch(page: str) -> None:
-    """Packages that blocks need are pinned; test_packaging.py compares the environment with the
-    file."""
+    """Packages that blocks need are pinned; test_packaging.py checks the environment."""
     newest = max(ROOT.glob(".ci/requirements-2.*.txt")).read_text()
     for block in blocks(page):
         if block.comment and block.comment[0] == "needs":
@@ -256,8 +255,7 @@ def test_each_operator_has_a_file_of_its_name() -> None:
 
 @pytest.mark.parametrize("page", NAMES)
 def test_blocks_have_a_language_and_comments_a_known_kind(page: str) -> None:
-    """Every block has a language, as other blocks go unchecked; `text` means there is nothing to
-    check."""
+    """Every block has a language, or no test would check it; `text` needs no check."""
     kinds = ("needs", "not run", "old side not run", "not Python", "not a job")
     for block in blocks(page):
         assert block.language, f"{page}:{block.line}"

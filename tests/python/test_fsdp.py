@@ -1,5 +1,4 @@
-"""Which models can keep low-precision shards, and how the shards behave on one process.
-
+"""Which models can keep low-precision shards, and what happens to the shards.
 tests/distributed/test_fsdp.py trains with two ranks."""
 
 from __future__ import annotations

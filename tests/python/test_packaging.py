@@ -150,8 +150,7 @@ def public(owner: object) -> set[str]:
 
 
 def run(program: str, *arguments: str, cwd: Path | None = None) -> list[str]:
-    """Runs a program in a separate process, in ``cwd`` if given, and returns the lines it
-    prints."""
+    """Runs a program in its own process, in ``cwd`` if given, and returns the printed lines."""
     command = [sys.executable, *([] if cwd else ["-P"]), "-c", program, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=cwd)
     assert done.returncode == 0, done.stderr
@@ -160,8 +159,7 @@ def run(program: str, *arguments: str, cwd: Path | None = None) -> list[str]:
 
 class TestImport:
     def test_brings_nothing_beside_torch_and_the_standard_library(self) -> None:
-        """Importing the package does not import what torch loads on demand (torch._dynamo, DCP's
-        sympy)."""
+        """Importing must not load torch._dynamo or DCP with its sympy, which takes a second."""
         more = run(
             "import sys, torch\n"
             "before = set(sys.modules)\n"
@@ -204,8 +202,7 @@ class TestThreads:
 
     @pytest.mark.parametrize("threads", [1, 2])
     def test_an_operator_uses_the_threads_it_is_given(self, threads: int) -> None:
-        """An operator starts one worker fewer than the thread limit: OpenMP starts them in its
-        first region."""
+        """An operator on n threads starts n - 1 workers, in OpenMP's first parallel region."""
         (started,) = run(
             "import os, torch\n"
             "from torchopt_ext import ops\n"

@@ -75,9 +75,11 @@ class CheckpointManager:
         self._model_parts, self._last_step = model_parts, job_config.training.steps
         self._model_state = states_of.ModelState(model_parts)
         self._states = states | {OPTIMIZER: optimizers, LR_SCHEDULER: lr_schedulers}
+        self._dataloader = dataloader
         self.folder = Path(job_config.job.dump_folder) / self._config.folder
         self._manager = ft_manager.manager if ft_manager and ft_manager.enabled else None
         if self._manager is not None:
+            self._check_streams()
             optimizers.init_cache_state_dict()
             self._manager.set_state_dict_fns(self._heal, self._state_for_peer)
         if not self._enabled:
@@ -474,15 +476,37 @@ class CheckpointManager:
                 f"checkpoint.exclude_from_loading has {unknown}, expected some of {known}"
             )
 
+    def _check_streams(self) -> None:
+        """Rejects data whose position each replica group has for itself, unless it is not loaded.
+
+        One group saves for all, so another group would find no position of its own.
+        """
+        position_of_each = getattr(self._dataloader, "same_position_on_all_ranks", None) is False
+        excluded = DATALOADER in self._config.exclude_from_loading
+        if self._enabled and position_of_each and not excluded:
+            raise ValueError(
+                "a data set without a length has a position in each replica group, and checkpoints "
+                "under fault_tolerance hold one group's: set checkpoint.exclude_from_loading = "
+                "['dataloader'], which reads it from the beginning after a restart"
+            )
+
+    @property
+    def _data_position_is_shared(self) -> bool:
+        return getattr(self._dataloader, "same_position_on_all_ranks", False)
+
     def _state_for_peer(self) -> dict[str, Any]:
         """Returns the state that a replica group sends to a group that recovers."""
         rest = {key: value.state_dict() for key, value in self._states.items()}
+        if self._data_position_is_shared:
+            rest[DATALOADER] = self._dataloader.state_dict()
         return rest | {MODEL: self._model_state()}
 
     def _heal(self, state: dict[str, Any]) -> None:
         states_of.set_model_state(self._model_parts, state[MODEL])
         for key, value in self._states.items():
             value.load_state_dict(state[key])
+        if self._data_position_is_shared and DATALOADER in state:
+            self._dataloader.load_state_dict(state[DATALOADER])
 
 
 def _reason(error: BaseException) -> str:

@@ -238,19 +238,29 @@ class ShuffledDataLoader(DataLoader[Any]):
     torchdata's loader would save how many batches this rank has taken from an epoch, which is of
     no use to another number of ranks.
 
-    Iteration continues from the position. It yields nothing after the last epoch.
+    Iteration continues from the position, also from one that is loaded during it. It yields nothing
+    after the last epoch.
     """
+
+    same_position_on_all_ranks = True
 
     def __init__(self, dataset: Dataset[Any], batches: ShuffledBatches, options: Any) -> None:
         super().__init__(dataset, batch_sampler=batches, **options)
         # This loader reads the data, so that `self.dataset` stays the given data set.
         self._keyed = DataLoader(KeyedSamples(dataset), batch_sampler=batches, **options)
         self._batches = batches
+        self._moved = False
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
-        for batch in self._keyed:
-            self._batches.advance()  # workers are ahead of this position
-            yield batch
+        ended = False
+        while not ended:
+            self._moved = False
+            for batch in self._keyed:
+                if self._moved:
+                    break  # workers read this batch at the old position
+                self._batches.advance()  # workers are ahead of this position
+                yield batch
+            ended = not self._moved
 
     def state_dict(self) -> dict[str, Any]:
         return {"position": self._batches.state_dict()}
@@ -267,6 +277,7 @@ class ShuffledDataLoader(DataLoader[Any]):
                 "saved by a job with another kind of data set"
             )
         self._batches.load_state_dict(state_dict["position"])
+        self._moved = True
 
 
 class CountedStream(IterableDataset[Any]):
@@ -308,6 +319,7 @@ class StreamDataLoader:
 
     Attributes:
         dataset: the given data set.
+        same_position_on_all_ranks: False; a state holds this rank's position.
 
     Args:
         options: arguments of StatefulDataLoader. Their `generator` seeds the workers.
@@ -317,6 +329,8 @@ class StreamDataLoader:
     Raises:
         ImportError: torchdata is not installed.
     """
+
+    same_position_on_all_ranks = False
 
     def __init__(
         self,

@@ -5,9 +5,11 @@ from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
+import torch
 from torch import nn
 
-from torchopt_ext.optim.local import local_gradients
+from torchopt_ext._torch import is_dtensor
+from torchopt_ext.optim.local import local_gradients, local_tensor
 from torchopt_ext.trainer.config import ConfigError, JobConfig
 from torchopt_ext.trainer.extras import import_extra
 
@@ -48,16 +50,29 @@ class FTManager:
     def average_gradients(self, model_parts: Iterable[nn.Module]) -> None:
         """Averages gradients over the replica groups of this step, after backward.
 
-        Ranks of the same index hold the same part of the model in each group. torchft records an
-        error of communication, and the step is then not committed.
+        Ranks of the same index hold the same part of the model in each group. A gradient that a
+        group does not have counts as zeros there; one that no group has stays None. torchft records
+        an error of communication, and the step is then not committed.
         """
         if not self.enabled:
             return
-        params = [p for part in model_parts for p in part.parameters() if p.grad is not None]
-        for work in [
-            self.manager.allreduce(grad) for grad in local_gradients(params, written=True)
-        ]:
+        params = [p for part in model_parts for p in part.parameters() if p.requires_grad]
+        if not params:
+            return
+        missing = [i for i, p in enumerate(params) if p.grad is None]
+        found = torch.ones(len(params), device=local_tensor(params[0]).device)
+        found[missing] = 0.0
+        for p in params:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            elif is_dtensor(p) and p.grad.placements != p.placements:  # type: ignore[attr-defined]
+                p.grad = p.grad.redistribute(p.device_mesh, p.placements)  # type: ignore[attr-defined]
+        averaged = [found, *local_gradients(params, written=True)]
+        for work in [self.manager.allreduce(tensor) for tensor in averaged]:
             work.wait()
+        for i in missing:
+            if not found[i]:
+                params[i].grad = None
 
 
 def init_ft_manager(job_config: JobConfig) -> FTManager:

@@ -103,7 +103,15 @@ def parallelize(
                 f"tensor_parallel_degree {parallel_dims.tp} and pipeline_parallel_degree "
                 f"{parallel_dims.pp}, but DDP supports neither: use data_parallel_shard_degree"
             )
-        _torch.replicate(model, device_mesh=world_mesh["dp_replicate"], bucket_cap_mb=100)
+        # DDP orders its buckets by the first backward of a process, so that three ranks or more
+        # would sum the first step after a start in another order. Unused parameters prevent that.
+        fixed_buckets = job_config.training.deterministic
+        _torch.replicate(
+            model,
+            device_mesh=world_mesh["dp_replicate"],
+            bucket_cap_mb=100,
+            find_unused_parameters=fixed_buckets,
+        )
     return model
 
 

@@ -14,6 +14,19 @@ if TYPE_CHECKING:
     from torchopt_ext.trainer.trainer import Trainer
 
 
+def _check_batch_size(trainer: "Trainer") -> None:
+    if trainer.pp_schedule is None:
+        return
+    job_config = trainer.job_config
+    size = job_config.parallelism.pipeline_parallel_microbatch_size
+    microbatches = job_config.training.batch_size // size
+    if job_config.validation.local_batch_size % microbatches:
+        raise ConfigError(
+            f"validation.local_batch_size is {job_config.validation.local_batch_size}, expected a "
+            f"multiple of the pipeline schedule's {microbatches} microbatches"
+        )
+
+
 class Validator:
     """Evaluates a Trainer's model on `[validation]`'s data set, always read from its beginning.
 
@@ -23,13 +36,14 @@ class Validator:
             replaces the data set, batch size and sequence length of `training`.
 
     Raises:
-        ValueError: `validation.freq` is below 1.
+        ConfigError: `validation.freq` is below 1, or a pipeline schedule cannot split the batches.
     """
 
     def __init__(self, trainer: "Trainer", build_dataloader: Callable[[JobConfig], Any]) -> None:
         config = trainer.job_config.validation
         if config.freq < 1:
             raise ConfigError(f"validation.freq is {config.freq}, expected 1 or more")
+        _check_batch_size(trainer)
         training = dataclasses.replace(
             trainer.job_config.training,
             dataset=config.dataset,

@@ -89,8 +89,8 @@ def gather_entries(
 ) -> dict[int, dict[Any, Any]] | None:
     """Gathers the entries of all ranks on rank `to`. All ranks call it.
 
-    In addition to the result, a rank needs memory for one message (MAX_PACKED_BYTES) and for one tensor
-    that is not dense.
+    In addition to the result, a rank needs memory for one message (MAX_PACKED_BYTES) and for one
+    tensor that is not dense.
 
     Returns:
         On rank `to`, ``{index: {name: value}}`` by ascending index; None on other ranks. Names are

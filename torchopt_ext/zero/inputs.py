@@ -1,6 +1,6 @@
 """What a sharded optimizer accepts: optimizer classes, parameters and their owners."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -71,3 +71,22 @@ def describe_params(groups: Sequence[dict[str, Any]]) -> list[str]:
             group.get("param_names") or [""] * len(group["params"]), group["params"], strict=True
         )
     ]
+
+
+def describe_arguments(
+    optimizer_class: Any,
+    partition: str,
+    sharded_gradients: bool,
+    bucket_elements: int | None,
+    defaults: Mapping[str, Any],
+) -> list[str]:
+    """Describes the arguments that must be the same on all ranks, one in a line."""
+    name = getattr(optimizer_class, "__qualname__", type(optimizer_class).__qualname__)
+    decided = {key: defaults.get(key) for key in ("max_grad_norm", "skip_nonfinite")}
+    arguments = {
+        "optimizer_class": name,
+        "partition": partition,
+        "sharded_gradients": sharded_gradients,
+        "bucket_elements": bucket_elements,
+    }
+    return [f"{key}={value}" for key, value in (arguments | decided).items()]

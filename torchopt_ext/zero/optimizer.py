@@ -27,7 +27,13 @@ from torchopt_ext.zero import state as zero_state
 from torchopt_ext.zero.balanced import BalancedBuckets
 from torchopt_ext.zero.exchange import check_same
 from torchopt_ext.zero.functional import constructor_of, unwrap_partial
-from torchopt_ext.zero.inputs import check_dense, check_elementwise, check_owners, describe_params
+from torchopt_ext.zero.inputs import (
+    check_dense,
+    check_elementwise,
+    check_owners,
+    describe_arguments,
+    describe_params,
+)
 from torchopt_ext.zero.join import JoinSupport
 from torchopt_ext.zero.overlap import OverlapInfo, OverlapStatus, assign_buckets
 from torchopt_ext.zero.ranks import Ranks, bounded
@@ -141,7 +147,11 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
                 self._optim_constructor = constructor_of(
                     optimizer_class, overlap_with_ddp, defaults
                 )
-            check_same(describe_params(self.param_groups), "parameters", self.process_group)
+            described = describe_params(self.param_groups)
+            described += describe_arguments(
+                optimizer_class, partition, sharded_gradients, bucket_elements, defaults
+            )
+            check_same(described, "parameters and arguments", self.process_group)
             self._is_trainable_mask = _C.requires_grad(self._all_params)
             self.parts: WholeTensors | BalancedBuckets
             if balanced:
@@ -304,8 +314,9 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
                 state that is neither tensors nor plain values; all ranks raise and name the state.
             ValueError: the group has no rank ``to``.
         """
-        if not 0 <= to < self.world_size:
-            raise ValueError(f"Invalid rank: to={to}, expected 0 to {self.world_size - 1}")
+        with fail_together(self.process_group):
+            if not 0 <= to < self.world_size:
+                raise ValueError(f"Invalid rank: to={to}, expected 0 to {self.world_size - 1}")
         self._consolidated = zero_state.consolidated(self, to)
 
     def state_dict(self) -> dict[str, Any]:

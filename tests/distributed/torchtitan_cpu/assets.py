@@ -1,4 +1,4 @@
-"""A small tokenizer and text dataset for torchtitan, always the same: assets.py FOLDER"""
+"""Writes a small, fixed tokenizer and text dataset for torchtitan. Usage: assets.py FOLDER"""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WORDS = [f"word{i}" for i in range(60)]
 
 
 def make_tokenizer(folder: Path) -> Path:
-    """Write a word-level tokenizer.json and its tokenizer_config.json (vocabulary under 2,048)."""
+    """Writes a word-level tokenizer.json and its tokenizer_config.json (vocabulary under 2,048)."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     tokens = ["<unk>", "<bos>", "<eos>", *WORDS, "."]
@@ -29,7 +29,7 @@ def make_tokenizer(folder: Path) -> Path:
 
 
 def make_dataset(folder: Path, documents: int = 64, words: int = 60) -> Path:
-    """Write data.json in the layout of torchtitan's c4_test: one {"text": ...} object a line."""
+    """Writes data.json like torchtitan's c4_test: one {"text": ...} object per line."""
     rng = random.Random(0)
     folder.mkdir(parents=True)
     with open(folder / "data.json", "w") as file:

@@ -1,4 +1,4 @@
-"""Which builders torchtitan's models get once the integration is imported; asserts, or exits 0."""
+"""Asserts which builders torchtitan's models get after an import of the integration."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ONE_PROCESS = SimpleNamespace(
 
 
 class MoEModel(nn.Module):
-    """As much of a mixture-of-experts model as torchtitan's load balancing looks at."""
+    """The parts of a mixture-of-experts model that torchtitan's load balancing reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ OPTIONS = {
 
 
 def check_every_option(in_file: bool) -> None:
-    """From the command line and from a file: docs/torchtitan.md says what each is."""
+    """Sets all options of docs/torchtitan.md, by the command line or by a file."""
     arguments = [f"--job.custom_config_module={torchtitan_0_2.__name__}"]
     lines = ["[optimizer]"]
     for name, value in (OPTIONS | {"deferred_clipping": True}).items():

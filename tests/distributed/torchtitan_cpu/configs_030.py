@@ -37,16 +37,16 @@ def fault_tolerant_ours() -> Trainer.Config:
 
 
 def moe() -> Trainer.Config:
-    """The deepseek_v3 debug model: a dense layer, and one whose experts are kept balanced."""
+    """The deepseek_v3 debug model: a dense layer, and a layer with balanced experts."""
     return _for_cpu(deepseek_v3_debugmodel())
 
 
 def _for_cpu(config: Trainer.Config) -> Trainer.Config:
-    """With two layers and an attention that runs on a CPU."""
+    """Reduces a config to two layers and an attention that runs on a CPU."""
     spec = config.model_spec
     del spec.model.layers[2:]
     for layer in spec.model.layers:
-        # The default, flex attention, has no backward there.
+        # The default, flex attention, has no backward on a CPU.
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
     config.loss = CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(spec))
     return config
@@ -82,7 +82,7 @@ def diverging() -> Trainer.Config:
 
 
 def groups() -> Trainer.Config:
-    """`small` with two optimizers, of which one has two groups."""
+    """`small` with two optimizers. AdamW has two groups."""
     config = small()
     options = {"betas": (0.9, 0.95), "weight_decay": 0.1}
     config.optimizer.param_groups = [

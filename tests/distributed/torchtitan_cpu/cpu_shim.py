@@ -12,8 +12,8 @@ from torch.distributed.fsdp import FSDPModule
 
 
 def install() -> None:
-    """Call once, before anything of torchtitan is imported."""
-    # torchtitan/tools/utils.py looks the device up while it is imported and falls back to "cuda".
+    """Replaces the four things. Must run once, before any import of torchtitan."""
+    # torchtitan/tools/utils.py looks up the device at import and falls back to "cuda".
     torch._utils._get_available_device_type = lambda: "cpu"
 
     # llama3 sets a divide factor of 1, which FSDP2 implements by PREMUL_SUM; gloo has no such
@@ -52,7 +52,7 @@ class CPUMemoryMonitor:
 
 
 def set_pg_timeouts(timeout: timedelta, parallel_dims: Any) -> None:
-    """As torchtitan's, without `device_ids`, which gloo's barrier refuses."""
+    """Does the same as torchtitan's, without `device_ids`, which gloo's barrier rejects."""
     dist.barrier()
     meshes = parallel_dims.get_all_one_dimensional_meshes().values()
     for group in [mesh.get_group() for mesh in meshes] + [None]:

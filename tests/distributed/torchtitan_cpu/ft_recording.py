@@ -1,4 +1,4 @@
-"""What a test of replica groups needs of torchtitan's fault-tolerant Trainers, 0.2's and 0.3's."""
+"""Makes torchtitan's fault-tolerant Trainers, 0.2 and 0.3, wait and save for tests."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-socket.gethostname = lambda: "localhost"  # torchft's addresses, of this host only
+socket.gethostname = lambda: "localhost"  # torchft's addresses stay on this host
 
 
 def record(trainer_class: Any, stock_container: type) -> None:
-    """Lets a Trainer wait where it is told to, and save its state at the end.
+    """Makes a Trainer wait at chosen steps and save its state at the end.
 
-    HOLD="0,5": before training and at the end of step 5 it waits for a file METRICS_FILE.go-0,
-    METRICS_FILE.go-5. Each rank saves METRICS_FILE.rank<r>.pt.
+    With HOLD="0,5" it waits for the file METRICS_FILE.go-0 before training, and for
+    METRICS_FILE.go-5 at the end of step 5. Each rank saves METRICS_FILE.rank<r>.pt.
     """
     stock_init, stock_step = trainer_class.__init__, trainer_class.train_step
     stock_train = trainer_class.train
@@ -27,7 +27,7 @@ def record(trainer_class: Any, stock_container: type) -> None:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         stock_init(self, *args, **kwargs)
         if isinstance(self.optimizers, stock_container):
-            # torchtitan's container makes its state by a step with lr 0, which it counts.
+            # torchtitan's container creates its state by a step with lr 0 and counts that step.
             for optimizer in self.optimizers:
                 for state in optimizer.state.values():
                     state["step"].zero_()

@@ -1,8 +1,8 @@
 """torchtitan 0.2's command line on a CPU: train.py METRICS <torchtitan's options>
 
 Each rank appends one JSON line per step to METRICS.rank<r>: loss, gradient norm and learning rate
-as the Trainer hands them to its metrics logger, in full precision, whose classes are at work, and
-by what the step has multiplied the gradients. Forked by a rank server with preload_022.py.
+in full precision, as the Trainer gives them to its metrics logger, the classes of the containers,
+and the step's clip factor. A rank server with preload_022.py forks the ranks.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ clip_grad_norm_ = dist_utils.clip_grad_norm_
 
 
 def clip_whole_gradients(parameters: list[nn.Parameter], *args: Any, **kwargs: Any) -> Any:
-    """torchtitan's clipping, where torch 2.11 leaves Partial gradients as they are: sequence
-    parallelism gives norms such, and their clipping is off by 7e-5 in the loss after ten steps."""
+    """Reduces Partial gradients before torchtitan clips. torch 2.11 leaves them as they are. Norms
+    under sequence parallelism have such gradients: the loss is off by 7e-5 after ten steps."""
     for param in parameters:
         if isinstance(param.grad, DTensor) and param.grad.placements != param.placements:
             param.grad = param.grad.redistribute(placements=param.placements)
@@ -39,7 +39,7 @@ dist_utils.clip_grad_norm_ = clip_whole_gradients
 
 
 class Recording:
-    """Before a Trainer among a class's bases."""
+    """A mixin that records metrics. It must precede a Trainer in the list of bases."""
 
     def __init__(self, job_config: JobConfig) -> None:
         super().__init__(job_config)
@@ -79,5 +79,5 @@ class RecordingTrainer(Recording, Trainer):
 if __name__ == "__main__":
     os.environ["METRICS_FILE"] = sys.argv.pop(1)
     os.environ["LOCAL_RANK"] = os.environ["RANK"]
-    ConfigManager.parse_args.__defaults__ = (sys.argv[1:],)  # where it was imported: the server's
+    ConfigManager.parse_args.__defaults__ = (sys.argv[1:],)  # bound at import, in the server
     main(RecordingTrainer)

@@ -1,8 +1,8 @@
 """torchtitan 0.3's command line on a CPU: train_030.py METRICS <torchtitan's options>
 
 Each rank appends one JSON line per step to METRICS.rank<r>: loss, gradient norm and learning rates
-as the Trainer hands them to its metrics logger, in full precision, and whose classes are at work.
-Started by torchrun, or forked by a rank server with preload_030.py.
+in full precision, as the Trainer gives them to its metrics logger, and the containers' classes.
+Either torchrun starts the ranks, or a rank server with preload_030.py forks them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def run(path: str) -> None:
     metrics = path
     os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])
     MetricsProcessor.log = log_and_write
-    trainer.time.sleep = lambda seconds: None  # two at the end, for ranks on other hosts
+    trainer.time.sleep = lambda seconds: None  # skips 2 s at the end for ranks on other hosts
     main()
 
 

@@ -1,9 +1,9 @@
-"""torchtitan 0.2's FTTrainer on a CPU, as train.py: one rank of one replica group."""
+"""Runs torchtitan 0.2's FTTrainer on a CPU like train.py: one rank of one replica group."""
 
 from __future__ import annotations
 
 from ft_recording import record
-from train import Recording  # replaces what does not run on a CPU
+from train import Recording  # patches what does not run on a CPU
 
 from torchtitan.components.optimizer import FTOptimizersContainer  # isort: skip
 from torchtitan.experiments.ft.train import FTTrainer  # isort: skip

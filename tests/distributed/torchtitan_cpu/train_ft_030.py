@@ -1,4 +1,4 @@
-"""torchtitan 0.3's FaultTolerantTrainer on a CPU, as train_030.py: one rank of a replica group."""
+"""Runs torchtitan 0.3's FaultTolerantTrainer on a CPU: one rank of a replica group."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 import torchft
-import train_030 as recorder  # replaces what does not run on a CPU
+import train_030 as recorder  # patches what does not run on a CPU
 from ft_recording import record
 
 from torchtitan.experiments.torchft.optimizer import TorchFTOptimizersContainer  # isort: skip
@@ -14,10 +14,10 @@ from torchtitan.experiments.torchft.trainer import FaultTolerantTrainer  # isort
 
 
 class Manager(torchft.Manager):
-    """Waits for the quorum, and for recovery, when a step begins.
+    """Waits for the quorum, and for recovery, at the beginning of a step.
 
-    Without it torchft's thread takes the model's state dict during forward (torchtitan keeps none,
-    as 0.2 does), and FSDP2's hook of state_dict() reshards the parameters that are in use.
+    Otherwise torchft's thread takes the model's state dict during forward, and FSDP2's hook of
+    state_dict() reshards parameters that are in use. torchtitan 0.2 keeps a state dict instead.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Runs commands as the entry point does."""
+"""Fixtures that run commands as the entry point does."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Run = Callable[..., str]
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """A command's output, which fits 80 columns; its exit code must be 0."""
-    monkeypatch.setattr(terminal.Progress, "every", float("inf"))  # on machines that are slow
+    """Returns a command's output, after checks for exit code 0 and 80 columns."""
+    monkeypatch.setattr(terminal.Progress, "every", float("inf"))  # also on slow machines
 
     def call(*args: object) -> str:
         assert main([str(arg) for arg in args]) == 0
@@ -32,7 +32,7 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
 
 @pytest.fixture
 def fails(capsys: pytest.CaptureFixture[str]) -> Run:
-    """The one line that a command says when it cannot do what it was asked to; exit code 2."""
+    """Returns the one-line error of a command, after a check for exit code 2."""
 
     def call(*args: object) -> str:
         assert main([str(arg) for arg in args]) == 2

@@ -1,4 +1,4 @@
-"""python -m torchopt_ext bench, on tensors that take no time."""
+"""python -m torchopt_ext bench, on tensors small enough to take no time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _small_roofline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _eager() -> Iterator[None]:
-    """torchao's step would compile itself for half a minute."""
+    """Runs eagerly, as torchao's step would compile itself for half a minute."""
     with torch.compiler.set_stance("force_eager"):
         yield
 
@@ -51,7 +51,7 @@ def test_bench_times_ours_beside_torchs(run: Run, options: list[str], moved: int
 
 
 def test_the_others_steps_are_the_same_training() -> None:
-    """What is timed around 16-bit parameters: their rounded masters take torch's fp32 step."""
+    """Peers for 16-bit parameters take torch's fp32 step on masters and round the result."""
     params = [torch.randn(50).bfloat16().requires_grad_()]
     params[0].grad = torch.randn(50).bfloat16()
     start = params[0].detach().float().requires_grad_()

@@ -101,7 +101,7 @@ def test_inspect_a_folder(run: Run, tmp_path: Path) -> None:
 
 
 def test_inspect_others(run: Run, tmp_path: Path) -> None:
-    """torch's optimizers, flat state dicts of containers, and a model alone."""
+    """inspect reads torch's optimizers, containers' flat state dicts, and models alone."""
     model = model_of(torch.float32)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     train(model, sgd)
@@ -191,7 +191,7 @@ def assert_same(found: Any, expected: Any) -> None:
 def test_convert_changes_masters_and_formats_without_loss(
     run: Run, tmp_path: Path, kind: str
 ) -> None:
-    """File to folder with fp32 masters, and back: the same state dict, which trains on alike."""
+    """A file converts to a folder with fp32 masters and back; its state dict trains on alike."""
     model, optimizer = trained(master_weights=kind)
     torch.save(optimizer.state_dict(), tmp_path / "a.pt")
     torch.save(model.state_dict(), tmp_path / "model.pt")
@@ -215,7 +215,7 @@ def test_convert_changes_masters_and_formats_without_loss(
 
 
 def test_convert_to_torch_and_its_weights(run: Run, tmp_path: Path) -> None:
-    """torch's AdamW goes on from fp32 weights, and ours from its state dict with all bits."""
+    """torch's AdamW continues from the fp32 weights, and ours from its state dict, losslessly."""
     _, optimizer = trained(master_weights="fp32", state_dtype=BF16)
     optimizer.set_schedule(warmup_steps=2, stable_steps=3, decay_steps=4)
     torch.save(optimizer.state_dict(), tmp_path / "ours.pt")
@@ -250,7 +250,7 @@ def test_convert_to_torch_and_its_weights(run: Run, tmp_path: Path) -> None:
 
 
 def long_rows() -> nn.Sequential:
-    """Rows of three groups and a rest, short ones, and a memory of other rows than the shape's."""
+    """Has rows of three groups and a rest, short rows, and channels-last memory."""
     torch.manual_seed(0)
     last = nn.Conv2d(8, 5, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return nn.Sequential(nn.Linear(200, 30), nn.Linear(30, 5), last)
@@ -274,7 +274,7 @@ HELD: dict[str, Any] = {"float32": None, "bfloat16": BF16, "int8": "int8"}
 def test_convert_8_bit_moments(
     run: Run, tmp_path: Path, saved: str, kept: str, format: str
 ) -> None:
-    """As an optimizer that holds the others loads them."""
+    """convert writes what an optimizer with the other moments loads."""
     model = long_rows()
     optimizer = stepped(model, state_dtype=HELD[saved])
     torch.save({"optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
@@ -306,7 +306,7 @@ def test_convert_to_torch_decodes(run: Run, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
 def test_convert_a_container_to_8_bits(run: Run, tmp_path: Path, order: Any) -> None:
-    """By name, in a folder beside the model, which does not tell what the order in memory is."""
+    """A container converts by name, from a folder that does not record the memory order."""
     model = long_rows().to(BF16, memory_format=order)
     container = OptimizersContainer([model], FusedAdamW, {"lr": 1e-2, "master_weights": "fp32"})
     for param in model.parameters():
@@ -346,7 +346,7 @@ def test_convert_rejects_what_8_bits_do_not_go_with(fails: Run, tmp_path: Path) 
 
 
 def test_convert_a_whole_checkpoint(run: Run, tmp_path: Path) -> None:
-    """The folder's model completes the remainders, and a container takes what comes out."""
+    """The folder's model completes the remainders, and a container loads the result."""
     model = model_of()
     options = {"lr": 1e-2, "master_weights": "remainder"}
     container = OptimizersContainer([model], FusedAdamW, options)
@@ -367,7 +367,7 @@ def test_convert_a_whole_checkpoint(run: Run, tmp_path: Path) -> None:
 def test_a_folder_is_written_one_tensor_at_a_time(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """DCP's writer keeps all tensors that it has written; they have no memory any more."""
+    """DCP's writer keeps all tensors that it has written, so convert frees their memory."""
     _, optimizer = trained(master_weights="fp32")
     torch.save(optimizer.state_dict(), tmp_path / "a.pt")
     made: list[Tensor] = []
@@ -411,7 +411,7 @@ def test_convert_replaces_only_when_told_to_and_whole(
     assert (tmp_path / "b" / "notes").read_text() == "mine"
     missing = tmp_path / "gone" / "c.pt"
     assert "there is no folder" in fails("convert", tmp_path / "a.pt", missing)
-    for args in (["/proc/a.pt"], ["/proc/a", "--format", "dcp"]):  # where nobody can write
+    for args in (["/proc/a.pt"], ["/proc/a", "--format", "dcp"]):  # not writable for anybody
         assert f"cannot write {args[0]}" in fails("convert", tmp_path / "a.pt", *args)
     assert "is the input" in fails("convert", tmp_path / "a.pt", tmp_path / "a.pt", "--force")
     weights = tmp_path / "weights.pt"

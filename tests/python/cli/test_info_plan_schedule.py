@@ -145,8 +145,8 @@ def test_info_says_when_a_step_is_wrong(
 
 # ---- plan ----------------------------------------------------------------------------------------
 
-# Balanced: tensors start at multiples of 64 of one bucket, cut 192 elements into the second:
-# 1,000 + 192 elements of 1,216 with padding; the bucket is twice that.
+# Balanced: tensors start at multiples of 64 in one bucket, cut 192 elements into the second. A rank
+# holds 1,000 + 192 elements, 1,216 with padding; the bucket is twice that.
 PLAN = """\
 2x1000,3x10x10
 2,300 parameters in 5 tensors, float32
@@ -209,7 +209,7 @@ def test_dtypes_have_short_names(run: Run) -> None:
 
 
 def test_plan_of_8_bits(run: Run) -> None:
-    """docs/step.md's row: 5.1 bytes a parameter in all, 14.3 moved."""
+    """docs/step.md's row: 5.1 bytes per parameter in all, 14.3 moved."""
     args = ["--dtype", "bf16", "--master-weights", "remainder8", "--state-dtype", "int8"]
     found = json.loads(run("plan", "--shapes", "1x1000x640", *args, "--json"))
     rank = found["shardings"]["ddp"]["ranks"][0]
@@ -220,7 +220,7 @@ def test_plan_of_8_bits(run: Run) -> None:
 
 
 def test_plan_of_8_bits_beside_embeddings(run: Run, tmp_path: Path) -> None:
-    """An embedding has 8 bytes of moments, every group of other rows 128 + 8."""
+    """An embedding's elements have 8 bytes of moments; each group of other rows has 128 + 8."""
     args = ["--state-dtype", "int8", "--json"]
 
     def moments(*source: Any) -> int:
@@ -257,11 +257,11 @@ def test_plan_of_a_model(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 def safetensors(path: Path, tensors: dict[str, Any]) -> Path:
     header, offset = {}, 0
     for name, (kind, shape) in tensors.items():
-        end = offset + math.prod(shape)  # bytes are not read
+        end = offset + math.prod(shape)  # the data is not read
         header[name] = {"dtype": kind, "shape": shape, "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header | {"__metadata__": {"format": "pt"}}).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text)  # headers are all that is read
+    path.write_bytes(struct.pack("<Q", len(text)) + text)  # only the header is read
     return path
 
 
@@ -300,7 +300,7 @@ def test_plan_knows_the_dtypes_of_safetensors(run: Run, tmp_path: Path) -> None:
     file = safetensors(tmp_path / "a.safetensors", tensors)
     rank = json.loads(run("plan", file, "--json"))["shardings"]["ddp"]["ranks"][0]
     assert rank["weights"] == 3 * sum(size * len(group) for size, group in kinds.items())
-    assert rank["elements"] == 3 * 5  # integers and what has 8 bits are not trained
+    assert rank["elements"] == 3 * 5  # integers and 8-bit types are not trained
 
 
 def test_plan_rejects(fails: Run, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What every command does with its output: files, links, pipes, stdout and signals."""
+"""How every command handles its output: files, links, pipes, stdout and signals."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_pipes_receive_what_is_written(run: Run, tmp_path: Path) -> None:
 def test_the_file_that_is_stdout_is_added_to(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "stdout").symlink_to("/proc/self/fd/1")  # as /dev/stdout
+    (tmp_path / "stdout").symlink_to("/proc/self/fd/1")  # like /dev/stdout
     os.write(1, b"before\n")
     with written(tmp_path / "stdout") as new:
         new.write_text(CSV)
@@ -78,7 +78,7 @@ def test_folders_that_may_not_be_entered(
     def refuse(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "exists", refuse)  # root may enter any
+    monkeypatch.setattr(Path, "exists", refuse)  # root may enter any folder
     assert "lr.csv: Permission denied" in fails(*STEPS, "--csv", tmp_path / "lr.csv")
 
 
@@ -112,13 +112,13 @@ def test_characters_that_stdout_has_not(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def interruptible() -> None:
-    """A shell lets processes in the background ignore Ctrl-C, and their children with them."""
+    """Restores SIGINT: shells let background processes and their children ignore it."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signals_leave_nothing_behind(tmp_path: Path, number: int, code: int) -> None:
-    """The process waits for a reader of its pipe when it is ended."""
+    """The signal arrives while the process waits for a reader of its pipe."""
     os.mkfifo(tmp_path / "pipe")
     folder = tmp_path / "temporary"
     folder.mkdir()
@@ -142,7 +142,7 @@ def test_signals_leave_nothing_behind(tmp_path: Path, number: int, code: int) ->
 
 @pytest.mark.parametrize("ending", ["error", "swallowed"])
 def test_a_signal_is_not_taken_for_an_error(tmp_path: Path, ending: str) -> None:
-    """torch's writers raise their own when they are interrupted; destructors raise nothing."""
+    """torch's writers raise other errors if interrupted, and destructors raise nothing."""
 
     def write() -> None:
         with written(tmp_path / "file"):

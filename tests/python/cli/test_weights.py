@@ -1,4 +1,4 @@
-"""Where convert finds weights, and what it leaves as it is."""
+"""Where convert finds weights, and what it leaves unchanged."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def exact(model: nn.Module, optimizer: FusedAdamW) -> dict[str, Tensor]:
 
 
 def test_what_is_no_optimizer_state_stays_as_it_is(run: Run, tmp_path: Path) -> None:
-    """Keys that are no strings, empty containers, and classes: schedules depend on them."""
+    """Keys that are not strings, empty containers and classes stay: schedules need them."""
     model = block()
     weights = model.state_dict()
     states = {

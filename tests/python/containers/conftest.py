@@ -1,4 +1,4 @@
-"""Small models, fixed gradients, and the optimizers that every container test runs with."""
+"""Small models, fixed gradients, and the optimizers of all container tests."""
 
 import copy
 from collections.abc import Callable, Iterable
@@ -15,7 +15,7 @@ from torchopt_ext.containers import OptimizersContainer
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
-    """Threads only cost time on tensors this small."""
+    """Sets one thread: more only cost time on such small tensors."""
     torch.set_num_threads(1)
 
 
@@ -51,7 +51,7 @@ def choice(request: pytest.FixtureRequest) -> Choice:
 
 
 class Model(nn.Module):
-    """Layers whose names start at `first`, so that parts have names of their own."""
+    """Layers numbered from `first`, so that parts have different names."""
 
     def __init__(self, layers: int = 2, first: int = 0) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def parts() -> list[nn.Module]:
 
 @pytest.fixture
 def set_grads() -> Callable[[Iterable[nn.Module], int], None]:
-    """Gives every trainable parameter the gradient of this seed."""
+    """Returns a function that gives trainable parameters the gradients of a seed."""
 
     def set_grads(modules: Iterable[nn.Module], seed: int, scale: float = 1.0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -97,7 +97,7 @@ def set_grads() -> Callable[[Iterable[nn.Module], int], None]:
 
 @pytest.fixture
 def train(set_grads: Callable[..., None]) -> Callable[..., None]:
-    """Steps with the gradients of these seeds."""
+    """Returns a function that steps with the gradients of the given seeds."""
 
     def train(optimizer: Any, modules: list[nn.Module], seeds: Iterable[int]) -> None:
         for seed in seeds:
@@ -110,7 +110,7 @@ def train(set_grads: Callable[..., None]) -> Callable[..., None]:
 
 @pytest.fixture
 def assert_same() -> Callable[[Any, Any], None]:
-    """Bitwise equality of modules or of (nested) dicts, with the name of what differs."""
+    """Returns a bitwise comparison of modules or (nested) dicts that names differences."""
 
     def assert_same(left: Any, right: Any) -> None:
         if isinstance(left, nn.Module):

@@ -1,4 +1,4 @@
-"""build_optimizers with the signatures and configurations of two generations of torchtitan."""
+"""build_optimizers takes the signatures and configurations of two torchtitan generations."""
 
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ from torchopt_ext.containers import (
 
 
 def section(**changes):
-    """An optimizer section with torchtitan's defaults."""
+    """Returns an optimizer section with torchtitan's defaults."""
     values = {
         "name": "AdamW",
         "lr": 8e-4,
@@ -115,7 +115,7 @@ def test_our_arguments_need_our_implementation(build, parts, implementation, wan
 @GENERATIONS
 @pytest.mark.parametrize("state_dtype", ["bfloat16", torch.bfloat16])
 def test_all_arguments_can_be_configured(build, model, set_grads, state_dtype):
-    """What each does is the optimizer's business: here, that it arrives."""
+    """Every argument arrives at the optimizer, whose own tests cover the effects."""
     container = build(
         [model.bfloat16()],
         master_weights="remainder",
@@ -156,7 +156,7 @@ def test_in_backward(build, parts, implementation):
     assert len(container) == 12
 
 
-# Errors, by the seed's types
+# Errors, with the seed's types
 
 
 @GENERATIONS
@@ -186,7 +186,7 @@ def test_nothing_to_train(build, parts, in_backward):
         part.requires_grad_(False)
     with pytest.raises(ValueError, match="no parameter of the model parts is trainable"):
         build(parts, early_step_in_backward=in_backward)
-    build(parts, pp=2)  # another stage may have some
+    build(parts, pp=2)  # another stage may have trainable parameters
 
 
 @GENERATIONS
@@ -281,7 +281,7 @@ def test_embeddings_keep_fp32_moments(build):
 
 @pytest.mark.parametrize("master", ["fp32", "remainder", "remainder8"])
 def test_rounding_of_parameters_with_masters(model, master):
-    """An 8-bit remainder does not hold all that rounding a weight loses."""
+    """An 8-bit remainder also needs rounding, as it does not hold all lost bits."""
     wanted = {"master_weights": master, "stochastic_rounding": True}
     model = model.bfloat16()
     if master == "remainder8":
@@ -335,7 +335,7 @@ def test_a_wrong_call_is_pythons_own_error(parts):
 
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
 def test_optim_hook(implementation):
-    """What a model converter relies on: a post hook of the container has run after its step."""
+    """A container's post hook runs after its step, as model converters need."""
     model = nn.Linear(4, 2)
     container = first_generation([model], implementation=implementation, name="Adam")
     ran = []

@@ -1,4 +1,4 @@
-"""Through torch.distributed.checkpoint on one process, as a job saves and resumes."""
+"""Containers save and resume through torch.distributed.checkpoint, on one process."""
 
 import copy
 
@@ -15,7 +15,7 @@ from torchopt_ext.containers import (
 
 
 class Job:
-    """What a trainer saves and loads."""
+    """The states that a trainer saves and loads."""
 
     def __init__(self, parts, cls=OptimizersContainer, optimizer_cls=FusedAdamW, lr=1e-2):
         self.parts = parts
@@ -74,7 +74,7 @@ def test_parts_of_a_pipeline_load_from_one_whole_model(parts, train, tmp_path, a
     whole.layers.update(copy.deepcopy(parts[1].layers))
     job = Job([whole]).run(train, range(2))
     dcp.save({"optimizer": job.optimizer}, checkpoint_id=tmp_path)
-    for part in parts:  # each rank of the pipeline has one
+    for part in parts:  # one part per rank of the pipeline
         stage = Job([part], lr=1.0)
         dcp.load({"optimizer": stage.optimizer}, checkpoint_id=tmp_path)
         loaded = stage.optimizer.state_dict()

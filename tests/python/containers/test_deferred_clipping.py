@@ -1,4 +1,4 @@
-"""Deferred clipping: the call before the step only measures, and the step clips, once."""
+"""Deferred clipping: the call before the step only measures, and the step clips once."""
 
 import copy
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ MAX_NORM = 0.25
 
 def torchtitans(parameters, max_norm, norm_type=2.0, error_if_nonfinite=False, foreach=None,
                 pp_mesh=None, ep_enabled=False):  # fmt: skip
-    """What torchtitan's function comes to on one process."""
+    """Does what torchtitan's function does on one process."""
     return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
 
 
@@ -66,12 +66,12 @@ def test_equals_clipping_in_the_step_to_the_bit(parts, set_grads, titan, assert_
         container.zero_grad()
         for part, other in zip(parts, copies, strict=True):
             assert_same(part, other)
-    assert len(set(map(float, norms))) == 3  # later calls leave earlier norms alone
+    assert len(set(map(float, norms))) == 3  # later calls do not change earlier norms
 
 
 @pytest.mark.parametrize("deferred", [True, False])
 def test_seed_bug_parameters_from_a_generator_were_not_clipped(parts, set_grads, titan, deferred):
-    """It was read for the norm, and empty for the clipping (torchtitan#1258)."""
+    """A generator was read for the norm, and then empty for clipping (torchtitan#1258)."""
     container = deferring(parts) if deferred else container_of(parts)
     set_grads(parts, 0)
     titan.clip_grad_norm_((p for p in parameters(parts)), MAX_NORM)
@@ -153,13 +153,13 @@ def test_skips_what_is_not_finite(parts, set_grads, titan):
 
 @pytest.mark.parametrize("unscale", [True, False])
 def test_a_scaled_step_clips_unscaled_gradients(parts, set_grads, titan, assert_same, unscale):
-    """A scaler's flag belongs to the sums that ranks exchange: such a step measures by itself."""
+    """A scaled step measures again, as ranks exchange the scaler's flag with the sums."""
     copies = copy.deepcopy(parts)
     container, inside = deferring(parts), container_of(copies, max_grad_norm=MAX_NORM)
     scaler = GradScaler("cpu", init_scale=4.0)
     set_grads(parts, 0)
     set_grads(copies, 0)
-    scaler.scale(torch.zeros(()))  # makes the scale
+    scaler.scale(torch.zeros(()))  # creates the scale
     for param in parameters(parts):
         param.grad *= 4.0
     if unscale:
@@ -187,7 +187,7 @@ def test_a_closures_gradients_are_clipped(model, set_grads, titan):
 
 
 def test_after_clipping_in_backward_its_norm_is_returned(parts, titan):
-    """torchtitan's own container leaves no gradient either, and a norm of 0 was logged."""
+    """torchtitan's container also leaves no gradients, so that a norm of 0 was logged."""
     kwargs = {"lr": 1e-2, "max_grad_norm": MAX_NORM}
     container = OptimizersInBackwardContainer(parts, FusedAdamW, kwargs)
     report_norm(container)
@@ -196,10 +196,10 @@ def test_after_clipping_in_backward_its_norm_is_returned(parts, titan):
     assert torch.equal(norm, container.control.grad_norm)
     assert norm > MAX_NORM
     container.step()
-    assert titan.clip_grad_norm_(parameters(parts[:1]), MAX_NORM) == 0  # torchtitan's
+    assert titan.clip_grad_norm_(parameters(parts[:1]), MAX_NORM) == 0  # torchtitan's result
 
 
-# What stays torchtitan's
+# Calls left to torchtitan
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_other_norms_are_left_to_torchtitan(parts, set_grads, titan, arguments):
     assert torch.equal(found, torchtitans(parameters(copies), **arguments))
     assert all(map(torch.equal, gradients(parts), gradients(copies)))
     container.step()
-    assert container.control.clip_factor == 1  # not a second time
+    assert container.control.clip_factor == 1  # not clipped a second time
 
 
 @pytest.mark.parametrize("more", [True, False])

@@ -1,4 +1,4 @@
-"""FTOptimizersContainer with torchft's Optimizer and a manager that the test commands."""
+"""FTOptimizersContainer with torchft's Optimizer and a manager that the test controls."""
 
 import copy
 import inspect
@@ -74,7 +74,7 @@ def test_every_step_is_made_without_torchfts_optimizer(choice, parts, manager, t
 
 
 def test_compat_seed_counts_a_step_from_the_start(choice, parts, manager, train, assert_same):
-    """As torchtitan's, whose run departs from the plain one."""
+    """As in torchtitan, the run then differs from a plain run."""
     copies = copy.deepcopy(parts)
     container = build(choice, parts, manager, compat="seed")
     plain = OptimizersContainer(copies, choice.cls, choice.all_kwargs(), compat="seed")
@@ -160,7 +160,7 @@ def test_seed_bug_the_state_dict_was_an_older_state(choice, parts, manager, trai
     for optimizer in container:
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # replaces tensors
     train(container, parts, range(3, 6))
-    # As another container finds it, which knows the model's names by itself.
+    # Another container looks up the model's names itself.
     fresh = choice.container(parts)
     fresh.optimizers = container.optimizers
     for found in (container.state_dict(), container.cache_state_dict):
@@ -211,7 +211,7 @@ def test_state_dict_needs_no_model(choice, parts, manager, train, assert_same):
 def test_a_group_that_comes_back_ends_with_its_peers_bits(
     parts, manager, set_grads, assert_same, deferred
 ):
-    """torchft loads the peer's state when it asks for the commit, after backward."""
+    """torchft loads the peer's state when asked for the commit, which is after backward."""
     replicas = [parts, copy.deepcopy(parts)]
     containers, schedules = [], []
     for replica in replicas:
@@ -279,7 +279,7 @@ def test_a_refused_commit_leaves_no_measured_norm(model, manager, set_grads, ass
     container.step()
     for modules, optimizer in (([model], container), ([other], plain)):
         set_grads(modules, 1)
-        optimizer.step()  # nobody has asked for clipping
+        optimizer.step()  # without a request for clipping
     assert_same(model, other)
 
 

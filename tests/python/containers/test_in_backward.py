@@ -1,4 +1,4 @@
-"""OptimizersInBackwardContainer: the same training, each update inside backward."""
+"""OptimizersInBackwardContainer trains the same, with each update inside backward."""
 
 import copy
 import warnings
@@ -27,7 +27,7 @@ def parameters(parts):
 
 
 def backward(parts, seed, scale=lambda loss: loss):
-    """One backward through all parts in a row; a part without anything to train is skipped over."""
+    """Runs one backward through all parts in a row."""
     x = torch.randn(4, 5, generator=torch.Generator().manual_seed(seed))
     for part in parts:
         x = part(x)
@@ -36,7 +36,7 @@ def backward(parts, seed, scale=lambda loss: loss):
 
 @pytest.fixture
 def known(monkeypatch):
-    """How many gradients each norm did not read again, of any size."""
+    """Counts the gradients, of any size, that each norm did not read again."""
     counts, original = [], norm_in_backward.NormInBackward.known
 
     def known(self, positions):
@@ -51,7 +51,7 @@ def known(monkeypatch):
 
 @pytest.fixture
 def same_training(choice, assert_same):
-    """Trains copies of the parts with a plain container and the parts in backward; compares."""
+    """Returns a function that trains the parts in backward like copies in a plain container."""
 
     def same_training(parts, seeds=range(3)):
         copies = copy.deepcopy(parts)
@@ -275,7 +275,7 @@ def test_update_in_step_uses_what_backward_measured(parts, known):
         plain.zero_grad()
         container.step()
         assert all(map(torch.equal, parameters(parts), parameters(copies)))
-    # What it measures is the last gradient of as many as there were in the step before.
+    # Backward measures the last gradient, expecting as many as in the step before.
     assert [sum(known[i : i + 2]) for i in (0, 2, 4)] == [12, 0, 12]
 
 
@@ -348,7 +348,7 @@ def test_a_norm_that_is_asked_for_no_more(parts, assert_same, backwards):
 
 
 def test_ddp_of_one_rank_changes_no_measured_gradient(one_rank, known):
-    """It writes the gradients that it has reduced."""
+    """DDP writes the gradients that it has reduced, so they are read again."""
     model = nn.parallel.DistributedDataParallel(nn.Linear(5, 5))
     container = OptimizersInBackwardContainer([model], FusedAdamW, {"max_grad_norm": 1.0})
     with warnings.catch_warnings():
@@ -365,7 +365,7 @@ def test_complex_parameters_are_clipped():
     container = OptimizersInBackwardContainer([nn.ParameterList(params[:1])], FusedAdamW, options)
     plain = FusedAdamW(params[1:], **options)
     for param in params:
-        (param.conj() * (2 - 1j)).real.sum().backward()  # a gradient that is lazily conjugated
+        (param.conj() * (2 - 1j)).real.sum().backward()  # the gradient is lazily conjugated
     plain.step()
     assert torch.equal(*params)
     assert torch.equal(container.control.grad_norm, plain.control.grad_norm)
@@ -373,7 +373,7 @@ def test_complex_parameters_are_clipped():
 
 @pytest.mark.parametrize("norm", [{}, {"max_grad_norm": 0.25}])
 def test_reentrant_checkpointing(parts, norm):
-    """Its inner backward calls end before the outer one has all gradients."""
+    """Inner backward calls end before the outer backward has all gradients."""
     copies, kwargs = copy.deepcopy(parts), {"lr": 1e-2, **norm}
     container = OptimizersInBackwardContainer(parts, FusedAdamW, kwargs)
     plain = OptimizersContainer(copies, FusedAdamW, kwargs)
@@ -449,7 +449,7 @@ def test_seed_bug_only_the_first_parameters_state_was_loaded(choice, parts, trai
     container = in_backward(choice, parts)
     container.load_state_dict(saved)
     assert_same(container.state_dict(), saved)
-    # and on with both from the same place
+    # Both continue from the same weights.
     for part, other in zip(parts, copies, strict=True):
         part.load_state_dict(other.state_dict())
     backward(parts, 5)
@@ -469,7 +469,7 @@ def test_parameters_may_have_hyperparameters_of_their_own(choice, parts):
 
 @pytest.mark.parametrize("kwargs", [{}, {"max_grad_norm": 1.0}])
 def test_torchtitans_state_of_one_parameter(parts, kwargs, caplog):
-    """torchtitan saves no more (trials of torchtitan 0.2.2: its resume departs by 0.03)."""
+    """torchtitan saves one parameter's state (a resume with 0.2.2 departed by 0.03 in trials)."""
     model = parts[0]
     container = OptimizersInBackwardContainer([model], FusedAdamW, {"lr": 1e-2, **kwargs})
     backward([model], 0)
@@ -493,7 +493,7 @@ def test_torchtitans_state_of_one_parameter(parts, kwargs, caplog):
         container.load_state_dict({k: v for k, v in whole.items() if f".{first}." not in k})
 
 
-# What it refuses
+# Refusals
 
 
 @pytest.mark.parametrize(
@@ -540,7 +540,7 @@ def test_is_an_optimizers_container(choice, parts):
 
 
 def test_what_would_not_be_honoured_is_rejected(choice, parts):
-    """Nothing takes gradients of later groups; each parameter's optimizer counts its own steps."""
+    """Added groups would get no gradients, and each parameter's optimizer counts its own steps."""
     container = in_backward(choice, parts)
     for owner in (container, container.optimizers[3]):
         with pytest.raises(NotImplementedError, match="build one for the grown model"):
@@ -552,7 +552,7 @@ def test_what_would_not_be_honoured_is_rejected(choice, parts):
 
 
 def test_a_scheduler_finds_that_all_have_stepped(choice, parts):
-    """Also those whose parameters have never had a gradient."""
+    """Optimizers whose parameters never had a gradient count as stepped too."""
     container = in_backward(choice, parts)
     schedules = [torch.optim.lr_scheduler.StepLR(optimizer, 1) for optimizer in container]
     parts[0](torch.ones(1, 5)).sum().backward()
@@ -566,7 +566,7 @@ def test_a_scheduler_finds_that_all_have_stepped(choice, parts):
 @pytest.mark.parametrize("converted", [slice(None), slice(1)], ids=["all parts", "the first"])
 @pytest.mark.parametrize("norm", [None, 0.5])
 def test_a_conversion_that_swaps_tensors(parts, assert_same, norm, converted):
-    """Swapped tensors have no hooks: the next step() finds that out and updates."""
+    """Swapped tensors have no hooks, so the next step() detects the swap and updates."""
     copies = copy.deepcopy(parts)
     kwargs = {"lr": 1e-2, "max_grad_norm": norm}
     containers = (

@@ -1,4 +1,4 @@
-"""OptimizersInBackwardContainer steps small parameters together, as if it did one by one."""
+"""OptimizersInBackwardContainer steps small parameters together with the effect of single steps."""
 
 import copy
 import functools
@@ -36,7 +36,7 @@ def parameters(parts):
     return [param for part in parts for param in part.parameters()]
 
 
-# What a training does: each gives the container another reason to step parameters apart.
+# Trainings: each gives the container another reason to step parameters separately.
 
 
 def own_hyperparameters(container, parts):
@@ -103,7 +103,7 @@ def unreached_with_a_gradient(container, parts):
 
 
 def second_gradient(container, parts):
-    """Shared parameters of reentrant checkpoints are stepped by each gradient."""
+    """Each gradient steps the shared parameters of reentrant checkpoints."""
     layer = parts[0].layers["0"]
     for seed in range(3):
         x = torch.randn(4, 5, generator=torch.Generator().manual_seed(seed), requires_grad=True)
@@ -113,7 +113,7 @@ def second_gradient(container, parts):
 
 
 def hooks_called_by_hand(container, parts):
-    """As FSDP2 does: for each use of a module, and at the end of backward."""
+    """FSDP2 also calls hooks by hand: for each use of a module, and at the end of backward."""
     param = parts[1].layers["2"][0].bias
 
     def again():
@@ -159,7 +159,7 @@ ARGUMENTS = {
     "norm": (torch.float32, {"max_grad_norm": 0.25}),
 }
 CASES = [(training, "fp32") for training in TRAININGS] + [(train, name) for name in ARGUMENTS][1:]
-# Bytes of a small parameter, a batch, and of what may wait: a weight has 100, the others 20.
+# Bytes of a small parameter, of a batch, and of waiting gradients. A weight has 100, others 20.
 SIZES = {
     "one batch": (2**18, 2**20, 2**21),
     "several": (2**18, 300, 600),
@@ -211,11 +211,11 @@ def test_one_call_a_batch(parts, built, monkeypatch):
     calls.clear()
     container = built(copy.deepcopy(parts), {}, small=50)
     train(container, container.model_parts, [0])
-    assert len(calls) == 3 + 1  # the weights of linear layers, and everything else
+    assert len(calls) == 3 + 1  # the weights of linear layers, and one batch of all others
 
 
 def test_a_batch_without_gradients_is_left_alone(parts, built, assert_same):
-    """As of a branch that no microbatch has used."""
+    """For example, no microbatch used a branch of the model."""
     copies = copy.deepcopy(parts)
     container = built(parts, {"backwards_per_step": 2}, batch=300)
     plain = OptimizersContainer(copies, FusedAdamW, {"lr": 1e-2})
@@ -244,7 +244,7 @@ def test_one_measurement_of_neighbours(parts, built, monkeypatch):
 
 @pytest.mark.parametrize("order", ["forwards", "backwards", "at random"])
 def test_few_gradients_wait(built, order):
-    """Of 64 parameters of 400 bytes, in whatever order backward comes to them."""
+    """Few of 64 parameters of 400 bytes wait, in any order of backward."""
     params = torch.nn.ParameterList([torch.ones(100) for _ in range(64)])
     living, most = weakref.WeakSet(), [0]
 

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: the formulas of two generations of torchtitan, and the container."""
+"""Learning-rate schedules: the formulas of two torchtitan generations, and the container."""
 
 import copy
 import logging
@@ -53,7 +53,7 @@ GENERATIONS = pytest.mark.parametrize("build", [first_generation, second_generat
 
 
 def factors(schedulers, count):
-    """The factors of the first `count` steps, by stepping."""
+    """Returns the factors of the first `count` steps by stepping."""
     found = []
     for _ in range(count):
         found.append(schedulers.schedulers[0].get_last_lr()[0] / BASE_LR)
@@ -124,7 +124,7 @@ TABLE = {
 @pytest.mark.parametrize("form", ["first", "second", "second, compat"])
 @pytest.mark.parametrize(("arguments", *("first", "second")), TABLE.values(), ids=TABLE)
 def test_published_factors(optimizers, arguments, first, second, form):
-    """compat="seed": the later form's configuration gives the earlier factors."""
+    """With compat="seed" the second form's configuration gives the first form's factors."""
     steps, warmup, ratio, minimum = arguments
     build = first_generation if form == "first" else second_generation
     compat = {"compat": "seed"} if form == "second, compat" else {}
@@ -136,7 +136,7 @@ def test_published_factors(optimizers, arguments, first, second, form):
     assert factors(schedulers, steps + 1) == pytest.approx(expected, rel=1e-15, abs=1e-16)
 
 
-# The lengths; the formula is tested in tests/python/ops/test_lr_factor.py
+# Lengths only: tests/python/ops/test_lr_factor.py tests the formula.
 
 
 @given(
@@ -158,7 +158,7 @@ def test_whole_schedules(steps, warmup, ratio, decay_type, minimum, generation):
         decay_type=decay_type,
         min_factor=minimum,
     )
-    # The lengths as torchtitan computes them, cut off at 0 where it lets them go negative.
+    # The lengths as torchtitan computes them, clamped to 0 where torchtitan's go negative.
     if generation == 2:
         warmup = min(warmup, steps)
     decay = steps - warmup if ratio is None else min(round(steps * ratio), steps - warmup)
@@ -182,7 +182,7 @@ def test_whole_schedules(steps, warmup, ratio, decay_type, minimum, generation):
 
 @GENERATIONS
 def test_half_a_step_of_decay_rounds_to_even(optimizers, build):
-    schedulers = build(optimizers, 5, decay_ratio=0.5)  # 2.5 steps: 2
+    schedulers = build(optimizers, 5, decay_ratio=0.5)  # 2.5 steps round to 2
     lambdas = schedulers.schedulers[0].lr_lambdas
     assert lambdas[0].keywords["decay_steps"] == 2
 
@@ -198,7 +198,7 @@ def test_total_steps_replaces_training_steps(optimizers):
     assert factors(schedulers, 21)[-2:] == pytest.approx([1 / 20, 0])
 
 
-# Fixed faults of the seed
+# Fixed defects of the seed
 
 
 @pytest.mark.parametrize(("compat", "highest"), [(None, 1.0), ("seed", 8 / 9)])
@@ -388,7 +388,7 @@ def test_state_dict_is_that_of_a_stock_scheduler(optimizers, build):
         schedulers.step()
         stock.step()
     saved = schedulers.state_dict()
-    # The attributes of a callable lambda would be saved and demanded: ours has none.
+    # The attributes of a callable lambda would be saved and required: ours has none.
     assert saved["lr_lambdas"] == [{}]
     expected = stock.state_dict()
     assert expected["lr_lambdas"] == [None]
@@ -417,7 +417,7 @@ def run(container, schedulers, parts, train, seeds):
 def test_seed_bug_the_lr_after_loading_was_left_to_the_optimizers_state(
     parts, train, form, done, recwarn
 ):
-    """Only the schedule is loaded, not the optimizer, and the next step has the right lr."""
+    """If only the schedule is loaded and not the optimizer, the next step has the right lr."""
     copies = copy.deepcopy(parts)
     container, schedulers = make(parts)
     run(container, schedulers, parts, train, range(done))
@@ -512,7 +512,7 @@ def test_a_lambda_with_state_is_restored(optimizers):
         resumed.load_state_dict({**saved, "last_epoch": 5})
     assert resumed.state_dict() == before
     longer = LRSchedulersContainer(optimizers, Table([1.0]))
-    longer.load_state_dict({**saved, "last_epoch": 1})  # which the present table does not have
+    longer.load_state_dict({**saved, "last_epoch": 1})  # beyond the current table
     assert longer.schedulers[0].lr_lambdas[0](1) == 0.5
 
 

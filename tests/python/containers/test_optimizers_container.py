@@ -1,4 +1,4 @@
-"""OptimizersContainer: behaves as the optimizers it holds, and as one optimizer."""
+"""OptimizersContainer behaves as the optimizers that it holds, and as one optimizer."""
 
 import copy
 import pickle
@@ -77,7 +77,7 @@ def test_hooks_fire_once_per_step_around_the_update(choice, parts, set_grads):
     assert torch.equal(seen[0][2], before)
     assert torch.equal(seen[1][2], weight)
     assert not torch.equal(before, weight)
-    # The arguments are the optimizer, and then those of step, which torch passes with self.
+    # The arguments are the optimizer, then step's own, which torch passes with self.
     assert all(args[0] is container and args[2] == {} for _, args, _ in seen)
 
 
@@ -112,7 +112,7 @@ def test_seed_bug_hooks_on_all_optimizers_fired_for_each_inner_one_too(choice, p
 
 
 class Counting(OptimizersContainer):
-    """A subclass as users write it."""
+    """A subclass as a user would write it."""
 
     calls = 0
 
@@ -258,7 +258,7 @@ def test_add_param_group_is_left_to_the_inner_optimizers(choice, parts):
 
 
 def test_works_under_torchs_grad_scaler(parts):
-    # unscale_ reads container.param_groups, and step asks for the gradients it found there.
+    # unscale_ reads container.param_groups, and step needs the gradients found there.
     container = OptimizersContainer(parts, FusedAdamW, {"lr": 1e-2})
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     for part in parts:
@@ -349,7 +349,7 @@ def test_a_meta_parameter_is_refused(choice, parts):
         ValueError, match=r"'layers\.2\.0\.weight' of model part 1 is on the meta device"
     ):
         choice.container(parts)
-    parts[1].requires_grad_(False)  # a frozen one is no matter of the optimizer's
+    parts[1].requires_grad_(False)  # the optimizer ignores frozen parameters
     choice.container(parts)
 
 
@@ -360,7 +360,7 @@ def test_what_is_no_list_of_modules_is_refused(choice, parts):
         choice.container(parts[0].parameters())
 
 
-# What subclasses rely on
+# Contracts for subclasses
 
 
 def test_validate_length_names_both_counts(choice, parts):
@@ -451,7 +451,7 @@ def test_the_joint_step_fires_hooks_and_follows_a_schedule(parts, set_grads, rec
     schedulers.step()
     assert [str(warning.message) for warning in recwarn] == []
     before = [p.clone() for part in parts for p in part.parameters()]
-    container.step()  # the factor is now 0
+    container.step()  # the factor is 0
     after = [p for part in parts for p in part.parameters()]
     assert all(map(torch.equal, before, after))
 
@@ -490,7 +490,7 @@ def test_a_rejected_step_changes_no_part(parts, set_grads, assert_same):
 
 @pytest.mark.parametrize("cls", [OptimizersContainer, OptimizersInBackwardContainer])
 def test_inner_optimizers_know_the_models_names(model, cls):
-    """For their messages and their telemetry; activation checkpointing's own do not count."""
+    """Messages and telemetry use names without the wrappers of activation checkpointing."""
     plain = [name for name, _ in model.named_parameters()]
     model.layers["0"] = checkpoint_wrapper(model.layers["0"])
     container = cls([model], FusedAdamW, {"lr": 1e-2, "track": True})

@@ -1,4 +1,4 @@
-"""The containers' flat state dict: its keys, its exchange with torch, and what loading refuses."""
+"""The containers' flat state dict: its keys, its exchange with torch, and refused loads."""
 
 import copy
 
@@ -77,7 +77,7 @@ def test_wrappers_leave_no_trace_in_the_keys(choice, parts):
 
 
 def test_names_follow_a_module_that_changes(choice, parts):
-    """A container asks torch for names once, and again when a parameter has moved or is new."""
+    """A container looks names up once, and again after a parameter moved or was added."""
     container = choice.container(parts)
     container.state_dict()
     moved = nn.Linear(3, 2)
@@ -120,7 +120,7 @@ def test_seed_bug_state_dict_before_the_first_step_with_eps_0_made_parameters_na
 
 
 def test_compat_seed_counts_the_step_that_makes_the_state(choice, parts, train, assert_same):
-    """As torch's get_optimizer_state_dict makes it, of which the seed's container consists."""
+    """torch's get_optimizer_state_dict, which the seed's container uses, counts such a step."""
     copies = copy.deepcopy(parts)
     container = OptimizersContainer(parts, choice.cls, choice.all_kwargs(), compat="seed")
     seeds = [choice.optimizer(part.parameters()) for part in copies]
@@ -132,7 +132,7 @@ def test_compat_seed_counts_the_step_that_makes_the_state(choice, parts, train, 
     for modules, optimizers in ((parts, [container]), (copies, seeds)):
         for optimizer in optimizers:
             train(optimizer, modules, range(1))
-    assert container.state_dict()["state.layers.0.0.weight.step"] == 2  # a later one makes no step
+    assert container.state_dict()["state.layers.0.0.weight.step"] == 2  # later calls make no step
     for part, other in zip(parts, copies, strict=True):
         assert_same(part, other)
 
@@ -207,7 +207,7 @@ def test_state_made_for_torchs_classes_is_what_their_first_step_makes(
 
 @pytest.mark.parametrize("kwargs", [{"fused": True}, {"capturable": True}, {}])
 def test_step_counts_are_where_torchs_step_reads_them(kwargs):
-    """The meta device stands for any that is not the CPU."""
+    """The meta device stands for any device except the CPU."""
     optimizer = torch.optim.AdamW([nn.Parameter(torch.empty(3, device="meta"))], **kwargs)
     init_state(optimizer)
     (state,) = optimizer.state.values()
@@ -251,7 +251,7 @@ def test_seed_bug_a_parameter_without_gradient_had_no_state_keys(
     other = choice.container(copies)
     other.load_state_dict(saved)
     assert_same(other.state_dict(), saved)
-    # Its first gradient still counts as its first step.
+    # The first gradient still counts as the first step.
     set_grads(parts, 1)
     container.step()
     assert container.state[unused]["step"] == 1
@@ -278,7 +278,7 @@ def test_seed_bug_the_same_name_in_two_parts_lost_the_first(choice, model, asser
         container.state_dict()
     with pytest.raises(ValueError, match=r"'layers\.0\.0\.weight' is in more than one model part"):
         container.load_state_dict(saved)
-    container.step()  # training such a pair is fine
+    container.step()  # training such a pair works
 
 
 def test_seed_bug_a_parameter_frozen_after_stepping_lost_its_state_on_load(
@@ -292,7 +292,7 @@ def test_seed_bug_a_parameter_frozen_after_stepping_lost_its_state_on_load(
     frozen.requires_grad_(False)
     saved = copy.deepcopy(container.state_dict())
     assert saved["state.layers.0.0.weight.step"] == 2
-    train(container, parts, [2])  # the others go on
+    train(container, parts, [2])  # the others continue
     container.load_state_dict(saved)
     assert_same(container.state_dict(), saved)
     frozen.requires_grad_(True)
@@ -347,7 +347,7 @@ def test_state_moves_from_torch_to_ours_and_back_bitwise(
 
 @pytest.mark.parametrize(("ours", "torchs"), PAIRS)
 def test_torchs_own_functions_read_and_write_our_dict(parts, train, assert_same, ours, torchs):
-    """As a stock container does it: set_optimizer_state_dict for each part and optimizer."""
+    """A stock container calls set_optimizer_state_dict for each part and optimizer."""
     container = OptimizersContainer(parts, ours, {"lr": 3e-3, "fused": True, "foreach": False})
     train(container, parts, [0, 1])
     copies = copy.deepcopy(parts)

@@ -1,4 +1,4 @@
-"""The examples are scripts that import one another by name from their own folder."""
+"""The examples are scripts that import each other by name from their own folder."""
 
 import fcntl
 import os
@@ -24,7 +24,7 @@ def examples() -> Path:
 
 
 def cmake(*arguments: str) -> str:
-    """Runs the CMake of this environment, or of the machine; returns what it prints."""
+    """Runs the CMake of this environment, or of the machine, and returns its output."""
     program = shutil.which("cmake", path=sysconfig.get_path("scripts")) or shutil.which("cmake")
     if program is None or shutil.which("g++") is None:
         pytest.skip("no cmake or no g++")
@@ -37,9 +37,9 @@ def cmake(*arguments: str) -> str:
 
 @pytest.fixture(scope="session")
 def cpp_programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of what tests/python/cpp/CMakeLists.txt builds against the installed package.
+    """Returns the folder of the C++ programs of tests/python/cpp, built on the installed package.
 
-    Processes of pytest-xdist share it: the first builds, and others find everything up to date.
+    Processes of pytest-xdist share the folder: the first builds, and the others find it built.
     """
     base = tmp_path_factory.getbasetemp()
     build = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cpp"
@@ -53,7 +53,7 @@ def cpp_programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def build_programs(build: Path) -> None:
     page = (EXAMPLES.parent / "docs" / "cpp.md").read_text()
     for i, block in enumerate(re.findall(r"```cpp\n(.*?)```", page, flags=re.DOTALL)):
-        included = build / f"block_{i}.inc"  # by documented.cpp
+        included = build / f"block_{i}.inc"  # included by documented.cpp
         if not included.exists():
             included.write_text(block)
     prefixes = f"{torchopt_ext.cmake_prefix_path};{torch.utils.cmake_prefix_path}"

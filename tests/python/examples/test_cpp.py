@@ -1,4 +1,4 @@
-"""The C++ interface from the installed package: its example, its bits and its library's symbols."""
+"""The C++ interface of the installed package: its example, its bits and its library's symbols."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_example_learns(cpp_programs: Path) -> None:
 
 
 def test_a_program_with_a_torch_of_its_own(cpp_programs: Path) -> None:
-    """The loader finds all libraries, although the program refers to none of torch's symbols."""
+    """The loader finds all libraries, although the program uses none of torch's symbols."""
     program = cpp_programs / "after_torch" / "partition"
     done = subprocess.run([str(program)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""The examples with loops of their own, on two ranks."""
+"""The examples with their own training loops, on two ranks."""
 
 import os
 import re
@@ -13,10 +13,10 @@ pytestmark = [pytest.mark.timeout(100), pytest.mark.newest_torch]
 
 
 def run(script: Path, again: bool = True) -> str:
-    """What an example prints on two ranks; it has to end in time and with status 0.
+    """Runs an example on two ranks and returns its output; it must end in time with status 0.
 
-    On a busy machine gloo's threads may abort a process that has done its work, as the interpreter
-    ends (pytorch pull request 179291): it is then run once more.
+    On a busy machine gloo's threads may abort a process that has finished its work, while the
+    interpreter exits (pytorch pull request 179291). The example then runs once more.
     """
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
     command += ["--local-addr=127.0.0.1", "--nproc-per-node=2", str(script)]

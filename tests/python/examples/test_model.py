@@ -60,7 +60,7 @@ def test_initial_weights_depend_on_seed_and_name_only() -> None:
         late = Transformer(**sizes, seed=7)
     late.to_empty(device="cpu")
     late.init_weights()
-    torch.manual_seed(7)  # which is the seed where none is given
+    torch.manual_seed(7)  # the default seed
     early = Transformer(**sizes)
     whole = late.state_dict()
     assert all(torch.equal(whole[name], value) for name, value in early.state_dict().items())

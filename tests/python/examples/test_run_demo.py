@@ -35,7 +35,7 @@ def peace() -> Metrics:
 
 @pytest.fixture
 def killed(peace: Metrics) -> Metrics:
-    """Up to step 4, and again from step 3."""
+    """Returns the metrics of a run up to step 4, then again from step 3."""
     return copy.deepcopy(peace[:5]) + copy.deepcopy(peace[3:])
 
 

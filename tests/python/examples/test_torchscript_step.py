@@ -1,4 +1,4 @@
-"""The scripted step: from Python, and from a C++ program without Python."""
+"""The scripted step runs from Python, and in a C++ program without Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples train; each needs its version of torchtitan."""
+"""The torchtitan examples train; each needs its version of torchtitan."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("version", "module"),  # one that only this version has
+    ("version", "module"),  # a module that only this version has
     [("0.2", "torchtitan.protocols.train_spec"), ("0.3", "torchtitan.components.optimizer.utils")],
 )
 def test_one_command_trains_on_a_cpu(tmp_path: Path, version: str, module: str) -> None:

@@ -1,6 +1,6 @@
-"""Accelerate, transformers and Lightning train as a loop by hand does, to the bit.
+"""Accelerate, transformers and Lightning train like a manual loop, to the bit.
 
-With the clipping in the step; with skipped steps, for which schedules wait; and resumed.
+This includes clipping in the step, skipped steps, for which schedules wait, and resumed runs.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def new_schedule(optimizer: torch.optim.Optimizer) -> LambdaLR:
 
 
 class Trained:
-    """Weights, moments and what was logged: compared to the bit."""
+    """Weights, moments and logged values, compared to the bit."""
 
     def __init__(
         self, model: nn.Module, optimizer: Any, norms: list[float], lrs: list[float]
@@ -192,7 +192,7 @@ def test_accelerate_resumes(accelerator: Any, tmp_path: Path) -> None:
 
 
 def test_accelerate_clips_in_the_steps_that_are_asked_to(accelerator: Any) -> None:
-    """By default not at all; by its own threshold where the optimizer has one."""
+    """Steps clip only on request; otherwise the optimizer's own threshold applies, if any."""
     for own in (None, 7.0):
         model, prepared = accelerator.prepare(model := new_model(), new_optimizer(model))
         prepared.max_grad_norm = own
@@ -206,7 +206,7 @@ def test_accelerate_clips_in_the_steps_that_are_asked_to(accelerator: Any) -> No
         assert seen == [0.3, own, own, 0.3, 0.3, own]
         accelerator.clip_grad_norm_(model.parameters(), 0.3)
         prepared.step()
-        prepared.optimizer.max_grad_norm = 5.0  # by the optimizer itself
+        prepared.optimizer.max_grad_norm = 5.0  # set on the optimizer itself
         prepared.step()
         assert prepared.max_grad_norm == 5.0
         accelerator.free_memory()
@@ -315,7 +315,7 @@ def test_hugging_face_resumes(hugging_face: Callable[..., Trained]) -> None:
 def test_hugging_face_clips_gradients_of_several_meshes_in_the_step(
     hugging_face: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As of FSDP with tensor parallelism, for which the Trainer has a function of its own."""
+    """For several meshes, as FSDP with tensor parallelism has, Trainer has its own function."""
     import transformers
 
     def on_two_meshes() -> nn.Module:
@@ -335,7 +335,7 @@ def test_hugging_face_clips_gradients_of_several_meshes_in_the_step(
         raise AssertionError("the Trainer clips by itself")
 
     monkeypatch.setattr(transformers.Trainer, "_mixed_mesh_grad_norm", fail)
-    found = hugging_face(0.3, new_model=on_two_meshes, save="no")  # which cannot save DTensors
+    found = hugging_face(0.3, new_model=on_two_meshes, save="no")  # save cannot handle DTensors
     assert found.norms == by_hand(0.3).norms
 
 
@@ -413,7 +413,7 @@ def test_lightning_fp16(lightning: Callable[..., Trained], scaler: type) -> None
 
 
 def test_lightning_resumes(lightning: Callable[..., Trained]) -> None:
-    # One batch an epoch: within one, Lightning repeats batches of a loader without state.
+    # One batch per epoch: within an epoch, Lightning repeats batches of a loader without state.
     whole = lightning(0.3, epoch=1)
     half = lightning(0.3, save=3, epoch=1)
     resumed = lightning(0.3, resume=True, epoch=1)

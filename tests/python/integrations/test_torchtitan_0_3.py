@@ -1,6 +1,6 @@
-"""Our containers in torchtitan 0.3, each beside torchtitan's own: torchtitan's unit tests by
-behaviour (its tests/unit_tests/test_optimizer_param_groups.py, test_state_dict_keys.py), our
-options, and what is rejected."""
+"""Our containers in torchtitan 0.3, compared with torchtitan's own: the behavior of its unit tests
+(tests/unit_tests/test_optimizer_param_groups.py, test_state_dict_keys.py), our options, and
+rejected configurations."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_what_a_name_stands_for(name: str, implementation: str, expected: type) 
 
 
 def test_ours_takes_adamw_groups_beside_muon() -> None:
-    """DistMuon itself needs CUDA; torch's Muon takes the same groups in its place."""
+    """DistMuon itself needs CUDA, so torch's Muon takes the same groups in its place."""
     seen = []
 
     def muon(groups: list[dict[str, Any]], **arguments: Any) -> torch.optim.Muon:
@@ -186,14 +186,14 @@ def test_state_dict_keys_are_stock_keys(stepped: bool) -> None:
             container.step()
         state |= values(container.state_dict())
     assert found.keys() == expected.keys()
-    assert "state.layers.1.0.weight.exp_avg" in found  # no wrapper of modules in the name
+    assert "state.layers.1.0.weight.exp_avg" in found  # without the names of module wrappers
     assert not any(key.endswith((".param_names", ".pattern")) for key in found)
     for key, value in expected.items():
         if isinstance(value, torch.Tensor):
             assert (found[key].dtype, found[key].shape) == (value.dtype, value.shape), key
         else:
             assert found[key] == value, key
-    if not stepped:  # torchtitan's own counts a step that makes the state
+    if not stepped:  # torchtitan's container counts the step that makes the state
         assert found["state.lm_head.weight.step"] == 0
 
 
@@ -332,7 +332,7 @@ def test_random_rounding_follows_its_seed() -> None:
 
 
 def test_bf16_states_are_rounded_and_stay_bf16() -> None:
-    """Beside a formula: on a CPU, torch's fused kernel takes no such states."""
+    """Compares with a formula, as torch's fused CPU kernel does not support bf16 states."""
     bf16 = {"implementation": "fused_opt_states_bf16"}
     part = model()
     container = build(ours, part, group(weight_decay=0.1), **bf16)
@@ -505,7 +505,7 @@ def test_parts_that_cannot_be_trained_are_rejected() -> None:
     shared = model()
     with pytest.raises(ValueError, match="two optimizers would step it"):
         build(ours, [shared, shared])
-    # One of several parts may be frozen, and has no state.
+    # One of several parts may be frozen, and then has no state.
     container = build(ours, [model(), frozen])
     backward(container.model_parts[0], 0)
     container.step()
@@ -513,8 +513,8 @@ def test_parts_that_cannot_be_trained_are_rejected() -> None:
 
 
 def test_a_frozen_pipeline_stage_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the other stages would wait for its share of the norm."""
-    monkeypatch.setattr(ours, "_missing_everywhere", lambda *_: [])  # other stages have them
+    """Otherwise the other stages would wait for this stage's share of the norm."""
+    monkeypatch.setattr(ours, "_missing_everywhere", lambda *_: [])  # other stages have parameters
     container = build(ours, model().requires_grad_(False), *SEVERAL[:1], deferred_clipping=True)
     schedule = ours.LRSchedulersContainer.Config(warmup_steps=0)
     assert len(schedule.build(optimizers=container, training_steps=2)) == 1

@@ -1,4 +1,4 @@
-"""compat="seed" in torchtitan 0.3's container for fault tolerance, beside torchtitan's own."""
+"""compat="seed" in our fault-tolerant torchtitan 0.3 container, compared with torchtitan's own."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from torchtitan.experiments.torchft import optimizer as stock
 from torchopt_ext.integrations import torchtitan_0_3_torchft as ours
 
 MANAGER = SimpleNamespace(enabled=True, manager=None, use_async_quorum=False)
-"""Of LocalSGD or DiLoCo: every step is made."""
+"""A manager as of LocalSGD or DiLoCo, which makes every step."""
 
 
 def trained(config_class: Any, steps: int, **fields: Any) -> torch.Tensor:
-    """Weights after steps of AdamW with the gradients 1, 2, and so on."""
+    """Returns the weights after AdamW steps with the gradients 1, 2, and so on."""
     torch.manual_seed(0)
     part = nn.Linear(3, 2)
     group = ParamGroupConfig(pattern="", optimizer_name="AdamW", optimizer_kwargs={"lr": 0.1})
@@ -45,7 +45,7 @@ def trained(config_class: Any, steps: int, **fields: Any) -> torch.Tensor:
     ],
 )
 def test_step_counts_are_torchtitans_or_right(compat: Any, alike: Any) -> None:
-    """torchtitan's begins with a step that counts, so that its runs part from those without FT."""
+    """torchtitan's container counts an extra first step, unlike runs without fault tolerance."""
     found = trained(ours.FTOptimizersContainer.Config, 3, compat=compat)
     torch.testing.assert_close(found, trained(alike, 3), rtol=1e-6, atol=1e-7)
     other = trained(ours.FTOptimizersContainer.Config, 3, compat=None if compat else "seed")

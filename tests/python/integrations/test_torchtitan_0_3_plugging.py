@@ -1,4 +1,4 @@
-"""How torchtitan 0.3 comes to our containers: overrides, fields on its command line, and
+"""How torchtitan 0.3 gets our containers: overrides, fields on its command line, and
 use_torchopt_ext."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Our learning-rate schedules in torchtitan 0.3, beside torchtitan's own: its
-tests/unit_tests/test_lr_scheduler.py by behaviour, metrics and states."""
+"""Our learning-rate schedules in torchtitan 0.3, compared with its own: the behavior of its
+tests/unit_tests/test_lr_scheduler.py, metrics and states."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchopt_ext.integrations import torchtitan_0_3 as ours
 
 
 def optimizers(kind: Any) -> Any:
-    """AdamW with two groups, and Adam with one."""
+    """Builds AdamW with two groups, and Adam with one."""
     found = [("0.bias", "AdamW", 1e-2), ("1", "Adam", 3e-3), (".*", "AdamW", 1e-2)]
     groups = [
         ParamGroupConfig(pattern=pattern, optimizer_name=name, optimizer_kwargs={"lr": lr})

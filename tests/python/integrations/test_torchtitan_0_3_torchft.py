@@ -1,5 +1,5 @@
-"""The fault-tolerant container of torchtitan 0.3, with torchft's Optimizer and a manager that the
-test commands. tests/distributed/test_torchtitan_ft.py runs the Trainer."""
+"""Our fault-tolerant container for torchtitan 0.3, with torchft's Optimizer and a manager that the
+test controls. tests/distributed/test_torchtitan_ft.py runs the Trainer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def titan_manager(manager: Any, **fields: Any) -> Any:
 
 def test_trainers_configuration() -> None:
     config = use_torchopt_ext(llama3_torchft_debugmodel(), max_grad_norm=0.5)
-    # By its class the Trainer decides whether build() takes the manager.
+    # The class tells the Trainer whether build() takes the manager.
     assert isinstance(config.optimizer, TorchFTOptimizersContainer.Config)
     assert type(config.lr_scheduler) is torchtitan_0_3.LRSchedulersContainer.Config
     model, manager = nn.Linear(2, 2), Manager(True, False, True)

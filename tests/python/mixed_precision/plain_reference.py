@@ -1,7 +1,7 @@
-"""What FSDPadaptOptimizer and DynamicGradScaler compute, as plainly as torch can say it.
+"""Computes what FSDPadaptOptimizer and DynamicGradScaler compute, in the plainest torch code.
 
-One process, any optimizer of torch's as base, one tensor after the other. Nothing here is shared
-with torchopt_ext.
+It runs in one process, with any torch optimizer as base, one tensor after the other. Nothing here
+is shared with torchopt_ext.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
 
 def float32(value: float) -> float:
-    """The float32 next to the value, to even."""
+    """Returns the nearest float32, ties to even."""
     return struct.unpack("f", struct.pack("f", value))[0]
 
 
 class ReferenceScaler:
-    """A loss scale that grows after steps that went well and backs off after overflows."""
+    """A loss scale that grows after steps without overflow and backs off after overflows."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class ReferenceScaler:
 
 
 def widened(state: dict[str, Any]) -> dict[str, Any]:
-    """What a base kept in 16 bits for a 16-bit parameter, in float32 as the weight is."""
+    """Returns the state with 16-bit tensors cast to float32, as the weight is."""
     return {
         name: value.float() if isinstance(value, Tensor) and value.dtype in SIXTEEN_BITS else value
         for name, value in state.items()
@@ -91,8 +91,8 @@ def static_scaler() -> ReferenceScaler:
 class PlainFSDPOptimizer:
     """Loss scaling, one global norm, clipping, overflow check and float32 weights around a base.
 
-    ``model_groups`` are the model's parameters; the base's ``param_groups`` hold the weights it
-    steps, ``weight_groups``: float32 for 16-bit parameters, else of the parameter's dtype.
+    ``model_groups`` are the model's parameters. The base's ``param_groups`` hold the weights that
+    the base steps, ``weight_groups``: float32 for 16-bit parameters, else of the parameter's dtype.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class PlainFSDPOptimizer:
         return self.optim.param_groups
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Each parameter of the model and the weight that is stepped for it."""
+        """Returns each parameter of the model with the weight that is stepped for it."""
         return [
             (p, w)
             for model, weights in zip(self.model_groups, self.weight_groups, strict=True)
@@ -162,7 +162,7 @@ class PlainFSDPOptimizer:
 
     @torch.no_grad()
     def step(self) -> bool:
-        scale = self.grad_scaler.scale  # the one that the gradients were multiplied with
+        scale = self.grad_scaler.scale  # the scale that multiplied the gradients
         norm, overflow = self._scaled_norm(), self._overflow()
         self.grad_norm = norm / scale
         self.grad_scaler.update(overflow)

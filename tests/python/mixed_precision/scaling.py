@@ -14,7 +14,7 @@ from ..optim.subject import set_gradients
 
 SPECIALS = (math.inf, -math.inf, math.nan)
 _RANDOM = random.Random(3)
-PATTERN = [_RANDOM.random() < 0.3 for _ in range(40)]  # the steps in which a gradient overflows
+PATTERN = [_RANDOM.random() < 0.3 for _ in range(40)]  # True for steps with an overflow
 
 
 def scaler_of(cls: type[torch.amp.GradScaler], **kwargs: Any) -> Any:
@@ -24,7 +24,7 @@ def scaler_of(cls: type[torch.amp.GradScaler], **kwargs: Any) -> Any:
 
 
 def plant(params: Sequence[nn.Parameter], step: int) -> None:
-    """An infinity or NaN in another place each time, the very last element included."""
+    """Plants an infinity or NaN, in another place each step, the very last element included."""
     p = params[-1 - step % len(params)]
     p.grad.view(-1)[-1 if step % 2 else 0] = SPECIALS[step % 3]
 
@@ -32,7 +32,7 @@ def plant(params: Sequence[nn.Parameter], step: int) -> None:
 def drive(
     scaler: Any, optimizers: Any, params: Sequence[nn.Parameter], pattern: Sequence[bool]
 ) -> list[tuple[str, int]]:
-    """Scaled gradients, planted overflows, step and update: scale and tracker after each."""
+    """Runs scaled steps with planted overflows. Returns scale and growth tracker after each."""
     trace = []
     for step, overflow in enumerate(pattern):
         set_gradients(params, seed=step, scale=scaler.get_scale())

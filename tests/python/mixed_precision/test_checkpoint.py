@@ -1,4 +1,4 @@
-"""save_checkpoint and load_checkpoint in one process; several ranks are in tests/distributed."""
+"""save_checkpoint and load_checkpoint in one process; tests/distributed covers several ranks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def train(params: list[nn.Parameter], optimizer: FSDPadaptOptimizer, seeds: rang
 
 
 def content(optimizer: FSDPadaptOptimizer) -> Any:
-    """All of the weights and state, to compare."""
+    """Returns all weights and state in a form that == compares."""
 
     def plain(tensor: Tensor) -> tuple[Any, ...]:
         return tensor.dtype, tuple(tensor.shape), tensor.detach().flatten().tolist()
@@ -100,7 +100,7 @@ def test_a_parameter_too_few_or_of_another_shape(tmp_path: Path) -> None:
 
 
 def test_a_file_that_would_run_something_is_refused(tmp_path: Path) -> None:
-    """Of LightRFT's layout, which is pickled: nothing but tensors and plain values is."""
+    """LightRFT's layout is pickled: its files may hold only tensors and plain values."""
 
     class Evil:
         def __reduce__(self) -> tuple[Any, ...]:
@@ -187,7 +187,7 @@ save_checkpoint(optimizer, {path!r})
     ],
 )
 def test_kill_while_saving(moment: str, steps: int, tmp_path: Path) -> None:
-    """The old checkpoint loads, or the new one where it was complete, and the next save works."""
+    """The old checkpoint loads, or the new one if complete, and the next save works."""
     path = tmp_path / "one"
     script = KILLED.format(folder=str(Path(__file__).parent), path=str(path), moment=moment)
     command = [
@@ -210,7 +210,7 @@ def test_kill_while_saving(moment: str, steps: int, tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_many_kinds_of_values(tmp_path: Path) -> None:
-    """Group settings come back with their types."""
+    """Group settings load with their types."""
     params, optimizer = job("adamw")
     train(params, optimizer, range(1))
     optimizer.param_groups[0]["note"] = ("text", 3, None, 1.5)

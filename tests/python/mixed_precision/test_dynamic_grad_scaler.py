@@ -1,6 +1,6 @@
-"""DynamicGradScaler: its interface, and the scale's path by random settings.
+"""DynamicGradScaler: its interface, and how the scale moves under random settings.
 
-The sequences of other projects are in test_scale_sequences.py.
+test_scale_sequences.py compares with other projects' sequences.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 
 
 def exactly(low: float, high: float, **kwargs: Any) -> st.SearchStrategy[float]:
-    """Numbers that float32 holds, so that one rounding decides a product."""
+    """Draws numbers that float32 can hold, so that one rounding decides a product."""
     return st.floats(float32(low), float32(high), width=32, **kwargs)
 
 
@@ -53,7 +53,7 @@ def configurations(draw: st.DrawFn) -> dict[str, Any]:
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(configurations(), st.lists(st.booleans(), max_size=25), st.booleans())
 def test_random_sequences(config: dict[str, Any], sequence: list[bool], tensors: bool) -> None:
-    """Scale and both counters after every update, whether it is told by bool or by tensor."""
+    """Scale and both counters match after every update, for flags as bools and as tensors."""
     scaler, plain = DynamicGradScaler(**config), ReferenceScaler(**config)
     assert scaler.state_dict() == plain.state_dict()
     for overflow in sequence:
@@ -68,7 +68,7 @@ def test_random_sequences(config: dict[str, Any], sequence: list[bool], tensors:
 def test_a_loaded_scaler_goes_on(
     config: dict[str, Any], sequence: list[bool], rest: list[bool]
 ) -> None:
-    """State dicts move between ours and the reference; configurations are not part of them."""
+    """State dicts move between ours and the reference, without the configuration."""
     scaler, plain = DynamicGradScaler(**config), ReferenceScaler(**config)
     for overflow in sequence:
         scaler.update(overflow)
@@ -94,17 +94,17 @@ def test_defaults() -> None:
         scaler.update(overflow)
         plain.update(overflow)
         assert float(scaler.scale) == plain.scale
-    assert float(scaler.scale) == 1.0  # and no lower
+    assert float(scaler.scale) == 1.0  # and not lower
     for _ in range(30 * 1000):
         plain.update(False)
     assert plain.scale == 2.0**24
     scaler.load_state_dict({"_scale": 2.0**24, "_growth_step": 999, "_hysteresis_step": 0})
     scaler.update(False)
-    assert float(scaler.scale) == 2.0**24  # and no higher
+    assert float(scaler.scale) == 2.0**24  # and not higher
 
 
 def test_scale_and_its_inverse() -> None:
-    """Float32 tensors of one element; one scale tensor for good; the inverse through double."""
+    """The scale is one lasting float32 tensor of one element; its inverse goes through double."""
     scaler = DynamicGradScaler(3.0, growth_factor=1.7, growth_interval=1, max_scale=None)
     scale = scaler.scale
     assert scale.shape == (1,) and scale.dtype == torch.float32
@@ -130,7 +130,7 @@ def test_scale_and_its_inverse() -> None:
     ids=["bool", "bool tensor", "of one element", "float32", "float64", "uint8"],
 )
 def test_kinds_of_flags(told: Any) -> None:
-    """What a norm, a found_inf or an all-reduced byte says; counts of ranks included."""
+    """Flags may be bools, found_inf tensors or all-reduced bytes, and counts of ranks."""
     scaler, plain = (
         make(2.0**8, growth_interval=2) for make in (DynamicGradScaler, ReferenceScaler)
     )

@@ -1,7 +1,7 @@
-"""FSDPadaptOptimizer: the defects of the class it replaces, by their rows, on one process.
+"""FSDPadaptOptimizer on one process: the defects of the class it replaces, row by row.
 
-The rows are those of the table in shared/reference/mixed_precision.md, section 2. Rows 7, 9 and 24
-need ranks or a GPU. Rows 6, 8, 12, 22 and 23 are in test_trajectory.py, 4 and 5 in
+The rows are in the table of shared/reference/mixed_precision.md, section 2. Rows 7, 9 and 24 need
+ranks or a GPU. Rows 6, 8, 12, 22 and 23 are in test_trajectory.py, 4 and 5 in
 test_fsdp_optimizer_cost.py, 13, 15 and 16 in test_offload.py, 17 and 18 in
 test_fsdp_optimizer_state_dict.py and test_fsdp_optimizer_refused.py.
 """
@@ -58,7 +58,7 @@ def norm_of(*tensors: Tensor | None) -> float:
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 @pytest.mark.parametrize("special", SPECIALS)
 def test_row_01_an_overflow_changes_nothing(kind: str, dtype: torch.dtype, special: float) -> None:
-    """Wherever it is: every byte stays, gradients are cleared, the scale backs off, false."""
+    """At any element: no byte changes, gradients clear, the scale backs off, step() is false."""
     params = parameters(dtype, SHORT)
     ours = scaled(kind, params)
     train(ours, params, range(2))
@@ -83,7 +83,7 @@ def test_row_01_an_overflow_changes_nothing(kind: str, dtype: torch.dtype, speci
 
 @every_kind
 def test_row_02_the_norm_tells_what_overflowed(kind: str) -> None:
-    """The flag is apart from the norm, which stays infinite or NaN and is never minus one."""
+    """The flag is separate from the norm, which stays infinite or NaN and is never negative."""
     params = parameters(BF16, SHORT)
     ours = ours_of(kind, params)
     for special, told in ((math.inf, math.isinf), (-math.inf, math.isinf), (math.nan, math.isnan)):
@@ -102,7 +102,7 @@ def test_row_02_the_norm_tells_what_overflowed(kind: str) -> None:
 @every_kind
 @pytest.mark.parametrize("position", [0, 1, 2])
 def test_row_03_a_group_that_holds_nothing(kind: str, position: int) -> None:
-    """No elements, no gradients, all frozen: nothing to the norm, and the others are stepped."""
+    """Groups that are empty, without gradients or frozen add nothing; the others step."""
     held = parameters(BF16, SHORT)
     groups: list[dict[str, Any]] = [
         {"params": parameters(BF16, ((0, 4), (0,)))},
@@ -130,7 +130,7 @@ def test_row_03_a_group_that_holds_nothing(kind: str, position: int) -> None:
 
 @every_kind
 def test_row_05_the_norm_survives_the_range_of_bfloat16(kind: str) -> None:
-    """Gradients of 3e38, whose squares float32 does not hold, are finite, and so is their sum."""
+    """Gradients of 3e38, whose squares overflow float32, have a finite norm."""
     params = parameters(BF16, ((4, 4),))
     ours = FSDPadaptOptimizer(
         torch.optim.SGD(params, lr=1.0) if kind == "SGD" else FusedAdamW(params, lr=1.0)
@@ -142,7 +142,7 @@ def test_row_05_the_norm_survives_the_range_of_bfloat16(kind: str) -> None:
     assert ours.step()
     assert float(ours.grad_norm) == pytest.approx(exact, rel=1e-12)
     assert int(ours.skipped_steps) == 0
-    if kind == "SGD":  # clipped to 1: 16 gradients of 1/4
+    if kind == "SGD":  # clipped to norm 1: 16 gradients of 1/4
         moved = before[0] - weights_of(ours)[0]
         torch.testing.assert_close(moved, torch.full((4, 4), 0.25), rtol=1e-4, atol=0)
     else:
@@ -157,7 +157,7 @@ def test_row_05_the_norm_survives_the_range_of_bfloat16(kind: str) -> None:
 @pytest.mark.parametrize("how", ["argument", "method"])
 @pytest.mark.parametrize("clip", [0.5, 3.0, 1e6, 0.0, -1.0])
 def test_row_10_the_threshold_is_an_argument(kind: str, how: str, clip: float) -> None:
-    """Gradients become gradient / (scale * max(1, (norm + 1e-6) / clip)); 0 and less leave them."""
+    """Gradients become gradient / (scale * max(1, (norm + 1e-6) / clip)); clip <= 0 is off."""
     params = parameters(FP32, SHORT)
     if how == "argument":
         ours = sgd_of_one(kind, params, grad_scal_cfg=SCALED, clip_grad_norm=clip)
@@ -190,7 +190,7 @@ def sgd_of_one(kind: str, params: Any, **kwargs: Any) -> Any:
 
 
 def test_row_10_the_threshold_of_the_base_counts() -> None:
-    """A base's own max_grad_norm, unless an argument says otherwise; clipped once, not twice."""
+    """The base's max_grad_norm applies unless an argument overrides it, and clips once."""
     for own, given, expected in (
         (None, None, 1.0), (2.5, None, 2.5), (2.5, 7.0, 7.0), (2.5, 0.0, 0.0)
     ):  # fmt: skip
@@ -209,7 +209,7 @@ def test_row_10_the_threshold_of_the_base_counts() -> None:
 
 @every_kind
 def test_row_11_the_default_scale(kind: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """Static one for bfloat16 and float32, over any number of steps; dynamic for float16."""
+    """The scale is static for bfloat16 and float32, over any steps, and dynamic for float16."""
     for dtype in (BF16, FP32):
         params = parameters(dtype, ((3,),))
         ours = ours_of(kind, params)
@@ -235,7 +235,7 @@ def test_row_11_the_default_scale(kind: str, capfd: pytest.CaptureFixture[str]) 
 
 
 def test_row_11_configurations() -> None:
-    """Arguments of the scaler, flat or as InternEvo nests them."""
+    """The scaler's arguments may be flat, or nested as in InternEvo."""
     flat: dict[str, Any] = {
         "initial_scale": 2.0**10, "min_scale": 2.0**9, "growth_interval": 3,
         "growth_factor": 4.0, "backoff_factor": 0.25, "max_scale": 2.0**13, "hysteresis": 1,
@@ -263,7 +263,7 @@ def test_row_11_configurations() -> None:
 def test_row_14_nothing_is_printed(
     kind: str, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A skip is logged, in words that need no tensor's value; other steps say nothing."""
+    """A skip is logged without reading a tensor, and other steps log nothing."""
     params = parameters(BF16, SHORT)
     ours = scaled(kind, params)
     for special in (None, math.nan, None, math.inf):
@@ -281,7 +281,7 @@ def test_row_14_nothing_is_printed(
 
 @every_kind
 def test_row_19_a_group_added_later(kind: str) -> None:
-    """Its masters are made then, its learning rate is its own; the norm is over all groups."""
+    """A later group gets masters at once and its own rate, and the norm covers all groups."""
     params, late = parameters(BF16, SHORT), parameters(BF16, ((9,), (2, 3)), seed=3)
     ours = scaled(kind, params)
     train(ours, params, range(2))
@@ -306,7 +306,7 @@ def test_row_19_a_group_added_later(kind: str) -> None:
 @every_kind
 @pytest.mark.parametrize("dtype", [FP32, FP64], ids=str)
 def test_row_20_wide_parameters_are_their_own_masters(kind: str, dtype: torch.dtype) -> None:
-    """No second copy; the parameters themselves are what is stepped and saved."""
+    """Wide parameters have no second copy: they are stepped and saved themselves."""
     params = parameters(dtype, SHORT)
     ours = scaled(kind, params)
     train(ours, params, range(3))
@@ -321,7 +321,7 @@ def test_row_20_wide_parameters_are_their_own_masters(kind: str, dtype: torch.dt
 
 @pytest.mark.parametrize("kind", BASES)
 def test_row_21_state_from_before(kind: str) -> None:
-    """What the base had learnt counts for the parameter's master, from the first step on."""
+    """State that the base has before wrapping applies to the masters from the first step."""
     params, others = parameters(BF16, SHORT), parameters(BF16, SHORT)
     base, twin = BASES[kind][0](params), BASES[kind][0](others)
     for step in range(3):

@@ -1,4 +1,4 @@
-"""FSDPadaptOptimizer around other bases, layouts of tensors, and with its parts set by hand."""
+"""FSDPadaptOptimizer around other bases, tensor layouts, and with its parts set by hand."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 class Signs(torch.optim.Optimizer):
-    """An optimizer of a user's own, with state of its own kinds."""
+    """A user's own optimizer, with state of its own kinds."""
 
     def __init__(self, params: Any, lr: float = 0.01) -> None:
         super().__init__(params, {"lr": lr})
@@ -55,7 +55,7 @@ class Signs(torch.optim.Optimizer):
 
 
 class LowRank(torch.optim.Optimizer):
-    """Keeps a moment of fewer columns than the parameter has, under a common name."""
+    """Keeps a moment with fewer columns than the parameter, under a common name."""
 
     def __init__(self, params: Any, lr: float = 0.01) -> None:
         super().__init__(params, {"lr": lr})
@@ -121,7 +121,7 @@ def test_any_base_takes_the_steps_of_the_reference(name: str, dtype: torch.dtype
 @pytest.mark.parametrize("used", [False, True])
 @pytest.mark.parametrize("snapshot", [False, True])
 def test_any_base_loads_what_it_saved(name: str, used: bool, snapshot: bool) -> None:
-    """State of any kind and shape, into a fresh one and a used one, and nothing is shared."""
+    """Any state loads into fresh and used optimizers, and snapshots share no memory."""
     pairs = []
     for seed in (0, 5):
         params = parameters(BF16, SHORT, seed)
@@ -143,7 +143,7 @@ def test_any_base_loads_what_it_saved(name: str, used: bool, snapshot: bool) -> 
 
 
 def test_muon() -> None:
-    """Matrices only, orthogonalised in bfloat16."""
+    """torch's Muon takes only matrices and orthogonalizes in bfloat16."""
     params, others = parameters(BF16, ((6, 4), (3, 5))), parameters(BF16, ((6, 4), (3, 5)))
     ours = FSDPadaptOptimizer(torch.optim.Muon(params, lr=0.1), grad_scal_cfg=DYNAMIC)
     plain = PlainFSDPOptimizer(torch.optim.Muon(others, lr=0.1), ReferenceScaler(**DYNAMIC))
@@ -167,7 +167,7 @@ def test_muon() -> None:
     ("fused", "torchs"), [(FusedAdamW, torch.optim.AdamW), (FusedAdam, torch.optim.Adam)]
 )
 def test_fused_bases_with_options(fused: Any, torchs: Any, options: dict[str, Any]) -> None:
-    """What the base is set to counts; its threshold is that of the wrapper."""
+    """The base's options apply, and its threshold becomes the wrapper's."""
     clip = options.get("max_grad_norm", 1.0)
     theirs = {
         key: options[key] for key in ("amsgrad", "maximize", "weight_decay") if key in options
@@ -185,7 +185,7 @@ def test_fused_bases_with_options(fused: Any, torchs: Any, options: dict[str, An
 
 
 class Refusing(torch.optim.SGD):
-    """SGD whose step fails when told to, before it has changed anything."""
+    """SGD whose step fails on request, before any change."""
 
     refuses = False
 
@@ -197,7 +197,7 @@ class Refusing(torch.optim.SGD):
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 def test_a_base_that_fails(dtype: torch.dtype) -> None:
-    """Weights and state are as before, no gradient is left half divided, and all goes on."""
+    """Weights and state do not change, no gradient stays half divided, and training continues."""
     params, others = parameters(dtype, SHORT), parameters(dtype, SHORT)
     bases = [Refusing(mine, lr=0.1, momentum=0.9) for mine in (params, others)]
     ours, other = (FSDPadaptOptimizer(base, grad_scal_cfg=DYNAMIC) for base in bases)
@@ -226,7 +226,7 @@ def test_a_base_that_fails(dtype: torch.dtype) -> None:
 
 
 def strided(dtype: torch.dtype) -> list[nn.Parameter]:
-    """Transposed, channels last, every other element."""
+    """Returns a transposed, a channels-last and a plain parameter."""
     generator = torch.Generator().manual_seed(0)
 
     def drawn(*shape: int) -> Tensor:
@@ -242,10 +242,10 @@ def strided(dtype: torch.dtype) -> list[nn.Parameter]:
 @pytest.mark.parametrize("kind", BASES)
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 def test_strides(kind: str, dtype: torch.dtype) -> None:
-    """Of parameters, and gradients whose strides are others, broadcast ones included."""
+    """Parameters and gradients may have any strides, broadcast gradients included."""
     params, others = strided(dtype), strided(dtype)
     ours = ours_of(kind, params, clip_grad_norm=1.0)
-    plain = reference_of("SGD" if kind == "SGD" else "AdamW-foreach", others)  # which reads strides
+    plain = reference_of("SGD" if kind == "SGD" else "AdamW-foreach", others)  # both read strides
     for step in range(4):
         for mine in (params, others):
             given = [c.to(dtype) for c in coefficients(mine, step)]
@@ -264,7 +264,7 @@ def test_strides(kind: str, dtype: torch.dtype) -> None:
 
 @every_kind
 def test_row_12_no_gradients_at_all(kind: str) -> None:
-    """A step like any other: no norm, nothing changed, and it counts for the scale."""
+    """A step without gradients has norm 0, changes nothing, and counts for the scale."""
     params, ours = trained(kind)
     before = everything(ours, params)
     assert ours.step()
@@ -279,7 +279,7 @@ def test_row_12_no_gradients_at_all(kind: str) -> None:
 @every_kind
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 def test_thawed_and_frozen_on_the_way(kind: str, dtype: torch.dtype) -> None:
-    """A parameter that starts frozen, is trained for a while, and is frozen again."""
+    """A parameter may start frozen, train for a while, and be frozen again."""
     params, others = parameters(dtype, SHORT), parameters(dtype, SHORT)
     for mine in (params, others):
         mine[1].requires_grad_(False)
@@ -301,7 +301,7 @@ def test_thawed_and_frozen_on_the_way(kind: str, dtype: torch.dtype) -> None:
 
 @every_kind
 def test_the_attribute_sets_the_threshold(kind: str) -> None:
-    """As clip_grad_norm does, which callers of the replaced class had no use for."""
+    """Setting the attribute has the effect of clip_grad_norm()."""
     params, ours = trained(kind, 1)
     others, other = trained(kind, 1)
     for clip in (0.3, 0.0, 5.0):
@@ -318,7 +318,7 @@ def test_the_attribute_sets_the_threshold(kind: str) -> None:
 @every_kind
 @pytest.mark.parametrize("how", ["state dict", "in place"])
 def test_a_scale_set_by_hand(kind: str, how: str) -> None:
-    """The step divides by what backward multiplied with."""
+    """The step divides by the scale that backward multiplied with."""
     params, ours = trained(kind)
     others, other = trained(kind)
     for scale in (2.0**3, 2.0**12, 1.0):
@@ -337,7 +337,7 @@ def test_a_scale_set_by_hand(kind: str, how: str) -> None:
 
 @every_kind
 def test_two_of_them_know_nothing_of_each_other(kind: str) -> None:
-    """Actor and critic, stepped in turn: each as alone."""
+    """Two optimizers stepped in turn, as of actor and critic, do not affect each other."""
     pairs = [trained(kind, 0, seed=seed) for seed in (0, 1)]
     alone = [trained(kind, 0, seed=seed) for seed in (0, 1)]
     for step in range(4):
@@ -348,7 +348,7 @@ def test_two_of_them_know_nothing_of_each_other(kind: str) -> None:
         assert content(ours, params) == content(pairs[index][1], pairs[index][0])
     losses = [(pairs[i][0][0] * 1.0).sum() for i in (0, 1)]
     pairs[0][1].backward(losses[0])
-    losses[1].backward()  # not by its optimizer: the other's backward does not count for it
+    losses[1].backward()  # not through its optimizer, and the other's backward does not count
     with pytest.raises(RuntimeError, match="backward"):
         pairs[1][1].step()
     assert pairs[0][1].step()

@@ -1,6 +1,6 @@
-"""What a step of FSDPadaptOptimizer costs beside its base: operators, memory, waiting.
+"""The cost of a FSDPadaptOptimizer step on top of its base: operators, memory, waiting.
 
-The rows are those of the table in shared/reference/mixed_precision.md, section 2.
+The rows are in the table of shared/reference/mixed_precision.md, section 2.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 class Operators(TorchDispatchMode):
-    """Notes the operators that are called, but for profiler marks and aliases."""
+    """Records operator calls, except profiler marks and aliases."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def scaled(kind: str, params: Any) -> Any:
 
 @every_kind
 def test_row_04_the_host_waits_at_most_once(kind: str) -> None:
-    """However many groups there are, a step reads at most one number of a tensor's."""
+    """With any number of groups, a step reads at most one number from a tensor."""
     params = parameters(BF16, [(5,)] * 12)
     ours = scaled(kind, [{"params": [p]} for p in params])
     train(ours, params, range(2))
@@ -62,7 +62,7 @@ def test_row_04_the_host_waits_at_most_once(kind: str) -> None:
 
 
 def allocated(run: Any) -> int:
-    """Bytes that operators allocated, freed since or not."""
+    """Returns the bytes that operators allocated, whether freed since or not."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         run()
     return sum(max(0, event.self_cpu_memory_usage) for event in seen.events())
@@ -70,7 +70,7 @@ def allocated(run: Any) -> int:
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_row_05_no_temporaries_with_a_fused_base(dtype: torch.dtype) -> None:
-    """A step of FusedAdamW makes no float32 gradients, and no other copy of anything."""
+    """A step of FusedAdamW allocates no float32 gradients and no other copies."""
     params = parameters(dtype, ((300, 400), (70_001,)))
     elements = sum(p.numel() for p in params)
     ours = scaled("FusedAdamW", params)
@@ -80,11 +80,11 @@ def test_row_05_no_temporaries_with_a_fused_base(dtype: torch.dtype) -> None:
     other = reference_of("FusedAdamW", parameters(dtype, ((300, 400), (70_001,))))
     train(other, other.model_groups[0], range(2))
     backward(other, other.model_groups[0], coefficients(params, 2))
-    assert allocated(other.step) > 4 * elements  # that the measurement sees them
+    assert allocated(other.step) > 4 * elements  # shows that the measurement sees them
 
 
 def test_row_05_one_float32_gradient_with_another_base() -> None:
-    """The generic path makes the float32 gradients, once, and nothing else of that size."""
+    """The generic path allocates float32 gradients once, and nothing else of that size."""
     params = parameters(BF16, ((300, 400), (70_001,)))
     elements = sum(p.numel() for p in params)
     ours = scaled("SGD", params)
@@ -97,7 +97,7 @@ def test_row_05_one_float32_gradient_with_another_base() -> None:
 
 
 def operators_of(kind: str, tensors: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Operators of a step of ours, and of the same base with float32 parameters alone."""
+    """Returns the operator counts of a step of ours and of its base on float32 parameters."""
     params = parameters(dtype, [(5,)] * tensors)
     ours = scaled(kind, params)
     train(ours, params, range(2))
@@ -117,7 +117,7 @@ def operators_of(kind: str, tensors: int, dtype: torch.dtype) -> tuple[int, int]
 @pytest.mark.parametrize("kind", BASES)
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_at_most_six_operators_beside_the_base(kind: str, dtype: torch.dtype) -> None:
-    """Whatever the number of tensors; the replaced class calls six for each of them."""
+    """The count does not depend on the number of tensors (replaced class: six per tensor)."""
     few, base_of_few = operators_of(kind, 3, dtype)
     many, base_of_many = operators_of(kind, 60, dtype)
     assert few - base_of_few <= 6

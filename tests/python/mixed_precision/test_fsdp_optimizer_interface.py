@@ -49,7 +49,7 @@ every_base = pytest.mark.parametrize("kind", BASES)
 
 
 def step_both(first: Any, second: Any, seeds: range = range(50, 53)) -> None:
-    """Three more steps of two pairs of parameters and optimizer leave them alike."""
+    """Asserts that two pairs of parameters and optimizer stay equal over three more steps."""
     for params, ours in (first, second):
         train(ours, params, seeds)
     assert content(first[1], first[0]) == content(second[1], second[0])
@@ -79,7 +79,7 @@ def test_what_the_base_has_is_its_own(kind: str) -> None:
     assert ours.param_groups is base.param_groups
     assert ours.state is base.state
     assert ours.defaults is base.defaults
-    assert not {"grad_scale", "found_inf"} & vars(base).keys()  # for one step only
+    assert not {"grad_scale", "found_inf"} & vars(base).keys()  # set only during a step
     held = ours.param_groups[0]["params"]
     if kind == "FusedAdamW":
         assert [id(p) for p in held] == [id(p) for p in params]
@@ -115,7 +115,7 @@ def test_repr(kind: str) -> None:
     ids=["lambda", "cosine", "one cycle", "sequential"],
 )
 def test_schedulers(kind: str, make: Callable[[Any], Any]) -> None:
-    """They drive the base's groups, see that steps were taken, and the steps follow them."""
+    """Schedulers drive the base's groups without warnings, and the steps follow."""
     params, ours = trained(kind, 0)
     others, other = trained(kind, 0)
     plain = BASES[kind][1]([{"params": [nn.Parameter(torch.ones(1))]} for _ in range(2)])
@@ -141,7 +141,7 @@ def test_schedulers(kind: str, make: Callable[[Any], Any]) -> None:
 @every_kind
 @pytest.mark.parametrize("overflow", [False, True])
 def test_step_hooks_run_once(kind: str, overflow: bool) -> None:
-    """Those of ours and those of all optimizers: once a step, before and after."""
+    """Own and global step hooks run once a step, before and after."""
     params, ours = trained(kind)
     seen: list[str] = []
 
@@ -213,7 +213,7 @@ def test_a_closure_makes_the_gradients(kind: str) -> None:
 @pytest.mark.parametrize("how", ["pickle", "deepcopy"])
 @pytest.mark.parametrize("steps", [0, 3])
 def test_copies_live_on_their_own(kind: str, how: str, steps: int) -> None:
-    """A copy, with its parameters, goes on as the original does, and neither sees the other."""
+    """A copy, with its parameters, continues like the original, and both are independent."""
     params, ours = trained(kind, steps, clip_grad_norm=0.7)
     before = everything(ours, params)
     pair = (params, ours)
@@ -231,7 +231,7 @@ def test_copies_live_on_their_own(kind: str, how: str, steps: int) -> None:
 @every_kind
 @pytest.mark.parametrize("how", ["pickle", "deepcopy"])
 def test_copies_of_one_with_scheduler_and_hooks(kind: str, how: str) -> None:
-    """Both stay with the original, as with torch's optimizers: a lambda cannot be pickled."""
+    """Scheduler and hooks stay with the original, as in torch: a lambda cannot be pickled."""
     params, ours = trained(kind)
     seen: list[str] = []
     ours.register_step_post_hook(lambda *_: seen.append("post"))
@@ -273,7 +273,7 @@ def test_results_are_bools(kind: str) -> None:
 @every_kind
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_zero_grad(kind: str, set_to_none: bool) -> None:
-    """Clears the gradients of the model's parameters, whatever the groups hold."""
+    """zero_grad() clears the model's gradients, whatever the groups hold."""
     params, ours = trained(kind)
     backward(ours, params, coefficients(params, 0))
     ours.zero_grad(set_to_none=set_to_none)
@@ -303,7 +303,7 @@ def test_backward_scales_in_float32(dtype: torch.dtype) -> None:
 
 @every_kind
 def test_backward_by_grad_takes_scaled_gradients(kind: str) -> None:
-    """It leaves the gradient as it is, so scaling is the caller's; the step is the same."""
+    """backward_by_grad() does not scale, so that the caller must; the step is the same."""
     params, ours = trained(kind)
     others, other = trained(kind)
     for step in range(5, 8):
@@ -318,7 +318,7 @@ def test_backward_by_grad_takes_scaled_gradients(kind: str) -> None:
 
 @every_kind
 def test_gradients_of_elsewhere_while_the_scale_is_one(kind: str) -> None:
-    """Plain loss.backward() is as good as ours."""
+    """loss.backward() works like optimizer.backward()."""
     params, ours = trained(kind, 0, grad_scal_cfg=None)
     others, other = trained(kind, 0, grad_scal_cfg=None)
     for step in range(3):
@@ -334,7 +334,7 @@ def test_gradients_of_elsewhere_while_the_scale_is_one(kind: str) -> None:
 @every_base
 @pytest.mark.parametrize(("dtype", "steps"), [(BF16, 3), (FP16, 3), (BF16, 0)], ids=str)
 def test_refresh_masters(kind: str, dtype: torch.dtype, steps: int) -> None:
-    """Weights written from outside count after it; without it the old masters come back."""
+    """Weights written from outside stay after refresh_masters(); else the old masters return."""
     params, ours = trained(kind, steps, dtype)
     state = [bits(value) for entry in ours.state.values() for key, value in sorted(entry.items())
              if isinstance(value, Tensor) and key != "master_weight"]  # fmt: skip

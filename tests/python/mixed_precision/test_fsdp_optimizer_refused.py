@@ -1,4 +1,4 @@
-"""FSDPadaptOptimizer: what is refused, by name and before anything is changed."""
+"""FSDPadaptOptimizer refuses wrong inputs by name and before any change."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 def named(
     kind: str, steps: int = 2, dtype: torch.dtype = BF16, **kwargs: Any
 ) -> tuple[list[nn.Parameter], Any]:
-    """Trained, its parameters known by name."""
+    """Returns trained parameters with names, and their optimizer."""
     params = parameters(dtype, SHORT)
     ours = ours_of(kind, list(zip(NAMES, params, strict=True)), **kwargs)
     train(ours, params, range(steps))
@@ -49,7 +49,7 @@ def named(
 
 
 def assert_goes_on(params: list[nn.Parameter], ours: FSDPadaptOptimizer, kind: str) -> None:
-    """As one of the same history that nothing was asked of that is refused."""
+    """Asserts that training continues as in an optimizer that refused nothing."""
     others, other = named(kind, grad_scal_cfg=DYNAMIC)
     ours.zero_grad()
     for mine, optimizer in ((params, ours), (others, other)):
@@ -93,7 +93,7 @@ def test_optimizers_that_shard_by_themselves(whose: str, one_rank: None) -> None
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn], ids=str)
 def test_parameters_that_cannot_be_stepped(dtype: torch.dtype) -> None:
-    """Named at once; the base's groups are left as they were."""
+    """The error names the parameter, and the base's groups do not change."""
     good, bad = parameters(BF16, ((3,), (4,)))
     bad = nn.Parameter(torch.ones(4).to(dtype))
     base = torch.optim.SGD([("good", good), ("bad", bad)])
@@ -121,7 +121,7 @@ def test_what_is_no_optimizer(wrong: Any) -> None:
     ids=str,
 )
 def test_arguments(kind: str, given: dict[str, Any], problem: str) -> None:
-    """A name or type that means nothing is an error; the base stays what it was."""
+    """An unknown name or a wrong type raises, and the base stays usable."""
     params = parameters(BF16, SHORT)
     base = BASES[kind][0](params)
     with pytest.raises((TypeError, AssertionError), match=problem):
@@ -138,9 +138,9 @@ def test_arguments(kind: str, given: dict[str, Any], problem: str) -> None:
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 @pytest.mark.parametrize("skipped", [False, True])
 def test_gradients_that_were_not_scaled(kind: str, dtype: torch.dtype, skipped: bool) -> None:
-    """loss.backward() while the scale is not one: explained, and the gradients are still there.
+    """loss.backward() with a scale other than 1 raises with the reason and keeps the gradients.
 
-    A skipped step uses up its backward, as any step does.
+    A skipped step uses up its backward, like any step.
     """
     params, ours = named(kind, dtype=dtype, grad_scal_cfg=DYNAMIC)
     if skipped:
@@ -197,7 +197,7 @@ SPOILED: dict[str, Callable[[nn.Parameter], None]] = {
 @pytest.mark.parametrize("how", SPOILED)
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_a_spoiled_tensor_is_named(kind: str, how: str, which: int) -> None:
-    """The error has the parameter's name, nothing else was touched; once mended, all goes on."""
+    """The error names the parameter and nothing else changes; after a repair training continues."""
     params, ours = named(kind, grad_scal_cfg=DYNAMIC)
     good = params[which].detach().clone()
     backward(ours, params, coefficients(params, 3))
@@ -230,7 +230,7 @@ def test_an_unnamed_tensor_is_numbered(kind: str) -> None:
 @every_kind
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_float32_gradients_of_16_bit_parameters_are_welcome(kind: str, dtype: torch.dtype) -> None:
-    """As reduced in float32: what they have beyond 16 bits counts."""
+    """Gradients reduced in float32 keep their precision beyond 16 bits."""
     params, ours = named(kind, 0, dtype, clip_grad_norm=0, grad_scal_cfg={"initial_scale": 1.0})
     wide = parameters(dtype, SHORT)
     for p in params:
@@ -278,7 +278,7 @@ def saved_by_another(kind: str) -> dict[str, Any]:
 
 
 def changed(*path: Any, to: Any = None) -> Callable[[dict[str, Any]], None]:
-    """Sets or, without a value, deletes what is at the path."""
+    """Returns a function that sets the item at the path, or deletes it if `to` is None."""
 
     def change(saved: Any) -> None:
         for key in path[:-1]:
@@ -301,7 +301,7 @@ def another_group(saved: dict[str, Any]) -> None:
 
 
 MASTERS, BASE = "flat_fp32_weights", "base_optim_states"
-ONE = torch.ones(1)  # which would broadcast
+ONE = torch.ones(1)  # would broadcast
 UNUSABLE: dict[str, tuple[Callable[[dict[str, Any]], object], Any, str | None]] = {
     "scaler": (changed("grad_scaler"), AssertionError, "Not found grad_scaler state!"),
     "base": (changed(BASE), AssertionError, BASE),
@@ -330,7 +330,7 @@ UNUSABLE: dict[str, tuple[Callable[[dict[str, Any]], object], Any, str | None]] 
 @every_kind
 @pytest.mark.parametrize("how", UNUSABLE)
 def test_row_18_a_state_dict_that_does_not_fit(kind: str, how: str) -> None:
-    """AssertionErrors for parts, as of old; scaler, moments, masters and model stay as they are."""
+    """Missing parts raise AssertionError, as in the replaced class, and nothing changes."""
     params, ours = named(kind, grad_scal_cfg=DYNAMIC)
     change, error, pattern = UNUSABLE[how]
     saved = saved_by_another(kind)

@@ -1,4 +1,4 @@
-"""State dicts of FSDPadaptOptimizer: the format of the class it replaces, live and apart."""
+"""State dicts of FSDPadaptOptimizer: the replaced class's format, live tensors and snapshots."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ every_base = pytest.mark.parametrize("kind", BASES)
 
 @every_base
 def test_state_dict_has_the_format_of_the_replaced_class(kind: str) -> None:
-    """Three keys; masters by group, as many as parameters; the base's own state dict."""
+    """The keys are the scaler, the base's own state dict, and the masters by group."""
     params, ours = trained(kind)
     saved = ours.state_dict()
     assert list(saved) == ["grad_scaler", "base_optim_states", "flat_fp32_weights"]
@@ -52,7 +52,7 @@ def test_state_dict_has_the_format_of_the_replaced_class(kind: str) -> None:
 def test_a_saved_optimizer_goes_on(
     kind: str, dtype: torch.dtype, steps: int, snapshot: bool, tmp_path: Any
 ) -> None:
-    """Through a file read with weights_only, into a used optimizer and a fresh one."""
+    """A file read with weights_only loads into fresh and used optimizers."""
     params, ours = trained(kind, steps, dtype)
     torch.save(ours.state_dict(snapshot=snapshot), tmp_path / "saved")
     loaded = torch.load(tmp_path / "saved", weights_only=True)
@@ -75,7 +75,7 @@ def test_a_saved_optimizer_goes_on(
 
 @every_base
 def test_row_17_snapshots_and_live_tensors(kind: str) -> None:
-    """A snapshot is apart from what trains on; without it, the tensors are the live ones."""
+    """A snapshot does not change with training; other state dicts hold the live tensors."""
     params, ours = trained(kind)
     live, kept = ours.state_dict(), ours.state_dict(snapshot=True)
 
@@ -108,7 +108,7 @@ def test_row_17_snapshots_and_live_tensors(kind: str) -> None:
 
 @every_base
 def test_row_18_loading_takes_other_dtypes_of_the_same_values(kind: str) -> None:
-    """The model follows the loaded masters at once, also where they are saved in double."""
+    """The model follows the loaded masters at once, also masters saved in double."""
     params, ours = trained(kind)
     saved = ours.state_dict(snapshot=True)
     saved["flat_fp32_weights"] = {
@@ -124,7 +124,7 @@ def test_row_18_loading_takes_other_dtypes_of_the_same_values(kind: str) -> None
 @every_base
 @pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen again"])
 def test_parameters_unfrozen_late_resume_to_the_bit(kind: str, frozen: bool) -> None:
-    """The job that goes on may train them from the start, or have them frozen still."""
+    """The resumed job may train the parameters from the start or still have them frozen."""
 
     def begun() -> tuple[Any, Any]:
         params = parameters(BF16, SHORT)
@@ -147,7 +147,7 @@ def test_parameters_unfrozen_late_resume_to_the_bit(kind: str, frozen: bool) -> 
 
 
 def test_a_state_dict_of_another_base_moves_over() -> None:
-    """torch's AdamW and FusedAdamW keep the same state: a run may change from one to the other."""
+    """torch's AdamW and FusedAdamW hold the same state, so a run can switch between them."""
     params, ours = trained("AdamW-fused", 4)
     others, other = trained("FusedAdamW", 1, seed=5)
     other.load_state_dict(ours.state_dict())

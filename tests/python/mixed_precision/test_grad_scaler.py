@@ -1,4 +1,4 @@
-"""torchopt_ext.GradScaler beside torch.amp.GradScaler, alone and with each other's optimizers."""
+"""torchopt_ext.GradScaler and torch's, each with its own and with the other's optimizers."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def all_params(parts: Sequence[nn.Module]) -> list[nn.Parameter]:
 )
 @pytest.mark.parametrize("kwargs", [{}, {"max_grad_norm": 0.5}], ids=str)
 def test_scales_and_steps_are_torchs(settings: dict[str, Any], kwargs: dict[str, Any]) -> None:
-    """Over 40 steps, with our optimizer under either scaler, and torch's under torch's."""
-    extreme = "init_scale" in settings  # gradients over- or underflow by themselves, alike
+    """40 steps match, for our optimizer under either scaler and torch's under torch's."""
+    extreme = "init_scale" in settings  # gradients over- or underflow without planting, in all runs
     mine, under_torchs, theirs = make_params(), make_params(), make_params()
     ours = FusedAdamW(mine, lr=0.02, **kwargs)
     other = FusedAdamW(under_torchs, lr=0.02, **kwargs)
@@ -76,7 +76,7 @@ def test_scales_and_steps_are_torchs(settings: dict[str, Any], kwargs: dict[str,
 
 
 def test_a_scale_stays_a_normal_number_and_recovers() -> None:
-    """torch's goes on to 0, and the next good step makes every weight NaN."""
+    """torch's scale falls to 0, and the next good step makes every weight NaN."""
     params, reference = make_params(), make_params()
     optimizer, plain = (FusedAdamW(each, lr=0.02) for each in (params, reference))
     scaler = scaler_of(GradScaler, init_scale=2.0**-120, growth_interval=1)
@@ -95,7 +95,7 @@ def test_a_scale_stays_a_normal_number_and_recovers() -> None:
 
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_a_scale_whose_reciprocal_is_infinite_changes_nothing(clip: float | None) -> None:
-    """Of torch's scaler, whose own optimizers would get NaNs."""
+    """torch's scaler can reach such a scale, and torch's own optimizers would get NaNs."""
     params = make_params()
     optimizer = FusedAdamW(params, lr=0.02, max_grad_norm=clip)
     set_gradients(params)
@@ -132,7 +132,7 @@ def test_parts_of_a_container_decide_jointly(scaler_class: Any, kwargs: dict[str
     for optimizer in [container, *container.optimizers]:
         assert not {"grad_scale", "found_inf"} & vars(optimizer).keys()
         assert not optimizer.__dict__.get("check_overflow", False)
-    # the norm of the unscaled gradients of all parts
+    # The norm covers the unscaled gradients of all parts.
     set_gradients(params, seed=50, scale=2.0**10)
     scaler = scaler_of(scaler_class)
     scaler.step(container)
@@ -189,7 +189,7 @@ def test_gradients_stay_as_they_are() -> None:
 
 @pytest.mark.parametrize("overflow", [False, True])
 def test_unscale_then_torchs_clipping_then_step(overflow: bool) -> None:
-    """As under torch's scaler, where a found overflow skips even though gradients look clipped."""
+    """As with torch's scaler, a found overflow skips even if gradients look clipped."""
     results = []
     for scaler_class in (GradScaler, torch.amp.GradScaler):
         params = make_params()
@@ -212,7 +212,7 @@ def test_unscale_then_torchs_clipping_then_step(overflow: bool) -> None:
 
 @pytest.mark.parametrize("repair", ["clip_grad_value_", "nan_to_num_", "zero"])
 def test_an_overflow_seen_by_unscale_is_not_forgotten(repair: str) -> None:
-    """What happens to the gradients afterwards does not make the step a good one."""
+    """Later changes to the gradients do not make the step a good one."""
     results = []
     for scaler_class in (GradScaler, torch.amp.GradScaler):
         params = make_params()
@@ -237,7 +237,7 @@ def test_an_overflow_seen_by_unscale_is_not_forgotten(repair: str) -> None:
 
 
 def test_a_scale_set_on_the_optimizer_multiplies() -> None:
-    """torch takes the product, for gradients that something else has scaled as well."""
+    """The scales multiply, as in torch, for gradients that something else has scaled too."""
     results = []
     for scaler_class in (GradScaler, torch.amp.GradScaler):
         params = make_params()
@@ -256,13 +256,13 @@ def test_a_scale_set_on_the_optimizer_multiplies() -> None:
 
 
 def test_float16_gradients() -> None:
-    """Stock scalers refuse them; with a master weight they need no float32 copy."""
+    """torch's scaler refuses float16 gradients; masters make a float32 copy unnecessary."""
     low = make_params(dtype=torch.float16)
     wide = [nn.Parameter(p.detach().float()) for p in low]
     ours = FusedAdamW(low, lr=0.02, master_weights="fp32")
     twin = FusedAdamW(wide, lr=0.02)
     for p, w in zip(low, wide, strict=True):
-        w.grad = torch.full(w.shape, 2.0**-26)  # nothing, in float16
+        w.grad = torch.full(w.shape, 2.0**-26)  # zero in float16
         p.grad = (w.grad * 2.0**10).half()
     scaler_of(GradScaler).step(ours)
     twin.step()
@@ -274,7 +274,7 @@ def test_float16_gradients() -> None:
 
 @pytest.mark.parametrize("bad", [None, 0, 1])
 def test_optimizers_of_different_kinds_under_one_scaler(bad: int | None) -> None:
-    """Each skips by itself, an overflow of either backs the scale off: as torch's."""
+    """Each skips separately, and an overflow in either backs the scale off, as in torch."""
     results = []
     for scaler_class in (GradScaler, torch.amp.GradScaler):
         groups = [make_params(seed=0), make_params(seed=1)]
@@ -299,7 +299,7 @@ def test_optimizers_of_different_kinds_under_one_scaler(bad: int | None) -> None
 
 @pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, GradScaler])
 def test_an_optimizer_without_gradients_does_nothing(scaler_class: Any) -> None:
-    """torch's scaler gives it the number 0 for its flag."""
+    """torch's scaler passes the number 0 as found_inf for such an optimizer."""
     used, unused = (torch.nn.Linear(4, 4) for _ in range(2))
     both = [FusedAdamW(model.parameters()) for model in (used, unused)]
     scaler = scaler_class("cpu", init_scale=4.0)
@@ -331,7 +331,7 @@ def test_disabled_scaler() -> None:
 
 @pytest.mark.parametrize("scale", [math.nan, math.inf, 0.0, -1.0, "2"])
 def test_a_state_dict_without_a_scale(scale: Any) -> None:
-    """Multiplied by it, all gradients would be nonsense."""
+    """A scale that is not a positive number would ruin all gradients."""
     scaler = GradScaler("cpu")
     saved = scaler.state_dict()
     with pytest.raises((TypeError, ValueError), match="scale is"):
@@ -389,8 +389,8 @@ def test_a_failed_step_leaves_scaler_and_optimizer_usable() -> None:
 
 
 def test_optimizers_in_backward_cannot_be_scaled() -> None:
-    """They have stepped with scaled gradients before a scaler could say anything: an error, not a
-    wrong result. (Adam hides the scale, eps apart; an overflow it does not.)"""
+    """Such an optimizer steps with scaled gradients before a scaler can act, so that step() raises.
+    Adam cancels the scale, except in eps, but not an overflow."""
     model = nn.Linear(3, 2)
     container = OptimizersInBackwardContainer([model], FusedAdamW, {"lr": 0.02})
     scaler = scaler_of(GradScaler)
@@ -400,7 +400,7 @@ def test_optimizers_in_backward_cannot_be_scaled() -> None:
 
 
 def test_an_update_without_memory() -> None:
-    """A dry run, around an optimizer that takes part in one."""
+    """A dry run with fake tensors works, with an optimizer that supports it."""
     with FakeTensorMode():
         weight = nn.Parameter(torch.randn(5))
         scaler = GradScaler("cpu")
@@ -430,7 +430,7 @@ def test_what_is_written_to_the_growth_tracker_counts() -> None:
 
 
 def test_copied_parameters_do_not_matter() -> None:
-    """A scaler belongs to no optimizer: another one may take over between updates."""
+    """A scaler belongs to no optimizer, so another may take over between updates."""
     params = make_params()
     scaler = scaler_of(GradScaler)
     drive(scaler, FusedAdamW(params), params, [False])

@@ -1,4 +1,4 @@
-"""What goes wrong around FSDPadaptOptimizer in scripts: said at once, or done right."""
+"""Mistakes in scripts around FSDPadaptOptimizer raise at once, or have the intended effect."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_second_wrapper_of_one_base(base: str) -> None:
 
 @every_base
 def test_a_base_outlives_its_wrapper(base: str) -> None:
-    """The fused ones have the model's parameters still, the others masters of nobody's."""
+    """A fused base still has the model's parameters; others have masters of no wrapper."""
     params = parameters()
     optimizer = BASES[base](params)
     wrapper = FSDPadaptOptimizer(optimizer)
@@ -80,7 +80,7 @@ def test_a_group_added_to_the_base() -> None:
 
 @every_base
 def test_a_threshold_that_is_none(base: str) -> None:
-    """Refused before the base is changed."""
+    """An invalid threshold is refused before the base changes."""
     params = parameters()
     optimizer = BASES[base](params)
     for clip in (float("nan"), "much"):
@@ -91,7 +91,7 @@ def test_a_threshold_that_is_none(base: str) -> None:
 
 
 def test_plain_backward_after_a_failed_step() -> None:
-    """The gradients of the failed step are gone, and so is what is known of them."""
+    """A failed step drops its gradients, and also the record of how they were scaled."""
 
     class Fails(SGD):
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -108,14 +108,14 @@ def test_plain_backward_after_a_failed_step() -> None:
 
 
 def test_a_model_that_becomes_bf16_later() -> None:
-    """It gets masters from then on."""
+    """A model that becomes bf16 gets masters from then on."""
     model = nn.Linear(4, 3)
     optimizer = FSDPadaptOptimizer(SGD(model.parameters(), lr=1e-4))
     give(list(model.parameters()))
     assert optimizer.step()
     model.bfloat16()
     start = model.weight.detach().clone()
-    for _ in range(40):  # each step below half of the last bit of a weight
+    for _ in range(40):  # each step is below half of a weight's last bit
         give(list(model.parameters()), 1.0)
         assert optimizer.step()
     assert not model.weight.detach().equal(start)
@@ -124,7 +124,7 @@ def test_a_model_that_becomes_bf16_later() -> None:
 
 
 def test_a_base_that_keeps_its_gradients() -> None:
-    """They are not the next step's memory."""
+    """The next step does not reuse the memory of gradients that the base keeps."""
 
     class Keeps(Optimizer):
         def __init__(self, params: Any) -> None:

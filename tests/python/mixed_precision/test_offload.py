@@ -1,7 +1,7 @@
-"""Offloading, where part of the host stands in for a device.
+"""Offloading, with part of the host memory in place of a device.
 
-What a GPU adds, streams and pinned memory, is in tests/gpu/test_mixed_precision.py. Rows are those
-of shared/reference/mixed_precision.md, section 2.
+tests/gpu/test_mixed_precision.py covers streams and pinned memory, which need a GPU. Rows are in
+the table of shared/reference/mixed_precision.md, section 2.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SHAPES = [(40, 30), (7,), (3, 5, 2)]
 
 @pytest.fixture(autouse=True)
 def device(monkeypatch: pytest.MonkeyPatch) -> set[int]:
-    """Memory that offloading keeps is the host, all other memory the device."""
+    """Memory that offloading keeps counts as host, all other memory as device."""
     host: set[int] = set()  # addresses
     kept_init = offload._Kept.__init__
 
@@ -70,7 +70,7 @@ def step(params: list[nn.Parameter], optimizer: torch.optim.Optimizer, seed: int
 
 
 def held(optimizer: Any) -> list[Tensor]:
-    """What offloading moves."""
+    """Returns the tensors that offloading moves."""
     return [
         t for kind in offload.KINDS for t in offload.tensors_of(optimizer, kind) if t.numel() > 1
     ]
@@ -104,7 +104,7 @@ def test_everything_moves_and_comes_back(device: set[int], base: str) -> None:
 
 
 class Wrapper(torch.optim.Optimizer):
-    """Accelerate's and Lightning's way to hold an optimizer: no state of its own."""
+    """Holds an optimizer as Accelerate and Lightning do, without its own state."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -156,14 +156,14 @@ def test_include(device: set[int], base: str, include: tuple[str]) -> None:
     for kind in offload.KINDS:
         moved = where([t for t in offload.tensors_of(optimizer, kind) if t.numel() > 1], device)
         assert all(moved) if kind in include else not any(moved)
-    offload_fsdp_optimizer(optimizer)  # the rest follows
+    offload_fsdp_optimizer(optimizer)  # moves the rest
     assert all(where(held(optimizer), device))
     load_fsdp_optimizer(optimizer)
     assert equal(values(optimizer), before)
 
 
 def test_host_memory_is_kept_and_of_exact_size(device: set[int]) -> None:
-    """Row 15: no new buffers each cycle, not rounded to powers of two."""
+    """Row 15: cycles reuse host buffers, whose sizes are not rounded to powers of two."""
     params, optimizer = job("fused")
     step(params, optimizer, 0)
     offload_fsdp_optimizer(optimizer)
@@ -186,7 +186,7 @@ def offload_twice(optimizer: FSDPadaptOptimizer) -> list[int]:
 
 @every_base
 def test_state_dicts_while_offloaded(device: set[int], base: str) -> None:
-    """Saved with its own bytes only, and loaded."""
+    """A state dict saves only its own bytes, and loads."""
     params, optimizer = job(base)
     step(params, optimizer, 0)
     offload_fsdp_optimizer(optimizer)
@@ -220,7 +220,7 @@ def test_state_that_is_new_gets_host_memory_of_its_own(device: set[int]) -> None
 
 
 def test_an_optimizer_of_torch_alone(device: set[int]) -> None:
-    """Rows 2 and 16: any optimizer, by its state; no empty entries appear."""
+    """Rows 2 and 16: any optimizer is moved by its state, and gets no empty entries."""
     params = [nn.Parameter(torch.randn(20)) for _ in range(3)]
     optimizer = torch.optim.AdamW(params)
     params[0].grad = torch.ones(20)
@@ -259,7 +259,7 @@ def test_without_a_device_nothing_moves(base: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_device_is_found_when_asked_for() -> None:
-    """Row 13: no default that was computed at import, which fails without a GPU."""
+    """Row 13: no default is computed at import, which would fail without a GPU."""
     for call in (load_fsdp_optimizer, optimizer_on_device):
         parameter = inspect.signature(call).parameters["device_id"]
         assert parameter.default is None
@@ -272,7 +272,7 @@ def test_the_device_is_found_when_asked_for() -> None:
 
 @every_base
 def test_other_calls_while_offloaded(base: str) -> None:
-    """Refreshed masters, a new group, copies: as without."""
+    """Refreshed masters, a new group and copies work as without offloading."""
     pairs = []
     for offloaded in (True, False):
         params, optimizer = job(base)
@@ -312,7 +312,7 @@ each_call = pytest.mark.parametrize("call", [offload_fsdp_optimizer, in_context]
     "include", [("moments",), ("states", "master"), ["states", 3], (None,)], ids=str
 )
 def test_what_include_does_not_know(call: Callable[..., Any], include: Any) -> None:
-    """Named, also where there is nothing to move, and before the body of a context runs."""
+    """The error names `include`, even with nothing to move, before a context's body runs."""
     _, optimizer = job("fused")
     for each in (optimizer, torch.optim.AdamW([torch.ones(3)])):
         with pytest.raises((TypeError, ValueError), match="include"):
@@ -330,7 +330,7 @@ def test_what_is_no_optimizer(call: Callable[..., Any], wrong: Any) -> None:
 @pytest.mark.parametrize("base", ["fused", "sgd"])
 @pytest.mark.parametrize("when", ["pre", "post"])
 def test_offload_during_a_step(base: str, when: str, call: Callable[..., Any]) -> None:
-    """From a step hook: an error that says so; the step that failed is over then."""
+    """An offload in a step hook raises, and the failed step has ended by then."""
     params, optimizer = job(base)
     step(params, optimizer, 0)
     register = getattr(optimizer, f"register_step_{when}_hook")

@@ -1,4 +1,4 @@
-"""How the loss scale moves, and what of it survives copying, saving and loading."""
+"""How the loss scale moves, and what copies, saves and loads keep of it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Apex(Megatron):
 
 
 class DeepSpeed(Megatron):
-    """deepspeed/runtime/fp16/loss_scaler.py, DynamicLossScaler, over less than its window."""
+    """deepspeed/runtime/fp16/loss_scaler.py, DynamicLossScaler, for runs within its window."""
 
     consecutive = False
 
@@ -89,7 +89,7 @@ class DeepSpeedConsecutive(DeepSpeed):
     ],
 )
 def test_hysteresis(model: Any, interval: int, min_scale: float, hysteresis: int) -> None:
-    """The sequences of the projects that have it, over random overflows."""
+    """The scale follows other projects' sequences over random overflows."""
     generator = random.Random(hysteresis)
     pattern = [generator.random() < 0.45 for _ in range(80)]
     oracle = model(2.0**10, interval, hysteresis, min_scale)
@@ -176,7 +176,7 @@ def test_state_moves_both_ways(source: Any, target: Any, used: bool) -> None:
 @pytest.mark.parametrize("how", ["pickle", "deepcopy", "state dict"])
 @pytest.mark.parametrize("started", [False, True])
 def test_a_copy_continues_the_sequence(how: str, started: bool) -> None:
-    """The overflows that count against hysteresis included."""
+    """A copy also keeps the overflows that count for hysteresis."""
     params, others = make_params(((3,),)), make_params(((3,),))
     settings = {"hysteresis": 3, "growth_interval": 5}
     scaler = GradScaler("cpu", init_scale=2.0**10, **settings)

@@ -35,20 +35,20 @@ from .training import (
 )
 
 STEPS = 50
-CLIP = 8.0  # gradients of norm 25 are clipped, those of norm 0.25 not
+CLIP = 8.0  # clips gradients of norm 25, but not of norm 0.25
 DYNAMIC: dict[str, Any] = {
-    "initial_scale": 2.0**16,  # overflows float16 by itself
+    "initial_scale": 2.0**16,  # overflows float16 without planting
     "growth_interval": 5,
     "hysteresis": 2,
     "dtype": FP16,
 }
-RTOL, ATOL = 2e-6, 2e-7  # what FusedAdamW's and torch's roundings come to in 50 steps
+RTOL, ATOL = 2e-6, 2e-7  # the rounding difference of FusedAdamW and torch after 50 steps
 
 every_base = pytest.mark.parametrize("kind", BASES)
 
 
 class Twins:
-    """Ours and the reference over equal parameters; ``step`` checks that they agree."""
+    """Ours and the reference over equal parameters. ``step`` checks that both agree."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Twins:
         clip: float = 1.0,
         grouped: Callable[[list[nn.Parameter]], Any] = lambda params: params,
     ) -> None:
-        self.exact = kind != "FusedAdamW"  # the other bases are the same code on both sides
+        self.exact = kind != "FusedAdamW"  # other bases run the same code on both sides
         self.params, self.others = make(), make()
         self.ours = ours_of(kind, grouped(self.params), grad_scal_cfg=scaler, clip_grad_norm=clip)
         self.plain = reference_of(kind, grouped(self.others), scaler, clip)
@@ -87,7 +87,7 @@ class Twins:
         return expected
 
     def run(self, pattern: Sequence[bool]) -> None:
-        """A step for each; those that are true overflow."""
+        """Runs one step per item; items that are true overflow."""
         for step, overflow in enumerate(pattern):
             given = coefficients(self.params, step)
             if overflow:
@@ -97,7 +97,7 @@ class Twins:
 
     def compare(self) -> None:
         mine, theirs = weights_of(self.ours), [w for _, w in self.plain.pairs()]
-        if self.exact:  # but for float64, in which the norms' last bits show
+        if self.exact:  # except float64, where the norms' last bits show
             narrow = [i for i, w in enumerate(theirs) if w.dtype != FP64]
             for ours, plain in ((mine, theirs), (self.params, self.others)):
                 assert_same_bits([ours[i] for i in narrow], [plain[i] for i in narrow])
@@ -110,7 +110,7 @@ def assert_rounded_alike(
     mine: Sequence[Tensor], theirs: Sequence[Tensor], params: Sequence[Tensor],
     others: Sequence[Tensor],
 ) -> None:  # fmt: skip
-    """Weights equal to a few float32 ulps; parameters equal unless a border lies between."""
+    """Asserts weights equal to a few float32 ulps, and parameters equal except at borders."""
     borders = total = 0
     for w, v, p, q in zip(mine, theirs, params, others, strict=True):
         torch.testing.assert_close(w, v, rtol=RTOL, atol=ATOL)
@@ -134,7 +134,7 @@ def two_groups(params: list[nn.Parameter]) -> list[dict[str, Any]]:
 @every_base
 @pytest.mark.parametrize(("dtype", "clip"), [(BF16, CLIP), (FP16, 0.0)], ids=str)
 def test_fifty_steps(kind: str, dtype: torch.dtype, clip: float) -> None:
-    """Two groups, odd, empty and 0-d tensors, one frozen and one at times without gradient."""
+    """Steps agree for two groups with odd, empty, 0-d, frozen and gradient-less tensors."""
 
     def make() -> list[nn.Parameter]:
         params = parameters(dtype)
@@ -163,7 +163,7 @@ def test_fifty_steps(kind: str, dtype: torch.dtype, clip: float) -> None:
 @every_base
 @pytest.mark.parametrize("clip", [0.0, CLIP], ids=["unclipped", "clipped"])
 def test_full_precision_passes_through(kind: str, clip: float) -> None:
-    """float32 parameters, the scale kept at one: the same decisions, the parameters stepped."""
+    """Steps agree for float32 parameters with a scale of 1, which step themselves."""
     twins = Twins(kind, lambda: parameters(FP32), None, clip, two_groups)
     twins.run(overflows(20))
     assert 0 < twins.plain.skipped_steps < 10
@@ -172,7 +172,7 @@ def test_full_precision_passes_through(kind: str, clip: float) -> None:
 
 @every_base
 def test_dtypes_side_by_side(kind: str) -> None:
-    """float32 norms among 16-bit weights, and a float64 tensor, in one group."""
+    """Steps agree with float16, bfloat16, float32 and float64 parameters in one group."""
 
     def make() -> list[nn.Parameter]:
         dtypes = (BF16, FP32, FP16, FP64)
@@ -186,7 +186,7 @@ def test_dtypes_side_by_side(kind: str) -> None:
 @every_base
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_gradients_accumulate(kind: str, dtype: torch.dtype) -> None:
-    """Three backward calls a step, the overflow in one of them."""
+    """Steps agree for three backward calls per step, with an overflow in one of them."""
     scaler = DYNAMIC | {"initial_scale": 2.0**9}
     twins = Twins(kind, lambda: parameters(dtype, SHORT), scaler, CLIP)
     for step, overflow in enumerate(overflows(15)):
@@ -201,7 +201,7 @@ def test_gradients_accumulate(kind: str, dtype: torch.dtype) -> None:
 
 @every_base
 def test_scale_at_its_limits(kind: str) -> None:
-    """float16 at the smallest and the largest scale that the configuration allows."""
+    """Steps agree for float16 at the smallest and the largest configured scale."""
     scaler = DYNAMIC | {
         "initial_scale": 32.0,
         "min_scale": 16.0,
@@ -220,7 +220,7 @@ def test_scale_at_its_limits(kind: str) -> None:
 
 @every_base
 def test_schedule_and_threshold_change_on_the_way(kind: str) -> None:
-    """The learning rate of each group and the threshold are those of the moment."""
+    """A step uses the current learning rates and threshold."""
     scaler = DYNAMIC | {"initial_scale": 8.0}
     twins = Twins(kind, lambda: parameters(BF16), scaler, CLIP, two_groups)
     for step in range(12):
@@ -236,7 +236,7 @@ def test_schedule_and_threshold_change_on_the_way(kind: str) -> None:
 
 @every_base
 def test_a_state_dict_of_the_other_continues(kind: str) -> None:
-    """After ten steps each takes over the other's state dict; ten more steps agree."""
+    """After ten steps each loads the other's state dict, and ten more steps agree."""
     scaler = DYNAMIC | {"initial_scale": 2.0**9, "dtype": BF16}
     twins = Twins(kind, lambda: parameters(BF16), scaler, CLIP, two_groups)
     twins.run([False, True, *[False] * 8])
@@ -298,4 +298,4 @@ def test_reference_skips_whole_steps() -> None:
         assert not plain.step()
     assert_same_bits(before, [p for pair in plain.pairs() for p in pair])
     assert plain.skipped_steps == 4
-    assert plain.grad_scaler.scale == 8.0  # the first of four overflows is forgiven
+    assert plain.grad_scaler.scale == 8.0  # hysteresis forgives the first of four overflows

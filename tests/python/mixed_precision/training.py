@@ -1,4 +1,4 @@
-"""Problems for FSDPadaptOptimizer: parameters, gradients that backward makes, and every byte."""
+"""Problems for FSDPadaptOptimizer: parameters, gradients from backward, and all bytes of both."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _fused_adamw(groups: Any) -> torch.optim.Optimizer:
     return FusedAdamW(groups, **_ADAM)
 
 
-# The optimizer under FSDPadaptOptimizer, and the one under the plain reference.
+# Kind: (optimizer under FSDPadaptOptimizer, optimizer under the plain reference).
 BASES: dict[str, tuple[Base, Base]] = {
     "SGD": (_sgd, _sgd),
     "AdamW-fused": (_adamw_fused, _adamw_fused),
@@ -76,14 +76,14 @@ def reference_of(
 
 
 def coefficients(params: Sequence[Tensor], seed: int, size: float = 1.0) -> list[Any]:
-    """Random gradients of an unscaled loss; none for frozen parameters."""
+    """Returns random gradients of an unscaled loss, and None for frozen parameters."""
     generator = torch.Generator().manual_seed(seed)
     drawn = [torch.randn(p.shape, generator=generator) * size for p in params]
     return [c if p.requires_grad else None for p, c in zip(params, drawn, strict=True)]
 
 
 def plant(given: Coefficients, step: int) -> None:
-    """An infinity or NaN, in another tensor and at another end each time."""
+    """Plants an infinity or NaN, in another tensor and at the other end each step."""
     tensors = [c for c in given if c is not None and c.numel()]
     tensors[step % len(tensors)].view(-1)[-(step % 2)] = SPECIALS[step % 3]
 
@@ -98,7 +98,7 @@ def overflows(steps: int, share: float = 0.3, seed: int = 3) -> list[bool]:
 
 
 def loss_of(params: Sequence[Tensor], given: Coefficients) -> Tensor:
-    """A loss whose gradients are the coefficients."""
+    """Returns a loss whose gradients are the coefficients."""
     terms = [(p.float() * c).sum() for p, c in zip(params, given, strict=True) if c is not None]
     return torch.stack(terms).sum()
 
@@ -116,7 +116,7 @@ def train(optimizer: Any, params: Sequence[Tensor], steps: Iterable[int], **kwar
 def trained(
     kind: str, steps: int = 3, dtype: torch.dtype = BF16, seed: int = 0, **kwargs: Any
 ) -> tuple[list[nn.Parameter], Any]:
-    """Two groups under a dynamic scale; the second step overflows."""
+    """Trains two groups under a dynamic scale. The second step overflows."""
     params = parameters(dtype, SHORT, seed)
     groups = [{"params": params[:1]}, {"params": params[1:], "lr": 0.003}]
     ours = ours_of(kind, groups, **{"grad_scal_cfg": DYNAMIC, **kwargs})
@@ -129,17 +129,17 @@ def trained(
     return params, ours
 
 
-# ---- what there is -------------------------------------------------------------------------------
+# ---- contents ------------------------------------------------------------------------------------
 
 
 def weights_of(optimizer: Any) -> list[Tensor]:
-    """The weights that are stepped, in the order of the groups."""
+    """Returns the stepped weights, in the order of the groups."""
     groups = optimizer.state_dict()["flat_fp32_weights"]
     return [w for index in sorted(groups) for w in groups[index]]
 
 
 def state_of(optimizer: Any) -> list[Any]:
-    """Every byte of the base's per-parameter state."""
+    """Returns every byte of the base's per-parameter state."""
     return [
         (name, bits(value) if isinstance(value, Tensor) else value)
         for entry in optimizer.state.values()
@@ -148,7 +148,7 @@ def state_of(optimizer: Any) -> list[Any]:
 
 
 def everything(optimizer: FSDPadaptOptimizer, params: Sequence[Tensor]) -> dict[str, Any]:
-    """Every byte of parameters, gradients, weights, state, scaler and counters."""
+    """Returns every byte of parameters, gradients, weights, state, scaler and counters."""
     return {
         "parameters": [bits(p) for p in params],
         "gradients": [None if p.grad is None else (id(p.grad), bits(p.grad)) for p in params],
@@ -167,7 +167,7 @@ def everything(optimizer: FSDPadaptOptimizer, params: Sequence[Tensor]) -> dict[
 
 
 def content(optimizer: FSDPadaptOptimizer, params: Sequence[Tensor]) -> dict[str, Any]:
-    """What two optimizers over parameters of their own have in common when they are alike."""
+    """Returns what must be equal in two optimizers with different parameter objects."""
     found = everything(optimizer, params)
     for group in found["groups"]:
         del group["params"]

@@ -1,6 +1,6 @@
-"""Prints a digest of what the operators compute, for comparing instruction sets and float modes.
+"""Prints digests of operator results, to compare instruction sets and float modes.
 
-Run by test_capabilities.py in processes of their own: torch reads ATEN_CPU_CAPABILITY once.
+test_capabilities.py runs it in separate processes: torch reads ATEN_CPU_CAPABILITY once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor  # noqa: E402
 from torchopt_ext import ops  # noqa: E402
 
 SHAPES = [(20_001,), (200, 63), (9, 64), (2, 9001), (3, 4096), (1, 129)]
-FE_TONEAREST, FE_TOWARDZERO = 0, 0xC00  # x86-64's <fenv.h>
+FE_TONEAREST, FE_TOWARDZERO = 0, 0xC00  # <fenv.h> of x86-64
 
 
 def digest(tensors: list[Tensor]) -> str:
@@ -50,7 +50,7 @@ def compute(mode: str) -> dict[str, str]:
     digests = {}
     torch.set_num_threads(1)
     set_mode("plain")
-    # made before the float mode is changed: torch's own operations follow it
+    # Made in plain mode, as torch's own operations follow the float mode.
     sources = {dtype: [adam_inputs(dtype, shape) for shape in SHAPES] for dtype in DTYPES}
     finite = {
         (dtype, shape, low): random_elements(

@@ -1,4 +1,4 @@
-"""Puts the golden program (tests/golden) and exact_reference on the path; keeps global state."""
+"""Puts tests/golden and exact_reference on the path, and restores global state."""
 
 import sys
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ for folder in (HERE, HERE.parents[1] / "golden"):
 
 @pytest.fixture(autouse=True)
 def _one_thread_and_the_usual_float_mode() -> Iterator[None]:
-    """Tests that are about threads ask for them."""
+    """Sets one thread; tests of threading set their own count."""
     torch.set_num_threads(1)
     yield
     torch.set_flush_denormal(False)

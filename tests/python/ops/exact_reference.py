@@ -1,9 +1,9 @@
-"""Bit patterns of tensors, and docs/numerics.md with torch's single operations, for large inputs.
+"""Bit patterns of tensors, and docs/numerics.md in torch's single operations, for large inputs.
 
-torch's separate add, sub, mul and div are correctly rounded and never fused, so running the
-formulas one operation at a time gives the specified bits for many elements at once. (torch.sqrt is
-not: on large contiguous tensors it is MKL's.) softfloat and formulas in tests/golden are the
-judges of both this module and the library.
+torch's separate add, sub, mul and div round correctly and never fuse, so that the formulas one
+operation at a time give the specified bits for many elements at once. torch.sqrt does not round
+correctly: MKL computes it on large contiguous tensors. softfloat and formulas in tests/golden check
+both this module and the library.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def format_of(dtype: torch.dtype) -> Format:
 
 
 def raw(tensor: Tensor) -> Tensor:
-    """A dense tensor's bits in storage order, as signed integers."""
+    """Returns a dense tensor's bits in storage order, as signed integers."""
     flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
     return flat.view(INTEGER[tensor.element_size()])
 
@@ -44,14 +44,14 @@ def to_bits(tensor: Tensor) -> list[int]:
 
 
 def from_bits(dtype: torch.dtype, bits: Sequence[int]) -> Tensor:
-    """A 1-D tensor."""
+    """Returns a 1-D tensor."""
     width = format_of(dtype).width
     signed = [b - (1 << width) if b >> (width - 1) else b for b in bits]
     return torch.tensor(signed, dtype=INTEGER[width // 8]).view(dtype)
 
 
 def double(x: Number) -> float:
-    """A softfloat number as a Python float."""
+    """Returns a softfloat number as a Python float."""
     if x[1] is NAN:
         return math.nan
     return float(from_bits(torch.float64, [encode(FP64, x)]))
@@ -64,7 +64,7 @@ def canonical_nan(tensor: Tensor) -> Tensor:
 
 def exact_sqrt(x: Tensor) -> Tensor:
     if x.dtype == torch.float32:
-        # rounding the double root again is harmless: roots of 24-bit numbers stay off ties
+        # Rounding the double root again is harmless: roots of 24-bit numbers are never near ties.
         return x.double().sqrt().float()
     roots = [math.sqrt(y) if y >= 0 else math.nan for y in x.flatten().tolist()]
     return torch.tensor(roots, dtype=x.dtype).view_as(x)
@@ -73,7 +73,7 @@ def exact_sqrt(x: Tensor) -> Tensor:
 def adam_reference(
     a: Adam, t: int, p: Tensor, g: Tensor, m: Tensor, v: Tensor, vmax: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """One step of many elements; `t` counts this step. State may have a type of its own."""
+    """Steps many elements; `t` counts this step. The state may have another dtype."""
     param_dtype, state_dtype = p.dtype, m.dtype
     compute = torch.float64 if param_dtype == torch.float64 else torch.float32
     s = {k: double(x) for k, x in adam_scalars(a, t).items()}
@@ -105,14 +105,14 @@ def adam_reference(
 
 
 def accumulate(acc: Accumulator, doubles: Tensor) -> None:
-    """Adds many doubles exactly, by exponent."""
+    """Adds many doubles exactly, grouped by exponent."""
     acc.nans += int(doubles.isnan().sum())
     acc.infinities += int(doubles.isinf().sum())
     fraction, exponent = torch.frexp(doubles[doubles.isfinite()])
     significand = (fraction * 2**53).to(torch.int64)
     for e in exponent.unique().tolist():
         chosen = significand[exponent == e]
-        # two halves, so that 64 bits hold the sums
+        # Split into two halves, so that the sums fit into 64 bits.
         units = (int((chosen >> 27).sum()) << 27) + int((chosen & (2**27 - 1)).sum())
         shift = e - 53 + 1088
         acc.units += units << shift if shift >= 0 else units >> -shift
@@ -148,8 +148,8 @@ def random_elements(
     signed: bool = True,
     specials: bool = False,
 ) -> Tensor:
-    """A 1-D tensor of random significands at binary exponents in [low, high]; with `specials`,
-    one element in eight is any bit pattern at all (NaN payloads, infinities, subnormals)."""
+    """Returns random significands at binary exponents in [low, high]. With `specials`, one element
+    in eight has any bit pattern (NaN payloads, infinities, subnormals)."""
     generator = torch.Generator().manual_seed(seed)
     exponents = torch.randint(low, high + 1, (count,), generator=generator, dtype=torch.float64)
     significands = 1 + torch.rand(count, generator=generator, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""The exact accumulator against integers, for any doubles in any order."""
+"""The exact accumulator matches integer arithmetic, for any doubles in any order."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def added(doubles: list[int]) -> torch.Tensor:
 
 def normalized(accumulator: torch.Tensor) -> list[int]:
     accumulator = accumulator.clone()
-    _C.accumulator_add(accumulator, torch.empty(0))  # carries
+    _C.accumulator_add(accumulator, torch.empty(0))  # propagates carries
     return accumulator.tolist()
 
 
@@ -71,7 +71,7 @@ def test_any_doubles_in_any_order(doubles: list[int], rng: random.Random) -> Non
 @settings(max_examples=100, deadline=None)
 def test_merging_ranks_is_an_integer_sum(ranks: list[list[int]]) -> None:
     parts = [torch.tensor(normalized(added(doubles))) for doubles in ranks]
-    merged = torch.stack(parts).sum(0)  # what an all-reduce does
+    merged = torch.stack(parts).sum(0)  # as an all-reduce does
     expected = exact_sum([bits for doubles in ranks for bits in doubles])
     assert total_bits(merged) == encode(FP64, expected.total())
     assert normalized(merged) == expected.limbs()

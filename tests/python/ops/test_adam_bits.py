@@ -1,4 +1,4 @@
-"""The Adam step: the specified bits for any input, however the work is cut and laid out."""
+"""The Adam step gives the specified bits for any input, split and layout."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SKIP = ops.CONTROL_FIELDS.index("skip")
 
 
 def arguments(**overrides: Any) -> Adam:
-    """Doubles to softfloat numbers."""
+    """Converts doubles to softfloat numbers."""
     defaults = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
     chosen = defaults | overrides
     return Adam(**{k: x if isinstance(x, bool) else number(x) for k, x in chosen.items()})
@@ -61,7 +61,7 @@ by_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 
 @dataclass
 class State:
-    """Tensors of one parameter."""
+    """The tensors of one parameter."""
 
     p: Tensor
     g: Tensor
@@ -76,7 +76,7 @@ class State:
         return State(*moved, vmax, self.step.clone())
 
     def clone(self) -> State:
-        # clone() would make gapped tensors dense
+        # clone() would make tensors with gaps dense.
         return self.map(lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(x))
 
     def written(self) -> list[Tensor]:
@@ -211,7 +211,7 @@ def test_every_length_and_offset(dtype: torch.dtype) -> None:
         view = part.map(lambda x, a=offset, b=offset + n: x[a:b])
         step(case, [view])
         assert_same(view, whole.map(lambda x, a=offset, b=offset + n: x[a:b]))
-        # nothing around the view is touched
+        # Elements around the view stay unchanged.
         for got, was in zip(part.written(), before.written(), strict=True):
             assert same_bits(got[:offset], was[:offset])
             assert same_bits(got[offset + n :], was[offset + n :])
@@ -269,7 +269,7 @@ def test_gradient_with_other_strides(dtype: torch.dtype) -> None:
         step(case, [state])
         assert_same(state, expected)
         assert torch.equal(raw(gradient.contiguous()), before)
-    # and one that repeats an element
+    # A gradient that repeats one element.
     ones = replace(square.clone(), g=torch.ones((), dtype=dtype).expand(60, 40))
     step(case, [ones])
     assert_same(ones, stepped(case, replace(square, g=torch.ones(60, 40, dtype=dtype))))
@@ -292,7 +292,7 @@ def test_empty_tensors_and_lists(dtype: torch.dtype) -> None:
     states[2] = flat.clone()
     step(case, states)
     assert_reference(case, flat, states[2])
-    assert [s.step.item() for s in states] == [5, 5, 5]  # as torch's, every tensor advances
+    assert [s.step.item() for s in states] == [5, 5, 5]  # every tensor advances, as in torch
     step(case, [])
 
 
@@ -337,7 +337,7 @@ def test_each_tensor_has_its_own_step_count(dtype: torch.dtype) -> None:
 @by_case
 @pytest.mark.parametrize("lr_dtype", [torch.float32, torch.float64], ids=name_of)
 def test_learning_rate_in_a_tensor(dtype: torch.dtype, case: Adam, lr_dtype: torch.dtype) -> None:
-    case = replace(case, lr=number(2.0**-9))  # the same in both
+    case = replace(case, lr=number(2.0**-9))  # exact in both types
     before = random_state(dtype, 300, 11, case.amsgrad)
     state = before.clone()
     step(case, [state], tensor_lr=lr_dtype)
@@ -358,7 +358,7 @@ def test_skipped_step_changes_nothing(dtype: torch.dtype, case: Adam) -> None:
 
 @by_dtype
 def test_first_step_of_zero_moments_has_unit_update(dtype: torch.dtype) -> None:
-    """Not from the formulas: |u| * step_size is lr on Adam's first step, whatever the gradient."""
+    """Checks without the formulas: the first update has size lr, whatever the gradient."""
     g = torch.tensor([1.0, -2.0, 0.25, -0.125], dtype=dtype)
     zeros = torch.zeros(4, dtype=dtype)
     state = State(zeros.clone(), g, zeros.clone(), zeros.clone(), None, torch.tensor(0.0))

@@ -1,4 +1,4 @@
-"""The same bits from every CPU build of the kernels, thread count and outer float mode."""
+"""All CPU builds of the kernels, thread counts and outer float modes give the same bits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MODES = ("plain", "flush", "truncate")
 
 @cache
 def digests(capability: str) -> dict[str, dict[str, str]]:
-    """By float mode."""
+    """Returns the digests by float mode."""
     finished = subprocess.run(
         [sys.executable, str(WORKER), *MODES],
         env={**os.environ, "ATEN_CPU_CAPABILITY": capability, "OMP_NUM_THREADS": "2"},

@@ -1,4 +1,4 @@
-"""Tensors carved out of one block of memory: ordinary ones, with storages of their own."""
+"""Tensors carved out of one memory block are ordinary tensors with their own storages."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_resizing_is_refused() -> None:
         with pytest.raises(RuntimeError, match="resiz"):
             tensor.untyped_storage().resize_(0)
         assert tensor.resize_(2).shape == (2,)
-    with pytest.raises(RuntimeError, match="resiz"):  # its memory is others' as well
+    with pytest.raises(RuntimeError, match="resiz"):  # other tensors share its memory
         block.untyped_storage().resize_(0)
 
 
@@ -173,7 +173,7 @@ def resident() -> int:
 
 
 def test_memory_lives_as_long_as_its_tensors() -> None:
-    """In whatever order they and the block die."""
+    """Memory stays valid and is freed, in whatever order the tensors and the block die."""
     order = random.Random(1)
     like = [torch.empty(n) for n in (100_000, 1, 0, 50_000, 3000)]
     size = _C.carved_bytes(like)

@@ -1,4 +1,4 @@
-"""The control block against its transcription in Python doubles."""
+"""The control block matches a transcription in Python doubles."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def transcription(
     grad_scale: float | None,
     found_inf: float | None,
 ) -> dict[str, float]:
-    """docs/numerics.md section 4."""
+    """Transcribes docs/numerics.md section 4."""
     scale = 1.0 if grad_scale is None else grad_scale
     grad_norm = math.sqrt(exact_total(doubles)) / scale
     clip_factor = 1.0

@@ -1,4 +1,4 @@
-"""Tensors of more than 2**31 elements."""
+"""Operators on tensors of more than 2**31 elements."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def available_memory() -> int:
 
 
 def zeros(count: int) -> torch.Tensor:
-    """bfloat16 zeros whose pages take memory only once they are written, unlike torch.zeros."""
+    """Returns bfloat16 zeros whose pages take memory only when written, unlike torch.zeros."""
     return torch.frombuffer(mmap.mmap(-1, 2 * count), dtype=torch.bfloat16)
 
 
@@ -66,6 +66,6 @@ def test_adam() -> None:
         assert want is not None
         assert same_bits(got[places], want)
         got[places] = 0
-        # zero gradients leave zeros; counted in parts to need no further memory
+        # Zero gradients leave zeros. Check them in parts, to need no more memory.
         assert all(not part.any() for part in got.split(2**28))
     assert step.item() == 3

@@ -1,4 +1,4 @@
-"""The learning-rate factor against its transcription in Python doubles, and against mpmath."""
+"""The learning-rate factor matches a transcription in Python doubles, and mpmath."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def horner(z: float, coefficients: list[float]) -> float:
 
 
 def cospi(x: float) -> float:
-    """docs/numerics.md section 5; Python's doubles are IEEE and it never fuses."""
+    """Transcribes docs/numerics.md section 5: Python's doubles are IEEE and never fused."""
     if x > 0.5:
         return -cospi(1.0 - x)
     y = math.pi * (x if x <= 0.25 else 0.5 - x)
@@ -104,8 +104,8 @@ def test_tensor_keeps_the_shape() -> None:
 
 
 def test_cosine_is_accurate_and_symmetric() -> None:
-    """With min_factor 0 and generation 2, 2 f - 1 is cospi(progress); the rounding of 1 + cospi
-    and of 0.5 * (...) adds up to 2**-53."""
+    """With min_factor 0 and generation 2, 2 f - 1 is cospi(progress). The roundings of 1 + cospi
+    and of 0.5 * (...) add up to 2**-53."""
     n = 20_000
     schedule = {"warmup_steps": 0, "stable_steps": 0, "decay_steps": n, "decay_type": "cosine"}
     factors = ops.lr_factor(torch.arange(n), **schedule, generation=2).tolist()

@@ -1,5 +1,5 @@
-"""What the operators promise besides their values: refusals that change nothing, version counters,
-opcheck, TorchScript and torch.compile."""
+"""Contracts of the operators besides values: refusals without changes, version counters, opcheck,
+TorchScript and torch.compile."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Lists = dict[str, list[Tensor]]
 
 
 def adam_lists(dtype: torch.dtype = torch.float32, *, amsgrad: bool = True) -> Lists:
-    """Three parameters, the last one 2-D."""
+    """Returns the lists of three parameters, the last of them 2-D."""
     shapes = ((5,), (70,), (6, 11))
     lists: Lists = {
         name: [
@@ -59,7 +59,7 @@ def call(lists: Lists, control: Tensor | None = None, **hyper: Any) -> None:
 
 
 def memory(tensor: Tensor) -> bytes | None:
-    """All bytes of a tensor's storage; None where there are none to look at."""
+    """Returns all bytes of a tensor's storage, or None on the meta device."""
     if tensor.layout != torch.strided:
         return memory(tensor.coalesce().values())
     if tensor.is_meta:
@@ -70,7 +70,7 @@ def memory(tensor: Tensor) -> bytes | None:
 
 @contextmanager
 def refused(tensors: list[Tensor], *words: str) -> Iterator[None]:
-    """The block raises, every word is in the message, no tensor and no version changes."""
+    """Asserts that the block raises with every word, and changes no tensor and no version."""
     before = [(memory(x), x._version) for x in tensors]
     with pytest.raises((RuntimeError, ValueError, TypeError, NotImplementedError)) as info:
         yield
@@ -108,7 +108,7 @@ def test_adam_refuses_a_bad_tensor(role: int, position: int, wrong: str) -> None
     lists = adam_lists()
     lists[LISTS[role]][position] = change(lists[LISTS[role]][position])
     if wrong in ("other dtype", "shape", "more dimensions") and role == 0:
-        word = ""  # any of its companions may be named as the one that differs
+        word = ""  # the error may name any tensor that differs from the parameter
     with refused(everything(lists), rf"\b{position}\b", word):
         call(lists)
 
@@ -264,7 +264,7 @@ def test_bad_accumulator(accumulator: Tensor) -> None:
         ops.grad_sumsq_([torch.ones(3)], accumulator)
     with refused([control, accumulator], "accumulator|meta"):
         ops.control_update_(control, accumulator)
-    if not accumulator.is_meta:  # alone it asks for a meta total, which there is
+    if not accumulator.is_meta:  # for a meta accumulator the total is on meta
         with refused([accumulator], "accumulator"):
             ops.accumulator_total(accumulator)
 
@@ -458,7 +458,7 @@ def test_torchscript() -> None:
 
 
 class Stepped(torch.nn.Module):
-    """Makes the operators' lists in the script, from tensors that it reads before and after."""
+    """Makes the operators' lists inside the script, from tensors read before and after."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -482,7 +482,7 @@ class Stepped(torch.nn.Module):
 
 @pytest.mark.parametrize("way", ["script", "trace"])
 def test_torchscript_keeps_writes_to_lists_that_it_makes(way: str) -> None:
-    """Its alias analysis removes a call whose writes it does not see."""
+    """TorchScript keeps calls whose writes its alias analysis could miss."""
     grad = torch.ones(3)
     eager, module = Stepped().eval(), Stepped().eval()
     compiled: Any

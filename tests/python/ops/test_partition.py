@@ -1,4 +1,4 @@
-"""The partitions of whole tensors and of buckets against torch's ZeroRedundancyOptimizer itself."""
+"""Partitions of whole tensors and of buckets match torch's ZeroRedundancyOptimizer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchopt_ext import ops
 
 
 def with_methods(light: Any, *names: str) -> Any:
-    """Lends torch's own methods to an object that has just what they need."""
+    """Binds torch's own methods to an object that has only what they need."""
     for name in names:
         method = ZeroRedundancyOptimizer.__dict__[name]
         setattr(light, name, method.__get__(light, ZeroRedundancyOptimizer))
@@ -24,7 +24,7 @@ def with_methods(light: Any, *names: str) -> Any:
 
 
 def torch_ranks(groups: list[list[int]], world_size: int) -> list[list[int]]:
-    """Ranks by torch's own method."""
+    """Returns the ranks that torch's own method assigns."""
     params = [[torch.empty(n, device="meta") for n in group] for group in groups]
     light = with_methods(
         SimpleNamespace(
@@ -89,7 +89,7 @@ def test_tie_loads_do_not_change() -> None:
 def torch_assignments(
     buckets: list[list[int]], world_size: int, shard_buckets: bool
 ) -> list[tuple[int, int, int, int]] | None:
-    """Bucket, offset, length and rank of torch's assignments, in order; None where it fails."""
+    """Returns torch's (bucket, offset, length, rank) assignments in order, or None if it fails."""
     params = [[torch.empty(n, device="meta") for n in bucket] for bucket in buckets]
     light = with_methods(
         SimpleNamespace(

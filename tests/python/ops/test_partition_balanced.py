@@ -1,4 +1,4 @@
-"""The balanced partition against its contract, every place where a bucket may be cut listed."""
+"""The balanced partition meets its contract, checked against all allowed places for cuts."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ BLOCK = 4096
 SHORT_ROW = 64
 MEBI = 2**20
 Tensors = list[tuple[int, int]]
-"""(elements, row length) of each tensor"""
+"""(elements, row length) of each tensor."""
 
 
 def places_inside(numel: int, row_length: int, alignment: int) -> set[int]:
-    """Where the contract lets a tensor be cut, from its start."""
+    """Returns where the contract allows cuts, counted from the tensor's start."""
     if row_length < SHORT_ROW:
         return set(range(0, numel, alignment))
     in_row = [k for k in range(0, row_length, BLOCK) if k == 0 or row_length - k >= SHORT_ROW]
@@ -59,20 +59,20 @@ def check(
         for i in inside:
             places |= {starts[i] + k for k in places_inside(*tensors[i], alignment)}
         assert set(own) <= places
-        # Bárány and Grinberg's bound, and that of the contract.
+        # The bound of Bárány and Grinberg, and the bound of the contract.
         items = [b - a for a, b in pairwise(sorted(places))]
         owned = [b - a for a, b in pairwise(own)]
         assert max(owned) - min(owned) <= max(items, default=0)
         assert max(owned) - min(owned) <= max(alignment, BLOCK + SHORT_ROW - 1 + alignment - 1)
 
     for i in range(1, len(tensors)):
-        if buckets[i] != buckets[i - 1]:  # the bucket was closed because it had to be
+        if buckets[i] != buckets[i - 1]:  # closed only for lack of room
             end = starts[i - 1] + tensors[i - 1][0]
             padded = -(-end // alignment) * alignment
             assert padded + tensors[i][0] > target
     for b, length in enumerate(lengths):
         sizes = [n for (n, _), bucket in zip(tensors, buckets, strict=True) if bucket == b and n]
-        if length > target and len(sizes) > 1:  # the last one took in one of less than half
+        if length > target and len(sizes) > 1:  # the last bucket took in a bucket of less than half
             assert b == len(lengths) - 1
             assert length < max(target, *sizes) + target / 2 + alignment
     assert len(lengths) < 2 or 2 * lengths[-1] >= target
@@ -131,8 +131,8 @@ def test_no_elements() -> None:
 
 
 def test_a_small_plan() -> None:
-    # Two rows of 4,100 are not cut at 4,096, as 4 elements would be left; the 10 elements after
-    # them start at the next multiple of 64.
+    # Rows of 4,100 are not cut at 4,096, which would leave 4 elements. The next tensor of 10
+    # elements starts at the next multiple of 64.
     plan = ops.partition_balanced([8200, 10, 10], [4100, 1, 1], 2)
     assert plan == ([0, 0, 0], [0, 8256, 8320], [8330], [[0, 4100, 8330]])
     plan = ops.partition_balanced([10, 10, 10], [1, 1, 1], 3)
@@ -158,7 +158,7 @@ def llama3_8b() -> Tensors:
 
 @pytest.mark.parametrize("world_size", [8, 64, 1024])
 def test_largest_share_of_llama3_8b(world_size: int) -> None:
-    """What the slowest rank has, bucket by bucket, is within 0.5% of an equal share."""
+    """The slowest rank's sum over the buckets is within 0.5% of an equal share."""
     tensors = llama3_8b()
     numels = [n for n, _ in tensors]
     assert sum(numels) == 8_030_261_248
@@ -181,7 +181,7 @@ def test_a_large_plan_is_quick() -> None:
     plan = ops.partition_balanced(numels, rows, 1024)
     seconds = time.perf_counter() - start
     print(f"{len(plan.lengths)} buckets in {seconds * 1e3:.1f} ms")
-    assert seconds < 1  # some tens of milliseconds; the machine may be busy
+    assert seconds < 1  # takes some tens of milliseconds, but the machine may be busy
 
 
 @pytest.mark.parametrize(

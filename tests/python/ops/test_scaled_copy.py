@@ -1,4 +1,4 @@
-"""The scaled copy: bits against single torch operations and Python's fractions, in any layout."""
+"""The scaled copy has the bits of single torch operations and of fractions, in any layout."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def copied(
 
 
 def expected(to_dtype: torch.dtype, source: Tensor, factor: float = 1.0) -> Tensor:
-    """One correctly rounded operation after the other, with numpy: product, then conversion."""
+    """Returns the product, then the conversion, each correctly rounded by numpy."""
     compute = torch.float64 if source.dtype == torch.float64 else torch.float32
     wide = source.to(compute)  # exact
     with np.errstate(all="ignore"):
@@ -64,7 +64,7 @@ def expected(to_dtype: torch.dtype, source: Tensor, factor: float = 1.0) -> Tens
 
 
 def exactly(to_dtype: torch.dtype, element: Number, factor: float, compute: str) -> int:
-    """The same of one element, with fractions."""
+    """Computes the same for one element, with fractions."""
     sign, magnitude = element
     if magnitude is NAN:
         return encode(format_of(to_dtype), (0, NAN))
@@ -78,7 +78,7 @@ def exactly(to_dtype: torch.dtype, element: Number, factor: float, compute: str)
 
 
 def edges(dtype: torch.dtype) -> Tensor:
-    """Elements of a type at which a conversion to any type, or a product, rounds differently."""
+    """Returns elements where a conversion to any type, or a product, rounds differently."""
     f = torch.finfo(dtype)
     values = [0.0, 1.0, f.tiny, f.smallest_normal, f.max, math.inf, math.nan, 1 + f.eps, 3.0]
     fp16 = [65504.0, 65519.0, 65520.0, 65536.0, 2.0**-14, 2.0**-24, 2.0**-25, 1.5 * 2.0**-24]
@@ -88,7 +88,7 @@ def edges(dtype: torch.dtype) -> Tensor:
     width = format_of(dtype).width
     patterns = [1, 2, 3, (1 << (width - 1)) + 1, (1 << width) - 1, (1 << width - 1) - 1]
     exponent = to_bits(torch.tensor([math.inf], dtype=dtype))[0]
-    patterns += [exponent + 1, exponent - 1]  # a signalling NaN; the largest
+    patterns += [exponent + 1, exponent - 1]  # a signaling NaN, and the largest
     return torch.cat([both.double().to(dtype), from_bits(dtype, patterns)])
 
 
@@ -132,7 +132,7 @@ def test_all_16_bit_elements(dtype: torch.dtype) -> None:
 
 
 def test_the_factor_is_rounded_once_to_the_compute_type() -> None:
-    factor = 1 + 2.0**-24 + 2.0**-40  # float32: 1 + 2**-23
+    factor = 1 + 2.0**-24 + 2.0**-40  # 1 + 2**-23 in float32
     source = random_elements(torch.float32, 100, 1)
     assert same_bits(copied(torch.float32, source, factor), source * torch.tensor(1 + 2.0**-23))
     doubles = source.double()
@@ -191,7 +191,7 @@ def test_one_source_for_two_targets() -> None:
 
 
 def lists_of_many(seed: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Tensors of all pairs of types and of sizes from one element to several chunks."""
+    """Returns tensors of all type pairs, in sizes from one element to several chunks."""
     sizes = [1, 7, 1000, 4097, 70_001, 3, 0, 300_000]
     pairs = [(n, *pair) for n in sizes for pair in PAIRS]
     sources = [
@@ -239,7 +239,7 @@ def memory(tensor: Tensor) -> bytes:
 
 
 def refused(to: Sequence[Tensor], sources: Sequence[Tensor], *words: str) -> None:
-    """Raises, every word is in the message, no tensor and no version changes."""
+    """Asserts that the call raises with every word, and changes no tensor and no version."""
     visible = [x for x in [*to, *sources] if x.layout == torch.strided and not x.is_meta]
     before = [(memory(x), x._version) for x in visible]
     with pytest.raises((RuntimeError, NotImplementedError)) as info:

@@ -1,4 +1,4 @@
-"""The sum of squares: exact or within its bound, and the same bits however the work is cut."""
+"""The sum of squares is exact or within its bound, with the same bits for any split."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def strides_of(shape: Sequence[int], order: Sequence[int]) -> list[int]:
 
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
-    """Dense shapes of up to some hundred elements, with dimensions in any storage order."""
+    """Draws dense shapes of up to some hundred elements, with dimensions in any storage order."""
     shape = draw(st.lists(st.sampled_from([1, 1, 2, 3, 5, 63, 64, 65]), max_size=4))
     while math.prod(shape) > 700:
         shape[shape.index(max(shape))] //= 8
@@ -120,12 +120,12 @@ def test_rows_of_permuted_tensors(dtype: torch.dtype) -> None:
     channels_last = flat.as_strided((4, 6, 20, 10), strides_of((4, 6, 20, 10), (0, 2, 3, 1)))
     assert channels_last.is_contiguous(memory_format=torch.channels_last)
     assert limbs([channels_last]) == expected_limbs(flat, 6 * 20 * 10)
-    # one image is one row, as it is as a part of several
+    # A single image is one row, like each image of a batch.
     image = flat.as_strided((1, 24, 20, 10), strides_of((1, 24, 20, 10), (0, 2, 3, 1)))
     assert limbs([image]) == expected_limbs(flat, 4800)
     assert limbs([flat.view(48, 100).t()]) == expected_limbs(flat, 100)
     assert limbs([flat.view(100, 48).t()]) == expected_limbs(flat, 1)
-    # a column of a matrix with one row, whatever its stride says, is one row
+    # A matrix with one row is one row, whatever its stride is.
     assert limbs([flat.as_strided((1, 4800), (77, 1))]) == expected_limbs(flat, 4800)
     assert limbs([flat.as_strided((4800, 1), (1, 4800))]) == expected_limbs(flat, 1)
 
@@ -150,16 +150,16 @@ def test_order_splits_offsets_and_threads(dtype: torch.dtype) -> None:
         assert limbs([matrix]) == whole
         assert limbs(rows) == limbs(rows[::-1]) == limbs(interleaved) == whole
         assert limbs([matrix[:5], matrix[5:]]) == whole
-    # cut at block boundaries, as ZeRO's shards are
+    # Cut at block boundaries, as ZeRO cuts shards.
     assert limbs([row[:, a:b] for row in rows for a, b in ((0, 4096), (4096, 8000))]) == whole
-    # several calls are one
+    # Several calls add up to one.
     accumulator = ops.new_accumulator()
     for row in rows:
         ops.grad_sumsq_([row], accumulator)
     assert accumulator.tolist() == whole
-    # 1-D tensors may be cut anywhere
+    # 1-D tensors may be cut anywhere.
     assert limbs([flat]) == limbs(flat.split(777)) == limbs([flat[:1], flat[1:]])
-    # and none of it depends on the alignment
+    # The alignment does not matter.
     for offset in range(1, 9):
         room = torch.empty(96_000 + offset, dtype=dtype)
         moved = room[offset:].copy_(flat)
@@ -284,7 +284,7 @@ def test_stated_bound_for_adversarial_orders(dtype: torch.dtype, order: str) -> 
     x = random_elements(dtype, n, 9, -high, high)
     if order in ("rising", "falling"):
         x = x.abs().sort(descending=order == "falling").values
-    elif order == "spikes":  # one large square first in every lane, then many that just round
+    elif order == "spikes":  # a large square in every lane, then many that just round
         x = torch.full((n,), 1 + 2**-7, dtype=dtype) * 2.0**-high
         x.view(2, 4160)[:, :64] = 2.0**high
     elif order == "alternating":

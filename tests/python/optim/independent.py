@@ -36,14 +36,12 @@ def round_to_bf16(bits: Words) -> Words:
 
 
 def is_upper_tie(bits: Words) -> NDArray[np.bool_]:
-    """Finds exact ties whose even neighbor is the lower one: the only values that a remainder
-    changes."""
+    """Finds ties whose even neighbor is the lower one: the only values that a remainder moves."""
     return (bits & np.uint64(0x1FFFF)) == 0x8000
 
 
 def split(bits: Words) -> tuple[Words, NDArray[np.int64]]:
-    """Returns weight bits and int16 remainder of float32 bits; upper ties become the float below
-    them."""
+    """Returns weight bits and int16 remainders of float32 bits, with upper ties decremented."""
     exact = bits - is_upper_tie(bits).astype(np.uint64)
     weight = round_to_bf16(exact)
     return weight, exact.astype(np.int64) - (weight << np.uint64(16)).astype(np.int64)
@@ -129,8 +127,7 @@ def round_stochastically(bits: Words, random: Words) -> Words:
 
 
 def round_to_24_bits_stochastically(bits: Words, random: Words) -> Words:
-    """Rounds to the values a weight plus int8 remainder can hold; a random bit decides upper
-    ties."""
+    """Rounds to what a weight and its int8 remainder can hold; a random bit decides upper ties."""
     rounded = (bits + (random & np.uint64(0xFF))) & ~np.uint64(0xFF)
     aside = np.where(random & np.uint64(0x100), np.uint64(0x100), MASK32 - np.uint64(0xFF))
     return np.where(is_upper_tie(rounded), (rounded + aside) & MASK32, rounded)
@@ -154,10 +151,9 @@ def element_factor(parameter: int, elements: Words) -> NDArray[np.int64]:
 
 
 def digest_array(tensor: Tensor, parameter: int, role: int, places: list[int] | None = None) -> int:
-    """Returns the digest of one contiguous tensor of less than 2**20 elements.
-
-    Sums signed 16-bit halves times the odd factors of their place, lane and array. Words of fp64,
-    and elements at given places, are not split: they are multiplied by their elements' factors."""
+    """Returns the digest of one contiguous tensor of less than 2**20 elements: signed 16-bit halves
+    times the odd factors of place, lane and array, summed. Words of fp64, or of elements at given
+    places, are not split; their elements' factors apply."""
     values = words(tensor)
     size = tensor.element_size()
     numbers = np.asarray(range(values.size) if places is None else places, np.uint64)
@@ -191,9 +187,8 @@ ROLES = {
 
 
 def digest(parameter: int, weight: Tensor, state: dict[str, Tensor]) -> int:
-    """Returns the digest, modulo 2**64, of a parameter without a master weight, and of its state.
-
-    The step count does not count."""
+    """Returns the digest, modulo 2**64, of a parameter's state without its step count, and of the
+    parameter unless it has a master weight."""
     total = 0 if "master_weight" in state else digest_array(weight, parameter, PARAM)
     total += sum(digest_array(state[k], parameter, r) for k, r in ROLES.items() if k in state)
     for role, name in enumerate(("exp_avg_scale_v2", "exp_avg_sq_scale_v2"), 5):

@@ -30,8 +30,7 @@ each_class = pytest.mark.parametrize("name", NAMES)
 
 
 def optimizer_info(name: str) -> OptimizerInfo:
-    """Returns torch's description of Adam or AdamW for our class, without its other
-    implementations."""
+    """Returns torch's description of Adam or AdamW with our class, and the fused kernel only."""
     info = next(i for i in optim_db if i.optim_cls is TORCH[name])
     return OptimizerInfo(
         OURS[name],
@@ -53,8 +52,7 @@ def optimizer_inputs(name: str) -> list[OptimizerInput]:
 
 
 def inputs() -> Any:
-    """Parametrizes over class and configuration; each test gets its own copy of the
-    configuration."""
+    """Parametrizes over class and configuration; each test gets its own configuration."""
     cases = [
         pytest.param(name, (name, index), id=f"{name}-{given.desc}")
         for name in NAMES

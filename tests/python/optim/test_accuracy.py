@@ -106,7 +106,7 @@ def test_at_the_floor(run: Run, reason: str) -> None:
 
 @pytest.mark.parametrize("run", [Run(), Run(p=0.02, drift=True), Run(lr=1e-2, betas=(0.9, 0.95))])
 def test_no_formula_could_do_better(run: Run) -> None:
-    """In usual settings the error equals that of one rounding to float32 per step."""
+    """In usual settings the error is that of a single rounding to float32 per step."""
     errors = measure(run, FAST, OURS[run.name], TORCH[run.name], with_floor=True)
     assert errors.ours <= 1.02 * errors.floor, errors
 

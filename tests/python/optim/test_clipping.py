@@ -1,4 +1,4 @@
-"""Clipping and the overflow check inside the step, against clip_grad_norm_ and a step after it."""
+"""Clipping and the overflow check in the step match clip_grad_norm_ followed by torch's step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHAPES = [(40, 70), (7,), (), (3, 100), (129,)]  # rows below and above 64 eleme
 def clipped_reference(
     params: list[nn.Parameter], max_norm: float, **kwargs: Any
 ) -> torch.optim.Optimizer:
-    """torch's optimizer, its gradients clipped before each step; the norms are kept."""
+    """Returns torch's optimizer with a hook that clips before each step and keeps the norms."""
     optimizer = TORCH["AdamW"](params, fused=True, **kwargs)
     optimizer.norms = []
 
@@ -47,9 +47,9 @@ def clipped_reference(
 def test_against_clip_grad_norm(
     max_norm: float, dtype: torch.dtype, rtol: float, atol: float
 ) -> None:
-    """Same norm, same parameters, with thresholds far below, near and above the norm of about 55.
+    """Norm and parameters match for thresholds far below, near and above the norm of about 55.
 
-    In float64 to a few ulps; in float32 clip_grad_norm_'s own rounding shows.
+    float64 agrees to a few ulps. float32 also includes clip_grad_norm_'s own rounding.
     """
     mine, theirs = make_params(SHAPES, dtype), make_params(SHAPES, dtype)
     ours = OURS["AdamW"](mine, lr=0.01, max_grad_norm=max_norm)
@@ -71,7 +71,6 @@ def test_against_clip_grad_norm(
 
 
 def test_one_norm_for_all_groups() -> None:
-    """Groups differ in everything but the norm, which is over all of them."""
     lists = [make_params(SHAPES), make_params(SHAPES)]
     built = []
     for params, cls, flags in (
@@ -123,7 +122,7 @@ def test_only_present_gradients_count() -> None:
 
 
 def test_norm_changes_between_steps() -> None:
-    """Settings count from the next step; a threshold of None or 0 switches clipping off."""
+    """A changed setting applies from the next step; a threshold of None or 0 disables clipping."""
     mine, plain = make_params(SHAPES), make_params(SHAPES)
     optimizer, reference = OURS["AdamW"](mine), OURS["AdamW"](plain)
     train([optimizer, reference], [mine, plain], 2)
@@ -166,7 +165,7 @@ def test_an_infinite_threshold_measures_without_clipping(gradient: float) -> Non
 @pytest.mark.parametrize("value", [math.nan, math.inf], ids=str)
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 def test_nonfinite_gradient_spreads_without_the_check(value: float, max_norm: float | None) -> None:
-    """As in torch: into its element alone, or with clipping into everything it clips."""
+    """The value spreads to its element, or with clipping to all clipped elements, as in torch."""
     mine, theirs = make_params(), make_params()
     ours = OURS["AdamW"](mine, max_grad_norm=max_norm)
     reference = TORCH["AdamW"](theirs, foreach=False)
@@ -186,7 +185,7 @@ def test_nonfinite_gradient_spreads_without_the_check(value: float, max_norm: fl
 @pytest.mark.parametrize("with_scale", [False, True])
 @pytest.mark.parametrize("stepped", [False, True])
 def test_found_inf_skips_the_step(with_scale: bool, stepped: bool) -> None:
-    """As torch.amp sets it: a scaler's scale may be there or not."""
+    """A nonzero found_inf skips the step, with or without a grad_scale."""
     params = make_params()
     optimizer = OURS["AdamW"](params)
     if stepped:
@@ -207,7 +206,7 @@ def test_found_inf_skips_the_step(with_scale: bool, stepped: bool) -> None:
 
 @pytest.mark.parametrize("max_norm", [None, 0.5])
 def test_grad_scale_divides(max_norm: float | None) -> None:
-    """Gradients times a power of two, with that scale, give the bits of plain gradients."""
+    """Gradients times a power of two, with the same grad_scale, give plain gradients' bits."""
     params, reference = make_params(), make_params()
     optimizer, plain = (OURS["AdamW"](p, max_grad_norm=max_norm) for p in (params, reference))
     for step in range(3):

@@ -1,4 +1,4 @@
-"""Written-back gradients, schedules in the control block, and step counters in one vector."""
+"""Gradient write-back, schedules in the control block, and step counters in one vector."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.flo
 def test_gradients_become_unscaled_and_clipped(
     dtype: torch.dtype, kwargs: dict[str, Any], scale: float | None
 ) -> None:
-    """Each is multiplied with the factor of docs/numerics.md section 4, in the compute type and
-    rounded once; sign and weight decay stay out of it, and the step is the one without."""
+    """The step stores each gradient times the factor of docs/numerics.md section 4, computed in the
+    compute type and rounded once, without sign and weight decay. The update does not change."""
     shapes = ((3, 4), (7,), (), (2, 1031), (0, 3))
     params, others = make_params(shapes, dtype), make_params(shapes, dtype)
     ours = OURS["Adam"](params, max_grad_norm=0.7, write_back_gradients=True, **kwargs)
@@ -82,7 +82,7 @@ def test_a_float32_gradient_of_a_bf16_parameter_is_written_back() -> None:
 
 @pytest.mark.parametrize("which", ["transposed", "strided", "expanded"])
 def test_gradients_that_would_be_copied_are_refused(which: str) -> None:
-    """There is no memory to write to while the step runs; nothing is changed by then."""
+    """A gradient that the step would copy cannot be written back; nothing changes."""
     params = make_params(((4, 6), (6, 6)))
     optimizer = OURS["AdamW"](params, max_grad_norm=0.1, write_back_gradients=True)
     set_gradients(params)
@@ -151,7 +151,7 @@ def with_lambda_lr(
 @pytest.mark.parametrize("generation", [1, 2])
 @pytest.mark.parametrize("min_factor", [0.0, 0.1])
 def test_schedule_is_lambda_lr(decay_type: str, generation: int, min_factor: float) -> None:
-    """30 steps, past the end of the schedule, of groups with learning rates of their own."""
+    """30 steps match LambdaLR past the schedule's end, for groups with different learning rates."""
     schedule = {**SCHEDULE, "decay_type": decay_type, "generation": generation,
                 "min_factor": min_factor}  # fmt: skip
     mine, theirs, lrs = make_params(), make_params(), [0.1, 0.02, 0.03, 0.7]
@@ -175,7 +175,7 @@ def test_schedule_is_lambda_lr(decay_type: str, generation: int, min_factor: flo
 
 @pytest.mark.parametrize("endless", SCHEDULE)
 def test_a_part_of_a_schedule_may_be_endless(endless: str) -> None:
-    """sys.maxsize rounds up to 2**63 as a double, which is no int64."""
+    """Any part may be sys.maxsize, which rounds up to 2**63 as a double: above int64."""
     params = make_params()
     optimizer = OURS["AdamW"](params)
     optimizer.set_schedule(
@@ -209,7 +209,7 @@ def test_a_skipped_step_does_not_advance_the_schedule() -> None:
 
 
 def test_a_copy_goes_on_with_the_schedule() -> None:
-    """Where it was, skipped steps included; state dicts are in tests/python/statedict."""
+    """A copy resumes at the same place, skipped steps included; ../statedict tests state dicts."""
     params = make_params()
     optimizer = OURS["AdamW"](params, lr=0.1, skip_nonfinite=True)
     optimizer.set_schedule(**SCHEDULE)
@@ -227,7 +227,7 @@ def test_a_copy_goes_on_with_the_schedule() -> None:
 
 
 def test_a_checkpoint_does_not_decide_settings() -> None:
-    """The run that loads it says how to clip and what the schedule is."""
+    """A loaded checkpoint does not override the clipping threshold or the schedule."""
     params = make_params()
     first = OURS["AdamW"](params, max_grad_norm=1.0)
     first.set_schedule(**SCHEDULE)
@@ -322,7 +322,7 @@ def test_a_refused_schedule_changes_nothing(wrong: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("joint", [False, True])
 def test_schedule_of_several_optimizers(joint: bool) -> None:
-    """One norm over all of them or not: each follows its own schedule."""
+    """Each optimizer follows its own schedule, with a joint norm or without."""
     kwargs = {"lr": 0.1, "max_grad_norm": 0.5} if joint else {"lr": 0.1}
     parts = [nn.Linear(3, 4), nn.Linear(4, 2)]
     container = OptimizersContainer(parts, OURS["AdamW"], kwargs)
@@ -409,7 +409,7 @@ def test_saved_steps_have_memory_of_their_own() -> None:
         memory.add(storage.data_ptr())
     optimizer.step()
     assert all(entry["step"] == 1 for entry in saved["state"].values())
-    # torch's optimizer of as many parameters saves as much
+    # torch's optimizer with as many parameters saves about as much.
     theirs = TORCH["AdamW"](make_params([(2,)] * len(params)))
     set_gradients(theirs.param_groups[0]["params"])
     theirs.step()

@@ -1,4 +1,4 @@
-"""optim/estimate.py: the tables of docs/step.md and docs/zero.md, and what is allocated."""
+"""optim/estimate.py matches the tables of docs/step.md and docs/zero.md, and real allocations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COUNT = sum(p.numel() for p in tensors(F32))
 
 @pytest.mark.parametrize(
     ("dtype", "options", "held", "moved"),
-    [  # docs/step.md, Which weights, which moments; held is of masters and moments
+    [  # docs/step.md, "Which weights, which moments"; held counts masters and moments
         (F32, {}, 8, 4 + 28),
         (BF16, {"master_weights": "fp32"}, 12, 2 + 28),
         (F16, {"master_weights": "fp32"}, 12, 2 + 28),
@@ -87,7 +87,7 @@ def test_a_step_allocates_what_was_estimated(dtype: torch.dtype, options: dict[s
 
 @pytest.mark.parametrize("world", [2, 8])
 def test_traffic_is_that_of_the_tables(world: int) -> None:
-    """docs/zero.md, Traffic; FSDP gathers weights twice and reduces gradients once."""
+    """Matches docs/zero.md, Traffic: FSDP gathers weights twice and reduces gradients once."""
     units = {"ddp": 2, "zero1": 3, "balanced": 2, "zero2": 2, "fsdp": 3}
     for sharding, count in units.items():
         ranks = estimate(tensors(F32), sharding=sharding, world_size=world)

@@ -1,4 +1,4 @@
-"""fp32_moments: which parameters keep float32 moments with state_dtype="int8", everywhere."""
+"""fp32_moments selects which parameters keep float32 moments with state_dtype="int8"."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ INT8: dict[str, Any] = {"lr": 1e-2, "state_dtype": "int8"}
 
 
 class Model(nn.Module):
-    """Two embeddings, one tied to the output layer, a matrix of 8 bits and a vector."""
+    """Two embeddings, one tied to the output layer, a matrix with 8-bit moments, and a vector."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def train(model: nn.Module, optimizer: Any, *seeds: int) -> None:
 
 
 def eight_bits(model: nn.Module, optimizer: Any) -> list[str]:
-    """Names of the parameters with codes; each has both and scales, the others float32 alone."""
+    """Names the parameters with 8-bit moments and scales; the others must have only float32."""
     found = []
     for name, param in model.named_parameters():
         state = optimizer.state[param]
@@ -234,7 +234,7 @@ def test_a_container_sees_names_without_wrappers() -> None:
 
 
 def test_small_parameters_are_stepped_in_backward_as_after_it() -> None:
-    """Their joint plan has parameters of both kinds."""
+    """The joint plan of small parameters holds parameters of both kinds."""
     models = [nn.Sequential(nn.Embedding(9, 70), nn.Linear(70, 3)) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     after = OptimizersContainer(models[:1], FusedAdamW, INT8)
@@ -296,7 +296,7 @@ def test_states_load_with_other_choices(
 
 
 def test_the_conversion_is_that_of_other_dtypes() -> None:
-    """From 8 bits to float32 as into an optimizer of float32, and back as into one of 8 bits."""
+    """Moments convert between 8 bits and float32 as in loads that change state_dtype."""
     for saved, kept, like in (
         ((), ("embedding",), {"state_dtype": torch.float32}),
         (("embedding",), (), {"state_dtype": "int8", "fp32_moments": ()}),

@@ -1,4 +1,4 @@
-"""param_groups: the usual rules, patterns, tied and frozen parameters, and torch's optimizers."""
+"""param_groups: default rules, patterns, tied and frozen parameters, and torch's optimizers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SPARED = {"block.0.bias"} | {f"block.{i}.{n}" for i, n in
         (("bias",), {"block.0.bias", "block.1.bias", "block.3.bias"}),
         (("norm", "bias", "embedding"), SPARED | {"tok.weight"}),
         (("gate$",), {"gate"}),
-        (("^head",), {"tok.weight"}),  # by its other name
+        (("^head",), {"tok.weight"}),  # the tied weight's other name
     ],
 )
 def test_rule(no_decay: tuple[str, ...], spared: set[str]) -> None:
@@ -186,7 +186,7 @@ def test_decays_by_group_and_saves_names(optimizer: type[torch.optim.Optimizer])
 
 @pytest.mark.parametrize("optimizer", [FusedAdamW, torch.optim.AdamW])
 def test_trains_as_groups_by_hand(optimizer: type[torch.optim.Optimizer]) -> None:
-    """nanoGPT's and Megatron-LM's rule, written out; to the bit."""
+    """Training equals nanoGPT's and Megatron-LM's rule, written by hand, to the bit."""
 
     def trained(by_hand: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)

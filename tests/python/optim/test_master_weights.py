@@ -1,4 +1,4 @@
-"""Master weights: 16-bit parameters whose steps are those of a float32 run."""
+"""16-bit parameters with master weights take the steps of a float32 run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .subject import (
     set_gradients,
 )
 
-# One element, odd sizes, more than a tile (512) and more than a chunk (32,768).
+# One element, odd sizes, more than a tile (512), and more than a chunk (32,768).
 SHAPES = ((3, 4), (7,), (), (2, 1030), (1, 40_003))
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SPLIT = {"remainder": split, "remainder8": split8}
@@ -38,7 +38,7 @@ def gradients(
 
 
 def twins(dtype: torch.dtype, grad_dtype: torch.dtype) -> tuple[list[nn.Parameter], ...]:
-    """16-bit parameters and float32 ones of the same values."""
+    """Returns 16-bit parameters, and float32 parameters with the same values."""
     low = make_params(SHAPES, dtype)
     if grad_dtype != dtype:
         for p in low:
@@ -66,7 +66,7 @@ def give(params: list[nn.Parameter], grads: list[Tensor]) -> None:
 def test_fp32_master_is_the_float32_run(
     dtype: torch.dtype, grad32: bool, kwargs: dict[str, Any]
 ) -> None:
-    """20 clipped steps: master and moments have the bits of the twin, the parameter is its cast."""
+    """After 20 clipped steps the state has the twin's bits; the parameter is the master's cast."""
     grad_dtype = FP32 if grad32 else dtype
     low, wide = twins(dtype, grad_dtype)
     arguments = {"lr": 0.03, "weight_decay": 0.1, "max_grad_norm": 50.0, **kwargs}
@@ -96,8 +96,8 @@ def test_fp32_master_is_the_float32_run(
 def test_remainder_is_the_float32_run_but_for_ties(
     name: str, grad32: bool, kwargs: dict[str, Any]
 ) -> None:
-    """Elements that never met an upper tie have the twin's bits, and at every step the weight is
-    the nearest even of the pair. About one tie in 2**17 element steps is certain to come up."""
+    """Elements that never reach an upper tie have the twin's bits. At every step the weight is the
+    pair's nearest even. Ties are certain to occur: about one in 2**17 element steps."""
     grad_dtype = FP32 if grad32 else BF16
     low, wide = twins(BF16, grad_dtype)
     arguments = {"lr": 0.03, "weight_decay": 0.1, "max_grad_norm": 50.0, **kwargs}
@@ -129,7 +129,7 @@ def test_remainder_is_the_float32_run_but_for_ties(
 
 @each_remainder
 def test_a_step_splits_what_it_arrives_at_as_documented(kind: str) -> None:
-    """Tie or not, checked step by step."""
+    """A step splits its float32 result as documented, ties included."""
     low = make_params(SHAPES, BF16)
     ours = OURS["AdamW"](low, lr=0.03, master_weights=kind)
     ties = 0
@@ -156,7 +156,7 @@ def test_a_step_splits_what_it_arrives_at_as_documented(kind: str) -> None:
 
 # ---- every low half ----------------------------------------------------------------------------
 
-# Zero, denormals, both parities, around one, the largest finite numbers; both signs.
+# Zero, denormals, both parities, values around 1, the largest finite numbers; both signs.
 HIGHS = (0x0000, 0x0001, 0x007F, 0x0080, 0x0081, 0x3F7F, 0x3F80, 0x3F81, 0x7F7E, 0x7F7F)
 
 
@@ -168,7 +168,7 @@ def every_low_half() -> np.ndarray:
 def loaded_and_left_alone(
     dtype: torch.dtype, saved_entry: dict[str, Tensor], weight: Tensor, kind: str
 ) -> tuple[nn.Parameter, dict[str, Tensor]]:
-    """After loading and a step that changes no value, in which the kernel rounds everything."""
+    """Loads the entry and runs a step that rounds all values in the kernel but changes none."""
     p = nn.Parameter(weight.clone())
     optimizer = OURS["AdamW"]([p], lr=0.0, weight_decay=0.0, master_weights=kind)
     saved = optimizer.state_dict()
@@ -182,7 +182,7 @@ def loaded_and_left_alone(
 
 
 def test_fp32_to_remainder_and_back_over_every_low_half() -> None:
-    """master to remainder changes exact ties only, by one float; remainder to master nothing."""
+    """Master to remainder changes ties only, by one float; the way back changes nothing."""
     values = every_low_half()
     master = floats(values)
     p, state = loaded_and_left_alone(BF16, {"master_weight": master}, master.bfloat16(),
@@ -191,7 +191,7 @@ def test_fp32_to_remainder_and_back_over_every_low_half() -> None:
     weight, remainder = split(values)
     assert (words(p) == weight).all()
     assert (state["remainder"].numpy().astype(np.int64) == remainder).all()
-    assert remainder.max() == 0x7FFF  # 0x8000 above would not fit: that is the tie that moves
+    assert remainder.max() == 0x7FFF  # 0x8000 would not fit, which is the tie that moves
     assert_same_bits([p], [master.bfloat16()])  # the cast of the exact value, ties included
 
     q, back = loaded_and_left_alone(BF16, {"remainder": state["remainder"]}, p.detach(), "fp32")
@@ -208,7 +208,7 @@ def test_fp32_to_remainder_and_back_over_every_low_half() -> None:
 
 @pytest.mark.parametrize("source", [None, "fp32", "remainder", "remainder8"])
 def test_to_an_8_bit_remainder_and_on_over_every_low_half(source: str | None) -> None:
-    """It has the nearest pair of what there was, and the parameter stays. Then nothing is lost."""
+    """The pair is the nearest to its source and keeps the parameter; more loads lose nothing."""
     values = every_low_half()
     master = floats(values)
     entries: dict[str | None, dict[str, Tensor]] = {
@@ -238,7 +238,7 @@ def test_to_an_8_bit_remainder_and_on_over_every_low_half(source: str | None) ->
 def test_parameter_is_the_cast_of_the_master(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     anything = torch.randint(-(2**31), 2**31, (2**18,), generator=generator).to(torch.int32)
-    # fp16's ties, its denormals and the edge of its range
+    # Ties of fp16, its denormals, and the edge of its range.
     halves = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.float16).float()
     values = torch.cat([floats(every_low_half()), anything.view(torch.float32), halves,
                         halves * (1 + 2.0**-11), torch.tensor([65519.0, 65520.0])])  # fmt: skip
@@ -254,7 +254,7 @@ def test_parameter_is_the_cast_of_the_master(dtype: torch.dtype) -> None:
     ("dtype", "kind"), [(BF16, "fp32"), (FP16, "fp32"), *((BF16, kind) for kind in SPLIT)]
 )
 def test_specials_stay_what_they_are(dtype: torch.dtype, kind: str) -> None:
-    """A NaN in its one form, also out of others; infinities; both zeros."""
+    """NaNs become the canonical NaN. Infinities and both zeros stay."""
     values = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0])
     odd_nans = torch.tensor([0x7F800001, -1, 0x7FFFFFFF], dtype=torch.int32).view(torch.float32)
     master = torch.cat([values, odd_nans])
@@ -310,7 +310,7 @@ def stepped(kind: str | None, dtype: torch.dtype = BF16, **kwargs: Any) -> tuple
 
 
 def twin_of(optimizer: Any, params: list[nn.Parameter], values: Callable[[Any], Tensor]) -> Any:
-    """A float32 optimizer that starts from the moments of this one and the given weights."""
+    """Returns a float32 optimizer with the optimizer's moments and the given weights."""
     wide = [nn.Parameter(values(p).clone()) for p in params]
     twin = OURS["AdamW"](wide, lr=0.02)
     saved = optimizer.state_dict()
@@ -331,7 +331,7 @@ def assert_next_step_is_the_twins(params: Any, optimizer: Any, wide: Any, twin: 
 
 @each_kind
 def test_refresh_masters(kind: str) -> None:
-    """Weights changed from outside count only after it."""
+    """Weights changed from outside count only after refresh_masters()."""
     params, optimizer = stepped(kind)
     before = [bits(optimizer.state[p][KINDS[kind]]) for p in params]
     with torch.no_grad():
@@ -390,7 +390,7 @@ def test_a_replaced_remainder_is_noticed(how: str, kind: str) -> None:
 
 
 def test_parameters_of_other_dtypes_have_no_master() -> None:
-    """float32 and float64 parameters beside bfloat16 ones are stepped as without masters."""
+    """float32 and float64 parameters next to bfloat16 step as without master weights."""
     mixed = [make_params(SHAPES[:2], dtype) for dtype in (BF16, FP32, torch.float64)]
     params = [p for group in mixed for p in group]
     plain = [nn.Parameter(p.detach().clone()) for p in params]

@@ -1,4 +1,4 @@
-"""Master weights: conversion and loading, copies, refusal, and steps skipped for overflow."""
+"""Master weights: conversion and loading, copies, refusals, and steps skipped for overflow."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .subject import (
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 SHAPES = ((3, 4), (7,), (2, 1030))
 
-# dtype of parameters, keyword arguments: every way to hold a weight and its moments
+# Dtype of parameters, and keyword arguments: every way to store a weight and its moments.
 WAYS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "fp32": (FP32, {}),
     "fp32 bf16 moments": (FP32, {"state_dtype": BF16}),
@@ -72,7 +72,7 @@ def train(params: Any, optimizer: Any, first: int, count: int = 1) -> None:
 
 
 def everything(value: Any) -> Any:
-    """A state dict with the bytes of its tensors, to be compared with ==."""
+    """Replaces the tensors of a state dict by their bytes, to compare dicts with ==."""
     if isinstance(value, Tensor):
         return (str(value.dtype), tuple(value.shape), bits(value))
     if isinstance(value, dict):
@@ -87,7 +87,7 @@ def everything(value: Any) -> Any:
 
 @each_way
 def test_save_and_load(way: str) -> None:
-    """With every dtype as it was, no memory shared with the dict and the dict unchanged."""
+    """A load keeps every dtype, shares no memory with the dict, and does not change the dict."""
     params, optimizer = build(way)
     train(params, optimizer, 0, 3)
     loaded = through_file(optimizer.state_dict())
@@ -120,7 +120,7 @@ def test_copied_optimizer_continues_bitwise(way: str, copier: str) -> None:
     unmoved = snapshot(optimizer)
     assert snapshot(other) == unmoved
     train(others, other, 2)
-    assert snapshot(optimizer) == unmoved  # the copy steps alone
+    assert snapshot(optimizer) == unmoved  # the copy has its own state
     train(params, optimizer, 2)
     assert snapshot(other) == snapshot(optimizer) != unmoved
 
@@ -128,7 +128,7 @@ def test_copied_optimizer_continues_bitwise(way: str, copier: str) -> None:
 @each_way
 @pytest.mark.parametrize("model", ["before", "after", "after a step"])
 def test_model_may_be_loaded_before_or_after_the_optimizer(way: str, model: str) -> None:
-    """A remainder belongs to the weight that is there when the next step begins."""
+    """A remainder refers to the parameter as it is when the next step begins."""
     params, optimizer = build(way)
     train(params, optimizer, 0, 3)
     saved, weights = through_file(optimizer.state_dict()), copy_params(params)
@@ -157,7 +157,7 @@ def test_model_may_be_loaded_before_or_after_the_optimizer(way: str, model: str)
 def carried(
     params: Any, optimizer: Any, kind: str | None, **kwargs: Any
 ) -> tuple[list[nn.Parameter], Any]:
-    """A new optimizer of another kind, given this one's state."""
+    """Returns an optimizer of another kind that has loaded this optimizer's state."""
     others = copy_params(params)
     other = OURS["AdamW"](others, lr=0.02, master_weights=kind, **kwargs)
     other.load_state_dict(through_file(optimizer.state_dict()))
@@ -168,7 +168,7 @@ def carried(
 @pytest.mark.parametrize("source", ["ours", "torch", "torch fused"])
 @pytest.mark.parametrize("model", ["before", "after"])
 def test_from_no_master(kind: str, source: str, model: str) -> None:
-    """The parameter becomes the master; moments are widened; then as the float32 run."""
+    """The parameter becomes the master, moments are widened, and steps match float32's."""
     start = make_params(SHAPES, BF16)
     if source == "ours":
         plain = OURS["AdamW"](start, lr=0.02)
@@ -199,7 +199,7 @@ def test_from_no_master(kind: str, source: str, model: str) -> None:
     for p, w, start in zip(params, wide, weights, strict=True):
         state = ours.state[p]
         held = words(state["master_weight"]) if kind == "fp32" else join(p, state[kind])
-        unit = 2.0**-15 if kind == "remainder8" else 0.0  # which each of two steps loses at most
+        unit = 2.0**-15 if kind == "remainder8" else 0.0  # relative loss per step, at most
         lost = (floats(held).view_as(w) - w).abs()
         assert (lost <= 2 * unit * torch.maximum(start.float().abs(), w.abs())).all()
         assert state["exp_avg"].dtype == FP32
@@ -210,7 +210,7 @@ def test_from_no_master(kind: str, source: str, model: str) -> None:
 
 @pytest.mark.parametrize("kind", ENTRY)
 def test_to_no_master(kind: str) -> None:
-    """The weight is what it was; the entry that completed it goes."""
+    """A load into an optimizer without masters drops the master or remainder entry."""
     params, optimizer = build(f"bf16 {'master' if kind == 'fp32' else kind}")
     train(params, optimizer, 0, 2)
     others, other = carried(params, optimizer, None)
@@ -218,7 +218,7 @@ def test_to_no_master(kind: str) -> None:
     other.step()
     for q in others:
         assert other.state[q].keys() == {"step", "exp_avg", "exp_avg_sq"}
-    # torch's class takes the dict as well: the extra entry does not stop it
+    # torch's class also loads the state dict: the extra entry does not matter.
     theirs = copy_params(params)
     torchs = TORCH["AdamW"](theirs, lr=0.02)
     torchs.load_state_dict(through_file(optimizer.state_dict()))
@@ -227,10 +227,10 @@ def test_to_no_master(kind: str) -> None:
 
 
 def test_moments_keep_the_dtype_they_are_held_in() -> None:
-    """torch would cast the float32 moments of a bfloat16 parameter; here they stay exact."""
+    """A load keeps float32 moments of a bfloat16 parameter exact, where torch would cast them."""
     params, optimizer = build("bf16 master")
     train(params, optimizer, 0, 2)
-    # a value that bfloat16 does not have, so that a detour through it would show
+    # Some value has no bfloat16 form, so that a cast through bfloat16 would show.
     assert any(
         not torch.equal(
             optimizer.state[p]["exp_avg"].to(BF16).float(), optimizer.state[p]["exp_avg"]
@@ -325,7 +325,7 @@ def test_a_wrong_master_is_refused_before_anything_changes(
     ("special", "max_norm"), [(math.nan, None), (math.inf, None), (-math.inf, 3.0)]
 )
 def test_an_overflow_leaves_every_byte(way: str, special: float, max_norm: float | None) -> None:
-    """Whichever element it is in, the last one of the last tensor included; then all goes on."""
+    """An overflow in any element changes no byte, and later steps are as without the overflow."""
     params, optimizer = build(way, skip_nonfinite=True, max_grad_norm=max_norm)
     others, other = build(way, skip_nonfinite=True, max_grad_norm=max_norm)
     train(params, optimizer, 0, 2)

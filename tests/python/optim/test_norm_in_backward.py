@@ -1,4 +1,4 @@
-"""The norm measured in backward: the bits of the ordinary step, and what it falls back from."""
+"""Norms measured in backward have an ordinary step's bits, or are measured again in the step."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from torchopt_ext.optim import norm_in_backward as subject
 
 from .subject import bits, snapshot, through_file
 
-# 2 MB, under and over what a hook is put on, a long row, and a small one.
+# 2 MB, below and above the size that gets a hook, a long row, and a small parameter.
 SHAPES = [(512, 1024), (100, 30), (130, 200), (1, 70_000), (16,)]
 OPTIONS: dict[str, Any] = {"lr": 0.01, "max_grad_norm": 0.5, "skip_nonfinite": True}
 
 
 class Model(nn.Module):
-    """Parameters whose gradients are known."""
+    """A model whose gradients are known."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ Run = Callable[[Model, Any], None]
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """How many gradients the norm of each step did not read again."""
+    """Counts the gradients of each step that the norm does not read again."""
     counts: list[int] = []
     last: dict[Any, int] = {}
     original = subject.NormInBackward.known, subject.NormInBackward.end_step
@@ -87,7 +87,7 @@ def content(run: Run, prepare: Callable[[Model], object], **options: Any) -> lis
 def assert_same_run(
     run: Run, prepare: Callable[[Model], object] = lambda model: None, **options: Any
 ) -> None:
-    """Norms, parameters and state are those of a run without."""
+    """Norms, parameters and state have the bits of a run without norm_in_backward."""
     early = content(run, prepare, norm_in_backward=True, **options)
     assert early == content(run, prepare, **options)
 
@@ -101,7 +101,7 @@ def steps(model: Model, optimizer: Any, count: int = 3, each: Any = None, **kwar
         optimizer.zero_grad()
 
 
-LARGE = 3  # of SHAPES
+LARGE = 3  # shapes that get a hook
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_small_ones_wait_for_others_or_the_end(
 def test_a_gradient_that_changes_while_it_waits(
     measured: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is summed as it is then, or not at all where it has gone."""
+    """A waiting gradient counts with its final value, or not at all if it was removed."""
     monkeypatch.setitem(subject.CACHED_BYTES, "cpu", 1 << 30)
 
     def run(model: Model, optimizer: Any) -> None:
@@ -232,7 +232,7 @@ CHANGES = [change_in_place, change_by_list, replace, replace_memory, view, drop]
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_changed_gradients_are_read_again(measured: list[int], change: Any) -> None:
-    """Another gradient at the address of a freed one is another."""
+    """Every changed gradient is read again, even one at the address of a freed gradient."""
     with pytest.warns(UserWarning, match="norm_in_backward saves nothing") as caught:
         assert_same_run(lambda m, o: steps(m, o, each=change))
     assert measured == [0] * 3
@@ -262,7 +262,7 @@ def test_gradients_that_are_cleared_without_a_step(measured: list[int]) -> None:
             steps(model, optimizer)
 
     assert_same_run(run)
-    # The model does not tell: its second gradients are taken for those of a second micro-batch.
+    # The model does not report zero_grad(): its next gradients count as a second micro-batch.
     assert measured == [LARGE, LARGE, LARGE, 0, 0, LARGE]
 
 
@@ -292,7 +292,7 @@ def test_closures(measured: list[int]) -> None:
 @pytest.mark.parametrize("unscaled_before", [False, True])
 @pytest.mark.parametrize("make", [GradScaler, torch.amp.GradScaler])
 def test_scalers(measured: list[int], make: Any, unscaled_before: bool) -> None:
-    """unscale_() leaves no trace on gradients but the scaler's flag."""
+    """Scalers work, although unscale_() marks gradients only by the scaler's flag."""
 
     def run(model: Model, optimizer: Any) -> None:
         scaler = make("cpu", init_scale=2.0**10)
@@ -371,7 +371,7 @@ def parts() -> list[nn.Module]:
 
 @pytest.mark.parametrize("deferred", [False, True])
 def test_containers(measured: list[int], deferred: bool) -> None:
-    """One decision over two optimizers, in the step or in the call before it."""
+    """Two optimizers of a container decide jointly, in the step or in the clip() call before it."""
     from types import SimpleNamespace
 
     config = SimpleNamespace(
@@ -405,7 +405,7 @@ def test_a_container_in_backward_rejects_it() -> None:
 
 
 def test_two_threads_run_backward(measured: list[int]) -> None:
-    """The sums are of both."""
+    """The sums include the gradients of both threads."""
     from concurrent.futures import ThreadPoolExecutor
 
     def run(model: Model, optimizer: Any) -> None:

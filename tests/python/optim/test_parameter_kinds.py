@@ -1,4 +1,4 @@
-"""Which parameters and gradients are taken: frozen ones of any kind, complex, wrapped, 16-bit."""
+"""Accepted parameters and gradients: frozen of any kind, complex, wrapped, and 16-bit gradients."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ FROZEN: dict[str, Callable[[], Tensor]] = {
 
 @pytest.mark.parametrize("kind", FROZEN)
 def test_frozen_parameters_of_any_kind(kind: str) -> None:
-    """As first parameter, in steps, state dicts and whatever else looks at all parameters."""
+    """A frozen first parameter of any kind does not disturb steps, state dicts and other loops."""
     frozen = nn.Parameter(FROZEN[kind](), requires_grad=False)
     params, reference = make_params(), make_params()
     optimizer, alone = (
@@ -87,7 +87,7 @@ def test_frozen_parameters_of_any_kind_under_wrappers(kind: str, base: Any) -> N
 
 @pytest.mark.parametrize("kind", ["float8", "meta", "subclass"])
 def test_unfrozen_parameters_are_checked(kind: str) -> None:
-    """With the first gradient, by name and before anything is changed."""
+    """An unsupported parameter is rejected by name at its first gradient, before any change."""
     bad, params = nn.Parameter(FROZEN[kind](), requires_grad=False), make_params()
     optimizer = OURS["AdamW"]([("bad", bad), *((str(i), p) for i, p in enumerate(params))])
     train([optimizer], [params], 1)
@@ -114,7 +114,7 @@ COMPLEX_OPTIONS: list[dict[str, Any]] = [
 
 
 def complex_params(dtype: torch.dtype) -> list[nn.Parameter]:
-    """Rows of one block, long and short ones, a scalar, a transposed matrix, one with gaps."""
+    """Returns long and short rows, a scalar, a transposed matrix, and a column with gaps."""
     generator = torch.Generator().manual_seed(0)
     shapes: list[tuple[int, ...]] = [(2, 3000), (7,), (), (5, 40), (3, 4), (6, 2)]
     values = [torch.randn(shape, dtype=dtype, generator=generator) for shape in shapes]
@@ -132,7 +132,7 @@ def set_complex_gradients(params: list[nn.Parameter], seed: int) -> None:
 @pytest.mark.parametrize("options", COMPLEX_OPTIONS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
 def test_complex(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
-    """The bits of a step over the real and imaginary parts, and torch's values and state."""
+    """A step has the bits of a step over real and imaginary parts, and torch's values and state."""
     mine = complex_params(dtype)
     parts = [nn.Parameter(torch.view_as_real(p.detach()).clone()) for p in mine]
     theirs = copy_params(mine)
@@ -148,9 +148,9 @@ def test_complex(name: str, options: dict[str, Any], dtype: torch.dtype) -> None
         ours.step()
         real.step()
         reference.step()
-        if step == 1:  # state goes to torch and back
+        if step == 1:  # exchange the state with torch
             reference.load_state_dict(copy.deepcopy(ours.state_dict()))
-            reference.param_groups[0]["fused"] = None  # on a CPU torch's has no complex kernel
+            reference.param_groups[0]["fused"] = None  # torch's CPU kernel does not support complex
             ours.load_state_dict(copy.deepcopy(reference.state_dict()))
     assert_same_bits([torch.view_as_real(p.detach()) for p in mine], parts)
     assert bits(ours.control.grad_norm) == bits(real.control.grad_norm)
@@ -164,7 +164,7 @@ def test_complex(name: str, options: dict[str, Any], dtype: torch.dtype) -> None
 
 
 def test_complex_gradients_that_are_not_as_their_parameter() -> None:
-    """A conjugate that is not in memory yet is; other dtypes are named."""
+    """A lazy conjugate is resolved first, and gradients of other dtypes are rejected by name."""
     mine, reference = [nn.Parameter(torch.ones(5, dtype=torch.complex64)) for _ in range(2)]
     gradient = torch.randn(5, dtype=torch.complex64)
     mine.grad, reference.grad = gradient.conj(), gradient.conj().resolve_conj()
@@ -192,7 +192,7 @@ def test_complex_gradients_that_are_not_as_their_parameter() -> None:
     ids=str,
 )
 def test_gradients_of_16_bits(gradient: torch.dtype, options: dict[str, Any]) -> None:
-    """The bits of a step with the same gradients as float32."""
+    """A step with 16-bit gradients has the bits of a step with the same values in float32."""
     shapes = ((3, 5000), (7,), (40, 70))
     mine, reference = make_params(shapes), make_params(shapes)
     optimizers = [OURS["AdamW"](params, **options) for params in (mine, reference)]
@@ -213,7 +213,7 @@ def test_gradients_of_16_bits(gradient: torch.dtype, options: dict[str, Any]) ->
 
 
 def test_gradients_of_16_bits_from_autograd() -> None:
-    """As docs/step.md says; they can be written back, and float64 parameters need float64."""
+    """The example of docs/step.md works with write-back; float64 parameters need float64."""
     wide, double = nn.Parameter(torch.ones(3, 5)), nn.Parameter(torch.ones(3, dtype=torch.float64))
     optimizer = OURS["AdamW"]([wide, double], max_grad_norm=1.0, write_back_gradients=True)
     wide.grad_dtype = torch.bfloat16
@@ -233,10 +233,10 @@ def test_gradients_of_16_bits_from_autograd() -> None:
 
 
 class Wrapped(Tensor):
-    """A weight as torchao's float8 and int8 training hold it: memory is that of an inner tensor.
+    """A weight as in torchao's float8 and int8 training: its memory is that of an inner tensor.
 
-    ``scale`` stands for what is computed once a step for all weights; operators return plain
-    tensors, but for those that FSDP2 makes shards with.
+    ``scale`` stands for a value computed once per step for all weights. Operators return plain
+    tensors, except the operators with which FSDP2 makes shards.
     """
 
     KEPT = ("empty_like", "new_zeros", "slice", "view", "as_strided", "_to_copy", "split", "clone")
@@ -302,7 +302,7 @@ def plain(tensor: Any) -> Tensor:
 @pytest.mark.parametrize("sharded", [False, True], ids=["plain", "fsdp"])
 @pytest.mark.parametrize("held", ["fp32", "master", "torch under FSDPadaptOptimizer"])
 def test_wrapper_subclasses(held: str, sharded: bool, one_rank: None) -> None:
-    """The inner tensor is stepped: the bits of the same weights without the subclass."""
+    """A step has the bits of a step on the same weights without the subclass."""
     dtype = torch.float32 if held == "fp32" else torch.bfloat16
     models = [linear_model(wrapped, sharded, dtype) for wrapped in (False, True)]
     optimizers: list[Any] = []
@@ -315,7 +315,7 @@ def test_wrapper_subclasses(held: str, sharded: bool, one_rank: None) -> None:
             named = model.named_parameters()
             optimizers.append(OURS["AdamW"](named, lr=0.1, max_grad_norm=1.0, **kwargs))
     for step in range(4):
-        if step == 2:  # through a state dict
+        if step == 2:  # round trip through a state dict
             for optimizer in optimizers:
                 optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         generator = torch.Generator().manual_seed(step)
@@ -340,7 +340,7 @@ def test_wrapper_subclasses(held: str, sharded: bool, one_rank: None) -> None:
 
 
 def test_wrapper_subclasses_under_fsdp_train(one_rank: None) -> None:
-    """Forward and backward through FSDP2's all-gather of the subclass, as torch's AdamW trains."""
+    """Training through FSDP2's all-gather of the subclass matches torch's AdamW."""
     data = torch.randn(4, 5, generator=torch.Generator().manual_seed(1))
     found = []
     for make in (OURS["AdamW"], torch.optim.AdamW):

@@ -1,6 +1,6 @@
-"""A step's plan and everything that may change under it between two steps.
+"""Changes between two steps invalidate the step's plan where they must.
 
-The measure is always an optimizer built afresh from the parameters and the state as they are.
+Each test compares with an optimizer built from scratch on the current parameters and state.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Setup = tuple[list[nn.Parameter], Any]
 
 @pytest.fixture
 def builds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """One entry for every time a plan was built from Python."""
+    """Returns a list with one entry per plan built from Python."""
     found: list[int] = []
     build = state_module.build_plan
 
@@ -53,7 +53,7 @@ def params_of(optimizer: Any) -> list[nn.Parameter]:
 
 
 def afresh(optimizer: Any, **kwargs: Any) -> Any:
-    """A new optimizer over copies of the parameters as they are, with copies of the state."""
+    """Returns a new optimizer over copies of the parameters, with copies of the state."""
     groups = []
     for group in optimizer.param_groups:
         copies = []
@@ -85,7 +85,7 @@ def assert_steps_as_a_fresh_one(optimizer: Any, steps: int = 2, **kwargs: Any) -
         assert [bits(p) for p in params_of(optimizer)] != before
 
 
-# ---- changes, each a function of parameters and optimizer ----------------------------------------
+# ---- changes: functions of parameters and optimizer ----------------------------------------------
 
 
 def replace_parameter(params: list[nn.Parameter], optimizer: Any) -> None:
@@ -115,12 +115,12 @@ def set_data(tensor: Tensor, value: Tensor) -> None:
 
 
 def transposed(tensor: Tensor) -> Tensor:
-    """The same values in the other order of memory."""
+    """Returns the same values in the other memory order."""
     return tensor.t().contiguous().t()
 
 
 def shifted(tensor: Tensor) -> Tensor:
-    """The same values one element into an allocation."""
+    """Returns the same values, one element into an allocation."""
     return torch.cat([torch.zeros(1), tensor.flatten()])[1:].view(tensor.shape)
 
 
@@ -196,7 +196,7 @@ def test_a_change_under_master_weights(change: str, kind: str) -> None:
     params, optimizer = started(dtype=BF16, master_weights=kind)
     CHANGES[change](params, optimizer)
     if change in ("other memory", "swapped"):
-        optimizer.refresh_masters()  # other values, and the master does not know
+        optimizer.refresh_masters()  # otherwise the master would keep the old values
     assert_steps_as_a_fresh_one(optimizer, master_weights=kind)
 
 
@@ -226,7 +226,7 @@ def test_a_plan_is_built_once(builds: list[int]) -> None:
 
 
 def test_gradients_in_turns(builds: list[int]) -> None:
-    """Parameters with and without gradient, and a first gradient that comes late."""
+    """Gradients that come and go, or first come late, step as in a fresh optimizer."""
     params, optimizer = started(steps=0)
     counts = [0] * len(params)
     for step in range(12):
@@ -243,7 +243,7 @@ def test_gradients_in_turns(builds: list[int]) -> None:
         assert_same_bits(params, params_of(fresh))
         found = [float(optimizer.state[p]["step"]) if optimizer.state[p] else 0 for p in params]
         assert found == counts
-    assert len(builds) - 12 <= len(params)  # the fresh ones build one each
+    assert len(builds) - 12 <= len(params)  # each fresh optimizer builds one
 
 
 # ---- other dtypes and shapes ---------------------------------------------------------------------
@@ -254,13 +254,13 @@ def test_gradients_in_turns(builds: list[int]) -> None:
     ("before", "after"), [(torch.float32, BF16), (BF16, torch.float32), (BF16, torch.float16)]
 )
 def test_another_dtype(kind: str | None, before: torch.dtype, after: torch.dtype) -> None:
-    """As model.to(dtype) does it; a master weight comes or goes with the dtype."""
+    """After a change like model.to(dtype), steps go on; masters come or go with the dtype."""
     params, optimizer = started(dtype=before, master_weights=kind)
     for p in params:
         p.grad = None
         p.data = p.detach().to(after)
     fresh = afresh(optimizer, master_weights=kind)
-    if kind is None:  # without a wish for a dtype moments are taken as they are
+    if kind is None:  # without state_dtype the moments keep their dtype
         for p, q in zip(params, params_of(fresh), strict=True):
             fresh.state[q] = copy.deepcopy(dict(optimizer.state[p]))
     set_gradients(params, params_of(fresh), seed=50)
@@ -304,7 +304,6 @@ def test_another_shape_is_refused_by_name(size: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("way", ["entry", "data"])
 def test_shared_state_memory_is_refused(way: str) -> None:
-    """Two parameters that would write the same moments."""
     params = make_params(((4,), (4,)))
     optimizer = OURS["AdamW"](params, **KWARGS)
     set_gradients(params)
@@ -345,7 +344,7 @@ def _collected() -> Iterator[None]:
     ids=["plain", "clipped", "all"],
 )  # fmt: skip
 def test_soak(kwargs: dict[str, Any]) -> None:
-    """4,000 steps with gradients that come and go: neither memory nor objects grow."""
+    """4,000 steps with changing gradients grow neither memory nor object count."""
     dtype = BF16 if "master_weights" in kwargs else torch.float32
     params = make_params(((64, 65), (65,), (), (300,)), dtype=dtype)
     optimizer = OURS["AdamW"](params, lr=1e-4, **kwargs)
@@ -369,7 +368,7 @@ def test_soak(kwargs: dict[str, Any]) -> None:
         steps(1000)
         gc.collect()
         grown.append((len(gc.get_objects()) - objects, resident_pages() - pages))
-    # 400 KB: 1,000 steps of 400 bytes each would show every time, what a first step makes only once
+    # 100 pages are 400 KB: a leak of 400 bytes a step shows in every round, a first step only once.
     assert min(objects for objects, _ in grown) < 50
     assert min(pages for _, pages in grown) < 100
 

@@ -1,4 +1,4 @@
-"""Moments of 8 bits, against the formulas of docs/numerics.md section 11 in numpy."""
+"""8-bit moments match the formulas of docs/numerics.md section 11, written in numpy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ENTRIES = ["exp_avg", "exp_avg_sq", "exp_avg_scale_v2", "exp_avg_sq_scale_v2"]
 
 
 def gradients(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Of many magnitudes, with a group of zeros."""
+    """Returns gradients of many magnitudes, with one group of zeros."""
     generator = torch.Generator().manual_seed(seed)
     g = torch.randn(shape, generator=generator) * torch.randn(shape, generator=generator).exp()
     g[0, :64] = 0
@@ -42,13 +42,13 @@ def params(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[nn.Parameter]:
 
 
 class Reference:
-    """One parameter of rows of 200 elements: its float32 weight, codes and scales."""
+    """A parameter with rows of 200 elements: its float32 weight, codes and scales."""
 
     def __init__(self, weight: Tensor, rounding: tuple[int, int] | None) -> None:
         self.weight = weight.detach().float().numpy().copy()
         self.codes = [np.zeros(weight.shape, np.int64), np.zeros(weight.shape, np.int64)]
         self.scales = [np.zeros((weight.shape[0], 4), F), np.zeros((weight.shape[0], 4), F)]
-        self.rounding = rounding  # seed and number of the parameter
+        self.rounding = rounding  # rounding seed and parameter number
         self.count = 0
 
     def step(self, gradient: Tensor, factor: float = 1.0, scales: bool = False) -> None:
@@ -82,7 +82,7 @@ class Reference:
             self.codes[k] = code.astype(np.int64)
 
     def added(self, k: int, shape: tuple[int, ...]) -> Floats:
-        """From 0 to 1, to the codes of exp_avg (k = 0) or of the root."""
+        """Returns the numbers in [0, 1) added to the codes of exp_avg (k = 0) or of the root."""
         if self.rounding is not None:
             numbers = np.arange(math.prod(shape), dtype=np.uint64)
             seed, number = self.rounding
@@ -136,8 +136,8 @@ def test_a_step_to_the_bit(master: str | None, grad_dtype: torch.dtype, stochast
 @pytest.mark.parametrize("master", ["fp32", "remainder8"])
 @pytest.mark.parametrize("shape", [(7, 5), (9, 130), (40, 150), (9, 300), (5, 1031), (3, 64, 6)])
 def test_tracking_changes_no_bit(shape: tuple[int, ...], master: str) -> None:
-    """Rows whose groups do not fill the tiles that tracking steps; digests with norms and without
-    are of other tiles."""
+    """Tracking changes no bit in rows whose groups do not fill the tiles of a tracked step. Digests
+    computed with norms and without use different tiles."""
     found, digests = [], []
     for track in ((), ("norms",), ("lost_updates",), ("digest",), ("norms", "digest")):
         (p,) = params(torch.bfloat16, shape)
@@ -156,7 +156,7 @@ def test_tracking_changes_no_bit(shape: tuple[int, ...], master: str) -> None:
     [
         (1, {"max_grad_norm": 0.3}),
         (1e12, {"max_grad_norm": 0.3}),
-        (1e25, {"max_grad_norm": 0.3}),  # squares of what is not yet clipped overflow
+        (1e25, {"max_grad_norm": 0.3}),  # squares overflow before clipping
         (1, {"max_grad_norm": 0.0}),
         (1, {"maximize": True}),
         (1e-12, {"maximize": True}),
@@ -203,7 +203,7 @@ def test_squares_that_overflow_move_no_weight(size: float) -> None:
 
 @pytest.mark.parametrize("eps", [1e-8, 0.0])
 def test_updates_are_adams(eps: float) -> None:
-    """The first update of each element is of the step's size."""
+    """The first update of each element has the size of the step."""
     own = params(torch.float32, (8, 64))
     own[0].data.zero_()
     sizes = 10.0 ** torch.arange(-6, 10, 2).view(8, 1)
@@ -222,7 +222,7 @@ def test_updates_are_adams(eps: float) -> None:
     ids=["dithered", "random"],
 )
 def test_the_format_is_the_one_of_saved_states(stochastic: bool, digest: str) -> None:
-    """Pins what steps store: bytes that differ may mean that states of before read otherwise."""
+    """Pins the bytes that steps store: other bytes may decode older states differently."""
 
     def spread(seed: int) -> Tensor:  # exact in float32, of magnitudes from 2^-27 to 2^3
         words = (np.arange(1000, dtype=np.uint64) + np.uint64(seed * 1000)) * np.uint64(2654435761)
@@ -268,13 +268,13 @@ def test_rows_threads_and_order_change_no_bit() -> None:
 
 
 def test_gradients_are_only_read(tmp_path: Path) -> None:
-    """Of memory that must not be written, with groups shorter than others."""
+    """A step only reads gradients: read-only memory works, also where a group is short."""
     np.full((5, 100), 0.5, F).tofile(tmp_path / "gradient")
     gradient = np.memmap(tmp_path / "gradient", F, "r", shape=(5, 100))
     own = params(torch.float32, (5, 100))
     optimizer = FusedAdamW(own, LR, state_dtype="int8")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of memory that it could write
+        warnings.simplefilter("ignore")  # torch warns that the array is not writable
         own[0].grad = torch.from_numpy(gradient)
     optimizer.step()
     assert optimizer.state[own[0]]["exp_avg"].ge(126).all()
@@ -317,13 +317,13 @@ def test_what_is_not_finite() -> None:
     scales = torch.stack([state["exp_avg_scale_v2"], state["exp_avg_sq_scale_v2"]])
     assert scales.isfinite().tolist() == [[[False, True], [True, False], [False, True]]] * 2
     assert (~own[0].isfinite()).nonzero().tolist() == [[0, 3], [1, 70], [2, 5]]
-    for row in (0, 2):  # the same on every instruction set
+    for row in (0, 2):  # independent of the instruction set
         assert (state["exp_avg"][row, :64] == -128).all()
         assert not state["exp_avg_sq"][row, :64].any()
 
 
 def test_second_moments_follow_slow_changes() -> None:
-    """A step changes them by less than a code: rounded to nearest, they would stay."""
+    """The second moment follows changes of less than a code, which nearest rounding would lose."""
     own = [nn.Parameter(torch.zeros(1, 64))]
     optimizer = FusedAdamW(own, lr=0.0, state_dtype="int8", betas=(0.9, 0.999))
     grad = torch.full((1, 64), 1.0)
@@ -411,9 +411,9 @@ def test_a_dtensor_has_scales_placed_as_it_is(one_rank: None) -> None:
     assert state["exp_avg_scale_v2"].shape == (6, 4)
 
 
-@pytest.mark.parametrize("change", ["channels_last", "double"])  # which goes with fp64 moments only
+@pytest.mark.parametrize("change", ["channels_last", "double"])  # double needs fp64 moments
 def test_codes_of_a_parameter_that_can_hold_none_become_floats(change: str) -> None:
-    """Exactly, whether the state is loaded or the parameter converted between two steps."""
+    """Codes decode exactly, whether the state is loaded or the parameter is converted later."""
 
     def conv() -> nn.Conv2d:
         torch.manual_seed(0)
@@ -442,7 +442,7 @@ def test_codes_of_a_parameter_that_can_hold_none_become_floats(change: str) -> N
     for weight, optimizer in pairs[:1] if change == "double" else pairs:
         weight.grad = torch.zeros_like(weight)
         for group in optimizer.param_groups:
-            group["betas"] = (0.0, 0.0)  # zeros by a step: no trace of how they were read
+            group["betas"] = (0.0, 0.0)  # a step with betas 0 erases the moments
         held = {k: v.clone() for k, v in optimizer.state[weight].items()}
         if optimizer is loaded:
             for name in ("exp_avg", "exp_avg_sq"):
@@ -466,7 +466,7 @@ def test_amsgrad_is_not_loaded_beside_8_bits() -> None:
 
 
 def test_a_layout_that_comes_and_goes() -> None:
-    """Moments follow what the parameter can hold; a dtype that no step takes leaves them."""
+    """Moments follow what the layout can hold; a rejected dtype leaves them unchanged."""
     torch.manual_seed(0)
     module = nn.Conv2d(16, 5, 3, bias=False)
     optimizer = FusedAdamW(module.parameters(), state_dtype="int8")

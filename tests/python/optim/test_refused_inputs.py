@@ -1,4 +1,4 @@
-"""What is refused: by name, before anything is changed, leaving the optimizer usable."""
+"""Refused inputs raise by name, before any change, and leave the optimizer usable."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ BAD_PARAMETERS: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
 
 @pytest.mark.parametrize("kind", BAD_PARAMETERS)
 def test_refused_tensors(kind: str) -> None:
-    """Named with its position and kind, at construction or at the first step with a gradient."""
+    """The error names the parameter and its kind, at construction or at the first step."""
     make, pattern = BAD_PARAMETERS[kind]
     good = nn.Parameter(torch.ones(4))
     bad = make()
@@ -60,7 +60,7 @@ def test_refused_tensors(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", BAD_GRADIENTS)
 def test_refused_gradients(kind: str) -> None:
-    """Nothing is changed, and the optimizer goes on as if the step had not been tried."""
+    """Nothing changes, and later steps are as if the refused step had not been tried."""
     make, pattern = BAD_GRADIENTS[kind]
     params, reference = make_params(), make_params()
     named = [(f"p{i}", p) for i, p in enumerate(params)]
@@ -80,7 +80,7 @@ def test_refused_gradients(kind: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"lr": "1e-3"}, "lr is '1e-3', expected a number"),  # as YAML reads 1e-3
+        ({"lr": "1e-3"}, "lr is '1e-3', expected a number"),  # YAML reads 1e-3 as a string
         ({"lr": None}, "lr is None"),
         ({"eps": "1e-8"}, "eps is '1e-8'"),
         ({"weight_decay": [0.1]}, r"weight_decay is \[0.1\]"),
@@ -119,7 +119,7 @@ def test_numbers_of_any_type_are_taken(name: str) -> None:
 
 
 def test_settings_of_another_type_are_refused() -> None:
-    """Of a group, of the schedule and of the loss scale; all is as it was."""
+    """Wrong types in a group, schedule or loss scale raise and change nothing."""
     optimizer = OURS["AdamW"]([nn.Parameter(torch.ones(2))])
     steps = {"warmup_steps": 1, "stable_steps": 1, "decay_steps": 1}
     before = optimizer.control.live("lr_factor")._base.clone()
@@ -161,7 +161,7 @@ def test_a_group_given_another_type_later_is_refused() -> None:
 
 @pytest.mark.parametrize("moment", ["exp_avg", "exp_avg_sq"])
 def test_a_moment_that_was_taken_away_is_missed(moment: str) -> None:
-    """Zeros in its place would make the next update several times too large."""
+    """Treating a missing moment as zeros would make the next update several times too large."""
     params = make_params([(3,), (2, 4)])
     optimizer = OURS["AdamW"](params)
     train([optimizer], [params], 2)

@@ -1,4 +1,4 @@
-"""What surrounds a step: swapped and freed memory, lazy gradients, threads, failures half way."""
+"""Conditions around a step: swapped and freed memory, lazy gradients, threads, partial failures."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_moment_transposed_in_place_is_put_right() -> None:
         optimizers[0].state[param]["exp_avg"].t_().t_()
         moment = optimizers[0].state[param]["exp_avg_sq"]
         values = moment.clone()
-        moment.t_()  # the same memory, read in another order
+        moment.t_()  # the same memory in another order
         moment.copy_(values)
     assert torch.equal(param, reference)
 
@@ -208,7 +208,7 @@ def test_a_second_thread_is_refused_while_gradients_are_summed(
         thread.join()
         return reduce(*args)
 
-    for _ in range(2):  # the first builds the plan
+    for _ in range(2):  # the first step builds the plan
         set_both(*reference)
         alone.step()
         set_both(*params)

@@ -1,4 +1,4 @@
-"""State dicts: exchange with torch's optimizers, independence of copies, refusal as a whole."""
+"""State dicts: exchange with torch's optimizers, independent copies, and refused loads."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def kwargs_of(configuration: str, implementation: str = "fused") -> dict[str, An
 
 
 def assert_same_state(ours: torch.optim.Optimizer, theirs: torch.optim.Optimizer) -> None:
-    """Parameters and state of both agree up to rounding, and step counts exactly."""
+    """Asserts that parameters and state agree up to rounding, and step counts exactly."""
     for mine, reference in zip(ours.param_groups, theirs.param_groups, strict=True):
         for p, q in zip(mine["params"], reference["params"], strict=True):
             assert_close_to_torch([p], [q])
@@ -68,7 +68,7 @@ def assert_same_state(ours: torch.optim.Optimizer, theirs: torch.optim.Optimizer
 def test_exchange_with_torch(
     name: str, configuration: str, implementation: str, start_with: str
 ) -> None:
-    """Three steps with one, its state into the other, four more with both: the same training."""
+    """After three steps the other optimizer loads the state, and both train alike for four more."""
     makers: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
         "torch": lambda params: TORCH[name](
             params, **kwargs_of(configuration, implementation), **IMPLEMENTATIONS[implementation]
@@ -78,13 +78,13 @@ def test_exchange_with_torch(
     continue_with = "ours" if start_with == "torch" else "torch"
     params = make_params()
     first = makers[start_with](params)
-    params[2].requires_grad_(False)  # a parameter that never steps has no state to exchange
+    params[2].requires_grad_(False)  # a parameter that never steps has no state
     trained = [p for p in params if p.requires_grad]
     train([first], [trained], 3)
 
     copies = copy_params(params)
     second = makers[continue_with](copies)
-    second.load_state_dict(deepcopy(first.state_dict()))  # torch's loading shares memory
+    second.load_state_dict(deepcopy(first.state_dict()))  # loading in torch shares memory
     assert second.state_dict()["state"].keys() == first.state_dict()["state"].keys()
     others = [c for p, c in zip(params, copies, strict=True) if p.requires_grad]
     assert_same_state(first, second)
@@ -94,7 +94,7 @@ def test_exchange_with_torch(
 
 
 def test_deepcopy_with_the_model() -> None:
-    """Copied together, the optimizer's parameters are the copied model's."""
+    """If both are copied together, the copied optimizer holds the copied model's parameters."""
     model = nn.Linear(3, 2)
     optimizer = OURS["AdamW"](model.named_parameters())
     train([optimizer], [list(model.parameters())], 2)
@@ -124,7 +124,7 @@ def test_copies_keep_clipping() -> None:
 
 
 def test_state_dict_before_the_first_step() -> None:
-    """It has no state, changes nothing, and loads."""
+    """A state dict from before the first step is empty and loads without effect."""
     params, reference = make_params(), make_params()
     optimizer, same = OURS["AdamW"](params), OURS["AdamW"](reference)
     state_dict = optimizer.state_dict()
@@ -148,7 +148,7 @@ def test_hyperparameters_come_with_the_state() -> None:
 
 
 def test_dtype_follows_the_parameter() -> None:
-    """Moments are cast to the parameter's dtype, as torch does; step counts are not."""
+    """A load casts moments to the parameter's dtype, as torch does, but not step counts."""
     params = make_params(dtype=torch.float64)
     source = OURS["AdamW"](params)
     train([source], [params], 2)
@@ -177,7 +177,7 @@ def test_the_default_device_does_not_matter() -> None:
 
 
 def test_step_counts_that_processes_share() -> None:
-    """A3C's SharedAdam: a step of any process counts for all, as their moments do."""
+    """Shared state as in A3C's SharedAdam stays in shared memory, its step counts included."""
     model = torch.nn.Linear(4, 4)
     optimizer = OURS["AdamW"](model.parameters())
     for param in model.parameters():
@@ -191,7 +191,7 @@ def test_step_counts_that_processes_share() -> None:
 
 
 def test_state_with_other_strides() -> None:
-    """Moments saved in another memory order, which torch's fused kernels misread."""
+    """Moments saved in another memory order load right; torch's fused kernels misread them."""
     params = make_params([(4, 6)])
     source = OURS["AdamW"](params)
     train([source], [params], 2)
@@ -256,7 +256,7 @@ BAD_DICTS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
 
 @pytest.mark.parametrize("kind", BAD_DICTS)
 def test_bad_state_dict_changes_nothing(kind: str) -> None:
-    """Refused as a whole, naming parameter and key, where torch notices some in the next step."""
+    """A bad dict is refused as a whole, by parameter and key; torch notices some only later."""
     edit, pattern = BAD_DICTS[kind]
     params, reference = make_params(), make_params()
     optimizer = OURS["AdamW"]([(f"p{i}", p) for i, p in enumerate(params)], lr=0.01)

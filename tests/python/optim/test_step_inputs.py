@@ -1,4 +1,4 @@
-"""What a step reads anew each time, and what it leaves alone."""
+"""Inputs that a step reads again each time, and memory that it leaves unchanged."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .subject import (
 
 
 def test_closure() -> None:
-    """The closure runs once, with gradients enabled, and its value is returned."""
+    """The closure runs once, with gradients enabled, and the step returns its value."""
     problem = Regression()
     optimizer = OURS["AdamW"](problem.params)
     enabled = []
@@ -45,12 +45,12 @@ def test_closure() -> None:
 
 
 def strided_like(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values with the last dimension outermost in memory."""
+    """Returns the same values with the last dimension outermost in memory."""
     return tensor.movedim(-1, 0).contiguous().movedim(0, -1)
 
 
 def test_gradient_with_other_strides() -> None:
-    """It is copied for the step, and counted; torch's fused kernels misread it."""
+    """A gradient with other strides is copied and counted; torch's fused kernels misread it."""
     mine, reference = make_params([(4, 6), (3,)]), make_params([(4, 6), (3,)])
     ours, same = OURS["AdamW"](mine), OURS["AdamW"](reference)
     for step in range(3):
@@ -90,7 +90,7 @@ def test_gradient_of_any_layout(make_gradient: Callable[..., torch.Tensor]) -> N
 
 @pytest.mark.parametrize("sign", [-1.0, 0.0])
 def test_lazy_gradient(sign: float) -> None:
-    """A gradient whose sign or zeros torch has not written out yet counts as what it stands for."""
+    """A gradient with a lazy negation or lazy zeros counts with its actual values."""
     mine, reference = make_params([(4, 6)]), make_params([(4, 6)])
     values = torch.rand(4, 6)
     mine[0].grad = torch._neg_view(values) if sign else torch._efficientzerotensor(4, 6)
@@ -151,7 +151,7 @@ def test_empty_and_scalar_tensors(name: str) -> None:
 
 
 def test_amsgrad_switched_on() -> None:
-    """The maximum starts at the second moment's next value, as if it had been zero until then."""
+    """The maximum starts at the next second moment, as if it had been zero before."""
     mine, reference = make_params(), make_params()
     ours, same = OURS["AdamW"](mine), OURS["AdamW"](reference, amsgrad=True)
     train([ours, same], [mine, reference], 2)
@@ -194,7 +194,7 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "warm restarts": lambda opt: lr_scheduler.CosineAnnealingWarmRestarts(opt, T_0=3),
     "lambda": lambda opt: lr_scheduler.LambdaLR(opt, lambda step: 1 / (step + 1)),
     "multiplicative": lambda opt: lr_scheduler.MultiplicativeLR(opt, lambda step: 0.9),
-    # these two also move betas[0]
+    # The next two also change betas[0].
     "one cycle": lambda opt: lr_scheduler.OneCycleLR(opt, max_lr=0.1, total_steps=10),
     "cyclic": lambda opt: lr_scheduler.CyclicLR(opt, 1e-3, 0.1, step_size_up=2),
 }
@@ -226,7 +226,7 @@ def test_schedulers(name: str, schedule: str, tensor_lr: bool) -> None:
 
 
 def test_lazy_modules() -> None:
-    """A parameter may get its shape after the optimizer was built."""
+    """A parameter may get its shape after the optimizer is built."""
     module = nn.LazyLinear(2)
     optimizer = OURS["AdamW"](module.parameters())
     module(torch.ones(1, 3)).sum().backward()
@@ -236,7 +236,7 @@ def test_lazy_modules() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_init_state(name: str) -> None:
-    """State without a step: counts at 0, moments zero; training then goes as without it."""
+    """init_state() creates zero moments and step counts, and does not change later training."""
     params, reference = make_params(), make_params()
     optimizer, same = OURS[name](params, amsgrad=True), OURS[name](reference, amsgrad=True)
     before = [bits(p) for p in params]

@@ -1,4 +1,4 @@
-"""log_to: what it writes, compared with what the test computes by itself."""
+"""log_to writes the values that the test computes separately."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchopt_ext.containers import OptimizersContainer
 from torchopt_ext.optim import step_log
 
 GRADIENTS = [(3.0, 4.0), (0.3, 0.4), (float("inf"), 0.0), (30.0, 40.0)]
-"""Their norms: 5, 0.5, infinite and 50."""
+"""The norms are 5, 0.5, infinite and 50."""
 
 
 def weight() -> torch.nn.Parameter:
@@ -43,7 +43,7 @@ def test_values() -> None:
     optimizer.register_step_post_hook(lambda *_: after.append(param.detach().clone()))
     run(optimizer, param)
     assert [values["optimizer/step"] for values in written] == [102, 104]
-    # clip_grad_norm_'s factor: 1 / (norm + 1e-6), at most 1
+    # The factor of clip_grad_norm_: 1 / (norm + 1e-6), at most 1.
     expected = [(0.5, 1.0, 0.5, 0), (50.0, 1 / 50, 0.5, 1)]
     for values, (norm, factor, share, skipped), i in zip(written, expected, (1, 3), strict=True):
         assert values["optimizer/grad_norm"] == pytest.approx(norm)
@@ -58,7 +58,7 @@ def test_values() -> None:
     run(optimizer, param)
     assert len(written) == 2
     log_to(written.append, optimizer, every=3)
-    run(optimizer, param)  # the third step is skipped: the update is of the second
+    run(optimizer, param)  # the third step is skipped, so no update is logged
     assert written[2]["optimizer/skipped_steps"] == 3
     assert "optimizer/update_to_weight" not in written[2]
 

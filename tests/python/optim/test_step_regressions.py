@@ -1,4 +1,4 @@
-"""What a step once got wrong, each with the shortest way to see it."""
+"""Regression tests of the step, each a minimal reproduction."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_setting_changed_between_scaled_steps_does_not_switch_the_check_off() 
     p.grad.fill_(math.inf)
     scaled_step(scaler, optimizer)
     assert p.equal(before)
-    optimizer.step()  # and without a scaler nothing is skipped
+    optimizer.step()  # without a scaler nothing is skipped
     assert not p.isfinite().all()
 
 
@@ -252,7 +252,7 @@ def test_an_optimizer_that_is_listed_twice_is_not_stepped() -> None:
         fused_step([other, optimizer, optimizer])
     assert p.equal(torch.ones(2))
     assert q.equal(torch.ones(2))
-    fused_step([other, optimizer])  # nobody holds them
+    fused_step([other, optimizer])  # not still held by the failed call
 
 
 @pytest.mark.parametrize("lr", ["freed", "sparse"])
@@ -316,8 +316,8 @@ def test_the_default_dtype_decides_nothing(dtype: torch.dtype) -> None:
         optimizer = FusedAdamW([p], lr=1e-2, state_dtype="int8")
         optimizer.step()
         floats = FusedAdamW([param(3, 70)])
-        floats.load_state_dict(optimizer.state_dict())  # exactly
-        floats.state[floats.param_groups[0]["params"][0]]["step"] = 1001.0  # as older versions
+        floats.load_state_dict(optimizer.state_dict())  # exact
+        floats.state[floats.param_groups[0]["params"][0]]["step"] = 1001.0  # as in older versions
         floats.step()
         again = FusedAdamW([param(3, 70)], state_dtype="int8")
         again.load_state_dict(floats.state_dict())

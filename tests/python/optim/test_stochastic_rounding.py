@@ -1,4 +1,4 @@
-"""Stochastic rounding: the documented bits, an exact mean, and draws that belong to elements."""
+"""Stochastic rounding: the documented bits, an exact mean, and a separate draw per element."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .independent import (
 from .subject import OURS, assert_same_bits, bits, make_params, set_gradients, snapshot
 
 BF16, FP32 = torch.bfloat16, torch.float32
-# One element, odd sizes, more than a tile (512) and more than a chunk (32,768).
+# One element, odd sizes, more than a tile (512), and more than a chunk (32,768).
 SHAPES = ((3, 4), (7,), (), (2, 1031), (1, 33_003))
 DRAWS = {
     "exp_avg": EXP_AVG,
@@ -39,7 +39,7 @@ DRAWS = {
 def float32_twin(
     params: list[nn.Parameter], optimizer: Any, **kwargs: Any
 ) -> tuple[list[nn.Parameter], Any]:
-    """An optimizer without any rounding to bfloat16, in the state this one is in."""
+    """Returns an optimizer that rounds nothing to bfloat16, with the given optimizer's state."""
     wide = [nn.Parameter(p.detach().float()) for p in params]
     twin = OURS["AdamW"](wide, **kwargs)
     twin.load_state_dict(optimizer.state_dict())
@@ -54,7 +54,7 @@ def float32_twin(
     ids=str,
 )
 def test_bits_of_a_step(seed: int, state_dtype: torch.dtype | None, amsgrad: bool) -> None:
-    """What a float32 step arrives at, rounded with the draws of seed, step, number and element."""
+    """The float32 result is rounded with the draws of seed, step, parameter and element."""
     params = make_params(SHAPES, BF16)
     kwargs: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "amsgrad": amsgrad}
     optimizer = OURS["AdamW"](
@@ -84,7 +84,7 @@ def test_bits_of_a_step(seed: int, state_dtype: torch.dtype | None, amsgrad: boo
 
 @pytest.mark.parametrize("kind", ["fp32", "remainder"])
 def test_a_parameter_with_a_master_is_rounded_to_nearest(kind: str) -> None:
-    """Its bfloat16 moments are rounded at random."""
+    """With a master weight only bfloat16 moments are rounded stochastically."""
     params, others = make_params(SHAPES, BF16), make_params(SHAPES, BF16)
     kwargs: dict[str, Any] = {"lr": 0.02, "master_weights": kind}
     ours = OURS["AdamW"](params, stochastic_rounding=True, state_dtype=BF16, **kwargs)
@@ -104,7 +104,7 @@ def test_a_parameter_with_a_master_is_rounded_to_nearest(kind: str) -> None:
 
 
 def test_an_8_bit_remainder_is_rounded_at_random() -> None:
-    """Each weight becomes one of the pairs around it, and the parameter is the pair's nearest."""
+    """Each weight becomes a neighboring pair, and the parameter is the pair's nearest."""
     params = make_params(SHAPES, BF16)
     ours = OURS["AdamW"](
         params, lr=0.02, master_weights="remainder8", stochastic_rounding=True, rounding_seed=5
@@ -137,7 +137,7 @@ def test_an_8_bit_remainder_is_rounded_at_random() -> None:
 
 
 def test_numbers_count_over_groups_and_over_parameters_without_gradient() -> None:
-    """So that freezing one parameter does not change what the others draw."""
+    """Freezing a parameter does not change the draws of the others."""
     params = make_params(((40,), (41,), (42,)), BF16)
     kwargs: dict[str, Any] = {"lr": 0.02, "stochastic_rounding": True, "rounding_seed": 7}
     optimizer = OURS["AdamW"]([{"params": params[:2]}, {"params": params[2:]}], **kwargs)
@@ -161,7 +161,7 @@ MANY = 100_000
 
 
 def rounded_copies(value: float, lr: float, seed: int = 0, count: int = MANY) -> tuple[Any, ...]:
-    """Stored parameters and moments of equal elements, and the float32 values before rounding."""
+    """Returns stored parameter and moments of equal elements, and their float32 values."""
     p = nn.Parameter(torch.full((count,), value, dtype=BF16))
     w = nn.Parameter(torch.full((1,), value))
     ours = OURS["AdamW"]([p], lr=lr, weight_decay=0.0, stochastic_rounding=True,
@@ -174,7 +174,7 @@ def rounded_copies(value: float, lr: float, seed: int = 0, count: int = MANY) ->
 
 
 def neighbours(exact: Tensor) -> tuple[float, float, float]:
-    """The bfloat16 values around a float32 value, and how far it is from the one nearer to zero."""
+    """Returns a float32 value's bfloat16 neighbors and its fraction of the way between."""
     high = int(words(exact)[0]) >> 16
     low, up = (torch.tensor([h], dtype=torch.int32).to(torch.int16).view(BF16).double().item()
                for h in (high, high + 1))  # fmt: skip
@@ -184,7 +184,7 @@ def neighbours(exact: Tensor) -> tuple[float, float, float]:
 @pytest.mark.parametrize("value", [1.0, -1.0, 0.75, 1.5 * 2.0**-15])
 @pytest.mark.parametrize("lr", [1e-5, 1.1e-3, 2.3e-3])
 def test_the_mean_is_exact(value: float, lr: float) -> None:
-    """100,000 draws: both neighbours and nothing else, and a mean within five standard errors."""
+    """100,000 draws give only the two neighbors, with a mean within five standard errors."""
     stored, exact = rounded_copies(value, lr * abs(value))
     pairs = [(stored[0], exact[0])]
     pairs += [(stored[1][key], exact[1][key]) for key in ("exp_avg", "exp_avg_sq")]
@@ -197,14 +197,14 @@ def test_the_mean_is_exact(value: float, lr: float) -> None:
         mean = ups[-1].double().mean().item()
         assert abs(mean - fraction) < 5 * (fraction * (1 - fraction) / MANY) ** 0.5
         assert values.mean().item() == pytest.approx(wanted.item(), rel=2.0**-8 / 50)
-    for other in ups[1:]:  # a moment's draw says nothing about the parameter's
+    for other in ups[1:]:  # a moment's draw is independent of the parameter's
         both = (ups[0] & other).double().mean().item()
         expected = ups[0].double().mean().item() * other.double().mean().item()
         assert abs(both - expected) < 5 * (expected / MANY) ** 0.5
 
 
 def test_what_bf16_holds_stays() -> None:
-    """No drift: with lr 0 nothing moves, whatever is drawn."""
+    """With lr 0 no parameter drifts, whatever is drawn."""
     every = torch.arange(-(2**15), 2**15).to(torch.int16).view(BF16)
     p = nn.Parameter(every[every.isfinite()].clone())
     before = bits(p)
@@ -216,7 +216,7 @@ def test_what_bf16_holds_stays() -> None:
 
 
 def test_specials() -> None:
-    """Infinity and NaN stay; beyond the largest finite value comes infinity."""
+    """Infinity and NaN stay; values beyond the largest finite value may become infinity."""
     largest = torch.finfo(BF16).max
     p = nn.Parameter(torch.full((3000,), largest, dtype=BF16))
     w = nn.Parameter(torch.full((1,), largest))
@@ -225,7 +225,7 @@ def test_specials() -> None:
     p.grad, w.grad = torch.ones_like(p), torch.ones_like(w)
     for optimizer in optimizers:
         optimizer.step()
-    share = (int(words(w)[0]) & 0xFFFF) / 2**16  # of the way to infinity
+    share = (int(words(w)[0]) & 0xFFFF) / 2**16  # share of the way to infinity
     assert w.isfinite().all() and 0.2 < share < 0.8
     assert ((p == largest) | p.isposinf()).all()
     assert abs(float(p.isposinf().float().mean()) - share) < 0.05
@@ -253,14 +253,14 @@ def run(seed: int, steps: int, **kwargs: Any) -> tuple[list[nn.Parameter], Any]:
 
 
 def test_seed_step_parameter_and_element_all_matter() -> None:
-    """Equal values in another place, or in another step, are rounded otherwise."""
+    """Equal values at another element or parameter, or in another step, round differently."""
 
     def ups(seed: int, skip: int, number: int) -> np.ndarray:
         params = [nn.Parameter(torch.ones(4000, dtype=BF16)) for _ in range(3)]
         optimizer = OURS["AdamW"](params, lr=1e-3, weight_decay=0.0, stochastic_rounding=True,
                                   rounding_seed=seed, betas=(0.0, 0.0))  # fmt: skip
         for _ in range(skip + 1):
-            for p in params:  # betas of 0: every step is the same update of the same value
+            for p in params:  # with betas of 0 every step makes the same update
                 p.data.fill_(1.0)
                 p.grad = torch.ones_like(p)
             optimizer.step()
@@ -287,7 +287,7 @@ def test_threads_do_not_matter() -> None:
 
 @pytest.mark.parametrize("how", ["state dict", "deepcopy"])
 def test_a_resumed_run_draws_the_same(how: str) -> None:
-    """Nothing but seed and step count has to be remembered."""
+    """A resumed run needs only the seed and the step count to draw the same."""
     _, straight = run(5, 5)
     params, optimizer = run(5, 3)
     if how == "deepcopy":
@@ -315,7 +315,7 @@ def test_other_dtypes_are_not_rounded_at_random() -> None:
 
 
 def test_training_that_nearest_rounding_stalls() -> None:
-    """Updates of a fortieth of half an ulp are lost one by one, and kept on average."""
+    """Updates of 1/78 of half an ulp are lost by nearest rounding and kept on average here."""
     moved = {}
     for kind, dtype, kwargs in (
         ("nearest", BF16, {}),

@@ -1,4 +1,4 @@
-"""What a tracked step reports: norms, lost updates, digests; and that it costs no bit."""
+"""A tracked step reports norms, lost updates and digests, and changes no bit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .independent import digest, floats, join, words
 from .subject import OURS, make_params, set_gradients, snapshot
 
 FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
-# One element, none, odd sizes, more than a tile (512) and more than a chunk (32,768).
+# One element, none, odd sizes, more than a tile (512), and more than a chunk (32,768).
 SHAPES = ((3, 4), (7,), (), (0, 2), (2, 1031), (1, 33_003))
 
 WAYS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
@@ -42,7 +42,7 @@ def build(way: str, shapes: Any = SHAPES, **more: Any) -> tuple[list[nn.Paramete
 
 
 def stored(p: Tensor, state: dict[str, Tensor]) -> Tensor:
-    """The weight as a step keeps it, exactly, in float64."""
+    """Returns the exact stored weight in float64."""
     if "master_weight" in state:
         return state["master_weight"].double()
     for kind in {"remainder", "remainder8"} & state.keys():
@@ -57,7 +57,7 @@ def norms(tensors: list[Tensor]) -> Tensor:
 @each_way
 @pytest.mark.parametrize("scale", [None, 2.0**6])
 def test_norms_digests_and_names(way: str, scale: float | None) -> None:
-    """Gradients unscaled and unclipped, the update as it was stored, all that is in memory."""
+    """Norms are of unscaled, unclipped gradients and stored updates; digests cover all memory."""
     params, optimizer = build(way)
     optimizer.init_state()
     for step in range(3):
@@ -84,7 +84,7 @@ def test_norms_digests_and_names(way: str, scale: float | None) -> None:
 
 @each_way
 def test_tracking_changes_no_bit(way: str) -> None:
-    """Clipped, with gradients written back, over fewer and more elements than a chunk."""
+    """Holds with clipping and write-back, below and above the elements of a chunk."""
     runs = []
     for track in (False, True):
         params, optimizer = build(way, track=track, write_back_gradients=True)
@@ -123,8 +123,8 @@ def flip(tensor: Tensor, element: int, bit: int) -> None:
 
 @each_way
 def test_any_flipped_bit_changes_the_digest(way: str) -> None:
-    """Each bit of each kind of memory in turn, at random elements; also exchanging two elements
-    and moving a value from one array to another does, though sums of words stay the same."""
+    """independent.digest, which equals the library's here, changes with any flipped bit of any
+    array, an exchange of two elements, and the parameter number."""
     params, optimizer = build(way, shapes=((300,), (5, 7)))
     set_gradients(params)
     optimizer.step()
@@ -145,16 +145,16 @@ def test_any_flipped_bit_changes_the_digest(way: str) -> None:
         assert digest(1, p, state) != whole[1]
         flat[[2, 9]] = flat[[9, 2]]
     assert digest(1, p, state) == whole[1]
-    assert digest(0, p, state) != whole[1]  # the number of a parameter counts, too
+    assert digest(0, p, state) != whole[1]  # the parameter number counts
 
 
 @pytest.mark.parametrize("way", ["fp32", "bf16", "bf16 remainder"])
 def test_digests_of_extreme_halves(way: str) -> None:
-    """Every half of the weights is -2**15: sums of them come closest to their registers' ends."""
+    """Digests are right if every half is -2**15, where sums come closest to register limits."""
     params, optimizer = build(way, shapes=((5000,), (3, 1001)), lr=0.0, weight_decay=0.0)
     for p in params:
         flat = p.detach().view(-1).view(torch.int16)
-        flat.fill_(-(2**15))  # bf16's -0; in fp32 a number that is not normal
+        flat.fill_(-(2**15))  # -0 in bf16, a denormal in fp32
         p.grad = torch.zeros_like(p)
     optimizer.step()
     assert all(p.detach().view(torch.int16).eq(-(2**15)).all() for p in params)
@@ -165,7 +165,7 @@ def test_digests_of_extreme_halves(way: str) -> None:
 
 @each_way
 def test_replicas_agree_until_a_bit_flips(way: str) -> None:
-    """The library's own digests: equal, then different for good after a fault in either array."""
+    """Replicas have equal digests until a bit flips in one of them, then never again."""
     masters = ["master_weight", "remainder", "remainder8"]
     entries = ["param", "exp_avg", "exp_avg_sq", *masters, "max_exp_avg_sq"]
     tried = 0
@@ -183,11 +183,11 @@ def test_replicas_agree_until_a_bit_flips(way: str) -> None:
                 state = optimizer.state[params[0]]
                 held = {*masters} & state.keys()
                 if entry == "param" and held == {"master_weight"}:
-                    break  # written only: the next step makes it whole from the master
+                    break  # the master overwrites the parameter in the next step
                 array = params[0] if entry == "param" else state.get(entry)
                 if array is None:
                     break
-                # a maximum that shrinks heals in the next step, so make it grow
+                # A maximum that shrinks recovers in the next step, so make it grow.
                 flip(array, 17, 8 * array.element_size() - 2 if "max" in entry else 6)
                 tried += 1
     assert tried >= 2
@@ -197,7 +197,7 @@ def test_replicas_agree_until_a_bit_flips(way: str) -> None:
 
 
 def test_lost_updates_are_those_a_float32_run_would_have_made() -> None:
-    """Elements whose bfloat16 weight stays though the exact one moves."""
+    """Counts elements whose bfloat16 weight stays while a float32 run would change it."""
     params, optimizer = build("bf16", lr=2e-3, weight_decay=0.0, max_grad_norm=None)
     for step in range(3):
         set_gradients(params, seed=step)
@@ -242,7 +242,7 @@ def test_an_update_of_zero_is_not_lost() -> None:
     params[0].grad[:10] = 1.0
     optimizer.step()
     assert optimizer.telemetry.lost_updates.tolist() == [0]
-    # weight decay alone is an update, which is lost where it is too small
+    # Weight decay alone is an update, which is lost where it is too small.
     params, optimizer = build("fp32", shapes=((1000,),), weight_decay=1e-9)
     params[0].grad = torch.zeros(1000)
     params[0].data[:100] = 0.0
@@ -287,7 +287,7 @@ def test_a_skipped_step_leaves_what_the_last_one_saw() -> None:
 
 @pytest.mark.parametrize("change", ["nothing", "new parameter", "new memory", "a copy"])
 def test_a_parameter_without_gradient_keeps_its_digest(change: str) -> None:
-    """It holds what it held, also if the step had to look at its tensors anew."""
+    """A parameter without a gradient keeps its digest, even if the step rebuilds its plan."""
     params, optimizer = build("fp32", shapes=((3, 4), (7,), (600,)))
     set_gradients(params)
     optimizer.step()
@@ -326,7 +326,7 @@ def test_parameters_without_state_are_left_out_and_names_are_theirs() -> None:
 
 
 def test_mixed_dtypes_in_one_optimizer() -> None:
-    """In the order of the param groups, whatever the kernels they take."""
+    """Values follow the order of the param groups, whichever kernels run."""
     params = [p for dtype in (BF16, FP32, FP64) for p in make_params(((40,), (600,)), dtype)]
     params = params[::2] + params[1::2]
     optimizer = OURS["AdamW"](params, track=True, master_weights="remainder")
@@ -341,7 +341,7 @@ def test_mixed_dtypes_in_one_optimizer() -> None:
 
 
 def test_a_first_step_without_gradients() -> None:
-    """A part of the plan may have no entries yet."""
+    """Parts of the plan may be empty at the first step."""
     params = make_params(SHAPES, FP32)
     optimizer = OURS["AdamW"](params, track=True)
     optimizer.step()

@@ -1,7 +1,7 @@
 """torch's own optimizer checks (test/test_optim.py, class TestOptimRenewed) on our classes.
 
-The inputs come from torch.testing; the bodies do not ship with torch and are written anew here.
-``COVERAGE`` names, for each of torch's checks, the test that makes it or why it cannot apply.
+The inputs come from torch.testing. The test bodies do not ship with torch and are rewritten here.
+``COVERAGE`` names, for each of torch's checks, the test that covers it or why it does not apply.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def test_errors(name: str, index: int) -> None:
         with pytest.warns(error.error_type, match=error.error_regex):
             OURS[name](params, **given.kwargs)
         return
-    # foreach=True is refused whatever else was asked for
+    # foreach=True is refused, whatever else is given.
     refused = given.kwargs.get("foreach")
     with pytest.raises(
         (ValueError, RuntimeError) if refused else error.error_type,
@@ -147,7 +147,7 @@ def test_errors(name: str, index: int) -> None:
 
 @each_class
 def test_flags(name: str) -> None:
-    """What cannot be honoured raises and names the argument; the rest is accepted and steps."""
+    """Unsupported flags raise and name the argument; all other flags are accepted and step."""
     accepted = [{}, {"foreach": None}, {"fused": None}, {"fused": True}, {"differentiable": False}]
     accepted += [{"foreach": False}, {"capturable": True}, {"capturable": False}]
     for refused in ({"foreach": True}, {"fused": False}, {"differentiable": True}):
@@ -214,7 +214,7 @@ def test_group_lr_with_schedulers(name: str) -> None:
 @inputs()
 @pytest.mark.parametrize("shape", [(), (1,)])
 def test_tensor_lr(name: str, kwargs: dict[str, Any], shape: tuple[int, ...]) -> None:
-    """A learning rate in a tensor gives the bits of a float, and is read anew at each step."""
+    """A tensor learning rate gives the bits of a float and is read again at each step."""
     lr = torch.full(shape, 2.0**-10)
     with_float, with_tensor = Regression(), Regression()
     reference = OURS[name](with_float.params, **{**kwargs, "lr": 2.0**-10})
@@ -241,9 +241,9 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def compare_with_forloop(name: str, dtype: torch.dtype, kwargs: dict[str, Any]) -> None:
-    """Seven iterations, the third without gradients, one layer frozen in the fifth and sixth.
+    """Runs seven iterations, the third without gradients, one layer frozen in the fourth and fifth.
 
-    After each comparison our values are set to torch's, so that differences do not add up.
+    After each comparison our values are set to torch's, so that differences do not accumulate.
     """
     data = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5, 0.6], dtype=dtype).reshape(3, 2)
     models, params, optimizers = [], [], []
@@ -290,7 +290,7 @@ def test_matches_forloop(name: str, dtype: torch.dtype) -> None:
 @each_class
 @pytest.mark.parametrize("default", [torch.float64, torch.float16], ids=str)
 def test_default_dtype(name: str, default: torch.dtype) -> None:
-    """Step counts are float32 whatever torch's default dtype, as in torch's fused optimizers."""
+    """Step counts are float32 under any default dtype, as in torch's fused optimizers."""
     with default_dtype(default):
         params = make_params(dtype=torch.float32)
         reference = copy_params(params)
@@ -306,7 +306,7 @@ def test_default_dtype(name: str, default: torch.dtype) -> None:
 
 @each_class
 def test_meta_parameters(name: str) -> None:
-    """Parameters without memory are refused; once they have some, a step works."""
+    """Parameters on the meta device are refused; once they have memory, a step works."""
     with torch.device("meta"):
         model = small_model()
     for p in model.parameters():
@@ -341,7 +341,7 @@ def test_param_groups_weight_decay(name: str, kwargs: dict[str, Any]) -> None:
 
 @inputs()
 def test_param_groups_lr(name: str, kwargs: dict[str, Any]) -> None:
-    """A group's own learning rate counts; a group without one has the optimizer's."""
+    """A group's own learning rate applies; other groups use the optimizer's."""
     problem, idle = Regression(), nn.Parameter(torch.ones(2))
     kwargs.setdefault("lr", 1e-3)
     optimizer = OURS[name]([{"params": problem.params, **kwargs}, {"params": [idle]}], lr=1e-28)
@@ -406,7 +406,7 @@ def test_gradients_are_not_written(
 
 @inputs()
 def test_step_counts(name: str, kwargs: dict[str, Any]) -> None:
-    """Each parameter counts the steps in which it had a gradient."""
+    """Each parameter counts only the steps in which it has a gradient."""
     params = make_params()
     optimizer = OURS[name](params, **kwargs)
     for step in range(4):
@@ -421,7 +421,7 @@ def test_step_counts(name: str, kwargs: dict[str, Any]) -> None:
 
 @each_class
 def test_is_an_optimizer(name: str) -> None:
-    """Schedulers and trainers ask for torch.optim.Optimizer; signatures extend torch's."""
+    """The classes subclass torch.optim.Optimizer, and their signatures extend torch's."""
     assert issubclass(OURS[name], torch.optim.Optimizer)
     import inspect
 

@@ -1,4 +1,4 @@
-"""torch's own checks of state dicts, hooks and copies; test_torch_conformance.py has the table."""
+"""torch's own checks of state dicts, hooks and copies; test_torch_conformance.py maps them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def without_names(state_dict: dict[str, Any]) -> dict[str, Any]:
 def test_state_dict_deterministic(
     name: str, kwargs: dict[str, Any], first_named: bool, second_named: bool
 ) -> None:
-    """An optimizer built on copies and loaded goes on with the same bits."""
+    """An optimizer on copies that loads the state continues with the same bits."""
     params = make_params()
     first = OURS[name](named(params, first_named), **deepcopy(kwargs))
     train([first], [params], 10)
@@ -57,7 +57,7 @@ def test_state_dict_deterministic(
     train([first, second], [params, copies], 10, first_seed=10)
     assert all(bits(p) == bits(q) for p, q in zip(params, copies, strict=True))
     assert_equal_nested(without_names(first.state_dict()), without_names(second.state_dict()))
-    # a group listed twice has the same representation
+    # A group that is listed twice has the same representation.
     second.param_groups.extend(second.param_groups)
     assert_equal_nested(
         without_names(first.state_dict())["param_groups"][-1],
@@ -67,7 +67,7 @@ def test_state_dict_deterministic(
 
 @inputs()
 def test_older_state_dict(name: str, kwargs: dict[str, Any]) -> None:
-    """State dicts written before the newer flags existed load, and steps go on the same."""
+    """State dicts from before the newer flags load, and training continues the same."""
     params, reference = make_params(), make_params()
     optimizer = OURS[name](params, **deepcopy(kwargs))
     untouched = OURS[name](reference, **deepcopy(kwargs))
@@ -76,7 +76,7 @@ def test_older_state_dict(name: str, kwargs: dict[str, Any]) -> None:
     for group in older["param_groups"]:
         for flag in optimizer_info(name).not_og_supported_flags:
             if flag == "maximize" and group.get("maximize"):
-                continue  # without it the direction itself would be lost
+                continue  # otherwise the direction would be lost
             group.pop(flag, None)
         group.pop("decoupled_weight_decay", None)
     optimizer.load_state_dict(older)
@@ -149,7 +149,7 @@ def test_state_dict_hooks(name: str) -> None:
     assert optimizer.state_dict()["state"]["test"] == 1
     optimizer.register_state_dict_post_hook(after)
     assert optimizer.state_dict()["seen"] == 1
-    train([optimizer], [params], 1)  # a foreign entry in the state does not disturb a step
+    train([optimizer], [params], 1)  # an unknown entry in the state does not affect a step
     assert optimizer.state[params[0]]["step"] == 1
 
 
@@ -273,7 +273,7 @@ def test_param_group_keys(name: str) -> None:
 
 
 def test_decoupled_weight_decay_key() -> None:
-    """FusedAdam follows the key of a loaded AdamW state; FusedAdamW always decouples."""
+    """FusedAdam follows this key of a loaded AdamW state; FusedAdamW always decouples."""
     params = [make_params() for _ in range(3)]
     adamw = OURS["AdamW"](params[0], weight_decay=0.1)
     train([adamw], params[:1], 2)
@@ -298,7 +298,7 @@ def test_decoupled_weight_decay_key() -> None:
 
 @pytest.mark.parametrize("kept", ["fp32", "remainder", "remainder8"])
 def test_masters_do_not_survive_torchs_optimizer(kept: str) -> None:
-    """It casts them to bfloat16 and leaves them as they are; the weights go on."""
+    """torch's optimizer casts and does not update masters, so they are rebuilt from the weights."""
     params = [nn.Parameter(torch.linspace(-2, 2, 300).reshape(3, 100).bfloat16())]
     optimizer = OURS["AdamW"](params, lr=0.1, master_weights=kept)
     train([optimizer], [params], 3)

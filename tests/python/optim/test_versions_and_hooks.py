@@ -1,4 +1,4 @@
-"""What a step tells others: autograd by version counters, hooks, profilers."""
+"""What a step reports to others: version counters for autograd, hooks and profilers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchopt_ext.containers import OptimizersContainer
 
 from .subject import OURS, make_params, set_gradients
 
-MANY = [(2,)] * 1500  # several threads' worth
+MANY = [(2,)] * 1500  # enough for several threads
 KWARGS: dict[str, Any] = {"lr": 0.02, "max_grad_norm": 1.0}
 
 
@@ -77,7 +77,7 @@ def test_a_step_without_gradients_changes_no_version() -> None:
 
 
 def test_what_shares_a_version_is_counted_once() -> None:
-    shapes = [(2,)] * 300 + [(70_000,)] + [(2,)] * 300  # the large one's moments have their own
+    shapes = [(2,)] * 300 + [(70_000,)] + [(2,)] * 300  # large moments do not share a version
     params, optimizer = stepped(shapes)
     moment = optimizer.state[params[0]]["exp_avg"]
     version = moment._version
@@ -97,7 +97,7 @@ def test_one_that_shares_no_version_with_others(name: str, how: str, which: int)
     else:
         torch.utils.swap_tensors(entry[name], mine)
     if name == "step":
-        optimizer.step()  # the plan packs the steps anew
+        optimizer.step()  # rebuilds the plan, which packs the steps again
     assert_steps_are_counted(params, optimizer)
 
 
@@ -153,7 +153,7 @@ def subclass(base: Any, kind: str) -> Any:
         made = type("Late", (base,), {})
         made.step = step
         return made
-    if kind == "wraps":  # which copies torch's mark of a step that needs no patching
+    if kind == "wraps":  # copies torch's mark of a step that needs no patching
         step = functools.wraps(base.step)(step)
     elif kind == "decorated":
         step = torch.no_grad()(base.step)
@@ -166,7 +166,7 @@ def subclass(base: Any, kind: str) -> Any:
 )
 def test_hooks_fire_once_in_subclasses(of: str, kind: str) -> None:
     base: Any = OURS["AdamW"]
-    base(make_params())  # torch wraps a class's own step when the first is made
+    base(make_params())  # torch wraps a class's step when its first instance is made
     params = make_params()
     optimizer = subclass(base, kind)(params)
     calls: list[Any] = []
@@ -188,7 +188,7 @@ def test_hooks_fire_once_in_subclasses(of: str, kind: str) -> None:
 
 @pytest.mark.parametrize("base", [OURS["AdamW"], torch.optim.SGD])
 def test_a_step_patched_on_an_inner_optimizer_is_called(base: Any) -> None:
-    """Accelerate and profilers patch the object; a patch need not take more than a closure."""
+    """A patched step of an inner optimizer runs, even if it takes nothing but a closure."""
     calls: list[str] = []
 
     def patch(optimizer: Any) -> Any:
@@ -219,7 +219,7 @@ class Twice(FSDPadaptOptimizer):
 @pytest.mark.parametrize("cls", [FSDPadaptOptimizer, Twice])
 @pytest.mark.parametrize("base", [OURS["AdamW"], torch.optim.SGD])
 def test_global_hooks_fire_once_and_stay_for_other_threads(cls: Any, base: Any) -> None:
-    """The inner step takes the tables of hooks from nobody (torch keeps them in globals)."""
+    """The inner step leaves torch's global hook tables alone, so other threads' hooks fire."""
     params, others = make_params(), make_params()
     inner = base(params, lr=0.01)
     outer, other = cls(inner), torch.optim.SGD(others, lr=0.1)
@@ -277,7 +277,7 @@ COMPILED: dict[str, Callable[[nn.Module], Any]] = {
     + [("plain", "hooked"), ("masters", "closure"), ("norm", "scaler"), ("container", "scaler")],
 )
 def test_compiled_code_calls_the_step_outside_of_its_graphs(kind: str, way: str) -> None:
-    """torch.compile compiles what is before and after the step, and looks at no frame of it."""
+    """torch.compile compiles the code before and after the step, but no frame of the step."""
     model = nn.Linear(3, 2)
     optimizer = COMPILED[kind](model)
     scaler = GradScaler("cpu")

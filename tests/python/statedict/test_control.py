@@ -1,4 +1,4 @@
-"""The control block's counts and loss scale in every form of a state dict, and without them."""
+"""Counts and loss scale of the control block in every state dict form, and loads without them."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_counts_and_scale_travel_through_a_distributed_checkpoint(
 @pytest.mark.parametrize("used", [0, 20])
 @pytest.mark.parametrize("when", ["before loading", "after loading"])
 def test_without_counts_they_are_derived_from_the_steps(form: str, used: int, when: str) -> None:
-    """torch's state: the warmup goes on, the loss scale begins anew, and one warning says so."""
+    """State from torch continues the warmup and restarts the loss scale, with one warning."""
     model, theirs = job(torch.optim.AdamW)
     train(model, theirs, 7)
     other, optimizer = job()
@@ -134,7 +134,7 @@ def test_without_counts_they_are_derived_from_the_steps(form: str, used: int, wh
 def test_torchs_optimizer_takes_the_fields_and_its_steps_count(
     form: str, dtype: torch.dtype
 ) -> None:
-    """It hands the fields on as they are: older than its parameters' steps."""
+    """torch's optimizer keeps the fields unchanged, so they are older than its step counts."""
     model, optimizer = job(dtype=dtype)
     train(model, optimizer, 6, overflow=0)
     other, theirs = job(torch.optim.AdamW, dtype)
@@ -148,7 +148,7 @@ def test_torchs_optimizer_takes_the_fields_and_its_steps_count(
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_fields_that_16_bits_do_not_hold_are_left_out(dtype: torch.dtype) -> None:
-    """torch's optimizers round them to the parameter's dtype: 3003 to 3004, 65536 to infinity."""
+    """torch's optimizers round fields to the parameter's dtype: 3003 to 3004, 65536 to infinity."""
     model, optimizer = job(dtype=dtype)
     optimizer.set_loss_scale(2.0**17, growth_interval=10**6)
     train(model, optimizer, 3, overflow=1)
@@ -163,7 +163,7 @@ def test_fields_that_16_bits_do_not_hold_are_left_out(dtype: torch.dtype) -> Non
     back.set_loss_scale(2.0**17, growth_interval=10**6)
     with pytest.warns(UserWarning, match=WARNING):
         back.load_state_dict(theirs.state_dict())
-    scale = 2.0**17 if dtype == torch.float16 else 2.0**16  # begins anew, or was kept
+    scale = 2.0**17 if dtype == torch.float16 else 2.0**16  # restarted, or kept
     assert fields(back) == {
         "steps": 3003, "skipped_steps": 1, "loss_scale": scale, "growth_tracker": 300,
     }  # fmt: skip
@@ -176,7 +176,7 @@ def test_fields_that_16_bits_do_not_hold_are_left_out(dtype: torch.dtype) -> Non
 @each_form
 @pytest.mark.parametrize("late", [(0,), (0, 1), (1,)], ids=str)
 def test_the_first_parameter_may_be_stepped_later(form: str, late: tuple[int, ...]) -> None:
-    """It was frozen, or not used: its state is the last one made, and yet has the fields."""
+    """A first parameter that was frozen or unused gets its state last, but holds the fields."""
     model, optimizer = job()
     params = list(model.parameters())
     for step in range(9):
@@ -196,7 +196,7 @@ def test_the_first_parameter_may_be_stepped_later(form: str, late: tuple[int, ..
 
 @pytest.mark.parametrize("containers", [False, True])
 def test_a_roll_back_restores_counts_that_no_parameter_has(containers: bool) -> None:
-    """Parameters that take turns have made fewer steps each than the optimizer has."""
+    """Parameters that take turns each have fewer steps than the optimizer counts."""
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     container: Any = OptimizersContainer([model], FusedAdamW, {"lr": 0.1})
     optimizer = scheduled(container.optimizers[0])
@@ -216,7 +216,7 @@ def test_a_roll_back_restores_counts_that_no_parameter_has(containers: bool) -> 
 @pytest.mark.parametrize("source", [FusedAdamW, torch.optim.AdamW], ids=["ours", "torch's"])
 @pytest.mark.parametrize("layout", ["container's", "flattened"])
 def test_a_containers_optimizers_all_get_the_counts(source: Any, layout: str) -> None:
-    """Its own flat dict has them at the top; one of torch's functions, in a parameter's state."""
+    """The counts are on top of a container's flat dict, or in a parameter's state otherwise."""
     model, optimizer = job(source)
     train(model, optimizer, 7)
     if layout == "flattened":

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint's save and our load of every optimizer, on one process."""
+"""torch.distributed.checkpoint saves and our load restores every optimizer, on one process."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Non
 
 
 def content(*objects: Any) -> Any:
-    """Bits of state and weights."""
+    """Returns the bits of state and weights."""
     states = [copy.deepcopy(o if isinstance(o, dict) else o.state_dict()) for o in objects]
     return torch.utils._pytree.tree_map_only(
         Tensor, lambda t: (t.dtype, t.shape, t.reshape(-1).view(torch.uint8).tolist()), states
@@ -93,7 +93,7 @@ PAIRS = [
 ]
 
 
-# Containers make their state before they load; others may have none.
+# Containers make their state before they load. Other optimizers may have none.
 @pytest.mark.parametrize(
     ("saved", "loaded", "steps"),
     [(*pair, steps) for pair in PAIRS for steps in ((2,) if "container" in pair[1] else (0, 2))],
@@ -101,7 +101,7 @@ PAIRS = [
 def test_a_checkpoint_loads_as_the_state_dict_does(
     saved: str, loaded: str, steps: int, tmp_path: Path
 ) -> None:
-    """Into an optimizer that has stepped or not, of the same kind or another."""
+    """Holds for optimizers with or without steps, of the same kind or another."""
     model, optimizer = job(saved, 1, 3)
     dcp.save({"model": model, "optim": optimizer}, checkpoint_id=tmp_path)
     expected_model, expected = job(loaded, 2, steps)
@@ -129,7 +129,7 @@ def test_schedulers_and_scalers_go_along(tmp_path: Path) -> None:
 
 
 class Flat(torch.optim.SGD):
-    """An optimizer with a layout of its own."""
+    """An optimizer with its own state dict layout."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model.parameters(), lr=0.1)
@@ -156,7 +156,7 @@ class Evil:
 
 def truncate(folder: Path) -> None:
     (data,) = folder.glob("*.distcp")
-    os.truncate(data, data.stat().st_size - 100)  # of the last entry
+    os.truncate(data, data.stat().st_size - 100)  # cuts into the last entry
 
 
 def replace_metadata(folder: Path) -> None:
@@ -325,7 +325,7 @@ def test_no_reader_of_ours_runs_the_metadata(
         lambda: save_checkpoint(optimizer, folder),
         lambda: dcp.load({"model": model.state_dict()}, storage_reader=Reader(folder)),
     ):
-        # torch 2.11's load does not say why there is no metadata.
+        # torch 2.11's load does not say why the metadata is missing.
         with pytest.raises(BaseException, match=r"\.metadata refers to posix|metadata is None"):
             call()
     assert not (tmp_path / "ran").exists()

@@ -1,4 +1,4 @@
-"""Moments of torchao's and bitsandbytes' optimizers come as the numbers that they stand for."""
+"""Moments of torchao's and bitsandbytes' optimizers load as the numbers that they represent."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ KINDS: dict[str, Callable[[nn.Module], Any]] = {
     "sharded": lambda m: ZeroRedundancyOptimizer(m.parameters(), FusedAdamW),
 }
 SAVED = Path(__file__).with_name("bitsandbytes_0_50_2.pt")
-"""AdamW8bit's state dict of Linear(65, 64) after 5 steps, whose bias has float32 moments, and the
-SHA-256 of what its dequantize_blockwise makes of the weight's moments."""
+"""AdamW8bit's state dict of Linear(65, 64) after 5 steps, with float32 moments for the bias, and
+the SHA-256 of the weight's moments after dequantize_blockwise."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("theirs", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
 @torch.compiler.set_stance("force_eager")
 def test_torchao(one_rank: None, theirs: str, kind: str) -> None:
-    """Containers name what they do not read."""
+    """torchao's moments load dequantized; a container rejects them by name."""
     torchao = pytest.importorskip("torchao.optim")
     model = nn.Linear(256, 64)
     optimizer = getattr(torchao, theirs)(model.parameters(), lr=0.02)
@@ -84,7 +84,7 @@ def test_torchao_with_fsdp(one_rank: None) -> None:
 def test_bitsandbytes(one_rank: None, kind: str, wrapped: bool) -> None:
     saved = torch.load(SAVED, weights_only=True)
     given, sha256 = saved["optimizer"], saved["sha256"]
-    if not wrapped:  # as older versions do
+    if not wrapped:  # the layout of older versions
         for entry in given["state"].values():
             entry |= entry.pop("__bnb_optimizer_quant_state__")
     model = nn.Linear(65, 64)

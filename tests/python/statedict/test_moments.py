@@ -1,4 +1,4 @@
-"""Moments of 8 bits from float ones and back, in state dicts and checkpoints."""
+"""8-bit moments from float moments and back, in state dicts and checkpoints."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def container(model: nn.Module, kind: str) -> Any:
 
 
 def model_of(seed: int) -> nn.Module:
-    """Rows of three groups and a rest, of two groups in three dimensions, and short ones."""
+    """Has rows of three groups and a rest, 3-D rows of two groups, and short rows."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(200, 30), nn.Conv1d(8, 5, 16), nn.LayerNorm(30), nn.Linear(7, 5))
 
@@ -52,7 +52,7 @@ def train(model: nn.Module, optimizer: Any, seed: int) -> None:
 
 
 def expected_codes(name: str, moment: Tensor) -> tuple[Any, Any]:
-    """docs/numerics.md section 11, rounded to nearest."""
+    """Computes docs/numerics.md section 11, rounded to nearest."""
     rows = moment.flatten(1).numpy()
     value = rows if name == "exp_avg" else np.sqrt(rows)
     most = np.maximum.reduceat(abs(value), range(0, rows.shape[1], 64), axis=1)
@@ -164,7 +164,7 @@ def test_wrong_codes_are_rejected(kept: str, name: str, change: Any, problem: st
     train(other, target, 1)
     saved = copy.deepcopy(source.state_dict())
     value = saved["state"][0].pop(name)
-    if isinstance(change, str):  # another name
+    if isinstance(change, str):  # renamed
         saved["state"][0][change] = value
     elif change is not None:
         saved["state"][0][name] = change(value)

@@ -1,4 +1,4 @@
-"""Whatever reads a state dict names all that does not fit at once, before the first write."""
+"""Every reader of a state dict reports all problems at once, before the first write."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_everything_wrong_is_reported_at_once(one_rank: Any, kind: str, base: st
     assert all(each in str(caught.value) for each in shown)
     assert (snapshot(optimizer), [group["lr"] for group in optimizer.param_groups]) == before
     if kind == "container":
-        del saved[names[2] + "step"]  # a missing key is a KeyError, which tells the others, too
+        del saved[names[2] + "step"]  # a missing key raises KeyError, which also lists the others
         with pytest.raises(KeyError, match=r"step' is missing; .*and \d more"):
             optimizer.load_state_dict(saved)
 

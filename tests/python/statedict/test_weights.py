@@ -1,4 +1,4 @@
-"""refresh_masters(from_=...): masters and remainders from float32 weights, with all their bits."""
+"""refresh_masters(from_=...) sets masters and remainders from float32 weights without loss."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def train(model: nn.Module, optimizer: Any, seeds: Any) -> None:
 
 
 def exact_weights(model: nn.Module, optimizer: Any) -> list[Tensor]:
-    """What the parameters are rounded from."""
+    """Returns the weights from which the parameters are rounded."""
     if isinstance(optimizer, FSDPadaptOptimizer):
         return [w for own in optimizer.state_dict()["flat_fp32_weights"].values() for w in own]
     states = [optimizer.state[param] for param in model.parameters()]
@@ -79,7 +79,7 @@ def exact_weights(model: nn.Module, optimizer: Any) -> list[Tensor]:
 
 
 def kept(weights: Iterable[Tensor], kind: str | None) -> list[Tensor]:
-    """What is kept of float32 weights: an 8-bit remainder has 24 of their bits."""
+    """Returns the stored part of float32 weights: an 8-bit remainder keeps 24 of their bits."""
     if kind != "remainder8":
         return [weight.detach().clone() for weight in weights]
     split = [(weight, *split8(words(weight))) for weight in weights]
@@ -91,10 +91,10 @@ def kept(weights: Iterable[Tensor], kind: str | None) -> list[Tensor]:
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("by", ["name", "parameter"])
 def test_an_fp32_model_becomes_a_bf16_one_with_all_bits(kind: str, steps: int, by: str) -> None:
-    """Its whole state dict, buffers included, will do; then training goes on as in float32."""
+    """A whole state dict with buffers works, and training continues as in float32."""
     source = fp32_model(seed=1)
     given: Any = {name: value.clone() for name, value in source.state_dict().items()}
-    for value in source.parameters():  # a remainder moves these, by one float32
+    for value in source.parameters():  # a remainder moves ties by one float32
         assert not is_upper_tie(words(value)).any()
     model = fp32_model().to(BF16)
     optimizer = KINDS[kind](model)
@@ -137,7 +137,7 @@ WRONG: dict[str, tuple[Any, str]] = {
 @each_kind
 @pytest.mark.parametrize("wrong", WRONG)
 def test_weights_that_do_not_fit_change_nothing(kind: str, wrong: str) -> None:
-    """All that is wrong is named, and nothing is set."""
+    """The error names all problems, and nothing is set."""
     model = fp32_model().to(BF16)
     optimizer = KINDS[kind](model)
     train(model, optimizer, range(2))
@@ -157,7 +157,7 @@ def test_weights_that_do_not_fit_change_nothing(kind: str, wrong: str) -> None:
 def test_masters_that_a_full_state_dict_lacks_are_the_models(
     one_rank: None, stepped: int, model_first: bool
 ) -> None:
-    """torch fills in this optimizer's own, of the weights before."""
+    """torch adds this optimizer's own masters, of the weights before the load."""
     options = StateDictOptions(full_state_dict=True)
     source = fp32_model().to(BF16)
     twin = torch.optim.AdamW(source.parameters(), **ADAM)
@@ -173,7 +173,7 @@ def test_masters_that_a_full_state_dict_lacks_are_the_models(
     optimizer.param_groups[0].update(lr=0.0, weight_decay=0.0)
     train(model, optimizer, [3])
     assert_same_bits(model.parameters(), source.parameters())
-    # Masters that it has are taken, and go on.
+    # Masters in the dict are loaded and used.
     saved = get_optimizer_state_dict(model, optimizer, options=options)
     masters = [weight.clone() for weight in exact_weights(model, optimizer)]
     masters[0] += 2**-20
@@ -188,7 +188,7 @@ def test_masters_that_a_full_state_dict_lacks_are_the_models(
 def test_masters_of_another_kind_come_whole_through_a_full_state_dict(
     one_rank: None, kept: str
 ) -> None:
-    """torch hands over both: those of the dict and this optimizer's own."""
+    """torch passes both the dict's masters and this optimizer's own."""
     options = StateDictOptions(full_state_dict=True)
     made = {"fp32": "remainder", "remainder": "fp32"}[kept]
     source, model = (fp32_model(seed).to(BF16) for seed in range(2))
@@ -202,12 +202,12 @@ def test_masters_of_another_kind_come_whole_through_a_full_state_dict(
     train(model, loading, [3])
     expected = exact_weights(source, saving)
     for mine, other in zip(exact_weights(model, loading), expected, strict=True):
-        # A tie that rounds to an even neighbour moves by its last bit (numerics.md, section 7).
+        # A tie that rounds to an even neighbor moves by its last bit (numerics.md, section 7).
         torch.testing.assert_close(mine, other, rtol=2**-23, atol=0)
 
 
 def test_float_moments_become_codes_through_a_full_state_dict(one_rank: None) -> None:
-    """torch hands over this optimizer's scales beside them."""
+    """torch also passes this optimizer's own scales."""
     options = StateDictOptions(full_state_dict=True)
     source, model, direct = (nn.Linear(64, 4) for _ in range(3))
     twin = torch.optim.AdamW(source.parameters(), **ADAM)
@@ -224,7 +224,7 @@ def test_float_moments_become_codes_through_a_full_state_dict(one_rank: None) ->
 
 
 def test_a_models_whole_state_dict_serves() -> None:
-    """Of frozen 16-bit, float64 and complex parameters it has what they are."""
+    """Frozen 16-bit, float64 and complex parameters take their values from the state dict."""
     frozen = nn.Parameter(torch.ones(3).bfloat16(), requires_grad=False)
     others = [nn.Parameter(torch.ones(2, dtype=d)) for d in (torch.float64, torch.complex64)]
     trained = nn.Parameter(torch.ones(4).bfloat16())
@@ -253,7 +253,7 @@ def test_names_and_masters_have_to_be_there() -> None:
     optimizer = FusedAdamW(model.named_parameters(), master_weights="fp32")
     with pytest.raises(TypeError, match="got a list, expected weights by parameter or name"):
         optimizer.refresh_masters(from_=[*given.values()])  # type: ignore[arg-type]
-    optimizer.refresh_masters(from_=given)  # sets frozen ones, too, which have no master yet
+    optimizer.refresh_masters(from_=given)  # also sets frozen parameters, which have no master yet
     assert_same_bits([model[2].weight], [given["2.weight"].to(BF16)])  # type: ignore[index]
     assert len(optimizer.state) == 4
 
@@ -262,7 +262,7 @@ def test_names_and_masters_have_to_be_there() -> None:
 @pytest.mark.parametrize("target", [None, "fp32", "remainder", "remainder8"])
 @pytest.mark.parametrize("steps", [0, 2])
 def test_a_flat_dict_with_any_kind_of_master_loads(source: Any, target: Any, steps: int) -> None:
-    """Fresh or used, a container makes the master it keeps from the one there is, or the weight."""
+    """A container makes its master from the loaded master, or else from the weight."""
     model, other = fp32_model().to(BF16), fp32_model(seed=1).to(BF16)
     cls = FusedAdamW if source != "torch's" else torch.optim.AdamW
     kwargs = {"master_weights": source} if cls is FusedAdamW else {}
@@ -293,7 +293,7 @@ def second_of_two_ranks() -> Iterator[Any]:
 
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
 def test_a_sharded_parameter_takes_its_shard(second_of_two_ranks: Any, placement: Any) -> None:
-    """Of a whole tensor or of a DTensor placed alike; any other placement is rejected."""
+    """The weight may be whole or a DTensor of the same placement; others are rejected."""
     mesh = second_of_two_ranks
     whole = torch.randn(5, 6)
     placed = distribute_tensor(whole.clone(), mesh, [placement], src_data_rank=None)
@@ -317,7 +317,7 @@ def test_a_state_dict_before_the_first_step_is_complete(masters: str) -> None:
     exact = fp32_model()
     models = [copy.deepcopy(exact).to(BF16) for _ in range(2)]
     for model in models:
-        model[1].float()  # without masters
+        model[1].float()  # has no masters
     first, resumed = (FusedAdamW(m.named_parameters(), master_weights=masters) for m in models)
     first.refresh_masters(from_=exact.state_dict())
     assert len(first.state) == len([*models[0].parameters()])

@@ -1,4 +1,4 @@
-"""CheckpointManager on one process: what comes back, what is rejected, what a crash leaves."""
+"""CheckpointManager on one process: what it restores and rejects, and what a crash leaves."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import signal
 import time
 import zlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +29,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torchopt_ext.containers import OptimizersInBackwardContainer
 from torchopt_ext.trainer import checkpoint_files as files
 from torchopt_ext.trainer import checkpoint_states, checkpoint_writer
+from torchopt_ext.trainer.checkpoint import CheckpointManager
 from torchopt_ext.trainer.export import export_safetensors
 
 from ...distributed.checkpoint_job import Job, differences, reseed_all
@@ -54,13 +56,13 @@ def saved_steps(job: Job) -> list[int]:
     return sorted(int(path.name.split("-")[1]) for path in job.manager.folder.iterdir())
 
 
-# ---- going on as if nothing had happened ---------------------------------------------------------
+# ---- resuming ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_resumed_job_has_the_same_bits(tmp_path: Path, kind: str, mode: str) -> None:
-    """A copy taken after the call would have later values: the training goes on at once."""
+    """Training continues at once, so a copy taken after the call would have later values."""
     settings = {**KINDS[kind], "async_mode": mode}
     reseed_all(5)
     undisturbed = Job(tmp_path, **settings).train(until=7)
@@ -104,7 +106,7 @@ def test_load_only_neither_saves_nor_clears_up(tmp_path: Path) -> None:
 def test_random_numbers_of_another_layout_are_seeded_anew(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As on all ranks of equal seeds, and otherwise than at the start."""
+    """All ranks with the same seed draw the same numbers, other than at the start."""
     Job(tmp_path).train(until=2).close()
     drawn = []
     for _ in range(2):
@@ -120,7 +122,7 @@ def test_random_numbers_of_another_layout_are_seeded_anew(
     assert "another layout" in caplog.text
 
 
-# ---- what is saved when --------------------------------------------------------------------------
+# ---- what is saved, and when ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
@@ -175,7 +177,7 @@ def test_the_last_save_may_have_the_model_only(tmp_path: Path) -> None:
 
 
 def test_a_forced_save_before_the_last_step_is_full(tmp_path: Path) -> None:
-    """As when a signal ends the training."""
+    """A save that a signal forces before the last step has the full state."""
     job = Job(tmp_path, model_weights_only=True, async_mode="async").train(until=3)
     job.manager.save(3, force=True)
     assert Job(tmp_path).manager.load(3)
@@ -226,7 +228,7 @@ def test_what_is_excluded_is_not_loaded(tmp_path: Path, key: str) -> None:
     assert not set(rest) & set(differences(found, saved))
 
 
-# ---- checkpoints that are not as they were written -----------------------------------------------
+# ---- damaged checkpoints -------------------------------------------------------------------------
 
 
 def damage(path: Path, position: int) -> None:
@@ -241,7 +243,7 @@ def cut(path: Path) -> None:
 
 
 def cut_without_manifest(path: Path) -> None:
-    """As torchtitan's checkpoints, which have none."""
+    """Cuts the data file and removes the manifest, which torchtitan's checkpoints lack."""
     (path / "manifest.json").unlink()
     os.truncate(path / "__0_0.distcp", path.joinpath("__0_0.distcp").stat().st_size // 2)
 
@@ -252,7 +254,7 @@ def of_another_step(path: Path) -> None:
 
 
 def half_written(path: Path) -> None:
-    """As torch's writer leaves it."""
+    """Leaves only the data files, like an interrupted torch writer."""
     (path / "manifest.json").unlink()
     (path / ".metadata").unlink()
 
@@ -268,7 +270,7 @@ def with_code_in_metadata(path: Path) -> None:
 
 
 def with_a_sum_for_less(path: Path) -> None:
-    """A manifest with a right sum that lacks the metadata."""
+    """Writes a manifest with a valid sum that omits the metadata."""
     body = json.loads((path / "manifest.json").read_text())["manifest"]
     del body["files"][".metadata"]
     sum_ = zlib.crc32(json.dumps(body, sort_keys=True).encode())
@@ -347,7 +349,7 @@ def test_training_does_not_start_over_where_all_are_damaged(tmp_path: Path) -> N
 
 
 def test_a_checkpoint_without_manifest_loads(tmp_path: Path) -> None:
-    """Of torchtitan's layout, by torch's own writer."""
+    """A checkpoint in torchtitan's layout by torch's own writer loads without its data position."""
     job = Job(tmp_path).train(until=2)
     entries = {
         "optimizer": job.optimizers,
@@ -366,7 +368,7 @@ def test_a_checkpoint_without_manifest_loads(tmp_path: Path) -> None:
 
 
 def test_torch_reads_a_checkpoint(tmp_path: Path) -> None:
-    """Equal values are saved once; 1, 1.0 and True are not equal here."""
+    """Equal values are saved once, but 1, 1.0 and True are not equal here."""
     job = Job(tmp_path)
     job.lr_schedulers.schedulers[0].base_lrs = [1]
     group = job.optimizers.param_groups[0]
@@ -398,7 +400,7 @@ def test_a_missing_step_is_named(tmp_path: Path) -> None:
 
 
 def fill_disk(job: Job, step: int) -> None:
-    """What is written of this step's data fails as on a full disk."""
+    """Makes writes of this step's data fail as on a full disk."""
     saving = files.saving_folder(job.manager.folder, step)
     saving.mkdir(parents=True)
     (saving / "__0_0.distcp").symlink_to("/dev/full")
@@ -420,7 +422,7 @@ def test_a_full_disk_does_not_end_the_training(
 
 
 class FullDisk(io.FileIO):
-    """A file on a disk with room for 1000 bytes, on which closing is no error."""
+    """A file on a disk with room for 1000 bytes, whose close does not fail."""
 
     def write(self, data: Any) -> int:
         if self.tell() + len(data) > 1000:
@@ -431,7 +433,7 @@ class FullDisk(io.FileIO):
 def test_a_disk_that_fills_within_a_tensor_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch.save says "unexpected pos"."""
+    """The error names the full disk, although torch.save says "unexpected pos"."""
     monkeypatch.setattr(checkpoint_writer, "open", FullDisk, raising=False)
     written = checkpoint_writer.Writer(tmp_path).fs.create_stream(tmp_path / "file", "wb")
     with pytest.raises(OSError, match="No space left on device"), written as stream:
@@ -479,7 +481,7 @@ def test_leftovers_of_a_crash_are_cleared_away(tmp_path: Path) -> None:
 
 
 def save_until_killed(folder: Path, mode: str, run: int) -> None:
-    torch.set_num_threads(1)  # sums of other numbers of threads differ in the last bit
+    torch.set_num_threads(1)  # other thread counts change the last bit of sums
     reseed_all(run)
     Job(folder, interval=1, keep_latest_k=2, async_mode=mode).train(until=10**6)
 
@@ -490,9 +492,9 @@ def save_until_killed(folder: Path, mode: str, run: int) -> None:
 def test_a_killed_process_leaves_a_loadable_checkpoint(
     tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is loaded is what an undisturbed job had at that step."""
+    """The loaded state is that of an undisturbed job at the same step."""
     torch.set_num_threads(1)
-    # Not "fork": a gloo group of this process would end in the child, without its threads.
+    # Not "fork": a child would destroy this process's gloo group without its threads.
     processes = get_context("forkserver")
     processes.set_forkserver_preload(["torch.distributed.checkpoint"])
     monkeypatch.syspath_prepend(Path(__file__).parents[3])  # where children find this module
@@ -566,6 +568,48 @@ def test_one_replica_group_saves_and_gives_its_state_to_another(tmp_path: Path) 
     assert job.manager.newest() == 6
 
 
+class Positioned:
+    """A data loader's position."""
+
+    def __init__(self, shared: bool | None) -> None:
+        self.same_position_on_all_ranks, self.position = shared, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+
+def test_a_returning_group_takes_its_peers_data_position(tmp_path: Path) -> None:
+    functions: list[Any] = []
+    manager = SimpleNamespace(set_state_dict_fns=lambda *given: functions.append(given))
+    enabled = SimpleNamespace(enabled=True, manager=manager)
+    loaders = []
+    for shared in (True, True, None):
+        job = Job(tmp_path)
+        loaders.append(Positioned(shared))
+        states = {"train_state": job}
+        arguments = (job.parts, job.optimizers, job.lr_schedulers, states, job.config, enabled)
+        CheckpointManager(loaders[-1], *arguments)
+    loaders[0].position = 5
+    state = functions[0][1]()
+    for heal, _ in functions[1:]:
+        heal(state)
+    assert [loader.position for loader in loaders] == [5, 5, 0]
+
+
+def test_a_stream_of_each_group_is_rejected_unless_it_is_not_loaded(tmp_path: Path) -> None:
+    manager = SimpleNamespace(set_state_dict_fns=lambda *_: None)
+    enabled = SimpleNamespace(enabled=True, manager=manager)
+    for excluded in ([], ["dataloader"]):
+        job = Job(tmp_path, exclude_from_loading=excluded)
+        states = {"train_state": job}
+        arguments = (job.parts, job.optimizers, job.lr_schedulers, states, job.config, enabled)
+        with nullcontext() if excluded else pytest.raises(ValueError, match="exclude_from_loading"):
+            CheckpointManager(Positioned(False), *arguments)
+
+
 def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
     read = pytest.importorskip("safetensors.torch", exc_type=ImportError)
     found: dict[str, torch.Tensor] = read.load_file(path)
@@ -610,7 +654,7 @@ def test_an_export_holds_every_dtype(tmp_path: Path) -> None:
 
 
 def test_model_state_is_torchs_whatever_becomes_of_the_module() -> None:
-    """Keys in torch's order, without wrappers' names, of a module that changes later, too."""
+    """Keys have torch's order without wrappers' names, also after the module changes."""
     model = nn.Sequential(nn.Linear(3, 4), torch.compile(nn.Linear(4, 4)), nn.BatchNorm1d(4))
     state = checkpoint_states.ModelState([model])
 

@@ -1,4 +1,4 @@
-"""Which saves of CheckpointManager are made, which fail, and which checkpoints stay."""
+"""CheckpointManager: which saves are made, which fail, and which checkpoints remain."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = [
 
 
 def go_back(folder: Path, step: int, until: int, **settings: Any) -> Job:
-    """A job that loads a step and saves each one after it."""
+    """Returns a job that loads a step and saves every step after it."""
     job = Job(folder, interval=1, **settings)
     assert job.manager.load(step)
     job.train(until=until).close()
@@ -133,7 +133,7 @@ def test_a_periodic_save_waits_for_the_end_of_skipped_steps(tmp_path: Path) -> N
 
 
 def test_an_end_before_the_last_step_may_have_the_model_only(tmp_path: Path) -> None:
-    """As when the data has ended."""
+    """If the data ends early, the forced save may hold the model only."""
     job = Job(tmp_path, model_weights_only=True, export_safetensors=True).train(until=3)
     job.manager.save(3, force=True, ended=True)
     assert contents_of(folder_of(job, 3)) == "model"

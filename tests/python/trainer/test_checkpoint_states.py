@@ -1,4 +1,4 @@
-"""What CheckpointManager's states hold, and how they come back."""
+"""The states of CheckpointManager: their contents, and how they load."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = [
 
 
 def test_the_data_position_is_packed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading it again would take several times as long, on the thread that trains."""
+    """Packing must not read the state again, which would delay the training thread."""
     state = {"dp_rank_0": {"buffer": [*range(9)], 1: (b"x", torch.ones(2), OrderedDict(a=None))}}
     data: Any = type("Data", (), {"state_dict": lambda _: state})()
     with monkeypatch.context() as context:
@@ -83,7 +83,7 @@ def test_what_is_not_loaded_may_be_left_out(
 
 
 def with_state(folder: Path, value: Any) -> tuple[Job, list[Any]]:
-    """A job with a value in its state, and those that it has loaded."""
+    """Returns a job with a value in its state, and the list of values that it loads."""
     job, loaded = Job(folder), []
     step_only: Callable[[Any], None] = job.load_state_dict
     job.state_dict = lambda: {"step": job.step, "value": value}  # type: ignore[method-assign]
@@ -181,7 +181,7 @@ def test_extra_state_comes_back_as_it_was_saved(tmp_path: Path, saved: Any, live
     ("saved", "live"), [({"n": 3, "t": torch.ones(2)}, {"n": 0, "u": 1}), ({}, {}), (5, 6)]
 )
 def test_extra_state_that_torchs_writer_has_saved(tmp_path: Path, saved: Any, live: Any) -> None:
-    """As in checkpoints of torchtitan, it is divided."""
+    """torch's writer, as in torchtitan's checkpoints, divides extra state into entries."""
     jobs = [Job(tmp_path / "a"), Job(tmp_path / "b", initial_load_path=str(tmp_path / "c"))]
     for job, value in zip(jobs, (saved, live), strict=True):
         job.model.add_module("noted", Noted(value))

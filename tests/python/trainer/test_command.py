@@ -1,4 +1,4 @@
-"""python -m torchopt_ext: commands, their exit codes, and what `train` calls."""
+"""python -m torchopt_ext: commands, their exit codes, and the calls of `train`."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[3]
 
 
 class Spy:
-    """Stands for the Trainer and notes what is called."""
+    """Stands in for the Trainer and records calls."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
@@ -73,7 +73,7 @@ def test_train(trainer: Spy, stopped_by: str | None, code: int) -> None:
 def test_the_trainer_is_gone_before_the_process_group(
     trainer: Spy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the group's threads would outlive the interpreter."""
+    """Otherwise the group's threads would outlive the interpreter."""
     built: list[weakref.ref[Spy]] = []
     held_at_end = []
 
@@ -178,7 +178,7 @@ def test_errors_of_a_job(
     with pytest.raises(RuntimeError, match="gone wrong"):
         main(["train"])
     assert trainer.calls[1:] == [("train",), ("close",)]
-    assert "gone wrong" in error_file.read_text()  # @record: torchrun shows it
+    assert "gone wrong" in error_file.read_text()  # torchrun shows what @record writes
     trainer.fails["build"] = ConfigError("model.name is wrong")
     assert main(["train"]) == 2
     assert "torchopt_ext train: model.name is wrong" in capsys.readouterr().err

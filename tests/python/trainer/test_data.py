@@ -1,4 +1,4 @@
-"""Data of the Trainer: who gets which sample, exact resume, and what is refused."""
+"""Data of the Trainer: which rank gets which sample, exact resume, and refused inputs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TEXT = bytes(i % 256 for i in range(SAMPLES * (SEQ_LEN + 1) + 2))
 
 @pytest.fixture
 def job_config(tmp_path: Path) -> JobConfig:
-    """A job on files of unequal lengths, some empty, that make up TEXT."""
+    """A job on files of unequal lengths, some of them empty, that add up to TEXT."""
     folder = tmp_path / "text"
     (folder / "b").mkdir(parents=True)
     names, ends = ("a", "b/0", "b/1", "b/2", "c"), (1, 50, 50, 57, len(TEXT))
@@ -55,7 +55,7 @@ def build(config: JobConfig, rank: int = 0, ranks: int = 1, tokenizer: Any = Non
 
 
 def samples(batches: Any) -> list[list[int]]:
-    """The numbers of the windows in each batch; checks shapes and that labels follow inputs."""
+    """Returns the window numbers of each batch, after checks of shapes and labels."""
     found = []
     for inputs, labels in batches:
         assert inputs.keys() == {"input"}
@@ -120,22 +120,36 @@ def test_endless_and_single_tokens(job_config: JobConfig) -> None:
 
 @pytest.mark.parametrize("stop", [0, 1, 10, 11, 12, 22])
 def test_resume_is_exact(job_config: JobConfig, stop: int) -> None:
-    """Two epochs of eleven batches each; the state goes through a checkpoint's packing."""
+    """Resume is exact at any batch of two epochs of eleven, through a checkpoint's packing."""
     job_config.training.epochs = 2
     undisturbed = samples(build(job_config))
     loader = build(job_config)
     begun = samples(itertools.islice(loader, stop))
     packed = DataPosition(loader).state_dict()
-    job_config.training.seed = 5  # the saved one counts
+    job_config.training.seed = 5  # the saved seed counts
     resumed = build(job_config)
     DataPosition(resumed).load_state_dict(packed)
     assert begun + samples(resumed) == undisturbed
     assert samples(resumed) == []
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_position_loaded_during_iteration_counts(job_config: JobConfig, workers: int) -> None:
+    """A replica group that returns takes its peers' position while its loop runs."""
+    undisturbed = samples(build(job_config))
+    ahead = build(job_config)
+    samples(itertools.islice(ahead, 7))
+    job_config.training.dataloader.num_workers = workers
+    loader = build(job_config)
+    batches = iter(loader)
+    begun = samples(itertools.islice(batches, 2))
+    loader.load_state_dict(ahead.state_dict())
+    assert begun + samples(batches) == undisturbed[:2] + undisturbed[7:]
+
+
 @pytest.mark.newest_torch
 def test_resume_with_workers(job_config: JobConfig) -> None:
-    """Workers have read ahead of what training has seen."""
+    """Workers have read further than training has."""
     undisturbed = samples(build(job_config))
     job_config.training.dataloader.num_workers = 2
     loader = build(job_config)
@@ -189,7 +203,7 @@ def test_windows_of_any_tensor_and_spans_of_files(job_config: JobConfig) -> None
 
 
 class Words:
-    """A tokenizer: one token a word."""
+    """A tokenizer with one token per word."""
 
     def encode(self, text: str) -> list[int]:
         return [len(word) for word in text.split()]
@@ -207,7 +221,7 @@ def test_tokenizer(job_config: JobConfig, tmp_path: Path) -> None:
 
 
 class Pairs(Dataset[Any]):
-    """Samples as the contract has them: no collate_fn."""
+    """Samples as the contract defines them, without collate_fn."""
 
     def __len__(self) -> int:
         return 8
@@ -217,7 +231,7 @@ class Pairs(Dataset[Any]):
 
 
 class Stream(IterableDataset[Any]):
-    """A rank's numbers, endlessly, with a state of its own."""
+    """An endless stream of a rank's numbers, with its own state."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.position, self.step = rank, ranks
@@ -272,7 +286,7 @@ def test_registered_data_sets(job_config: JobConfig, monkeypatch: pytest.MonkeyP
 
 
 class Augmented(Pairs):
-    """Samples of random numbers, one at a time or a batch together."""
+    """Samples with random numbers, read one by one or as a batch."""
 
     def __init__(self, together: bool) -> None:
         if together:
@@ -284,7 +298,7 @@ class Augmented(Pairs):
 
 
 class Drawing(IterableDataset[Any]):
-    """As many numbers, each with a random one; workers take turns."""
+    """`count` numbers, each with a random one, divided between workers."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -302,7 +316,7 @@ def drawn(batches: Any) -> list[list[int]]:
 @pytest.mark.newest_torch
 @pytest.mark.parametrize("together", [False, True])
 def test_random_numbers_of_workers(job_config: JobConfig, together: bool) -> None:
-    """They differ by seed, rank and sample, and are the same for a job that goes on."""
+    """Random numbers differ by seed, rank and sample, and a resumed job draws the same."""
     register_dataset("augmented", lambda **_: Augmented(together))
     training = job_config.training
     training.dataset, training.dataloader.num_workers = "augmented", 2
@@ -316,7 +330,7 @@ def test_random_numbers_of_workers(job_config: JobConfig, together: bool) -> Non
     training.seed, training.epochs = 1, 2
     others = [*undisturbed, *drawn(build(job_config))]
     for numbers in flat(ranks), flat(others):
-        draws = [number for number in numbers if number >= 8]  # else an index
+        draws = [number for number in numbers if number >= 8]  # smaller numbers are indices
         assert len(set(draws)) == len(draws) > 0
 
 
@@ -324,7 +338,7 @@ def test_random_numbers_of_workers(job_config: JobConfig, together: bool) -> Non
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("epochs", [1, 3])
 def test_passes_over_a_stream(job_config: JobConfig, epochs: int, workers: int) -> None:
-    """A job that goes on again and again, with the generator's state of when it stopped."""
+    """Repeated resumes with the saved generator state give the undisturbed stream."""
     register_dataset("drawing", lambda **_: Drawing(12))
     training = job_config.training
     training.dataset, training.dataloader.num_workers = "drawing", workers
@@ -380,7 +394,7 @@ class Resumable(Drawing):
 def test_streams_of_earlier_checkpoints(
     job_config: JobConfig, stream: Drawing, workers: int
 ) -> None:
-    """They have torchdata's state as it is, which counts batches unless iterators have a state."""
+    """torchdata's own state counts batches, so only iterators with a state can resume."""
     register_dataset("stream", lambda **_: stream)
     job_config.training.dataset = "stream"
     job_config.training.dataloader.num_workers = workers
@@ -433,7 +447,7 @@ def test_refused(
 
 def test_refused_files_and_names(job_config: JobConfig) -> None:
     folder = Path(str(job_config.training.dataset_path))
-    os.mkfifo(folder / "y")  # of which a reader would wait for a writer
+    os.mkfifo(folder / "y")  # a reader would wait for a writer
     assert len(build(job_config).dataset) == SAMPLES
     (folder / "z").symlink_to("gone")
     with pytest.raises(FileNotFoundError, match="text/z"):

@@ -37,9 +37,9 @@ def on_cpu() -> JobConfig:
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[ParallelDims]:
-    """The group of a job that torchrun did not start."""
+    """Makes the group of a job that torchrun did not start."""
     for name in NAMES:
-        monkeypatch.setenv(name, "")  # so that what is set is taken back
+        monkeypatch.setenv(name, "")  # so that monkeypatch restores them
         monkeypatch.delenv(name)
     assert distributed.init_distributed(on_cpu()) == torch.device("cpu")
     yield ParallelDims(1, -1, 1, 1, 1, world_size=1, enable_loss_parallel=True)
@@ -88,7 +88,7 @@ def test_seeds(alone: ParallelDims, seed: int, monkeypatch: pytest.MonkeyPatch) 
     drawn, others = torch.rand(3), generator_states()
     assert torch.initial_seed() == seed
     assert os.environ["PYTHONHASHSEED"] == str(seed % 2**32)
-    for same in (mesh, None):  # rank 0's own seed, as it is
+    for same in (mesh, None):  # the seed of rank 0 applies unchanged
         torch.manual_seed(seed)
         random.random()
         distributed.set_determinism(same, torch.device("cpu"))
@@ -98,7 +98,7 @@ def test_seeds(alone: ParallelDims, seed: int, monkeypatch: pytest.MonkeyPatch) 
 
 
 class Event:
-    """Of a GPU whose work is done when somebody waits for it."""
+    """The event of a GPU whose work ends when waited for."""
 
     waited: ClassVar[list[int]] = []
 
@@ -116,7 +116,7 @@ _numbers = itertools.count(1)
 def test_no_host_is_past_the_step_after_which_all_stop(
     device: str, last: int, waited: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside a GPU each waits for the step before the one that it started last."""
+    """With a GPU each host waits for the step before the last started step."""
     store = dist.HashStore()
     monkeypatch.setattr(stop, "default_store", lambda: store)
     monkeypatch.setattr(torch.cuda, "Event", Event)
@@ -130,7 +130,7 @@ def test_no_host_is_past_the_step_after_which_all_stop(
 
 
 def test_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a process of its own: it is a setting of all of torch."""
+    """Runs in its own process, as the setting applies to all of torch."""
     code = (
         "import os, torch; from torchopt_ext.trainer.distributed import set_determinism;"
         "set_determinism(None, torch.device('cpu'), 1, True);"
@@ -159,7 +159,7 @@ def test_autocast(
     dims = ParallelDims(*degrees, world_size=world_size, enable_loss_parallel=True)
     context = distributed.maybe_enable_amp(dims, dtype, "cpu")
     assert type(context) is kind
-    for _ in range(2):  # a step each
+    for _ in range(2):  # one step each
         with context:
             assert torch.is_autocast_enabled("cpu") == (kind is torch.autocast)
     assert ("tensor and pipeline parallel" in caplog.text) == (max(degrees[3:]) > 1)

@@ -1,4 +1,4 @@
-"""A rank's error file is whole, or is not there."""
+"""A rank's error file is complete or missing."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""First weights: tied parameters stay one, whatever is done to the model before."""
+"""Initial weights: tied parameters stay one parameter, whatever happens to the model before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job's configuration: files, command lines, torchtitan's names, and what is rejected."""
+"""A job's configuration: files, command lines, torchtitan's names, and rejected settings."""
 
 import ast
 import contextlib
@@ -28,7 +28,7 @@ pytest.importorskip("tyro")
 FILES = {
     version: Path(__file__).parent / f"torchtitan_{version}.toml" for version in ("0_1_0", "0_2_2")
 }
-# The names that issue 19 and the seed give to what torchtitan 0.1 and 0.2 call otherwise.
+# The names of issue 19 and the seed for settings that torchtitan 0.1 and 0.2 name differently.
 RENAMED = {
     "checkpoint.enable": "checkpoint.enable_checkpoint",
     "checkpoint.initial_load_model_weights_only": "checkpoint.initial_load_model_only",
@@ -151,7 +151,7 @@ def settings_of(cls: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def options(kinds: dict[str, Any]) -> st.SearchStrategy[list[str]]:
-    """One option with a valid value, as it stands on a command line."""
+    """Draws one option with a valid value, as written on a command line."""
     return st.sampled_from(sorted(kinds)).flatmap(lambda name: option(name, kinds[name]))
 
 
@@ -226,7 +226,7 @@ def test_the_command_line_goes_over_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("text", "items"), [("a,b", ["a", "b"]), (" a , b", ["a", "b"]), ("", [])])
 def test_lists_stand_between_commas(tmp_path: Path, text: str, items: list[str]) -> None:
     assert load_config(["--model.converters", text]).model.converters == items
-    path = write(tmp_path, f"[model]\nconverters = '{text}'\n")  # as files for the seed have it
+    path = write(tmp_path, f"[model]\nconverters = '{text}'\n")  # the form of files for the seed
     assert load_config(["--config", path]).model.converters == items
 
 
@@ -354,7 +354,7 @@ def test_any_value_in_a_file_is_kept_or_rejected(tmp_path: Path, name: str, valu
         assert isinstance(kept, bool) == isinstance(found, bool)
 
 
-# ---- what the Trainer does not do ----------------------------------------------------------------
+# ---- what the Trainer does not support -----------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -400,7 +400,7 @@ def test_infinite_norm_and_converters_settings_are_accepted() -> None:
 
 
 def test_every_setting_is_read_or_rejected() -> None:
-    """A setting without effect is an error: each is read by the Trainer, or not supported."""
+    """The Trainer reads each setting or rejects it, so none is without effect."""
     folder = Path(sys.modules[JobConfig.__module__].__file__ or "").parent
     of_config = ("config.py", "quantize_config.py", "load_config.py")
     source = "".join(
@@ -408,8 +408,8 @@ def test_every_setting_is_read_or_rejected() -> None:
         for path in [*folder.rglob("*.py"), *(folder.parent / "containers").rglob("*.py")]
         if path.name not in of_config
     )
-    # Files' own settings, those for torchtitan's test suite, for TrainSpecs and for converters;
-    # data loaders take theirs whole; without experts there is nothing to overlap.
+    # Exempt are settings of files, torchtitan's test suite, TrainSpecs, converters and data loaders
+    # (passed whole), and expert overlap, as there are no experts to overlap.
     others = ("job.", "model.hf", "model.tokenizer", "float8.", "mx.", "quantize.")
     for name in NAMES:
         known = (

@@ -1,4 +1,4 @@
-"""Metrics of the Trainer: their values, their tags, who writes them, and where."""
+"""Metrics of the Trainer: their values, their tags, the reporting rank, and their outputs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torchopt_ext.trainer.parallel_dims import ParallelDims
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
-# Of torchtitan/components/metrics.py; mfu(%) only where the device's peak is known.
+# Tags of torchtitan/components/metrics.py, without mfu(%), which needs a known device peak.
 TORCHTITAN_TAGS = {
     "loss_metrics/global_avg_loss",
     "loss_metrics/global_max_loss",
@@ -83,7 +83,7 @@ def test_values(
     processor = build_metrics_processor(job_config, dims(2, tp=2))
     processor.num_flops_per_token = 2e9
     assert [step for step in range(1, 13) if processor.should_log(step)] == [1, 4, 8, 12]
-    for step in (4, 8):  # counters start anew
+    for step in (4, 8):  # counters restart
         processor.ntokens_since_last_log += 8000
         processor.data_loading_times += [0.25, 0.75, 0.5, 0.5]
         clock.seconds += 8
@@ -115,7 +115,7 @@ def test_values(
 
 
 def test_what_is_not_known_is_left_out(job_config: JobConfig) -> None:
-    """A CPU's peak, a model's operations; a loss that is not a number is written as null."""
+    """Unknown CPU peaks and model operations are omitted; a non-finite loss becomes null."""
     processor = build_metrics_processor(job_config, dims())
     for step, flops in ((1, 0), (4, 10)):
         processor.num_flops_per_token = flops
@@ -165,7 +165,7 @@ def test_a_resumed_job_appends(job_config: JobConfig) -> None:
         processor = build_metrics_processor(job_config, dims())
         for step in steps:
             processor.log(step, 1.0, 1.0)
-        assert lines(job_config)[-1]["step"] == steps[-1]  # before it is closed
+        assert lines(job_config)[-1]["step"] == steps[-1]  # before the file is closed
         with Path(job_config.job.dump_folder, "metrics.jsonl").open("a") as torn:
             torn.write('{"step": 9, "loss')
         with pytest.raises(ValueError, match="Unterminated"):
@@ -296,7 +296,7 @@ def test_refused(job_config: JobConfig) -> None:
 
 
 def test_memory_of_a_cpu() -> None:
-    """Peak of the resident set, of the machine's memory, as /proc has them."""
+    """The stats are the peak resident set and its share of the machine's memory, as in /proc."""
 
     def read(path: str, key: str) -> int:
         lines = Path(path).read_text().splitlines()
@@ -312,7 +312,7 @@ def test_memory_of_a_cpu() -> None:
 
 
 def test_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """What torch.cuda says, and that its peaks are reset."""
+    """The stats are torch.cuda's, and the monitor resets the peaks."""
     resets: list[Any] = []
     stats = {
         "active_bytes.all.peak": 2 << 30,

@@ -1,4 +1,4 @@
-"""Model converters: found by name, applied in order."""
+"""Model converters are found by name and applied in order."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""The optimizers of a job: which there are, and who clips."""
+"""The optimizers of a job: which are built, and which clip."""
 
 from contextlib import nullcontext
 from functools import partial

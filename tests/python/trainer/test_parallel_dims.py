@@ -1,4 +1,4 @@
-"""Degrees of parallelism: which are valid, and the meshes that they make."""
+"""Degrees of parallelism: which are valid, and which meshes they give."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def dims(*degrees: int, world_size: int, loss_parallel: bool = True) -> Parallel
     return ParallelDims(**named, world_size=world_size, enable_loss_parallel=loss_parallel)
 
 
-# dp_replicate, dp_shard, cp, tp, pp; ranks; sizes of the mesh; what is on
+# dp_replicate, dp_shard, cp, tp, pp; ranks; sizes of the mesh; enabled kinds
 MESHES = {
     "one rank": ((1, -1, 1, 1, 1), 1, {"dp_shard": 1}, set()),
     "fsdp": ((1, -1, 1, 1, 1), 4, {"dp_shard": 4}, {"dp", "dp_shard", "fsdp", "dp_cp"}),
@@ -44,7 +44,7 @@ SWITCHES = ("dp", "dp_replicate", "dp_shard", "cp", "dp_cp", "fsdp", "tp", "pp",
 
 @pytest.fixture
 def ranks(request: pytest.FixtureRequest) -> Iterator[int]:
-    """A process group that computes nothing, of which this is the last rank."""
+    """A process group without computation, in which this process is the last rank."""
     dist.init_process_group(
         "fake", store=FakeStore(), rank=request.param - 1, world_size=request.param
     )
@@ -79,7 +79,7 @@ def test_meshes(
         for part in present:
             expected *= sizes[part]
         assert (together.ndim, together.size()) == (1, expected)
-        assert together.get_local_rank() == expected - 1  # the last rank is last in each
+        assert together.get_local_rank() == expected - 1  # the last rank is last in each mesh
     if parallel.fsdp_enabled:
         shards = parallel.dp_shard * parallel.cp
         replicas = () if parallel.dp_replicate == 1 else (parallel.dp_replicate,)
@@ -112,6 +112,6 @@ def test_invalid_degrees(degrees: tuple[int, ...], world_size: int, message: str
 
 
 def test_context_parallel_needs_a_gpu() -> None:
-    """torch's divides CUDA's attention kernels only."""
+    """torch's context parallelism divides only CUDA's attention kernels."""
     with pytest.raises(ValueError, match=r"context_parallel_degree is 2, .* for 'cpu'"):
         dims(1, 1, 2, 1, 1, world_size=2).build_mesh("cpu")

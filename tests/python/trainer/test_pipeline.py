@@ -1,4 +1,4 @@
-"""Which layers are in which pipeline stage, and which stage on which rank."""
+"""Which layers are in which pipeline stage, and which stage is on which rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchopt_ext.trainer.pipeline import pipeline, split_layers, stage_module, 
 
 
 def split(layers: int, ranks: int, schedule: str, **settings: object) -> list[int]:
-    """How many layers each stage has, which in order are all of them."""
+    """Returns the layers of each stage, after a check that stages keep all layers in order."""
     config = Parallelism(pipeline_parallel_schedule=schedule)
     for name, value in settings.items():
         assert hasattr(config, f"pipeline_parallel_{name}")
@@ -30,7 +30,7 @@ def split(layers: int, ranks: int, schedule: str, **settings: object) -> list[in
 @pytest.mark.parametrize(
     ("layers", "ranks", "schedule", "settings", "expected"),
     [
-        # embedding and output count as a layer each; the first stages get the rest
+        # Embedding and output count as one layer each. The first stages get the rest.
         (4, 2, "1F1B", {}, [2, 2]),
         (5, 2, "1F1B", {}, [3, 2]),
         (6, 4, "GPipe", {}, [1, 2, 2, 1]),
@@ -84,7 +84,7 @@ def test_invalid_splits(layers, ranks, schedule, settings, message) -> None:
     ],
 )
 def test_stages_of_ranks(schedule: str, stages: int, expected: list[tuple[int, ...]]) -> None:
-    """As the schedule itself places them (torch/distributed/pipelining/_utils.py)."""
+    """Stages are where the schedule itself places them (torch/distributed/pipelining/_utils.py)."""
     found = [stages_of_rank(r, 2, stages, get_schedule_class(schedule)) for r in range(2)]
     assert found == expected
 
@@ -108,7 +108,7 @@ def test_a_stage_has_its_modules_under_their_names() -> None:
         ["output.weight"],
     ]
     assert (parts[1].embedding, parts[1].dropout, parts[1].output) == (None, None, None)
-    assert len(list(model.parameters())) == 5  # the whole model is as it was
+    assert len(list(model.parameters())) == 5  # the whole model is unchanged
 
 
 def test_a_parameter_outside_of_all_stages_is_rejected() -> None:
@@ -124,7 +124,7 @@ def test_a_parameter_of_two_stages_is_rejected_on_all_ranks(names: tuple[str, st
     first, second = map(model.get_submodule, names)
     second.weight = first.weight
     dims: Any = SimpleNamespace(pp=2)
-    without: Any = None  # it is rejected before what differs by rank is read
+    without: Any = None  # the rejection precedes the use of rank-dependent arguments
     with pytest.raises(ConfigError, match=rf"{names[0]}.weight and {names[1]}.weight are one"):
         pipeline(model, without, dims, JobConfig(), without, without, without, without)
 

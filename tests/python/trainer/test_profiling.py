@@ -1,4 +1,4 @@
-"""Traces and memory snapshots: which steps they are of, and where they go."""
+"""Traces and memory snapshots: which steps they cover, and where they are written."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_nothing_by_default(job_config: JobConfig) -> None:
 
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
 def test_traces(job_config: JobConfig) -> None:
-    """A resumed job's traces are of the same steps; each holds the one step before it."""
+    """A resumed job traces the same steps, and each trace holds one step."""
     job_config.profiling.enable_profiling = True
     with maybe_enable_profiling(job_config, global_step=7) as profiler:
         assert profiler is not None
@@ -75,7 +75,7 @@ def test_short_cycles_are_refused(job_config: JobConfig, settings: dict[str, int
 
 
 def run_out_of_memory(config: JobConfig) -> None:
-    """In step 13, after a resume at step 8."""
+    """Raises in step 13, after a resume at step 8."""
     with maybe_enable_memory_snapshot(config, global_step=8) as memory:
         assert memory is not None
         for _ in range(9, 13):
@@ -84,7 +84,7 @@ def run_out_of_memory(config: JobConfig) -> None:
 
 
 def test_memory_snapshots(job_config: JobConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU: what is asked of torch, and when."""
+    """On a machine without GPU, the calls to torch and their times are right."""
     job_config.profiling.enable_memory_snapshot = True
     with (
         pytest.raises(ValueError, match=r"needs training.device 'cuda', found a CPU"),

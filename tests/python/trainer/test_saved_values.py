@@ -1,4 +1,4 @@
-"""Values of a checkpoint come back as they were saved, or are rejected before it is written."""
+"""Values of a checkpoint load as they were saved, or are rejected before it is written."""
 
 from collections import Counter, OrderedDict, UserDict, defaultdict
 from pathlib import Path
@@ -56,7 +56,7 @@ def test_no_rank_saves_its_part_of_a_tensor_for_all() -> None:
 
 
 def test_an_optimizers_dicts_have_texts_as_keys() -> None:
-    """But for indices of parameters, of which statedict.dcp.load makes numbers again."""
+    """Keys are strings except parameter indices, which statedict.dcp.load restores as numbers."""
     kept = {"state": {0: {"step": {"a": 1}}}, "param_groups": [{"params": [0]}]}
     assert saved_values.divided(kept, "optimizer", strict=True) == kept
     state = {"state.w.factors": {0: 1}}

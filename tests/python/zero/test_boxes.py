@@ -1,4 +1,4 @@
-"""The boxes that an interval of a tensor's memory is written as."""
+"""boxes() splits an interval of a tensor's memory into boxes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def intervals(draw: st.DrawFn, longest: int = 5) -> tuple[int, int, tuple[int, .
 
 
 def elements(box: tuple[tuple[int, ...], tuple[int, ...]], shape: tuple[int, ...]) -> list[int]:
-    """The box's elements by their place in memory."""
+    """Returns the box's elements by their place in memory."""
     whole = torch.arange(math.prod(shape)).view(shape)
     for dim, (offset, size) in enumerate(zip(*box, strict=True)):
         whole = whole.narrow(dim, offset, size)
@@ -31,7 +31,7 @@ def elements(box: tuple[tuple[int, ...], tuple[int, ...]], shape: tuple[int, ...
 
 @functools.cache
 def runs(shape: tuple[int, ...]) -> set[tuple[int, int]]:
-    """All intervals of memory that are a box."""
+    """Returns all intervals of memory that form one box."""
     found = set()
     for begin in range(math.prod(shape)):
         for end in range(begin + 1, math.prod(shape) + 1):
@@ -58,7 +58,7 @@ def test_each_element_once_and_in_the_order_of_memory(case: tuple[int, int, tupl
     assert found == list(range(begin, end))
 
 
-@settings(deadline=None)  # all boxes of a shape are found at its first example
+@settings(deadline=None)  # the first example of a shape finds all its boxes
 @given(intervals(longest=3))
 def test_no_box_is_empty_and_none_could_be_saved(case: tuple[int, int, tuple[int, ...]]):
     begin, end, shape = case
@@ -96,7 +96,7 @@ def test_a_shard_puts_memory_where_it_is_in_the_parameter(
     random.shuffle(order)  # type: ignore[attr-defined]
     param = torch.arange(math.prod(memory_shape)).view(memory_shape).permute(order)
     flat = in_memory_order(param, param)
-    # Two neighbouring parts of one parameter, as a rank may hold them.
+    # Two neighboring parts of one parameter, as a rank may hold.
     middle = (begin + end) // 2
     parts = [Part(param, a, b, flat[a:b]) for a, b in ((begin, middle), (middle, end)) if a < b]
     shard = StateShard.of([(part, part.tensor) for part in parts])

@@ -1,4 +1,4 @@
-"""Optimizer metadata as JSON: what comes back is what went in, and nothing is run."""
+"""Optimizer metadata as JSON: decoding returns what was encoded, and nothing is executed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SCALARS = (
     | st.integers()
     | st.integers(min_value=2**60, max_value=2**200)
     | st.floats()
-    | st.text(st.characters(exclude_categories=()))  # surrogates, too
+    | st.text(st.characters(exclude_categories=()))  # including surrogates
 )
 KEYS = st.recursive(SCALARS, lambda k: st.lists(k, max_size=3).map(tuple), max_leaves=4)
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.int16, torch.bool, torch.complex64])
@@ -40,7 +40,7 @@ VALUES = st.recursive(
 
 
 def exactly(value: Any) -> Any:
-    """Equal if and only if types, order, signs of zero, nan and identity of tensors are."""
+    """Makes values equal only with equal types, order, zero signs, NaN and tensor identity."""
     if isinstance(value, Tensor):
         return (Tensor, id(value))
     if isinstance(value, float):

@@ -1,4 +1,4 @@
-"""Parts of parameters with 8-bit moments: their groups are the whole parameter's, each once."""
+"""Parts of parameters with 8-bit moments cover the groups of the whole parameter, each once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHAPES = [(3, 9000), (1, 9010), (70, 100), (5,), (9, 9), (2, 3, 5000), (0, 64), 
 
 
 class Group:
-    """Stands for a process group: nothing is sent."""
+    """Stands in for a process group; nothing is sent."""
 
 
 def params() -> list[Tensor]:
@@ -28,7 +28,7 @@ def params() -> list[Tensor]:
 
 
 def parts_of(ranks: int) -> Iterator[Part]:
-    """All ranks' parts, of parameters that are alike on every rank."""
+    """Yields the parts of all ranks, for the same parameters on every rank."""
     for rank in range(ranks):
         buckets = BalancedBuckets(Ranks(Group(), rank, ranks), 20_000, sharded_gradients=False)
         buckets.add_group(params())

@@ -1,4 +1,4 @@
-"""ZeroRedundancyOptimizer on one rank: it behaves as the optimizer it wraps."""
+"""ZeroRedundancyOptimizer on one rank behaves like the optimizer that it wraps."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def train(optimizer: Any, params: Sequence[Tensor], steps: range) -> None:
 
 
 def pair(kind: str, partition: str = "greedy", groups: bool = False, **kwargs: Any) -> Any:
-    """Ours and the plain optimizer over parameters of their own."""
+    """Returns our optimizer and the plain optimizer, each with its own parameters."""
     optimizer_class, defaults = KINDS[kind]
     of = [parameters(), parameters()]
     params: list[Any] = of
@@ -88,7 +88,7 @@ def state_dict_of(zero: Any) -> Any:
 
 
 def check_same(found: Any, expected: Any) -> None:
-    """Types, order of keys, dtypes, shapes and bits."""
+    """Asserts the same types, key order, dtypes, shapes and bits."""
     if isinstance(expected, Tensor):
         assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
         bits = [t.detach().flatten().contiguous().view(torch.uint8) for t in (found, expected)]
@@ -106,7 +106,7 @@ def check_same(found: Any, expected: Any) -> None:
 
 
 def test_a_bucket_is_filled_before_the_next_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that at most one bucket's parameters are in memory twice."""
+    """At most one bucket's parameters are in memory twice."""
     params = parameters([(64,)] * 4)
     own = [param.data_ptr() for param in params]
     moved: list[int] = []
@@ -123,11 +123,11 @@ def test_a_bucket_is_filled_before_the_next_is_made(monkeypatch: pytest.MonkeyPa
 
 
 def test_large_tensors_do_not_part_small_ones() -> None:
-    """As where every layer is a param group: two messages more for each would take longer."""
+    """A split at each large tensor would cost two more messages per layer."""
     sizes = [LARGE, 4, 8, LARGE, LARGE - 4, 4, *[LARGE - 4] * 16]
     tensors = [torch.empty(size, dtype=torch.uint8, device="meta") for size in sizes]
     together = [[tensor.nbytes for tensor in batch] for batch in batches(tensors)]
-    full = MAX_PACKED_BYTES // LARGE  # of those just below LARGE
+    full = MAX_PACKED_BYTES // LARGE  # tensors just below LARGE
     assert together[:2] == [[LARGE], [LARGE]]
     assert together[2] == [4, 8, LARGE - 4, 4, *[LARGE - 4] * (full - 1)]
     assert together[3:] == [[LARGE - 4] * (17 - full)]
@@ -137,7 +137,7 @@ def test_large_tensors_do_not_part_small_ones() -> None:
 
 
 class Unknown(torch.optim.SGD):
-    """Neither known to be elementwise nor functional."""
+    """An optimizer that is neither known to be elementwise nor functional."""
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_pickling_is_refused() -> None:
 
 @every_kind
 def test_step_hooks(kind: str) -> None:
-    """Global ones once a step, for the wrapper; its own likewise."""
+    """Global and own hooks run once a step, for the wrapper only."""
     zero, params, _, _ = pair(kind)
     seen: list[tuple[str, Any]] = []
 
@@ -345,7 +345,7 @@ def test_closures(kind: str, partition: str) -> None:
 
 
 class Verbose(torch.optim.SGD):
-    """Takes arguments in its step, and leaves notes in its groups."""
+    """An optimizer whose step takes arguments and adds keys to its groups."""
 
     def step(self, closure: Any = None, *, calls: Any = None, **kwargs: Any) -> Any:
         for group in self.param_groups:
@@ -382,7 +382,7 @@ SCHEDULES: dict[str, Any] = {
 @every_partition
 @every_kind
 def test_schedules(kind: str, partition: str, schedule: str) -> None:
-    """Learning rates, and with OneCycleLR momentum and betas."""
+    """Learning rates follow schedules, and with OneCycleLR momentum and betas do too."""
     zero, params, plain, plain_params = pair(kind, partition, groups=True)
     for optimizer, of in ((zero, params), (plain, plain_params)):
         scheduler = SCHEDULES[schedule](optimizer)
@@ -397,7 +397,7 @@ def test_schedules(kind: str, partition: str, schedule: str) -> None:
 @pytest.mark.parametrize(("saved_as", "loaded_as"), [(True, True), (True, False), (False, True)])
 @every_partition
 def test_torchs_fused_adamw_resumes(partition: str, saved_as: bool, loaded_as: bool) -> None:
-    """Its steps stay tensors where the local optimizer wants them."""
+    """Steps stay tensors where the local optimizer needs tensors."""
     _, _, plain, plain_params = pair("AdamW", fused=saved_as)
     zero, params, again, again_params = pair("AdamW", partition, fused=loaded_as)
     train(plain, plain_params, range(2))
@@ -439,7 +439,7 @@ def test_the_state_dict_of_another_model(kind: str, partition: str) -> None:
 @every_partition
 @pytest.mark.parametrize(("kind", "name"), [("AdamW", "exp_avg"), ("SGD", "momentum_buffer")])
 def test_one_element_does_not_fit_many(kind: str, name: str, partition: str) -> None:
-    """It would be broadcast, or fail in the next step."""
+    """A single element would broadcast, or fail only in the next step."""
     zero, _, plain, plain_params = pair(kind, partition)
     train(plain, plain_params, range(1))
     saved = plain.state_dict()
@@ -456,7 +456,7 @@ DAMAGE = st.tuples(PATH, st.sampled_from(["delete", "replace", "double", "revers
 
 
 def damage(root: Any, path: Sequence[int], how: str, junk: Any) -> None:
-    """Walks down by positions and damages the item it arrives at."""
+    """Walks down by positions and damages the item at the end."""
     value: Any = root
     for depth, position in enumerate(path):
         if not isinstance(value, dict | list) or not value:
@@ -498,7 +498,7 @@ quickly = settings(
 
 
 def damaged_pair(kind: str, partition: str, damages: list[Any]) -> tuple[Any, Any]:
-    """A trained optimizer, and a damaged state dict of its plain counterpart."""
+    """Returns a trained optimizer and a damaged state dict of its plain counterpart."""
     zero, params, plain, plain_params = pair(kind, partition, groups=True)
     train(plain, plain_params, range(2))
     train(zero, params, range(1))
@@ -527,7 +527,7 @@ def test_damaged_state_dicts_load_or_change_nothing(
 @every_partition
 @pytest.mark.parametrize("kind", ["AdamW", "FusedAdamW"])
 def test_autograd_notices_that_weights_have_changed(kind: str, partition: str) -> None:
-    """A second backward through a graph made before the step would use the new weights."""
+    """A second backward through an earlier graph raises, as it would use the new weights."""
     cls, kwargs = KINDS[kind]
     params = [nn.Parameter(torch.ones(3, 64)), nn.Parameter(torch.ones(64, 3))]
     zero = ZeroRedundancyOptimizer(params, cls, **PARTITIONS[partition], **kwargs)
@@ -540,7 +540,7 @@ def test_autograd_notices_that_weights_have_changed(kind: str, partition: str) -
 
 
 def test_lists_of_parameters() -> None:
-    """What the steps' loops over parameters see and do."""
+    """Covers the C++ helpers that loop over a step's parameters."""
     from torchopt_ext import _C
 
     params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(0))]
