@@ -1,7 +1,4 @@
-"""FSDPadaptOptimizer on 1, 2 and 4 gloo ranks: equal bits, one decision, checkpoints that move.
-
-Row numbers refer to the table in shared/reference/mixed_precision.md, section 2.
-"""
+"""FSDPadaptOptimizer on 1, 2 and 4 gloo ranks: equal bits, one decision, checkpoints that move."""
 
 from __future__ import annotations
 
@@ -57,7 +54,7 @@ def test_rows_give_the_bits_of_whole_tensors(
 @sharded
 @pytest.mark.parametrize("kind", ["replicated", "rows", "hybrid"])
 def test_every_element_counts_once(runs: dict[int, Results], size: int, kind: str) -> None:
-    """Every element counts once in the norm, with or without a group (rows 6 and 7)."""
+    """Every element counts once in the norm, with or without a group."""
     if kind == "hybrid" and size == 2:
         pytest.skip("needs four ranks")
     found = case(runs[size], f"placements {kind}")
@@ -70,7 +67,7 @@ def test_every_element_counts_once(runs: dict[int, Results], size: int, kind: st
 def test_one_rank_overflows_and_all_skip(
     runs: dict[int, Results], size: int, base: str, value: str
 ) -> None:
-    """All ranks skip the step, and only the scale changes (rows 1 and 9)."""
+    """All ranks skip the step, and only the scale changes."""
     found = case(runs[size], f"planted {value} {base}")
     assert found["outcomes"] == [False] * size
     assert found["unchanged"] == ""
@@ -81,7 +78,7 @@ def test_one_rank_overflows_and_all_skip(
 
 @wrapped
 def test_dense_and_experts_on_meshes_of_their_own(runs: dict[int, Results], base: str) -> None:
-    """All ranks skip if an expert that only half of the ranks hold has a NaN (row 9)."""
+    """All ranks skip if an expert that only half of the ranks hold has a NaN."""
     found = case(runs[4], f"two meshes {base}")
     assert found["outcomes"] == [True, False, True]
     assert found["norms"] == [found["whole"]] * 2
@@ -99,7 +96,7 @@ def test_tensor_parallel(runs: dict[int, Results], base: str) -> None:
 @pytest.mark.parametrize("group", ["", " in a group"])
 @pytest.mark.parametrize("kind", ["hybrid", "replicated"])
 def test_a_broken_replica(runs: dict[int, Results], base: str, kind: str, group: str) -> None:
-    """All ranks skip if one replica has a NaN, although replicas count once (row 9)."""
+    """All ranks skip if one replica has a NaN, although replicas count once."""
     found = case(runs[4], f"{kind} replicas{group} {base}")
     assert found["outcomes"] == [False] * 4
     assert found["unchanged"] == ""
@@ -107,7 +104,7 @@ def test_a_broken_replica(runs: dict[int, Results], base: str, kind: str, group:
 
 @wrapped
 def test_experts_of_which_the_others_do_not_know(runs: dict[int, Results], base: str) -> None:
-    """Ranks agree on the decision by the dense part's mesh, but not on the norm (row 9)."""
+    """Ranks agree on the decision by the dense part's mesh, but not on the norm."""
     assert case(runs[4], f"separate experts {base}")["outcomes"] == [True, False, True]
 
 
@@ -127,7 +124,7 @@ def test_one_rank_cannot_make_its_state_dict(runs: dict[int, Results], size: int
 
 @sharded
 def test_plain_shards_and_a_rank_without_any(runs: dict[int, Results], size: int) -> None:
-    """A rank without parameters joins every collective (row 3)."""
+    """A rank without parameters joins every collective."""
     result = case(runs[size], "plain shards")
     for found in result["found"]:
         assert found["outcomes"] == [True, False, True]
@@ -140,7 +137,7 @@ def test_plain_shards_and_a_rank_without_any(runs: dict[int, Results], size: int
 def test_a_gradient_that_only_some_ranks_have(
     runs: dict[int, Results], size: int, base: str, which: str
 ) -> None:
-    """The gradient counts on the ranks that have it, and no rank hangs (rows 7 and 12)."""
+    """The gradient counts on the ranks that have it, and no rank hangs."""
     found = case(runs[size], f"without {which} gradient {base}")
     assert found["outcomes"] == [True, True]
     rows_there = 8 - 8 // size
@@ -153,7 +150,7 @@ def test_a_gradient_that_only_some_ranks_have(
 def test_training_under_fsdp_and_ddp(
     runs: dict[int, Results], size: int, base: str, kind: str
 ) -> None:
-    """Training is close to one process, whose bf16 sums have another order (row 24: offload)."""
+    """Training is close to one process, whose bf16 sums have another order."""
     found = case(runs[size], f"{kind} {base}")
     assert found["moved"] > 0.005
     assert found["distance"] < 0.3 * found["moved"]

@@ -194,7 +194,7 @@ def test_nothing_to_train(build, parts, in_backward):
 def test_compat(build, parts, in_backward):
     container = build(parts, early_step_in_backward=in_backward, compat="seed")
     steps = [v for k, v in container.state_dict().items() if k.endswith(".step")]
-    assert all(step == 1 for step in steps)
+    assert steps and all(step == 1 for step in steps)
     with pytest.raises(ValueError, match="Invalid compat: 'old'"):
         build(parts, early_step_in_backward=in_backward, compat="old")
 

@@ -221,7 +221,9 @@ def test_a_missing_key_changes_nothing() -> None:
     del saved["state.layers.0.0.weight.exp_avg"]
     with pytest.raises(KeyError, match=r"layers\.0\.0\.weight\.exp_avg"):
         container.load_state_dict(saved)
-    assert torch.equal(container.state_dict()["state.lm_head.weight.exp_avg"], torch.zeros(3, 4))
+    after = values(container.state_dict())
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[k], v) for k, v in before.items() if isinstance(v, torch.Tensor))
 
 
 def test_seed_bug_state_before_the_first_step_counted_a_step() -> None:

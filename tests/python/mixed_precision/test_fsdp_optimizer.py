@@ -1,9 +1,7 @@
-"""FSDPadaptOptimizer on one process: the defects of the class it replaces, row by row.
+"""FSDPadaptOptimizer on one process: the defects of the class that it replaces.
 
-The rows are in the table of shared/reference/mixed_precision.md, section 2. Rows 7, 9 and 24 need
-ranks or a GPU. Rows 6, 8, 12, 22 and 23 are in test_trajectory.py, 4 and 5 in
-test_fsdp_optimizer_cost.py, 13, 15 and 16 in test_offload.py, 17 and 18 in
-test_fsdp_optimizer_state_dict.py and test_fsdp_optimizer_refused.py.
+Other defects of it: test_trajectory.py, test_fsdp_optimizer_cost.py, test_offload.py,
+test_fsdp_optimizer_state_dict.py, test_fsdp_optimizer_refused.py, and tests/distributed.
 """
 
 from __future__ import annotations

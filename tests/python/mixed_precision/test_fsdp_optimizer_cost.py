@@ -1,7 +1,4 @@
-"""The cost of a FSDPadaptOptimizer step on top of its base: operators, memory, waiting.
-
-The rows are in the table of shared/reference/mixed_precision.md, section 2.
-"""
+"""The cost of a FSDPadaptOptimizer step on top of its base: operators, memory, waiting."""
 
 from __future__ import annotations
 

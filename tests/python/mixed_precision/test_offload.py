@@ -1,7 +1,6 @@
 """Offloading, with part of the host memory in place of a device.
 
-tests/gpu/test_mixed_precision.py covers streams and pinned memory, which need a GPU. Rows are in
-the table of shared/reference/mixed_precision.md, section 2.
+tests/gpu/test_mixed_precision.py covers streams and pinned memory, which need a GPU.
 """
 
 from __future__ import annotations
@@ -163,7 +162,7 @@ def test_include(device: set[int], base: str, include: tuple[str]) -> None:
 
 
 def test_host_memory_is_kept_and_of_exact_size(device: set[int]) -> None:
-    """Row 15: cycles reuse host buffers, whose sizes are not rounded to powers of two."""
+    """Cycles reuse host buffers, whose sizes are not rounded to powers of two."""
     params, optimizer = job("fused")
     step(params, optimizer, 0)
     offload_fsdp_optimizer(optimizer)
@@ -220,7 +219,7 @@ def test_state_that_is_new_gets_host_memory_of_its_own(device: set[int]) -> None
 
 
 def test_an_optimizer_of_torch_alone(device: set[int]) -> None:
-    """Rows 2 and 16: any optimizer is moved by its state, and gets no empty entries."""
+    """Any optimizer is moved by its state, and gets no empty entries."""
     params = [nn.Parameter(torch.randn(20)) for _ in range(3)]
     optimizer = torch.optim.AdamW(params)
     params[0].grad = torch.ones(20)
@@ -259,7 +258,7 @@ def test_without_a_device_nothing_moves(base: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_device_is_found_when_asked_for() -> None:
-    """Row 13: no default is computed at import, which would fail without a GPU."""
+    """No default is computed at import, which would fail without a GPU."""
     for call in (load_fsdp_optimizer, optimizer_on_device):
         parameter = inspect.signature(call).parameters["device_id"]
         assert parameter.default is None

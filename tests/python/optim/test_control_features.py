@@ -314,7 +314,7 @@ def test_a_refused_schedule_changes_nothing(wrong: dict[str, Any]) -> None:
     optimizer.step()
     with pytest.raises((ValueError, RuntimeError)):
         optimizer.set_schedule(**{**SCHEDULE, **wrong})
-    assert optimizer.state_dict().keys() == {"state", "param_groups"}
+    assert not any(CONTROL_KEY in entry for entry in optimizer.state_dict()["state"].values())
     optimizer.step()
     assert float(optimizer.control.lr_factor) == 1
     assert float(optimizer.control.scheduled) == 0

@@ -83,7 +83,7 @@ def test_freed_state_is_refused(name: str) -> None:
     optimizer.state[p][name] = optimizer.state[p][name].clone()
     optimizer.step()
     optimizer.state[p][name].untyped_storage().resize_(0)
-    with pytest.raises((RuntimeError, ValueError), match=r"freed|storage|step"):
+    with pytest.raises((RuntimeError, ValueError), match=r"storage freed|step .* has no memory"):
         optimizer.step()
 
 

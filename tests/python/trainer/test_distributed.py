@@ -218,7 +218,7 @@ def test_settings_that_do_not_go_together(
 ) -> None:
     config = on_cpu()
     for name, value in settings.items():
-        setattr(config.parallelism if "autograd" in name else config.training, name, value)
+        setattr(config.training, name, value)
     size = math.prod(degrees)
     dims = ParallelDims(*degrees, world_size=size, enable_loss_parallel=True)
     with pytest.raises(ValueError, match=message):
