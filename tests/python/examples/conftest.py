@@ -60,6 +60,7 @@ def build_programs(build: Path) -> None:
     source = Path(__file__).resolve().parents[1] / "cpp"
     root = Path(torch.__file__).parent
     settings = [f"-DCMAKE_PREFIX_PATH={prefixes}", f"-DTORCH_ROOT={root}"]
+    settings.append(f"-DTORCHOPT_EXT_VERSION={torchopt_ext.__version__}")
     cmake("-S", str(source), "-B", str(build), *settings)
     cmake("--build", str(build), "--parallel", "2")
 
