@@ -64,14 +64,14 @@ at::Tensor lr_factor_meta(const at::Tensor& step, int64_t, int64_t, int64_t, c10
   return at::empty_like(step, step.options().dtype(at::kDouble), at::MemoryFormat::Contiguous);
 }
 
-std::string arguments(const std::string& step) {
+std::string schedule_arguments(const std::string& step) {
   return "(" + step +
          " step, *, int warmup_steps, int stable_steps, int decay_steps, "
          "str decay_type=\"linear\", float min_factor=0.0, int generation=1)";
 }
-const Operator kLrFactorTensor("lr_factor.tensor", arguments("Tensor") + " -> Tensor",
+const Operator kLrFactorTensor("lr_factor.tensor", schedule_arguments("Tensor") + " -> Tensor",
                                lr_factor_tensor, torch::CppFunction(lr_factor_meta));
-const Operator kLrFactor("lr_factor", arguments("int") + " -> float", lr_factor_op);
+const Operator kLrFactor("lr_factor", schedule_arguments("int") + " -> float", lr_factor_op);
 
 }  // namespace
 }  // namespace torchopt_ext

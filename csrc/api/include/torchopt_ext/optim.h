@@ -61,8 +61,8 @@ class FusedAdamW : public torch::optim::Optimizer {
  public:
   using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
 
-  // The constructors raise c10::Error for an option out of range, and for a parameter that is listed
-  // twice, as Module::parameters() lists those of a module that is registered twice.
+  // The constructors raise c10::Error for an option out of range, and for a parameter that is
+  // listed twice, as Module::parameters() lists those of a module that is registered twice.
   explicit FusedAdamW(const ParamGroups& param_groups, const FusedAdamWOptions& defaults = {});
   explicit FusedAdamW(std::vector<torch::Tensor> params, const FusedAdamWOptions& defaults = {});
   // Takes Module::named_parameters(): error messages then name the parameters.
