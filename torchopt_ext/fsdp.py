@@ -102,7 +102,7 @@ def _is_cast(param: Any) -> bool:
 def _problem(param: Any) -> str | None:
     """Returns why a parameter cannot have a copy, to follow its name in a message, or None."""
     if local_shard(param.sharded_param).is_meta:
-        return "is on the meta device; materialise it before its low-precision shard"
+        return "is on the meta device; materialize it before its low-precision shard"
     if param.offload_to_cpu:
         return "is offloaded by CPUOffloadPolicy, with which there are no low-precision shards"
     smaller = param.post_forward_mesh_info

@@ -143,6 +143,7 @@ FusedAdamW::FusedAdamW(FusedAdamW&& other) noexcept = default;
 FusedAdamW& FusedAdamW::operator=(FusedAdamW&& other) noexcept = default;
 
 void FusedAdamW::add_param_group(const OptimizerParamGroup& param_group) {
+  planned();
   std::unordered_map<const void*, size_t> numbers;
   const auto list_once = [&](const at::Tensor& param) {
     const auto [first, is_new] = numbers.emplace(param.unsafeGetTensorImpl(), numbers.size());
@@ -191,10 +192,12 @@ PlannedStep& FusedAdamW::planned() const {
 }
 
 void FusedAdamW::save(OutputArchive& archive) const {
+  planned();
   torch::optim::serialize<FusedAdamWParamState, FusedAdamWOptions>(archive, *this);
 }
 
 void FusedAdamW::load(InputArchive& archive) {
+  planned();
   const at::NoGradGuard no_grad;
   ParamGroups groups;  // without options: the archive has them
   for (const OptimizerParamGroup& group : param_groups_) {

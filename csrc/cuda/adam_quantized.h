@@ -69,8 +69,8 @@ struct QuantizedChunk {
       exp_avg[thread] = bit_cast<uint32_t>(Share::largest(kept.exp_avg));
       root[thread] = bit_cast<uint32_t>(Share::largest(kept.root));
     });
-    warp.max_of_neighbours(exp_avg, kGroupThreads);
-    warp.max_of_neighbours(root, kGroupThreads);
+    warp.max_of_neighbors(exp_avg, kGroupThreads);
+    warp.max_of_neighbors(root, kGroupThreads);
     warp.each([&](int thread) {
       const int group = first + thread / kGroupThreads;
       if (group >= end) {

@@ -74,7 +74,7 @@ struct HostWarp {
     values[0] = 0;
   }
   // Gives each thread the largest value in its group of `count` neighboring threads.
-  static void max_of_neighbours(PerThread<uint32_t>& values, int count) {
+  static void max_of_neighbors(PerThread<uint32_t>& values, int count) {
     for (int first = 0; first < kWarpThreads; first += count) {
       uint32_t most = 0;
       for (int thread = first; thread < first + count; ++thread) {
@@ -159,7 +159,7 @@ struct DeviceWarp {
     const int64_t before = __shfl_up_sync(kAll, values.value, 1);
     values.value = thread() == 0 ? 0 : before;
   }
-  __device__ static void max_of_neighbours(PerThread<uint32_t>& values, int count) {
+  __device__ static void max_of_neighbors(PerThread<uint32_t>& values, int count) {
     for (int distance = count / 2; distance > 0; distance /= 2) {
       const uint32_t other = __shfl_xor_sync(kAll, values.value, distance);
       values.value = other > values.value ? other : values.value;
@@ -196,7 +196,7 @@ namespace {
 // Returns the largest value to every thread.
 template <class Warp>
 TORCHOPT_HD inline uint32_t warp_max(typename Warp::template PerThread<uint32_t> values) {
-  Warp::max_of_neighbours(values, kWarpThreads);
+  Warp::max_of_neighbors(values, kWarpThreads);
   return values[0];
 }
 

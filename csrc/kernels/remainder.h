@@ -59,7 +59,8 @@ TORCHOPT_HD inline SplitFloat<int8_t> split8(float x) {
 }
 
 // Returns one of the two pairs around x, the upper with a probability equal to the part of their
-// distance below x. Around an unnamed float they lie twice as far apart, which takes one more bit.
+// distance below x. Around an unrepresentable float they lie twice as far apart, which takes one
+// more bit.
 TORCHOPT_HD inline SplitFloat<int8_t> split8_stochastic(float x, uint32_t draw) {
   uint32_t bits = (bit_cast<uint32_t>(x) + (draw & 0xffu)) & ~0xffu;
   if (is_unrepresentable(bits)) {

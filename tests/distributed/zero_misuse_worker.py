@@ -426,11 +426,17 @@ def unequal_arguments() -> dict[str, Any]:
         ("bucket_elements", 64, 128),
         ("max_grad_norm", 1.0, None),
         ("optimizer_class", FusedAdamW, torch.optim.AdamW),
+        ("compat", None, "torch"),
+        ("parameters_as_bucket_view", False, True),
+        ("overlap_with_ddp", False, True),
+        ("params_per_rank", [0, 1], [1, 0]),
     ):
-        given = {"optimizer_class": FusedAdamW, "partition": "balanced", "lr": 0.1}
+        params = list(layers(1).parameters())
+        given: dict[str, Any] = {"optimizer_class": FusedAdamW, "lr": 0.1}
         given[name] = other if here else common
-        arguments = partial(ZeroRedundancyOptimizer, layers(1).parameters(), **given)
-        found[name] = raised(arguments)
+        if name == "params_per_rank":
+            given[name] = [[params[i]] for i in given[name]]
+        found[name] = raised(partial(ZeroRedundancyOptimizer, params, **given))
     optimizer = ZeroRedundancyOptimizer(layers(1).parameters(), FusedAdamW)
     found["to"] = raised(lambda: optimizer.consolidate_state_dict(to=99 if here else 0))
     return found

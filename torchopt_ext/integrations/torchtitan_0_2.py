@@ -63,7 +63,7 @@ class Optimizer:
     skip_nonfinite: bool = False
     """Skip the update of a step in which a gradient is not finite."""
     master_weights: Literal["fp32", "remainder", "remainder8"] | None = None
-    """Keep fp32 precision of 16-bit parameters (training.dtype), as copies or as remainders."""
+    """Keep more bits of 16-bit parameters (training.dtype): fp32 copies, or remainders."""
     state_dtype: Literal["float32", "bfloat16", "int8"] | None = None
     """Dtype of the moments."""
     fp32_moments: list[str] = field(default_factory=lambda: ["embedding"])

@@ -14,7 +14,13 @@ from torchopt_ext.optim.arguments import expect_numbers
 from torchopt_ext.optim.context import StepContext, pop_grad_scale
 from torchopt_ext.optim.hooks import HookedStep, step_in
 from torchopt_ext.optim.local import moved
-from torchopt_ext.optim.loss_scale import LossScale, expect_scale, is_scale, scale_settings
+from torchopt_ext.optim.loss_scale import (
+    LossScale,
+    expect_scale,
+    is_count,
+    is_scale,
+    scale_settings,
+)
 
 _SAVED = (
     "scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker",
@@ -66,6 +72,10 @@ class GradScaler(torch.amp.GradScaler):
             backoff_factor=backoff_factor,
             growth_interval=growth_interval,
         )
+        if not is_count(float(growth_interval), 0):
+            raise ValueError(
+                f"Invalid growth_interval: {growth_interval}, expected a whole number, 0 or more"
+            )
         settings = scale_settings(
             hysteresis=hysteresis,
             consecutive_hysteresis=consecutive_hysteresis,

@@ -66,6 +66,8 @@ def expect_hyperparameters(*, betas: Any, **others: Any) -> None:
 def unwrapped(optimizer: Any) -> Any:
     """Returns the optimizer inside the wrappers of Accelerate and Lightning."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        if inner is optimizer:
+            break
         optimizer = inner
     return optimizer
 

@@ -23,7 +23,8 @@ def is_scale(value: float) -> bool:
     return SMALLEST_SCALE <= value <= LARGEST_SCALE
 
 
-def _is_count(value: float, least: int) -> bool:
+def is_count(value: float, least: int) -> bool:
+    """Returns whether a value is a whole number from ``least`` on, or infinity."""
     return value >= least and (value.is_integer() or value == math.inf)
 
 
@@ -45,8 +46,8 @@ def scale_settings(**given: float | None) -> dict[str, float]:
     valid = {
         "growth_factor": (1.0 <= rule["growth_factor"] <= LARGEST_SCALE, "1 or more"),
         "backoff_factor": (0.0 < rule["backoff_factor"] <= 1.0, "above 0, up to 1"),
-        "growth_interval": (_is_count(rule["growth_interval"], 1), "a whole number, 1 or more"),
-        "hysteresis": (_is_count(rule["hysteresis"], 0), "a whole number, 0 or more"),
+        "growth_interval": (is_count(rule["growth_interval"], 1), "a whole number, 1 or more"),
+        "hysteresis": (is_count(rule["hysteresis"], 0), "a whole number, 0 or more"),
         "max_scale": (high >= 0.0, "0 or more"),
         "min_scale": (0.0 <= low <= limit, f"0 to {limit:g}, the largest scale"),
     }

@@ -114,7 +114,7 @@ def param_problem(param: Tensor) -> str | None:
         expected = ", ".join(str(dtype).removeprefix("torch.") for dtype in STEPPED)
         return f"has dtype {param.dtype}, expected one of {expected}"
     if local.is_meta:
-        return "is on the meta device; materialise it before building optimizers"
+        return "is on the meta device; materialize it before building optimizers"
     return None
 
 

@@ -48,7 +48,9 @@ class CheckpointManager:
 
     Args:
         dataloader: has `state_dict` and `load_state_dict`. Entries that differ between
-            data-parallel ranks must have different keys. None: no data position is saved.
+            data-parallel ranks must have different keys. None: no data position is saved. If it has
+            `same_position_on_all_ranks` and that is true, returning replica groups take a peer's
+            position while they iterate; if it is false, its position must be excluded from loading.
         model_parts, optimizers, lr_schedulers: the objects that are trained.
         states: further objects to save, by key, such as {"train_state": trainer}.
         job_config: provides `checkpoint`, `job.dump_folder`, `training.steps` and `parallelism`.

@@ -203,5 +203,5 @@ def set_generator_states(states: Mapping[str, Any]) -> None:
 
 
 def reseed(step: int) -> None:
-    """Seeds the generators for a step. Equal seeds stay equal, and no step repeats another."""
+    """Seeds the generators for a step: equal on ranks with equal seeds, different at each step."""
     seed_generators((torch.initial_seed() + step) % 2**63)

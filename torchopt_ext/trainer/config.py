@@ -123,7 +123,7 @@ class Optimizer:
     skip_nonfinite: bool = True
     """Skip the update of a step in which a gradient or the loss is not finite."""
     master_weights: Literal["fp32", "remainder", "remainder8"] | None = None
-    """Keep fp32 precision of 16-bit parameters (training.dtype), as copies or as remainders."""
+    """Keep more bits of 16-bit parameters (training.dtype): fp32 copies, or remainders."""
     state_dtype: Literal["float32", "bfloat16", "int8"] | None = None
     """Dtype of the moments."""
     fp32_moments: list[str] = field(default_factory=lambda: ["embedding"])
@@ -209,7 +209,8 @@ class Training:
     seed: int | None = None
     """Seed of all random numbers; None: a random seed, and data in the order of seed 0."""
     deterministic: bool = False
-    """Let torch use deterministic algorithms only."""
+    """Let torch use deterministic algorithms only. DDP keeps its first buckets, so that a resumed
+    job has the same bits; it then looks for unused parameters, and warns if it finds none."""
     dataloader: DataLoader = field(default_factory=DataLoader)
     """Worker processes that load data."""
 
@@ -325,7 +326,7 @@ class ActivationCheckpoint:
     memory_budget: float = 0.5
     """Share of activation memory that the compiler may use in mode memory_budget."""
     visualize_memory_budget_pareto: bool = False
-    """Plot time against memory in mode memory_budget."""
+    """Plot time against memory in mode memory_budget: not supported."""
     preserve_rng_state: bool = True
     """Use the same random numbers in recomputation."""
     determinism_check: str = "default"
@@ -339,7 +340,7 @@ class Compile:
     components: list[str] = field(default_factory=lambda: ["model", "loss"])
     """Parts that training.compile compiles."""
     backend: str = "inductor"
-    """Backend of torch.compile."""
+    """Backend of torch.compile; only "inductor" is supported."""
 
 
 @dataclass
@@ -361,9 +362,9 @@ class Comm:
 @dataclass
 class MemoryEstimation:
     enabled: bool = False
-    """Estimate memory instead of training."""
+    """Estimate memory instead of training: not supported."""
     disable_fake_mode: bool = False
-    """Estimate with real tensors."""
+    """Estimate with real tensors: not supported."""
 
 
 @dataclass
@@ -421,7 +422,7 @@ class Validation:
 @dataclass
 class Debug:
     deterministic_warn_only: bool = False
-    """With training.deterministic: warn where torch has no deterministic algorithm."""
+    """Warn where torch has no deterministic algorithm: not supported."""
     moe_force_load_balance: bool = False
     """Give every expert the same number of tokens."""
 

@@ -64,15 +64,17 @@ class FTManager:
         found[missing] = 0.0
         for p in params:
             if p.grad is None:
-                p.grad = torch.zeros_like(p)
+                p.grad = torch.zeros_like(p, dtype=p.grad_dtype or p.dtype)
             elif is_dtensor(p) and p.grad.placements != p.placements:  # type: ignore[attr-defined]
                 p.grad = p.grad.redistribute(p.device_mesh, p.placements)  # type: ignore[attr-defined]
         averaged = [found, *local_gradients(params, written=True)]
-        for work in [self.manager.allreduce(tensor) for tensor in averaged]:
-            work.wait()
-        for i in missing:
-            if not found[i]:
-                params[i].grad = None
+        try:
+            for work in [self.manager.allreduce(tensor) for tensor in averaged]:
+                work.wait()
+        finally:
+            for i in missing:
+                if not found[i]:
+                    params[i].grad = None
 
 
 def init_ft_manager(job_config: JobConfig) -> FTManager:

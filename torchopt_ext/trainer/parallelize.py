@@ -103,8 +103,9 @@ def parallelize(
                 f"tensor_parallel_degree {parallel_dims.tp} and pipeline_parallel_degree "
                 f"{parallel_dims.pp}, but DDP supports neither: use data_parallel_shard_degree"
             )
-        # DDP orders its buckets by the first backward of a process, so that three ranks or more
-        # would sum the first step after a start in another order. Unused parameters prevent that.
+        # DDP orders its buckets by the first backward of a process, so three or more ranks would
+        # sum the first step after a start in another order. It keeps the first buckets if it looks
+        # for unused parameters.
         fixed_buckets = job_config.training.deterministic
         _torch.replicate(
             model,

@@ -17,13 +17,20 @@ if TYPE_CHECKING:
 def _check_batch_size(trainer: "Trainer") -> None:
     if trainer.pp_schedule is None:
         return
-    job_config = trainer.job_config
-    size = job_config.parallelism.pipeline_parallel_microbatch_size
-    microbatches = job_config.training.batch_size // size
-    if job_config.validation.local_batch_size % microbatches:
+    training, validation = trainer.job_config.training, trainer.job_config.validation
+    size = trainer.job_config.parallelism.pipeline_parallel_microbatch_size
+    microbatches = training.batch_size // size
+    if validation.local_batch_size % microbatches:
         raise ConfigError(
-            f"validation.local_batch_size is {job_config.validation.local_batch_size}, expected a "
-            f"multiple of the pipeline schedule's {microbatches} microbatches"
+            f"validation.local_batch_size is {validation.local_batch_size}, expected a multiple of "
+            f"the pipeline schedule's {microbatches} microbatches"
+        )
+    shape = validation.local_batch_size, validation.seq_len
+    trained = training.batch_size, training.seq_len
+    if torch.__version__ < "2.15" and shape != trained:
+        raise ConfigError(
+            f"validation.local_batch_size and seq_len are {shape}, expected training's {trained}: "
+            "pipeline stages of torch before 2.15 keep the first shape that they see"
         )
 
 

@@ -75,18 +75,17 @@ def describe_params(groups: Sequence[dict[str, Any]]) -> list[str]:
 
 def describe_arguments(
     optimizer_class: Any,
-    partition: str,
-    sharded_gradients: bool,
-    bucket_elements: int | None,
+    params_per_rank: Sequence[Sequence[Tensor]] | None,
+    params: Sequence[Tensor],
     defaults: Mapping[str, Any],
+    **arguments: Any,
 ) -> list[str]:
     """Describes the arguments that must be the same on all ranks, one in a line."""
     name = getattr(optimizer_class, "__qualname__", type(optimizer_class).__qualname__)
+    number = {param: i for i, param in enumerate(params)}
+    owned: Any = params_per_rank
+    if params_per_rank is not None:
+        owned = [[number.get(p) for p in own] for own in params_per_rank]
     decided = {key: defaults.get(key) for key in ("max_grad_norm", "skip_nonfinite")}
-    arguments = {
-        "optimizer_class": name,
-        "partition": partition,
-        "sharded_gradients": sharded_gradients,
-        "bucket_elements": bucket_elements,
-    }
-    return [f"{key}={value}" for key, value in (arguments | decided).items()]
+    arguments |= {"optimizer_class": name, "params_per_rank": owned} | decided
+    return [f"{key}={value}" for key, value in arguments.items()]

@@ -74,7 +74,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
     Raises:
         TypeError: ``params`` is neither an iterable of parameters nor of param groups.
         ValueError: there are no parameters, parameters are sparse, dtypes differ, arguments exclude
-            each other, or parameters differ between ranks; says which.
+            each other, or parameters or arguments differ between ranks; says which.
     """
 
     optim: Any
@@ -149,8 +149,11 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
                 )
             described = describe_params(self.param_groups)
             described += describe_arguments(
-                optimizer_class, partition, sharded_gradients, bucket_elements, defaults
-            )
+                optimizer_class, params_per_rank, self._all_params, defaults,
+                partition=partition, compat=compat, sharded_gradients=sharded_gradients,
+                bucket_elements=bucket_elements, overlap_with_ddp=overlap_with_ddp,
+                parameters_as_bucket_view=parameters_as_bucket_view,
+            )  # fmt: skip
             check_same(described, "parameters and arguments", self.process_group)
             self._is_trainable_mask = _C.requires_grad(self._all_params)
             self.parts: WholeTensors | BalancedBuckets
@@ -312,11 +315,11 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
         Raises:
             RuntimeError: DDP's buckets are not known yet (``overlap_with_ddp``), or a rank has
                 state that is neither tensors nor plain values; all ranks raise and name the state.
-            ValueError: the group has no rank ``to``.
+            ValueError: the group has no rank ``to``, or ranks give another; all ranks raise.
         """
-        with fail_together(self.process_group):
-            if not 0 <= to < self.world_size:
-                raise ValueError(f"Invalid rank: to={to}, expected 0 to {self.world_size - 1}")
+        check_same([f"to={to}"], "arguments", self.process_group)
+        if not 0 <= to < self.world_size:
+            raise ValueError(f"Invalid rank: to={to}, expected 0 to {self.world_size - 1}")
         self._consolidated = zero_state.consolidated(self, to)
 
     def state_dict(self) -> dict[str, Any]:

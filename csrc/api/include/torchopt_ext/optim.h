@@ -86,7 +86,8 @@ class FusedAdamW : public torch::optim::Optimizer {
   // Returns the norm of the last step's gradients before clipping, one float64 on the parameters'
   // device. Only reading the value waits for a GPU. NaN if neither clipping nor skipping was on.
   torch::Tensor grad_norm() const;
-  // Return the numbers of steps and of skipped steps, each one float64 on the parameters' device.
+  // Return the numbers of steps and of skipped steps, each one float64 on the parameters' device,
+  // or on the CPU before the first step.
   torch::Tensor steps() const;
   torch::Tensor skipped_steps() const;
 
