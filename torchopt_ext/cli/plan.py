@@ -37,9 +37,9 @@ COLORS = ("#b8b8b8", "#e08e45", "#5aa2d6", "#1b6ca8")
 MEANING = """\
 ddp       every rank holds everything, as a single process does
 zero1     ZeroRedundancyOptimizer, whole tensors (greedy)
-balanced  ZeroRedundancyOptimizer, partition="balanced", with reduce_scatter_hook
+balanced  partition="balanced", with reduce_scatter_hook
 zero2     partition="balanced", sharded_gradients=True
-fsdp      fully_shard: shards weights, too, and gathers them for forward and backward"""
+fsdp      fully_shard: weights are sharded, too, and gathered when they are used"""
 
 
 def parser() -> Parser:
