@@ -57,8 +57,8 @@ void read_option(InputArchive& archive, const char* name, T& value) {
               ", expected that of an Adam or AdamW optimizer");
 }
 
-// Raises if a parameter is listed twice.
-std::vector<at::Tensor> listed_once(
+// Returns the names by parameter. Raises if a parameter is listed twice.
+std::unordered_map<const void*, std::string> names_of(
     const torch::OrderedDict<std::string, at::Tensor>& named_params) {
   std::unordered_map<const void*, std::string> names;
   for (const auto& named : named_params) {
@@ -66,7 +66,7 @@ std::vector<at::Tensor> listed_once(
     TORCH_CHECK_VALUE(is_new, "parameter '", named.key(), "' is '", first->second,
                       "' again, expected each parameter once");
   }
-  return named_params.values();
+  return names;
 }
 
 }  // namespace
@@ -130,12 +130,9 @@ FusedAdamW::FusedAdamW(std::vector<at::Tensor> params, const FusedAdamWOptions& 
 
 FusedAdamW::FusedAdamW(const torch::OrderedDict<std::string, at::Tensor>& named_params,
                        const FusedAdamWOptions& defaults)
-    : FusedAdamW(listed_once(named_params), defaults) {
-  std::unordered_map<const void*, std::string> names;
-  for (const auto& named : named_params) {
-    names.emplace(named.value().unsafeGetTensorImpl(), named.key());
-  }
-  planned_ = std::make_unique<PlannedStep>(std::move(names));
+    : FusedAdamW(ParamGroups{}, defaults) {
+  planned_ = std::make_unique<PlannedStep>(names_of(named_params));
+  add_param_group(OptimizerParamGroup(named_params.values()));
 }
 
 FusedAdamW::~FusedAdamW() = default;

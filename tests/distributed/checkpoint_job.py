@@ -56,6 +56,7 @@ class Job:
         container: the class of the container.
         kind: "sharded" is FSDP2, "zero" is DDP with sharded optimizer state, "stages" gives each
             rank its own model parts: two on each of two ranks, all four on a single rank.
+        data: the data loader.
         settings: fields of the section `checkpoint`, or `steps` of `training`.
     """
 
@@ -69,6 +70,7 @@ class Job:
         container: Any = OptimizersContainer,
         dtype: torch.dtype = torch.float32,
         kind: str = "",
+        data: Any = None,
         ft_manager: Any = None,
         **settings: Any,
     ) -> None:
@@ -88,7 +90,7 @@ class Job:
             container = functools.partial(ZeroOptimizersContainer, partition="balanced")
         self.optimizers = container(self.parts, optimizer, {"lr": 0.1, **(arguments or {})})
         self.lr_schedulers = build_lr_schedulers(self.optimizers, config)
-        self.data, self.step, self.config = Data(), 0, config
+        self.data, self.step, self.config = data or Data(), 0, config
         self.manager = CheckpointManager(
             self.data,
             self.parts,

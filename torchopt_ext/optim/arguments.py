@@ -65,11 +65,10 @@ def expect_hyperparameters(*, betas: Any, **others: Any) -> None:
 
 def unwrapped(optimizer: Any) -> Any:
     """Returns the optimizer inside the wrappers of Accelerate and Lightning."""
-    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
-        if inner is optimizer:
-            break
-        optimizer = inner
-    return optimizer
+    inner = getattr(optimizer, "optimizer", None)
+    if not isinstance(inner, Optimizer) or inner is optimizer:
+        return optimizer
+    return unwrapped(inner)
 
 
 def expect_group(process_group: Any) -> None:

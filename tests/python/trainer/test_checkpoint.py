@@ -29,7 +29,6 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torchopt_ext.containers import OptimizersInBackwardContainer
 from torchopt_ext.trainer import checkpoint_files as files
 from torchopt_ext.trainer import checkpoint_states, checkpoint_writer
-from torchopt_ext.trainer.checkpoint import CheckpointManager
 from torchopt_ext.trainer.export import export_safetensors
 
 from ...distributed.checkpoint_job import Job, differences, reseed_all
@@ -587,11 +586,8 @@ def test_a_returning_group_takes_its_peers_data_position(tmp_path: Path) -> None
     enabled = SimpleNamespace(enabled=True, manager=manager)
     loaders = []
     for shared in (True, True, None):
-        job = Job(tmp_path)
         loaders.append(Positioned(shared))
-        states = {"train_state": job}
-        arguments = (job.parts, job.optimizers, job.lr_schedulers, states, job.config, enabled)
-        CheckpointManager(loaders[-1], *arguments)
+        Job(tmp_path, data=loaders[-1], ft_manager=enabled)
     loaders[0].position = 5
     state = functions[0][1]()
     for heal, _ in functions[1:]:
@@ -603,11 +599,9 @@ def test_a_stream_of_each_group_is_rejected_unless_it_is_not_loaded(tmp_path: Pa
     manager = SimpleNamespace(set_state_dict_fns=lambda *_: None)
     enabled = SimpleNamespace(enabled=True, manager=manager)
     for excluded in ([], ["dataloader"]):
-        job = Job(tmp_path, exclude_from_loading=excluded)
-        states = {"train_state": job}
-        arguments = (job.parts, job.optimizers, job.lr_schedulers, states, job.config, enabled)
+        settings = {"data": Positioned(False), "exclude_from_loading": excluded}
         with nullcontext() if excluded else pytest.raises(ValueError, match="exclude_from_loading"):
-            CheckpointManager(Positioned(False), *arguments)
+            Job(tmp_path, ft_manager=enabled, **settings)
 
 
 def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
