@@ -206,6 +206,28 @@ def rejected() -> Result:
     return {"local": ""}
 
 
+def failed_after_clipping() -> Result:
+    """Rank 1's step fails after all ranks clipped: no rank waits, and the next step is right."""
+    params, _ = parameters_on("rows")
+    gradient = params[0].grad
+    other = init_device_mesh("cpu", (1, 2))
+    container = OptimizersContainer([nn.ParameterList(params)], FusedAdamW, {})
+    clipping = defer_clipping(container)
+    norm = clipping.clip(MAX_NORM)
+    if dist.get_rank() == 1:
+        rows = torch.zeros(2, 6)
+        params[0].grad = DTensor.from_local(rows, other, [Replicate(), Shard(0)], run_check=False)
+    message = ""
+    try:
+        container.step()
+    except RuntimeError as error:
+        message = str(error)
+    params[0].grad = gradient
+    again = clipping.clip(MAX_NORM)
+    container.step()
+    return {"local": message, "difference": float(abs(norm - again))}
+
+
 def cases() -> dict[str, Callable[[], Result]]:
     found: dict[str, Callable[[], Result]] = {}
     ddp, inner = DistributedDataParallel, lambda m: m.module
@@ -226,6 +248,7 @@ def cases() -> dict[str, Callable[[], Result]]:
     for how in ("plain", "rows", "expert parallel", "tensor parallel", "stages"):
         found[f"deferred, {how}"] = lambda h=how: deferred(h)
     found["deferred, rejected"] = rejected
+    found["deferred, failed after clipping"] = failed_after_clipping
     return found
 
 

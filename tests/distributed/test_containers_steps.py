@@ -53,3 +53,10 @@ def test_a_gradient_that_does_not_fit_is_rejected_by_all(results: Results) -> No
     found = [rank["local"] for rank in each_rank(results, "deferred, rejected")]
     assert "rank 1 rejected the step" in found[0]
     assert "a gradient is placed" in found[1]
+
+
+def test_a_step_that_fails_after_clipping_leaves_the_next_norm_right(results: Results) -> None:
+    found = each_rank(results, "deferred, failed after clipping")
+    assert not found[0]["local"]
+    assert "a gradient is placed" in found[1]["local"]
+    assert [rank["difference"] for rank in found] == [0.0, 0.0]

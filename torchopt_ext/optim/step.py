@@ -167,6 +167,8 @@ def _unless_rejected(
 @torch.no_grad()
 def reject(optimizers: Sequence[Controlled], context: StepContext, agreement: Agreement) -> None:
     """Tells the ranks that wait in this step's norm that this rank rejects the step."""
+    if context.measured is not None:
+        return  # the ranks exchanged the norm before the step, so none waits
     if agreement.pending and (context.agreement is not None or optimizers[0].wants_norm(context)):
         with suppress(Exception):
             accumulated_norm(optimizers, context, agreement, rejects=True)
