@@ -352,6 +352,8 @@ class FusedAdam(HookedStep, PlannedStep):
             "_settings": self._settings,
             "_blocks": self._blocks,
             "_norm_measured": self._norm_measured,
+            "_loaded_from_itself": self._loaded_from_itself,
+            "device_without_params": self.device_without_params,
             "_digests": self._seen_digests(),
             "verdict": self.verdict,
             "norm_in_backward": self.norm_in_backward,

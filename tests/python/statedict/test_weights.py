@@ -154,8 +154,9 @@ def test_weights_that_do_not_fit_change_nothing(kind: str, wrong: str) -> None:
 
 @pytest.mark.parametrize("model_first", [True, False])
 @pytest.mark.parametrize("stepped", [0, 2])
+@pytest.mark.parametrize("copied", [False, True])
 def test_masters_that_a_full_state_dict_lacks_are_the_models(
-    one_rank: None, stepped: int, model_first: bool
+    one_rank: None, stepped: int, model_first: bool, copied: bool
 ) -> None:
     """torch adds this optimizer's own masters, of the weights before the load."""
     options = StateDictOptions(full_state_dict=True)
@@ -170,6 +171,8 @@ def test_masters_that_a_full_state_dict_lacks_are_the_models(
     saved = get_optimizer_state_dict(source, twin, options=options)
     set_optimizer_state_dict(model, optimizer, saved, options=options)
     model.load_state_dict(source.state_dict())
+    if copied:
+        model, optimizer = copy.deepcopy((model, optimizer))
     optimizer.param_groups[0].update(lr=0.0, weight_decay=0.0)
     train(model, optimizer, [3])
     assert_same_bits(model.parameters(), source.parameters())
