@@ -167,7 +167,7 @@ def assert_same_training(
             assert abs(line[name] - reference[name]) <= tolerance, f"{name} of step {step}"
 
 
-@pytest.mark.parametrize("layout", ["single", "fsdp", slow("tp"), slow("ddp"), slow("pp")])
+@pytest.mark.parametrize("layout", [slow("single"), "fsdp", slow("tp"), slow("ddp"), slow("pp")])
 def test_training_equals_stock(runs: Runs, layout: str) -> None:
     stock, ours = (runs.get(layout, kind) for kind in ("stock", "ours"))
     assert stock.metrics[1]["classes"][1] == "torch.optim.adamw.AdamW"
@@ -178,7 +178,7 @@ def test_training_equals_stock(runs: Runs, layout: str) -> None:
     assert_same_training(ours, stock)
 
 
-@pytest.mark.parametrize("layout", ["single", "fsdp"])
+@pytest.mark.parametrize("layout", [slow("single"), "fsdp"])
 def test_checkpoint_has_stock_keys(runs: Runs, layout: str) -> None:
     def entries(kind: str) -> dict[str, Any]:
         checkpoint = runs.get(layout, kind).checkpoints / f"step-{SAVED}"
@@ -235,7 +235,7 @@ def test_weights_alone_are_loaded_as_with_stock(runs: Runs) -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", [slow("single"), slow("fsdp"), slow("tp"), "pp", slow("pp interleaved")]
+    "layout", [slow("single"), "fsdp", slow("tp"), slow("pp"), slow("pp interleaved")]
 )
 def test_deferred_clipping_equals_stock(runs: Runs, layout: str) -> None:
     stock, ours = (runs.get(layout, kind) for kind in ("stock", "deferred"))
@@ -252,7 +252,7 @@ def test_in_backward_resumes_exactly(runs: Runs, layout: str, kind: str) -> None
     assert_resumes_exactly(runs, layout, kind)
 
 
-@pytest.mark.parametrize("layout", ["single", slow("fsdp"), slow("ddp")])
+@pytest.mark.parametrize("layout", [slow("single"), "fsdp", slow("ddp")])
 def test_clipping_in_backward_equals_stock(runs: Runs, layout: str) -> None:
     stock, ours = (runs.get(layout, kind) for kind in ("stock", "clipped in backward"))
     assert_same_training(ours, stock, norm_tolerance=NORM_TOLERANCE)

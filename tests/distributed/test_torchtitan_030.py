@@ -159,7 +159,7 @@ def assert_same_training(
             assert line[name] == found, f"{name} of step {step}"
 
 
-@pytest.mark.parametrize("layout", ["single", "fsdp", slow("tp"), slow("ddp"), slow("pp")])
+@pytest.mark.parametrize("layout", [slow("single"), "fsdp", slow("tp"), slow("ddp"), slow("pp")])
 def test_training_equals_stock(runs: Runs, layout: str) -> None:
     stock, ours = runs.get(layout, ours=False), runs.get(layout, ours=True)
     assert stock.metrics[1]["classes"][1:] == ["torch.optim.adamw.AdamW"]

@@ -65,7 +65,7 @@ def uninterrupted() -> list[torch.Tensor]:
     ("event", "partition"),
     [
         ("killed", "sharded"),
-        ("late", "greedy"),
+        pytest.param("late", "greedy", marks=pytest.mark.slow),
         pytest.param("killed", "greedy", marks=pytest.mark.slow),
         pytest.param("killed", "balanced", marks=pytest.mark.slow),
         pytest.param("late", "sharded", marks=pytest.mark.slow),

@@ -24,6 +24,7 @@ sys.path.insert(0, {str(BENCHMARKS)!r})
 runpy.run_path({str(RUN)!r}, run_name="__main__")"""
 
 
+@pytest.mark.slow
 @pytest.mark.newest_torch
 def test_quick_run(tmp_path: Path) -> None:
     command = [sys.executable, "-c", EAGER, "--quick", "--out", str(tmp_path), "--threads", "1"]

@@ -89,6 +89,7 @@ print(torchopt_ext.ops.__file__)
 """
 
 
+@pytest.mark.newest_torch
 def test_from_the_root_of_a_clone(tmp_path: Path) -> None:
     """The clone's sources run with the installed libraries, or the message says how to build."""
     clone = Path(__file__).parents[2]
@@ -177,6 +178,7 @@ class TestImport:
         )
         assert float(seconds) < 0.3
 
+    @pytest.mark.newest_torch
     def test_everything_works_without_numpy(self, tmp_path: Path) -> None:
         run(Path(__file__).with_name("without_numpy.py").read_text(), str(tmp_path / "checkpoint"))
 
@@ -200,6 +202,7 @@ class TestThreads:
         )
         assert len([p for p in paths if Path(p).name.startswith(("libgomp", "libomp"))]) == 1
 
+    @pytest.mark.newest_torch
     @pytest.mark.parametrize("threads", [1, 2])
     def test_an_operator_uses_the_threads_it_is_given(self, threads: int) -> None:
         """An operator on n threads starts n - 1 workers, in OpenMP's first parallel region."""

@@ -123,7 +123,7 @@ def test_command_lines_are_read_as_torchtitan_reads_them() -> None:
     for name in ("quantize.grouped_mm.float8.fqns", "quantize.grouped_mm.mx.fqns"):
         kinds[name] = list[str]
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=20, deadline=None)
     @given(st.lists(options(kinds), max_size=5))
     def check(chosen: list[list[str]]) -> None:
         args = [arg for option in chosen for arg in option]
