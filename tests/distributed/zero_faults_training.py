@@ -100,7 +100,6 @@ def overlap(
         "buckets": len(seen),
         "moved": any(not torch.equal(a, b) for a, b in zip(ours, start, strict=True)),
         "params": difference(ours, expected),
-        "distance": max(float((a - b).abs().max()) for a, b in zip(ours, expected, strict=True)),
         "held": len(zero.state),
         "indices": list(saved) == list(plain_state),
         "moments": max(
