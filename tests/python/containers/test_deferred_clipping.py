@@ -70,7 +70,7 @@ def test_equals_clipping_in_the_step_to_the_bit(parts, set_grads, titan, assert_
 
 
 @pytest.mark.parametrize("deferred", [True, False])
-def test_seed_bug_parameters_from_a_generator_were_not_clipped(parts, set_grads, titan, deferred):
+def test_parameters_from_a_generator_are_clipped(parts, set_grads, titan, deferred):
     """A generator was read for the norm, and then empty for clipping (torchtitan#1258)."""
     container = deferring(parts) if deferred else container_of(parts)
     set_grads(parts, 0)

@@ -97,7 +97,7 @@ class Overriding(FTOptimizersContainer):
 
 @pytest.mark.parametrize("cls", [FTOptimizersContainer, Overriding])
 @pytest.mark.parametrize("base_class_made_before", [False, True])
-def test_seed_bug_step_hooks_fired_twice_and_for_refused_commits(
+def test_step_hooks_fire_once_and_for_commits_only(
     choice, parts, manager, set_grads, monkeypatch, cls, base_class_made_before
 ):
     # torch wraps a class's step in hooks when its first instance is made.
@@ -130,7 +130,7 @@ def test_seed_bug_step_hooks_fired_twice_and_for_refused_commits(
         everywhere.remove()
 
 
-def test_seed_bug_a_call_that_raised_left_the_next_without_torchft(choice, parts, manager, train):
+def test_a_call_after_one_that_raised_goes_through_torchft(choice, parts, manager, train):
     container = build(choice, parts, manager)
     before = copy.deepcopy(container.state_dict())
     manager.decisions = [RuntimeError("lighthouse is gone"), False]
@@ -150,7 +150,7 @@ def test_seed_bug_a_call_that_raised_left_the_next_without_torchft(choice, parts
     assert container.state_dict().keys() == before.keys()
 
 
-def test_seed_bug_the_state_dict_was_an_older_state(choice, parts, manager, train, assert_same):
+def test_the_state_dict_is_the_present_state(choice, parts, manager, train, assert_same):
     container = build(choice, parts, manager)
     schedulers = LRSchedulersContainer(container, lambda step: 1 / (step + 1))
     container.init_cache_state_dict()
@@ -169,7 +169,7 @@ def test_seed_bug_the_state_dict_was_an_older_state(choice, parts, manager, trai
         assert found["state.layers.2.0.weight.step"] == 6
 
 
-def test_seed_bug_making_the_state_counted_as_a_step(choice, parts, manager, set_grads):
+def test_making_the_state_does_not_count_as_a_step(choice, parts, manager, set_grads):
     set_grads(parts, 0)
     before = copy.deepcopy(parts)
     container = build(choice, parts, manager)

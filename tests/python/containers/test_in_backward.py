@@ -87,7 +87,7 @@ def test_gradients_are_gone_after_backward(choice, parts):
     assert torch.nn.utils.clip_grad_norm_(params, 1.0) == 0
 
 
-def test_seed_bug_a_frozen_parameter_raised(same_training, parts):
+def test_a_parameter_may_be_frozen(same_training, parts):
     parts[0].layers["0"][0].weight.requires_grad_(False)
     parts[1].layers["2"][1].requires_grad_(False)
     container, _ = same_training(parts)
@@ -127,7 +127,7 @@ def test_a_parameter_frozen_later_is_no_longer_stepped(choice, parts):
 
 @pytest.mark.parametrize("args", [(), (None,), (1, 2)])
 @pytest.mark.parametrize("kwargs", [{}, {"set_to_none": True, "closure": None}])
-def test_seed_bug_step_and_zero_grad_took_no_arguments(choice, parts, args, kwargs, assert_same):
+def test_step_and_zero_grad_take_and_ignore_arguments(choice, parts, args, kwargs, assert_same):
     container = in_backward(choice, parts)
     before = copy.deepcopy(parts)
     next(parts[0].parameters()).grad = torch.ones(5, 5)
@@ -199,7 +199,7 @@ def test_gradients_of_a_step_not_wanted_can_be_cleared(parts):
 
 
 @pytest.mark.parametrize("single", [True, False])
-def test_seed_bug_gradients_were_not_clipped(parts, assert_same, known, single):
+def test_gradients_are_clipped_as_in_the_plain_container(parts, assert_same, known, single):
     parts, kwargs = parts[: 1 if single else 2], {"lr": 1e-2, "max_grad_norm": 0.25}
     copies = copy.deepcopy(parts)
     container = OptimizersInBackwardContainer(parts, FusedAdamW, kwargs)
@@ -423,7 +423,7 @@ def test_follows_a_schedule(choice, parts, recwarn):
 # State dict
 
 
-def test_seed_bug_only_the_first_parameters_state_was_saved(same_training, parts, assert_same):
+def test_all_parameters_state_is_saved(same_training, parts, assert_same):
     container, plain = same_training(parts)
     assert_same(container.state_dict(), plain.state_dict())
 
@@ -441,7 +441,7 @@ def test_state_dict_before_the_first_backward(choice, parts, assert_same):
         assert_same(part, other)
 
 
-def test_seed_bug_only_the_first_parameters_state_was_loaded(choice, parts, train, assert_same):
+def test_all_parameters_state_is_loaded(choice, parts, train, assert_same):
     copies = copy.deepcopy(parts)
     plain = choice.container(copies)
     train(plain, copies, [0, 1])

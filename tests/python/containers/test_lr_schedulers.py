@@ -202,41 +202,41 @@ def test_total_steps_replaces_training_steps(optimizers):
 
 
 @pytest.mark.parametrize(("compat", "highest"), [(None, 1.0), ("seed", 8 / 9)])
-def test_seed_bug_the_full_learning_rate_was_never_reached(optimizers, compat, highest):
+def test_the_full_learning_rate_is_reached_without_compat(optimizers, compat, highest):
     schedulers = second_generation(optimizers, 10, warmup_steps=2, compat=compat)
     assert max(factors(schedulers, 11)) == pytest.approx(highest, rel=1e-15)
 
 
 @GENERATIONS
 @pytest.mark.parametrize("decay_type", ["linear", "sqrt"])
-def test_seed_bug_factor_went_negative_past_the_end(optimizers, build, decay_type):
+def test_the_factor_stays_at_zero_past_the_end(optimizers, build, decay_type):
     schedulers = build(optimizers, 4, decay_type=decay_type)
     assert factors(schedulers, 12)[4:] == [0] * 8
 
 
 @GENERATIONS
-def test_seed_bug_cosine_rose_again_past_the_end(optimizers, build):
+def test_cosine_stays_at_the_minimum_past_the_end(optimizers, build):
     schedulers = build(optimizers, 4, decay_type="cosine", min_factor=0.25)
     assert factors(schedulers, 12)[4:] == [0.25] * 8
 
 
-def test_seed_bug_warmup_one_longer_than_training_divided_by_zero(optimizers):
+def test_warmup_may_be_one_step_longer_than_training(optimizers):
     schedulers = first_generation(optimizers, 5, warmup_steps=6)
     assert factors(schedulers, 9) == pytest.approx([i / 7 for i in range(1, 7)] + [0, 0, 0])
 
 
-def test_seed_bug_warmup_longer_than_training_ended_above_one(optimizers):
+def test_warmup_longer_than_training_stays_below_one(optimizers):
     schedulers = first_generation(optimizers, 2, warmup_steps=6, decay_ratio=0.5)
     assert factors(schedulers, 9) == pytest.approx([i / 7 for i in range(1, 7)] + [0, 0, 0])
 
 
-def test_seed_bug_a_second_generation_schedule_without_decay_asserted_past_the_end(optimizers):
+def test_a_second_generation_schedule_without_decay_goes_on_past_the_end(optimizers):
     assert factors(second_generation(optimizers, 3, decay_ratio=0.0), 6) == [1] * 6
 
 
 @GENERATIONS
 @pytest.mark.parametrize("decay_type", ["exponential", "Linear", "", None])
-def test_seed_bug_an_unknown_decay_type_failed_only_when_decay_began(optimizers, build, decay_type):
+def test_an_unknown_decay_type_is_rejected_at_once(optimizers, build, decay_type):
     with pytest.raises(ValueError, match=f"decay_type is {decay_type!r}, expected one of"):
         build(optimizers, 10, warmup_steps=5, decay_type=decay_type)
 
@@ -264,7 +264,7 @@ def test_compat_is_seed_or_nothing(optimizers):
         ({"steps": math.nan}, "training steps is nan"),
     ],
 )
-def test_seed_bug_senseless_numbers_were_accepted(optimizers, build, arguments, name):
+def test_senseless_numbers_are_rejected(optimizers, build, arguments, name):
     with pytest.raises(ValueError, match=name):
         build(optimizers, **{"steps": 10, **arguments})
     assert optimizers.param_groups[0]["lr"] == BASE_LR
@@ -414,9 +414,7 @@ def run(container, schedulers, parts, train, seeds):
 
 @pytest.mark.parametrize("form", ["seed", "newer"])
 @pytest.mark.parametrize("done", [0, 1, 3, 25])
-def test_seed_bug_the_lr_after_loading_was_left_to_the_optimizers_state(
-    parts, train, form, done, recwarn
-):
+def test_the_lr_after_loading_is_the_schedules(parts, train, form, done, recwarn):
     """If only the schedule is loaded and not the optimizer, the next step has the right lr."""
     copies = copy.deepcopy(parts)
     container, schedulers = make(parts)
@@ -460,7 +458,7 @@ def test_order_of_loading_optimizer_and_schedule_does_not_matter(
         assert_same(part, other)
 
 
-def test_seed_bug_different_base_lrs_were_overwritten_by_the_first(parts, train):
+def test_different_base_lrs_are_kept(parts, train):
     copies = copy.deepcopy(parts)
     container, schedulers = make(parts, lrs=(0.5, 0.25))
     run(container, schedulers, parts, train, range(3))

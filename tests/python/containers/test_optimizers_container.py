@@ -94,7 +94,7 @@ def test_hooks_of_inner_optimizers_fire_once_per_step(choice, parts, set_grads):
     assert len(seen) == 4
 
 
-def test_seed_bug_hooks_on_all_optimizers_fired_for_each_inner_one_too(choice, parts, set_grads):
+def test_hooks_on_all_optimizers_fire_for_the_container_only(choice, parts, set_grads):
     container = choice.container(parts)
     seen = []
     handles = [
@@ -127,7 +127,7 @@ class CountingTwice(Counting):
 
 
 @pytest.mark.parametrize("cls", [Counting, CountingTwice])
-def test_seed_bug_hooks_of_a_subclass_that_calls_super_fired_twice(choice, parts, set_grads, cls):
+def test_hooks_of_a_subclass_that_calls_super_fire_once(choice, parts, set_grads, cls):
     choice.container(parts)  # torch patches a class's step when the first instance is made
     container = cls(parts, choice.cls, choice.all_kwargs())
     seen = []
@@ -192,9 +192,7 @@ def test_a_closure_is_refused_with_several_optimizers(choice, parts, as_keyword,
 # The container's own param_groups and state
 
 
-def test_seed_bug_lr_of_the_containers_param_groups_did_not_follow_the_schedule(
-    choice, parts, set_grads
-):
+def test_lr_of_the_containers_param_groups_follows_the_schedule(choice, parts, set_grads):
     container = choice.container(parts)
     schedulers = LRSchedulersContainer(container, lambda step: 1 / (step + 1))
     set_grads(parts, 0)
@@ -236,7 +234,7 @@ def test_a_scheduler_of_the_container_itself_reaches_the_inner_optimizers(choice
     assert [group["lr"] for opt in container for group in opt.param_groups] == [5e-3, 5e-3]
 
 
-def test_seed_bug_state_of_the_container_was_empty(choice, parts, train):
+def test_state_of_the_container_is_its_optimizers(choice, parts, train):
     container = choice.container(parts)
     assert container.state == {}
     train(container, parts, [0, 1])
@@ -300,7 +298,7 @@ def test_frozen_parameters_are_left_out(choice, parts, train):
     train(container, parts, [0])
 
 
-def test_seed_bug_a_part_without_trainable_parameters_raised(choice, parts, train):
+def test_a_part_may_have_no_trainable_parameters(choice, parts, train):
     parts[0].requires_grad_(False)
     container = choice.container(parts)
     schedulers = LRSchedulersContainer(container, lambda step: 0.5**step)

@@ -90,9 +90,7 @@ def test_names_follow_a_module_that_changes(choice, parts):
     assert "state.second.weight.exp_avg" in keys and not any("first" in key for key in keys)
 
 
-def test_seed_bug_state_dict_before_the_first_step_advanced_the_step(
-    choice, parts, train, assert_same
-):
+def test_state_dict_before_the_first_step_changes_nothing(choice, parts, train, assert_same):
     copies = copy.deepcopy(parts)
     container, undisturbed = choice.container(parts), choice.container(copies)
     state_dict = container.state_dict()
@@ -111,7 +109,7 @@ def test_seed_bug_state_dict_before_the_first_step_advanced_the_step(
         assert_same(part, other)
 
 
-def test_seed_bug_state_dict_before_the_first_step_with_eps_0_made_parameters_nan(choice, parts):
+def test_state_dict_before_the_first_step_with_eps_0_keeps_parameters(choice, parts):
     container = OptimizersContainer(parts, choice.cls, {**choice.all_kwargs(), "eps": 0.0})
     before = copy.deepcopy(parts)
     container.state_dict()
@@ -144,7 +142,7 @@ def test_compat_is_seed_or_nothing(parts):
     assert all(map(torch.equal, parts[0].parameters(), before[0].parameters()))
 
 
-def test_seed_bug_state_dict_before_the_first_step_fired_step_hooks(choice, parts):
+def test_state_dict_before_the_first_step_fires_no_step_hooks(choice, parts):
     container = choice.container(parts)
     seen = []
     for optimizer in [container, *container]:
@@ -153,9 +151,7 @@ def test_seed_bug_state_dict_before_the_first_step_fired_step_hooks(choice, part
     assert seen == []
 
 
-def test_seed_bug_state_dict_between_backward_and_step_lacked_the_state(
-    choice, parts, set_grads, assert_same
-):
+def test_state_dict_between_backward_and_step_has_the_state(choice, parts, set_grads, assert_same):
     copies = copy.deepcopy(parts)
     container, undisturbed = choice.container(parts), choice.container(copies)
     for modules in (parts, copies):
@@ -235,9 +231,7 @@ def test_frozen_parameters_have_no_keys(choice, parts):
     assert set(container.state_dict()) == expected_keys(parts, choice.kwargs.get("amsgrad", False))
 
 
-def test_seed_bug_a_parameter_without_gradient_had_no_state_keys(
-    choice, parts, set_grads, assert_same
-):
+def test_a_parameter_without_gradient_has_state_keys(choice, parts, set_grads, assert_same):
     copies = copy.deepcopy(parts)
     container = choice.container(parts)
     set_grads(parts, 0)
@@ -270,7 +264,7 @@ def test_a_tied_parameter_goes_by_its_first_name(choice, model, train, assert_sa
     assert_same(other.state_dict(), saved)
 
 
-def test_seed_bug_the_same_name_in_two_parts_lost_the_first(choice, model, assert_same):
+def test_the_same_name_in_two_parts_is_rejected(choice, model, assert_same):
     parts = [model, copy.deepcopy(model)]
     container = choice.container(parts)
     saved = choice.container([copy.deepcopy(model)]).state_dict()
@@ -281,9 +275,7 @@ def test_seed_bug_the_same_name_in_two_parts_lost_the_first(choice, model, asser
     container.step()  # training such a pair works
 
 
-def test_seed_bug_a_parameter_frozen_after_stepping_lost_its_state_on_load(
-    choice, parts, train, assert_same
-):
+def test_a_parameter_frozen_after_stepping_loads_its_state(choice, parts, train, assert_same):
     copies = copy.deepcopy(parts)
     container, never_frozen = choice.container(parts), choice.container(copies)
     train(container, parts, [0, 1])
@@ -381,7 +373,7 @@ def test_foreign_keys_are_ignored(choice, parts, train, assert_same):
     assert_same(container.state_dict(), saved)
 
 
-def test_seed_bug_the_loaded_dicts_tensors_became_the_state(choice, parts, train, assert_same):
+def test_the_loaded_dicts_tensors_are_copied(choice, parts, train, assert_same):
     source = choice.container(copy.deepcopy(parts))
     train(source, source.model_parts, [0])
     loaded = copy.deepcopy(source.state_dict())
@@ -410,7 +402,7 @@ def test_state_tensors_keep_their_identity_and_dtype(choice, parts, train):
 
 
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16], ids=str)
-def test_seed_bug_loading_cast_moments_to_the_parameters_dtype(model, train, assert_same, moments):
+def test_loading_keeps_the_moments_dtype(model, train, assert_same, moments):
     model.to(torch.float32 if moments == torch.bfloat16 else torch.bfloat16)
     kwargs = {"lr": 1e-2, "state_dtype": moments}
     source = OptimizersContainer([model], FusedAdamW, kwargs)
@@ -510,9 +502,7 @@ def test_a_value_that_does_not_fit_is_named_and_nothing_changes(
 
 
 @pytest.mark.parametrize(("name", "value"), [("maximize", True), ("lr", 0.5)])
-def test_seed_bug_only_the_first_parameters_options_were_read(
-    choice, parts, assert_same, name, value
-):
+def test_all_parameters_options_are_read(choice, parts, assert_same, name, value):
     container = choice.container(parts)
     before = copy.deepcopy(container.state_dict())
     message = (

@@ -226,7 +226,7 @@ def test_a_missing_key_changes_nothing() -> None:
     assert all(torch.equal(after[k], v) for k, v in before.items() if isinstance(v, torch.Tensor))
 
 
-def test_seed_bug_state_before_the_first_step_counted_a_step() -> None:
+def test_state_before_the_first_step_counts_no_step() -> None:
     parts, containers = [model(), model()], []
     for part, early in zip(parts, (True, False), strict=True):
         containers.append(build(ours, part, *SEVERAL))
@@ -238,7 +238,7 @@ def test_seed_bug_state_before_the_first_step_counted_a_step() -> None:
     assert all(map(torch.equal, *(part.parameters() for part in parts)))
 
 
-def test_seed_bug_param_groups_of_the_container_kept_the_first_lr() -> None:
+def test_param_groups_of_the_container_follow_the_schedule() -> None:
     container = build(ours, model(), *SEVERAL)
     config = ours.LRSchedulersContainer.Config(warmup_steps=2)
     schedulers = config.build(optimizers=container, training_steps=10)

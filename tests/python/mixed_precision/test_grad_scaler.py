@@ -108,7 +108,7 @@ def test_a_scale_whose_reciprocal_is_infinite_changes_nothing(clip: float | None
 
 
 @pytest.mark.parametrize("init_scale", [0.0, -1.0, math.nan, math.inf, 1e-46, 1e39])
-def test_a_first_scale_that_is_none_is_refused(init_scale: float) -> None:
+def test_a_wrong_first_scale_is_refused(init_scale: float) -> None:
     with pytest.raises(ValueError, match="Invalid init_scale"):
         GradScaler("cpu", init_scale=init_scale)
     GradScaler("cpu", init_scale=init_scale, enabled=False)

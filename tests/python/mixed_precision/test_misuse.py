@@ -79,7 +79,7 @@ def test_a_group_added_to_the_base() -> None:
 
 
 @every_base
-def test_a_threshold_that_is_none(base: str) -> None:
+def test_a_wrong_threshold_is_refused(base: str) -> None:
     """An invalid threshold is refused before the base changes."""
     params = parameters()
     optimizer = BASES[base](params)
