@@ -38,7 +38,7 @@ class FaultTolerant(OptimizersContainer[T]):
     def _init_fault_tolerance(self, ft_manager: "torchft.Manager", use_ft_optimizer: bool) -> None:
         import torchft  # an optional package
 
-        if self.compat == "seed":
+        if self.compat == "torchtitan":
             flat.init_state_by_step(self._parts())
         self.init_cache_state_dict()
         self._ft_optimizer = torchft.Optimizer(ft_manager, self)
@@ -122,8 +122,8 @@ class FTOptimizersContainer(FaultTolerant[T]):
         ft_manager: torchft.Manager.
         use_ft_optimizer: False for LocalSGD and DiLoCo, which start quorums and commit on their
             own. `step` and `zero_grad` then work as in OptimizersContainer.
-        compat: "seed" creates the state in the constructor, by a step with lr 0 that counts, as
-            torchtitan's container does. Bias corrections are then one step ahead.
+        compat: "torchtitan" creates the state in the constructor, by a step with lr 0 that counts,
+            as torchtitan's container does. Bias corrections are then one step ahead.
 
     Raises:
         ModuleNotFoundError: torchft is not installed.

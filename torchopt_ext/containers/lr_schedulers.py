@@ -159,7 +159,7 @@ def schedule_from_job_config(job_config: Any) -> Callable[[int], Any]:
 def schedule_from_config(lr_scheduler_config: Any, training_steps: int) -> Callable[[int], Any]:
     """Returns the lr factor as a function of the step, for a torchtitan config from 0.1 on.
 
-    `compat = "seed"` selects the formula of torchtitan before 0.1.
+    `compat = "torchtitan"` selects the formula of torchtitan before 0.1.
     """
     generation = 1 if check_compat(getattr(lr_scheduler_config, "compat", None)) else 2
     total_steps = _total_steps(lr_scheduler_config, training_steps)

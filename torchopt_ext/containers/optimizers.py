@@ -51,8 +51,9 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
         model_parts: the modules to train.
         optimizer_cls: the class of the inner optimizers.
         optimizer_kwargs: the class's arguments, the same for every part.
-        compat: "seed" makes `state_dict()` before the first step create the state as torchtitan
-            does, by a step with lr 0 that counts. Bias corrections are then one step ahead.
+        compat: "torchtitan" makes `state_dict()` before the first step create the state as
+            torchtitan does, by a step with lr 0 that counts. Bias corrections are then one step
+            ahead.
 
     Raises:
         TypeError: `model_parts` is not a list of modules.
@@ -201,7 +202,7 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
             ValueError: two parts have a trained parameter of the same name.
             NotImplementedError: a part is wrapped by FullyShardedDataParallel.
         """
-        if self.compat == "seed":
+        if self.compat == "torchtitan":
             flat.init_state_by_step(self._parts())
         return flat.get_state_dict(self._parts(), self._complete(self._parts()))
 
@@ -317,9 +318,9 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
 
 
 def check_compat(compat: Any) -> str | None:
-    """Returns ``compat``. Raises ValueError unless it is None or "seed"."""
-    if compat not in (None, "seed"):
-        raise ValueError(f"Invalid compat: {compat!r}, expected None or 'seed'")
+    """Returns ``compat``. Raises ValueError unless it is None or "torchtitan"."""
+    if compat not in (None, "torchtitan"):
+        raise ValueError(f"Invalid compat: {compat!r}, expected None or 'torchtitan'")
     return compat
 
 

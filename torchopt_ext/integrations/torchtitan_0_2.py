@@ -84,16 +84,16 @@ class Optimizer:
     """As in torch.optim.AdamW."""
     backwards_per_step: int = 1
     """With early_step_in_backward: number of gradient accumulation steps."""
-    compat: Literal["seed"] | None = None
-    """With fault tolerance, "seed" also counts the step that makes the state, as in torchtitan."""
+    compat: Literal["torchtitan"] | None = None
+    """With fault tolerance, "torchtitan" counts the step that makes the state, as theirs does."""
 
 
 @dataclass
 class LRScheduler:
     """Additional fields of `[lr_scheduler]`."""
 
-    compat: Literal["seed"] | None = None
-    """Use "seed" for learning rates of torchtitan before 0.1, if the job began with them."""
+    compat: Literal["torchtitan"] | None = None
+    """Use "torchtitan" for learning rates of torchtitan before 0.1, if the job began with them."""
 
 
 @dataclass

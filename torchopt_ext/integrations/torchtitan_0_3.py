@@ -187,8 +187,8 @@ class LRSchedulersContainer(containers.LRSchedulersContainer, Configurable):  # 
     class Config(stock.LRSchedulersContainer.Config):  # type: ignore[misc]
         """torchtitan's fields, and the choice of the formula."""
 
-        compat: Literal["seed"] | None = None
-        """Use "seed" for learning rates of torchtitan before 0.1, if the job began with them."""
+        compat: Literal["torchtitan"] | None = None
+        """Use "torchtitan" for the rates of torchtitan before 0.1, if the job began with them."""
 
         def build(
             self, *, optimizers: containers.OptimizersContainer[Any], training_steps: int

@@ -41,8 +41,8 @@ class FTOptimizersContainer(FaultTolerant[Any], torchtitan_0_3.OptimizersContain
     ):
         """Derives from torchtitan's class, so that the Trainer passes its manager."""
 
-        compat: Literal["seed"] | None = None
-        """Use "seed" to count the step that makes the state at the start, as torchtitan does."""
+        compat: Literal["torchtitan"] | None = None
+        """Use "torchtitan" to count the step that makes the state, as torchtitan does."""
 
     def __init__(self, config: Config, *, model_parts: list[nn.Module], ft_manager: Any) -> None:
         if not ft_manager.enabled:

@@ -168,7 +168,7 @@ def check_an_option_without_effect() -> None:
         ("--optimizer.rounding_seed=1",): "rounding_seed has no effect",
         ("--optimizer.write_back_gradients",): "write_back_gradients has no effect",
         ("--optimizer.backwards_per_step=2",): "backwards_per_step has no effect",
-        ("--optimizer.compat=seed",): "compat of the optimizer section has no effect",
+        ("--optimizer.compat=torchtitan",): "compat of the optimizer section has no effect",
     }.items():
         module = f"--job.custom_config_module={torchtitan_0_2.__name__}"
         config = ConfigManager().parse_args([module, *options]).optimizer
@@ -177,7 +177,7 @@ def check_an_option_without_effect() -> None:
 
 
 def check_compat() -> None:
-    arguments = ["--lr_scheduler.compat=seed", "--lr_scheduler.warmup_steps=2"]
+    arguments = ["--lr_scheduler.compat=torchtitan", "--lr_scheduler.warmup_steps=2"]
     module = f"--job.custom_config_module={torchtitan_0_2.__name__}"
     config = ConfigManager().parse_args([module, *arguments])
     spec = train_spec.get_train_spec("llama3")

@@ -156,7 +156,7 @@ def test_in_backward(build, parts, implementation):
     assert len(container) == 12
 
 
-# Errors, with the seed's types
+# Errors, of torchtitan's types
 
 
 @GENERATIONS
@@ -192,7 +192,7 @@ def test_nothing_to_train(build, parts, in_backward):
 @GENERATIONS
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_compat(build, parts, in_backward):
-    container = build(parts, early_step_in_backward=in_backward, compat="seed")
+    container = build(parts, early_step_in_backward=in_backward, compat="torchtitan")
     steps = [v for k, v in container.state_dict().items() if k.endswith(".step")]
     assert steps and all(step == 1 for step in steps)
     with pytest.raises(ValueError, match="Invalid compat: 'old'"):

@@ -73,11 +73,11 @@ def test_every_step_is_made_without_torchfts_optimizer(choice, parts, manager, t
     assert (manager.calls, seen) == ([], [1, 1, 1])
 
 
-def test_compat_seed_counts_a_step_from_the_start(choice, parts, manager, train, assert_same):
+def test_compat_torchtitan_counts_a_step_from_the_start(choice, parts, manager, train, assert_same):
     """As in torchtitan, the run then differs from a plain run."""
     copies = copy.deepcopy(parts)
-    container = build(choice, parts, manager, compat="seed")
-    plain = OptimizersContainer(copies, choice.cls, choice.all_kwargs(), compat="seed")
+    container = build(choice, parts, manager, compat="torchtitan")
+    plain = OptimizersContainer(copies, choice.cls, choice.all_kwargs(), compat="torchtitan")
     plain.state_dict()
     train(container, parts, range(3))
     train(plain, copies, range(3))
@@ -87,7 +87,7 @@ def test_compat_seed_counts_a_step_from_the_start(choice, parts, manager, train,
         assert_same(part, other)
 
 
-# The seed's defects
+# Defects of torchtitan's container
 
 
 class Overriding(FTOptimizersContainer):

@@ -124,10 +124,10 @@ TABLE = {
 @pytest.mark.parametrize("form", ["first", "second", "second, compat"])
 @pytest.mark.parametrize(("arguments", *("first", "second")), TABLE.values(), ids=TABLE)
 def test_published_factors(optimizers, arguments, first, second, form):
-    """With compat="seed" the second form's configuration gives the first form's factors."""
+    """With compat="torchtitan" the second form's configuration gives the first form's factors."""
     steps, warmup, ratio, minimum = arguments
     build = first_generation if form == "first" else second_generation
-    compat = {"compat": "seed"} if form == "second, compat" else {}
+    compat = {"compat": "torchtitan"} if form == "second, compat" else {}
     schedulers = build(
         optimizers, steps, warmup_steps=warmup, decay_ratio=ratio, min_factor=minimum, **compat
     )
@@ -198,10 +198,10 @@ def test_total_steps_replaces_training_steps(optimizers):
     assert factors(schedulers, 21)[-2:] == pytest.approx([1 / 20, 0])
 
 
-# Fixed defects of the seed
+# Defects of torchtitan's schedules
 
 
-@pytest.mark.parametrize(("compat", "highest"), [(None, 1.0), ("seed", 8 / 9)])
+@pytest.mark.parametrize(("compat", "highest"), [(None, 1.0), ("torchtitan", 8 / 9)])
 def test_the_full_learning_rate_is_reached_without_compat(optimizers, compat, highest):
     schedulers = second_generation(optimizers, 10, warmup_steps=2, compat=compat)
     assert max(factors(schedulers, 11)) == pytest.approx(highest, rel=1e-15)
@@ -241,8 +241,8 @@ def test_an_unknown_decay_type_is_rejected_at_once(optimizers, build, decay_type
         build(optimizers, 10, warmup_steps=5, decay_type=decay_type)
 
 
-def test_compat_is_seed_or_nothing(optimizers):
-    with pytest.raises(ValueError, match="Invalid compat: True, expected None or 'seed'"):
+def test_compat_is_torchtitan_or_nothing(optimizers):
+    with pytest.raises(ValueError, match="Invalid compat: True, expected None or 'torchtitan'"):
         second_generation(optimizers, 10, compat=True)
 
 
@@ -412,14 +412,14 @@ def run(container, schedulers, parts, train, seeds):
     return lrs
 
 
-@pytest.mark.parametrize("form", ["seed", "newer"])
+@pytest.mark.parametrize("form", ["whole", "newer"])
 @pytest.mark.parametrize("done", [0, 1, 3, 25])
 def test_the_lr_after_loading_is_the_schedules(parts, train, form, done, recwarn):
     """If only the schedule is loaded and not the optimizer, the next step has the right lr."""
     copies = copy.deepcopy(parts)
     container, schedulers = make(parts)
     run(container, schedulers, parts, train, range(done))
-    saved = schedulers.state_dict() if form == "seed" else {"last_epoch": done}
+    saved = schedulers.state_dict() if form == "whole" else {"last_epoch": done}
     before = copy.deepcopy(saved)
     resumed_container, resumed = make(copies)
     resumed.load_state_dict(saved)

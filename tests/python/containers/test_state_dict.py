@@ -117,10 +117,10 @@ def test_state_dict_before_the_first_step_with_eps_0_keeps_parameters(choice, pa
         assert all(map(torch.equal, part.parameters(), other.parameters()))
 
 
-def test_compat_seed_counts_the_step_that_makes_the_state(choice, parts, train, assert_same):
-    """torch's get_optimizer_state_dict, which the seed's container uses, counts such a step."""
+def test_compat_torchtitan_counts_the_step_that_makes_the_state(choice, parts, train, assert_same):
+    """torch's get_optimizer_state_dict, which torchtitan's container uses, counts such a step."""
     copies = copy.deepcopy(parts)
-    container = OptimizersContainer(parts, choice.cls, choice.all_kwargs(), compat="seed")
+    container = OptimizersContainer(parts, choice.cls, choice.all_kwargs(), compat="torchtitan")
     seeds = [choice.optimizer(part.parameters()) for part in copies]
     expected = {}
     for part, optimizer in zip(copies, seeds, strict=True):
@@ -135,9 +135,9 @@ def test_compat_seed_counts_the_step_that_makes_the_state(choice, parts, train, 
         assert_same(part, other)
 
 
-def test_compat_is_seed_or_nothing(parts):
+def test_compat_is_torchtitan_or_nothing(parts):
     before = copy.deepcopy(parts)
-    with pytest.raises(ValueError, match="Invalid compat: 'torch', expected None or 'seed'"):
+    with pytest.raises(ValueError, match="Invalid compat: 'torch', expected None or 'torchtitan'"):
         OptimizersContainer(parts, FusedAdamW, {}, compat="torch")
     assert all(map(torch.equal, parts[0].parameters(), before[0].parameters()))
 

@@ -1,4 +1,4 @@
-"""compat="seed" in our fault-tolerant torchtitan 0.3 container, compared with torchtitan's own."""
+"""compat="torchtitan" in our fault-tolerant torchtitan 0.3 container, compared with theirs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def trained(config_class: Any, steps: int, **fields: Any) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("compat", "alike"),
     [
-        ("seed", stock.TorchFTOptimizersContainer.Config),
+        ("torchtitan", stock.TorchFTOptimizersContainer.Config),
         (None, plain.OptimizersContainer.Config),
     ],
 )
@@ -48,10 +48,10 @@ def test_step_counts_are_torchtitans_or_right(compat: Any, alike: Any) -> None:
     """torchtitan's container counts an extra first step, unlike runs without fault tolerance."""
     found = trained(ours.FTOptimizersContainer.Config, 3, compat=compat)
     torch.testing.assert_close(found, trained(alike, 3), rtol=1e-6, atol=1e-7)
-    other = trained(ours.FTOptimizersContainer.Config, 3, compat=None if compat else "seed")
+    other = trained(ours.FTOptimizersContainer.Config, 3, compat=None if compat else "torchtitan")
     assert (found - other).abs().min() > 1e-3
 
 
-def test_compat_is_seed_or_nothing() -> None:
-    with pytest.raises(ValueError, match="Invalid compat: 'old', expected None or 'seed'"):
+def test_compat_is_torchtitan_or_nothing() -> None:
+    with pytest.raises(ValueError, match="Invalid compat: 'old', expected None or 'torchtitan'"):
         trained(ours.FTOptimizersContainer.Config, 0, compat="old")

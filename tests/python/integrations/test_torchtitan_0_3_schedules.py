@@ -77,9 +77,9 @@ def test_schedule_is_stock_schedule(case: str) -> None:
         assert found == pytest.approx(expected, rel=1e-12, abs=1e-18)
 
 
-def test_compat_seed_gives_the_rates_before_0_1() -> None:
+def test_compat_torchtitan_gives_the_rates_before_0_1() -> None:
     container = optimizers(ours)
-    config = ours.LRSchedulersContainer.Config(warmup_steps=2, compat="seed")
+    config = ours.LRSchedulersContainer.Config(warmup_steps=2, compat="torchtitan")
     schedulers = config.build(optimizers=container, training_steps=10)
     factors = []
     for _ in range(11):
