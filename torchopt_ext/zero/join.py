@@ -1,6 +1,6 @@
 """Support for ranks that run out of data early (torch.distributed.algorithms.join.Join)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import isnan, nan
 from typing import Any
 from weakref import ReferenceType, ref
@@ -14,7 +14,7 @@ from torchopt_ext.optim.collective import all_gather, collective, run
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.zero.balanced import BalancedBuckets
 from torchopt_ext.zero.ranks import Ranks
-from torchopt_ext.zero.sharded import ShardedOptimizer
+from torchopt_ext.zero.whole import WholeTensors
 
 
 class _Hook(JoinHook):
@@ -35,8 +35,17 @@ class _Hook(JoinHook):
         self.ended = True
 
 
-class JoinSupport(ShardedOptimizer, Joinable):
+class JoinSupport(Joinable):
     """A sharded optimizer's behavior in a Join context."""
+
+    # Attributes of ZeroRedundancyOptimizer.
+    ranks: Ranks
+    parts: WholeTensors | BalancedBuckets
+    process_group: Any
+    step: Callable[..., Any]
+    _all_params: list[Tensor]
+    _default_device: Any
+    _overlap_with_ddp: bool
 
     # The hook given to the Join context. If an exception ends the context, no method of the hook is
     # called, but the hook is gone.

@@ -1,16 +1,17 @@
 """The local optimizer, which steps this rank's part: building it and keeping it in sync."""
 
+from __future__ import annotations
+
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
 
 from torchopt_ext import ops
 from torchopt_ext.optim import FusedAdam
@@ -22,10 +23,12 @@ from torchopt_ext.optim.rejection import Agreement, reject_in
 from torchopt_ext.optim.state import named_group_params
 from torchopt_ext.statedict.masters import read_weights
 from torchopt_ext.zero.balanced import BalancedBuckets
-from torchopt_ext.zero.sharded import ShardedOptimizer
+
+if TYPE_CHECKING:
+    from torchopt_ext.zero.optimizer import ZeroRedundancyOptimizer
 
 
-def local_group(zero: ShardedOptimizer, number: int) -> dict[str, Any]:
+def local_group(zero: ZeroRedundancyOptimizer, number: int) -> dict[str, Any]:
     """Returns a param group for the local optimizer: this rank's parts, with parameter names."""
     group, own = zero.param_groups[number], zero.parts.mine[number]
     local = {**group, "params": own}
@@ -35,15 +38,15 @@ def local_group(zero: ShardedOptimizer, number: int) -> dict[str, Any]:
     return local
 
 
-def fp32_moments(zero: ShardedOptimizer) -> tuple[Tensor, ...]:
+def fp32_moments(zero: ZeroRedundancyOptimizer) -> tuple[Tensor, ...]:
     """Returns this rank's parts of the parameters that the ``fp32_moments`` argument selects."""
-    named = [(name, param) for _, _, name, param in named_group_params(cast(Optimizer, zero))]
+    named = [(name, param) for _, _, name, param in named_group_params(zero)]
     chosen = fp32_params(named, zero._optim_defaults.get("fp32_moments", EMBEDDINGS))
     mine = chain(*zero.parts.mine)
     return tuple(part for part in mine if zero.parts.part_of(part).param in chosen)
 
 
-def fused(zero: ShardedOptimizer) -> FusedAdam:
+def fused(zero: ZeroRedundancyOptimizer) -> FusedAdam:
     """Returns the local optimizer. Raises AttributeError unless it is FusedAdam or FusedAdamW."""
     optim = getattr(zero, "optim", None)
     if not isinstance(optim, FusedAdam):
@@ -52,11 +55,11 @@ def fused(zero: ShardedOptimizer) -> FusedAdam:
     return optim
 
 
-def refresh_masters(zero: ShardedOptimizer, from_: Mapping[Any, Tensor] | None) -> None:
+def refresh_masters(zero: ZeroRedundancyOptimizer, from_: Mapping[Any, Tensor] | None) -> None:
     """Sets this rank's masters from the parameters, or both from the given weights."""
     optim = fused(zero)
     with fail_together(zero.process_group):
-        named = [(name, param) for _, _, name, param in named_group_params(cast(Optimizer, zero))]
+        named = [(name, param) for _, _, name, param in named_group_params(zero)]
         pairs = [] if from_ is None else read_weights(from_, named, optim.keeps_master)
     if from_ is None:
         optim.refresh_masters()
@@ -70,7 +73,7 @@ def refresh_masters(zero: ShardedOptimizer, from_: Mapping[Any, Tensor] | None) 
     zero._consolidated = None
 
 
-def build(zero: ShardedOptimizer) -> None:
+def build(zero: ZeroRedundancyOptimizer) -> None:
     """Builds ``zero.optim`` and copies the settings of its groups into the groups of ``zero``."""
     defaults = dict(zero._optim_defaults)
     constructor = zero._optim_constructor
@@ -101,7 +104,7 @@ def build(zero: ShardedOptimizer) -> None:
     sync(zero)
 
 
-def sync(zero: ShardedOptimizer) -> None:
+def sync(zero: ZeroRedundancyOptimizer) -> None:
     """Copies the local groups' settings, in their order, to the groups that state dicts save.
 
     The local optimizer gets its parts' places: random rounding and digests count whole parameters.
@@ -128,7 +131,7 @@ def copy_settings(source: list[dict[str, Any]], target: list[dict[str, Any]]) ->
                 other[key] = value
 
 
-def local_step(zero: ShardedOptimizer, context: StepContext, kwargs: dict[str, Any]) -> Any:
+def local_step(zero: ZeroRedundancyOptimizer, context: StepContext, kwargs: dict[str, Any]) -> Any:
     """Makes the local step: takes this rank's gradients, and fires no global hooks.
 
     A closure in ``kwargs`` computes the gradients, so they are taken after it. The local optimizer
@@ -176,7 +179,7 @@ def squares_of(params: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def agree(
-    zero: ShardedOptimizer,
+    zero: ZeroRedundancyOptimizer,
     agreement: Agreement,
     *,
     rejects: bool = False,
@@ -209,7 +212,7 @@ def agree(
         agreement.accepted = True
 
 
-def reject(zero: ShardedOptimizer, agreement: Agreement, *, with_norm: bool) -> None:
+def reject(zero: ZeroRedundancyOptimizer, agreement: Agreement, *, with_norm: bool) -> None:
     """Tells waiting ranks that this rank rejects; ``with_norm`` if they wait to sum a norm."""
     if zero.ranks.size == 1 or (agreement.in_closure and zero.parts.hides_gradients):
         return  # in a closure, the other ranks wait in the reductions of gradients

@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, count, islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -31,14 +31,16 @@ from torchopt_ext.zero import local_optimizer
 from torchopt_ext.zero.exchange import Entry, gather_entries
 from torchopt_ext.zero.part import Part, in_memory_order
 from torchopt_ext.zero.ranks import bounded
-from torchopt_ext.zero.sharded import ShardedOptimizer
 from torchopt_ext.zero.state_shard import StateShard
+
+if TYPE_CHECKING:
+    from torchopt_ext.zero.optimizer import ZeroRedundancyOptimizer
 
 Pieces = dict[int, dict[str, list[tuple[Part, Any]]]]
 """A rank's state by parameter index and entry name: the rank's parts and their values."""
 
 
-def local_parts(zero: ShardedOptimizer) -> list[Part]:
+def local_parts(zero: ZeroRedundancyOptimizer) -> list[Part]:
     """Returns this rank's parts of parameters, in the order in which its state is numbered.
 
     Raises:
@@ -49,7 +51,7 @@ def local_parts(zero: ShardedOptimizer) -> list[Part]:
     return [zero.parts.part_of(param) for param in chain(*zero.parts.mine)]
 
 
-def local_state(zero: ShardedOptimizer) -> tuple[Pieces, dict[str, Any]]:
+def local_state(zero: ZeroRedundancyOptimizer) -> tuple[Pieces, dict[str, Any]]:
     """Returns this rank's state, and the further top-level entries of its state dict.
 
     The entries include the control block, because a rank without parameters has one, too.
@@ -77,7 +79,7 @@ def local_state(zero: ShardedOptimizer) -> tuple[Pieces, dict[str, Any]]:
     return pieces, extra
 
 
-def consolidated(zero: ShardedOptimizer, to: int) -> tuple[Any, ...]:
+def consolidated(zero: ZeroRedundancyOptimizer, to: int) -> tuple[Any, ...]:
     """Gathers all state on rank ``to``, by parameter index, and further entries; () elsewhere."""
     with fail_together(zero.process_group):
         pieces, extra = local_state(zero)
@@ -95,7 +97,7 @@ def consolidated(zero: ShardedOptimizer, to: int) -> tuple[Any, ...]:
 
 
 def packed(
-    zero: ShardedOptimizer, state: Mapping[int, dict[str, Any]], extra: Mapping[str, Any]
+    zero: ZeroRedundancyOptimizer, state: Mapping[int, dict[str, Any]], extra: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Returns the state dict that the unsharded optimizer would return."""
     copied = {index: dict(entry) for index, entry in state.items()}
@@ -131,7 +133,7 @@ def _decoded(slot: Slot) -> Slot:
     return replace(slot, entry=fit_moments(slot.entry, slot.param, quantizes=False))
 
 
-def load(zero: ShardedOptimizer, state_dict: dict[str, Any]) -> None:
+def load(zero: ZeroRedundancyOptimizer, state_dict: dict[str, Any]) -> None:
     """Checks an unsharded state dict and copies this rank's part into the local optimizer."""
     with fail_together(zero.process_group):
         parts = local_parts(zero)
@@ -189,7 +191,7 @@ def load(zero: ShardedOptimizer, state_dict: dict[str, Any]) -> None:
 
 
 @bounded
-def sharded_state_dict(zero: ShardedOptimizer) -> dict[str, Any]:
+def sharded_state_dict(zero: ZeroRedundancyOptimizer) -> dict[str, Any]:
     """Returns this rank's part of a ZeroRedundancyOptimizer's state dict. Call it on all ranks.
 
     ``dcp.save({"optimizer": zero}, checkpoint_id=...)`` saves the same. In addition, this function
@@ -203,7 +205,7 @@ def sharded_state_dict(zero: ShardedOptimizer) -> dict[str, Any]:
         return sharded(zero, elsewhere=False)
 
 
-def sharded(zero: ShardedOptimizer, *, elsewhere: bool) -> dict[str, Any]:
+def sharded(zero: ZeroRedundancyOptimizer, *, elsewhere: bool) -> dict[str, Any]:
     """Builds the result of :func:`sharded_state_dict` on this rank alone; tensors are StateShards.
 
     Args:
@@ -231,7 +233,7 @@ def joined(pieces: Sequence[tuple[Part, Any]], elsewhere: bool = False) -> Any:
 @bounded
 @torch.no_grad()
 def load_sharded(
-    zero: ShardedOptimizer,
+    zero: ZeroRedundancyOptimizer,
     checkpoint: str | os.PathLike[str] | StorageReader,
     key: str = "optimizer",
 ) -> None:
@@ -252,7 +254,7 @@ def load_sharded(
     dcp.load({key: zero}, storage_reader=reader, process_group=zero.process_group)
 
 
-def buffers(zero: ShardedOptimizer, ids: list[str]) -> dcp.Buffers:
+def buffers(zero: ZeroRedundancyOptimizer, ids: list[str]) -> dcp.Buffers:
     """Returns what this rank reads into: its parts of parameters, nothing for other parameters."""
     of_id = zip(ids, zero._all_params, strict=False)
     params: dict[dcp.Path, Tensor] = {("state", i): param for i, param in of_id}
