@@ -52,6 +52,17 @@ class FaultTolerant(OptimizersContainer[T]):
         """
         self._names = flat.complete(self._parts())
 
+    def _parameter_names(self) -> flat.Names:
+        for optimizer in self.optimizers:
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            if unknown := [param for param in params if param not in self._names]:
+                raise ValueError(
+                    f"{len(unknown)} parameters of {type(optimizer).__name__} have no name yet, "
+                    f"the first of shape {tuple(unknown[0].shape)}: call init_cache_state_dict() "
+                    "after adding parameters"
+                )
+        return self._names
+
     @property
     def cache_state_dict(self) -> dict[str, Any]:
         """The current state. torchtitan's containers return an older state from their cache."""
@@ -63,10 +74,7 @@ class FaultTolerant(OptimizersContainer[T]):
         Raises:
             ValueError: an optimizer has parameters that `init_cache_state_dict` has not seen.
         """
-        return flat.get_state_dict(self._parts(), self._names)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        flat.load_state_dict(self._parts(), state_dict, self._names)
+        return flat.get_state_dict(self._parts(), self._parameter_names())
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Steps if the replica groups commit, or always with ``use_ft_optimizer=False``.

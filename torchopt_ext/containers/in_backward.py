@@ -24,7 +24,6 @@ from torchopt_ext.optim.context import ALONE, StepContext
 from torchopt_ext.optim.hooks import inner_step
 from torchopt_ext.optim.norm_in_backward import NormInBackward
 from torchopt_ext.optim.weak_hooks import WeakHook, handles_of
-from torchopt_ext.statedict import flat
 from torchopt_ext.statedict.entries import MASTERS
 
 logger = logging.getLogger(__name__)
@@ -208,11 +207,10 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
         torchtitan's dict has only the first parameter's state (torchtitan/components/optimizer.py
         zips model parts with optimizers). A warning then says which state starts anew.
         """
-        flat.load_state_dict(self._parts(), self._completed(state_dict))
+        super().load_state_dict(self._completed(state_dict))
 
     def _completed(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        names = [name for name, _ in flat.named_parameters(self._parts())]
-        first, others = names[0], names[1:]
+        first, *others = self._parameter_names().values()
 
         def is_of(key: str, name: str) -> bool:
             return key.startswith((f"state.{name}.", f"param_groups.{name}."))

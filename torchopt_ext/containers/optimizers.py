@@ -204,7 +204,7 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
         """
         if self.compat == "torchtitan":
             flat.init_state_by_step(self._parts())
-        return flat.get_state_dict(self._parts(), self._complete(self._parts()))
+        return flat.get_state_dict(self._parts(), self._parameter_names())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copies a flat state dict into the optimizers, after checking all of it.
@@ -217,14 +217,14 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
             ValueError: a value has the wrong shape, kind or placement, or as in `state_dict`.
             NotImplementedError: as in `state_dict`.
         """
-        flat.load_state_dict(self._parts(), state_dict)
+        flat.load_state_dict(self._parts(), state_dict, self._parameter_names())
 
     checkpoint_layout = BY_NAME
 
     def checkpoint_buffers(self, ids: list[str]) -> dcp.Buffers:
         """Returns the buffers that :func:`torchopt_ext.statedict.dcp.load` reads into."""
-        named = flat.named_parameters(self._parts())
-        return dcp.buffers_by_key({f"state.{fqn}": param for fqn, param in named})
+        names = self._parameter_names()
+        return dcp.buffers_by_key({f"state.{fqn}": param for param, fqn in names.items()})
 
     def refresh_masters(self, from_: Mapping[Any, torch.Tensor] | None = None) -> None:
         """Sets all parts' masters as :meth:`torchopt_ext.FusedAdamW.refresh_masters` does.
@@ -239,7 +239,7 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
                 optimizer.refresh_masters()
             return
         owner = {p: o for o in fused for group in o.param_groups for p in group["params"]}
-        named = flat.named_parameters(self._parts())
+        named = [(fqn, param) for param, fqn in self._parameter_names().items()]
         weight_of = dict(
             read_weights(from_, named, lambda p: p in owner and owner[p].keeps_master(p))
         )
@@ -253,6 +253,10 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
     @cached_property
     def _complete(self) -> flat.Completion:
         return flat.Completion()
+
+    def _parameter_names(self) -> flat.Names:
+        """Completes the optimizers' state, and returns their parameters' names in a state dict."""
+        return self._complete(self._parts())
 
     def _parts(self) -> list[flat.ModelPart]:
         """Returns each model part with the optimizers of its parameters."""

@@ -37,13 +37,13 @@ _OPTIONAL = {"initial_lr", "decoupled_weight_decay"}
 _NOT_LOADED = {"params", "param_names"} | entries.SWITCHES
 
 
-def get_state_dict(parts: Sequence[ModelPart], names: Names | None = None) -> dict[str, Any]:
+def get_state_dict(parts: Sequence[ModelPart], names: Names) -> dict[str, Any]:
     """Returns the flat state dict of all parts (:meth:`OptimizersContainer.state_dict`).
 
     The control block's fields, which are the same in all parts, are `torchopt_ext.control.*`.
 
     Args:
-        names: the result of :func:`complete`; the modules are then not read.
+        names: the result of :func:`complete`. The modules are not read.
     """
     flat: dict[str, Any] = {}
     for _, _, saved, states in _groups(parts, names):
@@ -60,13 +60,9 @@ def get_state_dict(parts: Sequence[ModelPart], names: Names | None = None) -> di
 
 @torch.no_grad()
 def load_state_dict(
-    parts: Sequence[ModelPart], state_dict: Mapping[str, Any], names: Names | None = None
+    parts: Sequence[ModelPart], state_dict: Mapping[str, Any], names: Names
 ) -> None:
-    """Loads a flat state dict as :meth:`OptimizersContainer.load_state_dict`; checks it first.
-
-    Args:
-        names: as in :func:`get_state_dict`.
-    """
+    """Loads a flat state dict as :meth:`OptimizersContainer.load_state_dict`; checks it first."""
     missing: list[str] = []
     problems: list[str] = []
     slots: list[tuple[Slot, dict[str, Any]]] = []
@@ -141,11 +137,6 @@ def _commit(slot: Slot, state: dict[str, Any]) -> None:
             state[name] = copy.deepcopy(value)  # a number, where the optimizer keeps one
         elif name not in MASTERS or keeps_master:
             state[name] = entries.converted(name, value, slot.param, Storage())
-
-
-def named_parameters(parts: Sequence[ModelPart]) -> list[tuple[str, Tensor]]:
-    """Returns the optimizers' parameters with their names in a flat state dict."""
-    return [(fqn, param) for param, fqn in complete(parts).items()]
 
 
 def init_state(optimizer: Optimizer) -> None:
@@ -238,22 +229,15 @@ class Completion:
 
 
 def _groups(
-    parts: Sequence[ModelPart], names: Names | None
+    parts: Sequence[ModelPart], names: Names
 ) -> Iterator[tuple[Optimizer, dict[str, Any], dict[str, Any], dict[str, Any]]]:
     """Yields each optimizer, a group as it is and as torch saves it, and the saved state by name.
 
     In the saved groups, names stand for parameters. The state is complete.
     """
-    names = complete(parts) if names is None else names
     for optimizer in [optimizer for _, own in parts for optimizer in own]:
         packed = optimizer.state_dict()
         for group, saved in zip(optimizer.param_groups, packed["param_groups"], strict=True):
-            if unknown := [param for param in group["params"] if param not in names]:
-                raise ValueError(
-                    f"{len(unknown)} parameters of {type(optimizer).__name__} have no name yet, "
-                    f"the first of shape {tuple(unknown[0].shape)}: call init_cache_state_dict() "
-                    "after adding parameters"
-                )
             own = [names[param] for param in group["params"]]
             states = packed["state"]
             by_name = {
