@@ -5,7 +5,6 @@ The functions are those of torchtitan 0.1 (torchtitan/distributed/utils.py), for
 
 import contextlib
 import logging
-import math
 import os
 import random
 import sys
@@ -198,29 +197,21 @@ def dist_max(value: Tensor, mesh: DeviceMesh) -> float:
 
 @torch.no_grad()
 def clip_grad_norm_(
-    parameters: Tensor | Iterable[Tensor],
-    max_norm: float,
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
-    foreach: bool | None = None,
-    pp_mesh: DeviceMesh | None = None,
+    parameters: Iterable[Tensor], max_norm: float, pp_mesh: DeviceMesh | None = None
 ) -> Tensor:
-    """Clips gradients as torch.nn.utils.clip_grad_norm_, by the norm over all pipeline stages.
+    """Clips gradients as torch.nn.utils.clip_grad_norm_, by the 2-norm over all pipeline stages.
 
     For torch's optimizers; torchopt_ext's optimizers clip in their step.
 
     Args:
         parameters: parameters of this rank's stages.
         max_norm: larger norms are scaled to this norm.
-        norm_type: p of the p-norm; inf: the maximum.
-        error_if_nonfinite: whether a norm that is not finite raises RuntimeError.
-        foreach: whether to process many gradients at once; None: if that is faster.
         pp_mesh: mesh of the pipeline's ranks.
 
     Returns:
         The norm before clipping, 0-dim.
     """
-    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    params = list(parameters)
     for param in params:
         grad = param.grad
         if isinstance(grad, DTensor) and any(place.is_partial() for place in grad.placements):
@@ -229,22 +220,17 @@ def clip_grad_norm_(
             assert isinstance(param, DTensor)
             param.grad = grad.redistribute(placements=param.placements)
     grads = [p.grad for p in params if p.grad is not None]
-    norm = nn.utils.get_total_norm(grads, norm_type, False, foreach)
+    norm = nn.utils.get_total_norm(grads, foreach=True)
     if isinstance(norm, DTensor):  # sum the ranks' parts
         norm = norm.full_tensor()
     if pp_mesh is not None:
         if not grads:  # get_total_norm's 0 is on the CPU
             norm = norm.to(pp_mesh.device_type)
-        # The norm of the stages' norms, in float64, which also holds powers of fp32 values.
-        if math.isinf(norm_type):
-            dist.all_reduce(norm, dist.ReduceOp.MAX, group=pp_mesh.get_group())
-        else:
-            power = norm.double() ** norm_type
-            dist.all_reduce(power, group=pp_mesh.get_group())
-            norm = (power ** (1 / norm_type)).to(norm.dtype)
-    if error_if_nonfinite and not norm.isfinite():
-        raise RuntimeError(f"the gradients' norm of order {norm_type} is {norm.item()}")
-    nn.utils.clip_grads_with_norm_(params, max_norm, norm, foreach)
+        # The norm of the stages' norms, in float64, which also holds squares of fp32 values.
+        square = norm.double().square()
+        dist.all_reduce(square, group=pp_mesh.get_group())
+        norm = square.sqrt().to(norm.dtype)
+    nn.utils.clip_grads_with_norm_(params, max_norm, norm, foreach=True)
     return norm
 
 

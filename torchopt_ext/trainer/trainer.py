@@ -350,8 +350,7 @@ class Trainer(Stateful):
         return distributed.clip_grad_norm_(
             [p for part in self.model_parts for p in part.parameters()],
             self.job_config.training.max_norm,
-            foreach=True,
-            pp_mesh=self.parallel_dims.get_mesh("pp") if self.parallel_dims.pp_enabled else None,
+            self.parallel_dims.get_mesh("pp") if self.parallel_dims.pp_enabled else None,
         )
 
     def _is_usable(self, grad_norm: Tensor) -> bool:
