@@ -79,7 +79,7 @@ class DeferredClipping:
         for optimizer in self._optimizers:
             if process_group is not None:
                 optimizer.process_group = process_group
-            self._set_threshold(optimizer, float(max_norm))
+            optimizer.max_grad_norm = float(max_norm)
         self._measured = measure_norm(self._optimizers)
         self._asked = True
         # Prefer an optimizer with parameters: without parameters, control blocks are on the host.
@@ -97,7 +97,7 @@ class DeferredClipping:
         """
         if not self._asked:
             for optimizer in self._optimizers:
-                self._set_threshold(optimizer, None)
+                optimizer.max_grad_norm = None
             return context
         if new_gradients or not context.is_plain:
             return context
@@ -118,11 +118,6 @@ class DeferredClipping:
     def ids(self) -> set[int]:
         """The ids of the optimizers' parameters."""
         return {id(p) for o in self._optimizers for g in o.param_groups for p in g["params"]}
-
-    @staticmethod
-    def _set_threshold(optimizer: FusedAdam, max_norm: float | None) -> None:
-        if optimizer.max_grad_norm != max_norm:  # setting the attribute writes to the device
-            optimizer.max_grad_norm = max_norm
 
 
 class ClippedInBackward:

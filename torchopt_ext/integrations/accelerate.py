@@ -14,7 +14,6 @@ from torch import Tensor
 
 from torchopt_ext.integrations.clipping import (
     clipping_optimizers,
-    set_threshold,
     was_skipped,
 )
 from torchopt_ext.mixed_precision import GradScaler
@@ -33,8 +32,8 @@ class FusedAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         """Makes the next step clip. Returns a 0-dim tensor that the step fills with the norm."""
         if self._clip is None:
             self._own_threshold = self.max_grad_norm
+        self.max_grad_norm = max_norm
         self._clip, self._asked = max_norm, True
-        set_threshold(clipping_optimizers(self.optimizer), max_norm)
         if self._norm is None:
             self._norm = torch.full_like(self.control.live("grad_norm"), math.nan)
         return self._norm

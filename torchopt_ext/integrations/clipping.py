@@ -28,13 +28,6 @@ def clipping_optimizers(optimizer: Any) -> Sequence[Controlled]:
     return parts if all(isinstance(part, Controlled) for part in parts) else []
 
 
-def set_threshold(optimizers: Sequence[Controlled], max_grad_norm: float) -> None:
-    """Sets the norm to which the next steps clip. ``math.inf`` only measures the norm."""
-    for optimizer in optimizers:
-        if optimizer.max_grad_norm != max_grad_norm:
-            optimizer.max_grad_norm = max_grad_norm
-
-
 def was_skipped(optimizers: Sequence[Controlled], scaled: bool) -> bool:
     """Returns whether the last step was skipped. Waits for the device only if steps can be skipped.
 

@@ -10,7 +10,6 @@ from typing import Any
 from torchopt_ext.integrations.clipping import (
     clipping_optimizers,
     expect_first,
-    set_threshold,
     was_skipped,
 )
 
@@ -54,7 +53,8 @@ class FusedStep:
             raise ValueError(
                 f'{type(optimizer).__name__} clips by the norm; got gradient_clip_algorithm="value"'
             )
-        set_threshold(optimizers, float(gradient_clip_val) or math.inf)
+        for each in optimizers:
+            each.max_grad_norm = float(gradient_clip_val) or math.inf
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
         """Steps the schedule, unless it counts steps and the optimizer's last step was skipped."""

@@ -222,8 +222,7 @@ class FSDPadaptOptimizer(BaseOptimizer):
         except RuntimeError:
             reject([base], StepContext(check_overflow=True), Agreement())
             raise
-        if base.max_grad_norm != self.max_grad_norm:
-            base.max_grad_norm = self.max_grad_norm
+        base.max_grad_norm = self.max_grad_norm
         try:
             if isinstance(base, MasterWeights):
                 skipped = base.step(self.loss_scale)

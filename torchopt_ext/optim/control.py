@@ -127,7 +127,8 @@ class Controlled:
             raise ValueError(
                 f"Invalid max_grad_norm: {value}, expected None or a number of 0 or more"
             )
-        self._set_control(max_grad_norm=float(value or 0.0))
+        if (threshold := float(value or 0.0)) != self._settings["max_grad_norm"]:
+            self._set_control(max_grad_norm=threshold)  # a write to the device
 
     @property
     def skip_nonfinite(self) -> bool:
