@@ -42,8 +42,8 @@ from torchopt_ext.cli.terminal import (
     table,
     written,
 )
-from torchopt_ext.optim.estimate import element_bytes
-from torchopt_ext.optim.storage import MASTER_WEIGHTS, SIXTEEN_BIT, MasterWeights, Storage
+from torchopt_ext.optim.estimate import estimate
+from torchopt_ext.optim.storage import MASTER_WEIGHTS, SIXTEEN_BIT, MasterWeights
 
 OURS, FUSED = "torchopt_ext FusedAdamW", "torch AdamW fused"
 MAX_NORM = 1.0
@@ -141,11 +141,6 @@ def run(name: str, like: list[Tensor], options: Any) -> dict[str, Any]:
             raise
         raise CommandError(f"{name} is too large: {first_sentence(error)}") from error
     bandwidth = 12 * ELEMENTS / statistics.median(samples.pop(PLAIN))
-    storage = Storage(options.master_weights)
-    moved = 0
-    for param in params:
-        each = element_bytes(param, None, storage, amsgrad=False, norm=True)
-        moved += param.numel() * (each.norm + each.update)
     return {
         "date": str(date.today()),
         "model": name,
@@ -162,7 +157,7 @@ def run(name: str, like: list[Tensor], options: Any) -> dict[str, Any]:
             "python": platform.python_version(),
         },
         "roofline_bytes_per_second": bandwidth,
-        "bytes_moved": moved,
+        "bytes_moved": estimate(params, master_weights=options.master_weights)[0].moved,
         "rounds": len(samples[OURS]),
         "steps": {label: summary(times, samples[OURS]) for label, times in samples.items()},
         "missing": missing,

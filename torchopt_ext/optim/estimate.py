@@ -30,13 +30,11 @@ class ElementBytes:
     """Bytes of one element of a parameter in a step with FusedAdamW.
 
     Attributes:
-        weight, gradient, master, moments: bytes held, without the scales of 8-bit moments.
+        master, moments: bytes held, without the scales of 8-bit moments.
         norm: bytes moved by pass A, which measures the norm.
         update: bytes moved by pass B: every array that is rewritten counts twice (docs/step.md).
     """
 
-    weight: int
-    gradient: int
     master: int
     moments: int
     norm: int
@@ -87,7 +85,7 @@ def element_bytes(
     # With an fp32 master a step writes the parameter but does not read it.
     weights_moved = weight + 2 * master if kind == MASTER else 2 * (weight + master)
     update = gradient + weights_moved + 2 * moments
-    return ElementBytes(weight, gradient, master, moments, gradient if norm else 0, update)
+    return ElementBytes(master, moments, gradient if norm else 0, update)
 
 
 def _named(
@@ -166,8 +164,8 @@ def estimate(
             raise ValueError(f"parameter {name or number} {found}")
     if storage.state_dtype == torch.int8:
         storage = replace(storage, fp32_moments=fp32_params(named, fp32_moments))
-    made = _Made(grad_dtype, storage)
-    shares = SHARDINGS[sharding](tensors, world_size, made, bucket_elements)
+    made = _Made(grad_dtype, storage, bucket_elements)
+    shares = SHARDINGS[sharding](tensors, world_size, made)
     weights = sum(p.numel() * p.dtype.itemsize for p in tensors)
     trained = [p for p in tensors if p.requires_grad]
     gradients = sum(p.numel() * made.width(p) for p in trained)
@@ -216,10 +214,11 @@ _Kind = tuple[torch.dtype, bool]
 
 @dataclass(frozen=True)
 class _Made:
-    """The dtype of gradients and the storage of state."""
+    """The dtype of gradients, the storage of state, and the size of buckets."""
 
     grad_dtype: torch.dtype | None
     storage: Storage
+    bucket_elements: int | None
 
     def width(self, param: Tensor) -> int:
         """Returns the bytes of an element of a parameter's gradient."""
@@ -259,9 +258,7 @@ def _whole(params: Sequence[Tensor], world_size: int, made: _Made) -> list[_Shar
     return [_Share(made, weights, gradients) for _ in range(world_size)]
 
 
-def _replicated(
-    params: Sequence[Tensor], world_size: int, made: _Made, bucket_elements: int | None
-) -> list[_Share]:
+def _replicated(params: Sequence[Tensor], world_size: int, made: _Made) -> list[_Share]:
     shares = _whole(params, world_size, made)
     for share in shares:
         for param in params:
@@ -270,9 +267,7 @@ def _replicated(
     return shares
 
 
-def _greedy(
-    params: Sequence[Tensor], world_size: int, made: _Made, bucket_elements: int | None
-) -> list[_Share]:
+def _greedy(params: Sequence[Tensor], world_size: int, made: _Made) -> list[_Share]:
     """Assigns whole tensors (zero/whole.py)."""
     shares = _whole(params, world_size, made)
     trained = [p for p in params if p.requires_grad]
@@ -282,20 +277,15 @@ def _greedy(
     return shares
 
 
-def _balanced(
-    params: Sequence[Tensor], world_size: int, made: _Made, bucket_elements: int | None
-) -> list[_Share]:
+def _balanced(params: Sequence[Tensor], world_size: int, made: _Made) -> list[_Share]:
     """Cuts buckets evenly, in addition to DDP's full gradients (zero/balanced.py)."""
-    shares = _in_buckets(params, world_size, made, bucket_elements)
-    gradients = sum(p.numel() * made.width(p) for p in params if p.requires_grad)
-    for share in shares:
-        share.gradients += gradients  # DDP's full gradients
+    shares = _in_buckets(params, world_size, made)
+    for share, whole in zip(shares, _whole(params, world_size, made), strict=True):
+        share.gradients += whole.gradients
     return shares
 
 
-def _in_buckets(
-    params: Sequence[Tensor], world_size: int, made: _Made, bucket_elements: int | None
-) -> list[_Share]:
+def _in_buckets(params: Sequence[Tensor], world_size: int, made: _Made) -> list[_Share]:
     """Cuts buckets evenly; a rank keeps its part of the reduced gradients."""
     shares = [_Share(made, 0, 0) for _ in range(world_size)]
     kinds: dict[tuple[torch.dtype, bool], list[Tensor]] = defaultdict(list)
@@ -304,7 +294,7 @@ def _in_buckets(
     for (dtype, trained), alike in kinds.items():
         sizes = [p.numel() for p in alike]
         rows = [p[0].numel() if p.dim() > 1 and p.numel() else 1 for p in alike]
-        plan = ops.partition_balanced(sizes, rows, world_size, bucket_elements)
+        plan = ops.partition_balanced(sizes, rows, world_size, made.bucket_elements)
         for cuts in plan.cuts:
             own = [hi - lo for lo, hi in itertools.pairwise(cuts)]
             padded = max(cuts[:-1]) + max(own)  # room for the last rank to send as much as others
@@ -321,9 +311,7 @@ def _in_buckets(
     return shares
 
 
-def _rows(
-    params: Sequence[Tensor], world_size: int, made: _Made, bucket_elements: int | None
-) -> list[_Share]:
+def _rows(params: Sequence[Tensor], world_size: int, made: _Made) -> list[_Share]:
     """Divides every tensor's rows, as FSDP2 does; memory is padded to the first rank's part."""
     shares = [_Share(made, 0, 0) for _ in range(world_size)]
     for param in params:

@@ -1,10 +1,12 @@
 """The tensors that this rank steps for a parameter, and the ranks that share the norm with it."""
 
+from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from torchopt_ext import ops
 from torchopt_ext._torch import all_reduce_coalesced, is_dtensor, local_shard
 from torchopt_ext.optim.collective import collective, comm_device, run
 
@@ -204,6 +206,20 @@ def sent_to_host(tensor: Tensor) -> tuple[Tensor, Any] | None:
     end: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
     end.record(torch.cuda.current_stream(tensor.device))
     return sent, end
+
+
+def squares_of(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Returns an accumulator on ``device`` with the squares of all elements of plain tensors."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+        by_device.setdefault(tensor.device, []).append(real)
+    total = ops.new_accumulator(device)
+    for its_device, own in by_device.items():
+        accumulator = ops.new_accumulator(its_device)
+        ops.grad_sumsq_(own, accumulator)
+        total += moved(accumulator, device)
+    return total
 
 
 def all_reduce_(accumulator: Tensor, group: Any, op: Any = None) -> None:

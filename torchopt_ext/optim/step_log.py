@@ -12,7 +12,13 @@ from torch.optim import Optimizer
 
 from torchopt_ext import ops
 from torchopt_ext.optim.arguments import expect_counts, unwrapped
-from torchopt_ext.optim.local import is_captured, local_tensor, moved
+from torchopt_ext.optim.local import (
+    is_captured,
+    local_tensor,
+    moved,
+    sent_to_host,
+    squares_of,
+)
 from torchopt_ext.optim.planned import PlannedStep
 from torchopt_ext.optim.telemetry import TRACKED
 
@@ -38,7 +44,7 @@ class StepLog:
         self._optimizer = weakref.ref(optimizer)
         self._step, self._since = first_step, 0
         self._clipped: Tensor | None = None  # clipped steps since the last values
-        self._under_way: tuple[int, list[str], Tensor, torch.Event] | None = None
+        self._under_way: tuple[int, list[str], Tensor, Any] | None = None
         self._handle = optimizer.register_step_post_hook(self._after_step)
 
     def count_step(self) -> None:
@@ -88,11 +94,8 @@ class StepLog:
         if not joined.is_cuda:
             self._write(self._step, names, joined)
             return
-        pinned = torch.empty(len(names), dtype=torch.float64, pin_memory=True)
-        pinned.copy_(joined, non_blocking=True)
-        copied = torch.Event(device)
-        copied.record(torch.accelerator.current_stream(device))
-        self._under_way = self._step, names, pinned, copied
+        if (sent := sent_to_host(joined)) is not None:
+            self._under_way = self._step, names, *sent
 
     def _write(self, step: int, names: list[str], values: Tensor) -> None:
         found = zip(names, values.tolist(), strict=True)
@@ -184,15 +187,7 @@ def _values(optimizer: Any) -> dict[str, Tensor]:
 
 def _update_to_weight(optimizer: PlannedStep) -> Tensor:
     updates = optimizer.telemetry.update_norms
-    total = torch.zeros((), dtype=torch.float64, device=updates.device)
-    weights: dict[torch.device, list[Tensor]] = {}
-    for param in filter(torch.is_tensor, optimizer.state):  # state may have other keys, too
-        local = local_tensor(param).detach()
-        local = torch.view_as_real(local) if local.is_complex() else local
-        weights.setdefault(local.device, []).append(local)
-    for device, tensors in weights.items():
-        accumulator = ops.new_accumulator(device)
-        ops.grad_sumsq_(tensors, accumulator)
-        total += moved(ops.accumulator_total(accumulator), total.device).reshape(())
+    params = filter(torch.is_tensor, optimizer.state)  # state may have other keys, too
+    total = ops.accumulator_total(squares_of(map(local_tensor, params), updates.device))
     made = (optimizer.control.skip == 0.0).to(updates.device)
     return torch.where(made, updates.square().sum().sqrt() / total.sqrt(), math.nan)

@@ -3,8 +3,9 @@
 from collections import deque
 from typing import Any
 
-import torch
 from torch import Tensor
+
+from torchopt_ext.optim.local import sent_to_host
 
 
 class SkippedSteps:
@@ -25,7 +26,6 @@ class SkippedSteps:
             raise ValueError(f"training.max_consecutive_skips is {limit}, expected 0 or more")
         self.limit = limit
         self.total = self.consecutive = 0
-        self._event: Any = torch.cuda.Event  # untyped
         self._coming: deque[tuple[Tensor, Any]] = deque()
 
     def note(self, skipped_steps: Tensor) -> None:
@@ -33,11 +33,8 @@ class SkippedSteps:
         if not skipped_steps.is_cuda:
             self.count(int(skipped_steps))
             return
-        copy = torch.empty((), dtype=skipped_steps.dtype, pin_memory=True)
-        copy.copy_(skipped_steps, non_blocking=True)
-        event = self._event()
-        event.record()
-        self._coming.append((copy, event))
+        if (sent := sent_to_host(skipped_steps)) is not None:
+            self._coming.append(sent)
         while self._coming and self._coming[0][1].query():
             self.count(int(self._coming.popleft()[0]))
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -162,20 +161,6 @@ def local_step(zero: ZeroRedundancyOptimizer, context: StepContext, kwargs: dict
     result = inner_step(zero.optim, context, **kwargs)
     zero.parts.finish_step()
     return result
-
-
-def squares_of(params: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Sums the squares of all gradients in an accumulator on ``device``."""
-    by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
-    for gradient in [param.grad for param in params if param.grad is not None]:
-        real = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
-        by_device[gradient.device].append(real)
-    total = ops.new_accumulator(device)
-    for its_device, gradients in by_device.items():
-        own = ops.new_accumulator(its_device)
-        ops.grad_sumsq_(gradients, own)
-        total += own.to(device)
-    return total
 
 
 def agree(

@@ -19,6 +19,7 @@ from torchopt_ext.optim.context import ALONE, StepContext
 from torchopt_ext.optim.control import ControlView
 from torchopt_ext.optim.fp32_moments import is_8_bit
 from torchopt_ext.optim.hooks import HookedStep, run_hooks
+from torchopt_ext.optim.local import squares_of
 from torchopt_ext.optim.rejection import Agreement, Verdict
 from torchopt_ext.statedict.dcp import Buffers
 from torchopt_ext.statedict.entries import BY_INDEX
@@ -494,7 +495,8 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
             self._notice_trainability()
             self.parts.take_gradients()
             mine = [param for own in self.parts.mine for param in own]
-            total = local_optimizer.squares_of(mine, self._default_device)
+            grads = [param.grad for param in mine if param.grad is not None]
+            total = squares_of(grads, self._default_device)
         except Exception:
             local_optimizer.reject(self, agreement, with_norm=True)
             raise
