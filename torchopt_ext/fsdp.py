@@ -21,6 +21,7 @@ from torchopt_ext._torch import (
     set_local_shard,
     version,
 )
+from torchopt_ext.optim.local import params_of
 from torchopt_ext.optim.storage import SIXTEEN_BIT
 
 __all__ = ["keep_low_precision_shards"]
@@ -82,7 +83,7 @@ def keep_low_precision_shards(model: nn.Module) -> None:
 def _count_step(optimizer: Any, *_: Any) -> None:
     """Increments shards' versions after a step: foreach and fused kernels on DTensors do not."""
     if not optimizer_writes_copies(optimizer):
-        for param in [param for group in optimizer.param_groups for param in group["params"]]:
+        for param in params_of(optimizer):
             if is_dtensor(param) and hasattr(shard := local_shard(param), "low_precision_copy"):
                 increment_version(shard)
 

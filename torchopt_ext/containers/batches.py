@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torchopt_ext._torch import call_at_end_of_backward, graph_task
 from torchopt_ext.optim.fused_adam import FusedAdam
 from torchopt_ext.optim.joint import JointStep, can_join, only_param
-from torchopt_ext.optim.local import NormKey, current_stream, local_tensor, norm_key
+from torchopt_ext.optim.local import NormKey, NormPart, current_stream, local_tensor, norm_key
 
 SMALL_BYTES = 1 << 18
 """Larger parameters are stepped separately: their updates take much longer than the call."""
@@ -114,7 +114,7 @@ def make_batches(optimizers: Sequence[Optimizer]) -> list[Batches]:
 
     A batch holds neighbors in the model, from its end, in the usual order of backward.
     """
-    alike: defaultdict[tuple[torch.device, NormKey], list[FusedAdam]] = defaultdict(list)
+    alike: defaultdict[NormPart, list[FusedAdam]] = defaultdict(list)
     sizes: dict[Tensor, int] = {}
     for optimizer in filter(can_join, reversed(optimizers)):
         param = only_param(optimizer)

@@ -19,6 +19,7 @@ from torchopt_ext.containers.in_backward import OptimizersInBackwardContainer
 from torchopt_ext.containers.optimizers import OptimizersContainer
 from torchopt_ext.optim import FusedAdam
 from torchopt_ext.optim.context import StepContext
+from torchopt_ext.optim.local import params_of
 from torchopt_ext.optim.step import measure_norm
 
 
@@ -117,7 +118,7 @@ class DeferredClipping:
     @property
     def ids(self) -> set[int]:
         """The ids of the optimizers' parameters."""
-        return {id(p) for o in self._optimizers for g in o.param_groups for p in g["params"]}
+        return set(map(id, params_of(*self._optimizers)))
 
 
 class ClippedInBackward:
@@ -128,7 +129,7 @@ class ClippedInBackward:
 
     def __init__(self, container: OptimizersInBackwardContainer[Any]) -> None:
         self._container = weakref.ref(container)
-        self.ids = {id(p) for group in container.param_groups for p in group["params"]}
+        self.ids = set(map(id, params_of(container)))
         _all[self] = None
 
     def clip(self, max_norm: float, process_group: Any = None) -> Tensor:

@@ -8,6 +8,7 @@ from torch import nn
 
 from torchopt_ext.containers.optimizers import OptimizersContainer, T
 from torchopt_ext.optim.hooks import hooked_step
+from torchopt_ext.optim.local import params_of
 from torchopt_ext.statedict import flat
 
 if TYPE_CHECKING:
@@ -54,8 +55,7 @@ class FaultTolerant(OptimizersContainer[T]):
 
     def _parameter_names(self) -> flat.Names:
         for optimizer in self.optimizers:
-            params = [param for group in optimizer.param_groups for param in group["params"]]
-            if unknown := [param for param in params if param not in self._names]:
+            if unknown := [param for param in params_of(optimizer) if param not in self._names]:
                 raise ValueError(
                     f"{len(unknown)} parameters of {type(optimizer).__name__} have no name yet, "
                     f"the first of shape {tuple(unknown[0].shape)}: call init_cache_state_dict() "

@@ -22,6 +22,7 @@ from torchopt_ext.optim import FusedAdam
 from torchopt_ext.optim.arguments import expect_counts
 from torchopt_ext.optim.context import ALONE, StepContext
 from torchopt_ext.optim.hooks import inner_step
+from torchopt_ext.optim.local import params_of
 from torchopt_ext.optim.norm_in_backward import NormInBackward
 from torchopt_ext.optim.weak_hooks import WeakHook, handles_of
 from torchopt_ext.statedict.entries import MASTERS
@@ -85,9 +86,7 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
         super().__init__(model_parts, optimizer_cls, optimizer_kwargs, compat=compat)
         if not self.optimizers:
             raise ValueError("no parameter of the model parts is trainable")
-        self._optimizer_of = {
-            p: opt for opt in self.optimizers for group in opt.param_groups for p in group["params"]
-        }
+        self._optimizer_of = {p: opt for opt in self.optimizers for p in params_of(opt)}
         found = [] if self.measures_norm else make_batches(self.optimizers)
         self._batches_of = {id(param): batches for batches in found for param in batches.params}
         self._joint_steps = [joint for batches in found for joint in batches.joint_steps]

@@ -26,6 +26,7 @@ from torchopt_ext.optim.hooks import (
     with_own_hooks,
 )
 from torchopt_ext.optim.joint import has_own_step
+from torchopt_ext.optim.local import params_of
 from torchopt_ext.statedict import dcp, flat
 from torchopt_ext.statedict.entries import BY_NAME, unwrapped
 from torchopt_ext.statedict.masters import read_weights
@@ -238,14 +239,14 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
             for optimizer in fused:
                 optimizer.refresh_masters()
             return
-        owner = {p: o for o in fused for group in o.param_groups for p in group["params"]}
+        owner = {p: o for o in fused for p in params_of(o)}
         named = [(fqn, param) for param, fqn in self._parameter_names().items()]
         weight_of = dict(
             read_weights(from_, named, lambda p: p in owner and owner[p].keeps_master(p))
         )
         for optimizer in fused:
-            own = [p for group in optimizer.param_groups for p in group["params"]]
-            optimizer.set_weights_and_state((p, weight_of[p]) for p in own if p in weight_of)
+            own = [p for p in params_of(optimizer) if p in weight_of]
+            optimizer.set_weights_and_state((p, weight_of[p]) for p in own)
 
     def init_cache_state_dict(self) -> None:
         """Does nothing: only a fault-tolerant container caches its state dict."""
@@ -277,11 +278,11 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
         named = chain(*(part.named_parameters() for part in self.model_parts))
         names: dict[torch.Tensor, str] = {param: unwrapped(name) for name, param in named}
         for optimizer in self.optimizers:
+            params = params_of(optimizer)
             if isinstance(optimizer, FusedAdam):
                 optimizer.first_parameter_number = number
-                params = (param for group in optimizer.param_groups for param in group["params"])
                 optimizer.parameter_names = {p: names[p] for p in params if p in names}
-            number += sum(len(group["params"]) for group in optimizer.param_groups)
+            number += len(params)
         # Schedulers such as OneCycleLR look for betas among the defaults.
         own = self.optimizers[0].defaults if self.optimizers else {}
         Optimizer.__init__(self, [{"params": all_params}], {**own, **optimizer_kwargs})

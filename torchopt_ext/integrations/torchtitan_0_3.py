@@ -38,6 +38,7 @@ from torchopt_ext.integrations.tested import warn_if_untested
 from torchopt_ext.optim import FusedAdam, FusedAdamW
 from torchopt_ext.optim.context import ALONE
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS
+from torchopt_ext.optim.local import params_of
 
 warn_if_untested("torchtitan", "0.3.0")
 
@@ -126,8 +127,7 @@ class OptimizersContainer(containers.OptimizersContainer[Any], Configurable):  #
         self._sizes = [len(part) for part in by_part]
         self.optimizers = [optimizer for part in by_part for optimizer in part]
         _check_one_decision(self.optimizers)
-        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        self._post_init([param for group in groups for param in group["params"]], {})
+        self._post_init(params_of(*self.optimizers), {})
         self._built = True
         self._knows_stages = config.deferred_clipping  # clipping calls name their group
         if config.deferred_clipping:
@@ -384,8 +384,7 @@ def _check_stages(optimizers: Sequence[Optimizer]) -> None:
     alone = [o for o in optimizers if isinstance(o, FusedAdam) and o.process_group is None]
     if not any(optimizer.wants_norm(ALONE) for optimizer in alone) or not dist.is_initialized():
         return
-    params = [p for optimizer in alone for group in optimizer.param_groups for p in group["params"]]
-    spans = [p.device_mesh.size() for p in params if isinstance(p, DTensor)]
+    spans = [p.device_mesh.size() for p in params_of(*alone) if isinstance(p, DTensor)]
     if max(spans, default=1) < dist.get_world_size():
         raise ValueError(
             "max_grad_norm and skip_nonfinite need one decision of all pipeline stages, which the "

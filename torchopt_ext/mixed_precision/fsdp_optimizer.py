@@ -25,7 +25,7 @@ from torchopt_ext.optim.arguments import expect_numbers
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.control import ControlView
 from torchopt_ext.optim.hooks import inner_step, run_hooks
-from torchopt_ext.optim.local import is_captured, local_tensor, moved, sent_to_host
+from torchopt_ext.optim.local import is_captured, local_tensor, moved, params_of, sent_to_host
 from torchopt_ext.optim.rejection import Agreement
 from torchopt_ext.optim.step import reject
 from torchopt_ext.optim.storage import is_steppable
@@ -433,10 +433,6 @@ def scaler_config(given: Mapping[str, Any] | None, params: list[Tensor]) -> dict
     if any(param.dtype == torch.float16 and param.requires_grad for param in params):
         return {"dtype": torch.float16}
     return {"initial_scale": 1.0, "growth_factor": 1.0, "backoff_factor": 1.0, "max_scale": 1.0}
-
-
-def params_of(optimizer: Any) -> list[Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def log_if(skipped: float) -> None:

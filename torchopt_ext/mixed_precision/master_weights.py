@@ -21,22 +21,20 @@ from torchopt_ext.optim.context import ALONE, StepContext
 from torchopt_ext.optim.control import Controlled
 from torchopt_ext.optim.hooks import inner_step
 from torchopt_ext.optim.local import (
-    NormKey,
+    NormPart,
     as_placed,
     local_gradients,
     local_tensor,
     moved,
-    norm_key,
+    part_of,
     placed,
     same_placement,
 )
 from torchopt_ext.optim.rejection import Agreement
-from torchopt_ext.optim.state import named_group_params
+from torchopt_ext.optim.state import named_params
 from torchopt_ext.optim.step import accumulated_norm, reject
 from torchopt_ext.optim.storage import SIXTEEN_BIT, is_steppable, reject_param
 from torchopt_ext.statedict.masters import read_weights
-
-NormPart = tuple[torch.device, NormKey]
 
 
 class MasterWeights(Controlled):
@@ -131,8 +129,7 @@ class MasterWeights(Controlled):
         """Sets the masters from the parameters, or both from float32 weights."""
         if from_ is not None:
             master_of = dict(self._pairs())
-            every: Any = self
-            named = [(name, param) for _, _, name, param in named_group_params(every)]
+            named = named_params(self)
             self.set_weights(read_weights(from_, named, lambda p: master_of[p] is not p))
             return
         for param, master in self._pairs():
@@ -371,11 +368,6 @@ class _Table:
         own = torch.empty_like(self.local_params[i], dtype=grad.dtype).copy_(grad)
         param.grad = as_placed(own, param)
         return own
-
-
-def part_of(param: Tensor) -> NormPart:
-    """Returns the device and the norm key of a parameter."""
-    return local_tensor(param).device, norm_key(param)
 
 
 def names_of(number: int, group: dict[str, Any]) -> list[str]:

@@ -18,10 +18,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchopt_ext import _C
 from torchopt_ext._torch import tree_leaves, tree_map_only
-from torchopt_ext.mixed_precision.fsdp_optimizer import params_of
 from torchopt_ext.optim.arguments import unwrapped
 from torchopt_ext.optim.context import IDLE
-from torchopt_ext.optim.local import local_tensor
+from torchopt_ext.optim.local import local_tensor, params_of
 from torchopt_ext.statedict.entries import MASTERS
 
 cuda: Any = torch.cuda

@@ -13,7 +13,7 @@ from torchopt_ext import ops
 from torchopt_ext.ops import CONTROL_FIELDS
 from torchopt_ext.optim.arguments import expect_counts, expect_numbers
 from torchopt_ext.optim.context import StepContext
-from torchopt_ext.optim.local import NormKey, is_captured
+from torchopt_ext.optim.local import NormPart, is_captured
 from torchopt_ext.optim.loss_scale import expect_scale, scale_settings
 from torchopt_ext.optim.rejection import Verdict
 
@@ -325,7 +325,7 @@ class Controlled:
         return clips or context.check_overflow or self.skips_overflow
 
     @property
-    def parts(self) -> list[tuple[torch.device, NormKey]]:
+    def parts(self) -> list[NormPart]:
         """Device and norm key of each part; keys and order are the same on all ranks."""
         raise NotImplementedError
 

@@ -11,6 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from torchopt_ext._C import TensorMark
 from torchopt_ext._torch import call_at_end_of_backward, graph_task
+from torchopt_ext.optim.local import params_of
 from torchopt_ext.optim.norm_in_backward import NormInBackward
 
 Future = torch.futures.Future[torch.Tensor]
@@ -38,7 +39,7 @@ def norm_hook(optimizer: Any, hook: Hook = allreduce_hook) -> Hook:
                 f"norm_hook needs an optimizer built with norm_in_backward=True, found "
                 f"{type(one).__name__} without"
             )
-        found |= {id(p): squares for group in one.param_groups for p in group["params"]}
+        found |= {id(param): squares for param in params_of(one)}
     norms = _BucketNorms(found, hook)
 
     def measuring_hook(state: Any, bucket: GradBucket) -> Future:

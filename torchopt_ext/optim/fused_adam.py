@@ -24,7 +24,7 @@ from torchopt_ext.optim.arguments import (
 from torchopt_ext.optim.estimate import estimate
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, check_chosen, fp32_params
 from torchopt_ext.optim.hooks import HookedStep, run_hooks
-from torchopt_ext.optim.local import local_tensor
+from torchopt_ext.optim.local import local_tensor, params_of
 from torchopt_ext.optim.norm_in_backward import NormInBackward
 from torchopt_ext.optim.planned import PlannedStep
 from torchopt_ext.optim.quantized import SCALES
@@ -174,7 +174,7 @@ class FusedAdam(HookedStep, PlannedStep):
         }
         super().__init__(params, torchs.defaults | own)
         self._fp32_moments = tuple(fp32_moments)
-        named = [(name, param) for _, _, name, param in param_state.named_group_params(self)]
+        named = param_state.named_params(self)
         self._keep_fp32_moments(named, partial=process_group is not None)
 
     def _keep_fp32_moments(self, named: list[tuple[str, Tensor]], *, partial: bool) -> None:
@@ -368,7 +368,7 @@ class FusedAdam(HookedStep, PlannedStep):
         self._digests = state.get("_digests", {})
         self._mark_control()
         if self.norm_in_backward is not None:
-            self.norm_in_backward.watch(p for group in self.param_groups for p in group["params"])
+            self.norm_in_backward.watch(params_of(self))
 
     @torch.no_grad()
     def refresh_masters(self, from_: Mapping[Any, Tensor] | None = None) -> None:
@@ -386,7 +386,7 @@ class FusedAdam(HookedStep, PlannedStep):
             TypeError: ``from_`` is not a mapping.
             ValueError: a weight is missing or does not fit (all are listed). Nothing is changed.
         """
-        named = [(name, param) for _, _, name, param in param_state.named_group_params(self)]
+        named = param_state.named_params(self)
         if from_ is not None:
             self.set_weights_and_state(read_weights(from_, named, self.keeps_master))
             return
@@ -401,8 +401,7 @@ class FusedAdam(HookedStep, PlannedStep):
     def set_weights_and_state(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Sets weights. If this makes masters, makes all state, which is saved as a whole."""
         self.set_weights(pairs)
-        params = (param for *_, param in param_state.named_group_params(self))
-        if any("step" not in self.state.get(param, ("step",)) for param in params):
+        if any("step" not in self.state.get(param, ("step",)) for param in params_of(self)):
             self._init_states(lambda param: param.requires_grad)
 
     @torch.no_grad()

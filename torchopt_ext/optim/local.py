@@ -12,6 +12,15 @@ from torchopt_ext.optim.collective import collective, comm_device, run
 
 NormKey: TypeAlias = tuple[Any, ...]
 """The ranks over which squares are summed: equal keys for the same ranks, () for this rank."""
+NormPart: TypeAlias = tuple[torch.device, NormKey]
+"""What parameters have in common whose squares are summed together."""
+
+
+def params_of(*optimizers: Any) -> list[Any]:
+    """Returns all parameters of optimizers, in the order of their groups."""
+    return [
+        p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
+    ]
 
 
 def local_tensor(tensor: Any) -> Any:
@@ -35,14 +44,18 @@ def inner_tensors(tensor: Any) -> dict[str, Tensor]:
     return {name: getattr(tensor, name) for name in names}
 
 
-def as_placed(local: Tensor, like: Any) -> Any:
-    """Returns a rank's part as a DTensor placed as ``like``, or unchanged if ``like`` is plain."""
+def as_placed(local: Tensor, like: Any, shape: torch.Size | None = None) -> Any:
+    """Returns a rank's part as a DTensor placed as ``like``, or unchanged if ``like`` is plain.
+
+    ``shape`` is the whole tensor's, which is then contiguous; by default it is ``like``'s.
+    """
     if not is_dtensor(like):
         return local
     from torch.distributed.tensor import DTensor
 
-    whole = {"shape": like.shape, "stride": like.stride()}
-    return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, **whole)
+    whole = like if shape is None else torch.empty(shape, device="meta")
+    sizes: dict[str, Any] = {"shape": whole.shape, "stride": whole.stride()}
+    return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, **sizes)
 
 
 def same_placement(a: Any, b: Any) -> bool:
@@ -72,6 +85,11 @@ def norm_key(param: Tensor) -> NormKey:
         raise ValueError(f"cannot step a DTensor parameter with placements {placements}")
     split = tuple(d for d, placement in enumerate(placements) if not placement.is_replicate())
     return param.device_mesh, split  # type: ignore[attr-defined]
+
+
+def part_of(param: Tensor) -> NormPart:
+    """Returns the device and the norm key of a parameter."""
+    return local_tensor(param).device, norm_key(param)
 
 
 def crosses(key: NormKey, group: Any) -> bool:

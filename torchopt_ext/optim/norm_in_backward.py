@@ -18,6 +18,7 @@ from torchopt_ext._C import TensorMark, all_fit, gradients_fit, sum_gradients
 from torchopt_ext._torch import call_at_end_of_backward, graph_task, is_dtensor, local_shard
 from torchopt_ext.optim.local import (
     NormKey,
+    NormPart,
     current_stream,
     is_captured,
     local_tensor,
@@ -40,7 +41,7 @@ class Measured(NamedTuple):
     """The gradients that a step need not measure, and the sums of their squares."""
 
     positions: Sequence[int] = ()  # of the parameters in the plan
-    squares: Mapping[tuple[torch.device, NormKey], list[Tensor]] = {}  # accumulators
+    squares: Mapping[NormPart, list[Tensor]] = {}  # accumulators
 
 
 NOTHING = Measured()
@@ -263,7 +264,7 @@ class NormInBackward:
             return NOTHING
         for stream, end in self._ends.items():
             torch.accelerator.current_stream(stream.device).wait_event(end)
-        squares: dict[tuple[torch.device, NormKey], list[Tensor]] = {}
+        squares: dict[NormPart, list[Tensor]] = {}
         for (kind, stream), total in self._sums.items():
             if stream is not None:
                 total.record_stream(torch.accelerator.current_stream(kind.device))

@@ -12,7 +12,7 @@ from torchopt_ext._C import OptimizerPlan
 from torchopt_ext.optim import state as param_state
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.control import Controlled
-from torchopt_ext.optim.local import NormKey, moved
+from torchopt_ext.optim.local import NormPart, moved, params_of
 from torchopt_ext.optim.norm_in_backward import NOTHING, Measured, NormInBackward
 from torchopt_ext.optim.storage import Place, Storage, param_problem
 from torchopt_ext.optim.telemetry import TRACKED, Telemetry, keep_digests, telemetry_of
@@ -24,7 +24,7 @@ class _Built(NamedTuple):
     """A plan, and what is known about it."""
 
     plan: OptimizerPlan
-    parts: list[tuple[torch.device, NormKey]]
+    parts: list[NormPart]
     named: list[tuple[str, Tensor]]  # name or number, and parameter
     only_device: torch.device | None  # the default device, if the plan has one part, on it
     positions: dict[int, int]  # positions of parameters by id, if backward measures gradients
@@ -71,7 +71,8 @@ class PlannedStep(Controlled, Optimizer):
     @property
     def gradients_copied(self) -> int:
         """How many gradients were copied so far because their strides are not the parameter's."""
-        return self._copied_before + (self._plan.gradients_copied if self._plan else 0)
+        own = 0 if self._built is None else self._built.plan.gradients_copied
+        return self._copied_before + own
 
     @torch.no_grad()
     def init_state(self) -> None:
@@ -105,8 +106,7 @@ class PlannedStep(Controlled, Optimizer):
         entries of the first parameter that has state, in the order of the groups.
         """
         if self.keeps_counts:
-            params = [param for group in self.param_groups for param in group["params"]]
-            entries = [self.state.get(param) for param in params]
+            entries = [self.state.get(param) for param in params_of(self)]
             states = [entry for entry in entries if isinstance(entry, dict) and "step" in entry]
             for entry in states[:1]:
                 entry.setdefault(CONTROL_KEY, {})
@@ -120,7 +120,7 @@ class PlannedStep(Controlled, Optimizer):
             self._mark_control()
 
     @property
-    def parts(self) -> list[tuple[torch.device, NormKey]]:
+    def parts(self) -> list[NormPart]:
         """Device and norm key of each part of the plan, also if the plan could not be made."""
         return list(param_state.norm_parts(self)) if self._built is None else self._built.parts
 
@@ -218,10 +218,6 @@ class PlannedStep(Controlled, Optimizer):
                 )
             found_inf = moved(found_inf, device)
         return None if scale is None else moved(scale, device), found_inf
-
-    @property
-    def _plan(self) -> OptimizerPlan | None:
-        return None if self._built is None else self._built.plan
 
     def _forget_plan(self) -> None:
         self._copied_before, self._built = self.gradients_copied, None

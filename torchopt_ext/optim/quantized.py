@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from torchopt_ext._torch import is_dtensor
-from torchopt_ext.optim.local import local_tensor
+from torchopt_ext.optim.local import as_placed, local_tensor
 
 GROUP = 64
 """Elements that share a scale (csrc/kernels/quantize.h)."""
@@ -53,19 +53,7 @@ def scales_like(param: Any) -> Tensor:
     """Returns zero scales of a quantizable parameter, placed like it: float32 (rows, groups)."""
     local = local_tensor(param)
     scales = torch.zeros(scale_shape(local), dtype=torch.float32, device=local.device)
-    if not is_dtensor(param):
-        return scales
-    from torch.distributed.tensor import DTensor
-
-    shape = scale_shape(param)
-    return DTensor.from_local(
-        scales,
-        param.device_mesh,
-        param.placements,
-        run_check=False,
-        shape=shape,
-        stride=(shape[1], 1),
-    )
+    return as_placed(scales, param, scale_shape(param))
 
 
 def scale_shape(tensor: Tensor) -> torch.Size:

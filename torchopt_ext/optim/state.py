@@ -11,7 +11,14 @@ from torch.optim import Optimizer
 
 from torchopt_ext._C import OptimizerPlan, carve
 from torchopt_ext._torch import is_dtensor
-from torchopt_ext.optim.local import NormKey, local_gradients, local_tensor, norm_key
+from torchopt_ext.optim.local import (
+    NormPart,
+    local_gradients,
+    local_tensor,
+    norm_key,
+    params_of,
+    part_of,
+)
 from torchopt_ext.optim.quantized import SCALES, quantized_problem, scales_like
 from torchopt_ext.optim.storage import Storage, packed_steps, place_of
 from torchopt_ext.statedict.entries import MASTERS, MOMENTS, step_problem, tensor_problem
@@ -21,13 +28,18 @@ from torchopt_ext.statedict.moments import code_problems, fit_moments, has_codes
 SMALL = 1 << 16  # elements; larger tensors give the prefetcher time to start
 
 
-def named_group_params(optimizer: Optimizer) -> Iterator[tuple[int, dict[str, Any], str, Tensor]]:
+def named_group_params(optimizer: Any) -> Iterator[tuple[int, dict[str, Any], str, Tensor]]:
     """Yields (group index, group, name or "", parameter) of every parameter, in order."""
     known: Mapping[Tensor, str] = getattr(optimizer, "parameter_names", {})
     for index, group in enumerate(optimizer.param_groups):
         names = group.get("param_names") or [known.get(param, "") for param in group["params"]]
         for name, param in zip(names, group["params"], strict=True):
             yield index, group, name, param
+
+
+def named_params(optimizer: Any) -> list[tuple[str, Tensor]]:
+    """Returns the name or "" and the parameter of every parameter, in order."""
+    return [(name, param) for _, _, name, param in named_group_params(optimizer)]
 
 
 def moments_of(group: dict[str, Any]) -> tuple[str, ...]:
@@ -184,19 +196,19 @@ class PlanOptions:
     track: int = 0
 
 
-def norm_parts(optimizer: Optimizer) -> dict[tuple[torch.device, NormKey], int]:
+def norm_parts(optimizer: Optimizer) -> dict[NormPart, int]:
     """Returns the number of each part of a plan: the parameters of one device and norm key."""
-    parts: dict[tuple[torch.device, NormKey], int] = {}
-    for _, _, _, param in named_group_params(optimizer):
+    parts: dict[NormPart, int] = {}
+    for param in params_of(optimizer):
         # Parameters without a gradient count, too: other ranks may have one, and sum over the mesh.
         if optimizer.state.get(param) or (param.requires_grad and not param.is_meta):
-            parts.setdefault((local_tensor(param).device, norm_key(param)), len(parts))
+            parts.setdefault(part_of(param), len(parts))
     return parts
 
 
 def build_plan(
     optimizer: Any, storage: Storage, options: PlanOptions
-) -> tuple[OptimizerPlan, list[tuple[torch.device, NormKey]], list[tuple[str, Tensor]]]:
+) -> tuple[OptimizerPlan, list[NormPart], list[tuple[str, Tensor]]]:
     """Builds a plan for every parameter that has state.
 
     State entries that do not fit (other device, strides or dtype, a step that is a number) are

@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 
 from torchopt_ext._torch import set_element
 from torchopt_ext.optim.collective import agree, fail_together
+from torchopt_ext.optim.local import params_of
 from torchopt_ext.optim.quantized import SCALES, can_quantize, scales_like
 from torchopt_ext.statedict.entries import BY_INDEX, BY_NAME, REQUIRED, WITH_BASE, required_of
 from torchopt_ext.statedict.loaded import load_whole, raise_problems, read_indexed
@@ -187,8 +188,8 @@ def id_lists(entries: Entries) -> list[str]:
 
 def indexed_buffers(optimizer: Optimizer, ids: list[str]) -> Buffers:
     """Returns buffers for torch's layout: ``state``, index, name."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    return buffers_by_key({f"state.{i}": param for i, param in zip(ids, params, strict=False)})
+    pairs = zip(ids, params_of(optimizer), strict=False)
+    return buffers_by_key({f"state.{index}": param for index, param in pairs})
 
 
 def buffers_by_key(params: Mapping[str, Tensor]) -> Buffers:

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Adam, AdamW, Optimizer
 
+from torchopt_ext.optim.local import params_of
 from torchopt_ext.optim.quantized import SCALES
 from torchopt_ext.optim.storage import Storage
 from torchopt_ext.statedict import entries
@@ -183,7 +184,7 @@ def complete(parts: Sequence[ModelPart]) -> dict[Tensor, str]:
                 f"{type(part).__name__} has flat parameters, each of which stands for several of "
                 "the model's: shard it with torch.distributed.fsdp.fully_shard instead"
             )
-        params = [p for opt in optimizers for group in opt.param_groups for p in group["params"]]
+        params = params_of(*optimizers)
         if not params:
             continue
         for optimizer in optimizers:
@@ -216,7 +217,7 @@ class Completion:
             named for part, _ in parts for named in part.named_parameters(remove_duplicate=False)
         ]
         every = [optimizer for _, own in parts for optimizer in own]
-        seen += [("", p) for opt in every for group in opt.param_groups for p in group["params"]]
+        seen += [("", param) for param in params_of(*every)]
         same = len(seen) == len(self._seen) and all(
             name == before and param is known
             for (name, param), (before, known) in zip(seen, self._seen, strict=True)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torchopt_ext.optim import FusedAdam
+from torchopt_ext.optim.state import named_group_params
 from torchopt_ext.statedict.entries import REQUIRED
 
 
@@ -59,17 +60,14 @@ def check_dense(params: Sequence[Tensor], allow_mixed_dtypes: bool) -> None:
             )
 
 
-def describe_params(groups: Sequence[dict[str, Any]]) -> list[str]:
+def describe_params(optimizer: Any) -> list[str]:
     """Describes each parameter in one line, equal on all ranks that hold the same model."""
     return [
         f"{name!r}: " * bool(name)
         + f"{param.dtype} {tuple(param.shape)} with strides {param.stride()}, "
         + ("trainable" if param.requires_grad else "frozen")
         + f", in group {number}"
-        for number, group in enumerate(groups)
-        for name, param in zip(
-            group.get("param_names") or [""] * len(group["params"]), group["params"], strict=True
-        )
+        for number, _, name, param in named_group_params(optimizer)
     ]
 
 

@@ -19,7 +19,7 @@ from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, fp32_params, is_8_bit
 from torchopt_ext.optim.hooks import inner_step
 from torchopt_ext.optim.rejection import Agreement, reject_in
-from torchopt_ext.optim.state import named_group_params
+from torchopt_ext.optim.state import named_params
 from torchopt_ext.statedict.masters import read_weights
 from torchopt_ext.zero.balanced import BalancedBuckets
 
@@ -39,8 +39,7 @@ def local_group(zero: ZeroRedundancyOptimizer, number: int) -> dict[str, Any]:
 
 def fp32_moments(zero: ZeroRedundancyOptimizer) -> tuple[Tensor, ...]:
     """Returns this rank's parts of the parameters that the ``fp32_moments`` argument selects."""
-    named = [(name, param) for _, _, name, param in named_group_params(zero)]
-    chosen = fp32_params(named, zero._optim_defaults.get("fp32_moments", EMBEDDINGS))
+    chosen = fp32_params(named_params(zero), zero._optim_defaults.get("fp32_moments", EMBEDDINGS))
     mine = chain(*zero.parts.mine)
     return tuple(part for part in mine if zero.parts.part_of(part).param in chosen)
 
@@ -58,7 +57,7 @@ def refresh_masters(zero: ZeroRedundancyOptimizer, from_: Mapping[Any, Tensor] |
     """Sets this rank's masters from the parameters, or both from the given weights."""
     optim = fused(zero)
     with fail_together(zero.process_group):
-        named = [(name, param) for _, _, name, param in named_group_params(zero)]
+        named = named_params(zero)
         pairs = [] if from_ is None else read_weights(from_, named, optim.keeps_master)
     if from_ is None:
         optim.refresh_masters()

@@ -19,7 +19,7 @@ from torchopt_ext.optim.context import ALONE, StepContext
 from torchopt_ext.optim.control import ControlView
 from torchopt_ext.optim.fp32_moments import is_8_bit
 from torchopt_ext.optim.hooks import HookedStep, run_hooks
-from torchopt_ext.optim.local import squares_of
+from torchopt_ext.optim.local import params_of, squares_of
 from torchopt_ext.optim.rejection import Agreement, Verdict
 from torchopt_ext.statedict.dcp import Buffers
 from torchopt_ext.statedict.entries import BY_INDEX
@@ -122,7 +122,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
                 # The local optimizer adds its defaults to the groups, in its arguments' order.
                 Optimizer.__init__(self, params, defaults if overlap_with_ddp else {})
                 JoinSupport.__init__(self)
-                self._all_params = [p for group in self.param_groups for p in group["params"]]
+                self._all_params = params_of(self)
                 if not self._all_params:
                     raise ValueError("ZeroRedundancyOptimizer got an empty parameter list")
                 self._default_device = self._all_params[0].device
@@ -148,7 +148,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
                 self._optim_constructor = constructor_of(
                     optimizer_class, overlap_with_ddp, defaults
                 )
-            described = describe_params(self.param_groups)
+            described = describe_params(self)
             described += describe_arguments(
                 optimizer_class, params_per_rank, self._all_params, defaults,
                 partition=partition, compat=compat, sharded_gradients=sharded_gradients,
@@ -218,7 +218,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
                 # fp32_moments may hold parameters of other groups.
                 others = {k: v for k, v in self._optim_defaults.items() if k != "fp32_moments"}
                 self._optim_constructor([dict(group)], **others)
-            check_same(describe_params(self.param_groups), "parameters", self.process_group)
+            check_same(describe_params(self), "parameters", self.process_group)
         except Exception:
             del self.param_groups[count:]
             raise
