@@ -5,13 +5,11 @@ No code of a file runs, and only one tensor at a time is in memory.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import re
 import stat
-import warnings
-from collections.abc import Iterator, Set
+from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,7 @@ from torchopt_ext._torch import flatten_state_dict
 from torchopt_ext.cli.terminal import CommandError
 from torchopt_ext.optim.quantized import SCALES
 from torchopt_ext.statedict.dcp import Path as KeyPath
-from torchopt_ext.statedict.dcp import Reader, check_complete, read
+from torchopt_ext.statedict.dcp import Reader, check_complete, quiet, read
 from torchopt_ext.statedict.entries import CONTROL_KEY, MASTERS, MOMENTS
 
 FILE, FOLDER = "torch.save file", "distributed checkpoint"
@@ -172,8 +170,6 @@ class _Folder(Checkpoint):
     format = FOLDER
 
     def __init__(self, path: Path) -> None:
-        if not (path / ".metadata").is_file():
-            raise CommandError(f"{path} is not a distributed checkpoint: it has no .metadata")
         self._path, self._reader = path, Reader(path)
         try:
             metadata = self._reader.read_metadata()
@@ -194,7 +190,7 @@ class _Folder(Checkpoint):
 
     def _read(self, values: dict[str, Any]) -> None:
         try:
-            with quiet_dcp():
+            with quiet():
                 read(values, self._reader, None, str(self._path))
         except Exception as error:  # damaged files may raise any kind
             raise CommandError(_why(self._path, error)) from error
@@ -212,14 +208,6 @@ def _why(path: Path, error: Exception) -> str:
     if found := re.search(r"GLOBAL ([\w.]+)", text):
         return f"{path} refers to {found[1]}, whose code could run when it is loaded: not loaded"
     return f"{path} cannot be read: {' '.join(text.split())[:200]}"
-
-
-@contextlib.contextmanager
-def quiet_dcp() -> Iterator[None]:
-    """Silences DCP's warning that a single process calls it."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        yield
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

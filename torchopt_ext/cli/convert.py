@@ -28,7 +28,6 @@ from torchopt_ext.cli.checkpoints import (
     give_back_memory,
     is_control,
     open_checkpoint,
-    quiet_dcp,
 )
 from torchopt_ext.cli.tensors import DTYPES, add_dtype
 from torchopt_ext.cli.terminal import CommandError, Parser, Progress, listed, size, written
@@ -41,6 +40,7 @@ from torchopt_ext.optim.storage import (
     SIXTEEN_BIT,
 )
 from torchopt_ext.statedict.dcp import Path as KeyPath
+from torchopt_ext.statedict.dcp import quiet
 from torchopt_ext.statedict.entries import MASTERS, MOMENTS
 from torchopt_ext.statedict.moments import dequantize, quantize
 
@@ -417,7 +417,7 @@ def save_folder(source: Checkpoint, new: dict[str, New], path: Path, to_torch: b
     for key, value in kept_values(source, to_torch).items():
         set_element(nested, source.paths[key], value)
     total = sum(tensor.bytes for tensor in new.values())
-    with Progress("converting", total) as progress, quiet_dcp():
+    with Progress("converting", total) as progress, quiet():
         # No copy-ahead: it would copy tensors that are freed by then.
         writer = FileSystemWriter(path, single_file_per_rank=True, per_thread_copy_ahead=0)
         try:

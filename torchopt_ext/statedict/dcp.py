@@ -12,7 +12,9 @@ import io
 import math
 import os
 import pickle
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import PurePath
 from typing import Any, TypeAlias
 
@@ -106,6 +108,14 @@ def load(
     if others:
         read(others, storage_reader, group, "the checkpoint")
         state_dict.update(others)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silences DCP's warning that a single process calls it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield
 
 
 def group_of(process_group: Any) -> Any:

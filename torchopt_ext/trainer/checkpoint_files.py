@@ -211,7 +211,7 @@ def problems(checkpoint: Path, step: int | None, rank: int, ranks: int) -> list[
     """
     manifest = read_manifest(checkpoint)
     if manifest is None:
-        return too_short(checkpoint, read_metadata(checkpoint))
+        return too_short(checkpoint, Reader(checkpoint).read_metadata())
     found = [f"{METADATA} is not in its manifest"] if METADATA not in manifest.files else []
     if step is not None and manifest.step != step:
         found.append(f"its manifest is of step {manifest.step}")
@@ -281,14 +281,3 @@ def too_short(checkpoint: Path, metadata: Metadata) -> list[str]:
         if not size >= end:
             found.append(f"{name} has {size} bytes, expected {end} or more")
     return found
-
-
-def read_metadata(checkpoint: Path) -> Metadata:
-    """Returns DCP's metadata, without running code from the file.
-
-    Raises:
-        ValueError: The metadata is damaged or missing.
-    """
-    if not (checkpoint / METADATA).is_file():
-        raise ValueError(f"{checkpoint / METADATA} is missing")
-    return Reader(checkpoint).read_metadata()

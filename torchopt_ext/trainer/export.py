@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import warnings
 from pathlib import Path
 
 import torch
@@ -81,8 +80,7 @@ def export_safetensors(
             name: data[slice(*entry["data_offsets"])].view(tensors[name][0]).view(tensors[name][1])
             for name, entry in entries.items()
         }
-        with warnings.catch_warnings():  # one process reads on purpose
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        with dcp.quiet():
             dcp.load(views, storage_reader=reader, no_dist=True)
         with open(saving, "rb") as stream:
             os.fsync(stream.fileno())

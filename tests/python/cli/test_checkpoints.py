@@ -161,7 +161,7 @@ def test_inspect_rejects(fails: Run, tmp_path: Path) -> None:
         ("list", "holds a list"),
         ("sparse", "torch.sparse_coo, expected a dense tensor"),
         ("meta", "on the meta device, expected a dense tensor"),
-        ("folder", "has no .metadata"),
+        ("folder", "lacks .metadata"),
         ("dcp", "is not a checkpoint's metadata"),
     ):
         assert problem in fails("inspect", tmp_path / name)

@@ -27,6 +27,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from torchopt_ext.containers import OptimizersInBackwardContainer
+from torchopt_ext.statedict.dcp import Reader
 from torchopt_ext.trainer import checkpoint_files as files
 from torchopt_ext.trainer import checkpoint_states, checkpoint_writer
 from torchopt_ext.trainer.export import export_safetensors
@@ -149,7 +150,7 @@ def test_a_seed_gives_the_model_only(tmp_path: Path) -> None:
     job = Job(tmp_path, seed=4)
     assert job.manager.load()
     assert differences(job.contents(), seed.contents()) == []
-    metadata = files.read_metadata(folder_of(job, 0))
+    metadata = Reader(folder_of(job, 0)).read_metadata()
     assert metadata.state_dict_metadata.keys() == job.model.state_dict().keys()
 
 
