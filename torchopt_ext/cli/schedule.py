@@ -164,14 +164,9 @@ def from_flags(steps: int, given: Mapping[str, str]) -> list[Curve]:
             decay_ratio=chosen["decay_ratio"],
             decay_type=chosen["decay"],
             min_lr_factor=chosen["min_factor"],
-            lr_min=chosen["min_factor"],
+            compat="seed" if chosen["generation"] == 1 else None,
         )
-        if chosen["generation"] == 2:
-            curve = sampled(name, chosen["lr"], steps, schedule_from_config, section, steps)
-        else:
-            job = SimpleNamespace(lr_scheduler=section, training=SimpleNamespace(steps=steps))
-            curve = sampled(name, chosen["lr"], steps, schedule_from_job_config, job)
-        curves.append(curve)
+        curves.append(sampled(name, chosen["lr"], steps, schedule_from_config, section, steps))
     return curves
 
 

@@ -176,12 +176,10 @@ def from_function(text: str) -> list[Entry]:
         raise CommandError(f"--model is {text!r}, expected MODULE:FUNCTION")
     if os.getcwd() not in sys.path and "" not in sys.path:  # as with python -m
         sys.path.insert(0, os.getcwd())
+    fails = "cannot be imported"
     try:
         build = getattr(importlib.import_module(where), name)
-    except (Exception, SystemExit) as error:  # whatever the user's code raises
-        problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise CommandError(f"--model {text} cannot be imported: {problem}") from error
-    try:
+        fails = "fails on the meta device"
         with torch.device("meta"):
             model = build()
         if not isinstance(model, nn.Module):
@@ -193,7 +191,7 @@ def from_function(text: str) -> list[Entry]:
         ]
     except (Exception, SystemExit) as error:  # whatever the user's code raises
         problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise CommandError(f"--model {text} fails on the meta device: {problem}") from error
+        raise CommandError(f"--model {text} {fails}: {problem}") from error
 
 
 # ---- safetensors ---------------------------------------------------------------------------------

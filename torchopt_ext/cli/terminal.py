@@ -321,13 +321,3 @@ def unwound_by_signals() -> Iterator[None]:
     finally:
         for number in handled:
             signal.signal(number, usual[number])
-
-
-def remove(path: Path) -> None:
-    """Removes a file or a folder of files, if it exists."""
-    if path.is_dir():
-        for file in path.iterdir():
-            file.unlink()
-        path.rmdir()
-    else:
-        path.unlink(missing_ok=True)
