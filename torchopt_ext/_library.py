@@ -8,6 +8,7 @@ import importlib
 import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -63,31 +64,21 @@ def _find() -> None:
     )
 
 
-def _load() -> str | None:
-    """Checks and loads the libraries; returns the CUDA version they were built with."""
+def _load() -> Any:
+    """Checks and loads the libraries; returns the module that says how they were built."""
     _find()
-    info = importlib.import_module("torchopt_ext._build_info")
-    cuda: str | None = info.CUDA_VERSION
-    reason = mismatch(info.TORCH_VERSION, cuda, torch.__version__, torch.version.cuda)
+    info: Any = importlib.import_module("torchopt_ext._build_info")
+    reason = mismatch(info.TORCH_VERSION, info.CUDA_VERSION, torch.__version__, torch.version.cuda)
     if reason is not None:
         raise ImportError(reason)
     importlib.import_module("torchopt_ext._C")  # loads lib/libtorchopt_ext.so, the operators
-    return cuda
+    return info
 
 
-_CUDA_VERSION = _load()
-
-
-def _installed() -> Path:
-    """Returns the package folder that holds the libraries."""
-    info = sys.modules["torchopt_ext._build_info"].__file__
-    assert info is not None
-    return Path(info).parent
-
-
-cmake_prefix_path = str(_installed() / "share" / "cmake")
+_BUILT = _load()
+cmake_prefix_path = str(Path(_BUILT.__file__).parent / "share" / "cmake")
 
 
 def cuda_built() -> bool:
     """Returns whether the operators were built for CUDA; does not look for a GPU."""
-    return _CUDA_VERSION is not None
+    return _BUILT.CUDA_VERSION is not None
