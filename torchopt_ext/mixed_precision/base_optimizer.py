@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchopt_ext._torch import is_hook_table
-from torchopt_ext.optim.hooks import HookedStep, inner_step, run_hooks
+from torchopt_ext.optim.hooks import HookedStep, inner_step, is_left_out, run_hooks
 
 
 def _forward_to_optim(name: str) -> Any:
@@ -77,9 +76,8 @@ class BaseOptimizer(HookedStep, Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the state for copies and pickles, without hooks, as torch's optimizers do."""
-
-        def left_out(key: str) -> bool:
-            patched = callable(getattr(type(self), key, None))  # for example by a scheduler
-            return patched or is_hook_table(key) or key == "_offloader"
-
-        return {key: value for key, value in vars(self).items() if not left_out(key)}
+        return {
+            key: value
+            for key, value in vars(self).items()
+            if key != "_offloader" and not is_left_out(self, key)
+        }

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from torchopt_ext._torch import OptState, fresh_optimizer_state, run_eagerly
 from torchopt_ext.optim.arguments import expect_numbers
-from torchopt_ext.optim.context import StepContext, pop_grad_scale
+from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.hooks import HookedStep, step_in
 from torchopt_ext.optim.local import moved
 from torchopt_ext.optim.loss_scale import (
@@ -137,7 +137,7 @@ class GradScaler(torch.amp.GradScaler):
         if mine["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         if mine["stage"] is OptState.READY:
-            own = pop_grad_scale(optimizer)
+            own = vars(optimizer).pop("grad_scale", None)  # set by the user, for one step
             context = StepContext(scale if own is None else scale * own, check_overflow=True)
         else:  # the check of unscale_ counts, even if the gradients have changed since
             found = [moved(f, scale.device) for f in mine["found_inf_per_device"].values()]

@@ -44,11 +44,6 @@ def amp_context(optimizer: Any) -> StepContext:
     return StepContext(attributes.get("grad_scale"), found_inf)
 
 
-def pop_grad_scale(optimizer: Any) -> Any:
-    """Removes and returns a scale that the user set for one step; the scaler multiplies it."""
-    return vars(optimizer).pop("grad_scale", None)
-
-
 @contextmanager
 def amp_attributes(optimizer: Any, context: StepContext) -> Iterator[None]:
     """Hands the context to one of torch's optimizers for one step, as torch.amp.GradScaler does."""

@@ -106,6 +106,11 @@ def with_own_hooks(
     return result
 
 
+def is_left_out(optimizer: Any, attribute: str) -> bool:
+    """Returns whether copies leave out an attribute: hooks, and patched methods of a scheduler."""
+    return callable(getattr(type(optimizer), attribute, None)) or _torch.is_hook_table(attribute)
+
+
 def run_hooks(optimizer: Any, kind: str, *state_dict: Any) -> Any:
     """Fires hooks such as ``state_dict_pre``; returns the state dict, if any, as they leave it."""
     for hook in _torch.hooks(optimizer, kind):

@@ -12,13 +12,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchopt_ext import _C, ops
-from torchopt_ext._torch import is_hook_table
 from torchopt_ext.optim import FusedAdam
 from torchopt_ext.optim.collective import fail_together, use_device, waits_at_most
 from torchopt_ext.optim.context import ALONE, StepContext
 from torchopt_ext.optim.control import ControlView
 from torchopt_ext.optim.fp32_moments import is_8_bit
-from torchopt_ext.optim.hooks import HookedStep, run_hooks
+from torchopt_ext.optim.hooks import HookedStep, is_left_out, run_hooks
 from torchopt_ext.optim.local import params_of, squares_of
 from torchopt_ext.optim.rejection import Agreement, Verdict
 from torchopt_ext.statedict.dcp import Buffers
@@ -368,8 +367,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
         if self._overlap_with_ddp:
             raise TypeError("an optimizer that overlaps with a DDP instance cannot be copied")
         for key, value in vars(self).items():
-            patched = callable(getattr(type(self), key, None))  # for example by a scheduler
-            if is_hook_table(key) or patched:
+            if is_left_out(self, key):
                 continue  # hooks belong to the original, as with torch's optimizers
             shared = key in ("process_group", "_join_config", "_optim_constructor")
             vars(copied)[key] = value if shared else copy.deepcopy(value, memo)
