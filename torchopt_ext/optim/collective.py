@@ -75,9 +75,11 @@ def comm_device(group: dist.ProcessGroup, at: torch.device = CPU) -> torch.devic
 
 
 def all_gather_text(
-    text: str, group: dist.ProcessGroup, what: str = "exchanging text"
+    text: str, group: dist.ProcessGroup | None, what: str = "exchanging text"
 ) -> list[str]:
-    """Returns the text of every rank, by rank. Errors name the purpose ``what``."""
+    """Returns the text of every rank, by rank (None: of this process). Errors name ``what``."""
+    if group is None:
+        return [text]
     data = bytearray(text.encode("utf-8", "surrogatepass"))
     lengths = [int(n) for n in all_gather(torch.tensor([len(data)]), group, what)]
     if not any(lengths):

@@ -274,9 +274,8 @@ class CheckpointManager:
 
     def _gathered(self, written: dict[str, File]) -> dict[str, File]:
         """Returns the files of all ranks."""
-        texts = [json.dumps({name: asdict(file) for name, file in written.items()})]
-        if self._group is not None:
-            texts = all_gather_text(texts[0], self._group, "listing a checkpoint's files")
+        mine = json.dumps({name: asdict(file) for name, file in written.items()})
+        texts = all_gather_text(mine, self._group, "listing a checkpoint's files")
         every = [item for text in texts for item in json.loads(text).items()]
         return {name: File(**file) for name, file in every}
 
@@ -441,15 +440,11 @@ class CheckpointManager:
 
     def _agreed(self, value: Any) -> Any:
         """Returns rank 0's value, which must be of JSON's types."""
-        if self._group is None:
-            return value
         text = json.dumps(value) if self._rank == 0 else ""
         return json.loads(all_gather_text(text, self._group, "choosing a checkpoint")[0])
 
     def _any(self, here: bool) -> bool:
         """Returns whether `here` is true on any rank."""
-        if self._group is None:
-            return here
         return any(all_gather_text("x" if here else "", self._group, "whether a save is due"))
 
     def _log(self, did: str, what: str, contents: str, size: int, begin: float) -> None:
