@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torchopt_ext.trainer.checkpoint_files import File
+from torchopt_ext.trainer.saved_values import PLAIN
 
-_FIXED = (bool, int, float, complex, str, type(None))
 _REPEATED = "torchopt_ext.repeated"
 """The key of a rank's repeated values in its plan, next to the paths of its keys."""
 
@@ -115,5 +115,5 @@ class Planner(DefaultSavePlanner):
 def _is_plain(value: Any) -> bool:
     """Returns whether a value is determined by its type and repr."""
     if type(value) in (list, tuple):
-        return all(type(item) in _FIXED for item in value)
-    return type(value) in _FIXED
+        return all(type(item) in PLAIN for item in value)
+    return type(value) in PLAIN

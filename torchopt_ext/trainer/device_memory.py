@@ -71,7 +71,6 @@ class DeviceMemoryMonitor:
         else:
             self.device_name = f"{platform.machine()} CPU"
             self.device_capacity = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        self.device_capacity_gib = self.device_capacity / _GIB
         self.reset_peak_stats()
 
     def get_peak_stats(self) -> DeviceMemStats:

@@ -13,14 +13,9 @@ class GarbageCollection:
     Args:
         gc_freq: steps from one collection to the next, 1 or more.
         debug: collect everything in every step.
-
-    Raises:
-        ValueError: ``gc_freq`` is below 1.
     """
 
     def __init__(self, gc_freq: int = 1000, debug: bool = False) -> None:
-        if gc_freq < 1:
-            raise ValueError(f"training.gc_freq is {gc_freq}, expected 1 or more")
         self.gc_freq, self.debug = gc_freq, debug
         gc.disable()
         self.collect()

@@ -8,32 +8,6 @@ from typing import Literal
 
 
 @dataclass
-class Float8:
-    enable_fsdp_float8_all_gather: bool = False
-    """Let FSDP gather weights in float8."""
-    precompute_float8_dynamic_scale_for_fsdp: bool = False
-    """After each step, compute the scales of all weights at once."""
-    force_recompute_fp8_weight_in_bwd: bool = False
-    """Convert weights to float8 again in backward."""
-    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
-    """Named recipe of scales."""
-    filter_fqns: list[str] = field(default_factory=list)
-    """Modules that are not converted."""
-    emulate: bool = False
-    """Emulate float8 in float32, for tests."""
-
-
-@dataclass
-class MX:
-    use_fp8_dim1_cast_triton_kernel: bool = True
-    """Cast with a Triton kernel."""
-    recipe_name: Literal["mxfp8"] = "mxfp8"
-    """Named recipe of formats."""
-    filter_fqns: list[str] = field(default_factory=lambda: ["output"])
-    """Modules that are not converted."""
-
-
-@dataclass
 class Float8Linear:
     enable_fsdp_float8_all_gather: bool = False
     """Let FSDP gather weights in float8."""
@@ -45,6 +19,22 @@ class Float8Linear:
     """Modules that are not converted."""
     emulate: bool = False
     """Emulate float8 in float32, for tests."""
+
+
+@dataclass
+class Float8(Float8Linear):
+    force_recompute_fp8_weight_in_bwd: bool = False
+    """Convert weights to float8 again in backward."""
+
+
+@dataclass
+class MX:
+    use_fp8_dim1_cast_triton_kernel: bool = True
+    """Cast with a Triton kernel."""
+    recipe_name: Literal["mxfp8"] = "mxfp8"
+    """Named recipe of formats."""
+    filter_fqns: list[str] = field(default_factory=lambda: ["output"])
+    """Modules that are not converted."""
 
 
 @dataclass

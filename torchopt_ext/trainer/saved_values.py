@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torchopt_ext._torch import is_dtensor
 from torchopt_ext.statedict.dcp import INDEXED
 
-_PLAIN = (bool, int, float, complex, str, type(None))
+PLAIN = (bool, int, float, complex, str, type(None))
 _KNOWN = (Tensor, dict, list, tuple, OrderedDict, Counter)
 """Types that torch loads without running code of the file, if values have no attributes."""
 _WHOLE = "torchopt_ext.whole"
@@ -63,7 +63,7 @@ def undivided(value: Any, where: str) -> Any:
         TypeError: :func:`one_entry` raises it.
     """
     value = one_entry(value, where)
-    return value if type(value) in (*_PLAIN, bytes) else (_WHOLE, value)
+    return value if type(value) in (*PLAIN, bytes) else (_WHOLE, value)
 
 
 def one_entry(value: Any, where: str) -> Any:
@@ -75,7 +75,7 @@ def one_entry(value: Any, where: str) -> Any:
     """
     if (numpy := sys.modules.get("numpy")) and isinstance(value, numpy.generic):
         value = value.item()
-    if type(value) in _PLAIN or (type(value) is bytes and value):  # torch cannot load b"" again
+    if type(value) in PLAIN or (type(value) is bytes and value):  # torch cannot load b"" again
         return value
     if isinstance(value, Tensor) and is_dtensor(value):
         raise TypeError(
@@ -84,7 +84,7 @@ def one_entry(value: Any, where: str) -> Any:
         )
     if isinstance(value, Mapping):
         for key in value:
-            if type(key) not in _PLAIN:
+            if type(key) not in PLAIN:
                 _check_loadable(key, f"the key {key!r} of {where}")
     if isinstance(value, Mapping) or type(value) in (list, tuple):
         value = _replaced(value, where, one_entry)
@@ -128,7 +128,7 @@ def _replaced(value: Any, where: str, function: Callable[[Any, str], Any]) -> An
     items = enumerate(value) if type(value) in (list, tuple) else value.items()
     changed = {}
     for key, item in items:
-        if type(item) not in _PLAIN and (new := function(item, f"{where}.{key}")) is not item:
+        if type(item) not in PLAIN and (new := function(item, f"{where}.{key}")) is not item:
             changed[key] = new
     if not changed:
         return value

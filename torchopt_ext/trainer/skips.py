@@ -22,8 +22,6 @@ class SkippedSteps:
     """
 
     def __init__(self, limit: int) -> None:
-        if limit < 0:
-            raise ValueError(f"training.max_consecutive_skips is {limit}, expected 0 or more")
         self.limit = limit
         self.total = self.consecutive = 0
         self._coming: deque[tuple[Tensor, Any]] = deque()

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from torchopt_ext._torch import dtensor_of, is_dtensor, local_shard
+from torchopt_ext.trainer.saved_values import PLAIN
 
-_FIXED = (bool, int, float, complex, str, bytes, type(None))
+_FIXED = (*PLAIN, bytes)
 
 
 class Staged:
