@@ -23,28 +23,15 @@ class FTManager:
     """
 
     def __init__(self, manager: Any, group_size: int = 1, replica_id: int = 0) -> None:
-        self._manager = manager
+        self.manager = manager
         self.group_size, self.replica_id = group_size, replica_id
 
     @property
     def enabled(self) -> bool:
-        return self._manager is not None
-
-    @property
-    def manager(self) -> Any:
-        """torchft's Manager.
-
-        Raises:
-            RuntimeError: Fault tolerance is off.
-        """
-        if self._manager is None:
-            raise RuntimeError("fault_tolerance.enable is false, so there is no torchft.Manager")
-        return self._manager
+        return self.manager is not None
 
     def get_dp_info(self, dp_degree: int, dp_rank: int) -> tuple[int, int]:
         """Returns the degree and rank that divide data. Replica groups also read different data."""
-        if not self.enabled:
-            return dp_degree, dp_rank
         return dp_degree * self.group_size, dp_degree * self.replica_id + dp_rank
 
     def average_gradients(self, model_parts: Iterable[nn.Module]) -> None:
