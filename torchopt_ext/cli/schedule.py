@@ -164,7 +164,7 @@ def from_flags(steps: int, given: Mapping[str, str]) -> list[Curve]:
             decay_ratio=chosen["decay_ratio"],
             decay_type=chosen["decay"],
             min_lr_factor=chosen["min_factor"],
-            compat="seed" if chosen["generation"] == 1 else None,
+            compat="torchtitan" if chosen["generation"] == 1 else None,
         )
         curves.append(sampled(name, chosen["lr"], steps, schedule_from_config, section, steps))
     return curves
