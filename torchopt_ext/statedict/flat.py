@@ -67,7 +67,7 @@ def load_state_dict(
     missing: list[str] = []
     problems: list[str] = []
     slots: list[tuple[Slot, dict[str, Any]]] = []
-    options: list[tuple[dict[str, Any], str, Any]] = []
+    options: list[tuple[dict[str, Any], dict[str, Any]]] = []
     quantized: dict[Tensor, bool] = {}
     for optimizer, group, saved, _ in _groups(parts, names):
         for fqn, param in zip(saved["params"], group["params"], strict=True):
@@ -81,32 +81,62 @@ def load_state_dict(
             # torch saves no state for a parameter that was frozen before its first step.
             may_lack = {*entry, *BESIDE, CONTROL_KEY} if param.requires_grad else keys
             missing += [key for name, key in keys.items() if name not in may_lack]
-        for name in [name for name in group if name not in _NOT_LOADED]:
-            wanted = [f"param_groups.{fqn}.{name}" for fqn in saved["params"]]
-            values = {key: plain(state_dict[key]) for key in wanted if key in state_dict}
-            missing += [key for key in wanted if key not in values and name not in _OPTIONAL]
-            problems += _option_problems(name, values, plain(group[name]))
-            options += [(group, name, value) for value in [*values.values()][:1]]
-    # A container's own keys, or keys that torch's functions made of the first parameter's entry.
-    split = ((key.rpartition(f"{CONTROL_KEY}."), value) for key, value in state_dict.items())
-    control = entries.control_fields({name: value for (_, found, name), value in split if found})
+        options.append((group, read_options(group, saved["params"], state_dict, missing, problems)))
+    control = read_control(state_dict)
     problems += filter(None, [entries.control_problem(control)])
-    missing = [f"'{key}' is missing" for key in missing]
-    raise_problems(missing + problems, KeyError if missing else ValueError)
+    raise_missing(missing, problems)
 
     made = largest_step(state for _, state in slots)
     for slot, state in slots:
         kept = fit_moments(slot.entry, slot.param, quantized[slot.param])
         _commit(replace(slot, entry=kept), state)
-    for group, name, value in options:
-        if isinstance(group[name], Tensor):
-            group[name].fill_(value)
-        else:
-            group[name] = value
+    for group, found in options:
+        for name, value in found.items():
+            if isinstance(group[name], Tensor):
+                group[name].fill_(value)
+            else:
+                group[name] = value
     counted = largest_step(slot.entry for slot, _ in slots)
     for optimizer in [optimizer for _, own in parts for optimizer in own]:
         if load_control := getattr(optimizer, "load_control", None):
             load_control(control, counted, made)
+
+
+def read_options(
+    group: Mapping[str, Any],
+    names: Sequence[str],
+    state_dict: Mapping[str, Any],
+    missing: list[str],
+    problems: list[str],
+) -> dict[str, Any]:
+    """Returns a group's options in a flat state dict, of those that the group has.
+
+    Args:
+        names: the names of the group's parameters.
+        missing, problems: the keys that the dict lacks and what is wrong are appended.
+    """
+    options: dict[str, Any] = {}
+    for name in [name for name in group if name not in _NOT_LOADED]:
+        wanted = [f"param_groups.{fqn}.{name}" for fqn in names]
+        values = {key: plain(state_dict[key]) for key in wanted if key in state_dict}
+        missing += [key for key in wanted if key not in values and name not in _OPTIONAL]
+        problems += _option_problems(name, values, plain(group[name]))
+        if values:
+            options[name] = next(iter(values.values()))
+    return options
+
+
+def read_control(state_dict: Mapping[str, Any]) -> Any:
+    """Returns the control block's fields in a flat state dict."""
+    # A container's own keys, or keys that torch's functions made of the first parameter's entry.
+    split = ((key.rpartition(f"{CONTROL_KEY}."), value) for key, value in state_dict.items())
+    return entries.control_fields({name: value for (_, found, name), value in split if found})
+
+
+def raise_missing(missing: Sequence[str], problems: Sequence[str]) -> None:
+    """Raises KeyError if keys are missing, or ValueError if there are only problems."""
+    lacking = [f"'{key}' is missing" for key in missing]
+    raise_problems([*lacking, *problems], KeyError if missing else ValueError)
 
 
 def _option_problems(name: str, values: Mapping[str, Any], live: Any) -> Iterator[str]:

@@ -3,12 +3,16 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from torchopt_ext.containers import OptimizersContainer
 from torchopt_ext.containers.optimizers import with_fp32_moments
 from torchopt_ext.optim import FusedAdam
-from torchopt_ext.statedict import dcp
+from torchopt_ext.optim.collective import fail_together
+from torchopt_ext.optim.local import params_of
+from torchopt_ext.statedict import dcp, flat
+from torchopt_ext.statedict.entries import CONTROL_KEY
 from torchopt_ext.zero import ZeroRedundancyOptimizer
 from torchopt_ext.zero.state import buffers
 
@@ -51,8 +55,7 @@ class ZeroOptimizersContainer(OptimizersContainer[ZeroRedundancyOptimizer]):
     def _names(self) -> list[str]:
         """The names of the optimizer's parameters, in its order."""
         name_of = {param: name for name, param in self.model_parts[0].named_parameters()}
-        params = (param for group in self.param_groups for param in group["params"])
-        return [name_of[param] for param in params]
+        return [name_of[param] for param in params_of(self)]
 
     def _fused(self) -> list[FusedAdam]:
         return [self._zero.optim]
@@ -69,29 +72,49 @@ class ZeroOptimizersContainer(OptimizersContainer[ZeroRedundancyOptimizer]):
         self._zero.optim.init_state()
         indexed = self._zero.state_dict()
         names = self._names
-        flat: dict[str, Any] = {}
+        found: dict[str, Any] = {}
         for index, entry in indexed["state"].items():
-            flat |= {f"state.{names[index]}.{name}": value for name, value in entry.items()}
+            own = {name: value for name, value in entry.items() if name != CONTROL_KEY}
+            found |= {f"state.{names[index]}.{name}": value for name, value in own.items()}
         for group in indexed["param_groups"]:
             for index in group["params"]:
                 settings = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-                flat |= {f"param_groups.{names[index]}.{k}": v for k, v in settings.items()}
-        return flat
+                found |= {f"param_groups.{names[index]}.{k}": v for k, v in settings.items()}
+        control = self._zero.optim.saved_control()
+        return found | {f"{CONTROL_KEY}.{name}": value for name, value in control.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads whole tensors or this rank's shards. Everything is checked before it is used."""
+        """Loads whole tensors or this rank's shards. Everything is checked before it is used.
+
+        Raises:
+            KeyError: the state of a trained parameter, or an option, is missing. All ranks raise.
+            ValueError: a value does not fit, or the parameters of a group have different options.
+                All ranks raise.
+        """
         groups = self._zero.state_dict()["param_groups"]
-        names = self._names
+        names, params = self._names, params_of(self)
         index_of = {f"state.{name}": index for index, name in enumerate(names)}
         state: dict[int, dict[str, Any]] = {}
         for key, value in state_dict.items():
             owner, _, name = key.rpartition(".")
             if owner in index_of:
                 state.setdefault(index_of[owner], {})[name] = value
+        missing = [
+            f"state.{name}.step"
+            for index, (name, param) in enumerate(zip(names, params, strict=True))
+            if param.requires_grad and index not in state
+        ]
+        problems: list[str] = []
         for group in groups:
-            first = f"param_groups.{names[group['params'][0]]}."
-            for key in [key for key in group if key != "params"]:
-                group[key] = state_dict.get(first + key, group[key])
+            own = [names[index] for index in group["params"]]
+            options = flat.read_options(group, own, state_dict, missing, problems)
+            for name, value in options.items():
+                live = group[name]
+                group[name] = torch.full_like(live, value) if isinstance(live, Tensor) else value
+        with fail_together(self._zero.process_group):
+            flat.raise_missing(missing, problems)
+        if (control := flat.read_control(state_dict)) and state:
+            state[min(state)][CONTROL_KEY] = control
         self._zero.load_state_dict({"state": state, "param_groups": groups})
 
     def checkpoint_buffers(self, ids: list[str]) -> dcp.Buffers:
