@@ -47,10 +47,8 @@ struct Avx2Words : VectorWords<32> {
     return add_halves(low, above_even);  // a mask of ones is minus one
   }
   static reg sub_saturated(reg a, reg b) { return _mm256_subs_epu16(a, b); }
-  template <int kBy>
-  static reg rounded_quotient(reg a) {  // a / kBy for signed words, ties rounded up
-    return _mm256_mulhrs_epi16(a, halves(32768 / kBy));
-  }
+  // Returns a / 256 for signed words, ties rounded up.
+  static reg rounded_upper_bytes(reg a) { return _mm256_mulhrs_epi16(a, halves(32768 / 256)); }
   static reg unpack_low(reg low, reg high) { return _mm256_unpacklo_epi16(low, high); }
   static reg unpack_high(reg low, reg high) { return _mm256_unpackhi_epi16(low, high); }
   static reg packed(reg a, reg b) { return _mm256_packus_epi32(a, b); }

@@ -39,10 +39,8 @@ struct Avx512Words : VectorWords<64> {
     return _mm512_mask_mov_epi16(low, above_even, halves(0x7fff));
   }
   static reg sub_saturated(reg a, reg b) { return _mm512_subs_epu16(a, b); }
-  template <int kBy>
-  static reg rounded_quotient(reg a) {  // a / kBy for signed words, ties rounded up
-    return _mm512_mulhrs_epi16(a, halves(32768 / kBy));
-  }
+  // Returns a / 256 for signed words, ties rounded up.
+  static reg rounded_upper_bytes(reg a) { return _mm512_mulhrs_epi16(a, halves(32768 / 256)); }
   static reg unpack_low(reg low, reg high) { return _mm512_unpacklo_epi16(low, high); }
   static reg unpack_high(reg low, reg high) { return _mm512_unpackhi_epi16(low, high); }
   static reg packed(reg a, reg b) { return _mm512_packus_epi32(a, b); }

@@ -43,10 +43,7 @@ struct VectorWords {
   static reg bit_and(reg a, reg b) { return a & b; }
   static reg bit_and_not(reg a, reg b) { return ~a & b; }
   static reg multiply(reg a, reg b) { return bit_cast<reg>(bit_cast<Word>(a) * bit_cast<Word>(b)); }
-  template <int kBits>
-  static reg shifted(reg a) {
-    return bit_cast<reg>(bit_cast<Word>(a) >> kBits);
-  }
+  static reg shifted(reg a, int bits) { return bit_cast<reg>(bit_cast<Word>(a) >> bits); }
   static reg add_pairs(reg a, reg b) {
     using Pair = VectorOf<unsigned long long, kBytes>;
     return bit_cast<reg>(bit_cast<Pair>(a) + bit_cast<Pair>(b));
@@ -63,14 +60,8 @@ struct VectorWords {
   static reg sign_halves(reg a) {
     return bit_cast<reg>(bit_cast<VectorOf<int16_t, kBytes>>(a) >> 15);
   }
-  template <int kBits>
-  static reg shifted_halves(reg a) {
-    return bit_cast<reg>(bit_cast<Half>(a) >> kBits);
-  }
-  template <int kBits>
-  static reg left_halves(reg a) {
-    return bit_cast<reg>(bit_cast<Half>(a) << kBits);
-  }
+  static reg shifted_halves(reg a, int bits) { return bit_cast<reg>(bit_cast<Half>(a) >> bits); }
+  static reg left_halves(reg a, int bits) { return bit_cast<reg>(bit_cast<Half>(a) << bits); }
 };
 
 template <class V>  // __m256i or __m512i

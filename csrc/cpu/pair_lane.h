@@ -65,8 +65,7 @@ struct PairLane {
     return load_joined(Words::load(weight), Words::load(remainder));
   }
   static reg load_joined(const BFloat16* weight, const int8_t* remainder) {
-    return load_joined(Words::load(weight),
-                       Words::template left_halves<8>(Words::load_halves(remainder)));
+    return load_joined(Words::load(weight), Words::left_halves(Words::load_halves(remainder), 8));
   }
   static void store_split(BFloat16* weight, int16_t* remainder, reg a) {
     const auto [high, low] = halves_of(L::bits(a.lower), L::bits(a.upper));
@@ -92,16 +91,15 @@ struct PairLane {
     const Word draws = Words::packed(lower, upper);
     auto [high, low] = halves_of(Words::add(L::bits(a.lower), Words::bit_and(lower, mask)),
                                  Words::add(L::bits(a.upper), Words::bit_and(upper, mask)));
-    Word byte = Words::template shifted_halves<8>(low);
+    Word byte = Words::shifted_halves(low, 8);
     const Word odd = Words::bit_and(high, one);
     const Word named = Words::bit_or(Words::bit_xor(byte, Words::halves(0x80)), odd);
-    const Word unnamed = Words::template shifted_halves<15>(Words::sub_halves(named, one));
-    byte =
-        Words::add_halves(byte, Words::bit_and(unnamed, Words::template shifted_halves<8>(draws)));
-    const Word up = Words::template shifted_halves<8>(
-        Words::add_halves(byte, Words::add_halves(odd, Words::halves(0x7f))));
+    const Word unnamed = Words::shifted_halves(Words::sub_halves(named, one), 15);
+    byte = Words::add_halves(byte, Words::bit_and(unnamed, Words::shifted_halves(draws, 8)));
+    const Word up = Words::shifted_halves(
+        Words::add_halves(byte, Words::add_halves(odd, Words::halves(0x7f))), 8);
     Words::store(weight, Words::add_halves(high, up));
-    Words::store_bytes(remainder, Words::sub_halves(byte, Words::template left_halves<8>(up)));
+    Words::store_bytes(remainder, Words::sub_halves(byte, Words::left_halves(up, 8)));
   }
 
   static reg load_code(const int8_t* x) {
@@ -180,7 +178,7 @@ struct PairLane {
   }
   static Word nearest_half(typename L::reg a) { return nearest_upper_half(L::bits(a)); }
   static Word random_half(typename L::reg a, Word draw) {
-    return Words::template shifted<16>(Words::add(L::bits(a), draw));
+    return Words::shifted(Words::add(L::bits(a), draw), 16);
   }
   // `low`: the lower halves. A negative lower half subtracts 1 from the upper half.
   static reg load_joined(Word weight, Word low) {
@@ -192,7 +190,7 @@ struct PairLane {
     const Word even = Words::bit_and_not(high, Words::halves(1));
     // `a` minus its weight as int16, minus 1 if the upper half is even, so that its ties go down.
     const Word rest = Words::sub_saturated(low, even);
-    const Word nearest = Words::template rounded_quotient<256>(rest);
+    const Word nearest = Words::rounded_upper_bytes(rest);
     const Word lowest = Words::bit_or(even, Words::halves(-128));
     Words::store(weight, Words::sub_halves(high, Words::sign_halves(rest)));
     return Words::max_halves(nearest, lowest);
@@ -203,7 +201,7 @@ struct PairLane {
   };
   static Halves halves_of(Word lower, Word upper) {
     const Word mask = Words::set1(0xffff);
-    return {Words::packed(Words::template shifted<16>(lower), Words::template shifted<16>(upper)),
+    return {Words::packed(Words::shifted(lower, 16), Words::shifted(upper, 16)),
             Words::packed(Words::bit_and(lower, mask), Words::bit_and(upper, mask))};
   }
 };

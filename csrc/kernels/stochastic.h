@@ -74,10 +74,7 @@ struct ScalarWords {
   TORCHOPT_HD static reg bit_xor(reg a, reg b) { return a ^ b; }
   TORCHOPT_HD static reg bit_and(reg a, reg b) { return a & b; }
   TORCHOPT_HD static reg multiply(reg a, reg b) { return a * b; }
-  template <int kBits>
-  TORCHOPT_HD static reg shifted(reg a) {
-    return a >> kBits;
-  }
+  TORCHOPT_HD static reg shifted(reg a, int bits) { return a >> bits; }
 };
 
 // Returns the random bits of W's register, whose first element has this number (its lower half).
@@ -86,19 +83,19 @@ TORCHOPT_HD inline RandomWords<W> random_words(const RoundingStream& stream, uin
   using R = typename W::reg;
   const auto times = [](R x, uint32_t factor) { return W::multiply(x, W::set1(factor)); };
   R x = W::add(W::multiples(kWeylStep), W::set1(number * kWeylStep + stream.key[0]));
-  x = times(W::bit_xor(x, W::template shifted<16>(x)), 0x21f0aaadu);
-  x = W::bit_xor(x, W::bit_xor(W::template shifted<15>(x), W::set1(stream.key[1])));
+  x = times(W::bit_xor(x, W::shifted(x, 16)), 0x21f0aaadu);
+  x = W::bit_xor(x, W::bit_xor(W::shifted(x, 15), W::set1(stream.key[1])));
   x = times(x, 0xd35a2d97u);
-  x = W::bit_xor(x, W::template shifted<15>(x));
+  x = W::bit_xor(x, W::shifted(x, 15));
   const R y = times(x, 0xac4c1b51u);
-  return {{x, W::bit_xor(y, W::template shifted<16>(y))}};
+  return {{x, W::bit_xor(y, W::shifted(y, 16))}};
 }
 
 // Returns the 16 bits that decide the rounding of an array's element.
 template <class W>
 TORCHOPT_HD inline typename W::reg random_bits_of(const RandomWords<W>& random, Array array) {
   const typename W::reg word = random.word[array / 2];
-  return array % 2 == 0 ? W::bit_and(word, W::set1(0xffffu)) : W::template shifted<16>(word);
+  return array % 2 == 0 ? W::bit_and(word, W::set1(0xffffu)) : W::shifted(word, 16);
 }
 
 // Keeps infinity and the canonical NaN, whose lower halves are 0. Above the largest finite bf16 the
