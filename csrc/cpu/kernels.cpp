@@ -9,7 +9,6 @@
 #include "cpu/digest_sums.h"
 #include "cpu/exact_squares.h"
 #include "cpu/kernel_table.h"
-#include "cpu/loop_trace.h"
 #include "cpu/quantized_loop.h"
 #include "kernels/scaled_copy.h"
 #if defined(__AVX512F__)
