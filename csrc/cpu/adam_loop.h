@@ -18,6 +18,12 @@ struct PartialRegister : L {
   int n;
 };
 
+// The prefetch distance. Hardware prefetchers stop at the end of a page, which all of the four or
+// five arrays may reach together. On a Zen 4, 512 bytes made the loop 10 to 15 % faster for tensors
+// of any type that only memory holds; 256 and 768 bytes gave about half of that gain. On an Intel
+// Xeon of 2023 all distances up to 8,192 bytes are equally fast.
+inline constexpr int64_t kBytesAhead = 512;
+
 // Prefetches n elements of each array, kBytesAhead bytes after element i.
 template <class L>
 [[gnu::always_inline]] inline void prefetch_arrays(const Layout& layout, const StepMode& mode,
