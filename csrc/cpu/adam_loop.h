@@ -41,7 +41,19 @@ template <class L>
   ahead(kGrad);
 }
 
-// Calls adam_step() on one register, whose first element has number draws->first + i.
+// The source of the random bits of elements with consecutive numbers.
+struct Draws {
+  RoundingStream stream;
+  uint32_t first;  // the lower half of the first element's number
+
+  // Returns the bits of a register that begins at the i-th of these elements.
+  template <class L>
+  typename L::Random of(int64_t i) const {
+    return L::random(stream, first + static_cast<uint32_t>(i));
+  }
+};
+
+// Calls adam_step() on one register, which begins at the i-th element of `draws`.
 template <class L>
 [[gnu::always_inline]] inline void adam_register(const L& lane,
                                                  const AdamScalars<typename L::scalar>& s,
@@ -50,7 +62,7 @@ template <class L>
                                                  const Draws* draws, int64_t i) {
   if constexpr (L::any_layout) {
     if (draws != nullptr) {
-      const auto random = L::random(draws->stream, draws->first + static_cast<uint32_t>(i));
+      const auto random = draws->of<L>(i);
       adam_step(lane, s, layout, mode, x, at, &random);
     } else {
       adam_step(lane, s, layout, mode, x, at, static_cast<const typename L::Random*>(nullptr));
@@ -95,9 +107,10 @@ struct NoTrace {
   void after(const auto&... /*register*/) const {}
 };
 
-// Updates elements [begin, end). Elements that do not fill a register of L are updated by Tail,
-// Part or one by one. `draws` begins at element `begin`, or is null. Inlined into every caller, so
-// that the compiler removes branches on a constant layout or mode.
+// Updates elements [begin, end). Elements that do not fill a register of L are updated by registers
+// of Tail, which may hold one element, by a part of a register, or one by one. `draws` begins at
+// element `begin`, or is null. Inlined into every caller, so that the compiler removes branches on
+// a constant layout or mode.
 template <class L, class Tail, class Trace>
 [[gnu::always_inline]] inline void adam_loop(const AdamScalars<typename L::scalar>& scalars,
                                              const Layout& layout, const StepMode& mode,
@@ -127,7 +140,7 @@ template <class L, class Tail, class Trace>
     prefetch_arrays<L>(layout, mode, x, i, L::width);
     update(L{});
   }
-  if constexpr (Tail::width < L::width) {
+  if constexpr (Tail::width > 1) {
     for (; i + Tail::width <= end; i += Tail::width) {
       update(Tail{});
     }

@@ -39,23 +39,16 @@ using WideLane = FloatLane;
 using DoubleLane = ScalarLane<double>;
 #endif
 
-// The lane types of a main loop and its tail: register pairs unless most arrays are fp32 or fp64.
+// The lane type of a main loop: pairs of registers unless most arrays are fp32 or fp64.
 template <AdamKind kKind>
-struct Lanes {
-  using Main = WideLane;
-  using Tail = std::conditional_t<kKind == AdamKind::kBFloat16, FloatLane, ScalarLane<float>>;
-};
+using MainLane = std::conditional_t<
+    kKind == AdamKind::kFloat64, DoubleLane,
+    std::conditional_t<kKind == AdamKind::kFloat32 || kKind == AdamKind::kBFloat16Master, FloatLane,
+                       WideLane>>;
+// The lane type of the elements that do not fill a register of the main loop.
 template <AdamKind kKind>
-  requires(kKind == AdamKind::kFloat32 || kKind == AdamKind::kBFloat16Master)
-struct Lanes<kKind> {
-  using Main = FloatLane;
-  using Tail = FloatLane;
-};
-template <>
-struct Lanes<AdamKind::kFloat64> {
-  using Main = DoubleLane;
-  using Tail = DoubleLane;
-};
+using TailLane = std::conditional_t<kKind == AdamKind::kBFloat16, FloatLane,
+                                    ScalarLane<typename MainLane<kKind>::scalar>>;
 
 // Updates whole groups (8-bit moments). Specialized kernels leave rows with a short group to kInt8.
 template <AdamKind kKind, class Trace>
@@ -83,14 +76,14 @@ template <AdamKind kKind, class Trace>
   if constexpr (is_quantized(kKind)) {
     quantized_step<kKind>(scalars, work, options, begin, end, trace);
   } else {
-    using L = typename Lanes<kKind>::Main;
+    using L = MainLane<kKind>;
     const Layout layout = known_layout<kKind>(work.layout);
     const StepMode mode{.write_back = writes_back<kKind>(options),
                         .past_caches = layout.master == Master::kFloat32 && past_caches};
     const auto loop = [&](int64_t first, int64_t last, const Draws* draws)
         __attribute__((always_inline)) {
-      adam_loop<L, typename Lanes<kKind>::Tail>(scalars_in<typename L::scalar>(scalars), layout,
-                                                mode, work, first, last, draws, trace);
+      adam_loop<L, TailLane<kKind>>(scalars_in<typename L::scalar>(scalars), layout, mode, work,
+                                    first, last, draws, trace);
     };
     if (!rounds_randomly<kKind>(options, layout)) {
       loop(begin, end, nullptr);
@@ -116,7 +109,7 @@ template <AdamKind kKind>
 int64_t adam_traced(const TensorScalars& scalars, const TensorWork& work,
                     const StepOptions& options, int64_t begin, int64_t end, bool past_caches,
                     void* change) {
-  using Scalar = typename Lanes<kKind>::Main::scalar;
+  using Scalar = typename MainLane<kKind>::scalar;
   LoopTrace<Scalar> trace(begin, static_cast<Scalar*>(change));
   step<kKind>(scalars, work, options, begin, end, past_caches, trace);
   return trace.lost();

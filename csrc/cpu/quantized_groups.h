@@ -10,26 +10,21 @@ namespace torchopt_ext {
 namespace {
 
 // The random bits of a group. All of its elements use the stream of its first element.
-class GroupDraws {
+class GroupDraws : public Draws {
  public:
-  explicit GroupDraws(const RoundingKey& key) : key_(key) {}
+  explicit GroupDraws(const RoundingKey& key) : Draws{}, key_(key) {}
 
   void start(uint64_t number) {
     if (number >> kStreamBits != upper_) {
       upper_ = number >> kStreamBits;
-      draws_.stream = rounding_stream(key_, number);
+      stream = rounding_stream(key_, number);
     }
-    draws_.first = static_cast<uint32_t>(number);
-  }
-  template <class L>
-  typename L::Random of(int64_t i) const {
-    return L::random(draws_.stream, draws_.first + static_cast<uint32_t>(i));
+    first = static_cast<uint32_t>(number);
   }
 
  private:
   RoundingKey key_;
   uint64_t upper_ = ~uint64_t{0};
-  Draws draws_{};
 };
 
 // The number of groups updated together. Their moments are buffered until find_scales() has

@@ -26,12 +26,6 @@ struct RoundingStream {
   uint32_t key[2];
 };
 
-// The source of the random bits of elements with consecutive numbers.
-struct Draws {
-  RoundingStream stream;
-  uint32_t first;  // the lower half of the first element's number
-};
-
 // The random bits of a register. Array a has half a % 2 of word[a / 2], where half 0 is the lower.
 template <class W>
 struct RandomWords {
