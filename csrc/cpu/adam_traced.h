@@ -25,10 +25,6 @@ inline int64_t end_of_tile(const TensorWork& work, bool changes, int64_t begin, 
   return end - i < longest ? end : i + longest;
 }
 
-inline const char* element(const TensorWork& work, int array, int64_t i) {
-  return static_cast<const char*>(work.memory[array]) + i * element_size(work.layout, array);
-}
-
 inline ChunkTrace adam_traced(const KernelTable& table, const TensorScalars& scalars,
                               const TensorWork& work, const StepOptions& options, int64_t begin,
                               int64_t end, bool past_caches) {

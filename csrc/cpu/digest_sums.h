@@ -120,7 +120,7 @@ class TileDigest {
           work_.layout, [&](Array array) __attribute__((always_inline)) {
             const int64_t size = element_size(work_.layout, array);
             const int64_t byte = size * in_segment;
-            sums_.add(array, static_cast<const char*>(work_.memory[array]) + size * begin, size * n,
+            sums_.add(array, element(work_, array, begin), size * n,
                       reinterpret_cast<const char*>(kHalfFactors.of) + byte,
                       lanes.of + byte / 4 % kDigestLanes);
           });

@@ -22,12 +22,10 @@ struct KernelTable {
   // Returns the digest of what pass B stored of elements [begin, end): whole groups if quantized.
   uint64_t (*digest)(const TensorWork&, int64_t begin, int64_t end);
 
-  // Pass A, indexed by DType. Adds the squares of rows of kShortRow or more elements, or of at most
-  // kBlockElements elements of shorter rows. Prefetches `next` unless it is null.
-  void (*add_rows[kDTypes])(const void* x, int64_t rows, int64_t length, const void* next,
-                            ExactAccumulator& acc);
-  void (*add_short_rows[kDTypes])(const void* x, int64_t n, const void* next,
-                                  ExactAccumulator& acc);
+  // Pass A on a chunk (make_chunks), indexed by DType: adds the squares of n elements. `row_length`
+  // is the tensor's. Prefetches `next`, which pass A reads soon, unless it is null.
+  void (*add_squares[kDTypes])(const void* x, int64_t n, int64_t row_length, const void* next,
+                               ExactAccumulator& acc);
   // Returns the sum of squares of at most kBlockElements elements, which lie in the cache.
   double (*block_sum[kDTypes])(const void* x, int64_t n);
 

@@ -115,6 +115,22 @@ int64_t adam_traced(const TensorScalars& scalars, const TensorWork& work,
   return trace.lost();
 }
 
+template <class T>
+void add_squares(const void* memory, int64_t n, int64_t row_length, const void* next,
+                 ExactAccumulator& acc) {
+  const auto* x = static_cast<const T*>(memory);
+  if (row_length >= kShortRow) {  // whole rows, or blocks of one row
+    const int64_t length = row_length < n ? row_length : n;
+    add_sums_of_rows<DoubleLane, T>(x, n / length, length, next, acc);
+    return;
+  }
+  for (int64_t i = 0; i < n; i += kBlockElements) {
+    const bool is_last = n - i <= kBlockElements;
+    add_exact_squares<DoubleLane, T>(x + i, is_last ? n - i : kBlockElements,
+                                     is_last ? next : x + i + kBlockElements, acc);
+  }
+}
+
 template <class To, class From>
 void scaled_copy(void* to_memory, const void* from_memory, double factor, int64_t n,
                  bool past_caches) {
@@ -145,12 +161,8 @@ constexpr KernelTable table_of(std::integer_sequence<int, kKinds...>) {
       .adam_traced = {adam_traced<AdamKind{kKinds}>...},
       .digest = digest_elements<FloatLane::Words>,
       // In the order of DType.
-      .add_rows = {add_sums_of_rows<DoubleLane, float>, add_sums_of_rows<DoubleLane, double>,
-                   add_sums_of_rows<DoubleLane, BFloat16>, add_sums_of_rows<DoubleLane, Float16>},
-      .add_short_rows = {add_exact_squares<DoubleLane, float>,
-                         add_exact_squares<DoubleLane, double>,
-                         add_exact_squares<DoubleLane, BFloat16>,
-                         add_exact_squares<DoubleLane, Float16>},
+      .add_squares = {add_squares<float>, add_squares<double>, add_squares<BFloat16>,
+                      add_squares<Float16>},
       .block_sum = {block_sum<DoubleLane, float>, block_sum<DoubleLane, double>,
                     block_sum<DoubleLane, BFloat16>, block_sum<DoubleLane, Float16>},
       .scaled_copy = {{scaled_copy<float, float>, nullptr, scaled_copy<float, BFloat16>,

@@ -104,6 +104,11 @@ TORCHOPT_HD constexpr int64_t element_size(const Layout& layout, int array) {
   }
 }
 
+// Returns the address of an element of a per-element array.
+TORCHOPT_HD inline char* element(const TensorWork& work, int array, int64_t i) {
+  return static_cast<char*>(work.memory[array]) + i * element_size(work.layout, array);
+}
+
 // Calls visit(array) for the per-element arrays that a step writes.
 template <class Visit>
 [[gnu::always_inline]] TORCHOPT_HD inline void for_each_written(const Layout& layout,

@@ -6,9 +6,9 @@
 #include <cmath>
 #include <limits>
 
-#include "cpu/sum_of_squares_chunk.h"
 #include "cuda/norm.h"
 #include "support.h"
+#include "work/work_list.h"
 
 namespace torchopt_ext {
 namespace {
@@ -16,7 +16,8 @@ namespace {
 ExactAccumulator sum_on_cpu(const KernelTable& table, const TensorWork& work, int64_t chunk) {
   ExactAccumulator acc{};
   for (const Chunk& piece : make_chunks({work}, chunk)) {
-    add_chunk(table, work, piece, /*next=*/nullptr, acc);
+    table.add_squares[static_cast<int>(work.layout.grad)](
+        element(work, kGrad, piece.begin), piece.count, work.row_length, /*next=*/nullptr, acc);
   }
   accumulator_normalize(acc);
   return acc;
