@@ -1,22 +1,44 @@
-// One parallel region per pass over the whole work list.
+// One parallel region per pass over the whole work list, balanced by bytes rather than tensor by
+// tensor.
 #include "work/passes.h"
 
+#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/scalar_tensor.h>
 #ifdef __x86_64__
 #include <immintrin.h>
 #endif
 
+#include <algorithm>
 #include <mutex>
+#include <utility>
 
 #include "cpu/adam_traced.h"
-#include "cpu/for_each_share.h"
+#include "cpu/float_mode.h"
 #include "kernels/adam.h"
 #include "kernels/scaled_copy.h"
 #include "kernels/trace.h"
 
 namespace torchopt_ext::cpu {
 namespace {
+
+// Below this many bytes a second thread costs more time than it saves.
+constexpr int64_t kBytesPerThread = 32768;
+
+// Calls body(first, last) on ranges of chunks, in parallel and in the mode that FloatMode sets.
+template <class Body>
+void for_each_share(const WorkList& work, const Body& body) {
+  if (work.chunks.empty()) {
+    return;
+  }
+  const int64_t useful = work.cumulative.back() / kBytesPerThread + 1;
+  const int64_t shares = std::min<int64_t>(at::get_num_threads(), useful);
+  at::parallel_for(0, shares, 1, [&](int64_t begin, int64_t end) {
+    const FloatMode mode;
+    body(first_of_share(work.cumulative, begin, shares),
+         first_of_share(work.cumulative, end, shares));
+  });
+}
 
 // Returns the address of chunk i's gradient, or null without a gradient or beyond the share.
 const void* gradient_at(const WorkList& work, size_t i, size_t last) {

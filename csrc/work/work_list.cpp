@@ -84,17 +84,10 @@ std::vector<int64_t> cumulative_bytes(const std::vector<TensorWork>& tensors,
   return cumulative;
 }
 
-std::pair<size_t, size_t> share_of(const std::vector<int64_t>& cumulative, int64_t index,
-                                   int64_t shares) {
-  const auto bound = [&](int64_t share) {
-    const int64_t target = cumulative.back() / shares * share;
-    if (share == shares) {
-      return cumulative.size() - 1;
-    }
-    return static_cast<size_t>(std::lower_bound(cumulative.begin(), cumulative.end(), target) -
-                               cumulative.begin());
-  };
-  return {bound(index), bound(index + 1)};
+size_t first_of_share(const std::vector<int64_t>& cumulative, int64_t share, int64_t shares) {
+  const int64_t bytes = cumulative.back() * share / shares;
+  return static_cast<size_t>(std::lower_bound(cumulative.begin(), cumulative.end(), bytes) -
+                             cumulative.begin());
 }
 
 }  // namespace torchopt_ext

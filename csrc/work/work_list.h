@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <utility>
 #include <vector>
 
 #include "kernels/tensor_work.h"
@@ -60,9 +59,8 @@ std::vector<int64_t> first_chunks(const std::vector<Chunk>& chunks, size_t tenso
 std::vector<int64_t> cumulative_bytes(const std::vector<TensorWork>& tensors,
                                       const std::vector<Chunk>& chunks);
 
-// Returns chunks [first, second) of share `index` of `shares`: about equal bytes, together all
-// chunks.
-std::pair<size_t, size_t> share_of(const std::vector<int64_t>& cumulative, int64_t index,
-                                   int64_t shares);
+// Returns the first chunk of share `share` of `shares` shares of about equal bytes: 0 for the first
+// share, and the number of chunks if share == shares. Bytes times shares must fit in int64_t.
+size_t first_of_share(const std::vector<int64_t>& cumulative, int64_t share, int64_t shares);
 
 }  // namespace torchopt_ext
