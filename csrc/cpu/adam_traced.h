@@ -3,6 +3,7 @@
 
 #include "cpu/kernel_table.h"
 #include "kernels/quantize.h"
+#include "kernels/trace.h"
 
 namespace torchopt_ext {
 
@@ -27,7 +28,7 @@ inline int64_t end_of_tile(const TensorWork& work, bool changes, int64_t begin, 
 
 inline ChunkTrace adam_traced(const KernelTable& table, const TensorScalars& scalars,
                               const TensorWork& work, const StepOptions& options, int64_t begin,
-                              int64_t end, bool past_caches) {
+                              int64_t end) {
   ChunkTrace trace{};
   const auto sum_of_squares = [&](DType dtype, const void* x, int64_t n) {
     return table.block_sum[static_cast<int>(dtype)](x, n);
@@ -42,16 +43,11 @@ inline ChunkTrace adam_traced(const KernelTable& table, const TensorScalars& sca
     if (norms) {  // before the step may overwrite the gradient
       trace.grad_sumsq += sum_of_squares(work.layout.grad, element(work, kGrad, i), n);
     }
-    if (changes) {
-      alignas(64) double change[kTileElements];
-      trace.lost +=
-          table.adam_traced[kind](scalars, work, options, i, tile_end, past_caches, change);
-      if (norms) {
-        trace.update_sumsq +=
-            sum_of_squares(is_double ? DType::kFloat64 : DType::kFloat32, change, n);
-      }
-    } else {
-      table.adam[kind](scalars, work, options, i, tile_end, past_caches);
+    alignas(64) double change[kTileElements];
+    trace.lost += table.adam[kind](scalars, work, options, i, tile_end, changes ? change : nullptr);
+    if (norms) {
+      trace.update_sumsq +=
+          sum_of_squares(is_double ? DType::kFloat64 : DType::kFloat32, change, n);
     }
     if ((options.track & kTrackDigest) != 0) {
       trace.digest += table.digest(work, i, tile_end);

@@ -4,21 +4,17 @@
 
 #include "kernels/adam.h"
 #include "kernels/exact_accumulator.h"
-#include "kernels/trace.h"
 
 namespace torchopt_ext {
 
 struct KernelTable {
   const char* name;  // "default", "avx2" or "avx512"
 
-  // Pass B on elements [begin, end) of a tensor, indexed by AdamKind. With `past_caches`,
-  // parameters that have an fp32 master are stored past the caches.
-  void (*adam[kAdamKinds])(const TensorScalars&, const TensorWork&, const StepOptions&,
-                           int64_t begin, int64_t end, bool past_caches);
-  // The same with tracking. Writes the change of each stored weight to `change`, in the tensor's
-  // compute type. Returns how many weights did not change although their update was not 0.
-  int64_t (*adam_traced[kAdamKinds])(const TensorScalars&, const TensorWork&, const StepOptions&,
-                                     int64_t begin, int64_t end, bool past_caches, void* change);
+  // Pass B on elements [begin, end) of a tensor, indexed by AdamKind. Unless `change` is null,
+  // writes the change of each stored weight there, in the tensor's compute type, and returns how
+  // many weights did not change although their update was not 0.
+  int64_t (*adam[kAdamKinds])(const TensorScalars&, const TensorWork&, const StepOptions&,
+                              int64_t begin, int64_t end, void* change);
   // Returns the digest of what pass B stored of elements [begin, end): whole groups if quantized.
   uint64_t (*digest)(const TensorWork&, int64_t begin, int64_t end);
 

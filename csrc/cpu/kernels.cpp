@@ -70,16 +70,15 @@ void quantized_step(const TensorScalars& scalars, const TensorWork& work,
 }
 
 template <AdamKind kKind, class Trace>
-[[gnu::always_inline]] inline void step(const TensorScalars& scalars, const TensorWork& work,
-                                        const StepOptions& options, int64_t begin, int64_t end,
-                                        bool past_caches, Trace&& trace) {
+void step(const TensorScalars& scalars, const TensorWork& work, const StepOptions& options,
+          int64_t begin, int64_t end, Trace&& trace) {
   if constexpr (is_quantized(kKind)) {
     quantized_step<kKind>(scalars, work, options, begin, end, trace);
   } else {
     using L = MainLane<kKind>;
     const Layout layout = known_layout<kKind>(work.layout);
     const StepMode mode{.write_back = writes_back<kKind>(options),
-                        .past_caches = layout.master == Master::kFloat32 && past_caches};
+                        .past_caches = layout.master == Master::kFloat32 && options.past_caches};
     const auto loop = [&](int64_t first, int64_t last, const Draws* draws)
         __attribute__((always_inline)) {
       adam_loop<L, TailLane<kKind>>(scalars_in<typename L::scalar>(scalars), layout, mode, work,
@@ -100,18 +99,15 @@ template <AdamKind kKind, class Trace>
 }
 
 template <AdamKind kKind>
-void adam(const TensorScalars& scalars, const TensorWork& work, const StepOptions& options,
-          int64_t begin, int64_t end, bool past_caches) {
-  step<kKind>(scalars, work, options, begin, end, past_caches, NoTrace{});
-}
-
-template <AdamKind kKind>
-int64_t adam_traced(const TensorScalars& scalars, const TensorWork& work,
-                    const StepOptions& options, int64_t begin, int64_t end, bool past_caches,
-                    void* change) {
+int64_t adam(const TensorScalars& scalars, const TensorWork& work, const StepOptions& options,
+             int64_t begin, int64_t end, void* change) {
+  if (change == nullptr) {
+    step<kKind>(scalars, work, options, begin, end, NoTrace{});
+    return 0;
+  }
   using Scalar = typename MainLane<kKind>::scalar;
   LoopTrace<Scalar> trace(begin, static_cast<Scalar*>(change));
-  step<kKind>(scalars, work, options, begin, end, past_caches, trace);
+  step<kKind>(scalars, work, options, begin, end, trace);
   return trace.lost();
 }
 
@@ -158,7 +154,6 @@ constexpr KernelTable table_of(std::integer_sequence<int, kKinds...>) {
   return {
       .name = kName,
       .adam = {adam<AdamKind{kKinds}>...},
-      .adam_traced = {adam_traced<AdamKind{kKinds}>...},
       .digest = digest_elements<FloatLane::Words>,
       // In the order of DType.
       .add_squares = {add_squares<float>, add_squares<double>, add_squares<BFloat16>,

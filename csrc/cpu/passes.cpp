@@ -197,9 +197,10 @@ void adam(const WorkList& work, const std::vector<GroupHyper>& groups, const at:
   // Worker threads have their own thread_local copies: hand them this thread's.
   const Scalars* const all = scalars.data();
   const uint32_t* const index = scalars_of.data();
-  auto* chunk_traces = work.options.track != 0 ? static_cast<ChunkTrace*>(traces.chunks.data_ptr())
-                                               : static_cast<ChunkTrace*>(nullptr);
-  const bool past_caches = work.cumulative.back() > kStreamedStep;
+  auto* chunk_traces =
+      work.options.track != 0 ? static_cast<ChunkTrace*>(traces.chunks.data_ptr()) : nullptr;
+  StepOptions options = work.options;
+  options.past_caches = work.cumulative.back() > kStreamedStep;
   for_each_share(work, [&, all, index](size_t first, size_t last) {
     for (size_t i = first; i < last; ++i) {
       const Chunk& chunk = work.chunks[i];
@@ -210,14 +211,13 @@ void adam(const WorkList& work, const std::vector<GroupHyper>& groups, const at:
       }
       const TensorScalars& values = all[index[t]].values;
       if (chunk_traces != nullptr) {
-        chunk_traces[i] = adam_traced(kernels(), values, tensor, work.options, chunk.begin,
-                                      chunk.end(), past_caches);
+        chunk_traces[i] = adam_traced(kernels(), values, tensor, options, chunk.begin, chunk.end());
       } else {
-        kernels().adam[static_cast<int>(tensor.kind)](values, tensor, work.options, chunk.begin,
-                                                      chunk.end(), past_caches);
+        kernels().adam[static_cast<int>(tensor.kind)](values, tensor, options, chunk.begin,
+                                                      chunk.end(), /*change=*/nullptr);
       }
     }
-    if (past_caches) {
+    if (options.past_caches) {
       store_fence();
     }
   });

@@ -48,7 +48,9 @@ struct Layout {
 struct StepOptions {
   bool stochastic_rounding = false;   // where rounds_randomly() allows it
   bool write_back_gradients = false;  // also unscales and clips gradients in memory
-  uint32_t track = 0;                 // the statistics of each chunk: Track (trace.h)
+  // Stores parameters that have an fp32 master past the caches. Only the CPU has such stores.
+  bool past_caches = false;
+  uint32_t track = 0;  // the statistics of each chunk: Track (trace.h)
   uint64_t rounding_seed = 0;
 };
 
@@ -167,21 +169,21 @@ TORCHOPT_HD constexpr Layout layout_of(AdamKind kind) {
   constexpr DType kHalf = DType::kBFloat16;
   switch (kind) {
     case AdamKind::kFloat64:
-      return {DType::kFloat64, DType::kFloat64, DType::kFloat64, Master::kNone, false};
+      return {DType::kFloat64, DType::kFloat64, DType::kFloat64};
     case AdamKind::kBFloat16:
     case AdamKind::kBFloat16Rounded:
-      return {kHalf, kHalf, kHalf, Master::kNone, false};
+      return {kHalf, kHalf, kHalf};
     case AdamKind::kBFloat16Master:
-      return {kHalf, kHalf, DType::kFloat32, Master::kFloat32, false};
+      return {kHalf, kHalf, DType::kFloat32, Master::kFloat32};
     case AdamKind::kBFloat16Remainder:
-      return {kHalf, kHalf, DType::kFloat32, Master::kRemainder, false};
+      return {kHalf, kHalf, DType::kFloat32, Master::kRemainder};
     case AdamKind::kInt8Float32:
-      return {DType::kFloat32, DType::kFloat32, DType::kInt8, Master::kNone, false};
+      return {DType::kFloat32, DType::kFloat32, DType::kInt8};
     case AdamKind::kInt8BFloat16:
     case AdamKind::kInt8Rounded:
-      return {kHalf, kHalf, DType::kInt8, Master::kNone, false};
+      return {kHalf, kHalf, DType::kInt8};
     case AdamKind::kInt8Remainder8:
-      return {kHalf, kHalf, DType::kInt8, Master::kRemainder8, false};
+      return {kHalf, kHalf, DType::kInt8, Master::kRemainder8};
     default:
       return {};
   }

@@ -207,8 +207,7 @@ TEST(Adam, LostUpdatesAreCountedAroundZerosInfinitiesAndNaNs) {
           work.memory[kGrad] = g.data();
           work.memory[kExpAvg] = m.data();
           work.memory[kExpAvgSq] = v.data();
-          lost += table->adam_traced[0](scalars, work, {}, 0, static_cast<int64_t>(n),
-                                        /*past_caches=*/false, change.data());
+          lost += table->adam[0](scalars, work, {}, 0, static_cast<int64_t>(n), change.data());
           for (size_t i = 0; i < n; ++i) {
             const bool moves = m[i] != 0.0f || (decays && before[i] != 0.0f);
             expected += p[i] == before[i] && moves ? 1 : 0;

@@ -172,8 +172,8 @@ std::vector<float> joined_by(const KernelTable& table, std::vector<BFloat16> wei
   work.memory[kGrad] = grad.data();
   work.memory[kExpAvg] = exp_avg.data();
   work.memory[kExpAvgSq] = exp_avg_sq.data();
-  table.adam_traced[static_cast<int>(AdamKind::kGeneral)](
-      scalars, work, {}, 0, static_cast<int64_t>(n), /*past_caches=*/false, change.data());
+  table.adam[static_cast<int>(AdamKind::kGeneral)](scalars, work, {}, 0, static_cast<int64_t>(n),
+                                                   change.data());
   for (float& x : change) {
     x = -x;
   }

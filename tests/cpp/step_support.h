@@ -207,14 +207,15 @@ inline Report step_on_cpu(const KernelTable& table, Tensor& tensor, AdamHyper hy
   Report report;
   ChunkTrace sum{};
   for (const Chunk& chunk : make_chunks({tensor.work}, chunk_elements)) {
-    const StepOptions& options = tensor.options();
+    StepOptions options = tensor.options();
+    options.past_caches = past_caches;
     if (options.track != 0) {
       report.chunks.push_back(
-          adam_traced(table, scalars, tensor.work, options, chunk.begin, chunk.end(), past_caches));
+          adam_traced(table, scalars, tensor.work, options, chunk.begin, chunk.end()));
       add_trace(sum, report.chunks.back());
     } else {
       table.adam[static_cast<int>(tensor.work.kind)](scalars, tensor.work, options, chunk.begin,
-                                                     chunk.end(), past_caches);
+                                                     chunk.end(), /*change=*/nullptr);
     }
   }
   if (tensor.options().track != 0) {

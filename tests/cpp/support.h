@@ -68,7 +68,8 @@ inline void subtract(const KernelTable& table, TensorWork work, std::vector<floa
   work.memory[kExpAvg] = amounts.data();
   work.memory[kExpAvgSq] = exp_avg_sq.data();
   table.adam[static_cast<int>(AdamKind::kGeneral)](scalars, work, options, 0,
-                                                   static_cast<int64_t>(amounts.size()), false);
+                                                   static_cast<int64_t>(amounts.size()),
+                                                   /*change=*/nullptr);
 }
 
 // Returns a tensor with the given arrays; its other arrays are null.
