@@ -2,6 +2,8 @@
 // caches. Each word takes one multiply-add of its two 16-bit halves.
 #pragma once
 
+#include <cstddef>
+
 #include "kernels/digest.h"
 #include "kernels/quantize.h"
 
@@ -36,8 +38,8 @@ class HalfSums {
  public:
   // Adds `bytes` bytes of an array, all in one segment, from the beginning of a word on. `factors`
   // and `lanes` begin with the factors of the first half and word.
-  [[gnu::always_inline]] void add(Array array, const char* from, int64_t bytes, const char* factors,
-                                  const int32_t* lanes) {
+  [[gnu::always_inline]] void add(Array array, const char* from, int64_t bytes,
+                                  const int16_t* factors, const int32_t* lanes) {
     int64_t done = 0;
     if constexpr (W::width > 1) {
       using reg = typename W::reg;
@@ -45,13 +47,14 @@ class HalfSums {
       // A word adds at most 2**15 * 2048, as its half factors add up to 2048: int32 holds 32 words.
       constexpr int64_t kMost = 32 * kBytes;
       const reg lane = W::load(lanes);
+      const auto* factor_bytes = reinterpret_cast<const char*>(factors);
       while (bytes - done >= kBytes) {
         const int64_t last = done + (bytes - done < kMost ? bytes - done : kMost) - kBytes;
         reg sum{};
 #pragma GCC unroll 4
         for (; done <= last; done += kBytes) {
-          sum =
-              W::add(sum, W::add_products_of_halves(W::load(from + done), W::load(factors + done)));
+          sum = W::add(
+              sum, W::add_products_of_halves(W::load(from + done), W::load(factor_bytes + done)));
         }
         const reg even = W::multiply_lower(sum, lane);
         const reg odd = W::multiply_lower(W::upper(sum), W::upper(lane));
@@ -59,9 +62,15 @@ class HalfSums {
       }
     }
     for (; done < bytes; done += 4) {
-      const int64_t end = bytes - done < 4 ? bytes : done + 4;
-      rest_[array] += static_cast<uint64_t>(weighted(from, done, end, factors) *
-                                            lanes[done / 4 % kDigestLanes]);
+      uint32_t word = 0;  // a last part of a word is filled up with zeros
+      if (bytes - done >= 4) {
+        __builtin_memcpy(&word, from + done, 4);
+      } else {
+        __builtin_memcpy(&word, from + done, static_cast<size_t>(bytes - done));
+      }
+      const auto factor = [&](uint32_t half) { return int{factors[half]}; };
+      const int64_t halves = weighted_element(word, 4, static_cast<uint32_t>(done / 4), factor);
+      rest_[array] += static_cast<uint64_t>(halves * lanes[done / 4 % kDigestLanes]);
     }
   }
   uint64_t total(const Layout& layout) const {
@@ -81,19 +90,6 @@ class HalfSums {
   }
 
  private:
-  // Returns the sum of the halves in bytes [at, end) times their factors.
-  static int64_t weighted(const char* from, int64_t at, int64_t end, const char* factors) {
-    int64_t sum = 0;
-    for (; at < end; at += 2) {
-      const int low = static_cast<uint8_t>(from[at]);
-      const int half = at + 1 < end ? low + static_cast<int8_t>(from[at + 1]) * 256 : low;
-      int16_t factor;
-      __builtin_memcpy(&factor, factors + at, sizeof(factor));
-      sum += half * factor;
-    }
-    return sum;
-  }
-
   typename W::reg pairs_[kElementArrays] = {};
   uint64_t rest_[kElementArrays] = {};
 };
@@ -120,8 +116,7 @@ class TileDigest {
           work_.layout, [&](Array array) __attribute__((always_inline)) {
             const int64_t size = element_size(work_.layout, array);
             const int64_t byte = size * in_segment;
-            sums_.add(array, element(work_, array, begin), size * n,
-                      reinterpret_cast<const char*>(kHalfFactors.of) + byte,
+            sums_.add(array, element(work_, array, begin), size * n, kHalfFactors.of + byte / 2,
                       lanes.of + byte / 4 % kDigestLanes);
           });
       begin += n;
@@ -129,7 +124,9 @@ class TileDigest {
     }
   }
   // Adds whole groups with 8-bit moments and their scales. All elements of a group use the base of
-  // its first element.
+  // its first element. A run [first, i) ends where the numbers of elements are not consecutive, or
+  // where a group begins in the next stream: a group that straddles the end of a stream belongs to
+  // the stream of its first element.
   void add_groups(int64_t begin, int64_t end) {
     int64_t group = group_of(work_, begin);
     for (int64_t first = begin; first < end;) {
