@@ -7,9 +7,6 @@
 
 namespace torchopt_ext {
 
-// The elements of a tile, which the L1 cache holds for norms and the digest. Norms are summed tile
-// by tile, so their bits depend on this length.
-inline constexpr int64_t kTileElements = 512;
 inline constexpr int64_t kDigestTileBytes = 2048;  // of each moment, if only the digest is tracked
 
 // Returns the end of the tile that begins at element i of chunk [begin, end). `changes`: whether
@@ -19,7 +16,12 @@ inline int64_t end_of_tile(const TensorWork& work, bool changes, int64_t begin, 
   if (is_quantized(work.kind)) {
     // The kernel for 8-bit moments prepares constants in each call. If only the digest is tracked,
     // the tile is therefore the whole chunk, which the L2 cache holds.
-    return changes ? end_of_groups(work, begin, end, i) : end;
+    if (!changes) {
+      return end;
+    }
+    const ChunkGroups groups(work, end - begin);
+    const int next = groups.of(static_cast<int>(i - begin)) + kTileGroups;
+    return next < groups.count() ? begin + groups.begin(next) : end;
   }
   const int64_t longest =
       changes ? kTileElements : kDigestTileBytes / element_size(work.layout.state);

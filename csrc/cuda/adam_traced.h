@@ -9,10 +9,10 @@
 namespace torchopt_ext {
 
 // A tile's squares are summed by the block rule, and the sums of tiles are added in order, as on
-// the CPU. A tile of kTileGroups groups has fewer than kTraceTileElements elements if rows end in
+// the CPU. A tile of kTileGroups groups has fewer than kTileElements elements if rows end in
 // short groups, but more than half: rows with 8-bit moments have at least kQuantGroup
 // (entry_checks.cpp).
-inline constexpr int kMostTiles = 2 * kChunkElements / kTraceTileElements;
+inline constexpr int kMostTiles = 2 * kChunkElements / kTileElements;
 
 struct TileNorms {
   double sumsq[2];  // of the gradient, of the update
@@ -103,7 +103,7 @@ struct PlainChunk {
 };
 template <AdamKind kKind>
 TORCHOPT_HD inline int tiles_of(const PlainChunk<kKind>& chunk) {
-  return (chunk.elements.n + kTraceTileElements - 1) / kTraceTileElements;
+  return (chunk.elements.n + kTileElements - 1) / kTileElements;
 }
 template <AdamKind kKind>
 TORCHOPT_HD inline int tiles_of(const QuantizedChunk<kKind>& chunk) {
@@ -119,8 +119,8 @@ TORCHOPT_HD inline void update_tile(const Warp& warp, WarpTrace<T, Warp>& trace,
   using Rows = VectorLane<T, 2 * kRows, 2, kBlockLanes>;
   const AdamChunk<T>& elements = chunk.elements;
   const Layout& layout = chunk.layout;
-  const int begin = tile * kTraceTileElements;
-  const int end = begin + kTraceTileElements < elements.n ? begin + kTraceTileElements : elements.n;
+  const int begin = tile * kTileElements;
+  const int end = begin + kTileElements < elements.n ? begin + kTileElements : elements.n;
   const StepOptions& options = elements.options;
   const bool aligned = are_all_aligned_at(layout, elements.x, 2, begin);
   warp.each([&](int thread) {
@@ -158,7 +158,7 @@ TORCHOPT_HD inline void update_tile(const Warp& warp, WarpTrace<float, Warp>& tr
                                     const SharedHalfFactors& factors, int tile) {
   using SingleLane = VectorLane<float, 1>;
   struct Weights {
-    typename SingleLane::reg of[kTraceTileElements / kWarpThreads];
+    typename SingleLane::reg of[kTileElements / kWarpThreads];
   };
   const AdamChunk<float>& elements = chunk.elements;
   const ChunkGroups& groups = chunk.groups;
@@ -168,7 +168,7 @@ TORCHOPT_HD inline void update_tile(const Warp& warp, WarpTrace<float, Warp>& tr
   const int end = groups.begin(last - 1) + groups.size(last - 1);
   typename Warp::template PerThread<Weights> before;
   const auto for_each_owned = [&](int thread, const auto& visit) {
-    unrolled<kTraceTileElements / kWarpThreads>([&](int k) {
+    unrolled<kTileElements / kWarpThreads>([&](int k) {
       const int lane = k % 2;
       const int i = begin + 2 * thread + lane + k / 2 * kBlockLanes;
       if (i < end) {

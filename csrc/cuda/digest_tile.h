@@ -7,11 +7,9 @@
 #include "cuda/adam.h"
 #include "kernels/block_rule.h"
 #include "kernels/digest.h"
+#include "kernels/trace.h"
 
 namespace torchopt_ext {
-
-inline constexpr int kTraceTileElements = 512;  // elements of a tile, at most
-
 namespace {
 
 // half_factor() from a block's table.
@@ -37,7 +35,7 @@ template <class L>
 TORCHOPT_HD inline uint64_t digest_pairs(const Layout& layout, void* const (&x)[kArrays], int& i,
                                          int end, DigestPlace place,
                                          const SharedHalfFactors& factors) {
-  static_assert(kTraceTileElements / kBlockLanes == 8 && kBlockLanes / 4 % kDigestLanes == 0);
+  static_assert(kTileElements / kBlockLanes == 8 && kBlockLanes / 4 % kDigestLanes == 0);
   // Sums of halves of each element of a pair; all in [0] if the elements share a word.
   int32_t halves[kElementArrays][2]{};
   int64_t sums[kElementArrays]{};  // without the array's factor

@@ -68,13 +68,6 @@ class ChunkGroups {
 // elements as the tiles of other tensors.
 inline constexpr int kTileGroups = 8;
 
-// Returns the end of the tile that starts at element i of chunk [begin, end).
-inline int64_t end_of_groups(const TensorWork& work, int64_t begin, int64_t end, int64_t i) {
-  const ChunkGroups groups(work, end - begin);
-  const int next = groups.of(static_cast<int>(i - begin)) + kTileGroups;
-  return next < groups.count() ? begin + groups.begin(next) : end;
-}
-
 // A group's new scale, and the factor that turns its moments into codes.
 template <class L>
 struct Encoding {
