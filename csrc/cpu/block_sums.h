@@ -33,8 +33,6 @@ inline void add_lanes(const T* x, typename L::reg (&sums)[kBlockLanes / L::width
     typename L::reg wide[kAtOnce];
     if constexpr (kWidensInPairs<L, T>) {
       L::load_pairs(x + r * L::width, wide);
-    } else if constexpr (L::width == 1) {
-      wide[0] = static_cast<double>(widen(x[r]));
     } else {
       wide[0] = L::load(x + r * L::width);
     }
