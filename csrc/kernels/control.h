@@ -100,7 +100,7 @@ TORCHOPT_HD inline double scheduled_lr_factor(const Control& control) {
                           static_cast<DecayType>(bounded_steps(control.decay_type)),
                           control.min_lr_factor,
                           static_cast<int>(bounded_steps(control.schedule_generation))};
-  return lr_factor(schedule, bounded_steps(control.steps - control.skipped_steps));
+  return lr_factor(schedule, control.steps - control.skipped_steps);
 }
 
 // Decides about a step. `total` is the accumulator's total. grad_scale and found_inf are the values

@@ -23,12 +23,8 @@ struct Schedule {
 
 namespace {
 
-TORCHOPT_HD inline int64_t bounded_steps(int64_t steps) {
-  const int64_t counted = steps > 0 ? steps : 0;
-  return counted < kMostSteps ? counted : kMostSteps;
-}
-
-// Clamps a field of a control block, which may hold any double; a NaN becomes 0.
+// Clamps a count, which may be any double if it is a field of a control block; a NaN becomes 0.
+// Integers above the limit convert to doubles that are not below it.
 TORCHOPT_HD inline int64_t bounded_steps(double steps) {
   if (steps >= static_cast<double>(kMostSteps)) {
     return kMostSteps;
@@ -74,8 +70,8 @@ TORCHOPT_HD inline double cospi(double x) {
   return negative ? -result : result;
 }
 
-// Returns the factor after `steps` steps; a negative count is taken as 0.
-TORCHOPT_HD inline double lr_factor(const Schedule& schedule, int64_t steps) {
+// Returns the factor after `steps` steps, which are clamped by bounded_steps().
+TORCHOPT_HD inline double lr_factor(const Schedule& schedule, double steps) {
   using L = ScalarLane<double>;
   const int64_t step = bounded_steps(steps);
   const auto next = static_cast<double>(step + 1);

@@ -5,6 +5,8 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -146,6 +148,27 @@ TEST(Control, TheScheduleCountsStepsThatWereMade) {
   control.lr_factor = 0.3;
   step(control, 1.0, nullptr, nullptr);
   EXPECT_EQ(control.lr_factor, 0.3);
+}
+
+TEST(Control, CountsOfStepsAreClampedTo0And2To53) {
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  for (const double low : {-kInfinity, -1.0, -0.0, 0.5, std::nan("")}) {
+    EXPECT_EQ(bounded_steps(low), 0);
+  }
+  for (const double high : {0x1p53, 0x1p63, kInfinity}) {
+    EXPECT_EQ(bounded_steps(high), kMostSteps);
+  }
+  // Integers, which are converted to doubles.
+  constexpr int64_t kLargest = std::numeric_limits<int64_t>::max();
+  for (const int64_t exact : {int64_t{0}, int64_t{1}, kMostSteps - 1, kMostSteps}) {
+    EXPECT_EQ(bounded_steps(exact), exact);
+  }
+  for (const int64_t above : {kMostSteps + 1, kMostSteps + 2, kMostSteps + 3, kLargest}) {
+    EXPECT_EQ(bounded_steps(above), kMostSteps);
+  }
+  for (const int64_t below : {int64_t{-1}, -kMostSteps - 1, -kLargest - 1}) {
+    EXPECT_EQ(bounded_steps(below), 0);
+  }
 }
 
 }  // namespace
