@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <span>
 #include <stdexcept>
 #include <vector>
 
@@ -62,12 +63,11 @@ inline BucketLayout lay_out_buckets(const std::vector<int64_t>& numels, int64_t 
 // block boundaries of the sum of squares, or multiples of `alignment` if rows are short. Places are
 // computed and not listed, as a bucket has very many.
 struct CutPlaces {
-  // The start, elements and row length of each of the bucket's `count` tensors; the arrays must
-  // outlive this. The bucket has `length` elements.
-  const int64_t* starts;
-  const int64_t* numels;
-  const int64_t* row_lengths;
-  size_t count;
+  // The start, elements and row length of each of the bucket's tensors. The bucket has `length`
+  // elements.
+  std::span<const int64_t> starts;
+  std::span<const int64_t> numels;
+  std::span<const int64_t> row_lengths;
   int64_t length;
   int64_t alignment;
 
@@ -80,7 +80,7 @@ struct CutPlaces {
     if (position == length) {
       return {length, length};
     }
-    const size_t i = std::upper_bound(starts, starts + count, position) - starts - 1;
+    const size_t i = std::upper_bound(starts.begin(), starts.end(), position) - starts.begin() - 1;
     // The padding after a tensor belongs to its last item.
     const int64_t offset = std::min(position - starts[i], numels[i] - 1);
     const int64_t row_length = row_lengths[i];
@@ -111,7 +111,7 @@ struct CutPlaces {
   // Returns the largest distance between adjacent places.
   int64_t largest_item() const {
     int64_t largest = 0;
-    for (size_t i = 0; i < count; ++i) {
+    for (size_t i = 0; i < starts.size(); ++i) {
       const int64_t extent = end_of(i) - starts[i];
       int64_t item = alignment;
       if (row_lengths[i] >= kShortRow) {
@@ -129,7 +129,7 @@ struct CutPlaces {
   static int64_t last_block(int64_t row_length) {
     return (row_length - kShortRow) / kBlockElements;
   }
-  int64_t end_of(size_t i) const { return i + 1 < count ? starts[i + 1] : length; }
+  int64_t end_of(size_t i) const { return i + 1 < starts.size() ? starts[i + 1] : length; }
 };
 
 // Returns the world_size + 1 cuts of one bucket.
@@ -203,13 +203,14 @@ inline BalancedPlan partition_balanced(const std::vector<int64_t>& numels,
   BalancedPlan plan{lay_out_buckets(numels, bucket_elements, alignment), {}};
   size_t begin = 0;
   for (size_t b = 0; b < plan.layout.lengths.size(); ++b) {
-    size_t end = begin;
-    while (end < numels.size() && plan.layout.buckets[end] == static_cast<int64_t>(b)) {
-      ++end;
-    }
-    const CutPlaces places{&plan.layout.starts[begin], &numels[begin],
-                           &row_lengths[begin],        end - begin,
-                           plan.layout.lengths[b],     alignment};
+    const std::vector<int64_t>& buckets = plan.layout.buckets;
+    const size_t end =
+        std::upper_bound(buckets.begin(), buckets.end(), static_cast<int64_t>(b)) - buckets.begin();
+    const auto of_bucket = [&](const std::vector<int64_t>& all) {
+      return std::span(all).subspan(begin, end - begin);
+    };
+    const CutPlaces places{of_bucket(plan.layout.starts), of_bucket(numels), of_bucket(row_lengths),
+                           plan.layout.lengths[b], alignment};
     const std::vector<int64_t> cuts = balanced_cuts(places, world_size);
     plan.cuts.insert(plan.cuts.end(), cuts.begin(), cuts.end());
     begin = end;

@@ -32,8 +32,7 @@ TEST(PartitionBalanced, SharesDifferByTheLargestItemAtMost) {
         const int64_t target = int64_t{1} << 20;
         const BucketLayout layout = lay_out_buckets(numels, target, 64);
         ASSERT_EQ(layout.lengths.size(), 1);
-        const CutPlaces places{
-            layout.starts.data(), numels.data(), row_lengths.data(), 3, layout.lengths[0], 64};
+        const CutPlaces places{layout.starts, numels, row_lengths, layout.lengths[0], 64};
         const std::vector<int64_t> all = walk(places);
         int64_t largest = 0;
         for (size_t i = 1; i < all.size(); ++i) {
