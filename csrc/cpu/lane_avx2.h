@@ -70,11 +70,11 @@ struct Avx2Words : VectorWords<32> {
 struct Avx2Float : VectorLaneOf<float, Avx2Words> {
   using VectorLaneOf<float, Avx2Words>::load;
   using VectorLaneOf<float, Avx2Words>::store;
-  static __m256i first(int n) {
+  static __m256i mask_of_first(int n) {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
   }
-  static reg load_part(const float* x, int n) { return _mm256_maskload_ps(x, first(n)); }
-  static void store_part(float* x, reg a, int n) { _mm256_maskstore_ps(x, first(n), a); }
+  static reg load_part(const float* x, int n) { return _mm256_maskload_ps(x, mask_of_first(n)); }
+  static void store_part(float* x, reg a, int n) { _mm256_maskstore_ps(x, mask_of_first(n), a); }
   static reg load(const BFloat16* x) { return widen8(x); }
   static reg load(const Float16* x) { return widen8(x); }
   template <class Half>
@@ -125,11 +125,11 @@ struct Avx2Float : VectorLaneOf<float, Avx2Words> {
 struct Avx2Double : VectorLaneOf<double, Avx2Words> {
   using VectorLaneOf<double, Avx2Words>::load;
   static void stream(double* x, reg a) { _mm256_stream_pd(x, a); }
-  static __m256i first(int n) {
+  static __m256i mask_of_first(int n) {
     return _mm256_cmpgt_epi64(_mm256_set1_epi64x(n), _mm256_setr_epi64x(0, 1, 2, 3));
   }
-  static reg load_part(const double* x, int n) { return _mm256_maskload_pd(x, first(n)); }
-  static void store_part(double* x, reg a, int n) { _mm256_maskstore_pd(x, first(n), a); }
+  static reg load_part(const double* x, int n) { return _mm256_maskload_pd(x, mask_of_first(n)); }
+  static void store_part(double* x, reg a, int n) { _mm256_maskstore_pd(x, mask_of_first(n), a); }
   static reg sqrt(reg a) { return _mm256_sqrt_pd(a); }
   static reg min(reg a, reg b) { return _mm256_min_pd(a, b); }
   // Returns sum + x*x. The square is exact, so the fused operation rounds like separate operations.

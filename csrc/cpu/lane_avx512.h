@@ -1,4 +1,5 @@
-// 512-bit lanes. Compiled only in the AVX-512 build of cpu/kernels.cpp.
+// 512-bit lanes. Compiled only in the AVX-512 build of cpu/kernels.cpp. lane_avx2.h describes the
+// functions.
 #pragma once
 
 #include <immintrin.h>
@@ -15,31 +16,26 @@ inline __m256i narrow16(__m512 a, Float16) {
   return _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 
-// Operations on registers of 32-bit words; see Avx2Words.
 struct Avx512Words : VectorWords<64> {
   static reg multiply_lower(reg a, reg b) { return _mm512_mul_epi32(a, b); }
   static reg upper(reg a) {  // a shuffle: shifts share their port with multiplications
     return _mm512_shuffle_epi32(a, _MM_PERM_DDBB);
   }
 
-  // Multiplies the signed 16-bit halves of words and adds the two products of each word.
   static reg add_products_of_halves(reg a, reg b) { return _mm512_madd_epi16(a, b); }
 
-  // Operations on 16-bit words, for PairLane. Packing saturates.
   static reg load_halves(const int8_t* x) {
     return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
   }
   static reg load_halves(const uint8_t* x) {
     return _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
   }
-  // Returns the lower halves. A tie (0x8000) above an even upper half becomes 0x7fff.
   static reg lowered_ties(reg high, reg low) {
     const __mmask32 tie = _mm512_cmpeq_epi16_mask(low, halves(-0x8000));
     const __mmask32 above_even = _mm512_mask_testn_epi16_mask(tie, high, halves(1));
     return _mm512_mask_mov_epi16(low, above_even, halves(0x7fff));
   }
   static reg sub_saturated(reg a, reg b) { return _mm512_subs_epu16(a, b); }
-  // Returns a / 256 for signed words, ties rounded up.
   static reg rounded_upper_bytes(reg a) { return _mm512_mulhrs_epi16(a, halves(32768 / 256)); }
   static reg unpack_low(reg low, reg high) { return _mm512_unpacklo_epi16(low, high); }
   static reg unpack_high(reg low, reg high) { return _mm512_unpackhi_epi16(low, high); }
@@ -90,10 +86,7 @@ struct Avx512Float : VectorLaneOf<float, Avx512Words> {
   static reg fma(reg a, reg b, reg c) { return _mm512_fmadd_ps(a, b, c); }
   static reg sqrt(reg a) { return _mm512_sqrt_ps(a); }
   static reg min(reg a, reg b) { return _mm512_min_ps(a, b); }
-  static reg max_magnitude(reg a, reg b) {  // compares as integers: NaN is the largest
-    return from_bits(_mm512_max_epu32(bits(a), bits(b)));
-  }
-  // Sets to[k] to the largest element of register k. Elements are magnitudes; NaN is the largest.
+  static reg max_magnitude(reg a, reg b) { return from_bits(_mm512_max_epu32(bits(a), bits(b))); }
   static void largest(const reg (&from)[16], float* to) {
     const auto max = [](reg a, reg b) { return max_magnitude(a, b); };
     reg four[4];  // maxima of four registers each
@@ -122,7 +115,6 @@ struct Avx512Float : VectorLaneOf<float, Avx512Words> {
     return _mm512_fixupimm_ps(set1(canonical_nan(0.0f)), a, _mm512_set1_epi32(0x11111100), 0);
   }
 
-  // For PairLane: put two registers into its order of elements, or back into memory order.
   static void to_pair_order(reg& a, reg& b) {
     const reg first = a;
     a = _mm512_shuffle_f32x4(first, b, 0x88);
@@ -151,14 +143,11 @@ struct Avx512Double : VectorLaneOf<double, Avx512Words> {
   }
   static reg sqrt(reg a) { return _mm512_sqrt_pd(a); }
   static reg min(reg a, reg b) { return _mm512_min_pd(a, b); }
-  // Returns sum + x*x. The square is exact, so the fused operation rounds like separate operations.
   static reg add_exact_square(reg sum, reg x) { return _mm512_fmadd_pd(x, x, sum); }
   static reg exact_square_minus(reg x, reg a) { return _mm512_fmsub_pd(x, x, a); }
-  // Loads eight elements of any type and converts them exactly.
   static reg load(const float* x) { return _mm512_cvtps_pd(_mm256_loadu_ps(x)); }
   static reg load(const BFloat16* x) { return _mm512_cvtps_pd(widen8(x)); }
   static reg load(const Float16* x) { return _mm512_cvtps_pd(widen8(x)); }
-  // Loads the even, then the odd elements of the first 16, then the same of the next 16.
   static void load_pairs(const BFloat16* x, reg (&to)[4]) {
     const __m512i pairs = _mm512_loadu_si512(x);
     const __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));

@@ -45,7 +45,6 @@ struct PairLane {
     L::stream(x, a.lower);
     L::stream(x + L::width, a.upper);
   }
-  // Buffers a register for kept(), in the lane's own order.
   static void store_temporary(float* x, reg a) {
     L::store(x, a.lower);
     L::store(x + L::width, a.upper);

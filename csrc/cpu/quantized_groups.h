@@ -68,7 +68,7 @@ struct BufferedMoment {
   alignas(64) float inverse[kGroupsAtOnce];   // factors from moments to codes
 };
 
-// The dither that is added to the codes of a group, in the order of L::keep().
+// The dither that is added to the codes of a group, in the order of L::store_temporary().
 template <class L>
 struct GroupDither {
   explicit GroupDither(const TensorWork& work) {

@@ -65,7 +65,7 @@ template <class L, bool kWhole, class Trace>
   };
   const auto average = [&](int g) __attribute__((always_inline)) {
     const Group group = group_at(g);
-    const GroupScales decoding{kept.exp_avg.decoding[g], kept.root.decoding[g]};
+    const PerMoment<float> decoding{kept.exp_avg.decoding[g], kept.root.decoding[g]};
     Moments<L> most{};
     for (int k = 0; k < kQuantGroup; k += L::width) {
       const Moments<L> now =
@@ -117,7 +117,7 @@ template <class L, bool kWhole, class Trace>
     if (key != nullptr) {
       draws.start(static_cast<uint64_t>(global_element(work, group.first)));
     }
-    const GroupScales inverse{kept.exp_avg.inverse[g], kept.root.inverse[g]};
+    const PerMoment<float> inverse{kept.exp_avg.inverse[g], kept.root.inverse[g]};
     const auto codes = [&](int k) __attribute__((always_inline)) {
       const auto drawn = key != nullptr ? draws.of<L>(k) : typename L::Random{};
       return encode_moments<L>(

@@ -1,5 +1,7 @@
 // Adam on a register of elements in memory: load, update, round, store. Templates over the lane
-// type (lane.h), whose loads and stores convert. Every CPU build and CUDA share these rules.
+// type (lane.h), whose loads and stores convert. Every CPU build and CUDA share these rules. Lanes
+// are types and values: arithmetic is static, and memory is accessed through a value, because a
+// part of a register knows its length.
 //
 // Branches on the layout select element types. Where a kernel's layout is a constant, the compiler
 // removes the branches; elsewhere they go the same way throughout a tensor and cost little.

@@ -1,10 +1,20 @@
-// The lane type: the only arithmetic that the formulas use. A lane type offers load, store, set1,
-// held, add, sub, mul, fma, div, sqrt, neg, abs, min, max_keep_nan, sub_bits, count_lost and
-// canonical on a register of `width` elements. Every operation is correctly rounded and only fma()
-// is fused, so the bits are the same on every instruction set. This header has the one-element lane
-// for the host and for CUDA threads; lane_avx2.h and lane_avx512.h have the vector lanes. Float
-// lanes also load and store 16-bit elements (rounded to nearest, with a remainder, or
-// stochastically) and 8-bit codes (quantize.h), and find the largest element of a group.
+// The lane type: the only arithmetic that the formulas use. Every operation is correctly rounded
+// and only fma() is fused, so the bits are the same on every instruction set. This header has the
+// one-element lane for the host and for CUDA threads; lane_avx2.h, lane_avx512.h, pair_lane.h and
+// cuda/vector_lane.h have lanes of several elements.
+//
+// A lane type offers, on a register of `width` elements, what its loops call of these functions:
+// - All: load, store, stream, set1, set1_in_register, add, sub, mul, div, sqrt, neg, min,
+//   max_keep_nan, canonical and count_lost.
+// - Where `converts` is true: load, store and stream of 16-bit elements, rounded to nearest.
+// - Where `any_layout` is true: load_joined and store_split for weights with a remainder
+//   (remainder.h); random, store_stochastic and store_split_stochastic (stochastic.h); and for
+//   8-bit moments (quantize.h) load_code, store_codes, fraction, fma, abs, sub_bits, max_magnitude,
+//   store_temporary and load_temporary. max_of_pair and SingleLane::largest find the largest
+//   magnitude of a group.
+// - Lanes of one register: load_part and store_part, for the last elements of an array.
+// - Lanes of doubles, for sums of squares: load of every type, load_pairs, add_exact_square and
+//   exact_square_minus.
 #pragma once
 
 #include "kernels/remainder.h"

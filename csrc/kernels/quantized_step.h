@@ -18,8 +18,8 @@ using Moments = PerMoment<typename L::reg>;  // exp_avg and the root of exp_avg_
 // 1; units, bias corrections and step size combine into one factor and eps. One product decodes and
 // averages: the rounding that separate products avoid is far below the error of 8-bit moments.
 struct QuantizedScalars {
-  GroupScales units;
-  GroupScales decoding;  // factors of the old moments, in addition to their scales
+  PerMoment<float> units;
+  PerMoment<float> decoding;  // factors of the old moments, in addition to their scales
   float grad_factor, l2;
   float minus_decay;
   float to_divisor, eps;  // exp_avg's divisor in quotient.h's units: root * to_divisor + eps
@@ -48,7 +48,7 @@ TORCHOPT_HD inline QuantizedScalars quantized_scalars(const AdamScalars<float>& 
   // they would have after scaling. Otherwise clipping may be what makes the squares finite.
   const bool scales_gradients = s.has_l2 || !(factor >= 0x1p-16f && factor <= 1.0f);
   const float weight = scales_gradients ? 1.0f : factor;
-  const GroupScales units{L::mul(s.w1, weight), L::mul(L::sqrt(s.w2), weight)};
+  const PerMoment<float> units{L::mul(s.w1, weight), L::mul(L::sqrt(s.w2), weight)};
   const float per_unit = L::mul(L::mul(s.step_size, kQuotientScale), units.exp_avg);
   const float to_divisor = L::div(units.root, per_unit);
   // A step size of 0, or too small for divisors, gets the largest divisor.
@@ -66,12 +66,12 @@ TORCHOPT_HD inline QuantizedScalars quantized_scalars(const AdamScalars<float>& 
           .has_decay = s.has_decay};
 }
 
-// Returns the moments of elements [i, i + width) after this step, in units. `decoding` has the
-// factors of the codes of their group: its scales times `decoding`.
+// Returns the moments of elements [i, i + width) after this step, in units. `group_decoding` has
+// the factors of the codes of their group: its scales times QuantizedScalars::decoding.
 template <class L>
 [[gnu::always_inline]] TORCHOPT_HD inline Moments<L> average_moments(
     const L& lane, const QuantizedFactors<L>& f, const Layout& layout, void* const (&x)[kArrays],
-    int64_t i, const GroupScales& decoding) {
+    int64_t i, const PerMoment<float>& group_decoding) {
   using R = typename L::reg;
   R g = load_as(lane, layout.grad, x[kGrad], i);
   if (f.scalars.scales_gradients) {
@@ -82,8 +82,8 @@ template <class L>
   }
   const R code = lane.load_code(static_cast<const int8_t*>(x[kExpAvg]) + i);
   const R root_code = lane.load_code(static_cast<const uint8_t*>(x[kExpAvgSq]) + i);
-  const R before = L::mul(root_code, L::set1(decoding.root));
-  return {L::fma(code, L::set1(decoding.exp_avg), g),
+  const R before = L::mul(root_code, L::set1(group_decoding.root));
+  return {L::fma(code, L::set1(group_decoding.exp_avg), g),
           L::sqrt(L::fma(before, before, L::mul(g, g)))};
 }
 
@@ -125,7 +125,7 @@ template <class L, class Random>
 // added(array) returns the dither or the random offsets.
 template <class L, class Added>
 [[gnu::always_inline]] TORCHOPT_HD inline Moments<L> encode_moments(const Moments<L>& moments,
-                                                                    const GroupScales& inverse,
+                                                                    const PerMoment<float>& inverse,
                                                                     const Added& added) {
   return {L::fma(moments.exp_avg, L::set1(inverse.exp_avg), added(kExpAvg)),
           L::fma(moments.root, L::set1(inverse.root), added(kExpAvgSq))};

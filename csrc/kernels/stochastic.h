@@ -2,6 +2,10 @@
 // that the mean is the exact value. The draws depend only on seed, step, parameter and element,
 // never on thread or rank. docs/numerics.md section 8.
 //
+// A key (tensor and step) has a stream for every 2^20 elements. From a stream, a run of elements
+// draws two words for each element of a register, and each array of an element 16 bits of the
+// words.
+//
 // The first word of an element's random bits mixes the element's number: a Weyl sequence, then
 // multiplications and xor-shifts as in "lowbias32" (C. Wellons, "Prospecting for hash functions").
 // A second key enters after a multiplication: a key that only moved the number would let two

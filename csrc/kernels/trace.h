@@ -9,8 +9,8 @@ namespace torchopt_ext {
 // The statistics to collect, as bits of StepOptions::track.
 enum Track : uint32_t { kTrackNorms = 1, kTrackLost = 2, kTrackDigest = 4 };
 
-// The elements of a tile, which the first-level cache holds. Norms are summed tile by tile, so their
-// bits depend on this length, and both back ends must use the same.
+// The elements of a tile, which the first-level cache holds. Norms are summed tile by tile, so
+// their bits depend on this length, and both back ends must use the same.
 inline constexpr int kTileElements = 512;
 
 struct ChunkTrace {
