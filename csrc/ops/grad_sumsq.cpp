@@ -17,7 +17,7 @@ void grad_sumsq_(at::TensorList grads, const at::Tensor& accumulator) {
     check_supported(grads[i], what);
     TORCH_CHECK(grads[i].device() == device, what, " is on ", grads[i].device(), ", expected ",
                 device, " as the accumulator");
-    kept.push_back(is_dense(grads[i]) ? grads[i] : grads[i].contiguous());
+    kept.push_back(grads[i].is_non_overlapping_and_dense() ? grads[i] : grads[i].contiguous());
     const at::Tensor& grad = kept.back();
     TensorWork tensor{};
     tensor.memory[kGrad] = const_cast<void*>(grad.const_data_ptr());  // pass A only reads it

@@ -8,6 +8,7 @@
 #include "ops/operators.h"
 #include "plan/step_checks.h"
 #include "plan/tensor_checks.h"
+#include "plan/tensor_fields.h"
 #include "work/passes.h"
 
 namespace torchopt_ext {
@@ -32,24 +33,20 @@ void check_pair(const at::Tensor& to, const at::Tensor& from, size_t i, at::Devi
 
 // Raises if a written tensor shares memory with another tensor, except to[i] with from[i] itself.
 void check_no_overlap(at::TensorList to, at::TensorList from) {
-  std::vector<MemoryRange> ranges;
-  ranges.reserve(2 * to.size());
+  std::vector<UsedTensor> tensors;
+  tensors.reserve(2 * to.size());
+  for (const at::Tensor& target : to) {
+    tensors.push_back({target.unsafeGetTensorImpl(), true});
+  }
   for (size_t i = 0; i < to.size(); ++i) {
-    const MemoryRange target = memory_of(*to[i].unsafeGetTensorImpl(), 2 * i, /*written=*/true);
-    const MemoryRange source =
-        memory_of(*from[i].unsafeGetTensorImpl(), 2 * i + 1, /*written=*/false);
-    const bool in_place = source.begin == target.begin &&
+    const c10::TensorImpl* source = from[i].unsafeGetTensorImpl();
+    const bool in_place = address(*source) == address(*tensors[i].tensor) &&
                           to[i].scalar_type() == from[i].scalar_type() &&
                           same_layout(to[i], from[i]);
-    ranges.push_back(target);
-    if (!in_place) {
-      ranges.push_back(source);
-    }
+    tensors.push_back({in_place ? nullptr : source, false});
   }
-  const auto name = [](size_t source) {
-    return Label{source % 2 == 0 ? "to" : "from", source / 2};
-  };
-  if (const auto overlap = find_overlap(ranges)) {
+  const auto name = [&](size_t k) { return Label{k < to.size() ? "to" : "from", k % to.size()}; };
+  if (const auto overlap = find_overlap(tensors)) {
     TORCH_CHECK(false, name(overlap->first), " shares memory with ", name(overlap->second));
   }
 }

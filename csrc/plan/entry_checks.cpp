@@ -36,14 +36,12 @@ void check_master(const at::Tensor& master, const Label& what, const at::Tensor&
   if (dtype == at::kShort || dtype == at::kChar) {
     TORCH_CHECK(param.scalar_type() == at::kBFloat16, what, " is a remainder (", dtype, "), but ",
                 param_what, " has dtype ", param.scalar_type(), ", expected bfloat16");
-    check_memory(master, what);
   } else {
-    check_supported(master, what);
     TORCH_CHECK(dtype == at::kFloat && is_16_bit(param.scalar_type()), what, " has dtype ", dtype,
                 " and ", param_what, " ", param.scalar_type(),
                 "; expected float32 for bfloat16 or float16");
   }
-  check_dense(master, what);
+  check_memory(master, what);
   check_matches(master, what, param, param_what);
 }
 
@@ -57,7 +55,7 @@ void StepPlan::check_entry(size_t i, const Tensors& tensors) {
               device_);
   non_dense_.erase(i);
   known_[i].non_dense = false;
-  if (!is_dense(param)) {
+  if (!param.is_non_overlapping_and_dense()) {
     check_no_internal_overlap(param, param_what);
     non_dense_[i] = {at::empty_like(param, at::MemoryFormat::Preserve), at::Tensor(),
                      address(*param.unsafeGetTensorImpl()), shape_of(param)};
@@ -95,7 +93,7 @@ void StepPlan::check_entry(size_t i, const Tensors& tensors) {
   Known& known = known_[i];
   known.shape = shape_of(dense);
   known.impl_changed = false;
-  known.gradient_type = -1;
+  known.gradient_type = at::ScalarType::Undefined;
   for (size_t part = 0; part < kPersistentArrays; ++part) {
     known.prefetch_addresses[part] = storage_of(tensors[part]);
     known.type[part] = tensors[part].defined() ? tensors[part].dtype() : caffe2::TypeMeta();
@@ -112,7 +110,6 @@ void StepPlan::check_moments(size_t i, const Tensors& tensors, const at::Tensor&
     }
     const Label moment_what = what(role(part, i), i);
     check_supported(moment, moment_what, /*complex=*/true);
-    check_dense(moment, moment_what);
     check_matches(moment, moment_what, dense, what("parameter", i));
     TORCH_CHECK((dtype_of(moment) == DType::kFloat64) == (dtype_of(param) == DType::kFloat64) &&
                     moment.is_complex() == param.is_complex(),
@@ -148,7 +145,6 @@ void StepPlan::check_quantized(size_t i, const Tensors& tensors, const at::Tenso
     TORCH_CHECK(moment.defined() && moment.scalar_type() == expected, moment_what, " has dtype ",
                 moment.scalar_type(), ", expected ", expected, " beside exp_avg of int8");
     check_memory(moment, moment_what);
-    check_dense(moment, moment_what);
     check_matches(moment, moment_what, dense, param_what);
   }
   const std::array<int64_t, 2> shape{dense.size(0), groups_in_row(row)};

@@ -35,8 +35,8 @@ bool StepPlan::take_gradient(size_t i, const at::Tensor& gradient) {
   const c10::TensorImpl* impl = gradient.unsafeGetTensorImpl();
   known.gradient = impl;
   if (known.non_dense || !(impl->key_set() == known.gradient_keys) ||
-      static_cast<int32_t>(gradient.scalar_type()) != known.gradient_type ||
-      impl->device() != device_ || !has_shape(*impl, known.shape)) {
+      gradient.scalar_type() != known.gradient_type || impl->device() != device_ ||
+      !has_shape(*impl, known.shape)) {
     return false;
   }
   const void* memory = address(*impl);
@@ -77,7 +77,7 @@ void StepPlan::set_gradient(size_t i, const at::Tensor& gradient) {
   check_step_count(i);
   if (has_shape(*gradient.unsafeGetTensorImpl(), known.shape) && !is_lazy(gradient)) {
     known.gradient_keys = gradient.key_set();
-    known.gradient_type = static_cast<int32_t>(dtype);
+    known.gradient_type = dtype;
     gradients_[i] = gradient;
   } else {
     TORCH_CHECK(!work_.options.write_back_gradients, what("gradient", i), " has strides ",
@@ -86,7 +86,7 @@ void StepPlan::set_gradient(size_t i, const at::Tensor& gradient) {
                 "stepped");
     gradients_[i] = at::empty_like(param, param.options().dtype(dtype)).copy_(gradient.detach());
     ++gradients_copied_;
-    known.gradient_type = -1;  // take_gradient() rejects the next gradient
+    known.gradient_type = at::ScalarType::Undefined;  // take_gradient() rejects the next gradient
   }
   if (work.layout.grad != dtype_of(gradient)) {
     work.layout.grad = dtype_of(gradient);

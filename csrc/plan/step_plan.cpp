@@ -14,6 +14,7 @@ namespace {
 constexpr const char* kRoleNames[] = {"parameter",           "exp_avg",       "exp_avg_sq",
                                       "max_exp_avg_sq",      "master weight", "exp_avg_scale_v2",
                                       "exp_avg_sq_scale_v2", "state step"};
+static_assert(std::size(kRoleNames) == kPersistentArrays);
 
 // Returns sizes and strides of the scales of a contiguous parameter's moments.
 Shape scale_shape(const Shape& param) {
@@ -73,29 +74,28 @@ const char* StepPlan::role(size_t part, size_t i) const {
   return kRoleNames[part];
 }
 
-// Checks the parameters separately first, so that the message names parameters that overlap.
 void StepPlan::check_overlap(at::TensorList gradients) const {
-  std::vector<NamedTensor> tensors;
+  std::vector<UsedTensor> tensors;
   tensors.reserve(size() * kPersistentArrays + gradients.size());
-  size_t params = 0;
   for (size_t part = 0; part < kPersistentArrays; ++part) {
     for (size_t i = 0; i < size(); ++i) {
-      if (borrowed_[i][part] != nullptr) {
-        tensors.push_back({borrowed_[i][part], what(role(part, i), i), true});
-      }
-    }
-    params = part == kParam ? tensors.size() : params;
-  }
-  for (size_t i = 0; i < gradients.size(); ++i) {
-    if (gradients[i].defined()) {
-      tensors.push_back({gradients[i].unsafeGetTensorImpl(), what("gradient", i),
-                         work_.options.write_back_gradients});
+      tensors.push_back({borrowed_[i][part], true});
     }
   }
-  if (may_overlap(tensors)) {
-    check_no_overlap({tensors.begin(), tensors.begin() + static_cast<ptrdiff_t>(params)});
-    check_no_overlap(tensors);
+  for (const at::Tensor& gradient : gradients) {
+    tensors.push_back({gradient.unsafeGetTensorImpl(), work_.options.write_back_gradients});
   }
+  auto overlap = find_overlap(tensors);
+  if (!overlap) {
+    return;
+  }
+  tensors.resize(size());  // the parameters: the message names parameters if they overlap
+  overlap = find_overlap(tensors).value_or(*overlap);
+  const auto name = [&](size_t k) {
+    const size_t part = k / size();
+    return what(part == kGrad ? "gradient" : role(part, k % size()), k % size());
+  };
+  TORCH_CHECK(false, name(overlap->first), " shares memory with ", name(overlap->second));
 }
 
 void StepPlan::split_into_chunks() {

@@ -19,6 +19,9 @@
 
 namespace torchopt_ext {
 
+// The order of a step: attach() for every entry, renew() of those that changed; take_gradient() or
+// set_gradient() for every entry; check_gradient_overlap(), renew_copies(); accumulate() and the
+// caller's control update; update(); release(). A new plan's entries are attached.
 class StepPlan {
  public:
   // A parameter's tensors by Array. Undefined tensors mean no amsgrad, no master, no scales. The
@@ -54,14 +57,13 @@ class StepPlan {
   // attach different entries at once.
   bool attach(size_t i, const TensorImpls& tensors);
 
-  // Adopts the attached tensors of the `changed` entries, with the checks of the constructor.
-  // `changed` is in ascending order; all tensors must be attached.
+  // Adopts the tensors of the `changed` entries, in ascending order, with the constructor's checks.
   void renew(const std::vector<size_t>& changed);
 
-  // Takes this step's gradient of an entry, which may be undefined, if it is like the gradient
-  // before. Otherwise returns false, and the caller uses set_gradient(). Several threads may take
-  // gradients of different entries at once, without the GIL: the parameter also refers to the
-  // gradient, so this reference is never the first or last reference besides Python's.
+  // Takes this step's gradient of an entry, which may be undefined. Returns false if it is not like
+  // the gradient before. Several threads may take gradients of different entries at once, without
+  // the GIL: the parameter also refers to the gradient, so this reference is never the first or
+  // last reference besides Python's.
   bool take_gradient(size_t i, const at::Tensor& gradient);
 
   // Takes any gradient of an entry. Copies a gradient whose strides differ from its parameter's.
@@ -72,7 +74,7 @@ class StepPlan {
   void check_gradient_overlap();
 
   // Renews outdated copies of parameters that have a gradient, as a skipped step would not write
-  // them. Call it after the gradients are taken, with the GIL held.
+  // them. Needs the GIL.
   void renew_copies() const;
 
   // Drops the gradients.
@@ -99,7 +101,7 @@ class StepPlan {
     bool impl_changed = false;          // a TensorImpl changed: torch.utils.swap_tensors
     bool non_dense = false;             // the parameter is not dense: see NonDense
     c10::DispatchKeySet gradient_keys;  // the last gradient taken without a copy
-    int32_t gradient_type = -1;         // the same gradient's ScalarType
+    at::ScalarType gradient_type = at::ScalarType::Undefined;  // the same gradient's
     // For prefetch only: the last gradient, the tensors' storages and the parameter's autograd
     // data. Finding their addresses in the tensors would take a read of each tensor.
     const c10::TensorImpl* gradient = nullptr;

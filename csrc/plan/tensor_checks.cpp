@@ -64,14 +64,16 @@ void check_matches(const at::Tensor& tensor, const Label& what, const at::Tensor
               param.strides(), " as ", param_what);
 }
 
-bool is_dense(const at::Tensor& tensor) { return tensor.is_non_overlapping_and_dense(); }
-
 void check_dense(const at::Tensor& tensor, const Label& what) {
-  TORCH_CHECK(is_dense(tensor), what, " with shape ", tensor.sizes(), " and strides ",
-              tensor.strides(), " is not dense: its elements overlap or leave gaps");
+  TORCH_CHECK(tensor.is_non_overlapping_and_dense(), what, " with shape ", tensor.sizes(),
+              " and strides ", tensor.strides(),
+              " is not dense: its elements overlap or leave gaps");
 }
 
-void check_no_internal_overlap(const at::Tensor& tensor, const Label& what) {
+namespace {
+
+// Returns stride and size of each dimension with more than one element, smallest stride first.
+std::vector<std::pair<int64_t, int64_t>> sorted_strides(const c10::TensorImpl& tensor) {
   std::vector<std::pair<int64_t, int64_t>> stride_and_size;
   for (int64_t d = 0; d < tensor.dim(); ++d) {
     if (tensor.size(d) > 1) {
@@ -79,29 +81,37 @@ void check_no_internal_overlap(const at::Tensor& tensor, const Label& what) {
     }
   }
   std::sort(stride_and_size.begin(), stride_and_size.end());
+  return stride_and_size;
+}
+
+}  // namespace
+
+void check_no_internal_overlap(const at::Tensor& tensor, const Label& what) {
   int64_t last = 0;  // offset of the last element spanned so far
-  for (const auto& [stride, size] : stride_and_size) {
+  for (const auto& [stride, size] : sorted_strides(*tensor.unsafeGetTensorImpl())) {
     TORCH_CHECK(tensor.numel() == 0 || stride > last, what, " with shape ", tensor.sizes(),
                 " and strides ", tensor.strides(), " has elements that may share memory");
     last += stride * (size - 1);
   }
 }
 
-bool is_lazy(const at::Tensor& tensor) {
-  using c10::DispatchKey;
-  constexpr c10::DispatchKeySet kLazy(
-      {DispatchKey::Negative, DispatchKey::Conjugate, DispatchKey::ZeroTensor});
-  return tensor.key_set().has_any(kLazy);
-}
-
 bool same_layout(const at::Tensor& a, const at::Tensor& b) {
   return a.numel() <= 1 || has_shape(*a.unsafeGetTensorImpl(), shape_of(b));
 }
 
-MemoryRange memory_of(const c10::TensorImpl& tensor, size_t source, bool written) {
-  if (tensor.numel() == 0) {
-    return {nullptr, nullptr, source, written};
-  }
+namespace {
+
+// Memory of tensor number `source`.
+struct MemoryRange {
+  const char* begin;
+  const char* end;
+  size_t source;
+  bool written;
+};
+
+// Appends the memory of a tensor that has elements, gaps between the elements included.
+void append_span(const c10::TensorImpl& tensor, size_t source, bool written,
+                 std::vector<MemoryRange>& ranges) {
   const at::IntArrayRef sizes = tensor.sizes();
   const at::IntArrayRef strides = tensor.strides();
   int64_t elements = 1;
@@ -109,31 +119,22 @@ MemoryRange memory_of(const c10::TensorImpl& tensor, size_t source, bool written
     elements += (sizes[d] - 1) * strides[d];
   }
   const auto* begin = static_cast<const char*>(address(tensor));
-  return {begin, begin + elements * static_cast<int64_t>(tensor.itemsize()), source, written};
+  ranges.push_back(
+      {begin, begin + elements * static_cast<int64_t>(tensor.itemsize()), source, written});
 }
 
-namespace {
-
-// Appends a tensor's runs of elements without gaps: tensors may lie in each other's gaps.
+// Appends the tensor's runs of elements without gaps: tensors may lie in each other's gaps.
 void append_runs(const c10::TensorImpl& tensor, size_t source, bool written,
                  std::vector<MemoryRange>& ranges) {
-  const MemoryRange all = memory_of(tensor, source, written);
-  std::vector<std::pair<int64_t, int64_t>> stride_and_size;
-  for (int64_t d = 0; d < tensor.dim() && all.begin != all.end; ++d) {
-    if (tensor.size(d) > 1 && tensor.stride(d) != 0) {
-      stride_and_size.emplace_back(tensor.stride(d), tensor.size(d));
-    }
-  }
-  std::sort(stride_and_size.begin(), stride_and_size.end());
   int64_t run = 1;
   std::vector<int64_t> starts{0};
-  for (const auto& [stride, size] : stride_and_size) {
+  for (const auto& [stride, size] : sorted_strides(tensor)) {
     if (stride == run) {
       run *= size;
       continue;
     }
     const size_t before = starts.size();
-    for (int64_t k = 1; k < size; ++k) {
+    for (int64_t k = 1; k < size && stride != 0; ++k) {
       for (size_t i = 0; i < before; ++i) {
         starts.push_back(starts[i] + k * stride);
       }
@@ -141,8 +142,8 @@ void append_runs(const c10::TensorImpl& tensor, size_t source, bool written,
   }
   const auto bytes = static_cast<int64_t>(tensor.itemsize());
   for (const int64_t start : starts) {
-    const char* begin = all.begin + start * bytes;
-    ranges.push_back({begin, all.begin == all.end ? begin : begin + run * bytes, source, written});
+    const char* begin = static_cast<const char*>(address(tensor)) + start * bytes;
+    ranges.push_back({begin, begin + run * bytes, source, written});
   }
 }
 
@@ -164,10 +165,18 @@ void sort_ascending_lists(std::vector<MemoryRange>& ranges) {
   }
 }
 
-}  // namespace
-
-std::optional<std::pair<size_t, size_t>> find_overlap(std::vector<MemoryRange>& ranges) {
-  std::erase_if(ranges, [](const MemoryRange& range) { return range.begin == range.end; });
+// Finds an overlap of the ranges that append(tensor, position, written, ranges) appends.
+template <class Append>
+std::optional<std::pair<size_t, size_t>> find_overlap_of(const std::vector<UsedTensor>& tensors,
+                                                         const Append& append) {
+  std::vector<MemoryRange> ranges;
+  ranges.reserve(tensors.size());
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const auto& [tensor, written] = tensors[i];
+    if (tensor != nullptr && tensor->numel() > 0) {
+      append(*tensor, i, written, ranges);
+    }
+  }
   sort_ascending_lists(ranges);
   // The ranges that reach furthest so far, among the written ranges and among all ranges.
   const MemoryRange* written = nullptr;
@@ -187,24 +196,11 @@ std::optional<std::pair<size_t, size_t>> find_overlap(std::vector<MemoryRange>& 
   return std::nullopt;
 }
 
-bool may_overlap(const std::vector<NamedTensor>& tensors) {
-  std::vector<MemoryRange> ranges;
-  ranges.reserve(tensors.size());
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    ranges.push_back(memory_of(*tensors[i].tensor, i, tensors[i].written));
-  }
-  return find_overlap(ranges).has_value();
-}
+}  // namespace
 
-void check_no_overlap(const std::vector<NamedTensor>& tensors) {
-  std::vector<MemoryRange> ranges;
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    append_runs(*tensors[i].tensor, i, tensors[i].written, ranges);
-  }
-  if (const auto overlap = find_overlap(ranges)) {
-    TORCH_CHECK(false, tensors[overlap->first].what, " shares memory with ",
-                tensors[overlap->second].what);
-  }
+std::optional<std::pair<size_t, size_t>> find_overlap(const std::vector<UsedTensor>& tensors) {
+  return find_overlap_of(tensors, append_span) ? find_overlap_of(tensors, append_runs)
+                                               : std::nullopt;
 }
 
 void bump_version(const at::Tensor& tensor) {

@@ -39,39 +39,26 @@ void check_matches(const at::Tensor& tensor, const Label& what, const at::Tensor
 
 // Raises unless storage order covers every element once: no overlap between elements, no gaps.
 void check_dense(const at::Tensor& tensor, const Label& what);
-bool is_dense(const at::Tensor& tensor);
 // Raises unless each stride spans all smaller strides: no elements overlap then. Allows gaps.
 void check_no_internal_overlap(const at::Tensor& tensor, const Label& what);
 
 // Whether memory does not hold the tensor's values: negation, conjugation or zeros are pending.
-bool is_lazy(const at::Tensor& tensor);
+inline bool is_lazy(const at::Tensor& tensor) {
+  return tensor.is_neg() || tensor.is_conj() || tensor._is_zerotensor();
+}
 
 // Whether the strides agree in every dimension with more than one element.
 bool same_layout(const at::Tensor& a, const at::Tensor& b);
 
-// A tensor of an overlap check. A written tensor must not share memory with another tensor.
-struct NamedTensor {
+// A tensor of an overlap check; null tensors are left out. A written tensor must not share memory
+// with another tensor.
+struct UsedTensor {
   const c10::TensorImpl* tensor;
-  Label what;
   bool written;
 };
-// Whether two tensors may share memory. A tensor's gaps count as its memory.
-bool may_overlap(const std::vector<NamedTensor>& tensors);
-// Raises, naming both tensors, if two share memory.
-void check_no_overlap(const std::vector<NamedTensor>& tensors);
-
-// The memory of tensor number `source`: its elements and the gaps between them.
-struct MemoryRange {
-  const char* begin;
-  const char* end;
-  size_t source;
-  bool written;
-};
-MemoryRange memory_of(const c10::TensorImpl& tensor, size_t source, bool written);
-
-// Returns the sources of two ranges that share memory and of which at least one is written. Sorts
-// the ranges, fast if they are a few ascending lists one after another.
-std::optional<std::pair<size_t, size_t>> find_overlap(std::vector<MemoryRange>& ranges);
+// Returns the positions of two tensors that share memory and of which at least one is written. Fast
+// if addresses are a few ascending lists one after another.
+std::optional<std::pair<size_t, size_t>> find_overlap(const std::vector<UsedTensor>& tensors);
 
 // Reports an in-place change to autograd, as torch's own operators do.
 void bump_version(const at::Tensor& tensor);

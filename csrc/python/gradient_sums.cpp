@@ -4,7 +4,6 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include "ops/operators.h"
-#include "plan/step_checks.h"
 #include "plan/tensor_checks.h"
 #include "python/param_lists.h"
 
@@ -21,7 +20,7 @@ bool is_read_as_it_is(const at::Tensor& gradient, const at::Tensor& like) {
       gradient.unsafeGetTensorImpl()->is_python_dispatch()) {
     return false;
   }
-  return gradient.device() == like.device() && is_dense(like) &&
+  return gradient.device() == like.device() && like.is_non_overlapping_and_dense() &&
          has_shape(*gradient.unsafeGetTensorImpl(), shape_of(like)) && !is_lazy(gradient) &&
          address(*gradient.unsafeGetTensorImpl()) != nullptr;
 }
@@ -30,7 +29,6 @@ bool is_read_as_it_is(const at::Tensor& gradient, const at::Tensor& like) {
 
 Marks sum_gradients(const py::list& like, const std::optional<py::list>& gradients,
                     const at::Tensor& accumulator) {
-  check_accumulator(accumulator);
   TORCH_CHECK_VALUE(!gradients || like.size() == gradients->size(), "got ", gradients->size(),
                     " gradients for ", like.size(), " tensors");
   const at::Device device = accumulator.device();
