@@ -138,14 +138,13 @@ void PlannedStep::build(const Groups& groups, State& state) {
       return;
     }
     StepPlan::Entry entry;
-    entry.tensors = {param,
-                     own->exp_avg(),
-                     own->exp_avg_sq(),
-                     options_of(groups[g]).amsgrad() ? own->max_exp_avg_sq() : at::Tensor(),
-                     at::Tensor(),
-                     at::Tensor(),
-                     at::Tensor(),
-                     own->step()};
+    entry.tensors[kParam] = param;
+    entry.tensors[kExpAvg] = own->exp_avg();
+    entry.tensors[kExpAvgSq] = own->exp_avg_sq();
+    entry.tensors[kStep] = own->step();
+    if (options_of(groups[g]).amsgrad()) {
+      entry.tensors[kMaxExpAvgSq] = own->max_exp_avg_sq();
+    }
     entry.group = static_cast<int32_t>(g);
     if (const std::string* name = what(number, param).name) {
       entry.name = *name;
@@ -194,12 +193,19 @@ bool PlannedStep::collect(const Groups& groups, const State& state) {
       }
       const at::Tensor& param = param_at(slots_[i]);
       const FusedAdamWParamState* own = state_of(state, param);
-      if (own == nullptr ||
-          !plan_->attach(
-              i, {param.unsafeGetTensorImpl(), own->exp_avg().unsafeGetTensorImpl(),
-                  own->exp_avg_sq().unsafeGetTensorImpl(),
-                  amsgrad[slots_[i].group] ? own->max_exp_avg_sq().unsafeGetTensorImpl() : nullptr,
-                  nullptr, nullptr, nullptr, own->step().unsafeGetTensorImpl()})) {
+      if (own == nullptr) {
+        fits = false;
+        return;
+      }
+      StepPlan::TensorImpls tensors{};
+      tensors[kParam] = param.unsafeGetTensorImpl();
+      tensors[kExpAvg] = own->exp_avg().unsafeGetTensorImpl();
+      tensors[kExpAvgSq] = own->exp_avg_sq().unsafeGetTensorImpl();
+      tensors[kStep] = own->step().unsafeGetTensorImpl();
+      if (amsgrad[slots_[i].group]) {
+        tensors[kMaxExpAvgSq] = own->max_exp_avg_sq().unsafeGetTensorImpl();
+      }
+      if (!plan_->attach(i, tensors)) {
         fits = false;
         return;
       }
@@ -221,7 +227,6 @@ void PlannedStep::set_control(double max_grad_norm, bool skip_nonfinite) {
     initial.clip_factor = initial.grad_factor = initial.grad_scale = 1.0;
     initial.loss_scale = initial.lr_factor = 1.0;
     control_ = at::from_blob(&initial, {kControlSize}, at::kDouble).clone();
-    settings_ = {0.0, false};
   }
   if (control_.device() != plan_->device() || !accumulator_.defined()) {
     control_ = control_.to(plan_->device());

@@ -44,10 +44,13 @@ void adam_(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs,
     StepPlan::Entry& entry = entries[i];
     entry.position = i;
     entry.place.index = static_cast<uint32_t>(i);
-    entry.tensors = {params[i],      exp_avgs[i],
-                     exp_avg_sqs[i], max_exp_avg_sqs.empty() ? at::Tensor() : max_exp_avg_sqs[i],
-                     at::Tensor(),   at::Tensor(),
-                     at::Tensor(),   state_steps[i]};
+    entry.tensors[kParam] = params[i];
+    entry.tensors[kExpAvg] = exp_avgs[i];
+    entry.tensors[kExpAvgSq] = exp_avg_sqs[i];
+    entry.tensors[kStep] = state_steps[i];
+    if (!max_exp_avg_sqs.empty()) {
+      entry.tensors[kMaxExpAvgSq] = max_exp_avg_sqs[i];
+    }
     check_supported(params[i], Label{"parameter", i});
     check_dense(params[i], Label{"parameter", i});
     check_supported(grads[i], Label{"gradient", i});

@@ -28,8 +28,8 @@ partition_balanced_op(at::IntArrayRef numels, at::IntArrayRef row_lengths, int64
                     ", expected 1 or more and less than 2**31");
   BalancedPlan plan = partition_balanced(numels.vec(), row_lengths.vec(), world_size,
                                          std::min(target, kMaxElements), alignment);
-  return {std::move(plan.layout.buckets), std::move(plan.layout.starts),
-          std::move(plan.layout.lengths), std::move(plan.cuts)};
+  return {std::move(plan.buckets), std::move(plan.starts), std::move(plan.lengths),
+          std::move(plan.cuts)};
 }
 
 namespace {

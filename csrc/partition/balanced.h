@@ -23,40 +23,41 @@ inline int64_t default_bucket_elements(int64_t world_size) {
   return std::max(int64_t{1} << 23, world_size << 20);
 }
 
-struct BucketLayout {
+struct BalancedPlan {
   std::vector<int64_t> buckets;  // of each tensor
   std::vector<int64_t> starts;   // of each tensor in its bucket, in elements
   std::vector<int64_t> lengths;  // of each bucket: where its last tensor ends
+  std::vector<int64_t> cuts;     // world_size + 1 for each bucket
 };
 
-// A bucket that has elements ends before the tensor that would take it beyond `target` elements. A
-// last bucket shorter than half of `target` joins the previous bucket.
-inline BucketLayout lay_out_buckets(const std::vector<int64_t>& numels, int64_t target,
+// Returns a plan without cuts. A bucket that has elements ends before the tensor that would take it
+// beyond `target` elements. A last bucket shorter than half of `target` joins the previous bucket.
+inline BalancedPlan lay_out_buckets(const std::vector<int64_t>& numels, int64_t target,
                                     int64_t alignment) {
   const auto align = [&](int64_t x) { return (x + alignment - 1) / alignment * alignment; };
-  BucketLayout layout;
-  std::vector<int64_t>& lengths = layout.lengths;
+  BalancedPlan plan;
+  std::vector<int64_t>& lengths = plan.lengths;
   for (const int64_t numel : numels) {
     if (lengths.empty() || (lengths.back() > 0 && align(lengths.back()) + numel > target)) {
       lengths.push_back(0);
     }
     const int64_t start = align(lengths.back());
-    layout.buckets.push_back(static_cast<int64_t>(lengths.size()) - 1);
-    layout.starts.push_back(start);
+    plan.buckets.push_back(static_cast<int64_t>(lengths.size()) - 1);
+    plan.starts.push_back(start);
     lengths.back() = start + numel;
   }
   if (lengths.size() > 1 && 2 * lengths.back() < target) {
     const auto last = static_cast<int64_t>(lengths.size()) - 1;
     const int64_t shift = align(lengths[lengths.size() - 2]);
-    for (size_t i = numels.size(); i-- > 0 && layout.buckets[i] == last;) {
-      layout.buckets[i] -= 1;
-      layout.starts[i] += shift;
+    for (size_t i = numels.size(); i-- > 0 && plan.buckets[i] == last;) {
+      plan.buckets[i] -= 1;
+      plan.starts[i] += shift;
     }
     const int64_t length = shift + lengths.back();
     lengths.pop_back();
     lengths.back() = length;
   }
-  return layout;
+  return plan;
 }
 
 // The places where one bucket may be cut: its end, its tensors' starts, and inside a tensor the
@@ -192,25 +193,20 @@ inline std::vector<int64_t> balanced_cuts(const CutPlaces& places, int64_t world
   return cuts;
 }
 
-struct BalancedPlan {
-  BucketLayout layout;
-  std::vector<int64_t> cuts;  // world_size + 1 for each bucket
-};
-
 inline BalancedPlan partition_balanced(const std::vector<int64_t>& numels,
                                        const std::vector<int64_t>& row_lengths, int64_t world_size,
                                        int64_t bucket_elements, int64_t alignment) {
-  BalancedPlan plan{lay_out_buckets(numels, bucket_elements, alignment), {}};
+  BalancedPlan plan = lay_out_buckets(numels, bucket_elements, alignment);
   size_t begin = 0;
-  for (size_t b = 0; b < plan.layout.lengths.size(); ++b) {
-    const std::vector<int64_t>& buckets = plan.layout.buckets;
+  for (size_t b = 0; b < plan.lengths.size(); ++b) {
     const size_t end =
-        std::upper_bound(buckets.begin(), buckets.end(), static_cast<int64_t>(b)) - buckets.begin();
+        std::upper_bound(plan.buckets.begin(), plan.buckets.end(), static_cast<int64_t>(b)) -
+        plan.buckets.begin();
     const auto of_bucket = [&](const std::vector<int64_t>& all) {
       return std::span(all).subspan(begin, end - begin);
     };
-    const CutPlaces places{of_bucket(plan.layout.starts), of_bucket(numels), of_bucket(row_lengths),
-                           plan.layout.lengths[b], alignment};
+    const CutPlaces places{of_bucket(plan.starts), of_bucket(numels), of_bucket(row_lengths),
+                           plan.lengths[b], alignment};
     const std::vector<int64_t> cuts = balanced_cuts(places, world_size);
     plan.cuts.insert(plan.cuts.end(), cuts.begin(), cuts.end());
     begin = end;

@@ -69,9 +69,6 @@ Block block_of(const at::Tensor& block, int64_t bytes) {
 
 Block allocate(at::Device device, int64_t bytes) {
   TORCH_CHECK(!device.is_meta(), "like is on the meta device, which has no memory: pass a block");
-  if (bytes == 0) {
-    return {nullptr, {}, device};
-  }
   const c10::DeviceGuard guard(device);
   at::DataPtr memory = c10::GetAllocator(device.type())->allocate(static_cast<size_t>(bytes));
   auto* begin = static_cast<char*>(memory.get());

@@ -56,8 +56,7 @@ LocalPath local_path(py::handle param, py::handle local) {
 py::object plain_local_gradient(PyObject* param, PyObject* gradient) {
   static PyObject* const kPlacements = PyUnicode_InternFromString("placements");
   static PyObject* const kMesh = PyUnicode_InternFromString("mesh");
-  if (Py_TYPE(gradient) == reinterpret_cast<PyTypeObject*>(THPVariableClass) ||
-      PyObject_HasAttr(gradient, spec_name()) == 0) {
+  if (THPVariable_CheckExact(gradient) || PyObject_HasAttr(gradient, spec_name()) == 0) {
     return py::none();
   }
   const py::object wanted = attribute(param, spec_name());
@@ -69,8 +68,7 @@ py::object plain_local_gradient(PyObject* param, PyObject* gradient) {
     }
   }
   const py::object local = attribute(gradient, local_name());
-  const bool complete = Py_TYPE(local.ptr()) == reinterpret_cast<PyTypeObject*>(THPVariableClass);
-  return complete ? local : py::none();
+  return THPVariable_CheckExact(local.ptr()) ? local : py::none();
 }
 
 }  // namespace torchopt_ext

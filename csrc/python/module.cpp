@@ -4,10 +4,10 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "cpu/kernel_table.h"
-#include "plan/control_fields.h"
 #include "plan/step_checks.h"
 #include "plan/weight_copy.h"
 #include "python/carve.h"
+#include "python/control_fields.h"
 #include "python/gradient_sums.h"
 #include "python/optimizer_plan.h"
 #include "python/param_lists.h"
@@ -17,7 +17,7 @@ namespace {
 
 namespace py = pybind11;
 
-// Adds every value exactly, as a double, and propagates the carries.
+// Adds up to kMaxPendingAdds values exactly, as doubles, and propagates the carries.
 void add_values(const at::Tensor& accumulator, const at::Tensor& values) {
   check_accumulator(accumulator, at::kCPU);
   auto& acc = *static_cast<ExactAccumulator*>(accumulator.data_ptr());
@@ -25,9 +25,6 @@ void add_values(const at::Tensor& accumulator, const at::Tensor& values) {
   const auto* x = list.const_data_ptr<double>();
   for (int64_t i = 0; i < list.numel(); ++i) {
     accumulator_add(acc, x[i]);
-    if (i % ExactAccumulator::kMaxPendingAdds == 0) {
-      accumulator_normalize(acc);
-    }
   }
   accumulator_normalize(acc);
 }
