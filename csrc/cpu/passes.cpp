@@ -18,6 +18,7 @@
 #include "kernels/adam.h"
 #include "kernels/scaled_copy.h"
 #include "kernels/trace.h"
+#include "plan/tensor_checks.h"
 
 namespace torchopt_ext::cpu {
 namespace {
@@ -154,9 +155,7 @@ void control_update(const at::Tensor& control, const at::Tensor& accumulator,
 void loss_scale_update(const at::Tensor& control, const at::Tensor& found_inf,
                        const at::Tensor& scale) {
   const FloatMode mode;
-  const bool overflow = found_inf.scalar_type() == at::kFloat
-                            ? *found_inf.const_data_ptr<float>() != 0.0f
-                            : *found_inf.const_data_ptr<double>() != 0.0;
+  const bool overflow = read_number(found_inf.const_data_ptr(), dtype_of(found_inf)) != 0.0;
   scaler_update(*static_cast<Control*>(control.data_ptr()), overflow, *scale.data_ptr<float>());
 }
 

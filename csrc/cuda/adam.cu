@@ -1,3 +1,4 @@
+#include <array>
 #include <utility>
 
 #include "cuda/adam_quantized.h"
@@ -40,12 +41,9 @@ __global__ void __launch_bounds__(kAdamThreads, blocks_of(kKind)) adam_kernel(Ad
   pass_b_body<kKind>(DeviceCta{}, args);
 }
 
-struct Kernels {
-  void (*of[kAdamKinds])(AdamArgs);
-};
 template <int... kKinds>
-constexpr Kernels kernels(std::integer_sequence<int, kKinds...>) {
-  return {{adam_kernel<AdamKind{kKinds}>...}};
+constexpr auto kernels(std::integer_sequence<int, kKinds...>) {
+  return std::array{adam_kernel<AdamKind{kKinds}>...};
 }
 
 }  // namespace
@@ -60,10 +58,9 @@ template void launch_prepare(const AdamArgs&, const Gradients&, const Groups&, c
 template void launch_prepare(const AdamArgs&, const FewGradients&, const Groups&, cudaStream_t);
 
 void launch_adam(AdamKind kind, const AdamArgs& args, int64_t chunk_count, cudaStream_t stream) {
-  static constexpr Kernels kKernels = kernels(std::make_integer_sequence<int, kAdamKinds>{});
-  kKernels
-      .of[static_cast<int>(kind)]<<<static_cast<unsigned>(chunk_count), kAdamThreads, 0, stream>>>(
-          args);
+  static constexpr auto kKernels = kernels(std::make_integer_sequence<int, kAdamKinds>{});
+  const auto kernel = kKernels[static_cast<size_t>(kind)];
+  kernel<<<static_cast<unsigned>(chunk_count), kAdamThreads, 0, stream>>>(args);
 }
 
 }  // namespace torchopt_ext

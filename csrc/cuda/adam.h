@@ -48,12 +48,7 @@ struct AdamArgs {
 namespace {
 
 TORCHOPT_HD inline double learning_rate(const GroupArgs& group) {
-  if (group.lr == nullptr) {
-    return group.hyper.lr;
-  }
-  return group.lr_dtype == DType::kFloat64
-             ? *static_cast<const double*>(group.lr)
-             : static_cast<double>(*static_cast<const float*>(group.lr));
+  return group.lr == nullptr ? group.hyper.lr : read_number(group.lr, group.lr_dtype);
 }
 
 // Prepares the i-th tensor of `gradients` if the tensor belongs to one of `groups`. If the tensor

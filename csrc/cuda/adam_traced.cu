@@ -1,3 +1,4 @@
+#include <array>
 #include <utility>
 
 #include "cuda/adam_traced.h"
@@ -29,23 +30,18 @@ __global__ void __launch_bounds__(kAdamThreads, traced_blocks(kKind))
   adam_traced_body<kKind>(DeviceCta{}, shared, args, traces);
 }
 
-struct TracedKernels {
-  void (*of[kAdamKinds])(AdamArgs, TraceArgs);
-};
 template <int... kKinds>
-constexpr TracedKernels traced_kernels(std::integer_sequence<int, kKinds...>) {
-  return {{adam_traced_kernel<AdamKind{kKinds}>...}};
+constexpr auto traced_kernels(std::integer_sequence<int, kKinds...>) {
+  return std::array{adam_traced_kernel<AdamKind{kKinds}>...};
 }
 
 }  // namespace
 
 void launch_adam_traced(AdamKind kind, const AdamArgs& args, const TraceArgs& traces,
                         int64_t chunk_count, cudaStream_t stream) {
-  static constexpr TracedKernels kKernels =
-      traced_kernels(std::make_integer_sequence<int, kAdamKinds>{});
-  kKernels
-      .of[static_cast<int>(kind)]<<<static_cast<unsigned>(chunk_count), kAdamThreads, 0, stream>>>(
-          args, traces);
+  static constexpr auto kKernels = traced_kernels(std::make_integer_sequence<int, kAdamKinds>{});
+  const auto kernel = kKernels[static_cast<size_t>(kind)];
+  kernel<<<static_cast<unsigned>(chunk_count), kAdamThreads, 0, stream>>>(args, traces);
 }
 
 }  // namespace torchopt_ext

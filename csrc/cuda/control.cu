@@ -10,7 +10,8 @@ __global__ void __launch_bounds__(kWarpThreads) normalize_kernel(int64_t* accumu
 __global__ void __launch_bounds__(kWarpThreads)
     total_kernel(const int64_t* accumulator, double* total) {
   __shared__ SharedLimbs limbs;
-  total_body(DeviceWarp{}, limbs, accumulator, total);
+  const double sum = warp_total(DeviceWarp{}, accumulator, limbs);
+  DeviceWarp{}.leader([&] { *total = sum; });
 }
 
 __global__ void __launch_bounds__(kWarpThreads)
@@ -22,10 +23,7 @@ __global__ void __launch_bounds__(kWarpThreads)
 
 __global__ void loss_scale_update_kernel(Control* control, const void* found_inf,
                                          DType found_inf_dtype, float* scale) {
-  const bool overflow = found_inf_dtype == DType::kFloat64
-                            ? *static_cast<const double*>(found_inf) != 0.0
-                            : *static_cast<const float*>(found_inf) != 0.0f;
-  scaler_update(*control, overflow, *scale);
+  scaler_update(*control, read_number(found_inf, found_inf_dtype) != 0.0, *scale);
 }
 
 __global__ void lr_factor_kernel(Schedule schedule, const int64_t* steps, double* factors,

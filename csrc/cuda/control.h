@@ -21,13 +21,6 @@ TORCHOPT_HD inline void normalize_body(const Warp& warp, int64_t* accumulator) {
 }
 
 template <class Warp>
-TORCHOPT_HD inline void total_body(const Warp& warp, SharedLimbs& limbs, const int64_t* accumulator,
-                                   double* total) {
-  const double sum = warp_total(warp, accumulator, limbs);
-  warp.leader([&] { *total = sum; });
-}
-
-template <class Warp>
 TORCHOPT_HD inline void control_update_body(const Warp& warp, SharedLimbs& limbs, Control* control,
                                             const int64_t* accumulator, const float* grad_scale,
                                             const float* found_inf) {

@@ -40,7 +40,7 @@ int64_t update_chunk(const TensorWork& tensor) {
 }
 
 // The tables that the passes over a work list keep on its device.
-struct CudaTables : DeviceTables {
+struct CudaTables {
   DeviceTable tensors;
   DeviceTable steps;
   DeviceTable norm_chunks;
@@ -56,7 +56,7 @@ CudaTables& tables_of(const WorkList& work, c10::cuda::CUDAStream stream) {
     work.device_tables = std::move(tables);
   }
   keep_with_graph(work.device_tables, stream);
-  return static_cast<CudaTables&>(*work.device_tables);
+  return *static_cast<CudaTables*>(work.device_tables.get());
 }
 
 // Fills the table with the chunks of one kind after another. Tracking uses the CPU's chunks.

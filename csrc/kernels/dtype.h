@@ -96,5 +96,11 @@ TORCHOPT_HD inline Float16 narrow<Float16>(float x) {
 #endif
 }
 
+// Returns a number of type kFloat32 or kFloat64.
+TORCHOPT_HD inline double read_number(const void* x, DType dtype) {
+  return dtype == DType::kFloat64 ? *static_cast<const double*>(x)
+                                  : static_cast<double>(*static_cast<const float*>(x));
+}
+
 }  // namespace
 }  // namespace torchopt_ext

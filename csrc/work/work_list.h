@@ -20,17 +20,13 @@ struct Chunk {
   TORCHOPT_HD int64_t end() const { return begin + count; }
 };
 
-// A back end's copy of a work list's tables, kept between steps; null if the back end needs none.
-struct DeviceTables {
-  virtual ~DeviceTables() = default;
-};
-
 struct WorkList {
   std::vector<TensorWork> tensors;
   std::vector<Chunk> chunks;
   std::vector<int64_t> cumulative;  // cumulative_bytes
   StepOptions options;
-  mutable std::shared_ptr<DeviceTables> device_tables;
+  // A back end's copy of the tables, kept between steps; null if the back end needs none.
+  mutable std::shared_ptr<void> device_tables;
 
   // Cuts the tensors into chunks again after they changed.
   void split_into_chunks();

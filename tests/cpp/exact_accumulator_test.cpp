@@ -167,8 +167,7 @@ TEST(ExactAccumulator, AWarpGivesTheCpusDigitsAndTotal) {
     normalize_body(HostWarp{}, reinterpret_cast<int64_t*>(&actual));
     ASSERT_EQ(std::memcmp(&actual, &expected, sizeof(actual)), 0);
     SharedLimbs limbs;
-    double total = 0.0;
-    total_body(HostWarp{}, limbs, reinterpret_cast<const int64_t*>(&start), &total);
+    const double total = warp_total(HostWarp{}, reinterpret_cast<const int64_t*>(&start), limbs);
     ASSERT_EQ(bit_cast<uint64_t>(total), bit_cast<uint64_t>(accumulator_total(start)));
   }
 }
