@@ -48,14 +48,13 @@ TORCHOPT_HD inline double block_sum(const Warp& warp, const char* memory, DType 
   constexpr int kRowThreads = kBlockLanes / kElements;  // threads that read one row
   constexpr int kRowsElements = kRows * kBlockLanes;
   constexpr int kLoadsInFlight = 4;
-  using Words = typename Warp::template PerThread<uint32_t>;
   const auto first_lane = [](int thread) {
     return kElements * (thread % kRowThreads) + 2 * (thread / kRowThreads);
   };
   typename Warp::template PerThread<double> even{};
   typename Warp::template PerThread<double> odd{};
   const auto add_rows = [&](int i, auto loads, auto aligned) {
-    Words word[loads][4];
+    typename Warp::template PerThread<uint32_t> word[loads][4];
     warp.each([&](int thread) {
       for (int k = 0; k < loads; ++k) {
         const char* rows = memory + (i + k * kRowsElements) * kSize;

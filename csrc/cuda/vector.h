@@ -8,18 +8,18 @@
 
 namespace torchopt_ext {
 
-template <int kBytes>
-struct alignas(kBytes) Words {
-  using Word = std::conditional_t<kBytes == 2, uint16_t, uint32_t>;
-  Word word[kBytes / sizeof(Word)];
-};
-using Vector = Words<16>;
-
 // The bits of an element of 1, 2, 4 or 8 bytes.
 template <int kSize>
 using Bits = std::conditional_t<
     kSize == 8, uint64_t,
     std::conditional_t<kSize == 4, uint32_t, std::conditional_t<kSize == 2, uint16_t, uint8_t>>>;
+
+template <int kBytes>
+struct alignas(kBytes) Words {
+  using Word = Bits<(kBytes < 4 ? kBytes : 4)>;
+  Word word[kBytes / sizeof(Word)];
+};
+using Vector = Words<16>;
 
 // A number that a generic lambda's parameter carries in its type.
 template <int kValue>

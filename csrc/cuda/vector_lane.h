@@ -171,38 +171,28 @@ struct VectorLane {
   template <int kSize>
   TORCHOPT_HD static Elements<kSize> load_elements(const void* from) {
     Elements<kSize> all;
-    if constexpr (kAccess == 1) {
-      unrolled<kWidth>([&](int k) {
-        all.element[k] = load_bits<Bits<kSize>>(static_cast<const char*>(from) + offset(k) * kSize);
-      });
-    } else {
-      constexpr int kBytes = access_bytes(kAccess, kSize);
-      constexpr int kPerAccess = kBytes / kSize;
-      unrolled<kWidth / kPerAccess>([&](int access) {
-        const auto words = load_bits<Words<kBytes>>(static_cast<const char*>(from) +
-                                                    offset(access * kPerAccess) * kSize);
-        unrolled<kPerAccess>(
-            [&](int k) { all.element[access * kPerAccess + k] = element_of<kSize>(words, k); });
-      });
-    }
+    constexpr int kBytes = access_bytes(kAccess, kSize);
+    constexpr int kPerAccess = kBytes / kSize;
+    unrolled<kWidth / kPerAccess>([&](int access) {
+      const auto words = load_bits<Words<kBytes>>(static_cast<const char*>(from) +
+                                                  offset(access * kPerAccess) * kSize);
+      unrolled<kPerAccess>(
+          [&](int k) { all.element[access * kPerAccess + k] = element_of<kSize>(words, k); });
+    });
     return all;
   }
   template <class Element, class F>
   TORCHOPT_HD static void store_each(Element* to, const F& f) {
     constexpr int kSize = sizeof(Element);
-    if constexpr (kAccess == 1) {
-      unrolled<kWidth>([&](int k) { store_bits(to + offset(k), bit_cast<Bits<kSize>>(f(k))); });
-    } else {
-      constexpr int kBytes = access_bytes(kAccess, kSize);
-      constexpr int kPerAccess = kBytes / kSize;
-      unrolled<kWidth / kPerAccess>([&](int access) {
-        Words<kBytes> words{};
-        unrolled<kPerAccess>([&](int k) {
-          set_element<kSize>(words, k, bit_cast<Bits<kSize>>(f(access * kPerAccess + k)));
-        });
-        store_bits(to + offset(access * kPerAccess), words);
+    constexpr int kBytes = access_bytes(kAccess, kSize);
+    constexpr int kPerAccess = kBytes / kSize;
+    unrolled<kWidth / kPerAccess>([&](int access) {
+      Words<kBytes> words{};
+      unrolled<kPerAccess>([&](int k) {
+        set_element<kSize>(words, k, bit_cast<Bits<kSize>>(f(access * kPerAccess + k)));
       });
-    }
+      store_bits(to + offset(access * kPerAccess), words);
+    });
   }
 };
 
