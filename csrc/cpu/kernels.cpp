@@ -62,11 +62,10 @@ void quantized_step(const TensorScalars& scalars, const TensorWork& work,
     }
   }
   const Layout layout = known_layout<kKind>(work.layout);
-  const StepMode mode{.write_back = writes_back<kKind>(options)};
-  const bool rounds = rounds_randomly<kKind>(options, layout);
-  const RoundingKey key = rounds ? rounding_key(options, work) : RoundingKey{};
+  const StepMode mode = known_mode<kKind>(options, layout);
+  const RoundingKey key = mode.rounds ? rounding_key(options, work) : RoundingKey{};
   quantized_loop<WideLane, /*kWhole=*/!kIsGeneral>(scalars.as_float, layout, mode, work, begin, end,
-                                                   rounds ? &key : nullptr, trace);
+                                                   key, trace);
 }
 
 template <AdamKind kKind, class Trace>
@@ -77,14 +76,14 @@ void step(const TensorScalars& scalars, const TensorWork& work, const StepOption
   } else {
     using L = MainLane<kKind>;
     const Layout layout = known_layout<kKind>(work.layout);
-    const StepMode mode{.write_back = writes_back<kKind>(options),
-                        .past_caches = layout.master == Master::kFloat32 && options.past_caches};
+    StepMode mode = known_mode<kKind>(options, layout);
+    mode.past_caches = layout.master == Master::kFloat32 && options.past_caches;
     const auto loop = [&](int64_t first, int64_t last, const Draws* draws)
         __attribute__((always_inline)) {
       adam_loop<L, TailLane<kKind>>(scalars_in<typename L::scalar>(scalars), layout, mode, work,
                                     first, last, draws, trace);
     };
-    if (!rounds_randomly<kKind>(options, layout)) {
+    if (!mode.rounds) {
       loop(begin, end, nullptr);
       return;
     }

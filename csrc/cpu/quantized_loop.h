@@ -13,12 +13,12 @@ namespace torchopt_ext {
 namespace {
 
 // Updates elements [begin, end), which are whole groups. With kWhole every group has kQuantGroup
-// elements and needs no bookkeeping. Rounds stochastically if `key` is not null.
+// elements and needs no bookkeeping. `key` is for random bits, if the mode asks for them.
 template <class L, bool kWhole, class Trace>
 [[gnu::always_inline]] inline void quantized_loop(const AdamScalars<float>& scalars,
                                                   const Layout& layout, const StepMode& mode,
                                                   const TensorWork& tensor, int64_t begin,
-                                                  int64_t end, const RoundingKey* key,
+                                                  int64_t end, const RoundingKey& key,
                                                   Trace& trace) {
   using Scalar = ScalarLane<float>;
   constexpr L lane;
@@ -28,7 +28,7 @@ template <class L, bool kWhole, class Trace>
   const bool random_weights = weight_may_round_randomly(layout);
   auto* exp_avg_scales = static_cast<float*>(work.memory[kExpAvgScale]);
   auto* root_scales = static_cast<float*>(work.memory[kExpAvgSqScale]);
-  GroupDraws draws(key != nullptr ? *key : RoundingKey{});
+  GroupDraws draws(key);
   ShortGroups shorts;
   PerMoment<BufferedMoment<L>> kept;
 
@@ -85,14 +85,14 @@ template <class L, bool kWhole, class Trace>
     for_each_traced(
         group, [&](const auto& one, int64_t i)
                    __attribute__((always_inline)) { trace.before(one, layout, work.memory, i); });
-    if (key != nullptr && random_weights) {
+    if (mode.rounds && random_weights) {
       draws.start(static_cast<uint64_t>(global_element(work, group.first)));
     }
     const auto updated_at = [&](int k) __attribute__((always_inline)) {
       return updated_weights(lane, factors, layout, *group.memory, group.at + k,
                              kept_moments(g, k));
     };
-    if (layout.master == Master::kRemainder8 && key == nullptr) {
+    if (layout.master == Master::kRemainder8 && !mode.rounds) {
       for (int k = 0; k < kQuantGroup; k += 2 * L::width) {
         const int64_t i = group.at + k;
         const auto weights = updated_at(k);
@@ -102,7 +102,7 @@ template <class L, bool kWhole, class Trace>
       }
     } else {
       for (int k = 0; k < kQuantGroup; k += L::width) {
-        const bool draws_bits = key != nullptr && random_weights;
+        const bool draws_bits = mode.rounds && random_weights;
         const auto drawn = draws_bits ? draws.of<L>(k) : typename L::Random{};
         store_weight(lane, layout, mode, *group.memory, group.at + k, updated_at(k),
                      draws_bits ? &drawn : nullptr);
@@ -114,15 +114,15 @@ template <class L, bool kWhole, class Trace>
   };
   const auto store = [&](int g) __attribute__((always_inline)) {
     const Group group = group_at(g);
-    if (key != nullptr) {
+    if (mode.rounds) {
       draws.start(static_cast<uint64_t>(global_element(work, group.first)));
     }
     const PerMoment<float> inverse{kept.exp_avg.inverse[g], kept.root.inverse[g]};
     const auto codes = [&](int k) __attribute__((always_inline)) {
-      const auto drawn = key != nullptr ? draws.of<L>(k) : typename L::Random{};
+      const auto drawn = mode.rounds ? draws.of<L>(k) : typename L::Random{};
       return encode_moments<L>(
           kept_moments(g, k), inverse, [&](Array array) __attribute__((always_inline)) {
-            return key != nullptr
+            return mode.rounds
                        ? random_offset<L>(drawn, array)
                        : L::load_temporary(
                              (array == kExpAvg ? group_dither.exp_avg : group_dither.root) + k);

@@ -9,7 +9,7 @@ namespace {
 template <int kTensors>
 __global__ void __launch_bounds__(kAdamThreads)
     prepare_kernel(AdamArgs args, const __grid_constant__ GradientsOf<kTensors> gradients,
-                   const __grid_constant__ Groups groups) {
+                   const __grid_constant__ ParamGroups groups) {
   prepare_body(static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x), args, gradients, groups);
 }
 
@@ -50,12 +50,13 @@ constexpr auto kernels(std::integer_sequence<int, kKinds...>) {
 
 template <int kTensors>
 void launch_prepare(const AdamArgs& args, const GradientsOf<kTensors>& gradients,
-                    const Groups& groups, cudaStream_t stream) {
+                    const ParamGroups& groups, cudaStream_t stream) {
   const auto grid = static_cast<unsigned>((gradients.count + kAdamThreads - 1) / kAdamThreads);
   prepare_kernel<<<grid, kAdamThreads, 0, stream>>>(args, gradients, groups);
 }
-template void launch_prepare(const AdamArgs&, const Gradients&, const Groups&, cudaStream_t);
-template void launch_prepare(const AdamArgs&, const FewGradients&, const Groups&, cudaStream_t);
+template void launch_prepare(const AdamArgs&, const Gradients&, const ParamGroups&, cudaStream_t);
+template void launch_prepare(const AdamArgs&, const FewGradients&, const ParamGroups&,
+                             cudaStream_t);
 
 void launch_adam(AdamKind kind, const AdamArgs& args, int64_t chunk_count, cudaStream_t stream) {
   static constexpr auto kKernels = kernels(std::make_integer_sequence<int, kAdamKinds>{});

@@ -1,5 +1,5 @@
 // Pass B as bodies of CUDA kernels. prepare_body computes each tensor's step count and scalars;
-// adam_body, a template over the block (cta.h), updates elements as kernels/adam_step.h says.
+// update_chunk, a template over the block (cta.h), updates elements as kernels/adam_step.h says.
 #pragma once
 
 #include "cuda/cta.h"
@@ -14,21 +14,21 @@ namespace torchopt_ext {
 inline constexpr int kAdamThreads = 256;
 
 // A param group's arguments.
-struct GroupArgs {
+struct ParamGroupArgs {
   AdamHyper hyper;
   const void* lr;  // if not null, a learning rate on the device that replaces hyper.lr
   DType lr_dtype;
 };
 
 // Consecutive groups as a kernel parameter, like Gradients. More groups take several launches.
-struct Groups {
+struct ParamGroups {
   static constexpr int kMost = 64;
 
   int32_t first;
   int32_t count;
-  GroupArgs group[kMost];
+  ParamGroupArgs group[kMost];
 };
-static_assert(sizeof(Gradients) + sizeof(Groups) < 32000);
+static_assert(sizeof(Gradients) + sizeof(ParamGroups) < 32000);
 
 // A tensor's gradient and scalars in this step.
 struct TensorStep {
@@ -47,7 +47,7 @@ struct AdamArgs {
 
 namespace {
 
-TORCHOPT_HD inline double learning_rate(const GroupArgs& group) {
+TORCHOPT_HD inline double learning_rate(const ParamGroupArgs& group) {
   return group.lr == nullptr ? group.hyper.lr : read_number(group.lr, group.lr_dtype);
 }
 
@@ -55,7 +55,8 @@ TORCHOPT_HD inline double learning_rate(const GroupArgs& group) {
 // is updated in this step, advances its step count and computes its scalars.
 template <int kTensors>
 TORCHOPT_HD inline void prepare_body(int i, const AdamArgs& args,
-                                     const GradientsOf<kTensors>& gradients, const Groups& groups) {
+                                     const GradientsOf<kTensors>& gradients,
+                                     const ParamGroups& groups) {
   if (i >= gradients.count) {
     return;
   }
@@ -70,7 +71,7 @@ TORCHOPT_HD inline void prepare_body(int i, const AdamArgs& args,
   if (step.grad == nullptr) {
     return;
   }
-  const GroupArgs& group = groups.group[g];
+  const ParamGroupArgs& group = groups.group[g];
   AdamHyper hyper = group.hyper;
   hyper.lr = ScalarLane<double>::mul(learning_rate(group), args.control->lr_factor);
   step_of(work) = ScalarLane<float>::add(step_of(work), 1.0f);
@@ -114,13 +115,21 @@ TORCHOPT_HD constexpr int register_width(AdamKind kind) {
   }
 }
 
-// A chunk of a tensor in a step. Elements are counted from the chunk's first.
-template <class T>
+// The type in which tensors of a kind are updated.
+template <AdamKind kKind>
+using ComputeType = std::conditional_t<kKind == AdamKind::kFloat64, double, float>;
+
+// A chunk of a tensor of one kind in a step. Elements are counted from the chunk's first.
+template <AdamKind kKind>
 struct AdamChunk {
+  using T = ComputeType<kKind>;
+
   TORCHOPT_HD AdamChunk(const AdamArgs& args, const Chunk& chunk)
       : work(args.tensors[chunk.tensor]),
-        scalars(scalars_in<T>(args.steps[chunk.tensor].scalars)),
         options(args.options),
+        layout(known_layout<kKind>(work.layout)),
+        mode(known_mode<kKind>(options, layout)),
+        scalars(scalars_in<T>(args.steps[chunk.tensor].scalars)),
         begin(chunk.begin),
         n(chunk.count) {
     const auto point = [&](int array, void* memory) {
@@ -133,9 +142,8 @@ struct AdamChunk {
   }
 
   template <class L>
-  TORCHOPT_HD void update(const L& lane, const Layout& layout, const StepMode& mode, bool at_random,
-                          int i) const {
-    if (at_random) {
+  TORCHOPT_HD void update(const L& lane, int i) const {
+    if (mode.rounds) {
       const auto random = random_bits_at<L>(work, rounding_key(options, work), begin + i);
       adam_step(lane, scalars, layout, mode, x, i, &random);
     } else {
@@ -144,31 +152,25 @@ struct AdamChunk {
   }
 
   const TensorWork& work;
-  const AdamScalars<T> scalars;
   const StepOptions& options;
+  const Layout layout;
+  const StepMode mode;
+  const AdamScalars<T> scalars;
   const int64_t begin;
   const int n;
   void* x[kArrays] = {};  // the arrays of elements
 };
 
 template <AdamKind kKind, class Cta>
-TORCHOPT_HD inline void adam_body(const Cta& cta, const AdamArgs& args) {
-  using T = std::conditional_t<kKind == AdamKind::kFloat64, double, float>;
+TORCHOPT_HD inline void update_chunk(const Cta& cta, const AdamChunk<kKind>& chunk) {
+  using T = ComputeType<kKind>;
   constexpr int kWidth = register_width(kKind);
-  const Chunk chunk = args.chunks[cta.block];
-  if (args.steps[chunk.tensor].grad == nullptr) {
-    return;
-  }
-  const AdamChunk<T> elements(args, chunk);
-  const Layout layout = known_layout<kKind>(elements.work.layout);
-  const StepMode mode{.write_back = writes_back<kKind>(args.options)};
-  const bool at_random = rounds_randomly<kKind>(args.options, layout);
-  const AlignedRange registers = aligned_registers(layout, elements.x, kWidth, elements.n);
+  const AlignedRange registers = aligned_registers(chunk.layout, chunk.x, kWidth, chunk.n);
   cta.each([&](int thread) {
     for_each_register(
-        registers, kWidth, elements.n, thread, cta.threads,
-        [&](int i) { elements.update(VectorLane<T, kWidth>{}, layout, mode, at_random, i); },
-        [&](int i) { elements.update(VectorLane<T, 1>{}, layout, mode, at_random, i); });
+        registers, kWidth, chunk.n, thread, cta.threads,
+        [&](int i) { chunk.update(VectorLane<T, kWidth>{}, i); },
+        [&](int i) { chunk.update(VectorLane<T, 1>{}, i); });
   });
 }
 
@@ -177,7 +179,7 @@ TORCHOPT_HD inline void adam_body(const Cta& cta, const AdamArgs& args) {
 // Must run before launch_adam, once for every range of tensors and range of groups.
 template <int kTensors>
 void launch_prepare(const AdamArgs& args, const GradientsOf<kTensors>& gradients,
-                    const Groups& groups, CUstream_st* stream);
+                    const ParamGroups& groups, CUstream_st* stream);
 // Must run once for each kind that tensors have.
 void launch_adam(AdamKind kind, const AdamArgs& args, int64_t chunk_count, CUstream_st* stream);
 

@@ -32,17 +32,14 @@ struct QuantizedChunk {
   using Share = VectorLane<float, kThreadElements>;
   using One = VectorLane<float, 1>;
 
-  TORCHOPT_HD QuantizedChunk(const AdamChunk<float>& chunk, const Layout& layout)
-      : elements(chunk),
-        layout(layout),
-        mode{.write_back = writes_back<kKind>(chunk.options)},
-        rounds(rounds_randomly<kKind>(chunk.options, layout)),
-        scalars(quantized_scalars(chunk.scalars)),
-        groups(chunk.work, chunk.n),
-        first_group(group_of(chunk.work, chunk.begin)),
-        step(static_cast<uint32_t>(static_cast<int64_t>(step_of(chunk.work)))),
-        exp_avg_scales(static_cast<float*>(chunk.work.memory[kExpAvgScale]) + first_group),
-        root_scales(static_cast<float*>(chunk.work.memory[kExpAvgSqScale]) + first_group) {}
+  TORCHOPT_HD QuantizedChunk(const AdamArgs& args, const Chunk& chunk)
+      : elements(args, chunk),
+        scalars(quantized_scalars(elements.scalars)),
+        groups(elements.work, elements.n),
+        first_group(group_of(elements.work, elements.begin)),
+        step(static_cast<uint32_t>(static_cast<int64_t>(step_of(elements.work)))),
+        exp_avg_scales(static_cast<float*>(elements.work.memory[kExpAvgScale]) + first_group),
+        root_scales(static_cast<float*>(elements.work.memory[kExpAvgSqScale]) + first_group) {}
 
   // Updates four groups from `first` on, or as many as there are below `end`.
   template <class Warp>
@@ -56,7 +53,7 @@ struct QuantizedChunk {
       const int group = first + thread / kGroupThreads;
       if (group < end) {
         const GroupScales scales{exp_avg_scales[group], root_scales[group]};
-        const bool random = weight_may_round_randomly(layout);
+        const bool random = weight_may_round_randomly(elements.layout);
         for_each_part(
             group, thread, random,
             [&](const auto& draws, int i) { kept = update_weights<Share>(i, scales, draws); },
@@ -102,10 +99,7 @@ struct QuantizedChunk {
     });
   }
 
-  const AdamChunk<float>& elements;
-  const Layout& layout;
-  const StepMode mode;
-  const bool rounds;
+  const AdamChunk<kKind> elements;
   const QuantizedScalars scalars;
   const ChunkGroups groups;
   const int64_t first_group;  // the chunk's first group, counted in the tensor
@@ -122,10 +116,12 @@ struct QuantizedChunk {
     const QuantizedFactors<L> factors{scalars};
     const GroupScales decoding{Scalar::mul(scales.exp_avg, scalars.decoding.exp_avg),
                                Scalar::mul(scales.root, scalars.decoding.root)};
-    const Moments<L> now = average_moments(L{}, factors, layout, elements.x, i, decoding);
-    store_weight(L{}, layout, mode, elements.x, i,
-                 updated_weights(L{}, factors, layout, elements.x, i, now), draws);
-    write_back(L{}, elements.scalars.grad_factor, layout, mode, elements.x, i);
+    const Layout& layout = elements.layout;
+    const StepMode& mode = elements.mode;
+    void* const(&x)[kArrays] = elements.x;
+    const Moments<L> now = average_moments(L{}, factors, layout, x, i, decoding);
+    store_weight(L{}, layout, mode, x, i, updated_weights(L{}, factors, layout, x, i, now), draws);
+    write_back(L{}, elements.scalars.grad_factor, layout, mode, x, i);
     return now;
   }
   template <class L>
@@ -156,14 +152,15 @@ struct QuantizedChunk {
     const int begin = groups.begin(group);
     const int size = groups.size(group);
     const int member = thread % kGroupThreads;
-    const bool draws = random && rounds;
+    const bool draws = random && elements.mode.rounds;
     uint64_t number = 0;
     RoundingStream stream{};
     if (draws) {
       number = static_cast<uint64_t>(global_element(elements.work, elements.begin + begin));
       stream = rounding_stream({elements.options.rounding_seed, step, elements.work.index}, number);
     }
-    if (size == kQuantGroup && are_all_aligned_at(layout, elements.x, kThreadElements, begin)) {
+    if (size == kQuantGroup &&
+        are_all_aligned_at(elements.layout, elements.x, kThreadElements, begin)) {
       const int i = member * kThreadElements;
       if (draws) {
         const auto drawn = random_bits_from<Share>(stream, number, i);
@@ -186,30 +183,25 @@ struct QuantizedChunk {
 };
 
 template <AdamKind kKind, class Cta>
-TORCHOPT_HD inline void quantized_body(const Cta& cta, const AdamArgs& args) {
-  const Chunk chunk = args.chunks[cta.block];
-  if (args.steps[chunk.tensor].grad == nullptr) {
-    return;
-  }
-  const AdamChunk<float> elements(args, chunk);
-  const Layout layout = known_layout<kKind>(elements.work.layout);
-  const QuantizedChunk<kKind> quantized(elements, layout);
-  const int count = quantized.groups.count();
+TORCHOPT_HD inline void update_chunk(const Cta& cta, const QuantizedChunk<kKind>& chunk) {
+  const int count = chunk.groups.count();
   cta.each_warp([&](int warp_index, const auto& warp) {
     for (int first = warp_index * kWarpGroups; first < count;
          first += cta.threads / kWarpThreads * kWarpGroups) {
-      quantized.update(warp, first, count);
+      chunk.update(warp, first, count);
     }
   });
 }
 
+template <AdamKind kKind>
+using ChunkOf = std::conditional_t<is_quantized(kKind), QuantizedChunk<kKind>, AdamChunk<kKind>>;
+
 // Updates a block's chunk, which must be of a tensor of this kind.
 template <AdamKind kKind, class Cta>
 TORCHOPT_HD inline void pass_b_body(const Cta& cta, const AdamArgs& args) {
-  if constexpr (is_quantized(kKind)) {
-    quantized_body<kKind>(cta, args);
-  } else {
-    adam_body<kKind>(cta, args);
+  const Chunk chunk = args.chunks[cta.block];
+  if (args.steps[chunk.tensor].grad != nullptr) {
+    update_chunk(cta, ChunkOf<kKind>(args, chunk));
   }
 }
 

@@ -26,8 +26,13 @@ constexpr int traced_blocks(AdamKind kind) {
 template <AdamKind kKind>
 __global__ void __launch_bounds__(kAdamThreads, traced_blocks(kKind))
     adam_traced_kernel(AdamArgs args, TraceArgs traces) {
-  __shared__ TraceShared shared;
+  __shared__ TracedShared shared;
   adam_traced_body<kKind>(DeviceCta{}, shared, args, traces);
+}
+
+__global__ void __launch_bounds__(kWarpThreads) sum_traces_kernel(AdamArgs args, TraceArgs traces) {
+  __shared__ ReportShared shared;
+  sum_traces_body(DeviceWarp{}, shared, blockIdx.x, args, traces);
 }
 
 template <int... kKinds>
@@ -42,6 +47,11 @@ void launch_adam_traced(AdamKind kind, const AdamArgs& args, const TraceArgs& tr
   static constexpr auto kKernels = traced_kernels(std::make_integer_sequence<int, kAdamKinds>{});
   const auto kernel = kKernels[static_cast<size_t>(kind)];
   kernel<<<static_cast<unsigned>(chunk_count), kAdamThreads, 0, stream>>>(args, traces);
+}
+
+void launch_sum_traces(int64_t tensor_count, const AdamArgs& args, const TraceArgs& traces,
+                       cudaStream_t stream) {
+  sum_traces_kernel<<<static_cast<unsigned>(tensor_count), kWarpThreads, 0, stream>>>(args, traces);
 }
 
 }  // namespace torchopt_ext

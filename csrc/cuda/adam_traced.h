@@ -1,9 +1,9 @@
-// Tracking on CUDA (kernels/trace.h): pass B on a chunk, which also records the chunk's trace.
+// Tracking on CUDA (kernels/trace.h): pass B on a chunk, which also records the chunk's trace, and
+// the report of each tensor, made from the traces of its chunks.
 #pragma once
 
 #include "cuda/adam_quantized.h"
 #include "cuda/digest_tile.h"
-#include "cuda/sum_traces.h"
 #include "kernels/trace.h"
 
 namespace torchopt_ext {
@@ -14,23 +14,26 @@ namespace torchopt_ext {
 // (entry_checks.cpp).
 inline constexpr int kMostTiles = 2 * kChunkElements / kTileElements;
 
-struct TileNorms {
-  double sumsq[2];  // of the gradient, of the update
+// The shared memory of a block that updates a chunk, and of a warp that makes a report.
+struct TracedShared {
+  double sumsq[kMostTiles][2];                    // of each tile's gradient and update
+  ChunkTrace warps[kAdamThreads / kWarpThreads];  // the counts
+  uint16_t half_factors[kDigestSegment];          // half_factor() of each word's upper half
 };
-struct WarpCounts {
-  int64_t lost;
-  uint64_t digest;
-};
-struct TraceShared {
-  TileNorms tiles[kMostTiles];
-  WarpCounts warps[kAdamThreads / kWarpThreads];
-  uint16_t half_factors[kDigestSegment];  // half_factor() of each word's upper half
+using ReportShared = ChunkTrace[kWarpThreads];
+
+// Pointers are to device memory.
+struct TraceArgs {
+  const int64_t* first_chunks;  // of each tensor, then the number of chunks
+  ChunkTrace* chunks;           // the output of each chunk
+  double* norms;                // the outputs of each tensor, as in Traces
+  int64_t* counts;
 };
 
 namespace {
 
 // Sums and counts over a warp's tiles. By the block rule, thread t owns lanes 2t and 2t + 1.
-template <class T, class Warp>
+template <AdamKind kKind, class Warp>
 struct WarpTrace {
   using D = ScalarLane<double>;
   template <class Value>
@@ -39,22 +42,22 @@ struct WarpTrace {
   // Called before a register's step: adds the squares of its gradient and returns its weights. The
   // elements alternate between the thread's two lanes, from lane `first` on.
   template <class L>
-  TORCHOPT_HD typename L::reg before(const L& lane, const AdamChunk<T>& elements,
-                                     const Layout& layout, int thread, int first, int i) {
-    const typename L::reg g = load_as(lane, layout.grad, elements.x[kGrad], i);
+  TORCHOPT_HD typename L::reg before(const L& lane, const AdamChunk<kKind>& elements, int thread,
+                                     int first, int i) {
+    const typename L::reg g = load_as(lane, elements.layout.grad, elements.x[kGrad], i);
     unrolled<L::width>([&](int k) {
       double& sum = grad[(first + k) % 2][thread];
       sum = D::add(sum, square(g.element[k]));
     });
-    return load_weight(lane, layout, elements.x, i);
+    return load_weight(lane, elements.layout, elements.x, i);
   }
   // Called after the register's step: adds the squares of the changes and counts lost updates.
   template <class L>
-  TORCHOPT_HD void after(const L& lane, const AdamChunk<T>& elements, const Layout& layout,
-                         int thread, int first, int i, const typename L::reg& before) {
+  TORCHOPT_HD void after(const L& lane, const AdamChunk<kKind>& elements, int thread, int first,
+                         int i, const typename L::reg& before) {
     using SingleLane = typename L::SingleLane;
-    const typename L::reg after = load_weight(lane, layout, elements.x, i);
-    const typename L::reg exp_avg = load_exp_avg(lane, layout, elements.x, i);
+    const typename L::reg after = load_weight(lane, elements.layout, elements.x, i);
+    const typename L::reg exp_avg = load_exp_avg(lane, elements.layout, elements.x, i);
     unrolled<L::width>([&](int k) {
       double& sum = change[(first + k) % 2][thread];
       sum = D::add(sum, square(SingleLane::sub(after.element[k], before.element[k])));
@@ -65,7 +68,7 @@ struct WarpTrace {
   // Writes a tile's sums of squares, added in the block rule's order. After two folds each thread
   // holds one of four sums: the gradient's if thread & 16 is 0, else the update's; of lane 0 if
   // thread & 8 is 0, else of lane 1. The last fold adds the two lanes.
-  TORCHOPT_HD void finish_tile(const Warp& warp, TileNorms& norms) {
+  TORCHOPT_HD void finish_tile(const Warp& warp, double (&sumsq)[2]) {
     unrolled<2>([&](int lane) { warp.fold_pair(grad[lane], change[lane], 16); });
     warp.fold_pair(grad[0], grad[1], 8);
     warp.fold(grad[0], 4);
@@ -74,18 +77,18 @@ struct WarpTrace {
     warp.fold(grad[0], 8);
     warp.each([&](int thread) {
       if (thread % 16 == 0) {
-        norms.sumsq[thread / 16] = grad[0][thread];
+        sumsq[thread / 16] = grad[0][thread];
       }
     });
     unrolled<2>([&](int lane) { grad[lane] = change[lane] = {}; });
   }
   // Writes the counts of all tiles.
-  TORCHOPT_HD void finish(const Warp& warp, WarpCounts& counts) {
+  TORCHOPT_HD void finish(const Warp& warp, ChunkTrace& counts) {
     for (int distance = kWarpThreads / 2; distance > 0; distance /= 2) {
       warp.fold(lost, distance);
       warp.fold(digest, distance);
     }
-    warp.leader([&] { counts = {lost[0], digest[0]}; });
+    warp.leader([&] { counts = {0.0, 0.0, lost[0], digest[0]}; });
   }
 
   PerThread<double> grad[2]{};
@@ -94,16 +97,9 @@ struct WarpTrace {
   PerThread<uint64_t> digest{};
 };
 
-// A chunk of a tensor without 8-bit moments.
 template <AdamKind kKind>
-struct PlainChunk {
-  using T = std::conditional_t<kKind == AdamKind::kFloat64, double, float>;
-  const AdamChunk<T>& elements;
-  const Layout& layout;
-};
-template <AdamKind kKind>
-TORCHOPT_HD inline int tiles_of(const PlainChunk<kKind>& chunk) {
-  return (chunk.elements.n + kTileElements - 1) / kTileElements;
+TORCHOPT_HD inline int tiles_of(const AdamChunk<kKind>& chunk) {
+  return (chunk.n + kTileElements - 1) / kTileElements;
 }
 template <AdamKind kKind>
 TORCHOPT_HD inline int tiles_of(const QuantizedChunk<kKind>& chunk) {
@@ -111,24 +107,21 @@ TORCHOPT_HD inline int tiles_of(const QuantizedChunk<kKind>& chunk) {
 }
 
 // Updates a tile by a warp, several rows of lanes at once, so that their loads overlap.
-template <AdamKind kKind, class T, class Warp>
-TORCHOPT_HD inline void update_tile(const Warp& warp, WarpTrace<T, Warp>& trace,
-                                    const PlainChunk<kKind>& chunk,
-                                    const SharedHalfFactors& factors, int tile) {
+template <AdamKind kKind, class Warp>
+TORCHOPT_HD inline void update_tile(const Warp& warp, WarpTrace<kKind, Warp>& trace,
+                                    const AdamChunk<kKind>& chunk, const SharedHalfFactors& factors,
+                                    int tile) {
+  using T = ComputeType<kKind>;
   constexpr int kRows = register_width(kKind) / 2;
   using Rows = VectorLane<T, 2 * kRows, 2, kBlockLanes>;
-  const AdamChunk<T>& elements = chunk.elements;
-  const Layout& layout = chunk.layout;
   const int begin = tile * kTileElements;
-  const int end = begin + kTileElements < elements.n ? begin + kTileElements : elements.n;
-  const StepOptions& options = elements.options;
-  const bool aligned = are_all_aligned_at(layout, elements.x, 2, begin);
+  const int end = begin + kTileElements < chunk.n ? begin + kTileElements : chunk.n;
+  const bool aligned = are_all_aligned_at(chunk.layout, chunk.x, 2, begin);
   warp.each([&](int thread) {
     const auto step = [&](const auto& lane, int i) {
-      const auto before = trace.before(lane, elements, layout, thread, 0, i);
-      elements.update(lane, layout, {.write_back = writes_back<kKind>(options)},
-                      rounds_randomly<kKind>(options, layout), i);
-      trace.after(lane, elements, layout, thread, 0, i, before);
+      const auto before = trace.before(lane, chunk, thread, 0, i);
+      chunk.update(lane, i);
+      trace.after(lane, chunk, thread, 0, i, before);
     };
     int i = begin + 2 * thread;
     for (int row = begin; aligned && row + kRows * kBlockLanes <= end; row += kRows * kBlockLanes) {
@@ -136,16 +129,16 @@ TORCHOPT_HD inline void update_tile(const Warp& warp, WarpTrace<T, Warp>& trace,
       i += kRows * kBlockLanes;
     }
     for (; i + 1 < end; i += kBlockLanes) {
-      step(UnalignedPairLane<T>{}, i);
+      step(TwoElementsAnywhere<T>{}, i);
     }
     if (i < end) {
       step(VectorLane<T, 1>{}, i);
     }
   });
-  if ((options.track & kTrackDigest) != 0) {
-    digest_tile(warp, trace.digest, elements, layout, factors, begin, end, [&](int i) {
-      const int64_t number = global_element(elements.work, elements.begin + i);
-      return digest_place(elements.work.index, static_cast<uint64_t>(number));
+  if ((chunk.options.track & kTrackDigest) != 0) {
+    digest_tile(warp, trace.digest, chunk, factors, begin, end, [&](int i) {
+      const int64_t number = global_element(chunk.work, chunk.begin + i);
+      return digest_place(chunk.work.index, static_cast<uint64_t>(number));
     });
   }
 }
@@ -153,14 +146,14 @@ TORCHOPT_HD inline void update_tile(const Warp& warp, WarpTrace<T, Warp>& trace,
 // Updates a tile of kTileGroups groups, or as many as are left.
 static_assert(kTileGroups <= kWarpThreads);
 template <AdamKind kKind, class Warp>
-TORCHOPT_HD inline void update_tile(const Warp& warp, WarpTrace<float, Warp>& trace,
+TORCHOPT_HD inline void update_tile(const Warp& warp, WarpTrace<kKind, Warp>& trace,
                                     const QuantizedChunk<kKind>& chunk,
                                     const SharedHalfFactors& factors, int tile) {
   using SingleLane = VectorLane<float, 1>;
   struct Weights {
     typename SingleLane::reg of[kTileElements / kWarpThreads];
   };
-  const AdamChunk<float>& elements = chunk.elements;
+  const AdamChunk<kKind>& elements = chunk.elements;
   const ChunkGroups& groups = chunk.groups;
   const int first = tile * kTileGroups;
   const int last = first + kTileGroups < groups.count() ? first + kTileGroups : groups.count();
@@ -178,7 +171,7 @@ TORCHOPT_HD inline void update_tile(const Warp& warp, WarpTrace<float, Warp>& tr
   };
   warp.each([&](int thread) {
     for_each_owned(thread, [&](int k, int lane, int i) {
-      before[thread].of[k] = trace.before(SingleLane{}, elements, chunk.layout, thread, lane, i);
+      before[thread].of[k] = trace.before(SingleLane{}, elements, thread, lane, i);
     });
   });
   for (int group = first; group < last; group += kWarpGroups) {
@@ -186,7 +179,7 @@ TORCHOPT_HD inline void update_tile(const Warp& warp, WarpTrace<float, Warp>& tr
   }
   warp.each([&](int thread) {
     for_each_owned(thread, [&](int k, int lane, int i) {
-      trace.after(SingleLane{}, elements, chunk.layout, thread, lane, i, before[thread].of[k]);
+      trace.after(SingleLane{}, elements, thread, lane, i, before[thread].of[k]);
     });
   });
   if ((elements.options.track & kTrackDigest) == 0) {
@@ -203,7 +196,7 @@ TORCHOPT_HD inline void update_tile(const Warp& warp, WarpTrace<float, Warp>& tr
           digest_scales(elements.work.memory, chunk.first_group + group, place_of(group, 0));
     }
   });
-  digest_tile(warp, trace.digest, elements, chunk.layout, factors, begin, end, [&](int i) {
+  digest_tile(warp, trace.digest, elements, factors, begin, end, [&](int i) {
     const int group = groups.of(i);
     return place_of(group, i - groups.begin(group));
   });
@@ -212,31 +205,26 @@ TORCHOPT_HD inline void update_tile(const Warp& warp, WarpTrace<float, Warp>& tr
 // Updates a block's chunk if its tensor is of this kind. Each warp takes a tile at a time, and one
 // thread adds the tiles' sums in order.
 template <AdamKind kKind, class Cta>
-TORCHOPT_HD inline void adam_traced_body(const Cta& cta, TraceShared& shared, const AdamArgs& args,
+TORCHOPT_HD inline void adam_traced_body(const Cta& cta, TracedShared& shared, const AdamArgs& args,
                                          const TraceArgs& traces) {
-  using T = std::conditional_t<kKind == AdamKind::kFloat64, double, float>;
   const Chunk chunk = args.chunks[cta.block];
   if (args.steps[chunk.tensor].grad == nullptr || args.tensors[chunk.tensor].kind != kKind) {
     return;
   }
-  const AdamChunk<T> elements(args, chunk);
-  const Layout layout = known_layout<kKind>(elements.work.layout);
+  const ChunkOf<kKind> of_kind(args, chunk);
   cta.each([&](int thread) {
     for (int k = thread; k < static_cast<int>(kDigestSegment); k += cta.threads) {
       const int factor = half_factor(2 * static_cast<uint32_t>(k) + 1);
       shared.half_factors[k] = static_cast<uint16_t>(factor);
     }
   });
-  using ChunkOfKind =
-      std::conditional_t<is_quantized(kKind), QuantizedChunk<kKind>, PlainChunk<kKind>>;
-  const ChunkOfKind of_kind{elements, layout};
   const int tiles = tiles_of(of_kind);
   const int warps = cta.threads / kWarpThreads;
   cta.each_warp([&](int warp_index, const auto& warp) __attribute__((always_inline)) {
-    WarpTrace<T, std::remove_cvref_t<decltype(warp)>> trace;
+    WarpTrace<kKind, std::remove_cvref_t<decltype(warp)>> trace;
     for (int tile = warp_index; tile < tiles; tile += warps) {
       update_tile(warp, trace, of_kind, SharedHalfFactors{shared.half_factors}, tile);
-      trace.finish_tile(warp, shared.tiles[tile]);
+      trace.finish_tile(warp, shared.sumsq[tile]);
     }
     trace.finish(warp, shared.warps[warp_index]);
   });
@@ -244,14 +232,42 @@ TORCHOPT_HD inline void adam_traced_body(const Cta& cta, TraceShared& shared, co
     if (thread == 0) {
       ChunkTrace sum{};
       for (int tile = 0; tile < tiles; ++tile) {
-        const double(&sumsq)[2] = shared.tiles[tile].sumsq;
-        add_trace(sum, {sumsq[0], sumsq[1], 0, 0});
+        add_trace(sum, {shared.sumsq[tile][0], shared.sumsq[tile][1], 0, 0});
       }
       for (int warp = 0; warp < warps; ++warp) {
-        add_trace(sum, {0.0, 0.0, shared.warps[warp].lost, shared.warps[warp].digest});
+        add_trace(sum, shared.warps[warp]);
       }
       traces.chunks[cta.block] = tracked(sum, args.options.track);
     }
+  });
+}
+
+// Makes the report of tensor i from its chunks, which are adjacent in the table. A warp reads the
+// chunks' traces, and one thread adds them in order.
+template <class Warp>
+TORCHOPT_HD inline void sum_traces_body(const Warp& warp, ReportShared& shared, int64_t i,
+                                        const AdamArgs& args, const TraceArgs& traces) {
+  if (args.control->skip != 0.0) {
+    return;
+  }
+  const int64_t last = traces.first_chunks[i + 1];
+  ChunkTrace sum{};
+  for (int64_t begin = traces.first_chunks[i]; begin < last; begin += kWarpThreads) {
+    const auto n = static_cast<int>(last - begin < kWarpThreads ? last - begin : kWarpThreads);
+    warp.each([&](int thread) {
+      if (thread < n) {
+        shared[thread] = traces.chunks[begin + thread];
+      }
+    });
+    warp.leader([&] {
+      for (int k = 0; k < n; ++k) {
+        add_trace(sum, shared[k]);
+      }
+    });
+  }
+  warp.leader([&] {
+    finish_trace(sum, *args.control, args.steps[i].grad != nullptr, traces.norms + 2 * i,
+                 traces.counts + 2 * i);
   });
 }
 
@@ -261,5 +277,8 @@ TORCHOPT_HD inline void adam_traced_body(const Cta& cta, TraceShared& shared, co
 // because tracking adds up sums of chunks.
 void launch_adam_traced(AdamKind kind, const AdamArgs& args, const TraceArgs& traces,
                         int64_t chunk_count, CUstream_st* stream);
+// Makes the reports. Must run last.
+void launch_sum_traces(int64_t tensor_count, const AdamArgs& args, const TraceArgs& traces,
+                       CUstream_st* stream);
 
 }  // namespace torchopt_ext

@@ -21,11 +21,11 @@ struct SharedHalfFactors {
   const uint16_t* upper_factors;  // the factor of each word's upper half
 };
 
-// Two elements at once; UnalignedPairLane takes any address.
+// Two elements at once; TwoElementsAnywhere takes any address.
 template <class T>
-using PairLane = VectorLane<T, 2>;
+using TwoElements = VectorLane<T, 2>;
 template <class T>
-using UnalignedPairLane = VectorLane<T, 2, 2, 2, 1>;
+using TwoElementsAnywhere = VectorLane<T, 2, 2, 2, 1>;
 
 // Returns the digest of the pairs (i, i + 1), kBlockLanes apart, that end by `end`, and leaves i at
 // the first pair that does not. The elements' numbers start at the place's, which is even, and grow
@@ -82,12 +82,14 @@ TORCHOPT_HD inline uint64_t digest_pairs(const Layout& layout, void* const (&x)[
 
 // Adds the digest of elements [begin, end), at most a tile, to the digests of a warp's threads.
 // place_of(i) returns the place of an element that is not taken in a pair.
-template <class T, class Warp, class PlaceOf>
+template <AdamKind kKind, class Warp, class PlaceOf>
 TORCHOPT_HD inline void digest_tile(const Warp& warp,
                                     typename Warp::template PerThread<uint64_t>& digest,
-                                    const AdamChunk<T>& elements, const Layout& layout,
+                                    const AdamChunk<kKind>& elements,
                                     const SharedHalfFactors& factors, int begin, int end,
                                     const PlaceOf& place_of) {
+  using T = ComputeType<kKind>;
+  const Layout& layout = elements.layout;
   const TensorWork& work = elements.work;
   const auto first = static_cast<uint64_t>(global_element(work, elements.begin + begin));
   const auto last = static_cast<uint64_t>(global_element(work, elements.begin + end - 1));
@@ -103,8 +105,8 @@ TORCHOPT_HD inline void digest_tile(const Warp& warp,
         const DigestPlace place = digest_place(work.index, first, 2 * thread);
         digest[thread] +=
             aligned
-                ? digest_pairs<PairLane<T>>(layout, elements.x, i, end, place, factors)
-                : digest_pairs<UnalignedPairLane<T>>(layout, elements.x, i, end, place, factors);
+                ? digest_pairs<TwoElements<T>>(layout, elements.x, i, end, place, factors)
+                : digest_pairs<TwoElementsAnywhere<T>>(layout, elements.x, i, end, place, factors);
       }
     }
     for (; i < end; i += kBlockLanes) {

@@ -47,6 +47,7 @@ struct CudaTables {
   std::vector<int64_t> first_norm_chunk;  // by range of tensors; FewGradients has one range
   DeviceTable chunks;
   std::array<int64_t, kAdamKinds + 1> first_chunk{};  // by kind
+  DeviceTable first_of_tensor;  // for tracking: the first chunk of each tensor
 };
 
 CudaTables& tables_of(const WorkList& work, c10::cuda::CUDAStream stream) {
@@ -166,14 +167,14 @@ void loss_scale_update(const at::Tensor& control, const at::Tensor& found_inf,
 }
 
 // Reads learning rates in CPU tensors. Kernels read learning rates on the device.
-std::vector<Groups> group_ranges(const std::vector<GroupHyper>& groups) {
-  std::vector<Groups> ranges;
+std::vector<ParamGroups> group_ranges(const std::vector<GroupHyper>& groups) {
+  std::vector<ParamGroups> ranges;
   for (const GroupHyper& group : groups) {
-    if (ranges.empty() || ranges.back().count == Groups::kMost) {
-      const size_t first = Groups::kMost * ranges.size();
+    if (ranges.empty() || ranges.back().count == ParamGroups::kMost) {
+      const size_t first = ParamGroups::kMost * ranges.size();
       ranges.emplace_back().first = static_cast<int32_t>(first);
     }
-    GroupArgs& args = ranges.back().group[ranges.back().count++];
+    ParamGroupArgs& args = ranges.back().group[ranges.back().count++];
     args.hyper = group.adam;
     if (group.lr.defined() && group.lr.is_cpu()) {
       args.hyper.lr = group.lr.item<double>();
@@ -185,12 +186,16 @@ std::vector<Groups> group_ranges(const std::vector<GroupHyper>& groups) {
   return ranges;
 }
 
-void launch_tracked(const WorkList& work, const AdamArgs& args, const Traces& traces,
-                    c10::cuda::CUDAStream stream) {
+void launch_tracked(const WorkList& work, CudaTables& tables, const AdamArgs& args,
+                    const Traces& traces, c10::cuda::CUDAStream stream) {
   keep_with_graph(std::make_shared<Traces>(traces), stream);
+  if (tables.first_of_tensor.empty()) {
+    tables.first_of_tensor.upload(first_chunks(work.chunks, work.tensors.size(), 1), stream);
+  }
   const auto tensors = static_cast<int64_t>(work.tensors.size());
   const auto chunks = static_cast<int64_t>(work.chunks.size());
-  const TraceArgs to{static_cast<ChunkTrace*>(traces.chunks.data_ptr()),
+  const TraceArgs to{tables.first_of_tensor.address<const int64_t>(stream),
+                     static_cast<ChunkTrace*>(traces.chunks.data_ptr()),
                      traces.norms.data_ptr<double>(), traces.counts.data_ptr<int64_t>()};
   for (int k = 0; k < kAdamKinds && chunks > 0; ++k) {
     const auto kind = static_cast<AdamKind>(k);
@@ -200,7 +205,7 @@ void launch_tracked(const WorkList& work, const AdamArgs& args, const Traces& tr
       C10_CUDA_KERNEL_LAUNCH_CHECK();
     }
   }
-  launch_sum_traces(tensors, chunks, args, to, stream);
+  launch_sum_traces(tensors, args, to, stream);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
@@ -220,7 +225,7 @@ void adam(const WorkList& work, const std::vector<GroupHyper>& groups, const at:
   args.steps = tables.steps.address<TensorStep>(stream);
   args.control = static_cast<const Control*>(control.const_data_ptr());
   args.options = work.options;
-  for (const Groups& range : group_ranges(groups)) {
+  for (const ParamGroups& range : group_ranges(groups)) {
     for_each_range(work,
                    [&](const auto& gradients) { launch_prepare(args, gradients, range, stream); });
   }
@@ -231,7 +236,7 @@ void adam(const WorkList& work, const std::vector<GroupHyper>& groups, const at:
     args.chunks = tables.chunks.address<const Chunk>(stream);
   }
   if (work.options.track != 0) {
-    launch_tracked(work, args, traces, stream);
+    launch_tracked(work, tables, args, traces, stream);
     return;
   }
   for (size_t kind = 0; kind < kAdamKinds; ++kind) {

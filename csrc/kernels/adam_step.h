@@ -15,14 +15,6 @@
 
 namespace torchopt_ext {
 
-// The work of a kernel in addition to the update.
-struct StepMode {
-  bool write_back = false;  // StepOptions::write_back_gradients
-  // Stores past the caches: a parameter with an fp32 master is written and not read, and aligned
-  // stores past the caches avoid reading its cache lines first.
-  bool past_caches = false;
-};
-
 namespace {
 
 template <class L>

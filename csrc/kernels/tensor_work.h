@@ -54,6 +54,15 @@ struct StepOptions {
   uint64_t rounding_seed = 0;
 };
 
+// A kernel's options for one tensor.
+struct StepMode {
+  bool write_back = false;  // StepOptions::write_back_gradients
+  bool rounds = false;      // stochastically: rounds_randomly()
+  // Stores past the caches: a parameter with an fp32 master is written and not read, and aligned
+  // stores past the caches avoid reading its cache lines first.
+  bool past_caches = false;
+};
+
 // The layouts with kernels of their own: layouts in which large models are trained. Branches on
 // types would take a third of the time with 16-bit moments and a tenth with fp32 moments.
 enum class AdamKind : int32_t {
@@ -208,12 +217,11 @@ template <AdamKind kKind>
   return known;
 }
 template <AdamKind kKind>
-TORCHOPT_HD inline bool rounds_randomly(const StepOptions& options, const Layout& layout) {
-  return is_general(kKind) ? rounds_randomly(options, layout) : is_rounded(kKind);
-}
-template <AdamKind kKind>
-TORCHOPT_HD inline bool writes_back(const StepOptions& options) {
-  return (is_general(kKind) || kKind == AdamKind::kFloat64) && options.write_back_gradients;
+[[gnu::always_inline]] TORCHOPT_HD inline StepMode known_mode(const StepOptions& options,
+                                                              const Layout& layout) {
+  const bool may_write_back = is_general(kKind) || kKind == AdamKind::kFloat64;
+  return {.write_back = may_write_back && options.write_back_gradients,
+          .rounds = is_general(kKind) ? rounds_randomly(options, layout) : is_rounded(kKind)};
 }
 
 inline AdamKind kind_of(const Layout& layout, const StepOptions& options) {

@@ -238,7 +238,7 @@ TEST(Adam, ACudaLaunchPreparesItsRangesOfTensorsAndGroups) {
   args.steps = steps;
   args.control = &control;
   static Gradients gradients{1, 3, {&gradient, &gradient, nullptr}};
-  static Groups groups{1, 1, {{hyper_of(1), nullptr, DType::kFloat64}}};
+  static ParamGroups groups{1, 1, {{hyper_of(1), nullptr, DType::kFloat64}}};
   for (int i = 0; i < kAdamThreads; ++i) {
     prepare_body(i, args, gradients, groups);
   }

@@ -232,7 +232,7 @@ void adam_as_cuda(AdamKind kind, const HostCta& cta, const AdamArgs& args,
 
 // Runs one kernel of each kind, as a step over tensors of all kinds does.
 template <int... kKinds>
-void traced_as_cuda(const HostCta& cta, TraceShared& shared, const AdamArgs& args,
+void traced_as_cuda(const HostCta& cta, TracedShared& shared, const AdamArgs& args,
                     const TraceArgs& traces, std::integer_sequence<int, kKinds...>) {
   (adam_traced_body<AdamKind{kKinds}>(cta, shared, args, traces), ...);
 }
@@ -256,27 +256,29 @@ inline Report step_as_cuda(Tensor& tensor, const AdamHyper& hyper, const Control
   args.control = &control;
   args.options = options;
   static Gradients gradients{0, 1, {}};
-  static Groups groups{0, 1, {}};
+  static ParamGroups groups{0, 1, {}};
   gradients.memory[0] = tensor.work.memory[kGrad];
   groups.group[0] = {hyper, nullptr, DType::kFloat64};
   for (int i = 0; i < kAdamThreads; ++i) {  // one block of threads over one tensor
     prepare_body(i, args, gradients, groups);
   }
   report.chunks.resize(options.track != 0 ? chunks.size() : 0);
-  const TraceArgs traces{report.chunks.data(), report.norms.data(), report.counts.data()};
   const auto blocks = static_cast<int64_t>(chunks.size());
+  const int64_t first_chunks[] = {0, blocks};
+  const TraceArgs traces{first_chunks, report.chunks.data(), report.norms.data(),
+                         report.counts.data()};
   for (int64_t block = 0; block < blocks; ++block) {
     const HostCta cta{block, blocks, threads};
     if (options.track != 0) {
-      TraceShared shared;
+      TracedShared shared;
       traced_as_cuda(cta, shared, args, traces, std::make_integer_sequence<int, kAdamKinds>{});
     } else {
       adam_as_cuda(tensor.work.kind, cta, args, std::make_integer_sequence<int, kAdamKinds>{});
     }
   }
   if (options.track != 0) {
-    SharedTraces shared;
-    sum_traces_body(HostWarp{}, shared, 0, blocks, args, traces);
+    ReportShared shared;
+    sum_traces_body(HostWarp{}, shared, 0, args, traces);
   }
   return report;
 }
