@@ -46,6 +46,11 @@ struct Avx2Words : VectorWords<32> {
     const reg above_even = bit_and(tie, sub_halves(bit_and(high, halves(1)), halves(1)));
     return add_halves(low, above_even);  // a mask of ones is minus one
   }
+  // Returns the remainders `low` of the weights `high`, without those that join() ignores.
+  static reg valid_remainders(reg high, reg low) {
+    const reg zero = _mm256_cmpeq_epi16(add_halves(high, high), reg{});
+    return _mm256_max_epi16(low, bit_and_not(zero, halves(-0x8000)));
+  }
   static reg sub_saturated(reg a, reg b) { return _mm256_subs_epu16(a, b); }
   // Returns a / 256 for signed words, ties rounded up.
   static reg rounded_upper_bytes(reg a) { return _mm256_mulhrs_epi16(a, halves(32768 / 256)); }

@@ -35,6 +35,10 @@ struct Avx512Words : VectorWords<64> {
     const __mmask32 above_even = _mm512_mask_testn_epi16_mask(tie, high, halves(1));
     return _mm512_mask_mov_epi16(low, above_even, halves(0x7fff));
   }
+  static reg valid_remainders(reg high, reg low) {
+    const __mmask32 zero = _mm512_testn_epi16_mask(high, halves(0x7fff));
+    return _mm512_mask_max_epi16(low, zero, low, reg{});
+  }
   static reg sub_saturated(reg a, reg b) { return _mm512_subs_epu16(a, b); }
   static reg rounded_upper_bytes(reg a) { return _mm512_mulhrs_epi16(a, halves(32768 / 256)); }
   static reg unpack_low(reg low, reg high) { return _mm512_unpacklo_epi16(low, high); }

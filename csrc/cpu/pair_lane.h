@@ -181,7 +181,8 @@ struct PairLane {
   }
   // `low`: the lower halves. A negative lower half subtracts 1 from the upper half.
   static reg load_joined(Word weight, Word low) {
-    return floats(low, Words::add_halves(weight, Words::sign_halves(low)));
+    const Word rest = Words::valid_remainders(weight, low);
+    return floats(rest, Words::add_halves(weight, Words::sign_halves(rest)));
   }
   // Stores the weights and returns their 8-bit remainders. Storing saturates 128 to 127.
   static Word split8(BFloat16* weight, reg a) {

@@ -23,8 +23,11 @@ struct SplitFloat {
 
 namespace {
 
+// A weight of 0 with a negative remainder is no split float: the weight was set from outside, for
+// example by a mask. Its remainder counts as 0, since their sum would be a NaN.
 TORCHOPT_HD inline float join(BFloat16 weight, int16_t remainder) {
-  const auto low = static_cast<uint32_t>(static_cast<int32_t>(remainder));
+  const bool invalid = remainder < 0 && (weight.bits & 0x7fffu) == 0;
+  const auto low = invalid ? 0u : static_cast<uint32_t>(static_cast<int32_t>(remainder));
   return bit_cast<float>((static_cast<uint32_t>(weight.bits) << 16) + low);
 }
 

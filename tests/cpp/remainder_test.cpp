@@ -4,7 +4,9 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
+#include <limits>
 #include <vector>
 
 #include "support.h"
@@ -38,14 +40,14 @@ TEST(Remainder, KeepsEveryFloatButTheTiesAboveEvenWeights) {
       const uint32_t bits = upper << 16 | lower;
       const auto x = bit_cast<float>(bits);
       const SplitFloat<int16_t> parts = split(x);
-      const float load_joined = join(parts.weight, parts.remainder);
-      const auto joined_bits = bit_cast<uint32_t>(load_joined);
+      const float joined = join(parts.weight, parts.remainder);
+      const auto joined_bits = bit_cast<uint32_t>(joined);
       const bool moves = is_tie(bits) && upper % 2 == 0;
       moved += moves ? 1 : 0;
       ASSERT_EQ(joined_bits, moves ? bits - 1 : bits) << bits;  // towards the even weight below
-      ASSERT_EQ(narrow<BFloat16>(load_joined).bits, parts.weight.bits) << bits;
+      ASSERT_EQ(narrow<BFloat16>(joined).bits, parts.weight.bits) << bits;
       ASSERT_EQ(narrow<BFloat16>(x).bits, parts.weight.bits) << bits;
-      const SplitFloat<int16_t> again = split(load_joined);
+      const SplitFloat<int16_t> again = split(joined);
       ASSERT_EQ(again.weight.bits, parts.weight.bits) << bits;
       ASSERT_EQ(again.remainder, parts.remainder) << bits;
     }
@@ -73,6 +75,13 @@ uint32_t joined_bits(const SplitFloat<int8_t>& parts) {
   return bit_cast<uint32_t>(join(parts.weight, parts.remainder));
 }
 
+// Returns whether x is what the pair stands for and no other pair: a zero's negative remainders do
+// not count, and some floats round to another weight.
+bool is_stored(BFloat16 weight, int remainder, float x) {
+  const bool counts = remainder >= 0 || (weight.bits & 0x7fffu) != 0;
+  return counts && !std::isnan(x) && narrow<BFloat16>(x).bits == weight.bits;
+}
+
 // The weight is the nearest to the float, and no other remainder of this weight comes nearer.
 TEST(Remainder, OfEightBitsComesNearest) {
   for (const uint32_t upper : upper_halves()) {
@@ -83,8 +92,8 @@ TEST(Remainder, OfEightBitsComesNearest) {
       ASSERT_EQ(parts.weight.bits, split(x).weight.bits) << bits;
       const auto distance = [&](int remainder) {
         const float y = join(parts.weight, static_cast<int8_t>(remainder));
-        const bool is_pair = remainder >= -128 && remainder < 128 && !std::isnan(y) &&
-                             narrow<BFloat16>(y).bits == parts.weight.bits;
+        const bool is_pair =
+            remainder >= -128 && remainder < 128 && is_stored(parts.weight, remainder, y);
         return is_pair ? std::abs(static_cast<int64_t>(bit_cast<uint32_t>(y)) - bits)
                        : int64_t{1} << 32;
       };
@@ -103,8 +112,8 @@ TEST(Remainder, OfEightBitsKeepsPairs) {
     for (int remainder = -128; remainder < 128; ++remainder) {
       const BFloat16 weight{static_cast<uint16_t>(upper)};
       const float x = join(weight, static_cast<int8_t>(remainder));
-      if (narrow<BFloat16>(x).bits != upper || std::isnan(x)) {
-        continue;  // not a pair that a step stores
+      if (!is_stored(weight, remainder, x)) {
+        continue;
       }
       const SplitFloat<int16_t> wider = split(x);
       ASSERT_EQ(wider.weight.bits, upper);
@@ -211,14 +220,41 @@ void expect_kernels_split_and_join() {
       }
       subtract(*table, work, nothing);
     }
-    const std::vector<float> load_joined = joined_by(*table, weights, remainders);
+    const std::vector<float> joined = joined_by(*table, weights, remainders);
     for (size_t i = 0; i < values.size(); ++i) {
       const float expected = join(weights[i], remainders[i]);
       if (expected != 0.0f) {  // the loop above tests the sign of a zero
-        ASSERT_EQ(bit_cast<uint32_t>(load_joined[i]), bit_cast<uint32_t>(expected)) << table->name;
+        ASSERT_EQ(bit_cast<uint32_t>(joined[i]), bit_cast<uint32_t>(expected)) << table->name;
       }
     }
   }
+}
+
+template <class Remainder>
+void expect_zeros_are_not_nan() {
+  std::vector<BFloat16> weights;
+  std::vector<Remainder> remainders;
+  for (int i = std::numeric_limits<Remainder>::min(); i <= std::numeric_limits<Remainder>::max();
+       ++i) {
+    for (const uint16_t zero : {0x0000, 0x8000}) {
+      weights.push_back({zero});
+      remainders.push_back(static_cast<Remainder>(i));
+    }
+  }
+  for (const KernelTable* table : runnable_tables()) {
+    const std::vector<float> joined = joined_by(*table, weights, remainders);
+    for (size_t i = 0; i < joined.size(); ++i) {
+      const int rest = std::max<int>(remainders[i], 0) * (sizeof(Remainder) == 1 ? 256 : 1);
+      const auto expected = bit_cast<float>((uint32_t{weights[i].bits} << 16) + rest);
+      ASSERT_EQ(joined[i], expected) << table->name << " " << int{remainders[i]};
+      ASSERT_EQ(join(weights[i], remainders[i]), expected) << int{remainders[i]};
+    }
+  }
+}
+
+TEST(Remainder, OfAZeroFromOutsideIsNotNegative) {
+  expect_zeros_are_not_nan<int16_t>();
+  expect_zeros_are_not_nan<int8_t>();
 }
 
 TEST(Remainder, KernelsSplitAndJoinAsTheHeaderDoes) {

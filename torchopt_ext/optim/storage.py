@@ -141,7 +141,8 @@ def split_master(master: Tensor, dtype: torch.dtype = torch.int16) -> tuple[Tens
 
 def join_master(weight: Tensor, remainder: Tensor) -> Tensor:
     """Returns the exact float32 value of a bfloat16 weight and its remainder."""
-    low = remainder.to(torch.int32)
+    # A negative remainder of 0 is of a weight that was set from outside (csrc/kernels/remainder.h).
+    low = remainder.to(torch.int32).masked_fill_((weight == 0) & (remainder < 0), 0)
     high = weight.view(torch.int16).to(torch.int32) << 16
     return (high + (low << 8 if remainder.dtype == torch.int8 else low)).view(torch.float32)
 

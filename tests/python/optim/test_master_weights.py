@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from .subject import (
     each_class,
     make_params,
     set_gradients,
+    snapshot,
 )
 
 # One element, odd sizes, more than a tile (512), and more than a chunk (32,768).
@@ -346,6 +348,27 @@ def test_refresh_masters(kind: str) -> None:
         else:
             assert (join(p, optimizer.state[p][kind]) == words(w)).all()
     assert_next_step_is_the_twins(params, optimizer, wide, twin)
+
+
+@each_remainder
+@pytest.mark.parametrize("zero", [0.0, -0.0])
+def test_parameters_that_a_mask_set_to_zero_go_on_from_zero(kind: str, zero: float) -> None:
+    """A negative remainder of a zero is ignored, since the joined bits would be a NaN."""
+    params, optimizer = stepped(kind)
+    entry = KINDS[kind]
+    masks = [torch.rand(param.shape) < 0.5 for param in params]
+    for param, mask in zip(params, masks, strict=True):
+        param.data.masked_fill_(mask, zero)
+        assert mask.numel() < 100 or (optimizer.state[param][entry][mask] < 0).any()
+    twin, others = copy.deepcopy((optimizer, params))
+    for param, mask in zip(others, masks, strict=True):
+        remainder = twin.state[param][entry]
+        remainder[mask] = remainder[mask].clamp(min=0)
+    for run, own in ((optimizer, params), (twin, others)):
+        set_gradients(own, seed=7)
+        run.step()
+    assert not any(param.isnan().any() for param in params)
+    assert snapshot(optimizer) == snapshot(twin)
 
 
 def test_without_refresh_the_old_master_counts() -> None:
