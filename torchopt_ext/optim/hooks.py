@@ -107,8 +107,9 @@ def with_own_hooks(
 
 
 def is_left_out(optimizer: Any, attribute: str) -> bool:
-    """Returns whether copies leave out an attribute: hooks, and patched methods of a scheduler."""
-    return callable(getattr(type(optimizer), attribute, None)) or _torch.is_hook_table(attribute)
+    """Returns whether copies leave out an attribute: hooks, and methods that were patched."""
+    patched = callable(getattr(type(optimizer), attribute, None))  # for example by a scheduler
+    return patched or _torch.is_hook_table(attribute)
 
 
 def run_hooks(optimizer: Any, kind: str, *state_dict: Any) -> Any:
