@@ -340,24 +340,32 @@ class FusedAdam(HookedStep, PlannedStep):
                 f"a {type(self).__name__} with a process_group cannot be pickled: its ranks exist "
                 f"in this run only; save its state_dict()"
             )
-        return self._portable_state()
+        portable = self._portable_state()
+        # A process that torch.multiprocessing starts opens shared memory later: keep the copies.
+        steps = [entry["step"] for entry in portable["state"].values() if "step" in entry]
+        self._pickled_copies = steps, portable["_digests"]
+        return portable
 
     def _portable_state(self) -> dict[str, Any]:
         portable = super().__getstate__()
-        return portable | {
-            "state": defaultdict(dict, with_own_steps(portable["state"])),
-            "_storage": self._storage,
-            "_fp32_moments": self._fp32_moments,
-            "_options": self._options,
-            "_settings": self._settings,
-            "_blocks": self._blocks,
-            "_norm_measured": self._norm_measured,
-            "_loaded_from_itself": self._loaded_from_itself,
-            "device_without_params": self.device_without_params,
-            "_digests": self._seen_digests(),
-            "verdict": self.verdict,
-            "norm_in_backward": self.norm_in_backward,
-        }
+        set_by_zero = {k: v for k, v in vars(self).items() if k == "device_without_params"}
+        return (
+            portable
+            | set_by_zero
+            | {
+                "state": defaultdict(dict, with_own_steps(portable["state"])),
+                "_storage": self._storage,
+                "_fp32_moments": self._fp32_moments,
+                "_options": self._options,
+                "_settings": self._settings,
+                "_blocks": self._blocks,
+                "_norm_measured": self._norm_measured,
+                "_loaded_from_itself": self._loaded_from_itself,
+                "_digests": self._seen_digests(),
+                "verdict": self.verdict,
+                "norm_in_backward": self.norm_in_backward,
+            }
+        )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -152,9 +152,10 @@ def read_indexed(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> Loaded
             if isinstance(control, Mapping):
                 control = {k: v for k, v in control.items() if not was_rounded(k, v, param)}
             slots.append(Slot(param, label, entry))
+        # refresh_masters() finds weights by param_names, so the model's names stay.
         kept = {key: group[key] for key in ("params", "param_names") if key in group}
         loaded = {key: copy.deepcopy(v) for key, v in saved.items() if key != "params"}
-        loaded_groups.append(kept | loaded)
+        loaded_groups.append(loaded | kept)
     if cast:
         warnings.warn(
             f"this state was stepped by one of torch's optimizers, which rounds master weights to "

@@ -125,6 +125,17 @@ def test_copied_optimizer_continues_bitwise(way: str, copier: str) -> None:
     assert snapshot(other) == snapshot(optimizer) != unmoved
 
 
+@pytest.mark.newest_torch
+def test_a_spawned_process_takes_an_optimizer_that_has_stepped() -> None:
+    """torch.multiprocessing's process opens shared tensors after they were pickled."""
+    params, optimizer = build(next(iter(WAYS)))
+    train(params, optimizer, 0, 2)
+    process = torch.multiprocessing.get_context("spawn").Process(target=len, args=([optimizer],))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+
+
 @each_way
 @pytest.mark.parametrize("model", ["before", "after", "after a step"])
 def test_model_may_be_loaded_before_or_after_the_optimizer(way: str, model: str) -> None:

@@ -134,6 +134,21 @@ WRONG: dict[str, tuple[Any, str]] = {
 }
 
 
+def test_a_loaded_state_dict_does_not_rename_parameters() -> None:
+    """Its names may be of a compiled model, or of other layers of equal shapes."""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(2))).to(BF16)
+    names = dict(model.named_parameters())
+    optimizer = FusedAdamW(names.items(), master_weights="remainder")
+    train(model, optimizer, range(2))
+    saved = optimizer.state_dict()
+    for other in ([f"_orig_mod.{name}" for name in names], [*names][::-1]):
+        saved["param_groups"][0]["param_names"] = other
+        optimizer.load_state_dict(saved)
+        weights = {name: torch.randn(value.shape) for name, value in names.items()}
+        optimizer.refresh_masters(from_=weights)
+        assert_same_bits(model.parameters(), [weight.to(BF16) for weight in weights.values()])
+
+
 @each_kind
 @pytest.mark.parametrize("wrong", WRONG)
 def test_weights_that_do_not_fit_change_nothing(kind: str, wrong: str) -> None:
