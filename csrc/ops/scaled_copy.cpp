@@ -35,17 +35,16 @@ void check_pair(const at::Tensor& to, const at::Tensor& from, size_t i, at::Devi
 void check_no_overlap(at::TensorList to, at::TensorList from) {
   std::vector<UsedTensor> tensors;
   tensors.reserve(2 * to.size());
-  for (const at::Tensor& target : to) {
-    tensors.push_back({target.unsafeGetTensorImpl(), true});
-  }
   for (size_t i = 0; i < to.size(); ++i) {
+    const c10::TensorImpl* target = to[i].unsafeGetTensorImpl();
     const c10::TensorImpl* source = from[i].unsafeGetTensorImpl();
-    const bool in_place = address(*source) == address(*tensors[i].tensor) &&
+    const bool in_place = address(*source) == address(*target) &&
                           to[i].scalar_type() == from[i].scalar_type() &&
                           same_layout(to[i], from[i]);
+    tensors.push_back({target, true});
     tensors.push_back({in_place ? nullptr : source, false});
   }
-  const auto name = [&](size_t k) { return Label{k < to.size() ? "to" : "from", k % to.size()}; };
+  const auto name = [](size_t k) { return Label{k % 2 == 0 ? "to" : "from", k / 2}; };
   if (const auto overlap = find_overlap(tensors)) {
     TORCH_CHECK(false, name(overlap->first), " shares memory with ", name(overlap->second));
   }

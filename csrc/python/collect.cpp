@@ -31,7 +31,7 @@ void OptimizerPlan::collect_unchanged(size_t part) {
       }
       if (!plan.attach(i, borrowed)) {
         remaining_[i] = PendingEntries::kAll;
-      } else if (objects[i].path != 0) {
+      } else if (!objects[i].path.empty()) {
         remaining_[i] = PendingEntries::kGradient;
       } else {
         // Avoids at::Tensor::grad(), which looks for non-leaf tensors to warn about.
@@ -52,9 +52,9 @@ bool OptimizerPlan::attach_changed(size_t part) {
     if (remaining_[i] == PendingEntries::kNothing) {
       continue;
     }
-    if (objects[i].path != 0 && !paths_[objects[i].path]
-                                     .follow(objects[i].param.ptr())
-                                     .is(objects[i].local[objects[i].own])) {
+    const LocalPath& path = objects[i].path;
+    if (!path.empty() &&
+        !path.follow(objects[i].param.ptr()).is(objects[i].local[objects[i].own])) {
       return false;
     }
     if (remaining_[i] == PendingEntries::kAll) {
@@ -84,7 +84,7 @@ void OptimizerPlan::set_remaining_gradients(size_t part) {
     }
     const at::Tensor& gradient =
         THPVariable_Unpack(objects[i].param.ptr()).unsafeGetTensorImpl()->grad();
-    const bool distributed = objects[i].path != 0 && paths_[objects[i].path].distributed;
+    const bool distributed = objects[i].path.distributed;
     if (!gradient.defined() ||
         !(distributed || gradient.unsafeGetTensorImpl()->is_python_dispatch())) {
       plan.set_gradient(i, gradient);

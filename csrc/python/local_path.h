@@ -13,8 +13,8 @@ struct LocalPath {
   std::array<PyObject*, 2> attributes{};  // interned names, never freed; used names first
   bool distributed = false;               // the parameter is a DTensor
 
+  bool empty() const { return attributes[0] == nullptr; }  // leads to the parameter itself
   pybind11::object follow(PyObject* param) const;
-  bool operator==(const LocalPath&) const = default;
 };
 
 // Returns the path from `param` to `local`. Raises if no attributes of `param` lead to `local`.

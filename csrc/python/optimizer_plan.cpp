@@ -3,8 +3,6 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/python_variable.h>
 
-#include <algorithm>
-#include <iterator>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -102,7 +100,7 @@ OptimizerPlan::OptimizerPlan(const py::list& param_groups, const py::dict& state
       entry.tensors[k] = unpack(local[k].ptr());
     }
     const Array own = copied ? kMaster : kParam;
-    objects_.at(part).push_back({param, local, path_of(param, local[own]), own});
+    objects_.at(part).push_back({param, local, local_path(param, local[own]), own});
     uses_group_[part].at(static_cast<size_t>(group)) = true;
     entry_of_.emplace_back(part, entries[part].size());
     entries[part].push_back(std::move(entry));
@@ -113,17 +111,6 @@ OptimizerPlan::OptimizerPlan(const py::list& param_groups, const py::dict& state
   for (size_t i = 0; i < entries.size(); ++i) {
     plans_.emplace_back(entries[i], part_devices[i], options);
   }
-}
-
-// Returns the path's index in paths_. Parameters of the same kind share a path.
-uint32_t OptimizerPlan::path_of(py::handle param, py::handle local) {
-  const LocalPath path = local_path(param, local);
-  auto found = std::find(paths_.begin(), paths_.end(), path);
-  if (found == paths_.end()) {
-    paths_.push_back(path);
-    found = std::prev(paths_.end());
-  }
-  return static_cast<uint32_t>(found - paths_.begin());
 }
 
 int OptimizerPlan::traverse(visitproc visit, void* arg) const {

@@ -79,8 +79,8 @@ class OptimizerPlan {
   struct EntryObjects {
     pybind11::object param;
     LocalObjects local;
-    uint32_t path;  // index in paths_, from param to its local tensor; 0: param itself
-    Array own;      // index in `local` of that tensor: kParam, or kMaster with a copy
+    LocalPath path;  // from param to its local tensor
+    Array own;       // index in `local` of that tensor: kParam, or kMaster with a copy
   };
 
   // The work that collect() still has to do for an entry.
@@ -90,7 +90,6 @@ class OptimizerPlan {
   auto release_at_end() {
     return c10::make_scope_exit([this] { release(); });
   }
-  uint32_t path_of(pybind11::handle param, pybind11::handle local);
   std::vector<size_t> entries_of(size_t part, const std::vector<size_t>& positions) const;
   void collect_unchanged(size_t part);
   bool attach_changed(size_t part);
@@ -99,7 +98,6 @@ class OptimizerPlan {
   bool collected_ = false;
   StateSnapshot snapshot_;
   std::vector<StepPlan> plans_;
-  std::vector<LocalPath> paths_{LocalPath{}};
   std::vector<std::vector<EntryObjects>> objects_;   // by plan and entry
   std::vector<std::vector<GroupHyper>> hypers_;      // by plan and group, this step's
   std::vector<std::vector<bool>> uses_group_;        // by plan and group
