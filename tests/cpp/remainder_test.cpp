@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <vector>
 
 #include "support.h"
@@ -234,8 +233,7 @@ template <class Remainder>
 void expect_zeros_are_not_nan() {
   std::vector<BFloat16> weights;
   std::vector<Remainder> remainders;
-  for (int i = std::numeric_limits<Remainder>::min(); i <= std::numeric_limits<Remainder>::max();
-       ++i) {
+  for (int i = 0; i < 1 << (8 * sizeof(Remainder)); ++i) {  // every value
     for (const uint16_t zero : {0x0000, 0x8000}) {
       weights.push_back({zero});
       remainders.push_back(static_cast<Remainder>(i));
