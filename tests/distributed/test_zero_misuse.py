@@ -34,6 +34,14 @@ def test_ends_where_the_plain_optimizer_ends(results: Results, name: str) -> Non
     assert case(results, name)["off"] <= ROUNDING
 
 
+def test_the_trainers_container_loads_its_shards(results: Results) -> None:
+    for found in each_rank(results, "trainers_container_loads_its_shards"):
+        assert found["off"] == 0.0
+        for partition in ("greedy", "balanced"):
+            assert found[partition].startswith("ValueError"), found[partition]
+            assert ".lr' is None, expected a value like" in found[partition]
+
+
 def test_another_shape_is_refused(results: Results) -> None:
     assert "is now of shape (131, 8, 3, 3)" in case(results, "other_layout")["raised"]
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from rank_cases import run_cases
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.utils.checkpoint import checkpoint
 
 from torchopt_ext import FusedAdamW
+from torchopt_ext.trainer.zero_container import ZeroOptimizersContainer
 from torchopt_ext.zero import ZeroRedundancyOptimizer
 
 SGD = {"lr": 0.5, "momentum": 0.9}
@@ -443,6 +446,35 @@ def unequal_arguments() -> dict[str, Any]:
     return found
 
 
+def trainers_container_loads_its_shards() -> dict[str, Any]:
+    """Loads a rank's own state dict, also through torch's DCP, and one that is wrong on rank 1."""
+    found: dict[str, Any] = {"off": 0.0}
+    for partition in ("greedy", "balanced"):
+        model, twin = layers(), layers()
+        options = {"lr": torch.tensor(0.1)}
+        containers = [
+            ZeroOptimizersContainer([each], FusedAdamW, options, partition=partition)
+            for each in (model, twin)
+        ]
+        model(torch.ones(2, 70)).sum().backward()
+        containers[0].step()
+        containers[0].load_state_dict(containers[0].state_dict())
+        folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+        dist.broadcast_object_list(folder)
+        dcp.save({"optimizer": containers[0], "model": model}, checkpoint_id=folder[0])
+        dcp.load({"optimizer": containers[1], "model": twin}, checkpoint_id=folder[0])
+        for each, container in zip((model, twin), containers, strict=True):
+            container.zero_grad()
+            each(torch.ones(2, 70)).sum().backward()
+            container.step()
+        found["off"] = max(found["off"], furthest(model, twin))
+        wrong = containers[0].state_dict()
+        if dist.get_rank() == 1:
+            wrong |= {key: None for key in wrong if key.endswith(".lr")}
+        found[partition] = raised(partial(containers[0].load_state_dict, wrong))
+    return found
+
+
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
     case.__name__: case
     for case in (
@@ -465,6 +497,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
         after_a_join_that_failed,
         complex_gradients_are_clipped,
         unequal_arguments,
+        trainers_container_loads_its_shards,
     )
 }
 

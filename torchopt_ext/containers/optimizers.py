@@ -197,7 +197,8 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
         """Returns all state as one flat dict: `state.{fqn}.*` and `param_groups.{fqn}.*`.
 
         The keys are complete before the first step, too: missing state is created with step 0.
-        Gradients are not touched. As in torch, the tensors are the optimizers' own.
+        Gradients are not touched. As in torch, the tensors are the optimizers' own, except that the
+        steps of FusedAdam and FusedAdamW are copies.
 
         Raises:
             ValueError: two parts have a trained parameter of the same name.
@@ -224,7 +225,7 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
 
     def checkpoint_buffers(self, ids: list[str]) -> dcp.Buffers:
         """Returns the buffers that :func:`torchopt_ext.statedict.dcp.load` reads into."""
-        names = self._parameter_names()
+        names = self._complete(self._parts())
         return dcp.buffers_by_key({f"state.{fqn}": param for param, fqn in names.items()})
 
     def refresh_masters(self, from_: Mapping[Any, torch.Tensor] | None = None) -> None:
@@ -240,7 +241,7 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
                 optimizer.refresh_masters()
             return
         owner = {p: o for o in fused for p in params_of(o)}
-        named = [(fqn, param) for param, fqn in self._parameter_names().items()]
+        named = [(fqn, param) for param, fqn in self._complete(self._parts()).items()]
         weight_of = dict(
             read_weights(from_, named, lambda p: p in owner and owner[p].keeps_master(p))
         )

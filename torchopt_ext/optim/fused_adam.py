@@ -342,8 +342,8 @@ class FusedAdam(HookedStep, PlannedStep):
             )
         portable = self._portable_state()
         # A process that torch.multiprocessing starts opens shared memory later: keep the copies.
-        steps = [entry["step"] for entry in portable["state"].values() if "step" in entry]
-        self._pickled_copies = steps, portable["_digests"]
+        entries = [entry for entry in portable["state"].values() if isinstance(entry, dict)]
+        self._pickled_copies = [entry.get("step") for entry in entries], portable["_digests"]
         return portable
 
     def _portable_state(self) -> dict[str, Any]:

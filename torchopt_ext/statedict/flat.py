@@ -252,7 +252,7 @@ class Completion:
             name == before and param is known
             for (name, param), (before, known) in zip(seen, self._seen, strict=True)
         )
-        for optimizer in every:
+        for optimizer in every if same else ():
             init_state(optimizer)
         if not same or not all(optimizer.state for optimizer in every):
             self._names, self._seen = complete(parts), seen

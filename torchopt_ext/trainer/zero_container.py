@@ -14,7 +14,7 @@ from torchopt_ext.optim.local import params_of
 from torchopt_ext.statedict import dcp, flat
 from torchopt_ext.statedict.entries import CONTROL_KEY
 from torchopt_ext.zero import ZeroRedundancyOptimizer
-from torchopt_ext.zero.state import buffers
+from torchopt_ext.zero.state import buffers, local_parts
 
 
 class ZeroOptimizersContainer(OptimizersContainer[ZeroRedundancyOptimizer]):
@@ -87,7 +87,8 @@ class ZeroOptimizersContainer(OptimizersContainer[ZeroRedundancyOptimizer]):
         """Loads whole tensors or this rank's shards. Everything is checked before it is used.
 
         Raises:
-            KeyError: the state of a trained parameter, or an option, is missing. All ranks raise.
+            KeyError: an option is missing, or the state of a trained parameter of which this rank
+                keeps a part. All ranks raise.
             ValueError: a value does not fit, or the parameters of a group have different options.
                 All ranks raise.
         """
@@ -99,20 +100,23 @@ class ZeroOptimizersContainer(OptimizersContainer[ZeroRedundancyOptimizer]):
             owner, _, name = key.rpartition(".")
             if owner in index_of:
                 state.setdefault(index_of[owner], {})[name] = value
-        missing = [
-            f"state.{name}.step"
-            for index, (name, param) in enumerate(zip(names, params, strict=True))
-            if param.requires_grad and index not in state
-        ]
-        problems: list[str] = []
-        for group in groups:
-            own = [names[index] for index in group["params"]]
-            options = flat.read_options(group, own, state_dict, missing, problems)
-            for name, value in options.items():
+        with fail_together(self._zero.process_group):
+            kept = {part.param for part in local_parts(self._zero)}
+            missing = [
+                f"state.{name}.step"
+                for index, (name, param) in enumerate(zip(names, params, strict=True))
+                if param in kept and param.requires_grad and index not in state
+            ]
+            problems: list[str] = []
+            options = []
+            for group in groups:
+                own = [names[index] for index in group["params"]]
+                options.append(flat.read_options(group, own, state_dict, missing, problems))
+            flat.raise_missing(missing, problems)
+        for group, found in zip(groups, options, strict=True):
+            for name, value in found.items():
                 live = group[name]
                 group[name] = torch.full_like(live, value) if isinstance(live, Tensor) else value
-        with fail_together(self._zero.process_group):
-            flat.raise_missing(missing, problems)
         if (control := flat.read_control(state_dict)) and state:
             state[min(state)][CONTROL_KEY] = control
         self._zero.load_state_dict({"state": state, "param_groups": groups})

@@ -112,6 +112,7 @@ def test_save_and_load(way: str) -> None:
 def test_copied_optimizer_continues_bitwise(way: str, copier: str) -> None:
     params, optimizer = build(way)
     train(params, optimizer, 0, 2)
+    optimizer.state["another library's"] = 3
     if copier == "deepcopy":
         other = copy.deepcopy(optimizer)
     else:
