@@ -101,7 +101,7 @@ class Controlled:
     param_groups: list[dict[str, Any]]
     process_group: Any = None
     # The device on which a rank without parameters takes part in the norm.
-    device_without_params = torch.device("cpu")
+    _device_without_params = torch.device("cpu")
     _view: ControlView | None = None
     _norm_measured = False  # by the last step
     _written_skip: bool | None = None  # skip_nonfinite in the control blocks, if known
@@ -285,7 +285,7 @@ class Controlled:
             for param in group["params"]:
                 if not param.is_meta:
                     return torch.device(param.device)
-        return self.device_without_params
+        return self._device_without_params
 
     def _block(self, device: torch.device) -> tuple[Tensor, Tensor]:
         if (found := self._blocks.get(device)) is not None:

@@ -348,24 +348,20 @@ class FusedAdam(HookedStep, PlannedStep):
 
     def _portable_state(self) -> dict[str, Any]:
         portable = super().__getstate__()
-        set_by_zero = {k: v for k, v in vars(self).items() if k == "device_without_params"}
-        return (
-            portable
-            | set_by_zero
-            | {
-                "state": defaultdict(dict, with_own_steps(portable["state"])),
-                "_storage": self._storage,
-                "_fp32_moments": self._fp32_moments,
-                "_options": self._options,
-                "_settings": self._settings,
-                "_blocks": self._blocks,
-                "_norm_measured": self._norm_measured,
-                "_loaded_from_itself": self._loaded_from_itself,
-                "_digests": self._seen_digests(),
-                "verdict": self.verdict,
-                "norm_in_backward": self.norm_in_backward,
-            }
-        )
+        return portable | {
+            "state": defaultdict(dict, with_own_steps(portable["state"])),
+            "_storage": self._storage,
+            "_fp32_moments": self._fp32_moments,
+            "_options": self._options,
+            "_settings": self._settings,
+            "_blocks": self._blocks,
+            "_device_without_params": self._device_without_params,
+            "_norm_measured": self._norm_measured,
+            "_loaded_from_itself": self._loaded_from_itself,
+            "_digests": self._seen_digests(),
+            "verdict": self.verdict,
+            "norm_in_backward": self.norm_in_backward,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -252,8 +252,9 @@ class Completion:
             name == before and param is known
             for (name, param), (before, known) in zip(seen, self._seen, strict=True)
         )
-        for optimizer in every if same else ():
-            init_state(optimizer)
+        if same:
+            for optimizer in every:
+                init_state(optimizer)
         if not same or not all(optimizer.state for optimizer in every):
             self._names, self._seen = complete(parts), seen
         return self._names

@@ -92,7 +92,7 @@ def build(zero: ZeroRedundancyOptimizer) -> None:
     zero.optim = constructor([local_group(zero, number) for number in groups], **defaults)
     if isinstance(zero.optim, FusedAdam):
         zero.optim.process_group = zero.process_group  # a factory function has not set the group
-        zero.optim.device_without_params = zero._default_device
+        zero.optim._device_without_params = zero._default_device
         if is_8_bit(zero.optim._storage.state_dtype) and "fp32_moments" not in defaults:
             raise ValueError(
                 "8-bit moments depend on whole parameters: give state_dtype to "
