@@ -83,7 +83,7 @@ struct QuantizedChunk {
         exp_avg_scales[group] = exp_avg_encoding.scale;
         root_scales[group] = root_encoding.scale;
       }
-      const GroupScales inverse{exp_avg_encoding.inverse, root_encoding.inverse};
+      const PerMoment<float> inverse{exp_avg_encoding.inverse, root_encoding.inverse};
       const int begin = groups.begin(group);
       for_each_part(
           group, thread, true,
@@ -114,8 +114,8 @@ struct QuantizedChunk {
                                         const Random* draws) const {
     using Scalar = ScalarLane<float>;
     const QuantizedFactors<L> factors{scalars};
-    const GroupScales decoding{Scalar::mul(scales.exp_avg, scalars.decoding.exp_avg),
-                               Scalar::mul(scales.root, scalars.decoding.root)};
+    const PerMoment<float> decoding{Scalar::mul(scales.exp_avg, scalars.decoding.exp_avg),
+                                    Scalar::mul(scales.root, scalars.decoding.root)};
     const Layout& layout = elements.layout;
     const StepMode& mode = elements.mode;
     void* const(&x)[kArrays] = elements.x;
