@@ -23,7 +23,7 @@ PYTEST := OMP_WAIT_POLICY=passive $(BIN)/pytest -n $(JOBS) --maxprocesses 8 --di
 .PHONY: help install demo test test-python smoke test-all test-cpp test-sanitize \
 	check-aarch64 check-sass test-gpu gpu-report bench bench-convergence bench-dtensor-host bench-in-backward \
 	bench-norm-in-backward bench-torchtitan bench-zero bench-mixed-precision bench-trainer bench-cxx \
-	docs lint format wheel sdist clean FORCE
+	docs lint lint-python lint-cxx format wheel sdist clean FORCE
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -141,8 +141,20 @@ check-aarch64: $(ZIGLANG)/.installed ## Compile the operators for 64-bit Arm
 		-DCMAKE_CXX_COMPILER=$(CURDIR)/.ci/aarch64-c++ -DCMAKE_CXX_FLAGS=-Werror >/dev/null
 	$(BIN)/cmake --build build/aarch64 --target torchopt_ext_objects kernels_default
 
+# Compiles only what a build in SASS_BUILD for the same architectures has not compiled.
+SASS_BUILD ?= build/sass
+NVCC := $(or $(CUDACXX),$(CUDA_HOME:%=%/bin/)nvcc)
+CUDA_OBJECTS = $(patsubst %,CMakeFiles/torchopt_ext_objects.dir/%.o,$(wildcard csrc/cuda/*.cu))
 check-sass: $(VENV)/.requirements ## Check registers, spills and accesses of the compiled CUDA kernels
-	$(PY) .ci/check_sass.py
+ifeq ($(shell command -v $(NVCC)),)
+	@echo "skipped: there is no $(NVCC)"
+else
+	$(BIN)/cmake -S . -B $(SASS_BUILD) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
+		-DPython_EXECUTABLE=$(CURDIR)/$(PY) -DUSE_CUDA=ON \
+		"-DTORCH_CUDA_ARCH_LIST=8.0 9.0 10.0+PTX" >/dev/null
+	$(BIN)/cmake --build $(SASS_BUILD) --parallel $(JOBS) --target $(CUDA_OBJECTS)
+	$(PY) .ci/check_sass.py $(SASS_BUILD)
+endif
 
 test-all: ## Run everything: lint, sanitizers, each torch version and instruction set, slow tests
 	$(MAKE) lint
@@ -155,11 +167,15 @@ test-all: ## Run everything: lint, sanitizers, each torch version and instructio
 
 # clang-tidy checks a CPU build, because it does not know nvcc, and it has no omp.h. It reads each
 # library's sources as one unity source: torch's headers take most of its time.
-lint: $(VENV)/.requirements ## Check formatting and types, and run clang-tidy and ruff
+lint: lint-python lint-cxx ## Check formatting and types, and run clang-tidy and ruff
+
+lint-python: $(VENV)/.requirements
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror $(CXX_SOURCES)
 	$(BIN)/mypy
+
+lint-cxx: $(VENV)/.requirements
+	$(BIN)/clang-format --dry-run --Werror $(CXX_SOURCES)
 	$(BIN)/cmake -S . -B build/lint -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
 		-DPython_EXECUTABLE=$(CURDIR)/$(PY) -DUSE_CUDA=OFF -DBUILD_TESTS=ON -DCMAKE_UNITY_BUILD=ON >/dev/null
 	find build/lint -name 'unity_*.cxx' | \

@@ -1,8 +1,9 @@
-"""Compiles the CUDA kernels and checks what the machine code uses, without a GPU.
+"""Checks what the machine code of the CUDA kernels uses, without a GPU. Usage: check_sass.py BUILD
 
-Reads for each architecture that nvcc knows: registers, spills and stack as ptxas reports them, the
-blocks that a multiprocessor holds at once, and the widths of the global accesses in a kernel's main
-loop, from its disassembly. sass.toml in this folder says what each kernel may use.
+Reads from the objects of a build, for each architecture: registers, stack and shared memory, the
+blocks that a multiprocessor holds at once and, from the disassembly, accesses of local memory
+(spills) and the widths of the global accesses in a kernel's main loop. sass.toml in this folder
+says what each kernel may use.
 """
 
 from __future__ import annotations
@@ -10,10 +11,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import shutil
 import subprocess
 import sys
-import tempfile
 import tomllib
 from collections import Counter
 from collections.abc import Iterable
@@ -34,13 +33,13 @@ BLOCK_SHARED_BYTES = 1 << 10  # reserved for the system in each block
 
 @dataclass
 class Kernel:
-    """A function compiled for one architecture. ``loads`` and ``stores`` count the main loop's
+    """A kernel compiled for one architecture. ``loads`` and ``stores`` count the main loop's
     accesses by width in bits."""
 
     name: str
     arch: str
-    registers: int = 0  # 0: not a kernel, but a function that kernels call
-    spill: int = 0
+    registers: int = 0
+    spill: int = 0  # bytes that instructions load from and store to local memory
     stack: int = 0
     shared: int = 0
     loads: Counter[int] = field(default_factory=Counter)
@@ -68,7 +67,7 @@ def short_name(demangled: str) -> str:
 
 def enumerators(sources: Iterable[str]) -> dict[str, str]:
     """Maps ``(Kind)1``, as in demangled names, to ``kB`` of ``enum class Kind { kA, kB };``."""
-    names = {}
+    names: dict[str, str] = {}
     for source in sources:
         code = re.sub(r"//.*", "", source)
         for enum, body in re.findall(r"enum class (\w+)[^{;]*\{([^}=]*)\}", code):
@@ -82,24 +81,17 @@ def with_names(kernel: str, names: dict[str, str]) -> str:
     return re.sub(r"\(\w+\)\d+", lambda found: names.get(found[0], found[0]), kernel)
 
 
-def read_ptxas(report: str, arch: str) -> dict[str, Kernel]:
-    """Reads the demangled output of ``ptxas -v``. Keys are the functions' short names."""
-    found: dict[str, Kernel] = {}
-    current = ""
-    for line in report.splitlines():
-        if match := re.search(r"Compiling entry function '(.*)' for", line):
-            entry = short_name(match[1])
-        elif match := re.search(r"Function properties for (.*)", line):
-            current = short_name(match[1])
-            found.setdefault(current, Kernel(current, arch))
-        elif match := re.search(r"(\d+) bytes stack frame, (\d+) \D*stores, (\d+) \D*loads", line):
-            kernel = found[current]  # a function that several kernels call is listed several times
-            kernel.stack = max(kernel.stack, int(match[1]))
-            kernel.spill = max(kernel.spill, int(match[2]) + int(match[3]))
-        elif match := re.search(r"Used (\d+) registers", line):
-            found[entry].registers = int(match[1])
-            shared = re.search(r"(\d+) bytes smem", line)
-            found[entry].shared = int(shared[1]) if shared else 0
+def read_resources(report: str, arch: str) -> dict[str, Kernel]:
+    """Reads the demangled output of ``cuobjdump -res-usage``. Keys are the kernels' short names."""
+    found = {}
+    for name, usage in re.findall(r"^ Function (.*):\n\s*(REG:.*)", report, flags=re.M):
+        used = {key: int(value) for key, value in re.findall(r"(\w+):(\d+)", usage)}
+        found[short_name(name)] = Kernel(
+            *(short_name(name), arch),
+            registers=used["REG"],
+            stack=used["STACK"],
+            shared=used["SHARED"],
+        )
     return found
 
 
@@ -130,20 +122,24 @@ def read_sass(listing: str, kernels: dict[str, Kernel]) -> None:
         name, _, code = part.partition("\n")
         accesses = []
         branches = []
+        spill = 0
         for at, operation, rest in re.findall(
             r"/\*([0-9a-f]{4,})\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)\s*([^;]*);", code
         ):
             address = int(at, 16)
             opcode, *suffixes = operation.split(".")
+            width = 32
+            for suffix in suffixes:
+                if match := re.fullmatch(r"(?:[US]|ENL2)?(8|16|64|128|256)", suffix):
+                    width = int(match[1])
             if opcode in ("LDG", "LD", "LDGSTS", "STG", "ST"):
-                width = 32
-                for suffix in suffixes:
-                    if match := re.fullmatch(r"(?:[US]|ENL2)?(8|16|64|128|256)", suffix):
-                        width = int(match[1])
                 accesses.append(Access(address, opcode.startswith("ST"), width))
+            elif opcode in ("LDL", "STL"):
+                spill += width // 8
             elif opcode == "BRA" and (target := re.search(r"0x([0-9a-f]+)", rest)):
                 branches.append((address, int(target[1], 16)))
         kernel = kernels[short_name(name)]
+        kernel.spill = spill
         for access in main_loop(accesses, branches):
             (kernel.stores if access.store else kernel.loads)[access.bits] += 1
 
@@ -161,7 +157,7 @@ def problems(kernels: Iterable[Kernel], expected: dict[str, dict[str, int]]) -> 
         for what in ("spill", "stack"):
             if (used := getattr(kernel, what)) > allowed[what]:
                 found.append(f"{where} {used} bytes of {what}, at most {allowed[what]} expected")
-        if kernel.registers and kernel.blocks < allowed["blocks"]:
+        if kernel.blocks < allowed["blocks"]:
             found.append(
                 f"{where} {kernel.registers} registers and {kernel.shared} bytes of shared memory "
                 f"leave {kernel.blocks} blocks a multiprocessor, {allowed['blocks']} expected"
@@ -182,20 +178,10 @@ def table(kernels: Iterable[Kernel]) -> str:
         return " ".join(f"{n}x{bits}" for bits, n in sorted(counts.items(), reverse=True)) or "-"
 
     header = ("kernel", "arch", "registers", "blocks", "spill", "stack", "loads", "stores")
-    rows = [header]
+    rows: list[tuple[str, ...]] = [header]
     for k in kernels:
-        used = (str(k.registers), str(k.blocks)) if k.registers else ("-", "-")
-        rows.append(
-            (
-                k.name,
-                k.arch,
-                *used,
-                str(k.spill),
-                str(k.stack),
-                accesses(k.loads),
-                accesses(k.stores),
-            )
-        )
+        numbers = map(str, (k.registers, k.blocks, k.spill, k.stack))
+        rows.append((k.name, k.arch, *numbers, accesses(k.loads), accesses(k.stores)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(
@@ -206,22 +192,11 @@ def table(kernels: Iterable[Kernel]) -> str:
     )
 
 
-def flags() -> list[str]:
-    """Returns the project's flags for CUDA, from CMakeLists.txt."""
-    text = (ROOT / "CMakeLists.txt").read_text()
-    match = re.search(r"\$<\$<COMPILE_LANGUAGE:CUDA>:([^>]*)>", text)
-    if match is None:
-        raise SystemExit("CMakeLists.txt has no flags under $<$<COMPILE_LANGUAGE:CUDA>:...>")
-    torch = importlib.util.find_spec("torch")
-    includes = [f"-I{ROOT / 'csrc'}"]
-    if torch is not None and torch.origin is not None:
-        includes += ["-isystem", str(Path(torch.origin).parent / "include")]
-    return [*match[1].split(), "-O3", "-DNDEBUG", "-std=c++20", *includes]
-
-
-def find_disassembler(nvcc: str) -> str | None:
+def find_disassembler() -> str | None:
     """Finds cuobjdump in the toolkit, or in Triton, which every CUDA build of torch requires."""
-    places = [Path(nvcc).resolve().parent, *map(Path, os.get_exec_path())]
+    places = [Path(place) for place in os.get_exec_path()]
+    if home := os.environ.get("CUDA_HOME"):
+        places.insert(0, Path(home) / "bin")
     triton = importlib.util.find_spec("triton")
     if triton is not None and triton.origin is not None:
         places.append(Path(triton.origin).parent / "backends" / "nvidia" / "bin")
@@ -235,41 +210,34 @@ def run(command: list[str], text: str | None = None) -> str:
     return done.stdout + done.stderr
 
 
-def main() -> int:
-    home = os.environ.get("CUDA_HOME")
-    nvcc = os.environ.get("CUDACXX") or shutil.which(f"{home}/bin/nvcc" if home else "nvcc")
-    if nvcc is None or not shutil.which(nvcc):
-        print("skipped: nvcc is neither in PATH nor in CUDA_HOME/bin")
-        return 0
-    cuobjdump = find_disassembler(nvcc)
+def main(build: str) -> int:
+    objects = sorted(Path(build).glob("CMakeFiles/torchopt_ext_objects.dir/csrc/cuda/*.cu.o"))
+    cuobjdump = find_disassembler()
     if cuobjdump is None:
-        print(f"skipped: cuobjdump is neither beside {nvcc} nor in PATH, and there is no Triton")
+        print("skipped: cuobjdump is neither in CUDA_HOME/bin nor in PATH, and there is no Triton")
         return 0
-    known = run([nvcc, "--list-gpu-code"]).split()
-    sources = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
-    jobs = [(source, arch) for arch in ARCHITECTURES if arch in known for source in sources]
 
-    def compiled(job: tuple[Path, str]) -> list[Kernel]:
-        source, arch = job
-        cubin = str(Path(folder) / f"{source.stem}.{arch}.cubin")
-        report = run(
-            [nvcc, *flags(), "-Xptxas=-v", f"-arch={arch}", "-cubin", "-o", cubin, str(source)]
-        )
-        kernels = read_ptxas(run(["c++filt"], report), arch)
-        read_sass(run(["c++filt"], run([cuobjdump, "-sass", cubin])), kernels)
+    def kernels_in(job: tuple[Path, str]) -> list[Kernel]:
+        path, arch = job
+        code = [cuobjdump, "-arch", arch, str(path)]
+        kernels = read_resources(run(["c++filt"], run([*code, "-res-usage"])), arch)
+        read_sass(run(["c++filt"], run([*code, "-sass"])), kernels)
         return list(kernels.values())
 
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
-        kernels = [kernel for found in pool.map(compiled, jobs) for kernel in found]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        jobs = [(path, arch) for path in objects for arch in ARCHITECTURES]
+        kernels = [kernel for found in pool.map(kernels_in, jobs) for kernel in found]
     names = enumerators(path.read_text() for path in (ROOT / "csrc").glob("*/*.h"))
     for kernel in kernels:
         kernel.name = with_names(kernel.name, names)
     kernels.sort(key=lambda kernel: (kernel.name, ARCHITECTURES.index(kernel.arch)))
     print(table(kernels))
     found = problems(kernels, tomllib.loads(Path(__file__).with_name("sass.toml").read_text()))
+    if missing := set(ARCHITECTURES) - {kernel.arch for kernel in kernels}:
+        found.append(f"{build} has no kernels for {', '.join(sorted(missing))}")
     print(*found, sep="\n", end="\n" if found else "")
     return int(bool(found))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1]))

@@ -53,8 +53,8 @@ TEST(Adam, SameBitsHoweverAStepIsMade) {
       }
       for (int64_t numel : {1, 31, 513, 640, 4700}) {  // 640: whole groups
         ++variant;
-        if (numel == 4700 && variant % 2 != 0) {
-          numel = 1500;  // one chunk: several chunks take most of this test's time
+        if (numel == 4700 && variant % 8 != 0) {
+          numel = 1100;  // several chunks of 32 threads only: more take most of this test's time
         }
         c.row_length = numel;
         c.seed = static_cast<unsigned>(variant);
@@ -71,6 +71,7 @@ TEST(Adam, SameBitsHoweverAStepIsMade) {
 }
 
 TEST(Adam, SameBitsWhereverArraysStart) {
+  constexpr uint32_t kOneTracked[] = {0, 1, 2, 4};
   const Case ways[] = {{},
                        {.layout = layout_of(AdamKind::kFloat64)},
                        {.layout = layout_of(AdamKind::kBFloat16Remainder)},
@@ -89,7 +90,9 @@ TEST(Adam, SameBitsWhereverArraysStart) {
           for (size_t a = 0; a < c.offsets.size(); ++a) {  // one array alone, or all
             c.offsets[a] = moved == a || moved == c.offsets.size() ? offset : 0;
           }
-          for (const uint32_t track : {0u, 1u, 2u, 4u, 7u}) {
+          // With all that can be tracked, and with one choice after the other.
+          const uint32_t one_tracked = kOneTracked[(static_cast<size_t>(offset) + moved) % 4];
+          for (const uint32_t track : {uint32_t{7}, one_tracked}) {
             c.options.track = track;
             expect_same_bits(c, 1);
             if (HasFatalFailure()) {
@@ -103,7 +106,7 @@ TEST(Adam, SameBitsWhereverArraysStart) {
 }
 
 TEST(Adam, SameBitsOverManyChunks) {
-  for (const uint32_t track : {0u, 1u, 2u, 4u, 7u}) {
+  for (const uint32_t track : {0u, 4u, 7u}) {
     Case c{.layout = layout_of(AdamKind::kBFloat16Remainder)};
     c.rows = 35;
     c.row_length = 1999;

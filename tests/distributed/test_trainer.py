@@ -170,6 +170,7 @@ def behaviour(rank_server, tmp_path_factory) -> Callable[[int], list[dict[str, A
     return run
 
 
+@pytest.mark.newest_torch
 def test_calls_of_a_step_come_in_the_order_of_torchtitan(behaviour):
     found = behaviour(1)[0]["order_of_calls"]
     clips = ["clip_grad_norm_"]
@@ -216,6 +217,7 @@ def test_close_leaves_the_process_as_it_was_and_the_settings_in_a_file(behaviour
     assert behaviour(1)[0]["closing"] == [True, False, False, True, True, 1]
 
 
+@pytest.mark.newest_torch
 def test_low_precision_shards_change_no_bit(behaviour):
     for found in behaviour(2):
         cast, kept = found["low_precision_shards"]

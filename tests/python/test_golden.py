@@ -15,6 +15,7 @@ import torch
 from torchopt_ext import _C, FusedAdamW, ops
 from torchopt_ext.optim.storage import split_master
 
+pytestmark = pytest.mark.newest_torch
 TESTS = Path(__file__).resolve().parents[1]
 for folder in (TESTS / "golden", TESTS / "python" / "ops"):
     if str(folder) not in sys.path:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+pytestmark = pytest.mark.newest_torch
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -148,7 +149,6 @@ def test_table_targets_and_chart(report: ModuleType, tmp_path: Path) -> None:
     assert bars == pytest.approx([report.BAR / 1.5, report.BAR], abs=0.1)
 
 
-@pytest.mark.newest_torch
 @torch.compiler.set_stance("force_eager")  # torchao's steps compile for half a minute
 def test_measurements_run_on_the_cpu(report: ModuleType) -> None:
     """The measurements' Python code runs at tiny sizes. The times mean nothing."""
@@ -167,7 +167,6 @@ def test_measurements_run_on_the_cpu(report: ModuleType) -> None:
     assert started - {"tests", "trainer", "memcheck", "racecheck"} == set(found) - {"short"}
 
 
-@pytest.mark.newest_torch
 def test_a_section_is_a_program(report: ModuleType, tmp_path: Path) -> None:
     (section,) = [s for s in report.sections(tmp_path, "cpu", quick=True) if s.name == "copy"]
     environment = {"PYTHONPATH": os.pathsep.join(sys.path)}
@@ -177,7 +176,6 @@ def test_a_section_is_a_program(report: ModuleType, tmp_path: Path) -> None:
     assert [r["operation"] for r in outcome.rows] == ["copy"]
 
 
-@pytest.mark.newest_torch
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_nothing_runs(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}

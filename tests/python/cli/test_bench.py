@@ -13,6 +13,8 @@ from torchopt_ext.cli import bench
 
 from .conftest import Run
 
+pytestmark = pytest.mark.newest_torch
+
 
 @pytest.fixture(autouse=True)
 def _small_roofline(monkeypatch: pytest.MonkeyPatch) -> None:

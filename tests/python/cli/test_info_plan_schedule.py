@@ -25,6 +25,7 @@ from torchopt_ext.optim.estimate import estimate
 
 from .conftest import Run
 
+pytestmark = pytest.mark.newest_torch
 ROOT = Path(__file__).parents[3]
 PNG = b"\x89PNG"
 

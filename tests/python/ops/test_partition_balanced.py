@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from torchopt_ext import ops
 
+pytestmark = pytest.mark.newest_torch
 BLOCK = 4096
 SHORT_ROW = 64
 MEBI = 2**20

@@ -19,6 +19,7 @@ from torchopt_ext.statedict.dcp import load
 
 from .subject import assert_same_bits
 
+pytestmark = pytest.mark.newest_torch
 INT8: dict[str, Any] = {"lr": 1e-2, "state_dtype": "int8"}
 
 

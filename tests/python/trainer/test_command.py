@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torchopt_ext.__main__ import COMMANDS, main
 from torchopt_ext.trainer.config import ConfigError, JobConfig
 
+pytestmark = pytest.mark.newest_torch
 pytest.importorskip("tyro")
 ROOT = Path(__file__).parents[3]
 
