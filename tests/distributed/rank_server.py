@@ -32,6 +32,7 @@ def be_rank(output: IO[bytes], environment: dict[str, str], script: str, argumen
     os.dup2(output.fileno(), 2)
     os.environ.update(environment)
     sys.argv = [script, *arguments]
+    sys.path.insert(0, os.path.dirname(script))  # as Python does for a script
     runpy.run_path(script, run_name="__main__")
 
 

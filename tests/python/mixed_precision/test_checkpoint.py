@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -137,43 +136,36 @@ def full_disk(*_: Any, checkpoint_id: Path, **__: Any) -> None:
     raise OSError(28, "No space left on device")
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-sys.path[:0] = [{folder!r}]
-from test_checkpoint import job, train
-from torchopt_ext.mixed_precision import checkpoint, save_checkpoint
+def save_and_be_killed(moment: str, path: Path) -> None:
+    """Saves the state after step 2, and is killed while it saves the state after step 3."""
 
-def killed(*args, **kwargs):
-    os.kill(os.getpid(), signal.SIGKILL)
+    def killed(*_args: Any, **_kwargs: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
 
-params, optimizer = job()
-train(params, optimizer, range(2))
-save_checkpoint(optimizer, {path!r})
-train(params, optimizer, range(2, 3))
-real_save, real_rename = checkpoint.save, Path.rename
-moment = {moment!r}
-if moment == "while it writes":
-    def save(*args, checkpoint_id, **kwargs):
-        real_save(*args, checkpoint_id=checkpoint_id, **kwargs)
+    torch.set_num_threads(1)  # OpenMP's threads were not forked
+    params, optimizer = job()
+    train(params, optimizer, range(2))
+    save_checkpoint(optimizer, path)
+    train(params, optimizer, range(2, 3))
+    save, rename = checkpoint.save, Path.rename
+
+    def save_without_metadata(*args: Any, checkpoint_id: Path, **kwargs: Any) -> None:
+        save(*args, checkpoint_id=checkpoint_id, **kwargs)
         (checkpoint_id / ".metadata").unlink()
         killed()
-    checkpoint.save = save
-elif moment == "before it replaces":
-    checkpoint.replace = killed
-elif moment == "between two renames":
-    def rename(self, target):
-        real_rename(self, target)
-        killed()
-    Path.rename = rename
-elif moment == "before it cleans up":
-    def rename(self, target):
-        real_rename(self, target)
-        if self.name.endswith(checkpoint.SAVING):
+
+    def rename_then_die(self: Path, target: Path) -> None:
+        rename(self, target)
+        if moment == "between two renames" or self.name.endswith(checkpoint.SAVING):
             killed()
-    Path.rename = rename
-save_checkpoint(optimizer, {path!r})
-"""
+
+    if moment == "while it writes":
+        checkpoint.save = save_without_metadata
+    elif moment == "before it replaces":
+        checkpoint.replace = killed
+    else:
+        Path.rename = rename_then_die  # type: ignore[method-assign, assignment]
+    save_checkpoint(optimizer, path)
 
 
 @pytest.mark.newest_torch
@@ -189,15 +181,13 @@ save_checkpoint(optimizer, {path!r})
 def test_kill_while_saving(moment: str, steps: int, tmp_path: Path) -> None:
     """The old checkpoint loads, or the new one if complete, and the next save works."""
     path = tmp_path / "one"
-    script = KILLED.format(folder=str(Path(__file__).parent), path=str(path), moment=moment)
-    command = [
-        sys.executable,
-        "-P",
-        "-c",
-        script,
-    ]  # not this folder's package, which has no library
-    ended = subprocess.run(command, capture_output=True, timeout=100, cwd=tmp_path)
-    assert ended.returncode == -9, ended.stderr.decode()
+    child = os.fork()
+    if child == 0:
+        try:
+            save_and_be_killed(moment, path)
+        finally:
+            os._exit(1)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
     params, expected = job()
     train(params, expected, range(steps))
     _, optimizer = job()

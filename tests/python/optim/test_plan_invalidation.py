@@ -336,15 +336,14 @@ def _collected() -> Iterator[None]:
 @pytest.mark.parametrize(
     "kwargs",
     [
-        {},
         {"max_grad_norm": 1.0, "skip_nonfinite": True},
         {"master_weights": "remainder", "state_dtype": BF16, "stochastic_rounding": True,
          "max_grad_norm": 1.0, "track": True},
     ],
-    ids=["plain", "clipped", "all"],
+    ids=["clipped", "all"],
 )  # fmt: skip
 def test_soak(kwargs: dict[str, Any]) -> None:
-    """4,000 steps with changing gradients grow neither memory nor object count."""
+    """3,000 steps with changing gradients grow neither memory nor object count."""
     dtype = BF16 if "master_weights" in kwargs else torch.float32
     params = make_params(((64, 65), (65,), (), (300,)), dtype=dtype)
     optimizer = OURS["AdamW"](params, lr=1e-4, **kwargs)
@@ -363,7 +362,7 @@ def test_soak(kwargs: dict[str, Any]) -> None:
                 optimizer.telemetry.digest()
 
     grown = []
-    for _ in range(4):
+    for _ in range(3):
         objects, pages = len(gc.get_objects()), resident_pages()
         steps(1000)
         gc.collect()
