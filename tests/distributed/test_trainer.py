@@ -200,6 +200,16 @@ def test_too_many_skips_in_a_row_end_the_job(behaviour):
     assert "the last checkpoint before them is step 4" in message
 
 
+def test_refused_commits_are_neither_steps_nor_skips(behaviour):
+    """Two groups make a step of 16 sequences from two batches of 4 each."""
+    pytest.importorskip("torchft")
+    found = behaviour(1)[0]["refused_commits"]
+    assert found["accumulated"] == 2
+    assert found["steps"] == 3  # 1, 3 and 5
+    assert found["norms"] == [True, False, False, False, True]
+    assert found["saved"] == ["step-5"]  # step 4 was due between a skipped step and a good one
+
+
 def test_training_ends_with_its_data(behaviour):
     """When its data ends, a job validates and exports as after its last step."""
     saved = ["step-4", "step-5", "step-5.safetensors"]

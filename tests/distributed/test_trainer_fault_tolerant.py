@@ -16,22 +16,26 @@ pytest.importorskip("torchft")
 pytestmark = [pytest.mark.slow, pytest.mark.newest_torch, pytest.mark.timeout(150)]
 
 
-def test_replica_groups_read_other_data_and_end_with_the_same_bits(tmp_path):
-    shared = (*JOB, "--training.batch_size", "4")
+def train(folder: Path, *more: str) -> list[dict]:
+    """Trains two groups of one rank, each with its own folder. Returns what their ranks ended with.
+
+    Only one of the groups saves checkpoints.
+    """
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1"]
     command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
-    command += [str(Path(__file__).with_name("trainer_worker.py")), *shared]
-    command += ["--fault_tolerance.enable", "--fault_tolerance.group_size", "2"]
-    command += ["--fault_tolerance.min_replica_size", "2"]
+    command += [str(Path(__file__).with_name("trainer_worker.py")), *JOB]
+    command += ["--training.batch_size", "4", "--fault_tolerance.enable"]
+    command += ["--fault_tolerance.group_size", "2", "--fault_tolerance.min_replica_size", "2"]
+    command += ["--checkpoint.enable_checkpoint", *more]
     with lighthouse(min_replicas=2) as address:
         env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         env |= {"TORCHFT_LIGHTHOUSE": address}
         groups = []
         for replica in range(2):
             own = ["--fault_tolerance.replica_id", str(replica)]
-            own += ["--job.dump_folder", str(tmp_path / str(replica))]
-            (tmp_path / str(replica)).mkdir()
-            with open(tmp_path / f"{replica}.log", "w") as log:
+            own += ["--job.dump_folder", str(folder / str(replica))]
+            (folder / str(replica)).mkdir(exist_ok=True)
+            with open(folder / f"{replica}.log", "w") as log:
                 groups.append(
                     subprocess.Popen(
                         [*command, *own], env=env, stdout=log, stderr=subprocess.STDOUT
@@ -42,10 +46,33 @@ def test_replica_groups_read_other_data_and_end_with_the_same_bits(tmp_path):
         finally:
             for group in groups:
                 group.kill()
-    assert codes == [0, 0], "\n".join((tmp_path / f"{r}.log").read_text()[-3000:] for r in range(2))
-    ended = [json.loads((tmp_path / f"{r}/rank0.json").read_text()) for r in range(2)]
+    assert codes == [0, 0], "\n".join((folder / f"{r}.log").read_text()[-3000:] for r in range(2))
+    return [json.loads((folder / f"{r}/rank0.json").read_text()) for r in range(2)]
+
+
+def logged(folder: Path, replica: int) -> list[dict]:
+    lines = (folder / f"{replica}/replica_{replica}/metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_replica_groups_read_other_data_and_end_with_the_same_bits(tmp_path):
+    ended = train(tmp_path)
     assert ended[0] == ended[1]
     assert ended[0]["step"] == STEPS
-    folders = [tmp_path / f"{r}/replica_{r}/metrics.jsonl" for r in range(2)]
-    first = [json.loads(folder.read_text().splitlines()[0]) for folder in folders]
+    first = [logged(tmp_path, replica)[0] for replica in range(2)]
     assert first[0]["loss_metrics/global_avg_loss"] != first[1]["loss_metrics/global_avg_loss"]
+
+
+def test_after_a_restart_groups_take_the_state_of_the_group_with_the_checkpoint(tmp_path):
+    train(tmp_path, "--training.steps", "2")
+    saved = [replica for replica in range(2) if (tmp_path / f"{replica}/checkpoint").exists()]
+    assert len(saved) == 1
+    for replica in range(2):  # the group with the checkpoint becomes the second
+        (tmp_path / str(replica)).rename(tmp_path / f"{replica}.before")
+    (tmp_path / f"{saved[0]}.before").rename(tmp_path / "1")
+    (tmp_path / f"{1 - saved[0]}.before").rename(tmp_path / "0")
+    ended = train(tmp_path)
+    assert ended[0] == ended[1]
+    assert ended[0]["step"] == STEPS
+    for replica in range(2):
+        assert [line["step"] for line in logged(tmp_path, replica)] == [*range(3, STEPS + 1)]

@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -30,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # examples/
 
 from torchopt_ext.trainer.checkpoint_files import contents_of
 from torchopt_ext.trainer.config import ConfigError
+from torchopt_ext.trainer.ft import FTManager
 from torchopt_ext.trainer.load_config import load_config
 from torchopt_ext.trainer.train_spec import get_train_spec, register_train_spec
 from torchopt_ext.trainer.trainer import Trainer
@@ -172,6 +174,56 @@ def too_many_skips(folder: Path, shared: list[str]) -> Any:
         except RuntimeError as error:
             return [trainer.step, str(error)]
     return None
+
+
+class RefusingManager:
+    """Stands for torchft's Manager. The replica groups refuse some of the steps."""
+
+    def __init__(self, refused: set[int]) -> None:
+        self.refused, self.asked = refused, 0
+
+    def start_quorum(self) -> None: ...
+
+    def set_state_dict_fns(self, *functions: Any) -> None: ...
+
+    def participating_rank(self) -> int:
+        return 0
+
+    def allreduce(self, tensor: torch.Tensor) -> Any:
+        return SimpleNamespace(wait=lambda: None)
+
+    def should_commit(self) -> bool:
+        self.asked += 1
+        return self.asked not in self.refused
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.asked, "batches_committed": 2 * self.asked}
+
+
+@case(1)
+def refused_commits(folder: Path, shared: list[str]) -> Any:
+    """One of two groups. Steps 2 and 4 are refused, and step 3 is skipped for a NaN."""
+    settings = (
+        *("--training.steps", "5", "--training.batch_size", "4"),
+        *("--training.global_batch_size", "16", "--training.max_consecutive_skips", "2"),
+        *("--checkpoint.enable_checkpoint", "--checkpoint.interval", "4"),
+    )
+    group = FTManager(RefusingManager({2, 4}), group_size=2)
+    with (
+        patch("torchopt_ext.trainer.ft.init_ft_manager", lambda _: group),
+        trainer_of(folder, shared, *settings) as trainer,
+    ):
+        poison(trainer, {3})
+        trainer.train()
+        steps = int(trainer.optimizers.control.steps)
+        saved = sorted(path.name for path in trainer.checkpointer.folder.iterdir())
+    norms = [line["grad_norm"] for line in lines(folder)]
+    return {
+        "accumulated": trainer.gradient_accumulation_steps,
+        "steps": steps,
+        "norms": [norm is not None and math.isfinite(norm) for norm in norms],
+        "saved": saved,
+    }
 
 
 @case(1)

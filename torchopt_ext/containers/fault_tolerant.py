@@ -4,12 +4,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+import torch
 from torch import nn
 
 from torchopt_ext.containers.optimizers import OptimizersContainer, T
 from torchopt_ext.optim.hooks import hooked_step
 from torchopt_ext.optim.local import params_of
 from torchopt_ext.statedict import flat
+from torchopt_ext.statedict.masters import refresh_stale_elements
 
 if TYPE_CHECKING:
     import torchft
@@ -26,6 +28,8 @@ class FaultTolerant(OptimizersContainer[T]):
     state, and steps. Step hooks fire once per committed step, and not if the commit is refused.
     """
 
+    committed = True
+    """Whether the last step was made. False if the replica groups refused it."""
     _ft_optimizer: "torchft.Optimizer"
     _use_ft_optimizer: bool
     _call_from_ft = False
@@ -89,6 +93,7 @@ class FaultTolerant(OptimizersContainer[T]):
                 "a closure is not supported: replica groups average gradients, and decide "
                 "whether to commit, before the step; compute loss and gradients first"
             )
+        self.committed = False
         with self._calling_ft():
             self._ft_optimizer.step(*args, **kwargs)
         if self.deferred_clipping is not None:
@@ -97,7 +102,21 @@ class FaultTolerant(OptimizersContainer[T]):
 
     @hooked_step
     def _committed_step(self, *args: Any, **kwargs: Any) -> Any:
-        return super().step(*args, **kwargs)
+        if not self._use_ft_optimizer:
+            self._take_synchronized_weights()
+        result = super().step(*args, **kwargs)
+        self.committed = True
+        return result
+
+    @torch.no_grad()
+    def _take_synchronized_weights(self) -> None:
+        """Sets fp32 masters to the weights that LocalSGD or DiLoCo has written since the last step.
+
+        torchft writes them through ``param.data``, which no version counter shows.
+        """
+        for optimizer in self.optimizers:
+            for param, state in optimizer.state.items():
+                refresh_stale_elements(param, state)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         if self._call_from_ft or not self._use_ft_optimizer:
@@ -129,7 +148,8 @@ class FTOptimizersContainer(FaultTolerant[T]):
         model_parts, optimizer_cls, optimizer_kwargs: as in OptimizersContainer.
         ft_manager: torchft.Manager.
         use_ft_optimizer: False for LocalSGD and DiLoCo, which start quorums and commit on their
-            own. `step` and `zero_grad` then work as in OptimizersContainer.
+            own. `step` and `zero_grad` then work as in OptimizersContainer, and fp32 masters follow
+            the weights that were synchronized, which takes a pass over both in every step.
         compat: "torchtitan" creates the state in the constructor, by a step with lr 0 that counts,
             as torchtitan's container does. Bias corrections are then one step ahead.
 

@@ -145,8 +145,10 @@ class GradScaler(torch.amp.GradScaler):
             context = StepContext(found_inf=total, check_overflow=True)
         fused: Any = optimizer
         result = step_in(fused, context, *args[1:], **kwargs)
-        found_inf = fused.control.found_inf
-        mine["found_inf_per_device"] = {found_inf.device: found_inf}
+        mine["found_inf_per_device"] = {}
+        if getattr(fused, "committed", True):  # replica groups may refuse a step
+            found_inf = fused.control.found_inf
+            mine["found_inf_per_device"] = {found_inf.device: found_inf}
         mine["stage"] = OptState.STEPPED
         return result
 
@@ -169,6 +171,8 @@ class GradScaler(torch.amp.GradScaler):
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Backs the scale off after an overflow, or grows it after enough steps without one.
 
+        Steps that replica groups refused to commit leave the scale and its counts unchanged.
+
         Args:
             new_scale: sets the scale to this value instead.
         """
@@ -181,6 +185,10 @@ class GradScaler(torch.amp.GradScaler):
             for state in self._per_optimizer_states.values()
             for found_inf in state["found_inf_per_device"].values()
         ]
+        states = self._per_optimizer_states.values()
+        if not found and any(state["stage"] is OptState.STEPPED for state in states):
+            self._per_optimizer_states = defaultdict(fresh_optimizer_state)
+            return  # no step was made
         if not found:
             raise AssertionError("No inf checks were recorded prior to update.")
         loss_scale, growth = self._loss_scale, self._growth_settings()

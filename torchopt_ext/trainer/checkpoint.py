@@ -32,7 +32,7 @@ from torchopt_ext.trainer.staging import Staged
 logger = logging.getLogger(__name__)
 
 MODEL, OPTIMIZER, LR_SCHEDULER = "model", "optimizer", "lr_scheduler"
-DATALOADER, RNG = "dataloader", "rng"
+DATALOADER, RNG, TORCHFT = "dataloader", "rng", "torchft"
 MODES = ("disabled", "async", "async_with_pinned_mem")
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -97,6 +97,8 @@ class CheckpointManager:
         self._own: dict[str, Any] = {RNG: states_of.RandomState(self._rank, layout)}
         if dataloader is not None:
             self._own[DATALOADER] = states_of.DataPosition(dataloader)
+        if self._manager is not None:
+            self._own[TORCHFT] = states_of.GroupProgress(self._manager)
         self._refused: set[int] = set()
         self._done: int | None = None  # the last step that this process saved in full
         self._left_out = False  # whether skipped steps delay a periodic save
@@ -426,8 +428,8 @@ class CheckpointManager:
                 # The loaded learning rates are of the saved schedule's step: set them again.
                 schedulers = self._states[LR_SCHEDULER]
                 schedulers.load_state_dict(schedulers.state_dict())
-            if DATALOADER in own:
-                own[DATALOADER].load_state_dict(wanted[DATALOADER])
+            for key in [key for key in (DATALOADER, TORCHFT) if key in own]:
+                own[key].load_state_dict(wanted[key])
             if RNG in own and not own[RNG].load_state_dict(wanted[RNG]):
                 states_of.reseed(step)
                 if self._rank == 0:
@@ -467,7 +469,7 @@ class CheckpointManager:
                 "checkpoint.async_mode is 'async_with_pinned_mem', which copies from a GPU to the "
                 "host, but the model is on the host: set 'async'"
             )
-        known = [*self._states, MODEL, DATALOADER, RNG]
+        known = [*self._states, MODEL, DATALOADER, RNG, TORCHFT]
         if unknown := [key for key in config.exclude_from_loading if key not in known]:
             raise ValueError(
                 f"checkpoint.exclude_from_loading has {unknown}, expected some of {known}"

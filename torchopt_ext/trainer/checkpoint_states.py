@@ -154,6 +154,29 @@ class DataPosition:
         self._dataloader.load_state_dict(found)
 
 
+class GroupProgress:
+    """The steps that torchft's Manager has seen committed.
+
+    Without them, groups of which only some have the checkpoint would all be at step 0, and torchft
+    would choose whose weights to keep without regard to the loaded ones.
+    """
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+
+    def state_dict(self) -> dict[str, int]:
+        state: dict[str, int] = self._manager.state_dict()
+        return state
+
+    def names_to_load(self, metadata: Metadata) -> list[str]:
+        """Returns the saved names. A checkpoint of a job without fault tolerance has none."""
+        return saved_names(metadata, "torchft")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state:
+            self._manager.load_state_dict(dict(state))
+
+
 class RandomState:
     """This rank's generators: torch's of CPU and current device, Python's, numpy's if imported.
 

@@ -1,11 +1,13 @@
 """Fault tolerance with torchft: this replica group's manager, and its share of the data."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from torchopt_ext._torch import is_dtensor
@@ -64,6 +66,22 @@ class FTManager:
                     params[i].grad = None
 
 
+@contextmanager
+def _after_rank_0() -> Iterator[None]:
+    """Lets the other ranks enter when rank 0 has left, even if it raised.
+
+    Rank 0 of a group writes its manager's address into torchrun's store, and the others read it.
+    The store outlives a restart of the ranks, so they could read the address of the manager before.
+    """
+    if dist.get_rank() != 0:
+        dist.barrier()
+    try:
+        yield
+    finally:
+        if dist.get_rank() == 0:
+            dist.barrier()
+
+
 def init_ft_manager(job_config: JobConfig) -> FTManager:
     """Builds the manager that `[fault_tolerance]` asks for.
 
@@ -89,13 +107,15 @@ def init_ft_manager(job_config: JobConfig) -> FTManager:
     torchft = import_extra("torchft", "fault_tolerance.enable")
     kinds = {"gloo": torchft.ProcessGroupGloo, "nccl": torchft.ProcessGroupNCCL}
     timeout = timedelta(milliseconds=config.process_group_timeout_ms)
-    manager = torchft.Manager(
-        pg=kinds[config.process_group](timeout=timeout),
-        min_replica_size=config.min_replica_size,
-        load_state_dict=None,  # the checkpoint manager sets both functions later
-        state_dict=None,
-        # A quorum during forward would read the model's state while FSDP2 has gathered parameters.
-        use_async_quorum=False,
-        replica_id=f"torchopt_ext_ft_{config.replica_id}",
-    )
+    with _after_rank_0():
+        manager = torchft.Manager(
+            pg=kinds[config.process_group](timeout=timeout),
+            min_replica_size=config.min_replica_size,
+            load_state_dict=None,  # the checkpoint manager sets both functions later
+            state_dict=None,
+            # A quorum during forward would read the model's state while FSDP2 has gathered
+            # parameters.
+            use_async_quorum=False,
+            replica_id=f"torchopt_ext_ft_{config.replica_id}",
+        )
     return FTManager(manager, config.group_size, config.replica_id)

@@ -105,6 +105,11 @@ def check_supported(job_config: JobConfig) -> None:
             f"training.max_norm is {job_config.training.max_norm}, expected a positive number, or "
             "inf to measure only"
         )
+    if job_config.fault_tolerance.enable and job_config.optimizer.norm_in_backward:
+        wrong.append(
+            "optimizer.norm_in_backward has no effect with fault_tolerance.enable: replica groups "
+            "average gradients after backward, which changes the norm"
+        )
     if job_config.activation_checkpoint.mode == "memory_budget":
         wrong.append(f"activation_checkpoint.mode is 'memory_budget', but {_NO_BUDGET}")
     for name, (is_in_range, expected) in _RANGES.items():

@@ -115,8 +115,8 @@ class Trainer(Stateful):
         if dims.dp_enabled:
             mesh = dims.get_mesh("dp")
             dp_degree, dp_rank = mesh.size(), mesh.get_local_rank()
-        self.gradient_accumulation_steps = gradient_accumulation_steps(job_config, dp_degree)
         dp_degree, dp_rank = self.ft_manager.get_dp_info(dp_degree, dp_rank)
+        self.gradient_accumulation_steps = gradient_accumulation_steps(job_config, dp_degree)
         distributed.set_determinism(
             self.world_mesh,
             self.device,
@@ -290,13 +290,19 @@ class Trainer(Stateful):
             with self._clip_time:
                 grad_norm = self._clip_grad_norm()
         self.checkpointer.maybe_wait_for_staging()
-        if grad_norm is None or self._is_usable(grad_norm):
+        usable = grad_norm is None or self._is_usable(grad_norm)
+        if usable:
             with self._optimizer_time:
                 self.optimizers.step()
         self._step_lr = float(self.lr_schedulers.schedulers[0].get_last_lr()[0])
         self.lr_schedulers.step()
-        if self._clips_in_step:
+        if usable and not getattr(self.optimizers, "committed", True):
+            logger.warning("The replica groups refused to commit step %d", self.step)
+            grad_norm = torch.full((), math.nan)  # no step has measured it
+        elif self._clips_in_step:
             self._skips.note(self.optimizers.control.skipped_steps)
+        else:
+            self._skips.count(self._skips.total + (not usable))
         if self.metrics_processor.should_log(self.step):
             self._log(loss, grad_norm)
 
@@ -355,9 +361,7 @@ class Trainer(Stateful):
 
     def _is_usable(self, grad_norm: Tensor) -> bool:
         """Returns whether torch's optimizer, which does not check the norm itself, may step."""
-        skip = self.job_config.optimizer.skip_nonfinite and not bool(grad_norm.isfinite())
-        self._skips.count(self._skips.total + skip)
-        return not skip
+        return not self.job_config.optimizer.skip_nonfinite or bool(grad_norm.isfinite())
 
     def _mean_and_max(self, loss: Tensor) -> tuple[float, float]:
         """Reduces the loss over the ranks that read different tokens. Waits for the device."""
@@ -394,7 +398,7 @@ class Trainer(Stateful):
         if self._clips_in_step:
             self._skips.total = int(self.optimizers.control.skipped_steps)
         logger.info("Training starts at step %d.", self.step + 1)
-        first = self.step + 1
+        warming_up = True  # lazy initialization and compilation
         with (
             StopOnSignal(self.device) as stop,
             maybe_enable_profiling(job_config, global_step=self.step) as torch_profiler,
@@ -426,7 +430,8 @@ class Trainer(Stateful):
                 for profiler in (torch_profiler, memory_profiler):
                     if profiler:
                         profiler.step()
-                if self.step == first:  # lazy initialization and compilation are over
+                if warming_up:
+                    warming_up = False
                     distributed.set_pg_timeouts(
                         timedelta(seconds=job_config.comm.train_timeout_seconds), self.world_mesh
                     )

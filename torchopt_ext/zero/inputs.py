@@ -1,4 +1,4 @@
-"""What a sharded optimizer accepts: optimizer classes, parameters and their owners."""
+"""What a sharded optimizer accepts: arguments, optimizer classes, parameters and owners."""
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -10,6 +10,35 @@ from torch import Tensor
 from torchopt_ext.optim import FusedAdam
 from torchopt_ext.optim.state import named_group_params
 from torchopt_ext.statedict.entries import REQUIRED
+
+
+def check_choices(
+    partition: str,
+    compat: str | None,
+    sharded_gradients: bool,
+    overlap_with_ddp: bool,
+    *,
+    owners: bool,
+    groups: int,
+) -> None:
+    """Raises ValueError for unknown choices and for choices that exclude each other.
+
+    ``owners`` is whether ``params_per_rank`` is given, ``groups`` the number of param groups.
+    """
+    balanced = partition == "balanced"
+    if partition not in ("greedy", "balanced"):
+        raise ValueError(f"Invalid partition: {partition!r}, not 'greedy' or 'balanced'")
+    if compat not in (None, "torch"):
+        raise ValueError(f"Invalid compat: {compat!r}, expected None or 'torch'")
+    if balanced and (overlap_with_ddp or owners):
+        raise ValueError(
+            "overlap_with_ddp and params_per_rank give whole parameters to ranks, "
+            "partition='balanced' divides them: choose one"
+        )
+    if sharded_gradients and not balanced:
+        raise ValueError("sharded_gradients=True needs partition='balanced'")
+    if overlap_with_ddp and groups != 1:
+        raise ValueError("overlap_with_ddp=True supports one param group only")
 
 
 def check_elementwise(optimizer_class: Any) -> None:

@@ -28,6 +28,7 @@ from torchopt_ext.zero.balanced import BalancedBuckets
 from torchopt_ext.zero.exchange import check_same
 from torchopt_ext.zero.functional import constructor_of, unwrap_partial
 from torchopt_ext.zero.inputs import (
+    check_choices,
     check_dense,
     check_elementwise,
     check_owners,
@@ -127,21 +128,10 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
                 self._default_device = self._all_params[0].device
                 use_device(self.process_group, self._default_device)
                 check_dense(self._all_params, allow_mixed_dtypes)
-                if partition not in ("greedy", "balanced"):
-                    raise ValueError(
-                        f"Invalid partition: {partition!r}, not 'greedy' or 'balanced'"
-                    )
-                if compat not in (None, "torch"):
-                    raise ValueError(f"Invalid compat: {compat!r}, expected None or 'torch'")
-                if balanced and (overlap_with_ddp or params_per_rank is not None):
-                    raise ValueError(
-                        "overlap_with_ddp and params_per_rank give whole parameters to ranks, "
-                        "partition='balanced' divides them: choose one"
-                    )
-                if sharded_gradients and not balanced:
-                    raise ValueError("sharded_gradients=True needs partition='balanced'")
-                if overlap_with_ddp and len(self.param_groups) != 1:
-                    raise ValueError("overlap_with_ddp=True supports one param group only")
+                check_choices(
+                    partition, compat, sharded_gradients, overlap_with_ddp,
+                    owners=params_per_rank is not None, groups=len(self.param_groups),
+                )  # fmt: skip
                 if balanced and not elementwise:
                     check_elementwise(optimizer_class)
                 self._optim_constructor = constructor_of(

@@ -283,6 +283,44 @@ def test_a_refused_commit_leaves_no_measured_norm(model, manager, set_grads, ass
     assert_same(model, other)
 
 
+@pytest.mark.parametrize("master_weights", ["fp32", "remainder"])
+def test_masters_follow_the_weights_that_local_sgd_writes(manager, master_weights):
+    """torchft's LocalSGD and DiLoCo write weights in a hook after some steps."""
+    linear = nn.Linear(64, 64).bfloat16()
+    kwargs = {"lr": 1e-2, "master_weights": master_weights}
+    container = FTOptimizersContainer([linear], FusedAdamW, kwargs, manager, use_ft_optimizer=False)
+    for lr in (1e-2, 1e-2, 0.0):
+        container.optimizers[0].param_groups[0]["lr"] = lr
+        for param in linear.parameters():
+            param.grad = torch.ones_like(param)
+        container.step()
+        if lr:
+            averaged = [torch.randn_like(param) for param in linear.parameters()]
+            for param, average in zip(linear.parameters(), averaged, strict=True):
+                param.data.copy_(average)
+    for param, average in zip(linear.parameters(), averaged, strict=True):
+        assert torch.equal(param, average)
+
+
+def test_refused_commits_leave_the_loss_scale(model, manager, set_grads):
+    container = FTOptimizersContainer([model], FusedAdamW, {"lr": 1e-2}, manager)
+    scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    manager.decisions = [False, True, False, False, True, False, True]
+    scales = []
+    for step in range(7):
+        set_grads([model], step, scale=float(scaler.scale(torch.ones(()))))
+        if step in (1, 3):  # an overflow, and one in a refused step
+            model.layers["0"][0].weight.grad[0, 0] = torch.inf
+        scaler.step(container)
+        with pytest.raises(RuntimeError, match="has already been called"):
+            scaler.step(container)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    assert scales == [1024, 512, 512, 512, 512, 512, 1024]
+    with pytest.raises(AssertionError, match="No inf checks"):
+        scaler.update()
+
+
 @pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, GradScaler])
 def test_scalers_reach_the_committed_step(model, manager, set_grads, assert_same, scaler_class):
     other = copy.deepcopy(model)

@@ -552,9 +552,12 @@ def test_a_model_with_a_reserved_name_is_rejected(tmp_path: Path) -> None:
 def test_one_replica_group_saves_and_gives_its_state_to_another(tmp_path: Path) -> None:
     functions: list[Any] = []
     replica = {"rank": 1}
+    committed: dict[str, Any] = {"step": 6, "batches_committed": 12}
     manager = SimpleNamespace(
         set_state_dict_fns=lambda *given: functions.extend(given),
         participating_rank=lambda: replica["rank"],
+        state_dict=lambda: committed,
+        load_state_dict=lambda state: committed.update(loaded=state),
     )
     job = Job(tmp_path, ft_manager=SimpleNamespace(enabled=True, manager=manager)).train(until=2)
     assert not job.manager.folder.exists()
@@ -566,6 +569,16 @@ def test_one_replica_group_saves_and_gives_its_state_to_another(tmp_path: Path) 
     replica["rank"] = 0
     job.train(until=6)
     assert job.manager.newest() == 6
+    # torchft compares the groups' counts of steps: groups without the checkpoint take its state.
+    again = Job(tmp_path, ft_manager=SimpleNamespace(enabled=True, manager=manager))
+    assert again.manager.load()
+    assert committed["loaded"] == {"step": 6, "batches_committed": 12}
+    assert Job(tmp_path).manager.load()  # without fault tolerance
+    del committed["loaded"]
+    peer.manager.save(5, force=True)
+    plain = Job(tmp_path / "peer", ft_manager=SimpleNamespace(enabled=True, manager=manager))
+    assert plain.manager.load()
+    assert "loaded" not in committed
 
 
 class Positioned:

@@ -366,6 +366,7 @@ def test_any_value_in_a_file_is_kept_or_rejected(tmp_path: Path, name: str, valu
         ("--comm.mode=fake_backend", "comm.mode is 'fake_backend'"),
         ("--checkpoint.last_save_in_hf", "export_safetensors"),
         ("--activation_checkpoint.mode=memory_budget", "mode is 'memory_budget'"),
+        ("--fault_tolerance.enable --optimizer.norm_in_backward", "norm_in_backward has no effect"),
         ("--training.max_norm=0", "training.max_norm is 0.0, expected a positive number"),
         ("--training.max_norm=nan", "training.max_norm is nan, expected a positive number"),
         ("--training.gc_freq=0", "training.gc_freq is 0, expected 1 or more"),
@@ -379,7 +380,7 @@ def test_any_value_in_a_file_is_kept_or_rejected(tmp_path: Path, name: str, valu
 )
 def test_unsupported_settings(option: str, named: str) -> None:
     with pytest.raises(ConfigError) as error:
-        check_supported(load_config([option]))
+        check_supported(load_config(option.split()))
     assert named in str(error.value)
 
 
