@@ -1,7 +1,8 @@
 """Every private name of torch that this package uses, and why no public name does.
 
-No other module imports or reads private names, except the classes that extend torch's: GradScaler
-(torch/amp/grad_scaler.py), and ZeroRedundancyOptimizer for the names that torch's hooks read.
+Other modules read private names only where a comment there says so, and in the classes that extend
+torch's: GradScaler (torch/amp/grad_scaler.py), and ZeroRedundancyOptimizer for the names that
+torch's hooks read.
 tests/python/test_torch_names.py enforces this and touches each name.
 """
 

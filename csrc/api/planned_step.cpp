@@ -40,7 +40,8 @@ void for_each_param(const PlannedStep::Groups& groups, const Visit& visit) {
 
 int64_t index_of(double Control::*field) {
   static constexpr Control kNone{};
-  return &(kNone.*field) - &kNone.max_grad_norm;
+  const auto address = [](const void* x) { return static_cast<const char*>(x); };
+  return (address(&(kNone.*field)) - address(&kNone)) / int64_t{sizeof(double)};
 }
 
 // Returns `tensor` with a new moment's device and strides. Copies `tensor` only if they differ.
@@ -51,9 +52,8 @@ at::Tensor like_new_moment(const at::Tensor& tensor, const char* role, const at:
   TORCH_CHECK(tensor.scalar_type() == param.scalar_type(), role, " of ", param_what, " has dtype ",
               tensor.scalar_type(), ", expected ", param.scalar_type(), " as the parameter");
   const at::Tensor like = at::empty_like(param, at::MemoryFormat::Preserve);
-  return tensor.device() == like.device() && same_layout(tensor, like)
-             ? tensor
-             : like.copy_(tensor, /*non_blocking=*/false);
+  return tensor.device() == like.device() && same_layout(tensor, like) ? tensor
+                                                                       : like.copy_(tensor);
 }
 
 }  // namespace

@@ -53,25 +53,6 @@ struct Draws {
   }
 };
 
-// Calls adam_step() on one register, which begins at the i-th element of `draws`.
-template <class L>
-[[gnu::always_inline]] inline void adam_register(const L& lane,
-                                                 const AdamScalars<typename L::scalar>& s,
-                                                 const Layout& layout, const StepMode& mode,
-                                                 void* const (&x)[kArrays], int64_t at,
-                                                 const Draws* draws, int64_t i) {
-  if constexpr (L::any_layout) {
-    if (draws != nullptr) {
-      const auto random = draws->of<L>(i);
-      adam_step(lane, s, layout, mode, x, at, &random);
-    } else {
-      adam_step(lane, s, layout, mode, x, at, static_cast<const typename L::Random*>(nullptr));
-    }
-  } else {
-    adam_step(lane, s, layout, mode, x, at, static_cast<const Draws*>(nullptr));
-  }
-}
-
 // Tracking inside the loops (kernels/trace.h): records the change of each stored weight and counts
 // the lost updates, which leave their weight unchanged. `change` first holds the weights before the
 // update, then their changes. Its first element belongs to element `origin` of the tensor.
@@ -122,8 +103,14 @@ template <class L, class Tail, class Trace>
   const auto& x = copy.memory;
   int64_t i = begin;
   const auto update = [&](const auto& lane) __attribute__((always_inline)) {
+    using Lane = std::remove_cvref_t<decltype(lane)>;
     trace.before(lane, layout, x, i);
-    adam_register(lane, s, layout, mode, x, i, draws, i - begin);
+    if constexpr (Lane::any_layout) {
+      const auto random = draws != nullptr ? draws->of<Lane>(i - begin) : typename Lane::Random{};
+      adam_step(lane, s, layout, mode, x, i, draws != nullptr ? &random : nullptr);
+    } else {
+      adam_step(lane, s, layout, mode, x, i, static_cast<const Draws*>(nullptr));
+    }
     trace.after(lane, layout, x, i, s.has_decay);
   };
   if (mode.past_caches) {  // until a register of the parameter is aligned

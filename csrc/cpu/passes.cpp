@@ -60,7 +60,8 @@ void store_fence() {
 }
 
 // Above this many bytes of parameters caches hold little of what a pass wrote first. Stores past
-// the caches then avoid reading the lines. A step moves at least ten times its parameters' bytes.
+// the caches then avoid reading the lines. Steps of parameters with fp32 masters, which alone are
+// stored past the caches, move at least ten times the parameters' bytes.
 constexpr int64_t kStreamedStep = int64_t{16} << 20;
 constexpr int64_t kStreamedCopy = int64_t{64} << 20;
 
@@ -107,7 +108,7 @@ void sum_of_squares(const WorkList& work, const at::Tensor& accumulator, bool /*
   std::mutex mutex;
   for_each_share(work, [&](size_t first, size_t last) {
     ExactAccumulator acc{};
-    int64_t pending = 0;  // elements since acc was normalized: each adds to a limb at most once
+    int64_t pending = 0;  // elements since acc was normalized, at least a limb's additions
     for (size_t i = first; i < last; ++i) {
       const Chunk& chunk = work.chunks[i];
       const TensorWork& tensor = work.tensors[static_cast<size_t>(chunk.tensor)];
@@ -228,7 +229,7 @@ void adam(const WorkList& work, const std::vector<GroupHyper>& groups, const at:
 
 void scaled_copy(const WorkList& work, const at::Tensor& control, bool unscale) {
   const auto& decision = *static_cast<const Control*>(control.const_data_ptr());
-  if (decision.skip != 0.0 || work.chunks.empty()) {
+  if (decision.skip != 0.0) {
     return;
   }
   const double factor = unscale ? decision.grad_factor : 1.0;

@@ -25,7 +25,7 @@ template <class L, bool kWhole, class Trace>
   const QuantizedFactors<L> factors{quantized_scalars(scalars)};
   const TensorWork work = tensor;  // stays in registers: stores may alias `tensor`
   const GroupDither<L> group_dither(work);
-  const bool random_weights = weight_may_round_randomly(layout);
+  const bool random_weights = mode.rounds && weight_may_round_randomly(layout);
   auto* exp_avg_scales = static_cast<float*>(work.memory[kExpAvgScale]);
   auto* root_scales = static_cast<float*>(work.memory[kExpAvgSqScale]);
   GroupDraws draws(key);
@@ -80,12 +80,12 @@ template <class L, bool kWhole, class Trace>
     kept.exp_avg.set_largest(g, most.exp_avg);
     kept.root.set_largest(g, most.root);
   };
-  const auto move = [&](int g) __attribute__((always_inline)) {
+  const auto update_weights = [&](int g) __attribute__((always_inline)) {
     const Group group = group_at(g);
     for_each_traced(
         group, [&](const auto& one, int64_t i)
                    __attribute__((always_inline)) { trace.before(one, layout, work.memory, i); });
-    if (mode.rounds && random_weights) {
+    if (random_weights) {
       draws.start(static_cast<uint64_t>(global_element(work, group.first)));
     }
     const auto updated_at = [&](int k) __attribute__((always_inline)) {
@@ -102,10 +102,9 @@ template <class L, bool kWhole, class Trace>
       }
     } else {
       for (int k = 0; k < kQuantGroup; k += L::width) {
-        const bool draws_bits = mode.rounds && random_weights;
-        const auto drawn = draws_bits ? draws.of<L>(k) : typename L::Random{};
+        const auto drawn = random_weights ? draws.of<L>(k) : typename L::Random{};
         store_weight(lane, layout, mode, *group.memory, group.at + k, updated_at(k),
-                     draws_bits ? &drawn : nullptr);
+                     random_weights ? &drawn : nullptr);
       }
     }
     for (int k = 0; k < kQuantGroup; k += L::width) {
@@ -169,10 +168,10 @@ template <class L, bool kWhole, class Trace>
       next += size;
       average(g);
       if (g > 0) {
-        move(g - 1);
+        update_weights(g - 1);
       }
     }
-    move(count - 1);
+    update_weights(count - 1);
     kept.exp_avg.find_scales(exp_avg_scales + index, count, kLargestCode,
                              factors.scalars.units.exp_avg);
     kept.root.find_scales(root_scales + index, count, kRootCodes, factors.scalars.units.root);

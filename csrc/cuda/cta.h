@@ -14,7 +14,8 @@ namespace torchopt_ext {
 
 inline constexpr int kWarpThreads = 32;
 
-// 32 threads that run in lockstep. A PerThread holds a value for each thread.
+// The 32 threads of a warp. All finish a call of each() before the next begins. A PerThread holds a
+// value for each thread.
 struct HostWarp {
   template <class T>
   struct PerThread {

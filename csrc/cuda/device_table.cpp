@@ -61,19 +61,21 @@ void DeviceTable::upload(const void* values, size_t bytes, c10::cuda::CUDAStream
       other = c10::cuda::getStreamFromPool(false, stream.device_index());
     }
     const c10::cuda::CUDAStreamGuard guard(other);
-    memory_ = allocate(bytes);
+    c10::DataPtr memory = allocate(bytes);
     C10_CUDA_CHECK(
-        cudaMemcpyAsync(memory_.get(), values, bytes, cudaMemcpyHostToDevice, other.stream()));
+        cudaMemcpyAsync(memory.get(), values, bytes, cudaMemcpyHostToDevice, other.stream()));
     C10_CUDA_CHECK(cudaStreamSynchronize(other.stream()));
+    memory_ = std::move(memory);  // last: after an error the table is still empty
     return;
   }
-  memory_ = allocate(bytes);
+  c10::DataPtr memory = allocate(bytes);
   at::HostAllocator& host = *at::getHostAllocator(at::kCUDA);
   const c10::DataPtr pinned = host.allocate(bytes);
   std::memcpy(pinned.get(), values, bytes);
   C10_CUDA_CHECK(
-      cudaMemcpyAsync(memory_.get(), pinned.get(), bytes, cudaMemcpyHostToDevice, stream));
+      cudaMemcpyAsync(memory.get(), pinned.get(), bytes, cudaMemcpyHostToDevice, stream));
   host.record_event(pinned.get(), pinned.get_context(), stream.unwrap());  // reused after the copy
+  memory_ = std::move(memory);
 }
 
 void DeviceTable::reserve(size_t bytes) { memory_ = allocate(bytes); }

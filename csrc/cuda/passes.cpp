@@ -32,7 +32,7 @@ constexpr int64_t kUpdateChunk = 2048;
 constexpr int64_t kUpdateChunk16 = 4096;  // with 16-bit moments
 constexpr int64_t kUpdateChunk8 = 8192;
 
-int64_t update_chunk(const TensorWork& tensor) {
+int64_t update_chunk_elements(const TensorWork& tensor) {
   if (is_quantized(tensor.kind)) {
     return kUpdateChunk8;
   }
@@ -69,7 +69,7 @@ void fill_chunks(const WorkList& work, CudaTables& tables, c10::cuda::CUDAStream
   std::vector<Chunk> chunks;
   for (size_t kind = 0; kind < kAdamKinds; ++kind) {
     const auto elements = [=](const TensorWork& tensor) {
-      return static_cast<size_t>(tensor.kind) == kind ? update_chunk(tensor) : 0;
+      return static_cast<size_t>(tensor.kind) == kind ? update_chunk_elements(tensor) : 0;
     };
     add_plain_chunks(work.tensors, elements, chunks);
     tables.first_chunk[kind + 1] = static_cast<int64_t>(chunks.size());
@@ -109,8 +109,8 @@ void sum_of_squares(const WorkList& work, const at::Tensor& accumulator, bool no
     CudaTables& tables = tables_of(work, stream);
     if (tables.norm_chunks.empty()) {
       const std::vector<Chunk> norm_chunks = make_chunks(work.tensors, kBlockElements);
-      tables.norm_chunks.upload(norm_chunks, stream);
       tables.first_norm_chunk = first_chunks(norm_chunks, work.tensors.size(), Gradients::kMost);
+      tables.norm_chunks.upload(norm_chunks, stream);
     }
     const int multiprocessors = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
     const auto* chunks = tables.norm_chunks.address<const Chunk>(stream);

@@ -16,7 +16,7 @@ struct Control {
   // The last decision.
   double grad_norm;    // of the unscaled gradients; 0 without pass A, shown as NaN by the classes
   double clip_factor;  // the factor that clips gradients
-  double grad_factor;  // clip_factor / loss scale: the factor by which pass B multiplies gradients
+  double grad_factor;  // clip_factor / grad_scale: the factor by which pass B multiplies gradients
   double found_inf;    // 1: a gradient or 1 / scale was not finite, or a scaler said so
   double skip;         // 1: pass B changes nothing
   double grad_scale;   // the loss scale of the gradients in memory

@@ -26,7 +26,7 @@ struct Float16 {
 namespace {
 
 TORCHOPT_HD constexpr int64_t element_size(DType dtype) {
-  return 0x12284 >> 4 * static_cast<int>(dtype) & 0xf;  // branches would cost CUDA registers
+  return 0x12284 >> 4 * static_cast<int>(dtype) & 0xf;  // 4 bits a type: branches take registers
 }
 
 template <class To, class From>
@@ -59,7 +59,7 @@ TORCHOPT_HD inline float widen(Float16 x) {
 #endif
 }
 
-// Rounds to nearest even. A NaN argument must be 0x7fc00000, the canonical form that adam.h leaves.
+// Rounds to nearest even. A NaN argument must be 0x7fc00000, the canonical form.
 template <class T>
 TORCHOPT_HD T narrow(float x);
 template <>

@@ -94,7 +94,8 @@ TORCHOPT_HD inline double rounded(const int64_t* limbs, bool negative, int top, 
     return bit_cast<double>(sign | 0x7ff0000000000000u);
   }
   if (exponent < -1022) {  // a sum of doubles is a multiple of 2**-1074: exact
-    return bit_cast<double>(sign | (significand >> (11 - 1022 - exponent)));
+    const int drop = 11 - 1022 - exponent;
+    return bit_cast<double>(sign | (drop < 64 ? significand >> drop : 0));
   }
   const uint64_t kept = significand >> 11;
   const uint64_t rest = significand & 0x7ff;

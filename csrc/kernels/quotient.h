@@ -23,8 +23,8 @@ template <class L>
 struct QuotientConstants {
   typename L::reg largest = L::set1_in_register(kLargestDivisor);
   typename L::reg minus_largest = L::set1_in_register(-kLargestDivisor);
-  typename L::reg mean =
-      L::set1_in_register(0x1.13a592p+0f);  // 3/2 of the center of the products' range
+  // The vertex of the parabola: 3/2 of the center of the products' range.
+  typename L::reg vertex = L::set1_in_register(0x1.13a592p+0f);
   typename L::reg rest = L::set1_in_register(0x1.8ba59p-2f);  // 3/4 * (center^2 - half_width^2)
 };
 
@@ -34,8 +34,8 @@ template <class L, class R = typename L::reg>
                                                               R a, R m, R d) {
   d = L::min(constants.largest, d);
   const R guess = L::sub_bits(constants.minus_largest, d);  // the negated guess
-  const R from_mean = L::fma(d, guess, constants.mean);
-  return L::fma(L::mul(m, guess), L::fma(from_mean, from_mean, constants.rest), a);
+  const R from_vertex = L::fma(d, guess, constants.vertex);
+  return L::fma(L::mul(m, guess), L::fma(from_vertex, from_vertex, constants.rest), a);
 }
 
 }  // namespace

@@ -65,8 +65,8 @@ struct ScalarWords {
   using reg = uint32_t;
   static constexpr int width = 1;
   TORCHOPT_HD static reg set1(uint32_t a) { return a; }
-  // Returns a factor times the distance of each element from the first one. Registers hold every
-  // other four elements.
+  // Returns `factor` times the distance of each element from the first. A register of a pair holds
+  // elements 0 to 3, 8 to 11, ... of the pair (cpu/pair_lane.h).
   TORCHOPT_HD static reg multiples(uint32_t) { return 0; }
   TORCHOPT_HD static reg add(reg a, reg b) { return a + b; }
   TORCHOPT_HD static reg bit_xor(reg a, reg b) { return a ^ b; }

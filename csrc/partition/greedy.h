@@ -11,9 +11,8 @@ namespace torchopt_ext {
 
 // Assigns whole tensors, largest first (ties in the order given), each to the first rank with the
 // least load: torch.distributed.optim.ZeroRedundancyOptimizer._partition_parameters. `loads` holds
-// the elements each rank already has and is updated. Ranks of equal load come in the order of
-// `tie_loads`, least first: tensors that weigh nothing here still spread by another measure.
-// Returns the rank of every tensor.
+// the elements each rank already has and is updated. Among ranks of equal load the rank with the
+// least of `tie_loads`, which do not change, comes first. Returns the rank of every tensor.
 inline std::vector<int64_t> partition_greedy(const std::vector<int64_t>& numels,
                                              std::vector<int64_t>& loads,
                                              const std::vector<int64_t>& tie_loads) {

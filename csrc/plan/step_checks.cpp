@@ -35,8 +35,10 @@ void check_control(const at::Tensor& control, std::optional<at::Device> device) 
 void check_scalar(const at::Tensor& tensor, const char* what, at::Device device, bool or_double) {
   const at::ScalarType dtype = tensor.scalar_type();
   TORCH_CHECK(tensor.layout() == at::kStrided && tensor.numel() == 1 && tensor.device() == device &&
-                  (dtype == at::kFloat || (or_double && dtype == at::kDouble)),
-              what, " is not one float32", or_double ? " or float64" : "", " element on ", device);
+                  (dtype == at::kFloat || (or_double && dtype == at::kDouble)) &&
+                  address(*tensor.unsafeGetTensorImpl()) != nullptr,
+              what, " is not one float32", or_double ? " or float64" : "", " element on ", device,
+              ", or has had its storage freed");
 }
 
 void check_hyper(const AdamHyper& hyper) {

@@ -53,8 +53,8 @@ class StepPlan {
            at::TensorList read = {});
 
   // Records an entry's current tensors. Returns false if a TensorImpl (also one swapped behind the
-  // same Python object), its memory, shape or dtype differs from the known one. Several threads may
-  // attach different entries at once.
+  // same Python object), its memory, shape or dtype differs from the known one (of the step count
+  // only the memory). Several threads may attach different entries at once.
   bool attach(size_t i, const TensorImpls& tensors);
 
   // Adopts the tensors of the `changed` entries, in ascending order, with the constructor's checks.

@@ -9,12 +9,12 @@ namespace torchopt_ext {
 namespace py = pybind11;
 
 // Attaches each entry's tensors and takes its gradient, on all threads, if nothing changed and no
-// Python is involved. For most entries this only reads memory. Records in remaining_ what the other
+// Python is involved. For most entries this only reads memory. Records in pending_ what the other
 // entries still need.
 void OptimizerPlan::collect_unchanged(size_t part) {
   const std::vector<EntryObjects>& objects = objects_[part];
   StepPlan& plan = plans_[part];
-  remaining_.resize(objects.size());
+  pending_.resize(objects.size());
   for_each_entry(objects.size(), [&](size_t begin, size_t end) {
     for (size_t i = begin; i < end; ++i) {
       if (i + kEntriesAhead < end) {
@@ -30,14 +30,13 @@ void OptimizerPlan::collect_unchanged(size_t part) {
             object == Py_None ? nullptr : THPVariable_Unpack(object).unsafeGetTensorImpl();
       }
       if (!plan.attach(i, borrowed)) {
-        remaining_[i] = PendingEntries::kAll;
+        pending_[i] = Pending::kAll;
       } else if (!objects[i].path.empty()) {
-        remaining_[i] = PendingEntries::kGradient;
+        pending_[i] = Pending::kGradient;
       } else {
         // Avoids at::Tensor::grad(), which looks for non-leaf tensors to warn about.
         const at::Tensor& gradient = borrowed[objects[i].own]->grad();
-        remaining_[i] =
-            plan.take_gradient(i, gradient) ? PendingEntries::kNothing : PendingEntries::kGradient;
+        pending_[i] = plan.take_gradient(i, gradient) ? Pending::kNothing : Pending::kGradient;
       }
     }
   });
@@ -49,7 +48,7 @@ bool OptimizerPlan::attach_changed(size_t part) {
   const std::vector<EntryObjects>& objects = objects_[part];
   std::vector<size_t> changed;
   for (size_t i = 0; i < objects.size(); ++i) {
-    if (remaining_[i] == PendingEntries::kNothing) {
+    if (pending_[i] == Pending::kNothing) {
       continue;
     }
     const LocalPath& path = objects[i].path;
@@ -57,7 +56,7 @@ bool OptimizerPlan::attach_changed(size_t part) {
         !path.follow(objects[i].param.ptr()).is(objects[i].local[objects[i].own])) {
       return false;
     }
-    if (remaining_[i] == PendingEntries::kAll) {
+    if (pending_[i] == Pending::kAll) {
       changed.push_back(i);
     }
   }
@@ -73,13 +72,13 @@ bool OptimizerPlan::attach_changed(size_t part) {
 }
 
 // Takes the gradients that collect_unchanged() did not take.
-void OptimizerPlan::set_remaining_gradients(size_t part) {
+void OptimizerPlan::set_pending_gradients(size_t part) {
   const std::vector<EntryObjects>& objects = objects_[part];
   StepPlan& plan = plans_[part];
-  py::list placed_otherwise;
+  py::list to_unwrap;
   std::vector<size_t> their_index;
   for (size_t i = 0; i < objects.size(); ++i) {
-    if (remaining_[i] == PendingEntries::kNothing) {
+    if (pending_[i] == Pending::kNothing) {
       continue;
     }
     const at::Tensor& gradient =
@@ -95,14 +94,14 @@ void OptimizerPlan::set_remaining_gradients(size_t part) {
       local = plain_local_gradient(objects[i].param.ptr(), py::cast(gradient).ptr());
     }
     if (local.is_none()) {
-      placed_otherwise.append(objects[i].param);
+      to_unwrap.append(objects[i].param);
       their_index.push_back(i);
     } else {
       plan.set_gradient(i, THPVariable_Unpack(local.ptr()));
     }
   }
   if (!their_index.empty()) {
-    const py::list locals = local_gradients_(placed_otherwise);
+    const py::list locals = local_gradients_(to_unwrap);
     for (size_t k = 0; k < their_index.size(); ++k) {
       const py::object local = locals[k];
       plan.set_gradient(their_index[k],

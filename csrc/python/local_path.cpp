@@ -61,11 +61,9 @@ py::object plain_local_gradient(PyObject* param, PyObject* gradient) {
   }
   const py::object wanted = attribute(param, spec_name());
   const py::object found = attribute(gradient, spec_name());
-  if (!wanted.is(found)) {
-    if (!attribute(wanted, kMesh).is(attribute(found, kMesh)) ||
-        !attribute(wanted, kPlacements).equal(attribute(found, kPlacements))) {
-      return py::none();
-    }
+  if (!wanted.is(found) && (!attribute(wanted, kMesh).is(attribute(found, kMesh)) ||
+                            !attribute(wanted, kPlacements).equal(attribute(found, kPlacements)))) {
+    return py::none();
   }
   const py::object local = attribute(gradient, local_name());
   return THPVariable_CheckExact(local.ptr()) ? local : py::none();

@@ -84,7 +84,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("check_step", check_step, py::arg("params"), py::arg("masters"), py::arg("gradients"),
         py::arg("names"));
   m.def("observed", at::hasCallbacks);
-  // Bypasses the dispatcher, which takes 0.22 of 0.50 ms for 2,000 tensors.
   m.def("scaled_copy_", scaled_copy_list, py::arg("to"), py::arg("from_"), py::arg("control"),
         py::kw_only(), py::arg("unscale"));
   m.def("carve", carve, py::arg("like"), py::arg("dtype") = py::none(),

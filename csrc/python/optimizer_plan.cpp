@@ -153,7 +153,7 @@ bool OptimizerPlan::collect(const py::list& param_groups, const py::dict& state)
     if (!attach_changed(part)) {
       return false;
     }
-    set_remaining_gradients(part);
+    set_pending_gradients(part);
     plans_[part].check_gradient_overlap();
     plans_[part].renew_copies();
     for (size_t group = 0; group < uses_group_[part].size(); ++group) {

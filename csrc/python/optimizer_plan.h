@@ -36,8 +36,9 @@ class OptimizerPlan {
   using Param = std::tuple<pybind11::object, LocalObjects, int32_t, std::string, size_t,
                            std::tuple<uint32_t, int64_t, int64_t, int64_t>, bool>;
 
-  // `idle`: parameters without state. `local_gradients(params)` returns local gradients of DTensor
-  // parameters whose gradient is placed otherwise or incomplete. Raises what StepPlan raises.
+  // `idle`: parameters without state. `local_gradients(params)` returns the local gradients of
+  // parameters whose gradient C++ does not unwrap: DTensors placed otherwise or incomplete, and
+  // other wrapper subclasses. Raises what StepPlan raises.
   OptimizerPlan(const pybind11::list& param_groups, const pybind11::dict& state,
                 const std::vector<Param>& params, const std::vector<at::Device>& part_devices,
                 const pybind11::list& idle, pybind11::object local_gradients,
@@ -84,7 +85,7 @@ class OptimizerPlan {
   };
 
   // The work that collect() still has to do for an entry.
-  enum class PendingEntries : uint8_t { kNothing, kGradient, kAll };
+  enum class Pending : uint8_t { kNothing, kGradient, kAll };
 
   // Calls release() when a step ends, even by an exception: a gradient must not outlive the step.
   auto release_at_end() {
@@ -93,17 +94,17 @@ class OptimizerPlan {
   std::vector<size_t> entries_of(size_t part, const std::vector<size_t>& positions) const;
   void collect_unchanged(size_t part);
   bool attach_changed(size_t part);
-  void set_remaining_gradients(size_t part);
+  void set_pending_gradients(size_t part);
 
   bool collected_ = false;
   StateSnapshot snapshot_;
-  std::vector<StepPlan> plans_;
-  std::vector<std::vector<EntryObjects>> objects_;   // by plan and entry
-  std::vector<std::vector<GroupHyper>> hypers_;      // by plan and group, this step's
-  std::vector<std::vector<bool>> uses_group_;        // by plan and group
-  std::vector<std::pair<size_t, size_t>> entry_of_;  // by position: plan and entry
+  std::vector<StepPlan> plans_;                      // by part
+  std::vector<std::vector<EntryObjects>> objects_;   // by part and entry
+  std::vector<std::vector<GroupHyper>> hypers_;      // by part and group, this step's
+  std::vector<std::vector<bool>> uses_group_;        // by part and group
+  std::vector<std::pair<size_t, size_t>> entry_of_;  // by position: part and entry
   std::vector<pybind11::object> idle_;
-  std::vector<PendingEntries> remaining_;  // by entry of the part that is being collected
+  std::vector<Pending> pending_;  // by entry of the part that is being collected
   pybind11::object local_gradients_;
 };
 

@@ -25,13 +25,13 @@ void clear_gradients(const pybind11::list& tensors);
 void increment_versions(const pybind11::list& tensors);
 
 // Raises unless parameters that have a gradient can be stepped through their masters (the parameter
-// itself where it has no master): same shape and device, a gradient of the parameter's dtype or
-// float32, and memory behind all three. `gradients` has None for parameters without gradient.
+// itself where it has no master): same shape and device, a gradient of the parameter's dtype or,
+// for a 16-bit parameter, float32, and memory behind all three. `gradients` has None for parameters
+// without gradient.
 void check_step(const pybind11::list& params, const pybind11::list& masters,
                 const pybind11::list& gradients, const pybind11::list& names);
 
-// The operator scaled_copy_ without the dispatcher, which takes nearly half of the operator's time
-// over thousands of small tensors.
+// The operator scaled_copy_ without the dispatcher, which takes 0.22 of 0.50 ms for 2,000 tensors.
 void scaled_copy_list(const pybind11::list& to, const pybind11::list& from,
                       const at::Tensor& control, bool unscale);
 

@@ -25,7 +25,8 @@ struct Traces {
   at::Tensor counts;  // int64[tensors, 2]: lost updates, digest
 };
 
-// The functions of a back end: one call for all tensors. No CUDA function waits for the device.
+// The functions of a back end: one call for all tensors. A CUDA function waits for the
+// device only in the first upload of a plan while a graph is captured.
 struct Passes {
   // Pass A: adds the gradients' squares to the accumulator (int64[70]). On CUDA its digits are not
   // normalized unless `normalize` is set.

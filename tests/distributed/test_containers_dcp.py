@@ -204,6 +204,15 @@ def refuse_flat_parameters(path: Path) -> None:
             call()
 
 
+def miss_a_key(path: Path) -> None:
+    """Only rank 0's optimizer is in the checkpoint. Both ranks raise, neither waits."""
+    optimizer = FusedAdamW([nn.Parameter(torch.ones(2))])
+    optimizer.init_state()
+    dcp.save({"stage0": optimizer}, checkpoint_id=path / "stages")
+    with pytest.raises((ValueError, RuntimeError), match="stage1"):
+        load({f"stage{dist.get_rank()}": optimizer}, checkpoint_id=path / "stages")
+
+
 # All tests share one start of two processes, because a start takes longer than their work.
 
 WORK = [
@@ -214,6 +223,7 @@ WORK = [
     step_in_backward,
     refuse_plain_state,
     refuse_flat_parameters,
+    miss_a_key,
 ]
 
 
@@ -289,6 +299,10 @@ def test_in_backward_under_fsdp2_trains_like_the_plain_container(path):
 
 def test_unsharded_state_is_refused_by_a_sharded_job(path):
     assert_done(refuse_plain_state, path)
+
+
+def test_an_optimizer_that_one_rank_misses_raises_on_all_ranks(path):
+    assert_done(miss_a_key, path)
 
 
 def test_the_first_generation_of_fsdp_is_refused(path):

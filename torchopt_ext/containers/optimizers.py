@@ -225,7 +225,7 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
 
     def checkpoint_buffers(self, ids: list[str]) -> dcp.Buffers:
         """Returns the buffers that :func:`torchopt_ext.statedict.dcp.load` reads into."""
-        names = self._complete(self._parts())
+        names = self._parameter_names()
         return dcp.buffers_by_key({f"state.{fqn}": param for param, fqn in names.items()})
 
     def refresh_masters(self, from_: Mapping[Any, torch.Tensor] | None = None) -> None:
@@ -241,7 +241,7 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
                 optimizer.refresh_masters()
             return
         owner = {p: o for o in fused for p in params_of(o)}
-        named = [(fqn, param) for param, fqn in self._complete(self._parts()).items()]
+        named = [(fqn, param) for param, fqn in self._parameter_names().items()]
         weight_of = dict(
             read_weights(from_, named, lambda p: p in owner and owner[p].keeps_master(p))
         )
@@ -399,9 +399,9 @@ def jointly_decided(optimizers: Sequence[Optimizer], context: StepContext) -> li
     if len(fused) < len(optimizers) or not any(opt.wants_norm(context) for opt in fused):
         return []
     for opt in fused:
-        if not has_own_step(opt):
+        if not has_own_step(opt) or is_patched(opt):
             raise TypeError(
-                f"{type(opt).__name__} overrides step(), which one decision over "
+                f"{type(opt).__name__} overrides or replaces step(), which one decision over "
                 f"{len(fused)} optimizers cannot call: leave out max_grad_norm and skip_nonfinite"
             )
     return fused

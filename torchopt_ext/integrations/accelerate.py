@@ -44,7 +44,7 @@ class FusedAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
             return super().step(closure)
         # Reset only now: setting it writes to the device, and most loops set it for each step.
         if self._clip is not None and not self._asked:
-            if self.max_grad_norm == self._clip:  # nobody has set another threshold
+            if (self.max_grad_norm or 0.0) == self._clip:  # nobody has set another threshold
                 self.max_grad_norm = self._own_threshold
             self._clip = None
         self._asked = False

@@ -48,8 +48,8 @@ class GradScaler(torch.amp.GradScaler):
 
     Raises:
         TypeError: an argument is not a number.
-        ValueError: ``init_scale``, ``hysteresis``, ``min_scale`` or ``max_scale`` is out of range.
-            torch checks the other arguments.
+        ValueError: ``init_scale``, ``growth_interval``, ``hysteresis``, ``min_scale`` or
+            ``max_scale`` is out of range. torch asserts ``growth_factor`` and ``backoff_factor``.
     """
 
     def __init__(
@@ -119,10 +119,11 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             RuntimeError: the scaler is enabled, and ``step`` was called twice since the last
                 ``update()`` or with a closure other than None.
+            TypeError: the object only hands on attributes of another optimizer.
         """
-        closure = kwargs.pop("closure", args[0] if args else None)
         if not self._enabled:
-            return optimizer.step(*args, **kwargs) if closure is None else optimizer.step(closure)
+            return optimizer.step(*args, **kwargs)
+        closure = kwargs.pop("closure", args[0] if args else None)
         if closure is not None:
             raise RuntimeError("a closure cannot be used while gradients are scaled")
         if not getattr(optimizer, "checks_overflow_in_step", False):

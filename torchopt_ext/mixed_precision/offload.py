@@ -163,9 +163,12 @@ class Offloader:
             return
         if device is not None and device.type == "cuda" and device.index is None:
             device = torch.device("cuda", cuda.current_device())
-        here = list(self._origin.items())
-        self._origin = WeakTensorKeyDictionary()
-        self._move((t, torch.empty_like(local_tensor(t), device=device or of)) for t, of in here)
+        pairs = [
+            (t, torch.empty_like(local_tensor(t), device=device or of))
+            for t, of in self._origin.items()
+        ]
+        self._origin = WeakTensorKeyDictionary()  # only now: memory may have run out above
+        self._move(pairs)
 
     def wait(self) -> None:
         """Waits until all copies to the host have ended."""

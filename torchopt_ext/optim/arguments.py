@@ -40,10 +40,10 @@ def expect_counts(**values: Any) -> None:
 
 
 def expect_bools(**values: Any) -> None:
-    """Rejects values other than True and False, such as "no", which counts as true.
+    """Rejects values that do not equal True or False, such as "no", which counts as true.
 
     Raises:
-        TypeError: a value is neither True nor False.
+        TypeError: a value equals neither True nor False.
     """
     for name, value in values.items():
         if value not in (True, False):

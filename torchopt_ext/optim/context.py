@@ -23,7 +23,7 @@ class StepContext(NamedTuple):  # made in a third of a frozen dataclass's time
 
     @property
     def is_plain(self) -> bool:
-        """Whether no scaler or wrapper adds a scale, or a flag to what ranks exchange."""
+        """Whether no scaler or wrapper has set a scale, flag, check or agreement of ranks."""
         scaled = self.grad_scale is not None or self.found_inf is not None or self.check_overflow
         return not scaled and self.agreement is None
 

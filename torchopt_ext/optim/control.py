@@ -253,6 +253,8 @@ class Controlled:
             kept, done = {}, 0.0
         fields = dict.fromkeys(PERSISTENT, 0.0)
         fields |= {"loss_scale": self._settings.get("loss_scale", 1.0)} | kept
+        if not self._settings.get("growth_interval"):
+            fields["loss_scale"] = 1.0  # nobody scales this optimizer's gradients
         if done < counted:
             fields["steps"] = counted + fields["skipped_steps"]
             if self.keeps_counts:

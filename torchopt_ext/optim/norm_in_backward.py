@@ -28,8 +28,8 @@ from torchopt_ext.optim.local import (
 from torchopt_ext.optim.weak_hooks import WeakHook, handles_of
 
 MEASURED_BYTES = 1 << 21
-"""Smaller parameters are left to the step: a hook would take as long as reading them, because it
-does not find Python's memory in the caches (benchmarks/README.md)."""
+"""Smaller parameters are left to the step. In backward Python's objects have left the caches, so
+that calling a hook takes as long as reading such a gradient (benchmarks/README.md)."""
 
 CACHED_BYTES = {"cpu": 1 << 20}
 """Bytes of gradients per call, by kind of device; a core's own cache holds 1 or 2 MB."""

@@ -78,8 +78,8 @@ class PlannedStep(Controlled, Optimizer):
     def init_state(self) -> None:
         """Creates the state that a first step would create, with step 0, for trainable parameters.
 
-        A state dict taken before the first step is then complete. Taking it changes nothing: the
-        next step converts a loaded master weight or remainder of another kind.
+        A state dict taken before the first step is then complete. A loaded master weight or
+        remainder of another kind stays until the next step converts it.
         """
         self._init_states(lambda param: param.requires_grad)
 
@@ -195,7 +195,7 @@ class PlannedStep(Controlled, Optimizer):
         self._begin_step(context, bool(total))
         for device in self.devices:
             control, accumulator = self._block(device)
-            accumulated = total.get(device, accumulator.zero_())
+            accumulated = total[device] if total else accumulator.zero_()
             ops.control_update_(control, accumulated, *self._scaler_tensors(context, device))
         plan.update([self._block(device)[0] for device, _ in parts])
 

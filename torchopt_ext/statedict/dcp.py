@@ -70,7 +70,7 @@ def load(
     Call it on all ranks. Each reads its own parts, so the checkpoint may be from another number of
     ranks, or from another optimizer of the same layout, torch's included; docs/containers.md says
     what is converted. Optimizers come first, in order: if an optimizer does not fit, neither it nor
-    anything after it changes. Other objects, and optimizers whose state dicts have a layout of
+    anything after it changes on that rank; on other ranks, where it fits, it may be loaded. Other objects, and optimizers whose state dicts have a layout of
     their own, come last and are loaded in place, as with ``dcp.load``. Pickled values must be plain
     values: no code of the files runs.
 
@@ -84,7 +84,7 @@ def load(
     Raises:
         ValueError: on all ranks, if an optimizer is not in the checkpoint, has another layout there
             or does not fit; the message names the problem.
-        KeyError: the checkpoint lacks a parameter of a container.
+        KeyError: the checkpoint lacks a parameter of a container; other ranks raise ValueError.
         RuntimeError: on all ranks, if a rank cannot read.
     """
     group = None if no_dist else group_of(process_group)
@@ -139,15 +139,17 @@ def read_optimizers(
         error = f"reading the metadata of the checkpoint: {type(problem).__name__}: {problem}"
     agree(error, group)
     saved = {}
-    for key, optimizer in optimizers.items():
-        entries = entries_below(metadata, key)
-        if (wanted := wanted_layout(optimizer)) not in (None, found := saved_layout(entries)):
-            raise ValueError(
-                f"the state dict saved as '{key}' is {found}, but that of "
-                f"{type(optimizer).__name__} is {wanted}: load it into an optimizer of its layout"
-            )
-        if wanted or hasattr(optimizer, "checkpoint_buffers") or id_lists(entries):
-            saved[key] = entries
+    with fail_together(group):
+        for key, optimizer in optimizers.items():
+            entries = entries_below(metadata, key)
+            if (wanted := wanted_layout(optimizer)) not in (None, found := saved_layout(entries)):
+                raise ValueError(
+                    f"the state dict saved as '{key}' is {found}, but that of "
+                    f"{type(optimizer).__name__} is {wanted}: load it into an optimizer of its "
+                    f"layout"
+                )
+            if wanted or hasattr(optimizer, "checkpoint_buffers") or id_lists(entries):
+                saved[key] = entries
     every = [entry for entries in saved.values() for entry in entries.items()]
     values: dict[str, Any] = {fqn: None for fqn, (_, like) in every if like is None}
     read(values, reader, group, "the optimizer state")

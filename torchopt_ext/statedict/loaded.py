@@ -112,9 +112,13 @@ def _lacks(names: Iterable[str], optimizer: Any) -> str:
     return f"lacks {lacking}, which {kind} needs: it is another optimizer's"
 
 
-def largest_step(entries: Iterable[Mapping[str, Any]]) -> float:
-    """Returns the largest step count of parameters' checked states; 0 without any."""
-    steps = [local_tensor(entry["step"]) for entry in entries if "step" in entry]
+def largest_step(entries: Iterable[Any]) -> float:
+    """Returns the largest step count of parameters' checked states; 0 without any.
+
+    Entries may hold what a user has put there, under keys that are no parameters.
+    """
+    states = [entry for entry in entries if isinstance(entry, Mapping)]
+    steps = [local_tensor(state["step"]) for state in states if "step" in state]
     return max(map(float, steps), default=0.0)
 
 
@@ -189,7 +193,7 @@ def _structure_problems(state_dict: Any, groups: Sequence[Mapping[str, Any]]) ->
         if len(ids) != len(own["params"]):
             yield (
                 f"group {number} has {len(ids)} parameters, expected {len(own['params'])}, the "
-                f"size of optimizer's group"
+                f"size of the optimizer's group"
             )
         names = group.get("param_names") or ids
         if not isinstance(names, list | tuple) or len(names) != len(ids):

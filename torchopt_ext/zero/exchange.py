@@ -128,7 +128,7 @@ def gather_entries(
 
 def _described(entries: Sequence[Entry]) -> tuple[str, list[Tensor]]:
     """Returns a header that tells all ranks what this rank has, and the tensors it describes."""
-    describe_params, tensors = [], list[Tensor]()
+    described, tensors = [], list[Tensor]()
     for entry in entries:
         where, full = f"state of parameter {entry.index} [{entry.name!r}]", None
         text, own = metadata.encode({entry.name: entry.value}, where)
@@ -152,9 +152,9 @@ def _described(entries: Sequence[Entry]) -> tuple[str, list[Tensor]]:
                 )
         # The layout is torch.clone's: dense tensors keep their strides.
         layouts = [(t.dtype, t.shape, torch.empty_like(t, device="meta").stride()) for t in own]
-        describe_params.append((entry.index, entry.name, full, entry.begin, text, layouts))
+        described.append((entry.index, entry.name, full, entry.begin, text, layouts))
         tensors += own
-    return metadata.encode(describe_params, "header")[0], tensors
+    return metadata.encode(described, "header")[0], tensors
 
 
 def _send(tensors: Sequence[Tensor], to: int, group: dist.ProcessGroup) -> None:

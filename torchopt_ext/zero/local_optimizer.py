@@ -86,12 +86,10 @@ def build(zero: ZeroRedundancyOptimizer) -> None:
         for key, value in zero.optim.param_groups[0].items():
             zero.param_groups[0].setdefault(key, value)  # a schedule may have changed existing keys
         return
-    if isinstance(constructor, type) and issubclass(constructor, FusedAdam):
-        defaults["process_group"] = zero.process_group
     groups = range(len(zero.param_groups))
     zero.optim = constructor([local_group(zero, number) for number in groups], **defaults)
     if isinstance(zero.optim, FusedAdam):
-        zero.optim.process_group = zero.process_group  # a factory function has not set the group
+        zero.optim.process_group = zero.process_group  # the ranks that share norm and skip
         zero.optim._device_without_params = zero._default_device
         if is_8_bit(zero.optim._storage.state_dtype) and "fp32_moments" not in defaults:
             raise ValueError(

@@ -209,6 +209,11 @@ def test_accelerate_clips_in_the_steps_that_are_asked_to(accelerator: Any) -> No
         prepared.optimizer.max_grad_norm = 5.0  # set on the optimizer itself
         prepared.step()
         assert prepared.max_grad_norm == 5.0
+        accelerator.clip_grad_norm_(model.parameters(), 0)  # without clipping
+        prepared.step()
+        assert prepared.max_grad_norm is None
+        prepared.step()
+        assert prepared.max_grad_norm == 5.0
         accelerator.free_memory()
 
 

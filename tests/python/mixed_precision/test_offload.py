@@ -218,6 +218,27 @@ def test_state_that_is_new_gets_host_memory_of_its_own(device: set[int]) -> None
     assert equal(values(optimizer), before)
 
 
+def test_state_stays_known_if_memory_runs_out_on_the_way_back(
+    device: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params, optimizer = job("fused")
+    step(params, optimizer, 0)
+    before = values(optimizer)
+    offload_fsdp_optimizer(optimizer)
+
+    def out_of_memory(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "empty_like", out_of_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            load_fsdp_optimizer(optimizer)
+    assert all(where(held(optimizer), device))
+    load_fsdp_optimizer(optimizer)
+    assert not any(where(held(optimizer), device))
+    assert equal(values(optimizer), before)
+
+
 def test_an_optimizer_of_torch_alone(device: set[int]) -> None:
     """Any optimizer is moved by its state, and gets no empty entries."""
     params = [nn.Parameter(torch.randn(20)) for _ in range(3)]

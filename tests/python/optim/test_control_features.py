@@ -268,6 +268,28 @@ def test_a_wrong_control_entry_is_refused_before_anything_changes(
     assert float(optimizer.control.steps) == steps
 
 
+def test_gradients_that_nobody_scales_are_not_divided_by_a_loaded_loss_scale() -> None:
+    _, saved = stepped(4)
+    saved.set_loss_scale(65536.0)
+    (param, *_), optimizer = stepped(4)
+    optimizer.max_grad_norm = 1.0
+    optimizer.load_state_dict(saved.state_dict())
+    for p in optimizer.param_groups[0]["params"]:
+        p.grad = None
+    param.grad = torch.full_like(param, 2.0)
+    optimizer.step()
+    assert optimizer.control.loss_scale == 1.0
+    assert optimizer.control.grad_norm == 2.0 * param.numel() ** 0.5
+
+
+def test_state_that_belongs_to_no_parameter_is_loaded_as_by_torch() -> None:
+    for cls in (torch.optim.AdamW, OURS["AdamW"]):
+        optimizer = cls([nn.Parameter(torch.ones(2))])
+        optimizer.state["epoch"] = 5
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert optimizer.state["epoch"] == 5
+
+
 def test_the_extra_key_is_there_only_when_used_and_torch_ignores_it() -> None:
     params = make_params()
     optimizer = OURS["AdamW"](params, max_grad_norm=1.0, skip_nonfinite=True, lr=1.0)

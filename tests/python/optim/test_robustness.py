@@ -262,5 +262,18 @@ def test_joint_step_refuses_a_subclass_with_its_own_step() -> None:
     container = OptimizersContainer(parts, Mine, {"max_grad_norm": 1.0})
     for part in parts:
         backward(part)
-    with pytest.raises(TypeError, match="Mine overrides step"):
+    with pytest.raises(TypeError, match="Mine overrides or replaces step"):
         container.step()
+
+
+def test_joint_step_refuses_a_replaced_step() -> None:
+    parts = [nn.Linear(4, 3), nn.Linear(4, 3)]
+    container = OptimizersContainer(parts, FusedAdamW, {"max_grad_norm": 1.0})
+    container.optimizers[1].step = lambda: None
+    for part in parts:
+        backward(part)
+    with pytest.raises(TypeError, match="FusedAdamW overrides or replaces step"):
+        container.step()
+    container.optimizers[0].max_grad_norm = container.optimizers[1].max_grad_norm = None
+    container.step()
+    assert [len(opt.state) for opt in container.optimizers] == [2, 0]
