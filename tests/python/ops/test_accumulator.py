@@ -98,3 +98,10 @@ def test_total_of_limbs_that_are_not_normalized(limbs: list[int]) -> None:
     accumulator = torch.tensor([*limbs, 0, 0])
     assert total_bits(accumulator) == encode(FP64, acc.total())
     assert normalized(accumulator) == acc.limbs()
+
+
+def test_a_total_below_the_smallest_double_is_zero() -> None:
+    """No sum of doubles has such limbs."""
+    accumulator = ops.new_accumulator()
+    accumulator[0] = 1
+    assert ops.accumulator_total(accumulator) == 0.0

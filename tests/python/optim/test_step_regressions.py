@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from torchopt_ext import FusedAdamW, GradScaler
+from torchopt_ext import FusedAdamW, GradScaler, ops
 from torchopt_ext.containers import OptimizersContainer, OptimizersInBackwardContainer
 from torchopt_ext.optim import fused_step
 from torchopt_ext.optim.context import StepContext
@@ -219,6 +219,15 @@ def test_a_bad_scaler_tensor_stops_all_optimizers(name: str, bad: torch.Tensor) 
     with pytest.raises(RuntimeError, match=f"{name} is not one float32 element on cpu"):
         fused_step(optimizers, StepContext(**{name: bad}))
     assert all(p.equal(torch.ones(2)) for p in params)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_scaler_tensor_without_memory_is_refused(which: int) -> None:
+    control, accumulator = ops.new_control(), ops.new_accumulator()
+    given = [torch.ones(()), torch.zeros(())]
+    given[which].untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="or has had its storage freed"):
+        ops.control_update_(control, accumulator, *given)
 
 
 def test_a_gradient_without_memory_of_its_own_is_refused_by_name() -> None:
