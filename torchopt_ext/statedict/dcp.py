@@ -70,9 +70,9 @@ def load(
     Call it on all ranks. Each reads its own parts, so the checkpoint may be from another number of
     ranks, or from another optimizer of the same layout, torch's included; docs/containers.md says
     what is converted. Optimizers come first, in order: if an optimizer does not fit, neither it nor
-    anything after it changes on that rank; on other ranks, where it fits, it may be loaded. Other objects, and optimizers whose state dicts have a layout of
-    their own, come last and are loaded in place, as with ``dcp.load``. Pickled values must be plain
-    values: no code of the files runs.
+    anything after it changes on that rank; on other ranks, where it fits, it may be loaded. Other
+    objects, and optimizers whose state dicts have a layout of their own, come last and are loaded
+    in place, as with ``dcp.load``. Pickled values must be plain values: no code of the files runs.
 
     Args:
         state_dict: optimizers, modules and other objects by key, as they were saved.
