@@ -115,8 +115,8 @@ class FaultTolerant(OptimizersContainer[T]):
         torchft writes them through ``param.data``, which no version counter shows.
         """
         for optimizer in self.optimizers:
-            for param, state in optimizer.state.items():
-                refresh_stale_elements(param, state)
+            for param in params_of(optimizer):
+                refresh_stale_elements(param, optimizer.state.get(param, {}))
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         if self._call_from_ft or not self._use_ft_optimizer:
