@@ -177,26 +177,6 @@ def two_meshes() -> Result:
     return describe(optimizer)
 
 
-def unfrozen_late() -> Result:
-    """Unfreezes a parameter of another mesh. Only rank 0 then has a gradient of it."""
-    meshes = [init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (2,))]
-    norms = []
-    for frozen in (True, False):
-        first, late = (
-            nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])) for mesh in meshes
-        )
-        late.requires_grad_(not frozen)
-        optimizer = FusedAdamW([first, late], max_grad_norm=1.0)
-        for step in range(2):
-            first.grad = torch.ones_like(first)
-            if step == 1:
-                late.requires_grad_()
-                late.grad = torch.ones_like(late) if dist.get_rank() == 0 else None
-            optimizer.step()
-        norms.append(float(optimizer.control.grad_norm))
-    return {"norms": norms}
-
-
 # ---- parameters that other ranks do not have -----------------------------------------------------
 
 
@@ -526,7 +506,6 @@ def cases() -> dict[str, Callable[[], Result]]:
         "hybrid 2x1": lambda: hybrid((2, 1)),
         "hybrid 1x2": lambda: hybrid((1, 2)),
         "two meshes": two_meshes,
-        "unfrozen late": unfrozen_late,
         "overflow process group": overflow_in_process_group,
         "overflow rows": overflow_in_shards,
         "overflow rows, stock scaler": lambda: overflow_in_shards(False, torch.amp.GradScaler),

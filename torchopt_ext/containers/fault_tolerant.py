@@ -149,7 +149,7 @@ class FTOptimizersContainer(FaultTolerant[T]):
         ft_manager: torchft.Manager.
         use_ft_optimizer: False for LocalSGD and DiLoCo, which start quorums and commit on their
             own. `step` and `zero_grad` then work as in OptimizersContainer, and fp32 masters follow
-            the weights that were synchronized, which takes a pass over both in every step.
+            the weights that were synchronized, which takes several passes over both in every step.
         compat: "torchtitan" creates the state in the constructor, by a step with lr 0 that counts,
             as torchtitan's container does. Bias corrections are then one step ahead.
 

@@ -20,7 +20,7 @@ from torchopt_ext.optim.local import (
     part_of,
 )
 from torchopt_ext.optim.quantized import SCALES, quantized_problem, scales_like
-from torchopt_ext.optim.storage import Storage, is_steppable, packed_steps, place_of
+from torchopt_ext.optim.storage import Storage, packed_steps, place_of
 from torchopt_ext.statedict.entries import MASTERS, MOMENTS, step_problem, tensor_problem
 from torchopt_ext.statedict.masters import fit_master
 from torchopt_ext.statedict.moments import code_problems, fit_moments, has_codes
@@ -197,24 +197,13 @@ class PlanOptions:
 
 
 def norm_parts(optimizer: Optimizer) -> dict[NormPart, int]:
-    """Returns the number of each part of a plan: the parameters of one device and norm key.
-
-    Parameters without a gradient count, too: other ranks may have one, and sum over the mesh. So do
-    frozen DTensors: when they are unfrozen, some ranks keep their plan, and others build another.
-    """
+    """Returns the number of each part of a plan: the parameters of one device and norm key."""
     parts: dict[NormPart, int] = {}
     for param in params_of(optimizer):
-        trained = optimizer.state.get(param) or (param.requires_grad and not param.is_meta)
-        if trained or _may_be_summed(param):
+        # Parameters without a gradient count, too: other ranks may have one, and sum over the mesh.
+        if optimizer.state.get(param) or (param.requires_grad and not param.is_meta):
             parts.setdefault(part_of(param), len(parts))
     return parts
-
-
-def _may_be_summed(param: Any) -> bool:
-    """Returns whether a gradient of the parameter would be summed over a mesh."""
-    if not is_dtensor(param) or not is_steppable(param):
-        return False
-    return not any(placement.is_partial() for placement in param.placements)
 
 
 def build_plan(

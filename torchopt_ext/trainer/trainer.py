@@ -298,7 +298,8 @@ class Trainer(Stateful):
         self.lr_schedulers.step()
         if usable and not getattr(self.optimizers, "committed", True):
             logger.warning("The replica groups refused to commit step %d", self.step)
-            grad_norm = torch.full((), math.nan)  # no step has measured it
+            if grad_norm is None:  # the step would have measured it
+                grad_norm = torch.full((), math.nan)
         elif self._clips_in_step:
             self._skips.note(self.optimizers.control.skipped_steps)
         else:
