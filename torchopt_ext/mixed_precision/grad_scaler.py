@@ -181,17 +181,17 @@ class GradScaler(torch.amp.GradScaler):
             super().update(new_scale)
             return
         scale, _ = self._check_scale_growth_tracker("update")
+        states = self._per_optimizer_states.values()
         found = [
             moved(found_inf, scale.device)
-            for state in self._per_optimizer_states.values()
+            for state in states
             for found_inf in state["found_inf_per_device"].values()
         ]
-        states = self._per_optimizer_states.values()
-        if not found and any(state["stage"] is OptState.STEPPED for state in states):
+        if not found:
+            if not any(state["stage"] is OptState.STEPPED for state in states):
+                raise AssertionError("No inf checks were recorded prior to update.")
             self._per_optimizer_states = defaultdict(fresh_optimizer_state)
             return  # no step was made
-        if not found:
-            raise AssertionError("No inf checks were recorded prior to update.")
         loss_scale, growth = self._loss_scale, self._growth_settings()
         assert loss_scale is not None
         if growth != self._growth:  # torch's setters have changed the settings

@@ -428,8 +428,9 @@ class CheckpointManager:
                 # The loaded learning rates are of the saved schedule's step: set them again.
                 schedulers = self._states[LR_SCHEDULER]
                 schedulers.load_state_dict(schedulers.state_dict())
-            for key in [key for key in (DATALOADER, TORCHFT) if key in own]:
-                own[key].load_state_dict(wanted[key])
+            for key in (DATALOADER, TORCHFT):
+                if key in own:
+                    own[key].load_state_dict(wanted[key])
             if RNG in own and not own[RNG].load_state_dict(wanted[RNG]):
                 states_of.reseed(step)
                 if self._rank == 0:
