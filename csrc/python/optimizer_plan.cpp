@@ -106,7 +106,8 @@ OptimizerPlan::OptimizerPlan(const py::list& param_groups, const py::dict& state
     entries[part].push_back(std::move(entry));
   }
   for (const py::handle param : idle) {
-    idle_.push_back(py::reinterpret_borrow<py::object>(param));
+    const bool frozen = !THPVariable_Unpack(param.ptr()).requires_grad();
+    idle_.push_back({py::reinterpret_borrow<py::object>(param), frozen});
   }
   for (size_t i = 0; i < entries.size(); ++i) {
     plans_.emplace_back(entries[i], part_devices[i], options);
@@ -122,8 +123,8 @@ int OptimizerPlan::traverse(visitproc visit, void* arg) const {
       }
     }
   }
-  for (const py::object& param : idle_) {
-    Py_VISIT(param.ptr());
+  for (const Idle& idle : idle_) {
+    Py_VISIT(idle.param.ptr());
   }
   Py_VISIT(local_gradients_.ptr());
   return snapshot_.traverse(visit, arg);
@@ -141,8 +142,9 @@ bool OptimizerPlan::collect(const py::list& param_groups, const py::dict& state)
   if (!snapshot_.matches(param_groups, state)) {
     return false;
   }
-  for (const py::object& param : idle_) {
-    if (THPVariable_Unpack(param.ptr()).grad().defined()) {
+  for (const Idle& idle : idle_) {
+    const at::Tensor& param = THPVariable_Unpack(idle.param.ptr());
+    if (param.grad().defined() || (param.requires_grad() && idle.frozen)) {
       return false;
     }
   }

@@ -50,7 +50,8 @@ class OptimizerPlan {
 
   // Takes this step's tensors, gradients and hyperparameters. Makes every check of a step, so that
   // no optimizer of several is updated if one is rejected. Returns false, with nothing changed, if
-  // the plan does not fit: objects were replaced, or a parameter without state has a gradient.
+  // the plan does not fit: objects were replaced, or a parameter without state has a gradient
+  // or is no longer frozen.
   bool collect(const pybind11::list& param_groups, const pybind11::dict& state);
 
   // Runs pass A of one part, after collect(), over all gradients except those of the parameters at
@@ -84,6 +85,13 @@ class OptimizerPlan {
     Array own;       // index in `local` of that tensor: kParam, or kMaster with a copy
   };
 
+  // A parameter without state. On another rank it may have state, and a gradient once it is
+  // unfrozen, so that a plan of the same parts must be built on all ranks then.
+  struct Idle {
+    pybind11::object param;
+    bool frozen;
+  };
+
   // The work that collect() still has to do for an entry.
   enum class Pending : uint8_t { kNothing, kGradient, kAll };
 
@@ -103,7 +111,7 @@ class OptimizerPlan {
   std::vector<std::vector<GroupHyper>> hypers_;      // by part and group, this step's
   std::vector<std::vector<bool>> uses_group_;        // by part and group
   std::vector<std::pair<size_t, size_t>> entry_of_;  // by position: part and entry
-  std::vector<pybind11::object> idle_;
+  std::vector<Idle> idle_;
   std::vector<Pending> pending_;  // by entry of the part that is being collected
   pybind11::object local_gradients_;
 };

@@ -10,6 +10,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -237,6 +238,30 @@ def rank_without_gradients() -> Result:
         p.grad = torch.ones(3, 4)
     optimizer.step()
     return {"grad_norm": float(optimizer.control.grad_norm).hex()}
+
+
+def unfrozen_late() -> Result:
+    """Unfreezes a parameter of another mesh, of which only rank 0 has a gradient; freezes it again.
+
+    The norm is the root of 8 elements of 1, and of 4 in rank 0's rows of the late parameter.
+    """
+    line, grid = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (2, 1))
+    ones = partial(distribute_tensor, torch.ones(4, 2))
+    spread = partial(ones, line, [Shard(0)]), partial(ones, grid, [Shard(0), Replicate()])
+    always, late = (nn.Parameter(make()) for make in spread)
+    late.requires_grad_(False)
+    optimizer = FusedAdamW([late, always], lr=0.01, max_grad_norm=MAX_NORM)
+    norms = []
+    for step in range(4):
+        always.grad, late.grad = (make() for make in spread)
+        late.requires_grad_(step in (1, 2))
+        if step not in (1, 2) or dist.get_rank() == 1:
+            late.grad = None
+        if step == 3:  # builds a new plan
+            optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.step()
+        norms.append(float(optimizer.control.grad_norm))
+    return {"squares": [norm**2 for norm in norms], "late has state": late in optimizer.state}
 
 
 # ---- one rank overflows --------------------------------------------------------------------------
@@ -500,6 +525,7 @@ def cases() -> dict[str, Callable[[], Result]]:
         "unsharded": lambda: train(None),
         "process group": process_group,
         "rank without gradients": rank_without_gradients,
+        "unfrozen late": unfrozen_late,
         "rows": lambda: train(rows),
         "mixed rows": lambda: train(mixed_rows),
         "mixed": lambda: train(mixed),

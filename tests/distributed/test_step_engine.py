@@ -59,6 +59,15 @@ def test_a_rank_without_gradients_takes_part(results: Results) -> None:
     assert number(case(results, "rank without gradients"), "grad_norm") == 12**0.5
 
 
+def test_ranks_agree_on_a_parameter_of_another_mesh_without_a_gradient(results: Results) -> None:
+    """It is unfrozen, gets gradients on rank 0 only, and is frozen again with state on rank 0."""
+    found = [rank["unfrozen late"] for rank in results]
+    for rank in found:
+        assert "error" not in rank, rank["error"]
+        assert rank["squares"] == pytest.approx([8, 12, 12, 8], rel=1e-12)
+    assert [rank["late has state"] for rank in found] == [True, False]
+
+
 @pytest.mark.parametrize("held", HELD)
 @pytest.mark.parametrize("split", ["rows", "columns"])
 def test_random_rounding_does_not_depend_on_sharding(

@@ -73,17 +73,11 @@ def placed(tensor: Any) -> str:
 
 
 def norm_key(param: Tensor) -> NormKey:
-    """Returns the mesh and the mesh dimensions that split a parameter; () for a plain tensor.
-
-    Raises:
-        ValueError: the parameter is Partial, so its value is not known on any rank.
-    """
+    """Returns the mesh and the mesh dimensions that split a parameter; () for a plain tensor."""
     if not is_dtensor(param):
         return ()
-    placements = param.placements  # type: ignore[attr-defined]
-    if any(placement.is_partial() for placement in placements):
-        raise ValueError(f"cannot step a DTensor parameter with placements {placements}")
-    split = tuple(d for d, placement in enumerate(placements) if not placement.is_replicate())
+    placements = enumerate(param.placements)  # type: ignore[attr-defined]
+    split = tuple(d for d, placement in placements if not placement.is_replicate())
     return param.device_mesh, split  # type: ignore[attr-defined]
 
 

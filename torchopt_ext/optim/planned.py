@@ -48,6 +48,7 @@ class PlannedStep(Controlled, Optimizer):
     _built: _Built | None = None
     _digests: Mapping[Tensor, Tensor] = {}  # kept for the next plan while there is no plan
     _copied_before = 0
+    parts_before: Sequence[NormPart] = ()  # of the last plan, while there is no plan
     # Parameters whose fp32 master weights were loaded from this optimizer's own state. torch's
     # set_optimizer_state_dict takes master weights from there if a full state dict lacks them, and
     # the model's weights may differ from them.
@@ -220,6 +221,8 @@ class PlannedStep(Controlled, Optimizer):
         return None if scale is None else moved(scale, device), found_inf
 
     def _forget_plan(self) -> None:
+        if self._built is not None:
+            self.parts_before = self._built.parts
         self._copied_before, self._built = self.gradients_copied, None
 
     def _seen_digests(self) -> Mapping[Tensor, Tensor]:

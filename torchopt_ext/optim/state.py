@@ -196,12 +196,18 @@ class PlanOptions:
     track: int = 0
 
 
-def norm_parts(optimizer: Optimizer) -> dict[NormPart, int]:
-    """Returns the number of each part of a plan: the parameters of one device and norm key."""
+def norm_parts(optimizer: Any) -> dict[NormPart, int]:
+    """Returns the number of each part of a plan: the parameters of one device and norm key.
+
+    Ranks that share a norm must find the same parts, although a parameter's gradient and state may
+    be on some ranks only. So trainable parameters count without either, and the parts of the plan
+    before remain when their parameters are frozen.
+    """
     parts: dict[NormPart, int] = {}
+    before = optimizer.parts_before
     for param in params_of(optimizer):
-        # Parameters without a gradient count, too: other ranks may have one, and sum over the mesh.
-        if optimizer.state.get(param) or (param.requires_grad and not param.is_meta):
+        counts = optimizer.state.get(param) or (param.requires_grad and not param.is_meta)
+        if counts or (before and part_of(param) in before):
             parts.setdefault(part_of(param), len(parts))
     return parts
 

@@ -101,6 +101,8 @@ def param_problem(param: Tensor) -> str | None:
     """
     if torch.nn.parameter.is_lazy(param):
         return None  # its first forward gives it a shape
+    if is_dtensor(param) and any(placement.is_partial() for placement in param.placements):
+        return f"has placements {param.placements}, with which no rank has its value"
     local = local_tensor(param)
     if inner := inner_tensors(local):
         held = ", ".join(f"{name} {t.dtype} {tuple(t.shape)}" for name, t in inner.items())
