@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from torchopt_ext._C import OptimizerPlan, carve
 from torchopt_ext._torch import is_dtensor

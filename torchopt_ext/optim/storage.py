@@ -93,7 +93,7 @@ def is_steppable(param: Tensor) -> bool:
     return param_problem(param) is None
 
 
-def param_problem(param: Tensor) -> str | None:
+def param_problem(param: Any) -> str | None:
     """Returns why no step could update a parameter, to follow its name in a message, or None.
 
     Call it only for parameters that require or have a gradient: a frozen parameter, such as a
