@@ -220,6 +220,21 @@ def test_a_second_thread_is_refused_while_gradients_are_summed(
     assert torch.equal(params[1], reference[1])
 
 
+def test_a_parameter_whose_value_no_rank_has_is_rejected(one_rank: DeviceMesh) -> None:
+    """A frozen one is not: a step leaves it as it is."""
+    partial = nn.Parameter(DTensor.from_local(torch.ones(3), one_rank, [Partial()]))
+    plain = nn.Parameter(torch.ones(3))
+    with pytest.raises(TypeError, match=r"parameter 1 .* has placements \(Partial\(sum\),\)"):
+        FusedAdamW([plain, partial])
+    partial.requires_grad_(False)
+    optimizer = FusedAdamW([plain, partial], max_grad_norm=1.0)
+    for _ in range(2):
+        plain.grad = torch.ones(3)
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())  # the next step builds a plan
+    assert float(optimizer.control.grad_norm) == pytest.approx(3**0.5)
+
+
 def test_the_garbage_collector_sees_what_a_plan_owns() -> None:
     model = nn.Linear(4, 3)
     optimizer = stepped(model)
