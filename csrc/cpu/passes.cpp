@@ -18,7 +18,7 @@
 #include "kernels/adam.h"
 #include "kernels/scaled_copy.h"
 #include "kernels/trace.h"
-#include "plan/tensor_checks.h"
+#include "work/tensor_dtype.h"
 
 namespace torchopt_ext::cpu {
 namespace {

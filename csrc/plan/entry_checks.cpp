@@ -79,8 +79,8 @@ void StepPlan::check_entry(size_t i, const Tensors& tensors) {
   check_memory(step, what(role(kStep, i), i));
 
   TensorWork& work = work_.tensors[i];
-  for (size_t part = 0; part < kPersistentArrays; ++part) {
-    work.memory[part] = writable(part == kParam ? dense : tensors[part]);
+  for (size_t array = 0; array < kPersistentArrays; ++array) {
+    work.memory[array] = writable(array == kParam ? dense : tensors[array]);
   }
   work.numel = reals_per_element(dense) * dense.numel();
   work.row_length = row_length(dense);
@@ -94,21 +94,21 @@ void StepPlan::check_entry(size_t i, const Tensors& tensors) {
   known.shape = shape_of(dense);
   known.impl_changed = false;
   known.gradient_type = at::ScalarType::Undefined;
-  for (size_t part = 0; part < kPersistentArrays; ++part) {
-    known.prefetch_addresses[part] = storage_of(tensors[part]);
-    known.type[part] = tensors[part].defined() ? tensors[part].dtype() : caffe2::TypeMeta();
+  for (size_t array = 0; array < kPersistentArrays; ++array) {
+    known.prefetch_addresses[array] = storage_of(tensors[array]);
+    known.type[array] = tensors[array].defined() ? tensors[array].dtype() : caffe2::TypeMeta();
   }
   known.prefetch_addresses[kPersistentArrays] = param.unsafeGetTensorImpl()->autograd_meta();
 }
 
 void StepPlan::check_moments(size_t i, const Tensors& tensors, const at::Tensor& dense) const {
   const at::Tensor& param = tensors[kParam];
-  for (const Array part : {kExpAvg, kExpAvgSq, kMaxExpAvgSq}) {
-    const at::Tensor& moment = tensors[part];
-    if (!moment.defined() && part == kMaxExpAvgSq) {
+  for (const Array array : {kExpAvg, kExpAvgSq, kMaxExpAvgSq}) {
+    const at::Tensor& moment = tensors[array];
+    if (!moment.defined() && array == kMaxExpAvgSq) {
       continue;
     }
-    const Label moment_what = what(role(part, i), i);
+    const Label moment_what = what(role(array, i), i);
     check_supported(moment, moment_what, /*complex=*/true);
     check_matches(moment, moment_what, dense, what("parameter", i));
     TORCH_CHECK((dtype_of(moment) == DType::kFloat64) == (dtype_of(param) == DType::kFloat64) &&
@@ -119,8 +119,8 @@ void StepPlan::check_moments(size_t i, const Tensors& tensors, const at::Tensor&
                 moment.scalar_type(), ", expected ", tensors[kExpAvg].scalar_type(),
                 " as exp_avg of the same parameter");
   }
-  for (const Array part : {kExpAvgScale, kExpAvgSqScale}) {
-    TORCH_CHECK(!tensors[part].defined(), what(role(part, i), i),
+  for (const Array array : {kExpAvgScale, kExpAvgSqScale}) {
+    TORCH_CHECK(!tensors[array].defined(), what(role(array, i), i),
                 " goes with int8 moments, but exp_avg has dtype ", tensors[kExpAvg].scalar_type());
   }
 }
@@ -139,18 +139,18 @@ void StepPlan::check_quantized(size_t i, const Tensors& tensors, const at::Tenso
               " elements; 8-bit moments need ", kQuantGroup, " or more");
   TORCH_CHECK(!tensors[kMaxExpAvgSq].defined(), what(role(kMaxExpAvgSq, i), i),
               " does not go with 8-bit moments");
-  for (const auto& [part, expected] : {std::pair(kExpAvg, at::kChar), {kExpAvgSq, at::kByte}}) {
-    const at::Tensor& moment = tensors[part];
-    const Label moment_what = what(role(part, i), i);
+  for (const auto& [array, expected] : {std::pair(kExpAvg, at::kChar), {kExpAvgSq, at::kByte}}) {
+    const at::Tensor& moment = tensors[array];
+    const Label moment_what = what(role(array, i), i);
     TORCH_CHECK(moment.defined() && moment.scalar_type() == expected, moment_what, " has dtype ",
                 moment.scalar_type(), ", expected ", expected, " beside exp_avg of int8");
     check_memory(moment, moment_what);
     check_matches(moment, moment_what, dense, param_what);
   }
   const std::array<int64_t, 2> shape{dense.size(0), groups_in_row(row)};
-  for (const Array part : {kExpAvgScale, kExpAvgSqScale}) {
-    const at::Tensor& scale = tensors[part];
-    const Label scale_what = what(role(part, i), i);
+  for (const Array array : {kExpAvgScale, kExpAvgSqScale}) {
+    const at::Tensor& scale = tensors[array];
+    const Label scale_what = what(role(array, i), i);
     TORCH_CHECK(scale.defined(), scale_what, " is missing beside moments of int8");
     check_memory(scale, scale_what);
     TORCH_CHECK(scale.scalar_type() == at::kFloat && scale.sizes() == shape &&

@@ -157,10 +157,10 @@ void StepPlan::read_versions(size_t i, size_t end) const {
 void StepPlan::find_shared_versions() {
   shares_version_.assign(size(), {});
   for (size_t i = 1; i < size(); ++i) {
-    for (size_t part = 0; part < kPersistentArrays; ++part) {
-      const c10::TensorImpl* tensor = borrowed_[i][part];
-      const c10::TensorImpl* before = borrowed_[i - 1][part];
-      shares_version_[i][part] =
+    for (size_t array = 0; array < kPersistentArrays; ++array) {
+      const c10::TensorImpl* tensor = borrowed_[i][array];
+      const c10::TensorImpl* before = borrowed_[i - 1][array];
+      shares_version_[i][array] =
           tensor != nullptr && before != nullptr &&
           shares_version(tensor->version_counter(), before->version_counter());
     }
@@ -170,18 +170,18 @@ void StepPlan::find_shared_versions() {
 void StepPlan::count_as_changed() const {
   for_each_entry(size(), [this](size_t begin, size_t end) {
     std::array<bool, kPersistentArrays>
-        counted{};  // by part: whether its counter is already bumped
+        counted{};  // by array: whether its counter is already bumped
     for (size_t i = begin; i < end; ++i) {
       if ((i - begin) % kEntriesAhead == 0) {
         read_versions(i, std::min(i + kEntriesAhead, end));
       }
-      for (size_t part = 0; part < kPersistentArrays; ++part) {
-        counted[part] = counted[part] && !shares_version_.empty() && shares_version_[i][part];
-        c10::TensorImpl* tensor = borrowed_[i][part];
-        if (counted[part] || tensor == nullptr || work_.tensors[i].memory[kGrad] == nullptr) {
+      for (size_t array = 0; array < kPersistentArrays; ++array) {
+        counted[array] = counted[array] && !shares_version_.empty() && shares_version_[i][array];
+        c10::TensorImpl* tensor = borrowed_[i][array];
+        if (counted[array] || tensor == nullptr || work_.tensors[i].memory[kGrad] == nullptr) {
           continue;
         }
-        counted[part] = true;
+        counted[array] = true;
         if (!tensor->is_inference()) {
           tensor->bump_version();
         }

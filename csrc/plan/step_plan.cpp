@@ -50,9 +50,9 @@ StepPlan::StepPlan(const std::vector<Entry>& entries, at::Device device, const S
     work.run = reals * entry.place.run;
     work.stride = reals * entry.place.stride;
     check_entry(i, entry.tensors);
-    for (size_t part = 0; part < kPersistentArrays; ++part) {
-      const at::Tensor& tensor = entry.tensors[part];
-      borrowed_[i][part] = tensor.defined() ? tensor.unsafeGetTensorImpl() : nullptr;
+    for (size_t array = 0; array < kPersistentArrays; ++array) {
+      const at::Tensor& tensor = entry.tensors[array];
+      borrowed_[i][array] = tensor.defined() ? tensor.unsafeGetTensorImpl() : nullptr;
     }
   }
   check_overlap(read);
@@ -67,19 +67,19 @@ bool StepPlan::is_copied(size_t i) const {
   return std::binary_search(copied_.begin(), copied_.end(), i);
 }
 
-const char* StepPlan::role(size_t part, size_t i) const {
-  if (is_copied(i) && (part == kParam || part == kMaster)) {
-    return part == kParam ? "low-precision copy" : kRoleNames[kParam];
+const char* StepPlan::role(size_t array, size_t i) const {
+  if (is_copied(i) && (array == kParam || array == kMaster)) {
+    return array == kParam ? "low-precision copy" : kRoleNames[kParam];
   }
-  return kRoleNames[part];
+  return kRoleNames[array];
 }
 
 void StepPlan::check_overlap(at::TensorList gradients) const {
   std::vector<UsedTensor> tensors;
   tensors.reserve(size() * kPersistentArrays + gradients.size());
-  for (size_t part = 0; part < kPersistentArrays; ++part) {
+  for (size_t array = 0; array < kPersistentArrays; ++array) {
     for (size_t i = 0; i < size(); ++i) {
-      tensors.push_back({borrowed_[i][part], true});
+      tensors.push_back({borrowed_[i][array], true});
     }
   }
   for (const at::Tensor& gradient : gradients) {
@@ -92,8 +92,8 @@ void StepPlan::check_overlap(at::TensorList gradients) const {
   tensors.resize(size());  // the parameters: the message names parameters if they overlap
   overlap = find_overlap(tensors).value_or(*overlap);
   const auto name = [&](size_t k) {
-    const size_t part = k / size();
-    return what(part == kGrad ? "gradient" : role(part, k % size()), k % size());
+    const size_t array = k / size();
+    return what(array == kGrad ? "gradient" : role(array, k % size()), k % size());
   };
   TORCH_CHECK(false, name(overlap->first), " shares memory with ", name(overlap->second));
 }
@@ -117,21 +117,22 @@ bool StepPlan::attach(size_t i, const TensorImpls& tensors) {
   known.impl_changed = known.impl_changed || borrowed_[i] != tensors;
   borrowed_[i] = tensors;
   const TensorWork& work = work_.tensors[i];
-  const auto fits = [&](size_t part) {
-    const c10::TensorImpl* tensor = tensors[part];
+  const auto fits = [&](size_t array) {
+    const c10::TensorImpl* tensor = tensors[array];
     if (tensor == nullptr) {
       return true;
     }
-    const NonDense* non_dense = part == kParam && known.non_dense ? &non_dense_.at(i) : nullptr;
-    const void* memory = non_dense != nullptr ? non_dense->memory : work.memory[part];
-    const bool is_scale = part == kExpAvgScale || part == kExpAvgSqScale;
-    return tensor->dtype() == known.type[part] && (work.numel == 0 || address(*tensor) == memory) &&
+    const NonDense* non_dense = array == kParam && known.non_dense ? &non_dense_.at(i) : nullptr;
+    const void* memory = non_dense != nullptr ? non_dense->memory : work.memory[array];
+    const bool is_scale = array == kExpAvgScale || array == kExpAvgSqScale;
+    return tensor->dtype() == known.type[array] &&
+           (work.numel == 0 || address(*tensor) == memory) &&
            (is_scale ? has_shape(*tensor, scale_shape(known.shape))
                      : has_shape(*tensor, non_dense != nullptr ? non_dense->shape : known.shape));
   };
   bool all = !known.impl_changed && address(*tensors[kStep]) == work.memory[kStep];
-  for (size_t part = 0; part < kStep && all; ++part) {
-    all = fits(part);
+  for (size_t array = 0; array < kStep && all; ++array) {
+    all = fits(array);
   }
   return all;
 }
@@ -139,8 +140,8 @@ bool StepPlan::attach(size_t i, const TensorImpls& tensors) {
 void StepPlan::renew(const std::vector<size_t>& changed) {
   for (const size_t i : changed) {
     Tensors tensors;
-    for (size_t part = 0; part < kPersistentArrays; ++part) {
-      tensors[part] = to_tensor(borrowed_[i][part]);
+    for (size_t array = 0; array < kPersistentArrays; ++array) {
+      tensors[array] = to_tensor(borrowed_[i][array]);
     }
     TORCH_CHECK(tensors[kParam].dtype() == known_[i].type[kParam], what("parameter", i),
                 " is of another dtype, which decides what state it needs");

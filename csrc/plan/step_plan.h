@@ -120,7 +120,7 @@ class StepPlan {
   };
 
   Label what(const char* role, size_t i) const;
-  const char* role(size_t part, size_t i) const;
+  const char* role(size_t array, size_t i) const;
   bool is_copied(size_t i) const;
   void check_entry(size_t i, const Tensors& tensors);
   void check_moments(size_t i, const Tensors& tensors, const at::Tensor& dense) const;
@@ -143,7 +143,7 @@ class StepPlan {
   Traces traces_;
   at::Device device_;
   int64_t gradients_copied_ = 0;
-  // By entry and part: whether the tensor shares its version counter with the previous entry's.
+  // By entry and array: whether the tensor shares its version counter with the previous entry's.
   // Found at the second update, as an operator's plan makes only one update.
   std::vector<std::array<bool, kPersistentArrays>> shares_version_;
   bool has_updated_ = false;

@@ -15,23 +15,6 @@ std::ostream& operator<<(std::ostream& out, const Label& label) {
   return out;
 }
 
-DType dtype_of(const at::Tensor& tensor) {
-  switch (tensor.scalar_type()) {
-    case at::kFloat:
-    case at::kComplexFloat:
-      return DType::kFloat32;
-    case at::kDouble:
-    case at::kComplexDouble:
-      return DType::kFloat64;
-    case at::kBFloat16:
-      return DType::kBFloat16;
-    case at::kHalf:
-      return DType::kFloat16;
-    default:
-      TORCH_CHECK(false, "dtype ", tensor.scalar_type(), " is not supported");
-  }
-}
-
 void check_supported(const at::Tensor& tensor, const Label& what, bool complex) {
   TORCH_CHECK(tensor.defined(), what, " is not defined");
   const auto dtype = tensor.scalar_type();

@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "kernels/dtype.h"
+#include "work/tensor_dtype.h"
 
 namespace torchopt_ext {
 
@@ -22,10 +22,6 @@ struct Label {
   const std::string* name = nullptr;  // may be empty
 };
 std::ostream& operator<<(std::ostream& out, const Label& label);
-
-// Returns the dtype of the reals in memory: a complex tensor is stepped as its view_as_real().
-DType dtype_of(const at::Tensor& tensor);
-inline int64_t reals_per_element(const at::Tensor& tensor) { return tensor.is_complex() ? 2 : 1; }
 
 // Raises unless check_memory() passes and the dtype is supported. Complex dtypes need `complex`.
 void check_supported(const at::Tensor& tensor, const Label& what, bool complex = false);
