@@ -101,7 +101,7 @@ class CheckpointManager:
             self._own[TORCHFT] = states_of.GroupProgress(self._manager)
         self._refused: set[int] = set()
         self._done: int | None = None  # the last step that this process saved in full
-        self._left_out = False  # whether skipped steps delay a periodic save
+        self._delayed = False  # whether skipped steps delay a periodic save
         self._dropped_keys: set[str] = set()  # keys that checkpoints leave out
         self._resumed_step: int | None = None  # load_step, until the first save
         self._writer = ThreadPoolExecutor(1, "checkpoint")
@@ -144,8 +144,8 @@ class CheckpointManager:
         begin = time.monotonic()
         self._finish_pending(raises=True)
         if not force and curr_step != 1:
-            self._left_out = self._any(skipping)
-            if self._left_out:
+            self._delayed = self._any(skipping)
+            if self._delayed:
                 return
         last = force and (ended or curr_step >= self._last_step)
         model_only = curr_step == 0 or (last and self._config.model_weights_only)
@@ -163,7 +163,7 @@ class CheckpointManager:
         if self._manager is not None and self._manager.participating_rank() != 0:
             return False  # another replica group saves the same
         first = step == 1 and self._config.enable_first_step_checkpoint
-        return force or first or self._left_out or step % self._config.interval == 0
+        return force or first or self._delayed or step % self._config.interval == 0
 
     def _start(self, step: int, contents: str, last: bool, force: bool, begin: float) -> None:
         """Writes a checkpoint, or lets a thread write it."""
@@ -267,7 +267,7 @@ class CheckpointManager:
         self._refused.discard(step)
         if self._rank == 0:
             self._log("Saved", f"step {step}", contents, manifest.size, begin)
-            self._remover.submit(self._remove_old)
+            self._remove_old()
 
     def _failure(self, step: int, error: BaseException) -> RuntimeError:
         return RuntimeError(
@@ -282,14 +282,18 @@ class CheckpointManager:
         return {name: File(**file) for name, file in every}
 
     def _remove_old(self) -> None:
-        """Removes all checkpoints except the best `keep_latest_k`."""
+        """Removes all checkpoints except the best `keep_latest_k`, in the background.
+
+        They are renamed here: a later save of the same step must not be removed in their place.
+        """
         if not self._config.keep_latest_k:
             return
-        for step in files.to_remove(self.folder, self._config.keep_latest_k, self._refused):
-            try:
-                files.remove(self.folder / f"step-{step}")
-            except OSError as error:
-                logger.warning("removing step %d of %s: %s", step, self.folder, error)
+        try:
+            for step in files.to_remove(self.folder, self._config.keep_latest_k, self._refused):
+                removing = files.set_aside(self.folder / f"step-{step}")
+                self._remover.submit(shutil.rmtree, removing, ignore_errors=True)
+        except OSError as error:  # the next save tries again
+            logger.warning("removing old checkpoints of %s: %s", self.folder, error)
 
     def maybe_wait_for_staging(self) -> None:
         """Makes the stream wait for the copy to host memory. Call it before the state changes.
@@ -339,6 +343,7 @@ class CheckpointManager:
             return False
         begin = time.monotonic()
         self._finish_pending(raises=True)
+        self._done, self._delayed = None, False
         self._resumed_step = None if step == -1 else step
         if step != -1:
             checkpoint = self.folder / f"step-{step}"
@@ -436,6 +441,9 @@ class CheckpointManager:
                 if self._rank == 0:
                     text = "%s is of another layout of ranks: random numbers are seeded anew"
                     logger.warning(text, checkpoint)
+        optimizers = self._states[OPTIMIZER]
+        if model and OPTIMIZER not in rest and hasattr(optimizers, "refresh_masters"):
+            optimizers.refresh_masters()  # those that exist are of the weights before
         if self._rank == 0:
             size = sum(path.stat().st_size for path in checkpoint.iterdir())
             contents = "model" if model_only else "full"

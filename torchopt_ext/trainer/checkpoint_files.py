@@ -1,8 +1,9 @@
 """Folders of checkpoints: written under another name, published by one rename, checked by file.
 
-A folder ``step-N`` is complete. It is called ``step-N.saving`` while it is written, and
-``step-N.removing`` while it is removed. Its ``manifest.json`` lists size and CRC-32 of every file,
-so that truncated files and flipped bytes are found before anything is read from them.
+A folder ``step-N`` is complete. It is called ``step-N.saving`` while it is written,
+``step-N.replaced`` while another takes its place, and ``step-N.removing`` while it is removed. Its
+``manifest.json`` lists size and CRC-32 of every file, so that truncated files and flipped bytes are
+found before anything is read from them.
 """
 
 import json
@@ -28,7 +29,7 @@ METADATA = ".metadata"
 ABANDONED = "abandoned"
 """A file that marks a checkpoint of an abandoned branch: an earlier checkpoint was loaded."""
 _STEP = re.compile(r"step-(\d+)")
-_LEFTOVER = re.compile(r"step-\d+(\.safetensors)?\.(saving|removing)")
+_LEFTOVER = re.compile(r"step-\d+(\.safetensors)?\.(saving|replaced|removing)")
 _CHUNK = 1 << 22
 
 
@@ -85,13 +86,18 @@ def _crc32_of(content: dict[str, Any]) -> int:
 
 
 def _publish(saving: Path, final: Path) -> None:
-    removing = final.with_name(f"{final.name}.removing")
+    replaced = final.with_name(f"{final.name}.replaced")
     if final.exists():
-        shutil.rmtree(removing, ignore_errors=True)
-        os.rename(final, removing)
-    os.rename(saving, final)
+        shutil.rmtree(replaced, ignore_errors=True)
+        os.rename(final, replaced)
+    try:
+        os.rename(saving, final)
+    except OSError:
+        if replaced.exists():
+            os.rename(replaced, final)
+        raise
     _sync(final.parent)
-    shutil.rmtree(removing, ignore_errors=True)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _sync(folder: Path) -> None:
@@ -103,11 +109,18 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-def remove(folder: Path) -> None:
-    """Removes a checkpoint. A crash during removal leaves no checkpoint that looks complete."""
-    removing = folder.with_name(f"{folder.name}.removing")
-    os.rename(folder, removing)
-    shutil.rmtree(removing)
+def set_aside(checkpoint: Path) -> Path:
+    """Renames a checkpoint that is to be removed, so that it no longer looks complete.
+
+    Returns:
+        The new name.
+
+    Raises:
+        OSError: The folder cannot be renamed, such as while another of its step is removed.
+    """
+    removing = checkpoint.with_name(f"{checkpoint.name}.removing")
+    os.rename(checkpoint, removing)
+    return removing
 
 
 def abandon(folder: Path, step: int) -> None:
@@ -133,8 +146,11 @@ def recover(folder: Path) -> None:
         if not _LEFTOVER.fullmatch(path.name):
             continue
         final = path.with_suffix("")
-        if path.suffix == ".saving" and (path / MANIFEST).exists() and not final.exists():
+        saving = final.with_name(f"{final.name}.saving")
+        if path == saving and (path / MANIFEST).exists() and not final.exists():
             _publish(path, final)  # killed between two renames
+        elif path.suffix == ".replaced" and not (final.exists() or (saving / MANIFEST).exists()):
+            os.rename(path, final)
         elif path.is_file():
             path.unlink()
         else:

@@ -327,7 +327,7 @@ class StreamDataLoader:
         epochs: passes over the data set; 0: endless, unless it is empty.
 
     Raises:
-        ImportError: torchdata is not installed.
+        MissingExtra: torchdata is not installed.
     """
 
     same_position_on_all_ranks = False

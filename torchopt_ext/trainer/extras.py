@@ -7,16 +7,20 @@ from typing import Any
 from torchopt_ext.trainer.config import ConfigError
 
 
+class MissingExtra(ConfigError, ImportError):
+    """A setting needs a package that is not installed."""
+
+
 def import_extra(module: str, needed_by: str) -> Any:
     """Imports a module of a package that the extra "trainer" installs.
 
     Raises:
-        ImportError: The import fails. The message says what needs it and how to install it.
+        MissingExtra: The import fails. The message says what needs it and how to install it.
     """
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ImportError(
+        raise MissingExtra(
             f"{needed_by} needs {module} ({error}): pip install 'torchopt_ext[trainer]'"
         ) from error
 

@@ -86,7 +86,7 @@ def init_ft_manager(job_config: JobConfig) -> FTManager:
     """Builds the manager that `[fault_tolerance]` asks for.
 
     Raises:
-        ImportError: Fault tolerance is enabled, but torchft is not installed.
+        MissingExtra: Fault tolerance is enabled, but torchft is not installed.
         ValueError: The group size or replica id is out of range, the process group is unknown, or
             torchrun did not start the job.
     """

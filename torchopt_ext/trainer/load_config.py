@@ -50,7 +50,7 @@ def load_config(args: Sequence[str], prog: str = "python -m torchopt_ext train")
     Raises:
         ConfigError: A name, value, file or module is wrong. The message is one sentence that says
             which. For an unknown name it suggests the nearest valid name.
-        ImportError: tyro is not installed. The message says how to install it.
+        MissingExtra: tyro is not installed. The message says how to install it.
     """
     options = list(_options(args))
     path = _given(options, "job.config_file")

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
-from torchopt_ext.trainer.extras import import_extra
+from torchopt_ext.trainer.extras import MissingExtra, import_extra
 
 
 class MetricWriter(Protocol):
@@ -53,7 +53,7 @@ class ProgressBar:
         steps: number of steps of the whole job.
 
     Raises:
-        ImportError: tqdm is not installed.
+        MissingExtra: tqdm is not installed.
     """
 
     def __init__(self, steps: int) -> None:
@@ -133,7 +133,7 @@ class TensorBoard:
         folder: the run's folder.
 
     Raises:
-        ImportError: TensorBoard is not installed.
+        MissingExtra: TensorBoard is not installed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -156,14 +156,14 @@ class WeightsAndBiases:
         config: the job's configuration, which is shown with the run.
 
     Raises:
-        ImportError: wandb is not installed.
+        MissingExtra: wandb is not installed.
     """
 
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
         try:
             import wandb
         except ImportError as error:
-            raise ImportError("metrics.enable_wandb needs wandb: pip install wandb") from error
+            raise MissingExtra("metrics.enable_wandb needs wandb: pip install wandb") from error
         folder.mkdir(parents=True, exist_ok=True)
         project = os.environ.get("WANDB_PROJECT", "torchopt_ext")
         self._run = wandb.init(project=project, dir=str(folder), config=config)

@@ -80,7 +80,7 @@ class MetricsProcessor:
         time_last_log: time.perf_counter() at the start of the measured time.
 
     Raises:
-        ImportError: A writer's package is not installed. The message names the package.
+        MissingExtra: A writer's package is not installed. The message names the package.
         ValueError: A setting is out of range.
     """
 

@@ -11,6 +11,7 @@ import pickle
 import random
 import shutil
 import signal
+import threading
 import time
 import zlib
 from collections.abc import Callable
@@ -189,6 +190,51 @@ def test_nothing_is_saved_twice(tmp_path: Path) -> None:
     before = (folder_of(job, 2) / ".metadata").stat().st_mtime_ns
     job.manager.save(2, force=True)
     assert (folder_of(job, 2) / ".metadata").stat().st_mtime_ns == before
+
+
+def test_a_step_is_saved_again_after_going_back(tmp_path: Path) -> None:
+    job = Job(tmp_path).train(until=4)
+    assert job.manager.load(2)
+    reseed_all(5)
+    job.train(until=4)
+    again = Job(tmp_path, seed=1)
+    assert again.manager.load(4)
+    assert differences(again.contents(), job.contents()) == []
+
+
+def test_a_slow_removal_does_not_remove_a_new_checkpoint_of_its_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Job(tmp_path, keep_latest_k=0).train(until=6).close()
+    removals, rmtree = threading.Event(), shutil.rmtree
+
+    def slow(path: Any, **kwargs: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            removals.wait(30)
+        rmtree(path, **kwargs)
+
+    monkeypatch.setattr(shutil, "rmtree", slow)
+    job = Job(tmp_path, keep_latest_k=1)
+    assert job.manager.load(2)
+    job.train(until=3).manager.save(3, force=True)  # abandons steps 4 and 6, removes all others
+    job.train(until=4)
+    removals.set()
+    job.close()
+    assert saved_steps(job) == [4]
+
+
+@pytest.mark.parametrize("settings", [{"exclude_from_loading": ["optimizer"]}, {}])
+def test_masters_that_exist_follow_weights_loaded_alone(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    first = Job(tmp_path / "a", **KINDS["masters"]).train(until=2)
+    path = str(folder_of(first, 2))
+    job = Job(tmp_path / "b", seed=1, initial_load_path=path, **KINDS["masters"], **settings)
+    state = job.optimizers.optimizers[0].state
+    job.optimizers.state_dict()  # makes the state
+    assert job.manager.load()
+    for p in job.model.parameters():
+        assert torch.equal(state[p]["master_weight"], p.float())
 
 
 def test_another_jobs_checkpoint_is_loaded_where_there_is_none(tmp_path: Path) -> None:
@@ -478,6 +524,31 @@ def test_leftovers_of_a_crash_are_cleared_away(tmp_path: Path) -> None:
     assert {path.name for path in folder.iterdir()} == {"step-4", "notes.saving"}
     assert again.manager.load()
     assert differences(again.contents(), job.contents()) == []
+
+
+@pytest.mark.parametrize("crash", [False, True])
+def test_a_checkpoint_that_cannot_be_replaced_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crash: bool
+) -> None:
+    """`crash`: the old one cannot get its name back either."""
+    job = Job(tmp_path).train(until=2)
+    again = Job(tmp_path, seed=1)
+    assert again.manager.load()
+    rename = os.rename
+
+    def fail(source: Any, target: Any) -> None:
+        if Path(target).name == "step-2" and (crash or Path(source).suffix == ".saving"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", fail)
+        with pytest.raises(RuntimeError, match="Input/output error"):
+            again.manager.save(2, force=True)
+    found = Job(tmp_path, seed=1)
+    assert found.manager.load()
+    assert differences(found.contents(), job.contents()) == []
+    assert saved_steps(job) == [2]
 
 
 def save_until_killed(folder: Path, mode: str, run: int) -> None:
