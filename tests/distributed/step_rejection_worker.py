@@ -36,6 +36,7 @@ FAULTS = {  # by fault: a part of its kinds' names, "" for all kinds
     "setting": "Fused",
     "scaler": "Fused",
     "clip": "Fused",
+    "frozen": "",
 }
 
 
@@ -69,6 +70,8 @@ def spoil(optimizer: Any, params: Any, fault: str) -> Callable[[], Any]:
     elif fault == "plain":
         for param in params:
             param.grad = torch.ones(param.shape)
+    elif fault == "frozen":  # trainable in backward
+        params[-1].grad = torch.ones_like(params[-1])
     if fault == "argument":
         return lambda: optimizer.step(nonsense=True)
     return partial(optimizer.step, failing) if fault == "closure" else optimizer.step
@@ -95,24 +98,26 @@ def rejected(optimizer: Any, params: Any, fault: str, backward: Callable[[], Any
 def of_zero(kind: str, fault: str, options: dict[str, Any]) -> Result:
     cls, defaults = KINDS[kind]
     params = parameters()
+    params[-1].requires_grad_(fault != "frozen")
     zero = ZeroRedundancyOptimizer(params, cls, lr=0.01, **defaults, **options)
     return rejected(zero, params, fault, partial(give_gradients, params, 0))
 
 
-def of_reducer() -> Result:
-    """Steps after backward on rank 1 handed a sparse gradient to ZeRO's reducer."""
+def of_reducer(fault: str) -> Result:
+    """Steps with a reducer. By default, backward on rank 1 hands it a sparse gradient."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 3))
+    model[1].bias.requires_grad_(fault != "frozen")
     zero = ZeroRedundancyOptimizer(
         model.parameters(), FusedAdamW, partition="balanced", sharded_gradients=True
     )
     embedding: Any = model[0]
 
     def backward() -> None:
-        embedding.sparse = dist.get_rank() == 1 and not embedding.sparse
+        embedding.sparse = not fault and dist.get_rank() == 1 and not embedding.sparse
         model(torch.tensor([1, 2])).sum().backward()
 
-    return rejected(zero, list(model.parameters()), "", backward)
+    return rejected(zero, list(model.parameters()), fault, backward)
 
 
 def of_ours(base: str, where: str, fault: str) -> Result:
@@ -168,7 +173,11 @@ def known_later() -> Result:
 
 
 def cases() -> dict[str, Callable[[], Result]]:
-    found: dict[str, Callable[[], Result]] = {"reducer": of_reducer, "later": known_later}
+    found: dict[str, Callable[[], Result]] = {"later": known_later}
+    for fault in ("", "frozen"):
+        found[f"reducer, {fault}"] = partial(of_reducer, fault)
+    for options in ({"parameters_as_bucket_view": True}, {"partition": "balanced"}):
+        found[f"AdamW, frozen, {options}"] = partial(of_zero, "AdamW", "frozen", options)
     for kind in KINDS:
         for fault, kinds in FAULTS.items():
             if kinds in kind:

@@ -20,6 +20,7 @@ from torchopt_ext.optim.collective import collective, wait
 from torchopt_ext.optim.quantized import keep_float_moments
 from torchopt_ext.optim.weak_hooks import WeakHook, handles_of
 from torchopt_ext.zero.bucket import Bucket
+from torchopt_ext.zero.inputs import check_frozen
 from torchopt_ext.zero.part import Part, memory_order, view_in
 from torchopt_ext.zero.ranks import Ranks
 from torchopt_ext.zero.reducer import IN_FLIGHT, Reducer
@@ -51,6 +52,7 @@ class BalancedBuckets:
         # Sources of cut gradients, and their versions. To cut the same again could undo clipping.
         self._sources: dict[Part, tuple[Tensor, int]] = {}
         self._laid: list[Tensor] = []  # all parameters
+        self._unsent: list[Tensor] = []  # those that were frozen at every step
         self._places = b""  # the addresses of all parameters
         # Collectives under way, and the windows they fill.
         self._updates_in_flight: dict[Bucket, tuple[list[Any], Tensor | None]] = {}
@@ -143,9 +145,10 @@ class BalancedBuckets:
     def build_buckets(self) -> None:
         """Records which parameters are trainable. The buckets stay as they are."""
         for bucket in self.all_buckets:
-            bucket.returned |= any(param.requires_grad for param in bucket.starts)
+            bucket.sent |= any(param.requires_grad for param in bucket.starts)
             for part in bucket.parts:
                 part.tensor.requires_grad_(part.param.requires_grad)
+        self._unsent = [p for bucket in self.all_buckets if not bucket.sent for p in bucket.starts]
         self.reducer.hook_trainable()
 
     # ---- gradients --------------------------------------------------------------------------
@@ -155,6 +158,7 @@ class BalancedBuckets:
         self.wait_for_updates()
         if self.reducer.active:
             self.reducer.finish()  # first: the code below may raise while other ranks wait
+        check_frozen(self._unsent, self.ranks.size)
         if _C.addresses(self._laid) != self._places:
             for bucket in self.all_buckets:
                 bucket.adopt()
@@ -198,7 +202,7 @@ class BalancedBuckets:
             return
         with collective("returning the updated parameters"):
             for bucket in self.all_buckets:
-                if not bucket.returned:
+                if not bucket.sent:
                     continue
                 if not self.gathers and bucket.flat.is_cpu:
                     self._updates_in_flight[bucket] = self._broadcast(bucket)

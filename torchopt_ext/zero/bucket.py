@@ -20,7 +20,7 @@ class Bucket:
         starts: the first element of each parameter in ``flat``.
         places: the parameters' views of ``flat``.
         parts: this rank's parts of the parameters.
-        returned: a parameter was trainable at some step, so that other ranks need its updates.
+        sent: a parameter was trainable at some step, so ranks send its updates to each other.
         staging: gradients of the current backward pass, one window of elements for each rank.
         arrived: parameters whose gradient is in ``staging``.
         grad: this rank's elements of the reduced gradient.
@@ -33,7 +33,7 @@ class Bucket:
     starts: dict[Tensor, int] = field(default_factory=dict)
     places: list[Tensor] = field(default_factory=list)
     parts: list[Part] = field(default_factory=list)
-    returned: bool = False
+    sent: bool = False
     staging: Tensor | None = None
     arrived: set[Tensor] = field(default_factory=set)
     grad: Tensor | None = None

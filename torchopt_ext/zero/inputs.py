@@ -89,6 +89,20 @@ def check_dense(params: Sequence[Tensor], allow_mixed_dtypes: bool) -> None:
             )
 
 
+def check_frozen(params: Sequence[Tensor], world_size: int) -> None:
+    """Raises RuntimeError if a parameter that was frozen at every step has a gradient.
+
+    Its owner would apply the gradient. The other ranks cannot know: they may have no gradient.
+    """
+    for param in params:
+        if world_size > 1 and param.grad is not None:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(param.shape)} has a gradient, but it was frozen in "
+                f"every step, so the other ranks expect no update: freeze it after the step, or "
+                f"clear its gradient"
+            )
+
+
 def describe_params(optimizer: Any) -> list[str]:
     """Describes each parameter in one line, equal on all ranks that hold the same model."""
     return [

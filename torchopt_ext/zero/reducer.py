@@ -172,7 +172,7 @@ class Reducer:
         """Starts the reduction of the next bucket. Skips buckets that were never trainable."""
         bucket = self.buckets[self._next]
         self._next -= 1
-        if not bucket.returned:
+        if not bucket.sent:
             return
         if len(self._under_way) == IN_FLIGHT:
             self._accumulate_oldest()

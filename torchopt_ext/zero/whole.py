@@ -10,6 +10,7 @@ from torch import Tensor
 from torchopt_ext import _C, ops
 from torchopt_ext._torch import flatten_dense, unflatten_dense
 from torchopt_ext.optim.collective import collective, wait
+from torchopt_ext.zero.inputs import check_frozen
 from torchopt_ext.zero.part import Part, view_in
 from torchopt_ext.zero.ranks import Ranks, batches, flat_memory
 
@@ -39,8 +40,9 @@ class WholeTensors:
         # Elements by rank, of parameters that weigh (True) and of parameters that do not (False).
         self._loads = {True: [0] * ranks.size, False: [0] * ranks.size}
         # Parameters that were trainable at some step. A parameter frozen since may still have a
-        # gradient that its owner applies, so it continues to be returned.
-        self._returned: set[Tensor] = set()
+        # gradient that its owner applies, so it continues to be sent.
+        self._sent: set[Tensor] = set()
+        self._unsent: list[Tensor] = []  # the other parameters
         self._viewed: list[Tensor] = []  # the parameters that are views of buckets
         self._places = b""  # the addresses of these parameters
         self._outgoing: list[list[list[Tensor]]] = []  # by rank, the batches of parameters to send
@@ -90,6 +92,7 @@ class WholeTensors:
 
     def take_gradients(self) -> None:
         """Moves weights whose memory was replaced (``p.data = ...``) back into their bucket."""
+        check_frozen(self._unsent, self.ranks.size)
         if _C.addresses(self._viewed) != self._places:
             self.build_buckets()
 
@@ -105,13 +108,14 @@ class WholeTensors:
 
         With ``bucket_view`` they become views of one bucket per rank, device and dtype.
         """
-        self._outgoing, self._viewed = [], []
+        self._outgoing, self._viewed, self._unsent = [], [], []
         for rank in range(self.ranks.size):
             kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
             for group in self.params:
-                self._returned.update(p for p in group[rank] if p.requires_grad)
+                self._sent.update(p for p in group[rank] if p.requires_grad)
+                self._unsent += [p for p in group[rank] if p not in self._sent]
                 for param in group[rank]:
-                    if param in self._returned and param.numel():
+                    if param in self._sent and param.numel():
                         kinds.setdefault((param.device, param.dtype), []).append(param)
             if self.bucket_view:
                 self._outgoing.append([[bucket_of(alike)] for alike in kinds.values()])
