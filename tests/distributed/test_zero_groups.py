@@ -26,6 +26,13 @@ def test_a_backward_pass_reduces_every_bucket_once(results: Results, name: str) 
     assert found["reductions"] == 3 * found["buckets"] > 3 * 7
 
 
+def test_optimizers_reduce_in_the_order_in_which_they_were_built(results: Results) -> None:
+    """The first one, which no other can precede, reduces during the pass."""
+    found = agreed(results, "other orders")[0]
+    assert found["off"] <= ROUNDING
+    assert found["early"] == [True, False]
+
+
 def test_worlds_made_of_sub_groups(results: Results) -> None:
     for rank, expected in enumerate(["4", "341", "234", "234"]):
         found = agreed(results, "worlds")[rank]["local"]

@@ -99,6 +99,29 @@ def nested(model: nn.Sequential, x: Tensor, rank: int) -> Tensor:
     return model[-1](checkpoint(inner, model[0](x), use_reentrant=True))
 
 
+# ---- several optimizers --------------------------------------------------------------------------
+
+
+def other_orders() -> dict[str, Any]:
+    """Two optimizers get their gradients in another order on odd ranks; before, one had a pass."""
+    gc.collect()  # an optimizer of another case may be the group's first
+    both, twins = (layers(4), layers(4)), (layers(4), layers(4))
+    zeros = [adam(model.parameters(), torch.optim.SGD, **SHARDED) for model in both]
+    plain = torch.optim.SGD([p for twin in twins for p in twin.parameters()], lr=1e-2)
+    data, size = torch.ones(2, 70), dist.get_world_size()
+    order = slice(None, None, -1 if dist.get_rank() % 2 else 1)
+    for used in (slice(1), slice(1, 2), slice(2)):
+        nn.Sequential(*both[used][order])(data).square().mean().backward()
+        for rank in range(size):
+            of_rank = twins[used][:: -1 if rank % 2 else 1]
+            (nn.Sequential(*of_rank)(data).square().mean() / size).backward()
+        for optimizer in (*zeros, plain):
+            optimizer.step()
+            optimizer.zero_grad()
+    early = [zero.parts.reducer.early for zero in zeros]
+    return {"off": max(map(off, both, twins)), "early": early}
+
+
 # ---- groups --------------------------------------------------------------------------------------
 
 
@@ -226,6 +249,7 @@ def cases() -> dict[str, Callable[[], dict[str, Any]]]:
         "segments, unused": lambda: in_segments(segments, 5),
         "nested": lambda: in_segments(nested, 7),
         "nested, unused": lambda: in_segments(nested, 5),
+        "other orders": other_orders,
         "worlds": worlds,
         "dropped": dropped,
         "uneven greedy": uneven,

@@ -13,17 +13,17 @@ class BackwardPasses:
     task inside a node of another task. The inner task's callbacks see this node as the current node
     (NodeGuard in torch/csrc/autograd/engine.cpp). The outermost task's final callbacks see none.
 
-    All ranks start a group's collectives in the same order. Ranks may use different parameters and
-    complete the buckets of several reducers in different orders, so reducers wait for the end of
-    the pass. Only a pass's first reducer may start earlier, if it was alone in its last pass or is
-    the group's first.
+    All ranks start a group's collectives in the same order: that in which reducers were built.
+    Ranks may use different parameters and complete the buckets of several reducers in different
+    orders, so reducers wait for the end of the pass. Only the first of them may start earlier.
     """
 
     _of: ClassVar[weakref.WeakKeyDictionary[Any, "BackwardPasses"]] = weakref.WeakKeyDictionary()
 
     def __init__(self) -> None:
         self._count = 0
-        self._members: weakref.WeakSet[Any] = weakref.WeakSet()  # reducers in the current pass
+        self._reducers: weakref.WeakSet[Any] = weakref.WeakSet()  # all of the group
+        self._members: weakref.WeakSet[Any] = weakref.WeakSet()  # those in the current pass
         self._task: int | None = None  # the graph task of the last gradient
         # Final callbacks by graph task. Only the task keeps a callback alive: an error drops it.
         self._callbacks: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -32,10 +32,11 @@ class BackwardPasses:
     def of(cls, group: Any) -> "BackwardPasses":
         return cls._of.setdefault(group, cls())
 
-    def number(self) -> int:
-        """Returns the next reducer's number."""
+    def add(self, reducer: Any) -> None:
+        """Gives a reducer the next number."""
+        reducer.number = self._count
         self._count += 1
-        return self._count - 1
+        self._reducers.add(reducer)
 
     def enter(self, reducer: Any) -> bool:
         """Records a gradient. Returns whether it is the reducer's first in this pass."""
@@ -47,7 +48,9 @@ class BackwardPasses:
             self._call_at_end_of(task)
         if reducer in self._members:
             return False
-        reducer.early = not self._members and (reducer.alone or reducer.number == 0)
+        # Ranks may drop an earlier reducer at different times, which changes no order: with the
+        # earlier reducer gone, this one's collectives are the first in any case.
+        reducer.early = reducer.number == min(other.number for other in self._reducers)
         self._members.add(reducer)
         return True
 
@@ -78,9 +81,8 @@ class BackwardPasses:
 
     def end(self) -> None:
         """Ends the pass. Every reducer starts its remaining reductions."""
-        members = sorted(self._members, key=lambda member: (not member.early, member.number))
+        members = sorted(self._members, key=lambda member: member.number)
         self._members.clear()
         self._task = None
         for reducer in members:
-            reducer.alone = len(members) == 1
             reducer.reduce_rest()

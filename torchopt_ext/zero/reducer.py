@@ -38,7 +38,6 @@ class Reducer:
         bucket_of: the bucket of each parameter.
         unfrozen: parameters whose first gradient may have come before their hook.
         number: the reducer's place among the group's reducers, the same on all ranks.
-        alone: no other reducer was in its last backward pass.
         early: it starts reductions before the pass ends.
         stepped: a step has used the current gradients.
         wrong: an error message about a gradient, which :meth:`finish` raises.
@@ -53,8 +52,7 @@ class Reducer:
         self.bucket_of: dict[Tensor, Bucket] = {}
         self.unfrozen: list[Tensor] = []
         self.passes = BackwardPasses.of(ranks.group)
-        self.number = self.passes.number() if hooks else 0
-        self.alone = False
+        self.number = -1
         self.early = False
         self.stepped = False
         self.wrong: str | None = None
@@ -65,6 +63,8 @@ class Reducer:
         self._next = -1  # the bucket to reduce next, in this backward pass
         self._hooked: set[Tensor] = set()
         self._handles = handles_of(self)
+        if hooks:
+            self.passes.add(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = type(self)(self.ranks, copy.deepcopy(self.buckets, memo), self.hooks)
@@ -79,7 +79,7 @@ class Reducer:
     def serve_hook(self) -> None:
         """Prepares for gradients from a DDP communication hook. Parameter hooks record the used
         parameters, because DDP's hook also brings gradients of unused parameters."""
-        self.number = self.passes.number()
+        self.passes.add(self)
         self.active = True
         self._hook("_note_used")
 
