@@ -94,6 +94,12 @@ def test_parameters_may_arrive_during_the_next_forward(runs: Runs, size: int) ->
 
 
 @pytest.mark.parametrize("size", WORLD_SIZES)
+@pytest.mark.parametrize("partition", ["greedy", "balanced"])
+def test_norms_of_complex_gradients(runs: Runs, size: int, partition: str) -> None:
+    assert agreed(runs(size), f"complex: {partition}") == agreed(runs(1), "complex: none") * size
+
+
+@pytest.mark.parametrize("size", WORLD_SIZES)
 def test_every_rank_holds_its_share_and_no_more(runs: Runs, size: int) -> None:
     """In every bucket the shares differ by at most a block of 4,096 elements."""
     results = agreed(runs(size), "shares")

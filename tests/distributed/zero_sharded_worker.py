@@ -236,6 +236,28 @@ def lazily() -> dict[str, Any]:
     return {"params": params, "under_way": under_way > 0 or dist.get_world_size() == 1}
 
 
+def complex_norms(partition: str) -> dict[str, Any]:
+    """Returns the norms of gradients whose rows have 31, 32 or 40 complex numbers, or are cut."""
+    params = [
+        torch.nn.Parameter(torch.zeros(shape, dtype=torch.complex64))
+        for shape in ((301, 40), (301, 31), (65, 32), (3, 9001))
+    ]
+    options: dict[str, Any] = {"max_grad_norm": 1.0}
+    optimizer: Any = FusedAdamW(params, **options)
+    if partition != "none":
+        optimizer = ZeroRedundancyOptimizer(
+            params, FusedAdamW, partition=partition, bucket_elements=64, **options
+        )
+    torch.manual_seed(0)
+    norms = []
+    for _ in range(20):
+        for param in params:
+            param.grad = torch.randn_like(param)
+        optimizer.step()
+        norms.append(float(optimizer.control.grad_norm).hex())
+    return {"norms": norms, "params": digest(list(map(torch.view_as_real, params)))}
+
+
 def shares() -> dict[str, Any]:
     """Returns the elements and bytes of state that this rank holds."""
     model = Model()
@@ -288,6 +310,8 @@ def cases() -> dict[str, Callable[[], dict[str, Any]]]:
         found[f"scaled: {partition}, {how}"] = lambda p=partition, w=how: scaled(p, w)
     found["unused on one rank"] = unused_on_one_rank
     found["lazily"] = lazily
+    for partition in ("none", "greedy", "balanced"):
+        found[f"complex: {partition}"] = lambda p=partition: complex_norms(p)
     found["shares"] = shares
     return found
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from torchopt_ext import ops
 from torchopt_ext.optim.arguments import expect_counts
+from torchopt_ext.optim.balanced_plan import plan_buckets
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, check_chosen, fp32_params
 from torchopt_ext.optim.norm_in_backward import MEASURED_BYTES
 from torchopt_ext.optim.quantized import CODES, SCALES, groups_before
@@ -292,9 +293,8 @@ def _in_buckets(params: Sequence[Tensor], world_size: int, made: _Made) -> list[
     for param in params:
         kinds[param.dtype, param.requires_grad].append(param)
     for (dtype, trained), alike in kinds.items():
-        sizes = [p.numel() for p in alike]
         rows = [p[0].numel() if p.dim() > 1 and p.numel() else 1 for p in alike]
-        plan = ops.partition_balanced(sizes, rows, world_size, made.bucket_elements)
+        plan = plan_buckets(alike, rows, world_size, made.bucket_elements)
         for cuts in plan.cuts:
             own = [hi - lo for lo, hi in itertools.pairwise(cuts)]
             padded = max(cuts[:-1]) + max(own)  # room for the last rank to send as much as others

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchopt_ext import _C, ops
+from torchopt_ext import _C
 from torchopt_ext._torch import version
+from torchopt_ext.optim.balanced_plan import plan_buckets, reals_of
 from torchopt_ext.optim.collective import collective, wait
 from torchopt_ext.optim.quantized import keep_float_moments
 from torchopt_ext.optim.weak_hooks import WeakHook, handles_of
@@ -26,7 +27,7 @@ from torchopt_ext.zero.ranks import Ranks
 from torchopt_ext.zero.reducer import IN_FLIGHT, Reducer
 
 SHORT_ROW = 64
-"""Rows shorter than this are summed element by element (csrc/kernels/block_rule.h)."""
+"""Rows of fewer numbers than this are summed element by element (csrc/kernels/block_rule.h)."""
 
 
 class BalancedBuckets:
@@ -92,17 +93,13 @@ class BalancedBuckets:
             kinds.setdefault((param.device, param.dtype, param.requires_grad), []).append(param)
         own: dict[Tensor, list[Tensor]] = {}
         for (device, dtype, _), alike in kinds.items():
-            plan = ops.partition_balanced(
-                [param.numel() for param in alike],
-                [row_length(param) for param in alike],
-                self.ranks.size,
-                self.bucket_elements,
-            )
+            rows = [row_length(param) for param in alike]
+            plan = plan_buckets(alike, rows, self.ranks.size, self.bucket_elements)
             laid = list(zip(alike, plan.buckets, plan.starts, strict=True))
             for number, cuts in enumerate(plan.cuts):  # one bucket at a time is in memory twice
                 window = max(hi - lo for lo, hi in itertools.pairwise(cuts))
                 flat = torch.zeros(max(cuts[:-1]) + window, dtype=dtype, device=device)
-                bucket = Bucket(len(self.all_buckets), flat, list(cuts), window)
+                bucket = Bucket(len(self.all_buckets), flat, cuts, window)
                 self.all_buckets.append(bucket)
                 for param, start in [(p, start) for p, n, start in laid if n == number]:
                     bucket.lay(param, start)
@@ -293,7 +290,7 @@ def pieces(param: Tensor, begin: int, end: int) -> Iterator[tuple[int, int, list
     row = row_length(param)
     if end - begin == param.numel():
         yield begin, end, None
-    elif row < SHORT_ROW:
+    elif row * reals_of(param) < SHORT_ROW:
         yield begin, end, [end - begin]
     else:
         head = min(end, -(-begin // row) * row)
